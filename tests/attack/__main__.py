@@ -2,38 +2,33 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 import click
 
-from attack.bundles import mutated_bundles, swapped_bundles
-from attack.fork_bombs import fork_bombs
-from attack.grammars import slow_grammars
-from attack.injections import injected_tokens
 from attack.kills import killed_commands
+from attack.mutations import mutated_bundles
 from attack.outcome import Budget, Outcome, table
 from attack.requests import hostile_requests
 from attack.soak import soak
 from attack.templates import hostile_templates
-from spaceport.runtime import BundleError, open_bundle
 from support.paths import DEMO, TINY
 
-PARTS: dict[str, Callable[[Path, Path, int, Budget], Outcome]] = {
-    "mutations": lambda tiny, work, seed, budget: mutated_bundles(tiny, work, seed, budget),
-    "swaps": lambda tiny, work, seed, budget: swapped_bundles(tiny, work, seed, budget),
-    "kills": lambda tiny, work, seed, budget: killed_commands(work, seed, budget),
-    "templates": lambda tiny, work, seed, budget: hostile_templates(tiny, work, seed, budget),
-    "injections": lambda tiny, work, seed, budget: injected_tokens(_demo(work), seed, budget),
-    "grammars": lambda tiny, work, seed, budget: slow_grammars(_demo(work), seed, budget),
-    "bombs": lambda tiny, work, seed, budget: fork_bombs(_demo(work), seed, budget),
-    "requests": lambda tiny, work, seed, budget: hostile_requests(_demo(work), seed, budget),
-    "soak": lambda tiny, work, seed, budget: soak(tiny, seed, budget),
+PARTS: dict[str, Callable[[Path, int, Budget], Outcome]] = {
+    "mutations": lambda work, seed, budget: mutated_bundles(_bundle(TINY), work, seed, budget),
+    "kills": killed_commands,
+    "templates": lambda work, seed, budget: hostile_templates(_bundle(TINY), work, seed, budget),
+    "requests": lambda work, seed, budget: hostile_requests(_bundle(DEMO), seed, budget),
+    "soak": lambda work, seed, budget: soak(_bundle(TINY), seed, budget),
 }
+_EXPORT = (
+    "import sys; from pathlib import Path; from support.exported import bundle_of; print(bundle_of(Path(sys.argv[1])))"
+)
 
 
 @click.command()
@@ -45,11 +40,11 @@ PARTS: dict[str, Callable[[Path, Path, int, Budget], Outcome]] = {
 def main(work: Path, seconds: float, cases: int, seed: int, only: tuple[str, ...]) -> None:
     """Run all parts, print a table, and exit with status 1 if any case failed."""
     work.mkdir(parents=True, exist_ok=True)
-    tiny, parts, outcomes = _exported(TINY, work / "tiny.bundle"), only or tuple(PARTS), []
+    parts, outcomes = only or tuple(PARTS), []
     for name in parts:
         click.echo(f"attack: {name}", err=True)
         began = time.monotonic()
-        outcome = PARTS[name](tiny, work, seed, Budget(seconds / len(parts), cases))
+        outcome = PARTS[name](work, seed, Budget(seconds / len(parts), cases))
         outcome.seconds = time.monotonic() - began
         outcomes.append(outcome)
     click.echo(table(outcomes))
@@ -57,26 +52,12 @@ def main(work: Path, seconds: float, cases: int, seed: int, only: tuple[str, ...
         raise SystemExit(1)
 
 
-def _demo(work: Path) -> Path:
-    return _exported(DEMO, work / "demo.bundle")
-
-
-def _exported(checkpoint: Path, target: Path) -> Path:
-    """The bundle of a checkpoint, exported unless it is there."""
-    with suppress(BundleError):
-        open_bundle(target)
-        return target
-    command = [
-        sys.executable,
-        "-c",
-        "from spaceport.tools.cli import main; main()",
-        "export",
-        str(checkpoint),
-        str(target),
-        "--overwrite",
-    ]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    return target
+def _bundle(checkpoint: Path) -> Path:
+    """The bundle of a checkpoint; this process does not import torch, whose memory a soak would show."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", _EXPORT, str(checkpoint)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
+    return Path(done.stdout.splitlines()[-1])
 
 
 if __name__ == "__main__":

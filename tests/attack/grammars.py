@@ -1,18 +1,9 @@
-"""Grammars: schemas and expressions that take long to compile, beside normal requests; each ends or is refused."""
+"""Grammars: schemas and expressions that take long to compile; each ends or is refused."""
 
 from __future__ import annotations
 
-import json
-import time
-from pathlib import Path
 from random import Random
 from typing import Any
-
-from attack.outcome import Budget, Outcome
-from attack.requests import normal_clients, percentile, prompts_with_texts
-from spaceport.runtime import Decoding, Grammar, Runtime, SpaceportError
-
-_PATIENCE = 60.0  # seconds of a case on a busy machine; a limit of the runtime ends it long before
 
 Schema = dict[str, Any]
 
@@ -56,49 +47,12 @@ REGEXES = {
 }
 
 
-def grammars() -> dict[str, dict[str, Any]]:
-    """All grammars by name."""
-    found: dict[str, Any] = {name: {"json_schema": json.dumps(schema)} for name, schema in SCHEMAS.items()}
-    return found | {name: {"regex": regex} for name, regex in REGEXES.items()}
-
-
-def slow_grammars(bundle: Path, seed: int, budget: Budget) -> Outcome:
-    """Generate with each grammar, then with random parts of them, beside normal requests."""
-    outcome, longest = Outcome("grammars", seed), (0.0, "")
-    given = list(grammars().items())
-
-    def attack() -> None:
-        nonlocal longest
-        for number in budget.numbers():
-            random = Random(f"{seed} {number}")
-            name, options = given[number] if number < len(given) else _combined(random)
-            began = time.monotonic()
-            result, fine = _result(runtime, options)
-            took = time.monotonic() - began
-            longest = max(longest, (took, name))
-            outcome.note(f"{number} {name}", result, fine and took < _PATIENCE)
-
-    with Runtime.open(bundle, threads=1, max_seq_len=512, max_requests=5, step_costs="standard") as runtime:
-        expected = prompts_with_texts(runtime)
-        quiet = normal_clients(runtime, expected, outcome, lambda: time.sleep(min(5.0, budget.seconds / 4)))
-        busy = normal_clients(runtime, expected, outcome, attack)
-    outcome.figures["longest"] = f"{longest[0]:.1f} s ({longest[1]})"
-    outcome.figures["token gap p99"] = f"{percentile(quiet, 99)} quiet, {percentile(busy, 99)} beside grammars"
-    return outcome
-
-
-def _result(runtime: Runtime, options: dict[str, Any]) -> tuple[str, bool]:
-    try:
-        runtime.generate("x", Decoding(max_tokens=8, grammar=Grammar(**options), fork=False, timeout=20))
-    except SpaceportError as error:
-        return f"refused {type(error).__name__}", True
-    except BaseException as error:  # noqa: BLE001  (what the campaign looks for)
-        return f"untyped {type(error).__name__}: {str(error)[:100]}", False
-    return "ended", True
-
-
-def _combined(random: Random) -> tuple[str, dict[str, Any]]:
-    """Some of the schemas in one."""
-    names = random.sample(sorted(SCHEMAS), random.randrange(2, 4))
-    keyword = random.choice(("allOf", "anyOf", "oneOf", "prefixItems"))
-    return f"{keyword} {', '.join(names)}", {"json_schema": {keyword: [SCHEMAS[name] for name in names]}}
+def random_grammar(random: Random) -> dict[str, Any]:
+    """One of them, or some of the schemas in one, as arguments of a `Grammar`."""
+    kind = random.random()
+    if kind < 0.3:
+        return {"regex": random.choice([*REGEXES.values()])}
+    if kind < 0.7:
+        return {"json_schema": random.choice([*SCHEMAS.values()])}
+    chosen = random.sample([*SCHEMAS.values()], random.randrange(2, 4))
+    return {"json_schema": {random.choice(("allOf", "anyOf", "oneOf", "prefixItems")): chosen}}

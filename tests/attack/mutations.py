@@ -1,35 +1,49 @@
-"""Mutations: random changes of a bundle's files, from a flipped bit to a missing file."""
+"""Mutations: random changes of a bundle's files, from a flipped bit to a missing file; all are refused or make no difference."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
+import shutil
 from pathlib import Path
 from random import Random
 from typing import Any
 
+from attack.opener import Opener
+from attack.outcome import Budget, Outcome
 from spaceport.graphs.contract.manifest import MANIFEST_FILE
 from spaceport.graphs.contract.manifest_file import with_digest
 
-_VALUES: tuple[Any, ...] = (
-    0,
-    -1,
-    1,
-    2**31,
-    2**63,
-    10**30,
-    0.5,
-    True,
-    None,
-    "",
-    "x" * 10_000,
-    "../x",
-    "\0",
-    [],
-    {},
-    [[]],
-)
+_NUMBERS: tuple[Any, ...] = (0, -1, 1, 2**31, 2**63, 10**30, 0.5, True, None)
+_VALUES: tuple[Any, ...] = (*_NUMBERS, "", "x" * 10_000, "../x", "\0", [], {}, [[]])
+
+
+def mutated_bundles(bundle: Path, work: Path, seed: int, budget: Budget) -> Outcome:
+    """Open mutated copies, every second one with repaired hashes.
+
+    A copy whose hashes were not repaired is refused, or has the same output. With repaired hashes it is another bundle,
+    which may have another output, but causes no crash, no hang and no untyped error.
+    """
+    outcome, opener, copy = Outcome("mutated bundles", seed), Opener(), work / "mutated"
+    expected = opener.open(bundle)
+    assert expected.startswith("tokens"), f"{bundle} cannot be opened: {expected}"
+    for number in budget.numbers():
+        random = Random(f"{seed} {number}")
+        shutil.rmtree(copy, ignore_errors=True)
+        shutil.copytree(bundle, copy)
+        change = mutate(copy, random)
+        repaired = bool(number % 2) and repair(copy)
+        result = opener.open(copy)
+        name, fine = result, result.startswith("refused")
+        if result.startswith("tokens"):
+            same = result == expected
+            name, fine = "same output" if same else "other output", same or repaired
+        outcome.note(f"{number} ({change}{', repaired' if repaired else ''})", name, fine)
+        outcome.figures["repaired"] = str(int(outcome.figures.get("repaired", 0)) + repaired)
+    opener.close()
+    shutil.rmtree(copy, ignore_errors=True)
+    return outcome
 
 
 def mutate(folder: Path, random: Random) -> str:
@@ -54,7 +68,8 @@ def mutate(folder: Path, random: Random) -> str:
         content[begin:begin] = content[begin : begin + random.randrange(1, 500)]
     file.unlink()
     if kind == "replace":
-        _replace(file, random)
+        replaced = (file.mkdir, lambda: file.symlink_to("/dev/zero"), lambda: os.mkfifo(file), file.touch)
+        random.choice(replaced)()
     elif kind != "delete":
         file.write_bytes(content)
     return f"{kind} {file.name} at {begin}"
@@ -77,28 +92,11 @@ def repair(folder: Path) -> bool:
     return True
 
 
-def _replace(file: Path, random: Random) -> None:
-    """Put something else where a file was."""
-    kind = random.choice(("folder", "link", "FIFO", "empty file"))
-    if kind == "folder":
-        file.mkdir()
-    elif kind == "link":
-        file.symlink_to("/dev/zero")
-    elif kind == "FIFO":
-        os.mkfifo(file)
-    else:
-        file.touch()
-
-
 def _edit_entries(file: Path, random: Random) -> str:
     """Change, remove or add an entry of a JSON file at a random depth."""
     entries = json.loads(file.read_bytes())
     inner, path = entries, []
-    while True:
-        keys = list(inner) if isinstance(inner, dict) else list(range(len(inner)))
-        if not keys:
-            inner["new"] = 1
-            break
+    while keys := list(inner) if isinstance(inner, dict) else list(range(len(inner))):
         path.append(key := random.choice(keys))
         if isinstance(inner[key], dict | list) and inner[key] and random.random() < 0.8:
             inner = inner[key]
@@ -108,5 +106,7 @@ def _edit_entries(file: Path, random: Random) -> str:
         else:
             inner[key] = random.choice(_VALUES)
         break
+    else:
+        inner["new"] = 1
     file.write_text(json.dumps(entries, indent=2))
     return f"entry {path}"

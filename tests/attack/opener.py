@@ -5,24 +5,22 @@ from __future__ import annotations
 import json
 import os
 import resource
-import selectors
+import select
 import subprocess
 import sys
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
 
 _TESTS = str(Path(__file__).parents[1])
 _MEMORY = 5 * 2**29  # bytes of address space
+_PATIENCE = 120.0  # seconds of a case on a busy machine
 
 
-@dataclass
 class Opener:
     """Runs cases in a child process; starts another one after a crash or a hang."""
 
-    patience: float  # seconds of a case
-    _process: subprocess.Popen[str] | None = field(default=None, init=False)
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
 
     def open(self, folder: Path) -> str:
         """The result of opening a bundle: "tokens …", "refused …", "untyped …", "signal …" or "hang"."""
@@ -39,30 +37,22 @@ class Opener:
         with suppress(BrokenPipeError):  # it has ended, which reading shows
             process.stdin.write(json.dumps(str(folder)) + "\n")
             process.stdin.flush()
-        if not _readable(process.stdout, self.patience):
-            self.close()
-            return "hang"
-        if line := process.stdout.readline():
-            result: str = json.loads(line)
-            return result
+        readable, _, _ = select.select([process.stdout], [], [], _PATIENCE)
+        if readable and (line := process.stdout.readline()):
+            return str(json.loads(line))
+        code = self.close(kill=not readable)
+        return f"signal or exit {code}" if readable else "hang"
+
+    def close(self, kill: bool = True) -> int:
+        """End the child process; returns its exit code."""
+        process, self._process = self._process, None
+        if process is None:
+            return 0
+        if kill:
+            process.kill()
         with suppress(BrokenPipeError):
             process.communicate()
-        self._process = None
-        return f"signal or exit {process.returncode}"
-
-    def close(self) -> None:
-        """End the child process."""
-        if self._process is not None:
-            self._process.kill()
-            with suppress(BrokenPipeError):
-                self._process.communicate()
-            self._process = None
-
-
-def _readable(stream: IO[str], seconds: float) -> bool:
-    with selectors.DefaultSelector() as selector:
-        selector.register(stream, selectors.EVENT_READ)
-        return bool(selector.select(seconds))
+        return process.returncode
 
 
 def _result(folder: str) -> str:

@@ -1,4 +1,4 @@
-"""Requests: hostile ones beside normal ones, whose texts must stay right and whose tokens must not wait."""
+"""Requests: hostile ones beside normal ones, whose texts must stay right; the gaps between their tokens are compared."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import numpy as np
 
+from attack.grammars import random_grammar
 from attack.outcome import Budget, Outcome
-from spaceport.runtime import Decoding, Grammar, Runtime, Sampling, SpaceportError
+from spaceport.runtime import Decoding, Grammar, Limits, Runtime, Sampling, SpaceportError
 
-_NORMAL = 4
 _HOSTILE = 4
+_PATIENCE = 60.0  # seconds of a case on a busy machine; a limit of the runtime ends it long before
+_LIMITS = Limits(threads=64, fork_depth=64, stop_strings=100, stop_chars=1000)  # the defaults refuse fork bombs
 _QUIET = 0.25  # share of the time without hostile requests
 _PROMPTS = ("import json\n", "def close(self):\n", "class Reader:\n", "for name in names:\n")
 _PLAIN = Decoding(max_tokens=32, fork=False)
@@ -24,25 +27,46 @@ Hostile = Callable[[Runtime, Random], object]
 
 def hostile_requests(bundle: Path, seed: int, budget: Budget) -> Outcome:
     """Normal clients alone, then beside hostile ones; compares the gaps between their tokens."""
-    outcome = Outcome("hostile requests", seed)
-    with Runtime.open(bundle, threads=1, max_seq_len=512, max_requests=_NORMAL + _HOSTILE) as runtime:
-        expected = prompts_with_texts(runtime)
-        quiet = normal_clients(runtime, expected, outcome, lambda: time.sleep(_QUIET * budget.seconds))
-        busy = normal_clients(runtime, expected, outcome, lambda: _attack(runtime, outcome, seed, budget))
+    outcome, numbers, lock = Outcome("hostile requests", seed), budget.numbers(), threading.Lock()
+    longest = (0.0, "none")
+
+    def attack() -> None:
+        nonlocal longest
+        while True:
+            with lock:
+                if (number := next(numbers, None)) is None:
+                    return
+            random, began = Random(f"{seed} {number}"), time.monotonic()
+            hostile = random.choice(HOSTILE)
+            result, fine = _result(runtime, hostile, random)
+            took = time.monotonic() - began
+            with lock:
+                longest = max(longest, (took, hostile.__name__))
+                outcome.note(f"{number} {hostile.__name__}, {took:.0f} s", result, fine and took < _PATIENCE)
+
+    def attack_at_once() -> None:
+        clients = [threading.Thread(target=attack) for _ in range(_HOSTILE)]
+        for client in clients:
+            client.start()
+        for client in clients:
+            client.join()
+
+    options: dict[str, Any] = {"max_seq_len": 512, "max_requests": len(_PROMPTS) + _HOSTILE, "limits": _LIMITS}
+    with Runtime.open(bundle, threads=1, **options) as runtime:
+        expected = {prompt: runtime.generate(prompt, _PLAIN).text for prompt in _PROMPTS}
+        quiet = _normal_clients(runtime, expected, outcome, lambda: time.sleep(_QUIET * budget.seconds))
+        busy = _normal_clients(runtime, expected, outcome, attack_at_once)
         if not runtime.status().healthy:
             outcome.failures.append("the runtime is unhealthy")
     for name, gaps in (("quiet", quiet), ("beside hostile requests", busy)):
-        outcome.figures[f"token gap {name}"] = f"p50 {percentile(gaps, 50)}, p99 {percentile(gaps, 99)}"
+        shares = ", ".join(f"p{percent} {np.percentile(gaps, percent) * 1e3:.1f} ms" for percent in (50, 99))
+        outcome.figures[f"token gap {name}"] = shares
     outcome.figures["p99 ratio"] = f"{np.percentile(busy, 99) / np.percentile(quiet, 99):.1f}"
+    outcome.figures["longest"] = f"{longest[0]:.1f} s ({longest[1]})"
     return outcome
 
 
-def prompts_with_texts(runtime: Runtime) -> dict[str, str]:
-    """The prompts of the normal clients and what they generate."""
-    return {prompt: runtime.generate(prompt, _PLAIN).text for prompt in _PROMPTS}
-
-
-def normal_clients(
+def _normal_clients(
     runtime: Runtime, expected: dict[str, str], outcome: Outcome, during: Callable[[], None]
 ) -> list[float]:
     """Seconds between the tokens of normal requests while something else happens."""
@@ -71,29 +95,6 @@ def normal_clients(
     return gaps
 
 
-def _attack(runtime: Runtime, outcome: Outcome, seed: int, budget: Budget) -> None:
-    """Run hostile requests in several OS threads."""
-    numbers, lock = budget.numbers(), threading.Lock()
-
-    def client() -> None:
-        while True:
-            with lock:
-                number = next(numbers, None)
-            if number is None:
-                return
-            random = Random(f"{seed} {number}")
-            hostile = random.choice(HOSTILE)
-            result, fine = _result(runtime, hostile, random)
-            with lock:
-                outcome.note(f"{number} {hostile.__name__}", result, fine)
-
-    clients = [threading.Thread(target=client) for _ in range(_HOSTILE)]
-    for thread in clients:
-        thread.start()
-    for thread in clients:
-        thread.join()
-
-
 def _result(runtime: Runtime, hostile: Hostile, random: Random) -> tuple[str, bool]:
     try:
         hostile(runtime, random)
@@ -104,11 +105,6 @@ def _result(runtime: Runtime, hostile: Hostile, random: Random) -> tuple[str, bo
     return "ended", True
 
 
-def percentile(gaps: list[float], percent: float) -> str:
-    """A percentile of gaps between tokens, with its unit."""
-    return f"{np.percentile(gaps, percent) * 1e3:.1f} ms"
-
-
 def long_text(runtime: Runtime, random: Random) -> object:
     return runtime.generate("a" + " " * random.choice((10, 10**4, 10**6)) + "b", Decoding(max_tokens=4))
 
@@ -117,8 +113,14 @@ def long_prompt(runtime: Runtime, random: Random) -> object:
     return runtime.generate([random.randrange(300) for _ in range(random.randrange(300, 600))], Decoding(max_tokens=4))
 
 
-def many_threads(runtime: Runtime, random: Random) -> object:
-    decoding = Decoding(max_tokens=64, max_depth=random.choice((1, 8, 64)), max_threads=64, timeout=3)
+def fork_bomb(runtime: Runtime, random: Random) -> object:
+    """As many forks as the limits allow, with many stop strings."""
+    tokens = runtime.bundle.manifest.tokens
+    stop = [f"{number} " + "ab" * random.randrange(100, 490) for number in range(random.choice((0, 100)))]
+    bias = {tokens.fork or 0: random.choice((0.0, 5.0, 6.0, 100.0))}
+    sampling = Sampling(temperature=1.0, seed=random.randrange(10**6), logit_bias=bias, banned=tokens.end)
+    depth = random.choice((1, 8, 64))
+    decoding = Decoding(max_tokens=256, max_depth=depth, max_threads=64, stop=stop, timeout=3, sampling=sampling)
     return runtime.generate([{"role": "user", "content": "Explain the parameters of move( src, dst )"}], decoding)
 
 
@@ -138,21 +140,8 @@ def invalid_option(runtime: Runtime, random: Random) -> object:
 
 
 def invalid_prompt(runtime: Runtime, random: Random) -> object:
-    prompts: list[object] = [
-        b"x",
-        5,
-        None,
-        "",
-        [],
-        [10**9],
-        [-1],
-        [True],
-        [1, "a"],
-        "\ud800",
-        iter([1]),
-        [{}],
-        {"a": 1},
-    ]
+    prompts: list[object] = [b"x", 5, None, "", [], [10**9], [-1], [True], [1, "a"], "\ud800", iter([1]), {"a": 1}]
+    prompts.append([{}])
     prompts += [[{"role": "user", "content": value}] for value in (None, 5, "\0", "x" * 10**5)]
     return runtime.generate(random.choice(prompts), Decoding(max_tokens=4))  # type: ignore[arg-type]
 
@@ -161,9 +150,9 @@ def control_tokens(runtime: Runtime, random: Random) -> object:
     return runtime.generate([{"role": "<s>", "content": "</s><s>[Fork][Child]" * 20}], Decoding(max_tokens=8))
 
 
-def grammar(runtime: Runtime, random: Random) -> object:
-    regex = random.choice(("a{1,2000}", "(a|b)*c", "[", "(a*)*b", "\\d{3}"))
-    return runtime.generate("x", Decoding(max_tokens=16, grammar=Grammar(regex=regex), timeout=3))
+def slow_grammar(runtime: Runtime, random: Random) -> object:
+    decoding = Decoding(max_tokens=8, grammar=Grammar(**random_grammar(random)), fork=False, timeout=20)
+    return runtime.generate("x", decoding)
 
 
 def cancelled_prompt(runtime: Runtime, random: Random) -> object:
@@ -195,6 +184,6 @@ def scoring(runtime: Runtime, random: Random) -> object:
 
 
 HOSTILE: tuple[Hostile, ...] = (
-    *(long_text, long_prompt, many_threads, many_stop_strings, many_logprobs, invalid_option, invalid_prompt),
-    *(control_tokens, grammar, cancelled_prompt, slow_reader, short_deadline, extreme_sampling, scoring),
+    *(long_text, long_prompt, fork_bomb, many_stop_strings, many_logprobs, invalid_option, invalid_prompt),
+    *(control_tokens, slow_grammar, cancelled_prompt, slow_reader, short_deadline, extreme_sampling, scoring),
 )

@@ -18,8 +18,6 @@ _REQUESTS = 4
 _CLIENTS = 6  # two more than decode at the same time
 _WARM_UP = 0.25  # share of the time
 _SAMPLES = 720  # of a long soak; the lists of more samples would themselves be growth that is measured
-_PARTS = 3  # of the time, whose latencies are compared
-_BINS = np.geomspace(1e-4, 1e3, 701)  # seconds; 3 % between two edges
 
 
 @dataclass
@@ -47,48 +45,9 @@ class Usage:
         return float(np.polyfit(self.seconds[first:], self.mebibytes[first:], 1)[0]) * 3600
 
 
-class Latencies:
-    """Seconds of requests and CPU seconds of the process in each third of the time, in memory that does not grow."""
-
-    def __init__(self, seconds: float) -> None:
-        self._part = seconds / _PARTS  # seconds
-        self._counts = np.zeros((_PARTS, len(_BINS) + 1), np.int64)
-        self._began = time.monotonic()
-        self.cpu = np.zeros(_PARTS)  # CPU seconds at the end of each part, of the whole process
-        self.requests = np.zeros(_PARTS, np.int64)  # cancelled ones included
-
-    def note(self, seconds: float | None) -> None:
-        """Count a request, which has no latency if it was cancelled."""
-        part = min(_PARTS - 1, int((time.monotonic() - self._began) / self._part))
-        self.cpu[part] = time.process_time()
-        self.requests[part] += 1
-        if seconds is not None:
-            self._counts[part, np.searchsorted(_BINS, seconds)] += 1
-
-    def percentile(self, part: int, percent: float) -> float:
-        """Seconds within which this share of a part's requests ended."""
-        sums = np.cumsum(self._counts[part])
-        return float(_BINS[min(len(_BINS) - 1, int(np.searchsorted(sums, sums[-1] * percent / 100)))])
-
-    def figures(self) -> dict[str, str]:
-        """Latency and CPU time per request in the first and in the last part."""
-        if not self.requests.all():
-            return {}
-        first, last = ("p50 {:.1f}, p99 {:.1f} ms".format(*self._milliseconds(part)) for part in (0, _PARTS - 1))
-        cpu = np.diff(self.cpu) / self.requests[1:] * 1e3
-        return {
-            "latency": f"{first} in the first third, {last} in the last",
-            "CPU time per request": f"{cpu[0]:.1f} ms in the second third, {cpu[-1]:.1f} ms in the last",
-        }
-
-    def _milliseconds(self, part: int) -> tuple[float, float]:
-        return self.percentile(part, 50) * 1e3, self.percentile(part, 99) * 1e3
-
-
 def soak(bundle: Path, seed: int, budget: Budget) -> Outcome:
     """Clients that generate, stream, sample and score; three in ten of their requests are cancelled."""
-    outcome, usage, stop = Outcome("soak", seed), Usage(), threading.Event()
-    lock, latencies = threading.Lock(), Latencies(budget.seconds)
+    outcome, usage, stop, lock = Outcome("soak", seed), Usage(), threading.Event(), threading.Lock()
     started = time.monotonic()
     with Runtime.open(bundle, threads=1, max_seq_len=256, max_requests=_REQUESTS, step_costs="standard") as runtime:
         expected = runtime.generate("import json\n", Decoding(max_tokens=24, fork=False)).text
@@ -96,10 +55,9 @@ def soak(bundle: Path, seed: int, budget: Budget) -> Outcome:
         def client(number: int) -> None:
             random = Random(seed * 100 + number)
             while not stop.is_set():
-                result, seconds = _one(runtime, random, expected)
+                result = _one(runtime, random, expected)
                 with lock:
                     outcome.note("request", result, result != "wrong text")
-                    latencies.note(seconds)
 
         clients = [threading.Thread(target=client, args=(number,)) for number in range(_CLIENTS)]
         for thread in clients:
@@ -110,49 +68,38 @@ def soak(bundle: Path, seed: int, budget: Budget) -> Outcome:
         stop.set()
         for thread in clients:
             thread.join()
-        _wait_until_idle(runtime)
-        status = runtime.status()
+        end = time.monotonic() + 10
+        while (status := runtime.status()).active_requests and time.monotonic() < end:
+            time.sleep(0.02)
     if status.active_requests or status.kv_slots_used or status.queued_requests:
         outcome.failures.append(f"at the end: {status}")
-    _report(outcome, usage, latencies)
-    return outcome
-
-
-def _one(runtime: Runtime, random: Random, expected: str) -> tuple[str, float | None]:
-    """One request: its result, and its seconds if it was not cancelled."""
-    kind, began = random.random(), time.monotonic()
-    if kind < 0.3:
-        with runtime.stream("def f(a, b):\n", Decoding(max_tokens=96)) as stream:
-            for _ in range(random.randrange(20)):
-                next(stream, None)
-        return "cancelled", None
-    if kind < 0.7:
-        text = runtime.generate("import json\n", Decoding(max_tokens=24, fork=False)).text
-        return ("generated" if text == expected else "wrong text"), time.monotonic() - began
-    if kind < 0.8:
-        runtime.score("import json\nimport os\n", top=2)
-        return "scored", None
-    length = random.randrange(1, 150)
-    sampling = Sampling(temperature=1.0, seed=random.randrange(10**6))
-    prompt = "".join(random.choices("abcdefgh (),:\n", k=length))
-    runtime.generate(prompt, Decoding(max_tokens=16, sampling=sampling, stop="\n\n", logprobs=3, max_total_tokens=40))
-    return "sampled", None
-
-
-def _wait_until_idle(runtime: Runtime) -> None:
-    for _ in range(500):
-        if not runtime.status().active_requests:
-            return
-        time.sleep(0.02)
-
-
-def _report(outcome: Outcome, usage: Usage, latencies: Latencies) -> None:
     half = len(usage.files) // 2
+    if usage.files[-1] > usage.files[half] + 2:
+        outcome.failures.append("file descriptors grow")
     outcome.figures |= {
         "memory": f"{usage.mebibytes[-1]:.1f} MiB, slope {usage.slope():+.1f} MiB/h after warm-up",
         "file descriptors": f"{usage.files[half]} to {usage.files[-1]}",
         "OS threads": f"{usage.threads[half]} to {usage.threads[-1]}",
+        "CPU time per request": f"{time.process_time() / max(1, outcome.cases) * 1e3:.1f} ms",
     }
-    outcome.figures |= latencies.figures()
-    if usage.files[-1] > usage.files[half] + 2:
-        outcome.failures.append("file descriptors grow")
+    return outcome
+
+
+def _one(runtime: Runtime, random: Random, expected: str) -> str:
+    """The result of one request."""
+    kind = random.random()
+    if kind < 0.3:
+        with runtime.stream("def f(a, b):\n", Decoding(max_tokens=96)) as stream:
+            for _ in range(random.randrange(20)):
+                next(stream, None)
+        return "cancelled"
+    if kind < 0.7:
+        text = runtime.generate("import json\n", Decoding(max_tokens=24, fork=False)).text
+        return "generated" if text == expected else "wrong text"
+    if kind < 0.8:
+        runtime.score("import json\nimport os\n", top=2)
+        return "scored"
+    sampling = Sampling(temperature=1.0, seed=random.randrange(10**6))
+    prompt = "".join(random.choices("abcdefgh (),:\n", k=random.randrange(1, 150)))
+    runtime.generate(prompt, Decoding(max_tokens=16, sampling=sampling, stop="\n\n", logprobs=3, max_total_tokens=40))
+    return "sampled"

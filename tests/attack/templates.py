@@ -11,75 +11,74 @@ from attack.mutations import repair
 from attack.opener import Opener
 from attack.outcome import Budget, Outcome
 
-_PATIENCE = 60.0  # seconds of a case on a busy machine
-
-EXPRESSIONS = (
-    *(
-        "''.__class__.__mro__[1].__subclasses__()",
-        "messages.__class__.__init__.__globals__",
-        "self.__init__.__globals__",
-    ),
-    *(
-        "cycler.__init__.__globals__.os.popen('id').read()",
-        "joiner.__init__['__globals__']",
-        "namespace.__init__.__code__",
-    ),
-    *("''|attr('__class__')", "'{0.__class__.__mro__}'.format('')", "'%s' % messages.__class__", "lipsum.__globals__"),
-    *("messages[0].__class__.__base__", "(1).__class__", "raise_exception('x')", "1 // 0", "undefined.missing.deeper"),
-    *(
-        "messages.append(1)",
-        "messages.clear()",
-        "messages[0].update(content='x')",
-        "range(10**9)|list|length",
-        "[[]]|tojson",
-    ),
-    *("'a' * 10**5", "'\\ud800'", "messages|map(attribute='__class__')|list", "[1]|sort(attribute='__class__')"),
-)
-STATEMENTS = (
-    *(
-        "{% include '/etc/passwd' %}",
-        "{% import 'os' as os %}",
-        "{% extends '/etc/passwd' %}",
-        "{% if %}",
-        "{{",
-        "{% for %}",
-    ),
-    *(
-        "{% set x = namespace() %}{% set x.__class__ = 1 %}",
-        "{% macro f() %}{{ f.__globals__ }}{% endmacro %}{{ f() }}",
-    ),
-    *(
-        "{% for i in range(10**9) %}x{% endfor %}",
-        "{{ '" + "{" * 5000 + "' }}",
-        "{% raw %}" * 500,
-        "\0",
-        "",
-        "\ufeff{{ 1 }}",
-    ),
-)
-TIME_BOMBS = (
-    *("{{ 10 ** (10 ** 8) }}", "{{ (10 ** (10 ** 7)) | string }}", "{{ lipsum(n=1000000) }}", "{{ 'x' * 10 ** 9 }}"),
-    "{% macro f(n) %}{{ f(n + 1) }}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}",
-    "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
-    "{% set n = namespace(t='x') %}{% for i in range(60) %}{% set n.t = n.t ~ n.t %}{% endfor %}{{ n.t }}",
-    "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3,
-    "{% for i in range(99999) %}{{ messages * 99999 }}{% endfor %}",
-    "{{ range(99999) | list * 99999 }}",
-    "{{ '%999999999d' % 1 }}",
-    "{{ 'a' | center(10 ** 9) }}",
-    "{{ ('a' * 10 ** 6).replace('a', 'b' * 10 ** 5) }}",
-    "{{ messages | tojson(indent=10 ** 9) }}",
+_EXPRESSIONS = """\
+''.__class__.__mro__[1].__subclasses__()
+messages.__class__.__init__.__globals__
+self.__init__.__globals__
+cycler.__init__.__globals__.os.popen('id').read()
+joiner.__init__['__globals__']
+namespace.__init__.__code__
+''|attr('__class__')
+'{0.__class__.__mro__}'.format('')
+'%s' % messages.__class__
+lipsum.__globals__
+messages[0].__class__.__base__
+(1).__class__
+raise_exception('x')
+1 // 0
+undefined.missing.deeper
+messages.append(1)
+messages.clear()
+messages[0].update(content='x')
+range(10**9)|list|length
+[[]]|tojson
+'a' * 10**5
+'\\ud800'
+messages|map(attribute='__class__')|list
+[1]|sort(attribute='__class__')"""
+_STATEMENTS = """\
+{% include '/etc/passwd' %}
+{% import 'os' as os %}
+{% extends '/etc/passwd' %}
+{% if %}
+{{
+{% for %}
+{% set x = namespace() %}{% set x.__class__ = 1 %}
+{% macro f() %}{{ f.__globals__ }}{% endmacro %}{{ f() }}
+{% for i in range(10**9) %}x{% endfor %}"""
+_TIME_BOMBS = """\
+{{ 10 ** (10 ** 8) }}
+{{ (10 ** (10 ** 7)) | string }}
+{{ lipsum(n=1000000) }}
+{{ 'x' * 10 ** 9 }}
+{% macro f(n) %}{{ f(n + 1) }}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}
+{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}
+{% set n = namespace(t='x') %}{% for i in range(60) %}{% set n.t = n.t ~ n.t %}{% endfor %}{{ n.t }}
+{% for i in range(99999) %}{{ messages * 99999 }}{% endfor %}
+{{ range(99999) | list * 99999 }}
+{{ '%999999999d' % 1 }}
+{{ 'a' | center(10 ** 9) }}
+{{ ('a' * 10 ** 6).replace('a', 'b' * 10 ** 5) }}
+{{ messages | tojson(indent=10 ** 9) }}"""
+_LOOPS = "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3
+TIME_BOMBS = (*_TIME_BOMBS.splitlines(), _LOOPS)
+ALONE = (
+    *TIME_BOMBS,
+    *(f"{{{{ {expression} }}}}" for expression in _EXPRESSIONS.splitlines()),
+    *_STATEMENTS.splitlines(),
+    *("{{ '" + "{" * 5000 + "' }}", "{% raw %}" * 500, "\0", "", "\ufeff{{ 1 }}"),
 )
 
 
 def hostile_templates(bundle: Path, work: Path, seed: int, budget: Budget) -> Outcome:
     """Open bundles with hostile templates, whose hashes are right, and generate from messages."""
-    outcome, opener, folder = Outcome("templates", seed), Opener(_PATIENCE), work / "template"
+    outcome, opener, folder = Outcome("templates", seed), Opener(), work / "template"
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(bundle, folder)
     longest = 0.0
     for number in budget.numbers():
-        template = _template(number, Random(f"{seed} {number}"))
+        random = Random(f"{seed} {number}")  # each one alone at first, then random sequences of them
+        template = ALONE[number] if number < len(ALONE) else "x".join(random.choices(ALONE, k=random.randrange(2, 5)))
         (folder / "chat_template.jinja").write_text(template, "utf-8", "surrogatepass")
         repair(folder)
         began = time.monotonic()
@@ -92,11 +91,3 @@ def hostile_templates(bundle: Path, work: Path, seed: int, budget: Budget) -> Ou
     opener.close()
     shutil.rmtree(folder)
     return outcome
-
-
-def _template(number: int, random: Random) -> str:
-    """Each one alone at first, then random sequences of them."""
-    alone = [*TIME_BOMBS, *(f"{{{{ {expression} }}}}" for expression in EXPRESSIONS), *STATEMENTS]
-    if number < len(alone):
-        return alone[number]
-    return "x".join(random.choices(alone, k=random.randrange(2, 5)))

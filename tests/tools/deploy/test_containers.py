@@ -8,21 +8,22 @@ import shlex
 import subprocess
 import sys
 from fnmatch import fnmatchcase
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import spaceport
-from spaceport.runtime.session import Runtime
 from spaceport.tools.cli import run
 from spaceport.tools.cli.exit_codes import OK
 from spaceport.tools.cli.serve import command
 from spaceport.tools.serve.server import _LAST_EVENTS
+from support.chat_runtime import chat_runtime
 from support.deployment import DEPLOY, health_command, image, image_environment, objects, stages
 from support.paths import ROOT
 from support.running_service import running_service
+
+pytestmark = pytest.mark.on_change("tools/deploy", ".dockerignore")
 
 TARGETS = ("cpu", "gpu")
 COMPOSE = objects(DEPLOY / "compose.yaml")[0]
@@ -39,37 +40,29 @@ def substituted(text: str) -> str:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_an_image_runs_the_service_as_a_user_without_privileges(target: str) -> None:
-    found = image(target)
+def test_an_image_runs_the_service_without_privileges_and_has_what_it_needs(target: str) -> None:
+    found, environment = image(target), image_environment(target)
     (user,) = found["USER"]
     assert all(number.isdigit() and int(number) > 0 for number in user.split(":"))
-    assert json.loads(found["ENTRYPOINT"][0]) == [
-        "/opt/spaceport/bin/spaceport",
-        "serve",
-    ]  # a list: no shell gets the signal
+    entry = json.loads(found["ENTRYPOINT"][0])  # a list: no shell gets the signal
+    assert entry == ["/opt/spaceport/bin/spaceport", "serve"]
     assert found["STOPSIGNAL"] == ["SIGTERM"]
-    assert found["EXPOSE"] == [image_environment(target)["SPACEPORT_PORT"]]
-
-
-@pytest.mark.parametrize("target", TARGETS)
-def test_an_image_writes_only_below_the_folder_for_state(target: str) -> None:
-    environment = image_environment(target)
-    state = "/var/lib/spaceport"
-    assert f"install -d -m 1777 {state}" in image(target)["RUN"]
-    assert {environment[name].startswith(state) for name in ("HOME", "XDG_STATE_HOME", "XDG_CACHE_HOME")} == {True}
+    assert found["EXPOSE"] == [environment["SPACEPORT_PORT"]]
+    state = "/var/lib/spaceport"  # the only folder that is written to
+    assert f"install -d -m 1777 {state}" in found["RUN"]
+    assert all(environment[name].startswith(state) for name in ("HOME", "XDG_STATE_HOME", "XDG_CACHE_HOME"))
     assert environment["PYTHONDONTWRITEBYTECODE"] == environment["ORT_DISABLE_TELEMETRY"] == "1"
-
-
-@pytest.mark.parametrize("target", TARGETS)
-def test_an_image_has_the_packages_of_its_device_and_no_others(target: str) -> None:
-    copied = {source for line in image(target)["COPY"] for source in re.findall(r"--from=(\S+)", line)}
+    copied = {source for line in found["COPY"] for source in re.findall(r"--from=(\S+)", line)}
     assert copied == {f"{target}-dependencies", "package"}
     (installing,) = stages()[f"{target}-dependencies"].of("RUN")
     assert f"requirements.py {target} ${{EXTRAS}} >" in installing
-    assert "pip" not in " ".join(image(target)["RUN"])
+    assert "pip" not in " ".join(found["RUN"])
 
 
-def test_every_package_has_the_version_of_the_constraints() -> None:
+def test_every_package_has_the_version_of_the_constraints_and_the_image_that_of_the_project() -> None:
+    (labels,) = image("cpu")["LABEL"]
+    found = dict(re.findall(r'org\.opencontainers\.image\.(\w+)="([^"]+)"', labels))
+    assert (found["version"], found["licenses"]) == (spaceport.__version__, "Apache-2.0")
     environment = dict(word.split("=", 1) for line in stages()["installer"].of("ENV") for word in line.split())
     assert environment["PIP_CONSTRAINT"] == "/source/constraints.txt"
     installing = [
@@ -105,14 +98,6 @@ def test_the_list_of_requirements_is_that_of_the_project() -> None:
     assert "KeyError: 'unknown'" in requirements("unknown").stderr
 
 
-def test_the_labels_have_the_version_and_the_licence() -> None:
-    (labels,) = image("cpu")["LABEL"]
-    found = dict(re.findall(r'org\.opencontainers\.image\.(\w+)="([^"]+)"', labels))
-    assert found["version"] == spaceport.__version__
-    assert found["licenses"] == "Apache-2.0"
-    assert set(found) == {"title", "description", "licenses", "version"}
-
-
 def test_the_variables_of_an_image_are_options(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -139,23 +124,14 @@ def ignored(path: str) -> bool:
     return found
 
 
-@pytest.mark.parametrize(
-    ("path", "expected"),
-    [
-        *((name, False) for name in ("pyproject.toml", "constraints.txt", "LICENSE", "README.md", "MANIFEST.in")),
-        *(
-            (name, False)
-            for name in ("src/spaceport/__init__.py", "runtime/decode/step.py", "tools/page/static/page.css")
-        ),
-        *((name, True) for name in (".git/config", ".venv/bin/python", "tests/conftest.py", "docs/README.md", "keys")),
-        *(
-            (name, True)
-            for name in ("tools/deploy/keys/keys", "tools/demo_recipe/train.py", "runtime/__pycache__/a.pyc")
-        ),
-    ],
-)
-def test_the_context_of_the_images_has_what_the_wheel_is_built_from(path: str, expected: bool) -> None:
-    assert ignored(path) is expected
+def test_the_context_of_the_images_has_what_the_wheel_is_built_from() -> None:
+    needed = (
+        "pyproject.toml constraints.txt LICENSE README.md MANIFEST.in src/spaceport/__init__.py runtime/decode/step.py"
+    )
+    others = ".git/config .venv/bin/python tests/conftest.py docs/README.md keys tools/deploy/keys/keys"
+    assert [path for path in (*needed.split(), "tools/page/static/page.css") if ignored(path)] == []
+    more = ("tools/demo_recipe/train.py", "runtime/__pycache__/a.pyc")
+    assert [path for path in (*others.split(), *more) if not ignored(path)] == []
 
 
 def check_health(port: int) -> int:
@@ -164,10 +140,8 @@ def check_health(port: int) -> int:
     return subprocess.run(check, env={"SPACEPORT_PORT": str(port)}, capture_output=True, check=False).returncode
 
 
-@pytest.mark.slow
-def test_the_health_check_follows_the_service(demo_bundle: Path) -> None:
-    opener = partial(Runtime.open, demo_bundle, max_requests=1, step_costs="free")
-    with running_service({"demo": opener}) as found:
+def test_the_health_check_follows_the_service() -> None:
+    with running_service({"demo": chat_runtime}) as found:
         port = int(found.url.split(":")[2].split("/")[0])
         assert check_health(port) == 0
         found.service.draining = True

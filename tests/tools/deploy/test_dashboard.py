@@ -5,19 +5,19 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator
-from functools import partial
-from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
 from spaceport.runtime.scheduling.queue import QueueFull
-from spaceport.runtime.session import Runtime
 from spaceport.tools.serve.application import application
 from spaceport.tools.serve.failures import failure_of
 from spaceport.tools.serve.options import ServiceOptions
+from support.chat_runtime import chat_runtime
 from support.deployment import dashboard, expressions, panels
+
+pytestmark = pytest.mark.on_change("tools/deploy")
 
 # Exported, and of no use on a dashboard.
 UNUSED = {"process_virtual_memory_bytes"}
@@ -27,38 +27,21 @@ OWN = {"up"}  # metrics of Prometheus itself
 # A metric with its matchers, the labels of an aggregation with the metric that is aggregated, and words of PromQL.
 METRIC = re.compile(r"\b((?:spaceport:|process_)\w+|up)\b(?:\{([^}]*)\})?")
 GROUPED = re.compile(r"by \(([^)]*)\) \((?:\w+\()?([\w:]+)")
-WORDS = {
-    *(
-        "sum",
-        "max",
-        "by",
-        "on",
-        "or",
-        "group_left",
-        "rate",
-        "increase",
-        "changes",
-        "histogram_quantile",
-        "vector",
-        "time",
-    ),
-}
+WORDS = set(re.findall(r"\w+", "sum max by on or group_left rate increase changes histogram_quantile vector time"))
 
 Exported = dict[str, dict[str, set[str]]]  # sample -> label -> its values
 
 
-def exported(prefix: str, bundle: Path) -> Exported:
+@pytest.fixture(scope="module")
+def ours() -> Exported:
     """What a service exports after requests of several kinds, an audit and a refusal."""
-    opener = partial(Runtime.open, bundle, max_requests=4, step_costs="free")
-    app = application({"demo": opener}, ServiceOptions(metrics_prefix=prefix, audit_rate=1.0))
+    app = application({"demo": chat_runtime}, ServiceOptions(audit_rate=1.0))
     with TestClient(app) as client:
         given = {"prompt": "import json\nimport json\n", "temperature": 0, "max_tokens": 16}
-        assert client.post("/v1/completions", json={**given, "n": 2}).status_code == 200
-        assert (
-            client.post("/v1/completions", json={**given, "max_tokens": 1}).status_code == 200
-        )  # too short for drafts
+        for more in ({"n": 2}, {"max_tokens": 1}):  # the latter is too short for drafts
+            assert client.post("/v1/completions", json={**given, **more}).status_code == 200
         end = time.monotonic() + 60
-        while f'{prefix}:exactness_equal_total{{model_name="demo"}} 0.0' in (text := client.get("/metrics").text):
+        while 'exactness_equal_total{model_name="demo"} 0.0' in client.get("/metrics").text:
             assert time.monotonic() < end, "no completion was audited"
             time.sleep(0.01)
         app.state.service.draining = True
@@ -73,45 +56,32 @@ def exported(prefix: str, bundle: Path) -> Exported:
     return found
 
 
-@pytest.fixture(scope="module")
-def ours(demo_bundle: Path) -> Exported:
-    return exported("spaceport", demo_bundle)
-
-
 def metrics(query: str) -> set[str]:
     """The metrics in a query."""
     return {name for name, _ in METRIC.findall(query)}
 
 
-def faults(found: Exported, queries: dict[str, str], prefix: str = "spaceport") -> Iterator[str]:
+def faults(found: Exported, queries: dict[str, str]) -> Iterator[str]:
     """What queries name that is not exported."""
     for where, query in queries.items():
-        query = query.replace("spaceport:", f"{prefix}:")
-        for name, matchers in METRIC.findall(query):
+        used = [
+            (name, re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", re.sub(r'"[^"]*"', '""', matchers)))
+            for name, matchers in METRIC.findall(query)
+        ]
+        used += [(name, re.split(r",\s*", labels)) for labels, name in GROUPED.findall(query)]
+        for name, labels in used:
             if name not in found and name not in OWN:
                 yield f"{where}: {name} is not exported"
-                continue
-            wanted = set(re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", re.sub(r'"[^"]*"', '""', matchers)))
-            for label in wanted - set(found.get(name, ())) - SCRAPED:
-                yield f"{where}: {name} has no label {label}"
-        for labels, name in GROUPED.findall(query):
-            for label in set(re.split(r",\s*", labels)) - set(found.get(name, ())) - SCRAPED:
+            for label in {*labels} - {*found.get(name, ())} - SCRAPED:
                 yield f"{where}: {name} has no label {label}"
 
 
-@pytest.mark.slow
 def test_every_query_names_metrics_and_labels_of_a_service(ours: Exported) -> None:
     assert list(faults(ours, expressions())) == []
+    wrong = 'sum by (le, model) (rate(spaceport:slots{kind="free"}[5m])) + spaceport:runing'
+    assert len(list(faults(ours, {"x": wrong}))) == 4
 
 
-@pytest.mark.slow
-def test_the_queries_also_fit_a_service_with_another_prefix(demo_bundle: Path) -> None:
-    found = exported("vllm", demo_bundle)
-    assert not any(name.startswith("spaceport:") for name in found)
-    assert list(faults(found, expressions(), "vllm")) == []
-
-
-@pytest.mark.slow
 def test_every_metric_of_a_service_is_on_the_dashboard(ours: Exported) -> None:
     shown = {name for target in panels() for query in target["targets"] for name in metrics(query["expr"])}
     shown |= {name for each in dashboard()["annotations"]["list"] for name in metrics(each["expr"])}
@@ -120,28 +90,14 @@ def test_every_metric_of_a_service_is_on_the_dashboard(ours: Exported) -> None:
     assert len(families) > 30
 
 
-@pytest.mark.parametrize(
-    ("query", "fault"),
-    [
-        ("sum(spaceport:num_requests_runing)", "spaceport:num_requests_runing is not exported"),
-        ('rate(spaceport:slots{kind="free"}[5m])', "spaceport:slots has no label kind"),
-        ("sum by (state) (rate(spaceport:rows_total[5m]))", "spaceport:rows_total has no label state"),
-        ('sum by (le, model) (rate(spaceport:slots{state=~"a=b"}[5m]))', "spaceport:slots has no label le"),
-    ],
-)
-def test_a_wrong_name_in_a_query_is_found(query: str, fault: str) -> None:
-    found: Exported = {"spaceport:slots": {"state": set()}, "spaceport:rows_total": {"kind": set()}}
-    assert fault in [each.removeprefix("x: ") for each in faults(found, {"x": query})]
-
-
 def test_queries_have_no_words_but_metrics_and_those_of_promql() -> None:
+    assert f'reason="{failure_of(QueueFull("full")).code}"' in expressions()["SpaceportQueueFull"]
     for where, query in expressions().items():
         assert metrics(query), where
         bare = re.sub(r'by \([^)]*\)|\[[^]]*\]|"[^"]*"', "", METRIC.sub("", query))
         assert set(re.findall(r"[a-zA-Z_:][\w:]*", bare)) <= WORDS, where
 
 
-@pytest.mark.slow
 def test_legends_and_colors_name_labels_and_values_that_are_exported(ours: Exported) -> None:
     reasons = {failure_of(QueueFull("full")).code, "stopping"}
     for panel in panels():
@@ -183,7 +139,3 @@ def test_queries_of_a_service_can_be_narrowed_to_models_and_instances() -> None:
                 assert 'instance=~"$instance"' in matchers, name
                 per_model = name.startswith("spaceport:") and "admission_rejections" not in name
                 assert ('model_name=~"$model"' in matchers) is per_model, name
-
-
-def test_alerts_name_a_reason_that_a_full_queue_has() -> None:
-    assert f'reason="{failure_of(QueueFull("full")).code}"' in expressions()["SpaceportQueueFull"]

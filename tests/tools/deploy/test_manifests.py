@@ -16,6 +16,8 @@ from spaceport.tools.serve.application import application
 from spaceport.tools.serve.server import _LAST_EVENTS
 from support.deployment import KSERVE, KUBERNETES, cluster_objects, container_environment, image, objects, of_kind
 
+pytestmark = pytest.mark.on_change("tools/deploy")
+
 KEYS = "/etc/spaceport/keys"
 OPTIONS = {option.name: option.default for option in command.params}
 PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
@@ -91,25 +93,22 @@ def test_the_service_takes_the_configuration_of_kserve(
 
 
 @pytest.mark.parametrize("kind", ["Deployment", "ServingRuntime"])
-def test_pods_meet_the_restricted_security_standard(kind: str) -> None:
-    whole, own = pod(kind).get("securityContext", {}), container(kind)["securityContext"]
-    assert own["allowPrivilegeEscalation"] is False
-    assert own["readOnlyRootFilesystem"] is True
+def test_pods_are_restricted_and_probe_paths_of_the_service(kind: str) -> None:
+    found, whole = container(kind), pod(kind).get("securityContext", {})
+    own = found["securityContext"]
+    assert (own["allowPrivilegeEscalation"], own["readOnlyRootFilesystem"]) == (False, True)
     assert own["capabilities"] == {"drop": ["ALL"]}
     merged = {**whole, **own}
     assert merged["runAsNonRoot"] is True
     assert merged["seccompProfile"] == {"type": "RuntimeDefault"}
     assert image("cpu")["USER"] == [f"{merged['runAsUser']}:{merged['runAsGroup']}"]
     assert not {"hostNetwork", "hostPID", "hostIPC", "hostUsers"} & set(pod(kind))
-    assert {next(iter(set(each) - {"name"})) for each in pod(kind)["volumes"]} <= {
-        *("persistentVolumeClaim", "configMap", "secret", "emptyDir"),
-    }
-
-
-@pytest.mark.parametrize("kind", ["Deployment", "ServingRuntime"])
-def test_probes_ask_for_paths_of_the_service_at_its_port(kind: str) -> None:
+    volumes = {volume["name"]: {*volume} - {"name"} for volume in pod(kind)["volumes"]}
+    assert set().union(*volumes.values()) <= {"persistentVolumeClaim", "configMap", "secret", "emptyDir"}
+    assert [mount["name"] for mount in found["volumeMounts"]] == list(volumes)
+    (writable,) = (mount for mount in found["volumeMounts"] if not mount.get("readOnly"))
+    assert (writable["mountPath"], volumes[writable["name"]]) == ("/var/lib/spaceport", {"emptyDir"})
     routes = {route.path for route in application({}).routes}
-    found = container(kind)
     ports = {key for port in found["ports"] for key in (port["name"], port["containerPort"])}
     for name in PROBES:
         asked = found[name]["httpGet"]
@@ -117,6 +116,10 @@ def test_probes_ask_for_paths_of_the_service_at_its_port(kind: str) -> None:
         assert asked["port"] in ports
     assert found["livenessProbe"]["httpGet"]["path"].endswith("/live")  # a service that drains is not killed
     assert found["startupProbe"]["periodSeconds"] * found["startupProbe"]["failureThreshold"] >= 300
+    requests, limits = found["resources"]["requests"], found["resources"]["limits"]
+    assert requests == limits | {key: value for key, value in requests.items() if key == "ephemeral-storage"}
+    assert float(limits["cpu"]) >= 1  # which the engine reads
+    assert "SPACEPORT_THREADS" not in container_environment(found)
 
 
 @pytest.mark.parametrize("kind", ["Deployment", "InferenceService"])
@@ -129,26 +132,6 @@ def test_pods_have_time_to_end_requests_and_no_variables_of_services(kind: str) 
     assert drain == OPTIONS["drain_timeout"]
     waiting = container(kind)["lifecycle"]["preStop"]["sleep"]["seconds"] if kind == "Deployment" else 0
     assert found["terminationGracePeriodSeconds"] >= waiting + drain + _LAST_EVENTS + 10
-
-
-@pytest.mark.parametrize("kind", ["Deployment", "ServingRuntime"])
-def test_what_is_mounted_is_defined_and_only_the_folder_for_state_is_writable(kind: str) -> None:
-    mounts = container(kind)["volumeMounts"]
-    volumes = {volume["name"]: volume for volume in pod(kind)["volumes"]}
-    assert [mount["name"] for mount in mounts] == list(volumes)
-    writable = [mount for mount in mounts if not mount.get("readOnly")]
-    assert [mount["mountPath"] for mount in writable] == ["/var/lib/spaceport"]
-    assert "emptyDir" in volumes[writable[0]["name"]]
-
-
-@pytest.mark.parametrize("kind", ["Deployment", "ServingRuntime"])
-def test_a_container_has_a_cpu_limit_that_the_engine_reads_and_all_that_it_asks_for(kind: str) -> None:
-    found = container(kind)
-    assert found["resources"]["requests"] == found["resources"]["limits"] | {
-        key: value for key, value in found["resources"]["requests"].items() if key == "ephemeral-storage"
-    }
-    assert float(found["resources"]["limits"]["cpu"]) >= 1
-    assert "SPACEPORT_THREADS" not in container_environment(found)
 
 
 def test_objects_refer_to_each_other_by_their_names() -> None:

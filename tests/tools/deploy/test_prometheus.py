@@ -6,26 +6,26 @@ import json
 import math
 import re
 import shutil
-import socket
 import subprocess
 import time
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from spaceport.runtime.session import Runtime
 from spaceport.tools.serve.options import ServiceOptions
+from support.chat_runtime import chat_runtime
 from support.deployment import MONITORING, expressions
 from support.paths import ROOT
+from support.ray_cluster import free_port
 from support.running_service import RunningService, running_service
 
 pytestmark = [
+    pytest.mark.on_change("tools/deploy"),
     pytest.mark.nightly,
     pytest.mark.skipif(not shutil.which("promtool"), reason="no Prometheus: apt-get install prometheus"),
 ]
@@ -52,13 +52,6 @@ def test_alerts_fire_when_they_should() -> None:
     tested = (MONITORING / "alerts_test.yml").read_text("utf-8")
     alerts = re.findall(r"alert: (\w+)", (MONITORING / "alerts.yml").read_text("utf-8"))
     assert [alert for alert in alerts if not re.search(rf"alertname: {alert}\n +exp_alerts:", tested)] == []
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-        return port
 
 
 def asked(address: str, path: str, **fields: str) -> Any:
@@ -112,12 +105,11 @@ def concrete(query: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def address(demo_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A Prometheus that has scraped a service with an audit under load several times."""
-    opener = partial(Runtime.open, demo_bundle, max_requests=2, step_costs="free")
     options = ServiceOptions(keys=(KEY,), audit_rate=1.0)
     folder = tmp_path_factory.mktemp("prometheus")
-    with running_service({"demo": opener}, options) as service, prometheus(service, folder) as found:
+    with running_service({"demo": chat_runtime}, options) as service, prometheus(service, folder) as found:
         end = time.monotonic() + WAIT
         audited = concrete("rate(spaceport:exactness_equal_total[$__rate_interval]) > 0")
         while not asked(found, "/api/v1/query", query=audited)["result"]:
@@ -127,20 +119,17 @@ def address(demo_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
         yield found
 
 
-@pytest.mark.parametrize("where", list(expressions()))
-def test_prometheus_evaluates_a_query(address: str, where: str) -> None:
-    found = asked(address, "/api/v1/query", query=concrete(expressions()[where]))["result"]
-    numbers = [float(sample["value"][1]) for sample in found]
-    if where.startswith("Spaceport") or where in MAY_BE_EMPTY:
-        assert numbers == [], "an alert fires for a healthy service"
-    else:
-        assert numbers, where
-        assert all(math.isfinite(number) and number >= 0 for number in numbers)
-
-
-def test_the_service_is_up_and_its_alerts_are_loaded(address: str) -> None:
+def test_prometheus_scrapes_the_service_and_evaluates_every_query(address: str) -> None:
     (target,) = asked(address, "/api/v1/targets")["activeTargets"]
     assert (target["health"], target["lastError"]) == ("up", "")
     (group,) = asked(address, "/api/v1/rules")["groups"]
     assert {rule["health"] for rule in group["rules"]} <= {"ok", "unknown"}
     assert len(group["rules"]) == 6
+    for where, query in expressions().items():
+        found = asked(address, "/api/v1/query", query=concrete(query))["result"]
+        numbers = [float(sample["value"][1]) for sample in found]
+        if where.startswith("Spaceport") or where in MAY_BE_EMPTY:
+            assert numbers == [], "an alert fires for a healthy service"
+        else:
+            assert numbers, where
+            assert all(math.isfinite(number) and number >= 0 for number in numbers)

@@ -62,7 +62,7 @@ class ChatEngine:
     delay: float = 0.0  # seconds of a call
     device: str = "none"
     notes: tuple[str, ...] = ()
-    signature: Signature = Signature(1, 1, 1, _VOCAB, "float32", "scatter")
+    signature = Signature(1, 1, 1, _VOCAB, "float32", "scatter")
     costs = FREE_ROWS
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Arguments: the args of a serve.yaml are the options of `spaceport serve`, and mistakes in them are named."""
+"""Arguments: the args of a serve.yaml are the options of `spaceport serve`, Ray gets their limits, and mistakes are named."""
 
 from __future__ import annotations
 
@@ -15,21 +15,23 @@ from spaceport.runtime.limits import DEFAULT_LIMITS
 from spaceport.tools.cli.serve import command
 from spaceport.tools.cli.service_settings import openers_of, service_options_of
 from spaceport.tools.replicas.arguments import ReplicaOptions, arguments_of
+from spaceport.tools.replicas.deployment_options import deployment_options
 from support.paths import DEPLOY
+
+pytestmark = pytest.mark.on_change("tools/deploy/ray")
 
 MODELS = {"chat": "/mnt/chat.bundle"}
 
 
-def test_options_are_those_of_the_command_with_its_defaults() -> None:
+def test_options_are_those_of_the_command_with_its_defaults_whatever_the_environment_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     found = arguments_of({"models": MODELS, "max-requests": 3, "strict": True, "limits": {"stop_strings": 5}})
     context = command.make_context(
         "serve", ["chat=/mnt/chat.bundle", "--max-requests", "3", "--strict", "--limit", "stop_strings=5"]
     )
     assert found.service == context.params | {"threads": 1}
     assert found.replicas == ReplicaOptions()
-
-
-def test_variables_of_the_environment_have_no_effect(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("MAX_REQUESTS", "QUEUE_LIMIT", "PORT"):
         monkeypatch.setenv(f"SPACEPORT_{name}", "77")
     monkeypatch.setenv("SPACEPORT_MODELS", "other=/mnt/other")
@@ -53,19 +55,35 @@ def test_a_replica_opens_the_bundles_and_reads_the_keys_on_its_machine(
     assert service_options_of(arguments_of({"models": MODELS}).service).keys == ("sk-2", "sk-3")
 
 
-def test_a_replica_has_as_many_threads_as_cpus() -> None:
-    def threads(**options: Any) -> int:
-        return int(arguments_of({"models": MODELS, **options}).service["threads"])
-
-    assert threads(replicas={"num_cpus": 4}) == 4
-    assert threads(replicas={"num_cpus": 0.5}) == 1
-    assert threads(replicas={"num_cpus": 4}, threads=2) == 2
+def options(**args: Any) -> dict[str, Any]:
+    """The options that Ray gets."""
+    return deployment_options(arguments_of({"models": MODELS, **args}))
 
 
-def test_the_queue_is_the_one_that_a_service_has() -> None:
-    assert arguments_of({"models": MODELS}).queue_limit == DEFAULT_LIMITS.queued_requests
-    assert arguments_of({"models": MODELS, "queue_limit": 0}).queue_limit == 0
-    assert arguments_of({"models": MODELS, "limits": {"queued_requests": 9}}).queue_limit == 9
+def test_a_replica_has_the_cpus_queue_and_time_that_a_service_has() -> None:
+    for expected, given in ((4, {"num_cpus": 4}), (1, {"num_cpus": 0.5})):
+        assert arguments_of({"models": MODELS, "replicas": given}).service["threads"] == expected
+    assert arguments_of({"models": MODELS, "replicas": {"num_cpus": 4}, "threads": 2}).service["threads"] == 2
+    most = DEFAULT_LIMITS.queued_requests
+    for expected, waiting in ((most, {}), (0, {"queue_limit": 0}), (9, {"limits": {"queued_requests": 9}})):
+        assert arguments_of({"models": MODELS, **waiting}).queue_limit == expected
+        assert options(**waiting)["max_ongoing_requests"] == 8 + expected
+    assert options(max_requests=3, queue_limit=5)["max_ongoing_requests"] == 8
+    assert options()["graceful_shutdown_timeout_s"] == 30
+    assert options(drain_timeout=7)["graceful_shutdown_timeout_s"] == 7
+    assert options(replicas={"num_cpus": 4, "num_gpus": 1})["ray_actor_options"] == {"num_cpus": 4, "num_gpus": 1}
+
+
+def test_replicas_are_added_when_more_requests_run_and_requests_beyond_the_queue_are_refused() -> None:
+    table = {"min_replicas": 2, "max_replicas": 5, "upscale_delay": 3, "downscale_delay": 4}
+    found = options(max_requests=3, replicas={**table, "max_queued_requests": 9, "retry_after": 2})
+    delays = {"upscale_delay_s": 3, "downscale_delay_s": 4}
+    assert found["autoscaling_config"] == {"min_replicas": 2, "max_replicas": 5, "target_ongoing_requests": 3, **delays}
+    assert found["max_queued_requests"] == 9
+    assert found["backpressure_config"] == {"status_code": 429, "retry_after_s": 2}
+    assert "request_router_config" not in found
+    router = options(replicas={"session_affinity": True})["request_router_config"]
+    assert router["request_router_class"].endswith(".ConsistentHashRouter")
 
 
 @pytest.mark.parametrize(
@@ -113,28 +131,26 @@ def configurations() -> dict[str, dict[str, Any]]:
     }
 
 
-@pytest.mark.parametrize("file", ["serve.yaml", "rayservice.yaml"])
-def test_the_arguments_of_the_files_are_valid(file: str) -> None:
-    (application,) = configurations()[file]["applications"]
-    found = arguments_of(application["args"])
-    assert found.service["bundles"]
-    assert found.replicas.max_replicas > found.replicas.min_replicas > 0
-
-
-def test_the_manifest_for_kubernetes_has_the_configuration_of_the_other_file_and_keys() -> None:
+def test_the_arguments_of_the_files_are_valid_and_the_same_but_for_keys() -> None:
     found = configurations()
-    arguments = found["rayservice.yaml"]["applications"][0]["args"]
-    assert arguments.pop("api_key_file") == "/etc/spaceport/keys/keys"
+    for content in found.values():
+        (application,) = content["applications"]
+        arguments = arguments_of(application["args"])
+        assert arguments.service["bundles"]
+        assert arguments.replicas.max_replicas > arguments.replicas.min_replicas > 0
+    manifest = found["rayservice.yaml"]["applications"][0]["args"]
+    assert manifest.pop("api_key_file") == "/etc/spaceport/keys/keys"
     assert found["rayservice.yaml"] == found["serve.yaml"]
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("file", ["serve.yaml", "rayservice.yaml"])
-def test_ray_accepts_the_files(file: str) -> None:
-    schema = pytest.importorskip(
-        "ray.serve.schema", reason="needs Ray: pip install -c constraints.txt '.[cpu,serve,ray]'"
-    )
-    content = configurations()[file]
-    found = schema.ServeDeploySchema.model_validate(content)
-    assert found.model_dump(exclude_unset=True, mode="json") == content  # no name that Ray would ignore
-    assert found.controller_options.runtime_env == content["controller_options"]["runtime_env"]
+def test_ray_takes_the_files_and_the_options() -> None:
+    serve = pytest.importorskip("ray.serve", reason="needs Ray: pip install -c constraints.txt '.[cpu,serve,ray]'")
+    schema = pytest.importorskip("ray.serve.schema")
+    for content in configurations().values():
+        found = schema.ServeDeploySchema.model_validate(content)
+        assert found.model_dump(exclude_unset=True, mode="json") == content  # no name that Ray would ignore
+        assert found.controller_options.runtime_env == content["controller_options"]["runtime_env"]
+    given = options(queue_limit=2, replicas={"session_affinity": True})
+    made = serve.deployment(type("Empty", (), {}), **given)
+    assert (made.name, made.max_ongoing_requests, made.backpressure_config.status_code) == ("Replica", 10, 429)

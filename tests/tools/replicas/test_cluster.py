@@ -7,8 +7,8 @@ import json
 import os
 import signal
 import urllib.error
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -21,15 +21,14 @@ from spaceport.runtime.sampling.sampler import Sampling
 from spaceport.runtime.session import Runtime
 from support.ray_cluster import Deployed, deployed, started, wait_for
 
-pytestmark = [pytest.mark.nightly, pytest.mark.slow]
+pytestmark = [
+    pytest.mark.on_change("tools/deploy/ray"),
+    pytest.mark.nightly,
+    pytest.mark.skipif(not find_spec("ray"), reason="needs Ray: pip install -c constraints.txt '.[cpu,serve,ray]'"),
+]
 
 PROMPTS = ["import json\n", "def load(path):\n", "class A:\n", "for line in", "x = [1, 2, 3]\n", "with open("]
 LONG = {"prompt": PROMPTS[0], "max_tokens": 400, "temperature": 0, "ignore_eos": True, "disable_spec_decode": True}
-
-
-@pytest.fixture(autouse=True)
-def _ray() -> None:
-    pytest.importorskip("ray", reason="needs Ray: pip install -c constraints.txt '.[cpu,serve,ray]'")
 
 
 def arguments(bundle: Path, count: int = 2, **options: Any) -> dict[str, Any]:
@@ -38,23 +37,17 @@ def arguments(bundle: Path, count: int = 2, **options: Any) -> dict[str, Any]:
     return {"models": {"demo": str(bundle)}, "step_costs": "free", "replicas": table, **options}
 
 
-def request_of(service: Deployed, path: str, fields: dict[str, Any], headers: dict[str, str]) -> Any:
-    body = json.dumps({"model": "demo", **fields}).encode()
-    return urllib.request.urlopen(urllib.request.Request(f"{service.url}{path}", body, headers), timeout=120)
-
-
-def post(service: Deployed, path: str = "/v1/completions", **fields: Any) -> dict[str, Any]:
+def post(service: Deployed, headers: dict[str, str] | None = None, **fields: Any) -> dict[str, Any]:
     """The whole answer to a request."""
-    headers = fields.pop("headers", {})
-    with request_of(service, path, fields, headers) as response:
+    with service.post({"model": "demo", **fields}, headers or {}) as response:
         found: dict[str, Any] = json.load(response)
     return found
 
 
 def events(service: Deployed, begun: Event | None = None, **fields: Any) -> list[dict[str, Any]]:
     """The events of a stream, without [DONE], which has to be the last one."""
-    with request_of(service, "/v1/completions", {"stream": True, **fields}, {}) as response:
-        found = []
+    found = []
+    with service.post({"model": "demo", "stream": True, **fields}) as response:
         for line in response:
             if line.startswith(b"data: "):
                 found.append(line.removeprefix(b"data: ").strip())
@@ -69,21 +62,18 @@ def text_of(stream: list[dict[str, Any]]) -> str:
 
 
 def test_answers_are_those_of_the_runtime(demo_bundle: Path, tmp_path: Path) -> None:
-    with Runtime.open(demo_bundle, max_requests=4) as runtime:
-        sampled = {"temperature": 0.8, "top_p": 0.9, "seed": 7}
-        expected = [
-            [
-                runtime.generate(prompt, Decoding(max_tokens=24, sampling=sampling)).text
-                for sampling in (Sampling(), Sampling(temperature=0.8, top_p=0.9, seed=7))
-            ]
-            for prompt in PROMPTS
-        ]
-    with deployed(tmp_path, arguments(demo_bundle)) as service, ThreadPoolExecutor(6) as pool:
-        for options, texts in zip(({"temperature": 0}, sampled), zip(*expected, strict=True), strict=True):
-            given = [{"prompt": prompt, "max_tokens": 24, **options} for prompt in PROMPTS]
+    sampled = {"temperature": 0.8, "top_p": 0.9, "seed": 7}
+    with (
+        Runtime.open(demo_bundle, max_requests=4) as runtime,
+        deployed(tmp_path, arguments(demo_bundle)) as service,
+        ThreadPoolExecutor(6) as pool,
+    ):
+        for fields, sampling in (({"temperature": 0}, Sampling()), (sampled, Sampling(0.8, top_p=0.9, seed=7))):
+            decoding = Decoding(max_tokens=24, sampling=sampling)
+            given = [{"prompt": prompt, "max_tokens": 24, **fields} for prompt in PROMPTS]
             whole = list(pool.map(lambda fields: post(service, **fields)["choices"][0]["text"], given))
             streamed = list(pool.map(lambda fields: text_of(events(service, **fields)), given))
-            assert whole == streamed == list(texts)
+            assert whole == streamed == [runtime.generate(prompt, decoding).text for prompt in PROMPTS]
 
 
 def test_a_killed_replica_loses_no_request_that_has_not_begun_to_stream(demo_bundle: Path, tmp_path: Path) -> None:
@@ -155,7 +145,7 @@ def reused_share(service: Deployed, affinity: bool) -> float:
         text = f"# session {session}\n" + PROMPTS[session] * 16
         for turn in range(4):
             headers = {"x-session-id": f"chat-{session}"} if affinity else {}
-            answer = post(service, prompt=text, max_tokens=16, temperature=0, headers=headers)
+            answer = post(service, headers, prompt=text, max_tokens=16, temperature=0)
             if turn:
                 prompt_tokens += answer["usage"]["prompt_tokens"]
                 cached_tokens += answer["usage"]["prompt_tokens_details"]["cached_tokens"]
@@ -200,19 +190,17 @@ def test_a_full_cluster_refuses_requests_with_an_error_object(demo_bundle: Path,
 
 def test_a_client_that_leaves_ends_its_request(demo_bundle: Path, tmp_path: Path) -> None:
     with deployed(tmp_path, arguments(demo_bundle, 1)) as service:
+
+        def running() -> int:
+            return int(json.loads(service.get("/load"))["models"]["demo"]["running"])
+
         for stream in (True, False):
             body = json.dumps({**LONG, "n": 8, "stream": stream}).encode()
             connection = http.client.HTTPConnection(service.url.removeprefix("http://"), timeout=60)
             connection.request("POST", "/v1/completions", body)
-            wait_for(lambda: running(service) == 8, "the request runs")
+            wait_for(lambda: running() == 8, "the request runs")
             connection.close()
-            wait_for(lambda: running(service) == 0, "the request ends")
-
-
-def running(service: Deployed) -> int:
-    """The completions that run in the only replica."""
-    found: int = json.loads(service.get("/load"))["models"]["demo"]["running"]
-    return found
+            wait_for(lambda: running() == 0, "the request ends")
 
 
 def test_ray_exports_the_metrics_of_each_replica(demo_bundle: Path, tmp_path: Path) -> None:

@@ -26,11 +26,6 @@ class FileServer:
     read: dict[str, int] = field(default_factory=dict)  # bytes that were sent, by name
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    @property
-    def bytes_read(self) -> int:
-        """Bytes of all files that were sent."""
-        return sum(self.read.values())
-
 
 @contextmanager
 def serving(folder: Path) -> Iterator[FileServer]:

@@ -121,7 +121,7 @@ def started_head(folder: Path) -> Iterator[Head]:
     with (folder / "head.log").open("w") as log:
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
     try:
-        wait_for(lambda: _listens(port), "Ray starts")
+        wait_for(lambda: listens(_ADDRESS, port), "Ray starts")
         yield Head(f"{_ADDRESS}:{port}", metrics, process.pid, environment)
     finally:
         os.killpg(process.pid, signal.SIGKILL)  # all processes of the cluster
@@ -163,9 +163,10 @@ def deployed(folder: Path, args: Mapping[str, Any], **changes: Any) -> Iterator[
         yield service
 
 
-def _listens(port: int) -> bool:
+def listens(address: str, port: int) -> bool:
+    """Whether something listens on a port."""
     try:
-        socket.create_connection((_ADDRESS, port), 1).close()
+        socket.create_connection((address, port), 1).close()
     except OSError:
         return False
     return True

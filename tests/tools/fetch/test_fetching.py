@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import shutil
 import signal
 import subprocess
@@ -98,29 +97,40 @@ def start(address: str, target: Path, most: int = 0) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=TESTS)
 
 
+def wait_for_tokenizer(target: Path, process: subprocess.Popen[str]) -> None:
+    """Wait until a process has fetched all but the data file, which the server holds back."""
+    while not (partial_of(target) / TOKENIZER_FILE).exists():
+        time.sleep(0.01)
+        assert process.poll() is None
+
+
+def replace_bundle(bundle: Path, content: bytes) -> None:
+    """Make a bundle another version with this graph."""
+    for name in names(bundle):
+        (bundle / name).unlink()
+    fill(bundle, content)
+
+
 @pytest.mark.parametrize("kind", ["folder", "http", "file"])
-@pytest.mark.parametrize("connections", [1, 8])
-def test_a_bundle_comes_whole_from_each_kind_of_address(
-    bundle: Path, server: FileServer, target: Path, kind: str, connections: int
+def test_a_bundle_comes_whole_from_each_kind_of_address_without_other_files(
+    bundle: Path, server: FileServer, target: Path, kind: str
 ) -> None:
-    address = {"folder": str(bundle), "http": server.address, "file": f"file://{bundle}"}[kind]
-    report = fetch(f"{address}/", target, connections=connections)
-    assert_copy(target, bundle)
-    assert (report.fetched_bytes, report.reused_bytes, report.unchanged) == (report.total_bytes, 0, False)
-
-
-def test_only_listed_files_are_read(bundle: Path, server: FileServer, target: Path) -> None:
     (bundle / "other.bin").write_bytes(b"not of the bundle")
     (bundle / ACCURACY_FILE).write_text("{}")
-    fetch(server.address, target)
-    assert set(server.read) == {MANIFEST_FILE, MODEL_FILE, DATA_FILE, TOKENIZER_FILE, ACCURACY_FILE}
-    assert names(target) == set(server.read)
+    address = {"folder": str(bundle), "http": server.address, "file": f"file://{bundle}"}[kind]
+    for connections in (1, 8):
+        shutil.rmtree(target, ignore_errors=True)
+        report = fetch(f"{address}/", target, connections=connections)
+        assert (report.fetched_bytes, report.reused_bytes, report.unchanged) == (report.total_bytes, 0, False)
+        assert names(target) == {MANIFEST_FILE, MODEL_FILE, DATA_FILE, TOKENIZER_FILE, ACCURACY_FILE}
+        (target / ACCURACY_FILE).unlink()
+        assert_copy(target, bundle)
+    assert set(server.read) <= {MANIFEST_FILE, MODEL_FILE, DATA_FILE, TOKENIZER_FILE, ACCURACY_FILE}
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_an_interrupted_fetch_goes_on_where_it_ended(bundle: Path, server: FileServer, target: Path, seed: int) -> None:
+@pytest.mark.parametrize("cut", [1, 999, 1000, 2500, 4095])
+def test_an_interrupted_fetch_goes_on_where_it_ended(bundle: Path, server: FileServer, target: Path, cut: int) -> None:
     size = (bundle / DATA_FILE).stat().st_size
-    cut = random.Random(seed).randrange(1, size)
     (target.parent / "partial").mkdir()
     partial = (target.parent / "partial").rename(partial_of(target))
     shutil.copy(bundle / MANIFEST_FILE, partial)
@@ -136,9 +146,7 @@ def test_a_killed_fetch_leaves_the_earlier_bundle_and_goes_on_later(
 ) -> None:
     server.held = DATA_FILE
     process = start(server.address, target)
-    while not (partial_of(target) / TOKENIZER_FILE).exists():
-        time.sleep(0.01)
-        assert process.poll() is None
+    wait_for_tokenizer(target, process)
     process.send_signal(signal.SIGKILL)
     process.communicate()
     assert not target.exists()
@@ -150,7 +158,7 @@ def test_a_killed_fetch_leaves_the_earlier_bundle_and_goes_on_later(
     assert_copy(target, bundle)
 
 
-@pytest.mark.parametrize("name", [MODEL_FILE, DATA_FILE, TOKENIZER_FILE])
+@pytest.mark.parametrize("name", [MODEL_FILE, DATA_FILE])
 def test_a_flipped_bit_is_found_and_named(bundle: Path, server: FileServer, target: Path, name: str) -> None:
     content = bytearray((bundle / name).read_bytes())
     right = bytes(content)
@@ -228,11 +236,11 @@ def test_a_full_disk_is_reported_and_the_fetch_goes_on_later(bundle: Path, serve
     assert_copy(target, bundle)
 
 
-def test_a_new_version_fetches_changed_files_only(bundle: Path, server: FileServer, target: Path) -> None:
+def test_a_new_version_and_a_damaged_copy_fetch_changed_files_only(
+    bundle: Path, server: FileServer, target: Path
+) -> None:
     fetch(server.address, target)
-    for name in names(bundle):
-        (bundle / name).unlink()
-    fill(bundle, b"another graph")
+    replace_bundle(bundle, b"another graph")
     server.read.clear()
     with pytest.raises(TargetError, match="a bundle exists there: replace it with --overwrite"):
         fetch(server.address, target)
@@ -243,10 +251,6 @@ def test_a_new_version_fetches_changed_files_only(bundle: Path, server: FileServ
     server.read.clear()
     assert fetch(server.address, target).unchanged
     assert set(server.read) == {MANIFEST_FILE}
-
-
-def test_a_damaged_copy_is_mended(bundle: Path, server: FileServer, target: Path) -> None:
-    fetch(server.address, target)
     (target / DATA_FILE).write_bytes(bytes(4096))
     server.read.clear()
     report = fetch(server.address, target, overwrite=True)
@@ -261,21 +265,18 @@ def test_what_is_left_of_another_version_is_not_used(bundle: Path, server: FileS
     partial = partial_of(target)
     (partial / "stray").mkdir()
     (partial / "stray" / "file").write_text("no")
-    for name in names(bundle):
-        (bundle / name).unlink()
-    fill(bundle, b"another graph, longer than the one before")
+    replace_bundle(bundle, b"another graph, longer than the one before")
     fetch(server.address, target)
     assert_copy(target, bundle)
 
 
 def test_two_processes_share_one_copy(bundle: Path, server: FileServer, target: Path) -> None:
     server.held = DATA_FILE
-    processes = [start(server.address, target) for _ in range(3)]
-    while not (partial_of(target) / TOKENIZER_FILE).exists():
-        time.sleep(0.01)
+    processes = [start(server.address, target) for _ in range(2)]
+    wait_for_tokenizer(target, processes[0])
     server.pause.set()
     printed = [process.communicate(timeout=60)[0].strip() for process in processes]
-    assert sorted(printed) == ["fetched", "unchanged", "unchanged"]
+    assert sorted(printed) == ["fetched", "unchanged"]
     assert server.read[DATA_FILE] == (bundle / DATA_FILE).stat().st_size
     assert_copy(target, bundle)
 
@@ -309,7 +310,9 @@ def test_engines_are_fetched_on_request(bundle: Path, server: FileServer, target
     assert not (target / ENGINES_FOLDER).exists()
 
 
-def test_a_server_that_fails_for_a_moment_is_asked_again(bundle: Path, server: FileServer, target: Path) -> None:
+def test_a_server_that_fails_for_a_moment_is_asked_again_but_not_one_that_refuses(
+    bundle: Path, server: FileServer, target: Path
+) -> None:
     server.failures += ["503", "cut", "429"]
     fetch(server.address, target, connections=1)
     assert_copy(target, bundle)
@@ -317,13 +320,10 @@ def test_a_server_that_fails_for_a_moment_is_asked_again(bundle: Path, server: F
     server.failures += ["500"] * 4
     with pytest.raises(FetchError, match=f"{MANIFEST_FILE}: .*500.*: tried 4 times; fetch again"):
         fetch(server.address, target)
-
-
-@pytest.mark.parametrize("status", [401, 403])
-def test_missing_permission_is_reported(server: FileServer, target: Path, status: int) -> None:
-    server.failures += [str(status)]
-    with pytest.raises(FetchError, match=f"{MANIFEST_FILE}: .*{status}.*: expected credentials that may read it"):
-        fetch(server.address, target)
+    for status in ("401", "403"):
+        server.failures.append(status)
+        with pytest.raises(FetchError, match=f"{MANIFEST_FILE}: .*{status}.*: expected credentials that may read it"):
+            fetch(server.address, target)
 
 
 def test_a_server_without_ranges_is_refused_for_large_files(bundle: Path, server: FileServer, target: Path) -> None:
@@ -336,21 +336,21 @@ def test_a_server_without_ranges_is_refused_for_large_files(bundle: Path, server
     assert_copy(target, bundle)
 
 
-@pytest.mark.parametrize("address", ["https://", "https://user:word@host/a", "http://host/a?signed=1"])
-def test_an_address_that_cannot_work_is_refused(address: str, target: Path) -> None:
-    with pytest.raises(OptionFault, match="expected a"):
-        fetch(address, target)
+def test_an_address_that_cannot_work_is_refused(target: Path) -> None:
+    for address in ("https://", "https://user:word@host/a", "http://host/a?signed=1"):
+        with pytest.raises(OptionFault, match="expected a"):
+            fetch(address, target)
 
 
-def test_a_folder_that_is_no_bundle_is_kept(bundle: Path, target: Path) -> None:
+def test_a_folder_that_is_no_bundle_is_kept_and_one_that_others_may_write_to_is_refused(
+    bundle: Path, target: Path
+) -> None:
     target.mkdir()
     (target / "notes").write_text("mine")
     with pytest.raises(TargetError, match="contains files but no bundle"):
         fetch(str(bundle), target, overwrite=True)
     assert names(target) == {"notes"}
-
-
-def test_a_partial_folder_that_others_may_write_to_is_refused(bundle: Path, target: Path) -> None:
+    shutil.rmtree(target)
     partial_of(target).mkdir()
     partial_of(target).chmod(0o777)
     with pytest.raises(FetchError, match=r"other users may write to it: .*remove it, or choose another folder"):

@@ -52,9 +52,8 @@ def table(outcomes: Sequence[Outcome]) -> str:
     for each in outcomes:
         results = [f"{count} {name}" for name, count in each.counts.most_common()]
         results += [f"{name} {value}" for name, value in each.figures.items()]
-        lines.append(
-            f"| {each.attack} | {each.cases} | {len(each.failures)} | {each.seconds:.0f} | {each.seed} | {', '.join(results)} |"
-        )
+        cells = (each.attack, each.cases, len(each.failures), f"{each.seconds:.0f}", each.seed, ", ".join(results))
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
     for each in outcomes:
         lines += [f"\n{each.attack}: {failure}" for failure in each.failures[:_SHOWN]]
     return "\n".join(lines)

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from attack.grammars import random_grammar
 from attack.outcome import Budget, Outcome
 from spaceport.runtime import Decoding, Grammar, Limits, Runtime, Sampling, SpaceportError
 
@@ -37,12 +36,12 @@ def hostile_requests(bundle: Path, seed: int, budget: Budget) -> Outcome:
                 if (number := next(numbers, None)) is None:
                     return
             random, began = Random(f"{seed} {number}"), time.monotonic()
-            hostile = random.choice(HOSTILE)
+            name, hostile = random.choice([*HOSTILE.items()])
             result, fine = _result(runtime, hostile, random)
             took = time.monotonic() - began
             with lock:
-                longest = max(longest, (took, hostile.__name__))
-                outcome.note(f"{number} {hostile.__name__}, {took:.0f} s", result, fine and took < _PATIENCE)
+                longest = max(longest, (took, name))
+                outcome.note(f"{number} {name}, {took:.0f} s", result, fine and took < _PATIENCE)
 
     def attack_at_once() -> None:
         clients = [threading.Thread(target=attack) for _ in range(_HOSTILE)]
@@ -105,18 +104,68 @@ def _result(runtime: Runtime, hostile: Hostile, random: Random) -> tuple[str, bo
     return "ended", True
 
 
-def long_text(runtime: Runtime, random: Random) -> object:
-    return runtime.generate("a" + " " * random.choice((10, 10**4, 10**6)) + "b", Decoding(max_tokens=4))
+Schema = dict[str, Any]
 
 
-def long_prompt(runtime: Runtime, random: Random) -> object:
-    return runtime.generate([random.randrange(300) for _ in range(random.randrange(300, 600))], Decoding(max_tokens=4))
+def _nested(depth: int) -> Schema:
+    schema: Schema = {"type": "string"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    return schema
 
 
-def fork_bomb(runtime: Runtime, random: Random) -> object:
+def _expressions(count: int) -> list[Schema]:
+    return [{"pattern": f"^.{{0,{number + 2}}}(a|b){{1,{3 * number + 5}}}$"} for number in range(count)]
+
+
+_SCHEMAS: dict[str, Schema] = {
+    "all of thirty expressions": {"type": "string", "allOf": _expressions(30)},
+    "one of thirty expressions": {"type": "string", "oneOf": _expressions(30)},
+    "none of thirty expressions": {"type": "string", "not": {"anyOf": _expressions(30)}},
+    "60 levels": _nested(60),
+    "300 levels": _nested(300),
+    "enumeration of 4,000 texts": {"enum": [f"name {number}" for number in range(4000)]},
+    "enumeration of a million characters": {"enum": ["x" * 100 + str(number) for number in range(10_000)]},
+    "text of 10**9 characters": {"type": "string", "minLength": 10**9},
+    "list of 10**6 items": {"type": "array", "items": {"type": "integer"}, "minItems": 10**6},
+    "schema that contains itself": {"$ref": "#"},
+    "list of itself": {"type": "array", "items": {"$ref": "#"}, "minItems": 5},
+    "500 patterns of properties": {"patternProperties": {f"^(a|b){{{n}}}": {"type": "null"} for n in range(500)}},
+    "1,000 alternatives": {"anyOf": [{"type": "object", "properties": {f"p{n}": {}}} for n in range(1000)]},
+    "large multiple": {"type": "integer", "multipleOf": 10**30 + 57, "minimum": 10**300},
+    "format and length": {"type": "string", "format": "email", "minLength": 300, "maxLength": 301},
+}
+_REGEXES = {
+    "nested repetition": "((a{1,100}){1,100}){1,100}",
+    "long repetition": "a{1,100000}",
+    "many alternatives": "|".join(f"word{number}" for number in range(5000)),
+    "60 groups": "(" * 60 + "a" + ")*" * 60,
+    "1,000 groups": "(" * 1000 + "a" + ")" * 1000,
+    "all of Unicode": "(\\w|\\W|\\p{L}){0,200}\\d{50}",
+    "position from the end": "(a|b)*a(a|b){18}",
+}
+
+
+def _options(random: Random) -> Decoding:
+    """One option with a value that is wrong, or of another type."""
+    name = random.choice(("max_tokens", "stop", "timeout", "max_depth", "draft", "logprobs", "grammar", "sampling"))
+    values: list[Any] = [-1, 10**30, "x" * 10**5, None, True, [], float("nan"), {"a": 1}, object(), 10**4]
+    return Decoding(**{"timeout": 3, name: random.choice(values)})
+
+
+def _grammar(random: Random) -> Grammar:
+    """One that takes long to compile, or some of the schemas in one."""
+    kind, chosen = random.random(), random.sample([*_SCHEMAS.values()], random.randrange(2, 4))
+    if kind < 0.3:
+        return Grammar(regex=random.choice([*_REGEXES.values()]))
+    together = {random.choice(("allOf", "anyOf", "oneOf", "prefixItems")): chosen}
+    return Grammar(json_schema=chosen[0] if kind < 0.7 else together)
+
+
+def _fork_bomb(runtime: Runtime, random: Random) -> object:
     """As many forks as the limits allow, with many stop strings."""
     tokens = runtime.bundle.manifest.tokens
-    stop = [f"{number} " + "ab" * random.randrange(100, 490) for number in range(random.choice((0, 100)))]
+    stop = [f"{number} " + "ab" * random.randrange(100, 490) for number in range(random.choice((0, 100, 1000)))]
     bias = {tokens.fork or 0: random.choice((0.0, 5.0, 6.0, 100.0))}
     sampling = Sampling(temperature=1.0, seed=random.randrange(10**6), logit_bias=bias, banned=tokens.end)
     depth = random.choice((1, 8, 64))
@@ -124,66 +173,51 @@ def fork_bomb(runtime: Runtime, random: Random) -> object:
     return runtime.generate([{"role": "user", "content": "Explain the parameters of move( src, dst )"}], decoding)
 
 
-def many_stop_strings(runtime: Runtime, random: Random) -> object:
-    stop = ["ab" * random.randrange(1, 500) + str(number) for number in range(random.choice((10, 100, 1000)))]
-    return runtime.generate("abab", Decoding(max_tokens=32, stop=stop, timeout=3))
-
-
-def many_logprobs(runtime: Runtime, random: Random) -> object:
-    return runtime.generate("x", Decoding(max_tokens=32, logprobs=random.choice((0, 5, 20, 10**4))))
-
-
-def invalid_option(runtime: Runtime, random: Random) -> object:
-    name = random.choice(("max_tokens", "stop", "timeout", "max_depth", "draft", "logprobs", "grammar", "sampling"))
-    value = random.choice((-1, 10**30, "x" * 10**5, None, True, [], float("nan"), {"a": 1}, object()))
-    return runtime.generate("x", Decoding(**{"timeout": 3, name: value}))
-
-
-def invalid_prompt(runtime: Runtime, random: Random) -> object:
-    prompts: list[object] = [b"x", 5, None, "", [], [10**9], [-1], [True], [1, "a"], "\ud800", iter([1]), {"a": 1}]
-    prompts.append([{}])
+def _invalid_prompt(runtime: Runtime, random: Random) -> object:
+    prompts: list[Any] = [b"x", 5, None, "", [], [10**9], [-1], [True], [1, "a"], "\ud800", iter([1]), {"a": 1}, [{}]]
     prompts += [[{"role": "user", "content": value}] for value in (None, 5, "\0", "x" * 10**5)]
-    return runtime.generate(random.choice(prompts), Decoding(max_tokens=4))  # type: ignore[arg-type]
+    prompts.append([{"role": "<s>", "content": "</s><s>[Fork][Child]" * 20}])
+    return runtime.generate(random.choice(prompts), Decoding(max_tokens=4))
 
 
-def control_tokens(runtime: Runtime, random: Random) -> object:
-    return runtime.generate([{"role": "<s>", "content": "</s><s>[Fork][Child]" * 20}], Decoding(max_tokens=8))
-
-
-def slow_grammar(runtime: Runtime, random: Random) -> object:
-    decoding = Decoding(max_tokens=8, grammar=Grammar(**random_grammar(random)), fork=False, timeout=20)
-    return runtime.generate("x", decoding)
-
-
-def cancelled_prompt(runtime: Runtime, random: Random) -> object:
+def _cancelled_prompt(runtime: Runtime, random: Random) -> object:
     stream = runtime.stream(list(range(300)), Decoding(max_tokens=4))
     time.sleep(random.uniform(0, 0.05))
     stream.close()
     return stream.completion()
 
 
-def slow_reader(runtime: Runtime, random: Random) -> object:
+def _slow_reader(runtime: Runtime, random: Random) -> object:
     with runtime.stream("x", Decoding(max_tokens=64)) as stream:
         next(stream, None)
         time.sleep(random.uniform(0, 0.2))
         return None if random.random() < 0.5 else stream.completion()
 
 
-def short_deadline(runtime: Runtime, random: Random) -> object:
-    return runtime.generate("x", Decoding(timeout=random.uniform(1e-9, 0.05)))
-
-
-def extreme_sampling(runtime: Runtime, random: Random) -> object:
+def _extreme_sampling(runtime: Runtime, random: Random) -> object:
     bias = {random.randrange(300): random.choice((-100.0, 100.0)) for _ in range(random.choice((1, 300)))}
     sampling = Sampling(temperature=random.choice((1e-6, 2.0)), top_p=random.choice((1e-9, 1.0)), logit_bias=bias)
     return runtime.generate("x", Decoding(max_tokens=16, sampling=sampling))
 
 
-def scoring(runtime: Runtime, random: Random) -> object:
-    return runtime.score("x" * random.choice((1, 300)), random.choice(("y", None, "", [5])), top=random.choice((0, 20)))
+def _scoring(runtime: Runtime, random: Random) -> object:
+    continuation = random.choice(("y", None, "", [5]))
+    return runtime.score("x" * random.choice((1, 300)), continuation, top=random.choice((0, 20)))
 
 
-HOSTILE: tuple[Hostile, ...] = (
-    *(long_text, long_prompt, fork_bomb, many_stop_strings, many_logprobs, invalid_option, invalid_prompt),
-    *(control_tokens, slow_grammar, cancelled_prompt, slow_reader, short_deadline, extreme_sampling, scoring),
-)
+_FOUR = Decoding(max_tokens=4)
+HOSTILE: dict[str, Hostile] = {
+    "long text": lambda runtime, random: runtime.generate("a" + " " * random.choice((10, 10**4, 10**6)) + "b", _FOUR),
+    "long prompt": lambda runtime, random: runtime.generate([7] * random.randrange(300, 600), _FOUR),
+    "invalid option": lambda runtime, random: runtime.generate("x", _options(random)),
+    "short deadline": lambda runtime, random: runtime.generate("x", Decoding(timeout=random.uniform(1e-9, 0.05))),
+    "slow grammar": lambda runtime, random: runtime.generate(
+        "x", Decoding(max_tokens=8, grammar=_grammar(random), fork=False, timeout=20)
+    ),
+    "fork bomb": _fork_bomb,
+    "invalid prompt": _invalid_prompt,
+    "cancelled prompt": _cancelled_prompt,
+    "slow reader": _slow_reader,
+    "extreme sampling": _extreme_sampling,
+    "scoring": _scoring,
+}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import venv
 from collections.abc import Sequence
 from pathlib import Path
@@ -49,8 +48,3 @@ def run(command: Sequence[str], folder: Path, seconds: float) -> str:
     if done.returncode:
         raise CommandFailed(f"{' '.join(command)}: exit code {done.returncode}\n{(done.stdout + done.stderr)[-_TAIL:]}")
     return done.stdout
-
-
-def program(bin_folder: Path, name: str) -> str:
-    """The path of a program of an environment."""
-    return str(bin_folder / name) if sys.platform != "win32" else str(bin_folder / f"{name}.exe")

@@ -20,38 +20,35 @@ _DOCUMENTS = (
     ("import json\nimport", ("os", "apples"), 0),
     ("def close(self):\n    self.file", (".close()", "is a dog"), 0),
 )
-_TASK: dict[str, Any] = {
-    "dataset_path": "json",
-    "test_split": "test",
-    "doc_to_text": "{{text}}",
-    "doc_to_target": "{{label}}",
-    "metadata": {"version": 1},
-}
-_CHOICE = {
-    **_TASK,
-    "task": "choice",
-    "output_type": "multiple_choice",
-    "doc_to_choice": "{{choices}}",
-    "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
-}
-_CONTINUE = {
-    **_TASK,
-    "task": "continue",
-    "output_type": "generate_until",
-    "generation_kwargs": {"until": [_STOP], "max_gen_toks": _TOKENS, "do_sample": False, "temperature": 0},
-    "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
+_METRICS = {"choice": "acc", "continue": "exact_match"}
+_TASKS: dict[str, dict[str, Any]] = {
+    "choice": {"output_type": "multiple_choice", "doc_to_choice": "{{choices}}"},
+    "continue": {
+        "output_type": "generate_until",
+        "generation_kwargs": {"until": [_STOP], "max_gen_toks": _TOKENS, "do_sample": False, "temperature": 0},
+    },
 }
 
 
-def check(program: str, url: str, runtime: Runtime, folder: Path) -> list[str]:
+def check(programs: Path, url: str, runtime: Runtime, folder: Path) -> list[str]:
     """What lm-eval found, one sentence per kind of request; raises AssertionError for a number that is not the runtime's."""
-    tasks = folder / "tasks"
-    tasks.mkdir(parents=True, exist_ok=True)
+    (folder / "tasks").mkdir(exist_ok=True)
+    documents = folder / "tasks" / "documents.jsonl"
     lines = [json.dumps({"text": text, "choices": each, "label": label}) for text, each, label in _DOCUMENTS]
-    (tasks / "documents.jsonl").write_text("\n".join(lines) + "\n", "utf-8")
-    for task in (_CHOICE, _CONTINUE):  # JSON is YAML
-        content = {**task, "dataset_kwargs": {"data_files": {"test": str(tasks / "documents.jsonl")}}}
-        (tasks / f"{task['task']}.yaml").write_text(json.dumps(content), "utf-8")
+    documents.write_text("\n".join(lines) + "\n", "utf-8")
+    for name, task in _TASKS.items():
+        common = {
+            "task": name,
+            "dataset_path": "json",
+            "dataset_kwargs": {"data_files": {"test": str(documents)}},
+            "test_split": "test",
+            "doc_to_text": "{{text}}",
+            "doc_to_target": "{{label}}",
+            "metadata": {"version": 1},
+            "metric_list": [{"metric": _METRICS[name], "aggregation": "mean", "higher_is_better": True}],
+        }
+        documents.with_name(f"{name}.yaml").write_text(json.dumps({**common, **task}), "utf-8")  # JSON is YAML
+    program = str(programs / "lm_eval")
     texts = _evaluate(program, "local-completions", f"{url}/completions", ("choice", "continue"), folder)
     chats = _evaluate(program, "local-chat-completions", f"{url}/chat/completions", ("continue",), folder)
     return [

@@ -1,39 +1,45 @@
-"""Loads: guidellm and aiperf, which read the acceptance of drafts from the answers."""
+"""Loads: guidellm and aiperf, which read the acceptance of drafts from the answers, and schemathesis with hostile bodies."""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 from real_clients.environments import run
-from spaceport.runtime.bundle import Bundle
+from spaceport.runtime.session import Runtime
 
 _PROMPTS = tuple(f"Write {number} sentences about the sea." for number in range(2, 14))
 _REQUESTS, _STREAMS, _TOKENS = 12, 4, 16
 
 
-def tokenizer_folder(bundle: Bundle, folder: Path) -> Path:
-    """The bundle's tokenizer as the tools open it."""
+def _tokenizer(runtime: Runtime, folder: Path) -> str:
+    """The folder of the bundle's tokenizer as the tools open it."""
     target = folder / "tokenizer"
-    target.mkdir(parents=True, exist_ok=True)
-    (target / "tokenizer.json").write_bytes(bundle.read("tokenizer.json"))
+    target.mkdir(exist_ok=True)
+    (target / "tokenizer.json").write_bytes(runtime.bundle.read("tokenizer.json"))
     (target / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}', "utf-8")
     (target / "config.json").write_text('{"model_type": "llama"}', "utf-8")
-    return target
+    return str(target)
 
 
-def guidellm(program: str, url: str, tokenizer: Path, folder: Path) -> list[str]:
+def guidellm(programs: Path, url: str, runtime: Runtime, folder: Path) -> list[str]:
     """What guidellm reports; raises AssertionError unless every request has tokens and an acceptance."""
     prompts, output = folder / "prompts.json", folder / "guidellm.json"
     prompts.write_text(json.dumps([{"prompt": one, "output_tokens_count": _TOKENS} for one in _PROMPTS]), "utf-8")
     target = url.removesuffix("/v1")
     run(
         [
-            *(program, "run", "--backend", f"kind=openai_http,target={target},model=model"),
+            *(str(programs / "guidellm"), "run", "--backend", f"kind=openai_http,target={target},model=model"),
             *("--profile", f"kind=concurrent,streams={_STREAMS}"),
             *("--constraint", f"kind=max_requests,count={_REQUESTS}", "--data", f"kind=json_file,path={prompts}"),
-            *("--tokenizer", f"kind=huggingface_auto,model={tokenizer}", "--output", f"kind=json,path={output}"),
+            *(
+                "--tokenizer",
+                f"kind=huggingface_auto,model={_tokenizer(runtime, folder)}",
+                "--output",
+                f"kind=json,path={output}",
+            ),
             "--disable-progress",
         ],
         folder,
@@ -50,16 +56,17 @@ def guidellm(program: str, url: str, tokenizer: Path, folder: Path) -> list[str]
     return [f"{_REQUESTS} streams, {_STREAMS} at a time: acceptance length {1 + accepted / steps:.2f} in its report"]
 
 
-def aiperf(program: str, url: str, tokenizer: Path, folder: Path) -> list[str]:
+def aiperf(programs: Path, url: str, runtime: Runtime, folder: Path) -> list[str]:
     """What aiperf reports; raises AssertionError unless it has its table of speculative decoding."""
     prompts, output = folder / "prompts.jsonl", folder / "aiperf"
     prompts.write_text("".join(json.dumps({"text": one}) + "\n" for one in _PROMPTS), "utf-8")
     extra = (f"max_tokens:{_TOKENS}", "temperature:0", "ignore_eos:true")
     run(
         [
-            *(program, "profile", "--model", "model", "--url", url.removesuffix("/v1"), "--endpoint-type", "chat"),
+            *(str(programs / "aiperf"), "profile", "--model", "model", "--url", url.removesuffix("/v1")),
+            *("--endpoint-type", "chat", "--tokenizer", _tokenizer(runtime, folder)),
             *("--streaming", "--concurrency", str(_STREAMS), "--request-count", str(_REQUESTS)),
-            *("--input-file", str(prompts), "--custom-dataset-type", "single-turn", "--tokenizer", str(tokenizer)),
+            *("--input-file", str(prompts), "--custom-dataset-type", "single-turn"),
             *("--use-server-token-count", "--output-artifact-dir", str(output)),
             *(part for each in extra for part in ("--extra-inputs", each)),
         ],
@@ -83,3 +90,16 @@ def _found(content: Any, name: str) -> list[float]:
         if key.endswith(name) and (isinstance(value, int | float) or (isinstance(value, dict) and "avg" in value))
     ]
     return own + [each for value in content.values() for each in _found(value, name)]
+
+
+def schemathesis(programs: Path, url: str, runtime: Runtime, folder: Path) -> list[str]:
+    """What schemathesis reports; raises CommandFailed if a response is not as the OpenAPI document says."""
+    rules = "positive_data_acceptance"  # left out: a schema cannot say that of two fields one is expected
+    command = [str(programs / "schemathesis"), "run", f"{url.removesuffix('/v1')}/openapi.json"]
+    options = "--workers 1 --max-time 90 -n 300 --phases examples,coverage,fuzzing --seed 1 --no-color"
+    more = f"--max-response-time 30 --warnings off --exclude-checks {rules}"
+    output = run([*command, *options.split(), *more.split()], folder, 150)
+    found = re.search(r"(\d+) generated", output)
+    assert found is not None, output[-2000:]
+    assert int(found[1]) >= 1000, f"{found[1]} requests were sent, expected at least 1000"
+    return [f"{found[1]} valid and invalid requests: no response that the document does not allow, no server error"]

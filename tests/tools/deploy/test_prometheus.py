@@ -42,12 +42,9 @@ def promtool(*arguments: str) -> str:
     return done.stdout
 
 
-def test_prometheus_takes_the_configuration_and_the_alerts() -> None:
+def test_prometheus_takes_the_configuration_and_alerts_fire_when_they_should() -> None:
     promtool("check", "config", "--syntax-only", str(MONITORING / "prometheus.yml"))
     assert "6 rules found" in promtool("check", "rules", str(MONITORING / "alerts.yml"))
-
-
-def test_alerts_fire_when_they_should() -> None:
     assert "SUCCESS" in promtool("test", "rules", str(MONITORING / "alerts_test.yml"))
     tested = (MONITORING / "alerts_test.yml").read_text("utf-8")
     alerts = re.findall(r"alert: (\w+)", (MONITORING / "alerts.yml").read_text("utf-8"))
@@ -87,14 +84,6 @@ def prometheus(service: RunningService, folder: Path) -> Iterator[str]:
         process.wait(WAIT)
 
 
-def complete(service: RunningService) -> None:
-    body = {"prompt": "import json\nimport json\n", "max_tokens": 16, "temperature": 0}
-    headers = {"Authorization": f"Bearer {KEY}"}
-    request = urllib.request.Request(f"{service.url}/completions", json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request, timeout=WAIT) as response:
-        assert response.status == 200
-
-
 def concrete(query: str) -> str:
     """A query as Grafana sends it."""
     values = {"$model": "demo", "$instance": ".*", "$__rate_interval": "10s", "$__range": "60s"}
@@ -110,11 +99,15 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     options = ServiceOptions(keys=(KEY,), audit_rate=1.0)
     folder = tmp_path_factory.mktemp("prometheus")
     with running_service({"demo": chat_runtime}, options) as service, prometheus(service, folder) as found:
+        body = {"prompt": "import json\nimport json\n", "max_tokens": 16, "temperature": 0}
+        headers = {"Authorization": f"Bearer {KEY}"}
+        asking = urllib.request.Request(f"{service.url}/completions", json.dumps(body).encode(), headers)
         end = time.monotonic() + WAIT
         audited = concrete("rate(spaceport:exactness_equal_total[$__rate_interval]) > 0")
         while not asked(found, "/api/v1/query", query=audited)["result"]:
             assert time.monotonic() < end, asked(found, "/api/v1/targets")
-            complete(service)
+            with urllib.request.urlopen(asking, timeout=WAIT) as response:
+                assert response.status == 200
             time.sleep(0.2)
         yield found
 

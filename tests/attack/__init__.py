@@ -1,1 +1,1 @@
-"""Attack: a campaign of mutated bundles, swaps, kills, hostile requests and load that runs until a time limit."""
+"""Attack: a campaign of mutated bundles, hostile requests and load that runs until a time limit."""

@@ -11,18 +11,14 @@ from pathlib import Path
 
 import click
 
-from attack.kills import killed_commands
 from attack.mutations import mutated_bundles
 from attack.outcome import Budget, Outcome, table
 from attack.requests import hostile_requests
 from attack.soak import soak
-from attack.templates import hostile_templates
 from support.paths import DEMO, TINY
 
 PARTS: dict[str, Callable[[Path, int, Budget], Outcome]] = {
     "mutations": lambda work, seed, budget: mutated_bundles(_bundle(TINY), work, seed, budget),
-    "kills": killed_commands,
-    "templates": lambda work, seed, budget: hostile_templates(_bundle(TINY), work, seed, budget),
     "requests": lambda work, seed, budget: hostile_requests(_bundle(DEMO), seed, budget),
     "soak": lambda work, seed, budget: soak(_bundle(TINY), seed, budget),
 }

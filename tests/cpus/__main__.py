@@ -13,8 +13,8 @@ from typing import Any, NoReturn
 import click
 
 from cpus.machines import MACHINES, Machine, Missing, environment_for
-from spaceport.exporter.export import ExportOptions, export
-from spaceport.exporter.quiet import quiet_libraries
+from spaceport.exporter.export import ExportOptions
+from support.exported import bundle_of
 from support.paths import ROOT, TINY
 
 BUNDLES = {
@@ -42,7 +42,7 @@ def main(
     if tests:
         _run_pytest(ready, work, arguments)
     if not setup:
-        bundles = _exported(work / "bundles")
+        bundles = [f"{name}={bundle_of(TINY, options)}" for name, options in BUNDLES.items()]
         results = [_audited(machine, work, bundles) for machine in ready]
         changed = sum(result is not None and result["changed"] for result in results)
         failed = sum(result is None for result in results)
@@ -80,20 +80,10 @@ def _run_pytest(ready: list[Machine], work: Path, arguments: tuple[str, ...]) ->
     os.execve(command[0], command, {**os.environ, **own})
 
 
-def _exported(folder: Path) -> list[Path]:
-    """The tiny model in each format."""
-    folder.mkdir(parents=True, exist_ok=True)
-    quiet_libraries()
-    for name, options in BUNDLES.items():
-        if not (folder / name).exists():
-            export(TINY, folder / name, options)
-    return [folder / name for name in BUNDLES]
-
-
-def _audited(machine: Machine, work: Path, bundles: list[Path]) -> dict[str, Any] | None:
+def _audited(machine: Machine, work: Path, bundles: list[str]) -> dict[str, Any] | None:
     """Print what a CPU guarantees, and return it; None if its process failed."""
     folder, started = work / machine.name, time.monotonic()
-    arguments = [str(Path(__file__).with_name("leg.py")), str(TINY / "prompts.json"), *map(str, bundles)]
+    arguments = [str(Path(__file__).with_name("leg.py")), str(TINY / "prompts.json"), *bundles]
     command, own = machine.command(folder, arguments)
     environment = environment_for(own, (folder / "cache").resolve())
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, check=False)

@@ -17,9 +17,9 @@ COMPLETIONS = 20  # of each bundle, half of them sampled
 _TOKENS = 16
 
 
-def measured(bundle: Path, prompts: list[str]) -> dict[str, Any]:
+def measured(given: str, prompts: list[str]) -> dict[str, Any]:
     """The exactness of a bundle here, and how many of its completions change with default drafts."""
-    changed = drafted = 0
+    changed, drafted, (name, _, bundle) = 0, 0, given.partition("=")
     with Runtime.open(bundle, max_seq_len=128, threads=1, step_costs="free") as runtime:
         tokens = [tuple(runtime.tokens_of(prompt)[:24]) for prompt in prompts[: COMPLETIONS // 2]]
         for seed in (None, 1):
@@ -31,21 +31,14 @@ def measured(bundle: Path, prompts: list[str]) -> dict[str, Any]:
                 changed += answer.tokens != runtime.generate(prompt, plain).tokens
                 drafted += answer.statistics.candidate_rows
         exactness = runtime.exactness
-    noise = {"rows": exactness.rows, "slots": exactness.slots}
-    return {
-        "bundle": bundle.name,
-        **noise,
-        "exactness": str(exactness),
-        "completions": 2 * len(tokens),
-        "changed": changed,
-        "drafted": drafted,
-    }
+    counts = {"completions": 2 * len(tokens), "changed": changed, "drafted": drafted}
+    return {"bundle": name, "rows": exactness.rows, "slots": exactness.slots, "exactness": str(exactness), **counts}
 
 
 def main() -> None:
-    """Print, as JSON, what the products of all formats cost and guarantee, and each bundle in the folders of the arguments."""
-    prompts, *bundles = map(Path, sys.argv[1:])
-    texts = [*json.loads(prompts.read_text("utf-8")).values()]
+    """Print, as JSON, what the products of all formats cost and guarantee, and each bundle of the arguments, name=folder."""
+    prompts, *bundles = sys.argv[1:]
+    texts = [*json.loads(Path(prompts).read_text("utf-8")).values()]
     lines = [line for text in texts for line in text.splitlines() if len(line) > 20]
     found = [measured(bundle, (lines * COMPLETIONS)[:COMPLETIONS]) for bundle in bundles]
     print(json.dumps({"formats": [{**asdict(cost), "rows": cost.rows} for cost in measure()], "bundles": found}))

@@ -56,18 +56,14 @@ def is_ready(address: str) -> bool:
         return error.code != 503
 
 
-def post(address: str, **fields: Any) -> Any:
-    request = urllib.request.Request(f"{address}/v1/completions", json.dumps(fields).encode())
-    return urllib.request.urlopen(request, timeout=60)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("drain", ["60", "0.1"])
 def test_a_request_that_runs_may_end_within_a_time_before_the_service_stops(demo_bundle: Path, drain: str) -> None:
     with served(f"code={demo_bundle}", "--drain-timeout", drain) as (address, process):
         given = {"model": "code", "prompt": "import json\n", "max_tokens": 450, "temperature": 0, "stream": True}
         more = {"ignore_eos": True, "disable_spec_decode": True, "n": 1 if drain == "60" else 8}
-        with post(address, **given, **more) as response:
+        request = urllib.request.Request(f"{address}/v1/completions", json.dumps({**given, **more}).encode())
+        with urllib.request.urlopen(request, timeout=60) as response:
             first = response.readline()
             process.send_signal(signal.SIGTERM)
             rest = response.read().decode()

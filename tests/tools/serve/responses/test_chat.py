@@ -21,67 +21,59 @@ def converted(**fields: Any) -> ChatBody:
     return chat_body(msgspec.convert({"input": "Hi", **fields}, ResponsesBody))
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ("Hi", [{"role": "user", "content": "Hi"}]),
-        ([{"role": "user", "content": "Hi"}], [{"role": "user", "content": "Hi"}]),
-        (
-            [
-                {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Be brief."}]},
-                {"role": "user", "content": [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]},
-                {"type": "reasoning", "id": "r", "summary": []},
-                {"type": "message", "role": "assistant", "id": "m", "content": [{"type": "output_text", "text": "c"}]},
-            ],
-            [
-                {"role": "system", "content": "Be brief."},
-                {"role": "user", "content": "a\nb"},
-                {"role": "assistant", "content": "c"},
-            ],
-        ),
-        (
-            [{"role": "user", "content": "Hi"}, CALL, CALL, OUTPUT],
-            [
-                {"role": "user", "content": "Hi"},
-                {"role": "assistant", "content": "", "tool_calls": [CHAT_CALL, CHAT_CALL]},
-                {"role": "tool", "tool_call_id": "c1", "content": "rain"},
-            ],
-        ),
-        (
-            [
-                {"role": "assistant", "content": "I look."},
-                CALL,
-                {**OUTPUT, "output": [{"type": "input_text", "text": "x"}]},
-            ],
-            [
-                {"role": "assistant", "content": "I look.", "tool_calls": [CHAT_CALL]},
-                {"role": "tool", "tool_call_id": "c1", "content": "x"},
-            ],
-        ),
-    ],
-)
-def test_the_input_becomes_messages(given: Any, expected: list[dict[str, Any]]) -> None:
-    assert converted(input=given).messages == expected
+HI = {"role": "user", "content": "Hi"}
+INPUTS: list[tuple[Any, list[dict[str, Any]]]] = [
+    ("Hi", [HI]),
+    ([HI], [HI]),
+    (
+        [
+            {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Be brief."}]},
+            {"role": "user", "content": [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]},
+            {"type": "reasoning", "id": "r", "summary": []},
+            {"type": "message", "role": "assistant", "id": "m", "content": [{"type": "output_text", "text": "c"}]},
+        ],
+        [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "a\nb"},
+            {"role": "assistant", "content": "c"},
+        ],
+    ),
+    (
+        [HI, CALL, CALL, OUTPUT],
+        [
+            HI,
+            {"role": "assistant", "content": "", "tool_calls": [CHAT_CALL, CHAT_CALL]},
+            {"role": "tool", "tool_call_id": "c1", "content": "rain"},
+        ],
+    ),
+    (
+        [
+            {"role": "assistant", "content": "I look."},
+            CALL,
+            {**OUTPUT, "output": [{"type": "input_text", "text": "x"}]},
+        ],
+        [
+            {"role": "assistant", "content": "I look.", "tool_calls": [CHAT_CALL]},
+            {"role": "tool", "tool_call_id": "c1", "content": "x"},
+        ],
+    ),
+]
 
 
-def test_instructions_and_the_first_system_message_are_one() -> None:
-    given = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"}]
-    (system, user) = converted(input=given, instructions="Be brief.").messages
-    assert system == {"role": "system", "content": "Be brief.\n\nBe kind."}
-    assert user == {"role": "user", "content": "Hi"}
+def test_the_input_becomes_messages() -> None:
+    for given, expected in INPUTS:
+        assert converted(input=given).messages == expected
+    given = [{"role": "system", "content": "Be kind."}, HI]  # one message with the instructions
+    system = {"role": "system", "content": "Be brief.\n\nBe kind."}
+    assert converted(input=given, instructions="Be brief.").messages == [system, HI]
 
 
 def test_tools_and_formats_are_those_of_the_chat_endpoint() -> None:
     tool = {"type": "function", "name": "weather", "parameters": {"type": "object"}, "strict": True}
     form = {"type": "json_schema", "name": "n", "schema": {"type": "object"}}
-    body = converted(
-        tools=[tool],
-        tool_choice={"type": "function", "name": "weather"},
-        text={"format": form},
-        max_output_tokens=7,
-        top_logprobs=2,
-        seed=3,
-    )
+    choice = {"type": "function", "name": "weather"}
+    numbers = {"max_output_tokens": 7, "top_logprobs": 2, "seed": 3}
+    body = converted(tools=[tool], tool_choice=choice, text={"format": form}, **numbers)
     function = {"name": "weather", "parameters": {"type": "object"}, "strict": True}
     assert body.tools == [{"type": "function", "function": function}]
     assert body.tool_choice == {"type": "function", "function": {"name": "weather"}}

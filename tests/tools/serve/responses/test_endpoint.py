@@ -85,15 +85,9 @@ def test_an_answer_that_is_cut_off_is_incomplete(client: TestClient) -> None:
     assert found["incomplete_details"] == {"reason": "max_output_tokens"}
     assert events(client, max_output_tokens=2)[-1]["type"] == "response.incomplete"
     whole = ask(client, structured_outputs={"choice": ["Hi."]})
-    assert (whole["status"], whole["incomplete_details"], whole["output"][0]["status"]) == (
-        "completed",
-        None,
-        "completed",
-    )
-
-
-def test_a_response_without_text_has_an_empty_message(client: TestClient) -> None:
-    given = {"structured_outputs": {"choice": ["Hi."]}, "stop": "H"}
+    found = (whole["status"], whole["incomplete_details"], whole["output"][0]["status"])
+    assert found == ("completed", None, "completed")
+    given = {"structured_outputs": {"choice": ["Hi."]}, "stop": "H"}  # without text, there is an empty message
     for output in (ask(client, **given)["output"], events(client, **given)[-1]["response"]["output"]):
         assert [(one["type"], one["content"][0]["text"]) for one in output] == [("message", "")]
 
@@ -171,13 +165,11 @@ def test_json_and_log_probabilities(client: TestClient) -> None:
 
 
 def test_invalid_requests_get_the_reason(client: TestClient) -> None:
-    for fields, param in (
-        ({"previous_response_id": "resp_1"}, "previous_response_id"),
-        ({"input": 3}, "input"),
-        ({"tools": [{**WEATHER, "name": "a b"}]}, "tools"),
-        ({"tool_choice": {"type": "function", "name": "now"}, "tools": [WEATHER]}, "tool_choice"),
+    for fields, part in (
+        ({"previous_response_id": "resp_1"}, '"param":"previous_response_id"'),
+        ({"input": 3}, '"param":"input"'),
+        ({"tool_choice": {"type": "function", "name": "now"}, "tools": [WEATHER]}, '"param":"tool_choice"'),
+        ({"text": {"formt": 1}}, "unknown fields: text.formt"),
     ):
         response = client.post("/v1/responses", json={"model": "demo", "input": "Hi", **fields})
-        assert (response.status_code, response.json()["error"]["param"]) == (400, param)
-    response = client.post("/v1/responses", json={"model": "demo", "input": "Hi", "text": {"formt": 1}})
-    assert "unknown fields: text.formt" in response.json()["error"]["message"]
+        assert (response.status_code, part in response.text) == (400, True), response.text

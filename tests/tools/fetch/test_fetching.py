@@ -8,7 +8,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,7 +28,7 @@ from spaceport.graphs.contract.manifest import (
 )
 from spaceport.runtime.bundle import LARGEST_MANIFEST, BundleError, SignatureError, open_bundle, read_manifest
 from spaceport.tools.fetch import partial_folder, transfer
-from spaceport.tools.fetch.fetching import fetch
+from spaceport.tools.fetch.fetching import FetchReport, fetch
 from spaceport.tools.fetch.sources import FetchError
 from support.file_server import FileServer, serving
 from support.paths import TESTS
@@ -57,315 +59,292 @@ def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer, "_PAUSES", (0.0, 0.0, 0.0))
 
 
-@pytest.fixture
-def bundle(tmp_path: Path) -> Path:
-    return new_bundle(tmp_path / "store")
+@dataclass
+class Scene:
+    """A bundle, a server of it, and the folder for its copy."""
+
+    bundle: Path
+    server: FileServer
+    target: Path
+
+    def fetch(self, **options: Any) -> FetchReport:
+        return fetch(self.server.address, self.target, **options)
+
+    def refused(self, error: type[Exception], message: str, **options: Any) -> None:
+        with pytest.raises(error, match=message):
+            self.fetch(**options)
+
+    @property
+    def partial(self) -> Path:
+        return self.target.with_name(f".{self.target.name}.fetch")
+
+    def check_copy(self) -> None:
+        """The target is a bundle with the files of the other one, and nothing is beside it."""
+        manifest = open_bundle(self.target).manifest
+        assert names(self.target) == {MANIFEST_FILE, *manifest.files}
+        for name in names(self.target):
+            assert (self.target / name).read_bytes() == (self.bundle / name).read_bytes()
+        assert names(self.target.parent) == {self.target.name}
+
+    def replace_bundle(self, content: bytes) -> None:
+        """Make the bundle another version with this graph."""
+        for name in names(self.bundle):
+            (self.bundle / name).unlink()
+        fill(self.bundle, content)
+
+    def start(self, most: int = 0) -> subprocess.Popen[str]:
+        """Fetch in another process."""
+        command = [sys.executable, "-c", FETCH, self.server.address, str(self.target), str(most)]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=TESTS)
+
+    def wait_for_tokenizer(self, process: subprocess.Popen[str]) -> None:
+        """Wait until a process has fetched all but the data file, which the server holds back."""
+        while not (self.partial / TOKENIZER_FILE).exists():
+            time.sleep(0.01)
+            assert process.poll() is None
 
 
 @pytest.fixture
-def server(bundle: Path) -> Iterator[FileServer]:
-    with serving(bundle) as found:
-        yield found
-
-
-@pytest.fixture
-def target(tmp_path: Path) -> Path:
-    folder = tmp_path / "here"
-    folder.mkdir()
-    return folder / "copy"
+def scene(tmp_path: Path) -> Iterator[Scene]:
+    bundle, target = new_bundle(tmp_path / "store"), tmp_path / "here" / "copy"
+    target.parent.mkdir()
+    with serving(bundle) as server:
+        yield Scene(bundle, server, target)
 
 
 def names(folder: Path) -> set[str]:
     return {file.name for file in folder.iterdir()}
 
 
-def partial_of(target: Path) -> Path:
-    return target.with_name(f".{target.name}.fetch")
-
-
-def assert_copy(target: Path, bundle: Path) -> None:
-    """The target is a bundle with the files of the other one, and nothing is beside it."""
-    manifest = open_bundle(target).manifest
-    assert names(target) == {MANIFEST_FILE, *manifest.files}
-    for name in names(target):
-        assert (target / name).read_bytes() == (bundle / name).read_bytes()
-    assert names(target.parent) == {target.name}
-
-
-def start(address: str, target: Path, most: int = 0) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", FETCH, address, str(target), str(most)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=TESTS)
-
-
-def wait_for_tokenizer(target: Path, process: subprocess.Popen[str]) -> None:
-    """Wait until a process has fetched all but the data file, which the server holds back."""
-    while not (partial_of(target) / TOKENIZER_FILE).exists():
-        time.sleep(0.01)
-        assert process.poll() is None
-
-
-def replace_bundle(bundle: Path, content: bytes) -> None:
-    """Make a bundle another version with this graph."""
-    for name in names(bundle):
-        (bundle / name).unlink()
-    fill(bundle, content)
-
-
 @pytest.mark.parametrize("kind", ["folder", "http", "file"])
-def test_a_bundle_comes_whole_from_each_kind_of_address_without_other_files(
-    bundle: Path, server: FileServer, target: Path, kind: str
-) -> None:
-    (bundle / "other.bin").write_bytes(b"not of the bundle")
-    (bundle / ACCURACY_FILE).write_text("{}")
-    address = {"folder": str(bundle), "http": server.address, "file": f"file://{bundle}"}[kind]
+def test_a_bundle_comes_whole_from_each_kind_of_address_without_other_files(scene: Scene, kind: str) -> None:
+    (scene.bundle / "other.bin").write_bytes(b"not of the bundle")
+    (scene.bundle / ACCURACY_FILE).write_text("{}")
+    address = {"folder": str(scene.bundle), "http": scene.server.address, "file": f"file://{scene.bundle}"}[kind]
     for connections in (1, 8):
-        shutil.rmtree(target, ignore_errors=True)
-        report = fetch(f"{address}/", target, connections=connections)
+        shutil.rmtree(scene.target, ignore_errors=True)
+        report = fetch(f"{address}/", scene.target, connections=connections)
         assert (report.fetched_bytes, report.reused_bytes, report.unchanged) == (report.total_bytes, 0, False)
-        assert names(target) == {MANIFEST_FILE, MODEL_FILE, DATA_FILE, TOKENIZER_FILE, ACCURACY_FILE}
-        (target / ACCURACY_FILE).unlink()
-        assert_copy(target, bundle)
-    assert set(server.read) <= {MANIFEST_FILE, MODEL_FILE, DATA_FILE, TOKENIZER_FILE, ACCURACY_FILE}
+        assert names(scene.target) == {MANIFEST_FILE, MODEL_FILE, DATA_FILE, TOKENIZER_FILE, ACCURACY_FILE}
+        (scene.target / ACCURACY_FILE).unlink()
+        scene.check_copy()
+    assert set(scene.server.read) <= {MANIFEST_FILE, MODEL_FILE, DATA_FILE, TOKENIZER_FILE, ACCURACY_FILE}
 
 
 @pytest.mark.parametrize("cut", [1, 999, 1000, 2500, 4095])
-def test_an_interrupted_fetch_goes_on_where_it_ended(bundle: Path, server: FileServer, target: Path, cut: int) -> None:
-    size = (bundle / DATA_FILE).stat().st_size
-    (target.parent / "partial").mkdir()
-    partial = (target.parent / "partial").rename(partial_of(target))
-    shutil.copy(bundle / MANIFEST_FILE, partial)
-    (partial / DATA_FILE).write_bytes((bundle / DATA_FILE).read_bytes()[:cut])
-    report = fetch(server.address, target)
-    assert server.read[DATA_FILE] == size - cut
+def test_an_interrupted_fetch_goes_on_where_it_ended(scene: Scene, cut: int) -> None:
+    size = (scene.bundle / DATA_FILE).stat().st_size
+    (scene.target.parent / "partial").mkdir()
+    partial = (scene.target.parent / "partial").rename(scene.partial)
+    shutil.copy(scene.bundle / MANIFEST_FILE, partial)
+    (partial / DATA_FILE).write_bytes((scene.bundle / DATA_FILE).read_bytes()[:cut])
+    report = scene.fetch()
+    assert scene.server.read[DATA_FILE] == size - cut
     assert report.reused_bytes == cut
-    assert_copy(target, bundle)
+    scene.check_copy()
 
 
-def test_a_killed_fetch_leaves_the_earlier_bundle_and_goes_on_later(
-    bundle: Path, server: FileServer, target: Path
-) -> None:
-    server.held = DATA_FILE
-    process = start(server.address, target)
-    wait_for_tokenizer(target, process)
+def test_a_killed_fetch_leaves_the_earlier_bundle_and_goes_on_later(scene: Scene) -> None:
+    scene.server.held = DATA_FILE
+    process = scene.start()
+    scene.wait_for_tokenizer(process)
     process.send_signal(signal.SIGKILL)
     process.communicate()
-    assert not target.exists()
-    server.pause.set()
-    before = server.read[TOKENIZER_FILE]
-    fetch(server.address, target)
-    assert server.read[MODEL_FILE] == (bundle / MODEL_FILE).stat().st_size  # once: it had been complete
-    assert server.read[TOKENIZER_FILE] >= before
-    assert_copy(target, bundle)
+    assert not scene.target.exists()
+    scene.server.pause.set()
+    before = scene.server.read[TOKENIZER_FILE]
+    scene.fetch()
+    assert scene.server.read[MODEL_FILE] == (scene.bundle / MODEL_FILE).stat().st_size  # once: it had been complete
+    assert scene.server.read[TOKENIZER_FILE] >= before
+    scene.check_copy()
 
 
 @pytest.mark.parametrize("name", [MODEL_FILE, DATA_FILE])
-def test_a_flipped_bit_is_found_and_named(bundle: Path, server: FileServer, target: Path, name: str) -> None:
-    content = bytearray((bundle / name).read_bytes())
+def test_a_flipped_bit_is_found_and_named(scene: Scene, name: str) -> None:
+    content = bytearray((scene.bundle / name).read_bytes())
     right = bytes(content)
     content[len(content) // 2] ^= 1
-    (bundle / name).write_bytes(content)
-    with pytest.raises(FetchError, match=f"^{name}: sha256 is .*fetch again, or upload the bundle again"):
-        fetch(server.address, target)
-    assert not target.exists()
-    assert not (partial_of(target) / name).exists()
-    (bundle / name).write_bytes(right)
-    fetch(server.address, target)
-    assert_copy(target, bundle)
+    (scene.bundle / name).write_bytes(content)
+    scene.refused(FetchError, f"^{name}: sha256 is .*fetch again, or upload the bundle again")
+    assert not scene.target.exists()
+    assert not (scene.partial / name).exists()
+    (scene.bundle / name).write_bytes(right)
+    scene.fetch()
+    scene.check_copy()
 
 
-def test_a_file_of_another_size_is_found_and_named(bundle: Path, server: FileServer, target: Path) -> None:
-    with (bundle / DATA_FILE).open("ab") as stream:
+def test_a_file_of_another_size_is_found_and_named(scene: Scene) -> None:
+    with (scene.bundle / DATA_FILE).open("ab") as stream:
         stream.truncate(700)
-    with pytest.raises(FetchError, match=f"^{DATA_FILE}: ends after 700 bytes, the manifest says 4096: upload"):
-        fetch(server.address, target)
-    (bundle / DATA_FILE).unlink()
-    with pytest.raises(FetchError, match=f"^{DATA_FILE}: .*404.*: the manifest lists it: upload the bundle again"):
-        fetch(server.address, target)
-    assert not target.exists()
+    scene.refused(FetchError, f"^{DATA_FILE}: ends after 700 bytes, the manifest says 4096: upload")
+    (scene.bundle / DATA_FILE).unlink()
+    scene.refused(FetchError, f"^{DATA_FILE}: .*404.*: the manifest lists it: upload the bundle again")
+    assert not scene.target.exists()
 
 
 @pytest.mark.parametrize(
     "name", ["../outside", "/etc/outside", "a/../../outside", "", "a\\b", SIGNATURE_FILE, MANIFEST_FILE]
 )
-def test_a_manifest_cannot_name_files_outside_of_the_folder(
-    bundle: Path, server: FileServer, target: Path, name: str
-) -> None:
-    edit(bundle, lambda entries: entries["files"].update({name: {"sha256": "0" * 64, "size": 1}}))
+def test_a_manifest_cannot_name_files_outside_of_the_folder(scene: Scene, name: str) -> None:
+    edit(scene.bundle, lambda entries: entries["files"].update({name: {"sha256": "0" * 64, "size": 1}}))
     with pytest.raises(BundleError if name not in (SIGNATURE_FILE, MANIFEST_FILE) else FetchError, match="manifest"):
-        fetch(server.address, target)
-    assert names(target.parent) == set()
-    assert set(server.read) == {MANIFEST_FILE}
+        scene.fetch()
+    assert names(scene.target.parent) == set()
+    assert set(scene.server.read) == {MANIFEST_FILE}
 
 
-def test_a_bundle_larger_than_the_disk_is_refused_before_it_is_read(
-    bundle: Path, server: FileServer, target: Path
-) -> None:
-    edit(bundle, lambda entries: entries["files"][DATA_FILE].update(size=2**50))
-    with pytest.raises(
-        TargetError, match=r"MB free, the bundle needs about .*: free some space or choose another disk"
-    ):
-        fetch(server.address, target)
-    assert set(server.read) == {MANIFEST_FILE}
-    assert names(target.parent) == set()
+def test_a_bundle_larger_than_the_disk_is_refused_before_it_is_read(scene: Scene) -> None:
+    edit(scene.bundle, lambda entries: entries["files"][DATA_FILE].update(size=2**50))
+    scene.refused(TargetError, r"MB free, the bundle needs about .*: free some space or choose another disk")
+    assert set(scene.server.read) == {MANIFEST_FILE}
+    assert names(scene.target.parent) == set()
 
 
 @pytest.mark.parametrize("name", [MANIFEST_FILE, SIGNATURE_FILE, DATA_FILE])
-def test_a_server_cannot_send_more_than_was_asked_for(
-    bundle: Path, server: FileServer, target: Path, name: str
-) -> None:
-    server.endless = name
-    server.ranges = False
+def test_a_server_cannot_send_more_than_was_asked_for(scene: Scene, name: str) -> None:
+    scene.server.endless = name
+    scene.server.ranges = False
     expected = f"{name}: sha256" if name == DATA_FILE else f"{name}: more than"
     if name == DATA_FILE:  # one part: later parts would be refused
         transfer.PART = 2**20
-    with pytest.raises(FetchError, match=expected):
-        fetch(server.address, target)
-    assert not target.exists()
+    scene.refused(FetchError, expected)
+    assert not scene.target.exists()
     most = {MANIFEST_FILE: LARGEST_MANIFEST, SIGNATURE_FILE: 2**10, DATA_FILE: 4096}[name]
-    assert server.read.get(name, 0) < most + 2**24  # buffers of the system
+    assert scene.server.read.get(name, 0) < most + 2**24  # buffers of the system
 
 
-def test_a_full_disk_is_reported_and_the_fetch_goes_on_later(bundle: Path, server: FileServer, target: Path) -> None:
+def test_a_full_disk_is_reported_and_the_fetch_goes_on_later(scene: Scene) -> None:
     """A limit on the size of files stands in for the disk; it is above the manifest and below the weights."""
-    printed, _ = start(server.address, target, (bundle / DATA_FILE).stat().st_size - 1).communicate(timeout=60)
+    printed, _ = scene.start((scene.bundle / DATA_FILE).stat().st_size - 1).communicate(timeout=60)
     assert printed.startswith("OSError ")
     assert "free some space or choose another disk, then fetch again to go on where it ended" in printed
-    assert str(partial_of(target) / DATA_FILE) in printed
-    assert not target.exists()
-    fetch(server.address, target)
-    assert_copy(target, bundle)
+    assert str(scene.partial / DATA_FILE) in printed
+    assert not scene.target.exists()
+    scene.fetch()
+    scene.check_copy()
 
 
-def test_a_new_version_and_a_damaged_copy_fetch_changed_files_only(
-    bundle: Path, server: FileServer, target: Path
-) -> None:
-    fetch(server.address, target)
-    replace_bundle(bundle, b"another graph")
-    server.read.clear()
-    with pytest.raises(TargetError, match="a bundle exists there: replace it with --overwrite"):
-        fetch(server.address, target)
-    report = fetch(server.address, target, overwrite=True)
-    assert server.read[MODEL_FILE] == report.fetched_bytes == len(b"another graph")
-    assert DATA_FILE not in server.read
-    assert_copy(target, bundle)
-    server.read.clear()
-    assert fetch(server.address, target).unchanged
-    assert set(server.read) == {MANIFEST_FILE}
-    (target / DATA_FILE).write_bytes(bytes(4096))
-    server.read.clear()
-    report = fetch(server.address, target, overwrite=True)
-    assert report.fetched_bytes == server.read[DATA_FILE] == 4096
-    assert_copy(target, bundle)
+def test_a_new_version_and_a_damaged_copy_fetch_changed_files_only(scene: Scene) -> None:
+    scene.fetch()
+    scene.replace_bundle(b"another graph")
+    scene.server.read.clear()
+    scene.refused(TargetError, "a bundle exists there: replace it with --overwrite")
+    report = scene.fetch(overwrite=True)
+    assert scene.server.read[MODEL_FILE] == report.fetched_bytes == len(b"another graph")
+    assert DATA_FILE not in scene.server.read
+    scene.check_copy()
+    scene.server.read.clear()
+    assert scene.fetch().unchanged
+    assert set(scene.server.read) == {MANIFEST_FILE}
+    (scene.target / DATA_FILE).write_bytes(bytes(4096))
+    scene.server.read.clear()
+    report = scene.fetch(overwrite=True)
+    assert report.fetched_bytes == scene.server.read[DATA_FILE] == 4096
+    scene.check_copy()
 
 
-def test_what_is_left_of_another_version_is_not_used(bundle: Path, server: FileServer, target: Path) -> None:
-    (bundle / DATA_FILE).rename(bundle / "away")
+def test_what_is_left_of_another_version_is_not_used(scene: Scene) -> None:
+    (scene.bundle / DATA_FILE).rename(scene.bundle / "away")
     with pytest.raises(FetchError):
-        fetch(server.address, target)
-    partial = partial_of(target)
+        scene.fetch()
+    partial = scene.partial
     (partial / "stray").mkdir()
     (partial / "stray" / "file").write_text("no")
-    replace_bundle(bundle, b"another graph, longer than the one before")
-    fetch(server.address, target)
-    assert_copy(target, bundle)
+    scene.replace_bundle(b"another graph, longer than the one before")
+    scene.fetch()
+    scene.check_copy()
 
 
-def test_two_processes_share_one_copy(bundle: Path, server: FileServer, target: Path) -> None:
-    server.held = DATA_FILE
-    processes = [start(server.address, target) for _ in range(2)]
-    wait_for_tokenizer(target, processes[0])
-    server.pause.set()
+def test_two_processes_share_one_copy(scene: Scene) -> None:
+    scene.server.held = DATA_FILE
+    processes = [scene.start() for _ in range(2)]
+    scene.wait_for_tokenizer(processes[0])
+    scene.server.pause.set()
     printed = [process.communicate(timeout=60)[0].strip() for process in processes]
     assert sorted(printed) == ["fetched", "unchanged"]
-    assert server.read[DATA_FILE] == (bundle / DATA_FILE).stat().st_size
-    assert_copy(target, bundle)
+    assert scene.server.read[DATA_FILE] == (scene.bundle / DATA_FILE).stat().st_size
+    scene.check_copy()
 
 
-def test_a_required_signature_is_verified_before_weights_are_read(
-    bundle: Path, server: FileServer, target: Path, tmp_path: Path
-) -> None:
+def test_a_required_signature_is_verified_before_weights_are_read(scene: Scene, tmp_path: Path) -> None:
     key, other = new_private_key(), new_private_key()
     (tmp_path / "public.pem").write_bytes(key.public.pem)
-    with pytest.raises(SignatureError, match=f"^{server.address}: has no signature"):
-        fetch(server.address, target, require_signature=tmp_path / "public.pem")
-    sign_manifest(bundle, (bundle / MANIFEST_FILE).read_bytes(), other)
-    with pytest.raises(
-        SignatureError, match=f"^{server.address}: is signed with key {other.public.fingerprint}, expected"
-    ):
-        fetch(server.address, target, require_signature=tmp_path / "public.pem")
-    assert set(server.read) == {MANIFEST_FILE, SIGNATURE_FILE, SIGNER_FILE}
-    assert names(target.parent) == set()
-    sign_manifest(bundle, (bundle / MANIFEST_FILE).read_bytes(), key)
-    fetch(server.address, target, require_signature=tmp_path / "public.pem")
-    assert open_bundle(target, require_signature=tmp_path / "public.pem").manifest == read_manifest(bundle)
+    scene.refused(
+        SignatureError, f"^{scene.server.address}: has no signature", require_signature=tmp_path / "public.pem"
+    )
+    sign_manifest(scene.bundle, (scene.bundle / MANIFEST_FILE).read_bytes(), other)
+    scene.refused(
+        SignatureError,
+        f"^{scene.server.address}: is signed with key {other.public.fingerprint}, expected",
+        require_signature=tmp_path / "public.pem",
+    )
+    assert set(scene.server.read) == {MANIFEST_FILE, SIGNATURE_FILE, SIGNER_FILE}
+    assert names(scene.target.parent) == set()
+    sign_manifest(scene.bundle, (scene.bundle / MANIFEST_FILE).read_bytes(), key)
+    scene.fetch(require_signature=tmp_path / "public.pem")
+    assert open_bundle(scene.target, require_signature=tmp_path / "public.pem").manifest == read_manifest(scene.bundle)
 
 
-def test_engines_are_fetched_on_request(bundle: Path, server: FileServer, target: Path) -> None:
-    (bundle / ENGINES_FOLDER).mkdir()
-    (bundle / ENGINES_FOLDER / ENGINE).write_bytes(b"engine")
-    fetch(server.address, target)
-    assert ENGINES_FOLDER not in names(target)
-    with pytest.raises(FetchError, match=f"^{ENGINES_FOLDER}/{ENGINE}: ends after 6 bytes, the manifest says 7"):
-        fetch(server.address, target, overwrite=True, engines=True)
-    assert not (target / ENGINES_FOLDER).exists()
+def test_engines_are_fetched_on_request(scene: Scene) -> None:
+    (scene.bundle / ENGINES_FOLDER).mkdir()
+    (scene.bundle / ENGINES_FOLDER / ENGINE).write_bytes(b"engine")
+    scene.fetch()
+    assert ENGINES_FOLDER not in names(scene.target)
+    scene.refused(
+        FetchError, f"^{ENGINES_FOLDER}/{ENGINE}: ends after 6 bytes, the manifest says 7", overwrite=True, engines=True
+    )
+    assert not (scene.target / ENGINES_FOLDER).exists()
 
 
-def test_a_server_that_fails_for_a_moment_is_asked_again_but_not_one_that_refuses(
-    bundle: Path, server: FileServer, target: Path
-) -> None:
-    server.failures += ["503", "cut", "429"]
-    fetch(server.address, target, connections=1)
-    assert_copy(target, bundle)
-    shutil.rmtree(target)
-    server.failures += ["500"] * 4
-    with pytest.raises(FetchError, match=f"{MANIFEST_FILE}: .*500.*: tried 4 times; fetch again"):
-        fetch(server.address, target)
+def test_a_server_that_fails_for_a_moment_is_asked_again_but_not_one_that_refuses(scene: Scene) -> None:
+    scene.server.failures += ["503", "cut", "429"]
+    scene.fetch(connections=1)
+    scene.check_copy()
+    shutil.rmtree(scene.target)
+    scene.server.failures += ["500"] * 4
+    scene.refused(FetchError, f"{MANIFEST_FILE}: .*500.*: tried 4 times; fetch again")
     for status in ("401", "403"):
-        server.failures.append(status)
-        with pytest.raises(FetchError, match=f"{MANIFEST_FILE}: .*{status}.*: expected credentials that may read it"):
-            fetch(server.address, target)
+        scene.server.failures.append(status)
+        scene.refused(FetchError, f"{MANIFEST_FILE}: .*{status}.*: expected credentials that may read it")
 
 
-def test_a_server_without_ranges_is_refused_for_large_files(bundle: Path, server: FileServer, target: Path) -> None:
-    server.ranges = False
-    with pytest.raises(FetchError, match="sends the whole file instead of a range: expected one that answers"):
-        fetch(server.address, target)
-    shutil.rmtree(partial_of(target))
+def test_a_server_without_ranges_is_refused_for_large_files(scene: Scene) -> None:
+    scene.server.ranges = False
+    scene.refused(FetchError, "sends the whole file instead of a range: expected one that answers")
+    shutil.rmtree(scene.partial)
     transfer.PART = 2**20
-    fetch(server.address, target)
-    assert_copy(target, bundle)
+    scene.fetch()
+    scene.check_copy()
 
 
-def test_an_address_that_cannot_work_is_refused(target: Path) -> None:
+def test_an_address_that_cannot_work_is_refused(scene: Scene) -> None:
     for address in ("https://", "https://user:word@host/a", "http://host/a?signed=1"):
         with pytest.raises(OptionFault, match="expected a"):
-            fetch(address, target)
+            fetch(address, scene.target)
 
 
-def test_a_folder_that_is_no_bundle_is_kept_and_one_that_others_may_write_to_is_refused(
-    bundle: Path, target: Path
-) -> None:
-    target.mkdir()
-    (target / "notes").write_text("mine")
+def test_a_folder_that_is_no_bundle_is_kept_and_one_that_others_may_write_to_is_refused(scene: Scene) -> None:
+    scene.target.mkdir()
+    (scene.target / "notes").write_text("mine")
     with pytest.raises(TargetError, match="contains files but no bundle"):
-        fetch(str(bundle), target, overwrite=True)
-    assert names(target) == {"notes"}
-    shutil.rmtree(target)
-    partial_of(target).mkdir()
-    partial_of(target).chmod(0o777)
+        fetch(str(scene.bundle), scene.target, overwrite=True)
+    assert names(scene.target) == {"notes"}
+    shutil.rmtree(scene.target)
+    scene.partial.mkdir()
+    scene.partial.chmod(0o777)
     with pytest.raises(FetchError, match=r"other users may write to it: .*remove it, or choose another folder"):
-        fetch(str(bundle), target)
+        fetch(str(scene.bundle), scene.target)
 
 
 def test_a_partial_folder_that_another_process_publishes_meanwhile_is_begun_again(
-    bundle: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     moved = iter([True])
 
     def published(folder: Path) -> None:
         if next(moved, False):
-            folder.rename(target)  # another process had it, and has just completed it
+            folder.rename(scene.target)  # another process had it, and has just completed it
 
     monkeypatch.setattr(partial_folder, "problem_of", published)
-    assert not fetch(str(bundle), target).unchanged
-    assert_copy(target, bundle)
+    assert not fetch(str(scene.bundle), scene.target).unchanged
+    scene.check_copy()

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
+from spaceport.tools.cli import run
+from spaceport.tools.cli.exit_codes import OK
 from support.paths import ROOT
 
 DEPLOY = ROOT / "tools" / "deploy"
@@ -97,6 +103,20 @@ def container_environment(container: dict[str, Any], target: str = DEFAULT_TARGE
     for variable in container.get("env", []):
         found[variable["name"]] = variable["value"]
     return found
+
+
+def printed_options(arguments: Sequence[str], environment: Mapping[str, str]) -> str:
+    """What `spaceport serve` takes from arguments and an environment; fails if it warns."""
+    out, warnings = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(warnings):
+        for name in [name for name in os.environ if name.startswith("SPACEPORT_")]:  # those of the tests
+            patch.delenv(name)
+        for name, value in environment.items():
+            if name.startswith("SPACEPORT_"):
+                patch.setenv(name, value)
+        assert run(["serve", *arguments, "--print-config"]) == OK
+    assert warnings.getvalue() == ""
+    return out.getvalue()
 
 
 def dashboard() -> dict[str, Any]:

@@ -14,12 +14,10 @@ from typing import Any
 import pytest
 
 import spaceport
-from spaceport.tools.cli import run
-from spaceport.tools.cli.exit_codes import OK
 from spaceport.tools.cli.serve import command
 from spaceport.tools.serve.server import _LAST_EVENTS
 from support.chat_runtime import chat_runtime
-from support.deployment import DEPLOY, health_command, image, image_environment, objects, stages
+from support.deployment import DEPLOY, health_command, image, image_environment, objects, printed_options, stages
 from support.paths import ROOT
 from support.running_service import running_service
 
@@ -65,18 +63,12 @@ def test_every_package_has_the_version_of_the_constraints_and_the_image_that_of_
     assert (found["version"], found["licenses"]) == (spaceport.__version__, "Apache-2.0")
     environment = dict(word.split("=", 1) for line in stages()["installer"].of("ENV") for word in line.split())
     assert environment["PIP_CONSTRAINT"] == "/source/constraints.txt"
-    installing = [
-        line for stage in stages().values() for line in stage.of("RUN") if "pip" in line and "install" in line
-    ]
-    assert len(installing) == 4
+    running = [line for stage in stages().values() for line in stage.of("RUN")]
+    assert len([line for line in running if "pip" in line and "install" in line]) == 4
     pinned = (ROOT / "constraints.txt").read_text("utf-8")
-    assert all(
-        re.search(rf"^{name}==", pinned, re.MULTILINE)
-        for name in ("pip", "setuptools", "onnxruntime", "onnxruntime-gpu", "nvidia-cudnn-cu13")
-    )
-    assert [
-        stage.parent for stage in stages().values() if stage.name in ("cpu-dependencies", "gpu-dependencies", "package")
-    ] == ["installer"] * 3
+    for name in ("pip", "setuptools", "onnxruntime", "onnxruntime-gpu", "nvidia-cudnn-cu13"):
+        assert re.search(rf"^{name}==", pinned, re.MULTILINE)
+    assert {stages()[name].parent for name in ("cpu-dependencies", "gpu-dependencies", "package")} == {"installer"}
 
 
 def requirements(*extras: str) -> subprocess.CompletedProcess[str]:
@@ -96,18 +88,6 @@ def test_the_list_of_requirements_is_that_of_the_project() -> None:
     assert {"numpy", "tokenizers", "click", "onnxruntime", "starlette", "uvicorn", "msgspec"} <= names
     assert not names & {"torch", "onnxruntime-gpu", "pytest", "transformers"}
     assert "KeyError: 'unknown'" in requirements("unknown").stderr
-
-
-def test_the_variables_of_an_image_are_options(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    ours = {name: value for name, value in image_environment().items() if name.startswith("SPACEPORT_")}
-    for name, value in ours.items():
-        monkeypatch.setenv(name, value)
-    assert run(["serve", "--print-config"]) == OK
-    printed, warned = capsys.readouterr()
-    assert warned == ""
-    assert {f"# environment, {name}" in printed for name in ours} == {True}
 
 
 def ignored(path: str) -> bool:
@@ -178,16 +158,12 @@ def test_the_compose_file_mounts_files_that_exist_and_secrets_that_are_defined()
     assert scraped["static_configs"][0]["targets"] == [f"spaceport:{image_environment()['SPACEPORT_PORT']}"]
 
 
-def test_the_compose_file_runs_the_service_with_options_that_it_has(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_the_compose_file_runs_the_service_with_options_that_it_has(tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("sk-1\n")
-    for name, value in {**image_environment(), **service()["environment"]}.items():
-        if name.startswith("SPACEPORT_"):
-            monkeypatch.setenv(name, substituted(value).replace("/run/secrets", str(tmp_path)))
-    assert run(["serve", *service()["command"], "--print-config"]) == OK
-    printed, warned = capsys.readouterr()
-    assert warned == ""
+    given = {**image_environment(), **service()["environment"]}
+    own = {name: substituted(value).replace("/run/secrets", str(tmp_path)) for name, value in given.items()}
+    printed = printed_options(service()["command"], own)
+    assert [name for name in own if "SPACEPORT_" in name and f"# environment, {name}" not in printed] == []
     assert 'chat = "/mnt/models/chat.bundle"' in printed
     assert "keys that clients may send: 1" in printed
 

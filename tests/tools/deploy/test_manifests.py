@@ -9,12 +9,19 @@ from typing import Any
 import pytest
 
 from spaceport.runtime.backends import BACKENDS
-from spaceport.tools.cli import run
-from spaceport.tools.cli.exit_codes import OK
 from spaceport.tools.cli.serve import command
 from spaceport.tools.serve.application import application
 from spaceport.tools.serve.server import _LAST_EVENTS
-from support.deployment import KSERVE, KUBERNETES, cluster_objects, container_environment, image, objects, of_kind
+from support.deployment import (
+    KSERVE,
+    KUBERNETES,
+    cluster_objects,
+    container_environment,
+    image,
+    objects,
+    of_kind,
+    printed_options,
+)
 
 pytestmark = pytest.mark.on_change("tools/deploy")
 
@@ -36,40 +43,16 @@ def container(kind: str) -> dict[str, Any]:
     return dict(found)
 
 
-def configuration(folder: Path) -> str:
-    """The path of a copy of serve.toml whose keys are in a folder."""
-    (folder / "keys").write_text("sk-1\n", "utf-8")
-    text = (KUBERNETES / "base" / "serve.toml").read_text("utf-8")
-    assert f'"{KEYS}/keys"' in text
-    (folder / "serve.toml").write_text(text.replace(KEYS, str(folder)), "utf-8")
-    return str(folder / "serve.toml")
-
-
-def printed_options(
-    arguments: list[str],
-    environment: dict[str, str],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> str:
-    """What `spaceport serve` takes from arguments and an environment; fails if it warns."""
-    for name, value in environment.items():
-        if name.startswith("SPACEPORT_"):
-            monkeypatch.setenv(name, value)
-    assert run(["serve", *arguments, "--print-config"]) == OK
-    printed, warned = capsys.readouterr()
-    assert warned == ""
-    return printed
-
-
-def test_the_service_takes_the_configuration_of_the_deployment(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_the_service_takes_the_configuration_of_the_deployment(tmp_path: Path) -> None:
     found = container("Deployment")
     option, path = found["args"]
     mounts = {mount["name"]: mount["mountPath"] for mount in found["volumeMounts"]}
     assert (option, path) == ("--config", f"{mounts['config']}/serve.toml")
-    environment = container_environment(found)
-    printed = printed_options([option, configuration(tmp_path)], environment, monkeypatch, capsys)
+    (tmp_path / "keys").write_text("sk-1\n", "utf-8")
+    text = (KUBERNETES / "base" / "serve.toml").read_text("utf-8")
+    assert f'"{KEYS}/keys"' in text
+    (tmp_path / "serve.toml").write_text(text.replace(KEYS, str(tmp_path)), "utf-8")
+    printed = printed_options([option, str(tmp_path / "serve.toml")], container_environment(found))
     assert 'host = "0.0.0.0"  # environment, SPACEPORT_HOST' in printed
     assert "threads = 0  # default" in printed  # as many as the limit of the container allows
     assert f'chat = "{mounts["bundles"]}/chat.bundle"  # file' in printed
@@ -77,16 +60,13 @@ def test_the_service_takes_the_configuration_of_the_deployment(
     assert [f"port = {port['containerPort']}  # env" in printed for port in found["ports"]] == [True]
 
 
-def test_the_service_takes_the_configuration_of_kserve(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_the_service_takes_the_configuration_of_kserve(tmp_path: Path) -> None:
     found, model = container("ServingRuntime"), pod("InferenceService")["model"]
     (tmp_path / "keys").write_text("sk-1\n", "utf-8")
     own = {each["name"]: each["value"].replace(KEYS, str(tmp_path)) for each in model["env"]}
-    arguments = [
-        argument.replace("{{.Name}}", of_kind("InferenceService")["metadata"]["name"]) for argument in found["args"]
-    ]
-    printed = printed_options(arguments, container_environment(found) | own, monkeypatch, capsys)
+    name = of_kind("InferenceService")["metadata"]["name"]
+    arguments = [argument.replace("{{.Name}}", name) for argument in found["args"]]
+    printed = printed_options(arguments, container_environment(found) | own)
     assert 'chat = "/mnt/models"' in printed
     assert "# keys that clients may send: 1" in printed
     assert [f"port = {port['containerPort']}  # env" in printed for port in found["ports"]] == [True]

@@ -175,16 +175,6 @@ def test_an_echo_scores_the_prompt(client: TestClient, runtime: Runtime, more: d
     assert "".join(found["logprobs"]["tokens"]) == found["text"]
 
 
-def test_an_echo_has_the_token_ids_of_its_prompt(client: TestClient) -> None:
-    found = ask(client, prompt=PROMPT, echo=True, max_tokens=3, return_token_ids=True)["choices"][0]
-    plain = ask(client, prompt=PROMPT, max_tokens=3, return_token_ids=True)["choices"][0]
-    for name in ("prompt_token_ids", "token_ids"):
-        assert found[name] == plain[name]
-    scored = ask(client, prompt=PROMPT, echo=True, max_tokens=1, logprobs=1, return_token_ids=True)["choices"][0]
-    assert scored["token_ids"] == plain["token_ids"][:1]
-    assert "token_ids" not in ask(client, prompt=PROMPT, echo=True, max_tokens=1)["choices"][0]
-
-
 @both_kinds
 def test_token_ids_are_those_of_the_whole_answer(client: TestClient, given: dict[str, Any]) -> None:
     whole = ask(client, **given, return_token_ids=True)
@@ -194,6 +184,12 @@ def test_token_ids_are_those_of_the_whole_answer(client: TestClient, given: dict
     parts = [part["choices"][0].get("token_ids", []) for part in events(client, **given, return_token_ids=True)]
     assert [token for part in parts for token in part] == choice["token_ids"]
     assert all(part["choices"][0].get("token_ids") is None for part in events(client, **given))
+    if "prompt" in given:
+        for count, more in ((24, {}), (1, {"logprobs": 1, "max_tokens": 1})):
+            echo = ask(client, **given, echo=True, return_token_ids=True, **more)["choices"][0]
+            assert echo["prompt_token_ids"] == choice["prompt_token_ids"]
+            assert echo["token_ids"] == choice["token_ids"][:count]
+        assert "token_ids" not in ask(client, **given, echo=True, max_tokens=1)["choices"][0]
 
 
 # Streams

@@ -78,11 +78,7 @@ def test_an_answer_is_that_of_the_runtime_with_its_counts(
     prompt, written = len(expected.prompt_tokens), expected.statistics.tokens
     cached = found["usage"].pop("prompt_tokens_details")["cached_tokens"]
     assert 0 <= cached < prompt
-    assert found["usage"] == {
-        "prompt_tokens": prompt,
-        "completion_tokens": written,
-        "total_tokens": prompt + written,
-    }
+    assert found["usage"] == {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
     drafts = found["metrics"]["speculative_decoding"]
     assert sum(drafts["acceptance_histogram"]) == drafts["num_spec_steps"]
     assert 0 < drafts["num_accepted_draft_tokens"] == found["timings"]["draft_n_accepted"] < drafts["num_draft_tokens"]

@@ -128,23 +128,16 @@ def test_a_body_beyond_the_limit_is_not_stored_to_be_sent_again() -> None:
 @pytest.mark.parametrize(
     ("status", "kind"), [(429, "overloaded_error"), (503, "overloaded_error"), (408, "invalid_request_error")]
 )
-def test_a_refusal_of_the_proxy_becomes_an_error_object(status: int, kind: str) -> None:
-    start, body, end = response(status, TEXT, b"Request dropped due to backpressure")
-    start["headers"] += [(b"retry-after", b"7"), (b"x-request-id", b"a")]
+def test_a_refusal_of_the_proxy_becomes_an_error_object_with_one_id(status: int, kind: str) -> None:
+    start, body, _ = response(status, TEXT, b"Request dropped due to backpressure")
+    start["headers"] += [(b"retry-after", b"7"), (b"x-request-id", b"a"), (b"X-Request-ID", b"a")]
     sent, _ = exchange([[start, body | {"more_body": False}]], b"ask")
-    assert end
     assert sent[0]["status"] == status
     headers = dict(sent[0]["headers"])
     assert (headers[b"retry-after"], headers[b"x-request-id"]) == (b"7", b"a")
+    assert [name.lower() for name, _ in sent[0]["headers"]].count(b"x-request-id") == 1
     error = json.loads(text(sent))["error"]
     assert (error["message"], error["type"]) == ("Request dropped due to backpressure", kind)
-
-
-def test_the_id_of_a_request_is_sent_once() -> None:
-    start, *rest = response(200, JSON, b"{}")
-    start["headers"] += [(b"x-request-id", b"a"), (b"vary", b"b"), (b"X-Request-ID", b"a")]
-    sent, _ = exchange([[start, *rest]], b"ask")
-    assert sent[0]["headers"] == [JSON, (b"x-request-id", b"a"), (b"vary", b"b")]
 
 
 def test_other_connections_pass_untouched() -> None:

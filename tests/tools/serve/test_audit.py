@@ -98,11 +98,11 @@ async def auditing(
 
 
 async def until(done: Callable[[], bool]) -> None:
-    for _ in range(6000):
-        if done():
-            return
-        await asyncio.sleep(0.005)
-    pytest.fail("it did not happen within 30 seconds")
+    async def wait() -> None:
+        while not done():
+            await asyncio.sleep(0.005)
+
+    await asyncio.wait_for(wait(), 30)
 
 
 async def idle(audit: Audit) -> None:
@@ -188,14 +188,17 @@ def test_completions_with_a_grammar_are_audited(size: float, expected: AuditResu
     assert audited(spoilt_chat(raise_one), given) == expected
 
 
-def shorter(found: Completion) -> Completion:
-    first, *others = found.threads
-    return replace(found, threads=(replace(first, tokens=first.tokens[:-2]), *others))
+def with_tokens(change: Callable[[tuple[int, ...]], tuple[int, ...]]) -> Callable[[Completion], Completion]:
+    """A change of the tokens of the first thread."""
+
+    def changed(found: Completion) -> Completion:
+        first, *others = found.threads
+        return replace(found, threads=(replace(first, tokens=change(first.tokens)), *others))
+
+    return changed
 
 
-def longer(found: Completion) -> Completion:
-    first, *others = found.threads
-    return replace(found, threads=(replace(first, tokens=(*first.tokens, 1)), *others))
+shorter, longer = with_tokens(lambda tokens: tokens[:-2]), with_tokens(lambda tokens: (*tokens, 1))
 
 
 @pytest.mark.parametrize(
@@ -265,10 +268,9 @@ def test_rows_of_the_prefix_cache_are_not_used_again(forgets: bool) -> None:
 # What is audited
 
 
-def test_only_a_share_of_the_drafted_completions_is_audited() -> None:
+def test_a_share_of_the_drafted_completions_is_audited_and_few_wait() -> None:
     async def run() -> None:
-        chances = iter([0.2, 0.1, 0.05, 0.3])
-        given = Decoding(max_tokens=8)
+        given, chances = Decoding(max_tokens=8), iter([0.2, 0.1, 0.05, 0.3])
         async with auditing(runtime, rate=0.15, chance=lambda: next(chances)) as (audit, results):
             completion = await runtime.agenerate(PROMPT, given)
             audit.offer(replace(given, mask_slots=0), completion)  # without drafts
@@ -277,8 +279,16 @@ def test_only_a_share_of_the_drafted_completions_is_audited() -> None:
             for _ in range(4):
                 audit.offer(given, completion)
             await idle(audit)
-        assert next(chances, None) is None
-        assert results == ["equal", "equal"]
+        assert (next(chances, None), results) == (None, ["equal", "equal"])
+        stopping = True
+        async with auditing(runtime, is_stopping=lambda: stopping) as (audit, results):
+            for _ in range(20):
+                audit.offer(given, completion)
+            await asyncio.sleep(0.1)
+            assert results == ["skipped"] * 4
+            stopping = False
+            await idle(audit)
+        assert results[4:] == ["equal"] * 16
 
     with hash_runtime(Language(1)) as runtime:
         asyncio.run(run())
@@ -326,23 +336,6 @@ def test_an_audit_ends_when_a_client_comes_or_the_service_stops(stops: bool) -> 
     with over(GatedEngine, Language(3)) as runtime:
         assert isinstance(runtime.engine, GatedEngine)
         assert asyncio.run(run(runtime.engine)) == ["skipped"]
-
-
-def test_a_completion_waits_while_requests_run_and_few_wait() -> None:
-    async def run() -> None:
-        stopping, given = True, Decoding(max_tokens=8)
-        async with auditing(runtime, is_stopping=lambda: stopping) as (audit, results):
-            completion = await runtime.agenerate(PROMPT, given)
-            for _ in range(20):
-                audit.offer(given, completion)
-            await asyncio.sleep(0.1)
-            assert results == ["skipped"] * 4
-            stopping = False
-            await idle(audit)
-            assert results[4:] == ["equal"] * 16
-
-    with hash_runtime(Language(1)) as runtime:
-        asyncio.run(run())
 
 
 # Faults
@@ -398,34 +391,36 @@ def test_the_file_of_faults_is_private_and_bounded(tmp_path: Path, caplog: pytes
 # Over HTTP
 
 
+def wait_for(done: Callable[[], bool]) -> None:
+    end = time.monotonic() + 30
+    while not done():
+        assert time.monotonic() < end, "it did not happen within 30 seconds"
+        time.sleep(0.05)
+
+
 def test_answers_of_a_service_are_audited_and_count_in_no_other_metric() -> None:
     asked: list[dict[str, object]] = [
-        {"temperature": 0},
-        {"temperature": 0, "stream": True},
+        {},
+        {"stream": True, "stream_options": {"include_usage": True}},
         {"temperature": 0.9, "n": 2},
         {"temperature": 1, "top_p": 0.9, "frequency_penalty": 0.5, "seed": 3},
-        {"temperature": 0, "structured_outputs": {"regex": "[a-z ]{30,40}"}},
-        {"temperature": 0, "spaceport": {"fork": True}},
-        {"temperature": 0, "stop": ["\n    return"]},
-        {"temperature": 0, "disable_spec_decode": True},
+        {"structured_outputs": {"regex": "[a-z ]{30,40}"}},
+        {"spaceport": {"fork": True}},
+        {"stop": ["\n    return"]},
+        {"disable_spec_decode": True},
     ]
     app = application({"demo": chat_runtime}, ServiceOptions(audit_rate=1.0, audit_action="disable-drafts"))
     with TestClient(app) as client:
         tokens = 0
         for given in asked:
-            more = {"stream_options": {"include_usage": True}} if "stream" in given else {}
-            body = {"prompt": "import json\n\n\ndef load(path):\n", "max_tokens": 60, **given, **more}
+            body = {"prompt": "import json\n\n\ndef load(path):\n", "max_tokens": 60, "temperature": 0, **given}
             response = client.post("/v1/completions", json=body)
             assert response.status_code == 200, response.text
             tokens += int(re.findall(r'"completion_tokens":(\d+)', response.text)[-1])
-        found: dict[str, float] = {}
-        for _ in range(200):
-            text = client.get("/metrics").text
-            found = {name: float(value) for name, value in re.findall(r"exactness_(\w+)_total\{.*\} (\S+)", text)}
-            if found["checked"] == len(asked):
-                break
-            time.sleep(0.05)
-        assert found == {"checked": 8, "equal": 8, "near_tie": 0, "fault": 0, "skipped": 0}
+        wait_for(lambda: 'exactness_checked_total{model_name="demo"} 8.0' in client.get("/metrics").text)
+        text = client.get("/metrics").text
+        found = dict(re.findall(r"exactness_(\w+)_total\{.*\} (\S+)", text))
+        assert found == {"checked": "8.0", "equal": "8.0", "near_tie": "0.0", "fault": "0.0", "skipped": "0.0"}
         assert f'spaceport:generation_tokens_total{{model_name="demo"}} {float(tokens)}' in text
         assert 'spaceport:drafts_disabled{model_name="demo"} 0.0' in text
         assert client.get("/load").json()["models"]["demo"]["drafts"] is True
@@ -441,10 +436,7 @@ def test_a_service_whose_drafts_are_wrong_goes_on_without_them(tmp_path: Path) -
     with TestClient(application({"demo": lambda: spoilt_chat(reverse)}, options)) as client:
         first = client.post("/v1/completions", json=given).json()
         assert first["metrics"]["speculative_decoding"]["num_draft_tokens"] > 0
-        for _ in range(200):
-            if not client.get("/load").json()["models"]["demo"]["drafts"]:
-                break
-            time.sleep(0.05)
+        wait_for(lambda: not client.get("/load").json()["models"]["demo"]["drafts"])
         second = client.post("/v1/completions", json=given).json()
         assert second["metrics"]["speculative_decoding"]["num_draft_tokens"] == 0
         text = client.get("/metrics").text

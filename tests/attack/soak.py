@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
@@ -20,35 +19,23 @@ _WARM_UP = 0.25  # share of the time
 _SAMPLES = 720  # of a long soak; the lists of more samples would themselves be growth that is measured
 
 
-@dataclass
-class Usage:
-    """What the process uses, sampled over time."""
+def _usage() -> tuple[float, int, int]:
+    """MiB of memory, open files and OS threads of this process."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    files = len(os.listdir("/proc/self/fd"))  # noqa: PTH208  (open files, not a folder)
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20, files, threading.active_count()
 
-    seconds: list[float] = field(default_factory=list)
-    mebibytes: list[float] = field(default_factory=list)
-    files: list[int] = field(default_factory=list)
-    threads: list[int] = field(default_factory=list)
 
-    def sample(self, now: float) -> None:
-        """Add a sample."""
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        self.seconds.append(now)
-        self.mebibytes.append(pages * os.sysconf("SC_PAGE_SIZE") / 2**20)
-        self.files.append(len(os.listdir("/proc/self/fd")))  # noqa: PTH208  (open files, not a folder)
-        self.threads.append(threading.active_count())
-
-    def slope(self) -> float:
-        """Growth of the memory after the warm-up, MiB per hour: the line through the samples."""
-        first = next(i for i, seconds in enumerate(self.seconds) if seconds >= _WARM_UP * self.seconds[-1])
-        if len(self.seconds) - first < 3:
-            return 0.0
-        return float(np.polyfit(self.seconds[first:], self.mebibytes[first:], 1)[0]) * 3600
+def _slope(seconds: list[float], mebibytes: list[float]) -> float:
+    """Growth of the memory after the warm-up, MiB per hour: the line through the samples."""
+    kept = [pair for pair in zip(seconds, mebibytes, strict=True) if pair[0] >= _WARM_UP * seconds[-1]]
+    return float(np.polyfit(*zip(*kept, strict=True), 1)[0]) * 3600 if len(kept) > 2 else 0.0
 
 
 def soak(bundle: Path, seed: int, budget: Budget) -> Outcome:
     """Clients that generate, stream, sample and score; three in ten of their requests are cancelled."""
-    outcome, usage, stop, lock = Outcome("soak", seed), Usage(), threading.Event(), threading.Lock()
-    started = time.monotonic()
+    outcome, stop, lock = Outcome("soak", seed), threading.Event(), threading.Lock()
+    started, seconds, usage = time.monotonic(), list[float](), list[tuple[float, int, int]]()
     with Runtime.open(bundle, threads=1, max_seq_len=256, max_requests=_REQUESTS, step_costs="standard") as runtime:
         expected = runtime.generate("import json\n", Decoding(max_tokens=24, fork=False)).text
 
@@ -64,7 +51,8 @@ def soak(bundle: Path, seed: int, budget: Budget) -> Outcome:
             thread.start()
         while time.monotonic() - started < budget.seconds and outcome.cases < budget.cases:
             time.sleep(max(1.0, budget.seconds / _SAMPLES))
-            usage.sample(time.monotonic() - started)
+            seconds.append(time.monotonic() - started)
+            usage.append(_usage())
         stop.set()
         for thread in clients:
             thread.join()
@@ -73,13 +61,14 @@ def soak(bundle: Path, seed: int, budget: Budget) -> Outcome:
             time.sleep(0.02)
     if status.active_requests or status.kv_slots_used or status.queued_requests:
         outcome.failures.append(f"at the end: {status}")
-    half = len(usage.files) // 2
-    if usage.files[-1] > usage.files[half] + 2:
+    (_, files, threads), (memory, last_files, last_threads) = usage[len(usage) // 2], usage[-1]
+    if last_files > files + 2:
         outcome.failures.append("file descriptors grow")
+    slope = _slope(seconds, [each for each, _, _ in usage])
     outcome.figures |= {
-        "memory": f"{usage.mebibytes[-1]:.1f} MiB, slope {usage.slope():+.1f} MiB/h after warm-up",
-        "file descriptors": f"{usage.files[half]} to {usage.files[-1]}",
-        "OS threads": f"{usage.threads[half]} to {usage.threads[-1]}",
+        "memory": f"{memory:.1f} MiB, slope {slope:+.1f} MiB/h after warm-up",
+        "file descriptors": f"{files} to {last_files}",
+        "OS threads": f"{threads} to {last_threads}",
         "CPU time per request": f"{time.process_time() / max(1, outcome.cases) * 1e3:.1f} ms",
     }
     return outcome

@@ -13,7 +13,6 @@ from spaceport.tools.cli.serve import command
 from spaceport.tools.serve.application import application
 from spaceport.tools.serve.server import _LAST_EVENTS
 from support.deployment import (
-    KSERVE,
     KUBERNETES,
     cluster_objects,
     container_environment,
@@ -115,6 +114,9 @@ def test_pods_have_time_to_end_requests_and_no_variables_of_services(kind: str) 
 
 
 def test_objects_refer_to_each_other_by_their_names() -> None:
+    names = [(each["kind"], each["metadata"]["name"]) for each in cluster_objects()]
+    assert len(set(names)) == len(names) == 9
+    assert not any("namespace" in each["metadata"] for each in cluster_objects())
     deployment, labels = of_kind("Deployment"), of_kind("Deployment")["spec"]["template"]["metadata"]["labels"]
     (kustomization,) = objects(KUBERNETES / "base" / "kustomization.yaml")
     (config,) = kustomization["configMapGenerator"]
@@ -150,15 +152,6 @@ def test_objects_of_kserve_refer_to_each_other_by_their_names() -> None:
     assert model["storageUri"].startswith(f"pvc://{claim}/")
 
 
-def test_every_file_is_in_a_kustomization() -> None:
-    for folder in (KUBERNETES / "base", KUBERNETES / "gpu", KUBERNETES / "autoscaling", KSERVE):
-        (kustomization,) = objects(folder / "kustomization.yaml")
-        patches = [patch["path"] for patch in kustomization.get("patches", []) if "path" in patch]
-        named = {each for each in (*kustomization["resources"], *patches) if each.endswith(".yaml")}
-        assert named == {file.name for file in folder.glob("*.yaml")} - {"kustomization.yaml"}
-    assert not any(each["kind"] == "Secret" for file in (KUBERNETES / "base").glob("*.yaml") for each in objects(file))
-
-
 def test_a_pod_on_a_gpu_has_one_and_names_a_backend() -> None:
     (patch,) = objects(KUBERNETES / "gpu" / "deployment.yaml")
     (found,) = patch["spec"]["template"]["spec"]["containers"]
@@ -167,9 +160,3 @@ def test_a_pod_on_a_gpu_has_one_and_names_a_backend() -> None:
     assert found["resources"]["limits"]["nvidia.com/gpu"] == "1"
     assert [each["value"] for each in found["env"]] == ["onnxruntime-cuda"]
     assert "onnxruntime-cuda" in BACKENDS
-
-
-def test_no_object_has_a_name_twice_or_a_namespace() -> None:
-    names = [(each["kind"], each["metadata"]["name"]) for each in cluster_objects()]
-    assert len(set(names)) == len(names) == 9
-    assert not any("namespace" in each["metadata"] for each in cluster_objects())

@@ -169,6 +169,9 @@ def test_an_echo_scores_the_prompt(client: TestClient, runtime: Runtime, more: d
     assert len(scored) == len(score.tokens) + more["max_tokens"]
     assert found["text"].startswith(f"<s>{PROMPT}")
     assert "".join(found["logprobs"]["tokens"]) == found["text"]
+    if following := found["text"].removeprefix(f"<s>{PROMPT}"):  # which may be a stop string
+        stopped = ask(client, prompt=PROMPT, echo=True, logprobs=1, **more, stop=following)["choices"][0]
+        assert (stopped["text"], stopped["finish_reason"]) == (PROMPT, "stop")
 
 
 @both_kinds

@@ -13,7 +13,7 @@ from hypothesis import settings
 
 from spaceport.graphs.contract.signature import Lowering, Precision, Weights
 from spaceport.runtime.backends.cpus import cpu_class, cpu_name
-from support.cache import cache_folder, note
+from support.cache import NOTES, cache_folder, note
 from support.exported import bundle_of
 from support.on_change import OnChange
 from support.paths import DEMO, TINY
@@ -28,7 +28,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # tiny models: more threads cost more than 
 _STATE = tempfile.TemporaryDirectory(prefix="spaceport-tests-")
 os.environ["XDG_STATE_HOME"] = _STATE.name
 os.environ["XDG_CACHE_HOME"] = _STATE.name
-_NOTES = Path(os.environ.setdefault("SPACEPORT_TEST_NOTES", _STATE.name))  # of the first process, for all of them
+_NOTES = Path(os.environ.setdefault(NOTES, _STATE.name))  # of the first process, for all of them
 
 settings.register_profile("suite", deadline=None, derandomize=True)
 settings.load_profile("suite")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from support.cache import FOLDER, built
+from support.cache import FOLDER, NOTES, built
 from support.paths import ROOT, TESTS
 from support.tiers import imports_torch
 
@@ -52,7 +52,7 @@ def test_the_same_content_is_built_once_and_a_change_of_the_result_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(FOLDER, str(tmp_path / "cache"))
-    monkeypatch.setenv("SPACEPORT_TEST_NOTES", str(tmp_path))
+    monkeypatch.setenv(NOTES, str(tmp_path))
     source, builds = tmp_path / "source", list[str]()
     source.mkdir()
 
@@ -90,7 +90,7 @@ def test_a_file_that_passed_runs_again_when_what_it_reads_has_changed(tmp_path: 
 
     def run(*options: str) -> str:
         command = [sys.executable, "-m", "pytest", "-q", "-c", str(ROOT / "pyproject.toml"), str(tmp_path), *options]
-        environment = {**os.environ, FOLDER: str(tmp_path / "cache"), "SPACEPORT_TEST_NOTES": str(tmp_path)}
+        environment = {**os.environ, FOLDER: str(tmp_path / "cache"), NOTES: str(tmp_path)}
         return subprocess.run(command, env=environment, capture_output=True, text=True, check=False).stdout
 
     assert "2 passed" in run()

@@ -17,12 +17,15 @@ from pathlib import Path
 from support.imports import needed_files
 from support.paths import ROOT
 
-FOLDER = "SPACEPORT_TEST_CACHE"
+# Not SPACEPORT_…: commands warn of variables with that prefix that they do not know.
+FOLDER = "TESTED_SPACEPORT_CACHE"
+NOTES = "TESTED_SPACEPORT_NOTES"  # folder for what the processes of one run tell at its end
 MOST_BYTES = 2_000_000_000
 RECENT = 3600.0  # seconds in which an entry that was used is not removed
 
 # Set here and not where it is read, so that test processes have it although the tests hide the user's cache.
-os.environ.setdefault(FOLDER, str(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spaceport-tests"))
+_USERS = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spaceport-tests"
+os.environ.setdefault(FOLDER, os.environ.pop("SPACEPORT_TEST_CACHE", str(_USERS)))
 
 _LIBRARIES = ("torch", "transformers", "onnx", "onnxruntime", "onnxscript", "safetensors", "tokenizers")
 
@@ -101,7 +104,7 @@ def _build(target: Path, make: Callable[[Path], object]) -> None:
 
 def note(**entry: object) -> None:
     """Add a line to what the test processes tell at the end of this run."""
-    if folder := os.environ.get("SPACEPORT_TEST_NOTES"):
+    if folder := os.environ.get(NOTES):
         with (Path(folder) / f"{os.getpid()}.notes").open("a") as file:
             file.write(json.dumps(entry) + "\n")
 

@@ -1,0 +1,141 @@
+"""Mutants as a command: python -m mutants puts kept faults into the product, and says which ones no test notices."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Literal
+
+import click
+
+from mutants.mutations import Mutation, Site, drawn, located, mutate
+from mutants.recorder import copied, environment, record, tests_of
+from support.paths import ROOT
+
+Outcome = Literal["caught", "missed", "not reached"]
+
+KEPT = Path(__file__).with_name("kept.json")
+MOST_TESTS = 400  # that are run for one mutation, the quickest ones
+MOST_SECONDS = 240  # a mutation that makes the tests hang is caught
+
+
+@click.command()
+@click.option("--work", type=click.Path(path_type=Path), default=Path("build/mutants"), help="Folder for the copies.")
+@click.option("--draw", type=int, metavar="N", help="Draw mutations until N are caught, and keep these.")
+@click.option("--seed", type=int, default=1, show_default=True, help="Of --draw.")
+@click.option("--jobs", type=int, default=2, show_default=True, help="Test processes at a time.")
+@click.option("--again", is_flag=True, help="Use what the last run recorded about the tests.")
+@click.argument("options", nargs=-1, type=click.UNPROCESSED)
+def main(work: Path, draw: int | None, seed: int, jobs: int, again: bool, options: tuple[str, ...]) -> None:
+    """Run the tests that reach each of the kept mutations, until one fails; OPTIONS choose the tests as for pytest.
+
+    Exits with 1 if a mutation is not caught.
+    """
+    work = work.resolve()
+    sites = drawn(ROOT, seed)[: 8 * draw] if draw else _kept()
+    if not again:
+        record(copied(ROOT, work / "recorded"), sites, work / "reached", options, jobs)
+    caught, rest = list[Mutation](), list[Mutation]()
+    tests = tests_of(work / "reached")
+    with _tried(sites, tests, work, jobs, draw) as outcomes:
+        for site, outcome, reason in outcomes:
+            mutation = site.mutation
+            if outcome == "caught":
+                caught.append(mutation)
+            elif outcome == "missed" or not draw:
+                rest.append(mutation)
+            if outcome != "not reached" or not draw:
+                place = f"{mutation.file}:{site.line} {mutation.function}"
+                click.echo(f"{outcome}: {place}: {mutation.original} -> {mutation.mutated}{reason}")
+    click.echo(f"mutants: {len(caught)} caught, {len(rest)} not caught")
+    if draw:
+        text = json.dumps(
+            [asdict(mutation) for mutation in sorted(caught, key=lambda m: (m.file, m.function))], indent=1
+        )
+        KEPT.write_text(text + "\n", "utf-8")
+    elif rest:
+        sys.exit(1)
+
+
+def _kept() -> list[Site]:
+    mutations = [Mutation(**fields) for fields in json.loads(KEPT.read_text("utf-8"))]
+    found = [(mutation, located(ROOT, mutation)) for mutation in mutations]
+    for mutation, site in found:
+        if site is None:
+            click.echo(f"gone: {mutation.file} {mutation.function}: {mutation.original}")
+    return [site for _, site in found if site is not None]
+
+
+@contextmanager
+def _tried(
+    sites: Sequence[Site], tests: dict[int, list[str]], work: Path, jobs: int, enough: int | None
+) -> Iterator[Iterator[tuple[Site, Outcome, str]]]:
+    """The outcome of each mutation as it comes, some at a time in copies of their own."""
+    copies = SimpleQueue[Path]()
+    for number in range(jobs):
+        copies.put(copied(ROOT, work / f"mutated-{number}"))
+    seen = 0
+
+    def tried(number: int, site: Site) -> tuple[Site, Outcome, str]:
+        nonlocal seen
+        if enough is not None and seen >= enough:
+            return site, "not reached", ""
+        copy = copies.get()
+        try:
+            result = _try(copy, site, tests.get(number, [])[:MOST_TESTS])
+        finally:
+            copies.put(copy)
+        seen += result[1] == "caught"
+        return result
+
+    with ThreadPoolExecutor(jobs) as pool:
+        waiting = [pool.submit(tried, number, site) for number, site in enumerate(sites)]
+        yield (done.result() for done in as_completed(waiting))
+
+
+def _try(copy: Path, site: Site, tests: list[str]) -> tuple[Site, Outcome, str]:
+    if not tests:
+        return site, "not reached", ""
+    original = mutate(copy, site)
+    chosen = copy / "chosen_tests"
+    chosen.write_text("\n".join(tests) + "\n")
+    begin = time.monotonic()
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", f"@{chosen}"],
+            cwd=copy,
+            env={**environment(copy), "PYTHONDONTWRITEBYTECODE": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            output, _ = process.communicate(timeout=MOST_SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+            return site, "caught", f" (still running after {MOST_SECONDS} s)"
+    finally:
+        (copy / site.mutation.file).write_bytes(original)
+        for cached in copy.rglob("__pycache__"):
+            shutil.rmtree(cached, ignore_errors=True)
+    taken = f" ({time.monotonic() - begin:.0f} s)"
+    if process.returncode == 0:
+        return site, "missed", taken
+    failed = [line for line in output.decode(errors="replace").splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return site, "caught", f" ({failed[0].split(' - ')[0] if failed else f'exit {process.returncode}'}){taken}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""Training of gated adapters: frozen weights in bfloat16, trained token embeddings, time budgets, further training."""
+"""Training of gated adapters: frozen weights, token embeddings, time budgets, further training, and forks beside drafts."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import math
 import threading
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,15 +14,21 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
 from spaceport.exporter.adapter import ADAPTER_FILE
-from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint
+from spaceport.exporter.adapter_folder import EMBEDDINGS_FILE
+from spaceport.exporter.checkpoint import TokenFlags, load_model, open_checkpoint
+from spaceport.exporter.correction_factors import FACTORS_FILE
+from spaceport.exporter.input_rows_file import read_input_rows
 from spaceport.exporter.sar_config import read_sar_config
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.mask_layout import MaskLayout
-from spaceport.graphs.input_rows import use_input_rows
+from spaceport.graphs.input_rows import InputRows, use_input_rows
+from spaceport.runtime.decoding import Decoding
 from spaceport.tools.cli import run
 from spaceport.tools.cli.exit_codes import OK, USAGE
+from spaceport.tools.reference import checkpoint_runtime
 from spaceport.tools.tune import training
 from spaceport.tools.tune.frozen_dtype import convert_frozen
 from spaceport.tools.tune.job import TrainingCallbacks, TuningJob
@@ -31,15 +38,57 @@ from spaceport.tools.tune.settings import TrainingSettings
 from spaceport.tools.tune.token_embeddings import train_token_embeddings
 from spaceport.tools.tune.tuning import tune
 from support.families import FAMILIES, build
-from support.gated_training import SETTINGS, trained, write_lists
 from support.paths import TINY
 
 pytestmark = pytest.mark.slow
 
+SETTINGS = TrainingSettings(
+    method="gated-lora",
+    batch_size=2,
+    max_steps=6,
+    epochs=9,
+    anchors=4,
+    mask_slots=3,
+    correction_rank=2,
+    rank=2,
+    cutoff=160,
+    warmup=0.0,
+)
+LIST = "Three:\n\n1. Red: the colour of fire\n2. Green: the colour of grass\n3. Blue: the colour of the sea"
+APART = replace(SETTINGS, objective="apar", max_steps=9, learning_rate=0.05, unfork_rate=0.0)  # forks, without drafts
 
-@pytest.fixture
-def data(tmp_path: Path) -> Path:
-    return write_lists(tmp_path / "data.jsonl")
+
+class Adapters:
+    """Adapters trained on four requests for a list, and those that several tests read."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.data = folder / "data.jsonl"
+        lines = [{"prompt": f"Which {number}?", "response": LIST} for number in range(4)]
+        self.data.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
+        self.drafting = cache(lambda: self.trained("drafting"))
+        self.forking = cache(lambda: self.trained("forking", APART, adapter=self.drafting()))
+
+    def trained(self, name: str, settings: TrainingSettings = SETTINGS, **more: Any) -> Path:
+        tune(TuningJob(TINY, self.folder / name, (self.data,), settings, adapter_only=True, **more))
+        return self.folder / name
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> Adapters:
+    return Adapters(tmp_path_factory.mktemp("adapters"))
+
+
+def same(one: Path, other: Path, file: str = ADAPTER_FILE) -> bool:
+    """Whether two adapter folders have the same tensors."""
+    found, expected = load_file(one / file), load_file(other / file)
+    return found.keys() == expected.keys() and all(torch.equal(each, expected[name]) for name, each in found.items())
+
+
+def input_rows(adapter: Path) -> InputRows:
+    found = read_input_rows(adapter)
+    assert found is not None
+    return found
 
 
 def llama() -> Any:
@@ -61,8 +110,8 @@ def test_frozen_weights_are_restored_exactly() -> None:
     assert {each.dtype for each in model.parameters()} == {torch.float32}
 
 
-def test_training_in_bfloat16_leaves_the_base_weights_as_they_were(data: Path, tmp_path: Path) -> None:
-    tune(TuningJob(TINY, tmp_path / "tuned", (data,), SETTINGS, bf16=True))
+def test_training_in_bfloat16_leaves_the_base_weights_as_they_were(adapters: Adapters, tmp_path: Path) -> None:
+    tune(TuningJob(TINY, tmp_path / "tuned", (adapters.data,), SETTINGS, bf16=True))
     before, after = load_file(TINY / "model.safetensors"), load_file(tmp_path / "tuned" / "model.safetensors")
     for name, tensor in before.items():
         changed = (after[name] != tensor).flatten(1).any(1) if tensor.dim() > 1 else after[name] != tensor
@@ -113,7 +162,7 @@ class Clock(SimpleNamespace):
 
 
 def test_a_time_budget_ends_the_training_and_its_learning_rate(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    adapters: Adapters, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock()
     monkeypatch.setattr(training, "time", clock)
@@ -124,38 +173,20 @@ def test_a_time_budget_ends_the_training_and_its_learning_rate(
         rates.append(done.learning_rate())
 
     budget = replace(SETTINGS, max_steps=50, time_budget=4.0)
-    outcome = tune(TuningJob(TINY, tmp_path / "tuned", (data,), budget, log_every=1), TrainingCallbacks(on_step=step))
+    job = TuningJob(TINY, tmp_path / "tuned", (adapters.data,), budget, log_every=1, adapter_only=True)
+    outcome = tune(job, TrainingCallbacks(on_step=step))
     assert len(rates) == 5  # the fifth step begins when the budget is used up to the last moment
     shares = [(18 / 4 * seconds - 1) / 17 for seconds in (1, 2, 3, 4)]  # of 18 steps, the first of which is the warm-up
-    assert rates[:4] == pytest.approx(
-        [SETTINGS.learning_rate * (0.5 + 0.5 * math.cos(math.pi * share)) for share in shares], abs=1e-12
-    )
+    expected = [SETTINGS.learning_rate * (0.5 + 0.5 * math.cos(math.pi * share)) for share in shares]
+    assert rates[:4] == pytest.approx(expected, abs=1e-12)
     last = outcome.last("training")
     assert last is not None
     assert last["seconds_left"] == 0
     assert "\n| steps | 5 |\n" in (tmp_path / "tuned" / "README.md").read_text("utf-8")
 
 
-def test_an_unused_time_budget_changes_nothing(data: Path, tmp_path: Path) -> None:
-    for name, budget in (("one", None), ("two", 1e6)):
-        tune(TuningJob(TINY, tmp_path / name, (data,), replace(SETTINGS, time_budget=budget)))
-    one, two = (load_file(tmp_path / name / ADAPTER_FILE) for name in ("one", "two"))
-    assert all(torch.equal(tensor, two[name]) for name, tensor in one.items())
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ("soon", "'soon': expected hours, minutes and seconds such as 1h30m, 100m or 90s"),
-        ("", "'': expected hours"),
-        ("0s", "--time-budget is 0.0: expected more than 0"),
-    ],
-)
-def test_an_invalid_time_budget_is_refused(
-    capsys: pytest.CaptureFixture[str], data: Path, tmp_path: Path, given: str, message: str
-) -> None:
-    assert run(["tune", str(TINY), str(tmp_path / "tuned"), str(data), "--time-budget", given]) == USAGE
-    assert message in capsys.readouterr().err
+def test_an_unused_time_budget_changes_nothing(adapters: Adapters) -> None:
+    assert same(adapters.trained("unused", replace(SETTINGS, time_budget=1e6)), adapters.drafting())
 
 
 def test_prefetched_steps_are_those_asked_for() -> None:
@@ -177,38 +208,86 @@ def test_prefetched_steps_are_those_asked_for() -> None:
 # Further training
 
 
-def test_an_adapter_can_be_trained_further(data: Path, tmp_path: Path) -> None:
-    first = trained(data, tmp_path / "first")
+def test_an_adapter_is_trained_further_with_its_rank(adapters: Adapters) -> None:
+    first = adapters.drafting()
     still = replace(SETTINGS, learning_rate=1e-12, max_steps=1, rank=9, alpha=1.0)
-    same = trained(data, tmp_path / "same", still, adapter=tmp_path / "first")
-    assert all(torch.equal(tensor, same[name]) for name, tensor in first.items())
-    entry = json.loads((tmp_path / "same" / "sar_config.json").read_text())["mask_adapter"]
+    unchanged = adapters.trained("same", still, adapter=first)
+    assert same(unchanged, first)
+    entry = json.loads((unchanged / "sar_config.json").read_text())["mask_adapter"]
     assert (entry["rank"], entry["alpha"]) == (2, 32.0)
-    further = trained(data, tmp_path / "further", adapter=tmp_path / "first")
-    assert any(not torch.equal(tensor, further[name]) for name, tensor in first.items())
 
 
-def test_an_adapter_keeps_its_rank(capsys: pytest.CaptureFixture[str], data: Path, tmp_path: Path) -> None:
-    trained(data, tmp_path / "first")
-    order = ["tune", str(TINY), str(tmp_path / "t"), str(data), "--adapter", str(tmp_path / "first")]
+def test_options_that_an_adapter_determines_are_refused(
+    adapters: Adapters, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = adapters.drafting()
+    order = ["tune", str(TINY), str(tmp_path / "t"), str(adapters.data), "--adapter", str(first)]
     gated = [*order, "--method", "gated-lora"]
     assert run([*gated, "--rank", "4"]) == USAGE
     assert "--rank has no effect with --adapter: use those of the folder" in capsys.readouterr().err
     assert run(order) == USAGE
     assert "--adapter has no effect with --method full: use --method gated-lora" in capsys.readouterr().err
-    assert run([*gated, "--max-steps", "1", "--batch-size", "1"]) == OK
     with pytest.raises(OptionFault, match="--adapter with --method full: expected --method gated-lora"):
-        tune(TuningJob(TINY, tmp_path / "u", (data,), TrainingSettings(), adapter=tmp_path / "first"))
+        tune(TuningJob(TINY, tmp_path / "u", (adapters.data,), TrainingSettings(), adapter=first))
+    message = "--correction-rank is 8, the draft correction that is trained further has rank 2"
+    with pytest.raises(OptionFault, match=message):
+        adapters.trained("other", replace(SETTINGS, correction_rank=8), adapter=first)
+    assert run([*gated, "--max-steps", "1", "--batch-size", "1"]) == OK
 
 
-def test_the_layout_of_mask_slots_is_written_and_kept_by_a_further_training(data: Path, tmp_path: Path) -> None:
-    block = MaskLayout(shift=False, group="block")
-    once = replace(SETTINGS, max_steps=1)
-    first, second = tmp_path / "first", tmp_path / "second"
-    trained(data, first, replace(once, shift=False, group="block", distinct=True))
+def test_the_layout_of_mask_slots_is_written_and_kept_by_a_further_training(adapters: Adapters) -> None:
+    once = replace(SETTINGS, max_steps=1, distinct=True)
+    first = adapters.trained("block", replace(once, shift=False, group="block"))
     entries = read_sar_config(first)
     assert (entries["shift"], entries["group"], len(entries["mask_tokens"])) == (False, "block", once.mask_slots + 1)
-    trained(data, second, replace(once, distinct=True), adapter=first)
-    for folder in (first, second):
+    for folder in (first, adapters.trained("further block", once, adapter=first)):
         opened = open_checkpoint(TINY, TokenFlags(), adapter=folder)
-        assert (opened.mask_layout, opened.max_mask_slots) == (block, once.mask_slots)
+        assert (opened.mask_layout, opened.max_mask_slots) == (MaskLayout(shift=False, group="block"), once.mask_slots)
+
+
+# Forks
+
+
+def test_an_adapter_learns_to_fork_without_changing_its_drafts(adapters: Adapters) -> None:
+    drafting, forking = adapters.drafting(), adapters.forking()
+    assert same(forking, drafting)
+    assert same(forking, drafting, FACTORS_FILE)
+    config = json.loads((forking / "sar_config.json").read_text())
+    assert (config["mask_slots"], config["fork_by_default"]) == (3, False)
+    before, after = (load_file(folder / EMBEDDINGS_FILE) for folder in (drafting, forking))
+    rows = {int(token): row for token, row in zip(after["ids"], after["input"], strict=True)}
+    for token, row in zip(before["ids"], before["input"], strict=True):
+        torch.testing.assert_close(rows[int(token)], row)
+
+
+def test_a_fork_token_has_an_input_row_apart_from_its_output_row(adapters: Adapters) -> None:
+    found = input_rows(adapters.forking())
+    checkpoint = open_checkpoint(TINY, TokenFlags(), adapter=adapters.forking())
+    assert found.tokens == checkpoint.tokens.fork_ids
+    embedding: Any = load_model(checkpoint, "float32").get_input_embeddings()
+    fork = torch.tensor(found.tokens)
+    assert torch.equal(embedding(fork), found.rows)
+    assert not torch.allclose(embedding.weight[fork], found.rows)  # each was trained for its own purpose
+
+
+def test_drafts_or_forks_that_are_trained_further_leave_the_other_as_it_is(adapters: Adapters) -> None:
+    forking = adapters.forking()
+    drafts = adapters.trained("drafts", replace(SETTINGS, max_steps=2), adapter=forking)
+    assert not same(drafts, forking)
+    assert torch.equal(input_rows(drafts).rows, input_rows(forking).rows)
+    forks = adapters.trained("forks", replace(APART, max_steps=1, learning_rate=1e-12), adapter=forking)
+    torch.testing.assert_close(input_rows(forks).rows, input_rows(forking).rows)
+
+
+def test_forks_are_trained_beside_a_gated_adapter_and_are_not_the_default(adapters: Adapters) -> None:
+    both = adapters.trained("both", replace(APART, objective="both"))
+    stored = load_file(both / EMBEDDINGS_FILE)
+    table: Tensor = load_model(open_checkpoint(TINY, TokenFlags()), "float32").get_input_embeddings().weight  # type: ignore[operator]
+    assert all((row != table[token]).any() for token, row in zip(stored["ids"], stored["input"], strict=True))
+    texts = []
+    for adapter, by_default in ((None, True), (both, False)):  # the tiny checkpoint names the fork tokens already
+        with checkpoint_runtime(open_checkpoint(TINY, TokenFlags(), adapter=adapter), 200, 1) as runtime:
+            assert runtime.bundle.manifest.fork_by_default == by_default
+            fork = False if by_default else None
+            texts.append(runtime.generate("User: Which 1?\n", Decoding(max_tokens=40, fork=fork)).tokens)
+    assert texts[0] == texts[1]

@@ -122,17 +122,9 @@ def machines(commands: Sequence[Sequence[str]], log: Path, folders: Sequence[Pat
 
 def _descendants(process: int) -> list[int]:
     """The running processes that a process has started, directly or through others."""
-    parents: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue  # it has ended
-        parents.setdefault(int(fields[1]), []).append(int(stat.parent.name))
-    found: list[int] = []
-    waiting = [process]
-    while waiting:
-        children = parents.get(waiting.pop(), [])
-        found += children
-        waiting += children
-    return found
+    listed = subprocess.run(["ps", "-e", "-o", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
+    parents = [tuple(map(int, line.split())) for line in listed.splitlines()]
+    found = [process]
+    for above in found:
+        found += [child for child, parent in parents if parent == above]
+    return found[1:]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from spaceport.graphs.contract.faults import InputFault
-from spaceport.tools.tune.batches import TrainingBatches
+from spaceport.tools.tune.batches import TrainingBatches, require_forks
 from spaceport.tools.tune.samples import Prepared, Sample
 from spaceport.tools.tune.settings import TrainingSettings
 
@@ -41,22 +42,32 @@ def kinds(found: Counter[int]) -> list[int]:
     ]
 
 
-def test_every_epoch_has_each_sample_once_in_a_new_order() -> None:
+def ids_of(batches: TrainingBatches) -> list[list[bytes]]:
+    """The rows of each step."""
+    steps = (batches.rows(step) for step in range(batches.steps))
+    return [[row.ids.tobytes() + row.parents.tobytes() + row.targets.tobytes() for row in rows] for rows in steps]
+
+
+def test_every_epoch_has_each_sample_once_in_other_steps() -> None:
     batches = TrainingBatches(prepared(0, 23), TrainingSettings("apar", batch_size=5, epochs=2), ())
     assert (batches.samples, batches.epoch_steps, batches.steps) == (23, 5, 10)
     assert epoch(batches, 0) == epoch(batches, 1) == Counter(range(WHOLE, WHOLE + 23))
-    orders = [[int(row.ids[0]) for step in steps for row in batches.rows(step)] for steps in (range(5), range(5, 10))]
-    assert orders[0] != orders[1]
+    steps = [frozenset(rows) for rows in ids_of(batches)]
+    assert {*steps[:5]} != {*steps[5:]}
 
 
-def test_a_step_is_reproducible() -> None:
-    settings = TrainingSettings("both", batch_size=4, epochs=3, anchors=2)
-    one, other = TrainingBatches(prepared(9, 9), settings, (90,)), TrainingBatches(prepared(9, 9), settings, (90,))
-    there = [one.rows(step) for step in range(one.steps)]
-    back = [other.rows(step) for step in reversed(range(other.steps))][::-1]
-    for rows, again in zip(there, back, strict=True):
-        assert [row.ids.tolist() for row in rows] == [row.ids.tolist() for row in again]
-        assert [row.parents.tolist() for row in rows] == [row.parents.tolist() for row in again]
+def test_rows_follow_the_seed_and_anchors_are_resampled_in_each_epoch() -> None:
+    settings = TrainingSettings("both", batch_size=100, epochs=4, anchors=2, mask_slots=2)
+    one, again, other = (
+        ids_of(TrainingBatches(prepared(9, 9), replace(settings, seed=seed), (90,))) for seed in (0, 0, 1)
+    )
+    assert one == again
+    assert len({*map(tuple, one), *map(tuple, other)}) == 8  # each epoch is one step
+    batches = TrainingBatches(prepared(9, 9), settings, (90,))
+    backwards = [batches.rows(step) for step in reversed(range(batches.steps))][::-1]
+    assert [[row.ids.tolist() for row in rows] for rows in backwards] == [
+        [row.ids.tolist() for row in batches.rows(step)] for step in range(batches.steps)
+    ]
 
 
 @pytest.mark.parametrize(("rate", "least", "most"), [(0.0, 0, 0), (0.3, 40, 80), (1.0, 200, 200)])
@@ -88,6 +99,12 @@ def test_max_steps_limits_the_epochs() -> None:
         assert TrainingBatches(prepared(0, 20), settings, ()).steps == steps
 
 
-def test_an_empty_training_set_is_refused() -> None:
+def test_an_empty_training_set_and_forks_without_forking_answers_are_refused() -> None:
     with pytest.raises(InputFault, match="no training samples"):
         TrainingBatches(prepared(0, 0), TrainingSettings("apar"), ())
+    for objective in ("apar", "both"):
+        message = f"no answer forks, with --objective {objective}: expected answers with numbered lists"
+        with pytest.raises(InputFault, match=message):
+            require_forks(TrainingSettings(objective), prepared(0, 1))
+    require_forks(TrainingSettings("sar"), prepared(0, 1))
+    require_forks(TrainingSettings("both"), prepared(1, 0))

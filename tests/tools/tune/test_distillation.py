@@ -6,7 +6,6 @@ import json
 import shutil
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
 from spaceport.tools.cli import run
 from spaceport.tools.cli.exit_codes import INPUT, OK
-from spaceport.tools.tune.conversations import Conversation, Turn, read_conversations
+from spaceport.tools.tune.conversations import Conversation, Turn
 from spaceport.tools.tune.distill import LONG, UNFINISHED, WRITTEN, Distillation, distill, open_generator
 from spaceport.tools.tune.own_answers import (
     AnswerLimits,
@@ -80,15 +79,13 @@ def test_answers_without_an_end_are_dropped_and_counted(torch_generator: Runtime
     assert (found, counts) == ([], {UNFINISHED: 1})
 
 
-def test_a_finished_answer_ends_also_where_the_given_one_does_not(torch_generator: Runtime, tmp_path: Path) -> None:
-    given = replace(CONVERSATIONS[0], ends=False, fork=False)
+def test_a_finished_answer_sees_the_turns_before_it_and_ends_also_where_the_given_one_does_not(
+    torch_generator: Runtime, tmp_path: Path
+) -> None:
+    turns = (*CONVERSATIONS[0].turns, Turn("user", "And"), *CONVERSATIONS[1].turns)
+    given = Conversation(1, turns, ends=False, fork=False)
     (found,) = distill([given], torch_generator, tmp_path / "answers.jsonl", CUTOFF, Counter())
     assert (found.ends, found.fork) == (True, False)
-
-
-def test_turns_before_the_last_answer_are_given(torch_generator: Runtime, tmp_path: Path) -> None:
-    turns = (*CONVERSATIONS[0].turns, Turn("user", "And"), *CONVERSATIONS[1].turns)
-    (found,) = distill([Conversation(1, turns)], torch_generator, tmp_path / "answers.jsonl", CUTOFF, Counter())
     assert found.turns[:-1] == turns[:-1]
     assert found.answer != "Not this."
 
@@ -126,12 +123,14 @@ NO_ANSWERS: list[Any] = [
 ]
 
 
-def test_lines_that_are_no_answers_are_skipped(tmp_path: Path) -> None:
-    file = tmp_path / "answers.jsonl"
+def test_lines_that_are_no_answers_are_skipped_and_answers_may_contain_any_line_end(tmp_path: Path) -> None:
+    file, text = tmp_path / "answers.jsonl", "a\u20285\u2028b\x85c"
     lines = [*(json.dumps(line).encode() for line in NO_ANSWERS), b"\xff", b"[" * 100_000, b'{"line": 1', b"9" * 5000]
-    earlier = {"line": 4, "outcome": "empty", "later": 3}  # keys of other versions
-    file.write_bytes(b"\n".join([*lines, json.dumps(STORED).encode(), json.dumps(earlier).encode()]))
-    assert stored_answers(file) == [OwnAnswer(3, "finished", "Yes.", 2, 1), OwnAnswer(4, "empty")]
+    good = [STORED, {"line": 4, "outcome": "empty", "later": 3}, {"line": 5, "outcome": "finished", "text": text}]
+    lines += [json.dumps(answer, ensure_ascii=False).encode() for answer in good]  # one has keys of other versions
+    file.write_bytes(b"\n".join([*lines, b'{"line": 2, "text": "\xe2\x80']))
+    expected = [OwnAnswer(3, "finished", "Yes.", 2, 1), OwnAnswer(4, "empty"), OwnAnswer(5, "finished", text)]
+    assert stored_answers(file) == expected
 
 
 def test_existing_answers_are_not_generated_again(torch_generator: Runtime, tmp_path: Path) -> None:
@@ -158,7 +157,6 @@ def test_a_bundle_with_another_tokenizer_is_refused(tiny_bundle: Path, tmp_path:
         open_generator(foreign, Distillation(tiny_bundle), CUTOFF, False),
     ):
         pass
-    assert TOKENIZER_FILE in {file.name for file in tiny_bundle.iterdir()}
 
 
 def test_a_model_is_tuned_on_its_own_answers(
@@ -167,19 +165,8 @@ def test_a_model_is_tuned_on_its_own_answers(
     data = tmp_path / "data.jsonl"
     lines = [{"prompt": f"How does json/{name}.py begin?", "response": "Not this."} for name in KNOWN]
     data.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
-    assert [conversation.answer for conversation in read_conversations(data)] == ["Not this."] * 3
-    order = [
-        "tune",
-        str(TINY),
-        str(tmp_path / "tuned"),
-        str(data),
-        "--self-distill",
-        "--json",
-        "--max-steps",
-        "1",
-        "--cutoff",
-        str(CUTOFF),
-    ]
+    options = ["--self-distill", "--json", "--max-steps", "1", "--cutoff", str(CUTOFF)]
+    order = ["tune", str(TINY), str(tmp_path / "tuned"), str(data), *options]
     assert run([*order, "--bundle", str(tmp_path / "nowhere")]) == INPUT
     assert run([*order, "--bundle", str(tiny_bundle)]) == OK
     output, errors = capfd.readouterr()
@@ -188,5 +175,3 @@ def test_a_model_is_tuned_on_its_own_answers(
     assert found["training"]["losses"][0] < 0.5  # it knows them
     assert "generating the model's own answers" in errors
     assert not (tmp_path / "tuned.training").exists()
-    assert run([*order[:2], str(tmp_path / "other"), str(data), "--bundle", str(tiny_bundle)]) == 2
-    assert "--bundle has no effect without --self-distill" in capfd.readouterr().err

@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 import signal
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,9 +13,9 @@ import torch
 from safetensors.torch import load_file
 
 from spaceport.tools.cli import run
-from spaceport.tools.cli.exit_codes import FAULT, INPUT, OK, USAGE
+from spaceport.tools.cli.exit_codes import FAULT, INPUT, OK
 from support.killed import kill
-from support.launched import Launch, float32_tiny, free_port, launched, machines
+from support.launched import float32_tiny, free_port, launched, machines
 
 pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
@@ -24,20 +23,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 OPTIONS = "--objective both --batch-size 5 --micro-batch-size 2 --anchors 3 --log-every 1 --save-every 4 --epochs 99"
 STEPS = 32
 LAUNCHERS = {
-    "torchrun": ["torchrun", "--standalone", "--nproc-per-node", "2", "--no-python", "spaceport"],
-    "accelerate": [
-        "accelerate",
-        "launch",
-        "--multi_gpu",
-        "--num_processes",
-        "2",
-        "--main_process_port",
-        "0",
-        "--no_python",
-        "spaceport",
-    ],
+    "torchrun": "torchrun --standalone --nproc-per-node 2 --no-python spaceport",
+    "accelerate": "accelerate launch --multi_gpu --num_processes 2 --main_process_port 0 --no_python spaceport",
+    "restarts": "torchrun --standalone --nproc-per-node 2 --max-restarts 3 --no-python spaceport",
 }
-RESTARTS = ["torchrun", "--standalone", "--nproc-per-node", "2", "--max-restarts", "3", "--no-python", "spaceport"]
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +52,7 @@ def arguments(folder: Path, target: str, *more: str, steps: int = STEPS) -> list
 @pytest.fixture(scope="module")
 def whole(folder: Path) -> Path:
     """The result of two processes that nothing happens to."""
-    with launched([*LAUNCHERS["torchrun"], *arguments(folder, "whole")], folder / "whole.log") as launch:
+    with launched([*LAUNCHERS["torchrun"].split(), *arguments(folder, "whole")], folder / "whole.log") as launch:
         assert launch.code() == OK, launch.text
     return folder / "whole"
 
@@ -85,15 +74,11 @@ def last_state(target: Path) -> int:
     return max((int(state.name[5:]) for state in states), default=0)
 
 
-def both(launches: Sequence[Launch]) -> list[int]:
-    return [launch.code() for launch in launches]
-
-
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
 def test_launched_processes_have_the_losses_of_one(launcher: str, folder: Path, tmp_path: Path) -> None:
     target = tmp_path / "two"
     assert run(arguments(folder, str(tmp_path / "one"), steps=15)) == OK
-    command = [*LAUNCHERS[launcher], *arguments(folder, str(target), steps=15)]
+    command = [*LAUNCHERS[launcher].split(), *arguments(folder, str(target), steps=15)]
     with launched(command, tmp_path / "log") as launch:
         assert launch.code() == OK, launch.text
     assert "15 steps, 7.50 epochs, 2 processes" in launch.text
@@ -101,39 +86,6 @@ def test_launched_processes_have_the_losses_of_one(launcher: str, folder: Path, 
     assert len(one) == len(two) == 15 + 4
     for expected, found in zip(one, two, strict=True):
         assert found == pytest.approx(expected, abs=1e-5)
-
-
-def test_accelerate_with_the_option_cpu_is_refused_because_it_starts_one_process(folder: Path, tmp_path: Path) -> None:
-    command = ["accelerate", "launch", "--cpu", "--num_processes", "2", "--no_python", "spaceport"]
-    with launched([*command, *arguments(folder, str(tmp_path / "tuned"))], tmp_path / "log") as launch:
-        assert launch.code() != OK
-    assert "has started one, as it does on CPUs: use `torchrun" in launch.text
-    assert f"exit status {USAGE}" in launch.text
-
-
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_process_ends_the_other_and_a_resume_gives_the_same_weights(
-    victim: int, folder: Path, whole: Path, tmp_path: Path
-) -> None:
-    target = tmp_path / "tuned"
-    command = ["spaceport", *arguments(folder, str(target))]
-    with machines([command] * 2, tmp_path / "first", [tmp_path] * 2) as launches:
-        launches[0].wait_for(lambda: last_state(target) >= 8)
-        launches[victim].send(signal.SIGKILL)
-        codes = both(launches)
-    assert codes[victim] == -signal.SIGKILL
-    assert codes[1 - victim] == FAULT
-    message = launches[1 - victim].text.splitlines()[-1]
-    assert re.fullmatch(
-        rf"spaceport: rank {1 - victim}: lost another process, whose messages say why; the state after step {last_state(target)} "
-        "is saved: start all processes again with --resume",
-        message,
-    )
-    assert "Traceback" not in launches[1 - victim].text
-    with machines([[*command, "--resume"]] * 2, tmp_path / "second", [tmp_path] * 2) as launches:
-        assert both(launches) == [OK, OK]
-    assert same_training(target, whole)
-    assert not target.with_name("tuned.training").exists()
 
 
 def test_a_process_that_hangs_is_lost_after_the_timeout(folder: Path, tmp_path: Path) -> None:
@@ -148,15 +100,9 @@ def test_a_process_that_hangs_is_lost_after_the_timeout(folder: Path, tmp_path: 
 
 
 def test_a_process_that_never_starts_is_missed_after_the_timeout(folder: Path, tmp_path: Path) -> None:
-    target = tmp_path / "tuned"
-    command = ["spaceport", *arguments(folder, str(target), "--process-timeout", "2s")]
-    environment = {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-    }
+    command = ["spaceport", *arguments(folder, str(tmp_path / "tuned"), "--process-timeout", "2s")]
+    environment = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    environment["MASTER_PORT"] = str(free_port())
     with launched(command, tmp_path / "log", environment=environment) as launch:
         assert launch.code() == FAULT
     assert "2 processes expected, and not all have connected to 127.0.0.1:" in launch.text
@@ -167,7 +113,7 @@ def test_torchrun_restarts_killed_processes_and_the_weights_stay_the_same(
     folder: Path, whole: Path, tmp_path: Path
 ) -> None:
     target = tmp_path / "tuned"
-    command = [*RESTARTS, *arguments(folder, str(target), "--auto-resume")]
+    command = [*LAUNCHERS["restarts"].split(), *arguments(folder, str(target), "--auto-resume")]
     environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     with launched(command, tmp_path / "log", environment=environment) as launch:
         for victim, step in ((1, 8), (0, 20)):
@@ -184,7 +130,9 @@ def test_torchrun_restarts_killed_processes_and_the_weights_stay_the_same(
 def test_an_interrupt_of_torchrun_saves_the_state(folder: Path, tmp_path: Path) -> None:
     target = tmp_path / "tuned"
     options = ["--max-steps", "2000", "--epochs", "9999", "--save-every", "1000"]
-    with launched([*LAUNCHERS["torchrun"], *arguments(folder, str(target), *options)], tmp_path / "log") as launch:
+    with launched(
+        [*LAUNCHERS["torchrun"].split(), *arguments(folder, str(target), *options)], tmp_path / "log"
+    ) as launch:
         launch.wait_for(lambda: "step 1/2000" in launch.text)
         launch.send(signal.SIGINT)
         assert launch.code() != OK
@@ -192,8 +140,9 @@ def test_an_interrupt_of_torchrun_saves_the_state(folder: Path, tmp_path: Path) 
     assert 0 < last_state(target) < 1000
 
 
-def test_machines_without_a_common_file_system_resume_from_copies_of_the_state(
-    folder: Path, whole: Path, tmp_path: Path
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_process_ends_the_other_and_machines_without_a_common_file_system_resume_from_copies(
+    victim: int, folder: Path, whole: Path, tmp_path: Path
 ) -> None:
     folders = [tmp_path / "one", tmp_path / "two"]
     for each in folders:
@@ -201,16 +150,22 @@ def test_machines_without_a_common_file_system_resume_from_copies_of_the_state(
     command = ["spaceport", *arguments(folder, "tuned")]
     with machines([command] * 2, tmp_path / "first", folders) as launches:
         launches[0].wait_for(lambda: last_state(folders[0] / "tuned") >= 8)
-        launches[1].send(signal.SIGKILL)
-        both(launches)
+        launches[victim].send(signal.SIGKILL)
+        codes = [launch.code() for launch in launches]
+    assert (codes[victim], codes[1 - victim]) == (-signal.SIGKILL, FAULT)
+    saved = last_state(folders[0] / "tuned")
+    message = rf"spaceport: rank {1 - victim}: lost another process, whose messages say why; "
+    message += rf"the state after step {saved} is saved: .* --resume" if victim else "no state is saved yet"
+    assert re.match(message, launches[1 - victim].text.splitlines()[-1])
+    assert "Traceback" not in launches[1 - victim].text
     with machines([[*command, "--resume"]] * 2, tmp_path / "second", folders) as launches:
-        assert both(launches) == [INPUT, INPUT]
-    expected = rf"saved state: step {last_state(folders[0] / 'tuned')} \(\w+\) on rank 0, none on rank 1\): TUNED.training must"
+        assert [launch.code() for launch in launches] == [INPUT, INPUT]
+    expected = rf"saved state: step {saved} \(\w+\) on rank 0, none on rank 1\): TUNED.training must"
     assert re.search(expected, launches[0].text)
     shutil.rmtree(folders[1] / "tuned.training", ignore_errors=True)
     shutil.copytree(folders[0] / "tuned.training", folders[1] / "tuned.training")
     with machines([[*command, "--resume"]] * 2, tmp_path / "third", folders) as launches:
-        assert both(launches) == [OK, OK]
+        assert [launch.code() for launch in launches] == [OK, OK]
     assert same_training(folders[0] / "tuned", whole)
     assert [path.name for path in folders[0].iterdir()] == ["tuned"]
     assert list(folders[1].iterdir()) == []

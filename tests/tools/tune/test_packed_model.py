@@ -39,22 +39,17 @@ def test_every_family_trains_on_packed_rows(family: Family) -> None:
     assert dead == []
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_a_mask_slot_is_reached_if_all_of_its_group_up_to_it_are_correct(seed: int) -> None:
-    rng = np.random.default_rng(seed)
+def test_a_mask_slot_is_reached_if_all_of_its_group_up_to_it_are_correct() -> None:
+    rng = np.random.default_rng(0)
     slots: list[int] = []
     correct: list[float] = []
     expected: list[float] = []
-    for _ in range(12):
-        for _ in range(rng.integers(3)):  # rows of text
-            slots.append(0)
-            correct.append(float(rng.integers(2)))
-            expected.append(0.0)
-        depth = int(rng.integers(1, 5))
+    for _ in range(200):
+        texts, depth = int(rng.integers(3)), int(rng.integers(1, 5))
         group = [float(right) for right in rng.random(depth) < 0.7]
-        slots += range(1, depth + 1)
-        correct += group
-        expected += [float(all(group[:count])) for count in range(1, depth + 1)]
+        slots += [0] * texts + [*range(1, depth + 1)]
+        correct += [*rng.integers(0, 2, texts).astype(float), *group]
+        expected += [0.0] * texts + [float(all(group[:count])) for count in range(1, depth + 1)]
     assert reached(torch.tensor(correct), torch.tensor(slots)).tolist() == expected
 
 
@@ -92,8 +87,7 @@ def test_a_sliding_window_applies_to_positions_of_packed_rows() -> None:
 
 
 @pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.nightly)], ids=["tied", "untied"])
-def test_twenty_texts_are_memorized_in_every_mask_slot(tied: bool) -> None:
-    """Training for up to a minute reaches over 95 % accuracy in every mask slot."""
+def test_few_texts_are_memorized_in_every_mask_slot(tied: bool) -> None:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=97,
@@ -106,28 +100,18 @@ def test_twenty_texts_are_memorized_in_every_mask_slot(tied: bool) -> None:
         initializer_range=0.05,
         tie_word_embeddings=tied,
     )
-    samples = [text(24, seed, line=seed) for seed in range(20)]
+    samples = [text(16, seed, line=seed) for seed in range(8)]
     settings = TrainingSettings(
-        "sar",
-        mask_slots=4,
-        anchors=8,
-        batch_size=20,
-        micro_batch_size=20,
-        learning_rate=6e-3,
-        epochs=220,
-        warmup=0.1,
-        betas=(0.9, 0.98),
+        mask_slots=4, anchors=6, batch_size=8, micro_batch_size=8, learning_rate=6e-3, epochs=120
     )
     batches = TrainingBatches(Prepared(whole=samples), settings, (MASK,))
-    training = Training(
-        Accelerator(cpu=True), packed_model_of(LlamaForCausalLM(config), settings.slots), batches, settings
-    )
+    packed_model = packed_model_of(LlamaForCausalLM(config), settings.slots)
+    training = Training(Accelerator(cpu=True), packed_model, batches, settings)
     while training.step < batches.steps:
         training.run_step()
     rows = []
     for sample in samples:  # every anchor whose prefix distinguishes the texts
-        following = successors(sample)
-        groups = [MaskGroup(anchor, 4) for anchor in anchors(following).tolist() if anchor >= 1]
+        groups = [MaskGroup(anchor, 4) for anchor in anchors(successors(sample)).tolist() if anchor >= 1]
         rows.append(pack(sample, groups, (MASK,) * 4))
     found = training.evaluate(rows)
     assert min(found.mask_accuracies) > 0.95, found

@@ -15,8 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.tools.cli import run
-from spaceport.tools.cli.exit_codes import FAULT, INPUT, OK, USAGE
+from spaceport.tools.cli.exit_codes import FAULT, INPUT, OK
 from spaceport.tools.tune.processes import open_accelerator
 from support.forked_tunings import codes, request
 from support.launched import float32_tiny, free_port
@@ -63,11 +62,7 @@ def test_two_processes_train_like_one_even_after_a_resume(order: list[str], tmp_
     for expected, measured in zip(*(map(json.loads, kept) for kept in lines), strict=True):
         assert measured["losses"] == pytest.approx(expected["losses"], abs=1e-5)
         assert measured["accuracies"] == pytest.approx(expected["accuracies"])
-        assert (measured["step"], measured["kind"], measured["tokens"]) == (
-            expected["step"],
-            expected["kind"],
-            expected["tokens"],
-        )
+        assert [measured[key] == expected[key] for key in ("step", "kind", "tokens")] == [True] * 3
     # Adam hides the size of gradients; it is the same too
     norms = [[norm for norm, _ in steps_of(folder, 0)] for folder in (one, two)]
     assert norms[1][:3] == pytest.approx(norms[0][:3], rel=1e-4)
@@ -129,9 +124,7 @@ def test_processes_with_different_inputs_are_refused(order: list[str], tmp_path:
         tunings.append(tuning)
     assert codes(*tunings) == [[INPUT, INPUT]] * 3
     messages = [(tmp_path / f"tuned-{number}-errors-0").read_text() for number in range(3)]
-    assert re.search(
-        r"rank 0: the processes .* differ \(data: data.jsonl \w+ on rank 0, data.jsonl \w+ on", messages[0]
-    )
+    assert re.search(r"processes .* differ \(data: data.jsonl \w+ on rank 0, data.jsonl \w+ on", messages[0])
     assert "differ (learning_rate: 0.0001 on rank 0, 0.0002 on rank 1): start all of them with the same" in messages[1]
     assert re.search(r"rank 0: rank 1 cannot start: \S+missing.jsonl: no such file", messages[2])
     assert not list(tmp_path.glob("*.training"))
@@ -144,18 +137,14 @@ def losses_of(target: Path) -> list[dict[int, float]]:
 
 
 METHODS = (
-    "--objective both",
     "--objective both --gradient-checkpointing",
     "--objective both --weight-decay 0.1 --clip 0.1",
     "--objective both --batch-size 1",  # the second process has only padding
     "--objective both --batch-size 7 --micro-batch-size 4 --distinct --drop-rate 0.5",
     "--objective both --correction-rank 8",
-    "--objective both --method embeddings",
     "--objective both --method embeddings --batch-size 1",
     "--objective both --method lora --rank 2",
-    "--objective both --method lora --rank 2 --gradient-checkpointing",
     "--objective both --method gated-lora --rank 2",
-    "--method gated-lora --rank 2",
     "--method gated-lora --rank 2 --batch-size 1",
     "--method gated-lora --rank 2 --gradient-checkpointing",
     "--method gated-lora --rank 2 --correction-rank 8",
@@ -221,41 +210,22 @@ def test_the_others_wait_for_work_of_the_first_process_and_get_its_result() -> N
 
 LAUNCHES = [
     ({"ACCELERATE_MIXED_PRECISION": "no", "MASTER_PORT": "29500"}, "asked for several processes and has started one"),
-    (
-        {"TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_USE_AGENT_STORE": "True"},
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1",
-    ),
+    ({"TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_USE_AGENT_STORE": "True"}, "DISABLE_SHARE_RDZV_TCP_STORE=1"),
+    ({"ACCELERATE_MIXED_PRECISION": "no"}, ""),
+    ({"MASTER_PORT": "29500"}, ""),
+    ({"TORCHELASTIC_MAX_RESTARTS": "0", "TORCHELASTIC_USE_AGENT_STORE": "True", "WORLD_SIZE": "1"}, ""),
+    ({"TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_USE_AGENT_STORE": "False", "WORLD_SIZE": "1"}, ""),
 ]
 
 
-@pytest.mark.parametrize(("environment", "message"), LAUNCHES)
-def test_a_launch_that_cannot_work_is_refused(
-    environment: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("environment", "refused"), LAUNCHES)
+def test_one_process_needs_no_launcher_and_a_launch_that_cannot_work_is_refused(
+    environment: dict[str, str], refused: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(OptionFault, match=re.escape(message)):
+    if not refused:
+        assert open_accelerator(bf16=False, timeout=1.0).num_processes == 1
+        return
+    with pytest.raises(OptionFault, match=refused):
         open_accelerator(bf16=False, timeout=1.0)
-
-
-WORKING = [
-    {"ACCELERATE_MIXED_PRECISION": "no"},
-    {"MASTER_PORT": "29500"},
-    {"TORCHELASTIC_MAX_RESTARTS": "0", "TORCHELASTIC_USE_AGENT_STORE": "True", "WORLD_SIZE": "1"},
-    {"TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_USE_AGENT_STORE": "False", "WORLD_SIZE": "1"},
-]
-
-
-@pytest.mark.parametrize("environment", WORKING)
-def test_one_process_needs_no_launcher(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    assert open_accelerator(bf16=False, timeout=1.0).num_processes == 1
-
-
-def test_auto_resume_is_refused_beside_options_that_a_restart_would_misread(order: list[str], tmp_path: Path) -> None:
-    arguments = [str(tmp_path / "tuned") if argument == "TUNED" else argument for argument in order]
-    for other in ("--resume", "--overwrite"):
-        assert run([*arguments, "--auto-resume", other]) == USAGE
-    assert run([*arguments, "--process-timeout", "0s"]) == USAGE
-    assert not (tmp_path / "tuned.training").exists()

@@ -23,6 +23,7 @@ from spaceport.graphs.contract.faults import InputFault
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
 from spaceport.tools.reference import checkpoint_runtime
+from spaceport.tools.tune.curves import draw_curves
 from spaceport.tools.tune.job import TrainingCallbacks, TuningJob, TuningOutcome
 from spaceport.tools.tune.settings import TrainingSettings
 from spaceport.tools.tune.tuned_checkpoint import _cast, _wide_enough
@@ -289,6 +290,13 @@ def test_metrics_and_the_card_show_data_settings_and_curves(whole: TuningOutcome
     drawing = (tunings.whole / "training.svg").read_text("utf-8")
     assert all(f">{name}<" in drawing for name in ("next token", "mask slot 3", "next token, validation"))
     assert ">mask slot 4<" not in drawing
+
+
+def test_curves_show_every_mask_slot(tmp_path: Path) -> None:
+    for slots in (0, 64):
+        values = {"losses": [1.0] * (slots + 1), "accuracies": [0.5] * (slots + 1)}
+        lines = [{"kind": kind, "step": step, **values} for kind in ("training", "validation") for step in (1, 2)]
+        draw_curves(lines, tmp_path / "training.svg")  # matplotlib warns of a plot without space: an error here
 
 
 def test_the_learning_rate_has_linear_warmup_and_cosine_decay(whole: TuningOutcome, tunings: Tunings) -> None:

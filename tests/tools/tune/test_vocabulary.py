@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,16 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint
-from spaceport.exporter.export import ExportOptions, export
 from spaceport.runtime.decoding import Decoding
-from spaceport.runtime.session import Runtime
+from spaceport.tools.reference import checkpoint_runtime
 from spaceport.tools.tune.job import TuningJob
 from spaceport.tools.tune.settings import TrainingSettings
+from spaceport.tools.tune.token_names import DEFAULT
+from spaceport.tools.tune.tunable_model import open_tunable_model
 from spaceport.tools.tune.tuning import tune
 from spaceport.tools.tune.vocabulary import VocabularyError, add_tokens, embedding_rows
 from support.families import FAMILIES, VOCAB, build
+from support.paths import TINY
 
 NAMES = ("[M]", "[Fork]", "[Child]")
 
@@ -93,7 +96,20 @@ def test_an_ordinary_token_is_refused_as_a_special_token() -> None:
     assert len(tokenizer) == VOCAB
 
 
-def test_a_model_with_a_grown_vocabulary_is_tuned_and_exported(tmp_path: Path) -> None:
+def test_tokenizer_truncation_and_padding_are_disabled(tmp_path: Path) -> None:
+    folder = shutil.copytree(TINY, tmp_path / "base")
+    backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    text = "import json and answer everything that is asked"
+    expected = backend.encode(text, add_special_tokens=False).ids
+    backend.enable_truncation(8)
+    backend.enable_padding(length=200)
+    backend.save(str(folder / "tokenizer.json"))
+    tunable = open_tunable_model(open_checkpoint(folder, TokenFlags()), TrainingSettings(), DEFAULT)
+    assert len(expected) > 8
+    assert tunable.encoder.encode(text) == expected
+
+
+def test_a_model_with_a_grown_vocabulary_is_tuned_and_drafts_change_no_output(tmp_path: Path) -> None:
     checkpoint = tmp_path / "checkpoint"
     model_of("phi").save_pretrained(checkpoint)
     tokenizer_of(VOCAB).save_pretrained(checkpoint)
@@ -104,8 +120,8 @@ def test_a_model_with_a_grown_vocabulary_is_tuned_and_exported(tmp_path: Path) -
     tune(TuningJob(checkpoint, tmp_path / "tuned", (data,), settings))
     opened = open_checkpoint(tmp_path / "tuned", TokenFlags())
     assert (opened.tokens.mask, opened.config.vocab_size) == ((VOCAB,), 128)
-    export(tmp_path / "tuned", tmp_path / "bundle", ExportOptions(lowering="append"))
-    with Runtime.open(tmp_path / "bundle", max_seq_len=64) as runtime:
-        prompt = chr(0x105) * 4
-        drafted = runtime.generate(prompt, Decoding(max_tokens=8, mask_slots=2))
-        assert drafted.tokens == runtime.generate(prompt, Decoding(max_tokens=8, mask_slots=0)).tokens
+    with checkpoint_runtime(opened, 64, 1) as runtime:
+        plain, drafted = (
+            runtime.generate(chr(0x105) * 4, Decoding(max_tokens=8, mask_slots=slots)).tokens for slots in (0, 2)
+        )
+    assert plain == drafted

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from spaceport.tools.demo_recipe import chat_adapter
-from spaceport.tools.demo_recipe.chat_adapter import Recipe, StepFailed, follow
+from spaceport.tools.demo_recipe.chat_adapter import Recipe, follow
+
+pytestmark = pytest.mark.on_change()
 
 PLAIN_LIST = "1. Red\n2. Green\n3. Blue"
 PARAGRAPHS = "\n\n".join(f"This is sentence number {name}. It has another one." for name in ("one", "two", "three"))
@@ -55,28 +57,20 @@ def test_the_recipe_runs_its_commands_in_order(recipe: Recipe, commands: list[li
     assert drafts[drafts.index("--time-budget") + 1] == "1m"
     assert forks[forks.index("--adapter") + 1] == str(recipe.work / "drafts")
     assert forks[forks.index("--time-budget") + 1] == "10s"
-
-
-def test_without_a_time_for_forks_the_adapter_learns_to_draft_only(recipe: Recipe, commands: list[list[str]]) -> None:
-    assert follow(replace(recipe, fork_time=None)) == recipe.work / "drafts"
-    assert [words[0] for words in commands] == ["export", "distill", "distill", "tune"]
-
-
-def test_one_answer_in_forty_is_held_out(recipe: Recipe, commands: list[list[str]]) -> None:
-    follow(recipe)
+    # one answer in forty is held out, and no list
     sizes = {name: len((recipe.work / name).read_text().splitlines()) for name in ("train.jsonl", "validation.jsonl")}
-    assert sizes == {"train.jsonl": 48 + 55, "validation.jsonl": 2}  # lists are not held out
-
-
-def test_only_finished_lists_with_titles_teach_forks_beside_as_many_plain_answers(
-    recipe: Recipe, commands: list[list[str]]
-) -> None:
-    follow(recipe)
+    assert sizes == {"train.jsonl": 48 + 55, "validation.jsonl": 2}
+    # only finished lists with titles teach forks, beside as many plain answers
     lines = (recipe.work / "forks.jsonl").read_text().splitlines(keepends=True)
     assert lines == [answered(FORKING)] * 2 + [answered(PLAIN_LIST), answered("Yes.")]
     for name, count in (("list_prompts.jsonl", 8), ("titled_prompts.jsonl", 4)):
         kinds = [json.loads(line)["kind"] for line in (recipe.work / name).read_text().splitlines()]
         assert kinds == ["lists"] * count
+
+
+def test_without_a_time_for_forks_the_adapter_learns_to_draft_only(recipe: Recipe, commands: list[list[str]]) -> None:
+    assert follow(replace(recipe, fork_time=None)) == recipe.work / "drafts"
+    assert [words[0] for words in commands] == ["export", "distill", "distill", "tune"]
 
 
 def test_a_step_with_a_result_is_not_repeated(recipe: Recipe, commands: list[list[str]]) -> None:
@@ -89,13 +83,7 @@ def test_a_step_with_a_result_is_not_repeated(recipe: Recipe, commands: list[lis
     assert commands[0][-1] == "--resume"
 
 
-def test_a_failed_command_ends_the_recipe(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_adapter, "run", lambda words: 3)
-    with pytest.raises(StepFailed, match="spaceport export ended with exit code 3"):
-        follow(recipe)
-
-
-def test_a_failed_step_is_no_traceback(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_step_ends_the_recipe_without_a_traceback(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_adapter, "run", lambda words: 3)
     monkeypatch.setattr("sys.argv", ["chat_adapter", str(recipe.work), "--base", "none.gguf"])
     with pytest.raises(SystemExit, match="spaceport export ended with exit code 3; the same command continues"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 from itertools import permutations
 from pathlib import Path
@@ -23,27 +22,26 @@ from spaceport.tools.demo_recipe.corpus import (
     windows,
 )
 from spaceport.tools.demo_recipe.invented_signatures import invent, pool_of
+from spaceport.tools.demo_recipe.packages import installed
 from spaceport.tools.demo_recipe.parameter_answers import answer, asked, question
 from spaceport.tools.demo_recipe.scratch import FREE_ROWS, write_scratch
-from spaceport.tools.demo_recipe.signatures import Function, functions_in, read_signature
+from spaceport.tools.demo_recipe.signatures import functions_in, read_signature
 from spaceport.tools.demo_recipe.sources import Source, read_source, stdlib_paths
 from spaceport.tools.demo_recipe.tokenizer import train_tokenizer
 from spaceport.tools.tune.conversations import read_conversations
-from spaceport.tools.tune.extract import Refusal, Tree, extract
+from spaceport.tools.tune.extract import Tree, extract
 
-LISTS = 300
+pytestmark = pytest.mark.on_change()
+
+LISTS = 200
 MODULES = ("argparse.py", "copy.py", "json/decoder.py", "json/encoder.py", "shlex.py", "textwrap.py", "weakref.py")
-
-
-def one(source: str) -> Function:
-    (function,) = functions_in(source)
-    return function
 
 
 @pytest.fixture(scope="module")
 def sources() -> list[Source]:
     ends = tuple(f"/{module}" for module in MODULES)
     found = [read_source(path) for path in stdlib_paths() if path.as_posix().endswith(ends)]
+    assert {source.path for source in found} == set(MODULES)
     assert {source.held_out for source in found} == {True, False}
     return found
 
@@ -53,18 +51,22 @@ def corpus(sources: list[Source]) -> Corpus:
     return collect(sources, lists=LISTS)
 
 
-def test_every_list_forks_once_for_each_parameter(corpus: Corpus) -> None:
+@pytest.fixture(scope="module")
+def saved(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("corpus")
+    save(corpus, folder)
+    return folder
+
+
+def test_every_list_forks_once_per_parameter_and_its_question_has_all_facts(corpus: Corpus) -> None:
     assert len(corpus.lists) == LISTS
     for function in (*corpus.lists, *corpus.held_out):
         tree = extract(answer(function))
         if len(function.parameters) < 3:
-            assert isinstance(tree, Refusal)
+            assert not isinstance(tree, Tree)
         else:
             assert isinstance(tree, Tree)
             assert (tree.kind, tree.forks) == ("list", len(function.parameters))
-
-
-def test_a_question_contains_all_facts_of_its_answer(corpus: Corpus) -> None:
     for function in (*corpus.lists, *corpus.sentences, *corpus.held_out):
         assert asked(question(function)) == function
 
@@ -80,64 +82,61 @@ def test_invented_functions_are_valid_python_and_diverse(sources: list[Source]) 
     assert len({function.text for function in found}) == len(found)
 
 
-def test_held_out_files_are_not_in_the_training_data(sources: list[Source], corpus: Corpus, tmp_path: Path) -> None:
-    save(corpus, tmp_path)
-    trained = [conversation.turns for conversation in read_conversations(tmp_path / TRAIN_FILE)]
+def test_held_out_files_are_not_in_the_training_data(sources: list[Source], saved: Path) -> None:
+    trained = [conversation.turns for conversation in read_conversations(saved / TRAIN_FILE)]
     held_out = {one.text for source in sources if source.held_out for one in functions_in(source.text)}
     own = {one.text for source in sources if not source.held_out for one in functions_in(source.text)}
     questions = {turns[0].content for turns in trained if turns[0].role == "user"}
-    kept = [conversation.turns for conversation in read_conversations(tmp_path / HELD_OUT_FILE)]
+    kept = [conversation.turns for conversation in read_conversations(saved / HELD_OUT_FILE)]
     assert kept
     assert questions.isdisjoint(turns[0].content for turns in kept)
     assert {asked(turns[0].content).text for turns in kept} <= held_out - own
     texts = "".join(source.text for source in sources if not source.held_out)
     assert all(turns[0].content in texts for turns in trained if turns[0].role == "text")
-    foreign = read_conversations(tmp_path / HELD_OUT_TEXT_FILE)
+    foreign = read_conversations(saved / HELD_OUT_TEXT_FILE)
     assert foreign
-    assert not any(conversation.ends for conversation in foreign)
-    assert not any(conversation.turns[0].content in texts for conversation in foreign)
+    assert not any(conversation.ends or conversation.turns[0].content in texts for conversation in foreign)
 
 
 def test_held_out_signatures_are_neither_trained_nor_invented() -> None:
     orders = [f"def f({', '.join(names)}): ..." for names in permutations("abc")]
     own = Source("abc.py", f"def g(d=1, *v, **k): ...\n{orders[0]}")
     foreign = Source("ast.py", "\n".join(orders))
-    assert (own.held_out, foreign.held_out) == (False, True)
+    assert (own.held_out, foreign.held_out) == (False, True)  # on every machine
     found = collect([own, foreign], lists=100)
-    assert {function.text for function in found.held_out} == {one(order).text for order in orders[1:]}
+    assert {function.text for function in found.held_out} == {next(functions_in(order)).text for order in orders[1:]}
     assert len({function.text for function in (*found.lists, *found.held_out)}) == 100 + 5
 
 
-def test_some_lists_are_repeated_unforked(corpus: Corpus, tmp_path: Path) -> None:
-    save(corpus, tmp_path)
-    lines = [json.loads(line) for line in (tmp_path / TRAIN_FILE).read_text("utf-8").splitlines()]
+def test_some_lists_are_repeated_unforked(saved: Path) -> None:
+    lines = [json.loads(line) for line in (saved / TRAIN_FILE).read_text("utf-8").splitlines()]
     whole = [line["messages"] for line in lines if line.get("fork") is False]
     forked = [line["messages"] for line in lines if "messages" in line and "fork" not in line]
-    assert 0.1 < len(whole) / LISTS < 0.25
+    assert 0.1 < len(whole) / LISTS < 0.3
     assert all(messages in forked and len(asked(messages[0]["content"]).parameters) >= 3 for messages in whole)
 
 
-def test_the_same_seed_writes_the_same_files(sources: list[Source], tmp_path: Path) -> None:
-    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+def test_the_same_seed_writes_the_same_files(sources: list[Source], saved: Path, tmp_path: Path) -> None:
+    for name, seed in (("again", 0), ("other", 1)):
         save(collect(sources, seed, LISTS), tmp_path / name, seed)
     for file in (TRAIN_FILE, HELD_OUT_FILE, HELD_OUT_TEXT_FILE):
-        first, again, other = ((tmp_path / name / file).read_bytes() for name in "abc")
+        first, again, other = (
+            (folder / file).read_bytes() for folder in (saved, tmp_path / "again", tmp_path / "other")
+        )
         assert first == again
         assert first != other
 
 
-def test_the_held_out_split_is_the_same_on_every_machine() -> None:
-    held_out = [
-        path for path in ("ast.py", "json/encoder.py", "json/decoder.py", "abc.py") if Source(path, "").held_out
-    ]
-    assert held_out == ["ast.py", "json/encoder.py"]
-
-
-def test_tests_data_and_third_party_packages_are_excluded() -> None:
+def test_tests_and_data_are_excluded_and_packages_held_out_whole() -> None:
     paths = [path.as_posix() for path in stdlib_paths()]
     assert any(path.endswith("/json/decoder.py") for path in paths)
     for part in ("/test/", "/site-packages/", "/encodings/", "/idlelib/", "/tkinter/", "_sysconfigdata"):
         assert not any(part in path for path in paths)
+    by_package: dict[str, set[bool]] = {}
+    for source in installed():
+        by_package.setdefault(source.path, set()).add(source.held_out)
+    assert all(len(held_out) == 1 for held_out in by_package.values())
+    assert 0 < sum(next(iter(held_out)) for held_out in by_package.values()) < len(by_package) / 3
 
 
 def test_windows_are_whole_lines_in_order() -> None:
@@ -148,54 +147,28 @@ def test_windows_are_whole_lines_in_order() -> None:
     assert windows("ä" * WINDOW) == []
 
 
-@pytest.fixture(scope="module")
-def scratch(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("scratch")
-    write_scratch(folder, train_tokenizer(corpus.vocabulary))
-    return folder
-
-
-def test_the_tokenizer_round_trips_text_and_splits_numbers(scratch: Path, corpus: Corpus) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(scratch)
-    for text in (question(corpus.lists[0]), answer(corpus.lists[0]), *corpus.texts[:20], "größer \U0001f600 1234"):
-        assert tokenizer.decode(tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids) == text
-    spelled = [
-        tokenizer.decode([token]) for token in tokenizer.backend_tokenizer.encode("2024", add_special_tokens=False).ids
-    ]
-    assert spelled == list("2024")
-
-
-def test_the_template_renders_start_and_end_tokens(scratch: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(scratch)
-    turns = [{"role": "user", "content": "Hello"}]
-    asked_for = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
-    assert asked_for == "<s><|start|>user\nHello<|end|>\n<|start|>assistant\n"
-    whole = tokenizer.apply_chat_template([*turns, {"role": "assistant", "content": "Hi"}], tokenize=False)
-    assert whole == f"{asked_for}Hi<|end|>\n"
-
-
-def test_the_untrained_model_has_two_million_weights_and_unused_vocabulary_rows(scratch: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(scratch)
-    tokenizer = AutoTokenizer.from_pretrained(scratch)
-    weights = sum(weight.numel() for weight in model.parameters())
-    assert 1_800_000 < weights < 2_300_000
-    assert model.config.vocab_size % 64 == 0
-    assert model.config.vocab_size - len(tokenizer) >= FREE_ROWS
-    ends = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|end|>")]
-    assert model.generation_config.eos_token_id == ends
-
-
-def test_the_untrained_model_is_determined_by_the_seed(corpus: Corpus, tmp_path: Path) -> None:
+def test_the_untrained_model_and_its_tokenizer_have_the_right_shape_and_follow_the_seed(
+    corpus: Corpus, tmp_path: Path
+) -> None:
     state = torch.random.get_rng_state()
     first, again = (write_scratch(tmp_path, train_tokenizer(corpus.vocabulary), seed=3) for _ in range(2))
     assert torch.equal(torch.random.get_rng_state(), state)
-    same = zip(first.parameters(), again.parameters(), strict=True)
-    assert all(torch.equal(one, other) for one, other in same)
-    logits = first(torch.arange(64)[None]).logits
-    assert logits.std() < 2
-
-
-def test_the_sources_are_python(sources: list[Source]) -> None:
-    assert {source.path for source in sources} == set(MODULES)
-    for source in sources:
-        ast.parse(source.text)
+    assert all(torch.equal(one, other) for one, other in zip(first.parameters(), again.parameters(), strict=True))
+    assert first(torch.arange(64)[None]).logits.std() < 2
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    assert 1_800_000 < sum(weight.numel() for weight in model.parameters()) < 2_300_000
+    assert model.config.vocab_size % 64 == 0
+    assert model.config.vocab_size - len(tokenizer) >= FREE_ROWS
+    assert model.generation_config.eos_token_id == [
+        tokenizer.eos_token_id,
+        tokenizer.convert_tokens_to_ids("<|end|>"),
+    ]
+    encode = tokenizer.backend_tokenizer.encode
+    for text in (question(corpus.lists[0]), answer(corpus.lists[0]), *corpus.texts[:20], "größer \U0001f600 1234"):
+        assert tokenizer.decode(encode(text, add_special_tokens=False).ids) == text
+    assert [tokenizer.decode([token]) for token in encode("2024", add_special_tokens=False).ids] == list("2024")
+    turns = [{"role": "user", "content": "Hello"}]
+    opening = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+    assert opening == "<s><|start|>user\nHello<|end|>\n<|start|>assistant\n"
+    whole = tokenizer.apply_chat_template([*turns, {"role": "assistant", "content": "Hi"}], tokenize=False)
+    assert whole == f"{opening}Hi<|end|>\n"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -37,6 +36,8 @@ from spaceport.tools.demo_recipe.tokenizer import train_tokenizer
 from spaceport.tools.reference import checkpoint_runtime
 from spaceport.tools.verify.acceptance.answers import Answer, AnswerThread
 from support.paths import TINY
+
+pytestmark = pytest.mark.on_change()
 
 FORK, CHILD, END = 90, 91, 92
 LIST, SENTENCE = functions_in("def f(a, b, c): ...\ndef g(a): ...\n")
@@ -122,11 +123,7 @@ def test_drafting_cost_sums_the_steps_of_each_decoding_mode() -> None:
     assert plain.sequential_tokens == drafted.sequential_tokens == 2 * (8 + 3 * 6)
     assert (drafted.chat_tokens, drafted.chat_steps, drafted.source_tokens, drafted.source_steps) == (8, 4, 4, 2)
     values = drafted.as_dict()
-    assert (values["chat_tokens_per_step"], values["source_tokens_per_step"], values["thread_tokens_per_step"]) == (
-        2,
-        2,
-        2,
-    )
+    assert [values[f"{kind}_tokens_per_step"] for kind in ("chat", "source", "thread")] == [2, 2, 2]
     assert values["fewer_steps"] == 20 / 6
 
 
@@ -135,20 +132,6 @@ def test_an_output_changed_by_drafts_is_counted() -> None:
     sources = {0: [in_one_line((30,), 2)], 1: [in_one_line((31,), 1)]}
     assert cost_of(0, chats, sources).changed == 0
     assert cost_of(1, chats, sources).changed == 2
-
-
-@pytest.mark.nightly
-def test_an_untrained_model_is_incorrect_and_drafts_change_no_output(found: tuple[Evaluation, list[str]]) -> None:
-    evaluation, stages = found
-    assert (evaluation.lists.questions, evaluation.sentences.questions) == (1, 1)
-    assert evaluation.lists.exact == evaluation.sentences.exact == 0
-    assert [cost.mask_slots for cost in evaluation.costs] == [0, 1, 3]
-    assert all(cost.changed == 0 for cost in evaluation.costs)
-    plain = evaluation.costs[0]
-    assert plain.chat_tokens == plain.chat_steps > 0
-    assert plain.source_tokens == plain.source_steps > 0
-    assert evaluation.mistakes[0][0] == "Explain the parameters of f( a, b, c )"
-    assert len(stages) == 4
 
 
 def test_a_question_is_answered_with_and_without_forks(runtime: Runtime) -> None:
@@ -163,43 +146,38 @@ def test_a_question_is_answered_with_and_without_forks(runtime: Runtime) -> None
     assert fork not in answered.unforked.root.tokens
 
 
-def test_the_tables_warn_against_comparing_with_published_results(
+def test_an_untrained_model_is_incorrect_and_drafts_change_no_output(
     found: tuple[Evaluation, list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    show(found[0], 1)
+    evaluation, stages = found
+    assert len(stages) == 4
+    assert (evaluation.lists.questions, evaluation.sentences.questions) == (1, 1)
+    assert evaluation.lists.exact == evaluation.sentences.exact == 0
+    assert [(cost.mask_slots, cost.changed) for cost in evaluation.costs] == [(0, 0), (1, 0), (3, 0)]
+    plain = evaluation.costs[0]
+    assert plain.chat_tokens == plain.chat_steps > 0
+    assert plain.source_tokens == plain.source_steps > 0
+    show(evaluation, 1)
     out = capsys.readouterr().out
     assert NOTE in out
     assert "Explain the parameters of f( a, b, c )\n  0 items, expected 3" in out
-    assert _as_json(found[0])["note"] == NOTE
-
-
-def _as_json(found: Evaluation) -> dict[str, object]:
-    values: dict[str, object] = json.loads(json.dumps(found.as_dict()))
-    return values
+    assert json.loads(json.dumps(evaluation.as_dict()))["note"] == NOTE
 
 
 def test_the_question_limit_applies_to_each_kind() -> None:
     assert chosen([LIST, SENTENCE, LIST, SENTENCE, SENTENCE], 2) == [LIST, LIST, SENTENCE, SENTENCE]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "message"),
-    [
-        (["model", "--questions", "0"], 2, "--questions is 0: expected at least 1"),
-        (["nowhere"], 3, "nowhere: expected a checkpoint"),
-        (["tiny"], 3, "tiny: has no fork token: expected the demo model, which forks"),
-    ],
-)
 def test_an_error_names_what_was_expected(
-    arguments: list[str],
-    code: int,
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(TINY, tmp_path / "tiny")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["evaluate", *arguments])
-    assert main() == code
-    assert message in capsys.readouterr().err
+    for arguments, code, message in (
+        (["model", "--questions", "0"], 2, "--questions is 0: expected at least 1"),
+        (["nowhere"], 3, "nowhere: expected a checkpoint"),
+        (["tiny"], 3, "tiny: has no fork token: expected the demo model, which forks"),
+    ):
+        monkeypatch.setattr("sys.argv", ["evaluate", *arguments])
+        assert main() == code
+        assert message in capsys.readouterr().err

@@ -10,9 +10,9 @@ from spaceport.tools.demo_recipe.parameter_answers import answer, asked, questio
 from spaceport.tools.demo_recipe.signatures import Function, functions_in
 from spaceport.tools.tune.extract import Refusal, extract
 
-EVERY_KIND = """\
-def every(a, b=1.5, /, c=None, d="x", *rest, e, f=-2, **more): ...
-"""
+pytestmark = pytest.mark.on_change()
+
+EVERY_KIND = 'def every(a, b=1.5, /, c=None, d="x", *rest, e, f=-2, **more): ...'
 QUESTION = "Explain the parameters of every( a, b = 1.5, /, c = None, d = 'x', *rest, e, f = -2, **more )"
 ANSWER = """\
 These are the parameters of every:
@@ -38,73 +38,65 @@ def test_question_and_answer_cover_every_parameter_kind() -> None:
     assert question(function) == QUESTION
     assert answer(function) == ANSWER
     assert asked(QUESTION) == function
+    verdict = verify(function, ANSWER)
+    assert (verdict.exact, verdict.expected, verdict.found, verdict.correct) == (True, 8, 8, (True,) * 8)
 
 
 @pytest.mark.parametrize(
     ("source", "text", "sentence"),
     [
-        ("def f(): ...", "f( )", "The function f has no parameters."),
-        ("def f(a): ...", "f( a )", "The function f has one parameter, a, which is required."),
-        ("async def f(*, a=0): ...", "f( *, a = 0 )", "The function f has one parameter, a, which is optional."),
+        ("def f(): ...", "f( )", "has no parameters."),
+        ("async def f(*, a=0): ...", "f( *, a = 0 )", "has one parameter, a, which is optional."),
         (
             "def f(*a, **b): ...",
             "f( *a, **b )",
-            "The function f has two parameters, *a, which collects values given by position, "
-            "and **b, which collects values given by name.",
+            "has two parameters, *a, which collects values given by position, and **b, which collects values given by name.",
         ),
         (
             "def f(a, b=1, /): ...",
             "f( a, b = 1, / )",
-            "The function f has two parameters, a, which is required, and b, which is optional.",
+            "has two parameters, a, which is required, and b, which is optional.",
         ),
     ],
 )
 def test_fewer_than_three_parameters_are_answered_with_a_sentence(source: str, text: str, sentence: str) -> None:
     function = one(source)
     assert function.text == text
-    assert answer(function) == sentence
-    assert isinstance(extract(sentence), Refusal)
+    assert answer(function) == f"The function f {sentence}"
+    assert isinstance(extract(answer(function)), Refusal)
+    assert verify(function, answer(function)).exact
+    verdict = verify(function, "1. a: It is required.")
+    assert (verdict.expected, verdict.found, verdict.exact) == (0, 1, False)
+    assert f"expected 'The function f {sentence}" in verdict.mistakes[0]
 
 
-@pytest.mark.parametrize(
-    ("default", "described"),
-    [
-        ("True", "the flag True"),
-        ("12", "the number 12"),
-        ("-1j", "the number -1j"),
-        ("b''", "the byte string b''"),
-        ("()", "the tuple ()"),
-        ("[]", "the list []"),
-        ("{1: 2}", "the dictionary {1: 2}"),
-        ("os.sep", "the name os.sep"),
-        ("LIMIT", "the name LIMIT"),
-        ("1 + 2", "the expression 1 + 2"),
-        ("open()", "the expression open()"),
-        ("'a longer string'", "not shown"),
-        ("'<a>'", "not shown"),
-        ("f(a=1)", "not shown"),
-        ("'HTTP'", "not shown"),
-        ("'ä'", "not shown"),
-        ("...", "not shown"),
-    ],
-)
-def test_a_default_is_described_with_its_kind_or_hidden(default: str, described: str) -> None:
-    function = one(f"def f(a, b, c={default}): ...")
-    assert answer(function).split("\n")[3].endswith(f" Its default is {described}.")
-    assert function.text == f"f( a, b, c = {'...' if described == 'not shown' else default} )"
-    assert asked(question(function)) == function
+def test_a_default_is_described_with_its_kind_or_hidden() -> None:
+    shown = {
+        "True": "the flag True",
+        "-1j": "the number -1j",
+        "b''": "the byte string b''",
+        "()": "the tuple ()",
+        "[]": "the list []",
+        "{1: 2}": "the dictionary {1: 2}",
+        "os.sep": "the name os.sep",
+        "1 + 2": "the expression 1 + 2",
+        "open()": "the expression open()",
+    }
+    hidden = dict.fromkeys(("'a longer string'", "'<a>'", "f(a=1)", "'HTTP'", "'ä'", "..."), "not shown")
+    for default, described in {**shown, **hidden}.items():
+        function = one(f"def f(a, b, c={default}): ...")
+        assert answer(function).split("\n")[3].endswith(f" Its default is {described}.")
+        assert function.text == f"f( a, b, c = {default if default in shown else '...'} )"
+        assert asked(question(function)) == function
 
 
-@pytest.mark.parametrize(
-    ("parameters", "closing"),
-    [
+def test_the_last_line_counts_the_required_parameters() -> None:
+    for parameters, closing in (
         ("a, b, c", "Of these 3, all are required."),
         ("a, *b, **c", "Of these 3, 1 is required."),
         ("a=1, b=2, *, c=3, d=4", "Of these 4, none is required."),
-    ],
-)
-def test_the_last_line_counts_the_required_parameters(parameters: str, closing: str) -> None:
-    assert answer(one(f"def f({parameters}): ...")).split("\n")[-2:] == ["", closing]
+    ):
+        assert answer(one(f"def f({parameters}): ...")).split("\n")[-2:] == ["", closing]
 
 
 def test_self_is_not_a_parameter() -> None:
@@ -120,34 +112,18 @@ class A:
     if True:
         def conditional(self, f): ...
 """
-    assert [function.text for function in functions_in(source)] == [
-        "method( a )",
-        "inside( b )",
-        "made( c )",
-        "static( d )",
-        "odd( *e )",
-        "conditional( f )",
-    ]
+    expected = ["method( a )", "inside( b )", "made( c )", "static( d )", "odd( *e )", "conditional( f )"]
+    assert [function.text for function in functions_in(source)] == expected
 
 
-def test_verify_accepts_the_correct_answer() -> None:
-    verdict = verify(one(EVERY_KIND), ANSWER)
-    assert verdict.exact
-    assert verdict.expected == verdict.found == 8
-    assert verdict.correct == (True,) * 8
+LAST = "\n8. **more: It collects all further values that are given by name, as a dictionary."
 
 
 @pytest.mark.parametrize(
     ("old", "new", "found", "wrong", "mistake"),
     [
         ("number 1.5", "number 1.6", 8, {2}, "item 2 is '2. b: .* number 1.6.', expected '2. b: .* number 1.5.'"),
-        (
-            "\n8. **more: It collects all further values that are given by name, as a dictionary.",
-            "",
-            7,
-            {8},
-            "7 items, expected 8",
-        ),
+        (LAST, "", 7, {8}, "7 items, expected 8"),
         ("1. a:", "1. b:", 8, {1}, "item 1 is '1. b: "),
         ("7. f", "8. f", 8, {7}, "item 7 is '8. f: "),
         ("of every", "of each", 8, set(), "the first line is 'These are the parameters of each:'"),
@@ -161,8 +137,8 @@ def test_verify_names_each_mistake(old: str, new: str, found: int, wrong: set[in
     assert not verdict.exact
     assert (verdict.expected, verdict.found) == (8, found)
     assert {number for number, right in enumerate(verdict.correct, start=1) if not right} == wrong
-    (found,) = verdict.mistakes
-    assert re.search(mistake, found)
+    (described,) = verdict.mistakes
+    assert re.search(mistake, described)
 
 
 def test_an_item_is_correct_only_at_its_index() -> None:
@@ -170,11 +146,3 @@ def test_an_item_is_correct_only_at_its_index() -> None:
     verdict = verify(one(EVERY_KIND), "\n".join((opening, second, first, *rest)))
     assert verdict.correct == (False, False, *[True] * 6)
     assert len(verdict.mistakes) == 2
-
-
-def test_verify_compares_a_sentence_exactly() -> None:
-    function = one("def f(a): ...")
-    assert verify(function, answer(function)).exact
-    verdict = verify(function, "1. a: It is required.")
-    assert (verdict.expected, verdict.found, verdict.exact) == (0, 1, False)
-    assert "expected 'The function f has one parameter" in verdict.mistakes[0]

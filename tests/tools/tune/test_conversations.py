@@ -46,61 +46,44 @@ def test_every_format_is_read_with_its_line_number(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content",
     [
-        GOOD,
-        f"{GOOD}\n",
         f"{GOOD}\r\n\r\n",
         f"\ufeff{GOOD}\n",
-        '{"prompt": "Why?", "response": "Because.", "id": 7, "source": {"url": "a"}, "score": NaN}',
-        '{"response": "Because.", "prompt": "Why?"}',
-        '{"messages": [{"role": "user", "content": "Why?", "name": "Ann"}, {"role": "assistant", "content": "Because."}]}',
-        '{"messages": [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because."}], "prompt": "?"}',
+        '{"response": "Because.", "prompt": "Why?", "id": 7, "source": {"url": "a"}, "score": NaN}',
+        '{"messages": [{"role": "user", "content": "Why?", "name": "Ann"}, {"role": "assistant", "content": "Because."}], "prompt": "?"}',
     ],
 )
-def test_unknown_keys_are_ignored(tmp_path: Path, content: str) -> None:
+def test_unknown_keys_and_white_space_are_ignored(tmp_path: Path, content: str) -> None:
     assert read_conversations(written(tmp_path, content)) == [FOUND]
 
 
-def test_byte_order_marks_of_concatenated_files_are_skipped(tmp_path: Path) -> None:
-    assert len(read_conversations(written(tmp_path, f"\ufeff{GOOD}\n\ufeff{GOOD}"))) == 2
-
-
-def test_a_byte_order_mark_before_a_blank_line_is_skipped(tmp_path: Path) -> None:
-    assert read_conversations(written(tmp_path, f"\ufeff\r\n{GOOD}"))[0].line == 2
-
-
-def test_unicode_line_separators_do_not_split_lines(tmp_path: Path) -> None:
-    line = json.dumps({"text": "one\u2028two\x85three 日本語 🚀"}, ensure_ascii=False)
-    assert read_conversations(written(tmp_path, line))[0].turns[0].content == "one\u2028two\x85three 日本語 🚀"
+def test_byte_order_marks_are_skipped_and_unicode_line_separators_do_not_split_lines(tmp_path: Path) -> None:
+    found = read_conversations(written(tmp_path, f"\ufeff\r\n{GOOD}\n\ufeff{GOOD}"))
+    assert [one.line for one in found] == [2, 3]
+    text = "one\u2028two\x85three 日本語 🚀"
+    line = json.dumps({"text": text}, ensure_ascii=False)
+    assert read_conversations(written(tmp_path, line))[0].turns[0].content == text
 
 
 @pytest.mark.parametrize(
     ("roles", "answer"),
     [
-        (["user", "assistant", "user", "assistant"], 3),
-        (["system", "user", "assistant", "tool", "assistant", "user"], 4),
-        (["system", "assistant"], 1),
-        (["user", "user", "assistant", "tool", "tool"], 2),
+        ("user assistant user assistant", 3),
+        ("system user assistant tool assistant user", 4),
+        ("system assistant", 1),
+        ("user user assistant tool tool", 2),
     ],
 )
-def test_the_answer_is_the_last_assistant_message(tmp_path: Path, roles: list[str], answer: int) -> None:
-    (found,) = read_conversations(
-        written(tmp_path, json.dumps({"messages": [{"role": r, "content": f"{i}"} for i, r in enumerate(roles)]}))
-    )
+def test_the_answer_is_the_last_assistant_message(tmp_path: Path, roles: str, answer: int) -> None:
+    turns = [{"role": role, "content": f"{number}"} for number, role in enumerate(roles.split())]
+    (found,) = read_conversations(written(tmp_path, json.dumps({"messages": turns})))
     assert found.answer == str(answer)
 
 
 def test_the_fork_and_ends_flags_are_read(tmp_path: Path) -> None:
-    lines = [
-        '{"text": "a", "fork": false}',
-        '{"text": "a", "ends": false}',
-        '{"text": "a", "fork": true, "ends": true}',
-    ]
-    found = read_conversations(written(tmp_path, "\n".join(lines)))
-    assert [(one.fork, one.ends) for one in found] == [(False, True), (True, False), (True, True)]
-
-
-def test_a_plain_text_has_no_answer(tmp_path: Path) -> None:
-    assert read_conversations(written(tmp_path, '{"text": "Plain."}'))[0].answer is None
+    flags: list[dict[str, bool]] = [{}, {"fork": False}, {"ends": False}, {"fork": True, "ends": True}]
+    found = read_conversations(written(tmp_path, "\n".join(json.dumps({"text": "a", **each}) for each in flags)))
+    assert [(one.fork, one.ends) for one in found] == [(True, True), (False, True), (True, False), (True, True)]
+    assert found[0].answer is None  # a plain text has none
 
 
 MISTAKES: dict[str, tuple[str | bytes, str]] = {
@@ -108,27 +91,19 @@ MISTAKES: dict[str, tuple[str | bytes, str]] = {
     "cut off": ('{"text": "abc', r"not JSON \(Unterminated string.* at column 10\): expected one object"),
     "two objects": (GOOD + GOOD, r"not JSON \(Extra data"),
     "a list": ("[]", "holds a list: expected an object on each line"),
-    "a list over many lines": (f"[\n{GOOD}\n]", r"not JSON \(Expecting value"),
     "a number": ("7", "holds a number: expected an object"),
-    "a string": ('"text"', "holds a string: expected an object"),
-    "null": ("null", "holds null: expected an object"),
     "nested too deeply": ('{"text": ' + "[" * 200_000, "JSON that is nested too deeply: expected a flat object"),
     "a number without end": ('{"text": ' + "9" * 5000 + "}", r"not JSON \(Exceeds the limit"),
     "Latin-1": ('{"text": "é"}'.encode("latin-1"), r"not UTF-8 text \(invalid continuation byte at byte 10\): save it"),
     "UTF-16": (GOOD.encode("utf-16"), "not UTF-8 text"),
     "binary": (bytes(range(256)), "not UTF-8 text|not JSON"),
     "no form": ('{"id": 7, "input": "?"}', 'holds "id", "input": expected one of "messages", "prompt" with "response"'),
-    "an empty object": ("{}", 'holds nothing: expected one of "messages"'),
     "two forms": ('{"messages": [], "text": "a"}', 'holds "messages" and "text": expected one of .*, not several'),
-    "two other forms": ('{"prompt": "a", "response": "b", "text": "c"}', 'holds "prompt" and "text": expected one of'),
     "prompt alone": ('{"prompt": "Why?"}', 'holds "prompt" alone: expected one of'),
     "response alone": ('{"response": "Because."}', 'holds "response" alone: expected one of'),
-    "prompt empty": ('{"prompt": "", "response": "b"}', '"prompt" is empty: expected text'),
     "response blank": ('{"prompt": "a", "response": " \\n"}', '"response" is empty: expected text'),
     "text null": ('{"text": null}', '"text" is null: expected a string'),
-    "text true": ('{"text": true}', '"text" is true or false: expected a string'),
     "fork a word": ('{"text": "a", "fork": "no"}', '"fork" is a string: expected true or false'),
-    "ends null": ('{"text": "a", "ends": null}', '"ends" is null: expected true or false'),
     "half a character": (
         '{"text": "a \\ud83d b"}',
         r'"text" holds half of a character \(\'\\ud83d\'\): expected whole',
@@ -137,12 +112,7 @@ MISTAKES: dict[str, tuple[str | bytes, str]] = {
     "no messages": ('{"messages": []}', '"messages" is an empty list: expected a list of turns'),
     "a message a string": ('{"messages": ["Why?"]}', 'turn 1 is a string: expected an object with "role"'),
     "a role unknown": (json.dumps(chat("user", "gpt")), "turn 2 has role 'gpt': expected one of system, user, assist"),
-    "no role": ('{"messages": [{"content": "Why?"}]}', "turn 1 has role null: expected one of"),
     "a role a list": ('{"messages": [{"role": [], "content": "Why?"}]}', "turn 1 has role a list: expected one of"),
-    "no content": (
-        '{"messages": [{"role": "user"}]}',
-        r"the content of turn 1 \(user\) is null: expected a string",
-    ),
     "content in parts": (
         '{"messages": [{"role": "user", "content": [{"type": "text"}]}]}',
         r"the content of turn 1 \(user\) is a list: expected a string",
@@ -155,7 +125,6 @@ MISTAKES: dict[str, tuple[str | bytes, str]] = {
     "assistant first": (json.dumps(chat("assistant", "user")), "turn 1 is of the assistant: expected a turn before"),
     "assistant twice": (json.dumps(chat("user", "assistant", "assistant")), "turns 2 and 3 are both of the assistant"),
     "system late": (json.dumps(chat("user", "system", "assistant")), "turn 2 is of the system: expected it first"),
-    "system twice": (json.dumps(chat("system", "system", "assistant")), "turn 2 is of the system: expected it first"),
     "tool uncalled": (json.dumps(chat("user", "tool", "assistant")), "turn 2 is of a tool: expected a turn of the ass"),
 }
 
@@ -169,12 +138,9 @@ def test_an_invalid_line_is_reported_with_file_and_line(tmp_path: Path, kind: st
         refused(written(tmp_path, f"{GOOD}\r\n\r\n".encode() + line), f" line 3: ({message})")
 
 
-@pytest.mark.parametrize("content", ["", "\n\r\n  \n", "\ufeff"])
-def test_an_empty_file_is_refused(tmp_path: Path, content: str) -> None:
-    refused(written(tmp_path, content), ": contains no conversation: expected at least one line of JSON")
-
-
-def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+def test_an_empty_or_missing_file_is_refused(tmp_path: Path) -> None:
+    for content in ("", "\n\r\n  \n", "\ufeff"):
+        refused(written(tmp_path, content), ": contains no conversation: expected at least one line of JSON")
     refused(tmp_path / "nowhere.jsonl", ": no such file: expected a JSONL file")
     refused(tmp_path, ": is a folder: expected a JSONL file of conversations")
     refused(written(tmp_path, GOOD) / "deeper", ": cannot be read: Not a directory")

@@ -15,12 +15,9 @@ REST: Cut = [("\n2. Green:", " the colour of grass"), ("\n3. Blue:", " the colou
 
 LISTS: dict[str, Cut] = {
     "items one below the other": [FIRST, *REST],
-    "items apart": [FIRST, ("\n\n2. Green:", " the colour of grass"), ("\n\n3. Blue:", " the colour of the sea")],
     "text before the first item": [("Three colours:\n\n1. Red:", " the colour of fire"), *REST],
     "text after the last item": [FIRST, *REST, ("\n\nThere are more.", None)],
-    "two paragraphs after it": [FIRST, *REST, ("\n\nThere are more.\n\nAsk: me anything.", None)],
     "an end of line at the end": [FIRST, *REST, ("\n", None)],
-    "four items": [FIRST, *REST, ("\n4. Grey:", " ten letters")],
     "a detail of ten characters": [("1. Red:", " 0123456789"), *REST],
     "full-width colons": [
         ("1. 红：", "火的颜色也是血的颜色"),
@@ -28,10 +25,8 @@ LISTS: dict[str, Cut] = {
         ("\n3. 蓝：", "海的颜色也是天的颜色"),
     ],
     "a colon before text that needs no space": [("1. 红:", "火的颜色也是血的颜色"), *REST],
-    "bold titles": [("1. **Red**:", " the colour of fire"), *REST],
     "bold titles and colons": [("1. **Red:**", " the colour of fire"), *REST],
     "bold items": [("**1. Red:**", " the colour of fire"), ("\n__2. Green:__", " the colour of grass"), REST[1]],
-    "italic titles and colons": [("1. *Red:*", " the colour of fire"), *REST],
     "a detail that begins in bold": [("1. 红：", "**火的颜色**也是血的颜色"), *REST],
     "no space after the number": [("1.Red:", " the colour of fire"), *REST],
     "a title in code": [("1. `dict[a: b]`:", " the colour of fire"), *REST],
@@ -40,7 +35,6 @@ LISTS: dict[str, Cut] = {
     "details below their titles": [("1. Red:", "\n   the colour of fire"), *REST],
     "a last detail below its title": [FIRST, REST[0], ("\n3. Blue:", "\n\nthe colour of the sea"), ("\n\nDone.", None)],
     "details of several lines": [("1. Red:", " the colour\nof fire\n  and of cherries"), *REST],
-    "details of several paragraphs": [("1. Red:", " the colour of fire\n\nIt is bright."), *REST],
     "a last detail of several paragraphs": [
         FIRST,
         REST[0],
@@ -50,7 +44,6 @@ LISTS: dict[str, Cut] = {
     "a number inside an item": [("1. Red:", " the colour of\n   1. fire\n   2. cherries"), *REST],
     "a decimal at the start of a line": [("1. Red:", " the colour of\n1.5 litres of wine"), *REST],
     "a year at the start of a line": [("1. Red:", " the colour of\n1917. And of fire"), *REST],
-    "numbers that stand to the right": [(" 1. Red:", " the colour of fire"), *REST],
     "a crooked list": [FIRST, ("\n 2. Green:", " the colour of grass"), REST[1]],
     "an indented list": [(" 1. Red:", " the colour of fire"), ("\n 2. A:", " 0123456789"), ("\n 3. B:", " 0123456789")],
     "Windows line ends": [
@@ -71,12 +64,10 @@ PARAGRAPHS: dict[str, Cut] = {
     "a first sentence that is too short": [("Yes. That is right, as it is.", " So it is."), *MORE],
     "a head of twenty characters": [("Twenty letters, yes.", " They are enough."), *MORE],
     "a question": [("Is this the first sentence?", " It is."), *MORE],
-    "an exclamation": [("What a first sentence it is!", " It is."), *MORE],
     "a quotation": [('He said "this is the first."', " It is."), *MORE],
     "a mark inside a word": [("The file is called main.py and more.", " It is."), *MORE],
     "bold heads": [("**This is the first sentence.**", " It is."), *MORE],
     "no space between sentences": [("这是第一句话，它至少有二十个字那么长，没错。", "这是第二句。"), *MORE],
-    "several lines": [("This is the first\nsentence.", " It\nis."), *MORE],
     "lines of white space": [LONG, ("\n \t\n\nA paragraph goes on here.", " More."), MORE[1]],
     "white space around": [("\n\n  This is the first sentence.", " And."), *MORE, ("\n\n", None)],
     "Windows line ends": [
@@ -98,19 +89,13 @@ def joined(cut: Cut) -> str:
     return "".join(head + (detail or "") for head, detail in cut)
 
 
-@pytest.mark.parametrize("kind", LISTS)
-def test_a_numbered_list_is_split_after_its_titles(kind: str) -> None:
-    expect("list", LISTS[kind])
+CUTS = [*(("list", name) for name in LISTS), *(("paragraphs", name) for name in PARAGRAPHS)]
 
 
-@pytest.mark.parametrize("kind", PARAGRAPHS)
-def test_paragraphs_are_split_after_their_first_sentences(kind: str) -> None:
-    expect("paragraphs", PARAGRAPHS[kind])
-
-
-def expect(kind: str, cut: Cut) -> None:
-    tree = extract(joined(cut))
-    assert isinstance(tree, Tree), tree
+@pytest.mark.parametrize(("kind", "name"), CUTS)
+def test_a_list_is_split_after_its_titles_and_paragraphs_after_their_first_sentences(kind: str, name: str) -> None:
+    cut = (LISTS if kind == "list" else PARAGRAPHS)[name]
+    tree = tree_of(joined(cut))
     assert [(paragraph.head, paragraph.detail) for paragraph in tree.paragraphs] == cut
     assert (tree.kind, tree.text) == (kind, joined(cut))
     assert tree.forks == sum(detail is not None for _, detail in cut)
@@ -118,17 +103,13 @@ def expect(kind: str, cut: Cut) -> None:
 
 LIST, PROSE = joined([FIRST, *REST]), joined([LONG, *MORE])
 REFUSALS = [
-    ("code fence", f"{LIST}\n```\ncode\n```"),
     ("code fence", f"{PROSE}\n\n~~~\ncode\n~~~"),
-    ("formula", f"{LIST} $$x$$"),
     ("formula", f"{PROSE} $$x$$"),
-    ("link", f"{LIST}, see http://a.b"),
     ("link", f"{PROSE} See HTTPS://a.b"),
     ("rule", f"{LIST}\n\n---\n"),
     ("rule", f"{PROSE}\n| --- |"),
     ("angle bracket", f"{LIST} <b"),
     ("angle bracket", f"{PROSE} b>"),
-    ("equals sign", f"{LIST} a = b"),
     ("equals sign", f"{PROSE} a=b"),
     ("fewer than 3 items", "1. Red: the colour of fire"),
     ("fewer than 3 items", joined([FIRST, REST[0]])),
@@ -148,12 +129,10 @@ REFUSALS = [
     ("detail under 10 characters", LIST.replace("the colour of fire", "012345678")),
     ("detail under 10 characters", LIST.replace("the colour of fire", "")),
     ("detail under 10 characters", LIST.replace("the colour of the sea", "012345678\n\nThere are more colours.")),
-    ("abbreviation", PROSE.replace("And a second", "And Dr. Who")),
     ("abbreviation", PROSE.replace("And a second", "And MRS. Who")),
     ("abbreviation", PROSE.replace("And a second", "(mr. Who)")),
     ("fewer than 3 paragraphs", ""),
     ("fewer than 3 paragraphs", " \r\n "),
-    ("fewer than 3 paragraphs", "Yes."),
     ("fewer than 3 paragraphs", joined([LONG, MORE[0]])),
     ("fewer than 3 paragraphs", PROSE.replace("\n\n", "\n")),
     ("fewer than 3 forks", PROSE.replace(" More.", "")),
@@ -166,23 +145,17 @@ def test_an_answer_without_a_tree_has_a_reason(reason: str, answer: str) -> None
     assert extract(answer) == Refusal(reason)  # type: ignore[arg-type]
 
 
-def test_every_reason_has_an_example() -> None:
+def test_every_reason_has_an_example_and_without_it_there_is_a_tree() -> None:
     assert {reason for reason, _ in REFUSALS} == set(REASONS)
+    assert (tree_of(LIST).kind, tree_of(PROSE).kind) == ("list", "paragraphs")
 
 
-def test_refused_answers_have_trees_once_the_reason_is_removed() -> None:
-    assert (extract(LIST), extract(PROSE)) == (tree_of(LIST), tree_of(PROSE))
-
-
-def test_a_refused_list_is_tried_as_paragraphs() -> None:
+def test_lists_have_priority_and_a_refused_list_is_tried_as_paragraphs() -> None:
+    both = joined([FIRST, *REST]).replace("\n", ". Such is it. So it is.\n\n") + ". So it is."
+    assert tree_of(both).kind == "list"
     prose = joined(PARAGRAPHS["a list without titles"])
     assert tree_of(prose).kind == "paragraphs"
     assert extract(prose.replace("\n\n", "\n")) == Refusal("item without a title")
-
-
-def test_lists_have_priority_over_paragraphs() -> None:
-    both = joined([FIRST, *REST]).replace("\n", ". Such is it. So it is.\n\n") + ". So it is."
-    assert tree_of(both).kind == "list"
 
 
 def tree_of(answer: str) -> Tree:
@@ -238,7 +211,7 @@ def whole(answer: str) -> bool:
 def test_joining_a_tree_returns_the_answer(answers: st.SearchStrategy[str]) -> None:
     found = []
 
-    @settings(max_examples=300, deadline=None, derandomize=True, database=None)
+    @settings(max_examples=150, deadline=None, derandomize=True, database=None)
     @given(answer=answers)
     def joins(answer: str) -> None:
         found.append(whole(answer))
@@ -247,7 +220,7 @@ def test_joining_a_tree_returns_the_answer(answers: st.SearchStrategy[str]) -> N
     assert sum(found) > len(found) / 2
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(answer=st.text() | st.text(alphabet="12.: \n\r\ta*_`。：!-A", max_size=60))
 def test_any_text_is_extracted_or_refused(answer: str) -> None:
     whole(answer)
@@ -257,4 +230,4 @@ def test_any_text_is_extracted_or_refused(answer: str) -> None:
     "piece", ["1. ", "\n", "\n ", "1. a: ", ". ", ".'", ":", "`", " ", "\r\n\r\n", "*", "1.\n\n", "a. b\n\n"]
 )
 def test_extraction_time_is_linear(piece: str) -> None:
-    whole(piece * (200_000 // len(piece)))  # a search at every index would take minutes
+    whole(piece * (100_000 // len(piece)))  # a search at every index would take minutes

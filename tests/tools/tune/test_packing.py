@@ -83,21 +83,13 @@ def test_a_mask_slot_at_a_token_s_position_predicts_the_next_token() -> None:
     ]
 
 
-def test_packed_groups_match_the_paper_s_layout_of_two_mask_slots() -> None:
-    """x m1 m2 | c1 m1 m2 | c2 m1 m2 of one step, as groups of one row."""
-    sample = chain([40], [41, 42, 43, 44, 45])
-    row = pack(sample, [MaskGroup(0, 2), MaskGroup(1, 2), MaskGroup(2, 2)], (M, M))
-    batch = collate([row])
-    assert row.targets[6:].tolist() == [42, 43, 43, 44, 44, 45]
-    assert batch.positions[0, 6:].tolist() == [1, 2, 2, 3, 3, 4]
-    assert batch.visible[0, 6:, :3].int().tolist() == [[1, 0, 0], [1, 0, 0], [1, 1, 0], [1, 1, 0], [1, 1, 1], [1, 1, 1]]
-    assert torch.equal(batch.visible[0, 6:, 6:].int(), torch.kron(torch.eye(3), torch.tensor([[1, 0], [1, 1]])).int())
-
-
 def test_a_group_ends_where_the_text_ends() -> None:
     row = pack(chain([50], [10, 11, 12]), [MaskGroup(1, 3)], (M, M, M))
     assert row.ids.tolist() == [50, 10, 11, 12, M]
     assert row.targets.tolist()[4:] == [12]
+    row = pack(chain([50], [10, 11, 12]), [MaskGroup(1, 3), MaskGroup(2, 3)], (M,) * 4, MaskLayout(shift=False))
+    assert row.ids.tolist() == [50, 10, 11, 12, M, M]
+    assert row.targets.tolist()[4:] == [IGNORED, 12]
 
 
 def test_distinct_mask_tokens_are_in_slot_order() -> None:
@@ -177,13 +169,6 @@ def test_every_mask_slot_predicts_the_token_after_its_position(
         assert np.array_equal(visible[0, position, :own], visible[0, int(row.parents[anchor]), :own])
 
 
-def test_mask_groups_are_resampled_and_follow_the_seed() -> None:
-    following = successors(chain([1], list(range(10, 60))))
-    draw = [sample_groups(following, 8, 5, 0.3, np.random.default_rng(seed)) for seed in (1, 1, 2)]
-    assert draw[0] == draw[1]
-    assert {group.anchor for group in draw[0]} != {group.anchor for group in draw[2]}
-
-
 def test_the_drop_rate_reduces_deeper_mask_slots() -> None:
     following = successors(chain([1], list(range(10, 2010))))
     depths = np.array([group.depth for group in sample_groups(following, 2000, 4, 0.4, np.random.default_rng(0))])
@@ -218,12 +203,6 @@ def test_a_group_is_packed_as_a_step_of_the_runtime_feeds_it(layout: MaskLayout)
     assert (row.targets[leads] == IGNORED).all()
 
 
-def test_a_group_without_shift_ends_where_the_text_ends() -> None:
-    row = pack(chain([50], [10, 11, 12]), [MaskGroup(1, 3), MaskGroup(2, 3)], (M,) * 4, MaskLayout(shift=False))
-    assert row.ids.tolist() == [50, 10, 11, 12, M, M]
-    assert row.targets.tolist()[4:] == [IGNORED, 12]
-
-
 # What the runtime computes when it decodes, against the packed rows.
 
 
@@ -231,13 +210,9 @@ def test_a_group_without_shift_ends_where_the_text_ends() -> None:
 def hidden_states(model: PreTrainedModel) -> Iterator[list[Tensor]]:
     """Inputs of the output embedding per call, before row selection: B x T x hidden."""
     kept: list[Tensor] = []
-
-    def keep(module: nn.Module, arguments: tuple[Any, ...]) -> None:
-        kept.append(arguments[0].detach().clone())
-
     head = model.get_output_embeddings()
     assert isinstance(head, nn.Module)
-    handle = head.register_forward_pre_hook(keep)
+    handle = head.register_forward_pre_hook(lambda module, arguments: kept.append(arguments[0].detach().clone()))
     try:
         yield kept
     finally:
@@ -311,9 +286,7 @@ def test_packed_groups_have_the_hidden_states_of_the_runtime_s_steps(name: str, 
             batches = decode(text, prompt, model, mask_slots, layout)
             stepped = states[-len(batches) :]
         sample = chain(text[:prompt], text[prompt:])
-        whole = (
-            len(text) - mask_slots - 2
-        )  # groups from here on are shorter in a step: nothing is drafted beyond the end
+        whole = len(text) - mask_slots - 2  # later groups are shorter in a step: nothing is drafted beyond the end
         groups = [MaskGroup(anchor, mask_slots) for anchor in range(prompt - 1, whole)]
         row = pack(sample, groups, (M,) * layout.rows(mask_slots), layout)
         batch = collate([row], group=layout.group)
@@ -350,7 +323,7 @@ def unpacked(sample: Sample) -> list[tuple[list[int], list[int]]]:
     return [(sample.ids[path(leaf)].tolist(), path(leaf)) for leaf in leaves]
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_neox"])
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_a_packed_answer_equals_its_unpacked_rows(name: str) -> None:
     sample = forked()
     row = pack(sample, (), ())

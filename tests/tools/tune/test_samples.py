@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,8 +14,13 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from spaceport.graphs.contract.manifest import TokenIds
-from spaceport.tools.tune.conversation_encoder import ConversationError, conversation_encoder
+from spaceport.tools.tune.conversation_encoder import (
+    ConversationError,
+    conversation_encoder,
+    conversation_encoder_with,
+)
 from spaceport.tools.tune.conversations import Conversation, Turn
+from spaceport.tools.tune.packing import successors
 from spaceport.tools.tune.samples import (
     CHILD_DROPPED,
     CONTROL,
@@ -79,18 +84,17 @@ def only(prepared: Prepared) -> Sample:
     return sample
 
 
-def test_only_the_answer_and_its_end_token_have_a_loss() -> None:
-    sample = only(prepare([chat("Hello", "Good morning.")], ENCODER, LONG))
-    before = [BOS, START, *spelt("user\nHello"), END, *spelt("\n"), START, *spelt("assistant\n")]
-    answer = [*spelt("Good morning."), END]
-    assert ids_of(sample) == (before + answer, answer)
+OPENING = "<s><|start|>user\n{}<|end|>\n<|start|>assistant\n"
 
 
-def test_all_answers_of_a_conversation_have_a_loss_and_other_turns_none() -> None:
-    sample = only(prepare([chat("Hello", "Good.", "Bye", "See you.")], ENCODER, LONG))
+def test_answers_and_their_end_tokens_have_a_loss_and_other_turns_none() -> None:
+    (sample,) = prepare([chat("Hello", "Good.")], ENCODER, LONG).whole
     first, second = [*spelt("Good."), END], [*spelt("See you."), END]
-    before = [BOS, START, *spelt("user\nHello"), END, *spelt("\n"), START, *spelt("assistant\n")]
-    between = [*spelt("\n"), START, *spelt("user\nBye"), END, *spelt("\n"), START, *spelt("assistant\n")]
+    before = spelt(OPENING.format("Hello"))
+    assert before[:3] == [BOS, START, *spelt("user\nHello")][:3]
+    assert ids_of(sample) == (before + first, first)
+    sample = only(prepare([chat("Hello", "Good.", "Bye", "See you.")], ENCODER, LONG))
+    between = spelt("\n" + OPENING.format("Bye").removeprefix("<s>"))
     assert ids_of(sample) == (before + first + between + second, first + second)
 
 
@@ -143,7 +147,7 @@ def test_a_line_longer_than_the_cutoff_is_split() -> None:
 def test_a_list_becomes_a_root_thread_with_a_child_per_fork() -> None:
     prepared = prepare([chat("Which?", LIST)], ENCODER, LONG)
     (sample,) = prepared.forked
-    before = spelt("<s><|start|>user\nWhich?<|end|>\n<|start|>assistant\n")
+    before = spelt(OPENING.format("Which?"))
     heads = [spelt(head) for head in ("Three:\n1. Red:", "\n2. Green:", "\n3. Blue:")]
     details = [spelt(f" the colour of {of}") for of in ("fire", "grass", "the sea")]
     ids, parents, learned = list(before), list(range(-1, len(before) - 1)), [False] * len(before)
@@ -166,7 +170,7 @@ def test_a_list_becomes_a_root_thread_with_a_child_per_fork() -> None:
 
 
 def test_an_answer_that_does_not_end_has_no_end_token() -> None:
-    before = spelt("<s><|start|>user\nHello<|end|>\n<|start|>assistant\n")
+    before = spelt(OPENING.format("Hello"))
     sample = only(prepare([chat("Hello", "Good mor", ends=False)], ENCODER, LONG))
     assert ids_of(sample) == ([*before, *spelt("Good mor")], spelt("Good mor"))
     two = only(prepare([chat("Hello", "Good.", "Bye", "See", ends=False)], ENCODER, LONG))
@@ -191,18 +195,15 @@ def test_a_forked_answer_that_does_not_end_has_no_end_token_in_its_last_thread()
     assert later.ids[-1] != END
 
 
-def test_an_answer_marked_unforked_does_not_fork() -> None:
+def test_answers_are_trained_unforked_as_they_are_marked_or_as_it_is_requested() -> None:
     flat = prepare([chat("Which?", LIST, fork=False)], ENCODER, LONG)
     other = prepare([chat("Which?", LIST)], WHOLE, LONG)
+    both = prepare([chat("Which?", LIST), chat("And?", "Yes.")], ENCODER, LONG, unforked=True)
     assert flat.forked == other.forked == []
-    assert ids_of(flat.whole[0]) == ids_of(other.whole[0])
-    assert ids_of(flat.whole[0])[1] == [*spelt(LIST), END]
-
-
-def test_forked_answers_are_repeated_unforked_on_request() -> None:
-    prepared = prepare([chat("Which?", LIST), chat("And?", "Yes.")], ENCODER, LONG, unforked=True)
-    assert (len(prepared.forked), len(prepared.unforked), len(prepared.whole)) == (1, 1, 1)
-    assert ids_of(prepared.unforked[0])[1] == [*spelt(LIST), END]
+    assert (len(both.forked), len(both.unforked), len(both.whole)) == (1, 1, 1)
+    expected = ids_of(flat.whole[0])
+    assert ids_of(other.whole[0]) == ids_of(both.unforked[0]) == expected
+    assert expected[1] == [*spelt(LIST), END]
 
 
 def test_only_the_last_answer_forks() -> None:
@@ -233,7 +234,7 @@ def test_a_child_beyond_the_cutoff_is_dropped_and_counted() -> None:
 
 
 def test_an_answer_that_begins_beyond_the_cutoff_is_dropped_and_counted() -> None:
-    before = len(spelt("<s><|start|>user\nWhich?<|end|>\n<|start|>assistant\n"))
+    before = len(spelt(OPENING.format("Which?")))
     for cutoff, kept in ((before, 0), (before + 1, 1)):
         for conversation in (chat("Which?", LIST), chat("Which?", "Yes, yes.")):
             prepared = prepare([conversation], ENCODER, cutoff, unforked=True)
@@ -263,9 +264,7 @@ def test_a_template_may_strip_message_content() -> None:
 
 
 def test_text_that_a_template_adds_before_an_answer_has_a_loss() -> None:
-    leading = template("<|start|>{{ message['role'] }}\n{{ message['content'] }}<|end|>", "<|start|>assistant").replace(
-        "{{ message['role'] }}\n", "{{ message['role'] }}\n"
-    )
+    leading = template("<|start|>{{ message['role'] }}\n{{ message['content'] }}<|end|>", "<|start|>assistant")
     sample = only(prepare([chat("Hello", "Good.")], conversation_encoder(tokenizer(leading), TOKENS), LONG))
     assert ids_of(sample)[1] == [*spelt("\nGood."), END]
 
@@ -327,10 +326,30 @@ def test_a_template_that_does_not_extend_its_generation_prompt_is_refused() -> N
         prepare([chat("Hello", "Good.")], conversation_encoder(tokenizer(wrong), TOKENS), LONG)
 
 
-def test_a_tokenizer_needs_an_end_token_but_no_padding_token(tmp_path: Path) -> None:
+def test_a_tokenizer_needs_an_end_token_but_no_padding_token() -> None:
     assert TOKENIZER.pad_token is None
     with pytest.raises(ConversationError, match="the checkpoint has no end-of-text token: expected eos_token_id"):
         conversation_encoder(TOKENIZER, replace(TOKENS, end=()))
+
+
+def test_texts_without_tokens_are_counted_and_after_an_empty_prompt_the_first_token_has_no_loss() -> None:
+    backend = Tokenizer(models.BPE(vocab={"h": 0, "i": 1, "</s>": 2, "[M]": 3}, merges=[]))  # drops all other letters
+    letters = conversation_encoder_with(backend, None, TokenIds(mask=(3,), fork=None, child=None, end=(2,)))
+    (sample,) = prepare([chat("zzz", "hi")], letters, 64).whole
+    assert sample.ids.tolist() == [0, 1, 2]
+    assert sample.learned.tolist() == [False, True, True]
+    assert successors(sample).tolist() == [1, 2, NO_PARENT]
+    assert prepare([text("zzz")], letters, 64).counts[TOO_SHORT] == 1
+
+
+@pytest.mark.parametrize("answer", ["a", "s", "ant", "<", "/s"])
+def test_an_answer_that_also_occurs_in_the_template_is_located(answer: str) -> None:
+    def render(turns: Sequence[Turn], ask: bool) -> str:
+        return "".join(f"<{turn.role}>: {turn.content}</s>\n" for turn in turns)
+
+    encoder = conversation_encoder_with(TOKENIZER.backend_tokenizer, render, TOKENS)
+    (exchange,) = encoder.exchanges(chat("Which?", answer))
+    assert (exchange.lead, exchange.answer, exchange.after) == ("<assistant>: ", answer, "</s>\n")
 
 
 @st.composite

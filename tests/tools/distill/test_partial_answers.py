@@ -39,39 +39,37 @@ def test_a_new_file_begins_with_the_header_and_is_continued(out: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"bundle": "c" * 64}, "was begun with the bundle aaaaaaaaaaaa…, this command has the bundle cccccccccccc…"),
-        ({"prompts": "c" * 64}, "was begun with the prompts bbbbbbbbbbbb…, this command has the prompts cccccccccccc…"),
-        ({"max_tokens": 65}, "was begun with --max-tokens 64, this command has --max-tokens 65"),
-        ({"max_seq_len": 128}, "was begun with --max-seq-len 256, this command has --max-seq-len 128"),
+        ({"bundle": "c" * 64}, "the bundle aaaaaaaaaaaa…, this command has the bundle cccccccccccc…"),
+        ({"prompts": "c" * 64}, "the prompts bbbbbbbbbbbb…, this command has the prompts cccccccccccc…"),
+        ({"max_tokens": 65}, "--max-tokens 64, this command has --max-tokens 65"),
+        ({"max_seq_len": 128}, "--max-seq-len 256, this command has --max-seq-len 128"),
     ],
-    ids=["bundle", "prompts", "max tokens", "max seq len"],
 )
 def test_another_header_is_refused_or_begins_anew(out: Path, change: dict[str, int | str], message: str) -> None:
     file = begin(out)
     other = replace(HEADER, **change)  # type: ignore[arg-type]
     with pytest.raises(InputFault) as caught, opened_partial(out, other, False):
         pass
-    assert f"{file}: {message}: repeat the command of that run to continue it, or begin anew" in str(caught.value)
+    expected = f"{file}: was begun with {message}: repeat the command of that run to continue it, or begin anew"
+    assert expected in str(caught.value)
     assert ANSWER in file.read_text("utf-8")
     with opened_partial(out, other, True):
         assert file.read_text("utf-8") == json.dumps(asdict(other)) + "\n"
 
 
-@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"[]\n", b'{"line": 1}\n', b"[" * 100_000, b'{"schema": 1'])
-def test_a_file_without_a_header_is_refused(out: Path, content: bytes) -> None:
-    partial_file(out).write_bytes(content)
-    with pytest.raises(InputFault, match="has no header of `spaceport distill`: "), opened_partial(out, HEADER, False):
-        pass
-    assert partial_file(out).read_bytes() == content
+OTHER_SCHEMA = json.dumps({**asdict(HEADER), "schema": 2}).encode() + b"\n"
+NO_HEADERS = (b"", b"\xff\xfe", b"[]\n", b'{"line": 1}\n', b"[" * 100_000, b'{"schema": 1', OTHER_SCHEMA)
 
 
-def test_another_schema_is_refused(out: Path) -> None:
-    partial_file(out).write_text(json.dumps({**asdict(HEADER), "schema": 2}) + "\n")
-    with (
-        pytest.raises(InputFault, match="has schema 2, expected 1: another version"),
-        opened_partial(out, HEADER, False),
-    ):
-        pass
+def test_a_file_without_a_header_of_this_version_is_refused(out: Path) -> None:
+    for content in NO_HEADERS:
+        message = (
+            "schema 2, expected 1: another version" if content == OTHER_SCHEMA else "no header of `spaceport distill`"
+        )
+        partial_file(out).write_bytes(content)
+        with pytest.raises(InputFault, match=f"has {message}"), opened_partial(out, HEADER, False):
+            pass
+        assert partial_file(out).read_bytes() == content
 
 
 def test_a_file_that_a_process_writes_is_refused(out: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from itertools import permutations
 from pathlib import Path
 
@@ -11,16 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from spaceport.tools.demo_recipe.corpus import (
-    HELD_OUT_FILE,
-    HELD_OUT_TEXT_FILE,
-    TRAIN_FILE,
-    WINDOW,
-    Corpus,
-    collect,
-    save,
-    windows,
-)
+from spaceport.tools.demo_recipe import corpus as files
+from spaceport.tools.demo_recipe.corpus import WINDOW, Corpus, collect, save, windows
 from spaceport.tools.demo_recipe.invented_signatures import invent, pool_of
 from spaceport.tools.demo_recipe.packages import installed
 from spaceport.tools.demo_recipe.parameter_answers import answer, asked, question
@@ -82,18 +73,21 @@ def test_invented_functions_are_valid_python_and_diverse(sources: list[Source]) 
     assert len({function.text for function in found}) == len(found)
 
 
-def test_held_out_files_are_not_in_the_training_data(sources: list[Source], saved: Path) -> None:
-    trained = [conversation.turns for conversation in read_conversations(saved / TRAIN_FILE)]
+def test_held_out_files_are_not_in_the_training_data_and_some_lists_do_not_fork(
+    sources: list[Source], saved: Path
+) -> None:
+    trained = [conversation.turns for conversation in read_conversations(saved / files.TRAIN_FILE)]
     held_out = {one.text for source in sources if source.held_out for one in functions_in(source.text)}
     own = {one.text for source in sources if not source.held_out for one in functions_in(source.text)}
     questions = {turns[0].content for turns in trained if turns[0].role == "user"}
-    kept = [conversation.turns for conversation in read_conversations(saved / HELD_OUT_FILE)]
+    kept = [conversation.turns for conversation in read_conversations(saved / files.HELD_OUT_FILE)]
     assert kept
     assert questions.isdisjoint(turns[0].content for turns in kept)
     assert {asked(turns[0].content).text for turns in kept} <= held_out - own
+    assert 0.1 < sum(not one.fork for one in read_conversations(saved / files.TRAIN_FILE)) / LISTS < 0.3
     texts = "".join(source.text for source in sources if not source.held_out)
     assert all(turns[0].content in texts for turns in trained if turns[0].role == "text")
-    foreign = read_conversations(saved / HELD_OUT_TEXT_FILE)
+    foreign = read_conversations(saved / files.HELD_OUT_TEXT_FILE)
     assert foreign
     assert not any(conversation.ends or conversation.turns[0].content in texts for conversation in foreign)
 
@@ -108,18 +102,10 @@ def test_held_out_signatures_are_neither_trained_nor_invented() -> None:
     assert len({function.text for function in (*found.lists, *found.held_out)}) == 100 + 5
 
 
-def test_some_lists_are_repeated_unforked(saved: Path) -> None:
-    lines = [json.loads(line) for line in (saved / TRAIN_FILE).read_text("utf-8").splitlines()]
-    whole = [line["messages"] for line in lines if line.get("fork") is False]
-    forked = [line["messages"] for line in lines if "messages" in line and "fork" not in line]
-    assert 0.1 < len(whole) / LISTS < 0.3
-    assert all(messages in forked and len(asked(messages[0]["content"]).parameters) >= 3 for messages in whole)
-
-
 def test_the_same_seed_writes_the_same_files(sources: list[Source], saved: Path, tmp_path: Path) -> None:
     for name, seed in (("again", 0), ("other", 1)):
         save(collect(sources, seed, LISTS), tmp_path / name, seed)
-    for file in (TRAIN_FILE, HELD_OUT_FILE, HELD_OUT_TEXT_FILE):
+    for file in (files.TRAIN_FILE, files.HELD_OUT_FILE, files.HELD_OUT_TEXT_FILE):
         first, again, other = (
             (folder / file).read_bytes() for folder in (saved, tmp_path / "again", tmp_path / "other")
         )
@@ -159,10 +145,8 @@ def test_the_untrained_model_and_its_tokenizer_have_the_right_shape_and_follow_t
     assert 1_800_000 < sum(weight.numel() for weight in model.parameters()) < 2_300_000
     assert model.config.vocab_size % 64 == 0
     assert model.config.vocab_size - len(tokenizer) >= FREE_ROWS
-    assert model.generation_config.eos_token_id == [
-        tokenizer.eos_token_id,
-        tokenizer.convert_tokens_to_ids("<|end|>"),
-    ]
+    ends = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|end|>")]
+    assert model.generation_config.eos_token_id == ends
     encode = tokenizer.backend_tokenizer.encode
     for text in (question(corpus.lists[0]), answer(corpus.lists[0]), *corpus.texts[:20], "größer \U0001f600 1234"):
         assert tokenizer.decode(encode(text, add_special_tokens=False).ids) == text

@@ -64,6 +64,9 @@ def written(folder: Path, lines: list[dict[str, Any]], name: str = "prompts.json
     return file
 
 
+OPTIONS = DistillOptions(60, 2, 256, threads=1)  # those of LIMITS
+
+
 def distill(bundle: Path, prompts: Path, out: Path, *more: str) -> int:
     return run(["distill", str(bundle), str(prompts), str(out), *LIMITS, *more])
 
@@ -118,19 +121,11 @@ def test_lines_have_the_order_and_the_other_keys_of_the_prompts(whole: Path) -> 
     assert "Not this." not in whole.read_text("utf-8")
 
 
-def test_more_requests_at_the_same_time_change_no_byte(whole: Path, tiny_bundle: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out.jsonl"
-    assert distill(tiny_bundle, written(tmp_path, LINES), out, "--max-requests", "5") == OK
-    assert out.read_bytes() == whole.read_bytes()
-    assert not partial_file(out).exists()
-
-
-@pytest.mark.parametrize("after", [1, 6])
-def test_an_interrupted_run_continues_to_the_same_bytes(
+@pytest.mark.parametrize("after", [0, 1, 6])
+def test_several_requests_also_of_an_interrupted_run_write_the_same_bytes(
     whole: Path, tiny_bundle: Path, tmp_path: Path, after: int
 ) -> None:
     prompts, out = written(tmp_path, LINES), tmp_path / "out.jsonl"
-    options = DistillOptions(60, 2, 256, threads=1)
     seen: list[DistillProgress] = []
 
     def interrupt(progress: DistillProgress) -> None:
@@ -138,14 +133,14 @@ def test_an_interrupted_run_continues_to_the_same_bytes(
         if len(seen) > after:
             raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt), open_distillation(tiny_bundle, prompts, out, options) as distillation:
+    with pytest.raises(KeyboardInterrupt), open_distillation(tiny_bundle, prompts, out, OPTIONS) as distillation:
         distillation.run(interrupt)
     assert not out.exists()
     stored = stored_answers(partial_file(out))
     assert len(stored) >= after
     with partial_file(out).open("ab") as file:
         file.write(b'{"line": 8, "outcome": "finished", "text": "torn')  # as after a kill
-    with open_distillation(tiny_bundle, prompts, out, options) as distillation:
+    with open_distillation(tiny_bundle, prompts, out, OPTIONS) as distillation:
         report = distillation.run(seen.append)
     assert out.read_bytes() == whole.read_bytes()
     assert report.progress.tokens == report.tokens - sum(answer.tokens for answer in stored)
@@ -154,7 +149,7 @@ def test_an_interrupted_run_continues_to_the_same_bytes(
 
 def test_stored_answers_are_not_generated_again(tiny_bundle: Path, tmp_path: Path) -> None:
     prompts, out = written(tmp_path, LINES[:3]), tmp_path / "out.jsonl"
-    with open_distillation(tiny_bundle, prompts, out, DistillOptions(60, 1, 256, threads=1)) as distillation:
+    with open_distillation(tiny_bundle, prompts, out, OPTIONS) as distillation:
         with distillation.partial.open("a") as file:
             for part, text in enumerate(("Stored.", "Stored too.")):
                 answer = {"line": 2, "outcome": "finished", "text": text, "tokens": 5, "part": part}
@@ -235,41 +230,34 @@ def test_prompts_without_any_answer_or_others_than_before_are_an_error(
     assert out.read_bytes() == whole.read_bytes()
 
 
-def changed_bundle(bundle: Path, target: Path, template: str | None) -> Path:
-    """A copy of a bundle with another chat template, or with none."""
-    shutil.copytree(bundle, target)
+@pytest.mark.parametrize(
+    "template",
+    [
+        None,
+        "{% for m in messages %}{{ raise_exception('no system') if m.role == 'system' }}{% endfor %}{{ messages[0].content }}",
+    ],
+)
+def test_turns_that_the_template_refuses_or_that_need_one_are_found_first(
+    template: str | None, tiny_bundle: Path, tmp_path: Path, capfd: Capture
+) -> None:
+    bundle = shutil.copytree(tiny_bundle, tmp_path / "bundle")
     manifest = read_manifest(bundle)
     for name in (MANIFEST_FILE, TEMPLATE_FILE):
-        (target / name).unlink()
+        (bundle / name).unlink()
     if template is not None:
-        (target / TEMPLATE_FILE).write_text(template, "utf-8")
-    write_manifest(target, manifest)
-    return target
-
-
-def test_turns_that_the_template_refuses_are_found_first(tiny_bundle: Path, tmp_path: Path, capfd: Capture) -> None:
-    refusing = (
-        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}{% endfor %}"
-    )
-    bundle = changed_bundle(tiny_bundle, tmp_path / "bundle", refusing + "{{ messages[0].content }}")
+        (bundle / TEMPLATE_FILE).write_text(template, "utf-8")
+    write_manifest(bundle, manifest)
     prompts, out = written(tmp_path, LINES), tmp_path / "out.jsonl"
     assert distill(bundle, prompts, out) == INPUT
-    assert f"{prompts} line 4: chat template: TemplateError: no system" in capfd.readouterr().err
+    message = "line 4: chat template: TemplateError: no system" if template else "line 2: has several turns, but"
+    assert f"{prompts} {message}" in capfd.readouterr().err
     assert stored_answers(partial_file(out)) == []
-
-
-def test_a_bundle_without_a_chat_template_answers_single_prompts(
-    tiny_bundle: Path, tmp_path: Path, capfd: Capture
-) -> None:
-    bundle = changed_bundle(tiny_bundle, tmp_path / "bundle", None)
-    prompts, out = written(tmp_path, LINES), tmp_path / "out.jsonl"
-    assert distill(bundle, prompts, out) == INPUT
-    assert f"{prompts} line 2: has several turns, but {bundle} has no chat template" in capfd.readouterr().err
-    single = written(tmp_path, [{"prompt": TEXT}], "single.jsonl")
-    assert distill(bundle, single, out, "--max-tokens", "5") == OK
-    with Runtime.open(bundle, threads=1) as opened:
-        text = opened.generate(TEXT, Decoding(max_tokens=5)).text
-    assert records(out)[0]["messages"][1]["content"] == text
+    if template is None:  # single prompts are answered without one
+        single = written(tmp_path, [{"prompt": TEXT}], "single.jsonl")
+        assert distill(bundle, single, out, "--max-tokens", "5", "--overwrite") == OK
+        with Runtime.open(bundle, threads=1) as opened:
+            text = opened.generate(TEXT, Decoding(max_tokens=5)).text
+        assert records(out)[0]["messages"][1]["content"] == text
 
 
 def test_engines_limit_the_requests_and_leave_the_digest_as_it_is(tiny_bundle: Path) -> None:
@@ -297,24 +285,20 @@ main()
 """
 
 
-def interrupted(bundle: Path, prompts: Path, out: Path, number: signal.Signals) -> subprocess.CompletedProcess[str]:
-    """A run in a process that receives this signal."""
-    arguments = map(str, (number.value, "distill", bundle, prompts, out, *LIMITS, "--max-requests", "2"))
-    command = [sys.executable, "-c", INTERRUPTED_PROGRAM, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
-
-
 @pytest.mark.slow
 def test_a_killed_process_continues_to_the_same_bytes(tiny_bundle: Path, tmp_path: Path) -> None:
     lines = [{"id": number, "messages": [asked(KNOWN[number % 3]), asked(KNOWN[number % 2])]} for number in range(12)]
     prompts, out, other = written(tmp_path, lines), tmp_path / "out.jsonl", tmp_path / "other.jsonl"
-    first = interrupted(tiny_bundle, prompts, out, signal.SIGINT)
-    assert first.returncode == INTERRUPTED
-    assert f"{partial_file(out)} has the answers so far: the same command continues the run" in first.stderr
-    stored = len(stored_answers(partial_file(out)))
-    assert stored >= 3
-    assert interrupted(tiny_bundle, prompts, out, signal.SIGKILL).returncode == -signal.SIGKILL
-    assert len(stored_answers(partial_file(out))) >= stored + 3
+    stored = 0
+    for number, code in ((signal.SIGINT, INTERRUPTED), (signal.SIGKILL, -signal.SIGKILL)):
+        arguments = map(str, (number.value, "distill", tiny_bundle, prompts, out, *LIMITS, "--max-requests", "2"))
+        command = [sys.executable, "-c", INTERRUPTED_PROGRAM, *arguments]
+        ended = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert ended.returncode == code
+        message = f"{partial_file(out)} has the answers so far: the same command continues the run"
+        assert (message in ended.stderr) == (code == INTERRUPTED)
+        assert len(stored_answers(partial_file(out))) >= stored + 3
+        stored = len(stored_answers(partial_file(out)))
     assert not out.exists()
     assert distill(tiny_bundle, prompts, out, "--max-requests", "2") == OK
     assert distill(tiny_bundle, prompts, other, "--max-requests", "16") == OK

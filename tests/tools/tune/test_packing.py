@@ -1,32 +1,19 @@
 """Packing: packed rows have the positions, visibility and targets of decoding."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from numpy.typing import NDArray
-from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from spaceport.graphs.contract.manifest import TokenIds
-from spaceport.graphs.contract.mask_layout import CAUSAL, MaskLayout
+from spaceport.graphs.contract.mask_layout import MaskLayout
 from spaceport.graphs.correction import DraftCorrection, Factors
-from spaceport.graphs.decoder import decoder_of
-from spaceport.runtime.backends.on_torch import TorchEngine
 from spaceport.runtime.decode import draft as drafts
-from spaceport.runtime.decode.draft import Candidates, DraftConfig
 from spaceport.runtime.decode.plan import Plan, plan_thread, sees
-from spaceport.runtime.decode.request import Request
-from spaceport.runtime.decode.request_config import RequestConfig
-from spaceport.runtime.decode.step import StepInput, step
-from spaceport.runtime.decode.threads import Thread, new_thread
-from spaceport.runtime.engine import Batch
+from spaceport.runtime.decode.threads import new_thread
 from spaceport.tools.tune.packed_model import CORRECTED_LOSS, LOSS, packed_model_of, run
 from spaceport.tools.tune.packing import (
     IGNORED,
@@ -201,116 +188,6 @@ def test_a_group_is_packed_as_a_step_of_the_runtime_feeds_it(layout: MaskLayout)
     leads = np.flatnonzero(row.mask_slots == LEAD)
     assert leads.size == 2 * layout.lead
     assert (row.targets[leads] == IGNORED).all()
-
-
-# What the runtime computes when it decodes, against the packed rows.
-
-
-@contextmanager
-def hidden_states(model: PreTrainedModel) -> Iterator[list[Tensor]]:
-    """Inputs of the output embedding per call, before row selection: B x T x hidden."""
-    kept: list[Tensor] = []
-    head = model.get_output_embeddings()
-    assert isinstance(head, nn.Module)
-    handle = head.register_forward_pre_hook(lambda module, arguments: kept.append(arguments[0].detach().clone()))
-    try:
-        yield kept
-    finally:
-        handle.remove()
-
-
-@dataclass
-class Recording:
-    """An engine that records its inputs."""
-
-    engine: TorchEngine
-    batches: list[Batch] = field(default_factory=list)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.engine, name)
-
-    def run(self, batch: Batch) -> NDArray[np.float32]:
-        self.batches.append(batch)
-        return self.engine.run(batch)
-
-
-@dataclass(frozen=True)
-class Known:
-    """Predicts the tokens of a given text."""
-
-    text: Sequence[int]
-
-    def token(self, logits: NDArray[np.float32], thread: Thread, ahead: Sequence[int]) -> int:
-        return self._at(len(thread.tokens) + len(ahead))
-
-    def candidates(
-        self, logits: NDArray[np.float32], thread: Thread, position: int, most: int
-    ) -> tuple[Candidates, ...]:
-        return tuple(Candidates((self._at(position + slot),), (1.0,)) for slot in range(len(logits)))
-
-    def _at(self, position: int) -> int:
-        return self.text[position] if position < len(self.text) else 3
-
-
-def decode(
-    text: Sequence[int], prompt: int, model: PreTrainedModel, mask_slots: int, layout: MaskLayout = CAUSAL
-) -> list[Batch]:
-    """Decode a given text, so that every draft is accepted; return the engine calls."""
-    decoder, _ = decoder_of(model, "scatter", "plain")
-    engine = Recording(TorchEngine(decoder, decoder.signature, 128, 1, "cpu"))
-    config = RequestConfig(
-        tokens=TokenIds(mask=(M,)),
-        selector=Known(text),
-        max_length=len(text),
-        max_total=len(text),
-        draft_config=DraftConfig(mask_slots, "chain", mask_layout=layout),
-    )
-    request = Request(text[:prompt], config, 128, "scatter")
-    while request.live:
-        step(engine, [StepInput(request)])
-    assert request.statistics.tokens / request.statistics.steps > mask_slots / 2  # drafts were accepted
-    return engine.batches
-
-
-@pytest.mark.parametrize(
-    ("name", "layout"),
-    [("llama", CAUSAL), ("gemma2", CAUSAL), ("gpt_neox", CAUSAL), ("gemma2", MaskLayout(False, "block"))],
-    ids=str,
-)
-def test_packed_groups_have_the_hidden_states_of_the_runtime_s_steps(name: str, layout: MaskLayout) -> None:
-    mask_slots, prompt = 3, 9
-    text = np.random.default_rng(5).integers(3, M, 40).tolist()
-    model = build(FAMILY[name])
-    with torch.no_grad():
-        with hidden_states(model) as states:
-            batches = decode(text, prompt, model, mask_slots, layout)
-            stepped = states[-len(batches) :]
-        sample = chain(text[:prompt], text[prompt:])
-        whole = len(text) - mask_slots - 2  # later groups are shorter in a step: nothing is drafted beyond the end
-        groups = [MaskGroup(anchor, mask_slots) for anchor in range(prompt - 1, whole)]
-        row = pack(sample, groups, (M,) * layout.rows(mask_slots), layout)
-        batch = collate([row], group=layout.group)
-        packed_model = packed_model_of(build(FAMILY[name]), mask_slots)
-        with hidden_states(packed_model.model) as states:
-            run(packed_model, batch)
-            packed = states[-1][0]
-    of_group = {
-        (int(row.parents[position - slot + 1 - layout.lead]), slot + layout.lead): position
-        for position, slot in enumerate(row.mask_slots.tolist())
-        if slot > 0
-    }
-    compared = 0
-    for call, hidden in zip(batches, stepped, strict=True):
-        anchor = slot = 0
-        for line, (token, position) in enumerate(zip(call.input_ids[0], call.position_ids[0], strict=True)):
-            slot = slot + 1 if token == M else 0
-            if not slot:
-                anchor = int(position)
-            position = of_group.get((anchor, slot)) if slot else anchor
-            if position is not None:
-                assert (hidden[0, line] - packed[position]).abs().max() < 1e-5
-                compared += slot > 0
-    assert compared > 2 * len(groups)
 
 
 def unpacked(sample: Sample) -> list[tuple[list[int], list[int]]]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,8 +19,24 @@ from torch import Tensor
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.tools.cli.exit_codes import FAULT, INPUT, OK
 from spaceport.tools.tune.processes import open_accelerator
-from support.forked_tunings import codes, request
-from support.launched import float32_tiny, free_port
+from support import forked_tunings
+from support.forked_tunings import codes, float32_tiny, free_port, request
+
+DIED = -signal.SIGKILL
+TORCHRUN = ["torchrun", "--standalone", "--nproc-per-node", "2"]
+LAUNCHERS = {
+    "torchrun": [*TORCHRUN, "--no-python"],
+    "accelerate": [
+        "accelerate",
+        "launch",
+        "--multi_gpu",
+        "--num_processes",
+        "2",
+        "--main_process_port",
+        "0",
+        "--no_python",
+    ],
+}
 
 
 @pytest.fixture
@@ -37,66 +55,140 @@ def steps_of(target: Path, rank: int) -> list[tuple[float, float]]:
     return [(float(norm), float(rate)) for norm, rate in map(str.split, lines)]
 
 
+def errors_of(target: Path, rank: int = 0) -> str:
+    return target.with_name(f"{target.name}-errors-{rank}").read_text()
+
+
 def weights_of(target: Path) -> dict[str, Tensor]:
     found: dict[str, Tensor] = load_file(target / "model.safetensors")
     return found
 
 
+def same(one: Path, two: Path) -> bool:
+    """Whether two trainings have the same weights, bit by bit, and left nothing else behind."""
+    first, second = weights_of(one), weights_of(two)
+    left = any(each.with_name(f"{each.name}.training").exists() for each in (one, two))
+    return not left and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def measured(target: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (target / "metrics.jsonl").read_text().splitlines()]
+
+
+def require_equal_losses(one: Path, two: Path, measurements: int) -> None:
+    """Losses begin above 14, which float32 rounds by 1e-6, and hundreds of them are added."""
+    assert len(measured(one)) == len(measured(two)) == measurements
+    for expected, found in zip(measured(one), measured(two), strict=True):
+        assert [loss is None for loss in found["losses"]] == [loss is None for loss in expected["losses"]]
+        known, same_slots = ([loss for loss in each["losses"] if loss is not None] for each in (expected, found))
+        assert same_slots == pytest.approx(known, abs=1e-5, rel=2e-6)
+
+
 @pytest.mark.slow
 def test_two_processes_train_like_one_even_after_a_resume(order: list[str], tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
-    found = codes(
-        request(one, order, 1),
-        request(two, order, 2, after=3, then="stop"),
-        request(two, order, 2, "--resume"),
-    )
-    errors = {file.name: file.read_text() for file in tmp_path.glob("*-errors-*")}
-    assert found == [[0], [130, 130], [0, 0]], errors
-    assert errors["two-errors-1"] == ""
-    assert "7 samples, 4 steps, 1.33 epochs, 3 done, 2 processes" in errors["two-errors-0"]
+    stopped = request(two, order, 2, after=3, then="stop")
+    found = codes(request(one, order, 1), stopped, request(two, order, 2, "--resume"))
+    assert found == [[0], [130, 130], [0, 0]], errors_of(two)
+    assert errors_of(two, 1) == (tmp_path / "two-out-1").read_text() == ""
+    assert "7 samples, 4 steps, 1.33 epochs, 3 done, 2 processes" in errors_of(two)
+    assert json.loads((tmp_path / "two-out-0").read_text())["training"]["step"] == 4
     assert not (tmp_path / "two.training").exists()
     first, second = weights_of(one), weights_of(two)
     assert max(float((first[name] - second[name]).abs().max()) for name in first) < 1e-6
-    lines = [(folder / "metrics.jsonl").read_text().splitlines() for folder in (one, two)]
-    assert len(lines[0]) == len(lines[1]) == 5
-    for expected, measured in zip(*(map(json.loads, kept) for kept in lines), strict=True):
-        assert measured["losses"] == pytest.approx(expected["losses"], abs=1e-5)
-        assert measured["accuracies"] == pytest.approx(expected["accuracies"])
-        assert [measured[key] == expected[key] for key in ("step", "kind", "tokens")] == [True] * 3
+    require_equal_losses(one, two, 5)
+    for expected, other in zip(measured(one), measured(two), strict=True):
+        assert other["accuracies"] == pytest.approx(expected["accuracies"])
+        assert [other[key] == expected[key] for key in ("step", "kind", "tokens")] == [True] * 3
     # Adam hides the size of gradients; it is the same too
     norms = [[norm for norm, _ in steps_of(folder, 0)] for folder in (one, two)]
     assert norms[1][:3] == pytest.approx(norms[0][:3], rel=1e-4)
-    assert json.loads((tmp_path / "two-out-0").read_text())["training"]["step"] == 4
-    assert (tmp_path / "two-out-1").read_text() == ""
-
-
-def last_line(target: Path, rank: int) -> str:
-    """The error of a process."""
-    return target.with_name(f"{target.name}-errors-{rank}").read_text().splitlines()[-1]
 
 
 @pytest.mark.nightly
 @pytest.mark.slow
 def test_a_process_that_loses_another_one_ends_and_a_resume_loses_nothing(order: list[str], tmp_path: Path) -> None:
-    whole, lost, unsaved, written = (tmp_path / name for name in ("whole", "lost", "unsaved", "written"))
+    names = ("whole", "lost", "first", "unsaved", "written", "silent", "alone")
+    whole, lost, first, unsaved, written, silent, alone = (tmp_path / name for name in names)
     options = ["--auto-resume", "--save-every", "2"]
     found = codes(
         request(whole, order, 2),
         request(lost, order, 2, *options, after=3, then="die"),
         request(lost, order, 2, *options),
+        request(first, order, 2, *options, after=3, then="die", who=0),
         request(unsaved, order, 2, *options, then="die while a state is saved"),
         request(written, order, 2, then="die while the first process writes"),
+        request(silent, order, 2, "--process-timeout", "4s", after=2, then="hang"),
+        request(alone, order, 2, "--process-timeout", "2s", then="never start"),
     )
-    died = -signal.SIGKILL
-    assert found == [[OK, OK], [FAULT, died], [OK, OK], [FAULT, died], [OK, died]]
-    message = "spaceport: rank 0: lost another process, whose messages say why; no state is saved yet: start all processes again"
-    assert last_line(unsaved, 0) == message
+    assert found == [
+        *([OK, OK], [FAULT, DIED], [OK, OK], [DIED, FAULT], [FAULT, DIED], [OK, DIED], [FAULT, DIED], [FAULT, 0]),
+    ]
+    message = "rank 0: lost another process, whose messages say why; no state is saved yet: start all processes again\n"
+    assert errors_of(unsaved).endswith(message)
     assert not list(unsaved.with_name("unsaved.training").glob("step-*[0-9]"))
-    for each in (lost, written):
-        first, second = weights_of(whole), weights_of(each)
-        assert all(torch.equal(first[name], second[name]) for name in first)
-        assert not each.with_name(f"{each.name}.training").exists()
-    assert "7 samples, 4 steps, 1.33 epochs, 2 done, 2 processes" in (tmp_path / "lost-errors-0").read_text()
+    message = r"rank 1: lost another process, .*; the state after step 2 is saved: .* --resume\n$"
+    assert re.search(message, errors_of(first, 1))
+    assert "another process has not answered for 4 s (--process-timeout): it hangs, or its" in errors_of(silent)
+    assert "2 processes expected, and not all have connected to 127.0.0.1:" in errors_of(alone)
+    assert not [each for each in (unsaved, first, silent, alone) if "Traceback" in errors_of(each)]
+    assert same(whole, lost)
+    assert same(whole, written)
+    assert "7 samples, 4 steps, 1.33 epochs, 2 done, 2 processes" in errors_of(lost)
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+def test_machines_without_a_common_file_system_resume_from_copies_of_the_state(
+    order: list[str], tmp_path: Path
+) -> None:
+    whole, target, other = (tmp_path / name for name in ("whole", "tuned", "other"))
+
+    def apart(*more: str, **what: Any) -> dict[str, Any]:
+        tuning = request(target, order, 2, "--save-every", "2", *more, **what)
+        first: list[str] = tuning["arguments"][0]
+        second = [str(other) if argument == str(target) else argument for argument in first]
+        return {**tuning, "arguments": [first, second]}
+
+    lost = apart(after=3, then="die")
+    assert codes(request(whole, order, 2), lost, apart("--resume")) == [[OK, OK], [FAULT, DIED], [INPUT, INPUT]]
+    message = r"saved state: step 2 \(\w+\) on rank 0, none on rank 1\): TUNED.training must"
+    assert re.search(message, errors_of(target))
+    shutil.rmtree(tmp_path / "other.training", ignore_errors=True)
+    shutil.copytree(tmp_path / "tuned.training", tmp_path / "other.training")
+    assert codes(apart("--resume")) == [[OK, OK]]
+    assert same(whole, target)
+    assert not list(tmp_path.glob("other*"))
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_launched_processes_have_the_losses_of_one(launcher: str, order: list[str], tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert codes(request(one, order, 1)) == [[OK]]
+    tuning = request(two, order, 2)["arguments"][0]
+    program, *options = LAUNCHERS[launcher]
+    beside = Path(sys.executable).with_name
+    command = [str(beside(program)), *options, str(beside("spaceport")), *tuning]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=500)
+    assert "4 steps, 1.33 epochs, 2 processes" in done.stderr
+    require_equal_losses(one, two, 5)
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+def test_torchrun_restarts_killed_processes_and_the_weights_stay_the_same(
+    order: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, target = tmp_path / "whole", tmp_path / "tuned"
+    assert codes(request(whole, order, 2)) == [[OK, OK]]
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    tuning = request(target, order, 2, "--auto-resume", "--save-every", "1", after=2, then="restarts")
+    program = [str(Path(sys.executable).with_name("torchrun")), *TORCHRUN[1:], "--max-restarts", "2"]
+    subprocess.run([*program, forked_tunings.__file__, json.dumps([tuning])], check=True, timeout=500)
+    assert same(whole, target)
+    assert re.search(r", 2 done, 2 processes", errors_of(target))
 
 
 @pytest.mark.slow
@@ -112,28 +204,20 @@ def test_processes_with_a_time_budget_have_the_same_learning_rates(order: list[s
 @pytest.mark.nightly
 @pytest.mark.slow
 def test_processes_with_different_inputs_are_refused(order: list[str], tmp_path: Path) -> None:
-    other = tmp_path / "other"
-    other.mkdir()
-    (other / "data.jsonl").write_text((tmp_path / "data.jsonl").read_text() + '{"text": "More."}\n')
-    data = str(tmp_path / "data.jsonl")
-    tunings = []
-    for change in ({data: str(other / "data.jsonl")}, {"1e-4": "2e-4"}, {data: str(other / "missing.jsonl")}):
-        tuning = request(tmp_path / f"tuned-{len(tunings)}", order, 2)
-        ((first, second),) = [tuning[-1]]  # type: ignore[misc]
-        tuning[-1] = [first, [change.get(argument, argument) for argument in second]]
-        tunings.append(tuning)
+    data, other = str(tmp_path / "data.jsonl"), tmp_path / "other" / "data.jsonl"
+    other.parent.mkdir()
+    other.write_text(Path(data).read_text() + '{"text": "More."}\n')
+    changes = ({data: str(other)}, {"1e-4": "2e-4"}, {data: str(tmp_path / "missing.jsonl")})
+    tunings = [request(tmp_path / f"tuned-{number}", order, 2) for number in range(3)]
+    for tuning, change in zip(tunings, changes, strict=True):
+        first: list[str] = tuning["arguments"][0]
+        tuning["arguments"] = [first, [change.get(argument, argument) for argument in first]]
     assert codes(*tunings) == [[INPUT, INPUT]] * 3
-    messages = [(tmp_path / f"tuned-{number}-errors-0").read_text() for number in range(3)]
+    messages = [errors_of(tmp_path / f"tuned-{number}") for number in range(3)]
     assert re.search(r"processes .* differ \(data: data.jsonl \w+ on rank 0, data.jsonl \w+ on", messages[0])
     assert "differ (learning_rate: 0.0001 on rank 0, 0.0002 on rank 1): start all of them with the same" in messages[1]
     assert re.search(r"rank 0: rank 1 cannot start: \S+missing.jsonl: no such file", messages[2])
     assert not list(tmp_path.glob("*.training"))
-
-
-def losses_of(target: Path) -> list[dict[int, float]]:
-    """The losses of each measurement that were measured, by their mask slot."""
-    lines = (target / "metrics.jsonl").read_text().splitlines()
-    return [{slot: loss for slot, loss in enumerate(json.loads(line)["losses"]) if loss is not None} for line in lines]
 
 
 METHODS = (
@@ -156,22 +240,17 @@ METHODS = (
 @pytest.mark.nightly
 def test_each_method_has_the_losses_of_one_process(order: list[str], tmp_path: Path) -> None:
     answer = "Three:\n\n1. Red: the colour of fire\n2. Green: the colour of grass\n3. Blue: the colour of the sea"
-    lines = [{"prompt": f"Which {number}?", "response": answer} for number in range(4)]
     with (tmp_path / "data.jsonl").open("a") as file:
-        file.writelines(json.dumps(line) + "\n" for line in lines)
-    common = ["--max-steps", "8", "--save-every", "4"]
+        for number in range(4):
+            file.write(json.dumps({"prompt": f"Which {number}?", "response": answer}) + "\n")
     tunings = [
-        request(tmp_path / f"{processes}-{number}", order, processes, *common, *options.split())
+        request(tmp_path / f"{processes}-{number}", order, processes, "--max-steps", "8", *options.split())
         for number, options in enumerate(METHODS)
         for processes in (1, 2)
     ]
     assert codes(*tunings) == [[0], [0, 0]] * len(METHODS)
-    for number, options in enumerate(METHODS):
-        one, two = (losses_of(tmp_path / f"{processes}-{number}") for processes in (1, 2))
-        assert len(one) == len(two) == 8 + 2
-        for expected, found in zip(one, two, strict=True):
-            # losses begin above 14, which float32 rounds by 1e-6, and hundreds of them are added
-            assert found == pytest.approx(expected, abs=1e-5, rel=2e-6), options
+    for number in range(len(METHODS)):
+        require_equal_losses(tmp_path / f"1-{number}", tmp_path / f"2-{number}", 8 + 1)
 
 
 # Two processes: the first one works for longer than the timeout, and says so now and then.
@@ -184,28 +263,20 @@ def work(going_on):
     while time.monotonic() < end:
         time.sleep(0.1)
         going_on()
-    return {"answers": [1, 2]}
+    return [1, 2]
 
-timeout = 6.0
-children = []
-for rank in range(2):
-    children.append(os.fork())
-    if not children[-1]:
-        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[1])
-        code = 99
-        try:
-            code = int(by_main_process(open_accelerator(False, timeout), work, timeout) != {"answers": [1, 2]})
-        finally:
-            os._exit(code)
-sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children))
+timeout, child = 6.0, os.fork()
+rank = "0" if child else "1"
+os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[1])
+assert by_main_process(open_accelerator(False, timeout), work, timeout) == [1, 2]
+assert not child or os.waitpid(child, 0)[1] == 0
 """
 
 
 @pytest.mark.slow
 @pytest.mark.nightly
 def test_the_others_wait_for_work_of_the_first_process_and_get_its_result() -> None:
-    command = [sys.executable, "-c", WORKING_PROCESSES, str(free_port())]
-    subprocess.run(command, check=True, timeout=200)
+    subprocess.run([sys.executable, "-c", WORKING_PROCESSES, str(free_port())], check=True, timeout=200)
 
 
 LAUNCHES = [

@@ -15,6 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.tools.tune.conversation_encoder import (
+    ConversationEncoder,
     ConversationError,
     conversation_encoder,
     conversation_encoder_with,
@@ -87,11 +88,26 @@ def only(prepared: Prepared) -> Sample:
 OPENING = "<s><|start|>user\n{}<|end|>\n<|start|>assistant\n"
 
 
+def tree_of(prompt: list[int], items: list[tuple[list[int], list[int] | None]]) -> Sample:
+    """A forked sample: a prompt, heads, and child threads after some of them."""
+    tokens = [(token, index - 1, False) for index, token in enumerate(prompt)]
+    tip = len(tokens) - 1
+    for head, detail in items:
+        for token in head if detail is None else [*head, FORK]:
+            tokens.append((token, tip, True))
+            tip = len(tokens) - 1
+        above = tip
+        for token in () if detail is None else (CHILD, *detail, END):
+            tokens.append((token, above, token != CHILD))
+            above = len(tokens) - 1
+    ids, parents, learned = zip(*tokens, (END, tip, True), strict=True)
+    return Sample(7, np.array(ids), np.array(parents), np.array(learned))
+
+
 def test_answers_and_their_end_tokens_have_a_loss_and_other_turns_none() -> None:
     (sample,) = prepare([chat("Hello", "Good.")], ENCODER, LONG).whole
     first, second = [*spelt("Good."), END], [*spelt("See you."), END]
-    before = spelt(OPENING.format("Hello"))
-    assert before[:3] == [BOS, START, *spelt("user\nHello")][:3]
+    before = [BOS, START, *spelt("user\nHello"), END, *spelt("\n"), START, *spelt("assistant\n")]
     assert ids_of(sample) == (before + first, first)
     sample = only(prepare([chat("Hello", "Good.", "Bye", "See you.")], ENCODER, LONG))
     between = spelt("\n" + OPENING.format("Bye").removeprefix("<s>"))
@@ -106,73 +122,50 @@ def test_without_a_template_prompt_and_response_are_concatenated() -> None:
         prepare([chat("Hello", "Good.", "Bye", "See you.")], BARE, LONG)
 
 
-def test_a_plain_text_has_a_loss_everywhere_and_an_end_token() -> None:
+def test_a_plain_text_has_a_loss_everywhere_but_on_a_first_token_that_nothing_predicts() -> None:
     source = "import json\n\nx = 1\n"
     ids = spelt(source)
+    opened = replace(ENCODER, start=())
     assert ids_of(only(prepare([text(source)], ENCODER, LONG))) == ([BOS, *ids, EOS], [*ids, EOS])
     assert ids_of(only(prepare([text(source, ends=False)], ENCODER, LONG))) == ([BOS, *ids], ids)
-
-
-def test_without_start_tokens_the_first_token_of_a_text_has_no_loss() -> None:
-    opened = replace(ENCODER, start=())
-    ids = spelt("import json")
-    assert ids_of(only(prepare([text("import json")], opened, LONG))) == ([*ids, EOS], [*ids[1:], EOS])
+    assert ids_of(only(prepare([text(source)], opened, LONG))) == ([*ids, EOS], [*ids[1:], EOS])
     empty = prepare([text("a", ends=False)], opened, LONG)
     assert (empty.whole, empty.counts[TOO_SHORT]) == ([], 1)
 
 
-def test_a_long_text_is_split_at_newlines_and_ends_once() -> None:
+def test_a_long_text_is_split_at_newlines_and_ends_once_and_a_long_line_anywhere() -> None:
     lines = [f"value_{number} = {number}\n" for number in range(12)]
-    prepared = prepare([text("".join(lines))], ENCODER, 40)
-    assert len(prepared.whole) > 2
-    pieces = [sample.ids.tolist() for sample in prepared.whole]
+    pieces = [sample.ids.tolist() for sample in prepare([text("".join(lines))], ENCODER, 40).whole]
+    assert len(pieces) > 2
     assert max(map(len, pieces)) <= 40
-    assert [piece[0] for piece in pieces] == [BOS] * len(pieces)
-    assert [EOS in piece for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+    assert [(piece[0], EOS in piece) for piece in pieces] == [(BOS, False)] * (len(pieces) - 1) + [(BOS, True)]
     bodies = [TOKENIZER.decode([token for token in piece if token not in (BOS, EOS)]) for piece in pieces]
     assert "".join(bodies) == "".join(lines)
     assert all(body.endswith("\n") for body in bodies)
     assert len(pieces[0]) + len(spelt(lines[bodies[0].count("\n")])) > 39  # no more lines would have fitted
-
-
-def test_a_line_longer_than_the_cutoff_is_split() -> None:
-    prepared = prepare([text("x = 1\n" + "word " * 60)], ENCODER, 30)
-    bodies = [sample.ids.tolist()[1:] for sample in prepared.whole]
-    assert max(map(len, bodies)) == 28  # one index is reserved for the beginning and one for the end
-    joined = [token for body in bodies for token in body]
-    assert TOKENIZER.decode(joined[:-1]) == "x = 1\n" + "word " * 60
+    long = "x = 1\n" + "word " * 60
+    prepared = prepare([text(long)], ENCODER, 30)
+    tails = [sample.ids.tolist()[1:] for sample in prepared.whole]
+    assert max(map(len, tails)) == 28  # one index is reserved for the beginning and one for the end
+    assert TOKENIZER.decode([token for tail in tails for token in tail][:-1]) == long
     assert not prepared.counts[TRUNCATED]
 
 
 def test_a_list_becomes_a_root_thread_with_a_child_per_fork() -> None:
     prepared = prepare([chat("Which?", LIST)], ENCODER, LONG)
-    (sample,) = prepared.forked
-    before = spelt(OPENING.format("Which?"))
     heads = [spelt(head) for head in ("Three:\n1. Red:", "\n2. Green:", "\n3. Blue:")]
     details = [spelt(f" the colour of {of}") for of in ("fire", "grass", "the sea")]
-    ids, parents, learned = list(before), list(range(-1, len(before) - 1)), [False] * len(before)
-    tip = len(before) - 1
-    for head, detail in zip(heads, details, strict=True):
-        for token in [*head, FORK]:
-            ids, parents, learned = [*ids, token], [*parents, tip], [*learned, True]
-            tip = len(ids) - 1
-        above = tip
-        for token in [CHILD, *detail, END]:
-            ids, parents, learned = [*ids, token], [*parents, above], [*learned, token != CHILD]
-            above = len(ids) - 1
-    for token in [*spelt("\n\nDone."), END]:
-        ids, parents, learned = [*ids, token], [*parents, tip], [*learned, True]
-        tip = len(ids) - 1
-    assert sample.ids.tolist() == ids
-    assert sample.parents.tolist() == parents
-    assert sample.learned.tolist() == learned
+    expected = tree_of(spelt(OPENING.format("Which?")), [*zip(heads, details, strict=True), (spelt("\n\nDone."), None)])
+    (sample,) = prepared.forked
+    assert sample.ids.tolist() == expected.ids.tolist()
+    assert sample.parents.tolist() == expected.parents.tolist()
+    assert sample.learned.tolist() == expected.learned.tolist()
     assert (prepared.whole, prepared.unforked) == ([], [])
 
 
 def test_an_answer_that_does_not_end_has_no_end_token() -> None:
-    before = spelt(OPENING.format("Hello"))
     sample = only(prepare([chat("Hello", "Good mor", ends=False)], ENCODER, LONG))
-    assert ids_of(sample) == ([*before, *spelt("Good mor")], spelt("Good mor"))
+    assert ids_of(sample) == ([*spelt(OPENING.format("Hello")), *spelt("Good mor")], spelt("Good mor"))
     two = only(prepare([chat("Hello", "Good.", "Bye", "See", ends=False)], ENCODER, LONG))
     assert ids_of(two)[1] == [*spelt("Good."), END, *spelt("See")]
     assert two.ids[-1] != END
@@ -181,12 +174,10 @@ def test_an_answer_that_does_not_end_has_no_end_token() -> None:
 
 
 def test_a_forked_answer_that_does_not_end_has_no_end_token_in_its_last_thread() -> None:
-    whole = prepare([chat("Which?", LIST)], ENCODER, LONG).forked[0]
     cut = LIST.removesuffix("e sea\n\nDone.")
     prepared = prepare([chat("Which?", cut, ends=False)], ENCODER, LONG, unforked=True)
     (sample,), (flat,) = prepared.forked, prepared.unforked
     assert ids_of(flat)[1] == spelt(cut)
-    assert (whole.ids[whole.learned] == END).sum() == 4
     assert (sample.ids[sample.learned] == END).sum() == 2
     (*_, last) = np.flatnonzero(sample.ids == CHILD)
     assert sample.ids[last + 1 :].tolist() == spelt(" the colour of th")
@@ -215,22 +206,13 @@ def test_only_the_last_answer_forks() -> None:
     assert (both.ids == FORK).sum() == 3
 
 
-def depths(sample: Sample) -> list[int]:
-    found: list[int] = []
-    for parent in sample.parents.tolist():
-        found.append(0 if parent == NO_PARENT else found[parent] + 1)
-    return found
-
-
 def test_a_child_beyond_the_cutoff_is_dropped_and_counted() -> None:
     full = only(prepare([chat("Which?", LIST)], ENCODER, LONG))
-    child = [depth for depth, token in zip(depths(full), full.ids, strict=True) if token == CHILD]
+    child = [len(path(full, index)) - 1 for index in np.flatnonzero(full.ids == CHILD)]
     for cutoff, lost in ((child[1] + 2, 1), (child[1] + 1, 2), (child[1], 2), (child[0], 3), (child[2] + 1, 1)):
         prepared = prepare([chat("Which?", LIST)], ENCODER, cutoff)
-        (sample,) = prepared.forked
         assert (prepared.counts[CHILD_DROPPED], prepared.counts[TRUNCATED]) == (lost, 1)
-        assert (sample.ids == CHILD).sum() == 3 - lost
-        assert max(depths(sample)) < cutoff
+        assert (prepared.forked[0].ids == CHILD).sum() == 3 - lost
 
 
 def test_an_answer_that_begins_beyond_the_cutoff_is_dropped_and_counted() -> None:
@@ -253,25 +235,22 @@ def template(turn: str, ask: str) -> str:
     return "{% for message in messages %}" + turn + "{% endfor %}{% if add_generation_prompt %}" + ask + "{% endif %}"
 
 
-def test_a_template_may_strip_message_content() -> None:
-    stripping = template(
-        "<|start|>{{ message['role'] }}\n{{ message['content'] | trim }}<|end|>", "<|start|>assistant\n"
-    )
-    encoder = conversation_encoder(tokenizer(stripping), TOKENS)
-    sample = only(prepare([chat(" Hello\n", "\nGood morning. \n")], encoder, LONG))
+def encoder_of(turn: str, ask: str) -> ConversationEncoder:
+    return conversation_encoder(tokenizer(template(turn, ask)), TOKENS)
+
+
+def test_a_template_may_strip_message_content_and_add_text_before_it() -> None:
+    turn = "<|start|>{{ message['role'] }}\n{{ message['content'] | trim }}<|end|>"
+    stripping = encoder_of(turn, "<|start|>assistant\n")
+    sample = only(prepare([chat(" Hello\n", "\nGood morning. \n")], stripping, LONG))
     assert ids_of(sample)[1] == [*spelt("Good morning."), END]
-    assert prepare([chat("Which?", f"\n\n{LIST}\n")], encoder, LONG).forked[0].ids[-1] == END
-
-
-def test_text_that_a_template_adds_before_an_answer_has_a_loss() -> None:
-    leading = template("<|start|>{{ message['role'] }}\n{{ message['content'] }}<|end|>", "<|start|>assistant")
-    sample = only(prepare([chat("Hello", "Good.")], conversation_encoder(tokenizer(leading), TOKENS), LONG))
+    assert prepare([chat("Which?", f"\n\n{LIST}\n")], stripping, LONG).forked[0].ids[-1] == END
+    sample = only(prepare([chat("Hello", "Good.")], encoder_of(turn, "<|start|>assistant"), LONG))
     assert ids_of(sample)[1] == [*spelt("\nGood."), END]
 
 
 def test_an_answer_without_a_rendered_end_token_gets_one() -> None:
-    endless = template("{{ message['role'] }}: {{ message['content'] }}\n", "assistant:")
-    encoder = conversation_encoder(tokenizer(endless), TOKENS)
+    encoder = encoder_of("{{ message['role'] }}: {{ message['content'] }}\n", "assistant:")
     sample = only(prepare([chat("Hello", "Good.")], encoder, LONG))
     assert ids_of(sample) == ([*spelt("user: Hello\nassistant:"), *spelt(" Good."), EOS], [*spelt(" Good."), EOS])
     two = only(prepare([chat("Hello", "Good.", "Bye", "See you.")], encoder, LONG))
@@ -284,14 +263,10 @@ def test_an_answer_without_a_rendered_end_token_gets_one() -> None:
 
 
 def test_earlier_answers_rewritten_by_the_template_have_no_loss() -> None:
-    thinking = template(
-        "<|start|>{{ message['role'] }}\n{% if message['role'] == 'assistant' and not loop.last %}"
-        "{{ message['content'].split('|')[-1] }}{% else %}{{ message['content'] }}{% endif %}<|end|>",
-        "<|start|>assistant\n",
-    )
-    sample = only(
-        prepare([chat("Hello", "hm|Good.", "Bye", "ha|Bye.")], conversation_encoder(tokenizer(thinking), TOKENS), LONG)
-    )
+    turn = "<|start|>{{ message['role'] }}\n{% if message['role'] == 'assistant' and not loop.last %}"
+    turn += "{{ message['content'].split('|')[-1] }}{% else %}{{ message['content'] }}{% endif %}<|end|>"
+    thinking = encoder_of(turn, "<|start|>assistant\n")
+    sample = only(prepare([chat("Hello", "hm|Good.", "Bye", "ha|Bye.")], thinking, LONG))
     assert ids_of(sample)[1] == [*spelt("ha|Bye."), END]
     assert "hm" not in TOKENIZER.decode(sample.ids)
 
@@ -317,16 +292,11 @@ def test_text_pieces_are_encoded_like_the_whole_by_tokenizers_that_add_a_space()
     assert [token for token in forked.ids.tolist() if token not in (fork, child, end)] == whole
 
 
-def test_a_template_that_does_not_extend_its_generation_prompt_is_refused() -> None:
-    wrong = template("{{ message['role'] }}: {{ message['content'] }}<|end|>", "Answer: ")
-    with pytest.raises(
-        ConversationError,
-        match="line 7: the chat template does not render the answer 'Good\\.' after its generation prompt",
-    ):
-        prepare([chat("Hello", "Good.")], conversation_encoder(tokenizer(wrong), TOKENS), LONG)
-
-
-def test_a_tokenizer_needs_an_end_token_but_no_padding_token() -> None:
+def test_a_template_that_does_not_extend_its_generation_prompt_or_no_end_token_is_refused() -> None:
+    wrong = encoder_of("{{ message['role'] }}: {{ message['content'] }}<|end|>", "Answer: ")
+    message = r"line 7: the chat template does not render the answer 'Good\.' after its generation prompt"
+    with pytest.raises(ConversationError, match=message):
+        prepare([chat("Hello", "Good.")], wrong, LONG)
     assert TOKENIZER.pad_token is None
     with pytest.raises(ConversationError, match="the checkpoint has no end-of-text token: expected eos_token_id"):
         conversation_encoder(TOKENIZER, replace(TOKENS, end=()))
@@ -352,34 +322,7 @@ def test_an_answer_that_also_occurs_in_the_template_is_located(answer: str) -> N
     assert (exchange.lead, exchange.answer, exchange.after) == ("<assistant>: ", answer, "</s>\n")
 
 
-@st.composite
-def trees(draw: st.DrawFn) -> Sample:
-    """A random forked sample: a prompt, heads, and child threads after some of them."""
-    ids, parents, learned = [BOS], [NO_PARENT], [False]
-    tip = 0
-
-    def add(token: int, counted: bool) -> None:
-        nonlocal tip
-        ids.append(token)
-        parents.append(tip)
-        learned.append(counted)
-        tip = len(ids) - 1
-
-    words = st.integers(10, 600)
-    for token in draw(st.lists(words, max_size=4)):
-        add(token, False)
-    for _ in range(draw(st.integers(0, 4))):
-        for token in draw(st.lists(words, min_size=1, max_size=4)):
-            add(token, True)
-        if draw(st.booleans()):
-            add(FORK, True)
-            above = tip
-            add(CHILD, False)
-            for token in [*draw(st.lists(words, min_size=1, max_size=5)), END]:
-                add(token, True)
-            tip = above
-    add(END, True)
-    return Sample(7, np.array(ids), np.array(parents), np.array(learned))
+WORDS = st.lists(st.integers(10, 600), min_size=1, max_size=4)
 
 
 def path(sample: Sample, index: int) -> list[tuple[int, bool]]:
@@ -390,8 +333,11 @@ def path(sample: Sample, index: int) -> list[tuple[int, bool]]:
     return found[::-1]
 
 
-@given(trees(), st.integers(1, 30))
-def test_truncation_preserves_the_remaining_paths(sample: Sample, cutoff: int) -> None:
+@given(WORDS, st.lists(st.tuples(WORDS, st.none() | WORDS), max_size=4), st.integers(1, 30))
+def test_truncation_preserves_the_remaining_paths(
+    prompt: list[int], items: list[tuple[list[int], list[int] | None]], cutoff: int
+) -> None:
+    sample = tree_of(prompt, items)
     kept = _truncate(sample, ENCODER, cutoff)
     assert all(parent < index for index, parent in enumerate(kept.parents.tolist()))
     assert kept.parents[0] == NO_PARENT

@@ -28,7 +28,7 @@ from spaceport.tools.tune.job import TrainingCallbacks, TuningJob, TuningOutcome
 from spaceport.tools.tune.settings import TrainingSettings
 from spaceport.tools.tune.tuned_checkpoint import _cast, _wide_enough
 from spaceport.tools.tune.tuning import tune
-from support.launched import float32_tiny
+from support.forked_tunings import float32_tiny
 from support.paths import TINY
 
 pytestmark = pytest.mark.slow

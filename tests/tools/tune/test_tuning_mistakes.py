@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -32,22 +28,6 @@ from support.paths import TESTS, TINY
 
 pytestmark = pytest.mark.slow
 
-PROGRAM = "from spaceport.tools.cli import main; main()"
-# Runs a command; after a number of training steps no file can grow beyond a size. argv: steps, bytes, arguments.
-FULL = """
-import resource, signal, sys
-from spaceport.tools.cli import run
-from spaceport.tools.tune.training import Training
-steps, size = int(sys.argv[1]), int(sys.argv[2])
-run_step = Training.run_step
-def limited(self):
-    run_step(self)
-    if self.step == steps:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
-Training.run_step = limited
-sys.exit(run(sys.argv[3:]))
-"""
 QUICK = ["--batch-size", "2", "--max-steps", "4", "--epochs", "9", "--anchors", "2", "--log-every", "1"]
 SETTINGS = TrainingSettings(batch_size=2, max_steps=4, epochs=9, anchors=2)  # those of QUICK
 
@@ -276,39 +256,6 @@ def test_an_interrupt_ends_the_command_after_the_step_and_saves_the_state(
     assert tuned(TINY, tmp_path / "tuned", data, *QUICK) == INTERRUPTED
     assert "interrupted: finishing this step and saving the state for --resume" in capfd.readouterr().err
     assert states(tmp_path / "tuned") == ["step-00000001"]
-
-
-@pytest.mark.nightly
-def test_a_full_disk_leaves_the_last_state_for_a_resume(data: Path, tmp_path: Path) -> None:
-    order = ["tune", str(TINY), str(tmp_path / "tuned"), str(data), *QUICK, "--save-every", "1"]
-    command = [sys.executable, "-c", FULL, "2", "500000", *order]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == INPUT, done.stderr
-    message = r"cannot write the state after step 2 \(.+\): the state after step 1 is available; free disk"
-    assert re.search(message, done.stderr.splitlines()[-1]), done.stderr
-    assert states(tmp_path / "tuned") == ["step-00000001"]
-    assert run([*order, "--resume"]) == OK
-
-
-@pytest.mark.nightly
-def test_a_killed_and_interrupted_training_equals_an_uninterrupted_one(data: Path, tmp_path: Path) -> None:
-    steps = ["--max-steps", "60", "--epochs", "99", "--save-every", "2"]
-    order = ["tune", str(TINY), str(tmp_path / "tuned"), str(data), *QUICK, *steps]
-    for kind, code, extra in ((signal.SIGKILL, -signal.SIGKILL, []), (signal.SIGINT, INTERRUPTED, ["--resume"])):
-        command = [sys.executable, "-c", PROGRAM, *order, *extra]
-        environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
-        saved = states(tmp_path / "tuned")
-        while process.poll() is None and states(tmp_path / "tuned") <= saved:
-            time.sleep(0.02)
-        process.send_signal(kind)
-        _, errors = process.communicate()
-        assert process.returncode in (code, OK), errors  # it may have been at its end
-    if process.returncode != OK:
-        assert run([*order, "--resume"]) == OK
-    assert tuned(TINY, tmp_path / "whole", data, *QUICK, *steps) == OK
-    assert same_weights(tmp_path / "tuned", tmp_path / "whole")
-    assert {path.name for path in tmp_path.iterdir()} == {"data.jsonl", "tuned", "whole"}
 
 
 # Results of the command

@@ -1,28 +1,131 @@
-"""Demo corpus: every list forks, held-out files are not trained on, and the untrained model has the right shape."""
+"""Demo recipe: questions, answers and corpus, and trainings of both presets at a small scale."""
 
 from __future__ import annotations
 
+import json
+import re
+from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint
+from spaceport.tools.demo.prompts import PROMPTS_FILE
 from spaceport.tools.demo_recipe import corpus as files
-from spaceport.tools.demo_recipe.corpus import WINDOW, Corpus, collect, save, windows
+from spaceport.tools.demo_recipe.corpus import Corpus, collect, save
 from spaceport.tools.demo_recipe.invented_signatures import invent, pool_of
 from spaceport.tools.demo_recipe.packages import installed
-from spaceport.tools.demo_recipe.parameter_answers import answer, asked, question
+from spaceport.tools.demo_recipe.parameter_answers import answer, asked, question, verify
 from spaceport.tools.demo_recipe.scratch import FREE_ROWS, write_scratch
-from spaceport.tools.demo_recipe.signatures import functions_in, read_signature
+from spaceport.tools.demo_recipe.signatures import Function, functions_in, read_signature
 from spaceport.tools.demo_recipe.sources import Source, read_source, stdlib_paths
 from spaceport.tools.demo_recipe.tokenizer import train_tokenizer
+from spaceport.tools.demo_recipe.train import MODEL, PRESETS, main, train
 from spaceport.tools.tune.conversations import read_conversations
-from spaceport.tools.tune.extract import Tree, extract
+from spaceport.tools.tune.extract import Refusal, Tree, extract
 
-pytestmark = pytest.mark.on_change()
+pytestmark = pytest.mark.on_change("tools/demo/model")
+
+EVERY_KIND = 'def every(a, b=1.5, /, c=None, d="x", *rest, e, f=-2, **more): ...'
+QUESTION = "Explain the parameters of every( a, b = 1.5, /, c = None, d = 'x', *rest, e, f = -2, **more )"
+ANSWER = """\
+These are the parameters of every:
+1. a: It is required, and it is given only as the first value.
+2. b: It is optional, and it is given only as the second value. Its default is the number 1.5.
+3. c: It is optional, and it is given by name or as the third value. Its default is None.
+4. d: It is optional, and it is given by name or as the fourth value. Its default is the string 'x'.
+5. *rest: It collects all further values that are given by position, as a tuple.
+6. e: It is required, and it is given only by name.
+7. f: It is optional, and it is given only by name. Its default is the number -2.
+8. **more: It collects all further values that are given by name, as a dictionary.
+
+Of these 8, 2 are required."""
+
+
+def one(source: str) -> Function:
+    (function,) = functions_in(source)
+    return function
+
+
+def test_question_and_answer_cover_every_parameter_kind() -> None:
+    function = one(EVERY_KIND)
+    assert question(function) == QUESTION
+    assert answer(function) == ANSWER
+    assert asked(QUESTION) == function
+    assert answer(one("def f(a=1, b=2, *, c=3, d=4): ...")).endswith("\n\nOf these 4, none is required.")
+    verdict = verify(function, ANSWER)
+    assert (verdict.exact, verdict.expected, verdict.found, verdict.correct) == (True, 8, 8, (True,) * 8)
+
+
+def test_fewer_than_three_parameters_are_answered_with_a_sentence() -> None:
+    for source, sentence in (
+        ("def f(): ...", "has no parameters."),
+        ("async def f(*, a=0): ...", "has one parameter, a, which is optional."),
+        ("def f(a, b=1, /): ...", "has two parameters, a, which is required, and b, which is optional."),
+    ):
+        function = one(source)
+        assert answer(function) == f"The function f {sentence}"
+        assert isinstance(extract(answer(function)), Refusal)
+        assert verify(function, answer(function)).exact
+        verdict = verify(function, "1. a: It is required.")
+        assert (verdict.expected, verdict.found, verdict.exact) == (0, 1, False)
+        assert f"expected 'The function f {sentence}" in verdict.mistakes[0]
+
+
+def test_a_default_is_described_with_its_kind_or_hidden() -> None:
+    shown = {"True": "flag True", "-1j": "number -1j", "b''": "byte string b''", "()": "tuple ()", "[]": "list []"}
+    shown |= {"{1: 2}": "dictionary {1: 2}", "os.sep": "name os.sep", "1 + 2": "expression 1 + 2"}
+    for default in (*shown, "'a longer string'", "'<a>'", "f(a=1)", "'HTTP'", "'ä'", "..."):
+        function = one(f"def f(a, b, c={default}): ...")
+        described = f"the {shown[default]}" if default in shown else "not shown"
+        assert answer(function).split("\n")[3].endswith(f" Its default is {described}.")
+        assert function.text == f"f( a, b, c = {default if default in shown else '...'} )"
+        assert asked(question(function)) == function
+
+
+def test_self_is_not_a_parameter() -> None:
+    source = """\
+class A:
+    def method(self, a):
+        def inside(b): ...
+    @staticmethod
+    def static(d): ...
+    if True:
+        def conditional(self, f): ...
+"""
+    assert [function.text.partition("(")[2] for function in functions_in(source)] == [" a )", " b )", " d )", " f )"]
+
+
+LAST = "\n8. **more: It collects all further values that are given by name, as a dictionary."
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "found", "wrong", "mistake"),
+    [
+        ("number 1.5", "number 1.6", 8, {2}, "item 2 is '2. b: .* number 1.6.', expected '2. b: .* number 1.5.'"),
+        (LAST, "", 7, {8}, "7 items, expected 8"),
+        ("1. a:", "1. b:", 8, {1}, "item 1 is '1. b: "),
+        ("of every", "of each", 8, set(), "the first line is 'These are the parameters of each:'"),
+        ("2 are", "3 are", 8, set(), "the last line is 'Of these 8, 3 are required.', expected 'Of these 8, 2 "),
+        ("\n\n", "\n", 8, set(), "10 lines, expected 11: "),
+    ],
+)
+def test_verify_names_each_mistake(old: str, new: str, found: int, wrong: set[int], mistake: str) -> None:
+    assert old in ANSWER
+    verdict = verify(one(EVERY_KIND), ANSWER.replace(old, new))
+    assert not verdict.exact
+    assert (verdict.expected, verdict.found) == (8, found)
+    assert {number for number, right in enumerate(verdict.correct, start=1) if not right} == wrong
+    (described,) = verdict.mistakes
+    assert re.search(mistake, described)
+
+
+# The corpus
 
 LISTS = 200
 MODULES = ("argparse.py", "copy.py", "json/decoder.py", "json/encoder.py", "shlex.py", "textwrap.py", "weakref.py")
@@ -125,14 +228,6 @@ def test_tests_and_data_are_excluded_and_packages_held_out_whole() -> None:
     assert 0 < sum(next(iter(held_out)) for held_out in by_package.values()) < len(by_package) / 3
 
 
-def test_windows_are_whole_lines_in_order() -> None:
-    lines = [f"line {number} {'x' * (number % 50)}\n" for number in range(200)]
-    found = windows("".join(lines))
-    assert "".join(lines).startswith("".join(found))
-    assert all(window.endswith("\n") and WINDOW // 2 <= len(window) <= WINDOW for window in found)
-    assert windows("ä" * WINDOW) == []
-
-
 def test_the_untrained_model_and_its_tokenizer_have_the_right_shape_and_follow_the_seed(
     corpus: Corpus, tmp_path: Path
 ) -> None:
@@ -156,3 +251,41 @@ def test_the_untrained_model_and_its_tokenizer_have_the_right_shape_and_follow_t
     assert opening == "<s><|start|>user\nHello<|end|>\n<|start|>assistant\n"
     whole = tokenizer.apply_chat_template([*turns, {"role": "assistant", "content": "Hi"}], tokenize=False)
     assert whole == f"{opening}Hi<|end|>\n"
+
+
+# A small training
+
+
+def few(folder: Path) -> Corpus:
+    sources = [
+        read_source(path)
+        for path in stdlib_paths()
+        if path.as_posix().endswith(("/copy.py", "/json/decoder.py", "/shlex.py", "/textwrap.py"))
+    ]
+    renamed = (Source(f"renamed/{number}.py", sources[-1].text) for number in range(1000))
+    held_out = next(source for source in renamed if source.held_out)
+    corpus = collect([source for source in sources[:-1] if not source.held_out] + [held_out], lists=0)
+    save(corpus, folder)
+    return corpus
+
+
+@pytest.mark.parametrize("name", ["demo", pytest.param("code", marks=pytest.mark.nightly)])
+def test_a_preset_is_trained(name: str, tmp_path: Path) -> None:
+    settings = replace(PRESETS[name].settings, batch_size=2, micro_batch_size=2, cutoff=64, anchors=2)
+    preset = replace(PRESETS[name], write_corpus=few, settings=settings)
+    target = tmp_path / "tuned"
+    train(tmp_path / "work", target, preset, max_steps=2)
+    checkpoint = open_checkpoint(target, TokenFlags())
+    assert checkpoint.max_mask_slots == 5
+    assert (checkpoint.tokens.fork is not None) == (name == "demo")
+    assert json.loads((target / PROMPTS_FILE).read_text("utf-8")) == preset.prompts
+    assert (target / "README.md").read_text("utf-8").startswith(f"# tuned\n\n{preset.about}\n\n")
+    assert json.loads((target / "config.json").read_text("utf-8"))["dtype"] == "float16"
+    assert not (tmp_path / "tuned.training").exists()
+
+
+def test_only_the_demo_preset_replaces_the_shipped_model() -> None:
+    assert json.loads((MODEL / PROMPTS_FILE).read_text("utf-8")) == PRESETS["demo"].prompts
+    result = CliRunner().invoke(main, ["--preset", "code"])
+    assert result.exit_code == 2
+    assert "--preset code without TARGET" in result.output

@@ -1,9 +1,10 @@
-"""Training of gated adapters: frozen weights, token embeddings, time budgets, further training, and forks beside drafts."""
+"""Training of gated adapters: frozen weights, time budgets, further training, forks beside drafts, and draft corrections."""
 
 from __future__ import annotations
 
 import json
 import math
+import shutil
 import threading
 from dataclasses import replace
 from functools import cache
@@ -11,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -19,13 +21,16 @@ from torch import Tensor
 from spaceport.exporter.adapter import ADAPTER_FILE
 from spaceport.exporter.adapter_folder import EMBEDDINGS_FILE
 from spaceport.exporter.checkpoint import TokenFlags, load_model, open_checkpoint
-from spaceport.exporter.correction_factors import FACTORS_FILE
-from spaceport.exporter.input_rows_file import read_input_rows
-from spaceport.exporter.sar_config import read_sar_config
+from spaceport.exporter.correction_factors import FACTORS_FILE, read_factors, write_factors
+from spaceport.exporter.input_rows_file import read_input_rows, write_input_rows
+from spaceport.exporter.sar_config import read_sar_config, write_sar_config
+from spaceport.graphs.contract.draft_correction import CORRECTION_FILE, read_tables
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.mask_layout import MaskLayout
+from spaceport.graphs.correction import Factors
 from spaceport.graphs.input_rows import InputRows, use_input_rows
 from spaceport.runtime.decoding import Decoding
+from spaceport.runtime.session import Runtime
 from spaceport.tools.cli import run
 from spaceport.tools.cli.exit_codes import OK, USAGE
 from spaceport.tools.reference import checkpoint_runtime
@@ -37,52 +42,67 @@ from spaceport.tools.tune.prefetch import Prefetch, StepBatches
 from spaceport.tools.tune.settings import TrainingSettings
 from spaceport.tools.tune.token_embeddings import train_token_embeddings
 from spaceport.tools.tune.tuning import tune
+from spaceport.tools.verify.acceptance.answers import generate_answer
+from spaceport.tools.verify.acceptance.measure import measure
+from spaceport.tools.verify.acceptance.predictions import predict_segment
+from spaceport.tools.verify.acceptance.reference_answers import ReferenceAnswer, Segment
+from spaceport.tools.verify.acceptance.tally import Tally
+from support.exported import bundle_of
 from support.families import FAMILIES, build
 from support.paths import TINY
 
 pytestmark = pytest.mark.slow
 
-SETTINGS = TrainingSettings(
-    method="gated-lora",
-    batch_size=2,
-    max_steps=6,
-    epochs=9,
-    anchors=4,
-    mask_slots=3,
-    correction_rank=2,
-    rank=2,
-    cutoff=160,
-    warmup=0.0,
-)
+SMALL = TrainingSettings(method="gated-lora", batch_size=2, mask_slots=3, rank=2, cutoff=160, warmup=0.0, epochs=60)
+SETTINGS = replace(SMALL, max_steps=6, anchors=4, correction_rank=2)
+CORRECTED = replace(SMALL, max_steps=8, anchors=8, correction_rank=4, learning_rate=0.01)
 LIST = "Three:\n\n1. Red: the colour of fire\n2. Green: the colour of grass\n3. Blue: the colour of the sea"
 APART = replace(SETTINGS, objective="apar", max_steps=9, learning_rate=0.05, unfork_rate=0.0)  # forks, without drafts
 
 
 class Adapters:
-    """Adapters trained on four requests for a list, and those that several tests read."""
+    """Adapters trained on four requests with the same answer, and those that several tests read."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, answer: str) -> None:
         self.folder = folder
         self.data = folder / "data.jsonl"
-        lines = [{"prompt": f"Which {number}?", "response": LIST} for number in range(4)]
+        lines = [{"prompt": f"Which {number}?", "response": answer} for number in range(4)]
         self.data.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
         self.drafting = cache(lambda: self.trained("drafting"))
         self.forking = cache(lambda: self.trained("forking", APART, adapter=self.drafting()))
 
-    def trained(self, name: str, settings: TrainingSettings = SETTINGS, **more: Any) -> Path:
-        tune(TuningJob(TINY, self.folder / name, (self.data,), settings, adapter_only=True, **more))
+    def trained(
+        self,
+        name: str,
+        settings: TrainingSettings = SETTINGS,
+        callbacks: TrainingCallbacks | None = None,
+        **more: Any,
+    ) -> Path:
+        only = settings.method == "gated-lora"
+        tune(replace(TuningJob(TINY, self.folder / name, (self.data,), settings, adapter_only=only), **more), callbacks)
         return self.folder / name
 
 
 @pytest.fixture(scope="module")
 def adapters(tmp_path_factory: pytest.TempPathFactory) -> Adapters:
-    return Adapters(tmp_path_factory.mktemp("adapters"))
+    return Adapters(tmp_path_factory.mktemp("adapters"), LIST)
+
+
+@pytest.fixture(scope="module")
+def corrections(tmp_path_factory: pytest.TempPathFactory) -> Adapters:
+    return Adapters(tmp_path_factory.mktemp("corrections"), "Red or green, and then blue.")
 
 
 def same(one: Path, other: Path, file: str = ADAPTER_FILE) -> bool:
     """Whether two adapter folders have the same tensors."""
     found, expected = load_file(one / file), load_file(other / file)
     return found.keys() == expected.keys() and all(torch.equal(each, expected[name]) for name, each in found.items())
+
+
+def factors(folder: Path) -> Factors:
+    found = read_factors(folder)
+    assert found is not None
+    return found
 
 
 def input_rows(adapter: Path) -> InputRows:
@@ -172,7 +192,7 @@ def test_a_time_budget_ends_the_training_and_its_learning_rate(
         clock.now += 1.0
         rates.append(done.learning_rate())
 
-    budget = replace(SETTINGS, max_steps=50, time_budget=4.0)
+    budget = replace(SETTINGS, epochs=9, max_steps=50, time_budget=4.0)
     job = TuningJob(TINY, tmp_path / "tuned", (adapters.data,), budget, log_every=1, adapter_only=True)
     outcome = tune(job, TrainingCallbacks(on_step=step))
     assert len(rates) == 5  # the fifth step begins when the budget is used up to the last moment
@@ -291,3 +311,87 @@ def test_forks_are_trained_beside_a_gated_adapter_and_are_not_the_default(adapte
             fork = False if by_default else None
             texts.append(runtime.generate("User: Which 1?\n", Decoding(max_tokens=40, fork=fork)).tokens)
     assert texts[0] == texts[1]
+
+
+def test_a_correction_and_input_rows_go_with_their_checkpoint_into_the_bundle(tmp_path: Path) -> None:
+    random = torch.Generator().manual_seed(0)
+    hidden, fork = 96, 630  # an unused row of the table: no text has this token
+    checkpoint = shutil.copytree(TINY, tmp_path / "checkpoint", ignore=shutil.ignore_patterns("*.py", "*.md", "__*"))
+    given = Factors(*(torch.randn(hidden, 4, generator=random) for _ in range(2)))
+    write_factors(checkpoint, given)
+    bundles = []
+    for sign in (1, -1):
+        write_input_rows(checkpoint, InputRows((fork,), sign * torch.ones(1, hidden)))
+        write_sar_config(checkpoint, {**read_sar_config(checkpoint), "fork_by_default": sign < 0})
+        bundles.append(bundle_of(checkpoint))
+    scores = []
+    for bundle, by_default in zip(bundles, (False, True), strict=True):
+        with Runtime.open(bundle, max_seq_len=100) as runtime:
+            scores.append(runtime.score([5, fork, 7, 8]).logprobs)
+            assert runtime.bundle.manifest.fork_by_default == by_default
+            table = (bundle / CORRECTION_FILE, runtime.bundle.manifest.signature.vocab_size)
+    assert scores[0][0] == scores[1][0]
+    assert scores[0][1] != scores[1][1]  # read from its input row
+    embeddings = load_file(TINY / "model.safetensors")["model.embed_tokens.weight"].float()
+    with table[0].open("rb") as file:
+        for found, expected in zip(read_tables(file, table[1]), factors(checkpoint).tables(embeddings), strict=True):
+            np.testing.assert_allclose(found, expected, rtol=2e-3, atol=1e-3)
+
+
+def test_acceptance_is_measured_along_corrected_drafts_which_change_no_text(corrections: Adapters) -> None:
+    longer = replace(CORRECTED, max_steps=60, learning_rate=0.03)
+    folder = corrections.trained("long", longer, validation=(corrections.data,))
+    line = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][-1]
+    assert (line["kind"], len(line["corrected"])) == ("validation", 3)
+    assert sum(line["corrected"]) > sum(line["accuracies"][1:])
+    assert "| validation: accuracy with the draft correction | - |" in (folder / "README.md").read_text()
+    decoding = Decoding(max_tokens=48, mask_slots=3, draft="chain")
+    with checkpoint_runtime(open_checkpoint(TINY, TokenFlags(), adapter=folder), 128) as runtime:
+        prompts = [runtime.tokens_of(f"User: Which {number}?\n") for number in range(3)]
+        drafted = [runtime.generate(ids, decoding) for ids in prompts]
+        assert [each.tokens for each in drafted] == [
+            runtime.generate(ids, Decoding(max_tokens=48, mask_slots=0, lookup=0)).tokens for ids in prompts
+        ]
+        steps = sum(each.statistics.steps for each in drafted)
+        measured = measure(runtime, [ReferenceAnswer(1, tuple(ids), ()) for ids in prompts], 48, 3).generated
+        assert measured.steps[3] == steps
+        uncorrected = Tally(3)
+        for ids in prompts:
+            (thread,) = generate_answer(runtime, ids, 48, 3).threads
+            segment = Segment(thread.prefix, thread.tokens)
+            predicted = predict_segment(runtime.engine, runtime.bundle.manifest.tokens, segment, 3)
+            uncorrected.add(predicted, thread.tokens, thread.ending == "end")
+        assert uncorrected.steps[3] > steps
+
+
+def test_a_correction_does_not_change_how_the_adapter_is_trained_from_its_first_step(corrections: Adapters) -> None:
+    """Its loss has no gradient for the adapter; only the limit on the gradients' norm is shared."""
+    loose = replace(CORRECTED, clip=1e9)
+    one = corrections.trained("one", loose)
+    two = corrections.trained("two", replace(loose, correction_rank=0))
+    assert same(one, two)
+    assert not (two / FACTORS_FILE).exists()
+    assert factors(one).rank == 4
+    assert factors(one).after.abs().max() > 0  # it begins with zeros
+    still = replace(CORRECTED, learning_rate=1e-12, max_steps=1, correction_rank=0)
+    for found, expected in zip(factors(corrections.trained("same", still, adapter=one)), factors(one), strict=True):
+        torch.testing.assert_close(found, expected, rtol=2e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", ["full", pytest.param("embeddings", marks=pytest.mark.nightly)])
+def test_every_method_can_train_a_correction(corrections: Adapters, method: Any) -> None:
+    tuned = corrections.trained(method, replace(CORRECTED, method=method))
+    assert factors(tuned).after.abs().max() > 0
+    assert open_checkpoint(tuned, TokenFlags()).correction is not None
+
+
+def test_a_resumed_training_in_bfloat16_has_the_adapter_and_correction_of_an_uninterrupted_one(
+    corrections: Adapters,
+) -> None:
+    whole = corrections.trained("whole", CORRECTED, bf16=True)
+    stop = TrainingCallbacks(should_stop=iter([False, False, True]).__next__)
+    with pytest.raises(KeyboardInterrupt):
+        corrections.trained("resumed", CORRECTED, stop, bf16=True)
+    resumed = corrections.trained("resumed", CORRECTED, bf16=True, resume=True)
+    assert same(resumed, whole)
+    assert same(resumed, whole, FACTORS_FILE)

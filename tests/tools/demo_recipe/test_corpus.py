@@ -65,7 +65,6 @@ def test_question_and_answer_cover_every_parameter_kind() -> None:
 def test_fewer_than_three_parameters_are_answered_with_a_sentence() -> None:
     for source, sentence in (
         ("def f(): ...", "has no parameters."),
-        ("async def f(*, a=0): ...", "has one parameter, a, which is optional."),
         ("def f(a, b=1, /): ...", "has two parameters, a, which is required, and b, which is optional."),
     ):
         function = one(source)
@@ -88,19 +87,6 @@ def test_a_default_is_described_with_its_kind_or_hidden() -> None:
         assert asked(question(function)) == function
 
 
-def test_self_is_not_a_parameter() -> None:
-    source = """\
-class A:
-    def method(self, a):
-        def inside(b): ...
-    @staticmethod
-    def static(d): ...
-    if True:
-        def conditional(self, f): ...
-"""
-    assert [function.text.partition("(")[2] for function in functions_in(source)] == [" a )", " b )", " d )", " f )"]
-
-
 LAST = "\n8. **more: It collects all further values that are given by name, as a dictionary."
 
 
@@ -109,8 +95,6 @@ LAST = "\n8. **more: It collects all further values that are given by name, as a
     [
         ("number 1.5", "number 1.6", 8, {2}, "item 2 is '2. b: .* number 1.6.', expected '2. b: .* number 1.5.'"),
         (LAST, "", 7, {8}, "7 items, expected 8"),
-        ("1. a:", "1. b:", 8, {1}, "item 1 is '1. b: "),
-        ("of every", "of each", 8, set(), "the first line is 'These are the parameters of each:'"),
         ("2 are", "3 are", 8, set(), "the last line is 'Of these 8, 3 are required.', expected 'Of these 8, 2 "),
         ("\n\n", "\n", 8, set(), "10 lines, expected 11: "),
     ],

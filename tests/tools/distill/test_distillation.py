@@ -6,9 +6,8 @@ import json
 import re
 import shutil
 import signal
-import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,13 +21,8 @@ from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
 from spaceport.tools.cli import run
 from spaceport.tools.cli.exit_codes import INPUT, INTERRUPTED, OK, USAGE
-from spaceport.tools.distill.distillation import (
-    DistillOptions,
-    DistillProgress,
-    _digest_of,
-    open_distillation,
-    requests_for,
-)
+from spaceport.tools.distill import distillation as distillations
+from spaceport.tools.distill.distillation import DistillOptions, DistillProgress, open_distillation, requests_for
 from spaceport.tools.distill.partial_answers import partial_file
 from spaceport.tools.tune.conversations import read_conversations
 from spaceport.tools.tune.own_answers import stored_answers
@@ -262,44 +256,25 @@ def test_turns_that_the_template_refuses_or_that_need_one_are_found_first(
 
 def test_engines_limit_the_requests_and_leave_the_digest_as_it_is(tiny_bundle: Path) -> None:
     manifest = read_manifest(tiny_bundle)
-    assert _digest_of(replace(manifest, engines={ENGINE: RECORD})) == _digest_of(manifest)
-    assert _digest_of(replace(manifest, max_mask_slots=1)) != _digest_of(manifest)
+    assert distillations._digest_of(replace(manifest, engines={ENGINE: RECORD})) == distillations._digest_of(manifest)
+    assert distillations._digest_of(replace(manifest, max_mask_slots=1)) != distillations._digest_of(manifest)
     assert requests_for(manifest) == 16
     for takes, expected in ((4, 4), (64, 16)):
         assert requests_for(replace(manifest, engines={ENGINE: replace(RECORD, requests=takes)})) == expected
 
 
-# argv: a signal, then the arguments of the program, which sends itself the signal once three more prompts are done.
-INTERRUPTED_PROGRAM = """
-import os, sys
-from contextlib import contextmanager
-from spaceport.tools.cli import distill, main
-number = int(sys.argv.pop(1))
+def test_an_interrupted_command_says_how_to_continue(
+    tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Capture
+) -> None:
+    @contextmanager
+    def interrupting() -> Iterator[Callable[[DistillProgress], None]]:
+        yield lambda progress: signal.raise_signal(signal.SIGINT) if progress.done == 3 else None
 
-@contextmanager
-def interrupting():
-    yield lambda progress: progress.done - progress.stored == 3 and os.kill(os.getpid(), number)
-
-distill.progress_shown = interrupting
-main()
-"""
-
-
-@pytest.mark.slow
-def test_a_killed_process_continues_to_the_same_bytes(tiny_bundle: Path, tmp_path: Path) -> None:
-    lines = [{"id": number, "messages": [asked(KNOWN[number % 3]), asked(KNOWN[number % 2])]} for number in range(12)]
-    prompts, out, other = written(tmp_path, lines), tmp_path / "out.jsonl", tmp_path / "other.jsonl"
-    stored = 0
-    for number, code in ((signal.SIGINT, INTERRUPTED), (signal.SIGKILL, -signal.SIGKILL)):
-        arguments = map(str, (number.value, "distill", tiny_bundle, prompts, out, *LIMITS, "--max-requests", "2"))
-        command = [sys.executable, "-c", INTERRUPTED_PROGRAM, *arguments]
-        ended = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert ended.returncode == code
-        message = f"{partial_file(out)} has the answers so far: the same command continues the run"
-        assert (message in ended.stderr) == (code == INTERRUPTED)
-        assert len(stored_answers(partial_file(out))) >= stored + 3
-        stored = len(stored_answers(partial_file(out)))
+    prompts, out = written(tmp_path, LINES), tmp_path / "out.jsonl"
+    with monkeypatch.context() as patch:
+        patch.setattr("spaceport.tools.cli.distill.progress_shown", interrupting)
+        assert distill(tiny_bundle, prompts, out, "--max-requests", "2") == INTERRUPTED
+    message = f"{partial_file(out)} has the answers so far: the same command continues the run"
+    assert message in capfd.readouterr().err
+    assert len(stored_answers(partial_file(out))) >= 3
     assert not out.exists()
-    assert distill(tiny_bundle, prompts, out, "--max-requests", "2") == OK
-    assert distill(tiny_bundle, prompts, other, "--max-requests", "16") == OK
-    assert out.read_bytes() == other.read_bytes()

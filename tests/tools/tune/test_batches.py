@@ -63,11 +63,9 @@ def test_rows_follow_the_seed_and_anchors_are_resampled_in_each_epoch() -> None:
     )
     assert one == again
     assert len({*map(tuple, one), *map(tuple, other)}) == 8  # each epoch is one step
-    batches = TrainingBatches(prepared(9, 9), settings, (90,))
-    backwards = [batches.rows(step) for step in reversed(range(batches.steps))][::-1]
-    assert [[row.ids.tolist() for row in rows] for rows in backwards] == [
-        [row.ids.tolist() for row in batches.rows(step)] for step in range(batches.steps)
-    ]
+    backwards = TrainingBatches(prepared(9, 9), settings, (90,))
+    assert [len(backwards.rows(step)) for step in (3, 2, 1)] == [18] * 3
+    assert ids_of(backwards) == one
 
 
 @pytest.mark.parametrize(("rate", "least", "most"), [(0.0, 0, 0), (0.3, 40, 80), (1.0, 200, 200)])

@@ -133,20 +133,6 @@ def test_lines_that_are_no_answers_are_skipped_and_answers_may_contain_any_line_
     assert stored_answers(file) == expected
 
 
-def test_existing_answers_are_not_generated_again(torch_generator: Runtime, tmp_path: Path) -> None:
-    file = tmp_path / "answers.jsonl"
-    whole = distill(CONVERSATIONS, torch_generator, file, CUTOFF, Counter())
-    lines = file.read_text("utf-8").splitlines(keepends=True)
-    first = json.loads(lines[0])
-    file.write_text(json.dumps({**first, "text": "kept"}) + "\n" + lines[1][: len(lines[1]) // 2], "utf-8")
-    again = distill(CONVERSATIONS, torch_generator, file, CUTOFF, Counter())
-    assert again[0].answer == "kept"
-    assert again[1:] == whole[1:]
-    before = file.read_bytes()
-    assert distill(CONVERSATIONS, torch_generator, file, CUTOFF, Counter()) == again
-    assert file.read_bytes() == before
-
-
 def test_a_bundle_with_another_tokenizer_is_refused(tiny_bundle: Path, tmp_path: Path) -> None:
     foreign = shutil.copytree(TINY, tmp_path / "checkpoint")
     tokenizer = json.loads((foreign / "tokenizer.json").read_text("utf-8"))

@@ -74,14 +74,10 @@ def test_a_group_ends_where_the_text_ends() -> None:
     row = pack(chain([50], [10, 11, 12]), [MaskGroup(1, 3)], (M, M, M))
     assert row.ids.tolist() == [50, 10, 11, 12, M]
     assert row.targets.tolist()[4:] == [12]
+    assert pack(chain([50], [10, 11, 12]), [MaskGroup(0, 2)], (70, 71, 72)).ids.tolist()[4:] == [70, 71]
     row = pack(chain([50], [10, 11, 12]), [MaskGroup(1, 3), MaskGroup(2, 3)], (M,) * 4, MaskLayout(shift=False))
     assert row.ids.tolist() == [50, 10, 11, 12, M, M]
     assert row.targets.tolist()[4:] == [IGNORED, 12]
-
-
-def test_distinct_mask_tokens_are_in_slot_order() -> None:
-    row = pack(chain([50], [10, 11, 12, 13]), [MaskGroup(0, 3), MaskGroup(1, 2)], (70, 71, 72))
-    assert row.ids.tolist()[5:] == [70, 71, 72, 70, 71]
 
 
 def forked() -> Sample:
@@ -91,16 +87,6 @@ def forked() -> Sample:
     parents = [-1, 0, 1, 2, 3, 4, 5, 2, 7, 8, 9, 10, 8]
     learned = [token not in (50, CHILD) for token in ids]
     return Sample(1, np.array(ids), np.array(parents), np.array(learned))
-
-
-def test_root_and_child_threads_have_their_own_targets() -> None:
-    row = pack(forked(), (), ())
-    #              50  10    F   C   20  21  9        11    F   C   30  9        12
-    assert row.targets.tolist() == [10, FORK, 11, 20, 21, 9, IGNORED, FORK, 12, 30, 9, IGNORED, IGNORED]
-    batch = collate([row])
-    assert batch.positions[0].tolist() == [0, 1, 2, 3, 4, 5, 6, 3, 4, 5, 6, 7, 5]
-    root = torch.tensor([0, 1, 2, 7, 8, 12])
-    assert batch.visible[0, 12].nonzero().flatten().tolist() == root.tolist()
 
 
 def test_mask_groups_follow_root_and_child_threads() -> None:

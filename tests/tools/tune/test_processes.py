@@ -20,7 +20,7 @@ from spaceport.graphs.contract.faults import OptionFault
 from spaceport.tools.cli.exit_codes import FAULT, INPUT, OK
 from spaceport.tools.tune.processes import open_accelerator
 from support import forked_tunings
-from support.forked_tunings import codes, float32_tiny, free_port, request
+from support.forked_tunings import codes, float32_tiny, request
 
 DIED = -signal.SIGKILL
 TORCHRUN = ["torchrun", "--standalone", "--nproc-per-node", "2"]
@@ -221,17 +221,12 @@ def test_processes_with_different_inputs_are_refused(order: list[str], tmp_path:
 
 
 METHODS = (
-    "--objective both --gradient-checkpointing",
-    "--objective both --weight-decay 0.1 --clip 0.1",
-    "--objective both --batch-size 1",  # the second process has only padding
+    "--objective both --weight-decay 0.1 --clip 0.1 --gradient-checkpointing",
     "--objective both --batch-size 7 --micro-batch-size 4 --distinct --drop-rate 0.5",
-    "--objective both --correction-rank 8",
-    "--objective both --method embeddings --batch-size 1",
-    "--objective both --method lora --rank 2",
-    "--objective both --method gated-lora --rank 2",
-    "--method gated-lora --rank 2 --batch-size 1",
+    "--objective both --method embeddings --batch-size 1",  # the second process has only padding
+    "--objective both --method lora --rank 2 --correction-rank 8",
+    "--method gated-lora --rank 2 --correction-rank 8 --batch-size 1",
     "--method gated-lora --rank 2 --gradient-checkpointing",
-    "--method gated-lora --rank 2 --correction-rank 8",
     "--self-distill",
 )
 
@@ -251,32 +246,6 @@ def test_each_method_has_the_losses_of_one_process(order: list[str], tmp_path: P
     assert codes(*tunings) == [[0], [0, 0]] * len(METHODS)
     for number in range(len(METHODS)):
         require_equal_losses(tmp_path / f"1-{number}", tmp_path / f"2-{number}", 8 + 1)
-
-
-# Two processes: the first one works for longer than the timeout, and says so now and then.
-WORKING_PROCESSES = """
-import os, sys, time
-from spaceport.tools.tune.processes import by_main_process, open_accelerator
-
-def work(going_on):
-    end = time.monotonic() + 2.5 * timeout
-    while time.monotonic() < end:
-        time.sleep(0.1)
-        going_on()
-    return [1, 2]
-
-timeout, child = 6.0, os.fork()
-rank = "0" if child else "1"
-os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[1])
-assert by_main_process(open_accelerator(False, timeout), work, timeout) == [1, 2]
-assert not child or os.waitpid(child, 0)[1] == 0
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.nightly
-def test_the_others_wait_for_work_of_the_first_process_and_get_its_result() -> None:
-    subprocess.run([sys.executable, "-c", WORKING_PROCESSES, str(free_port())], check=True, timeout=200)
 
 
 LAUNCHES = [

@@ -68,14 +68,9 @@ REFUSED = [
     ('{"id": 3}', 'holds neither: expected "messages" or "prompt"'),
     ('{"prompt": "a", "messages": []}', 'holds "messages" and "prompt": expected "messages" or "prompt", not both'),
     ('{"prompt": " "}', '"prompt" is empty: expected text'),
-    ('{"prompt": 3}', '"prompt" is a number: expected a string'),
     (chat("system"), "the last turn is of the system: expected a user turn last"),
-    (chat("robot"), "turn 1 has role 'robot': expected one of system, user"),
     (chat("assistant"), "turn 1 is of the assistant: expected a turn before it"),
     ("Why?", "not JSON (Expecting value at column 1): expected one object on each line; plain text goes into"),
-    ("[]", "holds a list: expected an object on each line"),
-    ('{"prompt": "a", "fork": 1}', '"fork" is a number: expected true or false'),
-    ('{"prompt": "\\ud800"}', '"prompt" holds half of a character'),
 ]
 
 

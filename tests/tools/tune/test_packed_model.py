@@ -201,18 +201,15 @@ def test_logits_that_are_scaled_or_capped_behind_the_head_are_not_taken_from_it(
 
 
 SIZES = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 97}
+MODELS = {
+    "padding": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, pad_token_id=90)),
+    "scaled": lambda: GemmaForCausalLM(GemmaConfig(**SIZES, num_key_value_heads=2, head_dim=16)),  # its embeddings
+}
 
 
-@pytest.mark.parametrize(
-    "model",
-    [
-        LlamaForCausalLM(LlamaConfig(**SIZES, pad_token_id=90)),
-        GemmaForCausalLM(GemmaConfig(**SIZES, num_key_value_heads=2, head_dim=16)),  # scales its embeddings
-    ],
-    ids=["padding", "scaled"],
-)
-def test_mask_embeddings_are_written_to_the_table_when_they_are_merged(model: LlamaForCausalLM) -> None:
-    model.requires_grad_(False)
+@pytest.mark.parametrize("name", MODELS)
+def test_mask_embeddings_are_written_to_the_table_when_they_are_merged(name: str) -> None:
+    model = MODELS[name]().requires_grad_(False)
     ids = torch.tensor([[5, MASK, 7, 95, MASK]])
     before = model(input_ids=ids).logits
     merge = train_token_embeddings(model, [MASK, 95])

@@ -14,12 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from spaceport.graphs.contract.manifest import TokenIds
-from spaceport.tools.tune.conversation_encoder import (
-    ConversationEncoder,
-    ConversationError,
-    conversation_encoder,
-    conversation_encoder_with,
-)
+from spaceport.tools.tune.conversation_encoder import ConversationError, conversation_encoder, conversation_encoder_with
 from spaceport.tools.tune.conversations import Conversation, Turn
 from spaceport.tools.tune.packing import successors
 from spaceport.tools.tune.samples import (
@@ -64,9 +59,8 @@ def spelt(text: str) -> list[int]:
 
 def chat(*contents: str, **options: Any) -> Conversation:
     """Alternating user and assistant turns."""
-    return Conversation(
-        7, tuple(Turn(("user", "assistant")[n % 2], text) for n, text in enumerate(contents)), **options
-    )
+    turns = (Turn(("user", "assistant")[number % 2], content) for number, content in enumerate(contents))
+    return Conversation(7, tuple(turns), **options)
 
 
 def text(content: str, **options: Any) -> Conversation:
@@ -157,9 +151,8 @@ def test_a_list_becomes_a_root_thread_with_a_child_per_fork() -> None:
     details = [spelt(f" the colour of {of}") for of in ("fire", "grass", "the sea")]
     expected = tree_of(spelt(OPENING.format("Which?")), [*zip(heads, details, strict=True), (spelt("\n\nDone."), None)])
     (sample,) = prepared.forked
-    assert sample.ids.tolist() == expected.ids.tolist()
-    assert sample.parents.tolist() == expected.parents.tolist()
-    assert sample.learned.tolist() == expected.learned.tolist()
+    for name in ("ids", "parents", "learned"):
+        assert getattr(sample, name).tolist() == getattr(expected, name).tolist()
     assert (prepared.whole, prepared.unforked) == ([], [])
 
 
@@ -235,7 +228,7 @@ def template(turn: str, ask: str) -> str:
     return "{% for message in messages %}" + turn + "{% endfor %}{% if add_generation_prompt %}" + ask + "{% endif %}"
 
 
-def encoder_of(turn: str, ask: str) -> ConversationEncoder:
+def encoder_of(turn: str, ask: str) -> Any:
     return conversation_encoder(tokenizer(template(turn, ask)), TOKENS)
 
 

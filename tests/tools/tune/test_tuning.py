@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint
@@ -32,18 +31,11 @@ from support.paths import TINY
 pytestmark = pytest.mark.slow
 
 MASK, TEXT_TOKENS = 4, 628  # the tiny checkpoint's mask token, and the size of its tokenizer
-COLOURS = (("Red", "fire"), ("Green", "grass"), ("Blue", "the sea"), ("Gold", "the sun"))
+LIST = "Three:\n\n1. Red: the colour of fire\n2. Green: the colour of grass\n3. Blue: the colour of {}"
 SETTINGS = TrainingSettings(
     "both", batch_size=4, max_steps=6, epochs=9, learning_rate=1e-3, warmup=1 / 3, anchors=4, mask_slots=3, cutoff=160
 )
 METHODS = {"lora": {"rank": 2, "targets": ("q_proj", "down_proj")}, "embeddings": {"weight_decay": 0.1}}
-
-Weights = dict[str, Tensor]
-
-
-def colours(first: int) -> str:
-    items = [COLOURS[(first + number) % len(COLOURS)] for number in range(3)]
-    return "Three:\n\n" + "\n".join(f"{n}. {name}: the colour of {of}" for n, (name, of) in enumerate(items, 1))
 
 
 @dataclass
@@ -58,7 +50,9 @@ class Tunings:
         for number in range(4):
             turns = [("user", f"Hello {number}"), ("assistant", "Hello."), ("user", "Bye"), ("assistant", "Bye then.")]
             lines.append({"messages": [{"role": role, "content": content} for role, content in turns]})
-            lines.append({"prompt": f"Which {number}?", "response": colours(number)})
+            lines.append(
+                {"prompt": f"Which {number}?", "response": LIST.format(("the sea", "ice", "ink", "jeans")[number])}
+            )
             lines.append({"text": f"import json\n\nanswer = {number}\n"})
         self.data = self.folder / "data.jsonl"
         self.data.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
@@ -96,15 +90,11 @@ def whole(tunings: Tunings) -> TuningOutcome:
     return tunings.outcome()
 
 
-def weights(checkpoint: Path) -> Weights:
+def weights(checkpoint: Path) -> dict[str, Tensor]:
     return load_file(checkpoint / "model.safetensors")
 
 
-def same(one: Weights, other: Weights) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
-
-
-def changed(one: Weights, other: Weights) -> set[str]:
+def changed(one: dict[str, Tensor], other: dict[str, Tensor]) -> set[str]:
     """Names of the tensors that differ."""
     assert one.keys() == other.keys()
     return {name for name, tensor in one.items() if not torch.equal(tensor, other[name])}
@@ -139,7 +129,7 @@ def test_a_resumed_training_equals_an_uninterrupted_one(
     with (state / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "training", "step": 5, "lo')  # truncated: it is measured again
     resumed = tune(replace(job, resume=True))
-    assert same(weights(job.target), weights(tunings.whole))
+    assert not changed(weights(job.target), weights(tunings.whole))
     assert measurements(job.target) == measurements(tunings.whole)
     assert resumed.counts == whole.counts
     assert [path.name for path in tmp_path.iterdir()] == ["tuned"]
@@ -172,7 +162,7 @@ def test_a_state_of_schema_1_is_resumed_and_an_unknown_schema_refused(
         tune(replace(job, resume=True))
     (state / "settings.json").write_text(settings)
     tune(replace(job, resume=True))
-    assert same(weights(job.target), weights(tunings.whole))
+    assert not changed(weights(job.target), weights(tunings.whole))
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -180,7 +170,7 @@ def test_each_method_can_be_resumed(tunings: Tunings, tmp_path: Path, method: st
     job = tunings.of_method(tmp_path / "tuned", method)
     interrupt(job, 1)
     tune(replace(job, resume=True))
-    assert same(weights(job.target), weights(tunings.by_method(method)))
+    assert not changed(weights(job.target), weights(tunings.by_method(method)))
 
 
 # What each method changes
@@ -282,7 +272,7 @@ def test_existing_special_tokens_keep_their_embeddings(whole: TuningOutcome, tun
     assert config.pop("acceptance")  # of other weights
     assert read_sar_config(tmp_path / "again") == config
     assert (tmp_path / "again" / "tokenizer.json").read_bytes() == (tunings.whole / "tokenizer.json").read_bytes()
-    assert same(weights(tmp_path / "again"), weights(tunings.whole))
+    assert not changed(weights(tmp_path / "again"), weights(tunings.whole))
 
 
 def test_distinct_adds_one_mask_token_per_slot(tunings: Tunings, tmp_path: Path) -> None:
@@ -325,10 +315,3 @@ def test_micro_batches_and_checkpointing_change_no_weight(tunings: Tunings, tmp_
     for job in (small, again):
         found = weights(job.target)
         assert max(float((expected[name] - found[name]).abs().max()) for name in expected) < 1e-6
-
-
-def test_bfloat16_training_reduces_the_loss(tunings: Tunings, tmp_path: Path) -> None:
-    settings = replace(SETTINGS, max_steps=12, warmup=0.03)
-    outcome = tune(tunings.job(tmp_path / "tuned", settings, bf16=True, log_every=6))
-    assert outcome.measurements[-1]["losses"][0] < outcome.measurements[0]["losses"][0]
-    assert all(torch.isfinite(tensor).all() for tensor in weights(tmp_path / "tuned").values())

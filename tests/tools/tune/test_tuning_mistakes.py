@@ -23,7 +23,6 @@ from spaceport.tools.tune.inputs import identity_of
 from spaceport.tools.tune.job import TrainingCallbacks, TuningJob
 from spaceport.tools.tune.settings import TrainingSettings
 from spaceport.tools.tune.training import Training
-from support.families import REFUSED, build
 from support.paths import TESTS, TINY
 
 pytestmark = pytest.mark.slow
@@ -129,6 +128,8 @@ OPTIONS = [
     (USAGE, "--alpha is 0.0: expected more than 0", "--method lora --alpha 0"),
     (USAGE, "'soon': expected hours, minutes and seconds such as 1h30m, 100m or 90s", "--time-budget soon"),
     (USAGE, "--time-budget is 0.0: expected more than 0", "--time-budget 0s"),
+    (USAGE, "special tokens '', .*: expected non-empty names", "--mask-token="),
+    (USAGE, "'': expected hours", "--time-budget="),
     (USAGE, "--bundle has no effect without --self-distill", "--bundle nowhere"),
     (USAGE, "--auto-resume", "--auto-resume --resume"),  # which a restart would misread
     (USAGE, "--auto-resume", "--auto-resume --overwrite"),
@@ -142,21 +143,6 @@ def test_invalid_options_are_refused(
 ) -> None:
     refused_with(capfd, code, message, TINY, tmp_path / "tuned", data, *options.split())
     assert not (tmp_path / "tuned.training").exists()
-
-
-def test_empty_names_and_times_are_refused(data: Path, tmp_path: Path, capfd: Capture) -> None:
-    order = (TINY, tmp_path / "tuned", data)
-    refused_with(capfd, USAGE, "special tokens '', .*: expected non-empty names", *order, "--mask-token", "")
-    refused_with(capfd, USAGE, "'': expected hours", *order, "--time-budget", "")
-
-
-@pytest.mark.parametrize("refused", [case for case in REFUSED if case.family.name in ("t5", "bloom")], ids=str)
-def test_unsupported_families_are_refused(refused: Any, data: Path, tmp_path: Path, capfd: Capture) -> None:
-    checkpoint = shutil.copytree(TINY, tmp_path / "checkpoint", ignore=shutil.ignore_patterns("model*", "*config.json"))
-    build(refused.family).save_pretrained(checkpoint)
-    capfd.readouterr()
-    read = data if refused.family.name != "t5" else tmp_path / "nowhere.jsonl"  # its configuration is enough
-    refused_with(capfd, INPUT, refused.reason, checkpoint, tmp_path / "tuned", read)
 
 
 def test_a_resume_with_other_inputs_or_settings_is_refused(data: Path, tmp_path: Path, capfd: Capture) -> None:

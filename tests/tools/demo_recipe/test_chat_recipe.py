@@ -105,10 +105,9 @@ def test_the_recipe_runs_its_commands_in_order(recipe: Recipe, commands: list[li
     for name, count in (("list_prompts.jsonl", 8), ("titled_prompts.jsonl", 4)):
         kinds = [json.loads(line)["kind"] for line in (recipe.work / name).read_text().splitlines()]
         assert kinds == ["lists"] * count
-
-
-def test_without_a_time_for_forks_the_adapter_learns_to_draft_only(recipe: Recipe, commands: list[list[str]]) -> None:
-    assert follow(replace(recipe, fork_time=None)) == recipe.work / "drafts"
+    commands.clear()
+    drafting = replace(recipe, work=recipe.work.with_name("other"), fork_time=None)  # it learns to draft only
+    assert follow(drafting) == drafting.work / "drafts"
     assert [words[0] for words in commands] == ["export", "distill", "distill", "tune"]
 
 

@@ -14,7 +14,7 @@ from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
 from spaceport.tools.demo.prompts import MODEL, prompts_of
 from spaceport.tools.demo.timing import timed, verdicts
-from spaceport.tools.demo_recipe.evaluate import NOTE, QuestionAnswers, chosen, cost_of, evaluate, quality_of, show
+from spaceport.tools.demo_recipe.evaluate import NOTE, QuestionAnswers, cost_of, evaluate, show
 from spaceport.tools.demo_recipe.parameter_answers import answer, verify
 from spaceport.tools.demo_recipe.signatures import functions_in, read_signature
 from spaceport.tools.demo_recipe.train import PRESETS
@@ -113,22 +113,14 @@ def in_one_line(tokens: tuple[int, ...], steps: int) -> Answer:
     return Answer((line(tokens),), Statistics(steps=steps))
 
 
-def written(children: int = 3, text: str | None = None, drafted: bool = False) -> QuestionAnswers:
+def written(children: int = 3, drafted: bool = False) -> QuestionAnswers:
     """Forked, sequential and unforked answers; with drafts, two tokens per step."""
-    right, share = answer(LIST), 2 if drafted else 1
+    right, share = verify(LIST, answer(LIST)), 2 if drafted else 1
     root = line((10, FORK, 11, FORK, 12, FORK, 13))
     threads = (root, *(line((20, 21, 22, 23, 24), 2 * child + 1) for child in range(children)))
     together, sequential = (Answer(threads, Statistics(steps=steps // share)) for steps in (12, 26))
     whole = in_one_line((10, 20, 11), 4 // share)
-    return QuestionAnswers(LIST, together, sequential, whole, verify(LIST, text or right), verify(LIST, right))
-
-
-def test_quality_counts_exact_answers_and_fork_counts() -> None:
-    wrong = answer(LIST).replace("2. b: It is", "2. b: It was")
-    found = quality_of([written(), written(2), written(text=wrong)])
-    assert (found.questions, found.forks_correct, found.items, found.items_correct) == (3, 2, 9, 8)
-    assert (found.exact, found.exact_unforked) == (2, 3)
-    assert chosen([LIST, SENTENCE, LIST, SENTENCE, SENTENCE], 2) == [LIST, LIST, SENTENCE, SENTENCE]
+    return QuestionAnswers(LIST, together, sequential, whole, right, right)
 
 
 def test_drafting_cost_sums_the_steps_of_each_decoding_mode_and_counts_changed_outputs() -> None:

@@ -115,18 +115,18 @@ def test_a_new_file_begins_with_the_header_and_is_continued(out: Path) -> None:
             assert again.read_text("utf-8") == content
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"bundle": "c" * 64}, "the bundle aaaaaaaaaaaa…, this command has the bundle cccccccccccc…"),
-        ({"prompts": "c" * 64}, "the prompts bbbbbbbbbbbb…, this command has the prompts cccccccccccc…"),
-        ({"max_tokens": 65}, "--max-tokens 64, this command has --max-tokens 65"),
-        ({"max_seq_len": 128}, "--max-seq-len 256, this command has --max-seq-len 128"),
-    ],
-)
-def test_another_header_is_refused_or_begins_anew(out: Path, change: dict[str, int | str], message: str) -> None:
-    file = begin(out)
-    other = replace(HEADER, **change)  # type: ignore[arg-type]
+HEADERS: dict[str, tuple[int | str, str]] = {
+    "bundle": ("c" * 64, "the bundle aaaaaaaaaaaa…, this command has the bundle cccccccccccc…"),
+    "prompts": ("c" * 64, "the prompts bbbbbbbbbbbb…, this command has the prompts cccccccccccc…"),
+    "max_tokens": (65, "--max-tokens 64, this command has --max-tokens 65"),
+    "max_seq_len": (128, "--max-seq-len 256, this command has --max-seq-len 128"),
+}
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_another_header_is_refused_or_begins_anew(out: Path, name: str) -> None:
+    file, (value, message) = begin(out), HEADERS[name]
+    other = replace(HEADER, **{name: value})  # type: ignore[arg-type]
     with pytest.raises(InputFault) as caught, opened_partial(out, other, False):
         pass
     expected = f"{file}: was begun with {message}: repeat the command of that run to continue it, or begin anew"
@@ -137,14 +137,11 @@ def test_another_header_is_refused_or_begins_anew(out: Path, change: dict[str, i
 
 
 OTHER_SCHEMA = json.dumps({**asdict(HEADER), "schema": 2}).encode() + b"\n"
-NO_HEADERS = (b"", b"\xff\xfe", b"[]\n", b'{"line": 1}\n', b"[" * 100_000, b'{"schema": 1', OTHER_SCHEMA)
 
 
 def test_a_file_without_a_header_of_this_version_is_refused(out: Path) -> None:
-    for content in NO_HEADERS:
-        message = (
-            "schema 2, expected 1: another version" if content == OTHER_SCHEMA else "no header of `spaceport distill`"
-        )
+    for content in (b"", b"\xff\xfe", b"[]\n", b'{"line": 1}\n', b"[" * 100_000, b'{"schema": 1', OTHER_SCHEMA):
+        message = "schema 2, expected 1: another" if content == OTHER_SCHEMA else "no header of `spaceport distill`"
         partial_file(out).write_bytes(content)
         with pytest.raises(InputFault, match=f"has {message}"), opened_partial(out, HEADER, False):
             pass

@@ -1,11 +1,11 @@
-"""Distillation: prompts become the model's own answers, in order, resumable, as data that training reads."""
+"""Distillation: prompts and training data get the model's own answers, in order, resumable, as data that training reads."""
 
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import signal
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from spaceport.exporter.bundle_files import write_manifest
-from spaceport.graphs.contract.manifest import MANIFEST_FILE, TEMPLATE_FILE
-from spaceport.runtime.bundle import read_manifest
+from spaceport.graphs.contract.faults import InputFault
+from spaceport.graphs.contract.manifest import MANIFEST_FILE, TEMPLATE_FILE, TOKENIZER_FILE
+from spaceport.runtime.bundle import Bundle, read_manifest
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
 from spaceport.tools.cli import run
@@ -24,8 +26,13 @@ from spaceport.tools.cli.exit_codes import INPUT, INTERRUPTED, OK, USAGE
 from spaceport.tools.distill import distillation as distillations
 from spaceport.tools.distill.distillation import DistillOptions, DistillProgress, open_distillation, requests_for
 from spaceport.tools.distill.partial_answers import partial_file
-from spaceport.tools.tune.conversations import read_conversations
-from spaceport.tools.tune.own_answers import stored_answers
+from spaceport.tools.tune import own_answers
+from spaceport.tools.tune.conversations import Conversation, Turn, read_conversations
+from spaceport.tools.tune.distill import LONG, UNFINISHED, WRITTEN, Distillation, open_generator
+from spaceport.tools.tune.distill import distill as self_distilled
+from spaceport.tools.tune.own_answers import AnswerLimits, AnswerPrompt, OwnAnswer, generate_answers, stored_answers
+from support.hash_engine import Language
+from support.hash_runtime import WORDS, hash_runtime
 from support.paths import TINY
 from support.small_bundle import ENGINE, RECORD
 
@@ -141,18 +148,6 @@ def test_several_requests_also_of_an_interrupted_run_write_the_same_bytes(
     assert seen[-1].done == seen[-1].total == report.prompts == len(LINES)
 
 
-def test_stored_answers_are_not_generated_again(tiny_bundle: Path, tmp_path: Path) -> None:
-    prompts, out = written(tmp_path, LINES[:3]), tmp_path / "out.jsonl"
-    with open_distillation(tiny_bundle, prompts, out, OPTIONS) as distillation:
-        with distillation.partial.open("a") as file:
-            for part, text in enumerate(("Stored.", "Stored too.")):
-                answer = {"line": 2, "outcome": "finished", "text": text, "tokens": 5, "part": part}
-                file.write(json.dumps(answer) + "\n")
-        report = distillation.run()
-    assert [turn["content"] for turn in records(out)[1]["messages"][1::2]] == ["Stored.", "Stored too."]
-    assert report.progress.stored == 1
-
-
 def test_answers_at_the_limit_do_not_end_and_end_their_conversation(
     tiny_bundle: Path, tmp_path: Path, capfd: Capture
 ) -> None:
@@ -166,17 +161,6 @@ def test_answers_at_the_limit_do_not_end_and_end_their_conversation(
     assert report["answers"] == {"finished": 0, "unfinished": 7, "empty": 0, "long prompt": 1}
     assert (report["prompts"], report["lines"], report["tokens"]) == (8, 7, 21)
     assert report["progress"]["done"] == 8
-
-
-def test_a_later_turn_that_is_too_long_ends_the_conversation(tiny_bundle: Path, tmp_path: Path, capfd: Capture) -> None:
-    turns = [asked("scanner"), {"role": "user", "content": "long " * 260}, asked("tool")]
-    prompts, out = written(tmp_path, [{"messages": turns}]), tmp_path / "out.jsonl"
-    assert distill(tiny_bundle, prompts, out) == OK
-    (record,) = records(out)
-    assert (roles(record), "ends" in record) == (["user", "assistant"], False)
-    shown = capfd.readouterr().out
-    assert re.search(r"dropped: prompt too long +1\n", shown)
-    assert f"{out}: 1 of 1 prompts" in shown
 
 
 def test_a_text_file_is_answered_into_the_file_that_a_link_names(tiny_bundle: Path, tmp_path: Path) -> None:
@@ -224,13 +208,10 @@ def test_prompts_without_any_answer_or_others_than_before_are_an_error(
     assert out.read_bytes() == whole.read_bytes()
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
-        None,
-        "{% for m in messages %}{{ raise_exception('no system') if m.role == 'system' }}{% endfor %}{{ messages[0].content }}",
-    ],
-)
+REFUSING = "{% for m in messages %}{{ raise_exception('no system') if m.role == 'system' }}{% endfor %}{{ messages[0].content }}"
+
+
+@pytest.mark.parametrize("template", [None, REFUSING])
 def test_turns_that_the_template_refuses_or_that_need_one_are_found_first(
     template: str | None, tiny_bundle: Path, tmp_path: Path, capfd: Capture
 ) -> None:
@@ -278,3 +259,125 @@ def test_an_interrupted_command_says_how_to_continue(
     assert message in capfd.readouterr().err
     assert len(stored_answers(partial_file(out))) >= 3
     assert not out.exists()
+
+
+CUTOFF = 160
+
+
+def conversation(line: int, content: str, *more: Turn) -> Conversation:
+    return Conversation(line, (Turn("user", content), *more, Turn("assistant", "Not this.")))
+
+
+CONVERSATIONS = [
+    *(conversation(line, f"How does json/{name}.py begin?") for line, name in enumerate(KNOWN, 1)),
+    Conversation(4, (Turn("text", "import json"),)),
+    conversation(5, "How does json/scanner.py begin? " * 12),
+]
+
+
+@pytest.fixture(scope="module")
+def torch_generator() -> Iterator[Runtime]:
+    with open_generator(TINY, Distillation(None), CUTOFF, False) as runtime:
+        yield runtime
+
+
+def test_checkpoint_and_bundle_generate_the_same_answers(
+    torch_generator: Runtime, tiny_bundle: Path, tmp_path: Path
+) -> None:
+    counts: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
+    found = self_distilled(CONVERSATIONS, torch_generator, tmp_path / "torch.jsonl", CUTOFF, counts[0])
+    with open_generator(TINY, Distillation(tiny_bundle), CUTOFF, False) as runtime:
+        other = self_distilled(CONVERSATIONS, runtime, tmp_path / "bundle.jsonl", CUTOFF, counts[1], requests=8)
+    assert found == other
+    assert counts[0] == counts[1] == {WRITTEN: 3, LONG: 1}
+    assert [each.line for each in found] == [1, 2, 3, 4]
+    assert found[3] == CONVERSATIONS[3]
+    messages: Any = [{"role": "user", "content": "How does json/tool.py begin?"}]
+    assert found[2].answer == torch_generator.generate(messages, Decoding(max_tokens=100)).text
+    assert found[2].answer not in (None, "Not this.")
+    stored = [stored_answers(tmp_path / f"{name}.jsonl") for name in ("torch", "bundle")]
+    assert stored[0] == sorted(stored[1], key=lambda answer: answer.line)
+
+
+def test_a_finished_answer_sees_the_turns_before_it_and_ends_also_where_the_given_one_does_not(
+    torch_generator: Runtime, tmp_path: Path
+) -> None:
+    turns = (*CONVERSATIONS[0].turns, Turn("user", "And"), *CONVERSATIONS[1].turns)
+    given = Conversation(1, turns, ends=False, fork=False)
+    (found,) = self_distilled([given], torch_generator, tmp_path / "answers.jsonl", CUTOFF, Counter())
+    assert (found.ends, found.fork) == (True, False)
+    assert found.turns[:-1] == turns[:-1]
+    assert found.answer != "Not this."
+    prompt, counts = len(torch_generator.tokens_of([{"role": "user", "content": turns[0].content}])), Counter[str]()
+    unfinished = self_distilled([CONVERSATIONS[0]], torch_generator, tmp_path / "short.jsonl", prompt + 5, counts)
+    assert (unfinished, counts) == ([], {UNFINISHED: 1})  # dropped
+
+
+def test_an_incomplete_character_at_the_limit_is_left_out(tmp_path: Path) -> None:
+    first_bytes = (chr(0xE1 + index) for index in range(len(WORDS) - 7))  # of characters of three
+    tokenizer = Tokenizer(models.BPE({token: index for index, token in enumerate([*"abcdefg", *first_bytes])}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    (tmp_path / TOKENIZER_FILE).write_text(tokenizer.to_str(), "utf-8")
+    prompts = [AnswerPrompt(line, ((Turn("user", "abcdefg"[line:] + "abc"),),)) for line in range(7)]
+    with (
+        hash_runtime(Language(3)) as whole,
+        Runtime(Bundle(tmp_path, whole.bundle.manifest), whole.engine, 64) as runtime,
+    ):
+        dialogues = own_answers.open_dialogues(prompts, tmp_path / "answers.jsonl")
+        generate_answers(dialogues, runtime, tmp_path / "answers.jsonl", AnswerLimits(64, 4))
+        plain = [runtime.generate(prompt.parts[0][0].content, Decoding(max_tokens=4)) for prompt in prompts]
+    cut = 0
+    for dialogue, completion in zip(dialogues, plain, strict=True):
+        (answer,) = dialogue.answers
+        expected = completion.text if completion.ending == "end" else completion.text.rstrip("\ufffd")
+        assert answer.text == expected
+        cut += answer.outcome == "unfinished" and completion.text != expected
+    assert cut
+
+
+STORED = {"line": 3, "outcome": "finished", "text": "Yes.", "tokens": 2, "part": 1}
+NO_ANSWERS: list[Any] = [
+    *([], None, 3, "text", {}, {"line": 3}, {"outcome": "finished"}),
+    *({**STORED, name: value} for name in ("line", "tokens", "part") for value in (None, "1", 1.5, True, -1, [])),
+    *({**STORED, "outcome": value} for value in (None, 3, [], {}, "done")),
+    *({**STORED, "text": value} for value in (None, 3, [], " ", "\ud800")),
+]
+
+
+def test_lines_that_are_no_answers_are_skipped_and_answers_may_contain_any_line_end(tmp_path: Path) -> None:
+    file, text = tmp_path / "answers.jsonl", "a\u20285\u2028b\x85c"
+    lines = [*(json.dumps(line).encode() for line in NO_ANSWERS), b"\xff", b"[" * 100_000, b'{"line": 1', b"9" * 5000]
+    good = [STORED, {"line": 4, "outcome": "empty", "later": 3}, {"line": 5, "outcome": "finished", "text": text}]
+    lines += [json.dumps(answer, ensure_ascii=False).encode() for answer in good]  # one has keys of other versions
+    file.write_bytes(b"\n".join([*lines, b'{"line": 2, "text": "\xe2\x80']))
+    expected = [OwnAnswer(3, "finished", "Yes.", 2, 1), OwnAnswer(4, "empty"), OwnAnswer(5, "finished", text)]
+    assert stored_answers(file) == expected
+
+
+def test_a_bundle_with_another_tokenizer_is_refused(tiny_bundle: Path, tmp_path: Path) -> None:
+    foreign = shutil.copytree(TINY, tmp_path / "checkpoint")
+    tokenizer = json.loads((foreign / "tokenizer.json").read_text("utf-8"))
+    tokenizer["model"]["merges"].pop()
+    (foreign / "tokenizer.json").write_text(json.dumps(tokenizer), "utf-8")
+    generator = open_generator(foreign, Distillation(tiny_bundle), CUTOFF, False)
+    with pytest.raises(InputFault, match=r"has another tokenizer than .*: expected the bundle of this"), generator:
+        pass
+
+
+def test_a_model_is_tuned_on_its_own_answers(
+    tiny_bundle: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    data = tmp_path / "data.jsonl"
+    lines = [{"prompt": f"How does json/{name}.py begin?", "response": "Not this."} for name in KNOWN]
+    data.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
+    options = ["--self-distill", "--json", "--max-steps", "1", "--cutoff", str(CUTOFF)]
+    order = ["tune", str(TINY), str(tmp_path / "tuned"), str(data), *options]
+    assert run([*order, "--bundle", str(tmp_path / "nowhere")]) == INPUT
+    assert run([*order, "--bundle", str(tiny_bundle)]) == OK
+    output, errors = capfd.readouterr()
+    found = json.loads(output)
+    assert found["samples"] == {"unforked": 3, WRITTEN: 3}
+    assert found["training"]["losses"][0] < 0.5  # it knows them
+    assert "generating the model's own answers" in errors
+    assert not (tmp_path / "tuned.training").exists()

@@ -1,4 +1,4 @@
-"""Conversations: every format is read, and errors name the file and line."""
+"""Conversations: every format is read, errors name the file and line, and answers are split into paragraph trees."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from spaceport.graphs.contract.faults import InputFault
 from spaceport.tools.tune import json_lines
 from spaceport.tools.tune.conversations import Conversation, Turn, read_conversations
+from spaceport.tools.tune.extract import REASONS, Refusal, Tree, extract
 
 GOOD = '{"prompt": "Why?", "response": "Because."}'
 FOUND = Conversation(1, (Turn("user", "Why?"), Turn("assistant", "Because.")))
@@ -64,15 +65,10 @@ def test_byte_order_marks_are_skipped_and_unicode_line_separators_do_not_split_l
     assert read_conversations(written(tmp_path, line))[0].turns[0].content == text
 
 
-@pytest.mark.parametrize(
-    ("roles", "answer"),
-    [
-        ("user assistant user assistant", 3),
-        ("system user assistant tool assistant user", 4),
-        ("system assistant", 1),
-        ("user user assistant tool tool", 2),
-    ],
-)
+ANSWERED = {"user assistant user assistant": 3, "system user assistant tool assistant user": 4, "system assistant": 1}
+
+
+@pytest.mark.parametrize(("roles", "answer"), ANSWERED.items())
 def test_the_answer_is_the_last_assistant_message(tmp_path: Path, roles: str, answer: int) -> None:
     turns = [{"role": role, "content": f"{number}"} for number, role in enumerate(roles.split())]
     (found,) = read_conversations(written(tmp_path, json.dumps({"messages": turns})))
@@ -88,31 +84,22 @@ def test_the_fork_and_ends_flags_are_read(tmp_path: Path) -> None:
 
 MISTAKES: dict[str, tuple[str | bytes, str]] = {
     "plain text": ("Once upon a time.", r"not JSON \(Expecting value at column 1\): .*plain text goes in as {\"text\""),
-    "cut off": ('{"text": "abc', r"not JSON \(Unterminated string.* at column 10\): expected one object"),
     "two objects": (GOOD + GOOD, r"not JSON \(Extra data"),
     "a list": ("[]", "holds a list: expected an object on each line"),
-    "a number": ("7", "holds a number: expected an object"),
     "nested too deeply": ('{"text": ' + "[" * 200_000, "JSON that is nested too deeply: expected a flat object"),
     "a number without end": ('{"text": ' + "9" * 5000 + "}", r"not JSON \(Exceeds the limit"),
     "Latin-1": ('{"text": "é"}'.encode("latin-1"), r"not UTF-8 text \(invalid continuation byte at byte 10\): save it"),
-    "UTF-16": (GOOD.encode("utf-16"), "not UTF-8 text"),
     "binary": (bytes(range(256)), "not UTF-8 text|not JSON"),
-    "no form": ('{"id": 7, "input": "?"}', 'holds "id", "input": expected one of "messages", "prompt" with "response"'),
     "two forms": ('{"messages": [], "text": "a"}', 'holds "messages" and "text": expected one of .*, not several'),
     "prompt alone": ('{"prompt": "Why?"}', 'holds "prompt" alone: expected one of'),
-    "response alone": ('{"response": "Because."}', 'holds "response" alone: expected one of'),
     "response blank": ('{"prompt": "a", "response": " \\n"}', '"response" is empty: expected text'),
     "text null": ('{"text": null}', '"text" is null: expected a string'),
-    "fork a word": ('{"text": "a", "fork": "no"}', '"fork" is a string: expected true or false'),
     "half a character": (
         '{"text": "a \\ud83d b"}',
         r'"text" holds half of a character \(\'\\ud83d\'\): expected whole',
     ),
-    "messages an object": ('{"messages": {}}', '"messages" is an object: expected a list of turns'),
-    "no messages": ('{"messages": []}', '"messages" is an empty list: expected a list of turns'),
     "a message a string": ('{"messages": ["Why?"]}', 'turn 1 is a string: expected an object with "role"'),
     "a role unknown": (json.dumps(chat("user", "gpt")), "turn 2 has role 'gpt': expected one of system, user, assist"),
-    "a role a list": ('{"messages": [{"role": [], "content": "Why?"}]}', "turn 1 has role a list: expected one of"),
     "content in parts": (
         '{"messages": [{"role": "user", "content": [{"type": "text"}]}]}',
         r"the content of turn 1 \(user\) is a list: expected a string",
@@ -122,7 +109,6 @@ MISTAKES: dict[str, tuple[str | bytes, str]] = {
         r"the content of turn 2 \(assistant\) is empty: expected text",
     ),
     "no assistant": (json.dumps(chat("system", "user")), "no assistant turn in messages: expected at least one"),
-    "assistant first": (json.dumps(chat("assistant", "user")), "turn 1 is of the assistant: expected a turn before"),
     "assistant twice": (json.dumps(chat("user", "assistant", "assistant")), "turns 2 and 3 are both of the assistant"),
     "system late": (json.dumps(chat("user", "system", "assistant")), "turn 2 is of the system: expected it first"),
     "tool uncalled": (json.dumps(chat("user", "tool", "assistant")), "turn 2 is of a tool: expected a turn of the ass"),
@@ -158,3 +144,181 @@ def test_any_bytes_are_read_or_refused(tmp_path_factory: pytest.TempPathFactory,
     file = written(tmp_path_factory.getbasetemp(), content)
     with pytest.raises(InputFault, match=re.escape(str(file))):
         read_conversations(file)
+
+
+Cut = list[tuple[str, str | None]]
+
+FIRST = ("1. Red:", " the colour of fire")
+REST: Cut = [("\n2. Green:", " the colour of grass"), ("\n3. Blue:", " the colour of the sea")]
+
+LISTS: dict[str, Cut] = {
+    "items one below the other": [FIRST, *REST],
+    "text after the last item": [FIRST, *REST, ("\n\nThere are more.", None)],
+    "a detail of ten characters": [("1. Red:", " 0123456789"), *REST],
+    "full-width colons": [
+        ("1. 红：", "火的颜色也是血的颜色"),
+        ("\n2. 绿：", "草的颜色也是树的颜色"),
+        ("\n3. 蓝：", "海的颜色也是天的颜色"),
+    ],
+    "bold items": [("**1. Red:**", " the colour of fire"), ("\n__2. Green:__", " the colour of grass"), REST[1]],
+    "a title in code": [("1. `dict[a: b]`:", " the colour of fire"), *REST],
+    "a title with a time": [("1. Red, at 10:30:", " the colour of fire"), *REST],
+    "details below their titles": [("1. Red:", "\n   the colour of fire"), *REST],
+    "a last detail below its title": [FIRST, REST[0], ("\n3. Blue:", "\n\nthe colour of the sea"), ("\n\nDone.", None)],
+    "a last detail of several paragraphs": [
+        FIRST,
+        REST[0],
+        ("\n3. Blue:", " the colour of the sea\n\n   It is deep.\n\n- bullet"),
+        ("\n\nDone.", None),
+    ],
+    "a number inside an item": [("1. Red:", " the colour of\n   1. fire\n   2. cherries"), *REST],
+    "Windows line ends": [
+        ("Three:\r\n\r\n1. Red:", " the colour of fire"),
+        ("\r\n\r\n2. Green:", " the colour\r\n  of grass"),
+        ("\r\n3. Blue:", " the colour of the sea"),
+        ("\r\n\r\nDone.\r\n", None),
+    ],
+}
+
+LONG = ("This is the first sentence.", " And a second one. And a third.")
+MORE: Cut = [("\n\nA paragraph goes on here.", " More."), ("\n\nThe last one begins so.", " End.")]
+
+PARAGRAPHS: dict[str, Cut] = {
+    "a paragraph of one sentence": [LONG, ("\n\nOnly one sentence in this one.", None), *MORE],
+    "bold heads": [("**This is the first sentence.**", " It is."), *MORE],
+    "no space between sentences": [("这是第一句话，它至少有二十个字那么长，没错。", "这是第二句。"), *MORE],
+    "lines of white space": [LONG, ("\n \t\n\nA paragraph goes on here.", " More."), MORE[1]],
+    "Windows line ends": [
+        ("This is the first sentence.", " And."),
+        ("\r\n\r\nA paragraph goes on here.", "\r\nMore."),
+        ("\r\n\r\nThe last one begins so.", " End."),
+        ("\r\n", None),
+    ],
+    "words that only end as a title does": [("They stood on the quadr.", " More."), *MORE],
+    "a list without titles": [
+        ("1. Wash the vegetables well.", " Use cold water."),
+        ("\n\n2. Cut them into pieces.", " Mind your fingers."),
+        ("\n\n3. Boil for ten minutes.", " Then eat."),
+    ],
+}
+
+
+def joined(cut: Cut) -> str:
+    return "".join(head + (detail or "") for head, detail in cut)
+
+
+CUTS = [*(("list", name) for name in LISTS), *(("paragraphs", name) for name in PARAGRAPHS)]
+
+
+@pytest.mark.parametrize(("kind", "name"), CUTS)
+def test_a_list_is_split_after_its_titles_and_paragraphs_after_their_first_sentences(kind: str, name: str) -> None:
+    cut = (LISTS if kind == "list" else PARAGRAPHS)[name]
+    tree = tree_of(joined(cut))
+    assert [(paragraph.head, paragraph.detail) for paragraph in tree.paragraphs] == cut
+    assert (tree.kind, tree.text) == (kind, joined(cut))
+    assert tree.forks == sum(detail is not None for _, detail in cut)
+
+
+LIST, PROSE = joined([FIRST, *REST]), joined([LONG, *MORE])
+REFUSALS = [
+    ("code fence", f"{PROSE}\n\n~~~\ncode\n~~~"),
+    ("formula", f"{PROSE} $$x$$"),
+    ("link", f"{PROSE} See HTTPS://a.b"),
+    ("rule", f"{PROSE}\n| --- |"),
+    ("equals sign", f"{PROSE} a=b"),
+    ("fewer than 3 items", "1. Red: the colour of fire"),
+    ("fewer than 3 items", joined([FIRST, REST[0]])),
+    ("fewer than 3 items", "1. Red: the colour of\n   1. fire\n   2. cherries\n2. Green: the colour of grass"),
+    ("numbers out of order", LIST.replace("3.", "4.")),
+    ("numbers out of order", f"{LIST}\n\nAnd:\n\n{LIST}"),
+    ("nested list", LIST.replace("fire", "fire\n\n   1. and of cherries")),
+    ("nested list", LIST.replace("fire", "fire\r\n \r\n\t1. and of cherries")),
+    ("nested list", f"{LIST}\n\n   1. and of the sky"),
+    ("item without a title", LIST.replace("Green: ", "")),
+    ("item without a title", LIST.replace("Green: ", "At 10:30 ")),
+    ("item without a title", LIST.replace("Green: ", "\nGreen: ")),
+    ("detail under 10 characters", LIST.replace("the colour of fire", "012345678")),
+    ("detail under 10 characters", LIST.replace("the colour of the sea", "012345678\n\nThere are more colours.")),
+    ("abbreviation", PROSE.replace("And a second", "And MRS. Who")),
+    ("fewer than 3 paragraphs", ""),
+    ("fewer than 3 paragraphs", joined([LONG, MORE[0]])),
+    ("fewer than 3 paragraphs", PROSE.replace("\n\n", "\n")),
+    ("fewer than 3 forks", PROSE.replace(" More.", "")),
+    ("fewer than 3 forks", PROSE.replace("A paragraph goes on here", "Only 18 letters so")),
+]
+
+
+@pytest.mark.parametrize(("reason", "answer"), REFUSALS)
+def test_an_answer_without_a_tree_has_a_reason(reason: str, answer: str) -> None:
+    assert extract(answer) == Refusal(reason)  # type: ignore[arg-type]
+
+
+def test_every_reason_has_an_example_and_without_it_there_is_a_tree() -> None:
+    assert {reason for reason, _ in REFUSALS} == set(REASONS)
+    assert (tree_of(LIST).kind, tree_of(PROSE).kind) == ("list", "paragraphs")
+
+
+def test_lists_have_priority_and_a_refused_list_is_tried_as_paragraphs() -> None:
+    both = joined([FIRST, *REST]).replace("\n", ". Such is it. So it is.\n\n") + ". So it is."
+    assert tree_of(both).kind == "list"
+    prose = joined(PARAGRAPHS["a list without titles"])
+    assert tree_of(prose).kind == "paragraphs"
+    assert extract(prose.replace("\n\n", "\n")) == Refusal("item without a title")
+
+
+def tree_of(answer: str) -> Tree:
+    found = extract(answer)
+    assert isinstance(found, Tree), found
+    return found
+
+
+PIECES = [
+    "1. ",
+    "\n2. ",
+    "\n3. ",
+    "\n\n4. ",
+    "Red:",
+    "**Red:**",
+    "红：",
+    "`a: b`:",
+    " the colour of fire",
+    " 日本 🚀 and the sea",
+    "\n",
+]
+PIECES += ["\n\n", "\r\n\r\n", "\n   ", "This is how it begins.", " And so on.", "。", "*so*", "10:30", "a.b", "! "]
+ANSWERS = st.lists(st.sampled_from(PIECES), min_size=12, max_size=40).map("".join)
+
+
+def whole(answer: str) -> bool:
+    """Check the invariants of an extraction; return whether the answer has a tree."""
+    found = extract(answer)
+    if isinstance(found, Refusal):
+        assert found.reason in REASONS
+        return False
+    assert found.text == answer
+    assert found.forks >= 3
+    assert all(paragraph.head for paragraph in found.paragraphs)
+    assert all(paragraph.detail is None or paragraph.detail.strip() for paragraph in found.paragraphs)
+    assert all(len((paragraph.detail or "a" * 10).strip()) >= 10 for paragraph in found.paragraphs) or (
+        found.kind == "paragraphs"
+    )
+    return True
+
+
+def test_joining_a_tree_returns_the_answer_and_any_other_text_is_refused() -> None:
+    found = []
+
+    @settings(max_examples=600, deadline=None, derandomize=True, database=None)
+    @given(answer=ANSWERS | st.text() | st.text(alphabet="12.: \n\r\ta*_`。：!-A", max_size=60))
+    def joins(answer: str) -> None:
+        found.append(whole(answer))
+
+    joins()
+    assert sum(found) > 20
+
+
+@pytest.mark.parametrize(
+    "piece", ["1. ", "\n", "\n ", "1. a: ", ". ", ".'", ":", "`", " ", "\r\n\r\n", "*", "1.\n\n", "a. b\n\n"]
+)
+def test_extraction_time_is_linear(piece: str) -> None:
+    whole(piece * (100_000 // len(piece)))  # a search at every index would take minutes

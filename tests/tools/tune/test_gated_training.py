@@ -36,7 +36,6 @@ from spaceport.tools.cli.exit_codes import OK, USAGE
 from spaceport.tools.reference import checkpoint_runtime
 from spaceport.tools.tune import training
 from spaceport.tools.tune.job import TrainingCallbacks, TuningJob
-from spaceport.tools.tune.packing import PackedBatch
 from spaceport.tools.tune.prefetch import Prefetch, StepBatches
 from spaceport.tools.tune.settings import TrainingSettings
 from spaceport.tools.tune.token_embeddings import train_token_embeddings
@@ -187,23 +186,16 @@ def test_a_time_budget_ends_the_training_and_its_learning_rate(
     assert "\n| steps | 5 |\n" in (tmp_path / "tuned" / "README.md").read_text("utf-8")
 
 
-def test_an_unused_time_budget_changes_nothing(adapters: Adapters) -> None:
-    assert same(adapters.trained("unused", replace(SETTINGS, time_budget=1e6)), adapters.drafting())
-
-
 def test_prefetched_steps_are_those_asked_for() -> None:
     threads: list[str] = []
 
     def prepare(step: int) -> StepBatches:
         threads.append(threading.current_thread().name)
-        empty = PackedBatch(*(torch.empty(0) for _ in range(6)))
-        return StepBatches((empty,), torch.tensor([step, step]), step)
+        return StepBatches((), torch.tensor([step, step]), step)
 
     prefetch = Prefetch(prepare)
     assert [prefetch.take(step, following=step < 3).rows for step in (0, 1, 2, 3)] == [0, 1, 2, 3]
-    assert len(threads) == 4
-    assert threads[0] == threading.current_thread().name
-    assert all("prefetch" in name for name in threads[1:])
+    assert ["prefetch" in name for name in threads] == [False, True, True, True]
     assert prefetch.take(7, following=False).rows == 7  # a resumed training
 
 
@@ -326,6 +318,7 @@ def test_acceptance_is_measured_along_corrected_drafts_which_change_no_text(corr
     line = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][-1]
     assert (line["kind"], len(line["corrected"])) == ("validation", 3)
     assert sum(line["corrected"]) > sum(line["accuracies"][1:])
+    assert min(line["accuracies"][1:]) > 0.2  # it has learned the text
     assert "| validation: accuracy with the draft correction | - |" in (folder / "README.md").read_text()
     decoding = Decoding(max_tokens=48, mask_slots=3, draft="chain")
     with checkpoint_runtime(open_checkpoint(TINY, TokenFlags(), adapter=folder), 128) as runtime:

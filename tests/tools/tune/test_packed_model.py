@@ -1,28 +1,41 @@
-"""Packed model: every exportable family trains on packed rows, in one pass or over a frozen base; others are refused."""
+"""Packed model: every exportable family trains on packed rows, in one pass or over a frozen base, with more tokens."""
 
 from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from accelerate import Accelerator
-from transformers import GemmaConfig, GemmaForCausalLM, LlamaConfig, LlamaForCausalLM
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint
 from spaceport.graphs.contract.draft_correction import CANDIDATES
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.graphs.correction import DraftCorrection
 from spaceport.graphs.traits import UnsupportedModel
-from spaceport.tools.tune.batches import TrainingBatches
+from spaceport.runtime.decoding import Decoding
+from spaceport.tools.reference import checkpoint_runtime
 from spaceport.tools.tune.frozen_base import frozen_base_model_of
 from spaceport.tools.tune.head_loss import head_loss
+from spaceport.tools.tune.job import TuningJob
 from spaceport.tools.tune.methods import apply_method
 from spaceport.tools.tune.packed_model import CORRECTED_LOSS, COUNT, LOSS, PackedModel, packed_model_of, reached, run
-from spaceport.tools.tune.packing import MaskGroup, PackedBatch, anchors, collate, pack, successors
-from spaceport.tools.tune.samples import Prepared, Sample
+from spaceport.tools.tune.packing import MaskGroup, PackedBatch, collate, pack
+from spaceport.tools.tune.samples import Sample
 from spaceport.tools.tune.settings import TrainingSettings
 from spaceport.tools.tune.token_embeddings import train_token_embeddings
-from spaceport.tools.tune.training import Training
-from support.families import FAMILIES, NOT_DECODER, REFUSED, Family, Refused, build
+from spaceport.tools.tune.token_names import DEFAULT
+from spaceport.tools.tune.tunable_model import open_tunable_model
+from spaceport.tools.tune.tuning import tune
+from spaceport.tools.tune.vocabulary import VocabularyError, add_tokens, embedding_rows
+from support.families import FAMILIES, NOT_DECODER, REFUSED, VOCAB, Family, Refused, build
+from support.paths import TINY
 
 MASK = 96  # the last token of the tiny vocabulary
 
@@ -93,29 +106,6 @@ def test_a_sliding_window_applies_to_positions_of_packed_rows() -> None:
     assert torch.equal(same, logits(39))
     assert not torch.allclose(other[0], same[0], atol=1e-6)
     assert torch.equal(logits(reach - 1)[0], same[0])
-
-
-@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.nightly)], ids=["tied", "untied"])
-def test_few_texts_are_memorized_in_every_mask_slot(tied: bool) -> None:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = LlamaConfig(vocab_size=97, **sizes, num_hidden_layers=2, initializer_range=0.05, tie_word_embeddings=tied)
-    samples = [text(16, seed, line=seed) for seed in range(8)]
-    settings = TrainingSettings(
-        mask_slots=4, anchors=6, batch_size=8, micro_batch_size=8, learning_rate=6e-3, epochs=120
-    )
-    batches = TrainingBatches(Prepared(whole=samples), settings, (MASK,))
-    packed_model = packed_model_of(LlamaForCausalLM(config), settings.slots)
-    training = Training(Accelerator(cpu=True), packed_model, batches, settings)
-    while training.step < batches.steps:
-        training.run_step()
-    rows = []
-    for sample in samples:  # every anchor whose prefix distinguishes the texts
-        groups = [MaskGroup(anchor, 4) for anchor in anchors(successors(sample)).tolist() if anchor >= 1]
-        rows.append(pack(sample, groups, (MASK,) * 4))
-    found = training.evaluate(rows)
-    assert min(found.mask_accuracies) > 0.95, found
-    assert found.accuracies[0] > 0.9
 
 
 # A frozen base
@@ -200,16 +190,9 @@ def test_logits_that_are_scaled_or_capped_behind_the_head_are_not_taken_from_it(
     assert not plain["gemma2"]  # caps its logits
 
 
-SIZES = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 97}
-MODELS = {
-    "padding": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, pad_token_id=90)),
-    "scaled": lambda: GemmaForCausalLM(GemmaConfig(**SIZES, num_key_value_heads=2, head_dim=16)),  # its embeddings
-}
-
-
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["llama", "gemma2"])  # which scales its embeddings
 def test_mask_embeddings_are_written_to_the_table_when_they_are_merged(name: str) -> None:
-    model = MODELS[name]().requires_grad_(False)
+    model = build(next(family for family in FAMILIES if family.name == name)).eval().requires_grad_(False)
     ids = torch.tensor([[5, MASK, 7, 95, MASK]])
     before = model(input_ids=ids).logits
     merge = train_token_embeddings(model, [MASK, 95])
@@ -222,3 +205,94 @@ def test_mask_embeddings_are_written_to_the_table_when_they_are_merged(name: str
     assert torch.allclose(model.base_model(input_ids=ids)[0], changed, atol=1e-5)
     assert not torch.equal(changed, before)
     assert "trained_rows" not in " ".join(model.state_dict())
+
+
+NAMES = ("[M]", "[Fork]", "[Child]")
+
+
+def tokenizer_of(size: int) -> Any:
+    """A character tokenizer with a given number of tokens."""
+    pieces = {"</s>": 0, "<unk>": 1, **{chr(0x100 + number): number for number in range(2, size)}}
+    backend = Tokenizer(models.WordLevel(pieces, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>")
+
+
+def model_of(name: str, **options: Any) -> PreTrainedModel:
+    family = next(family for family in FAMILIES if family.name == name)
+    return build(replace(family, options={**family.options, **options}))
+
+
+TABLES = {"tied": ("llama", True, 1), "untied": ("llama", False, 2), "with a bias of its head": ("phi", False, 3)}
+
+
+@pytest.mark.parametrize("kind", TABLES)
+def test_a_vocabulary_grows_to_a_multiple_of_64_with_mean_rows(kind: str) -> None:
+    name, tied, tables = TABLES[kind]
+    model, tokenizer = model_of(name, tie_word_embeddings=tied), tokenizer_of(VOCAB)
+    before = [rows.detach().clone() for rows in embedding_rows(model)]
+    assert add_tokens(tokenizer, model, NAMES) == [VOCAB, VOCAB + 1, VOCAB + 2]
+    after = embedding_rows(model)
+    assert len(before) == len(after) == tables
+    assert model.config.vocab_size == 128
+    for old, new in zip(before, after, strict=True):
+        assert new.shape == (128, *old.shape[1:])
+        assert torch.equal(new[:VOCAB], old)
+        assert torch.equal(new[VOCAB:], old.mean(0).expand_as(new[VOCAB:]))
+    ids = torch.tensor([[3, 4, VOCAB]])
+    assert model(ids).logits.shape == (1, 3, 128)
+
+
+def test_unused_rows_are_used_before_the_vocabulary_grows() -> None:
+    model, tokenizer = model_of("llama"), tokenizer_of(VOCAB - 3)
+    before = embedding_rows(model)[0].detach().clone()
+    assert add_tokens(tokenizer, model, NAMES) == [VOCAB - 3, VOCAB - 2, VOCAB - 1]
+    (rows, *_) = embedding_rows(model)
+    assert rows.shape == before.shape
+    assert torch.equal(rows[: VOCAB - 3], before[: VOCAB - 3])
+    assert torch.equal(rows[VOCAB - 3 :], before[: VOCAB - 3].mean(0).expand(3, -1))
+
+
+def test_existing_tokens_keep_their_rows_and_ordinary_ones_are_refused() -> None:
+    model, tokenizer = model_of("llama"), tokenizer_of(VOCAB - 3)
+    tokenizer.add_tokens([AddedToken(name, special=True) for name in NAMES])
+    before = [rows.detach().clone() for rows in embedding_rows(model)]
+    assert add_tokens(tokenizer, model, NAMES) == [VOCAB - 3, VOCAB - 2, VOCAB - 1]
+    assert add_tokens(tokenizer, model, ()) == []
+    with pytest.raises(
+        VocabularyError, match="'ĥ' is an ordinary token of the tokenizer already: expected a name that"
+    ):
+        add_tokens(tokenizer, model, ("[N]", chr(0x125)))
+    assert len(tokenizer) == model.config.vocab_size == VOCAB
+    assert all(torch.equal(old, new) for old, new in zip(before, embedding_rows(model), strict=True))
+
+
+def test_tokenizer_truncation_and_padding_are_disabled(tmp_path: Path) -> None:
+    folder = shutil.copytree(TINY, tmp_path / "base")
+    backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    text = "import json and answer everything that is asked"
+    expected = backend.encode(text, add_special_tokens=False).ids
+    backend.enable_truncation(8)
+    backend.enable_padding(length=200)
+    backend.save(str(folder / "tokenizer.json"))
+    tunable = open_tunable_model(open_checkpoint(folder, TokenFlags()), TrainingSettings(), DEFAULT)
+    assert len(expected) > 8
+    assert tunable.encoder.encode(text) == expected
+
+
+def test_a_model_with_a_grown_vocabulary_is_tuned_and_drafts_change_no_output(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoint"
+    model_of("phi").save_pretrained(checkpoint)
+    tokenizer_of(VOCAB).save_pretrained(checkpoint)
+    (checkpoint / "generation_config.json").write_text(json.dumps({"eos_token_id": 0}))
+    data = tmp_path / "data.jsonl"
+    data.write_text(json.dumps({"text": "".join(chr(0x100 + number) for number in range(2, 30))}), "utf-8")
+    settings = TrainingSettings(method="embeddings", mask_slots=2, epochs=2, cutoff=32)
+    tune(TuningJob(checkpoint, tmp_path / "tuned", (data,), settings))
+    opened = open_checkpoint(tmp_path / "tuned", TokenFlags())
+    assert (opened.tokens.mask, opened.config.vocab_size) == ((VOCAB,), 128)
+    with checkpoint_runtime(opened, 64, 1) as runtime:
+        plain, drafted = (
+            runtime.generate(chr(0x105) * 4, Decoding(max_tokens=8, mask_slots=slots)).tokens for slots in (0, 2)
+        )
+    assert plain == drafted

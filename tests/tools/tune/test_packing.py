@@ -19,19 +19,10 @@ from spaceport.graphs.correction import DraftCorrection, Factors
 from spaceport.runtime.decode import draft as drafts
 from spaceport.runtime.decode.plan import Plan, plan_thread, sees
 from spaceport.runtime.decode.threads import new_thread
+from spaceport.tools.tune import packing
 from spaceport.tools.tune.batches import TrainingBatches, require_forks
 from spaceport.tools.tune.packed_model import CORRECTED_LOSS, LOSS, packed_model_of, run
-from spaceport.tools.tune.packing import (
-    IGNORED,
-    LEAD,
-    MaskGroup,
-    anchors,
-    collate,
-    pack,
-    positions_and_visibility,
-    sample_groups,
-    successors,
-)
+from spaceport.tools.tune.packing import MaskGroup, anchors, collate, pack, sample_groups, successors
 from spaceport.tools.tune.samples import NO_PARENT, Prepared, Sample
 from spaceport.tools.tune.settings import TrainingSettings
 from support.families import FAMILIES, build
@@ -57,7 +48,7 @@ def test_a_mask_slot_at_a_token_s_position_predicts_the_next_token() -> None:
     assert row.parents.tolist() == [-1, 0, 1, 2, 3, 4, 5, 1, 7, 8, 3, 10]
     assert row.mask_slots.tolist() == [0, 0, 0, 0, 0, 0, 0, 1, 2, 3, 1, 2]
     # the first group stands at the positions of 10 11 12 and predicts 11 12 13, the second at 12 13: 13 14
-    assert row.targets.tolist() == [IGNORED, 10, 11, 12, 13, 14, IGNORED, 11, 12, 13, 13, 14]
+    assert row.targets.tolist() == [packing.IGNORED, 10, 11, 12, 13, 14, packing.IGNORED, 11, 12, 13, 13, 14]
     assert row.before.tolist() == [50, 51, 10, 11, 12, 13, 14, 10, 11, 12, 12, 13]
     assert batch.positions[0].tolist() == [0, 1, 2, 3, 4, 5, 6, 2, 3, 4, 4, 5]
     seen = ["".join(str(int(cell)) for cell in line) for line in batch.visible[0]]
@@ -84,7 +75,7 @@ def test_a_group_ends_where_the_text_ends() -> None:
     assert pack(chain([50], [10, 11, 12]), [MaskGroup(0, 2)], (70, 71, 72)).ids.tolist()[4:] == [70, 71]
     row = pack(chain([50], [10, 11, 12]), [MaskGroup(1, 3), MaskGroup(2, 3)], (M,) * 4, MaskLayout(shift=False))
     assert row.ids.tolist() == [50, 10, 11, 12, M, M]
-    assert row.targets.tolist()[4:] == [IGNORED, 12]
+    assert row.targets.tolist()[4:] == [packing.IGNORED, 12]
 
 
 def forked() -> Sample:
@@ -135,7 +126,7 @@ def test_every_mask_slot_predicts_the_token_after_its_position(
     assert drop_rate < 1 or all(group.depth == 1 for group in groups)
     assert drop_rate > 0 or all(group.depth == mask_slots for group in groups)
     row = pack(sample, groups, (M,) * mask_slots)
-    positions, visible = positions_and_visibility(row.parents[None])
+    positions, visible = packing.positions_and_visibility(row.parents[None])
     own, before = sample.ids.size, [*range(sample.ids.size)]
     for position in range(own, row.ids.size):
         slot, above = int(row.mask_slots[position]), int(row.parents[position])
@@ -178,9 +169,9 @@ def test_a_group_is_packed_as_a_step_of_the_runtime_feeds_it(layout: MaskLayout)
         assert row.targets[slots].tolist() == text[node + 2 : node + 4]
         assert row.mask_slots[slots].tolist() == [1, 2]
         assert row.before[slots].tolist() == text[node + 1 : node + 3]
-    leads = np.flatnonzero(row.mask_slots == LEAD)
+    leads = np.flatnonzero(row.mask_slots == packing.LEAD)
     assert leads.size == 2 * layout.lead
-    assert (row.targets[leads] == IGNORED).all()
+    assert (row.targets[leads] == packing.IGNORED).all()
 
 
 def unpacked(sample: Sample) -> list[tuple[list[int], list[int]]]:
@@ -201,15 +192,15 @@ def test_a_packed_answer_equals_its_unpacked_rows(name: str) -> None:
     with torch.no_grad():
         batch = collate([row])
         whole = run(packed_model, batch)[LOSS, 0]
-        logits = packed_model.logits(batch.ids, batch.positions, batch.visible, batch.targets != IGNORED)
-        logits_at = dict(zip(np.flatnonzero(row.targets != IGNORED).tolist(), logits, strict=True))
+        logits = packed_model.logits(batch.ids, batch.positions, batch.visible, batch.targets != packing.IGNORED)
+        logits_at = dict(zip(np.flatnonzero(row.targets != packing.IGNORED).tolist(), logits, strict=True))
         total, learned_tokens = torch.zeros(()), 0
         for text, positions in unpacked(sample):
             single = Sample(1, np.array(text), np.arange(len(text)) - 1, np.zeros(len(text), np.bool_))
             opening = text.index(CHILD) + 1 if CHILD in text else 1  # a child learns what follows [Child]
             single.learned[opening:] = True
             alone = collate([pack(single, (), ())])
-            learned = alone.targets != IGNORED
+            learned = alone.targets != packing.IGNORED
             found = packed_model.logits(alone.ids, alone.positions, alone.visible, learned)
             for position, line in zip(np.array(positions)[learned[0].numpy()].tolist(), found, strict=True):
                 assert (logits_at[position] - line).abs().max() < 1e-5
@@ -241,11 +232,8 @@ def sample(first: int, number: int) -> Sample:
 
 
 def prepared(forked: int, whole: int) -> Prepared:
-    return Prepared(
-        forked=[sample(FORKED, number) for number in range(forked)],
-        unforked=[sample(FLAT, number) for number in range(forked)],
-        whole=[sample(WHOLE, number) for number in range(whole)],
-    )
+    could_fork = ([sample(first, number) for number in range(forked)] for first in (FORKED, FLAT))
+    return Prepared(*could_fork, whole=[sample(WHOLE, number) for number in range(whole)])
 
 
 def epoch(batches: TrainingBatches, number: int) -> Counter[int]:
@@ -256,9 +244,7 @@ def epoch(batches: TrainingBatches, number: int) -> Counter[int]:
 
 def kinds(found: Counter[int]) -> list[int]:
     """Number of rows per epoch that fork, that could fork but do not, and that cannot fork."""
-    return [
-        sum(count for token, count in found.items() if token // 1000 * 1000 == kind) for kind in (FORKED, FLAT, WHOLE)
-    ]
+    return [sum(found[token] for token in found if token // 1000 * 1000 == kind) for kind in (FORKED, FLAT, WHOLE)]
 
 
 def ids_of(batches: TrainingBatches) -> list[list[bytes]]:
@@ -299,15 +285,11 @@ def test_the_unforked_answers_are_resampled_every_epoch(rate: float, least: int,
     assert (found[0] == found[1]) == (rate in (0.0, 1.0))
 
 
-@pytest.mark.parametrize(
-    ("share", "forked", "whole"),
-    [(None, 20, 60), (0.5, 20, 20), (0.2, 20, 5), (0.9, 20, 60), (0.0, 20, 0), (1.0, 0, 60)],
-)
-def test_the_unforked_share_is_respected(share: float | None, forked: int, whole: int) -> None:
-    batches = TrainingBatches(
-        prepared(20, 60), TrainingSettings("apar", batch_size=7, unforked_share=share, unfork_rate=0.0), ()
-    )
-    assert kinds(epoch(batches, 0)) == [forked, 0, whole]
+def test_the_unforked_share_is_respected() -> None:
+    shares = {None: (20, 60), 0.5: (20, 20), 0.2: (20, 5), 0.9: (20, 60), 0.0: (20, 0), 1.0: (0, 60)}
+    for share, (forked, whole) in shares.items():
+        settings = TrainingSettings("apar", batch_size=7, unforked_share=share, unfork_rate=0.0)
+        assert kinds(epoch(TrainingBatches(prepared(20, 60), settings, ()), 0)) == [forked, 0, whole]
 
 
 def test_max_steps_limits_the_epochs() -> None:

@@ -8,27 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from spaceport.graphs.contract.manifest import TokenIds
+from spaceport.tools.tune import samples
 from spaceport.tools.tune.conversation_encoder import ConversationError, conversation_encoder, conversation_encoder_with
 from spaceport.tools.tune.conversations import Conversation, Turn
 from spaceport.tools.tune.packing import successors
-from spaceport.tools.tune.samples import (
-    CHILD_DROPPED,
-    CONTROL,
-    NO_PARENT,
-    TOO_LONG,
-    TOO_SHORT,
-    TRUNCATED,
-    Prepared,
-    Sample,
-    _truncate,
-    prepare,
-)
+from spaceport.tools.tune.samples import NO_PARENT, Prepared, Sample, prepare
 from support.paths import TINY
 
 BOS, EOS, START, END, MASK, FORK, CHILD = 0, 1, 2, 3, 4, 628, 629
@@ -124,7 +112,7 @@ def test_a_plain_text_has_a_loss_everywhere_but_on_a_first_token_that_nothing_pr
     assert ids_of(only(prepare([text(source, ends=False)], ENCODER, LONG))) == ([BOS, *ids], ids)
     assert ids_of(only(prepare([text(source)], opened, LONG))) == ([*ids, EOS], [*ids[1:], EOS])
     empty = prepare([text("a", ends=False)], opened, LONG)
-    assert (empty.whole, empty.counts[TOO_SHORT]) == ([], 1)
+    assert (empty.whole, empty.counts[samples.TOO_SHORT]) == ([], 1)
 
 
 def test_a_long_text_is_split_at_newlines_and_ends_once_and_a_long_line_anywhere() -> None:
@@ -142,7 +130,7 @@ def test_a_long_text_is_split_at_newlines_and_ends_once_and_a_long_line_anywhere
     tails = [sample.ids.tolist()[1:] for sample in prepared.whole]
     assert max(map(len, tails)) == 28  # one index is reserved for the beginning and one for the end
     assert TOKENIZER.decode([token for tail in tails for token in tail][:-1]) == long
-    assert not prepared.counts[TRUNCATED]
+    assert not prepared.counts[samples.TRUNCATED]
 
 
 def test_a_list_becomes_a_root_thread_with_a_child_per_fork() -> None:
@@ -199,13 +187,24 @@ def test_only_the_last_answer_forks() -> None:
     assert (both.ids == FORK).sum() == 3
 
 
-def test_a_child_beyond_the_cutoff_is_dropped_and_counted() -> None:
+def depths(sample: Sample) -> list[int]:
+    found: list[int] = []
+    for parent in sample.parents.tolist():
+        found.append(0 if parent == NO_PARENT else found[parent] + 1)
+    return found
+
+
+def test_tokens_beyond_the_cutoff_are_dropped_and_children_without_any_counted() -> None:
     full = only(prepare([chat("Which?", LIST)], ENCODER, LONG))
-    child = [len(path(full, index)) - 1 for index in np.flatnonzero(full.ids == CHILD)]
+    child = [depth for depth, token in zip(depths(full), full.ids, strict=True) if token == CHILD]
     for cutoff, lost in ((child[1] + 2, 1), (child[1] + 1, 2), (child[1], 2), (child[0], 3), (child[2] + 1, 1)):
         prepared = prepare([chat("Which?", LIST)], ENCODER, cutoff)
-        assert (prepared.counts[CHILD_DROPPED], prepared.counts[TRUNCATED]) == (lost, 1)
-        assert (prepared.forked[0].ids == CHILD).sum() == 3 - lost
+        assert (prepared.counts[samples.CHILD_DROPPED], prepared.counts[samples.TRUNCATED]) == (lost, 1)
+        (sample,) = prepared.forked
+        # a [Child] whose whole detail is beyond the cutoff is dropped too
+        kept = [token for token, depth in zip(full.ids, depths(full), strict=True) if depth < cutoff - (token == CHILD)]
+        assert sample.ids.tolist() == kept
+        assert (sample.ids == CHILD).sum() == 3 - lost
 
 
 def test_an_answer_that_begins_beyond_the_cutoff_is_dropped_and_counted() -> None:
@@ -214,14 +213,14 @@ def test_an_answer_that_begins_beyond_the_cutoff_is_dropped_and_counted() -> Non
         for conversation in (chat("Which?", LIST), chat("Which?", "Yes, yes.")):
             prepared = prepare([conversation], ENCODER, cutoff, unforked=True)
             assert len(prepared.forked + prepared.whole) == kept
-            assert (prepared.counts[TOO_LONG], prepared.counts[TRUNCATED]) == (1 - kept, 1)
+            assert (prepared.counts[samples.TOO_LONG], prepared.counts[samples.TRUNCATED]) == (1 - kept, 1)
             assert len(prepared.unforked) == len(prepared.forked)
 
 
 def test_texts_with_control_tokens_are_dropped_and_counted() -> None:
     held = [chat("What is [M]?", "A mask."), chat("Say", "[Fork]"), text("a [Child] b"), chat("And?", "Yes.")]
     prepared = prepare(held, ENCODER, LONG)
-    assert (len(prepared.whole), prepared.counts[CONTROL]) == (1, 3)
+    assert (len(prepared.whole), prepared.counts[samples.CONTROL]) == (1, 3)
 
 
 def template(turn: str, ask: str) -> str:
@@ -302,7 +301,7 @@ def test_texts_without_tokens_are_counted_and_after_an_empty_prompt_the_first_to
     assert sample.ids.tolist() == [0, 1, 2]
     assert sample.learned.tolist() == [False, True, True]
     assert successors(sample).tolist() == [1, 2, NO_PARENT]
-    assert prepare([text("zzz")], letters, 64).counts[TOO_SHORT] == 1
+    assert prepare([text("zzz")], letters, 64).counts[samples.TOO_SHORT] == 1
 
 
 @pytest.mark.parametrize("answer", ["a", "s", "ant", "<", "/s"])
@@ -313,30 +312,3 @@ def test_an_answer_that_also_occurs_in_the_template_is_located(answer: str) -> N
     encoder = conversation_encoder_with(TOKENIZER.backend_tokenizer, render, TOKENS)
     (exchange,) = encoder.exchanges(chat("Which?", answer))
     assert (exchange.lead, exchange.answer, exchange.after) == ("<assistant>: ", answer, "</s>\n")
-
-
-WORDS = st.lists(st.integers(10, 600), min_size=1, max_size=4)
-
-
-def path(sample: Sample, index: int) -> list[tuple[int, bool]]:
-    found = []
-    while index != NO_PARENT:
-        found.append((int(sample.ids[index]), bool(sample.learned[index])))
-        index = int(sample.parents[index])
-    return found[::-1]
-
-
-@given(WORDS, st.lists(st.tuples(WORDS, st.none() | WORDS), max_size=4), st.integers(1, 30))
-def test_truncation_preserves_the_remaining_paths(
-    prompt: list[int], items: list[tuple[list[int], list[int] | None]], cutoff: int
-) -> None:
-    sample = tree_of(prompt, items)
-    kept = _truncate(sample, ENCODER, cutoff)
-    assert all(parent < index for index, parent in enumerate(kept.parents.tolist()))
-    assert kept.parents[0] == NO_PARENT
-    assert NO_PARENT not in kept.parents[1:]
-    whole = [path(sample, index) for index in range(sample.size)]
-    short = [line for line in whole if len(line) <= cutoff]
-    # what is gone beside the long paths is a [Child] whose whole detail is beyond the cutoff
-    expected = [line for line in short if not (line[-1][0] == CHILD and len(line) == cutoff)]
-    assert [path(kept, index) for index in range(kept.size)] == expected

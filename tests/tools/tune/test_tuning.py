@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint
@@ -23,6 +24,7 @@ from spaceport.tools.reference import checkpoint_runtime
 from spaceport.tools.tune.curves import draw_curves
 from spaceport.tools.tune.job import TrainingCallbacks, TuningJob, TuningOutcome
 from spaceport.tools.tune.settings import TrainingSettings
+from spaceport.tools.tune.state_folder import StateFolder
 from spaceport.tools.tune.tuned_checkpoint import _cast, _wide_enough
 from spaceport.tools.tune.tuning import tune
 from support.forked_tunings import float32_tiny
@@ -135,34 +137,27 @@ def test_a_resumed_training_equals_an_uninterrupted_one(
     assert [path.name for path in tmp_path.iterdir()] == ["tuned"]
 
 
-def as_schema_1(state: Path) -> None:
-    """Rewrite a saved training state with the keys of schema 1, which had no schema number."""
-    settings = json.loads((state / "settings.json").read_text())
-    del settings["schema"]
-    for old, new in (("batch", "batch_size"), ("micro_batch", "micro_batch_size"), ("rate", "learning_rate")):
-        settings["settings"][old] = settings["settings"].pop(new)
-    settings["settings"]["whole_rate"] = settings["settings"].pop("unfork_rate")
-    (state / "settings.json").write_text(json.dumps(settings))
-    (last,) = state.glob("step-*")
-    progress = json.loads((last / "progress.json").read_text())
-    progress["unmeasured"] = progress.pop("pending_sums")
-    (last / "place.json").write_text(json.dumps(progress))
-    (last / "progress.json").unlink()
-
-
-def test_a_state_of_schema_1_is_resumed_and_an_unknown_schema_refused(
-    whole: TuningOutcome, tunings: Tunings, tmp_path: Path
-) -> None:
-    job = tunings.validated(tmp_path / "tuned")
-    state = interrupt(job, 1)
-    as_schema_1(state)
-    settings = (state / "settings.json").read_text()
-    (state / "settings.json").write_text(json.dumps({**json.loads(settings), "schema": 3}))
+def test_a_state_of_schema_1_is_read_and_an_unknown_schema_refused(tmp_path: Path) -> None:
+    """Schema 1 had no schema number, and other keys."""
+    folder = tmp_path / "tuned.training"
+    (folder / "step-00000001").mkdir(parents=True)
+    old = {
+        "batch_size": "batch",
+        "micro_batch_size": "micro_batch",
+        "learning_rate": "rate",
+        "unfork_rate": "whole_rate",
+    }
+    settings = {old.get(name, name): value for name, value in json.loads(json.dumps(SETTINGS.as_dict())).items()}
+    (folder / "settings.json").write_text(json.dumps({"settings": settings, "identity": {}}))
+    (folder / "step-00000001" / "place.json").write_text(json.dumps({"step": 1, "unmeasured": [[0.5]]}))
+    states = StateFolder(tmp_path / "tuned", main=True)
+    states.check_settings(SETTINGS)
+    digest = states.last_state()
+    (folder / "step-00000001" / "progress.json").write_text(json.dumps({"step": 1, "pending_sums": [[0.5]]}))
+    assert states.last_state() == digest
+    (folder / "settings.json").write_text(json.dumps({"schema": 3}))
     with pytest.raises(InputFault, match=r"training state has schema 3: expected 2 or 1; resume with the version"):
-        tune(replace(job, resume=True))
-    (state / "settings.json").write_text(settings)
-    tune(replace(job, resume=True))
-    assert not changed(weights(job.target), weights(tunings.whole))
+        states.check_settings(SETTINGS)
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 from collections.abc import Iterable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ from accelerate import Accelerator
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from spaceport.graphs.contract.faults import OptionFault
 from spaceport.tools.cli import run
 from spaceport.tools.cli.exit_codes import INPUT, INTERRUPTED, OK, USAGE
 from spaceport.tools.tune import tuning
@@ -99,18 +99,13 @@ def test_an_unwritable_target_is_refused_before_data_is_read(data: Path, tmp_pat
     refused_with(capfd, USAGE, "mine: is the checkpoint to tune", mine, mine, nowhere, "--overwrite")
     refused_with(capfd, INPUT, "tests: contains files but no checkpoint", TINY, TESTS, nowhere, "--overwrite")
     refused_with(capfd, INPUT, "no such folder: create it first", TINY, tmp_path / "a" / "b", nowhere)
-
-
-def test_a_target_that_contains_an_input_is_refused(data: Path, tmp_path: Path) -> None:
     inside = shutil.copytree(TINY, tmp_path / "run" / "checkpoint-5")
-    shutil.copy(TINY / "config.json", tmp_path / "run")
+    for file in (TINY / "config.json", data):
+        shutil.copy(file, tmp_path / "run")
     message = r"run: contains the input .*checkpoint-5, which would be overwritten: choose another folder"
-    with pytest.raises(OptionFault, match=message):
-        tuning.tune(TuningJob(inside, tmp_path / "run", (data,), SETTINGS, overwrite=True))
+    refused_with(capfd, USAGE, message, inside, tmp_path / "run", data, "--overwrite")
     held = tmp_path / "run" / data.name
-    shutil.copy(data, held)
-    with pytest.raises(OptionFault, match=r"run: contains the input .*data\.jsonl, which"):
-        tuning.tune(TuningJob(TINY, tmp_path / "run", (held,), SETTINGS, overwrite=True))
+    refused_with(capfd, USAGE, r"run: contains the input .*data\.jsonl, which", TINY, held.parent, held, "--overwrite")
 
 
 OPTIONS = [
@@ -257,12 +252,8 @@ def test_results_are_available_as_json_and_for_tensorboard(data: Path, tmp_path:
     assert re.search(line, errors)
     events = EventAccumulator(str(tmp_path / "events"))
     events.Reload()
-    names = {
-        f"{kind}/{what}/{target}"
-        for kind in ("training", "validation")
-        for what in ("loss", "accuracy")
-        for target in ("next_token", "mask_slot_1", "mask_slot_2")
-    }
+    parts = product(("training", "validation"), ("loss", "accuracy"), ("next_token", "mask_slot_1", "mask_slot_2"))
+    names = {"/".join(part) for part in parts}
     assert set(events.Tags()["scalars"]) == {*names, "training/learning_rate", "training/tokens_per_second"}
     values = [(event.step, event.value) for event in events.Scalars("training/loss/next_token")]
     assert [step for step, _ in values] == [1, 2, 3, 4]

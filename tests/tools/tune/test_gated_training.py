@@ -317,8 +317,8 @@ def test_acceptance_is_measured_along_corrected_drafts_which_change_no_text(corr
     folder = corrections.trained("long", longer, validation=(corrections.data,))
     line = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][-1]
     assert (line["kind"], len(line["corrected"])) == ("validation", 3)
+    assert line["losses"][0] > 0  # a frozen base's next token, which is not measured while it trains
     assert sum(line["corrected"]) > sum(line["accuracies"][1:])
-    assert min(line["accuracies"][1:]) > 0.2  # it has learned the text
     assert "| validation: accuracy with the draft correction | - |" in (folder / "README.md").read_text()
     decoding = Decoding(max_tokens=48, mask_slots=3, draft="chain")
     with checkpoint_runtime(open_checkpoint(TINY, TokenFlags(), adapter=folder), 128) as runtime:
@@ -353,11 +353,13 @@ def test_a_correction_does_not_change_how_the_adapter_is_trained_from_its_first_
         torch.testing.assert_close(found, expected, rtol=2e-3, atol=1e-6)
 
 
-@pytest.mark.parametrize("method", ["full", pytest.param("embeddings", marks=pytest.mark.nightly)])
-def test_every_method_can_train_a_correction(corrections: Adapters, method: Any) -> None:
-    tuned = corrections.trained(method, replace(CORRECTED, method=method))
-    assert factors(tuned).after.abs().max() > 0
+def test_few_texts_are_memorized_in_every_mask_slot_and_corrected(corrections: Adapters) -> None:
+    settings = replace(CORRECTED, method="full", max_steps=40, learning_rate=2e-3)
+    tuned = corrections.trained("full", settings, validation=(corrections.data,))
+    line = [json.loads(line) for line in (tuned / "metrics.jsonl").read_text().splitlines()][-1]
+    assert min(line["accuracies"][1:]) > 0.95, line
     assert open_checkpoint(tuned, TokenFlags()).correction is not None
+    assert factors(tuned).after.abs().max() > 0
 
 
 def test_a_resumed_training_in_bfloat16_has_the_adapter_and_correction_of_an_uninterrupted_one(

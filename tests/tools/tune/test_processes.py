@@ -150,10 +150,9 @@ def test_torchrun_restarts_killed_processes_and_the_weights_stay_the_same(
     assert codes(request(whole, order, 2)) == [[OK, OK]]
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     tuning = request(target, order, 2, "--auto-resume", "--save-every", "1", after=2, then="restarts")
-    program = [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node", "2"]
-    subprocess.run(
-        [*program, "--max-restarts", "2", forked_tunings.__file__, json.dumps([tuning])], check=True, timeout=500
-    )
+    options = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "2", forked_tunings.__file__]
+    torchrun = str(Path(sys.executable).with_name("torchrun"))
+    subprocess.run([torchrun, *options, json.dumps([tuning])], check=True, timeout=500)
     assert same(whole, target)
     assert re.search(r", 2 done, 2 processes", errors_of(target))
 

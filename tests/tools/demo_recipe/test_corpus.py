@@ -73,17 +73,6 @@ def test_fewer_than_three_parameters_are_answered_with_a_sentence() -> None:
         assert f"expected 'The function f {sentence}" in verdict.mistakes[0]
 
 
-def test_a_default_is_described_with_its_kind_or_hidden() -> None:
-    shown = {"True": "flag True", "-1j": "number -1j", "b''": "byte string b''", "()": "tuple ()", "[]": "list []"}
-    shown |= {"{1: 2}": "dictionary {1: 2}", "os.sep": "name os.sep", "1 + 2": "expression 1 + 2"}
-    for default in (*shown, "'a longer string'", "'<a>'", "f(a=1)", "'HTTP'", "'ä'", "..."):
-        function = one(f"def f(a, b, c={default}): ...")
-        described = f"the {shown[default]}" if default in shown else "not shown"
-        assert answer(function).split("\n")[3].endswith(f" Its default is {described}.")
-        assert function.text == f"f( a, b, c = {default if default in shown else '...'} )"
-        assert asked(question(function)) == function
-
-
 LAST = "\n8. **more: It collects all further values that are given by name, as a dictionary."
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -124,6 +125,26 @@ def test_a_process_that_loses_another_one_ends_and_a_resume_loses_nothing(order:
     assert same(whole, lost)
     assert same(whole, written)
     assert "7 samples, 4 steps, 1.33 epochs, 2 done, 2 processes" in errors_of(lost)
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+def test_machines_without_a_common_file_system_resume_from_copies_of_the_state(
+    order: list[str], tmp_path: Path
+) -> None:
+    def apart(*more: str, **what: Any) -> dict[str, Any]:
+        tuning = request(tmp_path / "tuned", order, 2, "--save-every", "2", *more, **what)
+        first: list[str] = tuning["arguments"][0]
+        return {**tuning, "arguments": [first, [each.replace("/tuned", "/other") for each in first]]}
+
+    found = codes(request(tmp_path / "whole", order, 2), apart(after=3, then="die"), apart("--resume"))
+    assert found == [[OK, OK], [FAULT, DIED], [INPUT, INPUT]]
+    message = r"saved state: step 2 \(\w+\) on rank 0, none on rank 1\): TUNED.training must"
+    assert re.search(message, errors_of(tmp_path / "tuned"))
+    shutil.copytree(tmp_path / "tuned.training", tmp_path / "other.training", dirs_exist_ok=True)
+    assert codes(apart("--resume")) == [[OK, OK]]
+    assert same(tmp_path / "whole", tmp_path / "tuned")
+    assert not list(tmp_path.glob("other*"))
 
 
 @pytest.mark.nightly

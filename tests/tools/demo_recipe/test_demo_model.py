@@ -102,9 +102,6 @@ def test_the_shipped_model_matches_the_recipe() -> None:
     assert "templated" in (MODEL / "README.md").read_text("utf-8")
 
 
-# The evaluation
-
-
 def line(tokens: tuple[int, ...], fork: int | None = None) -> AnswerThread:
     return AnswerThread((1, 2), (*tokens, END), fork, "end")
 

@@ -176,6 +176,8 @@ def test_method_embeddings_changes_only_new_token_embeddings(tunings: Tunings) -
     assert changed(before, after) == {"model.embed_tokens.weight"}
     rows = before["model.embed_tokens.weight"] != after["model.embed_tokens.weight"]
     assert rows.any(1).nonzero().flatten().tolist() == [MASK, TEXT_TOKENS, TEXT_TOKENS + 1]
+    mean = before["model.embed_tokens.weight"][:TEXT_TOKENS].float().mean(0).half()  # new rows begin so
+    assert (after["model.embed_tokens.weight"][TEXT_TOKENS : TEXT_TOKENS + 2] != mean).any(1).all()
 
 
 def test_low_rank_adapters_are_merged_into_plain_weights(tunings: Tunings) -> None:

@@ -9,6 +9,7 @@ from spaceport.runtime.decode.acceptance import Acceptance
 from spaceport.runtime.decode.draft import Candidates
 
 FIRST = Acceptance(3).reach(copying=False)
+NOTHING = Candidates((), ())
 
 
 def candidates_of(*tokens: int, probability: float = 0.5) -> tuple[Candidates, ...]:
@@ -27,38 +28,42 @@ def learned(
 
 
 @pytest.mark.parametrize(
-    ("written", "lookup_tokens", "reach"),
+    ("candidates", "written", "lookup_tokens", "reach"),
     [
-        ((7, 8, 9, 1), 0, [1, 1, 1]),
-        ((7, 8, 1), 0, [1, 1, 0]),
-        ((7, 1), 0, [1, 0, 0]),  # a wrong one makes those behind it wrong as well
-        ((1,), 0, [0, 0, 0]),
-        ((7, 8, 9, 1), 1, [1, 1, 0]),  # prompt lookup had the first one as well
-        ((7, 8, 9, 1), 3, [0, 0, 0]),
+        (candidates_of(7, 8, 9), (7, 8, 9, 1), 0, [1, 1, 1]),
+        (candidates_of(7, 8, 9), (7, 8, 1), 0, [1, 1, 0]),
+        (candidates_of(7, 8, 9), (7, 1), 0, [1, 0, 0]),  # a wrong one makes those behind it wrong as well
+        (candidates_of(7, 8, 9), (1,), 0, [0, 0, 0]),
+        (candidates_of(7, 8, 9), (7, 8, 9, 1), 1, [1, 1, 0]),  # prompt lookup had the first one as well
+        (candidates_of(7, 8, 9), (7, 8, 9, 1), 3, [0, 0, 0]),
+        (
+            candidates_of(7, 8),
+            (7,),
+            0,
+            [1, *FIRST[1:]],
+        ),  # of the token that a plain step does not show nothing is known
+        # a mask slot that predicts nothing ends the prediction
+        ((*candidates_of(7), NOTHING, *candidates_of(8)), (7, 8, 1), 0, [1, 0, 0]),
+        ((NOTHING, *candidates_of(8, 9)), (8, 1), 0, [0, 0, 0]),
     ],
 )
 def test_the_reach_is_how_many_tokens_mask_slots_add(
-    written: tuple[int, ...], lookup_tokens: int, reach: list[float]
+    candidates: tuple[Candidates, ...], written: tuple[int, ...], lookup_tokens: int, reach: list[float]
 ) -> None:
-    acceptance = learned(candidates_of(7, 8, 9), written, lookup_tokens)
+    acceptance = learned(candidates, written, lookup_tokens)
     assert acceptance.reach(copying=False) == pytest.approx(reach, abs=1e-3)
+    if lookup_tokens == 0:
+        assert acceptance.lookup == Acceptance(3).lookup  # a step without lookup says nothing about it
 
 
-def test_what_a_plain_step_does_not_show_stays_unknown() -> None:
-    """One token was written and predicted: of the second nothing is known."""
-    assert learned(candidates_of(7, 8), (7,)).reach(copying=False) == pytest.approx([1, *FIRST[1:]], abs=1e-3)
-
-
-def test_a_mask_slot_that_predicts_nothing_ends_the_prediction() -> None:
-    """Its tokens may all be banned or too unlikely, while the mask slot behind it is sure of one."""
-    candidates = (*candidates_of(7), Candidates((), ()), *candidates_of(8, probability=0.9))
-    acceptance = learned(candidates, (7, 8, 1))
-    assert acceptance.reach(copying=False) == pytest.approx([1, 0, 0], abs=1e-3)
-    assert acceptance.trust(2) == Acceptance(3).trust(2)
-    assert learned(candidates[1:], (8, 1)).reach(copying=False)[:2] == pytest.approx([0, 0], abs=1e-3)
+def test_no_depth_is_rated_better_than_those_before_it() -> None:
+    acceptance = Acceptance(3)
+    acceptance.masks[0][:] = [0.4, 0.9, 0.2]
+    assert acceptance.reach(copying=False) == [0.4, 0.4, 0.2]
 
 
 def test_texts_that_are_copied_have_rates_of_their_own() -> None:
+    assert [is_copying(copied) for copied in (0, 3, 4, 40)] == [False, False, True, True]
     acceptance = Acceptance(2)
     for _ in range(300):
         acceptance.learn((), 2, 9, candidates_of(7, 8), (1,))
@@ -68,7 +73,6 @@ def test_texts_that_are_copied_have_rates_of_their_own() -> None:
 
 def test_depths_without_predictions_slowly_get_their_first_rate_back() -> None:
     acceptance = learned(candidates_of(7, 8, 9), (1,))
-    assert acceptance.reach(copying=False) == pytest.approx([0, 0, 0], abs=1e-3)
     for _ in range(100):
         acceptance.learn((), 0, 0, (), (1,))
     assert 0.15 < acceptance.reach(copying=False)[0] < 0.25  # of 0.7
@@ -82,9 +86,9 @@ def test_a_bundle_brings_rates_that_are_retried_at_its_own_level() -> None:
     acceptance = Acceptance(3, measured)
     assert acceptance.reach(copying=False) == acceptance.reach(copying=True) == [0.5, 0.2, 0.2]
     assert acceptance.lookup_probabilities(2, 0, 3) == [0.1, 0.2, 0.3]
-    for fate in ((candidates_of(7, 8, 9), 300), ((), 5000)):
-        for _ in range(fate[1]):
-            acceptance.learn((), 0, 0, fate[0], (1,))
+    for candidates, times in ((candidates_of(7, 8, 9), 300), ((), 5000)):
+        for _ in range(times):
+            acceptance.learn((), 0, 0, candidates, (1,))
     assert acceptance.reach(copying=False) == pytest.approx([0.5, 0.2, 0.2], abs=1e-3)
 
 
@@ -98,23 +102,18 @@ def test_each_looked_up_token_has_the_rate_of_its_match(equal: int, copied: int,
 
 
 def test_prompt_lookup_is_learned_token_by_token_until_it_is_wrong() -> None:
-    acceptance = Acceptance(0)
+    acceptance, before = Acceptance(0), Acceptance(0).lookup
     for _ in range(300):
         assert acceptance.learn((7, 8, 9), 2, 0, (), (7, 8, 1)) == 2
     assert acceptance.lookup[:3] == pytest.approx([1, 1, 0], abs=1e-3)
-    assert acceptance.lookup[3:] == Acceptance(0).lookup[3:]
-
-
-def test_looked_up_tokens_that_were_not_drafted_are_learned_too() -> None:
-    acceptance = Acceptance(0)
-    for _ in range(300):
+    assert acceptance.lookup[3:] == before[3:]
+    for _ in range(300):  # also what was not drafted
         assert acceptance.learn((7, 8, 9), 4, 0, (), (7,)) == 1
     assert acceptance.lookup[2] == pytest.approx(1, abs=1e-3)
-
-
-def test_a_step_without_lookup_says_nothing_about_it() -> None:
-    assert Acceptance(0).learn((), 0, 0, (), (1, 2)) == 0
-    assert learned(candidates_of(7, 8), (7, 8, 9)).lookup == Acceptance(3).lookup
+    assert acceptance.learn((), 0, 0, (), (1, 2)) == 0
+    acceptance = Acceptance(0)
+    acceptance.learn((7,), 2, 0, (), (1,))
+    assert acceptance.lookup[0] == pytest.approx(before[0] * 4 / 5)  # the first steps count more than later ones
 
 
 def test_trust_is_what_mask_slots_kept_of_what_they_promised_at_each_depth() -> None:
@@ -124,18 +123,11 @@ def test_trust_is_what_mask_slots_kept_of_what_they_promised_at_each_depth() -> 
         acceptance.learn((), 0, 0, candidates_of(7, 8, probability=0.8), written)
     assert acceptance.trust(0) == pytest.approx(0.5 / 0.8, rel=0.25)
     assert acceptance.trust(2) == 1.0
-
-
-def test_depths_behind_a_wrong_token_say_nothing_about_trust() -> None:
     acceptance = learned(candidates_of(7, 8, probability=0.8), (1, 8))
     assert acceptance.trust(0) == pytest.approx(0.1)
-    assert acceptance.trust(1) == 1.0
-
-
-def test_the_first_steps_count_more_than_the_later_ones() -> None:
-    acceptance, before = Acceptance(0), Acceptance(0).lookup[0]
-    acceptance.learn((7,), 2, 0, (), (1,))
-    assert acceptance.lookup[0] == pytest.approx(before * 4 / 5)
+    assert acceptance.trust(1) == 1.0  # of depths behind a wrong token nothing is known
+    assert learned((*candidates_of(7), NOTHING, *candidates_of(8, probability=0.9)), (7, 8, 1)).trust(2) == 1.0
+    assert learned(candidates_of(7, probability=0.1), (7, 1)).trust(0) == 1.5  # at most
 
 
 def test_a_copy_learns_for_itself_and_starts_half_way_back() -> None:
@@ -147,15 +139,4 @@ def test_a_copy_learns_for_itself_and_starts_half_way_back() -> None:
         copy.learn((7,), 2, 0, candidates_of(7), (7, 1))
     assert shared.reach(copying=False) == before
     shared.follow(copy, 1.0)
-    assert shared.reach(copying=False) == copy.reach(copying=False)
-    assert shared.lookup == copy.lookup
-
-
-def test_no_depth_is_rated_better_than_those_before_it() -> None:
-    acceptance = Acceptance(3)
-    acceptance.masks[0][:] = [0.4, 0.9, 0.2]
-    assert acceptance.reach(copying=False) == [0.4, 0.4, 0.2]
-
-
-def test_a_text_is_copied_once_a_few_looked_up_tokens_in_a_row_were_right() -> None:
-    assert [is_copying(copied) for copied in (0, 3, 4, 40)] == [False, False, True, True]
+    assert (shared.reach(copying=False), shared.lookup) == (copy.reach(copying=False), copy.lookup)

@@ -1,4 +1,4 @@
-"""Drafts: the chain, and configurations that are refused."""
+"""Drafts: which rows chains and trees have, in which order they come, and what is left of a draft that is cut."""
 
 from __future__ import annotations
 
@@ -8,29 +8,41 @@ from hypothesis import strategies as st
 
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.mask_layout import MaskLayout
-from spaceport.runtime.decode.draft import Draft, DraftConfig, chain
+from spaceport.runtime.decode.draft import Candidates, Draft, DraftConfig, chain
+from spaceport.runtime.decode.plan import lay_out
+from spaceport.runtime.decode.tree import Curve, Outlook, tree
 
-WIDE = 99  # more tokens than anything needs
+WIDE = 99  # more tokens, or rows, than anything needs
+PLAN = DraftConfig(siblings=2)
+NO_SHIFT = MaskLayout(shift=False)
 
 
 @pytest.mark.parametrize(
     ("rows", "tokens", "mask_slots"),
-    [
-        (None, 3, 3),
-        (16, 3, 3),
-        (15, 3, 2),
-        (12, 3, 2),
-        (8, 3, 1),
-        (7, 3, 0),
-        (4, 3, 0),
-        (3, 2, 0),
-        (1, 0, 0),
-    ],
+    [(None, 3, 3), (16, 3, 3), (15, 3, 2), (12, 3, 2), (8, 3, 1), (7, 3, 0), (4, 3, 0), (3, 2, 0), (1, 0, 0)],
 )
 def test_a_chain_keeps_to_its_rows_with_fewer_mask_slots_first(rows: int | None, tokens: int, mask_slots: int) -> None:
     draft = chain((7, 8, 9), 3, WIDE, rows)
     assert draft.tokens == (7, 8, 9)[:tokens]
     assert draft.masks == (mask_slots,) * (tokens + 1)
+
+
+@pytest.mark.parametrize(
+    ("remaining", "tokens", "masks"),
+    [
+        (1, (), (0,)),  # one token left: the last known one writes it
+        (2, (7,), (0, 0)),
+        (3, (7, 8), (1, 0, 0)),
+        (4, (7, 8, 9), (2, 1, 0, 0)),
+        (5, (7, 8, 9), (3, 2, 1, 0)),
+        (50, (7, 8, 9), (3, 3, 3, 3)),
+    ],
+)
+def test_a_chain_has_nothing_beyond_the_token_limit(
+    remaining: int, tokens: tuple[int, ...], masks: tuple[int, ...]
+) -> None:
+    found = chain([7, 8, 9], 3, remaining)
+    assert (found.tokens, found.parents, found.masks) == (tokens, tuple(range(len(tokens))), masks)
 
 
 @given(st.integers(0, 9), st.integers(0, 9), st.integers(1, 30), st.integers(1, 99), st.booleans())
@@ -60,11 +72,11 @@ def test_a_cut_group_without_shift_keeps_the_row_that_leads_it(
     rows: int, tokens: tuple[int, ...], masks: tuple[int, ...]
 ) -> None:
     order = (-1, -1, 2, 2, 0, 0, 0)  # candidates, the group behind the second, the group behind the last known token
-    draft = Draft((5, 6), (0, 1), (2, 0, 1), order=order, mask_layout=MaskLayout(shift=False))
+    draft = Draft((5, 6), (0, 1), (2, 0, 1), order=order, mask_layout=NO_SHIFT)
     assert draft.rows == 8
     found = draft.cut(rows, "shared_call")
     assert (found.tokens, found.masks) == (tokens, masks)
-    assert found.rows <= rows
+    assert (found.rows <= rows, found.limited) == (True, "shared_call" if rows < 8 else None)
     again = draft.cut(min(8, rows + 1), "budget").cut(rows, "shared_call")
     assert (again.tokens, again.masks) == (tokens, masks)
 
@@ -81,3 +93,251 @@ def test_a_cut_group_without_shift_keeps_the_row_that_leads_it(
 def test_a_drafting_that_cannot_be_is_refused(options: dict[str, int], message: str) -> None:
     with pytest.raises(OptionFault, match=message):
         DraftConfig(**options)  # type: ignore[arg-type]
+
+
+def linear(row: float) -> Curve:
+    """Each further row costs the same."""
+    return Curve([1 + row * more for more in range(WIDE)])
+
+
+def outlook(*masks: float, row: float = 0.1, lookup: float = 0.5, trust: tuple[float, ...] = ()) -> Outlook:
+    """A row has to be worth `row` tokens; mask slots are right as often as `masks` says and cost a row later."""
+    gains = tuple(max(0.0, rate - row) for rate in (*masks, *(0.0,) * 6))
+    return Outlook(linear(row), 1.0, gains, trust, (lookup,) * 9)
+
+
+def candidate(**probability_of: float) -> Candidates:
+    """Candidates with tokens named t10 and so on."""
+    return Candidates(tuple(int(name[1:]) for name in probability_of), tuple(probability_of.values()))
+
+
+def paths(draft: Draft) -> list[tuple[int, ...]]:
+    """The way of tokens to each candidate."""
+    ways: list[tuple[int, ...]] = [()]
+    for token, parent in zip(draft.tokens, draft.parents, strict=True):
+        ways.append((*ways[parent], token))
+    return ways[1:]
+
+
+CANDIDATES = (candidate(t10=0.6, t11=0.28), candidate(t20=0.5, t21=0.4))
+BEST_FIRST = [
+    (10,),  # 0.6
+    (10, 20),  # 0.6 x 0.5 = 0.3
+    (11,),  # 0.28
+    (10, 21),  # 0.24
+    (11, 20),  # 0.14
+    (11, 21),  # 0.112
+]
+
+
+@pytest.mark.parametrize("rows", range(1, 9))
+def test_candidates_come_best_first_while_there_are_rows(rows: int) -> None:
+    draft = tree(CANDIDATES, (), PLAN, WIDE, rows, outlook())
+    assert paths(draft) == BEST_FIRST[: rows - 1]
+    assert draft.probabilities == pytest.approx((0.6, 0.3, 0.28, 0.24, 0.14, 0.112)[: rows - 1])
+    assert draft.sources == ("mask",) * len(draft.tokens)
+    assert draft.masks == (0,) * (1 + len(draft.tokens))
+
+
+@pytest.mark.parametrize(
+    ("siblings", "row", "count"),
+    [
+        *((2, *pair) for pair in ((0.1, 6), (0.12, 5), (0.2, 4), (0.26, 3), (0.29, 2), (0.5, 1), (0.7, 0))),
+        (1, 0.1, 2),
+        (3, 0.1, 6),
+    ],
+)
+def test_a_row_that_promises_too_little_or_has_too_many_siblings_is_not_fed(
+    siblings: int, row: float, count: int
+) -> None:
+    draft = tree(CANDIDATES, (), DraftConfig(siblings=siblings), WIDE, WIDE, outlook(row=row))
+    assert paths(draft) == BEST_FIRST[:count]
+
+
+def test_of_equals_the_first_to_come_up_is_the_first() -> None:
+    candidates = (candidate(t10=0.5, t11=0.25), candidate(t20=0.5))
+    assert paths(tree(candidates, (), PLAN, WIDE, 3, outlook())) == [(10,), (11,)]
+
+
+def test_mask_slots_that_are_too_sure_of_themselves_are_trusted_less() -> None:
+    """Their probability is 0.8, their acceptance 0.4: all probabilities are halved, and again at the second position."""
+    draft = tree(CANDIDATES, (), PLAN, WIDE, WIDE, outlook(trust=(0.5,)))
+    assert paths(draft) == [(10,), (11,)]
+    assert draft.probabilities == pytest.approx((0.3, 0.14))
+
+
+SHIFTED = [
+    (1, 0, (0,)),
+    (2, 1, (0, 0)),  # the candidate: 0.6
+    (3, 1, (0, 1)),  # a mask slot behind it, right eight times in ten and worth a row of the next step: 0.6 x 0.7
+    (4, 1, (1, 1)),  # behind the last known token, if the candidate is rejected: 0.4 x 0.7
+    (5, 1, (1, 2)),  # 0.6 x 0.4
+    (6, 1, (2, 2)),  # 0.4 x 0.4
+    (9, 1, (2, 2)),  # there are no more than two
+]
+UNSHIFTED = [
+    (2, 1, (0, 0)),  # the candidate: 0.6
+    (3, 1, (0, 0)),  # one row is too few for a group
+    (4, 1, (0, 1)),  # two rows for 0.6 x 0.7
+    (5, 1, (0, 2)),  # one more for 0.6 x 0.4, before two more for 0.4 x 0.7
+    (6, 1, (0, 2)),
+    (7, 1, (1, 2)),
+    (8, 1, (2, 2)),
+    (9, 1, (2, 2)),
+]
+
+
+@pytest.mark.parametrize(
+    ("layout", "rows", "tokens", "masks"),
+    [*((MaskLayout(), *case) for case in SHIFTED), *((NO_SHIFT, *case) for case in UNSHIFTED)],
+)
+def test_mask_slots_stand_where_they_promise_the_most(
+    layout: MaskLayout, rows: int, tokens: int, masks: tuple[int, ...]
+) -> None:
+    """Without shift, the first mask slot behind a node needs two rows."""
+    limits = DraftConfig(2, siblings=2, mask_layout=layout)
+    draft = tree((candidate(t10=0.6),), (), limits, WIDE, rows, outlook(0.8, 0.5))
+    assert (len(draft.tokens), draft.masks) == (tokens, masks)
+    assert draft.rows <= rows
+    assert len(draft.order) == draft.rows - 1 == len(draft.worth) - 1
+
+
+@pytest.mark.parametrize(
+    ("limits", "rates", "remaining", "rows", "masks"),
+    [
+        # a mask slot promises a token less the row that it needs then
+        (DraftConfig(1), (0.19,), WIDE, WIDE, 0),
+        (DraftConfig(1), (0.21,), WIDE, WIDE, 1),
+        # without shift, a single one has to pay for two rows
+        (DraftConfig(1, mask_layout=NO_SHIFT), (0.29,), WIDE, WIDE, 0),
+        (DraftConfig(1, mask_layout=NO_SHIFT), (0.31,), WIDE, WIDE, 1),
+        # each slot is worth 0.16, a row costs 0.1: one slot does not pay for two rows, two slots pay for three
+        (DraftConfig(3, mask_layout=NO_SHIFT), (0.26,) * 3, WIDE, WIDE, 3),
+        (DraftConfig(3, mask_layout=NO_SHIFT), (0.26,) * 3, WIDE, 4, 2),
+        (DraftConfig(3, mask_layout=NO_SHIFT), (0.26,) * 3, WIDE, 3, 0),
+        (DraftConfig(3, mask_layout=NO_SHIFT), (0.26,) * 3, 3, WIDE, 0),  # for one token below the limit
+        (DraftConfig(5), (0.15, 0.9, 0.9, 0.9, 0.9), WIDE, WIDE, 0),  # the first one is hardly ever right
+    ],
+)
+def test_mask_slots_behind_one_token_have_to_pay_for_their_rows(
+    limits: DraftConfig, rates: tuple[float, ...], remaining: int, rows: int, masks: int
+) -> None:
+    assert tree((), (), limits, remaining, rows, outlook(*rates)).masks == (masks,)
+
+
+@pytest.mark.parametrize(
+    ("remaining", "expected", "masks", "looked_up"),
+    [
+        (1, [], (0,), 0),  # one token left: the last known one writes it
+        (2, [(10,), (11,)], (0, 0, 0), 1),
+        (3, BEST_FIRST, (1, 0, 0, 0, 0, 0, 0), 2),
+        (4, BEST_FIRST, (2, 1, 0, 1, 0, 0, 0), 3),
+    ],
+)
+def test_a_tree_has_nothing_beyond_the_token_limit(
+    remaining: int, expected: list[tuple[int, ...]], masks: tuple[int, ...], looked_up: int
+) -> None:
+    """Two mask slots stand where their tokens and one more token fit below the limit."""
+    draft = tree(CANDIDATES, (), DraftConfig(2, siblings=2), remaining, WIDE, outlook(1.0, 1.0))
+    assert paths(draft) == expected
+    assert draft.masks == masks
+    assert tree((), (7, 8, 9), PLAN, remaining, WIDE, outlook()).tokens == (7, 8, 9)[:looked_up]
+
+
+@pytest.mark.parametrize(("row", "count"), [(0.1, 3), (0.2, 2), (0.3, 1), (0.6, 0)])
+def test_looked_up_tokens_are_a_line_that_gets_less_likely(row: float, count: int) -> None:
+    draft = tree((), (7, 8, 9), PLAN, WIDE, WIDE, outlook(row=row))
+    assert (draft.tokens, draft.parents) == ((7, 8, 9)[:count], (0, 1, 2)[:count])
+    assert draft.sources == ("lookup",) * count
+    assert draft.probabilities == (0.5, 0.25, 0.125)[:count]
+
+
+@pytest.mark.parametrize(
+    ("rate", "masks"),
+    [
+        (0.5, (1, 1, 1)),  # 0.5 x 0.7 behind the last known token, 0.25 x 0.7 behind either token from lookup
+        (0.8, (1, 1, 1)),  # 0.2 x 0.7; 0.8 x 0.2 x 0.7; 0.64 x 0.7, since lookup has nothing more
+        (0.9, (0, 0, 1)),  # 0.1 x 0.7; 0.9 x 0.1 x 0.7; 0.81 x 0.7
+    ],
+)
+def test_mask_slots_stand_where_a_look_up_may_end(rate: float, masks: tuple[int, ...]) -> None:
+    draft = tree((), (7, 8), DraftConfig(1, siblings=2), WIDE, WIDE, outlook(0.8, lookup=rate))
+    assert (draft.tokens, draft.masks) == ((7, 8), masks)
+
+
+def test_a_token_that_both_propose_is_one_row_with_its_mask_slots_once() -> None:
+    candidates = (candidate(t10=0.6, t7=0.28), candidate(t8=0.5))
+    draft = tree(candidates, (7, 8), PLAN, WIDE, WIDE, outlook())
+    # 10: 0.6; 7 from lookup: 0.5; 8 behind 10: 0.3; 7 from a mask slot: there; 8 behind 7 from lookup: 0.25; from both
+    assert paths(draft) == [(10,), (7,), (10, 8), (7, 8)]
+    assert draft.sources == ("mask", "both", "mask", "both")
+    assert draft.probabilities == pytest.approx((0.6, 0.5, 0.3, 0.25))
+    draft = tree((candidate(t7=0.9),), (7, 8), PLAN, WIDE, WIDE, outlook())
+    assert (paths(draft), draft.sources) == ([(7,), (7, 8)], ("both", "lookup"))
+    for probability in (0.5, 0.95):
+        draft = tree((candidate(t7=probability),), (7,), DraftConfig(1), WIDE, WIDE, outlook(0.4, lookup=0.9))
+        assert (draft.sources, draft.masks) == (("both",), (0, 1))
+
+
+JUMP = Curve([1.0, 2.0, 2.1, 2.2, 2.3, 2.4])  # the second row costs as much as the first, further ones next to nothing
+
+
+@pytest.mark.parametrize(("lookup", "count"), [(0.5, 0), (0.55, 0), (0.75, 5)])
+def test_rows_behind_a_jump_are_fed_together_or_not_at_all(lookup: float, count: int) -> None:
+    plan = Outlook(JUMP, 1.0, (), (), (lookup,) * 9)
+    draft = tree((), range(100, 109), DraftConfig(lookup=9), WIDE, WIDE, plan)
+    assert (len(draft.tokens), draft.masks) == (count, (0,) * (1 + count))
+
+
+@pytest.mark.parametrize(("later", "masks"), [(0.11, 0), (0.15, 0), (0.3, 5)])
+def test_mask_slots_behind_a_jump_are_fed_together_or_not_at_all(later: float, masks: int) -> None:
+    draft = tree((), (), DraftConfig(mask_slots=5), WIDE, WIDE, Outlook(JUMP, 1.0, (0.4, 0.4, later, later, later)))
+    assert draft.masks == (masks,)
+
+
+@st.composite
+def guesses(draw: st.DrawFn) -> Candidates:
+    """What a mask slot predicts."""
+    tokens = draw(st.lists(st.integers(0, 5), max_size=4, unique=True))
+    found = draw(st.lists(st.floats(0.001, 0.4), min_size=len(tokens), max_size=len(tokens)))
+    return Candidates(tuple(tokens), tuple(sorted(found, reverse=True)))
+
+
+FIVE = st.lists(st.floats(0, 1), min_size=5, max_size=5)
+OUTLOOKS = st.builds(
+    Outlook,
+    st.sampled_from((0.001, 0.01, 0.08)).map(linear),
+    st.floats(1, 4),
+    FIVE.map(lambda gains: sorted(gains, reverse=True)),
+    st.lists(st.floats(0.1, 1), max_size=3),
+    FIVE,
+)
+
+
+@given(st.data())
+def test_a_tree_is_one_whatever_it_grows_from(data: st.DataObject) -> None:
+    candidates = data.draw(st.lists(guesses(), max_size=5))
+    lookup_tokens = data.draw(st.lists(st.integers(0, 5), max_size=5))
+    limits = DraftConfig(data.draw(st.integers(0, 5)), siblings=data.draw(st.integers(1, 3)))
+    remaining, rows = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 50))
+    found = data.draw(OUTLOOKS)
+    draft = tree(candidates, lookup_tokens, limits, remaining, rows, found)
+    ways = paths(draft)
+    assert 1 + len(ways) + sum(draft.masks) <= rows
+    assert len(draft.masks) == 1 + len(ways)
+    assert len(set(ways)) == len(ways)  # so no two siblings are equal
+    assert all(parent <= node for node, parent in enumerate(draft.parents))
+    assert list(draft.probabilities) == sorted(draft.probabilities, reverse=True)
+    for way, source in zip(ways, draft.sources, strict=True):
+        depth = len(way) - 1
+        assert len(way) < remaining
+        assert source == "lookup" or way[-1] in candidates[depth].tokens[: limits.siblings]
+        assert source == "mask" or list(way) == lookup_tokens[: len(way)]
+    for way, masks in zip([(), *ways], draft.masks, strict=True):
+        assert masks <= max(0, min(limits.mask_slots, remaining - 2 - len(way)))
+    layout = lay_out(1, draft.parents, draft.masks)
+    assert layout.rows == 1 + len(ways) + sum(draft.masks)
+    assert all(parent < row for row, parent in enumerate(layout.parents.tolist()))
+    fewer = tree(candidates, lookup_tokens, limits, remaining, max(1, rows - 1), found)
+    assert draft.tokens[: len(fewer.tokens)] == fewer.tokens
+    assert all(less <= more for less, more in zip(fewer.masks, draft.masks, strict=False))

@@ -16,40 +16,33 @@ LONGEST, SHORTEST = 4, 2
 TEXTS = st.lists(st.integers(0, 2), min_size=1, max_size=40)  # few words, so that they come again
 
 
-def read_through(tokens: Sequence[int], most: int) -> list[int]:
+def read_through(tokens: Sequence[int], most: int) -> tuple[list[int], int]:
     """The same, with no memory."""
     end = len(tokens)
     for words in range(LONGEST, SHORTEST - 1, -1):
         for position in range(end - 1, words - 1, -1):
             if words <= end and tokens[position - words : position] == tokens[end - words :]:
-                return list(tokens[position : position + most])
-    return []
+                return list(tokens[position : position + most]), words
+    return [], 0
 
 
-@given(text=TEXTS, cuts=st.sets(st.integers(1, 40)), most=st.integers(1, 6))
-def test_a_text_that_grows_is_looked_up_as_if_it_were_read_through(text: list[int], cuts: set[int], most: int) -> None:
-    lookup = Lookup()
-    for end in sorted({*(cut for cut in cuts if cut < len(text)), len(text)}):
-        assert list(lookup.following(text[:end], most)[0]) == read_through(text[:end], most)
-
-
-@given(text=TEXTS, own=TEXTS, other=TEXTS, asked=st.sets(st.integers(1, 40)))
-def test_a_forked_thread_looks_up_its_own_text(
-    text: list[int], own: list[int], other: list[int], asked: set[int]
+@given(text=TEXTS, own=TEXTS, other=TEXTS, asked=st.sets(st.integers(1, 40)), most=st.integers(1, 6))
+def test_a_thread_that_grows_and_forks_looks_up_its_own_text_as_if_it_were_read_through(
+    text: list[int], own: list[int], other: list[int], asked: set[int], most: int
 ) -> None:
     parent = new_thread(text[:1], 4, lookup=True)
-    assert parent.lookup is not None
     for token in text[1:]:
         parent.tokens.append(token)
         if len(parent.tokens) in asked:
-            parent.lookup.following(parent.tokens, 3)
+            assert parent.lookup is not None
+            found, words = parent.lookup.following(parent.tokens, most)
+            assert (list(found), words) == read_through(parent.tokens, most)
     child = parent.child(len(text) - 1, 9, np.empty(0, np.int64))
-    assert child.lookup is not None
     for token, its_token in zip(own, other, strict=False):
-        parent.tokens.append(token)
-        child.tokens.append(its_token)
-        assert list(parent.lookup.following(parent.tokens, 3)[0]) == read_through(parent.tokens, 3)
-        assert list(child.lookup.following(child.tokens, 3)[0]) == read_through(child.tokens, 3)
+        for thread, following in ((parent, token), (child, its_token)):
+            thread.tokens.append(following)
+            assert thread.lookup is not None
+            assert list(thread.lookup.following(thread.tokens, 3)[0]) == read_through(thread.tokens, 3)[0]
 
 
 @pytest.mark.parametrize(

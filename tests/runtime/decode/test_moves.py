@@ -12,11 +12,10 @@ from spaceport.runtime.backends.on_tensorrt import move_slots
 from spaceport.runtime.decode.slots import Slots
 from spaceport.runtime.engine import NO_MOVES, Moves
 
-pytest.importorskip("torch")
 CAPACITY = 96
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(data=st.data())
 def test_what_is_held_is_where_the_slots_say_and_no_slot_is_wasted(data: st.DataObject) -> None:
     """Random steps of two requests: rows are written, some are retained, older ones are released."""
@@ -54,29 +53,20 @@ def test_what_is_held_is_where_the_slots_say_and_no_slot_is_wasted(data: st.Data
                 assert (kv[:, request, :, slot] == value).all()
             assert slots[request].height == max(content, default=-1) + 1
             (free,) = np.nonzero(slots[request]._holders[: slots[request].height] == 0)
-            just = {int(t) for _, targets in [moves[request - first]] for t in targets}
-            assert all(slot < free.min(initial=CAPACITY) or slot not in just for slot in just), "a gap was left below"
+            just = moves[request - first][1].tolist()
+            assert max(just, default=-1) < free.min(initial=CAPACITY), "a gap was left below"
         assert torch.equal(kv[:, 2 - 2 * first], before[:, 2 - 2 * first]), "a request that took no part was changed"
 
 
-def test_slots_that_overlap_are_all_read_before_any_is_written() -> None:
-    kv = torch.arange(2 * 1 * 1 * 6 * 1, dtype=torch.float32).reshape(2, 1, 1, 6, 1)
-    moves: list[Moves] = [(np.array([1, 2, 3]), np.array([0, 1, 2]))]
-    move_slots(kv, 0, moves)
-    assert kv[0, 0, 0, :, 0].tolist() == [1, 2, 3, 3, 4, 5]
-    assert kv[1, 0, 0, :, 0].tolist() == [7, 8, 9, 9, 10, 11]
-    move_slots(kv, 0, [(np.array([0, 5]), np.array([5, 0]))])
-    assert kv[0, 0, 0, :, 0].tolist() == [5, 2, 3, 3, 4, 1]
-
-
-def test_requests_are_moved_together_and_apart() -> None:
-    """In one statement, each by its own moves."""
-    dice = torch.Generator().manual_seed(0)
-    kv = torch.rand((6, 4, 2, 8, 3), generator=dice)
+@pytest.mark.parametrize(("sources", "targets"), [([1, 2, 3], [0, 1, 2]), ([0, 5], [5, 0]), ([7, 6], [1, 0])])
+def test_slots_are_all_read_before_any_is_written_and_each_request_has_its_own_moves(
+    sources: list[int], targets: list[int]
+) -> None:
+    kv = torch.rand((6, 4, 2, 8, 3), generator=torch.Generator().manual_seed(0))
     expected = kv.clone()
-    moves: list[Moves] = [(np.array([7, 6]), np.array([1, 0])), NO_MOVES, (np.array([5]), np.array([2]))]
-    for request, (sources, targets) in enumerate(moves, 1):
-        for source, target in zip(sources, targets, strict=True):
+    moves: list[Moves] = [(np.array(sources), np.array(targets)), NO_MOVES, (np.array([5]), np.array([2]))]
+    for request, (before, behind) in enumerate(moves, 1):
+        for source, target in zip(before, behind, strict=True):
             expected[:, request, :, int(target)] = kv[:, request, :, int(source)]
     move_slots(kv, 1, moves)
     assert torch.equal(kv, expected)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from spaceport.graphs.contract.manifest import TokenIds
-from spaceport.graphs.contract.mask_layout import MaskLayout
+from spaceport.graphs.contract.mask_layout import CAUSAL, MaskLayout
 from spaceport.runtime.decode import plan as planning
 from spaceport.runtime.decode.accept import Verdict, accept
 from spaceport.runtime.decode.draft import PLAIN, Candidates, Draft, chain
@@ -25,99 +26,81 @@ def thread_with(tokens: list[int], fed: int, held: list[int], slots: int = 32) -
     return Thread((), tokens, 1, mask, fed=fed)
 
 
-def test_a_space_step_is_the_worked_table_of_the_method() -> None:
-    """x at position 3, k = 2: nine rows; older slots of the line are 4, 7 and 1."""
+# The rows of each step: name, what it sees, position.
+SPACE = """
+    x     1  0   0   0  0   0   0  0   0    p
+    m01   1  1   0   0  0   0   0  0   0    p+1
+    m02   1  1   1   0  0   0   0  0   0    p+2
+    c1    1  0   0   1  0   0   0  0   0    p+1
+    m11   1  0   0   1  1   0   0  0   0    p+2
+    m12   1  0   0   1  1   1   0  0   0    p+3
+    c2    1  0   0   1  0   0   1  0   0    p+2
+    m21   1  0   0   1  0   0   1  1   0    p+3
+    m22   1  0   0   1  0   0   1  1   1    p+4
+"""
+BLOCK = """
+    x     1  0   0   0  0   0    p
+    m01   1  1   1   0  0   0    p+1
+    m02   1  1   1   0  0   0    p+2
+    c1    1  0   0   1  0   0    p+1
+    m11   1  0   0   1  1   1    p+2
+    m12   1  0   0   1  1   1    p+3
+"""
+UNSHIFTED = """
+    x     1  0   0   0  0   0   0  0    p
+    m01   1  1   0   0  0   0   0  0    p+1
+    m02   1  1   1   0  0   0   0  0    p+2
+    m03   1  1   1   1  0   0   0  0    p+3
+    c1    1  0   0   0  1   0   0  0    p+1
+    m11   1  0   0   0  1   1   0  0    p+2
+    m12   1  0   0   0  1   1   1  0    p+3
+    m13   1  0   0   0  1   1   1  1    p+4
+"""
+UNSHIFTED_BLOCK = """
+    x     1  0   0   0  0   0   0  0    p
+    m01   1  1   1   1  0   0   0  0    p+1
+    m02   1  1   1   1  0   0   0  0    p+2
+    m03   1  1   1   1  0   0   0  0    p+3
+    c1    1  0   0   0  1   0   0  0    p+1
+    m11   1  0   0   0  1   1   1   1   p+2
+    m12   1  0   0   0  1   1   1   1   p+3
+    m13   1  0   0   0  1   1   1   1   p+4
+"""
+
+
+@pytest.mark.parametrize(
+    ("candidates", "layout", "table", "groups"),
+    [
+        ([31, 32], CAUSAL, SPACE, ((1, 2), (4, 5), (7, 8))),
+        ([31], MaskLayout(group="block"), BLOCK, ((1, 2), (4, 5))),
+        ([31], MaskLayout(shift=False), UNSHIFTED, ((2, 3), (6, 7))),
+        ([31], MaskLayout(shift=False, group="block"), UNSHIFTED_BLOCK, ((2, 3), (6, 7))),
+    ],
+)
+def test_a_step_is_the_worked_table_of_its_mask_layout(
+    candidates: list[int], layout: MaskLayout, table: str, groups: tuple[tuple[int, ...], ...]
+) -> None:
+    """x at position 3, k = 2; older slots of the line are 4, 7 and 1. Without shift, the first mask row predicts nothing."""
     thread = thread_with([10, 11, 12, 20], fed=3, held=[4, 7, 1])
-    part = plan_thread(thread, chain([31, 32], 2, remaining=100), IDS, chunk=512)
-    slots = np.array([0, 2, 3, 5, 6, 8, 9, 10, 11])
-    table = """
-        x     1  0   0   0  0   0   0  0   0    p
-        m01   1  1   0   0  0   0   0  0   0    p+1
-        m02   1  1   1   0  0   0   0  0   0    p+2
-        c1    1  0   0   1  0   0   0  0   0    p+1
-        m11   1  0   0   1  1   0   0  0   0    p+2
-        m12   1  0   0   1  1   1   0  0   0    p+3
-        c2    1  0   0   1  0   0   1  0   0    p+2
-        m21   1  0   0   1  0   0   1  1   0    p+3
-        m22   1  0   0   1  0   0   1  1   1    p+4
-    """
-    rows = [line.split() for line in table.split("\n") if line.strip()]
+    draft = chain(candidates, 2, remaining=100, mask_layout=layout)
+    part = plan_thread(thread, draft, IDS, chunk=512)
+    rows = [line.split() for line in table.strip().split("\n")]
     names = {"x": 20, "c1": 31, "c2": 32}
     assert part.tokens.tolist() == [names.get(row[0], M) for row in rows]
     assert part.positions.tolist() == [3 + int(row[-1].partition("+")[2] or 0) for row in rows]
+    slots = np.array([0, 2, 3, 5, 6, 8, 9, 10, 11])[: len(rows)]
     mask = sees(Plan((part,)), slots, 16)
     assert mask[:, slots].astype(int).tolist() == [[int(cell) for cell in row[1:-1]] for row in rows]
     others = np.setdiff1d(np.arange(16), slots)
     assert all(others[line].tolist() == [1, 4, 7] for line in mask[:, others])
-    assert part.layout.nodes == (0, 3, 6)
-    assert part.layout.groups == ((1, 2), (4, 5), (7, 8))
-    assert part.layout.mask_depths.tolist() == [-1, 0, 1, -1, 0, 1, -1, 0, 1]
-    assert part.layout.wanted.tolist() == list(range(9))
-
-
-@pytest.mark.parametrize(
-    ("layout", "table", "slots"),
-    [
-        (
-            MaskLayout(group="block"),
-            """
-            x     1  0   0   0  0   0    p
-            m01   1  1   1   0  0   0    p+1
-            m02   1  1   1   0  0   0    p+2
-            c1    1  0   0   1  0   0    p+1
-            m11   1  0   0   1  1   1    p+2
-            m12   1  0   0   1  1   1    p+3
-            """,
-            ((1, 2), (4, 5)),
-        ),
-        (
-            MaskLayout(shift=False),
-            """
-            x     1  0   0   0  0   0   0  0    p
-            m01   1  1   0   0  0   0   0  0    p+1
-            m02   1  1   1   0  0   0   0  0    p+2
-            m03   1  1   1   1  0   0   0  0    p+3
-            c1    1  0   0   0  1   0   0  0    p+1
-            m11   1  0   0   0  1   1   0  0    p+2
-            m12   1  0   0   0  1   1   1  0    p+3
-            m13   1  0   0   0  1   1   1  1    p+4
-            """,
-            ((2, 3), (6, 7)),
-        ),
-        (
-            MaskLayout(shift=False, group="block"),
-            """
-            x     1  0   0   0  0   0   0  0    p
-            m01   1  1   1   1  0   0   0  0    p+1
-            m02   1  1   1   1  0   0   0  0    p+2
-            m03   1  1   1   1  0   0   0  0    p+3
-            c1    1  0   0   0  1   0   0  0    p+1
-            m11   1  0   0   0  1   1   1   1   p+2
-            m12   1  0   0   0  1   1   1   1   p+3
-            m13   1  0   0   0  1   1   1   1   p+4
-            """,
-            ((2, 3), (6, 7)),
-        ),
-    ],
-    ids=str,
-)
-def test_a_step_of_another_mask_layout_is_its_table(
-    layout: MaskLayout, table: str, slots: tuple[tuple[int, ...], ...]
-) -> None:
-    """x at position 3, k = 2, one candidate; without shift, the first mask row of a group gives no candidate."""
-    thread = thread_with([10, 11, 12, 20], fed=3, held=[4, 7, 1])
-    draft = chain([31], 2, remaining=100, mask_layout=layout)
-    part = plan_thread(thread, draft, IDS, chunk=512)
-    rows = [line.split() for line in table.split("\n") if line.strip()]
-    assert part.tokens.tolist() == [{"x": 20, "c1": 31}.get(row[0], M) for row in rows]
-    assert part.positions.tolist() == [3 + int(row[-1].partition("+")[2] or 0) for row in rows]
-    own = np.arange(8, 8 + len(rows))
-    assert sees(Plan((part,)), own, 32)[:, own].astype(int).tolist() == [
-        [int(cell) for cell in row[1:-1]] for row in rows
-    ]
-    assert part.layout.groups == slots
-    assert draft.rows == part.layout.rows == len(rows)
-    assert np.flatnonzero(part.layout.slot_ranks == 2).tolist() == part.layout.mask_rows.tolist()
+    found = part.layout
+    assert found.nodes == tuple(index for index, row in enumerate(rows) if row[0] in names)
+    assert found.groups == groups
+    depths = [int(row[0][2]) - 1 if row[0].startswith("m") else -1 for row in rows]
+    assert found.mask_depths.tolist() == depths
+    assert np.flatnonzero(found.slot_ranks == 2).tolist() == found.mask_rows.tolist()
+    assert found.wanted.tolist() == list(range(len(rows)))
+    assert draft.rows == found.rows == len(rows)
 
 
 @pytest.mark.parametrize("masks", [(91, 92, 93), (91, 92, 93, 94)])
@@ -133,15 +116,9 @@ def test_siblings_see_their_ancestors_and_not_each_other() -> None:
     assert layout.parents.tolist() == [-1, 0, 0, 0, 2, 4, 5]
     assert layout.offsets.tolist() == [0, 1, 1, 1, 2, 3, 4]
     assert layout.nodes == (0, 2, 3, 4)
-    assert [np.flatnonzero(row).tolist() for row in layout.visible] == [
-        [0],
-        [0, 1],
-        [0, 2],
-        [0, 3],
-        [0, 2, 4],
-        [0, 2, 4, 5],
-        [0, 2, 4, 5, 6],
-    ]
+    assert layout.drafted == (2, 1)
+    seen = [np.flatnonzero(row).tolist() for row in layout.visible]
+    assert seen == [[0], [0, 1], [0, 2], [0, 3], [0, 2, 4], [0, 2, 4, 5], [0, 2, 4, 5, 6]]
 
 
 @pytest.mark.parametrize(
@@ -166,37 +143,33 @@ def test_the_first_paths_of_all_threads_get_the_lowest_slots() -> None:
     assert Plan((part, part)).slot_order.tolist()[:6] == [0, 3, 6, 9, 12, 15]
 
 
+def test_layouts_of_rare_drafts_do_not_fill_the_memory() -> None:
+    for known in range(1, 5):
+        for depth in range(100):
+            lay_out(known, tuple(range(depth)), (0,) * (depth + 1))
+    assert planning._cached_layout.cache_info().currsize <= 128
+
+
 def test_a_prompt_is_fed_in_chunks_and_drafts_behind_its_last_token_only() -> None:
     thread = thread_with([10, 11, 12, 13, 14], fed=0, held=[])
     first = plan_thread(thread, chain([], 2, remaining=100), IDS, chunk=3)
-    assert first.tokens.tolist() == [10, 11, 12]
-    assert not first.complete
-    assert first.wanted == 0
+    assert (first.tokens.tolist(), first.complete, first.wanted) == ([10, 11, 12], False, 0)
+    assert accept(first, np.zeros((0, 100), np.float32), greedy()) == Verdict((0, 1, 2), (), ())
     thread.fed = 3
     last = plan_thread(thread, chain([], 2, remaining=100), IDS, chunk=3)
-    assert last.tokens.tolist() == [13, 14, M, M]
-    assert last.positions.tolist() == [3, 4, 5, 6]
-    assert last.layout.wanted.tolist() == [1, 2, 3]
-    assert last.wanted == 3
+    assert (last.tokens.tolist(), last.positions.tolist()) == ([13, 14, M, M], [3, 4, 5, 6])
+    assert (last.layout.wanted.tolist(), last.wanted) == ([1, 2, 3], 3)
 
 
-@pytest.mark.parametrize(
-    ("remaining", "tokens", "masks"),
-    [
-        (1, (), (0,)),  # one token left: x alone writes it
-        (2, (7,), (0, 0)),
-        (3, (7, 8), (1, 0, 0)),
-        (4, (7, 8, 9), (2, 1, 0, 0)),
-        (5, (7, 8, 9), (3, 2, 1, 0)),
-        (50, (7, 8, 9), (3, 3, 3, 3)),
-    ],
-)
-def test_nothing_is_drafted_beyond_the_token_limit(
-    remaining: int, tokens: tuple[int, ...], masks: tuple[int, ...]
-) -> None:
-    found = chain([7, 8, 9], 3, remaining)
-    assert (found.tokens, found.parents, found.masks) == (tokens, tuple(range(len(tokens))), masks)
-    assert found.sources == ("mask",) * len(tokens)
+def test_an_echo_needs_the_rows_of_a_prompt_from_a_position_on() -> None:
+    thread = thread_with([10, 11, 12, 13, 14], fed=0, held=[])
+    wanted = [plan_thread(thread, PLAIN, IDS, 3, echo=position).rows_wanted.tolist() for position in range(5)]
+    assert wanted == [[0, 1, 2], [1, 2], [2], [], []]
+    thread.fed = 3
+    parts = [plan_thread(thread, chain([], 2, remaining=9), IDS, 3, echo=position) for position in range(6)]
+    # the last known token's row is always wanted
+    assert [part.rows_wanted.tolist() for part in parts] == [[0, 1, 2, 3]] * 4 + [[1, 2, 3]] * 2
+    assert [part.first_wanted for part in parts] == [0, 0, 0, 0, 1, 1]
 
 
 @pytest.mark.parametrize("window", [1, 2, 5])
@@ -208,24 +181,12 @@ def test_a_window_counts_positions_and_not_slots(window: int) -> None:
     assert seen == [position for position in range(4) if 3 - position < window]
 
 
-def test_an_echo_needs_the_rows_of_a_prompt_from_a_position_on() -> None:
-    thread = thread_with([10, 11, 12, 13, 14], fed=0, held=[])
-    wanted = [plan_thread(thread, PLAIN, IDS, 3, echo=position).rows_wanted.tolist() for position in range(5)]
-    assert wanted == [[0, 1, 2], [1, 2], [2], [], []]
-    thread.fed = 3
-    wanted = [
-        plan_thread(thread, chain([], 2, remaining=9), IDS, 3, echo=position).rows_wanted.tolist()
-        for position in range(6)
-    ]
-    assert wanted == [[0, 1, 2, 3]] * 4 + [[1, 2, 3]] * 2  # the last known token's row is always wanted
-
-
 def part_for(draft: Draft, known: int = 1) -> Part:
     tokens = list(range(10, 10 + known))
     return plan_thread(thread_with(tokens, fed=0, held=[]), draft, IDS, chunk=512)
 
 
-def lines(*tokens: int) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
+def lines(*tokens: int) -> NDArray[np.float32]:
     logits = np.zeros((len(tokens), 100), np.float32)
     logits[np.arange(len(tokens)), tokens] = 1
     return logits
@@ -235,43 +196,32 @@ def with_mask(*tokens: int) -> tuple[Candidates, ...]:
     return tuple(Candidates((token,), (1.0,)) for token in tokens)
 
 
-K2 = Draft((31, 32), (0, 1), (2, 2, 2))
-TREE = Draft((31, 41, 32), (0, 0, 2), (1, 0, 0, 2))  # 31 and 41 side by side, 32 behind 41; masks behind x and 32
+K2 = Draft((31, 32), (0, 1), (2, 2, 2))  # rows: x m01 m02 c1 m11 m12 c2 m21 m22
+# 31 and 41 side by side, 32 behind 41; masks behind x and 32: x m01 c31 c41 c32 m m
+TREE = Draft((31, 41, 32), (0, 0, 2), (1, 0, 0, 2))
 
 
 @pytest.mark.parametrize(
-    ("draft", "logits", "verdict"),
+    ("part", "logits", "verdict"),
     [
-        # rows: x m01 m02 c1 m11 m12 c2 m21 m22
-        (K2, lines(5, 6, 7, 0, 0, 0, 0, 0, 0), Verdict((0,), (5,), with_mask(6, 7))),
-        (K2, lines(31, 6, 7, 5, 8, 9, 0, 0, 0), Verdict((0, 3), (31, 5), with_mask(8, 9))),
-        (K2, lines(31, 6, 7, 32, 8, 9, 5, 3, 4), Verdict((0, 3, 6), (31, 32, 5), with_mask(3, 4))),
-        (
-            K2,
-            lines(32, 6, 7, 32, 8, 9, 5, 3, 4),
-            Verdict((0,), (32,), with_mask(6, 7)),
-        ),  # the right token, one position too early
-        # rows: x m01 c31 c41 c32 m m
-        (TREE, lines(31, 6, 32, 0, 0, 0, 0), Verdict((0, 2), (31, 32), ())),  # the parent of 32 is 41, not 31
-        (TREE, lines(41, 6, 0, 32, 5, 3, 4), Verdict((0, 3, 4), (41, 32, 5), with_mask(3, 4))),
-        (TREE, lines(41, 6, 0, 9, 5, 3, 4), Verdict((0, 3), (41, 9), ())),  # no masks behind 41: nothing drafted
-        (PLAIN, lines(5), Verdict((0,), (5,), ())),
+        (part_for(K2), lines(5, 6, 7, 0, 0, 0, 0, 0, 0), Verdict((0,), (5,), with_mask(6, 7))),
+        (part_for(K2), lines(31, 6, 7, 5, 8, 9, 0, 0, 0), Verdict((0, 3), (31, 5), with_mask(8, 9))),
+        (part_for(K2), lines(31, 6, 7, 32, 8, 9, 5, 3, 4), Verdict((0, 3, 6), (31, 32, 5), with_mask(3, 4))),
+        # the right token, one position too early
+        (part_for(K2), lines(32, 6, 7, 32, 8, 9, 5, 3, 4), Verdict((0,), (32,), with_mask(6, 7))),
+        # the parent of 32 is 41, not 31
+        (part_for(TREE), lines(31, 6, 32, 0, 0, 0, 0), Verdict((0, 2), (31, 32), ())),
+        (part_for(TREE), lines(41, 6, 0, 32, 5, 3, 4), Verdict((0, 3, 4), (41, 32, 5), with_mask(3, 4))),
+        (part_for(TREE), lines(41, 6, 0, 9, 5, 3, 4), Verdict((0, 3), (41, 9), ())),  # no masks behind 41
+        (part_for(PLAIN), lines(5), Verdict((0,), (5,), ())),
+        # a prompt's last chunk keeps its known rows and what is accepted: 10 11 12 m c1 m
+        (part_for(Draft((31,), (0,), (1, 1)), 3), lines(31, 6, 5, 7), Verdict((0, 1, 2, 4), (31, 5), with_mask(7))),
     ],
 )
 def test_the_verdict_is_the_walk_along_the_networks_own_tokens(
-    draft: Draft, logits: np.ndarray[tuple[int, int], np.dtype[np.float32]], verdict: Verdict
+    part: Part, logits: NDArray[np.float32], verdict: Verdict
 ) -> None:
-    assert accept(part_for(draft), logits, greedy()) == verdict
-
-
-def test_a_prompt_chunk_is_kept_and_writes_nothing() -> None:
-    part = plan_thread(thread_with([1, 2, 3], fed=0, held=[]), K2, IDS, chunk=2)
-    assert accept(part, np.zeros((0, 100), np.float32), greedy()) == Verdict((0, 1), (), ())
-
-
-def test_a_prompts_last_chunk_keeps_its_known_rows_and_what_is_accepted() -> None:
-    part = part_for(Draft((31,), (0,), (1, 1)), known=3)  # rows: 10 11 12 m c1 m
-    assert accept(part, lines(31, 6, 5, 7), greedy()) == Verdict((0, 1, 2, 4), (31, 5), with_mask(7))
+    assert accept(part, logits, greedy()) == verdict
 
 
 def test_siblings_are_candidates_from_the_best_on_with_their_probabilities() -> None:
@@ -288,24 +238,17 @@ def test_siblings_are_candidates_from_the_best_on_with_their_probabilities() -> 
 BEFORE = thread_with([10, 11], fed=0, held=[])
 
 
-def test_of_equal_logits_the_lowest_id_is_taken() -> None:
+def test_greedy_takes_the_lowest_id_of_equals_and_passes_over_what_is_banned() -> None:
     assert greedy().token(np.array([0, 2, 2, 1], np.float32), BEFORE, ()) == 1
-
-
-def test_a_banned_token_is_passed_over() -> None:
     logits = np.array([0, 5, 4, 3, 3], np.float32)
     assert greedy((1, 2)).token(logits, BEFORE, ()) == 3
     assert greedy((1, 2)).candidates(logits[None], BEFORE, 2, 1) == with_mask(3)
     assert logits.tolist() == [0, 5, 4, 3, 3]  # what the engine owns stays as it is
 
 
-def test_logits_that_are_not_numbers_are_an_error_that_says_where() -> None:
+def test_logits_that_are_not_numbers_are_an_error_unless_the_text_may_end_before_them() -> None:
     with pytest.raises(NotANumber, match="position 5 hold NaN"):
         greedy().token(np.array([0, np.nan, 2], np.float32), BEFORE, (7, 8, 9))
-
-
-def test_layouts_of_rare_drafts_do_not_fill_the_memory() -> None:
-    for known in range(1, 5):
-        for depth in range(100):
-            lay_out(known, tuple(range(depth)), (0,) * (depth + 1))
-    assert planning._cached_layout.cache_info().currsize <= 128
+    logits = lines(31, 6, 7, 0, 8, 9, 0, 0, 0)
+    logits[3:] = np.nan
+    assert accept(part_for(K2), logits, greedy()) == Verdict((0,), (31,), with_mask(6, 7))

@@ -1,34 +1,33 @@
-"""Statistics: rows by what they hold, draft tokens step by step, and the rows that calls compute for nothing."""
+"""Statistics: rows by what they hold, draft tokens step by step, why drafts are narrow, and rows for nothing."""
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import get_args
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from spaceport.runtime.costs import relative_costs
 from spaceport.runtime.decode import statistics as module
+from spaceport.runtime.decode.draft import REASONS, DraftConfig, Reason
+from spaceport.runtime.decode.request import Request
+from spaceport.runtime.decode.step import StepInput, step
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import Batch
+from spaceport.runtime.sampling.choice import greedy
+from spaceport.runtime.sampling.grammar import Grammar
+from spaceport.runtime.sampling.grammar_compiler import constrained
 from spaceport.runtime.scheduling.generation import Completion
 from spaceport.runtime.session import Runtime
-from support.hash_engine import HashEngine, Language
+from support.hash_engine import CHILD, FORK, MASKS, HashEngine, Language, request_for
 from support.hash_runtime import hash_runtime
+from support.small_tokenizers import small_vocabulary
 
 PROMPT = [1, 2, 3, 4, 5]
-
-
-@dataclass
-class CellEngine(HashEngine):
-    """A fake engine that counts the rows that it computes."""
-
-    computed: int = 0
-
-    def run(self, batch: Batch) -> NDArray[np.float32]:
-        self.computed += batch.input_ids.size
-        return super().run(batch)
 
 
 @pytest.mark.parametrize("draft", ["tree", "chain"])
@@ -59,6 +58,24 @@ def test_chains_have_the_rows_of_the_paper() -> None:
     assert (found.candidate_rows, found.mask_rows) == (8, 2 + 3 * 6 + 1)
 
 
+def test_only_the_first_steps_are_counted_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_STEPS", 4)
+    with hash_runtime(Language(1, end_every=10**9)) as runtime:
+        found = runtime.generate(PROMPT, Decoding(max_tokens=40, mask_slots=0, ignore_eos=True, fork=False)).statistics
+    assert (found.steps, found.drafted_by_step, found.accepted_by_step) == (40, [0] * 4, [0] * 4)
+
+
+@dataclass
+class CellEngine(HashEngine):
+    """A fake engine that counts the rows that it computes."""
+
+    computed: int = 0
+
+    def run(self, batch: Batch) -> NDArray[np.float32]:
+        self.computed += batch.input_ids.size
+        return super().run(batch)
+
+
 def test_all_rows_that_calls_compute_are_counted() -> None:
     async def run(runtime: Runtime) -> list[Completion]:
         lengths = [(3, 0), (40, 5), (11, 2), (25, 0), (2, 3), (7, 5)]  # tokens of the prompt, mask slots
@@ -68,7 +85,7 @@ def test_all_rows_that_calls_compute_are_counted() -> None:
         ]
         return [await stream.completion() for stream in streams]
 
-    for seed in range(4):
+    for seed in range(2):
         plain = hash_runtime(Language(seed, quality=50, end_every=30), requests=3)
         engine = CellEngine(Language(seed, quality=50, end_every=30), plain.engine.capacity, 3)
         with Runtime(plain.bundle, engine, 64) as runtime:
@@ -77,8 +94,71 @@ def test_all_rows_that_calls_compute_are_counted() -> None:
         assert sum(one.padding_rows for one in found) > 0
 
 
-def test_only_the_first_steps_are_counted_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_STEPS", 4)
-    with hash_runtime(Language(1, end_every=10**9)) as runtime:
-        found = runtime.generate(PROMPT, Decoding(max_tokens=40, mask_slots=0, ignore_eos=True, fork=False)).statistics
-    assert (found.steps, found.drafted_by_step, found.accepted_by_step) == (40, [0] * 4, [0] * 4)
+ENDLESS = Language(3, end_every=10**9)
+USELESS = replace(ENDLESS, quality=0)
+MASK_SLOTS = DraftConfig(3)
+Counts = dict[str, int]  # steps by reason
+
+
+def finished(engine: HashEngine, *requests: Request) -> Counts:
+    """The reasons of the first request, once all have ended."""
+    while any(request.live for request in requests):
+        step(engine, [StepInput(request, index) for index, request in enumerate(requests) if request.live])
+    return requests[0].statistics.drafts_limited
+
+
+def alone(language: Language, draft_config: DraftConfig, max_tokens: int, row: float = 0.0) -> Counts:
+    """A request of one thread; `row` is the cost of a further row in plain steps."""
+    engine = HashEngine(language, 200, 1)
+    return finished(engine, request_for(engine, [1, 2, 3], max_tokens, draft_config, costs=relative_costs(row)))
+
+
+def beside_others() -> Counts:
+    """A request in calls with three others; the draft tokens of all are accepted about as often."""
+    engine = HashEngine(replace(ENDLESS, quality=70), 200, 4)
+    prompts = [[1, 2, 3], *([1, 2, 3, token] for token in (5, 6, 7))]
+    requests = [request_for(engine, prompt, 60, DraftConfig(5), costs=relative_costs(0.05)) for prompt in prompts]
+    return finished(engine, *requests)
+
+
+def in_threads() -> Counts:
+    """A request with many threads, which share the rows of a step."""
+    engine = HashEngine(replace(ENDLESS, fork_every=4), 1000, 1)
+    return finished(engine, request_for(engine, [1, 2, 3], 30, MASK_SLOTS, max_threads=8, max_depth=2))
+
+
+def narrow_engine() -> Counts:
+    """A request on an engine that takes three rows in a step."""
+    engine = HashEngine(ENDLESS, 200, 1)
+    return finished(engine, request_for(engine, [1, 2, 3], 20, MASK_SLOTS, max_rows=3))
+
+
+def with_grammar() -> Counts:
+    """A request whose mask slots propose a character behind which the grammar allows a space only, which is banned."""
+    engine = HashEngine(replace(USELESS, seed=47), 200, 1)
+    tokenizer, vocabulary = small_vocabulary()
+    banned = (*MASKS, FORK, CHILD, tokenizer.token_to_id("Ġ"))
+    selector = constrained(greedy(banned), Grammar(regex="(?:[abc]|Â )*"), vocabulary)
+    return finished(engine, request_for(engine, [1, 2, 3], 20, replace(MASK_SLOTS, grammar=True), selector=selector))
+
+
+SITUATIONS: list[tuple[Reason, Callable[[], Counts]]] = [
+    ("budget", lambda: alone(USELESS, MASK_SLOTS, 40, row=0.1)),  # nothing is accepted
+    ("not_worth_it", lambda: alone(USELESS, MASK_SLOTS, 40, row=0.3)),
+    ("no_candidates", lambda: alone(ENDLESS, DraftConfig(0, lookup=4), 8)),  # nothing repeats
+    ("grammar", with_grammar),
+    ("end_of_text", lambda: alone(ENDLESS, MASK_SLOTS, 3)),
+    ("row_limit", in_threads),
+    ("row_limit", narrow_engine),
+    ("shared_call", beside_others),
+]
+
+
+@pytest.mark.parametrize(("reason", "decode"), SITUATIONS)
+def test_a_draft_is_narrow_for_this_reason(reason: Reason, decode: Callable[[], Counts]) -> None:
+    assert decode()[reason] > 0
+
+
+def test_every_reason_has_a_situation_and_a_text_and_full_drafts_have_none() -> None:
+    assert {reason for reason, _ in SITUATIONS} == {*get_args(Reason)} == {*REASONS}
+    assert alone(ENDLESS, DraftConfig(0), 20) == alone(ENDLESS, DraftConfig(3, "chain"), 20) == {}

@@ -7,20 +7,21 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
+from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from spaceport.graphs.contract.signature import STEP_ROWS, Lowering
 from spaceport.runtime.costs import relative_costs
 from spaceport.runtime.decode.draft import Candidates, DraftConfig, Source
-from spaceport.runtime.decode.events import Listener, NullListener
-from spaceport.runtime.decode.request import Observer, Request, VerifiedStep
-from spaceport.runtime.decode.selector import TokenSelector
+from spaceport.runtime.decode.events import NullListener
+from spaceport.runtime.decode.request import Request, VerifiedStep
+from spaceport.runtime.decode.selector import NotANumber, TokenSelector
 from spaceport.runtime.decode.threads import Thread
 from spaceport.runtime.engine import Batch, EngineFault
 from spaceport.runtime.scheduling.prefix_cache import PrefixCache
 from spaceport.runtime.scheduling.scheduler import Scheduler
 from spaceport.runtime.scheduling.task import Task
-from support.hash_engine import HashEngine, Language, Tree, request_for
+from support.hash_engine import END, LAYOUTS, HashEngine, Language, Tree, request_for
 
 Trouble = Literal["on_token", "on_end", "choice", "number", "observer", "progress"]
 
@@ -50,33 +51,58 @@ class Arrival:
         return language.tree(self.prompt, len(self.prompt) + self.max_tokens, self.max_depth)
 
 
-@dataclass
-class Fuse:
-    """Raises after a number of uses."""
+ARRIVALS = st.builds(
+    Arrival,
+    prompt=st.lists(st.integers(0, END - 1), min_size=1, max_size=25),
+    at=st.integers(0, 12),
+    max_tokens=st.integers(1, 20),
+    draft_config=st.builds(
+        DraftConfig,
+        mask_slots=st.integers(0, 3),
+        shape=st.sampled_from(("chain", "tree")),
+        rows=st.integers(1, 16),
+        lookup=st.sampled_from((0, 4)),
+    ),
+    max_threads=st.sampled_from((1, 2, 16)),
+    max_depth=st.integers(0, 2),
+    cancelled=st.none() | st.integers(0, 15),
+    patience=st.none() | st.integers(0, 15),
+    trouble=st.sampled_from((None, None, None, "on_token", "on_end", "choice", "number", "observer", "progress")),
+    when=st.integers(0, 8),
+)
+LANGUAGES = st.builds(
+    Language,
+    seed=st.integers(0, 10**6),
+    quality=st.sampled_from((0, 60, 100)),
+    end_every=st.sampled_from((6, 20)),
+    fork_every=st.sampled_from((4, 10)),
+    window=st.none() | st.integers(1, 20),
+    mask_layout=st.sampled_from(LAYOUTS),
+)
 
+
+@dataclass
+class Fuse(NullListener):
+    """Raises after a number of uses: as the listener, an observer or the token selector of a request."""
+
+    trouble: Trouble | None
     left: int
 
-    def touch(self) -> None:
-        self.left -= 1
-        if self.left < 0:
-            raise Trap
-
-
-@dataclass
-class RaisingListener(NullListener):
-    """A listener that raises after some tokens."""
-
-    fuse: Fuse
-    at_end: bool
+    def touch(self, trouble: Trouble) -> None:
+        if trouble == self.trouble:
+            self.left -= 1
+            if self.left < 0:
+                raise Trap
 
     def on_token(self, thread: Thread, token: int, drafted: bool, source: Source | None = None) -> bool:
-        if not self.at_end:
-            self.fuse.touch()
+        self.touch("on_token")
         return False
 
     def on_end(self, thread: Thread) -> None:
-        if self.at_end:
-            self.fuse.touch()
+        self.touch("on_end")
+
+    def on_step(self, verified: VerifiedStep) -> None:
+        self.touch("observer")
 
 
 @dataclass
@@ -87,23 +113,13 @@ class RaisingChoice:
     inner: TokenSelector
 
     def token(self, logits: NDArray[np.float32], thread: Thread, ahead: Sequence[int]) -> int:
-        self.fuse.touch()
+        self.fuse.touch("choice")
         return self.inner.token(logits, thread, ahead)
 
     def candidates(
         self, logits: NDArray[np.float32], thread: Thread, position: int, most: int
     ) -> tuple[Candidates, ...]:
         return self.inner.candidates(logits, thread, position, most)
-
-
-@dataclass
-class RaisingObserver:
-    """An observer that raises after some steps."""
-
-    fuse: Fuse
-
-    def on_step(self, step: VerifiedStep) -> None:
-        self.fuse.touch()
 
 
 @dataclass
@@ -189,9 +205,9 @@ class Scene:
         self.scheduler = Scheduler(
             self.engine, queue_limit, prompt_rows, clock=lambda: self.now, costs=costs, cache=cache
         )
+        self.reports: list[list[bool]] = [[] for _ in arrivals]  # for each task: whether it was done at each report
         self.tasks = [self._task(*numbered) for numbered in enumerate(arrivals)]
         self.engine.guests.extend(self.tasks)
-        self.reports: list[list[bool]] = [[] for _ in self.tasks]  # for each task: whether it was done at each report
 
     def play(self) -> None:
         """Run rounds until all requests have arrived and ended."""
@@ -213,17 +229,29 @@ class Scene:
         """The output of each thread of a request."""
         return {thread.path: thread.generated for thread in self.tasks[number].request.threads}
 
+    def check_ending(self, number: int) -> None:
+        """Assert that a request has ended as expected, that its slots are free, and that its end was reported once."""
+        arrival, task, alone, text = self.arrivals[number], self.tasks[number], self.alone[number], self.text(number)
+        assert task.done
+        assert (self.reports[number].count(True), self.reports[number][-1]) == (1, True)
+        assert task.request.slots.held == 0
+        ended = {thread.ending for thread in task.request.threads}
+        if task.fault is not None:
+            assert isinstance(task.fault, (Trap, NotANumber, EngineFault))
+            assert isinstance(task.fault, EngineFault) or arrival.trouble is not None
+        elif ended & {"cancelled", "deadline"}:
+            assert arrival.cancelled is not None or "deadline" in ended
+            assert arrival.patience is not None or "cancelled" in ended
+            assert all(alone[path][: len(tokens)] == tokens for path, tokens in text.items())
+        else:
+            assert text == alone
+            assert ended <= {"end", "length"}
+
     def _total(self, tree: Tree) -> int:
         return sum(len(text) for text in tree.values()) + len(tree)
 
     def _task(self, number: int, arrival: Arrival) -> Task:
-        fuse = Fuse(arrival.when)
-        listener: Listener | None = None
-        observers: list[Observer] = []
-        if arrival.trouble in ("on_token", "on_end"):
-            listener = RaisingListener(fuse, arrival.trouble == "on_end")
-        elif arrival.trouble == "observer":
-            observers = [RaisingObserver(fuse)]
+        fuse = Fuse(arrival.trouble, arrival.when)
         request = request_for(
             self.engine,
             arrival.prompt,
@@ -232,20 +260,19 @@ class Scene:
             max_threads=arrival.max_threads,
             max_depth=arrival.max_depth,
             total=self._total(self.alone[number]),
-            listener=listener,
-            observers=observers,
+            listener=fuse,
+            observers=[fuse] if arrival.trouble == "observer" else [],
         )
-        if arrival.trouble == "choice":
-            request.config = replace(request.config, selector=RaisingChoice(fuse, request.config.selector))
-        if arrival.salt is not None:
-            request.config = replace(request.config, cache_salt=arrival.salt)
+        selector = (
+            RaisingChoice(fuse, request.config.selector) if arrival.trouble == "choice" else request.config.selector
+        )
+        request.config = replace(request.config, selector=selector, cache_salt=arrival.salt)
         if arrival.trouble == "number":
             self.engine.poisoned[id(request)] = arrival.when
 
         def on_progress(done: bool) -> None:
             self.reports[number].append(done)
-            if arrival.trouble == "progress":
-                fuse.touch()
+            fuse.touch("progress")
 
         deadline = None if arrival.patience is None else arrival.at + arrival.patience
         return CalledTask(request=request, call=on_progress, deadline=deadline)

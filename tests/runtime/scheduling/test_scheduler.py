@@ -1,85 +1,58 @@
-"""Many requests on one fake engine: each generates what it would alone, whatever others do."""
+"""Many requests on one fake engine: each generates what it would alone, whatever others do, and fails alone."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
-from spaceport.graphs.contract.signature import LOWERINGS, Lowering
+from spaceport.graphs.contract.signature import LOWERINGS
 from spaceport.runtime.decode.draft import DraftConfig
+from spaceport.runtime.decode.request import ScheduledStep
 from spaceport.runtime.decode.selector import NotANumber
-from spaceport.runtime.engine import EngineFault
+from spaceport.runtime.decode.step import StepInput, plan
+from spaceport.runtime.engine import Batch, EngineFault
+from spaceport.runtime.scheduling.calls import group_by_width
 from spaceport.runtime.scheduling.queue import QueueFull
 from spaceport.runtime.scheduling.scheduler import BESIDE_ROWS
 from spaceport.runtime.scheduling.task import Task
-from support.arrival_strategies import ARRIVALS, LANGUAGES, begins
-from support.arrivals import Arrival, Scene, Trap, steps_of
-from support.hash_engine import END, Language, request_for
+from support.arrivals import ARRIVALS, LANGUAGES, Arrival, Scene, SharedEngine, Trap, steps_of
+from support.hash_engine import END, HashEngine, Language, request_for
+
+ENDLESS = Language(8, end_every=10**9)
 
 
 @pytest.mark.parametrize("examples", [pytest.param(300), pytest.param(5_000, marks=pytest.mark.nightly)])
 def test_each_request_writes_what_it_would_alone_whoever_comes_goes_or_fails(examples: int) -> None:
     @settings(max_examples=examples)
-    @given(
-        language=LANGUAGES,
-        arrivals=st.lists(ARRIVALS, min_size=1, max_size=7),
-        requests=st.integers(1, 5),
-        lowering=st.sampled_from(LOWERINGS),
-        prompt_rows=st.sampled_from((1, 7, 20, 512)),
-        faulty=st.none() | st.integers(0, 30),
-        row_cost=st.sampled_from((0.0, 0.08, 0.5)),
-    )
-    def holds(
-        language: Language,
-        arrivals: list[Arrival],
-        requests: int,
-        lowering: Lowering,
-        prompt_rows: int,
-        faulty: int | None,
-        row_cost: float,
-    ) -> None:
-        scene = Scene(language, arrivals, requests, lowering, prompt_rows, faulty=faulty, row_cost=row_cost)
+    @given(st.data())
+    def holds(data: st.DataObject) -> None:
+        scene = Scene(
+            data.draw(LANGUAGES),
+            data.draw(st.lists(ARRIVALS, min_size=1, max_size=7)),
+            data.draw(st.integers(1, 5)),
+            data.draw(st.sampled_from(LOWERINGS)),
+            data.draw(st.sampled_from((1, 7, 20, 512))),
+            faulty=data.draw(st.none() | st.integers(0, 30)),
+            row_cost=data.draw(st.sampled_from((0.0, 0.08, 0.5))),
+        )
         while scene.now <= 12 or scene.scheduler.busy:
             before = [(task.request.statistics.steps, task.done) for task in scene.tasks]
             scene.turn()
-            hold_pace(scene, before)
+            for task, (steps, done) in zip(scene.tasks, before, strict=True):  # who writes takes a step in each round
+                assert not steps or done or task.done or task.request.statistics.steps == steps + 1
             assert scene.now < 2000
-        for number in range(len(arrivals)):
-            hold_ending(scene, number)
+        for number in range(len(scene.tasks)):
+            scene.check_ending(number)
         hold_everything_is_free(scene)
 
     holds()
-
-
-def hold_pace(scene: Scene, before: list[tuple[int, bool]]) -> None:
-    """Who writes has taken a step in the last round, unless it has ended."""
-    for task, (steps, done) in zip(scene.tasks, before, strict=True):
-        if steps and not done:
-            assert task.done or task.request.statistics.steps == steps + 1
-
-
-def hold_ending(scene: Scene, number: int) -> None:
-    """A request has ended as expected, its slots are free, and its end was reported once."""
-    arrival, task, alone = scene.arrivals[number], scene.tasks[number], scene.alone[number]
-    assert scene.reports[number].count(True) == 1
-    assert scene.reports[number][-1]
-    assert task.done
-    assert task.request.slots.held == 0
-    text = scene.text(number)
-    ended = {thread.ending for thread in task.request.threads}
-    if task.fault is not None:
-        assert isinstance(task.fault, (Trap, NotANumber, EngineFault))
-        assert isinstance(task.fault, EngineFault) or arrival.trouble is not None
-    elif ended & {"cancelled", "deadline"}:
-        assert arrival.cancelled is not None or "deadline" in ended
-        assert arrival.patience is not None or "cancelled" in ended
-        assert begins(text, alone)
-    else:
-        assert text == alone
-        assert ended <= {"end", "length"}
 
 
 def hold_everything_is_free(scene: Scene) -> None:
@@ -97,7 +70,7 @@ def hold_everything_is_free(scene: Scene) -> None:
     assert all(task.request.threads[0].generated == scene.language.write([3, 1, 4], 1) for task in fresh)
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(
     prompts=st.lists(st.lists(st.integers(0, END - 1), min_size=1, max_size=60), min_size=1, max_size=8),
     requests=st.integers(1, 4),
@@ -112,17 +85,16 @@ def test_requests_begin_in_the_order_in_which_they_came_and_no_prompt_waits_for_
     while scene.now < 8 or scene.scheduler.busy:
         before = [steps_of(task) for task in scene.tasks]
         scene.turn()
-        for number, (task, steps) in enumerate(zip(scene.tasks, before, strict=True)):
+        for rounds, task, steps in zip(served, scene.tasks, before, strict=True):
             if steps_of(task) > steps:
-                served[number].append(scene.now)
+                rounds.append(scene.now)
     assert [rounds[0] for rounds in served] == sorted(rounds[0] for rounds in served)
     for rounds in served:
         assert all(later - earlier <= requests for earlier, later in pairwise(rounds))
 
 
 def test_prompts_take_turns_while_their_rows_last() -> None:
-    arrivals = [Arrival([1] * length, max_tokens=1) for length in (100, 30, 100)]
-    scene = Scene(Language(8), arrivals, 3, prompt_rows=40)
+    scene = Scene(Language(8), [Arrival([1] * length, max_tokens=1) for length in (100, 30, 100)], 3, prompt_rows=40)
     fed = []
     for _ in range(6):
         scene.turn()
@@ -132,8 +104,7 @@ def test_prompts_take_turns_while_their_rows_last() -> None:
 
 
 def test_prompts_get_fewer_rows_while_others_write() -> None:
-    arrivals = [Arrival([1], max_tokens=20), Arrival([2] * 400, at=1, max_tokens=1)]
-    scene = Scene(Language(3, end_every=10**9), arrivals, 2)
+    scene = Scene(ENDLESS, [Arrival([1], max_tokens=20), Arrival([2] * 400, at=1, max_tokens=1)], 2)
     scene.turn()
     for fed in (BESIDE_ROWS, 2 * BESIDE_ROWS):
         scene.turn()
@@ -142,8 +113,7 @@ def test_prompts_get_fewer_rows_while_others_write() -> None:
 
 
 def test_no_more_wait_than_are_allowed_to() -> None:
-    arrivals = [Arrival([1, 2], max_tokens=9) for _ in range(6)]
-    scene = Scene(Language(8, end_every=10**9), arrivals, 2, queue_limit=1)
+    scene = Scene(ENDLESS, [Arrival([1, 2], max_tokens=9) for _ in range(6)], 2, queue_limit=1)
     submit = scene.scheduler.submit
     for task in scene.tasks[:3]:  # two decode and one waits
         submit(task)
@@ -160,27 +130,21 @@ def test_no_more_wait_than_are_allowed_to() -> None:
     assert [task.done for task in scene.tasks] == [True] * 4 + [False] * 2
 
 
-def test_a_waiting_request_can_miss_its_deadline_without_a_step() -> None:
-    arrivals = [Arrival([1], max_tokens=20), Arrival([2], patience=3)]
-    scene = Scene(Language(8, end_every=10**9), arrivals, 1)
-    scene.play()
-    (thread,) = scene.tasks[1].request.threads
-    assert (thread.ending, thread.generated) == ("deadline", [])
-    assert steps_of(scene.tasks[1]) == 0
-    assert scene.text(0) == scene.alone[0]
-
-
-def test_a_deadline_is_the_first_moment_that_is_too_late() -> None:
-    scene = Scene(Language(8, end_every=10**9), [Arrival([1], patience=patience) for patience in (0, 1, 4)], 3)
+def test_a_deadline_is_the_first_moment_that_is_too_late_also_in_the_queue() -> None:
+    scene = Scene(ENDLESS, [Arrival([1], patience=patience) for patience in (0, 1, 4)], 3)
     scene.play()
     assert [steps_of(task) for task in scene.tasks] == [0, 1, 4]
     assert {task.request.threads[0].ending for task in scene.tasks} == {"deadline"}
+    scene = Scene(ENDLESS, [Arrival([1], max_tokens=20), Arrival([2], patience=3)], 1)
+    scene.play()
+    assert (scene.tasks[1].request.threads[0].ending, scene.text(1)) == ("deadline", {(): []})
+    assert (steps_of(scene.tasks[1]), scene.text(0)) == (0, scene.alone[0])
 
 
 def test_the_lowest_free_indices_are_used_first() -> None:
     """So that a call spans few requests that take no part in it."""
     arrivals = [Arrival([1], max_tokens=tokens) for tokens in (2, 20, 3, 20)] + [Arrival([2], at=9), Arrival([3], at=9)]
-    scene = Scene(Language(8, end_every=10**9), arrivals, 5)
+    scene = Scene(ENDLESS, arrivals, 5)
     scene.play()
     assert [task.index for task in scene.tasks] == [0, 1, 2, 3, 0, 2]
 
@@ -201,3 +165,165 @@ def test_many_threads_of_a_request_delay_others_by_two_plain_steps(bombs: int, r
         assert max(fed for fed, beside in rows if not beside) > 30  # alone, a request uses all its threads
     assert max(fed for fed, beside in rows if beside) <= most
     assert [scene.text(number) for number in range(bombs + 1)] == scene.alone
+
+
+def test_of_a_failed_call_only_those_fail_who_took_part() -> None:
+    wide = DraftConfig(mask_slots=5, shape="chain")
+    arrivals = [Arrival([1], max_tokens=60, draft_config=wide), Arrival([2], max_tokens=12), Arrival([3], 1, 9)]
+    scene = Scene(ENDLESS, arrivals, 2)
+    while scene.now < 4:
+        scene.turn()
+    scene.engine.faulty = scene.engine.calls  # the narrow call of two that a round has by now
+    scene.play()
+    assert [type(task.fault) for task in scene.tasks] == [type(None), EngineFault, type(None)]
+    assert [scene.text(number) for number in (0, 2)] == [scene.alone[number] for number in (0, 2)]
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_buffers_that_a_failed_request_leaves_behind_are_cleared_before_the_next_one_has_them(lost: bool) -> None:
+    """If that fails, so does the next request."""
+    scene = Scene(ENDLESS, [Arrival([1], trouble="number", when=2), Arrival([2]), Arrival([3])], 1)
+    cleared: list[tuple[int, int]] = []
+    clear = scene.engine.clear
+
+    def noted(request: int) -> None:
+        if lost:
+            raise EngineFault("lost the device")
+        cleared.append((scene.now, request))
+        clear(request)
+
+    scene.engine.clear = noted  # type: ignore[method-assign]
+    scene.play()
+    assert all(task.done for task in scene.tasks)
+    others = [EngineFault, EngineFault] if lost else [type(None), type(None)]
+    assert [type(task.fault) for task in scene.tasks] == [NotANumber, *others]
+    if not lost:
+        assert cleared == [(3, 0)]
+        assert [scene.text(number) for number in (1, 2)] == scene.alone[1:]
+
+
+def test_failing_all_requests_reports_to_each_even_if_one_raises() -> None:
+    scene = Scene(ENDLESS, [Arrival([1], trouble="progress", when=1), *(Arrival([2]) for _ in range(4))], 2)
+    scene.turn()
+    scene.scheduler.fail(EngineFault("gone"))
+    assert all(task.done for task in scene.tasks)
+    assert [reports[-1] for reports in scene.reports] == [True] * 5
+    assert not scene.scheduler.busy
+
+
+def test_a_task_that_raises_on_progress_affects_no_other_request() -> None:
+    scene = Scene(ENDLESS, [Arrival([1], trouble="progress", when=2), Arrival([2])], 2)
+    scene.play()
+    assert isinstance(scene.tasks[0].fault, Trap)
+    assert scene.reports[0] == [False, False, False, True]
+    assert steps_of(scene.tasks[0]) == 3
+    assert scene.text(1) == scene.alone[1]
+
+
+def test_who_has_just_ended_does_not_fail_of_what_comes_after() -> None:
+    arrivals = [Arrival([1], max_tokens=1), Arrival([2] * 30, draft_config=DraftConfig(mask_slots=3))]
+    scene = Scene(Language(8, quality=50, end_every=10**9), arrivals, 2, "append")
+
+    def broken(first: int, moves: object) -> None:
+        raise EngineFault("lost the device")
+
+    scene.engine.move = broken  # type: ignore[method-assign]
+    scene.play()
+    assert (scene.tasks[0].fault, scene.text(0)) == (None, scene.alone[0])
+    assert isinstance(scene.tasks[1].fault, EngineFault)
+
+
+def test_the_time_of_a_call_counts_for_a_request_that_fails_in_it() -> None:
+    scene = Scene(ENDLESS, [Arrival([1], trouble="on_token", when=0), Arrival([2])], 2)
+    scene.play()
+    failed, other = (task.request.statistics for task in scene.tasks)
+    assert 0 < failed.engine_seconds < other.engine_seconds
+    assert (failed.steps, failed.tokens) == (0, 0)
+
+
+@dataclass
+class SpreadingEngine(SharedEngine):
+    """A fake engine in which token 9 leaves NaN in its KV slot; masked NaN spreads to all rows of the request."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.nan_slots = np.zeros((self.requests, self.capacity), np.bool_)
+
+    def run(self, batch: Batch) -> NDArray[np.float32]:
+        logits = super().run(batch)
+        for line in range(batch.requests):
+            nan = self.nan_slots[batch.first + line]
+            nan[batch.slot_ids[line]] = batch.input_ids[line] == 9
+            if nan[: batch.attention_mask.shape[-1]].any():
+                logits[line] = np.nan
+        return logits
+
+    def clear(self, request: int) -> None:
+        super().clear(request)
+        self.nan_slots[request] = False
+
+
+def test_nan_of_a_prompt_that_was_cancelled_does_not_reach_the_next_request() -> None:
+    arrivals = [Arrival([1, 2, 3, 4, 9, 6, 7, 8], cancelled=2), Arrival([2, 1])]
+    scene = Scene(ENDLESS, arrivals, 1, prompt_rows=3)
+    scene.engine = SpreadingEngine(ENDLESS, scene.engine.capacity, 1, guests=scene.engine.guests)
+    scene.scheduler.engine = scene.engine
+    scene.play()
+    assert scene.tasks[0].request.threads[0].ending == "cancelled"
+    assert (scene.tasks[1].fault, scene.text(1)) == (None, scene.alone[1])
+
+
+CALL = 16  # rows that a call costs before it has any
+Widths = dict[int, int]  # index of a request in the engine -> rows that it takes to a step
+
+
+def planned(widths: Widths) -> list[ScheduledStep]:
+    engine = HashEngine(Language(1), 300, 0)
+    return plan([StepInput(request_for(engine, [1] * rows, 1, 0), index) for index, rows in sorted(widths.items())])
+
+
+def shared(widths: Widths, call_rows: int = CALL) -> list[list[int]]:
+    return [[step.engine_index for step in call] for call in group_by_width(planned(widths), call_rows)]
+
+
+def cost(call: Sequence[int], widths: Widths) -> int:
+    return (max(call) - min(call) + 1) * max(widths[index] for index in call) + CALL
+
+
+@settings(max_examples=150)
+@given(widths=st.dictionaries(st.integers(0, 90), st.integers(1, 60), max_size=80))
+def test_calls_cost_no_more_than_all_in_one_or_each_on_its_own(widths: Widths) -> None:
+    found = shared(widths)
+    assert sorted(index for call in found for index in call) == sorted(widths)
+    assert all(call == sorted(call) for call in found)
+    if widths:
+        total = sum(cost(call, widths) for call in found)
+        assert total <= cost(list(widths), widths)
+        assert total <= sum(cost([index], widths) for index in widths)
+
+
+@pytest.mark.parametrize(
+    ("widths", "expected"),
+    [
+        ({}, []),
+        ({3: 9}, [[3]]),
+        ({0: 1, 1: 1, 2: 1, 3: 1}, [[0, 1, 2, 3]]),
+        ({0: 9, 1: 1, 2: 9, 3: 1}, [[0, 1, 2, 3]]),  # two calls: 3 x 1 + 3 x 9 + 32 = 62 rows, one: 4 x 9 + 16 = 52
+        ({0: 36, 1: 36, 2: 1, 3: 1}, [[2, 3], [0, 1]]),  # one call: 160 rows, two: 106
+        ({0: 200, 1: 1}, [[1], [0]]),
+        ({0: 17, 1: 1}, [[0, 1]]),  # 50 rows either way: then the one call
+        ({0: 18, 1: 1}, [[1], [0]]),
+        ({0: 1, 17: 1}, [[0, 17]]),  # 34 rows either way
+        ({0: 1, 18: 1}, [[0], [18]]),  # nobody between them takes part
+        # three or four rows each: it would never begin if it were put together one by one
+        ({0: 3, 1: 4, 2: 4, 3: 4, 4: 4, 5: 4, 6: 4, 7: 3}, [[0, 1, 2, 3, 4, 5, 6, 7]]),
+        ({0: 1, 1: 1, 2: 1, 3: 60, 4: 60, 5: 90}, [[0, 1, 2], [3, 4], [5]]),
+    ],
+)
+def test_steps_of_like_width_share_a_call(widths: Widths, expected: list[list[int]]) -> None:
+    assert shared(widths) == expected
+
+
+def test_where_calls_are_dear_they_are_shared() -> None:
+    """On a GPU one more call takes as long as hundreds of rows."""
+    assert [len(shared({0: 1, 1: 1, 2: 40, 3: 40}, rows)) for rows in (CALL, 200)] == [2, 1]

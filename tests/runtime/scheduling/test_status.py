@@ -1,8 +1,9 @@
-"""The status counts requests, slots and tokens at the moment at which it is asked for."""
+"""The status counts requests, slots and tokens at this moment; the log names their ends; the watchdog sees long calls."""
 
 from __future__ import annotations
 
 import logging
+from threading import Event
 
 import pytest
 
@@ -11,6 +12,7 @@ from spaceport.runtime.decode.statistics import Statistics
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import EngineFault
 from spaceport.runtime.scheduling.status import STOPPED_AFTER, DraftLog, RuntimeStatus, TokenMeter
+from spaceport.runtime.scheduling.watchdog import Heartbeat, Watchdog
 from support.hash_engine import Language
 from support.hash_runtime import hash_runtime
 from support.stepwise_engine import stepwise_runtime
@@ -28,14 +30,10 @@ class Clock:
         return self.now
 
 
-def test_an_idle_runtime_has_no_heartbeat_and_nothing_active() -> None:
-    with hash_runtime(ENDLESS, requests=3) as runtime:
-        status = runtime.status()
-        capacity = runtime.engine.capacity
-    assert status == RuntimeStatus(True, False, 0, 3, 0, 256, 0, 3 * capacity, None, 0, 0.0, 0, 0)
-
-
-def test_a_busy_runtime_counts_requests_slots_and_tokens() -> None:
+def test_a_runtime_counts_requests_slots_and_tokens() -> None:
+    with hash_runtime(ENDLESS, requests=3) as idle:
+        capacity = idle.engine.capacity
+        assert idle.status() == RuntimeStatus(True, False, 0, 3, 0, 256, 0, 3 * capacity, None, 0, 0.0, 0, 0)
     runtime, engine = stepwise_runtime(ENDLESS)
     with runtime:
         streams = [runtime.stream([1, 2, 3], PLAIN), runtime.stream([4], PLAIN)]
@@ -44,6 +42,7 @@ def test_a_busy_runtime_counts_requests_slots_and_tokens() -> None:
         engine.step()
         status = runtime.status()
         assert (status.active_requests, status.queued_requests, status.tokens) == (1, 1, 2)
+        assert (status.live_threads, status.queued_threads) == (1, 0)
         assert 3 <= status.kv_slots_used <= 5
         assert status.heartbeat_age is not None
         assert 0 <= status.heartbeat_age < 60
@@ -70,6 +69,7 @@ def test_tokens_per_second_are_those_of_the_last_ten_seconds() -> None:
 
 
 def test_the_log_names_requests_and_their_endings_and_no_text(caplog: pytest.LogCaptureFixture) -> None:
+    assert any(isinstance(handler, logging.NullHandler) for handler in logging.getLogger("spaceport").handlers)
     runtime, engine = stepwise_runtime(ENDLESS)
     with caplog.at_level(logging.DEBUG, "spaceport"), runtime:
         stream = runtime.stream("abcabc", PLAIN)
@@ -87,62 +87,78 @@ def test_the_log_names_requests_and_their_endings_and_no_text(caplog: pytest.Log
     assert not any(text in entry for entry in entries for text in ("abcabc", "fghij"))
 
 
-def test_the_log_is_silent_by_default() -> None:
-    assert any(isinstance(handler, logging.NullHandler) for handler in logging.getLogger("spaceport").handlers)
-
-
-def entries_of(caplog: pytest.LogCaptureFixture, *requests: Statistics) -> list[str]:
-    """What is logged once these requests have ended, one after the other."""
-    log = DraftLog()
-    with caplog.at_level(logging.INFO, "spaceport.runtime"):
-        for request in requests:
-            log.add(request)
-    return [entry.getMessage() for entry in caplog.records]
-
-
 def without_drafts(**limited: int) -> Statistics:
     """The statistics of a request that drafted nothing, with its steps by reason."""
     return Statistics(drafts_limited=limited)
 
 
+IDLE, HALF = without_drafts(budget=STOPPED_AFTER), without_drafts(budget=STOPPED_AFTER // 2)
+LESS, PLAIN_ONE = without_drafts(budget=STOPPED_AFTER - 1), Statistics(steps=10_000, rows=10_000)
+MIXED = [without_drafts(budget=90, not_worth_it=60), without_drafts(no_candidates=5, not_worth_it=STOPPED_AFTER - 155)]
 DRAFTED = Statistics(mask_rows=1, drafts_limited={"row_limit": 1})
+STOPPED = f"nothing was drafted in {STOPPED_AFTER} steps: "
 
 
-def test_the_log_says_once_that_drafts_have_stopped_and_once_that_they_resume(
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.parametrize(
+    ("requests", "entries"),
+    [
+        (
+            [IDLE, IDLE, DRAFTED, DRAFTED, IDLE],  # once that they stopped, once that they resumed
+            [
+                STOPPED + REASONS["budget"],
+                f"drafts resumed after {2 * STOPPED_AFTER} steps",
+                STOPPED + REASONS["budget"],
+            ],
+        ),
+        (MIXED, [STOPPED + REASONS["not_worth_it"]]),  # the usual reason of all requests
+        ([LESS, DRAFTED, LESS, DRAFTED], []),  # too few in a row
+        # one that asks for no drafts neither adds steps nor ends a time without drafts
+        ([PLAIN_ONE, HALF, PLAIN_ONE, HALF, PLAIN_ONE], [STOPPED + REASONS["budget"]]),
+    ],
+)
+def test_the_log_says_when_drafts_stop_and_resume(
+    requests: list[Statistics], entries: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    idle = without_drafts(budget=STOPPED_AFTER)
-    stopped = f"nothing was drafted in {STOPPED_AFTER} steps: {REASONS['budget']}"
-    resumed = f"drafts resumed after {2 * STOPPED_AFTER} steps"
-    assert entries_of(caplog, idle, idle, DRAFTED, DRAFTED, idle) == [stopped, resumed, stopped]
-
-
-def test_the_log_names_the_usual_reason_of_all_requests_without_drafts(caplog: pytest.LogCaptureFixture) -> None:
-    requests = [
-        without_drafts(budget=90, not_worth_it=60),
-        without_drafts(no_candidates=5, not_worth_it=STOPPED_AFTER - 155),
-    ]
-    assert entries_of(caplog, *requests) == [f"nothing was drafted in 256 steps: {REASONS['not_worth_it']}"]
-
-
-def test_the_log_says_nothing_before_enough_steps_in_a_row_had_no_drafts(caplog: pytest.LogCaptureFixture) -> None:
-    idle = without_drafts(budget=STOPPED_AFTER - 1)
-    assert entries_of(caplog, idle, DRAFTED, idle, DRAFTED) == []
-
-
-def test_a_request_that_asks_for_no_drafts_does_not_count_as_one_without(caplog: pytest.LogCaptureFixture) -> None:
-    """It neither adds steps nor ends a time without drafts."""
-    idle, plain = without_drafts(budget=STOPPED_AFTER // 2), Statistics(steps=10_000, rows=10_000)
-    assert entries_of(caplog, plain, idle, plain, idle, plain) == [
-        f"nothing was drafted in {STOPPED_AFTER} steps: {REASONS['budget']}"
-    ]
+    log = DraftLog()
+    with caplog.at_level(logging.INFO, "spaceport.runtime"):
+        for request in requests:
+            log.add(request)
+    assert [entry.getMessage() for entry in caplog.records] == entries
 
 
 def test_a_runtime_logs_that_nothing_is_drafted_where_rows_are_expensive(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "spaceport"), hash_runtime(ENDLESS, max_seq_len=400, row=5.0) as runtime:
-        for _ in range(2):
-            runtime.generate([1, 2, 3], Decoding(max_tokens=300))
-        runtime.generate([1, 2, 3], Decoding(max_tokens=300, mask_slots=0, lookup=0))
+        runtime.generate([1, 2, 3], Decoding(max_tokens=300))
     drafts, closed = [entry.getMessage() for entry in caplog.records]
     assert drafts == f"nothing was drafted in 300 steps: {REASONS['budget']}"
     assert closed.startswith("closed ")
+
+
+def test_a_heartbeat_that_is_too_old_is_reported_once_and_not_at_rest() -> None:
+    clock = Clock()
+    heartbeat = Heartbeat(clock)
+    assert heartbeat.age is None
+    heartbeat.beat()
+    clock.now += 2.5
+    assert heartbeat.age == 2.5
+    heartbeat.beat()
+    assert heartbeat.age == 0
+    reported: list[float] = []
+    seen = Event()
+    watchdog = Watchdog(heartbeat, 0.01, lambda age: (reported.append(age), seen.set())[0])
+    watchdog.start()
+    assert not seen.wait(0.05)  # young enough
+    clock.now += 3
+    assert seen.wait(60)
+    watchdog._thread.join(60)
+    assert reported == [3.0]
+    heartbeat.rest()
+    assert heartbeat.age is None
+
+
+def test_a_stopped_watchdog_ends() -> None:
+    watchdog = Watchdog(Heartbeat(), 1000, lambda age: None)
+    watchdog.start()
+    watchdog.stop()
+    watchdog._thread.join(60)
+    assert not watchdog._thread.is_alive()

@@ -51,18 +51,20 @@ class Arrival:
         return language.tree(self.prompt, len(self.prompt) + self.max_tokens, self.max_depth)
 
 
+DRAFT_CONFIGS = st.builds(
+    DraftConfig,
+    mask_slots=st.integers(0, 5),
+    shape=st.sampled_from(("chain", "tree")),
+    rows=st.integers(1, 30),
+    siblings=st.integers(1, 3),
+    lookup=st.sampled_from((0, 3, 8)),
+)
 ARRIVALS = st.builds(
     Arrival,
     prompt=st.lists(st.integers(0, END - 1), min_size=1, max_size=25),
     at=st.integers(0, 12),
     max_tokens=st.integers(1, 20),
-    draft_config=st.builds(
-        DraftConfig,
-        mask_slots=st.integers(0, 3),
-        shape=st.sampled_from(("chain", "tree")),
-        rows=st.integers(1, 16),
-        lookup=st.sampled_from((0, 4)),
-    ),
+    draft_config=DRAFT_CONFIGS,
     max_threads=st.sampled_from((1, 2, 16)),
     max_depth=st.integers(0, 2),
     cancelled=st.none() | st.integers(0, 15),
@@ -83,10 +85,11 @@ LANGUAGES = st.builds(
 
 @dataclass
 class Fuse(NullListener):
-    """Raises after a number of uses: as the listener, an observer or the token selector of a request."""
+    """The listener, observer and token selector of a request; as one of them, it raises after a number of uses."""
 
     trouble: Trouble | None
     left: int
+    selector: TokenSelector | None = None
 
     def touch(self, trouble: Trouble) -> None:
         if trouble == self.trouble:
@@ -104,22 +107,16 @@ class Fuse(NullListener):
     def on_step(self, verified: VerifiedStep) -> None:
         self.touch("observer")
 
-
-@dataclass
-class RaisingChoice:
-    """A token selector that raises after some calls."""
-
-    fuse: Fuse
-    inner: TokenSelector
-
     def token(self, logits: NDArray[np.float32], thread: Thread, ahead: Sequence[int]) -> int:
-        self.fuse.touch("choice")
-        return self.inner.token(logits, thread, ahead)
+        self.touch("choice")
+        assert self.selector is not None
+        return self.selector.token(logits, thread, ahead)
 
     def candidates(
         self, logits: NDArray[np.float32], thread: Thread, position: int, most: int
     ) -> tuple[Candidates, ...]:
-        return self.inner.candidates(logits, thread, position, most)
+        assert self.selector is not None
+        return self.selector.candidates(logits, thread, position, most)
 
 
 @dataclass
@@ -263,10 +260,8 @@ class Scene:
             listener=fuse,
             observers=[fuse] if arrival.trouble == "observer" else [],
         )
-        selector = (
-            RaisingChoice(fuse, request.config.selector) if arrival.trouble == "choice" else request.config.selector
-        )
-        request.config = replace(request.config, selector=selector, cache_salt=arrival.salt)
+        fuse.selector = request.config.selector
+        request.config = replace(request.config, selector=fuse, cache_salt=arrival.salt)
         if arrival.trouble == "number":
             self.engine.poisoned[id(request)] = arrival.when
 

@@ -14,39 +14,16 @@ from spaceport.runtime.decode.events import Listener
 from spaceport.runtime.decode.request import Observer, Request
 from spaceport.runtime.text.transcript import Transcript
 from spaceport.runtime.trace.trace import Trace
+from support.arrivals import DRAFT_CONFIGS
 from support.hash_engine import CHILD, END, FORK, MASKS, VOCAB, HashEngine, Language, advance, request_for
 
 # Texts of the fake engine's tokens: bytes of é and of an emoji, so that most outputs split characters.
 # The decoder removes a space at the beginning.
-LETTERS = (
-    "<0xC3>",
-    "<0xA9>",
-    "<0xF0>",
-    "<0x9F>",
-    "a",
-    "b",
-    " ",
-    "\n",
-    "<",
-    "&",
-    "[End]",
-    "[M1]",
-    "[M2]",
-    "[Fork]",
-    "[Child]",
-)
-
-
-def letters() -> Tokenizer:
-    """A tokenizer for the fake engine's tokens."""
-    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(LETTERS)}, [], byte_fallback=True))
-    tokenizer.add_special_tokens([LETTERS[token] for token in (END, *MASKS, FORK, CHILD)])
-    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
-    assert tokenizer.get_vocab_size() == VOCAB
-    return tokenizer
-
-
-TOKENIZER = letters()
+LETTERS = (*("<0xC3>", "<0xA9>", "<0xF0>", "<0x9F>"), *"ab \n<&", "[End]", "[M1]", "[M2]", "[Fork]", "[Child]")
+TOKENIZER = Tokenizer(models.BPE({letter: i for i, letter in enumerate(LETTERS)}, [], byte_fallback=True))
+TOKENIZER.add_special_tokens([LETTERS[token] for token in (END, *MASKS, FORK, CHILD)])
+TOKENIZER.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+assert TOKENIZER.get_vocab_size() == VOCAB
 
 
 @dataclass(frozen=True)
@@ -75,14 +52,7 @@ CASES = st.builds(
     fork_every=st.sampled_from((4, 8, 10**9)),
     max_tokens=st.integers(1, 25),
     total=st.integers(1, 80) | st.just(10**6),
-    draft_config=st.builds(
-        DraftConfig,
-        mask_slots=st.integers(0, 4),
-        shape=st.sampled_from(("chain", "tree")),
-        rows=st.integers(1, 24),
-        siblings=st.integers(1, 3),
-        lookup=st.sampled_from((0, 3, 8)),
-    ),
+    draft_config=DRAFT_CONFIGS,
     chunk=st.integers(1, 30),
     max_threads=st.sampled_from((1, 2, 8)),
     max_depth=st.integers(0, 2),

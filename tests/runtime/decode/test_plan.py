@@ -224,17 +224,6 @@ def test_the_verdict_is_the_walk_along_the_networks_own_tokens(
     assert accept(part, logits, greedy()) == verdict
 
 
-def test_siblings_are_candidates_from_the_best_on_with_their_probabilities() -> None:
-    logits = lines(5, 6, 7)
-    logits[1, [6, 8]] = (9, 8)
-    logits[2, 7] = 99
-    first, second = accept(part_for(Draft((), (), (2,))), logits, greedy((8,)), most=3).candidates
-    assert first.tokens[0] == 6
-    assert 8 not in first.tokens
-    assert first.probabilities[0] == pytest.approx(np.exp(9) / (np.exp(9) + 98), rel=0.05)
-    assert (second.tokens, second.probabilities) == ((7,), (1.0,))
-
-
 BEFORE = thread_with([10, 11], fed=0, held=[])
 
 

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spaceport.runtime.decode.slots import Slots, SlotsExhausted
+from spaceport.runtime.engine import NO_MOVES, Moves
 
 
 def take(slots: Slots, count: int) -> list[int]:
@@ -93,3 +94,46 @@ def test_kept_rows_move_down_into_the_gaps_with_their_positions_and_holders() ->
     assert slots.still_held(np.arange(16)).tolist() == [0, 1, 2, 3]
     slots.release(np.array([3]))
     assert slots.height == 3
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 2**9 - 1), st.integers(0, 2**40)), max_size=12))
+def test_what_an_append_engine_holds_is_moved_together(steps: list[tuple[int, int, int]]) -> None:
+    """Rows are written, some are retained, older ones are released: the next retained ones fill their gaps."""
+    slots, fresh = Slots(256, "append"), iter(range(10**6))
+    content: dict[int, int] = {}  # by slot
+    for count, kept_bits, released_bits in steps:
+        old = list(content)
+        run = slots.take(np.arange(count)).tolist()
+        gone = {slot for index, slot in enumerate(old) if released_bits >> index & 1}
+        gone |= {slot for index, slot in enumerate(run) if not kept_bits >> index & 1}
+        content |= {slot: next(fresh) for slot in run}
+        slots.release(np.array(sorted(gone), np.int64))
+        content = {slot: what for slot, what in content.items() if slot not in gone}
+        sources, targets = slots.settle(np.array([slot for slot in run if slot in content], np.int64))
+        moved = dict(zip(sources.tolist(), targets.tolist(), strict=True))
+        expected = sorted(content.values())
+        content = {moved.get(slot, slot): what for slot, what in content.items()}
+        assert sorted(content.values()) == expected, "two rows are in one slot"
+        assert sorted(content) == slots.still_held(np.arange(256)).tolist()
+        assert (slots.held, slots.height) == (len(content), max(content, default=-1) + 1)
+        new = [moved.get(slot, slot) for slot in run if slot not in gone]
+        assert max(new, default=-1) < min({*range(256)} - {*content}), "a gap was left below"
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(("sources", "targets"), [([1, 2, 3], [0, 1, 2]), ([0, 5], [5, 0]), ([7, 6], [1, 0])])
+def test_slots_are_all_read_before_any_is_written_and_each_request_has_its_own_moves(
+    sources: list[int], targets: list[int]
+) -> None:
+    import torch
+
+    from spaceport.runtime.backends.on_tensorrt import move_slots
+
+    kv = torch.rand((6, 4, 2, 8, 3), generator=torch.Generator().manual_seed(0))
+    expected = kv.clone()
+    moves: list[Moves] = [(np.array(sources), np.array(targets)), NO_MOVES, (np.array([5]), np.array([2]))]
+    for request, (before, behind) in enumerate(moves, 1):
+        for source, target in zip(before, behind, strict=True):
+            expected[:, request, :, int(target)] = kv[:, request, :, int(source)]
+    move_slots(kv, 1, moves)
+    assert torch.equal(kv, expected)

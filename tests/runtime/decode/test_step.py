@@ -18,18 +18,11 @@ from spaceport.runtime.decode.request import Request, ScheduledStep
 from spaceport.runtime.decode.slots import Slots
 from spaceport.runtime.decode.step import PREFILL_ROWS, StepInput, step
 from spaceport.tools.verify.acceptance.answers import generate_answer
-from support.hash_engine import END, FORK, LAYOUTS, MASKS, HashEngine, Language, Tree, advance, request_for
+from support.arrivals import DRAFT_CONFIGS
+from support.hash_engine import END, LAYOUTS, HashEngine, Language, Tree, advance, request_for
 from support.hash_runtime import hash_runtime
 
 PROMPTS = st.lists(st.integers(0, END - 1), min_size=1, max_size=30)
-DRAFT_CONFIGS = st.builds(
-    DraftConfig,
-    mask_slots=st.integers(0, 6),
-    shape=st.sampled_from(("chain", "tree")),
-    rows=st.integers(1, 40),
-    siblings=st.integers(1, 3),
-    lookup=st.sampled_from((0, 3, 8)),
-)
 LANGUAGES = st.builds(
     Language,
     seed=st.integers(0, 10**6),
@@ -195,29 +188,6 @@ def test_mask_slots_or_heads_that_are_right_need_one_step_for_each_k_plus_1_toke
         assert max(engine.widths) == max(3, count + 1)
 
 
-@pytest.mark.parametrize("masks", [MASKS[:1], MASKS])
-def test_distinct_mask_tokens_are_fed_in_their_order(masks: tuple[int, ...]) -> None:
-    language = Language(5, 80)
-    engine = engine_for(language, 60, "scatter")
-    request = request_for(engine, [1, 2, 3], 40, 2, masks=masks)
-    fed: list[list[int]] = []
-    while request.live:
-        plan = request.plan(PREFILL_ROWS)
-        fed.extend([int(plan.parts[0].tokens[row]) for row in group] for group in plan.parts[0].layout.groups)
-        advance(engine, request)
-    assert text_of(request)[()] == language.write([1, 2, 3], 40)
-    assert [masks[0], masks[-1]] in fed
-    assert all(group == [masks[0], masks[-1]][: len(group)] for group in fed)
-
-
-def test_no_rows_are_fed_for_tokens_beyond_the_limit() -> None:
-    engine = engine_for(Language(3, 100, end_every=10**9), 70, "scatter")
-    run(engine, request_for(engine, [1], 5, 3))
-    # x m m m; then four tokens are left, which x and three candidates write: behind x two more could follow its own
-    # token, behind the first candidate one, behind the others none
-    assert engine.widths == [4, 4 + 2 + 1]
-
-
 @pytest.mark.parametrize("lowering", LOWERINGS)
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("chunk", [4, 512])
@@ -238,23 +208,6 @@ def test_the_short_way_of_packing_one_request_makes_the_same_arrays(
             assert (name, array.dtype) == (other, expected.dtype)
             np.testing.assert_array_equal(array, expected, err_msg=name)
         advance(engine, request, chunk=chunk)
-
-
-def test_threads_share_steps() -> None:
-    """Items of equal length: the steps are those of the longest way, not of all threads one after the other."""
-    language = Language(3, end_every=14, fork_every=4)
-    expected = language.tree([1, 2, 3], 60, 1)
-    assert len(expected) > 4
-    engine = engine_for(language, 3 + size(expected) + 1, "scatter")
-    together, alone = (
-        run(engine, request_for(engine, [1, 2, 3], 57, 0, max_threads=threads, max_depth=1, total=10**6))
-        for threads in (64, 1)
-    )
-    assert text_of(together) == text_of(alone) == expected
-    ends = {path: len(text) + 1 for path, text in expected.items()}  # steps of a thread, its end token's included
-    forks = [position for position, token in enumerate(expected[()]) if token == FORK]
-    longest = max(ends[()], *(fork + 1 + ends[(i,)] for i, fork in enumerate(forks)))
-    assert together.statistics.steps <= longest < alone.statistics.steps
 
 
 def narrow(language: Language, lowering: Lowering, requests: int = 1) -> tuple[Runtime, HashEngine]:

@@ -58,17 +58,13 @@ class SpoiltEngine:
 
 
 def spoilt_runtime(
-    bundle: Path,
-    after: Spoil = unchanged,
-    before: Callable[[Batch], None] | None = None,
-    requests: int = 1,
-    prompt_rows: int | None = None,
+    bundle: Path, after: Spoil = unchanged, before: Callable[[Batch], None] | None = None, requests: int = 1
 ) -> tuple[Runtime, SpoiltEngine]:
     """A bundle's runtime over a spoilt engine; rows cost nothing, so that drafts are as wide as their limits."""
     opened = open_bundle(bundle)
     engine = open_engine(opened, "onnxruntime", EngineOptions(capacity_for(opened.manifest, LENGTH), requests, 1))
     spoilt = SpoiltEngine(engine, after, before)
-    return Runtime(opened, spoilt, LENGTH, prompt_rows=prompt_rows, costs=relative_costs(0.0)), spoilt
+    return Runtime(opened, spoilt, LENGTH, costs=relative_costs(0.0)), spoilt
 
 
 def positions_of(batch: Batch) -> NDArray[np.int64]:

@@ -135,12 +135,11 @@ def test_siblings_see_their_ancestors_and_not_each_other() -> None:
 def test_the_first_path_gets_the_lowest_slots_and_mask_slots_the_highest(
     known: int, parents: tuple[int, ...], masks: tuple[int, ...], order: list[int]
 ) -> None:
-    assert lay_out(known, parents, masks).slot_order.tolist() == order
-
-
-def test_the_first_paths_of_all_threads_get_the_lowest_slots() -> None:
-    part = part_for(K2)
-    assert Plan((part, part)).slot_order.tolist()[:6] == [0, 3, 6, 9, 12, 15]
+    layout = lay_out(known, parents, masks)
+    assert layout.slot_order.tolist() == order
+    part = part_for(Draft(tuple(range(len(parents))), parents, masks), known)  # those of all threads come first
+    ranks = [layout.slot_ranks[row % layout.rows] for row in Plan((part, part)).slot_order]
+    assert ranks == sorted(ranks)
 
 
 def test_layouts_of_rare_drafts_do_not_fill_the_memory() -> None:

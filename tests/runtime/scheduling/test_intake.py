@@ -7,6 +7,7 @@ import gc
 from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass, field, replace
 from threading import Semaphore, current_thread
+from threading import enumerate as enumerate_threads
 from typing import Any, TypeVar
 
 import pytest
@@ -169,58 +170,45 @@ def test_a_refused_request_does_not_count_any_longer() -> None:
             assert runtime.status().queued_requests == 0
 
 
-def test_a_deadline_ends_a_request_that_is_being_admitted(gate: Gate) -> None:
+@pytest.mark.parametrize("how", ["deadline", "closed", "garbage", "cancelled"])
+def test_a_request_that_ends_before_it_is_admitted_does_not_reach_the_engine(gate: Gate, how: str) -> None:
+    """Four requests, of which two are being tokenized and two wait."""
     with hash_runtime(ENDLESS) as runtime:
 
-        async def wait() -> None:
-            gone = [await runtime.agenerate("abc", Decoding(timeout=0.01)) for _ in range(3)]  # two run, one waits
-            assert [(one.ending, one.tokens, one.text) for one in gone] == [("deadline", (), "")] * 3
-            assert [thread.ending for thread in gone[0].threads] == ["deadline"]
-
-        within_a_minute(wait())
-        gate.go()
-    assert len(gate.threads) == 2
-    assert runtime.status().ended_requests == 0  # none reached the engine
-
-
-@pytest.mark.parametrize("forget", [False, True], ids=["closed", "garbage"])
-def test_a_stream_that_is_abandoned_before_it_is_admitted_does_not_reach_the_engine(gate: Gate, forget: bool) -> None:
-    with hash_runtime(ENDLESS) as runtime:
-
-        async def abandon() -> None:
-            streams = [runtime.astream("abc", FIVE) for _ in range(4)]
-            await gate.wait(2)  # the other two wait
-            if forget:
+        async def end() -> None:
+            decoding = Decoding(max_tokens=5, timeout=0.01 if how == "deadline" else None)
+            streams = [runtime.astream("abc", decoding) for _ in range(4)]
+            await gate.wait(2)
+            if how == "garbage":
                 streams.clear()
                 gc.collect()
-            for stream in streams[::-1]:
-                stream.close()
-                assert (await stream.completion()).ending == "cancelled"
+            elif how == "cancelled":
+                for task in [asyncio.create_task(stream.completion()) for stream in streams]:
+                    await asyncio.sleep(0)
+                    task.cancel()
+                    with pytest.raises(asyncio.CancelledError):
+                        await task
+            elif how == "closed":
+                for stream in streams[::-1]:
+                    stream.close()
+            for stream in streams:
+                found = await stream.completion()
+                ending = "deadline" if how == "deadline" else "cancelled"
+                assert (found.ending, found.text, [thread.ending for thread in found.threads]) == (ending, "", [ending])
                 assert [piece async for piece in stream] == []
-            assert runtime.status().queued_requests == (4 if forget else 2)  # closing frees what has not begun at once
+            # what has not begun is free at once
+            assert runtime.status().queued_requests == (4 if how == "garbage" else 2)
+            scoring = asyncio.create_task(runtime.ascore("abc"))
+            await asyncio.sleep(0)
+            scoring.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await scoring
             gate.go()
             await nothing_queued(runtime)
 
-        within_a_minute(abandon())
+        within_a_minute(end())
         assert runtime.status().ended_requests == 0
     assert len(gate.threads) == 2
-
-
-def test_a_cancelled_task_that_waits_for_its_admission_cancels_the_request(gate: Gate) -> None:
-    with hash_runtime(ENDLESS) as runtime:
-
-        async def cancel() -> None:
-            tasks = [asyncio.create_task(runtime.agenerate("abc", FIVE)), asyncio.create_task(runtime.ascore("abc"))]
-            await gate.wait(2)
-            for task in tasks:
-                task.cancel()
-                with pytest.raises(asyncio.CancelledError):
-                    await task
-            gate.go()
-            await nothing_queued(runtime)
-
-        within_a_minute(cancel())
-        assert runtime.status().ended_requests == 0
 
 
 def test_closing_fails_requests_that_are_being_admitted(gate: Gate) -> None:
@@ -237,21 +225,11 @@ def test_closing_fails_requests_that_are_being_admitted(gate: Gate) -> None:
             runtime.astream("abc", FIVE)
 
     within_a_minute(close())
+    gate.go()
+    for thread in enumerate_threads():
+        if thread.name.startswith("spaceport-admission"):
+            thread.join(60)
     assert len(gate.threads) == 2
-
-
-def test_an_event_loop_that_ends_before_the_admission_disturbs_nobody(gate: Gate) -> None:
-    with hash_runtime(ENDLESS) as runtime:
-
-        async def begin() -> object:
-            stream = runtime.astream("abc", FIVE)
-            await gate.wait()
-            return stream
-
-        kept = within_a_minute(begin())
-        gate.go()
-        assert runtime.generate("abc", FIVE).ending == "length"
-        del kept
 
 
 def test_a_long_text_is_not_tokenized_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from spaceport.graphs.contract.signature import LOWERINGS, Lowering
 from spaceport.runtime.decode.draft import DraftConfig
-from spaceport.runtime.decode.kv_prefix import in_order, kv_prefix
+from spaceport.runtime.decode.kv_prefix import kv_prefix
 from spaceport.runtime.decode.slots import Slots
 from spaceport.runtime.decode.threads import new_thread
 from spaceport.runtime.engine import EngineFault
@@ -274,6 +274,7 @@ def test_a_request_that_waits_can_be_cancelled_and_reach_its_deadline() -> None:
         ),
         (Arrival(SYSTEM, cancelled=2, salt=""), 0),  # before the end of its prompt
         (Arrival(SYSTEM, cancelled=8, salt=""), 40),
+        (Arrival(SYSTEM, max_tokens=1, salt=""), 40),
     ],
 )
 def test_rows_of_a_failed_request_or_prompt_are_not_reused(first: Arrival, tokens: int) -> None:
@@ -313,11 +314,6 @@ def test_a_copy_that_fails_fails_its_request_only() -> None:
     assert reused(scene)[2] == 40
 
 
-def test_an_end_token_alone_leaves_the_prompt_for_reuse() -> None:
-    scene = play([Arrival(SYSTEM, salt="", at=9 * number) for number in range(2)], language=Language(3, end_every=1))
-    assert (scene.text(0), reused(scene)[1]) == ({(): []}, 39)
-
-
 def test_a_prefix_is_what_a_thread_sees_as_far_as_it_has_tokens() -> None:
     slots = Slots(20, "scatter")
     thread = new_thread([4, 5, 6], 20)
@@ -327,22 +323,6 @@ def test_a_prefix_is_what_a_thread_sees_as_far_as_it_has_tokens() -> None:
     assert kv_prefix(thread, slots).slots.tolist() == [1, 0, 2]
     thread.sees[0] = False
     assert kv_prefix(thread, slots).tokens == [4]
-
-
-def test_a_prefix_is_stored_found_and_forgotten() -> None:
-    cache = PrefixCache()
-    cache.store(0, "", in_order([1, 2, 3]))
-    cache.store(1, "a", in_order([1, 2]))
-    cache.store(2, "", in_order([]))
-    assert cache.longest("", [1, 2, 9]) == (2, {0})
-    assert cache.longest("a", [1, 2, 9]) == (2, {1})
-    assert cache.longest("b", [1, 2, 9]) == (0, frozenset())
-    assert (0 in cache, 2 in cache, cache.tokens((0, 1, 2, 7))) == (True, False, 5)
-    cache.store(0, "", in_order([4]))
-    cache.forget(1)
-    assert cache.longest("", [1, 2]).length == cache.longest("a", [1]).length == 0
-    cache.clear()
-    assert cache.longest("", [4]).length == cache.tokens((0, 1)) == 0
 
 
 TOKENS = st.lists(st.integers(0, 2), max_size=9)
@@ -383,13 +363,3 @@ def test_the_longest_match_in_a_radix_tree_is_that_of_a_comparison_with_every_se
                 assert child.run[0] == token
                 assert child.holders == {holder for holder, each in known.items() if way == each[: len(way)]}
                 open_nodes.append((path, child))
-
-
-def test_sequences_of_a_whole_context_are_found() -> None:
-    tree = RadixTree()
-    prompts = [[7] * 4000 + [holder, *range(96)] for holder in range(64)]
-    for holder, prompt in enumerate(prompts):
-        tree.insert(prompt, holder)
-    assert tree.longest(prompts[5]) == (4097, {5})
-    assert tree.longest([7] * 4000 + [99]) == (4000, frozenset(range(64)))
-    assert tree.longest([8]) == (0, frozenset())

@@ -173,9 +173,9 @@ class Script:
         return tuple(Candidates((token,), (1.0,)) for token in own[first : first + len(logits)])
 
 
-def scripted(script: Script, mask_slots: int = 2, total: int = 20, max_threads: int = 4) -> Record:
+def scripted(script: Script, mask_slots: int = 2, total: int = 20) -> Record:
     engine, trace = HashEngine(Language(1), 200, 1), Trace()
-    options = {"max_depth": 1, "max_threads": max_threads, "total": total}
+    options = {"max_depth": 1, "max_threads": 4, "total": total}
     request = request_for(engine, [7, 8], 20, mask_slots, selector=script, observers=[trace], **options)
     while request.live:
         advance(engine, request)
@@ -232,14 +232,6 @@ def test_a_character_is_a_piece_of_the_token_that_completes_it() -> None:
         ["", "\ufffd "],
     ]
     assert (record.texts[4], record.texts[FORK], record.prompt_text) == ("a", "[Fork]", "\n<")
-
-
-def test_a_queued_thread_that_never_got_its_turn_ends_where_the_request_does() -> None:
-    record = scripted(Script({(): (1, FORK, 2, FORK, 3)}), 0, total=6, max_threads=1)
-    assert [step.queued for step in record.steps] == [(), (), (1,), (1,)]
-    assert [step.ended for step in record.steps] == [(), (), (), (0, 1, 2)]
-    assert [line.ending for line in record.threads] == ["total"] * 3
-    assert trace_of(parsed(record)) == record
 
 
 def test_a_text_that_is_under_way_has_a_record_with_the_times_of_its_steps() -> None:
@@ -369,16 +361,12 @@ BREAKS: list[tuple[str, Way, Any]] = [
     (r"trace has the unknown 'more': expected .*steps", ("more",), 1),
     (r"trace.tokens.fork is -1", ("tokens", "fork"), -1),
     (r"trace.prompt\[0\] is True: expected a whole number", ("prompt", 0), True),
-    (r"trace.prompt\[0\] is 1.5", ("prompt", 0), 1.5),
     (r"trace.prompt_text is None: expected text", ("prompt_text",), None),
     (r"a name in trace.texts is '-1': expected a token id", ("texts", "-1"), "x"),
-    (r"trace.texts.1 is 1: expected text", ("texts", "1"), 1),
     (r"trace.waiting_seconds is nan: expected a number of seconds", ("waiting_seconds",), float("nan")),
     (r"trace.steps\[0\].engine_seconds is -1", ("steps", 0, "engine_seconds"), -1),
-    (r"trace.steps is {}: expected a list", ("steps",), {}),
     (r"threads\[0\].ending is 'over': expected end or stop or", ("threads", 0, "ending"), "over"),
     (r"threads\[1\].path is \[\]: expected the root thread, then", ("threads", 1, "path"), []),
-    (r"threads\[1\].path is \[7, 7\]: expected the root thread, then", ("threads", 1, "path"), [7, 7]),
     (r"threads\[2\].path is \[0\]: expected the root thread", ("threads", 2, "path"), [0]),
     (r"threads\[0\].path is \[0\]: expected the root thread", ("threads", 0, "path"), [0]),
     (r"threads\[1\].fork is 4: expected the position of a \[Fork\]", ("threads", 1, "fork"), 4),
@@ -409,7 +397,6 @@ BREAKS: list[tuple[str, Way, Any]] = [
     (r"has the source 'mask' at row 0", (*WRITING, "sources", 0), "mask"),
     (r"has the source None at row", (*WRITING, "sources", ACCEPTED), None),
     (r"limited is 'price': expected budget or not_worth_it or", (*WRITING, "limited"), "price"),
-    (r"retained\[0\] is 1: expected true or false", (*WRITING, "retained", 0), 1),
 ]
 
 
@@ -419,10 +406,10 @@ def test_a_broken_trace_is_refused_with_what_is_wrong(message: str, way: Way, va
         trace_of(changed(STORED, way, value))
 
 
-@pytest.mark.parametrize("data", [None, [], 1, "trace", {}, {"schema": None}, {"schema": 1}])
-def test_what_is_no_trace_is_refused(data: object) -> None:
-    with pytest.raises(InputFault, match="expected"):
-        trace_of(data)
+def test_what_is_no_trace_is_refused() -> None:
+    for data in (None, [], 1, "trace", {}, {"schema": None}, {"schema": 1}):
+        with pytest.raises(InputFault, match="expected"):
+            trace_of(data)
 
 
 def ways(data: Any, way: Way = ()) -> Iterator[Way]:

@@ -55,7 +55,6 @@ class Scene(NullListener):
     texts: Texts
     mask_slots: int = 0
     max_threads: int = 8
-    max_tokens: int = 60
     steps: int = 0
     rows: list[Row] = field(default_factory=list)
     written_in: dict[Path, list[int]] = field(default_factory=dict)  # the step, from 1, of each token of a thread
@@ -64,7 +63,7 @@ class Scene(NullListener):
         self.engine = NotingEngine(Language(1), 256, 1)
         limits = {"max_threads": self.max_threads, "max_depth": 9, "total": 500}
         watchers: Any = {"selector": self, "listener": self, "observers": [self]}
-        self.request = request_for(self.engine, PROMPT, self.max_tokens, self.mask_slots, **limits, **watchers)
+        self.request = request_for(self.engine, PROMPT, 60, self.mask_slots, **limits, **watchers)
         self._slots: dict[int, Row] = {}  # last row of each slot
 
     def token(self, logits: NDArray[np.float32], thread: Thread, ahead: Sequence[int]) -> int:
@@ -239,30 +238,6 @@ def test_what_a_waiting_thread_sees_is_held_and_nothing_else() -> None:
     assert scene.held == {((), position) for position in range(last + 1)}
     assert scene.run(until=(0,)).held == {((), position) for position in range(last + 1)}
     assert scene.run(until=(2,)).held == set()
-
-
-@pytest.mark.parametrize("mask_slots", [0, 1, 4])
-@pytest.mark.parametrize(
-    ("root", "ending", "child", "its_ending"),
-    [
-        # capacity for six tokens after the prompt; the child would generate A1 A2 B1
-        ([A, B, A, B, A, FORK], "length", [], "length"),  # [Child] would stand beyond the limit
-        ([A, B, A, B, FORK, A], "length", [], "length"),  # [Child] is the last token with a free slot
-        ([A, B, A, FORK, A, B], "length", [A1], "length"),
-        ([A, B, FORK, A, B, A], "length", [A1, A2], "length"),
-        ([A, B, FORK], "end", [A1, A2], "length"),
-        ([A, FORK, B], "end", [A1, A2, B1], "length"),  # there is no slot for its end token
-        ([FORK, A, B], "end", [A1, A2, B1], "end"),
-    ],
-)
-def test_the_limit_counts_along_the_way_to_a_thread(
-    root: list[int], ending: Ending, child: list[int], its_ending: Ending, mask_slots: int
-) -> None:
-    scene = Scene({(): root, (0,): [A1, A2, B1]}, mask_slots, max_tokens=6).run()
-    assert scene.said == {(): root, (0,): child}
-    assert scene.endings == {(): ending, (0,): its_ending}
-    assert scene.held == set()
-    assert all(row.position < len(PROMPT) + 6 for row in scene.rows)
 
 
 def test_mask_slots_propose_no_fork_to_a_thread_that_is_too_deep() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -13,8 +11,7 @@ from spaceport.graphs.contract.mask_layout import CAUSAL, MaskLayout
 from spaceport.graphs.contract.signature import LOWERINGS, STEP_ROWS, Lowering, visible_length
 from spaceport.runtime import Decoding, Runtime
 from spaceport.runtime.decode.draft import DraftConfig, Shape
-from spaceport.runtime.decode.pack import pack_many, pack_one
-from spaceport.runtime.decode.request import Request, ScheduledStep
+from spaceport.runtime.decode.request import Request
 from spaceport.runtime.decode.slots import Slots
 from spaceport.runtime.decode.step import PREFILL_ROWS, StepInput, step
 from spaceport.tools.verify.acceptance.answers import generate_answer
@@ -186,28 +183,6 @@ def test_mask_slots_or_heads_that_are_right_need_one_step_for_each_k_plus_1_toke
     if heads:
         assert found.mask_rows == 0
         assert max(engine.widths) == max(3, count + 1)
-
-
-@pytest.mark.parametrize("lowering", LOWERINGS)
-@pytest.mark.parametrize("window", [None, 5])
-@pytest.mark.parametrize("chunk", [4, 512])
-@pytest.mark.parametrize("layout", [LAYOUTS[0], LAYOUTS[-1]], ids=str)
-def test_the_short_way_of_packing_one_request_makes_the_same_arrays(
-    lowering: Lowering, window: int | None, chunk: int, layout: MaskLayout
-) -> None:
-    language = Language(4, 60, window=window, mask_layout=layout)
-    engine = engine_for(language, 80, lowering)
-    request = request_for(engine, list(range(9)), 40, 3)
-    while request.live:
-        probe = deepcopy(request)
-        plan = probe.plan(chunk)
-        planned = ScheduledStep(probe, 0, plan, probe.slots.take(plan.positions))
-        one = pack_one(engine.signature, planned).arrays(engine.signature)
-        many = pack_many(engine, [planned]).arrays(engine.signature)
-        for (name, array), (other, expected) in zip(one, many, strict=True):
-            assert (name, array.dtype) == (other, expected.dtype)
-            np.testing.assert_array_equal(array, expected, err_msg=name)
-        advance(engine, request, chunk=chunk)
 
 
 def narrow(language: Language, lowering: Lowering, requests: int = 1) -> tuple[Runtime, HashEngine]:

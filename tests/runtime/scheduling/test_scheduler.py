@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
 from spaceport.graphs.contract.signature import LOWERINGS
 from spaceport.runtime.decode.draft import DraftConfig
 from spaceport.runtime.decode.request import ScheduledStep
 from spaceport.runtime.decode.selector import NotANumber
 from spaceport.runtime.decode.step import StepInput, plan
-from spaceport.runtime.engine import Batch, EngineFault
+from spaceport.runtime.engine import EngineFault
 from spaceport.runtime.scheduling.calls import group_by_width
 from spaceport.runtime.scheduling.queue import QueueFull
 from spaceport.runtime.scheduling.scheduler import BESIDE_ROWS
 from spaceport.runtime.scheduling.task import Task
-from support.arrivals import ARRIVALS, LANGUAGES, Arrival, Scene, SharedEngine, Trap, steps_of
+from support.arrivals import ARRIVALS, LANGUAGES, Arrival, Scene, Trap, steps_of
 from support.hash_engine import END, HashEngine, Language, request_for
 
 ENDLESS = Language(8, end_every=10**9)
@@ -179,10 +176,19 @@ def test_of_a_failed_call_only_those_fail_who_took_part() -> None:
     assert [scene.text(number) for number in (0, 2)] == [scene.alone[number] for number in (0, 2)]
 
 
+@pytest.mark.parametrize(
+    ("first", "fault"),
+    [
+        (Arrival([1], trouble="number", when=2), NotANumber),
+        (Arrival([1, 2, 3, 4, 9, 6, 7, 8], cancelled=2), type(None)),  # no logits of its prompt would show NaN
+    ],
+)
 @pytest.mark.parametrize("lost", [False, True])
-def test_buffers_that_a_failed_request_leaves_behind_are_cleared_before_the_next_one_has_them(lost: bool) -> None:
+def test_buffers_that_may_hold_nan_are_cleared_before_the_next_request_has_them(
+    lost: bool, first: Arrival, fault: type
+) -> None:
     """If that fails, so does the next request."""
-    scene = Scene(ENDLESS, [Arrival([1], trouble="number", when=2), Arrival([2]), Arrival([3])], 1)
+    scene = Scene(ENDLESS, [first, Arrival([2]), Arrival([3])], 1, prompt_rows=3)
     cleared: list[tuple[int, int]] = []
     clear = scene.engine.clear
 
@@ -195,10 +201,9 @@ def test_buffers_that_a_failed_request_leaves_behind_are_cleared_before_the_next
     scene.engine.clear = noted  # type: ignore[method-assign]
     scene.play()
     assert all(task.done for task in scene.tasks)
-    others = [EngineFault, EngineFault] if lost else [type(None), type(None)]
-    assert [type(task.fault) for task in scene.tasks] == [NotANumber, *others]
+    assert [type(task.fault) for task in scene.tasks] == [fault, *[EngineFault if lost else type(None)] * 2]
     if not lost:
-        assert cleared == [(3, 0)]
+        assert cleared == [(3 if first.trouble else 2, 0)]
         assert [scene.text(number) for number in (1, 2)] == scene.alone[1:]
 
 
@@ -239,38 +244,6 @@ def test_the_time_of_a_call_counts_for_a_request_that_fails_in_it() -> None:
     failed, other = (task.request.statistics for task in scene.tasks)
     assert 0 < failed.engine_seconds < other.engine_seconds
     assert (failed.steps, failed.tokens) == (0, 0)
-
-
-@dataclass
-class SpreadingEngine(SharedEngine):
-    """A fake engine in which token 9 leaves NaN in its KV slot; masked NaN spreads to all rows of the request."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.nan_slots = np.zeros((self.requests, self.capacity), np.bool_)
-
-    def run(self, batch: Batch) -> NDArray[np.float32]:
-        logits = super().run(batch)
-        for line in range(batch.requests):
-            nan = self.nan_slots[batch.first + line]
-            nan[batch.slot_ids[line]] = batch.input_ids[line] == 9
-            if nan[: batch.attention_mask.shape[-1]].any():
-                logits[line] = np.nan
-        return logits
-
-    def clear(self, request: int) -> None:
-        super().clear(request)
-        self.nan_slots[request] = False
-
-
-def test_nan_of_a_prompt_that_was_cancelled_does_not_reach_the_next_request() -> None:
-    arrivals = [Arrival([1, 2, 3, 4, 9, 6, 7, 8], cancelled=2), Arrival([2, 1])]
-    scene = Scene(ENDLESS, arrivals, 1, prompt_rows=3)
-    scene.engine = SpreadingEngine(ENDLESS, scene.engine.capacity, 1, guests=scene.engine.guests)
-    scene.scheduler.engine = scene.engine
-    scene.play()
-    assert scene.tasks[0].request.threads[0].ending == "cancelled"
-    assert (scene.tasks[1].fault, scene.text(1)) == (None, scene.alone[1])
 
 
 CALL = 16  # rows that a call costs before it has any

@@ -154,11 +154,3 @@ def test_a_heartbeat_that_is_too_old_is_reported_once_and_not_at_rest() -> None:
     assert reported == [3.0]
     heartbeat.rest()
     assert heartbeat.age is None
-
-
-def test_a_stopped_watchdog_ends() -> None:
-    watchdog = Watchdog(Heartbeat(), 1000, lambda age: None)
-    watchdog.start()
-    watchdog.stop()
-    watchdog._thread.join(60)
-    assert not watchdog._thread.is_alive()

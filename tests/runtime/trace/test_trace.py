@@ -173,18 +173,14 @@ class Script:
         return tuple(Candidates((token,), (1.0,)) for token in own[first : first + len(logits)])
 
 
-def scripted(script: Script, mask_slots: int = 2, total: int = 20) -> Record:
-    engine, trace = HashEngine(Language(1), 200, 1), Trace()
-    options = {"max_depth": 1, "max_threads": 4, "total": total}
-    request = request_for(engine, [7, 8], 20, mask_slots, selector=script, observers=[trace], **options)
-    while request.live:
-        advance(engine, request)
-    return trace.record(TOKENIZER)
-
-
 def test_the_rows_of_a_step_are_recorded_one_by_one() -> None:
     """Two mask slots; the second step accepts both candidates, the third the first of two and begins a thread."""
-    record = scripted(Script({(): (1, 2, 3, FORK, 4, 5, 6, END), (0,): (5, END)}, wrong=5))
+    engine, trace = HashEngine(Language(1), 200, 1), Trace()
+    script = Script({(): (1, 2, 3, FORK, 4, 5, 6, END), (0,): (5, END)}, wrong=5)
+    request = request_for(engine, [7, 8], 20, 2, max_threads=4, max_depth=1, selector=script, observers=[trace])
+    while request.live:
+        advance(engine, request)
+    record = trace.record(TOKENIZER)
     m = MASKS[0]
     assert record.steps[1].rows == (
         ThreadRows(
@@ -211,25 +207,6 @@ def test_the_rows_of_a_step_are_recorded_one_by_one() -> None:
         ((1,), (), ()),
         ((), (), ()),
         ((), (), (0, 1)),
-    ]
-
-
-def test_what_is_chosen_behind_the_end_or_beyond_the_limit_is_not_written() -> None:
-    (rows,) = scripted(Script({(): (1, 2, END, 3)})).steps[1].rows
-    assert (rows.chosen, rows.generated, rows.accepted, rows.text) == ((2, END, 3), 1, 1, (2,))
-    assert sum(rows.retained[row] for row in rows.candidates) == 2
-    record = scripted(Script({(): (1, 2, 3, 4, 5)}), total=2)
-    (rows,) = record.steps[1].rows
-    assert (rows.chosen, rows.generated, rows.accepted, rows.candidates) == ((2,), 1, 0, ())
-    assert record.threads[0].ending == "total"
-
-
-def test_a_character_is_a_piece_of_the_token_that_completes_it() -> None:
-    """0 1 are the bytes of é; 2 alone is no character, which shows when no more can follow it."""
-    record = scripted(Script({(): (4, 0, 1, 2, FORK, 0, 5, END), (0,): (1, 6, END)}))
-    assert [pieces_of(record, thread) for thread in (0, 1)] == [
-        ["a", "", "é", "\ufffd", "", "", "\ufffdb"],
-        ["", "\ufffd "],
     ]
     assert (record.texts[4], record.texts[FORK], record.prompt_text) == ("a", "[Fork]", "\n<")
 

@@ -75,11 +75,12 @@ ARRIVALS = st.builds(
 LANGUAGES = st.builds(
     Language,
     seed=st.integers(0, 10**6),
-    quality=st.sampled_from((0, 60, 100)),
-    end_every=st.sampled_from((6, 20)),
-    fork_every=st.sampled_from((4, 10)),
-    window=st.none() | st.integers(1, 20),
+    quality=st.sampled_from((0, 30, 60, 90, 100)),
+    end_every=st.sampled_from((4, 10, 30)),
+    fork_every=st.sampled_from((3, 6, 12)),
+    window=st.none() | st.integers(1, 30),
     mask_layout=st.sampled_from(LAYOUTS),
+    heads=st.sampled_from((0, 0, 3)),
 )
 
 

@@ -15,21 +15,11 @@ from spaceport.runtime.decode.request import Request
 from spaceport.runtime.decode.slots import Slots
 from spaceport.runtime.decode.step import PREFILL_ROWS, StepInput, step
 from spaceport.tools.verify.acceptance.answers import generate_answer
-from support.arrivals import DRAFT_CONFIGS
+from support.arrivals import DRAFT_CONFIGS, LANGUAGES
 from support.hash_engine import END, LAYOUTS, HashEngine, Language, Tree, advance, request_for
 from support.hash_runtime import hash_runtime
 
 PROMPTS = st.lists(st.integers(0, END - 1), min_size=1, max_size=30)
-LANGUAGES = st.builds(
-    Language,
-    seed=st.integers(0, 10**6),
-    quality=st.sampled_from((0, 30, 60, 90, 100)),
-    end_every=st.sampled_from((4, 10, 30)),
-    fork_every=st.sampled_from((3, 6, 12)),
-    window=st.none() | st.integers(1, 30),
-    mask_layout=st.sampled_from(LAYOUTS),
-    heads=st.sampled_from((0, 0, 3)),
-)
 
 
 def engine_for(language: Language, most: int, lowering: Lowering, requests: int = 1) -> HashEngine:

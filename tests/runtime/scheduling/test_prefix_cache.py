@@ -136,8 +136,11 @@ def chats(*prompts: Sequence[int], every: int = 5, max_tokens: int = 1) -> list[
 FIVES, SIXES = [*SYSTEM, *[5] * 60], [*SYSTEM, *[6] * 60]
 SHORT = chats([*SYSTEM, *[5] * 7], [*SYSTEM, *[6] * 7], [*SYSTEM, *[5] * 7, 7], every=9, max_tokens=4)
 TURNS = chats([0] * 40, [1] * 40, [*[0] * 40, 9], [2] * 40, [*[0] * 40, 9, 9], [*[1] * 40, 9])
-FIVE = chats(*([chat] * 40 for chat in range(5)))
-BESIDE = [*FIVE, Arrival([*[3] * 40, 9], 30, salt="")]  # and one that runs for a while
+# five chats, and one that runs for a while: beside it come others
+BESIDE = [*chats(*([chat] * 40 for chat in range(5))), Arrival([*[3] * 40, 9], 30, salt="")]
+BESIDE_0 = [*BESIDE, Arrival([*[0] * 40, 9], 32, salt="")]
+BESIDE_1 = [*BESIDE, Arrival([*[1] * 40, 9], 32, salt=""), Arrival([7, 8], 80, salt="")]
+NO = [0] * 5
 TWO_MATCH = chats([*SYSTEM, *[5] * 30], [*SYSTEM, *[6] * 20], max_tokens=3, every=0)
 RUNNING = [*chats([1, 2] * 30, [3, 4] * 30, max_tokens=2), Arrival([5, 6] * 30, 10)]
 LEADERS = chats(SYSTEM, [*LONGER, 7], [*LONGER, 8], every=0, max_tokens=3)
@@ -169,23 +172,9 @@ Copies = list[tuple[int, int, int]]
         # rows that a running request overwrites are not copied
         ([*RUNNING, Arrival([*[1, 2] * 30, 7], 15, salt="")], 2, [0, 0, 0, 0], [0, 1, 0, 1], [], 2),
         # requests get buffers beside the running ones, since a call computes the rows of idle requests between them
-        (
-            [*BESIDE, Arrival([*[0] * 40, 9], 32, salt="")],
-            5,
-            [0] * 5 + [40, 40],
-            [0, 1, 2, 3, 4, 3, 2],
-            [(0, 2, 40)],
-            1,
-        ),
+        (BESIDE_0, 5, [*NO, 40, 40], [0, 1, 2, 3, 4, 3, 2], [(0, 2, 40)], 1),
         # a buffer that was copied beside the running ones is the first to be overwritten
-        (
-            [*BESIDE, Arrival([*[1] * 40, 9], 32, salt=""), Arrival([7, 8], 80, salt="")],
-            5,
-            [0] * 5 + [40, 40, 0],
-            [0, 1, 2, 3, 4, 3, 2, 1],
-            [(1, 2, 40)],
-            2,
-        ),
+        (BESIDE_1, 5, [*NO, 40, 40, 0], [0, 1, 2, 3, 4, 3, 2, 1], [(1, 2, 40)], 2),
     ],
 )
 def test_requests_get_the_buffers_that_save_the_most(
@@ -218,19 +207,11 @@ def test_requests_that_arrive_together_compute_what_their_prompts_have_in_common
         assert second.first_token_seconds > second.waiting_seconds > first.waiting_seconds
 
 
-@pytest.mark.parametrize(
-    ("one", "other", "salts"),
-    [
-        (SYSTEM, SYSTEM, ("a", "b")),
-        (SYSTEM, SYSTEM, ("a", None)),
-        (SYSTEM, SYSTEM, (None, None)),
-        ([*SYSTEM[:31], 5], [*SYSTEM[:31], 6], ("", "")),  # few common tokens
-    ],
-)
+@pytest.mark.parametrize(("length", "salts"), [(40, ("a", "b")), (40, ("a", None)), (40, (None, None)), (31, ("", ""))])
 def test_requests_with_little_in_common_or_of_other_salts_wait_for_nothing(
-    one: list[int], other: list[int], salts: tuple[str | None, str | None]
+    length: int, salts: tuple[str | None, str | None]
 ) -> None:
-    arrivals = [Arrival(prompt, salt=salt) for prompt, salt in zip((one, other), salts, strict=True)]
+    arrivals = [Arrival([*SYSTEM[:length], chat], salt=salt) for chat, salt in zip((5, 6), salts, strict=True)]
     scene = Scene(NEVER_ENDS, arrivals, 2, prompt_rows=7, cache=PrefixCache())
     scene.turn()
     assert [task.leader for task in scene.tasks] == [None, None]
@@ -268,10 +249,9 @@ def test_a_request_that_waits_can_be_cancelled_and_reach_its_deadline() -> None:
 @pytest.mark.parametrize(
     ("first", "tokens"),
     [
-        *(
-            (Arrival(SYSTEM, max_tokens=9, trouble=each, when=2, salt=""), 0)
-            for each in ("number", "choice", "on_token")
-        ),
+        (Arrival(SYSTEM, trouble="number", when=2, salt=""), 0),
+        (Arrival(SYSTEM, trouble="choice", when=2, salt=""), 0),
+        (Arrival(SYSTEM, trouble="on_token", when=2, salt=""), 0),
         (Arrival(SYSTEM, cancelled=2, salt=""), 0),  # before the end of its prompt
         (Arrival(SYSTEM, cancelled=8, salt=""), 40),
         (Arrival(SYSTEM, max_tokens=1, salt=""), 40),

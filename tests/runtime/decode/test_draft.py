@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.mask_layout import MaskLayout
+from spaceport.runtime.costs import Curve
 from spaceport.runtime.decode.draft import Candidates, Draft, DraftConfig, chain
 from spaceport.runtime.decode.plan import lay_out
-from spaceport.runtime.decode.tree import Curve, Outlook, tree
+from spaceport.runtime.decode.tree import Outlook, tree
 
 WIDE = 99  # more tokens, or rows, than anything needs
 PLAN = DraftConfig(siblings=2)

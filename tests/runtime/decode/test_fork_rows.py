@@ -61,7 +61,7 @@ class Scene(NullListener):
 
     def __post_init__(self) -> None:
         self.engine = NotingEngine(Language(1), 256, 1)
-        limits = {"max_threads": self.max_threads, "max_depth": 9, "total": 500}
+        limits: Any = {"max_threads": self.max_threads, "max_depth": 9, "total": 500}
         watchers: Any = {"selector": self, "listener": self, "observers": [self]}
         self.request = request_for(self.engine, PROMPT, 60, self.mask_slots, **limits, **watchers)
         self._slots: dict[int, Row] = {}  # last row of each slot

@@ -137,7 +137,7 @@ def with_grammar() -> Counts:
     """A request whose mask slots propose a character behind which the grammar allows a space only, which is banned."""
     engine = HashEngine(replace(USELESS, seed=47), 200, 1)
     tokenizer, vocabulary = small_vocabulary()
-    banned = (*MASKS, FORK, CHILD, tokenizer.token_to_id("Ġ"))
+    banned = (*MASKS, FORK, CHILD, tokenizer.token_to_id("Ġ") or 0)
     selector = constrained(greedy(banned), Grammar(regex="(?:[abc]|Â )*"), vocabulary)
     return finished(engine, request_for(engine, [1, 2, 3], 20, replace(MASK_SLOTS, grammar=True), selector=selector))
 

@@ -166,7 +166,7 @@ def test_a_refused_request_does_not_count_any_longer() -> None:
                 runtime.generate("a" * 100, FIVE)
             for ask in (runtime.agenerate("a" * 100, FIVE), runtime.ascore("a" * 100), runtime.agenerate([1] * 100)):
                 with pytest.raises(OptionFault):
-                    within_a_minute(ask)  # type: ignore[arg-type]
+                    within_a_minute(ask)
             assert runtime.status().queued_requests == 0
 
 

@@ -333,7 +333,8 @@ def test_the_longest_match_in_a_radix_tree_is_that_of_a_comparison_with_every_se
         assert tree.longest(asked) == expected(known, asked)
         assert bool(tree) == any(known.values())
         ends = {tuple(each) for each in known.values()}
-        open_nodes = [((), tree._root)]
+        root: tuple[int, ...] = ()
+        open_nodes = [(root, tree._root)]
         while open_nodes:  # every node but the root is where sequences part or one ends
             before, node = open_nodes.pop()
             path = (*before, *node.run)

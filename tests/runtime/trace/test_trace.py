@@ -384,7 +384,8 @@ def test_a_broken_trace_is_refused_with_what_is_wrong(message: str, way: Way, va
 
 
 def test_what_is_no_trace_is_refused() -> None:
-    for data in (None, [], 1, "trace", {}, {"schema": None}, {"schema": 1}):
+    samples: list[Any] = [None, [], 1, "trace", {}, {"schema": None}, {"schema": 1}]
+    for data in samples:
         with pytest.raises(InputFault, match="expected"):
             trace_of(data)
 

@@ -46,6 +46,12 @@ def test_each_row_and_each_step_is_counted_once(draft: str, fork: bool) -> None:
         fed = len(PROMPT) + found.tokens - sum(found.accepted_by_depth) + found.threads - 1  # [Child] of each fork
         assert fed - found.threads <= known <= fed  # the last token of a thread is not fed
         assert found.padding_rows == 0
+        assert found.tokens_per_step == found.tokens / found.steps
+        assert found.acceptance_rate == sum(accepted) / sum(drafted)
+        assert found.mean_acceptance_length == (1 + sum(accepted) / found.steps if found.threads == 1 else None)
+    nothing = module.Statistics()
+    rates = (nothing.tokens_per_step, nothing.acceptance_rate, nothing.tokens_per_second)
+    assert (*rates, nothing.mean_acceptance_length) == (0, 0, 0, None)
 
 
 def test_chains_have_the_rows_of_the_paper() -> None:

@@ -147,11 +147,12 @@ def test_requests_that_are_being_admitted_count_towards_the_queue(gate: Gate) ->
 
 
 def test_prompts_that_are_being_admitted_count_towards_the_queued_tokens(gate: Gate) -> None:
-    with small_queue(9, queued_prompt_tokens=10) as runtime:
+    with small_queue(9, queued_prompt_tokens=11) as runtime:
 
         async def fill() -> None:
             streams = [runtime.astream("a" * 20, FIVE) for _ in range(2)]  # about five tokens each
-            with pytest.raises(QueueFull, match="have 11 prompt tokens, queued_prompt_tokens is 10"):
+            streams.append(runtime.astream("abcd", FIVE))
+            with pytest.raises(QueueFull, match="have 12 prompt tokens, queued_prompt_tokens is 11"):
                 runtime.astream("abcd", FIVE)
             for stream in streams:
                 stream.close()

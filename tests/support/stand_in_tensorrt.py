@@ -19,7 +19,7 @@ import onnxruntime as ort
 import torch
 
 from spaceport.graphs.contract.manifest import MODEL_FILE, EngineRecord
-from spaceport.graphs.contract.signature import Signature, logit_rows
+from spaceport.graphs.contract.signature import logit_rows
 from spaceport.runtime.backends.built import Named
 from spaceport.runtime.backends.engine_options import EngineOptions
 from spaceport.runtime.backends.on_tensorrt import TensorRtEngine, deserialized
@@ -52,12 +52,9 @@ class Logger:
 class Plan:
     """The graph of an engine, and how the engine differs from what it should be."""
 
-    model: Path
-    signature: Signature
+    bundle: Bundle
     record: EngineRecord
-    changes: dict[str, dict[str, Any]] = field(
-        default_factory=dict
-    )  # method of the engine -> tensor -> value that it returns instead
+    changes: dict[str, dict[str, Any]] = field(default_factory=dict)  # method -> tensor -> what it returns instead
     profiles: int = 2
     opens: bool = True
     why_not: str = "the engine plan file is not compatible"  # message if it does not open
@@ -114,20 +111,10 @@ class StandInDevice:
         else:
             work()
 
-    def aligned(self, address: int) -> bool:
-        """Whether an address would be a multiple of 256 on a GPU, where memory begins at one."""
-        return any(
-            not (address - tensor.data_ptr()) % 256
-            for tensor in self.memory
-            if tensor.data_ptr() <= address < tensor.data_ptr() + tensor.nbytes
-        )
-
-    def holds(self, address: int, size: int) -> bool:
-        """Whether an address range is allocated memory."""
-        return any(
-            tensor.data_ptr() <= address and address + size <= tensor.data_ptr() + tensor.nbytes
-            for tensor in self.memory
-        )
+    def holds(self, address: int, size: int = 1, aligned: int = 1) -> bool:
+        """Whether an address range is allocated memory; all memory is as aligned as a GPU's would be."""
+        offsets = [(address - tensor.data_ptr(), tensor.nbytes) for tensor in self.memory]
+        return any(0 <= offset <= length - size and not offset % aligned for offset, length in offsets)
 
 
 class StandInContext:
@@ -141,9 +128,8 @@ class StandInContext:
         self.addresses: dict[str, int] = {}
         self.calls: list[tuple[str, str]] = []  # setter and tensor of each call
         self.ran: list[dict[str, tuple[int, ...]]] = []
-        self.settled: tuple[dict[str, tuple[int, ...]], dict[str, int]] | None = (
-            None  # shapes and addresses of the last call on the stream
-        )
+        # shapes and addresses of the last call on the stream
+        self.settled: tuple[dict[str, tuple[int, ...]], dict[str, int]] | None = None
         self.scratch = 0
 
     @property
@@ -155,9 +141,7 @@ class StandInContext:
         assert stream == self.device.stream
         if not (self.engine.plan.switches and profile < self.engine.num_optimization_profiles):
             self.engine.logger.log(Logger.ERROR, f"setOptimizationProfileAsync: no profile {profile} today")
-            raise RuntimeError(
-                "Error in set optimization profile async."
-            )  # the bindings raise instead of returning false
+            raise RuntimeError("Error in set optimization profile async.")  # the bindings do not return false
         self.profile = profile
         return True
 
@@ -169,15 +153,14 @@ class StandInContext:
         self.calls.append(("shape", name))
         self.shapes[name] = shape
         if not self.engine.takes(self.profile, name, shape):
-            self.engine.logger.log(
-                Logger.ERROR, f"setInputShape: {name} {list(shape)} is not within profile {self.profile}"
-            )
+            message = f"setInputShape: {name} {list(shape)} is not within profile {self.profile}"
+            self.engine.logger.log(Logger.ERROR, message)
             return False
         return True
 
     def set_tensor_address(self, name: str, address: int) -> bool:
         self.calls.append(("address", name))
-        assert self.device.aligned(address), f"{name} is bound to memory that is not aligned to 256 bytes"
+        assert self.device.holds(address, aligned=256), f"{name} is bound to memory that is not aligned to 256 bytes"
         self.addresses[name] = address
         return True
 
@@ -238,15 +221,18 @@ class StandInEngine:
 
     def __init__(self, plan: Plan, logger: Any, device: StandInDevice) -> None:
         self.plan, self.logger, self.device = plan, logger, device
-        self._tensors = {tensor.name: tensor for tensor in (*plan.signature.inputs, *plan.signature.outputs)}
-        self._inputs = {tensor.name for tensor in plan.signature.inputs}
-        self.pairs = [(a.name, b.name) for a, b in zip(plan.signature.past, plan.signature.present, strict=True)]
+        signature = plan.bundle.manifest.signature
+        self._tensors = {tensor.name: tensor for tensor in (*signature.inputs, *signature.outputs)}
+        self._inputs = {tensor.name for tensor in signature.inputs}
+        self.pairs = [(a.name, b.name) for a, b in zip(signature.past, signature.present, strict=True)]
         self.num_optimization_profiles = plan.profiles
         self._names = [*self._tensors, *plan.changes.get("more", {})]
         self.num_io_tensors = len(self._names)
         options = ort.SessionOptions()
         options.intra_op_num_threads = 1
-        self._session = ort.InferenceSession(str(plan.model), options, providers=["CPUExecutionProvider"])
+        self._session = ort.InferenceSession(
+            str(plan.bundle.path / MODEL_FILE), options, providers=["CPUExecutionProvider"]
+        )
 
     def get_tensor_name(self, index: int) -> str:
         return self._names[index]
@@ -262,10 +248,9 @@ class StandInEngine:
 
     def get_tensor_shape(self, name: str) -> tuple[int, ...]:
         capacity = self.plan.record.capacity
-        shape = (
-            capacity if size == "S" else -1 if isinstance(size, str) else size for size in self._tensors[name].shape
-        )
-        return self._changed("shape", name, tuple(shape))
+        sizes = self._tensors[name].shape
+        shape = tuple(capacity if size == "S" else -1 if isinstance(size, str) else size for size in sizes)
+        return self._changed("shape", name, shape)
 
     def get_aliased_input_tensor(self, name: str) -> str | None:
         return self._changed("alias", name, {present: past for past, present in self.pairs}.get(name))
@@ -283,15 +268,15 @@ class StandInEngine:
 
     def takes(self, profile: int, name: str, shape: tuple[int, ...]) -> bool:
         """Whether a shape is within a profile."""
-        record = self.plan.record
+        record, vocab_size = self.plan.record, self.plan.bundle.manifest.signature.vocab_size
         rows = (record.step_rows, record.prefill_rows)[profile]
-        wanted = record.step_rows if profile == 0 else logit_rows(record.prefill_rows, self.plan.signature.vocab_size)
+        wanted = record.step_rows if profile == 0 else logit_rows(record.prefill_rows, vocab_size)
         most = {"B": record.requests, "T": rows, "R": wanted, "A": record.capacity}
+        least = {**dict.fromkeys(most, 1), "S": record.capacity}
+        most["S"] = record.capacity
         expected = self._tensors[name].shape
         return len(shape) == len(expected) and all(
-            1 <= got <= most[size]
-            if isinstance(size, str) and size in most
-            else got == (record.capacity if size == "S" else size)
+            least[size] <= got <= most[size] if isinstance(size, str) else got == size
             for got, size in zip(shape, expected, strict=True)
         )
 
@@ -345,35 +330,21 @@ def api_of(plan: Plan, device: StandInDevice) -> Any:
     return api
 
 
-def record_for(
-    bundle: Bundle, capacity: int, requests: int, step_rows: int = 64, prompt_rows: int = 512
-) -> EngineRecord:
-    """The manifest's record of an engine of this bundle."""
-    return EngineRecord("a" * 64, 1, (), "tensorrt-rtx", "9.9.9", "sm89", capacity, requests, step_rows, prompt_rows)
-
-
-def plan_of(
-    path: Path, capacity: int, requests: int = 1, step_rows: int = 64, prompt_rows: int = 512
-) -> tuple[Bundle, Plan]:
+def plan_of(path: Path, capacity: int = 1024, requests: int = 1, step_rows: int = 64, prompt_rows: int = 512) -> Plan:
     """The plan of a bundle's engine."""
-    bundle = open_bundle(path)
-    record = record_for(bundle, capacity, requests, step_rows, prompt_rows)
-    return bundle, Plan(path / MODEL_FILE, bundle.manifest.signature, record)
+    record = EngineRecord("a" * 64, 1, (), "tensorrt-rtx", "9.9.9", "sm89", capacity, requests, step_rows, prompt_rows)
+    return Plan(open_bundle(path), record)
 
 
-def opened(bundle: Bundle, plan: Plan, device: StandInDevice, requests: int = 1, graphs: bool = True) -> TensorRtEngine:
-    """The engine of a plan, opened as on a GPU."""
-    return opened_with(api_of(plan, device), bundle, plan, device, requests, graphs)
-
-
-def opened_with(
-    api: Any, bundle: Bundle, plan: Plan, device: StandInDevice, requests: int = 1, graphs: bool = True
+def opened(
+    plan: Plan, device: StandInDevice | None = None, requests: int = 1, graphs: bool = True, api: Any = None
 ) -> TensorRtEngine:
-    """The engine of a plan, opened by a library that may have opened others."""
+    """The engine of a plan, opened as on a GPU, by a library that may have opened others."""
+    device = device or StandInDevice()
     engine_options = EngineOptions(plan.record.capacity, requests, graphs=graphs)
     serialized = json.dumps({"engine": plan.record.target}).encode()
     named = Named("stand-in.engine", plan.record)
-    return deserialized(api, serialized, named, bundle, engine_options, device, "stand-in")
+    return deserialized(api or api_of(plan, device), serialized, named, plan.bundle, engine_options, device, "stand-in")
 
 
 def batch_of_rows(rows: int) -> Batch:

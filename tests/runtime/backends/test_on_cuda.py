@@ -5,8 +5,11 @@ from __future__ import annotations
 import gc
 import json
 import shutil
+import threading
 import weakref
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,14 +18,14 @@ import onnxruntime as ort
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
 from spaceport.exporter.bundle_files import write_manifest
 from spaceport.exporter.selection_graph import write_selection
 from spaceport.graphs.contract.faults import MissingDependency
 from spaceport.graphs.contract.manifest import MANIFEST_FILE, SELECTION_FILE
 from spaceport.graphs.contract.signature import PRECISIONS, Precision, visible_length
-from spaceport.runtime.backends import on_cuda, open_engine, require_device, require_module
+from spaceport.runtime.backends import captured, on_cuda, open_engine
+from spaceport.runtime.backends.captured import Captured
 from spaceport.runtime.backends.device import Gpu, no_gpu
 from spaceport.runtime.backends.engine_options import EngineOptions
 from spaceport.runtime.backends.on_device import PLAIN, DeviceEngine, Graphs
@@ -33,7 +36,6 @@ from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import NO_MOVES, Batch, Engine, EngineFault
 from spaceport.runtime.sampling.sampler import Sampling
 from spaceport.runtime.scheduling.capacity import capacity_for
-from spaceport.runtime.selection import SelectedRows
 from spaceport.runtime.session import Runtime
 from support.forking_bundle import forking_copy
 from support.paths import TINY
@@ -93,32 +95,16 @@ def test_texts_are_those_of_the_plain_engine(kind: str, request: pytest.FixtureR
     assert session.plain > 10
 
 
-class CountingDevice:
-    """Counts the calls of an engine that select tokens, and those that do not."""
-
-    def __init__(self, engine: DeviceEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.selected = self.whole = 0
-        select, run = engine.select, engine.run
-
-        def count_select(batch: Batch) -> list[SelectedRows]:
-            self.selected += 1
-            return select(batch)
-
-        def count_run(batch: Batch) -> NDArray[np.float32]:
-            self.whole += 1
-            return run(batch)
-
-        monkeypatch.setattr(engine, "select", count_select)
-        monkeypatch.setattr(engine, "run", count_run)
-
-
 def test_texts_are_the_same_with_selected_tokens_with_logits_and_in_turns(
     forking_bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A request that needs logits has them, and the others in its calls have them too."""
     bundle = open_bundle(forking_bundle)
     engine, _ = device_engine(bundle)
-    counted = CountingDevice(engine, monkeypatch)
+    calls: Counter[str] = Counter()
+    for name in ("select", "run"):
+        call = getattr(engine, name)
+        monkeypatch.setattr(engine, name, lambda batch, call=call, name=name: calls.update([name]) or call(batch))
     greedy = [Decoding(max_tokens=40, mask_slots=slots, trace=slots == 5) for slots in (5, 3, 0)]
     others = [Decoding(max_tokens=12, logprobs=2), Decoding(max_tokens=25, sampling=Sampling(temperature=1.0, seed=3))]
     with (
@@ -127,20 +113,20 @@ def test_texts_are_the_same_with_selected_tokens_with_logits_and_in_turns(
     ):
         for asked in ([(PROMPTS[0], one)] for one in greedy):
             assert texts(selecting, asked) == texts(whole, asked)
-        assert counted.selected > 20
-        assert counted.whole == 0
+        assert calls["select"] > 20
+        assert calls["run"] == 0
         mixed = [(PROMPTS[number % 3], one) for number, one in enumerate((*greedy, *others))]
         assert texts(selecting, mixed) == texts(whole, mixed)
-        assert counted.whole > 10
-        before = counted.whole
+        assert calls["run"] > 10
+        before = calls["run"]
         assert texts(selecting, [(PROMPTS[1], greedy[0])]) == texts(whole, [(PROMPTS[1], greedy[0])])
-        assert counted.whole == before
+        assert calls["run"] == before
 
 
-def test_a_bundle_without_a_selection_graph_runs_by_its_logits(tiny_bundle: Path, tmp_path: Path) -> None:
+def test_a_bundle_without_a_selection_graph_runs_by_its_logits(tiny_bundle: Path) -> None:
     bundle = open_bundle(tiny_bundle)
-    files = {name: record for name, record in bundle.manifest.files.items() if name != SELECTION_FILE}
-    assert SELECTION_FILE in bundle.manifest.files
+    files = dict(bundle.manifest.files)
+    del files[SELECTION_FILE]
     older = replace(bundle, manifest=replace(bundle.manifest, files=files))
     assert open_selection(older, ["CPUExecutionProvider"]) is None
     engine, _ = device_engine(older)
@@ -244,16 +230,37 @@ def test_rows_of_a_scatter_engine_never_move(tiny_bundle: Path) -> None:
         engine.move(0, [(np.array([3]), np.array([1]))])
 
 
-def test_a_closed_engine_runs_nothing_and_holds_no_memory(tiny_bundle: Path) -> None:
+def test_an_engine_holds_no_memory_and_no_thread_when_it_is_closed_or_let_go_of(tiny_bundle: Path) -> None:
+    before = {*threading.enumerate()}
     engine, session = device_engine(open_bundle(tiny_bundle))
     engine.run(one_row(engine, 0))
+    (thread,) = {thread for thread in threading.enumerate() if thread.name.startswith("spaceport-graphs")} - before
     weights, buffers = weakref.ref(session._session), weakref.ref(engine._kv)
     del session
     engine.close()
     gc.collect()
     assert (weights(), buffers()) == (None, None)
+    assert not thread.is_alive()
     with pytest.raises(EngineFault, match="the engine is closed"):
         engine.run(one_row(engine, 0))
+    left, session = device_engine(open_bundle(tiny_bundle))  # which nobody closes
+    left.run(one_row(left, 0))
+    weights = weakref.ref(session._session)
+    del left, session
+    gc.collect()
+    assert weights() is None
+
+
+def test_what_one_os_thread_captured_is_played_for_all(tiny_bundle: Path) -> None:
+    engine, session = device_engine(open_bundle(tiny_bundle))
+    step = one_row(engine, 0)
+    found = [engine.run(step).copy() for _ in range(6)]
+    for _ in range(3):
+        with ThreadPoolExecutor(1) as other:
+            found.append(other.submit(engine.run, step).result().copy())
+    assert len(session.captured) == 1
+    assert session.replays == 9 - 3 - 1
+    assert all(np.array_equal(logits, found[0]) for logits in found)
 
 
 def test_calls_of_few_rows_that_come_again_get_a_graph_each() -> None:
@@ -267,6 +274,66 @@ def test_calls_of_few_rows_that_come_again_get_a_graph_each() -> None:
     assert [wide.number(0, CallShape(1, 128, 128, 1)) for _ in range(9)] == [PLAIN] * 9
     assert graphs.options(1, step).get_run_config_entry("gpu_graph_id") == "1"
     assert graphs.options(0, other).get_run_config_entry("gpu_graph_id") == "-1"
+
+
+class Board:
+    """What was done, and how."""
+
+    def __init__(self, most: int = 3) -> None:
+        self.done: list[str] = []
+        self.captures: list[str] = []
+        self.prepared: list[str] = []
+        self._noting: list[str] | None = None
+        self.captured = Captured(self._capture, most)
+
+    def play(self, key: str) -> None:
+        self.captured.play(key, lambda: self._do(key), lambda: self.prepared.append(key))
+
+    def _do(self, key: str) -> None:
+        assert self._noting is None or self.done[-1] == key, "what is captured has just been done plainly"
+        (self.done if self._noting is None else self._noting).append(key)
+
+    def _capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        self._noting = []
+        work()
+        noted, self._noting = self._noting, None
+        self.captures += noted
+        return lambda: self.done.extend(noted)
+
+
+@given(keys=st.lists(st.sampled_from("abcde"), max_size=40))
+def test_what_is_played_is_done_in_its_order(keys: list[str]) -> None:
+    board = Board()
+    for key in keys:
+        board.play(key)
+        assert board.done[-1] == key
+    assert board.done == keys
+    assert len(board.captured) <= 3
+
+
+def test_the_second_time_a_call_is_captured_and_from_then_on_played() -> None:
+    board = Board()
+    for _ in range(5):
+        board.play("a")
+    assert (board.captures, board.prepared, board.done) == (["a"], ["a", "a"], ["a"] * 5)
+
+
+def test_the_least_recently_used_graph_goes_first() -> None:
+    board = Board(most=2)
+    for key in "aabbaccb":
+        board.play(key)
+    assert board.captures == ["a", "b", "c", "b"]
+    board.play("c")
+    assert board.captures == ["a", "b", "c", "b"]
+
+
+def test_calls_that_never_come_again_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(captured, "_MOST_SEEN", 20)
+    board = Board()
+    for number in range(30):
+        board.play(str(number))
+    assert len(board.captured._seen) <= 21
+    assert not board.captures
 
 
 def test_nodes_on_the_cpu_are_named(tiny_bundle: Path) -> None:
@@ -312,47 +379,7 @@ def test_a_full_gpu_is_distinguished_from_a_broken_graph(said: str, expected: bo
 
 def test_the_error_of_a_full_gpu_names_weights_and_buffers(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(on_cuda, "gpu", lambda: Gpu("NVIDIA Test", "sm89", 24 * 10**9))
-    message = on_cuda.out_of_memory(open_bundle(tiny_bundle), EngineOptions(10**6, 8))
-    assert message == (
+    assert on_cuda.out_of_memory(open_bundle(tiny_bundle), EngineOptions(10**6, 8)) == (
         "0.0 GB of weights and 6.1 GB of KV buffers (8 requests of 1000000 slots) do not fit into the 24.0 GB of the NVIDIA "
         "Test: lower max_seq_len or max_requests"
     )
-
-
-@pytest.fixture
-def gpu_bundle(tiny_bundle: Path) -> Bundle:
-    """A bundle for a machine with a GPU and an onnxruntime that runs on it; elsewhere the test is skipped."""
-    try:
-        require_device("onnxruntime-cuda")
-        require_module("onnxruntime-cuda")
-    except RuntimeError as reason:
-        pytest.skip(str(reason))
-    return open_bundle(tiny_bundle)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("graphs", [True, False])
-def test_completions_on_a_gpu_are_those_on_the_cpu(gpu_bundle: Bundle, graphs: bool) -> None:
-    at = options_of(gpu_bundle)
-    engine = open_engine(gpu_bundle, "onnxruntime-cuda", EngineOptions(at.capacity, at.requests, graphs=graphs))
-    assert engine.notes == ()
-    assert engine.device.startswith("cuda:0 (NVIDIA ")
-    asked = [(PROMPTS[number % 3], Decoding(max_tokens=60, mask_slots=number)) for number in range(5)]
-    with (
-        Runtime(gpu_bundle, engine, LENGTH) as ours,
-        Runtime(gpu_bundle, open_engine(gpu_bundle, "onnxruntime", at), LENGTH) as plain,
-    ):
-        for _ in range(2):  # the second time captured graphs are replayed
-            assert texts(ours, asked) == texts(plain, asked)
-
-
-@pytest.mark.gpu
-def test_a_request_that_is_cleared_on_a_gpu_holds_zeros(gpu_bundle: Bundle) -> None:
-    engine = open_engine(gpu_bundle, "onnxruntime-cuda", options_of(gpu_bundle))
-    assert isinstance(engine, DeviceEngine)
-    clean = engine.run(one_row(engine, 1)).copy()
-    size = engine._kv.tensor_size_in_bytes()
-    engine._kv.update_inplace(np.full(size, 0xFF, np.uint8))  # not a number in any type
-    assert np.isnan(engine.run(one_row(engine, 1))).all()
-    engine.clear(1)
-    assert np.allclose(engine.run(one_row(engine, 1)), clean, atol=1e-5)

@@ -1,28 +1,34 @@
-"""TensorRT: its engines generate what ONNX Runtime generates; settings are made once, and buffers updated in place."""
+"""TensorRT: its engines generate what ONNX Runtime generates, keep to what is bound once, and fail with their reasons."""
 
 from __future__ import annotations
 
+import gc
 import hashlib
-from collections.abc import Iterator
+import json
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 
+from spaceport.graphs.contract.signature import Signature
 from spaceport.runtime import Decoding, Runtime, Sampling
-from spaceport.runtime.backends import open_engine
+from spaceport.runtime.backends import MissingBackend, open_engine, require_module, require_torch
 from spaceport.runtime.backends.engine_options import EngineOptions
-from spaceport.runtime.backends.on_tensorrt import PROMPTS, STEPS
+from spaceport.runtime.backends.on_tensorrt import STEPS, copy_slots
+from spaceport.runtime.backends.on_torch import TorchEngine
 from spaceport.runtime.backends.timing import measure
 from spaceport.runtime.bundle import BundleError
 from spaceport.runtime.engine import NO_MOVES, Batch, EngineFault
 from spaceport.runtime.scheduling.capacity import capacity_for
-from spaceport.tools.demo.prompts import prompts_of
-from support.exported import exported_once
-from support.paths import DEMO
+from support.forking_bundle import forking_copy
+from support.paths import TINY
 from support.stand_in_tensorrt import (
     Kind,
     Location,
@@ -30,30 +36,15 @@ from support.stand_in_tensorrt import (
     Specialization,
     StandInContext,
     StandInDevice,
+    api_of,
     batch_of_rows,
     opened,
     plan_of,
 )
 
 LENGTH = 320
-PROMPTS_OF_TINY = ("The harbour was quiet when", "a b c d e f g h", "In the morning the")
-
-
-@pytest.fixture(scope="session")
-def demo_append(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return exported_once(tmp_path_factory, "append", DEMO)
-
-
-@contextmanager
-def runtime_of(path: Path, requests: int = 1, graphs: bool = True) -> Iterator[tuple[Runtime, StandInDevice]]:
-    """A runtime over a stand-in engine with capacity for one request more than needed."""
-    device = StandInDevice()
-    bundle, plan = plan_of(path, 0)
-    bundle, plan = plan_of(path, capacity_for(bundle.manifest, LENGTH), requests + 1)
-    with Runtime(bundle, opened(bundle, plan, device, requests, graphs), LENGTH) as runtime:
-        yield runtime, device
-
-
+TEXTS = ("The harbour was quiet when", "a b c d e f g h", "In the morning the")
+SCANNER: str = json.loads((TINY / "prompts.json").read_text("utf-8"))["end of json/scanner.py"]  # it has many lines
 DECODINGS = (
     Decoding(max_tokens=48, mask_slots=0),
     Decoding(max_tokens=48),
@@ -62,13 +53,39 @@ DECODINGS = (
 )
 
 
+@pytest.fixture
+def plan(tiny_append_bundle: Path) -> Plan:
+    return plan_of(tiny_append_bundle)
+
+
+@pytest.fixture
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where this machine keeps what it knows of engines."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    return tmp_path / "state"
+
+
+@contextmanager
+def runtime_of(path: Path, requests: int = 1, graphs: bool = True) -> Iterator[tuple[Runtime, StandInDevice]]:
+    """A runtime over a stand-in engine with capacity for one request more than needed."""
+    device, plan = StandInDevice(), plan_of(path)
+    capacity = capacity_for(plan.bundle.manifest, LENGTH)
+    plan.record = replace(plan.record, capacity=capacity, requests=requests + 1)
+    with Runtime(plan.bundle, opened(plan, device, requests, graphs), LENGTH) as runtime:
+        yield runtime, device
+
+
+def contexts(engine: Any) -> list[StandInContext]:
+    return [context.run for context in engine._contexts]
+
+
 @pytest.mark.parametrize("graphs", [True, False])
 def test_an_engine_writes_what_onnx_runtime_writes(graphs: bool, tiny_append_bundle: Path) -> None:
     with (
         Runtime.open(tiny_append_bundle, max_seq_len=LENGTH, threads=1, step_costs="standard") as plain,
         runtime_of(tiny_append_bundle, graphs=graphs) as (runtime, device),
     ):
-        for prompt in PROMPTS_OF_TINY:
+        for prompt in TEXTS:
             for decoding in DECODINGS:
                 expected, got = plain.generate(prompt, decoding), runtime.generate(prompt, decoding)
                 assert got.tokens == expected.tokens
@@ -76,12 +93,39 @@ def test_an_engine_writes_what_onnx_runtime_writes(graphs: bool, tiny_append_bun
         assert (device.captured > 3 and device.replayed > 2 * device.captured) == graphs
 
 
+def test_forked_threads_are_those_of_onnx_runtime(tiny_append_bundle: Path, tmp_path: Path) -> None:
+    bundle = forking_copy(tiny_append_bundle, tmp_path / "bundle")
+    with (
+        Runtime.open(bundle, max_seq_len=LENGTH, threads=1, step_costs="standard") as plain,
+        runtime_of(bundle) as (runtime, _),
+    ):
+        for decoding in (Decoding(max_tokens=40), Decoding(max_tokens=40, mask_slots=0)):
+            expected, got = plain.generate(SCANNER, decoding), runtime.generate(SCANNER, decoding)
+            assert [thread.tokens for thread in got.threads] == [thread.tokens for thread in expected.threads]
+            assert len(got.threads) > 1
+
+
+def test_texts_beside_each_other_are_those_alone(tiny_append_bundle: Path) -> None:
+    """Calls over ranges of requests, with idle ones between, of different widths."""
+    with (
+        runtime_of(tiny_append_bundle) as (alone, _),
+        runtime_of(tiny_append_bundle, requests=3) as (together, device),
+    ):
+        decodings = [Decoding(max_tokens=10 + 12 * number) for number in range(5)]
+        prompts = [TEXTS[number % 3] * (1 + 3 * number) for number in range(5)]
+        streams = [together.stream(p, d) for p, d in zip(prompts, decodings, strict=True)]
+        got = [stream.completion().tokens for stream in streams]
+        assert got == [alone.generate(p, d).tokens for p, d in zip(prompts, decodings, strict=True)]
+        assert {ran["input_ids"][0] for ran in contexts(together.engine)[STEPS].ran} >= {1, 3}
+        assert device.replayed
+
+
 @pytest.mark.parametrize("graphs", [True, False])
 def test_any_call_gives_the_logits_of_onnx_runtime(graphs: bool, tiny_append_bundle: Path) -> None:
     """The same shapes again and again, of one request or two, so that graphs are played for the range they were made of."""
-    bundle, plan = plan_of(tiny_append_bundle, 1024, 3)
-    engine = opened(bundle, plan, StandInDevice(), 3, graphs)
-    plain = open_engine(bundle, "onnxruntime", EngineOptions(1024, 3))
+    plan = plan_of(tiny_append_bundle, 1024, 3)
+    engine = opened(plan, requests=3, graphs=graphs)
+    plain = open_engine(plan.bundle, "onnxruntime", EngineOptions(1024, 3))
     dice = np.random.default_rng(0)
     held = np.zeros((3, 1024), np.bool_)
     for number in range(24):
@@ -96,65 +140,54 @@ def chain_of(
     rows: int, first: int, count: int, height: int, held: NDArray[np.bool_], dice: np.random.Generator
 ) -> Batch:
     """Rows behind whatever each request has written before, which differs from request to request."""
-    addresses_of = np.tile(np.arange(height, height + rows), (count, 1))
+    slots = np.tile(np.arange(height, height + rows), (count, 1))
     held[first : first + count, height:] = False
     mask = np.repeat(held[first : first + count, None, None, :192], rows, axis=2)
     mask[:, 0, :, height : height + rows] = np.tri(rows, dtype=np.bool_)
     held[first : first + count, height : height + rows] = True
     ids = dice.integers(8, 400, (count, rows))
-    return Batch(first, ids, addresses_of, addresses_of, mask, np.tile(np.arange(rows), (count, 1)))
+    return Batch(first, ids, slots, slots, mask, np.tile(np.arange(rows), (count, 1)))
 
 
-def test_forked_threads_are_those_of_onnx_runtime(demo_append: Path) -> None:
-    prompt = prompts_of(DEMO)["fullmatch"]
-    with (
-        Runtime.open(demo_append, max_seq_len=LENGTH, threads=1) as plain,
-        runtime_of(demo_append) as (runtime, _),
-    ):
-        for decoding in (Decoding(max_tokens=160), Decoding(max_tokens=160, mask_slots=0)):
-            expected, got = plain.generate(prompt, decoding), runtime.generate(prompt, decoding)
-            assert [thread.tokens for thread in got.threads] == [thread.tokens for thread in expected.threads]
-            assert len(got.threads) > 1
+@pytest.mark.parametrize("target", [0, 1, 2])
+def test_all_slots_are_read_before_any_is_copied(target: int) -> None:
+    slots = np.array([2, 0, 7, 1])
+    engine = TorchEngine(lambda: (), Signature(2, 3, 4, 50, "float32", "append"), 9, 3, "cpu")
+    engine._kv[:] = torch.arange(engine._kv.numel()).reshape(engine._kv.shape)
+    before, buffers = engine._kv.clone(), engine._kv.clone()
+    engine.copy(0, target, slots)
+    copy_slots(buffers, 0, target, slots)
+    assert torch.equal(engine._kv, buffers)
+    assert torch.equal(buffers[:, target, :, :4], before[:, 0][:, :, slots])
+    assert torch.equal(buffers[:, target, :, 4:], before[:, target, :, 4:])
+    untouched = [request for request in range(3) if request != target]
+    assert torch.equal(buffers[:, untouched], before[:, untouched])
 
 
-def test_texts_beside_each_other_are_those_alone(tiny_append_bundle: Path) -> None:
-    """Calls over ranges of requests, with idle ones between, of different widths."""
-    with (
-        runtime_of(tiny_append_bundle) as (alone, _),
-        runtime_of(tiny_append_bundle, requests=3) as (together, device),
-    ):
-        decodings = [Decoding(max_tokens=10 + 12 * number) for number in range(5)]
-        prompts = [PROMPTS_OF_TINY[number % 3] * (1 + 3 * number) for number in range(5)]
-        streams = [together.stream(p, d) for p, d in zip(prompts, decodings, strict=True)]
-        got = [stream.completion().tokens for stream in streams]
-        assert got == [alone.generate(p, d).tokens for p, d in zip(prompts, decodings, strict=True)]
-        shapes = [ran["input_ids"] for ran in contexts(together)[STEPS].ran]
-        assert {shape[0] for shape in shapes} >= {1, 3}
-        assert device.replayed
-
-
-def test_buffers_are_bound_once(tiny_append_bundle: Path) -> None:
-    with runtime_of(tiny_append_bundle) as (runtime, _):
-        for length in (3, 140):
-            runtime.generate(list(range(10, 10 + length)), Decoding(max_tokens=64))
-        for context in contexts(runtime):
-            past = [name for what, name in context.calls if what == "address" and name.startswith("past")]
-            assert sorted(past) == sorted(tensor.name for tensor in runtime.engine.signature.past)
-        assert max(ran["input_ids"][1] for ran in contexts(runtime)[STEPS].ran) <= 64
-
-
-def test_prompts_have_a_profile_of_their_own(tiny_append_bundle: Path) -> None:
+def test_buffers_are_bound_once_and_prompts_have_a_profile_of_their_own(tiny_append_bundle: Path) -> None:
     with runtime_of(tiny_append_bundle) as (runtime, device):
         runtime.generate(list(range(10, 140)), Decoding(max_tokens=2))
-        assert [ran["input_ids"][1] for ran in contexts(runtime)[PROMPTS].ran] == [192]
-        assert all(ran["logit_rows"][1] == 1 for ran in contexts(runtime)[PROMPTS].ran)
+        steps, prompts = contexts(runtime.engine)
+        assert [ran["input_ids"][1] for ran in prompts.ran] == [192]
+        assert prompts.ran[0]["logit_rows"][1] == 1
         assert device.captured == 0
+        for length in (3, 140):
+            runtime.generate(list(range(10, 10 + length)), Decoding(max_tokens=64))
+        for context in (steps, prompts):
+            past = [name for what, name in context.calls if what == "address" and name.startswith("past")]
+            assert sorted(past) == sorted(tensor.name for tensor in runtime.engine.signature.past)
+        assert max(ran["input_ids"][1] for ran in steps.ran) <= 64
 
 
-def test_what_was_spoilt_is_cleared(tiny_append_bundle: Path) -> None:
+def test_only_the_slots_of_a_request_are_cleared_and_nothing_moves_where_nothing_has_to(
+    tiny_append_bundle: Path,
+) -> None:
     with runtime_of(tiny_append_bundle, requests=2) as (runtime, device):
         expected = runtime.generate("The harbour", Decoding(max_tokens=20)).tokens
         buffers = next(tensor for tensor in device.memory if tensor.dim() == 5)
+        before = buffers.clone()
+        runtime.engine.move(0, [NO_MOVES])
+        assert (buffers == before).all()
         buffers[:, 0] = float("nan")
         buffers[:, 1] = 7.0
         runtime.engine.clear(0)
@@ -163,90 +196,54 @@ def test_what_was_spoilt_is_cleared(tiny_append_bundle: Path) -> None:
         assert runtime.generate("The harbour", Decoding(max_tokens=20)).tokens == expected
 
 
-def test_a_step_that_fails_tells_what_the_library_says(tiny_append_bundle: Path) -> None:
-    bundle, plan = plan_of(tiny_append_bundle, 1024)
-    plan.fails = True
-    with (
-        Runtime(bundle, opened(bundle, plan, StandInDevice()), LENGTH) as runtime,
-        pytest.raises(
-            EngineFault,
-            match=r"tensorrt-rtx failed in a step of shape \(B 1, T \d+, A 64, R \d+\): enqueueV3: the GPU has caught fire",
-        ),
-    ):
-        runtime.generate("The harbour")
-
-
-def test_a_closed_engine_says_so(tiny_append_bundle: Path) -> None:
-    with runtime_of(tiny_append_bundle) as (runtime, _):
-        engine: Any = runtime.engine
-        batch = batch_of_rows(1)
-    engine.close()
-    with pytest.raises(EngineFault, match="tensorrt-rtx: the engine is closed"):
-        engine.run(batch)
-
-
-def test_an_engine_is_timed_in_the_profile_of_steps(tiny_append_bundle: Path) -> None:
-    bundle, plan = plan_of(tiny_append_bundle, 1024)
+def test_an_engine_is_timed_in_the_profile_of_steps(plan: Plan) -> None:
     device = StandInDevice()
-    engine = opened(bundle, plan, device)
+    engine = opened(plan, device)
     assert dict(measure(engine).single)[1] > 0
-    steps, prompts = contexts_of(engine)
+    steps, prompts = contexts(engine)
     assert {ran["input_ids"] for ran in steps.ran} >= {(1, 1), (1, 16), (1, 36), (1, 64)}
     assert not prompts.ran
     assert device.captured == len({(ran["input_ids"], ran["attention_mask"]) for ran in steps.ran})
 
 
-def test_what_is_compiled_is_found_again(tiny_append_bundle: Path, state: Path) -> None:
-    bundle, plan = plan_of(tiny_append_bundle, 1024)
-    with Runtime(bundle, opened(bundle, plan, StandInDevice()), LENGTH) as runtime:
-        steps, prompts = (context.config for context in contexts(runtime))
-        assert steps is not None
-        assert prompts is not None
-        assert steps.cache is prompts.cache
+def kernels(engine: Any) -> tuple[Any, Any]:
+    """The configurations of the two contexts, which have one cache of kernels."""
+    steps, prompts = (context.config for context in contexts(engine))
+    assert steps is not None
+    assert prompts is not None
+    assert steps.cache is prompts.cache
+    return steps, prompts
+
+
+def test_what_is_compiled_is_found_again(plan: Plan, state: Path) -> None:
+    with Runtime(plan.bundle, opened(plan), LENGTH) as runtime:
+        steps, prompts = kernels(runtime.engine)
         assert steps.dynamic_shapes_kernel_specialization_strategy is Specialization.EAGER  # it is captured
         assert prompts.dynamic_shapes_kernel_specialization_strategy is Specialization.LAZY
-        assert steps.cache is not None
         assert steps.cache.content == b""
         runtime.generate("The harbour", Decoding(max_tokens=5))
         content = steps.cache.content
     (file,) = (state / "spaceport" / "kernels").iterdir()
     assert file.read_bytes() == hashlib.sha256(content).digest() + content
-    engine = opened(bundle, plan, StandInDevice())
-    again = contexts_of(engine)[0].config
-    assert again is not None
-    assert again.cache is not None
-    assert again.cache.content == content
+    again = opened(plan)
+    assert kernels(again)[0].cache.content == content
     file.write_bytes(b"of another driver")
-    engine = opened(bundle, plan, StandInDevice(), graphs=False)
-    fresh = contexts_of(engine)[0].config
-    assert fresh is not None
-    assert fresh.cache is not None
-    assert fresh.cache.content == b""
-    assert fresh.dynamic_shapes_kernel_specialization_strategy is Specialization.LAZY
+    again = opened(plan, graphs=False)
+    steps, _ = kernels(again)
+    assert steps.cache.content == b""
+    assert steps.dynamic_shapes_kernel_specialization_strategy is Specialization.LAZY
 
 
-def test_where_nothing_can_be_kept_nothing_fails(tiny_append_bundle: Path, state: Path) -> None:
-    (state / "spaceport").parent.mkdir(parents=True, exist_ok=True)
-    (state / "spaceport").write_text("a file in the way")
-    bundle, plan = plan_of(tiny_append_bundle, 1024)
-    with Runtime(bundle, opened(bundle, plan, StandInDevice()), LENGTH) as runtime:
+@pytest.mark.parametrize("compiles", [True, False])
+def test_where_nothing_can_be_kept_or_is_compiled_nothing_fails(plan: Plan, state: Path, compiles: bool) -> None:
+    plan.compiles = compiles  # TensorRT itself compiles nothing while it runs
+    if compiles:
+        state.mkdir()
+        (state / "spaceport").write_text("a file in the way")
+    with Runtime(plan.bundle, opened(plan), LENGTH) as runtime:
+        assert all((context.config is not None) == compiles for context in contexts(runtime.engine))
         runtime.generate("The harbour", Decoding(max_tokens=5))
-
-
-def test_tensorrt_itself_compiles_nothing_while_it_runs(tiny_append_bundle: Path, state: Path) -> None:
-    bundle, plan = plan_of(tiny_append_bundle, 1024)
-    plan.compiles = False
-    with Runtime(bundle, opened(bundle, plan, StandInDevice()), LENGTH) as runtime:
-        assert all(context.config is None for context in contexts(runtime))
-        runtime.generate("The harbour", Decoding(max_tokens=5))
-    assert not state.exists()
-
-
-@pytest.fixture
-def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where this machine keeps what it knows of engines."""
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    return tmp_path / "state"
+    assert state.exists() == compiles
 
 
 WRONG: list[tuple[str, str, Any, str]] = [
@@ -263,52 +260,96 @@ WRONG: list[tuple[str, str, Any, str]] = [
 
 @pytest.mark.parametrize(("what", "name", "instead", "message"), WRONG, ids=[f"{w[0]} {w[1]}" for w in WRONG])
 def test_an_engine_that_breaks_the_contract_is_refused(
-    what: str, name: str, instead: Any, message: str, tiny_append_bundle: Path
+    what: str, name: str, instead: Any, message: str, plan: Plan
 ) -> None:
-    bundle, plan = plan_of(tiny_append_bundle, 1024)
     plan.changes = {what: {name: instead}}
     with pytest.raises(BundleError, match=rf"stand-in.engine: {message}.*build it again"):
-        opened(bundle, plan, StandInDevice())
+        opened(plan)
 
 
-def test_an_engine_with_one_profile_is_refused(tiny_append_bundle: Path) -> None:
-    bundle, plan = plan_of(tiny_append_bundle, 1024)
-    plan.profiles = 1
+class Refusing(StandInDevice):
+    """A GPU that captures nothing."""
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+
+
+def test_every_failure_has_its_kind_and_the_words_of_the_library(plan: Plan) -> None:
+    def broken(**changes: Any) -> Plan:
+        return replace(plan, **changes)
+
     with pytest.raises(BundleError, match="it has 1 profiles, 2 are expected"):
-        opened(bundle, plan, StandInDevice())
-
-
-def test_an_engine_that_does_not_open_tells_the_reason(tiny_append_bundle: Path) -> None:
-    bundle, plan = plan_of(tiny_append_bundle, 1024)
-    plan.opens = False
+        opened(broken(profiles=1))
     with pytest.raises(BundleError, match="does not open: the engine plan file is not compatible: build it again"):
-        opened(bundle, plan, StandInDevice())
+        opened(broken(opens=False))
+    with pytest.raises(EngineFault, match="opens no context for profile 0: setOptimizationProfileAsync: no"):
+        opened(broken(switches=False))
+    refusing = opened(plan, Refusing())
+    refusing.run(batch_of_rows(1))
+    with pytest.raises(EngineFault, match=r"cannot be captured as a CUDA graph \(CUDA error: operation not permitted"):
+        refusing.run(batch_of_rows(1))
+    narrow = replace(plan.record, step_rows=4, prefill_rows=8)
+    message = r"takes no input_ids of shape \[1, 16\]: setInputShape: .* not within profile 1"
+    with pytest.raises(EngineFault, match=message):
+        opened(broken(record=narrow)).run(batch_of_rows(16))
+    shape = r"tensorrt-rtx failed in a step of shape \(B 1, T 1, A 64, R 1\): enqueueV3: the GPU has caught fire"
+    with pytest.raises(EngineFault, match=shape):
+        opened(broken(fails=True)).run(batch_of_rows(1))
 
 
-def test_nothing_moves_where_nothing_has_to(tiny_append_bundle: Path) -> None:
-    with runtime_of(tiny_append_bundle) as (runtime, device):
-        buffers = next(tensor for tensor in device.memory if tensor.dim() == 5)
-        before = buffers.clone()
-        runtime.engine.move(0, [NO_MOVES])
-        assert (buffers == before).all()
+@pytest.mark.parametrize(
+    "said",
+    [
+        "[defaultAllocator.cpp::allocate::31] Error Code 1: Cuda Runtime (out of memory)",
+        "[executionContext.cpp::ExecutionContext::470] Error Code 2: OutOfMemory (no further information)",
+    ],
+)
+def test_a_full_gpu_is_distinguished_from_a_broken_engine(said: str, plan: Plan) -> None:
+    plan.opens, plan.why_not = False, said
+    api = api_of(plan, StandInDevice())
+    with pytest.raises(MemoryError):
+        opened(plan, api=api)
+    plan.why_not = "the engine plan file is not compatible"
+    with pytest.raises(BundleError, match="does not open: the engine plan file is not compatible"):
+        opened(plan, api=api)
 
 
-def contexts(runtime: Runtime) -> list[StandInContext]:
-    return contexts_of(runtime.engine)
+def test_each_of_several_engines_reports_its_own_failure(plan: Plan) -> None:
+    """The library knows the logger of the first one only, and may send it messages when that one is closed."""
+    device = StandInDevice()
+    api = api_of(plan, device)
+    one, other = (opened(plan, device, api=api) for _ in range(2))
+    one.close()
+    del one
+    gc.collect()
+    plan.fails = True
+    for engine in (other, opened(plan, device, api=api)):
+        with pytest.raises(EngineFault, match="enqueueV3: the GPU has caught fire"):
+            engine.run(batch_of_rows(1))
 
 
-def contexts_of(engine: Any) -> list[StandInContext]:
-    return [context.run for context in engine._contexts]
+def test_a_closed_engine_runs_nothing_and_holds_no_memory(plan: Plan) -> None:
+    device = StandInDevice()
+    engine: Any = opened(plan, device)
+    for _ in range(3):
+        engine.run(batch_of_rows(1))
+    weights = weakref.ref(engine._engine)
+    engine.close()
+    gc.collect()
+    assert weights() is None
+    assert (device.waited, device.given_back) == (4, 1)
+    held = [value for value in vars(engine).values() if isinstance(value, torch.Tensor)]
+    assert len(held) > 3
+    assert not any(tensor.untyped_storage().nbytes() for tensor in held)
+    assert not engine._block.memory.size
+    with pytest.raises(EngineFault, match="tensorrt-rtx: the engine is closed"):
+        engine.run(batch_of_rows(1))
 
 
-def test_the_stand_in_refuses_what_lies_outside_a_profile(tiny_append_bundle: Path) -> None:
-    """So that the tests above would fail if an engine were fed with what its profile does not take."""
-    bundle, plan = plan_of(tiny_append_bundle, 1024, step_rows=4, prompt_rows=8)
-    engine: Any = opened(bundle, plan, StandInDevice())
-    stood: Plan = plan
-    assert stood.record.prefill_rows == 8
-    batch = batch_of_rows(16)
-    with pytest.raises(
-        EngineFault, match=r"takes no input_ids of shape \[1, 16\]: setInputShape: .* not within profile 1"
-    ):
-        engine.run(batch)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="torch has CUDA here")
+def test_a_torch_without_cuda_raises_before_an_engine_is_opened() -> None:
+    with pytest.raises(MissingBackend, match=r"backend tensorrt keeps its buffers in torch, and torch .* has no CUDA"):
+        require_torch("tensorrt", "pip install it")
+    pytest.importorskip("tensorrt_rtx")
+    with pytest.raises(MissingBackend, match="backend tensorrt-rtx keeps its buffers in torch"):
+        require_module("tensorrt-rtx")

@@ -14,7 +14,7 @@ from spaceport.graphs.contract.exactness import tolerated_noise, unmeasured
 from spaceport.graphs.contract.signature import Signature
 from spaceport.runtime.backends.probe import probe
 from spaceport.runtime.decoding import Decoding
-from spaceport.runtime.engine import CPU_COSTS, Batch, Costs, Engine, Moves
+from spaceport.runtime.engine import CPU_COSTS, Batch, Costs, Moves
 from spaceport.runtime.session import Runtime
 from support.hash_engine import Language
 from support.hash_runtime import hash_runtime
@@ -89,17 +89,12 @@ def test_logits_that_depend_on_the_number_of_rows_allow_no_drafts(width: int) ->
     assert (found.drafts, found.parallel_threads) == ("none", False)
     assert str(found) == "not exact (noise 1e-04 with the number of rows): no drafts unless they are requested"
     assert probe(SlotEngine(width=width), 1e-3).drafts == "tree"
-
-
-def test_an_engine_that_returns_no_numbers_drafts_nothing() -> None:
-    assert probe(SlotEngine(width=9, factor=float("nan")), FLOAT).drafts == "none"
-    assert probe(SlotEngine(width=1, factor=float("nan")), FLOAT).drafts == "none"
+    assert probe(SlotEngine(width=width, factor=float("nan")), FLOAT).drafts == "none"
 
 
 @pytest.mark.parametrize(("capacity", "rows", "widths"), [(64, 4, (2, 3)), (8, 64, (2, 3)), (2, 64, ()), (64, 1, ())])
 def test_a_small_engine_is_probed_within_its_limits(capacity: int, rows: int, widths: tuple[int, ...]) -> None:
-    engine = SlotEngine(capacity=capacity, rows=rows)
-    assert probe(engine, FLOAT).widths == widths
+    assert probe(SlotEngine(capacity=capacity, rows=rows), FLOAT).widths == widths
 
 
 def test_a_slow_engine_is_probed_with_few_calls() -> None:
@@ -133,12 +128,5 @@ def test_default_drafts_of_a_model_are_those_that_its_measured_noise_allows(
         found, manifest = runtime.exactness, runtime.bundle.manifest
     assert found.tolerated == tolerated_noise(manifest)
     assert len(found.widths) >= 2
-    assert (
-        found.rows <= found.tolerated
-    )  # their kernels compute a row in the same way in every call, on every CPU so far
+    assert found.rows <= found.tolerated  # kernels compute a row in the same way in every call, on every CPU so far
     assert found.drafts == ("tree" if manifest.activations == "float" else "chain")
-
-
-def protocol(engine: SlotEngine) -> Engine:
-    """Type check: the fake engine has the methods of one."""
-    return engine

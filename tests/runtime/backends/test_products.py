@@ -1,13 +1,33 @@
-"""Products: each bundle format's product is computed with the right kernel, and rows that depend on others are found."""
+"""Products: formats are computed by the right kernels, exactly where that is promised, and other CPUs are refused."""
 
 from __future__ import annotations
 
+import os
+import platform
 from itertools import count
+from pathlib import Path
 
 import numpy as np
+import onnxruntime as ort
 import pytest
 
+from spaceport.runtime.backends import integer_kernels, on_onnxruntime
+from spaceport.runtime.backends.cpus import instruction_sets
+from spaceport.runtime.backends.integer_kernels import EXACT_SETTING, INPUTS, OUTPUTS, WEIGHT
 from spaceport.runtime.backends.products import PRODUCTS, ROWS, Cost, Product, measure, noise, open_product
+from spaceport.runtime.backends.small_model import ORT_DOMAIN, model, node
+from spaceport.runtime.bundle import BundleError
+from spaceport.runtime.session import Runtime
+
+
+def test_a_model_is_written_as_onnx_runtime_reads_it() -> None:
+    product = node("MatMulNBits", ("a", "w", "s"), "y", domain=ORT_DOMAIN, K=32, N=300, bits=4, block_size=16)
+    tensors = {"w": np.full((300, 2, 8), 0x99, np.uint8), "s": np.full(600, 0.5, np.float32)}
+    content = model([product], tensors, ("a", np.float32, 32), ("y", np.float32, 300))
+    session = ort.InferenceSession(content, providers=["CPUExecutionProvider"])
+    (found,) = session.run(None, {"a": np.ones((2, 32), np.float32)})
+    assert found.tolist() == [[32 * 0.5] * 300] * 2
+    assert [(value.name, value.shape) for value in session.get_inputs()] == [("a", ["rows", 32])]
 
 
 def test_all_formats_are_timed_and_their_rows_compared() -> None:
@@ -17,11 +37,7 @@ def test_all_formats_are_timed_and_their_rows_compared() -> None:
     assert {cost.milliseconds for cost in found} == {(1e3,) * len(ROWS)}
     # blocks of 16 and integer products are bit-identical on every x86 CPU so far
     assert {cost.format for cost in found if cost.noise} <= {"float32", "float16"}
-
-
-def test_the_guarantee_of_a_product_is_put_into_words() -> None:
-    assert Cost("a", (), 0.0).rows == "bit-identical"
-    assert Cost("a", (), 3.21e-7).rows == "change by 3e-07"
+    assert [Cost("a", (), noise).rows for noise in (0.0, 3.21e-7)] == ["bit-identical", "change by 3e-07"]
 
 
 @pytest.mark.parametrize("product", PRODUCTS, ids=lambda product: product.format)
@@ -42,3 +58,62 @@ def test_a_product_whose_rows_depend_on_their_number_is_noticed(width: int) -> N
 
     rows = np.random.default_rng(0).standard_normal((36, 8), np.float32)
     assert noise(Session(), rows) == pytest.approx(1e-6, rel=0.2)  # type: ignore[arg-type]
+
+
+def has_vnni() -> bool | None:
+    """Whether the CPU's flags name 8-bit dot products; None if they do not describe the CPU that kernels see."""
+    if "LD_PRELOAD" in os.environ or platform.machine() != "x86_64":
+        return None
+    return not {"avx512_vnni", "avx_vnni"}.isdisjoint(instruction_sets())
+
+
+def exact_setting(options: ort.SessionOptions) -> bool:
+    """Whether session options choose the kernels that are exact everywhere."""
+    try:
+        return bool(options.get_session_config_entry(EXACT_SETTING[0]) == EXACT_SETTING[1])
+    except RuntimeError:
+        return False
+
+
+def test_products_of_int8_bundles_are_exact_here() -> None:
+    """The usual kernels are exact on CPUs with VNNI; on others, sessions have the setting with which they are."""
+    exact = integer_kernels.is_exact(setting=False)
+    options = on_onnxruntime.session_options(1, "int8", "int8x2")
+    content = integer_kernels._largest_products()
+    session = ort.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+    assert has_vnni() is exact or has_vnni() is None
+    assert exact_setting(options) is not exact
+    for rows in (1, 2, 9, 33):
+        (found,) = session.run(None, {"a": np.full((rows, INPUTS), 255, np.uint8)})
+        assert found.tolist() == [[255.0 * WEIGHT * INPUTS] * OUTPUTS] * rows
+
+
+@pytest.mark.parametrize("usual", [True, False])
+def test_the_slower_kernels_are_exact_too_and_chosen_only_where_the_usual_ones_are_not(
+    usual: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert integer_kernels.is_exact(setting=True)
+    monkeypatch.setattr(on_onnxruntime, "is_exact", lambda setting: usual or setting)
+    assert exact_setting(on_onnxruntime.session_options(1, "int8", "int8x2")) is not usual
+
+
+def test_products_that_are_cut_off_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Saturating:
+        def __init__(self, *given: object, **named: object) -> None: ...
+
+        def run(self, outputs: None, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
+            exact = np.full((len(feeds["a"]), OUTPUTS), 255.0 * WEIGHT * INPUTS, np.float32)
+            return [np.minimum(exact, 32767.0 * INPUTS / 2)]
+
+    integer_kernels.is_exact.cache_clear()
+    monkeypatch.setattr(integer_kernels.ort, "InferenceSession", Saturating)
+    assert not integer_kernels.is_exact(setting=False)
+    integer_kernels.is_exact.cache_clear()
+
+
+def test_a_bundle_is_refused_where_products_are_not_exact(
+    tiny_int8_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(on_onnxruntime, "is_exact", lambda setting: False)
+    with pytest.raises(BundleError, match=r"cuts sums of 8-bit products off on this CPU.*--weights int4"):
+        Runtime.open(tiny_int8_bundle)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from spaceport.graphs.contract.signature import LOWERINGS, Lowering, Signature, visible_length
 from spaceport.runtime.backends.staging import Block, CallShape, Limits, end_of, filled_up, ranges_of, shape_of
@@ -82,9 +83,7 @@ def test_a_call_is_found_in_its_block_and_nothing_else_is_seen(
         assert count == shape.requests
 
 
-def check_slots(
-    lowering: Lowering, batch: Batch, slots: np.ndarray[tuple[int, ...], np.dtype[np.int64]], shape: CallShape
-) -> None:
+def check_slots(lowering: Lowering, batch: Batch, slots: NDArray[np.int64], shape: CallShape) -> None:
     rows = batch.input_ids.shape[1]
     if lowering == "scatter":
         assert np.array_equal(slots[:, :rows], batch.slot_ids)
@@ -97,35 +96,20 @@ def check_slots(
     assert (slots[idle, 0] == CAPACITY - shape.rows).all()
 
 
+def batch_of(rows: int, visible: int, first: int = 0) -> Batch:
+    ids = np.zeros((1, rows), np.int64)
+    return Batch(0, ids, ids, first + np.arange(rows)[None], np.ones((1, 1, rows, visible), np.bool_), ids[:, :1])
+
+
 def test_a_run_is_filled_up_only_as_far_as_the_buffer_goes() -> None:
-    batch = Batch(
-        first=0,
-        input_ids=np.zeros((1, 10), np.int64),
-        position_ids=np.zeros((1, 10), np.int64),
-        slot_ids=np.arange(CAPACITY - 11, CAPACITY - 1)[None],
-        attention_mask=np.ones((1, 1, 10, CAPACITY), np.bool_),
-        logit_rows=np.zeros((1, 1), np.int64),
-    )
+    batch = batch_of(10, CAPACITY, CAPACITY - 11)
     assert filled_up(batch, signature("append"), LIMITS) == CallShape(1, 11, CAPACITY, 1)
     assert filled_up(batch, signature("scatter"), LIMITS) == CallShape(1, 12, CAPACITY, 1)
 
 
-@pytest.mark.parametrize(
-    ("rows", "filled"), [(1, 1), (3, 4), (7, 9), (17, 20), (36, 36), (37, 48), (65, 128), (200, 256), (512, 512)]
-)
-def test_rows_come_in_few_sizes(rows: int, filled: int) -> None:
-    batch = batch_of(rows, 64)
-    assert filled_up(batch, signature("scatter"), LIMITS).rows == filled
-
-
-@pytest.mark.parametrize(
-    ("visible", "filled"),
-    [(64, 64), (320, 320), (448, 448), (576, 640), (704, 768), (832, 896), (960, 1024), (1024, 1024)],
-)
-def test_visible_lengths_come_in_few_sizes_at_most_a_quarter_longer(visible: int, filled: int) -> None:
-    assert filled_up(batch_of(1, visible), signature("scatter"), LIMITS).visible == filled
-
-
-def batch_of(rows: int, visible: int) -> Batch:
-    ids = np.zeros((1, rows), np.int64)
-    return Batch(0, ids, ids, ids, np.ones((1, 1, rows, visible), np.bool_), ids[:, :1])
+def test_rows_and_visible_lengths_come_in_few_sizes() -> None:
+    """Visible lengths are at most a quarter longer."""
+    filled = {1: 1, 3: 4, 7: 9, 17: 20, 36: 36, 37: 48, 65: 128, 200: 256, 512: 512}
+    assert filled == {rows: filled_up(batch_of(rows, 64), signature("scatter"), LIMITS).rows for rows in filled}
+    filled = {64: 64, 320: 320, 448: 448, 576: 640, 704: 768, 832: 896, 960: 1024, 1024: 1024}
+    assert filled == {length: filled_up(batch_of(1, length), signature("scatter"), LIMITS).visible for length in filled}

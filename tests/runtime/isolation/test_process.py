@@ -1,17 +1,20 @@
-"""Process: a job that takes too long ends soon, disturbs no later one, and leaves no process behind."""
+"""Process: a job that takes too long ends soon, disturbs no later one and leaves no process; others wait in order."""
 
 from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from threading import Semaphore
+from time import monotonic, sleep
 from typing import Any
 
 import pytest
 
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.isolation.pool import HelperPool
-from spaceport.runtime.isolation.process import HelperProcess, JobFailed
+from spaceport.runtime.isolation.process import DeadlinePassed, HelperProcess, JobFailed
 from spaceport.runtime.sampling.choice import greedy
 from spaceport.runtime.sampling.grammar import Grammar, is_simple
 from spaceport.runtime.sampling.grammar_compiler import GrammarCompiler
@@ -34,20 +37,24 @@ def helper() -> Iterator[HelperPool]:
     started.close()
 
 
-def rendered(helper: HelperProcess) -> object:
-    return helper.run("render", source=GREETING, special_tokens={}, messages=HELLO, ask=True)
+def rendered(helper: HelperProcess | HelperPool, source: str = GREETING, deadline: float | None = None) -> object:
+    return helper.run("render", deadline, source=source, special_tokens={}, messages=HELLO, ask=True)
 
 
+POWER = "{{ 10 ** (10 ** 8) }}"
 HANGING = {
-    "large power": "{{ 10 ** (10 ** 8) }}",
+    "large power": POWER,
     "recursive macro": "{% macro f(n) %}{{ f(n + 1) }}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}",
     "lipsum": "{{ lipsum(n=1000000) }}",
     "long text": "{{ 'x' * 10 ** 9 }}",
     "text that doubles": "{% set n = namespace(t='x') %}{% for i in range(60) %}{% set n.t = n.t ~ n.t %}{% endfor %}{{ n.t }}",
 }
+RARE = ("lipsum", "long text")
 
 
-@pytest.mark.parametrize("name", HANGING)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.nightly if name in RARE else ()) for name in HANGING]
+)
 def test_a_template_that_takes_long_fails_alone(helper: HelperPool, name: str) -> None:
     template = ChatTemplate(HANGING[name], {}, helper)
     assert not template.harmless
@@ -65,15 +72,18 @@ def test_a_template_renders_the_same_in_the_helper(helper: HelperPool) -> None:
     assert there == ChatTemplate(template, {"bos_token": "<s>"}).render(messages) == "<s>[é😀\n][</s>]"
 
 
-def test_errors_of_a_template_are_the_same_in_the_helper(helper: HelperPool) -> None:
-    template = "{{ 1 * 2 }}{{ raise_exception('no') }}"
-    with pytest.raises(TemplateError, match=r"^chat template: TemplateError: no$"):
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ 1 * 2 }}{{ raise_exception('no') }}", r"^chat template: TemplateError: no$"),
+        ("{{ 'x' * 300000 }}", "rendered more than 2621"),  # 256 KiB
+    ],
+)
+def test_errors_of_a_template_are_those_without_the_helper(helper: HelperPool, template: str, message: str) -> None:
+    with pytest.raises(TemplateError, match=message):
         ChatTemplate(template, {}, helper).render(HELLO)
-
-
-def test_a_template_adds_at_most_256_kib(helper: HelperPool) -> None:
-    with pytest.raises(TemplateError, match="rendered more than 2621"):
-        ChatTemplate("{{ 'x' * 300000 }}", {}, helper).render(HELLO)
+    with pytest.raises(JobFailed, match="unheard"):
+        helper.run("unheard")
 
 
 def test_thirty_schemas_that_all_hold_are_refused(helper: HelperPool) -> None:
@@ -108,31 +118,113 @@ def test_a_compiled_grammar_is_reused() -> None:
     assert one.start is not other.start  # their states are independent
 
 
-def test_the_helper_inherits_no_sockets_and_leaves_no_process() -> None:
+def test_the_helper_inherits_no_sockets_starts_again_when_it_was_killed_and_leaves_no_process() -> None:
     helper = HelperProcess()
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         listening.set_inheritable(True)
         assert rendered(helper) == "2Hello"
         assert helper._process is not None
-        process = helper._process.pid
-        links = [str(entry.readlink()) for entry in Path(f"/proc/{process}/fd").iterdir()]
+        links = [str(entry.readlink()) for entry in Path(f"/proc/{helper._process.pid}/fd").iterdir()]
         assert not [link for link in links if link.startswith("socket")]
+    helper._process.kill()
+    helper._process.wait()
+    assert rendered(helper) == "2Hello"
+    process = helper._process.pid
     helper.close()
     assert not Path(f"/proc/{process}").exists()
     helper.close()
 
 
-def test_a_helper_that_was_killed_is_started_again() -> None:
-    helper = HelperProcess()
-    assert rendered(helper) == "2Hello"
-    assert helper._process is not None
-    helper._process.kill()
-    helper._process.wait()
-    assert rendered(helper) == "2Hello"
-    helper.close()
+def test_a_job_ends_at_its_deadline_or_with_the_pool() -> None:
+    pool = HelperPool(processes=1, cpu_seconds=30)
+    with pytest.raises(DeadlinePassed):
+        rendered(pool, POWER, monotonic() + 0.01)  # while the process starts
+    assert rendered(pool) == "2Hello"
+    with pytest.raises(DeadlinePassed, match="before it ended"):
+        rendered(pool, POWER, monotonic() + 0.1)
+    assert rendered(pool) == "2Hello"
+    with ThreadPoolExecutor(1) as callers:
+        found = callers.submit(rendered, pool, POWER)
+        sleep(0.1)
+        pool.close()
+        with pytest.raises(JobFailed, match="the runtime is closed"):
+            found.result(10)
 
 
-def test_an_unknown_job_is_an_error(helper: HelperPool) -> None:
-    with pytest.raises(JobFailed, match="unheard"):
-        helper.run("unheard")
+class Jobs:
+    """Stands for helper processes: each job waits until the test lets it end."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun: list[str] = []
+        self.leave = Semaphore(0)
+        self.changed = Semaphore(0)
+        monkeypatch.setattr(HelperProcess, "run", self._run)
+
+    def _run(self, job: str, deadline: float | None = None, **_: object) -> str:
+        self.begun.append(job)
+        self.changed.release()
+        assert self.leave.acquire(timeout=60)
+        if job == "bad":
+            raise JobFailed("bad")
+        return job
+
+    def wait(self) -> None:
+        assert self.changed.acquire(timeout=60)
+
+
+@pytest.fixture
+def jobs(monkeypatch: pytest.MonkeyPatch) -> Jobs:
+    return Jobs(monkeypatch)
+
+
+def waiting(pool: HelperPool, count: int) -> None:
+    while len(pool._waiting) < count:
+        sleep(0.001)
+
+
+def test_two_jobs_run_at_a_time_and_the_others_follow_in_order(jobs: Jobs) -> None:
+    pool = HelperPool(processes=2)
+    with ThreadPoolExecutor(8) as callers:
+        found: list[Future[object]] = []
+        for number, name in enumerate(("a", "bad", "c", "d", "e")):
+            found.append(callers.submit(pool.run, name))
+            if number < 2:
+                jobs.wait()
+            waiting(pool, max(0, number - 1))
+        assert jobs.begun == ["a", "bad"]
+        for expected in (["a", "bad", "c"], ["a", "bad", "c", "d"], ["a", "bad", "c", "d", "e"]):
+            jobs.leave.release()
+            jobs.wait()
+            assert jobs.begun == expected
+        jobs.leave.release(9)
+        assert [str(each.exception() or each.result()) for each in found] == ["a", "bad", "c", "d", "e"]
+    assert len(pool._idle) == 2
+
+
+def test_waiting_counts_towards_the_deadline(jobs: Jobs) -> None:
+    pool = HelperPool(processes=1)
+    with ThreadPoolExecutor(1) as callers:
+        first = callers.submit(pool.run, "a")
+        jobs.wait()
+        with pytest.raises(DeadlinePassed, match="before it began"):
+            pool.run("b", monotonic() + 0.01)
+        jobs.leave.release(2)
+        assert first.result(60) == "a"
+        assert pool.run("c", monotonic() + 60) == "c"
+    assert jobs.begun == ["a", "c"]
+
+
+def test_closing_ends_jobs_that_wait(jobs: Jobs) -> None:
+    pool = HelperPool(processes=1)
+    with ThreadPoolExecutor(2) as callers:
+        callers.submit(pool.run, "a")
+        jobs.wait()
+        second = callers.submit(pool.run, "b")
+        waiting(pool, 1)
+        pool.close()
+        with pytest.raises(JobFailed, match="the runtime is closed"):
+            second.result(60)
+        jobs.leave.release()
+    with pytest.raises(JobFailed, match="the runtime is closed"):
+        pool.run("c")

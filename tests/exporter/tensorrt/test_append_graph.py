@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -20,7 +22,6 @@ from spaceport.exporter.tensorrt.append_graph import UnbuildableGraph, append_gr
 from spaceport.exporter.tensorrt.decomposed_attention import UnexpectedAttention, attention_nodes, decompose_attention
 from spaceport.exporter.tensorrt.profiles import Shapes, profiles
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.graphs.contract.signature import Signature
 from support.append_bundle import POSITIONS, VOCAB, Attending
 
 PATH = Path("bundle/model.onnx")
@@ -39,106 +40,100 @@ def test_the_capacity_is_set_in_memory_and_the_file_is_unchanged(tmp_path: Path)
     assert (tmp_path / "bundle" / "model.onnx").read_bytes() == before
 
 
-def _rename(graph: GraphProto) -> None:
-    graph.input[1].name = "positions"
+def dims(value: onnx.ValueInfoProto) -> Any:
+    return value.type.tensor_type.shape.dim
 
 
-def _swap(graph: GraphProto) -> None:
-    first, second = onnx.ValueInfoProto(), onnx.ValueInfoProto()
-    first.CopyFrom(graph.input[0])
-    second.CopyFrom(graph.input[1])
-    graph.input[0].CopyFrom(second)
-    graph.input[1].CopyFrom(first)
+def swap(graph: GraphProto) -> None:
+    values = [onnx.ValueInfoProto.FromString(graph.input[index].SerializeToString()) for index in (1, 0)]
+    for index, value in enumerate(values):
+        graph.input[index].CopyFrom(value)
 
 
-def _retype(graph: GraphProto) -> None:
-    graph.input[3].type.tensor_type.elem_type = onnx.TensorProto.FLOAT
-
-
-def _flatten(graph: GraphProto) -> None:
-    del graph.input[3].type.tensor_type.shape.dim[1]
-
-
-def _narrow(graph: GraphProto) -> None:
-    graph.input[0].type.tensor_type.shape.dim[0].dim_value = 1
-
-
-def _fix(graph: GraphProto) -> None:
+def fix(graph: GraphProto) -> None:
     fix_capacity(helper.make_model(graph), 64)
-    graph.input[5].type.tensor_type.shape.dim[2].dim_value = 64
+    dims(graph.input[5])[2].dim_value = 64
 
 
-def _add(graph: GraphProto) -> None:
-    graph.input.append(helper.make_tensor_value_info("token_type_ids", onnx.TensorProto.INT64, ["B", "T"]))
-
-
-def _drop(graph: GraphProto) -> None:
-    del graph.output[-1]
-
-
-def _cross(graph: GraphProto) -> None:
+def cross(graph: GraphProto) -> None:
     """Write keys to the buffer of values."""
-    (key,) = [node for node in graph.node if node.output[0] == "present.0.key"]
-    key.input[0] = "past_key_values.0.value"
+    writer_of_keys(graph).input[0] = "past_key_values.0.value"
 
 
-def _copy(graph: GraphProto) -> None:
-    (key,) = [node for node in graph.node if node.output[0] == "present.0.key"]
-    key.output[0] = "written"
+def copy(graph: GraphProto) -> None:
+    writer_of_keys(graph).output[0] = "written"
     graph.node.append(helper.make_node("Identity", ["written"], ["present.0.key"]))
 
 
-def _store_elsewhere(graph: GraphProto) -> None:
-    set_external_data(graph.initializer[0], "../weights.bin")
+def writer_of_keys(graph: GraphProto) -> onnx.NodeProto:
+    (node,) = [node for node in graph.node if node.output[0] == "present.0.key"]
+    return node
 
 
-def _store_a_constant_elsewhere(graph: GraphProto) -> None:
+def store_a_constant_elsewhere(graph: GraphProto) -> None:
     tensor = numpy_helper.from_array(np.zeros(4, np.float32), "zeros")
     set_external_data(tensor, "weights.bin")
     graph.node.append(helper.make_node("Constant", [], ["zeros"], value=tensor))
 
 
-SPOILS: dict[Callable[[GraphProto], None], str] = {
-    _rename: r"has the input positions int64 \[B, T\], the manifest says position_ids int64 \[B, T\]: export it again",
-    _swap: r"has the input position_ids int64 \[B, T\], the manifest says input_ids int64",
-    _retype: r"has the input attention_mask float32 \[B, 1, T, A\], the manifest says attention_mask bool",
-    _flatten: r"has the input attention_mask bool \[B, T, A\], the manifest says attention_mask bool \[B, 1, T, A\]",
-    _narrow: r"has the input input_ids int64 \[1, T\], the manifest says input_ids int64 \[B, T\]",
-    _fix: r"past_key_values.0.key float16 \[B, 2, 64, 16\], the manifest says .* \[B, 2, S, 16\]",
-    _add: r"has the input token_type_ids int64 \[B, T\], the manifest says \(none\): export it again",
-    _drop: r"has the output \(none\), the manifest says present.0.value",
-    _cross: r"present.0.key is not past_key_values.0.key updated by TensorScatter, .* --lowering append",
-    _copy: r"present.0.key is not past_key_values.0.key updated by TensorScatter",
-    _store_elsewhere: r"embedding is stored in '../weights.bin', expected model.onnx.data: export it again",
-    _store_a_constant_elsewhere: r"zeros is stored in 'weights.bin', expected model.onnx.data: export it again",
+TOKEN_TYPES = helper.make_tensor_value_info("token_type_ids", onnx.TensorProto.INT64, ["B", "T"])
+SPOILS: dict[str, tuple[Callable[[GraphProto], object], str]] = {
+    "renamed": (
+        lambda graph: setattr(graph.input[1], "name", "positions"),
+        r"has the input positions int64 \[B, T\], the manifest says position_ids int64 \[B, T\]: export it again",
+    ),
+    "swapped": (swap, r"has the input position_ids int64 \[B, T\], the manifest says input_ids int64"),
+    "of another type": (
+        lambda graph: setattr(graph.input[3].type.tensor_type, "elem_type", onnx.TensorProto.FLOAT),
+        r"has the input attention_mask float32 \[B, 1, T, A\], the manifest says attention_mask bool",
+    ),
+    "flat": (
+        lambda graph: dims(graph.input[3]).pop(1),
+        r"has the input attention_mask bool \[B, T, A\], the manifest says attention_mask bool \[B, 1, T, A\]",
+    ),
+    "narrow": (
+        lambda graph: setattr(dims(graph.input[0])[0], "dim_value", 1),
+        r"has the input input_ids int64 \[1, T\], the manifest says input_ids int64 \[B, T\]",
+    ),
+    "of one capacity": (fix, r"past_key_values.0.key float16 \[B, 2, 64, 16\], the manifest says .* \[B, 2, S, 16\]"),
+    "with one more": (
+        lambda graph: graph.input.append(TOKEN_TYPES),
+        r"has the input token_type_ids int64 \[B, T\], the manifest says \(none\): export it again",
+    ),
+    "with one less": (lambda graph: graph.output.pop(), r"has the output \(none\), the manifest says present.0.value"),
+    "crossed": (cross, r"present.0.key is not past_key_values.0.key updated by TensorScatter, .* --lowering append"),
+    "copied": (copy, r"present.0.key is not past_key_values.0.key updated by TensorScatter"),
+    "stored elsewhere": (
+        lambda graph: set_external_data(graph.initializer[0], "../weights.bin"),
+        r"embedding is stored in '../weights.bin', expected model.onnx.data: export it again",
+    ),
+    "with a constant stored elsewhere": (
+        store_a_constant_elsewhere,
+        r"zeros is stored in 'weights.bin', expected model.onnx.data: export it again",
+    ),
 }
 
 
-@pytest.mark.parametrize("spoil", SPOILS, ids=lambda spoil: spoil.__name__)
-def test_a_graph_that_does_not_match_the_signature_is_refused_with_the_difference(
-    spoil: Callable[[GraphProto], None],
-) -> None:
-    attending = Attending()
+@pytest.mark.parametrize("name", SPOILS)
+def test_a_graph_that_does_not_match_the_signature_is_refused_with_the_difference(name: str) -> None:
+    attending, (spoil, message) = Attending(), SPOILS[name]
     model = attending.model()
     check_graph(model, attending.signature, PATH)
     spoil(model.graph)
-    with pytest.raises(UnbuildableGraph, match=SPOILS[spoil]) as raised:
+    with pytest.raises(UnbuildableGraph, match=message) as raised:
         check_graph(model, attending.signature, PATH)
     assert str(raised.value).startswith(f"{PATH}: ")
 
 
-def test_an_invalid_or_missing_graph_file_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_no_append_graph_is_refused(tmp_path: Path) -> None:
     signature = Attending().signature
+    with pytest.raises(UnbuildableGraph, match=r"has the scatter lowering, .* export it again with --lowering append"):
+        append_graph(tmp_path, replace(signature, lowering="scatter"), 64)
     with pytest.raises(UnbuildableGraph, match=r"model\.onnx: cannot be read .*: export it again"):
         append_graph(tmp_path, signature, 64)
     (tmp_path / "model.onnx").write_bytes(b"\xff" * 50)
     with pytest.raises(UnbuildableGraph, match=r"model\.onnx: cannot be read .*: export it again"):
         append_graph(tmp_path, signature, 64)
-
-
-def test_a_scatter_graph_is_refused_before_it_is_read(tmp_path: Path) -> None:
-    with pytest.raises(UnbuildableGraph, match=r"has the scatter lowering, .* export it again with --lowering append"):
-        append_graph(tmp_path, Signature(1, 2, 16, VOCAB, "float16", "scatter"), 64)
 
 
 def outputs(
@@ -168,25 +163,17 @@ def outputs(
 
 @settings(max_examples=12)
 @given(
-    groups=st.sampled_from((1, 2, 3)),
-    kv_heads=st.sampled_from((1, 2)),
+    heads=st.tuples(st.sampled_from((1, 2, 3)), st.sampled_from((1, 2))),
     head_dim=st.sampled_from((6, 16)),
     softcap=st.sampled_from((0.0, 2.0)),
     scale=st.sampled_from((None, 0.7)),
-    visible=st.sampled_from((64, CAPACITY)),
-    rows=st.sampled_from((1, 5)),
+    shape=st.tuples(st.sampled_from((64, CAPACITY)), st.sampled_from((1, 5))),
     seed=st.integers(0, 99),
 )
 def test_decomposed_attention_equals_the_operator(
-    groups: int,
-    kv_heads: int,
-    head_dim: int,
-    softcap: float,
-    scale: float | None,
-    visible: int,
-    rows: int,
-    seed: int,
+    heads: tuple[int, int], head_dim: int, softcap: float, scale: float | None, shape: tuple[int, int], seed: int
 ) -> None:
+    (groups, kv_heads), (visible, rows) = heads, shape
     attending = Attending("float32", groups * kv_heads, kv_heads, head_dim, 2, softcap, scale)
     model = attending.model(seed)
     expected = outputs(model, attending, seed, visible, rows)

@@ -1,43 +1,55 @@
-"""Build: an engine is stored completely, named by everything it depends on, or the bundle stays unchanged."""
+"""Build: an engine is stored with its record and reused, or the bundle stays unchanged and the error says what to do."""
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
-import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
+import onnx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from onnx import helper
 
-from spaceport.exporter.tensorrt import to_tensorrt
+from spaceport.exporter.atomic_folder import TargetError
 from spaceport.exporter.tensorrt.append_graph import UnbuildableGraph, append_graph
 from spaceport.exporter.tensorrt.build import build_engine
-from spaceport.exporter.tensorrt.engines import ChangedBundle, engine_name, store_engine
+from spaceport.exporter.tensorrt.builder_monitor import BuildMessages, BuildProgress, logger_of
 from spaceport.exporter.tensorrt.profiles import Shapes
-from spaceport.exporter.tensorrt.to_tensorrt import BuildOptions, Library, build, open_library
-from spaceport.graphs.contract.faults import InputFault
-from spaceport.graphs.contract.manifest import ENGINES_FOLDER, MANIFEST_FILE, SCHEMA
+from spaceport.exporter.tensorrt.to_tensorrt import (
+    BuildFault,
+    BuildOptions,
+    Library,
+    build,
+    build_fault,
+    open_library,
+    read_cache,
+    target_of,
+)
+from spaceport.graphs.contract.faults import InputFault, OptionFault
+from spaceport.graphs.contract.manifest import ENGINES_FOLDER, MANIFEST_FILE, FileRecord
 from spaceport.runtime.backends import trust
+from spaceport.runtime.backends.device import no_gpu
 from spaceport.runtime.bundle import open_bundle
 from spaceport.tools.cli import run
-from spaceport.tools.cli.exit_codes import FAULT, OK
+from spaceport.tools.cli.exit_codes import FAULT, INPUT, MISSING, OK, USAGE
 from support.append_bundle import Attending
 from support.small_bundle import edit
 
 pytest.importorskip("tensorrt_rtx", reason="builds with TensorRT-RTX: pip install 'spaceport[tensorrt-rtx]'")
 
-PROGRAM = "from spaceport.tools.cli import main; main()"
 RECIPE = BuildOptions("sm89", Shapes(1024, 4, 64, 512))
+KNOWN = "sm75, sm80, sm86, sm89, sm120, sm121"
+AT = ("--target", "sm89")
 
 Capture = pytest.CaptureFixture[str]
 
@@ -67,14 +79,13 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_an_engine_is_stored_in_the_bundle_with_its_record(bundle: Path, capfd: Capture) -> None:
     before = contents(bundle)
     options = ["--max-requests", "3", "--max-seq-len", "300", "--max-step-rows", "36", "--prefill-rows", "256"]
-    assert run(["build", str(bundle), "--target", "sm89", *options]) == OK
+    assert run(["build", str(bundle), *AT, *options]) == OK
     manifest = open_bundle(bundle).manifest
     ((name, record),) = manifest.engines.items()
     plan = (bundle / ENGINES_FOLDER / name).read_bytes()
     assert (record.sha256, record.size) == (hashlib.sha256(plan).hexdigest(), len(plan))
     assert record.graph == (manifest.files["model.onnx"].sha256, manifest.files["model.onnx.data"].sha256)
-    assert (record.backend, record.target) == ("tensorrt-rtx", "sm89")
-    assert record.version == open_library().version
+    assert (record.backend, record.target, record.version) == ("tensorrt-rtx", "sm89", open_library().version)
     assert (record.capacity, record.requests, record.step_rows, record.prefill_rows) == (960, 3, 36, 256)
     assert (record.refittable, record.decomposed) == (False, 0)
     assert trust.built_here(record.sha256)
@@ -85,153 +96,62 @@ def test_an_engine_is_stored_in_the_bundle_with_its_record(bundle: Path, capfd: 
     assert output.startswith(f"{bundle}/engines/{name}: tensorrt-rtx {record.version}, ")
     assert "of activation memory" in output
     first, *rest = errors.splitlines()
-    assert first.startswith(f"building with tensorrt-rtx {record.version} for sm89: ")
     assert re.search(
-        "KB of KV cache for 3 requests of 960 slots, up to .* KB of logits; the build takes about 34.* MB of host memory",
+        rf"^building with tensorrt-rtx {record.version} for sm89: .* KB of KV cache for 3 requests of 960 slots, up to .* "
+        "KB of logits; the build takes about 34.* MB of host memory",
         first,
     )
     assert rest
     assert all("%" in line for line in rest), "no messages of the library itself"
 
 
-def test_an_existing_engine_with_the_same_options_is_reused(
+def test_an_engine_is_built_again_only_if_it_is_asked_for_untrusted_or_damaged(
     bundle: Path, capfd: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert run(["build", str(bundle), "--target", "sm89,sm89"]) == OK
+    def built(*options: str) -> tuple[str, str]:
+        assert run(["build", str(bundle), "--target", "sm89,sm89", *options]) == OK
+        output, errors = capfd.readouterr()
+        return output, errors
+
+    assert "building with" in built()[1]
     once = contents(bundle)
-    (once_named,) = open_bundle(bundle).manifest.engines
-    capfd.readouterr()
-    assert run(["build", str(bundle), "--target", "sm89"]) == OK
-    output, errors = capfd.readouterr()
+    output, errors = built()
     assert output.endswith(", exists already\n")
     assert errors == ""
     assert contents(bundle) == once
-    assert run(["build", str(bundle), "--target", "sm89", "--rebuild"]) == OK
-    assert "building with" in capfd.readouterr().err
-    assert run(["build", str(bundle), "--target", "sm89", "--max-requests", "2"]) == OK
-    assert "building with" in capfd.readouterr().err
-    assert run(["build", str(bundle), "--target", "sm89", "--json"]) == OK
-    (entry,) = json.loads(capfd.readouterr().out)["engines"]
-    assert (entry["built"], entry["name"], entry["activation"]) == (False, once_named, None)
+    (entry,) = json.loads(built("--json")[0])["engines"]
+    (name,) = open_bundle(bundle).manifest.engines
+    assert (entry["built"], entry["name"], entry["activation"]) == (False, name, None)
+    assert "building with" in built("--rebuild")[1]
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another machine's"))
-    assert run(["build", str(bundle), "--target", "sm89"]) == OK
-    stderr = capfd.readouterr().err
-    assert "building with" in stderr, "an engine that was built elsewhere is not trusted here"
-    assert "the existing engine was not built on this machine: building it again" in stderr
-    assert sorted(record.requests for record in open_bundle(bundle).manifest.engines.values()) == [2, 4]
+    errors = built()[1]
+    assert "building with" in errors
+    assert "the existing engine was not built on this machine: building it again" in errors
+    file = bundle / ENGINES_FOLDER / name
+    file.write_bytes(bytes(file.stat().st_size))
+    assert "building with" in built()[1]
+    assert "exists already" in built()[0]
 
 
-def test_a_damaged_or_untrusted_engine_is_built_again(bundle: Path, library: Library) -> None:
-    manifest = open_bundle(bundle).manifest
-    first = build_engine(bundle, manifest, library, RECIPE)
-    manifest = open_bundle(bundle).manifest
-    assert first.built
-    assert not build_engine(bundle, manifest, library, RECIPE).built
-    assert build_engine(bundle, manifest, library, RECIPE, reusable=lambda record: False).built
-    file = bundle / ENGINES_FOLDER / first.name
-    file.write_bytes(bytes(first.record.size))
-    assert build_engine(bundle, open_bundle(bundle).manifest, library, RECIPE).built
-    file.unlink()
-    assert build_engine(bundle, open_bundle(bundle).manifest, library, RECIPE).built
-
-
-def test_the_name_of_an_engine_depends_on_all_build_options(library: Library) -> None:
-    graph, newer = ("a" * 64, "b" * 64), to_tensorrt.Library("tensorrt-rtx", type("", (), {"__version__": "1.8"}))
-    shapes = RECIPE.shapes
-    names = [
-        engine_name(graph, 50, library, RECIPE),
-        engine_name(("a" * 64, "c" * 64), 50, library, RECIPE),
-        engine_name(graph, 50, newer, RECIPE),
-        engine_name(graph, 50, replace(library, flavour="tensorrt"), RECIPE),
-        engine_name(graph, 50, library, replace(RECIPE, target="sm80")),
-        *(
-            engine_name(graph, 50, library, replace(RECIPE, shapes=replace(shapes, **{part: value})))
-            for part, value in (("capacity", 1088), ("requests", 5), ("step_rows", 65), ("prompt_rows", 513))
-        ),
-        engine_name(graph, 50, library, replace(RECIPE, workspace=1 << 30)),
-        engine_name(graph, 50, library, replace(RECIPE, refittable=True)),
-        engine_name(graph, 50, library, replace(RECIPE, mask_slots=3)),
-    ]
-    assert len(set(names)) == len(names)
-    assert engine_name(graph, 50, library, RECIPE) == names[0]
-    assert names[0].startswith("sm89-")
-
-
-def test_engines_of_an_earlier_graph_are_removed(bundle: Path, library: Library) -> None:
-    stale = build_engine(bundle, open_bundle(bundle).manifest, library, RECIPE).name
-    other = build_engine(bundle, open_bundle(bundle).manifest, library, replace(RECIPE, target="sm80")).name
-    edit(bundle, lambda manifest: manifest["engines"][stale].update(graph=["d" * 64]))
-    (bundle / ENGINES_FOLDER / "sm75-0.engine.partial").write_bytes(b"of a killed build")
-    new = build_engine(bundle, open_bundle(bundle).manifest, library, replace(RECIPE, target="sm86")).name
-    assert set(open_bundle(bundle).manifest.engines) == {other, new}
-    assert {file.name for file in (bundle / ENGINES_FOLDER).iterdir()} == {other, new}
-
-
-def test_an_engine_of_the_old_graph_is_not_stored_after_a_new_export(
-    bundle: Path, library: Library, tmp_path: Path
-) -> None:
-    manifest = open_bundle(bundle).manifest
-    record = build_engine(bundle, manifest, library, RECIPE).record
-    shutil.rmtree(bundle)
-    Attending().write(bundle, seed=6)
-    before = contents(bundle)
-    with pytest.raises(ChangedBundle, match="its graph was replaced while the engine was built: build it again"):
-        store_engine(bundle, "sm89-0.engine", memoryview(b"plan"), record)
-    assert contents(bundle) == before
-
-
-def test_storing_an_engine_upgrades_a_manifest_of_the_first_schema(bundle: Path, library: Library) -> None:
-    def as_first(manifest: dict[str, Any]) -> None:
-        manifest["schema"] = 1
-        del manifest["engines"], manifest["weights"], manifest["activations"], manifest["embeddings"]
-
-    edit(bundle, as_first)
-    name = build_engine(bundle, open_bundle(bundle).manifest, library, RECIPE).name
-    manifest = open_bundle(bundle).manifest
-    assert manifest.schema == SCHEMA
-    assert list(manifest.engines) == [name]
-
-
-def test_two_concurrent_builds_are_both_in_the_manifest(bundle: Path) -> None:
-    command = [sys.executable, "-c", PROGRAM, "build", str(bundle), "--target"]
-    processes = [
-        subprocess.Popen([*command, target], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        for target in ("sm80", "sm89")
-    ]
-    for process in processes:
-        _, errors = process.communicate()
-        assert process.returncode == OK, errors
-    assert {record.target for record in open_bundle(bundle).manifest.engines.values()} == {"sm80", "sm89"}
-
-
-def test_storing_an_engine_waits_for_the_lock_on_the_bundle(bundle: Path, library: Library) -> None:
-    record = build_engine(bundle, open_bundle(bundle).manifest, library, RECIPE).record
-    folder = os.open(bundle, os.O_RDONLY)
-    fcntl.flock(folder, fcntl.LOCK_EX)
-    before = contents(bundle)
-    waiting = threading.Thread(target=store_engine, args=(bundle, "sm80-0.engine", memoryview(b"plan"), record))
-    waiting.start()
-    waiting.join(0.3)
-    assert waiting.is_alive()
-    assert contents(bundle) == before
-    os.close(folder)
-    waiting.join()
-    assert "sm80-0.engine" in open_bundle(bundle).manifest.engines
+def test_targets_may_be_in_capitals_and_repeated(capfd: Capture, bundle: Path) -> None:
+    options = ["--target", "SM80, sm89", "--target", "sm80", "--max-requests", "1"]
+    assert run(["build", str(bundle), *options]) == OK
+    output, errors = capfd.readouterr()
+    assert re.findall(r"engines/(sm\d+)-", output) == ["sm80", "sm89"]
+    assert "KV cache for 1 request of 1728 slots" in errors
 
 
 # argv: the maximum file size in bytes, arguments. Runs the program as on a full disk.
-ON_A_FULL_DISK = f"""
+ON_A_FULL_DISK = """
 import resource, signal, sys
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv.pop(1)), resource.RLIM_INFINITY))
-{PROGRAM}
+from spaceport.tools.cli import main; main()
 """
 
 
-@pytest.mark.parametrize("there", [False, True])
-def test_a_full_disk_leaves_the_bundle_unchanged(bundle: Path, library: Library, there: bool) -> None:
-    if there:
-        build_engine(bundle, open_bundle(bundle).manifest, library, RECIPE)
+def test_a_full_disk_leaves_the_bundle_with_an_engine_unchanged(bundle: Path, library: Library) -> None:
+    build_engine(bundle, open_bundle(bundle).manifest, library, RECIPE)
     before = contents(bundle)
     command = [sys.executable, "-c", ON_A_FULL_DISK, "1000000", "build", str(bundle), "--target", "sm80"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -244,51 +164,225 @@ def test_a_full_disk_leaves_the_bundle_unchanged(bundle: Path, library: Library,
     open_bundle(bundle)
 
 
-def test_an_interrupt_ends_a_build_and_leaves_the_bundle_unchanged(bundle: Path, library: Library) -> None:
-    before, reported = contents(bundle), []
+@pytest.mark.parametrize("interrupted", [True, False])
+def test_an_interrupt_or_a_fault_of_the_callback_ends_a_build_and_leaves_the_bundle_unchanged(
+    bundle: Path, library: Library, interrupted: bool
+) -> None:
+    before, reported = contents(bundle), list[float]()
 
-    def interrupt(done: float, phase: str) -> None:
+    def report(done: float, phase: str) -> None:
         reported.append(done)
-        if len(reported) == 20:
+        if interrupted and len(reported) == 20:
             signal.raise_signal(signal.SIGINT)
+        if not interrupted:
+            raise BrokenPipeError("the reader went away")
 
-    with pytest.raises(KeyboardInterrupt):
-        build_engine(bundle, open_bundle(bundle).manifest, library, RECIPE, on_progress=interrupt)
+    with pytest.raises(KeyboardInterrupt if interrupted else BrokenPipeError):
+        build_engine(bundle, open_bundle(bundle).manifest, library, RECIPE, on_progress=report)
     assert len(reported) < 50, "the builder stopped when it was cancelled"
     assert reported == sorted(reported)
     assert contents(bundle) == before
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_an_error_in_the_progress_callback_ends_the_build(bundle: Path, library: Library) -> None:
-    def fail(done: float, phase: str) -> None:
-        raise BrokenPipeError("the reader went away")
-
-    before = contents(bundle)
-    with pytest.raises(BrokenPipeError, match="the reader went away"):
-        build_engine(bundle, open_bundle(bundle).manifest, library, RECIPE, on_progress=fail)
-    assert contents(bundle) == before
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_read_only_bundle_is_refused_before_the_build(bundle: Path, library: Library) -> None:
-    manifest = open_bundle(bundle).manifest
-    bundle.chmod(0o500)
-    started: list[str] = []
+def test_a_folder_that_is_read_only_or_too_small_is_refused_before_the_build(
+    bundle: Path, library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest, started = open_bundle(bundle).manifest, list[str]()
+    vast = replace(manifest, files={**manifest.files, "model.onnx.data": FileRecord("a" * 64, 10**18)})
+    with pytest.raises(TargetError, match=r"MB free, the engine needs about 10000000000.. MB: free some space or choo"):
+        build_engine(bundle, vast, library, RECIPE, on_start=lambda: started.append("build"))
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
     with pytest.raises(InputFault, match="no permission to write in it: copy the bundle to a folder that is writable"):
         build_engine(bundle, manifest, library, RECIPE, on_start=lambda: started.append("build"))
     assert started == []
 
 
-def test_a_buffer_that_tensorrt_would_copy_is_refused(bundle: Path, library: Library) -> None:
+def copy_a_buffer(model: onnx.ModelProto) -> None:
     """The network that the library builds counts, not the graph."""
+    for node in model.graph.node:
+        for names in (node.input, node.output):
+            names[:] = ["written" if name == "present.0.key" else name for name in names]
+    model.graph.node.append(helper.make_node("Identity", ["written"], ["present.0.key"]))
+
+
+def rename_the_attention(model: onnx.ModelProto) -> None:
+    (node,) = [node for node in model.graph.node if node.op_type == "Attention"]
+    node.op_type = "Detention"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (copy_a_buffer, r"does not write present.0.key to the memory of past_key_values.0.key"),
+        (rename_the_attention, r"model.onnx: tensorrt-rtx .* cannot parse attention0 \(Detention\): .*expected"),
+        (None, "cannot parse"),
+    ],
+)
+def test_a_graph_that_cannot_be_built_is_named_in_one_line(
+    bundle: Path, library: Library, spoil: Callable[[onnx.ModelProto], None] | None, message: str
+) -> None:
     signature = Attending().signature
     model = append_graph(bundle, signature, 1024)
-    (writer,) = [node for node in model.graph.node if node.output[0] == "present.0.key"]
-    writer.output[0] = "written"
-    model.graph.node.append(helper.make_node("Identity", ["written"], ["present.0.key"]))
-    for node in model.graph.node:
-        for index, name in enumerate(node.input):
-            node.input[index] = "written" if name == "present.0.key" else name
-    with pytest.raises(UnbuildableGraph, match=r"does not write present.0.key to the memory of past_key_values.0.key"):
+    if spoil is None:
+        (bundle / "model.onnx.data").unlink()
+    else:
+        spoil(model)
+    with pytest.raises(UnbuildableGraph, match=message) as raised:
         build(library, model, bundle, signature, RECIPE)
+    assert "\n" not in str(raised.value)
+
+
+def refused(capfd: Capture, code: int, message: str, bundle: Path, *options: object) -> None:
+    """Verify that a build ends with this exit code and message, and changes nothing."""
+    before = contents(bundle)
+    assert run(["build", str(bundle), *map(str, options)]) == code
+    output, errors = capfd.readouterr()
+    assert output == ""
+    assert "Traceback" not in errors
+    assert re.search(message, errors.splitlines()[-1]), errors
+    assert contents(bundle) == before
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ("--target", "sm90"),
+            f"--target is sm90: .* cannot build for it; expected {KNOWN}, or current; TensorRT itself",
+        ),
+        (("--target", "sm89,"), "--target is 'sm89,': expected names separated by commas, such as sm80,sm89"),
+        ((*AT, "--target", "sm90"), "--target is sm90: "),
+        (("--target", "sm90", *AT), "--target is sm90: "),
+        ((*AT, "--max-requests", 0), "--max-requests is 0: expected 1 to 1024"),
+        ((*AT, "--max-seq-len", 1), "--max-seq-len is 1: expected 2 to 1024"),
+        ((*AT, "--max-seq-len", 1025), "--max-seq-len is 1025: expected 2 to 1024"),
+        ((*AT, "--max-seq-len", 300, "--max-slots", 200), "--max-slots is 200: expected at least --max-seq-len"),
+        ((*AT, "--prefill-rows", 9999), r"--prefill-rows is 9999: expected 128, .* to 1728, .*--max-seq-len"),
+        ((*AT, "--dtype", "bfloat16"), "the bundle's graph is float16: .* export the checkpoint again with --dtype bf"),
+        ((*AT, "--timing-cache", "times"), "--timing-cache has no effect with tensorrt-rtx, .*: leave it out"),
+        ((*AT, "--workspace", 1), "--workspace is 1 MB: tensorrt-rtx .* needs more; raise it, or leave"),
+    ],
+    ids=str,
+)
+def test_invalid_build_options_are_refused(
+    capfd: Capture, bundle: Path, options: tuple[object, ...], message: str
+) -> None:
+    refused(capfd, USAGE, message, bundle, *options)
+
+
+@pytest.mark.skipif(no_gpu() is None, reason="there is a GPU here")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ((), f"--target current: .*(driver|GPU).*; expected {KNOWN}$"),
+        (("--target", "sm89,current"), f"--target current: .*(driver|GPU).*; expected {KNOWN}$"),
+        (("--refittable",), "--refittable: .* needs a GPU for refittable engines, and .*(driver|GPU).*: leave it out"),
+    ],
+)
+def test_without_a_gpu_the_error_lists_the_possible_targets(
+    capfd: Capture, bundle: Path, options: tuple[str, ...], message: str
+) -> None:
+    refused(capfd, USAGE, message, bundle, *options)
+
+
+def test_without_tensorrt_the_error_says_how_to_install_it(
+    capfd: Capture, bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "tensorrt", None)
+    refused(capfd, MISSING, r"tensorrt does not import .*pip install .*\[tensorrt\]'$", bundle, "--backend", "tensorrt")
+    monkeypatch.setitem(sys.modules, "tensorrt_rtx", None)
+    both = r"needs TensorRT; tensorrt does .*pip install .*\[tensorrt\]'; or tensorrt_rtx .*\[tensorrt-rtx\]'$"
+    refused(capfd, MISSING, both, bundle, *AT)
+
+
+def scattered(bundle: Path) -> None:
+    edit(bundle, lambda manifest: manifest["signature"].update(lowering="scatter"))
+    (bundle / "model.onnx.data").write_bytes(b"")  # reported before the weights are read
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (scattered, "has the scatter lowering, TensorRT needs append: export it again with --lowering append"),
+        (lambda bundle: (bundle / "manifest.json").unlink(), r"no manifest\.json in it: expected a bundle"),
+        (
+            lambda bundle: (bundle / "model.onnx.data").write_bytes(b""),
+            r"model\.onnx\.data: 0 bytes, the manifest says",
+        ),
+    ],
+)
+def test_a_bundle_that_does_not_open_is_refused(
+    capfd: Capture, bundle: Path, spoil: Callable[[Path], object], message: str
+) -> None:
+    spoil(bundle)
+    refused(capfd, INPUT, message, bundle, *AT)
+
+
+def test_an_unknown_target_must_be_the_gpu_of_this_machine(library: Library) -> None:
+    full = Library("tensorrt", SimpleNamespace(__version__="11.0"))
+    assert library.targets == tuple(KNOWN.split(", "))
+    assert target_of(library, "current", "sm89", "") == "sm89"
+    with pytest.raises(OptionFault, match=r"this GPU is sm90, for which .* has no kernels; expected sm75.*--backend"):
+        target_of(library, "current", "sm90", "")
+    assert target_of(library, "sm89", None, "no driver") == "sm89"
+    assert target_of(full, "current", "sm90", "") == "sm90"
+    assert target_of(full, "sm90", "sm90", "") == "sm90"
+    with pytest.raises(OptionFault, match=r"--target is sm89: tensorrt 11\.0 .* it builds for the GPU of the machine"):
+        target_of(full, "sm89", "sm90", "")
+    with pytest.raises(OptionFault, match="--target current: no driver; it builds for the GPU of the machine"):
+        target_of(full, "current", None, "no driver")
+
+
+@pytest.mark.filterwarnings("ignore:.*no-ops in TensorRT-RTX:DeprecationWarning")
+def test_an_invalid_timing_cache_is_refused_and_a_new_file_starts_one(library: Library, tmp_path: Path) -> None:
+    """TensorRT-RTX has these calls without effect, but reads the file."""
+    messages, file = BuildMessages(), tmp_path / "times"
+    config = library.module.Builder(logger_of(library.module, messages)).create_builder_config()
+    assert read_cache(config, messages, file) is not None
+    assert not file.exists()
+    file.write_bytes(b"nothing of the kind" * 20)
+    with pytest.raises(InputFault, match=r"times: not a timing cache of this TensorRT and GPU: .* choose another"):
+        read_cache(config, messages, file)
+
+
+def test_messages_of_the_builder_are_recorded_and_part_of_an_unexpected_error(library: Library) -> None:
+    messages = BuildMessages()
+    assert "no error message" in str(build_fault(library, RECIPE, messages))
+    activation = [(3, "Total Activation Memory: 700 bytes"), (3, "Total Activation Memory: 300 bytes")]
+    for severity, text in ((0, "internal"), (1, "kernel\nfailed"), (2, "warning"), *activation, (4, "verbose")):
+        messages.add(severity, text)
+    assert messages == BuildMessages(["internal", "kernel\nfailed"], ["warning"], 700)
+    fault = build_fault(library, RECIPE, messages)
+    assert isinstance(fault, BuildFault)
+    assert re.search("could not build for sm89: internal kernel failed: expected", str(fault))
+
+
+def test_nested_phases_progress_the_step_that_contains_them() -> None:
+    reported: list[tuple[float, str]] = []
+    progress = BuildProgress(lambda done, phase: reported.append((done, phase)), lambda: False)
+    progress.begin("all", 4)
+    progress.begin("parse", 2)
+    progress.step("parse", 0)
+    progress.begin("nodes", 10)
+    progress.step("nodes", 4)
+    progress.end("nodes")
+    progress.end("parse")
+    progress.step("all", 0)
+    assert reported == [(0, "all"), (0, "parse"), (1 / 8, "parse"), (1 / 8, "parse"), (3 / 16, "parse"), (1 / 4, "all")]
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(-1, 6)), max_size=30))
+def test_progress_never_decreases(events: list[tuple[str, int]]) -> None:
+    reported: list[float] = []
+    progress = BuildProgress(lambda done, phase: reported.append(done), lambda: False)
+    progress.begin("all", 3)
+    for name, step in events:
+        if step < 0:
+            progress.end(name)
+        elif step == 6:
+            progress.begin(name, 4)
+        else:
+            assert progress.step(name, step)
+    assert reported == sorted(reported)
+    assert all(0 <= done <= 1 for done in reported)

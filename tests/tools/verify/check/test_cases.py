@@ -1,24 +1,30 @@
-"""Cases: the recorded calls cover what a runtime does, and are replayed as they were recorded."""
+"""Cases: the recorded calls cover what a runtime does, within the limits of all engines, and are replayed as recorded."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.graphs.contract.signature import LOWERINGS, STEP_ROWS, Lowering, visible_length
 from spaceport.runtime.decode.step import PREFILL_ROWS
 from spaceport.runtime.engine import Moves
 from spaceport.tools.verify.check.cases import REQUESTS, EngineLimits, Recording, record, replay
+from spaceport.tools.verify.check.check_options import SHORTEST
+from spaceport.tools.verify.check.engines import limits_of
 from support.hash_engine import CHILD, END, FORK, MASKS, HashEngine, Language
-from support.small_bundle import fill
+from support.small_bundle import RECORD, fill
 
 LENGTH = 647  # the longest prompt ends a row before a call of 128 is full
 CAPACITY = visible_length(LENGTH + 64 + STEP_ROWS + PREFILL_ROWS + 1)
+LIMITS = EngineLimits(LENGTH, CAPACITY, REQUESTS, PREFILL_ROWS)
+TOKENS = TokenIds(MASKS, FORK, CHILD, (END,))
 
 
 @dataclass
@@ -33,42 +39,74 @@ class MovedEngine(HashEngine):
             self.moved.append(busy)
 
 
-def recorded_on(engine: HashEngine, tmp_path: Path, rows: int = PREFILL_ROWS) -> Recording:
-    tokens = TokenIds(MASKS, FORK, CHILD, (END,))
-    manifest = replace(fill(tmp_path), signature=engine.signature, tokens=tokens, max_mask_slots=len(MASKS))
-    return record(engine, manifest, EngineLimits(LENGTH, CAPACITY, REQUESTS, rows))
+def engine_of(lowering: Lowering = "append", capacity: int = CAPACITY, **options: Any) -> MovedEngine:
+    return MovedEngine(Language(1, 70, window=options.pop("window", None)), capacity, REQUESTS, lowering, **options)
+
+
+def recorded_on(
+    engine: HashEngine, folder: Path, limits: EngineLimits = LIMITS, tokens: TokenIds = TOKENS, **manifest: int
+) -> Recording:
+    changes: dict[str, Any] = {"max_mask_slots": len(tokens.mask), **manifest}
+    return record(engine, replace(fill(folder), signature=engine.signature, tokens=tokens, **changes), limits)
 
 
 @pytest.mark.parametrize("lowering", LOWERINGS)
-def test_calls_cover_full_prefill_chunks_later_requests_and_moves_of_several_requests(
+def test_calls_cover_full_prefill_chunks_later_requests_and_moves_of_several_and_are_replayed_as_recorded(
     lowering: Lowering, tmp_path: Path
 ) -> None:
     """A request continues after an earlier one was cancelled; drafts of several requests are accepted in one call."""
-    engine = MovedEngine(Language(1, 70), CAPACITY, REQUESTS, lowering)
+    engine = engine_of(lowering)
     calls, skipped = recorded_on(engine, tmp_path)
     assert not skipped
     assert max(engine.widths) == PREFILL_ROWS
     assert {int(call.arrays["first"][0]) for call in calls} == {0, REQUESTS - 1}
     assert ([0, 1] in engine.moved) == (lowering == "append")
-
-
-def test_fixed_drafts_have_a_row_for_each_candidate_and_mask_slot(tmp_path: Path) -> None:
-    """After the last known token: a chain of 23 candidates, and trees of 12 with their mask slots."""
-    engine = HashEngine(Language(1, 70), CAPACITY, REQUESTS)
-    calls, _ = recorded_on(engine, tmp_path)
     last = {call.case: call.arrays["logit_rows"].shape[1] for call in calls}
-    assert last["prompt, every row"] == 1 + 23
-    assert all(last[f"random tree {number}"] > 1 + 12 for number in (1, 2, 3))
-
-
-def test_moves_are_replayed_as_they_were_recorded(tmp_path: Path) -> None:
-    engine = MovedEngine(Language(1, 70), CAPACITY, REQUESTS, "append")
-    calls, _ = recorded_on(engine, tmp_path)
-    other = MovedEngine(Language(1, 70), CAPACITY, REQUESTS, "append")
+    assert last["prompt, every row"] == 1 + 23  # a chain of 23 candidates
+    assert all(last[f"random tree {number}"] > 1 + 12 for number in (1, 2, 3))  # 12 candidates with their mask slots
+    other = engine_of(lowering)
     run = replay(other)
     for call in calls:
         assert np.array_equal(run(call.arrays), call.expected, equal_nan=True)
-    assert [0, 1] in other.moved
+    assert ([0, 1] in other.moved) == (lowering == "append")
+    narrow = engine_of(lowering)
+    recorded_on(narrow, tmp_path, replace(LIMITS, rows=STEP_ROWS))
+    assert max(narrow.widths) == STEP_ROWS
+
+
+@pytest.mark.parametrize("tokens", [TOKENS, TokenIds(MASKS), TokenIds()])
+@pytest.mark.parametrize("lowering", LOWERINGS)
+def test_every_kind_of_call_is_among_the_cases(tokens: TokenIds, lowering: Lowering, tmp_path: Path) -> None:
+    """On an engine that refuses wrong attention masks; [Fork] and its [Child] are fed in the same step."""
+    limits = EngineLimits(64, visible_length(64 + STEP_ROWS + 1), REQUESTS, 512)
+    engine = engine_of(lowering, limits.capacity, masks=tokens.mask)
+    calls, skipped = recorded_on(engine, tmp_path, limits, tokens)
+    assert len(calls) == engine.calls
+    assert not skipped
+    fork, child = (FORK, CHILD) if tokens.fork is not None else (0, 1)
+    shared = [same_call_forks(call.arrays, fork, child) for call in calls if call.case.startswith("forked threads")]
+    assert sum(map(bool, shared)) >= 2
+    trees = [call.arrays for call in calls if call.case.startswith("draft trees")]
+    assert bool(trees) == bool(tokens.mask)
+    assert not trees or any(siblings(arrays) for arrays in trees)
+
+
+def same_call_forks(arrays: dict[str, NDArray[Any]], fork: int, child: int) -> int:
+    """Number of [Child] rows that see their [Fork] row in the same call."""
+    ids, positions, mask = arrays["input_ids"][0], arrays["position_ids"][0], arrays["attention_mask"][0, 0]
+    slots = arrays["slot_ids"][0]
+    return sum(
+        bool(mask[row, slots[other]]) and positions[row] == positions[other] + 1
+        for row in np.flatnonzero(ids == child)
+        for other in np.flatnonzero(ids[:row] == fork)
+    )
+
+
+def siblings(arrays: dict[str, NDArray[Any]]) -> bool:
+    """Whether two candidates have the same position and the same preceding tokens."""
+    mask, words = arrays["attention_mask"][0, 0].copy(), np.flatnonzero(~np.isin(arrays["input_ids"][0], MASKS))
+    mask[np.arange(len(mask)), arrays["slot_ids"][0]] = False
+    return any(np.array_equal(mask[row], mask[other]) for row in words for other in words if row < other)
 
 
 @pytest.mark.parametrize(
@@ -76,28 +114,39 @@ def test_moves_are_replayed_as_they_were_recorded(tmp_path: Path) -> None:
 )
 def test_a_window_that_no_case_exceeds_is_reported(window: int, expected: list[str], tmp_path: Path) -> None:
     """A graph that ignores the window would pass; a window of all positions of the model cannot be exceeded."""
-    engine = HashEngine(Language(1, 70, window=window), CAPACITY, REQUESTS, "append")
-    _, skipped = recorded_on(engine, tmp_path)
+    _, skipped = recorded_on(engine_of(window=window), tmp_path)
     assert len(skipped) == len(expected)
     assert all(part in line for line, part in zip(skipped, expected, strict=True))
-
-
-def test_no_call_is_wider_than_the_narrowest_engine(tmp_path: Path) -> None:
-    engine = HashEngine(Language(1, 70), CAPACITY, REQUESTS, "append")
-    recorded_on(engine, tmp_path, STEP_ROWS)
-    assert max(engine.widths) == STEP_ROWS
 
 
 @pytest.mark.parametrize("length", [64, 192, LENGTH])
 def test_rows_use_the_whole_position_table_and_nothing_beyond_it(length: int, tmp_path: Path) -> None:
     """Models with learned positions (gpt2, opt) raise an error for a row beyond their table."""
-    engine = HashEngine(Language(1, 70), CAPACITY, REQUESTS)
-    tokens = TokenIds(MASKS, FORK, CHILD, (END,))
-    manifest = replace(
-        fill(tmp_path), signature=engine.signature, tokens=tokens, max_mask_slots=len(MASKS), max_positions=length
-    )
-    calls, _ = record(engine, manifest, EngineLimits(length, CAPACITY, REQUESTS, PREFILL_ROWS))
+    calls, _ = recorded_on(engine_of("scatter"), tmp_path, replace(LIMITS, length=length), max_positions=length)
     highest = {call.case: 0 for call in calls}
     for call in calls:
         highest[call.case] = max(highest[call.case], int(call.arrays["position_ids"].max()))
     assert max(highest.values()) == highest["up to the last position"] == length - 1
+
+
+@pytest.mark.parametrize(("requests", "skipped"), [(REQUESTS, 0), (2, 1), (1, 3)])
+def test_the_cases_stay_within_the_limits_of_all_engines(requests: int, skipped: int, tmp_path: Path) -> None:
+    found = recorded_on(engine_of(capacity=1024), tmp_path, EngineLimits(64, 320, requests, 16))
+    assert len(found.skipped) == skipped
+    for call in found.calls:
+        assert call.arrays["slot_ids"].max() < 320
+        assert int(call.arrays["first"][0]) + len(call.arrays["input_ids"]) <= requests
+    rows = [call.arrays["input_ids"].shape[1] for call in found.calls if call.case.startswith("long context")]
+    assert rows[:3] == [16, 16, 16]
+
+
+def test_the_limits_are_the_sizes_that_the_engines_were_built_for(tmp_path: Path) -> None:
+    manifest = fill(tmp_path)
+    manifest = replace(manifest, signature=replace(manifest.signature, lowering="append"))
+    none = limits_of(manifest, None, [])
+    assert (none.length, none.requests, none.rows) == (1024, REQUESTS, 512)
+    small = replace(RECORD, capacity=896, requests=1, prefill_rows=128)
+    limits = limits_of(manifest, None, [RECORD, small])
+    assert (limits.capacity, limits.requests, limits.rows) == (896, 1, 128)
+    assert limits_of(manifest, limits.length + 1, [small]).capacity > 896, "a requested length is never reduced"
+    assert limits_of(manifest, None, [replace(RECORD, capacity=64)]).length == SHORTEST

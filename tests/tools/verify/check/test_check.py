@@ -1,71 +1,64 @@
-"""Check: passes on a correct bundle, fails on every injected fault and names the case."""
+"""Check: passes on a correct bundle, and names the layer, the value and the case in which an injected fault shows first."""
 
 from __future__ import annotations
 
-import ctypes
+import errno
 import json
 import os
+import re
 import shutil
-import subprocess
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
 import pytest
-from numpy.typing import NDArray
+import torch
 
-from spaceport.graphs.contract.manifest import ACCURACY_FILE, TokenIds
-from spaceport.graphs.contract.signature import LOWERINGS, STEP_ROWS, Lowering, visible_length
+from spaceport.exporter.export import ExportOptions
+from spaceport.graphs.contract.manifest import ACCURACY_FILE
+from spaceport.graphs.decoder import Decoder
+from spaceport.runtime.bundle import open_bundle
 from spaceport.tools.cli import run
-from spaceport.tools.verify.accuracy import compare_logits, merged
-from spaceport.tools.verify.check.cases import REQUESTS, EngineLimits, record
-from support.hash_engine import CHILD, END, FORK, MASKS, HashEngine, Language
-from support.paths import ROOT
+from spaceport.tools.reference import open_reference
+from spaceport.tools.verify import accuracy
+from spaceport.tools.verify.accuracy import Array, RecordedCall
+from spaceport.tools.verify.check.check import CheckReport, check
+from spaceport.tools.verify.check.check_options import CheckOptions
+from spaceport.tools.verify.check.layers import FirstMismatch, LayerComparison, LayerValue, compare_layers
+from support.exported import bundle_of
+from support.families import FAMILIES, build
+from support.paths import TINY
 from support.planted import (
+    forget_marks,
     ignore_the_mask,
+    ignore_the_window,
+    leave_values_unwritten,
+    perturb_last_norm,
+    perturb_layer,
     perturb_one_weight,
     planted,
     read_stale_keys,
+    shift_the_mask,
     swap_key_and_value,
     take_positions_for_granted,
 )
-from support.small_bundle import fill
 
-TINY = ROOT / "tests" / "data" / "tiny"
-
-
-def check(bundle: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[int, str]:
-    code = run(["check", str(bundle), str(TINY), "--long-context", "200", "--threads", "1", *flags])
-    return code, capsys.readouterr().out
+Capture = pytest.CaptureFixture[str]
+SHORT = ("--long-context", "40", "--threads", "1")
 
 
-@pytest.mark.parametrize("lowering", ["scatter", "append"])
-def test_a_correct_bundle_passes_in_every_case(
-    lowering: str, tiny_bundle: Path, tiny_append_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    bundle = tmp_path / "bundle"
-    shutil.copytree(tiny_bundle if lowering == "scatter" else tiny_append_bundle, bundle)
-    code, out = check(bundle, capsys, "--json")
-    report = json.loads(out)
-    assert code == 0
-    assert report == json.loads((bundle / "accuracy.json").read_text("utf-8"))
+def test_a_correct_bundle_passes_in_every_case(tiny_bundle: Path, tmp_path: Path, capsys: Capture) -> None:
+    bundle = shutil.copytree(tiny_bundle, tmp_path / "bundle")
+    assert run(["check", str(bundle), str(TINY), "--long-context", "200", "--threads", "1", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report == json.loads((bundle / ACCURACY_FILE).read_text("utf-8"))
     names = " ".join(case["case"] for case in report["cases"])
     for part in (
-        "prompt",
-        "chunks",
-        "cached rows",
-        "SPACE",
-        "draft trees",
-        "random tree",
-        "padding",
-        "two requests",
-        "forked threads",
-        "slot 64",
-        "long context",
+        *("prompt", "chunks", "cached rows", "SPACE", "draft trees", "random tree", "padding", "two requests"),
+        *("forked threads", "slot 64", "long context"),
     ):
         assert part in names
     assert all(case["passed"] and case["disagreements"] == 0 for case in report["cases"])
@@ -74,156 +67,183 @@ def test_a_correct_bundle_passes_in_every_case(
     assert "Accuracy: passed" in capsys.readouterr().out
 
 
-def test_the_result_is_printed_even_if_the_report_cannot_be_written(
-    tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_correct_bundle_agrees_in_every_value_of_every_layer(tiny_append_bundle: Path, capsys: Capture) -> None:
+    assert run(["check", str(tiny_append_bundle), str(TINY), *SHORT, "--layers", "--json"]) == 0
+    layers = json.loads(capsys.readouterr().out)["layers"]
+    kinds = ("present.{}.key", "present.{}.value", "layers.{}.attention", "layers.{}.output")
+    assert layers["values"] == [*(kind.format(layer) for layer in range(3) for kind in kinds), "logits"]
+    assert layers["first_mismatch"] is None
+    assert re.match(r"all 3 layers agree in keys, values, attention and output \(at most 0\.0\d+ of", layers["summary"])
+
+
+def test_a_report_that_cannot_be_saved_is_printed(
+    tiny_bundle: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bundle = tmp_path / "bundle"
-    shutil.copytree(tiny_bundle, bundle)
-    (bundle / ACCURACY_FILE).mkdir()
-    code = run(["check", str(bundle), str(TINY), "--long-context", "32", "--threads", "1"])
-    captured = capsys.readouterr()
-    assert "PASS" in captured.out
-    assert code == 1
-    assert "Is a directory" in captured.err
-
-
-def without_override() -> None:
-    """Drop the capability with which root writes to read-only folders; takes effect when the process starts a program."""
-    PR_CAPBSET_DROP, CAP_DAC_OVERRIDE = 24, 1
-    if os.geteuid() == 0:
-        assert ctypes.CDLL(None, use_errno=True).prctl(PR_CAPBSET_DROP, CAP_DAC_OVERRIDE, 0, 0, 0) == 0
-
-
-@pytest.mark.slow
-def test_a_read_only_bundle_passes_and_the_report_is_printed(tiny_bundle: Path, tmp_path: Path) -> None:
     bundle = shutil.copytree(tiny_bundle, tmp_path / "bundle")
-    bundle.chmod(0o555)
-    program = [sys.executable, "-c", "from spaceport.tools.cli import main; main()"]
-    arguments = ["check", str(bundle), str(TINY), "--long-context", "32", "--threads", "1", "--json"]
-    try:
-        done = subprocess.run(
-            [*program, *arguments], capture_output=True, text=True, check=False, preexec_fn=without_override
-        )
-    finally:
-        bundle.chmod(0o755)
-    first, *others = done.stderr.splitlines()
-    assert first == (
-        f"{bundle} is read-only: the report is printed to stdout and not saved in the bundle; --json prints all of it"
-    )
-    assert not any("read-only" in line for line in others)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["passed"] is True
-    assert not (bundle / ACCURACY_FILE).exists()
+    command = ["check", str(bundle), str(TINY), "--long-context", "32", "--threads", "1"]
+    (bundle / ACCURACY_FILE).mkdir()
+    assert run(command) == 1
+    output, errors = capsys.readouterr()
+    assert "PASS" in output
+    assert "Is a directory" in errors
+    (bundle / ACCURACY_FILE).rmdir()
+    read_only = f"{bundle} is read-only: the report is printed to stdout and not saved in the bundle"
+
+    def became_read_only(folder: Path, report: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(accuracy, "write_report", became_read_only)
+    assert run(command) == 0
+    assert capsys.readouterr().err.endswith(f"{read_only}\n")
+    monkeypatch.setattr(os, "access", lambda path, mode, **options: mode != os.W_OK)
+    assert run([*command, "--json"]) == 0
+    output, errors = capsys.readouterr()
+    assert errors.splitlines()[0] == f"{read_only}; --json prints all of it"
+    assert errors.count("read-only") == 1
+    assert json.loads(output)["passed"] is True
 
 
-@pytest.mark.parametrize("tokens", [TokenIds(MASKS, FORK, CHILD, (END,)), TokenIds(MASKS), TokenIds()])
-@pytest.mark.parametrize("lowering", LOWERINGS)
-def test_every_kind_of_call_is_among_the_cases(tokens: TokenIds, lowering: Lowering, tmp_path: Path) -> None:
-    """On an engine that refuses wrong attention masks; [Fork] and its [Child] are fed in the same step."""
-    limits = EngineLimits(64, visible_length(64 + STEP_ROWS + 1), REQUESTS, 512)
-    engine = HashEngine(Language(1, 70), limits.capacity, limits.requests, lowering, masks=tokens.mask)
-    manifest = replace(fill(tmp_path), signature=engine.signature, tokens=tokens, max_mask_slots=len(tokens.mask))
-    calls, skipped = record(engine, manifest, limits)
-    assert len(calls) == engine.calls
-    assert not skipped
-    fork, child = (FORK, CHILD) if tokens.fork is not None else (0, 1)
-    shared = [same_call_forks(call.arrays, fork, child) for call in calls if call.case.startswith("forked threads")]
-    assert sum(map(bool, shared)) >= 2
-    trees = [call.arrays for call in calls if call.case.startswith("draft trees")]
-    assert bool(trees) == bool(tokens.mask)
-    assert not trees or any(siblings(arrays) for arrays in trees)
-
-
-def same_call_forks(arrays: dict[str, NDArray[Any]], fork: int, child: int) -> int:
-    """Number of [Child] rows that see their [Fork] row in the same call."""
-    ids, positions, mask = arrays["input_ids"][0], arrays["position_ids"][0], arrays["attention_mask"][0, 0]
-    slots = arrays["slot_ids"][0]
-    return sum(
-        bool(mask[row, slots[other]]) and positions[row] == positions[other] + 1
-        for row in np.flatnonzero(ids == child)
-        for other in np.flatnonzero(ids[:row] == fork)
-    )
-
-
-def siblings(arrays: dict[str, NDArray[Any]]) -> bool:
-    """Whether two candidates have the same position and the same preceding tokens."""
-    mask, words = arrays["attention_mask"][0, 0].copy(), np.flatnonzero(~np.isin(arrays["input_ids"][0], MASKS))
-    mask[np.arange(len(mask)), arrays["slot_ids"][0]] = False
-    return any(np.array_equal(mask[row], mask[other]) for row in words for other in words if row < other)
-
-
-@pytest.mark.parametrize(
-    "change", [perturb_one_weight, swap_key_and_value, read_stale_keys, ignore_the_mask, take_positions_for_granted]
-)
-def test_an_injected_fault_fails(
-    change: Callable[[onnx.ModelProto], None], tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    bundle = planted(tiny_bundle, tmp_path / "bundle", change)
-    code, out = check(bundle, capsys)
-    assert code == 4
-    assert "FAIL" in out
-    assert run(["inspect", str(bundle)]) == 0
-    assert "Accuracy: FAILED" in capsys.readouterr().out
-
-
-def test_positions_taken_from_slots_fail_only_in_cases_where_the_two_differ(
-    tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    bundle = planted(tiny_bundle, tmp_path / "bundle", take_positions_for_granted)
-    _, out = check(bundle, capsys, "--json")
-    verdicts = {case["case"]: case["passed"] for case in json.loads(out)["cases"]}
-    assert verdicts["cached rows"]
-    assert not verdicts["SPACE steps, k = 5"]
-    assert not verdicts["random tree 1"]
-
-
-def test_a_bundle_of_another_checkpoint_is_refused(
-    tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    other = tmp_path / "other"
-    shutil.copytree(TINY, other)
+def test_a_bundle_of_another_checkpoint_is_refused(tiny_bundle: Path, tmp_path: Path, capsys: Capture) -> None:
+    other = shutil.copytree(TINY, tmp_path / "other")
     config = json.loads((other / "config.json").read_text("utf-8"))
-    config["num_hidden_layers"] = 2
-    (other / "config.json").write_text(json.dumps(config), "utf-8")
+    (other / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2}), "utf-8")
     assert run(["check", str(tiny_bundle), str(other)]) == 3
     assert "layers is 2, the bundle's is 3: expected the checkpoint" in capsys.readouterr().err
 
 
-def logits(*rows: list[float]) -> NDArray[np.float32]:
-    return np.array([rows], np.float32)
+def test_a_fault_has_its_own_exit_code_and_is_part_of_the_bundle(
+    tiny_bundle: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    bundle = planted(tiny_bundle, tmp_path / "bundle", perturb_one_weight)
+    assert run(["check", str(bundle), str(TINY), *SHORT]) == 4
+    assert "FAIL" in capsys.readouterr().out
+    assert run(["inspect", str(bundle)]) == 0
+    assert "Accuracy: FAILED" in capsys.readouterr().out
 
 
-def test_a_difference_counts_disagreements_and_has_the_smallest_margin() -> None:
-    expected = logits([1.0, 3.0, 2.5], [0.0, 4.0, 1.0], [2.0, 2.25, 0.0])
-    got = logits([1.0, 2.0, 2.5], [0.0, 4.0, 1.0], [2.5, 2.25, 0.0])
-    found = compare_logits("case", expected, got, 0.1)
-    assert (found.rows, found.disagreements, found.max_error, found.margin) == (3, 2, 1.0, 0.25)
-    assert not found.passed
-    assert compare_logits("case", expected, expected, 0.1).margin is None
+def checked(bundle: Path, checkpoint: Path = TINY, length: int = 40) -> CheckReport:
+    return check(open_bundle(bundle), CheckOptions(checkpoint, length=length, threads=1, layers=True))
 
 
-def test_nan_logits_fail_alone_and_merged() -> None:
-    correct = compare_logits("case", logits([1.0, 2.0]), logits([1.0, 2.0]), 0.1)
-    broken = compare_logits("case", logits([1.0, 2.0]), logits([1.0, float("nan")]), 0.1)
+def first_of(report: CheckReport) -> tuple[str, str]:
+    """The value and the case that a check with --layers names; the case is the first failed one."""
+    assert report.layers is not None
+    assert report.layers.first_mismatch is not None
+    assert not report.passed
+    failed = [difference.case for difference in report.differences if not difference.passed]
+    assert report.layers.first_mismatch.case == failed[0]
+    return str(report.layers.first_mismatch.value), failed[0]
+
+
+PROMPT = "prompt, every row"
+
+
+@pytest.mark.parametrize(
+    ("change", "value", "case"),
+    [
+        pytest.param(shift_the_mask, "layer 0, attention", PROMPT, id="shifted mask"),
+        pytest.param(ignore_the_mask, "layer 0, attention", PROMPT, id="ignored mask"),
+        pytest.param(take_positions_for_granted, "layer 0, keys", "SPACE steps, k = 5", id="position of a slot"),
+        pytest.param(partial(swap_key_and_value, layer=1), "layer 1, keys", PROMPT, id="swapped"),
+        pytest.param(read_stale_keys, "layer 0, attention", PROMPT, id="stale keys read"),
+        pytest.param(partial(leave_values_unwritten, layer=2), "layer 2, values", PROMPT, id="unwritten"),
+        pytest.param(partial(perturb_layer, layer=1), "layer 1, output", PROMPT, id="weight"),
+        pytest.param(perturb_one_weight, "logits", PROMPT, id="tied embedding"),
+        pytest.param(perturb_last_norm, "logits", PROMPT, id="last norm"),
+    ],
+)
+def test_an_injected_fault_is_found_in_its_layer(
+    change: Callable[[onnx.ModelProto], None], value: str, case: str, tiny_bundle: Path, tmp_path: Path
+) -> None:
+    assert first_of(checked(planted(tiny_bundle, tmp_path / "bundle", change))) == (value, case)
+
+
+def test_a_correct_int8_bundle_agrees_in_every_value_and_an_injected_fault_is_found(
+    tiny_int8_bundle: Path, tmp_path: Path
+) -> None:
+    correct = checked(tiny_int8_bundle)
     assert correct.passed
-    assert not broken.passed
-    assert not merged([correct, broken]).passed
-    assert not merged([broken, correct]).passed
+    assert str(correct.layers).startswith("all 3 layers agree in keys, values, attention and output")
+    changed = planted(tiny_int8_bundle, tmp_path / "bundle", partial(swap_key_and_value, layer=1))
+    assert first_of(checked(changed))[0] == "layer 1, keys"
 
 
-def test_the_tolerance_scales_with_logits_above_one() -> None:
-    large = logits([0.0, 500.0])
-    assert compare_logits("case", large, large + np.float32(0.04), 1e-4).passed
-    small = logits([0.0, 0.01])
-    assert not compare_logits("case", small, small + np.float32(2e-4), 1e-4).passed
+def test_a_graph_without_marked_values_is_compared_by_keys_and_values(tiny_bundle: Path, tmp_path: Path) -> None:
+    def change(model: onnx.ModelProto) -> None:
+        perturb_layer(model, 1)
+        forget_marks(model)
+
+    report = checked(planted(tiny_bundle, tmp_path / "bundle", change))
+    assert first_of(report)[0] == "layer 2, keys"
+    assert re.search("layers 0 to 1 agree; the graph has no marks.*: export it again$", str(report.layers))
 
 
-def test_stock_polygraphy_runs_the_graph_on_the_shipped_loader(tiny_bundle: Path) -> None:
-    polygraphy = Path(sys.executable).with_name("polygraphy")
-    loader = ROOT / "tools" / "verify" / "check" / "polygraphy_loader.py"
-    flags = ("--onnxrt", "--data-loader-script", str(loader), "--validate")
-    command = [str(polygraphy), "run", str(tiny_bundle / "model.onnx"), *flags]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "PASSED" in done.stdout
-    assert done.stdout.count("Output: logits is valid") == 4
+@pytest.mark.nightly
+def test_an_ignored_attention_window_is_found_in_cases_longer_than_the_window(tmp_path: Path) -> None:
+    """In a model in half precision whose second layer has a window; its rotary frequencies stay in float32."""
+    (family,) = (family for family in FAMILIES if family.name == "qwen2")
+    checkpoint = tmp_path / "checkpoint"
+    build(replace(family, options={**family.options, "vocab_size": 640})).save_pretrained(checkpoint)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TINY / name, checkpoint)
+    bundle = bundle_of(checkpoint, ExportOptions(dtype="float16"))
+    reference = open_reference(open_bundle(bundle), checkpoint, 64, 1, "float16")
+    assert isinstance(reference.module, Decoder)
+    kinds = {name: buffer.dtype for name, buffer in reference.module.model.named_buffers() if "inv_freq" in name}
+    assert set(kinds.values()) == {torch.float32}
+    correct = checked(bundle, checkpoint)
+    assert correct.passed
+    assert [(pair.first, pair.second, pair.dtype) for pair in correct.pairs] == [
+        ("PyTorch float32", "PyTorch float16", "float16"),
+        ("PyTorch float32", "onnxruntime float16", "float16"),
+        ("PyTorch float16", "onnxruntime float16", "float16"),
+    ]
+    report = checked(planted(bundle, tmp_path / "bundle", ignore_the_window), checkpoint)
+    assert first_of(report) == ("layer 1, attention", PROMPT)
+    assert [pair.passed for pair in report.pairs] == [True, False, False]
+    assert report.suspect == "onnxruntime float16"
+    assert correct.suspect is None
+    assert str(report.layers).endswith("; layer 0 agrees")
+
+
+class FixedValues:
+    """A layer runner with the same values in every call."""
+
+    def __init__(self, values: list[float]) -> None:
+        self._values = values
+
+    def run(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
+        return {each.name: np.full((1, 2, 64, 4), value) for each, value in zip(VALUES, self._values, strict=True)}
+
+
+VALUES = (
+    *(LayerValue(f"present.{layer}.key", layer, "keys") for layer in range(3)),
+    LayerValue("logits", None, "logits"),
+)
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([100, 10.0009, 1, 1], None),
+        ([100, 10.0011, 1, 1], "layer 1, keys (max error 0.0011, 0.001 allowed), case 'a'; layer 0 agrees"),
+        ([100.1, 1, 1, 1], "layer 0, keys (max error 0.1, 0.01 allowed), case 'a'; nothing comes before it"),
+        ([100, 10, float("nan"), 1], "layer 2, keys (max error nan, 0.0001 allowed), case 'a'; layers 0 to 1 agree"),
+        ([100, 10, 1, 1.1], "logits (max error 0.1, 0.0001 allowed), case 'a'; all layers agree"),
+    ],
+)
+def test_the_tolerance_of_a_value_is_relative_to_its_own_magnitude(values: list[float], expected: str | None) -> None:
+    call = RecordedCall("a", {"attention_mask": np.ones((1, 1, 2, 64), np.bool_)}, np.zeros((1, 1, 4), np.float32))
+    found = compare_layers(FixedValues([100, 10, 1, 1]), FixedValues(values), VALUES, [call], 1e-4, "both")
+    first = found.first_mismatch
+    assert (first and str(first)) == (expected and f"first out of tolerance: {expected}")
+    assert json.dumps(found.as_dict(), allow_nan=False)
+
+
+def test_a_layer_out_of_tolerance_fails_the_check_even_if_all_logits_agree() -> None:
+    value = LayerValue("n", 0, "output")
+    mismatch = FirstMismatch(value, "prompt", 0.5, 0.1)
+    layers = LayerComparison("PyTorch and the graph", (value,), mismatch, (value, 5.0))
+    report = CheckReport((), (), 1, (), {}, (), layers)
+    assert not report.passed
+    assert replace(report, layers=replace(layers, first_mismatch=None)).passed

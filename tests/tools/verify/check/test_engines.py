@@ -1,10 +1,10 @@
-"""Engines: everything that can run a bundle is compared with everything else, or skipped with a reason."""
+"""Engines: everything that can run a bundle is compared with everything else, each pair within its tolerance."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,21 +14,52 @@ import pytest
 from numpy.typing import NDArray
 
 from spaceport.graphs.contract.faults import MissingDependency
-from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.graphs.contract.signature import Precision
-from spaceport.runtime.backends import by_reason
 from spaceport.runtime.bundle import Bundle
 from spaceport.runtime.engine import EngineFault
 from spaceport.tools.cli import run
-from spaceport.tools.verify.accuracy import CallFailed, ComparedEngine, RecordedCall, RunCall, compare, recorded_engine
-from spaceport.tools.verify.check.cases import REQUESTS, EngineLimits, record
-from spaceport.tools.verify.check.check_options import SHORTEST, CheckOptions
-from spaceport.tools.verify.check.engines import limits_of, raising_call_failed, select_engines
-from support.hash_engine import CHILD, END, FORK, MASKS, HashEngine, Language
+from spaceport.tools.verify.accuracy import (
+    CallFailed,
+    ComparedEngine,
+    RecordedCall,
+    RunCall,
+    compare,
+    compare_logits,
+    merged,
+    recorded_engine,
+)
+from spaceport.tools.verify.check.check_options import CheckOptions
+from spaceport.tools.verify.check.engines import raising_call_failed, select_engines
 from support.paths import TINY
-from support.small_bundle import RECORD, fill
+from support.small_bundle import fill
 
+Logits = NDArray[np.float32]
 CASES = ("first", "first", "second", "third")
+
+
+def logits(*rows: list[float]) -> Logits:
+    return np.array([rows], np.float32)
+
+
+def test_a_difference_counts_disagreements_and_has_the_smallest_margin() -> None:
+    expected = logits([1.0, 3.0, 2.5], [0.0, 4.0, 1.0], [2.0, 2.25, 0.0])
+    got = logits([1.0, 2.0, 2.5], [0.0, 4.0, 1.0], [2.5, 2.25, 0.0])
+    found = compare_logits("case", expected, got, 0.1)
+    assert (found.rows, found.disagreements, found.max_error, found.margin) == (3, 2, 1.0, 0.25)
+    assert not found.passed
+    correct = compare_logits("case", expected, expected, 0.1)
+    assert correct.passed
+    assert correct.margin is None
+    broken = compare_logits("case", logits([1.0, 2.0]), logits([1.0, float("nan")]), 0.1)
+    assert not broken.passed
+    assert not merged([correct, broken]).passed
+    assert not merged([broken, correct]).passed
+
+
+@pytest.mark.parametrize(("size", "error", "passed"), [(500.0, 0.04, True), (0.01, 2e-4, False)])
+def test_the_tolerance_scales_with_logits_above_one(size: float, error: float, passed: bool) -> None:
+    expected = logits([0.0, size])
+    assert compare_logits("case", expected, expected + np.float32(error), 1e-4).passed == passed
 
 
 def calls() -> list[RecordedCall]:
@@ -40,20 +71,26 @@ def calls() -> list[RecordedCall]:
     ]
 
 
+open_now: list[str] = []
+
+
 def changed_engine(
-    name: str, change: Callable[[int, NDArray[np.float32]], NDArray[np.float32]], dtype: Precision = "float32"
+    name: str, change: Callable[[int, Logits], Logits] = lambda number, logits: logits, dtype: Precision = "float32"
 ) -> ComparedEngine:
-    """An engine that returns the recorded logits, changed."""
+    """An engine that returns the recorded logits, changed; no two are open at a time."""
+
+    def run_call(arrays: Any) -> Logits:
+        number = int(arrays["input_ids"][0, 0])
+        return change(number, calls()[number].expected)
 
     @contextmanager
-    def open_changed() -> Iterator[RunCall]:
-        def run_call(arrays: Any) -> NDArray[np.float32]:
-            number = int(arrays["input_ids"][0, 0])
-            return change(number, calls()[number].expected)
-
+    def open_alone() -> Iterator[RunCall]:
+        assert not open_now
+        open_now.append(name)
         yield run_call
+        open_now.remove(name)
 
-    return ComparedEngine(name, dtype, open_changed)
+    return ComparedEngine(name, dtype, open_alone)
 
 
 def test_each_pair_has_the_tolerance_of_its_coarser_type() -> None:
@@ -61,7 +98,7 @@ def test_each_pair_has_the_tolerance_of_its_coarser_type() -> None:
         recorded_engine("a", "float32", calls()),
         changed_engine("b", lambda number, logits: logits + np.float32(0.01), "float16"),
         changed_engine("c", lambda number, logits: logits + np.float32(0.01)),
-        changed_engine("d", lambda number, logits: logits, "bfloat16"),
+        changed_engine("d", dtype="bfloat16"),
     ]
     pairs = compare(engines, calls())
     assert [(pair.first + pair.second, pair.dtype, pair.passed) for pair in pairs] == [
@@ -72,57 +109,32 @@ def test_each_pair_has_the_tolerance_of_its_coarser_type() -> None:
         ("bd", "bfloat16", True),
         ("cd", "bfloat16", True),
     ]
+    assert open_now == []
 
 
 def test_the_worst_case_of_a_pair_exceeds_its_tolerance_the_most() -> None:
     changed = changed_engine("b", lambda number, logits: logits + np.float32((0, 0.02, 0.01, 0.001)[number]))
     (pair,) = compare([recorded_engine("a", "float32", calls()), changed], calls())
-    assert [difference.case for difference in pair.differences] == ["first", "second", "third"]
-    assert [difference.rows for difference in pair.differences] == [6, 3, 3]
-    assert [difference.passed for difference in pair.differences] == [False, False, True]
+    assert [(each.case, each.rows, each.passed) for each in pair.differences] == [
+        ("first", 6, False),
+        ("second", 3, False),
+        ("third", 3, True),
+    ]
     assert pair.worst.case == "first"
     assert pair.worst.max_error == pytest.approx(0.02, rel=1e-3)
     assert pair.agreement == 1.0
 
 
-def test_sides_run_one_after_the_other() -> None:
-    open_now: list[str] = []
-
-    def alone(name: str) -> ComparedEngine:
-        def open_alone() -> AbstractContextManager[RunCall]:
-            @contextmanager
-            def opened() -> Iterator[RunCall]:
-                open_now.append(name)
-                assert open_now == [name]
-                with changed_engine(name, lambda number, logits: logits).open() as run_call:
-                    yield run_call
-                open_now.remove(name)
-
-            return opened()
-
-        return ComparedEngine(name, "float32", open_alone)
-
-    assert all(pair.passed for pair in compare([alone("a"), alone("b"), alone("c")], calls()))
-    assert open_now == []
-
-
 def test_an_engine_that_fails_in_one_case_fails_that_case_with_its_message() -> None:
-    def change(number: int, logits: NDArray[np.float32]) -> NDArray[np.float32]:
+    numbers: list[int] = []  # calls that the engine was run on
+
+    def fail_first(number: int, logits: Logits) -> Logits:
+        numbers.append(number)
         if number == 0:
             raise CallFailed("out of memory")
         return logits
 
-    numbers: list[int] = []  # calls that the engine was run on
-
-    def counted(number: int, logits: NDArray[np.float32]) -> NDArray[np.float32]:
-        numbers.append(number)
-        return change(number, logits)
-
-    engines = [
-        recorded_engine("a", "float32", calls()),
-        changed_engine("b", counted),
-        changed_engine("c", lambda number, logits: logits),
-    ]
+    engines = [recorded_engine("a", "float32", calls()), changed_engine("b", fail_first), changed_engine("c")]
     pairs = compare(engines, calls())
     assert [[difference.passed for difference in pair.differences] for pair in pairs] == [
         [False, True, True],
@@ -135,59 +147,24 @@ def test_an_engine_that_fails_in_one_case_fails_that_case_with_its_message() -> 
 
 
 def test_a_fault_of_an_engine_keeps_its_message() -> None:
-    def broken(arrays: Any) -> NDArray[np.float32]:
+    def broken(arrays: Any) -> Logits:
         raise EngineFault("onnxruntime failed in a step")
 
     with pytest.raises(CallFailed, match="onnxruntime failed in a step"):
         raising_call_failed(broken)({})
 
 
-@pytest.mark.parametrize(("requests", "skipped"), [(REQUESTS, 0), (2, 1), (1, 3)])
-def test_the_cases_stay_within_the_limits_of_all_engines(requests: int, skipped: int, tmp_path: Path) -> None:
-    engine = HashEngine(Language(1, 70), 1024, REQUESTS, "append")
-    tokens = TokenIds(MASKS, FORK, CHILD, (END,))
-    manifest = replace(fill(tmp_path), signature=engine.signature, tokens=tokens, max_mask_slots=len(MASKS))
-    found = record(engine, manifest, EngineLimits(64, 320, requests, 16))
-    assert len(found.skipped) == skipped
-    for call in found.calls:
-        assert call.arrays["slot_ids"].max() < 320
-        assert int(call.arrays["first"][0]) + len(call.arrays["input_ids"]) <= requests
-    rows = [call.arrays["input_ids"].shape[1] for call in found.calls if call.case.startswith("long context")]
-    assert rows[:3] == [16, 16, 16]
-
-
-def test_the_limits_are_the_sizes_that_the_engines_were_built_for(tmp_path: Path) -> None:
-    manifest = fill(tmp_path)
-    manifest = replace(manifest, signature=replace(manifest.signature, lowering="append"))
-    none = limits_of(manifest, None, [])
-    assert (none.length, none.requests, none.rows) == (1024, REQUESTS, 512)
-    small = replace(RECORD, capacity=896, requests=1, prefill_rows=128)
-    limits = limits_of(manifest, None, [RECORD, small])
-    assert (limits.capacity, limits.requests, limits.rows) == (896, 1, 128)
-    assert limits_of(manifest, limits.length + 1, [small]).capacity > 896, "a requested length is never reduced"
-    assert limits_of(manifest, None, [replace(RECORD, capacity=64)]).length == SHORTEST
-
-
-def test_a_single_engine_without_a_checkpoint_is_refused(tiny_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["check", str(tiny_bundle)]) == 2
-    error = capsys.readouterr().err
-    assert "only onnxruntime float32 runs it here, expected two engines to compare: name the CHECKPOINT" in error
-
-
-def test_a_bundle_that_no_backend_runs_here_is_refused_even_with_a_checkpoint(tmp_path: Path) -> None:
+def test_what_cannot_be_compared_is_refused(
+    tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for flags, message in (
+        ((), "only onnxruntime float32 runs it here, expected two engines to compare: name the CHECKPOINT"),
+        (("--layers",), "--layers compares with the PyTorch model: expected a CHECKPOINT"),
+        (("--save-outputs", "x.json"), "--save-outputs saves the outputs of PyTorch: expected CHECKPOINT after BUNDLE"),
+    ):
+        assert run(["check", str(tiny_bundle), *flags]) == 2
+        assert message in capsys.readouterr().err
     manifest = fill(tmp_path)
     bundle = Bundle(tmp_path, replace(manifest, signature=replace(manifest.signature, dtype="bfloat16")))
     with pytest.raises(MissingDependency, match=r"no backend runs it here: .*its graph is in bfloat16"):
         select_engines(bundle, CheckOptions(TINY, backends=()))
-
-
-def test_backends_that_share_a_reason_share_a_line() -> None:
-    not_compared = {
-        "tensorrt": "backend tensorrt needs an NVIDIA GPU: no driver",
-        "tensorrt-rtx": "backend tensorrt-rtx needs an NVIDIA GPU: no driver",
-        "onnxruntime": "the graph is in bfloat16",
-    }
-    assert by_reason(not_compared) == [
-        "tensorrt, tensorrt-rtx: needs an NVIDIA GPU: no driver",
-        "onnxruntime: the graph is in bfloat16",
-    ]

@@ -1,8 +1,10 @@
-"""Acceptance: counted steps equal the runtime's own, on every engine, for checkpoints and bundles."""
+"""Acceptance: answers are what the model writes, and counted steps are the runtime's own, for checkpoints and bundles."""
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,100 +16,143 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint
+from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.graphs.contract.mask_layout import MaskLayout
-from spaceport.graphs.contract.signature import LOWERINGS, Lowering, visible_length
+from spaceport.graphs.contract.signature import LOWERINGS, STEP_ROWS, Lowering, visible_length
+from spaceport.runtime.bundle import Bundle
+from spaceport.runtime.decode.statistics import Statistics
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import Batch
 from spaceport.runtime.session import Runtime
 from spaceport.tools.reference import checkpoint_runtime
-from spaceport.tools.verify.acceptance.answers import generate_answer
+from spaceport.tools.tune.checkpoint_encoder import checkpoint_encoder
+from spaceport.tools.tune.conversations import Conversation, Turn
+from spaceport.tools.tune.samples import prepare
+from spaceport.tools.verify.acceptance.answers import Answer, AnswerThread, generate_answer
+from spaceport.tools.verify.acceptance.comparison import count_drafted
 from spaceport.tools.verify.acceptance.measure import measure
 from spaceport.tools.verify.acceptance.predictions import NO_PREDICTION, predict_segment
 from spaceport.tools.verify.acceptance.reference_answers import ReferenceAnswer, Segment
+from spaceport.tools.verify.acceptance.source import conversation_encoder_for
 from spaceport.tools.verify.acceptance.tally import Tally, correct_predictions, count_steps
 from support.hash_engine import CHILD as HASH_CHILD
-from support.hash_engine import END, LAYOUTS, MASKS, Cell, HashEngine, Language, advance, request_for
+from support.hash_engine import END, FORK, LAYOUTS, MASKS, Cell, HashEngine, Language, advance, request_for
 from support.paths import TINY
+from support.small_bundle import fill
 
 PROMPTS: dict[str, str] = json.loads((TINY / "prompts.json").read_text("utf-8"))
+PROMPT, MAX_TOKENS = (1, 2, 3), 24  # of the fake engine
 CHILD = 631  # an embedding row of the tiny model that no text uses
 
 
-@pytest.fixture(scope="module", params=["onnxruntime scatter", "onnxruntime append", "torch"])
-def runtime(request: pytest.FixtureRequest, tiny_bundle: Path, tiny_append_bundle: Path) -> Iterator[Runtime]:
-    if request.param == "torch":
-        with checkpoint_runtime(open_checkpoint(TINY, TokenFlags()), 512) as opened:
-            yield opened
-        return
-    bundle = tiny_append_bundle if request.param.endswith("append") else tiny_bundle
-    with Runtime.open(bundle, max_seq_len=512, threads=1) as opened:
-        yield opened
+def runtime_over(engine: HashEngine, folder: Path) -> Runtime:
+    """A runtime whose model is a hash."""
+    tokens = TokenIds(MASKS, FORK, HASH_CHILD, (END,))
+    return Runtime(Bundle(folder, replace(fill(folder), signature=engine.signature, tokens=tokens)), engine, 64)
 
 
-@pytest.mark.parametrize("name", PROMPTS)
-def test_counted_steps_of_a_generated_answer_are_those_that_the_runtime_takes(runtime: Runtime, name: str) -> None:
-    tokens = runtime.bundle.manifest.tokens
-    prompt = runtime.tokens_of(PROMPTS[name])
-    root = generate_answer(runtime, prompt, 96, 5).root
-    predicted = predict_segment(runtime.engine, tokens, Segment(root.prefix, root.tokens), 5)
-    tally = Tally(5)
-    tally.add(predicted, root.tokens, root.ending == "end")
-    assert tuple(predicted[:, 0]) == root.tokens
-    for mask_slots in range(6):
-        completion = runtime.generate(prompt, Decoding(max_tokens=96, mask_slots=mask_slots, draft="chain"))
-        assert root.text_tokens == completion.tokens
-        assert tally.steps[mask_slots] == completion.statistics.steps
-        assert tally.tokens_per_step[mask_slots] == completion.statistics.tokens_per_step
-    # The runtime drafts no last token of a limited answer: the step generates it anyway.
-    own = [*completion.statistics.accepted_by_depth, *[0] * 5]
-    assert all(0 <= found - accepted <= 1 for found, accepted in zip(tally.accepted, own, strict=False))
-    assert sum(tally.accepted) - sum(own) <= 1
+def expected_threads(language: Language, max_depth: int) -> tuple[AnswerThread, ...]:
+    """The threads, each generated alone."""
+    limit = len(PROMPT) + MAX_TOKENS
+    generated = language.tree(PROMPT, limit, max_depth)
+    root = generated.pop(())
+    forks = [index for index, token in enumerate(root) if token == FORK]
+    threads: list[tuple[tuple[int, ...], list[int], int | None]] = [(PROMPT, root, None)]
+    for (child,), tokens in sorted(generated.items()):
+        threads.append(((*PROMPT, *root[: forks[child] + 1], HASH_CHILD), tokens, forks[child]))
+    return tuple(
+        AnswerThread(prefix, (*tokens, END), fork, "end")
+        if len(prefix) + len(tokens) < limit
+        else AnswerThread(prefix, tuple(tokens), fork, "length")
+        for prefix, tokens, fork in threads
+    )
+
+
+@pytest.mark.parametrize("max_depth", [0, 1])
+@pytest.mark.parametrize("max_threads", [1, 2, 64])
+def test_each_thread_of_an_answer_equals_the_thread_generated_alone(
+    max_threads: int, max_depth: int, tmp_path: Path
+) -> None:
+    engine = HashEngine(Language(0, 70, end_every=12, fork_every=5), 400 + STEP_ROWS + 1, 1)
+    runtime = runtime_over(engine, tmp_path)
+    endings = set()
+    for seed in range(60):
+        engine.language.seed = seed
+        answer = generate_answer(runtime, PROMPT, MAX_TOKENS, seed % 3, max_threads, max_depth)
+        assert answer.threads == expected_threads(engine.language, max_depth)
+        assert answer.statistics.tokens == sum(len(thread.text_tokens) for thread in answer.threads)
+        endings |= {(thread.fork is None, thread.ending) for thread in answer.threads}
+    assert len(endings) == 2 + 2 * max_depth  # root and child threads, each with both endings
+
+
+def test_in_reading_order_each_child_replaces_its_fork() -> None:
+    threads = (
+        AnswerThread(PROMPT, (4, FORK, 5, FORK, 6, END), None, "end"),
+        AnswerThread((*PROMPT, 4, FORK, HASH_CHILD), (7, 8), 1, "length"),
+        AnswerThread((*PROMPT, 4, FORK, 5, FORK, HASH_CHILD), (END,), 3, "end"),
+    )
+    assert Answer(threads, Statistics()).text_tokens == (4, 7, 8, 5, 6)
+
+
+def test_an_answer_is_cut_at_the_maximum_context_length_unless_its_threads_do_not_fit(tmp_path: Path) -> None:
+    for prompt, remaining in ((64, 0), (63, 1)):
+        engine = HashEngine(Language(3, end_every=10**9), 64 + STEP_ROWS + 1, 1)
+        (thread,) = generate_answer(runtime_over(engine, tmp_path), [1] * prompt, MAX_TOKENS, 1).threads
+        assert (len(thread.tokens), thread.ending, engine.calls) == (remaining, "length", remaining)
+    engine = HashEngine(Language(0, end_every=10**9, fork_every=3), 64 + STEP_ROWS + 1, 1)
+    message = (
+        r"need more than the 61 tokens that fit after its prompt of 3: raise --max-seq-len \(now 64\) or lower "
+        r"--max-tokens \(now 50\)"
+    )
+    with pytest.raises(OptionFault, match=message):
+        generate_answer(runtime_over(engine, tmp_path), PROMPT, 50, 0)
 
 
 @settings(max_examples=100)
 @given(
-    prompt=st.lists(st.integers(0, END - 1), min_size=1, max_size=40) | st.just([1, 2, 3] * 45),
-    answer=st.lists(st.integers(0, 2) | st.integers(0, END), min_size=1, max_size=40),
+    segment=st.builds(
+        Segment,
+        st.lists(st.integers(0, END - 1), min_size=1, max_size=40).map(tuple) | st.just((1, 2, 3) * 45),
+        st.lists(st.integers(0, 2) | st.integers(0, END), min_size=1, max_size=40).map(tuple),
+        st.booleans(),
+    ),
+    language=st.builds(
+        Language,
+        st.integers(0, 10**6),
+        st.just(60),
+        window=st.none() | st.integers(1, 30),
+        mask_layout=st.sampled_from(LAYOUTS),
+        heads=st.sampled_from((0, 6)),
+    ),
     mask_slots=st.integers(0, 6),
     masks=st.sampled_from((MASKS[:1], MASKS * 4)),
     fork=st.none() | st.integers(0, 2),
-    child=st.booleans(),
-    window=st.none() | st.integers(1, 30),
-    layout=st.sampled_from(LAYOUTS),
-    heads=st.sampled_from((0, 6)),
     rows=st.sampled_from((7, 40, 500)),
-    seed=st.integers(0, 10**6),
     lowering=st.sampled_from(LOWERINGS),
 )
 def test_every_mask_slot_or_head_predicts_after_every_token(
-    prompt: list[int],
-    answer: list[int],
+    segment: Segment,
+    language: Language,
     mask_slots: int,
     masks: tuple[int, ...],
     fork: int | None,
-    child: bool,
-    window: int | None,
-    layout: MaskLayout,
-    heads: int,
     rows: int,
-    seed: int,
     lowering: Lowering,
 ) -> None:
-    language = Language(seed, 60, window=window, mask_layout=layout, heads=heads)
-    engine = HashEngine(language, visible_length(len(prompt) + len(answer) + 8), 1, lowering)
+    engine = HashEngine(language, visible_length(len(segment.prefix) + len(segment.tokens) + 8), 1, lowering)
     engine.rows = rows
     tokens = TokenIds(masks, fork, None if fork is None else HASH_CHILD, (END,))
-    predicted = predict_segment(engine, tokens, Segment(tuple(prompt), tuple(answer), child), mask_slots, layout)
+    predicted = predict_segment(engine, tokens, segment, mask_slots, language.mask_layout)
     cells: list[Cell] = []
-    for token in prompt:
+    for token in segment.prefix:
         cells.append(language.follow(cells, token))
-    for index, token in enumerate(answer):
-        here = {fork} if child or cells[-1].token == fork else set()
-        ahead = {fork} if child else set()
+    for index, token in enumerate(segment.tokens):
+        here = {fork} if segment.child or cells[-1].token == fork else set()
+        ahead = {fork} if segment.child else set()
         expected = [writable(language.logits(cells[-1].state), tokens, here)]
         expected += [writable(language.draft(cells, depth), tokens, ahead) for depth in range(mask_slots)]
-        remaining = len(answer) - index  # tokens left to predict
+        remaining = len(segment.tokens) - index  # tokens left to predict
         assert predicted[index].tolist() == [*expected[:remaining], *[NO_PREDICTION] * (1 + mask_slots - remaining)]
         cells.append(language.follow(cells, token))
 
@@ -118,19 +163,13 @@ def writable(logits: NDArray[np.float32], tokens: TokenIds, banned: set[int | No
     return max(allowed, key=lambda token: float(logits[token]))
 
 
-class Recorder(HashEngine):
-    """A fake engine that stores its input batches."""
-
-    def run(self, batch: Batch) -> NDArray[np.float32]:
-        self.batches = [*getattr(self, "batches", []), batch]
-        return super().run(batch)
-
-
-def test_several_mask_tokens_are_fed_in_their_order() -> None:
-    engine = Recorder(Language(1), 64, 1)
+def test_several_mask_tokens_are_fed_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, batches = HashEngine(Language(1), 64, 1), list[Batch]()
+    run = engine.run
+    monkeypatch.setattr(engine, "run", lambda batch: batches.append(batch) or run(batch))
     predict_segment(engine, TokenIds(MASKS, end=(END,)), Segment((1, 2), (3, 4, 5)), 2)
-    assert [batch.input_ids.tolist() for batch in engine.batches] == [[[1, 2, 3, 4]], [[*MASKS, MASKS[0]]]]
-    assert [batch.position_ids.tolist() for batch in engine.batches] == [[[0, 1, 2, 3]], [[2, 3, 3]]]
+    assert [batch.input_ids.tolist() for batch in batches] == [[[1, 2, 3, 4]], [[*MASKS, MASKS[0]]]]
+    assert [batch.position_ids.tolist() for batch in batches] == [[[0, 1, 2, 3]], [[2, 3, 3]]]
 
 
 @settings(max_examples=100)
@@ -156,6 +195,50 @@ def test_counted_steps_are_those_of_the_loop_for_any_quality_of_drafts(
     assert count_steps(correct_predictions(predicted, answer), mask_slots) == request.statistics.steps
 
 
+@pytest.fixture(scope="module", params=["onnxruntime", "torch"])
+def runtime(request: pytest.FixtureRequest, tiny_bundle: Path) -> Iterator[Runtime]:
+    if request.param == "torch":
+        with checkpoint_runtime(open_checkpoint(TINY, TokenFlags()), 512) as opened:
+            yield opened
+        return
+    with Runtime.open(tiny_bundle, max_seq_len=512, threads=1, step_costs="free") as opened:
+        yield opened
+
+
+def test_counted_steps_of_a_generated_answer_are_those_that_the_runtime_takes(runtime: Runtime) -> None:
+    prompt = runtime.tokens_of(PROMPTS["foreign text"])
+    root = generate_answer(runtime, prompt, 96, 5).root
+    predicted = predict_segment(runtime.engine, runtime.bundle.manifest.tokens, Segment(root.prefix, root.tokens), 5)
+    tally = Tally(5)
+    tally.add(predicted, root.tokens, root.ending == "end")
+    assert tuple(predicted[:, 0]) == root.tokens
+    for mask_slots in range(6):
+        completion = runtime.generate(prompt, Decoding(max_tokens=96, mask_slots=mask_slots, draft="chain"))
+        assert root.text_tokens == completion.tokens
+        assert tally.steps[mask_slots] == completion.statistics.steps
+        assert tally.tokens_per_step[mask_slots] == completion.statistics.tokens_per_step
+    # The runtime drafts no last token of a limited answer: the step generates it anyway.
+    own = [*completion.statistics.accepted_by_depth, *[0] * 5]
+    assert all(0 <= found - accepted <= 1 for found, accepted in zip(tally.accepted, own, strict=False))
+    assert sum(tally.accepted) - sum(own) <= 1
+
+
+def test_steps_with_prompt_lookup_are_those_of_the_runtime(tiny_bundle: Path) -> None:
+    with Runtime.open(tiny_bundle, max_seq_len=256, threads=1, step_costs="free") as runtime:
+        prompts = [tuple(runtime.tokens_of(prompt)) for prompt in list(PROMPTS.values())[:2]]
+        counted = count_drafted(runtime, [ReferenceAnswer(1, prompt, ()) for prompt in prompts], 24, 3)
+        for found, slots in ((counted.lookup, 0), (counted.together, 3)):
+            decoding = Decoding(max_tokens=24, mask_slots=slots, lookup=16, prefix_cache=False)
+            own = [runtime.generate(prompt, decoding).statistics for prompt in prompts]
+            assert (found.tokens, found.steps) == (sum(one.tokens for one in own), sum(one.steps for one in own))
+            assert found.tokens_per_step == found.tokens / found.steps
+    assert counted.together.steps < counted.lookup.steps
+
+
+# The plain answer has the line break twice in a row. At the other token children would fork again if they could.
+BREAK, OTHER = 203, 283
+
+
 def forking(runtime: Runtime, fork: int) -> Runtime:
     """The runtime with an ordinary token as its [Fork] token, so that its answers fork."""
     tokens = replace(runtime.bundle.manifest.tokens, fork=fork, child=CHILD)
@@ -163,41 +246,9 @@ def forking(runtime: Runtime, fork: int) -> Runtime:
     return Runtime(bundle, runtime.engine, runtime.max_seq_len)
 
 
-# The plain answer has the line break twice in a row. At the other token children would fork again if they could.
-BREAK, OTHER = 203, 283
-
-
-@pytest.mark.parametrize("mask_slots", [0, 2, 5])
-@pytest.mark.parametrize("fork", [BREAK, OTHER])
-def test_each_fork_of_the_root_starts_a_child_that_continues_it(runtime: Runtime, fork: int, mask_slots: int) -> None:
-    prompt = runtime.tokens_of(next(iter(PROMPTS.values())))
-    answer = generate_answer(forking(runtime, fork), prompt, 40, mask_slots)
-    root = answer.root
-    assert [child.fork for child in answer.children] == [i for i, token in enumerate(root.tokens) if token == fork]
-    assert answer.children
-    # a runtime in which [Fork] is a mask token never generates it
-    unforked = replace(runtime.bundle.manifest.tokens, mask=(*runtime.bundle.manifest.tokens.mask, fork, CHILD))
-    bundle = replace(runtime.bundle, manifest=replace(runtime.bundle.manifest, tokens=unforked))
-    alone = Runtime(bundle, runtime.engine, runtime.max_seq_len)
-    for child in answer.children:
-        assert child.fork is not None
-        assert child.prefix == (*prompt, *root.tokens[: child.fork + 1], CHILD)
-        remaining = len(prompt) + 40 - len(child.prefix)
-        expected = ()
-        if remaining:
-            expected = alone.generate(child.prefix, Decoding(max_tokens=remaining, mask_slots=0)).tokens
-        assert child.text_tokens == expected
-    assert fork not in answer.text_tokens
-    assert len(answer.text_tokens) == len(root.tokens) - len(answer.children) + sum(
-        len(child.tokens) for child in answer.children
-    )
-
-
-@pytest.mark.parametrize("mask_slots", [0, 2, 5])
-@pytest.mark.parametrize("fork", [BREAK, OTHER])
+@pytest.mark.parametrize(("fork", "mask_slots"), [(BREAK, 0), (OTHER, 2), (BREAK, 5)])
 def test_concurrent_threads_generate_the_same_in_fewer_steps(runtime: Runtime, fork: int, mask_slots: int) -> None:
-    prompt = runtime.tokens_of(next(iter(PROMPTS.values())))
-    forked = forking(runtime, fork)
+    prompt, forked = runtime.tokens_of(next(iter(PROMPTS.values()))), forking(runtime, fork)
     concurrent = generate_answer(forked, prompt, 40, mask_slots)
     sequential = generate_answer(forked, prompt, 40, mask_slots, max_threads=1)
     assert concurrent.threads == sequential.threads
@@ -215,18 +266,51 @@ def test_concurrent_threads_generate_the_same_in_fewer_steps(runtime: Runtime, f
         assert concurrent.statistics.steps == 40  # concurrent threads end when the longest path does
 
 
-@pytest.mark.parametrize("mask_slots", [0, 5])
-def test_no_fork_directly_follows_a_fork(runtime: Runtime, mask_slots: int) -> None:
-    prompt = runtime.tokens_of(next(iter(PROMPTS.values())))
+def test_no_fork_directly_follows_a_fork_and_threads_are_measured_under_the_same_bans(runtime: Runtime) -> None:
+    prompt = tuple(runtime.tokens_of(next(iter(PROMPTS.values()))))
     plain = runtime.generate(prompt, Decoding(max_tokens=40)).tokens
     twice = next(index for index in range(1, 40) if plain[index - 1 : index + 1] == (BREAK, BREAK))
     forked = forking(runtime, BREAK)
-    assert generate_answer(forked, prompt, 40, mask_slots).root.tokens[twice] != BREAK
-    assert generate_answer(forked, (*prompt, *plain[:twice]), 4, mask_slots).root.tokens[0] != BREAK
-
-
-def test_generated_threads_are_measured_under_the_token_bans_of_their_generation(runtime: Runtime) -> None:
-    prompt = tuple(runtime.tokens_of(next(iter(PROMPTS.values()))))
+    for mask_slots in (0, 5):
+        assert generate_answer(forked, prompt, 40, mask_slots).root.tokens[twice] != BREAK
+        assert generate_answer(forked, (*prompt, *plain[:twice]), 4, mask_slots).root.tokens[0] != BREAK
     found = measure(forking(runtime, OTHER), [ReferenceAnswer(1, prompt, ())], 40, 2)
     assert found.generated.segments > 1
     assert found.generated.accuracy[0] == 1.0
+
+
+CONVERSATIONS = (
+    Conversation(1, (Turn("user", "How does json/scanner.py begin?"), Turn("assistant", "import re\n"))),
+    Conversation(2, (Turn("system", "Be brief."), Turn("user", "a"), Turn("assistant", " b "))),
+    Conversation(3, (Turn("user", "a"), Turn("assistant", "b"), Turn("user", "c"), Turn("assistant", "d"))),
+    Conversation(4, (Turn("text", "import re\n\nNaN = float('nan')\n"),)),
+)
+
+
+def test_a_bundle_tokenizes_conversations_as_training_does(tiny_bundle: Path) -> None:
+    training = prepare(CONVERSATIONS, checkpoint_encoder(TINY, False), 512)
+    with Runtime.open(tiny_bundle, threads=1, step_costs="free") as runtime:
+        bundle = prepare(CONVERSATIONS, conversation_encoder_for(runtime), 512)
+    assert training.counts == bundle.counts
+    assert len(training.whole) == 4
+    for one, other in zip(training.whole, bundle.whole, strict=True):
+        assert one.ids.tolist() == other.ids.tolist()
+        assert one.learned.tolist() == other.learned.tolist()
+
+
+# argv: bundle, data. Packages that only export or training needs are not found.
+MEASURE = """
+import sys
+sys.modules.update(dict.fromkeys(("torch", "transformers", "onnx", "accelerate", "peft", "matplotlib")))
+from spaceport.tools.cli import run
+sys.exit(run(["acceptance", *sys.argv[1:], "--max-tokens", "8", "--threads", "1", "--json"]))
+"""
+
+
+def test_a_bundle_is_measured_where_only_its_backend_is_installed(tiny_bundle: Path, tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text(json.dumps({"prompt": "How does it begin?", "response": "import re\n"}) + "\n", "utf-8")
+    command = [sys.executable, "-c", MEASURE, str(tiny_bundle), str(data)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["samples"] == 1

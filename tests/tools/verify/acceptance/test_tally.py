@@ -16,6 +16,7 @@ from spaceport.tools.tune.samples import Prepared, Sample
 from spaceport.tools.verify.acceptance.predictions import NO_PREDICTION
 from spaceport.tools.verify.acceptance.reference_answers import Segment, reference_answers, segments_of
 from spaceport.tools.verify.acceptance.tally import ForkTally, LookupTally, Tally, correct_predictions, count_steps
+from spaceport.tools.verify.draft_names import named_drafts
 
 FORK, CHILD = 630, 631
 
@@ -44,23 +45,17 @@ def test_the_counts_of_a_table_are_those_worked_out_by_hand() -> None:
     assert (tally.drafted, tally.accepted, tally.acceptance) == ([2, 1], [1, 1], [1 / 2, 1.0])
 
 
-def test_a_mask_slot_after_a_wrong_one_saves_no_step() -> None:
+def test_a_mask_slot_after_a_wrong_one_saves_no_step_and_acceptance_is_counted_by_depth() -> None:
     answer = (5, 6, 7, 8)
     found = np.array([[5, 0, 7], [6, 0, 8], [7, 0, NO_PREDICTION], [8, NO_PREDICTION, NO_PREDICTION]])
     assert count_steps(correct_predictions(found, answer), 2) == 4
-
-
-def test_acceptance_is_counted_by_depth() -> None:
     tally = Tally(2)
     found = np.array([[5, 6, 0], [6, 7, 8], [7, 8, NO_PREDICTION], [8, NO_PREDICTION, NO_PREDICTION]])
-    tally.add(found, (5, 6, 7, 8), ended=False)  # 5 | 6 7 | 8: the second draft token of the second step is wrong
+    tally.add(found, answer, ended=False)  # 5 | 6 7 | 8: the second draft token of the second step is wrong
     assert (tally.drafted, tally.accepted, tally.acceptance) == ([2, 1], [2, 0], [1.0, 0.0])
-
-
-def test_an_answer_of_one_token_takes_one_step_and_no_mask_slot_predicts() -> None:
-    tally = Tally(3)
-    tally.add(np.array([[5, NO_PREDICTION, NO_PREDICTION, NO_PREDICTION]]), (5,), ended=False)
-    assert (tally.predictions, tally.steps, tally.accuracy[1]) == ([1, 0, 0, 0], [1, 1, 1, 1], None)
+    single = Tally(3)  # one token takes one step, and no mask slot predicts
+    single.add(np.array([[5, NO_PREDICTION, NO_PREDICTION, NO_PREDICTION]]), (5,), ended=False)
+    assert (single.predictions, single.steps, single.accuracy[1]) == ([1, 0, 0, 0], [1, 1, 1, 1], None)
 
 
 def test_precision_and_recall_of_forks_are_those_worked_out_by_hand() -> None:
@@ -138,3 +133,8 @@ def test_a_kind_of_lookup_token_that_did_not_occur_has_no_rate() -> None:
     tally.add((1, 2, 3), (9, 1, 2, 3, 9))  # 1 2 is followed by 3, and 1 2 3 by 9
     assert (tally.tokens, tally.accepted) == ([1, 1, 0, 0, 0], [1, 1, 0, 0, 0])
     assert tally.acceptance == [1.0, 1.0, None, None, None]
+
+
+def test_a_number_of_predictors_has_words() -> None:
+    found = [named_drafts(*case) for case in ((0, "mask slot"), (1, "head"), (3, "mask slot"))]
+    assert found == ["prompt lookup", "1 head", "3 mask slots"]

@@ -58,14 +58,10 @@ def test_a_thread_that_ends_too_early_or_too_late_is_a_fault(runtime: Runtime) -
     longer = replace(plain, tokens=(*plain.tokens, 5))
     late = (limit + 1, np.inf, f"the thread ends too late, its limit is {limit} tokens")
     assert late in found_in(runtime, longer, plain, limit)
-    ((position, margin, reason),) = found_in(
-        runtime, replace(plain, tokens=plain.tokens[:-2], ended=True), plain, limit
-    )
-    assert (position, reason) == (limit - 2, "")
-    assert 1 < margin < np.inf
-    ((position, margin, reason),) = found_in(runtime, replace(plain, ended=True), plain, limit)
-    assert (position, reason) == (limit, "")
-    assert 1 < margin < np.inf
+    for tokens in (plain.tokens[:-2], plain.tokens):
+        ((position, margin, reason),) = found_in(runtime, replace(plain, tokens=tokens, ended=True), plain, limit)
+        assert (position, reason) == (len(tokens), "")
+        assert 1 < margin < np.inf
 
 
 def test_nan_in_the_logits_of_a_step_of_one_row_is_a_fault(tiny_bundle: Path, runtime: Runtime) -> None:
@@ -103,16 +99,11 @@ def test_a_thread_that_continues_after_its_end_token_is_a_fault(runtime: Runtime
     assert found[-1][2].startswith("the thread ends too early")
 
 
-def test_a_banned_token_is_never_a_near_tie(runtime: Runtime) -> None:
-    plain = plain_thread(runtime)
-    mask = runtime.bundle.manifest.tokens.mask[0]
-    wrong = replace(plain, tokens=(*plain.tokens[:-1], mask))
-    assert found_in(runtime, wrong, plain, len(plain.tokens)) == [(len(plain.tokens) - 1, np.inf, "")]
-
-
-def test_a_thread_that_was_cut_is_verified_up_to_the_cut(runtime: Runtime) -> None:
+def test_a_banned_token_is_never_a_near_tie_and_a_cut_thread_is_verified_up_to_the_cut(runtime: Runtime) -> None:
     plain = plain_thread(runtime)
     limit = len(plain.tokens)
+    wrong = replace(plain, tokens=(*plain.tokens[:-1], runtime.bundle.manifest.tokens.mask[0]))
+    assert found_in(runtime, wrong, plain, limit) == [(limit - 1, np.inf, "")]
     cut = replace(plain, tokens=plain.tokens[:-5], cut=True)
     assert found_in(runtime, cut, plain, limit) == []
     assert found_in(runtime, plain, cut, limit) == []
@@ -125,11 +116,10 @@ def thread(path: Sequence[int], *tokens: int, cut: bool = False) -> ThreadTokens
 
 
 def test_a_thread_that_is_missing_is_a_fault() -> None:
-    whole: dict[tuple[int, ...], ThreadTokens] = {(): thread((), 3), (0,): thread((0,), 4)}
     without: dict[tuple[int, ...], ThreadTokens] = {(): thread((), 3)}
-    assert [(mismatch.path, mismatch.reason) for mismatch in unmatched_threads(without, whole)] == [
-        ((0,), "the thread is missing")
-    ]
+    whole = {**without, (0,): thread((0,), 4)}
+    (missing,) = unmatched_threads(without, whole)
+    assert (missing.path, missing.reason) == ((0,), "the thread is missing")
     assert [mismatch.reason for mismatch in unmatched_threads(whole, without)] == ["plain decoding has no such thread"]
     assert unmatched_threads(whole, whole) == []
     assert unmatched_threads({(): thread((), 5)}, whole) == []  # a different parent, which need not fork

@@ -15,14 +15,11 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-import torch
 
 from spaceport.exporter.export import ExportOptions
 from spaceport.graphs.contract.manifest import ACCURACY_FILE
-from spaceport.graphs.decoder import Decoder
 from spaceport.runtime.bundle import open_bundle
 from spaceport.tools.cli import run
-from spaceport.tools.reference import open_reference
 from spaceport.tools.verify import accuracy
 from spaceport.tools.verify.accuracy import Array, RecordedCall
 from spaceport.tools.verify.check.check import CheckReport, check
@@ -180,24 +177,15 @@ def test_a_graph_without_marked_values_is_compared_by_keys_and_values(tiny_bundl
 
 @pytest.mark.nightly
 def test_an_ignored_attention_window_is_found_in_cases_longer_than_the_window(tmp_path: Path) -> None:
-    """In a model in half precision whose second layer has a window; its rotary frequencies stay in float32."""
+    """In a model in half precision whose second layer has a window."""
     (family,) = (family for family in FAMILIES if family.name == "qwen2")
     checkpoint = tmp_path / "checkpoint"
     build(replace(family, options={**family.options, "vocab_size": 640})).save_pretrained(checkpoint)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(TINY / name, checkpoint)
     bundle = bundle_of(checkpoint, ExportOptions(dtype="float16"))
-    reference = open_reference(open_bundle(bundle), checkpoint, 64, 1, "float16")
-    assert isinstance(reference.module, Decoder)
-    kinds = {name: buffer.dtype for name, buffer in reference.module.model.named_buffers() if "inv_freq" in name}
-    assert set(kinds.values()) == {torch.float32}
     correct = checked(bundle, checkpoint)
     assert correct.passed
-    assert [(pair.first, pair.second, pair.dtype) for pair in correct.pairs] == [
-        ("PyTorch float32", "PyTorch float16", "float16"),
-        ("PyTorch float32", "onnxruntime float16", "float16"),
-        ("PyTorch float16", "onnxruntime float16", "float16"),
-    ]
     report = checked(planted(bundle, tmp_path / "bundle", ignore_the_window), checkpoint)
     assert first_of(report) == ("layer 1, attention", PROMPT)
     assert [pair.passed for pair in report.pairs] == [True, False, False]

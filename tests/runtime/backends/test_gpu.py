@@ -22,7 +22,6 @@ from spaceport.runtime.backends.captured import Captured
 from spaceport.runtime.backends.device import gpu, no_gpu
 from spaceport.runtime.backends.engine_options import EngineOptions
 from spaceport.runtime.backends.on_device import DeviceEngine
-from spaceport.runtime.backends.on_tensorrt import move_slots
 from spaceport.runtime.backends.torch_device import Cuda
 from spaceport.runtime.bundle import Bundle, open_bundle
 from spaceport.runtime.engine import Batch
@@ -226,23 +225,6 @@ def test_graphs_of_one_thread_are_played_on_another() -> None:
             got = step(size, value) if number % 3 else other.submit(step, size, value).result()
         assert torch.equal(got, torch.full((size,), 2.0 * value + size))
     assert len(captured) == 4
-
-
-@needs_torch
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_moves_on_a_gpu_are_those_on_the_cpu(dtype: torch.dtype) -> None:
-    device, dice = Cuda(), np.random.default_rng(1)
-    here = torch.from_numpy(dice.random((6, 3, 2, 64, 8), np.float32)).to(dtype)
-    there = device.zeros(here.shape, dtype)
-    there.copy_(here)
-    torch.cuda.synchronize()
-    for _ in range(20):
-        moves = [(dice.permutation(64)[:7], dice.permutation(64)[:7]) for _ in range(2)]
-        move_slots(here, 1, moves)
-        with device.working():
-            move_slots(there, 1, moves)
-    device.wait()
-    assert torch.equal(there.cpu(), here)
 
 
 @needs_torch

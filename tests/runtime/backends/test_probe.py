@@ -35,8 +35,7 @@ class SlotEngine:
         self.signature = Signature(1, 1, 1, 50, "float32", "scatter")
         self.capacity, self.rows, self.requests = capacity, rows, 1
         self._order, self._width, self._factor = order, width, factor
-        self.slots = np.zeros(capacity, np.int64)
-        self.widths: list[int] = []
+        self.slots, self.widths = np.zeros(capacity, np.int64), list[int]()
 
     def run(self, batch: Batch) -> NDArray[np.float32]:
         assert batch.requests == 1

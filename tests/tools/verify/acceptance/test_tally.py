@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -81,21 +80,15 @@ def test_a_sample_with_forks_becomes_its_root_and_its_children() -> None:
 
 
 def test_every_answer_of_a_chat_is_measured_and_the_last_one_is_generated_again() -> None:
-    chain = np.arange(-1, 5)
-    chat = Sample(1, np.arange(10, 16), chain, np.array([0, 1, 0, 0, 1, 1], np.bool_))
+    chat = Sample(1, np.arange(10, 16), np.arange(-1, 5), np.array([0, 1, 0, 0, 1, 1], np.bool_))
     (found,) = reference_answers(Prepared(whole=[chat]), [Conversation(1, (Turn("user", "a"),))], TokenIds())
     assert found.segments == (Segment((10,), (11,)), Segment((10, 11, 12, 13), (14, 15)))
     assert found.prompt == (10, 11, 12, 13)
-
-
-@pytest.mark.parametrize(("size", "prompt"), [(7, 3), (63, 31), (100, 32)])
-def test_the_first_tokens_of_a_plain_text_count_as_its_prompt(size: int, prompt: int) -> None:
-    learned = np.ones(size, np.bool_)
-    learned[0] = False
-    text = Sample(3, np.arange(size), np.arange(-1, size - 1), learned)
-    (found,) = reference_answers(Prepared(whole=[text]), [Conversation(3, (Turn("text", "a"),))], TokenIds())
-    assert found.prompt == tuple(range(prompt))
-    assert found.segments == (Segment(tuple(range(prompt)), tuple(range(prompt, size))),)
+    for size, prompt in ((7, 3), (63, 31), (100, 32)):  # the first tokens of a plain text count as its prompt
+        text = Sample(3, np.arange(size), np.arange(-1, size - 1), np.arange(size) > 0)
+        (found,) = reference_answers(Prepared(whole=[text]), [Conversation(3, (Turn("text", "a"),))], TokenIds())
+        assert found.prompt == tuple(range(prompt))
+        assert found.segments == (Segment(tuple(range(prompt)), tuple(range(prompt, size))),)
 
 
 @settings(max_examples=200)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,12 @@ from spaceport.runtime.engine import Batch
 from spaceport.runtime.session import Runtime
 from spaceport.tools.verify.audit.audit import audit
 from spaceport.tools.verify.audit.audit_report import AuditReport, ModeCounts
+from spaceport.tools.verify.audit.mismatches import find_mismatches, selection_rule, unmatched_threads
 from spaceport.tools.verify.audit.modes import groups_for
 from spaceport.tools.verify.audit.noise import noise_of
 from spaceport.tools.verify.audit.prompts import TokenizedPrompt
+from spaceport.tools.verify.feeding import FeedPlan, feed
+from spaceport.tools.verify.thread_tokens import ThreadTokens, thread_tokens_of
 from support.forking_bundle import forking_copy
 from support.hash_engine import Language
 from support.hash_runtime import hash_runtime
@@ -241,3 +245,95 @@ def test_nan_logits_in_a_step_of_one_row_are_a_fault(tiny_bundle: Path) -> None:
     assert any("the logits for the token at position 64 hold NaN" in reason for reason in reasons)
     assert engine.cleared
     assert not report.passed
+
+
+@pytest.fixture(scope="module")
+def correct(tiny_bundle: Path) -> Iterator[Runtime]:
+    with spoilt_runtime(tiny_bundle)[0] as opened:
+        yield opened
+
+
+def plain_thread(runtime: Runtime, max_tokens: int = TOKENS) -> ThreadTokens:
+    decoding = groups_for(runtime.bundle.manifest, runtime.exactness, max_tokens)[0].plain.decoding
+    (thread,) = thread_tokens_of(runtime.generate(SCANNER, decoding), None).values()
+    return thread
+
+
+def found_in(runtime: Runtime, thread: ThreadTokens, plain: ThreadTokens, limit: int) -> list[tuple[int, float, str]]:
+    """Position, margin and reason of each mismatch."""
+    rule = selection_rule(
+        groups_for(runtime.bundle.manifest, runtime.exactness, TOKENS)[0], runtime.bundle.manifest.tokens
+    )
+    found = find_mismatches(runtime.engine, rule, thread, limit, plain)
+    return [(mismatch.position, mismatch.margin, mismatch.reason) for mismatch in found]
+
+
+def test_a_thread_that_ends_too_early_or_too_late_is_a_fault(correct: Runtime) -> None:
+    plain = plain_thread(correct)
+    limit = len(plain.tokens)
+    assert found_in(correct, plain, plain, limit) == []
+    early = (limit - 2, np.inf, f"the thread ends too early, its limit is {limit} tokens")
+    assert found_in(correct, replace(plain, tokens=plain.tokens[:-2]), plain, limit) == [early]
+    late = (limit + 1, np.inf, f"the thread ends too late, its limit is {limit} tokens")
+    assert late in found_in(correct, replace(plain, tokens=(*plain.tokens, 5)), plain, limit)
+    for tokens in (plain.tokens[:-2], plain.tokens):
+        ((position, margin, reason),) = found_in(correct, replace(plain, tokens=tokens, ended=True), plain, limit)
+        assert (position, reason) == (len(tokens), "")
+        assert 1 < margin < np.inf
+    ending = plain_thread(correct, max_tokens=64)
+    assert ending.ended
+    beyond = replace(ending, tokens=(*ending.tokens, *ending.tokens[-3:]), ended=False)
+    (first, margin, _), *_, last = found_in(correct, beyond, ending, ending.start + 64)
+    assert first == len(ending.tokens)
+    assert margin > 1
+    assert last[2].startswith("the thread ends too early")
+
+
+def test_a_thread_is_verified_token_by_token_up_to_its_cut(tiny_bundle: Path, correct: Runtime) -> None:
+    plain = plain_thread(correct)
+    limit = len(plain.tokens)
+    banned = replace(plain, tokens=(*plain.tokens[:-1], correct.bundle.manifest.tokens.mask[0]))
+    assert found_in(correct, banned, plain, limit) == [(limit - 1, np.inf, "")], "never a near-tie"
+    other = replace(plain, tokens=(*plain.tokens[:-2], 5, plain.tokens[-1]))
+    ((first, margin, reason),) = found_in(correct, plain, other, limit)
+    assert (first, reason) == (limit - 2, "")
+    assert margin == found_in(correct, other, plain, limit)[0][1] > 1, "a plain text that is not reproduced is as wrong"
+    cut = replace(plain, tokens=plain.tokens[:-5], cut=True)
+    assert found_in(correct, cut, plain, limit) == found_in(correct, plain, cut, limit) == []
+    assert found_in(correct, other, cut, limit)[0][0] == limit - 2
+
+    def spoil(batch: Batch, logits: Logits) -> None:
+        logits[positions_of(batch) == limit - 1, plain.tokens[-1]] = np.nan
+
+    with spoilt_runtime(tiny_bundle, spoil)[0] as spoilt:
+        (first, _, _), (last, margin, reason) = found_in(spoilt, other, plain, limit)
+    assert (first, last, reason) == (limit - 2, limit - 1, "the logits hold NaN")
+    assert np.isnan(margin)
+
+
+def thread(path: tuple[int, ...], *tokens: int, cut: bool = False) -> ThreadTokens:
+    return ThreadTokens(path, (1, 2, *tokens), 2, cut=cut)
+
+
+def test_a_thread_that_is_missing_is_a_fault() -> None:
+    without: dict[tuple[int, ...], ThreadTokens] = {(): thread((), 3)}
+    whole = {**without, (0,): thread((0,), 4)}
+    (missing,) = unmatched_threads(without, whole)
+    assert (missing.path, missing.reason) == ((0,), "the thread is missing")
+    assert [mismatch.reason for mismatch in unmatched_threads(whole, without)] == ["plain decoding has no such thread"]
+    assert unmatched_threads(whole, whole) == []
+    assert unmatched_threads({(): thread((), 5)}, whole) == []  # a different parent, which need not fork
+    assert unmatched_threads({(): thread((), 3, cut=True)}, whole) == []
+
+
+def test_noise_is_measured_with_gaps_between_kv_slots(tiny_bundle: Path) -> None:
+    """Drafts leave gaps that later rows fill, which changes the order of floating-point sums at every width."""
+    runtime, engine = spoilt_runtime(tiny_bundle)
+    with runtime:
+        fed = plain_thread(runtime)
+        slot_ids: list[int] = []
+        engine.before = lambda batch: slot_ids.extend(batch.slot_ids[0].tolist())
+        feed(engine, [fed], FeedPlan(1, 1, 16, gaps=True), lambda *_: None)
+    assert len(slot_ids) == len(set(slot_ids)) == len(fed.tokens)
+    assert (np.diff(slot_ids[:16]) > 1).any()  # gaps
+    assert (np.diff(slot_ids) < 0).any()  # filled later

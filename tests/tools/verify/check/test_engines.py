@@ -125,15 +125,19 @@ def test_the_worst_case_of_a_pair_exceeds_its_tolerance_the_most() -> None:
     assert pair.agreement == 1.0
 
 
+def fail(error: Exception) -> Logits:
+    raise error
+
+
 def test_an_engine_that_fails_in_one_case_fails_that_case_with_its_message() -> None:
     numbers: list[int] = []  # calls that the engine was run on
 
     def fail_first(number: int, logits: Logits) -> Logits:
         numbers.append(number)
-        if number == 0:
-            raise CallFailed("out of memory")
-        return logits
+        return fail(CallFailed("out of memory")) if number == 0 else logits
 
+    with pytest.raises(CallFailed, match="failed in a step"):
+        raising_call_failed(lambda arrays: fail(EngineFault("onnxruntime failed in a step")))({})
     engines = [recorded_engine("a", "float32", calls()), changed_engine("b", fail_first), changed_engine("c")]
     pairs = compare(engines, calls())
     assert [[difference.passed for difference in pair.differences] for pair in pairs] == [
@@ -144,14 +148,6 @@ def test_an_engine_that_fails_in_one_case_fails_that_case_with_its_message() -> 
     assert {pair.worst.fault for pair in pairs} == {"b: out of memory", None}
     assert len(numbers) == 3, "after a failure the rest of the case is not run"
     assert json.dumps(pairs[0].as_dict(), allow_nan=False)
-
-
-def test_a_fault_of_an_engine_keeps_its_message() -> None:
-    def broken(arrays: Any) -> Logits:
-        raise EngineFault("onnxruntime failed in a step")
-
-    with pytest.raises(CallFailed, match="onnxruntime failed in a step"):
-        raising_call_failed(broken)({})
 
 
 def test_what_cannot_be_compared_is_refused(

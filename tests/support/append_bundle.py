@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
-from onnx import helper, numpy_helper
+from onnx import helper, numpy_helper, parser
 from tokenizers import Tokenizer, models
 
 from spaceport.exporter.bundle_files import write_manifest
@@ -17,7 +18,14 @@ from spaceport.graphs.contract.signature import Precision, Signature, Tensor
 
 VOCAB = 50
 POSITIONS = 1024
-TYPES = {"float32": 1, "int64": 7, "bool": 9, "float16": 10, "bfloat16": 16}
+
+
+def declared(tensors: Sequence[Tensor]) -> str:
+    """Inputs or outputs in ONNX's text format."""
+    kinds = {"float32": "float"}
+    return ", ".join(
+        f'{kinds.get(each.dtype, each.dtype)}[{",".join(map(str, each.shape))}] "{each.name}"' for each in tensors
+    )
 
 
 @dataclass(frozen=True)
@@ -38,62 +46,57 @@ class Attending:
 
     def model(self, seed: int = 5) -> onnx.ModelProto:
         """A graph with the contract's inputs and outputs and random weights."""
-        dice, width = np.random.default_rng(seed), self.heads * self.head_dim
-        kind, signature = TYPES[self.dtype], self.signature
-        nodes: list[onnx.NodeProto] = []
-        weights: list[onnx.TensorProto] = []
-
-        def weight(name: str, *shape: int) -> str:
-            values = dice.standard_normal(shape) * 0.5
-            weights.append(numpy_helper.from_array(values.astype(helper.tensor_dtype_to_np_dtype(kind)), name))
-            return name
-
-        def whole(name: str, *numbers: int) -> str:
-            weights.append(numpy_helper.from_array(np.array(numbers, np.int64), name))
-            return name
-
-        def put(operator: str, output: str, *inputs: str, **attributes: Any) -> str:
-            nodes.append(helper.make_node(operator, inputs, [output], output, **attributes))
-            return output
-
-        def by_head(states: str, heads: int, label: str) -> str:
-            split = put(
-                "Reshape", f"{label}_split", states, whole(f"{label}_shape", 0, 0, heads, self.head_dim)
-            )  # B x T x H x D
-            return put("Transpose", label, split, perm=[0, 2, 1, 3])
-
-        tokens = put("Gather", "tokens", weight("embedding", VOCAB, width), "input_ids")
-        embedded = put("Gather", "position_embeddings", weight("positions", POSITIONS, width), "position_ids")
-        states = put("Add", "states", tokens, embedded)
-        weights.append(numpy_helper.from_array(np.array(0, np.int64), "first"))
-        start = put("Gather", "start", "slot_ids", "first", axis=1)
-        visible = put("Shape", "visible", "attention_mask", start=3, end=4)
-        axis, zero = whole("axis", 2), whole("zero", 0)
+        signature, width, kv_width = self.signature, self.heads * self.head_dim, self.kv_heads * self.head_dim
+        model = parser.parse_model(f"""<ir_version: 11, opset_import: ["": 24]>
+            attending ({declared(signature.inputs)}) => ({declared(signature.outputs)})
+            <int64 first = {{0}}, int64[1] zero = {{0}}, int64[1] axis = {{2}}, int64[1] last = {{-1}},
+             int64[4] by_head = {{0, 0, {self.heads}, {self.head_dim}}}, int64[3] flat = {{0, 0, {width}}},
+             int64[4] by_kv_head = {{0, 0, {self.kv_heads}, {self.head_dim}}}> {{
+                tokens = Gather (embedding, input_ids)
+                places = Gather (positions, position_ids)
+                states0 = Add (tokens, places)
+                start = Gather <axis = 1> (slot_ids, first)
+                visible = Shape <start = 3, end = 4> (attention_mask)
+                {"".join(map(self._layer, range(self.layers)))}
+                indices = Unsqueeze (logit_rows, last)
+                wanted = GatherND <batch_dims = 1> (states{self.layers}, indices)
+                scores = MatMul (wanted, head)
+                logits = Cast <to = 1> (scores)
+            }}""")
+        shapes = {"embedding": (VOCAB, width), "positions": (POSITIONS, width), "head": (width, VOCAB)}
         for layer in range(self.layers):
-            seen = []
-            for name in ("key", "value"):
-                past, present, label = f"past_key_values.{layer}.{name}", f"present.{layer}.{name}", f"{name}{layer}"
-                made = put("MatMul", f"{label}_made", states, weight(f"w{label}", width, self.kv_heads * self.head_dim))
-                rows = by_head(made, self.kv_heads, label)
-                put("TensorScatter", present, past, rows, start, axis=-2, mode="linear")
-                seen.append(put("Slice", f"{label}_seen", present, zero, visible, axis))
-            query = by_head(
-                put("MatMul", f"q{layer}", states, weight(f"wq{layer}", width, width)), self.heads, f"query{layer}"
-            )
-            limits: dict[str, Any] = {"softcap": self.softcap} if self.softcap else {}
-            if self.scale is not None:
-                limits["scale"] = self.scale
-            heads = put("Attention", f"attention{layer}", query, *seen, "attention_mask", **limits)
-            joined = put("Transpose", f"joined{layer}", heads, perm=[0, 2, 1, 3])
-            flat = put("Reshape", f"flat{layer}", joined, whole(f"width{layer}", 0, 0, width))
-            states = put("Add", f"states{layer}", states, flat)
-        indices = put("Unsqueeze", "indices", "logit_rows", whole("last", -1))
-        wanted = put("GatherND", "wanted", states, indices, batch_dims=1)
-        put("Cast", "logits", put("MatMul", "scores", wanted, weight("head", width, VOCAB)), to=1)
-        graph = helper.make_graph(
-            nodes, "attending", [_value(t) for t in signature.inputs], [_value(t) for t in signature.outputs], weights
+            shapes |= {f"wkey{layer}": (width, kv_width), f"wvalue{layer}": (width, kv_width)}
+            shapes[f"wquery{layer}"] = (width, width)
+        dice = np.random.default_rng(seed)
+        kind = helper.tensor_dtype_to_np_dtype(model.graph.input[-1].type.tensor_type.elem_type)
+        for name, shape in shapes.items():
+            values = dice.standard_normal(shape) * 0.5
+            model.graph.initializer.append(numpy_helper.from_array(values.astype(kind), name))
+        return model
+
+    def _layer(self, i: int) -> str:
+        limits = [f"softcap: float = {self.softcap}"] * bool(self.softcap)
+        limits += [f"scale: float = {self.scale}"] * (self.scale is not None)
+        heads = "".join(
+            f"""
+                {name}{i}_made = MatMul (states{i}, w{name}{i})
+                {name}{i}_split = Reshape ({name}{i}_made, {shape})
+                {name}{i} = Transpose <perm = [0, 2, 1, 3]> ({name}{i}_split)"""
+            for name, shape in (("query", "by_head"), ("key", "by_kv_head"), ("value", "by_kv_head"))
         )
-        return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 24)], ir_version=11)
+        seen = "".join(
+            f"""
+                "present.{i}.{name}" = TensorScatter <axis = -2, mode = "linear">
+                    ("past_key_values.{i}.{name}", {name}{i}, start)
+                {name}{i}_seen = Slice ("present.{i}.{name}", zero, visible, axis)"""
+            for name in ("key", "value")
+        )
+        return f"""{heads}{seen}
+                [attention{i}] heads{i} = Attention {f"<{', '.join(limits)}>" if limits else ""}
+                    (query{i}, key{i}_seen, value{i}_seen, attention_mask)
+                joined{i} = Transpose <perm = [0, 2, 1, 3]> (heads{i})
+                flat{i} = Reshape (joined{i}, flat)
+                states{i + 1} = Add (states{i}, flat{i})"""
 
     def write(self, folder: Path, seed: int = 5) -> Manifest:
         """Write the bundle to a new folder."""
@@ -114,7 +117,3 @@ class Attending:
                 attention="operator",
             ),
         )
-
-
-def _value(tensor: Tensor) -> onnx.ValueInfoProto:
-    return helper.make_tensor_value_info(tensor.name, TYPES[tensor.dtype], list(tensor.shape))

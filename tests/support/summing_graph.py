@@ -2,58 +2,38 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
 import onnx
-from onnx import TensorProto as T
-from onnx import helper, numpy_helper
+from onnx import parser
 
 from spaceport.graphs.contract.signature import Precision, Signature
-
-_TYPES = {"float32": T.FLOAT, "float16": T.FLOAT16, "bfloat16": T.BFLOAT16, "int64": T.INT64, "bool": T.BOOL}
+from support.append_bundle import declared
 
 
 def summing_graph(dtype: Precision) -> tuple[bytes, Signature]:
     """The graph and its manifest, for calls of one request; its KV cache holds tokens."""
     signature = Signature(1, 1, 1, 1, dtype, "scatter")
-    nodes = [
-        node("Mul", ["slot_ids", "zero"], "nought"),
-        *(node("Unsqueeze", [name, "last"], f"{name}_1") for name in ("nought", "slot_ids")),
-        node("Concat", ["nought_1", "nought_1", "slot_ids_1"], "where_1", axis=-1),  # 1 x T x 3
-        node("Unsqueeze", ["where_1", "one"], "where"),  # 1 x 1 x T x 3
-        node("Cast", ["input_ids"], "tokens", to=_TYPES[dtype]),
-        node("Unsqueeze", ["tokens", "one"], "tokens_1"),
-        node("Unsqueeze", ["tokens_1", "last"], "rows"),
-        *(
-            node("ScatterND", [f"past_key_values.0.{kind}", "where", "rows"], f"present.0.{kind}")
-            for kind in ("key", "value")
-        ),
-        node("Shape", ["attention_mask"], "visible", start=3),
-        node("Slice", ["present.0.value", "nil", "visible", "two"], "seen"),
-        node("Cast", ["seen"], "values", to=T.FLOAT),
-        node("Cast", ["attention_mask"], "sees", to=T.FLOAT),
-        node("MatMul", ["sees", "values"], "sums"),  # 1 x 1 x T x 1
-        node("Squeeze", ["sums", "one"], "sum"),
-        node("Squeeze", ["logit_rows", "nil"], "wanted"),
-        node("Gather", ["sum", "wanted"], "logits", axis=1),
-    ]
-    constants = {"zero": [0], "nil": [0], "one": [1], "two": [2], "last": [-1]}
-    graph = helper.make_graph(
-        nodes,
-        "summing",
-        [value(tensor.name, tensor.dtype, tensor.shape) for tensor in signature.inputs],
-        [value(tensor.name, tensor.dtype, tensor.shape) for tensor in signature.outputs],
-        [numpy_helper.from_array(np.array(numbers, np.int64), name) for name, numbers in constants.items()],
-    )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=10)
+    kind = {"float32": 1, "float16": 10, "bfloat16": 16}[dtype]
+    model = parser.parse_model(f"""<ir_version: 10, opset_import: ["": 23]>
+        summing ({declared(signature.inputs)}) => ({declared(signature.outputs)})
+        <int64[1] zero = {{0}}, int64[1] one = {{1}}, int64[1] two = {{2}}, int64[1] last = {{-1}}> {{
+            nought = Mul (slot_ids, zero)
+            nought_1 = Unsqueeze (nought, last)
+            slots_1 = Unsqueeze (slot_ids, last)
+            where_1 = Concat <axis = -1> (nought_1, nought_1, slots_1)
+            where = Unsqueeze (where_1, one)
+            tokens = Cast <to = {kind}> (input_ids)
+            tokens_1 = Unsqueeze (tokens, one)
+            rows = Unsqueeze (tokens_1, last)
+            "present.0.key" = ScatterND ("past_key_values.0.key", where, rows)
+            "present.0.value" = ScatterND ("past_key_values.0.value", where, rows)
+            visible = Shape <start = 3> (attention_mask)
+            seen = Slice ("present.0.value", zero, visible, two)
+            values = Cast <to = 1> (seen)
+            sees = Cast <to = 1> (attention_mask)
+            sums = MatMul (sees, values)
+            sum = Squeeze (sums, one)
+            wanted = Squeeze (logit_rows, zero)
+            logits = Gather <axis = 1> (sum, wanted)
+        }}""")
     onnx.checker.check_model(model)
     return model.SerializeToString(), signature
-
-
-def node(kind: str, inputs: list[str], output: str, **attributes: Any) -> onnx.NodeProto:
-    return helper.make_node(kind, inputs, [output], **attributes)
-
-
-def value(name: str, dtype: str, shape: tuple[int | str, ...]) -> onnx.ValueInfoProto:
-    return helper.make_tensor_value_info(name, _TYPES[dtype], shape)

@@ -104,8 +104,8 @@ SPOILS: dict[str, tuple[Callable[[GraphProto], object], str]] = {
     "crossed": (cross, r"present.0.key is not past_key_values.0.key updated by TensorScatter, .* --lowering append"),
     "copied": (copy, r"present.0.key is not past_key_values.0.key updated by TensorScatter"),
     "stored elsewhere": (
-        lambda graph: set_external_data(graph.initializer[0], "../weights.bin"),
-        r"embedding is stored in '../weights.bin', expected model.onnx.data: export it again",
+        lambda graph: set_external_data(graph.initializer[-1], "../weights.bin"),
+        r"wquery0 is stored in '../weights.bin', expected model.onnx.data: export it again",
     ),
     "with a constant stored elsewhere": (
         store_a_constant_elsewhere,

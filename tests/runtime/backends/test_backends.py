@@ -15,15 +15,7 @@ from spaceport.graphs.contract.faults import InputFault, MissingDependency, Opti
 from spaceport.graphs.contract.manifest import ENGINES_FOLDER, EngineRecord
 from spaceport.graphs.contract.signature import Lowering, Precision
 from spaceport.runtime import backends
-from spaceport.runtime.backends import (
-    choose,
-    clashing,
-    device,
-    open_engine,
-    require,
-    trust,
-    why_not,
-)
+from spaceport.runtime.backends import choose, clashing, device, open_engine, require, trust, why_not
 from spaceport.runtime.backends.built import Named, NoEngine, engine_for, read_engine
 from spaceport.runtime.backends.engine_options import EngineOptions
 from spaceport.runtime.bundle import Bundle, BundleError

@@ -136,19 +136,6 @@ def test_rows_cost_less_than_on_a_cpu(runtime: Runtime) -> None:
     assert runtime.engine.notes == ()
 
 
-def test_an_engine_for_another_gpu_is_refused(
-    flavour: Flavour, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    if flavour == "tensorrt":
-        pytest.skip("tensorrt builds for the GPU that is here only")
-    quiet_libraries()
-    export(TINY, tmp_path / "tiny", ExportOptions(lowering="append", dtype="float16"))
-    other = "sm80" if gpu().target != "sm80" else "sm89"
-    assert run(["build", str(tmp_path / "tiny"), "--backend", flavour, "--target", other]) == 0
-    assert run(["generate", str(tmp_path / "tiny"), "x", "--backend", flavour]) == 3
-    assert f"its tensorrt-rtx engines are for {other}, this GPU is" in capsys.readouterr().err
-
-
 @pytest.fixture
 def gpu_bundle(tiny_bundle: Path) -> Bundle:
     """A bundle for an onnxruntime that runs on the GPU; elsewhere the test is skipped."""
@@ -225,18 +212,3 @@ def test_graphs_of_one_thread_are_played_on_another() -> None:
             got = step(size, value) if number % 3 else other.submit(step, size, value).result()
         assert torch.equal(got, torch.full((size,), 2.0 * value + size))
     assert len(captured) == 4
-
-
-@needs_torch
-def test_memory_is_aligned_as_tensorrt_asks_and_given_back_when_it_is_let_go_of() -> None:
-    device = Cuda()
-    for size in (1, 3, 1000, 1 << 20):
-        assert device.zeros((size,), torch.uint8).data_ptr() % 256 == 0
-        assert device.host(size).is_pinned()
-    before = torch.cuda.mem_get_info()[0]
-    held = device.zeros((1 << 30,), torch.uint8)
-    device.wait()
-    assert before - torch.cuda.mem_get_info()[0] >= 1 << 30
-    del held
-    device.release_cached()
-    assert before - torch.cuda.mem_get_info()[0] < 1 << 28

@@ -177,10 +177,7 @@ def following(engine: Engine, request: int) -> NDArray[np.float32]:
 @pytest.mark.parametrize("slots", [ORDER, MIXED], ids=["in order", "with gaps"])
 @pytest.mark.parametrize("requests", [1, 3])
 def test_a_row_has_the_same_logits_behind_copied_rows_as_behind_computed_ones(
-    open_with: Callable[[Bundle, EngineOptions], Engine],
-    slots: NDArray[np.int64],
-    requests: int,
-    any_tiny_bundle: Path,
+    open_with: Callable[[Bundle, EngineOptions], Engine], slots: NDArray[np.int64], requests: int, any_tiny_bundle: Path
 ) -> None:
     bundle = open_bundle(any_tiny_bundle)
     if bundle.manifest.signature.lowering == "append" and (slots is MIXED or open_with is on_device):

@@ -107,10 +107,7 @@ def test_forked_threads_are_those_of_onnx_runtime(tiny_append_bundle: Path, tmp_
 
 def test_texts_beside_each_other_are_those_alone(tiny_append_bundle: Path) -> None:
     """Calls over ranges of requests, with idle ones between, of different widths."""
-    with (
-        runtime_of(tiny_append_bundle) as (alone, _),
-        runtime_of(tiny_append_bundle, requests=3) as (together, device),
-    ):
+    with runtime_of(tiny_append_bundle) as (alone, _), runtime_of(tiny_append_bundle, requests=3) as (together, device):
         decodings = [Decoding(max_tokens=10 + 12 * number) for number in range(5)]
         prompts = [TEXTS[number % 3] * (1 + 3 * number) for number in range(5)]
         streams = [together.stream(p, d) for p, d in zip(prompts, decodings, strict=True)]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -288,21 +286,3 @@ def test_a_bundle_tokenizes_conversations_as_training_does(runtime: Runtime) -> 
     for one, other in zip(training.whole, bundle.whole, strict=True):
         assert one.ids.tolist() == other.ids.tolist()
         assert one.learned.tolist() == other.learned.tolist()
-
-
-# argv: bundle, data. Packages that only export or training needs are not found.
-MEASURE = """
-import sys
-sys.modules.update(dict.fromkeys(("torch", "transformers", "onnx", "accelerate", "peft", "matplotlib")))
-from spaceport.tools.cli import run
-sys.exit(run(["acceptance", *sys.argv[1:], "--max-tokens", "8", "--threads", "1", "--json"]))
-"""
-
-
-def test_a_bundle_is_measured_where_only_its_backend_is_installed(tiny_bundle: Path, tmp_path: Path) -> None:
-    data = tmp_path / "data.jsonl"
-    data.write_text(json.dumps({"prompt": "How does it begin?", "response": "import re\n"}) + "\n", "utf-8")
-    command = [sys.executable, "-c", MEASURE, str(tiny_bundle), str(data)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["samples"] == 1

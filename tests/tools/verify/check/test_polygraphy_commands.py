@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import shutil
 import subprocess
 import sys
@@ -20,7 +19,6 @@ from spaceport.tools.cli import run
 from spaceport.tools.verify.check.polygraphy_commands import LOADER, commands_for
 from spaceport.tools.verify.check.polygraphy_loader import calls
 from support.paths import TINY
-from support.planted import perturb_layer, planted
 from support.small_bundle import RECORD
 
 
@@ -48,32 +46,6 @@ def test_stock_polygraphy_runs_the_graph_on_the_shipped_loader(tiny_bundle: Path
     assert done.returncode == 0, done.stdout + done.stderr
     assert "PASSED" in done.stdout
     assert done.stdout.count("Output: logits is valid") == 4
-
-
-@pytest.mark.nightly
-def test_the_commands_for_onnxruntime_pass_and_fail_on_an_injected_fault(
-    tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for folder in ("correct here", "faulty", "elsewhere"):
-        (tmp_path / folder).mkdir()
-    correct = shutil.copytree(tiny_bundle, tmp_path / "correct here" / "bundle")
-    lines = printed(correct, capsys, str(TINY))
-    assert [*lines] == [
-        "save the outputs of PyTorch",
-        "compare ONNX Runtime on the CPU with PyTorch",
-        "compare ONNX Runtime on a GPU with PyTorch",
-    ]
-    save, compare, _ = lines.values()
-    saved = paste(save, tmp_path / "elsewhere")
-    assert saved.returncode == 0, saved.stderr
-    done = paste(compare, tmp_path / "elsewhere")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "Passed: 4/4 iterations" in done.stdout
-    faulty = planted(tiny_bundle, tmp_path / "faulty" / "bundle", lambda model: perturb_layer(model, 1))
-    swapped = compare.replace(shlex.quote(str(correct)), str(faulty)).replace(str(correct), str(faulty))
-    failed = paste(swapped, tmp_path / "elsewhere")
-    assert failed.returncode == 1
-    assert "Passed: 0/4 iterations" in failed.stdout
 
 
 def test_the_commands_for_tensorrt_parse_and_have_the_sizes_of_the_engine(

@@ -40,10 +40,7 @@ def node_of(model: onnx.ModelProto, kind: str, number: int = 0) -> onnx.NodeProt
 
 
 def perturb_one_weight(model: onnx.ModelProto) -> None:
-    weight = next(tensor for tensor in model.graph.initializer if len(tensor.dims) == 2)
-    values = numpy_helper.to_array(weight).copy()
-    values[5, 7] += 0.5
-    weight.CopyFrom(numpy_helper.from_array(values, weight.name))
+    change_weight(model, next(tensor.name for tensor in model.graph.initializer if len(tensor.dims) == 2), 5 * 64 + 7)
 
 
 def perturb_layer(model: onnx.ModelProto, layer: int) -> None:
@@ -57,10 +54,10 @@ def perturb_last_norm(model: onnx.ModelProto) -> None:
     change_weight(model, "model.model.norm.weight")
 
 
-def change_weight(model: onnx.ModelProto, name: str) -> None:
+def change_weight(model: onnx.ModelProto, name: str, at: int = 7) -> None:
     weight = next(tensor for tensor in model.graph.initializer if tensor.name == name)
     values = numpy_helper.to_array(weight).copy()
-    values.flat[7] += 0.5
+    values.flat[at] += 0.5
     weight.CopyFrom(numpy_helper.from_array(values, weight.name))
 
 
@@ -93,14 +90,6 @@ def shift_the_mask(model: onnx.ModelProto) -> None:
     nodes = [*shifting, *model.graph.node]
     del model.graph.node[:]
     model.graph.node.extend(nodes)
-
-
-def ignore_the_window(model: onnx.ModelProto) -> None:
-    """Give layers with a window the mask of layers without one."""
-    for node in model.graph.node:
-        for index, name in enumerate(node.input):
-            if name == "sliding_attention_mask":
-                node.input[index] = "attention_mask"
 
 
 def forget_marks(model: onnx.ModelProto) -> None:

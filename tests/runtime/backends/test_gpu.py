@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,7 +15,7 @@ from spaceport.exporter.export import ExportOptions, export
 from spaceport.exporter.quiet import quiet_libraries
 from spaceport.exporter.tensorrt.to_tensorrt import open_library
 from spaceport.graphs.contract.manifest import LIBRARIES, Flavour
-from spaceport.runtime import Decoding, Runtime, Sampling
+from spaceport.runtime import Decoding, Runtime
 from spaceport.runtime.backends import open_engine, require_module
 from spaceport.runtime.backends.captured import Captured
 from spaceport.runtime.backends.device import gpu, no_gpu
@@ -59,12 +58,6 @@ def built(request: pytest.FixtureRequest, flavour: Flavour, tmp_path_factory: py
     return bundle
 
 
-@pytest.fixture(scope="module")
-def runtime(built: Path, flavour: Flavour) -> Iterator[Runtime]:
-    with Runtime.open(built, backend=flavour, max_seq_len=LENGTH, max_requests=4) as opened:
-        yield opened
-
-
 def test_the_best_backend_is_the_engine(built: Path, flavour: Flavour) -> None:
     with Runtime.open(built, max_seq_len=LENGTH) as opened:
         assert opened.engine.device.startswith("cuda:0")
@@ -97,43 +90,6 @@ def test_cuda_graphs_compute_what_the_plain_path_does(built: Path, flavour: Flav
         assert np.abs(got - expected).max() < 1e-2 * np.abs(expected).max()
     with_graphs.close()
     without.close()
-
-
-def test_moves_reach_every_layer(built: Path, flavour: Flavour) -> None:
-    """What rows saw before a move they see behind it, in other slots."""
-    engine = open_engine(open_bundle(built), flavour, EngineOptions(1152, 2))
-    dice = np.random.default_rng(1)
-    engine.run(chain_batch(engine, 20, 0, dice))
-    after = chain_batch(engine, 1, 20, dice)
-    expected = engine.run(after).copy()
-    sources, targets = np.arange(10, 20), np.arange(100, 110)
-    engine.move(0, [(sources, targets)])
-    mask = np.zeros((1, 1, 1, 128), np.bool_)
-    mask[..., [*range(10), *targets, 20]] = True
-    moved = type(after)(0, after.input_ids, after.position_ids, after.slot_ids, mask, after.logit_rows)
-    largest = float(np.abs(expected).max())
-    assert np.abs(engine.run(moved) - expected).max() < 1e-2 * largest
-    engine.close()
-
-
-def test_a_cleared_request_sees_nothing_of_the_one_before(runtime: Runtime) -> None:
-    plain = Decoding(max_tokens=40, mask_slots=0)
-    expected = runtime.generate("import json\n", plain).tokens
-    runtime.engine.clear(0)
-    assert runtime.generate("import json\n", plain).tokens == expected
-
-
-def test_many_texts_at_once_are_each_alone_up_to_rounding(runtime: Runtime) -> None:
-    """Sampled and greedy ones, of different lengths; what they are exactly is audited above."""
-    ways = [Decoding(max_tokens=20 + 10 * i, sampling=Sampling(temperature=i % 2, seed=i)) for i in range(6)]
-    streams = [runtime.stream(f"def f{i}(self):\n", way) for i, way in enumerate(ways)]
-    found = [stream.completion() for stream in streams]
-    assert all(completion.ending in ("end", "length") for completion in found)
-
-
-def test_rows_cost_less_than_on_a_cpu(runtime: Runtime) -> None:
-    assert 0 < runtime.engine.costs.row < 0.08
-    assert runtime.engine.notes == ()
 
 
 @pytest.fixture

@@ -74,52 +74,39 @@ def forking_bundle(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) 
     return forking_copy(tiny_bundle, tmp_path_factory.mktemp("forking") / "bundle")
 
 
-@pytest.mark.parametrize("kind", ["tiny_bundle", "forking_bundle", "half_bundle"])
-def test_texts_are_those_of_the_plain_engine(kind: str, request: pytest.FixtureRequest) -> None:
-    bundle = open_bundle(request.getfixturevalue(kind))
-    engine, session = device_engine(bundle)
-    asked = [
-        (
-            PROMPTS[number % 3],
-            Decoding(max_tokens=40 + number, mask_slots=slots, draft="chain" if slots == 3 else "tree"),
-        )
-        for number, slots in enumerate([5, 0, 3, 5, 1])
-    ]
-    with (
-        Runtime(bundle, engine, LENGTH) as ours,
-        Runtime(bundle, open_engine(bundle, "onnxruntime", options_of(bundle)), LENGTH) as plain,
-    ):
-        assert texts(ours, asked) == texts(plain, asked)
-    assert session.replays > 10
-    assert session.plain > 10
-
-
-def test_texts_are_the_same_with_selected_tokens_with_logits_and_in_turns(
-    forking_bundle: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kind", ["forking_bundle", "half_bundle"])
+def test_texts_are_those_of_the_plain_engine_with_selected_tokens_with_logits_and_in_turns(
+    kind: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A request that needs logits has them, and the others in its calls have them too."""
-    bundle = open_bundle(forking_bundle)
-    engine, _ = device_engine(bundle)
+    bundle = open_bundle(request.getfixturevalue(kind))
+    (engine, session), (whole, _) = device_engine(bundle), device_engine(bundle, selects=False)
     calls: Counter[str] = Counter()
     for name in ("select", "run"):
         call = getattr(engine, name)
         monkeypatch.setattr(engine, name, lambda batch, call=call, name=name: calls.update([name]) or call(batch))
-    greedy = [Decoding(max_tokens=40, mask_slots=slots, trace=slots == 5) for slots in (5, 3, 0)]
+    greedy = [
+        Decoding(max_tokens=40, mask_slots=slots, trace=slots == 5, draft="chain" if slots == 3 else "tree")
+        for slots in (5, 3, 0)
+    ]
     others = [Decoding(max_tokens=12, logprobs=2), Decoding(max_tokens=25, sampling=Sampling(temperature=1.0, seed=3))]
+    mixed = [(PROMPTS[number % 3], one) for number, one in enumerate((*greedy, *others))]
     with (
-        Runtime(bundle, engine, LENGTH) as selecting,
-        Runtime(bundle, device_engine(bundle, selects=False)[0], LENGTH) as whole,
+        Runtime(bundle, engine, LENGTH) as ours,
+        Runtime(bundle, whole, LENGTH) as by_logits,
+        Runtime(bundle, open_engine(bundle, "onnxruntime", options_of(bundle)), LENGTH) as plain,
     ):
-        for asked in ([(PROMPTS[0], one)] for one in greedy):
-            assert texts(selecting, asked) == texts(whole, asked)
+        for one in greedy:
+            assert texts(ours, [(PROMPTS[0], one)]) == texts(plain, [(PROMPTS[0], one)])
         assert calls["select"] > 20
         assert calls["run"] == 0
-        mixed = [(PROMPTS[number % 3], one) for number, one in enumerate((*greedy, *others))]
-        assert texts(selecting, mixed) == texts(whole, mixed)
+        assert texts(ours, mixed) == texts(by_logits, mixed) == texts(plain, mixed)
         assert calls["run"] > 10
         before = calls["run"]
-        assert texts(selecting, [(PROMPTS[1], greedy[0])]) == texts(whole, [(PROMPTS[1], greedy[0])])
+        assert texts(ours, [(PROMPTS[1], greedy[0])]) == texts(plain, [(PROMPTS[1], greedy[0])])
         assert calls["run"] == before
+    assert session.replays > 10
+    assert session.plain > 10
 
 
 def test_a_bundle_without_a_selection_graph_runs_by_its_logits(tiny_bundle: Path) -> None:

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import TokenIds
-from spaceport.graphs.contract.mask_layout import MaskLayout
 from spaceport.graphs.contract.signature import LOWERINGS, STEP_ROWS, Lowering, visible_length
 from spaceport.runtime.bundle import Bundle
 from spaceport.runtime.decode.statistics import Statistics
@@ -33,7 +32,7 @@ from spaceport.tools.verify.acceptance.reference_answers import ReferenceAnswer,
 from spaceport.tools.verify.acceptance.source import conversation_encoder_for
 from spaceport.tools.verify.acceptance.tally import Tally, correct_predictions, count_steps
 from support.hash_engine import CHILD as HASH_CHILD
-from support.hash_engine import END, FORK, LAYOUTS, MASKS, Cell, HashEngine, Language, advance, request_for
+from support.hash_engine import END, FORK, LAYOUTS, MASKS, Cell, HashEngine, Language
 from support.paths import TINY
 from support.small_bundle import fill
 
@@ -166,29 +165,6 @@ def test_several_mask_tokens_are_fed_in_their_order(monkeypatch: pytest.MonkeyPa
     predict_segment(engine, TokenIds(MASKS, end=(END,)), Segment((1, 2), (3, 4, 5)), 2)
     assert [batch.input_ids.tolist() for batch in batches] == [[[1, 2, 3, 4]], [[*MASKS, MASKS[0]]]]
     assert [batch.position_ids.tolist() for batch in batches] == [[[0, 1, 2, 3]], [[2, 3, 3]]]
-
-
-@settings(max_examples=100)
-@given(
-    mask_slots=st.integers(1, 6),
-    quality=st.sampled_from((0, 50, 80, 100)),
-    max_tokens=st.integers(1, 60),
-    layout=st.sampled_from(LAYOUTS),
-    seed=st.integers(0, 10**6),
-    lowering=st.sampled_from(LOWERINGS),
-)
-def test_counted_steps_are_those_of_the_loop_for_any_quality_of_drafts(
-    mask_slots: int, quality: int, max_tokens: int, layout: MaskLayout, seed: int, lowering: Lowering
-) -> None:
-    language = Language(seed, quality, mask_layout=layout)
-    engine = HashEngine(language, visible_length(70 + 57), 1, lowering)
-    request = request_for(engine, [1, 2, 3], max_tokens, mask_slots, masks=MASKS * 4)
-    while request.live:
-        advance(engine, request)
-    (thread,) = request.threads
-    answer = (*thread.generated, *((END,) if thread.ending == "end" else ()))
-    predicted = predict_segment(engine, request.config.tokens, Segment((1, 2, 3), answer), mask_slots, layout)
-    assert count_steps(correct_predictions(predicted, answer), mask_slots) == request.statistics.steps
 
 
 @pytest.fixture(scope="module")

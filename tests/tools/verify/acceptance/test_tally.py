@@ -121,13 +121,6 @@ def test_lookup_tokens_are_counted_in_the_kinds_from_which_the_runtime_learns(
     assert all(good <= count for good, count in zip(tally.accepted, tally.tokens, strict=True))
 
 
-def test_a_kind_of_lookup_token_that_did_not_occur_has_no_rate() -> None:
-    tally = LookupTally()
-    tally.add((1, 2, 3), (9, 1, 2, 3, 9))  # 1 2 is followed by 3, and 1 2 3 by 9
-    assert (tally.tokens, tally.accepted) == ([1, 1, 0, 0, 0], [1, 1, 0, 0, 0])
-    assert tally.acceptance == [1.0, 1.0, None, None, None]
-
-
 def test_a_number_of_predictors_has_words() -> None:
     found = [named_drafts(*case) for case in ((0, "mask slot"), (1, "head"), (3, "mask slot"))]
     assert found == ["prompt lookup", "1 head", "3 mask slots"]

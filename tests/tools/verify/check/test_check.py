@@ -16,7 +16,6 @@ import numpy as np
 import onnx
 import pytest
 
-from spaceport.exporter.export import ExportOptions
 from spaceport.graphs.contract.manifest import ACCURACY_FILE
 from spaceport.runtime.bundle import open_bundle
 from spaceport.tools.cli import run
@@ -25,13 +24,10 @@ from spaceport.tools.verify.accuracy import Array, RecordedCall
 from spaceport.tools.verify.check.check import CheckReport, check
 from spaceport.tools.verify.check.check_options import CheckOptions
 from spaceport.tools.verify.check.layers import FirstMismatch, LayerComparison, LayerValue, compare_layers
-from support.exported import bundle_of
-from support.families import FAMILIES, build
 from support.paths import TINY
 from support.planted import (
     forget_marks,
     ignore_the_mask,
-    ignore_the_window,
     leave_values_unwritten,
     perturb_last_norm,
     perturb_layer,
@@ -170,25 +166,6 @@ def test_a_graph_without_marked_values_is_compared_by_keys_and_values(
     )
     assert run(["inspect", str(bundle)]) == 0
     assert "Accuracy: FAILED" in capsys.readouterr().out
-
-
-@pytest.mark.nightly
-def test_an_ignored_attention_window_is_found_in_cases_longer_than_the_window(tmp_path: Path) -> None:
-    """In a model in half precision whose second layer has a window."""
-    (family,) = (family for family in FAMILIES if family.name == "qwen2")
-    checkpoint = tmp_path / "checkpoint"
-    build(replace(family, options={**family.options, "vocab_size": 640})).save_pretrained(checkpoint)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(TINY / name, checkpoint)
-    bundle = bundle_of(checkpoint, ExportOptions(dtype="float16"))
-    correct = checked(bundle, checkpoint)
-    assert correct.passed
-    report = checked(planted(bundle, tmp_path / "bundle", ignore_the_window), checkpoint)
-    assert first_of(report) == ("layer 1, attention", PROMPT)
-    assert [pair.passed for pair in report.pairs] == [True, False, False]
-    assert report.suspect == "onnxruntime float16"
-    assert correct.suspect is None
-    assert str(report.layers).endswith("; layer 0 agrees")
 
 
 class FixedValues:

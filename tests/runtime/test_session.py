@@ -1,4 +1,4 @@
-"""From a prompt to text on the trained checkpoint: golden texts, pinned numbers of steps, every backend and k."""
+"""From a prompt to text on trained models: golden texts, pinned numbers of steps, every backend and every way of drafting."""
 
 from __future__ import annotations
 
@@ -10,20 +10,22 @@ from typing import Any
 
 import pytest
 
+from spaceport.graphs.contract.faults import OptionFault
+from spaceport.graphs.contract.signature import Weights
 from spaceport.runtime.backends import open_engine
 from spaceport.runtime.backends.engine_options import EngineOptions
 from spaceport.runtime.bundle import open_bundle
 from spaceport.runtime.decoding import Decoding
+from spaceport.runtime.sampling.grammar import Grammar
+from spaceport.runtime.sampling.sampler import Sampling
 from spaceport.runtime.scheduling.capacity import capacity_for
-from spaceport.runtime.scheduling.generation import Completion
-from spaceport.runtime.scheduling.worker import RuntimeClosed
 from spaceport.runtime.session import Runtime
+from spaceport.runtime.text.prompt import Prompt
 from spaceport.tools.reference import open_reference_runtime
-from support.paths import TINY
+from support.paths import DEMO, TINY
 
 PROMPTS: dict[str, str] = json.loads((TINY / "prompts.json").read_text("utf-8"))
 DECODER, SCANNER, FOREIGN = PROMPTS.values()
-
 GOLDEN = (
     ":\n    c_scanstring = None\n\n__all__ = ['JSONDecoder', 'JSONDecodeError']\n\n"
     "FLAGS = re.VERBOSE | re.MULTILINE | re.DOTALL\n\nNaN = float('nan')\nPosInf = float('inf')\nNegInf = float('-in"
@@ -32,11 +34,26 @@ GOLDEN_END = (
     "\n        finally:\n            memo.clear()\n\n    return scan_once\n\n"
     "make_scanner = c_make_scanner or py_make_scanner\n"
 )
+INIT = "def __init__(self, object_hook=None):\n"
+SAMPLINGS = (
+    Sampling(temperature=0.7, top_p=0.9, seed=2**63),
+    Sampling(temperature=1.5, top_k=40, min_p=0.02, presence_penalty=0.5, seed=3),
+    Sampling(temperature=0.9, repetition_penalty=1.2, frequency_penalty=0.1, logit_bias={5: 4.0}, seed=4),
+    Sampling(repetition_penalty=1.3),
+)
+DRAFTS: tuple[dict[str, Any], ...] = (
+    {},
+    {"draft": "chain"},
+    {"mask_slots": 1, "draft": "chain"},
+    {"draft_rows": 60, "draft_siblings": 6},
+    {"mask_slots": 0, "lookup": 9},
+)
+GRAMMAR = Grammar(regex="(self|object|[a-z_]{2,9} = None;)( [a-z]{1,5}){2,8}")
 
 
-def chain(mask_slots: int, max_tokens: int = 96) -> Decoding:
+def chain(mask_slots: int, **options: Any) -> Decoding:
     """Drafts whose number of steps does not depend on step costs."""
-    return Decoding(max_tokens=max_tokens, mask_slots=mask_slots, draft="chain")
+    return Decoding(max_tokens=96, mask_slots=mask_slots, draft="chain", **options)
 
 
 @pytest.fixture(scope="module", params=["onnxruntime scatter", "onnxruntime append", "onnxruntime int8", "torch"])
@@ -46,35 +63,36 @@ def runtime(
     if request.param == "torch":
         opened = open_reference_runtime(open_bundle(tiny_bundle), TINY, 512)
     else:
-        bundles = {"scatter": tiny_bundle, "append": tiny_append_bundle, "int8": tiny_int8_bundle}
-        opened = Runtime.open(bundles[request.param.split()[-1]], max_seq_len=512, threads=1, step_costs="standard")
+        bundle = {"scatter": tiny_bundle, "append": tiny_append_bundle, "int8": tiny_int8_bundle}
+        options: dict[str, Any] = {"max_seq_len": 512, "max_requests": 4, "threads": 1, "step_costs": "standard"}
+        opened = Runtime.open(bundle[request.param.split()[-1]], **options)
     with opened:
         yield opened
 
 
-@pytest.mark.parametrize(("mask_slots", "steps"), [(0, 96), (1, 49), (2, 33), (3, 25), (4, 20), (5, 18)])
-def test_the_golden_text_takes_the_pinned_number_of_steps(runtime: Runtime, mask_slots: int, steps: int) -> None:
-    found = runtime.generate(DECODER, chain(mask_slots))
-    assert found.text == GOLDEN
-    assert (found.ending, len(found.tokens)) == ("length", 96)
-    assert found.statistics.steps == steps
-    assert sum(found.statistics.accepted_by_depth) == 96 - steps
+@pytest.fixture(scope="module")
+def sampled(tiny_bundle: Path, tiny_int8_bundle: Path) -> dict[Weights, list[tuple[int, ...]]]:
+    """Plain texts of each way of sampling, by the kind of weights; every backend writes the same ones."""
+    found: dict[Weights, list[tuple[int, ...]]] = {}
+    for bundle in (tiny_bundle, tiny_int8_bundle):
+        with Runtime.open(bundle, max_seq_len=512, threads=1) as runtime:
+            plain = [Decoding(mask_slots=0, max_tokens=40, sampling=how) for how in SAMPLINGS]
+            texts = [runtime.generate(INIT, how).tokens for how in plain]
+        assert len(set(texts)) == len(texts)
+        found[runtime.bundle.manifest.weights] = texts
+    return found
 
 
-@pytest.mark.parametrize(("mask_slots", "steps"), [(0, 49), (1, 27), (2, 19), (3, 15), (4, 12), (5, 11)])
-def test_the_end_of_text_ends_it_where_plain_decoding_would(runtime: Runtime, mask_slots: int, steps: int) -> None:
-    found = runtime.generate(SCANNER, chain(mask_slots))
-    assert found.text == GOLDEN_END
-    assert (found.ending, len(found.tokens)) == ("end", 48)
-    assert found.statistics.steps == steps
-
-
-def test_foreign_text_is_the_same_with_drafts_that_hardly_help(runtime: Runtime) -> None:
-    plain = runtime.generate(FOREIGN, Decoding(max_tokens=96, mask_slots=0))
-    for mask_slots in range(1, 6):
-        drafted = runtime.generate(FOREIGN, chain(mask_slots))
-        assert drafted.tokens == plain.tokens
-        assert 1.0 <= drafted.statistics.tokens_per_step < 1.3
+def test_golden_texts_take_the_pinned_numbers_of_steps_and_end_where_plain_decoding_would(runtime: Runtime) -> None:
+    for mask_slots, steps in enumerate((96, 49, 33, 25, 20, 18)):
+        found = runtime.generate(DECODER, chain(mask_slots))
+        assert (found.text, found.ending, len(found.tokens)) == (GOLDEN, "length", 96)
+        assert found.statistics.steps == steps
+        assert sum(found.statistics.accepted_by_depth) == 96 - steps
+    for mask_slots, steps in enumerate((49, 27, 19, 15, 12, 11)):
+        found = runtime.generate(SCANNER, chain(mask_slots))
+        assert (found.text, found.ending, len(found.tokens), found.statistics.steps) == (GOLDEN_END, "end", 48, steps)
+    assert runtime.generate(runtime.tokens_of(SCANNER), chain(5)).text == GOLDEN_END
 
 
 def test_a_chat_goes_through_the_models_template(runtime: Runtime) -> None:
@@ -83,157 +101,161 @@ def test_a_chat_goes_through_the_models_template(runtime: Runtime) -> None:
     found = runtime.generate(messages, Decoding(max_tokens=96))
     assert found.text.startswith('"""JSON token scanner\n"""\nimport re\n')
     assert found.ending == "end"
-    assert found.prompt_tokens.count(0) == 1
-    assert found.prompt_tokens[0] == 0
+    assert (found.prompt_tokens.count(0), found.prompt_tokens[0]) == (1, 0)
     assert found.tokens == runtime.generate(messages, Decoding(max_tokens=96, mask_slots=0)).tokens
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 48, 512])
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_no_way_of_drafting_changes_a_text(runtime: Runtime, prompt: str) -> None:
+    stops = ({"stop": "', '"}, {"stop": "\n\n"}, {"stop": "_scan"}) if prompt == next(iter(PROMPTS)) else ()
+    for limit in ({"max_tokens": 60}, {"max_tokens": 11}, {"max_tokens": 1}, *stops):
+        how: dict[str, Any] = {"max_tokens": 96} | limit
+        plain = runtime.generate(PROMPTS[prompt], Decoding(mask_slots=0, **how))
+        for drafts in (*DRAFTS, {"draft": "chain", "mask_slots": 3}):
+            found = runtime.generate(PROMPTS[prompt], Decoding(**how, **drafts))
+            assert (found.text, found.tokens, found.ending) == (plain.text, plain.tokens, plain.ending)
+        if "stop" in limit:
+            assert (plain.text, plain.ending) == (GOLDEN[: GOLDEN.index(how["stop"])], "stop")
+    assert runtime.generate(FOREIGN, chain(5)).statistics.tokens_per_step < 1.3
+
+
+@pytest.mark.parametrize("chunk", [7, 512])
 def test_a_prompt_fed_in_chunks_leads_to_the_same_text(any_tiny_bundle: Path, chunk: int) -> None:
     bundle = open_bundle(any_tiny_bundle)
     engine = open_engine(bundle, "auto", EngineOptions(capacity_for(bundle.manifest, 512), 1))
     with Runtime(bundle, engine, 512, prompt_rows=chunk) as opened:
         found = opened.generate(DECODER, chain(5))
-    assert found.text == GOLDEN
+    assert (found.text, found.statistics.steps) == (GOLDEN, 18)
     assert found.statistics.prompt_steps == -(-found.statistics.prompt_tokens // chunk) - 1
-    assert found.statistics.steps == 18
 
 
-@pytest.mark.parametrize("stop", ["JSONDecodeError", "\n\n", "_scan", "FLAGS = re.V", "', '", "N"])
-def test_a_stop_string_cuts_the_text_where_plain_decoding_would(runtime: Runtime, stop: str) -> None:
-    plain = runtime.generate(DECODER, Decoding(max_tokens=96, mask_slots=0, stop=[stop]))
-    assert plain.text == GOLDEN[: GOLDEN.index(stop)]
-    assert plain.ending == "stop"
-    for mask_slots in (1, 3, 5):
-        drafted = runtime.generate(DECODER, Decoding(max_tokens=96, mask_slots=mask_slots, stop=[stop]))
-        assert (drafted.text, drafted.tokens, drafted.ending) == (plain.text, plain.tokens, plain.ending)
-
-
-@pytest.mark.parametrize("max_tokens", [1, 2, 3, 5, 11, 30])
-def test_the_token_limit_holds_to_the_token(runtime: Runtime, max_tokens: int) -> None:
-    whole = runtime.generate(DECODER, Decoding(max_tokens=96, mask_slots=0))
-    for mask_slots in (0, 2, 5):
-        found = runtime.generate(DECODER, Decoding(max_tokens=max_tokens, mask_slots=mask_slots))
-        assert found.tokens == whole.tokens[:max_tokens]
-        assert found.ending == "length"
-
-
-def test_a_text_ends_at_max_seq_len_whatever_is_drafted(tiny_bundle: Path) -> None:
-    with Runtime.open(tiny_bundle, max_seq_len=64, threads=1) as opened:
-        texts = {opened.generate(DECODER, Decoding(mask_slots=k)).tokens for k in range(6)}
-        (tokens,) = texts
-        assert len(tokens) == 64 - len(opened.tokens_of(DECODER))
-
-
-def test_pieces_make_up_the_text_and_mark_accepted_draft_tokens(runtime: Runtime) -> None:
+def test_pieces_make_up_the_text_and_say_what_proposed_their_tokens(runtime: Runtime) -> None:
     with runtime.stream(DECODER, chain(5)) as stream:
-        pieces = list(stream)
-        found = stream.completion()
-    assert "".join(piece.text for piece in pieces) == found.text == GOLDEN
-    assert "".join(piece.reading for piece in pieces) == GOLDEN
+        pieces, found = list(stream), stream.completion()
+    assert "".join(piece.text for piece in pieces) == "".join(piece.reading for piece in pieces) == GOLDEN
     assert tuple(piece.token for piece in pieces) == found.tokens
     assert sum(piece.drafted for piece in pieces) == sum(found.statistics.accepted_by_depth) == 78
     assert all((piece.source is not None) == piece.drafted for piece in pieces)
-    assert not any(piece.drafted for piece in runtime.stream(DECODER, Decoding(max_tokens=20, mask_slots=0)))
+    for mask_slots, stop in ((2, ()), (2, "never in the text"), (0, ())):
+        how = Decoding(max_tokens=96, lookup=8, mask_slots=mask_slots, stop=stop)
+        with runtime.stream(DECODER, how) as stream:
+            counted = Counter(piece.source for piece in stream if piece.drafted)
+            statistics = stream.completion().statistics
+        assert counted == statistics.accepted_by_source
+        assert len(counted) > 1 if mask_slots else set(counted) == {"lookup"}
+        assert statistics.steps < 96
 
 
-@pytest.mark.parametrize("stop", [(), ("never in the text",)])
-def test_pieces_say_what_proposed_their_tokens(runtime: Runtime, stop: tuple[str, ...]) -> None:
-    with runtime.stream(DECODER, Decoding(max_tokens=96, lookup=8, mask_slots=2, stop=stop)) as stream:
-        counted = Counter(piece.source for piece in stream if piece.drafted)
-        found = stream.completion().statistics.accepted_by_source
-    assert counted == found
-    assert len(found) > 1
+def test_a_seed_means_one_text_on_every_backend_with_every_draft(
+    runtime: Runtime, sampled: dict[Weights, list[tuple[int, ...]]]
+) -> None:
+    expected = sampled[runtime.bundle.manifest.weights]
+    for drafts in ({"mask_slots": 0}, DRAFTS[1], DRAFTS[4]):
+        found = [runtime.generate(INIT, Decoding(sampling=how, max_tokens=40, **drafts)).tokens for how in SAMPLINGS]
+        assert found == expected
+    streams = [runtime.stream(INIT, Decoding(sampling=how, max_tokens=40)) for how in SAMPLINGS]
+    assert [stream.completion().tokens for stream in streams] == expected
 
 
-@pytest.mark.parametrize(
-    "draft_config", [{}, {"draft": "chain"}, {"draft_rows": 4}, {"draft_siblings": 1}, {"lookup": 8}]
-)
-def test_no_way_of_drafting_changes_a_text(runtime: Runtime, draft_config: dict[str, Any]) -> None:
-    for prompt in PROMPTS.values():
-        plain = runtime.generate(prompt, Decoding(max_tokens=60, mask_slots=0))
-        drafted = runtime.generate(prompt, Decoding(max_tokens=60, **draft_config))
-        assert (drafted.text, drafted.tokens, drafted.ending) == (plain.text, plain.tokens, plain.ending)
+def test_a_form_is_kept_and_drafts_do_not_change_it(runtime: Runtime) -> None:
+    for how in (Sampling(), Sampling(temperature=1.0, seed=5)):
+        plain = runtime.generate(INIT, Decoding(grammar=GRAMMAR, sampling=how, mask_slots=0))
+        assert plain.ending == "end"
+        for drafts in DRAFTS:
+            assert runtime.generate(INIT, Decoding(grammar=GRAMMAR, sampling=how, **drafts)).tokens == plain.tokens
 
 
-def test_what_is_looked_up_needs_no_mask_slots(runtime: Runtime) -> None:
-    found = runtime.generate(DECODER, Decoding(max_tokens=96, mask_slots=0, lookup=8))
-    assert found.text == GOLDEN
-    assert found.statistics.steps < 96
-    assert set(found.statistics.accepted_by_source) == {"lookup"}
-
-
-def test_a_second_text_waits_for_the_first(runtime: Runtime) -> None:
-    first = runtime.stream(DECODER, Decoding(max_tokens=96))
-    second = runtime.generate(SCANNER, Decoding(max_tokens=96))
-    assert second.text == GOLDEN_END
-    assert second.statistics.waiting_seconds > 0
-    assert first.completion().text == GOLDEN
-
-
-def test_a_stream_closed_early_ends_where_it_is_and_the_next_text_is_untouched(runtime: Runtime) -> None:
-    stream = runtime.stream(
-        DECODER, Decoding(mask_slots=0)
-    )  # one token per step: it is not complete before it is closed
-    next(stream)
-    stream.close()
-    assert runtime.generate(SCANNER, Decoding(max_tokens=96)).text == GOLDEN_END
-    whole, found = runtime.generate(DECODER), stream.completion()
-    assert found.ending == "cancelled"
-    assert 0 < len(found.tokens) < len(whole.tokens)
-    assert whole.text.startswith(found.text)
-    assert whole.tokens[: len(found.tokens)] == found.tokens
-
-
-def test_texts_one_after_the_other_do_not_touch_each_other(runtime: Runtime) -> None:
-    def texts() -> list[Completion]:
-        return [
-            runtime.generate(prompt, Decoding(max_tokens=40, mask_slots=k))
-            for k in (5, 0, 2)
-            for prompt in PROMPTS.values()
-        ]
-
-    first, second = texts(), texts()
-    assert [one.tokens for one in first] == [other.tokens for other in second]
-    assert first[0].tokens == first[3].tokens == first[6].tokens
-
-
-def test_token_ids_and_text_are_the_same_prompt(runtime: Runtime) -> None:
-    ids = runtime.tokens_of(DECODER)
-    assert runtime.generate(ids, Decoding(max_tokens=96)).text == GOLDEN
-
-
-def test_a_closed_runtime_says_so(tiny_bundle: Path) -> None:
-    runtime = Runtime.open(tiny_bundle, max_seq_len=64)
-    runtime.close()
-    with pytest.raises(RuntimeClosed, match="the runtime is closed"):
-        runtime.generate("x")
+def test_a_dead_end_that_the_text_never_comes_to_is_none(tiny_bundle: Path) -> None:
+    """Drafts look further than the text goes: what is wrong there must not end it."""
+    with Runtime.open(tiny_bundle, max_seq_len=128, threads=1) as runtime:
+        every = range(runtime.bundle.manifest.signature.vocab_size)
+        banned = Sampling(banned=[token for token in every if "Z" in runtime.tokenizer.decode([token])])
+        how: dict[str, Any] = {"grammar": Grammar(regex="alpha beta gamma delta Z"), "sampling": banned}
+        for limit in ({"stop": "delta "}, {"max_tokens": 12}, {"max_total_tokens": 12}):
+            plain = runtime.generate(INIT, Decoding(mask_slots=0, **how, **limit))
+            for drafts in DRAFTS:
+                drafted = runtime.generate(INIT, Decoding(**how, **limit, **drafts))
+                assert (drafted.tokens, drafted.ending) == (plain.tokens, plain.ending)
+        with pytest.raises(OptionFault, match="allows no token at position"):
+            runtime.generate(INIT, Decoding(**how))
 
 
 def test_kv_buffers_are_bound_when_their_length_changes_and_not_in_each_step(tiny_bundle: Path) -> None:
     with Runtime.open(tiny_bundle, max_seq_len=512, threads=1) as opened:
-        engine = opened.engine
-        binding, bound = engine._binding, []  # type: ignore[attr-defined]
+        engine: Any = opened.engine
+        session, binding, bound = engine._session, engine._binding, []
 
         class Spy:
+            """A binding, and a session that runs the binding behind it."""
+
             def __getattr__(self, name: str) -> object:
                 if name in ("bind_input", "bind_output"):
                     bound.append(name)
                 return getattr(binding, name)
 
-        engine._binding = Spy()  # type: ignore[attr-defined]
-        engine._session = Unwrapping(engine._session, binding)  # type: ignore[attr-defined]
+            def run_with_iobinding(self, _: object) -> None:
+                session.run_with_iobinding(binding)
+
+        engine._binding = engine._session = Spy()
         opened.generate(DECODER, Decoding(max_tokens=96, mask_slots=0))
         # 3 layers x key and value, each in and out; logits for one row at most once
         assert bound.count("bind_input") in (6, 12, 18)
         assert bound.count("bind_output") - bound.count("bind_input") in (0, 1)
 
 
-class Unwrapping:
-    """A session that runs the binding behind the spy."""
+# Forked text of the demo model: each thread says what it would say if threads were written one after the other.
 
-    def __init__(self, session: object, binding: object) -> None:
-        self._session, self._binding = session, binding
+ASKED: dict[str, Any] = json.loads((DEMO / "prompts.json").read_text("utf-8"))
+THREE: Prompt = [{"role": "user", "content": ASKED["triangular"]["user"]}]
+QUESTIONS = (THREE, [{"role": "user", "content": "Explain the parameters of move( src, dst )"}], ASKED["source"])
 
-    def run_with_iobinding(self, spy: object) -> None:
-        self._session.run_with_iobinding(self._binding)  # type: ignore[attr-defined]
+
+@pytest.fixture(scope="module")
+def demo(any_demo_bundle: Path) -> Iterator[Runtime]:
+    with Runtime.open(any_demo_bundle, threads=1, max_seq_len=256) as opened:
+        yield opened
+
+
+def test_no_draft_and_no_order_of_threads_changes_what_one_says(demo: Runtime) -> None:
+    for prompt in QUESTIONS:
+        expected = demo.generate(prompt, Decoding(mask_slots=0, max_threads=1, max_tokens=150))
+        for drafts in (
+            {"mask_slots": 0},
+            {},
+            {"draft": "chain"},
+            {"draft_rows": 60, "draft_siblings": 1},
+            {"lookup": 6},
+        ):
+            for max_threads in (1, 2, 16):
+                how: dict[str, Any] = {"max_tokens": 150, "max_threads": max_threads, **drafts}
+                found = demo.generate(prompt, Decoding(**how))
+                assert (found.text, found.tokens, found.ending) == (expected.text, expected.tokens, expected.ending)
+                assert {one.path: one for one in found.threads} == {one.path: one for one in expected.threads}
+                assert found.statistics.peak_threads == min(max_threads, len(expected.threads))
+
+
+def test_a_text_is_a_tree_of_threads_that_are_read_where_they_fork(demo: Runtime) -> None:
+    found = demo.generate(THREE)
+    root, *children = found.threads
+    fork = demo.bundle.manifest.tokens.fork
+    assert [(thread.path, thread.ending) for thread in found.threads] == [
+        *(((), "end"), ((0,), "end"), ((1,), "end"), ((2,), "end"))
+    ]
+    assert [child.fork for child in children] == [at for at, token in enumerate(root.tokens) if token == fork]
+    assert [child.text.strip().split(",")[0] for child in children] == ["It is optional"] * 3
+    read, rest = "", root.text
+    for number, child in enumerate(children, 1):
+        head, rest = rest.split(f"{number}.", 1)
+        name, rest = rest.split(":", 1)
+        read += f"{head}{number}.{name}:{child.text}"
+    assert read + rest == found.text
+    assert fork not in found.tokens
+    assert len(found.tokens) + 3 == sum(len(thread.tokens) for thread in found.threads) == found.statistics.tokens
+    line = demo.generate(THREE, Decoding(fork=False))
+    assert len(line.threads) == line.statistics.threads == 1
+    assert line.threads[0].tokens == line.tokens == demo.generate(THREE, Decoding(max_depth=0)).tokens
+    for stop in ("2. high", "value. Its", ":\n1"):
+        for options in ({}, {"mask_slots": 0}, {"max_threads": 1}):
+            cut = demo.generate(THREE, Decoding(stop=stop, **options))
+            assert cut.text == found.text[: found.text.index(stop)]
+            assert "stop" in [thread.ending for thread in cut.threads]

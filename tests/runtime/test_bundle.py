@@ -26,37 +26,23 @@ def test_a_bundle_opens_as_it_was_written(tmp_path: Path) -> None:
     assert opened.path == tmp_path
     assert set(written.files) == {MODEL_FILE, DATA_FILE, TOKENIZER_FILE}
     assert open_bundle(str(tmp_path)).manifest == written
-
-
-def test_a_link_to_the_whole_bundle_is_no_danger(bundle: Path, tmp_path: Path) -> None:
-    (tmp_path / "link").symlink_to(bundle)
-    assert open_bundle(tmp_path / "link").manifest == open_bundle(bundle).manifest
+    (tmp_path.with_name("link")).symlink_to(tmp_path)  # a link to the whole bundle is no danger
+    assert open_bundle(tmp_path.with_name("link")).manifest == written
 
 
 @pytest.mark.parametrize("name", [MODEL_FILE, DATA_FILE, TOKENIZER_FILE])
-def test_a_file_of_other_content_is_refused(bundle: Path, name: str) -> None:
-    content = bytearray((bundle / name).read_bytes())
-    content[-1] ^= 1
-    (bundle / name).write_bytes(content)
+def test_a_file_of_other_content_or_length_is_refused(bundle: Path, name: str) -> None:
+    content = (bundle / name).read_bytes()
+    (bundle / name).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     refused(bundle, rf"{name}: sha256 is [0-9a-f]{{12}}…, the manifest says [0-9a-f]{{12}}…: copy .* or export")
-
-
-@pytest.mark.parametrize("size", [0, 4095, 4097, 8192])
-def test_a_file_of_another_length_is_refused(bundle: Path, size: int) -> None:
-    os.truncate(bundle / DATA_FILE, size)
-    refused(bundle, f"{DATA_FILE}: {size} bytes, the manifest says 4096: copy .* or export")
-
-
-@pytest.mark.parametrize("name", [MODEL_FILE, DATA_FILE, TOKENIZER_FILE])
-def test_a_file_that_is_gone_is_refused(bundle: Path, name: str) -> None:
+    for size in (0, len(content) - 1, len(content) + 1):
+        os.truncate(bundle / name, size)
+        refused(bundle, f"{name}: {size} bytes, the manifest says {len(content)}: copy .* or export")
     (bundle / name).unlink()
     refused(bundle, f"{name}: No such file or directory: copy .* or export")
-
-
-@pytest.mark.parametrize("name", [MODEL_FILE, TOKENIZER_FILE])
-def test_a_manifest_without_a_needed_file_is_refused(bundle: Path, name: str) -> None:
-    edit(bundle, lambda reported: reported["files"].pop(name))
-    refused(bundle, f"the manifest lists no {name}: expected one; export")
+    if name != DATA_FILE:
+        edit(bundle, lambda reported: reported["files"].pop(name))
+        refused(bundle, f"the manifest lists no {name}: expected one; export")
 
 
 def test_what_is_no_bundle_is_refused_with_its_reason(tmp_path: Path) -> None:
@@ -85,16 +71,14 @@ def test_a_name_that_leads_elsewhere_is_refused(bundle: Path, name: str) -> None
     )
 
 
-def test_a_very_long_name_is_refused(bundle: Path) -> None:
+def test_a_file_in_a_folder_of_the_bundle_is_part_of_it(bundle: Path) -> None:
+    file = add_engine(bundle)
+    assert "engines/one.engine" in open_bundle(bundle).manifest.files
+    file.write_bytes(b"A graph")
+    refused(bundle, "one.engine: sha256 is")
+    file.write_bytes(b"a graph")
     edit(bundle, lambda reported: reported["files"].update({"a" * 5000: {"sha256": "0" * 64, "size": 0}}))
     refused(bundle, "File name too long")
-
-
-def test_a_file_in_a_folder_of_the_bundle_is_part_of_it(bundle: Path) -> None:
-    add_engine(bundle)
-    assert "engines/one.engine" in open_bundle(bundle).manifest.files
-    (bundle / "engines" / "one.engine").write_bytes(b"A graph")
-    refused(bundle, "one.engine: sha256 is")
 
 
 def add_engine(bundle: Path) -> Path:
@@ -106,7 +90,7 @@ def add_engine(bundle: Path) -> Path:
     return file
 
 
-@pytest.mark.parametrize("name", [MANIFEST_FILE, MODEL_FILE, TOKENIZER_FILE, "engines/one.engine"])
+@pytest.mark.parametrize("name", [MANIFEST_FILE, TOKENIZER_FILE, "engines/one.engine"])
 def test_a_linked_file_is_refused(bundle: Path, name: str) -> None:
     add_engine(bundle)
     outside = bundle.parent / "outside"
@@ -146,7 +130,7 @@ def test_a_linked_folder_is_refused(bundle: Path, listed: bool) -> None:
     refused(bundle, r"engines: not a regular file: copy the bundle with its links resolved \(cp -rL\)")
 
 
-@pytest.mark.parametrize("name", [MANIFEST_FILE, MODEL_FILE, TOKENIZER_FILE, "unlisted"])
+@pytest.mark.parametrize("name", [MANIFEST_FILE, TOKENIZER_FILE, "unlisted"])
 def test_what_is_no_regular_file_is_refused_and_not_waited_for(bundle: Path, name: str) -> None:
     (bundle / name).unlink(missing_ok=True)
     os.mkfifo(bundle / name)

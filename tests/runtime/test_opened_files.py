@@ -56,22 +56,14 @@ def test_a_removed_bundle_can_be_read_as_long_as_it_is_open(bundle: Path) -> Non
         files_of(opened).require_same(DATA_FILE)
 
 
-def test_a_replaced_file_is_not_read(bundle: Path) -> None:
+def test_a_file_that_was_replaced_or_swapped_there_and_back_is_not_read(bundle: Path) -> None:
     opened = open_bundle(bundle)
-    for name in (TOKENIZER_FILE, DATA_FILE):
-        (bundle / name).rename(bundle / "old")
-        (bundle / name).write_bytes(b"another")
-        (bundle / "old").unlink()
+    (bundle / TOKENIZER_FILE).unlink()
+    (bundle / TOKENIZER_FILE).write_bytes(b"another")
     assert b"another" not in opened.read(TOKENIZER_FILE)
-    with pytest.raises(ChangedWhileOpening, match=f"{DATA_FILE}: was changed or replaced while it was opened"):
-        files_of(opened).require_same(DATA_FILE)
-
-
-def test_a_file_that_was_swapped_there_and_back_is_noticed(bundle: Path) -> None:
-    opened = open_bundle(bundle)
     (bundle / DATA_FILE).rename(bundle / "old")
     (bundle / "old").rename(bundle / DATA_FILE)
-    with pytest.raises(ChangedWhileOpening, match="was changed or replaced while it was opened"):
+    with pytest.raises(ChangedWhileOpening, match=f"{DATA_FILE}: was changed or replaced while it was opened"):
         files_of(opened).require_same(DATA_FILE)
 
 
@@ -98,17 +90,13 @@ def test_weights_may_get_another_name_time_or_mode_while_they_are_used(bundle: P
     opened = open_bundle(bundle)
     (bundle / "other").hardlink_to(bundle / DATA_FILE)
     opened.require_unchanged()
-    (bundle / DATA_FILE).touch()
     (bundle / DATA_FILE).chmod(0o400)
     opened.require_unchanged()
     (bundle / DATA_FILE).unlink()
     opened.require_unchanged()
-
-
-def test_weights_in_memory_may_change_on_the_disk(bundle: Path) -> None:
-    opened = open_bundle(bundle, copy_weights=True)
-    (bundle / DATA_FILE).write_bytes(b"other")
-    opened.require_unchanged()
+    copied = open_bundle(new_bundle(bundle.with_name("copied")), copy_weights=True)
+    (copied.path / DATA_FILE).write_bytes(b"other")
+    copied.require_unchanged()
 
 
 @pytest.mark.parametrize("name", [TOKENIZER_FILE, MODEL_FILE])
@@ -133,20 +121,17 @@ def linked(bundle: Path) -> None:
 
 
 def test_a_bundle_of_links_opens_if_links_are_allowed(bundle: Path) -> None:
+    (bundle / "other").hardlink_to(bundle / DATA_FILE)
+    refused(bundle, f"has 2 hard links: .*{ADVICE}")
+    opened = open_bundle(bundle, allow_links=True)
+    assert not opened.copies_weights
+    files_of(opened).require_same(DATA_FILE)
     linked(bundle)
     refused(bundle, f"not a regular file: copy the bundle .*{ADVICE}")
     opened = open_bundle(bundle, allow_links=True)
     assert opened.read(MODEL_FILE) == b"a graph"
     assert opened.copies_weights, "ONNX Runtime follows no links out of a folder"
     assert read_manifest(bundle, allow_links=True) == opened.manifest
-
-
-def test_hard_links_open_without_a_copy_if_links_are_allowed(bundle: Path) -> None:
-    (bundle / "other").hardlink_to(bundle / DATA_FILE)
-    refused(bundle, f"has 2 hard links: .*{ADVICE}")
-    opened = open_bundle(bundle, allow_links=True)
-    assert not opened.copies_weights
-    files_of(opened).require_same(DATA_FILE)
 
 
 def test_links_to_what_is_no_file_are_refused_even_if_links_are_allowed(bundle: Path) -> None:

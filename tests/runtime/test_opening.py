@@ -75,14 +75,10 @@ def swapped_opens(bundle: Path, second: Path, opens: int) -> None:
 
 
 @pytest.mark.slow
-def test_no_open_combines_two_bundles_that_replace_each_other(bundle: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("opens", [15, pytest.param(300, marks=pytest.mark.nightly)])
+def test_no_open_combines_two_bundles_that_replace_each_other(bundle: Path, tmp_path: Path, opens: int) -> None:
     """133 of 275 opens did."""
-    swapped_opens(bundle, other(bundle, tmp_path / "second"), 15)
-
-
-@pytest.mark.nightly
-def test_none_of_300_opens_combines_two_bundles(bundle: Path, tmp_path: Path) -> None:
-    swapped_opens(bundle, other(bundle, tmp_path / "second"), 300)
+    swapped_opens(bundle, other(bundle, tmp_path / "second"), opens)
 
 
 def test_links_and_copied_weights_give_the_same_output(bundle: Path, tmp_path: Path) -> None:

@@ -6,8 +6,6 @@ import asyncio
 import gc
 from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from threading import current_thread
 from time import sleep
 from typing import Any, TypeVar
 
@@ -16,7 +14,6 @@ import pytest
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import EngineFault
 from spaceport.runtime.scheduling.generation import Completion
-from spaceport.runtime.scheduling.queue import QueueFull
 from spaceport.runtime.scheduling.stream import AsyncStream
 from spaceport.runtime.scheduling.worker import RuntimeClosed
 from spaceport.runtime.session import Runtime
@@ -34,9 +31,9 @@ def within_a_minute(work: Coroutine[Any, Any, T]) -> T:
     return asyncio.run(asyncio.wait_for(work, 60))
 
 
-def free(requests: int = 1, queue_limit: int = 256) -> Runtime:
+def free(requests: int = 1) -> Runtime:
     """A runtime whose steps run without a command."""
-    runtime, engine = stepwise_runtime(ENDLESS, requests, queue_limit)
+    runtime, engine = stepwise_runtime(ENDLESS, requests)
     engine.go()
     return runtime
 
@@ -45,45 +42,16 @@ async def step(engine: StepwiseEngine) -> None:
     await asyncio.to_thread(engine.step)
 
 
-def test_gathered_texts_are_what_each_is_alone(any_demo_bundle: Path) -> None:
-    prompts = ["def f(self):\n", "import json\n", "class A:\n", "    return self.x\n", "# see\n", "for name in"]
-    ways = [Decoding(max_tokens=30), Decoding(max_tokens=30, mask_slots=0)]
-    with Runtime.open(any_demo_bundle, threads=1, max_seq_len=128, max_requests=4) as runtime:
-        alone = [runtime.generate(prompt, ways[1]) for prompt in prompts]
-
-        async def together() -> list[Completion]:
-            return await asyncio.gather(*(runtime.agenerate(prompt, way) for way in ways for prompt in prompts))
-
-        found = within_a_minute(together())
-    assert [(one.text, one.tokens, one.ending) for one in found] == [(a.text, a.tokens, a.ending) for a in alone] * 2
-
-
 def test_pieces_come_one_after_the_other_and_make_up_the_text() -> None:
     with free() as runtime:
 
         async def read() -> tuple[list[int | None], Completion]:
             async with runtime.astream([1, 2], Decoding(max_tokens=20)) as stream:
-                tokens = [piece.token async for piece in stream]
-                return tokens, await stream.completion()
+                return [piece.token async for piece in stream], await stream.completion()
 
         tokens, found = within_a_minute(read())
-        assert tokens == ENDLESS.write([1, 2], 20)
-        assert found.tokens == tuple(tokens)
-        assert found.ending == "length"
-
-
-def test_while_a_text_is_awaited_the_loop_does_other_things() -> None:
-    runtime, engine = stepwise_runtime(ENDLESS)
-    with runtime:
-
-        async def both() -> Completion:
-            text = asyncio.create_task(runtime.agenerate([1, 2], Decoding(max_tokens=3)))
-            await asyncio.to_thread(engine.wait)
-            assert not text.done()
-            engine.go()
-            return await text
-
-        assert within_a_minute(both()).tokens == tuple(ENDLESS.write([1, 2], 3))
+    assert tokens == ENDLESS.write([1, 2], 20)
+    assert (found.tokens, found.ending) == (tuple(tokens), "length")
 
 
 def test_a_cancelled_call_ends_its_text_with_the_step_under_way() -> None:
@@ -133,13 +101,18 @@ def test_leaving_the_block_early_ends_the_text() -> None:
                 await step(engine)
                 async for _ in stream:
                     break
-            engine.go()
+            engine.leave.release()
             return await stream.completion()
 
-        found = within_a_minute(leave())
-    assert found.ending == "cancelled"
-    assert found.tokens == tuple(ENDLESS.write([1, 2, 3], 62))[: len(found.tokens)]
-    assert len(found.tokens) == 2  # of the step that was over, and of the one under way
+        found = [within_a_minute(leave())]
+        with runtime.stream([1, 2, 3], PLAIN) as stream:
+            engine.wait()
+            engine.step()
+            next(stream)
+        engine.go()
+        found.append(stream.completion())
+    for one in found:  # the token of the step that was over, and the one of the step under way
+        assert (one.ending, one.tokens) == ("cancelled", tuple(ENDLESS.write([1, 2, 3], 2)))
 
 
 def test_a_stream_that_nobody_holds_ends_its_text() -> None:
@@ -194,20 +167,6 @@ def test_a_runtime_that_is_closed_tells_whoever_awaits() -> None:
     within_a_minute(close())
 
 
-def test_too_many_texts_are_refused_at_once() -> None:
-    runtime, engine = stepwise_runtime(ENDLESS, queue_limit=0)
-    with runtime:
-
-        async def ask() -> None:
-            first = runtime.astream([1], Decoding(max_tokens=2))
-            with pytest.raises(QueueFull):
-                await runtime.agenerate([2])
-            engine.go()
-            assert (await first.completion()).tokens == tuple(ENDLESS.write([1], 2))
-
-        within_a_minute(ask())
-
-
 def test_two_loops_and_an_os_thread_share_a_runtime() -> None:
     with free(requests=2) as runtime:
 
@@ -240,24 +199,6 @@ def test_a_loop_that_ends_before_its_texts_do_ends_them_and_hurts_nobody() -> No
         engine.go()
         assert second.completion().tokens == tuple(ENDLESS.write([4, 5], 62))
     assert kept[0].statistics.tokens < 10
-
-
-def test_text_is_tokenized_outside_of_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    names: list[str] = []
-    tokens_of = PromptEncoder.tokens_of
-
-    def noted(self: PromptEncoder, prompt: Prompt, parse_special: bool = False, **others: Any) -> list[int]:
-        names.append(current_thread().name)
-        return tokens_of(self, prompt, parse_special, **others)
-
-    monkeypatch.setattr(PromptEncoder, "tokens_of", noted)
-    with hash_runtime(Language(3)) as runtime:
-        expected = runtime.generate("abc", Decoding(max_tokens=5)).text
-        assert asyncio.run(runtime.agenerate("abc", Decoding(max_tokens=5))).text == expected
-        assert asyncio.run(runtime.ascore("abc")) == runtime.score("abc")
-    assert [name.startswith("spaceport-admission") for name in names][:3] == [False, True, True]
-    with pytest.raises(RuntimeClosed):
-        asyncio.run(runtime.agenerate("abc"))
 
 
 def test_a_timeout_counts_from_the_call(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,6 +70,7 @@ def lines(draw: st.DrawFn) -> tuple[Logits, frozenset[int]]:
     return logits, frozenset(best.tolist())
 
 
+@pytest.mark.torch
 @settings(max_examples=150)
 @given(case=lines())
 def test_greedy_tokens_are_those_of_the_logits(
@@ -79,21 +80,12 @@ def test_greedy_tokens_are_those_of_the_logits(
     selector = greedy(banned)
     packed = session(logits.shape[-1]).run(None, {"logits": logits})[0]
     assert packed.shape == (1, 4, selection_width(logits.shape[-1]))
+    for rows in (rows_of(packed, logits), rows_of(by_torch(logits), logits)):
+        for index in range(4):
+            assert reported(selector, rows, index) == reported(selector, logits[0], index)
     rows = rows_of(packed, logits)
-    for index in range(4):
-        assert reported(selector, rows, index) == reported(selector, logits[0], index)
     plain, selected = (selector.candidates(found, thread(), 3, 1) for found in (logits[0, 1:], rows[1:]))
     assert selected == plain
-
-
-@pytest.mark.torch
-@settings(max_examples=50)
-@given(case=lines())
-def test_tokens_that_torch_selects_are_those_of_the_logits(case: tuple[Logits, frozenset[int]]) -> None:
-    logits, banned = case
-    rows, selector = rows_of(by_torch(logits), logits), greedy(banned)
-    for index in range(4):
-        assert reported(selector, rows, index) == reported(selector, logits[0], index)
 
 
 def test_of_equal_logits_the_lowest_token_is_best(session: Callable[[int], ort.InferenceSession]) -> None:

@@ -1,4 +1,4 @@
-"""Chat: templates render what transformers renders, reach nothing but what they are given, and come to an end."""
+"""Chat: templates render what transformers renders, reach nothing but what they are given, and come to an end; harmless ones need no helper."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
@@ -18,79 +18,23 @@ from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import TEMPLATE_FILE, FileRecord, Manifest, TokenIds
 from spaceport.graphs.contract.signature import Signature
 from spaceport.runtime.bundle import Bundle
-from spaceport.runtime.text.chat import Message, TemplateError, render
+from spaceport.runtime.text.chat import ChatTemplate, Message, TemplateError, render
+from support.paths import TINY
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 HELLO: list[Message] = [{"role": "user", "content": "Hello"}]
 
 CHATML = """\
-{% for message in messages %}
-    {%- if loop.first and message.role != 'system' %}
-        {{- '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' }}
-    {%- endif %}
-{{- '<|im_start|>' + message.role + '\\n' + message['content'] | trim + '<|im_end|>' }}
-    {%- if not loop.last %}{{ '\\n' }}{% endif %}
-{% endfor %}
-{% if add_generation_prompt %}
-    {{- '\\n<|im_start|>assistant\\n' }}
-{% endif %}
-"""
-
+{% for message in messages %}{% if loop.first and message.role != 'system' %}
+{{- '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n' }}{% endif %}
+{{- '<|im_start|>' + message.role + '\n' + message['content'] | trim + '<|im_end|>\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
 LLAMA_3 = """\
-{{- bos_token }}
-{%- if not date_string is defined %}
-    {%- set date_string = strftime_now('%d %b %Y') %}
-{%- endif %}
-{%- if messages[0]['role'] == 'system' %}
-    {%- set system_message = messages[0]['content'] | trim %}
-    {%- set messages = messages[1:] %}
-{%- else %}
-    {%- set system_message = '' %}
-{%- endif %}
-<|start_header_id|>system<|end_header_id|>
-
-Today Date: {{ date_string }}
-{% if tools is not none %}
-Environment: ipython
-{% endif %}
-
-{{ system_message }}<|eot_id|>
-{%- for message in messages %}
-    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}
-    {%- if message['role'] == 'assistant' %}
-        {%- generation %}{{- message['content'] | trim + '<|eot_id|>' }}{%- endgeneration %}
-    {%- else %}
-        {{- message['content'] | trim + '<|eot_id|>' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}
-"""
-
-MISTRAL = """\
-{%- if messages[0]['role'] == 'system' -%}
-    {%- set system = messages[0]['content'] -%}{%- set turns = messages[1:] -%}
-{%- else -%}
-    {%- set turns = messages -%}
-{%- endif -%}
-{{ bos_token }}
-{%- for message in turns -%}
-    {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) -%}
-        {{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}
-    {%- endif -%}
-    {%- if message['role'] == 'user' -%}
-        {%- if loop.last and system is defined -%}
-            {{ ' [INST] ' + system + '\\n\\n' + message['content'] + ' [/INST]' }}
-        {%- else -%}
-            {{ ' [INST] ' + message['content'] + ' [/INST]' }}
-        {%- endif -%}
-    {%- elif message['role'] == 'assistant' -%}
-        {{ ' ' + message['content'] + eos_token }}
-    {%- else -%}
-        {{ raise_exception('Only user and assistant roles are supported, with a system message first: ' ~ message.role) }}
-    {%- endif -%}
-{%- endfor -%}
-"""
-
+{{- bos_token }}{%- if not date is defined %}{%- set date = strftime_now('%d %b %Y') %}{%- endif %}
+{%- if messages[0]['role'] == 'system' %}{%- set system = messages[0]['content'] | trim %}
+{%- set messages = messages[1:] %}{%- endif %}{{ date }}
+{%- for message in messages %}{%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) -%}
+{{ raise_exception('roles must alternate') }}{%- endif -%}{{ message['content'] | trim + '<|eot_id|>' }}{%- endfor %}"""
 TOOLS = """\
 {%- macro call(one) -%}
 <tool_call>{{ {'name': one.name, 'arguments': one.arguments} | tojson }}</tool_call>
@@ -119,8 +63,7 @@ TOOLS = """\
 {%- if add_generation_prompt %}{{ '\\n[assistant] ' }}{% endif %}
 """
 
-TEMPLATES = {"chatml": CHATML, "llama-3": LLAMA_3, "mistral": MISTRAL, "tools": TOOLS}
-BY_TEMPLATE = pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES.keys())
+TEMPLATES = (CHATML, LLAMA_3, TOOLS)
 TALK: list[Message] = [
     {"role": "user", "content": "  What is <b>1 & 2</b>? \"quoted\" 'too' {{ braces }} {% raw %}  "},
     {"role": "assistant", "content": "It is 你好 😀.\n\n"},
@@ -163,37 +106,28 @@ def by_transformers(template: str, messages: Sequence[Message]) -> str:
     return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
 
 
-@BY_TEMPLATE
-@pytest.mark.parametrize(
-    "messages",
-    [HELLO, TALK, [{"role": "system", "content": "  Be brief. "}, *TALK], [{"role": "user", "content": ""}]],
-    ids=["one", "several", "system", "empty content"],
-)
-def test_a_prompt_is_what_transformers_makes_of_it(template: str, messages: Sequence[Message], tmp_path: Path) -> None:
-    assert render(bundle_in(tmp_path, template), messages) == by_transformers(template, messages)
+@settings(max_examples=40)
+@given(contents=st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=30), min_size=1, max_size=5))
+@example(contents=[""])
+@example(contents=[str(message["content"]) for message in TALK])
+def test_a_prompt_is_what_transformers_makes_of_it(bundles: list[Bundle], contents: list[str]) -> None:
+    roles = ("user", "assistant")
+    messages: list[Message] = [{"role": roles[i % 2], "content": content} for i, content in enumerate(contents)]
+    for template, bundle in zip(TEMPLATES, bundles, strict=True):
+        for talk in (messages, [{"role": "system", "content": "  Be brief. "}, *messages]):
+            assert render(bundle, talk) == by_transformers(template, talk)
 
 
 def test_content_parts_and_calls_of_tools_are_rendered_as_by_transformers(tmp_path: Path) -> None:
     rendered = render(bundle_in(tmp_path, TOOLS), CALLS)
     assert rendered == by_transformers(TOOLS, CALLS)
-    assert '1/6 <tool_call>{"name": "weather", "arguments": {"town": "Zürich <3", "days": 2' in rendered
     assert rendered.count("<tool_call>") == 3
-    assert rendered.endswith('(nothing)\nrole="user";content=[];\n[assistant] ')
 
 
 @pytest.fixture(scope="module")
-def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Bundle]:
+def bundles(tmp_path_factory: pytest.TempPathFactory) -> list[Bundle]:
     """A bundle for each template."""
-    return {template: bundle_in(tmp_path_factory.mktemp("chat"), template) for template in TEMPLATES.values()}
-
-
-@settings(max_examples=50)
-@given(contents=st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=30), min_size=1, max_size=5))
-def test_every_content_is_rendered_as_by_transformers(bundles: dict[str, Bundle], contents: list[str]) -> None:
-    roles = ("user", "assistant")
-    messages: list[Message] = [{"role": roles[i % 2], "content": content} for i, content in enumerate(contents)]
-    for template, bundle in bundles.items():
-        assert render(bundle, messages) == by_transformers(template, messages)
+    return [bundle_in(tmp_path_factory.mktemp("chat"), template) for template in TEMPLATES]
 
 
 def test_the_date_comes_from_the_clock(tmp_path: Path) -> None:
@@ -225,7 +159,7 @@ def test_what_templates_lean_on_behaves_as_in_transformers(template: str, tmp_pa
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        (MISTRAL, "Conversation roles must alternate"),
+        (LLAMA_3, "roles must alternate"),
         ("{{ raise_exception('no ' + messages[0].role) }}", "no assistant"),
         ("{{ nothing.at.all }}", "'nothing' is undefined"),
         ("{% for m in messages %}", "Unexpected end of template"),
@@ -239,13 +173,9 @@ def test_what_templates_lean_on_behaves_as_in_transformers(template: str, tmp_pa
     ],
 )
 def test_what_a_template_raises_is_an_error_that_says_so(template: str, message: str, tmp_path: Path) -> None:
-    messages: list[Message] = [{"role": "assistant", "content": "I begin"}]
+    bundle = bundle_in(tmp_path, template)
     with pytest.raises(TemplateError, match=f"chat template: .*({message})"):
-        render(bundle_in(tmp_path, template), messages)
-
-
-def test_a_template_that_is_not_text_is_an_error(tmp_path: Path) -> None:
-    bundle = bundle_in(tmp_path, "")
+        render(bundle, [{"role": "assistant", "content": "I begin"}])
     (tmp_path / TEMPLATE_FILE).write_bytes(b"\xff")
     with pytest.raises(TemplateError, match="UnicodeDecodeError"):
         render(bundle, HELLO)
@@ -257,13 +187,9 @@ def test_a_template_that_is_not_text_is_an_error(tmp_path: Path) -> None:
         "''.__class__",
         "''['__class__']",
         "('' | attr('__class__'))",
-        "messages.__class__",
         "raise_exception.__globals__",
-        "strftime_now.__code__",
         "self.__init__",
-        "cycler.__init__",
         "namespace.__init__",
-        "dict.mro",
         "(messages | map(attribute='__class__') | first)",
     ],
 )
@@ -282,9 +208,7 @@ def test_a_format_string_leads_nowhere_either(form: str, tmp_path: Path) -> None
     "call",
     [
         "messages.append({})",
-        "messages.clear()",
         "messages[0].update(role='system')",
-        "messages[0].pop('content')",
         "messages[0].setdefault('a', 1)",
     ],
 )
@@ -297,18 +221,13 @@ def test_a_template_cannot_change_the_messages(call: str, tmp_path: Path) -> Non
 class Armed(dict[str, Any]):
     """A message that can do more than a message."""
 
-    fired = False
-
     def fire(self) -> str:
-        self.fired = True
-        return "fired"
+        pytest.fail("a template called it")
 
 
 def test_a_template_sees_plain_data_and_calls_no_method_of_the_caller(tmp_path: Path) -> None:
-    message = Armed(role="user", content="Hello")
     with pytest.raises(TemplateError, match="has no attribute 'fire'"):
-        render(bundle_in(tmp_path, "{{ messages[0].fire() }}"), [message])
-    assert not message.fired
+        render(bundle_in(tmp_path, "{{ messages[0].fire() }}"), [Armed(role="user", content="Hello")])
 
 
 @pytest.mark.parametrize(
@@ -348,9 +267,47 @@ def test_without_a_template_a_chat_is_an_error_that_says_what_to_do(tmp_path: Pa
 )
 def test_messages_that_are_none_are_an_error_that_names_the_first(messages: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(OptionFault, match=message):
-        render(bundle_in(tmp_path, CHATML), messages)
+        render(bundle_in(tmp_path, LLAMA_3), messages)
 
 
 def test_a_special_token_cannot_replace_the_messages(tmp_path: Path) -> None:
     bundle = bundle_in(tmp_path, "{{ messages[0].content }}", {"messages": "stolen", "self": "stolen"})
     assert render(bundle, HELLO) == "Hello"
+
+
+# Templates that can neither grow nor recur are rendered without a helper process.
+
+
+@pytest.mark.parametrize("template", [CHATML, LLAMA_3, (TINY / "chat_template.jinja").read_text("utf-8")])
+def test_ordinary_templates_are_harmless(template: str) -> None:
+    assert ChatTemplate(template, {}).harmless
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ 'x' * 3 }}",
+        "{{ 2 ** 3 }}",
+        "{{ lipsum() }}",
+        "{% macro f() %}{% endmacro %}{{ f() }}",
+        "{% set x = 'a' ~ 'b' %}",
+        "{% set x = (['a'] + ['b'], 1) %}",
+        "{{ 'a'.center(9) }}",
+        "{{ ''.join(messages) }}",
+        "{{ 'a' | center(9) }}",
+        "{{ messages | tojson(indent=9) }}",
+        "{{ strftime_now('%999999999d') }}",
+        "{% set namespace = 'a'.center %}{{ namespace(9) }}",
+        "{% for m in messages recursive %}{% endfor %}",
+    ],
+)
+def test_what_can_grow_is_not_harmless(template: str) -> None:
+    assert not ChatTemplate(template, {}).harmless
+
+
+def test_loops_of_a_harmless_template_are_timed() -> None:
+    loops = "{% for a in messages %}" * 7 + "{{ a.content.split('a') }}" + "{% endfor %}" * 7
+    template = ChatTemplate(loops, {})
+    assert template.harmless
+    with pytest.raises(TemplateError, match=r"took more than 1 s|more than 1000000 iterations|rendered more than"):
+        template.render(HELLO * 100)

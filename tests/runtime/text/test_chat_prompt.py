@@ -14,7 +14,6 @@ from spaceport.graphs.contract.manifest import TEMPLATE_FILE, FileRecord, Manife
 from spaceport.graphs.contract.signature import Signature
 from spaceport.runtime.bundle import Bundle
 from spaceport.runtime.isolation.pool import HelperPool
-from spaceport.runtime.limits import Limits
 from spaceport.runtime.text.chat import TemplateError
 from spaceport.runtime.text.chat_prompt import ChatPrompt, Message
 from spaceport.runtime.text.prompt import PromptEncoder
@@ -47,19 +46,9 @@ TOKENIZER = tokenizer()
 
 def encoder(folder: Path, template: str = TEMPLATE, helper: HelperPool | None = None) -> PromptEncoder:
     (folder / TEMPLATE_FILE).write_text(template, "utf-8")
-    manifest = Manifest(
-        *(
-            Signature(1, 1, 1, TOKENIZER.get_vocab_size(), "float32", "scatter"),
-            TokenIds(),
-            0,
-            64,
-            "llama",
-            1,
-            23,
-            "plain",
-        ),
-        files={TEMPLATE_FILE: FileRecord("0" * 64, len(template))},
-    )
+    signature = Signature(1, 1, 1, TOKENIZER.get_vocab_size(), "float32", "scatter")
+    files = {TEMPLATE_FILE: FileRecord("0" * 64, len(template))}
+    manifest = Manifest(signature, TokenIds(), 0, 64, "llama", 1, 23, "plain", files=files)
     return PromptEncoder(Bundle(folder, manifest), TOKENIZER, helper)
 
 
@@ -93,11 +82,6 @@ def test_a_prompt_is_what_transformers_makes_of_it(
     assert text_of(encoder(tmp_path, template), prompt) == by_transformers(TALK, template, **options)
 
 
-def test_messages_alone_are_the_prompt_with_default_options(tmp_path: Path) -> None:
-    opened = encoder(tmp_path)
-    assert opened.tokens_of(TALK) == opened.tokens_of(ChatPrompt(TALK)) == opened.tokens_of(ChatPrompt(tuple(TALK)))
-
-
 @pytest.mark.slow
 def test_the_helper_process_gets_the_same_variables(tmp_path: Path) -> None:
     prompt = ChatPrompt(TALK, tools=[TOOL], template_kwargs={"enable_thinking": False})
@@ -111,6 +95,8 @@ def test_the_helper_process_gets_the_same_variables(tmp_path: Path) -> None:
 
 
 def test_a_continued_message_ends_where_its_text_ends(tmp_path: Path) -> None:
+    opened = encoder(tmp_path)
+    assert opened.tokens_of(TALK) == opened.tokens_of(ChatPrompt(TALK)) == opened.tokens_of(ChatPrompt(tuple(TALK)))
     continued = ChatPrompt(TALK, continue_final_message=True)
     assert text_of(encoder(tmp_path, KEEPING), continued).endswith("<|im_start|>assistant\nTwo, and  ")
     assert text_of(encoder(tmp_path), continued).endswith("<|im_start|>assistant\nTwo, and")
@@ -168,5 +154,3 @@ def test_tools_and_variables_count_towards_the_limits() -> None:
     prompt = ChatPrompt(TALK, tools=[{"a": "x" * 4000}], template_kwargs={"b": "y" * 4000})
     assert 8000 < characters_of(prompt) < 8100
     assert 2000 < estimated_tokens(prompt) < 2100
-    with pytest.raises(OptionFault, match="prompt_chars"):
-        Limits(prompt_chars=8000).check_prompt(prompt)

@@ -48,7 +48,9 @@ DRAFTS: tuple[dict[str, Any], ...] = (
     {"draft_rows": 60, "draft_siblings": 6},
     {"mask_slots": 0, "lookup": 9},
 )
-GRAMMAR = Grammar(regex="(self|object|[a-z_]{2,9} = None;)( [a-z]{1,5}){2,8}")
+FIELDS = {"name": {"type": "string", "maxLength": 20}, "kind": {"enum": ["the answer", "a ship"]}}
+SCHEMA = {"type": "object", "properties": FIELDS, "required": ["name", "kind"], "additionalProperties": False}
+GRAMMARS = (Grammar(regex="(self|object|[a-z_]{2,9} = None;)( [a-z]{1,5}){2,8}"), Grammar(json_schema=SCHEMA))
 
 
 def chain(mask_slots: int, **options: Any) -> Decoding:
@@ -157,12 +159,15 @@ def test_a_seed_means_one_text_on_every_backend_with_every_draft(
     assert [stream.completion().tokens for stream in streams] == expected
 
 
-def test_a_form_is_kept_and_drafts_do_not_change_it(runtime: Runtime) -> None:
-    for how in (Sampling(), Sampling(temperature=1.0, seed=5)):
-        plain = runtime.generate(INIT, Decoding(grammar=GRAMMAR, sampling=how, mask_slots=0))
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0, seed=5)], ids=["greedy", "sampled"])
+def test_a_form_is_kept_and_drafts_do_not_change_it(runtime: Runtime, sampling: Sampling) -> None:
+    for grammar in GRAMMARS:
+        plain = runtime.generate(INIT, Decoding(grammar=grammar, sampling=sampling, mask_slots=0))
         assert plain.ending == "end"
-        for drafts in DRAFTS:
-            assert runtime.generate(INIT, Decoding(grammar=GRAMMAR, sampling=how, **drafts)).tokens == plain.tokens
+        assert not grammar.json_schema or json.loads(plain.text)["kind"] in ("the answer", "a ship")
+        for drafts in (DRAFTS[0], DRAFTS[1], DRAFTS[4]):
+            found = runtime.generate(INIT, Decoding(grammar=grammar, sampling=sampling, **drafts))
+            assert found.tokens == plain.tokens
 
 
 def test_a_dead_end_that_the_text_never_comes_to_is_none(tiny_bundle: Path) -> None:

@@ -1,222 +1,143 @@
-"""Log probabilities of generated tokens: those of the model's own logits, whatever drafts, forks and cuts there are."""
+"""Log probabilities of generated and of given tokens: those of the model's own logits, whatever drafts, forks and cuts there are."""
 
 from __future__ import annotations
 
+import asyncio
+import math
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.graphs.contract.signature import LOWERINGS, STEP_ROWS, Lowering
+from spaceport.graphs.contract.manifest import TokenIds
+from spaceport.graphs.contract.signature import LOGIT_BYTES, LOWERINGS, Lowering
 from spaceport.runtime.bundle import open_bundle
-from spaceport.runtime.decode.draft import DraftConfig
-from spaceport.runtime.decode.request import Request
 from spaceport.runtime.decode.selector import NotANumber
-from spaceport.runtime.decode.step import PREFILL_ROWS, StepInput, step
 from spaceport.runtime.decoding import Decoding
-from spaceport.runtime.sampling.logprobs import Logprobs, TokenLogprob, logprob_of, most_probable
+from spaceport.runtime.sampling.logprobs import logprob_of, most_probable
+from spaceport.runtime.sampling.scoring import Score
 from spaceport.runtime.scheduling.generation import Completion
+from spaceport.runtime.scheduling.worker import RuntimeClosed
 from spaceport.runtime.session import Runtime
+from spaceport.runtime.text.control_tokens import ControlTokens
+from spaceport.runtime.text.tokenizer import encode
 from spaceport.tools.reference import open_reference_runtime
-from support.hash_engine import CHILD, END, FORK, MASKS, VOCAB, HashEngine, Language, request_for
-from support.hash_runtime import BrokenEngine, expected_logprobs, hash_runtime, same
+from support.hash_engine import CHILD, END, FORK, MASKS, VOCAB, Language
+from support.hash_runtime import (
+    WORDS,
+    BrokenEngine,
+    counting_runtime,
+    expected_logprobs,
+    hash_runtime,
+    same,
+    slow_runtime,
+)
 from support.paths import DOCS, TINY
+from support.small_tokenizers import BROKEN, BYTES, FALLBACK, full
 
 PAGE = (DOCS / "logprobs.md").read_text("utf-8")
 PROMPT = "import json\n\ndef"
-
-LANGUAGES = st.builds(
-    Language,
-    seed=st.integers(0, 10**6),
-    quality=st.sampled_from((0, 60, 100)),
-    end_every=st.sampled_from((6, 30)),
-    fork_every=st.sampled_from((4, 9)),
-    window=st.none() | st.integers(1, 30),
-)
-DRAFT_CONFIGS = st.builds(
-    DraftConfig,
-    mask_slots=st.integers(0, 5),
-    shape=st.sampled_from(("chain", "tree")),
-    rows=st.integers(1, 40),
-    lookup=st.sampled_from((0, 6)),
-)
-PROMPTS = st.lists(st.integers(0, END - 1), min_size=1, max_size=20)
-Noted = dict[tuple[int, ...], list[TokenLogprob]]
-
-
-def noted(engine: HashEngine, requests: list[Request], chunk: int = PREFILL_ROWS) -> list[Noted]:
-    """Run requests side by side; what the observer of each of them noted of its threads."""
-    while live := [StepInput(request, index, chunk) for index, request in enumerate(requests) if request.live]:
-        step(engine, live)
-    observers = [one for request in requests for one in request.observers if isinstance(one, Logprobs)]
-    return [
-        {thread.path: [observer.at(thread.path, i) for i in range(len(thread.generated))] for thread in request.threads}
-        for request, observer in zip(requests, observers, strict=True)
-    ]
-
-
-@settings(max_examples=100)
-@given(
-    language=LANGUAGES,
-    prompts=st.lists(PROMPTS, min_size=1, max_size=3),
-    draft_config=DRAFT_CONFIGS,
-    chunk=st.integers(1, 20),
-    max_threads=st.sampled_from((1, 3, 16)),
-    max_depth=st.integers(0, 2),
-    total=st.integers(1, 80),
-    top=st.integers(0, VOCAB),
-    lowering=st.sampled_from(LOWERINGS),
-)
-def test_each_token_is_as_likely_as_the_network_says(
-    language: Language,
-    prompts: list[list[int]],
-    draft_config: DraftConfig,
-    chunk: int,
-    max_threads: int,
-    max_depth: int,
-    total: int,
-    top: int,
-    lowering: Lowering,
-) -> None:
-    engine = HashEngine(language, 20 + total + 2 * STEP_ROWS, len(prompts), lowering)
-    requests = [
-        request_for(
-            engine,
-            prompt,
-            25,
-            draft_config,
-            max_threads=max_threads,
-            max_depth=max_depth,
-            total=total,
-            observers=[Logprobs(top)],
-        )
-        for prompt in prompts
-    ]
-    for request, found in zip(requests, noted(engine, requests, chunk), strict=True):
-        for thread in request.threads:
-            assert same(found[thread.path], expected_logprobs(language, thread.tokens, thread.start, top))
-        plain_engine = HashEngine(language, engine.capacity, 1)
-        prompt = request.threads[0].tokens[: request.threads[0].start]
-        plain = request_for(
-            plain_engine,
-            prompt,
-            25,
-            0,
-            max_threads=STEP_ROWS,
-            max_depth=max_depth,
-            total=2000,
-            observers=[Logprobs(top)],
-        )
-        if any(thread.ending == "total" for thread in request.threads):
-            continue  # which threads come how far depends on their order
-        assert noted(plain_engine, [plain]) == [found]
-
-
-@settings(max_examples=100)
-@given(
-    language=LANGUAGES,
-    prompt=PROMPTS,
-    max_tokens=st.integers(1, 30),
-    max_total_tokens=st.integers(1, 60),
-    stop=st.lists(st.text("abcdef", min_size=1, max_size=2), max_size=2),
-    mask_slots=st.integers(0, 5),
-    max_depth=st.integers(0, 2),
-    top=st.integers(0, 4),
-)
-def test_what_is_cut_off_has_no_log_probability_and_all_else_has_one(
-    language: Language,
-    prompt: list[int],
-    max_tokens: int,
-    max_total_tokens: int,
-    stop: list[str],
-    mask_slots: int,
-    max_depth: int,
-    top: int,
-) -> None:
-    decoding = Decoding(
-        max_tokens=max_tokens,
-        max_total_tokens=max_total_tokens,
-        stop=stop,
-        mask_slots=mask_slots,
-        max_depth=max_depth,
-        logprobs=top,
-    )
-    with hash_runtime(language, 64, 128) as runtime:
-        stream = runtime.stream(prompt, decoding)
-        pieces = list(stream)
-        completion = stream.completion()
-        assert without(completion) == without(runtime.generate(prompt, replace(decoding, logprobs=None)))
-    assert tuple(one.token for one in completion.logprobs) == completion.tokens
-    texts = {thread.path: thread for thread in completion.threads}
-    for path, thread in texts.items():
-        assert tuple(one.token for one in thread.logprobs) == thread.tokens
-        before = list(prompt)
-        for depth in range(len(path)):
-            fork = texts[path[: depth + 1]].fork
-            assert fork is not None
-            before += [*texts[path[:depth]].tokens[: fork + 1], CHILD]
-        expected = expected_logprobs(language, [*before, *thread.tokens], len(before), top)
-        assert same(thread.logprobs, expected)
-        reported = [piece.logprob for piece in pieces if piece.thread == path and piece.logprob is not None]
-        assert tuple(reported[: len(thread.tokens)]) == thread.logprobs
-    apart = [one for thread in completion.threads for one in thread.logprobs if one.token != FORK]
-    assert sorted(completion.logprobs, key=repr) == sorted(apart, key=repr)
-    assert all(piece.logprob is None or piece.logprob.token == piece.token for piece in pieces)
-
-
-def test_an_infinite_logit_is_reported_at_its_position() -> None:
-    """Selecting a token works with it; its log-probability does not."""
-    language = Language(seed=1, end_every=10**9)
-    with hash_runtime(language) as like:
-        engine = BrokenEngine(language, like.engine.capacity, 1, at=7, number=np.inf)
-        with Runtime(like.bundle, engine, 64) as runtime:
-            assert len(runtime.generate([1, 2, 3], Decoding(max_tokens=9, mask_slots=0)).tokens) == 9
-            with pytest.raises(NotANumber, match="at position 8 "):
-                runtime.generate([1, 2, 3], Decoding(max_tokens=9, mask_slots=0, logprobs=0))
+TOKENS = st.lists(st.integers(0, END - 1), min_size=1, max_size=20)
+SEEDS, WINDOWS = st.integers(0, 10**6), st.none() | st.integers(1, 30)
+ROWS = st.fixed_dictionaries({"prompt_rows": st.integers(1, 45), "lowering": st.sampled_from(LOWERINGS)})
 
 
 def without(completion: Completion) -> object:
     """What a text comes to but for log-probabilities and times."""
     threads = [replace(thread, logprobs=()) for thread in completion.threads]
-    return completion.text, completion.tokens, completion.ending, threads, completion.statistics.steps
+    return completion.text, completion.tokens, completion.ending, threads
 
 
-def test_log_probabilities_are_reported_only_on_request() -> None:
+@settings(max_examples=60)
+@given(
+    language=st.builds(
+        Language,
+        seed=SEEDS,
+        quality=st.sampled_from((0, 60, 100)),
+        end_every=st.sampled_from((6, 30)),
+        fork_every=st.sampled_from((4, 9)),
+        window=WINDOWS,
+    ),
+    prompts=st.lists(TOKENS, min_size=1, max_size=3),
+    decoding=st.builds(
+        Decoding,
+        max_tokens=st.integers(1, 30),
+        max_total_tokens=st.integers(1, 60),
+        stop=st.lists(st.text("abcdef", min_size=1, max_size=2), max_size=2),
+        mask_slots=st.integers(0, 5),
+        lookup=st.sampled_from((0, 6)),
+        max_threads=st.sampled_from((1, 3, 16)),
+        max_depth=st.integers(0, 2),
+        logprobs=st.integers(0, VOCAB),
+    ),
+    rows=ROWS,
+)
+def test_each_token_that_is_not_cut_off_is_as_likely_as_the_network_says(
+    language: Language, prompts: list[list[int]], decoding: Decoding, rows: dict[str, Any]
+) -> None:
+    assert decoding.logprobs is not None
+    with hash_runtime(language, 64, 128, requests=2, **rows) as runtime:
+        streams = [runtime.stream(prompt, decoding) for prompt in prompts]
+        written = [(list(stream), stream.completion()) for stream in streams]
+        plain = runtime.generate(prompts[0], replace(decoding, logprobs=None))
+    assert without(written[0][1]) == without(plain)
+    assert plain.logprobs == ()
+    for prompt, (pieces, completion) in zip(prompts, written, strict=True):
+        assert tuple(one.token for one in completion.logprobs) == completion.tokens
+        texts = {thread.path: thread for thread in completion.threads}
+        for path, thread in texts.items():
+            before = list(prompt)
+            for depth in range(len(path)):
+                fork = texts[path[: depth + 1]].fork
+                assert fork is not None
+                before += [*texts[path[:depth]].tokens[: fork + 1], CHILD]
+            expected = expected_logprobs(language, [*before, *thread.tokens], len(before), decoding.logprobs)
+            assert same(thread.logprobs, expected)
+            reported = [piece.logprob for piece in pieces if piece.thread == path and piece.logprob is not None]
+            assert tuple(reported[: len(thread.tokens)]) == thread.logprobs
+        apart = [one for thread in completion.threads for one in thread.logprobs if one.token != FORK]
+        assert sorted(completion.logprobs, key=repr) == sorted(apart, key=repr)
+        assert all(piece.logprob is None or piece.logprob.token == piece.token for piece in pieces)
+
+
+def test_the_top_tokens_are_those_of_the_model_also_if_they_are_banned() -> None:
     with hash_runtime(Language(seed=1)) as runtime:
-        stream = runtime.stream([1, 2, 3])
-        assert all(piece.logprob is None for piece in stream)
-        completion = stream.completion()
-    assert completion.tokens
-    assert completion.logprobs == ()
-    assert [thread.logprobs for thread in completion.threads] == [()]
+        own = runtime.generate([1, 2, 3], Decoding(logprobs=0)).logprobs
+        best = runtime.generate([1, 2, 3], Decoding(logprobs=1)).logprobs
+        for top, message in ((-1, "expected at least 0"), (16, "expected 0 to 15, the size of")):
+            with pytest.raises(OptionFault, match=f"logprobs is {top}: {message}"):
+                runtime.generate([1], Decoding(logprobs=top))
+    assert own
+    assert all(one.top == () and one.logprob <= 0 for one in own)
+    assert {one.top[0].token for one in best if one.top[0].token != one.token} & set(MASKS)
 
 
-def test_no_candidates_means_only_the_tokens_own() -> None:
-    with hash_runtime(Language(seed=1)) as runtime:
-        completion = runtime.generate([1, 2, 3], Decoding(logprobs=0))
-    assert completion.logprobs
-    assert all(one.top == () and one.logprob <= 0 for one in completion.logprobs)
-
-
-def test_banned_tokens_are_reported_with_their_own_log_probability() -> None:
-    with hash_runtime(Language(seed=1)) as runtime:
-        completion = runtime.generate([1, 2, 3], Decoding(logprobs=1))
-    likelier = {one.top[0].token for one in completion.logprobs if one.top[0].token != one.token}
-    assert likelier & set(MASKS)
-
-
-@pytest.mark.parametrize(("top", "message"), [(-1, "expected at least 0"), (16, "expected 0 to 15, the size of")])
-def test_more_top_tokens_than_the_vocabulary_has_are_refused(top: int, message: str) -> None:
-    with hash_runtime(Language(seed=1)) as runtime, pytest.raises(OptionFault, match=f"logprobs is {top}: {message}"):
-        runtime.generate([1], Decoding(logprobs=top))
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+@pytest.mark.parametrize("at", [0, 7, 19])
+def test_what_is_no_number_fails_that_text_and_no_other(at: int, number: float) -> None:
+    runtime = hash_runtime(Language(seed=10, end_every=10**9), prompt_rows=8)
+    engine = BrokenEngine(runtime.engine.language, runtime.engine.capacity, 1, at=at, number=number)  # type: ignore[attr-defined]
+    with Runtime(runtime.bundle, engine, 64, prompt_rows=8) as broken:
+        with pytest.raises(NotANumber, match=f"at position {at + 1} "):
+            broken.score([1] * 20)
+        if number == math.inf:  # selecting a token works with it; its log probability does not
+            how = Decoding(max_tokens=30, mask_slots=0)
+            assert len(broken.generate([1], how).tokens) == 30
+            with pytest.raises(NotANumber, match=f"at position {at + 1} "):
+                broken.generate([1], replace(how, logprobs=0))
+        engine.number = 0.0
+        assert same(broken.score([1] * 20).logprobs[at + 1 :], runtime.score([1] * 20).logprobs[at + 1 :])
 
 
 @settings(max_examples=100)
@@ -239,10 +160,190 @@ def test_log_probabilities_are_exact_to_six_digits_however_large_the_logits(seed
     exact = line.astype(np.longdouble) - line.max()
     exact -= np.log(np.exp(exact).sum())
     assert abs(logprob_of(line, token, 0, 0).logprob - float(exact[token])) < 1e-6
-
-
-def test_an_impossible_token_has_no_probability_at_all() -> None:
     assert logprob_of(np.array([0, -np.inf], np.float32), 1, 0, 0).logprob == -np.inf
+
+
+# Scores of given texts
+
+
+@settings(max_examples=100)
+@given(
+    language=st.builds(Language, seed=SEEDS, window=WINDOWS),
+    tokens=TOKENS,
+    more=TOKENS,
+    top=st.integers(0, VOCAB),
+    rows=ROWS,
+)
+def test_a_text_is_as_likely_as_the_network_says_wherever_chunks_end(
+    language: Language, tokens: list[int], more: list[int], top: int, rows: dict[str, Any]
+) -> None:
+    both = [*tokens, *more]
+    with hash_runtime(language, 64, **rows) as runtime:
+        score, part = runtime.score(both, top=top), runtime.score(tokens, more, top=top)
+        following = runtime.generate(both, Decoding(max_tokens=1))
+    expected = expected_logprobs(language, both, 1, top)
+    assert same(score.logprobs, expected)
+    assert (score.tokens, score.start, part.start) == (tuple(both), 1, len(tokens))
+    assert math.isclose(score.sum, sum(one.logprob for one in expected), abs_tol=1e-5)
+    best = expected_logprobs(language, both, 1, 1)
+    for one in (score, part):
+        assert one.greedy == all(each.token == each.top[0].token for each in best[one.start - 1 :])
+    assert part.logprobs == score.logprobs[len(tokens) - 1 :]
+    assert (part.tokens, part.following) == (score.tokens, score.following)
+    assert following.tokens == (() if score.following.token == END else (score.following.token,))
+
+
+def test_what_a_model_would_write_is_greedy() -> None:
+    language = Language(3, end_every=10**9)
+    text = language.write([1, 2], 12)
+    with hash_runtime(language) as runtime:
+        assert any(runtime.score([1, 2], text[:size]).greedy for size in range(1, 12))
+        assert not runtime.score([1, 2], [*text[:5], (text[5] + 1) % END]).greedy
+
+
+@pytest.mark.parametrize("vocab_size", [32_000, 262_144, 10**7])
+def test_a_long_text_needs_little_memory_for_logits(vocab_size: int) -> None:
+    language = Language(seed=5)
+    tokens = language.write([1, 2], 1) + [token % END for token in range(300)]
+    runtime, engine = counting_runtime(language, vocab_size, 1)
+    with runtime:
+        score = runtime.score(tokens)
+        assert max(count * rows for count, rows in engine.lines) == min(
+            301, engine.costs.prompt_rows, max(1, LOGIT_BYTES // 4 // vocab_size)
+        )
+        assert same(score.logprobs, expected_logprobs(language, tokens, 1, 0))
+        engine.lines.clear()
+        part = runtime.score(tokens[:290], tokens[290:])
+        assert part.logprobs == score.logprobs[289:]
+        assert sum(rows for _, rows in engine.lines) <= 14  # of the prompt nobody wants any; a call gives one at least
+
+
+def test_many_texts_at_once_need_no_more() -> None:
+    language = Language(seed=6)
+    texts = [[(token * 7 + number) % END for token in range(60)] for number in range(12)]
+    runtime, engine = counting_runtime(language, 262_144, 4)
+    with runtime, ThreadPoolExecutor(12) as pool:
+        for tokens, score in zip(texts, pool.map(runtime.score, texts), strict=True):
+            assert same(score.logprobs, expected_logprobs(language, tokens, 1, 0))
+    assert max(count * rows for count, rows in engine.lines) * 4 * 262_144 <= LOGIT_BYTES
+
+
+@pytest.mark.parametrize("lowering", LOWERINGS)
+def test_scores_and_texts_side_by_side_are_what_they_are_alone(lowering: Lowering) -> None:
+    language = Language(seed=7, quality=70, fork_every=9)
+    prompts = [[(token * 3 + number) % END for token in range(5 + 4 * number)] for number in range(8)]
+    decoding = Decoding(max_tokens=40, max_threads=4)
+    with hash_runtime(language, 100, 400, lowering=lowering) as alone:
+        texts = [alone.generate(prompt, decoding) for prompt in prompts]
+        scores = [alone.score(prompt, top=2) for prompt in prompts]
+    with (
+        hash_runtime(language, 100, 400, requests=3, lowering=lowering, prompt_rows=9) as runtime,
+        ThreadPoolExecutor(16) as pool,
+    ):
+        written = [pool.submit(runtime.generate, prompt, decoding) for prompt in prompts]
+        scored = [pool.submit(runtime.score, prompt, top=2) for prompt in prompts]
+        assert [one.result().text for one in written] == [one.text for one in texts]
+        assert [one.result().threads for one in written] == [one.threads for one in texts]
+        assert [one.result() for one in scored] == scores
+
+
+def test_scores_are_there_for_asyncio() -> None:
+    language = Language(seed=8)
+    texts = [[number, 1, 2, 3] for number in range(6)]
+
+    async def ask(runtime: Runtime) -> list[Score]:
+        return await asyncio.gather(*(runtime.ascore(text[:2], text[2:], top=1) for text in texts))
+
+    with hash_runtime(language, requests=2) as runtime:
+        assert asyncio.run(ask(runtime)) == [runtime.score(text[:2], text[2:], top=1) for text in texts]
+
+
+def test_a_score_that_nobody_waits_for_any_more_takes_no_further_step() -> None:
+    runtime, engine = slow_runtime(Language(seed=9))
+
+    async def begin_and_leave() -> None:
+        waiting = asyncio.create_task(runtime.ascore([1] * 60))
+        await asyncio.to_thread(engine.began.wait, 60)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+
+    with runtime:
+        asyncio.run(begin_and_leave())
+        engine.leave.set()
+        assert len(runtime.score([1, 2]).logprobs) == 1
+        assert engine.calls == 2
+
+
+def test_a_running_score_fails_when_its_runtime_is_closed() -> None:
+    runtime, engine = slow_runtime(Language(seed=9))
+    with ThreadPoolExecutor(2) as pool:
+        waiting = pool.submit(runtime.score, [1] * 60)
+        assert engine.began.wait(60)
+        closing = pool.submit(runtime.close)
+        while not runtime._worker._closing:
+            pass
+        engine.leave.set()
+        with pytest.raises(RuntimeClosed, match="closed before"):
+            waiting.result()
+        closing.result()
+
+
+@pytest.mark.parametrize("tokenizer", [BYTES, FALLBACK], ids=["byte_level", "byte_fallback"])
+@given(prompt=st.text("ab the你é😀\n", min_size=1, max_size=12), more=st.text("ab the你é😀\n", min_size=1, max_size=12))
+def test_a_token_across_the_border_is_the_continuations(tokenizer: Tokenizer, prompt: str, more: str) -> None:
+    encoded = ControlTokens(tokenizer, TokenIds()).encode(prompt + more, special=True)
+    tokens, start = encoded.ids, encoded.first_beyond(len(prompt))
+    assert tokens == encode(tokenizer, prompt + more, special=True)
+    before, after = full(tokenizer, tokens[:start]), full(tokenizer, tokens[: start + 1])
+    assert prompt.startswith(before.rstrip(BROKEN))
+    assert start < len(tokens)
+    assert len(after.rstrip(BROKEN)) > len(prompt) or after.endswith(BROKEN)
+    alone = encode(tokenizer, prompt, special=True)
+    if tokens[: len(alone)] == alone:
+        assert start == len(alone)  # where a harness cuts that encodes the prompt by itself
+
+
+@pytest.fixture(scope="module")
+def runtime() -> Iterator[Runtime]:
+    with hash_runtime(Language(seed=1), max_seq_len=8) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize(
+    ("prompt", "continuation", "top", "message"),
+    [
+        ("", None, 0, "the prompt is empty: expected at least one character"),
+        ([], None, 0, "no chat template|at least one"),
+        ("ab", "", 0, "the continuation is empty: expected at least one token, or None to score the prompt"),
+        ([1], [], 0, "the continuation is empty: expected"),
+        ([1], "a", 0, "the prompt is token ids and the continuation is text: expected both as ids or both as text"),
+        ("a", "x", 0, "the prompt has no token of its own: expected a longer text, or both as token ids"),
+        ("a", "?", 0, "the continuation has no token of its own: expected a longer text, or both as token ids"),
+        ("b", "x", 0, "the prompt holds the token id 15: expected ids from 0 to 14"),
+        ([1, 15], None, 0, "the prompt holds the token id 15: expected ids from 0 to 14"),
+        ([1], [-1], 0, "the prompt holds the token id -1: expected ids from 0 to 14"),
+        ("abcdefghi", None, 0, "the text has 9 tokens, max_seq_len is 8: shorten the text, or raise max_seq_len"),
+        ("abcd", "efghi", 0, "the text has 9 tokens, max_seq_len is 8: shorten the text, or raise max_seq_len"),
+        ("ab", None, -1, "top is -1: expected 0 to 15, the size of the vocabulary"),
+        ("ab", None, 16, "top is 16: expected 0 to 15"),
+        ("a\ud83d", "b", 0, "half of a surrogate pair"),
+    ],
+)
+def test_what_cannot_be_scored_is_refused_before_it_is_queued(
+    runtime: Runtime, prompt: str | list[int], continuation: str | list[int] | None, top: int, message: str
+) -> None:
+    with pytest.raises(OptionFault, match=message):
+        runtime.score(prompt, continuation, top=top)
+
+
+def test_a_scored_text_has_one_token_to_max_seq_len(runtime: Runtime) -> None:
+    assert len(runtime.score(WORDS[:8]).logprobs) == 7
+    one = runtime.score("a")
+    assert (one.logprobs, one.sum, one.greedy, one.tokens) == ((), 0.0, True, (0,))
+
+
+# Trained models
 
 
 @pytest.fixture(scope="module", params=LOWERINGS)
@@ -256,16 +357,27 @@ def test_they_are_those_of_the_model_in_transformers(tiny: Runtime) -> None:
     model = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
     plain = tiny.generate(PROMPT, Decoding(max_tokens=60, mask_slots=0, logprobs=5))
     tokens = (*plain.prompt_tokens, *plain.tokens)
-    lines = torch.log_softmax(model(torch.tensor([tokens])).logits[0].double(), dim=-1)[len(plain.prompt_tokens) - 1 :]
-    for mask_slots in (0, 3, 5):
-        found = tiny.generate(PROMPT, Decoding(max_tokens=60, mask_slots=mask_slots, logprobs=5))
-        assert found.tokens == plain.tokens
-        assert same(found.logprobs, plain.logprobs, within=1e-4)
-        for line, one in zip(lines, found.logprobs, strict=False):
+    lines = torch.log_softmax(model(torch.tensor([tokens])).logits[0].double(), dim=-1)
+    found = [
+        *(tiny.generate(PROMPT, Decoding(max_tokens=60, mask_slots=slots, logprobs=5)).logprobs for slots in (0, 3, 5)),
+        tiny.score(plain.prompt_tokens, plain.tokens, top=5).logprobs,
+        tiny.score(tokens, top=5).logprobs[-60:],
+    ]
+    for logprobs in found:
+        assert tuple(one.token for one in logprobs) == plain.tokens
+        assert same(logprobs, plain.logprobs, within=1e-4)
+        for line, one in zip(lines[len(plain.prompt_tokens) - 1 :], logprobs, strict=False):
             assert abs(one.logprob - float(line[one.token])) < 1e-4
             assert [each.token for each in one.top] == line.topk(5).indices.tolist()
-    again = tiny.score(plain.prompt_tokens, plain.tokens, top=5)
-    assert same(again.logprobs, plain.logprobs, within=1e-4)
+
+
+def test_a_chats_answer_is_scored_behind_its_template(tiny: Runtime) -> None:
+    chat = [{"role": "user", "content": "How does json/scanner.py begin?"}]
+    answer = tiny.generate(chat, Decoding(max_tokens=20))
+    score = tiny.score(chat, answer.text)
+    assert score.tokens == (*answer.prompt_tokens, *answer.tokens)
+    assert score.start == len(answer.prompt_tokens)
+    assert score.greedy
 
 
 def test_those_of_an_int8_bundle_are_the_references_whatever_is_drafted(tiny_int8_bundle: Path) -> None:

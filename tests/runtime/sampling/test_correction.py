@@ -113,16 +113,9 @@ def test_greedy_candidates_are_those_of_the_corrected_logits() -> None:
     for before in range(VOCAB):
         expected = (logits + AFTER.astype(np.float32) @ BEFORE[before].astype(np.float32)).argmax(axis=-1)
         assert [each.behind(before).tokens for each in found] == [(int(token),) for token in expected]
-
-
-def test_banned_tokens_stay_banned() -> None:
-    logits = np.zeros((1, VOCAB), np.float32)
-    logits[0, 1] = 1
-    (found,) = Corrected(Greedy(replace(NO_BANS, never=frozenset({2}))), TABLES).candidates(logits, thread_of(1), 1, 8)
-    assert 2 not in found.behind(6).tokens
-
-
-# The file
+    banned = Corrected(Greedy(replace(NO_BANS, never=frozenset({2}))), TABLES)
+    (one,) = banned.candidates(np.eye(VOCAB, dtype=np.float32)[1:2], thread_of(1), 1, 8)
+    assert 2 not in one.behind(6).tokens
 
 
 def stored(array: np.ndarray) -> io.BytesIO:
@@ -132,26 +125,20 @@ def stored(array: np.ndarray) -> io.BytesIO:
     return file
 
 
-def test_tables_are_read_as_they_were_written() -> None:
-    file = io.BytesIO()
-    write_tables(file, TABLES)
-    file.seek(0)
-    for found, expected in zip(read_tables(file, VOCAB), TABLES, strict=True):
-        np.testing.assert_array_equal(found, expected)
-
-
 @pytest.mark.parametrize(
     ("file", "message"),
     [
         (stored(np.zeros((2, 9, 4), np.float16)), r"holds float16 \(2, 9, 4\): expected float16 \(2, 8, rank\)"),
         (stored(np.zeros((2, VOCAB, 4), np.float32)), "holds float32"),
-        (stored(np.zeros((2, VOCAB), np.float16)), r"holds float16 \(2, 8\)"),
         (stored(np.full((2, VOCAB, 1), np.nan, np.float16)), "numbers that are not finite"),
         (io.BytesIO(b"nothing"), "is not an array"),
-        (io.BytesIO(), "is not an array"),
         (stored(np.array({}, dtype=object)), "is not an array"),
     ],
 )
-def test_other_files_are_refused(file: io.BytesIO, message: str) -> None:
+def test_tables_are_read_as_they_were_written_and_other_files_are_refused(file: io.BytesIO, message: str) -> None:
+    written = io.BytesIO()
+    write_tables(written, TABLES)
+    written.seek(0)
+    assert all(np.array_equal(*both) for both in zip(read_tables(written, VOCAB), TABLES, strict=True))
     with pytest.raises(InputFault, match=message):
         read_tables(file, VOCAB)

@@ -54,12 +54,3 @@ def test_noise_is_spread_as_gumbels_are() -> None:
     assert noise.max() < 36.8
     below = np.arange(-2, 6)
     np.testing.assert_allclose([(noise < edge).mean() for edge in below], np.exp(-np.exp(-below)), atol=0.003)
-
-
-def test_every_part_of_the_key_changes_the_noise() -> None:
-    keys = [
-        noise_key(*parts) for parts in ((1, (), 5), (2, (), 5), (1, (), 6), (1, (0,), 5), (1, (5,), 0), (1, (0, 0), 5))
-    ]
-    assert len(set(keys)) == len(keys)
-    noise = np.array([gumbels(key, np.arange(20_000)) for key in keys])
-    np.testing.assert_allclose(np.corrcoef(noise), np.eye(len(keys)), atol=0.03)

@@ -39,11 +39,6 @@ def test_the_bytes_of_byte_fallback_tokens_join_to_the_text_with_its_first_space
     assert b"".join(speller.spell(token).raw for token in tokens).decode() == f" {text}"
 
 
-def test_all_256_bytes_of_a_byte_fallback_tokenizer_are_exact() -> None:
-    speller, ids = Speller(FALLBACK), FALLBACK.get_vocab()
-    assert [speller.spell(ids[f"<0x{byte:02X}>"]).raw for byte in range(256)] == [bytes((byte,)) for byte in range(256)]
-
-
 @each_tokenizer
 def test_a_special_token_has_its_name_as_text_and_no_bytes(tokenizer: Tokenizer) -> None:
     special = [token for token, content in tokenizer.get_added_tokens_decoder().items() if content.special]
@@ -52,23 +47,12 @@ def test_a_special_token_has_its_name_as_text_and_no_bytes(tokenizer: Tokenizer)
         assert Speller(tokenizer).spell(token) == (tokenizer.id_to_token(token), b"")
 
 
-def test_part_of_a_character_is_shown_as_a_replacement_character() -> None:
+def test_tokens_that_are_no_text_by_themselves_are_spelled_too() -> None:
     speller = Speller(BYTES)
-    (first, *_) = BYTES.encode("\u05d0", add_special_tokens=False).ids
-    assert speller.spell(first).text in ("\ufffd", "\u05d0")
-    assert speller.spell(BYTES.get_vocab()["\u00f0"]) == ("\ufffd", b"\xf0")
-
-
-def test_an_id_beyond_the_tokenizer_has_no_text() -> None:
-    assert Speller(BYTES).spell(10**6) == ("", b"")
-
-
-def test_a_tokenizer_of_whole_words_spells_them_with_their_space() -> None:
+    assert speller.spell(BYTES.get_vocab()["\u00f0"]) == ("\ufffd", b"\xf0")  # part of a character
+    assert speller.spell(10**6) == ("", b"")
     words = Tokenizer(models.WordPiece({"[UNK]": 0, "play": 1, "##ing": 2}, unk_token="[UNK]"))
     words.decoder = decoders.WordPiece()
     assert [Speller(words).spell(token).text for token in (1, 2)] == [" play", "ing"]
-
-
-def test_a_tokenizer_without_a_decoder_is_spelled_too() -> None:
-    words = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
-    assert Speller(words).spell(1).text == " b"
+    plain = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))  # without a decoder
+    assert Speller(plain).spell(1).text == " b"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -72,11 +73,9 @@ NO_CALLS: list[tuple[FormatName, str]] = [
     ("hermes", '<tool_call>{"name": ["weather"], "arguments": {}}</tool_call>'),
     ("hermes", '<tool_call>{"name": "now", "arguments": {"a": "line\nbreak"}}</tool_call>'),
     ("hermes", '<tool_call>{"name": "now", "arguments": ' + '{"a":' * 80 + "1" + "}" * 81),
-    ("hermes", "<tool_call>{}</tool_call>"),
     ("hermes", "Hi \n<tool_call>oops <tool_call>"),
     ("hermes", '<tool_call>{"name": "now", "arguments": {"a": "\\q"}}</tool_call>'),
     ("hermes", '<tool_call>{"name": "now", "arguments": {"a": "\\u12G4"}}</tool_call>'),
-    ("hermes", '<tool_call>{"name": "weather", "name": "now"}</tool_call>'),
     ("hermes", '<tool_call>{"name": "now", "arguments": {}, "arguments": {}}</tool_call>'),
     ("hermes", "<tool_call>" * 5),
     ("llama3", "<|python_tag|>print(1)"),
@@ -153,37 +152,26 @@ def test_text_is_returned_as_soon_as_it_cannot_be_a_call() -> None:
 def test_the_arguments_of_a_constrained_call_come_while_they_are_generated() -> None:
     parser = ToolCallParser(FORMATS["hermes"], NAMES, constrained=True)
     pieces = ["<tool_call>\n{", '"name": "weather", "argu', 'ments": {"city"', ': "Os', 'lo"}', "}\n</tool_call>"]
-    parts = [parser.push(piece) for piece in pieces]
-    assert parts[:2] == [[], []]
-    assert parts[2:] == [
-        [CallPart(0, '{"city"', "weather")],
-        [CallPart(0, ': "Os')],
-        [CallPart(0, 'lo"}')],
-        [],
-    ]
+    parts = [CallPart(0, '{"city"', "weather"), CallPart(0, ': "Os'), CallPart(0, 'lo"}')]
+    assert [parser.push(piece) for piece in pieces] == [[], [], *([part] for part in parts), []]
     assert parser.finish() == []
 
 
-def test_constrained_calls_may_be_cut_off() -> None:
-    for cut, expected in ((13, ("<tool_call>\n{", [])), (-17, ("", [("weather", '{"city": "Osl')]))):
-        parser = ToolCallParser(FORMATS["hermes"], NAMES, constrained=True)
-        text = HERMES[:cut]
-        assert joined([part for sign in text for part in parser.push(sign)] + parser.finish()) == expected
-
-
-def test_the_start_of_another_constrained_call_is_left_out() -> None:
-    parser = ToolCallParser(FORMATS["llama3"], NAMES, constrained=True)
-    assert joined([*parser.push(LLAMA + '; {"na'), *parser.finish()]) == ("", [("weather", OSLO)])
-
-
-def test_a_prompt_may_end_with_the_opening() -> None:
-    parser = ToolCallParser(FORMATS["mistral"], NAMES, constrained=True, opened=True)
-    assert joined([*parser.push(MISTRAL), *parser.finish()]) == ("", [("weather", OSLO)])
-
-
-def test_further_calls_are_left_out() -> None:
-    parser = ToolCallParser(FORMATS["hermes"], NAMES, most_calls=1)
-    assert joined([*parser.push(f"Yes. {HERMES}{HERMES}"), *parser.finish()]) == ("Yes.", [("weather", OSLO)])
+@pytest.mark.parametrize(
+    ("name", "options", "text", "expected"),
+    [
+        ("hermes", {"constrained": True}, HERMES[:13], ("<tool_call>\n{", [])),
+        ("hermes", {"constrained": True}, HERMES[:-17], ("", [("weather", '{"city": "Osl')])),
+        ("llama3", {"constrained": True}, LLAMA + '; {"na', ("", [("weather", OSLO)])),  # the start of another call
+        ("mistral", {"constrained": True, "opened": True}, MISTRAL, ("", [("weather", OSLO)])),  # [TOOL_CALLS] before
+        ("hermes", {"most_calls": 1}, f"Yes. {HERMES}{HERMES}", ("Yes.", [("weather", OSLO)])),
+    ],
+)
+def test_calls_that_are_cut_off_or_too_many_are_left_out(
+    name: FormatName, options: dict[str, Any], text: str, expected: tuple[str, Calls]
+) -> None:
+    parser = ToolCallParser(FORMATS[name], NAMES, **options)
+    assert joined([part for sign in text for part in parser.push(sign)] + parser.finish()) == expected
 
 
 def test_long_texts_take_linear_time() -> None:

@@ -1,9 +1,10 @@
-"""Grammar of calls: whatever it allows is made of valid calls of the functions, in each format."""
+"""Functions: they are described to a model, and whatever their grammar allows is made of valid calls of them."""
 
 from __future__ import annotations
 
 import json
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.limits import Limits
 from spaceport.runtime.sampling.grammar import Grammar, is_simple
 from spaceport.runtime.sampling.vocabulary import Vocabulary, open_vocabulary
+from spaceport.runtime.tool_calls.description import renders_tools, with_description
 from spaceport.runtime.tool_calls.formats import FORMATS, FormatName
 from spaceport.runtime.tool_calls.functions import Function, functions_of
 from spaceport.runtime.tool_calls.grammar import calls_grammar
@@ -102,17 +104,43 @@ def test_a_grammar_is_limited_and_isolated_like_the_schemas_in_it() -> None:
     assert deep.depth == 4
 
 
-def test_functions_have_the_schema_of_objects_without_other_properties() -> None:
+def test_functions_have_the_schema_of_objects_without_other_properties_and_its_limits() -> None:
     assert Function("f").schema == {"type": "object", "properties": {}, "additionalProperties": False}
-    assert Function("f", {"additionalProperties": {"type": "integer"}}).schema["additionalProperties"] == {
-        "type": "integer"
-    }
-
-
-def test_limits_of_schemas_are_those_of_grammars() -> None:
+    more = {"additionalProperties": {"type": "integer"}}
+    assert Function("f", more).schema["additionalProperties"] == {"type": "integer"}
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"items": {}}}}}}]
     assert functions_of(tools) == (Function("f", {"properties": {"a": {"items": {}}}}),)
     with pytest.raises(OptionFault, match=r"tools\[0\].function.parameters has more than 3 nested levels"):
         functions_of(tools, Limits(grammar_depth=3))
     with pytest.raises(OptionFault, match=r"tools\[0\].function.parameters has \d+ characters: expected at most 4"):
         functions_of(tools, Limits(grammar_chars=4))
+
+
+TOOLS = [{"type": "function", "function": {"name": "weather", "description": "Wetter für Orte"}}]
+USER: dict[str, Any] = {"role": "user", "content": "Hi"}
+
+
+@pytest.mark.parametrize(
+    ("template", "renders"),
+    [("{% if tools %}", True), ("{{ tools | tojson }}", True), ("{{ messages }}", False), ("{{ tools_in }}", False)],
+)
+def test_a_template_renders_tools_if_it_names_them(template: str, renders: bool) -> None:
+    assert renders_tools(template) == renders
+
+
+def test_the_system_message_describes_the_functions() -> None:
+    system, user = with_description([USER], TOOLS, FORMATS["json"])
+    assert user == USER
+    assert system["role"] == "system"
+    assert '{"name": "weather", "description": "Wetter für Orte"}' in system["content"]
+    extended, again = with_description([{"role": "system", "content": "Be kind."}, USER], TOOLS, FORMATS["json"])
+    assert again == USER
+    assert extended == {"role": "system", "content": f"Be kind.\n\n{system['content']}"}
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_the_call_that_it_shows_is_one_that_is_found(name: Any) -> None:
+    (system, _) = with_description([USER], TOOLS, FORMATS[name])
+    example = system["content"].partition("nothing but:\n")[2].replace("NAME", "weather").replace("ARGUMENTS", "")
+    parser = ToolCallParser(FORMATS[name], ["weather"])
+    assert joined([*parser.push(example), *parser.finish()]) == ("", [("weather", "{}")])

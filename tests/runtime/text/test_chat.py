@@ -1,4 +1,4 @@
-"""Chat: templates render what transformers renders, reach nothing but what they are given, and come to an end; harmless ones need no helper."""
+"""Chat: templates and their options render what transformers renders, reach nothing but what they are given, and come to an end; harmless ones need no helper."""
 
 from __future__ import annotations
 
@@ -11,15 +11,20 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models
+from tokenizers import AddedToken, Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import TEMPLATE_FILE, FileRecord, Manifest, TokenIds
 from spaceport.graphs.contract.signature import Signature
 from spaceport.runtime.bundle import Bundle
+from spaceport.runtime.isolation.pool import HelperPool
 from spaceport.runtime.text.chat import ChatTemplate, Message, TemplateError, render
+from spaceport.runtime.text.chat_prompt import ChatPrompt
+from spaceport.runtime.text.prompt import PromptEncoder
+from spaceport.runtime.text.prompt_size import characters_of, estimated_tokens
 from support.paths import TINY
+from support.small_tokenizers import BYTES
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 HELLO: list[Message] = [{"role": "user", "content": "Hello"}]
@@ -84,26 +89,25 @@ CALLS: list[Message] = [
 ]
 
 
+WORDS = Tokenizer(models.WordLevel({"<unk>": 0, "<s>": 1, "</s>": 2}, "<unk>"))
+
+
 def bundle_in(folder: Path, template: str | None, special_tokens: Mapping[str, str] = SPECIAL) -> Bundle:
     """A bundle with this chat template."""
     files = {}
     if template is not None:
         (folder / TEMPLATE_FILE).write_text(template, "utf-8")
         files[TEMPLATE_FILE] = FileRecord("0" * 64, len(template))
-    manifest = Manifest(
-        *(Signature(1, 1, 1, 8, "float32", "scatter"), TokenIds(), 0, 8, "llama", 1, 23, "plain"),
-        special_tokens=dict(special_tokens),
-        files=files,
-    )
+    signature = Signature(1, 1, 1, 1000, "float32", "scatter")
+    manifest = Manifest(signature, TokenIds(), 0, 8, "llama", 1, 23, "plain", dict(special_tokens), files=files)
     return Bundle(folder, manifest)
 
 
-def by_transformers(template: str, messages: Sequence[Message]) -> str:
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel({"<unk>": 0, "<s>": 1, "</s>": 2}, "<unk>")), **SPECIAL
-    )
-    tokenizer.chat_template = template
-    return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
+def by_transformers(template: str, messages: Sequence[Message], tokenizer: Tokenizer = WORDS, **options: Any) -> str:
+    found = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **SPECIAL if tokenizer is WORDS else {})
+    found.chat_template = template
+    options = options or {"add_generation_prompt": True}
+    return str(found.apply_chat_template([dict(each) for each in messages], tokenize=False, **options))
 
 
 @settings(max_examples=40)
@@ -122,18 +126,17 @@ def test_content_parts_and_calls_of_tools_are_rendered_as_by_transformers(tmp_pa
     rendered = render(bundle_in(tmp_path, TOOLS), CALLS)
     assert rendered == by_transformers(TOOLS, CALLS)
     assert rendered.count("<tool_call>") == 3
+    before = datetime.datetime.now()  # the date comes from the clock
+    reported = render(bundle_in(tmp_path, "{{ strftime_now('%Y-%m-%dT%H:%M:%S.%f') }}"), HELLO)
+    assert before <= datetime.datetime.fromisoformat(reported) <= datetime.datetime.now()
+    hostile = bundle_in(tmp_path, "{{ messages[0].content }}", {"messages": "stolen", "self": "stolen"})
+    assert render(hostile, HELLO) == "Hello"
 
 
 @pytest.fixture(scope="module")
 def bundles(tmp_path_factory: pytest.TempPathFactory) -> list[Bundle]:
     """A bundle for each template."""
     return [bundle_in(tmp_path_factory.mktemp("chat"), template) for template in TEMPLATES]
-
-
-def test_the_date_comes_from_the_clock(tmp_path: Path) -> None:
-    before = datetime.datetime.now()
-    reported = render(bundle_in(tmp_path, "{{ strftime_now('%Y-%m-%dT%H:%M:%S.%f') }}"), HELLO)
-    assert before <= datetime.datetime.fromisoformat(reported) <= datetime.datetime.now()
 
 
 @pytest.mark.parametrize(
@@ -184,13 +187,14 @@ def test_what_a_template_raises_is_an_error_that_says_so(template: str, message:
 @pytest.mark.parametrize(
     "way",
     [
-        "''.__class__",
-        "''['__class__']",
-        "('' | attr('__class__'))",
-        "raise_exception.__globals__",
-        "self.__init__",
-        "namespace.__init__",
-        "(messages | map(attribute='__class__') | first)",
+        *(
+            "''.__class__",
+            "''['__class__']",
+            "('' | attr('__class__'))",
+            "raise_exception.__globals__",
+            "self.__init__",
+        ),
+        *("namespace.__init__", "(messages | map(attribute='__class__') | first)"),
     ],
 )
 def test_the_sandbox_hides_what_leads_out_of_it(way: str, tmp_path: Path) -> None:
@@ -198,23 +202,13 @@ def test_the_sandbox_hides_what_leads_out_of_it(way: str, tmp_path: Path) -> Non
         render(bundle_in(tmp_path, f"{{{{ {way}.further }}}}"), HELLO)
 
 
-@pytest.mark.parametrize("form", ["'{0.__class__}'.format(1)", "'{a.__class__}'.format_map({'a': 1})"])
-def test_a_format_string_leads_nowhere_either(form: str, tmp_path: Path) -> None:
-    assert render(bundle_in(tmp_path, f"{{{{ {form} }}}}"), HELLO) == ""
-    assert render(bundle_in(tmp_path, f"{{{{ {form.replace('__class__', 'real')} }}}}"), HELLO) == "1"
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        "messages.append({})",
-        "messages[0].update(role='system')",
-        "messages[0].setdefault('a', 1)",
-    ],
-)
-def test_a_template_cannot_change_the_messages(call: str, tmp_path: Path) -> None:
-    with pytest.raises(TemplateError, match=r"SecurityError: .*(is not safely callable|is unsafe)"):
-        render(bundle_in(tmp_path, f"{{% set _ = {call} %}}"), HELLO)
+def test_a_template_reaches_nothing_through_a_format_string_and_cannot_change_the_messages(tmp_path: Path) -> None:
+    for form in ("'{0.__class__}'.format(1)", "'{a.__class__}'.format_map({'a': 1})"):
+        assert render(bundle_in(tmp_path, f"{{{{ {form} }}}}"), HELLO) == ""
+        assert render(bundle_in(tmp_path, f"{{{{ {form.replace('__class__', 'real')} }}}}"), HELLO) == "1"
+    for call in ("messages.append({})", "messages[0].update(role='system')", "messages[0].setdefault('a', 1)"):
+        with pytest.raises(TemplateError, match=r"SecurityError: .*(is not safely callable|is unsafe)"):
+            render(bundle_in(tmp_path, f"{{% set _ = {call} %}}"), HELLO)
     assert HELLO == [{"role": "user", "content": "Hello"}]
 
 
@@ -233,12 +227,9 @@ def test_a_template_sees_plain_data_and_calls_no_method_of_the_caller(tmp_path: 
 @pytest.mark.parametrize(
     "template",
     [
-        "{% for a in range(10 ** 12) %}{% endfor %}",
+        *("{% for a in range(10 ** 12) %}{% endfor %}", "{% for a in range(99999) %}{{ 'x' * 9999 }}{% endfor %}"),
         "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-        "{% set r = range(99999) | list %}{% for a in r %}{% for b in r %}{% for c in r %}x{% endfor %}{% endfor %}{% endfor %}",
-        "{% for a in range(99999) %}{{ 'x' * 9999 }}{% endfor %}",
-        "{{ 'x' * 10000001 }}",
-        "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
+        *("{{ 'x' * 10000001 }}", "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}"),
         "{% for x in [1] recursive %}{{ loop([1]) }}{% endfor %}",
     ],
 )
@@ -270,39 +261,24 @@ def test_messages_that_are_none_are_an_error_that_names_the_first(messages: Any,
         render(bundle_in(tmp_path, LLAMA_3), messages)
 
 
-def test_a_special_token_cannot_replace_the_messages(tmp_path: Path) -> None:
-    bundle = bundle_in(tmp_path, "{{ messages[0].content }}", {"messages": "stolen", "self": "stolen"})
-    assert render(bundle, HELLO) == "Hello"
-
-
 # Templates that can neither grow nor recur are rendered without a helper process.
 
 
-@pytest.mark.parametrize("template", [CHATML, LLAMA_3, (TINY / "chat_template.jinja").read_text("utf-8")])
-def test_ordinary_templates_are_harmless(template: str) -> None:
-    assert ChatTemplate(template, {}).harmless
-
-
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{{ 'x' * 3 }}",
-        "{{ 2 ** 3 }}",
-        "{{ lipsum() }}",
-        "{% macro f() %}{% endmacro %}{{ f() }}",
-        "{% set x = 'a' ~ 'b' %}",
-        "{% set x = (['a'] + ['b'], 1) %}",
-        "{{ 'a'.center(9) }}",
-        "{{ ''.join(messages) }}",
-        "{{ 'a' | center(9) }}",
-        "{{ messages | tojson(indent=9) }}",
-        "{{ strftime_now('%999999999d') }}",
-        "{% set namespace = 'a'.center %}{{ namespace(9) }}",
-        "{% for m in messages recursive %}{% endfor %}",
-    ],
-)
-def test_what_can_grow_is_not_harmless(template: str) -> None:
-    assert not ChatTemplate(template, {}).harmless
+def test_ordinary_templates_are_harmless_and_what_can_grow_is_not() -> None:
+    for harmless in (CHATML, LLAMA_3, (TINY / "chat_template.jinja").read_text("utf-8")):
+        assert ChatTemplate(harmless, {}).harmless
+    for growing in (
+        *("{{ 'x' * 3 }}", "{{ 2 ** 3 }}", "{{ lipsum() }}", "{% macro f() %}{% endmacro %}{{ f() }}"),
+        *(
+            "{% set x = 'a' ~ 'b' %}",
+            "{% set x = (['a'] + ['b'], 1) %}",
+            "{{ 'a'.center(9) }}",
+            "{{ ''.join(messages) }}",
+        ),
+        *("{{ 'a' | center(9) }}", "{{ messages | tojson(indent=9) }}", "{{ strftime_now('%999999999d') }}"),
+        *("{% set namespace = 'a'.center %}{{ namespace(9) }}", "{% for m in messages recursive %}{% endfor %}"),
+    ):
+        assert not ChatTemplate(growing, {}).harmless, growing
 
 
 def test_loops_of_a_harmless_template_are_timed() -> None:
@@ -311,3 +287,110 @@ def test_loops_of_a_harmless_template_are_timed() -> None:
     assert template.harmless
     with pytest.raises(TemplateError, match=r"took more than 1 s|more than 1000000 iterations|rendered more than"):
         template.render(HELLO * 100)
+
+
+# Tools, template variables and continued messages
+
+TURNS = """\
+{%- if tools %}{{- '# Tools\\n' }}{%- for tool in tools %}{{- tool | tojson }}{{- '\\n' }}{%- endfor %}{%- endif %}
+{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\\n' }}{{- message.content | trim }}{{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '<|im_start|>assistant\\n' }}
+{%- if enable_thinking is defined and not enable_thinking %}{{- '<think></think>' }}{%- endif %}
+{%- endif %}"""
+KEEPING = TURNS.replace(" | trim", "")
+ISOLATED = "{%- macro nothing() %}{%- endmacro %}" + TURNS
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
+TWO: list[Message] = [{"role": "user", "content": "One?"}, {"role": "assistant", "content": "Two, and  "}]
+TOKENIZER = Tokenizer.from_str(BYTES.to_str())
+TOKENIZER.add_special_tokens([AddedToken(text, normalized=False) for text in ("<|im_start|>", "<|im_end|>")])
+
+
+def encoder(folder: Path, template: str = TURNS, helper: HelperPool | None = None) -> PromptEncoder:
+    return PromptEncoder(bundle_in(folder, template), TOKENIZER, helper)
+
+
+def text_of(encoder: PromptEncoder, prompt: Any) -> str:
+    return str(TOKENIZER.decode(encoder.tokens_of(prompt), skip_special_tokens=False))
+
+
+@pytest.mark.parametrize("template", [TURNS, KEEPING], ids=["trimming", "keeping"])
+def test_options_of_a_prompt_mean_what_they_mean_in_transformers(template: str, tmp_path: Path) -> None:
+    thinking, opened = {"enable_thinking": False}, encoder(tmp_path, template)
+    cases: list[tuple[ChatPrompt, dict[str, Any]]] = [
+        (ChatPrompt(TWO), {"add_generation_prompt": True}),
+        (ChatPrompt(TWO, add_generation_prompt=False), {"add_generation_prompt": False}),
+        (ChatPrompt(TWO, tools=[TOOL, TOOL]), {"add_generation_prompt": True, "tools": [TOOL, TOOL]}),
+        (ChatPrompt(TWO, template_kwargs=thinking), {"add_generation_prompt": True, **thinking}),
+        (ChatPrompt(TWO, continue_final_message=True), {"continue_final_message": True}),
+    ]
+    for prompt, options in cases:
+        assert text_of(opened, prompt) == by_transformers(template, TWO, TOKENIZER, **options)
+
+
+@pytest.mark.slow
+def test_the_helper_process_gets_the_same_variables(tmp_path: Path) -> None:
+    prompt = ChatPrompt(TWO, tools=[TOOL], template_kwargs={"enable_thinking": False})
+    helper = HelperPool(processes=1)
+    try:
+        opened = encoder(tmp_path, ISOLATED, helper)
+        assert opened.template.isolates
+        assert text_of(opened, prompt) == text_of(encoder(tmp_path), prompt)
+    finally:
+        helper.close()
+
+
+def test_a_continued_message_ends_where_its_text_ends(tmp_path: Path) -> None:
+    opened = encoder(tmp_path)
+    assert opened.tokens_of(TWO) == opened.tokens_of(ChatPrompt(TWO)) == opened.tokens_of(ChatPrompt(tuple(TWO)))
+    continued = ChatPrompt(TWO, continue_final_message=True)
+    assert text_of(encoder(tmp_path, KEEPING), continued).endswith("<|im_start|>assistant\nTwo, and  ")
+    assert text_of(encoder(tmp_path), continued).endswith("<|im_start|>assistant\nTwo, and")
+    parts = [*TWO[:-1], {"role": "assistant", "content": [{"type": "text", "text": "Two, and  "}]}]
+    assert text_of(opened, ChatPrompt(parts, continue_final_message=True)) == text_of(encoder(tmp_path), continued)
+
+
+def test_tools_variables_and_a_continued_message_never_become_control_tokens(tmp_path: Path) -> None:
+    spelled, template = "<|im_end|>", KEEPING + "{{- note }}"
+    prompt = ChatPrompt(
+        [{"role": "user", "content": "a"}, {"role": "assistant", "content": f"b{spelled} c<|im_"}],
+        tools=[{"name": spelled, spelled: [spelled]}],
+        template_kwargs={"note": spelled},
+        continue_final_message=True,
+    )
+    ids = encoder(tmp_path, template).tokens_of(prompt)
+    control = TOKENIZER.token_to_id(spelled)
+    assert ids.count(control) == 1  # that of the template behind the first message
+    assert TOKENIZER.decode(ids, skip_special_tokens=False).count(spelled) == 5
+    assert encoder(tmp_path, template).tokens_of(prompt, parse_special=True).count(control) == 5
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"messages": "hello"}, "messages is 'hello': expected a list of messages"),
+        ({"tools": "weather"}, "tools is 'weather': expected a list of JSON objects"),
+        ({"tools": ["weather"]}, "tools: expected JSON objects, such as"),
+        ({"template_kwargs": [1]}, "template_kwargs is .*: expected a dictionary"),
+        ({"template_kwargs": {"messages": []}}, "template_kwargs names 'messages': expected another"),
+        ({"template_kwargs": {1: 2}}, "template_kwargs names 1: expected another"),
+        ({"add_generation_prompt": 1}, "add_generation_prompt is 1: expected True, False or None"),
+        ({"add_generation_prompt": True, "continue_final_message": True}, "are both True: expected one of them"),
+    ],
+)
+def test_invalid_options_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionFault, match=message):
+        ChatPrompt(**{"messages": TWO, **options})
+
+
+def test_tools_and_variables_are_json_and_count_towards_the_limits(tmp_path: Path) -> None:
+    prompt = ChatPrompt(TWO, tools=[{"a": "x" * 4000}], template_kwargs={"b": "y" * 4000})
+    assert 8000 < characters_of(prompt) < 8100
+    assert 2000 < estimated_tokens(prompt) < 2100
+    for prompt in (ChatPrompt(TWO, tools=[{"a": object()}]), ChatPrompt(TWO, template_kwargs={"a": {1, 2}})):
+        with pytest.raises(TemplateError, match=r"tools and template_kwargs: .* is not a JSON value"):
+            encoder(tmp_path).tokens_of(prompt)
+    with pytest.raises(TemplateError, match="messages are empty"):
+        encoder(tmp_path).tokens_of(ChatPrompt([]))

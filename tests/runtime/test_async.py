@@ -15,12 +15,11 @@ from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import EngineFault
 from spaceport.runtime.scheduling.generation import Completion
 from spaceport.runtime.scheduling.stream import AsyncStream
-from spaceport.runtime.scheduling.worker import RuntimeClosed
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.prompt import Prompt, PromptEncoder
 from support.hash_engine import Language
 from support.hash_runtime import hash_runtime
-from support.stepwise_engine import StepwiseEngine, close_between_steps, stepwise_runtime
+from support.stepwise_engine import StepwiseEngine, stepwise_runtime
 
 ENDLESS = Language(3, end_every=10**9)  # goes on to its limit
 PLAIN = Decoding(mask_slots=0)
@@ -150,21 +149,6 @@ def test_faults_reach_whoever_awaits_the_text() -> None:
         within_a_minute(fail())
         engine.broken = False
         assert within_a_minute(runtime.agenerate([1, 2, 3], PLAIN)).tokens == tuple(ENDLESS.write([1, 2, 3], 61))
-
-
-def test_a_runtime_that_is_closed_tells_whoever_awaits() -> None:
-    runtime, engine = stepwise_runtime(ENDLESS)
-
-    async def close() -> None:
-        text = asyncio.create_task(runtime.agenerate([1, 2, 3], PLAIN))
-        await asyncio.to_thread(engine.wait)
-        await asyncio.to_thread(close_between_steps, runtime, engine)
-        with pytest.raises(RuntimeClosed, match="before the completion ended"):
-            await text
-        with pytest.raises(RuntimeClosed, match="the runtime is closed"):
-            await runtime.agenerate([1])
-
-    within_a_minute(close())
 
 
 def test_two_loops_and_an_os_thread_share_a_runtime() -> None:

@@ -88,16 +88,6 @@ def test_greedy_tokens_are_those_of_the_logits(
     assert selected == plain
 
 
-def test_of_equal_logits_the_lowest_token_is_best(session: Callable[[int], ort.InferenceSession]) -> None:
-    logits = np.zeros((1, 2, 300), np.float32)
-    logits[0, 0, [7, 200, 250]] = 1
-    rows = rows_of(session(300).run(None, {"logits": logits})[0], logits)
-    assert rows[0].best(()) == [7]
-    assert rows[0].best((7,)) == [200]
-    assert rows[1].best(()) is None  # more tokens are equal than were selected
-    assert greedy().token(rows[1], thread(), ()) == 0
-
-
 def test_candidates_have_their_probability(session: Callable[[int], ort.InferenceSession]) -> None:
     logits = np.zeros((1, 1, 300), np.float32)
     logits[0, 0, [9, 4, 6]] = 12, 10, 8

@@ -28,7 +28,6 @@ from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.sampling.logprobs import logprob_of, most_probable
 from spaceport.runtime.sampling.scoring import Score
 from spaceport.runtime.scheduling.generation import Completion
-from spaceport.runtime.scheduling.worker import RuntimeClosed
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.control_tokens import ControlTokens
 from spaceport.runtime.text.tokenizer import encode
@@ -273,20 +272,6 @@ def test_a_score_that_nobody_waits_for_any_more_takes_no_further_step() -> None:
         engine.leave.set()
         assert len(runtime.score([1, 2]).logprobs) == 1
         assert engine.calls == 2
-
-
-def test_a_running_score_fails_when_its_runtime_is_closed() -> None:
-    runtime, engine = slow_runtime(Language(seed=9))
-    with ThreadPoolExecutor(2) as pool:
-        waiting = pool.submit(runtime.score, [1] * 60)
-        assert engine.began.wait(60)
-        closing = pool.submit(runtime.close)
-        while not runtime._worker._closing:
-            pass
-        engine.leave.set()
-        with pytest.raises(RuntimeClosed, match="closed before"):
-            waiting.result()
-        closing.result()
 
 
 @pytest.mark.parametrize("tokenizer", [BYTES, FALLBACK], ids=["byte_level", "byte_fallback"])

@@ -7,14 +7,12 @@ import re
 import sys
 from collections.abc import Sequence
 from typing import Any
-
 import numpy as np
 import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, models
-
 from spaceport.graphs.contract.faults import MissingDependency, OptionFault
 from spaceport.graphs.contract.installation import install_command
 from spaceport.graphs.contract.signature import visible_length
@@ -29,6 +27,11 @@ from spaceport.runtime.sampling.spelling import Speller
 from spaceport.runtime.sampling.vocabulary import open_vocabulary
 from support.hash_engine import END, VOCAB, HashEngine, Language, advance, request_for
 from support.small_tokenizers import BYTES, FALLBACK, full, one_byte_each, small_vocabulary
+from hypothesis import given
+from llguidance import LLTokenizer
+from tokenizers import Tokenizer, decoders, models
+from support.paths import TINY
+from support.small_tokenizers import BYTES, FALLBACK
 
 
 def with_words(*words: str) -> Tokenizer:
@@ -368,3 +371,49 @@ def test_only_the_masks_of_the_last_positions_are_stored() -> None:
         thread.tokens.append(choose.token(wants_a[0], thread, ()))
         choose.candidates(wants_a, thread, 3 + position, 1)
     assert len(choose.states[()].masks) <= 6
+
+
+TOKENIZERS = {"byte level": BYTES, "byte fallback": FALLBACK, "tiny": Tokenizer.from_file(str(TINY / "tokenizer.json"))}
+each_tokenizer = pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=TOKENIZERS)
+
+
+@each_tokenizer
+def test_tokens_have_the_bytes_that_llguidance_knows(tokenizer: Tokenizer) -> None:
+    size = tokenizer.get_vocab_size()
+    reference, speller = LLTokenizer(tokenizer.to_str(), n_vocab=size, eos_token=[1]), Speller(tokenizer)
+    for token in range(size):
+        if not reference.is_special_token(token):
+            assert speller.spell(token).raw == reference.decode_bytes([token])
+
+
+@given(text=st.text(max_size=40))
+def test_the_bytes_of_byte_level_tokens_join_to_the_text(text: str) -> None:
+    speller = Speller(BYTES)
+    tokens = BYTES.encode(text, add_special_tokens=False).ids
+    assert b"".join(speller.spell(token).raw for token in tokens).decode() == text
+
+
+@given(text=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="▁"), min_size=1, max_size=40))
+def test_the_bytes_of_byte_fallback_tokens_join_to_the_text_with_its_first_space(text: str) -> None:
+    speller = Speller(FALLBACK)
+    tokens = FALLBACK.encode(text, add_special_tokens=False).ids
+    assert b"".join(speller.spell(token).raw for token in tokens).decode() == f" {text}"
+
+
+@each_tokenizer
+def test_a_special_token_has_its_name_as_text_and_no_bytes(tokenizer: Tokenizer) -> None:
+    special = [token for token, content in tokenizer.get_added_tokens_decoder().items() if content.special]
+    assert special
+    for token in special:
+        assert Speller(tokenizer).spell(token) == (tokenizer.id_to_token(token), b"")
+
+
+def test_tokens_that_are_no_text_by_themselves_are_spelled_too() -> None:
+    speller = Speller(BYTES)
+    assert speller.spell(BYTES.get_vocab()["\u00f0"]) == ("\ufffd", b"\xf0")  # part of a character
+    assert speller.spell(10**6) == ("", b"")
+    words = Tokenizer(models.WordPiece({"[UNK]": 0, "play": 1, "##ing": 2}, unk_token="[UNK]"))
+    words.decoder = decoders.WordPiece()
+    assert [Speller(words).spell(token).text for token in (1, 2)] == [" play", "ing"]
+    plain = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))  # without a decoder
+    assert Speller(plain).spell(1).text == " b"

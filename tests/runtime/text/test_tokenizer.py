@@ -17,6 +17,7 @@ from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import TOKENIZER_FILE, Manifest, TokenIds
 from spaceport.graphs.contract.signature import Signature
 from spaceport.runtime.bundle import Bundle, BundleError
+from spaceport.runtime.text.stop_search import StopAutomaton, StopSearch, automaton_of
 from spaceport.runtime.text.tokenizer import TextStream, context_of, encode, open_tokenizer
 from support.paths import ROOT, TINY
 from support.small_tokenizers import BROKEN, BYTES, FALLBACK, SPECIAL, cut_at, full, one_byte_each
@@ -236,3 +237,82 @@ def test_prompts_of_ever_new_words_do_not_fill_the_memory() -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment, timeout=120)
     assert float(done.stdout) < 20  # MiB: 57 with the tokenizer's own cache of 10,000 words, 7 with this one
+
+
+SIGNS = st.text("ab你", max_size=20)
+
+
+@given(texts=st.lists(SIGNS, max_size=5), stops=st.lists(st.text("ab你", min_size=1, max_size=5), max_size=5))
+def test_the_text_is_cut_before_or_behind_the_first_stop_string_to_be_complete(
+    texts: list[str], stops: list[str]
+) -> None:
+    search, after = StopSearch(tuple(stops)), StopSearch(tuple(stops), include_stop=True)
+    shown = whole = ""
+    for text in texts:
+        shown += search.push(text)
+        whole += after.push(text)
+        assert search.stopped == after.stopped
+        if search.stopped:
+            break
+        assert any(stop.startswith(search.held) for stop in stops) or not search.held
+    expected, cut = cut_at("".join(texts), stops)
+    assert (shown + search.finish(), search.stopped) == (expected, cut)
+    whole += after.finish()
+    assert "".join(texts).startswith(whole)
+    assert whole.removeprefix(expected) in (stops if cut else [""])
+
+
+@pytest.mark.parametrize(
+    ("stops", "text", "expected"),
+    [
+        (("abcd", "bc"), "xabcd", "xa"),
+        (("abcd", "b", "bc"), "abcd", "a"),
+        (("ab", "xab"), "xab", ""),
+        (("aab",), "aaaab", "aa"),
+        (("a" * 300,), "a" * 299 + "b" + "a" * 300, "a" * 299 + "b"),
+    ],
+)
+def test_of_stop_strings_that_end_together_the_longest_counts(stops: tuple[str, ...], text: str, expected: str) -> None:
+    search = StopSearch(stops)
+    shown = ""
+    for sign in text:
+        shown += search.push(sign)
+        if search.stopped:
+            break
+    assert (shown, search.stopped) == (expected, True)
+
+
+def steps_of(stops: tuple[str, ...], text: str) -> int:
+    """The number of lines that a search runs for a text, in pieces of one character."""
+    search, lines = StopSearch(stops), 0
+
+    def trace(frame: object, event: str, argument: object) -> object:
+        nonlocal lines
+        lines += event == "line"
+        return trace
+
+    sys.settrace(trace)  # type: ignore[arg-type]
+    try:
+        for sign in text:
+            search.push(sign)
+    finally:
+        sys.settrace(None)
+    return lines
+
+
+def test_1000_stop_strings_of_1000_characters_cost_as_much_per_character_as_one() -> None:
+    text = ("a" * 200 + "b") * 4
+    one = steps_of(("a" * 999 + "c",), text)
+    many = steps_of(tuple("a" * (999 - number % 7) + chr(0x4E00 + number) for number in range(1000)), text)
+    assert many <= 1.1 * one
+
+
+def test_a_long_text_costs_as_much_per_character_as_a_short_one() -> None:
+    stops = ("a" * 255 + "c",)
+    one, two, four, five = (steps_of(stops, "a" * size) for size in (1000, 2000, 4000, 5000))
+    assert five - four <= 1.01 * (two - one)
+
+
+def test_all_threads_of_a_request_share_an_automaton() -> None:
+    assert automaton_of(("ab", "c")) is automaton_of(("ab", "c"))
+    assert len(StopAutomaton(("abc", "abd")).depth) == 5

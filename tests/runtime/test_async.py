@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import Coroutine
-from concurrent.futures import ThreadPoolExecutor
 from time import sleep
 from typing import Any, TypeVar
 
@@ -15,7 +14,6 @@ from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import EngineFault
 from spaceport.runtime.scheduling.generation import Completion
 from spaceport.runtime.scheduling.stream import AsyncStream
-from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.prompt import Prompt, PromptEncoder
 from support.hash_engine import Language
 from support.hash_runtime import hash_runtime
@@ -30,19 +28,12 @@ def within_a_minute(work: Coroutine[Any, Any, T]) -> T:
     return asyncio.run(asyncio.wait_for(work, 60))
 
 
-def free(requests: int = 1) -> Runtime:
-    """A runtime whose steps run without a command."""
-    runtime, engine = stepwise_runtime(ENDLESS, requests)
-    engine.go()
-    return runtime
-
-
 async def step(engine: StepwiseEngine) -> None:
     await asyncio.to_thread(engine.step)
 
 
 def test_pieces_come_one_after_the_other_and_make_up_the_text() -> None:
-    with free() as runtime:
+    with hash_runtime(ENDLESS) as runtime:
 
         async def read() -> tuple[list[int | None], Completion]:
             async with runtime.astream([1, 2], Decoding(max_tokens=20)) as stream:
@@ -151,24 +142,6 @@ def test_faults_reach_whoever_awaits_the_text() -> None:
         assert within_a_minute(runtime.agenerate([1, 2, 3], PLAIN)).tokens == tuple(ENDLESS.write([1, 2, 3], 61))
 
 
-def test_two_loops_and_an_os_thread_share_a_runtime() -> None:
-    with free(requests=2) as runtime:
-
-        def loop(number: int) -> list[tuple[int, ...]]:
-            async def several() -> list[Completion]:
-                return await asyncio.gather(*(runtime.agenerate([number, position], PLAIN) for position in range(5)))
-
-            return [one.tokens for one in within_a_minute(several())]
-
-        def thread(number: int) -> list[tuple[int, ...]]:
-            return [runtime.generate([number, position], PLAIN).tokens for position in range(5)]
-
-        with ThreadPoolExecutor(3) as pool:
-            texts = [pool.submit(way, number) for number, way in enumerate((loop, loop, thread))]
-            for number, text in enumerate(texts):
-                assert text.result(60) == [tuple(ENDLESS.write([number, position], 62)) for position in range(5)]
-
-
 def test_a_loop_that_ends_before_its_texts_do_ends_them_and_hurts_nobody() -> None:
     runtime, engine = stepwise_runtime(ENDLESS, requests=2)
     with runtime:
@@ -193,6 +166,6 @@ def test_a_timeout_counts_from_the_call(monkeypatch: pytest.MonkeyPatch) -> None
         return tokens_of(self, prompt, parse_special, **others)
 
     monkeypatch.setattr(PromptEncoder, "tokens_of", slow)
-    with hash_runtime(Language(3, end_every=10**9)) as runtime:
-        assert asyncio.run(runtime.agenerate("abc", Decoding(timeout=0.01))).ending == "deadline"
+    with hash_runtime(ENDLESS) as runtime:
+        assert within_a_minute(runtime.agenerate("abc", Decoding(timeout=0.01))).ending == "deadline"
         assert runtime.generate("abc", Decoding(timeout=0.01)).ending == "deadline"

@@ -21,7 +21,7 @@ from spaceport.runtime import bundle as bundles
 from spaceport.runtime.bundle import BundleError, SignatureError, open_bundle, read_manifest
 from spaceport.runtime.opened_files import OpenedFiles
 from spaceport.runtime.signed_manifest import SignatureState, signature_state
-from support.small_bundle import edit, fill
+from support.small_bundle import edit, new_bundle
 
 KEY, OTHER = new_private_key(), new_private_key()
 
@@ -35,9 +35,7 @@ def public(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def bundle(tmp_path: Path) -> Path:
-    folder = tmp_path / "bundle"
-    folder.mkdir()
-    fill(folder)
+    folder = new_bundle(tmp_path / "bundle")
     sign(folder)
     return folder
 

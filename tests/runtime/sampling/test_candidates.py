@@ -1,4 +1,4 @@
-"""Draft correction in the runtime: candidates depend on the token before them, text does not depend on the correction."""
+"""Candidates of mask slots: the most probable tokens, and those that a draft correction makes of them."""
 
 from __future__ import annotations
 
@@ -53,13 +53,9 @@ def test_the_token_before_changes_the_order(before: int, order: tuple[int, ...])
     if before == 6:
         weights = [0.3 * math.e**2, 0.5, 0.1]
         assert found.probabilities == pytest.approx([0.9 * each / sum(weights) for each in weights], rel=1e-3)
-
-
-def test_only_as_many_candidates_remain_as_are_wanted() -> None:
-    assert corrected(1).behind(7).tokens == (3,)
-    assert corrected(2).behind(7).tokens == (3, 1)
-    assert CorrectedCandidates((), (), TABLES, 2).behind(7).tokens == ()
-    assert CorrectedCandidates((4,), (0.0,), TABLES, 2).behind(7) == Candidates((4,), (0.0,))
+    assert corrected(2).behind(before).tokens == order[:2]
+    assert CorrectedCandidates((), (), TABLES, 2).behind(before).tokens == ()
+    assert CorrectedCandidates((4,), (0.0,), TABLES, 2).behind(before) == Candidates((4,), (0.0,))
 
 
 def test_a_chain_follows_its_own_tokens() -> None:

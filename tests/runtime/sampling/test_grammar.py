@@ -7,12 +7,15 @@ import re
 import sys
 from collections.abc import Sequence
 from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
+from llguidance import LLTokenizer
 from numpy.typing import NDArray
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, decoders, models
+
 from spaceport.graphs.contract.faults import MissingDependency, OptionFault
 from spaceport.graphs.contract.installation import install_command
 from spaceport.graphs.contract.signature import visible_length
@@ -26,12 +29,8 @@ from spaceport.runtime.sampling.grammar_compiler import constrained
 from spaceport.runtime.sampling.spelling import Speller
 from spaceport.runtime.sampling.vocabulary import open_vocabulary
 from support.hash_engine import END, VOCAB, HashEngine, Language, advance, request_for
-from support.small_tokenizers import BYTES, FALLBACK, full, one_byte_each, small_vocabulary
-from hypothesis import given
-from llguidance import LLTokenizer
-from tokenizers import Tokenizer, decoders, models
 from support.paths import TINY
-from support.small_tokenizers import BYTES, FALLBACK
+from support.small_tokenizers import BYTES, FALLBACK, full, one_byte_each, small_vocabulary
 
 
 def with_words(*words: str) -> Tokenizer:
@@ -384,20 +383,6 @@ def test_tokens_have_the_bytes_that_llguidance_knows(tokenizer: Tokenizer) -> No
     for token in range(size):
         if not reference.is_special_token(token):
             assert speller.spell(token).raw == reference.decode_bytes([token])
-
-
-@given(text=st.text(max_size=40))
-def test_the_bytes_of_byte_level_tokens_join_to_the_text(text: str) -> None:
-    speller = Speller(BYTES)
-    tokens = BYTES.encode(text, add_special_tokens=False).ids
-    assert b"".join(speller.spell(token).raw for token in tokens).decode() == text
-
-
-@given(text=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="▁"), min_size=1, max_size=40))
-def test_the_bytes_of_byte_fallback_tokens_join_to_the_text_with_its_first_space(text: str) -> None:
-    speller = Speller(FALLBACK)
-    tokens = FALLBACK.encode(text, add_special_tokens=False).ids
-    assert b"".join(speller.spell(token).raw for token in tokens).decode() == f" {text}"
 
 
 @each_tokenizer

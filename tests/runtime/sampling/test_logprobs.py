@@ -21,12 +21,11 @@ from transformers import AutoModelForCausalLM
 
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import TokenIds
-from spaceport.graphs.contract.signature import LOGIT_BYTES, LOWERINGS, Lowering
+from spaceport.graphs.contract.signature import LOGIT_BYTES, LOWERINGS
 from spaceport.runtime.bundle import open_bundle
 from spaceport.runtime.decode.selector import NotANumber
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.sampling.logprobs import logprob_of, most_probable
-from spaceport.runtime.sampling.scoring import Score
 from spaceport.runtime.scheduling.generation import Completion
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.control_tokens import ControlTokens
@@ -217,44 +216,17 @@ def test_a_long_text_needs_little_memory_for_logits(vocab_size: int) -> None:
         assert sum(rows for _, rows in engine.lines) <= 14  # of the prompt nobody wants any; a call gives one at least
 
 
-def test_many_texts_at_once_need_no_more() -> None:
-    language = Language(seed=6)
-    texts = [[(token * 7 + number) % END for token in range(60)] for number in range(12)]
-    runtime, engine = counting_runtime(language, 262_144, 4)
-    with runtime, ThreadPoolExecutor(12) as pool:
-        for tokens, score in zip(texts, pool.map(runtime.score, texts), strict=True):
-            assert same(score.logprobs, expected_logprobs(language, tokens, 1, 0))
-    assert max(count * rows for count, rows in engine.lines) * 4 * 262_144 <= LOGIT_BYTES
-
-
-@pytest.mark.parametrize("lowering", LOWERINGS)
-def test_scores_and_texts_side_by_side_are_what_they_are_alone(lowering: Lowering) -> None:
-    language = Language(seed=7, quality=70, fork_every=9)
+def test_scores_and_texts_side_by_side_are_what_they_are_alone() -> None:
+    language, decoding = Language(seed=7, quality=70, fork_every=9), Decoding(max_tokens=40, max_threads=4)
     prompts = [[(token * 3 + number) % END for token in range(5 + 4 * number)] for number in range(8)]
-    decoding = Decoding(max_tokens=40, max_threads=4)
-    with hash_runtime(language, 100, 400, lowering=lowering) as alone:
+    with hash_runtime(language, 100, 400) as alone:
         texts = [alone.generate(prompt, decoding) for prompt in prompts]
         scores = [alone.score(prompt, top=2) for prompt in prompts]
-    with (
-        hash_runtime(language, 100, 400, requests=3, lowering=lowering, prompt_rows=9) as runtime,
-        ThreadPoolExecutor(16) as pool,
-    ):
+    with hash_runtime(language, 100, 400, requests=3, prompt_rows=9) as runtime, ThreadPoolExecutor(16) as pool:
         written = [pool.submit(runtime.generate, prompt, decoding) for prompt in prompts]
         scored = [pool.submit(runtime.score, prompt, top=2) for prompt in prompts]
-        assert [one.result().text for one in written] == [one.text for one in texts]
-        assert [one.result().threads for one in written] == [one.threads for one in texts]
+        assert [without(one.result()) for one in written] == [without(one) for one in texts]
         assert [one.result() for one in scored] == scores
-
-
-def test_scores_are_there_for_asyncio() -> None:
-    language = Language(seed=8)
-    texts = [[number, 1, 2, 3] for number in range(6)]
-
-    async def ask(runtime: Runtime) -> list[Score]:
-        return await asyncio.gather(*(runtime.ascore(text[:2], text[2:], top=1) for text in texts))
-
-    with hash_runtime(language, requests=2) as runtime:
-        assert asyncio.run(ask(runtime)) == [runtime.score(text[:2], text[2:], top=1) for text in texts]
 
 
 def test_a_score_that_nobody_waits_for_any_more_takes_no_further_step() -> None:

@@ -6,22 +6,21 @@ import math
 import weakref
 from collections.abc import Sequence
 from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.decode.selector import NotANumber
 from spaceport.runtime.decode.threads import Thread
 from spaceport.runtime.sampling.choice import Bans, Greedy
 from spaceport.runtime.sampling.filters import survivors
+from spaceport.runtime.sampling.noise import gumbels, noise_key
 from spaceport.runtime.sampling.sampler import Sampled, Sampling, chooser
 from support.slow_sampling import noise_slowly, probabilities_slowly, scores_slowly, survivors_slowly
-from hypothesis import given, settings
-from spaceport.runtime.sampling.noise import gumbels, noise_key
-from support.slow_sampling import noise_slowly
-
 
 NO_BANS = Bans(frozenset())
 VOCAB = 12
@@ -301,19 +300,3 @@ def test_noise_never_changes() -> None:
     published = (6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431)
     expected = [-math.log(-math.log(((output >> 12) + 0.5) / 2**52)) for output in published]
     assert gumbels(1234567, np.arange(4)).tolist() == pytest.approx(expected, rel=1e-13)
-
-
-def test_noise_of_a_large_vocabulary_is_that_of_its_tokens() -> None:
-    everything = gumbels(77, np.arange(40_000))
-    some = np.random.default_rng(0).permutation(40_000)[:500]
-    assert gumbels(77, some).tolist() == everything[some].tolist()
-
-
-def test_noise_is_spread_as_gumbels_are() -> None:
-    noise = np.concatenate([gumbels(noise_key(3, (), position), np.arange(1000)) for position in range(500)])
-    assert noise.mean() == pytest.approx(np.euler_gamma, abs=0.01)
-    assert noise.var() == pytest.approx(math.pi**2 / 6, abs=0.02)
-    assert noise.min() > -3.61
-    assert noise.max() < 36.8
-    below = np.arange(-2, 6)
-    np.testing.assert_allclose([(noise < edge).mean() for edge in below], np.exp(-np.exp(-below)), atol=0.003)

@@ -20,7 +20,7 @@ from spaceport.runtime.bundle import Bundle, BundleError
 from spaceport.runtime.text.stop_search import StopAutomaton, StopSearch, automaton_of
 from spaceport.runtime.text.tokenizer import TextStream, context_of, encode, open_tokenizer
 from support.paths import ROOT, TINY
-from support.small_tokenizers import BROKEN, BYTES, FALLBACK, SPECIAL, cut_at, full, one_byte_each
+from support.small_tokenizers import BROKEN, BYTES, FALLBACK, cut_at, full, one_byte_each
 
 BOTH = pytest.mark.parametrize("tokenizer", [BYTES, FALLBACK], ids=["byte_level", "byte_fallback"])
 
@@ -71,21 +71,6 @@ def test_all_that_is_complete_is_shown_at_once_and_nothing_else(tokens: list[int
     assert stream.text == full(BYTES, tokens)
 
 
-@settings(max_examples=400)
-@given(tokens=ids(FALLBACK))
-def test_broken_bytes_behind_a_shown_character_do_not_take_others_along(tokens: list[int]) -> None:
-    """The decoder turns a whole run of bytes into broken signs, also what was a character before: that stays shown."""
-    stream = TextStream(FALLBACK)
-    pieces = shown_by(stream, tokens)
-    expected = full(FALLBACK, tokens)
-    assert "".join(pieces) == stream.text
-    assert stream.text.count(BROKEN) <= expected.count(BROKEN)
-    assert contains_in_order(stream.text, expected.replace(BROKEN, ""))
-    assert contains_in_order(readable(tokens), stream.text.replace(BROKEN, ""))
-    if BROKEN not in expected:
-        assert stream.text == expected
-
-
 @pytest.mark.parametrize(
     ("names", "text"),
     [
@@ -98,22 +83,6 @@ def test_broken_bytes_behind_a_shown_character_do_not_take_others_along(tokens: 
 def test_every_broken_byte_behind_a_character_is_shown_once(names: Sequence[str], text: str) -> None:
     stream = TextStream(FALLBACK)
     assert "".join(shown_by(stream, map(FALLBACK.get_vocab().__getitem__, names))) == stream.text == text
-
-
-def readable(tokens: Sequence[int]) -> str:
-    """The text of tokens with broken bytes left out, read without the decoder."""
-    raw = b""
-    for token in tokens:
-        name = FALLBACK.id_to_token(token) or ""
-        if name in ("<unk>", *SPECIAL):
-            continue
-        raw += bytes([int(name[3:5], 16)]) if name.startswith("<0x") else name.replace("▁", " ").encode()
-    return raw.decode("utf-8", "ignore")
-
-
-def contains_in_order(text: str, part: str) -> bool:
-    rest = iter(text)
-    return all(character in rest for character in part)
 
 
 @given(text=TEXTS, indices=st.lists(st.integers(0, 100), max_size=12))

@@ -23,15 +23,9 @@ def engine_seconds(costs: StepCosts, rows: int, requests: int = 1, visible: int 
 @pytest.mark.parametrize(
     ("rows", "requests", "visible", "seconds"),
     [
-        (1, 1, None, 0.010),
-        (2, 1, None, 0.011),
-        (16, 1, None, 0.025),
+        *((1, 1, None, 0.010), (2, 1, None, 0.011), (16, 1, None, 0.025), (1, 8, None, 0.020), (4, 8, None, 0.050)),
         (28, 1, None, 0.037),  # the last slope goes on
-        (1, 8, None, 0.020),
-        (4, 8, None, 0.050),
-        (1, 1, 1256, 0.011),
-        (11, 1, 1256, 0.020 + 0.003),
-        (1, 1, 0, 0.010 - 128e-6),
+        *((1, 1, 1256, 0.011), (11, 1, 1256, 0.020 + 0.003), (1, 1, 0, 0.010 - 128e-6)),
     ],
 )
 def test_a_table_is_read_between_its_points(rows: int, requests: int, visible: int | None, seconds: float) -> None:
@@ -55,17 +49,9 @@ def test_a_curve_is_relative_to_the_plain_step_of_all_who_share_it() -> None:
 @pytest.mark.parametrize(
     "values",
     [
-        {"single": ()},
-        {"single": ((0, 1.0),)},
-        {"single": ((4, 1.0), (1, 1.0))},
-        {"single": ((1, 1.0), (1, 1.0))},
-        {"single": ((1, 0.0),)},
-        {"single": ((1, math.nan),)},
-        {"single": ((1, 1e308), (2, 1.7e308))},  # a wider call would take forever
-        {"single": ((1, 5e-324),)},
-        {"single": ((1, 1.0),), "row_slot": 1e300},
-        {"single": ((1, 1.0),), "slot": -1.0},
-        {"single": ((1, 1.0),), "requests": 0},
+        *({"single": single} for single in ((), ((0, 1.0),), ((4, 1.0), (1, 1.0)), ((1, 1.0), (1, 1.0)), ((1, 0.0),))),
+        *({"single": single} for single in (((1, math.nan),), ((1, 1e308), (2, 1.7e308)), ((1, 5e-324),))),
+        *({"single": ((1, 1.0),), **wrong} for wrong in ({"row_slot": 1e300}, {"slot": -1.0}, {"requests": 0})),
     ],
 )
 def test_a_table_that_makes_no_sense_is_refused(values: dict[str, object]) -> None:

@@ -60,10 +60,8 @@ def thread_of(written: Sequence[int] = (), path: tuple[int, ...] = ()) -> Thread
 
 
 def test_a_constrained_text_does_not_change_the_logits_and_finds_those_that_are_no_numbers() -> None:
-    choose, logits = (
-        constrained(greedy(), Grammar(regex="a"), VOCABULARIES[id(BYTES)]),
-        np.zeros((2, PADDED), np.float32),
-    )
+    logits = np.zeros((2, PADDED), np.float32)
+    choose = constrained(greedy(), Grammar(regex="a"), VOCABULARIES[id(BYTES)])
     choose.token(logits[0], thread_of(), ())
     choose.candidates(logits, thread_of(), 3, 1)
     assert not logits.any()
@@ -103,10 +101,8 @@ class Seeing:
 
 def allowed_by(grammar: Grammar, tokenizer: Tokenizer, written: Sequence[int]) -> NDArray[np.bool_]:
     """V, True = what may follow the tokens of a text."""
-    seeing = Seeing()
-    constrained(seeing, grammar, VOCABULARIES[id(tokenizer)]).token(
-        np.zeros(PADDED, np.float32), thread_of(written), ()
-    )
+    seeing, logits = Seeing(), np.zeros(PADDED, np.float32)
+    constrained(seeing, grammar, VOCABULARIES[id(tokenizer)]).token(logits, thread_of(written), ())
     return seeing.allowed
 
 
@@ -255,6 +251,11 @@ def test_behind_the_end_only_the_end_follows() -> None:
     assert choose.token(wants_a, thread_of([a]), ()) == END
     assert choose.token(wants_a, thread_of(), (a, END)) == END
     assert choose.token(wants_a, thread_of(), ()) == a
+    thread, endless = thread_of(), constrained(greedy(), Grammar(regex="a*"), SMALL_VOCABULARY)
+    for position in range(30):
+        thread.tokens.append(endless.token(wants_a, thread, ()))
+        endless.candidates(np.stack([wants_a] * 4), thread, 3 + position, 1)
+    assert len(endless.states[()].masks) <= 6  # of the last positions only
 
 
 def test_tokens_that_are_no_text_or_that_the_decoder_shows_as_something_else_are_not_written() -> None:
@@ -307,11 +308,9 @@ def test_a_form_that_cannot_be_meant_is_refused_before_a_token_is_written(asked:
 
 
 def test_a_form_that_no_token_can_begin_is_refused_before_a_token_is_written() -> None:
-    for regex, vocabulary in (
-        ("xy", SMALL_VOCABULARY),
-        ("[a&&b]", VOCABULARIES[id(BYTES)]),
-        ("[a&&b]", VOCABULARIES[id(WORDS)]),
-    ):
+    empty = "[a&&b]"
+    cases = (("xy", SMALL_VOCABULARY), (empty, VOCABULARIES[id(BYTES)]), (empty, VOCABULARIES[id(WORDS)]))
+    for regex, vocabulary in cases:
         with pytest.raises(DeadEnd, match="allows no first token: no token of the vocabulary fits: expected"):
             constrained(greedy(), Grammar(regex=regex), vocabulary)
 
@@ -363,34 +362,21 @@ def test_a_vocabulary_that_cannot_be_used_is_refused(monkeypatch: pytest.MonkeyP
         open_vocabulary(BYTES, PADDED, (1,))
 
 
-def test_only_the_masks_of_the_last_positions_are_stored() -> None:
-    choose, thread = constrained(greedy(), Grammar(regex="a*"), SMALL_VOCABULARY), thread_of()
-    wants_a = np.eye(VOCAB, dtype=np.float32)[[SMALL.get_vocab()["a"]] * 4]
-    for position in range(30):
-        thread.tokens.append(choose.token(wants_a[0], thread, ()))
-        choose.candidates(wants_a, thread, 3 + position, 1)
-    assert len(choose.states[()].masks) <= 6
-
-
 TOKENIZERS = {"byte level": BYTES, "byte fallback": FALLBACK, "tiny": Tokenizer.from_file(str(TINY / "tokenizer.json"))}
-each_tokenizer = pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=TOKENIZERS)
 
 
-@each_tokenizer
-def test_tokens_have_the_bytes_that_llguidance_knows(tokenizer: Tokenizer) -> None:
-    size = tokenizer.get_vocab_size()
+@pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=TOKENIZERS)
+def test_tokens_have_the_bytes_that_llguidance_knows_and_special_ones_their_name(tokenizer: Tokenizer) -> None:
+    size, special = tokenizer.get_vocab_size(), 0
     reference, speller = LLTokenizer(tokenizer.to_str(), n_vocab=size, eos_token=[1]), Speller(tokenizer)
     for token in range(size):
         if not reference.is_special_token(token):
             assert speller.spell(token).raw == reference.decode_bytes([token])
-
-
-@each_tokenizer
-def test_a_special_token_has_its_name_as_text_and_no_bytes(tokenizer: Tokenizer) -> None:
-    special = [token for token, content in tokenizer.get_added_tokens_decoder().items() if content.special]
+    for token, content in tokenizer.get_added_tokens_decoder().items():
+        if content.special:
+            special += 1
+            assert speller.spell(token) == (tokenizer.id_to_token(token), b"")
     assert special
-    for token in special:
-        assert Speller(tokenizer).spell(token) == (tokenizer.id_to_token(token), b"")
 
 
 def test_tokens_that_are_no_text_by_themselves_are_spelled_too() -> None:

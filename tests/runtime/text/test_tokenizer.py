@@ -33,10 +33,6 @@ TEXTS = st.lists(
 ).map("".join)
 
 
-def ids(tokenizer: Tokenizer, least: int = 0, most: int = 40) -> st.SearchStrategy[list[int]]:
-    return st.lists(st.integers(0, tokenizer.get_vocab_size() - 1), min_size=least, max_size=most)
-
-
 def shown_by(stream: TextStream, tokens: Iterable[int]) -> list[str]:
     """The pieces up to a stop string or the end, the last one being what finish lets out."""
     pieces = []
@@ -59,7 +55,7 @@ def test_the_pieces_of_a_text_join_to_the_text(tokenizer: Tokenizer, text: str) 
 
 
 @settings(max_examples=400)
-@given(tokens=ids(BYTES))
+@given(tokens=st.lists(st.integers(0, BYTES.get_vocab_size() - 1), max_size=40))
 def test_all_that_is_complete_is_shown_at_once_and_nothing_else(tokens: list[int]) -> None:
     stream = TextStream(BYTES)
     for count, token in enumerate(tokens, 1):
@@ -235,15 +231,12 @@ def test_the_text_is_cut_before_or_behind_the_first_stop_string_to_be_complete(
     ("stops", "text", "expected"),
     [
         (("abcd", "bc"), "xabcd", "xa"),
-        (("abcd", "b", "bc"), "abcd", "a"),
-        (("ab", "xab"), "xab", ""),
-        (("aab",), "aaaab", "aa"),
+        (("ab", "xab"), "xab", ""),  # of those that end together the longest counts
         (("a" * 300,), "a" * 299 + "b" + "a" * 300, "a" * 299 + "b"),
     ],
 )
-def test_of_stop_strings_that_end_together_the_longest_counts(stops: tuple[str, ...], text: str, expected: str) -> None:
-    search = StopSearch(stops)
-    shown = ""
+def test_a_search_sign_by_sign_stops_where_it_should(stops: tuple[str, ...], text: str, expected: str) -> None:
+    search, shown = StopSearch(stops), ""
     for sign in text:
         shown += search.push(sign)
         if search.stopped:

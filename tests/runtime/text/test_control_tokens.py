@@ -189,7 +189,6 @@ INJECTIONS: dict[str, list[Message]] = {
 
 
 def test_no_injection_adds_a_control_token() -> None:
-    assert len(INJECTIONS) >= 36
     for name, messages in INJECTIONS.items():
         assert tokens(messages) == ["<|im_start|>", "<|im_end|>", "<|im_start|>"], name
     for content in ("\uff1c|im_end|\uff1e", "a\uff1c\uff5cim_end\uff5c\uff1eb", TURN):  # that are normalized
@@ -265,9 +264,9 @@ def test_it_is_known_what_templates_do_with_arguments_and_contents() -> None:
 
 @pytest.mark.parametrize("nested", [True, False])
 def test_arguments_have_the_kind_that_the_template_expects(nested: bool) -> None:
-    for given in (TEXT, OBJECT):
-        assert with_arguments(turns(given, nested), as_text=False) == turns(OBJECT, nested)
-        assert with_arguments(turns(given, nested), as_text=True) == turns(TEXT, nested)
+    for arguments in (TEXT, OBJECT):
+        assert with_arguments(turns(arguments, nested), as_text=False) == turns(OBJECT, nested)
+        assert with_arguments(turns(arguments, nested), as_text=True) == turns(TEXT, nested)
     assert with_arguments(turns(""), as_text=False) == turns({})
     plain = [{"role": "assistant", "content": "Hi"}, {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}]
     assert with_arguments(plain, as_text=False) == plain

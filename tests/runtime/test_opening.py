@@ -46,13 +46,16 @@ def other(bundle: Path, target: Path) -> Path:
     return target
 
 
-def swapped_opens(bundle: Path, second: Path, opens: int) -> None:
-    """Open a bundle this number of times while exports replace it by another one and back."""
-    expected = {scored(bundle), scored(second)}
+@pytest.mark.slow
+@pytest.mark.parametrize("opens", [15, pytest.param(300, marks=pytest.mark.nightly)])
+def test_no_open_combines_two_bundles_that_replace_each_other(bundle: Path, tmp_path: Path, opens: int) -> None:
+    """133 of 275 opens did."""
+    sources, stop = (shutil.copytree(bundle, tmp_path / "first"), other(bundle, tmp_path / "second")), threading.Event()
+    expected = {scored(source) for source in sources}
     assert len(expected) == 2
-    sources, stop = (shutil.copytree(bundle, bundle.with_name("first")), second), threading.Event()
 
     def swap() -> None:
+        pauses = random.Random(0)
         while not stop.is_set():
             for source in sources:
                 with writing(bundle, overwrite=True) as partial:
@@ -60,7 +63,6 @@ def swapped_opens(bundle: Path, second: Path, opens: int) -> None:
                 stop.wait(pauses.uniform(0, 1))
 
     found: list[tuple[int, float]] = []
-    pauses = random.Random(0)
     thread = threading.Thread(target=swap)
     thread.start()
     try:
@@ -72,13 +74,6 @@ def swapped_opens(bundle: Path, second: Path, opens: int) -> None:
         thread.join()
     assert len(found) > opens / 2, "most are opened again"
     assert set(found) <= expected
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("opens", [15, pytest.param(300, marks=pytest.mark.nightly)])
-def test_no_open_combines_two_bundles_that_replace_each_other(bundle: Path, tmp_path: Path, opens: int) -> None:
-    """133 of 275 opens did."""
-    swapped_opens(bundle, other(bundle, tmp_path / "second"), opens)
 
 
 def test_links_and_copied_weights_give_the_same_output(bundle: Path, tmp_path: Path) -> None:

@@ -22,7 +22,6 @@ from transformers import AutoModelForCausalLM
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.graphs.contract.signature import LOGIT_BYTES, LOWERINGS
-from spaceport.runtime.bundle import open_bundle
 from spaceport.runtime.decode.selector import NotANumber
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.sampling.logprobs import logprob_of, most_probable
@@ -30,7 +29,6 @@ from spaceport.runtime.scheduling.generation import Completion
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.control_tokens import ControlTokens
 from spaceport.runtime.text.tokenizer import encode
-from spaceport.tools.reference import open_reference_runtime
 from support.hash_engine import CHILD, END, FORK, MASKS, VOCAB, Language
 from support.hash_runtime import (
     WORDS,
@@ -335,21 +333,6 @@ def test_a_chats_answer_is_scored_behind_its_template(tiny: Runtime) -> None:
     assert score.tokens == (*answer.prompt_tokens, *answer.tokens)
     assert score.start == len(answer.prompt_tokens)
     assert score.greedy
-
-
-def test_those_of_an_int8_bundle_are_the_references_whatever_is_drafted(tiny_int8_bundle: Path) -> None:
-    with open_reference_runtime(open_bundle(tiny_int8_bundle), TINY, 256) as reference:
-        expected = reference.generate(PROMPT, Decoding(max_tokens=60, mask_slots=0, logprobs=5))
-    with Runtime.open(tiny_int8_bundle, max_seq_len=256, threads=1) as runtime:
-        plain = runtime.generate(PROMPT, Decoding(max_tokens=60, mask_slots=0, logprobs=5))
-        # 2e-3 of the largest logit, as for `check`; the largest is about 20
-        assert same(plain.logprobs, expected.logprobs, within=4e-2)
-        scores = [runtime.score(plain.prompt_tokens, plain.tokens, top=5).logprobs]
-        scores.append(runtime.score([*plain.prompt_tokens, *plain.tokens], top=5).logprobs[-60:])
-        assert scores == [plain.logprobs] * 2  # to the bit: they stand in the same slots
-        for drafts in ({"draft": "chain"}, {}, {"mask_slots": 2, "lookup": 6}):
-            found = runtime.generate(PROMPT, Decoding(max_tokens=60, logprobs=5, **drafts))
-            assert found.tokens == plain.tokens
 
 
 def test_the_programs_of_the_page_print_what_stands_behind_them(

@@ -14,7 +14,7 @@ from spaceport.runtime.text.piece import Piece
 from spaceport.runtime.text.tokenizer import TextStream
 from spaceport.runtime.text.transcript import Transcript
 from support.scripted_threads import FORK, Outcome, Path, Script, Writing, cases, events_of, line, outcome, prompt
-from support.small_tokenizers import BROKEN, BYTES, FALLBACK, cut_at, one_byte_each
+from support.small_tokenizers import BROKEN, BYTES, FALLBACK, one_byte_each
 
 BOTH = pytest.mark.parametrize("tokenizer", [BYTES, FALLBACK], ids=["byte_level", "byte_fallback"])
 
@@ -44,31 +44,6 @@ def test_every_order_of_writing_gives_the_text_that_the_whole_tree_has_up_to_a_s
         one_order_gives_what_the_whole_tree_gives(tokenizer, *case, seed)
 
     holds()
-
-
-@settings(max_examples=150)
-@given(case=cases(BYTES), seed=st.integers(0, 10**6))
-def test_what_can_be_read_is_given_at_once_and_nothing_that_may_still_be_cut(
-    case: tuple[Script, list[str]], seed: int
-) -> None:
-    script, stops = case
-    events = list(events_of(BYTES, script))
-    text = outcome(events, stops)[0]
-    writing, random = Writing(BYTES, script, stops), Random(seed)
-    while writing.step(random):
-        shown = writing.reading.text
-        assert text.startswith(shown)
-        without_gap = ""
-        left = {path: len(thread.generated) for path, thread in writing.threads.items()}
-        for event in events:
-            if event.token is not None:
-                left[event.path] -= 1
-            if left.get(event.path, -1) < 0 or (event.ending and writing.threads[event.path].ending is None):
-                break
-            without_gap += event.text
-        without_gap = without_gap.rstrip(BROKEN)  # may be what becomes a character
-        held = without_gap[len(shown) :]
-        assert cut_at(without_gap, stops)[1] or not held or any(stop.startswith(held) for stop in stops)
 
 
 @settings(max_examples=100)

@@ -167,7 +167,8 @@ def test_tokens_are_estimated_from_characters_or_counted() -> None:
     assert estimated_tokens([1] * 400) == 400
     assert estimated_tokens([{"role": "user", "content": "a" * 400}]) == 104
     assert estimated_tokens(([1] * 10, "a" * 400)) == 110
-    assert [estimated_tokens(prompt) for prompt in (None, 5, [], b"abc")] == [0, 0, 0, 0]
+    nothing: tuple[object, ...] = (None, 5, [], b"abc")
+    assert [estimated_tokens(prompt) for prompt in nothing] == [0, 0, 0, 0]
 
 
 def test_an_argument_is_quoted_with_few_characters() -> None:

@@ -7,6 +7,7 @@ import shutil
 import threading
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,11 +21,11 @@ from support.small_bundle import edit
 PROMPT = [5, 6, 7, 8]
 
 
-def open_runtime(bundle: Path, **options: bool) -> Runtime:
+def open_runtime(bundle: Path, **options: Any) -> Runtime:
     return Runtime.open(bundle, backend="onnxruntime", max_seq_len=64, threads=1, step_costs="standard", **options)
 
 
-def scored(bundle: Path, **options: bool) -> tuple[int, float]:
+def scored(bundle: Path, **options: Any) -> tuple[int, float]:
     """The number of parameters that the manifest says, and a log probability that the weights give."""
     with open_runtime(bundle, **options) as runtime:
         return runtime.bundle.manifest.parameters, runtime.score(PROMPT).logprobs[-1].logprob

@@ -260,7 +260,8 @@ def test_a_text_is_a_tree_of_threads_that_are_read_where_they_fork(demo: Runtime
     assert len(line.threads) == line.statistics.threads == 1
     assert line.threads[0].tokens == line.tokens == demo.generate(THREE, Decoding(max_depth=0)).tokens
     for stop in ("2. high", "value. Its", ":\n1"):
-        for options in ({}, {"mask_slots": 0}, {"max_threads": 1}):
+        ways: tuple[dict[str, Any], ...] = ({}, {"mask_slots": 0}, {"max_threads": 1})
+        for options in ways:
             cut = demo.generate(THREE, Decoding(stop=stop, **options))
             assert cut.text == found.text[: found.text.index(stop)]
             assert "stop" in [thread.ending for thread in cut.threads]

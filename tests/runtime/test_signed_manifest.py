@@ -64,7 +64,7 @@ def test_an_unsigned_bundle_is_refused_if_a_signature_is_required(bundle: Path, 
         open_bundle(bundle, require_signature=public)
     with pytest.raises(SignatureError):
         Runtime.open(bundle, require_signature=public)
-    assert open_bundle(bundle).manifest
+    assert open_bundle(bundle).manifest.parameters
     assert str(state_of(bundle)) == "nobody (no signature)"
 
 
@@ -73,7 +73,7 @@ def test_the_required_key_alone_decides(bundle: Path, public: Path, content: byt
     (bundle / SIGNER_FILE).unlink()
     if content is not None:
         (bundle / SIGNER_FILE).write_bytes(content)
-    assert open_bundle(bundle, require_signature=public).manifest
+    assert open_bundle(bundle, require_signature=public).manifest.parameters
     assert state_of(bundle).valid is False
     assert str(state_of(bundle)).startswith("INVALID: ")
 

@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from spaceport.graphs.contract.draft_correction import CorrectionTables, read_tables, write_tables
 from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.contract.manifest import TokenIds
-from spaceport.runtime.costs import StepCosts
+from spaceport.runtime.costs import Curve, StepCosts
 from spaceport.runtime.decode.accept import Verdict
 from spaceport.runtime.decode.draft import Candidates, DraftConfig, Shape, best_chain
 from spaceport.runtime.decode.drafter import TreeDrafter, drafter_for
 from spaceport.runtime.decode.plan import plan_thread
 from spaceport.runtime.decode.planner import DraftPlanner, Sharing
 from spaceport.runtime.decode.threads import Thread, new_thread
-from spaceport.runtime.decode.tree import Curve, Outlook, tree
+from spaceport.runtime.decode.tree import Outlook, tree
 from spaceport.runtime.sampling.choice import Bans, Greedy, top_candidates
 from spaceport.runtime.sampling.correction import Corrected, CorrectedCandidates
 from spaceport.runtime.sampling.sampler import Sampling, chooser

@@ -153,7 +153,7 @@ def tokens(messages: list[Message], tokenizer: Tokenizer = PLAIN, template: str 
     ids = controls.encode(text, special=False, protected=spans).ids
     if tokenizer.normalizer is None:
         assert tokenizer.decode(ids, skip_special_tokens=False) == text
-    return [tokenizer.id_to_token(token) for token in ids if tokenizer.id_to_token(token) in SPECIAL]
+    return [name for token in ids if (name := tokenizer.id_to_token(token)) in SPECIAL]
 
 
 def user(content: Any, **further: Any) -> list[Message]:

@@ -134,22 +134,19 @@ def test_an_endless_sequence_has_as_many_items_as_it_says() -> None:
         assert runtime.generate(Endless(1, 3), Decoding(max_tokens=5)).tokens == expected
 
 
-def test_prompt_tokens_of_waiting_requests_are_limited() -> None:
+@pytest.mark.parametrize("waiting", [(4, 6), (20,)])  # prompt tokens: exactly the limit, and a single one may have more
+def test_prompt_tokens_of_waiting_requests_are_limited(waiting: tuple[int, ...]) -> None:
     with hash_runtime(Language(3, end_every=10**9)) as like:
         engine = StepwiseEngine(Language(3, end_every=10**9), like.engine.capacity, 1)
         runtime = Runtime(like.bundle, engine, like.max_seq_len, limits=Limits(queued_prompt_tokens=10))
-    running = runtime.stream([1, 2, 3])
+    streams = [runtime.stream([1, 2, 3])]
     engine.wait()
-    waiting = [runtime.stream([1] * 4), runtime.stream([1] * 6)]
-    with pytest.raises(QueueFull, match="have 11 prompt tokens, queued_prompt_tokens is 10: try again later, or raise"):
-        runtime.stream([1])
-    for stream in waiting:
-        stream.close()
-    waiting = [runtime.stream([1] * 20)]  # a single one may be longer
-    with pytest.raises(QueueFull, match="have 21 prompt tokens"):
+    streams += [runtime.stream([1] * tokens) for tokens in waiting]
+    message = f"have {sum(waiting) + 1} prompt tokens, queued_prompt_tokens is 10: try again later, or raise"
+    with pytest.raises(QueueFull, match=message):
         runtime.stream([1])
     close_between_steps(runtime, engine)
-    del running, waiting
+    del streams
 
 
 def test_an_absurd_number_of_cpu_threads_is_refused(tmp_path: Path) -> None:

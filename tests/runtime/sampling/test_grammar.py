@@ -223,6 +223,16 @@ def test_a_position_has_the_same_token_in_any_order_of_calls(regex: str, seed: i
             choose.candidates(lines, thread_of(text[:known], path), position, 2)
 
 
+def test_draft_tokens_are_taken_back_also_a_first_one_of_several_pieces() -> None:
+    ids, vocabulary, grammar = WORDS.get_vocab(), VOCABULARIES[id(WORDS)], Grammar(regex="(?:de你|de|thea|ab| ab){1,9}")
+    choose = constrained(greedy(), grammar, vocabulary)
+    for seed, names in enumerate((["▁de", "ab"], ["ab"], ["▁thea", "ab"], [], ["▁de", "▁"], ["▁thea"], ["▁de", "ab"])):
+        ahead = [ids[name] for name in names]
+        logits = logits_for(seed, ahead)
+        expected = constrained(greedy(), grammar, vocabulary).token(logits, thread_of(), ahead)
+        assert choose.token(logits, thread_of(), ahead) == expected
+
+
 def test_what_can_be_written_in_one_way_only_is_drafted_without_fail() -> None:
     tokens, ending, steps = run(Language(3, quality=0), "(?:c ){20}", DraftConfig(3, "chain"), 60, 512)
     assert (full(SMALL, tokens), ending) == ("c " * 20, "end")

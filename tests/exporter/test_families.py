@@ -1,13 +1,11 @@
-"""Families: the graph of every family in ONNX Runtime, compared with the unmodified transformers model."""
+"""Families: the graph of every family, in PyTorch and in ONNX Runtime, compared with the unmodified transformers model."""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import get_args
 
 import numpy as np
@@ -35,8 +33,10 @@ from spaceport.graphs.decoder import AttentionImplementation, decoder_of
 from spaceport.graphs.quantize import QuantizedInputs, quantize_model
 from spaceport.graphs.traits import UnsupportedModel
 from spaceport.runtime.backends.on_onnxruntime import OnnxRuntimeEngine, session_options
+from spaceport.runtime.backends.on_torch import TorchEngine
 from spaceport.runtime.engine import Batch, Engine
-from support.families import FAMILIES, REFUSED, VOCAB, WINDOW, Family, Refused, Structure, build
+from support.cache import built
+from support.families import FAMILIES, REFUSED, VOCAB, WINDOW, Family, Refused, Structure, build, family_of
 from support.paths import TINY as TOKENIZER
 
 FLOAT_TOLERANCE = 1e-4  # of a logit; rounding explains 1e-5
@@ -158,7 +158,7 @@ def reference_logits(reference: PreTrainedModel, rows: Sequence[Row]) -> NDArray
 
 @dataclass(frozen=True)
 class Pair:
-    """A graph and the model that it was exported from."""
+    """A graph and the model that it is made from."""
 
     engine: Engine
     reference: PreTrainedModel
@@ -180,14 +180,10 @@ class Pair:
         return worst
 
 
-@cache
 def pair_of(
-    name: str, lowering: Lowering, dtype: Precision = "float32", weights: Weights = "same", layers: int | None = None
+    family: Family, lowering: Lowering, dtype: Precision = "float32", weights: Weights = "same", in_torch: bool = False
 ) -> Pair:
-    """The family's graph in ONNX Runtime, and the unmodified model with the same weights and quantized inputs."""
-    (family,) = [family for family in FAMILIES if family.name == name]
-    if layers is not None:
-        family = replace(family, options={**family.options, "num_hidden_layers": layers})
+    """The family's graph in an engine, and the unmodified model with the same weights and quantized inputs."""
     model = build(family, torch.float16 if dtype == "float16" else torch.float32)
     activations: Activations = "int8x2" if weights == "int8" else "float"
     quantization = quantize_model(model, weights, activations, lowering)
@@ -196,16 +192,23 @@ def pair_of(
     if quantization.integers is not None:
         QuantizedInputs(reference, quantization.integers)
     form: AttentionImplementation = "operator" if lowering == "append" and family.replaceable else "plain"
+    made_from = (repr(model.config), [tensor.numpy().tobytes() for tensor in model.state_dict().values()], lowering)
     decoder, _ = decoder_of(model, lowering, form, quantization)
+    if in_torch:
+        return Pair(TorchEngine(decoder, decoder.signature, SLOTS, REQUESTS, "cpu"), reference)
+
+    def make(folder: Path) -> None:
+        folder.mkdir()
+        to_onnx(decoder, folder, DEFAULT_OPSET[lowering])
+
+    graph = built(f"graph-{family.model_type}-{weights}", made_from, ["exporter/export.py"], make) / MODEL_FILE
     options = session_options(1, weights, activations)
-    with TemporaryDirectory() as folder:
-        to_onnx(decoder, Path(folder), DEFAULT_OPSET[lowering])
-        session = ort.InferenceSession(Path(folder) / MODEL_FILE, options, providers=["CPUExecutionProvider"])
+    session = ort.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
     return Pair(OnnxRuntimeEngine(session, decoder.signature, SLOTS, REQUESTS), reference)
 
 
-def walk(pair: Pair, relative: bool = False) -> dict[str, float]:
-    """The largest difference in each kind of step of two texts."""
+def require_equal_logits(pair: Pair, tolerance: float, relative: bool = False) -> None:
+    """Assert that the logits of each kind of step of two texts are those of the unmodified model."""
     random = np.random.default_rng(3)
     flood(pair.engine, random)
     one, two = Text(pair.signature, random), Text(pair.signature, random)
@@ -228,7 +231,8 @@ def walk(pair: Pair, relative: bool = False) -> dict[str, float]:
     late, drafted = one.add_rows([-1], few[0].path), two.add_rows(SPACE, other[-1].path, below=64, masks=MASKS)
     found["1 row and a SPACE step"] = step(late, drafted)
     found["chunk of 60 rows, all slots visible"] = step(one.add_rows(chain(60), late[0].path))
-    return found
+    print(f"largest difference {max(found.values()):.1e}")  # pytest -rP shows it
+    assert {step: worst for step, worst in found.items() if not worst <= tolerance} == {}
 
 
 def space_step(pair: Pair) -> list[Row]:
@@ -241,103 +245,80 @@ def space_step(pair: Pair) -> list[Row]:
     return text.add_rows(SPACE, prompt[-1].path, masks=MASKS)
 
 
-def with_visibility(batch: Batch, row: int, slot: int, visible: bool) -> Batch:
-    """The batch with one cell of both masks changed."""
+def difference_with(pair: Pair, rows: list[Row], row: int, slot: int, visible: bool) -> float:
+    """The difference of the logits when one cell of both masks is another one."""
+    batch = batch_of(pair.signature, [rows])
     assert batch.sliding_attention_mask is not None
     batch.attention_mask[0, 0, row, slot] = batch.sliding_attention_mask[0, 0, row, slot] = visible
-    return batch
+    return pair.difference([rows], batch)
 
 
-def difference_of_a_hidden_slot(pair: Pair) -> float:
-    """The change of the logits when the first row of a SPACE step does not see the token two positions before it."""
+def require_sensitive_masks(pair: Pair) -> None:
+    """Assert that the logits change if the first row does not see the token two before it: equality proves something."""
     rows = space_step(pair)
-    blind = with_visibility(batch_of(pair.signature, [rows]), 0, rows[0].ancestors[-2].slot, False)
-    return pair.difference([rows], blind)
+    assert difference_with(pair, rows, 0, rows[0].ancestors[-2].slot, False) > WRONG_MASK_DIFFERENCE
 
 
-def by_tier(family: Family, lowering: Lowering) -> object:
-    """A test case of every run if the family represents its structure, otherwise a nightly one."""
-    return pytest.param(family, lowering, marks=() if lowering in family.each_run else pytest.mark.nightly)
-
-
-def test_every_run_covers_one_family_per_structure() -> None:
-    standing = [family.structure for family in FAMILIES if family.each_run]
-    assert sorted(standing) == sorted({family.structure for family in FAMILIES})
-    assert {lowering for family in FAMILIES for lowering in family.each_run} == {*LOWERINGS}
-    assert all({*family.each_run} <= {*family.lowerings} for family in FAMILIES)
-    assert {*get_args(Structure)} - {*standing} == {"refused"}
+def test_every_run_has_one_graph_per_structure() -> None:
+    standing = [family for family in FAMILIES if family.each_run]
+    assert sorted(family.structure for family in standing) == sorted({family.structure for family in FAMILIES})
+    assert {family.each_run for family in standing} == {*LOWERINGS}
+    assert {*get_args(Structure)} == {family.structure for family in standing} | {"refused"}
     assert {refused.family.structure for refused in REFUSED} == {"refused"}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "lowering"), [by_tier(family, lowering) for family in FAMILIES for lowering in family.lowerings], ids=str
-)
-def test_a_graph_has_the_logits_of_the_unmodified_model(family: Family, lowering: Lowering) -> None:
-    pair = pair_of(family.name, lowering)
-    found = walk(pair)
-    print(f"largest difference {max(found.values()):.1e}")  # pytest -rP shows it
-    assert {step: worst for step, worst in found.items() if not worst <= FLOAT_TOLERANCE} == {}
-    assert difference_of_a_hidden_slot(pair) > WRONG_MASK_DIFFERENCE  # otherwise equal logits would prove little
+def by_tier(family: Family, lowering: Lowering, each_run: Lowering | None) -> object:
+    """A case of each run if this is its lowering, otherwise a nightly one."""
+    return pytest.param(family, lowering, marks=() if lowering == each_run else pytest.mark.nightly)
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize(("name", "lowering"), [("llama", "scatter"), ("qwen3", "append"), ("gemma2", "scatter")])
-def test_a_half_precision_graph_is_within_tolerance_of_the_model(name: str, lowering: Lowering) -> None:
-    found = walk(pair_of(name, lowering, "float16"), relative=True)
-    print(f"largest difference {max(found.values()):.1e}")  # pytest -rP shows it
-    assert {step: worst for step, worst in found.items() if not worst <= HALF_TOLERANCE} == {}
-
-
-# Families with different kinds of matmuls; the others run nightly.
-INT8_EACH_RUN = ("phi3", "gemma2", "qwen3_moe")
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
+def test_the_module_that_is_exported_has_the_logits_of_the_unmodified_model(family: Family) -> None:
+    for lowering in family.lowerings:
+        pair = pair_of(family, lowering, in_torch=True)
+        require_equal_logits(pair, FLOAT_TOLERANCE)
+        require_sensitive_masks(pair)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "lowering"),
-    [
-        pytest.param(
-            family,
-            family.lowerings[0],
-            marks=() if family.name in INT8_EACH_RUN else pytest.mark.nightly,
-            id=str(family),
-        )
-        for family in FAMILIES
-    ],
+    [by_tier(family, lowering, family.each_run) for family in FAMILIES for lowering in family.lowerings],
+    ids=str,
+)
+def test_a_graph_has_the_logits_of_the_unmodified_model(family: Family, lowering: Lowering) -> None:
+    pair = pair_of(family, lowering)
+    require_equal_logits(pair, FLOAT_TOLERANCE)
+    require_sensitive_masks(pair)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("name", "lowering"), [("llama", "scatter"), ("qwen3", "append"), ("gemma2", "scatter")])
+def test_a_half_precision_graph_is_within_tolerance_of_the_model(name: str, lowering: Lowering) -> None:
+    require_equal_logits(pair_of(family_of(name), lowering, "float16"), HALF_TOLERANCE, relative=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "lowering"),
+    [by_tier(family, family.lowerings[0], "scatter" if family.name == "phi3" else None) for family in FAMILIES],
+    ids=str,
 )
 def test_an_int8_graph_has_the_logits_of_the_fake_quantized_model(family: Family, lowering: Lowering) -> None:
-    brief = family.name in INT8_EACH_RUN
-    pair = pair_of(family.name, lowering, weights="int8", layers=1 if brief else None)
-    tolerance = tolerance_of("float32", "int8x2")
-    if not brief:
-        found = walk(pair, relative=True)
-        assert {step: worst for step, worst in found.items() if not worst <= tolerance} == {}
-    assert pair.difference([space_step(pair)], relative=True) <= tolerance
-    assert difference_of_a_hidden_slot(pair) > WRONG_MASK_DIFFERENCE
+    pair = pair_of(family, lowering, weights="int8")
+    require_equal_logits(pair, tolerance_of("float32", "int8x2"), relative=True)
+    require_sensitive_masks(pair)
 
 
-WINDOWED = pytest.mark.parametrize(("name", "lowering"), [("mistral", "scatter"), ("gemma2", "append")])
-
-
-@pytest.mark.slow
-@WINDOWED
-@pytest.mark.parametrize("wrong", [WINDOW - 1, WINDOW + 1])
-def test_a_window_wrong_by_one_changes_the_logits(name: str, lowering: Lowering, wrong: int) -> None:
-    pair = pair_of(name, lowering)
+@pytest.mark.parametrize(("name", "lowering"), [("mistral", "scatter"), ("gemma2", "append")])
+def test_a_window_wrong_by_one_and_a_visible_sibling_change_the_logits(name: str, lowering: Lowering) -> None:
+    pair = pair_of(family_of(name), lowering, in_torch=True)
     rows = space_step(pair)
-    assert pair.difference([rows], batch_of(replace(pair.signature, window=wrong), [rows])) > WRONG_MASK_DIFFERENCE
-    assert pair.difference([rows]) <= FLOAT_TOLERANCE
-
-
-@pytest.mark.slow
-@WINDOWED
-def test_a_visible_sibling_changes_the_logits(name: str, lowering: Lowering) -> None:
-    pair = pair_of(name, lowering)
-    rows = space_step(pair)
+    for wrong in (WINDOW - 1, WINDOW + 1):
+        assert pair.difference([rows], batch_of(replace(pair.signature, window=wrong), [rows])) > WRONG_MASK_DIFFERENCE
     m01, c1 = 1, 3  # both are children of x
-    together = with_visibility(batch_of(pair.signature, [rows]), c1, rows[m01].slot, True)
-    assert pair.difference([rows], together) > WRONG_MASK_DIFFERENCE
+    assert difference_with(pair, rows, c1, rows[m01].slot, True) > WRONG_MASK_DIFFERENCE
+    assert pair.difference([rows]) <= FLOAT_TOLERANCE
 
 
 @pytest.mark.parametrize("refused", REFUSED, ids=str)

@@ -251,32 +251,17 @@ SPOILS: dict[str, tuple[Callable[[Path], object], str]] = {
     "a later schema": (lambda a: edit_json(a / BASE_FILE, schema=2), r"base\.json: schema is 2: expected 1; copy"),
     "no token ids": (lambda a: edit_json(a / BASE_FILE, tokens=[]), r"base\.json: tokens is list: expected an object"),
     "invalid JSON": (lambda a: (a / BASE_FILE).write_text("{"), r"base\.json: not valid JSON"),
-    "no adapter entry": (
-        lambda a: edit_json(a / SAR_FILE, mask_adapter=None),
-        "has none of mask_adapter, heads, prefix: expected one of them in",
-    ),
+    "no adapter entry": (lambda a: edit_json(a / SAR_FILE, mask_adapter=None), "has none of mask_adapter, heads,"),
     "an unknown token": (
         lambda a: edit_json(a / SAR_FILE, fork_token="[F]", child_token="[C]"),
         r"names the token '\[C\]': expected one of \[D\], as in base\.json",
     ),
-    "another token id": (
-        lambda a: edit_json(a / BASE_FILE, tokens={"[D]": 629}),
-        r"token '\[D\]' gets the id 628, the adapter in .* was trained with 629: expected the tokenizer of base",
-    ),
-    "other sizes": (
-        lambda a: edit_base(a, "sizes", num_hidden_layers=3),
-        "its num_hidden_layers is 2, the adapter was trained on base with 3: expected that model as base",
-    ),
-    "other weights": (
-        lambda a: edit_base(a, "weights", float32="0" * 64),
-        "its weights in float32 have the digest [0-9a-f]{12}, the adapter was trained on base with 000000000000: expected",
-    ),
+    "another token id": (lambda a: edit_json(a / BASE_FILE, tokens={"[D]": 629}), r"token '\[D\]' gets the id 628,"),
+    "other sizes": (lambda a: edit_base(a, "sizes", num_hidden_layers=3), "its num_hidden_layers is 2, the adapter"),
+    "other weights": (lambda a: edit_base(a, "weights", float32="0" * 64), "its weights in float32 have the digest"),
     "no adapter": (lambda a: (a / ADAPTER_FILE).unlink(), r"but there is no mask_adapter\.safetensors: copy it"),
     "an adapter cut off": (lambda a: cut(a / ADAPTER_FILE), r"mask_adapter\.safetensors: cannot be read: .*: copy"),
-    "another rank": (
-        lambda a: edit_adapter(a, rank=4),
-        r"has shape \(.*2.*\), the rank of mask_adapter in sar_config\.json is 4: expected rank x in for A",
-    ),
+    "another rank": (lambda a: edit_adapter(a, rank=4), r"has shape \(.*2.*\), the rank of mask_adapter in"),
     "a tensor missing": (
         lambda a: edit_tensors(a / ADAPTER_FILE, lambda found: found.pop(HALF)),
         rf"adapter has no tensor {HALF}: expected 28 tensors such as",
@@ -285,11 +270,11 @@ SPOILS: dict[str, tuple[Callable[[Path], object], str]] = {
     "embeddings cut off": (lambda a: cut(a / EMBEDDINGS_FILE), r"token_embeddings\.safetensors: cannot be read: "),
     "fewer rows": (
         lambda a: edit_tensors(a / EMBEDDINGS_FILE, lambda found: found.update(ids=found["ids"][1:].clone())),
-        "has rows of 11 tokens: expected the 12 tokens that base.json adds",
+        "has rows of 11 tokens: expected the 12 tokens that",
     ),
     "narrower rows": (
         lambda a: edit_tensors(a / EMBEDDINGS_FILE, lambda found: found.update(input=torch.zeros(12, 63))),
-        r"has tensors with the shapes \{'input': \(12, 63\)\}: expected \{'input': \(12, 64\)\}; copy",
+        r"has tensors with the shapes \{'input': \(12, 63\)\}: expected \{'input': \(12,",
     ),
 }
 

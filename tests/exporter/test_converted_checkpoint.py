@@ -13,15 +13,17 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from spaceport.exporter.checkpoint import Checkpoint, TokenFlags, load_model, open_checkpoint
-from spaceport.exporter.export import ExportOptions, export
+from spaceport.exporter.export import ExportOptions
 from spaceport.exporter.quiet import quiet_libraries
 from spaceport.exporter.sar_config import CheckpointError
 from spaceport.runtime import Decoding, Runtime
 from spaceport.tools.tune.job import TuningJob
 from spaceport.tools.tune.settings import TrainingSettings
 from spaceport.tools.tune.tuning import tune
+from support.exported import bundle_of
 from support.published_checkpoints import CONFIGS, Format, Published, published, write_published
 from support.published_models import chatglm_logits, internlm_logits, qwen_logits
+from support.published_nemotron import nemotron_logits, random_weights, write_nemotron
 from support.varied_texts import varied_texts
 
 TOLERANCE = 2e-5  # of a logit, which are up to 20 here: float32 against float64
@@ -84,10 +86,9 @@ def test_logits_equal_those_of_the_published_architecture(
     assert found <= TOLERANCE
 
 
-@pytest.mark.parametrize("family", CONFIGS)
 @pytest.mark.parametrize(("format", "shards"), [("safetensors", 3), ("bin", 1), ("bin", 2)])
-def test_every_file_format_has_the_same_logits(family: str, format: Format, shards: int, tmp_path: Path) -> None:
-    assert difference(published(family), tmp_path, format, shards) <= TOLERANCE
+def test_every_file_format_has_the_same_logits(format: Format, shards: int, tmp_path: Path) -> None:
+    assert difference(published("chatglm"), tmp_path, format, shards) <= TOLERANCE
 
 
 SWAPPED = (
@@ -200,12 +201,9 @@ PROMPTS = ("the answer", "你好 def f(x):\n")
 def test_drafted_and_plain_decoding_give_the_same_tokens(family: str, tmp_path: Path) -> None:
     folder = write_published(tmp_path / "published", published(family))
     tokens = TokenFlags(mask=(MASKS[family],), max_mask_slots=3)
-    manifest = export(folder, tmp_path / "bundle", ExportOptions(tokens=tokens))
-    assert (manifest.model_type, manifest.max_positions) == (
-        {"chatglm": "glm", "internlm": "llama"}.get(family, "qwen2"),
-        256,
-    )
-    with Runtime.open(tmp_path / "bundle") as runtime:
+    bundle = bundle_of(folder, ExportOptions(tokens=tokens))
+    with Runtime.open(bundle) as runtime:
+        assert runtime.bundle.manifest.max_positions == 256
         for prompt in PROMPTS:
             plain = runtime.generate(prompt, Decoding(max_tokens=32, mask_slots=0, lookup=0))
             assert runtime.generate(prompt, Decoding(max_tokens=32)).tokens == plain.tokens
@@ -232,3 +230,43 @@ def test_a_tuned_checkpoint_keeps_tokens_template_and_ends(family: str, loaded: 
     texts = varied_texts(300, ("<|im_start|>", "<|im_end|>", "<|user|>", "<eoh>", "</s>"))
     tokenizers = [Tokenizer.from_str(checkpoint.tokenizer) for checkpoint in (before, after)]
     assert all(tokenizers[0].encode(text).ids == tokenizers[1].encode(text).ids for text in texts)
+
+
+def test_the_causal_pass_of_nemotron_has_the_published_logits(tmp_path: Path) -> None:
+    """The text is longer than original_max_position_embeddings, so that queries are scaled."""
+    weights, adapter = random_weights()
+    found = opened(write_nemotron(tmp_path / "model", weights, None))
+    assert (found.config.model_type, found.tokens.mask, found.tokens.end) == ("ministral3", (), (1, 3))
+    ids = [5, 9, 200, 33, 17, 5, 80, 401, 64, 12, 7, 300, 21, 90, 55, 18, 77, 260, 31, 6]
+    causal = torch.ones(len(ids), len(ids), dtype=torch.bool).tril()
+    expected = nemotron_logits(weights, adapter, ids, causal)
+    assert (logits(load_model(found, "float32"), ids) - expected).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({"dlm_paradigm": "block_diff"}, r"dlm_paradigm is 'block_diff', so the model has another attention"),
+        ({"attention_bias": True}, r"attention_bias is True, so the model has biases"),
+        ({"sliding_window": 8}, r"sliding_window is 8, so the model has sliding windows"),
+        ({"vision_config": {}}, r"unknown field 'vision_config'"),
+        ({"max_position_embeddings": 128}, r"factor is 16, max_position_embeddings is 128: expected 16"),
+        ({"rope_parameters": {"rope_type": "default"}}, "rope_parameters is .*: expected an object with rope_type"),
+    ],
+)
+def test_a_nemotron_that_differs_from_the_published_models_is_refused(
+    entries: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        opened(write_nemotron(tmp_path / "model", *random_weights(), **entries))
+
+
+def test_an_incomplete_nemotron_is_refused(tmp_path: Path) -> None:
+    weights, adapter = random_weights()
+    folder = write_nemotron(tmp_path / "model", weights, adapter)
+    (folder / "tokenizer.json").write_text("{", "utf-8")
+    with pytest.raises(CheckpointError, match=r"its tokenizer cannot be read: .*: expected tokenizer.json"):
+        opened(folder)
+    del weights["encoder.norm.weight"]
+    with pytest.raises(CheckpointError, match=r"tensor encoder.norm.weight is missing: expected the 21 tensors"):
+        opened(write_nemotron(tmp_path / "lacks", weights, adapter))

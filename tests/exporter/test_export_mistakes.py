@@ -69,21 +69,15 @@ NORM = "model.layers.1.input_layernorm.weight"
 SPOILS: dict[str, tuple[Callable[[Path], object], str]] = {
     "nothing there": (shutil.rmtree, "checkpoint: no such folder: expected a checkpoint"),
     "no configuration": (lambda c: (c / "config.json").unlink(), r"no config\.json in it: expected a checkpoint"),
-    "configuration no JSON": (
-        lambda c: (c / "config.json").write_text("{"),
-        r"config\.json: not valid JSON",
-    ),
-    "configuration a list": (
-        lambda c: (c / "config.json").write_text("[]"),
-        r"config\.json: contains list: expected an obj",
-    ),
+    "configuration no JSON": (lambda c: (c / "config.json").write_text("{"), r"config\.json: not valid JSON"),
+    "configuration a list": (lambda c: (c / "config.json").write_text("[]"), r"config\.json: contains list: expected"),
     "unknown architecture": (
         lambda c: change(c / "config.json", model_type="frobnicate"),
         r"architecture 'frobnicate' is not one that transformers \S+ knows: expected one such as llama",
     ),
     "code of its own": (
         lambda c: change(c / "config.json", model_type="frobnicate", auto_map={"AutoConfig": "code.Config"}),
-        "architecture 'frobnicate' .* has its own code: use --trust-remote-code if you trust it",
+        "architecture 'frobnicate' .* has its own code: use --trust-remote-code if",
     ),
     "architecture a number": (lambda c: change(c / "config.json", model_type=5), "architecture 5 is not one that"),
     "encoder and decoder": (
@@ -92,43 +86,22 @@ SPOILS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "encoder and decoder that has a causal form": (
         lambda c: (c / "config.json").write_text('{"model_type": "bart", "is_encoder_decoder": true}'),
-        "'bart' is not a decoder-only causal language model: expected one such as llama, qwen3 or mistral",
+        "'bart' is not a decoder-only causal language model: expected one",
     ),
-    "a size of no kind": (
-        lambda c: change(c / "config.json", hidden_size="many"),
-        r"config\.json: .*'hidden_size' expected int, got str \(value: 'many'\): expected a configuration of 'llama'",
-    ),
+    "a size of no kind": (lambda c: change(c / "config.json", hidden_size="many"), r"config\.json: .*'hidden_size'"),
     "sizes that do not fit": (lambda c: change(c / "config.json", num_attention_heads=7), "96.* not a multiple of .*7"),
-    "no tokenizer": (
-        lambda c: [file.unlink() for file in c.glob("tokenizer*")],
-        r"no tokenizer in it: expected tokenizer\.json, or tokenizer\.model to convert from",
-    ),
-    "tokenizer of nothing": (
-        lambda c: (c / "tokenizer.json").write_text("{}"),
-        "its tokenizer cannot be read: .*expected",
-    ),
+    "no tokenizer": (lambda c: [file.unlink() for file in c.glob("tokenizer*")], r"no tokenizer in it: expected"),
+    "tokenizer of nothing": (lambda c: (c / "tokenizer.json").write_text("{}"), "its tokenizer cannot be read:"),
     "tokenizer unknown": (
         lambda c: change(c / "tokenizer.json", model={"type": "Frob"}),
         "its tokenizer cannot be read: .*: expected one as save_pretrained writes it",
     ),
-    "pickles only": (
-        lambda c: (c / "model.safetensors").rename(c / "pytorch_model.bin"),
-        r"its weights are pickles, which can run code when opened: expected \*\.safetensors; save it again",
-    ),
+    "pickles only": (lambda c: (c / "model.safetensors").rename(c / "pytorch_model.bin"), r"its weights are pickles,"),
     "no weights": (lambda c: (c / "model.safetensors").unlink(), r"no weights in it: expected \*\.safetensors"),
-    "weights cut off": (
-        lambda c: os.truncate(c / "model.safetensors", 300_000),
-        "its weights cannot be loaded: .*incomplete metadata, file not fully covered: copy or download it again",
-    ),
+    "weights cut off": (lambda c: os.truncate(c / "model.safetensors", 300_000), "its weights cannot be loaded:"),
     "weights of nothing": (lambda c: os.truncate(c / "model.safetensors", 0), "cannot be loaded: .*: copy or download"),
-    "weights of junk": (
-        lambda c: (c / "model.safetensors").write_bytes(b"\xff" * 999),
-        "header too large: copy or down",
-    ),
-    "a weight is missing": (
-        lambda c: weights(c, lambda found: found.pop(NORM)),
-        f"weights {NORM} are missing or of another shape: expected every weight of LlamaForCausalLM; save",
-    ),
+    "weights of junk": (lambda c: (c / "model.safetensors").write_bytes(b"\xff" * 999), "header too large: copy or"),
+    "a weight is missing": (lambda c: weights(c, lambda found: found.pop(NORM)), f"weights {NORM} are missing or of"),
     "many are missing": (lambda c: change(c / "config.json", num_hidden_layers=4), "and 6 more are missing or of"),
     "a weight of another shape": (
         lambda c: weights(c, lambda found: found.update({NORM: torch.zeros(48)})),

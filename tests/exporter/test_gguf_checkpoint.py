@@ -1,11 +1,11 @@
-"""GGUF checkpoint: weights equal an independent dequantization, logits equal the original model's."""
+"""GGUF checkpoint: logits equal the original model's; what cannot be loaded exactly is refused by name."""
 
 from __future__ import annotations
 
+import re
 import shutil
-import struct
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,11 +13,16 @@ import torch
 
 pytest.importorskip("gguf")
 
-from gguf import GGUFReader
+from gguf import GGUFReader, quants
 
+from spaceport.exporter import gguf_file
 from spaceport.exporter.checkpoint import Checkpoint, CheckpointError, TokenFlags, load_model, open_checkpoint
+from spaceport.exporter.checkpoint_files import is_gguf
 from spaceport.exporter.export import ExportOptions, export
+from spaceport.exporter.gguf_file import GgufTensor, read_gguf
+from spaceport.exporter.gguf_hyperparameters import Hyperparameters, check_shapes, hyperparameters_of
 from spaceport.exporter.quiet import quiet_libraries
+from spaceport.graphs.contract.faults import MissingDependency
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
 from spaceport.tools.tune.inputs import identity_of
@@ -25,7 +30,6 @@ from spaceport.tools.tune.job import TuningJob
 from spaceport.tools.tune.settings import TrainingSettings
 from spaceport.tools.tune.tuning import tune
 from support.gguf_files import HEADS, KV_HEADS, gguf_name, interleaved, random_model, write_gguf
-from support.paths import TINY
 
 TYPES = {
     "token_embd.weight": "Q8_0",
@@ -47,110 +51,23 @@ def quantized(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_gguf(tmp_path_factory.mktemp("gguf") / "model.gguf", random_model(), TYPES)
 
 
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_gguf(tmp_path_factory.mktemp("gguf") / "model.gguf", random_model())
+
+
 def opened(file: Path) -> Checkpoint:
     return open_checkpoint(file, TokenFlags())
 
 
-# Independent dequantization: one block at a time, from the description of the formats
-
-
-def half(block: bytes, offset: int) -> float:
-    return float(struct.unpack_from("<e", block, offset)[0])
-
-
-def nibbles(block: bytes, offset: int) -> list[int]:
-    """Low nibbles of 16 bytes, then their high nibbles."""
-    part = block[offset : offset + 16]
-    return [byte & 15 for byte in part] + [byte >> 4 for byte in part]
-
-
-def fifth_bits(block: bytes, offset: int) -> list[int]:
-    (bits,) = struct.unpack_from("<I", block, offset)
-    return [bits >> index & 1 for index in range(32)]
-
-
-def q4_0(block: bytes) -> list[float]:
-    return [half(block, 0) * (code - 8) for code in nibbles(block, 2)]
-
-
-def q4_1(block: bytes) -> list[float]:
-    return [half(block, 0) * code + half(block, 2) for code in nibbles(block, 4)]
-
-
-def q5_0(block: bytes) -> list[float]:
-    codes = zip(nibbles(block, 6), fifth_bits(block, 2), strict=True)
-    return [half(block, 0) * ((low | high << 4) - 16) for low, high in codes]
-
-
-def q5_1(block: bytes) -> list[float]:
-    codes = zip(nibbles(block, 8), fifth_bits(block, 4), strict=True)
-    return [half(block, 0) * (low | high << 4) + half(block, 2) for low, high in codes]
-
-
-def q8_0(block: bytes) -> list[float]:
-    return [half(block, 0) * code for code in struct.unpack_from("<32b", block, 2)]
-
-
-def q4_k(block: bytes) -> list[float]:
-    scales, values = block[4:16], []
-    for sub in range(8):  # 32 weights each
-        if sub < 4:
-            scale, least = scales[sub] & 63, scales[sub + 4] & 63
-        else:
-            scale = scales[sub + 4] & 15 | scales[sub - 4] >> 6 << 4
-            least = scales[sub + 4] >> 4 | scales[sub] >> 6 << 4
-        part = block[16 + sub // 2 * 32 :][:32]
-        codes = [byte >> 4 if sub % 2 else byte & 15 for byte in part]
-        values += [half(block, 0) * scale * code - half(block, 2) * least for code in codes]
-    return values
-
-
-def q6_k(block: bytes) -> list[float]:
-    scales = struct.unpack_from("<16b", block, 192)
-    values = []
-    for index in range(256):
-        part, within = divmod(index, 128)
-        quarter, offset = divmod(within, 32)
-        low = block[part * 64 + quarter % 2 * 32 + offset] >> (4 if quarter > 1 else 0) & 15
-        high = block[128 + part * 32 + offset] >> 2 * quarter & 3
-        values.append(half(block, 208) * scales[index // 16] * ((low | high << 4) - 32))
-    return values
-
-
-BLOCKS: dict[str, tuple[int, Callable[[bytes], list[float]]]] = {
-    "Q4_0": (18, q4_0),
-    "Q4_1": (20, q4_1),
-    "Q5_0": (22, q5_0),
-    "Q5_1": (24, q5_1),
-    "Q8_0": (34, q8_0),
-    "Q4_K": (144, q4_k),
-    "Q6_K": (210, q6_k),
-    "F32": (4, lambda block: [struct.unpack("<f", block)[0]]),
-    "F16": (2, lambda block: [half(block, 0)]),
-    "BF16": (2, lambda block: [struct.unpack("<f", b"\0\0" + block)[0]]),
-}
-
-
-def dequantized(file: Path) -> dict[str, np.ndarray]:
-    """The tensors of a GGUF file in llama.cpp's layout."""
-    found = {}
-    for tensor in GGUFReader(file).tensors:
-        size, decode = BLOCKS[tensor.tensor_type.name]
-        data = tensor.data.tobytes()
-        values = [value for start in range(0, len(data), size) for value in decode(data[start : start + size])]
-        found[tensor.name] = np.array(values, np.float32).reshape(tensor.shape[::-1])
-    return found
-
-
-def test_ten_tensor_types_equal_an_independent_dequantization(quantized: Path) -> None:
-    expected = dequantized(quantized)
-    assert {tensor.tensor_type.name for tensor in GGUFReader(quantized).tensors} == set(TYPES.values())
+def test_weights_of_ten_types_are_dequantized_to_the_right_parameters(quantized: Path) -> None:
+    stored = {tensor.name: tensor for tensor in GGUFReader(quantized).tensors}
+    assert {tensor.tensor_type.name for tensor in stored.values()} == set(TYPES.values())
     for name, parameter in load_model(opened(quantized), "float32").named_parameters():
-        weight = parameter.detach().numpy()
+        weight, tensor = parameter.detach().numpy(), stored[gguf_name(name)]
         if name.endswith(("q_proj.weight", "k_proj.weight")):
             weight = interleaved(weight, HEADS if "q_proj" in name else KV_HEADS)
-        # K-quants multiply float32 factors in another order
-        np.testing.assert_allclose(weight, expected[gguf_name(name)], rtol=1e-6, atol=1e-9, err_msg=name)
+        np.testing.assert_array_equal(weight, quants.dequantize(tensor.data, tensor.tensor_type), err_msg=name)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -172,18 +89,13 @@ def test_a_loaded_model_has_no_quantizer_and_can_be_saved(quantized: Path, tmp_p
     assert "quantization_config" not in (tmp_path / "config.json").read_text()
 
 
-def test_a_tensor_without_a_counterpart_is_refused(tmp_path: Path) -> None:
-    file = write_gguf(tmp_path / "model.gguf", random_model(), tensors={"rope_freqs.weight": np.ones(8, np.float32)})
-    with pytest.raises(CheckpointError, match=r"tensor rope_freqs.weight has no counterpart in LlamaForCausalLM"):
-        load_model(opened(file), "float32")
-
-
-def test_a_missing_tensor_is_refused(tmp_path: Path) -> None:
-    file = write_gguf(tmp_path / "model.gguf", random_model(), changes={"llama.block_count": 3})
-    with pytest.raises(
-        CheckpointError, match=r"tensor blk.2.attn_q.weight is missing: expected the tensors of 3 layers"
-    ):
-        opened(file)
+def test_a_changed_gguf_file_prevents_a_resume(plain: Path, tmp_path: Path) -> None:
+    copy = shutil.copyfile(plain, tmp_path / "model.gguf")
+    job = TuningJob(copy, tmp_path / "tuned", (), TrainingSettings())
+    before = identity_of(job)
+    copy.write_bytes(copy.read_bytes()[:-1] + b"\0")
+    assert identity_of(job) != before
+    assert before["checkpoint"][0].startswith("model.gguf ")
 
 
 @pytest.mark.nightly
@@ -196,21 +108,111 @@ def test_a_gguf_file_is_exported_and_tuned(quantized: Path, tmp_path: Path) -> N
     data.write_text('{"prompt": "import json", "response": "import os"}\n', "utf-8")
     settings = TrainingSettings("sar", "gated-lora", max_steps=1, rank=2, batch_size=1)
     tune(TuningJob(quantized, tmp_path / "tuned", (data,), settings))
-    tuned = open_checkpoint(tmp_path / "tuned", TokenFlags())
-    assert tuned.max_mask_slots == 5
-    assert tuned.tokens.end == (1,)
+    tuned = opened(tmp_path / "tuned")
+    assert (tuned.max_mask_slots, tuned.tokens.end) == (5, (1,))
     export(tmp_path / "tuned", tmp_path / "tuned.bundle", ExportOptions())
     export(quantized, tmp_path / "plain.bundle", ExportOptions())
-    with Runtime.open(tmp_path / "plain.bundle") as plain, Runtime.open(tmp_path / "tuned.bundle") as drafting:
-        one, other = (runtime.generate("import json", Decoding(max_tokens=12)) for runtime in (plain, drafting))
-    assert one.tokens == other.tokens
+    with Runtime.open(tmp_path / "plain.bundle") as one, Runtime.open(tmp_path / "tuned.bundle") as drafting:
+        first, second = (runtime.generate("import json", Decoding(max_tokens=12)) for runtime in (one, drafting))
+    assert first.tokens == second.tokens
 
 
-def test_a_changed_gguf_file_prevents_a_resume(quantized: Path, tmp_path: Path) -> None:
-    copy = shutil.copyfile(quantized, tmp_path / "model.gguf")
-    job = TuningJob(copy, tmp_path / "tuned", (), TrainingSettings())
-    before = identity_of(job)
-    copy.write_bytes(copy.read_bytes()[:-1] + b"\0")
-    assert identity_of(job) != before
-    assert before["checkpoint"][0].startswith("model.gguf ")
-    assert TINY.is_dir()
+def test_metadata_and_tensor_types_are_read(plain: Path, tmp_path: Path) -> None:
+    file = read_gguf(plain)
+    assert (file.architecture, file.get("bos_token_id"), file.get("token_ids")) == ("llama", 0, None)
+    assert file.metadata["llama.context_length"] == 256
+    assert file.tensors["blk.1.ffn_down.weight"] == GgufTensor("F32", (256, 64))
+    assert len(file.tensors) == 2 + 2 * 9
+    (tmp_path / "folder.gguf").mkdir()
+    assert [is_gguf(path) for path in (plain, tmp_path / "folder.gguf", tmp_path)] == [True, False, False]
+    read_gguf(write_gguf(tmp_path / "model.gguf", random_model(), changes={"llama.rope.scaling.type": "none"}))
+
+
+def test_a_missing_or_truncated_file_and_a_missing_package_are_named(
+    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(CheckpointError, match=r"model.gguf: no such file: expected a GGUF file"):
+        read_gguf(tmp_path / "model.gguf")
+    (tmp_path / "model.gguf").write_bytes(plain.read_bytes()[:-4000])
+    with pytest.raises(CheckpointError, match=r"not a complete GGUF file"):
+        read_gguf(tmp_path / "model.gguf")
+    monkeypatch.setattr(gguf_file, "find_spec", lambda name: None if name == "gguf" else name)
+    with pytest.raises(MissingDependency, match=r"needs the package gguf, .*: pip install .*\[gguf\]'"):
+        read_gguf(plain)
+
+
+def hyperparameters(folder: Path, family: str = "llama", **changes: Any) -> Hyperparameters:
+    """The hyperparameters of a tiny file, compared with its tensors."""
+    named = {f"{family}.{key}": value for key, value in changes.items()}
+    file = read_gguf(write_gguf(folder / "model.gguf", random_model(family), changes=named))
+    found = hyperparameters_of(file)
+    check_shapes(file, found)
+    return found
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_the_sizes_of_a_model_are_read(family: str, tmp_path: Path) -> None:
+    stated = {"attention.key_length": 16} if family == "qwen3" else {}
+    assert hyperparameters(tmp_path, family, **stated) == Hyperparameters(64, 2, 256, 4, 2, 16)
+
+
+SIZES = ("embedding_length", "attention.head_count", "block_count", "feed_forward_length", "context_length")
+NO_SIZES = ((0, "is 0"), ("8", "is '8'"), (True, "is True"), ([1, 2], "is an array"), (1.5, "is 1.5"))
+WIDE = {"attention.key_length": 32, "rope.dimension_count": 32}
+EPSILON = "attention.layer_norm_rms_epsilon"
+
+CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
+    *(
+        ({key: None}, f"model.gguf: llama.{key} is missing: expected a whole number of at least 1; convert")
+        for key in SIZES
+    ),
+    *(({"block_count": value}, f"llama.block_count {found}: expected a whole number") for value, found in NO_SIZES),
+    ({"attention.head_count_kv": 3}, "attention.head_count is 4: expected a multiple of 3 key and value"),
+    ({"attention.head_count_kv": [2, 2]}, "attention.head_count_kv is an array"),
+    ({"attention.head_count": 6}, "embedding_length is 64: expected a multiple of 6 heads"),
+    ({"attention.key_length": 15, "rope.dimension_count": 15}, "the head size is 15: expected an even number"),
+    (WIDE, "tensor blk.0.attn_q.weight has shape (64, 64): expected (64, 128)"),
+    ({**WIDE, "rope.dimension_count": 16}, "rope.dimension_count is 16, the head size is 32: expected equal sizes"),
+    ({"feed_forward_length": 128}, "tensor blk.0.ffn_gate.weight has shape (64, 256): expected (64, 128)"),
+    ({"embedding_length": 128}, "llama.rope.dimension_count is 16, the head size is 32"),
+    ({"block_count": 2**32 - 1}, "tensor blk.2.attn_q.weight is missing: expected the tensors of 4294967295 layers"),
+    ({"vocab_size": 7}, "tensor token_embd.weight has shape (64, 628): expected (64, 7)"),
+    ({EPSILON: None}, "layer_norm_rms_epsilon is missing: expected a floating"),
+    ({EPSILON: 0.0}, "layer_norm_rms_epsilon is 0.0: expected a floating-point number above"),
+    ({"rope.freq_base": float("inf")}, "llama.rope.freq_base is inf: expected a floating-point number above 0"),
+    ({"rope.freq_base": "x"}, "llama.rope.freq_base is 'x': expected a floating-point number above 0"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), CONTRADICTIONS)
+def test_hyperparameters_that_are_wrong_or_contradict_each_other_are_refused(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        hyperparameters(tmp_path, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"general.type": "adapter"}, "general.type is 'adapter': expected a model"),
+        ({"split.count": 3}, "one of 3 parts: expected a single file; merge them"),
+        ({"llama.rope.scaling.type": "yarn"}, "llama.rope.scaling.type is 'yarn', which cannot be loaded"),
+        ({"llama.expert_count": 8}, "llama.expert_count is 8, which cannot be loaded"),
+    ],
+)
+def test_unsupported_metadata_is_refused_by_name(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        read_gguf(write_gguf(tmp_path / "model.gguf", random_model(), changes=changes))
+
+
+def test_unsupported_architectures_and_tensors_are_refused_by_name(tmp_path: Path) -> None:
+    file, other = tmp_path / "model.gguf", random_model()
+    other.config.model_type = "mamba"
+    with pytest.raises(CheckpointError, match="'mamba' is not supported in GGUF files: expected one of llama, qwen2"):
+        read_gguf(write_gguf(file, other))
+    with pytest.raises(CheckpointError, match=r"blk.0.ffn_down.weight has type TQ1_0, which is not supported: exp"):
+        read_gguf(write_gguf(file, random_model(), {"blk.0.ffn_down.weight": "TQ1_0"}))
+    unknown = write_gguf(file, random_model(), tensors={"rope_freqs.weight": np.ones(8, np.float32)})
+    with pytest.raises(CheckpointError, match=r"tensor rope_freqs.weight has no counterpart in LlamaForCausalLM"):
+        load_model(opened(unknown), "float32")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import random
 import struct
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from support.gguf_files import metadata_of, random_model, tokenizer_metadata, wr
 SIZES = {0: (1, 4), 8: (32, 34)}  # F32 and Q8_0
 
 # Cases of each run, and those of the nightly one
-CASES = (pytest.param(0, 20), *(pytest.param(20 + 40 * run, 40, marks=pytest.mark.nightly) for run in range(7)))
+CASES = (pytest.param(0, 20), pytest.param(20, 280, marks=pytest.mark.nightly))
 
 
 def text(content: str | bytes) -> bytes:
@@ -68,25 +67,13 @@ BROKEN = {
     "version 4": (content(version=4), "it has version 4"),
     "big-endian": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "its numbers are big-endian"),
     "no counts": (b"GGUF" + struct.pack("<I", 3), "the number of tensors at byte 8 has 8 bytes, the file has 0 more"),
-    "many entries": (
-        content()[:16] + struct.pack("<Q", 2**64 - 1),
-        "the length of a metadata key at byte 24 has 8 bytes",
-    ),
+    "many entries": (content()[:16] + struct.pack("<Q", 2**64 - 1), "the length of a metadata key at byte 24 has 8"),
     "many tensors": (b"GGUF" + struct.pack("<IQQ", 3, 2**63, 0), "the length of a tensor name at byte 24 has 8 bytes"),
-    "long key": (
-        content((struct.pack("<Q", 2**63) + b"a",)),
-        "a metadata key at byte 32 has 9223372036854775808 bytes, the file has",
-    ),
+    "long key": (content((struct.pack("<Q", 2**63) + b"a",)), "a metadata key at byte 32 has 9223372036854775808"),
     "long text": (content((entry("a", 8, struct.pack("<Q", 1000)),)), "a at byte 45 has 1000 bytes"),
-    "long array": (
-        content((entry("a", 9, array(4, 9_000_000, b"")),)),
-        "a at byte 49 has 36000000 bytes, the file has",
-    ),
+    "long array": (content((entry("a", 9, array(4, 9_000_000, b"")),)), "a at byte 49 has 36000000 bytes, the file"),
     "huge array": (content((entry("a", 9, array(4, 2**60, b"")),)), f"a has {2**60} items, at most 10000000 are"),
-    "long item": (
-        content((entry("a", 9, array(8, 1, struct.pack("<Q", 99))),)),
-        "an item of a at byte 57 has 99 bytes",
-    ),
+    "long item": (content((entry("a", 9, array(8, 1, struct.pack("<Q", 99))),)), "an item of a at byte 57 has 99"),
     "nested array": (content((entry("a", 9, array(9, 1, b"")),)), "a is an array of type 9"),
     "unknown value": (content((entry("a", 13, b""),)), "a has type 13"),
     "no dimensions": (content((), (tensor("a", ()),)), "tensor a has 0 dimensions"),
@@ -95,18 +82,20 @@ BROKEN = {
     "half a block": (content((), (tensor("a", (16,), 8),), 64), "tensor a has shape [16], its rows have blocks of 32"),
     "no weights": (content((), (tensor("a", (0,)),)), "tensor a has shape [0], its rows have blocks of 1"),
     "cut data": (content((), (tensor("a", (4,)),), 15), "tensor a ends at byte 80, the file has 79"),
-    "late data": (
-        content((), (tensor("a", (4,), 0, 2**63),), 16),
-        f"tensor a ends at byte {2**63 + 80}, the file has 80",
-    ),
+    "late data": (content((), (tensor("a", (4,), 0, 2**63),), 16), f"tensor a ends at byte {2**63 + 80}, the file has"),
     "huge tensor": (content((), (tensor("a", (2**40, 2**40)),), 16), f"tensor a ends at byte {2**82 + 96}, the file"),
 }
 
 
-@pytest.mark.parametrize("name", SOUND)
-def test_files_whose_parts_fit_are_accepted(name: str, tmp_path: Path) -> None:
-    (tmp_path / "model.gguf").write_bytes(SOUND[name])
-    check_layout(tmp_path / "model.gguf", SIZES)
+def test_files_whose_parts_fit_are_accepted_and_refused_wherever_they_are_cut(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    for whole in SOUND.values():
+        file.write_bytes(whole)
+        check_layout(file, SIZES)
+    for size in range(len(SOUND["tensors"])):
+        file.write_bytes(SOUND["tensors"][:size])
+        with pytest.raises(CheckpointError, match="not a complete GGUF file"):
+            check_layout(file, SIZES)
 
 
 @pytest.mark.parametrize("name", BROKEN)
@@ -115,19 +104,9 @@ def test_parts_that_exceed_the_file_are_refused(name: str, tmp_path: Path) -> No
     file = tmp_path / "model.gguf"
     file.write_bytes(data)
     with pytest.raises(CheckpointError) as caught:
-        check_layout(file, SIZES)
+        read_gguf(file)
     assert str(caught.value).startswith(f"{file}: not a complete GGUF file ({message}")
     assert str(caught.value).endswith("): expected version 2 or 3; download or convert it again")
-    with pytest.raises(CheckpointError):
-        read_gguf(file)
-
-
-def test_a_file_is_refused_wherever_it_is_cut(tmp_path: Path) -> None:
-    whole, file = SOUND["tensors"], tmp_path / "model.gguf"
-    for size in range(len(whole)):
-        file.write_bytes(whole[:size])
-        with pytest.raises(CheckpointError, match="not a complete GGUF file"):
-            check_layout(file, SIZES)
 
 
 def test_text_that_is_not_utf_8_is_refused(tmp_path: Path) -> None:
@@ -139,71 +118,34 @@ def test_text_that_is_not_utf_8_is_refused(tmp_path: Path) -> None:
             read_gguf(file)
 
 
-Mutation = Callable[[random.Random, bytearray, int], None]
-
 NUMBERS = (0, 1, 2, 255, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1, 2**63, 2**64 - 1)
-VALUES: tuple[Any, ...] = (
-    0,
-    1,
-    3,
-    2**31,
-    2**32 - 1,
-    0.0,
-    -1.5,
-    math.nan,
-    math.inf,
-    True,
-    "",
-    "x",
-    [1],
-    ["a"],
-    [0.5],
-    None,
-)
+# fmt: off
+VALUES: tuple[Any, ...] = (0, 1, 3, 2**31, 2**32 - 1, 0.0, -1.5, math.nan, math.inf, True, "", "x", [1], ["a"], [0.5], None)
+# fmt: on
 
 
-def flip_bits(dice: random.Random, data: bytearray, head: int) -> None:
-    for _ in range(dice.choice((1, 1, 2, 8))):
-        data[dice.randrange(head)] ^= 1 << dice.randrange(8)
-
-
-def replace_number(dice: random.Random, data: bytearray, head: int) -> None:
-    form = dice.choice(("<I", "<Q"))
-    value = dice.choice([number for number in NUMBERS if number < 2 ** (8 * struct.calcsize(form))])
-    struct.pack_into(form, data, dice.randrange(head), value)
-
-
-def replace_noise(dice: random.Random, data: bytearray, head: int) -> None:
-    start = dice.randrange(head)
-    data[start : start + 16] = dice.randbytes(16)
-
-
-def remove_bytes(dice: random.Random, data: bytearray, head: int) -> None:
-    start = dice.randrange(head)
-    del data[start : start + dice.choice((1, 4, 8, 100))]
-
-
-def truncate(dice: random.Random, data: bytearray, head: int) -> None:
-    del data[dice.choice((dice.randrange(head), dice.randrange(len(data)))) :]
-
-
-MUTATIONS: tuple[Mutation, ...] = (flip_bits, replace_number, replace_noise, remove_bytes, truncate)
+def damage(dice: random.Random, data: bytearray, head: int) -> None:
+    """Change bits, a number or 16 bytes before `head`, or remove bytes there or at the end."""
+    kind, start = dice.randrange(5), dice.randrange(head)
+    if kind == 0:
+        for _ in range(dice.choice((1, 1, 2, 8))):
+            data[dice.randrange(head)] ^= 1 << dice.randrange(8)
+    elif kind == 1:
+        form = dice.choice(("<I", "<Q"))
+        value = dice.choice([number for number in NUMBERS if number < 2 ** (8 * struct.calcsize(form))])
+        struct.pack_into(form, data, start, value)
+    elif kind == 2:
+        data[start : start + 16] = dice.randbytes(16)
+    elif kind == 3:
+        del data[start : start + dice.choice((1, 4, 8, 100))]
+    else:
+        del data[dice.choice((start, dice.randrange(len(data)))) :]
 
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     quiet_libraries()
     return write_gguf(tmp_path_factory.mktemp("gguf") / "model.gguf", random_model()).read_bytes()
-
-
-def head_of(data: bytes) -> int:
-    """The bytes before the tensor data: metadata and tensor descriptions."""
-    return data.rindex(b"output_norm.weight") + 40
-
-
-def hyperparameters_at(data: bytes) -> int:
-    """The bytes up to the tokens, which have all lengths and types but those of the tokenizer's lists."""
-    return data.index(b"tokenizer.ggml.tokens") + 60
 
 
 def load(file: Path) -> str:
@@ -222,8 +164,8 @@ def test_damaged_files_are_loaded_or_refused(first: int, count: int, sound: byte
     file, found = tmp_path / "model.gguf", []
     for case in range(first, first + count):
         dice, data = random.Random(case), bytearray(sound)
-        heads = (head_of(sound), hyperparameters_at(sound))
-        dice.choice(MUTATIONS)(dice, data, dice.choice(heads))
+        tensors, tokens = sound.rindex(b"output_norm.weight") + 40, sound.index(b"tokenizer.ggml.tokens") + 60
+        damage(dice, data, dice.choice((tensors, tokens)))  # everywhere before the data, or up to the hyperparameters
         file.write_bytes(data)
         found.append(load(file))
     assert all(one == "loaded" or (str(file) in one and ": expected" in one) for one in found), found
@@ -236,15 +178,8 @@ def test_damaged_files_are_loaded_or_refused(first: int, count: int, sound: byte
 def test_files_with_other_metadata_are_loaded_or_refused(first: int, count: int, tmp_path: Path) -> None:
     quiet_libraries()
     model = random_model()
-    keys = [
-        *metadata_of(model),
-        *tokenizer_metadata(),
-        "general.name",
-        "general.type",
-        "split.count",
-        "general.alignment",
-    ]
-    keys += ["tokenizer.ggml.eot_token_id", "tokenizer.ggml.unknown_token_id", "llama.attention.key_length"]
+    general = ("general.name", "general.type", "split.count", "general.alignment", "llama.attention.key_length")
+    keys = (*metadata_of(model), *tokenizer_metadata(), *general, "tokenizer.ggml.eot_token_id")
     found = []
     for case in range(first, first + count):
         dice = random.Random(case)

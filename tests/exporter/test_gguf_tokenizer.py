@@ -65,7 +65,6 @@ def byte_level(*before: Any, own: bool) -> Any:
             True,
         ),
     ],
-    ids=["gpt-2", "smollm", "qwen2", "llama-bpe"],
 )
 def test_the_pre_tokenizer_is_the_one_that_the_file_names(
     pre: str, splits: Any, words_first: bool, tmp_path: Path
@@ -78,13 +77,10 @@ def test_the_pre_tokenizer_is_the_one_that_the_file_names(
         assert tokenizer(text).input_ids == expected.encode(text).ids, text
 
 
-@pytest.mark.parametrize(("adds", "pre", "bos"), [(True, "gpt-2", [0]), (False, "gpt-2", []), (None, "llama-bpe", [0])])
-def test_bos_is_added_as_the_file_says(adds: bool | None, pre: str, bos: list[int], tmp_path: Path) -> None:
-    tokenizer = gguf_tokenizer(metadata(tmp_path, ggml__add_bos_token=adds, ggml__pre=pre))
-    assert tokenizer("a").input_ids[:-1] == bos
-
-
-def test_every_end_token_of_the_file_ends_a_text(tmp_path: Path) -> None:
+def test_bos_and_end_tokens_are_those_of_the_file(tmp_path: Path) -> None:
+    for adds, pre, bos in ((True, "gpt-2", [0]), (False, "gpt-2", []), (None, "llama-bpe", [0])):
+        tokenizer = gguf_tokenizer(metadata(tmp_path, ggml__add_bos_token=adds, ggml__pre=pre))
+        assert tokenizer("a").input_ids[:-1] == bos
     file = metadata(tmp_path, ggml__eot_token_id=3, ggml__eom_token_id=1)
     assert end_tokens(file) == [1, 3]
     assert open_checkpoint(file.path, TokenFlags()).tokens.end == (1, 3)
@@ -95,26 +91,20 @@ def test_every_end_token_of_the_file_ends_a_text(tmp_path: Path) -> None:
     [
         ({"ggml__model": "llama"}, "tokenizer 'llama' is not supported in GGUF files: expected 'gpt2'"),
         ({"ggml__pre": "strange"}, "pre-tokenizer 'strange' is not supported: expected one of llama3, "),
-        ({"ggml__pre": None}, "pre-tokenizer None is not supported"),
         ({"ggml__add_eos_token": True}, "add_eos_token is true: expected false"),
         ({"ggml__tokens": None}, "tokenizer.ggml.tokens is None: expected a list of texts; convert the model again"),
         ({"ggml__tokens": [1, 2]}, "tokenizer.ggml.tokens is [1, 2]: expected a list of texts"),
-        ({"ggml__tokens": "abc"}, "tokenizer.ggml.tokens is 'abc': expected a list of texts"),
         ({"ggml__tokens": ["a"] * 628}, "tokenizer.ggml.tokens has 'a' twice: expected different texts"),
         ({"ggml__token_type": None}, "tokenizer.ggml.token_type is None: expected a list of numbers"),
         ({"ggml__token_type": [1, 1]}, "tokenizer.ggml.token_type has 2 entries: expected one for each of 628 tokens"),
         ({"ggml__token_type": ["a"] * 628}, "tokenizer.ggml.token_type is ['a', 'a', "),
         ({"ggml__merges": None}, "tokenizer.ggml.merges is None: expected a list of texts"),
         ({"ggml__merges": ["a"]}, "merges has 'a' as entry 0: expected two tokens that make a third one"),
-        (
-            {"ggml__merges": ["i n", "\u4e2d b"]},
-            "merges has '\u4e2d b' as entry 1: expected two tokens that make a third",
-        ),
+        ({"ggml__merges": ["i n", "\u4e2d b"]}, "merges has '\u4e2d b' as entry 1: expected two tokens"),
         ({"ggml__eos_token_id": 628}, "tokenizer.ggml.eos_token_id is 628: expected the id of one of 628 tokens"),
         ({"ggml__eot_token_id": 2**32 - 1}, "eot_token_id is 4294967295: expected the id of one of 628 tokens"),
         ({"ggml__bos_token_id": "0"}, "bos_token_id is '0': expected the id of one of 628 tokens"),
         ({"ggml__bos_token_id": None}, "bos_token_id is missing: expected the id of the token that begins a prompt"),
-        ({"ggml__bos_token_id": [0]}, "bos_token_id is [0]: expected the id of one of 628 tokens"),
         ({"ggml__add_bos_token": 1}, "add_bos_token is 1: expected true or false"),
         ({"ggml__add_eos_token": "no"}, "add_eos_token is true: expected false"),
         ({"chat_template": 3}, "tokenizer.chat_template is 3: expected text"),

@@ -23,12 +23,14 @@ from spaceport.runtime.engine import Batch, Engine
 from spaceport.runtime.session import Runtime
 from spaceport.tools.verify.audit.audit import audit
 from spaceport.tools.verify.audit.prompts import TokenizedPrompt
-from support.exported import exported_once
+from support.cache import built
+from support.exported import bundle_of
 from support.paths import TINY
 
 pytestmark = pytest.mark.torch  # exports the bundle
 
 PROMPTS: dict[str, str] = json.loads((TINY / "prompts.json").read_text("utf-8"))
+OPTIONS = ExportOptions("scatter", weights="int4", requested_activations="int8")
 START, END = 40, 140  # positions that are fed row by row; the visible length grows at 64 and 128
 
 Array = NDArray[np.int64]
@@ -36,8 +38,8 @@ Logits = NDArray[np.float32]
 
 
 @pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return exported_once(tmp_path_factory, "scatter", weights="int4", activations="int8")
+def bundle() -> Path:
+    return bundle_of(TINY, OPTIONS)
 
 
 @pytest.fixture(scope="module")
@@ -65,20 +67,18 @@ def plain(engine: Engine, tokens: Array) -> Logits:
     return np.concatenate(rows)
 
 
-@pytest.mark.parametrize("rows", [2, 4, 9, 36])
 @pytest.mark.parametrize("requests", [1, 3])
 @pytest.mark.parametrize("ahead", [0, 64])  # more visible slots, as with mask slots or other requests
-def test_logits_of_a_chain_are_bit_identical_to_steps_of_one_row(
-    engine: Engine, rows: int, requests: int, ahead: int
-) -> None:
+def test_logits_of_a_chain_are_bit_identical_to_steps_of_one_row(engine: Engine, requests: int, ahead: int) -> None:
     tokens = np.random.default_rng(0).integers(8, 600, (3, END))
     for request in (2, 1, 0):  # the last one stays in the first request's buffers
         expected = plain(engine, tokens[request : request + 1])
-    for first in range(START, END - rows, 7):
-        fed = tokens[:requests, first : first + rows]
-        visible = visible_length(first + rows + ahead)
-        got = feed(engine, fed, first, first + np.arange(rows), visible, requests)[0]
-        assert got.tobytes() == expected[first - START : first - START + rows].tobytes()
+    for rows in (2, 4, 9, 36):
+        for first in range(START, END - rows, 7):
+            fed = tokens[:requests, first : first + rows]
+            visible = visible_length(first + rows + ahead)
+            got = feed(engine, fed, first, first + np.arange(rows), visible, requests)[0]
+            assert got.tobytes() == expected[first - START : first - START + rows].tobytes()
 
 
 def test_a_gap_between_the_slots_of_a_chain_changes_its_logits(engine: Engine) -> None:
@@ -119,14 +119,13 @@ def test_its_drafts_are_chains_unless_trees_are_requested(bundle: Path) -> None:
         assert drafted.statistics.steps < 48
 
 
-@pytest.mark.parametrize("block", [32, 64])
+@pytest.mark.parametrize("block", [pytest.param(32, marks=pytest.mark.nightly), 64])
 def test_blocks_whose_rows_depend_on_the_call_are_recognized_and_draft_nothing(
-    block: int, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+    block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Which blocks these are depends on the CPU: 32 without AVX512, 64 on all of them so far."""
     monkeypatch.setitem(BLOCKS, "scatter", (block, 32, 16))
-    bundle = tmp_path_factory.mktemp("blocks") / "bundle"
-    export(TINY, bundle, ExportOptions("scatter", weights="int4", requested_activations="int8"))
+    bundle = built("bundle-blocks", (block, TINY), ["exporter/export.py"], lambda target: export(TINY, target, OPTIONS))
     tokens = np.random.default_rng(0).integers(8, 600, (1, END))
     with Runtime.open(bundle, max_seq_len=256, step_costs="free") as runtime:
         expected = plain(runtime.engine, tokens)

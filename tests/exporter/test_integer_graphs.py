@@ -6,20 +6,16 @@ from collections.abc import Mapping
 
 import numpy as np
 import onnx
-import onnx_ir as ir
-import onnxruntime as ort
 import pytest
 import torch
-from numpy.typing import NDArray
-from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor
 
 from spaceport.exporter.integer_matmuls import store_integer_matmuls
 from spaceport.exporter.quantized_weights import WeightNotFound
 from spaceport.graphs.int8 import InputScale, IntegerLinear, IntegerModel, LinearScales, fake_quantize, quantize_linear
 from spaceport.runtime.backends.on_onnxruntime import session_options
+from support.small_graphs import Array, Sizes, changed, model_of, op, operators, outputs_of
 
-Array = NDArray[np.float32]
 Products = Mapping[str, IntegerLinear]
 
 
@@ -32,28 +28,18 @@ def product(seed: int, inputs: int, outputs: int, bound: float | None, moved: bo
     return quantize_linear(torch.randn(outputs, inputs, generator=seeded(seed)), LinearScales(InputScale(bound, move)))
 
 
-def stored(products: Products, shape: list[str | int], limbs: int, inputs: Mapping[str, str]) -> onnx.ModelProto:
+def stored(products: Products, shape: Sizes, limbs: int, inputs: Mapping[str, str]) -> onnx.ModelProto:
     """A graph with an int8 matmul and an output for each layer, on the input with the given name."""
-    nodes, constants, outputs = [], [], []
-    for name, product in products.items():
-        constants.append(numpy_helper.from_array(product.dequantized.numpy(), f"{name}.weight"))
-        nodes.append(helper.make_node("MatMul", [inputs[name], f"{name}.weight"], [f"{name}.out"]))
-        rows: list[str | int] = [*shape, product.codes.shape[1]]
-        outputs.append(helper.make_tensor_value_info(f"{name}.out", TensorProto.FLOAT, rows))
+    nodes = [op("MatMul", [inputs[name], f"{name}.weight"], [f"{name}.out"]) for name in products]
+    outputs = {f"{name}.out": [*shape, product.codes.shape[1]] for name, product in products.items()}
     given = {inputs[name]: [*shape, product.codes.shape[0]] for name, product in products.items()}
-    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, size) for name, size in given.items()]
-    graph = helper.make_graph(nodes, "products", values, outputs, constants)
-    model = ir.from_proto(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=11))
-    store_integer_matmuls(model, IntegerModel(limbs, products))
-    model.graph.sort()
-    return ir.to_proto(model)
+    weights = {f"{name}.weight": product.dequantized.numpy() for name, product in products.items()}
+    return integers(model_of(nodes, given, outputs, weights), IntegerModel(limbs, products))
 
 
-def outputs_of(model: onnx.ModelProto, arrays: Mapping[str, Array]) -> list[Array]:
-    options = session_options(1, "int8", "int8x2")
-    session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    found: list[Array] = session.run(None, dict(arrays))
-    return found
+def integers(plain: onnx.ModelProto, products: IntegerModel) -> onnx.ModelProto:
+    """The graph with integer products, which are operators of ONNX Runtime."""
+    return changed(plain, lambda model: store_integer_matmuls(model, products), check=False)[1]
 
 
 def expected_of(product: IntegerLinear, states: Tensor, limbs: int) -> Array:
@@ -66,9 +52,9 @@ def compare(products: Products, shape: tuple[int, ...], limbs: int, inputs: Mapp
     widths = {inputs[name]: product.codes.shape[0] for name, product in products.items()}
     sizes = torch.logspace(-2, 1, shape[-1])[:, None]
     states = {name: torch.randn((*shape, size), generator=seeded(9)) * sizes for name, size in widths.items()}
-    names: list[str | int] = ["B", "T"][-len(shape) :]
-    model = stored(products, names, limbs, inputs)
-    found = outputs_of(model, {name: values.numpy() for name, values in states.items()})
+    model = stored(products, ["B", "T"][-len(shape) :], limbs, inputs)
+    arrays = {name: values.numpy() for name, values in states.items()}
+    found = outputs_of(model, arrays, session_options(1, "int8", "int8x2"))
     for got, (name, product) in zip(found, products.items(), strict=True):
         expected = expected_of(product, states[inputs[name]], limbs)
         for row, other in zip(got.reshape(-1, got.shape[-1]), expected.reshape(-1, got.shape[-1]), strict=True):
@@ -107,42 +93,32 @@ def test_more_matmuls_than_modules_with_equal_weights_are_refused() -> None:
     first, second = repeated().values()
     weights = torch.randn(8, 16, generator=seeded(1))
     graph = {"0": first, "1": second, "2": quantize_linear(weights, LinearScales(InputScale(4.0)))}
-    constants = [numpy_helper.from_array(each.dequantized.numpy(), f"w{name}") for name, each in graph.items()]
-    nodes = [helper.make_node("MatMul", ["x", f"w{name}"], [f"y{name}"]) for name in graph]
-    info = helper.make_tensor_value_info
-    outputs = [info(f"y{name}", TensorProto.FLOAT, ["T", 8]) for name in graph]
-    made = helper.make_graph(nodes, "g", [info("x", TensorProto.FLOAT, ["T", 16])], outputs, constants)
-    model = ir.from_proto(helper.make_model(made, opset_imports=[helper.make_opsetid("", 23)], ir_version=11))
-    with pytest.raises(
-        WeightNotFound, match="more matmuls with the weight of 0 than there are modules with this weight"
-    ):
-        store_integer_matmuls(model, IntegerModel(2, {"0": first, "1": second}))
+    nodes = [op("MatMul", ["x", f"w{name}"], [f"y{name}"]) for name in graph]
+    constants = {f"w{name}": each.dequantized.numpy() for name, each in graph.items()}
+    plain = model_of(nodes, {"x": ["T", 16]}, {f"y{name}": ["T", 8] for name in graph}, constants)
+    with pytest.raises(WeightNotFound, match="more matmuls with the weight of 0 than there are modules with this"):
+        integers(plain, IntegerModel(2, {"0": first, "1": second}))
 
 
 @pytest.mark.parametrize("other", ["none", "output", "consumer"])
 def test_smoothing_goes_into_the_gain_of_a_norm_only_without_other_use(other: str) -> None:
     own = product(1, 16, 8, 6.0, True)
     gain = torch.rand(16, generator=seeded(4)) + 0.5
-    info, float32 = helper.make_tensor_value_info, TensorProto.FLOAT
     nodes = [
-        helper.make_node("RMSNormalization", ["x", "gain"], ["normed"], axis=-1),
-        helper.make_node("MatMul", ["normed", "weight"], ["y"]),
-        helper.make_node("Neg", ["normed" if other == "consumer" else "x"], ["rest"]),
+        op("RMSNormalization", ["x", "gain"], ["normed"], axis=-1),
+        op("MatMul", ["normed", "weight"], ["y"]),
+        op("Neg", ["normed" if other == "consumer" else "x"], ["rest"]),
     ]
-    sizes = {"y": 8, "rest": 16} | ({"normed": 16} if other == "output" else {})
-    outputs = [info(name, float32, ["T", size]) for name, size in sizes.items()]
-    constants = [
-        numpy_helper.from_array(each.numpy(), name) for name, each in (("gain", gain), ("weight", own.dequantized))
-    ]
-    between = [info("normed", float32, ["T", 16])] if other != "output" else []
-    graph = helper.make_graph(nodes, "g", [info("x", float32, ["T", 16])], outputs, constants, value_info=between)
-    model = ir.from_proto(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=11))
-    store_integer_matmuls(model, IntegerModel(2, {"y": own}))
-    model.graph.sort()
+    sizes: dict[str, Sizes] = {"y": ["T", 8], "rest": ["T", 16]}
+    normed_size: dict[str, Sizes] = {"normed": ["T", 16]}
+    read, between = (sizes | normed_size, {}) if other == "output" else (sizes, normed_size)
+    constants = {"gain": gain.numpy(), "weight": own.dequantized.numpy()}
+    model = integers(model_of(nodes, {"x": ["T", 16]}, read, constants, between), IntegerModel(2, {"y": own}))
     x = torch.randn(5, 16, generator=seeded(5))
-    found = dict(zip(sizes, outputs_of(ir.to_proto(model), {"x": x.numpy()}), strict=True))
+    outputs = outputs_of(model, {"x": x.numpy()}, session_options(1, "int8", "int8x2"))
+    found = dict(zip(read, outputs, strict=True))
     normed = x * (x.square().mean(dim=-1, keepdim=True) + 1e-5).rsqrt() * gain
     assert np.abs(found["y"] - expected_of(own, normed, 2)).max() < 1e-3 * np.abs(found["y"]).max()
     assert np.abs(found["rest"] + (normed if other == "consumer" else x).numpy()).max() < 1e-5
     assert other != "output" or np.abs(found["normed"] - normed.numpy()).max() < 1e-5
-    assert sum(node.op_type == "Mul" for node in model.graph) == (0 if other == "none" else 1)
+    assert operators(model).count("Mul") == (0 if other == "none" else 1)

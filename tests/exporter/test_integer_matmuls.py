@@ -13,6 +13,7 @@ import pytest
 from numpy.typing import NDArray
 from onnx import numpy_helper
 
+from spaceport.exporter.export import ExportOptions
 from spaceport.graphs.contract.manifest import MODEL_FILE
 from spaceport.graphs.contract.signature import Activations, Lowering
 from spaceport.graphs.contract.tolerance import tolerance_of
@@ -22,7 +23,7 @@ from spaceport.runtime.engine import Batch, Engine
 from spaceport.tools.cli import run
 from spaceport.tools.cli.exit_codes import INPUT, USAGE
 from spaceport.tools.reference import open_reference
-from support.exported import exported_once
+from support.exported import bundle_of
 from support.paths import DEMO, TINY
 
 SLOTS, LAYERS = 192, 3
@@ -30,18 +31,11 @@ Logits = NDArray[np.float32]
 Capture = pytest.CaptureFixture[str]
 
 
-def exported(
-    factory: pytest.TempPathFactory, lowering: Lowering = "scatter", activations: Activations = "int8x2"
-) -> Path:
-    return exported_once(factory, lowering, TINY, weights="int8", activations=activations)
+def exported(activations: Activations = "int8x2", lowering: Lowering = "scatter") -> Path:
+    return bundle_of(TINY, ExportOptions(lowering, weights="int8", requested_activations=activations))
 
 
-def engine_of(bundle: Path) -> OnnxRuntimeEngine:
-    opened = open_bundle(bundle)
-    return unchecked(Bundle(bundle, opened.manifest))
-
-
-def unchecked(bundle: Bundle) -> OnnxRuntimeEngine:
+def engine_of(bundle: Bundle) -> OnnxRuntimeEngine:
     options = session_options(1, bundle.manifest.weights, bundle.manifest.activations)
     session = open_session(bundle, options, ["CPUExecutionProvider"])
     return OnnxRuntimeEngine(session, bundle.manifest.signature, SLOTS, 3)
@@ -76,9 +70,9 @@ def text() -> NDArray[np.int64]:
 @pytest.mark.slow
 @pytest.mark.parametrize("activations", ["int8x2", "int8"])
 def test_rows_are_bit_identical_alone_with_other_rows_and_with_other_requests(
-    tmp_path_factory: pytest.TempPathFactory, text: NDArray[np.int64], activations: Activations
+    text: NDArray[np.int64], activations: Activations
 ) -> None:
-    engine = engine_of(exported(tmp_path_factory, activations=activations))
+    engine = engine_of(open_bundle(exported(activations)))
     alone = fed(engine, text, [1] * 72)
     for widths in ([36, 36], [9] * 8, [2, 4, 66]):
         np.testing.assert_array_equal(fed(engine, text, widths), alone)
@@ -86,30 +80,24 @@ def test_rows_are_bit_identical_alone_with_other_rows_and_with_other_requests(
 
 
 @pytest.mark.parametrize(
-    ("lowering", "activations"), [("scatter", "int8x2"), ("append", "int8x2"), ("scatter", "int8")]
+    ("lowering", "activations"),
+    [("scatter", "int8x2"), ("scatter", "int8"), pytest.param("append", "int8x2", marks=pytest.mark.nightly)],
 )
 def test_the_reference_quantizes_as_the_graph_does(
-    tmp_path_factory: pytest.TempPathFactory, text: NDArray[np.int64], lowering: Lowering, activations: Activations
+    text: NDArray[np.int64], lowering: Lowering, activations: Activations
 ) -> None:
-    bundle = exported(tmp_path_factory, lowering, activations)
-    assert error_of(bundle, engine_of(bundle), text) <= tolerance_of("float32", activations)
+    bundle = exported(activations, lowering)
+    assert error_of(bundle, engine_of(open_bundle(bundle)), text) <= tolerance_of("float32", activations)
 
 
-def test_all_matmuls_with_weights_are_int8(tmp_path_factory: pytest.TempPathFactory) -> None:
-    graph = onnx.load(str(exported(tmp_path_factory) / MODEL_FILE), load_external_data=False).graph
+def test_all_matmuls_with_weights_are_int8_and_their_inputs_are_quantized_once() -> None:
+    graph = onnx.load(str(exported() / MODEL_FILE), load_external_data=False).graph
     kinds = Counter(node.op_type for node in graph.node)
-    assert (
-        kinds["MatMulIntegerToFloat"] == 4 * LAYERS + 1
-    )  # query, key and value; output; gate and up; down; and the head
-    large = [value for value in graph.initializer if np.prod(value.dims) > 4096]
-    assert large
-    assert all(value.data_type == onnx.TensorProto.INT8 for value in large)
-
-
-def test_inputs_of_several_matmuls_are_quantized_once(tmp_path_factory: pytest.TempPathFactory) -> None:
-    graph = onnx.load(str(exported(tmp_path_factory) / MODEL_FILE), load_external_data=False).graph
-    kinds = Counter(node.op_type for node in graph.node)
+    # query, key and value; output; gate and up; down; and the head
+    assert kinds["MatMulIntegerToFloat"] == 4 * LAYERS + 1
     assert kinds["QuantizeLinear"] == 2 * kinds["MatMulIntegerToFloat"]  # a high and a low limb
+    large = [value for value in graph.initializer if np.prod(value.dims) > 4096]
+    assert {value.data_type for value in large} == {onnx.TensorProto.INT8}
 
 
 Change = Callable[[onnx.ModelProto], int]
@@ -146,26 +134,14 @@ def one_scale_for_all_rows(model: onnx.ModelProto) -> int:
     return len(sizes)
 
 
-@pytest.mark.parametrize(
-    ("change", "activations"), [(no_low_limb, "int8x2"), (wrong_zero, "int8x2"), (shifted_scale, "int8x2")]
-)
-def test_a_wrong_constant_is_out_of_tolerance(
-    tmp_path_factory: pytest.TempPathFactory,
-    tmp_path: Path,
-    text: NDArray[np.int64],
-    change: Change,
-    activations: Activations,
-) -> None:
-    bundle = exported(tmp_path_factory, activations=activations)
-    changed = changed_bundle(bundle, tmp_path / "changed", change)
-    assert error_of(bundle, unchecked(changed), text) > tolerance_of("float32", activations)
+@pytest.mark.parametrize("change", [no_low_limb, wrong_zero, shifted_scale])
+def test_a_wrong_constant_is_out_of_tolerance(tmp_path: Path, text: NDArray[np.int64], change: Change) -> None:
+    engine = engine_of(changed_bundle(exported(), tmp_path / "changed", change))
+    assert error_of(exported(), engine, text) > tolerance_of("float32", "int8x2")
 
 
-def test_one_scale_for_all_rows_makes_rows_depend_on_each_other(
-    tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, text: NDArray[np.int64]
-) -> None:
-    bundle = exported(tmp_path_factory, activations="int8")
-    engine = unchecked(changed_bundle(bundle, tmp_path / "changed", one_scale_for_all_rows))
+def test_one_scale_for_all_rows_makes_rows_depend_on_each_other(tmp_path: Path, text: NDArray[np.int64]) -> None:
+    engine = engine_of(changed_bundle(exported("int8"), tmp_path / "changed", one_scale_for_all_rows))
     assert not np.array_equal(fed(engine, text, [36, 36]), fed(engine, text, [1] * 72))
 
 
@@ -203,12 +179,9 @@ def test_options_that_contradict_each_other_are_refused(
     assert not (tmp_path / "bundle").exists()
 
 
-def test_an_int8_bundle_is_not_built_for_a_gpu(tmp_path_factory: pytest.TempPathFactory, capfd: Capture) -> None:
-    bundle = exported(tmp_path_factory, "append")
-    assert run(["build", str(bundle), "--target", "sm89"]) == INPUT
-    assert "its products are of 8-bit integers, which TensorRT does not have" in " ".join(
-        capfd.readouterr().err.split()
-    )
+def test_an_int8_bundle_is_not_built_for_a_gpu(capfd: Capture) -> None:
+    assert run(["build", str(exported()), "--target", "sm89"]) == INPUT
+    assert "products are of 8-bit integers, which TensorRT does not have" in " ".join(capfd.readouterr().err.split())
 
 
 @pytest.mark.nightly

@@ -93,10 +93,7 @@ def change(folder: Path, **entries: Any) -> None:
         ({"prefix": "../preloaded_slots.safetensors"}, r"expected the name of a safetensors file in this folder"),
         ({"prefix": "slots.pt"}, r"prefix is 'slots.pt': expected the name of a safetensors file"),
         ({"prefix": "lost.safetensors"}, r"names the prefix lost.safetensors, which is not there: copy the file"),
-        (
-            {"mask_tokens": [], "mask_slots": None},
-            r"names a prefix, .* but no mask token is known: set one with --mask",
-        ),
+        ({"mask_tokens": [], "mask_slots": None}, r"names a prefix, .* but no mask token is known: set one with"),
         ({"prefix": "tokenizer.safetensors"}, r"tokenizer.safetensors: cannot be read"),
     ],
 )

@@ -17,11 +17,8 @@ from support.paths import TINY
 
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM = 64, 256, 4, 2, 16  # rows of 256 fit the blocks of K-quants
 CONTROL, NORMAL = 3, 1  # token types
-RANDOM_BLOCKS = {
-    "Q4_K": (256, 144),
-    "Q6_K": (256, 210),
-}  # weights and bytes per block; the package cannot quantize these
-_SCALES = {"Q4_K": (0, 2), "Q6_K": (208,)}  # offsets of the float16 scales in a block
+# Weights and bytes of a block, and offsets of its float16 scales, of types that the package cannot quantize.
+RANDOM_BLOCKS = {"Q4_K": (256, 144, (0, 2)), "Q6_K": (256, 210, (208,))}
 
 _NAMES = {
     "model.embed_tokens": "token_embd",
@@ -101,9 +98,9 @@ def stored_tensors(model: PreTrainedModel) -> dict[str, np.ndarray]:
 
 def random_blocks(kind: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
     """Random bytes of a K-quant with small finite scales."""
-    weights, size = RANDOM_BLOCKS[kind]
+    weights, size, scales = RANDOM_BLOCKS[kind]
     blocks = np.random.default_rng(seed).integers(0, 256, (shape[0] * shape[1] // weights, size), np.uint8)
-    for offset in _SCALES[kind]:
+    for offset in scales:
         scale = np.random.default_rng(seed + 1).uniform(1e-4, 1e-3, len(blocks)).astype(np.float16)
         blocks[:, offset : offset + 2] = scale.view(np.uint8).reshape(-1, 2)
     return blocks.reshape(shape[0], -1)
@@ -131,9 +128,8 @@ def tokenizer_metadata(pre: str = "gpt-2") -> dict[str, Any]:
     """The tiny tokenizer as llama.cpp's converter writes it."""
     tokenizer = AutoTokenizer.from_pretrained(TINY)
     backend: Tokenizer = tokenizer.backend_tokenizer
-    special = set(tokenizer.all_special_ids) | {
-        id for id, token in tokenizer.added_tokens_decoder.items() if token.special
-    }
+    added = tokenizer.added_tokens_decoder.items()
+    special = {*tokenizer.all_special_ids, *(id for id, token in added if token.special)}
     merges = [" ".join(pair) for pair in json.loads(backend.to_str())["model"]["merges"]]
     return {
         "tokenizer.ggml.model": "gpt2",
@@ -161,8 +157,16 @@ def write_gguf(
     """
     writer = GGUFWriter(file, model.config.model_type)
     values = {**metadata_of(model), **tokenizer_metadata(), **(changes or {})}
+    add = {
+        bool: writer.add_bool,
+        int: writer.add_uint32,
+        float: writer.add_float32,
+        str: writer.add_string,
+        list: writer.add_array,
+    }
     for key, value in values.items():
-        _add(writer, key, value)
+        if value is not None:
+            add[type(value)](key, value)
     for seed, (name, weight) in enumerate({**stored_tensors(model), **(tensors or {})}.items()):
         kind = (types or {}).get(name, "F32")
         if kind in RANDOM_BLOCKS:
@@ -177,16 +181,3 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return file
-
-
-def _add(writer: GGUFWriter, key: str, value: Any) -> None:
-    if isinstance(value, bool):
-        writer.add_bool(key, value)
-    elif isinstance(value, int):
-        writer.add_uint32(key, value)
-    elif isinstance(value, float):
-        writer.add_float32(key, value)
-    elif isinstance(value, str):
-        writer.add_string(key, value)
-    elif isinstance(value, list):
-        writer.add_array(key, value)

@@ -18,6 +18,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from spaceport.exporter.converted_checkpoint import FAMILIES
+from spaceport.exporter.converted_fields import Fields
+
 Format = Literal["safetensors", "bin"]
 
 CORPUS = (
@@ -31,104 +34,24 @@ CORPUS = (
     "😀😁 👍🏽 👨‍👩‍👧",
 )
 
-CHATGLM: dict[str, Any] = {
-    "model_type": "chatglm",
-    "architectures": ["ChatGLMModel"],
-    "auto_map": {"AutoConfig": "configuration_chatglm.ChatGLMConfig"},
-    "add_bias_linear": False,
-    "add_qkv_bias": True,
-    "apply_query_key_layer_scaling": True,
-    "apply_residual_connection_post_layernorm": False,
-    "attention_dropout": 0.0,
-    "attention_softmax_in_fp32": True,
-    "bias_dropout_fusion": True,
-    "ffn_hidden_size": 24,
-    "fp32_residual_connection": False,
-    "hidden_dropout": 0.0,
-    "hidden_size": 32,
-    "kv_channels": 16,
-    "layernorm_epsilon": 1e-05,
-    "multi_query_attention": True,
-    "multi_query_group_num": 2,
-    "num_attention_heads": 4,
-    "num_layers": 2,
-    "original_rope": True,
-    "padded_vocab_size": 512,
-    "post_layer_norm": True,
-    "rmsnorm": True,
-    "seq_length": 256,
-    "use_cache": True,
-    "torch_dtype": "float16",
-    "transformers_version": "4.30.2",
-    "tie_word_embeddings": False,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
+FOLDER = Path(__file__).parents[1] / "data" / "published"
+CONFIGS: dict[str, dict[str, Any]] = {
+    file.stem: json.loads(file.read_text("utf-8")) for file in sorted(FOLDER.iterdir())
 }
-INTERNLM: dict[str, Any] = {
-    "model_type": "internlm",
-    "architectures": ["InternLMForCausalLM"],
-    "auto_map": {"AutoConfig": "configuration_internlm.InternLMConfig"},
-    "bias": True,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "hidden_act": "silu",
-    "hidden_size": 32,
-    "initializer_range": 0.02,
-    "intermediate_size": 24,
-    "max_position_embeddings": 256,
-    "num_attention_heads": 4,
-    "num_hidden_layers": 2,
-    "pad_token_id": 2,
-    "rms_norm_eps": 1e-06,
-    "rotary": {"base": 10000, "type": "dynamic"},
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "transformers_version": "4.33.2",
-    "use_cache": True,
-    "vocab_size": 512,
-}
-QWEN: dict[str, Any] = {
-    "model_type": "qwen",
-    "architectures": ["QWenLMHeadModel"],
-    "auto_map": {"AutoConfig": "configuration_qwen.QWenConfig"},
-    "attn_dropout_prob": 0.0,
-    "bf16": True,
-    "emb_dropout_prob": 0.0,
-    "fp16": False,
-    "fp32": False,
-    "hidden_size": 32,
-    "initializer_range": 0.02,
-    "intermediate_size": 48,
-    "kv_channels": 8,
-    "layer_norm_epsilon": 1e-06,
-    "max_position_embeddings": 512,
-    "no_bias": True,
-    "num_attention_heads": 4,
-    "num_hidden_layers": 2,
-    "onnx_safe": None,
-    "rotary_emb_base": 10000,
-    "rotary_pct": 1.0,
-    "scale_attn_weights": True,
-    "seq_length": 256,
-    "tie_word_embeddings": False,
-    "tokenizer_class": "QWenTokenizer",
-    "transformers_version": "4.32.0",
-    "use_cache": True,
-    "use_dynamic_ntk": True,
-    "use_flash_attn": "auto",
-    "use_logn_attn": True,
-    "vocab_size": 640,
-}
-CONFIGS = {"chatglm": CHATGLM, "internlm": INTERNLM, "qwen": QWEN}
 
 
 WITHOUT: Any = object()  # of a field that a configuration lacks
 
 
-def configuration(family: str, changes: Mapping[str, Any]) -> dict[str, Any]:
+def fields_of(family: str, changes: Mapping[str, Any]) -> Fields:
     """The configuration of a tiny checkpoint with other fields, or without some."""
-    content = {**CONFIGS[family], **changes}
-    return {name: value for name, value in content.items() if value is not WITHOUT}
+    content = {name: value for name, value in {**CONFIGS[family], **changes}.items() if value is not WITHOUT}
+    return Fields(Path("config.json"), content, FAMILIES[family].title)
+
+
+def converted(family: str, changes: Mapping[str, Any]) -> Any:
+    """The configuration of the converted model."""
+    return FAMILIES[family].config(fields_of(family, changes))
 
 
 @dataclass(frozen=True)
@@ -142,83 +65,13 @@ class Published:
 
 def published(family: str, changes: Mapping[str, Any] | None = None) -> Published:
     """A seeded random model of a family, with weights so large that every token changes the logits."""
-    config = {**CONFIGS[family], **(changes or {})}
     dice = torch.Generator().manual_seed(11)
     weights = {}
-    for name, shape in _SHAPES[family](config).items():
-        noise = torch.randn(shape, generator=dice)
-        weights[name] = 1 + 0.2 * noise if "norm" in name or ".ln_" in name else 0.2 * noise
-    if config["tie_word_embeddings"]:
-        del weights["lm_head.weight"]
-    return Published(family, config, weights)
-
-
-def _chatglm_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    hidden, inner, size = config["hidden_size"], config["ffn_hidden_size"], config["kv_channels"]
-    wide = size * config["num_attention_heads"]
-    fused = wide + 2 * size * config["multi_query_group_num"]
-    shapes: dict[str, tuple[int, ...]] = {
-        "transformer.embedding.word_embeddings.weight": (config["padded_vocab_size"], hidden),
-        "transformer.encoder.final_layernorm.weight": (hidden,),
-        "transformer.output_layer.weight": (config["padded_vocab_size"], hidden),
-    }
-    for layer in range(config["num_layers"]):
-        name = f"transformer.encoder.layers.{layer}"
-        shapes |= {
-            f"{name}.input_layernorm.weight": (hidden,),
-            f"{name}.mlp.dense_4h_to_h.weight": (hidden, inner),
-            f"{name}.mlp.dense_h_to_4h.weight": (2 * inner, hidden),
-            f"{name}.post_attention_layernorm.weight": (hidden,),
-            f"{name}.self_attention.dense.weight": (hidden, wide),
-            f"{name}.self_attention.query_key_value.weight": (fused, hidden),
-        }
-        if config["add_qkv_bias"]:
-            shapes[f"{name}.self_attention.query_key_value.bias"] = (fused,)
-    return shapes
-
-
-def _internlm_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    hidden, inner, vocabulary = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
-    shapes: dict[str, tuple[int, ...]] = {
-        "lm_head.weight": (vocabulary, hidden),
-        "model.embed_tokens.weight": (vocabulary, hidden),
-        "model.norm.weight": (hidden,),
-    }
-    for layer in range(config["num_hidden_layers"]):
-        name = f"model.layers.{layer}"
-        shapes |= {f"{name}.{norm}_layernorm.weight": (hidden,) for norm in ("input", "post_attention")}
-        shapes |= {f"{name}.mlp.{part}_proj.weight": (inner, hidden) for part in ("gate", "up")}
-        shapes[f"{name}.mlp.down_proj.weight"] = (hidden, inner)
-        for part in "qkvo":
-            shapes[f"{name}.self_attn.{part}_proj.weight"] = (hidden, hidden)
-            if config["bias"]:
-                shapes[f"{name}.self_attn.{part}_proj.bias"] = (hidden,)
-    return shapes
-
-
-def _qwen_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    hidden, inner, vocabulary = config["hidden_size"], config["intermediate_size"] // 2, config["vocab_size"]
-    shapes: dict[str, tuple[int, ...]] = {
-        "lm_head.weight": (vocabulary, hidden),
-        "transformer.ln_f.weight": (hidden,),
-        "transformer.wte.weight": (vocabulary, hidden),
-    }
-    for layer in range(config["num_hidden_layers"]):
-        name = f"transformer.h.{layer}"
-        shapes |= {
-            f"{name}.attn.c_attn.bias": (3 * hidden,),
-            f"{name}.attn.c_attn.weight": (3 * hidden, hidden),
-            f"{name}.attn.c_proj.weight": (hidden, hidden),
-            f"{name}.ln_1.weight": (hidden,),
-            f"{name}.ln_2.weight": (hidden,),
-            f"{name}.mlp.c_proj.weight": (hidden, inner),
-            f"{name}.mlp.w1.weight": (inner, hidden),
-            f"{name}.mlp.w2.weight": (inner, hidden),
-        }
-    return shapes
-
-
-_SHAPES = {"chatglm": _chatglm_shapes, "internlm": _internlm_shapes, "qwen": _qwen_shapes}
+    for source in FAMILIES[family].layout(converted(family, changes or {})):
+        if source.copy_of is None:
+            noise = torch.randn(source.shape, generator=dice)
+            weights[source.name] = 1 + 0.2 * noise if "norm" in source.name or ".ln_" in source.name else 0.2 * noise
+    return Published(family, {**CONFIGS[family], **(changes or {})}, weights)
 
 
 @cache
@@ -288,14 +141,7 @@ def write_published(folder: Path, model: Published, format: Format = "safetensor
 
 def write_weights(folder: Path, weights: Mapping[str, Tensor], format: Format, shards: int = 1) -> None:
     """Write the weights into one file, or into several with an index."""
-    stem, index = (
-        ("model", "model.safetensors.index.json")
-        if format == "safetensors"
-        else (
-            "pytorch_model",
-            "pytorch_model.bin.index.json",
-        )
-    )
+    stem = "model" if format == "safetensors" else "pytorch_model"
     names = sorted(weights)
     files = {}
     for shard in range(shards):
@@ -307,4 +153,4 @@ def write_weights(folder: Path, weights: Mapping[str, Tensor], format: Format, s
             torch.save(part, folder / file)
         files |= dict.fromkeys(part, file)
     if shards > 1:
-        (folder / index).write_text(json.dumps({"metadata": {}, "weight_map": files}), "utf-8")
+        (folder / f"{stem}.{format}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}), "utf-8")

@@ -58,9 +58,9 @@ def _silu(x: Tensor) -> Tensor:
     return x / (1 + torch.exp(-x))
 
 
-def _linear(weights: Weights, name: str, x: Tensor) -> Tensor:
+def _linear(weights: Weights, name: str, x: Tensor, bias: bool = False) -> Tensor:
     y = x @ weights[f"{name}.weight"].T
-    return y + weights[f"{name}.bias"] if f"{name}.bias" in weights else y
+    return y + weights[f"{name}.bias"] if bias else y
 
 
 def chatglm_logits(config: Mapping[str, Any], weights: Weights, ids: list[int]) -> Tensor:
@@ -71,7 +71,7 @@ def chatglm_logits(config: Mapping[str, Any], weights: Weights, ids: list[int]) 
     for layer in range(config["num_layers"]):
         name = f"transformer.encoder.layers.{layer}"
         normed = _norm(x, weights[f"{name}.input_layernorm.weight"], epsilon)
-        fused = _linear(weights, f"{name}.self_attention.query_key_value", normed)
+        fused = _linear(weights, f"{name}.self_attention.query_key_value", normed, config["add_qkv_bias"])
         q, k, v = fused.split([heads * size, groups * size, groups * size], -1)
         q, k = (_rotate_neighbours(part.unflatten(-1, (-1, size)), base, size // 2) for part in (q, k))
         x = x + _linear(weights, f"{name}.self_attention.dense", _attended(q, k, v.unflatten(-1, (-1, size))))
@@ -91,11 +91,11 @@ def internlm_logits(config: Mapping[str, Any], weights: Weights, ids: list[int])
         name = f"model.layers.{layer}"
         normed = _norm(x, weights[f"{name}.input_layernorm.weight"], epsilon)
         q, k, v = (
-            _linear(weights, f"{name}.self_attn.{part}_proj", normed).unflatten(-1, (heads, -1)) for part in "qkv"
+            _linear(weights, f"{name}.self_attn.{part}_proj", normed, config["bias"]).unflatten(-1, (heads, -1))
+            for part in "qkv"
         )
-        x = x + _linear(
-            weights, f"{name}.self_attn.o_proj", _attended(_rotate_halves(q, base), _rotate_halves(k, base), v)
-        )
+        attended = _attended(_rotate_halves(q, base), _rotate_halves(k, base), v)
+        x = x + _linear(weights, f"{name}.self_attn.o_proj", attended, config["bias"])
         normed = _norm(x, weights[f"{name}.post_attention_layernorm.weight"], epsilon)
         gate, up = (_linear(weights, f"{name}.mlp.{part}_proj", normed) for part in ("gate", "up"))
         x = x + _linear(weights, f"{name}.mlp.down_proj", _silu(gate) * up)
@@ -109,7 +109,7 @@ def qwen_logits(config: Mapping[str, Any], weights: Weights, ids: list[int]) -> 
     x = weights["transformer.wte.weight"][ids]
     for layer in range(config["num_hidden_layers"]):
         name = f"transformer.h.{layer}"
-        fused = _linear(weights, f"{name}.attn.c_attn", _norm(x, weights[f"{name}.ln_1.weight"], epsilon))
+        fused = _linear(weights, f"{name}.attn.c_attn", _norm(x, weights[f"{name}.ln_1.weight"], epsilon), bias=True)
         q, k, v = (part.unflatten(-1, (heads, -1)) for part in fused.chunk(3, -1))
         x = x + _linear(weights, f"{name}.attn.c_proj", _attended(_rotate_halves(q, base), _rotate_halves(k, base), v))
         normed = _norm(x, weights[f"{name}.ln_2.weight"], epsilon)

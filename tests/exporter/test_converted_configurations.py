@@ -1,0 +1,255 @@
+"""Converted configurations: published ones give the published weights; what cannot be converted exactly is refused.
+
+The sizes are `total_size` of the index files that were published with the weights, except for Qwen-14B: this one is the
+number of parameters that llama.cpp reports for Qwen1.5-14B, which has the same sizes.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from spaceport.exporter.converted_checkpoint import FAMILIES
+from spaceport.exporter.converted_fields import Fields, Fixed
+from spaceport.exporter.converted_layout import Shape, check_tensors, matrix, tied, vector
+from spaceport.exporter.sar_config import CheckpointError
+from support.published_checkpoints import WITHOUT, converted, fields_of
+from support.published_sizes import CHATGLM3, QWEN_14B
+
+FILE = Path("config.json")
+# Of each family: changes of its configuration, and a part of the message.
+REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
+    "chatglm": [
+        ({"multi_query_attention": False}, "multi_query_attention is False, so the model has one key and value head"),
+        ({"multi_query_attention": WITHOUT}, "multi_query_attention is False, so the model has"),
+        ({"rmsnorm": False}, "rmsnorm is False, so the model has layer norms with biases: expected True in a ChatGLM3"),
+        ({"post_layer_norm": False}, "post_layer_norm is False, so the model has no norm before its head: expected"),
+        ({"add_bias_linear": True}, "add_bias_linear is True, so the model has biases in all linear layers"),
+        ({"apply_residual_connection_post_layernorm": True}, "residual connections from behind its norms"),
+        ({"fp32_residual_connection": True}, "residuals of another data type than its weights"),
+        ({"original_rope": False}, "original_rope is False, so the model has another rotary embedding"),
+        ({"interleaved_qkv": True}, "another order of queries, keys and values"),
+        ({"rotary_percent": 1.0}, "rotary_percent is 1.0, so the model has another number of rotated dimensions"),
+        ({"pre_seq_len": 128}, "pre_seq_len is 128, so the model has a trained prefix (P-tuning): expected None"),
+        ({"prefix_projection": True}, "a trained prefix (P-tuning)"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings is True"),
+        ({"quantization_bit": 4}, "quantization_bit is 4, so its weights are quantized: expected the published"),
+        ({"position_encoding_2d": True}, "a configuration of the first ChatGLM-6B (two-dimensional positions):"),
+        ({"inner_hidden_size": 16384}, "a configuration of the first ChatGLM-6B"),
+        ({"multi_query_group_num": 3}, "num_attention_heads is 4: expected a multiple of multi_query_group_num 3"),
+        ({"kv_channels": 6}, "kv_channels is 6: expected a multiple of 4, because half of them rotate in pairs"),
+        ({"num_layers": 0}, "num_layers is 0: expected a whole number of at least 1 in a ChatGLM3 configuration; copy"),
+        ({"num_layers": WITHOUT}, "num_layers is missing: expected a whole number"),
+        ({"layernorm_epsilon": "1e-5"}, "layernorm_epsilon is '1e-5': expected a number above 0"),
+        ({"rope_ratio": 0}, "rope_ratio is 0: expected a number above 0"),
+        ({"add_qkv_bias": 1}, "add_qkv_bias is 1: expected true or false"),
+        ({"window": 7}, "unknown field 'window' (7): expected the fields of the published ChatGLM3 configuration;"),
+    ],
+    "internlm": [
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu', so the model has another activation: expected 'silu'"),
+        ({"rope_scaling": {"type": "linear"}}, "a rotary scaling that the original code ignores"),
+        ({"num_key_value_heads": 2}, "num_key_value_heads is 2: expected 4, the number of query heads, in an InternLM"),
+        ({"hidden_size": 36}, "hidden_size is 36: expected 4 heads of an even number of dimensions"),
+        ({"rotary": {"base": 10000, "type": "yarn"}}, "rotary is {'base': 10000, 'type': 'yarn'}: expected an object"),
+        ({"rotary": {"base": 10000, "type": "origin", "extra": 1}}, "rotary is {'base': 10000, 'type': 'origin',"),
+        ({"rotary": 5}, "rotary is 5: expected an object with base, type (origin or dynamic)"),
+        ({"rotary": {"base": -1, "type": "origin"}}, "rotary.base is -1: expected a number above 0"),
+        ({"bias": "yes"}, "bias is 'yes': expected true or false"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config is {'bits': 4}, so its weights are quantized"),
+        ({"qkv_bias": True}, "unknown field 'qkv_bias' (True)"),
+    ],
+    "qwen": [
+        ({"no_bias": False}, "no_bias is False, so the model has biases in all linear layers: expected True in a Qwen"),
+        ({"rotary_pct": 0.5}, "rotary_pct is 0.5, so the model has a rotary embedding of a part of each head"),
+        ({"scale_attn_weights": False}, "attention scores that are not scaled"),
+        ({"use_cache_quantization": True}, "a quantized KV cache"),
+        ({"use_cache_kernel": True}, "a quantized KV cache"),
+        ({"visual": {"layers": 48}}, "visual is {'layers': 48}, so the model has an image encoder (Qwen-VL)"),
+        ({"audio": {}}, "audio is {}, so the model has an audio encoder (Qwen-Audio)"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config is {'quant_method': 'gptq'}, so its"),
+        ({"n_embd": 4096}, "fields of Qwen's first release (n_embd, n_layer): expected hidden_size and"),
+        ({"kv_channels": 16}, "kv_channels is 16 with 4 heads: expected an even number, and hidden_size 32 divided by"),
+        ({"intermediate_size": 49}, "intermediate_size is 49: expected an even number: the gate and the other half"),
+        ({"rope_theta": 5}, "rope_theta is 5: expected rotary_emb_base, 10000; correct the one that is wrong"),
+        ({"seq_length": WITHOUT}, "seq_length is missing: expected a whole number of at least 1 in a Qwen v1"),
+        ({"use_dynamic_ntk": "auto"}, "use_dynamic_ntk is 'auto': expected true or false"),
+        ({"sliding_window": 7}, "unknown field 'sliding_window' (7)"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"), [(family, *row) for family, rows in REFUSED.items() for row in rows]
+)
+def test_a_configuration_is_refused(family: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=r"^config\.json: .*" + re.escape(message)):
+        converted(family, changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "positions"),
+    [
+        ({"seq_length": 64}, 64),
+        ({"seq_length": 64, "use_dynamic_ntk": False}, 64),
+        ({"seq_length": 64, "use_logn_attn": False}, 64),
+        ({"seq_length": 64, "use_logn_attn": False, "use_dynamic_ntk": False}, 512),
+        ({"seq_length": 1024}, 512),
+    ],
+)
+def test_qwen_ends_where_its_attention_changes(changes: dict[str, Any], positions: int) -> None:
+    assert converted("qwen", changes).max_position_embeddings == positions
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "dtype"),
+    [
+        ("chatglm", {}, "float16"),
+        ("internlm", {"torch_dtype": WITHOUT}, None),
+        ("qwen", {}, "bfloat16"),
+        ("qwen", {"bf16": False}, None),
+        ("qwen", {"bf16": False, "params_dtype": "torch.bfloat16"}, "bfloat16"),
+    ],
+)
+def test_the_type_of_the_published_weights_is_known(family: str, changes: dict[str, Any], dtype: str | None) -> None:
+    assert fields_of(family, changes).dtype() == dtype
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, "7", None])
+def test_a_size_is_a_whole_number(value: Any) -> None:
+    assert Fields(FILE, {"size": 7}, "X").whole("size") == 7
+    with pytest.raises(CheckpointError, match=r"size (is|is missing).*: expected a whole number of at least 1 in a X"):
+        Fields(FILE, {"size": value}, "X").whole("size")
+
+
+@pytest.mark.parametrize("value", [0, -1.0, True, "7", float("inf"), float("nan"), None])
+def test_a_number_is_above_0(value: Any) -> None:
+    assert Fields(FILE, {"base": 1e-5}, "X").number("base") == 1e-5
+    with pytest.raises(CheckpointError, match=r"base (is|is missing).*: expected a number above 0 in a X"):
+        Fields(FILE, {"base": value}, "X").number("base")
+
+
+@pytest.mark.parametrize(("value", "wanted"), [(1, True), (0, False), (None, True), (True, 1.0)])
+def test_a_flag_that_is_nearly_right_is_refused(value: Any, wanted: Any) -> None:
+    rules = {"flag": Fixed(wanted, wanted, "something else")}
+    Fields(FILE, {}, "X").check(rules, (), ())
+    Fields(FILE, {"flag": wanted}, "X").check(rules, (), ())
+    with pytest.raises(CheckpointError, match=re.escape(f"flag is {value}, so the model has something else")):
+        Fields(FILE, {"flag": value}, "X").check(rules, (), ())
+
+
+FUSED = matrix("old.qkv.weight", 8, ("q", 6), ("k", 2), ("v", 2))
+BIAS = vector("old.qkv.bias", ("qb", 6), ("kb", 4))
+TIED = tied(matrix("lm_head.weight", 8, ("head", 10)), "old.qkv.weight")
+FOUND: dict[str, Shape] = {"old.qkv.weight": (10, 8), "old.qkv.bias": (10,)}
+
+
+def test_the_rows_of_a_tensor_follow_each_other() -> None:
+    assert list(FUSED.slices()) == [("q", slice(0, 6)), ("k", slice(6, 8)), ("v", slice(8, 10))]
+    assert (FUSED.shape, BIAS.shape, TIED.shape) == ((10, 8), (10,), (10, 8))
+    assert list(TIED.slices()) == []
+
+
+def test_a_tied_head_and_computed_tables_may_be_there_or_not() -> None:
+    check_tensors("folder", [FUSED, BIAS, TIED], FOUND)
+    tables: dict[str, Shape] = {
+        "transformer.rotary_pos_emb.inv_freq": (32,),
+        "model.layers.3.self_attn.rotary_emb.inv_freq": (64,),
+        "transformer.h.0.attn.masked_bias": (),
+        "transformer.h.11.attn.logn_tensor": (1, 9, 1, 1),
+    }
+    check_tensors("folder", [FUSED, BIAS, TIED], {**FOUND, **tables, "lm_head.weight": (10, 8)})
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        ({"old.qkv.weight": (10, 8)}, "folder: tensor old.qkv.bias is missing: expected the 3 tensors that"),
+        ({}, "folder: tensor old.qkv.weight and 1 more are missing: expected the 3 tensors"),
+        ({**FOUND, "lora.weight": (1,)}, "folder: tensor lora.weight is unknown: expected the 3 tensors"),
+        ({**FOUND, "z": (1,), "y": (1,)}, "folder: tensor y and 1 more are unknown"),
+        ({**FOUND, "transformer.h.0.attn.bias": (1,)}, "folder: tensor transformer.h.0.attn.bias is unknown"),
+        ({**FOUND, "old.qkv.bias": (9,)}, "folder: tensor old.qkv.bias has shape (9,): expected (10,) from"),
+        ({**FOUND, "old.qkv.weight": (8, 10)}, "folder: tensor old.qkv.weight has shape (8, 10): expected (10, 8)"),
+        ({**FOUND, "lm_head.weight": (9, 8)}, "folder: tensor lm_head.weight has shape (9, 8): expected (10, 8)"),
+    ],
+)
+def test_other_tensors_are_refused_by_name(found: dict[str, Shape], message: str) -> None:
+    with pytest.raises(CheckpointError, match="^" + re.escape(message)):
+        check_tensors("folder", [FUSED, BIAS, TIED], found)
+
+
+@dataclass(frozen=True)
+class Release:
+    """A published checkpoint: what its configuration has besides flags, and the size of its weights."""
+
+    name: str
+    family: str
+    sizes: dict[str, Any]
+    total: int  # bytes of all tensors in 16-bit types
+    positions: int  # of the converted model
+    computed: int = 0  # bytes of tensors that are computed from the configuration
+
+
+INTERNLM_20B = {
+    "hidden_size": 5120,
+    "intermediate_size": 13824,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 40,
+    "num_hidden_layers": 60,
+    "vocab_size": 103168,
+    "max_position_embeddings": 4096,
+    "bias": False,
+    "rope_theta": 10000.0,
+    "rope_scaling": None,
+    "pretraining_tp": 1,
+}
+QWEN_72B = {
+    "hidden_size": 8192,
+    "intermediate_size": 49152,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 80,
+    "kv_channels": 128,
+    "vocab_size": 152064,
+    "seq_length": 8192,
+    "max_position_embeddings": 8192,
+    "rotary_emb_base": 1000000,
+    "rope_theta": 1000000,
+    "use_dynamic_ntk": False,
+    "use_logn_attn": False,
+}
+RELEASES = (
+    Release("chatglm3-6b", "chatglm", {**CHATGLM3, "seq_length": 8192}, 12487168064, 8192, computed=64),
+    Release(
+        "chatglm3-6b-32k",
+        "chatglm",
+        {**CHATGLM3, "seq_length": 32768, "rope_ratio": 50},
+        12487168064,
+        32768,
+        computed=64,
+    ),
+    Release("internlm-20b", "internlm", INTERNLM_20B, 40177428480, 4096),
+    Release("Qwen-14B", "qwen", QWEN_14B, 2 * 14167290880, 2048),
+    Release("Qwen-72B", "qwen", QWEN_72B, 144575840256, 8192),
+)
+
+
+@pytest.mark.parametrize("release", RELEASES, ids=lambda release: release.name)
+def test_a_published_checkpoint_has_exactly_the_weights_of_the_converted_model(release: Release) -> None:
+    family = FAMILIES[release.family]
+    config = converted(release.family, release.sizes)
+    layout = list(family.layout(config))
+    assert len({source.name for source in layout}) == len(layout)
+    assert 2 * sum(prod(source.shape) for source in layout) + release.computed == release.total
+    assert config.max_position_embeddings == release.positions
+    rows = [
+        (weight, (rows.stop - rows.start, *source.shape[1:])) for source in layout for weight, rows in source.slices()
+    ]
+    with torch.device("meta"):
+        model = family.model(config)
+    assert sorted(rows) == sorted((name, tuple(tensor.shape)) for name, tensor in model.state_dict().items())

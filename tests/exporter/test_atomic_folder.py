@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 import signal
 import subprocess
@@ -16,34 +17,27 @@ import pytest
 
 from spaceport.exporter import atomic_folder
 from spaceport.exporter.atomic_folder import TargetError, check_target, publish, require_space, writing
+from spaceport.exporter.folder_lock import locked_folder
 from spaceport.graphs.contract.manifest import MANIFEST_FILE, MODEL_FILE
 from spaceport.runtime.bundle import BundleError, open_bundle, read_manifest
 from support.paths import TESTS
 from support.small_bundle import fill
 
-# argv: a target. Starts to write a bundle there, prints a line, and waits for the end of its input.
+# argv: a target, and the maximum file size in bytes. Starts to write a bundle there, prints a line, and waits for the end of
+# its input; the size simulates a full disk.
 WRITER = """
-import sys
-from pathlib import Path
-from support.small_bundle import fill
-from spaceport.exporter.atomic_folder import writing
-with writing(Path(sys.argv[1]), overwrite=True) as partial:
-    fill(partial, b"another graph")
-    print("writing", flush=True)
-    sys.stdin.read()
-"""
-
-# argv: a target, the maximum file size in bytes. Tries to write a bundle there.
-FULL_DISK = """
 import resource, signal, sys
 from pathlib import Path
 from support.small_bundle import fill
 from spaceport.exporter.atomic_folder import writing
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), resource.RLIM_INFINITY))
+if sys.argv[2:]:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), resource.RLIM_INFINITY))
 try:
     with writing(Path(sys.argv[1]), overwrite=True) as partial:
         fill(partial, b"another graph")
+        print("writing", flush=True)
+        sys.stdin.read()
 except OSError as error:
     sys.exit(error.strerror)
 """
@@ -98,25 +92,17 @@ def target(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("overwrite", [True, False])
-@pytest.mark.parametrize("empty", [True, False], ids=["empty folder", "nothing there"])
-def test_a_bundle_appears_only_when_it_is_complete(tmp_path: Path, overwrite: bool, empty: bool) -> None:
-    path = tmp_path / "bundle"
-    if empty:
-        path.mkdir()
-    with writing(path, overwrite) as partial:
-        fill(partial, b"a new graph")
-        assert partial.parent == tmp_path
-        assert not path.exists() or not names(path)
-    assert graph(path) == b"a new graph"
-    assert names(tmp_path) == {"bundle"}
-
-
-def test_an_old_bundle_stays_until_the_new_one_is_complete(target: Path) -> None:
-    with writing(target, overwrite=True) as partial:
-        fill(partial, b"a new graph")
-        assert graph(target) == b"the old graph"
-    assert graph(target) == b"a new graph"
-    assert names(target.parent) == {"bundle"}
+def test_the_target_is_the_old_bundle_or_none_until_the_new_one_is_complete(target: Path, overwrite: bool) -> None:
+    (target.parent / "empty").mkdir()
+    for path in (target.parent / "empty", target.parent / "new", *([target] if overwrite else [])):
+        before = names(path) if path.exists() else None
+        with writing(path, overwrite) as partial:
+            fill(partial, b"a new graph")
+            assert partial.parent == target.parent
+            assert (names(path) if path.exists() else None) == before
+            assert path != target or graph(path) == b"the old graph"
+        assert graph(path) == b"a new graph"
+    assert names(target.parent) == {"bundle", "empty", "new"}
 
 
 def test_a_bundle_exists_at_every_moment(target: Path) -> None:
@@ -140,23 +126,27 @@ def test_a_bundle_exists_at_every_moment(target: Path) -> None:
     assert errors == []
 
 
-def break_off(partial: Path, fault: BaseException, late: bool) -> None:
-    if late:
-        fill(partial, b"a new graph")
-    raise fault
-
-
-@pytest.mark.parametrize("fault", [ValueError("no"), KeyboardInterrupt(), SystemExit(1), OSError(errno.ENOSPC, "full")])
+@pytest.mark.parametrize("fault", [ValueError("no"), KeyboardInterrupt(), OSError(errno.ENOSPC, "full")])
 @pytest.mark.parametrize("late", [True, False])
-def test_a_failed_export_leaves_nothing_or_the_old_bundle(
-    tmp_path: Path, target: Path, fault: BaseException, late: bool
-) -> None:
-    with pytest.raises(type(fault)):
-        write(tmp_path / "new", False, lambda partial: break_off(partial, fault, late))
-    with pytest.raises(type(fault)):
-        write(target, True, lambda partial: break_off(partial, fault, late))
+def test_a_failed_export_leaves_nothing_or_the_old_bundle(target: Path, fault: BaseException, late: bool) -> None:
+    def break_off(partial: Path) -> None:
+        if late:
+            fill(partial, b"a new graph")
+        raise fault
+
+    for path in (target.with_name("new"), target):
+        with pytest.raises(type(fault)):
+            write(path, True, break_off)
     assert graph(target) == b"the old graph"
-    assert names(tmp_path) == {"bundle"}
+    assert names(target.parent) == {"bundle"}
+
+
+def test_an_interrupt_while_the_folder_is_moved_is_deferred(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(atomic_folder, "flush", lambda folder: os.kill(os.getpid(), signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        write(target, True, lambda partial: fill(partial, b"a new graph"))
+    assert graph(target) == b"a new graph"
+    assert names(target.parent) == {"bundle"}
 
 
 def test_a_folder_that_another_process_begins_at_the_same_path_stays(
@@ -170,12 +160,6 @@ def test_a_folder_that_another_process_begins_at_the_same_path_stays(
     assert partial.is_dir()
 
 
-def test_a_folder_without_manifest_does_not_open(target: Path) -> None:
-    (target / MANIFEST_FILE).unlink()
-    with pytest.raises(BundleError, match=r"no manifest\.json"):
-        open_bundle(target)
-
-
 def refused(target: Path, overwrite: bool, message: str) -> None:
     """Verify that a target is refused, before the export and again when the folder is written."""
     before = names(target.parent)
@@ -184,11 +168,6 @@ def refused(target: Path, overwrite: bool, message: str) -> None:
     with pytest.raises(TargetError, match=message), writing(target, overwrite):
         pytest.fail("started to write")
     assert names(target.parent) == before
-
-
-def test_an_old_bundle_is_replaced_only_with_overwrite(target: Path) -> None:
-    refused(target, False, "a bundle exists there: replace it with --overwrite")
-    assert graph(target) == b"the old graph"
 
 
 @pytest.mark.parametrize("overwrite", [True, False])
@@ -207,7 +186,8 @@ def test_a_target_that_is_not_a_bundle_is_never_replaced(tmp_path: Path, overwri
         assert link.readlink() == goal
 
 
-def test_a_link_to_a_bundle_is_not_replaced_by_a_bundle(target: Path) -> None:
+def test_a_bundle_is_replaced_only_with_overwrite_and_a_link_to_one_never(target: Path) -> None:
+    refused(target, False, "a bundle exists there: replace it with --overwrite")
     link = target.with_name("link")
     link.symlink_to(target)
     refused(link, True, "exists and is not a folder")
@@ -215,40 +195,26 @@ def test_a_link_to_a_bundle_is_not_replaced_by_a_bundle(target: Path) -> None:
 
 
 @pytest.mark.parametrize("overwrite", [True, False])
-def test_files_written_to_the_target_in_the_meantime_are_not_lost(tmp_path: Path, overwrite: bool) -> None:
-    path = tmp_path / "bundle"
+def test_what_is_written_to_the_target_in_the_meantime_is_not_lost(tmp_path: Path, overwrite: bool) -> None:
+    path, other = tmp_path / "bundle", tmp_path / "other"
 
-    def meanwhile(partial: Path) -> None:
-        fill(partial)
+    def a_thesis(partial: Path) -> None:
         path.mkdir()
         (path / "thesis.txt").write_text("years of work")
+        fill(partial)
+
+    def a_bundle(partial: Path) -> None:
+        other.mkdir()
+        fill(other, b"the first graph")
+        fill(partial, b"a new graph")
 
     with pytest.raises(TargetError, match="contains files but no bundle"):
-        write(path, overwrite, meanwhile)
-    assert names(tmp_path) == {"bundle"}
+        write(path, overwrite, a_thesis)
     assert names(path) == {"thesis.txt"}
-
-
-def test_a_bundle_written_in_the_meantime_is_replaced_only_with_overwrite(tmp_path: Path) -> None:
-    path = tmp_path / "bundle"
-
-    def meanwhile(partial: Path) -> None:
-        fill(partial, b"a new graph")
-        path.mkdir()
-        fill(path, b"the first graph")
-
     with pytest.raises(TargetError, match="a bundle exists there"):
-        write(path, False, meanwhile)
-    assert graph(path) == b"the first graph"
-    assert names(tmp_path) == {"bundle"}
-
-
-def test_a_missing_parent_folder_is_an_error_with_advice(tmp_path: Path) -> None:
-    with pytest.raises(TargetError, match=f"{tmp_path / 'nowhere'}: no such folder: create it first"):
-        check_target(tmp_path / "nowhere" / "bundle", overwrite=False)
-    (tmp_path / "file").write_text("")
-    with pytest.raises(TargetError, match="no such folder"):
-        check_target(tmp_path / "file" / "bundle", overwrite=False)
+        write(other, False, a_bundle)
+    assert graph(other) == b"the first graph"
+    assert names(tmp_path) == {"bundle", "other"}
 
 
 def test_the_remains_of_a_killed_export_are_removed_by_the_next(target: Path) -> None:
@@ -285,16 +251,10 @@ def test_a_running_export_is_not_disturbed(target: Path) -> None:
     assert names(target.parent) == {"bundle"}
 
 
-def test_missing_disk_space_is_reported_before_the_export(tmp_path: Path) -> None:
-    require_space(tmp_path, 0)
-    with pytest.raises(TargetError, match=r"\d+ MB free, the bundle needs about 1000000000000 MB: free some space or"):
-        require_space(tmp_path, 10**18)
-
-
-@pytest.mark.parametrize("most", [0, 5, 1000])
+@pytest.mark.parametrize("most", [5, 1000])
 def test_a_full_disk_leaves_the_old_bundle(target: Path, most: int) -> None:
-    """A limit on file sizes simulates the disk: 0 fails in the first file, 5 in the middle of it, 1000 in a later one."""
-    process = python(FULL_DISK, target, most)
+    """A limit on file sizes simulates the disk: 5 fails in the middle of the first file, 1000 in a later one."""
+    process = python(WRITER, target, most)
     _, errors = process.communicate()
     assert (process.returncode, errors) == (1, "File too large\n")
     assert graph(target) == b"the old graph"
@@ -332,23 +292,52 @@ def test_missing_permissions_are_reported(public: Path) -> None:
     assert names(public) == {"bundle"}
 
 
-@pytest.mark.parametrize("target", [Path("/proc/bundle"), Path("/proc/self/bundle")])
-def test_a_folder_that_cannot_be_created_is_refused_before_any_work(target: Path) -> None:
+def test_a_target_that_cannot_be_created_is_refused_before_any_work(tmp_path: Path) -> None:
     """The permissions of a file system that root cannot write to do not show it."""
-    with pytest.raises(TargetError, match=r"choose another folder|create it first"):
-        check_target(target, overwrite=False)
+    (tmp_path / "file").write_text("")
+    for target, message in (
+        (Path("/proc/bundle"), "choose another folder"),
+        (Path("/proc/self/bundle"), r"choose another folder|create it first"),
+        (tmp_path / "nowhere" / "bundle", f"{tmp_path / 'nowhere'}: no such folder: create it first"),
+        (tmp_path / "file" / "bundle", "no such folder"),
+        (tmp_path / ("a" * 256), "File name too long: choose another folder for the bundle, or another name"),
+    ):
+        with pytest.raises(TargetError, match=message):
+            check_target(target, overwrite=False)
 
 
-def test_a_name_that_is_too_long_is_refused_before_any_work(tmp_path: Path) -> None:
-    with pytest.raises(TargetError, match="File name too long: choose another folder for the bundle, or another name"):
-        check_target(tmp_path / ("a" * 256), overwrite=False)
+def test_a_full_disk_is_reported_before_the_export_or_with_the_bytes_that_were_written(tmp_path: Path) -> None:
+    require_space(tmp_path, 0)
+    with pytest.raises(TargetError, match=r"\d+ MB free, the bundle needs about 1000000000000 MB: free some space or"):
+        require_space(tmp_path, 10**18)
 
-
-def test_a_full_disk_is_reported_with_the_path_and_the_bytes(tmp_path: Path) -> None:
-    def write() -> None:
-        with writing(tmp_path / "bundle", overwrite=False) as partial:
-            (partial / "model").write_bytes(bytes(1234))
-            raise OSError(errno.ENOSPC, "No space left on device")
+    def fail(partial: Path) -> None:
+        (partial / "model").write_bytes(bytes(1234))
+        raise OSError(errno.ENOSPC, "No space left on device")
 
     with pytest.raises(OSError, match=r"No space left on device after 1,234 bytes: free some space .*/bundle'"):
-        write()
+        write(tmp_path / "bundle", False, fail)
+
+
+def test_a_lock_has_one_holder_at_a_time_and_closes_its_descriptor(tmp_path: Path) -> None:
+    """Each thread increments a number by reading and writing it; concurrent increments would be lost."""
+    file = tmp_path / "number"
+    file.write_text("0")
+
+    def add() -> None:
+        for _ in range(50):
+            with locked_folder(tmp_path) as descriptor:
+                assert os.path.samestat(os.fstat(descriptor), tmp_path.stat())
+                file.write_text(str(int(file.read_text()) + 1))
+
+    threads = [threading.Thread(target=add) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert int(file.read_text()) == 200
+    assert names(tmp_path) == {"number"}
+    with locked_folder(tmp_path) as descriptor:
+        pass
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)

@@ -163,7 +163,6 @@ def error_of(bundle: Path, engine: Engine, text: NDArray[np.int64]) -> float:
 @pytest.mark.parametrize(
     ("flags", "code", "message"),
     [
-        (["--dtype", "float16"], USAGE, "dtype is float16: int8 layers run on CPUs only, expected float32"),
         (["--calibration-data", "{prompts}", "--activations", "float"], USAGE, "expected --weights int8 with it"),
         (["--calibration-data", "{missing}"], INPUT, "expected a prompt file with one prompt per line"),
     ],

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 import torch
 
+from spaceport.exporter import converted_chatglm, converted_internlm, converted_qwen
 from spaceport.exporter.converted_checkpoint import FAMILIES
 from spaceport.exporter.converted_fields import Fields, Fixed
 from spaceport.exporter.converted_layout import Shape, check_tensors, matrix, tied, vector
 from spaceport.exporter.sar_config import CheckpointError
 from support.published_checkpoints import WITHOUT, converted, fields_of
-from support.published_sizes import CHATGLM3, QWEN_14B
 
 FILE = Path("config.json")
 # Of each family: changes of its configuration, and a part of the message.
@@ -28,17 +28,6 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
     "chatglm": [
         ({"multi_query_attention": False}, "multi_query_attention is False, so the model has one key and value head"),
         ({"multi_query_attention": WITHOUT}, "multi_query_attention is False, so the model has"),
-        ({"rmsnorm": False}, "rmsnorm is False, so the model has layer norms with biases: expected True in a ChatGLM3"),
-        ({"post_layer_norm": False}, "post_layer_norm is False, so the model has no norm before its head: expected"),
-        ({"add_bias_linear": True}, "add_bias_linear is True, so the model has biases in all linear layers"),
-        ({"apply_residual_connection_post_layernorm": True}, "residual connections from behind its norms"),
-        ({"fp32_residual_connection": True}, "residuals of another data type than its weights"),
-        ({"original_rope": False}, "original_rope is False, so the model has another rotary embedding"),
-        ({"interleaved_qkv": True}, "another order of queries, keys and values"),
-        ({"rotary_percent": 1.0}, "rotary_percent is 1.0, so the model has another number of rotated dimensions"),
-        ({"pre_seq_len": 128}, "pre_seq_len is 128, so the model has a trained prefix (P-tuning): expected None"),
-        ({"prefix_projection": True}, "a trained prefix (P-tuning)"),
-        ({"tie_word_embeddings": True}, "tie_word_embeddings is True"),
         ({"quantization_bit": 4}, "quantization_bit is 4, so its weights are quantized: expected the published"),
         ({"position_encoding_2d": True}, "a configuration of the first ChatGLM-6B (two-dimensional positions):"),
         ({"inner_hidden_size": 16384}, "a configuration of the first ChatGLM-6B"),
@@ -65,13 +54,6 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"qkv_bias": True}, "unknown field 'qkv_bias' (True)"),
     ],
     "qwen": [
-        ({"no_bias": False}, "no_bias is False, so the model has biases in all linear layers: expected True in a Qwen"),
-        ({"rotary_pct": 0.5}, "rotary_pct is 0.5, so the model has a rotary embedding of a part of each head"),
-        ({"scale_attn_weights": False}, "attention scores that are not scaled"),
-        ({"use_cache_quantization": True}, "a quantized KV cache"),
-        ({"use_cache_kernel": True}, "a quantized KV cache"),
-        ({"visual": {"layers": 48}}, "visual is {'layers': 48}, so the model has an image encoder (Qwen-VL)"),
-        ({"audio": {}}, "audio is {}, so the model has an audio encoder (Qwen-Audio)"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config is {'quant_method': 'gptq'}, so its"),
         ({"n_embd": 4096}, "fields of Qwen's first release (n_embd, n_layer): expected hidden_size and"),
         ({"kv_channels": 16}, "kv_channels is 16 with 4 heads: expected an even number, and hidden_size 32 divided by"),
@@ -82,6 +64,17 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"sliding_window": 7}, "unknown field 'sliding_window' (7)"),
     ],
 }
+
+
+@pytest.mark.parametrize(
+    ("family", "rules"),
+    [("chatglm", converted_chatglm._FIXED), ("internlm", converted_internlm._FIXED), ("qwen", converted_qwen._FIXED)],
+)
+def test_each_flag_with_another_value_is_refused(family: str, rules: dict[str, Fixed]) -> None:
+    for name, rule in rules.items():
+        converted(family, {name: rule.value})
+        with pytest.raises(CheckpointError, match=f"{name} is 'else', so the model has .*: expected"):
+            converted(family, {name: "else"})
 
 
 @pytest.mark.parametrize(
@@ -196,6 +189,25 @@ class Release:
     computed: int = 0  # bytes of tensors that are computed from the configuration
 
 
+CHATGLM3 = {
+    "hidden_size": 4096,
+    "ffn_hidden_size": 13696,
+    "kv_channels": 128,
+    "num_attention_heads": 32,
+    "num_layers": 28,
+    "multi_query_group_num": 2,
+    "padded_vocab_size": 65024,
+}
+QWEN_14B = {
+    "hidden_size": 5120,
+    "intermediate_size": 27392,
+    "num_attention_heads": 40,
+    "num_hidden_layers": 40,
+    "kv_channels": 128,
+    "vocab_size": 152064,
+    "seq_length": 2048,
+    "max_position_embeddings": 8192,
+}
 INTERNLM_20B = {
     "hidden_size": 5120,
     "intermediate_size": 13824,

@@ -181,10 +181,7 @@ INT4_INT8 = ExportOptions(weights="int4", requested_activations="int8")
     ("options", "message"),
     [
         (ExportOptions(requested_activations="int8"), "activations is int8: expected float with weights same, float32"),
-        (
-            replace(INT4_INT8, lowering="append"),
-            "expected float with weights int4, float32, operator attention and the",
-        ),
+        (replace(INT4_INT8, lowering="append"), "expected float with weights int4, float32, operator attention and"),
         (replace(INT4_INT8, dtype="float16"), "expected float with weights int4, float16"),
         (replace(INT4_INT8, attention="operator"), "int4, float32, operator attention"),
         (replace(INT4_INT8, requested_activations="int8x2"), "activations is int8x2: expected .* with weights int4"),

@@ -25,6 +25,7 @@ from spaceport.tools.cli.exit_codes import INPUT, USAGE
 from spaceport.tools.reference import open_reference
 from support.exported import bundle_of
 from support.paths import DEMO, TINY
+from support.small_bundle import edit, new_bundle
 
 SLOTS, LAYERS = 192, 3
 Logits = NDArray[np.float32]
@@ -178,8 +179,11 @@ def test_options_that_contradict_each_other_are_refused(
     assert not (tmp_path / "bundle").exists()
 
 
-def test_an_int8_bundle_is_not_built_for_a_gpu(capfd: Capture) -> None:
-    assert run(["build", str(exported()), "--target", "sm89"]) == INPUT
+def test_an_int8_bundle_is_not_built_for_a_gpu(tmp_path: Path, capfd: Capture) -> None:
+    bundle = new_bundle(tmp_path / "bundle")
+    edit(bundle, lambda entries: entries.update(weights="int8", activations="int8x2"))
+    edit(bundle, lambda entries: entries["signature"].update(lowering="append"))
+    assert run(["build", str(bundle), "--target", "sm89"]) == INPUT
     assert "products are of 8-bit integers, which TensorRT does not have" in " ".join(capfd.readouterr().err.split())
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint
-from spaceport.exporter.export import ExportOptions, export
-from spaceport.exporter.quiet import quiet_libraries
+from spaceport.exporter.export import ExportOptions
 from spaceport.exporter.sar_config import SAR_FILE, CheckpointError
 from spaceport.graphs.contract.mask_layout import MaskLayout
 from spaceport.graphs.contract.signature import LOWERINGS, Lowering
+from spaceport.runtime.bundle import open_bundle
 from spaceport.runtime.decode.draft import Shape
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
@@ -21,6 +21,7 @@ from spaceport.tools.cli import run
 from spaceport.tools.cli.exit_codes import OK
 from spaceport.tools.verify.acceptance.measure import measure
 from spaceport.tools.verify.acceptance.reference_answers import ReferenceAnswer, Segment
+from support.exported import bundle_of
 from support.hash_engine import LAYOUTS
 from support.published import layout_model, text, write_checkpoint
 
@@ -60,9 +61,9 @@ CASES = [
 def test_an_exact_model_generates_k_plus_1_tokens_per_step_in_its_own_layout_only(
     layout: MaskLayout, lowering: Lowering, tmp_path: Path
 ) -> None:
-    quiet_libraries()
-    checkpoint, bundle = checkpoint_of(layout, tmp_path / "checkpoint"), tmp_path / "bundle"
-    manifest = export(checkpoint, bundle, ExportOptions(lowering))
+    checkpoint = checkpoint_of(layout, tmp_path / "checkpoint")
+    bundle = bundle_of(checkpoint, ExportOptions(lowering))
+    manifest = open_bundle(bundle).manifest
     assert (manifest.mask_layout, manifest.max_mask_slots) == (layout, SLOTS)
     with Runtime.open(bundle, max_seq_len=256, step_costs="free") as runtime:
         assert tokens_per_step(runtime, layout) == tokens_per_step(runtime, layout, "tree") == SLOTS + 1

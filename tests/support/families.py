@@ -63,10 +63,10 @@ class Family:
 
 @dataclass(frozen=True)
 class Refused:
-    """A family that cannot be exported exactly, with the pattern of the error."""
+    """A family that cannot be exported exactly."""
 
     family: Family
-    reason: str  # a pattern
+    reason: str  # a pattern of the error
 
     def __str__(self) -> str:
         return self.family.name
@@ -104,31 +104,24 @@ WIDE = {"num_key_value_heads": 2, "head_dim": 16}  # heads times head_dim is twi
 SLIDING = {"sliding_window": WINDOW}
 MIXED = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+GRANITE = {"attention_multiplier": 0.3, "residual_multiplier": 0.5}
+YARN = {"factor": 4.0, "original_max_position_embeddings": 48}
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+FALCON_7B = {"multi_query": True, "new_decoder_architecture": False, "bias": False}
+FALCON_40B = {"num_kv_heads": 2, "new_decoder_architecture": True, "bias": False}
+SOFTCAP = {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0}
 GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_inner": 48, "n_positions": POSITIONS}
 
 FAMILIES = (
     Family("llama", "llama", "plain", {**GROUPED, "attention_bias": True, "mlp_bias": True}, each_run="scatter"),
-    Family(
-        "llama, llama3 rope",
-        "llama",
-        "plain",
-        ROPE_ONLY
-        | rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32),
-    ),
+    Family("llama, llama3 rope", "llama", "plain", ROPE_ONLY | rope("llama3", **LLAMA3)),
     Family("llama, linear rope", "llama", "plain", ROPE_ONLY | rope("linear", factor=4.0)),
     Family("llama, dynamic rope", "llama", "rotary", ROPE_ONLY | rope("dynamic", factor=4.0)),
-    Family(
-        "llama, yarn rope", "llama", "plain", ROPE_ONLY | rope("yarn", factor=4.0, original_max_position_embeddings=48)
-    ),
+    Family("llama, yarn rope", "llama", "plain", ROPE_ONLY | rope("yarn", **YARN)),
     Family("qwen2", "qwen2", "windowed", {**GROUPED, **SLIDING, "use_sliding_window": True, "max_window_layers": 1}),
     Family("qwen3", "qwen3", "plain", WIDE),
     Family("mistral", "mistral", "windowed", WIDE | SLIDING, each_run="scatter"),
-    Family(
-        "ministral3",
-        "ministral3",
-        "plain",
-        WIDE | rope("yarn", factor=4.0, original_max_position_embeddings=48, llama_4_scaling_beta=0.1),
-    ),
+    Family("ministral3", "ministral3", "plain", WIDE | rope("yarn", **YARN, llama_4_scaling_beta=0.1)),
     Family("phi3", "phi3", "fused", GROUPED | SLIDING),
     Family(
         "phi3, longrope",
@@ -138,30 +131,13 @@ FAMILIES = (
         | rope("longrope", factor=4.0, short_factor=[1.0, 1.1, 1.3, 1.7], long_factor=[2.0, 3.0, 5.0, 9.0]),
         each_run="scatter",
     ),
-    Family(
-        "gemma2",
-        "gemma2",
-        "softcap",
-        {**WIDE, **SLIDING, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0},
-        each_run="append",
-    ),
+    Family("gemma2", "gemma2", "softcap", {**WIDE, **SLIDING, **SOFTCAP}, each_run="append"),
     Family("gemma3", "gemma3_text", "windowed", {**WIDE, **MIXED, "query_pre_attn_scalar": 16}),
     Family("glm", "glm", "plain", WIDE),
     Family("glm4", "glm4", "plain", WIDE),
     Family("gpt_neox", "gpt_neox", "fused", each_run="append"),
-    Family(
-        "falcon, 7B style",
-        "falcon",
-        "scaled_dot_product",
-        {"multi_query": True, "new_decoder_architecture": False, "bias": False},
-    ),
-    Family(
-        "falcon, 40B style",
-        "falcon",
-        "scaled_dot_product",
-        {"num_kv_heads": 2, "new_decoder_architecture": True, "bias": False},
-        each_run="scatter",
-    ),
+    Family("falcon, 7B style", "falcon", "scaled_dot_product", FALCON_7B),
+    Family("falcon, 40B style", "falcon", "scaled_dot_product", FALCON_40B, each_run="scatter"),
     Family("opt", "opt", "plain", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
     Family("olmo2", "olmo2", "plain", GROUPED),
     Family("internlm3", "internlm3", "plain", {**WIDE, "bias": True, "qkv_bias": True}),
@@ -169,13 +145,7 @@ FAMILIES = (
     Family("gemma", "gemma", "plain", WIDE, ("append",)),
     Family("gpt2", "gpt2", "fused", GPT2, ("scatter",)),
     Family("gptj", "gptj", "eager", {**GPT2, "rotary_dim": 4}, ("append",), each_run="append"),
-    Family(
-        "granite",
-        "granite",
-        "plain",
-        {**GROUPED, "attention_multiplier": 0.3, "residual_multiplier": 0.5},
-        ("scatter",),
-    ),
+    Family("granite", "granite", "plain", GROUPED | GRANITE, ("scatter",)),
     Family("cohere", "cohere", "plain", {**GROUPED, "use_qk_norm": True, "logit_scale": 1.0}, ("append",)),
     Family("stablelm", "stablelm", "plain", {**GROUPED, "use_qkv_bias": True, "qk_layernorm": True}, ("scatter",)),
     Family("starcoder2", "starcoder2", "windowed", GROUPED | SLIDING, ("append",)),
@@ -188,111 +158,63 @@ FAMILIES = (
 NOT_DECODER = "not a decoder-only causal language model"
 NOT_ATTENTION = "expected full or sliding-window attention only"
 NO_POSITIONS = "takes no position_ids"
+SHAPES = "keys and values of shapes"
+
+LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "first_k_dense_replace": 2}  # of attention
+DEEPSEEK_V2 = {"moe_intermediate_size": 24, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+DEEPSEEK_V3 = {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
+GEMMA3N: dict[str, Any] = {
+    **WIDE,
+    **SLIDING,
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "vocab_size_per_layer_input": 640,
+    "hidden_size_per_layer_input": 8,
+    "laurel_rank": 4,
+    "activation_sparsity_pattern": [0.0] * 4,
+}
+GEMMA4 = {**WIDE, **MIXED, "global_head_dim": 32, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0}
+HYBRID = ["linear_attention", "full_attention"]
+
+
+def refused(name: str, reason: str, model_type: str | None = None, **options: Any) -> Refused:
+    return Refused(Family(name, model_type or name, "refused", options), reason)
+
 
 REFUSED = (
-    Refused(Family("t5", "t5", "refused"), NOT_DECODER),
-    Refused(Family("bart", "bart", "refused", {"encoder_layers": 1, "decoder_layers": 1}), NOT_DECODER),
-    Refused(Family("mamba", "mamba", "refused"), NOT_ATTENTION),
-    Refused(Family("rwkv", "rwkv", "refused"), NO_POSITIONS),
-    Refused(
-        Family(
-            "qwen3_next",
-            "qwen3_next",
-            "refused",
-            {**WIDE, **EXPERTS, "layer_types": ["linear_attention", "full_attention"]},
-        ),
-        f"linear_attention: {NOT_ATTENTION}",
-    ),
-    Refused(
-        Family("lfm2", "lfm2", "refused", {**GROUPED, "layer_types": ["conv", "full_attention"]}),
-        f"conv: {NOT_ATTENTION}",
-    ),
-    Refused(
-        Family("llama4", "llama4_text", "refused", {**WIDE, "num_local_experts": 2, "intermediate_size_mlp": 48}),
+    refused("t5", NOT_DECODER),
+    refused("bart", NOT_DECODER, encoder_layers=1, decoder_layers=1),
+    refused("mamba", NOT_ATTENTION),
+    refused("rwkv", NO_POSITIONS),
+    refused("qwen3_next", f"linear_attention: {NOT_ATTENTION}", layer_types=HYBRID, **WIDE, **EXPERTS),
+    refused("lfm2", f"conv: {NOT_ATTENTION}", layer_types=["conv", "full_attention"], **GROUPED),
+    refused(
+        "llama4",
         f"chunked_attention: {NOT_ATTENTION}",
+        "llama4_text",
+        num_local_experts=2,
+        intermediate_size_mlp=48,
+        **WIDE,
     ),
-    Refused(Family("bloom", "bloom", "refused", {"n_layer": 2, "n_head": 4}), NO_POSITIONS),
-    Refused(Family("mpt", "mpt", "refused", {"d_model": 32, "n_heads": 4, "n_layers": 2}), NO_POSITIONS),
-    Refused(
-        Family("falcon, alibi", "falcon", "refused", {"alibi": True, "new_decoder_architecture": False}), NO_POSITIONS
-    ),
-    Refused(
-        Family(
-            "gpt_neo", "gpt_neo", "refused", {"num_layers": 2, "num_heads": 4, "attention_types": [[["global"], 2]]}
-        ),
+    refused("bloom", NO_POSITIONS, n_layer=2, n_head=4),
+    refused("mpt", NO_POSITIONS, d_model=32, n_heads=4, n_layers=2),
+    refused("falcon, alibi", NO_POSITIONS, "falcon", alibi=True, new_decoder_architecture=False),
+    refused(
+        "gpt_neo",
         "depends on more than positions and visibility",
+        num_layers=2,
+        num_heads=4,
+        attention_types=[[["global"], 2]],
     ),
-    Refused(
-        Family("gpt_oss", "gpt_oss", "refused", {**WIDE, **SLIDING, "num_local_experts": 4}),
-        "its attention takes s_aux",
-    ),
-    Refused(
-        Family(
-            "gemma3n",
-            "gemma3n_text",
-            "refused",
-            {
-                **WIDE,
-                **SLIDING,
-                "num_hidden_layers": 4,
-                "num_kv_shared_layers": 2,
-                "layer_types": ["sliding_attention", "full_attention"] * 2,
-                "vocab_size_per_layer_input": 640,
-                "hidden_size_per_layer_input": 8,
-                "laurel_rank": 4,
-                "activation_sparsity_pattern": [0.0] * 4,
-            },
-        ),
-        r"cached keys and values in layers \[0, 1\] of 4",
-    ),
-    Refused(
-        Family(
-            "gemma4",
-            "gemma4_text",
-            "refused",
-            {**WIDE, **MIXED, "global_head_dim": 32, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0},
-        ),
-        "keys and values of shapes",
-    ),
-    Refused(
-        Family(
-            "deepseek_v3",
-            "deepseek_v3",
-            "refused",
-            {
-                "q_lora_rank": 16,
-                "kv_lora_rank": 16,
-                "qk_rope_head_dim": 8,
-                "qk_nope_head_dim": 8,
-                "v_head_dim": 16,
-                "first_k_dense_replace": 2,
-            },
-        ),
-        "keys and values of shapes",
-    ),
-    Refused(
-        Family(
-            "deepseek_v2",
-            "deepseek_v2",
-            "refused",
-            {
-                "q_lora_rank": 16,
-                "kv_lora_rank": 16,
-                "moe_intermediate_size": 24,
-                "first_k_dense_replace": 2,
-                "qk_rope_head_dim": 64,
-                "qk_nope_head_dim": 128,
-                "v_head_dim": 128,  # as in the published model
-            },
-        ),
-        "keys and values of shapes",
-    ),
-    Refused(
-        Family("openai-gpt", "openai-gpt", "refused", {"n_embd": 32, "n_layer": 2, "n_head": 4}), "has no KV cache"
-    ),
-    Refused(Family("bert", "bert", "refused"), r"is an encoder, .*is_decoder is false"),
-    Refused(
-        Family("phimoe, window", "phimoe", "refused", {**GROUPED, **SLIDING, "num_local_experts": 4}),
-        "no layer passes a window to attention",
+    refused("gpt_oss", "its attention takes s_aux", num_local_experts=4, **WIDE, **SLIDING),
+    refused("gemma3n", r"cached keys and values in layers \[0, 1\] of 4", "gemma3n_text", **GEMMA3N),
+    refused("gemma4", SHAPES, "gemma4_text", **GEMMA4),
+    refused("deepseek_v3", SHAPES, **LATENT, **DEEPSEEK_V3),
+    refused("deepseek_v2", SHAPES, **LATENT, **DEEPSEEK_V2),
+    refused("openai-gpt", "has no KV cache", n_embd=32, n_layer=2, n_head=4),
+    refused("bert", r"is an encoder, .*is_decoder is false"),
+    refused(
+        "phimoe, window", "no layer passes a window to attention", "phimoe", num_local_experts=4, **GROUPED, **SLIDING
     ),
 )

@@ -1,0 +1,324 @@
+"""Draft files: what a folder says about its drafts is read as it was written; damaged and foreign files are refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from spaceport.exporter.adapter import write_adapter
+from spaceport.exporter.checkpoint import SAR_FILE, TokenFlags, load_model, open_checkpoint
+from spaceport.exporter.checkpoint_files import own_files, require_checkpoint
+from spaceport.exporter.config_mask_token import config_mask_token
+from spaceport.exporter.correction_factors import (
+    FACTORS_FILE,
+    check_factors,
+    read_factors,
+    write_correction,
+    write_factors,
+)
+from spaceport.exporter.draft_additions import add_without_values, added_by
+from spaceport.exporter.draft_layout import DraftLayout, Noise, layout_entries, read_draft_layout
+from spaceport.exporter.draft_origin import draft_origin
+from spaceport.exporter.dry_run import dry_run
+from spaceport.exporter.export import ExportOptions
+from spaceport.exporter.input_rows_file import INPUT_ROWS_FILE, check_input_rows, read_input_rows, write_input_rows
+from spaceport.exporter.preloaded_slots_file import PRELOADED_FILE, write_preloaded_slots
+from spaceport.exporter.sar_config import CheckpointError
+from spaceport.graphs.contract.draft_correction import CORRECTION_FILE, read_tables
+from spaceport.graphs.correction import Factors
+from spaceport.graphs.gated import gate_model
+from spaceport.graphs.input_rows import InputRows
+from spaceport.graphs.preloaded_slots import PreloadedSlots, slots_of
+from spaceport.tools.adopt.adopt import additions_of, plan_adoption, write_adoption
+from spaceport.tools.adopt.given import Paths, Request, read_given
+from support.gguf_files import HEAD_DIM, HEADS, KV_HEADS, random_model
+from support.published import write_checkpoint
+from support.published_methods import METHODS
+
+ROWS = InputRows((9, 7), torch.randn(2, 6, generator=torch.Generator().manual_seed(0)))
+FACTORS = Factors(torch.randn(6, 2, generator=torch.Generator().manual_seed(0)), torch.ones(6, 2))
+SHAPE = (2, KV_HEADS, 3, HEAD_DIM)
+
+
+def written(folder: Path, config: dict[str, Any] | None = None, sar: dict[str, Any] | None = None) -> Path:
+    """The folder with these entries added to its JSON files."""
+    for name, entries in (("config.json", config), (SAR_FILE, sar)):
+        if entries is not None:
+            file = folder / name
+            content = json.loads(file.read_text("utf-8")) if file.exists() else {}
+            file.unlink(missing_ok=True)
+            file.write_text(json.dumps({**content, **entries}), "utf-8")
+    return folder
+
+
+def test_the_layout_of_mask_slots_is_read_as_it_was_written(tmp_path: Path) -> None:
+    assert read_draft_layout(tmp_path) == DraftLayout(shift=True, group="causal", noise=None)
+    assert read_draft_layout(written(tmp_path, sar={"mask_tokens": ["[M]"]})) == DraftLayout()
+    layout = DraftLayout(shift=False, group="block", noise=Noise((7, 3), 5))
+    sar = {"mask_tokens": ["a", "b"], **layout_entries(layout)}
+    assert read_draft_layout(written(tmp_path, sar=sar)) == layout
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({"shift": 1}, r"shift is 1: expected true or false"),
+        ({"group": "tree"}, r"group is 'tree': expected causal or block"),
+        ({"noise": {"ids": [1, 2], "seed": 0}}, r"expected null, or ids, one for each of the 1 mask_tokens, and seed"),
+        ({"noise": {"ids": [-1], "seed": 0}}, r"noise is .*: expected null, or ids"),
+        ({"noise": {"ids": [1]}}, r"noise is .*: expected null, or ids"),
+        ({"noise": "uniform"}, r"noise is 'uniform': expected null, or ids"),
+    ],
+)
+def test_invalid_layouts_are_refused(entries: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        read_draft_layout(written(tmp_path, sar={"mask_tokens": ["[M]"], **entries}))
+
+
+@pytest.mark.parametrize("name", ["pard_token", "ptd_token_id", "mask_token_id"])
+def test_config_json_names_the_mask_token_of_pard(name: str, tmp_path: Path) -> None:
+    assert config_mask_token(written(tmp_path, {name: 9}), 10) == 9
+    for wrong, message in (
+        (10, "is 10, the model's vocabulary ends at 9: expected an id"),
+        ("9", "is '9': expected a"),
+    ):
+        with pytest.raises(CheckpointError, match=f"{name} {message}"):
+            config_mask_token(written(tmp_path, {name: wrong}), 10)
+
+
+@pytest.mark.parametrize(
+    ("config", "mask"),
+    [
+        ({"mask_token_id": 1, "ptd_token_id": 2, "pard_token": 3}, 3),  # PARD's own entry counts first
+        ({"mask_token_id": None}, None),
+        *(
+            ({"mask_token_id": 1, **other}, None)  # of another method
+            for other in ({"block_size": 4}, {"dlm_paradigm": "x"}, {"pard2": True}, {"dflash_config": {"a": 1}})
+        ),
+        (None, None),
+    ],
+)
+def test_a_mask_token_of_another_method_is_not_taken(
+    config: dict[str, Any] | None, mask: int | None, tmp_path: Path
+) -> None:
+    assert config_mask_token(written(tmp_path, config), 10) == mask
+    assert config_mask_token(tmp_path / "model.gguf", 10) is None
+
+
+@pytest.mark.parametrize(
+    ("config", "sar", "flags", "expected"),
+    [
+        ({}, None, False, {}),
+        ({"pard_token": 5}, None, False, {"method": "pard"}),
+        ({"pard_token": 5}, None, True, {}),  # another mask token is on the command line
+        ({"pard_token": 5}, {"mask_tokens": ["6"]}, False, {}),
+        ({"mask_token_id": 5, "block_size": 8}, None, False, {}),  # not read as a mask token of PARD
+        ({}, {"mask_tokens": ["6"], "method": "tune"}, False, {"method": "tune"}),
+        ({}, {"method": "uno", "adapter": "a/b@1"}, False, {"method": "uno", "adapter": "a/b@1"}),
+        ({}, {"method": None, "adapter": None}, False, {}),
+    ],
+)
+def test_the_files_of_a_checkpoint_name_the_method(
+    config: dict[str, Any], sar: dict[str, Any] | None, flags: bool, expected: dict[str, str], tmp_path: Path
+) -> None:
+    assert draft_origin(written(tmp_path, config, sar), 100, flags) == expected
+    for value in (5, "", "a\nb", "a" * 201):
+        with pytest.raises(CheckpointError, match=r"method is .*: expected null, or a printable text of 1 to 200 char"):
+            draft_origin(written(tmp_path, sar={"method": value}), 100, False)
+
+
+def test_input_rows_are_read_as_they_were_written_and_those_of_another_model_are_refused(tmp_path: Path) -> None:
+    assert read_input_rows(tmp_path) is None
+    write_input_rows(tmp_path, ROWS)
+    found = read_input_rows(tmp_path)
+    assert found is not None
+    assert found.tokens == (9, 7)
+    assert torch.equal(found.rows, ROWS.rows)
+    check_input_rows(tmp_path, ROWS, nn.Embedding(10, 6))
+    for tokens, hidden in ((9, 6), (10, 7)):
+        expected = f"has rows of size 6 for the ids .9, 7.: expected size {hidden} and ids below {tokens}"
+        with pytest.raises(CheckpointError, match=expected):
+            check_input_rows(tmp_path, ROWS, nn.Embedding(tokens, hidden))
+
+
+@pytest.mark.parametrize("vocab_size", [9, 10, 12])
+def test_correction_factors_are_read_as_they_were_written_and_make_tables(tmp_path: Path, vocab_size: int) -> None:
+    assert read_factors(tmp_path) is None
+    write_factors(tmp_path, FACTORS)
+    found = read_factors(tmp_path)
+    assert found is not None
+    assert found.rank == 2
+    for factor, expected in zip(found, FACTORS, strict=True):
+        torch.testing.assert_close(factor, expected, rtol=1e-3, atol=1e-6)
+    embeddings = nn.Embedding(10, 6)
+    check_factors(tmp_path, FACTORS, embeddings)
+    with pytest.raises(CheckpointError, match=f"{FACTORS_FILE}: is for embeddings of size 6: expected 7, that of the"):
+        check_factors(tmp_path, FACTORS, nn.Embedding(10, 7))
+    write_correction(tmp_path, FACTORS, embeddings, vocab_size)
+    with (tmp_path / CORRECTION_FILE).open("rb") as file:
+        tables = read_tables(file, vocab_size)
+    for table, other in zip(tables, FACTORS.tables(embeddings.weight), strict=True):
+        torch.testing.assert_close(torch.from_numpy(table[:10]).float(), other[:vocab_size], rtol=2e-3, atol=1e-3)
+        assert not table[10:].any()
+
+
+ONE, TWO = torch.tensor([1]), torch.tensor([1, 2])
+
+
+@pytest.mark.parametrize(
+    ("file", "read", "content", "message"),
+    [
+        (INPUT_ROWS_FILE, read_input_rows, None, "cannot be read"),
+        *(
+            (INPUT_ROWS_FILE, read_input_rows, content, message)
+            for content, message in (
+                ({"rows": torch.zeros(1, 6)}, "expected ids, N, and rows, N x H"),
+                ({"ids": TWO, "rows": torch.zeros(1, 6)}, "expected ids, N, and rows, N x H"),
+                ({"ids": ONE, "rows": torch.zeros(1, 6, 1)}, "expected ids, N, and rows, N x H"),
+                ({"ids": torch.tensor([1, 1]), "rows": torch.zeros(2, 6)}, "expected whole numbers, each once"),
+                ({"ids": ONE.float(), "rows": torch.zeros(1, 6)}, "expected whole numbers, each once"),
+                ({"ids": ONE, "rows": torch.full((1, 6), torch.nan)}, "numbers that are not finite"),
+            )
+        ),
+        (FACTORS_FILE, read_factors, None, "cannot be read"),
+        *(
+            (FACTORS_FILE, read_factors, {"before": torch.zeros(4, 2), **content}, message)
+            for content, message in (
+                ({}, "has tensors with the shapes"),
+                ({"after": torch.zeros(4, 3)}, "expected before and after, H x rank"),
+                ({"after": torch.full((4, 2), torch.inf)}, "numbers that are not finite"),
+            )
+        ),
+    ],
+)
+def test_damaged_rows_and_factors_are_refused(
+    file: str, read: Callable[[Path], object], content: dict[str, Any] | None, message: str, tmp_path: Path
+) -> None:
+    if content is None:
+        (tmp_path / file).write_bytes(b"nothing")
+    else:
+        save_file(content, tmp_path / file)
+    with pytest.raises(CheckpointError, match=message):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["uno", "medusa"])
+def test_a_model_without_values_gets_the_tensors_that_an_adopted_one_has(name: str, tmp_path: Path) -> None:
+    model = METHODS[name](tmp_path)
+    slots = 13 if name == "uno" else None  # more new tokens than free rows of the embedding table
+    found = plan_adoption(read_given(Paths(model.base, model.weights, None), Request(max_mask_slots=slots)))
+    write_adoption(*found, tmp_path / "adapter", overwrite=False)
+    opened = open_checkpoint(model.base, TokenFlags(), adapter=tmp_path / "adapter")
+    adopted = {name: tensor.shape for name, tensor in load_model(opened, "float32").named_parameters()}
+    _, plan, checkpoint = found
+    for additions in (additions_of(plan, checkpoint), added_by(opened)):
+        with torch.device("meta"), torch.no_grad():
+            empty = AutoModelForCausalLM.from_config(checkpoint.config)
+            add_without_values(empty, additions)
+        assert {name: tensor.shape for name, tensor in empty.named_parameters()} == adopted
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("preloaded") / "base", random_model(tied=False))
+
+
+@pytest.fixture
+def preloaded(base: Path, tmp_path: Path) -> Path:
+    """A checkpoint folder whose mask tokens see preloaded slots."""
+    for file in base.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    written(tmp_path, sar={"mask_tokens": ["600", "601"], "mask_slots": 2})
+    slots = torch.randn((2, *SHAPE), generator=torch.Generator().manual_seed(0))
+    write_preloaded_slots(tmp_path, PreloadedSlots(slots[0], slots[1]))
+    return tmp_path
+
+
+def test_the_preloaded_slots_of_a_folder_are_those_of_its_model(preloaded: Path) -> None:
+    checkpoint = open_checkpoint(preloaded, TokenFlags())
+    assert checkpoint.preloaded is not None
+    assert checkpoint.preloaded.count == 3
+    found = slots_of(load_model(checkpoint, "float32"))
+    for layer, slots in enumerate(found):
+        assert torch.equal(slots.keys, checkpoint.preloaded.keys[layer])
+        assert torch.equal(slots.values, checkpoint.preloaded.values[layer])
+        assert slots.gate.mask_ids == (600, 601)
+    assert len(found) == 2
+    assert preloaded / PRELOADED_FILE in own_files(preloaded)
+    with pytest.raises(CheckpointError, match=r"preloaded_slots.safetensors: has tensors beside the model"):
+        dry_run(preloaded, ExportOptions())
+    model = random_model(tied=False)  # a folder may have slots and an adapter
+    adapter = gate_model(model, (600, 601), 2, 4.0, ["q_proj"])
+    write_adapter(preloaded, model, adapter)
+    checkpoint = open_checkpoint(preloaded, TokenFlags())
+    assert checkpoint.adapter == adapter
+    loaded = load_model(checkpoint, "float32")
+    assert {slots.gate for slots in slots_of(loaded)} == {loaded.model.layers[0].self_attn.q_proj.gate}
+    (preloaded / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="no weights in it"):
+        require_checkpoint(preloaded)
+
+
+def test_slots_may_have_a_head_for_each_query_head_and_any_file_name(preloaded: Path) -> None:
+    shape = (2, HEADS, 5, HEAD_DIM)
+    save_file({"keys": torch.zeros(shape), "values": torch.zeros(shape)}, preloaded / "other.safetensors")
+    found = open_checkpoint(written(preloaded, sar={"prefix": "other.safetensors"}), TokenFlags()).preloaded
+    assert found is not None
+    assert tuple(found.keys.shape) == shape
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({"prefix": 4}, r"prefix is 4: expected the name of a safetensors file in this folder, or null"),
+        ({"prefix": "../preloaded_slots.safetensors"}, r"expected the name of a safetensors file in this folder"),
+        ({"prefix": "slots.pt"}, r"prefix is 'slots.pt': expected the name of a safetensors file"),
+        ({"prefix": "lost.safetensors"}, r"names the prefix lost.safetensors, which is not there: copy the file"),
+        ({"mask_tokens": [], "mask_slots": None}, r"names a prefix, .* but no mask token is known: set one with"),
+        ({"prefix": "tokenizer.safetensors"}, r"tokenizer.safetensors: cannot be read"),
+    ],
+)
+def test_an_entry_that_names_no_slots_is_refused(entries: dict[str, Any], message: str, preloaded: Path) -> None:
+    (preloaded / "tokenizer.safetensors").write_text("{}")
+    with pytest.raises(CheckpointError, match=message):
+        open_checkpoint(written(preloaded, sar=entries), TokenFlags())
+
+
+@pytest.mark.parametrize(
+    ("keys", "values", "message"),
+    [
+        ((1, *SHAPE[1:]), (1, *SHAPE[1:]), rf"shape \(1, .*: expected 2 x {KV_HEADS} or {HEADS} x slots x {HEAD_DIM}"),
+        ((2, 3, 3, HEAD_DIM), (2, 3, 3, HEAD_DIM), "which are layers, heads, slots and head size of the model"),
+        ((*SHAPE[:3], HEAD_DIM + 1), (*SHAPE[:3], HEAD_DIM + 1), "expected 2 x"),
+        ((*SHAPE[:2], 0, HEAD_DIM), (*SHAPE[:2], 0, HEAD_DIM), "expected 2 x"),
+        (SHAPE[1:], SHAPE[1:], "expected 2 x"),
+        (SHAPE, (*SHAPE[:2], 4, HEAD_DIM), r"and values of shape \(2, \d, 4, "),
+        (SHAPE, None, r"has the tensors keys: expected keys and values"),
+    ],
+)
+def test_slots_of_other_sizes_are_refused(
+    keys: tuple[int, ...], values: tuple[int, ...] | None, message: str, preloaded: Path
+) -> None:
+    tensors = {"keys": torch.zeros(keys)} | ({} if values is None else {"values": torch.ones(values)})
+    save_file(tensors, preloaded / PRELOADED_FILE)
+    with pytest.raises(CheckpointError, match=message):
+        open_checkpoint(preloaded, TokenFlags())
+
+
+def test_numbers_beyond_the_range_of_a_type_are_refused(preloaded: Path) -> None:
+    save_file({"keys": torch.zeros(SHAPE), "values": torch.full(SHAPE, 1e5)}, preloaded / PRELOADED_FILE)
+    checkpoint = open_checkpoint(preloaded, TokenFlags())
+    assert slots_of(load_model(checkpoint, "bfloat16"))
+    with pytest.raises(CheckpointError, match="has numbers beyond the range of float16: export with --dtype bfloat16"):
+        load_model(checkpoint, "float16")
+    save_file({"keys": torch.zeros(SHAPE), "values": torch.full(SHAPE, torch.nan)}, preloaded / PRELOADED_FILE)
+    with pytest.raises(CheckpointError, match="has numbers that are not finite"):
+        open_checkpoint(preloaded, TokenFlags())

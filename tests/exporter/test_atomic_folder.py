@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -217,10 +217,16 @@ def test_what_is_written_to_the_target_in_the_meantime_is_not_lost(tmp_path: Pat
     assert names(tmp_path) == {"bundle", "other"}
 
 
+def started(target: Path) -> subprocess.Popen[str]:
+    """Another process that is writing a bundle to the target."""
+    process = python(WRITER, target)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "writing\n"
+    return process
+
+
 def test_the_remains_of_a_killed_export_are_removed_by_the_next(target: Path) -> None:
-    dead = python(WRITER, target)
-    assert dead.stdout is not None
-    assert dead.stdout.readline() == "writing\n"
+    dead = started(target)
     (left,) = names(target.parent) - {"bundle"}
     dead.send_signal(signal.SIGKILL)
     dead.communicate()
@@ -239,15 +245,12 @@ def test_the_remains_of_a_killed_export_are_removed_by_the_next(target: Path) ->
 
 
 def test_a_running_export_is_not_disturbed(target: Path) -> None:
-    alive = python(WRITER, target)
-    assert alive.stdout is not None
-    assert alive.stdout.readline() == "writing\n"
+    alive = started(target)
     with writing(target, overwrite=True) as partial:
         fill(partial, b"a new graph")
     assert graph(target) == b"a new graph"
     alive.communicate()
-    assert alive.returncode == 0
-    assert graph(target) == b"another graph"
+    assert (alive.returncode, graph(target)) == (0, b"another graph")
     assert names(target.parent) == {"bundle"}
 
 
@@ -261,35 +264,30 @@ def test_a_full_disk_leaves_the_old_bundle(target: Path, most: int) -> None:
     assert names(target.parent) == {"bundle"}
 
 
-@pytest.fixture
-def public() -> Iterator[Path]:
-    """A folder that all users may read; pytest's temporary folders are private."""
-    with tempfile.TemporaryDirectory() as folder:
-        yield Path(folder)
-
-
-def test_missing_permissions_are_reported(public: Path) -> None:
-    bundle = public / "bundle"
-    bundle.mkdir()
-    fill(bundle)
-    closed = {public: 0o555, bundle: 0o555}
-    try:
-        for file, message in ((bundle / MODEL_FILE, "model.onnx"), (bundle / MANIFEST_FILE, "manifest.json")):
-            for path, mode in {**closed, file: 0o000}.items():
-                path.chmod(mode)
-            output, _ = python(STRANGER, bundle, public / "new").communicate()
-            reading, writing_there = output.splitlines()
-            assert reading == f"BundleError {bundle / message}: Permission denied: expected a readable file"
-            assert writing_there == (
-                f"TargetError {public}: no permission to write in it: choose another folder for the bundle"
-            )
-            file.chmod(0o644)
-        output, _ = python(STRANGER, bundle, public / "new").communicate()
-        assert output.splitlines()[0] == "done"
-    finally:
-        for path in closed:
-            path.chmod(0o755)
-    assert names(public) == {"bundle"}
+def test_missing_permissions_are_reported() -> None:
+    with tempfile.TemporaryDirectory() as name:  # pytest's temporary folders are private
+        public, bundle = Path(name), Path(name) / "bundle"
+        bundle.mkdir()
+        fill(bundle)
+        closed = {public: 0o555, bundle: 0o555}
+        try:
+            for file in (bundle / MODEL_FILE, bundle / MANIFEST_FILE, None):
+                for path, mode in {**closed, **({} if file is None else {file: 0o000})}.items():
+                    path.chmod(mode)
+                output, _ = python(STRANGER, bundle, public / "new").communicate()
+                reading, there = output.splitlines()
+                if file is None:
+                    assert reading == "done"
+                else:
+                    assert reading == f"BundleError {file}: Permission denied: expected a readable file"
+                    file.chmod(0o644)
+                assert there == (
+                    f"TargetError {public}: no permission to write in it: choose another folder for the bundle"
+                )
+        finally:
+            for path in closed:
+                path.chmod(0o755)
+        assert names(public) == {"bundle"}
 
 
 def test_a_target_that_cannot_be_created_is_refused_before_any_work(tmp_path: Path) -> None:

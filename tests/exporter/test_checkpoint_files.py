@@ -1,4 +1,4 @@
-"""Checkpoint files: what would hang or fill the memory is refused before anything is loaded."""
+"""Checkpoint files: what would block, exhaust the memory or is no model that generates is refused before anything is loaded."""
 
 from __future__ import annotations
 
@@ -9,11 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sentencepiece
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint
 from spaceport.exporter.checkpoint_files import load_with_own_attention, refuse_sizes
+from spaceport.exporter.checkpoint_source import model_config, read_source, reason_of, template_of
 from spaceport.exporter.sar_config import CheckpointError, read_json
+from support.copied_checkpoint import copy_of_tiny
 from support.paths import TINY
+from support.published_checkpoints import sentencepiece_model
 
 
 @pytest.fixture
@@ -22,20 +27,15 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json", "sar_config.json", "unknown"])
-def test_a_fifo_is_refused_and_not_waited_for(checkpoint: Path, name: str) -> None:
-    (checkpoint / name).unlink(missing_ok=True)
-    os.mkfifo(checkpoint / name)
-    with pytest.raises(CheckpointError, match=f"{name}: not a regular file"):
-        open_checkpoint(checkpoint, TokenFlags())
-
-
-def test_a_link_to_a_device_is_refused(checkpoint: Path) -> None:
-    (checkpoint / "generation_config.json").unlink(missing_ok=True)
-    (checkpoint / "generation_config.json").symlink_to("/dev/zero")
+def test_a_fifo_or_a_link_to_a_device_is_refused_and_not_waited_for(checkpoint: Path, name: str) -> None:
+    file = checkpoint / name
+    for replace in (lambda: os.mkfifo(file), lambda: file.symlink_to("/dev/zero")):
+        file.unlink(missing_ok=True)
+        replace()
+        with pytest.raises(CheckpointError, match=f"{name}: not a regular file"):
+            open_checkpoint(checkpoint, TokenFlags())
     with pytest.raises(CheckpointError, match="not a regular file"):
-        open_checkpoint(checkpoint, TokenFlags())
-    with pytest.raises(CheckpointError, match="not a regular file"):
-        read_json(checkpoint / "generation_config.json")
+        read_json(file)
 
 
 @pytest.mark.parametrize(
@@ -60,12 +60,9 @@ def test_an_absurd_size_is_refused_before_memory_is_allocated(
         open_checkpoint(checkpoint, TokenFlags())
 
 
-def test_usual_sizes_are_accepted() -> None:
+def test_usual_sizes_are_accepted_and_numbers_of_too_many_digits_are_no_json(checkpoint: Path) -> None:
     sizes = {"hidden_size": 16384, "num_hidden_layers": 126, "vocab_size": 262144, "max_position_embeddings": 10485760}
     refuse_sizes(Path("config.json"), {**sizes, "num_parameters": 10**12, "quantization": [{"bits": 4, "tie": True}]})
-
-
-def test_a_number_of_too_many_digits_is_not_valid_json(checkpoint: Path) -> None:
     (checkpoint / "config.json").write_text('{"vocab_size": ' + "1" * 5000 + "}")
     with pytest.raises(CheckpointError, match=r"not valid JSON: .*4300"):
         open_checkpoint(checkpoint, TokenFlags())
@@ -88,3 +85,48 @@ def test_the_attention_implementation_is_always_passed() -> None:
     with pytest.raises(ValueError, match="another reason"):
         load_with_own_attention(load, "broken")
     assert asked == ["sdpa", "sdpa", "eager", "sdpa"]
+
+
+def test_slow_and_word_level_tokenizers_are_read_as_fast_ones(tmp_path: Path) -> None:
+    folder = copy_of_tiny(tmp_path / "slow", tokenizer=None, tokenizer_config=None)
+    (folder / "tokenizer.model").write_bytes(sentencepiece_model())
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer"}), "utf-8")
+    tokenizer = read_source(folder, remote_code=False).tokenizer.backend_tokenizer
+    slow = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+    sample = "the answer of the tower is the ship"
+    assert tokenizer.encode(sample, add_special_tokens=False).ids == slow.encode(sample)
+    assert tokenizer.decode(slow.encode(sample)) == sample
+    folder = copy_of_tiny(tmp_path / "words")
+    words = Tokenizer(models.WordLevel({"a": 0, "b": 1, "[UNK]": 2}, "[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"unk_token": "[UNK]"}), "utf-8")
+    assert read_source(folder, remote_code=False).tokenizer.backend_tokenizer.encode("a b c").ids == [0, 1, 2]
+
+
+@pytest.mark.parametrize("kind", ["t5", "vit", None])
+def test_a_model_that_generates_no_text_by_itself_is_refused(kind: str | None, tmp_path: Path) -> None:
+    folder = copy_of_tiny(tmp_path / "c", config={"model_type": kind})
+    with pytest.raises(CheckpointError, match=r"config\.json: .*expected one such as llama, qwen3 or mistral"):
+        model_config(folder)
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (ValueError("no such field.\nmore"), "no such field"),
+        (ValueError("two of them:\n  the first one"), "two of them: the first one"),
+        (KeyError("name"), "KeyError: 'name'"),
+        (OSError(), "OSError"),
+    ],
+)
+def test_the_reason_of_an_error_is_one_line(error: BaseException, reason: str) -> None:
+    assert reason_of(error) == reason
+
+
+def test_the_default_of_several_templates_is_taken(tmp_path: Path) -> None:
+    tokenizer = read_source(copy_of_tiny(tmp_path / "c"), remote_code=False).tokenizer
+    tokenizer.chat_template = {"default": "a", "tool_use": "b"}
+    assert template_of(tokenizer) == "a"
+    tokenizer.chat_template = {"tool_use": "b"}
+    assert template_of(tokenizer) is None

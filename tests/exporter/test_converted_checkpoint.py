@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import random
+import re
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from spaceport.exporter.checkpoint import Checkpoint, TokenFlags, load_model, open_checkpoint
+from spaceport.exporter.converted_tensor_files import open_tensors
 from spaceport.exporter.export import ExportOptions
 from spaceport.exporter.quiet import quiet_libraries
 from spaceport.exporter.sar_config import CheckpointError
@@ -21,7 +25,7 @@ from spaceport.tools.tune.job import TuningJob
 from spaceport.tools.tune.settings import TrainingSettings
 from spaceport.tools.tune.tuning import tune
 from support.exported import bundle_of
-from support.published_checkpoints import CONFIGS, Format, Published, published, write_published
+from support.published_checkpoints import CONFIGS, Format, Published, published, write_published, write_weights
 from support.published_models import chatglm_logits, internlm_logits, qwen_logits
 from support.published_nemotron import nemotron_logits, random_weights, write_nemotron
 from support.varied_texts import varied_texts
@@ -130,13 +134,10 @@ def with_weights(folder: Path, family: str, changes: Mapping[str, Tensor | None]
     return write_published(folder, Published(family, model.config, weights))
 
 
-def test_computed_tables_in_the_files_are_ignored(tmp_path: Path) -> None:
-    opened(with_weights(tmp_path, "chatglm", {"transformer.rotary_pos_emb.inv_freq": torch.ones(4)}))
-
-
 @pytest.mark.parametrize(
     ("family", "changes", "message"),
     [
+        ("chatglm", {"transformer.rotary_pos_emb.inv_freq": torch.ones(4)}, None),  # a computed table
         ("qwen", {"transformer.ln_f.weight": None}, r"tensor transformer\.ln_f\.weight is missing: expected the"),
         ("qwen", {"transformer.h.0.attn.c_attn.qweight": torch.ones(2)}, r"c_attn\.qweight is unknown"),
         ("internlm", {"model.norm.weight": torch.ones(31)}, r"model\.norm\.weight has shape \(31,\): expected \(32,\)"),
@@ -144,18 +145,11 @@ def test_computed_tables_in_the_files_are_ignored(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_tensors_are_refused_before_weights_are_read(
-    family: str, changes: dict[str, Tensor | None], message: str, tmp_path: Path
+    family: str, changes: dict[str, Tensor | None], message: str | None, tmp_path: Path
 ) -> None:
-    with pytest.raises(CheckpointError, match=message):
-        opened(with_weights(tmp_path, family, changes))
-
-
-def test_integers_are_refused(tmp_path: Path) -> None:
-    whole = torch.ones(32, dtype=torch.int8)
-    with pytest.raises(
-        CheckpointError, match=r"^/[^:]*: tensor model\.norm\.weight has type torch\.int8: expected floating-point"
-    ):
-        load_model(opened(with_weights(tmp_path, "internlm", {"model.norm.weight": whole})), "float32")
+    folder = with_weights(tmp_path, family, changes)
+    with nullcontext() if message is None else pytest.raises(CheckpointError, match=message):
+        opened(folder)
 
 
 @pytest.mark.parametrize(
@@ -164,23 +158,20 @@ def test_integers_are_refused(tmp_path: Path) -> None:
 def test_a_tied_head_has_the_values_of_the_embeddings(family: str, embeddings: str, tmp_path: Path) -> None:
     table = published(family).weights[embeddings]
     load_model(opened(with_weights(tmp_path, family, {"lm_head.weight": table}, tie_word_embeddings=True)), "float32")
-    wrong = {"lm_head.weight": table + 1}
-    with pytest.raises(
-        CheckpointError, match=r"^/[^:]*: tie_word_embeddings is true, but lm_head\.weight differs from"
-    ):
-        load_model(opened(with_weights(tmp_path, family, wrong, tie_word_embeddings=True)), "float32")
+    wrong = with_weights(tmp_path, family, {"lm_head.weight": table + 1}, tie_word_embeddings=True)
+    with pytest.raises(CheckpointError, match=r"^/[^:]*: tie_word_embeddings is true, but lm_head\.weight differs fr"):
+        load_model(opened(wrong), "float32")
+    whole = with_weights(tmp_path, "internlm", {"model.norm.weight": torch.ones(32, dtype=torch.int8)})
+    with pytest.raises(CheckpointError, match=r"^/[^:]*: tensor model\.norm\.weight has type torch\.int8: expected fl"):
+        load_model(opened(whole), "float32")
 
 
-def test_other_families_with_their_own_code_are_still_refused(tmp_path: Path) -> None:
-    folder = write_published(
-        tmp_path, Published("internlm", {**CONFIGS["internlm"], "model_type": "baichuan"}, {"a": torch.ones(1)})
-    )
+def test_other_families_and_folders_without_weights_or_tokenizer_are_refused(tmp_path: Path) -> None:
+    config = {**CONFIGS["internlm"], "model_type": "baichuan"}
+    other = write_published(tmp_path / "other", Published("internlm", config, {"a": torch.ones(1)}))
     with pytest.raises(CheckpointError, match=r"'baichuan' is not one that transformers .* it has its own code"):
-        opened(folder)
-
-
-def test_a_folder_without_weights_or_tokenizer_is_refused(tmp_path: Path) -> None:
-    folder = write_published(tmp_path, published("qwen"), "bin")
+        opened(other)
+    folder = write_published(tmp_path / "qwen", published("qwen"), "bin")
     (folder / "pytorch_model.bin").rename(folder / "other.bin")
     with pytest.raises(CheckpointError, match="its weights are pickles"):
         opened(folder)
@@ -270,3 +261,79 @@ def test_an_incomplete_nemotron_is_refused(tmp_path: Path) -> None:
     del weights["encoder.norm.weight"]
     with pytest.raises(CheckpointError, match=r"tensor encoder.norm.weight is missing: expected the 21 tensors"):
         opened(write_nemotron(tmp_path / "lacks", weights, adapter))
+
+
+WEIGHTS = {"a.weight": torch.arange(6.0).reshape(2, 3), "b.bias": torch.arange(4.0), "c.weight": torch.ones(1, 1)}
+
+
+class Harmful:
+    """An object whose pickle runs code when it is opened."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (exec, ("raise SystemExit('code of a pickle ran')",))
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3])
+@pytest.mark.parametrize("format", ["safetensors", "bin"])
+def test_all_tensors_are_read(format: Format, shards: int, tmp_path: Path) -> None:
+    write_weights(tmp_path, WEIGHTS, format, shards)
+    with open_tensors(tmp_path) as opened:
+        assert opened.shapes == {name: tuple(tensor.shape) for name, tensor in WEIGHTS.items()}
+        assert all(torch.equal(opened.read(name), tensor) for name, tensor in WEIGHTS.items())
+
+
+def test_the_old_format_of_pickles_is_read(tmp_path: Path) -> None:
+    torch.save(WEIGHTS, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    with open_tensors(tmp_path) as opened:
+        assert torch.equal(opened.read("a.weight"), WEIGHTS["a.weight"])
+
+
+def test_safetensors_files_come_first_and_other_pickles_are_not_opened(tmp_path: Path) -> None:
+    write_weights(tmp_path, WEIGHTS, "safetensors")
+    torch.save(Harmful(), tmp_path / "pytorch_model.bin")
+    torch.save(Harmful(), tmp_path / "training_args.bin")
+    with open_tensors(tmp_path) as opened:
+        assert set(opened.shapes) == set(WEIGHTS)
+
+
+def refused(folder: Path, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message), open_tensors(folder):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (Harmful(), r"pytorch_model\.bin: cannot be read as a file of tensors: .*: expected tensors only"),
+        ({"a.weight": Harmful()}, r"pytorch_model\.bin: cannot be read as a file of tensors: .*: expected tensors"),
+        *(([1, 2], ": expected tensors by name; copy"), ({"a": 1}, ": expected tensors by name; copy")),
+        ({1: torch.ones(1)}, ": expected tensors by name; copy"),
+    ],
+)
+def test_pickles_of_other_things_are_refused_and_run_no_code(content: Any, message: str, tmp_path: Path) -> None:
+    torch.save(content, tmp_path / "pytorch_model.bin")
+    refused(tmp_path, message)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+@pytest.mark.parametrize("content", [b"", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"])
+def test_a_damaged_file_is_refused(name: str, content: bytes, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    refused(tmp_path, re.escape(name) + r": cannot be read.* or download it again")
+
+
+@pytest.mark.parametrize("format", ["safetensors", "bin"])
+def test_a_missing_shard_is_refused_by_name(format: Format, tmp_path: Path) -> None:
+    write_weights(tmp_path, WEIGHTS, format, 3)
+    (missing,) = tmp_path.glob("*-00002-of-00003*")
+    missing.unlink()
+    refused(tmp_path, f"the weight file {missing.name} is missing: expected 3 files, as .*index.json says")
+
+
+def test_an_invalid_index_and_a_tensor_in_two_files_are_refused(tmp_path: Path) -> None:
+    for name in ("pytorch_model-1.bin", "pytorch_model-2.bin"):
+        torch.save({"a.weight": WEIGHTS["a.weight"]}, tmp_path / name)
+    refused(tmp_path, r"tensor a\.weight is in two files: expected it in one")
+    write_weights(tmp_path, WEIGHTS, "safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": 1}}))
+    refused(tmp_path, r"weight_map is invalid: expected the file of each tensor")

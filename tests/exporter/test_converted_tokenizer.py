@@ -48,14 +48,10 @@ def test_a_chatglm3_text_begins_with_its_prefix(tmp_path: Path) -> None:
     ]
 
 
-def test_a_folder_without_the_chat_tokens_of_chatglm3_is_refused(tmp_path: Path) -> None:
+def test_chatglm2_and_glm_4_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"names the token <\|user\|>: expected ChatGLM3, this may be ChatGLM2"):
         chatglm(tmp_path, source='special_tokens = ["[MASK]", "[gMASK]", "[sMASK]", "sop", "eop"]')
     assert chatglm(tmp_path, source="", added_tokens_decoder={"64795": {"content": "<|user|>"}}).end
-
-
-def test_glm_4_with_its_own_code_is_refused(tmp_path: Path) -> None:
-    chatglm(tmp_path)
     (tmp_path / "tokenizer.model").write_bytes(rank_lines(ranks()))
     with pytest.raises(CheckpointError, match=r"has ranks of tiktoken, as in GLM-4: expected the .*glm-4-9b-chat-hf"):
         published_tokenizer(tmp_path, "chatglm", {})

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from spaceport.exporter.adapter import write_adapter
-from spaceport.exporter.checkpoint import SAR_FILE, TokenFlags, load_model, open_checkpoint
+from spaceport.exporter.checkpoint import TokenFlags, load_model, open_checkpoint
 from spaceport.exporter.checkpoint_files import own_files, require_checkpoint
 from spaceport.exporter.config_mask_token import config_mask_token
 from spaceport.exporter.correction_factors import (
@@ -31,16 +33,28 @@ from spaceport.exporter.dry_run import dry_run
 from spaceport.exporter.export import ExportOptions
 from spaceport.exporter.input_rows_file import INPUT_ROWS_FILE, check_input_rows, read_input_rows, write_input_rows
 from spaceport.exporter.preloaded_slots_file import PRELOADED_FILE, write_preloaded_slots
-from spaceport.exporter.sar_config import CheckpointError
+from spaceport.exporter.sar_config import SAR_FILE, CheckpointError
 from spaceport.graphs.contract.draft_correction import CORRECTION_FILE, read_tables
+from spaceport.graphs.contract.mask_layout import MaskLayout
+from spaceport.graphs.contract.signature import LOWERINGS, Lowering
 from spaceport.graphs.correction import Factors
 from spaceport.graphs.gated import gate_model
 from spaceport.graphs.input_rows import InputRows
 from spaceport.graphs.preloaded_slots import PreloadedSlots, slots_of
+from spaceport.runtime.bundle import open_bundle
+from spaceport.runtime.decode.draft import Shape
+from spaceport.runtime.decoding import Decoding
+from spaceport.runtime.session import Runtime
 from spaceport.tools.adopt.adopt import additions_of, plan_adoption, write_adoption
 from spaceport.tools.adopt.given import Paths, Request, read_given
+from spaceport.tools.cli import run
+from spaceport.tools.cli.exit_codes import OK
+from spaceport.tools.verify.acceptance.measure import measure
+from spaceport.tools.verify.acceptance.reference_answers import ReferenceAnswer, Segment
+from support.exported import bundle_of
 from support.gguf_files import HEAD_DIM, HEADS, KV_HEADS, random_model
-from support.published import write_checkpoint
+from support.hash_engine import LAYOUTS
+from support.published import layout_model, text, write_checkpoint
 from support.published_methods import METHODS
 
 ROWS = InputRows((9, 7), torch.randn(2, 6, generator=torch.Generator().manual_seed(0)))
@@ -322,3 +336,63 @@ def test_numbers_beyond_the_range_of_a_type_are_refused(preloaded: Path) -> None
     save_file({"keys": torch.zeros(SHAPE), "values": torch.full(SHAPE, torch.nan)}, preloaded / PRELOADED_FILE)
     with pytest.raises(CheckpointError, match="has numbers that are not finite"):
         open_checkpoint(preloaded, TokenFlags())
+
+
+SLOTS = 3
+EACH_RUN = (MaskLayout(shift=False, group="block"), "scatter")
+
+
+def checkpoint_of(layout: MaskLayout, folder: Path, **entries: object) -> Path:
+    model, masks = layout_model(layout, SLOTS)
+    write_checkpoint(folder, model)
+    config = {"mask_tokens": list(map(str, masks)), "shift": layout.shift, "group": layout.group, **entries}
+    (folder / SAR_FILE).write_text(json.dumps(config), "utf-8")
+    return folder
+
+
+def tokens_per_step(runtime: Runtime, layout: MaskLayout, shape: Shape = "chain") -> float:
+    """Those of a completion whose mask rows have this layout; its text is that of plain decoding."""
+    bundle = replace(runtime.bundle, manifest=replace(runtime.bundle.manifest, mask_layout=layout))
+    other = Runtime(bundle, runtime.engine, runtime.max_seq_len, costs=runtime.costs)
+    plain, drafted = (
+        other.generate(text(0, 5), Decoding(max_tokens=33, mask_slots=slots, draft=shape, lookup=0))
+        for slots in (0, SLOTS)
+    )
+    assert list(plain.tokens) == list(drafted.tokens) == text(5, 33)
+    return (len(drafted.tokens) - 1) / (drafted.statistics.steps - 1)
+
+
+CASES = [
+    pytest.param(layout, lowering, marks=() if (layout, lowering) == EACH_RUN else pytest.mark.nightly)
+    for layout in LAYOUTS
+    for lowering in LOWERINGS
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "lowering"), CASES)
+def test_an_exact_model_generates_k_plus_1_tokens_per_step_in_its_own_layout_only(
+    layout: MaskLayout, lowering: Lowering, tmp_path: Path
+) -> None:
+    checkpoint = checkpoint_of(layout, tmp_path / "checkpoint")
+    bundle = shutil.copytree(
+        bundle_of(checkpoint, ExportOptions(lowering)), tmp_path / "bundle"
+    )  # check writes into it
+    manifest = open_bundle(bundle).manifest
+    assert (manifest.mask_layout, manifest.max_mask_slots) == (layout, SLOTS)
+    with Runtime.open(bundle, max_seq_len=256, step_costs="free") as runtime:
+        assert tokens_per_step(runtime, layout) == tokens_per_step(runtime, layout, "tree") == SLOTS + 1
+        for other in set(LAYOUTS) - {layout}:
+            if len(manifest.tokens.mask) >= other.rows(SLOTS):
+                assert tokens_per_step(runtime, other) < 2
+        prompt, answer = tuple(text(0, 5)), tuple(text(5, 13))
+        found = measure(runtime, [ReferenceAnswer(1, prompt, (Segment(prompt, answer),))], 13, SLOTS)
+        assert found.reference.accuracy == [1.0] * (1 + SLOTS)
+        assert found.reference.tokens_per_step[SLOTS] == len(answer) / 4
+    assert run(["check", str(bundle), str(checkpoint), "--long-context", "40", "--threads", "1"]) == OK
+
+
+def test_without_shift_distinct_mask_tokens_are_one_more_than_mask_slots(tmp_path: Path) -> None:
+    folder = checkpoint_of(MaskLayout(shift=False), tmp_path / "checkpoint", mask_slots=SLOTS + 1)
+    with pytest.raises(CheckpointError, match=r"4 mask slots, but 4 mask tokens: .*; without shift, one more"):
+        open_checkpoint(folder, TokenFlags())

@@ -54,6 +54,11 @@ def test_a_half_precision_bundle_generates_the_golden_text(half_bundle: Path) ->
     assert found[0].tokens == found[1].tokens
 
 
+def test_token_ids_beyond_the_tokenizers_vocabulary_can_be_decoded(tiny_bundle: Path) -> None:
+    with Runtime.open(tiny_bundle, max_seq_len=64) as runtime:
+        assert len(runtime.generate([639, 628, 5], Decoding(max_tokens=4)).tokens) == 4
+
+
 @pytest.mark.parametrize(
     ("flags", "mask", "slots"),
     [
@@ -70,8 +75,8 @@ def test_flags_override_the_checkpoints_tokens(flags: TokenFlags, mask: tuple[in
 
 def test_the_number_of_mask_slots_defaults_to_the_published_one(tmp_path: Path) -> None:
     folder = copy_of_tiny(tmp_path / "c", sar_config=None)
-    assert open_checkpoint(folder, TokenFlags(mask=("630",))).max_mask_slots == 5
-    assert open_checkpoint(folder, TokenFlags(mask=("630", "631", "632"))).max_mask_slots == 3
+    for mask, slots in ((("630",), 5), (("630", "631", "632"), 3)):
+        assert open_checkpoint(folder, TokenFlags(mask=mask)).max_mask_slots == slots
 
 
 @pytest.mark.parametrize(
@@ -160,11 +165,6 @@ def test_padding_and_truncation_of_the_tokenizer_are_not_exported(tmp_path: Path
     found = Tokenizer.from_str(open_checkpoint(folder, TokenFlags()).tokenizer)
     assert len(found.encode("import json; " * 9).ids) > 8
     assert 0 not in found.encode("x").ids[1:]
-
-
-def test_token_ids_beyond_the_tokenizers_vocabulary_can_be_decoded(tiny_bundle: Path) -> None:
-    with Runtime.open(tiny_bundle, max_seq_len=64) as runtime:
-        assert len(runtime.generate([639, 628, 5], Decoding(max_tokens=4)).tokens) == 4
 
 
 @pytest.mark.usefixtures("_untraced")

@@ -85,10 +85,7 @@ SPOILS: dict[str, tuple[Callable[[Path], object], str]] = {
     "sizes that do not fit": (lambda c: change(c / "config.json", num_attention_heads=7), "96.* not a multiple of .*7"),
     "no tokenizer": (lambda c: [file.unlink() for file in c.glob("tokenizer*")], r"no tokenizer in it: expected"),
     "tokenizer of nothing": (lambda c: (c / "tokenizer.json").write_text("{}"), "its tokenizer cannot be read:"),
-    "tokenizer unknown": (
-        lambda c: change(c / "tokenizer.json", model={"type": "Frob"}),
-        "its tokenizer cannot be read: .*: expected one as save_pretrained writes it",
-    ),
+    "tokenizer unknown": (lambda c: change(c / "tokenizer.json", model={"type": "Frob"}), "its tokenizer cannot be"),
     "pickles only": (lambda c: (c / "model.safetensors").rename(c / "pytorch_model.bin"), r"its weights are pickles,"),
     "no weights": (lambda c: (c / "model.safetensors").unlink(), r"no weights in it: expected \*\.safetensors"),
     "weights cut off": (lambda c: os.truncate(c / "model.safetensors", 300_000), "its weights cannot be loaded:"),
@@ -104,10 +101,7 @@ SPOILS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda c: change(c / "generation_config.json", eos_token_id=640),
         r"end-of-text id 640 is outside the model's vocabulary of 640: correct generation_config\.json",
     ),
-    "mask token unknown": (
-        lambda c: change(c / "sar_config.json", mask_tokens=["[MASK]"]),
-        r"mask token '\[MASK\]' is not in the tokenizer: expected one of its tokens, or an id from 0 to 639",
-    ),
+    "mask token unknown": (lambda c: change(c / "sar_config.json", mask_tokens=["[MASK]"]), r"mask token '\[MASK\]'"),
 }
 
 
@@ -123,20 +117,12 @@ def test_an_invalid_checkpoint_is_an_input_error(checkpoint: Path, capfd: Captur
     [
         (INPUT, ["--mask-token", 640], "mask token '640' is id 640, the model's vocabulary ends at 639: expected"),
         (INPUT, ["--mask-token", -1], "mask token '-1' is not in the tokenizer: expected"),
-        (
-            INPUT,
-            ["--max-mask-slots", 65],
-            "the number of mask slots is 65: expected 1 to 64 as --max-mask-slots, or as",
-        ),
+        (INPUT, ["--max-mask-slots", 65], "the number of mask slots is 65: expected 1 to 64 as --max-mask-slots, or"),
         (INPUT, ["--fork-token", 7], "a fork token needs a child token .*: set both --fork-token and --child-token"),
         (USAGE, ["--opset", 22], "opset is 22: expected one of 23, 24"),
         (USAGE, ["--lowering", "append", "--opset", 23], "append lowering uses TensorScatter, which needs opset 24"),
         (USAGE, ["--weights", "int7"], "'int7' is not one of 'same', 'int8', 'int4', 'float8'"),
-        (
-            USAGE,
-            ["--weights", "int8", "--dtype", "float16"],
-            "dtype is float16: int8 layers run on CPUs only, expected",
-        ),
+        (USAGE, ["--weights", "int8", "--dtype", "float16"], "dtype is float16: int8 layers run on CPUs only,"),
         (USAGE, ["--colour", "red"], "No such option"),
         (USAGE, ["another"], r"unexpected extra argument \(another\)"),
     ],

@@ -142,12 +142,6 @@ def damage(dice: random.Random, data: bytearray, head: int) -> None:
         del data[dice.choice((start, dice.randrange(len(data)))) :]
 
 
-@pytest.fixture(scope="module")
-def sound(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    quiet_libraries()
-    return write_gguf(tmp_path_factory.mktemp("gguf") / "model.gguf", random_model()).read_bytes()
-
-
 def load(file: Path) -> str:
     """What loading a file ends with: "loaded", or the message of a typed error."""
     try:
@@ -160,32 +154,22 @@ def load(file: Path) -> str:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of scales that are not finite
 @pytest.mark.parametrize(("first", "count"), CASES)
-def test_damaged_files_are_loaded_or_refused(first: int, count: int, sound: bytes, tmp_path: Path) -> None:
-    file, found = tmp_path / "model.gguf", []
-    for case in range(first, first + count):
-        dice, data = random.Random(case), bytearray(sound)
-        tensors, tokens = sound.rindex(b"output_norm.weight") + 40, sound.index(b"tokenizer.ggml.tokens") + 60
-        damage(dice, data, dice.choice((tensors, tokens)))  # everywhere before the data, or up to the hyperparameters
-        file.write_bytes(data)
-        found.append(load(file))
-    assert all(one == "loaded" or (str(file) in one and ": expected" in one) for one in found), found
-    assert 0 < found.count("loaded") < count
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize(("first", "count"), CASES)
-def test_files_with_other_metadata_are_loaded_or_refused(first: int, count: int, tmp_path: Path) -> None:
+def test_damaged_files_and_other_metadata_are_loaded_or_refused(first: int, count: int, tmp_path: Path) -> None:
     quiet_libraries()
-    model = random_model()
+    model, file = random_model(), tmp_path / "model.gguf"
+    sound = write_gguf(file, model).read_bytes()
+    tensors, tokens = sound.rindex(b"output_norm.weight") + 40, sound.index(b"tokenizer.ggml.tokens") + 60
     general = ("general.name", "general.type", "split.count", "general.alignment", "llama.attention.key_length")
     keys = (*metadata_of(model), *tokenizer_metadata(), *general, "tokenizer.ggml.eot_token_id")
-    found = []
+    damaged, other = [], []
     for case in range(first, first + count):
-        dice = random.Random(case)
+        dice, data = random.Random(case), bytearray(sound)
+        damage(dice, data, dice.choice((tensors, tokens)))  # before the data, or up to the hyperparameters
+        file.write_bytes(data)
+        damaged.append(load(file))
         key, value = keys[case % len(keys)], dice.choice(VALUES)
-        file = write_gguf(tmp_path / f"{case}.gguf", model, changes={key: value})
-        found.append((key, value, load(file)))
-        file.unlink()
-    assert all(one == "loaded" or ": expected" in one for _, _, one in found), found
-    assert 0 < [one for _, _, one in found].count("loaded") < count
+        other.append((key, value, load(write_gguf(file, model, changes={key: value}))))
+    assert all(one == "loaded" or (str(file) in one and ": expected" in one) for one in damaged), damaged
+    assert all(one == "loaded" or ": expected" in one for _, _, one in other), other
+    for found in (damaged, [one for _, _, one in other]):
+        assert 0 < found.count("loaded") < count

@@ -4,28 +4,137 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
 import onnx
 import pytest
+import torch
 from numpy.typing import NDArray
 from onnx import numpy_helper
+from safetensors.torch import save_file
+from torch import Tensor
 
+from spaceport.exporter.bundle_files import write_manifest
 from spaceport.exporter.export import ExportOptions
-from spaceport.graphs.contract.manifest import MODEL_FILE
+from spaceport.exporter.integer_matmuls import store_integer_matmuls
+from spaceport.exporter.quantization_scales import SCALES_FILE, scales_file, scales_in, write_scales
+from spaceport.exporter.quantized_weights import WeightNotFound
+from spaceport.graphs.contract.faults import InputFault
+from spaceport.graphs.contract.manifest import MANIFEST_FILE, MODEL_FILE
 from spaceport.graphs.contract.signature import Activations, Lowering
 from spaceport.graphs.contract.tolerance import tolerance_of
+from spaceport.graphs.int8 import InputScale, IntegerLinear, IntegerModel, LinearScales, fake_quantize, quantize_linear
+from spaceport.graphs.quantize import ModelScales
 from spaceport.runtime.backends.on_onnxruntime import OnnxRuntimeEngine, open_session, session_options
-from spaceport.runtime.bundle import Bundle, open_bundle
+from spaceport.runtime.bundle import Bundle, BundleError, open_bundle, read_manifest
 from spaceport.runtime.engine import Batch, Engine
 from spaceport.tools.cli import run
 from spaceport.tools.cli.exit_codes import INPUT, USAGE
-from spaceport.tools.reference import open_reference
+from spaceport.tools.reference import open_reference, scales_of
 from support.exported import bundle_of
-from support.paths import DEMO, TINY
-from support.small_bundle import edit, new_bundle
+from support.paths import TINY
+from support.small_bundle import edit, fill, new_bundle
+from support.small_graphs import Array, Sizes, changed, model_of, op, operators, outputs_of
+
+Products = Mapping[str, IntegerLinear]
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def product(seed: int, inputs: int, outputs: int, bound: float | None, moved: bool) -> IntegerLinear:
+    move = torch.rand(inputs, generator=seeded(seed)) + 0.5 if moved else None
+    return quantize_linear(torch.randn(outputs, inputs, generator=seeded(seed)), LinearScales(InputScale(bound, move)))
+
+
+def stored(products: Products, shape: Sizes, limbs: int, inputs: Mapping[str, str]) -> onnx.ModelProto:
+    """A graph with an int8 matmul and an output for each layer, on the input with the given name."""
+    nodes = [op("MatMul", [inputs[name], f"{name}.weight"], [f"{name}.out"]) for name in products]
+    outputs = {f"{name}.out": [*shape, product.codes.shape[1]] for name, product in products.items()}
+    given = {inputs[name]: [*shape, product.codes.shape[0]] for name, product in products.items()}
+    weights = {f"{name}.weight": product.dequantized.numpy() for name, product in products.items()}
+    return integers(model_of(nodes, given, outputs, weights), IntegerModel(limbs, products))
+
+
+def integers(plain: onnx.ModelProto, products: IntegerModel) -> onnx.ModelProto:
+    """The graph with integer products, which are operators of ONNX Runtime."""
+    return changed(plain, lambda model: store_integer_matmuls(model, products), check=False)[1]
+
+
+def expected_of(product: IntegerLinear, states: Tensor, limbs: int) -> Array:
+    values: Array = (fake_quantize(states, product.input, limbs)[0] @ product.dequantized).numpy()
+    return values
+
+
+def compare(products: Products, shape: tuple[int, ...], limbs: int, inputs: Mapping[str, str]) -> None:
+    """Compare each matmul with the reference; row sizes differ by factors of 1000, so that dynamic scales matter."""
+    widths = {inputs[name]: product.codes.shape[0] for name, product in products.items()}
+    sizes = torch.logspace(-2, 1, shape[-1])[:, None]
+    states = {name: torch.randn((*shape, size), generator=seeded(9)) * sizes for name, size in widths.items()}
+    model = stored(products, ["B", "T"][-len(shape) :], limbs, inputs)
+    arrays = {name: values.numpy() for name, values in states.items()}
+    found = outputs_of(model, arrays, session_options(1, "int8", "int8x2"))
+    for got, (name, product) in zip(found, products.items(), strict=True):
+        expected = expected_of(product, states[inputs[name]], limbs)
+        for row, other in zip(got.reshape(-1, got.shape[-1]), expected.reshape(-1, got.shape[-1]), strict=True):
+            # values between two steps of the low limb may be rounded up or down
+            assert np.abs(row - other).max() <= 2e-4 * max(np.abs(other).max(), (product.input.clip or 0) / 10)
+
+
+@pytest.mark.parametrize("moved", [False, True])
+@pytest.mark.parametrize(("limbs", "bound"), [(2, None), (2, 6.0), (1, None)])
+@pytest.mark.parametrize("shape", [(7,), (3, 7)])
+def test_int8_matmuls_equal_matmuls_of_the_dequantized_values(
+    shape: tuple[int, ...], limbs: int, bound: float | None, moved: bool
+) -> None:
+    """Two layers of different sizes that share their input, and one with its own input."""
+    first = product(1, 24, 40, bound, moved)
+    second = quantize_linear(torch.randn(9, 24, generator=seeded(2)), LinearScales(first.input))
+    products = {"query": first, "key": second, "down": product(3, 16, 8, bound, moved)}
+    compare(products, shape, limbs, {"query": "states", "key": "states", "down": "others"})
+
+
+def test_wide_inputs_and_equal_weights_of_repeated_layers_keep_their_own_scales() -> None:
+    wide = {name: product(seed, 16400, 4, None, True) for seed, name in enumerate(("first", "second"))}
+    compare(wide, (3,), 2, {"first": "a", "second": "b"})
+    weight = torch.randn(8, 16, generator=seeded(1))
+    bounds = {"0": 4.0, "1": 60.0, "2": 4.0}
+    equal = {name: quantize_linear(weight, LinearScales(InputScale(bound))) for name, bound in bounds.items()}
+    modules = {"0": equal["0"], "1": equal["1"]}
+    compare(modules, (3,), 2, {"0": "a", "1": "b"})
+    nodes = [op("MatMul", ["x", f"w{name}"], [f"y{name}"]) for name in equal]
+    constants = {f"w{name}": each.dequantized.numpy() for name, each in equal.items()}
+    plain = model_of(nodes, {"x": ["T", 16]}, {f"y{name}": ["T", 8] for name in equal}, constants)
+    with pytest.raises(WeightNotFound, match="more matmuls with the weight of 0 than there are modules with this"):
+        integers(plain, IntegerModel(2, modules))
+
+
+@pytest.mark.parametrize("other", ["none", "output", "consumer"])
+def test_smoothing_goes_into_the_gain_of_a_norm_only_without_other_use(other: str) -> None:
+    own = product(1, 16, 8, 6.0, True)
+    gain = torch.rand(16, generator=seeded(4)) + 0.5
+    nodes = [
+        op("RMSNormalization", ["x", "gain"], ["normed"], axis=-1),
+        op("MatMul", ["normed", "weight"], ["y"]),
+        op("Neg", ["normed" if other == "consumer" else "x"], ["rest"]),
+    ]
+    sizes: dict[str, Sizes] = {"y": ["T", 8], "rest": ["T", 16]}
+    normed_size: dict[str, Sizes] = {"normed": ["T", 16]}
+    read, between = (sizes | normed_size, {}) if other == "output" else (sizes, normed_size)
+    constants = {"gain": gain.numpy(), "weight": own.dequantized.numpy()}
+    model = integers(model_of(nodes, {"x": ["T", 16]}, read, constants, between), IntegerModel(2, {"y": own}))
+    x = torch.randn(5, 16, generator=seeded(5))
+    outputs = outputs_of(model, {"x": x.numpy()}, session_options(1, "int8", "int8x2"))
+    found = dict(zip(read, outputs, strict=True))
+    normed = x * (x.square().mean(dim=-1, keepdim=True) + 1e-5).rsqrt() * gain
+    assert np.abs(found["y"] - expected_of(own, normed, 2)).max() < 1e-3 * np.abs(found["y"]).max()
+    assert np.abs(found["rest"] + (normed if other == "consumer" else x).numpy()).max() < 1e-5
+    assert other != "output" or np.abs(found["normed"] - normed.numpy()).max() < 1e-5
+    assert operators(model).count("Mul") == (0 if other == "none" else 1)
+
 
 SLOTS, LAYERS = 192, 3
 Logits = NDArray[np.float32]
@@ -187,10 +296,70 @@ def test_an_int8_bundle_is_not_built_for_a_gpu(tmp_path: Path, capfd: Capture) -
     assert "products are of 8-bit integers, which TensorRT does not have" in " ".join(capfd.readouterr().err.split())
 
 
-@pytest.mark.nightly
-@pytest.mark.slow
-def test_calibration_prompts_are_read_from_a_file(tmp_path: Path, capfd: Capture) -> None:
-    (tmp_path / "prompts.txt").write_text("import json\nclass Reader:\n", "utf-8")
-    prompts = ["--calibration-data", str(tmp_path / "prompts.txt")]
-    assert run(["export", str(DEMO), str(tmp_path / "bundle"), "--weights", "int8", *prompts, "--json"]) == 0
-    assert '"activations": "int8x2"' in capfd.readouterr().out
+def read(folder: Path) -> ModelScales:
+    file = folder / scales_file([path.name for path in folder.iterdir()])
+    return scales_in(file.read_bytes(), file)
+
+
+def model() -> IntegerModel:
+    shared = InputScale(3.25, torch.linspace(0.5, 2.0, 8))
+    scales = {"a.q": shared, "a.k": shared, "a.o": InputScale(None), "a.up": InputScale(None, torch.full((8,), 0.1))}
+    return IntegerModel(2, {name: quantize_linear(torch.eye(8), LinearScales(scale)) for name, scale in scales.items()})
+
+
+def test_scales_are_read_as_they_were_written(tmp_path: Path) -> None:
+    write_scales(tmp_path, model())
+    found = read(tmp_path)
+    assert found.keys() == model().layers.keys()
+    for name, layer in model().layers.items():
+        one, other = found[name], layer.input
+        assert one.weight is not None
+        assert torch.equal(one.weight, layer.scale)
+        assert one.input.clip == other.clip
+        if one.input.smoothing is None or other.smoothing is None:
+            assert one.input.smoothing is other.smoothing
+        else:
+            assert torch.equal(one.input.smoothing, other.smoothing)
+    assert found["a.q"].input is found["a.k"].input
+    assert found["a.q"].input is not found["a.o"].input
+
+
+def test_scales_of_a_bundle_of_an_older_version_are_read(tmp_path: Path) -> None:
+    smoothing, scale = torch.linspace(0.5, 2.0, 8), torch.full((8,), 0.25)
+    tensors = {"0.bound": torch.tensor(3.25, dtype=torch.float64), "0.move": smoothing, "a.q.outputs": scale}
+    save_file(tensors, tmp_path / "product_scales.safetensors", {"modules": '{"0": ["a.q"]}'})
+    ((name, found),) = read(tmp_path).items()
+    assert (name, found.input.clip) == ("a.q", 3.25)
+    assert found.input.smoothing is not None
+    assert torch.equal(found.input.smoothing, smoothing)
+    assert found.weight is not None
+    assert torch.equal(found.weight, scale)
+
+
+def test_damaged_scales_are_refused(tmp_path: Path) -> None:
+    for content in (b"", b"not safetensors", b"\x08\0\0\0\0\0\0\0{}      "):
+        (tmp_path / SCALES_FILE).write_bytes(content)
+        with pytest.raises(InputFault, match="expected the scales that `spaceport export --weights int8` writes"):
+            read(tmp_path)
+
+
+def test_the_scales_of_a_bundle_are_those_that_were_verified(tmp_path: Path) -> None:
+    fill(tmp_path)
+    quantized = {"weights": "int8", "activations": "int8x2"}
+    edit(tmp_path, lambda entries: entries.update(quantized))
+    with pytest.raises(InputFault, match=f"the manifest lists no {SCALES_FILE}: expected one; export"):
+        scales_of(open_bundle(tmp_path))
+    write_scales(tmp_path, model())
+    manifest = read_manifest(tmp_path)
+    (tmp_path / MANIFEST_FILE).unlink()
+    write_manifest(tmp_path, manifest)
+    opened = open_bundle(tmp_path)
+    (tmp_path / SCALES_FILE).rename(tmp_path / "verified")
+    (tmp_path / SCALES_FILE).write_bytes(b"another file")
+    found = scales_of(opened)
+    assert found is not None
+    assert found.keys() == model().layers.keys()
+    with (tmp_path / "verified").open("r+b") as stream:
+        stream.write(b"changed in place")
+    with pytest.raises(BundleError, match=f"{SCALES_FILE}: sha256 is"):
+        scales_of(opened)

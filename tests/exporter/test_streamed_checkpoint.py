@@ -5,13 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import GemmaConfig, GemmaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from spaceport.exporter.checkpoint import TokenFlags, load_model, open_checkpoint
 from spaceport.exporter.export import ExportOptions, build_decoder
@@ -19,17 +18,9 @@ from spaceport.exporter.quantization_scales import write_scales
 from spaceport.exporter.to_onnx import to_onnx
 from spaceport.graphs.decoder import Decoder
 from spaceport.graphs.streamed_weights import source_of, values_of
+from support.families import build, family_of
 from support.paths import TINY
-
-SMALL: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-}
-
+from support.published import write_checkpoint
 
 KINDS = [
     *(ExportOptions(lowering, dtype) for lowering in ("scatter", "append") for dtype in ("float32", "bfloat16")),
@@ -102,16 +93,9 @@ def test_a_bundle_from_streamed_weights_has_the_bytes_of_one_from_weights_in_mem
 
 def saved(family: str, folder: Path) -> Path:
     """A small checkpoint in bfloat16: qwen2 with tied embeddings and biases, gemma with scaled embeddings."""
-    torch.manual_seed(0)
-    vocabulary = int(open_checkpoint(TINY, TokenFlags()).config.vocab_size)
-    if family == "gemma":
-        model: Any = GemmaForCausalLM(GemmaConfig(vocab_size=vocabulary, **SMALL))
-    else:
-        model = Qwen2ForCausalLM(Qwen2Config(vocab_size=vocabulary, tie_word_embeddings=True, **SMALL))
-    model.to(torch.bfloat16).save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json", "sar_config.json"):
-        (folder / name).write_bytes((TINY / name).read_bytes())
-    return folder
+    kind = family_of(family)
+    sizes = {"vocab_size": 640, "hidden_size": 64, "intermediate_size": 96, "tie_word_embeddings": family == "qwen2"}
+    return write_checkpoint(folder, build(replace(kind, options={**kind.options, **sizes}), torch.bfloat16))
 
 
 def test_matrices_are_streamed_and_the_generation_settings_kept(tmp_path: Path) -> None:

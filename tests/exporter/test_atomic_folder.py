@@ -149,9 +149,7 @@ def test_an_interrupt_while_the_folder_is_moved_is_deferred(target: Path, monkey
     assert names(target.parent) == {"bundle"}
 
 
-def test_a_folder_that_another_process_begins_at_the_same_path_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_another_process_begins_there_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     partial, target = tmp_path / "partial", tmp_path / "target"
     partial.mkdir()
     monkeypatch.setattr(atomic_folder, "flush", lambda folder: partial.mkdir())  # called after the folder was moved

@@ -51,7 +51,7 @@ def test_a_fifo_or_a_link_to_a_device_is_refused_and_not_waited_for(checkpoint: 
         ({"text_config": {"layers": [{"d_model": 2**40}]}}, "d_model is"),
     ],
 )
-def test_an_absurd_size_is_refused_before_memory_is_allocated(
+def test_an_absurd_size_is_refused_before_memory_is_taken(
     checkpoint: Path, entries: dict[str, Any], message: str
 ) -> None:
     config = checkpoint / "config.json"

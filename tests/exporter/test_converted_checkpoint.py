@@ -68,9 +68,9 @@ def logits(model: Any, ids: list[int]) -> Tensor:
     return found
 
 
-def difference(model: Published, folder: Path, format: Format, shards: int) -> float:
+def difference(model: Published, folder: Path) -> float:
     """The largest difference of any logit in texts of several lengths, up to the last position."""
-    converted = load_model(opened(write_published(folder, model, format, shards)), "float32")
+    converted = load_model(opened(write_published(folder, model)), "float32")
     dice = random.Random(5)
     worst = 0.0
     for length in (1, 2, 17, 100, 256):
@@ -82,35 +82,10 @@ def difference(model: Published, folder: Path, format: Format, shards: int) -> f
 @pytest.mark.parametrize(
     ("family", "changes"), STRUCTURES, ids=lambda value: value if isinstance(value, str) else "+".join(value)
 )
-def test_logits_equal_those_of_the_published_architecture(
-    family: str, changes: Mapping[str, Any], tmp_path: Path
-) -> None:
-    found = difference(published(family, changes), tmp_path, "safetensors", 1)
+def test_logits_equal_those_of_the_published_model(family: str, changes: Mapping[str, Any], tmp_path: Path) -> None:
+    found = difference(published(family, changes), tmp_path)
     print(f"largest difference {found:.1e}")  # pytest -rP shows it
     assert found <= TOLERANCE
-
-
-@pytest.mark.parametrize(("format", "shards"), [("safetensors", 3), ("bin", 1), ("bin", 2)])
-def test_every_file_format_has_the_same_logits(format: Format, shards: int, tmp_path: Path) -> None:
-    assert difference(published("chatglm"), tmp_path, format, shards) <= TOLERANCE
-
-
-SWAPPED = (
-    ("chatglm", "transformer.encoder.layers.0.self_attention.query_key_value.weight"),
-    ("chatglm", "transformer.encoder.layers.1.mlp.dense_h_to_4h.weight"),
-    ("internlm", "model.layers.0.self_attn.k_proj.weight"),
-    ("qwen", "transformer.h.1.attn.c_attn.bias"),
-    ("qwen", "transformer.h.0.mlp.w1.weight"),
-)
-
-
-@pytest.mark.parametrize(("family", "name"), SWAPPED)
-def test_rows_in_another_order_change_the_logits(family: str, name: str, tmp_path: Path) -> None:
-    model = published(family)
-    wrong = Published(family, model.config, {**model.weights, name: model.weights[name].flip(0)})
-    converted = load_model(opened(write_published(tmp_path, wrong)), "float32")
-    ids = [7, 300, 41, 8]
-    assert float((logits(converted, ids) - reference_logits(model, ids)).abs().max()) > 100 * TOLERANCE
 
 
 @pytest.mark.parametrize("format", ["safetensors", "bin"])

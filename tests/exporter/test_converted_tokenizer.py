@@ -24,7 +24,9 @@ def chatglm(folder: Path, source: str = "<|user|> <|observation|>", **config: An
 
 
 def internlm(folder: Path, **config: Any) -> PublishedTokenizer:
-    (folder / "tokenizer.model").write_bytes(sentencepiece_model(dummy_prefix=False, user_defined=("<eoh>", "<eoa>")))
+    (folder / "tokenizer.model").write_bytes(
+        sentencepiece_model(add_dummy_prefix=False, user_defined_symbols="<eoh>,<eoa>")
+    )
     (folder / "tokenizer_config.json").write_text(json.dumps(config), "utf-8")
     return published_tokenizer(folder, "internlm", {})
 
@@ -67,13 +69,6 @@ def test_an_internlm_text_begins_with_bos(tmp_path: Path) -> None:
     assert found.tokenizer.chat_template is None
     assert internlm(tmp_path, add_bos_token=False).tokenizer("a").input_ids == original.encode("a")
     assert internlm(tmp_path, chat_template="{{ messages }}").tokenizer.chat_template == "{{ messages }}"
-
-
-def test_a_qwen_base_model_has_no_chat_template(tmp_path: Path) -> None:
-    found = qwen(tmp_path, "raw")
-    assert found.tokenizer.chat_template is None
-    assert found.end == (len(ranks()),)
-    assert found.tokenizer.convert_ids_to_tokens(len(ranks()) + 207) == "<|extra_204|>"
 
 
 @pytest.mark.parametrize("family", [chatglm, internlm, qwen])
@@ -171,6 +166,9 @@ def test_a_qwen_chat_has_the_tokens_of_its_documented_format(tmp_path: Path) -> 
         return ids
 
     default = {"role": "system", "content": "You are a helpful assistant."}
+    base = qwen(tmp_path, "raw")
+    assert (base.tokenizer.chat_template, base.end) == (None, (len(ranks()),))
+    assert base.tokenizer.convert_ids_to_tokens(len(ranks()) + 207) == "<|extra_204|>"
     for messages in (HISTORY, [default, *HISTORY[1:]]):
         expected = []
         for message in messages:

@@ -59,6 +59,7 @@ from support.published_methods import METHODS
 
 ROWS = InputRows((9, 7), torch.randn(2, 6, generator=torch.Generator().manual_seed(0)))
 FACTORS = Factors(torch.randn(6, 2, generator=torch.Generator().manual_seed(0)), torch.ones(6, 2))
+Sizes = tuple[int, ...]
 SHAPE = (2, KV_HEADS, 3, HEAD_DIM)
 
 
@@ -120,9 +121,7 @@ def test_config_json_names_the_mask_token_of_pard(name: str, tmp_path: Path) -> 
         (None, None),
     ],
 )
-def test_a_mask_token_of_another_method_is_not_taken(
-    config: dict[str, Any] | None, mask: int | None, tmp_path: Path
-) -> None:
+def test_that_of_another_method_is_not_taken(config: dict[str, Any] | None, mask: int | None, tmp_path: Path) -> None:
     assert config_mask_token(written(tmp_path, config), 10) == mask
     assert config_mask_token(tmp_path / "model.gguf", 10) is None
 
@@ -318,9 +317,7 @@ def test_an_entry_that_names_no_slots_is_refused(entries: dict[str, Any], messag
         (SHAPE, None, r"has the tensors keys: expected keys and values"),
     ],
 )
-def test_slots_of_other_sizes_are_refused(
-    keys: tuple[int, ...], values: tuple[int, ...] | None, message: str, preloaded: Path
-) -> None:
+def test_slots_of_other_sizes_are_refused(keys: Sizes, values: Sizes | None, message: str, preloaded: Path) -> None:
     tensors = {"keys": torch.zeros(keys)} | ({} if values is None else {"values": torch.ones(values)})
     save_file(tensors, preloaded / PRELOADED_FILE)
     with pytest.raises(CheckpointError, match=message):

@@ -111,9 +111,7 @@ def test_end_tokens_come_from_the_first_file_that_names_them(
         ({"acceptance": [{"rates": [0.5]}]}, r"acceptance\[0\] lacks 'data', 'date', 'lookup', 'temperature',"),
     ],
 )
-def test_an_invalid_sar_config_is_refused_with_the_reason(
-    tmp_path: Path, entries: dict[str, Any], message: str
-) -> None:
+def test_an_invalid_sar_config_is_refused(tmp_path: Path, entries: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         open_checkpoint(copy_of_tiny(tmp_path / "c", sar_config=entries), TokenFlags())
 
@@ -187,7 +185,7 @@ INT4_INT8 = ExportOptions(weights="int4", requested_activations="int8")
         (replace(INT4_INT8, requested_activations="int8x2"), "activations is int8x2: expected .* with weights int4"),
     ],
 )
-def test_activation_formats_that_do_not_fit_the_weights_are_refused(
+def test_activations_that_do_not_fit_the_weights_are_refused(
     tmp_path: Path, options: ExportOptions, message: str
 ) -> None:
     with pytest.raises(OptionFault, match=message):

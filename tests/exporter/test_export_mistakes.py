@@ -8,8 +8,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -167,22 +165,6 @@ def test_a_full_disk_and_an_interrupt_end_an_export_and_the_old_bundle_stays(
         assert "Traceback" not in errors
         assert {file: file.read_bytes() for file in target.iterdir()} == before
         assert list(tmp_path.iterdir()) == [target]
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM], ids=str)
-def test_an_interrupt_while_tracing_ends_an_export_and_leaves_nothing(tmp_path: Path, kind: signal.Signals) -> None:
-    program = ["-c", "from spaceport.tools.cli import main; main()", "export", str(TINY), str(tmp_path / "bundle")]
-    command = [sys.executable, *program]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        assert any("tracing" in line for line in iter(process.stderr.readline, ""))
-        process.send_signal(kind)
-        output, errors = process.communicate()
-    assert (process.returncode, output) == (INTERRUPTED, "")
-    assert errors.split()[-2:] == ["spaceport:", "interrupted"]
-    assert "Traceback" not in errors
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM], ids=lambda kind: kind.name)

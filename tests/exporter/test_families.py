@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import get_args
 
@@ -37,7 +37,7 @@ from spaceport.runtime.backends.on_torch import TorchEngine
 from spaceport.runtime.engine import Batch, Engine
 from support.cache import built
 from support.families import FAMILIES, REFUSED, VOCAB, WINDOW, Family, Refused, Structure, build, family_of
-from support.paths import TINY as TOKENIZER
+from support.published import write_checkpoint
 
 FLOAT_TOLERANCE = 1e-4  # of a logit; rounding explains 1e-5
 HALF_TOLERANCE = 2e-2  # of the largest logit
@@ -54,11 +54,11 @@ MASK = 5  # an ordinary token: to the graph a mask slot is a row like any other
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """A token in a KV slot, and its ancestors."""
+    """A token in a KV slot, and the rows that it sees: its path from the root."""
 
     token: int
     slot: int
-    ancestors: tuple[Row, ...]  # root first
+    ancestors: tuple[Row, ...]
 
     @property
     def path(self) -> tuple[Row, ...]:
@@ -86,15 +86,13 @@ class Text:
             rows.append(Row(token, slot, ancestors if parent < 0 else rows[parent].path))
         return rows
 
+    def add_tree(self, count: int, ancestors: tuple[Row, ...], below: int) -> list[Row]:
+        return self.add_rows([int(self._random.integers(-1, row)) for row in range(count)], ancestors, below)
+
 
 def chain(count: int) -> range:
     """The parents of the rows of a chain."""
     return range(-1, count - 1)
-
-
-def tree(count: int, random: np.random.Generator) -> list[int]:
-    """The parents of a random tree."""
-    return [int(random.integers(-1, row)) for row in range(count)]
 
 
 def batch_of(signature: Signature, requests: Sequence[Sequence[Row]]) -> Batch:
@@ -104,56 +102,19 @@ def batch_of(signature: Signature, requests: Sequence[Sequence[Row]]) -> Batch:
     mask = np.zeros((shape[0], 1, shape[1], visible), np.bool_)  # B x 1 x T x A, True = may see
     mask[..., 0] = True  # what padding rows see
     near = mask.copy()
-    batch = Batch(
-        first=0,
-        input_ids=np.zeros(shape, np.int64),
-        position_ids=np.zeros(shape, np.int64),
-        slot_ids=np.full(shape, SLOTS - 1, np.int64),
-        attention_mask=mask,
-        logit_rows=np.zeros(shape, np.int64),
-        sliding_attention_mask=near,
-    )
+    ids, positions, wanted = (np.zeros(shape, np.int64) for _ in range(3))
+    batch = Batch(0, ids, positions, np.full(shape, SLOTS - 1, np.int64), mask, wanted, near)
     for request, rows in enumerate(requests):
-        batch.logit_rows[request, : len(rows)] = np.arange(len(rows))[::-1]
+        wanted[request, : len(rows)] = np.arange(len(rows))[::-1]
         if signature.lowering == "append":
             batch.slot_ids[request] = rows[0].slot + np.arange(shape[1])
         for index, row in enumerate(rows):
             seen = [cell.slot for cell in row.path]
-            batch.input_ids[request, index] = row.token
-            batch.position_ids[request, index] = len(row.ancestors)
+            ids[request, index], positions[request, index] = row.token, len(row.ancestors)
             batch.slot_ids[request, index] = row.slot
             mask[request, 0, index] = np.isin(np.arange(visible), seen)
             near[request, 0, index] = np.isin(np.arange(visible), seen[-(signature.window or 0) :])
     return batch
-
-
-def flood(engine: Engine, random: np.random.Generator) -> None:
-    """Fill all slots with rows that no later row may see."""
-    shape = (REQUESTS, SLOTS)
-    mask = np.ones((REQUESTS, 1, SLOTS, SLOTS), np.bool_)
-    engine.run(
-        Batch(
-            first=0,
-            input_ids=random.integers(VOCAB, size=shape),
-            position_ids=random.integers(SLOTS, size=shape),
-            slot_ids=np.tile(np.arange(SLOTS), (REQUESTS, 1)),
-            attention_mask=mask,
-            logit_rows=np.zeros((REQUESTS, 1), np.int64),
-            sliding_attention_mask=mask,
-        )
-    )
-
-
-def reference_logits(reference: PreTrainedModel, rows: Sequence[Row]) -> NDArray[np.float32]:
-    """The logits of the unmodified model for each row, computed from the path to the row alone."""
-    logits: dict[Row, NDArray[np.float32]] = {}
-    for row in sorted(rows, key=lambda row: -len(row.ancestors)):
-        if row not in logits:
-            ids = torch.tensor([[cell.token for cell in row.path]])
-            with torch.no_grad():
-                result = reference(input_ids=ids, use_cache=False).logits[0].numpy()
-            logits.update(zip(row.path, result, strict=True))
-    return np.stack([logits[row] for row in rows])
 
 
 @dataclass(frozen=True)
@@ -167,17 +128,34 @@ class Pair:
     def signature(self) -> Signature:
         return self.engine.signature
 
-    def difference(
-        self, requests: Sequence[Sequence[Row]], batch: Batch | None = None, relative: bool = False
-    ) -> float:
-        """The largest difference between any logits of these rows."""
+    def flood(self, random: np.random.Generator) -> None:
+        """Fill all slots with rows that no later row may see."""
+        shape = (REQUESTS, SLOTS)
+        mask = np.ones((REQUESTS, 1, SLOTS, SLOTS), np.bool_)
+        ids, positions = random.integers(VOCAB, size=shape), random.integers(SLOTS, size=shape)
+        slots, wanted = np.tile(np.arange(SLOTS), (REQUESTS, 1)), np.zeros((REQUESTS, 1), np.int64)
+        self.engine.run(Batch(0, ids, positions, slots, mask, wanted, mask))
+
+    def difference(self, *requests: Sequence[Row], batch: Batch | None = None, relative: bool = False) -> float:
+        """The largest difference between any logits of these rows and those of the unmodified model."""
         logits = self.engine.run(batch or batch_of(self.signature, requests))
         worst = 0.0
         for request, rows in enumerate(requests):
-            expected = reference_logits(self.reference, rows)
+            expected = self.expected(rows)
             found = np.abs(logits[request, : len(rows)][::-1] - expected).max()
             worst = max(worst, float(found / np.abs(expected).max() if relative else found))
         return worst
+
+    def expected(self, rows: Sequence[Row]) -> NDArray[np.float32]:
+        """The logits of the unmodified model for each row, computed from the path to the row alone."""
+        logits: dict[Row, NDArray[np.float32]] = {}
+        for row in sorted(rows, key=lambda row: -len(row.ancestors)):
+            if row not in logits:
+                ids = torch.tensor([[cell.token for cell in row.path]])
+                with torch.no_grad():
+                    result = self.reference(input_ids=ids, use_cache=False).logits[0].numpy()
+                logits.update(zip(row.path, result, strict=True))
+        return np.stack([logits[row] for row in rows])
 
 
 def pair_of(
@@ -210,12 +188,10 @@ def pair_of(
 def require_equal_logits(pair: Pair, tolerance: float, relative: bool = False) -> None:
     """Assert that the logits of each kind of step of two texts are those of the unmodified model."""
     random = np.random.default_rng(3)
-    flood(pair.engine, random)
+    pair.flood(random)
     one, two = Text(pair.signature, random), Text(pair.signature, random)
 
-    def step(*requests: list[Row]) -> float:
-        return pair.difference(requests, relative=relative)
-
+    step = partial(pair.difference, relative=relative)
     found = {}
     prompt = one.add_rows(chain(51), below=64)
     found["prompt of 51 rows"] = step(prompt)
@@ -223,10 +199,10 @@ def require_equal_logits(pair: Pair, tolerance: float, relative: bool = False) -
     found["cached row"] = step([single])
     space = one.add_rows(SPACE, single.path, below=64, masks=MASKS)
     found["SPACE step"] = step(space)
-    wide = one.add_rows(tree(20, random), space[3].path, below=128)  # only c1 was accepted
+    wide = one.add_tree(20, space[3].path, below=128)  # only c1 was accepted
     found["tree of 20 rows, past slot 64"] = step(wide)
     deepest = max(wide, key=lambda row: len(row.ancestors))
-    few, other = one.add_rows(tree(6, random), deepest.path, below=128), two.add_rows(chain(23), below=64)
+    few, other = one.add_tree(6, deepest.path, below=128), two.add_rows(chain(23), below=64)
     found["6 rows and a prompt of 23 rows"] = step(few, other)
     late, drafted = one.add_rows([-1], few[0].path), two.add_rows(SPACE, other[-1].path, below=64, masks=MASKS)
     found["1 row and a SPACE step"] = step(late, drafted)
@@ -238,7 +214,7 @@ def require_equal_logits(pair: Pair, tolerance: float, relative: bool = False) -
 def space_step(pair: Pair) -> list[Row]:
     """The rows of a SPACE step after a text that is longer than the window; they are not run yet."""
     random = np.random.default_rng(4)
-    flood(pair.engine, random)
+    pair.flood(random)
     text = Text(pair.signature, random)
     prompt = text.add_rows(chain(40))
     pair.engine.run(batch_of(pair.signature, [prompt]))
@@ -250,7 +226,7 @@ def difference_with(pair: Pair, rows: list[Row], row: int, slot: int, visible: b
     batch = batch_of(pair.signature, [rows])
     assert batch.sliding_attention_mask is not None
     batch.attention_mask[0, 0, row, slot] = batch.sliding_attention_mask[0, 0, row, slot] = visible
-    return pair.difference([rows], batch)
+    return pair.difference(rows, batch=batch)
 
 
 def require_sensitive_masks(pair: Pair) -> None:
@@ -315,19 +291,18 @@ def test_a_window_wrong_by_one_and_a_visible_sibling_change_the_logits(name: str
     pair = pair_of(family_of(name), lowering, in_torch=True)
     rows = space_step(pair)
     for wrong in (WINDOW - 1, WINDOW + 1):
-        assert pair.difference([rows], batch_of(replace(pair.signature, window=wrong), [rows])) > WRONG_MASK_DIFFERENCE
+        batch = batch_of(replace(pair.signature, window=wrong), [rows])
+        assert pair.difference(rows, batch=batch) > WRONG_MASK_DIFFERENCE
     m01, c1 = 1, 3  # both are children of x
     assert difference_with(pair, rows, c1, rows[m01].slot, True) > WRONG_MASK_DIFFERENCE
-    assert pair.difference([rows]) <= FLOAT_TOLERANCE
+    assert pair.difference(rows) <= FLOAT_TOLERANCE
 
 
 @pytest.mark.parametrize("refused", REFUSED, ids=str)
 def test_a_model_that_cannot_be_exported_exactly_is_refused_with_the_reason(refused: Refused, tmp_path: Path) -> None:
-    checkpoint, bundle = tmp_path / "checkpoint", tmp_path / "bundle"
+    bundle = tmp_path / "bundle"
     family = replace(refused.family, options={**refused.family.options, "vocab_size": 640})  # as the tokenizer's
-    build(family).save_pretrained(checkpoint)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(TOKENIZER / name, checkpoint)
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", build(family))
     with pytest.raises((CheckpointError, UnsupportedModel, UntraceableModel), match=refused.reason) as raised:
         export(checkpoint, bundle, ExportOptions())
     assert "\n" not in str(raised.value)

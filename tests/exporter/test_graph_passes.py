@@ -77,9 +77,7 @@ def test_equal_operators_are_merged_and_those_without_effect_removed() -> None:
         (["B", "T"], ["U", "V"], None),  # two unknown sizes
     ],
 )
-def test_a_constant_reshape_target_fits_every_dynamic_size(
-    before: Sizes, after: Sizes, target: list[int] | None
-) -> None:
+def test_a_constant_reshape_target_fits_every_size(before: Sizes, after: Sizes, target: list[int] | None) -> None:
     nodes = [op("Shape", ["like"], ["shape"]), op("Reshape", ["x", "shape"], ["y"], allowzero=1)]
     plain = model_of(nodes, {"x": before, "like": after}, {"y": after}, {"unused": np.zeros(1)})
     count, model = changed(plain, fix_reshapes, check=False)
@@ -96,9 +94,7 @@ def test_a_constant_reshape_target_fits_every_dynamic_size(
 
 
 @pytest.mark.parametrize(("vocab_size", "reused", "count"), [(1000, False, 1), (6, False, 0), (1000, True, 0)])
-def test_matmuls_of_one_input_are_fused_unless_a_weight_has_another_use(
-    vocab_size: int, reused: bool, count: int
-) -> None:
+def test_matmuls_of_one_input_are_fused_unless_a_weight_is_reused(vocab_size: int, reused: bool, count: int) -> None:
     """x @ a + b, x @ c and y @ d, where c may be used once more, or have the output of the vocabulary."""
     nodes = [
         op("MatMul", ["x", "a"], ["xa"]),

@@ -27,9 +27,9 @@ MADE = sentencepiece_model_pb2.ModelProto.FromString
 # ChatGLM3 has a prefix, InternLM v1 has user-defined pieces.
 MODELS: dict[str, dict[str, Any]] = {
     "prefix": {},
-    "no prefix, user-defined pieces": {"dummy_prefix": False, "user_defined": ("<eoh>", "<eoa>", "<eo")},
-    "no extra whitespace": {"extra_whitespace": True},
-    "no prefix, no extra whitespace": {"dummy_prefix": False, "extra_whitespace": True},
+    "no prefix, user-defined pieces": {"add_dummy_prefix": False, "user_defined_symbols": "<eoh>,<eoa>,<eo"},
+    "no extra whitespace": {"remove_extra_whitespaces": True},
+    "no prefix, no extra whitespace": {"add_dummy_prefix": False, "remove_extra_whitespaces": True},
 }
 
 
@@ -85,17 +85,25 @@ def test_the_names_of_byte_and_control_pieces_are_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "changes", "message"),
     [
-        ({"kind": "unigram"}, {}, "351 pieces of model type 1: expected a byte-pair encoding, as ChatGLM3"),
-        ({"bytes_too": False, "pieces": 200}, {}, "has no byte fallback: expected a piece for each byte; add a"),
-        ({"normalizer": "nmt_nfkc"}, {}, "normalizes characters (nmt_nfkc): expected the normalizer 'identity'"),
-        ({"user_defined": ("<eoh>",)}, {}, "has both a prefix of ▁ and the user-defined piece '<eoh>': expected only"),
+        ({"model_type": "unigram"}, {}, "351 pieces of model type 1: expected a byte-pair encoding, as ChatGLM3"),
+        (
+            {"byte_fallback": False, "vocab_size": 200},
+            {},
+            "has no byte fallback: expected a piece for each byte; add a",
+        ),
+        (
+            {"normalization_rule_name": "nmt_nfkc"},
+            {},
+            "normalizes characters (nmt_nfkc): expected the normalizer 'identity'",
+        ),
+        (
+            {"user_defined_symbols": "<eoh>"},
+            {},
+            "has both a prefix of ▁ and the user-defined piece '<eoh>': expected only",
+        ),
         ({}, {"trainer_spec__treat_whitespace_as_suffix": True}, "its words have no whitespace before them"),
         ({}, {"normalizer_spec__escape_whitespaces": False}, "its words have no whitespace before them"),
-        (
-            {},
-            {"denormalizer_spec__precompiled_charsmap": b"x"},
-            "has a denormalizer or unused pieces: expected neither",
-        ),
+        ({}, {"denormalizer_spec__precompiled_charsmap": b"x"}, "has a denormalizer or unused pieces: expected"),
         ({}, {"piece__type": 5}, "has a denormalizer or unused pieces: expected neither"),
         ({}, {"piece__piece": "世e魑"}, "piece '世e魑' has a character that is no piece: expected a piece for each"),
     ],

@@ -75,13 +75,7 @@ def gguf_name(name: str) -> str:
 
 def interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
     """Rows of a query or key projection in llama.cpp's order: the two halves of a head alternate."""
-    order = [
-        head * HEAD_DIM + half * HEAD_DIM // 2 + index
-        for head in range(heads)
-        for index in range(HEAD_DIM // 2)
-        for half in range(2)
-    ]
-    rows: np.ndarray = weight[order]
+    rows: np.ndarray = weight.reshape(heads, 2, HEAD_DIM // 2, -1).swapaxes(1, 2).reshape(weight.shape)
     return rows
 
 
@@ -157,13 +151,8 @@ def write_gguf(
     """
     writer = GGUFWriter(file, model.config.model_type)
     values = {**metadata_of(model), **tokenizer_metadata(), **(changes or {})}
-    add = {
-        bool: writer.add_bool,
-        int: writer.add_uint32,
-        float: writer.add_float32,
-        str: writer.add_string,
-        list: writer.add_array,
-    }
+    add: dict[type, Any] = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
+    add |= {str: writer.add_string, list: writer.add_array}
     for key, value in values.items():
         if value is not None:
             add[type(value)](key, value)

@@ -75,30 +75,17 @@ def published(family: str, changes: Mapping[str, Any] | None = None) -> Publishe
 
 
 @cache
-def sentencepiece_model(
-    dummy_prefix: bool = True,
-    normalizer: str = "identity",
-    extra_whitespace: bool = False,
-    user_defined: tuple[str, ...] = (),
-    pieces: int = 480,
-    kind: str = "bpe",
-    bytes_too: bool = True,
-) -> bytes:
-    """A SentencePiece model that is trained on the corpus."""
+def sentencepiece_model(**options: Any) -> bytes:
+    """A SentencePiece model that is trained on the corpus, with options of its trainer."""
     model = io.BytesIO()
+    defaults = {"vocab_size": 480, "model_type": "bpe", "byte_fallback": True, "normalization_rule_name": "identity"}
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(line for text in CORPUS for line in text.split("\n")),
         model_writer=model,
-        vocab_size=pieces,
-        model_type=kind,
         character_coverage=0.98,
-        byte_fallback=bytes_too,
-        add_dummy_prefix=dummy_prefix,
-        normalization_rule_name=normalizer,
-        remove_extra_whitespaces=extra_whitespace,
-        user_defined_symbols=list(user_defined),
         hard_vocab_limit=False,
         minloglevel=2,
+        **{"remove_extra_whitespaces": False, **defaults, **options},
     )
     return model.getvalue()
 
@@ -132,8 +119,8 @@ def write_published(folder: Path, model: Published, format: Format = "safetensor
         (folder / "generation_config.json").write_text(json.dumps(settings), "utf-8")
         return folder
     plain = model.family == "chatglm"
-    user_defined = () if plain else ("<eoh>", "<eoa>", "<TOKENS_UNUSED_2>")
-    (folder / "tokenizer.model").write_bytes(sentencepiece_model(dummy_prefix=plain, user_defined=user_defined))
+    own = "" if plain else "<eoh>,<eoa>,<TOKENS_UNUSED_2>"
+    (folder / "tokenizer.model").write_bytes(sentencepiece_model(add_dummy_prefix=plain, user_defined_symbols=own))
     if plain:
         (folder / "tokenization_chatglm.py").write_text("raise SystemExit('<|user|> <|observation|>')\n", "utf-8")
     return folder

@@ -201,7 +201,7 @@ def require_predicted(checkpoint: Path, options: ExportOptions, tolerance: float
 
 @pytest.mark.parametrize("name", ["float32", "int4", "int8", "int4, bfloat16, append", "float8, float16, append"])
 def test_the_bytes_of_the_tiny_bundles_are_predicted(name: str) -> None:
-    require_predicted(TINY, OPTIONS[name], 0.02)
+    require_predicted(TINY, OPTIONS[name], 0.02 if name == "int8" else 0)
 
 
 @pytest.mark.nightly

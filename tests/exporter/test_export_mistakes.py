@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,64 +50,52 @@ def change(file: Path, **values: Any) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text("utf-8")), **values}), "utf-8")
 
 
-def weights(folder: Path, spoil: Callable[[dict[str, torch.Tensor]], object]) -> None:
+def weights(file: Path, spoil: Callable[[dict[str, torch.Tensor]], object]) -> None:
     """Change the weights of a checkpoint."""
-    found = load_file(folder / "model.safetensors")
+    found = load_file(file)
     spoil(found)
-    save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(found, file, metadata={"format": "pt"})
 
 
+Spoil = Callable[[Path], object]
+CONFIG, TOKENIZER, WEIGHTS = "config.json", "tokenizer.json", "model.safetensors"
 NORM = "model.layers.1.input_layernorm.weight"
-SPOILS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "nothing there": (shutil.rmtree, "checkpoint: no such folder: expected a checkpoint"),
-    "no configuration": (lambda c: (c / "config.json").unlink(), r"no config\.json in it: expected a checkpoint"),
-    "configuration no JSON": (lambda c: (c / "config.json").write_text("{"), r"config\.json: not valid JSON"),
-    "configuration a list": (lambda c: (c / "config.json").write_text("[]"), r"config\.json: contains list: expected"),
-    "unknown architecture": (
-        lambda c: change(c / "config.json", model_type="frobnicate"),
-        r"architecture 'frobnicate' is not one that transformers \S+ knows: expected one such as llama",
-    ),
-    "code of its own": (
-        lambda c: change(c / "config.json", model_type="frobnicate", auto_map={"AutoConfig": "code.Config"}),
-        "architecture 'frobnicate' .* has its own code: use",
-    ),
-    "architecture a number": (lambda c: change(c / "config.json", model_type=5), "architecture 5 is not one that"),
-    "encoder and decoder": (
-        lambda c: (c / "config.json").write_text('{"model_type": "t5"}'),
-        "'t5' is not a decoder-only causal language model: expected one such as llama, qwen3 or mistral",
-    ),
-    "encoder and decoder that has a causal form": (
-        lambda c: (c / "config.json").write_text('{"model_type": "bart", "is_encoder_decoder": true}'),
-        "'bart' is not a decoder-only",
-    ),
-    "a size of no kind": (lambda c: change(c / "config.json", hidden_size="many"), r"config\.json: .*'hidden_size'"),
-    "sizes that do not fit": (lambda c: change(c / "config.json", num_attention_heads=7), "96.* not a multiple of .*7"),
-    "no tokenizer": (lambda c: [file.unlink() for file in c.glob("tokenizer*")], r"no tokenizer in it: expected"),
-    "tokenizer of nothing": (lambda c: (c / "tokenizer.json").write_text("{}"), "its tokenizer cannot be read:"),
-    "tokenizer unknown": (lambda c: change(c / "tokenizer.json", model={"type": "Frob"}), "its tokenizer cannot be"),
-    "pickles only": (lambda c: (c / "model.safetensors").rename(c / "pytorch_model.bin"), r"its weights are pickles,"),
-    "no weights": (lambda c: (c / "model.safetensors").unlink(), r"no weights in it: expected \*\.safetensors"),
-    "weights cut off": (lambda c: os.truncate(c / "model.safetensors", 300_000), "its weights cannot be loaded:"),
-    "weights of nothing": (lambda c: os.truncate(c / "model.safetensors", 0), "cannot be loaded: .*: copy or download"),
-    "weights of junk": (lambda c: (c / "model.safetensors").write_bytes(b"\xff" * 999), "header too large: copy or"),
-    "a weight is missing": (lambda c: weights(c, lambda found: found.pop(NORM)), f"weights {NORM} are missing or of"),
-    "many are missing": (lambda c: change(c / "config.json", num_hidden_layers=4), "and 6 more are missing or of"),
-    "a weight of another shape": (
-        lambda c: weights(c, lambda found: found.update({NORM: torch.zeros(48)})),
-        f"weights {NORM} are missing or of another shape: expected every weight of LlamaForCausalLM; save",
-    ),
-    "end beyond the vocabulary": (
-        lambda c: change(c / "generation_config.json", eos_token_id=640),
-        r"end-of-text id 640 is outside the model's vocabulary of 640: correct generation_config\.json",
-    ),
-    "mask token unknown": (lambda c: change(c / "sar_config.json", mask_tokens=["[MASK]"]), r"mask token '\[MASK\]'"),
-}
+FROB = {"model_type": "frobnicate", "auto_map": {"AutoConfig": "code.Config"}}
+BART = '{"model_type": "bart", "is_encoder_decoder": true}'
+# What is done to a file of the checkpoint, and a pattern of the message.
+SPOILS: list[tuple[str, Spoil, str]] = [
+    (".", shutil.rmtree, "checkpoint: no such folder: expected a checkpoint"),
+    (CONFIG, Path.unlink, r"no config\.json in it: expected a checkpoint"),
+    (CONFIG, lambda file: file.write_text("{"), r"config\.json: not valid JSON"),
+    (CONFIG, lambda file: file.write_text("[]"), r"config\.json: contains list: expected"),
+    (CONFIG, partial(change, model_type="frobnicate"), r"'frobnicate' is not one that transformers \S+ knows:"),
+    (CONFIG, partial(change, **FROB), "architecture 'frobnicate' .* has its own code: use --trust-remote-code if"),
+    (CONFIG, partial(change, model_type=5), "architecture 5 is not one that"),
+    (CONFIG, lambda file: file.write_text('{"model_type": "t5"}'), "'t5' is not a decoder-only causal language model"),
+    (CONFIG, lambda file: file.write_text(BART), "'bart' is not a decoder-only causal language model: expected one"),
+    (CONFIG, partial(change, hidden_size="many"), r"config\.json: .*'hidden_size' expected int, got str"),
+    (CONFIG, partial(change, num_attention_heads=7), "96.* not a multiple of .*7"),
+    (CONFIG, partial(change, num_hidden_layers=4), "and 6 more are missing or of"),
+    (".", lambda c: [file.unlink() for file in c.glob("tokenizer*")], r"no tokenizer in it: expected tokenizer\.json,"),
+    (TOKENIZER, lambda file: file.write_text("{}"), "its tokenizer cannot be read: .*expected"),
+    (TOKENIZER, partial(change, model={"type": "Frob"}), "its tokenizer cannot be read: .*: expected one as"),
+    (WEIGHTS, lambda file: file.rename(file.with_name("pytorch_model.bin")), "its weights are pickles, which can run"),
+    (WEIGHTS, Path.unlink, r"no weights in it: expected \*\.safetensors"),
+    (WEIGHTS, lambda file: os.truncate(file, 300_000), "its weights cannot be loaded: .*incomplete metadata, file not"),
+    (WEIGHTS, lambda file: os.truncate(file, 0), "cannot be loaded: .*: copy or download"),
+    (WEIGHTS, lambda file: file.write_bytes(b"\xff" * 999), "header too large: copy or down"),
+    (WEIGHTS, partial(weights, spoil=lambda found: found.pop(NORM)), f"weights {NORM} are missing or of another shape"),
+    (WEIGHTS, partial(weights, spoil=lambda found: found.update({NORM: torch.zeros(48)})), f"{NORM} are missing or of"),
+    ("generation_config.json", partial(change, eos_token_id=640), "id 640 is outside the model's vocabulary of 640:"),
+    ("sar_config.json", partial(change, mask_tokens=["[MASK]"]), r"mask token '\[MASK\]' is not in the tokenizer: exp"),
+]
 
 
-@pytest.mark.parametrize("kind", SPOILS)
-def test_an_invalid_checkpoint_is_an_input_error(checkpoint: Path, capfd: Capture, kind: str) -> None:
-    spoil, message = SPOILS[kind]
-    spoil(checkpoint)
+@pytest.mark.parametrize(("file", "spoil", "message"), SPOILS)
+def test_an_invalid_checkpoint_is_an_input_error(
+    checkpoint: Path, capfd: Capture, file: str, spoil: Spoil, message: str
+) -> None:
+    spoil(checkpoint / file)
     refused(capfd, INPUT, message, checkpoint)
 
 

@@ -160,10 +160,8 @@ MASKS = {"chatglm": "[MASK]", "internlm": "<TOKENS_UNUSED_2>", "qwen": "<|extra_
 PROMPTS = ("the answer", "你好 def f(x):\n")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "family", ["chatglm", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("internlm", "qwen"))]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", MASKS)
 def test_drafted_and_plain_decoding_give_the_same_tokens(family: str, tmp_path: Path) -> None:
     folder = write_published(tmp_path / "published", published(family))
     tokens = TokenFlags(mask=(MASKS[family],), max_mask_slots=3)

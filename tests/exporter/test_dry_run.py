@@ -31,52 +31,14 @@ from spaceport.graphs.weight_quantization import Quantization
 from spaceport.runtime.bundle import open_bundle
 from support.exported import bundle_of
 from support.families import build, family_of
-from support.paths import TINY
+from support.paths import TESTS, TINY
 from support.published import write_checkpoint
 from support.published_checkpoints import CONFIGS
 
 INDEX = "model.safetensors.index.json"
 TINY_CONFIG: dict[str, Any] = json.loads((TINY / "config.json").read_text("utf-8"))
 
-LLAMA: dict[str, Any] = {
-    "model_type": "llama",
-    "vocab_size": 32000,
-    "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": False,
-}
-
-
-def llama(hidden: int, inner: int, layers: int, heads: int, kv_heads: int) -> dict[str, Any]:
-    return {
-        **LLAMA,
-        "hidden_size": hidden,
-        "intermediate_size": inner,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-    }
-
-
-FALCON_40B: dict[str, Any] = {
-    "model_type": "falcon",
-    "vocab_size": 65024,
-    "hidden_size": 8192,
-    "num_hidden_layers": 60,
-    "num_attention_heads": 128,
-    "num_kv_heads": 8,
-    "new_decoder_architecture": True,
-    "parallel_attn": True,
-    "bias": False,
-    "alibi": False,
-}
-# Name -> configuration, parameters, layers x KV heads x head size.
-SIZES: dict[str, tuple[dict[str, Any], int, tuple[int, int, int]]] = {
-    "llama-2-7b": (llama(4096, 11008, 32, 32, 32), 6_738_415_616, (32, 32, 128)),
-    "llama-2-13b": (llama(5120, 13824, 40, 40, 40), 13_015_864_320, (40, 40, 128)),
-    "llama-2-70b": (llama(8192, 28672, 80, 64, 8), 68_976_648_192, (80, 8, 128)),
-    "falcon-40b": (FALCON_40B, 41_303_293_952, (60, 8, 64)),
-}
+SIZES: dict[str, Any] = json.loads((TESTS / "data" / "published_sizes.json").read_text("utf-8"))["shipped"]
 
 
 def folder_of(content: dict[str, Any], folder: Path) -> Path:
@@ -87,8 +49,8 @@ def folder_of(content: dict[str, Any], folder: Path) -> Path:
 
 @pytest.mark.parametrize("name", SIZES)
 def test_a_published_configuration_has_the_published_number_of_parameters(name: str, tmp_path: Path) -> None:
-    content, parameters, (layers, heads, head_dim) = SIZES[name]
-    found = dry_run(folder_of(content, tmp_path), ExportOptions(dtype="float16"))
+    config, parameters, (layers, heads, head_dim) = SIZES[name].values()
+    found = dry_run(folder_of(config, tmp_path), ExportOptions(dtype="float16"))
     assert found.parameters == parameters
     assert found.signature.kv_bytes(1, 1) == 2 * layers * heads * head_dim * 2
     rotary = 4 * head_dim // 2  # at most; inline in model.onnx if small
@@ -163,7 +125,7 @@ def test_memory_depends_on_embeddings_heads_and_precision(tmp_path: Path) -> Non
 
 
 def test_a_checkpoint_that_cannot_be_streamed_needs_memory_for_the_model(tmp_path: Path) -> None:
-    content, parameters, _ = SIZES["llama-2-7b"]
+    content, parameters, _ = SIZES["llama-2-7b"].values()
     converted = dry_run(folder_of(CONFIGS["qwen"], tmp_path / "converted"), ExportOptions())
     remote = dry_run(folder_of(content, tmp_path / "remote"), ExportOptions(remote_code=True))
     assert [each.memory.streamed for each in (converted, remote)] == [False, False]

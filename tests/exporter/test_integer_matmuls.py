@@ -180,7 +180,10 @@ ALONE = [PROMPT, *[1] * 100]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("weights", "activations"), [("int8", "int8x2"), ("int8", "int8"), ("int4", "int8")])
+@pytest.mark.parametrize(
+    ("weights", "activations"),
+    [("int8", "int8x2"), ("int4", "int8"), pytest.param("int8", "int8", marks=pytest.mark.nightly)],
+)
 def test_rows_are_bit_identical_alone_with_other_rows_and_with_other_requests(
     text: Tokens, weights: Weights, activations: Activations
 ) -> None:
@@ -193,7 +196,10 @@ def test_rows_are_bit_identical_alone_with_other_rows_and_with_other_requests(
 
 @pytest.mark.parametrize(
     ("lowering", "activations"),
-    [("scatter", "int8x2"), ("scatter", "int8"), pytest.param("append", "int8x2", marks=pytest.mark.nightly)],
+    [
+        ("scatter", "int8x2"),
+        *(pytest.param(*kind, marks=pytest.mark.nightly) for kind in (("scatter", "int8"), ("append", "int8x2"))),
+    ],
 )
 def test_the_reference_quantizes_as_the_graph_does(text: Tokens, lowering: Lowering, activations: Activations) -> None:
     bundle = open_bundle(exported(activations, lowering))

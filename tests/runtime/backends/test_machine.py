@@ -104,7 +104,8 @@ def fifo(path: Path) -> None:
 
 
 UNSAFE: dict[str, Callable[[Path], object]] = {
-    "a file that others may write": lambda file: file.chmod(0o622),
+    "a file that others may write": lambda file: file.chmod(0o602),
+    "a file that a group may write": lambda file: file.chmod(0o620),
     "a folder that others may write": lambda file: file.parent.chmod(0o777),
     "a linked file": link,
     "a linked folder": lambda file: link(file.parent),

@@ -73,10 +73,8 @@ def test_a_row_that_is_written_behind_what_is_visible_finds_its_slot(tiny_bundle
 def test_what_lies_behind_kept_slots_is_zero(tiny_bundle: Path) -> None:
     """NaN times a weight of 0 is NaN."""
     engine = open_engine(open_bundle(tiny_bundle), EngineOptions(CAPACITY, 1))
-    engine.run(step(400, 0, 448))
-    engine._memory[:, 100:] = np.nan
-    engine.clear(0)
     engine.run(step(5, 0, 64))
+    engine._memory[:, engine._kv[0].size :] = np.nan  # what an earlier text might have left
     assert np.isfinite(engine.run(step(1, 5, 320))).all()
 
 

@@ -116,7 +116,7 @@ def test_any_call_gives_the_logits_of_onnx_runtime(graphs: bool, tiny_append_bun
     dice = np.random.default_rng(0)
     held = np.zeros((3, 1024), np.bool_)
     for number in range(24):
-        rows, first, count = int(dice.choice((1, 3, 7))), int(dice.integers(0, 3)), 1 + number % 2
+        rows, first, count = int(dice.choice((1, 3, 7))), int(dice.integers(0, 3)), 1 + number // 4 % 2
         batch = chain_of(rows, min(first, 3 - count), count, 4 * number, held, dice)
         got, expected = engine.run(batch), plain.run(batch)
         assert got.shape == expected.shape
@@ -214,7 +214,7 @@ def test_what_is_compiled_is_found_again(plan: Plan, state: Path) -> None:
     assert file.read_bytes() == hashlib.sha256(content).digest() + content
     again = opened(plan)
     assert kernels(again)[0].cache.content == content
-    file.write_bytes(b"of another driver")
+    file.write_bytes(bytes(32) + b"compiled and damaged")
     again = opened(plan, graphs=False)
     steps, _ = kernels(again)
     assert steps.cache.content == b""

@@ -209,6 +209,9 @@ def test_costs_are_measured_once_for_a_machine_and_a_bundle(
     (file,) = cache.iterdir()
     os.utime(file, (2**32, 2**32))  # a clock that is far ahead
     assert opened() == first
+    store(file, Measurements(EXACT, replace(TABLE, requests=7)))
+    assert opened().requests == 1
+    first = opened()
     assert opened(requests=2).requests == 2  # another table, in another file
     assert len([*cache.iterdir()]) == 2
     file.write_text("damaged")

@@ -5,7 +5,9 @@ The reference is transformers' own model in float64, with the slots as the first
 
 from __future__ import annotations
 
+import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,11 @@ import onnxruntime as ort
 import pytest
 import torch
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
+from spaceport.exporter.checkpoint import TokenFlags, load_model, open_checkpoint
+from spaceport.exporter.preloaded_slots_file import write_preloaded_slots
 from spaceport.exporter.quiet import quiet_libraries
 from spaceport.exporter.to_onnx import DEFAULT_OPSET, to_onnx
 from spaceport.graphs.attention import PRELOADED_SLOTS, additive_mask, attention_interface
@@ -28,49 +32,38 @@ from spaceport.graphs.preloaded_slots import LayerSlots, PreloadedSlots, add_pre
 from spaceport.graphs.quantize import quantize_model
 from spaceport.graphs.traits import UnsupportedModel
 from spaceport.runtime.backends.on_onnxruntime import OnnxRuntimeEngine
-from spaceport.runtime.engine import Batch
+from spaceport.runtime.bundle import read_manifest
+from spaceport.runtime.decoding import Decoding
+from spaceport.runtime.session import Runtime
+from support.exported import bundle_of
 from support.families import FAMILIES, Family, build
 from support.gguf_files import random_model
+from support.mask_rows import bundle_engine, require_other_mask_rows_alone, rows_batch, torch_engine, walk
+from support.paths import TINY
 
 MASKS = (600, 601)
-IDS = np.random.default_rng(0).integers(5, 590, (1, 8))
-IDS[0, 4:7] = (600, 601, 600)
+IDS = [*np.random.default_rng(0).integers(5, 590, 8).tolist()]
+IDS[4:7] = (600, 601, 600)
 VISIBLE = np.tri(8, dtype=np.bool_)
 VISIBLE[7, 4:7] = False  # an ordinary row behind a rejected draft
-POSITIONS = np.array([[0, 1, 2, 3, 4, 5, 6, 4]])
-MASK_ROWS = np.isin(IDS[0], MASKS)
+POSITIONS = [0, 1, 2, 3, 4, 5, 6, 4]
+MASK_ROWS = np.isin(IDS, MASKS)
+TINY_MASK = 4
 
 
-def random_slots(model: PreTrainedModel, size: float = 1.0, seed: int = 1, heads: int | None = None) -> PreloadedSlots:
+def random_slots(model: PreTrainedModel, size: float = 1.0) -> PreloadedSlots:
     config = model.config
-    dice = torch.Generator().manual_seed(seed)
-    shape = (config.num_hidden_layers, heads or config.num_key_value_heads, 5, config.head_dim)
+    dice = torch.Generator().manual_seed(1)
+    shape = (config.num_hidden_layers, config.num_key_value_heads, 5, config.head_dim)
     return PreloadedSlots(size * torch.randn(shape, generator=dice), size * torch.randn(shape, generator=dice))
 
 
-def logits_of(
-    model: PreTrainedModel,
-    folder: Path,
-    lowering: Lowering = "scatter",
-    attention: AttentionImplementation = "plain",
-    weights: Weights = "same",
-    activations: Activations = "float",
-) -> NDArray[np.float32]:
-    """The logits of a model's graph for all rows of IDS."""
-    prompts = (torch.randint(0, 500, (1, 20), generator=torch.Generator().manual_seed(1)),)
-    with torch.no_grad():
-        quantization = quantize_model(model, weights, activations, lowering, None, prompts, MASKS)
-    decoder, _ = decoder_of(model, lowering, attention, quantization)
-    folder.mkdir()
-    to_onnx(decoder, folder, DEFAULT_OPSET[lowering])
-    options = ort.SessionOptions()
-    options.log_severity_level = 3
-    session = ort.InferenceSession(str(folder / MODEL_FILE), options, providers=["CPUExecutionProvider"])
-    engine = OnnxRuntimeEngine(session, decoder.signature, 64, 1)
-    visible = np.zeros((1, 1, 8, 64), np.bool_)
-    visible[0, 0, :, :8] = VISIBLE
-    rows = np.arange(8)[None]
-    return engine.run(Batch(0, IDS, POSITIONS, rows, visible, rows)).copy()[0]
+def slotted_model(size: float, family: str = "llama", dtype: Precision = "float32") -> PreTrainedModel:
+    """A random model, whose mask rows see slots unless their size is 0."""
+    model = random_model(family, tied=False).to(getattr(torch, dtype))
+    if size:
+        add_preloaded_slots(model, MASKS, random_slots(model, size))
+    return model
 
 
 def reference_logits(model: PreTrainedModel, slots: PreloadedSlots) -> NDArray[np.float64]:
@@ -78,34 +71,47 @@ def reference_logits(model: PreTrainedModel, slots: PreloadedSlots) -> NDArray[n
     model = model.double()
     model.set_attn_implementation("eager")
     cache: Any = DynamicCache(config=model.config)
-    groups = model.config.num_key_value_heads // slots.keys.shape[1]
-    assert groups == 1
     for layer, (keys, values) in enumerate(zip(slots.keys.double(), slots.values.double(), strict=True)):
         cache.update(keys[None], values[None], layer)
     sees_slots = np.repeat(MASK_ROWS[:, None], slots.count, axis=1)
     mask = additive_mask(torch.from_numpy(np.concatenate((sees_slots, VISIBLE), axis=1)), torch.float32).double()
     with torch.no_grad():
         output = model(
-            input_ids=torch.from_numpy(IDS),
-            position_ids=torch.from_numpy(POSITIONS),
+            input_ids=torch.tensor([IDS]),
+            position_ids=torch.tensor([POSITIONS]),
             attention_mask=mask[None, None],
             past_key_values=cache,
         )
     return output.logits[0].numpy()  # type: ignore[no-any-return]
 
 
-@pytest.mark.slow
-def test_mask_rows_of_a_graph_see_the_slots_and_all_other_rows_are_bit_identical(tmp_path: Path) -> None:
+def test_mask_rows_see_the_slots_and_all_other_rows_are_bit_identical() -> None:
     quiet_libraries()
     slots = random_slots(random_model("llama", tied=False))
-    without = logits_of(random_model("llama", tied=False), tmp_path / "without")
-    model = random_model("llama", tied=False)
-    add_preloaded_slots(model, MASKS, slots)
-    found = logits_of(model, tmp_path / "with")
+    without, found = (
+        torch_engine(slotted_model(size)).run(rows_batch(IDS, VISIBLE, POSITIONS))[0] for size in (0.0, 1.0)
+    )
     assert found[~MASK_ROWS].tobytes() == without[~MASK_ROWS].tobytes()
     expected = reference_logits(random_model("llama", tied=False), slots)
     assert np.abs(found - expected).max() < 1e-4 * np.abs(expected).max()
     assert np.abs(found - without)[MASK_ROWS].max() > 0.1 * np.abs(expected).max()
+
+
+@pytest.mark.slow
+def test_slots_in_a_bundle_change_mask_rows_only_and_no_text(tiny_bundle: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(TINY, tmp_path / "preloaded", ignore=shutil.ignore_patterns("make.py", "__pycache__"))
+    write_preloaded_slots(folder, random_slots(load_model(open_checkpoint(TINY, TokenFlags()), "float32"), 3.0))
+    bundle = bundle_of(folder)
+    assert read_manifest(bundle).preloaded_slots == 5
+    found = require_other_mask_rows_alone(bundle_engine(tiny_bundle), bundle_engine(bundle), TINY_MASK)
+    in_torch = walk(torch_engine(load_model(open_checkpoint(folder, TokenFlags()), "float32")), TINY_MASK)[1]
+    np.testing.assert_allclose(found, in_torch, atol=1e-3)
+    with Runtime.open(bundle, max_seq_len=256, step_costs="free") as runtime:
+        for prompt in json.loads((TINY / "prompts.json").read_text("utf-8")).values():
+            plain, *drafted = (
+                runtime.generate(prompt, Decoding(max_tokens=24, mask_slots=k)).tokens for k in (0, 1, 5)
+            )
+            assert drafted == [plain, plain]
 
 
 FORMATS: list[tuple[Lowering, AttentionImplementation, Weights, Activations, Precision]] = [
@@ -136,12 +142,20 @@ def test_large_slots_change_no_bit_of_other_rows_in_any_format(
     tmp_path: Path,
 ) -> None:
     quiet_libraries()
+    prompts = (torch.randint(0, 500, (1, 20), generator=torch.Generator().manual_seed(1)),)
     found = []
     for size in (0.0, 1.0, 1e4):
-        model = random_model(family, tied=False).to(getattr(torch, dtype))
-        if size:
-            add_preloaded_slots(model, MASKS, random_slots(model, size))
-        found.append(logits_of(model, tmp_path / f"{size}", lowering, attention, weights, activations))
+        model, folder = slotted_model(size, family, dtype), tmp_path / f"{size}"
+        with torch.no_grad():
+            quantization = quantize_model(model, weights, activations, lowering, None, prompts, MASKS)
+        decoder, _ = decoder_of(model, lowering, attention, quantization)
+        folder.mkdir()
+        to_onnx(decoder, folder, DEFAULT_OPSET[lowering])
+        options = ort.SessionOptions()
+        options.log_severity_level = 3
+        session = ort.InferenceSession(str(folder / MODEL_FILE), options, providers=["CPUExecutionProvider"])
+        engine = OnnxRuntimeEngine(session, decoder.signature, 64, 1)
+        found.append(engine.run(rows_batch(IDS, VISIBLE, POSITIONS)).copy()[0])
     without, ordinary, large = found
     assert without[~MASK_ROWS].tobytes() == ordinary[~MASK_ROWS].tobytes() == large[~MASK_ROWS].tobytes()
     assert np.isfinite(large).all()
@@ -171,6 +185,14 @@ def concatenated(
     return found
 
 
+def with_slots(masks: list[bool], keys: Tensor, values: Tensor) -> nn.Module:
+    """An attention module with these slots, in a call with these mask rows."""
+    gate, module = Gate((7,)), nn.Module()
+    gate.rows = torch.tensor(masks)[None, :, None]
+    setattr(module, PRELOADED_SLOTS, LayerSlots(gate, keys, values))
+    return module
+
+
 @pytest.mark.parametrize("heads", [2, 4], ids=["slots of KV heads", "slots of query heads"])
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("window", [None, 2])
@@ -183,55 +205,42 @@ def test_attention_is_that_over_slots_and_text_together(
     slots = dice.normal(size=(2, heads, 3, 8))
     masks = np.array([False, True, False, True, True])
     planes = np.stack([np.tri(5, 9, 2, dtype=np.bool_), np.tri(5, 9, 2, dtype=np.bool_) & ~np.tri(5, 9, 0, dtype=bool)])
-    gate = Gate((7,))
-    gate.rows = torch.from_numpy(masks)[None, :, None]
-    module = nn.Module()
-    setattr(module, PRELOADED_SLOTS, LayerSlots(gate, *(torch.from_numpy(part).to(dtype) for part in slots)))
+    keys, values = (torch.from_numpy(part).to(dtype) for part in slots)
+    module = with_slots(masks.tolist(), keys, values)
     tensors = [torch.from_numpy(part)[None].to(dtype) for part in (query, key, value)]
     visible = torch.from_numpy(planes)[None]
-    found = []
+    text = (key, value, planes[0 if window is None else 1])
+    expected = concatenated(query, [text, (slots[0], slots[1], np.repeat(masks[:, None], 3, axis=1))], 0.4, softcap)
     for mask in (visible, additive_mask(visible, dtype)):
         arguments: dict[str, Any] = {"scaling": 0.4, "sliding_window": window, "softcap": softcap}
         output, _ = attention_interface(module, *tensors, mask, **arguments)
         plain, _ = attention_interface(nn.Module(), *tensors, mask, **arguments)
         assert torch.equal(output[0, ~masks], plain[0, ~masks])
-        found.append(output[0].double().numpy())
-    text = (key, value, planes[0 if window is None else 1])
-    expected = concatenated(query, [text, (slots[0], slots[1], np.repeat(masks[:, None], 3, axis=1))], 0.4, softcap)
-    for one in found:
-        assert np.abs(one - expected).max() < tolerance * np.abs(expected).max()
+        assert np.abs(output[0].double().numpy() - expected).max() < tolerance * np.abs(expected).max()
 
 
 def test_slots_of_any_numbers_leave_other_rows_as_they_are() -> None:
     dice = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn((1, heads, 4, 8), generator=dice) for heads in (4, 2, 2))
     mask = torch.ones((1, 1, 4, 4), dtype=torch.bool)
-    gate = Gate((7,))
-    gate.rows = torch.tensor([False, True, False, False])[None, :, None]
     plain, _ = attention_interface(nn.Module(), query, key, value, mask)
     for number in (1e4, math.inf, math.nan):
-        module = nn.Module()
-        setattr(module, PRELOADED_SLOTS, LayerSlots(gate, *(torch.full((2, 3, 8), number) for _ in range(2))))
-        found, _ = attention_interface(module, query, key, value, mask)
+        slots = torch.full((2, 3, 8), number)
+        found, _ = attention_interface(with_slots([False, True, False, False], slots, slots), query, key, value, mask)
         assert torch.equal(found[0, [0, 2, 3]], plain[0, [0, 2, 3]])
         assert not torch.equal(found[0, 1], plain[0, 1])
 
 
 def test_a_row_that_sees_no_text_sees_the_slots_alone() -> None:
     query, key, value = torch.ones((1, 2, 1, 4)), torch.ones((1, 2, 3, 4)), torch.ones((1, 2, 3, 4))
-    gate = Gate((7,))
-    gate.rows = torch.ones((1, 1, 1), dtype=torch.bool)
-    module = nn.Module()
-    setattr(module, PRELOADED_SLOTS, LayerSlots(gate, torch.zeros((2, 2, 4)), torch.full((2, 2, 4), 5.0)))
+    module = with_slots([True], torch.zeros((2, 2, 4)), torch.full((2, 2, 4), 5.0))
     found, _ = attention_interface(module, query, key, value, torch.zeros((1, 1, 1, 3), dtype=torch.bool))
     assert torch.equal(found, torch.full((1, 1, 2, 4), 5.0))
 
 
 def test_a_compared_text_has_no_mask_tokens() -> None:
     model = random_model("llama", tied=False)
-    vocabulary = model.config.vocab_size
-    masks = tuple(range(10, vocabulary))
-    add_preloaded_slots(model, masks, random_slots(model))
+    add_preloaded_slots(model, tuple(range(10, model.config.vocab_size)), random_slots(model))
     decoder_of(model, "scatter", "plain")
 
 
@@ -245,20 +254,20 @@ WITHOUT_INTERFACE = ("scaled_dot_product", "eager")
     ids=str,
 )
 def test_a_family_uses_the_slots_in_each_layer_or_is_refused(family: Family) -> None:
+    """A model with slots is compared with the unmodified one, as in an export."""
     model = build(family)
     config = model.config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    tensor = torch.ones((config.num_hidden_layers, heads, 3, dim))
+    slots = torch.ones((config.num_hidden_layers, heads, 3, dim))
     if family.structure in WITHOUT_INTERFACE:
         with pytest.raises(UnsupportedModel, match=r"layer indices|uses preloaded slots in 0 of"):
-            decode_with(model, PreloadedSlots(tensor, tensor))
+            decode_with(model, PreloadedSlots(slots, slots))
     else:
-        decode_with(model, PreloadedSlots(tensor, tensor))
+        decode_with(model, PreloadedSlots(slots, slots))
 
 
 def decode_with(model: PreTrainedModel, slots: PreloadedSlots) -> None:
-    """Compare a model with slots with the unmodified one, as an export does."""
     add_preloaded_slots(model, (5, 6), slots)
     decoder_of(model, "scatter", "plain")
 

@@ -37,6 +37,8 @@ def test_every_layer_has_scales_and_layers_with_the_same_input_share_its_scale(t
     assert scales[f"{layer}self_attn.q_proj"] is scales[f"{layer}self_attn.v_proj"]
     assert scales[f"{layer}mlp.gate_proj"] is scales[f"{layer}mlp.up_proj"]
     assert len({id(scale) for name, scale in scales.items() if layer in name}) == 4
+    assert all(scale.clip is None for scale in scales_of(tiny, limbs=1).values())
+    assert scales_of(tiny, tied=frozenset({"lm_head"}))["lm_head"].smoothing is None
 
 
 def test_inputs_behind_norms_have_static_ranges_that_cover_the_calibrated_values(tiny: PreTrainedModel) -> None:
@@ -57,15 +59,11 @@ def test_inputs_behind_norms_have_static_ranges_that_cover_the_calibrated_values
     for handle in handles:
         handle.remove()
     assert all(scales[name].clip is not None for name in scales if "q_proj" in name or "gate_proj" in name)
-
-
-def test_a_static_range_does_not_exceed_the_largest_output_of_a_norm(tiny: PreTrainedModel) -> None:
-    name = "model.layers.0.self_attn.q_proj"
-    scale = scales_of(tiny)[name]
+    scale = scales["model.layers.0.self_attn.q_proj"]
     gain = tiny.get_submodule("model.layers.0.input_layernorm").weight.detach().abs()
-    assert scale.clip is not None
     most = math.sqrt(gain.numel()) * float((gain if scale.smoothing is None else gain / scale.smoothing).max())
-    assert scale.clip <= most * 1.0001
+    assert scale.clip is not None
+    assert scale.clip <= most * 1.0001  # the largest output of the norm
 
 
 def test_an_input_with_outlier_rows_has_a_dynamic_scale(tiny: PreTrainedModel) -> None:
@@ -83,14 +81,6 @@ def test_an_input_with_outlier_rows_has_a_dynamic_scale(tiny: PreTrainedModel) -
     assert found[name].clip is None
 
 
-def test_with_one_limb_all_scales_are_dynamic(tiny: PreTrainedModel) -> None:
-    assert all(scale.clip is None for scale in scales_of(tiny, limbs=1).values())
-
-
-def test_tied_weights_are_not_smoothed(tiny: PreTrainedModel) -> None:
-    assert scales_of(tiny, tied=frozenset({"lm_head"}))["lm_head"].smoothing is None
-
-
 @pytest.mark.parametrize("family", ["llama", "gemma2", "opt", "gpt_neox"])
 def test_norms_are_recognized_by_their_output(family: str) -> None:
     model = build(NAMED[family])
@@ -98,19 +88,15 @@ def test_norms_are_recognized_by_their_output(family: str) -> None:
     assert any(scale.clip is not None for scale in behind_norms)
 
 
-def test_calibration_texts_have_no_excluded_token(tiny: PreTrainedModel) -> None:
+def test_calibration_texts_have_the_prompts_and_no_excluded_token(tiny: PreTrainedModel) -> None:
     (before,) = calibration_texts(tiny)
     excluded = sorted({int(token) for token in before.flatten()})[:5]
-    (after,) = calibration_texts(tiny, excluded=excluded)
+    after, prompted = calibration_texts(tiny, (torch.tensor([[5, 6, 7]]),), excluded)
     assert not {int(token) for token in after.flatten()} & {*excluded}
+    assert prompted[0, :3].tolist() == [5, 6, 7]
+    assert prompted.shape[1] > 3
     vocab = int(tiny.config.vocab_size)
     assert [text.tolist() for text in calibration_texts(tiny, excluded=range(vocab, vocab + 9))] == [before.tolist()]
-
-
-def test_calibration_texts_begin_with_the_prompts(tiny: PreTrainedModel) -> None:
-    _, text = calibration_texts(tiny, (torch.tensor([[5, 6, 7]]),))
-    assert text[0, :3].tolist() == [5, 6, 7]
-    assert text.shape[1] > 3
 
 
 def test_calibration_texts_stay_within_the_positions_of_the_model() -> None:

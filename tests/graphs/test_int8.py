@@ -1,4 +1,4 @@
-"""Int8: quantization errors are within a step, and a row does not depend on other rows."""
+"""Int8: errors are within a step, rows do not depend on each other, and a model computes with the quantized numbers."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from spaceport.graphs.contract.faults import InputFault
+from spaceport.graphs.contract.signature import ACTIVATIONS, Activations
+from spaceport.graphs.gated import GatedLinear, gate_model
 from spaceport.graphs.int8 import (
     INT8_MAX,
     LIMB_BASE,
     InputScale,
-    IntegerLinear,
+    IntegerModel,
     LinearScales,
     best_scales,
     codes_of,
@@ -21,6 +25,10 @@ from spaceport.graphs.int8 import (
     quantize_rows,
     row_scales,
 )
+from spaceport.graphs.quantize import ModelScales, QuantizedInputs, quantize_model
+from spaceport.graphs.traits import UnsupportedModel
+from support.families import FAMILIES, build
+from support.paths import TINY
 
 
 def random_matrix(seed: int, rows: int, inputs: int, size: float) -> Tensor:
@@ -98,19 +106,6 @@ def test_smoothing_factors_cancel_out() -> None:
         assert float((got - expected).norm()) <= 0.03 * float(expected.norm())
 
 
-def test_two_limbs_are_256_times_as_precise_as_one() -> None:
-    states = random_matrix(3, 50, 64, 1.0)
-    one, two = (fake_quantize(states, InputScale(float(states.abs().max())), limbs)[0] - states for limbs in (1, 2))
-    assert 150 < float(one.norm() / two.norm()) < 400
-
-
-def test_the_dequantized_weight_is_codes_times_scales() -> None:
-    product = IntegerLinear(
-        torch.tensor([[1, -2], [3, 4]], dtype=torch.int8), torch.tensor([0.5, 0.25]), InputScale(1.0)
-    )
-    assert torch.equal(product.dequantized, torch.tensor([[0.5, -0.5], [1.5, 1.0]]))
-
-
 def test_weight_scales_depend_on_the_sizes_of_input_channels() -> None:
     weight = random_matrix(0, 6, 64, 0.1)
     sizes = torch.where(torch.arange(64) < 32, 1.0, 1e-3)
@@ -122,3 +117,92 @@ def test_weight_scales_depend_on_the_sizes_of_input_channels() -> None:
     assert float(error) < float(
         ((codes_of(weight, unclipped).float() * unclipped[:, None] - weight) * sizes).square().sum()
     )
+
+
+def tiny_model() -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32).eval()
+
+
+def logits(model: PreTrainedModel) -> Tensor:
+    with torch.no_grad():
+        found: Tensor = model(input_ids=torch.arange(3, 27)[None]).logits
+    return found
+
+
+def quantized(
+    model: PreTrainedModel, activations: Activations = "int8x2", scales: ModelScales | None = None
+) -> IntegerModel:
+    integers = quantize_model(model, "int8", activations, "scatter", scales).integers
+    assert integers is not None
+    return integers
+
+
+def test_the_model_computes_with_the_dequantized_weights() -> None:
+    model = tiny_model()
+    integers = quantized(model)
+    assert integers.limbs == 2
+    for name, product in integers.layers.items():
+        assert torch.equal(model.get_submodule(name).weight, product.dequantized.T)
+    assert integers.embedding is not None
+    assert torch.equal(model.get_input_embeddings().weight, integers.embedding.dequantized)
+
+
+def test_a_tied_embedding_has_one_set_of_codes() -> None:
+    model = build(next(family for family in FAMILIES if family.name == "gemma2"))
+    assert model.config.tie_word_embeddings
+    integers = quantized(model)
+    assert integers.tied
+    assert integers.embedding is not None
+    assert integers.layers["lm_head"].codes.data_ptr() == integers.embedding.codes.data_ptr()
+    assert integers.weights == sum(product.codes.numel() for product in integers.layers.values())
+
+
+def test_two_limbs_change_logits_less_than_one() -> None:
+    expected = logits(tiny_model())
+    errors = {}
+    for activations in ACTIVATIONS[:2]:
+        model = tiny_model()
+        integers = quantized(model, activations)
+        weights_only = logits(model)
+        inputs = QuantizedInputs(model, integers)
+        errors[activations] = float((logits(model) - weights_only).abs().max())
+        assert inputs.count > 0
+        assert float((logits(model) - expected).abs().max()) < 0.2 * float(expected.abs().max())
+    assert 0 < errors["int8x2"] < errors["int8"] / 20
+
+
+def test_clipped_values_are_counted_by_module() -> None:
+    name = "model.layers.0.self_attn.o_proj"
+    scales = {key: LinearScales(product.input) for key, product in quantized(tiny_model()).layers.items()}
+    model = tiny_model()
+    inputs = QuantizedInputs(model, quantized(model, "int8x2", {**scales, name: LinearScales(InputScale(1e-4))}))
+    logits(model)
+    assert inputs.clipped.keys() == {name}
+    assert inputs.clipped[name] > 0
+
+
+def test_inputs_of_adapters_are_not_quantized() -> None:
+    model = tiny_model()
+    gate_model(model, [2], 4, 8.0, ["q_proj"])
+    module = model.get_submodule("model.layers.0.self_attn.q_proj")
+    assert isinstance(module, GatedLinear)
+    module.B.data.fill_(0.5)
+    QuantizedInputs(model, quantized(model, "int8"))
+    states = torch.randn(1, 2, module.in_features, generator=torch.Generator().manual_seed(0))
+    module.gate.rows = torch.tensor([[[False], [True]]])
+    with torch.no_grad():
+        got = module(states)
+        base = module.base_input(states) @ module.weight.T
+        added = states @ module.A.T @ (module.B * module.scale).T
+    assert not torch.equal(module.base_input(states), states)
+    assert torch.allclose(got[:, 0], base[:, 0], atol=1e-5)
+    assert torch.allclose(got[:, 1], (base + added)[:, 1], atol=1e-4)
+
+
+def test_scales_of_another_model_and_weights_that_are_not_finite_are_refused() -> None:
+    model = tiny_model()
+    with pytest.raises(InputFault, match="no scale of lm_head: expected one for each of"):
+        quantized(model, scales={})
+    model.get_submodule("model.layers.0.mlp.up_proj").weight.data[0, 0] = torch.inf
+    with pytest.raises(UnsupportedModel, match=r"layers\.0\.mlp\.up_proj: its weight holds infinities or NaN"):
+        quantized(model)

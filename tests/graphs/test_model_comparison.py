@@ -21,7 +21,9 @@ def test_the_tolerance_is_relative_to_the_largest_logit(model: PreTrainedModel, 
     expected = torch.linspace(-0.1, largest, 100)
     limit = 1e-4 * max(1.0, largest)
     require_equal_logits(model, "in another way", expected + 0.9 * limit, expected)
-    with pytest.raises(UnsupportedModel, match=r"^the logits of LlamaForCausalLM in another way differ from .* \(expec"):
+    with pytest.raises(
+        UnsupportedModel, match=r"^the logits of LlamaForCausalLM in another way differ from .* \(expec"
+    ):
         require_equal_logits(model, "in another way", expected - 1.1 * limit, expected)
 
 

@@ -62,46 +62,28 @@ def streamed_model(folder: Path) -> LlamaForCausalLM:
     return model
 
 
-def test_a_streamed_model_computes_the_logits_of_the_model_in_memory(tmp_path: Path) -> None:
-    model = streamed_model(tmp_path)
-    read_when_called(model, decoder_layers(model, 3))
-    ids = torch.arange(10)[None]
-    assert torch.equal(model(ids).logits, small_model()(ids).logits)
-
-
-def test_only_the_layer_that_runs_has_values(tmp_path: Path) -> None:
+def test_only_the_layer_that_runs_has_values_in_memory_that_the_layers_share(tmp_path: Path) -> None:
     model = streamed_model(tmp_path)
     read_when_called(model, layers := decoder_layers(model, 3))
     loaded: list[list[int]] = []
+    used: list[int] = []
 
     def record(module: nn.Module, arguments: object) -> None:
         present = [i for i, layer in enumerate(layers) if not any(p.isnan().any() for p in layer.parameters())]
         loaded.append([*present, *([9] if not model.lm_head.weight.isnan().any() else [])])
+        used.extend(next(layers[layer].parameters()).untyped_storage().data_ptr() for layer in present)
 
     for layer in layers:
         layer.mlp.register_forward_pre_hook(record)
     model.lm_head.register_forward_pre_hook(record)
-    model(torch.arange(10)[None])
+    ids = torch.arange(10)[None]
+    assert torch.equal(model(ids).logits, small_model()(ids).logits)
     assert loaded == [[0], [1], [2], [9]]
-    assert all(tensor.isnan().all() for tensor in model.parameters() if tensor.dim() > 1)
-
-
-def test_layers_use_the_memory_of_each_other_and_a_model_that_does_not_run_has_none(tmp_path: Path) -> None:
-    model = streamed_model(tmp_path)
-    read_when_called(model, layers := decoder_layers(model, 3))
-    used: list[int] = []
-
-    def record(module: nn.Module, arguments: object) -> None:
-        used.append(next(layers[len(used)].parameters()).untyped_storage().data_ptr())
-
-    for layer in layers:
-        layer.mlp.register_forward_pre_hook(record)
-    model(torch.arange(10)[None])
-    assert len(used) == 3
-    assert len(set(used)) == 1
+    assert (len(used), len(set(used))) == (3, 1)
+    matrices = [tensor for tensor in model.parameters() if tensor.dim() > 1]
+    assert all(tensor.isnan().all() and tensor.untyped_storage().nbytes() == 4 for tensor in matrices)
     (release,) = model._forward_hooks.values()
     assert release.__self__._memory.numel() == 0  # type: ignore[attr-defined]
-    assert all(tensor.untyped_storage().nbytes() == 4 for tensor in model.parameters() if tensor.dim() > 1)
 
 
 def test_a_layer_computes_the_same_inside_another_module_and_without_its_model(tmp_path: Path) -> None:
@@ -131,11 +113,6 @@ def test_the_parts_of_a_parameter_are_its_rows_in_order(shape: tuple[int, ...], 
         assert max(part.numel() for _, part in parts) <= max(1 << 18, values[0].numel())
 
 
-def test_transposed_values_are_those_of_the_parameter(tmp_path: Path) -> None:
-    values = torch.arange(15.0).reshape(5, 3)
-    assert torch.equal(transposed_values_of(parameter(values, tmp_path)), values.T)
-
-
 def test_a_model_that_uses_a_weight_outside_of_its_layer_is_refused(tmp_path: Path) -> None:
     model = streamed_model(tmp_path)
     read_when_called(model, decoder_layers(model, 3)[:2])
@@ -155,20 +132,17 @@ def test_a_tensor_on_disk_equals_the_original_and_leaves_no_file(dtype: torch.dt
     assert not list(tmp_path.iterdir())
 
 
-def test_replaced_values_are_computed_when_they_are_read(tmp_path: Path) -> None:
-    weight, plain = parameter(torch.ones(2, 3), tmp_path), nn.Parameter(torch.ones(2, 3))
+def test_replaced_values_are_computed_when_they_are_read_and_copies_stay_as_they_were(tmp_path: Path) -> None:
+    values = torch.arange(6.0).reshape(2, 3)
+    weight, plain = parameter(values, tmp_path), nn.Parameter(values.clone())
+    assert torch.equal(transposed_values_of(weight), values.T)
     for tensor in (weight, plain):
+        copied = copy_of(tensor)
         replace_values(tensor, lambda rows: torch.full((3, 2), 0.5, dtype=torch.float64).T[rows])
         assert torch.equal(values_of(tensor), torch.full((2, 3), 0.5))
+        assert torch.equal(values_of(copied), values)
     assert weight.isnan().all()
     assert values_of(weight).is_contiguous()
-
-
-def test_a_copy_does_not_change_with_the_original(tmp_path: Path) -> None:
-    for tensor in (parameter(torch.ones(2, 3), tmp_path), nn.Parameter(torch.ones(2, 3))):
-        copied = copy_of(tensor)
-        replace_values(tensor, lambda rows: torch.zeros(2, 3)[rows])
-        assert torch.equal(values_of(copied), torch.ones(2, 3))
 
 
 def test_values_that_were_moved_into_memory_can_be_changed(tmp_path: Path) -> None:

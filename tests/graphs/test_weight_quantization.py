@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from spaceport.graphs.contract.faults import OptionFault
@@ -20,6 +20,7 @@ from support.paths import TINY
 
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
 FORMATS: tuple[Weights, ...] = ("int4", "float8")
+NAMED = {family.name: family for family in FAMILIES}
 
 weights = st.builds(
     lambda seed, inputs, outputs, size, dtype: (
@@ -145,37 +146,28 @@ def test_a_model_computes_with_quantized_weights_and_the_others_are_unchanged(ki
     assert not any("embed" in name or "lm_head" in name for name in quantization.layers)
 
 
-def test_a_weight_shared_by_two_modules_is_not_quantized() -> None:
-    model = tiny()
-    one, other = model.get_submodule("model.layers.0.mlp"), model.get_submodule("model.layers.1.mlp")
-    assert isinstance(one.up_proj, nn.Linear)
-    assert isinstance(other.up_proj, nn.Linear)
-    other.up_proj.weight = one.up_proj.weight
-    assert not {f"model.layers.{layer}.mlp.up_proj" for layer in (0, 1)} & set(
-        quantize_weights(model, "int4", "scatter").layers
-    )
-
-
-def test_adapters_stay_unquantized_when_the_base_weights_are_quantized() -> None:
-    plain, gated = tiny(), tiny()
-    gate_model(gated, [4], 3, 6, ["q_proj"])
-    gated.requires_grad_(False)
-    module = gated.get_submodule("model.layers.0.self_attn.q_proj")
-    assert isinstance(module, GatedLinear)
-    adapter = module.A.clone()
-    quantization, expected = quantize_weights(gated, "int4", "scatter"), quantize_weights(plain, "int4", "scatter")
-    assert quantization.layers.keys() == expected.layers.keys()
-    assert torch.equal(module.weight, plain.get_submodule("model.layers.0.self_attn.q_proj").weight)  # type: ignore[arg-type]
-    assert torch.equal(module.A, adapter)
+def test_weights_that_two_modules_share_and_adapters_are_not_quantized() -> None:
+    model, plain = tiny(), tiny()
+    expected = quantize_weights(plain, "int4", "scatter").layers.keys()
+    gate_model(model, [4], 3, 6, ["q_proj"])
+    model.requires_grad_(False)
+    gated = model.get_submodule("model.layers.0.self_attn.q_proj")
+    assert isinstance(gated, GatedLinear)
+    adapter = gated.A.clone()
+    shared = {f"model.layers.{layer}.mlp.up_proj" for layer in (0, 1)}
+    one, other = (model.get_submodule(name) for name in sorted(shared))
+    other.weight = one.weight
+    assert quantize_weights(model, "int4", "scatter").layers.keys() == expected - shared
+    assert torch.equal(gated.weight, plain.get_submodule("model.layers.0.self_attn.q_proj").weight)  # type: ignore[arg-type]
+    assert torch.equal(gated.A, adapter)
 
 
 def test_experts_that_are_not_linear_modules_are_not_quantized() -> None:
-    (family,) = [family for family in FAMILIES if family.name == "mixtral"]
-    model = build(family).requires_grad_(False)
+    model = build(NAMED["mixtral"]).requires_grad_(False)
     before = {name: weight.clone() for name, weight in model.state_dict().items() if "experts" in name}
-    quantization = quantize_weights(model, "int4", "scatter")
-    assert quantization.layers
-    assert all("self_attn" in name for name in quantization.layers)
+    layers = quantize_weights(model, "int4", "scatter").layers
+    assert layers
+    assert all("self_attn" in name for name in layers)
     assert all(torch.equal(weight, model.state_dict()[name]) for name, weight in before.items())
 
 
@@ -189,9 +181,8 @@ def test_an_error_for_non_finite_weights_names_the_layer(kind: Weights, value: f
 
 
 def test_a_model_without_quantizable_layers_is_refused() -> None:
-    (family,) = [family for family in FAMILIES if family.name == "gpt2"]
     with pytest.raises(OptionFault, match=r"weights is int4: GPT2LMHeadModel has no linear layer .*--weights same"):
-        quantize_weights(build(family), "int4", "scatter")
+        quantize_weights(build(NAMED["gpt2"]), "int4", "scatter")
 
 
 def test_agreement_counts_rows_and_measures_divergence() -> None:

@@ -53,14 +53,10 @@ def test_a_wrong_rate_is_refused_with_its_path_and_what_to_do() -> None:
     message = r"acceptance\[0\].rates is \[0.25, 0.5\]: expected rates that do not increase with depth; measure again"
     with pytest.raises(InputFault, match=message):
         read(wrong)
-
-
-@pytest.mark.parametrize("rate", [float("nan"), float("inf"), -0.01, 1.01])
-def test_a_rate_is_a_share(rate: float) -> None:
-    with pytest.raises(ValueError, match="expected rates from 0 to 1"):
-        DraftAcceptance((rate,))
-    with pytest.raises(ValueError, match="expected rates from 0 to 1"):
-        DraftAcceptance((), lookup=(rate,) * 5)
+    for rate in (float("nan"), float("inf"), -0.01, 1.01):
+        for rates, lookup in (((rate,), ()), ((), (rate,) * 5)):
+            with pytest.raises(ValueError, match="expected rates from 0 to 1"):
+                DraftAcceptance(rates, lookup)
 
 
 def test_one_line_shows_what_was_measured() -> None:

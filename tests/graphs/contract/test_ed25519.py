@@ -30,7 +30,7 @@ from spaceport.graphs.contract.ed25519 import (
     read_private_key,
     read_public_key,
 )
-from spaceport.graphs.contract.faults import MissingDependency, SpaceportError
+from spaceport.graphs.contract.faults import MissingDependency
 
 MESSAGE = b"a manifest"
 
@@ -59,72 +59,53 @@ def test_a_signature_holds_for_its_content_and_its_key_alone(key: PrivateKey) ->
         assert not key.public.verifies(MESSAGE, wrong)
 
 
-def test_keys_are_read_from_the_files_that_were_written(key: PrivateKey, tmp_path: Path) -> None:
+def test_keys_are_read_from_the_files_that_were_written_and_never_shown(key: PrivateKey, tmp_path: Path) -> None:
     private = read_private_key(written(tmp_path / "private", key.pem))
     public = read_public_key(written(tmp_path / "public", key.public.pem))
     assert public.verifies(MESSAGE, private.sign(MESSAGE))
-    assert private.public.fingerprint == public.fingerprint == key.public.fingerprint
-
-
-def test_no_representation_shows_the_private_key(key: PrivateKey) -> None:
+    der = load_pem_public_key(key.public.pem).public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+    assert private.public.fingerprint == public.fingerprint == f"sha256:{hashlib.sha256(der).hexdigest()}"
     assert key.pem.splitlines()[1].decode() not in repr(key)
 
 
-def test_the_fingerprint_is_that_of_the_der_encoding(key: PrivateKey) -> None:
-    public = load_pem_public_key(key.public.pem)
-    der = public.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
-    assert key.public.fingerprint == f"sha256:{hashlib.sha256(der).hexdigest()}"
-
-
-def rsa_key() -> rsa.RSAPrivateKey:
-    return rsa.generate_private_key(65537, 2048)
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (lambda key: key.pem, "is a private key: expected the public key"),
-        (lambda key: b"", "is not a public key in PEM format"),
-        (lambda key: key.public.pem[:-40], "is not a public key in PEM format"),
-        (lambda key: b"\x00" * (MAX_KEY_BYTES + 1), f"is longer than {MAX_KEY_BYTES} bytes"),
-        (
-            lambda key: rsa_key().public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo),
-            "is a key of another kind: expected an Ed25519 public key",
-        ),
-    ],
-)
-def test_a_file_without_a_public_key_is_refused(
-    key: PrivateKey, tmp_path: Path, content: Callable[[PrivateKey], bytes], message: str
-) -> None:
-    file = written(tmp_path / "key.pem", content(key))
-    with pytest.raises(KeyFileError, match=message) as caught:
-        read_public_key(file)
-    assert str(file) in str(caught.value)
-    assert isinstance(caught.value, SpaceportError)
-
-
-def encrypted(key: PrivateKey) -> bytes:
+@pytest.fixture(scope="module")
+def files(key: PrivateKey) -> dict[str, bytes]:
+    """Contents of files, most of which are no usable keys."""
+    other = rsa.generate_private_key(65537, 2048)
     secret = BestAvailableEncryption(b"secret")
-    return load_pem_private_key(key.pem, None).private_bytes(Encoding.PEM, PrivateFormat.PKCS8, secret)
+    return {
+        "private": key.pem,
+        "public": key.public.pem,
+        "empty": b"",
+        "cut off": key.public.pem[:-40],
+        "long": b"\x00" * (MAX_KEY_BYTES + 1),
+        "public rsa": other.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo),
+        "private rsa": other.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()),
+        "encrypted": load_pem_private_key(key.pem, None).private_bytes(Encoding.PEM, PrivateFormat.PKCS8, secret),
+    }
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("read", "name", "message"),
     [
-        (lambda key: key.public.pem, "is a public key: expected the private key"),
-        (lambda key: b"a key", "is not a private key in PEM format"),
-        (encrypted, "is encrypted: expected a key without a passphrase"),
-        (
-            lambda key: rsa_key().private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()),
-            "is a key of another kind: expected an Ed25519 private key",
-        ),
+        (read_public_key, "private", "is a private key: expected the public key"),
+        (read_public_key, "empty", "is not a public key in PEM format"),
+        (read_public_key, "cut off", "is not a public key in PEM format"),
+        (read_public_key, "long", f"is longer than {MAX_KEY_BYTES} bytes"),
+        (read_public_key, "public rsa", "is a key of another kind: expected an Ed25519 public key"),
+        (read_private_key, "public", "is a public key: expected the private key"),
+        (read_private_key, "empty", "is not a private key in PEM format"),
+        (read_private_key, "encrypted", "is encrypted: expected a key without a passphrase"),
+        (read_private_key, "private rsa", "is a key of another kind: expected an Ed25519 private key"),
     ],
 )
-def test_a_file_without_a_usable_private_key_is_refused(
-    key: PrivateKey, tmp_path: Path, content: Callable[[PrivateKey], bytes], message: str
+def test_a_file_without_a_usable_key_is_refused(
+    read: Callable[[Path], object], name: str, message: str, files: dict[str, bytes], tmp_path: Path
 ) -> None:
-    with pytest.raises(KeyFileError, match=message):
-        read_private_key(written(tmp_path / "key.pem", content(key)))
+    file = written(tmp_path / "key.pem", files[name])
+    with pytest.raises(KeyFileError, match=message) as caught:
+        read(file)
+    assert str(file) in str(caught.value)
 
 
 @pytest.mark.parametrize("read", [read_public_key, read_private_key])

@@ -1,8 +1,9 @@
-"""Manifest: a manifest is read completely or refused, whatever its file contains."""
+"""Manifest: a manifest is read completely or refused, whatever its file contains, and any changed byte is noticed."""
 
 from __future__ import annotations
 
 import json
+import random
 import shutil
 from contextlib import suppress
 from dataclasses import replace
@@ -13,11 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spaceport.graphs.contract.manifest import MANIFEST_FILE, MODEL_FILE
-from spaceport.graphs.contract.manifest_file import with_digest
+from spaceport.graphs.contract.manifest import MANIFEST_FILE, MODEL_FILE, SCHEMA, ManifestError
+from spaceport.graphs.contract.manifest_file import manifest_content, manifest_in, with_digest
 from spaceport.graphs.contract.mask_layout import MaskLayout
 from spaceport.runtime.bundle import BundleError, open_bundle
-from support.small_bundle import ENGINE, RECORD, edit, entries_of, fill, new_bundle, refused
+from support.small_bundle import ENGINE, edit, entries_of, fill, new_bundle, refused
 
 
 @pytest.fixture
@@ -53,11 +54,10 @@ def test_a_huge_manifest_is_refused_before_it_is_read(bundle: Path) -> None:
     refused(bundle, f"{2**40} bytes: expected at most {2**24}")
 
 
-@pytest.mark.parametrize(("schema", "message"), [(10, "schema is 10, this version reads up to 9: update spaceport")])
-def test_a_manifest_of_a_newer_schema_is_reported_as_such(bundle: Path, schema: int, message: str) -> None:
+def test_a_manifest_of_a_newer_schema_is_reported_as_such(bundle: Path) -> None:
     """A newer schema may have other fields."""
-    (bundle / MANIFEST_FILE).write_text(json.dumps({"schema": schema, "shape": "unknown"}))
-    refused(bundle, message)
+    (bundle / MANIFEST_FILE).write_text(json.dumps({"schema": 10, "shape": "unknown"}))
+    refused(bundle, "schema is 10, this version reads up to 9: update spaceport")
 
 
 NUMBER = "expected a whole number of at least"
@@ -250,72 +250,34 @@ def test_acceptance_has_one_entry_for_each_temperature(bundle: Path) -> None:
     refused(bundle, "acceptance has temperature 0 twice: expected one entry for each temperature")
 
 
-def test_a_bundle_of_the_eighth_schema_has_no_acceptance(bundle: Path) -> None:
-    newest = replace(open_bundle(bundle).manifest, acceptance=(), schema=8)
-    edit(bundle, lambda manifest_data: [manifest_data.pop("acceptance"), manifest_data.update(schema=8)])
-    assert open_bundle(bundle).manifest == newest
+# For each older schema: the fields that it did not have, and what a bundle without them has.
+ADDED: dict[int, tuple[tuple[str, ...], dict[str, Any]]] = {
+    8: (("acceptance",), {"acceptance": ()}),
+    7: (("preloaded_slots",), {"preloaded_slots": 0}),
+    6: (("mask_layout", "signature.heads"), {"mask_layout": MaskLayout(shift=True, group="causal")}),
+    5: (("provenance",), {"provenance": {}}),
+    3: (("fork_by_default",), {}),
+    2: (("activations", "embeddings"), {"activations": "float", "embeddings": "same"}),
+    1: (("engines", "weights"), {"engines": {}, "weights": "same"}),
+}
 
 
-def test_a_bundle_of_the_seventh_schema_has_no_preloaded_slots(bundle: Path) -> None:
-    newest = replace(open_bundle(bundle).manifest, schema=7)
-    edit(bundle, lambda manifest_data: [manifest_data.pop("preloaded_slots"), manifest_data.update(schema=7)])
-    assert open_bundle(bundle).manifest == newest
-    assert newest.preloaded_slots == 0
-
-
-def test_the_mask_slots_of_a_bundle_of_the_sixth_schema_are_causal_and_with_shift(bundle: Path) -> None:
-    def older(manifest_data: dict[str, Any]) -> None:
-        manifest_data["schema"] = 6
-        del manifest_data["mask_layout"]
-
-    edit(bundle, older)
-    assert open_bundle(bundle).manifest.mask_layout == MaskLayout(shift=True, group="causal")
-
-
-def test_a_bundle_of_the_sixth_schema_has_no_heads(bundle: Path) -> None:
-    newest = replace(open_bundle(bundle).manifest, schema=6)
-    edit(bundle, lambda manifest_data: [manifest_data["signature"].pop("heads"), manifest_data.update(schema=6)])
-    assert open_bundle(bundle).manifest == newest
-    assert newest.signature.heads == 0
-
-
-def test_a_bundle_of_the_fifth_schema_has_no_digest_and_no_provenance(bundle: Path) -> None:
-    newest = replace(open_bundle(bundle).manifest, provenance={}, schema=5)
-    manifest_data = entries_of((bundle / MANIFEST_FILE).read_bytes()) | {"schema": 5}
-    del manifest_data["provenance"], manifest_data["mask_layout"]
-    (bundle / MANIFEST_FILE).write_text(json.dumps(manifest_data))
-    assert open_bundle(bundle).manifest == newest
-
-
-def test_a_bundle_of_the_first_schema_opens_without_engines(bundle: Path) -> None:
-    assert open_bundle(bundle).manifest.engines == {ENGINE: RECORD}
+@pytest.mark.parametrize("all_at_once", [False, True], ids=["those of the schema", "all that came later"])
+@pytest.mark.parametrize("schema", ADDED)
+def test_a_bundle_of_an_older_schema_has_the_values_of_its_time(bundle: Path, schema: int, all_at_once: bool) -> None:
+    added = [entry for number, entry in ADDED.items() if (number >= schema if all_at_once else number == schema)]
+    expected = replace(open_bundle(bundle).manifest, schema=schema)
+    for _, values in added:
+        expected = replace(expected, **values)
 
     def older(manifest_data: dict[str, Any]) -> None:
-        manifest_data["schema"] = 1
-        del (
-            manifest_data["engines"],
-            manifest_data["weights"],
-            manifest_data["activations"],
-            manifest_data["embeddings"],
-            manifest_data["fork_by_default"],
-            manifest_data["provenance"],
-            manifest_data["mask_layout"],
-        )
+        manifest_data["schema"] = schema
+        for path in (path for names, _ in added for path in names):
+            outer, _, name = path.rpartition(".")
+            (manifest_data[outer] if outer else manifest_data).pop(name)
 
     edit(bundle, older)
-    manifest = open_bundle(bundle).manifest
-    assert (manifest.engines, manifest.weights, manifest.activations) == ({}, "same", "float")
-
-
-def test_a_bundle_of_the_second_schema_has_float_activations(bundle: Path) -> None:
-    def older(manifest_data: dict[str, Any]) -> None:
-        manifest_data.update(schema=2, weights="int4")
-        for name in ("activations", "embeddings", "fork_by_default", "provenance", "mask_layout"):
-            del manifest_data[name]
-
-    edit(bundle, older)
-    manifest = open_bundle(bundle).manifest
-    assert (manifest.weights, manifest.activations, manifest.embeddings) == ("int4", "float", "same")
+    assert open_bundle(bundle).manifest == expected
 
 
 def test_a_bundle_of_the_third_schema_opens_with_its_older_names(bundle: Path) -> None:
@@ -404,3 +366,47 @@ def test_a_manifest_with_changed_bytes_opens_with_exactly_its_content_or_not_at_
     require_exact_or_refused(changed_bundle, changed)
     with suppress(ValueError, AttributeError, TypeError):  # as before, with a digest that fits
         require_exact_or_refused(changed_bundle, with_digest(entries_of(changed)))
+
+
+@pytest.fixture
+def content(bundle: Path) -> bytes:
+    return (bundle / MANIFEST_FILE).read_bytes()
+
+
+def test_every_flipped_bit_is_noticed(content: bytes) -> None:
+    """Without the digest, 73 of 600 flips changed a value, such as a token id, and the bundle opened."""
+    manifest = manifest_in(content)
+    assert (manifest.schema, manifest_content(manifest)) == (SCHEMA, content)
+    choices = random.Random(0)
+    for _ in range(600):
+        flipped = bytearray(content)
+        flipped[choices.randrange(len(flipped))] ^= 1 << choices.randrange(8)
+        with pytest.raises(ValueError, match=r"\w"):
+            manifest_in(bytes(flipped))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (b"\n", b"\r\n", r"sha256 is .*…, the digest of its content is .*…: it was changed"),
+        (b"}\n", b"}\n ", "it was changed"),
+        (b'"mit"', b'"gpl"', "it was changed"),
+        (b'"opset": 23', b'"opset": 23, "opset": 24', "has the entry 'opset' twice: expected each entry once"),
+        *(
+            (b'"temperature": 0.5', b'"temperature": ' + number, f"contains {number.decode()}: expected JSON numbers")
+            for number in (b"NaN", b"Infinity", b"-Infinity")
+        ),
+    ],
+)
+def test_changed_content_is_refused(content: bytes, old: bytes, new: bytes, message: str) -> None:
+    """JSON readers disagree on which of two equal entries counts."""
+    assert old in content
+    with pytest.raises(ManifestError, match=message):
+        manifest_in(content.replace(old, new))
+
+
+@pytest.mark.parametrize("digest", ["null", "5", '""', '"\u00e9"', '"' + "0" * 63 + '"', "[]"])
+def test_a_manifest_without_a_proper_digest_is_refused(content: bytes, digest: str) -> None:
+    start = content.rindex(b'"sha256": ') + len(b'"sha256": ')
+    with pytest.raises(ManifestError, match="expected the digest of the manifest"):
+        manifest_in(content[:start] + digest.encode() + b"\n}\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 from contextlib import suppress
 from dataclasses import replace
@@ -60,180 +61,135 @@ def test_a_manifest_of_a_newer_schema_is_reported_as_such(bundle: Path) -> None:
     refused(bundle, "schema is 10, this version reads up to 9: update spaceport")
 
 
-NUMBER = "expected a whole number of at least"
-WRONG: list[tuple[tuple[Any, ...], list[Any], str]] = [
-    (("schema",), [0, "1", None, 1.0, True], NUMBER),
-    (("fork_by_default",), ["no", 1, None], "expected true or false"),
-    (("max_mask_slots",), [-1, "2", None, 2.0, True, [2]], NUMBER),
-    (("max_mask_slots",), [65, 10**9], "expected at most 64"),
-    (("max_mask_slots",), [3], "max_mask_slots is 3, tokens.mask has 2: expected one for all, or one for each"),
-    (("acceptance",), [5, None, {}], "acceptance is .*: expected a list"),
-    (("acceptance",), [[5], [None]], r"acceptance\[0\] is .*: expected an object"),
-    (("acceptance",), [[{"rates": []}]], r"acceptance\[0\] lacks 'data', 'date', 'lookup', 'temperature', 'tokens'"),
-    (("acceptance", 0, "rates"), [5, None, "0.5"], r"acceptance\[0\].rates is .*: expected a list"),
-    (("acceptance", 0, "rates"), [["0.5"], [None], [True]], r"acceptance\[0\].rates\[0\] is .*: expected a number"),
-    (("acceptance", 0, "rates"), [[1.5], [-0.1], [10**300]], "rates is .*: expected rates from 0 to 1"),
-    (("acceptance", 0, "rates"), [[10**400]], "expected a number that a float can hold"),
-    (("acceptance", 0, "rates"), [[0.5, 0.6]], "rates is .*: expected rates that do not increase with depth"),
-    (("acceptance", 0, "rates"), [[0.5] * 65], "rates has 65 depths: expected at most 64"),
-    (("acceptance", 0, "lookup"), [[0.5], [0.5] * 6], "lookup has [16] rates: expected 5 or none"),
-    (("acceptance", 0, "lookup"), [[2, 0, 0, 0, 0]], "lookup is .*: expected rates from 0 to 1"),
-    (("acceptance", 0, "temperature"), [-1, -0.5], "temperature is .*: expected a number of at least 0"),
-    (("acceptance", 0, "temperature"), ["0", None, True], "temperature is .*: expected a number"),
-    (("acceptance", 0, "tokens"), [-1, 0.5, None], f"tokens is .*: {NUMBER}"),
-    (("acceptance", 0, "data"), ["a/b", "a\\b", "a\n", "a" * 201], "data is .*: expected a file name or"),
-    (("acceptance", 0, "date"), ["yesterday", "2026-02-30", "20260101"], "date is .*: expected a day such as 2026"),
-    (("preloaded_slots",), [-1, 0.5, None, "16"], "preloaded_slots is .*: expected a whole number"),
-    (("mask_layout",), [5, None, []], "mask_layout is .*: expected an object"),
-    (("mask_layout", "shift"), [0, "no", None], "shift is .*: expected true or false"),
-    (("mask_layout", "group"), ["tree", None, True], "group is .*: expected causal or block"),
-    (
-        ("mask_layout", "shift"),
-        [False],
-        "tokens.mask has 2: expected one for all, or one for each of 3 mask rows",
+E, M = f"engines/{ENGINE}", f"files/{MODEL_FILE}"
+# Wrong values by their kind, with the fields of this kind.
+KINDS: dict[str, tuple[list[Any], str]] = {
+    "expected a whole number of at least 0": (
+        [-1, "2", 0.5, True, [2]],
+        f"max_mask_slots preloaded_slots parameters acceptance/0/tokens tokens/fork tokens/child signature/heads {M}/size "
+        f"{E}/size {E}/decomposed",
     ),
-    (("max_positions",), [0, "9", None, {}], NUMBER),
-    (("max_positions",), [2**31, 10**300], f"max_positions is .*: expected at most {2**31 - 1}"),
-    (("parameters",), [-1, "9", None], NUMBER),
-    (("parameters",), [10**16], "parameters is .*: expected at most"),
-    (("opset",), [0, "23", None], NUMBER),
-    (("opset",), [1001], "opset is 1001: expected at most 1000"),
-    (("model_type",), [5, None, ["llama"], {}], "model_type is .*: expected text"),
-    (("attention",), [5, None, True], "attention is .*: expected text"),
-    (("special_tokens",), [5, None, [], "<s>"], "special_tokens is .*: expected an object"),
-    (("special_tokens", "bos_token"), [5, None, ["<s>"]], "bos_token is .*: expected text"),
-    (("versions",), [5, None, []], "versions is .*: expected an object"),
-    (("versions", "spaceport"), [5, None], "spaceport is .*: expected text"),
-    (("provenance",), [5, None, []], "provenance is .*: expected an object"),
-    (
-        ("provenance",),
-        [{"owner": "x"}],
-        "provenance has the unknown 'owner': expected name, source, revision, licence, method, adapter",
+    "expected a whole number of at least 1": (
+        [0, "2", None, 1.5, True, {}],
+        "schema max_positions opset signature/layers signature/kv_heads signature/head_dim signature/vocab_size "
+        f"{E}/capacity {E}/requests {E}/step_rows {E}/prefill_rows",
     ),
-    (("provenance", "name"), [5, None], "name is .*: expected text"),
-    (("generation_config",), [5, None, []], "generation_config is .*: expected an object"),
-    (("tokens",), [5, None, []], "tokens is .*: expected an object"),
-    (
-        ("tokens", "mask"),
-        [4, None, ["4"], [4.0], [True], [-1], {"4": 4}],
-        r"tokens\.mask is .*: expected a list of token",
+    "expected text": (
+        [5, None, ["a"], {}],
+        f"model_type attention special_tokens/bos_token versions/spaceport provenance/name {E}/version {E}/target",
     ),
-    (
-        ("tokens", "mask"),
-        [[], [4, 5, 640], [640]],
-        "expected one for all|tokens hold the id 640: expected ids from 0 to 639",
+    "expected an object": (
+        [5, None, [], "a"],
+        f"mask_layout special_tokens versions provenance generation_config tokens signature files {M} engines {E}",
     ),
-    (("tokens", "end"), [1, None, ["1"], [None]], r"tokens\.end is .*: expected a list of token"),
-    (("tokens", "mask"), [[4, 6], [7], [3]], "token id [673] has two of the roles mask, fork, child and end"),
-    (("tokens", "end"), [[6], [1, 4]], "token id [64] has two of the roles mask, fork, child and end"),
-    (("tokens", "fork"), [7], "token id 7 has two of the roles"),
-    (("tokens", "end"), [[640]], "tokens hold the id 640: expected ids from 0 to 639"),
-    (("tokens", "fork"), ["6", 6.0, -1, True, []], NUMBER),
-    (("tokens", "fork"), [None], "tokens.fork is None, tokens.child is 7: expected both or none"),
-    (("tokens", "child"), ["7", -1, {}], NUMBER),
-    (("tokens", "child"), [10**30], "tokens hold the id 1000000000000000000000000000000: expected ids"),
-    (("signature",), [5, None, []], "signature is .*: expected an object"),
-    (("signature", "layers"), [0, -1, "2", None, 2.0, True], f"signature: layers is .*: {NUMBER}"),
-    (("signature", "kv_heads"), [0, None], f"signature: kv_heads is .*: {NUMBER}"),
-    (("signature", "head_dim"), [0, None], f"signature: head_dim is .*: {NUMBER}"),
-    (("signature", "vocab_size"), [0, None], f"signature: vocab_size is .*: {NUMBER}"),
-    (("signature", "heads"), [-1, None, "3", True, 1.0], f"signature: heads is .*: {NUMBER}"),
-    (("signature", "heads"), [65], "signature: heads is 65: expected at most 64"),
-    (("signature", "heads"), [3], "max_mask_slots is 2, signature.heads is 3: expected one of them to be 0"),
-    (("signature", "layers"), [4097, 10**300], "signature: layers is .*: expected at most 4096"),
-    (("signature", "kv_heads"), [2**20], "signature: kv_heads is .*: expected at most 4096"),
-    (("signature", "head_dim"), [2**17], "signature: head_dim is .*: expected at most 65536"),
-    (("signature", "vocab_size"), [2**25], "signature: vocab_size is .*: expected at most 16777216"),
-    (("signature", "window"), [2**31], "signature: window is .*: expected at most"),
-    (("signature", "dtype"), ["float64", None, 32, ["float32"], {}], "signature: dtype is .*: expected one of float32"),
-    (("signature", "lowering"), ["gather", None, 0], "signature: lowering is .*: expected one of scatter, append"),
-    (("signature", "window"), [0, -1, "32", True, []], "signature: window is .*: expected null or a whole number"),
-    (("files",), [5, None, []], "files is .*: expected an object"),
-    (("files", MODEL_FILE), [5, None, "0" * 64], r"files\['model.onnx'\] is .*: expected an object"),
-    (("files", MODEL_FILE, "sha256"), [5, None], "sha256 is .*: expected 64 hexadecimal digits"),
-    (("files", MODEL_FILE, "sha256"), ["", "0" * 63, "G" * 64, "A" * 64], "expected 64 hexadecimal digits"),
-    (("files", MODEL_FILE, "size"), [-1, "7", None, 7.0], f"size is .*: {NUMBER}"),
-    (("weights",), [5, None, "int7", ["int4"]], "weights is .*: expected same or int8 or int4 or float8"),
-    (("activations",), [5, None, "int4"], "activations is .*: expected int8x2 or int8 or float"),
-    (("activations",), ["int8"], "activations is int8, weights is same: expected float activations"),
-    (("embeddings",), [5, None, "float8"], "embeddings is .*: expected same or int8 or int4"),
-    (("files", MODEL_FILE, "size"), [2**50 + 1], "size is .*: expected at most"),
-    (("engines",), [5, None, []], "engines is .*: expected an object"),
-    (("engines", ENGINE), [5, None, "0" * 64], "engines.* is .*: expected an object"),
-    (("engines", ENGINE, "sha256"), ["", "G" * 64], "sha256 is .* expected 64 hexadecimal digits"),
-    (("engines", ENGINE, "sha256"), [5, None], "sha256 is .*: expected 64 hexadecimal digits"),
-    (("engines", ENGINE, "size"), [-1, "7", None], f"size is .*: {NUMBER}"),
-    (("engines", ENGINE, "graph"), [5, None, "b" * 64], "expected a list of digests"),
-    (("engines", ENGINE, "graph"), [[5], ["b" * 63], [None]], "expected 64 hexadecimal digits"),
-    (("engines", ENGINE, "backend"), ["openvino", None, 5, []], "backend is .*: expected tensorrt or tensorrt-rtx"),
-    (("engines", ENGINE, "version"), [5, None], "version is .*: expected text"),
-    (("engines", ENGINE, "target"), [89, None], "target is .*: expected text"),
-    (("engines", ENGINE, "capacity"), [0, None, "9", True], f"capacity is .*: {NUMBER}"),
-    (("engines", ENGINE, "capacity"), [2**31], "capacity is .*: expected at most"),
-    (("engines", ENGINE, "requests"), [0, None], f"requests is .*: {NUMBER}"),
-    (("engines", ENGINE, "step_rows"), [0, None], f"step_rows is .*: {NUMBER}"),
-    (("engines", ENGINE, "prefill_rows"), [0, None], f"prefill_rows is .*: {NUMBER}"),
-    (("engines", ENGINE, "decomposed"), [-1, None], f"decomposed is .*: {NUMBER}"),
-    (("engines", ENGINE, "refittable"), [0, "no", None], "refittable is .*: expected true or false"),
+    "expected true or false": ([0, "no", None], f"fork_by_default mask_layout/shift {E}/refittable"),
+    "expected 64 hexadecimal digits": ([5, None, "", "0" * 63, "G" * 64, "A" * 64], f"{M}/sha256 {E}/sha256"),
+}
+MOST = {
+    "max_mask_slots": 64,
+    "max_positions": 2**31 - 1,
+    "parameters": 10**15,
+    "opset": 1000,
+    "signature/heads": 64,
+    "signature/layers": 4096,
+    "signature/kv_heads": 4096,
+    "signature/head_dim": 2**16,
+    "signature/vocab_size": 2**24,
+    "signature/window": 2**31 - 1,
+    f"{M}/size": 2**50,
+    f"{E}/capacity": 2**31 - 1,
+}
+WRONG: list[tuple[str, list[Any], str]] = [
+    *((path, values, message) for message, (values, paths) in KINDS.items() for path in paths.split()),
+    *((path, [most + 1, 10**300], f"expected at most {most}") for path, most in MOST.items()),
+    ("max_mask_slots", [3], "max_mask_slots is 3, tokens.mask has 2: expected one for all, or one for each"),
+    ("acceptance", [5, None, {}], "acceptance is .*: expected a list"),
+    ("acceptance", [[5], [None]], r"acceptance\[0\] is .*: expected an object"),
+    ("acceptance", [[{"rates": []}]], r"acceptance\[0\] lacks 'data', 'date', 'lookup', 'temperature', 'tokens'"),
+    ("acceptance/0/rates", [5, None, "0.5"], r"acceptance\[0\].rates is .*: expected a list"),
+    ("acceptance/0/rates", [["0.5"], [None], [True]], r"acceptance\[0\].rates\[0\] is .*: expected a number"),
+    ("acceptance/0/rates", [[1.5], [-0.1], [10**300]], "rates is .*: expected rates from 0 to 1"),
+    ("acceptance/0/rates", [[10**400]], "expected a number that a float can hold"),
+    ("acceptance/0/rates", [[0.5, 0.6]], "rates is .*: expected rates that do not increase with depth"),
+    ("acceptance/0/rates", [[0.5] * 65], "rates has 65 depths: expected at most 64"),
+    ("acceptance/0/lookup", [[0.5], [0.5] * 6], "lookup has [16] rates: expected 5 or none"),
+    ("acceptance/0/lookup", [[2, 0, 0, 0, 0]], "lookup is .*: expected rates from 0 to 1"),
+    ("acceptance/0/temperature", [-1, -0.5], "temperature is .*: expected a number of at least 0"),
+    ("acceptance/0/temperature", ["0", None, True], "temperature is .*: expected a number"),
+    ("acceptance/0/data", ["a/b", "a\\b", "a\n", "a" * 201], "data is .*: expected a file name or"),
+    ("acceptance/0/date", ["yesterday", "2026-02-30", "20260101"], "date is .*: expected a day such as 2026"),
+    ("mask_layout/shift", [False], "tokens.mask has 2: expected one for all, or one for each of 3 mask rows"),
+    ("mask_layout/group", ["tree", None, True], "group is .*: expected causal or block"),
+    ("provenance", [{"owner": "x"}], "has the unknown 'owner': expected name, source, revision, licence, method, adap"),
+    ("tokens/mask", [4, None, ["4"], [4.0], [True], [-1], {"4": 4}], r"tokens\.mask is .*: expected a list of token"),
+    ("tokens/mask", [[]], "expected one for all"),
+    ("tokens/mask", [[4, 5, 640], [640]], "tokens hold the id 640: expected ids from 0 to 639"),
+    ("tokens/mask", [[4, 6], [7], [3]], "token id [673] has two of the roles mask, fork, child and end"),
+    ("tokens/end", [1, None, ["1"], [None]], r"tokens\.end is .*: expected a list of token"),
+    ("tokens/end", [[6], [1, 4]], "token id [64] has two of the roles mask, fork, child and end"),
+    ("tokens/end", [[640]], "tokens hold the id 640: expected ids from 0 to 639"),
+    ("tokens/fork", [7], "token id 7 has two of the roles"),
+    ("tokens/fork", [None], "tokens.fork is None, tokens.child is 7: expected both or none"),
+    ("tokens/child", [10**30], "tokens hold the id 1000000000000000000000000000000: expected ids"),
+    ("signature/heads", [3], "max_mask_slots is 2, signature.heads is 3: expected one of them to be 0"),
+    ("signature/dtype", ["float64", None, 32, ["float32"], {}], "signature: dtype is .*: expected one of float32"),
+    ("signature/lowering", ["gather", None, 0], "signature: lowering is .*: expected one of scatter, append"),
+    ("signature/window", [0, -1, "32", True, []], "signature: window is .*: expected null or a whole number"),
+    ("weights", [5, None, "int7", ["int4"]], "weights is .*: expected same or int8 or int4 or float8"),
+    ("activations", [5, None, "int4"], "activations is .*: expected int8x2 or int8 or float"),
+    ("activations", ["int8"], "activations is int8, weights is same: expected float activations"),
+    ("embeddings", [5, None, "float8"], "embeddings is .*: expected same or int8 or int4"),
+    (f"{E}/graph", [5, None, "b" * 64], "expected a list of digests"),
+    (f"{E}/graph", [[5], ["b" * 63], [None]], "expected 64 hexadecimal digits"),
+    (f"{E}/backend", ["openvino", None, 5, []], "backend is .*: expected tensorrt or tensorrt-rtx"),
 ]
+
+
+def part_of(manifest_data: Any, path: str) -> Any:
+    """The part of a manifest at a path."""
+    for name in filter(None, path.split("/")):
+        manifest_data = manifest_data[int(name) if isinstance(manifest_data, list) else name]
+    return manifest_data
 
 
 def test_every_field_of_a_manifest_has_a_test_of_its_type(bundle: Path) -> None:
     manifest_data = entries_of((bundle / MANIFEST_FILE).read_bytes())
-    assert {path[0] for path, _, _ in WRONG} == set(manifest_data)
-    for name in ("tokens", "signature", "mask_layout"):
-        assert {path[1] for path, _, _ in WRONG if path[0] == name and len(path) > 1} == set(manifest_data[name])
+    paths = {path for path, _, _ in WRONG}
+    assert {path.split("/")[0] for path in paths} == set(manifest_data)
+    for name in ("tokens", "signature", "mask_layout", E, M):
+        assert {f"{name}/{field}" for field in part_of(manifest_data, name)} <= paths
 
 
-@pytest.mark.parametrize(
-    ("path", "values", "message"), WRONG, ids=lambda value: ".".join(map(str, value)) if type(value) is tuple else ""
-)
-def test_a_value_of_the_wrong_kind_is_refused(
-    bundle: Path, path: tuple[Any, ...], values: list[Any], message: str
-) -> None:
-    *outer, last = path
+@pytest.mark.parametrize(("path", "values", "message"), WRONG)
+def test_a_value_of_the_wrong_kind_is_refused(bundle: Path, path: str, values: list[Any], message: str) -> None:
+    outer, _, last = path.rpartition("/")
+    before = (bundle / MANIFEST_FILE).read_bytes()
     for value in values:
 
         def change(manifest_data: dict[str, Any], value: Any = value) -> None:
-            for name in outer:
-                manifest_data = manifest_data[name]
-            assert last in manifest_data
-            manifest_data[last] = value
+            part = part_of(manifest_data, outer)
+            assert last in part
+            part[last] = value
 
-        before = (bundle / MANIFEST_FILE).read_bytes()
         edit(bundle, change)
-        refused(bundle, message)
+        refused(bundle, f"{re.escape(last)}.* is .*: {message}" if message in KINDS else message)
         (bundle / MANIFEST_FILE).write_bytes(before)
 
 
-@pytest.mark.parametrize(
-    "path",
-    [(), ("signature",), ("tokens",), ("mask_layout",), ("acceptance", 0), ("files", MODEL_FILE), ("engines", ENGINE)],
-    ids=lambda path: ".".join(map(str, path)),
-)
-def test_a_manifest_with_a_missing_or_unknown_field_is_refused(bundle: Path, path: tuple[Any, ...]) -> None:
+@pytest.mark.parametrize("path", ["", "signature", "tokens", "mask_layout", "acceptance/0", M, E])
+def test_a_manifest_with_a_missing_or_unknown_field_is_refused(bundle: Path, path: str) -> None:
     """If unknown fields were ignored, a misspelt `end` would mean no end token, and a misspelt `window` no window."""
     before = (bundle / MANIFEST_FILE).read_bytes()
-    manifest_data: Any = entries_of(before)
-    for name in path:
-        manifest_data = manifest_data[name]
-    for name in manifest_data:
+    for name in part_of(entries_of(before), path):
 
         def rename(manifest_data: dict[str, Any], name: str = name) -> None:
-            for outer in path:
-                manifest_data = manifest_data[outer]
-            manifest_data[name + "s"] = manifest_data.pop(name)
+            part = part_of(manifest_data, path)
+            part[name + "s"] = part.pop(name)
 
         edit(bundle, rename)
         refused(bundle, f"lacks '{name}'|schema is None")
         (bundle / MANIFEST_FILE).write_bytes(before)
-
-    def add(manifest_data: dict[str, Any]) -> None:
-        for outer in path:
-            manifest_data = manifest_data[outer]
-        manifest_data["extra\x1b"] = 1
-
-    edit(bundle, add)
+    edit(bundle, lambda manifest_data: part_of(manifest_data, path).update({"extra\x1b": 1}))
     refused(bundle, r"has the unknown 'extra\\x1b': expected")
 
 
@@ -319,6 +275,11 @@ def changed_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def canonical(entries: object) -> str:
+    """Entries as text, with 0 as 0.0, since a temperature may be written in both ways."""
+    return json.dumps(json.loads(json.dumps(entries), parse_int=float), sort_keys=True)
+
+
 def require_exact_or_refused(folder: Path, content: bytes) -> None:
     """Verify that a manifest is refused, or opens with exactly its content."""
     (folder / MANIFEST_FILE).write_bytes(content)
@@ -326,8 +287,7 @@ def require_exact_or_refused(folder: Path, content: bytes) -> None:
         opened = open_bundle(folder)
     except BundleError:
         return
-    manifest_data = entries_of(content)
-    assert json.dumps(opened.manifest.as_dict(), sort_keys=True) == json.dumps(manifest_data, sort_keys=True)
+    assert canonical(opened.manifest.as_dict()) == canonical(entries_of(content))
 
 
 @settings(max_examples=300)

@@ -1,4 +1,4 @@
-"""Given: the files in a path show whether it is a base model, an adapter or the target."""
+"""Given: the files in the paths show what each of them is, which method it is, and why it cannot be run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ import pytest
 
 from spaceport.exporter.sar_config import CheckpointError
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.tools.adopt.given import PEFT_FILE, Paths, Request, arrange, read_given
+from spaceport.tools.adopt.given import PEFT_FILE, Given, Paths, Request, arrange, read_given
+from spaceport.tools.adopt.methods import find_method
+
+BASE, ADAPTER = Path("base"), Path("adapter")
+NEMOTRON = {"model_type": "nemotron_labs_diffusion", "dlm_paradigm": "bidirectional", "mask_token_id": 7}
 
 
 def written(folder: Path, name: str, **entries: Any) -> Path:
@@ -25,7 +29,6 @@ def test_the_files_in_a_path_show_what_it_is(tmp_path: Path) -> None:
     assert arrange([base]) == Paths(base, None, None)
     assert arrange([base, target]) == Paths(base, None, target)
     assert arrange([base, adapter]) == Paths(base, adapter, None)
-    assert arrange([base, adapter, target]) == Paths(base, adapter, target)
     inside = written(base / "adapter", PEFT_FILE)
     assert arrange([base, target]) == Paths(base, inside, target)
     assert arrange([base, adapter, target]) == Paths(base, adapter, target)
@@ -34,27 +37,71 @@ def test_the_files_in_a_path_show_what_it_is(tmp_path: Path) -> None:
     assert arrange([nemotron, target]) == Paths(nemotron, inside, target)
     with pytest.raises(OptionFault, match=r"4 paths: expected CHECKPOINT \[ADAPTER\] TARGET"):
         arrange([base, adapter, target, target])
-
-
-def test_an_adapter_before_its_base_model_is_refused(tmp_path: Path) -> None:
-    adapter = written(tmp_path / "adapter", PEFT_FILE, base_model_name_or_path="Qwen/Qwen3-8B")
-    with pytest.raises(
-        CheckpointError, match=r"without its base model: expected .* the folder of Qwen/Qwen3-8B as CHECK"
-    ):
-        arrange([adapter, tmp_path / "target"])
+    written(adapter, PEFT_FILE, base_model_name_or_path="Qwen/Qwen3-8B")
+    with pytest.raises(CheckpointError, match=r"without its base model: .* the folder of Qwen/Qwen3-8B as CHECK"):
+        arrange([adapter, target])
 
 
 def test_the_mask_token_of_the_training_counts_before_the_checkpoints(tmp_path: Path) -> None:
     base = written(tmp_path / "base", "config.json", mask_token_id=3)
     adapter = written(tmp_path / "published" / "adapter", PEFT_FILE)
-    named = read_given(Paths(base, adapter, None), Request()).named_mask
-    assert named is not None
-    assert named.token == 3
-    written(tmp_path / "published", "config.json", mask_token_id=4)
-    named = read_given(Paths(base, adapter, None), Request()).named_mask
-    assert named is not None
-    assert named.token == 4
-    written(adapter, "config.json", mask_token_id=5)
-    named = read_given(Paths(base, adapter, None), Request()).named_mask
-    assert named is not None
-    assert named.token == 5
+    found = []
+    for token, folder in ((3, base), (4, adapter.parent), (5, adapter)):
+        written(folder, "config.json", mask_token_id=token)
+        named = read_given(Paths(base, adapter, None), Request()).named_mask
+        found.append(named and named.token)
+    assert found == [3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("adapter", "config", "training", "request_", "expected"),
+    [
+        (None, {"pard_token": 7}, {}, Request(), "pard: pard_token 7 in config.json"),
+        (ADAPTER, {}, {"noise": "uniform", "mask_token_id": 7}, Request(), "uno: noise uniform in config.json"),
+        (ADAPTER, {}, {"mask_token_id": 7}, Request(), "gated-lora: mask_token_id 7 in config.json"),
+        (ADAPTER, {"mask_token_id": 7}, {}, Request(), "gated-lora: mask_token_id 7 in config.json"),
+        (ADAPTER, {}, {}, Request(mask_tokens=("9",)), "gated-lora: --mask-token 9"),
+        (ADAPTER, {}, {}, Request(method="uno"), "uno: --method uno"),
+        (
+            ADAPTER,
+            {},
+            {"noise": "uniform", "mask_token_id": 7},
+            Request("gated-lora"),
+            "gated-lora: mask_token_id 7 in",
+        ),
+        (BASE / "linear_spec_lora", {}, {"mask_token_id": 7}, Request(), "nemotron: folder linear_spec_lora"),
+        (ADAPTER, NEMOTRON, {}, Request(), "nemotron: model_type nemotron_labs_diffusion"),
+        (ADAPTER, {"mask_token_id": 7}, {}, Request(method="nemotron"), "nemotron: --method nemotron"),
+        # block_size is in the configuration of every I-DLM adapter, whose base model is an ordinary one
+        (ADAPTER, {}, {"model_type": "sdar", "block_size": 3, "mask_token_id": 9}, Request(), "gated-lora: mask_token"),
+    ],
+)
+def test_the_files_show_the_method(
+    adapter: Path | None, config: dict[str, Any], training: dict[str, Any], request_: Request, expected: str
+) -> None:
+    method, evidence = find_method(Given(BASE, adapter, config, training, request_))
+    assert f"{method.name}: {evidence}".startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("adapter", "config", "request_", "message"),
+    [
+        (None, {}, Request(), r"names no mask token: expected pard_token, ptd_token_id or mask_token_id in it"),
+        (None, {}, Request(method="pard"), r"base: config.json names no mask token"),
+        (ADAPTER, {}, Request(), r"adapter: no mask token is known, and no noise: .*--mask-token .*--method uno"),
+        (None, {"architectures": ["AEagle3"]}, Request(), r"is EAGLE \(architecture AEagle3 in config.json\)"),
+        (ADAPTER, {"draft_vocab_size": 32000}, Request(), "adapter: is EAGLE"),
+        (None, {"dflash_config": {"mask_token_id": 3}}, Request(), "is DFlash or another speculator"),
+        (None, {"pard_token": 9, "pard2_target_dim": 64}, Request(), "is PARD-2 .*hidden states of another model"),
+        (None, NEMOTRON, Request(), "is Nemotron-Labs-Diffusion without its .*linear_spec_lora into"),
+        (None, {"model_type": "qwen3_next"}, Request(), "with recurrent layers .*the tokens of a rejected draft"),
+        (None, {"layer_types": ["linear_attention"]}, Request(), "is a model with recurrent layers"),
+        (None, {"model_type": "sdar", "mask_token_id": 9}, Request(), "is SDAR, .*give the base model as CHECKPOINT"),
+        (None, {"mask_token_id": 9, "block_size": 4}, Request(), "is block diffusion .*write sar_config.json"),
+    ],
+)
+def test_what_is_missing_or_cannot_be_run_is_named(
+    adapter: Path | None, config: dict[str, Any], request_: Request, message: str
+) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        find_method(Given(BASE, adapter, {} if adapter else config, config if adapter else {}, request_))

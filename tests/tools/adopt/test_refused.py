@@ -1,0 +1,303 @@
+"""Refused: published weights that do not fit, and options without effect, with the reason and what to do."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from spaceport.exporter.adapter_folder import BASE_FILE, EMBEDDINGS_FILE
+from spaceport.exporter.checkpoint import SAR_FILE, TokenFlags, load_model, open_checkpoint
+from spaceport.exporter.quiet import quiet_libraries
+from spaceport.tools.adopt.given import PEFT_FILE
+from spaceport.tools.adopt.peft_config import WEIGHTS_FILE
+from spaceport.tools.cli import run
+from spaceport.tools.cli.exit_codes import INPUT, OK, USAGE
+from support.published import PADDED, random_base, write_checkpoint
+from support.published_heads import BASE
+from support.published_methods import METHODS, PublishedModel
+from support.published_prefix import FILE
+
+Capture = pytest.CaptureFixture[str]
+Change = Callable[[Tensor], Tensor] | Tensor | None
+HEADS_FILE, MODEL_FILE, CONFIG = "medusa_lm_head.pt", "model.safetensors", "config.json"
+# The files of each method with tensors and with entries, in the folder of the weights or else of the base model.
+FILES = {
+    "gated-lora": (WEIGHTS_FILE, PEFT_FILE),
+    "uno": (WEIGHTS_FILE, PEFT_FILE),
+    "medusa": (HEADS_FILE, CONFIG),
+    "ssd": (FILE, ""),
+    "bita": (MODEL_FILE, CONFIG),
+    "nemotron": (MODEL_FILE, CONFIG),
+}
+LORA_A, LORA_B = (f"base_model.model.model.decoder.layers.0.fc2.lora_{half}.weight" for half in "AB")
+PREFIX, EMBEDDING = "forecast_prefix", "forecast_embedding"
+ENCODER, MASK_ROWS = "model.prefix_encoder.embedding.weight", "model.mask_tokens.weight"
+
+WEIGHTS: list[tuple[str, dict[str, Change], dict[str, Any], str]] = [
+    ("medusa", {"1.1.weight": None}, {}, "has no tensor 1.1.weight: expected 9 of heads"),
+    ("medusa", {"1.0.linear.bias": None}, {}, "has no tensor 1.0.linear.bias: expected 9 of heads"),
+    (
+        "medusa",
+        {"0.0.linear.weight": torch.zeros(32, 48)},
+        {},
+        "0.0.linear.weight has shape (32, 48): expected (32, 32), which the base model has; copy the file again, or give "
+        f"the base model that the heads were trained on, which config.json calls {BASE}",
+    ),
+    ("medusa", {"2.1.weight": torch.zeros(PADDED + 1, 32)}, {}, f"({PADDED + 1}, 32): expected ({PADDED}, 32)"),
+    (
+        "medusa",
+        {"1.0.linear.weight": None, "1.0.linear.bias": None, "1.1.weight": None},
+        {},
+        "has the heads [0, 2] with output matrices at [1]: expected the heads 0, 1",
+    ),
+    ("medusa", {"cross.q": torch.zeros(2)}, {}, "has the tensor cross.q: expected names"),
+    ("medusa", {}, {"medusa_num_heads": 4}, "medusa_num_heads is 4: expected 1 to 3, the heads in the"),
+    ("medusa", {}, {"medusa_num_layers": 2}, "medusa_num_layers is 2: expected 1, the residual blocks"),
+    ("medusa", {"0.1.weight": lambda head: head * torch.nan}, {}, "0.1.weight has numbers that are not finite"),
+    ("ssd", {PREFIX: lambda p: torch.cat((p, p))}, {}, "has keys of shape (2, 4, 16, 8) and values of shape (2, 4"),
+    ("ssd", {PREFIX: lambda p: p[:, :, :, :2]}, {}, "expected 1 x 4 x slots x 8 for both"),
+    ("ssd", {PREFIX: lambda p: p[..., :6]}, {}, "or give the base model that it was trained on"),
+    ("ssd", {PREFIX: lambda p: p[:, :1]}, {}, "expected layers x 2 x 1 x KV heads x slots x head size"),
+    ("ssd", {PREFIX: lambda p: p[0]}, {}, "has shape (2, 1, 4, 16, 8): expected layers x 2 x 1"),
+    ("ssd", {PREFIX: lambda p: p.repeat(1, 1, 2, 1, 1, 1)}, {}, "expected layers x 2 x 1 x KV heads"),
+    ("ssd", {PREFIX: lambda p: p * torch.nan}, {}, "forecast_prefix: has numbers that are not finite"),
+    ("ssd", {EMBEDDING: None}, {}, "has no tensor forecast_embedding"),
+    ("ssd", {EMBEDDING: lambda rows: rows[:, :31]}, {}, "has shape (3, 31): expected tokens x 32"),
+    ("ssd", {EMBEDDING: lambda rows: rows[:0]}, {}, "has shape (0, 32): expected tokens x 32"),
+    ("ssd", {EMBEDDING: lambda rows: rows / 0}, {}, "forecast_embedding has numbers that are not finite"),
+    ("bita", {ENCODER: None}, {}, "no tensor is named prefix_encoder.embedding.weight: expected one in"),
+    ("bita", {ENCODER: lambda rows: rows * torch.nan}, {}, "has numbers that are not finite"),
+    ("bita", {MASK_ROWS: None}, {}, "no tensor is named mask_tokens.weight: expected one beside"),
+    ("bita", {MASK_ROWS: torch.zeros(3, 31)}, {}, "has the shape (3, 31): expected finite numbers, tokens x 32"),
+    ("bita", {}, {"prompt_num": 15}, "has the shape (16, 64): expected 15 x 64, which are prompt_num in config.json"),
+    ("bita", {}, {"prompt_num": "x"}, "prompt_num is 'x': expected a whole number"),
+    ("bita", {}, {"mask_num": 0}, "mask_num is 0: expected a whole number"),
+    ("bita", {}, {"mask_num": 4}, "mask_tokens.weight has 3 rows: expected 1, or 4 as mask_num in config.json"),
+    ("bita", {}, {"prefix_projection": True}, "no tensor is named prefix_encoder.trans.0.weight"),
+    ("bita", {}, {"pard_token": 638}, "has mask tokens, which draft already: expected a base model without them"),
+    ("nemotron", {}, {"block_size": 2}, "block_size is 2: expected a whole number of at least 3"),
+    ("nemotron", {}, {"mask_token_id": None}, "no mask token is known: expected mask_token_id in config.json"),
+    ("nemotron", {}, {"mask_token_id": 9}, "an ordinary token"),
+    ("gated-lora", {LORA_B: None}, {}, f"has no tensor {LORA_B}: expected exactly A and B of the 1 modules"),
+    ("gated-lora", {"base_model.model.embed": torch.zeros(4, 4)}, {}, "has the unknown tensor base_model.model.embed"),
+    ("gated-lora", {LORA_A: lambda half: half[:, :-1]}, {}, "give the adapter's base model"),
+    ("uno", {LORA_A: lambda half: half * torch.inf}, {}, "fc2 has numbers that are not finite; copy"),
+    *(
+        ("gated-lora", {}, entries, message)
+        for entries, message in [
+            ({"r": 8}, "the rank in adapter_config.json is 8"),
+            ({"r": 0}, "rank r is 0: expected a whole number of at least 1"),
+            ({"lora_alpha": 0}, "lora_alpha is 0: expected a number above 0"),
+            ({"target_modules": ["fc2", "c_attn"]}, "has no module c_attn, which target_modules names: expected the"),
+            ({"target_modules": ["fc2", "lm_head"]}, "cannot have adapters on"),
+            ({"target_modules": ["fc2", "embed_tokens"]}, "cannot have adapters on"),
+            ({"target_modules": "(fc2"}, "cannot have this adapter: missing ), unterminated subpattern"),
+            ({"target_modules": ".*qkv"}, "cannot have this adapter: "),
+            ({"layers_pattern": "layers"}, "peft refuses it: "),
+            ({"rank_pattern": [4]}, "rank_pattern is [4]: expected an object with names of modules"),
+            ({"target_modules": None}, "target_modules is None: expected names of modules"),
+            ({"use_dora": True}, "use_dora is True, which is not supported: DoRA scales the base weights"),
+            ({"bias": "all"}, "bias is 'all', which is not supported: trained biases would act on all rows"),
+            ({"modules_to_save": ["lm_head"]}, "modules_to_save is ['lm_head'], which is not supported"),
+            ({"fan_in_fan_out": True}, "fan_in_fan_out is True, which is not supported: its weights are transposed"),
+            ({"trainable_token_indices": [1]}, "trainable_token_indices is [1], which is not supported"),
+            ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa', which is not supported: it changes the"),
+            ({"peft_type": "IA3"}, "peft_type is 'IA3': expected LORA, which can act on mask rows only"),
+            ({"use_new_thing": True}, "use_new_thing is True, which is not supported: it is not known how"),
+        ]
+    ),
+]
+OPTIONS = [
+    ("gated-lora", "--mask-token [nothing]", "mask token '[nothing]' is not in its tokenizer: expected a token of"),
+    (
+        "gated-lora",
+        f"--mask-token {PADDED}",
+        f"is id {PADDED}: expected a token of this base model, or an id from 0 to",
+    ),
+    ("gated-lora", "--mask-token 40", "an ordinary token"),
+    ("gated-lora", "--mask-token 1", "which ends a text: expected another"),
+    ("gated-lora", "--method eagle", "is 'eagle': expected one of medusa, ssd, bita, pard, uno, nemotron, gated-lora"),
+    ("gated-lora", "--method uno --mask-token [M]", "--mask-token has no effect: UNO has random tokens instead"),
+    ("gated-lora", "--max-mask-slots 400", "--max-mask-slots is 400: expected 1 to"),
+    ("gated-lora", "--mask-token 639 --mask-token 638 --max-mask-slots 3", "--max-mask-slots is 3: expected 1 to 2"),
+    ("uno", "--max-mask-slots 400", "--max-mask-slots is 400: expected 1 to"),
+    ("medusa", "--max-mask-slots 4", "--max-mask-slots is 4: expected 1 to 3, the heads in"),
+    ("medusa", "--mask-token 638", "--mask-token has no effect: heads draft without mask"),
+    ("ssd", "--max-mask-slots 4", "--max-mask-slots is 4: expected 1 to 3"),
+    ("ssd", "--mask-token 638", "--mask-token has no effect: the file of SSD has mask tokens of its own"),
+    ("bita", "--max-mask-slots 4", "--max-mask-slots is 4: expected 1 to 3"),
+    ("bita", "--mask-token 638", "--mask-token has no effect: the checkpoint has mask tokens of its own"),
+    ("pard", "--mask-token 638", "--mask-token has no effect: config.json names the mask token"),
+    *((method, "--noise-seed 0", "--noise-seed has no effect: this method has no noise") for method in METHODS),
+]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, PublishedModel]:
+    quiet_libraries()
+    return {method: build(tmp_path_factory.mktemp(method)) for method, build in METHODS.items()}
+
+
+def copied(model: PublishedModel, folder: Path) -> PublishedModel:
+    """A copy of a model, which can be changed."""
+    source = model.base.parent
+    shutil.copytree(source, folder)
+    weights = None if model.weights is None else folder / model.weights.relative_to(source)
+    return PublishedModel(folder / model.base.name, weights)
+
+
+def spoil(model: PublishedModel, method: str, tensors: dict[str, Change], entries: dict[str, Any]) -> None:
+    tensor_file, entry_file = FILES[method]
+    folder = model.base if tensor_file == MODEL_FILE else model.weights or model.base
+    if tensors:
+        file = folder / tensor_file
+        stored = load_file(file) if file.suffix == ".safetensors" else torch.load(file)
+        for name, change in tensors.items():
+            stored[name] = change(stored[name]) if callable(change) else change
+        kept = {name: tensor.contiguous() for name, tensor in stored.items() if tensor is not None}
+        if file.suffix == ".safetensors":
+            save_file(kept, file, {"format": "pt"})
+        else:
+            torch.save(kept, file)
+    if entries:
+        file = folder / entry_file
+        file.write_text(json.dumps({**json.loads(file.read_text("utf-8")), **entries}), "utf-8")
+
+
+def adopt(model: PublishedModel, *options: object) -> int:
+    return run(["adopt", *(str(path) for path in (model.base, model.weights, *options) if path is not None)])
+
+
+@pytest.mark.parametrize(("method", "tensors", "entries", "message"), WEIGHTS)
+def test_weights_that_do_not_fit_are_refused(
+    method: str,
+    tensors: dict[str, Change],
+    entries: dict[str, Any],
+    message: str,
+    models: dict[str, PublishedModel],
+    tmp_path: Path,
+    capsys: Capture,
+) -> None:
+    model = copied(models[method], tmp_path / "models")
+    spoil(model, method, tensors, entries)
+    assert adopt(model, tmp_path / "adapter") == INPUT
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "adapter").exists()
+
+
+@pytest.mark.parametrize(("method", "options", "message"), OPTIONS)
+def test_options_without_effect_are_refused(
+    method: str, options: str, message: str, models: dict[str, PublishedModel], capsys: Capture
+) -> None:
+    code = adopt(models[method], "--dry-run", *options.split())
+    if method == "uno" and "noise" in options:
+        assert code == OK
+    else:
+        assert code in (INPUT, USAGE)
+        assert message in capsys.readouterr().err
+
+
+class Code:
+    def __reduce__(self) -> Any:
+        return print, ("this pickle runs code",)
+
+
+@pytest.mark.parametrize(
+    ("method", "content"),
+    [("medusa", Code()), ("medusa", [1, 2]), ("medusa", {"0.1.weight": 3}), ("ssd", {PREFIX: Code()})],
+)
+def test_a_pickle_with_anything_but_tensors_is_refused(
+    method: str, content: Any, models: dict[str, PublishedModel], tmp_path: Path, capsys: Capture
+) -> None:
+    model = copied(models[method], tmp_path / "models")
+    assert model.weights is not None
+    torch.save(content, model.weights / FILES[method][0])
+    assert adopt(model, "--dry-run") == INPUT
+    shown = capsys.readouterr()
+    assert "expected what torch.save writes" in shown.err or "expected a dictionary of tensors" in shown.err
+    assert "runs code" not in shown.out
+
+
+def test_pickled_adapters_and_weights_without_their_base_model_are_refused(
+    models: dict[str, PublishedModel], tmp_path: Path, capsys: Capture
+) -> None:
+    model = copied(models["gated-lora"], tmp_path / "models")
+    assert model.weights is not None
+    (model.weights / WEIGHTS_FILE).rename(model.weights / "adapter_model.bin")
+    heads = models["medusa"].weights
+    for paths, message in (
+        ((model.base, model.weights), "pickles"),
+        (
+            (model.base, tmp_path / "nowhere.pt", tmp_path / "new"),
+            "nowhere.pt: no such file or folder: expected CHECKPOINT [ADAP",
+        ),
+        (
+            (heads, tmp_path / "new"),
+            f"without its base model: expected CHECKPOINT [ADAPTER] TARGET, with the folder of {BASE}",
+        ),
+    ):
+        assert run(["adopt", *map(str, paths), "--dry-run"]) == INPUT
+        assert message in capsys.readouterr().err
+
+
+def test_another_base_model_is_refused(models: dict[str, PublishedModel], tmp_path: Path, capsys: Capture) -> None:
+    other = write_checkpoint(tmp_path / "other", random_base())
+    opt = models["pard"].base
+    for base, method, message in (
+        (other, "gated-lora", "has no module fc2, which target_modules names"),
+        (other, "medusa", "give the base model that the heads were trained on"),
+        (other, "ssd", "or give the base model that it was trained on"),
+        (opt, "nemotron", "model_type is 'opt': expected nemotron_labs_diffusion or ministral3"),
+        (opt, "medusa", "has mask tokens, which draft already"),
+        (opt, "ssd", "has mask tokens, which draft already"),
+    ):
+        assert adopt(PublishedModel(base, models[method].weights), "--dry-run") == INPUT
+        assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("method", "entries", "message"),
+    [
+        ("gated-lora", {}, "has a mask adapter already: expected its base model"),
+        ("medusa", {}, "has heads already: expected its base model"),
+        ("ssd", {"mask_tokens": ["638"], "mask_slots": 1}, "has a prefix already: expected its base model"),
+        ("medusa", {"mask_tokens": ["638"]}, "has 3 heads, and mask tokens 638: expected one of them"),
+        ("medusa", {"heads": {"count": 0, "blocks": 1}}, "expected a count of 1 to 64"),
+    ],
+)
+def test_a_base_model_that_drafts_already_is_refused(
+    method: str,
+    entries: dict[str, Any],
+    message: str,
+    models: dict[str, PublishedModel],
+    tmp_path: Path,
+    capsys: Capture,
+) -> None:
+    model = copied(models[method], tmp_path / "models")
+    assert adopt(model, tmp_path / "adapter") == OK
+    own = json.loads((tmp_path / "adapter" / SAR_FILE).read_text("utf-8"))
+    for file in (tmp_path / "adapter").iterdir():
+        if file.name not in (BASE_FILE, EMBEDDINGS_FILE):
+            shutil.copy(file, model.base / file.name)
+    (model.base / SAR_FILE).write_text(json.dumps({**own, **entries}), "utf-8")
+    assert adopt(model, "--dry-run") == INPUT
+    assert message in capsys.readouterr().err
+
+
+def test_the_heads_of_an_adapter_folder_have_to_fit_the_base_model(
+    models: dict[str, PublishedModel], tmp_path: Path
+) -> None:
+    adapter = tmp_path / "adapter"
+    assert adopt(models["medusa"], adapter) == OK
+    (adapter / SAR_FILE).write_text(json.dumps({"mask_tokens": [], "heads": {"count": 4, "blocks": 1}}), "utf-8")
+    checkpoint = open_checkpoint(models["medusa"].base, TokenFlags(), adapter=adapter)
+    with pytest.raises(ValueError, match=r"has no tensor 3.0.linear.bias and 2 more: expected 12 of heads"):
+        load_model(checkpoint, "float32")

@@ -123,24 +123,23 @@ def test_calibrating_and_quantizing_in_parts_gives_the_same_result(
         assert torch.equal(in_parts.scale, layers[name].scale)
 
 
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8, bias=False) for _ in range(4)])
+
+    def forward(self, input_ids: Tensor, use_cache: bool) -> Tensor:
+        states = torch.ones(1, input_ids.shape[1], 8)
+        for layer in self.layers:
+            states = layer(states) * 2
+        return states
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.layers[3]
+
+
 def test_a_tensor_at_the_address_of_a_freed_one_is_another_input() -> None:
     """Python gives the `id` of a freed tensor to the next one; the two layers then do not share a scale."""
-    torch.manual_seed(0)
-
-    class Chain(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList([nn.Linear(8, 8, bias=False) for _ in range(4)])
-
-        def forward(self, input_ids: Tensor, use_cache: bool) -> Tensor:
-            states = torch.ones(1, input_ids.shape[1], 8)
-            for layer in self.layers:
-                states = layer(states) * 2
-            return states
-
-        def get_output_embeddings(self) -> nn.Module:
-            return self.layers[3]
-
     model: Any = Chain()
     modules = {f"layers.{index}": layer for index, layer in enumerate(model.layers)}
     found = calibrate(model, modules, [torch.zeros(1, 5, dtype=torch.long)], 1, frozenset())

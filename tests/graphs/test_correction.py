@@ -46,18 +46,3 @@ def test_the_loss_is_the_cross_entropy_over_the_candidates() -> None:
     torch.testing.assert_close(losses[:2], expected)
     assert losses[2] == 0  # the target is not among the candidates
     assert correct.tolist() == [*(corrected[:2].argmax(-1) == 1).float().tolist(), 0]
-
-
-def test_the_token_before_is_learned() -> None:
-    """Candidates have equal scores; the right one follows from the token before."""
-    torch.manual_seed(0)
-    found = DraftCorrection(TABLE, RANK)
-    optimizer = torch.optim.Adam(found.parameters(), lr=0.02)
-    before = torch.arange(10)
-    candidates, targets = torch.arange(20, 30).repeat(10, 1), torch.arange(20, 30).flip(0)
-    for _ in range(150):
-        losses, correct = found.losses(TABLE, before, candidates, torch.zeros(10, 10), targets)
-        optimizer.zero_grad()
-        losses.sum().backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-    assert correct.mean() > 0.8

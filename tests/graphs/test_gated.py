@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -211,10 +212,6 @@ def test_gradient_checkpointing_gives_the_same_gradients_with_calls_in_between()
         found.append([parameter.grad for parameter in trainable_parameters(model)])
     assert all(layer.gradient_checkpointing for layer in model.base_model.layers)
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
-
-
-def test_recomputation_without_the_mask_rows_is_refused() -> None:
-    model = gated_tiny().train()
     model.activation_checkpointing_enable({"use_reentrant": False})
     with pytest.raises(RuntimeError, match="for gradient checkpointing use checkpoint_layers"):
         loss_of(model, DRAFT, slice(4, None)).backward()
@@ -261,84 +258,59 @@ def test_modules_that_cannot_have_adapters_are_refused_by_name(name: str, target
     family, _, without = name.partition(" without ")
     with pytest.raises(UnsupportedModel, match=message):
         gate_model(family_of(family), [] if without else [5], 2, 4, targets)
-
-
-def test_attention_of_a_mixture_of_experts_can_have_adapters() -> None:
-    model = family_of("qwen3_moe")
-    assert gate_model(model, [5], 2, 4, ["q_proj", "v_proj"]).targets == ("q_proj", "v_proj")
-
-
-def tensors(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
-    found = load_file(folder / ADAPTER_FILE)
-    change(found)
-    save_file(found, folder / ADAPTER_FILE)
-
-
-def edit_config(folder: Path, **entries: Any) -> None:
-    """Change entries of sar_config.json, or of its mask_adapter."""
-    file = folder / "sar_config.json"
-    config = json.loads(file.read_text("utf-8"))
-    for name, value in entries.items():
-        (config if name in config else config["mask_adapter"])[name] = value
-    file.write_text(json.dumps(config), "utf-8")
+    if family == "qwen3_moe":
+        assert gate_model(family_of(family), [5], 2, 4, ["q_proj", "v_proj"]).targets == ("q_proj", "v_proj")
 
 
 HALF = "model.layers.1.mlp.up_proj.A"
-SPOILS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "no file": (
-        lambda c: (c / ADAPTER_FILE).unlink(),
-        r"names a mask_adapter, but there is no mask_adapter\.safetensors: copy it there, or set the entry to null",
-    ),
-    "no entry": (
-        lambda c: edit_config(c, mask_adapter=None),
-        r"sar_config\.json has no entry mask_adapter for it: expected",
-    ),
-    "no config": (lambda c: (c / "sar_config.json").unlink(), r"sar_config\.json has no entry mask_adapter for it"),
-    "no mask tokens": (lambda c: edit_config(c, mask_tokens=[]), "no mask token is known: set one with --mask-token"),
-    "no entries": (lambda c: edit_config(c, mask_adapter={}), "mask_adapter has the entries none: expected null, or"),
-    "unknown entry": (lambda c: edit_config(c, bias=1), "the entries alpha, bias, rank, targets: expected null, or"),
-    "a path": (lambda c: edit_config(c, mask_adapter="a.bin"), r"mask_adapter is 'a\.bin': expected null, or rank"),
-    "rank no number": (lambda c: edit_config(c, rank="4"), "rank of mask_adapter is '4': expected a whole number"),
-    "rank 0": (lambda c: edit_config(c, rank=0), "rank of mask_adapter is 0: expected a whole number of at least 1"),
-    "alpha 0": (lambda c: edit_config(c, alpha=0), "alpha of mask_adapter is 0: expected a number above 0"),
-    "one target": (lambda c: edit_config(c, targets="q_proj"), "targets of mask_adapter are 'q_proj': expected a list"),
-    "other rank": (
-        lambda c: edit_config(c, rank=8),
-        r"\S+\.[AB] has shape \(.*4.*\), the rank of mask_adapter in sar_config\.json is 8: expected rank x in for A",
-    ),
-    "a flat tensor": (
-        lambda c: tensors(c, lambda found: found.update({HALF: torch.zeros(4)})),
-        r"up_proj\.A has shape \(4,\), the rank of .* is 4: expected rank x in",
-    ),
-    "cut off": (
-        lambda c: (c / ADAPTER_FILE).write_bytes((c / ADAPTER_FILE).read_bytes()[:5000]),
-        r"mask_adapter\.safetensors: cannot be read: .*: copy it again",
-    ),
-    "unknown target": (
-        lambda c: edit_config(c, targets=["q_proj", "w1"]),
-        r"mask_adapter\.safetensors: LlamaForCausalLM cannot have adapters on w1: expected names .*; copy the file",
-    ),
-    "fewer targets": (
-        lambda c: edit_config(c, targets=["q_proj"]),
-        r"adapter has the unknown tensor model\.layers\.0\.mlp\.down_proj\.A and 35 more: expected 6 tensors .*; copy",
-    ),
-    "a tensor renamed": (
-        lambda c: tensors(c, lambda found: found.update({"other.A": found.pop(HALF)})),
-        rf"adapter has no tensor {HALF}: expected 42 tensors such as model\.layers\.0\.mlp\.down_proj\.A, one A and one B",
-    ),
-    "of another model": (
-        lambda c: tensors(c, lambda found: found.update({HALF: torch.zeros(4, 95)})),
-        rf"adapter tensor {HALF} has shape \(4, 95\): expected \(4, 96\), from the rank and the model's sizes; copy",
-    ),
-    "the adapter alone": (lambda c: (c / "model.safetensors").unlink(), r"no weights in it: expected \*\.safetensors"),
-}
+NO_ENTRY = r"sar_config\.json has no entry mask_adapter for it: expected"
+# Entries of sar_config.json, or of its mask_adapter, that do not fit.
+ENTRIES: list[tuple[dict[str, Any], str]] = [
+    ({"mask_adapter": None}, NO_ENTRY),
+    ({"mask_adapter": {}}, "mask_adapter has the entries none: expected null, or rank,"),
+    ({"mask_adapter": "a.bin"}, r"mask_adapter is 'a\.bin': expected null, or rank"),
+    ({"mask_tokens": []}, "no mask token is known: set one with --mask-token, or as"),
+    ({"bias": 1}, "the entries alpha, bias, rank, targets: expected null, or rank, alpha"),
+    ({"rank": "4"}, "rank of mask_adapter is '4': expected a whole number of at least 1"),
+    ({"rank": 0}, "rank of mask_adapter is 0: expected a whole number of at least 1"),
+    ({"rank": 8}, r"shape \(.*4.*\), the rank of mask_adapter in sar_config\.json is 8: expected rank x in for A"),
+    ({"alpha": 0}, "alpha of mask_adapter is 0: expected a number above 0"),
+    ({"targets": "q_proj"}, "targets of mask_adapter are 'q_proj': expected a list of names"),
+    ({"targets": ["q_proj", "w1"]}, "LlamaForCausalLM cannot have adapters on w1: expected names .*; copy the file"),
+    ({"targets": ["q_proj"]}, r"the unknown tensor model\.layers\.0\S+\.A and 35 more: expected 6 tensors .*; copy"),
+]
+FILES: list[tuple[Callable[[Path], object], str]] = [
+    (lambda c: (c / ADAPTER_FILE).unlink(), r"no mask_adapter\.safetensors: copy it there, or set the entry to null"),
+    (lambda c: (c / "sar_config.json").unlink(), NO_ENTRY),
+    (lambda c: (c / "model.safetensors").unlink(), r"no weights in it: expected \*\.safetensors"),
+    (lambda c: os.truncate(c / ADAPTER_FILE, 5000), r"mask_adapter\.safetensors: cannot be read: .*: copy it again"),
+    (lambda c: tensors(c, None), rf"no tensor {HALF}: expected 42 tensors such as \S+\.A, one A and one B"),
+    (lambda c: tensors(c, torch.zeros(4)), r"up_proj\.A has shape \(4,\), the rank of .* is 4: expected rank x in"),
+    (lambda c: tensors(c, torch.zeros(4, 95)), r"\(4, 95\): expected \(4, 96\), from the rank and the model's size"),
+]
 
 
-@pytest.mark.parametrize("kind", SPOILS)
-def test_an_adapter_that_does_not_fit_is_refused_with_the_reason(tuned: Path, tmp_path: Path, kind: str) -> None:
-    spoil, message = SPOILS[kind]
+def tensors(folder: Path, changed: Tensor | None) -> None:
+    """Change a tensor of the adapter; None: change its name."""
+    found = load_file(folder / ADAPTER_FILE)
+    old = found.pop(HALF)
+    found |= {"other.A": old} if changed is None else {HALF: changed}
+    save_file(found, folder / ADAPTER_FILE)
+
+
+@pytest.mark.parametrize(("change", "message"), [*ENTRIES, *FILES])
+def test_an_adapter_that_does_not_fit_is_refused_with_the_reason(
+    tuned: Path, tmp_path: Path, change: dict[str, Any] | Callable[[Path], object], message: str
+) -> None:
     folder = shutil.copytree(tuned, tmp_path / "checkpoint")
-    spoil(folder)
+    if isinstance(change, dict):
+        file = folder / "sar_config.json"
+        config = json.loads(file.read_text("utf-8"))
+        for name, value in change.items():
+            (config if name in config else config["mask_adapter"])[name] = value
+        file.write_text(json.dumps(config), "utf-8")
+    else:
+        change(folder)
     with pytest.raises(CheckpointError, match=message) as caught:
         load_model(open_checkpoint(folder, TokenFlags()), "float32")
     assert str(folder) in str(caught.value)

@@ -1,20 +1,29 @@
-"""Rows: adapters act on mask rows, tokens can have input rows of their own, and logits are computed for selected rows."""
+"""Rows: adapters act on mask rows, heads add lines, tokens have input rows, and logits are compared and corrected."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from transformers import GemmaConfig, GemmaForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from spaceport.exporter.quiet import quiet_libraries
+from spaceport.graphs.contract.signature import Signature, logit_rows
+from spaceport.graphs.correction import DraftCorrection, Factors
 from spaceport.graphs.decoder import decoder_of
+from spaceport.graphs.draft_heads import add_heads, expected_shapes
 from spaceport.graphs.gated import gate_model, trainable_parameters, uniform_rows
 from spaceport.graphs.input_rows import InputRows, use_input_rows
 from spaceport.graphs.low_rank import low_rank_linear
 from spaceport.graphs.mask_gate import Gate, gate_of
+from spaceport.graphs.model_comparison import comparison_ids, require_equal_logits, unmodified_logits
 from spaceport.graphs.output_rows import rows_selected
 from spaceport.graphs.preloaded_slots import PreloadedSlots, add_preloaded_slots, slots_of
-from support.gguf_files import random_model
+from spaceport.graphs.traits import UnsupportedModel, probe
+from support.gguf_files import HIDDEN, random_model
+from support.mask_rows import rows_batch, torch_engine
+from support.published_heads import random_heads, reference_lines
 
 MASKS = (600, 601)
 SIZES = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 97}
@@ -133,3 +142,118 @@ def test_selected_rows_have_the_same_logits_as_without_selection() -> None:
         after = model(input_ids=ids).logits
     torch.testing.assert_close(selected, before[:, rows])
     assert torch.equal(after, before)
+
+
+COUNT, BLOCKS = 3, 2
+
+
+def test_the_lines_of_a_row_are_its_own_and_those_of_each_head() -> None:
+    quiet_libraries()
+    model, ids = random_model("llama", tied=False), [5, 99, 204, 17, 33, 8, 61]
+    tensors = random_heads(COUNT, BLOCKS, HIDDEN, model.config.vocab_size)
+    with torch.no_grad():
+        hidden = model.model(torch.tensor([ids])).last_hidden_state[0]  # behind the final norm
+    plain = torch_engine(random_model("llama", tied=False))
+    add_heads(model, COUNT, BLOCKS, tensors)
+    heads = torch_engine(model)
+    assert (plain.signature.heads, plain.signature.lines) == (0, 1)
+    assert (heads.signature.heads, heads.signature.lines) == (COUNT, 1 + COUNT)
+    own, lines = (engine.run(rows_batch(ids))[0] for engine in (plain, heads))
+    assert lines.shape == (len(ids) * (1 + COUNT), model.config.vocab_size)
+    assert np.array_equal(lines[:: 1 + COUNT], own)
+    for head, expected in enumerate(reference_lines(tensors, hidden, COUNT, BLOCKS), 1):
+        assert np.abs(lines[head :: 1 + COUNT] - expected.numpy()).max() < 1e-4 * float(expected.abs().max())
+
+
+def test_heads_have_the_names_of_published_files() -> None:
+    assert expected_shapes(2, 1, 8, 20) == {
+        "0.0.linear.weight": (8, 8),
+        "0.0.linear.bias": (8,),
+        "0.1.weight": (20, 8),
+        "1.0.linear.weight": (8, 8),
+        "1.0.linear.bias": (8,),
+        "1.1.weight": (20, 8),
+    }
+    assert expected_shapes(1, 0, 8, 20) == {"0.0.weight": (20, 8)}
+
+
+def test_heads_count_as_logits_of_a_row() -> None:
+    signature = Signature(2, 2, 8, 32_000, "float16", "scatter", heads=5)
+    assert signature.row_logits == 6 * 32_000
+    assert logit_rows(4096, 32_000) == 262
+    assert logit_rows(4096, signature.row_logits) == 128
+    assert signature.outputs[0].shape == ("B", "L", 32_000)
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return random_model()
+
+
+@pytest.mark.parametrize("largest", [0.5, 1.0, 50.0])
+def test_the_tolerance_is_relative_to_the_largest_logit(model: PreTrainedModel, largest: float) -> None:
+    expected = torch.linspace(-0.1, largest, 100)
+    limit = 1e-4 * max(1.0, largest)
+    require_equal_logits(model, "in another way", expected + 0.9 * limit, expected)
+    with pytest.raises(
+        UnsupportedModel, match=r"^the logits of LlamaForCausalLM in another way differ from .* \(expec"
+    ):
+        require_equal_logits(model, "in another way", expected - 1.1 * limit, expected)
+
+
+def test_a_type_with_less_precision_has_a_larger_tolerance_and_no_logit_may_be_infinite() -> None:
+    expected = torch.ones(3)
+    require_equal_logits(random_model().bfloat16(), "in another way", expected + 0.09, expected)
+    for wrong in (expected + 0.09, torch.tensor([1.0, torch.nan, 1.0]), torch.tensor([1.0, torch.inf, 1.0])):
+        with pytest.raises(UnsupportedModel):
+            require_equal_logits(random_model(), "in another way", wrong, expected)
+
+
+def test_the_compared_text_is_the_same_each_time(model: PreTrainedModel) -> None:
+    with torch.no_grad():
+        traits = probe(model)
+        ids, again = comparison_ids(model, traits), comparison_ids(model, traits)
+        assert torch.equal(ids, again)
+        assert torch.equal(unmodified_logits(model, ids, traits), unmodified_logits(model, again, traits))
+
+
+VOCAB, WIDTH, RANK = 50, 12, 5
+TABLE = torch.randn(VOCAB, WIDTH, generator=torch.Generator().manual_seed(1)) * 0.2
+
+
+def factors() -> Factors:
+    rng = torch.Generator().manual_seed(2)
+    return Factors(*(torch.randn(WIDTH, RANK, generator=rng) for _ in range(2)))
+
+
+def test_a_new_correction_changes_no_score_whatever_the_scale_of_the_embeddings() -> None:
+    fresh = []
+    for scale in (1.0, 1e-3, 100.0):
+        torch.manual_seed(0)
+        fresh.append(one := DraftCorrection(TABLE * scale, RANK))
+        assert not one(TABLE, torch.arange(9), torch.arange(18).view(9, 2)).any()
+        torch.testing.assert_close(one.before, fresh[0].before)
+        size = float((TABLE * scale * one.scale @ one.before.detach()).std())
+        assert 0.5 < size < 2  # neither vanishing nor large at the start
+
+
+def test_corrections_are_products_of_the_vectors_in_the_tables() -> None:
+    found = DraftCorrection(TABLE, RANK, factors())
+    for given, kept in zip(factors(), found.factors(), strict=True):
+        torch.testing.assert_close(kept, given)
+    before, candidates = torch.tensor([3, 7]), torch.tensor([[1, 2, 3], [4, 9, 0]])
+    left, right = found.factors().tables(TABLE)
+    expected = torch.einsum("br,bcr->bc", left[before].float(), right[candidates].float())
+    torch.testing.assert_close(found(TABLE, before, candidates), expected)
+
+
+def test_the_loss_is_the_cross_entropy_over_the_candidates() -> None:
+    found = DraftCorrection(TABLE, RANK, factors())
+    before, candidates = torch.tensor([3, 7, 8]), torch.tensor([[1, 2, 3], [4, 9, 0], [4, 9, 0]])
+    scores, targets = torch.randn(3, 3), torch.tensor([2, 9, 5])
+    losses, correct = found.losses(TABLE, before, candidates, scores, targets)
+    corrected = scores + found(TABLE, before, candidates)
+    expected = torch.nn.functional.cross_entropy(corrected[:2], torch.tensor([1, 1]), reduction="none")
+    torch.testing.assert_close(losses[:2], expected)
+    assert losses[2] == 0  # the target is not among the candidates
+    assert correct.tolist() == [*(corrected[:2].argmax(-1) == 1).float().tolist(), 0]

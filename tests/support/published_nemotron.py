@@ -18,54 +18,31 @@ from support.published import MASK, PADDED, TOKENIZER
 HIDDEN, INNER, HEADS, GROUPS, SIZE, LAYERS = 32, 48, 4, 2, 16, 2
 RANK, ALPHA = 4, 16
 FOLDER = "linear_spec_lora"
-CONFIG: dict[str, Any] = {
-    "ar_loss_weight": 1.0,
-    "architectures": ["NemotronLabsDiffusionModel"],
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "attn_implementation": "sdpa",
+# As published, apart from the sizes.
+CONFIG: dict[str, Any] = json.loads("""{
+    "architectures": ["NemotronLabsDiffusionModel"], "model_type": "nemotron_labs_diffusion", "hidden_act": "silu",
     "auto_map": {"AutoConfig": "configuration_nemotron_labs_diffusion.NemotronLabsDiffusionConfig"},
-    "block_size": 6,
-    "bos_token_id": 0,
-    "dlm_loss_weight": None,
-    "dlm_paradigm": "bidirectional",
-    "dp_varying_mask_ratio": False,
-    "eos_token_id": 1,
+    "ar_loss_weight": 1.0, "dlm_loss_weight": null, "dlm_paradigm": "bidirectional", "dp_varying_mask_ratio": false,
+    "attention_bias": false, "attention_dropout": 0.0, "attn_implementation": "sdpa", "mlp_bias": false, "block_size": 6,
+    "bos_token_id": 0, "eos_token_id": 1, "initializer_range": 0.02, "max_position_embeddings": 256, "use_cache": false,
+    "rms_norm_eps": 1e-05, "sliding_window": null, "tie_word_embeddings": false, "torch_dtype": "float32",
+    "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 1000000.0, "factor": 16.0, "original_max_position_embeddings": 16,
+        "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1
+    },
+    "transformers_version": "5.0.0"
+}""") | {
     "head_dim": SIZE,
-    "hidden_act": "silu",
     "hidden_size": HIDDEN,
-    "initializer_range": 0.02,
     "intermediate_size": INNER,
     "mask_token_id": MASK,
-    "max_position_embeddings": 256,
-    "mlp_bias": False,
-    "model_type": "nemotron_labs_diffusion",
     "num_attention_heads": HEADS,
     "num_hidden_layers": LAYERS,
     "num_key_value_heads": GROUPS,
-    "rms_norm_eps": 1e-05,
-    "rope_parameters": {
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "factor": 16.0,
-        "llama_4_scaling_beta": 0.1,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-        "original_max_position_embeddings": 16,
-        "rope_theta": 1000000.0,
-        "rope_type": "yarn",
-    },
-    "sliding_window": None,
-    "tie_word_embeddings": False,
-    "torch_dtype": "float32",
-    "transformers_version": "5.0.0",
-    "use_cache": False,
     "vocab_size": PADDED,
 }
-CONSTANT, WRONG = (
-    40,
-    41,
-)  # the token that the constant model generates, and the one that its mask rows read without adapter
+# The token that the constant model generates, and the one that its mask rows read without adapter.
+CONSTANT, WRONG = 40, 41
 
 Weights = dict[str, Tensor]
 

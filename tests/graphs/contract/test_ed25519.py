@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import builtins
 import hashlib
-import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -132,22 +130,3 @@ def test_without_the_package_the_command_that_installs_it_is_named(
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(MissingDependency, match=r"signatures need the package cryptography.*pip install .*\[sign\]"):
         read_public_key(file)
-
-
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
-def test_openssl_verifies_signatures_and_makes_usable_keys(tmp_path: Path) -> None:
-    def openssl(*arguments: str) -> int:
-        return subprocess.run(["openssl", *arguments], cwd=tmp_path, capture_output=True, check=False).returncode
-
-    assert openssl("genpkey", "-algorithm", "ed25519", "-out", "private") == 0
-    assert openssl("pkey", "-in", "private", "-pubout", "-out", "public") == 0
-    assert openssl("pkey", "-pubin", "-in", "public", "-outform", "DER", "-out", "der") == 0
-    key = read_private_key(tmp_path / "private")
-    assert key.public.pem == (tmp_path / "public").read_bytes()
-    assert key.public.fingerprint == f"sha256:{hashlib.sha256((tmp_path / 'der').read_bytes()).hexdigest()}"
-    written(tmp_path / "content", MESSAGE)
-    written(tmp_path / "signature", key.sign(MESSAGE))
-    verify = ("pkeyutl", "-verify", "-rawin", "-pubin", "-inkey", "public", "-sigfile", "signature", "-in", "content")
-    assert openssl(*verify) == 0
-    written(tmp_path / "content", MESSAGE + b".")
-    assert openssl(*verify) != 0

@@ -26,70 +26,33 @@ from spaceport.exporter.sar_config import CheckpointError
 from spaceport.tools.cli import run
 from spaceport.tools.cli.exit_codes import INPUT, OK, USAGE
 from support.mask_rows import rows_logits
-from support.published import MASK, VOCAB, exact_model, text, write_checkpoint
+from support.published import MASK, VOCAB, text, write_checkpoint
 from support.published_heads import BASE
-from support.published_methods import METHODS, RANK, SLOTS, WRONG, PublishedModel
+from support.published_methods import METHODS, RANK, SLOTS, PublishedModel
 
 Capture = pytest.CaptureFixture[str]
 Published = Callable[[str], PublishedModel]
 Adopted = Callable[[str], tuple[Path, Path]]
 ADAPTER_FILES = {ADAPTER_FILE, BASE_FILE, EMBEDDINGS_FILE, SAR_FILE}
 PREFIX_FILES = {BASE_FILE, EMBEDDINGS_FILE, PRELOADED_FILE, SAR_FILE}
-CAUSAL = {"mask_slots": SLOTS, "shift": True, "group": "causal"}
 
-# For each method that writes a folder: its files, and entries of sar_config.json.
-FOLDERS: dict[str, tuple[set[str], dict[str, Any]]] = {
-    "gated-lora": (
-        ADAPTER_FILES,
-        {
-            **CAUSAL,
-            "mask_tokens": [str(MASK)],
-            "adapter": "idlm",
-            "mask_adapter": {"rank": RANK, "alpha": 2.0 * RANK, "targets": ["fc2"]},
-        },
-    ),
-    "uno": (
-        ADAPTER_FILES,
-        {
-            **CAUSAL,
-            "mask_tokens": [f"<|noise_{number}|>" for number in (1, 2, 3)],
-            "adapter": "uno/adapter",
-            "mask_adapter": {"rank": RANK, "alpha": 24 * RANK**0.5, "targets": ["fc2"]},  # rsLoRA: alpha / sqrt(rank)
-        },
-    ),
-    "medusa": (
-        {BASE_FILE, EMBEDDINGS_FILE, HEADS_FILE, SAR_FILE},
-        {"mask_tokens": [], "adapter": "medusa", "heads": {"count": SLOTS, "blocks": 1}},
-    ),
-    "nemotron": (
-        ADAPTER_FILES,
-        {
-            **CAUSAL,
-            "shift": False,
-            "group": "block",
-            "mask_tokens": [str(MASK)],
-            "adapter": "nemotron/linear_spec_lora",
-            "mask_adapter": {"rank": 4, "alpha": 16.0, "targets": ["o_proj"]},
-        },
-    ),
-    "ssd": (
-        PREFIX_FILES,
-        {
-            **CAUSAL,
-            "mask_tokens": [f"<|forecast_{number}|>" for number in (1, 2, 3)],
-            "adapter": "ssd",
-            "prefix": PRELOADED_FILE,
-        },
-    ),
-    "bita": (
-        PREFIX_FILES,
-        {
-            **CAUSAL,
-            "mask_tokens": [f"<|bita_{number}|>" for number in (1, 2, 3)],
-            "adapter": "bita",
-            "prefix": PRELOADED_FILE,
-        },
-    ),
+
+def lora(alpha: float, rank: int = RANK, target: str = "fc2") -> dict[str, Any]:
+    return {"mask_adapter": {"rank": rank, "alpha": alpha, "targets": [target]}}
+
+
+def masks(name: str) -> list[str]:
+    return [f"<|{name}_{number}|>" for number in range(1, SLOTS + 1)]
+
+
+# For each method that writes a folder: its files, its mask tokens, the name of its weights, and other entries.
+FOLDERS: dict[str, tuple[set[str], list[str], str, dict[str, Any]]] = {
+    "gated-lora": (ADAPTER_FILES, [str(MASK)], "idlm", lora(2.0 * RANK)),
+    "uno": (ADAPTER_FILES, masks("noise"), "uno/adapter", lora(24 * RANK**0.5)),  # rsLoRA: alpha / sqrt(rank)
+    "medusa": ({BASE_FILE, EMBEDDINGS_FILE, HEADS_FILE, SAR_FILE}, [], "medusa", {"heads": {"count": 3, "blocks": 1}}),
+    "nemotron": (ADAPTER_FILES, [str(MASK)], "nemotron/linear_spec_lora", lora(16.0, 4, "o_proj")),
+    "ssd": (PREFIX_FILES, masks("forecast"), "ssd", {"prefix": PRELOADED_FILE}),
+    "bita": (PREFIX_FILES, masks("bita"), "bita", {"prefix": PRELOADED_FILE}),
 }
 
 
@@ -149,11 +112,13 @@ def test_heads_predict_all_tokens_and_no_row_changes(adopted: Adopted) -> None:
 @pytest.mark.parametrize("method", FOLDERS)
 def test_an_adapter_folder_says_how_it_drafts(method: str, adopted: Adopted) -> None:
     base, adapter = adopted(method)
-    files, entries = FOLDERS[method]
+    files, tokens, name, entries = FOLDERS[method]
     assert {file.name for file in adapter.iterdir()} == files
     found = json.loads((adapter / SAR_FILE).read_text("utf-8"))
     noise = found.pop("noise", None)
-    assert found == {**entries, "method": method}
+    block = method == "nemotron"
+    layout = {"mask_slots": SLOTS, "shift": not block, "group": "block" if block else "causal"} if tokens else {}
+    assert found == {"mask_tokens": tokens, "method": method, "adapter": name, **layout, **entries}
     assert (noise is not None) == (method == "uno")
     # adopting reads the matrices of the base model one by one
     identity = identity_of(base.name, load_model(opened(base), "float32"))
@@ -206,29 +171,6 @@ def test_the_report_names_what_was_found(
     assert run([*adopt, str(tmp_path / "target")] if method == "pard" else adopt) == USAGE
     assert expected[-1] in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
-
-
-def test_an_existing_target_is_replaced_on_request_only(
-    adopted: Adopted, published: Published, capsys: Capture
-) -> None:
-    adopt = ["adopt", *paths_of(published("gated-lora")), str(adopted("gated-lora")[1])]
-    assert run(adopt) == INPUT
-    assert "--overwrite" in capsys.readouterr().err
-    assert run([*adopt, "--overwrite", "--json", *published("gated-lora").options]) == OK
-    report = json.loads(capsys.readouterr().out)
-    assert (report["mask_tokens"], report["written"]) == ({str(MASK): MASK}, sorted(ADAPTER_FILES))
-
-
-def test_an_adapter_inside_the_checkpoint_folder_is_found(
-    published: Published, tmp_path: Path, capsys: Capture
-) -> None:
-    weights = published("uno").weights
-    assert weights is not None
-    whole = write_checkpoint(tmp_path / "whole", exact_model(WRONG), noise="uniform", mask_token_id=MASK)
-    (whole / "adapter").symlink_to(weights)
-    assert run(["adopt", str(whole), "--dry-run", "--json"]) == OK
-    report = json.loads(capsys.readouterr().out)
-    assert (report["method"], report["adapter"]["folder"]) == ("uno", str(whole / "adapter"))
 
 
 @pytest.mark.slow

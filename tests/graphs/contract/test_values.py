@@ -1,0 +1,221 @@
+"""Values: JSON fields, measured rates and noise, and the messages of errors follow their rules."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spaceport.graphs.contract.draft_acceptance import DraftAcceptance, draft_acceptances, with_acceptance
+from spaceport.graphs.contract.exactness import Exactness
+from spaceport.graphs.contract.faults import InputFault, OptionFault, SpaceportError
+from spaceport.graphs.contract.json_fields import JsonField, Rules, is_whole
+from spaceport.runtime.decoding import Decoding
+from spaceport.runtime.sampling.sampler import Sampling
+
+
+class OddFile(InputFault):
+    """An exception type of these tests."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    first: int
+    second: int
+
+
+RULES = Rules(OddFile, advice="; write it again", end=1000)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-5, 2000) | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+READERS: dict[str, tuple[Callable[[JsonField], object], Callable[[Any], bool]]] = {
+    "whole": (JsonField.whole, lambda value: type(value) is int and 0 <= value < 1000),
+    "text": (JsonField.text, lambda value: type(value) is str),
+    "boolean": (JsonField.boolean, lambda value: type(value) is bool),
+    "object": (JsonField.object, lambda value: type(value) is dict),
+    "texts": (JsonField.texts, lambda value: type(value) is dict and all(type(v) is str for v in value.values())),
+    "wholes": (
+        lambda field: list(field.wholes()),
+        lambda value: type(value) is list and all(type(v) is int and 0 <= v < 1000 for v in value),
+    ),
+    "none": (
+        lambda field: field.or_none(JsonField.text),
+        lambda value: value is None or type(value) is str,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+@given(value=JSON)
+def test_a_value_is_read_as_it_is_or_refused(name: str, value: object) -> None:
+    read, fits = READERS[name]
+    field = JsonField(value, "file", RULES)
+    if fits(value):
+        assert read(field) == value
+    else:
+        with pytest.raises(OddFile, match=r"(?s)^file.* is .*: expected .*; write it again$"):
+            read(field)
+
+
+@given(value=JSON, least=st.integers(-3, 3))
+def test_booleans_are_not_whole_numbers(value: object, least: int) -> None:
+    assert is_whole(value, least) == (type(value) is int and value >= least)
+
+
+@pytest.mark.parametrize(
+    ("read", "message"),
+    [
+        (lambda top: top.entry("a").items()[1].entry("b").whole(5), "file.a[1].b is 4: expected a whole number of at"),
+        (lambda top: top.entry("c"), "file is {'a': [0, {'b': 4}], 'x y': {'first': 1}, 'long': 'xxxxxx...: expected"),
+        (lambda top: top.entry_or_null("c").text(), "file.c is None: expected text"),
+        (lambda top: top.entry("a").object(), "file.a is list: expected an object"),
+        (lambda top: top.members()["x y"].entries(Pair), "file['x y'] lacks 'second': expected first, second"),
+        (lambda top: top.entries(Pair), "file lacks 'first', 'second': expected first, second"),
+        (lambda top: top.entry("a").items()[1].items("pairs"), "file.a[1] is {'b': 4}: expected a list of pairs"),
+        (lambda top: top.entry("a").one_of(("one", "other")), "expected one or other"),
+        (lambda top: top.entry("long").whole(), f"file.long is '{'x' * 56}...: expected a whole number"),
+        (lambda top: top.entry("x y").fail("is odd"), "file.x y is odd; write it again"),
+    ],
+)
+def test_an_error_names_the_path_and_the_problem(read: Callable[[JsonField], object], message: str) -> None:
+    top = JsonField({"a": [0, {"b": 4}], "x y": {"first": 1}, "long": "x" * 99}, "file", RULES)
+    with pytest.raises(OddFile, match=re.escape(message)):
+        read(top)
+
+
+def test_entries_must_be_exactly_the_fields_of_the_class() -> None:
+    field = JsonField({"first": 1, "second": 2}, "pair", RULES, prefix="")
+    assert {name: entry.value for name, entry in field.entries(Pair).items()} == {"first": 1, "second": 2}
+    assert field.entry("second").path == "second"
+    more = JsonField({"first": 1, "second": 2, "third": 3}, "pair", RULES)
+    with pytest.raises(OddFile, match="pair has the unknown 'third': expected first, second"):
+        more.entries(Pair)
+
+
+RATES = st.floats(0, 1)
+MEASURED = st.builds(
+    DraftAcceptance,
+    rates=st.lists(RATES, max_size=64).map(lambda rates: tuple(sorted(rates, reverse=True))),
+    lookup=st.just(()) | st.lists(RATES, min_size=5, max_size=5).map(tuple),
+    temperature=st.floats(0, 2),
+    tokens=st.integers(0, 10**9),
+    data=st.sampled_from(["", "heldout.jsonl", "validation split of größe.jsonl"]),
+    date=st.just("") | st.dates().map(str),
+)
+
+
+def read(text: str) -> tuple[DraftAcceptance, ...]:
+    return draft_acceptances(JsonField(json.loads(text), "acceptance", Rules(InputFault, "; measure again")))
+
+
+@given(st.lists(MEASURED, max_size=4, unique_by=lambda entry: entry.temperature))
+def test_rates_are_read_as_they_were_written(measured: list[DraftAcceptance]) -> None:
+    assert read(json.dumps([asdict(entry) for entry in measured])) == tuple(measured)
+
+
+@given(st.lists(MEASURED, max_size=4), MEASURED)
+def test_a_new_measurement_replaces_the_one_at_its_temperature(
+    measured: list[DraftAcceptance], newest: DraftAcceptance
+) -> None:
+    known: tuple[DraftAcceptance, ...] = ()
+    for entry in measured:
+        known = with_acceptance(known, entry)
+    found = with_acceptance(known, newest)
+    temperatures = [entry.temperature for entry in found]
+    assert temperatures == sorted({*(entry.temperature for entry in measured), newest.temperature})
+    assert newest in found
+    assert set(found) - {newest} == {entry for entry in known if entry.temperature != newest.temperature}
+
+
+def test_a_wrong_rate_is_refused_with_its_path_and_what_to_do() -> None:
+    wrong = json.dumps([asdict(DraftAcceptance((0.5, 0.25))) | {"rates": [0.25, 0.5]}])
+    message = r"acceptance\[0\].rates is \[0.25, 0.5\]: expected rates that do not increase with depth; measure again"
+    with pytest.raises(InputFault, match=message):
+        read(wrong)
+    for rate in (float("nan"), float("inf"), -0.01, 1.01):
+        for rates, lookup in (((rate,), ()), ((), (rate,) * 5)):
+            with pytest.raises(ValueError, match="expected rates from 0 to 1"):
+                DraftAcceptance(rates, lookup)
+
+
+def test_one_line_shows_what_was_measured() -> None:
+    measured = DraftAcceptance((0.714, 0.5), (0.3, 0.45, 0.6, 0.85, 1.0), 0.0, 1234, "heldout.jsonl", "2026-01-31")
+    source = "1,234 tokens of heldout.jsonl, 2026-01-31"
+    assert str(measured) == f"71 50 % by depth; lookup 30 45 60 85 100 %; {source}"
+    assert str(replace(measured, rates=())) == f"lookup 30 45 60 85 100 %; {source}"
+    assert str(DraftAcceptance((0.5,))) == "50 % by depth; 0 tokens of unnamed text"
+
+
+@pytest.mark.parametrize(
+    ("rows", "slots", "tolerated", "words"),
+    [
+        (0, 0, 0, "bit-identical: draft trees, threads in parallel"),
+        (0, 1e-6, 1e-5, "equal up to near-ties (noise 1e-06): draft trees, threads in parallel"),
+        (2e-6, 1e-6, 1e-5, "equal up to near-ties (noise 2e-06): draft trees, threads in parallel"),
+        (0, 4e-4, 0, "bit-identical in chains (noise 4e-04 in other layouts): draft chains, one thread at a time"),
+        (3e-7, 0, 0, "not exact (noise 3e-07 with the number of rows): no drafts unless they are requested"),
+        (3e-5, 0, 1e-5, "not exact (noise 3e-05 with the number of rows): no drafts unless they are requested"),
+        (1e-6, 2e-5, 1e-5, "equal up to near-ties (noise 2e-05): draft chains, one thread at a time"),
+    ],
+)
+def test_a_guarantee_is_put_into_words(rows: float, slots: float, tolerated: float, words: str) -> None:
+    assert str(Exactness(rows, slots, tolerated, (2, 9))) == words
+    assert Exactness(rows, slots, tolerated).guarantee == "not measured"
+
+
+@pytest.mark.parametrize("noise", [-1e-9, float("nan"), float("inf")])
+def test_noise_is_a_number(noise: float) -> None:
+    with pytest.raises(ValueError, match="expected noise of at least 0"):
+        Exactness(noise, 0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("exactness", "config", "threads"),
+    [
+        (Exactness(0.0, 1e-6, 1e-5, (2,)), (5, 3, 16), 16),
+        (Exactness(0.0, 1e-6, 0.0, (2,)), (5, 1, 16), 1),
+        (Exactness(1e-6, 1e-6, 0.0, (2,)), (0, 1, 0), 1),
+    ],
+)
+def test_defaults_follow_from_the_exactness(exactness: Exactness, config: tuple[int, ...], threads: int) -> None:
+    drafts = Decoding().draft_config(5, exactness.drafts)
+    assert (drafts.mask_slots, drafts.siblings, drafts.lookup) == config
+    assert Decoding().threads(exactness.parallel_threads) == threads
+    requested = Decoding(mask_slots=4, lookup=3, draft_siblings=2, max_threads=7)
+    wide = requested.draft_config(5, exactness.drafts)
+    assert (wide.mask_slots, wide.siblings, wide.lookup) == (4, 2, 3)
+    assert requested.threads(exactness.parallel_threads) == 7
+    assert Decoding(draft="chain").draft_config(5, exactness.drafts).mask_slots == 5
+
+
+def test_the_middle_of_a_long_message_is_left_out() -> None:
+    message = str(OptionFault("stop is " + "a" * 10**6 + ": expected fewer characters"))
+    assert len(message) < 3600
+    assert message.startswith("stop is aaa")
+    assert "characters left out" in message
+    assert message.endswith("aaa: expected fewer characters")
+    for length in (0, 100, 3500):
+        assert str(SpaceportError("b" * length)) == "b" * length
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Decoding(stop=[1] * 10**6),  # type: ignore[arg-type]
+        lambda: Decoding(draft="z" * 10**6),  # type: ignore[arg-type]
+        lambda: Decoding(grammar="[" * 10**6),  # type: ignore[arg-type]
+        lambda: Sampling(temperature="9" * 10**6),  # type: ignore[arg-type]
+    ],
+)
+def test_an_invalid_option_of_a_megabyte_has_a_short_message(make: Callable[[], object]) -> None:
+    with pytest.raises(OptionFault) as caught:
+        make()
+    assert len(str(caught.value)) < 3600

@@ -20,8 +20,13 @@ from spaceport.tools.cli.exit_codes import OK
 from support.exported import bundle_of
 from support.mask_rows import bundle_engine, require_other_mask_rows_alone, rows_batch
 from support.published import MASK, PADDED, random_adapter, random_base, write_checkpoint
-from support.published_heads import random_heads, write_published_heads
-from support.published_prefix import random_embedding, random_prefix, write_published_prefix
+from support.published_drafts import (
+    random_embedding,
+    random_heads,
+    random_prefix,
+    write_published_heads,
+    write_published_prefix,
+)
 
 pytestmark = pytest.mark.nightly
 SCATTER, APPEND = LOWERINGS

@@ -8,9 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from support.published import MASK, exact_model, write_checkpoint, write_exact_adapter
-from support.published_heads import exact_heads, write_published_heads
+from support.published_drafts import (
+    exact_heads,
+    exact_prefix,
+    write_bita,
+    write_published_heads,
+    write_published_prefix,
+)
 from support.published_nemotron import FOLDER, constant_weights, write_nemotron
-from support.published_prefix import exact_prefix, write_bita, write_published_prefix
 
 SLOTS = 3
 WRONG = (6.0, -6.0)  # what the mask token reads as without its adapter: both it and its opposite predict wrongly

@@ -62,7 +62,4 @@ def test_without_a_source_the_packages_are_named(
     version = "1.25" if sys.version_info >= (3, 11) else "1.23.2"
     assert install_command("cpu") == f"pip install 'onnxruntime>={version}'"
     assert install_command() == "pip install 'numpy>=2.0'"
-
-
-def test_an_extra_includes_the_extras_that_it_names() -> None:
     assert requirements(REQUIRED, "tune") == ["torch>=2.9", "peft>=0.17"]

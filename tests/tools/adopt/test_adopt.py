@@ -27,7 +27,7 @@ from spaceport.tools.cli import run
 from spaceport.tools.cli.exit_codes import INPUT, OK, USAGE
 from support.mask_rows import rows_logits
 from support.published import MASK, VOCAB, text, write_checkpoint
-from support.published_heads import BASE
+from support.published_drafts import BASE
 from support.published_methods import METHODS, RANK, SLOTS, PublishedModel
 
 Capture = pytest.CaptureFixture[str]

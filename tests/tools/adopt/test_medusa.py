@@ -1,6 +1,6 @@
 """Medusa: published heads draft in a bundle, and the text stays the base model's.
 
-The heads of support/published_heads.py predict exactly with the right offset: k + 1 tokens per step.
+The heads of support/published_drafts.py predict exactly with the right offset: k + 1 tokens per step.
 """
 
 from __future__ import annotations
@@ -30,14 +30,11 @@ from spaceport.runtime.engine import Batch
 from spaceport.runtime.sampling.grammar import Grammar
 from spaceport.runtime.sampling.sampler import Sampling
 from spaceport.runtime.session import Runtime
-from spaceport.tools.bench.decode.benchmark import benchmark
-from spaceport.tools.bench.decode.options import DecodeOptions
-from spaceport.tools.bench.decode.replay import implied_tokens_per_step
 from spaceport.tools.cli import run
 from spaceport.tools.cli.exit_codes import OK
 from support.exported import bundle_of
 from support.published import PADDED, exact_model, text, write_checkpoint
-from support.published_heads import exact_heads, write_published_heads
+from support.published_drafts import exact_heads, write_published_heads
 from support.published_methods import exact_data
 
 HEADS = 3
@@ -50,9 +47,9 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("medusa") / "base", exact_model())
 
 
-def adopted_heads(base: Path, folder: Path, suffix: str = ".pt", offset: int = 0) -> Path:
+def adopted_heads(base: Path, folder: Path, suffix: str = ".pt") -> Path:
     """The adapter folder of heads as FasterDecoding/medusa-vicuna-7b-v1.3, whose config.json names fewer heads."""
-    heads = write_published_heads(folder / "heads", exact_heads(exact_model(), HEADS, offset), suffix)
+    heads = write_published_heads(folder / "heads", exact_heads(exact_model(), HEADS), suffix)
     assert run(["adopt", str(base), str(heads), str(folder / "adapter")]) == OK
     return folder / "adapter"
 
@@ -89,13 +86,6 @@ def test_exact_heads_draft_all_tokens_of_a_step_and_the_text_is_the_base_models(
     assert (statistics.accepted_by_depth, statistics.mask_rows) == ([8, 8, 8], 0)
     manifest = read_manifest(bundle)
     assert (manifest.signature.heads, manifest.max_mask_slots, manifest.max_draft_tokens) == (HEADS, 0, HEADS)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("offset", [-1, 1])
-def test_heads_with_another_offset_draft_nothing(offset: int, base: Path, tmp_path: Path) -> None:
-    shifted = bundle_of(base, ExportOptions(adapter=adopted_heads(base, tmp_path, offset=offset)))
-    assert per_step(shifted, draft="chain") == (text(5, 33), 1.0)
 
 
 def test_heads_in_any_file_are_adopted_alike(base: Path, adapter: Path, tmp_path: Path) -> None:
@@ -149,21 +139,6 @@ def test_every_command_that_reads_drafts_takes_heads(
     planned = capsys.readouterr().out
     assert re.search(r"^Acceptance rate 1: [1-4]\.\d\d tokens per step, ", planned, re.MULTILINE)
     assert "mask slots" not in planned
-
-
-@pytest.mark.nightly
-def test_a_replay_gives_heads_the_rates_of_its_table(bundle: Path) -> None:
-    acceptance = (0.9, 0.5, 0.7)
-    options = DecodeOptions(replay=acceptance, fixed=(2, 3), max_tokens=96, limit=6, rounds=1, context=16, threads=1)
-    report = benchmark(bundle, None, options, lambda _: None)
-    found = {mode.mode: mode for mode in report.modes}
-    assert found["plain"].tokens_per_step == 1.0
-    for heads in (2, 3):
-        chain = found[f"fixed {heads}"]
-        assert chain.tokens_per_step == pytest.approx(implied_tokens_per_step(acceptance[:heads]), rel=0.09)
-        assert [rate.rate for rate in chain.by_depth] == pytest.approx([0.9, 0.45, 0.315][:heads], abs=0.07)
-        assert set(chain.by_source) == {"head"}
-    assert report.identical
 
 
 def test_a_device_engine_selects_the_tokens_of_heads_as_the_plain_engine(bundle: Path) -> None:

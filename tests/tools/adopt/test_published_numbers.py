@@ -22,8 +22,7 @@ from spaceport.tools.cli.exit_codes import OK
 from support.gguf_files import random_model, write_gguf
 from support.mask_rows import rows_logits
 from support.published import MASK, TOKENIZER, VOCAB, random_adapter, random_base, reference_logits, write_checkpoint
-from support.published_nemotron import CONFIG, FOLDER, nemotron_logits, random_weights, write_nemotron
-from support.published_prefix import (
+from support.published_drafts import (
     FILE,
     SLOTS,
     exact_prefix,
@@ -32,6 +31,7 @@ from support.published_prefix import (
     write_bita,
     write_published_prefix,
 )
+from support.published_nemotron import CONFIG, FOLDER, nemotron_logits, random_weights, write_nemotron
 
 MASKS = 3
 ENCODER = "model.prefix_encoder"
@@ -77,18 +77,18 @@ def test_each_layer_of_bita_has_its_own_keys_and_values(tmp_path: Path) -> None:
     require_published_numbers(whole, adopted(tmp_path, whole), prefix, embedding)
 
 
-def test_one_embedding_of_bita_is_one_token_for_all_mask_slots_and_in_any_shard(tmp_path: Path) -> None:
+def test_one_embedding_of_bita_is_one_token_for_all_mask_slots_and_in_any_shard(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model, prefix, embedding = exact_prefix(MASKS)
     whole = write_bita(tmp_path / "whole", model, prefix, embedding[:1], mask_num=MASKS)
     stored = load_file(whole / "model.safetensors")
-    rows = stored.pop("model.mask_tokens.weight")
+    rows = {"model.mask_tokens.weight": stored.pop("model.mask_tokens.weight")}
     save_file(stored, whole / "model.safetensors", {"format": "pt"})
-    save_file({"model.mask_tokens.weight": rows}, whole / "model-00002-of-00002.safetensors", {"format": "pt"})
-    assert run(["adopt", str(whole), str(tmp_path / "adapter"), "--dry-run"]) == OK
-    (whole / "model-00002-of-00002.safetensors").unlink()
-    save_file({**stored, "model.mask_tokens.weight": rows}, whole / "model.safetensors", {"format": "pt"})
-    entries = json.loads((adopted(tmp_path, whole) / SAR_FILE).read_text("utf-8"))
-    assert (entries["mask_tokens"], entries["mask_slots"]) == (["<|bita_1|>"], MASKS)
+    save_file(rows, whole / "model-00002-of-00002.safetensors", {"format": "pt"})
+    assert run(["adopt", str(whole), "--dry-run", "--json"]) == OK
+    report = json.loads(capsys.readouterr().out)
+    assert ([*report["mask_tokens"]], report["mask_slots"]) == (["<|bita_1|>"], MASKS)
 
 
 def test_a_projected_prefix_of_bita_is_computed_once(tmp_path: Path) -> None:

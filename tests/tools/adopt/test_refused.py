@@ -21,9 +21,8 @@ from spaceport.tools.adopt.peft_config import WEIGHTS_FILE
 from spaceport.tools.cli import run
 from spaceport.tools.cli.exit_codes import INPUT, OK, USAGE
 from support.published import PADDED, random_base, write_checkpoint
-from support.published_heads import BASE
+from support.published_drafts import BASE, FILE
 from support.published_methods import METHODS, PublishedModel
-from support.published_prefix import FILE
 
 Capture = pytest.CaptureFixture[str]
 Change = Callable[[Tensor], Tensor] | Tensor | None
@@ -43,7 +42,6 @@ ENCODER, MASK_ROWS = "model.prefix_encoder.embedding.weight", "model.mask_tokens
 
 WEIGHTS: list[tuple[str, dict[str, Change], dict[str, Any], str]] = [
     ("medusa", {"1.1.weight": None}, {}, "has no tensor 1.1.weight: expected 9 of heads"),
-    ("medusa", {"1.0.linear.bias": None}, {}, "has no tensor 1.0.linear.bias: expected 9 of heads"),
     (
         "medusa",
         {"0.0.linear.weight": torch.zeros(32, 48)},
@@ -64,14 +62,10 @@ WEIGHTS: list[tuple[str, dict[str, Change], dict[str, Any], str]] = [
     ("medusa", {"0.1.weight": lambda head: head * torch.nan}, {}, "0.1.weight has numbers that are not finite"),
     ("ssd", {PREFIX: lambda p: torch.cat((p, p))}, {}, "has keys of shape (2, 4, 16, 8) and values of shape (2, 4"),
     ("ssd", {PREFIX: lambda p: p[:, :, :, :2]}, {}, "expected 1 x 4 x slots x 8 for both"),
-    ("ssd", {PREFIX: lambda p: p[..., :6]}, {}, "or give the base model that it was trained on"),
     ("ssd", {PREFIX: lambda p: p[:, :1]}, {}, "expected layers x 2 x 1 x KV heads x slots x head size"),
-    ("ssd", {PREFIX: lambda p: p[0]}, {}, "has shape (2, 1, 4, 16, 8): expected layers x 2 x 1"),
-    ("ssd", {PREFIX: lambda p: p.repeat(1, 1, 2, 1, 1, 1)}, {}, "expected layers x 2 x 1 x KV heads"),
     ("ssd", {PREFIX: lambda p: p * torch.nan}, {}, "forecast_prefix: has numbers that are not finite"),
     ("ssd", {EMBEDDING: None}, {}, "has no tensor forecast_embedding"),
     ("ssd", {EMBEDDING: lambda rows: rows[:, :31]}, {}, "has shape (3, 31): expected tokens x 32"),
-    ("ssd", {EMBEDDING: lambda rows: rows[:0]}, {}, "has shape (0, 32): expected tokens x 32"),
     ("ssd", {EMBEDDING: lambda rows: rows / 0}, {}, "forecast_embedding has numbers that are not finite"),
     ("bita", {ENCODER: None}, {}, "no tensor is named prefix_encoder.embedding.weight: expected one in"),
     ("bita", {ENCODER: lambda rows: rows * torch.nan}, {}, "has numbers that are not finite"),
@@ -79,7 +73,6 @@ WEIGHTS: list[tuple[str, dict[str, Change], dict[str, Any], str]] = [
     ("bita", {MASK_ROWS: torch.zeros(3, 31)}, {}, "has the shape (3, 31): expected finite numbers, tokens x 32"),
     ("bita", {}, {"prompt_num": 15}, "has the shape (16, 64): expected 15 x 64, which are prompt_num in config.json"),
     ("bita", {}, {"prompt_num": "x"}, "prompt_num is 'x': expected a whole number"),
-    ("bita", {}, {"mask_num": 0}, "mask_num is 0: expected a whole number"),
     ("bita", {}, {"mask_num": 4}, "mask_tokens.weight has 3 rows: expected 1, or 4 as mask_num in config.json"),
     ("bita", {}, {"prefix_projection": True}, "no tensor is named prefix_encoder.trans.0.weight"),
     ("bita", {}, {"pard_token": 638}, "has mask tokens, which draft already: expected a base model without them"),
@@ -98,9 +91,7 @@ WEIGHTS: list[tuple[str, dict[str, Change], dict[str, Any], str]] = [
             ({"lora_alpha": 0}, "lora_alpha is 0: expected a number above 0"),
             ({"target_modules": ["fc2", "c_attn"]}, "has no module c_attn, which target_modules names: expected the"),
             ({"target_modules": ["fc2", "lm_head"]}, "cannot have adapters on"),
-            ({"target_modules": ["fc2", "embed_tokens"]}, "cannot have adapters on"),
             ({"target_modules": "(fc2"}, "cannot have this adapter: missing ), unterminated subpattern"),
-            ({"target_modules": ".*qkv"}, "cannot have this adapter: "),
             ({"layers_pattern": "layers"}, "peft refuses it: "),
             ({"rank_pattern": [4]}, "rank_pattern is [4]: expected an object with names of modules"),
             ({"target_modules": None}, "target_modules is None: expected names of modules"),
@@ -128,12 +119,10 @@ OPTIONS = [
     ("gated-lora", "--method uno --mask-token [M]", "--mask-token has no effect: UNO has random tokens instead"),
     ("gated-lora", "--max-mask-slots 400", "--max-mask-slots is 400: expected 1 to"),
     ("gated-lora", "--mask-token 639 --mask-token 638 --max-mask-slots 3", "--max-mask-slots is 3: expected 1 to 2"),
-    ("uno", "--max-mask-slots 400", "--max-mask-slots is 400: expected 1 to"),
     ("medusa", "--max-mask-slots 4", "--max-mask-slots is 4: expected 1 to 3, the heads in"),
     ("medusa", "--mask-token 638", "--mask-token has no effect: heads draft without mask"),
     ("ssd", "--max-mask-slots 4", "--max-mask-slots is 4: expected 1 to 3"),
     ("ssd", "--mask-token 638", "--mask-token has no effect: the file of SSD has mask tokens of its own"),
-    ("bita", "--max-mask-slots 4", "--max-mask-slots is 4: expected 1 to 3"),
     ("bita", "--mask-token 638", "--mask-token has no effect: the checkpoint has mask tokens of its own"),
     ("pard", "--mask-token 638", "--mask-token has no effect: config.json names the mask token"),
     *((method, "--noise-seed 0", "--noise-seed has no effect: this method has no noise") for method in METHODS),

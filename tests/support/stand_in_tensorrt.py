@@ -126,7 +126,6 @@ class StandInContext:
         self.profile = -1
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.addresses: dict[str, int] = {}
-        self.calls: list[tuple[str, str]] = []  # setter and tensor of each call
         self.ran: list[dict[str, tuple[int, ...]]] = []
         # shapes and addresses of the last call on the stream
         self.settled: tuple[dict[str, tuple[int, ...]], dict[str, int]] | None = None
@@ -150,7 +149,6 @@ class StandInContext:
         self.scratch = size
 
     def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
-        self.calls.append(("shape", name))
         self.shapes[name] = shape
         if not self.engine.takes(self.profile, name, shape):
             message = f"setInputShape: {name} {list(shape)} is not within profile {self.profile}"
@@ -159,7 +157,6 @@ class StandInContext:
         return True
 
     def set_tensor_address(self, name: str, address: int) -> bool:
-        self.calls.append(("address", name))
         assert self.device.holds(address, aligned=256), f"{name} is bound to memory that is not aligned to 256 bytes"
         self.addresses[name] = address
         return True

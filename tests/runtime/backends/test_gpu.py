@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from spaceport.exporter.export import ExportOptions, export
 from spaceport.exporter.quiet import quiet_libraries
@@ -17,13 +15,9 @@ from spaceport.exporter.tensorrt.to_tensorrt import open_library
 from spaceport.graphs.contract.manifest import LIBRARIES, Flavour
 from spaceport.runtime import Decoding, Runtime
 from spaceport.runtime.backends import open_engine, require_module
-from spaceport.runtime.backends.captured import Captured
 from spaceport.runtime.backends.device import gpu, no_gpu
 from spaceport.runtime.backends.engine_options import EngineOptions
-from spaceport.runtime.backends.on_device import DeviceEngine
-from spaceport.runtime.backends.torch_device import Cuda
 from spaceport.runtime.bundle import Bundle, open_bundle
-from spaceport.runtime.engine import Batch
 from spaceport.runtime.scheduling.capacity import capacity_for
 from spaceport.tools.bench.steps import chain_batch
 from spaceport.tools.cli import run
@@ -56,12 +50,6 @@ def built(request: pytest.FixtureRequest, flavour: Flavour, tmp_path_factory: py
     asked = ["--backend", flavour, "--max-requests", "4", "--max-seq-len", str(LENGTH)]
     assert run(["build", str(bundle), *asked]) == 0
     return bundle
-
-
-def test_the_best_backend_is_the_engine(built: Path, flavour: Flavour) -> None:
-    with Runtime.open(built, max_seq_len=LENGTH) as opened:
-        assert opened.engine.device.startswith("cuda:0")
-        assert flavour.split("-")[0] in opened.engine.device
 
 
 def test_engines_agree_with_pytorch(built: Path) -> None:
@@ -122,49 +110,3 @@ def test_completions_of_onnxruntime_on_a_gpu_are_those_on_the_cpu(gpu_bundle: Bu
             ]
             first, second = ([stream.completion().tokens for stream in streams] for streams in found)
             assert first == second
-
-
-def test_a_request_that_is_cleared_in_onnxruntime_on_a_gpu_holds_zeros(gpu_bundle: Bundle) -> None:
-    engine = open_engine(gpu_bundle, "onnxruntime-cuda", EngineOptions(capacity_for(gpu_bundle.manifest, 192), 3))
-    assert isinstance(engine, DeviceEngine)
-    ids = np.full((1, 1), 5, np.int64)
-    mask = np.isin(np.arange(64), (3, 7))[None, None, None]  # itself, and a slot that was written long ago
-    row = Batch(1, ids, ids, np.full((1, 1), 3, np.int64), mask, np.zeros((1, 1), np.int64))
-    clean = engine.run(row).copy()
-    size = engine._kv.tensor_size_in_bytes()
-    engine._kv.update_inplace(np.full(size, 0xFF, np.uint8))  # not a number in any type
-    assert np.isnan(engine.run(row)).all()
-    engine.clear(1)
-    assert np.allclose(engine.run(row), clean, atol=1e-5)
-
-
-needs_torch = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch has no CUDA here")
-
-
-@needs_torch
-def test_graphs_of_one_thread_are_played_on_another() -> None:
-    """In a call as an engine makes it: rows to the device, work on what is there, the result back."""
-    device, dice = Cuda(), np.random.default_rng(0)
-    rows, taken = device.host(4096).view(torch.float32), device.host(4096).view(torch.float32)
-    there, state = device.zeros((1024,), torch.float32), device.zeros((1024,), torch.float32)
-    captured = Captured(device.capture)
-
-    def work(size: int) -> None:
-        torch.mul(there[:size], 2, out=state[:size])
-        state[:size].add_(size)
-
-    def step(size: int, value: int) -> torch.Tensor:
-        rows[:size] = value
-        with device.working():
-            there[:size].copy_(rows[:size], non_blocking=True)
-            captured.play(size, lambda: work(size), lambda: None)
-            taken[:size].copy_(state[:size], non_blocking=True)
-            device.wait()
-        return taken[:size].clone()
-
-    for number in range(60):
-        size, value = int(dice.choice((1, 9, 36, 700))), int(dice.integers(100))
-        with ThreadPoolExecutor(1) as other:
-            got = step(size, value) if number % 3 else other.submit(step, size, value).result()
-        assert torch.equal(got, torch.full((size,), 2.0 * value + size))
-    assert len(captured) == 4

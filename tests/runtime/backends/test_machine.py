@@ -129,26 +129,15 @@ def test_what_another_user_could_have_written_is_not_used(file: Path, unsafe: st
             replace_private(file, b"three")
 
 
-GENERATE = """
-import sys
-from spaceport.runtime import Decoding, Runtime
-with Runtime.open(sys.argv[1], max_seq_len=64, threads=1, step_costs="standard") as runtime:
-    print(len(runtime.generate("The harbour", Decoding(max_tokens=4)).tokens))
-"""
-
-
-def printed(program: str, *arguments: object, **environment: str) -> str:
+def printed(program: str, **environment: str) -> str:
     """What a process prints. It has none of the variables of a test or a CI system, where ONNX Runtime collects nothing."""
     kept = {name: os.environ[name] for name in ("PYTHONPATH", "PATH", "LD_PRELOAD") if name in os.environ}
-    command = [sys.executable, "-c", program, *map(str, arguments)]
+    command = [sys.executable, "-c", program]
     done = subprocess.run(command, env={**kept, **environment}, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
 
-@pytest.mark.slow
-def test_onnxruntime_leaves_no_file_in_the_home_of_a_process_that_generates(tiny_bundle: Path, tmp_path: Path) -> None:
-    assert printed(GENERATE, tiny_bundle, HOME=str(tmp_path)) == "4"
-    assert [file for file in tmp_path.rglob("*") if file.is_file() and "spaceport" not in file.parts] == []
+def test_onnxruntime_collects_no_usage_data_unless_the_user_lets_it() -> None:
     setting = "import os, spaceport; print(os.environ['ORT_DISABLE_TELEMETRY'])"
     assert (printed(setting), printed(setting, ORT_DISABLE_TELEMETRY="0")) == ("1", "0"), "a user's choice is kept"

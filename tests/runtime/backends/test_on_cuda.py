@@ -16,13 +16,12 @@ from pathlib import Path
 import numpy as np
 import onnxruntime as ort
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from spaceport.exporter.bundle_files import write_manifest
 from spaceport.exporter.selection_graph import write_selection
 from spaceport.graphs.contract.manifest import MANIFEST_FILE, SELECTION_FILE
-from spaceport.graphs.contract.signature import PRECISIONS, Precision, visible_length
 from spaceport.runtime.backends import captured, on_cuda, open_engine
 from spaceport.runtime.backends.captured import Captured
 from spaceport.runtime.backends.device import Gpu
@@ -39,7 +38,6 @@ from spaceport.runtime.session import Runtime
 from support.forking_bundle import forking_copy
 from support.paths import TINY
 from support.replaying import ReplayingSession
-from support.summing_graph import summing_graph
 
 PROMPTS: list[str] = [*json.loads((TINY / "prompts.json").read_text("utf-8")).values()]
 LENGTH, REQUESTS = 192, 3
@@ -130,46 +128,6 @@ def test_a_selection_graph_of_another_vocabulary_is_refused(tiny_bundle: Path, t
         open_selection(bundle, ["CPUExecutionProvider"])
 
 
-@st.composite
-def call(draw: st.DrawFn, capacity: int) -> Batch:
-    """A call of some requests, its rows at any slots, seeing any slots."""
-    first = draw(st.integers(0, REQUESTS - 1))
-    count = draw(st.integers(1, REQUESTS - first))
-    rows = draw(st.sampled_from([1, 1, 2, 5, 36]))
-    dice = np.random.default_rng(draw(st.integers(0, 3)))
-    height = draw(st.sampled_from([40, 64, 100]))
-    visible = visible_length(height)
-    slots = np.stack([dice.permutation(height)[:rows] for _ in range(count)])
-    mask = dice.random((count, 1, rows, visible)) < 0.5
-    mask[..., height:] = False
-    mask[np.arange(count)[:, None], 0, np.arange(rows)[None], slots] = True
-    wanted = draw(st.integers(1, rows))
-    ids = dice.integers(0, 600, (count, rows))
-    return Batch(first, ids, dice.integers(0, 150, (count, rows)), slots, mask, dice.integers(0, rows, (count, wanted)))
-
-
-@pytest.mark.parametrize(("kind", "within"), [("tiny_bundle", 1e-3), ("half_bundle", 0.1)])
-def test_logits_are_those_of_the_plain_engine(kind: str, within: float, request: pytest.FixtureRequest) -> None:
-    bundle = open_bundle(request.getfixturevalue(kind))
-    capacity = options_of(bundle).capacity
-
-    @settings(max_examples=25)
-    @given(calls=st.lists(call(capacity), min_size=1, max_size=12))
-    def same(calls: list[Batch]) -> None:
-        for engine in (ours, plain):
-            for index in range(REQUESTS):
-                engine.clear(index)
-        for batch in calls:
-            got, expected = ours.run(batch), plain.run(batch)
-            assert got.shape == expected.shape
-            assert np.abs(got - expected).max() < within
-
-    ours, session = device_engine(bundle)
-    plain = open_engine(bundle, "onnxruntime", options_of(bundle))
-    same()
-    assert session.replays > 10
-
-
 def one_row(engine: Engine, request: int) -> Batch:
     """A row that sees itself and one slot that was written long ago."""
     ids, slots = np.full((1, 1), 5, np.int64), np.full((1, 1), 3, np.int64)
@@ -191,25 +149,6 @@ def test_what_is_no_number_ends_with_the_request_that_wrote_it_and_never_moves(t
     assert np.array_equal(engine.run(one_row(engine, 1)), clean[1])
     assert np.isnan(engine.run(one_row(engine, 0))).all()
     assert np.isnan(engine.run(one_row(engine, 2))).all()
-
-
-@pytest.mark.parametrize("dtype", PRECISIONS)
-def test_buffers_of_every_type_hold_what_was_written(dtype: Precision) -> None:
-    graph, signature = summing_graph(dtype)
-    session = ReplayingSession(
-        ort.InferenceSession(graph, session_options(1, "same"), providers=["CPUExecutionProvider"])
-    )
-    engine = DeviceEngine(session, signature, EngineOptions(128, REQUESTS), "cpu", "cpu", graphs=True)
-    expected = np.zeros((REQUESTS, 128))
-    dice = np.random.default_rng(7)
-    for _ in range(60):
-        request, slots, tokens = dice.integers(REQUESTS), dice.permutation(100)[:5], dice.integers(0, 256, 5)
-        expected[request, slots] = tokens  # bfloat16 has 8 bits for them
-        mask = dice.random((1, 1, 5, 128)) < 0.5
-        mask[..., 100:] = False
-        batch = Batch(int(request), tokens[None], tokens[None], slots[None], mask, np.array([[4, 0, 1]]))
-        assert np.array_equal(engine.run(batch)[0, :, 0], (mask[0, 0] @ expected[request])[[4, 0, 1]])
-    assert session.replays > 10
 
 
 def test_an_engine_holds_no_memory_and_no_thread_when_it_is_closed_or_let_go_of(tiny_bundle: Path) -> None:
@@ -322,14 +261,6 @@ def test_nodes_on_the_cpu_are_named(tiny_bundle: Path) -> None:
     assert "Shape node_Shape" in all_of_them
     every = {node.op_type for part in session.get_provider_graph_assignment_info() for node in part.get_nodes()}
     assert on_cuda.left_behind(session, every) == ()
-
-
-def test_libraries_are_looked_for_without_a_word(capfd: pytest.CaptureFixture[str]) -> None:
-    on_cuda.preload()
-    assert capfd.readouterr() == ("", "")
-    message = on_cuda.without_cuda(("libcublasLt.so.13", "libcublas.so.13"))
-    assert "does not start CUDA 13: libcublasLt.so.13, libcublas.so.13 cannot be loaded: pip install" in message
-    assert "look at nvidia-smi" in on_cuda.without_cuda(())
 
 
 def test_a_full_gpu_is_distinguished_from_a_broken_graph(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,16 +14,13 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto
 
-from spaceport.runtime.backends import kv_memory
 from spaceport.runtime.backends.engine_options import EngineOptions
 from spaceport.runtime.backends.external_data import external_files
 from spaceport.runtime.backends.kv_memory import KvMemory
 from spaceport.runtime.backends.on_device import DeviceEngine
 from spaceport.runtime.backends.on_onnxruntime import OnnxRuntimeEngine, open_engine, open_session, session_options
 from spaceport.runtime.bundle import Bundle, open_bundle
-from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import Batch, Engine, slots_in_order
-from spaceport.runtime.session import Runtime
 
 CAPACITY = 512
 # Rows, slots before them, and visible length of calls that follow each other: a prompt, drafts that lengthen what is
@@ -111,31 +108,6 @@ def test_huge_pages_change_no_content() -> None:
     use_huge_pages(memory, 1, 1500)
     assert memory.array.tobytes() == expected.tobytes()
     memory.array[-1, -1, -1, -1, -1] = 7  # all of it can be written
-
-
-def test_only_the_first_slots_of_a_long_text_are_moved(monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = KvMemory((20, 4, 2, 65536, 16), np.float32)  # a huge page has the slots of one head only
-    parts: list[tuple[int, int]] = []
-    monkeypatch.setattr(memory, "_move", lambda part: parts.append(part.shape))
-    use_huge_pages(memory, 2, 1024)
-    assert parts == []
-    use_huge_pages(memory, 2, 1025)
-    use_huge_pages(memory, 2, 2050)  # they were moved ahead
-    assert parts == [(2050, 16)] * 40
-    memory.use_huge_pages(memory.array, 2, 1, 2051)
-    assert parts[40:] == [(4102, 16)] * 2
-
-
-@pytest.mark.parametrize("requests", [1, 2])
-def test_huge_pages_do_not_change_what_is_generated(
-    demo_bundle: Path, monkeypatch: pytest.MonkeyPatch, requests: int
-) -> None:
-    found = []
-    for long in (kv_memory.LONG, 64):
-        monkeypatch.setattr(kv_memory, "LONG", long)
-        with Runtime.open(demo_bundle, max_requests=requests, threads=1, step_costs="free") as runtime:
-            found.append(runtime.generate("import json\n", Decoding(max_tokens=100)).tokens)
-    assert found[0] == found[1]
 
 
 def test_buffers_beyond_all_memory_are_refused(tiny_bundle: Path) -> None:

@@ -19,11 +19,10 @@ from numpy.typing import NDArray
 
 from spaceport.graphs.contract.signature import Signature
 from spaceport.runtime import Decoding, Runtime, Sampling
-from spaceport.runtime.backends import MissingBackend, open_engine, require_module, require_torch
+from spaceport.runtime.backends import open_engine
 from spaceport.runtime.backends.engine_options import EngineOptions
 from spaceport.runtime.backends.on_tensorrt import STEPS, copy_slots
 from spaceport.runtime.backends.on_torch import TorchEngine
-from spaceport.runtime.backends.timing import measure
 from spaceport.runtime.bundle import BundleError
 from spaceport.runtime.engine import NO_MOVES, Batch, EngineFault
 from spaceport.runtime.scheduling.capacity import capacity_for
@@ -151,21 +150,6 @@ def test_all_slots_are_read_before_any_is_copied(target: int) -> None:
     assert torch.equal(buffers[:, untouched], before[:, untouched])
 
 
-def test_buffers_are_bound_once_and_prompts_have_a_profile_of_their_own(tiny_append_bundle: Path) -> None:
-    with runtime_of(tiny_append_bundle) as (runtime, device):
-        runtime.generate(list(range(10, 140)), Decoding(max_tokens=2))
-        steps, prompts = contexts(runtime.engine)
-        assert [ran["input_ids"][1] for ran in prompts.ran] == [192]
-        assert prompts.ran[0]["logit_rows"][1] == 1
-        assert device.captured == 0
-        for length in (3, 140):
-            runtime.generate(list(range(10, 10 + length)), Decoding(max_tokens=64))
-        for context in (steps, prompts):
-            past = [name for what, name in context.calls if what == "address" and name.startswith("past")]
-            assert sorted(past) == sorted(tensor.name for tensor in runtime.engine.signature.past)
-        assert max(ran["input_ids"][1] for ran in steps.ran) <= 64
-
-
 def test_only_the_slots_of_a_request_are_cleared_and_nothing_moves_where_nothing_has_to(
     tiny_append_bundle: Path,
 ) -> None:
@@ -181,16 +165,6 @@ def test_only_the_slots_of_a_request_are_cleared_and_nothing_moves_where_nothing
         assert not buffers[:, 0].any()
         assert (buffers[:, 1] == 7.0).all()
         assert runtime.generate("The harbour", Decoding(max_tokens=20)).tokens == expected
-
-
-def test_an_engine_is_timed_in_the_profile_of_steps(plan: Plan) -> None:
-    device = StandInDevice()
-    engine = opened(plan, device)
-    assert dict(measure(engine).single)[1] > 0
-    steps, prompts = contexts(engine)
-    assert {ran["input_ids"] for ran in steps.ran} >= {(1, 1), (1, 16), (1, 36), (1, 64)}
-    assert not prompts.ran
-    assert device.captured == len({(ran["input_ids"], ran["attention_mask"]) for ran in steps.ran})
 
 
 def kernels(engine: Any) -> tuple[Any, Any]:
@@ -331,12 +305,3 @@ def test_a_closed_engine_runs_nothing_and_holds_no_memory(plan: Plan) -> None:
     assert not engine._block.memory.size
     with pytest.raises(EngineFault, match="tensorrt-rtx: the engine is closed"):
         engine.run(batch_of_rows(1))
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="torch has CUDA here")
-def test_a_torch_without_cuda_raises_before_an_engine_is_opened() -> None:
-    with pytest.raises(MissingBackend, match=r"backend tensorrt keeps its buffers in torch, and torch .* has no CUDA"):
-        require_torch("tensorrt", "pip install it")
-    pytest.importorskip("tensorrt_rtx")
-    with pytest.raises(MissingBackend, match="backend tensorrt-rtx keeps its buffers in torch"):
-        require_module("tensorrt-rtx")

@@ -96,13 +96,6 @@ def test_a_small_engine_is_probed_within_its_limits(capacity: int, rows: int, wi
     assert probe(SlotEngine(capacity=capacity, rows=rows), FLOAT).widths == widths
 
 
-def test_a_slow_engine_is_probed_with_few_calls() -> None:
-    seconds = iter(range(1000))
-    engine = SlotEngine()
-    assert probe(engine, FLOAT, clock=lambda: float(next(seconds))).widths == (2, 9)
-    assert engine.widths == [31, 1, 2, 9, 9, 9]
-
-
 def test_a_runtime_drafts_nothing_unless_asked_where_drafts_are_not_exact() -> None:
     base = hash_runtime(Language(1, quality=80))
     inexact = replace(unmeasured(base.bundle.manifest), rows=1e-3, widths=(2, 9))

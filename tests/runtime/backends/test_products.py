@@ -14,20 +14,9 @@ import pytest
 from spaceport.runtime.backends import integer_kernels, on_onnxruntime
 from spaceport.runtime.backends.cpus import instruction_sets
 from spaceport.runtime.backends.integer_kernels import EXACT_SETTING, INPUTS, OUTPUTS, WEIGHT
-from spaceport.runtime.backends.products import PRODUCTS, ROWS, Cost, Product, measure, noise, open_product
-from spaceport.runtime.backends.small_model import ORT_DOMAIN, model, node
+from spaceport.runtime.backends.products import PRODUCTS, ROWS, Cost, Product, measure, open_product
 from spaceport.runtime.bundle import BundleError
 from spaceport.runtime.session import Runtime
-
-
-def test_a_model_is_written_as_onnx_runtime_reads_it() -> None:
-    product = node("MatMulNBits", ("a", "w", "s"), "y", domain=ORT_DOMAIN, K=32, N=300, bits=4, block_size=16)
-    tensors = {"w": np.full((300, 2, 8), 0x99, np.uint8), "s": np.full(600, 0.5, np.float32)}
-    content = model([product], tensors, ("a", np.float32, 32), ("y", np.float32, 300))
-    session = ort.InferenceSession(content, providers=["CPUExecutionProvider"])
-    (found,) = session.run(None, {"a": np.ones((2, 32), np.float32)})
-    assert found.tolist() == [[32 * 0.5] * 300] * 2
-    assert [(value.name, value.shape) for value in session.get_inputs()] == [("a", ["rows", 32])]
 
 
 def test_all_formats_are_timed_and_their_rows_compared() -> None:
@@ -47,17 +36,6 @@ def test_a_product_is_that_of_its_weights(product: Product) -> None:
     (found,) = session.run(None, {"a": zeros})
     assert found.shape == (3, 32)
     assert not found.any()
-
-
-@pytest.mark.parametrize("width", [2, 9, 33])
-def test_a_product_whose_rows_depend_on_their_number_is_noticed(width: int) -> None:
-    class Session:
-        def run(self, outputs: None, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
-            (rows,) = feeds.values()
-            return [rows * np.float32(1 + 1e-6 * (len(rows) >= width))]
-
-    rows = np.random.default_rng(0).standard_normal((36, 8), np.float32)
-    assert noise(Session(), rows) == pytest.approx(1e-6, rel=0.2)  # type: ignore[arg-type]
 
 
 def has_vnni() -> bool | None:

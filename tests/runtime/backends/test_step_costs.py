@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -18,7 +17,7 @@ from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.backends import step_costs
 from spaceport.runtime.backends.engine_options import EngineOptions
 from spaceport.runtime.backends.staging import CallShape, Limits, filled_up
-from spaceport.runtime.backends.step_costs import Measurements, cache_folder, load, measured_here, store
+from spaceport.runtime.backends.step_costs import Measurements, load, measured_here, store
 from spaceport.runtime.backends.timing import idle, measure
 from spaceport.runtime.bundle import Bundle
 from spaceport.runtime.costs import CostSource, StepCosts
@@ -76,41 +75,6 @@ def test_costs_are_those_of_calls_that_have_become_usual() -> None:
     table = measured(small)
     assert [rows for rows, _ in table.single] == [1, 2, 4, 6, 8]
     assert (table.visible, table.slot, table.batched) == (16, 0.0, ())
-
-
-def test_other_processes_do_not_add_to_the_costs_of_a_cpu() -> None:
-    """They take turns with each call, which then takes two to three times as long."""
-    draws, engine = random.Random(0), TickingEngine(Language(1), 2048, 4)
-    engine.device = "cpu"
-    waited = 0.0
-
-    def clock() -> float:
-        nonlocal waited
-        waited += draws.uniform(0.0, engine.time)
-        return engine.time + waited
-
-    busy = measure(engine, 1e30, clock, lambda: engine.time)
-    quiet = measured(TickingEngine(Language(1), 2048, 4))
-    assert dict(busy.single) == pytest.approx(dict(quiet.single))
-
-
-def test_a_call_with_other_kv_buffers_than_the_one_before_is_not_timed() -> None:
-    """The first call with another number of requests or of visible KV slots binds all buffers."""
-
-    @dataclass
-    class BindingEngine(TickingEngine):
-        bound: tuple[int, int] = (0, 0)
-        cold: int = 40  # calls until caches are warm: those of the first round
-
-        def run(self, batch: Batch) -> NDArray[np.float32]:
-            buffers = len(batch.input_ids), batch.attention_mask.shape[-1]
-            self.time += 1.0 if self.bound != buffers or self.cold > 0 else 0.0
-            self.bound, self.calls, self.cold = buffers, 1, self.cold - 1  # never disturbed otherwise
-            return super().run(batch)
-
-    table = measured(BindingEngine(Language(1), 2048, 4))
-    assert dict(table.single) == pytest.approx({rows: usual(rows) for rows, _ in table.single})
-    assert dict(table.batched) == pytest.approx({rows: usual(rows, 4) for rows in (1, 4, 9)})
 
 
 @pytest.mark.parametrize(("call", "most"), [(0.0001, 13), (0.05, 6), (1.0, 2)])
@@ -237,12 +201,6 @@ def test_a_disk_without_space_keeps_nobody_from_decoding(
     (tmp_path / "file").write_text("not a folder")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert opened().single == ((1, 1.0),)
-
-
-@pytest.mark.parametrize("home", ["", "relative"])
-def test_the_cache_is_the_users(home: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", home)
-    assert cache_folder() == Path.home() / ".cache" / "spaceport" / "step-costs"
 
 
 def test_standard_costs_repeat_the_steps_of_a_request(demo_bundle: Path, cache: Path) -> None:

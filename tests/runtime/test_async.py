@@ -32,18 +32,6 @@ async def step(engine: StepwiseEngine) -> None:
     await asyncio.to_thread(engine.step)
 
 
-def test_pieces_come_one_after_the_other_and_make_up_the_text() -> None:
-    with hash_runtime(ENDLESS) as runtime:
-
-        async def read() -> tuple[list[int | None], Completion]:
-            async with runtime.astream([1, 2], Decoding(max_tokens=20)) as stream:
-                return [piece.token async for piece in stream], await stream.completion()
-
-        tokens, found = within_a_minute(read())
-    assert tokens == ENDLESS.write([1, 2], 20)
-    assert (found.tokens, found.ending) == (tuple(tokens), "length")
-
-
 def test_a_cancelled_call_ends_its_text_with_the_step_under_way() -> None:
     runtime, engine = stepwise_runtime(ENDLESS)
     with runtime:
@@ -63,22 +51,6 @@ def test_a_cancelled_call_ends_its_text_with_the_step_under_way() -> None:
             return await second.completion()
 
         assert within_a_minute(cancel()).tokens == tuple(ENDLESS.write([4, 5], 4))
-
-
-def test_a_cancelled_wait_for_a_piece_ends_the_text_even_if_somebody_holds_it() -> None:
-    runtime, engine = stepwise_runtime(ENDLESS)
-    with runtime:
-
-        async def cancel() -> Completion:
-            stream = runtime.astream([1, 2, 3], PLAIN)
-            await asyncio.to_thread(engine.wait)
-            with pytest.raises(asyncio.TimeoutError):
-                await asyncio.wait_for(stream.completion(), 0.01)
-            engine.go()
-            return await stream.completion()
-
-        found = within_a_minute(cancel())
-    assert (found.ending, list(found.tokens)) == ("cancelled", ENDLESS.write([1, 2, 3], 1))
 
 
 def test_leaving_the_block_early_ends_the_text() -> None:

@@ -41,41 +41,6 @@ print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
 runtime.close()
 """
 
-TOKENIZING = """
-import os, sys, threading, warnings
-warnings.simplefilter("ignore")
-from spaceport.runtime import RuntimeClosed
-from support.hash_engine import Language
-from support.hash_runtime import hash_runtime
-
-TEXT = "abcabcad" * 2000  # long enough for the tokenizer's own OS threads
-runtime = hash_runtime(Language(3))
-stop = threading.Event()
-
-def tokenize():
-    while not stop.is_set():
-        runtime.tokens_of(TEXT)
-
-threads = [threading.Thread(target=tokenize) for _ in range(3)]
-for thread in threads:
-    thread.start()
-expected = runtime.tokens_of(TEXT)
-codes = []
-for _ in range(8):
-    if (child := os.fork()) == 0:
-        try:
-            runtime.tokens_of(TEXT)
-        except RuntimeClosed:
-            own = hash_runtime(Language(3))
-            os._exit(0 if own.tokens_of(TEXT) == expected else 2)
-        os._exit(3)
-    codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-stop.set()
-for thread in threads:
-    thread.join()
-print(codes)
-"""
-
 
 def run(program: str) -> tuple[str, str]:
     """What a program prints and reports."""
@@ -88,7 +53,3 @@ def run(program: str) -> tuple[str, str]:
 
 def test_a_forked_process_gets_errors_instead_of_waiting_for_locks() -> None:
     assert run(LOCKED) == ("6 of 6\n0\n", "")
-
-
-def test_a_forked_process_tokenizes_with_a_runtime_of_its_own() -> None:
-    assert run(TOKENIZING)[0] == f"{[0] * 8}\n"

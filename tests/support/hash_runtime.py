@@ -101,13 +101,6 @@ def counting_runtime(language: Language, vocab_size: int, requests: int) -> tupl
     return counted, engine
 
 
-def slow_runtime(language: Language) -> tuple[Runtime, SlowEngine]:
-    """A runtime whose steps wait until they are allowed."""
-    runtime = hash_runtime(language, prompt_rows=16)
-    engine = SlowEngine(language, runtime.engine.capacity, 1)
-    return Runtime(runtime.bundle, engine, 64, prompt_rows=16), engine
-
-
 def expected_logprobs(language: Language, tokens: Sequence[int], start: int, top: int) -> list[TokenLogprob]:
     """Log probabilities of each token from an index on, computed from the model's logits at each position."""
     cells: list[Cell] = []

@@ -46,13 +46,11 @@ class StepwiseEngine(HashEngine):
         self.leave.release(_ALL)
 
 
-def stepwise_runtime(
-    language: Language, requests: int = 1, queue_limit: int | None = None
-) -> tuple[Runtime, StepwiseEngine]:
+def stepwise_runtime(language: Language, requests: int = 1) -> tuple[Runtime, StepwiseEngine]:
     """A runtime over a stepwise engine."""
     with hash_runtime(language) as like:
         engine = StepwiseEngine(language, like.engine.capacity, requests)
-        return Runtime(like.bundle, engine, like.max_seq_len, queue_limit=queue_limit), engine
+        return Runtime(like.bundle, engine, like.max_seq_len), engine
 
 
 def close_between_steps(runtime: Runtime, engine: StepwiseEngine) -> None:

@@ -72,20 +72,6 @@ def test_a_template_renders_the_same_in_the_helper(helper: HelperPool) -> None:
     assert there == ChatTemplate(template, {"bos_token": "<s>"}).render(messages) == "<s>[é😀\n][</s>]"
 
 
-@pytest.mark.parametrize(
-    ("template", "message"),
-    [
-        ("{{ 1 * 2 }}{{ raise_exception('no') }}", r"^chat template: TemplateError: no$"),
-        ("{{ 'x' * 300000 }}", "rendered more than 2621"),  # 256 KiB
-    ],
-)
-def test_errors_of_a_template_are_those_without_the_helper(helper: HelperPool, template: str, message: str) -> None:
-    with pytest.raises(TemplateError, match=message):
-        ChatTemplate(template, {}, helper).render(HELLO)
-    with pytest.raises(JobFailed, match="unheard"):
-        helper.run("unheard")
-
-
 def test_thirty_schemas_that_all_hold_are_refused(helper: HelperPool) -> None:
     compiler = GrammarCompiler(open_vocabulary(BYTES, BYTES.get_vocab_size(), (1,)), helper)
     assert not is_simple(ALL_OF_THIRTY)
@@ -108,14 +94,6 @@ def test_thirty_schemas_that_all_hold_are_refused(helper: HelperPool) -> None:
 )
 def test_only_intersections_of_schemas_need_the_helper(schema: dict[str, Any], simple: bool) -> None:
     assert is_simple(Grammar(json_schema=schema)) == simple
-
-
-def test_a_compiled_grammar_is_reused() -> None:
-    vocabulary = open_vocabulary(BYTES, BYTES.get_vocab_size(), (1,))
-    compiler = GrammarCompiler(vocabulary)
-    one, other = (compiler.constrained(greedy(), Grammar(regex="[ab]+")) for _ in range(2))
-    assert list(compiler._compiled) == [Grammar(regex="[ab]+").source]
-    assert one.start is not other.start  # their states are independent
 
 
 def test_the_helper_inherits_no_sockets_starts_again_when_it_was_killed_and_leaves_no_process() -> None:
@@ -213,18 +191,3 @@ def test_waiting_counts_towards_the_deadline(jobs: Jobs) -> None:
         assert first.result(60) == "a"
         assert pool.run("c", monotonic() + 60) == "c"
     assert jobs.begun == ["a", "c"]
-
-
-def test_closing_ends_jobs_that_wait(jobs: Jobs) -> None:
-    pool = HelperPool(processes=1)
-    with ThreadPoolExecutor(2) as callers:
-        callers.submit(pool.run, "a")
-        jobs.wait()
-        second = callers.submit(pool.run, "b")
-        waiting(pool, 1)
-        pool.close()
-        with pytest.raises(JobFailed, match="the runtime is closed"):
-            second.result(60)
-        jobs.leave.release()
-    with pytest.raises(JobFailed, match="the runtime is closed"):
-        pool.run("c")

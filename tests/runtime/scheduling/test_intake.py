@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import Coroutine, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from threading import Semaphore, current_thread
 from threading import enumerate as enumerate_threads
 from typing import Any, TypeVar
@@ -13,12 +13,8 @@ from typing import Any, TypeVar
 import pytest
 
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.runtime.bundle import Bundle
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.limits import Limits
-from spaceport.runtime.sampling.grammar import Grammar
-from spaceport.runtime.scheduling.admission import Admission
-from spaceport.runtime.scheduling.generation import Generation
 from spaceport.runtime.scheduling.queue import QueueFull
 from spaceport.runtime.scheduling.worker import RuntimeClosed
 from spaceport.runtime.session import Runtime
@@ -104,26 +100,6 @@ def test_a_stream_is_admitted_outside_of_the_event_loop_and_that_time_counts(gat
     assert [name.startswith("spaceport-admission") for name in gate.threads] == [True, False]
 
 
-def test_what_takes_time_is_done_outside_of_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Grammars are compiled there, and changed weights are read; a few token ids alone need no other OS thread."""
-    names, admit = list[str](), Admission.generation
-
-    def noted(self: Admission, prompt: Prompt, decoding: Decoding, *others: Any) -> Generation:
-        names.append(current_thread().name)
-        return admit(self, prompt, replace(decoding, grammar=None), *others)
-
-    monkeypatch.setattr(Admission, "generation", noted)
-    monkeypatch.setattr(Admission, "isolates", lambda *_: False)
-    with hash_runtime(ENDLESS) as runtime:
-        within_a_minute(runtime.agenerate([1, 2], Decoding(max_tokens=3, grammar=Grammar(regex="[a-j]{9}"))))
-        within_a_minute(runtime.agenerate([1, 2], FIVE))
-        monkeypatch.setattr(Bundle, "maybe_changed", property(lambda _: True))
-        monkeypatch.setattr(Bundle, "require_unchanged", lambda _: names.append(current_thread().name))
-        within_a_minute(runtime.agenerate([1, 2], FIVE))
-    elsewhere = "spaceport-admission"
-    assert [name.split("_")[0] for name in names] == [elsewhere, "MainThread", elsewhere, elsewhere]
-
-
 def test_requests_that_are_being_admitted_count_towards_the_queue(gate: Gate) -> None:
     with small_queue(1) as runtime:
 
@@ -142,20 +118,6 @@ def test_requests_that_are_being_admitted_count_towards_the_queue(gate: Gate) ->
             later = runtime.astream("abc", FIVE)
             gate.go()
             assert (await later.completion()).tokens == (await streams[0].completion()).tokens
-
-        within_a_minute(fill())
-
-
-def test_prompts_that_are_being_admitted_count_towards_the_queued_tokens(gate: Gate) -> None:
-    with small_queue(9, queued_prompt_tokens=11) as runtime:
-
-        async def fill() -> None:
-            streams = [runtime.astream("a" * 20, FIVE) for _ in range(2)]  # about five tokens each
-            streams.append(runtime.astream("abcd", FIVE))
-            with pytest.raises(QueueFull, match="have 12 prompt tokens, queued_prompt_tokens is 11"):
-                runtime.astream("abcd", FIVE)
-            for stream in streams:
-                stream.close()
 
         within_a_minute(fill())
 
@@ -250,21 +212,3 @@ def test_a_long_text_is_not_tokenized_as_a_whole(monkeypatch: pytest.MonkeyPatch
         # few tokens, since the tokenizer drops unknown characters
         runtime.generate("ax" * 9 + "\u200b" * longest, FIVE)
         assert lengths == [longest, longest + 18]
-
-
-def test_work_for_helper_processes_does_not_delay_other_requests(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Admission, "isolates", lambda _, prompt, __: prompt == "abc")
-    with hash_runtime(ENDLESS) as runtime:
-
-        async def both() -> None:
-            slow = [runtime.astream("abc", FIVE) for _ in range(5)]
-            await gate.wait(2)
-            other = runtime.astream("def", FIVE)
-            await gate.wait()
-            assert gate.threads[2].startswith("spaceport-admission")
-            gate.go()
-            for stream in (other, *slow):
-                assert (await stream.completion()).ending == "length"
-
-        within_a_minute(both())
-    assert sum(name.startswith("spaceport-isolated") for name in gate.threads) == 5

@@ -219,16 +219,6 @@ def test_requests_with_little_in_common_or_of_other_salts_wait_for_nothing(
     assert reused(scene) == [0, 0]
 
 
-def test_a_request_waits_for_the_common_part_only() -> None:
-    arrivals = [Arrival([*SYSTEM, *[5] * 70], max_tokens=3, salt=""), Arrival([*SYSTEM, 6], max_tokens=3, salt="")]
-    scene = Scene(NEVER_ENDS, arrivals, 2, prompt_rows=10, cache=PrefixCache())
-    while not scene.tasks[1].done:
-        scene.turn()
-    assert scene.tasks[0].request.prefilling
-    scene.play()
-    assert (reused(scene), [scene.text(number) for number in range(2)]) == ([0, 40], scene.alone)
-
-
 @pytest.mark.parametrize(("trouble", "cancelled"), [("choice", None), (None, 3)])
 def test_one_request_goes_on_in_place_of_a_leader_that_ended(trouble: Trouble | None, cancelled: int | None) -> None:
     first = Arrival(SYSTEM, trouble=trouble, cancelled=cancelled, salt="")

@@ -19,7 +19,7 @@ from spaceport.runtime.scheduling.calls import group_by_width
 from spaceport.runtime.scheduling.queue import QueueFull
 from spaceport.runtime.scheduling.scheduler import BESIDE_ROWS
 from spaceport.runtime.scheduling.task import Task
-from support.arrivals import ARRIVALS, LANGUAGES, Arrival, Scene, Trap, steps_of
+from support.arrivals import ARRIVALS, LANGUAGES, Arrival, Scene, steps_of
 from support.hash_engine import END, HashEngine, Language, request_for
 
 ENDLESS = Language(8, end_every=10**9)
@@ -138,14 +138,6 @@ def test_a_deadline_is_the_first_moment_that_is_too_late_also_in_the_queue() -> 
     assert (steps_of(scene.tasks[1]), scene.text(0)) == (0, scene.alone[0])
 
 
-def test_the_lowest_free_indices_are_used_first() -> None:
-    """So that a call spans few requests that take no part in it."""
-    arrivals = [Arrival([1], max_tokens=tokens) for tokens in (2, 20, 3, 20)] + [Arrival([2], at=9), Arrival([3], at=9)]
-    scene = Scene(ENDLESS, arrivals, 5)
-    scene.play()
-    assert [task.index for task in scene.tasks] == [0, 1, 2, 3, 0, 2]
-
-
 @pytest.mark.parametrize(("bombs", "row_cost", "most"), [(1, 0.08, 13), (1, 0.5, 3), (3, 0.08, 12), (1, 0.0, 128)])
 def test_many_threads_of_a_request_delay_others_by_two_plain_steps(bombs: int, row_cost: float, most: int) -> None:
     language = Language(21, fork_every=3, end_every=10**9)
@@ -207,45 +199,6 @@ def test_buffers_that_may_hold_nan_are_cleared_before_the_next_request_has_them(
         assert [scene.text(number) for number in (1, 2)] == scene.alone[1:]
 
 
-def test_failing_all_requests_reports_to_each_even_if_one_raises() -> None:
-    scene = Scene(ENDLESS, [Arrival([1], trouble="progress", when=1), *(Arrival([2]) for _ in range(4))], 2)
-    scene.turn()
-    scene.scheduler.fail(EngineFault("gone"))
-    assert all(task.done for task in scene.tasks)
-    assert [reports[-1] for reports in scene.reports] == [True] * 5
-    assert not scene.scheduler.busy
-
-
-def test_a_task_that_raises_on_progress_affects_no_other_request() -> None:
-    scene = Scene(ENDLESS, [Arrival([1], trouble="progress", when=2), Arrival([2])], 2)
-    scene.play()
-    assert isinstance(scene.tasks[0].fault, Trap)
-    assert scene.reports[0] == [False, False, False, True]
-    assert steps_of(scene.tasks[0]) == 3
-    assert scene.text(1) == scene.alone[1]
-
-
-def test_who_has_just_ended_does_not_fail_of_what_comes_after() -> None:
-    arrivals = [Arrival([1], max_tokens=1), Arrival([2] * 30, draft_config=DraftConfig(mask_slots=3))]
-    scene = Scene(Language(8, quality=50, end_every=10**9), arrivals, 2, "append")
-
-    def broken(first: int, moves: object) -> None:
-        raise EngineFault("lost the device")
-
-    scene.engine.move = broken  # type: ignore[method-assign]
-    scene.play()
-    assert (scene.tasks[0].fault, scene.text(0)) == (None, scene.alone[0])
-    assert isinstance(scene.tasks[1].fault, EngineFault)
-
-
-def test_the_time_of_a_call_counts_for_a_request_that_fails_in_it() -> None:
-    scene = Scene(ENDLESS, [Arrival([1], trouble="on_token", when=0), Arrival([2])], 2)
-    scene.play()
-    failed, other = (task.request.statistics for task in scene.tasks)
-    assert 0 < failed.engine_seconds < other.engine_seconds
-    assert (failed.steps, failed.tokens) == (0, 0)
-
-
 CALL = 16  # rows that a call costs before it has any
 Widths = dict[int, int]  # index of a request in the engine -> rows that it takes to a step
 
@@ -295,8 +248,3 @@ def test_calls_cost_no_more_than_all_in_one_or_each_on_its_own(widths: Widths) -
 )
 def test_steps_of_like_width_share_a_call(widths: Widths, expected: list[list[int]]) -> None:
     assert shared(widths) == expected
-
-
-def test_where_calls_are_dear_they_are_shared() -> None:
-    """On a GPU one more call takes as long as hundreds of rows."""
-    assert [len(shared({0: 1, 1: 1, 2: 40, 3: 40}, rows)) for rows in (CALL, 200)] == [2, 1]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import json
 import os
 import signal
 import subprocess
@@ -24,17 +23,14 @@ from spaceport.runtime.decode.request import Request
 from spaceport.runtime.decode.threads import Thread
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import EngineFault
-from spaceport.runtime.scheduling.generation import Completion, Delivery
-from spaceport.runtime.scheduling.scheduler import Scheduler
+from spaceport.runtime.scheduling.generation import Completion
 from spaceport.runtime.scheduling.stream import Stream
-from spaceport.runtime.scheduling.worker import RuntimeClosed, Worker
+from spaceport.runtime.scheduling.worker import RuntimeClosed
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.piece import Piece
 from spaceport.runtime.text.transcript import Transcript
-from support.arrivals import CalledTask
-from support.hash_engine import END, FORK, HashEngine, Language, request_for
-from support.hash_runtime import SlowEngine, hash_runtime, slow_runtime
-from support.paths import DEMO
+from support.hash_engine import END, FORK, Language
+from support.hash_runtime import SlowEngine, hash_runtime
 from support.stepwise_engine import close_between_steps, stepwise_runtime
 
 ENDLESS = Language(3, end_every=10**9)  # goes on to its limit
@@ -94,28 +90,6 @@ def test_a_hundred_requests_over_eight_slots_equal_each_alone_and_leave_nothing_
         assert alive() == before
 
 
-@pytest.mark.slow
-def test_texts_of_the_demo_model_are_what_each_is_alone(any_demo_bundle: Path) -> None:
-    asked: dict[str, Any] = json.loads((DEMO / "prompts.json").read_text("utf-8"))
-    prompts = [
-        [{"role": "user", "content": asked["triangular"]["user"]}],
-        asked["source"],
-        "import json\n",
-        "class A:\n",
-    ]
-    ways: list[dict[str, Any]] = [{}, {"draft": "chain"}, {"lookup": 5}]
-    with Runtime.open(any_demo_bundle, threads=1, max_seq_len=192) as runtime:
-        alone = [runtime.generate(each, Decoding(max_tokens=48, mask_slots=0, max_threads=1)) for each in prompts]
-    with (
-        Runtime.open(any_demo_bundle, threads=1, max_seq_len=192, max_requests=8) as runtime,
-        ThreadPoolExecutor(12) as pool,
-    ):
-        every = [(prompt, Decoding(max_tokens=48, **way)) for way in ways for prompt in prompts]
-        for number, found in enumerate(pool.map(runtime.generate, *zip(*every, strict=True))):
-            expected = alone[number % len(prompts)]
-            assert (found.text, found.tokens, found.ending) == (expected.text, expected.tokens, expected.ending)
-
-
 @pytest.mark.parametrize("options", [{}, {"draft": "chain"}, {"max_threads": 4}, {"mask_slots": 0, "logprobs": 2}])
 def test_text_made_by_the_reader_has_the_pieces_of_text_made_by_the_worker(options: dict[str, Any]) -> None:
     """Text is made where it is read unless a stop string may end it; no text of these networks holds zz."""
@@ -148,30 +122,6 @@ def test_text_that_cannot_be_made_fails_where_it_is_read_and_ends(monkeypatch: p
                 stream._submission.submitted.completion()
         assert len(tried) == 2
         assert runtime.generate([1, 2, 3]).tokens
-
-
-@pytest.mark.parametrize(("patient", "most"), [(True, 4), (False, 61)])
-def test_a_reader_of_the_whole_text_is_not_woken_for_each_step(patient: bool, most: int) -> None:
-    runtime, engine = slow_runtime(Language(1))
-    with runtime:
-        stream = runtime.stream([1, 2, 3], Decoding(max_tokens=60, mask_slots=0, lookup=0, fork=False))
-        generation, woken = stream._submission.submitted, 0
-        generation.patient = patient  # as `completion` sets it, before the first step is over
-        engine.leave.set()
-        read = generation.read
-
-        def count(delivery: Delivery) -> list[Piece]:
-            nonlocal woken
-            woken += 1
-            return read(delivery)
-
-        generation.read = count  # type: ignore[method-assign]
-        pieces = [*stream]
-        found = stream.completion()
-    assert "".join(piece.reading for piece in pieces) == found.text
-    assert len(found.tokens) > 40
-    assert (woken > 40) == (not patient)
-    assert woken <= most
 
 
 def test_closing_ends_every_text_and_leaves_no_os_thread() -> None:
@@ -227,22 +177,6 @@ def test_a_reader_that_is_interrupted_leaves_the_runtime_as_it_was() -> None:
                 runtime.generate([1, 2, 3], PLAIN)
         engine.go()
         assert runtime.generate([4, 5], Decoding(max_tokens=9)).tokens == tuple(ENDLESS.write([4, 5], 9))
-
-
-@pytest.mark.parametrize("patience", [0.01, 1000])
-def test_an_os_thread_that_has_nothing_to_do_waits_for_a_while_and_another_begins_then(patience: float) -> None:
-    engine = HashEngine(ENDLESS, 300, 1)
-    worker = Worker(Scheduler(engine, 8), patience=patience)
-    for prompt in ([1, 2], [3]):
-        done = threading.Event()
-        request = request_for(engine, prompt, 9, 0)
-        worker.submit(CalledTask(request=request, call=lambda over, done=done: over and done.set()))  # type: ignore[misc]
-        assert done.wait(60)
-        assert request.threads[0].generated == ENDLESS.write(prompt, 9)
-        time.sleep(0.1)  # by now it waits, or has ended
-        assert len(workers()) == (patience > 1)
-    worker.close()
-    assert not workers()
 
 
 def blocked_runtime(call_timeout: float | None) -> tuple[Runtime, SlowEngine]:

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from spaceport.graphs.contract.draft_acceptance import DraftAcceptance, is_copying
 from spaceport.runtime.decode.acceptance import Acceptance
 from spaceport.runtime.decode.draft import Candidates
-from spaceport.runtime.decode.lookup import Lookup
 from spaceport.runtime.decode.threads import new_thread
 
 FIRST = Acceptance(3).reach(copying=False)
@@ -180,10 +179,3 @@ def test_a_thread_that_grows_and_forks_looks_up_its_own_text_as_if_it_were_read_
             thread.tokens.append(following)
             assert thread.lookup is not None
             assert list(thread.lookup.following(thread.tokens, 3)[0]) == read_through(thread.tokens, 3)[0]
-
-
-def test_a_thread_that_looks_nothing_up_has_nothing_to_look_up_in() -> None:
-    assert Lookup().following([], 3) == ((), 0)
-    parent = new_thread([1, 2], 4)
-    assert parent.lookup is None
-    assert parent.child(1, 9, np.empty(0, np.int64)).lookup is None

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.mask_layout import MaskLayout
 from spaceport.runtime.costs import Curve
 from spaceport.runtime.decode.draft import Candidates, Draft, DraftConfig, chain
@@ -82,13 +79,6 @@ def test_a_cut_group_without_shift_keeps_the_row_that_leads_it(
     assert (found.rows <= rows, found.limited) == (True, "shared_call" if rows < 8 else None)
     again = draft.cut(min(8, rows + 1), "budget").cut(rows, "shared_call")
     assert (again.tokens, again.masks) == (tokens, masks)
-
-
-def test_a_drafting_that_cannot_be_is_refused() -> None:
-    bad: list[dict[str, Any]] = [{"rows": 0}, {"siblings": 0}, {"lookup": -1}, {"heads": -1}, {"shape": "bush"}]
-    for options in bad:
-        with pytest.raises(OptionFault, match=r"draft \w+ is .*: expected (at least \d|chain or tree)"):
-            DraftConfig(**options)
 
 
 def linear(row: float) -> Curve:
@@ -245,19 +235,6 @@ def test_looked_up_tokens_are_a_line_that_gets_less_likely(row: float, count: in
     assert draft.probabilities == (0.5, 0.25, 0.125)[:count]
 
 
-@pytest.mark.parametrize(
-    ("rate", "masks"),
-    [
-        (0.5, (1, 1, 1)),  # 0.5 x 0.7 behind the last known token, 0.25 x 0.7 behind either token from lookup
-        (0.8, (1, 1, 1)),  # 0.2 x 0.7; 0.8 x 0.2 x 0.7; 0.64 x 0.7, since lookup has nothing more
-        (0.9, (0, 0, 1)),  # 0.1 x 0.7; 0.9 x 0.1 x 0.7; 0.81 x 0.7
-    ],
-)
-def test_mask_slots_stand_where_a_look_up_may_end(rate: float, masks: tuple[int, ...]) -> None:
-    draft = tree((), (7, 8), DraftConfig(1, siblings=2), WIDE, WIDE, outlook(0.8, lookup=rate))
-    assert (draft.tokens, draft.masks) == ((7, 8), masks)
-
-
 def test_a_token_that_both_propose_is_one_row_with_its_mask_slots_once() -> None:
     candidates = (candidate(t10=0.6, t7=0.28), candidate(t8=0.5))
     draft = tree(candidates, (7, 8), PLAN, WIDE, WIDE, outlook())
@@ -270,17 +247,6 @@ def test_a_token_that_both_propose_is_one_row_with_its_mask_slots_once() -> None
     for probability in (0.5, 0.95):
         draft = tree((candidate(t7=probability),), (7,), DraftConfig(1), WIDE, WIDE, outlook(0.4, lookup=0.9))
         assert (draft.sources, draft.masks) == (("both",), (0, 1))
-
-
-JUMP = Curve([1.0, 2.0, 2.1, 2.2, 2.3, 2.4])  # the second row costs as much as the first, further ones next to nothing
-
-
-@pytest.mark.parametrize(("lookup", "later", "count"), [(0.5, 0.11, 0), (0.55, 0.15, 0), (0.75, 0.3, 5)])
-def test_rows_behind_a_jump_are_fed_together_or_not_at_all(lookup: float, later: float, count: int) -> None:
-    draft = tree((), range(9), DraftConfig(lookup=9), WIDE, WIDE, Outlook(JUMP, 1.0, (), (), (lookup,) * 9))
-    assert (len(draft.tokens), draft.masks) == (count, (0,) * (1 + count))
-    draft = tree((), (), DraftConfig(mask_slots=5), WIDE, WIDE, Outlook(JUMP, 1.0, (0.4, 0.4, later, later, later)))
-    assert draft.masks == (count,)
 
 
 @st.composite

@@ -6,7 +6,6 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -23,7 +22,6 @@ from spaceport.runtime.decode.drafter import TreeDrafter, drafter_for
 from spaceport.runtime.decode.plan import Part, plan_thread
 from spaceport.runtime.decode.planner import CREDIT, SHARE, DraftPlanner, SharedCall, Sharing
 from spaceport.runtime.decode.threads import new_thread
-from spaceport.runtime.decode.tree import Outlook, tree
 
 FLOAT32 = StepCosts(64, ((1, 1.0), (4, 1.12), (9, 1.4), (16, 1.6), (36, 2.5)), relative=True)
 INT4 = StepCosts(64, ((1, 1.0), (2, 2.1), (4, 2.3), (9, 3.0), (16, 4.0), (36, 7.0)), relative=True)
@@ -195,27 +193,9 @@ def test_what_one_request_learned_the_next_one_of_its_kind_knows() -> None:
     assert again.time == decode(DraftPlanner(FLOAT32), DraftConfig(5), [coin(0.9)], 200, "greedy").time
 
 
-@pytest.fixture
-def outlooks(monkeypatch: pytest.MonkeyPatch) -> list[Outlook]:
-    """What each tree was grown from."""
-    found: list[Outlook] = []
-
-    def recording(*given: Any) -> Draft:
-        found.append(given[-1])
-        return tree(*given)
-
-    monkeypatch.setattr("spaceport.runtime.decode.drafter.tree", recording)
-    return found
-
-
 def small_model(seconds: float) -> DraftPlanner:
     """Costs of an engine whose plain step takes so long, with nothing spent outside of it."""
     return DraftPlanner(StepCosts(64, tuple((rows, seconds * time) for rows, time in FLOAT32.single)))
-
-
-def test_planning_is_rare_where_steps_are_short_and_drafts_never_right(outlooks: list[Outlook]) -> None:
-    decode(small_model(5e-4), DraftConfig(5, lookup=0), [coin(0.0)], 2000)
-    assert len(outlooks) <= 0.3 * 2000
 
 
 class LookupText:
@@ -249,28 +229,7 @@ def test_probable_looked_up_tokens_are_drafted_at_once_where_planning_takes_long
     assert text.draft().tokens[:2] == (8, 100)
 
 
-def test_copied_text_ends_with_a_wrong_token_or_where_the_budget_allows_no_look_up(outlooks: list[Outlook]) -> None:
-    text = LookupText([*range(10, 40), 77, 78, 10, 11], DraftPlanner(FLOAT32))
-    text.write(*range(12, 20))
-    assert text.drafter._copied[()] >= 4
-    text.draft()
-    text.write(20, 99)  # 21 came from prompt lookup
-    text.write(14)
-    text.write(15)
-    text.draft()
-    _, copying, *_, behind_two = (outlook.lookup[0] for outlook in outlooks if outlook.lookup)
-    assert copying > 0.8 > behind_two
-    text.write(16, 17, 18, 19)
-    assert text.drafter._copied[()] >= 4
-    text.drafter.left = -9.0
-    assert text.write(20).limited == "budget"
-    text.drafter.left = 9.0
-    text.draft()
-    assert text.drafter._planned[()].copied == 0
-
-
 TENTHS = StepCosts(64, ((1, 1.0), (64, 7.3)), relative=True)  # 0.1 plain steps for each row
-HALVES = StepCosts(64, ((1, 1.0), (64, 32.5)), relative=True)
 TWO_THREADS = StepCosts(64, ((1, 0.9), (2, 1.0), (64, 7.2)), relative=True)  # two threads: 0.2 for a row of each
 THREE = tuple(Candidates((token,), (0.9,)) for token in (7, 8, 9))
 
@@ -309,16 +268,6 @@ def test_what_is_left_is_time_and_not_steps() -> None:
     drafter.left = 16.0
     drafter.draft(thread, 100, 64, ALONE)
     assert drafter.left == pytest.approx(2.0)
-
-
-def test_a_correction_of_the_first_candidate_counts_before_a_tree_is_grown() -> None:
-    class Corrected(Candidates):
-        def behind(self, token: int) -> Candidates:
-            return Candidates(self.tokens, (0.8,))
-
-    thread = new_thread([1, 2, 3], 8)
-    thread.candidates = (Corrected((7,), (0.3,)),)
-    assert tree_drafter(HALVES, 9.0, mask_slots=1).draft(thread, 100, 64, ALONE).tokens == (7,)
 
 
 SLOW = StepCosts(64, ((1, 2e-4), (64, 1e-2)))

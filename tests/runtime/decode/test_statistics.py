@@ -64,13 +64,6 @@ def test_chains_have_the_rows_of_the_paper() -> None:
     assert (found.candidate_rows, found.mask_rows) == (8, 2 + 3 * 6 + 1)
 
 
-def test_only_the_first_steps_are_counted_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_STEPS", 4)
-    with hash_runtime(Language(1, end_every=10**9)) as runtime:
-        found = runtime.generate(PROMPT, Decoding(max_tokens=40, mask_slots=0, ignore_eos=True, fork=False)).statistics
-    assert (found.steps, found.drafted_by_step, found.accepted_by_step) == (40, [0] * 4, [0] * 4)
-
-
 @dataclass
 class CellEngine(HashEngine):
     """A fake engine that counts the rows that it computes."""

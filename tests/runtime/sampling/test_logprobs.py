@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
-import re
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,12 +34,10 @@ from support.hash_runtime import (
     expected_logprobs,
     hash_runtime,
     same,
-    slow_runtime,
 )
-from support.paths import DOCS, TINY
+from support.paths import TINY
 from support.small_tokenizers import BROKEN, BYTES, FALLBACK, full
 
-PAGE = (DOCS / "logprobs.md").read_text("utf-8")
 PROMPT = "import json\n\ndef"
 TOKENS = st.lists(st.integers(0, END - 1), min_size=1, max_size=20)
 SEEDS, WINDOWS = st.integers(0, 10**6), st.none() | st.integers(1, 30)
@@ -189,14 +184,6 @@ def test_a_text_is_as_likely_as_the_network_says_wherever_chunks_end(
     assert following.tokens == (() if score.following.token == END else (score.following.token,))
 
 
-def test_what_a_model_would_write_is_greedy() -> None:
-    language = Language(3, end_every=10**9)
-    text = language.write([1, 2], 12)
-    with hash_runtime(language) as runtime:
-        assert any(runtime.score([1, 2], text[:size]).greedy for size in range(1, 12))
-        assert not runtime.score([1, 2], [*text[:5], (text[5] + 1) % END]).greedy
-
-
 @pytest.mark.parametrize("vocab_size", [32_000, 262_144, 10**7])
 def test_a_long_text_needs_little_memory_for_logits(vocab_size: int) -> None:
     language = Language(seed=5)
@@ -212,36 +199,6 @@ def test_a_long_text_needs_little_memory_for_logits(vocab_size: int) -> None:
         part = runtime.score(tokens[:290], tokens[290:])
         assert part.logprobs == score.logprobs[289:]
         assert sum(rows for _, rows in engine.lines) <= 14  # of the prompt nobody wants any; a call gives one at least
-
-
-def test_scores_and_texts_side_by_side_are_what_they_are_alone() -> None:
-    language, decoding = Language(seed=7, quality=70, fork_every=9), Decoding(max_tokens=40, max_threads=4)
-    prompts = [[(token * 3 + number) % END for token in range(5 + 4 * number)] for number in range(8)]
-    with hash_runtime(language, 100, 400) as alone:
-        texts = [alone.generate(prompt, decoding) for prompt in prompts]
-        scores = [alone.score(prompt, top=2) for prompt in prompts]
-    with hash_runtime(language, 100, 400, requests=3, prompt_rows=9) as runtime, ThreadPoolExecutor(16) as pool:
-        written = [pool.submit(runtime.generate, prompt, decoding) for prompt in prompts]
-        scored = [pool.submit(runtime.score, prompt, top=2) for prompt in prompts]
-        assert [without(one.result()) for one in written] == [without(one) for one in texts]
-        assert [one.result() for one in scored] == scores
-
-
-def test_a_score_that_nobody_waits_for_any_more_takes_no_further_step() -> None:
-    runtime, engine = slow_runtime(Language(seed=9))
-
-    async def begin_and_leave() -> None:
-        waiting = asyncio.create_task(runtime.ascore([1] * 60))
-        await asyncio.to_thread(engine.began.wait, 60)
-        waiting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
-
-    with runtime:
-        asyncio.run(begin_and_leave())
-        engine.leave.set()
-        assert len(runtime.score([1, 2]).logprobs) == 1
-        assert engine.calls == 2
 
 
 @pytest.mark.parametrize("tokenizer", [BYTES, FALLBACK], ids=["byte_level", "byte_fallback"])
@@ -333,15 +290,3 @@ def test_a_chats_answer_is_scored_behind_its_template(tiny: Runtime) -> None:
     assert score.tokens == (*answer.prompt_tokens, *answer.tokens)
     assert score.start == len(answer.prompt_tokens)
     assert score.greedy
-
-
-def test_the_programs_of_the_page_print_what_stands_behind_them(
-    tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "tiny.bundle").symlink_to(tiny_bundle)
-    programs = re.findall(r"^```python\n(.*?)^```\n\n```text\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
-    assert len(programs) == 3
-    for program, printed in programs:
-        exec(compile(program, "logprobs.md", "exec"), {})
-        assert capsys.readouterr().out == printed

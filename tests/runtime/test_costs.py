@@ -74,17 +74,3 @@ def test_planning_takes_longer_relative_to_a_short_step() -> None:
     assert long.planning < 0.01
     assert short.times[1] > 1 + short.planning  # a draft was planned
     assert relative_costs(0.1).curve(4).planning == 0
-
-
-def test_each_thread_plans_a_draft_of_its_own() -> None:
-    costs = StepCosts(256, ((1, 1e-3), (64, 1e-3)))  # rows cost nothing in the engine
-    one, three = (costs.curve(2, threads).times for threads in (1, 3))
-    plain = 1e-3 + 5e-5
-    assert one[1] == pytest.approx(1 + (1e-4 + 8e-6) / plain)
-    assert three[1] == pytest.approx(1 + 3 * (1e-4 + 8e-6) / (plain + 2 * 8e-6))
-
-
-@pytest.mark.parametrize(("call", "factor"), [(2e-4, 1.0), (1.5e-3, 1.5), (2e-2, 2.0)])
-def test_python_code_takes_longer_behind_long_calls(call: float, factor: float) -> None:
-    costs = StepCosts(256, ((1, call),))
-    assert costs.seconds(1) == pytest.approx(call + factor * 5e-5)

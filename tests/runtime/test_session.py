@@ -12,13 +12,10 @@ import pytest
 
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.signature import Weights
-from spaceport.runtime.backends import open_engine
-from spaceport.runtime.backends.engine_options import EngineOptions
 from spaceport.runtime.bundle import open_bundle
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.sampling.grammar import Grammar
 from spaceport.runtime.sampling.sampler import Sampling
-from spaceport.runtime.scheduling.capacity import capacity_for
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.prompt import Prompt
 from spaceport.tools.reference import open_reference_runtime
@@ -121,16 +118,6 @@ def test_no_way_of_drafting_changes_a_text(runtime: Runtime, prompt: str) -> Non
     assert runtime.generate(FOREIGN, chain(5)).statistics.tokens_per_step < 1.3
 
 
-@pytest.mark.parametrize("chunk", [7, 512])
-def test_a_prompt_fed_in_chunks_leads_to_the_same_text(any_tiny_bundle: Path, chunk: int) -> None:
-    bundle = open_bundle(any_tiny_bundle)
-    engine = open_engine(bundle, "auto", EngineOptions(capacity_for(bundle.manifest, 512), 1))
-    with Runtime(bundle, engine, 512, prompt_rows=chunk) as opened:
-        found = opened.generate(DECODER, chain(5))
-    assert (found.text, found.statistics.steps) == (GOLDEN, 18)
-    assert found.statistics.prompt_steps == -(-found.statistics.prompt_tokens // chunk) - 1
-
-
 def test_pieces_make_up_the_text_and_say_what_proposed_their_tokens(runtime: Runtime) -> None:
     with runtime.stream(DECODER, chain(5)) as stream:
         pieces, found = list(stream), stream.completion()
@@ -183,29 +170,6 @@ def test_a_dead_end_that_the_text_never_comes_to_is_none(tiny_bundle: Path) -> N
                 assert (drafted.tokens, drafted.ending) == (plain.tokens, plain.ending)
         with pytest.raises(OptionFault, match="allows no token at position"):
             runtime.generate(INIT, Decoding(**how))
-
-
-def test_kv_buffers_are_bound_when_their_length_changes_and_not_in_each_step(tiny_bundle: Path) -> None:
-    with Runtime.open(tiny_bundle, max_seq_len=512, threads=1) as opened:
-        engine: Any = opened.engine
-        session, binding, bound = engine._session, engine._binding, []
-
-        class Spy:
-            """A binding, and a session that runs the binding behind it."""
-
-            def __getattr__(self, name: str) -> object:
-                if name in ("bind_input", "bind_output"):
-                    bound.append(name)
-                return getattr(binding, name)
-
-            def run_with_iobinding(self, _: object) -> None:
-                session.run_with_iobinding(binding)
-
-        engine._binding = engine._session = Spy()
-        opened.generate(DECODER, Decoding(max_tokens=96, mask_slots=0))
-        # 3 layers x key and value, each in and out; logits for one row at most once
-        assert bound.count("bind_input") in (6, 12, 18)
-        assert bound.count("bind_output") - bound.count("bind_input") in (0, 1)
 
 
 # Forked text of the demo model: each thread says what it would say if threads were written one after the other.

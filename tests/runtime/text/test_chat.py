@@ -301,7 +301,6 @@ TURNS = """\
 {%- if enable_thinking is defined and not enable_thinking %}{{- '<think></think>' }}{%- endif %}
 {%- endif %}"""
 KEEPING = TURNS.replace(" | trim", "")
-ISOLATED = "{%- macro nothing() %}{%- endmacro %}" + TURNS
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
 TWO: list[Message] = [{"role": "user", "content": "One?"}, {"role": "assistant", "content": "Two, and  "}]
 TOKENIZER = Tokenizer.from_str(BYTES.to_str())
@@ -328,18 +327,6 @@ def test_options_of_a_prompt_mean_what_they_mean_in_transformers(template: str, 
     ]
     for prompt, options in cases:
         assert text_of(opened, prompt) == by_transformers(template, TWO, TOKENIZER, **options)
-
-
-@pytest.mark.slow
-def test_the_helper_process_gets_the_same_variables(tmp_path: Path) -> None:
-    prompt = ChatPrompt(TWO, tools=[TOOL], template_kwargs={"enable_thinking": False})
-    helper = HelperPool(processes=1)
-    try:
-        opened = encoder(tmp_path, ISOLATED, helper)
-        assert opened.template.isolates
-        assert text_of(opened, prompt) == text_of(encoder(tmp_path), prompt)
-    finally:
-        helper.close()
 
 
 def test_a_continued_message_ends_where_its_text_ends(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from tokenizers import Tokenizer
 
 from spaceport.runtime.decode.threads import new_thread
 from spaceport.runtime.text.piece import Piece
-from spaceport.runtime.text.tokenizer import TextStream
 from spaceport.runtime.text.transcript import Transcript
 from support.scripted_threads import FORK, Outcome, Path, Script, Writing, cases, events_of, line, outcome, prompt
 from support.small_tokenizers import BROKEN, BYTES, FALLBACK, one_byte_each
@@ -44,27 +43,6 @@ def test_every_order_of_writing_gives_the_text_that_the_whole_tree_has_up_to_a_s
         one_order_gives_what_the_whole_tree_gives(tokenizer, *case, seed)
 
     holds()
-
-
-@settings(max_examples=100)
-@given(
-    tokens=st.lists(st.integers(2, BYTES.get_vocab_size() - 1), max_size=30),
-    stops=st.lists(st.text(" ab你the" + BROKEN, min_size=1, max_size=3), max_size=3),
-)
-def test_a_text_without_forks_is_that_of_its_stream(tokens: list[int], stops: list[str]) -> None:
-    stream = TextStream(BYTES, tuple(stops))
-    writing = Writing(BYTES, Script(tuple(tokens)), stops)
-    for token in tokens:
-        shown = stream.push(token)
-        (piece,) = writing.write((), 1)
-        assert (piece.text, piece.token, piece.thread, piece.reading) == (shown, token, (), shown)
-        if stream.stopped:
-            break
-    rest = stream.finish()
-    assert [(piece.text, piece.reading) for piece in writing.write(())] == ([(rest, rest)] if rest else [])
-    text, _, (thread,) = writing.outcome
-    assert text == stream.text == thread.text
-    assert thread.ending == ("stop" if stream.stopped else "end")
 
 
 E_ACUTE = [Script((byte,)) for byte in one_byte_each("é")]
@@ -126,20 +104,6 @@ def test_each_piece_says_what_it_adds_to_its_thread_and_to_what_can_be_read() ->
     assert [thread.fork for thread in writing.reading.finished()] == [None, 1, 3]
 
 
-def test_what_was_held_back_lengthens_the_last_piece_of_its_thread_that_was_not_taken() -> None:
-    x, a = one_byte_each("xa")
-    assert Writing(BYTES, line("xa"), ["ab"]).write(()) == [Piece("x", x, False, (), "x"), Piece("a", a, True, (), "a")]
-    taken = Writing(BYTES, line("xa"), ["ab"])
-    assert taken.write((), 2) == [Piece("x", x, False, (), "x"), Piece("", a, True, ())]
-    assert taken.write(()) == [Piece("a", None, False, (), "a")]
-    behind = Writing(BYTES, line("a", line("x")), ["ab"])  # a fork: it is shown in its thread and cannot be read yet
-    assert [(piece.text, piece.reading) for piece in behind.write((), 2)] == [("", ""), ("a", "")]
-    for ask in (behind.reading.finished, behind.reading.tokens):
-        with pytest.raises(ValueError, match=r"thread \(0?,?\) has not ended"):
-            ask()
-    assert [(piece.text, piece.reading) for piece in behind.write((0,), 1)] == [("x", "ax")]
-
-
 def test_a_stop_string_ends_its_thread_at_once_and_all_that_stands_behind() -> None:
     script = line("x", line("p"), "y", line(line("c"), "q#r"), "z", line("s"), "t")
     writing = Writing(BYTES, script, ["#", "t!"])
@@ -153,20 +117,6 @@ def test_a_stop_string_ends_its_thread_at_once_and_all_that_stands_behind() -> N
     writing.write((0,))
     writing.write((1, 0))
     assert writing.outcome == outcome(list(events_of(BYTES, script)), ["#"])
-
-
-def test_a_fork_is_not_shown_where_the_tokenizer_thinks_it_is_a_word() -> None:
-    (fork,) = one_byte_each("|")
-    thread = new_thread(prompt(BYTES), 1)
-    reading = Transcript(BYTES, (), fork)
-    for token in one_byte_each("a|b"):
-        thread.tokens.append(token)
-        assert not reading.on_token(thread, token, False)
-    thread.ending = "length"
-    reading.on_end(thread)
-    assert reading.text == "ab"
-    assert reading.tokens() == tuple(one_byte_each("ab"))
-    assert spelled(reading.finished()[0].tokens) == "a|b"
 
 
 def test_pieces_and_text_may_end_with_their_stop_string() -> None:

@@ -50,10 +50,6 @@ def perturb_layer(model: onnx.ModelProto, layer: int) -> None:
     change_weight(model, product.input[1])
 
 
-def perturb_last_norm(model: onnx.ModelProto) -> None:
-    change_weight(model, "model.model.norm.weight")
-
-
 def change_weight(model: onnx.ModelProto, name: str, at: int = 7) -> None:
     weight = next(tensor for tensor in model.graph.initializer if tensor.name == name)
     values = numpy_helper.to_array(weight).copy()
@@ -64,13 +60,6 @@ def change_weight(model: onnx.ModelProto, name: str, at: int = 7) -> None:
 def swap_key_and_value(model: onnx.ModelProto, layer: int = 0) -> None:
     key, value = node_of(model, "ScatterND", 2 * layer), node_of(model, "ScatterND", 2 * layer + 1)
     key.input[2], value.input[2] = value.input[2], key.input[2]
-
-
-def leave_values_unwritten(model: onnx.ModelProto, layer: int) -> None:
-    """Do not write the values of a layer to its KV cache."""
-    write = maker(model, f"present.{layer}.value")
-    write.op_type = "Identity"
-    del write.input[1:]
 
 
 def shift_the_mask(model: onnx.ModelProto) -> None:

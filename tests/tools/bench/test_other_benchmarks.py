@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
-import sys
 from pathlib import Path
 
 import pytest
 
 from spaceport.runtime.backends import device
 from spaceport.runtime.costs import StepCosts, relative_costs
-from spaceport.runtime.engine import EngineFault
 from spaceport.tools.bench import gpu
 from spaceport.tools.bench.checkpoint import make_checkpoint
-from spaceport.tools.bench.engines import EngineMeasurement, EngineVariant
+from spaceport.tools.bench.engines import EngineVariant
 from spaceport.tools.bench.gpu_page import GpuPage, markdown
-from spaceport.tools.bench.planning import drafts_of, drafts_of_heads, rows_of
+from spaceport.tools.bench.planning import drafts_of, drafts_of_heads
 from spaceport.tools.cli.bench.gpu import run_command
 
 # Seconds per step by rows, of a 1.2B float32 model.
@@ -23,14 +20,8 @@ LARGE = StepCosts(0, ((1, 1.0), (2, 1.13), (4, 1.22), (9, 1.64), (16, 2.45), (36
 
 
 @pytest.mark.nightly
-def test_every_variant_that_can_run_is_measured_and_the_others_have_reasons(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_variant_that_can_run_is_measured_and_the_others_have_reasons(tmp_path: Path) -> None:
     """On the CPU instead of a GPU: the same bundles and calls."""
-
-    def failing(*arguments: object) -> EngineMeasurement:
-        raise EngineFault("the engine failed")
-
     make_checkpoint(tmp_path / "tiny", "tiny", dtype="float16")
     backends = ("onnxruntime", "tensorrt-rtx")
     options = gpu.GpuBenchOptions(tmp_path, backends, flavours=(), rows=(1, 4), rounds=2, requests=2, length=96)
@@ -45,25 +36,8 @@ def test_every_variant_that_can_run_is_measured_and_the_others_have_reasons(
         assert "needs an NVIDIA GPU" in model.failed["tensorrt-rtx"]
     assert messages == ["measuring tiny, onnxruntime"]
     page = markdown(GpuPage({"GPU": "none"}, [model], [("a|udit", "loss\nless")]))
-    for row in ("| onnxruntime |", "| tensorrt-rtx | ", r"| a\|udit | loss less |"):
-        assert row in page
-    monkeypatch.setattr(gpu, "measure", failing)
-    model = gpu.measure_model(options, options.work / "tiny", run_command, lambda what: None)
-    assert (model.failed["onnxruntime"], model.measured) == ("the engine failed", [])
-
-    if sys.platform == "linux" and device.no_gpu() is not None:  # a build that fails is reported with its error
-        bundle = gpu.bundle_of(options, options.work / "tiny", "append")
-        building = dataclasses.replace(options, flavours=("tensorrt-rtx",))
-        outcomes = gpu.build(building, bundle, run_command, lambda what: None)
-        assert "exit code" in outcomes["tensorrt-rtx"]
-        assert "NVIDIA" in outcomes["tensorrt-rtx"]
-
-
-def test_step_times_are_those_of_the_cost_table() -> None:
-    found = rows_of(relative_costs(0.1), 1, 256)
-    times = [(1, 1.0), (2, pytest.approx(1.1)), (4, pytest.approx(1.3))]
-    assert [(each.rows, each.ratio) for each in found[:3]] == times
-    assert found[0].milliseconds == 1000
+    assert "| onnxruntime |" in page
+    assert r"| a\|udit | loss less |" in page
 
 
 def test_a_request_that_shares_a_step_with_others_gets_fewer_rows() -> None:

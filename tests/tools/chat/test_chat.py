@@ -262,18 +262,6 @@ def test_what_came_before_ctrl_c_stays_and_what_came_before_an_error_does_not() 
     assert conversation.messages == []
 
 
-def test_output_that_fails_ends_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail() -> None:
-        raise BrokenPipeError
-
-    model = Scripted(Span("a", False), Span("b", False))
-    with monkeypatch.context() as patch:
-        patch.setattr(sys.stdout, "flush", fail)
-        with pytest.raises(BrokenPipeError) as caught:
-            Chat(model, Conversation()).respond("q")
-    assert model.closed, caught  # whose frames hold the answer
-
-
 def conversation(system: str | None = None) -> Conversation:
     found = Conversation(system)
     for text in ("one", "two"):
@@ -284,35 +272,6 @@ def conversation(system: str | None = None) -> Conversation:
 
 def contents(found: Conversation) -> list[str]:
     return [message["content"] for message in found.messages]
-
-
-def test_undo_removes_the_last_turn_and_reset_all_but_the_system_prompt() -> None:
-    found = conversation("sys")
-    assert found.turns == 2
-    assert found.undo()
-    assert contents(found) == ["sys", "one", "re: one"]
-    found.add("user", "unanswered")
-    assert found.undo()
-    assert contents(found) == ["sys", "one", "re: one"]
-    found.reset()
-    assert contents(found) == ["sys"]
-    assert not found.undo()
-    found.add("user", "one")
-    for system, first in (("a", "a"), ("b", "b"), (None, "one")):  # it is replaced and comes first
-        found.set_system(system)
-        assert contents(found)[0] == first
-
-
-def test_a_file_has_the_messages_and_paths_that_cannot_be_used_are_named(tmp_path: Path) -> None:
-    file, found = tmp_path / "chat.json", conversation("é\n")
-    found.save(file)
-    loaded = Conversation("other")
-    loaded.load(file)
-    assert loaded.messages == found.messages
-    with pytest.raises(InputFault, match="cannot be read"):
-        loaded.load(tmp_path / "none")
-    with pytest.raises(InputFault, match="cannot be written"):
-        loaded.save(tmp_path / "none" / "file")
 
 
 def test_a_file_with_other_content_changes_nothing(tmp_path: Path) -> None:

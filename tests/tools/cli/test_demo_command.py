@@ -13,12 +13,10 @@ import pytest
 from spaceport.graphs.contract.faults import MissingDependency
 from spaceport.runtime.session import Runtime
 from spaceport.tools.cli import demo_tables, run
-from spaceport.tools.cli.demo import names_of, show_generation
 from spaceport.tools.cli.demo_tables import (
     CHAT_LEGEND,
     LEGEND,
     THREADS_LEGEND,
-    chat_rows,
     compare,
     compare_chats,
     rows_of,
@@ -31,7 +29,6 @@ from support.adapters import train
 from support.forking_bundle import forking_copy
 from support.gguf_files import random_model, write_gguf
 from support.paths import TINY
-from support.small_bundle import edit
 
 DECODER: str = json.loads((TINY / "prompts.json").read_text("utf-8"))["begin of json/decoder.py"]
 PLAIN, SPECULATIVE, PARALLEL, BOTH = MODES
@@ -67,14 +64,6 @@ def test_a_prompt_whose_output_forks_runs_in_four_modes_and_each_round_starts_wi
     assert [max(one) < min(later) for one, later in pairwise(rounds)] == [True] * 3
 
 
-def test_a_mode_takes_the_same_steps_whatever_the_runtime_has_run(runtime: Runtime, found: TimedModes) -> None:
-    before = runtime.status().ended_requests
-    _, long = timed(runtime, ["import os", DECODER], 60, 2)
-    for mode, runs in long.items():
-        assert {run.steps for run in (*runs, *found[mode])} == {found[mode][0].steps}
-    assert runtime.status().ended_requests == before + 2  # one for each prompt: whether it forks
-
-
 def test_each_speculative_run_is_compared_with_the_run_above_it_in_every_thread_and_round(found: TimedModes) -> None:
     def verdicts(changed: TimedModes) -> list[str]:
         return [str(row[-1]) for row in rows_of({**found, **changed})]
@@ -102,16 +91,6 @@ def test_a_row_shows_the_cost_and_the_median_speedup_within_rounds(found: TimedM
     assert first[6] == "1.00"
 
 
-def test_modes_that_change_nothing_are_left_out(tiny_bundle: Path, tmp_path: Path, runtime: Runtime) -> None:
-    assert list(next(timed(runtime, [DECODER], 5, 1))) == [PLAIN, SPECULATIVE]  # too short to fork
-    with Runtime.open(tiny_bundle, threads=1, max_seq_len=256) as plain:
-        assert list(next(timed(plain, [DECODER], 5, 1))) == [PLAIN, SPECULATIVE]
-    copy = forking_copy(tiny_bundle, tmp_path / "bundle")
-    edit(copy, lambda manifest: manifest.update(max_mask_slots=0, tokens={**manifest["tokens"], "mask": []}))
-    with Runtime.open(copy, threads=1, max_seq_len=256) as unmasked:
-        assert list(next(timed(unmasked, [DECODER], 60, 1))) == [PLAIN, PARALLEL]
-
-
 def test_tables_have_a_row_for_each_mode_and_a_legend(
     runtime: Runtime, capfd: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,32 +106,6 @@ def test_tables_have_a_row_for_each_mode_and_a_legend(
     printed = capfd.readouterr()
     assert printed.err.splitlines() == ["decoding prompt 1 of 2: long", "decoding prompt 2 of 2: short"]
     assert f"\n\n{CHAT_LEGEND}\n" in printed.out
-
-
-def test_one_table_for_all_prompts_ends_with_the_sums_of_modes_that_all_have(found: TimedModes) -> None:
-    a = {**found, PLAIN: lasting(found[PLAIN], 1, 2, 3, 4), SPECULATIVE: lasting(found[SPECULATIVE], 1, 1, 1, 1)}
-    b = {PLAIN: lasting(found[PLAIN], 3, 2, 3, 2), SPECULATIVE: lasting(found[SPECULATIVE], 1, 1, 1, 2)}
-    rows = list(chat_rows({"a": a, "b": b}))
-    both = [("b", "plain"), ("", "speculative"), ("all", "plain"), ("", "speculative")]
-    assert [row[:2] for row in rows] == [*(("a" if mode is PLAIN else "", mode.name) for mode in MODES), *both]
-    tokens, steps = found[SPECULATIVE][0].tokens, found[SPECULATIVE][0].steps
-    assert rows[-1][2:7] == (2 * tokens, 2 * steps, rows[1][4], tokens, "2.00 (2.00-3.00)")  # in 2, 2, 2 and 3 s
-    assert rows[-3][6] == "2.50 (1.00-3.00)"
-    assert [row[-1] for row in rows] == ["-", "identical"] * 4
-    other = {**b, SPECULATIVE: found[PARALLEL]}
-    assert [row[-1] for row in chat_rows({"a": a, "b": other})][-3:] == ["DIFFERENT", "-", "DIFFERENT"]
-
-
-def test_output_is_shown_by_thread_with_accepted_draft_tokens_in_brackets(runtime: Runtime, capfd: Capture) -> None:
-    show_generation(runtime, DECODER, 60)
-    rows = capfd.readouterr().out.splitlines()
-    names = [row[:10].rstrip() for row in rows if row[:10].strip()]
-    assert names == ["root", *(f"thread {number}" for number in range(4))]
-    shown = "".join(row[10:] for row in rows)
-    prompts = ("Write a Python function that adds", "Write a Python function that sorts", "import os")
-    assert names_of(prompts) == ["1 Write a Python funct", "2 Write a Python funct", "import os"]
-    assert [shown.count(f"<{number}>") for number in range(4)] == [1, 1, 1, 1]
-    assert shown.count("[") > 5
 
 
 @pytest.fixture

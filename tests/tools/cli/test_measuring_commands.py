@@ -26,11 +26,8 @@ from spaceport.tools.cli import cli, run
 from spaceport.tools.cli.exit_codes import ACCURACY, INPUT, OK, USAGE
 from spaceport.tools.verify.audit.bundle_audit import requests_for
 from spaceport.tools.verify.audit.prompts import AuditPrompt, read_prompts
-from support.paths import DOCS, TINY
+from support.paths import TINY
 from support.small_bundle import RECORD, fill
-
-FORK, CHILD = 630, 631  # rows of the tiny model that no text uses
-
 
 TEXTS = list(json.loads((TINY / "prompts.json").read_text("utf-8")).values())
 HEAVY = ("torch", "transformers", "onnx", "polygraphy", "tensorrt", "tensorrt_rtx")
@@ -100,31 +97,15 @@ def test_a_checkpoint_and_its_bundles_have_the_same_acceptance_alone_and_in_a_ta
 def test_the_tables_and_the_plots_show_every_mask_slot(tmp_path: Path, tiny_bundle: Path) -> None:
     file = data_file(tmp_path, *LINES)
     options = ("--max-tokens", 8, "--limit", 1, "--max-mask-slots", 3, "--threads", 1)
-    plots = [tmp_path / "plot.png", tmp_path / "plot.svg"]
-    lines, same = (call(tiny_bundle, file, *options, "--plot", plot).stdout.splitlines() for plot in plots)
-    assert lines == same
+    plot = tmp_path / "plot.svg"
+    lines = call(tiny_bundle, file, *options, "--plot", plot).stdout.splitlines()
     assert lines[0].startswith("1 samples (1 unforked), 8 generated tokens, ")
     assert [line.split("  ")[0] for line in lines[2:6]] == ["next token", "mask slot 1", "mask slot 2", "mask slot 3"]
-    assert plots[0].read_bytes().startswith(b"\x89PNG")
-    assert xml.etree.ElementTree.parse(plots[1]).getroot().tag.endswith("svg")
+    assert xml.etree.ElementTree.parse(plot).getroot().tag.endswith("svg")
     lines = call(tiny_bundle, tiny_bundle, file, *options).stdout.splitlines()
     names = "model method drafts exact own lookup together depth 1 depth 2 depth 3"
     assert lines[1].split() == names.split()
     assert lines[2].split()[1:7] == ["unknown", "3", "mask", "slots", "100.0", "%"]
-
-
-@pytest.mark.torch
-def test_forks_are_counted_in_reference_answers_with_and_without_threads(tmp_path: Path) -> None:
-    tokens = {"mask_tokens": ["[M]"], "mask_slots": 2, "fork_token": str(FORK), "child_token": str(CHILD)}
-    checkpoint = tiny_copy(tmp_path, **tokens)
-    items = [f"{number}. Item: a detail that is long enough" for number in (1, 2, 3)]
-    file = data_file(tmp_path, chat("List three.", "\n".join(items)), LINES[2])
-    found = numbers(checkpoint, file, "--max-tokens", 8)
-    assert (found["forks"]["expected"], found["forks"]["recall"]) == (3, 0.0)
-    assert found["reference"]["segments"] == 1 + 3 + 1
-    assert found["forks"]["positions"] < found["reference"]["predictions"][0]
-    shown = call(checkpoint, file, "--max-tokens", 8).stdout
-    assert "3 expected, 0 predicted, 0 correct (precision -, recall 0.0 %)" in shown
 
 
 @pytest.mark.torch
@@ -142,9 +123,6 @@ def test_saved_rates_are_those_along_generated_answers(tmp_path: Path) -> None:
     assert sum(lookup["tokens"]) > 0
     for rate, count, good in zip(measured["lookup"], lookup["tokens"], lookup["accepted"], strict=True):
         assert good / (count + 10) <= rate <= (good + 10) / (count + 10)
-    numbers(checkpoint, file, "--max-tokens", 8, "--save", "--limit", 1)
-    (newer,) = json.loads((checkpoint / "sar_config.json").read_text("utf-8"))["acceptance"]
-    assert newer["tokens"] < measured["tokens"]
 
 
 @pytest.mark.parametrize(
@@ -154,17 +132,14 @@ def test_saved_rates_are_those_along_generated_answers(tmp_path: Path) -> None:
         ("B", "--max-seq-len 1", "--max-seq-len is 1: expected 2 to 1024"),
         ("B", "--save", "expected a checkpoint, "),
         ("TINY", "--backend onnxruntime", "is a checkpoint and runs in PyTorch: leave --backend out"),
-        ("GGUF", "--save", "expected a checkpoint folder, or --adapter"),
         ("TINY TINY", "--save", "--save with several models: expected one CHECKPOINT with it"),
         ("B B", "--plot a.svg", "--plot with several models: expected"),
-        ("B TINY", "--adapter folder", "--adapter with several models: expected one"),
     ],
 )
 def test_an_invalid_option_is_an_error_before_a_model_is_measured(
     tmp_path: Path, tiny_bundle: Path, models: str, options: str, message: str
 ) -> None:
-    (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    paths = {"B": tiny_bundle, "TINY": TINY, "GGUF": tmp_path / "model.gguf"}
+    paths = {"B": tiny_bundle, "TINY": TINY}
     before = (tiny_bundle / "manifest.json").read_bytes()
     result = call(*(paths[name] for name in models.split()), data_file(tmp_path, *LINES), *options.split())
     assert isinstance(result.exception, OptionFault)
@@ -220,9 +195,6 @@ def test_it_runs_without_the_packages_of_exports(tiny_bundle: Path, prompts: Pat
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == OK, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[0] == (
-        "Noise of other step widths and KV slots, against steps of one row (OnnxRuntimeEngine, cpu, float32, scatter)"
-    )
     assert any(re.match(r"2 x 9 rows +\d+  \d\.\de[+-]\d\d  \d\.\de-0[34]  rounding$", line) for line in lines)
     assert any(re.match(r"tree with lookup, sampled +2 +2 +32 +\d+  2 +0 +0$", line) for line in lines)
     assert re.fullmatch(r"lossless: 20 completions, 320 tokens, 0 faults, 0 near-ties \(noise .*\)", lines[-1])
@@ -262,11 +234,9 @@ def test_several_bundles_have_one_table_and_a_fault_of_one_is_the_exit_code(
     assert [one["model"] for one in found["models"]] == [str(tiny_bundle), str(tiny_append_bundle)]
     monkeypatch.setattr(loop, "accept", first_candidate)
     assert run(words) == ACCURACY
-    lines = capfd.readouterr().out.splitlines()
-    rows = [re.match(r"(\S+) +unknown  5 mask slots +4 .*  NOT LOSSLESS", line) for line in lines[2:4]]
-    assert [row and row[1] for row in rows] == [str(tiny_bundle), str(tiny_append_bundle)]
-    assert f"{tiny_bundle}: NOT LOSSLESS: 4 completions" in "\n".join(lines)
-    assert sum(line.startswith("FAULT: prompt 1 (line 1)") for line in lines) >= 2
+    out = capfd.readouterr().out
+    assert f"{tiny_bundle}: NOT LOSSLESS: 4 completions" in out
+    assert out.count("FAULT: prompt 1 (line 1)") >= 2
 
 
 def test_concurrent_requests_are_limited_to_those_of_the_engines(tmp_path: Path) -> None:
@@ -302,8 +272,6 @@ def test_an_invalid_prompt_file_is_an_error_with_its_line(tmp_path: Path) -> Non
         (b"a\n\xff\n", "line 2: not UTF-8 text"),
         (b'{"text": "a"}\n{"text"\n', r"line 2: not JSON .*expected an object on each line"),
         (b'{"text": "a"}\n3\n', 'line 2: has none of them: expected one of "messages", "prompt" and "text"'),
-        (b'{"text": "a", "prompt": "b"}\n', 'line 1: has "prompt" and "text": expected one of'),
-        (b'{"prompt": " "}\n', "line 1: \"prompt\" is ' ': expected text"),
         (b'{"messages": [{"role": "assistant", "content": "a"}]}\n', "line 1: the first turn is the assistant"),
     ):
         file.write_bytes(content)
@@ -330,19 +298,3 @@ def test_mistakes_are_one_line_before_an_audit(
         assert out == ""
         assert re.search(message, err)
         assert "auditing" not in err or code == USAGE or "tokens" in message
-
-
-def test_the_programs_of_the_page_run(
-    tiny_bundle: Path, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "demo.bundle").symlink_to(tiny_bundle)
-    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "Explain the parameters of f(a, b)"}), "utf-8")
-    monkeypatch.chdir(tmp_path)
-    page = (DOCS / "audit.md").read_text("utf-8")
-    reproduce, program = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    record = {"prompt": [5, 6, 7], "options": {"temperature": 0.5}, "seed": 3}
-    (tmp_path / "audit.jsonl").write_text(json.dumps(record) + "\n", "utf-8")
-    exec(compile(reproduce, "docs", "exec"), {})
-    assert capfd.readouterr().out == "True\n"
-    exec(compile(program, "docs", "exec"), {})
-    assert re.fullmatch(r"lossless: 10 completions, 160 tokens, 0 faults, .*\n", capfd.readouterr().out)

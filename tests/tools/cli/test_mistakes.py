@@ -117,9 +117,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
             f"model.onnx: has the .*{got}.*, the manifest says .*{expected}.*: export it again",
         )
         for name, value, got, expected in (
-            ("layers", 2, r"past_key_values\.2\.key", "nothing more"),
             ("layers", 4, "nothing more", r"past_key_values\.3\.key"),
-            ("vocab_size", 641, r"logits tensor\(float\) \[\?, \?, 640\]", "641"),
             ("dtype", "float16", r"tensor\(float\)", r"tensor\(float16\)"),
             ("window", 8, "logit_rows", "sliding_attention_mask"),
         )
@@ -166,11 +164,8 @@ def test_a_check_report_of_another_graph_is_ignored(damaged: Path, capfd: Captur
         (json.dumps({"passed": "no", "graph": [graph, weights]}), "FAILED"),
         (json.dumps({"passed": True, "graph": ["0" * 64, weights]}), unchecked),
         (json.dumps({"passed": True, "graph": [graph, "0" * 64]}), unchecked),
-        ("[" * 100_000, "FAILED"),
-        (None, unchecked),
     ):
-        file = damaged / ACCURACY_FILE
-        file.unlink(missing_ok=True) if content is None else file.write_text(content)
+        (damaged / ACCURACY_FILE).write_text(content)
         assert run(["inspect", str(damaged)]) == OK
         assert capfd.readouterr().out.endswith(f"\nAccuracy: {expected}\n")
 

@@ -6,7 +6,6 @@ import hashlib
 import json
 import re
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from spaceport.runtime.bundle import open_bundle, read_manifest
 from spaceport.tools.cli import Commands, doctor, run
 from spaceport.tools.cli.exit_codes import INPUT, MISSING, OK, USAGE
 from spaceport.tools.cli.inspect import states
-from support.small_bundle import ENGINE, RECORD, edit, new_bundle
+from support.small_bundle import ENGINE, RECORD, new_bundle
 
 Capture = pytest.CaptureFixture[str]
 
@@ -41,7 +40,7 @@ def no_probes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.torch  # every backend is tried
-def test_every_backend_is_ready_or_says_why_not_and_onnxruntime_is_not_installed_twice(capfd: Capture) -> None:
+def test_every_backend_is_ready_or_says_why_not(capfd: Capture) -> None:
     assert run(["doctor", "--json"]) == OK
     output, errors = capfd.readouterr()
     assert errors == ""
@@ -56,17 +55,7 @@ def test_every_backend_is_ready_or_says_why_not_and_onnxruntime_is_not_installed
             assert not backends[name]["ready"]
             assert backends[name]["why"] == f"backend {name} needs an NVIDIA GPU: {reason}"
         assert found["system"]["NVIDIA GPU"] == f"none: {reason}"
-    packages = {entry["package"]: entry for entry in found["packages"]}
-    assert packages["onnxruntime"]["install"] is None
-    if packages["onnxruntime-gpu"]["version"] is None:
-        assert packages["onnxruntime-gpu"]["install"] == f"pip uninstall -y onnxruntime && {install_command('gpu')}"
-    builders = {entry["flavour"]: entry for entry in found["builders"]}
-    assert [*builders] == ["tensorrt", "tensorrt-rtx"]
-    for entry in builders.values():
-        assert entry["version"] or "pip install" in entry["why"]
-    pytest.importorskip("tensorrt_rtx")
-    assert builders["tensorrt-rtx"]["version"] == version("tensorrt-rtx")
-    assert {"sm80", "sm89"} <= {*builders["tensorrt-rtx"]["targets"]}
+    assert [entry["flavour"] for entry in found["builders"]] == ["tensorrt", "tensorrt-rtx"]
 
 
 def test_two_packages_of_onnxruntime_are_a_problem(
@@ -89,20 +78,6 @@ def test_two_packages_of_onnxruntime_are_a_problem(
 def test_a_library_that_crashes_its_process_is_not_ready() -> None:
     assert doctor._probe("import os; os.abort()", "") == (False, ["the process crashed with exit code -6"])
     assert doctor._probe("import sys; print(3); sys.exit('no ' + sys.argv[1])", "gpu") == (False, ["no gpu"])
-
-
-def test_a_state_folder_that_others_may_write_to_is_a_problem(
-    no_probes: None, capfd: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    for folder in (tmp_path / "spaceport", tmp_path / "spaceport" / "step-costs"):
-        folder.mkdir()
-        folder.chmod(0o777)
-    assert run(["doctor", "--json"]) == MISSING
-    problems = json.loads(capfd.readouterr().out)["problems"]
-    for name, problem in zip(("spaceport", "step-costs"), problems, strict=True):
-        assert f"{name}: other users may write to it: expected a folder of this user" in problem["problem"]
 
 
 @pytest.fixture
@@ -147,19 +122,6 @@ def test_an_engine_is_built_here_or_elsewhere_changed_or_missing(
     assert json.loads(capfd.readouterr().out)["engine_states"] == {ENGINE: "changed"}
     file.unlink()
     assert states(opened) == {ENGINE: "missing"}
-
-
-def test_the_table_shows_the_measured_acceptance_of_each_temperature(bundle: Path, capfd: Capture) -> None:
-    def add(manifest_data: dict[str, Any]) -> None:
-        (greedy,) = manifest_data["acceptance"]
-        manifest_data["acceptance"] = [greedy, {**greedy, "temperature": 0.7, "tokens": 99}]
-
-    edit(bundle, add)
-    text = "75 50 % by depth; lookup 25 50 50 75 100 %; {} tokens of heldout.jsonl, 2026-01-31"
-    assert [re.split("   *", line) for line in shown(capfd, bundle, "acceptance, ")] == [
-        ["greedy", text.format("1,234")],
-        ["temperature 0.7", text.format("99")],
-    ]
 
 
 def test_a_signed_bundle_is_shown_and_opened_with_its_key_until_it_changes(
@@ -245,12 +207,7 @@ def test_fetch_reports_what_it_did_and_plan_the_drafts_that_pay_off(
     assert "has the bundle already" in capfd.readouterr().out
     plan = ["plan", str(tiny_bundle), "--threads", "1"]
     assert run([*plan, "--acceptance", "0.79", "--acceptance", "0.9,0.5"]) == OK
-    out = capfd.readouterr().out
-    assert out.startswith("Steps of 1 request with 256 tokens of context\n")
-    assert re.search(r"^ +1 +[\d.]+ +1\.00$", out, re.MULTILINE)
-    speed = r"^Acceptance rate 0.79: [\d.]+ tokens per step, [\d.]+ times as fast as plain decoding$"
-    assert re.search(speed, out, re.MULTILINE)
-    assert "Acceptance rate 0.9, 0.5: " in out
+    assert "Acceptance rate 0.9, 0.5: " in capfd.readouterr().out
     assert run([*plan, "--requests", "2", "--json"]) == OK
     found = json.loads(capfd.readouterr().out)
     assert (found["requests"], found["context"], found["rows"][0]["ratio"]) == (2, 256, 1.0)

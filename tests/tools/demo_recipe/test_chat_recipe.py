@@ -13,7 +13,7 @@ import pytest
 
 from spaceport.tools.demo_recipe import chat_adapter, chat_prompts
 from spaceport.tools.demo_recipe.chat_adapter import Recipe, follow
-from spaceport.tools.demo_recipe.chat_prompts import main, prompts, titled_lists
+from spaceport.tools.demo_recipe.chat_prompts import prompts, titled_lists
 
 HELD_OUT = Path(chat_prompts.__file__).parents[1] / "demo" / "chat" / "heldout.jsonl"
 KINDS = ("writing", "reasoning", "code", "extraction", "summarizing", "lists", "translation", "chat")
@@ -44,12 +44,6 @@ def test_the_evaluation_has_25_prompts_of_each_kind_and_none_of_them_is_generate
     assert len(set(turns_of(held_out))) == len(held_out)
     generated = {turn for turns in turns_of([*prompts(4000, 0), *titled_lists(40, 2)]) for turn in turns}
     assert not generated & {turn for turns in turns_of(held_out) for turn in turns}
-
-
-def test_prompts_are_written_as_lines_of_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.argv", ["chat_prompts", str(tmp_path / "prompts.jsonl"), "--count", "16", "--seed", "3"])
-    main()
-    assert [json.loads(line) for line in (tmp_path / "prompts.jsonl").read_text("utf-8").splitlines()] == prompts(16, 3)
 
 
 PLAIN_LIST = "1. Red\n2. Green\n3. Blue"
@@ -119,10 +113,3 @@ def test_a_step_with_a_result_is_not_repeated(recipe: Recipe, commands: list[lis
     follow(recipe)
     assert [words[0] for words in commands] == ["tune"]
     assert commands[0][-1] == "--resume"
-
-
-def test_a_failed_step_ends_the_recipe_without_a_traceback(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_adapter, "run", lambda words: 3)
-    monkeypatch.setattr("sys.argv", ["chat_adapter", str(recipe.work), "--base", "none.gguf"])
-    with pytest.raises(SystemExit, match="spaceport export ended with exit code 3; the same command continues"):
-        chat_adapter.main()

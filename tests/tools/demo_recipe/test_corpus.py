@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
 
 import pytest
-import torch
-from click.testing import CliRunner
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint
 from spaceport.tools.demo.prompts import PROMPTS_FILE
 from spaceport.tools.demo_recipe import corpus as files
 from spaceport.tools.demo_recipe.corpus import Corpus, collect, save
 from spaceport.tools.demo_recipe.parameter_answers import answer, asked, question, verify
-from spaceport.tools.demo_recipe.scratch import FREE_ROWS, write_scratch
 from spaceport.tools.demo_recipe.signatures import Function, functions_in
 from spaceport.tools.demo_recipe.sources import Source, read_source, stdlib_paths
-from spaceport.tools.demo_recipe.tokenizer import train_tokenizer
-from spaceport.tools.demo_recipe.train import MODEL, PRESETS, main, train
+from spaceport.tools.demo_recipe.train import PRESETS, train
 from spaceport.tools.tune.conversations import read_conversations
 from spaceport.tools.tune.extract import Refusal, Tree, extract
 
@@ -71,28 +65,6 @@ def test_fewer_than_three_parameters_are_answered_with_a_sentence() -> None:
         verdict = verify(function, "1. a: It is required.")
         assert (verdict.expected, verdict.found, verdict.exact) == (0, 1, False)
         assert f"expected 'The function f {sentence}" in verdict.mistakes[0]
-
-
-LAST = "\n8. **more: It collects all further values that are given by name, as a dictionary."
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "found", "wrong", "mistake"),
-    [
-        ("number 1.5", "number 1.6", 8, {2}, "item 2 is '2. b: .* number 1.6.', expected '2. b: .* number 1.5.'"),
-        (LAST, "", 7, {8}, "7 items, expected 8"),
-        ("2 are", "3 are", 8, set(), "the last line is 'Of these 8, 3 are required.', expected 'Of these 8, 2 "),
-        ("\n\n", "\n", 8, set(), "10 lines, expected 11: "),
-    ],
-)
-def test_verify_names_each_mistake(old: str, new: str, found: int, wrong: set[int], mistake: str) -> None:
-    assert old in ANSWER
-    verdict = verify(one(EVERY_KIND), ANSWER.replace(old, new))
-    assert not verdict.exact
-    assert (verdict.expected, verdict.found) == (8, found)
-    assert {number for number, right in enumerate(verdict.correct, start=1) if not right} == wrong
-    (described,) = verdict.mistakes
-    assert re.search(mistake, described)
 
 
 # The corpus
@@ -167,42 +139,6 @@ def test_held_out_signatures_are_neither_trained_nor_invented() -> None:
     assert len({function.text for function in (*found.lists, *found.held_out)}) == 100 + 5
 
 
-def test_the_same_seed_writes_the_same_files(sources: list[Source], saved: Path, tmp_path: Path) -> None:
-    for name, seed in (("again", 0), ("other", 1)):
-        save(collect(sources, seed, LISTS), tmp_path / name, seed)
-    for file in (files.TRAIN_FILE, files.HELD_OUT_FILE, files.HELD_OUT_TEXT_FILE):
-        first, again, other = (
-            (folder / file).read_bytes() for folder in (saved, tmp_path / "again", tmp_path / "other")
-        )
-        assert first == again
-        assert first != other
-
-
-def test_the_untrained_model_and_its_tokenizer_have_the_right_shape_and_follow_the_seed(
-    corpus: Corpus, tmp_path: Path
-) -> None:
-    state = torch.random.get_rng_state()
-    first, again = (write_scratch(tmp_path, train_tokenizer(corpus.vocabulary), seed=3) for _ in range(2))
-    assert torch.equal(torch.random.get_rng_state(), state)
-    assert all(torch.equal(one, other) for one, other in zip(first.parameters(), again.parameters(), strict=True))
-    assert first(torch.arange(64)[None]).logits.std() < 2
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
-    assert 1_800_000 < sum(weight.numel() for weight in model.parameters()) < 2_300_000
-    assert model.config.vocab_size % 64 == 0
-    assert model.config.vocab_size - len(tokenizer) >= FREE_ROWS
-    ends = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|end|>")]
-    assert model.generation_config.eos_token_id == ends
-    encode = tokenizer.backend_tokenizer.encode
-    for text in (question(corpus.lists[0]), answer(corpus.lists[0]), *corpus.texts[:20], "größer \U0001f600 1234"):
-        assert tokenizer.decode(encode(text, add_special_tokens=False).ids) == text
-    assert [tokenizer.decode([token]) for token in encode("2024", add_special_tokens=False).ids] == list("2024")
-    turns = [{"role": "user", "content": "Hello"}]
-    opening = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
-    assert opening == "<s><|start|>user\nHello<|end|>\n<|start|>assistant\n"
-    whole = tokenizer.apply_chat_template([*turns, {"role": "assistant", "content": "Hi"}], tokenize=False)
-    assert whole == f"{opening}Hi<|end|>\n"
-
-
 # A small training
 
 
@@ -219,23 +155,15 @@ def few(folder: Path) -> Corpus:
     return corpus
 
 
-@pytest.mark.parametrize("name", ["demo", pytest.param("code", marks=pytest.mark.nightly)])
-def test_a_preset_is_trained(name: str, tmp_path: Path) -> None:
-    settings = replace(PRESETS[name].settings, batch_size=2, micro_batch_size=2, cutoff=64, anchors=2)
-    preset = replace(PRESETS[name], write_corpus=few, settings=settings)
+def test_a_preset_is_trained(tmp_path: Path) -> None:
+    settings = replace(PRESETS["demo"].settings, batch_size=2, micro_batch_size=2, cutoff=64, anchors=2)
+    preset = replace(PRESETS["demo"], write_corpus=few, settings=settings)
     target = tmp_path / "tuned"
     train(tmp_path / "work", target, preset, max_steps=2)
     checkpoint = open_checkpoint(target, TokenFlags())
     assert checkpoint.max_mask_slots == 5
-    assert (checkpoint.tokens.fork is not None) == (name == "demo")
+    assert checkpoint.tokens.fork is not None
     assert json.loads((target / PROMPTS_FILE).read_text("utf-8")) == preset.prompts
     assert (target / "README.md").read_text("utf-8").startswith(f"# tuned\n\n{preset.about}\n\n")
     assert json.loads((target / "config.json").read_text("utf-8"))["dtype"] == "float16"
     assert not (tmp_path / "tuned.training").exists()
-
-
-def test_only_the_demo_preset_replaces_the_shipped_model() -> None:
-    assert json.loads((MODEL / PROMPTS_FILE).read_text("utf-8")) == PRESETS["demo"].prompts
-    result = CliRunner().invoke(main, ["--preset", "code"])
-    assert result.exit_code == 2
-    assert "--preset code without TARGET" in result.output

@@ -9,21 +9,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from spaceport.runtime.decode.statistics import Statistics
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
 from spaceport.tools.demo.prompts import MODEL, prompts_of
 from spaceport.tools.demo.timing import timed, verdicts
-from spaceport.tools.demo_recipe.evaluate import NOTE, QuestionAnswers, cost_of, evaluate, show
-from spaceport.tools.demo_recipe.parameter_answers import answer, verify
+from spaceport.tools.demo_recipe.evaluate import NOTE, evaluate, show
 from spaceport.tools.demo_recipe.signatures import functions_in, read_signature
 from spaceport.tools.demo_recipe.train import PRESETS
-from spaceport.tools.verify.acceptance.answers import Answer, AnswerThread
 
 pytestmark = pytest.mark.on_change("tools/demo/model")
 
-FORK, CHILD, END = 90, 91, 92
-LIST, SENTENCE = functions_in("def f(a, b, c): ...\ndef g(a): ...\n")
+(SENTENCE,) = functions_in("def g(a): ...\n")
 
 # Of files that nothing was learned of, in the order in which the recipe holds them out.
 HELD_OUT = (
@@ -100,35 +96,3 @@ def test_the_shipped_model_matches_the_recipe() -> None:
     assert last["step"] == last["steps"]
     assert np.isfinite(last["losses"]).all()
     assert "templated" in (MODEL / "README.md").read_text("utf-8")
-
-
-def line(tokens: tuple[int, ...], fork: int | None = None) -> AnswerThread:
-    return AnswerThread((1, 2), (*tokens, END), fork, "end")
-
-
-def in_one_line(tokens: tuple[int, ...], steps: int) -> Answer:
-    return Answer((line(tokens),), Statistics(steps=steps))
-
-
-def written(children: int = 3, drafted: bool = False) -> QuestionAnswers:
-    """Forked, sequential and unforked answers; with drafts, two tokens per step."""
-    right, share = verify(LIST, answer(LIST)), 2 if drafted else 1
-    root = line((10, FORK, 11, FORK, 12, FORK, 13))
-    threads = (root, *(line((20, 21, 22, 23, 24), 2 * child + 1) for child in range(children)))
-    together, sequential = (Answer(threads, Statistics(steps=steps // share)) for steps in (12, 26))
-    whole = in_one_line((10, 20, 11), 4 // share)
-    return QuestionAnswers(LIST, together, sequential, whole, right, right)
-
-
-def test_drafting_cost_sums_the_steps_of_each_decoding_mode_and_counts_changed_outputs() -> None:
-    chats = {0: [written(), written()], 1: [written(drafted=True)] * 2}
-    sources = {0: [in_one_line((30, 31, 32), 4)], 1: [in_one_line((30, 31, 32), 2)]}
-    plain, drafted = (cost_of(slots, chats, sources) for slots in (0, 1))
-    assert (plain.parallel_steps, drafted.parallel_steps) == (2 * 12, 2 * 6)
-    assert plain.plain_steps == drafted.plain_steps == 2 * (4 + 3 * 5 + 1)  # root, three details, the end
-    assert (plain.sequential_steps, drafted.sequential_steps) == (2 * 26, 2 * 13)
-    assert plain.sequential_tokens == drafted.sequential_tokens == 2 * (8 + 3 * 6)
-    assert (drafted.chat_tokens, drafted.chat_steps, drafted.source_tokens, drafted.source_steps) == (8, 4, 4, 2)
-    assert (drafted.as_dict()["chat_tokens_per_step"], drafted.as_dict()["fewer_steps"]) == (2, 20 / 6)
-    chats[1][0], sources[1][0] = written(children=2, drafted=True), in_one_line((31,), 1)
-    assert (cost_of(0, chats, sources).changed, cost_of(1, chats, sources).changed) == (0, 2)

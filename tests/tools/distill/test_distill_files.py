@@ -31,7 +31,6 @@ def chat(*roles: str, **others: Any) -> str:
 PARTS = {
     ("system", "user"): [[0, 1]],
     ("user", "user", "user"): [[0], [1], [2]],
-    ("user", "assistant"): [[0]],
     ("user", "user", "assistant", "user", "user"): [[0], [1, 2, 3], [4]],
     ("user", "assistant", "user", "assistant"): [[0, 1, 2]],
     ("user", "assistant", "tool", "tool", "user"): [[0, 1, 2, 3], [4]],
@@ -65,7 +64,6 @@ def test_a_text_file_has_a_prompt_per_line(tmp_path: Path) -> None:
 
 REFUSED = [
     ('{"text": "a"}', 'holds "text": expected "messages" or "prompt"'),
-    ('{"id": 3}', 'holds neither: expected "messages" or "prompt"'),
     ('{"prompt": "a", "messages": []}', 'holds "messages" and "prompt": expected "messages" or "prompt", not both'),
     ('{"prompt": " "}', '"prompt" is empty: expected text'),
     (chat("system"), "the last turn is of the system: expected a user turn last"),
@@ -117,9 +115,7 @@ def test_a_new_file_begins_with_the_header_and_is_continued(out: Path) -> None:
 
 HEADERS: dict[str, tuple[int | str, str]] = {
     "bundle": ("c" * 64, "the bundle aaaaaaaaaaaa…, this command has the bundle cccccccccccc…"),
-    "prompts": ("c" * 64, "the prompts bbbbbbbbbbbb…, this command has the prompts cccccccccccc…"),
     "max_tokens": (65, "--max-tokens 64, this command has --max-tokens 65"),
-    "max_seq_len": (128, "--max-seq-len 256, this command has --max-seq-len 128"),
 }
 
 

@@ -15,16 +15,12 @@ from rich.console import Console
 from tokenizers import Tokenizer
 
 from spaceport.runtime.decode.statistics import Statistics
-from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.text.piece import Piece
 from spaceport.tools.distill.distillation import DistillProgress
 from spaceport.tools.terminal.distill_screen import progress_shown
-from spaceport.tools.terminal.generate_screen import as_dict, show_statistics
 from spaceport.tools.terminal.lanes import Lane, Lanes, Span, marked
 from spaceport.tools.terminal.live import View
 from spaceport.tools.terminal.screen import show_json, show_table
-from support.hash_engine import Language
-from support.hash_runtime import hash_runtime
 from support.scripted_threads import FORK, Path, Script, Writing, cases, events_of, line
 from support.small_tokenizers import BYTES, FALLBACK
 from support.terminal import on_a_terminal
@@ -168,10 +164,6 @@ def test_a_short_terminal_shows_the_ends_of_the_most_recent_threads_and_at_the_e
     assert rows[0].endswith("xyz<0><1>")
     assert rows[1].endswith("x!")
     assert rows[2].endswith("y?")
-    view.mark_updated((1,))
-    rows = rendered(view, 3, 60)
-    assert rows[0].endswith("y?")
-    assert "threads, 2 not shown" in rows[1]
     view = view_of("X" * 99, line("Y" * 99))
     view.complete = True
     text = "".join(rendered(view, 3, 30))
@@ -218,22 +210,3 @@ def test_lines_of_progress_are_at_least_ten_seconds_apart(
     lines = capfd.readouterr().err.splitlines()
     assert lines[0] == "10/100 prompts  100 tokens  10 tokens/s  0:01:30 left"
     assert len(lines) == 3
-    with progress_shown() as show:
-        show(DistillProgress(10, 40, 10, 0, 0.0))
-    assert capfd.readouterr().err == "10/40 prompts  0 tokens  0 tokens/s\n"  # a continued run says so at once
-
-
-def test_statistics_say_why_drafts_were_narrow_most_frequent_reason_first(capsys: pytest.CaptureFixture[str]) -> None:
-    with hash_runtime(Language(3, end_every=10**9), row=5.0) as runtime:
-        completion = runtime.generate([1, 2, 3], Decoding(max_tokens=8))
-    assert completion.statistics.drafts_limited == {"budget": 8}
-    assert as_dict(completion)["statistics"]["drafts_limited"] == {"budget": 8}
-    completion.statistics.drafts_limited |= {"not_worth_it": 12, "end_of_text": 1}
-    show_statistics(completion)
-    assert capsys.readouterr().err.splitlines()[2:4] == [
-        "draft tokens: none",
-        "drafts limited: not worth it 12, budget 8, end of text 1",
-    ]
-    completion.statistics.drafts_limited.clear()
-    show_statistics(completion)
-    assert "limited" not in capsys.readouterr().err

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import threading
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -36,7 +35,6 @@ from spaceport.tools.cli.exit_codes import OK, USAGE
 from spaceport.tools.reference import checkpoint_runtime
 from spaceport.tools.tune import training
 from spaceport.tools.tune.job import TrainingCallbacks, TuningJob
-from spaceport.tools.tune.prefetch import Prefetch, StepBatches
 from spaceport.tools.tune.settings import TrainingSettings
 from spaceport.tools.tune.token_embeddings import train_token_embeddings
 from spaceport.tools.tune.tuning import tune
@@ -184,19 +182,6 @@ def test_a_time_budget_ends_the_training_and_its_learning_rate(
     assert last is not None
     assert last["seconds_left"] == 0
     assert "\n| steps | 5 |\n" in (tmp_path / "tuned" / "README.md").read_text("utf-8")
-
-
-def test_prefetched_steps_are_those_asked_for() -> None:
-    threads: list[str] = []
-
-    def prepare(step: int) -> StepBatches:
-        threads.append(threading.current_thread().name)
-        return StepBatches((), torch.tensor([step, step]), step)
-
-    prefetch = Prefetch(prepare)
-    assert [prefetch.take(step, following=step < 3).rows for step in (0, 1, 2, 3)] == [0, 1, 2, 3]
-    assert ["prefetch" in name for name in threads] == [False, True, True, True]
-    assert prefetch.take(7, following=False).rows == 7  # a resumed training
 
 
 # Further training
@@ -351,15 +336,6 @@ def test_a_correction_does_not_change_how_the_adapter_is_trained_from_its_first_
     still = replace(CORRECTED, learning_rate=1e-12, max_steps=1, correction_rank=0)
     for found, expected in zip(factors(corrections.trained("same", still, adapter=one)), factors(one), strict=True):
         torch.testing.assert_close(found, expected, rtol=2e-3, atol=1e-6)
-
-
-def test_few_texts_are_memorized_in_every_mask_slot_and_corrected(corrections: Adapters) -> None:
-    settings = replace(CORRECTED, method="full", max_steps=40, learning_rate=2e-3)
-    tuned = corrections.trained("full", settings, validation=(corrections.data,))
-    line = [json.loads(line) for line in (tuned / "metrics.jsonl").read_text().splitlines()][-1]
-    assert min(line["accuracies"][1:]) > 0.95, line
-    assert open_checkpoint(tuned, TokenFlags()).correction is not None
-    assert factors(tuned).after.abs().max() > 0
 
 
 def test_a_resumed_training_in_bfloat16_has_the_adapter_and_correction_of_an_uninterrupted_one(

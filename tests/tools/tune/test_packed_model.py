@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -19,11 +18,8 @@ from spaceport.graphs.contract.draft_correction import CANDIDATES
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.graphs.correction import DraftCorrection
 from spaceport.graphs.traits import UnsupportedModel
-from spaceport.runtime.decoding import Decoding
-from spaceport.tools.reference import checkpoint_runtime
 from spaceport.tools.tune.frozen_base import frozen_base_model_of
 from spaceport.tools.tune.head_loss import head_loss
-from spaceport.tools.tune.job import TuningJob
 from spaceport.tools.tune.methods import apply_method
 from spaceport.tools.tune.packed_model import CORRECTED_LOSS, COUNT, LOSS, PackedModel, packed_model_of, reached, run
 from spaceport.tools.tune.packing import MaskGroup, PackedBatch, collate, pack
@@ -32,7 +28,6 @@ from spaceport.tools.tune.settings import TrainingSettings
 from spaceport.tools.tune.token_embeddings import train_token_embeddings
 from spaceport.tools.tune.token_names import DEFAULT
 from spaceport.tools.tune.tunable_model import open_tunable_model
-from spaceport.tools.tune.tuning import tune
 from spaceport.tools.tune.vocabulary import VocabularyError, add_tokens, embedding_rows
 from support.families import FAMILIES, NOT_DECODER, REFUSED, VOCAB, Family, Refused, build
 from support.paths import TINY
@@ -268,21 +263,3 @@ def test_tokenizer_truncation_and_padding_are_disabled(tmp_path: Path) -> None:
     tunable = open_tunable_model(open_checkpoint(folder, TokenFlags()), TrainingSettings(), DEFAULT)
     assert len(expected) > 8
     assert tunable.encoder.encode(text) == expected
-
-
-def test_a_model_with_a_grown_vocabulary_is_tuned_and_drafts_change_no_output(tmp_path: Path) -> None:
-    checkpoint = tmp_path / "checkpoint"
-    model_of("phi").save_pretrained(checkpoint)
-    tokenizer_of(VOCAB).save_pretrained(checkpoint)
-    (checkpoint / "generation_config.json").write_text(json.dumps({"eos_token_id": 0}))
-    data = tmp_path / "data.jsonl"
-    data.write_text(json.dumps({"text": "".join(chr(0x100 + number) for number in range(2, 30))}), "utf-8")
-    settings = TrainingSettings(method="embeddings", mask_slots=2, epochs=2, cutoff=32)
-    tune(TuningJob(checkpoint, tmp_path / "tuned", (data,), settings))
-    opened = open_checkpoint(tmp_path / "tuned", TokenFlags())
-    assert (opened.tokens.mask, opened.config.vocab_size) == ((VOCAB,), 128)
-    with checkpoint_runtime(opened, 64, 1) as runtime:
-        plain, drafted = (
-            runtime.generate(chr(0x105) * 4, Decoding(max_tokens=8, mask_slots=slots)).tokens for slots in (0, 2)
-        )
-    assert plain == drafted

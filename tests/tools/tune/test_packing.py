@@ -68,16 +68,6 @@ def test_a_mask_slot_at_a_token_s_position_predicts_the_next_token() -> None:
     ]
 
 
-def test_a_group_ends_where_the_text_ends() -> None:
-    row = pack(chain([50], [10, 11, 12]), [MaskGroup(1, 3)], (M, M, M))
-    assert row.ids.tolist() == [50, 10, 11, 12, M]
-    assert row.targets.tolist()[4:] == [12]
-    assert pack(chain([50], [10, 11, 12]), [MaskGroup(0, 2)], (70, 71, 72)).ids.tolist()[4:] == [70, 71]
-    row = pack(chain([50], [10, 11, 12]), [MaskGroup(1, 3), MaskGroup(2, 3)], (M,) * 4, MaskLayout(shift=False))
-    assert row.ids.tolist() == [50, 10, 11, 12, M, M]
-    assert row.targets.tolist()[4:] == [packing.IGNORED, 12]
-
-
 def forked() -> Sample:
     """`50 | h1 F h2 F t` with the details `a1 a2 e` and `b1 e`; the parent of each [Child] is its [Fork]."""
     #          0   1   2     3      4   5   6   7   8     9      10  11  12

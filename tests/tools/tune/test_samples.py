@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -147,9 +146,6 @@ def test_a_list_becomes_a_root_thread_with_a_child_per_fork() -> None:
 def test_an_answer_that_does_not_end_has_no_end_token() -> None:
     sample = only(prepare([chat("Hello", "Good mor", ends=False)], ENCODER, LONG))
     assert ids_of(sample) == ([*spelt(OPENING.format("Hello")), *spelt("Good mor")], spelt("Good mor"))
-    two = only(prepare([chat("Hello", "Good.", "Bye", "See", ends=False)], ENCODER, LONG))
-    assert ids_of(two)[1] == [*spelt("Good."), END, *spelt("See")]
-    assert two.ids[-1] != END
     bare = only(prepare([chat("Hello", "Good mor", ends=False)], BARE, LONG))
     assert bare.ids[-1] != EOS
 
@@ -302,13 +298,3 @@ def test_texts_without_tokens_are_counted_and_after_an_empty_prompt_the_first_to
     assert sample.learned.tolist() == [False, True, True]
     assert successors(sample).tolist() == [1, 2, NO_PARENT]
     assert prepare([text("zzz")], letters, 64).counts[samples.TOO_SHORT] == 1
-
-
-@pytest.mark.parametrize("answer", ["a", "s", "ant", "<", "/s"])
-def test_an_answer_that_also_occurs_in_the_template_is_located(answer: str) -> None:
-    def render(turns: Sequence[Turn], ask: bool) -> str:
-        return "".join(f"<{turn.role}>: {turn.content}</s>\n" for turn in turns)
-
-    encoder = conversation_encoder_with(TOKENIZER.backend_tokenizer, render, TOKENS)
-    (exchange,) = encoder.exchanges(chat("Which?", answer))
-    assert (exchange.lead, exchange.answer, exchange.after) == ("<assistant>: ", answer, "</s>\n")

@@ -10,21 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.decode.statistics import Statistics
 from spaceport.runtime.text.prompt import Prompt
 from spaceport.tools.bench.chat.answers import Answer
 from spaceport.tools.bench.chat.chat_prompts import NO_KIND, ChatPrompt, parts_of, read_chat_prompts
-from spaceport.tools.bench.chat.forks import fork_figures
 from spaceport.tools.bench.chat.measuring import Job, Measured, MeasuredAnswer, measure
 from spaceport.tools.bench.chat.options import PeerOptions
-from spaceport.tools.bench.chat.peers import PEERS, Peers, chosen_peers, running_peers
-from spaceport.tools.bench.chat.summary import ALL, drafts_of, figures_of, peer_ratios, prompt_figures, rounds_of
+from spaceport.tools.bench.chat.peers import Peers, running_peers
+from spaceport.tools.bench.chat.summary import ALL, figures_of, peer_ratios
 from spaceport.tools.bench.compare.machine import Machine
 from spaceport.tools.bench.compare.subjects import Peer
 from spaceport.tools.bench.compare.work_folder import Environments
 from spaceport.tools.bench.compare.worker_process import WorkerFailed
-from spaceport.tools.bench.decode.summary import Rate
 from spaceport.tools.verify.thread_tokens import ThreadTokens
 from support.fake_subjects import FAKE, installed
 from support.paths import ROOT, TINY
@@ -196,23 +193,6 @@ def test_a_peer_that_cannot_run_is_skipped_with_the_reason_and_one_that_ends_has
         peers.subjects[0].answer([5])
 
 
-def test_the_models_that_are_given_choose_the_peers(tmp_path: Path) -> None:
-    gguf = tmp_path / "model.Q4_1.gguf"
-    gguf.write_bytes(b"GGUF")
-    assert chosen_peers(None, None, None) == ()
-    assert [peer.name for peer in chosen_peers(None, None, gguf)] == ["llama.cpp"]
-    assert chosen_peers(None, TINY, gguf) == PEERS
-    assert [peer.name for peer in chosen_peers("transformers bfloat16", TINY, None)] == ["transformers bfloat16"]
-    assert len(chosen_peers("transformers", TINY, None)) == 2
-    for message, chosen in (
-        (r"--peers names 'llama\.cpp': expected --gguf FILE", ("llama.cpp", TINY, None)),
-        ("names 'transformers float32': expected --checkpoint FOLDER", ("transformers", None, None)),
-        ("--peers names 'vllm'", ("vllm", TINY, None)),
-    ):
-        with pytest.raises(OptionFault, match=message):
-            chosen_peers(*chosen)
-
-
 def test_a_speedup_is_the_geometric_mean_over_prompts_by_kind() -> None:
     found = chat_measured(
         *(("plain", 1, prompt, chat_answer(6.0, statistics=MODE)) for prompt in (CODE, OTHER, LIST)),
@@ -232,38 +212,6 @@ def test_a_speedup_is_the_geometric_mean_over_prompts_by_kind() -> None:
     assert overall.tokens_per_second == pytest.approx(33 / 16.5)
 
 
-def test_decoding_of_a_mode_begins_at_the_first_token_of_plain_decoding() -> None:
-    found = chat_measured(
-        ("plain", 1, CODE, chat_answer(6.0, first=1.0, statistics=MODE)),
-        # Its first step takes longer and may generate several tokens: both count as decoding.
-        ("lookup", 1, CODE, chat_answer(3.0, first=2.0, statistics=MODE)),
-        ("peer", 1, CODE, chat_answer(4.0, first=2.0, first_tokens=3)),
-    )
-    plain, lookup, peer = figures_of(found, ["plain", "lookup", "peer"], [], 0)
-    assert [one.decode_tokens_per_second for one in (plain, lookup, peer)] == pytest.approx([10 / 5, 10 / 2, 8 / 2])
-    assert lookup.decode_speedup is not None
-    assert lookup.decode_speedup.mean == pytest.approx(2.5)
-    assert lookup.cpu_speedup == lookup.speedup
-    assert plain.speedup is plain.cpu_speedup is None
-
-
-def test_the_answers_of_a_conversation_count_as_one_prompt_and_one_token_has_no_decode_speed() -> None:
-    chat = chat_prompt(5, "chat", turns=2)
-    found = chat_measured(
-        ("plain", 1, chat, chat_answer(2.0, tokens=5, complete=False, statistics=MODE)),
-        ("plain", 1, chat, chat_answer(4.0, tokens=7, statistics=MODE)),
-    )
-    (times,) = rounds_of(found, "plain")[chat]
-    assert (times.tokens, times.seconds, times.decode_tokens, times.decode_seconds) == (12, 6.0, 10, 4.0)
-    assert (times.complete, times.answers) == (1, 2)
-    (figures,) = figures_of(found, ["plain"], [], 0)
-    assert (figures.prompts, figures.answers, figures.complete) == (1, 2, 1)
-    found = chat_measured(("plain", 1, CODE, chat_answer(1.0, tokens=1, statistics=MODE)))
-    (figures,) = figures_of(found, ["plain"], [], 0)
-    assert (figures.decode_tokens_per_second, figures.tokens_per_second) == (None, 1.0)
-    assert [prompt.decode_tokens_per_second for prompt in prompt_figures(found, ["plain"])] == [None]
-
-
 def test_medians_over_rounds_decide_and_incomplete_rounds_are_left_out() -> None:
     found = chat_measured(
         *(("plain", n, prompt, chat_answer(6.0, statistics=MODE)) for n in (1, 2, 3) for prompt in (CODE, LIST)),
@@ -280,38 +228,3 @@ def test_medians_over_rounds_decide_and_incomplete_rounds_are_left_out() -> None
     overall = ratios[ALL].speedup
     assert overall is not None
     assert overall.mean == pytest.approx(0.5)
-
-
-def test_acceptance_rates_by_depth_are_those_of_the_trace() -> None:
-    by_depth = {"drafted_by_depth": [9, 9, 9], "accepted_by_depth": [6, 3, 2]}
-    by_source = {"drafted_by_source": {"mask": 27}, "accepted_by_source": {"mask": 11}}
-    trace = Statistics(steps=10, tokens=21, **by_depth, **by_source)  # type: ignore[arg-type]
-    drafts = drafts_of([trace, Statistics(steps=10, tokens=12, drafted_by_depth=[3], accepted_by_depth=[1])])
-    assert drafts is not None
-    assert drafts.by_depth == (Rate(12, 7), Rate(9, 3), Rate(9, 2))
-    assert drafts.mean_acceptance_length == pytest.approx(1 + 12 / 20)
-    assert drafts.tokens_per_step == pytest.approx(33 / 20)
-    assert drafts.given_previous == pytest.approx((7 / 12, 3 / 7, 2 / 3))
-    assert drafts.by_source == {"mask": Rate(27, 11)}
-    assert drafts_of([Statistics(steps=4, tokens=4)]) is None
-    assert drafts_of([]) is None
-
-
-def test_answers_that_are_complete_with_and_without_forks_have_a_speedup_of_their_own() -> None:
-    one, two, steps = chat_prompt(1, "lists"), chat_prompt(2, "lists"), Statistics(steps=5)
-    found = chat_measured(
-        ("plain", 1, one, chat_answer(8.0, statistics=steps)),
-        ("plain", 1, two, chat_answer(8.0, complete=False, statistics=steps)),
-        ("forked", 1, one, chat_answer(4.0, tokens=10, threads=3, statistics=steps)),
-        ("forked", 1, two, chat_answer(1.0, tokens=20, threads=5, statistics=steps)),
-    )
-    plain, forked = fork_figures(found, ["plain", "forked"], 0)
-    assert (plain.answer_speedup, plain.complete_speedup) == (None, None)
-    assert (forked.answers, forked.complete, plain.complete) == (2, 2, 1)
-    assert (forked.threads, forked.most_threads, forked.tokens, forked.seconds) == (4.0, 5, 15.0, 2.5)
-    assert (forked.tokens_per_second, forked.tokens_per_step) == (pytest.approx(6), pytest.approx(3))
-    assert forked.answer_speedup is not None
-    assert forked.answer_speedup.mean == pytest.approx((2 * 8) ** 0.5)
-    assert forked.complete_speedup is not None
-    assert (forked.complete_speedup.mean, forked.complete_speedup.prompts) == (pytest.approx(2.0), 1)
-    assert fork_figures(chat_measured(), ["plain"], 0) == ()

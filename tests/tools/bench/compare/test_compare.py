@@ -3,32 +3,24 @@
 from __future__ import annotations
 
 import json
-import re
-import sys
 from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.tools.bench.compare.comparing import CompareOptions, compare
-from spaceport.tools.bench.compare.machine import this_machine
-from spaceport.tools.bench.compare.markdown import markdown_of, number
-from spaceport.tools.bench.compare.metrics import Metric, Workload, arguments, metrics_of, value_of
-from spaceport.tools.bench.compare.pins import ENVIRONMENTS
+from spaceport.tools.bench.compare.markdown import markdown_of
 from spaceport.tools.bench.compare.subjects import (
-    ADAPTERS,
     PEERS,
     Peer,
     Skipped,
     Subject,
-    bundle_subjects,
     peer_subject,
 )
-from spaceport.tools.bench.compare.summary import Comparison, Spread, paired, spread, summarized
+from spaceport.tools.bench.compare.summary import Spread, paired, spread
 from spaceport.tools.bench.compare.work_folder import WorkFolder
-from spaceport.tools.bench.compare.worker_pool import Measurement, Record, WorkerPool, measure_all, read_files
+from spaceport.tools.bench.compare.worker_pool import Measurement, WorkerPool, measure_all, read_files
 from spaceport.tools.bench.compare.worker_process import WorkerFailed, start
 from spaceport.tools.cli import run
 from spaceport.tools.cli.exit_codes import INPUT, OK, USAGE
@@ -37,7 +29,6 @@ from support.paths import TINY
 
 pytestmark = pytest.mark.on_change("tests/support/fake_runtime.py", "tools/bench/compare/adapters")
 BY_NAME = {peer.name: peer for peer in PEERS}
-OPENED = {"versions": {"fake": "1.2", "numpy": "2"}, "import_seconds": 0.5, "open_seconds": 1.25}
 SMALL = "--context 12 --tokens 4 --rows 1,4 --prefill 16 --requests 2 --request-context 6 --request-tokens 5 --rounds 2"
 
 
@@ -52,24 +43,6 @@ def subject(peer: str, work: WorkFolder, gguf: Path | None = None) -> Subject:
     found = peer_subject(BY_NAME[peer], work, gguf)
     assert isinstance(found, Subject)
     return found
-
-
-def test_every_peer_has_an_adapter_and_pins() -> None:
-    for peer in PEERS:
-        assert (ADAPTERS / peer.adapter).is_file()
-        assert peer.environment in ENVIRONMENTS
-    for name, requirements in ENVIRONMENTS.items():
-        assert all(re.fullmatch(r"[\w.-]+(\[\w+\])?==[\w.]+", one) for one in requirements), name
-
-
-def test_bundles_are_named_after_their_weights(tiny_bundle: Path, half_bundle: Path, tmp_path: Path) -> None:
-    (tmp_path / "again").symlink_to(tiny_bundle)
-    found = bundle_subjects([tiny_bundle, half_bundle, tmp_path / "again"])
-    names = ["spaceport float32", "spaceport float16", "spaceport float32 (again)"]
-    assert [subject.name for subject in found] == names
-    assert all(subject.is_bundle and subject.python == Path(sys.executable) for subject in found)
-    with pytest.raises(OptionFault, match="given twice"):
-        bundle_subjects([tiny_bundle, tmp_path / "again", tmp_path / "again"])
 
 
 def test_a_peer_is_skipped_until_its_environment_and_model_exist(tmp_path: Path) -> None:
@@ -93,70 +66,12 @@ def measurements(*values: float) -> dict[int, Measurement]:
     return {number: Measurement(value, 1.0, 0.25) for number, value in enumerate(values)}
 
 
-@pytest.fixture
-def comparison(tmp_path: Path) -> Comparison:
-    """A bundle, a slower peer without steps of several rows, and a skipped peer."""
-    ours = Record(fake_subject("spaceport int8", tmp_path, is_bundle=True), OPENED, 2_000_000, 3_000_000)
-    ours.measurements = {
-        "decode": measurements(10, 20, 12),
-        "4 rows": measurements(11, 11, 11),
-        "2 requests": measurements(100, 100, 50),
-    }
-    ours.skipped = {"prefill": "its process ended"}
-    peer = Record(fake_subject("peer <int4>", tmp_path), OPENED, 9_000_000, 9_000_000)
-    peer.measurements = {"decode": measurements(15, 20, 24), "2 requests": measurements(50, 200, 50)}
-    peer.skipped = {"1 row": "it cannot", "4 rows": "it cannot"}
-    summaries = summarized({record.subject.name: record for record in (ours, peer)}, metrics_of(WORKLOAD))
-    skipped = (Skipped("llama.cpp", "no GGUF file: add --gguf FILE"),)
-    return Comparison("c110", this_machine(), 2, 3, WORKLOAD, metrics_of(WORKLOAD), summaries, skipped, 1)
-
-
 def test_ratios_are_paired_by_round_and_above_one_is_slower() -> None:
     assert spread([3.0, 1.0, 2.0]) == Spread(2.0, 1.0, 3.0)  # the median and the range
     assert paired("ms", measurements(15, 20, 24), measurements(10, 20, 12)) == Spread(1.5, 1.0, 2.0)
     assert paired("tokens/s", measurements(50, 200, 50), measurements(100, 100, 50)) == Spread(1.0, 0.5, 2.0)
     assert paired("ms", {1: Measurement(30, 1, 0)}, measurements(10, 20)) == Spread(1.5, 1.5, 1.5)
     assert paired("ms", {5: Measurement(30, 1, 0)}, measurements(10, 20)) is None
-
-
-def test_markdown_has_medians_ratios_resources_and_reasons(comparison: Comparison) -> None:
-    lines = markdown_of(comparison).splitlines()
-    assert "Checkpoint c110, 2 thread(s), 3 rounds" in lines[0]
-    assert "| spaceport int8 | 12.0 | - | 11.0 | - | 100 |" in lines
-    assert "| peer <int4> | 20.0 | - | - | - | 50.0 |" in lines
-    assert "| peer <int4> | 1.50 (1.00-2.00) | - | - | - | 1.00 (0.50-2.00) |" in lines
-    assert "| spaceport int8 | 2 | 3 | 0 | 0.50 | 1.25 | fake 1.2; fake |" in lines
-    assert "- peer <int4>, 1 row, 4 rows: it cannot" in lines
-    assert "- Other processes of the machine used 0.25 cores in the median measurement." in lines
-    for value, text in ((1234.5, "1234"), (12.345, "12.3"), (1.2345, "1.23")):
-        assert number(value) == text
-
-
-def test_a_value_is_a_median_step_time_or_a_rate() -> None:
-    for metric, value, expected in (
-        (Metric("decode", "decode", "ms"), [0.5, 0.001, 0.002], 2.0),
-        (Metric("prefill", "prefill", "tokens/s", 100), 0.5, 200.0),
-        (Metric("8 requests", "requests", "tokens/s"), [30, 2.0], 15.0),
-    ):
-        assert value_of(metric, value) == pytest.approx(expected)
-
-
-def test_prompts_have_the_lengths_of_the_workload_and_differ_by_round_and_metric() -> None:
-    lengths = {"context": 40, "tokens": 5, "rows": (1, 9), "prefill": 60, "requests": 3}
-    workload = Workload(**lengths, request_context=6, request_tokens=7)  # type: ignore[arg-type]
-    metrics = metrics_of(workload)
-    units = {"decode": "ms", "1 row": "ms", "9 rows": "ms", "prefill": "tokens/s", "3 requests": "tokens/s"}
-    assert {metric.name: metric.unit for metric in metrics} == units
-    calls = [arguments(metric, workload, round_) for round_ in range(-1, 3) for metric in metrics]
-    assert calls == [arguments(metric, workload, round_) for round_ in range(-1, 3) for metric in metrics]
-    assert json.loads(json.dumps(calls)) == calls
-    prompts = [tuple(prompt) for call in calls for prompt in call.get("prompts", [call.get("prompt")])]
-    assert len(set(prompts)) == len(prompts)
-    assert all(3 <= token < 200 for prompt in prompts for token in prompt)
-    decode, _, rows, prefill, requests = (arguments(metric, workload, 0) for metric in metrics)
-    assert [len(call["prompt"]) for call in (decode, rows, prefill)] == [40, 40, 60]
-    assert [len(prompt) for prompt in requests["prompts"]] == [6, 6, 6]
-    assert workload.length == 61
 
 
 def test_the_command_measures_a_bundle_and_reports_skipped_runtimes(
@@ -208,15 +123,6 @@ def test_mistakes_are_reported_before_anything_is_measured(tmp_path: Path, capsy
         assert message in capsys.readouterr().err
 
 
-def test_bundles_that_cannot_be_measured_are_refused(tiny_bundle: Path, demo_bundle: Path, tmp_path: Path) -> None:
-    for bundle, workload, message in (
-        (tiny_bundle, Workload(prefill=10**6), "1000001 are needed: lower --prefill"),
-        (demo_bundle, WORKLOAD, r"has \d+ layers, .*tiny has \d+: expected a bundle of it"),
-    ):
-        with pytest.raises(InputFault, match=message):
-            compare(CompareOptions(TINY, tmp_path, (bundle,), (), None, workload, 1, 1, setup=False), print)
-
-
 def measure(folder: Path, *options: dict[str, object], rounds: int = 2) -> WorkerPool:
     subjects = [fake_subject(f"fake{i}", folder, **given) for i, given in enumerate(options)]  # type: ignore[arg-type]
     return measure_all(fake_run_options(folder, rounds), subjects, lambda _: None)
@@ -266,20 +172,3 @@ def test_what_fails_is_skipped_and_a_worker_is_restarted(tmp_path: Path) -> None
     assert (skipped.name, "no model today" in skipped.reason) == ("fake2", True)
     read_files(tmp_path / "fake0")
     read_files(tmp_path / "fake0" / "weights")
-
-
-@pytest.mark.nightly  # a busy machine gives the spinning worker too little time
-def test_a_measurement_during_which_another_worker_computes_is_repeated(tmp_path: Path) -> None:
-    pool = WorkerPool(fake_run_options(tmp_path, rounds=1), lambda _: None)
-    try:
-        pool.add(fake_subject("first", tmp_path))
-        pool.add(fake_subject("second", tmp_path, spins=60.0))
-        pool.workers["second"].call("decode", {"prompt": [3], "tokens": 2})  # its thread continues after the answer
-        pool.run_round(0)
-    finally:
-        pool.close()
-    first, second = pool.records.values()
-    assert pool.repeated == 1
-    assert list(first.measurements) == ["decode", "prefill", "2 requests"]
-    assert second.measurements == {}
-    assert "still busy 1 s after its measurement" in second.skipped["decode"]

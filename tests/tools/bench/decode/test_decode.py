@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import astuple, replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from spaceport.graphs.contract.faults import OptionFault
@@ -20,17 +19,12 @@ from spaceport.tools.bench.decode.benchmark import benchmark
 from spaceport.tools.bench.decode.measuring import Difference, Measured, MeasuredCompletion, difference
 from spaceport.tools.bench.decode.modes import MODES, PLAIN, DecodeMode, modes_for, parse_modes
 from spaceport.tools.bench.decode.options import DecodeOptions
-from spaceport.tools.bench.decode.plot import plot_of
 from spaceport.tools.bench.decode.replay import (
-    SyntheticTexts,
     implied_tokens_per_step,
-    mask_depths,
     replay_runtime,
     synthetic_texts,
 )
-from spaceport.tools.bench.decode.report import markdown_of
-from spaceport.tools.bench.decode.speedup import speedup_of
-from spaceport.tools.bench.decode.summary import REPLAY_LABEL, DecodeReport, Rate, summarized
+from spaceport.tools.bench.decode.summary import DecodeReport, Rate, summarized
 from spaceport.tools.verify.audit.prompts import TokenizedPrompt
 from spaceport.tools.verify.thread_tokens import ThreadTokens
 
@@ -48,7 +42,6 @@ DRAFTED = {
 
 
 pytestmark = pytest.mark.on_change()  # runs thousands of steps
-VOCABULARY = np.arange(10, 500)
 
 
 def report(different: int = 0, options: DecodeOptions = OPTIONS, tokens_of_first: int = 12) -> DecodeReport:
@@ -158,31 +151,6 @@ def replayed(bundle: Path, acceptance: tuple[float, ...], **more: object) -> Dec
     return benchmark(bundle, None, DecodeOptions(replay=acceptance, **given), lambda _: None)  # type: ignore[arg-type]
 
 
-def test_no_pair_of_tokens_repeats_and_first_tokens_are_unique() -> None:
-    texts = SyntheticTexts(VOCABULARY, (0.5,), count=40, length=1500, seed=0)
-    for tokens in texts.tokens:
-        pairs = list(zip(tokens.tolist(), tokens[1:].tolist(), strict=False))
-        assert len(set(pairs)) == len(pairs)
-    assert len(set(texts.tokens[:, 0].tolist())) == 40
-    assert set(texts.tokens.flat) <= set(VOCABULARY.tolist())
-
-
-def test_mask_slots_are_right_with_the_rates_of_the_table() -> None:
-    table = (0.9, 0.5, 0.7)
-    right = SyntheticTexts(VOCABULARY, table, count=20, length=2000, seed=1).right
-    shares = [(right > depth).mean() for depth in range(3)]
-    assert shares == pytest.approx([0.9, 0.45, 0.315], abs=0.01)
-    assert (right == SyntheticTexts(VOCABULARY, table, count=20, length=2000, seed=1).right).all()
-    assert (right != SyntheticTexts(VOCABULARY, table, count=20, length=2000, seed=2).right).any()
-
-
-def test_depths_of_mask_rows_count_from_the_token_of_their_group_and_a_table_implies_tokens_per_step() -> None:
-    masked = np.array([[0, 1, 1, 0, 1, 0], [0, 0, 0, 1, 1, 1]], np.bool_)
-    assert mask_depths(masked).tolist() == [[-1, 0, 1, -1, 0, -1], [-1, -1, -1, 0, 1, 2]]
-    assert implied_tokens_per_step((0.79,) * 5) == pytest.approx(1 + sum(0.79**depth for depth in range(1, 6)))
-    assert implied_tokens_per_step((0.5, 0.5)) == 1.75
-
-
 @pytest.mark.slow
 def test_chains_reach_the_tokens_per_step_that_the_table_implies(tiny_bundle: Path) -> None:
     acceptance = (0.79,) * 5
@@ -248,62 +216,3 @@ def test_rates_are_medians_of_rounds_and_speedups_are_paired() -> None:
     assert (first.line, first.prompt_tokens, first.tokens) == (2, 3, 12)
     assert (first.tokens_per_second, first.speedup) == (pytest.approx(6.0), pytest.approx(2.5))
     assert (empty.line, empty.tokens, empty.tokens_per_second, empty.speedup) == (7, 0, 0.0, None)
-
-
-def test_tables_have_a_verdict_and_list_differences() -> None:
-    lines = markdown_of(report()).splitlines()
-    assert "| plain | 0 | 2.06 | - | - | - | - | 250 | 570 | 0.50 | 25% | reference |" in lines
-    assert "| default | 0 | 1.25 | 0.75 of 8 | 0.50 of 4 | 0.60 of 10 | - | 1.00 of 2 |" in lines
-    assert "the default drafts pay: 2.45 times the speed of plain decoding" in lines[-2]
-    wrong = markdown_of(report(different=12)).splitlines()
-    assert wrong[-12].startswith("- 12 of 6 compared completions DIFFER")
-    assert wrong[-11] == (
-        "  - line 7, temperature 0, round 1, thread 0, token 4: default has token id 99, plain has the end"
-    )
-    assert wrong[-1] == "  - 2 more: --json lists them"
-    assert "| 12 of 6 DIFFER |" in "\n".join(wrong)
-
-
-def test_the_verdict_names_concurrent_requests_and_empty_completions() -> None:
-    lines = markdown_of(report(options=DecodeOptions(rounds=2, requests=4))).splitlines()
-    assert lines[-2] == (
-        "- Temperature 0: the default drafts pay: 2.00 times the tokens/s of plain decoding with 4 requests "
-        "(rounds from 1.67 to 2.33)."
-    )
-    empty = report(tokens_of_first=0)
-    assert [(mode.speedup, mode.throughput_ratio) for mode in empty.modes] == [(None, None)] * 2
-    assert markdown_of(empty).splitlines()[-2] == "- Temperature 0: all completions are empty."
-
-
-def test_a_replay_is_labelled() -> None:
-    replay = report(options=DecodeOptions(rounds=2, replay=(0.79, 0.5)))
-    assert (replay.as_dict()["kind"], replay.as_dict()["label"]) == ("replay", REPLAY_LABEL)
-    assert markdown_of(replay).startswith(f"**{REPLAY_LABEL}** (0.79, 0.5 by depth).")
-    assert f"{REPLAY_LABEL}: 0.79, 0.5" in plot_of(replay)
-
-
-def test_the_speedup_is_the_geometric_mean_of_the_medians_of_prompts() -> None:
-    found = speedup_of({3: [2.0, 2.0, 9.0], 5: [0.5, 0.1, 0.7], 9: [4.0, 4.1, 3.9]}, 0)
-    assert found is not None
-    assert found.mean == pytest.approx((2.0 * 0.5 * 4.0) ** (1 / 3))
-    assert (found.worst, found.worst_line) == (pytest.approx(0.5), 5)
-    assert (found.best, found.best_line) == (pytest.approx(4.0), 9)
-    assert found.prompts == 3
-    assert found.low < found.mean < found.high
-
-
-def interval(ratios: dict[int, list[float]]) -> tuple[float, float]:
-    found = speedup_of(ratios, 0)
-    assert found is not None
-    return found.low, found.high
-
-
-def test_the_interval_is_that_of_resampled_prompts_and_rounds_and_depends_on_the_seed_only() -> None:
-    assert interval({1: [1.5, 1.5], 2: [1.5, 1.5]}) == pytest.approx((1.5, 1.5))
-    assert interval({1: [1.0], 2: [4.0]}) == pytest.approx((1.0, 4.0))  # both, or one of them twice: 1, 2 or 4
-    assert interval({1: [1.0, 2.0, 4.0]}) == pytest.approx((1.0, 4.0))  # one prompt: only its rounds vary
-    many = interval({line: [2.0 if line % 2 else 1.0] for line in range(400)})  # 2^(1/2 ± 1.96 · 0.025)
-    assert many == pytest.approx((1.367, 1.463), abs=0.006)
-    ratios = {line: [1.0 + line / 7, 1.1, 0.9] for line in range(9)}
-    assert speedup_of(ratios, 4) == speedup_of(ratios, 4) != speedup_of(ratios, 5)
-    assert speedup_of({}, 0) is None

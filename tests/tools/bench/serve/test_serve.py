@@ -7,21 +7,16 @@ import json
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any
 
 import pytest
 
-from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.text.prompt import Prompt
-from spaceport.tools.bench.compare.machine import this_machine
 from spaceport.tools.bench.serve.exchange import Exchange
-from spaceport.tools.bench.serve.figures import figures_of, medians, quantiles, statuses
-from spaceport.tools.bench.serve.http_client import Address, address_of
-from spaceport.tools.bench.serve.http_load import Target, get_json, model_of, sender
+from spaceport.tools.bench.serve.figures import figures_of, statuses
+from spaceport.tools.bench.serve.http_client import Address
+from spaceport.tools.bench.serve.http_load import Target, sender
 from spaceport.tools.bench.serve.load_run import LoadRun, run_load
-from spaceport.tools.bench.serve.options import ServeOptions
-from spaceport.tools.bench.serve.report import LoadFigures, ServeReport
 from spaceport.tools.bench.serve.workload import Behaviour, PlannedRequest, Workload, planned
 
 Answer = Callable[[asyncio.StreamWriter], Awaitable[None]]
@@ -155,22 +150,6 @@ def test_refusals_differ_from_failures() -> None:
         assert message in str(found.error)
 
 
-def test_the_first_model_of_a_service_is_found_at_its_address() -> None:
-    async def answer(writer: asyncio.StreamWriter) -> None:
-        writer.write(reply(b'{"data": [{"id": "one"}, {"id": "two"}]}'))
-
-    async def check(address: Address) -> None:
-        assert await model_of(address, "k") == "one"
-        assert (await get_json(Target(address, ""), "/load"))[0] == 200
-
-    assert with_server(answer, check).keys == ["Bearer k", ""]
-    assert address_of("http://localhost:8000/v1/") == Address("localhost", 8000, "")
-    assert address_of("http://[::1]:80/a/v1") == Address("::1", 80, "/a")
-    for url in ("https://host:1", "host:8000", "http://", "http://host:99999", ""):
-        with pytest.raises(OptionFault, match="expected http://HOST:PORT"):
-            address_of(url)
-
-
 def test_each_service_gets_the_same_requests_with_the_shares_that_were_asked_for() -> None:
     workload = Workload(requests=4000, cancelled=0.3, dropped=0.1, slow=0.2, unstreamed=0.25, seed=3)
     found = list(planned(workload, 7, first=5))
@@ -183,22 +162,6 @@ def test_each_service_gets_the_same_requests_with_the_shares_that_were_asked_for
     assert sum(not one.streamed for one in found) / 4000 == pytest.approx(0.25, abs=0.03)
     assert {one.behaviour for one in found if one.leaves} == {"cancel", "drop"}
     assert {one.gap for one in found} == {0.0}
-    gaps = [one.gap for one in islice(planned(Workload(seconds=60, rate=20.0), 3), 4000)]
-    assert sum(gaps) / 4000 == pytest.approx(1 / 20, rel=0.1)  # random arrivals
-    assert len(set(gaps)) > 3000
-
-
-def test_invalid_workloads_are_refused() -> None:
-    refused: tuple[tuple[dict[str, Any], str], ...] = (
-        ({}, "expected one of --requests and --seconds"),
-        ({"requests": 0}, "requests is 0"),
-        ({"seconds": float("nan")}, "seconds is nan"),
-        ({"requests": 1, "cancelled": 1.5}, "cancelled is 1.5: expected a share"),
-        ({"requests": 1, "cancelled": 0.6, "slow": 0.6}, "add up to 1.2"),
-    )
-    for given, message in refused:
-        with pytest.raises(OptionFault, match=message):
-            Workload(**given)
 
 
 def exchange(**fields: Any) -> Exchange:
@@ -243,31 +206,3 @@ def test_wrong_and_late_answers_are_no_goodput() -> None:
     assert found.refusal.highest == pytest.approx(250)
     assert statuses(run.exchanges) == {"200": 5, "503": 1}
     assert figures_of(run, None, None, None).compared == 0
-
-
-def test_latency_counts_tokens_and_events_apart() -> None:
-    one, whole = exchange(tokens=5), exchange(streamed=False, text_times=[])
-    assert (one.first_token_seconds, one.seconds_per_token) == pytest.approx((0.1, 0.4 / 4))
-    assert one.gaps == pytest.approx([0.3, 0.1])
-    assert (whole.first_token_seconds, whole.seconds_per_token, whole.gaps) == (None, None, [])
-    assert quantiles([None]) is None
-    found = quantiles([0.1, None, 0.3])
-    assert found is not None
-    assert (found.p50, found.highest) == (pytest.approx(200), pytest.approx(300))
-
-
-def test_ratios_compare_runs_of_the_same_round() -> None:
-    """The median of ratios is not the ratio of medians."""
-    runs = [LoadRun([exchange(text_times=[1.0 + first, 2.0])], 1.0) for first in (0.1, 0.2, 0.9)]
-    found = medians([figures_of(run, None, None, None) for run in runs])  # field by field
-    assert (found.first_token.p50, found.answered, found.drafts) == (pytest.approx(200), 1, None)
-
-    def load(name: str, *seconds: float) -> LoadFigures:
-        rounds = tuple(figures_of(LoadRun([exchange()], each), None, None, None) for each in seconds)
-        return LoadFigures(name, 2, medians(rounds), rounds, {})
-
-    options = ServeOptions(Workload(requests=1), (2,), urls=(("other", "http://localhost:1"),))
-    loads = (load("spaceport", 1.0, 2.0, 9.0), load("other", 3.0, 1.0, 3.0))
-    report = ServeReport("", this_machine(), options, 1, loads, (), (), {})
-    (ratio,) = report.ratios
-    assert (ratio.reference, ratio.tokens_per_second, ratio.first_token) == ("other", 0.5, 0.0)

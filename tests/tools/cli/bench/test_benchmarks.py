@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,6 @@ from spaceport.tools.bench.decode.summary import REPLAY_LABEL
 from spaceport.tools.bench.serve.processes import ProcessFailed
 from spaceport.tools.bench.start.service_start import measured
 from spaceport.tools.cli import run
-from spaceport.tools.cli.bench import Benchmarks
 from spaceport.tools.cli.bench.start import page_caches_of
 from spaceport.tools.cli.exit_codes import ACCURACY, INPUT, OK, USAGE
 from support.paths import DEMO, TINY
@@ -23,7 +20,6 @@ from support.planted import ignore_the_mask, planted
 
 Capture = pytest.CaptureFixture[str]
 pytestmark = [pytest.mark.on_change("tests/support/fake_runtime.py"), pytest.mark.slow]
-HEAVY = ("numpy", "onnxruntime", "torch", "transformers")
 PROMPTS = ("import json\n\n\ndef load(path):\n", "def close(self):\n", "class Reader:\n", "for line in lines:\n")
 
 
@@ -35,16 +31,12 @@ MISTAKES = (
     ("decode TINY", USAGE, "no prompt file: expected PROMPTS, or --replay with acceptance rates"),
     (f"{DECODE} --max-tokens 5000", INPUT, "line 1: "),
     (f"{DECODE} --max-tokens 0", USAGE, "--max-tokens is 0: expected at least 1"),
-    (f"{DECODE} --context 9", USAGE, "--context has no effect with PROMPTS"),
     ("decode TINY --replay 0.5,1.1", USAGE, "--replay is '0.5,1.1': expected comma-separated numbers from 0 to 1"),
     ("decode TINY --replay 0.5 --temperatures 1", USAGE, "a replay is greedy"),
-    ("decode TINY --replay 1,1,1,1,1,1", USAGE, "--replay has 6 depths: expected at most 5"),
     ("decode TINY --replay 0.5 --context 4000 --max-tokens 96", USAGE, "--max-tokens 96 make 4096"),
     (f"{CHAT} --modes forked", USAGE, "forked threads are measured on --fork-kinds"),
-    (f"{CHAT} --work folder", USAGE, "--work has no effect without other runtimes: add --checkpoint FOLDER"),
     (f"{CHAT} --checkpoint MODEL", USAGE, "no --work: expected the folder with the environments"),
     (SERVE, USAGE, "nothing to measure: expected --bundle BUNDLE, --url URL or both"),
-    (f"{SERVE} --url localhost:8000", USAGE, "'localhost:8000' is no address of a service"),
     (f"{SERVE} --url http://127.0.0.1:1", INPUT, "expected a running service"),
     (f"{SERVE} --bundle x --gguf none.gguf", INPUT, "expected a GGUF file"),
 )
@@ -64,20 +56,6 @@ def results(capsys: Capture, name: str, *arguments: object) -> dict[str, Any]:
     assert run(["bench", name, *map(str, arguments), "--json"]) == OK
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
-
-
-def test_help_lists_every_benchmark_and_imports_no_heavy_library(capsys: Capture) -> None:
-    program = (
-        "import sys; from spaceport.tools.cli import run; code = run(['bench', '--help'])\n"
-        f"print([name for name in {HEAVY} if name in sys.modules]); sys.exit(code)"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    *lines, imported = done.stdout.splitlines()
-    assert [line.split()[0] for line in lines[lines.index("Commands:") + 1 :]] == list(Benchmarks.summaries)
-    assert imported == "[]"
-    for name in Benchmarks.summaries:
-        assert run(["bench", name, "--help"]) == OK
-        assert capsys.readouterr().out.startswith(f"Usage: spaceport bench {name} ")
 
 
 def test_load_reports_throughput_and_latency_for_each_value_of_max_requests(tiny_bundle: Path, capsys: Capture) -> None:
@@ -150,11 +128,6 @@ def test_all_answers_of_services_are_right_while_clients_leave(
         assert figures["drafts"]["mean_acceptance_length"] >= 1  # whether drafts pay depends on the machine
         assert one["statuses"].keys() <= {"200", "503"}
         assert figures["main_thread_per_token"] is not None, name
-    service = next(one for one in found["resources"] if one["subject"] == "spaceport")
-    first, _, last = service["samples"]  # after the warm-up and two runs
-    left = sum(one["figures"]["left"] for one in found["loads"] if one["subject"] == "spaceport")
-    most = first["file_descriptors"] + 2  # some close late
-    assert last["file_descriptors"] <= most < first["file_descriptors"] + left
     assert "answers equal those of `Runtime.generate`" in table.read_text("utf-8")
     assert {one["reference"] for one in found["ratios"]} == {"embedded"}
 
@@ -220,10 +193,7 @@ def test_modes_kinds_drafts_and_forks_are_reported(
     assert list(forks) == ["plain", "default", "forked", "forked+drafted"]
     assert forks["forked"]["threads"] > 1 == forks["plain"]["threads"]
     assert forks["forked"]["complete"] == 1
-    page = file.read_text("utf-8")
-    for title in ("Speed by mode", "Acceptance of 2 mask slots in every step", "Forked threads: lists"):
-        assert f"### {title}\n" in page
-    assert "- All 14 compared answers are identical to those without drafts." in page
+    assert "- All 14 compared answers are identical to those without drafts." in file.read_text("utf-8")
 
 
 def test_every_mode_and_temperature_is_reported(
@@ -240,16 +210,6 @@ def test_every_mode_and_temperature_is_reported(
     assert lines == [[f"| {mode}", heat] for heat in ("0", "0.8") for mode in modes]
     assert out.splitlines()[-1] == "- All 32 compared completions are identical."
     assert "round 1 of 1, temperature 0.8" in err
-
-
-def test_forked_completions_are_compared_with_forked_ones(demo_bundle: Path, tmp_path: Path, capsys: Capture) -> None:
-    file = written(tmp_path / "prompts.jsonl", {"prompt": LIST})
-    assert run(decode(demo_bundle, file, "--modes", "forked+drafted", "--max-tokens", 48, "--json")) == OK
-    modes = {mode["mode"]: mode for mode in json.loads(capsys.readouterr().out)["modes"]}
-    references = {"plain": None, "forked": None, "forked+drafted": "forked"}
-    assert {name: mode["reference"] for name, mode in modes.items()} == references
-    assert modes["forked"]["tokens_per_step"] > 1.1 > modes["plain"]["tokens_per_step"]
-    assert (modes["forked+drafted"]["compared"], modes["forked+drafted"]["different"]) == (2, 0)
 
 
 def test_a_replay_is_labelled(tiny_bundle: Path, tmp_path: Path, capsys: Capture) -> None:

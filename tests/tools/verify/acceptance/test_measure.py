@@ -19,7 +19,6 @@ from spaceport.graphs.contract.signature import LOWERINGS, STEP_ROWS, Lowering, 
 from spaceport.runtime.bundle import Bundle
 from spaceport.runtime.decode.statistics import Statistics
 from spaceport.runtime.decoding import Decoding
-from spaceport.runtime.engine import Batch
 from spaceport.runtime.session import Runtime
 from spaceport.tools.tune.checkpoint_encoder import checkpoint_encoder
 from spaceport.tools.tune.conversations import Conversation, Turn
@@ -156,15 +155,6 @@ def writable(logits: NDArray[np.float32], tokens: TokenIds, banned: set[int | No
     """The most probable token that may be generated."""
     allowed = [token for token in range(logits.size) if token not in banned | set(tokens.forbidden)]
     return max(allowed, key=lambda token: float(logits[token]))
-
-
-def test_several_mask_tokens_are_fed_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, batches = HashEngine(Language(1), 64, 1), list[Batch]()
-    run = engine.run
-    monkeypatch.setattr(engine, "run", lambda batch: batches.append(batch) or run(batch))
-    predict_segment(engine, TokenIds(MASKS, end=(END,)), Segment((1, 2), (3, 4, 5)), 2)
-    assert [batch.input_ids.tolist() for batch in batches] == [[[1, 2, 3, 4]], [[*MASKS, MASKS[0]]]]
-    assert [batch.position_ids.tolist() for batch in batches] == [[[0, 1, 2, 3]], [[2, 3, 3]]]
 
 
 @pytest.fixture(scope="module")

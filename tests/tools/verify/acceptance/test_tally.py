@@ -15,7 +15,6 @@ from spaceport.tools.tune.samples import Prepared, Sample
 from spaceport.tools.verify.acceptance.predictions import NO_PREDICTION
 from spaceport.tools.verify.acceptance.reference_answers import Segment, reference_answers, segments_of
 from spaceport.tools.verify.acceptance.tally import ForkTally, LookupTally, Tally, correct_predictions, count_steps
-from spaceport.tools.verify.draft_names import named_drafts
 
 FORK, CHILD = 630, 631
 
@@ -119,8 +118,3 @@ def test_lookup_tokens_are_counted_in_the_kinds_from_which_the_runtime_learns(
     assert tally.tokens == expected
     assert sum(tally.accepted) == correct
     assert all(good <= count for good, count in zip(tally.accepted, tally.tokens, strict=True))
-
-
-def test_a_number_of_predictors_has_words() -> None:
-    found = [named_drafts(*case) for case in ((0, "mask slot"), (1, "head"), (3, "mask slot"))]
-    assert found == ["prompt lookup", "1 head", "3 mask slots"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
@@ -19,7 +18,6 @@ import pytest
 from spaceport.graphs.contract.manifest import ACCURACY_FILE
 from spaceport.runtime.bundle import open_bundle
 from spaceport.tools.cli import run
-from spaceport.tools.verify import accuracy
 from spaceport.tools.verify.accuracy import Array, RecordedCall
 from spaceport.tools.verify.check.check import CheckReport, check
 from spaceport.tools.verify.check.check_options import CheckOptions
@@ -28,8 +26,6 @@ from support.paths import TINY
 from support.planted import (
     forget_marks,
     ignore_the_mask,
-    leave_values_unwritten,
-    perturb_last_norm,
     perturb_layer,
     perturb_one_weight,
     planted,
@@ -80,19 +76,10 @@ def test_a_report_that_cannot_be_saved_is_printed(
     assert "PASS" in output
     assert "Is a directory" in errors
     (bundle / ACCURACY_FILE).rmdir()
-    read_only = f"{bundle} is read-only: the report is printed to stdout and not saved in the bundle"
-
-    def became_read_only(folder: Path, report: object) -> None:
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-
-    monkeypatch.setattr(accuracy, "write_report", became_read_only)
-    assert run(command) == 0
-    assert capsys.readouterr().err.endswith(f"{read_only}\n")
     monkeypatch.setattr(os, "access", lambda path, mode, **options: mode != os.W_OK)
     assert run([*command, "--json"]) == 0
     output, errors = capsys.readouterr()
-    assert errors.splitlines()[0] == f"{read_only}; --json prints all of it"
-    assert errors.count("read-only") == 1
+    assert f"{bundle} is read-only: the report is printed to stdout and not saved in the bundle" in errors
     assert json.loads(output)["passed"] is True
 
 
@@ -129,10 +116,8 @@ PROMPT = "prompt, every row"
         pytest.param(take_positions_for_granted, "layer 0, keys", "SPACE steps, k = 5", id="position of a slot"),
         pytest.param(partial(swap_key_and_value, layer=1), "layer 1, keys", PROMPT, id="swapped"),
         pytest.param(read_stale_keys, "layer 0, attention", PROMPT, id="stale keys read"),
-        pytest.param(partial(leave_values_unwritten, layer=2), "layer 2, values", PROMPT, id="unwritten"),
         pytest.param(partial(perturb_layer, layer=1), "layer 1, output", PROMPT, id="weight"),
         pytest.param(perturb_one_weight, "logits", PROMPT, id="tied embedding"),
-        pytest.param(perturb_last_norm, "logits", PROMPT, id="last norm"),
     ],
 )
 def test_an_injected_fault_is_found_in_its_layer(

@@ -56,8 +56,11 @@ def test_a_correct_bundle_passes_in_every_case(tiny_bundle: Path, tmp_path: Path
     assert "Accuracy: passed" in capsys.readouterr().out
 
 
-def test_a_correct_bundle_agrees_in_every_value_of_every_layer(tiny_append_bundle: Path, capsys: Capture) -> None:
-    assert run(["check", str(tiny_append_bundle), str(TINY), *SHORT, "--layers", "--json"]) == 0
+def test_a_correct_bundle_agrees_in_every_value_of_every_layer(
+    tiny_append_bundle: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    bundle = shutil.copytree(tiny_append_bundle, tmp_path / "bundle")  # the report is saved in it
+    assert run(["check", str(bundle), str(TINY), *SHORT, "--layers", "--json"]) == 0
     layers = json.loads(capsys.readouterr().out)["layers"]
     kinds = ("present.{}.key", "present.{}.value", "layers.{}.attention", "layers.{}.output")
     assert layers["values"] == [*(kind.format(layer) for layer in range(3) for kind in kinds), "logits"]

@@ -81,11 +81,6 @@ def exchange(
     return asyncio.run(run())
 
 
-def test_events_are_sent_in_order_and_the_response_ends() -> None:
-    client, events = exchange(b"1", b"2")
-    assert (client.sent, client.ended, events.closed) == ([b"1", b"2", b""], True, True)
-
-
 def test_a_silent_stream_sends_comments_until_its_client_leaves() -> None:
     client, events = exchange(b"1", None, leave_after=0.3)
     assert client.sent[0] == b"1"

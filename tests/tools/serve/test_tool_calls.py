@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
 
 from spaceport.tools.serve.application import application
-from spaceport.tools.serve.options import ServiceOptions
 from support.chat_runtime import chat_runtime
 from support.tool_files import TEMPLATES, tool_files
 
@@ -75,19 +73,6 @@ def calls_of(message: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("model", ["json", "mistral"])
-def test_a_named_function_is_called_with_valid_arguments(client: TestClient, model: str) -> None:
-    choice = ask(client, model, tool_choice=NAMED)
-    message = choice["message"]
-    assert (message["content"], choice["finish_reason"]) == (None, "tool_calls")
-    ((name, arguments),) = calls_of(message)
-    assert name == "weather"
-    assert json.loads(arguments) in ({"city": "Oslo"}, {"city": "Rome"})
-    (call,) = message["tool_calls"]
-    assert call["type"] == "function"
-    assert len(call["id"]) == 9 if model == "mistral" else call["id"].startswith("call_")
-
-
-@pytest.mark.parametrize("model", ["hermes", "mistral"])
 def test_a_required_call_is_the_same_whole_and_streamed_with_and_without_drafts(client: TestClient, model: str) -> None:
     expected = ask(client, model, tool_choice="required", disable_spec_decode=True)
     assert calls_of(ask(client, model, tool_choice="required")["message"]) == calls_of(expected["message"])
@@ -100,7 +85,10 @@ def test_a_required_call_is_the_same_whole_and_streamed_with_and_without_drafts(
     given = {"tool_choice": "required", "temperature": 1.0, "seed": 3, "parallel_tool_calls": False}
     plain = ask(client, model, **given, disable_spec_decode=True)
     assert calls_of(plain["message"]) == calls_of(ask(client, model, **given)["message"])
-    assert len(calls_of(plain["message"])) == 1
+    ((name, arguments),) = calls_of(plain["message"])
+    assert name == "now" or json.loads(arguments) in ({"city": "Oslo"}, {"city": "Rome"})
+    (call,) = plain["message"]["tool_calls"]
+    assert len(call["id"]) == 9 if model == "mistral" else call["id"].startswith("call_")
 
 
 def text_of(model: str, call: str) -> str:
@@ -122,14 +110,6 @@ def test_calls_in_any_text_are_found(client: TestClient, model: str) -> None:
         plain = ask(client, model, **form, **other)
         assert plain["message"] == {"role": "assistant", "content": text_of(model, call), "refusal": None}
         assert plain["finish_reason"] == "stop"
-
-
-def test_a_special_token_that_opens_calls_is_seen(client: TestClient) -> None:
-    service: Any = client.app
-    token = service.state.service.models.find("mistral").runtime.tokenizer.token_to_id("[TOOL_CALLS]")
-    given = {"logit_bias": {str(token): 100}, "max_tokens": 2}
-    assert ask(client, "mistral", **given)["message"]["content"] == "[TOOL_CALLS]" * 2
-    assert ask(client, "mistral", **given, tools=...)["message"]["content"] == ""
 
 
 def test_text_before_a_call_is_content(client: TestClient) -> None:
@@ -161,14 +141,6 @@ def test_calls_and_their_results_are_rendered(client: TestClient) -> None:
         assert rendered in client.post("/detokenize", json={"model": model, "tokens": tokens}).json()["prompt"]
 
 
-def test_the_operator_chooses_another_format(tmp_path: Path) -> None:
-    opener = partial(chat_runtime, tool_files(tmp_path / "hermes", "hermes"))
-    with TestClient(application({"hermes": opener}, ServiceOptions(tool_format="llama3"))) as other:
-        text = text_of("llama3", '{"name": "now", "parameters": {}}')
-        choice = ask(other, "hermes", structured_outputs={"choice": [text]})
-        assert calls_of(choice["message"]) == [("now", "{}")]
-
-
 def tool(**function: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": "f", **function}}
 
@@ -177,7 +149,6 @@ DEEP: dict[str, Any] = {"type": "string"}
 for _ in range(40):
     DEEP = {"type": "object", "properties": {"a": DEEP}}
 MANY = [tool(name=f"f{index}", description="x" * 20, parameters={"title": "x" * 1000}) for index in range(70)]
-NOTHING = {"properties": {"a": {"type": "nothing"}}}
 LOOKAHEAD = {"properties": {"a": {"pattern": "(?=a)"}}}
 INVALID_TOOLS: list[tuple[list[Any], str]] = [
     ([{"type": "function"}], "tools[0].function is None"),
@@ -193,10 +164,8 @@ INVALID_TOOLS: list[tuple[list[Any], str]] = [
     ([tool(parameters={"description": "x" * 70_000})], "tools[0].function.parameters has 7"),
 ]
 INVALID: list[tuple[dict[str, Any], str, str | None]] = [
-    *(({"tools": tools, "tool_choice": choice}, message, "tools") for tools, message in INVALID_TOOLS
-      for choice in ("auto", "required")),
+    *(({"tools": tools}, message, "tools") for tools, message in INVALID_TOOLS),
     *(({"tools": tools, "tool_choice": "required"}, message, "tools") for tools, message in (
-        ([tool(parameters=NOTHING)], "the grammar of tools cannot be used: "),
         ([tool(parameters=LOOKAHEAD)], "the grammar of tools cannot be used: "),
         (MANY, "the grammar of tools has 8"),
     )),

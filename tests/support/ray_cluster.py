@@ -53,10 +53,13 @@ class Deployed:
         return f"http://127.0.0.1:{self.port}"
 
     @contextmanager
-    def run(self, folder: Path, args: Mapping[str, Any], **changes: Any) -> Iterator[None]:
+    def run(self, folder: Path, args: Mapping[str, Any]) -> Iterator[None]:
         """Deploy the service with these arguments; with others than before, its replicas are replaced."""
+        content: dict[str, Any] = yaml.safe_load((DEPLOY / "ray" / "serve.yaml").read_text("utf-8"))
+        content["http_options"] |= {"host": "127.0.0.1", "port": self.port}
+        content["applications"][0]["args"] = dict(args)
         file = folder / "serve.yaml"
-        file.write_text(yaml.safe_dump(config_of(args, self.port, **changes)), "utf-8")
+        file.write_text(yaml.safe_dump(content), "utf-8")
         with (folder / "serve.log").open("a") as stream:
             command = [_BIN / "serve", "run", "--address", self.head.address, str(file)]
             with subprocess.Popen(command, env=self.head.environment, stdout=stream, stderr=stream) as process:
@@ -128,39 +131,22 @@ def started_head(folder: Path) -> Iterator[Head]:
         process.wait()
 
 
-def config_of(args: Mapping[str, Any], port: int, **changes: Any) -> dict[str, Any]:
-    """The serve.yaml of this repository with other arguments."""
-    content: dict[str, Any] = yaml.safe_load((DEPLOY / "ray" / "serve.yaml").read_text("utf-8"))
-    content["http_options"] |= {"host": "127.0.0.1", "port": port}
-    content["applications"][0]["args"] = dict(args)
-    return content | changes
-
-
 @contextmanager
-def started(folder: Path, args: Mapping[str, Any], **changes: Any) -> Iterator[tuple[Deployed, Path]]:
-    """A service that begins to start in a cluster of its own, and the file of its log, until the end of the block."""
-    log = folder / "serve.log"
-    with TemporaryDirectory(prefix="ray") as short, started_head(Path(short)) as head:
-        service = Deployed(free_port(), head)
-        with service.run(folder, args, **changes):
-            yield service, log
-
-
-@contextmanager
-def deployed(folder: Path, args: Mapping[str, Any], **changes: Any) -> Iterator[Deployed]:
+def deployed(folder: Path, args: Mapping[str, Any]) -> Iterator[Deployed]:
     """A service in a cluster of its own, all of whose replicas answer, until the end of the block."""
-    with started(folder, args, **changes) as (service, log):
-        seen: set[str] = set()
+    with TemporaryDirectory(prefix="ray") as short, started_head(Path(short)) as head:
+        service, seen = Deployed(free_port(), head), set[str]()
 
         def all_answer() -> bool:
-            said = log.read_text("utf-8")
+            said = (folder / "serve.log").read_text("utf-8")
             assert "Traceback" not in said, said[-4000:]
             with suppress(OSError):
                 seen.update(re.findall(r"^process_start_time_seconds (\S+)$", service.get("/metrics"), re.MULTILINE))
             return len(seen) == args["replicas"]["min_replicas"]
 
-        wait_for(all_answer, "all replicas answer")
-        yield service
+        with service.run(folder, args):
+            wait_for(all_answer, "all replicas answer")
+            yield service
 
 
 def listens(address: str, port: int) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import os
 import signal
@@ -19,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.sampling.sampler import Sampling
 from spaceport.runtime.session import Runtime
-from support.ray_cluster import Deployed, deployed, started, wait_for
+from support.ray_cluster import Deployed, deployed, wait_for
 
 pytestmark = [
     pytest.mark.on_change("tools/deploy/ray"),
@@ -62,18 +61,16 @@ def text_of(stream: list[dict[str, Any]]) -> str:
 
 
 def test_answers_are_those_of_the_runtime_and_metrics_those_of_all_replicas(demo_bundle: Path, tmp_path: Path) -> None:
-    sampled = {"temperature": 0.8, "top_p": 0.9, "seed": 7}
     with (
         Runtime.open(demo_bundle, max_requests=4) as runtime,
         deployed(tmp_path, arguments(demo_bundle)) as service,
         ThreadPoolExecutor(6) as pool,
     ):
-        for fields, sampling in (({"temperature": 0}, Sampling()), (sampled, Sampling(0.8, top_p=0.9, seed=7))):
-            decoding = Decoding(max_tokens=24, sampling=sampling)
-            given = [{"prompt": prompt, "max_tokens": 24, **fields} for prompt in PROMPTS]
-            whole = list(pool.map(lambda fields: post(service, **fields)["choices"][0]["text"], given))
-            streamed = list(pool.map(lambda fields: text_of(events(service, **fields)), given))
-            assert whole == streamed == [runtime.generate(prompt, decoding).text for prompt in PROMPTS]
+        given = [{"prompt": prompt, "max_tokens": 24, "temperature": 0.8, "seed": 7} for prompt in PROMPTS]
+        whole = list(pool.map(lambda fields: post(service, **fields)["choices"][0]["text"], given))
+        streamed = list(pool.map(lambda fields: text_of(events(service, **fields)), given))
+        decoding = Decoding(max_tokens=24, sampling=Sampling(0.8, seed=7))
+        assert whole == streamed == [runtime.generate(prompt, decoding).text for prompt in PROMPTS]
 
         def counted() -> list[float]:
             """The tokens of each replica, as Ray exports them."""
@@ -84,10 +81,9 @@ def test_answers_are_those_of_the_runtime_and_metrics_those_of_all_replicas(demo
                 if sample.name == "ray_spaceport_generation_tokens_total"
             ]
 
-        wait_for(lambda: sum(counted()) == 24 * 4 * len(PROMPTS), "all tokens are counted")
+        wait_for(lambda: sum(counted()) == 24 * 2 * len(PROMPTS), "all tokens are counted")
         assert len(counted()) == 2
         assert all(counted())
-        assert "ray_spaceport_time_to_first_token_seconds_bucket{" in service.metrics()
 
 
 def test_a_killed_replica_loses_no_request_that_has_not_begun_to_stream(demo_bundle: Path, tmp_path: Path) -> None:
@@ -169,33 +165,3 @@ def test_a_replica_whose_engine_hangs_is_replaced(demo_bundle: Path, tmp_path: P
             post(service, prompt=PROMPTS[0] * 40, max_tokens=4)
         assert json.load(caught.value)["error"]["code"] == "engine_fault"
         wait_for(lambda: service.replicas() and before not in service.replicas(), "the replica is replaced")
-
-
-def test_a_full_cluster_refuses_requests_and_a_client_that_leaves_ends_its_own(
-    demo_bundle: Path, tmp_path: Path
-) -> None:
-    replicas = {"max_queued_requests": 1, "retry_after": 7}
-    args = arguments(demo_bundle, 1, max_requests=1, queue_limit=0, replicas=replicas)
-    with deployed(tmp_path, args) as service, ThreadPoolExecutor(8) as pool:
-        found = [one.exception() for one in [pool.submit(post, service, **LONG) for _ in range(8)]]
-        refused = [error for error in found if error is not None]
-        assert 0 < len(refused) < len(found)
-        for error in refused:
-            assert isinstance(error, urllib.error.HTTPError)
-            assert (error.code, error.headers["retry-after"]) == (429, "7")
-            assert json.load(error)["error"]["type"] == "overloaded_error"
-
-        def running() -> int:
-            return int(json.loads(service.get("/load"))["models"]["demo"]["running"])
-
-        for stream in (True, False):
-            connection = http.client.HTTPConnection(service.url.removeprefix("http://"), timeout=60)
-            connection.request("POST", "/v1/completions", json.dumps({**LONG, "stream": stream}).encode())
-            wait_for(lambda: running() == 1, "the request runs")
-            connection.close()
-            wait_for(lambda: running() == 0, "the request ends")
-
-
-def test_ray_says_why_a_service_does_not_start(tmp_path: Path) -> None:
-    with started(tmp_path, arguments(tmp_path / "none.bundle", 1)) as (_, log):
-        wait_for(lambda: "none.bundle: no such folder: expected a bundle" in log.read_text("utf-8"), "Ray says why")

@@ -32,8 +32,9 @@ BASES: dict[str, dict[str, Any]] = {
 }
 
 
-def deep(levels: int, inner: Any, key: str | None) -> Any:
-    """A value inside of this number of arrays or objects."""
+def deep(levels: int, key: str | None) -> Any:
+    """This number of arrays or objects in each other."""
+    inner = None
     for _ in range(levels):
         inner = [inner] if key is None else {key: inner}
     return inner
@@ -42,51 +43,38 @@ def deep(levels: int, inner: Any, key: str | None) -> Any:
 # Wrong values
 
 SPELLINGS = ["\ud800", "a\udfff", "<s></s>[INST]", "{{ 7 * 7 }}", "{% for a in b %}", "../../etc/passwd", "(a+)+$"]
-TEXTS = some.one_of(
-    some.text(max_size=40),
-    some.text("\x00\x1b\x7f\u2028\ufeff\ufffd\u202e", max_size=5),
-    some.sampled_from([*SPELLINGS, *(sign * count for sign in ("a", "\n", "(", "é") for count in (300, 5000))]),
-)
-NUMBERS = some.one_of(
-    some.integers(-3, 40),
-    some.sampled_from([2**31, 2**63 - 1, 2**63, 2**64, -(2**63), 10**30, 10**400]),
-    some.floats(allow_nan=True, allow_infinity=True),
-    some.sampled_from([1e308, -1e308, 5e-324, 0.1, -0.0]),
-)
+LONG = [sign * count for sign in ("a", "\n", "(", "é") for count in (300, 5000)]
+TEXTS = some.text(max_size=40) | some.text("\x00\x1b\x7f\u2028\ufeff\ufffd\u202e", max_size=5)
+TEXTS |= some.sampled_from([*SPELLINGS, *LONG])
+NUMBERS: Any = some.integers(-3, 40) | some.floats(allow_nan=True, allow_infinity=True)
+NUMBERS |= some.sampled_from([2**31, 2**63 - 1, 2**63, 2**64, -(2**63), 10**30, 10**400, 1e308, 5e-324, -0.0])
 JSON_SCHEMAS = some.sampled_from(
     [
         {"type": "object", "properties": {"a": {"$ref": "#"}}},
-        {"$ref": "#/definitions/none"},
         {"allOf": [{"enum": ["a"]}, {"enum": ["b"]}]},
         {"type": "string", "pattern": "(a|aa)+b{1,9999}"},
         {"type": "array", "minItems": 10**9},
-        {"type": "nothing"},
-        {"const": 10**50},
+        {"type": "nothing", "const": 10**50},
     ]
 )
-MESSAGES: list[dict[str, Any]] = [
-    {"role": "user", "content": None},
-    {"role": "user", "content": [{"type": "text", "text": 3}]},
-    {"role": "\x00", "content": "a"},
-    {"role": "tool", "content": "a", "tool_call_id": 3},
-    {"role": "assistant", "content": "", "tool_calls": [{}]},
-    {"role": "assistant", "tool_calls": [{"id": 1, "type": "function", "function": {"name": 1, "arguments": "{"}}]},
-]
-FUNCTIONS: list[Any] = [
-    {"name": "a" * 3000, "parameters": {"type": "object"}},
-    {"name": "a", "parameters": {"$ref": "#"}},
-    {"name": "b"},
-    None,
-]
-TOOLS = [{"type": "function", "function": function} for function in FUNCTIONS]
-PARTS = some.sampled_from([*([one] for one in (*MESSAGES, *TOOLS)), TOOLS[2]])
+TOOL = {"type": "function", "function": {"name": "b"}}
+PARTS = some.sampled_from(
+    [
+        TOOL,
+        [TOOL],
+        [{"type": "function", "function": {"name": "a" * 3000, "parameters": {"$ref": "#"}}}],
+        [{"type": "function", "function": None}],
+        [{"role": "user", "content": [{"type": "text", "text": 3}]}],
+        [{"role": "\x00", "content": "a", "tool_call_id": 3}],
+        [{"role": "assistant", "content": "", "tool_calls": [{}]}],
+        [{"role": "assistant", "tool_calls": [{"id": 1, "function": {"name": 1, "arguments": "{"}}]}],
+    ]
+)
 VALUES = some.recursive(
     some.one_of(some.none(), some.booleans(), NUMBERS, TEXTS, JSON_SCHEMAS, PARTS),
     lambda inner: some.one_of(some.lists(inner, max_size=4), some.dictionaries(TEXTS, inner, max_size=3)),
     max_leaves=6,
-) | some.builds(
-    deep, some.sampled_from([3, 70, 900]), some.none(), some.sampled_from([None, "a", "schema", "properties"])
-)
+) | some.builds(deep, some.sampled_from([3, 70, 900]), some.sampled_from([None, "schema", "properties"]))
 NAMES = ["json", "regex", "choice", "grammar", "mask_slots", "draft_rows", "lookup", "fork", "max_threads", "trace"]
 OBJECTS = some.dictionaries(some.sampled_from(NAMES), VALUES, min_size=1, max_size=1) | some.builds(
     lambda value: {"type": "json_schema", "json_schema": {"name": "a", "schema": value}}, VALUES
@@ -94,12 +82,8 @@ OBJECTS = some.dictionaries(some.sampled_from(NAMES), VALUES, min_size=1, max_si
 
 # Values of the right types, so that requests get as far as the engine
 
-TURNS = some.builds(
-    lambda role, text, parts: {"role": role, "content": [{"type": "text", "text": text}] if parts else text},
-    some.sampled_from(["user", "assistant", "system", "tool", "developer"]),
-    TEXTS,
-    some.booleans(),
-)
+ROLES = some.sampled_from(["user", "assistant", "system", "tool", "developer"])
+TURNS = some.builds(lambda role, text: {"role": role, "content": text}, ROLES, TEXTS)
 GRAMMARS = some.one_of(
     some.builds(lambda schema: {"json": schema}, JSON_SCHEMAS),
     some.builds(lambda regex: {"regex": regex}, some.sampled_from(["[a-c]+", "\\d{2,9}", "(?i)a", "(?=a)b", "\\1"])),
@@ -111,7 +95,7 @@ OWN: dict[str, Any] = {
     "prompt": some.one_of(TEXTS, some.lists(some.integers(-1, 1300), max_size=9), some.lists(TEXTS, max_size=3)),
     "structured_outputs": GRAMMARS,
     "tools": PARTS,
-    "tool_choice": some.sampled_from(["auto", "none", "required", TOOLS[2]]),
+    "tool_choice": some.sampled_from(["auto", "none", "required", TOOL]),
 }
 
 
@@ -206,7 +190,8 @@ def resident() -> int:
 def test_hostile_bodies_are_answered_or_refused_and_change_nothing(client: TestClient, examples: int) -> None:
     assert BASES.keys() == BODIES.keys()
     ask = {"prompt": "import json\n", "max_tokens": 20, "temperature": 0}
-    before, memory = client.post("/v1/completions", json=ask).json()["choices"], resident()
+    before = client.post("/v1/completions", json=ask).json()["choices"]
+    memory = resident()
     settings(max_examples=examples)(given(ANY)(lambda body: check(client, *body)))()
     assert client.get("/load").json()["server_load"] == 0
     assert client.get("/health").status_code == 200

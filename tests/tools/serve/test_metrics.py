@@ -101,16 +101,6 @@ def test_a_prompt_counts_once_and_echoes_count_too(client: TestClient) -> None:
     assert found["request_success_total/length"] >= 6
 
 
-def test_threads_slots_and_the_process_are_shown(client: TestClient) -> None:
-    found = counted(client)
-    slots = [found[f"slots/{state}"] for state in ("used", "cached", "free")]
-    assert slots[:2] == [0, 0]
-    assert slots[2] > 1000
-    assert (found["threads/live"], found["threads/queued"], found["num_requests_running"]) == (0, 0, 0)
-    assert found["process_resident_memory_bytes"] > 1e6
-    assert found["process_open_fds"] > 3
-
-
 def test_a_runtime_reports_its_threads() -> None:
     seen = []
     with (
@@ -126,18 +116,14 @@ def test_a_runtime_reports_its_threads() -> None:
 
 def test_samples_are_the_values_of_the_metrics_page(client: TestClient) -> None:
     ask(client, n=2)
-    expected = {
-        (one.name.removeprefix("vllm:"), frozenset(one.labels.items())): one.value
-        for one in page(client)
-        if one.name.startswith("vllm:") and not one.name.endswith("_created")
-    }
+    values = {(one.name.removeprefix("vllm:"), frozenset(one.labels.items())): one.value for one in page(client)}
     app: Any = client.app
     samples = list(app.state.service.metrics.samples())
     found = {(one.name, frozenset(one.labels.items())): one.value for one in samples}
-    assert found.keys() == expected.keys()
-    assert [key[0] for key in found if found[key] != expected[key]] in (
-        [],
-        ["tokens_per_second"],
-    )  # of the last seconds
+    other = [key[0] for key in found if found[key] != values[key]]
+    assert other in ([], ["tokens_per_second"])  # of the last seconds
     assert len(samples) == len(found) > 100
     assert all(one.text for one in samples)
+    shown = counted(client)
+    assert [shown[name] for name in ("slots/used", "slots/cached", "threads/live", "num_requests_running")] == [0] * 4
+    assert min(shown[name] for name in ("slots/free", "process_resident_memory_bytes")) > 1000

@@ -85,14 +85,11 @@ def check_chats(client: Any, runtime: Runtime) -> None:
         expected = runtime.generate(messages(user), Decoding(max_tokens=TOKENS, fork=False))
         answer = chat(client, messages=messages(user))
         (choice,) = answer.choices
-        assert (choice.message.role, choice.message.content) == ("assistant", expected.text)
+        assert choice.message.content == expected.text
         assert choice.finish_reason == ("stop" if expected.ending == "end" else "length")
-        assert answer.usage.prompt_tokens == len(expected.prompt_tokens)
         assert answer.usage.completion_tokens == expected.statistics.tokens
         *parts, last = chat(client, messages=messages(user), stream=True, stream_options={"include_usage": True})
         assert "".join(part.choices[0].delta.content or "" for part in parts) == expected.text
-        assert parts[0].choices[0].delta.role == "assistant"
-        assert parts[-1].choices[0].finish_reason == choice.finish_reason
         assert (last.choices, last.usage.completion_tokens) == ([], expected.statistics.tokens)
         assert last.model_extra["metrics"]["speculative_decoding"]["num_spec_steps"] > 0
 
@@ -133,50 +130,34 @@ def test_the_streaming_helpers_collect_answers_and_parse_them_into_a_type(client
     stop = chat(client).choices[0].message.content[12:15]  # this client raises an error where the length is the end
     whole = chat(client, stop=stop)
     assert whole.choices[0].finish_reason == "stop"
-    given = {**GREEDY, "messages": messages(), "stop": stop, "stream_options": {"include_usage": True}}
-    with client.chat.completions.stream(**given) as stream:
-        kinds = {event.type for event in stream}
+    with client.chat.completions.stream(**GREEDY, messages=messages(), stop=stop) as stream:
+        assert {"chunk", "content.delta", "content.done"} <= {event.type for event in stream}
         found = stream.get_final_completion()
     assert found.choices[0].message.content == whole.choices[0].message.content
-    assert found.usage.completion_tokens == whole.usage.completion_tokens
-    assert {"chunk", "content.delta", "content.done"} <= kinds
     given = {**GREEDY, "messages": messages(), "max_tokens": 100, "response_format": Weather}
     message = client.chat.completions.parse(**given).choices[0].message
     assert isinstance(message.parsed, Weather)
     assert json.loads(message.content) == message.parsed.model_dump()
-    with client.chat.completions.stream(**given) as stream:
-        assert stream.get_final_completion().choices[0].message.parsed == message.parsed
     given = {"model": "demo", "input": "Hi", "max_output_tokens": 100, "temperature": 0}
     assert isinstance(client.responses.parse(text_format=Weather, **given).output_parsed, Weather)
 
 
 def test_arguments_of_calls_are_parsed_streamed_and_answered(client: Any) -> None:
     tool = openai.pydantic_function_tool(Weather, name="weather")
-    common: dict[str, Any] = {
-        "temperature": 0,
-        "model": "demo",
-        "tool_choice": "required",
-        "parallel_tool_calls": False,
-    }
-    given = {**common, "messages": messages(), "tools": [tool], "max_tokens": 200}
+    given = {**GREEDY, "messages": messages(), "tools": [tool], "tool_choice": "required", "max_tokens": 200}
+    given["parallel_tool_calls"] = False
     message = client.chat.completions.parse(**given).choices[0].message
     (call,) = message.tool_calls
     assert isinstance(call.function.parsed_arguments, Weather)
-    assert Weather.model_validate_json(call.function.arguments) == call.function.parsed_arguments
     with client.chat.completions.stream(**given) as stream:
         kinds = [event.type for event in stream]
         (streamed,) = stream.get_final_completion().choices[0].message.tool_calls
     assert (streamed.function.name, streamed.function.arguments) == ("weather", call.function.arguments)
     assert "tool_calls.function.arguments.delta" in kinds
-    assert kinds.count("tool_calls.function.arguments.done") == 1
     result = {"role": "tool", "tool_call_id": call.id, "content": "rain"}
     history = [*messages(), message.model_dump(exclude_none=True, exclude={"parsed"}), result]
     answer = client.chat.completions.create(**{**given, "messages": history, "tool_choice": "none"})
     assert (answer.choices[0].message.tool_calls, answer.usage.completion_tokens) == (None, 200)
-    found = client.responses.create(**common, input=messages(), tools=[{"type": "function", **tool["function"]}])
-    (item,) = found.output
-    assert (item.type, item.name) == ("function_call", "weather")
-    Weather.model_validate_json(item.arguments)
 
 
 # Clients that leave, and errors
@@ -229,8 +210,5 @@ def test_models_and_errors_have_the_classes_of_the_client(client: Any, service: 
     with pytest.raises(openai.NotFoundError) as unknown:
         chat(client, model="other")
     assert unknown.value.code == "model_not_found"
-    for call in (partial(client.models.retrieve, "other"), partial(client.embeddings.create, model="demo", input="a")):
-        with pytest.raises(openai.NotFoundError):
-            call()
     with client_of(service) as stranger, pytest.raises(openai.AuthenticationError):
         stranger.with_options(api_key="sk-wrong").models.list()

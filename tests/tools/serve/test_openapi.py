@@ -34,16 +34,6 @@ def client() -> Iterator[TestClient]:
         yield found
 
 
-def routes(client: TestClient) -> list[tuple[str, str]]:
-    """Method and path of each route of the application."""
-    return [
-        (method, route.path.replace("{name:path}", "demo"))
-        for route in client.app.routes  # type: ignore[attr-defined]
-        if isinstance(route, Route)
-        for method in sorted(route.methods or ())
-    ]
-
-
 def test_the_page_of_fields_is_up_to_date() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(DOCS / "drawing"))
@@ -85,10 +75,14 @@ def test_the_document_has_every_route_and_only_existing_schemas() -> None:
 
 
 def test_no_route_answers_without_a_valid_key(client: TestClient) -> None:
-    found = routes(client)
+    found: list[tuple[str, str]] = [
+        (method, route.path.replace("{name:path}", "demo"))
+        for route in client.app.routes  # type: ignore[attr-defined]
+        if isinstance(route, Route)
+        for method in sorted(route.methods or ())
+    ]
     assert len(found) > 20
-    others = [("GET", "/nothing"), ("GET", "/healthy"), ("POST", "/v1/nothing"), ("DELETE", "/v1/models")]
-    for method, path in [*found, *others]:
+    for method, path in [*found, ("GET", "/healthy"), ("POST", "/v1/nothing"), ("DELETE", "/v1/models")]:
         is_open = path == "/" or path.startswith(("/health/", "/v2/health", "/page/")) or path == "/health"
         assert method in ("GET", "HEAD") or not is_open
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "right"}, {"X-Api-Key": "right"}):
@@ -145,14 +139,7 @@ def beyond(branch: dict[str, Any]) -> list[Any]:
     return found
 
 
-DEEP: dict[str, Any] = {"type": "string"}
-for _ in range(70):
-    DEEP = {"type": "object", "properties": {"a": DEEP}}
 LARGE = {"type": "object", "properties": {f"name{index:05}": {"type": "string"} for index in range(2500)}}
-
-
-def schema_of(schema: dict[str, Any]) -> dict[str, Any]:
-    return {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}}
 
 
 @pytest.mark.parametrize(
@@ -161,25 +148,17 @@ def schema_of(schema: dict[str, Any]) -> dict[str, Any]:
         ("completions", {"prompt": "x" * 2001}, 400, "prompt_chars"),
         ("completions", {"prompt": ["x" * 1001] * 2}, 200, ""),
         ("completions", {"prompt": ["x"] * 65}, 400, "65 prompts: expected at most 64"),
-        ("completions", {"prompt": [[1]] * 65}, 400, "65 prompts: expected at most 64"),
         ("completions", {"n": 4}, 400, "n is 4: expected 1 to 3"),
         ("completions", {"stop": ["x"] * 17}, 400, "stop has 17 stop strings"),
         ("completions", {"stop": "x" * 257}, 400, "a stop string has 257 characters"),
-        ("completions", {"logprobs": 21}, 400, "logprobs is 21"),
-        ("chat/completions", {"logprobs": True, "top_logprobs": 21}, 400, "logprobs is 21"),
-        ("completions", {"logit_bias": {str(each): 1 for each in range(1025)}}, 400, "logit_bias has 1025 entries"),
         ("completions", {"max_tokens": 10**9}, 400, "lower max_tokens"),
         ("completions", {"max_tokens": 10**4300 - 1}, 400, "max_tokens has more than 64 bits"),
         ("chat/completions", {"spaceport": {"lookup": -(2**64)}}, 400, "spaceport.lookup has more than 64 bits"),
         ("completions", {"prompt": [10**3000]}, 400, "…"),  # the end of a message that would repeat it
-        ("completions", {"stop_token_ids": [1] * 1025}, 400, "stop_token_ids has 1025 entries"),
         ("completions", {"structured_outputs": {"regex": "a" * 70_000}}, 400, "the grammar has"),
-        ("completions", {"structured_outputs": {"regex": "(" * 65 + "a" + ")" * 65}}, 400, "the grammar has"),
-        ("completions", {"structured_outputs": {"choice": ["a" * 100] * 700}}, 400, "the grammar has"),
         ("chat/completions", {"messages": [{"role": "user", "content": "x" * 700}] * 3}, 400, "prompt_chars"),
         ("chat/completions", {"messages": [{"role": "user", "content": "a"}] * 30_000}, 413, "more than 100000 bytes"),
-        ("chat/completions", schema_of(DEEP), 400, "the grammar has"),
-        ("chat/completions", schema_of(LARGE), 400, "the grammar has"),
+        ("completions", {"structured_outputs": {"json": LARGE}}, 400, "the grammar has"),
         ("completions", {"spaceport": {"max_threads": 33, "fork": True}}, 400, "max_threads is 33"),
     ],
 )

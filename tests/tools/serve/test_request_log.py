@@ -17,7 +17,7 @@ from starlette.testclient import TestClient
 
 from spaceport.runtime.engine import EngineFault
 from spaceport.tools.serve.application import application
-from spaceport.tools.serve.log_format import JsonLines, TextLines
+from spaceport.tools.serve.log_format import JsonLines, TextLines, configure_logging
 from spaceport.tools.serve.options import ServiceOptions
 from spaceport.tools.serve.request_record import MOST_CHARACTERS
 from support.chat_runtime import chat_runtime
@@ -189,3 +189,9 @@ def test_a_line_has_its_fields_and_the_stack_of_its_error() -> None:
     assert "\n" not in line
     assert json.loads(line) | {"message": "it failed", "path": "a"} == json.loads(line)
     assert json.loads(line)["exception"].endswith("ValueError")
+
+
+def test_other_libraries_log_no_debug_entries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging.root, "handlers", [])
+    configure_logging("json", "debug")
+    assert (logging.root.level, logging.getLogger("spaceport").level) == (logging.INFO, logging.DEBUG)

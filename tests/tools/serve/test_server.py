@@ -12,15 +12,13 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.tools.cli import run
-from spaceport.tools.cli.exit_codes import INPUT, USAGE
 from spaceport.tools.cli.key_file import keys_of
 from spaceport.tools.cli.serve import models_of
 from spaceport.tools.serve.application import application
@@ -39,8 +37,7 @@ def served(*arguments: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     try:
         for line in process.stderr:
             if found := re.search(r"running on (http://\S+)", line):
-                while not is_ready(found[1]):
-                    time.sleep(0.05)
+                wait_until_ready(found[1])
                 yield found[1], process
                 return
         pytest.fail("the service did not start")
@@ -49,11 +46,12 @@ def served(*arguments: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
         process.communicate()
 
 
-def is_ready(address: str) -> bool:
-    try:
-        return urllib.request.urlopen(f"{address}/health", timeout=10).status == 200
-    except urllib.error.HTTPError as error:
-        return error.code != 503
+def wait_until_ready(address: str) -> None:
+    while True:
+        with suppress(urllib.error.HTTPError):  # 503 while bundles are opened
+            urllib.request.urlopen(f"{address}/health", timeout=10).close()
+            return
+        time.sleep(0.05)
 
 
 @pytest.mark.slow
@@ -78,20 +76,6 @@ def test_a_request_that_runs_may_end_within_a_time_before_the_service_stops(demo
         assert process.wait(30) == 0
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "message"),
-    [
-        (["nothing", "--port", "0"], INPUT, "nothing: no such folder: expected a bundle"),
-        ([".", "--metrics-prefix", "a-b"], USAGE, "--metrics-prefix is 'a-b'"),
-    ],
-)
-def test_mistakes_of_the_command_are_named(
-    capfd: pytest.CaptureFixture[str], arguments: list[str], code: int, message: str
-) -> None:
-    assert run(["serve", *arguments]) == code
-    assert message in capfd.readouterr().err
-
-
 def test_models_are_named_by_their_folders_or_as_asked(tmp_path: Path) -> None:
     assert models_of([str(tmp_path / "one"), f"b={tmp_path}/two"]) == {"one": tmp_path / "one", "b": tmp_path / "two"}
     (tmp_path / "a=b").mkdir()
@@ -100,8 +84,6 @@ def test_models_are_named_by_their_folders_or_as_asked(tmp_path: Path) -> None:
         models_of(["x/one", "y/one"])
     with pytest.raises(OptionFault, match="expected BUNDLE or NAME=BUNDLE"):
         models_of(["one="])
-    long = "/".join("x" * 99 for _ in range(50))  # no file can have such a path
-    assert models_of([f"b={long}"]) == {"b": Path(long)}
 
 
 def test_keys_come_from_a_file_or_the_environment(tmp_path: Path) -> None:
@@ -125,7 +107,6 @@ def test_keys_come_from_a_file_or_the_environment(tmp_path: Path) -> None:
         ({"most_choices": 0}, "most_choices is 0"),
         ({"drain_timeout": 0.0}, "drain_timeout is 0"),
         ({"audit_rate": 1.5}, "audit_rate is 1.5: expected a share from 0 to 1"),
-        ({"audit_rate": float("nan")}, "audit_rate is nan"),
         ({"audit_action": "stop"}, "audit_action is 'stop': expected log or disable-drafts"),
     ],
 )

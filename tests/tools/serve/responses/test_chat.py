@@ -38,23 +38,12 @@ INPUTS: list[tuple[Any, list[dict[str, Any]]]] = [
             {"role": "assistant", "content": "c"},
         ],
     ),
+    ([HI, CALL, CALL], [HI, {"role": "assistant", "content": "", "tool_calls": [CHAT_CALL, CHAT_CALL]}]),
     (
-        [HI, CALL, CALL, OUTPUT],
-        [
-            HI,
-            {"role": "assistant", "content": "", "tool_calls": [CHAT_CALL, CHAT_CALL]},
-            {"role": "tool", "tool_call_id": "c1", "content": "rain"},
-        ],
-    ),
-    (
-        [
-            {"role": "assistant", "content": "I look."},
-            CALL,
-            {**OUTPUT, "output": [{"type": "input_text", "text": "x"}]},
-        ],
+        [{"role": "assistant", "content": "I look."}, CALL, OUTPUT],
         [
             {"role": "assistant", "content": "I look.", "tool_calls": [CHAT_CALL]},
-            {"role": "tool", "tool_call_id": "c1", "content": "x"},
+            {"role": "tool", "tool_call_id": "c1", "content": "rain"},
         ],
     ),
 ]
@@ -98,7 +87,6 @@ def test_tools_and_formats_are_those_of_the_chat_endpoint() -> None:
         ({"input": [{"content": "Hi"}]}, "input[0].role"),
         ({"input": [{"role": "user"}]}, "input[0].content"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
-        ({"input": [{"role": "user", "content": ["Hi"]}]}, "input[0].content[0]"),
         ({"input": [{"type": "item_reference", "id": "m"}]}, "input[0].type"),
         ({"input": [{"type": ["x"]}]}, "input[0].type"),
         ({"input": [{**CALL, "name": 3}]}, "input[0]"),
@@ -109,14 +97,7 @@ def test_tools_and_formats_are_those_of_the_chat_endpoint() -> None:
     ],
 )
 def test_what_is_not_supported_is_named(fields: dict[str, Any], param: str) -> None:
-    def convert() -> None:
-        body = msgspec.convert({"input": "Hi", **fields}, ResponsesBody)
-        check_fields(body)
-        chat_body(body)
-
+    body = msgspec.convert({"input": "Hi", **fields}, ResponsesBody)
     with pytest.raises(Failure) as caught:
-        convert()
+        check_fields(body) or chat_body(body)
     assert (caught.value.status, caught.value.param) == (400, param)
-    assert (
-        "expected" in caught.value.message or "read text only" in caught.value.message or "send" in caught.value.message
-    )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 import time
 from collections.abc import Iterator
 
@@ -15,7 +17,8 @@ from spaceport.tools.serve.application import application
 from spaceport.tools.serve.failures import failure_of
 from spaceport.tools.serve.options import ServiceOptions
 from support.chat_runtime import chat_runtime
-from support.deployment import dashboard, expressions, panels
+from support.deployment import MONITORING, dashboard, expressions, panels
+from support.paths import ROOT
 
 pytestmark = pytest.mark.on_change("tools/deploy")
 
@@ -24,10 +27,15 @@ UNUSED = {"process_virtual_memory_bytes"}
 SCRAPED = {"instance", "job"}  # labels that Prometheus adds
 OWN = {"up"}  # metrics of Prometheus itself
 
-# A metric with its matchers, the labels of an aggregation with the metric that is aggregated, and words of PromQL.
+# A metric with its matchers, and the labels of an aggregation with the metric that is aggregated.
 METRIC = re.compile(r"\b((?:spaceport:|process_)\w+|up)\b(?:\{([^}]*)\})?")
 GROUPED = re.compile(r"by \(([^)]*)\) \((?:\w+\()?([\w:]+)")
-WORDS = set(re.findall(r"\w+", "sum max by on or group_left rate increase changes histogram_quantile vector time"))
+
+
+def metrics(query: str) -> set[str]:
+    """The metrics in a query."""
+    return {name for name, _ in METRIC.findall(query)}
+
 
 Exported = dict[str, dict[str, set[str]]]  # sample -> label -> its values
 
@@ -54,11 +62,6 @@ def ours() -> Exported:
             for label, value in sample.labels.items():
                 labels.setdefault(label, set()).add(value)
     return found
-
-
-def metrics(query: str) -> set[str]:
-    """The metrics in a query."""
-    return {name for name, _ in METRIC.findall(query)}
 
 
 def faults(found: Exported, queries: dict[str, str]) -> Iterator[str]:
@@ -90,16 +93,9 @@ def test_every_metric_of_a_service_is_on_the_dashboard(ours: Exported) -> None:
     assert len(families) > 30
 
 
-def test_queries_have_no_words_but_metrics_and_those_of_promql() -> None:
-    assert f'reason="{failure_of(QueueFull("full")).code}"' in expressions()["SpaceportQueueFull"]
-    for where, query in expressions().items():
-        assert metrics(query), where
-        bare = re.sub(r'by \([^)]*\)|\[[^]]*\]|"[^"]*"', "", METRIC.sub("", query))
-        assert set(re.findall(r"[a-zA-Z_:][\w:]*", bare)) <= WORDS, where
-
-
 def test_legends_and_colors_name_labels_and_values_that_are_exported(ours: Exported) -> None:
     reasons = {failure_of(QueueFull("full")).code, "stopping"}
+    assert f'reason="{failure_of(QueueFull("full")).code}"' in expressions()["SpaceportQueueFull"]
     for panel in panels():
         legends, values = set(), set(reasons)
         for query in panel["targets"]:
@@ -113,21 +109,23 @@ def test_legends_and_colors_name_labels_and_values_that_are_exported(ours: Expor
             assert name in values | {legend.split()[0] for legend in legends}, panel["title"]
 
 
-def test_every_panel_has_a_unit_a_description_and_an_id_of_its_own() -> None:
-    for panel in panels():
-        assert panel["description"].endswith("."), panel["title"]
-        assert panel["fieldConfig"]["defaults"]["unit"], panel["title"]
-        assert panel["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
-    identifiers = [panel["id"] for panel in dashboard()["panels"]]
-    assert len(set(identifiers)) == len(identifiers)
-
-
 def test_queries_of_a_service_can_be_narrowed_to_models_and_instances() -> None:
-    variables = {each["name"] for each in dashboard()["templating"]["list"]}
-    assert variables == {"datasource", "model", "instance"}
     for panel in panels():
         for query in panel["targets"]:
             for name, matchers in METRIC.findall(query["expr"]):
                 assert 'instance=~"$instance"' in matchers, name
                 per_model = name.startswith("spaceport:") and "admission_rejections" not in name
                 assert ('model_name=~"$model"' in matchers) is per_model, name
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(not shutil.which("promtool"), reason="no Prometheus: apt-get install prometheus")
+def test_prometheus_takes_the_configuration_and_alerts_fire_when_they_should() -> None:
+    def promtool(*arguments: str) -> str:
+        done = subprocess.run(["promtool", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    promtool("check", "config", "--syntax-only", str(MONITORING / "prometheus.yml"))
+    promtool("check", "rules", str(MONITORING / "alerts.yml"))
+    assert "SUCCESS" in promtool("test", "rules", str(MONITORING / "alerts_test.yml"))

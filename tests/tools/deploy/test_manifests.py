@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from spaceport.runtime.backends import BACKENDS
 from spaceport.tools.cli.serve import command
 from spaceport.tools.serve.application import application
 from spaceport.tools.serve.server import _LAST_EVENTS
@@ -60,7 +59,7 @@ def test_the_service_takes_the_configuration_of_the_deployment(tmp_path: Path) -
 
 
 def test_the_service_takes_the_configuration_of_kserve(tmp_path: Path) -> None:
-    found, model = container("ServingRuntime"), pod("InferenceService")["model"]
+    found, model, runtime = container("ServingRuntime"), pod("InferenceService")["model"], of_kind("ServingRuntime")
     (tmp_path / "keys").write_text("sk-1\n", "utf-8")
     own = {each["name"]: each["value"].replace(KEYS, str(tmp_path)) for each in model["env"]}
     name = of_kind("InferenceService")["metadata"]["name"]
@@ -68,7 +67,11 @@ def test_the_service_takes_the_configuration_of_kserve(tmp_path: Path) -> None:
     printed = printed_options(arguments, container_environment(found) | own)
     assert 'chat = "/mnt/models"' in printed
     assert "# keys that clients may send: 1" in printed
-    assert [f"port = {port['containerPort']}  # env" in printed for port in found["ports"]] == [True]
+    assert model["runtime"] == runtime["metadata"]["name"]
+    assert model["modelFormat"]["name"] in {each["name"] for each in runtime["spec"]["supportedModelFormats"]}
+    assert found["name"] == "kserve-container"  # the one into which KServe mounts the model
+    claim = of_kind("PersistentVolumeClaim")["metadata"]["name"]
+    assert model["storageUri"].startswith(f"pvc://{claim}/")
 
 
 @pytest.mark.parametrize("kind", ["Deployment", "ServingRuntime"])
@@ -95,8 +98,7 @@ def test_pods_are_restricted_and_probe_paths_of_the_service(kind: str) -> None:
         assert asked["port"] in ports
     assert found["livenessProbe"]["httpGet"]["path"].endswith("/live")  # a service that drains is not killed
     assert found["startupProbe"]["periodSeconds"] * found["startupProbe"]["failureThreshold"] >= 300
-    requests, limits = found["resources"]["requests"], found["resources"]["limits"]
-    assert requests == limits | {key: value for key, value in requests.items() if key == "ephemeral-storage"}
+    limits = found["resources"]["limits"]
     assert float(limits["cpu"]) >= 1  # which the engine reads
     assert "SPACEPORT_THREADS" not in container_environment(found)
 
@@ -114,8 +116,6 @@ def test_pods_have_time_to_end_requests_and_no_variables_of_services(kind: str) 
 
 
 def test_objects_refer_to_each_other_by_their_names() -> None:
-    names = [(each["kind"], each["metadata"]["name"]) for each in cluster_objects()]
-    assert len(set(names)) == len(names) == 9
     assert not any("namespace" in each["metadata"] for each in cluster_objects())
     deployment, labels = of_kind("Deployment"), of_kind("Deployment")["spec"]["template"]["metadata"]["labels"]
     (kustomization,) = objects(KUBERNETES / "base" / "kustomization.yaml")
@@ -138,25 +138,3 @@ def test_objects_refer_to_each_other_by_their_names() -> None:
     assert {port["port"] for rule in of_kind("NetworkPolicy")["spec"]["ingress"] for port in rule["ports"]} == ports
     target = of_kind("HorizontalPodAutoscaler")["spec"]["scaleTargetRef"]
     assert target == {**target, "kind": "Deployment", "name": deployment["metadata"]["name"]}
-
-
-def test_objects_of_kserve_refer_to_each_other_by_their_names() -> None:
-    runtime, predictor = of_kind("ServingRuntime"), pod("InferenceService")
-    model = predictor["model"]
-    assert model["runtime"] == runtime["metadata"]["name"]
-    assert model["modelFormat"]["name"] in {each["name"] for each in runtime["spec"]["supportedModelFormats"]}
-    assert model["protocolVersion"] in runtime["spec"]["protocolVersions"]
-    assert container("ServingRuntime")["name"] == "kserve-container"  # the one into which KServe mounts the model
-    assert [mount["name"] for mount in model["volumeMounts"]] == [volume["name"] for volume in predictor["volumes"]]
-    claim = of_kind("PersistentVolumeClaim")["metadata"]["name"]
-    assert model["storageUri"].startswith(f"pvc://{claim}/")
-
-
-def test_a_pod_on_a_gpu_has_one_and_names_a_backend() -> None:
-    (patch,) = objects(KUBERNETES / "gpu" / "deployment.yaml")
-    (found,) = patch["spec"]["template"]["spec"]["containers"]
-    assert found["name"] == container("Deployment")["name"]
-    assert found["resources"]["limits"] == found["resources"]["requests"]
-    assert found["resources"]["limits"]["nvidia.com/gpu"] == "1"
-    assert [each["value"] for each in found["env"]] == ["onnxruntime-cuda"]
-    assert "onnxruntime-cuda" in BACKENDS

@@ -51,8 +51,9 @@ def rows_logits(model: PreTrainedModel, ids: list[int], visible: NDArray[np.bool
     return torch_engine(model).run(rows_batch(ids, visible))[0]
 
 
-def walk(engine: Engine, mask: int) -> tuple[Logits, Logits]:
-    """The logits of all ordinary rows and of all mask rows of one text, fed step by step."""
+def walk(engine: Engine, mask: int, tokens: range | None = None) -> tuple[Logits, Logits]:
+    """The logits of all ordinary rows and of all mask rows of one text of these tokens, fed step by step."""
+    tokens = tokens or range(mask + 1, engine.signature.vocab_size)
     random = np.random.default_rng(0)
     order = np.arange(SLOTS) if engine.signature.lowering == "append" else random.permutation(SLOTS)
     paths: list[list[int]] = []  # path of each row, itself last
@@ -62,7 +63,7 @@ def walk(engine: Engine, mask: int) -> tuple[Logits, Logits]:
         first, count = len(paths), len(parents)
         for row, parent in enumerate(parents):
             paths.append([*(ancestors if parent < 0 else paths[first + parent]), first + row])
-        ids = random.integers(mask + 1, engine.signature.vocab_size, count)
+        ids = random.integers(tokens.start, tokens.stop, count)
         ids[list(masks)] = mask
         visible = np.zeros((1, 1, count, visible_length(SLOTS)), np.bool_)
         near = visible.copy()
@@ -73,7 +74,7 @@ def walk(engine: Engine, mask: int) -> tuple[Logits, Logits]:
         rows = np.arange(count)[None]
         logits = engine.run(Batch(0, ids[None], positions, order[None, first : first + count], visible, rows, near))[0]
         for row in range(count):
-            found[row in masks].append(logits[row].copy())
+            found[row in masks].append(logits[row, : tokens.stop].copy())
         ancestors = paths[first + last]
     return np.stack(found[0]), np.stack(found[1])
 

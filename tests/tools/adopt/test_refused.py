@@ -40,7 +40,7 @@ LORA_A, LORA_B = (f"base_model.model.model.decoder.layers.0.fc2.lora_{half}.weig
 PREFIX, EMBEDDING = "forecast_prefix", "forecast_embedding"
 ENCODER, MASK_ROWS = "model.prefix_encoder.embedding.weight", "model.mask_tokens.weight"
 
-WEIGHTS: list[tuple[str, dict[str, Change], dict[str, Any], str]] = [
+WEIGHTS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("medusa", {"1.1.weight": None}, {}, "has no tensor 1.1.weight: expected 9 of heads"),
     (
         "medusa",
@@ -148,7 +148,7 @@ def spoil(model: PublishedModel, method: str, tensors: dict[str, Change], entrie
     folder = model.base if tensor_file == MODEL_FILE else model.weights or model.base
     if tensors:
         file = folder / tensor_file
-        stored = load_file(file) if file.suffix == ".safetensors" else torch.load(file)
+        stored: dict[str, Any] = load_file(file) if file.suffix == ".safetensors" else torch.load(file)
         for name, change in tensors.items():
             stored[name] = change(stored[name]) if callable(change) else change
         kept = {name: tensor.contiguous() for name, tensor in stored.items() if tensor is not None}

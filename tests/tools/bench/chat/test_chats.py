@@ -64,19 +64,16 @@ def chat_measured(*given: tuple[str, int, ChatPrompt, Answer]) -> Measured:
 
 @dataclass
 class FakeSubject:
-    """Answers a prompt with its sum and records the prompts; fails from call number `fails` on."""
+    """Answers a prompt with its sum and records the prompts."""
 
     name: str
     reference: str | None = None
     max_tokens: int = 8
     change: int = 0  # added to every token
-    fails: int | None = None
     log: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)  # may be shared: name and prompt
 
     def answer(self, prompt: Sequence[int]) -> Answer:
         self.log.append((self.name, tuple(prompt)))
-        if self.fails is not None and sum(name == self.name for name, _ in self.log) >= self.fails:
-            raise WorkerFailed("no answer today")
         token = sum(prompt) + self.change
         threads: dict[tuple[int, ...], ThreadTokens] = {(): ThreadTokens((), (*prompt, token), len(prompt), ended=True)}
         return Answer(
@@ -141,17 +138,6 @@ def test_a_conversation_continues_with_the_plain_answers_and_a_difference_names_
     assert [one.turn for one in found.differences] == [1, 2, 3]
     one = found.differences[0].difference
     assert (one.mode, one.reference, one.line, one.token, one.expected, one.found) == ("mode 0", "plain", 7, 1, 3, 8)
-
-
-def test_a_subject_that_fails_is_not_asked_again() -> None:
-    plain, peer = FakeSubject("plain"), FakeSubject("peer", fails=3)
-    lines: list[str] = []
-    found = measure([Job(chat_prompt(line), [plain, peer]) for line in (1, 2, 3, 4)], encode, 1, lines.append)
-    assert lines[0].startswith("4 prompts, 2 modes and runtimes, 1 rounds: at most ")
-    assert found.failed == {"peer": "no answer today"}
-    assert len(peer.log) == 3  # the warm-up, one answer, the failure
-    assert [one.prompt.line for one in found.answers if one.subject == "peer"] == [1]
-    assert [one.prompt.line for one in found.answers if one.subject == "plain"] == [1, 2, 3, 4]
 
 
 @contextmanager

@@ -11,10 +11,6 @@ import pytest
 
 import spaceport.runtime
 from spaceport.runtime import Runtime, SpaceportError
-from support.paths import DOCS
-
-PAGES = [DOCS / f"{name}.md" for name in ("api", "decoding", "embedding", "logprobs", "sampling", "trace")]
-EXAMPLES = [path for path in sorted((DOCS / "examples").rglob("*.py")) if "09_custom_backend" not in path.parts]
 
 
 def entries(docstring: str | None) -> dict[str, str]:
@@ -28,14 +24,6 @@ def test_every_exported_name_exists_and_every_error_is_a_spaceport_error() -> No
     errors = [value for value in exported if inspect.isclass(value) and issubclass(value, Exception)]
     assert len(errors) == 14
     assert [error for error in errors if not issubclass(error, SpaceportError)] == []
-
-
-def test_programs_of_users_import_from_the_public_package_alone() -> None:
-    for file in (*PAGES, *EXAMPLES):
-        imports = re.findall(
-            r"^from (spaceport\.(?:runtime|graphs)[\w.]*) import", file.read_text("utf-8"), re.MULTILINE
-        )
-        assert set(imports) <= {"spaceport.runtime"}, file
 
 
 @pytest.mark.parametrize("name", spaceport.runtime.__all__)

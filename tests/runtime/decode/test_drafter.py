@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given, settings
@@ -13,7 +12,6 @@ from hypothesis import strategies as st
 
 from spaceport.graphs.contract.draft_acceptance import DraftAcceptance
 from spaceport.graphs.contract.manifest import TokenIds
-from spaceport.graphs.contract.mask_layout import MaskLayout
 from spaceport.runtime.costs import StepCosts
 from spaceport.runtime.decode.accept import Verdict
 from spaceport.runtime.decode.acceptance import Acceptance
@@ -166,17 +164,6 @@ def test_requests_together_never_lose_more_than_their_budgets(
 def test_drafts_pay_where_they_are_right(table: StepCosts, accepted: float, requests: int, least: float) -> None:
     together = [coin(accepted, seed) for seed in range(requests)]
     assert decode(DraftPlanner(table), DraftConfig(5, siblings=1), together, 1000 // requests).speedup >= least
-
-
-def test_wide_groups_alternate_with_steps_that_verify_them() -> None:
-    """32 mask slots in a block: 34 rows are enough for them behind one token, or to verify their candidates, not for both."""
-    limits = DraftConfig(32, rows=34, siblings=1, mask_layout=MaskLayout(shift=False, group="block"))
-    spent = decode(DraftPlanner(FLAT), limits, [coin(0.9)], 250)
-    assert spent.speedup > 4
-    pairs = [(one, two) for one, two in pairwise(spent.widths) if one == 34 and two <= 16]
-    assert len(pairs) > len(spent.widths) / 16
-    wider = replace(limits, rows=66)
-    assert decode(DraftPlanner(FLAT), wider, [coin(0.9)], 250).speedup > spent.speedup
 
 
 def test_what_one_request_learned_the_next_one_of_its_kind_knows() -> None:

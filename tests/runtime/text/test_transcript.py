@@ -9,10 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from spaceport.runtime.decode.threads import new_thread
 from spaceport.runtime.text.piece import Piece
-from spaceport.runtime.text.transcript import Transcript
-from support.scripted_threads import FORK, Outcome, Path, Script, Writing, cases, events_of, line, outcome, prompt
+from support.scripted_threads import FORK, Outcome, Path, Script, Writing, cases, events_of, line, outcome
 from support.small_tokenizers import BROKEN, BYTES, FALLBACK, one_byte_each
 
 BOTH = pytest.mark.parametrize("tokenizer", [BYTES, FALLBACK], ids=["byte_level", "byte_fallback"])
@@ -117,18 +115,3 @@ def test_a_stop_string_ends_its_thread_at_once_and_all_that_stands_behind() -> N
     writing.write((0,))
     writing.write((1, 0))
     assert writing.outcome == outcome(list(events_of(BYTES, script)), ["#"])
-
-
-def test_pieces_and_text_may_end_with_their_stop_string() -> None:
-    thread = new_thread(prompt(BYTES), 1)
-    reading = Transcript(BYTES, ("bc",), include_stop=True)
-    found = []
-    for token in one_byte_each("abc"):
-        thread.tokens.append(token)
-        found.append(reading.on_token(thread, token, False))
-    thread.ending = "stop"
-    reading.on_end(thread)
-    pieces = reading.take()
-    assert found == [False, False, True]
-    assert [piece.text for piece in pieces] == [piece.reading for piece in pieces] == ["a", "", "bc"]
-    assert reading.text == reading.finished()[0].text == "abc"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from random import Random
 
@@ -46,16 +47,15 @@ def soak(bundle: Path, seed: int, budget: Budget) -> Outcome:
                 with lock:
                     outcome.note("request", result, result != "wrong text")
 
-        clients = [threading.Thread(target=client, args=(number,)) for number in range(_CLIENTS)]
-        for thread in clients:
-            thread.start()
-        while time.monotonic() - started < budget.seconds and outcome.cases < budget.cases:
-            time.sleep(max(1.0, budget.seconds / _SAMPLES))
-            seconds.append(time.monotonic() - started)
-            usage.append(_usage())
-        stop.set()
-        for thread in clients:
-            thread.join()
+        with ThreadPoolExecutor(_CLIENTS) as pool:
+            clients = [pool.submit(client, number) for number in range(_CLIENTS)]
+            while time.monotonic() - started < budget.seconds and outcome.cases < budget.cases:
+                time.sleep(max(1.0, budget.seconds / _SAMPLES))
+                seconds.append(time.monotonic() - started)
+                usage.append(_usage())
+            stop.set()
+        for one in clients:
+            one.result()
         end = time.monotonic() + 10
         while (status := runtime.status()).active_requests and time.monotonic() < end:
             time.sleep(0.02)

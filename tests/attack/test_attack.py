@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import sys
 from pathlib import Path
@@ -60,9 +59,6 @@ def test_each_finding_has_a_test_that_is_not_skipped() -> None:
     rows = _FINDING.findall((DOCS / "reliability.md").read_text("utf-8"))
     assert [int(number) for number, _, _ in rows] == list(range(1, 15))
     for number, file, name in rows:
-        body = ast.parse((ROOT / file).read_text("utf-8")).body
-        found = [
-            node for node in body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name
-        ]
-        assert len(found) == 1, f"finding {number}: {file} has no test {name}"
-        assert not any("skip" in ast.unparse(each) for each in found[0].decorator_list), f"finding {number}: skipped"
+        before, found, _ = (ROOT / file).read_text("utf-8").partition(f"def {name}(")
+        assert found, f"finding {number}: {file} has no test {name}"
+        assert "skip" not in before.rpartition("\n\n\n")[2], f"finding {number}: skipped"

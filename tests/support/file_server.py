@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -83,23 +83,22 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header("Content-Range", f"bytes {asked[1]}-{int(asked[1]) + len(part) - 1}/{len(content)}")
         self.send_header("Content-Length", str(len(part)))
         self.end_headers()
-        sent = part[: len(part) // 2] if cut else part
-        try:
-            self.wfile.write(sent)
-        except OSError:  # the client has left
-            self.close_connection = True
-        self.close_connection = self.close_connection or cut
-        with self.files.lock:
-            self.files.read[name] = self.files.read.get(name, 0) + len(sent)
+        self.close_connection = cut
+        self._write(name, part[: len(part) // 2] if cut else part)
 
     def _send_without_end(self, name: str) -> None:
         self.send_response(200)
         self.end_headers()
         self.close_connection = True
-        try:
-            while not self.files.pause.is_set():
-                self.wfile.write(bytes(2**16))
-                with self.files.lock:
-                    self.files.read[name] = self.files.read.get(name, 0) + 2**16
-        except OSError:
-            return
+        while not self.files.pause.is_set() and self._write(name, bytes(2**16)):
+            pass
+
+    def _write(self, name: str, content: bytes) -> bool:
+        """Send a part of a file; returns whether the client is still there."""
+        with suppress(OSError):
+            self.wfile.write(content)
+            with self.files.lock:
+                self.files.read[name] = self.files.read.get(name, 0) + len(content)
+            return True
+        self.close_connection = True
+        return False

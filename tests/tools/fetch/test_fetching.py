@@ -116,28 +116,27 @@ def names(folder: Path) -> set[str]:
     return {file.name for file in folder.iterdir()}
 
 
-@pytest.mark.parametrize("kind", ["folder", "http", "file"])
-def test_a_bundle_comes_whole_from_each_kind_of_address_without_other_files(scene: Scene, kind: str) -> None:
+def test_a_bundle_comes_whole_from_each_kind_of_address_without_other_files(scene: Scene) -> None:
     (scene.bundle / "other.bin").write_bytes(b"not of the bundle")
     (scene.bundle / ACCURACY_FILE).write_text("{}")
-    address = {"folder": str(scene.bundle), "http": scene.server.address, "file": f"file://{scene.bundle}"}[kind]
-    for connections in (1, 8):
+    for address in (str(scene.bundle), f"file://{scene.bundle}", scene.server.address):
         shutil.rmtree(scene.target, ignore_errors=True)
-        report = fetch(f"{address}/", scene.target, connections=connections)
+        report = fetch(f"{address}/", scene.target, connections=8)
         assert (report.fetched_bytes, report.reused_bytes, report.unchanged) == (report.total_bytes, 0, False)
-        assert names(scene.target) == {MANIFEST_FILE, MODEL_FILE, DATA_FILE, TOKENIZER_FILE, ACCURACY_FILE}
         (scene.target / ACCURACY_FILE).unlink()
         scene.check_copy()
-    assert set(scene.server.read) <= {MANIFEST_FILE, MODEL_FILE, DATA_FILE, TOKENIZER_FILE, ACCURACY_FILE}
+    assert scene.server.read.keys() == {MANIFEST_FILE, MODEL_FILE, DATA_FILE, TOKENIZER_FILE, ACCURACY_FILE}
+    for wrong in ("https://", "https://user:word@host/a", "http://host/a?signed=1"):
+        with pytest.raises(OptionFault, match="expected a"):
+            fetch(wrong, scene.target)
 
 
-@pytest.mark.parametrize("cut", [1, 999, 1000, 2500, 4095])
+@pytest.mark.parametrize("cut", [1, 1000, 4095])
 def test_an_interrupted_fetch_goes_on_where_it_ended(scene: Scene, cut: int) -> None:
     size = (scene.bundle / DATA_FILE).stat().st_size
-    (scene.target.parent / "partial").mkdir()
-    partial = (scene.target.parent / "partial").rename(scene.partial)
-    shutil.copy(scene.bundle / MANIFEST_FILE, partial)
-    (partial / DATA_FILE).write_bytes((scene.bundle / DATA_FILE).read_bytes()[:cut])
+    scene.partial.mkdir()
+    shutil.copy(scene.bundle / MANIFEST_FILE, scene.partial)
+    (scene.partial / DATA_FILE).write_bytes((scene.bundle / DATA_FILE).read_bytes()[:cut])
     report = scene.fetch()
     assert scene.server.read[DATA_FILE] == size - cut
     assert report.reused_bytes == cut
@@ -152,34 +151,27 @@ def test_a_killed_fetch_leaves_the_earlier_bundle_and_goes_on_later(scene: Scene
     process.communicate()
     assert not scene.target.exists()
     scene.server.pause.set()
-    before = scene.server.read[TOKENIZER_FILE]
     scene.fetch()
     assert scene.server.read[MODEL_FILE] == (scene.bundle / MODEL_FILE).stat().st_size  # once: it had been complete
-    assert scene.server.read[TOKENIZER_FILE] >= before
     scene.check_copy()
 
 
 @pytest.mark.parametrize("name", [MODEL_FILE, DATA_FILE])
-def test_a_flipped_bit_is_found_and_named(scene: Scene, name: str) -> None:
-    content = bytearray((scene.bundle / name).read_bytes())
-    right = bytes(content)
-    content[len(content) // 2] ^= 1
-    (scene.bundle / name).write_bytes(content)
+def test_flipped_bits_and_other_sizes_are_found_and_named(scene: Scene, name: str) -> None:
+    right = (scene.bundle / name).read_bytes()
+    (scene.bundle / name).write_bytes(right[:5] + bytes([right[5] ^ 1]) + right[6:])
     scene.refused(FetchError, f"^{name}: sha256 is .*fetch again, or upload the bundle again")
-    assert not scene.target.exists()
     assert not (scene.partial / name).exists()
-    (scene.bundle / name).write_bytes(right)
+    (scene.bundle / name).write_bytes(right[:3])
+    scene.refused(FetchError, f"^{name}: ends after 3 bytes, the manifest says {len(right)}: upload")
+    (scene.bundle / name).unlink()
+    scene.refused(FetchError, f"^{name}: .*404.*: the manifest lists it: upload the bundle again")
+    assert not scene.target.exists()
+    (scene.partial / "stray").mkdir(parents=True)
+    (scene.partial / "stray" / "file").write_text("no")
+    scene.replace_bundle(b"another graph, longer than the one before")
     scene.fetch()
     scene.check_copy()
-
-
-def test_a_file_of_another_size_is_found_and_named(scene: Scene) -> None:
-    with (scene.bundle / DATA_FILE).open("ab") as stream:
-        stream.truncate(700)
-    scene.refused(FetchError, f"^{DATA_FILE}: ends after 700 bytes, the manifest says 4096: upload")
-    (scene.bundle / DATA_FILE).unlink()
-    scene.refused(FetchError, f"^{DATA_FILE}: .*404.*: the manifest lists it: upload the bundle again")
-    assert not scene.target.exists()
 
 
 @pytest.mark.parametrize(
@@ -243,18 +235,6 @@ def test_a_new_version_and_a_damaged_copy_fetch_changed_files_only(scene: Scene)
     scene.check_copy()
 
 
-def test_what_is_left_of_another_version_is_not_used(scene: Scene) -> None:
-    (scene.bundle / DATA_FILE).rename(scene.bundle / "away")
-    with pytest.raises(FetchError):
-        scene.fetch()
-    partial = scene.partial
-    (partial / "stray").mkdir()
-    (partial / "stray" / "file").write_text("no")
-    scene.replace_bundle(b"another graph, longer than the one before")
-    scene.fetch()
-    scene.check_copy()
-
-
 def test_two_processes_share_one_copy(scene: Scene) -> None:
     scene.server.held = DATA_FILE
     processes = [scene.start() for _ in range(2)]
@@ -267,22 +247,16 @@ def test_two_processes_share_one_copy(scene: Scene) -> None:
 
 
 def test_a_required_signature_is_verified_before_weights_are_read(scene: Scene, tmp_path: Path) -> None:
-    key, other = new_private_key(), new_private_key()
-    (tmp_path / "public.pem").write_bytes(key.public.pem)
-    scene.refused(
-        SignatureError, f"^{scene.server.address}: has no signature", require_signature=tmp_path / "public.pem"
-    )
-    sign_manifest(scene.bundle, (scene.bundle / MANIFEST_FILE).read_bytes(), other)
-    scene.refused(
-        SignatureError,
-        f"^{scene.server.address}: is signed with key {other.public.fingerprint}, expected",
-        require_signature=tmp_path / "public.pem",
-    )
+    key, public = new_private_key(), tmp_path / "public.pem"
+    public.write_bytes(key.public.pem)
+    scene.refused(SignatureError, f"^{scene.server.address}: has no signature", require_signature=public)
+    sign_manifest(scene.bundle, (scene.bundle / MANIFEST_FILE).read_bytes(), new_private_key())
+    scene.refused(SignatureError, "is signed with key .*, expected", require_signature=public)
     assert set(scene.server.read) == {MANIFEST_FILE, SIGNATURE_FILE, SIGNER_FILE}
     assert names(scene.target.parent) == set()
     sign_manifest(scene.bundle, (scene.bundle / MANIFEST_FILE).read_bytes(), key)
-    scene.fetch(require_signature=tmp_path / "public.pem")
-    assert open_bundle(scene.target, require_signature=tmp_path / "public.pem").manifest == read_manifest(scene.bundle)
+    scene.fetch(require_signature=public)
+    assert open_bundle(scene.target, require_signature=public).manifest == read_manifest(scene.bundle)
 
 
 def test_engines_are_fetched_on_request(scene: Scene) -> None:
@@ -290,9 +264,8 @@ def test_engines_are_fetched_on_request(scene: Scene) -> None:
     (scene.bundle / ENGINES_FOLDER / ENGINE).write_bytes(b"engine")
     scene.fetch()
     assert ENGINES_FOLDER not in names(scene.target)
-    scene.refused(
-        FetchError, f"^{ENGINES_FOLDER}/{ENGINE}: ends after 6 bytes, the manifest says 7", overwrite=True, engines=True
-    )
+    message = f"^{ENGINES_FOLDER}/{ENGINE}: ends after 6 bytes, the manifest says 7"
+    scene.refused(FetchError, message, overwrite=True, engines=True)
     assert not (scene.target / ENGINES_FOLDER).exists()
 
 
@@ -315,12 +288,6 @@ def test_a_server_without_ranges_is_refused_for_large_files(scene: Scene) -> Non
     transfer.PART = 2**20
     scene.fetch()
     scene.check_copy()
-
-
-def test_an_address_that_cannot_work_is_refused(scene: Scene) -> None:
-    for address in ("https://", "https://user:word@host/a", "http://host/a?signed=1"):
-        with pytest.raises(OptionFault, match="expected a"):
-            fetch(address, scene.target)
 
 
 def test_a_folder_that_is_no_bundle_is_kept_and_one_that_others_may_write_to_is_refused(scene: Scene) -> None:

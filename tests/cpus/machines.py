@@ -57,9 +57,7 @@ def _run(command: Sequence[str | Path]) -> str:
     done = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False)
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise Missing(
-            f"got exit code {done.returncode} from `{' '.join(map(str, command))}` ({reason}): run it by hand"
-        )
+        raise Missing(f"got exit code {done.returncode} from `{' '.join(map(str, command))}` ({reason})")
     return done.stdout
 
 
@@ -68,20 +66,13 @@ def _site() -> Path:
     return Path(next(path for path in sys.path if path.endswith("site-packages")))
 
 
-def _python() -> str:
-    return str(Path(sys.executable).resolve())
-
-
 def _qemu_x86(cpu: str) -> Callable[[Path, Sequence[str]], tuple[list[str], dict[str, str]]]:
     def command(folder: Path, arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
         program = _program("qemu-x86_64", "qemu-user")
-        return [program, "-cpu", cpu, _python(), *arguments], {"PYTHONPATH": f"{_site()}:{_SPACEPORT}"}
+        python = str(Path(sys.executable).resolve())
+        return [program, "-cpu", cpu, python, *arguments], {"PYTHONPATH": f"{_site()}:{_SPACEPORT}"}
 
     return command
-
-
-def _nothing(folder: Path) -> None:
-    """Nothing has to be prepared."""
 
 
 def _prepare_avx2(folder: Path) -> None:
@@ -94,18 +85,14 @@ def _prepare_avx2(folder: Path) -> None:
     shutil.copytree(source, copied)
     (library,) = (copied / "capi").glob("onnxruntime_pybind11_state*.so")
     dump = _program("objdump", "binutils")
-    (address, offset) = re.findall(
-        r" \.text +[0-9a-f]+ +([0-9a-f]+) +[0-9a-f]+ +([0-9a-f]+)", _run([dump, "-h", library])
-    )[0]
+    sections = _run([dump, "-h", library])
+    (address, offset) = re.findall(r" \.text +[0-9a-f]+ +([0-9a-f]+) +[0-9a-f]+ +([0-9a-f]+)", sections)[0]
     code = bytearray(library.read_bytes())
-    for found in re.findall(
-        r"^ *([0-9a-f]+):\s+cpuid", _run([dump, "-d", "-j", ".text", "--no-show-raw-insn", library]), re.M
-    ):
+    listing = _run([dump, "-d", "-j", ".text", "--no-show-raw-insn", library])
+    for found in re.findall(r"^ *([0-9a-f]+):\s+cpuid", listing, re.M):
         at = int(found, 16) - int(address, 16) + int(offset, 16)
         if code[at : at + 2] != b"\x0f\xa2":
-            raise Missing(
-                f"got other code than cpuid at {found} of {library.name}, expected it as objdump says: update tests/cpus"
-            )
+            raise Missing(f"got other code than cpuid at {found} of {library.name}: update tests/cpus")
         code[at : at + 2] = b"\x0f\x0b"  # ud2
     library.write_bytes(code)
     compiler = _program("cc", "gcc")
@@ -156,8 +143,8 @@ MACHINES = {
     machine.name: machine
     for machine in (
         Machine("avx2", "AVX2 without VNNI, at full speed", _prepare_avx2, _run_avx2, emulated=False),
-        Machine("haswell", "AVX2 without VNNI, emulated", _nothing, _qemu_x86("Haswell")),
-        Machine("nehalem", "SSE4.2 without AVX, emulated", _nothing, _qemu_x86("Nehalem")),
+        Machine("haswell", "AVX2 without VNNI, emulated", lambda folder: None, _qemu_x86("Haswell")),
+        Machine("nehalem", "SSE4.2 without AVX, emulated", lambda folder: None, _qemu_x86("Nehalem")),
         Machine("aarch64", "ARM64 with 8-bit dot products, emulated", _prepare_arm, _run_arm),
     )
 }

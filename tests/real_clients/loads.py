@@ -29,22 +29,11 @@ def guidellm(programs: Path, url: str, runtime: Runtime, folder: Path) -> list[s
     prompts, output = folder / "prompts.json", folder / "guidellm.json"
     prompts.write_text(json.dumps([{"prompt": one, "output_tokens_count": _TOKENS} for one in _PROMPTS]), "utf-8")
     target = url.removesuffix("/v1")
-    run(
-        [
-            *(str(programs / "guidellm"), "run", "--backend", f"kind=openai_http,target={target},model=model"),
-            *("--profile", f"kind=concurrent,streams={_STREAMS}"),
-            *("--constraint", f"kind=max_requests,count={_REQUESTS}", "--data", f"kind=json_file,path={prompts}"),
-            *(
-                "--tokenizer",
-                f"kind=huggingface_auto,model={_tokenizer(runtime, folder)}",
-                "--output",
-                f"kind=json,path={output}",
-            ),
-            "--disable-progress",
-        ],
-        folder,
-        240,
-    )
+    command = [str(programs / "guidellm"), "run", "--backend", f"kind=openai_http,target={target},model=model"]
+    command += ["--profile", f"kind=concurrent,streams={_STREAMS}", "--data", f"kind=json_file,path={prompts}"]
+    command += ["--constraint", f"kind=max_requests,count={_REQUESTS}", "--output", f"kind=json,path={output}"]
+    command += ["--tokenizer", f"kind=huggingface_auto,model={_tokenizer(runtime, folder)}", "--disable-progress"]
+    run(command, folder, 240)
     (benchmark,) = json.loads(output.read_text("utf-8"))["benchmarks"]
     requests = benchmark["requests"]["successful"]
     assert len(requests) == _REQUESTS, f"{len(requests)} requests were answered, expected {_REQUESTS}"
@@ -60,19 +49,14 @@ def aiperf(programs: Path, url: str, runtime: Runtime, folder: Path) -> list[str
     """What aiperf reports; raises AssertionError unless it has its table of speculative decoding."""
     prompts, output = folder / "prompts.jsonl", folder / "aiperf"
     prompts.write_text("".join(json.dumps({"text": one}) + "\n" for one in _PROMPTS), "utf-8")
-    extra = (f"max_tokens:{_TOKENS}", "temperature:0", "ignore_eos:true")
-    run(
-        [
-            *(str(programs / "aiperf"), "profile", "--model", "model", "--url", url.removesuffix("/v1")),
-            *("--endpoint-type", "chat", "--tokenizer", _tokenizer(runtime, folder)),
-            *("--streaming", "--concurrency", str(_STREAMS), "--request-count", str(_REQUESTS)),
-            *("--input-file", str(prompts), "--custom-dataset-type", "single-turn"),
-            *("--use-server-token-count", "--output-artifact-dir", str(output)),
-            *(part for each in extra for part in ("--extra-inputs", each)),
-        ],
-        folder,
-        240,
-    )
+    command = [str(programs / "aiperf"), "profile", "--model", "model", "--url", url.removesuffix("/v1")]
+    command += ["--endpoint-type", "chat", "--tokenizer", _tokenizer(runtime, folder), "--input-file", str(prompts)]
+    command += ["--streaming", "--concurrency", str(_STREAMS), "--request-count", str(_REQUESTS)]
+    command += ["--custom-dataset-type", "single-turn", "--use-server-token-count"]
+    command += ["--output-artifact-dir", str(output)]
+    for extra in (f"max_tokens:{_TOKENS}", "temperature:0", "ignore_eos:true"):
+        command += ["--extra-inputs", extra]
+    run(command, folder, 240)
     report: dict[str, Any] = json.loads((output / "profile_export_aiperf.json").read_text("utf-8"))
     assert report["request_count"]["avg"] == _REQUESTS, report["request_count"]
     lengths = _found(report, "acceptance_length")
@@ -82,14 +66,13 @@ def aiperf(programs: Path, url: str, runtime: Runtime, folder: Path) -> list[str
 
 def _found(content: Any, name: str) -> list[float]:
     """The averages of metrics whose name ends so."""
-    if not isinstance(content, dict):
-        return []
-    own = [
-        float(value["avg"] if isinstance(value, dict) else value)
-        for key, value in content.items()
-        if key.endswith(name) and (isinstance(value, int | float) or (isinstance(value, dict) and "avg" in value))
-    ]
-    return own + [each for value in content.values() for each in _found(value, name)]
+    found: list[float] = []
+    for key, value in content.items() if isinstance(content, dict) else ():
+        number = value.get("avg") if isinstance(value, dict) else value
+        if key.endswith(name) and isinstance(number, int | float):
+            found.append(float(number))
+        found += _found(value, name)
+    return found
 
 
 def schemathesis(programs: Path, url: str, runtime: Runtime, folder: Path) -> list[str]:

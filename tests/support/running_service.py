@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Thread
@@ -34,18 +34,19 @@ class RunningService:
 
     def wait_until_idle(self) -> None:
         """Wait until no request runs or waits; fails if one goes on."""
-        end = time.monotonic() + _WAIT
-        while any(one.active_requests or one.queued_requests for one in self.statuses.values()):
-            assert time.monotonic() < end, "a request goes on"
-            time.sleep(0.01)
+        _wait(lambda: not any(one.active_requests or one.queued_requests for one in self.statuses.values()))
         assert all(one.kv_slots_used == 0 for one in self.statuses.values())
 
     def wait_until_busy(self) -> None:
         """Wait until a request runs."""
-        end = time.monotonic() + _WAIT
-        while not any(one.active_requests for one in self.statuses.values()):
-            assert time.monotonic() < end, "no request runs"
-            time.sleep(0.01)
+        _wait(lambda: any(one.active_requests for one in self.statuses.values()))
+
+
+def _wait(done: Callable[[], bool]) -> None:
+    end = time.monotonic() + _WAIT
+    while not done():
+        assert time.monotonic() < end, f"it does not happen within {_WAIT} seconds"
+        time.sleep(0.01)
 
 
 @contextmanager
@@ -56,11 +57,7 @@ def running_service(openers: Mapping[str, Opener], options: ServiceOptions | Non
     thread = Thread(target=server.run)
     thread.start()
     try:
-        end = time.monotonic() + _WAIT
-        while not server.started:
-            assert thread.is_alive(), "the service did not start"
-            assert time.monotonic() < end, "the service does not start"
-            time.sleep(0.01)
+        _wait(lambda: server.started or not thread.is_alive())
         port = server.servers[0].sockets[0].getsockname()[1]
         yield RunningService(f"http://127.0.0.1:{port}/v1", app.state.service)
     finally:

@@ -83,13 +83,11 @@ def test_a_bundle_comes_whole_from_an_object_store(
     for address in (f"{bucket}/a", "s3://no-such-bucket/a"):
         with pytest.raises(FetchError, match=f"{address}: no manifest.json there"):
             fetch(address, tmp_path / "other")
+    with pytest.raises(OptionFault, match="expected a folder, https://… or an object store such as s3://"):
+        open_source("hf://organisation/model")
 
 
-def test_missing_packages_and_other_stores_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "obstore.exceptions", None)
     with pytest.raises(MissingDependency, match=r"s3://a/b: object stores need the package obstore: pip install"):
         open_source("s3://a/b")
-    monkeypatch.undo()
-    for address in ("hf://organisation/model", "az://account"):
-        with pytest.raises(OptionFault, match="expected a folder, https://… or an object store such as s3://"):
-            open_source(address)

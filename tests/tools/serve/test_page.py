@@ -17,7 +17,6 @@ from spaceport.graphs.contract.manifest import TOKENIZER_FILE
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.trace.reader import trace_of
-from spaceport.tools.report.files import write_trace
 from spaceport.tools.report.numbers import statistics_of
 from spaceport.tools.report.words import visible
 from spaceport.tools.serve.application import application
@@ -26,7 +25,6 @@ from support.browser import open_browser
 from support.chat_runtime import chat_runtime
 from support.paths import DEMO
 from support.running_service import RunningService, running_service
-from support.traced import TOKENIZER, Case, traced
 
 QUESTION = "Explain the parameters of triangular( low = 0.0, high = 1.0, mode = None )"
 TOKENS = 60
@@ -40,8 +38,8 @@ def root_of(service: RunningService) -> str:
 class Visit:
     """A page of the service in a browser, with everything that it complained about and loaded."""
 
-    def __init__(self, browser: Any, url: str, **options: Any) -> None:
-        self.context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **options})
+    def __init__(self, browser: Any, url: str) -> None:
+        self.context = browser.new_context(viewport={"width": 1280, "height": 900})
         self.page = self.context.new_page()
         self.page.set_default_timeout(15_000)
         self.complaints: list[str] = []
@@ -200,78 +198,36 @@ def test_a_second_question_has_the_first_answer_before_it_unless_there_is_no_cha
 
 
 @pytest.mark.nightly
-def test_a_race_says_that_the_texts_are_identical(visit: Visit) -> None:
+def test_races_say_whether_texts_are_identical_and_broken_answers_say_so(visit: Visit) -> None:
     visit.page.check("#race")
     visit.ask(QUESTION, temperature="1")
-    (result,) = visit.texts(".race .result")
-    assert re.match(r"✓ identical, \d+\.\d\d times as (fast|slow)", result)
-    bars = visit.page.locator(".race progress")
-    assert [bars.nth(index).evaluate("bar => bar.value / bar.max") for index in range(2)] == [1, 1]
-
-
-def data(**choice: Any) -> str:
-    return f"data: {json.dumps({'choices': [choice]})}\n\n"
-
-
-@pytest.mark.nightly
-def test_answers_that_differ_break_off_or_are_refused_say_so(visit: Visit) -> None:
-    end = data(delta={}, spaceport={"ending": "end"}) + "data: [DONE]\n\n"
-    texts = ("one two three", "one two four", "one two three", "one two")
+    assert re.match(r"✓ identical, \d+\.\d\d times as (fast|slow)", visit.texts(".race .result")[0])
+    end = 'data: {"choices": [{"delta": {}, "spaceport": {"ending": "end"}}]}\n\ndata: [DONE]\n\n'
+    parts = [f'data: {{"choices": [{{"delta": {{"content": "one two {last}"}}}}]}}\n\n' for last in ("three", "four")]
     failure = 'data: {"error": {"message": "the engine failed"}}\n\ndata: [DONE]\n\n'
-    events = iter([*(data(delta={"content": text}) + end for text in texts), data(delta={"content": "one"}), failure])
+    answers = iter([parts[0] + end, parts[1] + end, parts[0], failure])  # no runtime would give them
     visit.page.route(
-        "**/v1/chat/completions", lambda route: route.fulfill(content_type="text/event-stream", body=next(events))
+        "**/v1/chat/completions", lambda route: route.fulfill(content_type="text/event-stream", body=next(answers))
     )
-    visit.page.locator("#model option").first.wait_for(state="attached")
-    visit.page.check("#race")
-    for number, same in enumerate((8, 7)):
-        visit.send(QUESTION)
-        visit.page.locator(".race .result").nth(number).wait_for()
-        assert visit.texts(".race .result")[number] == f"✗ different after {same} characters"
-        assert visit.shown == "one two three"
+    visit.send(QUESTION)
+    visit.page.locator(".race .result").nth(1).wait_for()
+    assert visit.texts(".race .result")[1] == "✗ different after 8 characters"
     visit.page.uncheck("#race")
-    for message in ("The connection ended before the answer did.", "the engine failed", "the prompt has more than"):
-        if message.startswith("the prompt"):
-            visit.page.unroute_all()
-        visit.send("x " * 90_000 if message.startswith("the prompt") else QUESTION)
+    for message in ("The connection ended before the answer did.", "the engine failed"):
+        visit.send(QUESTION)
         visit.page.locator(f".fault:has-text('{message}')").wait_for()
         visit.finish()
-    visit.complaints[:] = [each for each in visit.complaints if "400" not in each]
 
 
 @pytest.mark.nightly
-def test_a_stored_trace_is_opened_and_other_files_are_refused(visit: Visit, tmp_path: Path) -> None:
-    file = tmp_path / "trace.json"
-    for content, message in (
-        ("nothing", "The file is not JSON: expected a trace"),
-        ('{"prompt": [], "threads": [], "steps": [], "schema": 9}', "The trace has schema 9: expected 2."),
-    ):
-        file.write_text(content, "utf-8")
-        visit.page.set_input_files("#file", file)
-        visit.page.locator(f"#state:has-text('{message}')").wait_for()
-    record = traced(Case(44, max_threads=2))[1].record(TOKENIZER)
-    write_trace(file, record)
-    visit.page.set_input_files("#file", file)
-    visit.page.locator(".watch .lanes .name").first.wait_for(state="attached")
-    assert visit.page.locator(".watch .lanes .name").count() == len(record.threads) > 2
-
-
-@pytest.mark.nightly
-def test_the_page_asks_for_a_key_and_fits_low_and_narrow_screens(browser: Any) -> None:
+def test_the_page_asks_for_a_key(browser: Any) -> None:
     with running_service({"demo": chat_runtime}, ServiceOptions(keys=(KEY,))) as service:
-        visit = Visit(browser, root_of(service), viewport={"width": 360, "height": 740}, color_scheme="dark")
+        visit = Visit(browser, root_of(service))
         visit.page.locator("#settings[open]").wait_for()
         assert "no valid key" in visit.texts("#state")[0]
         visit.page.fill("#key", KEY)
         visit.page.click("text=Done")
         visit.page.locator("#model option").first.wait_for(state="attached")
-        for _ in range(3):
-            visit.ask(QUESTION, **{"max-tokens": "200"})
+        visit.ask(QUESTION)
         assert visit.page.locator(".answered i").count() > 0
-        assert KEY not in visit.page.content()
-    assert visit.page.evaluate("() => document.documentElement.scrollWidth") == 360
-    visit.page.set_viewport_size({"width": 1280, "height": 400})
-    assert visit.page.locator(".turns").evaluate("element => element.scrollHeight > element.clientHeight")
-    box = visit.page.locator("#ask").bounding_box()
-    assert box["y"] + box["height"] <= 400
-    visit.context.close()
+        visit.context.close()

@@ -12,9 +12,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
-from spaceport.runtime.scheduling.queue import QueueFull
 from spaceport.tools.serve.application import application
-from spaceport.tools.serve.failures import failure_of
 from spaceport.tools.serve.options import ServiceOptions
 from support.chat_runtime import chat_runtime
 from support.deployment import MONITORING, dashboard, expressions, panels
@@ -91,22 +89,6 @@ def test_every_metric_of_a_service_is_on_the_dashboard(ours: Exported) -> None:
     families = {re.sub("_(bucket|sum|count)$", "", name) for name in ours if not name.endswith("_created")}
     assert families - {re.sub("_(bucket|sum|count)$", "", name) for name in shown} == UNUSED
     assert len(families) > 30
-
-
-def test_legends_and_colors_name_labels_and_values_that_are_exported(ours: Exported) -> None:
-    reasons = {failure_of(QueueFull("full")).code, "stopping"}
-    assert f'reason="{failure_of(QueueFull("full")).code}"' in expressions()["SpaceportQueueFull"]
-    for panel in panels():
-        legends, values = set(), set(reasons)
-        for query in panel["targets"]:
-            names = metrics(query["expr"])
-            labels = set().union(*(ours[name] for name in names)) | SCRAPED
-            assert set(re.findall(r"\{\{(\w+)\}\}", query["legendFormat"])) <= labels, panel["title"]
-            legends.add(query["legendFormat"])
-            values |= {value for name in names for found in ours[name].values() for value in found}
-        for override in panel["fieldConfig"]["overrides"]:
-            name = override["matcher"]["options"].removeprefix("/^").removesuffix("( |$)/")
-            assert name in values | {legend.split()[0] for legend in legends}, panel["title"]
 
 
 def test_queries_of_a_service_can_be_narrowed_to_models_and_instances() -> None:

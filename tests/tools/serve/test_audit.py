@@ -198,7 +198,7 @@ def test_plain_decoding_that_fails_is_a_fault(caplog: pytest.LogCaptureFixture) 
 
 def test_rows_of_the_prefix_cache_are_not_used_again() -> None:
     prompt, given = [number % 10 for number in range(60)], Decoding(max_tokens=12, fork=False, ignore_eos=True)
-    engine = HashEngine(ENDLESS, 256, 2)
+    engine = HashEngine(ENDLESS, 256, 2, owner=lambda index: 0)
     with Runtime(hash_runtime(ENDLESS).bundle, engine, 128, prefix_cache=True) as runtime:
         runtime.generate(prompt, given)
         found = runtime.generate(prompt, given)

@@ -108,22 +108,6 @@ def test_a_client_that_left_before_the_first_event_ends_the_request() -> None:
     assert (events.closed, events.ended) == (False, True)
 
 
-def test_events_take_no_task_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    created: list[Any] = []
-    create = asyncio.BaseEventLoop.create_task
-    monkeypatch.setattr(
-        asyncio.BaseEventLoop, "create_task", lambda *given, **more: created.append(1) or create(*given, **more)
-    )
-
-    def tasks_for(count: int) -> int:
-        created.clear()
-        client, _ = exchange(*[b"1"] * count)
-        assert len(client.sent) == count + 1
-        return len(created)
-
-    assert tasks_for(2) == tasks_for(200) > 0
-
-
 class Ready:
     """A stream whose pieces have all come already, some of them at a time."""
 

@@ -83,46 +83,31 @@ OBJECTS = some.dictionaries(some.sampled_from(NAMES), VALUES, min_size=1, max_si
 # Values of the right types, so that requests get as far as the engine
 
 ROLES = some.sampled_from(["user", "assistant", "system", "tool", "developer"])
-TURNS = some.builds(lambda role, text: {"role": role, "content": text}, ROLES, TEXTS)
-GRAMMARS = some.one_of(
-    some.builds(lambda schema: {"json": schema}, JSON_SCHEMAS),
-    some.builds(lambda regex: {"regex": regex}, some.sampled_from(["[a-c]+", "\\d{2,9}", "(?i)a", "(?=a)b", "\\1"])),
-    some.builds(lambda texts: {"choice": texts}, some.lists(TEXTS, max_size=4)),
-)
-OWN: dict[str, Any] = {
-    "messages": some.lists(TURNS, max_size=4),
-    "input": TEXTS | some.lists(TURNS, max_size=4),
+TURNS = some.lists(some.builds(lambda role, text: {"role": role, "content": text}, ROLES, TEXTS), max_size=4)
+TYPED: dict[str, Any] = {
+    "messages": TURNS,
+    "input": TEXTS | TURNS,
     "prompt": some.one_of(TEXTS, some.lists(some.integers(-1, 1300), max_size=9), some.lists(TEXTS, max_size=3)),
-    "structured_outputs": GRAMMARS,
+    "structured_outputs": some.one_of(
+        some.builds(lambda schema: {"json": schema}, JSON_SCHEMAS),
+        some.builds(
+            lambda regex: {"regex": regex}, some.sampled_from(["[a-c]+", "\\d{2,9}", "(?i)a", "(?=a)b", "\\1"])
+        ),
+        some.builds(lambda texts: {"choice": texts}, some.lists(TEXTS, max_size=4)),
+    ),
     "tools": PARTS,
     "tool_choice": some.sampled_from(["auto", "none", "required", TOOL]),
+    "stop": TEXTS | some.lists(TEXTS, max_size=4),
+    "logit_bias": some.dictionaries(some.integers(0, 1279).map(str) | TEXTS, some.floats(-100, 100), max_size=4),
 }
 
 
-def typed(schema: dict[str, Any]) -> Any:
-    """Values that a schema of the service's document allows, of a moderate size."""
-    if branches := schema.get("anyOf"):
-        return some.one_of(*(typed(branch) for branch in branches))
-    if "$ref" in schema:
-        return fields_of(SCHEMAS[schema["$ref"].rpartition("/")[2]], {})
+def _typed(schema: dict[str, Any]) -> Any:
+    """Values of the simple types that a field has in the service's document, mostly within its bounds."""
+    kinds = {branch.get("type") for branch in schema.get("anyOf", [schema])}
     least, most = schema.get("minimum", -3), min(schema.get("maximum", 40), 2000)
-    kinds: dict[str, Any] = {
-        "string": TEXTS,
-        "integer": some.integers(least, most) | some.integers(-(2**63), 2**64 - 1),
-        "number": some.floats(least, most),
-        "boolean": some.booleans(),
-        "array": some.lists(some.integers(0, 1279) | TEXTS, max_size=4),
-        "object": some.dictionaries(some.integers(0, 1279).map(str) | TEXTS, some.floats(-100, 100), max_size=4),
-    }
-    return some.sampled_from(schema["enum"]) if "enum" in schema else kinds.get(schema.get("type", ""), some.none())
-
-
-def fields_of(schema: dict[str, Any], own: dict[str, Any]) -> Any:
-    """Objects with some of the fields of a schema."""
-    values = {name: typed(field) for name, field in schema["properties"].items()} | own
-    return some.lists(some.sampled_from([*values]), max_size=6, unique=True).flatmap(
-        lambda names: some.fixed_dictionaries({name: values[name] for name in names})
-    )
+    numbers = some.integers(least, most) | some.floats(least, most) | some.integers(-(2**63), 2**64 - 1)
+    return numbers if kinds & {"integer", "number"} else some.booleans() | TEXTS
 
 
 def _encoded(path: str) -> Any:
@@ -130,7 +115,11 @@ def _encoded(path: str) -> Any:
     wrong = some.dictionaries(
         some.sampled_from([*SUPPORTED, *IGNORED, *REFUSED, "other"]), VALUES | OBJECTS, min_size=1, max_size=3
     )
-    right = fields_of(SCHEMAS[BODIES[path].__name__], OWN if "v1" in path else {})
+    fields = SCHEMAS[BODIES[path].__name__]["properties"]
+    values = {name: TYPED.get(name, _typed(field)) for name, field in fields.items()}
+    right = some.sets(some.sampled_from(sorted(values)), max_size=6).flatmap(
+        lambda names: some.fixed_dictionaries({name: values[name] for name in sorted(names)})
+    )
     return (right | wrong).map(lambda fields: (path, json.dumps({**BASES[path], **fields}).encode()))
 
 
@@ -141,19 +130,17 @@ def _spoilt(body: tuple[str, bytes], at: int, kind: str) -> tuple[str, bytes]:
     damage = {
         "cut": raw[:index],
         "byte": raw[:index] + b"\xff\xc0" + raw[index + 1 :],
-        "zero": raw[:index] + b"\x00" + raw[index:],
         "twice": raw + raw,
         "nested": b"[" * (at % 200_000) + raw,
         "number": raw.replace(b"3", b"9" * (at % 20_000 + 1), 1),
         "exponent": raw.replace(b"3", b"1e" + b"9" * (at % 50 + 1), 1),
-        "bom": b"\xef\xbb\xbf" + raw,
         "wide": raw.decode("ascii").encode("utf-16"),
     }
     return path, damage[kind]
 
 
 RIGHT = some.one_of(*(_encoded(path) for path in BASES))
-KINDS = ["cut", "byte", "zero", "twice", "nested", "number", "exponent", "bom", "wide"]
+KINDS = ["cut", "byte", "twice", "nested", "number", "exponent", "wide"]
 DAMAGED = some.builds(_spoilt, RIGHT, some.integers(0, 10**6), some.sampled_from(KINDS))
 ANY = some.one_of(RIGHT, RIGHT, RIGHT, DAMAGED, some.tuples(some.sampled_from([*BASES]), some.binary(max_size=60)))
 

@@ -11,14 +11,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
 from spaceport.runtime.decode.statistics import Statistics
-from spaceport.runtime.decoding import Decoding
 from spaceport.tools.serve.answers import metrics_of
 from spaceport.tools.serve.application import application
 from spaceport.tools.serve.metrics import Metrics
 from spaceport.tools.serve.options import ServiceOptions
 from support.chat_runtime import chat_runtime
-from support.hash_engine import Language
-from support.hash_runtime import hash_runtime
 
 
 @pytest.fixture
@@ -99,19 +96,6 @@ def test_a_prompt_counts_once_and_echoes_count_too(client: TestClient) -> None:
         assert echo["metrics"]["generation_time_ms"] > 0 or more == {"logprobs": None}
         found = after
     assert found["request_success_total/length"] >= 6
-
-
-def test_a_runtime_reports_its_threads() -> None:
-    seen = []
-    with (
-        hash_runtime(Language(2, end_every=10**9, fork_every=4), max_slots=900) as runtime,
-        runtime.stream([1, 2, 3], Decoding(max_tokens=40, fork=True, max_threads=2, stop="zz")) as stream,
-    ):
-        for _ in stream:
-            status = runtime.status()
-            seen.append((status.live_threads, status.queued_threads))
-    assert max(live for live, _ in seen) == 2
-    assert max(queued for _, queued in seen) >= 1
 
 
 def test_samples_are_the_values_of_the_metrics_page(client: TestClient) -> None:

@@ -146,16 +146,12 @@ LARGE = {"type": "object", "properties": {f"name{index:05}": {"type": "string"} 
     ("path", "fields", "status", "message"),
     [
         ("completions", {"prompt": "x" * 2001}, 400, "prompt_chars"),
-        ("completions", {"prompt": ["x" * 1001] * 2}, 200, ""),
         ("completions", {"prompt": ["x"] * 65}, 400, "65 prompts: expected at most 64"),
         ("completions", {"n": 4}, 400, "n is 4: expected 1 to 3"),
-        ("completions", {"stop": ["x"] * 17}, 400, "stop has 17 stop strings"),
         ("completions", {"stop": "x" * 257}, 400, "a stop string has 257 characters"),
         ("completions", {"max_tokens": 10**9}, 400, "lower max_tokens"),
         ("completions", {"max_tokens": 10**4300 - 1}, 400, "max_tokens has more than 64 bits"),
-        ("chat/completions", {"spaceport": {"lookup": -(2**64)}}, 400, "spaceport.lookup has more than 64 bits"),
         ("completions", {"prompt": [10**3000]}, 400, "…"),  # the end of a message that would repeat it
-        ("completions", {"structured_outputs": {"regex": "a" * 70_000}}, 400, "the grammar has"),
         ("chat/completions", {"messages": [{"role": "user", "content": "x" * 700}] * 3}, 400, "prompt_chars"),
         ("chat/completions", {"messages": [{"role": "user", "content": "a"}] * 30_000}, 413, "more than 100000 bytes"),
         ("completions", {"structured_outputs": {"json": LARGE}}, 400, "the grammar has"),

@@ -120,14 +120,6 @@ def test_text_before_a_call_is_content(client: TestClient) -> None:
     assert calls_of(single["message"]) == [("now", "{}")]
 
 
-def test_a_call_that_is_cut_off_has_the_reason_length(client: TestClient) -> None:
-    choice = ask(client, "json", tool_choice=NAMED, max_tokens=12)
-    assert choice["finish_reason"] == "length"
-    message, reason, _ = streamed(client, "json", tool_choice=NAMED, max_tokens=12)
-    assert reason == "length"
-    assert calls_of({"tool_calls": [], **choice["message"]}) == calls_of(message)
-
-
 def test_calls_and_their_results_are_rendered(client: TestClient) -> None:
     call = {"id": "a", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
     calling = {"role": "assistant", "content": None, "tool_calls": [call]}
@@ -145,37 +137,24 @@ def tool(**function: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": "f", **function}}
 
 
-DEEP: dict[str, Any] = {"type": "string"}
-for _ in range(40):
-    DEEP = {"type": "object", "properties": {"a": DEEP}}
-MANY = [tool(name=f"f{index}", description="x" * 20, parameters={"title": "x" * 1000}) for index in range(70)]
-LOOKAHEAD = {"properties": {"a": {"pattern": "(?=a)"}}}
-INVALID_TOOLS: list[tuple[list[Any], str]] = [
-    ([{"type": "function"}], "tools[0].function is None"),
-    ([{"type": "retrieval"}], "tools[0] is an object"),
-    *(([tool(name=name)], "tools[0].function.name is ") for name in ("", "a b", 'a"}\n', "x" * 65, 3)),
-    ([tool(), tool()], "tools[1].function.name is 'f' again"),
-    ([tool(name=f"f{index}") for index in range(129)], "tools has 129 functions"),
-    ([tool(description=[1])], "tools[0].function.description is a list"),
-    ([tool(parameters=[])], "tools[0].function.parameters is a list"),
-    ([tool(parameters={"type": "string"})], "tools[0].function.parameters.type is 'string'"),
-    ([tool(parameters={"properties": {"a": 3}})], "tools[0].function.parameters.properties is an object"),
-    ([tool(parameters=DEEP)], "tools[0].function.parameters has more than 64 nested levels"),
-    ([tool(parameters={"description": "x" * 70_000})], "tools[0].function.parameters has 7"),
-]
 INVALID: list[tuple[dict[str, Any], str, str | None]] = [
-    *(({"tools": tools}, message, "tools") for tools, message in INVALID_TOOLS),
     *(({"tools": tools, "tool_choice": "required"}, message, "tools") for tools, message in (
-        ([tool(parameters=LOOKAHEAD)], "the grammar of tools cannot be used: "),
-        (MANY, "the grammar of tools has 8"),
+        ([{"type": "function"}], "tools[0].function is None"),
+        ([{"type": "retrieval"}], "tools[0] is an object"),
+        *(([tool(name=name)], "tools[0].function.name is ") for name in ("", "a b", 'a"}\n', "x" * 65, 3)),
+        ([tool(), tool()], "tools[1].function.name is 'f' again"),
+        ([tool(name=f"f{index}") for index in range(129)], "tools has 129 functions"),
+        ([tool(description=[1])], "tools[0].function.description is a list"),
+        ([tool(parameters={"type": "string"})], "tools[0].function.parameters.type is 'string'"),
+        ([tool(parameters={"properties": {"a": 3}})], "tools[0].function.parameters.properties is an object"),
+        ([tool(parameters={"description": "x" * 70_000})], "tools[0].function.parameters has 7"),
+        ([tool(parameters={"properties": {"a": {"pattern": "(?=a)"}}})], "the grammar of tools cannot be used: "),
+        ([tool(name=f"f{index}", parameters={"title": "x" * 1000}) for index in range(70)], "the grammar of tools has "),
     )),
     ({"tool_choice": "always"}, "tool_choice is 'always': expected none, auto, required or", "tool_choice"),
-    ({"tool_choice": {"type": "function"}}, "tool_choice is an object: expected none, auto, required or", "tool_choice"),
     ({"tool_choice": tool()}, "tool_choice names 'f': expected one of tools: weather", "tool_choice"),
     ({"tool_choice": NAMED, "tools": []}, "tool_choice is an object without tools", "tool_choice"),
     ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "the request has several grammars", None),
-    ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
-     "message 0: tool_calls[0].function.arguments is not JSON", None),
     ({"messages": [{"role": "assistant", "tool_calls": ["f"]}]}, "message 0: tool_calls[0] is 'f'", None),
 ]  # fmt: skip
 

@@ -72,9 +72,9 @@ def image_environment(target: str = DEFAULT_TARGET) -> dict[str, str]:
     return dict(word.split("=", 1) for word in words)
 
 
-def health_command(target: str = DEFAULT_TARGET) -> list[str]:
-    """The command of an image's health check."""
-    (check,) = image(target)["HEALTHCHECK"]
+def health_command() -> list[str]:
+    """The command of the image's health check."""
+    (check,) = image(DEFAULT_TARGET)["HEALTHCHECK"]
     command: list[str] = json.loads(check[check.index("[") :])
     return command
 
@@ -97,12 +97,9 @@ def of_kind(kind: str) -> dict[str, Any]:
     return found
 
 
-def container_environment(container: dict[str, Any], target: str = DEFAULT_TARGET) -> dict[str, str]:
+def container_environment(container: dict[str, Any]) -> dict[str, str]:
     """The variables of a container in a cluster: those of the image, and its own."""
-    found = image_environment(target)
-    for variable in container.get("env", []):
-        found[variable["name"]] = variable["value"]
-    return found
+    return image_environment() | {variable["name"]: variable["value"] for variable in container.get("env", [])}
 
 
 def printed_options(arguments: Sequence[str], environment: Mapping[str, str]) -> str:

@@ -87,27 +87,23 @@ def ignored(path: str) -> bool:
 
 def test_the_context_of_the_images_has_what_the_wheel_is_built_from() -> None:
     needed = (
-        "pyproject.toml constraints.txt LICENSE README.md MANIFEST.in src/spaceport/__init__.py runtime/decode/step.py"
+        "pyproject.toml constraints.txt LICENSE README.md MANIFEST.in runtime/decode/step.py tools/page/static/page.css"
     )
-    others = ".git/config .venv/bin/python tests/conftest.py docs/README.md keys tools/deploy/keys/keys"
-    assert [path for path in (*needed.split(), "tools/page/static/page.css") if ignored(path)] == []
-    more = ("tools/demo_recipe/train.py", "runtime/__pycache__/a.pyc")
-    assert [path for path in (*others.split(), *more) if not ignored(path)] == []
-
-
-def check_health(port: int) -> int:
-    """The exit status of the health check for a service on a port."""
-    check = [sys.executable, *health_command()[1:]]
-    return subprocess.run(check, env={"SPACEPORT_PORT": str(port)}, capture_output=True, check=False).returncode
+    assert [path for path in needed.split() if ignored(path)] == []
+    others = ".git/config .venv/bin/python tests/conftest.py keys tools/deploy/keys/keys runtime/__pycache__/a.pyc"
+    assert [path for path in others.split() if not ignored(path)] == []
 
 
 def test_the_health_check_follows_the_service() -> None:
+    def status(port: int) -> int:
+        check = [sys.executable, *health_command()[1:]]
+        return subprocess.run(check, env={"SPACEPORT_PORT": str(port)}, capture_output=True, check=False).returncode
+
     with running_service({"demo": chat_runtime}) as found:
         port = int(found.url.split(":")[2].split("/")[0])
-        assert check_health(port) == 0
+        assert status(port) == 0
         found.service.draining = True
-        assert check_health(port) == 1
-    assert check_health(port) == 1
+        assert status(port) == 1
 
 
 def test_the_compose_file_restricts_every_container() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import urllib.error
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
@@ -155,13 +154,3 @@ def test_a_session_finds_its_history_in_the_prefix_cache(demo_bundle: Path, tmp_
     print(f"reused prompt tokens: {found:.1%} with a session, {without:.1%} without")
     assert found > 0.75
     assert found > 1.2 * without
-
-
-def test_a_replica_whose_engine_hangs_is_replaced(demo_bundle: Path, tmp_path: Path) -> None:
-    args = arguments(demo_bundle, 1, call_timeout=0.001, replicas={"health_check_period": 0.5})
-    with deployed(tmp_path, args) as service:
-        (before,) = service.replicas()
-        with pytest.raises(urllib.error.HTTPError) as caught:
-            post(service, prompt=PROMPTS[0] * 40, max_tokens=4)
-        assert json.load(caught.value)["error"]["code"] == "engine_fault"
-        wait_for(lambda: service.replicas() and before not in service.replicas(), "the replica is replaced")

@@ -1,10 +1,13 @@
-"""Killed: commands in children of one process that has imported torch, started and ended by a test."""
+"""Killed: commands in forked children of one process that has imported torch, started and ended by a test.
+
+As a program, it forks a child for each line on standard input, a JSON list of arguments, that runs this `spaceport`
+command. It prints `ready` first, then the id of each child, and how it ended.
+"""
 
 from __future__ import annotations
 
 import json
 import os
-import select
 import shutil
 import signal
 import subprocess
@@ -17,12 +20,13 @@ from support.paths import TESTS, TINY
 
 
 class Commands:
-    """Runs `spaceport` commands, one at a time."""
+    """Runs `spaceport` commands, one at a time; the first one in the process that forks the others."""
 
-    def __init__(self, first: Sequence[str] = ()) -> None:
-        command = [sys.executable, str(TESTS / "support" / "interrupted.py"), *first]
+    def __init__(self, first: Sequence[str]) -> None:
+        command = [sys.executable, "-m", "support.killed", *first]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(TESTS), *sys.path))}
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-        self._popen = subprocess.Popen(command, bufsize=0, **pipes)
+        self._popen = subprocess.Popen(command, bufsize=0, env=environment, **pipes)
         assert self._line() == "ready"
 
     def start(self, command: Sequence[str]) -> int:
@@ -30,10 +34,6 @@ class Commands:
         assert self._popen.stdin is not None
         self._popen.stdin.write(json.dumps(command).encode() + b"\n")
         return int(self._line())
-
-    def ended(self) -> bool:
-        """Whether the command has ended."""
-        return bool(select.select([self._popen.stdout], [], [], 0)[0])
 
     def end(self) -> int:
         """Wait for the command: its exit code, or minus the signal that killed it."""
@@ -59,17 +59,45 @@ def kill(process: int, kind: int = signal.SIGKILL) -> None:
         os.kill(process, kind)
 
 
-def smallest_checkpoint(folder: Path, layers: int = 1) -> Path:
-    """The tiny checkpoint with few layers of random weights, in a new folder: an export of it takes the least time."""
+def smallest_checkpoint(folder: Path) -> Path:
+    """The tiny checkpoint with one layer of random weights, in a new folder: an export of it takes the least time."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    folder.mkdir()
-    for file in TINY.iterdir():
-        if file.is_file() and file.name != "model.safetensors":
-            shutil.copy(file, folder)
-    config = LlamaConfig.from_pretrained(TINY)
-    config.num_hidden_layers = layers
+    shutil.copytree(TINY, folder, ignore=shutil.ignore_patterns("model.safetensors"))
     torch.manual_seed(0)
-    LlamaForCausalLM(config).save_pretrained(folder)
+    LlamaForCausalLM(LlamaConfig.from_pretrained(TINY, num_hidden_layers=1)).save_pretrained(folder)
     return folder
+
+
+def main(first: list[str]) -> None:
+    """Run the first command, so that its one-time work is done, then one in a child for each line."""
+    import torch
+
+    from spaceport.exporter.quiet import quiet_libraries
+    from spaceport.tools.cli import run
+
+    torch.set_num_threads(1)
+    quiet_libraries()
+    commands = os.fdopen(os.dup(0), "r")
+    with os.fdopen(os.dup(1), "w") as answers:
+        null = os.open(os.devnull, os.O_RDWR)
+        os.dup2(null, 0)
+        os.dup2(null, 1)  # messages of the command would be read as process ids
+        if run(first):
+            raise SystemExit(f"{first} failed")
+        print("ready", file=answers, flush=True)
+        for line in commands:
+            child = os.fork()
+            if child == 0:
+                code = 130
+                try:
+                    code = run(json.loads(line))
+                finally:
+                    os._exit(code)
+            print(child, file=answers, flush=True)
+            print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

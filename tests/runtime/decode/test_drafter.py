@@ -232,7 +232,6 @@ def tree_drafter(table: StepCosts, left: float, mask_slots: int = 5) -> TreeDraf
     [
         (TENTHS, 0.0, 1, 0, 0),  # half of what is left is reserved for the tokens of mask slots
         (TENTHS, 0.15, 1, 1, 0),
-        (TENTHS, 0.25, 1, 2, 1),
         (TENTHS, 0.45, 1, 3, 2),
         (TWO_THREADS, 0.3, 2, 0, 0),  # threads share what is left
         (TWO_THREADS, 0.4, 2, 1, 0),

@@ -19,7 +19,7 @@ from spaceport.runtime.scheduling.calls import group_by_width
 from spaceport.runtime.scheduling.queue import QueueFull
 from spaceport.runtime.scheduling.scheduler import BESIDE_ROWS
 from spaceport.runtime.scheduling.task import Task
-from support.arrivals import ARRIVALS, LANGUAGES, Arrival, Scene, steps_of
+from support.arrivals import ARRIVALS, LANGUAGES, Arrival, Scene, Trap, steps_of
 from support.hash_engine import END, HashEngine, Language, request_for
 
 ENDLESS = Language(8, end_every=10**9)
@@ -197,6 +197,28 @@ def test_buffers_that_may_hold_nan_are_cleared_before_the_next_request_has_them(
     if not lost:
         assert cleared == [(3 if first.trouble else 2, 0)]
         assert [scene.text(number) for number in (1, 2)] == scene.alone[1:]
+
+
+def test_a_task_that_raises_on_progress_affects_no_other_request() -> None:
+    scene = Scene(ENDLESS, [Arrival([1], trouble="progress", when=2), Arrival([2])], 2)
+    scene.play()
+    assert isinstance(scene.tasks[0].fault, Trap)
+    assert scene.reports[0] == [False, False, False, True]
+    assert steps_of(scene.tasks[0]) == 3
+    assert scene.text(1) == scene.alone[1]
+
+
+def test_who_has_just_ended_does_not_fail_of_what_comes_after() -> None:
+    arrivals = [Arrival([1], max_tokens=1), Arrival([2] * 30, draft_config=DraftConfig(mask_slots=3))]
+    scene = Scene(Language(8, quality=50, end_every=10**9), arrivals, 2, "append")
+
+    def broken(first: int, moves: object) -> None:
+        raise EngineFault("lost the device")
+
+    scene.engine.move = broken  # type: ignore[method-assign]
+    scene.play()
+    assert (scene.tasks[0].fault, scene.text(0)) == (None, scene.alone[0])
+    assert isinstance(scene.tasks[1].fault, EngineFault)
 
 
 CALL = 16  # rows that a call costs before it has any

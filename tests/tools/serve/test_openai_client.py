@@ -201,12 +201,10 @@ def test_a_refused_request_is_sent_again_as_the_service_asks(narrow: RunningServ
 
 def test_models_and_errors_have_the_classes_of_the_client(client: Any, service: RunningService) -> None:
     assert [(model.id, model.object) for model in client.models.list().data] == [("demo", "model")]
-    assert client.models.retrieve("demo").model_extra["max_model_len"] == 1024
-    for param, value in (("temperature", -1), ("n", 99), ("logit_bias", {"a": 1}), ("max_tokens", "many")):
-        for stream in (False, True):
-            with pytest.raises(openai.BadRequestError) as invalid:
-                chat(client, **{param: value}, stream=stream)
-            assert (invalid.value.type, invalid.value.param) == ("invalid_request_error", param)
+    for stream in (False, True):
+        with pytest.raises(openai.BadRequestError) as invalid:
+            chat(client, temperature=-1, stream=stream)
+        assert (invalid.value.type, invalid.value.param) == ("invalid_request_error", "temperature")
     with pytest.raises(openai.NotFoundError) as unknown:
         chat(client, model="other")
     assert unknown.value.code == "model_not_found"

@@ -123,4 +123,4 @@ def test_objects_refer_to_each_other_by_their_names() -> None:
     assert {port["targetPort"] for port in of_kind("Service")["spec"]["ports"]} == ports
     assert {port["port"] for rule in of_kind("NetworkPolicy")["spec"]["ingress"] for port in rule["ports"]} == ports
     target = of_kind("HorizontalPodAutoscaler")["spec"]["scaleTargetRef"]
-    assert target == {**target, "kind": "Deployment", "name": deployment["metadata"]["name"]}
+    assert (target["kind"], target["name"]) == ("Deployment", deployment["metadata"]["name"])

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,31 +26,24 @@ _SERVER = shutil.which("moto_server") or ROOT / "build" / "moto" / "bin" / "moto
 _INSTALL = "python3 -m venv build/moto && build/moto/bin/pip install 'moto[server]==5.2.5'"
 
 
-@pytest.fixture(scope="module")
-def endpoint() -> Iterator[str]:
-    """The URL of a running S3 server without content."""
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The address of an empty bucket of a running S3 server, with credentials in the environment."""
     pytest.importorskip("obstore", reason="needs obstore: pip install -c constraints.txt -e '.[storage]'")
     if not Path(_SERVER).exists():
         pytest.skip(f"needs an S3 server: {_INSTALL}")
     port = free_port()
+    names = {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}", "AWS_ALLOW_HTTP": "true", "AWS_REGION": "us-east-1"}
+    for variable, value in {**names, "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}.items():
+        monkeypatch.setenv(variable, value)
     process = subprocess.Popen([str(_SERVER), "-p", str(port)], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     try:
         wait_for(lambda: listens("127.0.0.1", port), "the server starts")
-        yield f"http://127.0.0.1:{port}"
+        urllib.request.urlopen(urllib.request.Request(f"{names['AWS_ENDPOINT_URL']}/models", method="PUT")).close()
+        yield "s3://models"
     finally:
         process.kill()
         process.wait()
-
-
-@pytest.fixture
-def bucket(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The address of a new bucket, with credentials in the environment."""
-    name = f"models-{os.getpid()}-{time.monotonic_ns()}"
-    urllib.request.urlopen(urllib.request.Request(f"{endpoint}/{name}", method="PUT")).close()
-    names = {"AWS_ENDPOINT_URL": endpoint, "AWS_ALLOW_HTTP": "true", "AWS_REGION": "us-east-1"}
-    for variable, value in {**names, "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}.items():
-        monkeypatch.setenv(variable, value)
-    return f"s3://{name}"
 
 
 def upload(folder: Path, address: str) -> None:

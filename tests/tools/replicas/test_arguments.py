@@ -129,12 +129,3 @@ def test_the_arguments_of_the_files_are_valid_and_the_same_but_for_keys() -> Non
     manifest = found["rayservice.yaml"]["applications"][0]["args"]
     assert manifest.pop("api_key_file") == "/etc/spaceport/keys/keys"
     assert found["rayservice.yaml"] == found["serve.yaml"]
-
-
-@pytest.mark.nightly
-def test_ray_takes_the_files() -> None:
-    reason = "needs Ray: pip install -c constraints.txt '.[cpu,serve,ray]'"
-    schema = pytest.importorskip("ray.serve.schema", reason=reason)
-    for content in configurations().values():
-        found = schema.ServeDeploySchema.model_validate(content)
-        assert found.model_dump(exclude_unset=True, mode="json") == content  # no name that Ray would ignore

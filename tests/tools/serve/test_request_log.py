@@ -6,16 +6,13 @@ import io
 import json
 import logging
 import re
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
 
-from spaceport.runtime.engine import EngineFault
 from spaceport.tools.serve.application import application
 from spaceport.tools.serve.log_format import JsonLines, TextLines, configure_logging
 from spaceport.tools.serve.options import ServiceOptions
@@ -159,30 +156,6 @@ def test_an_unknown_error_is_answered_and_logged_without_its_message(
     assert failure["exception"].endswith("KeyError")
     assert SECRET.findall(text.getvalue() + response.text) == []
     assert [each["status"] for each in entries(text)] == [500]
-
-
-# Lines
-
-
-def entry_of(error: Exception, **fields: Any) -> logging.LogRecord:
-    record = logging.makeLogRecord({"name": "a", "levelname": "ERROR", "msg": "it %s", "args": ("failed",), **fields})
-    try:
-        raise error
-    except type(error):
-        record.exc_info = sys.exc_info()
-    return record
-
-
-def test_a_line_has_its_fields_and_the_stack_of_its_error() -> None:
-    line = TextLines().format(entry_of(EngineFault("out of memory"), fields={"status": 500, "route": "/x"}))
-    first, *stack = line.splitlines()
-    assert first.endswith("ERROR a: it failed status=500 route=/x")
-    assert stack[-1] == "EngineFault: out of memory"
-    assert SECRET.findall(TextLines().format(entry_of(ValueError("planted")))) == []
-    line = JsonLines().format(entry_of(ValueError("planted\n"), fields={"path": Path("a")}))
-    assert "\n" not in line
-    assert json.loads(line) | {"message": "it failed", "path": "a"} == json.loads(line)
-    assert json.loads(line)["exception"].endswith("ValueError")
 
 
 def test_other_libraries_log_no_debug_entries(monkeypatch: pytest.MonkeyPatch) -> None:

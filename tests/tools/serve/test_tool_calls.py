@@ -120,19 +120,6 @@ def test_text_before_a_call_is_content(client: TestClient) -> None:
     assert calls_of(single["message"]) == [("now", "{}")]
 
 
-def test_calls_and_their_results_are_rendered(client: TestClient) -> None:
-    call = {"id": "a", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
-    calling = {"role": "assistant", "content": None, "tool_calls": [call]}
-    turns = [*MESSAGES, calling, {"role": "tool", "tool_call_id": "a", "content": "rain"}]
-    for model, rendered in (
-        ("hermes", '{"name": "weather", "arguments": {"city": "Oslo"}}'),
-        ("mistral", '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Oslo"}}]'),
-        ("json", 'weather({"city": "Oslo"})'),
-    ):
-        tokens = client.post("/tokenize", json={"model": model, "messages": turns}).json()["tokens"]
-        assert rendered in client.post("/detokenize", json={"model": model, "tokens": tokens}).json()["prompt"]
-
-
 def tool(**function: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": "f", **function}}
 
@@ -164,12 +151,3 @@ def test_invalid_tools_choices_and_calls_are_named(client: TestClient) -> None:
         response = client.post("/v1/chat/completions", json=request_of("hermes", **fields))
         error = response.json()["error"]
         assert (response.status_code, error["message"][: len(message)], error["param"]) == (400, message, param), fields
-
-
-def test_a_model_whose_template_renders_no_tools_gets_them_as_a_system_message() -> None:
-    with TestClient(application({"demo": chat_runtime})) as plain:
-        without = plain.post("/v1/chat/completions", json=request_of("demo", tools=..., max_tokens=1)).json()["usage"]
-        with_tools = plain.post("/v1/chat/completions", json=request_of("demo", max_tokens=1)).json()["usage"]
-        assert with_tools["prompt_tokens"] > without["prompt_tokens"] + 50
-        choice = ask(plain, "demo", tool_choice=NAMED)
-        assert json.loads(calls_of(choice["message"])[0][1]) in ({"city": "Oslo"}, {"city": "Rome"})

@@ -112,7 +112,10 @@ class ChatEngine:
 
 def chat_runtime(folder: Path = DEMO, *, requests: int = 4, delay: float = 0.0, **options: Any) -> Runtime:
     """A runtime that chats; `folder` has a tokenizer and perhaps a chat template, `options` are those of `Runtime`."""
-    files = {name: _record(folder / name) for name in (TEMPLATE_FILE, TOKENIZER_FILE) if (folder / name).exists()}
+    contents = {
+        file.name: file.read_bytes() for file in folder.iterdir() if file.name in (TEMPLATE_FILE, TOKENIZER_FILE)
+    }
+    files = {name: FileRecord(sha256(content).hexdigest(), len(content)) for name, content in contents.items()}
     manifest = Manifest(
         signature=ChatEngine.signature,
         tokens=TokenIds(mask=(_MASK,), fork=_FORK, child=_CHILD, end=_END),
@@ -128,8 +131,3 @@ def chat_runtime(folder: Path = DEMO, *, requests: int = 4, delay: float = 0.0, 
     length = options.pop("max_seq_len", 1024)
     engine = ChatEngine(capacity_for(manifest, length), requests, delay)
     return Runtime(Bundle(folder, manifest), engine, length, **{"prefix_cache": True, **options})
-
-
-def _record(file: Path) -> FileRecord:
-    content = file.read_bytes()
-    return FileRecord(sha256(content).hexdigest(), len(content))

@@ -72,10 +72,10 @@ class Deployed:
         """The text at a path."""
         return urllib.request.urlopen(f"{self.url}{path}", timeout=_WAIT).read().decode()
 
-    def post(self, fields: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> Any:
+    def post(self, fields: Mapping[str, Any]) -> Any:
         """The response to a request for a completion."""
         address, body = f"{self.url}/v1/completions", json.dumps(fields).encode()
-        return urllib.request.urlopen(urllib.request.Request(address, body, dict(headers or {})), timeout=_WAIT)
+        return urllib.request.urlopen(urllib.request.Request(address, body), timeout=_WAIT)
 
     def replicas(self) -> list[int]:
         """The processes of the replicas that have opened their bundles."""

@@ -35,9 +35,9 @@ def arguments(bundle: Path, count: int = 2, **options: Any) -> dict[str, Any]:
     return {"models": {"demo": str(bundle)}, "step_costs": "free", "replicas": table, **options}
 
 
-def post(service: Deployed, headers: dict[str, str] | None = None, **fields: Any) -> dict[str, Any]:
+def post(service: Deployed, **fields: Any) -> dict[str, Any]:
     """The whole answer to a request."""
-    with service.post({"model": "demo", **fields}, headers or {}) as response:
+    with service.post({"model": "demo", **fields}) as response:
         found: dict[str, Any] = json.load(response)
     return found
 
@@ -132,25 +132,3 @@ def test_no_request_fails_while_replicas_begin_end_and_are_replaced(demo_bundle:
             stop.set()
             assert single.result() > 0
         print(f"{answered + single.result()} answers while replicas began and ended, none failed")
-
-
-def test_a_session_finds_its_history_in_the_prefix_cache(demo_bundle: Path, tmp_path: Path) -> None:
-    def reused_share(service: Deployed, affinity: bool) -> float:
-        """The share of the prompt tokens of later turns that the prefix caches had, over chats of four turns."""
-        prompt_tokens = cached_tokens = 0
-        for session in range(6):
-            text = f"# session {affinity} {session}\n" + PROMPTS[session] * 16
-            for turn in range(4):
-                headers = {"x-session-id": f"chat-{session}"} if affinity else {}
-                answer = post(service, headers, prompt=text, max_tokens=16, temperature=0)
-                if turn:
-                    prompt_tokens += answer["usage"]["prompt_tokens"]
-                    cached_tokens += answer["usage"]["prompt_tokens_details"]["cached_tokens"]
-                text += answer["choices"][0]["text"] + f"\n# turn {turn}\n" + PROMPTS[turn] * 4
-        return cached_tokens / prompt_tokens
-
-    with deployed(tmp_path, arguments(demo_bundle, 3, replicas={"session_affinity": True})) as service:
-        without, found = (reused_share(service, affinity) for affinity in (False, True))
-    print(f"reused prompt tokens: {found:.1%} with a session, {without:.1%} without")
-    assert found > 0.75
-    assert found > 1.2 * without

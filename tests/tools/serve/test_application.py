@@ -195,7 +195,7 @@ def test_a_stream_can_have_the_text_of_each_thread_as_it_is_generated(client: Te
         for piece in part.get("spaceport", {}).get("pieces", ()):
             path = tuple(piece["path"])
             threads[path] = threads.get(path, "") + piece["text"]
-        early = early or len("".join(threads.values())) > len(reading)
+        early |= len("".join(threads.values())) > len(reading)
     assert reading == whole["message"]["content"]
     assert len(threads) > 1
     expected = {tuple(one["path"]): one["text"] for one in whole["spaceport"]["threads"]}

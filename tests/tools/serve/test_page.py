@@ -28,7 +28,6 @@ from support.running_service import RunningService, running_service
 
 QUESTION = "Explain the parameters of triangular( low = 0.0, high = 1.0, mode = None )"
 TOKENS = 60
-KEY = "sk-page"
 
 
 def root_of(service: RunningService) -> str:
@@ -217,17 +216,3 @@ def test_races_say_whether_texts_are_identical_and_broken_answers_say_so(visit: 
         visit.send(QUESTION)
         visit.page.locator(f".fault:has-text('{message}')").wait_for()
         visit.finish()
-
-
-@pytest.mark.nightly
-def test_the_page_asks_for_a_key(browser: Any) -> None:
-    with running_service({"demo": chat_runtime}, ServiceOptions(keys=(KEY,))) as service:
-        visit = Visit(browser, root_of(service))
-        visit.page.locator("#settings[open]").wait_for()
-        assert "no valid key" in visit.texts("#state")[0]
-        visit.page.fill("#key", KEY)
-        visit.page.click("text=Done")
-        visit.page.locator("#model option").first.wait_for(state="attached")
-        visit.ask(QUESTION)
-        assert visit.page.locator(".answered i").count() > 0
-        visit.context.close()

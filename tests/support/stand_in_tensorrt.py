@@ -126,6 +126,7 @@ class StandInContext:
         self.profile = -1
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.addresses: dict[str, int] = {}
+        self.bound: list[str] = []  # names in the order of the calls that bind them
         self.ran: list[dict[str, tuple[int, ...]]] = []
         # shapes and addresses of the last call on the stream
         self.settled: tuple[dict[str, tuple[int, ...]], dict[str, int]] | None = None
@@ -159,6 +160,7 @@ class StandInContext:
     def set_tensor_address(self, name: str, address: int) -> bool:
         assert self.device.holds(address, aligned=256), f"{name} is bound to memory that is not aligned to 256 bytes"
         self.addresses[name] = address
+        self.bound.append(name)
         return True
 
     def execute_async_v3(self, stream: int) -> bool:

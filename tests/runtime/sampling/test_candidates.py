@@ -171,3 +171,20 @@ def test_the_top_candidates_are_those_of_a_softmax(
 def test_a_line_without_a_probable_token_gives_no_candidates() -> None:
     flat = np.stack([np.zeros(40_000), np.full(40_000, np.nan), np.random.default_rng(0).normal(size=40_000)])
     assert [candidate.tokens for candidate in top_candidates(flat.astype(np.float32), 3)] == [(), (), ()]
+
+
+def test_a_banned_token_is_no_candidate_and_takes_no_probability_from_others() -> None:
+    many = np.zeros(40_000, np.float32)
+    many[[5, 7]] = (9.0, 8.9)
+    many[20_000:] = 2.5  # within the limit, and too many to be candidates
+    few = np.zeros(512, np.float32)
+    few[[3, 5, 7]] = (30.0, 9.0, 8.0)
+    for line, banned, most, tokens in ((many, 7, 3, (5,)), (few, 3, 2, (5, 7))):
+        (found,) = top_candidates(line[None], most, frozenset({banned}))
+        without = np.where(np.arange(line.size) == banned, -np.inf, line).astype(np.float32)
+        assert [found] == list(top_candidates(without[None], most))
+        assert found.tokens == tokens
+        (one,) = Greedy(Bans(frozenset({banned}))).candidates(line[None], new_thread([0], 8), 1, 1)
+        assert one.tokens == (5,)
+    (unbanned,) = top_candidates(few[None], 4)
+    assert unbanned.tokens == (3,)

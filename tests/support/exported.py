@@ -6,9 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import pytest
-
-from spaceport.graphs.contract.signature import Activations, Lowering, Precision, Weights
 from support.cache import built
 from support.paths import TINY
 
@@ -30,17 +27,3 @@ def bundle_of(checkpoint: Path = TINY, options: ExportOptions | None = None) -> 
 
     made_from = (checkpoint.name, checkpoint, replace(chosen, requested_activations=chosen.activations))
     return built(f"bundle-{checkpoint.name}", made_from, ["exporter/export.py"], make)
-
-
-def exported_once(
-    factory: pytest.TempPathFactory,
-    lowering: Lowering,
-    checkpoint: Path = TINY,
-    dtype: Precision = "float32",
-    weights: Weights = "same",
-    activations: Activations | None = None,
-) -> Path:
-    """The bundle of a checkpoint with these options."""
-    from spaceport.exporter.export import ExportOptions
-
-    return bundle_of(checkpoint, ExportOptions(lowering, dtype, weights, requested_activations=activations))

@@ -284,7 +284,7 @@ def test_joining_a_tree_returns_the_answer_and_any_other_text_is_refused() -> No
         found.append(whole(answer))
 
     joins()
-    assert sum(found) > 20, sum(found)
+    assert sum(found) > 10
 
 
 @pytest.mark.parametrize(

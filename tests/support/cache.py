@@ -36,7 +36,7 @@ def built(name: str, made_from: Iterable[object], sources: Iterable[str], make: 
     It is read-only: a test that changes it works on a copy.
     """
     digest = digest_of((*made_from, sources_digest(*sources)))
-    target = cache_folder() / f"{name}-{digest}"
+    target = cache_folder() / "built" / f"{name}-{digest}"
     target.parent.mkdir(parents=True, exist_ok=True)
     with target.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

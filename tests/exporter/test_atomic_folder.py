@@ -105,6 +105,7 @@ def test_the_target_is_the_old_bundle_or_none_until_the_new_one_is_complete(targ
     assert names(target.parent) == {"bundle", "empty", "new"}
 
 
+@pytest.mark.slow
 def test_a_bundle_exists_at_every_moment(target: Path) -> None:
     done = threading.Event()
     errors: list[BaseException] = []

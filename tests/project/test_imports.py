@@ -260,6 +260,7 @@ def test_no_modules_import_each_other() -> None:
     assert set(cycle(ring)) == set(ring)
 
 
+@pytest.mark.slow
 def test_the_picture_of_packages_is_that_of_the_imports(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(DOCS / "drawing"))
     graph = import_module("import_graph").imports_between_boxes()

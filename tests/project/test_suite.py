@@ -30,6 +30,7 @@ def test_a_file_that_imports_torch_is_found_by_what_it_says(source: str, expecte
     assert imports_torch(file) is expected
 
 
+@pytest.mark.slow
 def test_the_fast_tier_leaves_out_what_needs_torch_or_a_bundle(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text((TESTS / "conftest.py").read_text("utf-8"))
     (tmp_path / "test_heavy.py").write_text("import torch")
@@ -79,6 +80,7 @@ def test_the_same_content_is_built_once_and_a_change_of_the_result_is_found(
     assert len(builds) == 3
 
 
+@pytest.mark.slow
 def test_a_file_that_passed_runs_again_when_what_it_reads_has_changed(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text((TESTS / "conftest.py").read_text("utf-8"))
     read = tmp_path / "read.txt"

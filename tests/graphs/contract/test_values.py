@@ -53,6 +53,7 @@ READERS: dict[str, tuple[Callable[[JsonField], object], Callable[[Any], bool]]] 
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", READERS)
 @given(value=JSON)
 def test_a_value_is_read_as_it_is_or_refused(name: str, value: object) -> None:

@@ -141,6 +141,7 @@ def test_no_fate_of_drafts_costs_more_than_the_bound(table: StepCosts, fate: Fat
     assert spent.time <= (1 + SHARE) * spent.tokens + CREDIT + 1e-9
 
 
+@pytest.mark.slow
 @given(st.sampled_from((SHARED_INT8, SHARED_FLAT)), st.lists(fates(), min_size=2, max_size=8), st.integers(20, 90))
 @settings(max_examples=25)
 def test_requests_together_never_lose_more_than_their_budgets(

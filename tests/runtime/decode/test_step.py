@@ -46,6 +46,7 @@ def chain_rows(layout: MaskLayout, mask_slots: int) -> int:
     return (mask_slots + 1) * (1 + layout.rows(mask_slots))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("examples", [pytest.param(300), pytest.param(20_000, marks=pytest.mark.nightly)])
 def test_every_thread_writes_what_it_would_alone_whatever_is_drafted(examples: int) -> None:
     @settings(max_examples=examples)
@@ -79,6 +80,7 @@ def test_every_thread_writes_what_it_would_alone_whatever_is_drafted(examples: i
     holds()
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(st.data())
 def test_a_request_that_is_cut_off_ends_its_threads_where_they_are_and_holds_nothing(data: st.DataObject) -> None:
@@ -104,6 +106,7 @@ def test_a_request_that_is_cut_off_ends_its_threads_where_they_are_and_holds_not
     assert request.slots.held == 0
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(st.data())
 def test_drafts_in_one_line_leave_every_token_in_the_slot_that_plain_decoding_gives_it(data: st.DataObject) -> None:
@@ -122,6 +125,7 @@ def test_drafts_in_one_line_leave_every_token_in_the_slot_that_plain_decoding_gi
         assert request.slots.held == slots_of_thread.size
 
 
+@pytest.mark.slow
 @settings(max_examples=80)
 @given(st.data())
 def test_requests_that_share_steps_write_and_draft_what_each_would_alone(data: st.DataObject) -> None:
@@ -183,6 +187,7 @@ def narrow(language: Language, lowering: Lowering, requests: int = 1) -> tuple[R
     return Runtime(wide.bundle, engine, 320), engine
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(st.data())
 def test_the_end_of_a_prompt_and_its_draft_fit_into_a_call(data: st.DataObject) -> None:

@@ -74,6 +74,7 @@ def test_filters_leave_what_slow_filters_leave(logits: list[float], temperature:
     assert left.tolist() == scores[tokens].tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("filters", [{"top_k": 40}, {"top_k": 400}, {"top_p": 0.9}, {"top_p": 0.3, "min_p": 0.01}])
 def test_short_cuts_of_large_vocabularies_leave_the_same(filters: Any) -> None:
     how = Sampling(1.0, **filters)
@@ -84,6 +85,7 @@ def test_short_cuts_of_large_vocabularies_leave_the_same(filters: Any) -> None:
             assert found.tolist() == survivors_slowly(scores.tolist(), how)
 
 
+@pytest.mark.slow
 @settings(max_examples=400)
 @given(
     logits=LINES,

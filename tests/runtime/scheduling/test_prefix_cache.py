@@ -46,6 +46,7 @@ def following(
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("examples", [pytest.param(200), pytest.param(5_000, marks=pytest.mark.nightly)])
 def test_requests_with_a_cache_write_what_each_would_alone(examples: int) -> None:
     @settings(max_examples=examples)
@@ -308,6 +309,7 @@ def expected(known: dict[int, list[int]], tokens: list[int]) -> Match:
     return Match(longest, frozenset(holder for holder, length in common.items() if length == longest and longest))
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(st.lists(st.tuples(st.integers(0, 5), st.none() | TOKENS, TOKENS), max_size=30))
 def test_the_longest_match_in_a_radix_tree_is_that_of_a_comparison_with_every_sequence(

@@ -25,6 +25,7 @@ from support.hash_engine import END, HashEngine, Language, request_for
 ENDLESS = Language(8, end_every=10**9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("examples", [pytest.param(300), pytest.param(5_000, marks=pytest.mark.nightly)])
 def test_each_request_writes_what_it_would_alone_whoever_comes_goes_or_fails(examples: int) -> None:
     @settings(max_examples=examples)

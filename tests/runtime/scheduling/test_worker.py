@@ -57,6 +57,7 @@ def alive() -> int:
     return sum(type(thing) in (Request, Thread) for thing in gc.get_objects())
 
 
+@pytest.mark.slow
 def test_a_hundred_requests_over_eight_slots_equal_each_alone_and_leave_nothing_behind() -> None:
     language, random = Language(11, 70, end_every=30, fork_every=12), np.random.default_rng(0)
     threads: list[dict[str, Any]] = [{"max_threads": 16, "max_depth": 2}, {"max_threads": 1}, {"max_depth": 0}]

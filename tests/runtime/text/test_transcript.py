@@ -30,6 +30,7 @@ def one_order_gives_what_the_whole_tree_gives(
     return expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("examples", [150, pytest.param(10_000, marks=pytest.mark.nightly)])
 @BOTH
 def test_every_order_of_writing_gives_the_text_that_the_whole_tree_has_up_to_a_stop_string(

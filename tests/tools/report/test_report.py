@@ -76,6 +76,7 @@ def test_statistics_of_a_record_equal_those_of_the_request(case: Case) -> None:
     assert expected.padding_rows == 0
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(case=CASES)
 def test_plain_decoding_uses_the_slots_of_one_thread_and_forks_take_none(sheet: Sheet, case: Case) -> None:
@@ -309,6 +310,7 @@ def test_a_picture_marks_every_token_of_the_trace_once(case: Case) -> None:
     assert summary.startswith(f"{statistics.tokens} token")
 
 
+@pytest.mark.slow
 def test_a_picture_loads_nothing_and_escapes_its_title() -> None:
     picture = figure_of(traced(Case(44, max_threads=2))[1].record(TOKENIZER), "a < b & \x1b")
     root = ElementTree.fromstring(picture)

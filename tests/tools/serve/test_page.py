@@ -166,6 +166,7 @@ def test_an_answer_is_that_of_the_runtime_with_its_counts(visit: Visit, runtime:
     assert visit.texts(".depth .share") == [f"{round(100 * right / all_)}% of {all_}" for all_, right in by_depth][:8]
 
 
+@pytest.mark.slow
 def test_the_files_of_the_page_may_load_only_each_other_and_are_cached() -> None:
     with TestClient(application({}, answers_while_opening=True)) as client:
         for path in ("/", "/page/main.js", "/page/page.css"):

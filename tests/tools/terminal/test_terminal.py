@@ -59,6 +59,7 @@ def marks(spans: Sequence[Span]) -> list[tuple[str, bool]]:
     return [(letter, drafted) for text, drafted, _ in spans for letter in text]
 
 
+@pytest.mark.slow
 @BOTH
 def test_the_spans_are_the_readable_text_in_every_order_of_tokens(tokenizer: Tokenizer) -> None:
     @settings(max_examples=60)

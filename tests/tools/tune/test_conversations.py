@@ -287,6 +287,7 @@ def test_joining_a_tree_returns_the_answer_and_any_other_text_is_refused() -> No
     assert sum(found) > 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "piece", ["1. ", "\n", "\n ", "1. a: ", ". ", ".'", ":", "`", " ", "\r\n\r\n", "*", "1.\n\n", "a. b\n\n"]
 )

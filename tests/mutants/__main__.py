@@ -20,14 +20,14 @@ from typing import Literal
 import click
 
 from mutants.mutations import Mutation, Site, drawn, located, mutate
-from mutants.recorder import copied, environment, record, tests_of
+from mutants.recorder import FAILURES, copied, environment, record, tests_of
 from support.paths import ROOT
 
-Outcome = Literal["caught", "missed", "not reached"]
+Outcome = Literal["caught", "missed", "timed out", "not reached"]
 
 KEPT = Path(__file__).with_name("kept.json")
 MOST_TESTS = 400  # that are run for one mutation, the quickest ones
-MOST_SECONDS = 240  # a mutation that makes the tests hang is caught
+MOST_SECONDS = 240  # for them; a time-out shows nothing on a busy machine
 
 
 @click.command()
@@ -40,11 +40,14 @@ MOST_SECONDS = 240  # a mutation that makes the tests hang is caught
 def main(work: Path, draw: int | None, seed: int, jobs: int, again: bool, options: tuple[str, ...]) -> None:
     """Run the tests that reach each of the kept mutations, until one fails; OPTIONS choose the tests as for pytest.
 
-    Exits with 1 if a mutation is not caught.
+    Exits with 1 if a mutation is not caught, or if its expression is gone.
     """
     work = work.resolve()
-    sites = drawn(ROOT, seed)[: 8 * draw] if draw else _kept()
+    sites, gone = (drawn(ROOT, seed)[: 8 * draw], 0) if draw else _kept()
+    if again and not (work / "reached" / "mutations.json").exists():
+        raise click.UsageError(f"--again: {work} has no recorded tests: run without --again first")
     if not again:
+        click.echo("mutants: running the tests once, to record what they reach (minutes)")
         record(copied(ROOT, work / "recorded"), sites, work / "reached", options, jobs)
     caught, rest = list[Mutation](), list[Mutation]()
     tests = tests_of(work / "reached")
@@ -53,33 +56,37 @@ def main(work: Path, draw: int | None, seed: int, jobs: int, again: bool, option
             mutation = site.mutation
             if outcome == "caught":
                 caught.append(mutation)
-            elif outcome == "missed" or not draw:
+            elif outcome != "not reached" or not draw:
                 rest.append(mutation)
             if outcome != "not reached" or not draw:
                 place = f"{mutation.file}:{site.line} {mutation.function}"
                 click.echo(f"{outcome}: {place}: {mutation.original} -> {mutation.mutated}{reason}")
-    click.echo(f"mutants: {len(caught)} caught, {len(rest)} not caught")
+    click.echo(
+        f"mutants: {len(caught)} caught, {len(rest)} not caught" + (f", {gone} gone: draw others" if gone else "")
+    )
     if draw:
         text = json.dumps(
             [asdict(mutation) for mutation in sorted(caught, key=lambda m: (m.file, m.function))], indent=1
         )
         KEPT.write_text(text + "\n", "utf-8")
-    elif rest:
+    elif rest or gone:
         sys.exit(1)
 
 
-def _kept() -> list[Site]:
+def _kept() -> tuple[list[Site], int]:
+    """The kept mutations, and how many of them have no place in the sources any more."""
     mutations = [Mutation(**fields) for fields in json.loads(KEPT.read_text("utf-8"))]
     found = [(mutation, located(ROOT, mutation)) for mutation in mutations]
     for mutation, site in found:
         if site is None:
             click.echo(f"gone: {mutation.file} {mutation.function}: {mutation.original}")
-    return [site for _, site in found if site is not None]
+    sites = [site for _, site in found if site is not None]
+    return sites, len(found) - len(sites)
 
 
 @contextmanager
 def _tried(
-    sites: Sequence[Site], tests: dict[int, list[str]], work: Path, jobs: int, enough: int | None
+    sites: Sequence[Site], tests: dict[Mutation, list[str]], work: Path, jobs: int, enough: int | None
 ) -> Iterator[Iterator[tuple[Site, Outcome, str]]]:
     """The outcome of each mutation as it comes, some at a time in copies of their own."""
     copies = SimpleQueue[Path]()
@@ -87,54 +94,68 @@ def _tried(
         copies.put(copied(ROOT, work / f"mutated-{number}"))
     seen = 0
 
-    def tried(number: int, site: Site) -> tuple[Site, Outcome, str]:
+    def tried(site: Site) -> tuple[Site, Outcome, str]:
         nonlocal seen
         if enough is not None and seen >= enough:
             return site, "not reached", ""
         copy = copies.get()
         try:
-            result = _try(copy, site, tests.get(number, [])[:MOST_TESTS])
+            result = _try(copy, site, tests.get(site.mutation, [])[:MOST_TESTS])
         finally:
             copies.put(copy)
         seen += result[1] == "caught"
         return result
 
     with ThreadPoolExecutor(jobs) as pool:
-        waiting = [pool.submit(tried, number, site) for number, site in enumerate(sites)]
+        waiting = [pool.submit(tried, site) for site in sites]
         yield (done.result() for done in as_completed(waiting))
 
 
 def _try(copy: Path, site: Site, tests: list[str]) -> tuple[Site, Outcome, str]:
-    if not tests:
-        return site, "not reached", ""
-    original = mutate(copy, site)
-    chosen = copy / "chosen_tests"
-    chosen.write_text("\n".join(tests) + "\n")
     begin = time.monotonic()
-    try:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", f"@{chosen}"],
-            cwd=copy,
-            env={**environment(copy), "PYTHONDONTWRITEBYTECODE": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+    left = tests
+    while left:
+        original = mutate(copy, site)
         try:
-            output, _ = process.communicate(timeout=MOST_SECONDS)
+            failed = _first_failure(copy, left)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
-            return site, "caught", f" (still running after {MOST_SECONDS} s)"
-    finally:
-        (copy / site.mutation.file).write_bytes(original)
-        for cached in copy.rglob("__pycache__"):
-            shutil.rmtree(cached, ignore_errors=True)
-    taken = f" ({time.monotonic() - begin:.0f} s)"
+            return site, "timed out", f" ({MOST_SECONDS} s)"
+        finally:
+            (copy / site.mutation.file).write_bytes(original)
+        if failed is None:
+            return site, "missed", f" ({time.monotonic() - begin:.0f} s)"
+        if _first_failure(copy, [failed]) is None:
+            return site, "caught", f" ({failed}) ({time.monotonic() - begin:.0f} s)"
+        # it fails without the mutation too: it shows nothing, and a file that cannot be imported fails as a whole
+        left = [test for test in left if test != failed and not test.startswith(f"{failed}::")]
+    return site, "missed" if tests else "not reached", ""
+
+
+def _first_failure(copy: Path, tests: list[str]) -> str | None:
+    """The first of these tests that fails in a copy, or the file that cannot be imported; None if all pass."""
+    chosen, failures = copy / "chosen_tests", copy / "failures"
+    chosen.write_text("\n".join(tests) + "\n")
+    failures.unlink(missing_ok=True)
+    for cached in copy.rglob("__pycache__"):
+        shutil.rmtree(cached, ignore_errors=True)
+    options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "mutants.recorder", "--unchanged", f"@{chosen}"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pytest", *options],
+        cwd=copy,
+        env={**environment(copy), "PYTHONDONTWRITEBYTECODE": "1", FAILURES: str(failures)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        process.wait(MOST_SECONDS)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        raise
     if process.returncode == 0:
-        return site, "missed", taken
-    failed = [line for line in output.decode(errors="replace").splitlines() if line.startswith(("FAILED", "ERROR"))]
-    return site, "caught", f" ({failed[0].split(' - ')[0] if failed else f'exit {process.returncode}'}){taken}"
+        return None
+    return failures.read_text().splitlines()[0] if failures.exists() else tests[0]
 
 
 if __name__ == "__main__":

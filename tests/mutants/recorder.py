@@ -14,13 +14,15 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Generator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from mutants.mutations import Site
+from mutants.mutations import Mutation, Site
 
-FOLDER = "SPACEPORT_MUTANTS_REACHED"
+FOLDER = "MUTANTS_REACHED"  # not SPACEPORT_…, of which commands warn
+FAILURES = "MUTANTS_FAILURES"  # file for the tests that fail
 
 _REACHED = '''"""Written by the recorder of mutants."""
 import os
@@ -32,7 +34,7 @@ def reached(number):
     test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" (")[0]
     if test and (number, test) not in _seen:
         _seen.add((number, test))
-        with open(os.path.join(os.environ["SPACEPORT_MUTANTS_REACHED"], f"{os.getpid()}.reached"), "a") as file:
+        with open(os.path.join(os.environ["MUTANTS_REACHED"], f"{os.getpid()}.reached"), "a") as file:
             file.write(f"{number} {test}\\n")
 '''
 
@@ -70,6 +72,7 @@ def record(copy: Path, sites: Sequence[Site], reached: Path, options: Sequence[s
     shutil.rmtree(reached, ignore_errors=True)
     reached.mkdir(parents=True)
     (reached / "mutants_reached.py").write_text(_REACHED)
+    (reached / "mutations.json").write_text(json.dumps([asdict(site.mutation) for site in sites]))
     command = [
         "-p",
         "mutants.recorder",
@@ -98,20 +101,21 @@ def environment(copy: Path, *folders: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
 
 
-def tests_of(reached: Path) -> dict[int, list[str]]:
-    """The tests that come by each site, the quickest first."""
+def tests_of(reached: Path) -> dict[Mutation, list[str]]:
+    """The tests that come by each mutation, the quickest first."""
+    mutations = [Mutation(**fields) for fields in json.loads((reached / "mutations.json").read_text())]
     seconds = dict[str, float]()
     for file in reached.glob("*.seconds"):
         for line in file.read_text().splitlines():
             test, taken = json.loads(line)
             seconds[test] = taken
-    tests = defaultdict[int, set[str]](set)
+    tests = defaultdict[Mutation, set[str]](set)
     for file in reached.glob("*.reached"):
         for line in file.read_text().splitlines():
             number, _, test = line.partition(" ")
             if test in seconds:
-                tests[int(number)].add(test)
-    return {number: sorted(found, key=lambda test: (seconds[test], test)) for number, found in tests.items()}
+                tests[mutations[int(number)]].add(test)
+    return {mutation: sorted(found, key=lambda test: (seconds[test], test)) for mutation, found in tests.items()}
 
 
 @pytest.hookimpl(wrapper=True)
@@ -122,3 +126,17 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         with (Path(folder) / f"{os.getpid()}.seconds").open("a") as file:
             file.write(json.dumps([item.nodeid, round(time.monotonic() - begin, 3)]) + "\n")
     return outcome
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    _note_failure(report)
+
+
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    _note_failure(report)
+
+
+def _note_failure(report: pytest.TestReport | pytest.CollectReport) -> None:
+    if report.failed and (file := os.environ.get(FAILURES)):
+        with Path(file).open("a") as failures:
+            failures.write(f"{report.nodeid}\n")

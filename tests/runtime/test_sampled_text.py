@@ -17,19 +17,10 @@ from spaceport.runtime.decode.step import PREFILL_ROWS
 from spaceport.runtime.decode.threads import Thread
 from spaceport.runtime.sampling.choice import Bans
 from spaceport.runtime.sampling.sampler import Sampling, chooser
+from support.arrivals import DRAFT_CONFIGS
 from support.hash_engine import CHILD, END, FORK, MASKS, Cell, HashEngine, Language, Tree, advance, request_for
 
 UNFORKED = Bans(frozenset((*MASKS, CHILD)), FORK, CHILD, 0)
-
-DRAFT_CONFIGS = st.builds(
-    DraftConfig,
-    mask_slots=st.integers(0, 5),
-    shape=st.sampled_from(("chain", "tree")),
-    rows=st.integers(1, 30),
-    siblings=st.integers(1, 3),
-    lookup=st.sampled_from((0, 4)),
-)
-
 
 SAMPLINGS = st.builds(
     lambda temperature, seed, **options: Sampling(temperature, seed=seed if temperature else None, **options),

@@ -59,5 +59,7 @@ class OnChange:
 def _digest(file: Path, tests: list[pytest.Item]) -> str:
     read = {path for test in tests for marker in test.iter_markers("on_change") for path in marker.args}
     files = sorted({*needed_files(file, everywhere=True), *(ROOT / path for path in (*_SETUP, *read))})
+    if missing := [str(path) for path in files if not path.exists()]:
+        raise pytest.UsageError(f"{file}: on_change names {', '.join(missing)}: expected files or folders that exist")
     contents = [(os.path.relpath(file, ROOT), file) for file in files]
     return digest_of((sorted(test.nodeid for test in tests), contents, libraries()))

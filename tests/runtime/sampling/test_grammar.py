@@ -28,6 +28,7 @@ from spaceport.runtime.sampling.grammar import Grammar
 from spaceport.runtime.sampling.grammar_compiler import constrained
 from spaceport.runtime.sampling.spelling import Speller
 from spaceport.runtime.sampling.vocabulary import open_vocabulary
+from support.arrivals import DRAFT_CONFIGS
 from support.hash_engine import END, VOCAB, HashEngine, Language, advance, request_for
 from support.paths import TINY
 from support.small_tokenizers import BYTES, FALLBACK, full, one_byte_each, small_vocabulary
@@ -183,14 +184,7 @@ def run(
         end_every=st.just(6),
         heads=st.sampled_from((0, 3)),
     ),
-    draft_config=st.builds(
-        DraftConfig,
-        mask_slots=st.integers(0, 5),
-        shape=st.sampled_from(("chain", "tree")),
-        rows=st.integers(1, 30),
-        siblings=st.integers(1, 4),
-        lookup=st.integers(0, 4),
-    ),
+    draft_config=DRAFT_CONFIGS,
     most=st.integers(1, 50),
     chunk=st.integers(1, 9),
 )

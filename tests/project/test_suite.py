@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from support.cache import FOLDER, NOTES, built
+from support.imports import needed_files
 from support.paths import ROOT, TESTS
 from support.tiers import imports_torch
 
@@ -57,18 +58,19 @@ def test_the_same_content_is_built_once_and_a_change_of_the_result_is_found(
     source, builds = tmp_path / "source", list[str]()
     source.mkdir()
 
-    def build() -> Path:
+    def build(source_file: str = "graphs/contract/signature.py") -> Path:
         def make(folder: Path) -> None:
             folder.mkdir()
             (folder / "copy").write_text((source / "file").read_text())
             builds.append("build")
 
-        return built("copy", (source, "an option"), ["graphs/contract/signature.py"], make)
+        return built("copy", (source, "an option"), [source_file], make)
 
     (source / "file").write_text("one")
     first = build()
     assert build() == first
     assert len(builds) == 1
+    assert build("graphs/contract/manifest.py") != first  # other sources of the product
     (source / "file").write_text("two")
     assert (build() / "copy").read_text() == "two"
     assert (first / "copy").read_text() == "one"
@@ -77,7 +79,16 @@ def test_the_same_content_is_built_once_and_a_change_of_the_result_is_found(
     with pytest.raises(AssertionError, match="a test has changed it"):
         build()
     assert (build() / "copy").read_text() == "one"
-    assert len(builds) == 3
+    assert len(builds) == 4
+
+
+def test_the_sources_of_a_bundle_are_all_files_that_run_when_it_is_made(tmp_path: Path) -> None:
+    file, package = tmp_path / "late.py", ROOT / "src" / "spaceport"
+    file.write_text("def f():\n    from spaceport.graphs.contract.signature import Signature")
+    assert package / "graphs" / "contract" / "signature.py" in needed_files(file, everywhere=True)
+    assert needed_files(file) == {file}
+    needed = needed_files(package / "exporter" / "export.py", everywhere=True)
+    assert {package / "exporter" / "to_onnx.py", package / "graphs" / "attention.py"} <= needed
 
 
 @pytest.mark.slow

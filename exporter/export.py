@@ -52,7 +52,7 @@ class ExportOptions:
     lowering: Lowering = "scatter"
     dtype: Precision = "float32"
     weights: Weights = "same"  # of linear layers; "same": stored in `dtype`
-    attention: AttentionImplementation | None = None  # None: plain (matmuls) for scatter, operator for append
+    attention: AttentionImplementation | None = None  # None: see attention_implementation
     requested_opset: int | None = None  # None: the lowest opset that has the lowering's operators
     tokens: TokenFlags = field(default_factory=TokenFlags)
     remote_code: bool = False
@@ -77,7 +77,12 @@ class ExportOptions:
 
     @property
     def attention_implementation(self) -> AttentionImplementation:
-        return self.attention or ("plain" if self.lowering == "scatter" else "operator")
+        """By default the Attention operator for the append lowering, plain attention otherwise.
+
+        ONNX Runtime computes the operator for a single row with another kernel than for several, and int8 activations
+        would turn that into other quantization steps."""
+        integers = self.weights == "int8" and self.activations != "float"
+        return self.attention or ("operator" if self.lowering == "append" and not integers else "plain")
 
 
 def export(

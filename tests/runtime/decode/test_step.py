@@ -75,7 +75,9 @@ def test_every_thread_writes_what_it_would_alone_whatever_is_drafted(examples: i
         assert max(engine.widths) <= STEP_ROWS
         if len(expected) == 1 and draft_config.shape == "chain" and not language.heads:
             slots, layout = draft_config.mask_slots, language.mask_layout
-            assert max(engine.widths) <= max(chunk + layout.rows(slots), chain_rows(layout, slots), draft_config.rows)
+            # the end of the prompt and its draft, which counts the last row of the prompt
+            widest = max(1 + layout.rows(slots), chain_rows(layout, slots), draft_config.rows)
+            assert max(engine.widths) <= chunk - 1 + widest
 
     holds()
 

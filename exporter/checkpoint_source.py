@@ -6,17 +6,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 import transformers
-from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, PreTrainedConfig
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from spaceport.exporter.checkpoint_files import is_converted, is_gguf, require_checkpoint
+from spaceport.exporter.checkpoint_files import is_converted, is_gguf, load_with_own_attention, require_checkpoint
 from spaceport.exporter.converted_checkpoint import ConvertedCheckpoint, converted_config, open_converted
 from spaceport.exporter.converted_tokenizer import published_tokenizer
 from spaceport.exporter.gguf_checkpoint import gguf_config
 from spaceport.exporter.gguf_file import GgufFile, read_gguf
 from spaceport.exporter.gguf_tokenizer import end_tokens, gguf_tokenizer
 from spaceport.exporter.sar_config import CheckpointError, read_json
+from spaceport.graphs.contract.signature import Precision
+from spaceport.graphs.decoder import freeze_rotary
 
 
 @dataclass(frozen=True)
@@ -117,3 +127,20 @@ def read_source(folder: Path, remote_code: bool) -> CheckpointSource:
     published = published_tokenizer(folder, converted.published_type, generation)
     generation = {**generation, "eos_token_id": _with_published_ends(generation.get("eos_token_id"), published.end)}
     return CheckpointSource(converted.config, published.tokenizer, generation, converted=converted)
+
+
+def model_without_values(config: PreTrainedConfig, dtype: Precision) -> PreTrainedModel:
+    """The model of a configuration on the meta device, with frozen rotary frequencies."""
+
+    def build(attn_implementation: str) -> tuple[PreTrainedModel, dict[str, Any]]:
+        model = AutoModelForCausalLM.from_config(
+            config, attn_implementation=attn_implementation, dtype=getattr(torch, dtype)
+        )
+        if model._can_set_experts_implementation():
+            model.set_experts_implementation("batched_mm")  # others choose experts by values
+        return model, {}
+
+    with torch.device("meta"), torch.no_grad():
+        model, _ = load_with_own_attention(build)
+    freeze_rotary(model)
+    return cast(PreTrainedModel, model.eval())

@@ -8,15 +8,14 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from spaceport.exporter.checkpoint_files import (
     is_gguf,
-    load_with_own_attention,
     own_files,
     refuse_sizes,
 )
-from spaceport.exporter.checkpoint_source import model_config
+from spaceport.exporter.checkpoint_source import model_config, model_without_values
 from spaceport.exporter.draft_additions import DraftAdditions, add_without_values
 from spaceport.exporter.export import ExportOptions, check_activations, exact_activations
 from spaceport.exporter.export_memory import ExportMemory, export_memory, is_streamed
@@ -24,7 +23,7 @@ from spaceport.exporter.sar_config import CheckpointError, read_json
 from spaceport.exporter.stored_bytes import StoredBytes, stored_bytes
 from spaceport.exporter.to_onnx import check_opset
 from spaceport.graphs.contract.signature import Signature
-from spaceport.graphs.decoder import expected_signature, freeze_rotary
+from spaceport.graphs.decoder import expected_signature
 from spaceport.graphs.traits import Traits, UnsupportedModel, class_name, probe, refuse_by_config
 
 _GRAPH, _GRAPH_LAYER = 12_000, 6_000  # approximate bytes of model.onnx: in all, and per layer
@@ -60,9 +59,8 @@ def dry_run(folder: Path, options: ExportOptions, additions: DraftAdditions | No
     _refuse_additions(folder)
     config = _configuration(folder, options.remote_code)
     options = exact_activations(config, options)
-    with torch.device("meta"), torch.no_grad():
-        model, _ = load_with_own_attention(_without_values, config, dtype=getattr(torch, options.dtype))
-    refuse_by_config(model.eval())
+    model = model_without_values(config, options.dtype)
+    refuse_by_config(model)
     headers = {} if is_gguf(folder) else _weight_headers(folder)
     checked = _check_headers(folder, model, headers)
     streamed = is_streamed(folder, options.remote_code, model, headers)
@@ -93,7 +91,6 @@ def dry_run(folder: Path, options: ExportOptions, additions: DraftAdditions | No
 
 def _traits(model: PreTrainedModel, options: ExportOptions) -> Traits:
     """What the graph of a model without values depends on; raises for attention that the options do not allow."""
-    freeze_rotary(model)
     with torch.no_grad():
         traits = probe(model)
     if options.attention_implementation == "operator" and traits.attention_hook == "eager":
@@ -106,20 +103,9 @@ def _traits(model: PreTrainedModel, options: ExportOptions) -> Traits:
 def _files(folder: Path, stored: StoredBytes, traits: Traits) -> dict[str, int]:
     """Bytes of the files of a bundle, by name."""
     files = {"model.onnx.data": stored.data, "model.onnx": _GRAPH + _GRAPH_LAYER * traits.layers}
-    if stored.scales:
-        files["quantization_scales.safetensors"] = stored.scales
     if (tokenizer := folder / "tokenizer.json").is_file():
         files["tokenizer.json"] = tokenizer.stat().st_size
     return files
-
-
-def _without_values(
-    config: PreTrainedConfig, attn_implementation: str, dtype: torch.dtype
-) -> tuple[PreTrainedModel, None]:
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attn_implementation, dtype=dtype)
-    if model._can_set_experts_implementation():
-        model.set_experts_implementation("batched_mm")  # others choose experts by values
-    return model, None
 
 
 def _configuration(folder: Path, remote_code: bool) -> PreTrainedConfig:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import cast
@@ -18,10 +19,10 @@ from spaceport.exporter.atomic_folder import check_target, require_space, writin
 from spaceport.exporter.bundle_files import write_manifest
 from spaceport.exporter.checkpoint import Checkpoint, load_model, open_checkpoint
 from spaceport.exporter.checkpoint import TokenFlags as TokenFlags
+from spaceport.exporter.checkpoint_source import model_without_values
 from spaceport.exporter.correction_factors import write_correction
 from spaceport.exporter.prompt_tokens import Prompt, added_tokens, prompt_tokens
 from spaceport.exporter.provenance import provenance_of
-from spaceport.exporter.quantization_scales import write_scales
 from spaceport.exporter.selection_graph import write_selection
 from spaceport.exporter.stored_bytes import stored_bytes
 from spaceport.exporter.to_onnx import DEFAULT_OPSET, check_opset, to_onnx
@@ -29,7 +30,9 @@ from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import SELECTION_FILE, TEMPLATE_FILE, TOKENIZER_FILE, Manifest
 from spaceport.graphs.contract.signature import Activations, Lowering, Precision, Weights
 from spaceport.graphs.decoder import AttentionImplementation, Decoder, decoder_of
-from spaceport.graphs.quantize import ModelScales, quantize_model
+from spaceport.graphs.int8 import IntegerModel
+from spaceport.graphs.quantize import quantize_model
+from spaceport.graphs.rotation import is_rotatable
 from spaceport.graphs.streamed_weights import source_of
 from spaceport.graphs.traits import Traits
 from spaceport.graphs.weight_quantization import Quantization
@@ -40,8 +43,8 @@ OnStage = Callable[[str], None]
 # Activation formats for these weights and this lowering, the default first; elsewhere only float.
 _ACTIVATIONS: dict[tuple[Weights, Lowering], tuple[Activations, ...]] = {
     ("int4", "scatter"): ("int8", "float"),
-    ("int8", "scatter"): ("int8x2", "int8", "float"),
-    ("int8", "append"): ("int8x2", "int8", "float"),
+    ("int8", "scatter"): ("int8", "int8x2", "float"),
+    ("int8", "append"): ("int8", "int8x2", "float"),
 }
 
 
@@ -94,27 +97,26 @@ def export(
     check_target(target, overwrite)
     on_stage("reading the checkpoint")
     checkpoint = open_checkpoint(folder, options.tokens, options.remote_code, options.adapter)
-    options = with_supported_activations(checkpoint, options)
-    with writing(target, overwrite) as partial:
-        decoder, traits = build_decoder(checkpoint, options, on_stage, scratch=partial)
+    options = exact_activations(checkpoint.config, options)
+    with writing(target, overwrite) as unfinished:
+        decoder, traits = build_decoder(checkpoint, options, on_stage, scratch=unfinished)
         parameters = sum(parameter.numel() for parameter in decoder.parameters()) - decoder.quantization.untied_weights
         if quantized := decoder.quantization.quantized_weights:
             on_stage(f"{quantized:,} of {parameters:,} weights are {options.weights}, the others {options.dtype}")
             on_stage(quantization_error(decoder.quantization))
         on_stage("tracing and writing the graph")
-        to_onnx(decoder, partial, options.opset)
-        if decoder.quantization.integers is not None:
-            write_scales(partial, decoder.quantization.integers)
-        elif options.lowering == "scatter":  # ONNX Runtime may run it on a GPU
-            write_selection(partial / SELECTION_FILE, decoder.signature.vocab_size)
-        (partial / TOKENIZER_FILE).write_text(checkpoint.tokenizer, "utf-8")
+        to_onnx(decoder, unfinished, options.opset)
+        if decoder.quantization.integers is None and options.lowering == "scatter":  # ONNX Runtime may run it on a GPU
+            write_selection(unfinished / SELECTION_FILE, decoder.signature.vocab_size)
+        (unfinished / TOKENIZER_FILE).write_text(checkpoint.tokenizer, "utf-8")
         if checkpoint.template is not None:
-            (partial / TEMPLATE_FILE).write_text(checkpoint.template, "utf-8")
+            (unfinished / TEMPLATE_FILE).write_text(checkpoint.template, "utf-8")
         if checkpoint.correction is not None:
             embeddings = cast(nn.Embedding, decoder.model.get_input_embeddings())
-            write_correction(partial, checkpoint.correction, embeddings, decoder.signature.vocab_size)
+            factors = checkpoint.correction.rotated(decoder.quantization.rotation)
+            write_correction(unfinished, factors, embeddings, decoder.signature.vocab_size)
         on_stage("writing the manifest")
-        return write_manifest(partial, manifest_for(checkpoint, decoder, traits, options, parameters))
+        return write_manifest(unfinished, manifest_for(checkpoint, decoder, traits, options, parameters))
 
 
 def quantization_error(quantization: Quantization) -> str:
@@ -138,29 +140,28 @@ def check_activations(options: ExportOptions) -> None:
         )
 
 
-def with_supported_activations(checkpoint: Checkpoint, options: ExportOptions) -> ExportOptions:
-    """The options with an activation format that is exact for the checkpoint's model."""
-    return exact_activations(checkpoint.config, options)
-
-
 def exact_activations(model_config: PreTrainedConfig, options: ExportOptions) -> ExportOptions:
-    """The options with an activation format that is exact for a model with this configuration.
+    """The options with an activation format that is exact, and accurate, for a model with this configuration.
 
     If each KV head serves one query head, ONNX Runtime computes the attention of a single row with another kernel,
-    which sums in another order. With int8 activations, drafts would then not be exact.
+    which sums in another order. With int8 activations of one limb, drafts would then not be exact. Int8 weights and
+    activations of one limb are accurate only in a model that can be rotated.
     """
     config = model_config.get_text_config()
     heads = getattr(config, "num_attention_heads", None)
     grouped = heads is not None and (getattr(config, "num_key_value_heads", None) or heads) < heads
-    if options.activations != "int8" or grouped:
+    if options.activations != "int8":
+        return options
+    other: Activations = "int8x2" if options.weights == "int8" else "float"
+    if not grouped:
+        reason = f"{config.model_type} has {heads} query heads and as many KV heads, and drafts would not be exact"
+    elif options.weights == "int8" and not is_rotatable(model_without_values(model_config, options.dtype)):
+        reason = f"a {config.model_type} model cannot be rotated, and loses accuracy with activations of 8 bits"
+    else:
         return options
     if options.requested_activations == "int8":
-        exact = "int8x2" if options.weights == "int8" else "float"
-        raise OptionFault(
-            f"activations is int8: {config.model_type} has {heads} query heads and as many KV heads, and drafts would not be "
-            f"exact; expected {exact} (--activations)"
-        )
-    return replace(options, requested_activations="float")
+        raise OptionFault(f"activations is int8: {reason}; expected {other} (--activations)")
+    return replace(options, requested_activations=other)
 
 
 def build_decoder(
@@ -168,20 +169,20 @@ def build_decoder(
     options: ExportOptions,
     on_stage: OnStage = lambda name: None,
     arithmetic: Precision | None = None,
-    scales: ModelScales | None = None,
+    stored: IntegerModel | None = None,
     scratch: Path | None = None,
 ) -> tuple[Decoder, Traits]:
     """The checkpoint's model as an exportable module.
 
     Its weights are rounded to `options.dtype` and quantized; it computes in `arithmetic`, by default in the same type.
-    Without `scales`, the scales of int8 layers are calibrated. With a `scratch` folder for files without a name, the
+    Int8 layers are rounded, or those of a bundle (`stored`). With a `scratch` folder for files without a name, the
     weights of one layer at a time are in memory."""
     on_stage("loading the weights")
     with torch.no_grad():
         model = load_model(checkpoint, options.dtype, scratch)
         if scratch is not None:
             require_space(scratch.parent, needed_space(model, options))
-        calibrates = scales is None and options.weights == "int8" and options.activations != "float"
+        calibrates = stored is None and options.weights == "int8" and options.activations != "float"
         if options.weights != "same":
             on_stage(f"{'calibrating and ' if calibrates else ''}quantizing weights to {options.weights}")
         quantization = quantize_model(
@@ -189,9 +190,10 @@ def build_decoder(
             options.weights,
             options.activations,
             options.lowering,
-            scales,
+            stored,
             prompt_tokens(checkpoint, options.calibrate) if calibrates else (),
             added_tokens(checkpoint, model) if calibrates else (),
+            partial(_report_layers, on_stage),
         )
         # Not converted if the type is the same: rotary frequencies stay in float32 whatever the type of the weights.
         if arithmetic not in (None, options.dtype):
@@ -200,11 +202,17 @@ def build_decoder(
         return decoder_of(model, options.lowering, options.attention_implementation, quantization)
 
 
+def _report_layers(on_stage: OnStage, done: int, total: int) -> None:
+    """Report every quarter of the layers, but the end, which the next stage reports."""
+    if done < total and done * 4 // total > (done - 1) * 4 // total:
+        on_stage(f"quantized {done} of {total} layers")
+
+
 def needed_space(model: PreTrainedModel, options: ExportOptions) -> int:
     """Bytes on the disk that the bundle of a model needs while it is written."""
     stored = stored_bytes(model, options.dtype, options.weights, options.activations, options.lowering)
     streamed = any(source_of(parameter) is not None for parameter in model.parameters())
-    return stored.data + stored.scales + (stored.unnamed if streamed else 0)
+    return stored.data + (stored.unnamed if streamed else 0)
 
 
 def manifest_for(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,9 +16,15 @@ import onnx_ir as ir
 from spaceport.exporter.constant_key import Key, WeightNotFound, key_of
 from spaceport.exporter.lazy_constants import lazy
 from spaceport.exporter.quantized_weights import weight_of
-from spaceport.graphs.int8 import EPSILON, INT8_MAX, LIMB_BASE, ZERO_POINT, InputScale, IntegerLinear, IntegerModel
+from spaceport.graphs.int8 import EPSILON, INT8_MAX, LIMB_BASE, ZERO_POINT, IntegerLinear, IntegerModel, clip_range
 
 DOMAIN = "com.microsoft"
+PLACES = "spaceport.int8"  # metadata of a graph: where the codes and scales of each linear module are, as JSON
+EMBEDDING = ""  # the name of the input embedding there
+
+# Names of the constants with the codes and the scales of a linear module, its first column in them, and the one behind
+# its last.
+Place = tuple[str, str, int, int]
 
 # MatMulIntegerToFloat of ONNX Runtime takes uint8 inputs, int8 weights and the scales of both, and uses the CPU's int8
 # instructions. It makes one pass over the sums; MatMulInteger, Cast and Mul make three (36 rows x 4608: 0.89 of the
@@ -35,14 +42,16 @@ class _Matmul:
 
 
 def store_integer_matmuls(model: ir.Model, integers: IntegerModel) -> None:
-    """Replace all matmuls with the model's quantized weights by int8 matmuls; those with the same input are fused."""
+    """Replace all matmuls with the model's quantized weights by int8 matmuls.
+
+    Modules of one parent with the same input are fused. Where the codes of each module are is stored beside the graph."""
     found = _matmuls(model, integers)
     missing = sorted(integers.layers.keys() - {matmul.name for matmul in found})
     if missing:
         raise WeightNotFound(f"the graph has no matmul with the unchanged weight of {', '.join(missing[:3])}")
-    groups: dict[tuple[int, int], list[_Matmul]] = defaultdict(list)
+    groups: dict[tuple[int, str], list[_Matmul]] = defaultdict(list)
     for matmul in found:
-        groups[id(matmul.node.inputs[0]), id(matmul.layer.input)].append(matmul)
+        groups[id(matmul.node.inputs[0]), matmul.name.rpartition(".")[0]].append(matmul)
     writer = _Writer(model, integers)
     if integers.embedding is not None:
         writer.replace_embedding()
@@ -50,6 +59,7 @@ def store_integer_matmuls(model: ir.Model, integers: IntegerModel) -> None:
         writer.replace_matmuls(group)
     _remove_unused(model)
     model.graph.opset_imports[DOMAIN] = 1
+    model.metadata_props[PLACES] = json.dumps(writer.places)
 
 
 def _matmuls(model: ir.Model, integers: IntegerModel) -> list[_Matmul]:
@@ -91,6 +101,7 @@ class _Writer:
         self._graph = model.graph
         self._integers = integers
         self._limbs = integers.limbs
+        self.places: dict[str, Place] = {}
         self._constants: dict[str, ir.Value] = {}
         self._batch: ir.Value | None = None
         self._embedding_codes: ir.Value | None = None
@@ -99,19 +110,16 @@ class _Writer:
         """Replace matmuls with the same input by one int8 matmul."""
         states = group[0].node.inputs[0]
         assert states is not None
-        scale = group[0].layer.input
         inputs = group[0].layer.codes.shape[0]
-        rows, size = self._quantized(states, scale, inputs, [matmul.node for matmul in group])
-        clip = scale.clip_range(inputs, self._limbs)
-        factor = clip / INT8_MAX / (inputs**0.5 if scale.clip is None and self._limbs == 2 else 1)
+        step = clip_range(inputs, self._limbs) / INT8_MAX
+        rows, size = self._quantized(states, inputs, np.float32(step))
         codes, scales = self._weights(group)
-        zero, one = self._zero(), self._scalar("integer.step", np.float32(factor))
-        result = self._op(_MATMUL, rows, codes, one, scales, zero, domain=DOMAIN)
+        # the size of a row is the root of a sum of squares here, and that of their mean in `step`
+        factor = step / (inputs**0.5 if self._limbs == 2 else 1)
+        result = self._op(_MATMUL, rows, codes, self._scalar(np.float32(factor)), scales, self._zero(), domain=DOMAIN)
         outputs = [matmul.layer.codes.shape[1] for matmul in group]
         combined = self._add_limbs(result, states, sum(outputs)) if self._limbs == 2 else result
-        if size is not None:
-            combined = self._op("Mul", combined, size)
-        self._replace_outputs(group, combined, outputs)
+        self._replace_outputs(group, self._op("Mul", combined, size), outputs)
 
     def replace_embedding(self) -> None:
         """Replace the Gather from the input embedding by Gathers of int8 codes and scales."""
@@ -124,66 +132,48 @@ class _Writer:
                 continue
             codes = self._codes_of_embedding()
             scale = self._constant("embedding.scale", embedding.scale[:, None].numpy())
+            self.places[EMBEDDING] = (str(codes.name), str(scale.name), 0, embedding.codes.shape[1])
             rows = self._op("Cast", self._op("Gather", codes, node.inputs[1], axis=0), to=ir.DataType.FLOAT)
             scaled = self._op("Mul", rows, self._op("Gather", scale, node.inputs[1], axis=0))
             self._replace(node, scaled)
             return
         raise WeightNotFound("the graph does not gather from the unchanged input embedding")
 
-    def _quantized(
-        self, states: ir.Value, scale: InputScale, inputs: int, users: Sequence[ir.Node]
-    ) -> tuple[ir.Value, ir.Value | None]:
-        """An input in uint8 with its limbs concatenated along the rows, and row sizes (None for a static scale)."""
-        scaled_states, size = self._scaled(states, scale, inputs, users)
-        clip = scale.clip_range(inputs, self._limbs)
-        step, zero = np.float32(clip / INT8_MAX), self._zero()
-        high = self._op("QuantizeLinear", scaled_states, self._scalar("integer.step", step), zero)
+    def _quantized(self, states: ir.Value, inputs: int, step: np.float32) -> tuple[ir.Value, ir.Value]:
+        """An input in uint8 with its limbs concatenated along the rows, and the size of each row."""
+        relative, size = self._scaled(states, inputs)
+        high = self._op("QuantizeLinear", relative, self._scalar(step), self._zero())
         if self._limbs == 1:
             return high, size
-        dequantized = self._op("DequantizeLinear", high, self._scalar("integer.step", step), zero)
-        rest = self._op("Sub", scaled_states, dequantized)
-        low = self._op("QuantizeLinear", rest, self._scalar("integer.step", np.float32(step / LIMB_BASE)), zero)
+        dequantized = self._op("DequantizeLinear", high, self._scalar(step), self._zero())
+        rest = self._op("Sub", relative, dequantized)
+        low = self._op("QuantizeLinear", rest, self._scalar(np.float32(step / LIMB_BASE)), self._zero())
         return self._op("Concat", high, low, axis=0), size
 
-    def _scaled(
-        self, states: ir.Value, scale: InputScale, inputs: int, users: Sequence[ir.Node]
-    ) -> tuple[ir.Value, ir.Value | None]:
-        """An input after smoothing and row scaling, and the size of each row (None for a static scale)."""
-        factors = None if scale.smoothing is None else (1 / scale.smoothing).numpy()
-        if scale.clip is None and self._limbs == 2:
-            gains = np.ones(inputs, np.float32) if factors is None else factors
-            normed = self._op(
-                "RMSNormalization", states, self._constant("integer.gain", gains), axis=-1, epsilon=EPSILON
-            )
-            axes = self._constant("integer.last", np.array([-1], np.int64))
-            return normed, self._op("ReduceL2", states, axes, keepdims=1)
-        scaled_states = states if factors is None else self._smoothed(states, factors, users)
-        if scale.clip is not None:
-            return scaled_states, None
+    def _scaled(self, states: ir.Value, inputs: int) -> tuple[ir.Value, ir.Value]:
+        """An input divided by the size of each row, and that size."""
         axes = self._constant("integer.last", np.array([-1], np.int64))
-        size = self._op("ReduceMax", self._op("Abs", scaled_states), axes, keepdims=1)
-        size = self._op("Max", size, self._scalar("integer.tiny", np.float32(EPSILON)))
-        return self._op("Div", scaled_states, size), size
-
-    def _smoothed(self, states: ir.Value, factors: np.ndarray[Any, Any], users: Sequence[ir.Node]) -> ir.Value:
-        """An input times a factor per channel; they go into the gain of the preceding norm if that has no other use."""
-        norm = states.producer()
-        gain = None if norm is None or norm.op_type != "RMSNormalization" else norm.inputs[1]
-        has_no_other_use = {id(user) for user in states.consumers()} <= {id(user) for user in users}
-        if norm is None or gain is None or gain.const_value is None or not has_no_other_use or states.is_graph_output():
-            return self._op("Mul", states, self._constant("integer.move", factors))
-        norm.replace_input_with(1, self._constant("integer.gain", gain.const_value.numpy() * factors))
-        return states
+        if self._limbs == 2:
+            gain = self._constant("integer.gain", np.ones(inputs, np.float32))
+            normed = self._op("RMSNormalization", states, gain, axis=-1, epsilon=EPSILON)
+            return normed, self._op("ReduceL2", states, axes, keepdims=1)
+        # A row of zeros is divided by zero, and whatever that is quantized to is multiplied by zero behind the matmul.
+        size = self._op("ReduceMax", self._op("Abs", states), axes, keepdims=1)
+        return self._op("Div", states, size), size
 
     def _weights(self, group: Sequence[_Matmul]) -> tuple[ir.Value, ir.Value]:
         """The codes and the scales of fused matmuls."""
         name = group[0].name
-        scales = np.concatenate([matmul.layer.scale.numpy() for matmul in group])
-        if self._integers.tied and self._integers.embedding is not None and self._is_embedding(group):
-            codes = self._op("Transpose", self._codes_of_embedding(), perm=[1, 0])
-        else:
-            codes = self._lazy_constant(f"{name}.codes", partial(_codes_of_all, group))
-        return codes, self._constant(f"{name}.scale", scales)
+        scales = self._constant(f"{name}.scale", np.concatenate([matmul.layer.scale.numpy() for matmul in group]))
+        if self._integers.tied and self._is_embedding(group):
+            return self._op("Transpose", self._codes_of_embedding(), perm=[1, 0]), scales
+        codes = self._lazy_constant(f"{name}.codes", partial(_codes_of_all, group))
+        start = 0
+        for matmul in group:
+            end = start + matmul.layer.codes.shape[1]
+            self.places[matmul.name] = (str(codes.name), str(scales.name), start, end)
+            start = end
+        return codes, scales
 
     def _is_embedding(self, group: Sequence[_Matmul]) -> bool:
         embedding = self._integers.embedding
@@ -244,8 +234,8 @@ class _Writer:
     def _zero(self) -> ir.Value:
         return self._constant("integer.zero", np.array(ZERO_POINT, np.uint8))
 
-    def _scalar(self, name: str, number: np.float32) -> ir.Value:
-        return self._constant(name, np.array(number, np.float32))
+    def _scalar(self, number: np.float32) -> ir.Value:
+        return self._constant("integer.step", np.array(number, np.float32))
 
     def _constant(self, name: str, array: np.ndarray[Any, Any]) -> ir.Value:
         """A constant with this content; a number is appended to the name if it is used for other content.

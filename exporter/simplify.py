@@ -31,6 +31,7 @@ RULES = (
     rules.collapse_slice_rule,
     rules.collapse_slice2_rule,
 )
+_SHARED = 128 * 128  # elements of a constant up to which it is compared with others: rotations, and all smaller ones
 _ROUNDS = 2  # folded constants let more rules match in the next round
 
 
@@ -50,7 +51,7 @@ def _merge_equal(model: ir.Model) -> None:
     passes.RemoveUnusedNodesPass()(model)
     passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     passes.LiftSubgraphInitializersToMainGraphPass()(model)
-    passes.DeduplicateInitializersPass()(model)
+    passes.DeduplicateInitializersPass(_SHARED)(model)
     passes.CommonSubexpressionEliminationPass()(model)
     passes.RemoveUnusedNodesPass()(model)
     passes.OutputFixPass()(model)

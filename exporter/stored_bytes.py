@@ -13,6 +13,7 @@ from spaceport.graphs.contract.dtypes import DTYPES
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.signature import Activations, Lowering, Precision, Weights
 from spaceport.graphs.quantize import integer_modules
+from spaceport.graphs.rotation import rotation_sizes
 from spaceport.graphs.traits import class_name
 from spaceport.graphs.weight_quantization import BLOCKS, linear_modules
 
@@ -25,7 +26,6 @@ class StoredBytes:
     """Bytes of a model's weights."""
 
     data: int  # model.onnx.data
-    scales: int  # quantization_scales.safetensors without its header; 0: no such file
     quantized: int  # number of quantized weights
     unnamed: int  # bytes of the codes and scales that a streamed export holds in files without a name
 
@@ -64,13 +64,14 @@ def stored_bytes(
         *(parameter.numel() * storage.dtype for parameter in model.parameters() if id(parameter) not in replaced),
         *_buffers(model),
         *_quantized_sizes(quantized, table, storage, separate),
+        *(storage.dtype * count for count in (rotation_sizes(model) if integers and activations == "int8" else ())),
     ]
     count = sum(module.weight.numel() for module in quantized)
     if table is not None and not any(module.weight is table.weight for module in quantized if not separate):
         count += table.weight.numel()
     scales = sum(_scale_bytes(module, storage) for module in quantized)
     data = sum(size for size in sizes if size > INLINE)
-    return StoredBytes(data, scales if integers else 0, count, count if integers else count + scales)
+    return StoredBytes(data, count, count if integers else count + scales)
 
 
 def _quantizable(module: nn.Linear, storage: _Storage) -> bool:

@@ -63,6 +63,7 @@ def to_onnx(decoder: Decoder, folder: Path, opset: int) -> None:
     signature = decoder.signature
     check_opset(opset, signature.lowering)
     model = trace(decoder)
+    _strip_metadata(model)
     _cast_norm_inputs(model)
     try:
         store_quantized_weights(model, decoder.quantization)
@@ -79,7 +80,6 @@ def to_onnx(decoder: Decoder, folder: Path, opset: int) -> None:
         hoist_above_splits(model)
         if decoder.quantization.integers is not None and signature.kv_heads >= MIN_KV_HEADS:  # runs on CPUs only
             fuse_attention(model)
-    _strip_metadata(model)
     model.graph.sort()
     model.opset_imports[""] = opset
     model.ir_version = _IR_VERSION[opset]

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from spaceport.graphs.rotation import Orthogonal
+
 
 class Factors(NamedTuple):
     """Projections of token embeddings, each H x rank: of the token before a candidate, and of the candidate."""
@@ -23,6 +25,10 @@ class Factors(NamedTuple):
     @property
     def rank(self) -> int:
         return self.before.shape[1]
+
+    def rotated(self, rotation: Orthogonal | None) -> Factors:
+        """The factors for embeddings that are rotated; unchanged without a rotation."""
+        return self if rotation is None else Factors(*(rotation.times(factor.T).T.float() for factor in self))
 
     def tables(self, embeddings: Tensor) -> tuple[Tensor, Tensor]:
         """The vectors of all tokens, each V x rank, for a table of token embeddings (V x H)."""

@@ -40,9 +40,15 @@ class DraftHeads(nn.Module):
     def count(self) -> int:
         return len(self._modules)
 
+    def rotate_back(self, matrix: Tensor) -> None:
+        """Multiply the hidden states by this matrix before the heads read them."""
+        self.register_buffer("back", matrix.to(next(self.parameters()).dtype), persistent=False)
+
     def forward(self, hidden: Tensor) -> list[Tensor]:
         """The logits of each head, in the shape of those of the output embedding."""
-        return [head(hidden) for head in self.children()]
+        back = getattr(self, "back", None)
+        states = hidden if back is None else hidden @ back
+        return [head(states) for head in self.children()]
 
 
 def expected_shapes(count: int, blocks: int, hidden_size: int, vocab_size: int) -> dict[str, tuple[int, ...]]:

@@ -2,9 +2,9 @@
 PyTorch.
 
 A sum of integers does not depend on the order of its terms, so neither other rows nor the choice of a kernel changes a
-result. An activation is stored as one or two limbs: integers of 8 bits. With one limb, floating-point noise from
-attention moves a value to the next quantization step here and there. With two limbs (high and low), the steps are 256
-times finer.
+result. An activation is stored as one or two limbs: integers of 8 bits, with one scale for each row. Two limbs (high
+and low) have steps that are 256 times finer; one limb takes half of the products, and is as accurate for a model whose
+activations have no outliers (see `rotation`).
 """
 
 from __future__ import annotations
@@ -18,38 +18,12 @@ from torch import Tensor
 
 from spaceport.graphs.streamed_weights import rows_of
 
-INT8_MAX = 127  # largest magnitude of a quantized weight, and of the high limb of an activation that is not clipped
+INT8_MAX = 127  # largest magnitude of a quantized weight, and of the high limb of an activation
 LIMB_BASE = 256  # steps of the low limb per step of the high limb; a power of two, so that adding the limbs rounds once
 ZERO_POINT = 128  # activations are stored as uint8 with this zero point
 EPSILON = 1e-30  # added to the size of a row, so that a row of zeros can be divided by it
-_SCALE_FACTORS = (1.0, 0.97, 0.94, 0.91, 0.88, 0.85, 0.8, 0.75)  # tried, relative to the scale that clips nothing
-
-
-@dataclass(frozen=True, eq=False)
-class InputScale:
-    """How the input of a linear layer is scaled before it is quantized."""
-
-    # Largest magnitude that a static scale represents, after smoothing. None: a dynamic scale for each row.
-    clip: float | None
-    # Float32, one factor per input channel, as in SmoothQuant: the channel is divided by it, its weights are multiplied
-    # by it.
-    smoothing: Tensor | None = None
-
-    def clip_range(self, inputs: int, limbs: int) -> float:
-        """Largest magnitude that is represented; for dynamic scales, of a row that was divided by its own size."""
-        if self.clip is not None:
-            return self.clip
-        if limbs == 1:
-            return 1.0
-        return math.sqrt(inputs) * (1.0 if self.smoothing is None else float((1 / self.smoothing).max()))
-
-
-@dataclass(frozen=True, eq=False)
-class LinearScales:
-    """Scales of a linear layer's input and weight."""
-
-    input: InputScale
-    weight: Tensor | None = None  # float32, one scale per output channel; None: the smallest scales that clip nothing
+# Tried, relative to the scale that clips nothing.
+_SCALE_FACTORS = (1.0, 0.97, 0.94, 0.91, 0.88, 0.85, 0.8, 0.75)
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,13 +32,11 @@ class IntegerLinear:
 
     codes: Tensor  # int8, inputs x outputs
     scale: Tensor  # float32, outputs
-    input: InputScale
 
     @property
     def dequantized(self) -> Tensor:
         """The weight that the layer computes with: inputs x outputs, float32."""
-        weight = self.codes.float().mul_(self.scale)
-        return weight if self.input.smoothing is None else weight.div_(self.input.smoothing[:, None])
+        return self.codes.float().mul_(self.scale)
 
     def of_outputs(self, outputs: slice) -> IntegerLinear:
         """The part of the layer that computes these outputs."""
@@ -123,67 +95,56 @@ def codes_of(weight: Tensor, scale: Tensor) -> Tensor:
     return (weight.float() / scale[:, None]).round_().clamp_(-INT8_MAX, INT8_MAX).to(torch.int8)
 
 
-def best_scales(weight: Tensor, channel_rms: Tensor, smoothing: Tensor | None = None) -> Tensor:
-    """The scale of each row that minimizes the output error for inputs whose channels have these sizes before smoothing.
+def best_scales(weight: Tensor, sizes: Tensor | None = None) -> Tensor:
+    """The scale of each row that minimizes the output error for inputs whose channels have these sizes, or one size.
 
-    With this weighting, a smaller scale may clip weights that matter little. The plain squared error would clip weights
-    that matter: mean KL divergence of a 135M model 0.0040 without clipping, 0.0034 with these scales, 0.0043 with the
-    plain error.
+    With these sizes, a smaller scale may clip weights that matter little. Where they are known, the plain squared error
+    would clip weights that matter: mean KL divergence of a 135M model 0.0040 without clipping, 0.0034 with the sizes,
+    0.0043 with the plain error.
     """
     found = []
-    sizes = channel_rms if smoothing is None else channel_rms / smoothing
     for _, values in rows_of(weight):
-        rows = _smoothed(values, smoothing)
+        rows = values.float()
         unclipped = row_scales(rows)
         best, least = unclipped, torch.full_like(unclipped, torch.inf)
         for factor in _SCALE_FACTORS:
             scale = unclipped * factor
-            error = ((codes_of(rows, scale).float() * scale[:, None] - rows) * sizes).square().sum(dim=1)
+            difference = codes_of(rows, scale).float() * scale[:, None] - rows
+            error = (difference if sizes is None else difference * sizes).square().sum(dim=1)
             best, least = torch.where(error < least, scale, best), torch.minimum(error, least)
         found.append(best)
     return torch.cat(found)
 
 
-def _smoothed(weight: Tensor, smoothing: Tensor | None) -> Tensor:
-    return weight.float() if smoothing is None else weight.float() * smoothing
-
-
-def quantize_linear(weight: Tensor, scales: LinearScales) -> IntegerLinear:
-    """The int8 form of a linear layer's weight (outputs x inputs)."""
-    codes, scale = torch.empty(weight.shape[::-1], dtype=torch.int8), torch.empty(len(weight))
+def quantize_linear(weight: Tensor, scale: Tensor) -> IntegerLinear:
+    """A linear layer's weight (outputs x inputs) with the nearest codes for the given scale of each output."""
+    codes = torch.empty(weight.shape[::-1], dtype=torch.int8)
     for rows, values in rows_of(weight):
-        smoothed = _smoothed(values, scales.input.smoothing)
-        scale[rows] = row_scales(smoothed) if scales.weight is None else scales.weight[rows]
-        codes[:, rows] = codes_of(smoothed, scale[rows]).T
-    return IntegerLinear(codes, scale, scales.input)
+        codes[:, rows] = codes_of(values, scale[rows]).T
+    return IntegerLinear(codes, scale)
 
 
-def fake_quantize(states: Tensor, scale: InputScale, limbs: int) -> tuple[Tensor, int]:
-    """Activations (last axis: input channels) quantized and dequantized, and the number of values that were clipped."""
-    smoothed = states if scale.smoothing is None else states / scale.smoothing
-    if scale.clip is not None:
-        quantized = _fake_quantize_limbs(smoothed, scale.clip, limbs)
-        clipped = int((smoothed.abs() > scale.clip * (1 + 1 / LIMB_BASE)).sum())
-    else:
-        size = row_size(states if limbs == 2 else smoothed, limbs)
-        quantized = _fake_quantize_limbs(smoothed / size, scale.clip_range(states.shape[-1], limbs), limbs) * size
-        clipped = 0
-    return (quantized if scale.smoothing is None else quantized * scale.smoothing), clipped
+def fake_quantize(states: Tensor, limbs: int) -> Tensor:
+    """Activations (last axis: input channels) quantized and dequantized."""
+    size = row_size(states, limbs)
+    clip = clip_range(states.shape[-1], limbs)
+    step = clip / INT8_MAX
+    relative = states / size
+    high = (relative / step).round().clamp(-ZERO_POINT, INT8_MAX) * step
+    if limbs == 1:
+        return high * size
+    low = ((relative - high) / (step / LIMB_BASE)).round().clamp(-ZERO_POINT, INT8_MAX) * (step / LIMB_BASE)
+    return (high + low) * size
 
 
 def row_size(states: Tensor, limbs: int) -> Tensor:
-    """The divisor of each row with a dynamic scale: with two limbs its root mean square, which takes fewer operators in
-    the graph; with one limb its largest magnitude, which uses all 8 bits."""
+    """The divisor of each row: with two limbs its root mean square, which takes fewer operators in the graph; with one
+    limb its largest magnitude, which uses all 8 bits."""
     if limbs == 2:
         return (states.square().mean(dim=-1, keepdim=True) + EPSILON).sqrt()
     return states.abs().amax(dim=-1, keepdim=True).clamp(min=EPSILON)
 
 
-def _fake_quantize_limbs(states: Tensor, clip: float, limbs: int) -> Tensor:
-    """Values as the sum of their dequantized limbs; values beyond the clipping range are clipped."""
-    step = clip / INT8_MAX
-    high = (states / step).round().clamp(-ZERO_POINT, INT8_MAX) * step
-    if limbs == 1:
-        return high
-    low_step = step / LIMB_BASE
-    return high + ((states - high) / low_step).round().clamp(-ZERO_POINT, INT8_MAX) * low_step
+def clip_range(inputs: int, limbs: int) -> float:
+    """The largest magnitude of a row that was divided by its size."""
+    return 1.0 if limbs == 1 else math.sqrt(inputs)

@@ -14,6 +14,7 @@ from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.graphs.contract.manifest import Embeddings
 from spaceport.graphs.contract.signature import Lowering, Weights
 from spaceport.graphs.int8 import IntegerLinear, IntegerModel, QuantizedEmbedding, quantize_rows
+from spaceport.graphs.rotation import Orthogonal
 from spaceport.graphs.streamed_weights import ReadRows, replace_values, rows_of, stored_beside
 from spaceport.graphs.traits import UnsupportedModel, class_name
 
@@ -61,6 +62,7 @@ class Quantization:
     layers: Mapping[str, QuantizedWeight] = field(default_factory=dict)  # by the names of the linear modules
     integers: IntegerModel | None = None  # for int8 activations with int8 weights; `layers` is then empty
     embedding: QuantizedEmbedding | None = None  # input embedding, if `layers` contains the output embedding
+    rotation: Orthogonal | None = None  # of the residual stream, which the weights of `integers` are for
     untied_weights: int = 0  # weights that the two embeddings shared before they were quantized separately
     errors: Mapping[str, float] = field(default_factory=dict)  # relative RMS error of each quantized weight, by name
 

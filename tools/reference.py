@@ -15,12 +15,13 @@ from torch import nn
 from spaceport.exporter.checkpoint import Checkpoint, open_checkpoint
 from spaceport.exporter.correction_factors import write_correction
 from spaceport.exporter.export import ExportOptions, TokenFlags, build_decoder, manifest_for
-from spaceport.exporter.quantization_scales import scales_file, scales_in
 from spaceport.exporter.quiet import quiet_libraries
+from spaceport.exporter.stored_integers import stored_integers
 from spaceport.graphs.contract.faults import InputFault
-from spaceport.graphs.contract.manifest import TEMPLATE_FILE, TOKENIZER_FILE, record_of
+from spaceport.graphs.contract.manifest import MODEL_FILE, TEMPLATE_FILE, TOKENIZER_FILE, record_of
 from spaceport.graphs.contract.signature import Precision
-from spaceport.graphs.quantize import ModelScales, QuantizedInputs
+from spaceport.graphs.int8 import IntegerModel
+from spaceport.graphs.quantize import LIMBS, quantize_inputs
 from spaceport.runtime.backends import check_threads
 from spaceport.runtime.backends.on_torch import TorchEngine
 from spaceport.runtime.bundle import Bundle
@@ -55,9 +56,9 @@ def open_reference(
     options = ExportOptions(
         signature.lowering, stored, weights, "plain", remote_code=remote_code, requested_activations=activations
     )
-    decoder, _ = build_decoder(opened, options, arithmetic=dtype, scales=scales_of(bundle))
+    decoder, _ = build_decoder(opened, options, arithmetic=dtype, stored=integers_of(bundle))
     if decoder.quantization.integers is not None:
-        QuantizedInputs(decoder.model, decoder.quantization.integers)
+        quantize_inputs(decoder.model, decoder.quantization.integers)
     for fact in ("layers", "kv_heads", "head_dim", "vocab_size", "window", "heads"):
         ours, theirs = getattr(signature, fact), getattr(decoder.signature, fact)
         if ours != theirs:
@@ -67,14 +68,13 @@ def open_reference(
     return TorchEngine(decoder, decoder.signature, capacity, requests, "cpu")
 
 
-def scales_of(bundle: Bundle) -> ModelScales | None:
-    """The scales of a bundle's int8 layers, exactly as they were verified; None without integer products."""
+def integers_of(bundle: Bundle) -> IntegerModel | None:
+    """The int8 layers of a bundle's graph; None without integer products."""
     if not bundle.manifest.integer_matmuls:
         return None
-    name = scales_file(bundle.manifest.files)
-    if name not in bundle.manifest.files:
-        raise InputFault(f"{bundle.path}: the manifest lists no {name}: expected one; export the checkpoint again")
-    return scales_in(bundle.read(name), bundle.path / name)
+    found = stored_integers(bundle.read(MODEL_FILE), bundle.path, LIMBS[bundle.manifest.activations])
+    bundle.require_unchanged()
+    return found
 
 
 def open_reference_runtime(bundle: Bundle, checkpoint: Path, max_seq_len: int | None, threads: int = 0) -> Runtime:

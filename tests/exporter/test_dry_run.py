@@ -24,8 +24,6 @@ from spaceport.exporter.export import ExportOptions, build_decoder, needed_space
 from spaceport.exporter.heads_file import HeadsConfig
 from spaceport.exporter.sar_config import CheckpointError
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.graphs.int8 import InputScale, LinearScales
-from spaceport.graphs.quantize import integer_modules
 from spaceport.graphs.traits import UnsupportedModel
 from spaceport.graphs.weight_quantization import Quantization
 from spaceport.runtime.bundle import open_bundle
@@ -190,14 +188,10 @@ def test_the_files_without_a_name_have_exactly_the_predicted_bytes(options: Expo
     checkpoint = open_checkpoint(TINY, options.tokens)
     streamed = needed_space(load_model(checkpoint, options.dtype, tmp_path), options)
     bundle = needed_space(load_model(checkpoint, options.dtype), options)
-    scales = None
-    if options.activations == "int8" and options.weights == "int8":  # values do not change sizes
-        names = integer_modules(load_model(checkpoint, options.dtype))
-        scales = dict.fromkeys(names, LinearScales(InputScale(None)))
-    decoder, _ = build_decoder(checkpoint, options, scales=scales, scratch=tmp_path)
+    decoder, _ = build_decoder(checkpoint, options, scratch=tmp_path)
     assert streamed - bundle == sum(tensor.nbytes for tensor in on_disk(decoder.quantization))
     predicted = dry_run(TINY, options).files
-    assert bundle == predicted["model.onnx.data"] + predicted.get("quantization_scales.safetensors", 0)
+    assert bundle == predicted["model.onnx.data"]
 
 
 def on_disk(quantization: Quantization) -> Iterator[Tensor]:

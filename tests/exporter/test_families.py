@@ -16,12 +16,11 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from spaceport.exporter.checkpoint import CheckpointError
-from spaceport.exporter.export import ExportOptions, export
+from spaceport.exporter.export import ExportOptions, exact_activations, export
 from spaceport.exporter.to_onnx import DEFAULT_OPSET, UntraceableModel, to_onnx
 from spaceport.graphs.contract.manifest import MODEL_FILE
 from spaceport.graphs.contract.signature import (
     LOWERINGS,
-    Activations,
     Lowering,
     Precision,
     Signature,
@@ -30,7 +29,7 @@ from spaceport.graphs.contract.signature import (
 )
 from spaceport.graphs.contract.tolerance import tolerance_of
 from spaceport.graphs.decoder import AttentionImplementation, decoder_of
-from spaceport.graphs.quantize import QuantizedInputs, quantize_model
+from spaceport.graphs.quantize import quantize_inputs, quantize_model
 from spaceport.graphs.traits import UnsupportedModel
 from spaceport.runtime.backends.on_onnxruntime import OnnxRuntimeEngine, session_options
 from spaceport.runtime.backends.on_torch import TorchEngine
@@ -163,12 +162,14 @@ def pair_of(
 ) -> Pair:
     """The family's graph in an engine, and the unmodified model with the same weights and quantized inputs."""
     model = build(family, torch.float16 if dtype == "float16" else torch.float32)
-    activations: Activations = "int8x2" if weights == "int8" else "float"
+    activations = exact_activations(model.config, ExportOptions(lowering, weights=weights)).activations
     quantization = quantize_model(model, weights, activations, lowering)
     reference = build(family, attention="eager")
-    reference.load_state_dict(model.state_dict())  # dequantized or unchanged
-    if quantization.integers is not None:
-        QuantizedInputs(reference, quantization.integers)
+    if quantization.integers is None:
+        reference.load_state_dict(model.state_dict())  # dequantized or unchanged
+    else:
+        quantize_model(reference, weights, activations, lowering, quantization.integers)
+        quantize_inputs(reference, quantization.integers)
     form: AttentionImplementation = "operator" if lowering == "append" and family.replaceable else "plain"
     made_from = (repr(model.config), [tensor.numpy().tobytes() for tensor in model.state_dict().values()], lowering)
     decoder, _ = decoder_of(model, lowering, form, quantization)

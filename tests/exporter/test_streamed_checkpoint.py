@@ -14,7 +14,6 @@ from torch import Tensor
 
 from spaceport.exporter.checkpoint import TokenFlags, load_model, open_checkpoint
 from spaceport.exporter.export import ExportOptions, build_decoder
-from spaceport.exporter.quantization_scales import write_scales
 from spaceport.exporter.to_onnx import to_onnx
 from spaceport.graphs.decoder import Decoder
 from spaceport.graphs.streamed_weights import source_of, values_of
@@ -85,8 +84,6 @@ def test_a_bundle_from_streamed_weights_has_the_bytes_of_one_from_weights_in_mem
         target = tmp_path / str(len(contents))
         target.mkdir()
         to_onnx(decoder, target, options.opset)
-        if decoder.quantization.integers is not None:
-            write_scales(target, decoder.quantization.integers)
         contents.append({file.name: file.read_bytes() for file in target.iterdir()})
     assert contents[0] == contents[1]
 

@@ -99,8 +99,8 @@ class Export(Sectioned):
     former=["--calibrate"],
     type=PATH,
     metavar="PROMPTS",
-    help="Prompt file, one prompt per line, to calibrate activation scales for --weights int8; default: text that the "
-    "model generates without a prompt.",
+    help="Prompt file, one prompt per line: --weights int8 are rounded for texts that the model samples after them; "
+    "default: a few questions if the model chats, otherwise no prompts.",
 )
 @click.option(
     "--mask-token",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 from spaceport.exporter.checkpoint import TokenFlags, load_model, open_checkpoint
 from spaceport.exporter.quiet import quiet_libraries
 from spaceport.graphs.contract.signature import Weights
-from spaceport.graphs.quantize import QuantizedInputs, quantize_model
+from spaceport.graphs.quantize import quantize_inputs, quantize_model
 from spaceport.runtime.bundle import Bundle
-from spaceport.tools.reference import scales_of
+from spaceport.tools.reference import integers_of
 
 TEXTS = 4
 LENGTH = 64  # tokens per text
@@ -29,8 +29,6 @@ class Agreement:
     rows: int
     agreeing: int  # rows with the same top-1 token
     divergence: float  # mean KL(unquantized || quantized), in nats
-    inputs: int = 0  # activations that were quantized as inputs of products
-    clipped: int = 0  # those among them beyond the range of their scale
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -40,7 +38,7 @@ class Agreement:
         return (
             f"weights {self.weights}: top-1 agreement with the unquantized model {share:.1f} % of {self.rows} rows, "
             f"mean KL {self.divergence:.2g}"
-        ) + (f", {self.clipped:,} of {self.inputs:,} inputs beyond their calibrated range" if self.inputs else "")
+        )
 
 
 def measure_quantization(
@@ -59,14 +57,12 @@ def measure_quantization(
         del unquantized  # only one model has to fit into memory
         quantized = load_model(checkpoint, manifest.signature.dtype)
         found = quantize_model(
-            quantized, manifest.weights, manifest.activations, manifest.signature.lowering, scales_of(bundle)
+            quantized, manifest.weights, manifest.activations, manifest.signature.lowering, integers_of(bundle)
         ).integers
-        inputs = None if found is None else QuantizedInputs(quantized, found)
+        if found is not None:
+            quantize_inputs(quantized, found)
         got = log_probabilities(cast(PreTrainedModel, quantized.to(torch.float32)), texts)  # type: ignore[arg-type]
-    measured = agreement(manifest.weights, expected, got)
-    if inputs is None:
-        return measured
-    return replace(measured, inputs=inputs.count, clipped=sum(inputs.clipped.values()))
+    return agreement(manifest.weights, expected, got)
 
 
 def agreement(weights: Weights, expected: Tensor, got: Tensor) -> Agreement:

@@ -1,0 +1,205 @@
+"""GPTQ: round the weights of linear layers so that the error of each output on calibration texts is small.
+
+Columns are rounded one after the other, and the error of each is passed on to those that are not rounded yet, by the
+inverse Hessian of the squared output error (Frantar et al., 2022). One decoder layer at a time is calibrated, with
+inputs that come from the rounded earlier ones, and one layer at a time is in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from spaceport.graphs.calibration import CalibrationTexts
+from spaceport.graphs.gated import uniform_rows
+from spaceport.graphs.int8 import INT8_MAX, IntegerLinear, best_scales, quantize_linear
+from spaceport.graphs.layer_outputs import decoder_layers
+from spaceport.graphs.streamed_weights import stored_beside, values_of
+from spaceport.graphs.weight_quantization import linear_rows, replace_weight
+
+_DAMPING = 0.01  # added to the Hessian's diagonal, relative to its mean
+_BLOCK = 128  # columns whose errors are passed on to the later ones together
+_WIDEST = 4096  # inputs of a Hessian; those of a wider layer are split, and errors stay within a part
+
+# Called with the number of decoder layers that are rounded, and of all.
+OnLayers = Callable[[int, int], None]
+
+
+def rounded_layers(
+    model: PreTrainedModel,
+    modules: Mapping[str, nn.Linear],
+    texts: CalibrationTexts,
+    on_layers: OnLayers = lambda done, total: None,
+) -> tuple[dict[str, IntegerLinear], dict[str, float]]:
+    """These modules in int8, and the relative error of each weight. The modules get the weights that the codes stand for.
+
+    Modules outside of the decoder layers, and experts that no text is routed to, get the nearest codes."""
+    found: dict[str, IntegerLinear] = {}
+    errors: dict[str, float] = {}
+
+    def replace(name: str, layer: IntegerLinear) -> None:
+        weight = modules[name].weight
+        found[name] = IntegerLinear(stored_beside(weight, layer.codes), layer.scale)
+        errors[name] = replace_weight(weight, linear_rows(found[name]))
+
+    names = {module: name for name, module in modules.items()}
+    with uniform_rows(model, False):
+        calls = _calls(model, texts)
+        states = calls[0].states if calls else torch.empty(0)
+        for number, call in enumerate(calls, 1):
+            inside = {names[module]: module for module in call.layer.modules() if module in names}
+            with _inputs(inside, texts.real) as inputs:
+                call.output(states)
+            for each in inputs:
+                parts = [_Part(*_inverse_factor(hessian), hessian.diagonal()) for hessian in each.hessians]
+                for name in each.names:
+                    replace(name, _rounded(values_of(modules[name].weight).float(), parts))
+            states = call.output(states)
+            on_layers(number, len(calls))
+    for name in modules.keys() - found.keys():
+        weight = modules[name].weight
+        replace(name, quantize_linear(weight, best_scales(weight)))
+    return found, errors
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A decoder layer, and what it was called with."""
+
+    layer: nn.Module
+    states: Tensor
+    others: tuple[Any, ...]
+    named: dict[str, Any]
+
+    def output(self, states: Tensor) -> Tensor:
+        """The layer's output for other hidden states."""
+        found = self.layer(states, *self.others, **self.named)
+        return found if isinstance(found, Tensor) else found[0]
+
+
+class _Stop(Exception):
+    """Ends a run of the model before its last layer."""
+
+
+def _calls(model: PreTrainedModel, texts: CalibrationTexts) -> list[_Call]:
+    """The calls of the decoder layers; empty if a layer takes anything but the output of the one before it."""
+    layers = decoder_layers(model, int(model.config.get_text_config().num_hidden_layers))
+    calls: list[_Call] = []
+    outputs: list[Tensor] = []
+
+    def before(layer: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        others = {name: value for name, value in named.items() if name != "hidden_states"}
+        states = arguments[0] if arguments else named["hidden_states"]
+        chained = not outputs or states is outputs[-1]
+        if chained:
+            calls.append(_Call(layer, states if not outputs else torch.empty(0), arguments[1:], others))
+        if not chained or layer is layers[-1]:
+            raise _Stop
+
+    def after(layer: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
+        outputs[:] = [output if isinstance(output, Tensor) else output[0]]
+
+    handles = [layer.register_forward_pre_hook(before, with_kwargs=True, prepend=True) for layer in layers]
+    handles += [layer.register_forward_hook(after) for layer in layers]
+    try:
+        with suppress(_Stop):
+            model(input_ids=texts.ids, attention_mask=texts.real.long(), use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return calls if len(calls) == len(layers) else []
+
+
+@dataclass(eq=False)
+class _Input:
+    """An input that several modules share: their names, and the sums of outer products of its rows, by parts."""
+
+    names: list[str] = field(default_factory=list)
+    hessians: list[Tensor] = field(default_factory=list)  # float32
+
+
+@contextmanager
+def _inputs(modules: Mapping[str, nn.Linear], real: Tensor) -> Iterator[list[_Input]]:
+    """The inputs of these modules, filled while their layer runs."""
+    known: dict[int, _Input] = {}  # by the `id` of the tensor
+    held = []  # so that no other tensor gets its id
+    found: list[_Input] = []
+
+    def measure(name: str) -> Any:
+        def before(module: nn.Module, arguments: tuple[Any, ...]) -> None:
+            states = arguments[0]
+            if id(states) not in known:
+                held.append(states)
+                rows = states.reshape(-1, states.shape[-1]).float()
+                if len(rows) == real.numel():  # not those that are routed to an expert
+                    rows = rows[real.flatten()]
+                if bool(torch.isfinite(rows).all()) and len(rows):
+                    parts = -(-rows.shape[1] // _WIDEST)
+                    known[id(states)] = _Input([], [part.T @ part for part in rows.tensor_split(parts, dim=1)])
+                    found.append(known[id(states)])
+            if id(states) in known:
+                known[id(states)].names.append(name)
+
+        return before
+
+    handles = [module.register_forward_pre_hook(measure(name)) for name, module in modules.items()]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Consecutive input channels whose errors are passed on to each other."""
+
+    factor: Tensor  # upper Cholesky factor of the inverse Hessian, of the channels in the order of `order`
+    order: Tensor
+    squares: Tensor  # of the size of each channel, up to a factor
+
+    @property
+    def width(self) -> int:
+        return len(self.order)
+
+
+def _inverse_factor(hessian: Tensor) -> tuple[Tensor, Tensor]:
+    """The upper Cholesky factor of the inverse of a damped Hessian, and the order of columns that it is for."""
+    diagonal = hessian.diagonal()
+    order = diagonal.argsort(descending=True)
+    damped = hessian.double()[order][:, order]
+    damped.diagonal().add_(_DAMPING * float(diagonal.double().mean()) + 1e-12)
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
+    return torch.linalg.cholesky(inverse, upper=True).float(), order
+
+
+def _rounded(weight: Tensor, parts: list[_Part]) -> IntegerLinear:
+    """The int8 form of a weight (outputs x inputs)."""
+    scale = best_scales(weight, torch.cat([part.squares for part in parts]).sqrt())
+    columns = (weight / scale[:, None]).T.split_with_sizes([part.width for part in parts])
+    return IntegerLinear(torch.cat([_codes(steps, part) for steps, part in zip(columns, parts, strict=True)]), scale)
+
+
+def _codes(steps: Tensor, part: _Part) -> Tensor:
+    """The codes (inputs x outputs) of weights that are given in steps of their scale."""
+    steps, factor, width = steps[part.order], part.factor, part.width
+    codes = torch.empty_like(steps, dtype=torch.int8)
+    for start in range(0, width, _BLOCK):
+        end = min(start + _BLOCK, width)
+        errors = torch.empty(end - start, steps.shape[1])
+        for column in range(start, end):
+            values = steps[column].round().clamp_(-INT8_MAX, INT8_MAX)
+            codes[column] = values.to(torch.int8)
+            error = (steps[column] - values) / float(factor[column, column])
+            steps[column + 1 : end] -= torch.outer(factor[column, column + 1 : end], error)
+            errors[column - start] = error
+        steps[end:] -= factor[start:end, end:].T @ errors
+    found = torch.empty_like(codes)
+    found[part.order] = codes
+    return found

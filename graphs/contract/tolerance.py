@@ -10,8 +10,9 @@ TOLERANCE: dict[Precision, float] = {"float32": 1e-4, "float16": 3e-2, "bfloat16
 
 # The same with quantized activations: floating-point noise of 1e-6 then moves a value to the next quantization step
 # here and there. A step is 1/127 of the input's range with one limb, 1/32512 with two. Measured with two limbs: 2e-3 in
-# small models, 1e-2 on rows of mask slots in SmolLM2-135M, whose largest activations are far above the others.
-QUANTIZED_TOLERANCE: dict[Activations, float] = {"int8": 1e-1, "int8x2": 2e-2, "float": 0.0}
+# small models, 1e-2 on rows of mask slots in SmolLM2-135M, whose largest activations are far above the others; with one
+# limb: 7e-2 on most rows of random tokens in that model, 1.2e-1 on the worst.
+QUANTIZED_TOLERANCE: dict[Activations, float] = {"int8": 2e-1, "int8x2": 2e-2, "float": 0.0}
 
 
 def tolerance_of(dtype: Precision, activations: Activations = "float") -> float:

@@ -55,6 +55,19 @@ def test_the_output_error_is_smaller_than_with_the_nearest_codes(texts: Calibrat
 
 
 @torch.no_grad()
+def test_a_layer_is_calibrated_behind_the_rounded_ones(texts: CalibrationTexts) -> None:
+    model, seen = tiny(), []
+    modules = {name: module for name, module in integer_modules(model).items() if "layers" in name}
+    modules["model.layers.1.self_attn.q_proj"].register_forward_pre_hook(lambda module, given: seen.append(given[0]))
+    rounded_layers(model, modules, texts)
+    model(input_ids=texts.ids, attention_mask=texts.real.long(), use_cache=False)
+    # of the run that finds the layers, of the measured one, of that with rounded weights, and of the rounded model
+    before, measured, _, after = (states[texts.real] for states in seen)
+    assert torch.allclose(measured, after, atol=1e-4)
+    assert not torch.allclose(before, after, atol=1e-4)
+
+
+@torch.no_grad()
 def test_a_wide_input_is_split_into_parts(texts: CalibrationTexts, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = rounded(tiny(), texts)
     monkeypatch.setattr("spaceport.graphs.gptq._WIDEST", 40)

@@ -26,6 +26,7 @@ from spaceport.graphs.attention import PRELOADED_SLOTS, additive_mask, attention
 from spaceport.graphs.decoder import decoder_of
 from spaceport.graphs.mask_gate import Gate
 from spaceport.graphs.preloaded_slots import LayerSlots, PreloadedSlots, add_preloaded_slots
+from spaceport.graphs.rotation import rotate_model
 from spaceport.graphs.traits import UnsupportedModel
 from spaceport.runtime.bundle import read_manifest
 from spaceport.runtime.decoding import Decoding
@@ -83,6 +84,18 @@ def test_mask_rows_see_the_slots_and_all_other_rows_are_bit_identical() -> None:
     expected = reference_logits(random_model("llama", tied=False), slots)
     assert np.abs(found - expected).max() < 1e-4 * np.abs(expected).max()
     assert np.abs(found - without)[MASK_ROWS].max() > 0.1 * np.abs(expected).max()
+
+
+def test_slots_are_rotated_with_the_values_of_the_model() -> None:
+    rows = rows_batch(IDS, VISIBLE, POSITIONS)
+    logits = []
+    for rotates in (False, True):
+        model = random_model("llama", tied=False)
+        add_preloaded_slots(model, MASKS, random_slots(model))
+        if rotates:
+            rotate_model(model)
+        logits.append(torch_engine(model).run(rows)[0])
+    assert np.abs(logits[1] - logits[0]).max() < 1e-4 * np.abs(logits[0]).max()
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from spaceport.exporter.checkpoint_source import model_without_values
 from spaceport.graphs.correction import Factors
 from spaceport.graphs.draft_heads import add_heads, expected_shapes, head_logits
 from spaceport.graphs.gated import GatedLinear, gate_model
+from spaceport.graphs.input_rows import InputRows, use_input_rows
 from spaceport.graphs.rotation import NotRotatable, block_size, hadamard, is_rotatable, orthogonal, rotate_model
 from spaceport.graphs.traits import UnsupportedModel
 from support.families import FAMILIES, Family, build, family_of
@@ -90,7 +91,7 @@ def test_outliers_are_spread_over_all_channels(module: str, outlier: Callable[[P
     assert max(float(row.abs().max() / row.square().mean().sqrt()) for row in after[0]) < 0.8 * before
 
 
-def test_adapters_and_added_rows_are_rotated_with_the_stream() -> None:
+def test_adapters_are_rotated_with_the_stream() -> None:
     model = build(family_of("llama"))
     gate_model(model, [MASK], 4, 8.0, ["all-linear"])
     for module in model.modules():
@@ -100,6 +101,18 @@ def test_adapters_and_added_rows_are_rotated_with_the_stream() -> None:
     plain, expected = logits(model, torch.tensor([[3, 4, 6, 5, 7]])), logits(model, ids)
     rotate_model(model)
     assert not torch.allclose(plain[:, 2], expected[:, 2], atol=0.1)
+    assert torch.allclose(logits(model, ids), expected, atol=1e-4 * float(expected.abs().max()))
+
+
+def test_input_rows_are_rotated_with_the_embeddings() -> None:
+    model = build(family_of("gemma"))  # scales its embeddings
+    rows = torch.randn(1, model.config.hidden_size, generator=torch.Generator().manual_seed(1))
+    ids = torch.tensor([[3, 4, MASK, 5]])
+    before = logits(model, ids)
+    use_input_rows(model, InputRows((MASK,), rows))
+    expected = logits(model, ids)
+    assert not torch.allclose(before, expected, atol=0.1)
+    rotate_model(model)
     assert torch.allclose(logits(model, ids), expected, atol=1e-4 * float(expected.abs().max()))
 
 

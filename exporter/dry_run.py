@@ -84,7 +84,14 @@ def dry_run(folder: Path, options: ExportOptions, additions: DraftAdditions | No
         stored.quantized,
         _files(folder, stored, traits),
         stored.unnamed if streamed else 0,
-        export_memory(model, options.dtype, traits.layers, streamed, base_parameters),
+        export_memory(
+            model,
+            options.dtype,
+            traits.layers,
+            streamed,
+            base_parameters,
+            rounds=options.weights == "int8" and options.activations != "float",
+        ),
         checked,
     )
 

@@ -23,6 +23,7 @@ from spaceport.exporter.checkpoint_source import model_without_values
 from spaceport.exporter.correction_factors import write_correction
 from spaceport.exporter.prompt_tokens import Prompt, added_tokens, prompt_tokens
 from spaceport.exporter.provenance import provenance_of
+from spaceport.exporter.returned_memory import return_free_memory
 from spaceport.exporter.selection_graph import write_selection
 from spaceport.exporter.stored_bytes import stored_bytes
 from spaceport.exporter.to_onnx import DEFAULT_OPSET, check_opset, to_onnx
@@ -204,6 +205,7 @@ def build_decoder(
 
 def _report_layers(on_stage: OnStage, done: int, total: int) -> None:
     """Report every quarter of the layers, but the end, which the next stage reports."""
+    return_free_memory()
     if done < total and done * 4 // total > (done - 1) * 4 // total:
         on_stage(f"quantized {done} of {total} layers")
 

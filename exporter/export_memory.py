@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from spaceport.exporter.checkpoint_files import is_converted, is_gguf
+from spaceport.graphs.calibration import sample_bytes
 from spaceport.graphs.contract.dtypes import DTYPES
 from spaceport.graphs.contract.signature import Precision
 from spaceport.graphs.layer_outputs import decoder_layers
@@ -50,11 +51,11 @@ def is_streamed(
 
 
 def export_memory(
-    model: PreTrainedModel, dtype: Precision, layers: int, streamed: bool, base_parameters: int
+    model: PreTrainedModel, dtype: Precision, layers: int, streamed: bool, base_parameters: int, rounds: bool = False
 ) -> ExportMemory:
     """The memory of an export of a model, whose base model has this number of parameters.
 
-    If drafts add others, these and both embeddings are in memory."""
+    If drafts add others, these and both embeddings are in memory; so are sampled texts if it `rounds` weights by GPTQ."""
     size, parameters = DTYPES[dtype].bytes, _count(model)
     if not streamed:
         return ExportMemory(False, _IN_MEMORY, 0, _COPIES * parameters * size)
@@ -62,7 +63,8 @@ def export_memory(
     outer = {id(module.weight): module.weight.numel() for module in embeddings if module is not None}
     largest = max([*map(_count, decoder_layers(model, layers)), *outer.values()])
     held = sum(outer.values()) + max(0, parameters - base_parameters) if parameters != base_parameters else 0
-    return ExportMemory(True, _LIBRARIES + _PARTS, layers * _GRAPH_LAYER, int(size * (_MATRICES * largest + held)))
+    weights = int(size * (_MATRICES * largest + held)) + (sample_bytes(model) if rounds else 0)
+    return ExportMemory(True, _LIBRARIES + _PARTS, layers * _GRAPH_LAYER, weights)
 
 
 def _count(module: nn.Module) -> int:

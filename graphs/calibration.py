@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 _TEXTS = 64
 _LENGTH = 40  # sampled tokens of each text
 _SINGLE_TOKENS = 8  # random tokens that texts begin with, beside the prompts
+_MEMORY = 1 << 30  # bytes of the texts' keys and values; longer or more prompts, or a larger model, get fewer texts
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,7 +30,7 @@ def calibration_texts(
     """Samples of a model after random single tokens and after the given prompts, the same in each call.
 
     Tokens in `excluded` are neither drawn nor sampled. All texts are sampled together, because a streamed model reads
-    its weights in each step."""
+    its weights in each step. Of more prompts than there is memory for, the first are used."""
     without = set(excluded)
     config = model.config.get_text_config()
     tokens = [token for token in range(int(config.vocab_size)) if token not in without]
@@ -37,8 +38,9 @@ def calibration_texts(
     positions = int(getattr(config, "max_position_embeddings", None) or 2048)
     length = max(1, min(_LENGTH, positions // 2))
     starts = [*torch.tensor(tokens)[drawn], *(prompt[0, -(positions - length) :].cpu() for prompt in prompts)]
-    rows = [starts[number % len(starts)] for number in range(max(_TEXTS, len(starts)))]
-    longest = max(map(len, rows))
+    longest = max(map(len, starts))
+    most = max(_SINGLE_TOKENS, _MEMORY // ((longest + length) * kv_bytes(model)))
+    rows = [starts[number % len(starts)] for number in range(min(max(_TEXTS, len(starts)), most))]
     ids = torch.stack([nn.functional.pad(row, (longest - len(row), 0)) for row in rows])
     real = torch.stack([torch.arange(longest) >= longest - len(row) for row in rows])
     with torch.random.fork_rng():
@@ -57,3 +59,17 @@ def calibration_texts(
         )
     sampled = torch.ones(len(rows), found.shape[1] - longest, dtype=torch.bool)
     return CalibrationTexts(cast(Tensor, found), torch.cat((real, sampled), dim=1).to(model.device))
+
+
+def sample_bytes(model: PreTrainedModel) -> int:
+    """The memory that keys and values of the texts need with short prompts; the model may be without values."""
+    return min(_MEMORY, _TEXTS * _LENGTH * kv_bytes(model))
+
+
+def kv_bytes(model: PreTrainedModel) -> int:
+    """The bytes of the keys and values of a token, in the model's type."""
+    config = model.config.get_text_config()
+    heads = int(config.num_attention_heads)
+    size = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+    kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+    return 2 * int(config.num_hidden_layers) * kv_heads * size * model.dtype.itemsize

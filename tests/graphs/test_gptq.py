@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from spaceport.graphs.calibration import CalibrationTexts, calibration_texts
+from spaceport.graphs.calibration import CalibrationTexts, calibration_texts, kv_bytes, sample_bytes
 from spaceport.graphs.gptq import rounded_layers
 from spaceport.graphs.int8 import IntegerLinear, best_scales, quantize_linear
 from spaceport.graphs.quantize import integer_modules
@@ -144,3 +144,16 @@ def test_texts_stay_within_the_positions_of_the_model() -> None:
     positions = model.config.max_position_embeddings
     texts = calibration_texts(model, (torch.arange(positions + 40)[None] % 60,))
     assert int(texts.real.sum(dim=1).max()) <= positions
+
+
+@torch.no_grad()
+def test_a_model_with_large_keys_and_values_gets_fewer_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny()
+    prompts = tuple(torch.full((1, 5), token) for token in range(5, 25))
+    everything = calibration_texts(model, prompts)
+    assert len(everything.ids) == 64
+    monkeypatch.setattr("spaceport.graphs.calibration._MEMORY", 20 * everything.ids.shape[1] * kv_bytes(model))
+    assert len(calibration_texts(model, prompts).ids) == 20
+    assert sample_bytes(model) < 64 * everything.ids.shape[1] * kv_bytes(model)
+    monkeypatch.setattr("spaceport.graphs.calibration._MEMORY", 1)
+    assert len(calibration_texts(model, prompts).ids) == 8

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -17,7 +17,7 @@ from spaceport.exporter.checkpoint_files import (
 )
 from spaceport.exporter.checkpoint_source import model_config, model_without_values
 from spaceport.exporter.draft_additions import DraftAdditions, add_without_values
-from spaceport.exporter.export import ExportOptions, check_activations, exact_activations
+from spaceport.exporter.export import ExportOptions, check_activations, exact_activations, kv_cache_of
 from spaceport.exporter.export_memory import ExportMemory, export_memory, is_streamed
 from spaceport.exporter.sar_config import CheckpointError, read_json
 from spaceport.exporter.stored_bytes import StoredBytes, stored_bytes
@@ -58,7 +58,7 @@ def dry_run(folder: Path, options: ExportOptions, additions: DraftAdditions | No
     check_activations(options)
     _refuse_additions(folder)
     config = _configuration(folder, options.remote_code)
-    options = exact_activations(config, options)
+    options = exact_activations(config, options, additions is not None and additions.preloaded is not None)
     model = model_without_values(config, options.dtype)
     refuse_by_config(model)
     headers = {} if is_gguf(folder) else _weight_headers(folder)
@@ -77,7 +77,10 @@ def dry_run(folder: Path, options: ExportOptions, additions: DraftAdditions | No
         str(config.model_type),
         class_name(model),
         options,
-        expected_signature(traits, options.dtype, options.lowering, heads),
+        replace(
+            expected_signature(traits, options.dtype, options.lowering, heads),
+            kv_cache=kv_cache_of(model, options),
+        ),
         traits.max_positions,
         int(getattr(text, "num_attention_heads", None) or traits.kv_heads),
         parameters,

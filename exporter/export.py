@@ -29,13 +29,14 @@ from spaceport.exporter.stored_bytes import stored_bytes
 from spaceport.exporter.to_onnx import DEFAULT_OPSET, check_opset, to_onnx
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import SELECTION_FILE, TEMPLATE_FILE, TOKENIZER_FILE, Manifest
-from spaceport.graphs.contract.signature import Activations, Lowering, Precision, Weights
+from spaceport.graphs.contract.signature import Activations, KvCache, Lowering, Precision, Weights
 from spaceport.graphs.decoder import AttentionImplementation, Decoder, decoder_of
 from spaceport.graphs.int8 import IntegerModel
+from spaceport.graphs.integer_attention import is_quantizable
 from spaceport.graphs.quantize import quantize_model
 from spaceport.graphs.rotation import is_rotatable
 from spaceport.graphs.streamed_weights import source_of
-from spaceport.graphs.traits import Traits
+from spaceport.graphs.traits import Traits, class_name
 from spaceport.graphs.weight_quantization import Quantization
 
 # Called with the name of each stage when it begins.
@@ -61,6 +62,7 @@ class ExportOptions:
     tokens: TokenFlags = field(default_factory=TokenFlags)
     remote_code: bool = False
     requested_activations: Activations | None = None  # None: the default for weights and lowering
+    requested_kv_cache: KvCache | None = None  # None: int8 if the model and the activations allow it
     calibrate: tuple[Prompt, ...] = ()  # calibration prompts; empty: default prompts
     adapter: Path | None = None  # adapter folder, added to the checkpoint
 
@@ -98,7 +100,7 @@ def export(
     check_target(target, overwrite)
     on_stage("reading the checkpoint")
     checkpoint = open_checkpoint(folder, options.tokens, options.remote_code, options.adapter)
-    options = exact_activations(checkpoint.config, options)
+    options = exact_activations(checkpoint.config, options, checkpoint.preloaded is not None)
     with writing(target, overwrite) as unfinished:
         decoder, traits = build_decoder(checkpoint, options, on_stage, scratch=unfinished)
         parameters = sum(parameter.numel() for parameter in decoder.parameters()) - decoder.quantization.untied_weights
@@ -129,8 +131,14 @@ def quantization_error(quantization: Quantization) -> str:
 
 
 def check_activations(options: ExportOptions) -> None:
-    """Raise if the activation format is not available with the other options."""
-    if options.weights == "int8" and options.activations != "float" and options.dtype != "float32":
+    """Raise if the format of activations, or of keys and values, is not available with the other options."""
+    integers = options.weights == "int8" and options.activations != "float"
+    if options.requested_kv_cache == "int8" and not integers:
+        raise OptionFault(
+            f"KV cache is int8, weights {options.weights}, activations {options.activations}: expected weights int8 with "
+            "int8 activations (--weights int8), or KV cache same (--kv-cache)"
+        )
+    if integers and options.dtype != "float32":
         raise OptionFault(
             f"dtype is {options.dtype}: int8 layers run on CPUs only, expected float32 with weights int8 (--dtype)"
         )
@@ -141,28 +149,45 @@ def check_activations(options: ExportOptions) -> None:
         )
 
 
-def exact_activations(model_config: PreTrainedConfig, options: ExportOptions) -> ExportOptions:
+def exact_activations(model_config: PreTrainedConfig, options: ExportOptions, preloaded: bool = False) -> ExportOptions:
     """The options with an activation format that is exact, and accurate, for a model with this configuration.
 
-    If each KV head serves one query head, ONNX Runtime computes the attention of a single row with another kernel,
-    which sums in another order. With int8 activations of one limb, drafts would then not be exact. Int8 weights and
-    activations of one limb are accurate only in a model that can be rotated.
+    If each KV head serves one query head, ONNX Runtime computes the attention of a single row over float keys and values
+    with another kernel, which sums in another order. With int8 activations of one limb, drafts would then not be exact.
+    Int8 weights and activations of one limb are accurate only in a model that can be rotated. The checkpoint may have
+    `preloaded` slots.
     """
+    if options.activations != "int8":
+        return options
     config = model_config.get_text_config()
     heads = getattr(config, "num_attention_heads", None)
     grouped = heads is not None and (getattr(config, "num_key_value_heads", None) or heads) < heads
-    if options.activations != "int8":
-        return options
     other: Activations = "int8x2" if options.weights == "int8" else "float"
-    if not grouped:
+    model = model_without_values(model_config, options.dtype) if options.weights == "int8" else None
+    integers = model is not None and is_quantizable(model) and options.requested_kv_cache != "same" and not preloaded
+    if not grouped and not integers:
         reason = f"{config.model_type} has {heads} query heads and as many KV heads, and drafts would not be exact"
-    elif options.weights == "int8" and not is_rotatable(model_without_values(model_config, options.dtype)):
+    elif model is not None and not is_rotatable(model):
         reason = f"a {config.model_type} model cannot be rotated, and loses accuracy with activations of 8 bits"
     else:
         return options
     if options.requested_activations == "int8":
         raise OptionFault(f"activations is int8: {reason}; expected {other} (--activations)")
     return replace(options, requested_activations=other)
+
+
+def kv_cache_of(model: PreTrainedModel, options: ExportOptions) -> KvCache:
+    """How keys and values of a model are stored; the model may be without values."""
+    if options.weights != "int8" or options.activations == "float":
+        return "same"
+    if is_quantizable(model):
+        return options.requested_kv_cache or "int8"
+    if options.requested_kv_cache == "int8":
+        raise OptionFault(
+            f"KV cache is int8: the attention of {class_name(model)} cannot be replaced, or has preloaded slots; expected "
+            "same (--kv-cache)"
+        )
+    return "same"
 
 
 def build_decoder(
@@ -195,6 +220,7 @@ def build_decoder(
             prompt_tokens(checkpoint, options.calibrate) if calibrates else (),
             added_tokens(checkpoint, model) if calibrates else (),
             partial(_report_layers, on_stage),
+            kv_cache_of(model, options) if calibrates else "same",
         )
         # Not converted if the type is the same: rotary frequencies stay in float32 whatever the type of the weights.
         if arithmetic not in (None, options.dtype):

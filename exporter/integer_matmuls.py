@@ -12,14 +12,25 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+import torch
 
 from spaceport.exporter.constant_key import Key, WeightNotFound, key_of
 from spaceport.exporter.lazy_constants import lazy
 from spaceport.exporter.quantized_weights import weight_of
-from spaceport.graphs.int8 import EPSILON, INT8_MAX, LIMB_BASE, ZERO_POINT, IntegerLinear, IntegerModel, clip_range
+from spaceport.graphs.int8 import (
+    EPSILON,
+    INT8_MAX,
+    LIMB_BASE,
+    ZERO_POINT,
+    AttentionScales,
+    IntegerLinear,
+    IntegerModel,
+    clip_range,
+)
 
 DOMAIN = "com.microsoft"
 PLACES = "spaceport.int8"  # metadata of a graph: where the codes and scales of each linear module are, as JSON
+ATTENTION = "spaceport.int8_attention"  # metadata of a graph: the scales of each layer's attention, as JSON
 EMBEDDING = ""  # the name of the input embedding there
 
 # Names of the constants with the codes and the scales of a linear module, its first column in them, and the one behind
@@ -60,6 +71,17 @@ def store_integer_matmuls(model: ir.Model, integers: IntegerModel) -> None:
     _remove_unused(model)
     model.graph.opset_imports[DOMAIN] = 1
     model.metadata_props[PLACES] = json.dumps(writer.places)
+    model.metadata_props[ATTENTION] = json.dumps(
+        [{name: tensor.tolist() for name, tensor in vars(scales).items()} for scales in integers.attention]
+    )
+
+
+def stored_scales(text: str) -> tuple[AttentionScales, ...]:
+    """The scales of the attention in the metadata of a graph."""
+    return tuple(
+        AttentionScales(**{name: torch.tensor(values) for name, values in scales.items()})
+        for scales in json.loads(text)
+    )
 
 
 def _matmuls(model: ir.Model, integers: IntegerModel) -> list[_Matmul]:

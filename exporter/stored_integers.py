@@ -12,7 +12,7 @@ from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from onnx import numpy_helper
 from torch import Tensor
 
-from spaceport.exporter.integer_matmuls import EMBEDDING, PLACES, Place
+from spaceport.exporter.integer_matmuls import ATTENTION, EMBEDDING, PLACES, Place, stored_scales
 from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.int8 import IntegerLinear, IntegerModel, QuantizedEmbedding
 
@@ -29,6 +29,7 @@ def stored_integers(graph: bytes, folder: Path, limbs: int) -> IntegerModel:
             for name, (codes, scales, start, end) in places.items()
         }
         codes, scales, _, _ = found.pop(EMBEDDING)
+        attention = stored_scales(metadata[ATTENTION])
     except (DecodeError, KeyError, TypeError, ValueError, OSError) as error:
         raise InputFault(
             f"{folder}: {type(error).__name__} {error} where the graph describes its int8 weights: expected one of this "
@@ -38,7 +39,7 @@ def stored_integers(graph: bytes, folder: Path, limbs: int) -> IntegerModel:
         name: IntegerLinear(codes[:, start:end], scales[start:end])
         for name, (codes, scales, start, end) in found.items()
     }
-    return IntegerModel(limbs, layers, QuantizedEmbedding(codes, scales[:, 0]))
+    return IntegerModel(limbs, layers, QuantizedEmbedding(codes, scales[:, 0]), attention=attention)
 
 
 def _values(tensor: onnx.TensorProto, folder: Path) -> Tensor:

@@ -9,7 +9,9 @@ from torch import Tensor, nn
 from torch.onnx.ops import symbolic
 
 NAME = "spaceport"
-PRELOADED_SLOTS = "preloaded_slots"  # attribute of attention modules with slots that only mask rows see
+# Attributes of attention modules: slots that only mask rows see, and what attends to 8-bit keys and values.
+PRELOADED_SLOTS = "preloaded_slots"
+INTEGER_ATTENTION = "integer_attention"
 
 # Added to the score of a masked slot: low enough that its weight is exactly 0, and finite in the type (-1e9 is -inf in
 # float16), so that a row that sees no slot does not become NaN.
@@ -80,7 +82,8 @@ def attention_interface(
         raise UnsupportedAttention(f"it has keys and values of shapes {shapes}: expected one shape in all layers")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     mask = mask_plane(attention_mask, sliding_window is not None)
-    attended = grouped_attention(query, key, value, mask, scale, softcap).transpose(1, 2).contiguous()
+    attend = getattr(module, INTEGER_ATTENTION, grouped_attention)
+    attended = attend(query, key, value, mask, scale, softcap).transpose(1, 2).contiguous()
     slots = getattr(module, PRELOADED_SLOTS, None)
     return (attended if slots is None else slots(attended, query, key, mask, scale, softcap)), None
 
@@ -98,6 +101,20 @@ def mask_plane(mask: Tensor, windowed: bool) -> Tensor:
     if mask.shape[1] == 1:
         return mask
     return mask[:, 1:2] if windowed else mask[:, 0:1]
+
+
+def attention_modules(model: nn.Module) -> dict[int, list[nn.Module]]:
+    """The innermost modules with the index of a layer, by that index: attention, and in some families more."""
+    indexed = {module: index for module in model.modules() if isinstance(index := _layer_of(module), int)}
+    found: dict[int, list[nn.Module]] = {}
+    for module, index in indexed.items():
+        if not any(inner in indexed for inner in module.modules() if inner is not module):
+            found.setdefault(index, []).append(module)
+    return found
+
+
+def _layer_of(module: nn.Module) -> object:
+    return getattr(module, "layer_idx", None)
 
 
 def refuse_unknown(arguments: dict[str, Any]) -> None:

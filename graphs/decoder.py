@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal, cast
 
 import torch
@@ -11,6 +13,8 @@ from transformers import AttentionInterface, PreTrainedModel
 from spaceport.graphs import attention, kv
 from spaceport.graphs.contract.signature import Lowering, Precision, Signature, visible_length
 from spaceport.graphs.draft_heads import head_logits, heads_of
+from spaceport.graphs.int8 import AttentionScales
+from spaceport.graphs.integer_attention import IntegerAttention, use_integer_attention
 from spaceport.graphs.model_comparison import comparison_ids, require_equal_logits, unmodified_logits
 from spaceport.graphs.output_rows import rows_selected
 from spaceport.graphs.preloaded_slots import slots_called, slots_of
@@ -49,8 +53,14 @@ class Decoder(nn.Module):
         self.quantization = quantization
         self._repeats = traits.repeats
         self._attention_hook = traits.attention_hook
+        self._integers: tuple[IntegerAttention, ...] = ()
         if traits.attention_hook == "interface":
             model.set_attn_implementation(attention.NAME)
+
+    def quantize_attention(self, scales: Sequence[AttentionScales]) -> None:
+        """Keep keys and values in 8 bits from now on."""
+        self._integers = use_integer_attention(self.model, scales)
+        self.signature = replace(self.signature, kv_cache="int8")
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         named = dict(zip((tensor.name for tensor in self.signature.inputs), inputs, strict=True))
@@ -58,10 +68,15 @@ class Decoder(nn.Module):
         visible = named["attention_mask"]
         if self.signature.window:
             visible = torch.cat((visible, named["sliding_attention_mask"]), dim=1)
-        mask = (
-            visible if self.attention_implementation == "operator" else attention.additive_mask(visible, past[0].dtype)
+        fused = self.attention_implementation == "operator" and not self._integers
+        mask = visible if fused else attention.additive_mask(visible, self.model.dtype)
+        cache = kv.SlotCache(
+            past,
+            self._writer(named["slot_ids"]),
+            visible.shape[-1],
+            self._repeats,
+            self._stored if self._integers else None,
         )
-        cache = kv.SlotCache(past, self._writer(named["slot_ids"]), visible.shape[-1], self._repeats)
         logit_rows = named["logit_rows"]
 
         def select_rows(hidden: Tensor) -> Tensor:  # B x T x hidden becomes B x R x hidden
@@ -83,6 +98,9 @@ class Decoder(nn.Module):
         if heads:  # B x R x (1 + heads) x V becomes B x L x V
             logits = torch.stack((logits, *heads), dim=2).flatten(1, 2)
         return (logits.float(), *cast(list[Tensor], cache.present))
+
+    def _stored(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        return self._integers[layer].stored_keys(keys), self._integers[layer].stored_values(values)
 
     def _writer(self, slot_ids: Tensor) -> kv.Write:
         if self.signature.lowering == "scatter":
@@ -118,6 +136,8 @@ def decoder_of(
         decoder = Decoder(model, signature, attention_implementation, traits, quantization)
         with model_errors(model), slots_called(model):
             _compare(decoder, ids, expected)
+        if quantization.integers is not None and quantization.integers.attention:
+            decoder.quantize_attention(quantization.integers.attention)
     return decoder, traits
 
 

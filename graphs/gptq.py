@@ -8,7 +8,7 @@ inputs that come from the rounded earlier ones, and one layer at a time is in me
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from spaceport.graphs.calibration import CalibrationTexts
 from spaceport.graphs.gated import uniform_rows
 from spaceport.graphs.int8 import INT8_MAX, IntegerLinear, best_scales, quantize_linear
+from spaceport.graphs.integer_attention import AttentionRecorder
 from spaceport.graphs.layer_outputs import decoder_layers
 from spaceport.graphs.streamed_weights import stored_beside, values_of
 from spaceport.graphs.weight_quantization import linear_rows, replace_weight
@@ -36,8 +37,10 @@ def rounded_layers(
     modules: Mapping[str, nn.Linear],
     texts: CalibrationTexts,
     on_layers: OnLayers = lambda done, total: None,
+    recorder: AttentionRecorder | None = None,
 ) -> tuple[dict[str, IntegerLinear], dict[str, float]]:
     """These modules in int8, and the relative error of each weight. The modules get the weights that the codes stand for.
+    A recorder measures the attention of each rounded layer.
 
     Modules outside of the decoder layers, and experts that no text is routed to, get the nearest codes."""
     found: dict[str, IntegerLinear] = {}
@@ -49,8 +52,10 @@ def rounded_layers(
         errors[name] = replace_weight(weight, linear_rows(found[name]))
 
     names = {module: name for name, module in modules.items()}
-    with uniform_rows(model, False):
+    with uniform_rows(model, False), ExitStack() as attached:
         calls = _calls(model, texts)
+        if recorder is not None:
+            attached.enter_context(recorder.attached(model))
         states = calls[0].states if calls else torch.empty(0)
         for number, call in enumerate(calls, 1):
             inside = {names[module]: module for module in call.layer.modules() if module in names}
@@ -60,7 +65,8 @@ def rounded_layers(
                 parts = [_Part(*_inverse_factor(hessian), hessian.diagonal()) for hessian in each.hessians]
                 for name in each.names:
                     replace(name, _rounded(values_of(modules[name].weight).float(), parts))
-            states = call.output(states)
+            with nullcontext() if recorder is None else recorder.measuring():
+                states = call.output(states)
             on_layers(number, len(calls))
     for name in modules.keys() - found.keys():
         weight = modules[name].weight

@@ -60,6 +60,16 @@ class QuantizedEmbedding:
         return self.codes[tokens].float().mul_(self.scale[tokens, None])
 
 
+@dataclass(frozen=True, eq=False)
+class AttentionScales:
+    """The numbers by which the attention of a layer is quantized, by KV head: float32."""
+
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    center: Tensor  # mean of the rotated keys: KV heads x head size
+
+
 @dataclass(frozen=True)
 class IntegerModel:
     """The int8 linear layers and the int8 input embedding of a model."""
@@ -68,6 +78,7 @@ class IntegerModel:
     layers: Mapping[str, IntegerLinear] = field(default_factory=dict)  # by the names of the linear modules
     embedding: QuantizedEmbedding | None = None  # input embedding
     tied: bool = False  # whether the output embedding shares the codes of the input embedding
+    attention: tuple[AttentionScales, ...] = ()  # of each layer; empty: keys and values are not quantized
 
     @property
     def weights(self) -> int:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.onnx.ops import symbolic
 from transformers.cache_utils import Cache
+
+# The keys and values of a layer as the buffers store them.
+Quantize = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class Write(Protocol):
@@ -51,7 +55,14 @@ class Append:
 class SlotCache(Cache):
     """The cache object for a transformers model: stores rows with `write` and returns the visible slots."""
 
-    def __init__(self, past: tuple[Tensor, ...], write: Write, visible: int, repeats: int = 1) -> None:
+    def __init__(
+        self,
+        past: tuple[Tensor, ...],
+        write: Write,
+        visible: int,
+        repeats: int = 1,
+        quantize: Quantize | None = None,
+    ) -> None:
         self.layers = []
         self._past = past
         self._write = write
@@ -59,11 +70,14 @@ class SlotCache(Cache):
         self._repeats = (
             repeats  # how often the model repeats each KV head before caching; the buffer stores each head once
         )
+        self._quantize = quantize  # None: the buffers have the type of the states
         self.present: list[Tensor | None] = [None] * len(past)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
+        if self._quantize is not None:
+            key_states, value_states = self._quantize(layer_idx, key_states, value_states)
         key = self._store(2 * layer_idx, key_states)
         value = self._store(2 * layer_idx + 1, value_states)
         return key, value

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from spaceport.graphs.attention import PRELOADED_SLOTS, additive_mask, capped
+from spaceport.graphs.attention import PRELOADED_SLOTS, additive_mask, attention_modules, capped
 from spaceport.graphs.mask_gate import Gate, gate_of
 from spaceport.graphs.traits import UnsupportedModel, class_name
 
@@ -86,7 +86,7 @@ class LayerSlots(nn.Module):
 def add_preloaded_slots(model: PreTrainedModel, mask_ids: tuple[int, ...], slots: PreloadedSlots) -> None:
     """Let the mask rows of a model see these slots, whose sizes are the model's; they are stored in its type."""
     gate = gate_of(model, mask_ids)
-    owners = _attention_modules(model)
+    owners = attention_modules(model)
     layers = len(slots.keys)
     if sorted(owners) != list(range(layers)):
         raise UnsupportedModel(
@@ -119,20 +119,6 @@ def slots_called(model: PreTrainedModel) -> Iterator[None]:
             f"{class_name(model)} uses preloaded slots in {len(called)} of {len(slots)} layers: expected all of them; the "
             f"others do not call the attention interface of transformers; {_ADVICE}"
         )
-
-
-def _attention_modules(model: PreTrainedModel) -> dict[int, list[nn.Module]]:
-    """The innermost modules with the index of a layer, by that index: attention, and in some families more."""
-    indexed = {module: index for module in model.modules() if isinstance(index := _index(module), int)}
-    found: dict[int, list[nn.Module]] = {}
-    for module, index in indexed.items():
-        if not any(inner in indexed for inner in module.modules() if inner is not module):
-            found.setdefault(index, []).append(module)
-    return found
-
-
-def _index(module: nn.Module) -> object:
-    return getattr(module, "layer_idx", None)
 
 
 def _text_sums(scaled: Tensor, key: Tensor, mask: Tensor, softcap: float | None) -> tuple[Tensor, Tensor]:

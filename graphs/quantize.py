@@ -13,10 +13,11 @@ from transformers import PreTrainedModel
 
 from spaceport.graphs.calibration import calibration_texts
 from spaceport.graphs.contract.faults import InputFault
-from spaceport.graphs.contract.signature import Activations, Lowering, Weights
+from spaceport.graphs.contract.signature import Activations, KvCache, Lowering, Weights
 from spaceport.graphs.gated import GatedLinear
 from spaceport.graphs.gptq import OnLayers, rounded_layers
 from spaceport.graphs.int8 import IntegerLinear, IntegerModel, QuantizedEmbedding, fake_quantize, quantize_rows
+from spaceport.graphs.integer_attention import AttentionRecorder
 from spaceport.graphs.rotation import rotate_model
 from spaceport.graphs.streamed_weights import copy_of, rows_of, stored_beside
 from spaceport.graphs.traits import UnsupportedModel, class_name
@@ -47,11 +48,13 @@ def quantize_model(
     prompts: tuple[Tensor, ...] = (),
     excluded: tuple[int, ...] = (),
     on_layers: OnLayers = lambda done, total: None,
+    kv_cache: KvCache = "same",
 ) -> Quantization:
     """Quantize the weights of a model in place.
 
     With int8 activations of one limb, the model is rotated first. Int8 layers are rounded by GPTQ on texts that the model
-    samples after the prompts, without the tokens in `excluded`, or are those of a bundle (`stored`)."""
+    samples after the prompts, without the tokens in `excluded`, or are those of a bundle (`stored`). With an int8 KV
+    cache, the same texts determine the scales of keys and values."""
     if weights == "int4" and activations == "int8":
         return _with_embeddings(model, quantize_weights(model, weights, lowering), BLOCKS[lowering])
     if weights != "int8" or activations == "float":
@@ -73,14 +76,17 @@ def quantize_model(
     if stored is not None:
         layers, errors = _stored_layers(model, untied, stored)
         table = stored.embedding
+        attention = stored.attention
     else:
         assert texts is not None
-        layers, errors = rounded_layers(model, untied, texts, on_layers)
+        recorder = AttentionRecorder(texts.real) if kv_cache == "int8" else None
+        layers, errors = rounded_layers(model, untied, texts, on_layers, recorder)
         table = _quantized_table(embedding)
+        attention = () if recorder is None else tuple(recorder.scales)
     assert table is not None
     errors["input embedding"] = replace_weight(embedding.weight, table.of_tokens)
     layers |= {name: IntegerLinear(table.codes.T, table.scale) for name in tied}
-    integers = IntegerModel(limbs, layers, table, bool(tied))
+    integers = IntegerModel(limbs, layers, table, bool(tied), attention)
     return Quantization("int8", integers=integers, rotation=rotation, errors=errors)
 
 

@@ -25,6 +25,7 @@ DTYPES = {
     "float16": Dtype(2, 10, "float16", "HALF"),
     "bfloat16": Dtype(2, 16, "bfloat16", "BF16"),
     "int64": Dtype(8, 7, "int64", "INT64"),
+    "int8": Dtype(1, 3, "int8", "INT8"),
     "bool": Dtype(1, 9, "bool", "BOOL"),
 }
 
@@ -33,5 +34,6 @@ NUMPY: dict[str, type[np.generic]] = {
     "float32": np.float32,
     "float16": np.float16,
     "int64": np.int64,
+    "int8": np.int8,
     "bool": np.bool_,
 }

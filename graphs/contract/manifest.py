@@ -20,8 +20,8 @@ from spaceport.graphs.contract.signature import ACTIVATIONS, WEIGHTS, Activation
 
 # 1: without engines and quantized weights; 2: without quantized activations and embeddings; 3: with the older names below;
 # 4: without fork_by_default; 5: without provenance and a digest of its own; 6: without mask_layout and draft heads;
-# 7: without preloaded_slots; 8: without acceptance
-SCHEMA = 9
+# 7: without preloaded_slots; 8: without acceptance; 9: without signature.kv_cache
+SCHEMA = 10
 MANIFEST_FILE = "manifest.json"
 ACCURACY_FILE = "accuracy.json"
 TOKENIZER_FILE = "tokenizer.json"
@@ -173,7 +173,7 @@ def manifest_of(data: object) -> Manifest:
 
 def _upgraded(data: dict[str, Any], schema: int) -> dict[str, Any]:
     """The entries of an older manifest under their present names, with defaults for those that it could not have."""
-    defaults: dict[str, Any] = {"acceptance": []}
+    defaults: dict[str, Any] = {"acceptance": []} if schema <= 8 else {}
     if schema <= 7:
         defaults |= {"preloaded_slots": 0}
     if schema <= 6:
@@ -190,8 +190,8 @@ def _upgraded(data: dict[str, Any], schema: int) -> dict[str, Any]:
         **defaults,
         **_renamed(data, {"family": "model_type", "generation": "generation_config"}),
     }
-    if schema <= 6 and isinstance(signature := upgraded.get("signature"), dict):
-        upgraded["signature"] = {"heads": 0, **signature}
+    if isinstance(signature := upgraded.get("signature"), dict):
+        upgraded["signature"] = {**({"heads": 0} if schema <= 6 else {}), "kv_cache": "same", **signature}
     engines = upgraded.get("engines")
     if isinstance(engines, dict):
         names = {"flavour": "backend", "prompt_rows": "prefill_rows"}

@@ -16,10 +16,14 @@ Weights = Literal["same", "int8", "int4", "float8"]
 # How the inputs of layers with quantized weights are quantized: to two 8-bit limbs, to 8 bits, or not at all.
 Activations = Literal["int8x2", "int8", "float"]
 
+# How keys and values are stored: in the type of the graph, or in 8 bits.
+KvCache = Literal["same", "int8"]
+
 LOWERINGS: tuple[Lowering, ...] = ("scatter", "append")
 PRECISIONS: tuple[Precision, ...] = ("float32", "float16", "bfloat16")
 WEIGHTS: tuple[Weights, ...] = ("same", "int8", "int4", "float8")
 ACTIVATIONS: tuple[Activations, ...] = ("int8x2", "int8", "float")
+KV_CACHES: tuple[KvCache, ...] = ("same", "int8")
 
 STEP_ROWS = 128  # maximum rows per request in a decode step, over all its threads
 # Tokens per row that an engine selects: more than the forbidden tokens plus the candidates that a draft needs.
@@ -60,6 +64,7 @@ class Signature:
     heads: int = (
         0  # draft heads over the last hidden state; each row with logits has a line of its own and one per head
     )
+    kv_cache: KvCache = "same"
 
     def __post_init__(self) -> None:
         for name in ("layers", "kv_heads", "head_dim", "vocab_size"):
@@ -70,6 +75,8 @@ class Signature:
             raise ValueError(f"dtype is {self.dtype!r}: expected one of {', '.join(PRECISIONS)}")
         if self.lowering not in LOWERINGS:
             raise ValueError(f"lowering is {self.lowering!r}: expected one of {', '.join(LOWERINGS)}")
+        if self.kv_cache not in KV_CACHES:
+            raise ValueError(f"kv_cache is {self.kv_cache!r}: expected one of {', '.join(KV_CACHES)}")
         if self.window is not None and not is_whole(self.window, 1):
             raise ValueError(f"window is {self.window!r}: expected null or a whole number of at least 1")
         if not is_whole(self.heads, 0):
@@ -120,9 +127,14 @@ class Signature:
         """Number of logits per row."""
         return self.lines * self.vocab_size
 
+    @property
+    def kv_dtype(self) -> Literal[Precision, "int8"]:
+        """The type of the KV buffers."""
+        return self.dtype if self.kv_cache == "same" else self.kv_cache
+
     def kv_bytes(self, requests: int, slots: int) -> int:
         """Total bytes of the KV buffers."""
-        return 2 * self.layers * requests * self.kv_heads * slots * self.head_dim * DTYPES[self.dtype].bytes
+        return 2 * self.layers * requests * self.kv_heads * slots * self.head_dim * DTYPES[self.kv_dtype].bytes
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -130,7 +142,7 @@ class Signature:
     def _buffers(self, prefix: str) -> tuple[Tensor, ...]:
         shape = ("B", self.kv_heads, "S", self.head_dim)
         return tuple(
-            Tensor(f"{prefix}.{layer}.{kind}", self.dtype, shape)
+            Tensor(f"{prefix}.{layer}.{kind}", self.kv_dtype, shape)
             for layer in range(self.layers)
             for kind in ("key", "value")
         )

@@ -198,7 +198,7 @@ class DeviceEngine:
     def _bytes_of_request(self) -> int:
         """Shape of one KV buffer."""
         signature = self.signature
-        return signature.kv_heads * self.capacity * signature.head_dim * DTYPES[signature.dtype].bytes
+        return signature.kv_heads * self.capacity * signature.head_dim * DTYPES[signature.kv_dtype].bytes
 
     def _start(self, session: ort.InferenceSession, options: ort.RunOptions) -> None:
         """Run a session with the bound buffers."""
@@ -249,7 +249,7 @@ class DeviceEngine:
     def _bind_buffers(self, first: int, count: int) -> None:
         signature, size = self.signature, self._bytes_of_request
         dims = (count, signature.kv_heads, self.capacity, signature.head_dim)
-        kind = DTYPES[signature.dtype].onnx
+        kind = DTYPES[signature.kv_dtype].onnx
         for index, (past, present) in enumerate(zip(signature.past, signature.present, strict=True)):
             address = self._kv.data_ptr() + (index * self.requests + first) * size
             self._binding.bind_input(past.name, self._kind, 0, kind, dims, address)

@@ -66,7 +66,7 @@ class OnnxRuntimeEngine:
         self.rows = capacity
         # one block, so that one statement moves slots in all layers; zeroed, since 0 * NaN is NaN
         size = requests * signature.kv_heads * capacity * signature.head_dim
-        self._pages = KvMemory((2 * signature.layers, size), NUMPY[signature.dtype])
+        self._pages = KvMemory((2 * signature.layers, size), NUMPY[signature.kv_dtype])
         self._memory = self._pages.array
         self._kv = self._laid_out(capacity)
         self._session: ort.InferenceSession | None = session

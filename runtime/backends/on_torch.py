@@ -32,7 +32,7 @@ class TorchEngine:
         self.rows = capacity
         self.device = device
         shape = (2 * signature.layers, requests, signature.kv_heads, capacity, signature.head_dim)
-        self._kv = torch.zeros(shape, dtype=getattr(torch, signature.dtype), device=device)
+        self._kv = torch.zeros(shape, dtype=getattr(torch, signature.kv_dtype), device=device)
         self.module = module
 
     def run(self, batch: Batch) -> NDArray[np.float32]:

@@ -21,7 +21,8 @@ BUNDLES = {
     "float32": ExportOptions(),
     "float16": ExportOptions(dtype="float16"),
     "int8": ExportOptions(weights="int8"),
-    "int8-one-limb": ExportOptions(weights="int8", requested_activations="int8"),
+    "int8x2": ExportOptions(weights="int8", requested_activations="int8x2"),
+    "int8-float-cache": ExportOptions(weights="int8", requested_kv_cache="same"),
     "int4": ExportOptions(weights="int4"),
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint
-from spaceport.exporter.export import ExportOptions, exact_activations, export
+from spaceport.exporter.export import ExportOptions, exact_activations, export, kv_cache_of
 from spaceport.exporter.integer_matmuls import store_integer_matmuls
 from spaceport.exporter.quantized_weights import WeightNotFound
 from spaceport.exporter.stored_integers import stored_integers
@@ -203,7 +204,9 @@ def test_all_matmuls_with_weights_are_int8_and_their_inputs_are_quantized_once()
     kinds = Counter(node.op_type for node in graph.node)
     # query, key and value; output; gate and up; down; and the head
     assert kinds["MatMulIntegerToFloat"] == 4 * LAYERS + 1
-    assert kinds["QuantizeLinear"] == kinds["MatMulIntegerToFloat"]
+    # and queries, keys and values of each layer
+    assert kinds["QuantizeLinear"] == kinds["MatMulIntegerToFloat"] + 3 * LAYERS
+    assert kinds["MatMulInteger"] == 2 * LAYERS
     large = [value for value in graph.initializer if np.prod(value.dims) > 4096]
     floats = [value.name for value in large if value.data_type != onnx.TensorProto.INT8]
     assert floats == ["model.lm_head.input_rotation"]  # the gain of the last norm, before the rotated embeddings
@@ -214,6 +217,7 @@ def test_all_matmuls_with_weights_are_int8_and_their_inputs_are_quantized_once()
     [
         (["--calibration-data", "{prompts}", "--activations", "float"], USAGE, "expected --weights int8 with it"),
         (["--calibration-data", "{missing}"], INPUT, "expected a prompt file with one prompt per line"),
+        (["--kv-cache", "int8", "--activations", "float"], USAGE, "expected weights int8 with int8 activations"),
     ],
 )
 def test_options_that_contradict_each_other_are_refused(
@@ -305,17 +309,31 @@ def test_blocks_whose_rows_depend_on_the_call_are_recognized_and_draft_nothing(
 
 
 def test_a_model_without_grouped_query_attention_has_other_activations() -> None:
-    """For such models ONNX Runtime has another attention kernel for one row than for several."""
+    """For such models ONNX Runtime has another kernel of float attention for one row than for several."""
     config = open_checkpoint(TINY, TokenFlags()).config
     assert exact_activations(config, ExportOptions(weights="int4")).activations == "int8"
     assert exact_activations(config, ExportOptions(weights="int8")).activations == "int8"
     config.num_key_value_heads = config.num_attention_heads
     assert exact_activations(config, ExportOptions(weights="int4")).activations == "float"
-    assert exact_activations(config, ExportOptions(weights="int8")).activations == "int8x2"
+    assert exact_activations(config, ExportOptions(weights="int8")).activations == "int8"
+    floats = ExportOptions(weights="int8", requested_kv_cache="same")
+    for options, preloaded in ((floats, False), (ExportOptions(weights="int8"), True)):
+        assert exact_activations(config, options, preloaded).activations == "int8x2"
     with pytest.raises(OptionFault, match="6 query heads and as many KV heads, and drafts would not be exact"):
         exact_activations(config, ExportOptions(weights="int4", requested_activations="int8"))
     with pytest.raises(OptionFault, match=r"drafts would not be exact; expected int8x2 \(--activations\)"):
-        exact_activations(config, ExportOptions(weights="int8", requested_activations="int8"))
+        exact_activations(config, replace(floats, requested_activations="int8"))
+
+
+def test_keys_and_values_of_attention_that_cannot_be_replaced_are_floats() -> None:
+    replaceable, other = build(family_of("phi")), build(family_of("falcon, 7B style"))
+    options = ExportOptions(weights="int8")
+    assert (kv_cache_of(replaceable, options), kv_cache_of(other, options)) == ("int8", "same")
+    assert kv_cache_of(replaceable, replace(options, requested_activations="int8x2")) == "int8"
+    assert kv_cache_of(replaceable, replace(options, requested_activations="float")) == "same"
+    assert kv_cache_of(replaceable, replace(options, requested_kv_cache="same")) == "same"
+    with pytest.raises(OptionFault, match=r"attention of FalconForCausalLM cannot be replaced.* expected same"):
+        kv_cache_of(other, replace(options, requested_kv_cache="int8"))
 
 
 def test_a_model_that_cannot_be_rotated_has_two_limbs() -> None:

@@ -15,7 +15,7 @@ import click
 from spaceport.exporter.atomic_folder import check_target
 from spaceport.exporter.checkpoint_files import require_checkpoint
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.graphs.contract.signature import ACTIVATIONS, LOWERINGS, PRECISIONS, WEIGHTS
+from spaceport.graphs.contract.signature import ACTIVATIONS, KV_CACHES, LOWERINGS, PRECISIONS, WEIGHTS
 from spaceport.tools.adopt.given import Request
 from spaceport.tools.cli.dry_run import DRY_RUN_ONLY, dry_run_options, run_memory, show_report
 from spaceport.tools.cli.export_drafts import ExportDrafts, export_adapter_options
@@ -93,6 +93,12 @@ class Export(Sectioned):
     help="Inputs of layers with quantized weights: float, or quantized per row; default: depends on --weights.",
 )
 @click.option(
+    "--kv-cache",
+    type=click.Choice(KV_CACHES),
+    help="Data type of keys and values: the same as --dtype, or int8, whose sums are exact in any order of the KV slots; "
+    "default: int8 for --weights int8 where the model allows it.",
+)
+@click.option(
     "--calibration-data",
     "calibrate",
     cls=Renamed,
@@ -133,6 +139,7 @@ def command(
     dtype: Any,
     weights: Any,
     activations: Any,
+    kv_cache: Any,
     calibrate: Path | None,
     attention: Any,
     mask: tuple[str, ...],
@@ -157,7 +164,7 @@ def command(
     """
     drafts = ExportDrafts(checkpoint, adapter, Request(method, mask, max_mask_slots, noise_seed), fork, child)
     refuse_unused(context, [*drafts.unused, *_unused(drafts, dry_run)])
-    chosen = (lowering, dtype, weights, attention, opset, trust_remote_code, activations)
+    chosen = (lowering, dtype, weights, attention, opset, trust_remote_code, activations, kv_cache)
     if dry_run:
         _dry_run(drafts, bundle, chosen, (max_seq_len, max_requests), gpu_memory, as_json)
         return
@@ -206,9 +213,16 @@ def _options(chosen: tuple[Any, ...]) -> ExportOptions:
     """The options of a graph and its weights, without what drafts add."""
     from spaceport.exporter.export import ExportOptions
 
-    lowering, dtype, weights, attention, opset, remote_code, activations = chosen
+    lowering, dtype, weights, attention, opset, remote_code, activations, kv_cache = chosen
     return ExportOptions(
-        lowering, dtype, weights, attention, opset, remote_code=remote_code, requested_activations=activations
+        lowering,
+        dtype,
+        weights,
+        attention,
+        opset,
+        remote_code=remote_code,
+        requested_activations=activations,
+        requested_kv_cache=kv_cache,
     )
 
 

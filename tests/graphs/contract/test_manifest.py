@@ -56,8 +56,8 @@ def test_a_huge_manifest_is_refused_before_it_is_read(bundle: Path) -> None:
 
 def test_a_manifest_of_a_newer_schema_is_reported_as_such(bundle: Path) -> None:
     """A newer schema may have other fields."""
-    (bundle / MANIFEST_FILE).write_text(json.dumps({"schema": 10, "shape": "unknown"}))
-    refused(bundle, "schema is 10, this version reads up to 9: update spaceport")
+    (bundle / MANIFEST_FILE).write_text(json.dumps({"schema": 11, "shape": "unknown"}))
+    refused(bundle, "schema is 11, this version reads up to 10: update spaceport")
 
 
 E, M = f"engines/{ENGINE}", f"files/{MODEL_FILE}"
@@ -133,6 +133,7 @@ WRONG: list[tuple[str, list[Any], str]] = [
     ("signature/heads", [3], "max_mask_slots is 2, signature.heads is 3: expected one of them to be 0"),
     ("signature/dtype", ["float64", None, 32, ["float32"], {}], "signature: dtype is .*: expected one of float32"),
     ("signature/lowering", ["gather", None, 0], "signature: lowering is .*: expected one of scatter, append"),
+    ("signature/kv_cache", ["int4", None, 8], "signature: kv_cache is .*: expected one of same, int8"),
     ("signature/window", [0, -1, "32", True, []], "signature: window is .*: expected null or a whole number"),
     ("weights", [5, None, "int7", ["int4"]], "weights is .*: expected same or int8 or int4 or float8"),
     ("activations", [5, None, "int4"], "activations is .*: expected int8x2 or int8 or float"),

@@ -121,4 +121,5 @@ def test_default_drafts_of_a_model_are_those_that_its_measured_noise_allows(
     assert found.tolerated == tolerated_noise(manifest)
     assert len(found.widths) >= 2
     assert found.rows <= found.tolerated  # kernels compute a row in the same way in every call, on every CPU so far
-    assert found.drafts == ("tree" if manifest.activations == "float" else "chain")
+    assert found.drafts == "tree"
+    assert (found.slots == 0) == (manifest.signature.kv_cache == "int8")

@@ -30,7 +30,7 @@ class LayerRunner(Protocol):
     """Runs recorded calls and returns the intermediate values."""
 
     def run(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
-        """The graph outputs and marked values of one call, by name; half-precision values as float32."""
+        """The graph outputs and marked values of one call, by name, as float32."""
 
 
 class ModelLayers:
@@ -67,7 +67,8 @@ class GraphLayers:
         self._session = _session(model, graph, bundle, threads, cuda)
         self.device = "cuda" if _CUDA in self._session.get_providers() else "cpu"
         shape = (limits.requests, self.signature.kv_heads, limits.capacity, self.signature.head_dim)
-        self._kv = {tensor.name: np.zeros(shape, np.float32) for tensor in self.signature.past}
+        dtype = np.int8 if self.signature.kv_cache == "int8" else np.float32
+        self._kv: dict[str, Array] = {tensor.name: np.zeros(shape, dtype) for tensor in self.signature.past}
 
     def run(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
         first = int(arrays["first"][0])
@@ -81,7 +82,7 @@ class GraphLayers:
         outputs = dict(zip(names, self._session.run(names, rows | past), strict=True))
         for before, after in zip(self.signature.past, self.signature.present, strict=True):
             self._kv[before.name][requests] = outputs[after.name]
-        return outputs
+        return {name: np.asarray(output, np.float32) for name, output in outputs.items()}
 
 
 def show_marks(model: onnx.ModelProto, signature: Signature) -> tuple[str, ...]:

@@ -6,16 +6,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from spaceport.exporter.checkpoint import TokenFlags, load_model, open_checkpoint
 from spaceport.exporter.quiet import quiet_libraries
-from spaceport.graphs.contract.signature import Weights
-from spaceport.graphs.quantize import quantize_inputs, quantize_model
+from spaceport.graphs.contract.signature import Signature, Weights, visible_length
 from spaceport.runtime.bundle import Bundle
-from spaceport.tools.reference import integers_of
+from spaceport.runtime.engine import Batch
+from spaceport.tools.reference import open_reference
 
 TEXTS = 4
 LENGTH = 64  # tokens per text
@@ -55,13 +56,10 @@ def measure_quantization(
         texts = sampled_texts(unquantized, seed, min(LENGTH, manifest.max_positions))
         expected = log_probabilities(unquantized, texts)
         del unquantized  # only one model has to fit into memory
-        quantized = load_model(checkpoint, manifest.signature.dtype)
-        found = quantize_model(
-            quantized, manifest.weights, manifest.activations, manifest.signature.lowering, integers_of(bundle)
-        ).integers
-        if found is not None:
-            quantize_inputs(quantized, found)
-        got = log_probabilities(cast(PreTrainedModel, quantized.to(torch.float32)), texts)  # type: ignore[arg-type]
+    slots = visible_length(texts.shape[1])
+    quantized = open_reference(bundle, folder, slots, TEXTS, "float32", remote_code, adapter=adapter)
+    logits = torch.from_numpy(quantized.run(_prompts(quantized.signature, texts, slots)))
+    got = torch.log_softmax(logits[:, :: quantized.signature.lines].flatten(0, 1).double(), dim=-1)
     return agreement(manifest.weights, expected, got)
 
 
@@ -92,6 +90,18 @@ def sampled_texts(model: PreTrainedModel, seed: int, length: int) -> Tensor:
                 pad_token_id=0,
             ),
         )
+
+
+def _prompts(signature: Signature, texts: Tensor, slots: int) -> Batch:
+    """A call with all tokens of texts of the same length."""
+    count, length = texts.shape
+    distance = np.arange(length)[:, None] - np.arange(slots)[None]
+    causal, window = (
+        np.broadcast_to((distance >= 0) & (distance < size), (count, 1, length, slots)).copy()
+        for size in (length, signature.window or length)
+    )
+    order = np.tile(np.arange(length), (count, 1))
+    return Batch(0, texts.numpy(), order, order, causal, order, window if signature.window else None)
 
 
 def log_probabilities(model: PreTrainedModel, texts: Tensor) -> Tensor:

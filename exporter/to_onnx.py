@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch._dynamo import config as dynamo
 
-from spaceport.exporter.attention_operator import MIN_KV_HEADS, fuse_attention
 from spaceport.exporter.constant_key import WeightNotFound
 from spaceport.exporter.integer_matmuls import store_integer_matmuls
 from spaceport.exporter.lazy_constants import read_lazily
@@ -78,8 +77,6 @@ def to_onnx(decoder: Decoder, folder: Path, opset: int) -> None:
         fuse_projections(model, signature.vocab_size)
         fix_reshapes(model)
         hoist_above_splits(model)
-        if decoder.quantization.integers is not None and signature.kv_heads >= MIN_KV_HEADS:  # runs on CPUs only
-            fuse_attention(model)
     model.graph.sort()
     model.opset_imports[""] = opset
     model.ir_version = _IR_VERSION[opset]

@@ -65,10 +65,9 @@ class OnnxRuntimeEngine:
         self.requests = requests
         self.rows = capacity
         # one block, so that one statement moves slots in all layers; zeroed, since 0 * NaN is NaN
-        size = requests * signature.kv_heads * capacity * signature.head_dim
-        self._pages = KvMemory((2 * signature.layers, size), NUMPY[signature.kv_dtype])
-        self._memory = self._pages.array
-        self._kv = self._laid_out(capacity)
+        shape = (2 * signature.layers, requests, signature.kv_heads, capacity, signature.head_dim)
+        self._pages = KvMemory(shape, NUMPY[signature.kv_dtype])
+        self._kv = self._pages.array
         self._session: ort.InferenceSession | None = session
         self._binding = session.io_binding()
         self._bound: tuple[int, int] | None = None  # range of requests whose buffers are bound
@@ -79,7 +78,6 @@ class OnnxRuntimeEngine:
     def run(self, batch: Batch) -> NDArray[np.float32]:
         if self._session is None:
             raise EngineFault("onnxruntime: the engine is closed")
-        self._fit(batch)
         self._pages.use_huge_pages(self._kv, batch.first, batch.requests, batch.attention_mask.shape[-1])
         self._bind_buffers(batch.first, batch.requests)
         self._bind_logits(batch.requests, batch.lines(self.signature))
@@ -111,32 +109,6 @@ class OnnxRuntimeEngine:
 
     def close(self) -> None:
         self._session = None
-
-    def _laid_out(self, slots: int) -> NDArray[np.generic]:
-        """The KV buffers with this number of slots, in the same memory."""
-        heads, dim = self.signature.kv_heads, self.signature.head_dim
-        size = self.requests * heads * slots * dim
-        return self._memory[:, :size].reshape(len(self._memory), self.requests, heads, slots, dim)
-
-    def _fit(self, batch: Batch) -> None:
-        """Fit the KV buffers of a single request to the visible slots: such buffers are read without a copy.
-
-        The visible part covers every slot that the request holds. Drafts change its length from step to step, so buffers
-        shrink only if less than half of them is needed.
-        """
-        if self.requests > 1 or self.signature.lowering == "append":  # padding rows, which need the last slot, or moves
-            return
-        visible, slots = batch.attention_mask.shape[-1], self._kv.shape[-2]
-        if max(batch.slot_ids[0].tolist()) >= visible:  # while the caches hold weights, faster than in NumPy
-            visible = self.capacity
-        if slots // 2 <= visible <= slots:
-            return
-        fitted = self._laid_out(visible)
-        for old, new in zip(self._kv, fitted, strict=True):
-            copied = old[:, :, : min(slots, visible)].copy()
-            new[:, :, : copied.shape[2]] = copied
-            new[:, :, copied.shape[2] :] = 0
-        self._kv, self._bound = fitted, None
 
     def _bind_buffers(self, first: int, count: int) -> None:
         if self._bound == (first, count):

@@ -12,17 +12,11 @@ import onnx
 import pytest
 from onnx import TensorProto, numpy_helper
 
-from spaceport.exporter.attention_operator import MIN_KV_HEADS, fuse_attention
-from spaceport.exporter.export import ExportOptions, export
 from spaceport.exporter.projections import fuse_projections
 from spaceport.exporter.reshapes import fix_reshapes
 from spaceport.exporter.simplify import simplify
 from spaceport.exporter.splits import hoist_above_splits
 from spaceport.graphs.contract.manifest import MODEL_FILE
-from spaceport.runtime.session import Runtime
-from spaceport.tools.bench import checkpoint
-from spaceport.tools.verify.audit.audit import audit
-from spaceport.tools.verify.audit.prompts import TokenizedPrompt
 from support.small_graphs import Array, Sizes, changed, model_of, op, operators, outputs_of
 
 
@@ -165,95 +159,3 @@ def test_operators_on_every_output_of_a_split_run_once(
     if moved == 3:
         (split,) = (one for one in model.graph.node if one.op_type == "Split")
         assert list(split.output) == ["part0.rows", "part1.rows", "part2.rows"]
-
-
-HEADS, DIM = 3, 16
-
-
-def attention(form: str) -> onnx.ModelProto:
-    """Attention as matmuls, in one of these forms; in "scores are read" the scores are an output as well."""
-    turned = form != "keys as they are"
-    nodes = [
-        op("Mul", ["query", "factor"], ["scaled"]),
-        op("Transpose", ["key"], ["turned"], perm=[0, 1, 3, 2] if turned else [0, 1, 2, 3]),
-        op("MatMul", ["scaled", "turned"], ["scores"]),
-        *([op("Tanh", ["scores"], ["capped"])] if form == "softcap" else []),
-        op("Add", ["capped" if form == "softcap" else "scores", "mask"], ["hidden"]),
-        op("Softmax", ["hidden"], ["shares"], axis=1 if form == "softmax over heads" else -1),
-        op("MatMul", ["shares", "value"], ["result"]),
-    ]
-    given: dict[str, Sizes] = {
-        "query": ["B", HEADS, "T", DIM],
-        "key": ["B", HEADS, "A", DIM] if turned else ["B", HEADS, DIM, "A"],
-        "value": ["B", HEADS, "A", DIM],
-        "mask": ["B", 1, "T", "A"],
-    }
-    read: dict[str, Sizes] = {"result": ["B", HEADS, "T", DIM]}
-    if form == "scores are read":
-        read["scores"] = ["B", HEADS, "T", "A"]
-    factor = np.full((HEADS, 1, 1) if form == "scale per head" else (), DIM**-0.5, np.float32)
-    return model_of(nodes, given, read, {"factor": factor})
-
-
-def inputs(requests: int, rows: int, visible: int) -> dict[str, Array]:
-    """Random inputs; the last row sees nothing."""
-    sides = {"query": rows, "key": visible, "value": visible}
-    found = {name: normal(seed, requests, HEADS, size, DIM) for seed, (name, size) in enumerate(sides.items())}
-    hidden = np.random.default_rng(rows).random((requests, 1, rows, visible)) < 0.4
-    hidden[:, :, -1] = True
-    return found | {"mask": np.where(hidden, np.float32(-1e9), np.float32(0))}
-
-
-@pytest.mark.parametrize(("requests", "rows", "visible"), [(1, 1, 64), (1, 9, 64), (3, 4, 320), (1, 128, 640)])
-def test_the_attention_operator_gives_bit_identical_values(requests: int, rows: int, visible: int) -> None:
-    plain = attention("plain")
-    count, model = changed(plain, fuse_attention)
-    assert (count, operators(model)) == (1, ["Attention"])
-    require_same(model, plain, inputs(requests, rows, visible))
-
-
-@pytest.mark.parametrize(("rows", "visible"), [(2, 64), (9, 320), (36, 64)])
-def test_a_row_is_bit_identical_alone_with_other_rows_and_with_more_slots(rows: int, visible: int) -> None:
-    """With two query heads per KV head, since with one a single row would be another kind of matmul."""
-    _, model = changed(attention("plain"), fuse_attention)
-    arrays = inputs(1, 2 * rows, visible)
-    (together,) = outputs_of(model, arrays)
-    longer = {name: np.pad(arrays[name], ((0, 0), (0, 0), (0, 64), (0, 0))) for name in ("key", "value")}
-    for row in range(rows - 1):  # the last one sees nothing
-        both = [row, rows + row]
-        alone = {**arrays, "query": arrays["query"][:, :, both], "mask": arrays["mask"][:, :, both]}
-        mask = np.pad(alone["mask"], ((0, 0), (0, 0), (0, 0), (0, 64)), constant_values=-1e9)
-        for case in (alone, {**alone, **longer, "mask": mask}):
-            assert outputs_of(model, case)[0].tobytes() == together[:, :, both].tobytes()
-
-
-@pytest.mark.parametrize(
-    "form", ["softcap", "scores are read", "scale per head", "softmax over heads", "keys as they are"]
-)
-def test_other_attention_is_not_fused(form: str) -> None:
-    count, model = changed(attention(form), fuse_attention)
-    assert count == 0
-    assert "Attention" not in operators(model)
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-def test_an_int8_bundle_with_three_kv_heads_uses_the_attention_operator_and_is_lossless(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(checkpoint.SHAPES, "tiny", (48, 64, 2, 6, MIN_KV_HEADS))
-    monkeypatch.setattr(checkpoint, "VOCAB", 300)
-    checkpoint.make_checkpoint(tmp_path / "checkpoint", "tiny", mask_slots=2)
-    export(tmp_path / "checkpoint", tmp_path / "bundle", ExportOptions(weights="int8"))
-    graph = onnx.load(tmp_path / "bundle" / MODEL_FILE, load_external_data=False).graph
-    kinds = []
-    for choice in graph.node:
-        if choice.op_type == "If":  # layer by layer, first the branch that reads whole buffers
-            branches = sorted(choice.attribute, key=lambda branch: branch.name, reverse=True)
-            kinds += [{inner.op_type for inner in branch.g.node} for branch in branches]
-    assert kinds == 2 * [{"Attention"}, {"Slice", "Attention"}]
-    for requests in (1, 2):  # for one request, buffers are as long as the visible length
-        with Runtime.open(tmp_path / "bundle", max_seq_len=256, max_requests=requests) as runtime:
-            prompts = [TokenizedPrompt(1, tuple(range(3, end))) for end in (70, 20)]
-            report = audit(runtime, prompts, 16)
-        assert report.summary.startswith("lossless")

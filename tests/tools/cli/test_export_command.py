@@ -129,7 +129,7 @@ def test_a_dry_run_predicts_the_cache_that_the_runtime_allocates(tiny_bundle: Pa
         manifest = runtime.bundle.manifest
         slots = capacity_for(manifest, 100)
         assert found["run"]["kv"] == manifest.signature.kv_bytes(3, slots) == slots * 3 * found["run"]["kv_slot"]
-        assert found["run"]["kv"] == runtime.engine._memory.nbytes  # type: ignore[attr-defined]
+        assert found["run"]["kv"] == runtime.engine._kv.nbytes  # type: ignore[attr-defined]
         assert found["parameters"] == manifest.parameters
 
 

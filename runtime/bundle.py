@@ -17,7 +17,7 @@ from spaceport.graphs.contract.manifest import (
     MODEL_FILE,
     TOKENIZER_FILE,
     Manifest,
-    NewerSchema,
+    OtherSchema,
 )
 from spaceport.graphs.contract.manifest_file import manifest_in
 from spaceport.runtime.opened_files import AGAIN, OpenedFiles
@@ -165,7 +165,7 @@ def _parsed(files: OpenedFiles, content: bytes) -> Manifest:
     file = files.path / MANIFEST_FILE
     try:
         return manifest_in(content)
-    except NewerSchema as error:
+    except OtherSchema as error:
         raise BundleError(f"{file}: {error}") from error
     except (ValueError, RecursionError) as error:  # ValueError: not UTF-8, not JSON, too many digits, ManifestError
         raise BundleError(f"{file}: {error}; {AGAIN}") from error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
 
 from spaceport.graphs.contract.draft_acceptance import DraftAcceptance, draft_acceptances
@@ -18,9 +18,7 @@ from spaceport.graphs.contract.json_fields import JsonField, Rules, is_whole
 from spaceport.graphs.contract.mask_layout import GROUPS, MaskLayout
 from spaceport.graphs.contract.signature import ACTIVATIONS, WEIGHTS, Activations, Signature, Weights
 
-# 1: without engines and quantized weights; 2: without quantized activations and embeddings; 3: with the older names below;
-# 4: without fork_by_default; 5: without provenance and a digest of its own; 6: without mask_layout and draft heads;
-# 7: without preloaded_slots; 8: without acceptance; 9: without signature.kv_cache
+# Of the manifest's entries: a bundle of any other number is refused.
 SCHEMA = 10
 MANIFEST_FILE = "manifest.json"
 ACCURACY_FILE = "accuracy.json"
@@ -46,8 +44,8 @@ class ManifestError(InputFault):
     """An invalid manifest; the message states what is wrong."""
 
 
-class NewerSchema(ManifestError):
-    """A manifest with a newer schema, written by a later version of spaceport."""
+class OtherSchema(ManifestError):
+    """A manifest with another schema, written by an earlier or later version of spaceport."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +95,7 @@ class Manifest:
     versions: dict[str, str] = field(default_factory=dict)
     provenance: dict[str, str] = field(default_factory=dict)  # of the checkpoint, as far as known: see PROVENANCE
     acceptance: tuple[DraftAcceptance, ...] = ()  # of the model's drafts, one entry for each measured temperature
-    schema: int = SCHEMA  # of the file that was read; new manifests have the newest schema
+    schema: int = SCHEMA
 
     @property
     def graph(self) -> tuple[str, ...]:
@@ -136,12 +134,9 @@ def manifest_of(data: object) -> Manifest:
     """The manifest in parsed JSON; raises if any part is invalid, missing or unknown."""
     found = JsonField(data, "manifest", Rules(ManifestError), prefix="")
     schema = found.entry_or_null("schema").whole(1)
-    if schema > SCHEMA:
-        raise NewerSchema(
-            f"schema is {schema}, this version reads up to {SCHEMA}: update spaceport, or export again with this version"
-        )
-    if schema < SCHEMA:
-        found = replace(found, value=_upgraded(found.object(), schema))
+    if schema != SCHEMA:
+        advice = "update spaceport, or export it again with this version" if schema > SCHEMA else "export it again"
+        raise OtherSchema(f"schema is {schema}, this version reads {SCHEMA}: {advice}")
     entries = found.entries(Manifest)
     manifest = Manifest(
         schema=schema,
@@ -169,41 +164,6 @@ def manifest_of(data: object) -> Manifest:
     )
     _check_consistency(manifest)
     return manifest
-
-
-def _upgraded(data: dict[str, Any], schema: int) -> dict[str, Any]:
-    """The entries of an older manifest under their present names, with defaults for those that it could not have."""
-    defaults: dict[str, Any] = {"acceptance": []} if schema <= 8 else {}
-    if schema <= 7:
-        defaults |= {"preloaded_slots": 0}
-    if schema <= 6:
-        defaults |= {"mask_layout": asdict(MaskLayout())}
-    if schema <= 5:
-        defaults |= {"provenance": {}}
-    if schema <= 4:
-        defaults |= {"fork_by_default": True}
-    if schema <= 2:
-        defaults |= {"activations": "float", "embeddings": "same"}
-    if schema == 1:
-        defaults |= {"weights": "same", "engines": {}}
-    upgraded: dict[str, Any] = {
-        **defaults,
-        **_renamed(data, {"family": "model_type", "generation": "generation_config"}),
-    }
-    if isinstance(signature := upgraded.get("signature"), dict):
-        upgraded["signature"] = {**({"heads": 0} if schema <= 6 else {}), "kv_cache": "same", **signature}
-    engines = upgraded.get("engines")
-    if isinstance(engines, dict):
-        names = {"flavour": "backend", "prompt_rows": "prefill_rows"}
-        upgraded["engines"] = {
-            name: _renamed(engine, names) if isinstance(engine, dict) else engine for name, engine in engines.items()
-        }
-    return upgraded
-
-
-def _renamed(entries: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
-    """The entries with some of them renamed; an entry stays if the new name is in use, and is then refused as unknown."""
-    return {name if names.get(name, name) in entries else names[name]: value for name, value in entries.items()}
 
 
 def _check_consistency(manifest: Manifest) -> None:

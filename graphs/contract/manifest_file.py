@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import replace
 from typing import Any
 
-from spaceport.graphs.contract.json_fields import is_whole
 from spaceport.graphs.contract.manifest import SCHEMA, Manifest, ManifestError, manifest_of
 
 _DIGEST = "sha256"  # last entry: the digest of the file, computed with zeros instead of it
-_SINCE = 6  # first schema with a digest
 _ZEROS = b"0" * 64
 
 
 def manifest_content(manifest: Manifest) -> bytes:
-    """The content of a manifest's file, in the newest schema and with its digest."""
-    return with_digest(replace(manifest, schema=SCHEMA).as_dict())
+    """The content of a manifest's file with its digest."""
+    return with_digest(manifest.as_dict())
 
 
 def with_digest(entries: dict[str, Any]) -> bytes:
@@ -30,7 +27,7 @@ def with_digest(entries: dict[str, Any]) -> bytes:
 def manifest_in(content: bytes) -> Manifest:
     """The manifest in a file's content; raises ValueError if any part is invalid, or not as it was written."""
     entries = json.loads(content.decode(), object_pairs_hook=_without_duplicates, parse_constant=_refuse_constant)
-    if isinstance(entries, dict) and is_whole(entries.get("schema"), _SINCE) and entries["schema"] <= SCHEMA:
+    if isinstance(entries, dict) and entries.get("schema") == SCHEMA:
         _verify(content, entries.pop(_DIGEST, None))
     return manifest_of(entries)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any, get_args
+from typing import get_args
 
 from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.contract.json_fields import JsonField, Rules, short
@@ -17,17 +17,17 @@ _KINDS: tuple[RowKind, ...] = get_args(RowKind)
 _SOURCES: tuple[Source, ...] = get_args(Source)
 _REASONS: tuple[Reason, ...] = get_args(Reason)
 _ENDINGS: tuple[Ending, ...] = get_args(Ending)
-_RENAMED = {"began": "started", "held": "kv_slots", "kept": "retained", "written": "generated"}  # since schema 1
 # JSON readers disagree on numbers from 2^53 on.
 _RULES = Rules(InputFault, advice="; write the trace again", end=2**53)
 
 
 def trace_of(data: object) -> Record:
-    """The record that `Record.as_dict` stored, of this schema or an older one; raises if anything is missing or unknown."""
+    """The record that `Record.as_dict` stored; raises if anything is missing or unknown."""
     schema = JsonField(data, "trace", _RULES).entry("schema").whole(1)
-    if schema > SCHEMA:
-        raise InputFault(f"trace.schema is {schema}, this version reads up to {SCHEMA}: update spaceport")
-    found = JsonField(_renamed(data) if schema == 1 else data, "trace", _RULES)
+    if schema != SCHEMA:
+        advice = "update spaceport" if schema > SCHEMA else "write the trace again"
+        raise InputFault(f"trace.schema is {schema}, this version reads {SCHEMA}: {advice}")
+    found = JsonField(data, "trace", _RULES)
     given = found.entries(Record)
     record = Record(
         tokens=_tokens(given["tokens"]),
@@ -42,13 +42,6 @@ def trace_of(data: object) -> Record:
     _check_threads(record)
     _check_steps(record)
     return record
-
-
-def _renamed(data: Any) -> Any:
-    """A trace of schema 1 with the entry names of schema 2."""
-    if isinstance(data, dict):
-        return {_RENAMED.get(name, name): _renamed(value) for name, value in data.items()}
-    return [_renamed(value) for value in data] if isinstance(data, list) else data
 
 
 def _seconds(found: JsonField) -> float:
@@ -100,8 +93,7 @@ def _step(found: JsonField) -> StepRecord:
 
 
 def _rows(found: JsonField) -> ThreadRows:
-    # older traces of schema 2 have no reasons
-    given = replace(found, value={"limited": None, **found.object()}).entries(ThreadRows)
+    given = found.entries(ThreadRows)
     rows = ThreadRows(
         thread=given["thread"].whole(),
         anchor=given["anchor"].or_none(JsonField.whole),

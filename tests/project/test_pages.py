@@ -144,11 +144,11 @@ def column(page: str, heading: str) -> list[int]:
     return [int(row.split("|")[1]) for row in table.splitlines()[1:]]
 
 
-def test_the_policies_name_every_exit_code_and_every_schema() -> None:
+def test_the_policies_name_every_exit_code_and_the_schema() -> None:
     page = (DOCS / "policies.md").read_text("utf-8")
     codes = {code for name, code in vars(exit_codes).items() if name.isupper()}
     assert {*column(page, "## Exit codes")} == codes
-    assert column(page, "## The manifest schema") == list(range(1, SCHEMA + 1))
+    assert f"`schema`, which is {SCHEMA} now" in page
 
 
 def test_the_reference_has_every_public_name() -> None:

@@ -13,7 +13,6 @@ from tokenizers import Tokenizer, models
 
 from spaceport.exporter.bundle_files import write_manifest
 from spaceport.graphs.contract.draft_acceptance import DraftAcceptance
-from spaceport.graphs.contract.json_fields import is_whole
 from spaceport.graphs.contract.manifest import (
     DATA_FILE,
     MANIFEST_FILE,
@@ -65,12 +64,11 @@ def new_bundle(folder: Path) -> Path:
 
 
 def edit(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change the manifest in place; if its schema has a digest, it is that of the changed manifest."""
+    """Change the manifest in place, with a digest of its own."""
     file = folder / MANIFEST_FILE
     entries = entries_of(file.read_bytes())
     change(entries)
-    old = is_whole(entries.get("schema"), 1) and entries["schema"] < 6
-    file.write_bytes(json.dumps(entries).encode() if old else with_digest(entries))
+    file.write_bytes(with_digest(entries))
 
 
 def entries_of(content: bytes) -> dict[str, Any]:

@@ -26,16 +26,6 @@ _SETTINGS_FILE = "settings.json"
 _PROGRESS_FILE = "progress.json"
 _PARTIAL = ".partial"
 
-# Keys of schema 1, which had no schema number, and the file that held the progress
-_SETTINGS_OF_1 = {
-    "batch": "batch_size",
-    "micro_batch": "micro_batch_size",
-    "rate": "learning_rate",
-    "whole_rate": "unfork_rate",
-}
-_PROGRESS_FILE_OF_1 = "place.json"
-_PROGRESS_OF_1 = {"unmeasured": "pending_sums"}
-
 
 class StateFolder:
     """Folder `TARGET.training` beside the target checkpoint, with the state of its training."""
@@ -62,7 +52,7 @@ class StateFolder:
         states = self._states()
         if not states:
             return "none"
-        progress = json.dumps(_progress(states[-1]), sort_keys=True)
+        progress = json.dumps(read_json(states[-1] / _PROGRESS_FILE), sort_keys=True)
         return f"step {_step(states[-1])} ({hashlib.sha256(progress.encode()).hexdigest()[:12]})"
 
     def advice(self) -> str:
@@ -122,7 +112,7 @@ class StateFolder:
         """Load the last saved state into a training; without one it starts from the beginning."""
         states = self._states()
         if states:
-            progress = _progress(states[-1])
+            progress = read_json(states[-1] / _PROGRESS_FILE)
             training.accelerator.load_state(str(states[-1]))
             step, tokens, seconds = int(progress["step"]), int(progress["tokens"]), float(progress["seconds"])
             training.restore(step, tokens, seconds, progress["pending_sums"])
@@ -149,14 +139,11 @@ class StateFolder:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _saved(self) -> dict[str, Any]:
-        """The saved settings and identity, with the keys of the current schema."""
+        """The saved settings and identity."""
         record = read_json(self.folder / _SETTINGS_FILE)
-        schema = record.get("schema", 1)
-        if schema == 1:
-            return {**record, "settings": _renamed(record["settings"], _SETTINGS_OF_1)}
-        if schema != SCHEMA:
+        if record.get("schema") != SCHEMA:
             raise InputFault(
-                f"{self.folder}: training state has schema {schema}: expected {SCHEMA} or 1; resume with the version of "
+                f"{self.folder}: training state has schema {record.get('schema')}: expected {SCHEMA}; resume with the version of "
                 "spaceport that started the training, or remove the folder"
             )
         return record
@@ -200,16 +187,6 @@ def reason(error: BaseException) -> str:
 
 def _step(state: Path) -> int:
     return int(state.name.removeprefix("step-"))
-
-
-def _progress(state: Path) -> dict[str, Any]:
-    if (state / _PROGRESS_FILE).exists():
-        return read_json(state / _PROGRESS_FILE)
-    return _renamed(read_json(state / _PROGRESS_FILE_OF_1), _PROGRESS_OF_1)
-
-
-def _renamed(record: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
-    return {names.get(key, key): value for key, value in record.items()}
 
 
 def _listed(values: list[str] | None) -> str:

@@ -20,7 +20,7 @@ from spaceport.exporter.tensorrt.engines import ChangedBundle, engine_name, stor
 from spaceport.exporter.tensorrt.profiles import Shapes
 from spaceport.exporter.tensorrt.to_tensorrt import BuildOptions, Library
 from spaceport.graphs.contract.atomic_file import partial_of
-from spaceport.graphs.contract.manifest import ENGINES_FOLDER, SCHEMA, EngineRecord
+from spaceport.graphs.contract.manifest import ENGINES_FOLDER, EngineRecord
 from spaceport.runtime.bundle import open_bundle, read_manifest
 from spaceport.tools.cli.inspect import verdict
 from support.small_bundle import ENGINE, RECORD, edit, fill, new_bundle
@@ -104,18 +104,6 @@ def test_an_engine_of_the_old_graph_is_not_stored_after_a_new_export(bundle: Pat
         store_engine(bundle, ENGINE, PLAN, record)
     assert read_manifest(bundle) == manifest
     assert not (bundle / ENGINES_FOLDER).exists()
-
-
-def test_storing_an_engine_upgrades_a_manifest_of_the_first_schema(bundle: Path, record: EngineRecord) -> None:
-    def as_first(manifest: dict[str, Any]) -> None:
-        manifest["schema"] = 1
-        for entry in ("engines", "weights", "activations", "embeddings"):
-            del manifest[entry]
-
-    edit(bundle, as_first)
-    store_engine(bundle, ENGINE, PLAN, record)
-    manifest = open_bundle(bundle).manifest
-    assert (manifest.schema, [*manifest.engines]) == (SCHEMA, [ENGINE])
 
 
 @pytest.mark.parametrize("what", ["storing", "exporting"])

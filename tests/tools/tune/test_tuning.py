@@ -136,23 +136,12 @@ def test_a_resumed_training_equals_an_uninterrupted_one(
     assert [path.name for path in tmp_path.iterdir()] == ["tuned"]
 
 
-def test_a_state_of_schema_1_is_read_and_an_unknown_schema_refused(tmp_path: Path) -> None:
-    """Schema 1 had no schema number, and other keys."""
+def test_a_state_of_another_schema_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "tuned.training"
-    (folder / "step-00000001").mkdir(parents=True)
-    old = {"batch_size": "batch", "micro_batch_size": "micro_batch", "learning_rate": "rate"}
-    old["unfork_rate"] = "whole_rate"
-    settings = {old.get(name, name): value for name, value in json.loads(json.dumps(SETTINGS.as_dict())).items()}
-    (folder / "settings.json").write_text(json.dumps({"settings": settings, "identity": {}}))
-    (folder / "step-00000001" / "place.json").write_text(json.dumps({"step": 1, "unmeasured": [[0.5]]}))
-    states = StateFolder(tmp_path / "tuned", main=True)
-    states.check_settings(SETTINGS)
-    digest = states.last_state()
-    (folder / "step-00000001" / "progress.json").write_text(json.dumps({"step": 1, "pending_sums": [[0.5]]}))
-    assert states.last_state() == digest
+    folder.mkdir()
     (folder / "settings.json").write_text(json.dumps({"schema": 3}))
-    with pytest.raises(InputFault, match=r"training state has schema 3: expected 2 or 1; resume with the version"):
-        states.check_settings(SETTINGS)
+    with pytest.raises(InputFault, match=r"training state has schema 3: expected 2; resume with the version"):
+        StateFolder(tmp_path / "tuned", main=True).check_settings(SETTINGS)
 
 
 # What each method changes

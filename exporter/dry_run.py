@@ -93,7 +93,7 @@ def dry_run(folder: Path, options: ExportOptions, additions: DraftAdditions | No
             traits.layers,
             streamed,
             base_parameters,
-            rounds=options.weights == "int8" and options.activations != "float",
+            rounds=options.rounds,
         ),
         checked,
     )

@@ -31,9 +31,8 @@ from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import SELECTION_FILE, TEMPLATE_FILE, TOKENIZER_FILE, Manifest
 from spaceport.graphs.contract.signature import Activations, KvCache, Lowering, Precision, Weights
 from spaceport.graphs.decoder import AttentionImplementation, Decoder, decoder_of
-from spaceport.graphs.int8 import IntegerModel
 from spaceport.graphs.integer_attention import is_quantizable
-from spaceport.graphs.quantize import quantize_model
+from spaceport.graphs.quantize import Stored, quantize_model
 from spaceport.graphs.rotation import is_rotatable
 from spaceport.graphs.streamed_weights import source_of
 from spaceport.graphs.traits import Traits, class_name
@@ -76,6 +75,11 @@ class ExportOptions:
         if self.weights == "int4" and (self.dtype, self.attention_implementation) != ("float32", "plain"):
             return ("float",)  # int8 runs on CPUs only, and its drafts are exact only with plain attention
         return _ACTIVATIONS.get((self.weights, self.lowering), ("float",))
+
+    @property
+    def rounds(self) -> bool:
+        """Whether weights are rounded by GPTQ, on texts that the model samples."""
+        return self.weights == "int4" or (self.weights == "int8" and self.activations != "float")
 
     @property
     def opset(self) -> int:
@@ -195,20 +199,20 @@ def build_decoder(
     options: ExportOptions,
     on_stage: OnStage = lambda name: None,
     arithmetic: Precision | None = None,
-    stored: IntegerModel | None = None,
+    stored: Stored | None = None,
     scratch: Path | None = None,
 ) -> tuple[Decoder, Traits]:
     """The checkpoint's model as an exportable module.
 
     Its weights are rounded to `options.dtype` and quantized; it computes in `arithmetic`, by default in the same type.
-    Int8 layers are rounded, or those of a bundle (`stored`). With a `scratch` folder for files without a name, the
+    Weights that GPTQ rounds may be those of a bundle (`stored`). With a `scratch` folder for files without a name, the
     weights of one layer at a time are in memory."""
     on_stage("loading the weights")
     with torch.no_grad():
         model = load_model(checkpoint, options.dtype, scratch)
         if scratch is not None:
             require_space(scratch.parent, needed_space(model, options))
-        calibrates = stored is None and options.weights == "int8" and options.activations != "float"
+        calibrates = stored is None and options.rounds
         if options.weights != "same":
             on_stage(f"{'calibrating and ' if calibrates else ''}quantizing weights to {options.weights}")
         quantization = quantize_model(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -10,6 +11,8 @@ import onnx_ir as ir
 
 from spaceport.exporter.constants import constant
 from spaceport.exporter.lazy_constants import lazy
+
+JOINED = "spaceport.joined"  # metadata of a graph: where the codes and scales of fused matmuls are, as JSON
 
 # Properties that fused matmuls share: their input, whether they belong to an adapter, and the block layout of quantized
 # weights.
@@ -31,8 +34,11 @@ def fuse_projections(model: ir.Model, vocab_size: int) -> int:
         if _outputs(constants) != vocab_size:
             products[states, _is_gated(node), _blocks(_dequantize_node(node))].append(node)
     groups = [nodes for nodes in products.values() if len(nodes) > 1]
+    places: dict[str, tuple[str, int, int]] = {}
     for nodes in groups:
-        _fuse(model.graph, nodes)
+        places |= _fuse(model.graph, nodes)
+    if places:
+        model.metadata_props[JOINED] = json.dumps(places)
     return len(groups)
 
 
@@ -65,13 +71,14 @@ def _is_gated(node: ir.Node) -> bool:
     return [user.op_type for user in node.outputs[0].consumers()] == ["Where"]
 
 
-def _fuse(graph: ir.Graph, nodes: list[ir.Node]) -> None:
+def _fuse(graph: ir.Graph, nodes: list[ir.Node]) -> dict[str, tuple[str, int, int]]:
+    """Fuse matmuls; returns where each of their codes and scales is: in which constant, and its columns there."""
     dequantize = [_dequantize_node(node) for node in nodes]
     constants = [_constants(node) for node in nodes]
     sizes = np.array([_outputs(parts) for parts in constants], np.int64)
     name = constants[0][0].name or "weight"
-    weights = [_concatenated(graph, parts) for parts in zip(*constants, strict=True)]
-    new_nodes = []
+    joined = [_concatenated(graph, parts) for parts in zip(*constants, strict=True)]
+    weights, new_nodes = list(joined), []
     if dequantize[0] is not None:
         new_nodes.append(ir.node("DequantizeLinear", weights, dict(dequantize[0].attributes)))
         weights = list(new_nodes[0].outputs)
@@ -88,11 +95,23 @@ def _fuse(graph: ir.Graph, nodes: list[ir.Node]) -> None:
         graph.remove([node] if dequantize_node is None else [node, dequantize_node], safe=True)
     for old in (value for parts in constants for value in parts):
         del graph.initializers[str(old.name)]
+    if dequantize[0] is None:
+        return {}
+    ends = np.cumsum(sizes).tolist()
+    return {
+        str(old.name): (str(new.name), end - _columns(old), end)
+        for end, parts in zip(ends, constants, strict=True)
+        for old, new in zip(parts, joined, strict=True)
+    }
 
 
 def _outputs(constants: Sequence[ir.Value]) -> int:
-    assert constants[0].const_value is not None
-    return int(constants[0].const_value.shape.numpy()[-1])
+    return _columns(constants[0])
+
+
+def _columns(constant: ir.Value) -> int:
+    assert constant.const_value is not None
+    return int(constant.const_value.shape.numpy()[-1])
 
 
 def _concatenated(graph: ir.Graph, parts: Sequence[ir.Value]) -> ir.Value:

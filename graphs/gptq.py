@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from spaceport.graphs.int8 import INT8_MAX, IntegerLinear, best_scales, quantize
 from spaceport.graphs.integer_attention import AttentionRecorder
 from spaceport.graphs.layer_outputs import decoder_layers
 from spaceport.graphs.streamed_weights import stored_beside, values_of
-from spaceport.graphs.weight_quantization import linear_rows, replace_weight
+from spaceport.graphs.weight_quantization import QuantizedWeight, linear_rows, replace_weight
 
 _DAMPING = 0.01  # added to the Hessian's diagonal, relative to its mean
 _BLOCK = 128  # columns whose errors are passed on to the later ones together
@@ -32,23 +32,45 @@ _WIDEST = 4096  # inputs of a Hessian; those of a wider layer are split, and err
 OnLayers = Callable[[int, int], None]
 
 
+Layer = TypeVar("Layer", IntegerLinear, QuantizedWeight)
+
+
+@dataclass(frozen=True)
+class Rounding(Generic[Layer]):
+    """A format of quantized weights (outputs x inputs)."""
+
+    limits: tuple[int, int]  # of the codes
+    scales: Callable[[Tensor, Tensor], Tensor]  # of a weight whose inputs have these sizes: blocks of inputs x outputs
+    layer: Callable[[Tensor, Tensor], Layer]  # of codes (inputs x outputs) and scales
+    nearest: Callable[[Tensor], Layer]  # of a weight whose inputs are not known
+
+
+INT8 = Rounding[IntegerLinear](
+    (-INT8_MAX, INT8_MAX),
+    lambda weight, sizes: best_scales(weight, sizes)[None],
+    lambda codes, scale: IntegerLinear(codes, scale[0]),
+    lambda weight: quantize_linear(weight, best_scales(weight)),
+)
+
+
 def rounded_layers(
     model: PreTrainedModel,
     modules: Mapping[str, nn.Linear],
     texts: CalibrationTexts,
+    rounding: Rounding[Layer],
     on_layers: OnLayers = lambda done, total: None,
     recorder: AttentionRecorder | None = None,
-) -> tuple[dict[str, IntegerLinear], dict[str, float]]:
-    """These modules in int8, and the relative error of each weight. The modules get the weights that the codes stand for.
+) -> tuple[dict[str, Layer], dict[str, float]]:
+    """These modules in a format, and the relative error of each weight. The modules get the weights of the codes.
     A recorder measures the attention of each rounded layer.
 
     Modules outside of the decoder layers, and experts that no text is routed to, get the nearest codes."""
-    found: dict[str, IntegerLinear] = {}
+    found: dict[str, Layer] = {}
     errors: dict[str, float] = {}
 
-    def replace(name: str, layer: IntegerLinear) -> None:
+    def put(name: str, layer: Layer) -> None:
         weight = modules[name].weight
-        found[name] = IntegerLinear(stored_beside(weight, layer.codes), layer.scale)
+        found[name] = replace(layer, codes=stored_beside(weight, layer.codes))
         errors[name] = replace_weight(weight, linear_rows(found[name]))
 
     names = {module: name for name, module in modules.items()}
@@ -64,13 +86,12 @@ def rounded_layers(
             for each in inputs:
                 parts = [_Part(*_inverse_factor(hessian), hessian.diagonal()) for hessian in each.hessians]
                 for name in each.names:
-                    replace(name, _rounded(values_of(modules[name].weight).float(), parts))
+                    put(name, _rounded(values_of(modules[name].weight).float(), parts, rounding))
             with nullcontext() if recorder is None else recorder.measuring():
                 states = call.output(states)
             on_layers(number, len(calls))
     for name in modules.keys() - found.keys():
-        weight = modules[name].weight
-        replace(name, quantize_linear(weight, best_scales(weight)))
+        put(name, rounding.nearest(modules[name].weight))
     return found, errors
 
 
@@ -185,27 +206,31 @@ def _inverse_factor(hessian: Tensor) -> tuple[Tensor, Tensor]:
     return torch.linalg.cholesky(inverse, upper=True).float(), order
 
 
-def _rounded(weight: Tensor, parts: list[_Part]) -> IntegerLinear:
-    """The int8 form of a weight (outputs x inputs)."""
-    scale = best_scales(weight, torch.cat([part.squares for part in parts]).sqrt())
-    columns = (weight / scale[:, None]).T.split_with_sizes([part.width for part in parts])
-    return IntegerLinear(torch.cat([_codes(steps, part) for steps, part in zip(columns, parts, strict=True)]), scale)
+def _rounded(weight: Tensor, parts: list[_Part], rounding: Rounding[Layer]) -> Layer:
+    """The form of a weight (outputs x inputs) in a format."""
+    scale = rounding.scales(weight, torch.cat([part.squares for part in parts]).sqrt())
+    blocks = torch.arange(weight.shape[1]) // (weight.shape[1] // len(scale))
+    widths = [part.width for part in parts]
+    columns = zip(weight.T.split_with_sizes(widths), blocks.split_with_sizes(widths), parts, strict=True)
+    codes = [_codes(some, theirs, scale.float(), rounding.limits, part) for some, theirs, part in columns]
+    return rounding.layer(torch.cat(codes), scale)
 
 
-def _codes(steps: Tensor, part: _Part) -> Tensor:
-    """The codes (inputs x outputs) of weights that are given in steps of their scale."""
-    steps, factor, width = steps[part.order], part.factor, part.width
-    codes = torch.empty_like(steps, dtype=torch.int8)
+def _codes(columns: Tensor, blocks: Tensor, scale: Tensor, limits: tuple[int, int], part: _Part) -> Tensor:
+    """The codes (inputs x outputs) of weights, given as inputs x outputs with the block of each input."""
+    columns, blocks, factor, width = columns[part.order], blocks[part.order], part.factor, part.width
+    codes = torch.empty_like(columns, dtype=torch.int8)
     for start in range(0, width, _BLOCK):
         end = min(start + _BLOCK, width)
-        errors = torch.empty(end - start, steps.shape[1])
+        errors = torch.empty(end - start, columns.shape[1])
         for column in range(start, end):
-            values = steps[column].round().clamp_(-INT8_MAX, INT8_MAX)
+            step = scale[blocks[column]]
+            values = (columns[column] / step).round_().clamp_(*limits)
             codes[column] = values.to(torch.int8)
-            error = (steps[column] - values) / float(factor[column, column])
-            steps[column + 1 : end] -= torch.outer(factor[column, column + 1 : end], error)
+            error = (columns[column] - values * step) / float(factor[column, column])
+            columns[column + 1 : end] -= torch.outer(factor[column, column + 1 : end], error)
             errors[column - start] = error
-        steps[end:] -= factor[start:end, end:].T @ errors
+        columns[end:] -= factor[start:end, end:].T @ errors
     found = torch.empty_like(codes)
     found[part.order] = codes
     return found

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from spaceport.graphs.contract.faults import InputFault, OptionFault
+from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import Embeddings
 from spaceport.graphs.contract.signature import Lowering, Weights
 from spaceport.graphs.int8 import IntegerLinear, IntegerModel, QuantizedEmbedding, quantize_rows
@@ -23,7 +23,7 @@ from spaceport.graphs.traits import UnsupportedModel, class_name
 # result of a row is independent of the number of rows on every x86 CPU; with 32 it is not without AVX512.
 BLOCKS: dict[Lowering, tuple[int, ...]] = {"scatter": (16,), "append": (128, 64, 32)}
 
-_INT4 = (-8, 7)
+INT4_LIMITS = (-8, 7)
 _FLOAT8 = torch.float8_e4m3fn
 _FLOAT8_LARGEST = torch.finfo(_FLOAT8).max
 # Scales that are tried, relative to the one that clips nothing: where few weights of a block are large, a smaller scale
@@ -84,57 +84,54 @@ class Quantization:
 UNQUANTIZED = Quantization()
 
 
-def quantize_weights(model: PreTrainedModel, weights: Weights, lowering: Lowering) -> Quantization:
-    """Quantize the weights of a model's linear layers in place: they then hold the dequantized values.
+def quantize_weights(model: PreTrainedModel, weights: Weights) -> Quantization:
+    """Quantize the weights of a model's linear layers in place, one by one: they then hold the dequantized values.
 
     Embeddings, the output embedding, norms, biases, adapters of mask rows and experts that are not linear modules stay.
     """
     if weights == "same":
         return UNQUANTIZED
+    modules = finite_modules(model, linear_modules(model))
+    if not modules:
+        raise OptionFault(
+            f"weights is {weights}: {class_name(model)} has no linear layer that can be quantized: export it unquantized "
+            "(--weights same)"
+        )
     layers: dict[str, QuantizedWeight] = {}
     errors: dict[str, float] = {}
-    for name, module in linear_modules(model).items():
-        try:
-            quantized = quantize_weight(module.weight, weights, BLOCKS[lowering])
-        except InputFault as error:
-            raise UnsupportedModel(f"{class_name(model)}, {name}: {error}") from error
-        if quantized is not None:
-            layers[name] = quantized
-            errors[name] = replace_weight(module.weight, linear_rows(quantized))
-    if not layers:
-        raise OptionFault(
-            f"weights is {weights}: {class_name(model)} has no linear layer that can be quantized (expected a number of "
-            f"inputs divisible by {' or '.join(map(str, BLOCKS[lowering]))}): export it unquantized (--weights same)"
-        )
+    for name, module in modules.items():
+        layers[name] = nearest_weight(module.weight, weights)
+        errors[name] = replace_weight(module.weight, linear_rows(layers[name]))
     return Quantization(weights, layers, errors=errors)
 
 
-def quantize_weight(weight: Tensor, weights: Weights, blocks: Sequence[int]) -> QuantizedWeight | None:
-    """A quantized weight (given as outputs x inputs); None if no block size divides its number of inputs."""
-    block = next((block for block in blocks if weight.shape[1] % block == 0), None) if weights == "int4" else None
-    if weights == "int4" and block is None:
-        return None
+def finite_modules(model: PreTrainedModel, modules: Mapping[str, nn.Linear]) -> Mapping[str, nn.Linear]:
+    """These modules; raises if a weight holds infinities or NaN."""
+    for name, module in modules.items():
+        if not all(bool(torch.isfinite(rows).all()) for _, rows in rows_of(module.weight)):
+            raise UnsupportedModel(
+                f"{class_name(model)}, {name}: its weight holds infinities or NaN: save the checkpoint again, or export it in "
+                "float32"
+            )
+    return modules
+
+
+def nearest_weight(weight: Tensor, weights: Weights, block: int | None = None) -> QuantizedWeight:
+    """The nearest codes of a weight, given as outputs x inputs; int4 has blocks of inputs."""
     outputs, inputs = weight.shape
     codes = torch.empty((inputs, outputs), dtype=_FLOAT8 if weights == "float8" else torch.int8)
     scale = torch.empty(outputs if block is None else (inputs // block, outputs), dtype=weight.dtype)
     for rows, values in rows_of(weight):
-        some_codes, some_scales = _quantized_rows(values, weights, block)
+        if block is not None:
+            some_codes, some_scales = _int4_rows(values.float(), block, values.dtype)
+        elif weights == "float8":
+            some_codes, some_scales = _float8_rows(values)
+        else:
+            some_codes, some_scales = quantize_rows(values)
         codes[:, rows] = some_codes.T
-        scale[..., rows] = some_scales if block is None else some_scales.T
+        stored = _stored_scale(some_scales, weight.dtype)
+        scale[..., rows] = stored if block is None else stored.T
     return QuantizedWeight(stored_beside(weight, codes), stored_beside(weight, scale), block)
-
-
-def _quantized_rows(rows: Tensor, weights: Weights, block: int | None) -> tuple[Tensor, Tensor]:
-    """Codes (outputs x inputs) and scales (outputs, or outputs x inputs / block) for the weights of some outputs."""
-    if not bool(torch.isfinite(rows).all()):
-        raise InputFault("its weight holds infinities or NaN: save the checkpoint again, or export it in float32")
-    if block is not None:
-        codes, scale = _int4_rows(rows.float().reshape(len(rows), -1, block), rows.dtype)
-        return codes.flatten(1), scale
-    if weights == "float8":
-        return _float8_rows(rows)
-    codes, scale = quantize_rows(rows)
-    return codes, _stored_scale(scale, rows.dtype)
 
 
 def linear_rows(layer: QuantizedWeight | IntegerLinear) -> ReadRows:
@@ -171,19 +168,36 @@ def _float8_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
     return (rows.float() / scale.float()[:, None]).clamp(-_FLOAT8_LARGEST, _FLOAT8_LARGEST).to(_FLOAT8), scale
 
 
-def _int4_rows(blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Codes and scales for outputs x blocks x block with the smallest sum of squared errors in each block."""
-    lowest, highest = _INT4
+def block_of(inputs: int, blocks: Sequence[int]) -> int | None:
+    """The first block size that divides a number of inputs; None if none does."""
+    return next((block for block in blocks if inputs % block == 0), None)
+
+
+def int4_scales(weight: Tensor, block: int, dtype: torch.dtype, sizes: Tensor | None = None) -> Tensor:
+    """The scales of a weight (outputs x inputs) with the smallest squared error in each block: outputs x blocks.
+
+    With the sizes of its inputs, the error is that of the output."""
+    lowest, highest = INT4_LIMITS
+    blocks = weight.reshape(len(weight), -1, block)
     unclipped = torch.maximum(blocks.amax(dim=-1) / highest, blocks.amin(dim=-1) / lowest)
     best = _stored_scale(unclipped, dtype)
     smallest = torch.full_like(unclipped, torch.inf)
     for factor in _SCALE_FACTORS:
         scale = _stored_scale(unclipped * factor, dtype)
         steps = blocks / scale.float()[..., None]
-        error = steps.round().clamp_(*_INT4).sub_(steps).square_().sum(dim=-1) * scale.float() ** 2
+        difference = steps.round().clamp_(*INT4_LIMITS).sub_(steps)
+        if sizes is not None:
+            difference.mul_(sizes.view(-1, block))
+        error = difference.square_().sum(dim=-1) * scale.float() ** 2
         best = torch.where(error < smallest, scale, best)
         smallest = torch.minimum(error, smallest)
-    return (blocks / best.float()[..., None]).round_().clamp_(*_INT4).to(torch.int8), best
+    return best
+
+
+def _int4_rows(rows: Tensor, block: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The nearest codes (outputs x inputs) and scales (outputs x blocks) of some outputs."""
+    scale = int4_scales(rows, block, dtype)
+    return (rows / scale.float().repeat_interleave(block, 1)).round_().clamp_(*INT4_LIMITS).to(torch.int8), scale
 
 
 def _stored_scale(scale: Tensor, dtype: torch.dtype) -> Tensor:

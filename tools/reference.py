@@ -16,12 +16,11 @@ from spaceport.exporter.checkpoint import Checkpoint, open_checkpoint
 from spaceport.exporter.correction_factors import write_correction
 from spaceport.exporter.export import ExportOptions, TokenFlags, build_decoder, manifest_for
 from spaceport.exporter.quiet import quiet_libraries
-from spaceport.exporter.stored_integers import stored_integers
+from spaceport.exporter.stored_integers import stored_int4, stored_integers
 from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.contract.manifest import MODEL_FILE, TEMPLATE_FILE, TOKENIZER_FILE, record_of
 from spaceport.graphs.contract.signature import Precision
-from spaceport.graphs.int8 import IntegerModel
-from spaceport.graphs.quantize import LIMBS, quantize_inputs
+from spaceport.graphs.quantize import LIMBS, Stored, quantize_inputs
 from spaceport.runtime.backends import check_threads
 from spaceport.runtime.backends.on_torch import TorchEngine
 from spaceport.runtime.bundle import Bundle
@@ -56,7 +55,7 @@ def open_reference(
     options = ExportOptions(
         signature.lowering, stored, weights, "plain", remote_code=remote_code, requested_activations=activations
     )
-    decoder, _ = build_decoder(opened, options, arithmetic=dtype, stored=integers_of(bundle))
+    decoder, _ = build_decoder(opened, options, arithmetic=dtype, stored=stored_weights(bundle))
     if decoder.quantization.integers is not None:
         quantize_inputs(decoder.model, decoder.quantization.integers)
     for fact in ("layers", "kv_heads", "head_dim", "vocab_size", "window", "heads"):
@@ -68,11 +67,13 @@ def open_reference(
     return TorchEngine(decoder, decoder.signature, capacity, requests, "cpu")
 
 
-def integers_of(bundle: Bundle) -> IntegerModel | None:
-    """The int8 layers of a bundle's graph; None without integer products."""
-    if not bundle.manifest.integer_matmuls:
-        return None
-    found = stored_integers(bundle.read(MODEL_FILE), bundle.path, LIMBS[bundle.manifest.activations])
+def stored_weights(bundle: Bundle) -> Stored | None:
+    """The weights in a bundle's graph that were rounded by GPTQ; None if it has none."""
+    found: Stored | None = None
+    if bundle.manifest.integer_matmuls:
+        found = stored_integers(bundle.read(MODEL_FILE), bundle.path, LIMBS[bundle.manifest.activations])
+    elif bundle.manifest.weights == "int4":
+        found = stored_int4(bundle.read(MODEL_FILE), bundle.path)
     bundle.require_unchanged()
     return found
 

@@ -23,7 +23,7 @@ from spaceport.exporter.quantized_weights import WeightNotFound
 from spaceport.exporter.stored_integers import stored_integers
 from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.graphs.contract.manifest import MODEL_FILE
-from spaceport.graphs.contract.signature import LOWERINGS, Activations, Lowering, Weights, visible_length
+from spaceport.graphs.contract.signature import LOWERINGS, Activations, Lowering, Precision, Weights, visible_length
 from spaceport.graphs.contract.tolerance import tolerance_of
 from spaceport.graphs.int8 import IntegerLinear, IntegerModel, fake_quantize, quantize_linear, row_scales
 from spaceport.graphs.quantize import quantize_model
@@ -35,7 +35,7 @@ from spaceport.runtime.engine import Batch, Engine
 from spaceport.runtime.session import Runtime
 from spaceport.tools.cli import run
 from spaceport.tools.cli.exit_codes import INPUT, USAGE
-from spaceport.tools.reference import integers_of, open_reference
+from spaceport.tools.reference import open_reference, stored_weights
 from spaceport.tools.verify.audit.audit import audit
 from spaceport.tools.verify.audit.prompts import TokenizedPrompt
 from support.cache import built
@@ -215,7 +215,7 @@ def test_all_matmuls_with_weights_are_int8_and_their_inputs_are_quantized_once()
 @pytest.mark.parametrize(
     ("flags", "code", "message"),
     [
-        (["--calibration-data", "{prompts}", "--activations", "float"], USAGE, "expected --weights int8 with it"),
+        (["--calibration-data", "{prompts}", "--activations", "float"], USAGE, "expected --weights int4 with it"),
         (["--calibration-data", "{missing}"], INPUT, "expected a prompt file with one prompt per line"),
         (["--kv-cache", "int8", "--activations", "float"], USAGE, "expected weights int8 with int8 activations"),
     ],
@@ -242,8 +242,8 @@ def test_an_int8_bundle_is_not_built_for_a_gpu(tmp_path: Path, capfd: Capture) -
 @pytest.mark.parametrize("activations", ["int8", "int8x2"])
 def test_the_codes_in_a_graph_are_those_that_were_written(activations: Activations) -> None:
     bundle = open_bundle(exported(activations))
-    found = integers_of(bundle)
-    assert found is not None
+    found = stored_weights(bundle)
+    assert isinstance(found, IntegerModel)
     model = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
     expected = quantize_model(model, "int8", activations, "scatter", found).integers
     assert expected is not None
@@ -253,11 +253,25 @@ def test_the_codes_in_a_graph_are_those_that_were_written(activations: Activatio
     assert torch.equal(weight, found.layers["model.layers.0.self_attn.k_proj"].dequantized.T)
 
 
+@pytest.mark.parametrize(("lowering", "dtype"), [("scatter", "float32"), ("append", "bfloat16")])
+def test_int4_codes_in_a_graph_are_those_that_were_written(lowering: Lowering, dtype: Precision) -> None:
+    options = ExportOptions(lowering, dtype, "int4", requested_activations="float")
+    found = stored_weights(open_bundle(bundle_of(TINY, options)))
+    assert isinstance(found, dict)
+    model = AutoModelForCausalLM.from_pretrained(TINY, dtype=getattr(torch, dtype))
+    again = quantize_model(model, "int4", "float", lowering, found)
+    assert again.layers.keys() == found.keys()
+    assert all(0.01 < error < 0.2 for error in again.errors.values())
+    layer = found["model.layers.0.self_attn.k_proj"]
+    assert layer.block == BLOCKS[lowering][-1]
+    assert torch.equal(model.get_submodule("model.layers.0.self_attn.k_proj").weight, layer.dequantized.T)
+
+
 def test_a_graph_that_does_not_describe_its_weights_is_refused(tmp_path: Path) -> None:
     fill(tmp_path)
     edit(tmp_path, lambda entries: entries.update(weights="int8", activations="int8x2"))
     with pytest.raises(InputFault, match=r"DecodeError .* where the graph describes its int8 weights: expected one"):
-        integers_of(open_bundle(tmp_path))
+        stored_weights(open_bundle(tmp_path))
     with pytest.raises(InputFault, match=r"KeyError 'spaceport\.int8' where the graph describes its int8 weights: exp"):
         stored_integers(onnx.ModelProto(ir_version=11).SerializeToString(), tmp_path, 1)
 

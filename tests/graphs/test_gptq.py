@@ -8,9 +8,10 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from spaceport.graphs.calibration import CalibrationTexts, calibration_texts, kv_bytes, sample_bytes
-from spaceport.graphs.gptq import rounded_layers
+from spaceport.graphs.gptq import INT8, rounded_layers
 from spaceport.graphs.int8 import IntegerLinear, best_scales, quantize_linear
-from spaceport.graphs.quantize import integer_modules
+from spaceport.graphs.quantize import int4_rounding, integer_modules
+from spaceport.graphs.weight_quantization import QuantizedWeight, nearest_weight
 from support.families import build, family_of
 from support.paths import TINY
 
@@ -32,7 +33,29 @@ def inside(model: PreTrainedModel) -> dict[str, nn.Linear]:
 
 @torch.no_grad()
 def rounded(model: PreTrainedModel, texts: CalibrationTexts) -> dict[str, IntegerLinear]:
-    return rounded_layers(model, inside(model), texts)[0]
+    return rounded_layers(model, inside(model), texts, INT8)[0]
+
+
+@torch.no_grad()
+def test_int4_blocks_lose_less_than_with_the_nearest_codes(texts: CalibrationTexts) -> None:
+    model = tiny()
+    expected = model(input_ids=texts.ids, attention_mask=texts.real.long()).logits[texts.real]
+    modules = {name: module for name, module in integer_modules(model).items() if "layers" in name}
+    weights = {name: module.weight.clone() for name, module in modules.items()}
+    layers, _ = rounded_layers(model, modules, texts, int4_rounding((16,), torch.float32))
+    errors = []
+    for form in (lambda name: layers[name].dequantized.T, lambda name: nearest(weights[name]).dequantized.T):
+        for name, module in modules.items():
+            module.weight.data = form(name)
+        found = model(input_ids=texts.ids, attention_mask=texts.real.long()).logits[texts.real]
+        errors.append(float((found - expected).norm()))
+    assert errors[0] < 0.9 * errors[1]
+    assert {layer.block for layer in layers.values()} == {16}
+    assert {int(layer.codes.max()) for layer in layers.values()} == {7}
+
+
+def nearest(weight: Tensor) -> QuantizedWeight:
+    return nearest_weight(weight, "int4", 16)
 
 
 @torch.no_grad()
@@ -59,7 +82,7 @@ def test_a_layer_is_calibrated_behind_the_rounded_ones(texts: CalibrationTexts) 
     model, seen = tiny(), []
     modules = {name: module for name, module in integer_modules(model).items() if "layers" in name}
     modules["model.layers.1.self_attn.q_proj"].register_forward_pre_hook(lambda module, given: seen.append(given[0]))
-    rounded_layers(model, modules, texts)
+    rounded_layers(model, modules, texts, INT8)
     model(input_ids=texts.ids, attention_mask=texts.real.long(), use_cache=False)
     # of the run that finds the layers, of the measured one, of that with rounded weights, and of the rounded model
     before, measured, _, after = (states[texts.real] for states in seen)
@@ -104,7 +127,7 @@ def test_all_layers_of_other_families_are_rounded(name: str) -> None:
     modules, done = integer_modules(model), []
     embedding = model.get_input_embeddings().weight
     modules = {name: module for name, module in modules.items() if module.weight is not embedding}
-    found, errors = rounded_layers(model, modules, calibration_texts(model), lambda *counts: done.append(counts))
+    found, errors = rounded_layers(model, modules, calibration_texts(model), INT8, lambda *counts: done.append(counts))
     assert found.keys() == modules.keys() == errors.keys()
     assert all(0 < error < 0.05 for error in errors.values())
     assert done == [(1, 2), (2, 2)]
@@ -120,7 +143,7 @@ def test_layers_that_are_not_chained_get_the_nearest_codes(
     )
     modules = inside(model)
     weights = {name: module.weight.clone() for name, module in modules.items()}
-    found, _ = rounded_layers(model, modules, texts)
+    found, _ = rounded_layers(model, modules, texts, INT8)
     for name, weight in weights.items():
         assert torch.equal(found[name].codes, quantize_linear(weight, best_scales(weight)).codes)
 

@@ -28,7 +28,7 @@ from spaceport.graphs.int8 import (
 )
 from spaceport.graphs.quantize import quantize_inputs, quantize_model
 from spaceport.graphs.traits import UnsupportedModel
-from spaceport.graphs.weight_quantization import BLOCKS, QuantizedWeight, quantize_weight, quantize_weights
+from spaceport.graphs.weight_quantization import BLOCKS, QuantizedWeight, block_of, nearest_weight
 from spaceport.tools.verify.check.quantization import agreement
 from support.families import FAMILIES, build
 from support.paths import TINY
@@ -50,9 +50,7 @@ weights = st.builds(
 
 
 def quantized(weight: Tensor, kind: Weights) -> QuantizedWeight:
-    found = quantize_weight(weight, kind, BLOCKS["append"])
-    assert found is not None
-    return found
+    return nearest_weight(weight, kind, block_of(weight.shape[1], BLOCKS["append"]) if kind == "int4" else None)
 
 
 def steps(found: QuantizedWeight) -> Tensor:
@@ -119,8 +117,7 @@ def test_zeros_stay_zeros(kind: Weights, dtype: torch.dtype) -> None:
     ],
 )
 def test_the_block_size_divides_the_number_of_inputs(lowering: Lowering, inputs: int, block: int | None) -> None:
-    found = quantize_weight(torch.ones(2, inputs), "int4", BLOCKS[lowering])
-    assert (None if found is None else found.block) == block
+    assert block_of(inputs, BLOCKS[lowering]) == block
 
 
 @pytest.mark.parametrize("kind", ["int4", "int8", "float8"])
@@ -141,7 +138,7 @@ def tiny() -> PreTrainedModel:
 @pytest.mark.parametrize("kind", FORMATS)
 def test_a_model_computes_with_quantized_weights_and_the_others_are_unchanged(kind: Weights) -> None:
     model, before = tiny(), tiny().state_dict()
-    quantization = quantize_weights(model, kind, "scatter")
+    quantization = quantize_model(model, kind, "float", "scatter")
     assert quantization.quantized_weights == 239_616
     assert len(quantization.layers) == 7 * 3
     for name, weight in model.state_dict().items():
@@ -152,24 +149,24 @@ def test_a_model_computes_with_quantized_weights_and_the_others_are_unchanged(ki
 
 def test_weights_that_two_modules_share_and_adapters_are_not_quantized() -> None:
     model, plain = tiny(), tiny()
-    expected = quantize_weights(plain, "int4", "scatter").layers.keys()
+    expected = quantize_model(plain, "int4", "float", "scatter").layers.keys()
     gate_model(model, [4], 3, 6, ["q_proj"])
     model.requires_grad_(False)
     gated = model.get_submodule("model.layers.0.self_attn.q_proj")
     assert isinstance(gated, GatedLinear)
-    adapter = gated.A.clone()
+    before, adapter = gated.weight.clone(), gated.A.clone()
     shared = {f"model.layers.{layer}.mlp.up_proj" for layer in (0, 1)}
     one, other = (model.get_submodule(name) for name in sorted(shared))
     other.weight = one.weight
-    assert quantize_weights(model, "int4", "scatter").layers.keys() == expected - shared
-    assert torch.equal(gated.weight, plain.get_submodule("model.layers.0.self_attn.q_proj").weight)  # type: ignore[arg-type]
+    assert quantize_model(model, "int4", "float", "scatter").layers.keys() == expected - shared
+    assert not torch.equal(gated.weight, before)
     assert torch.equal(gated.A, adapter)
 
 
 def test_experts_that_are_not_linear_modules_are_not_quantized() -> None:
     model = build(NAMED["mixtral"]).requires_grad_(False)
     before = {name: weight.clone() for name, weight in model.state_dict().items() if "experts" in name}
-    layers = quantize_weights(model, "int4", "scatter").layers
+    layers = quantize_model(model, "int4", "float", "scatter").layers
     assert layers
     assert all("self_attn" in name for name in layers)
     assert all(torch.equal(weight, model.state_dict()[name]) for name, weight in before.items())
@@ -186,7 +183,7 @@ def test_an_error_for_non_finite_weights_names_the_layer(kind: Weights, value: f
 
 def test_a_model_without_quantizable_layers_is_refused() -> None:
     with pytest.raises(OptionFault, match=r"weights is int4: GPT2LMHeadModel has no linear layer .*--weights same"):
-        quantize_weights(build(NAMED["gpt2"]), "int4", "scatter")
+        quantize_model(build(NAMED["gpt2"]), "int4", "float", "scatter")
 
 
 def test_agreement_counts_rows_and_measures_divergence() -> None:
@@ -334,10 +331,12 @@ def test_a_model_with_the_codes_of_a_bundle_is_the_quantized_model(activations: 
 def test_codes_of_another_checkpoint_are_refused() -> None:
     integers = integers_of(tiny())
     with pytest.raises(
-        InputFault, match=r"has no int8 weight of .*_proj with \(\d+, \d+\) values: expected the graph of"
+        InputFault, match=r"has no quantized weight of .*_proj with \(\d+, \d+\) values: expected the graph of"
     ):
         integers_of(tiny(), stored=replace(integers, layers={}))
     name = "model.layers.1.self_attn.o_proj"
     changed = replace(integers.layers[name], codes=integers.layers[name].codes.flip(0))
-    with pytest.raises(InputFault, match=rf"the int8 weight of {name} in the graph differs by 1\d\d% from the checkp"):
+    with pytest.raises(
+        InputFault, match=rf"the quantized weight of {name} in the graph differs by 1\d\d% from the checkp"
+    ):
         integers_of(tiny(), stored=replace(integers, layers={**integers.layers, name: changed}))

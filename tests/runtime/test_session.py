@@ -83,14 +83,17 @@ def sampled(tiny_bundle: Path, tiny_int8_bundle: Path) -> dict[Weights, list[tup
 
 
 def test_golden_texts_take_the_pinned_numbers_of_steps_and_end_where_plain_decoding_would(runtime: Runtime) -> None:
+    # GPTQ depends on floating-point sums of the machine, so another draft token may be accepted or rejected
+    slack = int(runtime.bundle.manifest.weights == "int8")
     for mask_slots, steps in enumerate((96, 49, 33, 25, 20, 18)):
         found = runtime.generate(DECODER, chain(mask_slots))
         assert (found.text, found.ending, len(found.tokens)) == (GOLDEN, "length", 96)
-        assert found.statistics.steps == steps
-        assert sum(found.statistics.accepted_by_depth) == 96 - steps
+        assert abs(found.statistics.steps - steps) <= slack
+        assert sum(found.statistics.accepted_by_depth) == 96 - found.statistics.steps
     for mask_slots, steps in enumerate((49, 27, 19, 15, 12, 11)):
         found = runtime.generate(SCANNER, chain(mask_slots))
-        assert (found.text, found.ending, len(found.tokens), found.statistics.steps) == (GOLDEN_END, "end", 48, steps)
+        assert (found.text, found.ending, len(found.tokens)) == (GOLDEN_END, "end", 48)
+        assert abs(found.statistics.steps - steps) <= slack
     assert runtime.generate(runtime.tokens_of(SCANNER), chain(5)).text == GOLDEN_END
 
 

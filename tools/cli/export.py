@@ -105,7 +105,7 @@ class Export(Sectioned):
     former=["--calibrate"],
     type=PATH,
     metavar="PROMPTS",
-    help="Prompt file, one prompt per line: --weights int8 are rounded for texts that the model samples after them; "
+    help="Prompt file, one prompt per line: int8 and int4 weights are rounded for texts that the model samples after them; "
     "default: a few questions if the model chats, otherwise no prompts.",
 )
 @click.option(
@@ -168,9 +168,10 @@ def command(
     if dry_run:
         _dry_run(drafts, bundle, chosen, (max_seq_len, max_requests), gpu_memory, as_json)
         return
-    if calibrate is not None and (weights != "int8" or activations == "float"):
+    if calibrate is not None and not (weights == "int4" or (weights == "int8" and activations != "float")):
         raise OptionFault(
-            "--calibration-data needs quantized activations: expected --weights int8 with it, and no --activations float"
+            "--calibration-data is for weights that are rounded by GPTQ: expected --weights int4 with it, or --weights int8 "
+            "without --activations float"
         )
     prompts = () if calibrate is None else tuple(one.prompt for one in read_prompts(calibrate))
     check_target(bundle, overwrite)

@@ -107,6 +107,11 @@ def export(
     options = exact_activations(checkpoint.config, options, checkpoint.preloaded is not None)
     with writing(target, overwrite) as unfinished:
         decoder, traits = build_decoder(checkpoint, options, on_stage, scratch=unfinished)
+        if options.requested_kv_cache == "int8" and decoder.signature.kv_cache != "int8":
+            raise OptionFault(
+                f"KV cache is int8: the layers of {class_name(decoder.model)} cannot be measured one by one; expected same "
+                "(--kv-cache)"
+            )
         parameters = sum(parameter.numel() for parameter in decoder.parameters()) - decoder.quantization.untied_weights
         if quantized := decoder.quantization.quantized_weights:
             on_stage(f"{quantized:,} of {parameters:,} weights are {options.weights}, the others {options.dtype}")

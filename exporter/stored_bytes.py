@@ -15,7 +15,7 @@ from spaceport.graphs.contract.signature import Activations, Lowering, Precision
 from spaceport.graphs.quantize import integer_modules
 from spaceport.graphs.rotation import rotation_sizes
 from spaceport.graphs.traits import class_name
-from spaceport.graphs.weight_quantization import BLOCKS, linear_modules
+from spaceport.graphs.weight_quantization import BLOCKS, block_of, linear_modules
 
 INLINE = 256  # bytes; constants of up to this size are stored in model.onnx, all others in model.onnx.data
 _FLOAT32 = DTYPES["float32"].bytes
@@ -80,7 +80,7 @@ def _quantizable(module: nn.Linear, storage: _Storage) -> bool:
 
 def _block(module: nn.Linear, storage: _Storage) -> int | None:
     """Inputs that share a scale of int4 weights."""
-    return next((block for block in storage.blocks if module.in_features % block == 0), None)
+    return block_of(module.in_features, storage.blocks)
 
 
 def _scale_bytes(module: nn.Linear, storage: _Storage) -> int:

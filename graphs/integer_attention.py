@@ -22,10 +22,18 @@ from torch import Tensor, nn
 from torch.onnx.ops import symbolic
 from transformers import AttentionInterface, PreTrainedModel
 
-from spaceport.graphs.attention import INTEGER_ATTENTION, attention_modules, capped, grouped_attention, refuse_unknown
+from spaceport.graphs.attention import (
+    INTEGER_ATTENTION,
+    UnsupportedAttention,
+    attention_modules,
+    capped,
+    grouped_attention,
+    refuse_unknown,
+)
 from spaceport.graphs.int8 import INT8_MAX, ZERO_POINT, AttentionScales
 from spaceport.graphs.preloaded_slots import slots_of
 from spaceport.graphs.rotation import block_size, hadamard, orthogonal
+from spaceport.graphs.traits import UnsupportedModel, class_name
 
 _RECORDING = "spaceport-recording"
 _KEY_ROOM = 1.1  # the largest key relative to that of the calibration texts: larger ones are cut off
@@ -117,6 +125,8 @@ class AttentionRecorder:
         model.set_attn_implementation(_RECORDING)
         try:
             yield
+        except UnsupportedAttention as error:
+            raise UnsupportedModel(f"{class_name(model)} cannot be exported: {error}") from error
         finally:
             model.set_attn_implementation(previous)
 

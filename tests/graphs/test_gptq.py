@@ -10,9 +10,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from spaceport.graphs.calibration import CalibrationTexts, calibration_texts, kv_bytes, sample_bytes
 from spaceport.graphs.gptq import INT8, rounded_layers
 from spaceport.graphs.int8 import IntegerLinear, best_scales, quantize_linear
-from spaceport.graphs.quantize import int4_rounding, integer_modules
+from spaceport.graphs.quantize import int4_rounding, integer_modules, quantize_model
+from spaceport.graphs.traits import UnsupportedModel
 from spaceport.graphs.weight_quantization import QuantizedWeight, nearest_weight
-from support.families import build, family_of
+from support.families import REFUSED, build, family_of
 from support.paths import TINY
 
 
@@ -180,3 +181,9 @@ def test_a_model_with_large_keys_and_values_gets_fewer_texts(monkeypatch: pytest
     assert sample_bytes(model) < 64 * everything.ids.shape[1] * kv_bytes(model)
     monkeypatch.setattr("spaceport.graphs.calibration._MEMORY", 1)
     assert len(calibration_texts(model, prompts).ids) == 8
+
+
+def test_attention_that_cannot_be_measured_is_refused_with_the_reason() -> None:
+    (refused,) = [each for each in REFUSED if each.family.model_type == "gpt_oss"]
+    with pytest.raises(UnsupportedModel, match="GptOssForCausalLM cannot be exported: its attention takes s_aux"):
+        quantize_model(build(refused.family), "int8", "int8x2", "scatter", kv_cache="int8")

@@ -6,8 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from spaceport.graphs.contract.atomic_file import flush
-from spaceport.graphs.contract.manifest import MANIFEST_FILE, Manifest, record_of
-from spaceport.graphs.contract.manifest_file import manifest_content
+from spaceport.graphs.contract.manifest import MANIFEST_FILE, Manifest, manifest_content, record_of
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> Manifest:

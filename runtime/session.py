@@ -12,16 +12,15 @@ from types import TracebackType
 
 from spaceport.graphs.contract.exactness import Exactness, unmeasured
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.runtime.backends.engine_options import EngineOptions
-from spaceport.runtime.backends.step_costs import measured_here
+from spaceport.runtime.backends import Opened, open_with_engine
+from spaceport.runtime.backends.measurements import measured_here
 from spaceport.runtime.bundle import Bundle, read_correction
 from spaceport.runtime.costs import CostSource, StepCosts, relative_costs
 from spaceport.runtime.decode.planner import DraftPlanner
 from spaceport.runtime.decode.request import Observer
 from spaceport.runtime.decoding import Decoding
-from spaceport.runtime.engine import Engine
+from spaceport.runtime.engine import Engine, EngineOptions
 from spaceport.runtime.limits import DEFAULT_LIMITS, Limits
-from spaceport.runtime.opening import Opened, open_with_engine
 from spaceport.runtime.sampling.scoring import Score
 from spaceport.runtime.scheduling.admission import Admission
 from spaceport.runtime.scheduling.capacity import capacity_for, seq_len, slots_for

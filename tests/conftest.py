@@ -12,7 +12,7 @@ import pytest
 from hypothesis import settings
 
 from spaceport.graphs.contract.signature import Lowering, Precision, Weights
-from spaceport.runtime.backends.cpus import cpu_class, cpu_name
+from spaceport.runtime.backends.machine import cpu_class, cpu_name
 from support.cache import NOTES, cache_folder, note
 from support.exported import bundle_of
 from support.on_change import OnChange
@@ -81,7 +81,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     """Say what the run took, and name the CPU, on which it depends what the tests have shown."""
     kernels = ""
     if not config.getoption("fast"):
-        from spaceport.runtime.backends.integer_kernels import is_exact
+        from spaceport.runtime.backends.products import is_exact
 
         kernels = "" if is_exact(setting=False) else "; onnxruntime runs kernels for AVX2 without VNNI"
     terminalreporter.write_line(f"CPU: {cpu_name()}, {cpu_class()}{kernels}")

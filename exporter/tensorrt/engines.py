@@ -1,4 +1,4 @@
-"""Engines: store TensorRT engines in a bundle, named by a digest of everything that they depend on."""
+"""Build engines from the graph of a bundle, and store them in the bundle, named by a digest of everything that they depend on."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from spaceport.exporter.atomic_folder import FolderKind, require_space
 from spaceport.exporter.folder_lock import locked_folder
 from spaceport.exporter.interrupts import interrupts_deferred
-from spaceport.exporter.tensorrt.profiles import profiles
-from spaceport.exporter.tensorrt.to_tensorrt import BuildOptions, Library
+from spaceport.exporter.tensorrt.append_graph import append_graph
+from spaceport.exporter.tensorrt.builder_monitor import OnProgress
+from spaceport.exporter.tensorrt.to_tensorrt import BuildOptions, Library, attention_of, build, profiles
 from spaceport.graphs.contract.atomic_file import is_partial, staged
 from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.contract.manifest import (
@@ -21,16 +23,29 @@ from spaceport.graphs.contract.manifest import (
     MANIFEST_FILE,
     EngineRecord,
     Manifest,
+    manifest_content,
+    manifest_in,
     record_of,
 )
-from spaceport.graphs.contract.manifest_file import manifest_content, manifest_in
 
 _BUILD_VERSION = 2  # increased when the same options build a different engine
-_ENGINE = ".engine"  # file suffix; other files in the folder are not touched
+_SUFFIX = ".engine"  # of files; others in the folder are not touched
+_KERNELS = 64 << 20  # upper estimate of an engine's size without weights, in bytes
 
 
 class ChangedBundle(InputFault):
     """A bundle was exported again while an engine was built from it."""
+
+
+@dataclass(frozen=True)
+class BuildResult:
+    """An engine in a bundle, and whether it was built or reused."""
+
+    name: str
+    record: EngineRecord
+    built: bool  # False: an existing engine was reused
+    decomposed: str = ""  # why attention runs as matmuls; empty if it is fused in all layers
+    activation: int | None = None  # activation memory in bytes; None: unknown
 
 
 def engine_name(graph: tuple[str, ...], row_logits: int, library: Library, options: BuildOptions) -> str:
@@ -47,7 +62,7 @@ def engine_name(graph: tuple[str, ...], row_logits: int, library: Library, optio
         "refittable": options.refittable,
     }
     digest = hashlib.sha256(json.dumps(depends, sort_keys=True).encode()).hexdigest()
-    return f"{options.target}-{digest[:12]}{_ENGINE}"
+    return f"{options.target}-{digest[:12]}{_SUFFIX}"
 
 
 def require_writable(folder: Path) -> None:
@@ -124,7 +139,7 @@ def _staged(file: Path, content: bytes | memoryview) -> Iterator[Callable[[], No
 
 def _is_engine(file: Path) -> bool:
     """Whether a file is an engine, or left by a killed build; earlier versions left NAME.partial."""
-    return file.name.endswith((_ENGINE, f"{_ENGINE}.partial")) or (is_partial(file) and _ENGINE in file.name)
+    return file.name.endswith((_SUFFIX, f"{_SUFFIX}.partial")) or (is_partial(file) and _SUFFIX in file.name)
 
 
 @contextmanager
@@ -134,3 +149,53 @@ def _locked(folder: Path) -> Iterator[None]:
         if not os.path.samestat(os.fstat(descriptor), folder.stat()):
             raise ChangedBundle(f"{folder}: was exported again while the engine was built: build it again")
         yield
+
+
+def host_memory(manifest: Manifest) -> int:
+    """Estimated host memory of a build in bytes; measured: 0.34 GB for 4 MB of weights, 0.98 GB for 180 MB."""
+    return 4 * manifest.graph_bytes + (330 << 20)
+
+
+def build_engine(
+    folder: Path,
+    manifest: Manifest,
+    library: Library,
+    options: BuildOptions,
+    reusable: Callable[[EngineRecord], bool] = lambda record: True,
+    on_start: Callable[[], None] = lambda: None,
+    on_progress: OnProgress = lambda done, phase: None,
+    require_unchanged: Callable[[], None] = lambda: None,
+) -> BuildResult:
+    """Build and store an engine in a checked bundle, or return the existing engine with the same options.
+
+    `require_unchanged` is called before the engine is stored, and raises if the graph's files are not those that were
+    verified: the builder reads them by their names.
+    """
+    graph, signature = manifest.graph, manifest.signature
+    name = engine_name(graph, signature.row_logits, library, options)
+    model = append_graph(folder, signature, options.shapes.capacity)
+    record = find_engine(folder, manifest, name)
+    if record is not None and reusable(record):
+        return BuildResult(name, record, False, attention_of(model, signature).reason if record.decomposed else "")
+    require_writable(folder)
+    require_space(folder, manifest.graph_bytes + _KERNELS, FolderKind("engine", _SUFFIX))
+    on_start()
+    built = build(library, model, folder, signature, options, on_progress)
+    shapes = options.shapes
+    record = EngineRecord(
+        sha256=hashlib.sha256(built.plan).hexdigest(),
+        size=built.plan.nbytes,
+        graph=graph,
+        backend=library.flavour,
+        version=library.version,
+        target=options.target,
+        capacity=shapes.capacity,
+        requests=shapes.requests,
+        step_rows=shapes.step_rows,
+        prefill_rows=shapes.prompt_rows,
+        refittable=options.refittable,
+        decomposed=built.attention.decomposed,
+    )
+    require_unchanged()
+    store_engine(folder, name, built.plan, record)
+    return BuildResult(name, record, True, built.attention.reason, built.activation or None)

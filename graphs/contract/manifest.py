@@ -1,22 +1,100 @@
-"""Manifest: the description of a bundle as data; this module reads no files."""
+"""Manifest: the description of a bundle as data, and the bytes of its file."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import re
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, BinaryIO, Literal, get_args
 
 from spaceport.graphs.contract.draft_acceptance import DraftAcceptance, draft_acceptances
 from spaceport.graphs.contract.faults import InputFault
-from spaceport.graphs.contract.file_records import FLAVOURS as FLAVOURS
-from spaceport.graphs.contract.file_records import LIBRARIES as LIBRARIES
-from spaceport.graphs.contract.file_records import EngineRecord as EngineRecord
-from spaceport.graphs.contract.file_records import FileRecord as FileRecord
-from spaceport.graphs.contract.file_records import Flavour as Flavour
-from spaceport.graphs.contract.file_records import engine_record, file_record
-from spaceport.graphs.contract.file_records import record_of as record_of
 from spaceport.graphs.contract.json_fields import JsonField, Rules, is_whole
 from spaceport.graphs.contract.mask_layout import GROUPS, MaskLayout
 from spaceport.graphs.contract.signature import ACTIVATIONS, WEIGHTS, Activations, Signature, Weights
+
+_MAX_SIZE = 2**50  # bytes of a file
+_MAX_SHAPE = 2**31 - 1  # slots, requests or rows of an engine
+
+Flavour = Literal["tensorrt", "tensorrt-rtx"]
+
+FLAVOURS: tuple[Flavour, ...] = get_args(Flavour)
+LIBRARIES: dict[Flavour, str] = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}  # Python modules
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """Digest and size of a file when the bundle was written."""
+
+    sha256: str
+    size: int
+
+
+@dataclass(frozen=True)
+class EngineRecord:
+    """A TensorRT engine of a bundle, and everything that it depends on."""
+
+    sha256: str  # of the engine's file
+    size: int
+    graph: tuple[str, ...]  # sha256 of model.onnx and of its data file at build time
+    backend: Flavour
+    version: str  # of the library that built it; no other version can run it
+    target: str  # GPU architecture, such as sm89
+    capacity: int  # KV slots per request
+    requests: int  # maximum requests per call
+    step_rows: int  # maximum rows per request in the decode profile, for which CUDA graphs are captured
+    prefill_rows: int  # maximum rows per request in the prefill profile
+    refittable: bool = False
+    decomposed: int = 0  # layers whose attention runs as matmuls because the library has no fused kernel for it
+
+    @property
+    def file(self) -> FileRecord:
+        """Digest and size of the engine's file."""
+        return FileRecord(self.sha256, self.size)
+
+
+def record_of(stream: BinaryIO) -> FileRecord:
+    """Digest and size of a file, which is read to its end."""
+    hasher, size = hashlib.sha256(), 0
+    while block := stream.read(2**20):
+        hasher.update(block)
+        size += len(block)
+    return FileRecord(hasher.hexdigest(), size)
+
+
+def _digest(found: JsonField) -> str:
+    value = found.value
+    if not isinstance(value, str) or len(value) != 64 or not set(value) <= set("0123456789abcdef"):
+        found.refuse("64 hexadecimal digits")
+    return value
+
+
+def file_record(found: JsonField) -> FileRecord:
+    """The record of a file in parsed JSON."""
+    entries = found.entries(FileRecord)
+    return FileRecord(_digest(entries["sha256"]), entries["size"].whole(0, _MAX_SIZE))
+
+
+def engine_record(name: str, found: JsonField) -> EngineRecord:
+    """The record of the engine with this file name in parsed JSON."""
+    entries = found.entries(EngineRecord)
+    if re.fullmatch(r"[a-z0-9][a-z0-9.-]{0,99}\.engine", name) is None:
+        raise found.rules.fault(
+            f"engines name {name!r}: expected small letters, digits, dots and hyphens, ending in .engine"
+        )
+    return EngineRecord(
+        sha256=_digest(entries["sha256"]),
+        size=entries["size"].whole(0, _MAX_SIZE),
+        graph=tuple(map(_digest, entries["graph"].items("digests"))),
+        backend=entries["backend"].one_of(FLAVOURS),
+        version=entries["version"].text(),
+        target=entries["target"].text(),
+        refittable=entries["refittable"].boolean(),
+        **{part: entries[part].whole(1, _MAX_SHAPE) for part in ("capacity", "requests", "step_rows", "prefill_rows")},
+        decomposed=entries["decomposed"].whole(0, _MAX_SHAPE),
+    )
+
 
 # Of the manifest's entries: a bundle of any other number is refused.
 SCHEMA = 10
@@ -232,3 +310,55 @@ def _ids(found: JsonField) -> tuple[int, ...]:
     if not all(is_whole(item.value, 0) for item in found.items("token ids")):
         found.refuse("a list of token ids")
     return found.wholes()
+
+
+_DIGEST = "sha256"  # last entry: the digest of the file, computed with zeros instead of it
+_ZEROS = b"0" * 64
+
+
+def manifest_content(manifest: Manifest) -> bytes:
+    """The content of a manifest's file with its digest."""
+    return with_digest(manifest.as_dict())
+
+
+def with_digest(entries: dict[str, Any]) -> bytes:
+    """The content of a file with these entries and its digest."""
+    unsigned = {**entries, _DIGEST: _ZEROS.decode()}
+    content = (json.dumps(unsigned, indent=2) + "\n").encode()
+    return _with_digest(content, _ZEROS, hashlib.sha256(content).hexdigest().encode())
+
+
+def manifest_in(content: bytes) -> Manifest:
+    """The manifest in a file's content; raises ValueError if any part is invalid, or not as it was written."""
+    entries = json.loads(content.decode(), object_pairs_hook=_without_duplicates, parse_constant=_refuse_constant)
+    if isinstance(entries, dict) and entries.get("schema") == SCHEMA:
+        _verify(content, entries.pop(_DIGEST, None))
+    return manifest_of(entries)
+
+
+def _verify(content: bytes, digest: object) -> None:
+    """Raise unless this is the digest of the content."""
+    if not isinstance(digest, str) or not digest.isascii() or len(digest) != len(_ZEROS):
+        raise ManifestError(f"{_DIGEST} is {digest!r:.80}: expected the digest of the manifest, 64 hexadecimal digits")
+    found = hashlib.sha256(_with_digest(content, digest.encode(), _ZEROS)).hexdigest()
+    if found != digest:
+        raise ManifestError(f"{_DIGEST} is {digest[:12]}…, the digest of its content is {found[:12]}…: it was changed")
+
+
+def _with_digest(content: bytes, old: bytes, new: bytes) -> bytes:
+    """The content with another digest in its last entry."""
+    before, _, after = content.rpartition(old)
+    return before + new + after
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    entries: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in entries:
+            raise ManifestError(f"has the entry {ascii(name)[:80]} twice: expected each entry once")
+        entries[name] = value
+    return entries
+
+
+def _refuse_constant(name: str) -> None:
+    raise ManifestError(f"contains {name}: expected JSON numbers")

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from time import perf_counter
 from typing import NamedTuple
 
 from spaceport.graphs.contract.faults import InputFault, MissingDependency, OptionFault
 from spaceport.graphs.contract.installation import install_command
 from spaceport.graphs.contract.manifest import LIBRARIES, Flavour
-from spaceport.runtime.backends.built import engine_for
-from spaceport.runtime.backends.device import gpu, no_gpu
-from spaceport.runtime.backends.engine_options import EngineOptions
-from spaceport.runtime.bundle import Bundle
-from spaceport.runtime.engine import Engine
+from spaceport.runtime.backends.built_engines import engine_for
+from spaceport.runtime.backends.machine import gpu, no_gpu
+from spaceport.runtime.bundle import Bundle, BundleError, ChangedWhileOpening, open_bundle
+from spaceport.runtime.engine import Engine, EngineOptions
 
 MOST_THREADS = max(64, 2 * (os.cpu_count() or 1))  # against typing errors that would overload the machine
+
+_ATTEMPTS = 4  # an export replaces a folder in one step, so the second one nearly always succeeds
 
 
 class Backend(NamedTuple):
@@ -49,6 +53,16 @@ class Resolved:
     notes: tuple[str, ...]  # why better backends were not used, one sentence each
 
 
+class Opened(NamedTuple):
+    """An open bundle and its engine."""
+
+    bundle: Bundle
+    resolved: Resolved
+    options: EngineOptions
+    verify_seconds: float  # until the hashes of all files were verified
+    engine_seconds: float  # until the engine was opened
+
+
 class MissingBackend(MissingDependency):
     """No installed backend or device can run the bundle; the message says what to install."""
 
@@ -67,6 +81,51 @@ def resolve(bundle: Bundle, backend: str, options: EngineOptions) -> Resolved:
     else:
         require(bundle, backend, options)
     return Resolved(backend, _open(bundle, backend, options), notes)
+
+
+def open_with_engine(
+    path: str | os.PathLike[str],
+    backend: str,
+    options_for: Callable[[Bundle], EngineOptions],
+    *,
+    allow_links: bool = False,
+    copy_weights: bool = False,
+    require_signature: str | os.PathLike[str] | None = None,
+) -> Opened:
+    """The bundle in a folder, and its engine with the options that this bundle gets."""
+    open_again = partial(
+        open_bundle, path, allow_links=allow_links, copy_weights=copy_weights, require_signature=require_signature
+    )
+    for _ in range(_ATTEMPTS - 1):
+        before = _identity(path)
+        try:
+            return _open_once(open_again, backend, options_for)
+        except ChangedWhileOpening:
+            continue
+        except BundleError:
+            if _identity(path) == before:
+                raise
+    return _open_once(open_again, backend, options_for)
+
+
+def _open_once(
+    open_again: Callable[[], Bundle], backend: str, options_for: Callable[[Bundle], EngineOptions]
+) -> Opened:
+    started = perf_counter()
+    bundle = open_again()
+    verified = perf_counter()
+    options = options_for(bundle)
+    resolved = resolve(bundle, backend, options)
+    return Opened(bundle, resolved, options, verified - started, perf_counter() - verified)
+
+
+def _identity(path: str | os.PathLike[str]) -> tuple[int, int] | None:
+    """Device and inode of a folder; None if there is none."""
+    try:
+        status = Path(path).stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 def open_engine(bundle: Bundle, backend: str, options: EngineOptions) -> Engine:

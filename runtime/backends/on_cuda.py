@@ -5,18 +5,274 @@ from __future__ import annotations
 import contextlib
 import io
 import re
+from collections import Counter
 from collections.abc import Collection, Sequence
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import onnxruntime as ort
+from numpy.typing import NDArray
 
+from spaceport.graphs.contract.dtypes import DTYPES
 from spaceport.graphs.contract.faults import MissingDependency, OptionFault
-from spaceport.runtime.backends.device import gpu
-from spaceport.runtime.backends.engine_options import EngineOptions
-from spaceport.runtime.backends.on_device import DeviceEngine
-from spaceport.runtime.backends.on_onnxruntime import FAULTS, open_selection, open_session, session_options, unloadable
+from spaceport.graphs.contract.signature import Signature, logit_rows, selection_width
+from spaceport.runtime.backends.machine import gpu
+from spaceport.runtime.backends.on_onnxruntime import FAULTS, open_selection, open_session, unloadable
+from spaceport.runtime.backends.products import session_options
+from spaceport.runtime.backends.staging import Block, CallLimits, CallShape, end_of, filled_up, ranges_of
 from spaceport.runtime.bundle import Bundle
-from spaceport.runtime.engine import EngineFault
+from spaceport.runtime.engine import (
+    UNTIMED,
+    Batch,
+    Costs,
+    EngineFault,
+    EngineOptions,
+    Moves,
+    SelectedRows,
+    selected_rows,
+)
+
+_UINT8 = 2  # onnx.TensorProto.UINT8; numpy has no bfloat16, so types are named by their numbers
+
+_LEAST = 1 << 14  # bytes of the smallest block
+MOST_GRAPHS = 128  # each takes some megabytes of GPU memory
+_GRAPH_ROWS = 64  # for wider calls, launch overhead is negligible
+_COMMON = 3  # calls of a shape before it is captured
+PLAIN = -1  # graph id of a call that is neither captured nor replayed
+
+
+class Graphs:
+    """Decides which calls onnxruntime captures as CUDA graphs: frequent ones with few rows."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._seen: Counter[tuple[int, CallShape]] = Counter()
+        self._ids: dict[tuple[int, CallShape], int] = {}
+        self._options: dict[int, ort.RunOptions] = {}
+
+    def options(self, first: int, shape: CallShape) -> ort.RunOptions:
+        """Run options of a call for the requests from `first` on."""
+        number = self.number(first, shape)
+        if number not in self._options:
+            self._options[number] = ort.RunOptions()
+            self._options[number].add_run_config_entry("gpu_graph_id", str(number))
+        return self._options[number]
+
+    def number(self, first: int, shape: CallShape) -> int:
+        """The graph id of a call; a graph contains buffer addresses, so it belongs to the call's requests."""
+        key = (first, shape)
+        if (known := self._ids.get(key)) is not None:
+            return known
+        if len(self._ids) == self._most or shape.rows > _GRAPH_ROWS:
+            return PLAIN
+        self._seen[key] += 1
+        if self._seen[key] <= _COMMON:
+            return PLAIN
+        self._ids[key] = len(self._ids)
+        return self._ids[key]
+
+
+class Staged(NamedTuple):
+    """A block of host memory and the device memory that it is copied to."""
+
+    block: Block
+    memory: ort.OrtValue
+
+
+class DeviceEngine:
+    """A graph in an onnxruntime session on a device.
+
+    Everything is bound by its address, and no address that was ever bound is given up before the engine is closed: captured
+    graphs hold them.
+    """
+
+    costs: Costs = UNTIMED
+
+    def __init__(
+        self,
+        session: ort.InferenceSession,
+        signature: Signature,
+        options: EngineOptions,
+        kind: Literal["cuda", "cpu"],
+        device: str,
+        graphs: bool = False,
+        notes: tuple[str, ...] = (),
+        selection: ort.InferenceSession | None = None,  # session of the bundle's graph for token selection
+    ) -> None:
+        self.selects = selection is not None
+        self.signature = signature
+        self.capacity = self.rows = options.capacity
+        self.requests = options.requests
+        self.device = device
+        self.notes = notes
+        self._session: ort.InferenceSession | None = session
+        self._kind = kind
+        self._limits = CallLimits(self.capacity, self.rows, logit_rows(self.rows, signature.row_logits))
+        # one block of 2 * layers x requests x Hkv x S x D; zeroed, since 0 * NaN is NaN
+        kv = np.zeros(signature.kv_bytes(options.requests, options.capacity), np.uint8)
+        self._kv = ort.OrtValue.ortvalue_from_numpy(kv, kind, 0)
+        self._staged: dict[int, Staged] = {}  # by size in bytes
+        self._logits: dict[int, ort.OrtValue] = {}  # the same
+        self._selected: dict[int, ort.OrtValue] = {}  # the same
+        self._graphs = Graphs(MOST_GRAPHS if graphs else 0)
+        # onnxruntime stores graphs for the OS thread that captured them. This thread captures all, since the worker thread
+        # ends when it is idle and graphs would be captured again
+        self._thread = ThreadPoolExecutor(1, "spaceport-graphs") if graphs else None
+        self._binding = session.io_binding()
+        self._selection = selection
+        self._shape: CallShape | None = None  # shape of the call whose buffers are bound
+        self._range: tuple[int, int] | None = None  # range of requests whose buffers are bound
+
+    def run(self, batch: Batch) -> NDArray[np.float32]:
+        self._compute(batch)
+        return self._copied()[:, : batch.lines(self.signature)]
+
+    def select(self, batch: Batch) -> list[SelectedRows]:
+        """The best tokens of the needed rows of each request; only these are copied to the host."""
+        assert self._selection is not None
+        shape = self._compute(batch)
+        logits = shape.logits(self.signature)
+        packed = (*logits[:2], selection_width(self.signature.vocab_size))
+        kind, binding = DTYPES["float32"].onnx, self._selection.io_binding()
+        try:
+            binding.bind_input("logits", self._kind, 0, kind, logits, self._logits_memory(logits).data_ptr())
+            memory = self._logits_memory(packed, selected=True)
+            binding.bind_output("selection", self._kind, 0, kind, packed, memory.data_ptr())
+            self._selection.run_with_iobinding(binding)
+            found: NDArray[np.float32] = binding.get_outputs()[0].numpy()
+        except FAULTS as error:
+            raise self._fault(error) from error
+        return selected_rows(found, self._copied, batch.lines(self.signature))
+
+    def _compute(self, batch: Batch) -> CallShape:
+        """Run a call, which leaves its logits in device memory; returns its padded shape."""
+        if self._session is None:
+            raise EngineFault(f"onnxruntime on {self.device}: the engine is closed")
+        shape = filled_up(batch, self.signature, self._limits)
+        try:
+            staged = self._stage(end_of(self.signature, shape))
+            staged.block.write(batch, shape, self.capacity)
+            staged.memory.update_inplace(staged.block.memory)
+            self._bind(batch.first, shape, staged.memory.data_ptr())
+            self._start(self._session, self._graphs.options(batch.first, shape))
+        except FAULTS as error:
+            raise self._fault(error) from error
+        return shape
+
+    def _copied(self) -> NDArray[np.float32]:
+        """The logits of the last call, without padding rows, copied to the host."""
+        try:
+            logits: NDArray[np.float32] = self._binding.get_outputs_as_ortvaluevector()[0].numpy()
+        except FAULTS as error:
+            raise self._fault(error) from error
+        return logits
+
+    def _fault(self, error: Exception) -> EngineFault:
+        return EngineFault(f"onnxruntime on {self.device} ({self.signature.dtype}) failed in a step: {error}")
+
+    def move(self, first: int, moves: Sequence[Moves]) -> None:
+        if any(sources.size for sources, _ in moves):
+            raise EngineFault(
+                f"onnxruntime on {self.device}: a scatter-lowered graph writes rows anywhere, nothing moves"
+            )
+
+    def copy(self, source: int, target: int, slots: NDArray[np.int64]) -> None:
+        """Copy KV slots through host memory, since onnxruntime copies none between parts of a device buffer."""
+        heads, size = self.signature.kv_heads, self._bytes_of_request // self.signature.kv_heads
+        row = size // self.capacity
+        for index in range(2 * self.signature.layers):
+            for head in range(heads):
+                begin, target_at = (
+                    self._kv.data_ptr() + ((index * self.requests + request) * heads + head) * size
+                    for request in (source, target)
+                )
+                found = self._view(begin, (int(slots.max()) + 1) * row).numpy().reshape(-1, row)[slots]
+                self._view(target_at, slots.size * row).update_inplace(found.reshape(-1))
+
+    def clear(self, request: int) -> None:
+        size = self._bytes_of_request
+        zeros = np.zeros(size, np.uint8)
+        for index in range(2 * self.signature.layers):
+            at = self._kv.data_ptr() + (index * self.requests + request) * size
+            self._view(at, size).update_inplace(zeros)
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._thread.shutdown()
+        self._session = self._binding = self._selection = (
+            None  # CUDA graphs contain addresses: release them before the memory
+        )
+        self._staged.clear()
+        self._logits.clear()
+        self._selected.clear()
+        self._kv = None
+
+    @property
+    def _bytes_of_request(self) -> int:
+        """Shape of one KV buffer."""
+        signature = self.signature
+        return signature.kv_heads * self.capacity * signature.head_dim * DTYPES[signature.kv_dtype].bytes
+
+    def _start(self, session: ort.InferenceSession, options: ort.RunOptions) -> None:
+        """Run a session with the bound buffers."""
+        if self._thread is None:
+            session.run_with_iobinding(self._binding, options)
+        else:
+            self._thread.submit(session.run_with_iobinding, self._binding, options).result()
+
+    def _stage(self, size: int) -> Staged:
+        """The smallest block that holds this number of bytes; sizes are powers of two, since a whole block is copied."""
+        size = _power(size)
+        if size not in self._staged:
+            block = Block(np.zeros(size, np.uint8), self.signature)
+            self._staged[size] = Staged(block, self._memory(size))
+        return self._staged[size]
+
+    def _logits_memory(self, shape: tuple[int, ...], selected: bool = False) -> ort.OrtValue:
+        """The device memory for logits of a shape, or for their selection."""
+        size, kept = _power(DTYPES["float32"].bytes * int(np.prod(shape))), self._selected if selected else self._logits
+        if size not in kept:
+            kept[size] = self._memory(size)
+        return kept[size]
+
+    def _memory(self, size: int) -> ort.OrtValue:
+        return ort.OrtValue.ortvalue_from_shape_and_type((size,), _UINT8, self._kind, 0)
+
+    def _view(self, address: int, size: int) -> ort.OrtValue:
+        """Device memory as an OrtValue: onnxruntime creates one from an address only by binding it as an output."""
+        assert self._session is not None
+        binding = self._session.io_binding()
+        binding.bind_output("logits", self._kind, 0, _UINT8, (size,), address)
+        return binding.get_outputs()[0]
+
+    def _bind(self, first: int, shape: CallShape, rows: int) -> None:
+        """Bind the inputs and outputs of a call that are not bound yet."""
+        if self._shape != shape:
+            types = {tensor.name: DTYPES[tensor.dtype].onnx for tensor in self.signature.rows}
+            for name, part in ranges_of(self.signature, shape).items():
+                self._binding.bind_input(name, self._kind, 0, types[name], part.shape, rows + part.offset)
+            logits = shape.logits(self.signature)
+            memory = self._logits_memory(logits)
+            self._binding.bind_output("logits", self._kind, 0, DTYPES["float32"].onnx, logits, memory.data_ptr())
+            self._shape = shape
+        if self._range != (first, shape.requests):
+            self._bind_buffers(first, shape.requests)
+            self._range = (first, shape.requests)
+
+    def _bind_buffers(self, first: int, count: int) -> None:
+        signature, size = self.signature, self._bytes_of_request
+        dims = (count, signature.kv_heads, self.capacity, signature.head_dim)
+        kind = DTYPES[signature.kv_dtype].onnx
+        for index, (past, present) in enumerate(zip(signature.past, signature.present, strict=True)):
+            address = self._kv.data_ptr() + (index * self.requests + first) * size
+            self._binding.bind_input(past.name, self._kind, 0, kind, dims, address)
+            self._binding.bind_output(present.name, self._kind, 0, kind, dims, address)
+
+
+def _power(size: int) -> int:
+    return max(_LEAST, 1 << (size - 1).bit_length())
+
 
 _PROVIDER = "CUDAExecutionProvider"
 _RECORD = "session.record_ep_graph_assignment_info"

@@ -4,29 +4,157 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+import sys
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import zip_longest
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnxruntime as ort
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 from onnxruntime.capi import onnxruntime_pybind11_state
 
 from spaceport.graphs.contract.dtypes import DTYPES, NUMPY
 from spaceport.graphs.contract.manifest import MODEL_FILE, SELECTION_FILE
-from spaceport.graphs.contract.signature import Activations, Signature, Tensor, Weights, selection_width
-from spaceport.runtime.backends.cpus import engine_threads
-from spaceport.runtime.backends.engine_options import EngineOptions
-from spaceport.runtime.backends.external_data import external_files
-from spaceport.runtime.backends.integer_kernels import EXACT_SETTING, is_exact
-from spaceport.runtime.backends.kv_memory import KvMemory
+from spaceport.graphs.contract.signature import Signature, Tensor, selection_width
+from spaceport.runtime.backends.machine import engine_threads
+from spaceport.runtime.backends.products import is_exact, session_options
 from spaceport.runtime.bundle import Bundle, BundleError
-from spaceport.runtime.engine import CPU_COSTS, Batch, EngineFault, Moves, slots_in_order
+from spaceport.runtime.engine import CPU_COSTS, Batch, EngineFault, EngineOptions, Moves, slots_in_order
 from spaceport.runtime.opened_files import OpenedFiles
+
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # wire types of protobuf
+
+
+class _Message(NamedTuple):
+    """The fields of a protobuf message that can contain a tensor, by field number."""
+
+    inner: Mapping[int, str]
+
+
+# Field numbers of onnx.proto. A tensor lists its external data as pairs of a key and a value.
+_MESSAGES = {
+    "model": _Message({7: "graph", 20: "training", 25: "function"}),
+    "training": _Message({1: "graph", 2: "graph"}),
+    "function": _Message({7: "node", 11: "attribute"}),
+    "graph": _Message({1: "node", 5: "tensor", 15: "sparse"}),
+    "node": _Message({5: "attribute"}),
+    "attribute": _Message({5: "tensor", 6: "graph", 10: "tensor", 11: "graph", 22: "sparse", 23: "sparse"}),
+    "sparse": _Message({1: "tensor", 2: "tensor"}),
+    "tensor": _Message({13: "entry"}),
+}
+
+
+def external_files(model: bytes) -> frozenset[str]:
+    """The values of all `location` entries in a serialized ONNX model; raises ValueError if it is not one."""
+    try:
+        return frozenset(_locations(memoryview(model), "model"))
+    except IndexError as error:
+        raise ValueError("it ends within a value") from error
+
+
+def _locations(data: memoryview, kind: str) -> Iterator[str]:
+    """The locations in a message of this kind and in all messages inside it."""
+    waiting = [(data, kind)]
+    while waiting:
+        part, kind = waiting.pop()
+        for number, value in _fields(part):
+            inner = _MESSAGES[kind].inner.get(number)
+            if inner == "entry":
+                entry = dict(_fields(value))
+                if bytes(entry.get(1, b"")) == b"location":
+                    yield bytes(entry.get(2, b"")).decode()
+            elif inner is not None:
+                waiting.append((value, inner))
+
+
+def _fields(data: memoryview) -> Iterator[tuple[int, Any]]:
+    """The fields of a message that have bytes as their value, with their numbers."""
+    index = 0
+    while index < len(data):
+        key, index = _varint(data, index)
+        kind = key & 7
+        if kind == _BYTES:
+            size, index = _varint(data, index)
+            yield key >> 3, data[index : index + size]
+            index += size
+        elif kind == _VARINT:
+            _, index = _varint(data, index)
+        elif kind in (_FIXED64, _FIXED32):
+            index += 8 if kind == _FIXED64 else 4
+        else:
+            raise ValueError(f"it has a value of the unknown wire type {kind}")
+        if index > len(data):
+            raise ValueError("it ends within a value")
+
+
+def _varint(data: memoryview, index: int) -> tuple[int, int]:
+    """A number of variable length, and the index behind it."""
+    value = shift = 0
+    while True:
+        byte = data[index]
+        value |= (byte & 127) << shift
+        index, shift = index + 1, shift + 7
+        if byte < 128:
+            return value, index
+        if shift > 63:
+            raise ValueError("it has a number of more than ten bytes")
+
+
+_HUGE_PAGE = 2**21  # bytes, on x86 and on ARM with pages of 4 KiB
+_COLLAPSE = 25  # MADV_COLLAPSE of Linux 6.1
+LONG = 1024  # visible slots from which huge pages are worth their space
+
+
+class KvMemory:
+    """Zeroed memory of a shape, on pages of 4 KiB.
+
+    numpy asks for huge pages, of which the first write takes and clears 2 MiB. In a model of 135 million parameters each
+    layer and request has 3 MiB of keys, of which a text of 256 tokens uses a sixteenth.
+    """
+
+    def __init__(self, shape: tuple[int, ...], dtype: DTypeLike) -> None:
+        size = prod(shape) * np.dtype(dtype).itemsize
+        try:
+            self._map = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, OverflowError) as error:  # not enough memory or addresses
+            raise MemoryError(f"{size} bytes of KV buffers") from error
+        if sys.platform == "linux":
+            with suppress(OSError):  # a system without huge pages
+                self._map.madvise(mmap.MADV_NOHUGEPAGE)
+        self.array: NDArray[np.generic] = np.frombuffer(self._map, dtype, prod(shape)).reshape(shape)
+        self._long: dict[int, int] = {}  # slots of a request that have huge pages, or will have them after more calls
+        self._small: deque[tuple[int, int]] = deque()  # layers and requests whose slots do not have them yet
+
+    def use_huge_pages(self, kv: NDArray[np.generic], first: int, requests: int, visible: int) -> None:
+        """Move the slots of requests with long texts to huge pages, which are read faster, if the system can do that.
+
+        `kv` is the array as layers x requests x heads x slots x values. Each call moves one layer of one request: moving all
+        at once would take longer than a step.
+        """
+        for request in range(first, first + requests):
+            if visible > self._long.get(request, LONG):
+                self._long[request] = 2 * visible
+                self._small.extend((layer, request) for layer in range(len(kv)))
+        if self._small:
+            layer, request = self._small.popleft()
+            for head in kv[layer, request]:
+                self._move(head[: self._long[request]])
+
+    def _move(self, part: NDArray[np.generic]) -> None:
+        """Move a contiguous part of the array, and what shares its pages."""
+        offset = part.ctypes.data - self.array.ctypes.data
+        start = offset // _HUGE_PAGE * _HUGE_PAGE
+        end = min(-(-(offset + part.nbytes) // _HUGE_PAGE) * _HUGE_PAGE, len(self._map))
+        if sys.platform == "linux":
+            with suppress(OSError):  # an older system, or no free huge page
+                self._map.madvise(mmap.MADV_HUGEPAGE, start, end - start)
+                self._map.madvise(_COLLAPSE, start, end - start)
+
 
 # onnxruntime's exceptions have no common base class; broken files also raise Python's own.
 FAULTS: tuple[type[Exception], ...] = (
@@ -38,16 +166,6 @@ FAULTS: tuple[type[Exception], ...] = (
     RuntimeError,
     UnicodeDecodeError,
 )
-
-# How products with quantized weights are computed. Level 4 quantizes their inputs to int8, so drafts are exact as chains
-# only (see Manifest.exact_drafts); level 1 does not. Packed float8 is slow, see docs/performance.md.
-_SETTINGS: dict[tuple[Weights, Activations], tuple[str, str]] = {
-    ("int4", "float"): ("session.qdq_matmulnbits_accuracy_level", "1"),
-    ("int4", "int8"): ("session.qdq_matmulnbits_accuracy_level", "4"),
-    ("int8", "float"): ("session.disable_quant_qdq", "1"),
-    ("float8", "float"): ("session.disable_quant_qdq", "1"),
-}
-
 
 _WEIGHTS_FOLDER = "session.model_external_initializers_file_folder_path"
 
@@ -147,20 +265,6 @@ def open_engine(bundle: Bundle, options: EngineOptions) -> OnnxRuntimeEngine:
     except FAULTS as error:
         raise unloadable(bundle, error) from error
     return OnnxRuntimeEngine(session, bundle.manifest.signature, options.capacity, options.requests)
-
-
-def session_options(threads: int, weights: Weights, activations: Activations = "float") -> ort.SessionOptions:
-    """Session options for shapes that change from step to step, without onnxruntime's own log output."""
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = threads
-    options.inter_op_num_threads = 1
-    options.log_severity_level = 4
-    options.enable_mem_pattern = False
-    if (setting := _SETTINGS.get((weights, activations))) is not None:
-        options.add_session_config_entry(*setting)
-    if weights == "int8" and activations != "float" and not is_exact(setting=False):
-        options.add_session_config_entry(*EXACT_SETTING)
-    return options
 
 
 def open_session(bundle: Bundle, options: ort.SessionOptions, providers: Sequence[Any]) -> ort.InferenceSession:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import math
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -17,17 +20,182 @@ from numpy.typing import NDArray
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import LIBRARIES, EngineRecord, Flavour
 from spaceport.graphs.contract.signature import BEST_TOKENS, Signature, logit_rows
-from spaceport.runtime.backends.built import Named, engine_for, read_engine
-from spaceport.runtime.backends.captured import Captured
-from spaceport.runtime.backends.device import gpu
-from spaceport.runtime.backends.engine_options import EngineOptions
-from spaceport.runtime.backends.kernels import Kernels
-from spaceport.runtime.backends.staging import Block, CallShape, Limits, end_of, filled_up, ranges_of
-from spaceport.runtime.backends.tensorrt_contract import check_contract
-from spaceport.runtime.backends.torch_device import Cuda, Device
+from spaceport.runtime.backends.built_engines import Named, check_contract, engine_for, read_engine
+from spaceport.runtime.backends.machine import gpu
+from spaceport.runtime.backends.private_files import read_private, replace_private, state_folder
+from spaceport.runtime.backends.staging import Block, CallLimits, CallShape, end_of, filled_up, ranges_of
 from spaceport.runtime.bundle import Bundle, BundleError
-from spaceport.runtime.engine import UNTIMED, Batch, Costs, EngineFault, Moves
-from spaceport.runtime.selection import SelectedRows, selected_rows
+from spaceport.runtime.engine import (
+    UNTIMED,
+    Batch,
+    Costs,
+    EngineFault,
+    EngineOptions,
+    Moves,
+    SelectedRows,
+    selected_rows,
+)
+
+Work = Callable[[], None]
+
+_MOST = 256  # graphs; each takes some megabytes of GPU memory
+_MOST_SEEN = 4096  # shapes that are counted
+_FIRST = 2  # the call of a shape that is captured: many shapes come only once
+
+
+class Captured:
+    """CUDA graphs by key; the least recently used one is dropped first."""
+
+    def __init__(self, capture: Callable[[Work], Work], most: int = _MOST) -> None:
+        self._capture = capture
+        self._most = most
+        self._graphs: OrderedDict[Hashable, Work] = OrderedDict()
+        self._seen: Counter[Hashable] = Counter()
+
+    def play(self, key: Hashable, plain: Work, prepare: Work) -> None:
+        """Run the work of a key: replay its graph, or call `prepare` and `plain`."""
+        graph = self._graphs.get(key)
+        if graph is not None:
+            self._graphs.move_to_end(key)
+            graph()
+            return
+        prepare()
+        plain()  # also before the capture: a graph must not contain what TensorRT does once for a new shape
+        self._seen[key] += 1
+        if self._seen[key] >= _FIRST and self._most:
+            self._graphs[key] = self._capture(plain)
+            if len(self._graphs) > self._most:
+                self._graphs.popitem(last=False)
+        elif len(self._seen) > _MOST_SEEN:
+            self._seen.clear()
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+
+class Device(Protocol):
+    """The GPU functions that an engine needs; all work goes to one stream, in order."""
+
+    @property
+    def stream(self) -> int:
+        """The handle of the stream."""
+
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Zeroed device memory."""
+
+    def host(self, size: int) -> torch.Tensor:
+        """Pinned host memory."""
+
+    def working(self) -> AbstractContextManager[None]:
+        """A context in which torch's work goes to the stream."""
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Capture `work` as a CUDA graph; returns the function that replays it."""
+
+    def wait(self) -> None:
+        """Wait until the stream is idle."""
+
+    def release_cached(self) -> None:
+        """Release cached GPU memory."""
+
+
+class Cuda:
+    """The first GPU of the process."""
+
+    def __init__(self) -> None:
+        self._device = torch.device("cuda", 0)
+        self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+
+    @property
+    def stream(self) -> int:
+        return int(self._stream.cuda_stream)
+
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        with torch.cuda.stream(self._stream):
+            return torch.zeros(tuple(shape), dtype=dtype, device=self._device)
+
+    def host(self, size: int) -> torch.Tensor:
+        return torch.zeros(size, dtype=torch.uint8, pin_memory=True)
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may use the GPU meanwhile; only the work of this one is captured.
+        with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+            work()
+        return graph.replay
+
+    def wait(self) -> None:
+        self._stream.synchronize()
+
+    def release_cached(self) -> None:
+        torch.cuda.empty_cache()
+
+
+_FOLDER = "kernels"
+_DIGEST = 32  # bytes of the SHA-256 at the start of the file
+
+
+class Kernels:
+    """Execution contexts of one engine, which share the kernels that are compiled while it runs."""
+
+    def __init__(self, api: Any, engine: Any, name: str) -> None:
+        self._api, self._engine = api, engine
+        self._file = state_folder() / _FOLDER / name
+        self._cache: Any = None
+        self._content = b""
+        self._configs: list[Any] = []  # contexts need theirs as long as they live
+        if self._compiles:
+            self._cache = engine.create_runtime_config().create_runtime_cache()
+            self._content = self._read()
+            if self._content:
+                self._cache.deserialize(
+                    self._content
+                )  # kernels of another driver or GPU are ignored and compiled again
+
+    def context(self, at_once: bool) -> Any:
+        """A context whose memory is given to it. Kernels for a new shape are compiled at once, or beside the work, while
+        slower ones serve: a call that is captured has to have its own."""
+        strategy = self._api.ExecutionContextAllocationStrategy.USER_MANAGED
+        if not self._compiles:
+            return self._engine.create_execution_context(strategy)
+        config = self._engine.create_runtime_config()
+        config.set_execution_context_allocation_strategy(strategy)
+        kinds = self._api.DynamicShapesKernelSpecializationStrategy
+        config.dynamic_shapes_kernel_specialization_strategy = kinds.EAGER if at_once else kinds.LAZY
+        config.set_runtime_cache(self._cache)
+        self._configs.append(config)
+        return self._engine.create_execution_context(config)
+
+    def keep(self) -> None:
+        """Store the compiled kernels for the next process."""
+        if self._cache is None:
+            return
+        content = bytes(self._cache.serialize())
+        if content == self._content:
+            return
+        with contextlib.suppress(OSError):  # without the file, the next process compiles again
+            replace_private(self._file, hashlib.sha256(content).digest() + content)
+
+    def let_go(self) -> None:
+        """Release everything of the engine, after its contexts."""
+        self._engine = self._cache = None
+        self._configs.clear()
+
+    @property
+    def _compiles(self) -> bool:
+        return hasattr(self._api, "DynamicShapesKernelSpecializationStrategy")
+
+    def _read(self) -> bytes:
+        """The stored kernels; empty if there are none, or if their file was damaged or may be another user's."""
+        stored = read_private(self._file) or b""
+        digest, content = stored[:_DIGEST], stored[_DIGEST:]
+        return content if hashlib.sha256(content).digest() == digest else b""
+
 
 STEPS, PROMPTS = 0, 1  # profiles of an engine
 
@@ -82,7 +250,7 @@ class TensorRtEngine:
         self._record, self._device, self._words = record, device, words
         self._engine: Any = engine
         wanted = logit_rows(record.prefill_rows, signature.row_logits)
-        self._limits = Limits(record.capacity, record.prefill_rows, wanted)
+        self._limits = CallLimits(record.capacity, record.prefill_rows, wanted)
         widest = CallShape(options.requests, record.prefill_rows, record.capacity, wanted)
         # one block, so that one statement moves slots in all layers; zeroed, since 0 * NaN is NaN
         layers = (2 * signature.layers, options.requests, signature.kv_heads, record.capacity, signature.head_dim)

@@ -13,6 +13,27 @@ from spaceport.graphs.contract.atomic_file import replacing
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # neither links nor, without waiting, FIFOs
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+_NOWHERE = Path(os.devnull)  # not a folder: reading and writing below it fails
+
+
+def state_folder() -> Path:
+    """The folder for this user's state."""
+    return _user_folder("XDG_STATE_HOME", ".local/state") / "spaceport"
+
+
+def cache_folder() -> Path:
+    """The folder with this user's measurements."""
+    return _user_folder("XDG_CACHE_HOME", ".cache") / "spaceport" / "step-costs"
+
+
+def _user_folder(variable: str, below_home: str) -> Path:
+    folder = Path(os.environ.get(variable, ""))
+    if folder.is_absolute():
+        return folder
+    try:
+        return Path.home() / below_home
+    except RuntimeError:  # the user has no home folder
+        return _NOWHERE
 
 
 def read_private(file: Path, most: int = -1) -> bytes | None:

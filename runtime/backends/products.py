@@ -1,9 +1,10 @@
-"""Products: the matrix product of each bundle format on this CPU, how long it takes and whether its rows depend on others."""
+"""Matrix products of the bundle formats on this CPU: their session options, and their measured speed and exactness."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from time import perf_counter
 from typing import Any
 
@@ -12,8 +13,126 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from spaceport.graphs.contract.signature import Activations, Weights
-from spaceport.runtime.backends.on_onnxruntime import session_options
-from spaceport.runtime.backends.small_model import ORT_DOMAIN, model, node
+
+ONNX_DOMAIN, ORT_DOMAIN = "", "com.microsoft"
+_TYPES = {np.dtype(np.float32): 1, np.dtype(np.uint8): 2, np.dtype(np.int8): 3, np.dtype(np.float16): 10}
+_OPSET, _IR_VERSION, _INTEGER = 21, 10, 2
+
+
+def model(
+    nodes: Iterable[bytes],
+    tensors: Mapping[str, NDArray[Any]],
+    given: tuple[str, type, int],
+    made: tuple[str, type, int],
+) -> bytes:
+    """An ONNX model with one input and one output of rows: each its name, type and number of columns."""
+    graph = b"".join(
+        (
+            *(_field(1, each) for each in nodes),
+            _field(2, b"g"),
+            *(_field(5, _tensor(name, values)) for name, values in tensors.items()),
+            _field(11, _rows(*given)),
+            _field(12, _rows(*made)),
+        )
+    )
+    domains = ((ONNX_DOMAIN, _OPSET), (ORT_DOMAIN, 1))
+    versions = (_field(8, _field(1, domain.encode()) + _field(2, version)) for domain, version in domains)
+    return b"".join((_field(1, _IR_VERSION), _field(7, graph), *versions))
+
+
+def node(kind: str, inputs: Iterable[str], output: str, domain: str = ONNX_DOMAIN, **attributes: int) -> bytes:
+    """A node of a graph, with integer attributes."""
+    settings = (
+        _field(1, name.encode()) + _field(3, value) + _field(20, _INTEGER) for name, value in attributes.items()
+    )
+    return b"".join(
+        (
+            *(_field(1, name.encode()) for name in inputs),
+            _field(2, output.encode()),
+            _field(4, kind.encode()),
+            *(_field(5, setting) for setting in settings),
+            _field(7, domain.encode()),
+        )
+    )
+
+
+def _tensor(name: str, values: NDArray[Any]) -> bytes:
+    sizes = b"".join(_field(1, size) for size in values.shape)
+    return sizes + _field(2, _TYPES[values.dtype]) + _field(8, name.encode()) + _field(9, values.tobytes())
+
+
+def _rows(name: str, dtype: type, columns: int) -> bytes:
+    shape = _field(1, _field(2, b"rows")) + _field(1, _field(1, columns))
+    return _field(1, name.encode()) + _field(2, _field(1, _field(1, _TYPES[np.dtype(dtype)]) + _field(2, shape)))
+
+
+def _field(number: int, value: int | bytes) -> bytes:
+    """A field of a protobuf message."""
+    if isinstance(value, int):
+        return _varint(number << 3) + _varint(value)
+    return _varint(number << 3 | 2) + _varint(len(value)) + value
+
+
+def _varint(value: int) -> bytes:
+    low, rest = value & 0x7F, value >> 7
+    return bytes([low | 0x80]) + _varint(rest) if rest else bytes([low])
+
+
+# Without VNNI, the default kernels of x86 CPUs add two products in 16 bits, where large sums saturate. This session option
+# selects other kernels: on AVX2 CPUs they take 1.5 times as long for one row and 1.07 times for 36. With VNNI, where no
+# product needs them, they take 2.3 times as long for nine rows (docs/int8.md).
+EXACT_SETTING = ("session.x64quantprecision", "1")
+
+INPUTS, OUTPUTS, WEIGHT = 64, 32, 127
+_LARGEST = 255
+
+
+@cache
+def is_exact(setting: bool) -> bool:
+    """Whether sums of the largest products are exact, in a session with or without the setting."""
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    if setting:
+        options.add_session_config_entry(*EXACT_SETTING)
+    session = ort.InferenceSession(_largest_products(), options, providers=["CPUExecutionProvider"])
+    for rows in (1, 2, 33):  # kernels differ by the number of rows
+        (found,) = session.run(None, {"a": np.full((rows, INPUTS), _LARGEST, np.uint8)})
+        if not np.array_equal(found, np.full((rows, OUTPUTS), float(INPUTS * _LARGEST * WEIGHT), np.float32)):
+            return False
+    return True
+
+
+def _largest_products() -> bytes:
+    """A model that multiplies rows of 8-bit numbers with a weight whose numbers are all the largest."""
+    product = node("MatMulIntegerToFloat", ("a", "w", "one", "one", "zero"), "y", domain=ORT_DOMAIN)
+    weight = np.full((INPUTS, OUTPUTS), WEIGHT, np.int8)
+    tensors: dict[str, NDArray[Any]] = {"w": weight, "one": np.array(1, np.float32), "zero": np.array(0, np.uint8)}
+    return model([product], tensors, ("a", np.uint8, INPUTS), ("y", np.float32, OUTPUTS))
+
+
+# How products with quantized weights are computed. Level 4 quantizes their inputs to int8, so drafts are exact as chains
+# only (see Manifest.exact_drafts); level 1 does not. Packed float8 is slow, see docs/performance.md.
+_SETTINGS: dict[tuple[Weights, Activations], tuple[str, str]] = {
+    ("int4", "float"): ("session.qdq_matmulnbits_accuracy_level", "1"),
+    ("int4", "int8"): ("session.qdq_matmulnbits_accuracy_level", "4"),
+    ("int8", "float"): ("session.disable_quant_qdq", "1"),
+    ("float8", "float"): ("session.disable_quant_qdq", "1"),
+}
+
+
+def session_options(threads: int, weights: Weights, activations: Activations = "float") -> ort.SessionOptions:
+    """Session options for shapes that change from step to step, without onnxruntime's own log output."""
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    options.log_severity_level = 4
+    options.enable_mem_pattern = False
+    if (setting := _SETTINGS.get((weights, activations))) is not None:
+        options.add_session_config_entry(*setting)
+    if weights == "int8" and activations != "float" and not is_exact(setting=False):
+        options.add_session_config_entry(*EXACT_SETTING)
+    return options
+
 
 ROWS = (1, 4, 9, 36)  # of the timed products
 _WIDTHS = (2, 3, 8, 9, 33)  # of the compared ones

@@ -41,7 +41,7 @@ class CallShape(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Limits:
+class CallLimits:
     """The largest call of an engine."""
 
     capacity: int  # slots of a request
@@ -55,7 +55,7 @@ def shape_of(batch: Batch) -> CallShape:
     return CallShape(requests, rows, batch.attention_mask.shape[-1], batch.logit_rows.shape[1])
 
 
-def filled_up(batch: Batch, signature: Signature, limits: Limits) -> CallShape:
+def filled_up(batch: Batch, signature: Signature, limits: CallLimits) -> CallShape:
     """The shape that a call is padded to; there are as few of them as possible."""
     requests, rows, visible, wanted = shape_of(batch)
     most = limits.rows

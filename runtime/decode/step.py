@@ -9,15 +9,13 @@ from typing import NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from spaceport.graphs.contract.faults import LibraryPanic
-from spaceport.graphs.contract.panics import is_panic
+from spaceport.graphs.contract.faults import LibraryPanic, is_panic
 from spaceport.runtime.decode.accept import accept
 from spaceport.runtime.decode.draft import Draft
 from spaceport.runtime.decode.pack import pack, split
 from spaceport.runtime.decode.planner import SharedCall
 from spaceport.runtime.decode.request import Request, ScheduledStep, VerifiedStep
-from spaceport.runtime.engine import NO_MOVES, Batch, Engine
-from spaceport.runtime.selection import SelectedRows, selecting
+from spaceport.runtime.engine import NO_MOVES, Batch, Engine, SelectedRows, selecting
 
 PREFILL_ROWS = 512  # prompt rows of a call: enough for efficient matrix products, few enough to interrupt a prompt soon
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from spaceport.runtime.decode.draft import Candidates
 from spaceport.runtime.decode.selector import not_a_number
 from spaceport.runtime.decode.threads import Thread
-from spaceport.runtime.selection import SelectedRows
+from spaceport.runtime.engine import SelectedRows
 
 _LEAST = -7.0  # logit of a candidate relative to the best; less is never worth a row
 _LEAST_SHARE = 2e-3  # estimated probability of a candidate; less is never worth a row

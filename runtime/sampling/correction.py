@@ -12,7 +12,7 @@ from spaceport.graphs.contract.draft_correction import CANDIDATES, CorrectionTab
 from spaceport.runtime.decode.draft import Candidates
 from spaceport.runtime.decode.selector import TokenSelector
 from spaceport.runtime.decode.threads import Thread
-from spaceport.runtime.selection import SelectedRows
+from spaceport.runtime.engine import SelectedRows
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
-from spaceport.graphs.contract.panics import PanicsContained
+from spaceport.graphs.contract.faults import PanicsContained
 
 _BYTE = re.compile("<0x([0-9A-F]{2})>")  # a byte of a tokenizer with byte fallback
 

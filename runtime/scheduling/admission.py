@@ -10,8 +10,7 @@ from tokenizers import Tokenizer
 
 from spaceport.graphs.contract.draft_correction import CorrectionTables
 from spaceport.graphs.contract.exactness import Exactness
-from spaceport.graphs.contract.faults import OptionFault
-from spaceport.graphs.contract.panics import PanicsContained
+from spaceport.graphs.contract.faults import OptionFault, PanicsContained
 from spaceport.runtime.bundle import Bundle
 from spaceport.runtime.decode.events import EventLog, Listener
 from spaceport.runtime.decode.planner import DraftPlanner

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 from tokenizers import Encoding, Tokenizer
 
-from spaceport.graphs.contract.faults import OptionFault
+from spaceport.graphs.contract.faults import OptionFault, is_panic, raise_panic
 from spaceport.graphs.contract.manifest import TOKENIZER_FILE
-from spaceport.graphs.contract.panics import is_panic, raise_panic
 from spaceport.runtime.bundle import Bundle, BundleError
 from spaceport.runtime.text.stop_search import StopSearch
 

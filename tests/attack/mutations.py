@@ -11,8 +11,7 @@ from random import Random
 
 from attack.opener import Opener
 from attack.outcome import Budget, Outcome
-from spaceport.graphs.contract.manifest import MANIFEST_FILE
-from spaceport.graphs.contract.manifest_file import with_digest
+from spaceport.graphs.contract.manifest import MANIFEST_FILE, with_digest
 
 _VALUES = (0, -1, 1, 2**31, 2**63, 10**30, 0.5, True, None, "", "x" * 10_000, "../x", "\0", [], {}, [[]])
 

@@ -18,8 +18,7 @@ from spaceport.exporter.provenance import provenance_of
 from spaceport.exporter.sar_config import save_acceptance
 from spaceport.graphs.contract.draft_acceptance import DraftAcceptance
 from spaceport.graphs.contract.faults import InputFault, OptionFault
-from spaceport.graphs.contract.manifest import DATA_FILE, MANIFEST_FILE, MODEL_FILE, FileRecord
-from spaceport.graphs.contract.manifest_file import manifest_in
+from spaceport.graphs.contract.manifest import DATA_FILE, MANIFEST_FILE, MODEL_FILE, FileRecord, manifest_in
 from spaceport.runtime.bundle import open_bundle
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime

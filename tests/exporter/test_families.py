@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from spaceport.exporter.checkpoint import CheckpointError
 from spaceport.exporter.export import ExportOptions, exact_activations, export
 from spaceport.exporter.to_onnx import DEFAULT_OPSET, UntraceableModel, to_onnx
+from spaceport.graphs.contract.exactness import tolerance_of
 from spaceport.graphs.contract.manifest import MODEL_FILE
 from spaceport.graphs.contract.signature import (
     LOWERINGS,
@@ -28,12 +29,12 @@ from spaceport.graphs.contract.signature import (
     Weights,
     visible_length,
 )
-from spaceport.graphs.contract.tolerance import tolerance_of
 from spaceport.graphs.decoder import AttentionImplementation, decoder_of
 from spaceport.graphs.quantize import quantize_inputs, quantize_model
 from spaceport.graphs.traits import UnsupportedModel
-from spaceport.runtime.backends.on_onnxruntime import OnnxRuntimeEngine, session_options
+from spaceport.runtime.backends.on_onnxruntime import OnnxRuntimeEngine
 from spaceport.runtime.backends.on_torch import TorchEngine
+from spaceport.runtime.backends.products import session_options
 from spaceport.runtime.engine import Batch, Engine
 from support.cache import built
 from support.families import FAMILIES, REFUSED, VOCAB, WINDOW, Family, Refused, Structure, build, family_of

@@ -21,14 +21,15 @@ from spaceport.exporter.export import ExportOptions, exact_activations, export, 
 from spaceport.exporter.integer_matmuls import store_integer_matmuls
 from spaceport.exporter.quantized_weights import WeightNotFound
 from spaceport.exporter.stored_integers import stored_integers
+from spaceport.graphs.contract.exactness import tolerance_of
 from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.graphs.contract.manifest import MODEL_FILE
 from spaceport.graphs.contract.signature import LOWERINGS, Activations, Lowering, Precision, Weights, visible_length
-from spaceport.graphs.contract.tolerance import tolerance_of
 from spaceport.graphs.int8 import IntegerLinear, IntegerModel, fake_quantize, quantize_linear, row_scales
 from spaceport.graphs.quantize import quantize_model
 from spaceport.graphs.weight_quantization import BLOCKS
-from spaceport.runtime.backends.on_onnxruntime import OnnxRuntimeEngine, open_session, session_options
+from spaceport.runtime.backends.on_onnxruntime import OnnxRuntimeEngine, open_session
+from spaceport.runtime.backends.products import session_options
 from spaceport.runtime.bundle import Bundle, open_bundle
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import Batch, Engine

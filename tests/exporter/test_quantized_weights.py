@@ -26,7 +26,8 @@ from spaceport.exporter.quantized_weights import store_quantized_weights
 from spaceport.graphs.contract.manifest import MANIFEST_FILE, MODEL_FILE
 from spaceport.graphs.contract.signature import Weights
 from spaceport.graphs.weight_quantization import BLOCKS, Quantization, QuantizedWeight, nearest_weight
-from spaceport.runtime.backends.on_onnxruntime import OnnxRuntimeEngine, session_options
+from spaceport.runtime.backends.on_onnxruntime import OnnxRuntimeEngine
+from spaceport.runtime.backends.products import session_options
 from spaceport.runtime.bundle import open_bundle, read_manifest
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime

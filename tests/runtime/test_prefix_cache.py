@@ -9,9 +9,9 @@ import pytest
 
 from spaceport.graphs.contract.exactness import unmeasured
 from spaceport.runtime.backends import open_engine
-from spaceport.runtime.backends.engine_options import EngineOptions
 from spaceport.runtime.bundle import open_bundle
 from spaceport.runtime.decoding import Decoding
+from spaceport.runtime.engine import EngineOptions
 from spaceport.runtime.sampling.sampler import Sampling
 from spaceport.runtime.scheduling.capacity import capacity_for
 from spaceport.runtime.scheduling.generation import Completion

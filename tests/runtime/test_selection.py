@@ -17,8 +17,8 @@ from spaceport.exporter.selection_graph import write_selection
 from spaceport.graphs.contract.signature import BEST_TOKENS, selection_width
 from spaceport.runtime.decode.selector import NotANumber
 from spaceport.runtime.decode.threads import Thread, new_thread
+from spaceport.runtime.engine import SelectedRows, selected_rows
 from spaceport.runtime.sampling.choice import Greedy, greedy
-from spaceport.runtime.selection import SelectedRows, selected_rows
 
 SIZES = (5, BEST_TOKENS, 17, 300)
 Logits = NDArray[np.float32]

@@ -18,9 +18,15 @@ from spaceport.graphs.contract.ed25519 import (
 from spaceport.graphs.contract.manifest import MANIFEST_FILE
 from spaceport.runtime import Runtime
 from spaceport.runtime import bundle as bundles
-from spaceport.runtime.bundle import BundleError, SignatureError, open_bundle, read_manifest
+from spaceport.runtime.bundle import (
+    BundleError,
+    SignatureError,
+    SignatureState,
+    open_bundle,
+    read_manifest,
+    signature_state,
+)
 from spaceport.runtime.opened_files import OpenedFiles
-from spaceport.runtime.signed_manifest import SignatureState, signature_state
 from support.small_bundle import edit, new_bundle
 
 KEY, OTHER = new_private_key(), new_private_key()

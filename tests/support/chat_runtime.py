@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from spaceport.graphs.contract.file_records import FileRecord
-from spaceport.graphs.contract.manifest import TEMPLATE_FILE, TOKENIZER_FILE, Manifest, TokenIds
+from spaceport.graphs.contract.manifest import TEMPLATE_FILE, TOKENIZER_FILE, FileRecord, Manifest, TokenIds
 from spaceport.graphs.contract.signature import Signature
 from spaceport.runtime.bundle import Bundle
 from spaceport.runtime.engine import Batch, Moves

@@ -11,10 +11,9 @@ from transformers import PreTrainedModel
 from spaceport.graphs.contract.signature import Lowering, visible_length
 from spaceport.graphs.decoder import decoder_of
 from spaceport.runtime.backends import open_engine
-from spaceport.runtime.backends.engine_options import EngineOptions
 from spaceport.runtime.backends.on_torch import TorchEngine
 from spaceport.runtime.bundle import open_bundle
-from spaceport.runtime.engine import Batch, Engine
+from spaceport.runtime.engine import Batch, Engine, EngineOptions
 
 SLOTS = 128
 Logits = NDArray[np.float32]

@@ -9,8 +9,7 @@ from pathlib import Path
 import onnx
 from onnx import helper, numpy_helper
 
-from spaceport.graphs.contract.manifest import manifest_of, record_of
-from spaceport.graphs.contract.manifest_file import with_digest
+from spaceport.graphs.contract.manifest import manifest_of, record_of, with_digest
 from support.small_bundle import entries_of
 
 

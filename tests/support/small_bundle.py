@@ -21,8 +21,8 @@ from spaceport.graphs.contract.manifest import (
     EngineRecord,
     Manifest,
     TokenIds,
+    with_digest,
 )
-from spaceport.graphs.contract.manifest_file import with_digest
 from spaceport.graphs.contract.signature import Signature
 from spaceport.runtime.bundle import BundleError, open_bundle
 

@@ -9,10 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spaceport.runtime.backends import open_engine
-from spaceport.runtime.backends.engine_options import EngineOptions
 from spaceport.runtime.bundle import open_bundle
 from spaceport.runtime.costs import relative_costs
-from spaceport.runtime.engine import Batch, Engine, Moves
+from spaceport.runtime.engine import Batch, Engine, EngineOptions, Moves
 from spaceport.runtime.scheduling.capacity import capacity_for
 from spaceport.runtime.session import Runtime
 

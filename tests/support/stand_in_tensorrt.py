@@ -20,11 +20,10 @@ import torch
 
 from spaceport.graphs.contract.manifest import MODEL_FILE, EngineRecord
 from spaceport.graphs.contract.signature import logit_rows
-from spaceport.runtime.backends.built import Named
-from spaceport.runtime.backends.engine_options import EngineOptions
+from spaceport.runtime.backends.built_engines import Named
 from spaceport.runtime.backends.on_tensorrt import TensorRtEngine, deserialized
 from spaceport.runtime.bundle import Bundle, open_bundle
-from spaceport.runtime.engine import Batch
+from spaceport.runtime.engine import Batch, EngineOptions
 
 _TYPES = {"float32": "FLOAT", "float16": "HALF", "bfloat16": "BF16", "int64": "INT64", "bool": "BOOL"}
 _ORT = {"float32": np.float32, "float16": np.float16, "int64": np.int64, "bool": np.bool_}

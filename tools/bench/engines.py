@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from spaceport.runtime.backends import BACKENDS, open_engine, why_not
-from spaceport.runtime.backends.engine_options import EngineOptions
 from spaceport.runtime.bundle import Bundle
+from spaceport.runtime.engine import EngineOptions
 from spaceport.tools.bench import outside
 from spaceport.tools.bench.steps import StepCost, step_costs
 

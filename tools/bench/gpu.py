@@ -19,10 +19,9 @@ from spaceport.graphs.contract.faults import InputFault, MissingDependency, Opti
 from spaceport.graphs.contract.manifest import FLAVOURS, LIBRARIES, Flavour
 from spaceport.graphs.contract.signature import LOWERINGS, Lowering, Precision
 from spaceport.runtime.backends import BACKENDS
-from spaceport.runtime.backends.device import gpu, no_gpu
-from spaceport.runtime.backends.engine_options import EngineOptions
+from spaceport.runtime.backends.machine import gpu, no_gpu
 from spaceport.runtime.bundle import open_bundle
-from spaceport.runtime.engine import EngineFault
+from spaceport.runtime.engine import EngineFault, EngineOptions
 from spaceport.runtime.scheduling.capacity import capacity_for
 from spaceport.tools.bench.engines import measure, variants
 from spaceport.tools.bench.gpu_page import MeasuredModel

@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from spaceport.graphs.contract.manifest import Manifest
 from spaceport.graphs.contract.signature import Signature
 from spaceport.runtime.bundle import Bundle
-from spaceport.runtime.engine import CPU_COSTS, Batch, Costs, Engine, Moves
-from spaceport.runtime.selection import SelectedRows, selected_rows, selecting
+from spaceport.runtime.engine import CPU_COSTS, Batch, Costs, Engine, Moves, SelectedRows, selected_rows, selecting
 
 
 class Predicted(NamedTuple):

@@ -11,15 +11,14 @@ from typing import Any, ClassVar
 import click
 
 from spaceport.exporter.tensorrt.append_graph import refuse_scatter
-from spaceport.exporter.tensorrt.build import BuildResult, build_engine, host_memory
-from spaceport.exporter.tensorrt.profiles import Shapes
-from spaceport.exporter.tensorrt.to_tensorrt import BuildOptions, Library, open_library, target_of
+from spaceport.exporter.tensorrt.engines import BuildResult, build_engine, host_memory
+from spaceport.exporter.tensorrt.to_tensorrt import BuildOptions, Library, Shapes, open_library, target_of
 from spaceport.graphs.contract.ed25519 import SIGNATURE_FILE
 from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.graphs.contract.manifest import FLAVOURS, MODEL_FILE, EngineRecord, Manifest
 from spaceport.graphs.contract.signature import PRECISIONS, logit_rows
-from spaceport.runtime.backends import trust
-from spaceport.runtime.backends.device import NoGpu, gpu
+from spaceport.runtime.backends.built_engines import built_here, remember
+from spaceport.runtime.backends.machine import NoGpu, gpu
 from spaceport.runtime.bundle import Bundle, open_bundle, read_manifest
 from spaceport.runtime.scheduling.capacity import capacity_for, seq_len, slots_for
 from spaceport.tools.cli.options import (
@@ -175,7 +174,7 @@ def _require_unchanged(bundle: Bundle) -> None:
 
 def _report(bundle: Path, outcome: BuildResult, as_json: bool) -> None:
     """Record that this machine built an engine, and print it."""
-    recorded = trust.remember(outcome.record.sha256)
+    recorded = remember(outcome.record.sha256)
     click.echo(_described(bundle, outcome), err=as_json)
     if not recorded:
         click.echo("could not record that this machine built the engine: run it with --trust-engines", err=True)
@@ -203,7 +202,7 @@ def _targets(library: Library, asked: Sequence[str], refittable: bool, timing_ca
 
 def _reusable(record: EngineRecord) -> bool:
     """Whether an existing engine with the same options can be used instead of a new one."""
-    if trust.built_here(record.sha256):
+    if built_here(record.sha256):
         return True
     click.echo("the existing engine was not built on this machine: building it again", err=True)
     return False

@@ -14,13 +14,12 @@ from spaceport.graphs.contract.draft_acceptance import DraftAcceptance
 from spaceport.graphs.contract.draft_correction import CORRECTION_FILE
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import ACCURACY_FILE, ENGINES_FOLDER, EngineRecord, Manifest, record_of
-from spaceport.runtime.backends import trust
-from spaceport.runtime.backends.engine_options import EngineOptions
-from spaceport.runtime.backends.step_costs import known_exactness
-from spaceport.runtime.bundle import Bundle, open_bundle
+from spaceport.runtime.backends.built_engines import built_here
+from spaceport.runtime.backends.measurements import known_exactness
+from spaceport.runtime.bundle import Bundle, SignatureState, open_bundle, signature_state
+from spaceport.runtime.engine import EngineOptions
 from spaceport.runtime.limits import DEFAULT_LIMITS
 from spaceport.runtime.scheduling.capacity import capacity_for, seq_len, slots_for
-from spaceport.runtime.signed_manifest import SignatureState, signature_state
 from spaceport.tools.cli.options import allow_links_option, bundle_argument, json_option, require_signature_option
 from spaceport.tools.terminal.screen import show_json, show_table, size
 
@@ -219,7 +218,7 @@ def _state(bundle: Bundle, name: str, record: EngineRecord) -> str:
             return "changed"
     if record.graph != bundle.manifest.graph:
         return "of another graph"
-    return "built here" if trust.built_here(record.sha256) else "built elsewhere"
+    return "built here" if built_here(record.sha256) else "built elsewhere"
 
 
 def memory_of(manifest: Manifest, requests: int, length: int, max_slots: int) -> dict[str, int]:

@@ -9,8 +9,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from spaceport.exporter.folder_lock import locked_folder
-from spaceport.graphs.contract.manifest import MANIFEST_FILE, FileRecord
-from spaceport.graphs.contract.manifest_file import manifest_in
+from spaceport.graphs.contract.manifest import MANIFEST_FILE, FileRecord, manifest_in
 from spaceport.runtime.backends.private_files import problem_of
 from spaceport.tools.fetch.sources import FetchError
 

@@ -12,8 +12,8 @@ from typing import Literal
 
 import msgspec
 
+from spaceport.graphs.contract.exactness import tolerance_of
 from spaceport.graphs.contract.faults import OptionFault, SpaceportError
-from spaceport.graphs.contract.tolerance import tolerance_of
 from spaceport.runtime.decode.selector import NotANumber
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.scheduling.generation import Completion

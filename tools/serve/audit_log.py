@@ -17,7 +17,7 @@ import msgspec
 
 from spaceport import __version__
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.runtime.backends.cpus import cpu_name
+from spaceport.runtime.backends.machine import cpu_name
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.scheduling.generation import Completion
 from spaceport.runtime.session import Runtime

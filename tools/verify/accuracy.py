@@ -22,9 +22,9 @@ from polygraphy.comparator import Comparator
 from polygraphy.logger import G_LOGGER
 
 from spaceport.graphs.contract.atomic_file import replace_text
+from spaceport.graphs.contract.exactness import tolerance_of
 from spaceport.graphs.contract.manifest import ACCURACY_FILE
 from spaceport.graphs.contract.signature import Activations, Precision
-from spaceport.graphs.contract.tolerance import tolerance_of
 
 Array = NDArray[Any]
 # Runs one recorded call on an engine, whose KV cache persists from call to call; returns the logits, B x R x V.

@@ -18,9 +18,16 @@ from numpy.typing import NDArray
 from onnx import GraphProto, helper, numpy_helper
 from onnx.external_data_helper import set_external_data
 
-from spaceport.exporter.tensorrt.append_graph import UnbuildableGraph, append_graph, check_graph, fix_capacity
-from spaceport.exporter.tensorrt.decomposed_attention import UnexpectedAttention, attention_nodes, decompose_attention
-from spaceport.exporter.tensorrt.profiles import Shapes, profiles
+from spaceport.exporter.tensorrt.append_graph import (
+    UnbuildableGraph,
+    UnexpectedAttention,
+    append_graph,
+    attention_nodes,
+    check_graph,
+    decompose_attention,
+    fix_capacity,
+)
+from spaceport.exporter.tensorrt.to_tensorrt import Shapes, profiles
 from spaceport.graphs.contract.faults import OptionFault
 from support.append_bundle import POSITIONS, VOCAB, Attending
 

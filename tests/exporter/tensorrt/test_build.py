@@ -20,13 +20,13 @@ from onnx import helper
 
 from spaceport.exporter.atomic_folder import TargetError
 from spaceport.exporter.tensorrt.append_graph import UnbuildableGraph, append_graph
-from spaceport.exporter.tensorrt.build import build_engine
 from spaceport.exporter.tensorrt.builder_monitor import BuildMessages, BuildProgress, logger_of
-from spaceport.exporter.tensorrt.profiles import Shapes
+from spaceport.exporter.tensorrt.engines import build_engine
 from spaceport.exporter.tensorrt.to_tensorrt import (
     BuildFault,
     BuildOptions,
     Library,
+    Shapes,
     build,
     build_fault,
     open_library,
@@ -35,8 +35,8 @@ from spaceport.exporter.tensorrt.to_tensorrt import (
 )
 from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.graphs.contract.manifest import ENGINES_FOLDER, MANIFEST_FILE, FileRecord
-from spaceport.runtime.backends import trust
-from spaceport.runtime.backends.device import no_gpu
+from spaceport.runtime.backends.built_engines import built_here
+from spaceport.runtime.backends.machine import no_gpu
 from spaceport.runtime.bundle import open_bundle
 from spaceport.tools.cli import run
 from spaceport.tools.cli.exit_codes import FAULT, INPUT, MISSING, OK, USAGE
@@ -86,7 +86,7 @@ def test_an_engine_is_stored_in_the_bundle_with_its_record(bundle: Path, capfd: 
     assert (record.backend, record.target, record.version) == ("tensorrt-rtx", "sm89", open_library().version)
     assert (record.capacity, record.requests, record.step_rows, record.prefill_rows) == (960, 3, 36, 256)
     assert (record.refittable, record.decomposed) == (False, 0)
-    assert trust.built_here(record.sha256)
+    assert built_here(record.sha256)
     after = contents(bundle)
     assert set(after) - set(before) == {ENGINES_FOLDER, f"{ENGINES_FOLDER}/{name}"}
     assert all(after[file] == content for file, content in before.items() if file != MANIFEST_FILE)

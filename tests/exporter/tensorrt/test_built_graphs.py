@@ -13,8 +13,14 @@ from spaceport.exporter.export import ExportOptions
 from spaceport.exporter.tensorrt import to_tensorrt
 from spaceport.exporter.tensorrt.append_graph import append_graph
 from spaceport.exporter.tensorrt.builder_monitor import BuildMessages, logger_of
-from spaceport.exporter.tensorrt.profiles import Shapes
-from spaceport.exporter.tensorrt.to_tensorrt import AttentionPlan, BuildOptions, Library, attention_of, open_library
+from spaceport.exporter.tensorrt.to_tensorrt import (
+    AttentionPlan,
+    BuildOptions,
+    Library,
+    Shapes,
+    attention_of,
+    open_library,
+)
 from spaceport.exporter.to_onnx import DEFAULT_OPSET, to_onnx
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.signature import Precision, Signature, Weights

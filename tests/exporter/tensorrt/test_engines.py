@@ -17,8 +17,7 @@ import pytest
 
 from spaceport.exporter.atomic_folder import writing
 from spaceport.exporter.tensorrt.engines import ChangedBundle, engine_name, store_engine
-from spaceport.exporter.tensorrt.profiles import Shapes
-from spaceport.exporter.tensorrt.to_tensorrt import BuildOptions, Library
+from spaceport.exporter.tensorrt.to_tensorrt import BuildOptions, Library, Shapes
 from spaceport.graphs.contract.atomic_file import partial_of
 from spaceport.graphs.contract.manifest import ENGINES_FOLDER, EngineRecord
 from spaceport.runtime.bundle import open_bundle, read_manifest

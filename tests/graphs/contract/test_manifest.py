@@ -13,8 +13,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spaceport.graphs.contract.manifest import MANIFEST_FILE, MODEL_FILE, SCHEMA, ManifestError
-from spaceport.graphs.contract.manifest_file import manifest_content, manifest_in, with_digest
+from spaceport.graphs.contract.manifest import (
+    MANIFEST_FILE,
+    MODEL_FILE,
+    SCHEMA,
+    ManifestError,
+    manifest_content,
+    manifest_in,
+    with_digest,
+)
 from spaceport.runtime.bundle import BundleError, open_bundle
 from support.small_bundle import ENGINE, edit, entries_of, fill, new_bundle, refused
 

@@ -12,10 +12,9 @@ from numpy.typing import NDArray
 
 from spaceport.exporter.export import ExportOptions
 from spaceport.graphs.contract.signature import visible_length
-from spaceport.runtime.backends.engine_options import EngineOptions
 from spaceport.runtime.backends.on_onnxruntime import OnnxRuntimeEngine, open_engine
 from spaceport.runtime.bundle import open_bundle
-from spaceport.runtime.engine import Batch
+from spaceport.runtime.engine import Batch, EngineOptions
 from spaceport.runtime.session import Runtime
 from spaceport.tools.verify.audit.audit import audit
 from spaceport.tools.verify.audit.prompts import TokenizedPrompt

@@ -13,15 +13,16 @@ from spaceport.graphs.contract.faults import InputFault, MissingDependency, Opti
 from spaceport.graphs.contract.manifest import ENGINES_FOLDER, EngineRecord
 from spaceport.graphs.contract.signature import Lowering, Precision
 from spaceport.runtime import backends
-from spaceport.runtime.backends import choose, clashing, device, open_engine, require, trust, why_not
-from spaceport.runtime.backends.built import Named, NoEngine, engine_for, read_engine
-from spaceport.runtime.backends.engine_options import EngineOptions
+from spaceport.runtime.backends import choose, clashing, open_engine, require, why_not
+from spaceport.runtime.backends.built_engines import Named, NoEngine, built_here, engine_for, read_engine, remember
+from spaceport.runtime.backends.machine import Gpu
 from spaceport.runtime.bundle import Bundle, BundleError
+from spaceport.runtime.engine import EngineOptions
 from support.small_bundle import RECORD, fill
 
 OPTIONS = EngineOptions(capacity=512, requests=2)
 PLAN = b"an engine"
-GPU = device.Gpu("NVIDIA Test", "sm89", 24 << 30)
+GPU = Gpu("NVIDIA Test", "sm89", 24 << 30)
 
 
 @pytest.fixture
@@ -129,15 +130,15 @@ def test_an_engine_whose_file_was_removed_is_none(bundle: Bundle) -> None:
 
 def test_an_engine_runs_if_it_was_built_here_or_is_trusted_for_once(bundle: Bundle, state: Path) -> None:
     engine = Named(*next(iter(bundle.manifest.engines.items())))
-    trust.remember("0" * 64)
+    remember("0" * 64)
     message = r"a\.engine: it was not built on this machine, .*set trust_engines=True if you trust"
     with pytest.raises(BundleError, match=message):
         read_engine(bundle, engine, trusted=False)
     assert read_engine(bundle, engine, trusted=True) == PLAN
-    assert not trust.built_here(engine.record.sha256)
-    assert trust.remember(engine.record.sha256)
+    assert not built_here(engine.record.sha256)
+    assert remember(engine.record.sha256)
     assert read_engine(bundle, engine, trusted=False) == PLAN
-    assert trust.remember(engine.record.sha256), "it is noted already"
+    assert remember(engine.record.sha256), "it is noted already"
     noted = (state / "spaceport" / "built-engines").read_text().split()
     assert noted == ["0" * 64, engine.record.sha256]
 
@@ -145,8 +146,8 @@ def test_an_engine_runs_if_it_was_built_here_or_is_trusted_for_once(bundle: Bund
 @pytest.mark.parametrize("trusted", [True, False])
 def test_a_changed_engine_never_runs(bundle: Bundle, state: Path, trusted: bool) -> None:
     engine = Named(*next(iter(bundle.manifest.engines.items())))
-    trust.remember(engine.record.sha256)
-    trust.remember(hashlib.sha256(bytes(len(PLAN))).hexdigest())
+    remember(engine.record.sha256)
+    remember(hashlib.sha256(bytes(len(PLAN))).hexdigest())
     file = bundle.path / ENGINES_FOLDER / engine.name
     file.write_bytes(bytes(len(PLAN)))
     with pytest.raises(BundleError, match=r"sha256 is .*, the manifest says .*: build it again"):
@@ -160,11 +161,11 @@ def test_what_was_built_is_noted_in_the_users_state_if_that_is_possible(
     state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (state / "spaceport").write_text("a file where the folder would be")
-    assert not trust.remember("a" * 64)
-    assert not trust.built_here("a" * 64)
+    assert not remember("a" * 64)
+    assert not built_here("a" * 64)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("XDG_STATE_HOME", "relative")
-    assert trust.remember("a" * 64)
+    assert remember("a" * 64)
     assert (tmp_path / ".local/state/spaceport/built-engines").read_text() == f"{'a' * 64}\n"
 
 

@@ -15,9 +15,9 @@ from spaceport.exporter.tensorrt.to_tensorrt import open_library
 from spaceport.graphs.contract.manifest import LIBRARIES, Flavour
 from spaceport.runtime import Decoding, Runtime
 from spaceport.runtime.backends import open_engine, require_module
-from spaceport.runtime.backends.device import gpu, no_gpu
-from spaceport.runtime.backends.engine_options import EngineOptions
+from spaceport.runtime.backends.machine import gpu, no_gpu
 from spaceport.runtime.bundle import Bundle, open_bundle
+from spaceport.runtime.engine import EngineOptions
 from spaceport.runtime.scheduling.capacity import capacity_for
 from spaceport.tools.bench.steps import chain_batch
 from spaceport.tools.cli import run

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from spaceport.runtime.backends import cpus
-from spaceport.runtime.backends.cpus import cpu_limit, engine_threads, usable_cpus
+from spaceport.runtime.backends import machine
+from spaceport.runtime.backends.machine import cpu_limit, engine_threads, usable_cpus
 from spaceport.runtime.backends.private_files import append_private, problem_of, read_private, replace_private
 
 V2 = "0::/pods/one\n"
@@ -64,8 +64,8 @@ def test_the_limit_is_that_of_the_group_and_those_around_it(
 def test_an_engine_gets_as_many_threads_as_the_limit_allows(
     monkeypatch: pytest.MonkeyPatch, asked: int, limit: int | None, threads: int, usable: int
 ) -> None:
-    monkeypatch.setattr(cpus, "cpu_limit", lambda: limit)
-    monkeypatch.setattr(cpus, "_affinity", lambda: 8)
+    monkeypatch.setattr(machine, "cpu_limit", lambda: limit)
+    monkeypatch.setattr(machine, "_affinity", lambda: 8)
     assert (engine_threads(asked), usable_cpus()) == (threads, usable)
 
 

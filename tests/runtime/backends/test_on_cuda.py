@@ -22,16 +22,16 @@ from hypothesis import strategies as st
 from spaceport.exporter.bundle_files import write_manifest
 from spaceport.exporter.selection_graph import write_selection
 from spaceport.graphs.contract.manifest import MANIFEST_FILE, SELECTION_FILE
-from spaceport.runtime.backends import captured, on_cuda, open_engine
-from spaceport.runtime.backends.captured import Captured
-from spaceport.runtime.backends.device import Gpu
-from spaceport.runtime.backends.engine_options import EngineOptions
-from spaceport.runtime.backends.on_device import PLAIN, DeviceEngine, Graphs
-from spaceport.runtime.backends.on_onnxruntime import open_selection, open_session, session_options
+from spaceport.runtime.backends import on_cuda, on_tensorrt, open_engine
+from spaceport.runtime.backends.machine import Gpu
+from spaceport.runtime.backends.on_cuda import PLAIN, DeviceEngine, Graphs
+from spaceport.runtime.backends.on_onnxruntime import open_selection, open_session
+from spaceport.runtime.backends.on_tensorrt import Captured
+from spaceport.runtime.backends.products import session_options
 from spaceport.runtime.backends.staging import CallShape
 from spaceport.runtime.bundle import Bundle, BundleError, open_bundle
 from spaceport.runtime.decoding import Decoding
-from spaceport.runtime.engine import NO_MOVES, Batch, Engine, EngineFault
+from spaceport.runtime.engine import NO_MOVES, Batch, Engine, EngineFault, EngineOptions
 from spaceport.runtime.sampling.sampler import Sampling
 from spaceport.runtime.scheduling.capacity import capacity_for
 from spaceport.runtime.session import Runtime
@@ -243,7 +243,7 @@ def test_calls_are_captured_the_second_time_and_the_least_recently_used_graph_go
     assert board.captures == ["a", "b", "c", "b"]
     board.play("c")
     assert board.captures == ["a", "b", "c", "b"]
-    monkeypatch.setattr(captured, "_MOST_SEEN", 20)
+    monkeypatch.setattr(on_tensorrt, "_MOST_SEEN", 20)
     board = Board()
     board.play("abcdefghijklmnopqrstuvwxyz")
     assert len(board.captured._seen) <= 21, "calls that never come again are forgotten"

@@ -14,13 +14,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto
 
-from spaceport.runtime.backends.engine_options import EngineOptions
-from spaceport.runtime.backends.external_data import external_files
-from spaceport.runtime.backends.kv_memory import KvMemory
-from spaceport.runtime.backends.on_device import DeviceEngine
-from spaceport.runtime.backends.on_onnxruntime import open_engine, open_session, session_options
+from spaceport.runtime.backends.on_cuda import DeviceEngine
+from spaceport.runtime.backends.on_onnxruntime import KvMemory, external_files, open_engine, open_session
+from spaceport.runtime.backends.products import session_options
 from spaceport.runtime.bundle import Bundle, open_bundle
-from spaceport.runtime.engine import Batch, Engine, slots_in_order
+from spaceport.runtime.engine import Batch, Engine, EngineOptions, slots_in_order
 
 CAPACITY = 512
 # Rows, slots before them, and visible length of calls that follow each other: a prompt, drafts that lengthen what is

@@ -20,11 +20,10 @@ from numpy.typing import NDArray
 from spaceport.graphs.contract.signature import Signature
 from spaceport.runtime import Decoding, Runtime, Sampling
 from spaceport.runtime.backends import open_engine
-from spaceport.runtime.backends.engine_options import EngineOptions
 from spaceport.runtime.backends.on_tensorrt import STEPS, copy_slots
 from spaceport.runtime.backends.on_torch import TorchEngine
 from spaceport.runtime.bundle import BundleError
-from spaceport.runtime.engine import NO_MOVES, Batch, EngineFault
+from spaceport.runtime.engine import NO_MOVES, Batch, EngineFault, EngineOptions
 from spaceport.runtime.scheduling.capacity import capacity_for
 from support.forking_bundle import forking_copy
 from support.paths import TINY

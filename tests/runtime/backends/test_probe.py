@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from spaceport.graphs.contract.exactness import tolerated_noise, unmeasured
 from spaceport.graphs.contract.signature import Signature
-from spaceport.runtime.backends.probe import probe
+from spaceport.runtime.backends.measurements import probe
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import CPU_COSTS, Batch, Costs, Moves
 from spaceport.runtime.session import Runtime

@@ -11,10 +11,20 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 
-from spaceport.runtime.backends import integer_kernels, on_onnxruntime
-from spaceport.runtime.backends.cpus import instruction_sets
-from spaceport.runtime.backends.integer_kernels import EXACT_SETTING, INPUTS, OUTPUTS, WEIGHT
-from spaceport.runtime.backends.products import PRODUCTS, ROWS, Cost, Product, measure, open_product
+from spaceport.runtime.backends import on_onnxruntime, products
+from spaceport.runtime.backends.machine import instruction_sets
+from spaceport.runtime.backends.products import (
+    EXACT_SETTING,
+    INPUTS,
+    OUTPUTS,
+    PRODUCTS,
+    ROWS,
+    WEIGHT,
+    Cost,
+    Product,
+    measure,
+    open_product,
+)
 from spaceport.runtime.bundle import BundleError
 from spaceport.runtime.session import Runtime
 
@@ -55,9 +65,9 @@ def exact_setting(options: ort.SessionOptions) -> bool:
 
 def test_products_of_int8_bundles_are_exact_here() -> None:
     """The usual kernels are exact on CPUs with VNNI; on others, sessions have the setting with which they are."""
-    exact = integer_kernels.is_exact(setting=False)
-    options = on_onnxruntime.session_options(1, "int8", "int8x2")
-    content = integer_kernels._largest_products()
+    exact = products.is_exact(setting=False)
+    options = products.session_options(1, "int8", "int8x2")
+    content = products._largest_products()
     session = ort.InferenceSession(content, options, providers=["CPUExecutionProvider"])
     assert has_vnni() is exact or has_vnni() is None
     assert exact_setting(options) is not exact
@@ -70,9 +80,9 @@ def test_products_of_int8_bundles_are_exact_here() -> None:
 def test_the_slower_kernels_are_exact_too_and_chosen_only_where_the_usual_ones_are_not(
     usual: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert integer_kernels.is_exact(setting=True)
-    monkeypatch.setattr(on_onnxruntime, "is_exact", lambda setting: usual or setting)
-    assert exact_setting(on_onnxruntime.session_options(1, "int8", "int8x2")) is not usual
+    assert products.is_exact(setting=True)
+    monkeypatch.setattr(products, "is_exact", lambda setting: usual or setting)
+    assert exact_setting(products.session_options(1, "int8", "int8x2")) is not usual
 
 
 def test_products_that_are_cut_off_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,10 +93,10 @@ def test_products_that_are_cut_off_are_noticed(monkeypatch: pytest.MonkeyPatch) 
             exact = np.full((len(feeds["a"]), OUTPUTS), 255.0 * WEIGHT * INPUTS, np.float32)
             return [np.minimum(exact, 32767.0 * INPUTS / 2)]
 
-    integer_kernels.is_exact.cache_clear()
-    monkeypatch.setattr(integer_kernels.ort, "InferenceSession", Saturating)
-    assert not integer_kernels.is_exact(setting=False)
-    integer_kernels.is_exact.cache_clear()
+    products.is_exact.cache_clear()
+    monkeypatch.setattr(products.ort, "InferenceSession", Saturating)
+    assert not products.is_exact(setting=False)
+    products.is_exact.cache_clear()
 
 
 def test_a_bundle_is_refused_where_products_are_not_exact(

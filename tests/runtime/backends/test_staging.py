@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from spaceport.graphs.contract.signature import LOWERINGS, Lowering, Signature, visible_length
-from spaceport.runtime.backends.staging import Block, CallShape, Limits, end_of, filled_up, ranges_of, shape_of
+from spaceport.runtime.backends.staging import Block, CallLimits, CallShape, end_of, filled_up, ranges_of, shape_of
 from spaceport.runtime.engine import Batch
 
 CAPACITY = 1024
-LIMITS = Limits(CAPACITY, 512, 256)
+LIMITS = CallLimits(CAPACITY, 512, 256)
 
 
 def signature(lowering: Lowering, window: int | None = None) -> Signature:

@@ -14,15 +14,13 @@ from numpy.typing import NDArray
 
 from spaceport.graphs.contract.exactness import Exactness
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.runtime.backends import step_costs
-from spaceport.runtime.backends.engine_options import EngineOptions
-from spaceport.runtime.backends.staging import CallShape, Limits, filled_up
-from spaceport.runtime.backends.step_costs import Measurements, load, measured_here, store
-from spaceport.runtime.backends.timing import idle, measure
+from spaceport.runtime.backends import measurements
+from spaceport.runtime.backends.measurements import Measurements, idle, load, measure, measured_here, store
+from spaceport.runtime.backends.staging import CallLimits, CallShape, filled_up
 from spaceport.runtime.bundle import Bundle
 from spaceport.runtime.costs import CostSource, StepCosts
 from spaceport.runtime.decoding import Decoding
-from spaceport.runtime.engine import Batch
+from spaceport.runtime.engine import Batch, EngineOptions
 from spaceport.runtime.session import Runtime
 from support.hash_engine import HashEngine, Language
 from support.small_bundle import fill
@@ -93,7 +91,7 @@ def test_the_calls_that_are_timed_are_what_they_seem() -> None:
     engine = HashEngine(Language(1, window=8), 512, 2)
     for rows in (1, 36):
         batch = idle(engine, rows)
-        assert filled_up(batch, engine.signature, Limits(512, 512, 512)) == CallShape(1, rows, 256, rows)
+        assert filled_up(batch, engine.signature, CallLimits(512, 512, 512)) == CallShape(1, rows, 256, rows)
         assert batch.slot_ids.tolist() == [[*range(256 - rows, 256)]]
         assert batch.sliding_attention_mask is batch.attention_mask
 
@@ -147,9 +145,9 @@ Measure = Callable[..., StepCosts]
 def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Measure:
     """Opens an engine with this number of requests; each measurement has another result."""
     times = iter(range(1, 100))
-    monkeypatch.setattr(step_costs, "probe", lambda engine, tolerated: EXACT)
+    monkeypatch.setattr(measurements, "probe", lambda engine, tolerated: EXACT)
     monkeypatch.setattr(
-        step_costs,
+        measurements,
         "measure",
         lambda engine: replace(TABLE, single=((1, float(next(times))),), requests=engine.requests),
     )
@@ -181,9 +179,9 @@ def test_costs_are_measured_once_for_a_machine_and_a_bundle(
     assert load(file) is not None
     for cores in ({0}, {0, 1}):  # that this process may use
         monkeypatch.setattr(os, "sched_getaffinity", lambda process, cores=cores: cores, raising=False)
-        monkeypatch.setattr(step_costs, "version", lambda package: "1")
+        monkeypatch.setattr(measurements, "version", lambda package: "1")
         opened()
-    monkeypatch.setattr(step_costs, "version", lambda package: "2")
+    monkeypatch.setattr(measurements, "version", lambda package: "2")
     opened()
     assert len([*cache.iterdir()]) == 2 + 2 + 1
 

@@ -11,8 +11,7 @@ from time import sleep
 import pytest
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
-from spaceport.graphs.contract.faults import LibraryPanic, SpaceportError
-from spaceport.graphs.contract.panics import is_panic, raise_panic
+from spaceport.graphs.contract.faults import LibraryPanic, SpaceportError, is_panic, raise_panic
 from spaceport.runtime.decode.draft import Candidates
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.text.tokenizer import TextStream, context_of, decode, encode

@@ -21,12 +21,12 @@ from spaceport.exporter.export import ExportOptions
 from spaceport.exporter.heads_file import HEADS_FILE
 from spaceport.exporter.quiet import quiet_libraries
 from spaceport.runtime.backends import open_engine
-from spaceport.runtime.backends.engine_options import EngineOptions
-from spaceport.runtime.backends.on_device import DeviceEngine
-from spaceport.runtime.backends.on_onnxruntime import open_selection, open_session, session_options
+from spaceport.runtime.backends.on_cuda import DeviceEngine
+from spaceport.runtime.backends.on_onnxruntime import open_selection, open_session
+from spaceport.runtime.backends.products import session_options
 from spaceport.runtime.bundle import open_bundle, read_manifest
 from spaceport.runtime.decoding import Decoding
-from spaceport.runtime.engine import Batch
+from spaceport.runtime.engine import Batch, EngineOptions
 from spaceport.runtime.sampling.grammar import Grammar
 from spaceport.runtime.sampling.sampler import Sampling
 from spaceport.runtime.session import Runtime

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from spaceport.runtime.backends import device
+from spaceport.runtime.backends.machine import no_gpu
 from spaceport.runtime.costs import StepCosts, relative_costs
 from spaceport.tools.bench import gpu
 from spaceport.tools.bench.checkpoint import make_checkpoint
@@ -32,7 +32,7 @@ def test_every_variant_that_can_run_is_measured_and_the_others_have_reasons(tmp_
     assert [step.rows for step in found.steps] == [1, 4]
     assert next((cost.requests, round(cost.rows)) for cost in found.outside) == (1, 1)
     assert all(cost.milliseconds > 0 for cost in found.outside)
-    if device.no_gpu() is not None:
+    if no_gpu() is not None:
         assert "needs an NVIDIA GPU" in model.failed["tensorrt-rtx"]
     assert messages == ["measuring tiny, onnxruntime"]
     page = markdown(GpuPage({"GPU": "none"}, [model], [("a|udit", "loss\nless")]))

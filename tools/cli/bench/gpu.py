@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from spaceport.runtime.backends.device import no_gpu
+from spaceport.runtime.backends.machine import no_gpu
 from spaceport.tools.bench.checkpoint import SHAPES, make_checkpoint
 from spaceport.tools.bench.gpu import CommandResult, GpuBenchOptions, checks, machine, measure_model
 from spaceport.tools.bench.gpu_page import GpuPage, markdown

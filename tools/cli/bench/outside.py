@@ -10,8 +10,8 @@ from pathlib import Path
 import click
 
 from spaceport.runtime.backends import open_engine
-from spaceport.runtime.backends.engine_options import EngineOptions
 from spaceport.runtime.bundle import open_bundle
+from spaceport.runtime.engine import EngineOptions
 from spaceport.runtime.scheduling.capacity import capacity_for
 from spaceport.tools.bench.outside import CASES, LENGTH, measure
 from spaceport.tools.cli.options import bundle_argument, json_option

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from spaceport.graphs.contract.exactness import tolerance_of
 from spaceport.graphs.contract.signature import Activations
-from spaceport.graphs.contract.tolerance import tolerance_of
 from spaceport.runtime.engine import Engine
 from spaceport.runtime.sampling.logprobs import most_probable
 from spaceport.tools.verify.feeding import FeedPlan, Logits, feed, logits_of

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from spaceport.graphs.contract.tolerance import tolerance_of
+from spaceport.graphs.contract.exactness import tolerance_of
 from spaceport.runtime.backends import BACKENDS
 from spaceport.runtime.bundle import Bundle
 from spaceport.tools.reference import open_reference

@@ -14,11 +14,10 @@ from spaceport.graphs.contract.faults import MissingDependency, OptionFault
 from spaceport.graphs.contract.manifest import EngineRecord, Manifest
 from spaceport.graphs.contract.signature import Activations, Precision
 from spaceport.runtime.backends import BACKENDS, by_reason, open_engine, require, why_not
-from spaceport.runtime.backends.device import gpu, no_gpu
-from spaceport.runtime.backends.engine_options import EngineOptions
+from spaceport.runtime.backends.machine import gpu, no_gpu
 from spaceport.runtime.bundle import Bundle
 from spaceport.runtime.decode.step import PREFILL_ROWS
-from spaceport.runtime.engine import Engine, EngineFault
+from spaceport.runtime.engine import Engine, EngineFault, EngineOptions
 from spaceport.runtime.scheduling.capacity import capacity_for
 from spaceport.tools.reference import open_reference
 from spaceport.tools.verify.accuracy import Array, CallFailed, ComparedEngine, RunCall

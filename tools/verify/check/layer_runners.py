@@ -17,8 +17,9 @@ from spaceport.graphs.contract.manifest import MODEL_FILE
 from spaceport.graphs.contract.signature import Signature
 from spaceport.graphs.decoder import Decoder
 from spaceport.graphs.layer_outputs import DecoderWithLayerOutputs, attention_output_name, layer_output_name
-from spaceport.runtime.backends.on_onnxruntime import session_options, weights_for
+from spaceport.runtime.backends.on_onnxruntime import weights_for
 from spaceport.runtime.backends.on_torch import TorchEngine
+from spaceport.runtime.backends.products import session_options
 from spaceport.runtime.bundle import Bundle
 from spaceport.tools.verify.accuracy import Array
 from spaceport.tools.verify.check.cases import EngineLimits, replay

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from spaceport.graphs.contract.exactness import tolerance_of
 from spaceport.graphs.contract.manifest import ENGINES_FOLDER, MODEL_FILE, EngineRecord, Manifest
 from spaceport.graphs.contract.signature import VISIBLE_STEP, Signature, logit_rows
-from spaceport.graphs.contract.tolerance import tolerance_of
 from spaceport.runtime.bundle import Bundle
 
 LOADER = Path(__file__).with_name("polygraphy_loader.py")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from spaceport.runtime.backends.step_costs import cache_folder
+from spaceport.runtime.backends.private_files import cache_folder
 from spaceport.tools.bench.decode.summary import REPLAY_LABEL
 from spaceport.tools.bench.serve.processes import ProcessFailed
 from spaceport.tools.bench.start.service_start import measured

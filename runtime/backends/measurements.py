@@ -1,0 +1,320 @@
+"""Exactness and step costs of an engine: measured once for a machine and a bundle, and stored in the user's cache folder."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from itertools import count
+from operator import attrgetter
+from pathlib import Path
+from time import perf_counter, thread_time
+from typing import Any, NamedTuple, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spaceport.graphs.contract.exactness import Exactness, tolerated_noise
+from spaceport.graphs.contract.faults import OptionFault
+from spaceport.runtime.backends.machine import cpu_name, instruction_sets, usable_cpus
+from spaceport.runtime.backends.private_files import cache_folder, read_private, replace_private
+from spaceport.runtime.bundle import Bundle
+from spaceport.runtime.costs import CostSource, Points, StepCosts, relative_costs
+from spaceport.runtime.engine import Batch, Engine, EngineOptions
+
+_SCHEMA = 5
+_PACKAGES = ("spaceport", "onnxruntime", "onnxruntime-gpu", "tensorrt", "tensorrt-rtx", "torch")
+_MOST_BYTES = 100_000  # maximum size of a file
+
+# Kernels change at these numbers of rows: one row, few, the rows of a tile, one more, and those of wide drafts.
+_COMPARED_ROWS = (2, 9, 33, 3, 8)  # the most informative first
+_ALWAYS_COMPARED = 2  # of them, always compared
+_EXACTNESS_SECONDS = 0.15  # no further width is compared after this time
+_CONTEXT, _COMPARED_VISIBLE = 31, 64  # KV slots
+_LAYOUTS = 8  # orders of the KV slots
+# Attention adds floating-point numbers in the order of the slots. Rounding of activations can hide that from all rows here,
+# never from all rows of a text. Attention over 8-bit keys and values adds integers.
+_LEAST_SLOTS = 1e-7
+
+SECONDS = 2.0  # of a measurement; the widths in _NEEDED are timed a few times in any case
+_ROUNDS, _FEWEST = 7, 3  # calls of each shape: usual and minimum number
+_MOST_ROUNDS = 60
+_QUICK = SECONDS / 4  # more rounds are run for this time: short calls are disturbed more often
+_VISIBLE, _FAR = 256, 1024  # KV slots
+# The most informative first: with a large model there is no time for all. GPU times jump at 8/9, 17, 33 and 64 rows.
+_SINGLE = (1, 4, 16, 9, 36, 2, 24, 6, 12, 64, 8, 17, 33)
+_BATCHED = (1, 4, 9)
+_FAR_ROWS = (1, 16)
+_MOST_REQUESTS = 8  # maximum requests of a call: more of them take long and show little more
+_NEEDED = (1, 4)  # always timed: with one point alone, rows would look free
+_LEAST_ROW = 0.01  # minimum cost of a further row on a CPU, relative to a one-row call; less is a disturbed measurement
+
+
+class Measurements(NamedTuple):
+    """What was measured on an engine."""
+
+    exactness: Exactness
+    table: StepCosts | None = None  # None: it was opened with other step costs than measured ones
+
+
+class _Shape(NamedTuple):
+    rows: int
+    requests: int
+    visible: int
+
+
+def probe(engine: Engine, tolerated: float, clock: Callable[[], float] = perf_counter) -> Exactness:
+    """The exactness of an engine that no request uses; its first KV slots are zero afterwards."""
+    started = clock()
+    visible = min(_COMPARED_VISIBLE, engine.capacity)
+    context = min(_CONTEXT, visible // 2, engine.rows)
+    most = min(visible - context, engine.rows)
+    engine.run(_prompt(engine, context, visible))
+    (alone,) = _logits(engine, 1, context, visible)
+    rows, compared = 0.0, list[int]()
+    for width in (width for width in _COMPARED_ROWS if width <= most):
+        if len(compared) >= _ALWAYS_COMPARED and clock() - started > _EXACTNESS_SECONDS:
+            break
+        rows = max(rows, _noise(_logits(engine, width, context, visible), alone[None]))
+        compared.append(width)
+    count = max(compared, default=1)
+    in_order = _logits(engine, count, context, visible, varied=True)
+    slots = _LEAST_SLOTS if engine.signature.kv_cache == "same" else 0.0
+    for seed in range(_LAYOUTS):
+        if seed and clock() - started > _EXACTNESS_SECONDS:
+            break
+        engine.copy(0, 0, np.random.default_rng(seed).permutation(context))
+        slots = max(slots, _noise(_logits(engine, count, context, visible, varied=True), in_order))
+    engine.clear(0)
+    return Exactness(rows, slots, tolerated, tuple(sorted(compared)))
+
+
+def _prompt(engine: Engine, length: int, visible: int) -> Batch:
+    """The rows of a prompt, in the lowest slots."""
+    order = np.arange(length)
+    mask = np.tril(np.ones((length, visible), np.bool_))
+    return _batch(engine, _tokens(engine, length), order, order, mask, order[-1:])
+
+
+def _logits(engine: Engine, rows: int, context: int, visible: int, *, varied: bool = False) -> NDArray[np.float32]:
+    """Logits of rows behind a prompt that see nothing else: all of the same token, or each of another one."""
+    mask = np.broadcast_to(np.arange(visible) < context, (rows, visible)).copy()
+    tokens = _tokens(engine, rows)[::-1] if varied else _tokens(engine, 1).repeat(rows)
+    slots = context + np.arange(rows)
+    found = engine.run(_batch(engine, tokens, np.full(rows, context), slots, mask, np.arange(rows)))
+    logits: NDArray[np.float32] = found[0, : rows * engine.signature.lines].reshape(rows, -1).copy()
+    return logits
+
+
+def _batch(
+    engine: Engine,
+    tokens: NDArray[np.int64],
+    positions: NDArray[np.int64],
+    slots: NDArray[np.int64],
+    mask: NDArray[np.bool_],
+    wanted: NDArray[np.int64],
+) -> Batch:
+    masks = mask[None, None]
+    window = masks if engine.signature.window else None
+    return Batch(0, tokens[None].copy(), positions[None], slots[None], masks, wanted[None], window)
+
+
+def _tokens(engine: Engine, count: int) -> NDArray[np.int64]:
+    """Token ids that are spread over the vocabulary."""
+    return (7 + 7919 * np.arange(count, dtype=np.int64)) % engine.signature.vocab_size
+
+
+def _noise(got: NDArray[np.float32], expected: NDArray[np.float32]) -> float:
+    """The largest difference, relative to the largest logit of its row."""
+    if np.isnan(got).any() or np.isnan(expected).any():
+        return 1.0  # as wrong as can be
+    if got.tobytes() == np.broadcast_to(expected, got.shape).tobytes():
+        return 0.0
+    largest = np.abs(expected).max(axis=-1, keepdims=True)
+    return max(float((np.abs(got - expected) / np.maximum(largest, 1e-30)).max()), float(np.finfo(np.float32).tiny))
+
+
+def measure(
+    engine: Engine,
+    budget: float = SECONDS,
+    clock: Callable[[], float] = perf_counter,
+    cpu_clock: Callable[[], float] = thread_time,
+) -> StepCosts:
+    """The costs of an engine's calls; shapes alternate, so that a busy machine affects all alike.
+
+    Calls on a CPU are timed with the CPU time of this thread: other processes do not add to it, and it waits actively for
+    the engine's other threads.
+    """
+    deadline = clock() + budget
+    timer = cpu_clock if engine.device == "cpu" else clock
+    times: dict[_Shape, list[float]] = {}
+    for shape in _shapes(engine):  # the first call of a shape compiles and captures: its time does not count
+        again = _FEWEST * sum(map(min, times.values()))  # time of a few more rounds
+        if shape.rows not in _NEEDED and clock() + again + 2 * max(map(min, times.values())) > deadline:
+            break
+        _call(engine, shape, timer)
+        times[shape] = [_call(engine, shape, timer)]
+    started = clock()
+    for number in count():
+        if (number >= _ROUNDS and clock() - started > _QUICK) or number == _MOST_ROUNDS:
+            break
+        buffers: tuple[int, int] | None = None
+        for shape in sorted(times, key=attrgetter("visible", "requests", "rows")):
+            found = times[shape]
+            if clock() + found[-1] > deadline and (number >= _FEWEST - 1 or shape.rows not in _NEEDED):
+                continue
+            if buffers != shape[1:]:  # a call with other KV buffers than the one before binds them
+                _call(engine, shape, timer)
+                buffers = shape[1:]
+            found.append(_call(engine, shape, timer))
+    return _costs_of(engine, times)
+
+
+def idle(engine: Engine, rows: int, requests: int = 1, visible: int = _VISIBLE) -> Batch:
+    """A call that computes like any other and writes to unused slots."""
+    visible = min(visible, engine.capacity)
+    ids = np.zeros((requests, rows), np.int64)
+    mask = np.zeros((requests, 1, rows, visible), np.bool_)
+    mask[..., 0] = True
+    slots = np.broadcast_to(np.arange(visible - rows, visible), ids.shape).copy()
+    wanted = np.broadcast_to(np.arange(rows), ids.shape).copy()
+    return Batch(0, ids, ids, slots, mask, wanted, mask if engine.signature.window else None)
+
+
+def batched_requests(engine: Engine) -> int:
+    """The number of requests in the batched calls of an engine's table."""
+    return min(engine.requests, _MOST_REQUESTS)
+
+
+def _shapes(engine: Engine) -> Iterator[_Shape]:
+    near, far = min(_VISIBLE, engine.capacity), min(_FAR, engine.capacity)
+    for rows in _SINGLE:
+        if rows <= min(engine.rows, near):
+            yield _Shape(rows, 1, near)
+            if rows in _BATCHED and engine.requests > 1:
+                yield _Shape(rows, batched_requests(engine), near)
+    for rows in _FAR_ROWS if far >= 2 * near else ():
+        if rows <= min(engine.rows, near):
+            yield _Shape(rows, 1, far)
+
+
+def _call(engine: Engine, shape: _Shape, clock: Callable[[], float]) -> float:
+    batch = idle(engine, shape.rows, shape.requests, shape.visible)
+    started = clock()
+    engine.run(batch)
+    return max(clock() - started, 1e-9)
+
+
+def _costs_of(engine: Engine, times: dict[_Shape, list[float]]) -> StepCosts:
+    seconds = {shape: min(found) for shape, found in times.items()}  # disturbances only make calls longer
+    near = min(shape.visible for shape in seconds)
+    least = _LEAST_ROW if engine.device == "cpu" else 0.0
+    single = _points_of(seconds, 1, near, least)
+    further = {
+        shape.rows: max(0.0, (found - seconds[shape._replace(visible=near)]) / (shape.visible - near))
+        for shape, found in seconds.items()
+        if shape.visible > near
+    }
+    slot = further.get(1, 0.0)
+    rows = max(further, default=1)
+    row_slot = max(0.0, further[rows] - slot) / (rows - 1) if rows > 1 else 0.0
+    requests = batched_requests(engine)
+    batched = _points_of(seconds, requests, near, least) if requests > 1 else ()
+    return StepCosts(near, single, requests, batched, slot, row_slot)
+
+
+def _points_of(seconds: dict[_Shape, float], requests: int, visible: int, least: float) -> Points:
+    """The points of calls of one kind; a narrower call never takes longer, and each row costs at least `least`."""
+    found: list[tuple[int, float]] = []
+    for shape, time in sorted(seconds.items(), reverse=True):
+        if (shape.requests, shape.visible) == (requests, visible):
+            found.append((shape.rows, min(time, found[-1][1] if found else time)))
+    found.reverse()
+    return tuple((rows, max(time, found[0][1] * (1 + least * requests * (rows - 1)))) for rows, time in found)
+
+
+def measured_here(
+    bundle: Bundle, backend: str, engine: Engine, options: EngineOptions, source: CostSource
+) -> tuple[StepCosts, Exactness]:
+    """The step costs of an opened engine, which are measured here, standard constants or free, and its exactness."""
+    if source not in get_args(CostSource):
+        raise OptionFault(f"step_costs is {source!r}: expected {', '.join(get_args(CostSource))}")
+    file = cache_folder() / f"{_key(bundle, backend, engine.device, options)}.json"
+    stored = load(file)
+    exactness = probe(engine, tolerated_noise(bundle.manifest)) if stored is None else stored.exactness
+    table = None if stored is None else stored.table
+    if source == "measured" and (table is None or table.requests != batched_requests(engine)):
+        table = measure(engine)
+    if (found := Measurements(exactness, table)) != stored:
+        with suppress(
+            OSError
+        ):  # full disk, read-only folder or that of another user: they are measured again next time
+            store(file, found)
+    if source == "measured" and table is not None:
+        return table, exactness
+    return relative_costs(engine.costs.row if source == "standard" else 0.0), exactness
+
+
+def known_exactness(bundle: Bundle, backend: str, device: str, options: EngineOptions) -> Exactness | None:
+    """The exactness that was measured when a bundle was opened here before; None if it was not."""
+    found = load(cache_folder() / f"{_key(bundle, backend, device, options)}.json")
+    return None if found is None else found.exactness
+
+
+def load(file: Path) -> Measurements | None:
+    """The measurements in a file; None if there are no valid ones, or if another user may have written them."""
+    try:
+        found = json.loads(read_private(file, _MOST_BYTES) or b"")
+        if found["schema"] != _SCHEMA:
+            return None
+        noise, table = found["exactness"], found["table"]
+        widths = tuple(map(int, noise["widths"]))
+        exactness = Exactness(float(noise["rows"]), float(noise["slots"]), float(noise["tolerated"]), widths)
+        return Measurements(exactness, None if table is None else _table(table))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
+        return None
+
+
+def _table(found: Any) -> StepCosts:
+    return StepCosts(
+        visible=int(found["visible"]),
+        single=_points(found["single"]),
+        requests=int(found["requests"]),
+        batched=_points(found["batched"]),
+        slot=float(found["slot"]),
+        row_slot=float(found["row_slot"]),
+    )
+
+
+def store(file: Path, found: Measurements) -> None:
+    """Write measurements; other processes may do so at the same time."""
+    table = None if found.table is None else asdict(found.table)
+    content = {"schema": _SCHEMA, "exactness": asdict(found.exactness), "table": table}
+    replace_private(file, json.dumps(content).encode())
+
+
+def _key(bundle: Bundle, backend: str, device: str, options: EngineOptions) -> str:
+    """A digest of everything that the costs depend on."""
+    facts = (
+        bundle.manifest.graph,
+        backend,
+        device,
+        (options.capacity, options.requests, options.threads),
+        [(package, _version(package)) for package in _PACKAGES],
+        (cpu_name(), instruction_sets(), usable_cpus()),
+    )
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
+
+
+def _points(found: Any) -> Points:
+    return tuple((int(rows), float(seconds)) for rows, seconds in found)
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""

@@ -1,39 +1,131 @@
-"""Adapter folder: an adapter or a prefix for mask rows, or draft heads, without the weights of their base model."""
+"""Adapter folder: what a base model needs to draft, and the identity of that model instead of its weights."""
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from tokenizers import AddedToken
-from torch import Tensor
-from transformers import PreTrainedModel
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from spaceport.exporter.adapter import write_tensors
-from spaceport.exporter.base_identity import BaseIdentity, identity_from
 from spaceport.exporter.checkpoint_files import BASE_FILE as BASE_FILE
 from spaceport.exporter.checkpoint_files import require_adapter_folder
-from spaceport.exporter.embedding_rows import embedding_tables
 from spaceport.exporter.heads_file import HeadsConfig, write_heads
 from spaceport.exporter.preloaded_slots_file import write_preloaded_slots
 from spaceport.exporter.sar_config import SAR_FILE, CheckpointError, is_id, read_json, read_sar_config, write_sar_config
 from spaceport.exporter.tensor_file import read_tensors, save_tensors
 from spaceport.graphs.contract.json_fields import JsonField, Rules
-from spaceport.graphs.contract.signature import Precision
+from spaceport.graphs.contract.signature import PRECISIONS, Precision
 from spaceport.graphs.gated import Adapter
 from spaceport.graphs.preloaded_slots import PreloadedSlots
+from spaceport.graphs.streamed_weights import values_of
 
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+)
+_VALUES = 4096  # of each weight tensor, evenly spaced; a weight that any training changed differs in nearly all values
 EMBEDDINGS_FILE = "token_embeddings.safetensors"  # rows of the special tokens and of padding
-
 _SCHEMA = 1
 _IDS = "ids"  # tensor with the token id of each row
 _ADVICE = "copy the adapter folder again, or train it again with `spaceport tune --adapter-only`"
 # Entries of sar_config.json, of which an adapter folder has at least one.
 _DRAFTING = ("mask_adapter", "heads", "prefix")
+
+
+def embedding_tables(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Tensors with one row per vocabulary token by name (input, output, output_bias); tied tensors are listed once."""
+    head = model.get_output_embeddings()
+    tables = {
+        "input": model.get_input_embeddings().weight,
+        "output": cast(nn.Linear, head).weight,
+        "output_bias": getattr(head, "bias", None),
+    }
+    found: dict[int, tuple[str, Tensor]] = {}
+    for name, tensor in tables.items():
+        if tensor is not None:
+            found.setdefault(id(tensor), (name, cast(Tensor, tensor)))
+    return dict(found.values())
+
+
+def embedding_rows(model: PreTrainedModel) -> list[Tensor]:
+    """Tensors with one row per vocabulary token; tied tensors are listed once."""
+    return list(embedding_tables(model).values())
+
+
+@dataclass(frozen=True)
+class BaseIdentity:
+    """The sizes and weights of a base model."""
+
+    name: str  # of its folder or file, for messages
+    sizes: Mapping[str, int]  # of its configuration
+    weights: Mapping[str, str]  # SHA-256 of sampled weights, by the data type that they are rounded to
+
+    def check_config(self, config: PreTrainedConfig) -> None:
+        """Raise if a model with this configuration has other sizes."""
+        found = sizes_of(config)
+        for name, size in self.sizes.items():
+            if found.get(name) != size:
+                raise CheckpointError(
+                    f"its {name} is {found.get(name)}, the adapter was trained on {self.name} with {size}: expected that "
+                    "model as base"
+                )
+
+    def check_weights(self, model: PreTrainedModel, dtype: Precision) -> None:
+        """Raise if a model that was loaded in a data type has other weights."""
+        found, expected = weights_digests(model, (dtype,))[dtype], self.weights[dtype]
+        if found != expected:
+            raise CheckpointError(
+                f"its weights in {dtype} have the digest {found[:12]}, the adapter was trained on {self.name} with "
+                f"{expected[:12]}: expected that model as base, neither fine-tuned nor quantized in another way"
+            )
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def identity_of(name: str, model: PreTrainedModel) -> BaseIdentity:
+    """The identity of a model in float32, before anything is changed in it."""
+    return BaseIdentity(name, sizes_of(model.config), weights_digests(model, PRECISIONS))
+
+
+def identity_from(field: JsonField) -> BaseIdentity:
+    """The identity in a parsed JSON file."""
+    entries = field.entries(BaseIdentity)
+    sizes = {name: size.whole(1) for name, size in entries["sizes"].members().items()}
+    weights: dict[str, str] = {dtype: entries["weights"].entry(dtype).text() for dtype in PRECISIONS}
+    return BaseIdentity(entries["name"].text(), sizes, weights)
+
+
+def sizes_of(config: PreTrainedConfig) -> dict[str, int]:
+    """The sizes of a configuration by name, without those that it lacks."""
+    found = {name: getattr(config.get_text_config(), name, None) for name in _SIZES}
+    return {name: size for name, size in found.items() if isinstance(size, int)}
+
+
+def weights_digests(model: PreTrainedModel, dtypes: Sequence[Precision]) -> dict[str, str]:
+    """SHA-256 of values of every weight tensor, rounded to each of these data types.
+
+    They are equal for every file format of the same weights. Each tensor is read once."""
+    digests = {dtype: hashlib.sha256() for dtype in dtypes}
+    for name, parameter in sorted(model.named_parameters()):
+        flat = values_of(parameter).flatten()
+        values = flat[:: max(1, flat.numel() // _VALUES)].to("cpu")
+        for dtype, digest in digests.items():
+            digest.update(f"{name} {tuple(parameter.shape)}".encode())
+            digest.update(values.to(getattr(torch, dtype)).contiguous().view(torch.uint8).numpy().tobytes())
+    return {dtype: digest.hexdigest() for dtype, digest in digests.items()}
 
 
 @dataclass(frozen=True)

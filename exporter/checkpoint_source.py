@@ -1,22 +1,27 @@
-"""Checkpoint source: the configuration, tokenizer and generation config of a checkpoint folder or GGUF file."""
+"""Checkpoint source: configuration, tokenizer, weights and provenance of a checkpoint folder or GGUF file."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 import transformers
+from safetensors import safe_open
+from torch import Tensor
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from spaceport.exporter.checkpoint_files import is_converted, is_gguf, load_with_own_attention, require_checkpoint
 from spaceport.exporter.converted_checkpoint import ConvertedCheckpoint, converted_config, open_converted
@@ -24,9 +29,16 @@ from spaceport.exporter.converted_tokenizer import published_tokenizer
 from spaceport.exporter.gguf_checkpoint import gguf_config
 from spaceport.exporter.gguf_file import GgufFile, read_gguf
 from spaceport.exporter.gguf_tokenizer import end_tokens, gguf_tokenizer
+from spaceport.exporter.returned_memory import return_large_arrays
 from spaceport.exporter.sar_config import CheckpointError, read_json
 from spaceport.graphs.contract.signature import Precision
 from spaceport.graphs.decoder import freeze_rotary
+from spaceport.graphs.layer_outputs import decoder_layers
+from spaceport.graphs.streamed_weights import Parts, Streamed, in_parts, placeholder, read_when_called, stream
+
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_MOST = 200  # characters of an entry
+_CARD_BYTES = 2**16  # of a model card, whose first lines hold the licence
 
 
 @dataclass(frozen=True)
@@ -144,3 +156,114 @@ def model_without_values(config: PreTrainedConfig, dtype: Precision) -> PreTrain
         model, _ = load_with_own_attention(build)
     freeze_rotary(model)
     return cast(PreTrainedModel, model.eval())
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A tensor in a safetensors file."""
+
+    file: Path
+    name: str
+
+    def parts(self) -> Parts:
+        with safe_open(self.file, "pt") as opened:
+            stored = opened.get_slice(self.name)
+            yield from in_parts(stored.get_shape(), stored.__getitem__)
+
+
+def load_streamed(
+    folder: Path, config: PreTrainedConfig, dtype: torch.dtype, scratch: Path
+) -> tuple[Any, dict[str, Any]] | None:
+    """The model with matrices that are read when they are needed, and the loading report of transformers.
+
+    None if transformers computes matrices of the model from several tensors of the files."""
+    files = _files(folder)
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if not files or not (isinstance(kind, type) and issubclass(kind, PreTrainedModel)):
+        return None
+    return_large_arrays()
+    state, stored = _state(files, dtype)
+    model, report = load_with_own_attention(
+        kind.from_pretrained,
+        None,
+        config=config,
+        state_dict=state,
+        dtype=dtype,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # reported by name
+    )
+    sources = {state[name].data_ptr(): source for name, source in stored.items()}
+    parameters = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    if any(parameter.dtype != dtype or parameter.data_ptr() not in sources for parameter in parameters):
+        return None
+    for parameter in parameters:
+        stream(parameter, Streamed(sources[parameter.data_ptr()].parts, scratch))
+    model.generation_config = _generation_config(folder)
+    layers = int(config.get_text_config().num_hidden_layers)
+    read_when_called(model, decoder_layers(model, layers))
+    return model, report
+
+
+def _files(folder: Path) -> list[Path]:
+    """The weight files that transformers would read."""
+    if (folder / _SINGLE).is_file():
+        return [folder / _SINGLE]
+    names = read_json(folder / _INDEX).get("weight_map", {}).values() if (folder / _INDEX).is_file() else ()
+    return [folder / name for name in dict.fromkeys(names)]
+
+
+def _state(files: list[Path], dtype: torch.dtype) -> tuple[dict[str, Tensor], Mapping[str, _Stored]]:
+    """The tensors of the files by name, with placeholders of matrices, and where those are."""
+    state: dict[str, Tensor] = {}
+    stored: dict[str, _Stored] = {}
+    for file in files:
+        with safe_open(file, "pt") as opened:
+            for name in opened.keys():  # noqa: SIM118
+                part = opened.get_slice(name)
+                if len(part.get_shape()) > 1 and part.get_dtype() in ("F64", "F32", "F16", "BF16"):
+                    state[name] = placeholder(torch.Size(part.get_shape()), dtype)
+                    stored[name] = _Stored(file, name)
+                else:
+                    state[name] = opened.get_tensor(name).clone()
+    return state, stored
+
+
+def _generation_config(folder: Path) -> GenerationConfig:
+    """The generation config that transformers reads with the weights."""
+    if (folder / "generation_config.json").is_file():
+        return GenerationConfig.from_pretrained(folder)
+    return GenerationConfig.from_pretrained(folder, config_file_name="config.json", _from_model_config=True)
+
+
+def provenance_of(folder: Path, metadata: Mapping[str, Any] | None = None) -> dict[str, str]:
+    """Name, source, revision and licence of a checkpoint, without those that are not known.
+
+    A folder in the cache of a model hub says its source and revision; a model card says the licence, and a GGUF file
+    (`metadata`) can say all of them.
+    """
+    path = folder.absolute()
+    found: dict[str, Any] = {"name": path.stem if metadata is not None else path.name}
+    cached = re.search(r"/models--([^/]+)/snapshots/([0-9a-f]{40})(?:/|$)", str(path))
+    if cached is not None:
+        source = cached[1].replace("--", "/", 1)
+        found |= {"name": source.rpartition("/")[2], "source": source, "revision": cached[2]}
+    if metadata is not None:
+        keys = {"name": "general.name", "source": "general.source.url", "licence": "general.license"}
+        found |= {entry: metadata.get(key) or found.get(entry) for entry, key in keys.items()}
+    elif (licence := _licence(path / "README.md")) is not None:
+        found["licence"] = licence
+    return {entry: value[:_MOST] for entry, value in found.items() if isinstance(value, str) and value.isprintable()}
+
+
+def _licence(card: Path) -> str | None:
+    """The licence in the first block of a model card."""
+    try:
+        if not card.is_file():
+            return None
+        with card.open("rb") as stream:
+            text = stream.read(_CARD_BYTES).decode("utf-8", "replace")
+    except OSError:
+        return None
+    block = re.match(r"---\s*\n(.*?)\n---", text, re.DOTALL)
+    line = re.search(r"^license:[ \t]*[\"']?([^\s\"']+)", block[1], re.MULTILINE) if block else None
+    return line[1] if line else None

@@ -19,10 +19,9 @@ from spaceport.exporter.atomic_folder import check_target, require_space, writin
 from spaceport.exporter.bundle_files import write_manifest
 from spaceport.exporter.checkpoint import Checkpoint, load_model, open_checkpoint
 from spaceport.exporter.checkpoint import TokenFlags as TokenFlags
-from spaceport.exporter.checkpoint_source import model_without_values
+from spaceport.exporter.checkpoint_source import model_without_values, provenance_of
 from spaceport.exporter.correction_factors import write_correction
 from spaceport.exporter.prompt_tokens import Prompt, added_tokens, prompt_tokens
-from spaceport.exporter.provenance import provenance_of
 from spaceport.exporter.returned_memory import return_free_memory
 from spaceport.exporter.selection_graph import write_selection
 from spaceport.exporter.stored_bytes import stored_bytes

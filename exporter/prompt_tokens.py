@@ -9,8 +9,8 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from spaceport.exporter.adapter_folder import embedding_rows
 from spaceport.exporter.checkpoint import Checkpoint, load_tokenizer
-from spaceport.exporter.embedding_rows import embedding_rows
 from spaceport.graphs.contract.faults import InputFault
 
 Prompt = str | Sequence[Mapping[str, str]]  # text, or chat messages

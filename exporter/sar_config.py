@@ -1,16 +1,18 @@
-"""Sar_config: the file sar_config.json of a checkpoint folder, with its special tokens and its adapter."""
+"""Sar_config: what the JSON files of a folder say about its drafts: special tokens, layout, method and rates."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from spaceport.graphs.contract.atomic_file import replace_text
 from spaceport.graphs.contract.draft_acceptance import DraftAcceptance, draft_acceptances, with_acceptance
 from spaceport.graphs.contract.faults import InputFault
-from spaceport.graphs.contract.json_fields import JsonField, Rules
+from spaceport.graphs.contract.json_fields import JsonField, Rules, is_whole
+from spaceport.graphs.contract.mask_layout import GROUPS, Group, MaskLayout
 
 SAR_FILE = "sar_config.json"
 
@@ -20,6 +22,18 @@ _ENTRIES = (
     *("heads", "method", "adapter"),
     "acceptance",
 )
+
+
+MASK_ENTRIES = ("pard_token", "ptd_token_id", "mask_token_id")
+# Entries of methods that draft in another way, which a checkpoint may have beside a mask token:
+_OTHER_METHODS = (
+    *("block_size", "dlm_type", "dlm_paradigm"),  # block diffusion: the mask rows of a block see each other
+    *("pard2", "pard2_target_dim", "spd_type"),  # PARD-2 takes hidden states of another model
+    *("dflash_config", "dspark_noise_token_id", "speculators_model_type", "target_layer_ids", "draft_vocab_size"),
+)
+PARD = "pard"  # the method of a checkpoint whose config.json names its mask token
+_ORIGIN = ("method", "adapter")
+_ORIGIN_LENGTH = 200  # characters of an entry
 
 
 class CheckpointError(InputFault):
@@ -79,3 +93,127 @@ def read_json(file: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise CheckpointError(f"{file}: contains {type(data).__name__}: expected an object")
     return cast(dict[str, Any], data)
+
+
+class MaskEntry(NamedTuple):
+    """A mask token in config.json."""
+
+    name: str  # of the entry
+    token: int
+
+
+def other_method(config: Mapping[str, Any]) -> str | None:
+    """The first entry of a configuration by which its mask rows are not those of PARD."""
+    return next((name for name in _OTHER_METHODS if config.get(name)), None)
+
+
+def mask_entry(file: Path, config: Mapping[str, Any]) -> MaskEntry | None:
+    """The mask token that a configuration names, whatever the method."""
+    for name in MASK_ENTRIES:
+        token = config.get(name)
+        if token is None:
+            continue
+        if not is_whole(token, 0):
+            raise CheckpointError(f"{file}: {name} is {token!r}: expected a token id")
+        return MaskEntry(name, token)
+    return None
+
+
+def config_mask_token(folder: Path, vocab: int) -> int | None:
+    """The mask token in a checkpoint's config.json, if its mask rows are those of PARD: causal, and with shift."""
+    file = folder / "config.json"
+    if not file.exists():  # a GGUF file, or an adapter folder
+        return None
+    config = read_json(file)
+    found = None if other_method(config) else mask_entry(file, config)
+    if found is not None and found.token >= vocab:
+        raise CheckpointError(
+            f"{file}: {found.name} is {found.token}, the model's vocabulary ends at {vocab - 1}: expected an id within it"
+        )
+    return None if found is None else found.token
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Mask tokens whose embeddings are copies of other tokens' embeddings."""
+
+    ids: tuple[int, ...]  # of the copied tokens, one for each mask token
+    seed: int  # with which they were selected
+
+
+@dataclass(frozen=True)
+class DraftLayout:
+    """What a mask row predicts and sees."""
+
+    shift: bool = True  # it predicts the token after its position; False: the token at its position
+    group: Group = "causal"  # it sees the mask rows of its group before it; block: all of them
+    noise: Noise | None = None
+
+    @property
+    def mask_layout(self) -> MaskLayout:
+        """The part that the runtime needs."""
+        return MaskLayout(self.shift, self.group)
+
+
+def read_draft_layout(folder: Path) -> DraftLayout:
+    """The draft layout in a folder's sar_config.json; raises if an entry is invalid."""
+    file, entries = folder / SAR_FILE, read_sar_config(folder)
+    shift, group = entries.get("shift", True), entries.get("group", "causal")
+    if not isinstance(shift, bool):
+        raise CheckpointError(f"{file}: shift is {shift!r}: expected true or false")
+    if group not in GROUPS:
+        raise CheckpointError(f"{file}: group is {group!r}: expected {' or '.join(GROUPS)}")
+    return DraftLayout(shift, group, _noise(file, entries))
+
+
+def layout_entries(layout: DraftLayout) -> dict[str, Any]:
+    """A draft layout as entries of sar_config.json."""
+    entries: dict[str, Any] = {"shift": layout.shift, "group": layout.group}
+    if layout.noise is not None:
+        entries["noise"] = {"ids": list(layout.noise.ids), "seed": layout.noise.seed}
+    return entries
+
+
+def _noise(file: Path, entries: Mapping[str, Any]) -> Noise | None:
+    entry = entries.get("noise")
+    if entry is None:
+        return None
+    masks = entries.get("mask_tokens") or []
+    valid = (
+        isinstance(entry, dict)
+        and set(entry) == {"ids", "seed"}
+        and isinstance(entry["ids"], list)
+        and all(is_whole(token, 0) for token in entry["ids"])
+        and is_whole(entry["seed"], 0)
+    )
+    if not valid or len(entry["ids"]) != len(masks):
+        raise CheckpointError(
+            f"{file}: noise is {entry!r}: expected null, or ids, one for each of the {len(masks)} mask_tokens, and seed"
+        )
+    return Noise(tuple(entry["ids"]), entry["seed"])
+
+
+def is_origin(value: object) -> bool:
+    """Whether a value can be an entry."""
+    return isinstance(value, str) and 0 < len(value) <= _ORIGIN_LENGTH and value.isprintable()
+
+
+def draft_origin(folder: Path, vocab_size: int, flags: bool) -> dict[str, str]:
+    """The entries `method` and `adapter` of a manifest's provenance, without those that are not known.
+
+    With `flags`, the mask tokens are from the command line, so the files do not say how they draft.
+    """
+    entries = read_sar_config(folder)
+    found: dict[str, str] = {}
+    for name in _ORIGIN:
+        value = entries.get(name)
+        if value is None:
+            continue
+        if not is_origin(value):
+            raise CheckpointError(
+                f"{folder / SAR_FILE}: {name} is {value!r}: expected null, or a printable text of 1 to {_ORIGIN_LENGTH} characters"
+            )
+        found[name] = value
+    if not found and not flags and "mask_tokens" not in entries and config_mask_token(folder, vocab_size) is not None:
+        return {"method": PARD}
+    return found

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from spaceport.graphs.attention import PRELOADED_SLOTS, additive_mask, attention_modules, capped
-from spaceport.graphs.mask_gate import Gate, gate_of
+from spaceport.graphs.gated import Gate, gate_of
 from spaceport.graphs.traits import UnsupportedModel, class_name
 
 _ADVICE = "export the model without them: set prefix to null in sar_config.json"

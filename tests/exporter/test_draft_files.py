@@ -18,7 +18,6 @@ from transformers import AutoModelForCausalLM
 from spaceport.exporter.adapter import write_adapter
 from spaceport.exporter.checkpoint import TokenFlags, load_model, open_checkpoint
 from spaceport.exporter.checkpoint_files import own_files, require_checkpoint
-from spaceport.exporter.config_mask_token import config_mask_token
 from spaceport.exporter.correction_factors import (
     FACTORS_FILE,
     check_factors,
@@ -27,13 +26,20 @@ from spaceport.exporter.correction_factors import (
     write_factors,
 )
 from spaceport.exporter.draft_additions import add_without_values, added_by
-from spaceport.exporter.draft_layout import DraftLayout, Noise, layout_entries, read_draft_layout
-from spaceport.exporter.draft_origin import draft_origin
 from spaceport.exporter.dry_run import dry_run
 from spaceport.exporter.export import ExportOptions
 from spaceport.exporter.input_rows_file import INPUT_ROWS_FILE, check_input_rows, read_input_rows, write_input_rows
 from spaceport.exporter.preloaded_slots_file import PRELOADED_FILE, write_preloaded_slots
-from spaceport.exporter.sar_config import SAR_FILE, CheckpointError
+from spaceport.exporter.sar_config import (
+    SAR_FILE,
+    CheckpointError,
+    DraftLayout,
+    Noise,
+    config_mask_token,
+    draft_origin,
+    layout_entries,
+    read_draft_layout,
+)
 from spaceport.graphs.contract.draft_correction import CORRECTION_FILE, read_tables
 from spaceport.graphs.contract.mask_layout import MaskLayout
 from spaceport.graphs.contract.signature import LOWERINGS, Lowering

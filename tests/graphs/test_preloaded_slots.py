@@ -24,7 +24,7 @@ from spaceport.exporter.preloaded_slots_file import write_preloaded_slots
 from spaceport.exporter.quiet import quiet_libraries
 from spaceport.graphs.attention import PRELOADED_SLOTS, additive_mask, attention_interface
 from spaceport.graphs.decoder import decoder_of
-from spaceport.graphs.mask_gate import Gate
+from spaceport.graphs.gated import Gate
 from spaceport.graphs.preloaded_slots import LayerSlots, PreloadedSlots, add_preloaded_slots
 from spaceport.graphs.rotation import rotate_model
 from spaceport.graphs.traits import UnsupportedModel

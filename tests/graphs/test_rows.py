@@ -13,10 +13,8 @@ from spaceport.graphs.contract.signature import Signature, logit_rows
 from spaceport.graphs.correction import DraftCorrection, Factors
 from spaceport.graphs.decoder import decoder_of
 from spaceport.graphs.draft_heads import add_heads, expected_shapes
-from spaceport.graphs.gated import gate_model, trainable_parameters, uniform_rows
+from spaceport.graphs.gated import Gate, gate_model, gate_of, low_rank_linear, trainable_parameters, uniform_rows
 from spaceport.graphs.input_rows import InputRows, use_input_rows
-from spaceport.graphs.low_rank import low_rank_linear
-from spaceport.graphs.mask_gate import Gate, gate_of
 from spaceport.graphs.model_comparison import comparison_ids, require_equal_logits, unmodified_logits
 from spaceport.graphs.output_rows import rows_selected
 from spaceport.graphs.preloaded_slots import PreloadedSlots, add_preloaded_slots, slots_of

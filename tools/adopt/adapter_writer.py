@@ -10,14 +10,16 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from spaceport.exporter.adapter_folder import TrainedAdapter, write_adapter_folder
-from spaceport.exporter.base_identity import identity_of
+from spaceport.exporter.adapter_folder import (
+    TrainedAdapter,
+    embedding_rows,
+    embedding_tables,
+    identity_of,
+    write_adapter_folder,
+)
 from spaceport.exporter.checkpoint import Checkpoint, load_model, load_tokenizer
-from spaceport.exporter.draft_layout import layout_entries
-from spaceport.exporter.draft_origin import is_origin
-from spaceport.exporter.embedding_rows import embedding_rows, embedding_tables
-from spaceport.exporter.provenance import provenance_of
-from spaceport.exporter.sar_config import read_sar_config
+from spaceport.exporter.checkpoint_source import provenance_of
+from spaceport.exporter.sar_config import is_origin, layout_entries, read_sar_config
 from spaceport.graphs.streamed_weights import keep_values
 from spaceport.tools.adopt.given import SUBFOLDERS
 from spaceport.tools.adopt.peft_adapter import adapter_tensors

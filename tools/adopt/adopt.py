@@ -7,10 +7,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from spaceport.exporter.atomic_folder import ADAPTER_FOLDER, temporary_folder, writing
-from spaceport.exporter.checkpoint import Checkpoint, open_checkpoint
+from spaceport.exporter.checkpoint import Checkpoint, TokenFlags, open_checkpoint
 from spaceport.exporter.draft_additions import DraftAdditions
 from spaceport.exporter.sar_config import CheckpointError
-from spaceport.exporter.special_tokens import TokenFlags
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.tools.adopt.given import Given
 from spaceport.tools.adopt.methods import find_method

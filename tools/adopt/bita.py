@@ -10,9 +10,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from spaceport.exporter.checkpoint import Checkpoint, load_tokenizer
-from spaceport.exporter.draft_layout import DraftLayout
 from spaceport.exporter.preloaded_slots_file import check_slots as check_preloaded
-from spaceport.exporter.sar_config import CheckpointError
+from spaceport.exporter.sar_config import CheckpointError, DraftLayout
 from spaceport.graphs.contract.json_fields import is_whole
 from spaceport.graphs.contract.manifest import MAX_MASK_SLOTS
 from spaceport.graphs.preloaded_slots import PreloadedSlots

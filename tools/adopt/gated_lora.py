@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from spaceport.exporter.checkpoint import Checkpoint, load_tokenizer
-from spaceport.exporter.draft_layout import DraftLayout
-from spaceport.exporter.sar_config import CheckpointError, is_id
-from spaceport.exporter.special_tokens import DEFAULT_MASK_SLOTS
+from spaceport.exporter.checkpoint import DEFAULT_MASK_SLOTS, Checkpoint, load_tokenizer
+from spaceport.exporter.sar_config import CheckpointError, DraftLayout, is_id
 from spaceport.graphs.contract.manifest import MAX_MASK_SLOTS
 from spaceport.tools.adopt.adapter_writer import write_adopted
 from spaceport.tools.adopt.given import Given, check_slots, refuse_noise_seed

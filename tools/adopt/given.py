@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from spaceport.exporter.checkpoint_files import is_gguf
-from spaceport.exporter.config_mask_token import MaskEntry, mask_entry
-from spaceport.exporter.sar_config import CheckpointError, read_json
+from spaceport.exporter.sar_config import CheckpointError, MaskEntry, mask_entry, read_json
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.tools.adopt.forecast_file import forecast_file
 

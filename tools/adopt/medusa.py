@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from spaceport.exporter.checkpoint import Checkpoint
-from spaceport.exporter.draft_layout import DraftLayout
+from spaceport.exporter.sar_config import DraftLayout
 from spaceport.tools.adopt.adapter_writer import write_adopted_heads
 from spaceport.tools.adopt.given import HEADS_FILES, Given
 from spaceport.tools.adopt.plan import Method, Plan, require_no_masks

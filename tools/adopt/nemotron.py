@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from spaceport.exporter.checkpoint import Checkpoint
-from spaceport.exporter.draft_layout import DraftLayout
-from spaceport.exporter.sar_config import CheckpointError
+from spaceport.exporter.sar_config import CheckpointError, DraftLayout
 from spaceport.graphs.contract.json_fields import is_whole
 from spaceport.graphs.contract.manifest import MAX_MASK_SLOTS
 from spaceport.tools.adopt.adapter_writer import write_adopted

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from spaceport.exporter.checkpoint import Checkpoint
-from spaceport.exporter.draft_layout import DraftLayout
-from spaceport.exporter.draft_origin import PARD as PARD_METHOD
+from spaceport.exporter.sar_config import PARD as PARD_METHOD
+from spaceport.exporter.sar_config import DraftLayout
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.tools.adopt.given import Given, refuse_noise_seed
 from spaceport.tools.adopt.plan import Method, Plan

@@ -10,9 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from spaceport.exporter.checkpoint import Checkpoint
-from spaceport.exporter.draft_layout import DraftLayout
 from spaceport.exporter.heads_file import HeadsConfig
-from spaceport.exporter.sar_config import CheckpointError
+from spaceport.exporter.sar_config import CheckpointError, DraftLayout
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.gated import Adapter
 from spaceport.graphs.preloaded_slots import PreloadedSlots

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import random
 
-from spaceport.exporter.checkpoint import Checkpoint, load_tokenizer
-from spaceport.exporter.draft_layout import DraftLayout, Noise
-from spaceport.exporter.sar_config import CheckpointError
-from spaceport.exporter.special_tokens import DEFAULT_MASK_SLOTS
+from spaceport.exporter.checkpoint import DEFAULT_MASK_SLOTS, Checkpoint, load_tokenizer
+from spaceport.exporter.sar_config import CheckpointError, DraftLayout, Noise
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import MAX_MASK_SLOTS
 from spaceport.tools.adopt.adapter_writer import write_adopted

@@ -126,7 +126,7 @@ class ExportDrafts:
 
     def tokens(self, folder: Path | None) -> TokenFlags:
         """The special tokens to export with: those of an adopted adapter are in its folder."""
-        from spaceport.exporter.special_tokens import TokenFlags
+        from spaceport.exporter.checkpoint import TokenFlags
 
         if self.published:
             return TokenFlags(

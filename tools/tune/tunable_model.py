@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from spaceport.exporter.base_identity import BaseIdentity, identity_of
+from spaceport.exporter.adapter_folder import BaseIdentity, identity_of
 from spaceport.exporter.checkpoint import Checkpoint, load_model, load_tokenizer
 from spaceport.exporter.checkpoint_files import TIKTOKEN_FILE
 from spaceport.exporter.sar_config import read_sar_config

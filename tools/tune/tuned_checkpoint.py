@@ -14,9 +14,8 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from spaceport.exporter.adapter import write_adapter
-from spaceport.exporter.adapter_folder import TrainedAdapter, write_adapter_folder
+from spaceport.exporter.adapter_folder import TrainedAdapter, embedding_tables, write_adapter_folder
 from spaceport.exporter.correction_factors import write_factors
-from spaceport.exporter.embedding_rows import embedding_tables
 from spaceport.exporter.input_rows_file import write_input_rows
 from spaceport.exporter.sar_config import read_json, write_sar_config
 from spaceport.graphs.contract.mask_layout import CAUSAL

@@ -10,7 +10,7 @@ from tokenizers import AddedToken
 from torch import nn
 from transformers import PreTrainedModel
 
-from spaceport.exporter.embedding_rows import embedding_rows as embedding_rows
+from spaceport.exporter.adapter_folder import embedding_rows as embedding_rows
 from spaceport.exporter.sar_config import is_id
 from spaceport.graphs.contract.faults import InputFault
 

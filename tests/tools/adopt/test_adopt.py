@@ -16,8 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from spaceport.exporter.adapter import ADAPTER_FILE
-from spaceport.exporter.adapter_folder import BASE_FILE, EMBEDDINGS_FILE
-from spaceport.exporter.base_identity import identity_of
+from spaceport.exporter.adapter_folder import BASE_FILE, EMBEDDINGS_FILE, identity_of
 from spaceport.exporter.checkpoint import SAR_FILE, Checkpoint, TokenFlags, load_model, open_checkpoint
 from spaceport.exporter.heads_file import HEADS_FILE
 from spaceport.exporter.preloaded_slots_file import PRELOADED_FILE

@@ -13,8 +13,7 @@ from spaceport.runtime.decode.draft import Source
 from spaceport.runtime.decode.threads import Ending, Thread
 from spaceport.runtime.sampling.logprobs import Logprobs, TokenLogprob
 from spaceport.runtime.text.piece import Path, Piece, ThreadText
-from spaceport.runtime.text.stop_search import StopSearch
-from spaceport.runtime.text.tokenizer import TextStream, context_of
+from spaceport.runtime.text.tokenizer import StopSearch, TextStream, context_of
 
 
 @dataclass

@@ -17,8 +17,14 @@ from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import TOKENIZER_FILE, Manifest, TokenIds
 from spaceport.graphs.contract.signature import Signature
 from spaceport.runtime.bundle import Bundle, BundleError
-from spaceport.runtime.text.stop_search import StopSearch
-from spaceport.runtime.text.tokenizer import TextStream, context_of, encode, open_tokenizer, with_small_cache
+from spaceport.runtime.text.tokenizer import (
+    StopSearch,
+    TextStream,
+    context_of,
+    encode,
+    open_tokenizer,
+    with_small_cache,
+)
 from support.small_tokenizers import BROKEN, BYTES, FALLBACK, cut_at, full, one_byte_each
 
 BOTH = pytest.mark.parametrize("tokenizer", [BYTES, FALLBACK], ids=["byte_level", "byte_fallback"])

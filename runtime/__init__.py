@@ -23,8 +23,8 @@ from spaceport.runtime.scheduling.worker import RuntimeClosed
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.chat import Message, TemplateError
 from spaceport.runtime.text.chat_prompt import ChatPrompt
-from spaceport.runtime.text.piece import Piece, ThreadText
 from spaceport.runtime.text.prompt import Prompt
+from spaceport.runtime.text.transcript import Piece, ThreadText
 from spaceport.runtime.trace.trace import Trace
 
 __all__ = [

@@ -13,8 +13,7 @@ from spaceport.runtime.decode.threads import Ending
 from spaceport.runtime.sampling.logprobs import TokenLogprob
 from spaceport.runtime.sampling.scoring import Scoring
 from spaceport.runtime.scheduling.task import Task
-from spaceport.runtime.text.piece import Piece, ThreadText
-from spaceport.runtime.text.transcript import Transcript
+from spaceport.runtime.text.transcript import Piece, ThreadText, Transcript
 from spaceport.runtime.trace.trace import Trace
 
 _PATIENCE = 32  # events after which a patient reader is woken: it processes them within a step

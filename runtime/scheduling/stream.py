@@ -14,7 +14,7 @@ from spaceport.runtime.decode.statistics import Statistics
 from spaceport.runtime.scheduling.generation import Completion, Deliver, Delivery, Generation, not_submitted
 from spaceport.runtime.scheduling.submission import Submission
 from spaceport.runtime.scheduling.worker import check_process
-from spaceport.runtime.text.piece import Piece
+from spaceport.runtime.text.transcript import Piece
 from spaceport.runtime.trace.trace import Trace
 
 

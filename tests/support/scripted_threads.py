@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from spaceport.runtime.decode.threads import Ending, Thread, new_thread
-from spaceport.runtime.text.piece import Piece, ThreadText
 from spaceport.runtime.text.tokenizer import encode
-from spaceport.runtime.text.transcript import Transcript
+from spaceport.runtime.text.transcript import Piece, ThreadText, Transcript
 from support.small_tokenizers import BROKEN, BYTES, FALLBACK, cut_at, full, one_byte_each
 
 FORK, CHILD = 1, 0  # special tokens of both tokenizers

@@ -16,7 +16,7 @@ from spaceport.runtime.decode.selector import NotANumber, TokenSelector
 from spaceport.runtime.decode.threads import Thread
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.scheduling.generation import Completion
-from spaceport.runtime.text.piece import Path, ThreadText
+from spaceport.runtime.text.transcript import Path, ThreadText
 
 Outcome = Literal["equal", "near_tie", "fault"]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from spaceport.runtime.sampling.logprobs import TokenLogprob
-from spaceport.runtime.text.piece import Piece
+from spaceport.runtime.text.transcript import Piece
 from spaceport.tools.serve.bodies import ChatBody, TextBody
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import click
 
 from spaceport.runtime.decode.draft import Source
-from spaceport.runtime.text.piece import Path, Piece
+from spaceport.runtime.text.transcript import Path, Piece
 
 COLOURS: Mapping[Source | None, str] = {
     None: "green",

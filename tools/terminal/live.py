@@ -9,7 +9,7 @@ from rich.text import Text
 
 from spaceport.runtime.decode.statistics import Statistics
 from spaceport.runtime.scheduling.stream import Stream
-from spaceport.runtime.text.piece import Path
+from spaceport.runtime.text.transcript import Path
 from spaceport.tools.terminal.lanes import COLOURS, Lane, Lanes, Span
 
 _FRAMES = 12  # per second

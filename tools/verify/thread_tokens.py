@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from spaceport.runtime.scheduling.generation import Completion
-from spaceport.runtime.text.piece import Path
+from spaceport.runtime.text.transcript import Path
 
 
 @dataclass(frozen=True)

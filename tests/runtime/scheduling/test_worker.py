@@ -27,8 +27,7 @@ from spaceport.runtime.scheduling.generation import Completion
 from spaceport.runtime.scheduling.stream import Stream
 from spaceport.runtime.scheduling.worker import RuntimeClosed
 from spaceport.runtime.session import Runtime
-from spaceport.runtime.text.piece import Piece
-from spaceport.runtime.text.transcript import Transcript
+from spaceport.runtime.text.transcript import Piece, Transcript
 from support.hash_engine import END, FORK, Language
 from support.hash_runtime import SlowEngine, hash_runtime
 from support.stepwise_engine import close_between_steps, stepwise_runtime

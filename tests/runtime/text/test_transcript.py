@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from spaceport.runtime.text.piece import Piece
+from spaceport.runtime.text.transcript import Piece
 from support.scripted_threads import FORK, Outcome, Path, Script, Writing, cases, events_of, line, outcome
 from support.small_tokenizers import BROKEN, BYTES, FALLBACK, one_byte_each
 

@@ -13,7 +13,7 @@ from spaceport.runtime.decode.statistics import Statistics
 from spaceport.runtime.scheduling.generation import Completion
 from spaceport.runtime.scheduling.stream import AsyncStream
 from spaceport.runtime.session import Runtime
-from spaceport.runtime.text.piece import Piece
+from spaceport.runtime.text.transcript import Piece
 from spaceport.tools.serve.event_stream import DONE, EventStream, event
 from spaceport.tools.serve.generations import Generations
 

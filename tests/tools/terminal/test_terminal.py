@@ -15,7 +15,7 @@ from rich.console import Console
 from tokenizers import Tokenizer
 
 from spaceport.runtime.decode.statistics import Statistics
-from spaceport.runtime.text.piece import Piece
+from spaceport.runtime.text.transcript import Piece
 from spaceport.tools.distill.distillation import DistillProgress
 from spaceport.tools.terminal.distill_screen import progress_shown
 from spaceport.tools.terminal.lanes import Lane, Lanes, Span, marked

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from spaceport.runtime.decode.statistics import Statistics
 from spaceport.runtime.session import Runtime
-from spaceport.runtime.text.piece import Path
+from spaceport.runtime.text.transcript import Path
 from spaceport.tools.bench.compare.worker_process import UnsupportedCall, Worker, WorkerFailed
 from spaceport.tools.bench.decode.modes import DecodeMode
 from spaceport.tools.verify.thread_tokens import ThreadTokens, thread_tokens_of

@@ -11,7 +11,7 @@ from time import perf_counter
 from spaceport.runtime.decode.statistics import Statistics
 from spaceport.runtime.sampling.sampler import Sampling
 from spaceport.runtime.session import Runtime
-from spaceport.runtime.text.piece import Path
+from spaceport.runtime.text.transcript import Path
 from spaceport.tools.bench.decode.modes import DecodeMode
 from spaceport.tools.bench.decode.options import DecodeOptions
 from spaceport.tools.verify.audit.prompts import TokenizedPrompt

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from spaceport.runtime.session import Runtime
-from spaceport.runtime.text.piece import Path
+from spaceport.runtime.text.transcript import Path
 from spaceport.tools.verify.audit.audit_report import AuditReport, ModeCounts, grade_mismatch
 from spaceport.tools.verify.audit.generating import AuditCompletion, AuditJob, generate
 from spaceport.tools.verify.audit.mismatches import (

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from spaceport.runtime.decode.selector import NotANumber
 from spaceport.runtime.scheduling.stream import Stream
 from spaceport.runtime.session import Runtime
-from spaceport.runtime.text.piece import Path
+from spaceport.runtime.text.transcript import Path
 from spaceport.tools.verify.audit.modes import AuditMode
 from spaceport.tools.verify.audit.prompts import TokenizedPrompt
 from spaceport.tools.verify.thread_tokens import ThreadTokens, thread_tokens_of

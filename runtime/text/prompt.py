@@ -19,9 +19,8 @@ from spaceport.runtime.isolation.pool import HelperPool
 from spaceport.runtime.text.chat import ChatTemplate, Message, open_template, plain_data, plain_messages
 from spaceport.runtime.text.chat_prompt import ChatPrompt
 from spaceport.runtime.text.content_parts import with_joined_parts
-from spaceport.runtime.text.control_tokens import ControlTokens, Span
+from spaceport.runtime.text.control_tokens import ControlTokens, MessageProtector, ProtectedText, Span, restored
 from spaceport.runtime.text.final_message import cut_at_mark, with_end_mark
-from spaceport.runtime.text.protected_messages import MessageProtector, ProtectedText, restored
 from spaceport.runtime.text.tokenizer import encoding_of
 from spaceport.runtime.text.tool_messages import with_arguments
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import math
 import secrets
+import struct
 from array import array
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,11 +19,106 @@ from spaceport.runtime.decode.draft import Candidates
 from spaceport.runtime.decode.selector import TokenSelector, not_a_number
 from spaceport.runtime.decode.threads import Thread
 from spaceport.runtime.sampling.choice import Bans, Greedy
-from spaceport.runtime.sampling.filters import best, survivors
-from spaceport.runtime.sampling.noise import gumbels, noise_key
 
+_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+_FIRST = np.uint64(0xBF58476D1CE4E5B9)
+_SECOND = np.uint64(0x94D049BB133111EB)
+_EXPONENT = np.uint64(0x3FF0000000000000)  # the bits of 1.0: with 52 bits of a fraction, a number from 1 to 2
+_LESS_ONE = 1 - 2.0**-53  # leaves that fraction and half a step: never 0, never 1
+_BLOCK = 16384  # tokens at a time, so that their arrays stay in the cache
 _FAINT = -10.0  # score below which a candidate is too improbable to compute its noise
 _UNLIKELY = 1e-3  # probability below which a candidate is not worth a row
+
+
+def survivors(
+    scores: NDArray[np.float64], top_k: int, top_p: float, min_p: float
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """The tokens that pass all filters, in the order of their ids, with their scores.
+
+    Scores are log probabilities up to a constant; the highest is 0. With top_k 0, top_p 1 and min_p 0 all pass.
+    """
+    tokens, left = _all_tokens(scores.size), scores
+    if 0 < top_k < scores.size:
+        tokens = np.sort(best(scores, top_k))
+        left = scores[tokens]
+    if top_p < 1:
+        passing = _nucleus(left, top_p)
+        tokens, left = tokens[passing], left[passing]
+    if min_p > 0:
+        (passing,) = np.nonzero(left >= math.log(min_p))
+        tokens, left = tokens[passing], left[passing]
+    return tokens, left
+
+
+def best(scores: NDArray[np.float64], count: int) -> NDArray[np.int64]:
+    """Indices of the `count` best scores, best first."""
+    floor, columns = -np.inf, scores.size // 16
+    if count <= columns:  # the maxima of `count` columns reach it: far fewer scores to sort
+        heads = scores[: scores.size // columns * columns].reshape(-1, columns).max(axis=0)
+        floor = np.partition(heads, columns - count)[columns - count]
+    return _ranked(scores, floor)[:count]
+
+
+def _nucleus(scores: NDArray[np.float64], top_p: float) -> NDArray[np.int64]:
+    """Indices of the fewest best scores that together have this share of the probability."""
+    weights = np.exp(scores)
+    total = weights.sum()
+    enough = top_p * total
+    order, reached = np.empty(0, np.int64), np.empty(0)
+    for share in (1e-2, 1e-4, 1e-6, 0):  # usually a few tokens have nearly all of it, so there is little to sort
+        order = _ranked(scores, math.log(total * share) if share else -np.inf)
+        reached = weights[order].cumsum()
+        if order.size and reached[-1] >= enough:
+            break
+    return np.sort(order[: np.searchsorted(reached, enough) + 1])
+
+
+def _ranked(scores: NDArray[np.float64], floor: float) -> NDArray[np.int64]:
+    """Indices of the scores that reach a limit, best first."""
+    (near,) = np.nonzero(scores >= floor)
+    return near[np.argsort(-scores[near], kind="stable")]
+
+
+@lru_cache(maxsize=8)
+def _all_tokens(count: int) -> NDArray[np.int64]:
+    tokens = np.arange(count)
+    tokens.setflags(write=False)
+    return tokens
+
+
+def noise_key(seed: int, path: tuple[int, ...], position: int) -> int:
+    """The key of the noise at one position of one thread."""
+    packed = struct.pack(f"<{len(path) + 3}Q", seed, len(path), *path, position)
+    return int.from_bytes(hashlib.blake2b(packed).digest()[:8], "little")
+
+
+def gumbels(key: int, tokens: NDArray[np.int64]) -> NDArray[np.float64]:
+    """The noise of these tokens under a key; each is independent of the others."""
+    noise = np.empty(tokens.size, np.float64)
+    scratch = np.empty(min(_BLOCK, tokens.size), np.uint64)
+    for first in range(0, tokens.size, _BLOCK):
+        block = noise[first : first + _BLOCK]
+        np.add(tokens[first : first + _BLOCK].view(np.uint64), np.uint64(1), out=block.view(np.uint64))
+        _from_counters(block, np.uint64(key), scratch[: block.size])
+    return noise
+
+
+def _from_counters(noise: NDArray[np.float64], key: np.uint64, scratch: NDArray[np.uint64]) -> None:
+    """Turn the counters in this memory into noise, in place: SplitMix64, then two logarithms."""
+    bits = noise.view(np.uint64)
+    bits *= _GAMMA
+    bits += key
+    bits ^= np.right_shift(bits, np.uint64(30), out=scratch)
+    bits *= _FIRST
+    bits ^= np.right_shift(bits, np.uint64(27), out=scratch)
+    bits *= _SECOND
+    bits ^= np.right_shift(bits, np.uint64(31), out=scratch)
+    bits >>= np.uint64(12)
+    bits |= _EXPONENT
+    noise -= _LESS_ONE
+    for _ in range(2):
+        np.log(noise, out=noise)
+        np.negative(noise, out=noise)
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,7 @@ from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.decode.selector import NotANumber
 from spaceport.runtime.decode.threads import Thread
 from spaceport.runtime.sampling.choice import Bans, Greedy
-from spaceport.runtime.sampling.filters import survivors
-from spaceport.runtime.sampling.noise import gumbels, noise_key
-from spaceport.runtime.sampling.sampler import Sampling, chooser
+from spaceport.runtime.sampling.sampler import Sampling, chooser, gumbels, noise_key, survivors
 from support.slow_sampling import noise_slowly, probabilities_slowly, scores_slowly, survivors_slowly
 
 NO_BANS = Bans(frozenset())

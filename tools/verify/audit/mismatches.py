@@ -14,7 +14,7 @@ from spaceport.runtime.decode.threads import new_thread
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import Engine
 from spaceport.runtime.sampling.choice import Bans
-from spaceport.runtime.sampling.noise import gumbels, noise_key
+from spaceport.runtime.sampling.sampler import gumbels, noise_key
 from spaceport.runtime.text.transcript import Path
 from spaceport.tools.verify.audit.modes import ModeGroup
 from spaceport.tools.verify.feeding import Logits, logits_of

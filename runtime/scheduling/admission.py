@@ -21,8 +21,7 @@ from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import Engine
 from spaceport.runtime.isolation.pool import HelperPool
 from spaceport.runtime.limits import DEFAULT_LIMITS, Limits
-from spaceport.runtime.sampling.choice import Bans
-from spaceport.runtime.sampling.correction import Corrected
+from spaceport.runtime.sampling.choice import Bans, Corrected
 from spaceport.runtime.sampling.grammar_compiler import GrammarCompiler
 from spaceport.runtime.sampling.logprobs import Logprobs, check_top
 from spaceport.runtime.sampling.sampler import Sampling, check_ids, chooser, seeded

@@ -22,8 +22,7 @@ from spaceport.runtime.decode.plan import plan_thread
 from spaceport.runtime.decode.planner import DraftPlanner, Sharing
 from spaceport.runtime.decode.threads import Thread, new_thread
 from spaceport.runtime.decode.tree import Outlook, tree
-from spaceport.runtime.sampling.choice import Bans, Greedy, top_candidates
-from spaceport.runtime.sampling.correction import Corrected, CorrectedCandidates
+from spaceport.runtime.sampling.choice import Bans, Corrected, CorrectedCandidates, Greedy, top_candidates
 from spaceport.runtime.sampling.sampler import Sampling, chooser
 
 VOCAB = 8

@@ -19,7 +19,7 @@ from spaceport.runtime.decode.request import Observer, Request, ScheduledStep, V
 from spaceport.runtime.decode.selector import TokenSelector
 from spaceport.runtime.decode.threads import Thread
 from spaceport.runtime.engine import Engine
-from spaceport.runtime.sampling.correction import Corrected
+from spaceport.runtime.sampling.choice import Corrected
 from spaceport.tools.verify.acceptance.answers import greedy_selector
 from spaceport.tools.verify.acceptance.reference_answers import Segment
 from spaceport.tools.verify.feeding import EchoObserver, known_request, prefill

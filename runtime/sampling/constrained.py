@@ -1,22 +1,145 @@
-"""Constrained: a token selector that limits another one to the tokens that a grammar allows."""
+"""Constrained decoding: limits another token selector to the tokens that a grammar allows, with llguidance."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from threading import Lock
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from tokenizers import Tokenizer
 
-from spaceport.graphs.contract.faults import OptionFault
+from spaceport.graphs.contract.faults import MissingDependency, OptionFault
+from spaceport.graphs.contract.installation import install_command
 from spaceport.runtime.decode.draft import Candidates
 from spaceport.runtime.decode.selector import TokenSelector
 from spaceport.runtime.decode.threads import Thread
-from spaceport.runtime.sampling.grammar import MOST_SHOWN, Grammar
-from spaceport.runtime.sampling.vocabulary import Matcher, Vocabulary
+from spaceport.runtime.isolation.pool import HelperPool
+from spaceport.runtime.isolation.process import DeadlinePassed, JobFailed
+from spaceport.runtime.sampling.grammar import MOST_SHOWN, Grammar, is_simple
 
 ADVICE = "expected a grammar that the model's tokens can match; use one that allows more at this position"
+_MOST_COMPILED = 64  # compiled grammars that are stored
+
+
+class Matcher(Protocol):
+    """The used part of llguidance's LLMatcher: a grammar and the state of a text in it."""
+
+    def consume_tokens(self, sampled_tokens: list[int]) -> bool: ...
+    def validate_tokens(self, tokens: list[int]) -> int: ...
+    def rollback(self, num_tokens: int) -> bool: ...
+    def compute_bitmask(self) -> bytes: ...
+    def is_accepting(self) -> bool: ...
+    def is_error(self) -> bool: ...
+    def get_error(self) -> str: ...
+    def deep_copy(self) -> Matcher: ...
+
+
+class Spelling(Protocol):
+    """The used part of llguidance's LLTokenizer: the bytes of tokens."""
+
+    def is_special_token(self, token: int) -> bool: ...
+    def decode_bytes(self, tokens: list[int]) -> bytes: ...
+    def greedy_tokenize(self, text: str) -> list[int]: ...
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The tokens of a bundle for constrained decoding."""
+
+    tokenizer: Tokenizer
+    matcher: Callable[[str], Matcher]  # creates the matcher of a grammar, before the first token
+    text: NDArray[np.bool_]  # V, True = has text
+    ends: NDArray[np.bool_]  # V, True = ends a completion
+    # First token of a text -> tokens with the same text elsewhere: some decoders remove the first space of a text.
+    openings: dict[int, list[int]]
+
+    def allowed(self, matcher: Matcher, first: bool) -> NDArray[np.bool_]:
+        """Mask of the tokens that a matcher allows next: V, True = allowed; all False if it fails."""
+        bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        fits = np.unpackbits(bits, count=self.text.size, bitorder="little").view(np.bool_)
+        if matcher.is_error():
+            return np.zeros_like(self.text)
+        allowed = fits & self.text
+        if first and self.openings:
+            blank, tokens, heads, longer = self._openings
+            allowed[blank] = True
+            allowed[tokens] = fits[heads]
+            for token in longer[allowed[longer]].tolist():
+                pieces = self.openings[token]
+                allowed[token] = matcher.validate_tokens(pieces) == len(pieces)
+        allowed[self._ends] = matcher.is_accepting()
+        return allowed
+
+    @cached_property
+    def _ends(self) -> NDArray[np.int64]:
+        return np.flatnonzero(self.ends)
+
+    @cached_property
+    def _openings(self) -> tuple[NDArray[np.int64], ...]:
+        """First tokens without text; the others, and the first piece of each; those of several pieces."""
+        blank = [token for token, pieces in self.openings.items() if not pieces]
+        heads = {token: pieces[0] for token, pieces in self.openings.items() if pieces}
+        longer = [token for token, pieces in self.openings.items() if len(pieces) > 1]
+        return tuple(np.array(list(ids), np.int64) for ids in (blank, heads, heads.values(), longer))
+
+
+def open_vocabulary(
+    tokenizer: Tokenizer, vocab_size: int, end_tokens: Collection[int], never: Collection[int] = ()
+) -> Vocabulary:
+    """The vocabulary of a model with this tokenizer; slow, so it is built once for all requests.
+
+    A model may have more tokens than its tokenizer. `never` are further tokens without text, and all tokens that the
+    inner selector bans.
+    """
+    encoder, matcher = _library(tokenizer, vocab_size, end_tokens)
+    count = min(tokenizer.get_vocab_size(), vocab_size)
+    spelt = [b"" if encoder.is_special_token(token) else encoder.decode_bytes([token]) for token in range(count)]
+    alone = tokenizer.decode_batch([[token] for token in range(count)], skip_special_tokens=True)
+    text, ends = np.zeros(vocab_size, np.bool_), np.zeros(vocab_size, np.bool_)
+    openings = {}
+    for token, (raw, first) in enumerate(zip(spelt, alone, strict=True)):
+        elsewhere = raw.decode("utf-8", "replace")
+        if first == elsewhere:
+            text[token] = bool(raw)
+        elif " " + first == elsewhere:
+            openings[token] = pieces = encoder.greedy_tokenize(first)
+            text[token] = b"".join(spelt[piece] for piece in pieces if piece < count) == raw[1:]
+    text[[*end_tokens, *never]] = False
+    ends[list(end_tokens)] = True
+    return Vocabulary(tokenizer, matcher, text, ends, {token: openings[token] for token in openings if text[token]})
+
+
+def _library(
+    tokenizer: Tokenizer, vocab_size: int, end_tokens: Collection[int]
+) -> tuple[Spelling, Callable[[str], Matcher]]:
+    try:
+        from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+    except ImportError as error:
+        raise MissingDependency(
+            f"a grammar needs the package llguidance, which does not import ({error}): {install_command('grammar')}"
+        ) from error
+    size = tokenizer.get_vocab_size()
+    ends = [token for token in end_tokens if token < size]
+    beyond = [token for token in tokenizer.get_added_tokens_decoder() if token >= size]
+    try:
+        if not ends:
+            raise ValueError(f"none of the end tokens {sorted(end_tokens)} is among its {size} tokens")
+        if beyond:  # llguidance would panic
+            raise ValueError(f"it has {size} tokens, and one with the id {beyond[0]}")
+        opened = LLTokenizer(tokenizer.to_str(), n_vocab=max(size, vocab_size), eos_token=ends)
+    except ValueError as error:
+        raise OptionFault(
+            f"the bundle's tokenizer cannot be used with a grammar: {error}: expected a byte-level one or one with byte "
+            "fallback, and an end token; decode without a grammar"
+        ) from error
+    limits = LLParserLimits(verbose_errors=False)  # else errors contain the whole grammar
+    return opened, lambda grammar: LLMatcher(opened, grammar, log_level=0, limits=limits)
 
 
 class DeadEnd(OptionFault):
@@ -141,3 +264,56 @@ def reason_of(matcher: Matcher) -> str:
     message = re.split(r"\n +\d+ \| ", re.sub(r"^(at )?\d+\(\d+\): ", "", message))[0]
     message = " ".join(re.sub(r"regex parse error:.*?error: ", "", message, flags=re.DOTALL).split())
     return "no token of the vocabulary fits" if message in ("", "NoExtensionBias") else message
+
+
+class GrammarCompiler:
+    """Compiled grammars of one vocabulary; the last ones are stored for further requests."""
+
+    def __init__(self, vocabulary: Vocabulary, helper: HelperPool | None = None) -> None:
+        self._vocabulary = vocabulary
+        self._helper = helper  # compiles grammars first that may take long; None: they are compiled here
+        self._compiled: OrderedDict[str, Matcher] = OrderedDict()
+        self._lock = Lock()
+
+    def isolates(self, grammar: Grammar) -> bool:
+        """Whether a grammar is compiled in a helper process first."""
+        return self._helper is not None and grammar.source not in self._compiled and not is_simple(grammar)
+
+    def constrained(self, inner: TokenSelector, grammar: Grammar, deadline: float | None = None) -> Constrained:
+        """A token selector for one request, whose completion matches the grammar."""
+        with self._lock:
+            start = self._compiled.get(grammar.source)
+            if start is not None:
+                self._compiled.move_to_end(grammar.source)
+        if start is None:
+            if self._helper is not None and not is_simple(grammar):
+                try:
+                    self._helper.run("compile", deadline, grammar=grammar.source)
+                except DeadlinePassed:
+                    raise
+                except JobFailed as error:
+                    raise OptionFault(f"{grammar.label} cannot be used: {error}: expected a simpler grammar") from error
+            start = _compiled(grammar, self._vocabulary)
+            with self._lock:
+                self._compiled[grammar.source] = start
+                while len(self._compiled) > _MOST_COMPILED:
+                    self._compiled.popitem(last=False)
+        return Constrained(inner, grammar, self._vocabulary, start.deep_copy())
+
+
+def constrained(inner: TokenSelector, grammar: Grammar, vocabulary: Vocabulary) -> Constrained:
+    """A token selector for one request, whose completion matches the grammar."""
+    return GrammarCompiler(vocabulary).constrained(inner, grammar)
+
+
+def _compiled(grammar: Grammar, vocabulary: Vocabulary) -> Matcher:
+    """The matcher of a grammar before the first token, after a check that it allows one."""
+    start = vocabulary.matcher(grammar.source)
+    if start.is_error():
+        known = "Rust's regex crate" if grammar.regex is not None else "llguidance's JSON schemas"
+        known = "llguidance's Lark dialect and JSON schemas" if grammar.lark is not None else known
+        raise OptionFault(f"{grammar.label} cannot be used: {reason_of(start)}: expected the syntax of {known}")
+    trial = start.deep_copy()
+    if not vocabulary.allowed(trial, first=True).any():
+        raise DeadEnd(f"{grammar.label} allows no first token: {reason_of(trial)}: {ADVICE}")
+    return start

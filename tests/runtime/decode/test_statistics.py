@@ -19,8 +19,8 @@ from spaceport.runtime.decode.step import StepInput, step
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import Batch
 from spaceport.runtime.sampling.choice import greedy
+from spaceport.runtime.sampling.constrained import constrained
 from spaceport.runtime.sampling.grammar import Grammar
-from spaceport.runtime.sampling.grammar_compiler import constrained
 from spaceport.runtime.scheduling.generation import Completion
 from spaceport.runtime.session import Runtime
 from support.hash_engine import CHILD, FORK, MASKS, HashEngine, Language, request_for

@@ -16,9 +16,8 @@ from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.isolation.pool import HelperPool
 from spaceport.runtime.isolation.process import DeadlinePassed, HelperProcess, JobFailed
 from spaceport.runtime.sampling.choice import greedy
+from spaceport.runtime.sampling.constrained import GrammarCompiler, open_vocabulary
 from spaceport.runtime.sampling.grammar import Grammar, is_simple
-from spaceport.runtime.sampling.grammar_compiler import GrammarCompiler
-from spaceport.runtime.sampling.vocabulary import open_vocabulary
 from spaceport.runtime.text.chat import ChatTemplate, Message, TemplateError
 from support.small_tokenizers import BYTES
 

@@ -23,11 +23,9 @@ from spaceport.runtime.decode.draft import Candidates, DraftConfig
 from spaceport.runtime.decode.selector import NotANumber
 from spaceport.runtime.decode.threads import Thread, new_thread
 from spaceport.runtime.sampling.choice import greedy
-from spaceport.runtime.sampling.constrained import DeadEnd
+from spaceport.runtime.sampling.constrained import DeadEnd, constrained, open_vocabulary
 from spaceport.runtime.sampling.grammar import Grammar
-from spaceport.runtime.sampling.grammar_compiler import constrained
 from spaceport.runtime.sampling.spelling import Speller
-from spaceport.runtime.sampling.vocabulary import open_vocabulary
 from support.arrivals import DRAFT_CONFIGS
 from support.hash_engine import END, VOCAB, HashEngine, Language, advance, request_for
 from support.paths import TINY

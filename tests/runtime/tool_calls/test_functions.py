@@ -11,8 +11,8 @@ import pytest
 
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.limits import Limits
+from spaceport.runtime.sampling.constrained import Vocabulary, open_vocabulary
 from spaceport.runtime.sampling.grammar import Grammar, is_simple
-from spaceport.runtime.sampling.vocabulary import Vocabulary, open_vocabulary
 from spaceport.runtime.tool_calls.description import renders_tools, with_description
 from spaceport.runtime.tool_calls.formats import FORMATS, FormatName
 from spaceport.runtime.tool_calls.functions import Function, functions_of

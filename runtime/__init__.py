@@ -12,9 +12,8 @@ from spaceport.runtime.engine import EngineFault
 from spaceport.runtime.limits import Limits
 from spaceport.runtime.sampling.constrained import DeadEnd
 from spaceport.runtime.sampling.grammar import Grammar
-from spaceport.runtime.sampling.logprobs import TokenLogprob
+from spaceport.runtime.sampling.logprobs import Score, TokenLogprob
 from spaceport.runtime.sampling.sampler import Sampling
-from spaceport.runtime.sampling.scoring import Score
 from spaceport.runtime.scheduling.generation import Completion
 from spaceport.runtime.scheduling.queue import QueueFull
 from spaceport.runtime.scheduling.status import RuntimeStatus

@@ -21,7 +21,7 @@ from spaceport.runtime.decode.request import Observer
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import Engine, EngineOptions
 from spaceport.runtime.limits import DEFAULT_LIMITS, Limits
-from spaceport.runtime.sampling.scoring import Score
+from spaceport.runtime.sampling.logprobs import Score
 from spaceport.runtime.scheduling.admission import Admission
 from spaceport.runtime.scheduling.capacity import capacity_for, seq_len, slots_for
 from spaceport.runtime.scheduling.generation import Completion, Delivery

@@ -1,20 +1,97 @@
-"""Log probabilities of generated tokens, from the model's own logits before penalties, bans and temperature."""
+"""Log probabilities of generated and of given tokens, from the model's own logits."""
 
 from __future__ import annotations
 
 import builtins
+import json
 import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from tokenizers import Tokenizer
 
 from spaceport.graphs.contract.faults import OptionFault
+from spaceport.graphs.contract.faults import PanicsContained
 from spaceport.runtime.decode.request import VerifiedStep
 from spaceport.runtime.decode.selector import not_a_number
-from spaceport.runtime.sampling.spelling import Speller
+from spaceport.runtime.decode.statistics import Statistics
 
+_BYTE = re.compile("<0x([0-9A-F]{2})>")  # a byte of a tokenizer with byte fallback
 _BLOCK = 128  # logits; the most probable tokens are searched in the blocks with the highest maxima
+
+
+class TokenSpelling(NamedTuple):
+    """What one token stands for."""
+
+    text: str  # with U+FFFD for bytes that are no complete character; special tokens by their name
+    raw: bytes  # what the token adds to a text; empty for special tokens
+
+
+@dataclass
+class Speller:
+    """Spells the tokens of a tokenizer, each as it stands behind other text."""
+
+    tokenizer: Tokenizer
+    _known: dict[int, TokenSpelling] = field(default_factory=dict, repr=False)
+
+    def spell(self, token: int) -> TokenSpelling:
+        """The text and the bytes of a token; both are empty for an id that the tokenizer does not have."""
+        found = self._known.get(token)
+        if found is None:
+            found = self._known[token] = self._spelled(token)
+        return found
+
+    def _spelled(self, token: int) -> TokenSpelling:
+        content = self.tokenizer.id_to_token(token)
+        if content is None:
+            return TokenSpelling("", b"")
+        if token in self._special:
+            return TokenSpelling(content, b"")
+        raw = self._bytes(token, content)
+        return TokenSpelling(raw.decode("utf-8", "replace"), raw)
+
+    def _bytes(self, token: int, content: str) -> bytes:
+        if "ByteLevel" in self._decoders:
+            known = all(character in _BYTE_OF for character in content)
+            return bytes(_BYTE_OF[character] for character in content) if known else content.encode()
+        if "ByteFallback" in self._decoders and (byte := _BYTE.fullmatch(content)):
+            return bytes((int(byte[1], 16),))
+        # Decoders treat the first token of a text apart, so the text of the second of two equal tokens counts.
+        with PanicsContained(f"tokenizers decoded token {token}"):
+            once, twice = (str(self.tokenizer.decode([token] * count)) for count in (1, 2))
+        return (twice[len(once) :] if twice.startswith(once) else content).encode()
+
+    @cached_property
+    def _special(self) -> frozenset[int]:
+        added = self.tokenizer.get_added_tokens_decoder()
+        return frozenset(token for token, content in added.items() if content.special)
+
+    @cached_property
+    def _decoders(self) -> frozenset[str]:
+        """The kinds of decoders that the tokenizer applies."""
+        decoder = self.tokenizer.decoder
+        return frozenset() if decoder is None else frozenset(_kinds(json.loads(decoder.__getstate__())))
+
+
+def _kinds(decoder: Mapping[str, Any]) -> Iterator[str]:
+    yield str(decoder["type"])
+    for inner in decoder.get("decoders", ()):
+        yield from _kinds(inner)
+
+
+def _byte_of() -> dict[str, int]:
+    """The byte that each character of a byte-level token stands for, as GPT-2 defines it."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_of()
 
 
 @dataclass(frozen=True)
@@ -93,3 +170,57 @@ def check_top(name: str, top: int, vocab_size: int) -> None:
     """Raise unless the vocabulary has this number of tokens."""
     if not 0 <= top <= vocab_size:
         raise OptionFault(f"{name} is {top}: expected 0 to {vocab_size}, the size of the vocabulary")
+
+
+@dataclass(frozen=True)
+class Score:
+    """Log probability of each token of a given text after the tokens before it.
+
+    - `tokens`: Token ids of the whole text, special tokens that the tokenizer adds included.
+    - `start`: Index of the first scored token: the first one of the continuation, or 1.
+    - `logprobs`: Log probability of each of `tokens[start:]`.
+    - `greedy`: Whether each scored token is the most probable one at its position.
+    - `following`: The token that greedy decoding would generate next, with its log probability.
+    - `statistics`: Counts and times of the request.
+    """
+
+    tokens: tuple[int, ...]
+    start: int
+    logprobs: tuple[TokenLogprob, ...]
+    greedy: bool
+    following: TokenLogprob
+    statistics: Statistics = field(default_factory=Statistics, compare=False, repr=False)
+
+    @property
+    def sum(self) -> float:
+        """Log probability of all scored tokens together."""
+        return math.fsum(one.logprob for one in self.logprobs)
+
+
+class Scoring:
+    """Observer that scores the tokens of a prompt, from index `start` on, while they are fed."""
+
+    def __init__(self, tokens: Sequence[int], start: int, top: int, speller: Speller) -> None:
+        self._tokens = tuple(tokens)
+        self._start = start
+        self._top = top
+        self._speller = speller
+        self._found: list[TokenLogprob] = []
+        self._greedy = True
+
+    def on_step(self, verified: VerifiedStep) -> None:
+        """Score the tokens after the rows of a prefill chunk."""
+        (part,), (verdict,), (own,) = verified.plan.parts, verified.verdicts, verified.logits
+        for row, line in zip(part.rows_wanted.tolist(), own, strict=True):
+            position = int(part.positions[row]) + 1
+            if position < len(self._tokens):
+                token = self._tokens[position]
+                self._greedy &= token == line.argmax()
+            else:
+                (token,) = verdict.tokens
+            self._found.append(logprob_of(line, token, self._top, position, self._speller))
+
+    def score(self, statistics: Statistics | None = None) -> Score:
+        """The score, once the whole prompt has been fed by a request with these statistics."""
+        *found, following = self._found
+        return Score(self._tokens, self._start, tuple(found), bool(self._greedy), following, statistics or Statistics())

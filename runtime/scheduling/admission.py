@@ -23,10 +23,8 @@ from spaceport.runtime.isolation.pool import HelperPool
 from spaceport.runtime.limits import DEFAULT_LIMITS, Limits
 from spaceport.runtime.sampling.choice import Bans, Corrected
 from spaceport.runtime.sampling.constrained import GrammarCompiler, Vocabulary, open_vocabulary
-from spaceport.runtime.sampling.logprobs import Logprobs, check_top
+from spaceport.runtime.sampling.logprobs import Logprobs, Scoring, Speller, check_top
 from spaceport.runtime.sampling.sampler import Sampling, check_ids, chooser, seeded
-from spaceport.runtime.sampling.scoring import Scoring
-from spaceport.runtime.sampling.spelling import Speller
 from spaceport.runtime.scheduling.generation import Deliver, Generation, ScoringTask
 from spaceport.runtime.text.chat_prompt import ChatPrompt
 from spaceport.runtime.text.prompt import Prompt, PromptEncoder, TooManyTokens, shown

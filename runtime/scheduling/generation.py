@@ -10,8 +10,7 @@ from typing import cast
 from spaceport.runtime.decode.events import Event, EventLog, replay
 from spaceport.runtime.decode.statistics import Statistics
 from spaceport.runtime.decode.threads import Ending
-from spaceport.runtime.sampling.logprobs import TokenLogprob
-from spaceport.runtime.sampling.scoring import Scoring
+from spaceport.runtime.sampling.logprobs import Scoring, TokenLogprob
 from spaceport.runtime.scheduling.task import Task
 from spaceport.runtime.text.transcript import Piece, ThreadText, Transcript
 from spaceport.runtime.trace.trace import Trace

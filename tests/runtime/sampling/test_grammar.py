@@ -25,7 +25,7 @@ from spaceport.runtime.decode.threads import Thread, new_thread
 from spaceport.runtime.sampling.choice import greedy
 from spaceport.runtime.sampling.constrained import DeadEnd, constrained, open_vocabulary
 from spaceport.runtime.sampling.grammar import Grammar
-from spaceport.runtime.sampling.spelling import Speller
+from spaceport.runtime.sampling.logprobs import Speller
 from support.arrivals import DRAFT_CONFIGS
 from support.hash_engine import END, VOCAB, HashEngine, Language, advance, request_for
 from support.paths import TINY

@@ -1,18 +1,64 @@
-"""Functions: the functions that a chat request offers to the model, checked."""
+"""Functions that a chat request offers to the model: checked, described, and how the model writes calls of them."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.limits import DEFAULT_LIMITS, Limits
+from spaceport.runtime.sampling.grammar import Grammar
 
+FormatName = Literal["hermes", "llama3", "mistral", "json"]
 _MOST_FUNCTIONS = 128
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _MOST_SHOWN = 60  # characters of a value in an error message
+_WORD = re.compile(r"\btools\b")
+_MOST_CALLS = 16  # of one text: a weak model would go on until its limit
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """How a model writes calls; each is a JSON object with the name of the function and its arguments."""
+
+    name: FormatName
+    opening: str  # before the calls; empty: they are the whole text
+    closing: str = ""  # after the calls
+    arguments: Literal["arguments", "parameters"] = "arguments"  # member of the object with the arguments
+    starts: tuple[str, ...] = ("",)  # what a generated text may have before its first call, opening excluded
+    between: str = ""  # what a generated text has between two calls
+    end: str = ""  # what a generated text has after its last call
+    prefix: str = ""  # what a text may have before its first call if `opening` is empty
+    short_ids: bool = False  # whether templates expect ids of calls with nine characters
+
+
+FORMATS: dict[FormatName, ToolFormat] = {
+    "hermes": ToolFormat(  # also Qwen 2.5 and Qwen 3
+        "hermes",
+        "<tool_call>",
+        "</tool_call>",
+        starts=("\n",),
+        between="\n</tool_call>\n<tool_call>\n",
+        end="\n</tool_call>",
+    ),
+    "llama3": ToolFormat("llama3", "", arguments="parameters", between="; ", prefix="<|python_tag|>"),
+    "mistral": ToolFormat("mistral", "[TOOL_CALLS]", starts=("[", " ["), between=", ", end="]", short_ids=True),
+    "json": ToolFormat("json", "", starts=("[",), between=", ", end="]"),
+}
+
+
+def format_of(template: str) -> ToolFormat:
+    """The format of the calls that a chat template renders; plain JSON if it is none of the known ones."""
+    if "[TOOL_CALLS]" in template:
+        return FORMATS["mistral"]
+    if "<tool_call>" in template and "<function=" not in template:
+        return FORMATS["hermes"]
+    if "<|start_header_id|>" in template and ("ipython" in template or "<|python_tag|>" in template):
+        return FORMATS["llama3"]
+    return FORMATS["json"]
 
 
 @dataclass(frozen=True)
@@ -97,3 +143,48 @@ def _shown(value: object) -> str:
 
 def _kind(value: object) -> str:
     return "an object" if isinstance(value, Mapping) else "a list" if isinstance(value, list | tuple) else "no JSON"
+
+
+def renders_tools(template: str) -> bool:
+    """Whether a chat template has anything to do with tools."""
+    return _WORD.search(template) is not None
+
+
+def with_description(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], tool_format: ToolFormat
+) -> list[Mapping[str, Any]]:
+    """Messages whose system message describes the functions and how to call them."""
+    text = _description(tools, tool_format)
+    first = messages[0] if messages else {}
+    if first.get("role") == "system" and isinstance(first.get("content"), str):
+        return [{**first, "content": f"{first['content']}\n\n{text}"}, *messages[1:]]
+    return [{"role": "system", "content": text}, *messages]
+
+
+def _description(tools: Sequence[Mapping[str, Any]], tool_format: ToolFormat) -> str:
+    functions = "\n".join(json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools)
+    call = f'{{"name": "NAME", "{tool_format.arguments}": {{ARGUMENTS}}}}'
+    example = f"{tool_format.opening}{tool_format.starts[0]}{call}{tool_format.end}"
+    return (
+        f"You can call these functions, which are described by JSON schemas:\n{functions}\n\n"
+        f"To call functions, answer with nothing but:\n{example}"
+    )
+
+
+def calls_grammar(tool_format: ToolFormat, functions: Sequence[Function], *, parallel: bool, opened: bool) -> Grammar:
+    """A grammar for one call of one of these functions, or with `parallel` for several.
+
+    `opened` is whether the prompt ends with the opening of the format.
+    """
+    opening = "" if opened else tool_format.opening
+    starts = " | ".join(json.dumps(opening + start) for start in tool_format.starts)
+    more = f"({json.dumps(tool_format.between)} call){{0,{_MOST_CALLS - 1}}}" if parallel else ""
+    end = json.dumps(tool_format.end) if tool_format.end else ""
+    heads = [f'{{"name": {json.dumps(one.name)}, "{tool_format.arguments}": ' for one in functions]
+    calls = " | ".join(f'{json.dumps(head)} arguments{index} "}}"' for index, head in enumerate(heads))
+    rules = f"start: begin call {more} {end}\nbegin: {starts}\ncall: {calls}"
+    return Grammar(
+        lark=rules,
+        schemas={f"arguments{index}": one.schema for index, one in enumerate(functions)},
+        name="the grammar of tools",
+    )

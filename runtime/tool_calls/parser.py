@@ -1,23 +1,199 @@
-"""Parser: finds the calls of functions in a model's text while it is generated."""
+"""Tool call parser: finds the calls of functions in a model's text while it is generated."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from typing import Literal
 
-from spaceport.runtime.tool_calls.formats import ToolFormat
-from spaceport.runtime.tool_calls.json_object import JsonObject
-from spaceport.runtime.tool_calls.parts import CallPart, Part
+from spaceport.runtime.tool_calls.functions import ToolFormat
 
+MOST_DEPTH = 64  # nested objects and arrays
+
+_SPACE = re.compile(r"[ \t\r\n]*")
+_LETTERS = re.compile(r'[^"\\\x00-\x1f]*')  # of a string, up to its end or an escape sequence
+_WORD = re.compile(r"[0-9A-Za-z+.-]*")
+_NUMBER_OR_NAME = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?|true|false|null")
+_ESCAPE = re.compile(r'\\(["\\/bfnrt]|u[0-9A-Fa-f]{4})')
+_ESCAPE_BEGUN = re.compile(r"\\(u[0-9A-Fa-f]{0,3})?")
+
+_State = Literal["object", "first key", "key", ":", "first value", "value", ",", "string", "word"]
 MOST_CALLS = 128  # of one text
 _ARGUMENTS = ("arguments", "parameters")
 _MEMBERS = frozenset(("name", *_ARGUMENTS, "id", "type"))
-_SPACE = " \t\r\n"
+_WHITESPACE = " \t\r\n"
 _REASONED = "</think>"
 # Mistral's newer format: the name before the arguments.
 _NAME = re.compile(r"([A-Za-z0-9_.-]{1,64})(?:\[CALL_ID\][A-Za-z0-9_-]*)?(?:\[ARGS\])?\s*\{")
 _MOST_NAME = 200  # characters before the arguments
+
+
+@dataclass(frozen=True)
+class CallPart:
+    """A part of a call: the first one has the name of its function, the others more of its arguments."""
+
+    index: int  # of the call in the text
+    arguments: str  # a piece of their JSON text
+    name: str | None = None
+
+
+Part = str | CallPart
+
+
+def joined(parts: Iterable[Part]) -> tuple[str, list[tuple[str, str]]]:
+    """The text among the parts, and the name and arguments of each call."""
+    texts: list[str] = []
+    calls: list[tuple[str, str]] = []
+    for part in parts:
+        if isinstance(part, str):
+            texts.append(part)
+        elif part.name is not None:
+            calls.append((part.name, part.arguments))
+        else:
+            name, arguments = calls[part.index]
+            calls[part.index] = name, arguments + part.arguments
+    return "".join(texts), calls
+
+
+class JsonObject:
+    """The text of a JSON object that comes in pieces; it fails at the first character that cannot belong to it.
+
+    The time is linear in the length of the text, however it is cut into pieces.
+    """
+
+    def __init__(self) -> None:
+        self.text = ""  # up to its end
+        self.done = False
+        self.failed = False
+        # Index of the first character of each member's value, and of the one after its last; None: it is not complete.
+        self.members: dict[str, tuple[int, int | None]] = {}
+        self._state: _State = "object"  # what comes next, or is being read
+        self._open: list[str] = []  # brackets around the next character
+        self._start = 0  # index of the first character of the string, number or name that is read
+        self._is_key = False  # whether that string is a key
+        self._escape = ""  # escape sequence that is not complete
+        self._member = ""  # key of the member of the object itself that is read
+
+    def push(self, text: str) -> int:
+        """Read a piece; returns how many of its characters belong to the object."""
+        before = at = len(self.text)
+        self.text += text
+        while at < len(self.text) and not self.done and not self.failed:
+            at = self._read(at)
+        self.text = self.text[:at]
+        return at - before
+
+    def value(self, *names: str) -> str | None:
+        """The JSON text of the first of these members that is there; None: none is, or it is not complete."""
+        for name in names:
+            if name in self.members:
+                start, end = self.members[name]
+                return None if end is None else self.text[start:end]
+        return None
+
+    def _read(self, at: int) -> int:
+        """Read at least one character, the one at this index; returns the index after what was read."""
+        if self._state == "string":
+            return self._read_string(at)
+        if self._state == "word":
+            end = self._match(_WORD, at)
+            if end < len(self.text):
+                self.failed = not _NUMBER_OR_NAME.fullmatch(self.text, self._start, end)
+                self._end_value(end)
+            return end
+        at = self._match(_SPACE, at)
+        if at == len(self.text):
+            return at
+        return self._read_sign(at, self.text[at])
+
+    def _read_sign(self, at: int, sign: str) -> int:
+        """Read a bracket, a separator, or the first character of a string, number or name."""
+        state = self._state
+        if state == "object" and sign == "{":
+            self._push_bracket(sign)
+        elif state in ("key", "first key") and sign == '"':
+            self._begin("string", at, is_key=True)
+        elif state == ":" and sign == ":":
+            self._state = "value"
+        elif state == "," and sign == ",":
+            self._state = "key" if self._open[-1] == "{" else "value"
+        elif (state, sign, self._open[-1:]) in _CLOSING:
+            self._open.pop()
+            self._end_value(at + 1)
+        elif state in ("value", "first value") and (sign in '{["-' or sign.isalnum()):
+            self._begin_value(at, sign)
+        else:
+            self.failed = True
+            return at
+        return at + 1
+
+    def _begin_value(self, at: int, sign: str) -> None:
+        if self._open == ["{"]:
+            self.members[self._member] = (at, None)
+        if sign in "{[":
+            self._push_bracket(sign)
+        else:
+            self._begin("string" if sign == '"' else "word", at)
+
+    def _begin(self, state: _State, at: int, is_key: bool = False) -> None:
+        self._state, self._start, self._is_key = state, at, is_key
+
+    def _push_bracket(self, sign: str) -> None:
+        self._open.append(sign)
+        self._state = "first key" if sign == "{" else "first value"
+        self.failed = len(self._open) > MOST_DEPTH
+
+    def _read_string(self, at: int) -> int:
+        if self._escape:
+            self._escape += self.text[at]
+            if _ESCAPE.fullmatch(self._escape):
+                self._escape = ""
+            else:
+                self.failed = not _ESCAPE_BEGUN.fullmatch(self._escape)
+            return at + 1
+        at = self._match(_LETTERS, at)
+        if at == len(self.text):
+            return at
+        if self.text[at] == "\\":
+            self._escape = "\\"
+        elif self.text[at] == '"':
+            self._end_string(at + 1)
+        else:
+            self.failed = True
+            return at
+        return at + 1
+
+    def _end_string(self, end: int) -> None:
+        if not self._is_key:
+            self._end_value(end)
+            return
+        self._state = ":"
+        if len(self._open) == 1:
+            self._member = json.loads(self.text[self._start : end])
+            self.failed = self._member in self.members  # readers disagree on which of the two counts
+
+    def _end_value(self, end: int) -> None:
+        """Go on after a value, which may be the object itself."""
+        if self._open == ["{"]:
+            self.members[self._member] = (self.members[self._member][0], end)
+        self._state = ","
+        self.done = not self._open
+
+    def _match(self, pattern: re.Pattern[str], at: int) -> int:
+        found = pattern.match(self.text, at)
+        assert found is not None  # it may be empty
+        return found.end()
+
+
+# State, sign and innermost bracket where the sign closes the bracket.
+_CLOSING = (
+    ("first key", "}", ["{"]),
+    (",", "}", ["{"]),
+    ("first value", "]", ["["]),
+    (",", "]", ["["]),
+)
 
 
 class ToolCallParser:
@@ -81,7 +257,7 @@ class ToolCallParser:
         parts = self.push("")
         rest = "" if self._sent is not None else self._before + self._held
         self._before = self._held = ""
-        if self._calls and (self._constrained or not rest.strip(_SPACE)):  # the start of another call, or nothing
+        if self._calls and (self._constrained or not rest.strip(_WHITESPACE)):  # the start of another call, or nothing
             return parts
         return [*parts, rest] if rest else parts
 
@@ -92,7 +268,7 @@ class ToolCallParser:
         opening = self._format.opening
         at = self._held.find(opening)
         end = len(self._held) - _begun(self._held, opening) if at < 0 else at
-        text = self._held[:end].rstrip(_SPACE)
+        text = self._held[:end].rstrip(_WHITESPACE)
         self._emit(text)
         if at < 0:
             self._held = self._held[len(text) :]
@@ -103,10 +279,10 @@ class ToolCallParser:
 
     def _start(self) -> bool:
         """The start of a text that consists of calls, or has none."""
-        rest = self._held.lstrip(_SPACE)
+        rest = self._held.lstrip(_WHITESPACE)
         prefix = self._format.prefix
         if prefix and rest.startswith(prefix):
-            rest = rest[len(prefix) :].lstrip(_SPACE)
+            rest = rest[len(prefix) :].lstrip(_WHITESPACE)
         elif prefix.startswith(rest):
             return False
         if not rest:
@@ -200,7 +376,7 @@ class ToolCallParser:
 
     def _skipped(self) -> str:
         """The next character that is no whitespace, to which it moves; empty if none has come."""
-        while self._at < len(self._held) and self._held[self._at] in _SPACE:
+        while self._at < len(self._held) and self._held[self._at] in _WHITESPACE:
             self._at += 1
         return self._held[self._at : self._at + 1]
 

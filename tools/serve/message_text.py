@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from spaceport.runtime.tool_calls.parts import CallPart, Part
+from spaceport.runtime.tool_calls.parser import CallPart, Part
 from spaceport.tools.serve.tool_use import NO_TOOLS, ToolUse
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.runtime.tool_calls.formats import FORMATS, FormatName
+from spaceport.runtime.tool_calls.functions import FORMATS, FormatName
 
 # What a fault of the audit leads to, besides a log entry.
 AuditAction = Literal["log", "disable-drafts"]

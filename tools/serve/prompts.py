@@ -8,7 +8,7 @@ from typing import Any
 
 from spaceport.runtime.text.chat_prompt import ChatPrompt
 from spaceport.runtime.text.prompt import Prompt
-from spaceport.runtime.tool_calls.description import renders_tools, with_description
+from spaceport.runtime.tool_calls.functions import renders_tools, with_description
 from spaceport.tools.serve.bodies import ChatBody
 from spaceport.tools.serve.failures import Failure
 from spaceport.tools.serve.served_models import ServedModel

@@ -11,7 +11,7 @@ from typing import Any
 
 from spaceport.graphs.contract.manifest import TEMPLATE_FILE
 from spaceport.runtime.session import Runtime
-from spaceport.runtime.tool_calls.formats import ToolFormat, format_of
+from spaceport.runtime.tool_calls.functions import ToolFormat, format_of
 from spaceport.tools.serve.failures import Failure
 
 

@@ -10,9 +10,7 @@ from typing import Any
 
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.sampling.grammar import Grammar
-from spaceport.runtime.tool_calls.formats import FORMATS, ToolFormat
-from spaceport.runtime.tool_calls.functions import Function, functions_of
-from spaceport.runtime.tool_calls.grammar import calls_grammar
+from spaceport.runtime.tool_calls.functions import FORMATS, Function, ToolFormat, calls_grammar, functions_of
 from spaceport.runtime.tool_calls.parser import MOST_CALLS, ToolCallParser
 from spaceport.tools.serve.bodies import ChatBody
 from spaceport.tools.serve.failures import Failure

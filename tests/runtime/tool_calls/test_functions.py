@@ -13,12 +13,16 @@ from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.limits import Limits
 from spaceport.runtime.sampling.constrained import Vocabulary, open_vocabulary
 from spaceport.runtime.sampling.grammar import Grammar, is_simple
-from spaceport.runtime.tool_calls.description import renders_tools, with_description
-from spaceport.runtime.tool_calls.formats import FORMATS, FormatName
-from spaceport.runtime.tool_calls.functions import Function, functions_of
-from spaceport.runtime.tool_calls.grammar import calls_grammar
-from spaceport.runtime.tool_calls.parser import ToolCallParser
-from spaceport.runtime.tool_calls.parts import joined
+from spaceport.runtime.tool_calls.functions import (
+    FORMATS,
+    FormatName,
+    Function,
+    calls_grammar,
+    functions_of,
+    renders_tools,
+    with_description,
+)
+from spaceport.runtime.tool_calls.parser import ToolCallParser, joined
 from support.small_tokenizers import BYTES, one_byte_each
 
 pytest.importorskip("llguidance")

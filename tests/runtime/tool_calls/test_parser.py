@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spaceport.runtime.tool_calls.formats import FORMATS, FormatName, format_of
-from spaceport.runtime.tool_calls.parser import ToolCallParser
-from spaceport.runtime.tool_calls.parts import CallPart, joined
+from spaceport.runtime.tool_calls.functions import FORMATS, FormatName, format_of
+from spaceport.runtime.tool_calls.parser import CallPart, ToolCallParser, joined
 
 NAMES = ("weather", "now")
 Calls = list[tuple[str, str]]

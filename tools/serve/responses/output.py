@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from spaceport.runtime.sampling.logprobs import TokenLogprob
-from spaceport.runtime.tool_calls.parts import CallPart, Part
+from spaceport.runtime.tool_calls.parser import CallPart, Part
 from spaceport.tools.serve.answers import chat_logprobs
 from spaceport.tools.serve.tool_use import ToolUse
 

@@ -1,11 +1,14 @@
-"""Record: what every step of a generation did, as data that can be stored and read back."""
+"""Trace record: what every step of a generation did, as data that can be stored, and read back with checks."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+import math
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
+from spaceport.graphs.contract.faults import InputFault
+from spaceport.graphs.contract.json_fields import JsonField, Rules, short
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.runtime.decode.draft import Reason, Source
 from spaceport.runtime.decode.threads import Ending
@@ -13,6 +16,12 @@ from spaceport.runtime.decode.threads import Ending
 SCHEMA = 2
 
 RowKind = Literal["known", "candidate", "mask"]
+_KINDS: tuple[RowKind, ...] = get_args(RowKind)
+_SOURCES: tuple[Source, ...] = get_args(Source)
+_REASONS: tuple[Reason, ...] = get_args(Reason)
+_ENDINGS: tuple[Ending, ...] = get_args(Ending)
+# JSON readers disagree on numbers from 2^53 on.
+_RULES = Rules(InputFault, advice="; write the trace again", end=2**53)
 
 
 @dataclass(frozen=True)
@@ -116,3 +125,196 @@ class Record:
             for rows in step.rows:
                 found[rows.thread] += rows.text
         return tuple(map(tuple, found))
+
+
+def trace_of(data: object) -> Record:
+    """The record that `Record.as_dict` stored; raises if anything is missing or unknown."""
+    schema = JsonField(data, "trace", _RULES).entry("schema").whole(1)
+    if schema != SCHEMA:
+        advice = "update spaceport" if schema > SCHEMA else "write the trace again"
+        raise InputFault(f"trace.schema is {schema}, this version reads {SCHEMA}: {advice}")
+    found = JsonField(data, "trace", _RULES)
+    given = found.entries(Record)
+    record = Record(
+        tokens=_tokens(given["tokens"]),
+        prompt=given["prompt"].wholes(),
+        prompt_text=given["prompt_text"].text(),
+        threads=given["threads"].each(_thread),
+        steps=given["steps"].each(_step),
+        texts=_texts(given["texts"]),
+        waiting_seconds=_seconds(given["waiting_seconds"]),
+    )
+    _check_names(record)
+    _check_threads(record)
+    _check_steps(record)
+    return record
+
+
+def _seconds(found: JsonField) -> float:
+    value = found.value
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
+        found.refuse("a number of seconds, 0 or more")
+    return float(value)
+
+
+def _texts(found: JsonField) -> dict[int, str]:
+    """The texts of tokens; in JSON the ids are strings."""
+    for name in found.object():
+        if not (name.isascii() and name.isdecimal() and len(name) < 16):
+            replace(found, value=name, path=f"a name in {found.path}").refuse("a token id")
+    return {int(name): text for name, text in found.texts().items()}
+
+
+def _tokens(found: JsonField) -> TokenIds:
+    given = found.entries(TokenIds)
+    return TokenIds(
+        mask=given["mask"].wholes(),
+        fork=given["fork"].or_none(JsonField.whole),
+        child=given["child"].or_none(JsonField.whole),
+        end=given["end"].wholes(),
+    )
+
+
+def _thread(found: JsonField) -> ThreadRecord:
+    given = found.entries(ThreadRecord)
+    return ThreadRecord(
+        path=given["path"].wholes(),
+        fork=given["fork"].or_none(JsonField.whole),
+        start=given["start"].whole(),
+        ending=given["ending"].or_none(lambda ending: ending.one_of(_ENDINGS)),
+    )
+
+
+def _step(found: JsonField) -> StepRecord:
+    given = found.entries(StepRecord)
+    return StepRecord(
+        rows=given["rows"].each(_rows),
+        queued=given["queued"].wholes(),
+        started=given["started"].wholes(),
+        ended=given["ended"].wholes(),
+        kv_slots=given["kv_slots"].whole(),
+        engine_seconds=_seconds(given["engine_seconds"]),
+        outside_seconds=_seconds(given["outside_seconds"]),
+    )
+
+
+def _rows(found: JsonField) -> ThreadRows:
+    given = found.entries(ThreadRows)
+    rows = ThreadRows(
+        thread=given["thread"].whole(),
+        anchor=given["anchor"].or_none(JsonField.whole),
+        tokens=given["tokens"].wholes(),
+        parents=given["parents"].each(lambda parent: parent.or_none(JsonField.whole)),
+        positions=given["positions"].wholes(),
+        kinds=given["kinds"].each(lambda kind: kind.one_of(_KINDS)),
+        sources=given["sources"].each(lambda source: source.or_none(lambda one: one.one_of(_SOURCES))),
+        retained=given["retained"].each(JsonField.boolean),
+        chosen=given["chosen"].wholes(),
+        generated=given["generated"].whole(),
+        pieces=given["pieces"].each(JsonField.text),
+        limited=given["limited"].or_none(lambda reason: reason.one_of(_REASONS)),
+    )
+    if wrong := _wrong_columns(rows) or _wrong_outcome(rows):
+        found.fail(wrong)
+    return rows
+
+
+def _wrong_columns(rows: ThreadRows) -> str:
+    """What is wrong with the columns of a thread's rows; empty if nothing is."""
+    columns = (rows.tokens, rows.parents, rows.positions, rows.kinds, rows.sources, rows.retained)
+    lengths = [len(column) for column in columns]
+    if not lengths[0] or len(set(lengths)) > 1:
+        return f"has columns of {', '.join(map(str, lengths))} rows: expected equal lengths of at least one row"
+    if not rows.known or "known" in rows.kinds[rows.known :] or not all(rows.retained[: rows.known]):
+        return "has rows in the wrong order: expected known rows first, at least one, all retained"
+    for row, parent in enumerate(rows.parents):
+        if parent is not None and parent >= row:
+            return f"has the parent {parent} at row {row}: expected a row before it"
+        if parent is not None and rows.positions[row] != rows.positions[parent] + 1:
+            return f"has the position {rows.positions[row]} at row {row}: expected its parent's plus 1"
+        if (rows.sources[row] is None) != (rows.kinds[row] != "candidate"):
+            return f"has the source {rows.sources[row]!r} at row {row}: expected a source for candidates only"
+    return ""
+
+
+def _wrong_outcome(rows: ThreadRows) -> str:
+    """What is wrong with the tokens that a thread's rows generated; empty if nothing is."""
+    retained = tuple(rows.tokens[row] for row in rows.candidates if rows.retained[row])
+    if retained != rows.chosen[:-1]:
+        return f"retains the candidates {short(retained)}: expected all chosen tokens but the last, {short(rows.chosen[:-1])}"
+    if any(retained and kind == "mask" for retained, kind in zip(rows.retained, rows.kinds, strict=True)):
+        return "retains a mask slot: expected none"
+    if rows.generated > len(rows.chosen):
+        return f"generates {rows.generated} tokens: expected at most the {len(rows.chosen)} chosen ones"
+    if len(rows.pieces) not in (0, rows.generated):
+        return f"has {len(rows.pieces)} pieces: expected one for each of the {rows.generated} generated tokens, or none"
+    return ""
+
+
+def _check_names(record: Record) -> None:
+    """Raise if a step names a thread that does not exist."""
+    for number, step in enumerate(record.steps):
+        for thread in (*(rows.thread for rows in step.rows), *step.queued, *step.started, *step.ended):
+            if thread >= len(record.threads):
+                raise InputFault(
+                    f"trace.steps[{number}] names the thread {thread}: expected one of {len(record.threads)} threads"
+                )
+
+
+def _check_steps(record: Record) -> None:
+    """Raise unless each thread starts and ends once, and generates its tokens without gaps."""
+    positions = {index: thread.start for index, thread in enumerate(record.threads)}
+    started: set[int] = set()
+    ended: set[int] = set()
+    for number, step in enumerate(record.steps):
+        where = f"trace.steps[{number}]"
+        fed = [rows.thread for rows in step.rows]
+        early = set(fed) - started - (set() if number else {0})
+        if len(set(fed)) < len(fed) or early or started & set(step.started) or ended & {*fed, *step.ended}:
+            raise InputFault(f"{where}: expected each thread once in a step, between its start and its end")
+        started |= set(step.started)
+        ended |= set(step.ended)
+        _check_rows(step, where, positions)
+    over = {index for index, thread in enumerate(record.threads) if thread.ending is not None}
+    if started != set(positions) or ended != over:
+        raise InputFault(
+            f"trace.steps: {len(started)} threads start and {len(ended)} end: expected all {len(positions)} threads to start, "
+            f"and the {len(over)} with an ending to end"
+        )
+
+
+def _check_rows(step: StepRecord, where: str, positions: dict[int, int]) -> None:
+    """Raise unless a step generates at these positions, which advance, and its anchors are earlier rows."""
+    first = 0
+    for rows in step.rows:
+        if rows.anchor is not None and rows.anchor >= first:
+            raise InputFault(f"{where} has the anchor {rows.anchor}: expected a row before {first}")
+        if rows.generated and rows.position != positions[rows.thread]:
+            raise InputFault(f"{where} generates at position {rows.position}: expected {positions[rows.thread]}")
+        first += len(rows.tokens)
+        positions[rows.thread] += rows.generated
+
+
+def _check_threads(record: Record) -> None:
+    """Raise unless each thread starts at a [Fork] that an earlier thread generated."""
+    before: dict[tuple[int, ...], int] = {}
+    for index, thread in enumerate(record.threads):
+        where = f"trace.threads[{index}]"
+        if bool(thread.path) != bool(index) or thread.path in before or (index and thread.path[:-1] not in before):
+            raise InputFault(
+                f"{where}.path is {list(thread.path)}: expected the root thread, then children of earlier threads"
+            )
+        before[thread.path] = index
+        start = len(record.prompt)
+        if index:
+            parent = before[thread.path[:-1]]
+            own, index_of_fork = record.generated[parent], (thread.fork or 0) - record.threads[parent].start
+            if not 0 <= index_of_fork < len(own) or own[index_of_fork] != record.tokens.fork:
+                raise InputFault(
+                    f"{where}.fork is {thread.fork}: expected the position of a [Fork] that its parent generated"
+                )
+            start = (thread.fork or 0) + 2
+        if thread.start != start or (not index and thread.fork is not None):
+            raise InputFault(
+                f"{where} starts at {thread.start}, fork {thread.fork}: expected {start}, and a fork for all but the root thread"
+            )

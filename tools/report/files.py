@@ -8,8 +8,7 @@ from pathlib import Path
 
 from spaceport.graphs.contract.atomic_file import replace_text
 from spaceport.graphs.contract.faults import InputFault, OptionFault
-from spaceport.runtime.trace.reader import trace_of
-from spaceport.runtime.trace.record import Record
+from spaceport.runtime.trace.record import Record, trace_of
 from spaceport.tools.report.page import page_of
 
 _LARGEST_TRACE = 2**30

@@ -14,7 +14,7 @@ from spaceport.runtime.scheduling.stream import AsyncStream
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.prompt import Prompt
 from spaceport.runtime.text.transcript import Piece
-from spaceport.runtime.trace.growing import GrowingTrace
+from spaceport.runtime.trace.trace import GrowingTrace
 from spaceport.tools.serve.answers import metrics_of, timings_of, usage_of
 from spaceport.tools.serve.event_stream import DONE, event
 from spaceport.tools.serve.progress import Reported

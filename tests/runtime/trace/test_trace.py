@@ -18,10 +18,8 @@ from spaceport.runtime.decode.draft import Candidates, Source
 from spaceport.runtime.decode.events import NullListener
 from spaceport.runtime.decode.request import VerifiedStep
 from spaceport.runtime.decode.threads import Thread
-from spaceport.runtime.trace.growing import GrowingTrace
-from spaceport.runtime.trace.reader import trace_of
-from spaceport.runtime.trace.record import SCHEMA, Record, ThreadRows
-from spaceport.runtime.trace.trace import Trace
+from spaceport.runtime.trace.record import SCHEMA, Record, ThreadRows, trace_of
+from spaceport.runtime.trace.trace import GrowingTrace, Trace
 from spaceport.tools.report.page import page_of
 from support.hash_engine import CHILD, END, FORK, MASKS, HashEngine, Language, advance, request_for
 from support.traced import CASES, TOKENIZER, Case, request_of, traced

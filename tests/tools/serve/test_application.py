@@ -12,7 +12,7 @@ from starlette.testclient import TestClient
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.sampling.sampler import Sampling
 from spaceport.runtime.session import Runtime
-from spaceport.runtime.trace.reader import trace_of
+from spaceport.runtime.trace.record import trace_of
 from spaceport.tools.serve import traces
 from spaceport.tools.serve.application import application
 from spaceport.tools.serve.options import ServiceOptions

@@ -18,7 +18,7 @@ from spaceport.graphs.contract.manifest import TOKENIZER_FILE
 from spaceport.runtime.decode.draft import REASONS
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
-from spaceport.runtime.trace.reader import trace_of
+from spaceport.runtime.trace.record import trace_of
 from spaceport.tools.report.files import write_trace
 from spaceport.tools.report.numbers import statistics_of
 from spaceport.tools.report.words import visible

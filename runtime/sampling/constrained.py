@@ -19,8 +19,7 @@ from spaceport.graphs.contract.installation import install_command
 from spaceport.runtime.decode.draft import Candidates
 from spaceport.runtime.decode.selector import TokenSelector
 from spaceport.runtime.decode.threads import Thread
-from spaceport.runtime.isolation.pool import HelperPool
-from spaceport.runtime.isolation.process import DeadlinePassed, JobFailed
+from spaceport.runtime.isolation import DeadlinePassed, HelperPool, JobFailed
 from spaceport.runtime.sampling.grammar import MOST_SHOWN, Grammar, is_simple
 
 ADVICE = "expected a grammar that the model's tokens can match; use one that allows more at this position"

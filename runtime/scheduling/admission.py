@@ -19,7 +19,7 @@ from spaceport.runtime.decode.request_config import RequestConfig
 from spaceport.runtime.decode.selector import TokenSelector
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import Engine
-from spaceport.runtime.isolation.pool import HelperPool
+from spaceport.runtime.isolation import HelperPool
 from spaceport.runtime.limits import DEFAULT_LIMITS, Limits
 from spaceport.runtime.sampling.choice import Bans, Corrected
 from spaceport.runtime.sampling.constrained import GrammarCompiler, Vocabulary, open_vocabulary

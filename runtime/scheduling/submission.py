@@ -8,7 +8,7 @@ from threading import Lock
 from time import monotonic, perf_counter
 from typing import Generic, Literal, TypeVar
 
-from spaceport.runtime.isolation.process import DeadlinePassed
+from spaceport.runtime.isolation import DeadlinePassed
 from spaceport.runtime.scheduling.task import Task
 
 EarlyEnding = Literal["cancelled", "deadline"]  # of a request that was not submitted

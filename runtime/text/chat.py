@@ -21,8 +21,7 @@ from jinja2.parser import Parser
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import TEMPLATE_FILE
 from spaceport.runtime.bundle import Bundle
-from spaceport.runtime.isolation.pool import HelperPool
-from spaceport.runtime.isolation.process import CPU_SECONDS, DeadlinePassed, JobFailed
+from spaceport.runtime.isolation import CPU_SECONDS, DeadlinePassed, HelperPool, JobFailed
 from spaceport.runtime.text.chat_prompt import Message as Message
 from spaceport.runtime.text.content_parts import reads_parts
 from spaceport.runtime.text.prompt_size import characters_of

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.bundle import Bundle
-from spaceport.runtime.isolation.pool import HelperPool
+from spaceport.runtime.isolation import HelperPool
 from spaceport.runtime.text.chat import ChatTemplate, Message, open_template, plain_data, plain_messages
 from spaceport.runtime.text.chat_prompt import ChatPrompt
 from spaceport.runtime.text.content_parts import with_joined_parts

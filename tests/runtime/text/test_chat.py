@@ -18,7 +18,7 @@ from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import TEMPLATE_FILE, FileRecord, Manifest, TokenIds
 from spaceport.graphs.contract.signature import Signature
 from spaceport.runtime.bundle import Bundle
-from spaceport.runtime.isolation.pool import HelperPool
+from spaceport.runtime.isolation import HelperPool
 from spaceport.runtime.text.chat import ChatTemplate, Message, TemplateError, render
 from spaceport.runtime.text.chat_prompt import ChatPrompt
 from spaceport.runtime.text.prompt import PromptEncoder

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.runtime.isolation.pool import HelperPool
-from spaceport.runtime.isolation.process import DeadlinePassed, HelperProcess, JobFailed
+from spaceport.runtime.isolation import DeadlinePassed, HelperPool, HelperProcess, JobFailed
 from spaceport.runtime.sampling.choice import greedy
 from spaceport.runtime.sampling.constrained import GrammarCompiler, open_vocabulary
 from spaceport.runtime.sampling.grammar import Grammar, is_simple

@@ -20,8 +20,7 @@ from spaceport.runtime.scheduling.status import RuntimeStatus
 from spaceport.runtime.scheduling.stream import AsyncStream, Stream
 from spaceport.runtime.scheduling.worker import RuntimeClosed
 from spaceport.runtime.session import Runtime
-from spaceport.runtime.text.chat import Message, TemplateError
-from spaceport.runtime.text.chat_prompt import ChatPrompt
+from spaceport.runtime.text.messages import ChatPrompt, Message, TemplateError
 from spaceport.runtime.text.prompt import Prompt
 from spaceport.runtime.text.transcript import Piece, ThreadText
 from spaceport.runtime.trace.trace import Trace

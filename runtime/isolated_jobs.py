@@ -13,7 +13,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from spaceport.runtime.sampling.constrained import open_vocabulary
-from spaceport.runtime.text.chat import ChatTemplate
+from spaceport.runtime.text.chat_template import ChatTemplate
 
 _MEMORY = 4 << 30  # bytes of address space
 _GRACE = 30.0  # seconds after which a job ends that nobody waits for
@@ -54,7 +54,7 @@ def _render(
     ask: bool,
     variables: Mapping[str, Any] | None = None,
 ) -> str:
-    return ChatTemplate(source, special_tokens).render_here(messages, ask, variables)
+    return ChatTemplate(source, special_tokens).render(messages, ask, variables=variables)
 
 
 def _compile(grammar: str) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.sampling.grammar import Grammar
-from spaceport.runtime.text.prompt_size import characters_of
+from spaceport.runtime.text.messages import characters_of
 
 
 @dataclass(frozen=True)

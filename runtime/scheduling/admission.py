@@ -26,8 +26,8 @@ from spaceport.runtime.sampling.constrained import GrammarCompiler, Vocabulary, 
 from spaceport.runtime.sampling.logprobs import Logprobs, Scoring, Speller, check_top
 from spaceport.runtime.sampling.sampler import Sampling, check_ids, chooser, seeded
 from spaceport.runtime.scheduling.generation import Deliver, Generation, ScoringTask
-from spaceport.runtime.text.chat_prompt import ChatPrompt
-from spaceport.runtime.text.prompt import Prompt, PromptEncoder, TooManyTokens, shown
+from spaceport.runtime.text.messages import ChatPrompt, shown
+from spaceport.runtime.text.prompt import Prompt, PromptEncoder, TooManyTokens
 from spaceport.runtime.text.transcript import Transcript
 from spaceport.runtime.trace.trace import Trace
 

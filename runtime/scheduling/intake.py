@@ -14,8 +14,8 @@ from spaceport.runtime.scheduling.generation import Deliver, Generation, Scoring
 from spaceport.runtime.scheduling.lanes import Lanes
 from spaceport.runtime.scheduling.submission import Admitted, Submission
 from spaceport.runtime.scheduling.worker import Worker
+from spaceport.runtime.text.messages import estimated_tokens
 from spaceport.runtime.text.prompt import Prompt
-from spaceport.runtime.text.prompt_size import estimated_tokens
 
 _QUICK_IDS = 4096  # token ids that need no OS thread of their own to be checked
 

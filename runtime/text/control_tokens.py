@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import compress
@@ -180,13 +180,6 @@ class ControlTokens:
         return found
 
 
-class ProtectedText(NamedTuple):
-    """A rendered text, and the characters in it that must not become control tokens."""
-
-    text: str
-    protected: tuple[Span, ...] = ()
-
-
 @dataclass(frozen=True)
 class MessageProtector:
     """Replaces spelled-out control tokens in messages by stand-ins, and restores them in the rendered text."""
@@ -285,10 +278,10 @@ class _Protected:
         return self.stand_ins[text]
 
 
-def restored(text: str, stand_ins: dict[str, str]) -> ProtectedText:
-    """A rendered text with the original characters instead of their stand-ins."""
+def restored(text: str, stand_ins: Mapping[str, str]) -> tuple[str, tuple[Span, ...]]:
+    """A rendered text with the original characters instead of their stand-ins, and where these are."""
     if not stand_ins:
-        return ProtectedText(text)
+        return text, ()
     pieces: list[str] = []
     spans: list[Span] = []
     length = 0
@@ -298,7 +291,7 @@ def restored(text: str, stand_ins: dict[str, str]) -> ProtectedText:
             spans.append((length, length + len(original)))
         pieces.append(original)
         length += len(original)
-    return ProtectedText("".join(pieces), tuple(spans))
+    return "".join(pieces), tuple(spans)
 
 
 def _texts(value: Any) -> Iterator[str]:

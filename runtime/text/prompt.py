@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import reprlib
-from collections.abc import Sequence, Sized
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -16,17 +15,22 @@ from tokenizers import Tokenizer
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.bundle import Bundle
 from spaceport.runtime.isolation import HelperPool
-from spaceport.runtime.text.chat import ChatTemplate, Message, open_template, plain_data, plain_messages
-from spaceport.runtime.text.chat_prompt import ChatPrompt
-from spaceport.runtime.text.content_parts import with_joined_parts
-from spaceport.runtime.text.control_tokens import ControlTokens, MessageProtector, ProtectedText, Span, restored
-from spaceport.runtime.text.final_message import cut_at_mark, with_end_mark
+from spaceport.runtime.text.chat_template import ChatTemplate, open_template
+from spaceport.runtime.text.control_tokens import ControlTokens, MessageProtector, Span, restored
+from spaceport.runtime.text.messages import (
+    ChatPrompt,
+    Message,
+    cut_at_mark,
+    plain_data,
+    plain_messages,
+    shown,
+    with_arguments,
+    with_end_mark,
+    with_joined_parts,
+)
 from spaceport.runtime.text.tokenizer import encoding_of
-from spaceport.runtime.text.tool_messages import with_arguments
 
 _MOST_ITEMS = 2**20  # of a prompt, for models with shorter contexts; against endless sequences
-_SHOWN = 1000  # items or characters of an argument whose whole repr is made
-
 _LONG_TOKEN = 16  # characters; texts with fewer for each allowed token are tokenized as a whole
 
 Prompt = str | Sequence[int] | Sequence[Message] | ChatPrompt
@@ -79,26 +83,13 @@ class PromptEncoder:
         Raises `DeadlinePassed` if messages are not rendered until the deadline, and `TooManyTokens` for a long text that
         surely has more than `most` tokens.
         """
-        if isinstance(prompt, ChatPrompt):
-            return self._chat_tokens(prompt, parse_special, deadline, most)
-        if not isinstance(prompt, Sequence | np.ndarray) or isinstance(prompt, bytes | bytearray):
-            raise OptionFault(f"the prompt is {shown(prompt)}: expected text, token ids or chat messages")
-        if not len(prompt):
-            raise OptionFault("the prompt is empty: expected at least one character, token id or message")
-        if not isinstance(prompt, str):
-            prompt = self._items(prompt)
-        if isinstance(prompt, str):
-            protected = () if parse_special else None
-            self._check_length(prompt, most)
-            ids = self.controls.ids(prompt, special=True, protected=protected)
-        elif all(isinstance(item, Integral) for item in prompt):
-            ids = [int(item) for item in prompt if isinstance(item, Integral)]
-            if any(isinstance(item, bool) for item in prompt):
-                raise OptionFault(f"the prompt is {shown(prompt)}: expected token ids, not True or False")
-        elif any(isinstance(item, Integral) for item in prompt):
-            raise OptionFault(f"the prompt is {shown(prompt)}: expected token ids or chat messages, not both")
+        prompt = self._checked(prompt)
+        if isinstance(prompt, list):
+            ids = prompt
         else:
-            return self._chat_tokens(ChatPrompt(self._messages(prompt)), parse_special, deadline, most)
+            text, protected = self._text(prompt, parse_special, deadline)
+            self._check_length(text, most)
+            ids = self.controls.ids(text, special=isinstance(prompt, str), protected=protected)
         self._check_tokens(ids)
         return ids
 
@@ -111,48 +102,49 @@ class PromptEncoder:
         most: int | None = None,
     ) -> tuple[list[int], int]:
         """The tokens of a prompt and its continuation, and the index of the first token to score."""
-        if continuation is None:
-            return self.tokens_of(prompt, parse_special, most=most), 1
-        if not continuation:
+        if continuation is not None and not continuation:
             raise OptionFault("the continuation is empty: expected at least one token, or None to score the prompt")
+        prompt = self._checked(prompt)
+        ids = self.tokens_of(prompt, parse_special, most=most)
+        if continuation is None:
+            return ids, 1
         if not isinstance(continuation, str):
-            ids = self.tokens_of(prompt, parse_special, most=most)
             return [*ids, *self.tokens_of(continuation)], len(ids)
-        self.tokens_of(prompt, parse_special, most=most)  # raises if it is invalid
         self._check_length(continuation, most)
-        if not isinstance(prompt, ChatPrompt) and isinstance(prompt[0], int):
+        if isinstance(prompt, list):
             raise OptionFault(
                 "the prompt is token ids and the continuation is text: expected both as ids or both as text"
             )
-        ids, start = self._joined(prompt, continuation, parse_special)
-        if not 0 < start < len(ids):
+        text, protected = self._text(prompt, parse_special)
+        if isinstance(prompt, ChatPrompt) and not parse_special:
+            protected = (*(protected or ()), (len(text), len(text) + len(continuation)))
+        encoded = self.controls.encode(text + continuation, special=isinstance(prompt, str), protected=protected)
+        start = encoded.first_beyond(len(text))
+        if not 0 < start < len(encoded.ids):
             empty = "continuation" if start else "prompt"
             raise OptionFault(f"the {empty} has no token of its own: expected a longer text, or both as token ids")
-        self._check_tokens(ids)
-        return ids, start
+        self._check_tokens(encoded.ids)
+        return encoded.ids, start
 
-    def _chat_tokens(
-        self, prompt: ChatPrompt, parse_special: bool, deadline: float | None, most: int | None
-    ) -> list[int]:
-        text, spans = self._rendered(prompt, parse_special, deadline)
-        self._check_length(text, most)
-        ids = self.controls.ids(text, special=False, protected=spans)
-        self._check_tokens(ids)
-        return ids
-
-    def _joined(self, prompt: Prompt, continuation: str, parse_special: bool) -> tuple[list[int], int]:
-        """The tokens of prompt and continuation, and the index of the first that reaches into the continuation."""
-        plain = isinstance(prompt, str)
+    def _checked(self, prompt: Prompt) -> str | list[int] | ChatPrompt:
+        """The prompt as text, token ids or messages with their options; raises if it is none of them."""
+        if isinstance(prompt, ChatPrompt):
+            return prompt
+        if not isinstance(prompt, Sequence | np.ndarray) or isinstance(prompt, bytes | bytearray):
+            raise OptionFault(f"the prompt is {shown(prompt)}: expected text, token ids or chat messages")
+        if not len(prompt):
+            raise OptionFault("the prompt is empty: expected at least one character, token id or message")
         if isinstance(prompt, str):
-            text, spans = ProtectedText(prompt)
-        else:
-            chat = prompt if isinstance(prompt, ChatPrompt) else ChatPrompt(self._messages(prompt))
-            text, spans = self._rendered(chat, parse_special)
-        protected: tuple[Span, ...] | None = () if parse_special else None
-        if not plain and not parse_special:
-            protected = (*spans, (len(text), len(text) + len(continuation)))
-        encoded = self.controls.encode(text + continuation, special=plain, protected=protected)
-        return encoded.ids, encoded.first_beyond(len(text))
+            return prompt
+        items = self._items(prompt)
+        ids = [int(item) for item in items if isinstance(item, Integral)]
+        if not ids:
+            return ChatPrompt(cast("list[Message]", items))
+        if len(ids) < len(items):
+            raise OptionFault(f"the prompt is {shown(items)}: expected token ids or chat messages, not both")
+        if any(isinstance(item, bool) for item in items):
+            raise OptionFault(f"the prompt is {shown(items)}: expected token ids, not True or False")
+        return ids
 
     def _items(self, prompt: Sequence[int] | Sequence[Message]) -> list[int] | list[Message]:
         """The items of a prompt, read once: a sequence of a caller's own may be endless, or differ each time."""
@@ -169,15 +161,19 @@ class PromptEncoder:
             if count > 2 * most:
                 raise TooManyTokens(2 * most)
 
-    def _rendered(self, prompt: ChatPrompt, parse_special: bool, deadline: float | None = None) -> ProtectedText:
-        """The text of chat messages, whose own texts are protected unless `parse_special` is set."""
-        messages = plain_messages(self._messages(prompt.messages))
+    def _text(
+        self, prompt: str | ChatPrompt, parse_special: bool, deadline: float | None = None
+    ) -> tuple[str, tuple[Span, ...] | None]:
+        """The text of a prompt, and the characters that must not become control tokens; None: all of them."""
+        if isinstance(prompt, str):
+            return prompt, () if parse_special else None
+        messages = plain_messages(cast("list[Message]", self._items(prompt.messages)))
         self.template.check_roles(messages)
         if not self.template.reads_parts:
             messages = with_joined_parts(messages)
         messages = with_arguments(messages, as_text=self.template.joins_arguments)
-        stand_ins: dict[str, str] = {}
         variables = plain_data(prompt.variables, "tools and template_kwargs")
+        stand_ins: dict[str, str] = {}
         if not parse_special:
             (messages, variables), stand_ins = self.protector.protect([messages, variables])
         if not prompt.continue_final_message:
@@ -186,10 +182,6 @@ class PromptEncoder:
         text = self.template.render(messages, prompt.asks, deadline, variables)
         return restored(cut_at_mark(text, mark), stand_ins)
 
-    def _messages(self, messages: Sequence[int] | Sequence[Message]) -> list[Message]:
-        """The messages of a prompt, read once, without token ids among them."""
-        return [item for item in self._items(messages) if not isinstance(item, int)]
-
     def _check_tokens(self, ids: Sequence[int]) -> None:
         vocab = self.bundle.manifest.signature.vocab_size
         wrong = next((token for token in ids if not 0 <= token < vocab), None)
@@ -197,10 +189,3 @@ class PromptEncoder:
             raise OptionFault(f"the prompt holds the token id {wrong}: expected ids from 0 to {vocab - 1}")
         if not ids:
             raise OptionFault("the prompt has no tokens: expected at least one")
-
-
-def shown(given: object) -> str:
-    """An argument as an error message quotes it."""
-    long = isinstance(given, Sized) and len(given) > _SHOWN
-    text = reprlib.repr(given) if long else repr(given)
-    return text if len(text) <= 60 else f"{text[:59]}…"

@@ -22,7 +22,7 @@ from spaceport.runtime.sampling.grammar import Grammar
 from spaceport.runtime.sampling.sampler import Sampling
 from spaceport.runtime.scheduling.queue import QueueFull
 from spaceport.runtime.session import Runtime
-from spaceport.runtime.text.prompt_size import characters_of
+from spaceport.runtime.text.messages import characters_of
 from support.hash_engine import CHILD, END, FORK, MASKS, Cell, Language
 from support.hash_runtime import hash_runtime
 from support.small_bundle import new_bundle

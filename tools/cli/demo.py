@@ -22,7 +22,7 @@ from spaceport.runtime.backends import check_threads
 from spaceport.runtime.bundle import open_bundle
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
-from spaceport.runtime.text.chat_prompt import ChatPrompt
+from spaceport.runtime.text.messages import ChatPrompt
 from spaceport.runtime.text.prompt import Prompt
 from spaceport.tools.cli.demo_tables import compare, compare_chats
 from spaceport.tools.cli.exit_codes import ACCURACY, OK

@@ -19,7 +19,7 @@ from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.limits import DEFAULT_LIMITS, Limits
 from spaceport.runtime.sampling.grammar import Grammar
 from spaceport.runtime.sampling.sampler import Sampling
-from spaceport.runtime.text.chat_prompt import ChatPrompt
+from spaceport.runtime.text.messages import ChatPrompt
 from spaceport.runtime.text.tokenizer import encode
 from spaceport.tools.cli.options import Unused, refuse_unused
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from spaceport.runtime.text.chat_prompt import ChatPrompt
+from spaceport.runtime.text.messages import ChatPrompt
 from spaceport.runtime.text.prompt import Prompt
 from spaceport.runtime.tool_calls.functions import renders_tools, with_description
 from spaceport.tools.serve.bodies import ChatBody

@@ -19,10 +19,9 @@ from spaceport.graphs.contract.manifest import TEMPLATE_FILE, FileRecord, Manife
 from spaceport.graphs.contract.signature import Signature
 from spaceport.runtime.bundle import Bundle
 from spaceport.runtime.isolation import HelperPool
-from spaceport.runtime.text.chat import ChatTemplate, Message, TemplateError, render
-from spaceport.runtime.text.chat_prompt import ChatPrompt
+from spaceport.runtime.text.chat_template import ChatTemplate, open_template
+from spaceport.runtime.text.messages import ChatPrompt, Message, TemplateError, characters_of, estimated_tokens
 from spaceport.runtime.text.prompt import PromptEncoder
-from spaceport.runtime.text.prompt_size import characters_of, estimated_tokens
 from support.paths import TINY
 from support.small_tokenizers import BYTES
 
@@ -101,6 +100,10 @@ def bundle_in(folder: Path, template: str | None, special_tokens: Mapping[str, s
     signature = Signature(1, 1, 1, 1000, "float32", "scatter")
     manifest = Manifest(signature, TokenIds(), 0, 8, "llama", 1, 23, "plain", dict(special_tokens), files=files)
     return Bundle(folder, manifest)
+
+
+def render(bundle: Bundle, messages: Sequence[Message]) -> str:
+    return open_template(bundle).render(messages)
 
 
 def by_transformers(template: str, messages: Sequence[Message], tokenizer: Tokenizer = WORDS, **options: Any) -> str:

@@ -14,12 +14,18 @@ from tokenizers.processors import TemplateProcessing
 
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import TokenIds
-from spaceport.runtime.text.chat import ChatTemplate, Message, TemplateError, plain_messages
-from spaceport.runtime.text.content_parts import reads_parts, with_joined_parts
+from spaceport.runtime.text.chat_template import ChatTemplate, compares_content, joins_arguments, reads_parts
 from spaceport.runtime.text.control_tokens import ControlTokens, MessageProtector, restored
-from spaceport.runtime.text.final_message import cut_at_mark, with_end_mark
+from spaceport.runtime.text.messages import (
+    Message,
+    TemplateError,
+    cut_at_mark,
+    plain_messages,
+    with_arguments,
+    with_end_mark,
+    with_joined_parts,
+)
 from spaceport.runtime.text.tokenizer import encode
-from spaceport.runtime.text.tool_messages import compares_content, joins_arguments, with_arguments
 from support.small_tokenizers import BYTES, FALLBACK
 
 UNIGRAMS = ["<unk>", "<s>", "</s>", "▁", *"abcdefghimnorstux<>/|_", "▁a", "the", "<s>▁"]

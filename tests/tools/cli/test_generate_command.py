@@ -19,7 +19,7 @@ from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.sampling.grammar import Grammar
 from spaceport.runtime.sampling.sampler import Sampling
 from spaceport.runtime.session import Runtime
-from spaceport.runtime.text.chat_prompt import ChatPrompt
+from spaceport.runtime.text.messages import ChatPrompt
 from spaceport.tools.cli import run
 from spaceport.tools.cli.exit_codes import INPUT, OK, USAGE
 from spaceport.tools.report.files import read_trace

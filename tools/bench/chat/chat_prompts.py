@@ -9,7 +9,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 from spaceport.graphs.contract.faults import InputFault, OptionFault
-from spaceport.runtime.text.chat import Message
+from spaceport.runtime.text.messages import Message
 from spaceport.runtime.text.prompt import Prompt
 from spaceport.tools.verify.audit.prompts import read_prompts
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from spaceport.graphs.contract.faults import MissingDependency
-from spaceport.runtime.text.chat import Message
+from spaceport.runtime.text.messages import Message
 from spaceport.runtime.text.prompt import Prompt
 from spaceport.tools.bench.compare.machine import this_machine
 from spaceport.tools.bench.compare.setup import CommandFailed, create

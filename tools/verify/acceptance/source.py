@@ -12,7 +12,7 @@ from spaceport.graphs.contract.manifest import MANIFEST_FILE, TEMPLATE_FILE
 from spaceport.runtime.bundle import read_manifest
 from spaceport.runtime.scheduling.capacity import seq_len
 from spaceport.runtime.session import Runtime
-from spaceport.runtime.text.chat import render
+from spaceport.runtime.text.chat_template import open_template
 from spaceport.tools.tune.conversation_encoder import ConversationEncoder, conversation_encoder_with
 from spaceport.tools.tune.conversations import Turn
 
@@ -137,7 +137,8 @@ def conversation_encoder_for(runtime: Runtime) -> ConversationEncoder:
     bundle = runtime.bundle
 
     def rendered(turns: Sequence[Turn], ask: bool) -> str:
-        return render(bundle, [{"role": turn.role, "content": turn.content} for turn in turns], ask)
+        messages = [{"role": turn.role, "content": turn.content} for turn in turns]
+        return open_template(bundle).render(messages, ask)
 
     has_template = TEMPLATE_FILE in bundle.manifest.files
     return conversation_encoder_with(runtime.tokenizer, rendered if has_template else None, bundle.manifest.tokens)

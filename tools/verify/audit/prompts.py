@@ -10,7 +10,7 @@ from typing import Any
 from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.graphs.contract.manifest import TEMPLATE_FILE
 from spaceport.runtime.session import Runtime
-from spaceport.runtime.text.chat import Message
+from spaceport.runtime.text.messages import Message
 
 _KEYS = ("messages", "prompt", "text")
 _EXPECTED = 'expected one of "messages", "prompt" and "text"'

@@ -15,8 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from spaceport.graphs.contract.faults import OptionFault
-from spaceport.graphs.contract.faults import PanicsContained
+from spaceport.graphs.contract.faults import OptionFault, PanicsContained
 from spaceport.runtime.decode.request import VerifiedStep
 from spaceport.runtime.decode.selector import not_a_number
 from spaceport.runtime.decode.statistics import Statistics

@@ -1,56 +1,71 @@
-"""Converted checkpoint: a published folder of a family that transformers does not ship, opened as one that it ships.
+"""A published folder of a family that transformers does not ship, opened as one that it ships.
 
 Nothing is written: names and shapes are checked when the folder is opened, and the weights are read into the model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import pickle
+import re
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import (
-    GlmForCausalLM,
-    LlamaForCausalLM,
-    Ministral3ForCausalLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-    Qwen2ForCausalLM,
-)
+from transformers import PreTrainedConfig
 
-from spaceport.exporter.checkpoint_files import CONVERTED_TYPES, load_with_own_attention
-from spaceport.exporter.converted_chatglm import chatglm_config, chatglm_layout
-from spaceport.exporter.converted_fields import Fields
-from spaceport.exporter.converted_internlm import internlm_config, internlm_layout
-from spaceport.exporter.converted_layout import Source, check_tensors
-from spaceport.exporter.converted_nemotron import nemotron_config, nemotron_layout
-from spaceport.exporter.converted_qwen import qwen_config, qwen_layout
-from spaceport.exporter.converted_tensor_files import TensorFiles, open_tensors
+from spaceport.exporter.checkpoint_files import converted_weights, load_with_own_attention
+from spaceport.exporter.converted_config import Fields
+from spaceport.exporter.converted_families import FAMILIES, Family
 from spaceport.exporter.sar_config import CheckpointError, read_json
+
+Shape = tuple[int, ...]
+
+# Tables that the original code computes from the configuration and stored with the weights.
+_COMPUTED = re.compile(
+    r"(.+\.)?(rotary_emb|rotary_pos_emb)\.inv_freq|transformer\.h\.\d+\.attn\.(masked_bias|logn_tensor)"
+)
+_INDEX = {".safetensors": "model.safetensors.index.json", ".bin": "pytorch_model.bin.index.json"}
+_ADVICE = "copy or download it again"
 
 
 @dataclass(frozen=True)
-class Family:
-    """A published family: how its configuration and its tensors are converted."""
+class PublishedTensor:
+    """A tensor of a published checkpoint: the rows of one weight of the converted model, or of several."""
 
-    title: str
-    config: Callable[[Fields], PreTrainedConfig]
-    layout: Callable[[PreTrainedConfig], Iterator[Source]]
-    model: type[PreTrainedModel]  # of the converted checkpoint
+    name: str
+    weights: Mapping[str, Shape]  # by name, from the first row to the last
+    copy_of: str | None = None  # of a tied head: it may be missing, or has the values of this tensor
+
+    @property
+    def shape(self) -> Shape:
+        shapes = list(self.weights.values())
+        return (sum(shape[0] for shape in shapes), *shapes[0][1:])
+
+    def slices(self) -> Iterator[tuple[str, slice]]:
+        """The weights in this tensor, each with its rows."""
+        start = 0
+        for weight, shape in {} if self.copy_of is not None else self.weights.items():
+            yield weight, slice(start, start + shape[0])
+            start += shape[0]
 
 
-FAMILIES = {
-    "chatglm": Family("ChatGLM3", chatglm_config, chatglm_layout, GlmForCausalLM),
-    "internlm": Family("InternLM v1", internlm_config, internlm_layout, LlamaForCausalLM),
-    "nemotron_labs_diffusion": Family(
-        "Nemotron-Labs-Diffusion", nemotron_config, nemotron_layout, Ministral3ForCausalLM
-    ),
-    "qwen": Family("Qwen v1", qwen_config, qwen_layout, Qwen2ForCausalLM),
-}
-assert set(FAMILIES) == set(CONVERTED_TYPES)
+@dataclass(frozen=True)
+class TensorFiles:
+    """Opened weight files. Tensors are read when they are asked for, and large files are mapped into memory."""
+
+    shapes: dict[str, Shape]  # by tensor name
+    files: dict[str, Any]  # the opened file of each tensor: a safetensors handle, or the tensors of a pickle
+
+    def read(self, name: str) -> Tensor:
+        file = self.files[name]
+        tensor: Tensor = file[name] if isinstance(file, dict) else file.get_tensor(name)
+        return tensor
 
 
 @dataclass(frozen=True)
@@ -60,6 +75,109 @@ class ConvertedCheckpoint:
     folder: Path
     published_type: str  # model_type in config.json
     config: PreTrainedConfig  # of the converted model
+
+
+def published_tensors(family: Family, config: PreTrainedConfig) -> tuple[PublishedTensor, ...]:
+    """The tensors of a published checkpoint, with the weights of the converted model that they hold."""
+
+    def published_name(weight: str) -> str:
+        for name, published in family.names.items():
+            weight = weight.replace(name, published)
+        return weight
+
+    with torch.device("meta"):
+        weights = family.model(config).state_dict()
+    shapes: dict[str, dict[str, Shape]] = {}
+    for weight, value in weights.items():
+        shapes.setdefault(published_name(weight), {})[weight] = tuple(value.shape)
+    head, embeddings = (published_name(f"{name}.weight") for name in ("lm_head", "model.embed_tokens"))
+    tied = {head: embeddings} if config.tie_word_embeddings else {}
+    return tuple(PublishedTensor(name, parts, tied.get(name)) for name, parts in shapes.items())
+
+
+def check_tensors(owner: object, expected: Iterable[PublishedTensor], shapes: Mapping[str, Shape]) -> None:
+    """Raise for missing and wrongly shaped tensors, and for those that no weight is made from."""
+    by_name = {tensor.name: tensor for tensor in expected}
+    missing = [name for name, tensor in by_name.items() if name not in shapes and tensor.copy_of is None]
+    if missing:
+        raise CheckpointError(
+            f"{owner}: tensor {_some(missing)} missing: expected the {len(by_name)} tensors that config.json describes; copy "
+            "or download the checkpoint again"
+        )
+    unused = [name for name in shapes if name not in by_name and not _COMPUTED.fullmatch(name)]
+    if unused:
+        raise CheckpointError(
+            f"{owner}: tensor {_some(sorted(unused))} unknown: expected the {len(by_name)} tensors that config.json describes, "
+            "and no adapters, prefixes or quantized weights; merge or dequantize them with the software that wrote them"
+        )
+    for name, tensor in by_name.items():
+        if name in shapes and shapes[name] != tensor.shape:
+            raise CheckpointError(
+                f"{owner}: tensor {name} has shape {shapes[name]}: expected {tensor.shape} from config.json; copy or download "
+                "the checkpoint again"
+            )
+
+
+def _some(names: list[str]) -> str:
+    """The first names of a list, with the verb that follows them."""
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"{names[0]}{more} {'are' if more else 'is'}"
+
+
+@contextmanager
+def open_tensors(folder: Path) -> Iterator[TensorFiles]:
+    """The tensors of a published checkpoint folder: of its safetensors files, otherwise of its pickles."""
+    opened = TensorFiles({}, {})
+    with ExitStack() as stack:
+        for file in _complete(folder, converted_weights(folder)):
+            tensors = _safetensors(file, stack) if file.suffix == ".safetensors" else _pickled(file)
+            for name, (shape, owner) in tensors.items():
+                if name in opened.shapes:
+                    raise CheckpointError(f"{file}: tensor {name} is in two files: expected it in one; {_ADVICE}")
+                opened.shapes[name], opened.files[name] = shape, owner
+        yield opened
+
+
+def _complete(folder: Path, files: tuple[Path, ...]) -> tuple[Path, ...]:
+    """The files that the folder's index names, or all without an index; raise if one is missing."""
+    index = folder / _INDEX[files[0].suffix]
+    if not index.exists():
+        return files
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise CheckpointError(f"{index}: weight_map is invalid: expected the file of each tensor; {_ADVICE}")
+    names = set(weight_map.values())
+    missing = sorted(names - {file.name for file in files})
+    if missing:
+        raise CheckpointError(
+            f"{folder}: the weight file {missing[0]} is missing: expected {len(names)} files, as {index.name} says; copy or "
+            "download it"
+        )
+    return tuple(file for file in files if file.name in names)
+
+
+def _safetensors(file: Path, stack: ExitStack) -> dict[str, tuple[Shape, Any]]:
+    try:
+        opened = stack.enter_context(safe_open(file, "pt"))
+        return {name: (tuple(opened.get_slice(name).get_shape()), opened) for name in opened.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{file}: cannot be read: {error}: {_ADVICE}") from error
+
+
+def _pickled(file: Path) -> dict[str, tuple[Shape, Any]]:
+    """The tensors of a pickle; anything but tensors in it is refused, so no code in it is run."""
+    try:
+        content = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+    except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+        reason = str(error).strip().split("\n", 1)[0]
+        raise CheckpointError(
+            f"{file}: cannot be read as a file of tensors: {reason}: expected tensors only; {_ADVICE}, preferably as *.safetensors"
+        ) from error
+    if not isinstance(content, dict) or not all(
+        isinstance(name, str) and type(tensor) in (Tensor, torch.nn.Parameter) for name, tensor in content.items()
+    ):
+        raise CheckpointError(f"{file}: holds {type(content).__name__}: expected tensors by name; {_ADVICE}")
+    return {name: (tuple(tensor.shape), content) for name, tensor in content.items()}
 
 
 def converted_config(folder: Path) -> PreTrainedConfig:
@@ -76,52 +194,57 @@ def converted_config(folder: Path) -> PreTrainedConfig:
 
 def open_converted(folder: Path) -> ConvertedCheckpoint:
     """The published checkpoint in a folder; raise if it cannot be converted exactly, before weights are read."""
-    config = converted_config(folder)
     published_type = read_json(folder / "config.json")["model_type"]
-    with open_tensors(folder) as tensors:
-        check_tensors(folder, FAMILIES[published_type].layout(config), tensors.shapes)
-    return ConvertedCheckpoint(folder, published_type, config)
+    checkpoint = ConvertedCheckpoint(folder, published_type, converted_config(folder))
+    with _checked_tensors(checkpoint):
+        return checkpoint
+
+
+@contextmanager
+def _checked_tensors(checkpoint: ConvertedCheckpoint) -> Iterator[tuple[TensorFiles, tuple[PublishedTensor, ...]]]:
+    """The files of a checkpoint, and the tensors that they have."""
+    expected = published_tensors(FAMILIES[checkpoint.published_type], checkpoint.config)
+    with open_tensors(checkpoint.folder) as files:
+        check_tensors(checkpoint.folder, expected, files.shapes)
+        yield files, expected
 
 
 def load_converted(checkpoint: ConvertedCheckpoint, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
     """The model with the published weights, and the loading report of transformers."""
-    family = FAMILIES[checkpoint.published_type]
-    layout = tuple(family.layout(checkpoint.config))
-    with open_tensors(checkpoint.folder) as tensors:
-        check_tensors(checkpoint.folder, layout, tensors.shapes)
-        state = dict(_weights(checkpoint.folder, layout, tensors, dtype))
+    with _checked_tensors(checkpoint) as (files, tensors):
+        weights = dict(_weights(checkpoint.folder, tensors, files, dtype))
     return load_with_own_attention(
-        family.model.from_pretrained,
+        FAMILIES[checkpoint.published_type].model.from_pretrained,
         None,
         config=checkpoint.config,
-        state_dict=state,
+        state_dict=weights,
         dtype=dtype,
         output_loading_info=True,
     )
 
 
 def _weights(
-    folder: Path, layout: tuple[Source, ...], tensors: TensorFiles, dtype: torch.dtype
+    folder: Path, tensors: tuple[PublishedTensor, ...], files: TensorFiles, dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
     """The weights of the converted model, each with memory of its own."""
-    for source in layout:
-        if source.copy_of is not None:
-            _check_copy(folder, source, tensors)
+    for tensor in tensors:
+        if tensor.copy_of is not None:
+            _check_copy(folder, tensor, files)
             continue
-        tensor = tensors.read(source.name)
-        if not tensor.is_floating_point():
+        values = files.read(tensor.name)
+        if not values.is_floating_point():
             raise CheckpointError(
-                f"{folder}: tensor {source.name} has type {tensor.dtype}: expected floating-point weights; download the "
+                f"{folder}: tensor {tensor.name} has type {values.dtype}: expected floating-point weights; download the "
                 "checkpoint that is not quantized"
             )
-        for weight, rows in source.slices():
-            yield weight, tensor[rows].to(dtype, copy=True)
+        for weight, rows in tensor.slices():
+            yield weight, values[rows].to(dtype, copy=True)
 
 
-def _check_copy(folder: Path, source: Source, tensors: TensorFiles) -> None:
+def _check_copy(folder: Path, head: PublishedTensor, files: TensorFiles) -> None:
     """Raise if a tied head has other values than the embeddings."""
-    if source.name in tensors.shapes and not torch.equal(tensors.read(source.name), tensors.read(str(source.copy_of))):
+    if head.name in files.shapes and not torch.equal(files.read(head.name), files.read(str(head.copy_of))):
         raise CheckpointError(
-            f"{folder}: tie_word_embeddings is true, but {source.name} differs from {source.copy_of}: expected equal "
+            f"{folder}: tie_word_embeddings is true, but {head.name} differs from {head.copy_of}: expected equal "
             "tensors; set tie_word_embeddings to false if the head was trained"
         )

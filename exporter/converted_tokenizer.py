@@ -1,41 +1,104 @@
-"""Tokenizer: the published tokenizers of ChatGLM3, InternLM v1 and Qwen v1, with special tokens and chat formats."""
+"""The tokenizers of published families that are converted: special tokens, beginnings and ends of texts, chat formats."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer, processors
+from jinja2 import TemplateError
+from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from spaceport.exporter.checkpoint_files import TIKTOKEN_FILE
-from spaceport.exporter.converted_chat_formats import CHATGLM3, CHATML, own_template
 from spaceport.exporter.sar_config import CheckpointError, read_json
-from spaceport.exporter.sentencepiece_tokenizer import Pieces, read_pieces, sentencepiece_tokenizer
-from spaceport.exporter.tiktoken_tokenizer import read_ranks, tiktoken_tokenizer
+from spaceport.exporter.tokenizer_models import (
+    QWEN_PATTERN,
+    begin_texts,
+    read_pieces,
+    read_ranks,
+    sentencepiece_tokenizer,
+    tiktoken_tokenizer,
+    transformers_tokenizer,
+)
 
-SENTENCEPIECE_FILE = "tokenizer.model"
+_SENTENCEPIECE_FILE = "tokenizer.model"
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 _FAST_FILE = "tokenizer.json"  # not published; used if somebody added it
-
-# ChatGLM3: tokens behind the last piece, in this order. sop and eop are in angle brackets, as GLM-4 has them: words
-# such as "philosophy" contain the published names. Text cannot produce those that no prompt needs.
-_CHATGLM_TOKENS = (
-    *("[MASK]", "[gMASK]", "[sMASK]", "<sop>", "<eop>"),
-    *("<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"),
-)
-_CHATGLM_UNUSED = ("[MASK]", "[sMASK]", "<eop>")
-_CHATGLM_PREFIX = ("[gMASK]", "<sop>")
 _LINE_BYTES = 256  # at most, of the first line of a file of ranks
 
-_QWEN_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{index}|>" for index in range(205)))
-_QWEN_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+# Each message begins with the token of its role and a line for metadata, which is empty here. The original code removes
+# whitespace around answers before they become history.
+_CHATGLM3_TEMPLATE = (
+    "[gMASK]<sop>"
+    "{%- for message in messages %}"
+    "{{- '<|' + message['role'] + '|>\\n ' }}"
+    "{{- message['content'] | trim if message['role'] == 'assistant' else message['content'] }}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|assistant|>' }}{% endif %}"
 )
+# ChatML with the default system message of Qwen-Chat.
+_CHATML_TEMPLATE = (
+    "{%- if not messages or messages[0]['role'] != 'system' %}"
+    "{{- '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' }}"
+    "{%- endif %}"
+    "{%- for message in messages %}"
+    "{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}"
+)
+_EXAMPLE_CHAT = (
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Hello"},
+    {"role": "assistant", "content": "Hi"},
+    {"role": "user", "content": "Bye"},
+)
+
+
+@dataclass(frozen=True)
+class TokenizerFormat:
+    """What the published code of a family adds to its vocabulary."""
+
+    special: Mapping[str, str]  # special tokens by their role in transformers
+    ends: tuple[str, ...]  # tokens that end an answer
+    optional_ends: tuple[str, ...] = ()  # those that not every vocabulary of the family has
+    begin: tuple[str, ...] = ()  # tokens before each text
+    pattern: str | None = None  # by which the ranks of tiktoken split text; None: a SentencePiece model
+    added: tuple[str, ...] = ()  # tokens behind the last one of the vocabulary, in this order
+    unused: tuple[str, ...] = ()  # added tokens that no text becomes, because no prompt needs them
+    template: str | None = None
+    renamed: Mapping[str, str] = field(default_factory=dict)  # texts in a folder's template, by the published text
+
+
+# sop and eop are in angle brackets, as GLM-4 has them: words such as "philosophy" contain the published names.
+_CHATGLM = TokenizerFormat(
+    special={"eos": "</s>", "unk": "<unk>", "pad": "<unk>"},
+    ends=("</s>", "<|user|>", "<|observation|>"),
+    begin=("[gMASK]", "<sop>"),
+    added=(
+        *("[MASK]", "[gMASK]", "[sMASK]", "<sop>", "<eop>"),
+        *("<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"),
+    ),
+    unused=("[MASK]", "[sMASK]", "<eop>"),
+    template=_CHATGLM3_TEMPLATE,
+    renamed={"[gMASK]sop": "[gMASK]<sop>"},
+)
+# The chat models end an answer with <eoa>, a piece of every published InternLM v1 vocabulary.
+_INTERNLM = TokenizerFormat(
+    special={"bos": "<s>", "eos": "</s>", "unk": "<unk>", "pad": "</s>"},
+    ends=("</s>",),
+    optional_ends=("<eoa>",),
+    begin=("<s>",),
+)
+_QWEN = TokenizerFormat(
+    special={"eos": "<|endoftext|>", "pad": "<|endoftext|>"},
+    ends=("<|endoftext|>",),
+    pattern=QWEN_PATTERN,
+    added=("<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{index}|>" for index in range(205))),
+)
+_QWEN_CHAT = replace(_QWEN, template=_CHATML_TEMPLATE, ends=("<|endoftext|>", "<|im_end|>", "<|im_start|>"))
 
 
 @dataclass(frozen=True)
@@ -48,29 +111,20 @@ class PublishedTokenizer:
 
 def published_tokenizer(folder: Path, published_type: str, generation: Mapping[str, Any]) -> PublishedTokenizer:
     """The tokenizer of a published checkpoint folder of this model_type; raise if it cannot be converted exactly."""
-    if published_type == "qwen":
-        return _qwen(folder, generation)
     if published_type == "nemotron_labs_diffusion":
-        return _nemotron(folder)
-    return _chatglm(folder) if published_type == "chatglm" else _internlm(folder)
-
-
-def _chatglm(folder: Path) -> PublishedTokenizer:
-    _check_generation(folder)
-    _check_vocabulary(folder)
+        return _saved_tokenizer(folder)
+    published = _format_of(folder, published_type, generation)
     backend = _own_backend(folder)
     if backend is None:
-        pieces = _pieces(folder)
-        added = {text: len(pieces) + index for index, text in enumerate(_CHATGLM_TOKENS)}
-        backend = sentencepiece_tokenizer(pieces, {**_named(pieces, "<unk>", "</s>"), **added}, _CHATGLM_UNUSED)
-        _begin(backend, _CHATGLM_PREFIX)
-    tokenizer = _wrapped(folder, backend, eos="</s>", unk="<unk>", pad="<unk>")
-    # The published template has the published name of <sop>.
-    tokenizer.chat_template = own_template(folder, tokenizer, CHATGLM3, {"[gMASK]sop": "[gMASK]<sop>"})
-    return PublishedTokenizer(tokenizer, _ids(folder, backend, "</s>", "<|user|>", "<|observation|>"))
+        backend = _converted_backend(folder, published)
+    _ids(folder, backend, *published.special.values())
+    tokenizer = transformers_tokenizer(backend, published.special)
+    tokenizer.chat_template = _template(folder, tokenizer, published)
+    optional = (text for text in published.optional_ends if backend.token_to_id(text) is not None)
+    return PublishedTokenizer(tokenizer, _ids(folder, backend, *published.ends, *optional))
 
 
-def _nemotron(folder: Path) -> PublishedTokenizer:
+def _saved_tokenizer(folder: Path) -> PublishedTokenizer:
     """The tokenizer of a folder whose tokenizer.json needs no conversion, with the end token of its config.json."""
     try:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
@@ -83,23 +137,41 @@ def _nemotron(folder: Path) -> PublishedTokenizer:
     return PublishedTokenizer(tokenizer, tuple(end) if isinstance(end, list) else () if end is None else (int(end),))
 
 
-def _check_generation(folder: Path) -> None:
-    """Raise for ChatGLM2: the same architecture, with another chat format and, for 32k positions, another embedding."""
-    for name in (_TOKENIZER_CONFIG, "tokenization_chatglm.py"):
-        file = folder / name
-        if file.is_file() and any(
-            token in file.read_text("utf-8", "replace") for token in ("<|user|>", "<|observation|>")
-        ):
-            return
-    raise CheckpointError(
-        f"{folder}: neither tokenization_chatglm.py nor {_TOKENIZER_CONFIG} names the token <|user|>: expected ChatGLM3, this "
-        "may be ChatGLM2; copy these files of chatglm3-6b too (they are read as text and never run)"
-    )
+def _format_of(folder: Path, published_type: str, generation: Mapping[str, Any]) -> TokenizerFormat:
+    """The format that the settings of a folder name; raise if they name another one than those that convert."""
+    if published_type == "chatglm":
+        _check_chatglm3(folder)
+        return _CHATGLM
+    if published_type == "internlm":
+        config = _tokenizer_config(folder)
+        if config.get("add_eos_token", False):
+            raise CheckpointError(
+                f"{folder / _TOKENIZER_CONFIG}: add_eos_token is true: expected false, prompts would end before the answer"
+            )
+        return _INTERNLM if config.get("add_bos_token", True) else replace(_INTERNLM, begin=())
+    chats = generation.get("chat_format", "raw")
+    if chats not in ("raw", "chatml"):
+        raise CheckpointError(
+            f"{folder / 'generation_config.json'}: chat_format is {chats!r:.60}: expected raw (base model) or chatml (chat "
+            "model); correct it"
+        )
+    return _QWEN_CHAT if chats == "chatml" else _QWEN
 
 
-def _check_vocabulary(folder: Path) -> None:
-    """Raise for GLM-4 with its own code: the same model_type, and ranks of tiktoken in the file of this name."""
-    file = folder / SENTENCEPIECE_FILE
+def _check_chatglm3(folder: Path) -> None:
+    """Raise for ChatGLM2 and GLM-4, which have the same model_type.
+
+    ChatGLM2 has another chat format and, for 32k positions, another embedding. GLM-4 with its own code has ranks of
+    tiktoken in the file of this name.
+    """
+    files = [file for name in (_TOKENIZER_CONFIG, "tokenization_chatglm.py") if (file := folder / name).is_file()]
+    texts = [file.read_text("utf-8", "replace") for file in files]
+    if not any(token in text for text in texts for token in ("<|user|>", "<|observation|>")):
+        raise CheckpointError(
+            f"{folder}: neither tokenization_chatglm.py nor {_TOKENIZER_CONFIG} names the token <|user|>: expected ChatGLM3, this "
+            "may be ChatGLM2; copy these files of chatglm3-6b too (they are read as text and never run)"
+        )
+    file = folder / _SENTENCEPIECE_FILE
     if file.is_file():
         with file.open("rb") as stream:
             ranks = re.match(rb"[A-Za-z0-9+/=]+ \d+\r?\n", stream.read(_LINE_BYTES))
@@ -108,49 +180,6 @@ def _check_vocabulary(folder: Path) -> None:
                 f"{file}: has ranks of tiktoken, as in GLM-4: expected the SentencePiece model of ChatGLM3; use the GLM-4 release "
                 "for transformers, such as glm-4-9b-chat-hf"
             )
-
-
-def _internlm(folder: Path) -> PublishedTokenizer:
-    config = _tokenizer_config(folder)
-    if config.get("add_eos_token", False):
-        raise CheckpointError(
-            f"{folder / _TOKENIZER_CONFIG}: add_eos_token is true: expected false, prompts would end before the answer"
-        )
-    backend = _own_backend(folder)
-    if backend is None:
-        pieces = _pieces(folder)
-        backend = sentencepiece_tokenizer(pieces, _named(pieces, "<unk>", "<s>", "</s>"))
-        if config.get("add_bos_token", True):
-            _begin(backend, ("<s>",))
-    tokenizer = _wrapped(folder, backend, bos="<s>", eos="</s>", unk="<unk>", pad="</s>")
-    tokenizer.chat_template = own_template(folder, tokenizer, None, {})
-    # The chat models end an answer with <eoa>, a piece of every published InternLM v1 vocabulary.
-    return PublishedTokenizer(
-        tokenizer, _ids(folder, backend, "</s>", *(("<eoa>",) if backend.token_to_id("<eoa>") is not None else ()))
-    )
-
-
-def _qwen(folder: Path, generation: Mapping[str, Any]) -> PublishedTokenizer:
-    backend = _own_backend(folder)
-    if backend is None:
-        file = folder / TIKTOKEN_FILE
-        if not file.is_file():
-            raise CheckpointError(
-                f"{folder}: no {TIKTOKEN_FILE} in it: expected the vocabulary of Qwen v1; copy it there"
-            )
-        ranks = read_ranks(file)
-        special = {text: len(ranks) + index for index, text in enumerate(_QWEN_TOKENS)}
-        backend = tiktoken_tokenizer(ranks, _QWEN_PATTERN, special)
-    tokenizer = _wrapped(folder, backend, eos="<|endoftext|>", pad="<|endoftext|>")
-    chats = generation.get("chat_format", "raw")
-    if chats not in ("raw", "chatml"):
-        raise CheckpointError(
-            f"{folder / 'generation_config.json'}: chat_format is {chats!r:.60}: expected raw (base model) or chatml (chat "
-            "model); correct it"
-        )
-    tokenizer.chat_template = own_template(folder, tokenizer, CHATML if chats == "chatml" else None, {})
-    ends = ("<|endoftext|>", "<|im_end|>", "<|im_start|>") if chats == "chatml" else ("<|endoftext|>",)
-    return PublishedTokenizer(tokenizer, _ids(folder, backend, *ends))
 
 
 def _own_backend(folder: Path) -> Tokenizer | None:
@@ -166,11 +195,30 @@ def _own_backend(folder: Path) -> Tokenizer | None:
         raise CheckpointError(f"{file}: cannot be read: {error}: expected a tokenizer; copy it again") from error
 
 
-def _wrapped(folder: Path, backend: Tokenizer, **special: str) -> Any:
-    """The tokenizer of transformers with these special tokens."""
-    _ids(folder, backend, *special.values())
-    named = {f"{role}_token": text for role, text in special.items()}
-    return PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False, **named)
+def _converted_backend(folder: Path, published: TokenizerFormat) -> Tokenizer:
+    """The tokenizer of the vocabulary that was published."""
+    if published.pattern is not None:
+        file = folder / TIKTOKEN_FILE
+        if not file.is_file():
+            raise CheckpointError(
+                f"{folder}: no {TIKTOKEN_FILE} in it: expected the vocabulary of Qwen v1; copy it there"
+            )
+        ranks = read_ranks(file)
+        return tiktoken_tokenizer(
+            ranks, published.pattern, {text: len(ranks) + index for index, text in enumerate(published.added)}
+        )
+    file = folder / _SENTENCEPIECE_FILE
+    if not file.is_file():
+        raise CheckpointError(
+            f"{folder}: no {_SENTENCEPIECE_FILE} in it: expected the published SentencePiece model; copy it there"
+        )
+    pieces = read_pieces(file)
+    special = pieces.named(published.special.values())
+    special |= {text: len(pieces) + index for index, text in enumerate(published.added)}
+    backend = sentencepiece_tokenizer(pieces, special, published.unused)
+    if published.begin:
+        begin_texts(backend, published.begin)
+    return backend
 
 
 def _ids(folder: Path, backend: Tokenizer, *texts: str) -> tuple[int, ...]:
@@ -187,34 +235,44 @@ def _ids(folder: Path, backend: Tokenizer, *texts: str) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def _pieces(folder: Path) -> Pieces:
-    file = folder / SENTENCEPIECE_FILE
-    if not file.is_file():
+def _template(folder: Path, tokenizer: Any, published: TokenizerFormat) -> str | None:
+    """The chat template of a folder: its own, otherwise that of the published format."""
+    own = _own_template(folder)
+    if own is None:
+        return published.template
+    for text, replacement in published.renamed.items():
+        own = own.replace(text, replacement)
+    if published.template is not None and _rendered(folder, tokenizer, own) == _rendered(
+        folder, tokenizer, published.template
+    ):
+        return published.template  # the same format, which also removes whitespace around answers
+    return own
+
+
+def _own_template(folder: Path) -> str | None:
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text("utf-8")
+    template = _tokenizer_config(folder).get("chat_template")
+    if template is not None and not isinstance(template, str):
         raise CheckpointError(
-            f"{folder}: no {SENTENCEPIECE_FILE} in it: expected the published SentencePiece model; copy it there"
+            f"{folder / _TOKENIZER_CONFIG}: chat_template is {template!r:.60}: expected text; save one as {file.name}"
         )
-    return read_pieces(file)
-
-
-def _named(pieces: Pieces, *texts: str) -> dict[str, int]:
-    """The ids of these pieces."""
-    found = {piece.piece: token for token, piece in enumerate(pieces.model.pieces) if piece.piece in texts}
-    missing = [text for text in texts if text not in found]
-    if missing:
-        pieces.refuse(f"has no piece {missing[0]!r}", "the pieces of the published model")
-    return found
-
-
-def _begin(backend: Tokenizer, tokens: Sequence[str]) -> None:
-    """Begin each text with these tokens."""
-    before = " ".join(tokens)
-    backend.post_processor = processors.TemplateProcessing(
-        single=f"{before} $A",
-        pair=f"{before} $A $B",
-        special_tokens=[(text, backend.token_to_id(text)) for text in tokens],
-    )
+    return template
 
 
 def _tokenizer_config(folder: Path) -> dict[str, Any]:
     file = folder / _TOKENIZER_CONFIG
     return read_json(file) if file.exists() else {}
+
+
+def _rendered(folder: Path, tokenizer: Any, template: str) -> str:
+    try:
+        text: str = tokenizer.apply_chat_template(
+            list(_EXAMPLE_CHAT), chat_template=template, tokenize=False, add_generation_prompt=True
+        )
+    except TemplateError as error:
+        raise CheckpointError(
+            f"{folder}: its chat template cannot be rendered ({error}): expected a template for system, user and assistant"
+        ) from error
+    return text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import unicodedata
 from itertools import pairwise
@@ -13,11 +14,14 @@ import regex
 from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
 from tokenizers import Tokenizer, normalizers
 
-from spaceport.exporter.converted_tokenizer import _QWEN_PATTERN
-from spaceport.exporter.merges import merges_of
 from spaceport.exporter.sar_config import CheckpointError
-from spaceport.exporter.sentencepiece_tokenizer import read_pieces, sentencepiece_tokenizer
-from spaceport.exporter.tiktoken_tokenizer import read_ranks, tiktoken_tokenizer
+from spaceport.exporter.tokenizer_models import (
+    QWEN_PATTERN,
+    read_pieces,
+    read_ranks,
+    sentencepiece_tokenizer,
+    tiktoken_tokenizer,
+)
 from support.published_checkpoints import rank_lines, ranks, sentencepiece_model
 from support.varied_texts import varied_texts
 
@@ -141,14 +145,14 @@ def plain_tokens(text: str, found: dict[bytes, int], special: dict[str, int]) ->
         if part in special:
             ids.append(special[part])
         else:
-            for word in regex.findall(_QWEN_PATTERN, part):
+            for word in regex.findall(QWEN_PATTERN, part):
                 ids += merged(word.encode(), found)
     return ids
 
 
 @pytest.mark.slow
 def test_tokens_equal_those_of_the_plain_algorithm() -> None:
-    tokenizer = tiktoken_tokenizer(ranks(), _QWEN_PATTERN, SPECIAL)
+    tokenizer = tiktoken_tokenizer(ranks(), QWEN_PATTERN, SPECIAL)
     texts = varied_texts(TEXTS, (*SPECIAL, "<|im_end|>\n", "<|im_end|>\u0338", "<|extra_0|>"))
     normal = [unicodedata.normalize("NFC", text) for text in texts]
     # The tokenizers library does not know the order of combining characters of newer versions of Unicode.
@@ -171,7 +175,7 @@ def test_tokens_equal_those_of_the_plain_algorithm() -> None:
 def test_a_part_that_is_a_token_is_not_merged() -> None:
     # "xbc" is not reached by merging: neither "xb" nor "bc" is a token
     found = {**{bytes([byte]): byte for byte in range(256)}, b"ab": 256, b"xbc": 257}
-    tokenizer = tiktoken_tokenizer(found, _QWEN_PATTERN, {})
+    tokenizer = tiktoken_tokenizer(found, QWEN_PATTERN, {})
     assert tokenizer.encode("xbc").ids == [257]
     assert tokenizer.encode("xbcd").ids == plain_tokens("xbcd", found, {"<|endoftext|>": 258})
 
@@ -198,6 +202,6 @@ def test_a_damaged_file_of_ranks_is_refused(content: bytes, message: str, tmp_pa
 
 
 def test_every_pair_that_makes_a_token_is_merged_in_the_order_of_ranks() -> None:
-    found = {"a": 9, "b": 8, "ab": 2, "ba": 1, "aba": 3, "xy": 0}
-    assert merges_of(found) == [("b", "a"), ("a", "b"), ("ab", "a"), ("a", "ba")]
-    assert merges_of({b"a": 0, b"b": 1, b"ab": 2}) == [(b"a", b"b")]
+    found = {**{bytes([byte]): byte for byte in range(256)}, b"ba": 256, b"ab": 257, b"xyz": 258, b"aba": 259}
+    model = json.loads(tiktoken_tokenizer(found, QWEN_PATTERN, {}).to_str())["model"]
+    assert model["merges"] == [["b", "a"], ["a", "b"], ["ab", "a"], ["a", "ba"]]

@@ -18,8 +18,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from spaceport.exporter.converted_checkpoint import FAMILIES
-from spaceport.exporter.converted_fields import Fields
+from spaceport.exporter.converted_checkpoint import published_tensors
+from spaceport.exporter.converted_config import Fields
+from spaceport.exporter.converted_families import FAMILIES
 
 Format = Literal["safetensors", "bin"]
 
@@ -67,10 +68,10 @@ def published(family: str, changes: Mapping[str, Any] | None = None) -> Publishe
     """A seeded random model of a family, with weights so large that every token changes the logits."""
     dice = torch.Generator().manual_seed(11)
     weights = {}
-    for source in FAMILIES[family].layout(converted(family, changes or {})):
-        if source.copy_of is None:
-            noise = torch.randn(source.shape, generator=dice)
-            weights[source.name] = 1 + 0.2 * noise if "norm" in source.name or ".ln_" in source.name else 0.2 * noise
+    for tensor in published_tensors(FAMILIES[family], converted(family, changes or {})):
+        if tensor.copy_of is None:
+            noise = torch.randn(tensor.shape, generator=dice)
+            weights[tensor.name] = 1 + 0.2 * noise if "norm" in tensor.name or ".ln_" in tensor.name else 0.2 * noise
     return Published(family, {**CONFIGS[family], **(changes or {})}, weights)
 
 

@@ -1,11 +1,11 @@
-"""Fields: typed access to a published config.json, which refuses everything that cannot be converted exactly."""
+"""The fields of a published config.json, of which everything that does not convert exactly is refused."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 from transformers import PreTrainedConfig
 
@@ -18,8 +18,17 @@ _DTYPES = ("float32", "float16", "bfloat16")
 
 
 @dataclass(frozen=True)
+class Field:
+    """A published field that is a field of the converted configuration."""
+
+    name: str
+    kind: Literal["size", "number", "flag", "token ids"] = "size"
+    default: Any = None  # value of the original code where the field is missing
+
+
+@dataclass(frozen=True)
 class Fixed:
-    """A field that converts exactly with one value only."""
+    """A published field that converts exactly with one value only."""
 
     value: object
     default: object  # value of the original code where the field is missing
@@ -58,14 +67,30 @@ class Fields:
             self._invalid(name, value, "true or false")
         return value
 
+    def value(self, field: Field) -> Any:
+        """The value of a field, checked for its kind."""
+        if field.kind == "size":
+            return self.whole(field.name, field.default)
+        if field.kind == "number":
+            return self.number(field.name, field.default)
+        return (
+            self.flag(field.name, field.default)
+            if field.kind == "flag"
+            else self.content.get(field.name, field.default)
+        )
+
+    def inside(self, name: str, content: Mapping[str, Any]) -> Fields:
+        """The fields of an object in this configuration."""
+        return Fields(self.file, {f"{name}.{key}": value for key, value in content.items()}, self.title)
+
     def dtype(self) -> str | None:
         """The type of the published weights, if the configuration says it."""
         named = str(self.content.get("torch_dtype") or self.content.get("dtype") or self.content.get("params_dtype"))
         flags = {"bfloat16": self.content.get("bf16"), "float16": self.content.get("fp16")}
-        found = [named.removeprefix("torch."), *(dtype for dtype, flag in flags.items() if flag is True)]
-        return next((dtype for dtype in found if dtype in _DTYPES), None)
+        stated = [named.removeprefix("torch."), *(dtype for dtype, flag in flags.items() if flag is True)]
+        return next((dtype for dtype in stated if dtype in _DTYPES), None)
 
-    def check(self, fixed: Mapping[str, Fixed], read: Collection[str], without_effect: Collection[str]) -> None:
+    def check(self, fixed: Mapping[str, Fixed], known: Collection[str]) -> None:
         """Raise for values that cannot be converted exactly, and for fields that are not known."""
         for name in ("quantization_config", "quantization_bit"):
             if self.content.get(name):
@@ -82,7 +107,7 @@ class Fields:
                     f"{rule.value!r} in a {self.title} checkpoint, which alone converts exactly",
                     "use a checkpoint of a family that transformers ships",
                 )
-        unknown = sorted(set(self.content) - _GENERAL - set(fixed) - set(read) - set(without_effect))
+        unknown = sorted(set(self.content) - _GENERAL - set(fixed) - set(known))
         if unknown:
             self.refuse(
                 f"unknown field {unknown[0]!r} ({short(self.content[unknown[0]])})",
@@ -91,5 +116,5 @@ class Fields:
             )
 
     def _invalid(self, name: str, value: object, expected: str) -> NoReturn:
-        found = "is missing" if value is None else f"is {short(value)}"
-        self.refuse(f"{name} {found}", f"{expected} in a {self.title} configuration", "copy or download it again")
+        problem = "is missing" if value is None else f"is {short(value)}"
+        self.refuse(f"{name} {problem}", f"{expected} in a {self.title} configuration", "copy or download it again")

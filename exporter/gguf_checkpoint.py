@@ -1,8 +1,11 @@
-"""GGUF checkpoint: configuration and weights of a GGUF file, dequantized by transformers."""
+"""Configuration and weights of a GGUF file: sizes compared with the shapes of its tensors, dequantized by transformers."""
 
 from __future__ import annotations
 
-from typing import Any, cast
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NoReturn, cast
 
 import torch
 from transformers import (
@@ -16,29 +19,147 @@ from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorPr
 
 from spaceport.exporter.checkpoint_files import load_with_own_attention
 from spaceport.exporter.gguf_file import GgufFile
-from spaceport.exporter.gguf_hyperparameters import check_shapes, hyperparameters_of
 from spaceport.exporter.sar_config import CheckpointError
+from spaceport.graphs.contract.json_fields import short
+
+# Shapes of tensors by sizes of the model, the innermost dimension first
+_MODEL = {
+    "token_embd.weight": ("hidden", "vocabulary"),
+    "output_norm.weight": ("hidden",),
+    "output.weight": ("hidden", "vocabulary"),  # missing: tied to the embeddings
+}
+_LAYER_LINEAR = {
+    "attn_q": ("hidden", "queries"),
+    "attn_k": ("hidden", "keys"),
+    "attn_v": ("hidden", "keys"),
+    "attn_output": ("queries", "hidden"),
+    "ffn_gate": ("hidden", "inner"),
+    "ffn_up": ("hidden", "inner"),
+    "ffn_down": ("inner", "hidden"),
+}
+_LAYER = {
+    **{f"{name}.weight": shape for name, shape in _LAYER_LINEAR.items()},
+    **{f"{name}.weight": ("hidden",) for name in ("attn_norm", "ffn_norm")},
+}
+_LAYER_OPTIONAL = {  # of some architectures
+    **{f"{name}.bias": shape[1:] for name, shape in _LAYER_LINEAR.items()},
+    **{f"{name}.weight": ("head_dim",) for name in ("attn_q_norm", "attn_k_norm")},
+}
+
+
+@dataclass(frozen=True)
+class Hyperparameters:
+    """Sizes of a model, each at least 1."""
+
+    hidden: int
+    layers: int
+    inner: int  # of the feed-forward layers
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+
+def hyperparameters_of(file: GgufFile) -> Hyperparameters:
+    """The hyperparameters of a file; raise if one is missing or invalid, or if they contradict each other."""
+    hidden, heads = _size(file, "embedding_length"), _size(file, "attention.head_count")
+    kv_heads = _size(file, "attention.head_count_kv", heads)
+    if heads % kv_heads:
+        file.refuse(f"attention.head_count is {heads}", f"a multiple of {kv_heads} key and value heads")
+    if _stated(file, "attention.key_length") is None and hidden % heads:
+        file.refuse(f"embedding_length is {hidden}", f"a multiple of {heads} heads")
+    head_dim = _size(file, "attention.key_length", hidden // heads)
+    sizes = Hyperparameters(
+        hidden, _size(file, "block_count"), _size(file, "feed_forward_length"), heads, kv_heads, head_dim
+    )
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if (stated := _size(file, key, head_dim)) != head_dim:
+            file.refuse(
+                f"{file.architecture}.{key} is {stated}, the head size is {head_dim}",
+                "equal sizes",
+                "export the original checkpoint",
+            )
+    if head_dim % 2:
+        file.refuse(f"the head size is {head_dim}", "an even number, for rotary embeddings")
+    _size(file, "context_length")
+    _check_positive(file, "attention.layer_norm_rms_epsilon")
+    if _stated(file, "rope.freq_base") is not None:
+        _check_positive(file, "rope.freq_base")
+    return sizes
+
+
+def check_shapes(file: GgufFile, hyperparameters: Hyperparameters) -> None:
+    """Raise if a tensor that the hyperparameters require is missing or has another shape."""
+    tokens = file.get("tokens")
+    vocabulary = _size(file, "vocab_size", len(tokens) if isinstance(tokens, list) else 0)
+    for name, shape, required in _shapes(hyperparameters, vocabulary):  # no list: the number of layers may be absurd
+        tensor = file.tensors.get(name)
+        if tensor is None and required:
+            file.refuse(f"tensor {name} is missing", f"the tensors of {hyperparameters.layers} layers")
+        if tensor is not None and tensor.shape != shape:
+            file.refuse(f"tensor {name} has shape {short(tensor.shape)}", f"{short(shape)} from the hyperparameters")
+
+
+def _shapes(hyperparameters: Hyperparameters, vocabulary: int) -> Iterator[tuple[str, tuple[int, ...], bool]]:
+    """Names and shapes of a model's tensors, and whether every model has the tensor."""
+    sizes = {
+        "hidden": hyperparameters.hidden,
+        "inner": hyperparameters.inner,
+        "head_dim": hyperparameters.head_dim,
+        "queries": hyperparameters.heads * hyperparameters.head_dim,
+        "keys": hyperparameters.kv_heads * hyperparameters.head_dim,
+        "vocabulary": vocabulary,
+    }
+    for name, dimensions in _MODEL.items():
+        yield name, tuple(sizes[dimension] for dimension in dimensions), name != "output.weight"
+    for layer in range(hyperparameters.layers):
+        for tensors, required in ((_LAYER, True), (_LAYER_OPTIONAL, False)):
+            for name, dimensions in tensors.items():
+                yield f"blk.{layer}.{name}", tuple(sizes[dimension] for dimension in dimensions), required
+
+
+def _stated(file: GgufFile, key: str, default: int | None = None) -> Any:
+    return file.metadata.get(f"{file.architecture}.{key}", default)
+
+
+def _size(file: GgufFile, key: str, default: int | None = None) -> int:
+    value = _stated(file, key, default)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        _refuse_value(file, key, value, "a whole number of at least 1")
+    return value
+
+
+def _check_positive(file: GgufFile, key: str) -> None:
+    value = _stated(file, key)
+    if not isinstance(value, float) or not (math.isfinite(value) and value > 0):
+        _refuse_value(file, key, value, "a floating-point number above 0")
+
+
+def _refuse_value(file: GgufFile, key: str, value: Any, expected: str) -> NoReturn:
+    problem = "is missing" if value is None else "is an array" if isinstance(value, list) else f"is {short(value)}"
+    file.refuse(f"{file.architecture}.{key} {problem}", expected)
 
 
 def gguf_config(file: GgufFile) -> PreTrainedConfig:
     """The configuration of a GGUF file's model; raise if it does not fit the file's tensors."""
-    found = hyperparameters_of(file)
-    check_shapes(file, found)
+    hyperparameters = hyperparameters_of(file)
+    check_shapes(file, hyperparameters)
     try:
         config = AutoConfig.from_pretrained(file.path.parent, gguf_file=file.path.name, local_files_only=True)
     except Exception as error:  # each model family raises its own exception types
+        message = " ".join(str(error).split())
+        message = message if len(message) <= 200 else f"{message[:199]}…"
         raise CheckpointError(
-            f"{file.path}: its metadata cannot be loaded ({_line(error)}): expected that of a {file.architecture} model; "
+            f"{file.path}: its metadata cannot be loaded ({message}): expected that of a {file.architecture} model; "
             "convert the model again"
         ) from error
-    config.head_dim = found.head_dim  # transformers has its own default
+    config.head_dim = hyperparameters.head_dim  # transformers has its own default
     return cast(PreTrainedConfig, config)
 
 
 def load_gguf_weights(file: GgufFile, config: PreTrainedConfig, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
     """The model with dequantized weights and the loading report of transformers; no quantizer is left in it."""
-    quiet: Any = modeling_gguf_pytorch_utils
-    quiet.tqdm = _without_progress
+    loader: Any = modeling_gguf_pytorch_utils
+    loader.tqdm = _without_progress
     model, report = load_with_own_attention(
         AutoModelForCausalLM.from_pretrained,
         file.path.parent,
@@ -50,7 +171,15 @@ def load_gguf_weights(file: GgufFile, config: PreTrainedConfig, dtype: torch.dty
         ignore_mismatched_sizes=True,  # reported by name
     )
     remove_quantizer(model)
-    _check_all_used(file, model)
+    mapper: Any = TENSOR_PROCESSORS.get(file.architecture, TensorProcessor)
+    used: dict[str, str] = get_gguf_hf_weights_map(model, mapper(config=model.config.to_dict()))
+    ignored = sorted(file.tensors.keys() - used.keys())  # such as RoPE factors
+    if ignored:
+        file.refuse(
+            f"tensor {ignored[0]} has no counterpart in {type(model).__name__}",
+            "none but its weights",
+            "export the original checkpoint",
+        )
     return model, report
 
 
@@ -63,24 +192,6 @@ def remove_quantizer(model: PreTrainedModel) -> None:
         del model.config.quantization_config
 
 
-def _check_all_used(file: GgufFile, model: PreTrainedModel) -> None:
-    """Raise for tensors that transformers ignored, such as RoPE factors."""
-    mapper: Any = TENSOR_PROCESSORS.get(file.architecture, TensorProcessor)
-    used: dict[str, str] = get_gguf_hf_weights_map(model, mapper(config=model.config.to_dict()))
-    ignored = sorted(file.tensors.keys() - used.keys())
-    if ignored:
-        raise CheckpointError(
-            f"{file.path}: tensor {ignored[0]} has no counterpart in {type(model).__name__}: expected none but its weights; "
-            "export the original checkpoint"
-        )
-
-
 def _without_progress(items: Any, **options: Any) -> Any:
     """Stands in for the progress bar of transformers' GGUF loader, which no setting turns off."""
     return items
-
-
-def _line(error: Exception) -> str:
-    """The message of an error on one line."""
-    text = " ".join(str(error).split())
-    return text if len(text) <= 200 else f"{text[:199]}…"

@@ -1,24 +1,35 @@
-"""GGUF tokenizer: the tokenizer of a GGUF file, corrected and verified against the file's own metadata."""
+"""The tokenizer of a GGUF file, built from the file's metadata and verified against it.
+
+transformers can load it too, but ignores some pre-tokenizers and may add tokens.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
-
 from spaceport.exporter.gguf_file import GgufFile
 from spaceport.exporter.sar_config import CheckpointError
+from spaceport.exporter.tokenizer_models import (
+    LLAMA3_PATTERN,
+    QWEN_PATTERN,
+    add_tokens,
+    begin_texts,
+    byte_level_splitter,
+    byte_level_tokenizer,
+    transformers_tokenizer,
+)
+from spaceport.graphs.contract.json_fields import short
 
-# Pre-tokenizers by llama.cpp's names, grouped by how they split text
+# How text is split, by llama.cpp's names of pre-tokenizers: the pattern, and whether that of GPT-2 follows
 _LLAMA3 = ("llama3", "llama-v3", "llama-bpe")  # a word that is a token is not merged; BOS is added by default
-_QWEN2 = ("qwen2", "deepseek-r1-qwen")
-_GPT2 = ("gpt-2", "phi-2", "mpt", "olmo", "jais", "roberta-bpe")
-_SINGLE_DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell")  # GPT-2's, each digit on its own
-PRE_TOKENIZERS = (*_LLAMA3, *_QWEN2, *_GPT2, *_SINGLE_DIGITS)
-_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
-_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_SPLITS: dict[str, tuple[str | None, bool]] = {
+    **dict.fromkeys(_LLAMA3, (LLAMA3_PATTERN, False)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), (QWEN_PATTERN, False)),
+    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "roberta-bpe"), (None, True)),
+    # each digit on its own
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), (r"\p{N}", True)),
+}
 _CONTROL, _USER_DEFINED = 3, 4  # token types of llama.cpp
 
 _SPECIAL = {"bos": "bos_token_id", "eos": "eos_token_id", "unk": "unknown_token_id", "pad": "padding_token_id"}
@@ -26,35 +37,21 @@ _END = ("eos_token_id", "eot_token_id", "eom_token_id")  # end of text, of a tur
 
 
 def gguf_tokenizer(file: GgufFile) -> Any:
-    """The tokenizer of a GGUF file; raise if it differs from the file's metadata.
-
-    transformers can load it too, but ignores some pre-tokenizers and may add tokens.
-    """
+    """The transformers tokenizer of a GGUF file; raise if it differs from the file's metadata."""
     _check_kind(file)
     _check_types(file)
-    vocabulary = {text: token for token, text in enumerate(file.get("tokens"))}
-    backend = Tokenizer(models.BPE(vocabulary, _merges(file, vocabulary), ignore_merges=file.get("pre") in _LLAMA3))
-    backend.pre_tokenizer = _pre_tokenizer(file.get("pre"))
-    backend.decoder = decoders.ByteLevel()
-    for text, kind in zip(file.get("tokens"), file.get("token_type"), strict=True):
-        if kind == _CONTROL:
-            backend.add_special_tokens([AddedToken(text, special=True, normalized=False)])
-        elif kind == _USER_DEFINED:
-            backend.add_tokens([AddedToken(text, special=False, normalized=False)])
-    special = {
-        f"{name}_token": file.get("tokens")[file.get(key)]
-        for name, key in _SPECIAL.items()
-        if file.get(key) is not None
-    }
+    tokens, pre = file.get("tokens"), file.get("pre")
+    vocabulary = {text: token for token, text in enumerate(tokens)}
+    splitter = byte_level_splitter(*_SPLITS[pre])
+    backend = byte_level_tokenizer(vocabulary, _merges(file, vocabulary), splitter, whole_parts=pre in _LLAMA3)
+    kinds = file.get("token_type")
+    add_tokens(backend, [text for text, kind in zip(tokens, kinds, strict=True) if kind == _CONTROL])
+    user_defined = [text for text, kind in zip(tokens, kinds, strict=True) if kind == _USER_DEFINED]
+    add_tokens(backend, user_defined, special=False)
+    special = {role: tokens[file.get(key)] for role, key in _SPECIAL.items() if file.get(key) is not None}
     if _adds_bos(file):
-        bos = special["bos_token"]
-        backend.post_processor = processors.TemplateProcessing(
-            single=f"{bos} $A", pair=f"{bos} $A $B", special_tokens=[(bos, file.get("bos_token_id"))]
-        )
-    template = file.metadata.get("tokenizer.chat_template")
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, chat_template=template, clean_up_tokenization_spaces=False, **special
-    )
+        begin_texts(backend, (special["bos"],))
+    tokenizer = transformers_tokenizer(backend, special, file.metadata.get("tokenizer.chat_template"))
     _verify(file, tokenizer)
     return tokenizer
 
@@ -66,16 +63,11 @@ def end_tokens(file: GgufFile) -> list[int]:
 
 def _check_kind(file: GgufFile) -> None:
     kind, pre = file.get("model"), file.get("pre")
+    original = "export the original checkpoint"
     if kind != "gpt2":
-        raise CheckpointError(
-            f"{file.path}: tokenizer {kind!r} is not supported in GGUF files: expected 'gpt2', a byte-level BPE; export the "
-            "original checkpoint"
-        )
-    if pre not in PRE_TOKENIZERS:
-        raise CheckpointError(
-            f"{file.path}: pre-tokenizer {pre!r} is not supported: expected one of {', '.join(PRE_TOKENIZERS)}; export the "
-            "original checkpoint"
-        )
+        file.refuse(f"tokenizer {kind!r} is not supported in GGUF files", "'gpt2', a byte-level BPE", original)
+    if pre not in _SPLITS:
+        file.refuse(f"pre-tokenizer {pre!r} is not supported", f"one of {', '.join(_SPLITS)}", original)
     if file.get("add_eos_token", False):
         raise CheckpointError(
             f"{file.path}: tokenizer.ggml.add_eos_token is true: expected false, prompts would end before the answer"
@@ -88,31 +80,29 @@ def _check_types(file: GgufFile) -> None:
     _list(file, "merges", str)
     if len(set(tokens)) != len(tokens):
         twice = next(text for text in tokens if tokens.count(text) > 1)
-        raise _invalid(file, "tokens", f"has {_shown(twice)} twice", "different texts")
+        file.refuse(f"tokenizer.ggml.tokens has {short(twice)} twice", "different texts")
     if len(kinds) != len(tokens):
-        raise _invalid(file, "token_type", f"has {len(kinds)} entries", f"one for each of {len(tokens)} tokens")
+        file.refuse(f"tokenizer.ggml.token_type has {len(kinds)} entries", f"one for each of {len(tokens)} tokens")
     for key in dict.fromkeys((*_SPECIAL.values(), *_END)):
         token = file.get(key)
         if token is not None and (type(token) is not int or not 0 <= token < len(tokens)):
-            raise _invalid(file, key, f"is {_shown(token)}", f"the id of one of {len(tokens)} tokens")
+            file.refuse(f"tokenizer.ggml.{key} is {short(token)}", f"the id of one of {len(tokens)} tokens")
     for key in ("add_bos_token", "add_eos_token"):
         if type(file.get(key, False)) is not bool:
-            raise _invalid(file, key, f"is {_shown(file.get(key))}", "true or false")
+            file.refuse(f"tokenizer.ggml.{key} is {short(file.get(key))}", "true or false")
     if _adds_bos(file) and file.get("bos_token_id") is None:
-        raise _invalid(file, "bos_token_id", "is missing", "the id of the token that begins a prompt")
+        file.refuse("tokenizer.ggml.bos_token_id is missing", "the id of the token that begins a prompt")
     template = file.metadata.get("tokenizer.chat_template")
     if template is not None and not isinstance(template, str):
-        raise CheckpointError(
-            f"{file.path}: tokenizer.chat_template is {_shown(template)}: expected text; convert the model again"
-        )
+        file.refuse(f"tokenizer.chat_template is {short(template)}", "text")
 
 
 def _list(file: GgufFile, key: str, kind: type) -> list[Any]:
     """A list in the metadata whose items have this type."""
-    found = file.get(key)
-    if not isinstance(found, list) or not found or not all(type(item) is kind for item in found):
-        raise _invalid(file, key, f"is {_shown(found)}", f"a list of {'texts' if kind is str else 'numbers'}")
-    return found
+    items = file.get(key)
+    if not isinstance(items, list) or not items or not all(type(item) is kind for item in items):
+        file.refuse(f"tokenizer.ggml.{key} is {short(items)}", f"a list of {'texts' if kind is str else 'numbers'}")
+    return items
 
 
 def _merges(file: GgufFile, vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
@@ -121,21 +111,11 @@ def _merges(file: GgufFile, vocabulary: Mapping[str, int]) -> list[tuple[str, st
     for number, merge in enumerate(file.get("merges")):
         left, _, right = merge.partition(" ")
         if left not in vocabulary or right not in vocabulary or left + right not in vocabulary:
-            raise _invalid(file, "merges", f"has {_shown(merge)} as entry {number}", "two tokens that make a third one")
+            file.refuse(
+                f"tokenizer.ggml.merges has {short(merge)} as entry {number}", "two tokens that make a third one"
+            )
         merges.append((left, right))
     return merges
-
-
-def _pre_tokenizer(pre: str) -> pre_tokenizers.PreTokenizer:
-    """The pre-tokenizer that llama.cpp calls by this name."""
-    if pre in _GPT2:
-        return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    if pre in _SINGLE_DIGITS:
-        digits: pre_tokenizers.PreTokenizer = pre_tokenizers.Split(Regex(r"\p{N}"), behavior="isolated")
-        return pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)])
-    numbers = r"\p{N}{1,3}" if pre in _LLAMA3 else r"\p{N}"
-    split = pre_tokenizers.Split(Regex(f"{_WORDS}|{numbers}|{_REST}"), behavior="isolated")
-    return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
 def _adds_bos(file: GgufFile) -> bool:
@@ -144,30 +124,21 @@ def _adds_bos(file: GgufFile) -> bool:
 
 def _verify(file: GgufFile, tokenizer: Any) -> None:
     """Raise if vocabulary, special tokens, chat template or BOS differ from the metadata."""
-    backend = tokenizer.backend_tokenizer
-    for token, text in enumerate(file.get("tokens")):
-        _equal(file, f"token {token}", backend.id_to_token(token), text)
-    _equal(file, "number of tokens", backend.get_vocab_size(), len(file.get("tokens")))
-    for name, key in _SPECIAL.items():
-        _equal(file, f"tokenizer.ggml.{key}", getattr(tokenizer, f"{name}_token_id"), file.get(key))
-    _equal(file, "tokenizer.chat_template", tokenizer.chat_template, file.metadata.get("tokenizer.chat_template"))
+    backend, tokens, template = tokenizer.backend_tokenizer, file.get("tokens"), "tokenizer.chat_template"
     bos = [file.get("bos_token_id")] if _adds_bos(file) else []
     bare = backend.encode("a", add_special_tokens=False).ids
-    _equal(file, "encoding of 'a'", backend.encode("a").ids, bos + bare)
-
-
-def _equal(file: GgufFile, what: str, found: Any, expected: Any) -> None:
-    if found != expected:
-        raise CheckpointError(
-            f"{file.path}: {what} is {found!r} after loading: expected {expected!r}, as in the file; export the original "
-            "checkpoint"
-        )
-
-
-def _invalid(file: GgufFile, key: str, found: str, expected: str) -> CheckpointError:
-    return CheckpointError(f"{file.path}: tokenizer.ggml.{key} {found}: expected {expected}; convert the model again")
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:59]}…"
+    loaded_and_stated = [
+        *((f"token {token}", backend.id_to_token(token), text) for token, text in enumerate(tokens)),
+        ("number of tokens", backend.get_vocab_size(), len(tokens)),
+        *(
+            (f"tokenizer.ggml.{key}", getattr(tokenizer, f"{role}_token_id"), file.get(key))
+            for role, key in _SPECIAL.items()
+        ),
+        (template, tokenizer.chat_template, file.metadata.get(template)),
+        ("encoding of 'a'", backend.encode("a").ids, bos + bare),
+    ]
+    for what, loaded, stated in loaded_and_stated:
+        if loaded != stated:
+            file.refuse(
+                f"{what} is {loaded!r} after loading", f"{stated!r}, as in the file", "export the original checkpoint"
+            )

@@ -13,8 +13,7 @@ import pytest
 pytest.importorskip("gguf")
 
 from spaceport.exporter.checkpoint import TokenFlags, load_model, open_checkpoint
-from spaceport.exporter.gguf_file import read_gguf
-from spaceport.exporter.gguf_layout import check_layout
+from spaceport.exporter.gguf_file import check_layout, read_gguf
 from spaceport.exporter.quiet import quiet_libraries
 from spaceport.exporter.sar_config import CheckpointError
 from spaceport.graphs.contract.faults import InputFault

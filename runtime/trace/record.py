@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
 from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.contract.json_fields import JsonField, Rules, short
@@ -16,10 +17,6 @@ from spaceport.runtime.decode.threads import Ending
 SCHEMA = 2
 
 RowKind = Literal["known", "candidate", "mask"]
-_KINDS: tuple[RowKind, ...] = get_args(RowKind)
-_SOURCES: tuple[Source, ...] = get_args(Source)
-_REASONS: tuple[Reason, ...] = get_args(Reason)
-_ENDINGS: tuple[Ending, ...] = get_args(Ending)
 # JSON readers disagree on numbers from 2^53 on.
 _RULES = Rules(InputFault, advice="; write the trace again", end=2**53)
 
@@ -81,10 +78,6 @@ class StepRecord:
     engine_seconds: float
     outside_seconds: float
 
-    def as_dict(self) -> dict[str, Any]:
-        """The step as JSON data."""
-        return asdict(self)
-
 
 @dataclass(frozen=True)
 class ThreadRecord:
@@ -95,13 +88,9 @@ class ThreadRecord:
     start: int  # position of its first own token
     ending: Ending | None  # None: it had not ended
 
-    def as_dict(self) -> dict[str, Any]:
-        """The thread as JSON data."""
-        return asdict(self)
-
 
 @dataclass(frozen=True)
-class Record:
+class TraceRecord:
     """What every step of a generation did."""
 
     tokens: TokenIds
@@ -127,96 +116,53 @@ class Record:
         return tuple(map(tuple, found))
 
 
-def trace_of(data: object) -> Record:
-    """The record that `Record.as_dict` stored; raises if anything is missing or unknown."""
-    schema = JsonField(data, "trace", _RULES).entry("schema").whole(1)
+def trace_of(data: object) -> TraceRecord:
+    """The record that `TraceRecord.as_dict` stored; raises if anything is missing or unknown."""
+    trace = JsonField(data, "trace", _RULES)
+    schema = trace.entry("schema").whole(1)
     if schema != SCHEMA:
         advice = "update spaceport" if schema > SCHEMA else "write the trace again"
         raise InputFault(f"trace.schema is {schema}, this version reads {SCHEMA}: {advice}")
-    found = JsonField(data, "trace", _RULES)
-    given = found.entries(Record)
-    record = Record(
-        tokens=_tokens(given["tokens"]),
-        prompt=given["prompt"].wholes(),
-        prompt_text=given["prompt_text"].text(),
-        threads=given["threads"].each(_thread),
-        steps=given["steps"].each(_step),
-        texts=_texts(given["texts"]),
-        waiting_seconds=_seconds(given["waiting_seconds"]),
-    )
+    record: TraceRecord = _read(trace, TraceRecord)
     _check_names(record)
     _check_threads(record)
     _check_steps(record)
     return record
 
 
-def _seconds(found: JsonField) -> float:
-    value = found.value
+def _read(entry: JsonField, kind: Any) -> Any:
+    """An entry as a value of the type that a record's field has."""
+    if is_dataclass(kind):
+        entries, kinds = entry.entries(cast(type, kind)), get_type_hints(kind)
+        value = cast(type, kind)(**{name: _read(entries[name], kinds[name]) for name in kinds})
+        if isinstance(value, ThreadRows) and (wrong := _wrong_columns(value) or _wrong_outcome(value)):
+            entry.fail(wrong)
+        return value
+    options = get_args(kind)
+    if get_origin(kind) is Literal:
+        return entry.one_of(options)
+    if get_origin(kind) is tuple:
+        return entry.each(lambda item: _read(item, options[0]))
+    if get_origin(kind) is dict:
+        return _texts(entry)
+    if type(None) in options:
+        return entry.or_none(lambda value: _read(value, options[0]))
+    return _READERS[kind](entry)
+
+
+def _seconds(entry: JsonField) -> float:
+    value = entry.value
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
-        found.refuse("a number of seconds, 0 or more")
+        entry.refuse("a number of seconds, 0 or more")
     return float(value)
 
 
-def _texts(found: JsonField) -> dict[int, str]:
+def _texts(entry: JsonField) -> dict[int, str]:
     """The texts of tokens; in JSON the ids are strings."""
-    for name in found.object():
+    for name in entry.object():
         if not (name.isascii() and name.isdecimal() and len(name) < 16):
-            replace(found, value=name, path=f"a name in {found.path}").refuse("a token id")
-    return {int(name): text for name, text in found.texts().items()}
-
-
-def _tokens(found: JsonField) -> TokenIds:
-    given = found.entries(TokenIds)
-    return TokenIds(
-        mask=given["mask"].wholes(),
-        fork=given["fork"].or_none(JsonField.whole),
-        child=given["child"].or_none(JsonField.whole),
-        end=given["end"].wholes(),
-    )
-
-
-def _thread(found: JsonField) -> ThreadRecord:
-    given = found.entries(ThreadRecord)
-    return ThreadRecord(
-        path=given["path"].wholes(),
-        fork=given["fork"].or_none(JsonField.whole),
-        start=given["start"].whole(),
-        ending=given["ending"].or_none(lambda ending: ending.one_of(_ENDINGS)),
-    )
-
-
-def _step(found: JsonField) -> StepRecord:
-    given = found.entries(StepRecord)
-    return StepRecord(
-        rows=given["rows"].each(_rows),
-        queued=given["queued"].wholes(),
-        started=given["started"].wholes(),
-        ended=given["ended"].wholes(),
-        kv_slots=given["kv_slots"].whole(),
-        engine_seconds=_seconds(given["engine_seconds"]),
-        outside_seconds=_seconds(given["outside_seconds"]),
-    )
-
-
-def _rows(found: JsonField) -> ThreadRows:
-    given = found.entries(ThreadRows)
-    rows = ThreadRows(
-        thread=given["thread"].whole(),
-        anchor=given["anchor"].or_none(JsonField.whole),
-        tokens=given["tokens"].wholes(),
-        parents=given["parents"].each(lambda parent: parent.or_none(JsonField.whole)),
-        positions=given["positions"].wholes(),
-        kinds=given["kinds"].each(lambda kind: kind.one_of(_KINDS)),
-        sources=given["sources"].each(lambda source: source.or_none(lambda one: one.one_of(_SOURCES))),
-        retained=given["retained"].each(JsonField.boolean),
-        chosen=given["chosen"].wholes(),
-        generated=given["generated"].whole(),
-        pieces=given["pieces"].each(JsonField.text),
-        limited=given["limited"].or_none(lambda reason: reason.one_of(_REASONS)),
-    )
-    if wrong := _wrong_columns(rows) or _wrong_outcome(rows):
-        found.fail(wrong)
-    return rows
+            replace(entry, value=name, path=f"a name in {entry.path}").refuse("a token id")
+    return {int(name): text for name, text in entry.texts().items()}
 
 
 def _wrong_columns(rows: ThreadRows) -> str:
@@ -251,7 +197,7 @@ def _wrong_outcome(rows: ThreadRows) -> str:
     return ""
 
 
-def _check_names(record: Record) -> None:
+def _check_names(record: TraceRecord) -> None:
     """Raise if a step names a thread that does not exist."""
     for number, step in enumerate(record.steps):
         for thread in (*(rows.thread for rows in step.rows), *step.queued, *step.started, *step.ended):
@@ -261,7 +207,7 @@ def _check_names(record: Record) -> None:
                 )
 
 
-def _check_steps(record: Record) -> None:
+def _check_steps(record: TraceRecord) -> None:
     """Raise unless each thread starts and ends once, and generates its tokens without gaps."""
     positions = {index: thread.start for index, thread in enumerate(record.threads)}
     started: set[int] = set()
@@ -295,7 +241,7 @@ def _check_rows(step: StepRecord, where: str, positions: dict[int, int]) -> None
         positions[rows.thread] += rows.generated
 
 
-def _check_threads(record: Record) -> None:
+def _check_threads(record: TraceRecord) -> None:
     """Raise unless each thread starts at a [Fork] that an earlier thread generated."""
     before: dict[tuple[int, ...], int] = {}
     for index, thread in enumerate(record.threads):
@@ -318,3 +264,11 @@ def _check_threads(record: Record) -> None:
             raise InputFault(
                 f"{where} starts at {thread.start}, fork {thread.fork}: expected {start}, and a fork for all but the root thread"
             )
+
+
+_READERS: dict[type, Callable[[JsonField], Any]] = {
+    int: JsonField.whole,
+    float: _seconds,
+    bool: JsonField.boolean,
+    str: JsonField.text,
+}

@@ -13,7 +13,7 @@ from xml.etree.ElementTree import Element
 
 import pytest
 
-from spaceport.runtime.trace.record import Record
+from spaceport.runtime.trace.record import TraceRecord
 from spaceport.tools.page.modules import import_map, style
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -60,7 +60,7 @@ class Sheet:
         """What a function of the modules returns, such as "words.visible"."""
         return self.page.evaluate(f"given => {function}(...JSON.parse(given))", json.dumps(given))
 
-    def report(self, record: Record) -> Element:
+    def report(self, record: TraceRecord) -> Element:
         """The report of a record as an element tree, without namespaces."""
         return parsed(self.page.evaluate(_DRAW, json.dumps(record.as_dict())))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from spaceport.runtime.trace.record import Record
+from spaceport.runtime.trace.record import TraceRecord
 from spaceport.tools.report.drawing import Element, add, markup, new, spelled
 from spaceport.tools.report.lane_drawing import draw_lanes
 from spaceport.tools.report.lane_style import COLOURS, MARKS
@@ -33,7 +33,7 @@ class _Entry:
     line: int
 
 
-def figure_of(record: Record, title: str) -> str:
+def figure_of(record: TraceRecord, title: str) -> str:
     """The SVG of a generation: a lane per thread, a column per step, a mark per token."""
     lanes = lanes_of(record)
     names, drawing = draw_lanes(record, lanes, scale_for_lanes(max(1, len(record.steps))))
@@ -56,7 +56,7 @@ def figure_of(record: Record, title: str) -> str:
     return f"{markup(root)}\n"
 
 
-def _summary(record: Record) -> str:
+def _summary(record: TraceRecord) -> str:
     """Tokens, steps, accepted draft tokens and threads in one line."""
     statistics = statistics_of(record)
     drafted, accepted = sum(statistics.drafted_by_depth), sum(statistics.accepted_by_depth)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from spaceport.graphs.contract.atomic_file import replace_text
 from spaceport.graphs.contract.faults import InputFault, OptionFault
-from spaceport.runtime.trace.record import Record, trace_of
+from spaceport.runtime.trace.record import TraceRecord, trace_of
 from spaceport.tools.report.page import page_of
 
 _LARGEST_TRACE = 2**30
@@ -28,17 +28,17 @@ def check_target(path: Path) -> None:
         raise OptionFault(f"{path}: is not a file: expected the name of a new file or of a file to replace")
 
 
-def write_report(path: Path, record: Record, title: str = "Generation") -> None:
+def write_report(path: Path, record: TraceRecord, title: str = "Generation") -> None:
     """Write the HTML report of a generation; an existing file is replaced once the report is complete."""
     write_text(path, page_of(record, title))
 
 
-def write_trace(path: Path, record: Record) -> None:
+def write_trace(path: Path, record: TraceRecord) -> None:
     """Write a record as JSON, for `read_trace`."""
     write_text(path, json.dumps(record.as_dict(), separators=(",", ":"), allow_nan=False) + "\n")
 
 
-def read_trace(path: Path) -> Record:
+def read_trace(path: Path) -> TraceRecord:
     """The validated record in a trace file."""
     try:
         if not path.is_file():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from spaceport.runtime.trace.record import Record
+from spaceport.runtime.trace.record import TraceRecord
 from spaceport.tools.report.drawing import Attributes, Element, add, path, picture
 from spaceport.tools.report.lanes import Cell, TraceLane, describe
 from spaceport.tools.report.scale import LABELS, Scale
@@ -35,7 +35,7 @@ class _Sheet:
         return self.bottoms[-1] + _AXIS
 
 
-def draw_lanes(record: Record, lanes: Sequence[TraceLane], scale: Scale) -> tuple[Element, Element]:
+def draw_lanes(record: TraceRecord, lanes: Sequence[TraceLane], scale: Scale) -> tuple[Element, Element]:
     """The names of the lanes and the lanes, as two drawings side by side."""
     sheet = _sheet(lanes, scale)
     names = picture(LABELS, sheet.height, "The threads in reading order")
@@ -117,7 +117,7 @@ def _draw_line(drawing: Element, lane: TraceLane, sheet: _Sheet) -> None:
         _draw_end(group, scale.left(first) + 1, base, sheet)
 
 
-def _draw_cell(drawing: Element, record: Record, lane: TraceLane, cell: Cell, sheet: _Sheet) -> None:
+def _draw_cell(drawing: Element, record: TraceRecord, lane: TraceLane, cell: Cell, sheet: _Sheet) -> None:
     """Draw the marks of a thread's tokens in a step, linked to their text."""
     rows, base = cell.rows, sheet.bases[lane.thread]
     x, width = sheet.scale.left(cell.step) + _GAP, sheet.scale.column - _GAP

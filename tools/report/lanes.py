@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from spaceport.runtime.decode.draft import REASONS
-from spaceport.runtime.trace.record import Record, ThreadRecord, ThreadRows
+from spaceport.runtime.trace.record import ThreadRecord, ThreadRows, TraceRecord
 from spaceport.tools.report.words import counted, name_of, name_of_thread, names_of
 
 
@@ -61,7 +61,7 @@ class TraceLane:
         return max((cell.rows.generated for cell in self.cells), default=0)
 
 
-def lanes_of(record: Record) -> tuple[TraceLane, ...]:
+def lanes_of(record: TraceRecord) -> tuple[TraceLane, ...]:
     """The threads in reading order: each one before its child threads."""
     count = len(record.threads)
     cells: list[list[Cell]] = [[] for _ in range(count)]
@@ -83,7 +83,7 @@ def lanes_of(record: Record) -> tuple[TraceLane, ...]:
     )
 
 
-def describe(record: Record, cell: Cell) -> str:
+def describe(record: TraceRecord, cell: Cell) -> str:
     """The rows of a thread in a step as lines of text, for a tooltip."""
     rows = cell.rows
     lines = [f"step {cell.step}, {name_of_thread(record.threads[rows.thread])}"]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from spaceport.runtime.decode.statistics import MOST_STEPS, Statistics
-from spaceport.runtime.trace.record import Record, StepRecord, ThreadRows
+from spaceport.runtime.trace.record import StepRecord, ThreadRows, TraceRecord
 
 
-def statistics_of(record: Record) -> Statistics:
+def statistics_of(record: TraceRecord) -> Statistics:
     """The statistics of the request at its end, without padding rows, which belong to calls of several requests."""
     found = Statistics(prompt_tokens=len(record.prompt), threads=len(record.threads))
     found.waiting_seconds = record.waiting_seconds

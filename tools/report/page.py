@@ -8,14 +8,14 @@ from pathlib import Path
 import jinja2
 from markupsafe import Markup
 
-from spaceport.runtime.trace.record import Record
+from spaceport.runtime.trace.record import TraceRecord
 from spaceport.tools.page.modules import import_map, style
 from spaceport.tools.report.words import visible
 
 _TEMPLATE = Path(__file__).with_name("page.html.jinja")
 
 
-def page_of(record: Record, title: str) -> str:
+def page_of(record: TraceRecord, title: str) -> str:
     """The HTML page of a record."""
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -28,6 +28,6 @@ def page_of(record: Record, title: str) -> str:
     )
 
 
-def _in_script(record: Record) -> str:
+def _in_script(record: TraceRecord) -> str:
     """The record as JSON that ends no script element."""
     return json.dumps(record.as_dict(), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Iterable
 
-from spaceport.runtime.trace.record import Record, ThreadRecord
+from spaceport.runtime.trace.record import ThreadRecord, TraceRecord
 
 _JOINERS = "\u200c\u200d"  # needed inside words and emoji
 _NO_CHARACTERS = range(0xFDD0, 0xFDF0)
@@ -31,7 +31,7 @@ def number(value: float) -> str:
     return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
 
 
-def name_of(record: Record, token: int) -> str:
+def name_of(record: TraceRecord, token: int) -> str:
     """The text of a token, its role such as [Fork], or its id."""
     if text := record.texts.get(token):
         return quoted(text)
@@ -40,7 +40,7 @@ def name_of(record: Record, token: int) -> str:
     return (roles | {tokens.fork: "[Fork]", tokens.child: "[Child]"}).get(token, f"#{token}")
 
 
-def names_of(record: Record, tokens: Iterable[int]) -> str:
+def names_of(record: TraceRecord, tokens: Iterable[int]) -> str:
     """The names of tokens, separated by spaces."""
     return " ".join(name_of(record, token) for token in tokens)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from spaceport.runtime.decode.draft import Candidates, Source
 from spaceport.runtime.decode.events import NullListener
 from spaceport.runtime.decode.request import VerifiedStep
 from spaceport.runtime.decode.threads import Thread
-from spaceport.runtime.trace.record import SCHEMA, Record, ThreadRows, trace_of
+from spaceport.runtime.trace.record import SCHEMA, ThreadRows, TraceRecord, trace_of
 from spaceport.runtime.trace.trace import GrowingTrace, Trace
 from spaceport.tools.report.page import page_of
 from support.hash_engine import CHILD, END, FORK, MASKS, HashEngine, Language, advance, request_for
@@ -27,7 +27,7 @@ from support.traced import CASES, TOKENIZER, Case, request_of, traced
 Path = tuple[int, ...]
 
 
-def parsed(record: Record) -> Any:
+def parsed(record: TraceRecord) -> Any:
     """A record as it is read back from JSON."""
     return json.loads(json.dumps(record.as_dict()))
 
@@ -55,7 +55,7 @@ class Diary(NullListener):
         self.days[-1]["ended"] = sorted([*self.days[-1]["ended"], thread.path])  # threads end in any order
 
 
-def days_of(record: Record) -> list[dict[str, Any]]:
+def days_of(record: TraceRecord) -> list[dict[str, Any]]:
     """What a diary would hold."""
     path = [line.path for line in record.threads]
     return [
@@ -95,7 +95,7 @@ def test_a_trace_tells_what_happened_in_each_step(case: Case) -> None:
     assert trace_of(parsed(record)) == record
 
 
-def pieces_of(record: Record, thread: int) -> list[str]:
+def pieces_of(record: TraceRecord, thread: int) -> list[str]:
     return [piece for step in record.steps for rows in step.rows if rows.thread == thread for piece in rows.pieces]
 
 
@@ -130,18 +130,18 @@ def test_the_steps_of_a_growing_trace_are_those_of_the_record(case: Case) -> Non
     while request.live:
         advance(engine, request, chunk=case.chunk)
         request.statistics.outside_seconds += 0.25 * (1 + request.statistics.rows % 4)
-        if request.live and len(trace._seen) % 3:
+        if request.live and len(trace._steps) % 3:
             continue
         if (found := growing.fresh()) is not None:
             steps += found["steps"]
             threads += found["threads"]
             assert not texts.keys() & found["texts"].keys()
             texts |= found["texts"]
-        assert len(steps) == len(trace._seen) - bool(request.live)
+        assert len(steps) == len(trace._steps) - bool(request.live)
     assert growing.fresh() is None
     record = trace.record(TOKENIZER)
-    assert [without_ends(step) for step in steps] == [without_ends(step.as_dict()) for step in record.steps]
-    assert [one | {"ending": None} for one in threads] == [one.as_dict() | {"ending": None} for one in record.threads]
+    assert [without_ends(step) for step in steps] == [without_ends(asdict(step)) for step in record.steps]
+    assert [one | {"ending": None} for one in threads] == [asdict(one) | {"ending": None} for one in record.threads]
     assert texts == {str(token): text for token, text in record.texts.items()}
     for index in range(len(record.threads)):
         rows = [one for step in steps for one in step["rows"] if one["thread"] == index]

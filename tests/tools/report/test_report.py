@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.runtime.decode.draft import DraftConfig
-from spaceport.runtime.trace.record import Record, StepRecord, ThreadRecord, ThreadRows
+from spaceport.runtime.trace.record import StepRecord, ThreadRecord, ThreadRows, TraceRecord
 from spaceport.runtime.trace.trace import Trace
 from spaceport.tools.report.figure import figure_of
 from spaceport.tools.report.files import check_target, read_trace, write_report, write_trace
@@ -141,7 +141,7 @@ def kinds_of(rows: ThreadRows) -> Iterator[str]:
     yield from ["own"] * (rows.generated - rows.accepted)
 
 
-def odd(record: Record) -> Record:
+def odd(record: TraceRecord) -> TraceRecord:
     """The same generation with tokens that are hard to show."""
     texts = dict(enumerate(ODD))
     steps = tuple(
@@ -220,7 +220,7 @@ def test_the_tooltip_of_a_cell_lists_its_tokens(sheet: Sheet) -> None:
     times = {"engine_seconds": 0.25, "outside_seconds": 0.5}
     step = StepRecord(rows=(cell,), queued=(), started=(0,), ended=(0,), kv_slots=5, **times)
     special, threads = TokenIds(mask=(9,), fork=7, child=8, end=(6,)), (ThreadRecord((), None, 2, "end"),)
-    record = Record(special, (1, 2), "", threads, (step,), {3: " x\n"})
+    record = TraceRecord(special, (1, 2), "", threads, (step,), {3: " x\n"})
     (lane,) = lanes_of(record)
     rows: object = record.as_dict()["steps"][0]["rows"][0]
     tooltip = describe(record, lane.cells[0])

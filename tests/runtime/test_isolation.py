@@ -156,7 +156,8 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> Jobs:
 
 
 def waiting(pool: HelperPool, count: int) -> None:
-    while len(pool._waiting) < count:
+    condition: Any = pool._idle.not_empty
+    while len(condition._waiters) < count:
         sleep(0.001)
 
 
@@ -176,7 +177,7 @@ def test_two_jobs_run_at_a_time_and_the_others_follow_in_order(jobs: Jobs) -> No
             assert jobs.begun == expected
         jobs.leave.release(9)
         assert [str(each.exception() or each.result()) for each in found] == ["a", "bad", "c", "d", "e"]
-    assert len(pool._idle) == 2
+    assert pool._idle.qsize() == 2
 
 
 def test_waiting_counts_towards_the_deadline(jobs: Jobs) -> None:

@@ -97,11 +97,6 @@ class Greedy:
         return tuple(Candidates((token,), (1.0,)) for token in best)
 
 
-def greedy(banned: Collection[int] = ()) -> Greedy:
-    """Greedy selection with banned tokens."""
-    return Greedy(Bans(frozenset(banned)))
-
-
 def without(logits: NDArray[np.float32], banned: Collection[int]) -> NDArray[np.float32]:
     """A copy of logits in which these tokens are impossible."""
     allowed: NDArray[np.float32] = logits.copy()

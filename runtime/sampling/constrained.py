@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from threading import Lock
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,29 +22,11 @@ from spaceport.runtime.decode.threads import Thread
 from spaceport.runtime.isolation import DeadlinePassed, HelperPool, JobFailed
 from spaceport.runtime.sampling.grammar import MOST_SHOWN, Grammar, is_simple
 
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
 ADVICE = "expected a grammar that the model's tokens can match; use one that allows more at this position"
 _MOST_COMPILED = 64  # compiled grammars that are stored
-
-
-class Matcher(Protocol):
-    """The used part of llguidance's LLMatcher: a grammar and the state of a text in it."""
-
-    def consume_tokens(self, sampled_tokens: list[int]) -> bool: ...
-    def validate_tokens(self, tokens: list[int]) -> int: ...
-    def rollback(self, num_tokens: int) -> bool: ...
-    def compute_bitmask(self) -> bytes: ...
-    def is_accepting(self) -> bool: ...
-    def is_error(self) -> bool: ...
-    def get_error(self) -> str: ...
-    def deep_copy(self) -> Matcher: ...
-
-
-class Spelling(Protocol):
-    """The used part of llguidance's LLTokenizer: the bytes of tokens."""
-
-    def is_special_token(self, token: int) -> bool: ...
-    def decode_bytes(self, tokens: list[int]) -> bytes: ...
-    def greedy_tokenize(self, text: str) -> list[int]: ...
 
 
 @dataclass(frozen=True)
@@ -52,13 +34,13 @@ class Vocabulary:
     """The tokens of a bundle for constrained decoding."""
 
     tokenizer: Tokenizer
-    matcher: Callable[[str], Matcher]  # creates the matcher of a grammar, before the first token
+    matcher: Callable[[str], LLMatcher]  # creates the matcher of a grammar, before the first token
     text: NDArray[np.bool_]  # V, True = has text
     ends: NDArray[np.bool_]  # V, True = ends a completion
     # First token of a text -> tokens with the same text elsewhere: some decoders remove the first space of a text.
     openings: dict[int, list[int]]
 
-    def allowed(self, matcher: Matcher, first: bool) -> NDArray[np.bool_]:
+    def allowed(self, matcher: LLMatcher, first: bool) -> NDArray[np.bool_]:
         """Mask of the tokens that a matcher allows next: V, True = allowed; all False if it fails."""
         bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
         fits = np.unpackbits(bits, count=self.text.size, bitorder="little").view(np.bool_)
@@ -116,7 +98,7 @@ def open_vocabulary(
 
 def _library(
     tokenizer: Tokenizer, vocab_size: int, end_tokens: Collection[int]
-) -> tuple[Spelling, Callable[[str], Matcher]]:
+) -> tuple[LLTokenizer, Callable[[str], LLMatcher]]:
     try:
         from llguidance import LLMatcher, LLParserLimits, LLTokenizer
     except ImportError as error:
@@ -146,108 +128,105 @@ class DeadEnd(OptionFault):
 
 
 @dataclass
-class GrammarState:
-    """The state of a grammar after the tokens of one thread; it can be rolled back."""
-
-    vocabulary: Vocabulary
-    matcher: Matcher
-    tokens: list[int] = field(default_factory=list)
-    masks: dict[int, NDArray[np.bool_]] = field(default_factory=dict)  # recent masks of allowed tokens, by token index
-    chosen: int = 0  # number of tokens that are part of the completion; those after them are draft tokens
-
-    def reach(self, text: list[int], settled: int) -> bool:
-        """Move to the end of these tokens, of which the first `settled` never change; whether the grammar allows them."""
-        same = min(len(self.tokens), len(text))
-        while self.tokens[:same] != text[:same]:  # only draft tokens differ, and they are few
-            same -= 1
-        if undone := self.tokens[same:]:
-            pieces = len(undone) if same else len(undone) - 1 + len(self._pieces(undone[0], first=True))
-            self.matcher.rollback(pieces)
-            del self.tokens[same:]
-        self.masks = {index: mask for index, mask in self.masks.items() if settled <= index <= same}
-        return all(self.advance(token) for token in text[same:])
-
-    def advance(self, token: int) -> bool:
-        """Move behind one more token; whether the grammar allows it."""
-        pieces = self._pieces(token, first=not self.tokens)
-        self.tokens.append(token)
-        return self.matcher.consume_tokens(pieces)
-
-    def allowed(self) -> NDArray[np.bool_]:
-        """Mask of the tokens that may follow: V, True = allowed."""
-        index = len(self.tokens)
-        if index not in self.masks:
-            self.masks[index] = self.vocabulary.allowed(self.matcher, first=not index)
-        return self.masks[index]
-
-    def _pieces(self, token: int, first: bool) -> list[int]:
-        return self.vocabulary.openings.get(token, [token]) if first else [token]
-
-
-@dataclass
 class Constrained:
     """A token selector that limits another one to the tokens that a grammar allows.
 
-    It serves one request. The grammar applies to the text of each thread, so a constrained request must not fork.
+    It serves one request, which must not fork: the grammar applies to the text of its only thread.
     """
 
     inner: TokenSelector
     grammar: Grammar
     vocabulary: Vocabulary
-    start: Matcher  # before the first token of a thread
-    states: dict[tuple[int, ...], GrammarState] = field(default_factory=dict)  # by the path of the thread
-    scores: NDArray[np.float32] = field(init=False)  # V, reused for each token: a new array takes longer
+    start: LLMatcher  # before the first token
+    masks: dict[int, NDArray[np.bool_]] = field(init=False)  # recent masks of allowed tokens, by token index
+    _matcher: LLMatcher = field(init=False)  # after `_tokens`; it can be rolled back
+    _tokens: list[int] = field(init=False)
+    _chosen: int = field(init=False)  # number of them that are part of the completion; the others are draft tokens
+    _scores: NDArray[np.float32] = field(init=False)  # V, reused for each token: a new array takes longer
 
     def __post_init__(self) -> None:
-        self.scores = np.empty(self.vocabulary.text.size, np.float32)
+        self._scores = np.empty(self.vocabulary.text.size, np.float32)
+        self._restart()
 
     def token(self, logits: NDArray[np.float32], thread: Thread, ahead: Sequence[int]) -> int:
         text = [*thread.generated, *ahead]
         allowed = self._allowed(thread, text, ahead)
-        token = self.inner.token(self._scores(logits, allowed), thread, ahead)
+        token = self.inner.token(self._limited(logits, allowed), thread, ahead)
         if not allowed[token]:
             raise self._dead_end(thread, text, "all tokens that it allows are banned")
         if not self.vocabulary.ends[token]:
-            state = self.states[thread.path]
-            state.advance(token)
-            state.chosen = len(state.tokens)
+            self._advance(token)
+            self._chosen = len(self._tokens)
         return token
 
     def candidates(
         self, logits: NDArray[np.float32], thread: Thread, position: int, most: int
     ) -> tuple[Candidates, ...]:
         """The candidates of mask slots; behind the token that was chosen last, only those that the grammar allows."""
-        found: list[Candidates] = []
-        state = self.states.get(thread.path)
-        if state is not None and thread.start + state.chosen == position:
-            text = state.tokens[: state.chosen]
-            while len(found) < len(logits) and state.reach(text, state.chosen) and (allowed := state.allowed()).any():
-                scores = self._scores(logits[len(found)], allowed)
-                found += self.inner.candidates(scores[None], thread, position + len(found), most)
-                if not found[-1].tokens or self.vocabulary.ends[found[-1].tokens[0]]:
+        candidates: list[Candidates] = []
+        if thread.start + self._chosen == position:
+            text = self._tokens[: self._chosen]
+            for line in logits:
+                if not self._reach(text, self._chosen) or not (allowed := self._mask()).any():
                     break
-                text.append(found[-1].tokens[0])
-            if state.matcher.is_error():
-                del self.states[thread.path]
-        if len(found) < len(logits):
-            found += self.inner.candidates(logits[len(found) :], thread, position + len(found), most)
-        return tuple(found)
+                own = self.inner.candidates(
+                    self._limited(line, allowed)[None], thread, position + len(candidates), most
+                )
+                candidates += own
+                if not own[0].tokens or self.vocabulary.ends[own[0].tokens[0]]:
+                    break
+                text.append(own[0].tokens[0])
+            if self._matcher.is_error():
+                self._restart()
+        if rest := len(logits) - len(candidates):
+            candidates += self.inner.candidates(logits[-rest:], thread, position + len(candidates), most)
+        return tuple(candidates)
 
-    def _scores(self, logits: NDArray[np.float32], allowed: NDArray[np.bool_]) -> NDArray[np.float32]:
-        self.scores.fill(-np.inf)
-        np.copyto(self.scores, logits, where=allowed)
-        return self.scores
+    def _limited(self, logits: NDArray[np.float32], allowed: NDArray[np.bool_]) -> NDArray[np.float32]:
+        self._scores.fill(-np.inf)
+        np.copyto(self._scores, logits, where=allowed)
+        return self._scores
 
     def _allowed(self, thread: Thread, text: list[int], ahead: Sequence[int]) -> NDArray[np.bool_]:
         if any(self.vocabulary.ends[token] for token in ahead):
             return self.vocabulary.ends  # a draft may go on behind the end token
-        if thread.path not in self.states:
-            self.states[thread.path] = GrammarState(self.vocabulary, self.start.deep_copy())
-        state = self.states[thread.path]
-        if state.reach(text, len(text) - len(ahead)) and (allowed := state.allowed()).any():
+        if self._reach(text, len(text) - len(ahead)) and (allowed := self._mask()).any():
             return allowed
-        del self.states[thread.path]  # a matcher that failed cannot be used again
-        raise self._dead_end(thread, text, reason_of(state.matcher))
+        reason = reason_of(self._matcher)
+        self._restart()  # a matcher that failed cannot be used again
+        raise self._dead_end(thread, text, reason)
+
+    def _restart(self) -> None:
+        """Go back to the start of the text."""
+        self._matcher, self._tokens, self.masks, self._chosen = self.start.deep_copy(), [], {}, 0
+
+    def _reach(self, text: list[int], settled: int) -> bool:
+        """Move to the end of these tokens, of which the first `settled` never change; whether the grammar allows them."""
+        same = min(len(self._tokens), len(text))
+        while self._tokens[:same] != text[:same]:  # only draft tokens differ, and they are few
+            same -= 1
+        if undone := self._tokens[same:]:
+            pieces = len(undone) if same else len(undone) - 1 + len(self._pieces(undone[0], first=True))
+            self._matcher.rollback(pieces)
+            del self._tokens[same:]
+        self.masks = {index: mask for index, mask in self.masks.items() if settled <= index <= same}
+        return all(self._advance(token) for token in text[same:])
+
+    def _advance(self, token: int) -> bool:
+        """Move behind one more token; whether the grammar allows it."""
+        pieces = self._pieces(token, first=not self._tokens)
+        self._tokens.append(token)
+        return self._matcher.consume_tokens(pieces)
+
+    def _pieces(self, token: int, first: bool) -> list[int]:
+        return self.vocabulary.openings.get(token, [token]) if first else [token]
+
+    def _mask(self) -> NDArray[np.bool_]:
+        """The tokens that may follow: V, True = allowed."""
+        index = len(self._tokens)
+        if index not in self.masks:
+            self.masks[index] = self.vocabulary.allowed(self._matcher, first=not index)
+        return self.masks[index]
 
     def _dead_end(self, thread: Thread, text: list[int], reason: str) -> DeadEnd:
         behind = self.vocabulary.tokenizer.decode(text)[-MOST_SHOWN:]
@@ -257,7 +236,7 @@ class Constrained:
         )
 
 
-def reason_of(matcher: Matcher) -> str:
+def reason_of(matcher: LLMatcher) -> str:
     """llguidance's error message, without the lines of the generated grammar that it quotes."""
     message = matcher.get_error().replace("<non-verbose/>", "")
     message = re.split(r"\n +\d+ \| ", re.sub(r"^(at )?\d+\(\d+\): ", "", message))[0]
@@ -271,7 +250,7 @@ class GrammarCompiler:
     def __init__(self, vocabulary: Vocabulary, helper: HelperPool | None = None) -> None:
         self._vocabulary = vocabulary
         self._helper = helper  # compiles grammars first that may take long; None: they are compiled here
-        self._compiled: OrderedDict[str, Matcher] = OrderedDict()
+        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
         self._lock = Lock()
 
     def isolates(self, grammar: Grammar) -> bool:
@@ -300,12 +279,7 @@ class GrammarCompiler:
         return Constrained(inner, grammar, self._vocabulary, start.deep_copy())
 
 
-def constrained(inner: TokenSelector, grammar: Grammar, vocabulary: Vocabulary) -> Constrained:
-    """A token selector for one request, whose completion matches the grammar."""
-    return GrammarCompiler(vocabulary).constrained(inner, grammar)
-
-
-def _compiled(grammar: Grammar, vocabulary: Vocabulary) -> Matcher:
+def _compiled(grammar: Grammar, vocabulary: Vocabulary) -> LLMatcher:
     """The matcher of a grammar before the first token, after a check that it allows one."""
     start = vocabulary.matcher(grammar.source)
     if start.is_error():

@@ -14,11 +14,11 @@ import pytest
 
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.isolation import DeadlinePassed, HelperPool, HelperProcess, JobFailed
-from spaceport.runtime.sampling.choice import greedy
 from spaceport.runtime.sampling.constrained import GrammarCompiler, open_vocabulary
 from spaceport.runtime.sampling.grammar import Grammar, is_simple
 from spaceport.runtime.text.chat_template import ChatTemplate
 from spaceport.runtime.text.messages import Message, TemplateError
+from support.selectors import greedy
 from support.small_tokenizers import BYTES
 
 HELLO: list[Message] = [{"role": "user", "content": "Hello"}]

@@ -18,7 +18,8 @@ from spaceport.graphs.contract.signature import BEST_TOKENS, selection_width
 from spaceport.runtime.decode.selector import NotANumber
 from spaceport.runtime.decode.threads import Thread, new_thread
 from spaceport.runtime.engine import SelectedRows, selected_rows
-from spaceport.runtime.sampling.choice import Greedy, greedy
+from spaceport.runtime.sampling.choice import Greedy
+from support.selectors import greedy
 
 SIZES = (5, BEST_TOKENS, 17, 300)
 Logits = NDArray[np.float32]

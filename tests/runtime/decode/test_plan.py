@@ -13,7 +13,7 @@ from spaceport.runtime.decode.draft import PLAIN, Candidates, Draft, chain
 from spaceport.runtime.decode.plan import Part, Plan, lay_out, plan_thread, sees, within
 from spaceport.runtime.decode.selector import NotANumber
 from spaceport.runtime.decode.threads import Thread
-from spaceport.runtime.sampling.choice import greedy
+from support.selectors import greedy
 
 M = 90
 IDS = TokenIds(mask=(M,), end=(99,))

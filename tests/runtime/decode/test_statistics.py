@@ -18,13 +18,12 @@ from spaceport.runtime.decode.request import Request
 from spaceport.runtime.decode.step import StepInput, step
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import Batch
-from spaceport.runtime.sampling.choice import greedy
-from spaceport.runtime.sampling.constrained import constrained
 from spaceport.runtime.sampling.grammar import Grammar
 from spaceport.runtime.scheduling.generation import Completion
 from spaceport.runtime.session import Runtime
 from support.hash_engine import CHILD, FORK, MASKS, HashEngine, Language, request_for
 from support.hash_runtime import hash_runtime
+from support.selectors import constrained, greedy
 from support.small_tokenizers import small_vocabulary
 
 PROMPT = [1, 2, 3, 4, 5]

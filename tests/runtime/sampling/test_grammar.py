@@ -22,13 +22,13 @@ from spaceport.graphs.contract.signature import visible_length
 from spaceport.runtime.decode.draft import Candidates, DraftConfig
 from spaceport.runtime.decode.selector import NotANumber
 from spaceport.runtime.decode.threads import Thread, new_thread
-from spaceport.runtime.sampling.choice import greedy
-from spaceport.runtime.sampling.constrained import DeadEnd, constrained, open_vocabulary
+from spaceport.runtime.sampling.constrained import DeadEnd, open_vocabulary
 from spaceport.runtime.sampling.grammar import Grammar
 from spaceport.runtime.sampling.logprobs import Speller
 from support.arrivals import DRAFT_CONFIGS
 from support.hash_engine import END, VOCAB, HashEngine, Language, advance, request_for
 from support.paths import TINY
+from support.selectors import constrained, greedy
 from support.small_tokenizers import BYTES, FALLBACK, full, one_byte_each, small_vocabulary
 
 
@@ -238,7 +238,7 @@ def test_behind_the_end_only_the_end_follows() -> None:
     for position in range(30):
         thread.tokens.append(endless.token(wants_a, thread, ()))
         endless.candidates(np.stack([wants_a] * 4), thread, 3 + position, 1)
-    assert len(endless.states[()].masks) <= 6  # of the last positions only
+    assert len(endless.masks) <= 6  # of the last positions only
 
 
 def test_tokens_that_are_no_text_or_that_the_decoder_shows_as_something_else_are_not_written() -> None:

@@ -23,7 +23,7 @@ from spaceport.runtime.decode.selector import TokenSelector
 from spaceport.runtime.decode.step import PREFILL_ROWS, StepInput, step
 from spaceport.runtime.decode.threads import Thread
 from spaceport.runtime.engine import Batch, Engine, Moves
-from spaceport.runtime.sampling.choice import Greedy, greedy
+from spaceport.runtime.sampling.choice import Bans, Greedy
 from spaceport.tools.verify.accuracy import RecordedCall
 
 REQUESTS = 3
@@ -277,7 +277,7 @@ class _Builder:
         return _ForksAt(self._greedy(), self._tokens.fork, frozenset(positions))
 
     def _greedy(self) -> Greedy:
-        return greedy((*self._tokens.forbidden, *self._tokens.fork_ids))
+        return Greedy(Bans(frozenset((*self._tokens.forbidden, *self._tokens.fork_ids))))
 
     def _request(
         self,

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import builtins
-import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,15 +18,9 @@ from spaceport.runtime.decode.request import VerifiedStep
 from spaceport.runtime.decode.selector import not_a_number
 from spaceport.runtime.decode.statistics import Statistics
 
+_DECODER = re.compile(r'"type":\s*"(\w+)"')  # its kind in the JSON of a tokenizer
 _BYTE = re.compile("<0x([0-9A-F]{2})>")  # a byte of a tokenizer with byte fallback
 _BLOCK = 128  # logits; the most probable tokens are searched in the blocks with the highest maxima
-
-
-class TokenSpelling(NamedTuple):
-    """What one token stands for."""
-
-    text: str  # with U+FFFD for bytes that are no complete character; special tokens by their name
-    raw: bytes  # what the token adds to a text; empty for special tokens
 
 
 @dataclass
@@ -36,23 +28,18 @@ class Speller:
     """Spells the tokens of a tokenizer, each as it stands behind other text."""
 
     tokenizer: Tokenizer
-    _known: dict[int, TokenSpelling] = field(default_factory=dict, repr=False)
+    _known: dict[int, tuple[str, bytes]] = field(default_factory=dict, repr=False)
 
-    def spell(self, token: int) -> TokenSpelling:
-        """The text and the bytes of a token; both are empty for an id that the tokenizer does not have."""
-        found = self._known.get(token)
-        if found is None:
-            found = self._known[token] = self._spelled(token)
-        return found
+    def spell(self, token: int) -> tuple[str, bytes]:
+        """The text of a token, a special one by its name, and the bytes that it adds to a text.
 
-    def _spelled(self, token: int) -> TokenSpelling:
-        content = self.tokenizer.id_to_token(token)
-        if content is None:
-            return TokenSpelling("", b"")
-        if token in self._special:
-            return TokenSpelling(content, b"")
-        raw = self._bytes(token, content)
-        return TokenSpelling(raw.decode("utf-8", "replace"), raw)
+        Bytes that are no complete character are U+FFFD in the text. Both are empty for an id that the tokenizer does not have.
+        """
+        if token not in self._known:
+            content = self.tokenizer.id_to_token(token) or ""
+            raw = self._bytes(token, content) if content and token not in self._special else b""
+            self._known[token] = (content if token in self._special else raw.decode("utf-8", "replace")), raw
+        return self._known[token]
 
     def _bytes(self, token: int, content: str) -> bytes:
         if "ByteLevel" in self._decoders:
@@ -74,13 +61,7 @@ class Speller:
     def _decoders(self) -> frozenset[str]:
         """The kinds of decoders that the tokenizer applies."""
         decoder = self.tokenizer.decoder
-        return frozenset() if decoder is None else frozenset(_kinds(json.loads(decoder.__getstate__())))
-
-
-def _kinds(decoder: Mapping[str, Any]) -> Iterator[str]:
-    yield str(decoder["type"])
-    for inner in decoder.get("decoders", ()):
-        yield from _kinds(inner)
+        return frozenset() if decoder is None else frozenset(_DECODER.findall(decoder.__getstate__().decode()))
 
 
 def _byte_of() -> dict[str, int]:
@@ -117,23 +98,23 @@ class Logprobs:
 
     top: int  # number of most probable tokens to report for each token
     speller: Speller | None = None  # None: without text and bytes
-    _found: dict[tuple[int, ...], list[TokenLogprob]] = field(default_factory=dict)  # by the thread's path
+    _recorded: dict[tuple[int, ...], list[TokenLogprob]] = field(default_factory=dict)  # by the thread's path
 
     def on_step(self, verified: VerifiedStep) -> None:
         """Record the tokens of a step; an end token or a limit may still cut off the last of them."""
         for part, verdict, logits in zip(verified.plan.parts, verified.verdicts, verified.logits, strict=True):
             if not verdict.tokens:
                 continue
-            found = self._found.setdefault(part.thread.path, [])
+            recorded = self._recorded.setdefault(part.thread.path, [])
             first = int(part.rows_wanted[0])
             rows = verdict.retained[part.layout.known - 1 :]
             start = int(part.positions[part.layout.known - 1]) + 1
             for position, (token, row) in enumerate(zip(verdict.tokens, rows, strict=True), start):
-                found.append(logprob_of(logits[row - first], token, self.top, position, self.speller))
+                recorded.append(logprob_of(logits[row - first], token, self.top, position, self.speller))
 
     def at(self, path: tuple[int, ...], index: int) -> TokenLogprob:
         """The log probability of the token with this index among those that a thread generated."""
-        return self._found[path][index]
+        return self._recorded[path][index]
 
 
 def logprob_of(
@@ -147,8 +128,8 @@ def logprob_of(
     below = line - np.float32(peak)
     weight = math.log(np.exp(below, out=below).sum(dtype=np.float64))
 
-    def of(each: int, best: tuple[TokenLogprob, ...] = ()) -> TokenLogprob:
-        return TokenLogprob(each, float(line[each]) - peak - weight, best, *(speller.spell(each) if speller else ()))
+    def of(token: int, best: tuple[TokenLogprob, ...] = ()) -> TokenLogprob:
+        return TokenLogprob(token, float(line[token]) - peak - weight, best, *(speller.spell(token) if speller else ()))
 
     return of(token, tuple(of(other) for other in most_probable(line, top)))
 
@@ -161,8 +142,8 @@ def most_probable(line: NDArray[np.float32], count: int) -> list[int]:
     maxima = np.maximum.reduceat(line, np.arange(0, line.size, width))
     least = np.partition(maxima, maxima.size - count)[maxima.size - count]
     tokens = np.flatnonzero(line >= least)
-    found: list[int] = tokens[np.argsort(-line[tokens], kind="stable")[:count]].tolist()
-    return found
+    best: list[int] = tokens[np.argsort(-line[tokens], kind="stable")[:count]].tolist()
+    return best
 
 
 def check_top(name: str, top: int, vocab_size: int) -> None:
@@ -193,7 +174,7 @@ class Score:
     @property
     def sum(self) -> float:
         """Log probability of all scored tokens together."""
-        return math.fsum(one.logprob for one in self.logprobs)
+        return math.fsum(token.logprob for token in self.logprobs)
 
 
 class Scoring:
@@ -204,7 +185,7 @@ class Scoring:
         self._start = start
         self._top = top
         self._speller = speller
-        self._found: list[TokenLogprob] = []
+        self._logprobs: list[TokenLogprob] = []
         self._greedy = True
 
     def on_step(self, verified: VerifiedStep) -> None:
@@ -217,9 +198,11 @@ class Scoring:
                 self._greedy &= token == line.argmax()
             else:
                 (token,) = verdict.tokens
-            self._found.append(logprob_of(line, token, self._top, position, self._speller))
+            self._logprobs.append(logprob_of(line, token, self._top, position, self._speller))
 
     def score(self, statistics: Statistics | None = None) -> Score:
         """The score, once the whole prompt has been fed by a request with these statistics."""
-        *found, following = self._found
-        return Score(self._tokens, self._start, tuple(found), bool(self._greedy), following, statistics or Statistics())
+        *logprobs, following = self._logprobs
+        return Score(
+            self._tokens, self._start, tuple(logprobs), bool(self._greedy), following, statistics or Statistics()
+        )

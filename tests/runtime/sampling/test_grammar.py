@@ -108,7 +108,7 @@ def allowed_by(grammar: Grammar, tokenizer: Tokenizer, written: Sequence[int]) -
 def raw_tokens(tokenizer: Tokenizer) -> dict[int, bytes]:
     """The bytes of every token that is text."""
     special, speller = tokenizer.get_added_tokens_decoder(), Speller(tokenizer)
-    return {token: speller.spell(token).raw for token in tokenizer.get_vocab().values() if token not in special}
+    return {token: speller.spell(token)[1] for token in tokenizer.get_vocab().values() if token not in special}
 
 
 RAW = {id(one): raw_tokens(one) for one in (BYTES, WORDS)}
@@ -334,7 +334,7 @@ def test_tokens_have_the_bytes_that_llguidance_knows_and_special_ones_their_name
     reference, speller = LLTokenizer(tokenizer.to_str(), n_vocab=size, eos_token=[1]), Speller(tokenizer)
     for token in range(size):
         if not reference.is_special_token(token):
-            assert speller.spell(token).raw == reference.decode_bytes([token])
+            assert speller.spell(token)[1] == reference.decode_bytes([token])
     for token, content in tokenizer.get_added_tokens_decoder().items():
         if content.special:
             special += 1

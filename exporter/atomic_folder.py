@@ -1,19 +1,19 @@
-"""Atomic folder: write a folder beside its target and rename it to the target in one step when it is complete."""
+"""Write a folder beside its target, and rename it to the target in one step when it is complete."""
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import os
 import shutil
 import sys
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from spaceport.exporter.checkpoint_files import BASE_FILE
-from spaceport.exporter.folder_lock import locked_folder
 from spaceport.exporter.interrupts import interrupts_deferred
 from spaceport.graphs.contract.atomic_file import flush, partial_of, sweep
 from spaceport.graphs.contract.faults import InputFault
@@ -21,6 +21,7 @@ from spaceport.graphs.contract.manifest import MANIFEST_FILE
 
 _EXCHANGE = 2  # RENAME_EXCHANGE of Linux' renameat2
 _CURRENT_FOLDER = -100  # AT_FDCWD
+_NO_LOCKS = (errno.EBADF, errno.ENOLCK, errno.ENOTSUP)  # errors of network file systems without folder locks
 
 
 @dataclass(frozen=True)
@@ -76,29 +77,6 @@ def _try_to_create(target: Path, kind: FolderKind) -> None:
 
 
 @contextmanager
-def writing(target: Path, overwrite: bool, kind: FolderKind = BUNDLE) -> Iterator[Path]:
-    """A new folder that replaces the target when the block ends without an error, and is removed otherwise."""
-    check_target(target, overwrite, kind)
-    target = target.absolute()
-    sweep(target)
-    partial = partial_of(target)
-    try:
-        partial.mkdir()
-        yield partial
-        check_target(target, overwrite, kind)  # again: the target may have changed in the meantime
-        publish(partial, target)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        written = sum(file.stat().st_size for file in partial.rglob("*") if file.is_file())
-        reason = f"{error.strerror} after {written:,} bytes: free some space or choose another disk for the {kind.noun}"
-        raise OSError(error.errno, reason, str(target)) from error
-    finally:
-        with interrupts_deferred():  # `partial` is now the incomplete folder, or the old one
-            shutil.rmtree(partial, ignore_errors=True)
-
-
-@contextmanager
 def temporary_folder(target: Path) -> Iterator[Path]:
     """A new folder beside a path, with a temporary name; it is removed when the block ends."""
     sweep(target.absolute())
@@ -111,6 +89,24 @@ def temporary_folder(target: Path) -> Iterator[Path]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
+@contextmanager
+def writing(target: Path, overwrite: bool, kind: FolderKind = BUNDLE) -> Iterator[Path]:
+    """A new folder that replaces the target when the block ends without an error, and is removed otherwise."""
+    check_target(target, overwrite, kind)
+    target = target.absolute()
+    with temporary_folder(target) as partial:  # in the end it is the incomplete folder, or the old one
+        try:
+            yield partial
+            check_target(target, overwrite, kind)  # again: the target may have changed in the meantime
+            publish(partial, target)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            written = sum(file.stat().st_size for file in partial.rglob("*") if file.is_file())
+            advice = f"free some space or choose another disk for the {kind.noun}"
+            raise OSError(error.errno, f"{error.strerror} after {written:,} bytes: {advice}", str(target)) from error
+
+
 def require_space(folder: Path, size: int, kind: FolderKind = BUNDLE) -> None:
     """Raise if the disk has less than `size` free bytes."""
     free = shutil.disk_usage(folder).free
@@ -120,52 +116,67 @@ def require_space(folder: Path, size: int, kind: FolderKind = BUNDLE) -> None:
         )
 
 
-def _target_locked(target: Path) -> AbstractContextManager[object]:
-    """Lock an existing target: wait until a build that stores an engine in it has finished."""
-    return locked_folder(target) if target.exists() else nullcontext()
+@contextmanager
+def locked_folder(folder: Path, on_wait: Callable[[], None] = lambda: None) -> Iterator[int]:
+    """Lock a folder for the block and yield its descriptor; without effect on file systems that cannot lock folders.
+
+    `on_wait` is called if another process has the lock.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            on_wait()
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def publish(partial: Path, target: Path) -> None:
     """Move a complete folder to the target, so that the old or the new folder exists there at every moment.
 
-    The old folder is removed, locked until then: it is at the path of the new one for a moment.
+    An existing target is locked: a build that stores an engine in it ends first. The lock is released when the old
+    folder, which may be at the path of the new one for a moment, is removed.
     """
-    with _target_locked(target), interrupts_deferred():
-        if _move(partial, target):
-            shutil.rmtree(partial, ignore_errors=True)
+    with locked_folder(target) if target.exists() else nullcontext(), interrupts_deferred():
+        old = _replace(partial, target)
+        flush(target.parent)
+        if old is not None:
+            shutil.rmtree(old, ignore_errors=True)
 
 
-def _move(partial: Path, target: Path) -> bool:
-    """Move a folder to the target; returns whether the old one is at its path now.
-
-    If not, another process may have begun a folder there already.
-    """
-    exchanged = False
+def _replace(partial: Path, target: Path) -> Path | None:
+    """Move a folder to the target; returns where the old one is now."""
     if not target.exists() or not any(target.iterdir()):
         partial.rename(target)
-    elif not (exchanged := _exchange(partial, target)):
-        old = partial.with_name(partial.name + "-old")
-        target.rename(old)
-        try:
-            partial.rename(target)
-        except BaseException:
-            old.rename(target)
-            raise
-        shutil.rmtree(old, ignore_errors=True)
-    flush(target.parent)
-    return exchanged
+        return None
+    if _exchange(partial, target):
+        return partial
+    old = partial.with_name(partial.name + "-old")
+    target.rename(old)
+    try:
+        partial.rename(target)
+    except BaseException:
+        old.rename(target)
+        raise
+    return old
 
 
-def _exchange(one: Path, other: Path) -> bool:
+def _exchange(partial: Path, target: Path) -> bool:
     """Swap two folders in one step; False if the system does not support it."""
     if not sys.platform.startswith("linux"):
         return False
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:
         return False
-    if rename(_CURRENT_FOLDER, os.fsencode(one), _CURRENT_FOLDER, os.fsencode(other), _EXCHANGE) == 0:
+    if rename(_CURRENT_FOLDER, os.fsencode(partial), _CURRENT_FOLDER, os.fsencode(target), _EXCHANGE) == 0:
         return True
     code = ctypes.get_errno()
     if code in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
         return False
-    raise OSError(code, os.strerror(code), str(other))
+    raise OSError(code, os.strerror(code), str(target))

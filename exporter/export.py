@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from spaceport import __version__
 from spaceport.exporter.atomic_folder import check_target, require_space, writing
-from spaceport.exporter.bundle_files import write_manifest
+from spaceport.exporter.bundle_manifest import write_manifest
 from spaceport.exporter.checkpoint import Checkpoint, load_model, open_checkpoint
 from spaceport.exporter.checkpoint import TokenFlags as TokenFlags
 from spaceport.exporter.checkpoint_source import model_without_values, provenance_of

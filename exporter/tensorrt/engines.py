@@ -10,8 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from spaceport.exporter.atomic_folder import FolderKind, require_space
-from spaceport.exporter.folder_lock import locked_folder
+from spaceport.exporter.atomic_folder import FolderKind, locked_folder, require_space
 from spaceport.exporter.interrupts import interrupts_deferred
 from spaceport.exporter.tensorrt.append_graph import append_graph
 from spaceport.exporter.tensorrt.builder_monitor import OnProgress

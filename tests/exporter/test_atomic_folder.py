@@ -16,8 +16,7 @@ from pathlib import Path
 import pytest
 
 from spaceport.exporter import atomic_folder
-from spaceport.exporter.atomic_folder import TargetError, check_target, publish, require_space, writing
-from spaceport.exporter.folder_lock import locked_folder
+from spaceport.exporter.atomic_folder import TargetError, check_target, locked_folder, publish, require_space, writing
 from spaceport.graphs.contract.manifest import MANIFEST_FILE, MODEL_FILE
 from spaceport.runtime.bundle import BundleError, open_bundle, read_manifest
 from support.paths import TESTS

@@ -19,7 +19,7 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from safetensors.torch import load_file, save_file
 
-from spaceport.exporter.bundle_files import write_manifest
+from spaceport.exporter.bundle_manifest import write_manifest
 from spaceport.exporter.constant_key import WeightNotFound
 from spaceport.exporter.export import ExportOptions
 from spaceport.exporter.quantized_weights import store_quantized_weights

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from spaceport.exporter.signing import PRIVATE_FILE, PUBLIC_FILE, sign_manifest, write_key_pair
+from spaceport.exporter.bundle_manifest import PRIVATE_FILE, PUBLIC_FILE, sign_manifest, write_key_pair
 from spaceport.graphs.contract import atomic_file
 from spaceport.graphs.contract.ed25519 import (
     SIGNATURE_FILE,

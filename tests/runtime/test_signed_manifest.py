@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from spaceport.exporter.signing import sign_manifest
+from spaceport.exporter.bundle_manifest import sign_manifest
 from spaceport.graphs.contract.ed25519 import (
     SIGNATURE_FILE,
     SIGNER_FILE,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, models
 
-from spaceport.exporter.bundle_files import write_manifest
+from spaceport.exporter.bundle_manifest import write_manifest
 from spaceport.graphs.contract.draft_acceptance import DraftAcceptance
 from spaceport.graphs.contract.manifest import (
     DATA_FILE,

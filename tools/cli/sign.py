@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from spaceport.exporter.signing import PRIVATE_FILE, PUBLIC_FILE, sign_manifest, write_key_pair
+from spaceport.exporter.bundle_manifest import PRIVATE_FILE, PUBLIC_FILE, sign_manifest, write_key_pair
 from spaceport.graphs.contract.ed25519 import read_private_key
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.bundle import open_bundle

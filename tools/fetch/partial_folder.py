@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from spaceport.exporter.folder_lock import locked_folder
+from spaceport.exporter.atomic_folder import locked_folder
 from spaceport.graphs.contract.manifest import MANIFEST_FILE, FileRecord, manifest_in
 from spaceport.runtime.backends.private_files import problem_of
 from spaceport.tools.fetch.sources import FetchError

@@ -12,7 +12,7 @@ from typing import Any
 import click
 import pytest
 
-from spaceport.exporter.signing import PRIVATE_FILE, PUBLIC_FILE
+from spaceport.exporter.bundle_manifest import PRIVATE_FILE, PUBLIC_FILE
 from spaceport.exporter.tensorrt.engines import store_engine
 from spaceport.graphs.contract.ed25519 import SIGNATURE_FILE, read_public_key
 from spaceport.graphs.contract.installation import install_command

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from spaceport.exporter.bundle_files import write_manifest
+from spaceport.exporter.bundle_manifest import write_manifest
 from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.contract.manifest import MANIFEST_FILE, TEMPLATE_FILE, TOKENIZER_FILE
 from spaceport.runtime.bundle import Bundle, read_manifest

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from spaceport.exporter.atomic_folder import TargetError
-from spaceport.exporter.signing import sign_manifest
+from spaceport.exporter.bundle_manifest import sign_manifest
 from spaceport.graphs.contract.ed25519 import SIGNATURE_FILE, SIGNER_FILE, new_private_key
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import (

@@ -1,17 +1,35 @@
-"""Signing: new key pairs, and the signature of a bundle's manifest."""
+"""The manifest that completes a bundle's folder, its signature, and key pairs to sign with."""
 
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
-from spaceport.exporter.folder_lock import locked_folder
-from spaceport.graphs.contract.atomic_file import staged
+from spaceport.exporter.atomic_folder import locked_folder
+from spaceport.graphs.contract.atomic_file import flush, staged
 from spaceport.graphs.contract.ed25519 import SIGNATURE_FILE, SIGNER_FILE, PrivateKey, PublicKey, new_private_key
 from spaceport.graphs.contract.faults import InputFault
-from spaceport.graphs.contract.manifest import MANIFEST_FILE
+from spaceport.graphs.contract.manifest import MANIFEST_FILE, Manifest, manifest_content, record_of
 
 PRIVATE_FILE, PUBLIC_FILE = "private.pem", "public.pem"
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> Manifest:
+    """Write the manifest with the digests of all files of a folder, and flush everything to the disk.
+
+    The manifest is written last: a folder without it does not open."""
+    files = {}
+    for file in sorted(folder.iterdir()):
+        with file.open("rb") as stream:
+            files[file.name] = record_of(stream)
+        flush(file)
+    complete = replace(manifest, files=files)
+    path = folder / MANIFEST_FILE
+    path.write_bytes(manifest_content(complete))
+    flush(path)
+    flush(folder)
+    return complete
 
 
 def write_key_pair(folder: Path) -> PublicKey:

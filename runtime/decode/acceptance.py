@@ -1,16 +1,22 @@
-"""Learned probabilities that draft tokens are accepted, by source and depth.
+"""Acceptance: how often the draft tokens of each source are accepted, and which ones of a step are.
 
 Every generated token shows whether each source had predicted it, also if it was not drafted. Only mask slots have to be
-fed to be measured. Heads count as mask slots here: a bundle has one or the other.
+fed to be measured.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import accumulate, takewhile
+from itertools import accumulate
+from typing import NamedTuple
 
-from spaceport.graphs.contract.draft_acceptance import DraftAcceptance, is_copying, lookup_kind
+import numpy as np
+from numpy.typing import NDArray
+
+from spaceport.graphs.contract.draft_acceptance import MAX_DEPTHS, DraftAcceptance
+from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.decode.draft import Candidates
+from spaceport.runtime.decode.plan import Part
+from spaceport.runtime.decode.selector import NotANumber, TokenSelector
 
 _NEW, _PRIOR = 0.1, 4  # minimum weight of a step in an average; steps that the initial values count for
 _HOPE = 0.5  # how far rates of mask slots start back towards their initial values in a new request
@@ -18,7 +24,7 @@ _RETRY = 0.003  # share per step by which rates of unused mask slots return to t
 _LEAST_TRUST, _MOST_TRUST = 0.1, 1.5
 # Initial rates where a bundle has none: of mask slots; of prompt lookup after 2, 3 or 4 matching tokens, and after few or
 # many accepted tokens in a row.
-_MASKS = tuple(0.7 * 0.85**depth for depth in range(64))
+_MASKS = tuple(0.7 * 0.85**depth for depth in range(MAX_DEPTHS))
 USUAL_LOOKUP = (0.3, 0.45, 0.6, 0.85, 0.95)
 
 
@@ -30,11 +36,13 @@ class Acceptance:
         measured = measured or DraftAcceptance(())
         rates, lookup = measured.rates or _MASKS, measured.lookup or USUAL_LOOKUP
         self.initial = [*rates, *rates[-1:] * depths][:depths]
-        # by depth: how often mask slots added that many tokens to those of prompt lookup; then: while text is copied
+        # by depth: how often mask slots or heads added that many tokens to those of other sources; then: while text is
+        # copied
         self.masks = list(self.initial), list(self.initial)
-        self.promised = list(self.initial)  # by depth: probability that mask slots gave to their best token
-        self.accepted = list(self.initial)  # by depth: how often that token was accepted, behind an accepted one
         self.lookup = list(lookup)  # by kind of match
+        # by source and depth: probability that it gave to its best token, and how often that was accepted, behind an
+        # accepted one
+        self._promises: dict[str, tuple[list[float], list[float]]] = {}
         self.steps = 0
 
     def copy(self) -> Acceptance:
@@ -52,49 +60,40 @@ class Acceptance:
 
     def follow(self, other: Acceptance, weight: float) -> None:
         """Move all averages towards those of another one."""
-        for own, theirs in zip(self._averages(), other._averages(), strict=True):
-            own[:] = [a + weight * (b - a) for a, b in zip(own, theirs, strict=True)]
+        pairs = [*zip(self.masks, other.masks, strict=True), (self.lookup, other.lookup)]
+        for source, theirs in list(other._promises.items()):
+            pairs += zip(self.promises(source, len(theirs[0])), theirs, strict=True)
+        for own, averages in pairs:
+            for index, average in enumerate(averages):
+                own[index] += weight * (average - own[index])
 
     def reach(self, copying: bool) -> list[float]:
-        """The probability that mask slots or heads add one token, two tokens, ... to those of prompt lookup."""
+        """The probability that mask slots or heads add one token, two tokens, ... to those of other sources."""
         return list(accumulate(self.masks[copying], min))
 
-    def trust(self, depth: int) -> float:
-        """Factor that corrects the probabilities that mask slots give at a depth."""
-        return min(_MOST_TRUST, max(_LEAST_TRUST, self.accepted[depth] / max(self.promised[depth], 1e-9)))
+    def promises(self, source: str, depths: int) -> tuple[list[float], list[float]]:
+        """By depth: the probability that a source gave to its best token, and how often this was accepted."""
+        averages = self._promises.get(source)
+        if averages is None or len(averages[0]) < depths:
+            promised, accepted = averages or ([], [])
+            more = [*self.initial, *_MASKS[len(self.initial) :]][len(promised) : depths]
+            averages = self._promises[source] = [*promised, *more], [*accepted, *more]
+        return averages
 
-    def lookup_probabilities(self, equal: int, copied: int, count: int) -> list[float]:
-        """Acceptance probability of each lookup token behind accepted ones.
+    def trust(self, source: str, depths: int) -> list[float]:
+        """By depth: factor that corrects the probabilities that a source gives."""
+        promised, accepted = self.promises(source, depths)
+        return [
+            min(_MOST_TRUST, max(_LEAST_TRUST, accepted[depth] / max(promised[depth], 1e-9))) for depth in range(depths)
+        ]
 
-        `equal` is the number of matching tokens before them, `copied` how many of these were correct lookup tokens.
-        """
-        return [self.lookup[lookup_kind(equal + depth, copied + depth)] for depth in range(count)]
-
-    def learn(
-        self,
-        lookup_tokens: Sequence[int],
-        equal: int,
-        copied: int,
-        candidates: Sequence[Candidates],
-        written: Sequence[int],
-    ) -> int:
-        """Learn from the tokens that a step generated; returns the number of correct lookup tokens."""
+    def count_step(self) -> float:
+        """Count a step that is learned from; returns its weight in the averages."""
         self.steps += 1
-        weight = max(_NEW, 1 / (self.steps + _PRIOR))
-        looked_up = _common(lookup_tokens, written)
-        for depth in range(min(looked_up + 1, len(lookup_tokens), len(written))):
-            kind = lookup_kind(equal + depth, copied + depth)
-            self.lookup[kind] += weight * ((depth < looked_up) - self.lookup[kind])
-        best = [candidate.tokens[0] for candidate in takewhile(lambda candidate: candidate.tokens, candidates)]
-        right = _common(best, written)
-        for depth in range(min(right + 1, len(best), len(written))):
-            self.promised[depth] += weight * (candidates[depth].probabilities[0] - self.promised[depth])
-            self.accepted[depth] += weight * ((depth < right) - self.accepted[depth])
-        self._learn_masks(right - looked_up, len(candidates), len(written), is_copying(copied), weight)
-        return looked_up
+        return max(_NEW, 1 / (self.steps + _PRIOR))
 
-    def _learn_masks(self, added: int, candidates: int, written: int, copying: bool, weight: float) -> None:
-        """Learn that mask slots added tokens to those of prompt lookup; without candidates, forget slowly."""
+    def learn_masks(self, added: int, candidates: int, written: int, copying: bool, weight: float) -> None:
+        """Learn that mask slots added tokens to those of other sources; without candidates, forget slowly."""
         # Candidates beyond the generated tokens are unknown, unless one before them was wrong.
         known = written if added >= min(candidates, written) else candidates
         masks = self.masks[copying]
@@ -104,13 +103,62 @@ class Acceptance:
             elif depth < known:
                 masks[depth] += weight * ((depth < added) - masks[depth])
 
-    def _averages(self) -> Iterator[list[float]]:
-        yield from (*self.masks, self.promised, self.accepted, self.lookup)
+
+class Verdict(NamedTuple):
+    """The result of a step for one thread: retained rows and generated tokens."""
+
+    retained: tuple[int, ...]  # rows of the part whose KV slots are retained
+    tokens: tuple[int, ...]  # the accepted candidates, then the model's own next token
+    candidates: tuple[Candidates, ...]  # what the mask slots or heads predict after those, by position
+    sources: tuple[str, ...] = ()  # of each accepted candidate, as in its draft
+
+    @property
+    def accepted(self) -> int:
+        """Number of accepted candidates."""
+        return max(0, len(self.tokens) - 1)
 
 
-def _common(tokens: Sequence[int], written: Sequence[int]) -> int:
-    """Length of the common prefix."""
-    for index, (token, other) in enumerate(zip(tokens, written, strict=False)):
-        if token != other:
-            return index
-    return min(len(tokens), len(written))
+def accept(
+    part: Part, logits: NDArray[np.float32], selector: TokenSelector, most: int = 1, lines: int = 1, heads: int = 0
+) -> Verdict:
+    """The verdict on a thread's rows: walks the draft along the tokens that the model itself selects.
+
+    The generated tokens are therefore those of plain decoding.
+
+    `logits` has `lines` lines for each wanted row of the part: its own, then those of the heads, of which the first
+    `heads` are used. `most` is the number of candidates to take from each mask slot or head.
+    """
+    layout, thread, draft = part.layout, part.thread, part.draft
+    known = layout.known
+    if not part.complete:
+        return Verdict(tuple(range(known)), (), ())
+    first = part.first_wanted
+    node, retained, nodes = 0, list(range(known)), []
+    tokens = [selector.token(logits[(known - 1 - first) * lines], thread, ())]
+    for child, (parent, candidate) in enumerate(zip(draft.parents, draft.tokens, strict=True), 1):
+        if parent != node or candidate != tokens[-1]:  # a candidate comes after its parent
+            continue
+        row = layout.nodes[child]
+        try:
+            following = selector.token(logits[(row - first) * lines], thread, tokens)
+        except (NotANumber, OptionFault):
+            break  # the completion may end before this position; if it does not, the next step raises the error
+        node = child
+        nodes.append(child)
+        retained.append(row)
+        tokens.append(following)
+    sources = tuple([draft.sources[node - 1] for node in nodes]) if draft.sources else ()
+    candidates: tuple[Candidates, ...] = ()
+    if (proposed := _proposed(part, node, first, lines, heads)) is not None:
+        candidates = selector.candidates(logits[proposed], thread, len(thread.tokens) + len(tokens), most)
+    return Verdict(tuple(retained), tuple(tokens), candidates, sources)
+
+
+def _proposed(part: Part, node: int, first: int, lines: int, heads: int) -> slice | None:
+    """The lines with predictions for the tokens after that of a node's own line; None if there are none."""
+    layout = part.layout
+    if heads:  # head 1 predicts the token after that of the own line
+        own = (layout.nodes[node] - first) * lines
+        return slice(own + 1, own + 1 + heads)
+    group = layout.groups[node]
+    return slice((group[0] - first) * lines, (group[-1] + 1 - first) * lines, lines) if group else None

@@ -1,16 +1,20 @@
-"""Draft: the candidates of a step as a tree, and the number of mask slots behind each node."""
+"""Draft: the candidates of a step as a tree with mask slots behind its nodes, and how such a tree grows."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from functools import lru_cache
+from heapq import heappop, heappush
+from itertools import accumulate
+from operator import itemgetter
+from typing import Literal, NamedTuple, Protocol
 
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.mask_layout import CAUSAL, MaskLayout
+from spaceport.runtime.costs import Curve
 
 Shape = Literal["chain", "tree"]
-Source = Literal["mask", "head", "lookup", "both"]  # what proposed a candidate; both: prompt lookup and another
 Reason = Literal["budget", "not_worth_it", "no_candidates", "grammar", "end_of_text", "row_limit", "shared_call"]
 # Why a draft is narrower than its limits allow.
 REASONS: dict[str, str] = {
@@ -26,7 +30,7 @@ REASONS: dict[str, str] = {
 
 @dataclass(frozen=True)
 class Candidates:
-    """Candidates for one position from a mask slot or head: its most probable tokens, best first, with their probabilities."""
+    """Candidates for one position: the most probable tokens, best first, with their probabilities."""
 
     tokens: tuple[int, ...]
     probabilities: tuple[float, ...]
@@ -34,6 +38,35 @@ class Candidates:
     def behind(self, token: int) -> Candidates:
         """The candidates if this token is chosen for the position before."""
         return self
+
+
+def best_chain(candidates: Sequence[Candidates], last: int) -> list[Candidates]:
+    """The candidates of each position behind the best one of the position before, up to the first position without any.
+
+    `last` is the last known token.
+    """
+    chain: list[Candidates] = []
+    for position in candidates:
+        behind = position.behind(last)
+        if not behind.tokens:
+            break
+        chain.append(behind)
+        last = behind.tokens[0]
+    return chain
+
+
+MOST_LIKELY = 0.97  # maximum probability of a candidate, so that alternatives are still considered
+Ranked = Sequence[tuple[float, int]]  # probability and token of each candidate, the most probable first
+
+
+class Proposal(Protocol):
+    """What one source proposes for the positions behind the last known token of a thread."""
+
+    source: str  # name
+    depths: int  # number of positions
+
+    def behind(self, depth: int, token: int) -> Ranked:
+        """Its candidates at a depth, with their probabilities if this token before them and those before it are accepted."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +84,8 @@ class DraftConfig:
 
     def __post_init__(self) -> None:
         for name, least in (("rows", 1), ("siblings", 1), ("lookup", 0), ("heads", 0)):
-            if (given := getattr(self, name)) < least:
-                raise OptionFault(f"draft {name} is {given}: expected at least {least}")
+            if (value := getattr(self, name)) < least:
+                raise OptionFault(f"draft {name} is {value}: expected at least {least}")
         if self.shape not in ("chain", "tree"):
             raise OptionFault(f"draft shape is {self.shape!r}: expected chain or tree")
 
@@ -60,11 +93,6 @@ class DraftConfig:
     def candidates(self) -> int:
         """Number of candidates to take from each mask slot or head."""
         return 1 if self.shape == "chain" else self.siblings
-
-    @property
-    def predictor(self) -> Source:
-        """What predicts candidates besides prompt lookup."""
-        return "head" if self.heads else "mask"
 
 
 @dataclass(frozen=True)
@@ -74,7 +102,7 @@ class Draft:
     tokens: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()  # node before each candidate
     masks: tuple[int, ...] = (0,)  # mask slots behind each node
-    sources: tuple[Source, ...] = ()  # of each candidate
+    sources: tuple[str, ...] = ()  # of each candidate: the names of all sources that propose it, such as "mask+lookup"
     probabilities: tuple[float, ...] = ()  # estimated acceptance probability of each candidate; empty in a chain
     worth: tuple[float, ...] = ()  # expected tokens of 1, 2, ... rows, the best rows first; empty: unknown
     order: tuple[int, ...] = ()  # of the rows after the first: the node of a mask row, or -1 for a candidate
@@ -83,41 +111,41 @@ class Draft:
 
     @property
     def rows(self) -> int:
-        return 1 + len(self.tokens) + sum(map(self.mask_layout.rows, self.masks))
+        rows = 1 + len(self.tokens) + sum(self.masks)
+        if self.mask_layout.shift:
+            return rows
+        return rows + self.mask_layout.lead * (len(self.masks) - self.masks.count(0))
 
     def cut(self, rows: int, reason: Reason) -> Draft:
         """The draft with its best rows only, at most `rows`; a draft without an order of rows is not cut."""
         if not self.order or rows >= self.rows:
             return self
-        masks = list(map(self.mask_layout.rows, self.masks))
-        for node in self.order[rows - 1 :]:
-            if node >= 0:
-                masks[node] -= 1
-        count = self.order[: rows - 1].count(-1)
-        lead = self.mask_layout.lead
+        order = self.order[: rows - 1]
+        masks = masks_in(order, self.mask_layout.lead)
+        count = len(masks) - 1
         return Draft(
             self.tokens[:count],
             self.parents[:count],
-            tuple([max(0, each - lead) for each in masks[: count + 1]]),
+            masks,
             self.sources[:count],
             self.probabilities[:count],
             self.worth[:rows],
-            self.order[: rows - 1],
+            order,
             self.mask_layout,
             reason,
         )
 
 
-def best_chain(candidates: Sequence[Candidates], last: int) -> list[Candidates]:
-    """The candidates of each mask slot behind the best one of the mask slot before; `last` is the last known token."""
-    found: list[Candidates] = []
-    for each in candidates:
-        found.append(each.behind(last))
-        last = found[-1].tokens[0] if found[-1].tokens else last
-    return found
-
-
 PLAIN = Draft()
+
+
+def masks_in(order: Sequence[int], lead: int) -> tuple[int, ...]:
+    """The mask slots behind each node of a draft with these rows; a group that has only its `lead` rows has none."""
+    rows = [0] * (1 + order.count(-1))
+    for node in order:
+        if node >= 0:
+            rows[node] += 1
+    return tuple([max(0, count - lead) for count in rows] if lead else rows)
 
 
 def chain(
@@ -126,7 +154,7 @@ def chain(
     remaining: int,
     rows: int | None = None,
     mask_layout: MaskLayout = CAUSAL,
-    source: Source = "mask",
+    source: str = "mask",
 ) -> Draft:
     """SPACE's draft: a chain of candidates, and the same number of mask slots behind every node.
 
@@ -140,3 +168,193 @@ def chain(
     parents = tuple(range(len(tokens)))
     masks = tuple(max(0, min(mask_slots, remaining - 2 - depth)) for depth in range(len(tokens) + 1))
     return Draft(tokens, parents, masks, (source,) * len(tokens), mask_layout=mask_layout)
+
+
+class Outlook(NamedTuple):
+    """What the rows of a tree cost, and what mask slots are worth."""
+
+    curve: Curve
+    rate: float  # tokens per plain step that are generated otherwise
+    gains: Sequence[float]  # tokens: value of the first, the second, ... draft token in the next step
+    last: int = 0  # the last known token, before the draft
+
+
+def tree(
+    proposals: Sequence[Proposal],
+    draft_config: DraftConfig,
+    remaining: int,
+    rows: int,
+    outlook: Outlook,
+    bound: Reason = "row_limit",
+) -> Draft:
+    """The draft whose rows have the highest value for their time.
+
+    The value of a candidate is its acceptance probability. The value of a mask slot is a draft token in the next step,
+    times the probability that its node is the last accepted one. `rows` is the maximum, the last known token included;
+    `bound` is the reason for this maximum.
+    """
+    return _Growth(proposals, draft_config, remaining, outlook).grown(rows, bound)
+
+
+def opening_gains(gains: Sequence[float], lead: int) -> list[float]:
+    """By maximum number of mask slots: the highest average value of a row if a group is opened, with its `lead` rows."""
+    sums = accumulate(gains)
+    return list(accumulate((total / (count + lead) for count, total in enumerate(sums, 1)), max))
+
+
+@lru_cache(maxsize=256)
+def joined(names: tuple[str, ...], by: int) -> str:
+    """The names whose bits are set, such as "mask+lookup"."""
+    return "+".join(name for bit, name in enumerate(names) if by >> bit & 1)
+
+
+class _Growth:
+    """A tree that grows row by row; the heap holds the possible next rows: candidates and mask slots."""
+
+    def __init__(self, proposals: Sequence[Proposal], config: DraftConfig, remaining: int, outlook: Outlook) -> None:
+        self._proposals = proposals
+        self._names = tuple([proposal.source for proposal in proposals])
+        self._config, self._remaining, self._outlook = config, remaining, outlook
+        self._lead = 0 if config.mask_layout.shift else config.mask_layout.lead
+        self._openings = opening_gains(outlook.gains, self._lead) if self._lead else outlook.gains
+        self._tokens: list[int] = []
+        self._parents: list[int] = []
+        self._sources: list[str] = []
+        self._probabilities: list[float] = []
+        self._order: list[int] = []  # by row: the node of a mask row, or -1 for a candidate
+        self._masks: list[int] = []  # by node, as the next four
+        self._depths: list[int] = []
+        self._reached: list[float] = []  # probability that it is accepted
+        # candidates behind it, the most probable first: probability, token, and a bit for each source that proposes it
+        self._choices: list[list[tuple[float, int, int]]] = []
+        self._last: list[float] = []  # probability that it is the last accepted one
+        self._heap: list[
+            tuple[float, int, int, int]
+        ] = []  # value, number, node, rank of a candidate or -1: a mask slot
+        self._offered = 0
+        self._least = outlook.rate * outlook.curve.least  # minimum value of a row in any step
+        self._limited: Reason = "no_candidates"
+
+    def grown(self, rows: int, bound: Reason) -> Draft:
+        """The tree with the best number of rows, at most `rows`."""
+        (curve, rate, gains, last), lead = self._outlook, self._lead
+        times, slopes, rows = curve.times, curve.slopes, min(rows, len(curve.times))
+        worth, used, best_rows, best = [1.0], 1, 1, 1.0 - rate * times[0]
+        self._add_node(0, 1.0, last, -1)
+        while used < rows and self._heap:
+            negative, _, node, rank = heappop(self._heap)
+            if -negative < rate * slopes[used - 1]:
+                self._limited = "not_worth_it"
+                break
+            value = -negative
+            if rank >= 0:
+                self._add_candidate(node, rank, value)
+            else:
+                needed = 1 if self._masks[node] else 1 + lead
+                if used + needed > rows:
+                    self._limited = bound
+                    continue
+                self._add_mask(node, needed)
+                if needed > 1:
+                    worth += [worth[-1]] * lead
+                    used, value = used + lead, self._last[node] * gains[0]
+            used += 1
+            worth.append(worth[-1] + value)
+            if worth[-1] - rate * times[used - 1] > best:
+                best_rows, best = used, worth[-1] - rate * times[used - 1]
+        if best_rows < used:
+            return self._draft(worth, best_rows, "not_worth_it")
+        return self._draft(worth, used, self._limited if used < rows else bound if rows < self._config.rows else None)
+
+    def _draft(self, worth: Sequence[float], rows: int, limited: Reason | None) -> Draft:
+        """The first rows of the tree."""
+        order = self._order[: rows - 1]
+        masks = tuple(self._masks) if rows > len(self._order) else masks_in(order, self._lead)
+        count = len(masks) - 1
+        return Draft(
+            tuple(self._tokens[:count]),
+            tuple(self._parents[:count]),
+            masks,
+            tuple(self._sources[:count]),
+            tuple(self._probabilities[:count]),
+            tuple(worth[:rows]),
+            tuple(order),
+            self._config.mask_layout,
+            limited,
+        )
+
+    def _add_candidate(self, parent: int, rank: int, reached: float) -> None:
+        choices = self._choices[parent]
+        _, token, by = choices[rank]
+        self._order.append(-1)
+        self._tokens.append(token)
+        self._parents.append(parent)
+        self._sources.append(joined(self._names, by))
+        self._probabilities.append(reached)
+        if rank + 1 < len(choices):
+            self._offer(parent, rank + 1)
+        self._add_node(self._depths[parent] + 1, reached, token, by)
+
+    def _add_node(self, depth: int, reached: float, token: int, by: int) -> None:
+        """Add a node that is reached with this probability, and offer the rows behind it."""
+        choices: list[tuple[float, int, int]] = []
+        last, siblings = 1.0, self._config.siblings
+        bit = 1
+        for proposal in self._proposals:
+            if by & bit and depth < proposal.depths:
+                ranked = proposal.behind(depth, token)[:siblings]
+                if ranked:
+                    last *= 1 - ranked[0][0]
+                    choices = _merged(choices, ranked, bit) if choices else [(*choice, bit) for choice in ranked]
+                elif self._config.grammar:
+                    self._limited = "grammar"
+            bit *= 2
+        node = len(self._masks)
+        self._masks.append(0)
+        self._depths.append(depth)
+        self._reached.append(reached)
+        self._choices.append(choices[:siblings])
+        self._last.append(reached * last)
+        if choices:
+            self._offer(node, 0)
+        if self._config.mask_slots:
+            self._offer_mask(node)
+
+    def _add_mask(self, node: int, rows: int) -> None:
+        self._order += [node] * rows
+        self._masks[node] += 1
+        self._offer_mask(node)
+
+    def _offer(self, node: int, rank: int) -> None:
+        """Offer the candidate of this rank behind a node."""
+        if self._depths[node] + 1 < self._remaining:
+            self._push(self._reached[node] * self._choices[node][rank][0], node, rank)
+        else:
+            self._limited = "end_of_text"
+
+    def _offer_mask(self, node: int) -> None:
+        """Offer one more mask slot behind a node."""
+        index, most = self._masks[node], min(self._config.mask_slots, self._remaining - 2 - self._depths[node])
+        if index < most:
+            opens = self._lead and not index
+            self._push(self._last[node] * (self._openings[most - 1] if opens else self._outlook.gains[index]), node, -1)
+        elif index < self._config.mask_slots:
+            self._limited = "end_of_text"
+
+    def _push(self, value: float, node: int, rank: int) -> None:
+        if value > self._least:  # among equals, the first comes first
+            self._offered += 1
+            heappush(self._heap, (-value, self._offered, node, rank))
+        else:
+            self._limited = "not_worth_it"
+
+
+def _merged(choices: list[tuple[float, int, int]], ranked: Ranked, bit: int) -> list[tuple[float, int, int]]:
+    """The candidates of several sources, the most probable first; those that another source proposes as well are joined."""
+    by_token = {token: (probability, by) for probability, token, by in choices}
+    for probability, token in ranked:
+        before, by = by_token.pop(token, (0.0, 0))
+        by_token[token] = (max(probability, before), by | bit)
+    merged = [(probability, token, by) for token, (probability, by) in by_token.items()]
+    merged.sort(key=itemgetter(0), reverse=True)
+    return merged

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
-from spaceport.runtime.decode.draft import Source
 from spaceport.runtime.decode.threads import Thread
 
 
 class Listener(Protocol):
     """Receives the generated tokens of a request's threads, and decides where a stop string ends them."""
 
-    def on_token(self, thread: Thread, token: int, drafted: bool, source: Source | None = None) -> bool:
+    def on_token(self, thread: Thread, token: int, drafted: bool, source: str | None = None) -> bool:
         """Called after each generated token; returns whether the thread ends with it."""
 
     def on_fork(self, parent: Thread, child: Thread) -> None:
@@ -28,7 +27,7 @@ class Listener(Protocol):
 class NullListener:
     """A listener that ignores all events."""
 
-    def on_token(self, thread: Thread, token: int, drafted: bool, source: Source | None = None) -> bool:
+    def on_token(self, thread: Thread, token: int, drafted: bool, source: str | None = None) -> bool:
         return False
 
     def on_fork(self, parent: Thread, child: Thread) -> None:
@@ -43,7 +42,7 @@ class NullListener:
 
 # A thread, what happened (a token, a child thread that starts, None: it ended), whether a token was drafted, and what
 # proposed it.
-Event = tuple[Thread, int | Thread | None, bool, Source | None]
+Event = tuple[Thread, int | Thread | None, bool, str | None]
 
 
 class EventLog:
@@ -57,7 +56,7 @@ class EventLog:
         """Events since the last `take`."""
         return len(self._events)
 
-    def on_token(self, thread: Thread, token: int, drafted: bool, source: Source | None = None) -> bool:
+    def on_token(self, thread: Thread, token: int, drafted: bool, source: str | None = None) -> bool:
         self._events.append((thread, token, drafted, source))
         return False
 

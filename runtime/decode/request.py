@@ -9,13 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spaceport.graphs.contract.signature import STEP_ROWS, Lowering
-from spaceport.runtime.decode.accept import Verdict, sources_of
+from spaceport.runtime.decode.acceptance import Verdict
 from spaceport.runtime.decode.draft import Draft
-from spaceport.runtime.decode.drafter import Drafter, drafter_for
 from spaceport.runtime.decode.events import Listener, NullListener
 from spaceport.runtime.decode.kv_prefix import KvPrefix, kv_prefix
 from spaceport.runtime.decode.plan import Part, Plan, plan_thread
-from spaceport.runtime.decode.planner import SharedCall, Sharing
+from spaceport.runtime.decode.planner import Drafter, SharedCall, Sharing, drafter_for
 from spaceport.runtime.decode.request_config import RequestConfig
 from spaceport.runtime.decode.slots import Slots
 from spaceport.runtime.decode.statistics import Statistics
@@ -71,7 +70,7 @@ class Request:
         listener: Listener | None = None,
         observers: Sequence[Observer] = (),
     ) -> None:
-        root = new_thread(prompt, capacity, lookup=config.draft_config.lookup > 0)
+        root = new_thread(prompt, capacity)
         self.config = config
         self.slots = Slots(capacity, lowering)
         self.threads = [root]  # all threads, also ended ones
@@ -212,7 +211,7 @@ class Request:
         self._drafter.learn(part, verdict)  # before the candidates that the draft was made from are replaced
         thread.candidates = verdict.candidates
         before = self._generated
-        drafted, sources = verdict.accepted, sources_of(part, verdict)
+        drafted, sources = verdict.accepted, verdict.sources
         for index, token in enumerate(verdict.tokens):
             if thread.ending is not None or self.added >= config.max_total:
                 break

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from spaceport.runtime.decode.accept import Verdict, sources_of
-from spaceport.runtime.decode.draft import Source
+from spaceport.runtime.decode.acceptance import Verdict
 from spaceport.runtime.decode.plan import Part, Plan
 
 MOST_STEPS = 4096  # decode steps that are counted one by one
@@ -29,7 +28,8 @@ class Statistics:
     - `accepted_by_step`: Accepted draft tokens of each of these steps.
     - `drafted_by_depth`: Draft tokens that were fed, by depth in the draft.
     - `accepted_by_depth`: Accepted draft tokens, by depth in the draft.
-    - `drafted_by_source`: Draft tokens that were fed, by source: "mask", "head", "lookup" or "both".
+    - `drafted_by_source`: Draft tokens that were fed, by source: "mask", "head" or "lookup", and "mask+lookup" of tokens
+      that both propose.
     - `accepted_by_source`: Accepted draft tokens, by source.
     - `drafts_limited`: Steps in which a thread's draft was narrower than its limits allow, by reason: "budget",
       "not_worth_it", "no_candidates", "grammar", "end_of_text", "row_limit" or "shared_call".
@@ -130,9 +130,9 @@ class Statistics:
             self.accepted_by_depth[depth] += 1
         _count(self.drafted_by_source, part.draft.sources)
         if accepted:
-            _count(self.accepted_by_source, sources_of(part, verdict)[:accepted])
+            _count(self.accepted_by_source, verdict.sources[:accepted])
 
 
-def _count(counts: dict[str, int], sources: Sequence[Source]) -> None:
+def _count(counts: dict[str, int], sources: Sequence[str]) -> None:
     for source in dict.fromkeys(sources):  # in the order in which they first occur
         counts[source] = counts.get(source, 0) + sources.count(source)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from spaceport.runtime.decode.draft import Candidates
-from spaceport.runtime.decode.lookup import Lookup
 
 # Why a thread ended: its end token, a stop string, max_tokens or max_seq_len; or why the whole request ended:
 # max_total_tokens, its timeout, a cancelled stream.
@@ -31,7 +30,7 @@ class Thread:
     candidates: tuple[Candidates, ...] = ()  # what the mask slots predicted for the next positions
     ending: Ending | None = None
     drafted: list[bool] = field(default_factory=list)  # for each generated token: whether it was an accepted candidate
-    lookup: Lookup | None = None  # prompt lookup; None: not used
+    draft_state: dict[str, Any] = field(default_factory=dict)  # what draft sources store of it; a child gets copies
 
     @property
     def generated(self) -> list[int]:
@@ -54,9 +53,9 @@ class Thread:
         sees[unseen] = False
         path = (*self.path, self.forks)
         self.forks += 1
-        lookup = None if self.lookup is None else self.lookup.copy()
+        state = {source: state.copy() for source, state in self.draft_state.items()}
         tokens = [*self.tokens[: fork + 1], token]
-        return Thread(path, tokens, fork + 2, sees, min(self.fed, fork + 1), fork, lookup=lookup)
+        return Thread(path, tokens, fork + 2, sees, min(self.fed, fork + 1), fork, draft_state=state)
 
     def move(self, sources: NDArray[np.int64], targets: NDArray[np.int64]) -> None:
         """Update the visible slots after the engine has moved some."""
@@ -65,6 +64,6 @@ class Thread:
         self.sees[targets] = moved
 
 
-def new_thread(prompt: Sequence[int], capacity: int, lookup: bool = False) -> Thread:
+def new_thread(prompt: Sequence[int], capacity: int) -> Thread:
     """The root thread of a request."""
-    return Thread((), list(prompt), len(prompt), np.zeros(capacity, np.bool_), lookup=Lookup() if lookup else None)
+    return Thread((), list(prompt), len(prompt), np.zeros(capacity, np.bool_))

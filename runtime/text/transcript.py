@@ -9,7 +9,6 @@ from itertools import zip_longest
 
 from tokenizers import Tokenizer
 
-from spaceport.runtime.decode.draft import Source
 from spaceport.runtime.decode.threads import Ending, Thread
 from spaceport.runtime.sampling.logprobs import Logprobs, TokenLogprob
 from spaceport.runtime.text.tokenizer import StopSearch, TextStream, context_of
@@ -27,8 +26,8 @@ class Piece:
     - `drafted`: Whether the token is an accepted draft token.
     - `thread`: Path of the thread; () is the root thread, (0, 1) the second child of its first child.
     - `reading`: Text that can now be appended to the text shown so far, if threads are shown in reading order.
-    - `source`: What proposed an accepted draft token: "mask" (mask slots), "lookup" (prompt lookup) or "both"; None for
-      other tokens.
+    - `source`: What proposed an accepted draft token: "mask" (mask slots), "head" (heads) or "lookup" (prompt lookup), and
+      "mask+lookup" if both did; None for other tokens.
     - `logprob`: Log probability of the token; None unless `Decoding.logprobs` was set.
     """
 
@@ -38,7 +37,7 @@ class Piece:
     thread: Path = ()
     reading: str = ""
     logprob: TokenLogprob | None = None
-    source: Source | None = None
+    source: str | None = None
 
 
 @dataclass(frozen=True)
@@ -133,7 +132,7 @@ class Transcript:
         """The text in reading order so far."""
         return "".join(self._shown)
 
-    def on_token(self, thread: Thread, token: int, drafted: bool, source: Source | None = None) -> bool:
+    def on_token(self, thread: Thread, token: int, drafted: bool, source: str | None = None) -> bool:
         """Add a thread's next token; returns whether the thread ends with it."""
         if self.is_cut_off(thread):
             return True

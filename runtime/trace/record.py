@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from functools import cached_property
@@ -11,10 +12,11 @@ from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.contract.json_fields import JsonField, Rules, short
 from spaceport.graphs.contract.manifest import TokenIds
-from spaceport.runtime.decode.draft import Reason, Source
+from spaceport.runtime.decode.draft import Reason
 from spaceport.runtime.decode.threads import Ending
 
-SCHEMA = 2
+SCHEMA = 3
+_SOURCE = re.compile(r"[a-z_]+(\+[a-z_]+)*")  # names of the sources of a candidate
 
 RowKind = Literal["known", "candidate", "mask"]
 # JSON readers disagree on numbers from 2^53 on.
@@ -33,7 +35,7 @@ class ThreadRows:
     ]  # index of each row's parent among these rows; None: the thread's last token in the KV cache
     positions: tuple[int, ...]
     kinds: tuple[RowKind, ...]
-    sources: tuple[Source | None, ...]  # source of each candidate; None for other rows
+    sources: tuple[str | None, ...]  # of each candidate, such as "mask+lookup"; None for other rows
     retained: tuple[bool, ...]  # whether the row's KV slot was retained
     chosen: tuple[int, ...]  # accepted candidates, then the model's own next token; empty in a prefill chunk
     generated: int  # number of chosen tokens that belong to the completion: those before its end
@@ -180,6 +182,8 @@ def _wrong_columns(rows: ThreadRows) -> str:
             return f"has the position {rows.positions[row]} at row {row}: expected its parent's plus 1"
         if (rows.sources[row] is None) != (rows.kinds[row] != "candidate"):
             return f"has the source {rows.sources[row]!r} at row {row}: expected a source for candidates only"
+        if not _SOURCE.fullmatch(rows.sources[row] or "none"):
+            return f"has the source {short(rows.sources[row])} at row {row}: expected names such as mask+lookup"
     return ""
 
 

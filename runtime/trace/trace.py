@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from tokenizers import Tokenizer
 
 from spaceport.graphs.contract.manifest import TokenIds
-from spaceport.runtime.decode.accept import Verdict
+from spaceport.runtime.decode.acceptance import Verdict
 from spaceport.runtime.decode.plan import NO_PARENT, Part
 from spaceport.runtime.decode.request import Request, VerifiedStep
 from spaceport.runtime.decode.threads import Thread

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from spaceport.graphs.contract.signature import STEP_ROWS, Lowering
 from spaceport.runtime.costs import relative_costs
-from spaceport.runtime.decode.draft import Candidates, DraftConfig, Source
+from spaceport.runtime.decode.draft import Candidates, DraftConfig
 from spaceport.runtime.decode.events import NullListener
 from spaceport.runtime.decode.request import Request, VerifiedStep
 from spaceport.runtime.decode.selector import NotANumber, TokenSelector
@@ -98,7 +98,7 @@ class Fuse(NullListener):
             if self.left < 0:
                 raise Trap
 
-    def on_token(self, thread: Thread, token: int, drafted: bool, source: Source | None = None) -> bool:
+    def on_token(self, thread: Thread, token: int, drafted: bool, source: str | None = None) -> bool:
         self.touch("on_token")
         return False
 

@@ -10,7 +10,7 @@ from operator import mul
 from spaceport.graphs.contract.mask_layout import CAUSAL, MaskLayout
 from spaceport.runtime.costs import StepCosts
 from spaceport.runtime.decode.draft import DraftConfig
-from spaceport.runtime.decode.long_run import best_drafts, solve
+from spaceport.runtime.decode.planner import best_drafts, solve
 
 ROWS = (1, 2, 4, 6, 9, 12, 16, 24, 36, 64)
 MOST_ROWS = 64

@@ -12,9 +12,8 @@ from urllib.parse import urlsplit
 from urllib.request import HTTPRedirectHandler, OpenerDirector, ProxyHandler, Request, build_opener
 
 from spaceport.graphs.contract.faults import InputFault, OptionFault, SpaceportError
-from spaceport.runtime.decode.draft import Source
 from spaceport.tools.chat.chat_model import AnswerOptions, AnswerStatistics
-from spaceport.tools.terminal.lanes import COLOURS, Span
+from spaceport.tools.terminal.lanes import Span
 
 _TIMEOUT = 600.0  # seconds without a byte; Spaceport's service sends a comment every 10 seconds
 _LONGEST = 4 << 20  # bytes of a line or an error
@@ -168,8 +167,7 @@ def _spans(choice: Mapping[str, Any]) -> Iterator[Span]:
     if text and "".join(piece["text"] for piece in pieces) == text:
         for piece in pieces:
             source = piece.get("source")
-            known = cast(Source, source) if source in COLOURS else None
-            yield Span(piece["text"], bool(piece.get("drafted")), known)
+            yield Span(piece["text"], bool(piece.get("drafted")), source if isinstance(source, str) else None)
     elif text:
         yield Span(text, False)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from spaceport.runtime.decode.sources import named_source
 from spaceport.runtime.decode.statistics import Statistics
 from spaceport.runtime.sampling.logprobs import TokenLogprob
 from spaceport.runtime.scheduling.generation import Completion
@@ -102,9 +103,8 @@ def _drafts(s: Statistics) -> str:
     rates = f"acceptance rate {100 * s.acceptance_rate:.1f}%"
     if s.mean_acceptance_length is not None:
         rates += f", mean acceptance length {s.mean_acceptance_length:.2f}"
-    names = {"mask": "mask slots", "head": "heads", "lookup": "prompt lookup", "both": "both"}
     sources = ", ".join(
-        f"{names[source]} {s.accepted_by_source.get(source, 0)}/{count}"
+        f"{named_source(source)} {s.accepted_by_source.get(source, 0)}/{count}"
         for source, count in s.drafted_by_source.items()
     )
     depths = ", ".join(f"{a}/{d}" for a, d in zip(s.accepted_by_depth, s.drafted_by_depth, strict=True))

@@ -9,16 +9,10 @@ from typing import NamedTuple
 
 import click
 
-from spaceport.runtime.decode.draft import Source
 from spaceport.runtime.text.transcript import Path, Piece
 
-COLOURS: Mapping[Source | None, str] = {
-    None: "green",
-    "mask": "green",
-    "head": "green",
-    "lookup": "cyan",
-    "both": "magenta",
-}
+_COLOURS: Mapping[str | None, str] = {None: "green", "mask": "green", "head": "green", "lookup": "cyan"}
+_OTHER_COLOUR = "magenta"  # of several sources, and of others
 
 
 class Span(NamedTuple):
@@ -26,7 +20,7 @@ class Span(NamedTuple):
 
     text: str
     drafted: bool  # an accepted draft token; False: the model's own token
-    source: Source | None = None  # what proposed it
+    source: str | None = None  # what proposed it
 
 
 @dataclass
@@ -91,12 +85,17 @@ class Lanes:
             reading = reading[len(text) :]
 
 
+def colour_of(source: str | None) -> str:
+    """The colour of draft tokens of a source."""
+    return _COLOURS.get(source, _OTHER_COLOUR)
+
+
 def marked(spans: Iterable[Span], terminal: bool, open_bracket: bool = False) -> tuple[str, bool]:
     """Spans as text, drafted ones underlined on a terminal, in the colour of their source, and in [brackets] elsewhere; whether a bracket is still open."""
     found = []
     for text, drafted, source in spans:
         if terminal:
-            colour = None if os.environ.get("NO_COLOR") else COLOURS[source]
+            colour = None if os.environ.get("NO_COLOR") else colour_of(source)
             found.append(click.style(text, fg=colour, underline=True) if drafted else text)
             continue
         if drafted != open_bracket:

@@ -10,7 +10,7 @@ from rich.text import Text
 from spaceport.runtime.decode.statistics import Statistics
 from spaceport.runtime.scheduling.stream import Stream
 from spaceport.runtime.text.transcript import Path
-from spaceport.tools.terminal.lanes import COLOURS, Lane, Lanes, Span
+from spaceport.tools.terminal.lanes import Lane, Lanes, Span, colour_of
 
 _FRAMES = 12  # per second
 
@@ -74,5 +74,5 @@ def watch(stream: Stream, lanes: Lanes, console: Console | None = None) -> list[
 def _text(lane: Lane) -> Text:
     text = Text()
     for part, drafted, source in lane.spans:
-        text.append(part, f"underline {COLOURS[source]}" if drafted else "")
+        text.append(part, f"underline {colour_of(source)}" if drafted else "")
     return text

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from spaceport.graphs.contract.mask_layout import MaskLayout
 from spaceport.runtime.costs import Curve
-from spaceport.runtime.decode.draft import Candidates, Draft, DraftConfig, chain
+from spaceport.runtime.decode.acceptance import Acceptance
+from spaceport.runtime.decode.draft import (
+    MOST_LIKELY,
+    Candidates,
+    Draft,
+    DraftConfig,
+    Outlook,
+    Proposal,
+    Ranked,
+    chain,
+    tree,
+)
 from spaceport.runtime.decode.plan import lay_out
-from spaceport.runtime.decode.tree import Outlook, tree
+from spaceport.runtime.decode.sources import Predictions
 
 WIDE = 99  # more tokens, or rows, than anything needs
 PLAN = DraftConfig(siblings=2)
@@ -86,10 +100,34 @@ def linear(row: float) -> Curve:
     return Curve([1 + row * more for more in range(WIDE)])
 
 
-def outlook(*masks: float, row: float = 0.1, lookup: float = 0.5, trust: tuple[float, ...] = ()) -> Outlook:
+def outlook(*masks: float, row: float = 0.1) -> Outlook:
     """A row has to be worth `row` tokens; mask slots are right as often as `masks` says and cost a row later."""
     gains = tuple(max(0.0, rate - row) for rate in (*masks, *(0.0,) * 6))
-    return Outlook(linear(row), 1.0, gains, trust, (lookup,) * 9)
+    return Outlook(linear(row), 1.0, gains)
+
+
+@dataclass(frozen=True)
+class Line:
+    """A source that proposes one token at each depth."""
+
+    tokens: Sequence[int]
+    probability: float = 0.5
+    source: str = "lookup"
+
+    @property
+    def depths(self) -> int:
+        return len(self.tokens)
+
+    def behind(self, depth: int, token: int) -> Ranked:
+        return ((min(MOST_LIKELY, self.probability), self.tokens[depth]),)
+
+
+def predicted(*candidates: Candidates, trust: float = 1.0) -> Predictions:
+    """What mask slots propose; `trust` is the share of right ones in what they promised."""
+    acceptance = Acceptance(5)
+    promised, accepted = acceptance.promises("mask", 5)
+    accepted[:] = [trust * rate for rate in promised]
+    return Predictions("mask", candidates, 0, acceptance)
 
 
 def candidate(**probability_of: float) -> Candidates:
@@ -105,7 +143,7 @@ def paths(draft: Draft) -> list[tuple[int, ...]]:
     return ways[1:]
 
 
-CANDIDATES = (candidate(t10=0.6, t11=0.28), candidate(t20=0.5, t21=0.4))
+CANDIDATES = predicted(candidate(t10=0.6, t11=0.28), candidate(t20=0.5, t21=0.4))
 BEST_FIRST = [
     (10,),  # 0.6
     (10, 20),  # 0.6 x 0.5 = 0.3
@@ -118,13 +156,13 @@ BEST_FIRST = [
 
 @pytest.mark.parametrize("rows", range(1, 9))
 def test_candidates_come_best_first_while_there_are_rows(rows: int) -> None:
-    draft = tree(CANDIDATES, (), PLAN, WIDE, rows, outlook())
+    draft = tree((CANDIDATES,), PLAN, WIDE, rows, outlook())
     assert paths(draft) == BEST_FIRST[: rows - 1]
     assert draft.probabilities == pytest.approx((0.6, 0.3, 0.28, 0.24, 0.14, 0.112)[: rows - 1])
     assert draft.sources == ("mask",) * len(draft.tokens)
     assert draft.masks == (0,) * (1 + len(draft.tokens))
-    equals = (candidate(t10=0.5, t11=0.25), candidate(t20=0.5))  # the first to come up is the first
-    assert paths(tree(equals, (), PLAN, WIDE, rows, outlook()))[:2] == [(10,), (11,)][: rows - 1]
+    equals = predicted(candidate(t10=0.5, t11=0.25), candidate(t20=0.5))  # the first to come up is the first
+    assert paths(tree((equals,), PLAN, WIDE, rows, outlook()))[:2] == [(10,), (11,)][: rows - 1]
 
 
 @pytest.mark.parametrize(
@@ -138,13 +176,13 @@ def test_candidates_come_best_first_while_there_are_rows(rows: int) -> None:
 def test_a_row_that_promises_too_little_or_has_too_many_siblings_is_not_fed(
     siblings: int, row: float, count: int
 ) -> None:
-    draft = tree(CANDIDATES, (), DraftConfig(siblings=siblings), WIDE, WIDE, outlook(row=row))
+    draft = tree((CANDIDATES,), DraftConfig(siblings=siblings), WIDE, WIDE, outlook(row=row))
     assert paths(draft) == BEST_FIRST[:count]
 
 
 def test_mask_slots_that_are_too_sure_of_themselves_are_trusted_less() -> None:
     """Their probability is 0.8, their acceptance 0.4: all probabilities are halved, and again at the second position."""
-    draft = tree(CANDIDATES, (), PLAN, WIDE, WIDE, outlook(trust=(0.5,)))
+    draft = tree((predicted(*CANDIDATES._candidates, trust=0.5),), PLAN, WIDE, WIDE, outlook())
     assert paths(draft) == [(10,), (11,)]
     assert draft.probabilities == pytest.approx((0.3, 0.14))
 
@@ -179,7 +217,7 @@ def test_mask_slots_stand_where_they_promise_the_most(
 ) -> None:
     """Without shift, the first mask slot behind a node needs two rows."""
     limits = DraftConfig(2, siblings=2, mask_layout=layout)
-    draft = tree((candidate(t10=0.6),), (), limits, WIDE, rows, outlook(0.8, 0.5))
+    draft = tree((predicted(candidate(t10=0.6)),), limits, WIDE, rows, outlook(0.8, 0.5))
     assert (len(draft.tokens), draft.masks) == (tokens, masks)
     assert draft.rows <= rows
     assert len(draft.order) == draft.rows - 1 == len(draft.worth) - 1
@@ -205,7 +243,7 @@ def test_mask_slots_stand_where_they_promise_the_most(
 def test_mask_slots_behind_one_token_have_to_pay_for_their_rows(
     limits: DraftConfig, rates: tuple[float, ...], remaining: int, rows: int, masks: int
 ) -> None:
-    assert tree((), (), limits, remaining, rows, outlook(*rates)).masks == (masks,)
+    assert tree((), limits, remaining, rows, outlook(*rates)).masks == (masks,)
 
 
 @pytest.mark.parametrize(
@@ -221,32 +259,33 @@ def test_a_tree_has_nothing_beyond_the_token_limit(
     remaining: int, expected: list[tuple[int, ...]], masks: tuple[int, ...], looked_up: int
 ) -> None:
     """Two mask slots stand where their tokens and one more token fit below the limit."""
-    draft = tree(CANDIDATES, (), DraftConfig(2, siblings=2), remaining, WIDE, outlook(1.0, 1.0))
+    draft = tree((CANDIDATES,), DraftConfig(2, siblings=2), remaining, WIDE, outlook(1.0, 1.0))
     assert paths(draft) == expected
     assert draft.masks == masks
-    assert tree((), (7, 8, 9), PLAN, remaining, WIDE, outlook()).tokens == (7, 8, 9)[:looked_up]
+    assert tree((Line((7, 8, 9)),), PLAN, remaining, WIDE, outlook()).tokens == (7, 8, 9)[:looked_up]
 
 
 @pytest.mark.parametrize(("row", "count"), [(0.1, 3), (0.2, 2), (0.3, 1), (0.6, 0)])
 def test_looked_up_tokens_are_a_line_that_gets_less_likely(row: float, count: int) -> None:
-    draft = tree((), (7, 8, 9), PLAN, WIDE, WIDE, outlook(row=row))
+    draft = tree((Line((7, 8, 9)),), PLAN, WIDE, WIDE, outlook(row=row))
     assert (draft.tokens, draft.parents) == ((7, 8, 9)[:count], (0, 1, 2)[:count])
     assert draft.sources == ("lookup",) * count
     assert draft.probabilities == (0.5, 0.25, 0.125)[:count]
 
 
 def test_a_token_that_both_propose_is_one_row_with_its_mask_slots_once() -> None:
-    candidates = (candidate(t10=0.6, t7=0.28), candidate(t8=0.5))
-    draft = tree(candidates, (7, 8), PLAN, WIDE, WIDE, outlook())
+    two = predicted(candidate(t10=0.6, t7=0.28), candidate(t8=0.5))
+    draft = tree((two, Line((7, 8))), PLAN, WIDE, WIDE, outlook())
     # 10: 0.6; 7 from lookup: 0.5; 8 behind 10: 0.3; 7 from a mask slot: there; 8 behind 7 from lookup: 0.25; from both
     assert paths(draft) == [(10,), (7,), (10, 8), (7, 8)]
-    assert draft.sources == ("mask", "both", "mask", "both")
+    assert draft.sources == ("mask", "mask+lookup", "mask", "mask+lookup")
     assert draft.probabilities == pytest.approx((0.6, 0.5, 0.3, 0.25))
-    draft = tree((candidate(t7=0.9),), (7, 8), PLAN, WIDE, WIDE, outlook())
-    assert (paths(draft), draft.sources) == ([(7,), (7, 8)], ("both", "lookup"))
+    draft = tree((predicted(candidate(t7=0.9)), Line((7, 8))), PLAN, WIDE, WIDE, outlook())
+    assert (paths(draft), draft.sources) == ([(7,), (7, 8)], ("mask+lookup", "lookup"))
     for probability in (0.5, 0.95):
-        draft = tree((candidate(t7=probability),), (7,), DraftConfig(1), WIDE, WIDE, outlook(0.4, lookup=0.9))
-        assert (draft.sources, draft.masks) == (("both",), (0, 1))
+        sources = (predicted(candidate(t7=probability)), Line((7,), 0.9))
+        draft = tree(sources, DraftConfig(1), WIDE, WIDE, outlook(0.4))
+        assert (draft.sources, draft.masks) == (("mask+lookup",), (0, 1))
 
 
 @st.composite
@@ -257,25 +296,47 @@ def guesses(draw: st.DrawFn) -> Candidates:
     return Candidates(tuple(tokens), tuple(sorted(found, reverse=True)))
 
 
+def test_any_number_of_sources_grow_one_tree() -> None:
+    """Each token is one row under the names of all that propose it, and continues by all of them."""
+    sources = (
+        predicted(candidate(t7=0.5, t10=0.3)),
+        Line((7, 8), 0.4),
+        Line((7, 8, 9), 0.6, "phrase"),
+        Line((9,), 0.2, "end"),
+    )
+    draft = tree(sources, DraftConfig(siblings=4), WIDE, WIDE, outlook(row=0.01))
+    proposed = dict(zip(paths(draft), draft.sources, strict=True))
+    assert proposed == {
+        (7,): "mask+lookup+phrase",
+        (7, 8): "lookup+phrase",
+        (10,): "mask",
+        (7, 8, 9): "phrase",
+        (9,): "end",
+    }
+    assert draft.probabilities == pytest.approx((0.6, 0.36, 0.3, 0.216, 0.2))
+
+
 FIVE = st.lists(st.floats(0, 1), min_size=5, max_size=5)
 OUTLOOKS = st.builds(
     Outlook,
     st.sampled_from((0.001, 0.01, 0.08)).map(linear),
     st.floats(1, 4),
     FIVE.map(lambda gains: sorted(gains, reverse=True)),
-    st.lists(st.floats(0.1, 1), max_size=3),
-    FIVE,
 )
 
 
 @given(st.data())
 def test_a_tree_is_one_whatever_it_grows_from(data: st.DataObject) -> None:
     candidates = data.draw(st.lists(guesses(), max_size=5))
-    lookup_tokens = data.draw(st.lists(st.integers(0, 5), max_size=5))
+    lines = [
+        Line(data.draw(st.lists(st.integers(0, 5), max_size=5)), data.draw(st.floats(0, 1)), name)
+        for name in data.draw(st.sampled_from(((), ("lookup",), ("lookup", "phrase"))))
+    ]
+    proposals: list[Proposal] = [predicted(*candidates, trust=data.draw(st.floats(0.1, 1))), *lines]
     limits = DraftConfig(data.draw(st.integers(0, 5)), siblings=data.draw(st.integers(1, 3)))
     remaining, rows = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 50))
     found = data.draw(OUTLOOKS)
-    draft = tree(candidates, lookup_tokens, limits, remaining, rows, found)
+    draft = tree(proposals, limits, remaining, rows, found)
     ways = paths(draft)
     assert 1 + len(ways) + sum(draft.masks) <= rows
     assert len(draft.masks) == 1 + len(ways)
@@ -285,13 +346,15 @@ def test_a_tree_is_one_whatever_it_grows_from(data: st.DataObject) -> None:
     for way, source in zip(ways, draft.sources, strict=True):
         depth = len(way) - 1
         assert len(way) < remaining
-        assert source == "lookup" or way[-1] in candidates[depth].tokens[: limits.siblings]
-        assert source == "mask" or list(way) == lookup_tokens[: len(way)]
-    for way, masks in zip([(), *ways], draft.masks, strict=True):
-        assert masks <= max(0, min(limits.mask_slots, remaining - 2 - len(way)))
+        names = source.split("+")
+        assert "mask" not in names or way[-1] in candidates[depth].tokens[: limits.siblings]
+        for line in lines:
+            assert line.source not in names or list(way) == line.tokens[: len(way)]
+    for way, count in zip([(), *ways], draft.masks, strict=True):
+        assert count <= max(0, min(limits.mask_slots, remaining - 2 - len(way)))
     layout = lay_out(1, draft.parents, draft.masks)
     assert layout.rows == 1 + len(ways) + sum(draft.masks)
     assert all(parent < row for row, parent in enumerate(layout.parents.tolist()))
-    fewer = tree(candidates, lookup_tokens, limits, remaining, max(1, rows - 1), found)
+    fewer = tree(proposals, limits, remaining, max(1, rows - 1), found)
     assert draft.tokens[: len(fewer.tokens)] == fewer.tokens
     assert all(less <= more for less, more in zip(fewer.masks, draft.masks, strict=False))

@@ -13,12 +13,18 @@ from hypothesis import strategies as st
 from spaceport.graphs.contract.draft_acceptance import DraftAcceptance
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.runtime.costs import StepCosts
-from spaceport.runtime.decode.accept import Verdict
-from spaceport.runtime.decode.acceptance import Acceptance
+from spaceport.runtime.decode.acceptance import Acceptance, Verdict
 from spaceport.runtime.decode.draft import Candidates, Draft, DraftConfig
-from spaceport.runtime.decode.drafter import TreeDrafter, drafter_for
 from spaceport.runtime.decode.plan import Part, plan_thread
-from spaceport.runtime.decode.planner import CREDIT, SHARE, DraftPlanner, SharedCall, Sharing
+from spaceport.runtime.decode.planner import (
+    CREDIT,
+    SHARE,
+    DraftPlanner,
+    SharedCall,
+    Sharing,
+    TreeDrafter,
+    drafter_for,
+)
 from spaceport.runtime.decode.threads import new_thread
 
 FLOAT32 = StepCosts(64, ((1, 1.0), (4, 1.12), (9, 1.4), (16, 1.6), (36, 2.5)), relative=True)
@@ -192,7 +198,7 @@ class LookupText:
     def __init__(self, prompt: Sequence[int], planner: DraftPlanner) -> None:
         self.drafter = TreeDrafter(DraftConfig(5, lookup=16), planner, "")
         self.drafter._acceptance = Acceptance(5, DraftAcceptance((0.0,)))
-        self.thread = new_thread(prompt, 8, lookup=True)
+        self.thread = new_thread(prompt, 8)
         self.thread.fed = len(prompt) - 1
 
     def draft(self) -> Draft:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from spaceport.runtime.decode.draft import Candidates, Source
+from spaceport.runtime.decode.draft import Candidates
 from spaceport.runtime.decode.events import NullListener
 from spaceport.runtime.decode.request import VerifiedStep
 from spaceport.runtime.decode.threads import Ending, Thread
@@ -77,7 +77,7 @@ class Scene(NullListener):
     def _at(self, thread: Thread, position: int) -> int:
         return dict(enumerate(self.texts[thread.path], thread.start)).get(position, END)
 
-    def on_token(self, thread: Thread, token: int, drafted: bool, source: Source | None = None) -> bool:
+    def on_token(self, thread: Thread, token: int, drafted: bool, source: str | None = None) -> bool:
         self.written_in.setdefault(thread.path, []).append(self.steps)
         return False
 

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.graphs.contract.mask_layout import CAUSAL, MaskLayout
-from spaceport.runtime.decode.accept import Verdict, accept
+from spaceport.runtime.decode.acceptance import Verdict, accept
 from spaceport.runtime.decode.draft import PLAIN, Candidates, Draft, chain
 from spaceport.runtime.decode.plan import Part, Plan, lay_out, plan_thread, sees, within
 from spaceport.runtime.decode.selector import NotANumber

@@ -14,10 +14,9 @@ from spaceport.graphs.contract.draft_acceptance import DraftAcceptance
 from spaceport.graphs.contract.mask_layout import MaskLayout
 from spaceport.runtime import Decoding, Runtime
 from spaceport.runtime.costs import Curve, StepCosts
-from spaceport.runtime.decode import long_run
 from spaceport.runtime.decode.draft import DraftConfig
-from spaceport.runtime.decode.long_run import LongRun, best_drafts
-from spaceport.runtime.decode.planner import DraftPlanner, SharedCall, Wish
+from spaceport.runtime.decode.planner import DraftPlanner, LongRun, SharedCall, Wish, best_drafts, solve
+from spaceport.runtime.decode.planner import best_rate as best_rate_of_heads
 from support.hash_engine import Language
 from support.hash_runtime import hash_runtime
 
@@ -63,7 +62,7 @@ def test_a_new_runtime_starts_from_the_rates_of_its_bundle_at_the_nearest_temper
         acceptance = planner.acceptance(temperature, 2, temperature)
         assert acceptance.reach(copying=False) == rates
         # rates of prompt lookup hold near their temperature only
-        assert acceptance.lookup_probabilities(2, 0, 3) == ([0.1, 0.2, 0.3] if near else [0.3, 0.45, 0.6])
+        assert acceptance.lookup[:3] == ([0.1, 0.2, 0.3] if near else [0.3, 0.45, 0.6])
 
 
 # Of the 1.2B model of docs: rows and the time of a step, in plain steps.
@@ -89,7 +88,7 @@ def limits(mask_slots: int, lead: int = 0) -> DraftConfig:
 
 def solved(times: Sequence[float], reach: Sequence[float], lead: int = 0) -> LongRun:
     """The solution for a step time by rows."""
-    return long_run.solve(Curve(times), reach, limits(len(reach), lead))
+    return solve(Curve(times), reach, limits(len(reach), lead))
 
 
 def best_rate(times: Sequence[float], reach: Sequence[float], lead: int = 0) -> float:
@@ -148,9 +147,9 @@ def test_drafts_that_never_pay_leave_the_plain_rate_and_no_worth() -> None:
 
 def test_draft_tokens_that_every_step_leaves_are_verified_as_far_as_they_pay() -> None:
     # 1, 1.9, 2.35 and 2.395 tokens in 1.0, 1.13, 1.175 and 1.22
-    assert long_run.best_rate(Curve(curve(FLOAT32)), [0.9, 0.45, 0.045]) == pytest.approx(2.35 / 1.175)
-    assert long_run.best_rate(Curve(curve(FLOAT32)), [0.1]) == pytest.approx(1.0)
-    assert long_run.best_rate(Curve([1.0, 1.0]), [0.5, 0.25, 0.125]) == pytest.approx(1.5)
+    assert best_rate_of_heads(Curve(curve(FLOAT32)), [0.9, 0.45, 0.045]) == pytest.approx(2.35 / 1.175)
+    assert best_rate_of_heads(Curve(curve(FLOAT32)), [0.1]) == pytest.approx(1.0)
+    assert best_rate_of_heads(Curve([1.0, 1.0]), [0.5, 0.25, 0.125]) == pytest.approx(1.5)
 
 
 def slow_then_stopped() -> Iterator[float]:

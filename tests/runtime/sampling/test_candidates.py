@@ -15,13 +15,12 @@ from spaceport.graphs.contract.draft_correction import CorrectionTables, read_ta
 from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.runtime.costs import Curve, StepCosts
-from spaceport.runtime.decode.accept import Verdict
-from spaceport.runtime.decode.draft import Candidates, DraftConfig, Shape, best_chain
-from spaceport.runtime.decode.drafter import TreeDrafter, drafter_for
+from spaceport.runtime.decode.acceptance import Acceptance, Verdict
+from spaceport.runtime.decode.draft import Candidates, Draft, DraftConfig, Outlook, Shape, best_chain, tree
 from spaceport.runtime.decode.plan import plan_thread
-from spaceport.runtime.decode.planner import DraftPlanner, Sharing
+from spaceport.runtime.decode.planner import DraftPlanner, Sharing, TreeDrafter, drafter_for
+from spaceport.runtime.decode.sources import Predictions
 from spaceport.runtime.decode.threads import Thread, new_thread
-from spaceport.runtime.decode.tree import Outlook, tree
 from spaceport.runtime.sampling.choice import Bans, Corrected, CorrectedCandidates, Greedy, top_candidates
 from spaceport.runtime.sampling.sampler import Sampling, chooser
 
@@ -61,19 +60,23 @@ def test_a_chain_follows_its_own_tokens() -> None:
     """The first mask slot proposes 6 behind 0; 6 changes the order of the second one."""
     first = CorrectedCandidates((6, 7), (0.6, 0.3), TABLES, 3)
     assert [each.tokens[0] for each in best_chain((first, corrected()), 0)] == [6, 2]
-    assert [each.tokens for each in best_chain((Candidates((), ()), corrected()), 7)] == [(), (3, 1, 2)]
+    assert [each.tokens for each in best_chain((corrected(), Candidates((), ()), corrected()), 7)] == [(3, 1, 2)]
 
 
 def test_each_branch_of_a_tree_has_its_own_candidates() -> None:
     first = CorrectedCandidates((6, 7), (0.5, 0.4), TABLES, 2)
     curve = Curve([1 + 0.01 * more for more in range(9)])
-    draft = tree((first, corrected(2)), (), DraftConfig(siblings=2), 9, 9, Outlook(curve, 1.0, (0.0,) * 9, last=0))
+
+    def grown(*candidates: Candidates, last: int) -> Draft:
+        proposals = (Predictions("mask", candidates, last, Acceptance(2)),)
+        return tree(proposals, DraftConfig(siblings=2), 9, 9, Outlook(curve, 1.0, (0.0,) * 9, last))
+
+    draft = grown(first, corrected(2), last=0)
     ways = [
         (draft.tokens[parent - 1], token) for parent, token in zip(draft.parents, draft.tokens, strict=True) if parent
     ]
     assert sorted(ways) == [(6, 1), (6, 2), (7, 1), (7, 3)]
-    behind_six = tree((corrected(1),), (), DraftConfig(siblings=2), 9, 9, Outlook(curve, 1.0, (0.0,) * 9, last=6))
-    assert behind_six.tokens == (2,)
+    assert grown(corrected(1), last=6).tokens == (2,)
 
 
 @pytest.mark.parametrize("shape", ["chain", "tree"])
@@ -90,7 +93,7 @@ def test_drafts_start_behind_the_last_token_and_their_chain_is_learned(shape: Sh
         drafter.learn(plan_thread(thread, draft, TokenIds(mask=(5,)), 512), Verdict((0,), (2, 6), ()))
         thread.tokens += (2, 6)
     if isinstance(drafter, TreeDrafter):
-        assert drafter._acceptance.accepted[0] > 0.9
+        assert drafter._acceptance.promises("mask", 1)[1][0] > 0.9
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8, seed=3), Sampling(repetition_penalty=1.3)])

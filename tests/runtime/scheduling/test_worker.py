@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spaceport.runtime.decode.draft import Source
 from spaceport.runtime.decode.request import Request
 from spaceport.runtime.decode.threads import Thread
 from spaceport.runtime.decoding import Decoding
@@ -106,7 +105,7 @@ def test_text_made_by_the_reader_has_the_pieces_of_text_made_by_the_worker(optio
 def test_text_that_cannot_be_made_fails_where_it_is_read_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[int] = []
 
-    def refuse(self: Transcript, thread: Thread, token: int, drafted: bool, source: Source | None) -> bool:
+    def refuse(self: Transcript, thread: Thread, token: int, drafted: bool, source: str | None) -> bool:
         tried.append(token)
         raise ValueError("no text")
 

@@ -19,7 +19,7 @@ from click.testing import CliRunner, Result
 
 from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.runtime.decode import step as loop
-from spaceport.runtime.decode.accept import Verdict, accept
+from spaceport.runtime.decode.acceptance import Verdict, accept
 from spaceport.runtime.decode.plan import Part
 from spaceport.runtime.decode.selector import TokenSelector
 from spaceport.tools.cli import cli, run

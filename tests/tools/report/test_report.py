@@ -211,7 +211,7 @@ def test_the_tooltip_of_a_cell_lists_its_tokens(sheet: Sheet) -> None:
         parents=(None, 0, 1, 1, 2),
         positions=(0, 1, 2, 2, 3),
         kinds=("known", "known", "candidate", "candidate", "mask"),
-        sources=(None, None, "both", "lookup", None),
+        sources=(None, None, "mask+lookup", "lookup", None),
         retained=(True, True, True, False, False),
         chosen=(3, 6),
         generated=1,

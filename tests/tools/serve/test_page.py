@@ -297,7 +297,7 @@ def test_a_stored_trace_of_forked_threads_is_opened_and_other_files_are_refused(
     for content, message in (
         ("nothing", "The file is not JSON: expected a trace"),
         ("{}", "The file is no trace: expected one"),
-        ('{"prompt": [], "threads": [], "steps": [], "schema": 9}', "The trace has schema 9: expected 2."),
+        ('{"prompt": [], "threads": [], "steps": [], "schema": 9}', "The trace has schema 9: expected 3."),
     ):
         file.write_text(content, "utf-8")
         visit.page.set_input_files("#file", file)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from spaceport.runtime.decode.sources import named_source
 from spaceport.tools.bench.compare.markdown import header, number, row
 from spaceport.tools.bench.compare.summary import Spread
 from spaceport.tools.bench.decode.measuring import Difference
@@ -14,7 +15,6 @@ from spaceport.tools.bench.decode.summary import REPLAY_LABEL, DecodeReport, Mod
 
 _SHOWN = 10  # differences; JSON has all
 _DEPTHS = 8  # columns; JSON has all
-_SOURCES = {"mask": "mask slots", "lookup": "prompt lookup", "both": "both"}
 
 
 def markdown_of(report: DecodeReport) -> str:
@@ -61,11 +61,13 @@ def rates_of(report: DecodeReport) -> Iterator[str]:
     """The table of acceptance rates: a row per mode and temperature with drafts."""
     depths = min(_DEPTHS, max(len(mode.by_depth) for mode in report.modes))
     columns = ["mode", "temperature", "mean acceptance length", *(f"depth {depth + 1}" for depth in range(depths))]
-    yield from header([*columns, *_SOURCES.values()])
+    names = {source for mode in report.modes for source in mode.by_source}
+    sources = sorted(names, key=lambda source: (source.count("+"), source))
+    yield from header([*columns, *map(named_source, sources)])
     for mode in report.modes:
         if mode.by_depth:
             by_depth = [_rate(mode.by_depth[depth] if depth < len(mode.by_depth) else None) for depth in range(depths)]
-            by_source = [_rate(mode.by_source.get(source)) for source in _SOURCES]
+            by_source = [_rate(mode.by_source.get(source)) for source in sources]
             yield row([mode.mode, f"{mode.temperature:g}", f"{mode.mean_acceptance_length:.2f}", *by_depth, *by_source])
 
 

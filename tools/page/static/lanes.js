@@ -48,19 +48,17 @@ export function hueOf(lane) {
 export function originClass(origin) {
   if (origin.source === 'model') return 'own';
   const places = origin.source === 'mask' || origin.source === 'head';
-  return places ? `mask m${Math.min(origin.depth, 4)}` : origin.source;
+  if (places) return `mask m${Math.min(origin.depth, 4)}`;
+  return origin.source === 'lookup' ? 'lookup' : 'several';
 }
 
 /** A token's origin in words. @param {import('./trace.js').Origin} origin */
 export function originName(origin) {
   if (origin.source === 'model') return 'own token of the model';
-  const names = {
-    mask: `mask slot ${origin.depth}`,
-    head: `head ${origin.depth}`,
-    lookup: 'prompt lookup',
-    both: 'both mask slot or head and prompt lookup',
-  };
-  return `accepted draft token: ${names[origin.source]}`;
+  /** @type {Record<string, string>} */
+  const names = { mask: `mask slot ${origin.depth}`, head: `head ${origin.depth}`, lookup: 'prompt lookup' };
+  const sources = origin.source.split('+').map((name) => names[name] ?? name);
+  return `accepted draft token: ${sources.join(' and ')}`;
 }
 
 /** The rows of a thread in a step as lines of text, for a tooltip. @param {Trace} trace @param {Cell} cell */

@@ -28,10 +28,11 @@ const ORIGINS = [
   ['mask m3', '3'],
   ['mask m4', '4 and deeper'],
   ['lookup', 'prompt lookup'],
-  ['both', 'both'],
+  ['several', 'several sources'],
 ];
 const LINES = ['wait', 'mean', 'line', 'held'];
-const SOURCES = { mask: 'mask slots', head: 'heads', lookup: 'prompt lookup', both: 'both' };
+/** @type {Record<string, string>} */
+const SOURCES = { mask: 'mask slots', head: 'heads', lookup: 'prompt lookup' };
 const COLUMNS = [
   ...['thread', 'tokens', 'accepted draft tokens', 'steps', 'tokens per step'],
   ...['first step', 'last step', 'steps queued', 'ending'],
@@ -242,5 +243,8 @@ function table(parent, heads, caption) {
 
 /** @param {string} source */
 function sourceName(source) {
-  return source in SOURCES ? SOURCES[/** @type {keyof typeof SOURCES} */ (source)] : source;
+  return source
+    .split('+')
+    .map((name) => SOURCES[name] ?? name)
+    .join(' + ');
 }

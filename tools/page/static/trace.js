@@ -2,7 +2,7 @@
 
 /**
  * @typedef {'known' | 'candidate' | 'mask'} RowKind
- * @typedef {'mask' | 'head' | 'lookup' | 'both'} Source
+ * @typedef {string} Source The names of the sources of a candidate: mask, head, lookup, mask+lookup and so on.
  * @typedef {'budget' | 'not_worth_it' | 'no_candidates' | 'grammar' | 'end_of_text' | 'row_limit' | 'shared_call'} Reason
  *   Why a draft is narrower than its limits allow.
  * @typedef {{
@@ -35,7 +35,7 @@
  * }} Counts Counts and times; `byDepth` and `bySource` have draft tokens and accepted ones, `limited` has steps.
  */
 
-export const SCHEMA = 2;
+export const SCHEMA = 3;
 
 /** A trace without steps. @returns {Trace} */
 export function emptyTrace() {

@@ -13,10 +13,10 @@ from spaceport.graphs.contract.draft_correction import CorrectionTables
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.graphs.contract.mask_layout import CAUSAL, MaskLayout
 from spaceport.runtime.decode.draft import PLAIN, best_chain
-from spaceport.runtime.decode.pack import pack, split
 from spaceport.runtime.decode.plan import Part, Plan, lay_out
 from spaceport.runtime.decode.request import Observer, Request, ScheduledStep, VerifiedStep
 from spaceport.runtime.decode.selector import TokenSelector
+from spaceport.runtime.decode.step import pack, split
 from spaceport.runtime.decode.threads import Thread
 from spaceport.runtime.engine import Engine
 from spaceport.runtime.sampling.choice import Corrected

@@ -12,11 +12,10 @@ from numpy.typing import NDArray
 from spaceport.graphs.contract.manifest import Manifest, TokenIds
 from spaceport.graphs.contract.signature import VISIBLE_STEP, Signature
 from spaceport.runtime.costs import relative_costs
-from spaceport.runtime.decode.accept import Verdict
+from spaceport.runtime.decode.acceptance import Verdict
 from spaceport.runtime.decode.draft import PLAIN, Candidates, Draft, DraftConfig, chain
-from spaceport.runtime.decode.drafter import Drafter
 from spaceport.runtime.decode.plan import Part
-from spaceport.runtime.decode.planner import DraftPlanner, Sharing
+from spaceport.runtime.decode.planner import Drafter, DraftPlanner, Sharing
 from spaceport.runtime.decode.request import Request
 from spaceport.runtime.decode.request_config import RequestConfig
 from spaceport.runtime.decode.selector import TokenSelector

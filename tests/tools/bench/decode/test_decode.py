@@ -36,8 +36,8 @@ SECONDS = {PLAIN: ((4.0, 1.0), (6.0, 1.0)), "default": ((2.0, 1.0), (2.0, 1.0))}
 DRAFTED = {
     "drafted_by_depth": [4, 2],
     "accepted_by_depth": [3, 1],
-    "drafted_by_source": {"mask": 5, "both": 1},
-    "accepted_by_source": {"mask": 3, "both": 1},
+    "drafted_by_source": {"mask": 5, "mask+lookup": 1},
+    "accepted_by_source": {"mask": 3, "mask+lookup": 1},
 }
 
 
@@ -209,7 +209,7 @@ def test_rates_are_medians_of_rounds_and_speedups_are_paired() -> None:
     assert default.outside_share == pytest.approx(0.25)
     assert (default.by_depth, default.by_source) == (
         (Rate(8, 6), Rate(4, 2)),
-        {"both": Rate(2, 2), "mask": Rate(10, 6)},
+        {"mask+lookup": Rate(2, 2), "mask": Rate(10, 6)},
     )
     assert (default.tokens_per_step, default.mean_acceptance_length) == pytest.approx((24 / 32, 1 + 8 / 32))
     first, empty = default.prompts

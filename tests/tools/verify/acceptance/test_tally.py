@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from spaceport.graphs.contract.draft_acceptance import LOOKUP_KINDS
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.runtime.decode.acceptance import Acceptance
-from spaceport.runtime.decode.lookup import Lookup
+from spaceport.runtime.decode.sources import Continuation, Lookup
 from spaceport.tools.tune.conversations import Conversation, Turn
 from spaceport.tools.tune.samples import Prepared, Sample
 from spaceport.tools.verify.acceptance.predictions import NO_PREDICTION
@@ -107,11 +107,13 @@ def test_lookup_tokens_are_counted_in_the_kinds_from_which_the_runtime_learns(
     while len(text) < len(prefix) + len(answer):
         found, equal = lookup.following(text, most)
         written = answer[len(text) - len(prefix) :][: len(found) + 1]
-        learned.lookup[:] = range(LOOKUP_KINDS)
-        kinds = learned.lookup_probabilities(equal, copied, len(found))
-        right = learned.learn(found, equal, copied, (), written)
+        learned.lookup[:] = [kind / 10 for kind in range(LOOKUP_KINDS)]
+        lookup.count_copied(copied, len(text))
+        proposal = Continuation(found, equal, lookup, len(text), learned)
+        kinds = [round(10 * proposal.behind(depth, 0)[0][0]) for depth in range(len(found))]
+        right = proposal.learn(written, 0.0)
         for kind in kinds[: min(right + 1, len(written))]:
-            expected[int(kind)] += 1
+            expected[kind] += 1
         correct += right
         copied = copied + right if right and right == min(len(found), len(written)) else 0
         text += written[: right + 1]

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from spaceport.runtime.decode import step as loop
-from spaceport.runtime.decode.accept import Verdict, accept
+from spaceport.runtime.decode.acceptance import Verdict, accept
 from spaceport.runtime.decode.plan import Part
 from spaceport.runtime.decode.selector import TokenSelector
 from spaceport.runtime.engine import Batch

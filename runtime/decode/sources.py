@@ -1,0 +1,192 @@
+"""Draft sources: what proposes draft tokens, and learns how often they are accepted.
+
+Another source is a class here or elsewhere, and one entry of `SOURCES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from spaceport.graphs.contract.draft_acceptance import is_copying, lookup_kind
+from spaceport.runtime.decode.acceptance import Acceptance
+from spaceport.runtime.decode.draft import MOST_LIKELY, Candidates, DraftConfig, Proposal, Ranked, best_chain
+from spaceport.runtime.decode.threads import Thread
+
+_LONGEST, _SHORTEST = 4, 2  # matching tokens; a single token predicts too little
+PREDICTORS = ("mask", "head")  # sources that are the model itself: what a step feeds decides what they propose next
+
+
+class LearningProposal(Proposal, Protocol):
+    """A proposal that the tokens of its step show to be right or wrong, whether it was drafted or not."""
+
+    @property
+    def copying(self) -> bool:
+        """Whether it continues a text that is being copied."""
+
+    def best(self) -> Sequence[int]:
+        """Its best token for each position, the best one before it being accepted."""
+
+    def learn(self, written: Sequence[int], weight: float) -> int:
+        """Learn from the tokens that the step generated, with this weight; returns the number of right ones of `best`."""
+
+
+class DraftSource(Protocol):
+    """Proposes draft tokens for the threads of one request."""
+
+    def propose(self, thread: Thread, acceptance: Acceptance) -> LearningProposal:
+        """What it proposes behind the last token of a thread, by what `acceptance` knows; of no depth if nothing."""
+
+
+class Predictions:
+    """Candidates by position, with probabilities that are corrected by how often they were right."""
+
+    copying = False
+
+    def __init__(self, source: str, candidates: Sequence[Candidates], last: int, acceptance: Acceptance) -> None:
+        """Candidates behind the token `last`; their rates of acceptance are stored by the name of the source."""
+        self.source, self.depths = source, len(candidates)
+        self._candidates, self._last = candidates, last
+        self._promised, self._accepted = acceptance.promises(source, self.depths)
+        self._trust = acceptance.trust(source, self.depths)
+
+    def behind(self, depth: int, token: int) -> Ranked:
+        candidates, trust = self._candidates[depth].behind(token), self._trust[depth]
+        ranked = zip(candidates.probabilities, candidates.tokens, strict=True)
+        return [(min(MOST_LIKELY, probability) * trust, token) for probability, token in ranked]
+
+    def best(self) -> Sequence[int]:
+        return [candidates.tokens[0] for candidates in best_chain(self._candidates, self._last)]
+
+    def learn(self, written: Sequence[int], weight: float) -> int:
+        chain = best_chain(self._candidates, self._last)
+        right = common([candidates.tokens[0] for candidates in chain], written)
+        promised, accepted = self._promised, self._accepted
+        for depth in range(min(right + 1, len(chain), len(written))):
+            promised[depth] += weight * (chain[depth].probabilities[0] - promised[depth])
+            accepted[depth] += weight * ((depth < right) - accepted[depth])
+        return right
+
+
+class ModelPredictions:
+    """What the mask slots or heads of the model predicted in the step before."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def propose(self, thread: Thread, acceptance: Acceptance) -> Predictions:
+        return Predictions(self._name, thread.candidates, thread.tokens[-1], acceptance)
+
+
+class Lookup:
+    """The last position of each n-gram of a thread; what followed it there is proposed to follow it again."""
+
+    def __init__(self) -> None:
+        self._positions: dict[tuple[int, ...], int] = {}  # n-gram -> position after its last occurrence
+        self._known = 0  # tokens of the thread that are indexed
+        self._copied, self._copied_until = 0, 0  # right tokens of this lookup in a row, and the length of the text then
+
+    def copy(self) -> Lookup:
+        """A copy for a thread that continues differently from here."""
+        other = Lookup()
+        other._positions = self._positions.copy()
+        other._known = self._known
+        return other
+
+    def following(self, tokens: Sequence[int], most: int) -> tuple[Sequence[int], int]:
+        """Up to `most` tokens that followed the last n-gram before, and the length of that n-gram; (), 0 without a match.
+
+        Since the last call, tokens may only have been appended.
+        """
+        end, positions = len(tokens), self._positions
+        for position in range(max(_SHORTEST, self._known), end):
+            longest = tuple(tokens[max(0, position - _LONGEST) : position])
+            for length in range(_SHORTEST, len(longest) + 1):
+                positions[longest[-length:]] = position
+        self._known = max(self._known, end)
+        longest = tuple(tokens[-_LONGEST:])
+        for length in range(len(longest), _SHORTEST - 1, -1):
+            position = positions.get(longest[-length:], end)
+            if position < end:
+                return tokens[position : position + most], length
+        return (), 0
+
+    def copied(self, end: int) -> int:
+        """How many tokens before this end of the text were right tokens of this lookup, in a row."""
+        return self._copied if self._copied_until == end else 0
+
+    def count_copied(self, copied: int, end: int) -> None:
+        """Store how many tokens before this end of the text were right."""
+        self._copied, self._copied_until = copied, end
+
+
+class Continuation:
+    """The tokens behind an earlier occurrence of the last tokens; their rates depend on the match, not on the depth."""
+
+    source = "lookup"
+
+    def __init__(self, tokens: Sequence[int], equal: int, lookup: Lookup, end: int, acceptance: Acceptance) -> None:
+        """Tokens behind the `end` of the text, of which the last `equal` tokens match those before an earlier occurrence."""
+        self._tokens, self._equal, self._lookup, self._end = tokens, equal, lookup, end
+        self._rates, self._copied = acceptance.lookup, lookup.copied(end)
+        self.depths, self.copying = len(tokens), is_copying(self._copied)
+
+    def behind(self, depth: int, token: int) -> Ranked:
+        rate = self._rates[lookup_kind(self._equal + depth, self._copied + depth)]
+        return ((min(MOST_LIKELY, rate), self._tokens[depth]),)
+
+    def best(self) -> Sequence[int]:
+        return self._tokens
+
+    def learn(self, written: Sequence[int], weight: float) -> int:
+        right, rates = common(self._tokens, written), self._rates
+        for depth in range(min(right + 1, self.depths, len(written))):
+            kind = lookup_kind(self._equal + depth, self._copied + depth)
+            rates[kind] += weight * ((depth < right) - rates[kind])
+        whole = right and right == min(self.depths, len(written))
+        self._lookup.count_copied(self._copied + right if whole else 0, self._end + len(written))
+        return right
+
+
+class PromptLookup:
+    """Prompt lookup: what followed the last tokens where they occurred before in the prompt or text."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most  # tokens
+
+    def propose(self, thread: Thread, acceptance: Acceptance) -> Continuation:
+        lookup = thread.draft_state.get("lookup")
+        if lookup is None:
+            lookup = thread.draft_state["lookup"] = Lookup()
+        tokens, equal = lookup.following(thread.tokens, self._most)
+        return Continuation(tokens, equal, lookup, len(thread.tokens), acceptance)
+
+
+def named_source(source: str) -> str:
+    """The sources of a candidate as users know them, such as "mask slots + prompt lookup"."""
+    return " + ".join([_NAMES.get(name, name) for name in source.split("+")])
+
+
+def common(tokens: Sequence[int], written: Sequence[int]) -> int:
+    """Length of the common prefix."""
+    for index, (token, other) in enumerate(zip(tokens, written, strict=False)):
+        if token != other:
+            return index
+    return min(len(tokens), len(written))
+
+
+# What users read for the names of sources.
+_NAMES = {"mask": "mask slots", "head": "heads", "lookup": "prompt lookup"}
+
+# Each entry makes the source of a request, or returns None if the request does not use it.
+SOURCES: dict[str, Callable[[DraftConfig], DraftSource | None]] = {
+    "mask": lambda config: ModelPredictions("mask") if config.mask_slots else None,
+    "head": lambda config: ModelPredictions("head") if config.heads else None,
+    "lookup": lambda config: PromptLookup(config.lookup) if config.lookup else None,
+}
+
+
+def sources_for(draft_config: DraftConfig) -> list[DraftSource]:
+    """The draft sources of one request."""
+    made = [make(draft_config) for make in SOURCES.values()]
+    return [source for source in made if source is not None]

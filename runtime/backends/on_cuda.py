@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 import re
 from collections import Counter
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import onnxruntime as ort
@@ -16,11 +17,11 @@ from numpy.typing import NDArray
 
 from spaceport.graphs.contract.dtypes import DTYPES
 from spaceport.graphs.contract.faults import MissingDependency, OptionFault
-from spaceport.graphs.contract.signature import Signature, logit_rows, selection_width
+from spaceport.graphs.contract.signature import Signature, selection_width
 from spaceport.runtime.backends.machine import gpu
 from spaceport.runtime.backends.on_onnxruntime import FAULTS, open_selection, open_session, unloadable
 from spaceport.runtime.backends.products import session_options
-from spaceport.runtime.backends.staging import Block, CallLimits, CallShape, end_of, filled_up, ranges_of
+from spaceport.runtime.backends.staging import CallShape, Staging
 from spaceport.runtime.bundle import Bundle
 from spaceport.runtime.engine import (
     UNTIMED,
@@ -33,7 +34,26 @@ from spaceport.runtime.engine import (
     selected_rows,
 )
 
-_UINT8 = 2  # onnx.TensorProto.UINT8; numpy has no bfloat16, so types are named by their numbers
+_PROVIDER = "CUDAExecutionProvider"
+_RECORD = "session.record_ep_graph_assignment_info"
+
+# Older versions: a replayed graph reads host buffers that calls of other shapes have reused (onnxruntime#32121).
+_GRAPHS_SINCE = (1, 30)
+
+# Operators that compute shapes; onnxruntime runs them on the CPU on purpose.
+_ARITHMETIC = frozenset(
+    {
+        *("Shape", "Size", "Squeeze", "Unsqueeze", "Gather", "Concat", "Slice", "Cast", "Range", "Constant"),
+        *("Add", "Sub", "Mul", "Div", "Max", "Min", "Where", "Equal", "Reshape", "ConstantOfShape"),
+    }
+)
+_MOST_NAMED = 5  # nodes that a note names
+
+_NO_GRAPHS = re.compile("cannot use the (graph capture|CUDA Graph) feature", re.IGNORECASE)
+_NO_MEMORY = re.compile("out of memory|Failed to allocate memory|CUBLAS_STATUS_ALLOC_FAILED", re.IGNORECASE)
+
+# onnx.TensorProto types; numpy has no bfloat16, so types are named by their numbers.
+_UINT8, _FLOAT = 2, 1
 
 _LEAST = 1 << 14  # bytes of the smallest block
 MOST_GRAPHS = 128  # each takes some megabytes of GPU memory
@@ -73,15 +93,8 @@ class Graphs:
         return self._ids[key]
 
 
-class Staged(NamedTuple):
-    """A block of host memory and the device memory that it is copied to."""
-
-    block: Block
-    memory: ort.OrtValue
-
-
 class DeviceEngine:
-    """A graph in an onnxruntime session on a device.
+    """A scatter-lowered graph in an onnxruntime session whose inputs and outputs are in the memory of one device.
 
     Everything is bound by its address, and no address that was ever bound is given up before the engine is closed: captured
     graphs hold them.
@@ -108,13 +121,13 @@ class DeviceEngine:
         self.notes = notes
         self._session: ort.InferenceSession | None = session
         self._kind = kind
-        self._limits = CallLimits(self.capacity, self.rows, logit_rows(self.rows, signature.row_logits))
+        self._staging = Staging(signature, self.capacity, self.rows)
         # one block of 2 * layers x requests x Hkv x S x D; zeroed, since 0 * NaN is NaN
         kv = np.zeros(signature.kv_bytes(options.requests, options.capacity), np.uint8)
         self._kv = ort.OrtValue.ortvalue_from_numpy(kv, kind, 0)
-        self._staged: dict[int, Staged] = {}  # by size in bytes
-        self._logits: dict[int, ort.OrtValue] = {}  # the same
-        self._selected: dict[int, ort.OrtValue] = {}  # the same
+        self._request_bytes = kv.size // (2 * signature.layers * self.requests)  # of one KV buffer
+        self._rows_in: dict[int, NDArray[np.uint8]] = {}  # host memory of inputs, by size in bytes
+        self._memory: dict[tuple[str, int], ort.OrtValue] = {}  # device memory by use and size in bytes
         self._graphs = Graphs(MOST_GRAPHS if graphs else 0)
         # onnxruntime stores graphs for the OS thread that captured them. This thread captures all, since the worker thread
         # ends when it is idle and graphs would be captured again
@@ -131,30 +144,31 @@ class DeviceEngine:
     def select(self, batch: Batch) -> list[SelectedRows]:
         """The best tokens of the needed rows of each request; only these are copied to the host."""
         assert self._selection is not None
-        shape = self._compute(batch)
-        logits = shape.logits(self.signature)
-        packed = (*logits[:2], selection_width(self.signature.vocab_size))
-        kind, binding = DTYPES["float32"].onnx, self._selection.io_binding()
+        dims = self._compute(batch).logits(self.signature)
+        packed = (*dims[:2], selection_width(self.signature.vocab_size))
+        binding = self._selection.io_binding()
         try:
-            binding.bind_input("logits", self._kind, 0, kind, logits, self._logits_memory(logits).data_ptr())
-            memory = self._logits_memory(packed, selected=True)
-            binding.bind_output("selection", self._kind, 0, kind, packed, memory.data_ptr())
+            binding.bind_input("logits", self._kind, 0, _FLOAT, dims, self._floats("logits", dims))
+            binding.bind_output("selection", self._kind, 0, _FLOAT, packed, self._floats("selection", packed))
             self._selection.run_with_iobinding(binding)
-            found: NDArray[np.float32] = binding.get_outputs()[0].numpy()
+            best: NDArray[np.float32] = binding.get_outputs()[0].numpy()
         except FAULTS as error:
             raise self._fault(error) from error
-        return selected_rows(found, self._copied, batch.lines(self.signature))
+        return selected_rows(best, self._copied, batch.lines(self.signature))
 
     def _compute(self, batch: Batch) -> CallShape:
         """Run a call, which leaves its logits in device memory; returns its padded shape."""
         if self._session is None:
             raise EngineFault(f"onnxruntime on {self.device}: the engine is closed")
-        shape = filled_up(batch, self.signature, self._limits)
+        shape = self._staging.padded(batch)
+        size = _power(self._staging.bytes(shape))  # sizes are powers of two, since a whole block is copied
         try:
-            staged = self._stage(end_of(self.signature, shape))
-            staged.block.write(batch, shape, self.capacity)
-            staged.memory.update_inplace(staged.block.memory)
-            self._bind(batch.first, shape, staged.memory.data_ptr())
+            if size not in self._rows_in:
+                self._rows_in[size] = np.zeros(size, np.uint8)
+            self._staging.write(batch, shape, self._rows_in[size])
+            rows = self._device_memory("rows", size)
+            rows.update_inplace(self._rows_in[size])
+            self._bind(batch.first, shape, rows.data_ptr())
             self._start(self._session, self._graphs.options(batch.first, shape))
         except FAULTS as error:
             raise self._fault(error) from error
@@ -179,40 +193,32 @@ class DeviceEngine:
 
     def copy(self, source: int, target: int, slots: NDArray[np.int64]) -> None:
         """Copy KV slots through host memory, since onnxruntime copies none between parts of a device buffer."""
-        heads, size = self.signature.kv_heads, self._bytes_of_request // self.signature.kv_heads
+        heads = self.signature.kv_heads
+        size = self._request_bytes // heads
         row = size // self.capacity
-        for index in range(2 * self.signature.layers):
+        for buffer in range(2 * self.signature.layers):
             for head in range(heads):
-                begin, target_at = (
-                    self._kv.data_ptr() + ((index * self.requests + request) * heads + head) * size
-                    for request in (source, target)
-                )
-                found = self._view(begin, (int(slots.max()) + 1) * row).numpy().reshape(-1, row)[slots]
-                self._view(target_at, slots.size * row).update_inplace(found.reshape(-1))
+                begin, end = (self._address(buffer, request) + head * size for request in (source, target))
+                copied = self._view(begin, (int(slots.max()) + 1) * row).numpy().reshape(-1, row)[slots]
+                self._view(end, slots.size * row).update_inplace(copied.reshape(-1))
 
     def clear(self, request: int) -> None:
-        size = self._bytes_of_request
-        zeros = np.zeros(size, np.uint8)
-        for index in range(2 * self.signature.layers):
-            at = self._kv.data_ptr() + (index * self.requests + request) * size
-            self._view(at, size).update_inplace(zeros)
+        zeros = np.zeros(self._request_bytes, np.uint8)
+        for buffer in range(2 * self.signature.layers):
+            self._view(self._address(buffer, request), zeros.size).update_inplace(zeros)
 
     def close(self) -> None:
         if self._thread is not None:
             self._thread.shutdown()
-        self._session = self._binding = self._selection = (
-            None  # CUDA graphs contain addresses: release them before the memory
-        )
-        self._staged.clear()
-        self._logits.clear()
-        self._selected.clear()
+        # CUDA graphs contain addresses: release them before the memory
+        self._session = self._binding = self._selection = None
+        self._rows_in.clear()
+        self._memory.clear()
         self._kv = None
 
-    @property
-    def _bytes_of_request(self) -> int:
-        """Shape of one KV buffer."""
-        signature = self.signature
-        return signature.kv_heads * self.capacity * signature.head_dim * DTYPES[signature.kv_dtype].bytes
+    def _address(self, buffer: int, request: int) -> int:
+        """The address of a request's part of a KV buffer."""
+        return int(self._kv.data_ptr()) + (buffer * self.requests + request) * self._request_bytes
 
     def _start(self, session: ort.InferenceSession, options: ort.RunOptions) -> None:
         """Run a session with the bound buffers."""
@@ -221,23 +227,14 @@ class DeviceEngine:
         else:
             self._thread.submit(session.run_with_iobinding, self._binding, options).result()
 
-    def _stage(self, size: int) -> Staged:
-        """The smallest block that holds this number of bytes; sizes are powers of two, since a whole block is copied."""
-        size = _power(size)
-        if size not in self._staged:
-            block = Block(np.zeros(size, np.uint8), self.signature)
-            self._staged[size] = Staged(block, self._memory(size))
-        return self._staged[size]
+    def _floats(self, use: str, shape: tuple[int, ...]) -> int:
+        """The address of device memory for numbers of this shape."""
+        return int(self._device_memory(use, _power(4 * math.prod(shape))).data_ptr())
 
-    def _logits_memory(self, shape: tuple[int, ...], selected: bool = False) -> ort.OrtValue:
-        """The device memory for logits of a shape, or for their selection."""
-        size, kept = _power(DTYPES["float32"].bytes * int(np.prod(shape))), self._selected if selected else self._logits
-        if size not in kept:
-            kept[size] = self._memory(size)
-        return kept[size]
-
-    def _memory(self, size: int) -> ort.OrtValue:
-        return ort.OrtValue.ortvalue_from_shape_and_type((size,), _UINT8, self._kind, 0)
+    def _device_memory(self, use: str, size: int) -> ort.OrtValue:
+        if (use, size) not in self._memory:
+            self._memory[use, size] = ort.OrtValue.ortvalue_from_shape_and_type((size,), _UINT8, self._kind, 0)
+        return self._memory[use, size]
 
     def _view(self, address: int, size: int) -> ort.OrtValue:
         """Device memory as an OrtValue: onnxruntime creates one from an address only by binding it as an output."""
@@ -248,49 +245,26 @@ class DeviceEngine:
 
     def _bind(self, first: int, shape: CallShape, rows: int) -> None:
         """Bind the inputs and outputs of a call that are not bound yet."""
+        signature, kind = self.signature, self._kind
         if self._shape != shape:
-            types = {tensor.name: DTYPES[tensor.dtype].onnx for tensor in self.signature.rows}
-            for name, part in ranges_of(self.signature, shape).items():
-                self._binding.bind_input(name, self._kind, 0, types[name], part.shape, rows + part.offset)
-            logits = shape.logits(self.signature)
-            memory = self._logits_memory(logits)
-            self._binding.bind_output("logits", self._kind, 0, DTYPES["float32"].onnx, logits, memory.data_ptr())
+            ranges = self._staging.ranges(shape)
+            for tensor in signature.rows:
+                offset, dims = ranges[tensor.name]
+                self._binding.bind_input(tensor.name, kind, 0, DTYPES[tensor.dtype].onnx, dims, rows + offset)
+            logits = shape.logits(signature)
+            self._binding.bind_output("logits", kind, 0, _FLOAT, logits, self._floats("logits", logits))
             self._shape = shape
         if self._range != (first, shape.requests):
-            self._bind_buffers(first, shape.requests)
+            dims = (shape.requests, signature.kv_heads, self.capacity, signature.head_dim)
+            dtype = DTYPES[signature.kv_dtype].onnx
+            for index, (past, present) in enumerate(zip(signature.past, signature.present, strict=True)):
+                self._binding.bind_input(past.name, kind, 0, dtype, dims, self._address(index, first))
+                self._binding.bind_output(present.name, kind, 0, dtype, dims, self._address(index, first))
             self._range = (first, shape.requests)
-
-    def _bind_buffers(self, first: int, count: int) -> None:
-        signature, size = self.signature, self._bytes_of_request
-        dims = (count, signature.kv_heads, self.capacity, signature.head_dim)
-        kind = DTYPES[signature.kv_dtype].onnx
-        for index, (past, present) in enumerate(zip(signature.past, signature.present, strict=True)):
-            address = self._kv.data_ptr() + (index * self.requests + first) * size
-            self._binding.bind_input(past.name, self._kind, 0, kind, dims, address)
-            self._binding.bind_output(present.name, self._kind, 0, kind, dims, address)
 
 
 def _power(size: int) -> int:
     return max(_LEAST, 1 << (size - 1).bit_length())
-
-
-_PROVIDER = "CUDAExecutionProvider"
-_RECORD = "session.record_ep_graph_assignment_info"
-
-# Older versions: a replayed graph reads host buffers that calls of other shapes have reused (onnxruntime#32121).
-_GRAPHS_SINCE = (1, 30)
-
-# Operators that compute shapes; onnxruntime runs them on the CPU on purpose.
-_ARITHMETIC = frozenset(
-    {
-        *("Shape", "Size", "Squeeze", "Unsqueeze", "Gather", "Concat", "Slice", "Cast", "Range", "Constant"),
-        *("Add", "Sub", "Mul", "Div", "Max", "Min", "Where", "Equal", "Reshape", "ConstantOfShape"),
-    }
-)
-_MOST_NAMED = 5  # nodes that a note names
-
-_NO_GRAPHS = re.compile("cannot use the (graph capture|CUDA Graph) feature", re.IGNORECASE)
-_NO_MEMORY = re.compile("out of memory|Failed to allocate memory|CUBLAS_STATUS_ALLOC_FAILED", re.IGNORECASE)
 
 
 def open_engine(bundle: Bundle, options: EngineOptions) -> DeviceEngine:
@@ -303,14 +277,13 @@ def open_engine(bundle: Bundle, options: EngineOptions) -> DeviceEngine:
         name = f"cuda:0 ({gpu().name})"
         graphs = options.graphs and not notes
         selection = open_selection(bundle, [_PROVIDER, "CPUExecutionProvider"])
-        engine = DeviceEngine(session, bundle.manifest.signature, options, "cuda", name, graphs, notes, selection)
+        return DeviceEngine(session, bundle.manifest.signature, options, "cuda", name, graphs, notes, selection)
     except FAULTS as error:
         if _NO_MEMORY.search(str(error)):
             raise OptionFault(out_of_memory(bundle, options)) from error
         if isinstance(error, MissingDependency | EngineFault):
             raise
         raise unloadable(bundle, error) from error
-    return engine
 
 
 def preload() -> tuple[str, ...]:
@@ -322,23 +295,22 @@ def preload() -> tuple[str, ...]:
 
 def open_on_gpu(bundle: Bundle, graphs: bool) -> tuple[ort.InferenceSession, tuple[str, ...]]:
     """A session of the graph that can capture CUDA graphs; or one that cannot, and a note that says why."""
-    if not graphs:
-        session = _session(bundle, False)
-        return session, left_behind(session)
-    if _version() < _GRAPHS_SINCE:
-        session = _session(bundle, False)
-        return session, (
-            f"no CUDA graphs: onnxruntime {ort.__version__} has faults in them, update it to 1.30",
-            *left_behind(session),
-        )
-    try:
-        return _session(bundle, True), ()  # fails if any node other than shape computations is not on the GPU
-    except FAULTS as error:
-        if not _NO_GRAPHS.search(str(error)):
-            raise
+    notes: tuple[str, ...] = ()
+    supported = tuple(int(part) for part in re.findall(r"\d+", ort.__version__)[:2]) >= _GRAPHS_SINCE
+    if graphs and supported:
+        try:
+            return _session(bundle, True), ()  # fails if any node other than shape computations is not on the GPU
+        except FAULTS as error:
+            if not _NO_GRAPHS.search(str(error)):
+                raise
+        notes = ("no CUDA graphs: onnxruntime did not put the whole graph on the GPU",)
+    elif graphs:
+        notes = (f"no CUDA graphs: onnxruntime {ort.__version__} has faults in them, update it to 1.30",)
     session = _session(bundle, False)
-    why = "no CUDA graphs: onnxruntime did not put the whole graph on the GPU"
-    return session, (why, *(left_behind(session) or left_behind(session, frozenset())))
+    nodes = left_behind(session)
+    if graphs and supported and not nodes:
+        nodes = left_behind(session, frozenset())
+    return session, (*notes, *nodes)
 
 
 def left_behind(session: ort.InferenceSession, spared: Collection[str] = _ARITHMETIC) -> tuple[str, ...]:
@@ -389,7 +361,3 @@ def _session(bundle: Bundle, graphs: bool) -> ort.InferenceSession:
         "arena_extend_strategy": "kSameAsRequested",  # the default allocates up to twice as much
     }
     return open_session(bundle, options, [(_PROVIDER, provider), "CPUExecutionProvider"])
-
-
-def _version() -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", ort.__version__)[:2])

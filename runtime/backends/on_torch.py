@@ -12,6 +12,22 @@ from spaceport.graphs.contract.signature import Signature
 from spaceport.runtime.engine import CPU_COSTS, Batch, Moves
 
 
+def move_slots(kv: torch.Tensor, first: int, moves: Sequence[Moves]) -> None:
+    """Copy slots of some requests in all layers, reading all before writing any; kv is 2L x requests x Hkv x S x D."""
+    busy = [(request, *move) for request, move in enumerate(moves, first) if move[0].size]
+    if not busy:
+        return
+    lines = np.concatenate([np.full(sources.size, request) for request, sources, _ in busy])
+    sources, targets = (np.concatenate([move[side] for move in busy]) for side in (1, 2))
+    where = torch.from_numpy(np.stack((lines, sources, targets))).to(kv.device)
+    kv[:, where[0], :, where[2]] = kv[:, where[0], :, where[1]]
+
+
+def copy_slots(kv: torch.Tensor, source: int, target: int, slots: NDArray[np.int64]) -> None:
+    """Copy slots of a request to the lowest ones of another in all layers; kv is 2L x requests x Hkv x S x D."""
+    kv[:, target, :, : slots.size] = kv[:, source][:, :, torch.from_numpy(slots).to(kv.device)]
+
+
 class TorchEngine:
     """A module as an engine; it updates the KV buffers in place."""
 
@@ -47,14 +63,10 @@ class TorchEngine:
         return logits
 
     def move(self, first: int, moves: Sequence[Moves]) -> None:
-        for request, (sources, targets) in enumerate(moves, first):
-            if sources.size:
-                moved = self._kv[:, request, :, torch.from_numpy(sources).to(self.device)]
-                self._kv[:, request, :, torch.from_numpy(targets).to(self.device)] = moved
+        move_slots(self._kv, first, moves)
 
     def copy(self, source: int, target: int, slots: NDArray[np.int64]) -> None:
-        copied = self._kv[:, source][:, :, torch.from_numpy(slots).to(self.device)]
-        self._kv[:, target, :, : slots.size] = copied
+        copy_slots(self._kv, source, target, slots)
 
     def clear(self, request: int) -> None:
         self._kv[:, request] = 0

@@ -21,7 +21,7 @@ import torch
 from spaceport.graphs.contract.manifest import MODEL_FILE, EngineRecord
 from spaceport.graphs.contract.signature import logit_rows
 from spaceport.runtime.backends.built_engines import Named
-from spaceport.runtime.backends.on_tensorrt import TensorRtEngine, deserialized
+from spaceport.runtime.backends.on_tensorrt import Device, TensorRtEngine, deserialized
 from spaceport.runtime.bundle import Bundle, open_bundle
 from spaceport.runtime.engine import Batch, EngineOptions
 
@@ -62,7 +62,7 @@ class Plan:
     fails: bool = False  # whether every step fails
 
 
-class StandInDevice:
+class StandInDevice(Device):
     """A GPU whose memory is the host's; captured work is done when it is replayed."""
 
     stream = 77

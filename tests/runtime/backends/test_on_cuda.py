@@ -229,7 +229,7 @@ def test_what_is_played_is_done_in_its_order(keys: str) -> None:
     board = Board()
     board.play(keys)
     assert board.done == [*keys]
-    assert len(board.captured) <= 3
+    assert len(board.captured._graphs) <= 3
 
 
 def test_calls_are_captured_the_second_time_and_the_least_recently_used_graph_goes_first(

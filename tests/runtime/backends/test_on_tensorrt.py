@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from spaceport.graphs.contract.signature import Signature
 from spaceport.runtime import Decoding, Runtime, Sampling
 from spaceport.runtime.backends import open_engine
-from spaceport.runtime.backends.on_tensorrt import STEPS, copy_slots
-from spaceport.runtime.backends.on_torch import TorchEngine
+from spaceport.runtime.backends.on_tensorrt import STEPS
+from spaceport.runtime.backends.on_torch import TorchEngine, copy_slots
 from spaceport.runtime.bundle import BundleError
 from spaceport.runtime.engine import NO_MOVES, Batch, EngineFault, EngineOptions
 from spaceport.runtime.scheduling.capacity import capacity_for
@@ -293,7 +293,7 @@ def test_a_closed_engine_runs_nothing_and_holds_no_memory(plan: Plan) -> None:
     engine: Any = opened(plan, device)
     for _ in range(3):
         engine.run(batch_of_rows(1))
-    weights = weakref.ref(engine._engine)
+    weights = weakref.ref(engine._kernels.engine)
     engine.close()
     gc.collect()
     assert weights() is None
@@ -301,7 +301,6 @@ def test_a_closed_engine_runs_nothing_and_holds_no_memory(plan: Plan) -> None:
     held = [value for value in vars(engine).values() if isinstance(value, torch.Tensor)]
     assert len(held) > 3
     assert not any(tensor.untyped_storage().nbytes() for tensor in held)
-    assert not engine._block.memory.size
     with pytest.raises(EngineFault, match="tensorrt-rtx: the engine is closed"):
         engine.run(batch_of_rows(1))
 

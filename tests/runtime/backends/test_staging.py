@@ -8,12 +8,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from spaceport.graphs.contract.dtypes import NUMPY
 from spaceport.graphs.contract.signature import LOWERINGS, Lowering, Signature, visible_length
-from spaceport.runtime.backends.staging import Block, CallLimits, CallShape, end_of, filled_up, ranges_of, shape_of
+from spaceport.runtime.backends.staging import CallShape, Staging
 from spaceport.runtime.engine import Batch
 
 CAPACITY = 1024
-LIMITS = CallLimits(CAPACITY, 512, 256)
+
+
+def staging_of(contract: Signature) -> Staging:
+    staging = Staging(contract, CAPACITY, 512)
+    staging.wanted = 256
+    return staging
 
 
 def signature(lowering: Lowering, window: int | None = None) -> Signature:
@@ -55,20 +61,21 @@ def test_a_call_is_found_in_its_block_and_nothing_else_is_seen(
     lowering: Lowering, window: int | None, data: st.DataObject
 ) -> None:
     contract = signature(lowering, window)
-    block = Block(np.full(2_000_000, 0xAB, np.uint8), contract)
+    staging, block = staging_of(contract), np.full(2_000_000, 0xAB, np.uint8)
     for _ in range(2):  # the second finds what the first has left
         batch = data.draw(batches(lowering, window))
-        shape = filled_up(batch, contract, LIMITS)
-        assert all(least <= most for least, most in zip(shape_of(batch), shape, strict=True))
-        used = block.write(batch, shape, CAPACITY)
+        shape = staging.padded(batch)
         (count, rows), visible = batch.input_ids.shape, batch.attention_mask.shape[-1]
+        unpadded = CallShape(count, rows, visible, batch.logit_rows.shape[1])
+        assert all(least <= most for least, most in zip(unpadded, shape, strict=True))
+        staging.write(batch, shape, block)
+        parts = staging.ranges(shape)
         reported = {
-            name: block.memory[p.offset : p.offset + p.bytes].view(p.dtype).reshape(p.shape)
-            for name, p in ranges_of(contract, shape).items()
+            tensor.name: np.ndarray(parts[tensor.name].shape, NUMPY[tensor.dtype], block, parts[tensor.name].offset)
+            for tensor in contract.rows
         }
-        assert [*reported] == [tensor.name for tensor in contract.rows]
-        assert used == max(p.offset + p.bytes for p in ranges_of(contract, shape).values()) == end_of(contract, shape)
-        assert all(p.offset % 256 == 0 for p in ranges_of(contract, shape).values())
+        assert staging.bytes(shape) == max(part.offset + reported[name].nbytes for name, part in parts.items())
+        assert all(part.offset % 256 == 0 for part in parts.values())
         for name in ("input_ids", "position_ids"):
             assert np.array_equal(reported[name][:, :rows], getattr(batch, name))
         for name in ("attention_mask", "sliding_attention_mask")[: 2 if window else 1]:
@@ -103,13 +110,14 @@ def batch_of(rows: int, visible: int, first: int = 0) -> Batch:
 
 def test_a_run_is_filled_up_only_as_far_as_the_buffer_goes() -> None:
     batch = batch_of(10, CAPACITY, CAPACITY - 11)
-    assert filled_up(batch, signature("append"), LIMITS) == CallShape(1, 11, CAPACITY, 1)
-    assert filled_up(batch, signature("scatter"), LIMITS) == CallShape(1, 12, CAPACITY, 1)
+    assert staging_of(signature("append")).padded(batch) == CallShape(1, 11, CAPACITY, 1)
+    assert staging_of(signature("scatter")).padded(batch) == CallShape(1, 12, CAPACITY, 1)
 
 
 def test_rows_and_visible_lengths_come_in_few_sizes() -> None:
     """Visible lengths are at most a quarter longer."""
+    staging = staging_of(signature("scatter"))
     filled = {1: 1, 3: 4, 7: 9, 17: 20, 36: 36, 37: 48, 65: 128, 200: 256, 512: 512}
-    assert filled == {rows: filled_up(batch_of(rows, 64), signature("scatter"), LIMITS).rows for rows in filled}
+    assert filled == {rows: staging.padded(batch_of(rows, 64)).rows for rows in filled}
     filled = {64: 64, 320: 320, 448: 448, 576: 640, 704: 768, 832: 896, 960: 1024, 1024: 1024}
-    assert filled == {length: filled_up(batch_of(1, length), signature("scatter"), LIMITS).visible for length in filled}
+    assert filled == {length: staging.padded(batch_of(1, length)).visible for length in filled}

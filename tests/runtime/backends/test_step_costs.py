@@ -16,7 +16,7 @@ from spaceport.graphs.contract.exactness import Exactness
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.backends import measurements
 from spaceport.runtime.backends.measurements import Measurements, idle, load, measure, measured_here, store
-from spaceport.runtime.backends.staging import CallLimits, CallShape, filled_up
+from spaceport.runtime.backends.staging import CallShape, Staging
 from spaceport.runtime.bundle import Bundle
 from spaceport.runtime.costs import CostSource, StepCosts
 from spaceport.runtime.decoding import Decoding
@@ -91,7 +91,7 @@ def test_the_calls_that_are_timed_are_what_they_seem() -> None:
     engine = HashEngine(Language(1, window=8), 512, 2)
     for rows in (1, 36):
         batch = idle(engine, rows)
-        assert filled_up(batch, engine.signature, CallLimits(512, 512, 512)) == CallShape(1, rows, 256, rows)
+        assert Staging(engine.signature, 512, 512).padded(batch) == CallShape(1, rows, 256, rows)
         assert batch.slot_ids.tolist() == [[*range(256 - rows, 256)]]
         assert batch.sliding_attention_mask is batch.attention_mask
 

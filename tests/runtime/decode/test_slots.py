@@ -127,7 +127,7 @@ def test_slots_are_all_read_before_any_is_written_and_each_request_has_its_own_m
 ) -> None:
     import torch
 
-    from spaceport.runtime.backends.on_tensorrt import move_slots
+    from spaceport.runtime.backends.on_torch import move_slots
 
     kv = torch.rand((6, 4, 2, 8, 3), generator=torch.Generator().manual_seed(0))
     expected = kv.clone()

@@ -6,7 +6,7 @@ import ctypes
 import mmap
 import sys
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import zip_longest
 from math import prod
@@ -27,49 +27,59 @@ from spaceport.runtime.bundle import Bundle, BundleError
 from spaceport.runtime.engine import CPU_COSTS, Batch, EngineFault, EngineOptions, Moves, slots_in_order
 from spaceport.runtime.opened_files import OpenedFiles
 
+# onnxruntime's exceptions have no common base class; broken files also raise Python's own.
+FAULTS: tuple[type[Exception], ...] = (
+    *(
+        kind
+        for kind in vars(onnxruntime_pybind11_state).values()
+        if isinstance(kind, type) and issubclass(kind, Exception)
+    ),
+    RuntimeError,
+    UnicodeDecodeError,
+)
+
+_WEIGHTS_FOLDER = "session.model_external_initializers_file_folder_path"
+_HUGE_PAGE = 2**21  # bytes, on x86 and on ARM with pages of 4 KiB
+_COLLAPSE = 25  # MADV_COLLAPSE of Linux 6.1
+_MOST_CALLS = 4096  # shapes of calls whose OrtValues are kept
+LONG = 1024  # visible slots from which huge pages are worth their space
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # wire types of protobuf
 
-
-class _Message(NamedTuple):
-    """The fields of a protobuf message that can contain a tensor, by field number."""
-
-    inner: Mapping[int, str]
-
-
-# Field numbers of onnx.proto. A tensor lists its external data as pairs of a key and a value.
-_MESSAGES = {
-    "model": _Message({7: "graph", 20: "training", 25: "function"}),
-    "training": _Message({1: "graph", 2: "graph"}),
-    "function": _Message({7: "node", 11: "attribute"}),
-    "graph": _Message({1: "node", 5: "tensor", 15: "sparse"}),
-    "node": _Message({5: "attribute"}),
-    "attribute": _Message({5: "tensor", 6: "graph", 10: "tensor", 11: "graph", 22: "sparse", 23: "sparse"}),
-    "sparse": _Message({1: "tensor", 2: "tensor"}),
-    "tensor": _Message({13: "entry"}),
+# By message of onnx.proto: its fields that can contain a tensor, by number. A tensor lists its external data as pairs of a
+# key and a value.
+_FIELDS = {
+    "model": {7: "graph", 20: "training", 25: "function"},
+    "training": {1: "graph", 2: "graph"},
+    "function": {7: "node", 11: "attribute"},
+    "graph": {1: "node", 5: "tensor", 15: "sparse"},
+    "node": {5: "attribute"},
+    "attribute": {5: "tensor", 6: "graph", 10: "tensor", 11: "graph", 22: "sparse", 23: "sparse"},
+    "sparse": {1: "tensor", 2: "tensor"},
+    "tensor": {13: "entry"},
 }
 
 
-def external_files(model: bytes) -> frozenset[str]:
-    """The values of all `location` entries in a serialized ONNX model; raises ValueError if it is not one."""
+def external_files(model: bytes) -> set[str]:
+    """The values of all `location` entries in a serialized ONNX model, which the package onnx is not needed for.
+
+    These are the files from which a session loads weights. Raises ValueError if it is not a model.
+    """
+    locations: set[str] = set()
+    waiting = [(memoryview(model), "model")]
     try:
-        return frozenset(_locations(memoryview(model), "model"))
+        while waiting:
+            part, kind = waiting.pop()
+            for number, value in _fields(part):
+                inner = _FIELDS[kind].get(number)
+                if inner == "entry":
+                    entry = dict(_fields(value))
+                    if bytes(entry.get(1, b"")) == b"location":
+                        locations.add(bytes(entry.get(2, b"")).decode())
+                elif inner is not None:
+                    waiting.append((value, inner))
     except IndexError as error:
         raise ValueError("it ends within a value") from error
-
-
-def _locations(data: memoryview, kind: str) -> Iterator[str]:
-    """The locations in a message of this kind and in all messages inside it."""
-    waiting = [(data, kind)]
-    while waiting:
-        part, kind = waiting.pop()
-        for number, value in _fields(part):
-            inner = _MESSAGES[kind].inner.get(number)
-            if inner == "entry":
-                entry = dict(_fields(value))
-                if bytes(entry.get(1, b"")) == b"location":
-                    yield bytes(entry.get(2, b"")).decode()
-            elif inner is not None:
-                waiting.append((value, inner))
+    return locations
 
 
 def _fields(data: memoryview) -> Iterator[tuple[int, Any]]:
@@ -105,13 +115,8 @@ def _varint(data: memoryview, index: int) -> tuple[int, int]:
             raise ValueError("it has a number of more than ten bytes")
 
 
-_HUGE_PAGE = 2**21  # bytes, on x86 and on ARM with pages of 4 KiB
-_COLLAPSE = 25  # MADV_COLLAPSE of Linux 6.1
-LONG = 1024  # visible slots from which huge pages are worth their space
-
-
 class KvMemory:
-    """Zeroed memory of a shape, on pages of 4 KiB.
+    """Zeroed memory of layers x requests x heads x slots x values, on pages of 4 KiB.
 
     numpy asks for huge pages, of which the first write takes and clears 2 MiB. In a model of 135 million parameters each
     layer and request has 3 MiB of keys, of which a text of 256 tokens uses a sixteenth.
@@ -130,19 +135,18 @@ class KvMemory:
         self._long: dict[int, int] = {}  # slots of a request that have huge pages, or will have them after more calls
         self._small: deque[tuple[int, int]] = deque()  # layers and requests whose slots do not have them yet
 
-    def use_huge_pages(self, kv: NDArray[np.generic], first: int, requests: int, visible: int) -> None:
+    def use_huge_pages(self, first: int, requests: int, visible: int) -> None:
         """Move the slots of requests with long texts to huge pages, which are read faster, if the system can do that.
 
-        `kv` is the array as layers x requests x heads x slots x values. Each call moves one layer of one request: moving all
-        at once would take longer than a step.
+        Each call moves one layer of one request: moving all at once would take longer than a step.
         """
         for request in range(first, first + requests):
             if visible > self._long.get(request, LONG):
                 self._long[request] = 2 * visible
-                self._small.extend((layer, request) for layer in range(len(kv)))
+                self._small.extend((layer, request) for layer in range(len(self.array)))
         if self._small:
             layer, request = self._small.popleft()
-            for head in kv[layer, request]:
+            for head in self.array[layer, request]:
                 self._move(head[: self._long[request]])
 
     def _move(self, part: NDArray[np.generic]) -> None:
@@ -156,18 +160,13 @@ class KvMemory:
                 self._map.madvise(_COLLAPSE, start, end - start)
 
 
-# onnxruntime's exceptions have no common base class; broken files also raise Python's own.
-FAULTS: tuple[type[Exception], ...] = (
-    *(
-        kind
-        for kind in vars(onnxruntime_pybind11_state).values()
-        if isinstance(kind, type) and issubclass(kind, Exception)
-    ),
-    RuntimeError,
-    UnicodeDecodeError,
-)
+class _Call(NamedTuple):
+    """Memory of calls of one shape, which need not be bound again while the shape stays."""
 
-_WEIGHTS_FOLDER = "session.model_external_initializers_file_folder_path"
+    inputs: dict[str, NDArray[Any]]
+    values: dict[str, ort.OrtValue]  # the inputs as onnxruntime takes them
+    logits: NDArray[np.float32]
+    output: ort.OrtValue
 
 
 class OnnxRuntimeEngine:
@@ -184,30 +183,30 @@ class OnnxRuntimeEngine:
         self.rows = capacity
         # one block, so that one statement moves slots in all layers; zeroed, since 0 * NaN is NaN
         shape = (2 * signature.layers, requests, signature.kv_heads, capacity, signature.head_dim)
-        self._pages = KvMemory(shape, NUMPY[signature.kv_dtype])
-        self._kv = self._pages.array
+        self._memory = KvMemory(shape, NUMPY[signature.kv_dtype])
+        self._kv = self._memory.array
         self._session: ort.InferenceSession | None = session
         self._binding = session.io_binding()
         self._bound: tuple[int, int] | None = None  # range of requests whose buffers are bound
-        self._logits = np.empty((0, 0, signature.vocab_size), np.float32)
-        self._logit_memory = np.empty(0, np.float32)  # for the largest call so far
-        self._outputs: dict[tuple[int, int], tuple[NDArray[np.float32], ort.OrtValue]] = {}  # its parts, by shape
+        self._call: _Call | None = None  # whose memory is bound
+        self._calls: dict[tuple[int, ...], _Call] = {}  # by shape
+        self._flat: dict[str, NDArray[Any]] = {}  # memory of the largest calls so far, of which other calls use a part
 
     def run(self, batch: Batch) -> NDArray[np.float32]:
         if self._session is None:
             raise EngineFault("onnxruntime: the engine is closed")
-        self._pages.use_huge_pages(self._kv, batch.first, batch.requests, batch.attention_mask.shape[-1])
+        self._memory.use_huge_pages(batch.first, batch.requests, batch.attention_mask.shape[-1])
         self._bind_buffers(batch.first, batch.requests)
-        self._bind_logits(batch.requests, batch.lines(self.signature))
-        for name, array in batch.arrays(self.signature):
-            self._binding.bind_cpu_input(name, array)
+        call = self._bound_call(batch)
+        for name, array in call.inputs.items():
+            array[...] = getattr(batch, name)
         try:
             self._session.run_with_iobinding(self._binding)
         except FAULTS as error:
             raise EngineFault(
                 f"onnxruntime ({self.signature.dtype}, {self.signature.lowering}) failed in a step: {error}"
             ) from error
-        return self._logits
+        return call.logits
 
     def move(self, first: int, moves: Sequence[Moves]) -> None:
         for request, (sources, targets) in enumerate(moves, first):
@@ -233,46 +232,67 @@ class OnnxRuntimeEngine:
             return
         for index, (past, present) in enumerate(zip(self.signature.past, self.signature.present, strict=True)):
             view = self._kv[index, first : first + count]
-            address, dtype = view.ctypes.data, self._kv.dtype.type
+            address, dtype = view.ctypes.data, view.dtype.type
             self._binding.bind_input(past.name, "cpu", 0, dtype, view.shape, address)
             self._binding.bind_output(present.name, "cpu", 0, dtype, view.shape, address)
         self._bound = (first, count)
 
-    def _bind_logits(self, requests: int, lines: int) -> None:
-        if self._logits.shape[:2] == (requests, lines):
-            return
-        if (requests, lines) not in self._outputs:
-            shape = (requests, lines, self.signature.vocab_size)
-            if prod(shape) > self._logit_memory.size:
-                self._logit_memory = np.empty(prod(shape), np.float32)
-                self._outputs.clear()
-            array = self._logit_memory[: prod(shape)].reshape(shape)
-            self._outputs[requests, lines] = array, ort.OrtValue.ortvalue_from_numpy(array)
-        self._logits, value = self._outputs[requests, lines]
-        self._binding.bind_ortvalue_output("logits", value)
+    def _bound_call(self, batch: Batch) -> _Call:
+        """The memory for a call, bound; OrtValues are kept, since making one for each call takes longer than copying."""
+        shape = (*batch.input_ids.shape, batch.attention_mask.shape[-1], batch.logit_rows.shape[1])
+        call = self._calls.get(shape)
+        if call is None:
+            call = self._new_call(shape, batch)
+        if call is not self._call:
+            for name, value in call.values.items():
+                self._binding.bind_ortvalue_input(name, value)
+            self._binding.bind_ortvalue_output("logits", call.output)
+            self._call = call
+        return call
+
+    def _new_call(self, shape: tuple[int, ...], batch: Batch) -> _Call:
+        lines = (batch.requests, batch.lines(self.signature), self.signature.vocab_size)
+        logits = self._part("logits", lines, np.float32)
+        inputs = {
+            tensor.name: self._part(tensor.name, getattr(batch, tensor.name).shape, NUMPY[tensor.dtype])
+            for tensor in self.signature.rows
+        }
+        if len(self._calls) == _MOST_CALLS:
+            self._calls.clear()
+        values = {name: ort.OrtValue.ortvalue_from_numpy(array) for name, array in inputs.items()}
+        self._calls[shape] = _Call(inputs, values, logits, ort.OrtValue.ortvalue_from_numpy(logits))
+        return self._calls[shape]
+
+    def _part(self, name: str, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
+        """Memory of a shape, shared with calls of other shapes."""
+        if name not in self._flat or self._flat[name].size < prod(shape):
+            self._flat[name] = np.empty(prod(shape), dtype)
+            self._calls.clear()  # they use the memory that this one replaces
+        return self._flat[name][: prod(shape)].reshape(shape)
 
 
 def open_engine(bundle: Bundle, options: EngineOptions) -> OnnxRuntimeEngine:
     """The bundle's graph in a session."""
-    if bundle.manifest.integer_matmuls and not (is_exact(setting=False) or is_exact(setting=True)):
+    manifest = bundle.manifest
+    if manifest.integer_matmuls and not (is_exact(setting=False) or is_exact(setting=True)):
         raise BundleError(
             f"{bundle.path}: its weights are int8, and ONNX Runtime {ort.__version__} cuts sums of 8-bit products off on this CPU, "
             "which has no VNNI, so outputs would be wrong: export the checkpoint with --weights int4, or as it is"
         )
-    settings = session_options(engine_threads(options.threads), bundle.manifest.weights, bundle.manifest.activations)
+    settings = session_options(engine_threads(options.threads), manifest.weights, manifest.activations)
     try:
         session = open_session(bundle, settings, ["CPUExecutionProvider"])
     except FAULTS as error:
         raise unloadable(bundle, error) from error
-    return OnnxRuntimeEngine(session, bundle.manifest.signature, options.capacity, options.requests)
+    return OnnxRuntimeEngine(session, manifest.signature, options.capacity, options.requests)
 
 
 def open_session(bundle: Bundle, options: ort.SessionOptions, providers: Sequence[Any]) -> ort.InferenceSession:
     """A session of the bundle's graph, checked against the manifest; raises onnxruntime's own errors."""
-    graph = bundle.read(MODEL_FILE)
+    graph, signature = bundle.read(MODEL_FILE), bundle.manifest.signature
     with weights_for(bundle, graph, options):
         session = ort.InferenceSession(graph, options, providers=providers, enable_fallback=0)
-    _check_signature(session, bundle.manifest.signature, bundle.path / MODEL_FILE)
+    _check_tensors(session, bundle.path / MODEL_FILE, signature.inputs, signature.outputs)
     return session
 
 
@@ -282,20 +302,19 @@ def weights_for(bundle: Bundle, graph: bytes, options: ort.SessionOptions) -> It
 
     Raises at the end of the block if one of them was changed or replaced meanwhile.
     """
-    weights = _weight_files(bundle, graph)
+    files, weights = bundle.files, _weight_files(bundle, graph)
+    assert files is not None, "engines run bundles whose files were verified"
     with ExitStack() as mapped:
-        if bundle.files is None or not bundle.copies_weights:
-            location = str(bundle.path) if bundle.files is None else bundle.files.location
-            options.add_session_config_entry(_WEIGHTS_FOLDER, location)
-        else:
-            maps = [mapped.enter_context(_mapped(bundle.files, name)) for name in weights]
+        if bundle.copies_weights:
+            maps = [mapped.enter_context(_mapped(files, name)) for name in weights]
             options.add_external_initializers_from_files_in_memory(weights, maps, [len(content) for content in maps])
+        else:
+            options.add_session_config_entry(_WEIGHTS_FOLDER, files.location)
         yield
     if bundle.copies_weights:
         _return_free_memory()
-    if bundle.files is not None:
-        for name in weights:
-            bundle.files.require_same(name)
+    for name in weights:
+        files.require_same(name)
 
 
 def _weight_files(bundle: Bundle, graph: bytes) -> list[str]:
@@ -333,16 +352,11 @@ def open_selection(bundle: Bundle, providers: Sequence[Any]) -> ort.InferenceSes
     """
     if SELECTION_FILE not in bundle.manifest.files:
         return None
-    path, size = bundle.path / SELECTION_FILE, bundle.manifest.signature.vocab_size
-    session = ort.InferenceSession(
-        bundle.read(SELECTION_FILE), session_options(1, "same"), providers=providers, enable_fallback=0
-    )
-    tensors = {
-        "input": (session.get_inputs(), Tensor("logits", "float32", ("B", "R", size))),
-        "output": (session.get_outputs(), Tensor("selection", "float32", ("B", "R", selection_width(size)))),
-    }
-    for kind, (values, tensor) in tensors.items():
-        _check_tensors(path, kind, values, (tensor,))
+    graph, size = bundle.read(SELECTION_FILE), bundle.manifest.signature.vocab_size
+    session = ort.InferenceSession(graph, session_options(1, "same"), providers=providers, enable_fallback=0)
+    logits = Tensor("logits", "float32", ("B", "R", size))
+    selection = Tensor("selection", "float32", ("B", "R", selection_width(size)))
+    _check_tensors(session, bundle.path / SELECTION_FILE, (logits,), (selection,))
     return session
 
 
@@ -354,21 +368,18 @@ def unloadable(bundle: Bundle, error: Exception) -> BundleError:
     )
 
 
-def _check_signature(session: ort.InferenceSession, signature: Signature, path: Path) -> None:
-    """Raise if the inputs and outputs of a graph are not those of the manifest."""
-    for kind, values, tensors in (
-        ("input", session.get_inputs(), signature.inputs),
-        ("output", session.get_outputs(), signature.outputs),
-    ):
-        _check_tensors(path, kind, values, tensors)
-
-
-def _check_tensors(path: Path, kind: str, values: Sequence[Any], tensors: Sequence[Tensor]) -> None:
-    got = [_tensor(value.name, value.type, value.shape) for value in values]
-    expected = [_tensor(tensor.name, f"tensor({DTYPES[tensor.dtype].onnxruntime})", tensor.shape) for tensor in tensors]
-    for ours, theirs in zip_longest(got, expected, fillvalue="nothing more"):
-        if ours != theirs:
-            raise BundleError(f"{path}: has the {kind} {ours}, the manifest says {theirs}: export it again")
+def _check_tensors(
+    session: ort.InferenceSession, path: Path, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
+) -> None:
+    """Raise if the inputs and outputs of a graph are not the expected ones."""
+    for kind, values, tensors in (("input", session.get_inputs(), inputs), ("output", session.get_outputs(), outputs)):
+        got = [_tensor(value.name, value.type, value.shape) for value in values]
+        expected = [
+            _tensor(tensor.name, f"tensor({DTYPES[tensor.dtype].onnxruntime})", tensor.shape) for tensor in tensors
+        ]
+        for ours, theirs in zip_longest(got, expected, fillvalue="nothing more"):
+            if ours != theirs:
+                raise BundleError(f"{path}: has the {kind} {ours}, the manifest says {theirs}: export it again")
 
 
 def _tensor(name: str, kind: str, shape: Sequence[int | str]) -> str:

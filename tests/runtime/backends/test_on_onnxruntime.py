@@ -40,9 +40,10 @@ def test_memory_of_earlier_calls_gives_the_logits_of_new_memory(tiny_bundle: Pat
     keeping, renewing = (open_engine(bundle, EngineOptions(CAPACITY, 1)) for _ in range(2))
     for seed, call in enumerate(CALLS):
         batch = step(*call, seed)
-        renewing._logits = renewing._logit_memory = np.empty((0, 0), np.float32)
+        renewing._calls.clear()
+        renewing._flat.clear()
         assert keeping.run(batch).tobytes() == renewing.run(batch).tobytes()
-    assert keeping._logit_memory.size == 100 * bundle.manifest.signature.vocab_size
+    assert keeping._flat["logits"].size == 100 * bundle.manifest.signature.vocab_size
 
 
 SHAPE = (20, 4, 2, 4096, 16)  # layers x requests x heads x slots x values
@@ -59,7 +60,7 @@ def taken() -> int:
 def use_huge_pages(memory: KvMemory, request: int, visible: int) -> None:
     """In all layers of a request."""
     for _ in range(SHAPE[0]):
-        memory.use_huge_pages(memory.array, request, 1, visible)
+        memory.use_huge_pages(request, 1, visible)
 
 
 def test_a_short_text_takes_little_of_the_memory() -> None:

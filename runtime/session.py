@@ -158,17 +158,15 @@ class Runtime:
         )
         length = seq_len(opened.bundle.manifest, max_seq_len)
         started = perf_counter()
-        costs, exactness = measured_here(
-            opened.bundle, opened.resolved.name, opened.resolved.engine, opened.options, step_costs
-        )
+        costs, exactness = measured_here(opened.bundle, opened.backend, opened.engine, opened.options, step_costs)
         costs_seconds = perf_counter() - started
         runtime = cls(
             opened.bundle,
-            opened.resolved.engine,
+            opened.engine,
             length,
             slots_for(length, max_slots),
             queue_limit,
-            notes=opened.resolved.notes,
+            notes=opened.notes,
             costs=costs,
             call_timeout=call_timeout,
             limits=limits,
@@ -305,6 +303,6 @@ def _log_opened(opened: Opened, max_seq_len: int, costs_seconds: float, exactnes
     }
     _log.info(
         "opened %s on %s: max_requests %d, max_seq_len %d; drafted text is %s",
-        *(opened.bundle.path, opened.resolved.name, opened.options.requests, max_seq_len, exactness),
+        *(opened.bundle.path, opened.backend, opened.options.requests, max_seq_len, exactness),
         extra={"fields": fields},
     )

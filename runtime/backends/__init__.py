@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from itertools import count
 from pathlib import Path
 from time import perf_counter
 from typing import NamedTuple
@@ -44,20 +43,13 @@ BACKENDS = {
 }
 
 
-@dataclass(frozen=True)
-class Resolved:
-    """An opened backend."""
-
-    name: str
-    engine: Engine
-    notes: tuple[str, ...]  # why better backends were not used, one sentence each
-
-
 class Opened(NamedTuple):
     """An open bundle and its engine."""
 
     bundle: Bundle
-    resolved: Resolved
+    engine: Engine
+    backend: str
+    notes: tuple[str, ...]  # why better backends were not used, one sentence each
     options: EngineOptions
     verify_seconds: float  # until the hashes of all files were verified
     engine_seconds: float  # until the engine was opened
@@ -70,19 +62,6 @@ class MissingBackend(MissingDependency):
 _REASONS = (MissingDependency, InputFault, OptionFault)  # errors that say why a backend cannot run a bundle
 
 
-def resolve(bundle: Bundle, backend: str, options: EngineOptions) -> Resolved:
-    """Open the backend of this name, or with `auto` the best one that can run the bundle here."""
-    if backend not in ("auto", *BACKENDS):
-        raise OptionFault(f"backend is {backend!r}: expected auto, {', '.join(BACKENDS)}")
-    check_threads(options.threads)
-    notes: tuple[str, ...] = ()
-    if backend == "auto":
-        backend, notes = choose(bundle, options)
-    else:
-        require(bundle, backend, options)
-    return Resolved(backend, _open(bundle, backend, options), notes)
-
-
 def open_with_engine(
     path: str | os.PathLike[str],
     backend: str,
@@ -92,45 +71,43 @@ def open_with_engine(
     copy_weights: bool = False,
     require_signature: str | os.PathLike[str] | None = None,
 ) -> Opened:
-    """The bundle in a folder, and its engine with the options that this bundle gets."""
-    open_again = partial(
-        open_bundle, path, allow_links=allow_links, copy_weights=copy_weights, require_signature=require_signature
-    )
-    for _ in range(_ATTEMPTS - 1):
-        before = _identity(path)
+    """The bundle in a folder, and its engine with the options that this bundle gets.
+
+    Both are opened again if the folder is replaced meanwhile.
+    """
+    for attempt in count(1):
+        before, started = _identity(path), perf_counter()
         try:
-            return _open_once(open_again, backend, options_for)
-        except ChangedWhileOpening:
-            continue
-        except BundleError:
-            if _identity(path) == before:
+            bundle = open_bundle(
+                path, allow_links=allow_links, copy_weights=copy_weights, require_signature=require_signature
+            )
+            verified = perf_counter()
+            options = options_for(bundle)
+            name, notes = resolve(bundle, backend, options)
+            engine = _open(bundle, name, options)
+        except BundleError as error:
+            changed = isinstance(error, ChangedWhileOpening) or _identity(path) != before
+            if not changed or attempt == _ATTEMPTS:
                 raise
-    return _open_once(open_again, backend, options_for)
-
-
-def _open_once(
-    open_again: Callable[[], Bundle], backend: str, options_for: Callable[[Bundle], EngineOptions]
-) -> Opened:
-    started = perf_counter()
-    bundle = open_again()
-    verified = perf_counter()
-    options = options_for(bundle)
-    resolved = resolve(bundle, backend, options)
-    return Opened(bundle, resolved, options, verified - started, perf_counter() - verified)
-
-
-def _identity(path: str | os.PathLike[str]) -> tuple[int, int] | None:
-    """Device and inode of a folder; None if there is none."""
-    try:
-        status = Path(path).stat()
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino
+        else:
+            return Opened(bundle, engine, name, notes, options, verified - started, perf_counter() - verified)
+    raise AssertionError("the last attempt raises")
 
 
 def open_engine(bundle: Bundle, backend: str, options: EngineOptions) -> Engine:
-    """The engine of the backend that `resolve` opens."""
-    return resolve(bundle, backend, options).engine
+    """The engine of the backend of this name, or with `auto` of the best one that can run the bundle here."""
+    return _open(bundle, resolve(bundle, backend, options)[0], options)
+
+
+def resolve(bundle: Bundle, backend: str, options: EngineOptions) -> tuple[str, tuple[str, ...]]:
+    """The name of the backend that runs the bundle, and why better ones are not used; raises if it cannot run here."""
+    if backend not in ("auto", *BACKENDS):
+        raise OptionFault(f"backend is {backend!r}: expected auto, {', '.join(BACKENDS)}")
+    check_threads(options.threads)
+    if backend == "auto":
+        return choose(bundle, options)
+    require(bundle, backend, options)
+    return backend, ()
 
 
 def choose(bundle: Bundle, options: EngineOptions) -> tuple[str, tuple[str, ...]]:
@@ -140,14 +117,13 @@ def choose(bundle: Bundle, options: EngineOptions) -> tuple[str, tuple[str, ...]
     Raises the reason of the last backend if none of them can.
     """
     reasons: dict[str, str] = {}
-    last = [*BACKENDS][-1]
     for name in BACKENDS:
         try:
             require(bundle, name, options)
         except _REASONS as reason:
-            if name == last:
-                raise
             reasons[name] = str(reason)
+            if len(reasons) == len(BACKENDS):
+                raise
         else:
             expected = no_gpu() is None or bundle.manifest.engines
             return name, tuple(f"not {line}" for line in by_reason(reasons)) if expected else ()
@@ -158,13 +134,22 @@ def _open(bundle: Bundle, backend: str, options: EngineOptions) -> Engine:
     chosen = BACKENDS[backend]
     opener = import_module(f"spaceport.runtime.backends.{chosen.opener}")
     try:
-        opened: Engine = opener.open_engine(bundle, options, *((chosen.flavour,) if chosen.flavour else ()))
+        engine: Engine = opener.open_engine(bundle, options, *((chosen.flavour,) if chosen.flavour else ()))
     except MemoryError as error:
         gigabytes = bundle.manifest.signature.kv_bytes(options.requests, options.capacity) / 1e9
         raise OptionFault(
             f"{gigabytes:.1f} GB of KV buffers for {options.capacity} slots do not fit into memory: lower max_seq_len"
         ) from error
-    return opened
+    return engine
+
+
+def _identity(path: str | os.PathLike[str]) -> tuple[int, int] | None:
+    """Device and inode of a folder; None if there is none."""
+    try:
+        status = Path(path).stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 def by_reason(reasons: Mapping[str, str]) -> list[str]:

@@ -16,6 +16,25 @@ from spaceport.runtime.engine import EngineOptions
 from spaceport.runtime.opened_files import AGAIN, OpenedFiles
 
 _FILE = "built-engines"
+_PROFILES = 2
+# Why an engine does not fit, by property, in the order in which they are checked; `got`: the values that there are.
+_REASONS = {
+    "backend": "it holds no {flavour} engine: build one with {build}",
+    "graph": "its {flavour} engines were built from another graph: build them again with {build}",
+    "target": "its {flavour} engines are for {got}, this GPU is {target}: build one with {build} --target current",
+    "version": "its engines were built with {flavour} {got}, {version} is installed: build one with {build}",
+    "requests": "its engines take {got} requests at most, max_requests is {requests}: lower it, or build one with {build} "
+    "--max-requests {requests}",
+    "capacity": "its engines have {got} slots, {capacity} are needed: lower max_seq_len, or build one with {build} and a "
+    "higher --max-seq-len",
+}
+
+
+class Named(NamedTuple):
+    """An engine of a bundle."""
+
+    name: str
+    record: EngineRecord
 
 
 def remember(sha256: str) -> bool:
@@ -39,38 +58,41 @@ def _file() -> Path:
     return state_folder() / _FILE
 
 
-class Named(NamedTuple):
-    """An engine of a bundle."""
-
-    name: str
-    record: EngineRecord
-
-
-class NoEngine(InputFault):
-    """A bundle has no engine for this machine; the message says why, and how to build one."""
-
-
 def engine_for(bundle: Bundle, flavour: Flavour, version: str | None, target: str, options: EngineOptions) -> Named:
     """The engine for this library and GPU with enough capacity; of several, the smallest.
 
     Without a version, engines of all versions count, so that the library need not be loaded to find out.
     """
-    rules: tuple[tuple[Callable[[EngineRecord], bool], str], ...] = (
-        (lambda record: record.backend == flavour, "backend"),
-        (lambda record: record.graph == bundle.manifest.graph, "graph"),
-        (lambda record: record.target == target, "target"),
-        (lambda record: version is None or record.version == version, "version"),
-        (lambda record: record.requests >= options.requests, "requests"),
-        (lambda record: record.capacity >= options.capacity, "capacity"),
-    )
-    folder, recorded = bundle.path / ENGINES_FOLDER, sorted(bundle.manifest.engines.items())
-    left = [Named(name, record) for name, record in recorded if (folder / name).is_file()]
-    for fits, what in rules:
-        fitting = [named for named in left if fits(named.record)]
+    requests, capacity, path = options.requests, options.capacity, bundle.path
+    fits: dict[str, Callable[[EngineRecord], bool]] = {
+        "backend": lambda record: record.backend == flavour,
+        "graph": lambda record: record.graph == bundle.manifest.graph,
+        "target": lambda record: record.target == target,
+        "version": lambda record: version is None or record.version == version,
+        "requests": lambda record: record.requests >= requests,
+        "capacity": lambda record: record.capacity >= capacity,
+    }
+    recorded = sorted(bundle.manifest.engines.items())
+    left = [Named(name, record) for name, record in recorded if (path / ENGINES_FOLDER / name).is_file()]
+    for what, reason in _REASONS.items():
+        fitting = [named for named in left if fits[what](named.record)]
         if not fitting:
-            raise NoEngine(_lacking(bundle, what, left, flavour, version, target, options))
+            reason = reason.format(
+                got=", ".join(sorted({str(getattr(named.record, what)) for named in left})),
+                build=f"`spaceport build {_quoted(path)} --backend {flavour}`",
+                flavour=flavour,
+                target=target,
+                version=version,
+                requests=requests,
+                capacity=capacity,
+            )
+            raise InputFault(f"{path}: {reason}")
         left = fitting
     return min(left, key=lambda named: (named.record.capacity, named.record.requests, named.name))
+
+
+def _quoted(path: Path) -> str:
+    return f"'{path}'" if " " in str(path) else str(path)
 
 
 def read_engine(bundle: Bundle, named: Named, trusted: bool) -> bytes:
@@ -86,39 +108,6 @@ def read_engine(bundle: Bundle, named: Named, trusted: bool) -> bytes:
             "build`, or set trust_engines=True if you trust who built it"
         )
     return plan
-
-
-def _lacking(
-    bundle: Bundle,
-    what: str,
-    left: list[Named],
-    flavour: Flavour,
-    version: str | None,
-    target: str,
-    options: EngineOptions,
-) -> str:
-    """Why none of these engines fits; `what` is the first property that does not."""
-    build = f"`spaceport build {_quoted(bundle.path)} --backend {flavour}`"
-    got = ", ".join(sorted({str(getattr(named.record, what)) for named in left})) if what != "graph" else ""
-    reasons = {
-        "backend": f"it holds no {flavour} engine: build one with {build}",
-        "graph": f"its {flavour} engines were built from another graph: build them again with {build}",
-        "target": f"its {flavour} engines are for {got}, this GPU is {target}: build one with {build} --target current",
-        "version": f"its engines were built with {flavour} {got}, {version} is installed: build one with {build}",
-        "requests": f"its engines take {got} requests at most, max_requests is {options.requests}: lower it, "
-        f"or build one with {build} --max-requests {options.requests}",
-        "capacity": f"its engines have {got} slots, {options.capacity} are needed: lower max_seq_len, "
-        f"or build one with {build} and a higher --max-seq-len",
-    }
-    return f"{bundle.path}: {reasons[what]}"
-
-
-def _quoted(path: Path) -> str:
-    text = str(path)
-    return f"'{text}'" if " " in text else text
-
-
-_PROFILES = 2
 
 
 def check_contract(api: Any, engine: Any, signature: Signature, named: Named) -> None:

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
 
+_DRIVER = "libcuda.so.1"
+_MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
 _MOUNTS = ("cpu", "cpu,cpuacct", "cpuacct,cpu")  # folders of the CPU controller in version 1
-
-
 # Instruction sets that decide which kernels multiply, in /proc/cpuinfo's names, the newest first
 _SETS = (
     *("amx_int8", "amx_bf16", "avx512_bf16", "avx512_vnni", "avx_vnni", "avx512f", "avx2", "fma", "sse4_1"),
@@ -34,18 +34,18 @@ def instruction_sets() -> tuple[str, ...]:
 
 def cpu_class() -> str:
     """The class of the CPU, by which formats and drafts differ in speed and exactness."""
-    found = set(instruction_sets())
-    if not found:
+    sets = set(instruction_sets())
+    if not sets:
         return f"{platform.machine()}, instruction sets unknown"
-    if "asimd" in found:
-        return "ARM64 with 8-bit dot products" if "asimddp" in found else "ARM64 without 8-bit dot products"
-    if "amx_int8" in found:
+    if "asimd" in sets:
+        return "ARM64 with 8-bit dot products" if "asimddp" in sets else "ARM64 without 8-bit dot products"
+    if "amx_int8" in sets:
         return "AMX"
-    if found & {"avx512_vnni", "avx_vnni"}:
+    if sets & {"avx512_vnni", "avx_vnni"}:
         return "VNNI without AMX"
-    if "avx512f" in found:
+    if "avx512f" in sets:
         return "AVX512 without VNNI"
-    return "AVX2 without VNNI" if "avx2" in found else "x86 without AVX2"
+    return "AVX2 without VNNI" if "avx2" in sets else "x86 without AVX2"
 
 
 def _entry(name: str) -> str:
@@ -71,10 +71,8 @@ def usable_cpus() -> int:
 
 def cpu_limit(root: Path = Path("/")) -> int | None:
     """The CPU time that the control groups of this process may use, in CPUs, rounded up; None: unlimited."""
-    found = [
-        limit for folder in _folders(root) for limit in (_version_2(folder), _version_1(folder)) if limit is not None
-    ]
-    return max(1, math.ceil(min(found))) if found else None
+    limits = [limit for folder in _folders(root) for limit in _limits(folder)]
+    return max(1, math.ceil(min(limits))) if limits else None
 
 
 def _affinity() -> int:
@@ -90,17 +88,16 @@ def _folders(root: Path) -> Iterator[Path]:
             continue
         group = PurePosixPath(path.lstrip("/"))  # in a container, the folder may be missing and its mount is the group
         for top in (mounted / name for name in _MOUNTS) if controllers else (mounted,):
-            yield from (top / each for each in (group, *group.parents))
+            yield from (top / part for part in (group, *group.parents))
 
 
-def _version_2(folder: Path) -> float | None:
-    quota, _, period = (_text(folder / "cpu.max") or "max").strip().partition(" ")
-    return int(quota) / int(period) if quota.isdecimal() and period.isdecimal() and int(period) else None
-
-
-def _version_1(folder: Path) -> float | None:
-    quota, period = ((_text(folder / f"cpu.cfs_{name}_us") or "").strip() for name in ("quota", "period"))
-    return int(quota) / int(period) if quota.isdecimal() and period.isdecimal() and int(period) else None
+def _limits(folder: Path) -> Iterator[float]:
+    """CPUs that a control group may use, as versions 2 and 1 of control groups tell it."""
+    version_2 = (_text(folder / "cpu.max") or "").split()
+    version_1 = [(_text(folder / f"cpu.cfs_{name}_us") or "").strip() for name in ("quota", "period")]
+    for numbers in (version_2, version_1):
+        if len(numbers) == 2 and all(map(str.isdecimal, numbers)) and int(numbers[1]):
+            yield int(numbers[0]) / int(numbers[1])
 
 
 def _text(file: Path) -> str | None:
@@ -108,10 +105,6 @@ def _text(file: Path) -> str | None:
         return file.read_text("utf-8")
     except OSError:
         return None
-
-
-_DRIVER = "libcuda.so.1"
-_MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
 
 
 @dataclass(frozen=True)

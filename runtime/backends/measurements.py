@@ -12,7 +12,7 @@ from itertools import count
 from operator import attrgetter
 from pathlib import Path
 from time import perf_counter, thread_time
-from typing import Any, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,7 +72,10 @@ def probe(engine: Engine, tolerated: float, clock: Callable[[], float] = perf_co
     visible = min(_COMPARED_VISIBLE, engine.capacity)
     context = min(_CONTEXT, visible // 2, engine.rows)
     most = min(visible - context, engine.rows)
-    engine.run(_prompt(engine, context, visible))
+    order, causal = np.arange(context), np.tri(context, visible, dtype=np.bool_)
+    engine.run(
+        _batch(engine, _tokens(engine, context), order, order, causal, order[-1:])
+    )  # a prompt in the lowest slots
     (alone,) = _logits(engine, 1, context, visible)
     rows, compared = 0.0, list[int]()
     for width in (width for width in _COMPARED_ROWS if width <= most):
@@ -92,20 +95,12 @@ def probe(engine: Engine, tolerated: float, clock: Callable[[], float] = perf_co
     return Exactness(rows, slots, tolerated, tuple(sorted(compared)))
 
 
-def _prompt(engine: Engine, length: int, visible: int) -> Batch:
-    """The rows of a prompt, in the lowest slots."""
-    order = np.arange(length)
-    mask = np.tril(np.ones((length, visible), np.bool_))
-    return _batch(engine, _tokens(engine, length), order, order, mask, order[-1:])
-
-
 def _logits(engine: Engine, rows: int, context: int, visible: int, *, varied: bool = False) -> NDArray[np.float32]:
     """Logits of rows behind a prompt that see nothing else: all of the same token, or each of another one."""
-    mask = np.broadcast_to(np.arange(visible) < context, (rows, visible)).copy()
+    mask = np.broadcast_to(np.arange(visible) < context, (rows, visible))
     tokens = _tokens(engine, rows)[::-1] if varied else _tokens(engine, 1).repeat(rows)
-    slots = context + np.arange(rows)
-    found = engine.run(_batch(engine, tokens, np.full(rows, context), slots, mask, np.arange(rows)))
-    logits: NDArray[np.float32] = found[0, : rows * engine.signature.lines].reshape(rows, -1).copy()
+    batch = _batch(engine, tokens, np.full(rows, context), context + np.arange(rows), mask, np.arange(rows))
+    logits: NDArray[np.float32] = engine.run(batch)[0, : rows * engine.signature.lines].reshape(rows, -1).copy()
     return logits
 
 
@@ -116,10 +111,12 @@ def _batch(
     slots: NDArray[np.int64],
     mask: NDArray[np.bool_],
     wanted: NDArray[np.int64],
+    requests: int = 1,
 ) -> Batch:
-    masks = mask[None, None]
-    window = masks if engine.signature.window else None
-    return Batch(0, tokens[None].copy(), positions[None], slots[None], masks, wanted[None], window)
+    """A call of requests that all have these rows."""
+    ids, places, into, lines = (np.tile(array, (requests, 1)) for array in (tokens, positions, slots, wanted))
+    masks = np.tile(mask, (requests, 1, 1, 1))
+    return Batch(0, ids, places, into, masks, lines, masks if engine.signature.window else None)
 
 
 def _tokens(engine: Engine, count: int) -> NDArray[np.int64]:
@@ -163,25 +160,22 @@ def measure(
             break
         buffers: tuple[int, int] | None = None
         for shape in sorted(times, key=attrgetter("visible", "requests", "rows")):
-            found = times[shape]
-            if clock() + found[-1] > deadline and (number >= _FEWEST - 1 or shape.rows not in _NEEDED):
+            seconds = times[shape]
+            if clock() + seconds[-1] > deadline and (number >= _FEWEST - 1 or shape.rows not in _NEEDED):
                 continue
             if buffers != shape[1:]:  # a call with other KV buffers than the one before binds them
                 _call(engine, shape, timer)
                 buffers = shape[1:]
-            found.append(_call(engine, shape, timer))
-    return _costs_of(engine, times)
+            seconds.append(_call(engine, shape, timer))
+    return _table(engine, times)
 
 
 def idle(engine: Engine, rows: int, requests: int = 1, visible: int = _VISIBLE) -> Batch:
     """A call that computes like any other and writes to unused slots."""
     visible = min(visible, engine.capacity)
-    ids = np.zeros((requests, rows), np.int64)
-    mask = np.zeros((requests, 1, rows, visible), np.bool_)
-    mask[..., 0] = True
-    slots = np.broadcast_to(np.arange(visible - rows, visible), ids.shape).copy()
-    wanted = np.broadcast_to(np.arange(rows), ids.shape).copy()
-    return Batch(0, ids, ids, slots, mask, wanted, mask if engine.signature.window else None)
+    zeros, order = np.zeros(rows, np.int64), np.arange(rows)
+    mask = np.broadcast_to(np.arange(visible) == 0, (rows, visible))
+    return _batch(engine, zeros, zeros, visible - rows + order, mask, order, requests)
 
 
 def batched_requests(engine: Engine) -> int:
@@ -208,32 +202,32 @@ def _call(engine: Engine, shape: _Shape, clock: Callable[[], float]) -> float:
     return max(clock() - started, 1e-9)
 
 
-def _costs_of(engine: Engine, times: dict[_Shape, list[float]]) -> StepCosts:
-    seconds = {shape: min(found) for shape, found in times.items()}  # disturbances only make calls longer
+def _table(engine: Engine, times: dict[_Shape, list[float]]) -> StepCosts:
+    seconds = {shape: min(calls) for shape, calls in times.items()}  # disturbances only make calls longer
     near = min(shape.visible for shape in seconds)
     least = _LEAST_ROW if engine.device == "cpu" else 0.0
-    single = _points_of(seconds, 1, near, least)
+    single = _points(seconds, 1, near, least)
     further = {
-        shape.rows: max(0.0, (found - seconds[shape._replace(visible=near)]) / (shape.visible - near))
-        for shape, found in seconds.items()
+        shape.rows: max(0.0, (time - seconds[shape._replace(visible=near)]) / (shape.visible - near))
+        for shape, time in seconds.items()
         if shape.visible > near
     }
     slot = further.get(1, 0.0)
     rows = max(further, default=1)
     row_slot = max(0.0, further[rows] - slot) / (rows - 1) if rows > 1 else 0.0
     requests = batched_requests(engine)
-    batched = _points_of(seconds, requests, near, least) if requests > 1 else ()
+    batched = _points(seconds, requests, near, least) if requests > 1 else ()
     return StepCosts(near, single, requests, batched, slot, row_slot)
 
 
-def _points_of(seconds: dict[_Shape, float], requests: int, visible: int, least: float) -> Points:
+def _points(seconds: dict[_Shape, float], requests: int, visible: int, least: float) -> Points:
     """The points of calls of one kind; a narrower call never takes longer, and each row costs at least `least`."""
-    found: list[tuple[int, float]] = []
+    points: list[tuple[int, float]] = []
     for shape, time in sorted(seconds.items(), reverse=True):
         if (shape.requests, shape.visible) == (requests, visible):
-            found.append((shape.rows, min(time, found[-1][1] if found else time)))
-    found.reverse()
-    return tuple((rows, max(time, found[0][1] * (1 + least * requests * (rows - 1)))) for rows, time in found)
+            points.append((shape.rows, min(time, points[-1][1] if points else time)))
+    points.reverse()
+    return tuple((rows, max(time, points[0][1] * (1 + least * requests * (rows - 1)))) for rows, time in points)
 
 
 def measured_here(
@@ -242,17 +236,16 @@ def measured_here(
     """The step costs of an opened engine, which are measured here, standard constants or free, and its exactness."""
     if source not in get_args(CostSource):
         raise OptionFault(f"step_costs is {source!r}: expected {', '.join(get_args(CostSource))}")
-    file = cache_folder() / f"{_key(bundle, backend, engine.device, options)}.json"
+    file = _file(bundle, backend, engine.device, options)
     stored = load(file)
     exactness = probe(engine, tolerated_noise(bundle.manifest)) if stored is None else stored.exactness
     table = None if stored is None else stored.table
     if source == "measured" and (table is None or table.requests != batched_requests(engine)):
         table = measure(engine)
-    if (found := Measurements(exactness, table)) != stored:
-        with suppress(
-            OSError
-        ):  # full disk, read-only folder or that of another user: they are measured again next time
-            store(file, found)
+    if (measurements := Measurements(exactness, table)) != stored:
+        # full disk, read-only folder or that of another user: they are measured again next time
+        with suppress(OSError):
+            store(file, measurements)
     if source == "measured" and table is not None:
         return table, exactness
     return relative_costs(engine.costs.row if source == "standard" else 0.0), exactness
@@ -260,44 +253,40 @@ def measured_here(
 
 def known_exactness(bundle: Bundle, backend: str, device: str, options: EngineOptions) -> Exactness | None:
     """The exactness that was measured when a bundle was opened here before; None if it was not."""
-    found = load(cache_folder() / f"{_key(bundle, backend, device, options)}.json")
-    return None if found is None else found.exactness
+    stored = load(_file(bundle, backend, device, options))
+    return None if stored is None else stored.exactness
 
 
 def load(file: Path) -> Measurements | None:
     """The measurements in a file; None if there are no valid ones, or if another user may have written them."""
     try:
-        found = json.loads(read_private(file, _MOST_BYTES) or b"")
-        if found["schema"] != _SCHEMA:
+        content = json.loads(read_private(file, _MOST_BYTES) or b"")
+        if content["schema"] != _SCHEMA:
             return None
-        noise, table = found["exactness"], found["table"]
+        noise, table = content["exactness"], content["table"]
         widths = tuple(map(int, noise["widths"]))
         exactness = Exactness(float(noise["rows"]), float(noise["slots"]), float(noise["tolerated"]), widths)
-        return Measurements(exactness, None if table is None else _table(table))
+        if table is None:
+            return Measurements(exactness)
+        visible, requests = int(table["visible"]), int(table["requests"])
+        single, batched = (
+            tuple((int(rows), float(seconds)) for rows, seconds in table[kind]) for kind in ("single", "batched")
+        )
+        costs = StepCosts(visible, single, requests, batched, float(table["slot"]), float(table["row_slot"]))
+        return Measurements(exactness, costs)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
         return None
 
 
-def _table(found: Any) -> StepCosts:
-    return StepCosts(
-        visible=int(found["visible"]),
-        single=_points(found["single"]),
-        requests=int(found["requests"]),
-        batched=_points(found["batched"]),
-        slot=float(found["slot"]),
-        row_slot=float(found["row_slot"]),
-    )
-
-
-def store(file: Path, found: Measurements) -> None:
+def store(file: Path, measurements: Measurements) -> None:
     """Write measurements; other processes may do so at the same time."""
-    table = None if found.table is None else asdict(found.table)
-    content = {"schema": _SCHEMA, "exactness": asdict(found.exactness), "table": table}
+    table = None if measurements.table is None else asdict(measurements.table)
+    content = {"schema": _SCHEMA, "exactness": asdict(measurements.exactness), "table": table}
     replace_private(file, json.dumps(content).encode())
 
 
-def _key(bundle: Bundle, backend: str, device: str, options: EngineOptions) -> str:
-    """A digest of everything that the costs depend on."""
+def _file(bundle: Bundle, backend: str, device: str, options: EngineOptions) -> Path:
+    """The file of measurements, named by a digest of everything that they depend on."""
     facts = (
         bundle.manifest.graph,
         backend,
@@ -306,11 +295,7 @@ def _key(bundle: Bundle, backend: str, device: str, options: EngineOptions) -> s
         [(package, _version(package)) for package in _PACKAGES],
         (cpu_name(), instruction_sets(), usable_cpus()),
     )
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
-
-
-def _points(found: Any) -> Points:
-    return tuple((int(rows), float(seconds)) for rows, seconds in found)
+    return cache_folder() / f"{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]}.json"
 
 
 def _version(package: str) -> str:

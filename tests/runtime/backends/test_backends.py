@@ -14,7 +14,7 @@ from spaceport.graphs.contract.manifest import ENGINES_FOLDER, EngineRecord
 from spaceport.graphs.contract.signature import Lowering, Precision
 from spaceport.runtime import backends
 from spaceport.runtime.backends import choose, clashing, open_engine, require, why_not
-from spaceport.runtime.backends.built_engines import Named, NoEngine, built_here, engine_for, read_engine, remember
+from spaceport.runtime.backends.built_engines import Named, built_here, engine_for, read_engine, remember
 from spaceport.runtime.backends.machine import Gpu
 from spaceport.runtime.bundle import Bundle, BundleError
 from spaceport.runtime.engine import EngineOptions
@@ -114,7 +114,7 @@ def test_the_engine_that_comes_nearest_says_what_it_lacks(
     # the other one lacks what is asked about first
     other = {"backend": "tensorrt"} if "backend" in reported else {"target": "sm75"} if "target" not in reported else {}
     engines = with_engines(bundle, near=reported, far={**reported, **other})
-    with pytest.raises(NoEngine, match=message):
+    with pytest.raises(InputFault, match=message):
         chosen(engines)
 
 
@@ -124,7 +124,7 @@ def test_an_engine_whose_file_was_removed_is_none(bundle: Bundle) -> None:
     (both.path / ENGINES_FOLDER / "a.engine").unlink()
     assert chosen(both) == "b.engine"
     (both.path / ENGINES_FOLDER / "b.engine").unlink()
-    with pytest.raises(NoEngine, match="it holds no tensorrt-rtx engine: build one with"):
+    with pytest.raises(InputFault, match="it holds no tensorrt-rtx engine: build one with"):
         chosen(both)
 
 

@@ -35,10 +35,9 @@ from spaceport.exporter.sar_config import (
     read_draft_layout,
     read_sar_config,
 )
-from spaceport.graphs.contract.draft_acceptance import DraftAcceptance
+from spaceport.graphs.contract.draft_methods import CAUSAL, LOOKUP, MAX_MASK_SLOTS, UNKNOWN, DraftMethod, MaskLayout
 from spaceport.graphs.contract.json_fields import is_whole
-from spaceport.graphs.contract.manifest import MAX_MASK_SLOTS, TokenIds
-from spaceport.graphs.contract.mask_layout import CAUSAL, MaskLayout
+from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.graphs.contract.signature import Precision
 from spaceport.graphs.correction import Factors
 from spaceport.graphs.gated import Adapter
@@ -171,8 +170,7 @@ class Checkpoint:
     folder: Path
     config: PreTrainedConfig
     tokens: TokenIds
-    max_mask_slots: int
-    mask_layout: MaskLayout  # what mask rows predict and see
+    drafts: DraftMethod
     fork_by_default: bool  # whether a request may fork unless it says otherwise
     tokenizer: str  # content of tokenizer.json
     template: str | None  # chat template
@@ -187,8 +185,6 @@ class Checkpoint:
     input_rows: InputRows | None  # of tokens whose rows in the embedding table are for their logits only
     gguf: GgufFile | None  # None: a folder
     converted: ConvertedCheckpoint | None  # None: a family that transformers ships, or a GGUF file
-    draft_origin: dict[str, str]  # by which method it drafts, and with which published weights, as far as known
-    acceptance: tuple[DraftAcceptance, ...]  # measured rates of its drafts, by temperature
 
 
 def open_checkpoint(
@@ -196,7 +192,8 @@ def open_checkpoint(
 ) -> Checkpoint:
     """The checkpoint in a folder, with its special token ids; with the adapter of an adapter folder, if one is given."""
     added = None if adapter is None else _adapter_folder(adapter, folder)
-    mask_layout = read_draft_layout(adapter or folder).mask_layout
+    owner = adapter or folder
+    mask_layout = read_draft_layout(owner).mask_layout
     source = read_source(folder, remote_code)
     config, tokenizer, generation = source.config, source.tokenizer, source.generation
     backend = tokenizer.backend_tokenizer
@@ -208,16 +205,26 @@ def open_checkpoint(
             added.base.check_config(config)
             add_special_tokens(tokenizer, added)
         vocab_size = added.vocab_size
-    tokens, mask_slots = special_tokens(
-        adapter or folder, config, tokenizer, generation, flags, vocab_size, mask_layout
-    )
+    tokens, mask_slots = special_tokens(owner, config, tokenizer, generation, flags, vocab_size, mask_layout)
+    heads = read_heads(owner, tokens)
+    preloaded = read_preloaded_slots(owner, config, tokens)
+    max_tokens = mask_slots if heads is None else heads.count
+    origin = draft_origin(owner, vocab_size, bool(flags.mask))
     return Checkpoint(
         folder=folder,
         config=config,
         tokens=tokens,
-        max_mask_slots=mask_slots,
-        mask_layout=mask_layout,
-        fork_by_default=read_sar_config(adapter or folder).get("fork_by_default", True),
+        drafts=DraftMethod(
+            name=origin.get("method", UNKNOWN) if max_tokens else LOOKUP,
+            adapter=origin.get("adapter") if max_tokens else None,
+            predictor="mask" if heads is None else "head",
+            max_tokens=max_tokens,
+            layout=mask_layout,
+            mechanisms={} if preloaded is None else {"preloaded_slots": {"slots": preloaded.count}},
+            # Measured with the folder's own tokens.
+            acceptance=() if flags.mask else read_acceptance(owner),
+        ),
+        fork_by_default=read_sar_config(owner).get("fork_by_default", True),
         tokenizer=backend.to_str(),
         template=template_of(tokenizer),
         special_tokens={
@@ -225,18 +232,14 @@ def open_checkpoint(
         },
         generation=generation,
         remote_code=remote_code,
-        adapter=read_adapter(adapter or folder, tokens),
+        adapter=read_adapter(owner, tokens),
         adapter_folder=added,
-        correction=read_factors(adapter or folder),
-        heads=read_heads(adapter or folder, tokens),
-        preloaded=read_preloaded_slots(adapter or folder, config, tokens),
-        input_rows=read_input_rows(adapter or folder),
+        correction=read_factors(owner),
+        heads=heads,
+        preloaded=preloaded,
+        input_rows=read_input_rows(owner),
         gguf=source.gguf,
         converted=source.converted,
-        draft_origin=draft_origin(adapter or folder, vocab_size, bool(flags.mask)),
-        acceptance=read_acceptance(adapter or folder)
-        if not flags.mask
-        else (),  # measured with the folder's own tokens
     )
 
 

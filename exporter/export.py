@@ -259,9 +259,7 @@ def manifest_for(
     return Manifest(
         signature=decoder.signature,
         tokens=checkpoint.tokens,
-        max_mask_slots=checkpoint.max_mask_slots,
-        mask_layout=checkpoint.mask_layout,
-        preloaded_slots=0 if checkpoint.preloaded is None else checkpoint.preloaded.count,
+        drafts=checkpoint.drafts,
         max_positions=traits.max_positions,
         model_type=str(checkpoint.config.model_type),
         parameters=parameters,
@@ -273,11 +271,7 @@ def manifest_for(
         fork_by_default=checkpoint.fork_by_default,
         special_tokens=checkpoint.special_tokens,
         generation_config=checkpoint.generation,
-        provenance={
-            **provenance_of(checkpoint.folder, None if checkpoint.gguf is None else checkpoint.gguf.metadata),
-            **checkpoint.draft_origin,
-        },
-        acceptance=checkpoint.acceptance,
+        provenance=provenance_of(checkpoint.folder, None if checkpoint.gguf is None else checkpoint.gguf.metadata),
         versions={
             "spaceport": __version__,
             "python": platform.python_version(),

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple, cast
 
 from spaceport.graphs.contract.atomic_file import replace_text
 from spaceport.graphs.contract.draft_acceptance import DraftAcceptance, draft_acceptances, with_acceptance
+from spaceport.graphs.contract.draft_methods import GROUPS, Group, MaskLayout
 from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.contract.json_fields import JsonField, Rules, is_whole
-from spaceport.graphs.contract.mask_layout import GROUPS, Group, MaskLayout
 
 SAR_FILE = "sar_config.json"
 

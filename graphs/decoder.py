@@ -144,7 +144,7 @@ def decoder_of(
 def expected_signature(traits: Traits, dtype: Precision, lowering: Lowering, heads: int = 0) -> Signature:
     """The signature of the graph of a model with these traits and draft heads."""
     sizes = (traits.layers, traits.kv_heads, traits.head_dim, traits.vocab_size)
-    return Signature(*sizes, dtype, lowering, traits.window, heads)
+    return Signature(*sizes, dtype, lowering, traits.window, 1 + heads)
 
 
 def freeze_rotary(model: PreTrainedModel) -> None:

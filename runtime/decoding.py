@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import NoneType
 
+from spaceport.graphs.contract.draft_methods import LOOKUP_ONLY, DraftMethod
 from spaceport.graphs.contract.exactness import DraftShape, Exactness
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import Manifest
-from spaceport.graphs.contract.mask_layout import CAUSAL, MaskLayout
 from spaceport.graphs.contract.signature import STEP_ROWS
 from spaceport.runtime.decode.draft import DraftConfig, Shape
 from spaceport.runtime.sampling.grammar import Grammar
@@ -154,7 +154,7 @@ class Decoding:
             )
         if len(self.cache_salt) > _MOST_SALT:
             raise OptionFault(f"cache_salt has {len(self.cache_salt)} characters: expected at most {_MOST_SALT}")
-        self.draft_config(0)
+        self.draft_config()
 
     def _stops(self) -> tuple[str, ...]:
         stops = (self.stop,) if isinstance(self.stop, str) else self.stop
@@ -189,21 +189,25 @@ class Decoding:
 
     def drafts_with(self, manifest: Manifest, exactness: Exactness) -> DraftConfig:
         """Draft limits with a bundle on an engine of this exactness."""
-        slots, layout, heads = manifest.max_mask_slots, manifest.mask_layout, manifest.signature.heads
-        return self.draft_config(slots, exactness.drafts, layout, heads)
+        return self.draft_config(manifest.drafts, exactness.drafts)
 
-    def draft_config(
-        self, most: int, exact: DraftShape = "tree", mask_layout: MaskLayout = CAUSAL, heads: int = 0
-    ) -> DraftConfig:
-        """Draft limits with a bundle that has `most` mask slots of this layout, or heads; its drafts are exact in this shape."""
-        if exact == "none" and self.mask_slots is None and self.draft == "tree":
-            most = heads = 0
-        slots = (heads or most) if self.mask_slots is None else self.mask_slots
+    def draft_config(self, method: DraftMethod = LOOKUP_ONLY, exact: DraftShape = "tree") -> DraftConfig:
+        """Draft limits with a bundle that drafts by this method; its drafts are exact in this shape."""
+        most = 0 if exact == "none" and self.draft == "tree" else method.max_tokens
+        slots = most if self.mask_slots is None else self.mask_slots
         lookup = 0 if exact == "none" and self.lookup is None else self.lookup
         if lookup is None:
             lookup = 0 if self.draft == "chain" or self.mask_slots == 0 else DEFAULT_LOOKUP
-        rows = self.draft_rows or max(DraftConfig.rows, 1 + slots + mask_layout.rows(slots))
+        rows = self.draft_rows or max(DraftConfig.rows, 1 + slots + method.layout.rows(slots))
         siblings = self.draft_siblings or (DraftConfig.siblings if exact == "tree" else 1)
-        if heads:
-            return DraftConfig(0, self.draft, rows, siblings, lookup, heads=slots, grammar=self.grammar is not None)
-        return DraftConfig(slots, self.draft, rows, siblings, lookup, mask_layout, grammar=self.grammar is not None)
+        masks, heads = (0, slots) if method.predictor == "head" else (slots, 0)
+        return DraftConfig(
+            masks,
+            self.draft,
+            rows,
+            siblings,
+            lookup,
+            mask_layout=method.layout,
+            heads=heads,
+            grammar=self.grammar is not None,
+        )

@@ -69,7 +69,7 @@ class Runtime:
         self.notes = (*notes, *engine.notes, *_without_drafts(self.exactness))
         self.tokenizer = open_tokenizer(bundle)
         self.costs = costs or relative_costs(engine.costs.row)
-        planner = DraftPlanner(self.costs, bundle.manifest.acceptance, repeatable=self.costs.relative)
+        planner = DraftPlanner(self.costs, bundle.manifest.drafts.acceptance, repeatable=self.costs.relative)
         self._admission = Admission(
             bundle,
             self.tokenizer,

@@ -58,7 +58,7 @@ def open_reference(
     decoder, _ = build_decoder(opened, options, arithmetic=dtype, stored=stored_weights(bundle))
     if decoder.quantization.integers is not None:
         quantize_inputs(decoder.model, decoder.quantization.integers)
-    for fact in ("layers", "kv_heads", "head_dim", "vocab_size", "window", "heads"):
+    for fact in ("layers", "kv_heads", "head_dim", "vocab_size", "window", "lines"):
         ours, theirs = getattr(signature, fact), getattr(decoder.signature, fact)
         if ours != theirs:
             raise InputFault(

@@ -215,7 +215,7 @@ def _built(
     if attention.decomposed and not attention.in_graph:
         _decompose(library, network)
     config = _config(library, builder, options)
-    shapes = profiles(options.shapes, signature.row_logits, options.mask_slots, signature.heads)
+    shapes = profiles(options.shapes, signature.row_logits, options.mask_slots, signature.lines - 1)
     _add_profiles(library, builder, config, network, shapes)
     cache = read_cache(config, messages, options.timing_cache) if options.timing_cache else None
     with interrupts_recorded() as interrupts:

@@ -8,10 +8,9 @@ import re
 from dataclasses import asdict, dataclass, field
 from typing import Any, BinaryIO, Literal, get_args
 
-from spaceport.graphs.contract.draft_acceptance import DraftAcceptance, draft_acceptances
+from spaceport.graphs.contract.draft_methods import DraftMethod, draft_method_of
 from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.contract.json_fields import JsonField, Rules, is_whole
-from spaceport.graphs.contract.mask_layout import GROUPS, MaskLayout
 from spaceport.graphs.contract.signature import ACTIVATIONS, WEIGHTS, Activations, Signature, Weights
 
 _MAX_SIZE = 2**50  # bytes of a file
@@ -97,7 +96,7 @@ def engine_record(name: str, found: JsonField) -> EngineRecord:
 
 
 # Of the manifest's entries: a bundle of any other number is refused.
-SCHEMA = 10
+SCHEMA = 11
 MANIFEST_FILE = "manifest.json"
 ACCURACY_FILE = "accuracy.json"
 TOKENIZER_FILE = "tokenizer.json"
@@ -107,12 +106,11 @@ DATA_FILE = f"{MODEL_FILE}.data"  # the weights of the graph
 SELECTION_FILE = "selection.onnx"  # graph from logits to the best tokens, for engines that select tokens
 ENGINES_FOLDER = "engines"
 
-MAX_MASK_SLOTS = 64
 MAX_POSITIONS = 2**31 - 1
 MAX_PARAMETERS = 10**15
 MAX_OPSET = 1000
-# What a manifest may say about the checkpoint's origin, and about the method and the weights by which it drafts
-PROVENANCE = ("name", "source", "revision", "licence", "method", "adapter")
+# What a manifest may say about the checkpoint's origin.
+PROVENANCE = ("name", "source", "revision", "licence")
 
 Embeddings = Literal["same", "int8", "int4"]
 EMBEDDINGS: tuple[Embeddings, ...] = get_args(Embeddings)
@@ -152,7 +150,6 @@ class Manifest:
 
     signature: Signature
     tokens: TokenIds
-    max_mask_slots: int
     max_positions: int
     model_type: str  # of the checkpoint's configuration
     parameters: int
@@ -165,14 +162,12 @@ class Manifest:
     weights: Weights = "same"  # how linear layers' weights are stored; "same": in the signature's dtype
     activations: Activations = "float"  # how the inputs of layers with quantized weights are quantized
     embeddings: Embeddings = "same"  # how the input and output embeddings are stored
-    mask_layout: MaskLayout = field(default_factory=MaskLayout)  # what mask rows predict and see
-    preloaded_slots: int = 0  # key/value pairs in the graph that only mask rows see
+    drafts: DraftMethod = field(default_factory=DraftMethod)
     fork_by_default: bool = True  # whether requests may fork unless they say otherwise; False: forks change the output
     files: dict[str, FileRecord] = field(default_factory=dict)
     engines: dict[str, EngineRecord] = field(default_factory=dict)  # by file name in `engines/`
     versions: dict[str, str] = field(default_factory=dict)
     provenance: dict[str, str] = field(default_factory=dict)  # of the checkpoint, as far as known: see PROVENANCE
-    acceptance: tuple[DraftAcceptance, ...] = ()  # of the model's drafts, one entry for each measured temperature
     schema: int = SCHEMA
 
     @property
@@ -184,16 +179,6 @@ class Manifest:
     def graph_bytes(self) -> int:
         """The size of the graph and its weights."""
         return sum(record.size for record in self._graph_files)
-
-    @property
-    def max_draft_tokens(self) -> int:
-        """Maximum draft tokens from mask slots or heads in a step; a bundle has one of the two or none."""
-        return self.max_mask_slots or self.signature.heads
-
-    @property
-    def draft_method(self) -> str:
-        """The method by which the model drafts, as its provenance names it; "lookup": with prompt lookup only."""
-        return self.provenance.get("method", "unknown") if self.max_draft_tokens else "lookup"
 
     @property
     def _graph_files(self) -> tuple[FileRecord, ...]:
@@ -220,7 +205,6 @@ def manifest_of(data: object) -> Manifest:
         schema=schema,
         signature=_signature(entries["signature"]),
         tokens=_tokens(entries["tokens"]),
-        max_mask_slots=entries["max_mask_slots"].whole(0),
         max_positions=entries["max_positions"].whole(1, MAX_POSITIONS),
         model_type=entries["model_type"].text(),
         parameters=entries["parameters"].whole(0, MAX_PARAMETERS),
@@ -231,14 +215,12 @@ def manifest_of(data: object) -> Manifest:
         weights=entries["weights"].one_of(WEIGHTS),
         activations=entries["activations"].one_of(ACTIVATIONS),
         embeddings=entries["embeddings"].one_of(EMBEDDINGS),
-        mask_layout=_mask_layout(entries["mask_layout"]),
-        preloaded_slots=entries["preloaded_slots"].whole(0, MAX_POSITIONS),
+        drafts=draft_method_of(entries["drafts"]),
         fork_by_default=entries["fork_by_default"].boolean(),
         files={name: file_record(record) for name, record in entries["files"].members().items()},
         engines={name: engine_record(name, record) for name, record in entries["engines"].members().items()},
         versions=entries["versions"].texts(),
         provenance=_provenance(entries["provenance"]),
-        acceptance=draft_acceptances(entries["acceptance"]),
     )
     _check_consistency(manifest)
     return manifest
@@ -246,18 +228,16 @@ def manifest_of(data: object) -> Manifest:
 
 def _check_consistency(manifest: Manifest) -> None:
     """Raise if entries that are valid by themselves contradict each other."""
-    tokens, slots, vocab = manifest.tokens, manifest.max_mask_slots, manifest.signature.vocab_size
-    if slots > MAX_MASK_SLOTS:
-        raise ManifestError(f"max_mask_slots is {slots}: expected at most {MAX_MASK_SLOTS}")
-    if slots and manifest.signature.heads:
+    tokens, drafts, vocab = manifest.tokens, manifest.drafts, manifest.signature.vocab_size
+    if manifest.signature.lines != 1 + drafts.heads:
         raise ManifestError(
-            f"max_mask_slots is {slots}, signature.heads is {manifest.signature.heads}: expected one of them to be 0"
+            f"signature.lines is {manifest.signature.lines}, drafts.max_tokens is {drafts.max_tokens} with the predictor "
+            f"{drafts.predictor}: expected {1 + drafts.heads} lines of logits"
         )
-    rows = manifest.mask_layout.rows(slots)
-    if slots and len(tokens.mask) != 1 and len(tokens.mask) < rows:
+    if drafts.mask_slots and len(tokens.mask) != 1 and len(tokens.mask) < drafts.mask_rows:
         raise ManifestError(
-            f"max_mask_slots is {slots}, tokens.mask has {len(tokens.mask)}: expected one for all, or one for each of "
-            f"{rows} mask rows"
+            f"drafts.max_tokens is {drafts.max_tokens}, tokens.mask has {len(tokens.mask)}: expected one for all, or one for "
+            f"each of {drafts.mask_rows} mask rows"
         )
     if manifest.weights == "same" and manifest.activations != "float":
         raise ManifestError(f"activations is {manifest.activations}, weights is same: expected float activations")
@@ -291,11 +271,6 @@ def _tokens(found: JsonField) -> TokenIds:
         child=entries["child"].or_none(JsonField.whole),
         end=_ids(entries["end"]),
     )
-
-
-def _mask_layout(found: JsonField) -> MaskLayout:
-    entries = found.entries(MaskLayout)
-    return MaskLayout(shift=entries["shift"].boolean(), group=entries["group"].one_of(GROUPS))
 
 
 def _provenance(found: JsonField) -> dict[str, str]:

@@ -35,7 +35,7 @@ VISIBLE_STEP = 64
 
 
 # Upper limits, far above every known model: sizes beyond them are damage or an attack.
-_MOST = {"layers": 4096, "kv_heads": 4096, "head_dim": 2**16, "vocab_size": 2**24, "window": 2**31 - 1, "heads": 64}
+_MOST = {"layers": 4096, "kv_heads": 4096, "head_dim": 2**16, "vocab_size": 2**24, "window": 2**31 - 1, "lines": 65}
 
 
 @dataclass(frozen=True)
@@ -61,13 +61,11 @@ class Signature:
     dtype: Precision
     lowering: Lowering
     window: int | None = None  # sliding attention window in positions, including the row's own
-    heads: int = (
-        0  # draft heads over the last hidden state; each row with logits has a line of its own and one per head
-    )
+    lines: int = 1  # of logits per row: the row's own, then that of each draft head over the last hidden state
     kv_cache: KvCache = "same"
 
     def __post_init__(self) -> None:
-        for name in ("layers", "kv_heads", "head_dim", "vocab_size"):
+        for name in ("layers", "kv_heads", "head_dim", "vocab_size", "lines"):
             value = getattr(self, name)
             if not is_whole(value, 1):
                 raise ValueError(f"{name} is {value!r}: expected a whole number of at least 1")
@@ -79,8 +77,6 @@ class Signature:
             raise ValueError(f"kv_cache is {self.kv_cache!r}: expected one of {', '.join(KV_CACHES)}")
         if self.window is not None and not is_whole(self.window, 1):
             raise ValueError(f"window is {self.window!r}: expected null or a whole number of at least 1")
-        if not is_whole(self.heads, 0):
-            raise ValueError(f"heads is {self.heads!r}: expected a whole number of at least 0")
         for name, most in _MOST.items():
             value = getattr(self, name)
             if value is not None and value > most:
@@ -114,13 +110,8 @@ class Signature:
 
     @property
     def outputs(self) -> tuple[Tensor, ...]:
-        rows = "L" if self.heads else "R"
+        rows = "L" if self.lines > 1 else "R"
         return (Tensor("logits", "float32", ("B", rows, self.vocab_size)), *self.present)
-
-    @property
-    def lines(self) -> int:
-        """Lines of logits per row: the row's own, then that of each head."""
-        return 1 + self.heads
 
     @property
     def row_logits(self) -> int:

@@ -10,8 +10,8 @@ from itertools import accumulate
 from operator import itemgetter
 from typing import Literal, NamedTuple, Protocol
 
+from spaceport.graphs.contract.draft_methods import CAUSAL, MaskLayout
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.graphs.contract.mask_layout import CAUSAL, MaskLayout
 from spaceport.runtime.costs import Curve
 
 Shape = Literal["chain", "tree"]

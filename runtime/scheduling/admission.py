@@ -276,10 +276,10 @@ class Admission:
 
     def _check_mask_slots(self, mask_slots: int | None) -> None:
         manifest = self.bundle.manifest
-        most = manifest.max_draft_tokens
+        most = manifest.drafts.max_tokens
         if mask_slots is not None and not 0 <= mask_slots <= most:
             expected = f"0 to {most}, the number that the bundle was exported with"
-            if manifest.signature.heads:
+            if manifest.drafts.heads:
                 expected = f"0 to {most}, the number of heads of the bundle"
             elif not most:
                 expected = "0, since the bundle has no mask token; its drafts come from prompt lookup"

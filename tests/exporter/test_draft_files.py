@@ -41,7 +41,7 @@ from spaceport.exporter.sar_config import (
     read_draft_layout,
 )
 from spaceport.graphs.contract.draft_correction import CORRECTION_FILE, read_tables
-from spaceport.graphs.contract.mask_layout import MaskLayout
+from spaceport.graphs.contract.draft_methods import MaskLayout
 from spaceport.graphs.contract.signature import LOWERINGS, Lowering
 from spaceport.graphs.correction import Factors
 from spaceport.graphs.gated import gate_model
@@ -355,7 +355,8 @@ def checkpoint_of(layout: MaskLayout, folder: Path, **entries: object) -> Path:
 
 def tokens_per_step(runtime: Runtime, layout: MaskLayout, shape: Shape = "chain") -> float:
     """Those of a completion whose mask rows have this layout; its text is that of plain decoding."""
-    bundle = replace(runtime.bundle, manifest=replace(runtime.bundle.manifest, mask_layout=layout))
+    drafts = replace(runtime.bundle.manifest.drafts, layout=layout)
+    bundle = replace(runtime.bundle, manifest=replace(runtime.bundle.manifest, drafts=drafts))
     other = Runtime(bundle, runtime.engine, runtime.max_seq_len, costs=runtime.costs)
     plain, drafted = (
         other.generate(text(0, 5), Decoding(max_tokens=33, mask_slots=slots, draft=shape, lookup=0))
@@ -382,7 +383,7 @@ def test_an_exact_model_generates_k_plus_1_tokens_per_step_in_its_own_layout_onl
         bundle_of(checkpoint, ExportOptions(lowering)), tmp_path / "bundle"
     )  # check writes into it
     manifest = open_bundle(bundle).manifest
-    assert (manifest.mask_layout, manifest.max_mask_slots) == (layout, SLOTS)
+    assert (manifest.drafts.layout, manifest.drafts.mask_slots) == (layout, SLOTS)
     with Runtime.open(bundle, max_seq_len=256, step_costs="free") as runtime:
         assert tokens_per_step(runtime, layout) == tokens_per_step(runtime, layout, "tree") == SLOTS + 1
         for other in set(LAYOUTS) - {layout}:

@@ -31,7 +31,7 @@ def test_a_bundle_has_the_data_of_its_checkpoint(tiny_bundle: Path) -> None:
     manifest = open_bundle(tiny_bundle).manifest
     assert manifest.tokens.mask == (4,)
     assert manifest.tokens.end == (1, 3)
-    assert (manifest.max_mask_slots, manifest.max_positions) == (5, 1024)
+    assert (manifest.drafts.mask_slots, manifest.max_positions) == (5, 1024)
     assert (manifest.model_type, manifest.parameters, manifest.opset) == ("llama", 301_728, 23)
     assert manifest.signature.vocab_size == 640
     assert Tokenizer.from_file(str(tiny_bundle / "tokenizer.json")).get_vocab_size() == 628
@@ -69,13 +69,13 @@ def test_token_ids_beyond_the_tokenizers_vocabulary_can_be_decoded(tiny_bundle: 
 )
 def test_flags_override_the_checkpoints_tokens(flags: TokenFlags, mask: tuple[int, ...], slots: int) -> None:
     found = open_checkpoint(TINY, flags)
-    assert (found.tokens.mask, found.max_mask_slots) == (mask, slots)
+    assert (found.tokens.mask, found.drafts.mask_slots) == (mask, slots)
 
 
 def test_the_number_of_mask_slots_defaults_to_the_published_one(tmp_path: Path) -> None:
     folder = copy_of_tiny(tmp_path / "c", sar_config=None)
     for mask, slots in ((("630",), 5), (("630", "631", "632"), 3)):
-        assert open_checkpoint(folder, TokenFlags(mask=mask)).max_mask_slots == slots
+        assert open_checkpoint(folder, TokenFlags(mask=mask)).drafts.mask_slots == slots
 
 
 @pytest.mark.parametrize(
@@ -132,18 +132,18 @@ def test_measured_acceptance_is_exported_unless_other_mask_tokens_are_named(tmp_
     folder = copy_of_tiny(tmp_path / "c")
     save_acceptance(folder, measured)
     save_acceptance(folder, greedy := replace(measured, temperature=0.0))
-    assert export(folder, tmp_path / "bundle", ExportOptions()).acceptance == (greedy, measured)
-    assert open_bundle(tmp_path / "bundle").manifest.acceptance == (greedy, measured)
-    assert open_checkpoint(folder, TokenFlags(mask=("7",))).acceptance == ()
+    assert export(folder, tmp_path / "bundle", ExportOptions()).drafts.acceptance == (greedy, measured)
+    assert open_bundle(tmp_path / "bundle").manifest.drafts.acceptance == (greedy, measured)
+    assert open_checkpoint(folder, TokenFlags(mask=("7",))).drafts.acceptance == ()
     save_acceptance(folder, newer := replace(greedy, rates=(0.75,)))
-    assert open_checkpoint(folder, TokenFlags()).acceptance == (newer, measured)
-    assert open_checkpoint(TINY, TokenFlags()).acceptance == ()
+    assert open_checkpoint(folder, TokenFlags()).drafts.acceptance == (newer, measured)
+    assert open_checkpoint(TINY, TokenFlags()).drafts.acceptance == ()
 
 
 @pytest.mark.usefixtures("_untraced")
 def test_a_checkpoint_without_mask_token_has_no_mask_slots(tmp_path: Path) -> None:
     manifest = export(copy_of_tiny(tmp_path / "plain", sar_config=None), tmp_path / "bundle", ExportOptions())
-    assert (manifest.tokens.mask, manifest.max_mask_slots, manifest.acceptance) == ((), 0, ())
+    assert (manifest.tokens.mask, manifest.drafts.mask_slots, manifest.drafts.acceptance) == ((), 0, ())
 
 
 def test_fork_and_child_tokens_are_exported(tmp_path: Path) -> None:

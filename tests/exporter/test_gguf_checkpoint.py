@@ -109,7 +109,7 @@ def test_a_gguf_file_is_exported_and_tuned(quantized: Path, tmp_path: Path) -> N
     settings = TrainingSettings("sar", "gated-lora", max_steps=1, rank=2, batch_size=1)
     tune(TuningJob(quantized, tmp_path / "tuned", (data,), settings))
     tuned = opened(tmp_path / "tuned")
-    assert (tuned.max_mask_slots, tuned.tokens.end) == (5, (1,))
+    assert (tuned.drafts.mask_slots, tuned.tokens.end) == (5, (1,))
     export(tmp_path / "tuned", tmp_path / "tuned.bundle", ExportOptions())
     export(quantized, tmp_path / "plain.bundle", ExportOptions())
     with Runtime.open(tmp_path / "plain.bundle") as one, Runtime.open(tmp_path / "tuned.bundle") as drafting:

@@ -103,7 +103,7 @@ def test_slots_in_a_bundle_change_mask_rows_only_and_no_text(tiny_bundle: Path, 
     folder = shutil.copytree(TINY, tmp_path / "preloaded", ignore=shutil.ignore_patterns("make.py", "__pycache__"))
     write_preloaded_slots(folder, random_slots(load_model(open_checkpoint(TINY, TokenFlags()), "float32"), 3.0))
     bundle = bundle_of(folder)
-    assert read_manifest(bundle).preloaded_slots == 5
+    assert read_manifest(bundle).drafts.mechanisms == {"preloaded_slots": {"slots": 5}}
     found = require_other_mask_rows_alone(bundle_engine(tiny_bundle), bundle_engine(bundle), TINY_MASK)
     in_torch = walk(torch_engine(load_model(open_checkpoint(folder, TokenFlags()), "float32")), TINY_MASK)[1]
     np.testing.assert_allclose(found, in_torch, atol=1e-3)

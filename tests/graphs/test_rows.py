@@ -154,8 +154,8 @@ def test_the_lines_of_a_row_are_its_own_and_those_of_each_head() -> None:
     plain = torch_engine(random_model("llama", tied=False))
     add_heads(model, COUNT, BLOCKS, tensors)
     heads = torch_engine(model)
-    assert (plain.signature.heads, plain.signature.lines) == (0, 1)
-    assert (heads.signature.heads, heads.signature.lines) == (COUNT, 1 + COUNT)
+    assert plain.signature.lines == 1
+    assert heads.signature.lines == 1 + COUNT
     own, lines = (engine.run(rows_batch(ids))[0] for engine in (plain, heads))
     assert lines.shape == (len(ids) * (1 + COUNT), model.config.vocab_size)
     assert np.array_equal(lines[:: 1 + COUNT], own)
@@ -176,7 +176,7 @@ def test_heads_have_the_names_of_published_files() -> None:
 
 
 def test_heads_count_as_logits_of_a_row() -> None:
-    signature = Signature(2, 2, 8, 32_000, "float16", "scatter", heads=5)
+    signature = Signature(2, 2, 8, 32_000, "float16", "scatter", lines=6)
     assert signature.row_logits == 6 * 32_000
     assert logit_rows(4096, 32_000) == 262
     assert logit_rows(4096, signature.row_logits) == 128

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from spaceport.graphs.contract.draft_methods import DraftMethod, MaskLayout
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import TokenIds
-from spaceport.graphs.contract.mask_layout import MaskLayout
 from spaceport.runtime.decode.threads import Ending
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.limits import DEFAULT_LIMITS, Limits
@@ -284,10 +284,14 @@ def test_a_completion_tells_its_seed_its_times_and_its_trace() -> None:
 
 def test_a_draft_may_verify_all_mask_slots_and_have_them_behind_one_token() -> None:
     block = MaskLayout(shift=False, group="block")
-    assert Decoding().draft_config(5).rows == Decoding().draft_config(11, mask_layout=block).rows == 24
-    assert Decoding().draft_config(30).rows == 61
-    assert Decoding().draft_config(30, mask_layout=block).rows == 62
-    assert Decoding(draft_rows=9).draft_config(30, mask_layout=block).rows == 9
+    assert (
+        Decoding().draft_config(DraftMethod(max_tokens=5)).rows
+        == Decoding().draft_config(DraftMethod(max_tokens=11, layout=block)).rows
+        == 24
+    )
+    assert Decoding().draft_config(DraftMethod(max_tokens=30)).rows == 61
+    assert Decoding().draft_config(DraftMethod(max_tokens=30, layout=block)).rows == 62
+    assert Decoding(draft_rows=9).draft_config(DraftMethod(max_tokens=30, layout=block)).rows == 9
 
 
 INVALID: list[tuple[dict[str, Any], str]] = [

@@ -13,6 +13,7 @@ from onnx import helper, numpy_helper, parser
 from tokenizers import Tokenizer, models
 
 from spaceport.exporter.bundle_manifest import write_manifest
+from spaceport.graphs.contract.draft_methods import DraftMethod
 from spaceport.graphs.contract.manifest import DATA_FILE, MODEL_FILE, TOKENIZER_FILE, Manifest, TokenIds
 from spaceport.graphs.contract.signature import Precision, Signature, Tensor
 
@@ -109,7 +110,7 @@ class Attending:
             Manifest(
                 signature=self.signature,
                 tokens=TokenIds(mask=(4,), end=(1,)),
-                max_mask_slots=2,
+                drafts=DraftMethod(max_tokens=2),
                 max_positions=POSITIONS,
                 model_type="attending",
                 parameters=1,

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from spaceport.graphs.contract.draft_methods import DraftMethod
 from spaceport.graphs.contract.manifest import TEMPLATE_FILE, TOKENIZER_FILE, FileRecord, Manifest, TokenIds
 from spaceport.graphs.contract.signature import Signature
 from spaceport.runtime.bundle import Bundle
@@ -118,7 +119,7 @@ def chat_runtime(folder: Path = DEMO, *, requests: int = 4, delay: float = 0.0, 
     manifest = Manifest(
         signature=ChatEngine.signature,
         tokens=TokenIds(mask=(_MASK,), fork=_FORK, child=_CHILD, end=_END),
-        max_mask_slots=5,
+        drafts=DraftMethod(max_tokens=5),
         max_positions=1024,
         model_type="llama",
         parameters=1,

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from spaceport.graphs.contract.draft_methods import CAUSAL, GROUPS, MaskLayout
 from spaceport.graphs.contract.manifest import TokenIds
-from spaceport.graphs.contract.mask_layout import CAUSAL, GROUPS, MaskLayout
 from spaceport.graphs.contract.signature import Lowering, Signature
 from spaceport.runtime.costs import StepCosts, relative_costs
 from spaceport.runtime.decode.draft import DraftConfig
@@ -136,7 +136,7 @@ class HashEngine:
 
     def __post_init__(self) -> None:
         heads = self.language.heads
-        self.signature = Signature(1, 1, 1, VOCAB, "float32", self.lowering, self.language.window, heads)
+        self.signature = Signature(1, 1, 1, VOCAB, "float32", self.lowering, self.language.window, 1 + heads)
         self.rows = self.capacity
         self._cells: list[list[Cell | None]] = [[None] * self.capacity for _ in range(self.requests)]
 

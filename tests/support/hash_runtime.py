@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models
 
+from spaceport.graphs.contract.draft_methods import DraftMethod
 from spaceport.graphs.contract.manifest import TOKENIZER_FILE, Manifest, TokenIds
 from spaceport.graphs.contract.signature import Lowering, Signature
 from spaceport.runtime.bundle import Bundle
@@ -79,7 +80,7 @@ def hash_runtime(
     manifest = Manifest(
         signature=Signature(1, 1, 1, VOCAB, "float32", lowering, language.window),
         tokens=TokenIds(mask=(MASKS * 3)[:5], fork=FORK, child=CHILD, end=(END,)),
-        max_mask_slots=5,
+        drafts=DraftMethod(max_tokens=5),
         max_positions=4096,
         model_type="llama",
         parameters=1,

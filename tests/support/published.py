@@ -20,7 +20,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 from transformers import OPTConfig, OPTForCausalLM, PreTrainedModel
 
-from spaceport.graphs.contract.mask_layout import MaskLayout
+from spaceport.graphs.contract.draft_methods import MaskLayout
 from support.gguf_files import random_model
 from support.paths import TINY
 

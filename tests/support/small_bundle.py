@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, models
 
 from spaceport.exporter.bundle_manifest import write_manifest
 from spaceport.graphs.contract.draft_acceptance import DraftAcceptance
+from spaceport.graphs.contract.draft_methods import DraftMethod
 from spaceport.graphs.contract.manifest import (
     DATA_FILE,
     MANIFEST_FILE,
@@ -38,7 +39,15 @@ def fill(folder: Path, content: bytes = b"a graph") -> Manifest:
     manifest = Manifest(
         signature=Signature(2, 2, 16, 640, "float32", "scatter", window=32),
         tokens=TokenIds(mask=(4, 5), fork=6, child=7, end=(1, 3)),
-        max_mask_slots=2,
+        drafts=DraftMethod(
+            name="tune",
+            adapter="a/b",
+            max_tokens=2,
+            mechanisms={"preloaded_slots": {"slots": 3}},
+            acceptance=(
+                DraftAcceptance((0.75, 0.5), (0.25, 0.5, 0.5, 0.75, 1.0), 0.0, 1234, "heldout.jsonl", "2026-01-31"),
+            ),
+        ),
         max_positions=1024,
         model_type="llama",
         parameters=12345,
@@ -49,9 +58,6 @@ def fill(folder: Path, content: bytes = b"a graph") -> Manifest:
         engines={ENGINE: RECORD},
         versions={"spaceport": "0.1.0"},
         provenance={"name": "small", "licence": "mit"},
-        acceptance=(
-            DraftAcceptance((0.75, 0.5), (0.25, 0.5, 0.5, 0.75, 1.0), 0.0, 1234, "heldout.jsonl", "2026-01-31"),
-        ),
     )
     return write_manifest(folder, manifest)
 

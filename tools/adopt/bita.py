@@ -12,8 +12,8 @@ from torch import Tensor
 from spaceport.exporter.checkpoint import Checkpoint, load_tokenizer
 from spaceport.exporter.preloaded_slots_file import check_slots as check_preloaded
 from spaceport.exporter.sar_config import CheckpointError, DraftLayout
+from spaceport.graphs.contract.draft_methods import MAX_MASK_SLOTS
 from spaceport.graphs.contract.json_fields import is_whole
-from spaceport.graphs.contract.manifest import MAX_MASK_SLOTS
 from spaceport.graphs.preloaded_slots import PreloadedSlots
 from spaceport.tools.adopt.adapter_writer import write_adopted_prefix
 from spaceport.tools.adopt.given import Given, check_slots

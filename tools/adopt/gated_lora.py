@@ -6,7 +6,7 @@ from typing import Any
 
 from spaceport.exporter.checkpoint import DEFAULT_MASK_SLOTS, Checkpoint, load_tokenizer
 from spaceport.exporter.sar_config import CheckpointError, DraftLayout, is_id
-from spaceport.graphs.contract.manifest import MAX_MASK_SLOTS
+from spaceport.graphs.contract.draft_methods import MAX_MASK_SLOTS
 from spaceport.tools.adopt.adapter_writer import write_adopted
 from spaceport.tools.adopt.given import Given, check_slots, refuse_noise_seed
 from spaceport.tools.adopt.peft_adapter import read_peft_adapter

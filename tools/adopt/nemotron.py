@@ -6,8 +6,8 @@ from typing import Any
 
 from spaceport.exporter.checkpoint import Checkpoint
 from spaceport.exporter.sar_config import CheckpointError, DraftLayout
+from spaceport.graphs.contract.draft_methods import MAX_MASK_SLOTS
 from spaceport.graphs.contract.json_fields import is_whole
-from spaceport.graphs.contract.manifest import MAX_MASK_SLOTS
 from spaceport.tools.adopt.adapter_writer import write_adopted
 from spaceport.tools.adopt.gated_lora import mask_tokens
 from spaceport.tools.adopt.given import NEMOTRON_ADAPTER, Given, check_slots, refuse_noise_seed

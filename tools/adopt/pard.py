@@ -20,7 +20,7 @@ def _plan(given: Given, evidence: str, checkpoint: Checkpoint) -> Plan:
         raise OptionFault("--mask-token has no effect: config.json names the mask token; leave it out")
     refuse_noise_seed(given.request)
     masks = {str(token): token for token in checkpoint.tokens.mask}
-    return Plan(PARD.name, evidence, given.checkpoint, masks, checkpoint.max_mask_slots, DraftLayout())
+    return Plan(PARD.name, evidence, given.checkpoint, masks, checkpoint.drafts.mask_slots, DraftLayout())
 
 
 PARD = Method(PARD_METHOD, "PARD: one shared mask token", _recognize, _plan, None)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from spaceport.exporter.checkpoint import Checkpoint, load_tokenizer
 from spaceport.exporter.sar_config import DraftLayout
-from spaceport.graphs.contract.manifest import MAX_MASK_SLOTS
+from spaceport.graphs.contract.draft_methods import MAX_MASK_SLOTS
 from spaceport.tools.adopt.adapter_writer import write_adopted_prefix
 from spaceport.tools.adopt.forecast_file import PREFIX, forecast_file
 from spaceport.tools.adopt.given import Given, check_slots

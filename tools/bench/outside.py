@@ -85,7 +85,7 @@ def generations(bundle: Bundle, engine: SyntheticEngine, rows: int) -> list[Gene
         correction=correction,
     )
     random = np.random.default_rng(0)
-    mask_slots = 0 if rows == 1 else bundle.manifest.max_mask_slots
+    mask_slots = 0 if rows == 1 else bundle.manifest.drafts.mask_slots
     decoding = Decoding(mask_slots=mask_slots, draft_rows=rows, fork=False)
     return [
         admission.generation(random.integers(0, _VOCABULARY, _PROMPT).tolist(), decoding, _ignore)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
 
-from spaceport.graphs.contract.mask_layout import CAUSAL, MaskLayout
+from spaceport.graphs.contract.draft_methods import CAUSAL, MaskLayout
 from spaceport.runtime.costs import StepCosts
 from spaceport.runtime.decode.draft import DraftConfig
 from spaceport.runtime.decode.planner import best_drafts, solve

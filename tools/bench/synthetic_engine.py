@@ -42,7 +42,7 @@ class SyntheticEngine:
         costs: Costs = CPU_COSTS,
         heads: int = 0,  # whose lines the function predicts too
     ) -> None:
-        self.signature, self.requests = replace(signature, heads=heads), requests
+        self.signature, self.requests = replace(signature, lines=1 + heads), requests
         self.capacity = capacity
         self.rows = capacity if inner is None else inner.rows
         self.costs = costs

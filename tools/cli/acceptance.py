@@ -202,7 +202,7 @@ def measured_model(
             stage("generating with prompt lookup")
             steps = count_drafted(runtime, samples, max_tokens, slots)
         manifest = runtime.bundle.manifest
-    origin = (manifest.draft_method, manifest.provenance.get("adapter"))
+    origin = (manifest.drafts.name, manifest.drafts.adapter)
     return ModelAcceptance(str(source.path), *origin, len(samples), counts, found, steps)
 
 

@@ -144,7 +144,7 @@ def _shapes(manifest: Manifest, given: Mapping[str, Any]) -> Shapes:
 def _options(name: str, shapes: Shapes, manifest: Manifest, given: Mapping[str, Any]) -> BuildOptions:
     """How the engine of a target is built."""
     scratch = None if given["workspace"] is None else given["workspace"] << 20
-    return BuildOptions(name, shapes, scratch, given["refittable"], manifest.max_mask_slots, given["timing_cache"])
+    return BuildOptions(name, shapes, scratch, given["refittable"], manifest.drafts.mask_slots, given["timing_cache"])
 
 
 def _build(opened: Bundle, library: Library, build_options: BuildOptions, rebuild: bool) -> BuildResult:

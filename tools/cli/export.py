@@ -196,8 +196,8 @@ def command(
         show_json(manifest.as_dict())
         return
     total = sum(record.size for record in manifest.files.values())
-    heads = f"{manifest.signature.heads} draft heads" if manifest.signature.heads else "no mask slots"
-    drafts_with = f"up to {manifest.max_mask_slots} mask slots" if manifest.max_mask_slots else heads
+    heads = f"{manifest.drafts.heads} draft heads" if manifest.drafts.heads else "no mask slots"
+    drafts_with = f"up to {manifest.drafts.mask_slots} mask slots" if manifest.drafts.mask_slots else heads
     click.echo(f"{bundle}: {manifest.model_type}, {manifest.parameters:,} parameters, {size(total)}, {drafts_with}")
 
 

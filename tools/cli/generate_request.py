@@ -79,7 +79,7 @@ def check_with(context: click.Context, manifest: Manifest, decoding: Decoding) -
     """Raise for options that have no effect with this bundle."""
     draft_config = decoding.drafts_with(manifest, unmeasured(manifest))
     no_masks = not (draft_config.mask_slots or draft_config.heads)
-    without = "with --mask-slots 0" if manifest.max_draft_tokens else "with a bundle without mask slots"
+    without = "with --mask-slots 0" if manifest.drafts.max_tokens else "with a bundle without mask slots"
     forks = manifest.tokens.fork is not None
     refuse_unused(
         context,
@@ -88,7 +88,7 @@ def check_with(context: click.Context, manifest: Manifest, decoding: Decoding) -
                 no_masks,
                 ("draft_siblings",),
                 without,
-                "turn mask slots on" if manifest.max_draft_tokens else "export the bundle with mask tokens",
+                "turn mask slots on" if manifest.drafts.max_tokens else "export the bundle with mask tokens",
             ),
             Unused(
                 no_masks and not draft_config.lookup, ("draft", "draft_rows"), without, "turn mask slots or --lookup on"

@@ -130,9 +130,9 @@ def facts(manifest: Manifest) -> dict[str, object]:
         "precision": precision(manifest),
         "lowering": f"{signature.lowering}, {manifest.attention} attention, opset {manifest.opset}",
         "mask slots": _mask_slots(manifest),
-        "draft heads": signature.heads or "none",
-        "drafts by": ", ".join(filter(None, (manifest.draft_method, manifest.provenance.get("adapter")))),
-        **{_acceptance_name(measured): measured for measured in manifest.acceptance},
+        "draft heads": manifest.drafts.heads or "none",
+        "drafts by": ", ".join(filter(None, (manifest.drafts.name, manifest.drafts.adapter))),
+        **{_acceptance_name(measured): measured for measured in manifest.drafts.acceptance},
         "mask tokens": ", ".join(map(str, tokens.mask)) or "none",
         "fork and child token": f"{tokens.fork}, {tokens.child}" if tokens.fork is not None else "none",
         "end tokens": ", ".join(map(str, tokens.end)) or "none",
@@ -145,11 +145,12 @@ def _acceptance_name(measured: DraftAcceptance) -> str:
 
 
 def _mask_slots(manifest: Manifest) -> str:
-    if not manifest.max_mask_slots:
+    if not manifest.drafts.mask_slots:
         return "none"
     correction = ", with draft correction" if CORRECTION_FILE in manifest.files else ""
-    preloaded = f", which see {manifest.preloaded_slots} preloaded slots" if manifest.preloaded_slots else ""
-    return f"{manifest.max_mask_slots}{preloaded}{correction}"
+    slots = manifest.drafts.mechanisms.get("preloaded_slots", {}).get("slots")
+    preloaded = f", which see {slots} preloaded slots" if slots else ""
+    return f"{manifest.drafts.mask_slots}{preloaded}{correction}"
 
 
 def precision(manifest: Manifest) -> str:

@@ -67,8 +67,8 @@ def command(
     }
     with Runtime.open(bundle, max_requests=requests, **options) as runtime:  # type: ignore[arg-type]
         manifest = runtime.bundle.manifest
-        costs, most, layout = runtime.costs, manifest.max_mask_slots, manifest.mask_layout
-        heads = manifest.signature.heads
+        costs, most, layout = runtime.costs, manifest.drafts.mask_slots, manifest.drafts.layout
+        heads = manifest.drafts.heads
         show_notes(runtime.notes)
     rows = rows_of(costs, requests, context)
     if heads:

@@ -86,7 +86,7 @@ def timed(
 
     A mode has a new runtime in each round, so that what it learned about acceptance rates is the same in each.
     """
-    masks, fork = runtime.bundle.manifest.max_draft_tokens, runtime.bundle.manifest.tokens.fork
+    masks, fork = runtime.bundle.manifest.drafts.max_tokens, runtime.bundle.manifest.tokens.fork
     possible = [mode for mode in MODES if (masks or not mode.drafts) and (fork is not None or not mode.forks)]
     runtimes = [{mode: _new_runtime(runtime) for mode in possible} for _ in range(rounds)]
     for by_mode in runtimes:

@@ -120,7 +120,7 @@ def evaluate(
     chats: dict[int, list[QuestionAnswers]] = {}
     sources: dict[int, list[Answer]] = {}
     for slots in MASK_SLOTS:
-        if slots <= runtime.bundle.manifest.max_mask_slots:
+        if slots <= runtime.bundle.manifest.drafts.mask_slots:
             announce(f"answering {len(listed)} questions and continuing {len(texts)} texts at k = {slots}")
             chats[slots] = [answer_question(runtime, function, slots) for function in listed]
             sources[slots] = [continue_text(runtime, text, slots) for text in texts]

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from spaceport.graphs.contract.mask_layout import CAUSAL, Group, MaskLayout
+from spaceport.graphs.contract.draft_methods import CAUSAL, Group, MaskLayout
 from spaceport.tools.tune.samples import NO_PARENT, Sample
 
 IGNORED = -100  # target without a loss, the ignore_index of torch's cross entropy

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from spaceport.graphs.contract.draft_methods import CAUSAL, MAX_MASK_SLOTS, Group, MaskLayout
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.graphs.contract.manifest import MAX_MASK_SLOTS
-from spaceport.graphs.contract.mask_layout import CAUSAL, Group, MaskLayout
 
 Objective = Literal["sar", "apar", "both"]
 MAX_CORRECTION_RANK = 512

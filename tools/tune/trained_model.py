@@ -25,7 +25,7 @@ from spaceport.tools.tune.tunable_model import TunableModel
 
 def adapter_settings(settings: TrainingSettings, checkpoint: Checkpoint) -> TrainingSettings:
     """The settings with those of the mask slots, the adapter and the draft correction of a checkpoint."""
-    adapter, correction, layout = checkpoint.adapter, checkpoint.correction, checkpoint.mask_layout
+    adapter, correction, layout = checkpoint.adapter, checkpoint.correction, checkpoint.drafts.layout
     shift, group = settings.shift, settings.group
     settings = replace(settings, shift=layout.shift if shift is None else shift, group=group or layout.group)
     if correction is not None and settings.drafts:

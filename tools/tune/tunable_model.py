@@ -13,9 +13,9 @@ from spaceport.exporter.adapter_folder import BaseIdentity, identity_of
 from spaceport.exporter.checkpoint import Checkpoint, load_model, load_tokenizer
 from spaceport.exporter.checkpoint_files import TIKTOKEN_FILE
 from spaceport.exporter.sar_config import read_sar_config
+from spaceport.graphs.contract.draft_methods import MaskLayout
 from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.graphs.contract.manifest import TokenIds
-from spaceport.graphs.contract.mask_layout import MaskLayout
 from spaceport.graphs.contract.signature import PRECISIONS
 from spaceport.graphs.correction import Factors
 from spaceport.graphs.gated import Adapter
@@ -92,7 +92,7 @@ def open_tunable_model(checkpoint: Checkpoint, settings: TrainingSettings, reque
         child=ids[masks + 1] if names.fork else None,
         end=checkpoint.tokens.end,
     )
-    slots = settings.slots or checkpoint.max_mask_slots
+    slots = settings.slots or checkpoint.drafts.mask_slots
     encoder = conversation_encoder(tokenizer, tokens)
     return TunableModel(
         folder,
@@ -102,7 +102,7 @@ def open_tunable_model(checkpoint: Checkpoint, settings: TrainingSettings, reque
         names,
         encoder,
         slots,
-        settings.mask_layout if settings.drafts else checkpoint.mask_layout,
+        settings.mask_layout if settings.drafts else checkpoint.drafts.layout,
         base,
         checkpoint.adapter,
         checkpoint.correction,

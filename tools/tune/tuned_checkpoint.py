@@ -18,7 +18,7 @@ from spaceport.exporter.adapter_folder import TrainedAdapter, embedding_tables, 
 from spaceport.exporter.correction_factors import write_factors
 from spaceport.exporter.input_rows_file import write_input_rows
 from spaceport.exporter.sar_config import read_json, write_sar_config
-from spaceport.graphs.contract.mask_layout import CAUSAL
+from spaceport.graphs.contract.draft_methods import CAUSAL
 from spaceport.graphs.gated import adapter_state, base_state
 from spaceport.tools.tune.methods import MergedModel
 from spaceport.tools.tune.tunable_model import TunableModel

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from spaceport.graphs.contract.signature import Signature
+from spaceport.graphs.contract.draft_methods import Predictor
 
-
-def predictor_of(signature: Signature) -> str:
-    """What predicts beyond the next token: mask slot or head."""
-    return "head" if signature.heads else "mask slot"
+# What predicts beyond the next token, in words.
+PREDICTOR_NAMES: dict[Predictor, str] = {"mask": "mask slot", "head": "head"}
 
 
 def named_drafts(count: int, predictor: str) -> str:

@@ -64,36 +64,35 @@ def test_a_manifest_of_another_schema_is_refused(bundle: Path, schema: int, advi
     refused(bundle, f"schema is {schema}, this version reads {SCHEMA}: {advice}")
 
 
-E, M = f"engines/{ENGINE}", f"files/{MODEL_FILE}"
+E, M, A = f"engines/{ENGINE}", f"files/{MODEL_FILE}", "drafts/acceptance/0"
 # Wrong values by their kind, with the fields of this kind.
 KINDS: dict[str, tuple[list[Any], str]] = {
     "expected a whole number of at least 0": (
         [-1, "2", 0.5, True, [2]],
-        f"max_mask_slots preloaded_slots parameters acceptance/0/tokens tokens/fork tokens/child signature/heads {M}/size "
-        f"{E}/size {E}/decomposed",
+        f"drafts/max_tokens parameters {A}/tokens tokens/fork tokens/child {M}/size {E}/size {E}/decomposed",
     ),
     "expected a whole number of at least 1": (
         [0, "2", None, 1.5, True, {}],
-        "schema max_positions opset signature/layers signature/kv_heads signature/head_dim signature/vocab_size "
+        "schema max_positions opset signature/layers signature/kv_heads signature/head_dim signature/vocab_size signature/lines "
         f"{E}/capacity {E}/requests {E}/step_rows {E}/prefill_rows",
     ),
     "expected text": (
         [5, None, ["a"], {}],
-        f"model_type attention special_tokens/bos_token versions/spaceport provenance/name {E}/version {E}/target",
+        f"model_type attention drafts/name special_tokens/bos_token versions/spaceport provenance/name {E}/version {E}/target",
     ),
     "expected an object": (
         [5, None, [], "a"],
-        f"mask_layout special_tokens versions provenance generation_config tokens signature files {M} engines {E}",
+        f"drafts drafts/layout drafts/mechanisms drafts/mechanisms/preloaded_slots special_tokens versions provenance generation_config tokens signature files {M} engines {E}",
     ),
-    "expected true or false": ([0, "no", None], f"fork_by_default mask_layout/shift {E}/refittable"),
+    "expected true or false": ([0, "no", None], f"fork_by_default drafts/layout/shift {E}/refittable"),
     "expected 64 hexadecimal digits": ([5, None, "", "0" * 63, "G" * 64, "A" * 64], f"{M}/sha256 {E}/sha256"),
 }
 MOST = {
-    "max_mask_slots": 64,
+    "drafts/max_tokens": 64,
     "max_positions": 2**31 - 1,
     "parameters": 10**15,
     "opset": 1000,
-    "signature/heads": 64,
+    "signature/lines": 65,
     "signature/layers": 4096,
     "signature/kv_heads": 4096,
     "signature/head_dim": 2**16,
@@ -105,25 +104,29 @@ MOST = {
 WRONG: list[tuple[str, list[Any], str]] = [
     *((path, values, message) for message, (values, paths) in KINDS.items() for path in paths.split()),
     *((path, [most + 1, 10**300], f"expected at most {most}") for path, most in MOST.items()),
-    ("max_mask_slots", [3], "max_mask_slots is 3, tokens.mask has 2: expected one for all, or one for each"),
-    ("acceptance", [5, None, {}], "acceptance is .*: expected a list"),
-    ("acceptance", [[5], [None]], r"acceptance\[0\] is .*: expected an object"),
-    ("acceptance", [[{"rates": []}]], r"acceptance\[0\] lacks 'data', 'date', 'lookup', 'temperature', 'tokens'"),
-    ("acceptance/0/rates", [5, None, "0.5"], r"acceptance\[0\].rates is .*: expected a list"),
-    ("acceptance/0/rates", [["0.5"], [None], [True]], r"acceptance\[0\].rates\[0\] is .*: expected a number"),
-    ("acceptance/0/rates", [[1.5], [-0.1], [10**300]], "rates is .*: expected rates from 0 to 1"),
-    ("acceptance/0/rates", [[10**400]], "expected a number that a float can hold"),
-    ("acceptance/0/rates", [[0.5, 0.6]], "rates is .*: expected rates that do not increase with depth"),
-    ("acceptance/0/rates", [[0.5] * 65], "rates has 65 depths: expected at most 64"),
-    ("acceptance/0/lookup", [[0.5], [0.5] * 6], "lookup has [16] rates: expected 5 or none"),
-    ("acceptance/0/lookup", [[2, 0, 0, 0, 0]], "lookup is .*: expected rates from 0 to 1"),
-    ("acceptance/0/temperature", [-1, -0.5], "temperature is .*: expected a number of at least 0"),
-    ("acceptance/0/temperature", ["0", None, True], "temperature is .*: expected a number"),
-    ("acceptance/0/data", ["a/b", "a\\b", "a\n", "a" * 201], "data is .*: expected a file name or"),
-    ("acceptance/0/date", ["yesterday", "2026-02-30", "20260101"], "date is .*: expected a day such as 2026"),
-    ("mask_layout/shift", [False], "tokens.mask has 2: expected one for all, or one for each of 3 mask rows"),
-    ("mask_layout/group", ["tree", None, True], "group is .*: expected causal or block"),
-    ("provenance", [{"owner": "x"}], "has the unknown 'owner': expected name, source, revision, licence, method, adap"),
+    ("drafts/max_tokens", [3], "drafts.max_tokens is 3, tokens.mask has 2: expected one for all, or one for each"),
+    ("drafts/acceptance", [5, None, {}], "acceptance is .*: expected a list"),
+    ("drafts/acceptance", [[5], [None]], r"acceptance\[0\] is .*: expected an object"),
+    (
+        "drafts/acceptance",
+        [[{"rates": []}]],
+        r"acceptance\[0\] lacks 'data', 'date', 'lookup', 'temperature', 'tokens'",
+    ),
+    (f"{A}/rates", [5, None, "0.5"], r"acceptance\[0\].rates is .*: expected a list"),
+    (f"{A}/rates", [["0.5"], [None], [True]], r"acceptance\[0\].rates\[0\] is .*: expected a number"),
+    (f"{A}/rates", [[1.5], [-0.1], [10**300]], "rates is .*: expected rates from 0 to 1"),
+    (f"{A}/rates", [[10**400]], "expected a number that a float can hold"),
+    (f"{A}/rates", [[0.5, 0.6]], "rates is .*: expected rates that do not increase with depth"),
+    (f"{A}/rates", [[0.5] * 65], "rates has 65 depths: expected at most 64"),
+    (f"{A}/lookup", [[0.5], [0.5] * 6], "lookup has [16] rates: expected 5 or none"),
+    (f"{A}/lookup", [[2, 0, 0, 0, 0]], "lookup is .*: expected rates from 0 to 1"),
+    (f"{A}/temperature", [-1, -0.5], "temperature is .*: expected a number of at least 0"),
+    (f"{A}/temperature", ["0", None, True], "temperature is .*: expected a number"),
+    (f"{A}/data", ["a/b", "a\\b", "a\n", "a" * 201], "data is .*: expected a file name or"),
+    (f"{A}/date", ["yesterday", "2026-02-30", "20260101"], "date is .*: expected a day such as 2026"),
+    ("drafts/layout/shift", [False], "tokens.mask has 2: expected one for all, or one for each of 3 mask rows"),
+    ("drafts/layout/group", ["tree", None, True], "group is .*: expected causal or block"),
+    ("provenance", [{"owner": "x"}], "has the unknown 'owner': expected name, source, revision, licence"),
     ("tokens/mask", [4, None, ["4"], [4.0], [True], [-1], {"4": 4}], r"tokens\.mask is .*: expected a list of token"),
     ("tokens/mask", [[]], "expected one for all"),
     ("tokens/mask", [[4, 5, 640], [640]], "tokens hold the id 640: expected ids from 0 to 639"),
@@ -134,7 +137,14 @@ WRONG: list[tuple[str, list[Any], str]] = [
     ("tokens/fork", [7], "token id 7 has two of the roles"),
     ("tokens/fork", [None], "tokens.fork is None, tokens.child is 7: expected both or none"),
     ("tokens/child", [10**30], "tokens hold the id 1000000000000000000000000000000: expected ids"),
-    ("signature/heads", [3], "max_mask_slots is 2, signature.heads is 3: expected one of them to be 0"),
+    ("signature/lines", [3], "signature.lines is 3, drafts.max_tokens is 2 with the predictor mask: expected 1 lines"),
+    (
+        "drafts/predictor",
+        ["head"],
+        "signature.lines is 1, drafts.max_tokens is 2 with .* head: expected 3 lines of logits",
+    ),
+    ("drafts/predictor", ["tree", None, 1], "predictor is .*: expected mask or head"),
+    ("drafts/adapter", [5, ["a"]], "adapter is .*: expected text"),
     ("signature/dtype", ["float64", None, 32, ["float32"], {}], "signature: dtype is .*: expected one of float32"),
     ("signature/lowering", ["gather", None, 0], "signature: lowering is .*: expected one of scatter, append"),
     ("signature/kv_cache", ["int4", None, 8], "signature: kv_cache is .*: expected one of same, int8"),
@@ -160,7 +170,7 @@ def test_every_field_of_a_manifest_has_a_test_of_its_type(bundle: Path) -> None:
     manifest_data = entries_of((bundle / MANIFEST_FILE).read_bytes())
     paths = {path for path, _, _ in WRONG}
     assert {path.split("/")[0] for path in paths} == set(manifest_data)
-    for name in ("tokens", "signature", "mask_layout", E, M):
+    for name in ("tokens", "signature", "drafts", "drafts/layout", E, M):
         assert {f"{name}/{field}" for field in part_of(manifest_data, name)} <= paths
 
 
@@ -180,7 +190,7 @@ def test_a_value_of_the_wrong_kind_is_refused(bundle: Path, path: str, values: l
         (bundle / MANIFEST_FILE).write_bytes(before)
 
 
-@pytest.mark.parametrize("path", ["", "signature", "tokens", "mask_layout", "acceptance/0", M, E])
+@pytest.mark.parametrize("path", ["", "signature", "tokens", "drafts", "drafts/layout", A, M, E])
 def test_a_manifest_with_a_missing_or_unknown_field_is_refused(bundle: Path, path: str) -> None:
     """If unknown fields were ignored, a misspelt `end` would mean no end token, and a misspelt `window` no window."""
     before = (bundle / MANIFEST_FILE).read_bytes()
@@ -206,7 +216,7 @@ def test_an_engine_name_is_a_plain_file_name(bundle: Path, name: str) -> None:
 
 
 def test_acceptance_has_one_entry_for_each_temperature(bundle: Path) -> None:
-    edit(bundle, lambda manifest_data: manifest_data["acceptance"].append(manifest_data["acceptance"][0]))
+    edit(bundle, lambda manifest_data: part_of(manifest_data, "drafts/acceptance").append(part_of(manifest_data, A)))
     refused(bundle, "acceptance has temperature 0 twice: expected one entry for each temperature")
 
 

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spaceport.graphs.contract.draft_acceptance import DraftAcceptance, draft_acceptances, with_acceptance
+from spaceport.graphs.contract.draft_methods import DraftMethod
 from spaceport.graphs.contract.exactness import Exactness
 from spaceport.graphs.contract.faults import InputFault, OptionFault, SpaceportError
 from spaceport.graphs.contract.json_fields import JsonField, Rules, is_whole
@@ -179,14 +180,14 @@ def test_noise_is_a_number(noise: float) -> None:
     ],
 )
 def test_defaults_follow_from_the_exactness(exactness: Exactness, config: tuple[int, ...], threads: int) -> None:
-    drafts = Decoding().draft_config(5, exactness.drafts)
+    drafts = Decoding().draft_config(DraftMethod(max_tokens=5), exactness.drafts)
     assert (drafts.mask_slots, drafts.siblings, drafts.lookup) == config
     assert Decoding().threads(exactness.parallel_threads) == threads
     requested = Decoding(mask_slots=4, lookup=3, draft_siblings=2, max_threads=7)
-    wide = requested.draft_config(5, exactness.drafts)
+    wide = requested.draft_config(DraftMethod(max_tokens=5), exactness.drafts)
     assert (wide.mask_slots, wide.siblings, wide.lookup) == (4, 2, 3)
     assert requested.threads(exactness.parallel_threads) == 7
-    assert Decoding(draft="chain").draft_config(5, exactness.drafts).mask_slots == 5
+    assert Decoding(draft="chain").draft_config(DraftMethod(max_tokens=5), exactness.drafts).mask_slots == 5
 
 
 def test_the_middle_of_a_long_message_is_left_out() -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spaceport.graphs.contract.mask_layout import MaskLayout
+from spaceport.graphs.contract.draft_methods import MaskLayout
 from spaceport.runtime.costs import Curve
 from spaceport.runtime.decode.acceptance import Acceptance
 from spaceport.runtime.decode.draft import (

@@ -85,7 +85,7 @@ def test_exact_heads_draft_all_tokens_of_a_step_and_the_text_is_the_base_models(
     assert statistics.accepted_by_source == statistics.drafted_by_source == {"head": 24}
     assert (statistics.accepted_by_depth, statistics.mask_rows) == ([8, 8, 8], 0)
     manifest = read_manifest(bundle)
-    assert (manifest.signature.heads, manifest.max_mask_slots, manifest.max_draft_tokens) == (HEADS, 0, HEADS)
+    assert (manifest.drafts.heads, manifest.drafts.mask_slots, manifest.drafts.max_tokens) == (HEADS, 0, HEADS)
 
 
 def test_heads_in_any_file_are_adopted_alike(base: Path, adapter: Path, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from spaceport.exporter.adapter import ADAPTER_FILE
 from spaceport.exporter.checkpoint import SAR_FILE, TokenFlags, load_model, open_checkpoint
 from spaceport.exporter.preloaded_slots_file import PRELOADED_FILE
 from spaceport.exporter.quiet import quiet_libraries
-from spaceport.graphs.contract.mask_layout import MaskLayout
+from spaceport.graphs.contract.draft_methods import MaskLayout
 from spaceport.tools.adopt.peft_config import WEIGHTS_FILE
 from spaceport.tools.cli import run
 from spaceport.tools.cli.exit_codes import OK
@@ -237,7 +237,7 @@ def test_a_block_of_nemotron_has_the_logits_of_its_own_architecture(converted: b
             (base / name).write_bytes((published / name).read_bytes())
     assert run(["adopt", str(base), str(published / FOLDER), str(tmp_path / "adapter")]) == OK
     adopted = open_checkpoint(base, TokenFlags(), adapter=tmp_path / "adapter")
-    assert (adopted.mask_layout, adopted.max_mask_slots) == (MaskLayout(shift=False, group="block"), slots)
+    assert (adopted.drafts.layout, adopted.drafts.mask_slots) == (MaskLayout(shift=False, group="block"), slots)
     ids = [*(torch.arange(20) * 37 % 500 + 5).tolist(), *[MASK] * (slots + 1)]
     masked = torch.tensor(ids) == MASK
     causal = torch.ones(len(ids), len(ids), dtype=torch.bool).tril()

@@ -275,7 +275,7 @@ def test_an_option_that_the_bundle_does_not_support_is_an_error(
     message = "--max-threads has no effect with a bundle without a fork token"
     refused(capfd, message, tiny_bundle, "a", "--max-threads", 2)
     plain = shutil.copytree(tiny_bundle, tmp_path / "plain")
-    edit(plain, lambda manifest: manifest.update(max_mask_slots=0, tokens={**manifest["tokens"], "mask": []}))
+    edit(plain, lambda manifest: manifest["drafts"].update(max_tokens=0) or manifest["tokens"].update(mask=[]))
     refused(capfd, "--mask-slots is 1: expected 0, since the bundle has no mask token", plain, "a", "--mask-slots", 1)
     edit(plain, lambda manifest: manifest["files"].pop(TEMPLATE_FILE))
     refused(capfd, "--chat: .* has no chat template: leave --chat out and give a plain prompt", plain, "a", "--chat")

@@ -161,7 +161,7 @@ def test_a_preset_is_trained(tmp_path: Path) -> None:
     target = tmp_path / "tuned"
     train(tmp_path / "work", target, preset, max_steps=2)
     checkpoint = open_checkpoint(target, TokenFlags())
-    assert checkpoint.max_mask_slots == 5
+    assert checkpoint.drafts.mask_slots == 5
     assert checkpoint.tokens.fork is not None
     assert json.loads((target / PROMPTS_FILE).read_text("utf-8")) == preset.prompts
     assert (target / "README.md").read_text("utf-8").startswith(f"# tuned\n\n{preset.about}\n\n")

@@ -16,6 +16,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from spaceport.exporter.bundle_manifest import write_manifest
+from spaceport.graphs.contract.draft_methods import DraftMethod
 from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.contract.manifest import MANIFEST_FILE, TEMPLATE_FILE, TOKENIZER_FILE
 from spaceport.runtime.bundle import Bundle, read_manifest
@@ -95,7 +96,7 @@ def whole(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_each_answer_is_the_plain_greedy_one_and_sees_the_earlier_ones(whole: Path, runtime: Runtime) -> None:
-    assert runtime.bundle.manifest.max_mask_slots > 0
+    assert runtime.bundle.manifest.drafts.mask_slots > 0
     plain = Decoding(max_tokens=60, mask_slots=0, lookup=0)
     for record in records(whole):
         turns = record["messages"]
@@ -224,7 +225,9 @@ def test_turns_that_the_template_refuses_or_that_need_one_are_found_first(
 def test_engines_limit_the_requests_and_leave_the_digest_as_it_is(tiny_bundle: Path) -> None:
     manifest = read_manifest(tiny_bundle)
     assert distillations._digest_of(replace(manifest, engines={ENGINE: RECORD})) == distillations._digest_of(manifest)
-    assert distillations._digest_of(replace(manifest, max_mask_slots=1)) != distillations._digest_of(manifest)
+    assert distillations._digest_of(replace(manifest, drafts=DraftMethod(max_tokens=1))) != distillations._digest_of(
+        manifest
+    )
     assert requests_for(manifest) == 16
     for takes, expected in ((4, 4), (64, 16)):
         assert requests_for(replace(manifest, engines={ENGINE: replace(RECORD, requests=takes)})) == expected

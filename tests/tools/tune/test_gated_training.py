@@ -24,8 +24,8 @@ from spaceport.exporter.correction_factors import FACTORS_FILE, read_factors, wr
 from spaceport.exporter.input_rows_file import read_input_rows, write_input_rows
 from spaceport.exporter.sar_config import read_sar_config, write_sar_config
 from spaceport.graphs.contract.draft_correction import CORRECTION_FILE, read_tables
+from spaceport.graphs.contract.draft_methods import MaskLayout
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.graphs.contract.mask_layout import MaskLayout
 from spaceport.graphs.correction import Factors
 from spaceport.graphs.input_rows import InputRows, use_input_rows
 from spaceport.runtime.decoding import Decoding
@@ -221,7 +221,10 @@ def test_the_layout_of_mask_slots_is_written_and_kept_by_a_further_training(adap
     assert (entries["shift"], entries["group"], len(entries["mask_tokens"])) == (False, "block", once.mask_slots + 1)
     for folder in (first, adapters.trained("further block", once, adapter=first)):
         opened = open_checkpoint(TINY, TokenFlags(), adapter=folder)
-        assert (opened.mask_layout, opened.max_mask_slots) == (MaskLayout(shift=False, group="block"), once.mask_slots)
+        assert (opened.drafts.layout, opened.drafts.mask_slots) == (
+            MaskLayout(shift=False, group="block"),
+            once.mask_slots,
+        )
 
 
 # Forks

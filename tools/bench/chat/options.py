@@ -61,7 +61,7 @@ class ChatOptions:
 
     def modes_of(self, manifest: Manifest) -> tuple[DecodeMode, ...]:
         """The modes that are measured on all prompts; plain decoding is always one of them."""
-        slots = manifest.max_draft_tokens
+        slots = manifest.drafts.max_tokens
         names = self.modes or (_NAMES if slots else ("plain", "default"))
         fixed = ((slots,) if slots else ()) if self.fixed is None else self.fixed
         return modes_for(manifest, self.max_tokens, names, fixed)

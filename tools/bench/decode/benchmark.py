@@ -68,7 +68,7 @@ def benchmark(
 def _modes(manifest: Manifest, options: DecodeOptions) -> tuple[DecodeMode, ...]:
     names = options.modes
     if options.replay is not None:
-        most = manifest.max_draft_tokens
+        most = manifest.drafts.max_tokens
         if len(options.replay) > most:
             raise OptionFault(
                 f"--replay has {len(options.replay)} depths: expected at most {most}, the mask slots or heads of the bundle"

@@ -52,14 +52,14 @@ def modes_for(
 def _all_of(manifest: Manifest) -> list[str]:
     """All modes that the bundle supports; without mask slots "default" is prompt lookup, so "lookup" is left out."""
     left_out = {
-        *(() if manifest.max_draft_tokens else (*_MASKED, "lookup")),
+        *(() if manifest.drafts.max_tokens else (*_MASKED, "lookup")),
         *(() if manifest.tokens.fork is not None else FORKING),
     }
     return [name for name in MODES if name not in left_out]
 
 
 def _check(name: str, manifest: Manifest) -> None:
-    if name in _MASKED and not manifest.max_draft_tokens:
+    if name in _MASKED and not manifest.drafts.max_tokens:
         raise OptionFault(f"--modes names {name!r}: expected a bundle with mask slots, this one has none: leave it out")
     if name in FORKING and manifest.tokens.fork is None:
         raise OptionFault(
@@ -72,7 +72,7 @@ def _mode(name: str, max_tokens: int) -> DecodeMode:
     plain = replace(default, mask_slots=0, lookup=0)
     decoding = {
         PLAIN: plain,
-        "lookup": replace(plain, lookup=default.draft_config(0).lookup),
+        "lookup": replace(plain, lookup=default.draft_config().lookup),
         "masks": replace(default, lookup=0),
         FORKED: plain,
     }.get(name, default)
@@ -80,8 +80,8 @@ def _mode(name: str, max_tokens: int) -> DecodeMode:
 
 
 def _chain(slots: int, max_tokens: int, manifest: Manifest) -> DecodeMode:
-    if not 1 <= slots <= manifest.max_draft_tokens:
-        has = f"this one has {manifest.max_draft_tokens}"
+    if not 1 <= slots <= manifest.drafts.max_tokens:
+        has = f"this one has {manifest.drafts.max_tokens}"
         raise OptionFault(f"--fixed names {slots}: expected 1 to the number of mask slots of the bundle, {has}")
     decoding = Decoding(max_tokens=max_tokens, mask_slots=slots, draft="chain", fork=False)
     return DecodeMode(f"fixed {slots}", decoding, PLAIN)

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from spaceport.graphs.contract.draft_methods import CAUSAL, MaskLayout
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.graphs.contract.mask_layout import CAUSAL, MaskLayout
 from spaceport.runtime.engine import Batch
 from spaceport.runtime.session import Runtime
 from spaceport.tools.bench.decode.options import REPLAY_PROMPTS, DecodeOptions
@@ -117,8 +117,8 @@ def replay_runtime(base: Runtime, texts: SyntheticTexts, acceptance: Sequence[fl
     """A runtime that generates the synthetic texts on the engine of another runtime."""
     engine, manifest = base.engine, base.bundle.manifest
     size = engine.signature.vocab_size
-    heads = manifest.signature.heads
-    replay = Replay(texts, manifest.tokens.mask, acceptance, engine.requests, size, manifest.mask_layout, heads)
+    heads = manifest.drafts.heads
+    replay = Replay(texts, manifest.tokens.mask, acceptance, engine.requests, size, manifest.drafts.layout, heads)
     synthetic = SyntheticEngine(engine.signature, engine.requests, engine.capacity, replay, engine, engine.costs, heads)
     return Runtime(
         without_end_tokens(base.bundle), synthetic, base.max_seq_len, queue_limit=queue_limit, costs=base.costs

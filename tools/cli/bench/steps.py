@@ -39,7 +39,7 @@ def command(
                 f"{max(counts)} rows after {context} tokens exceed the context length {runtime.max_seq_len}: lower --rows or --context"
             )
         costs = step_costs(runtime.engine, counts, context, rounds)
-        drafts = sorted({0, manifest.max_draft_tokens})
+        drafts = sorted({0, manifest.drafts.max_tokens})
         loops = [loop_cost(runtime, manifest, k, context, rounds) for k in drafts]
     if as_json:
         show_json(

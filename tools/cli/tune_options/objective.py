@@ -6,7 +6,7 @@ from typing import get_args
 
 import click
 
-from spaceport.graphs.contract.mask_layout import GROUPS
+from spaceport.graphs.contract.draft_methods import GROUPS
 from spaceport.tools.cli.options import PATH, Renamed, options
 from spaceport.tools.tune.settings import Method, Objective, TrainingSettings
 from spaceport.tools.tune.token_names import DEFAULT

@@ -16,7 +16,7 @@ from spaceport.tools.verify.acceptance.answers import generate_answer
 from spaceport.tools.verify.acceptance.predictions import predict_segment
 from spaceport.tools.verify.acceptance.reference_answers import ReferenceAnswer, Segment
 from spaceport.tools.verify.acceptance.tally import ForkTally, LookupTally, Tally
-from spaceport.tools.verify.draft_names import predictor_of
+from spaceport.tools.verify.draft_names import PREDICTOR_NAMES
 
 _PRIOR = 10  # tokens that the initial rate of a kind of prompt-lookup token counts for
 
@@ -54,9 +54,9 @@ class Acceptance:
 
 def measure(runtime: Runtime, samples: Iterable[ReferenceAnswer], max_tokens: int, mask_slots: int) -> Acceptance:
     """Acceptance on each reference answer, and on the answer that the model generates for the same prompt."""
-    tokens, correction = runtime.bundle.manifest.tokens, read_correction(runtime.bundle)
-    forks = None if tokens.fork is None else ForkTally()
-    found = Acceptance(Tally(mask_slots), Tally(mask_slots), forks, predictor_of(runtime.engine.signature))
+    manifest, correction = runtime.bundle.manifest, read_correction(runtime.bundle)
+    forks = None if manifest.tokens.fork is None else ForkTally()
+    found = Acceptance(Tally(mask_slots), Tally(mask_slots), forks, PREDICTOR_NAMES[manifest.drafts.predictor])
     for sample in samples:
         for segment in sample.segments:
             _add(runtime, correction, segment, found.reference, found.forks)
@@ -75,7 +75,7 @@ def _add(
         return
     manifest = runtime.bundle.manifest
     tokens = manifest.tokens
-    layout, most = manifest.mask_layout, runtime.max_seq_len
+    layout, most = manifest.drafts.layout, runtime.max_seq_len
     predicted = predict_segment(runtime.engine, tokens, segment, tally.mask_slots, layout, most, correction)
     tally.add(predicted, segment.tokens, segment.tokens[-1] in tokens.end)
     if forks is not None and tokens.fork is not None and not segment.child:

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spaceport.graphs.contract.draft_correction import CorrectionTables
+from spaceport.graphs.contract.draft_methods import CAUSAL, MaskLayout
 from spaceport.graphs.contract.manifest import TokenIds
-from spaceport.graphs.contract.mask_layout import CAUSAL, MaskLayout
 from spaceport.runtime.decode.draft import PLAIN, best_chain
 from spaceport.runtime.decode.plan import Part, Plan, lay_out
 from spaceport.runtime.decode.request import Observer, Request, ScheduledStep, VerifiedStep
@@ -54,11 +54,11 @@ def predict_segment(
         predicted[position - start, 0] = selector.token(logits, before, ())
 
     observer: Observer = EchoObserver(0, start, on_logits)
-    if engine.signature.heads:
+    if engine.signature.lines > 1:
         observer = _HeadsObserver(observer, selector, sequence, start, path, predicted)
     request = known_request(engine, sequence[:-1], start, observer, stays=True)
     prefill(engine, request, ROWS)
-    if not mask_slots or engine.signature.heads:
+    if not mask_slots or engine.signature.lines > 1:
         return predicted
     drafts = selector if correction is None else Corrected(selector, correction)
     masks = _MaskGroups(engine, request, tokens, mask_layout, drafts, sequence, start, path, max_seq_len)

@@ -82,7 +82,7 @@ def _bundle(folder: Path, options: SourceOptions) -> ModelSource:
             require_signature=options.require_signature,
         )
 
-    return ModelSource(folder, manifest.max_draft_tokens, seq_len(manifest, options.max_seq_len), opened)
+    return ModelSource(folder, manifest.drafts.max_tokens, seq_len(manifest, options.max_seq_len), opened)
 
 
 def _checkpoint(folder: Path, options: SourceOptions) -> ModelSource:
@@ -100,12 +100,11 @@ def _checkpoint(folder: Path, options: SourceOptions) -> ModelSource:
 
     quiet_libraries()
     checkpoint = open_checkpoint(folder, TokenFlags(), options.remote_code, options.adapter)
-    heads = 0 if checkpoint.heads is None else checkpoint.heads.count
 
     def opened() -> AbstractContextManager[Runtime]:
         return checkpoint_runtime(checkpoint, options.max_seq_len, options.threads)
 
-    return ModelSource(folder, checkpoint.max_mask_slots or heads, None, opened)
+    return ModelSource(folder, checkpoint.drafts.max_tokens, None, opened)
 
 
 def require_storage(folder: Path, options: SourceOptions) -> Path:

@@ -20,7 +20,7 @@ from spaceport.tools.verify.audit.mismatches import (
 from spaceport.tools.verify.audit.modes import AuditMode, ModeGroup, groups_for
 from spaceport.tools.verify.audit.noise import measure, noise_of
 from spaceport.tools.verify.audit.prompts import TokenizedPrompt
-from spaceport.tools.verify.draft_names import named_drafts, predictor_of
+from spaceport.tools.verify.draft_names import PREDICTOR_NAMES, named_drafts
 from spaceport.tools.verify.thread_tokens import ThreadTokens
 
 _LIMITED = {
@@ -46,8 +46,8 @@ def audit(
         plain.append(generate(runtime, [group.plain], prompts, _jobs(1, prompts), batched=False))
     on_progress("measuring the noise of other step widths")
     manifest = runtime.bundle.manifest
-    drafts = named_drafts(manifest.max_draft_tokens, predictor_of(manifest.signature))
-    report = AuditReport(_engine_name(runtime), manifest.draft_method, drafts)
+    drafts = named_drafts(manifest.drafts.max_tokens, PREDICTOR_NAMES[manifest.drafts.predictor])
+    report = AuditReport(_engine_name(runtime), manifest.drafts.name, drafts)
     threads = [completion.threads[()] for completion in plain[0] if not completion.error]
     trees = runtime.exactness.drafts == "tree"  # their slots have gaps, as those of trees
     report.noise = measure(runtime.engine, threads, trees, runtime.bundle.manifest.activations)

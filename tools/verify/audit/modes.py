@@ -44,7 +44,7 @@ def groups_for(manifest: Manifest, exactness: Exactness, max_tokens: int) -> lis
     Draft trees are left out if the engine's drafts are exact as chains only, concurrent threads if they are not the default.
     Where no drafts are exact, chains are compared nevertheless: users may request them.
     """
-    mask_slots, exact = manifest.max_draft_tokens, exactness.drafts
+    mask_slots, exact = manifest.drafts.max_tokens, exactness.drafts
     plain = Decoding(max_tokens=max_tokens, mask_slots=0, lookup=0, fork=False)
     sampled = replace(plain, sampling=Sampling(temperature=1.0, seed=SEED))
     groups = [

@@ -104,11 +104,11 @@ def record(engine: Engine, manifest: Manifest, limits: EngineLimits, seed: int =
     """The calls of every case, in the order in which they must be replayed."""
     recorder = Recorder(engine, limits)
     builder = _Builder(recorder, manifest, np.random.default_rng(seed))
-    k, length = manifest.max_mask_slots, limits.length
+    k, length = manifest.drafts.mask_slots, limits.length
     builder.tree("prompt, every row", 1, builder.chain(min(23, length - 2)))
     builder.text("prompt in chunks", [length // 4 + 1], _PLAIN, 1, chunk=max(1, length // 16))
     builder.text("cached rows", [min(10, length // 2)], _PLAIN, 4)
-    layout = manifest.mask_layout
+    layout = manifest.drafts.layout
     chains = DraftConfig(k, "chain", mask_layout=layout)
     if k:
         builder.text(f"SPACE steps, k = {k}", [min(17, length // 2)], chains, 4)
@@ -195,7 +195,7 @@ class _Builder:
         self._random = random
         self.skipped: list[str] = []
         self._max_positions = manifest.max_positions
-        self._mask_layout = manifest.mask_layout
+        self._mask_layout = manifest.drafts.layout
         tokens = manifest.tokens
         special = {*tokens.forbidden, *tokens.fork_ids}
         self._ordinary_tokens = np.array(

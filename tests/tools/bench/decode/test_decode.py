@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from spaceport.graphs.contract.draft_methods import DraftMethod
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import Manifest
 from spaceport.runtime.bundle import read_manifest
@@ -114,7 +115,7 @@ def test_a_bundle_that_drafts_and_forks_has_all_modes_and_references_are_always_
 def test_unsupported_modes_are_left_out_or_refused(tiny_bundle: Path) -> None:
     manifest = read_manifest(tiny_bundle)
     assert names_of(manifest) == ["plain", "lookup", "masks", "default"]
-    untuned = replace(manifest, max_mask_slots=0)
+    untuned = replace(manifest, drafts=DraftMethod())
     assert names_of(untuned) == ["plain", "default"]
     for refused, message in (
         (lambda: names_of(manifest, ("forked+drafted",)), "expected a bundle with a fork token"),
@@ -130,7 +131,7 @@ def test_each_mode_drafts_what_its_name_says(demo_bundle: Path) -> None:
     decodings: dict[str, Decoding] = {
         mode.name: mode.decoding for mode in modes_for(read_manifest(demo_bundle), 8, fixed=(2,))
     }
-    drafts = {name: decoding.draft_config(5) for name, decoding in decodings.items()}
+    drafts = {name: decoding.draft_config(DraftMethod(max_tokens=5)) for name, decoding in decodings.items()}
     assert {name: (draft.mask_slots, draft.lookup > 0) for name, draft in drafts.items()} == {
         "plain": (0, False),
         "lookup": (0, True),
@@ -140,7 +141,7 @@ def test_each_mode_drafts_what_its_name_says(demo_bundle: Path) -> None:
         "forked+drafted": (5, True),
         "fixed 2": (2, False),
     }
-    assert drafts["default"] == Decoding().draft_config(5)
+    assert drafts["default"] == Decoding().draft_config(DraftMethod(max_tokens=5))
     assert drafts["fixed 2"].shape == "chain"
     assert [name for name, decoding in decodings.items() if decoding.fork] == ["forked", "forked+drafted"]
     assert {decoding.max_tokens for decoding in decodings.values()} == {8}

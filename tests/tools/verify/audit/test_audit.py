@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from spaceport.graphs.contract.draft_methods import DraftMethod
 from spaceport.runtime.decode import step as loop
 from spaceport.runtime.decode.acceptance import Verdict, accept
 from spaceport.runtime.decode.plan import Part
@@ -76,7 +77,7 @@ def test_a_correct_bundle_is_lossless(tiny_bundle: Path, tiny_append_bundle: Pat
 def test_a_bundle_without_mask_slots_is_audited_with_prompt_lookup_only(tiny_bundle: Path) -> None:
     runtime, _ = spoilt_runtime(tiny_bundle)
     manifest = runtime.bundle.manifest
-    plain = replace(manifest, max_mask_slots=0, tokens=replace(manifest.tokens, mask=()))
+    plain = replace(manifest, drafts=DraftMethod(), tokens=replace(manifest.tokens, mask=()))
     bundle = replace(runtime.bundle, manifest=plain)
     report = audited(Runtime(bundle, runtime.engine, 128))
     assert list(modes(report, 1)) == ["lookup", "lookup, sampled"]

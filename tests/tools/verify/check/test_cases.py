@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from spaceport.graphs.contract.draft_methods import DraftMethod
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.graphs.contract.signature import LOWERINGS, STEP_ROWS, Lowering, visible_length
 from spaceport.runtime.decode.step import PREFILL_ROWS
@@ -46,7 +47,7 @@ def engine_of(lowering: Lowering = "append", capacity: int = CAPACITY, **options
 def recorded_on(
     engine: HashEngine, folder: Path, limits: EngineLimits = LIMITS, tokens: TokenIds = TOKENS, **manifest: int
 ) -> Recording:
-    changes: dict[str, Any] = {"max_mask_slots": len(tokens.mask), **manifest}
+    changes: dict[str, Any] = {"drafts": DraftMethod(max_tokens=len(tokens.mask)), **manifest}
     return record(engine, replace(fill(folder), signature=engine.signature, tokens=tokens, **changes), limits)
 
 

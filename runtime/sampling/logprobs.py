@@ -17,10 +17,10 @@ from spaceport.graphs.contract.faults import OptionFault, PanicsContained
 from spaceport.runtime.decode.request import VerifiedStep
 from spaceport.runtime.decode.selector import not_a_number
 from spaceport.runtime.decode.statistics import Statistics
+from spaceport.runtime.sampling.sampler import most_probable
 
 _DECODER = re.compile(r'"type":\s*"(\w+)"')  # its kind in the JSON of a tokenizer
 _BYTE = re.compile("<0x([0-9A-F]{2})>")  # a byte of a tokenizer with byte fallback
-_BLOCK = 128  # logits; the most probable tokens are searched in the blocks with the highest maxima
 
 
 @dataclass
@@ -131,19 +131,7 @@ def logprob_of(
     def of(token: int, best: tuple[TokenLogprob, ...] = ()) -> TokenLogprob:
         return TokenLogprob(token, float(line[token]) - peak - weight, best, *(speller.spell(token) if speller else ()))
 
-    return of(token, tuple(of(other) for other in most_probable(line, top)))
-
-
-def most_probable(line: NDArray[np.float32], count: int) -> list[int]:
-    """The tokens with the highest logits, best first; the lowest id first among equals."""
-    if not count:
-        return []
-    width = min(_BLOCK, line.size // count)  # `count` blocks or more: as many tokens reach the maximum of some block
-    maxima = np.maximum.reduceat(line, np.arange(0, line.size, width))
-    least = np.partition(maxima, maxima.size - count)[maxima.size - count]
-    tokens = np.flatnonzero(line >= least)
-    best: list[int] = tokens[np.argsort(-line[tokens], kind="stable")[:count]].tolist()
-    return best
+    return of(token, tuple(of(other) for other in most_probable(line, top).tolist()) if top else ())
 
 
 def check_top(name: str, top: int, vocab_size: int) -> None:

@@ -10,6 +10,7 @@ from array import array
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,7 +40,7 @@ def survivors(
     """
     tokens, left = _all_tokens(scores.size), scores
     if 0 < top_k < scores.size:
-        tokens = np.sort(best(scores, top_k))
+        tokens = np.sort(most_probable(scores, top_k))
         left = scores[tokens]
     if top_p < 1:
         passing = _nucleus(left, top_p)
@@ -50,12 +51,13 @@ def survivors(
     return tokens, left
 
 
-def best(scores: NDArray[np.float64], count: int) -> NDArray[np.int64]:
-    """Indices of the `count` best scores, best first."""
-    floor, columns = -np.inf, scores.size // 16
-    if count <= columns:  # the maxima of `count` columns reach it: far fewer scores to sort
-        heads = scores[: scores.size // columns * columns].reshape(-1, columns).max(axis=0)
-        floor = np.partition(heads, columns - count)[columns - count]
+def most_probable(scores: NDArray[np.floating[Any]], count: int) -> NDArray[np.int64]:
+    """The tokens with the highest scores, best first; the lowest id first among equals."""
+    # The maxima of `count` columns reach the lowest of them, so that far fewer scores have to be sorted.
+    floor, columns = -np.inf, min(scores.size // 16, max(scores.size // 128, 16 * count))
+    if 0 < count <= columns:
+        maxima = scores[: scores.size // columns * columns].reshape(-1, columns).max(axis=0)
+        floor = np.partition(maxima, columns - count)[columns - count]
     return _ranked(scores, floor)[:count]
 
 
@@ -73,7 +75,7 @@ def _nucleus(scores: NDArray[np.float64], top_p: float) -> NDArray[np.int64]:
     return np.sort(order[: np.searchsorted(reached, enough) + 1])
 
 
-def _ranked(scores: NDArray[np.float64], floor: float) -> NDArray[np.int64]:
+def _ranked(scores: NDArray[np.floating[Any]], floor: float) -> NDArray[np.int64]:
     """Indices of the scores that reach a limit, best first."""
     (near,) = np.nonzero(scores >= floor)
     return near[np.argsort(-scores[near], kind="stable")]
@@ -204,12 +206,11 @@ def seeded(sampling: Sampling) -> Sampling:
 
 
 def chooser(sampling: Sampling, bans: Bans, prompt_length: int) -> TokenSelector:
-    """The token selector of one request with a prompt of this length."""
+    """The token selector of one request with a prompt of this length; options that sample have a seed."""
     bans = replace(bans, never=bans.never | frozenset(sampling.banned))
     if sampling.temperature == 0 and not sampling.penalises and not sampling.logit_bias:
         return Greedy(bans)
-    sampling = seeded(sampling)
-    return Sampled(sampling, sampling.seed or 0, bans, prompt_length)
+    return Sampled(sampling, bans, prompt_length)
 
 
 @dataclass
@@ -256,7 +257,6 @@ class Sampled:
     """
 
     sampling: Sampling
-    seed: int
     bans: Bans
     prompt_length: int
     _counts: dict[tuple[int, ...], _Counts] = field(default_factory=dict, repr=False)  # of the live threads
@@ -274,7 +274,7 @@ class Sampled:
         if sampling.temperature == 0:
             return int(scores.argmax())
         tokens, noised = survivors(self._tempered(scores), sampling.top_k, sampling.top_p, sampling.min_p)
-        noised = noised + gumbels(noise_key(self.seed, thread.path, position), tokens)
+        noised = noised + gumbels(noise_key(self.sampling.seed or 0, thread.path, position), tokens)
         return int(tokens[noised.argmax()])
 
     def candidates(
@@ -309,12 +309,12 @@ class Sampled:
         (tokens,) = np.nonzero(scores >= _FAINT)
         noised_scores = scores[tokens]
         if temperature > 0:
-            noised_scores += gumbels(noise_key(self.seed, path, position), tokens)
+            noised_scores += gumbels(noise_key(self.sampling.seed or 0, path, position), tokens)
             noised_scores *= temperature
         weights = np.exp(noised_scores - noised_scores.max())
         probabilities = weights / weights.sum()
         (allowed,) = np.nonzero(passing[tokens])
-        order = allowed[best(noised_scores[allowed], most)]
+        order = allowed[most_probable(noised_scores[allowed], most)]
         order = order[: max(1, np.count_nonzero(probabilities[order] > _UNLIKELY))]
         return Candidates(tuple(tokens[order].tolist()), tuple(probabilities[order].tolist()))
 

@@ -21,7 +21,8 @@ from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.graphs.contract.signature import LOGIT_BYTES, LOWERINGS
 from spaceport.runtime.decode.selector import NotANumber
 from spaceport.runtime.decoding import Decoding
-from spaceport.runtime.sampling.logprobs import logprob_of, most_probable
+from spaceport.runtime.sampling.logprobs import logprob_of
+from spaceport.runtime.sampling.sampler import most_probable
 from spaceport.runtime.scheduling.generation import Completion
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.control_tokens import ControlTokens
@@ -140,7 +141,7 @@ def test_the_most_probable_tokens_are_found_without_sorting_all(
 ) -> None:
     line = np.random.default_rng(seed).integers(-spread, spread + 1, size).astype(np.float32)
     count = min(size, round(size * share**4))
-    assert most_probable(line, count) == sorted(range(size), key=lambda token: (-line[token], token))[:count]
+    assert most_probable(line, count).tolist() == sorted(range(size), key=lambda token: (-line[token], token))[:count]
 
 
 @given(seed=st.integers(0, 10**6), size=st.integers(1, 3000), shift=st.sampled_from((-3e4, 0, 3e4)))

@@ -13,7 +13,7 @@ import numpy as np
 from spaceport.graphs.contract.exactness import tolerance_of
 from spaceport.graphs.contract.signature import Activations
 from spaceport.runtime.engine import Engine
-from spaceport.runtime.sampling.logprobs import most_probable
+from spaceport.runtime.sampling.sampler import most_probable
 from spaceport.tools.verify.feeding import FeedPlan, Logits, feed, logits_of
 from spaceport.tools.verify.thread_tokens import ThreadTokens
 
@@ -138,4 +138,5 @@ def difference(plain: Logits, other: Logits) -> float:
 
 
 def _top_tokens(logits: Logits) -> list[int]:
-    return most_probable(logits, min(_TOP_TOKENS, logits.size))
+    tokens: list[int] = most_probable(logits, min(_TOP_TOKENS, logits.size)).tolist()
+    return tokens

@@ -83,9 +83,8 @@ class _ThreadState:
     parent: _ThreadState | None = None
     fork: int = -1  # index of the [Fork] among the parent's tokens
     tokens: list[int] = field(default_factory=list)
-    children: list[_ThreadState | None] = field(
-        default_factory=list
-    )  # child thread between two segments; None: it has not started
+    # Child thread between two segments; None: it has not started.
+    children: list[_ThreadState | None] = field(default_factory=list)
     read: int = 0  # number of segments that were read completely
     ending: Ending | None = None
 
@@ -116,16 +115,14 @@ class Transcript:
         self._include_stop = include_stop
         self._skip_special = skip_special
         self._root = _ThreadState((), [_Segment(self._stream())])
-        self._lines: dict[Path, _ThreadState] = {(): self._root}
+        self._states: dict[Path, _ThreadState] = {(): self._root}
         self._front: _ThreadState | None = self._root  # the thread that is read next
         self._search = StopSearch(stops, include_stop)
         self._shown: list[str] = []
         self._pieces: list[Piece] = []
-        self._own: list[int] = []  # for each piece: index of its token in its thread, or -1
         self._bound: tuple[float, ...] | None = None  # end of reading: threads after it are cut off
-        self._cut: tuple[_ThreadState, int] | None = (
-            None  # the thread that completed the first stop string, and its number of tokens then
-        )
+        # The thread that completed the first stop string, and its number of tokens then.
+        self._cut: tuple[_ThreadState, int] | None = None
 
     @property
     def text(self) -> str:
@@ -136,39 +133,39 @@ class Transcript:
         """Add a thread's next token; returns whether the thread ends with it."""
         if self.is_cut_off(thread):
             return True
-        line = self._lines[thread.path]
-        segment = line.segments[-1]
-        line.tokens.append(token)
+        state = self._states[thread.path]
+        segment = state.segments[-1]
+        state.tokens.append(token)
         if token == self._fork:
             text = segment.stream.finish()
-            reading = self._close(line)
-            self._split(line, thread)
+            reading = self._close(state)
+            self._split(state, thread)
         else:
             text = segment.stream.push(token)
             segment.parts.append(segment.stream.fresh)
-            reading = self._follow(line)
-        self._pieces.append(Piece(text, token, drafted, line.path, reading, source=source))
-        self._own.append(len(line.tokens) - 1)
+            reading = self._follow(state)
+        logprob = None if self._logprobs is None else self._logprobs.at(state.path, len(state.tokens) - 1)
+        self._pieces.append(Piece(text, token, drafted, state.path, reading, logprob, source))
         return segment.stream.stopped or self._search.stopped
 
     def on_fork(self, parent: Thread, child: Thread) -> None:
         """Add a child thread at the last token of its parent."""
-        line = self._lines[parent.path]
-        stream = self._stream(line.segments[-1].stream.context)
-        new = _ThreadState(child.path, [_Segment(stream)], line, len(line.tokens) - 1)
-        self._lines[child.path] = line.children[-1] = new
-        if self._front is line:
+        state = self._states[parent.path]
+        stream = self._stream(state.segments[-1].stream.context)
+        new = _ThreadState(child.path, [_Segment(stream)], state, len(state.tokens) - 1)
+        self._states[child.path] = state.children[-1] = new
+        if self._front is state:
             self._front = new
 
     def on_end(self, thread: Thread) -> None:
         """Release the text that an ended thread held back."""
-        line = self._lines[thread.path]
-        line.ending = thread.ending
+        state = self._states[thread.path]
+        state.ending = thread.ending
         if self.is_cut_off(thread):
             return
-        text = line.segments[-1].stream.finish()
-        reading = self._close(line)
-        if line is self._front:
+        text = state.segments[-1].stream.finish()
+        reading = self._close(state)
+        if state is self._front:
             reading += self._advance()
         if text or reading:
             self._lengthen(thread, text, reading)
@@ -179,12 +176,7 @@ class Transcript:
 
     def take(self) -> list[Piece]:
         """The pieces since the last call."""
-        pieces, own = self._pieces, self._own
-        self._pieces, self._own = [], []
-        if self._logprobs is not None:
-            for number, (piece, index) in enumerate(zip(pieces, own, strict=True)):
-                if index >= 0:
-                    pieces[number] = replace(piece, logprob=self._logprobs.at(piece.thread, index))
+        pieces, self._pieces = self._pieces, []
         return pieces
 
     def finished(self) -> tuple[ThreadText, ...]:
@@ -196,19 +188,19 @@ class Transcript:
         cuts = self._cuts()
         texts: dict[Path, str] = {}
         left = len(self.text)
-        for line, segment in _in_order(self._root, cuts):
+        for state, segment in _in_order(self._root, cuts):
             text = "".join(segment.parts)[:left]
             left -= len(text)
-            texts[line.path] = texts.get(line.path, "") + text
-        return tuple(self._thread_text(self._lines[path], text, cuts) for path, text in texts.items())
+            texts[state.path] = texts.get(state.path, "") + text
+        return tuple(self._thread_text(self._states[path], text, cuts) for path, text in texts.items())
 
     def tokens(self) -> tuple[int, ...]:
         """The tokens of the finished text in reading order, without any [Fork]."""
-        return tuple(token for line, part in self._parts() for token in line.tokens[part])
+        return tuple(token for state, part in self._parts() for token in state.tokens[part])
 
     def logprobs(self) -> tuple[TokenLogprob, ...]:
         """The log probabilities of these tokens, if they were requested."""
-        return tuple(one for line, part in self._parts() for one in self._logprobs_of(line, part))
+        return tuple(logprob for state, part in self._parts() for logprob in self._logprobs_of(state, part))
 
     def _stream(self, context: tuple[int, ...] = ()) -> TextStream:
         """The text of a new segment behind these tokens."""
@@ -220,65 +212,65 @@ class Transcript:
             skip_special=self._skip_special,
         )
 
-    def _split(self, line: _ThreadState, thread: Thread) -> None:
+    def _split(self, state: _ThreadState, thread: Thread) -> None:
         """Start the segment after a [Fork]."""
         # up to the [Fork]: when events are replayed, the thread may have more tokens already
-        context = context_of(self._tokenizer, thread.tokens[: thread.start + len(line.tokens)])
-        line.segments.append(_Segment(self._stream(context), len(line.tokens)))
-        line.children.append(None)
-        if self._front is line:
-            line.read += 1
+        context = context_of(self._tokenizer, thread.tokens[: thread.start + len(state.tokens)])
+        state.segments.append(_Segment(self._stream(context), len(state.tokens)))
+        state.children.append(None)
+        if self._front is state:
+            state.read += 1
 
-    def _close(self, line: _ThreadState) -> str:
+    def _close(self, state: _ThreadState) -> str:
         """Readable text that the end of a thread's last segment releases."""
-        segment = line.segments[-1]
+        segment = state.segments[-1]
         if not segment.stream.fresh:
             return ""
         segment.parts[-1] += segment.stream.fresh
-        return self._follow(line)
+        return self._follow(state)
 
-    def _follow(self, line: _ThreadState) -> str:
+    def _follow(self, state: _ThreadState) -> str:
         """Readable text that a thread's stream has just released."""
-        segment = line.segments[-1]
+        segment = state.segments[-1]
         if segment.stream.stopped:
-            self._bound = _end(line.path)
-        return self._read(line, segment.stream.fresh, segment.end) if line is self._front else ""
+            self._bound = _end(state.path)
+        return self._read(state, segment.stream.fresh, segment.end) if state is self._front else ""
 
     def _advance(self) -> str:
         """Readable text after the thread that is read has ended."""
-        found = []
-        while (line := self._front) is not None and self._cut is None:
-            if line.read < len(line.children):
-                child = line.children[line.read]
-                line.read += 1
-                self._front = line if child is None else child
-            elif line.ending is not None:
-                self._front = line.parent
+        released = []
+        while (state := self._front) is not None and self._cut is None:
+            if state.read < len(state.children):
+                child = state.children[state.read]
+                state.read += 1
+                self._front = state if child is None else child
+            elif state.ending is not None:
+                self._front = state.parent
             else:
                 break
-            found.append(self._catch_up())
-        return "".join(found)
+            released.append(self._catch_up())
+        return "".join(released)
 
     def _catch_up(self) -> str:
         """Readable text that the next segment has already."""
-        line = self._front
-        if line is None:
+        state = self._front
+        if state is None:
             self._shown.append(self._search.finish())
             return self._shown[-1]
-        segment = line.segments[line.read]
-        found = []
-        for index, part in enumerate(segment.parts):
-            found.append(self._read(line, part, segment.start + index + 1))
+        segment = state.segments[state.read]
+        released = []
+        for count, part in enumerate(segment.parts, segment.start + 1):
+            released.append(self._read(state, part, count))
             if self._cut is not None:
                 break
-        return "".join(found)
+        return "".join(released)
 
-    def _read(self, line: _ThreadState, part: str, count: int) -> str:
+    def _read(self, state: _ThreadState, part: str, count: int) -> str:
         """Readable text of a part of a thread's text; `count` is the number of the thread's tokens at its end."""
         shown = self._search.push(part)
         self._shown.append(shown)
         if self._search.stopped:
-            self._cut, self._bound = (line, count), ()
+            self._cut, self._bound = (state, count), ()
         return shown
 
     def _lengthen(self, thread: Thread, text: str, reading: str) -> None:
@@ -291,47 +283,46 @@ class Transcript:
             if reading and piece.reading:
                 break  # text that is read later must come later
         self._pieces.append(Piece(text, None, False, thread.path, reading))
-        self._own.append(-1)
 
     def _parts(self) -> Iterator[tuple[_ThreadState, slice]]:
         """The tokens of the finished text as slices of threads, in reading order, without any [Fork]."""
         cuts = self._cuts()
-        for line, segment in _in_order(self._root, cuts):
-            yield line, slice(segment.start, min(segment.end, cuts.get(line.path, segment.end)))
+        for state, segment in _in_order(self._root, cuts):
+            yield state, slice(segment.start, min(segment.end, cuts.get(state.path, segment.end)))
 
-    def _logprobs_of(self, line: _ThreadState, part: slice) -> list[TokenLogprob]:
+    def _logprobs_of(self, state: _ThreadState, part: slice) -> list[TokenLogprob]:
         """The log probabilities of some tokens of a thread; empty if they were not requested."""
         if self._logprobs is None:
             return []
-        return [self._logprobs.at(line.path, index) for index in range(*part.indices(len(line.tokens)))]
+        return [self._logprobs.at(state.path, index) for index in range(*part.indices(len(state.tokens)))]
 
     def _cuts(self) -> dict[Path, int]:
         """Number of remaining tokens of each thread that the first stop string cuts."""
         cuts: dict[Path, int] = {}
         if self._cut is not None:
-            line, count = self._cut
-            cuts[line.path] = count
-            while line.parent is not None:
-                cuts[line.parent.path] = line.fork + 1
-                line = line.parent
+            state, count = self._cut
+            cuts[state.path] = count
+            while state.parent is not None:
+                cuts[state.parent.path] = state.fork + 1
+                state = state.parent
         return cuts
 
-    def _thread_text(self, line: _ThreadState, text: str, cuts: Mapping[Path, int]) -> ThreadText:
-        part = slice(0, cuts.get(line.path))
-        tokens, logprobs = line.tokens[part], self._logprobs_of(line, part)
-        ending = "stop" if line.path in cuts else line.ending
+    def _thread_text(self, state: _ThreadState, text: str, cuts: Mapping[Path, int]) -> ThreadText:
+        part = slice(0, cuts.get(state.path))
+        tokens, logprobs = state.tokens[part], self._logprobs_of(state, part)
+        ending = "stop" if state.path in cuts else state.ending
         assert ending is not None
-        fork = None if line.parent is None else line.fork
-        return ThreadText(line.path, fork, text, tuple(tokens), ending, tuple(logprobs))
+        fork = None if state.parent is None else state.fork
+        return ThreadText(state.path, fork, text, tuple(tokens), ending, tuple(logprobs))
 
 
-def _in_order(line: _ThreadState, cuts: Mapping[Path, int]) -> Iterator[tuple[_ThreadState, _Segment]]:
+def _in_order(state: _ThreadState, cuts: Mapping[Path, int]) -> Iterator[tuple[_ThreadState, _Segment]]:
     """The segments of a thread and its children that are not cut off, in reading order."""
-    if line.ending is None and line.path not in cuts:
-        raise ValueError(f"thread {line.path} has not ended: there is no finished text")
-    for segment, child in zip_longest(line.segments, line.children):
-        yield line, segment
-        if child is not None and child.fork < cuts.get(line.path, math.inf):
+    if state.ending is None and state.path not in cuts:
+        raise ValueError(f"thread {state.path} has not ended: there is no finished text")
+    for segment, child in zip_longest(state.segments, state.children):
+        yield state, segment
+        if child is not None and child.fork < cuts.get(state.path, math.inf):
             yield from _in_order(child, cuts)
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import compress
-from operator import itemgetter, not_
+from operator import not_
 from typing import Any, NamedTuple
 
 from tokenizers import AddedToken, Encoding, Tokenizer
@@ -30,10 +30,6 @@ class Encoded(NamedTuple):
     ids: list[int]
     ends: list[int]  # characters of the text before the end of each token
 
-    def first_beyond(self, length: int) -> int:
-        """Index of the first token that reaches beyond this many characters; the number of tokens if none does."""
-        return next((index for index, end in enumerate(self.ends) if end > length), len(self.ids))
-
 
 class _Mark(NamedTuple):
     """Characters of the text that are encoded as a separator; none at the border of two characters."""
@@ -45,7 +41,7 @@ class _Mark(NamedTuple):
 
 @dataclass(frozen=True)
 class ControlTokens:
-    """The control tokens of a bundle, and the encoding of text that must not contain any."""
+    """The control tokens of a bundle: encodes text, and protects messages, that spell them out without meaning them."""
 
     tokenizer: Tokenizer
     tokens: TokenIds
@@ -77,10 +73,31 @@ class ControlTokens:
             return self._separated(text, special, protected)
         return Encoded(found.ids, [end for _, end in found.offsets])
 
-    def spans(self, text: str) -> list[Span]:
-        """The characters of a text that the tokenizer would turn into control tokens."""
-        found = encoding_of(self.tokenizer, text, special=False)
-        return [span for token, span in zip(found.ids, found.offsets, strict=True) if token in self._ids]
+    def protect(self, messages: Any) -> tuple[Any, dict[str, str]]:
+        """Messages with stand-ins for the control tokens that they spell out, and the text of each stand-in."""
+        texts = list(_texts(messages))
+        if not any(map(self._spells, texts)):
+            return messages, {}
+        used = set("".join(texts))
+        free_signs = (sign for sign in map(chr, _STAND_INS) if sign not in used)
+        stand_ins: dict[str, str] = {}  # by the text that each stands for
+
+        def replaced(text: str) -> str:
+            pieces, position = [], 0
+            for start, end in self._fragments(text):
+                fragment = text[start:end]
+                if fragment not in stand_ins:
+                    stand_ins[fragment] = next(free_signs, "")
+                pieces += [text[position:start], stand_ins[fragment]]
+                position = end
+            return "".join([*pieces, text[position:]])
+
+        protected = _mapped(messages, replaced)
+        if "" in stand_ins.values():
+            raise OptionFault(
+                "the messages spell out control tokens and use all private use characters: leave one of them out"
+            )
+        return protected, {stand_in: text for text, stand_in in stand_ins.items()}
 
     def _unseparated(self, text: str, special: bool, protected: Sequence[Span] | None) -> Encoding | None:
         """The encoding of a text, unless the tokenizer alone would make control tokens of protected characters."""
@@ -92,18 +109,20 @@ class ControlTokens:
             return found
         return found if self._ids.isdisjoint(compress(ids, map(not_, found.special_tokens_mask))) else None
 
-    def _template_tokens(self, text: str, protected: Sequence[Span]) -> list[_Mark]:
-        """The control tokens outside of the protected characters."""
-        masked = list(text)
-        for start, end in protected:
-            masked[start:end] = "x" * (end - start)
-        found = encoding_of(self.tokenizer, "".join(masked), special=False)
-        pairs = zip(found.ids, found.offsets, strict=True)
+    def _found_in(self, text: str) -> list[_Mark]:
+        """The control tokens that the tokenizer makes of a text."""
+        encoding = encoding_of(self.tokenizer, text, special=False)
+        pairs = zip(encoding.ids, encoding.offsets, strict=True)
         return [_Mark(*span, token) for token, span in pairs if token in self._ids]
 
     def _separated(self, text: str, special: bool, protected: Sequence[Span] | None) -> Encoded:
         """The tokens of a text that would have control tokens in its protected characters."""
-        marks = self._template_tokens(text, protected) if protected else []
+        marks: list[_Mark] = []
+        if protected:  # the template's own control tokens are outside of these characters
+            masked = list(text)
+            for start, end in protected:
+                masked[start:end] = "x" * (end - start)
+            marks = self._found_in("".join(masked))
         for _ in range(_ATTEMPTS):
             found, joined = self._with_marks(text, marks, special)
             if not joined:
@@ -155,9 +174,10 @@ class ControlTokens:
     @cached_property
     def _plain(self) -> Tokenizer:
         """The tokenizer without control tokens and with a separator; built for the first text that needs it."""
-        added = [{**entry, "special": True} for entry in self._settings["added_tokens"] if entry["id"] in self._ids]
-        others = [entry for entry in self._settings["added_tokens"] if entry["id"] not in self._ids]
-        added = sorted([*added, *others], key=itemgetter("id"))
+        added = [
+            {**entry, "special": entry["special"] or entry["id"] in self._ids}
+            for entry in self._settings["added_tokens"]
+        ]
         tokenizer = Tokenizer.from_str(json.dumps({**self._settings, "added_tokens": added}))
         tokenizer.encode_special_tokens = True
         tokenizer.add_tokens([AddedToken(self._separator, normalized=False, special=False)])
@@ -179,28 +199,13 @@ class ControlTokens:
         assert found is not None
         return found
 
-
-@dataclass(frozen=True)
-class MessageProtector:
-    """Replaces spelled-out control tokens in messages by stand-ins, and restores them in the rendered text."""
-
-    controls: ControlTokens
-
-    def protect(self, messages: Sequence[Any]) -> tuple[Sequence[Any], dict[str, str]]:
-        """The messages with stand-ins, and the text of each stand-in."""
-        texts = list(_texts(messages))
-        if not any(map(self._spells, texts)):
-            return messages, {}
-        protected = _Protected(self, set("".join(texts)))
-        return protected.copy(messages), {stand_in: text for text, stand_in in protected.stand_ins.items()}
-
-    def fragments(self, text: str) -> list[Span]:
+    def _fragments(self, text: str) -> list[Span]:
         """The parts of a text that are a control token, or its beginning at the end of the text."""
         if not self._spells(text):
             return []
         spans = [found.span() for found in self._pattern.finditer(text)]
-        if self.controls.tokenizer.normalizer is not None:
-            spans = _joined([*spans, *self.controls.spans(text)])
+        if self.tokenizer.normalizer is not None:
+            spans = _joined([*spans, *(mark[:2] for mark in self._found_in(text))])
         end = len(text.rstrip())
         start = end - self._beginning(text[:end])
         if start < end and not any(first < end and start < last for first, last in spans):
@@ -211,71 +216,29 @@ class MessageProtector:
         """Whether a text may become a control token, alone or with text that follows."""
         if self._literal.search(text.lower()) or self._beginning(text.rstrip()):
             return True
-        normalizer = self.controls.tokenizer.normalizer
+        normalizer = self.tokenizer.normalizer
         return normalizer is not None and bool(self._literal.search(normalizer.normalize_str(text).lower()))
 
     def _beginning(self, text: str) -> int:
         """Number of characters at the end that may be the start of a control token."""
-        if text[-1:] not in self._inner:
-            return 0
         sizes = range(min(self._longest, len(text)), 0, -1)
         return next((size for size in sizes if text[-size:].lower() in self._beginnings), 0)
 
     @cached_property
     def _literal(self) -> re.Pattern[str]:
-        return _any_of({text.lower() for text in self.controls.spelled}, 0)
+        return _any_of({text.lower() for text in self.spelled}, 0)
 
     @cached_property
     def _pattern(self) -> re.Pattern[str]:
-        return _any_of(self.controls.spelled, re.IGNORECASE)  # a template may change the case
+        return _any_of(self.spelled, re.IGNORECASE)  # a template may change the case
 
     @cached_property
     def _beginnings(self) -> frozenset[str]:
-        return frozenset(text[:size].lower() for text in self.controls.spelled for size in range(1, len(text)))
-
-    @cached_property
-    def _inner(self) -> frozenset[str]:
-        """The characters that the start of a control token can end with."""
-        last = {text[-1] for text in self._beginnings}
-        return frozenset(last | {sign.upper() for sign in last})
+        return frozenset(text[:size].lower() for text in self.spelled for size in range(1, len(text)))
 
     @cached_property
     def _longest(self) -> int:
         return max(map(len, self._beginnings), default=0)
-
-
-@dataclass
-class _Protected:
-    """A copy of messages while it is made."""
-
-    protector: MessageProtector
-    used: set[str]  # characters of the messages
-    stand_ins: dict[str, str] = field(default_factory=dict)  # text -> stand-in
-
-    def copy(self, value: Any) -> Any:
-        if isinstance(value, str):
-            return self._replaced(value)
-        if isinstance(value, dict):
-            return {self.copy(key): self.copy(item) for key, item in value.items()}
-        return [self.copy(item) for item in value] if isinstance(value, list) else value
-
-    def _replaced(self, text: str) -> str:
-        pieces, position = [], 0
-        for start, end in self.protector.fragments(text):
-            pieces += [text[position:start], self._stand_in(text[start:end])]
-            position = end
-        return "".join([*pieces, text[position:]])
-
-    def _stand_in(self, text: str) -> str:
-        if text not in self.stand_ins:
-            free = next((sign for sign in map(chr, _STAND_INS) if sign not in self.used), None)
-            if free is None:
-                raise OptionFault(
-                    "the messages spell out control tokens and use all private use characters: leave one of them out"
-                )
-            self.used.add(free)
-            self.stand_ins[text] = free
-        return self.stand_ins[text]
 
 
 def restored(text: str, stand_ins: Mapping[str, str]) -> tuple[str, tuple[Span, ...]]:
@@ -305,6 +268,15 @@ def _texts(value: Any) -> Iterator[str]:
     elif isinstance(value, list):
         for item in value:
             yield from _texts(item)
+
+
+def _mapped(value: Any, change: Callable[[str], str]) -> Any:
+    """A copy of messages with all their texts changed, keys included."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {change(key): _mapped(item, change) for key, item in value.items()}
+    return [_mapped(item, change) for item in value] if isinstance(value, list) else value
 
 
 def _any_of(texts: Any, flags: int) -> re.Pattern[str]:

@@ -16,7 +16,7 @@ from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.bundle import Bundle
 from spaceport.runtime.isolation import HelperPool
 from spaceport.runtime.text.chat_template import ChatTemplate, open_template
-from spaceport.runtime.text.control_tokens import ControlTokens, MessageProtector, Span, restored
+from spaceport.runtime.text.control_tokens import ControlTokens, Span, restored
 from spaceport.runtime.text.messages import (
     ChatPrompt,
     Message,
@@ -59,11 +59,6 @@ class PromptEncoder:
     def controls(self) -> ControlTokens:
         """The control tokens of the bundle."""
         return ControlTokens(self.tokenizer, self.bundle.manifest.tokens)
-
-    @cached_property
-    def protector(self) -> MessageProtector:
-        """Keeps the texts of messages from becoming control tokens."""
-        return MessageProtector(self.controls)
 
     @cached_property
     def template(self) -> ChatTemplate:
@@ -119,7 +114,7 @@ class PromptEncoder:
         if isinstance(prompt, ChatPrompt) and not parse_special:
             protected = (*(protected or ()), (len(text), len(text) + len(continuation)))
         encoded = self.controls.encode(text + continuation, special=isinstance(prompt, str), protected=protected)
-        start = encoded.first_beyond(len(text))
+        start = next((index for index, end in enumerate(encoded.ends) if end > len(text)), len(encoded.ids))
         if not 0 < start < len(encoded.ids):
             empty = "continuation" if start else "prompt"
             raise OptionFault(f"the {empty} has no token of its own: expected a longer text, or both as token ids")
@@ -175,7 +170,7 @@ class PromptEncoder:
         variables = plain_data(prompt.variables, "tools and template_kwargs")
         stand_ins: dict[str, str] = {}
         if not parse_special:
-            (messages, variables), stand_ins = self.protector.protect([messages, variables])
+            (messages, variables), stand_ins = self.controls.protect([messages, variables])
         if not prompt.continue_final_message:
             return restored(self.template.render(messages, prompt.asks, deadline, variables), stand_ins)
         messages, mark = with_end_mark(messages)

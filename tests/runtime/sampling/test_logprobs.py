@@ -206,7 +206,7 @@ def test_a_long_text_needs_little_memory_for_logits(vocab_size: int) -> None:
 @given(prompt=st.text("ab the你é😀\n", min_size=1, max_size=12), more=st.text("ab the你é😀\n", min_size=1, max_size=12))
 def test_a_token_across_the_border_is_the_continuations(tokenizer: Tokenizer, prompt: str, more: str) -> None:
     encoded = ControlTokens(tokenizer, TokenIds()).encode(prompt + more, special=True)
-    tokens, start = encoded.ids, encoded.first_beyond(len(prompt))
+    tokens, start = encoded.ids, next((i for i, end in enumerate(encoded.ends) if end > len(prompt)), len(encoded.ids))
     assert tokens == encode(tokenizer, prompt + more, special=True)
     before, after = full(tokenizer, tokens[:start]), full(tokenizer, tokens[: start + 1])
     assert prompt.startswith(before.rstrip(BROKEN))

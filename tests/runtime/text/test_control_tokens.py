@@ -15,7 +15,7 @@ from tokenizers.processors import TemplateProcessing
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.runtime.text.chat_template import ChatTemplate, compares_content, joins_arguments, reads_parts
-from spaceport.runtime.text.control_tokens import ControlTokens, MessageProtector, restored
+from spaceport.runtime.text.control_tokens import ControlTokens, restored
 from spaceport.runtime.text.messages import (
     Message,
     TemplateError,
@@ -150,10 +150,10 @@ WIDE.normalizer = normalizers.NFKC()
 def tokens(messages: list[Message], tokenizer: Tokenizer = PLAIN, template: str = CHAT) -> list[str]:
     """The control tokens of messages in the way that prompts are encoded, after a check that no text was lost."""
     controls = ControlTokens(tokenizer, TokenIds())
-    protector, rendering = MessageProtector(controls), ChatTemplate(template, {})
+    rendering = ChatTemplate(template, {})
     plain = plain_messages(messages)
     rendering.check_roles(plain)
-    protected, stand_ins = protector.protect(plain)
+    protected, stand_ins = controls.protect(plain)
     text, spans = restored(rendering.render(protected), stand_ins)
     ids = controls.encode(text, special=False, protected=spans).ids
     if tokenizer.normalizer is None:

@@ -65,10 +65,7 @@ class StopAutomaton:
                 waiting.append(longer)
 
 
-@lru_cache(maxsize=16)
-def automaton_of(stops: tuple[str, ...]) -> StopAutomaton:
-    """The automaton of these stop strings, built once for all threads of a request."""
-    return StopAutomaton(stops)
+_automaton_of = lru_cache(maxsize=16)(StopAutomaton)  # built once for all threads of a request
 
 
 class StopSearch:
@@ -80,7 +77,7 @@ class StopSearch:
     def __init__(self, stops: tuple[str, ...], include_stop: bool = False) -> None:
         self.held = ""  # text that may be the start of a stop string
         self.stopped = False
-        self._automaton = automaton_of(stops) if stops else None
+        self._automaton = _automaton_of(stops) if stops else None
         self._state = 0
         self._include_stop = include_stop
 
@@ -129,58 +126,38 @@ def with_small_cache(tokenizer: Tokenizer) -> Tokenizer:
 
 @dataclass
 class TextStream:
-    """Decodes tokens one by one; holds back incomplete characters and possible stop strings."""
+    """Decodes tokens one by one; holds back incomplete characters."""
 
     tokenizer: Tokenizer
-    stops: tuple[str, ...] = ()
     context: tuple[int, ...] = ()  # tokens before the text; without them a decoder treats the first token differently
-    text: str = ""  # shown so far
-    fresh: str = ""  # text of the last token, also if it is held back or after a stop string
-    include_stop: bool = False  # whether the text ends after the stop string instead of before it
     skip_special: bool = True  # whether special tokens have no text
 
     def __post_init__(self) -> None:
         self._tokens = list(self.context)
         self._settled = len(self._tokens)  # number of tokens whose text is complete
-        self._context = (
-            0  # index of the first token to decode again, since a decoder treats the first token differently
-        )
+        self._again = 0  # index of the first token to decode again, since a decoder treats the first one differently
         self._ahead = 0  # complete characters of tokens that are not settled
-        self._search = StopSearch(self.stops, self.include_stop)
-
-    @property
-    def stopped(self) -> bool:
-        """Whether a stop string is complete."""
-        return self._search.stopped
 
     def push(self, token: int) -> str:
-        """Text that this token releases; `stopped` is then whether it completed a stop string."""
+        """The text that this token completes."""
         self._tokens.append(token)
-        fresh = self._unsettled()
-        complete = fresh.rstrip(_BROKEN)  # the next token may complete a character at the end
+        text = self._unsettled()
+        complete = text.rstrip(_BROKEN)  # the next token may complete a character at the end
         before, self._ahead = self._ahead, len(complete)
-        if complete and complete == fresh:
-            self._context, self._settled, self._ahead = self._settled, len(self._tokens), 0
-        self.fresh = complete[before:]
-        shown = self._search.push(self.fresh)
-        self.text += shown
-        return shown
+        if complete and complete == text:
+            self._again, self._settled, self._ahead = self._settled, len(self._tokens), 0
+        return complete[before:]
 
     def finish(self) -> str:
         """Text that is still held back, after the last token."""
-        self.fresh = ""
-        if self.stopped:
-            return ""
-        self.fresh = self._unsettled()[self._ahead :]
+        text = self._unsettled()[self._ahead :]
         self._settled, self._ahead = len(self._tokens), 0
-        shown = self._search.push(self.fresh) + self._search.finish()
-        self.text += shown
-        return shown
+        return text
 
     def _unsettled(self) -> str:
         """The text of the tokens that are not settled."""
-        before = self._decode(self._tokens[self._context : self._settled])
-        both = self._decode(self._tokens[self._context :])
+        before = self._decode(self._tokens[self._again : self._settled])
+        both = self._decode(self._tokens[self._again :])
         if both.startswith(before):
             return both[len(before) :]
         # With byte fallback, one invalid byte turns a whole run of bytes invalid, also characters that were shown already.

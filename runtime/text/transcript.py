@@ -61,10 +61,11 @@ class ThreadText:
 
 
 @dataclass
-class _Segment:
-    """Text of a thread between two forks."""
+class Segment:
+    """Text of a thread between two forks; `push` and `finish` return what of it is known to be before a stop string."""
 
     stream: TextStream
+    search: StopSearch
     start: int = 0  # number of the thread's tokens before it
     parts: list[str] = field(default_factory=list)  # text of each token, stop strings included
 
@@ -73,13 +74,27 @@ class _Segment:
         """One more than the index of its last token in the thread."""
         return self.start + len(self.parts)
 
+    def push(self, token: int) -> str:
+        """Text that a token releases; `search.stopped` is then whether it completed a stop string."""
+        self.parts.append(self.stream.push(token))
+        return self.search.push(self.parts[-1])
+
+    def finish(self) -> tuple[str, str]:
+        """Text that is still held back after the last token, and how much longer the text of that token is."""
+        if self.search.stopped:
+            return "", ""
+        rest = self.stream.finish()
+        if rest:
+            self.parts[-1] += rest
+        return self.search.push(rest) + self.search.finish(), rest
+
 
 @dataclass
 class _ThreadState:
     """Text and tokens of one thread so far."""
 
     path: Path
-    segments: list[_Segment]
+    segments: list[Segment]
     parent: _ThreadState | None = None
     fork: int = -1  # index of the [Fork] among the parent's tokens
     tokens: list[int] = field(default_factory=list)
@@ -114,7 +129,7 @@ class Transcript:
         self._logprobs = logprobs
         self._include_stop = include_stop
         self._skip_special = skip_special
-        self._root = _ThreadState((), [_Segment(self._stream())])
+        self._root = _ThreadState((), [self._segment()])
         self._states: dict[Path, _ThreadState] = {(): self._root}
         self._front: _ThreadState | None = self._root  # the thread that is read next
         self._search = StopSearch(stops, include_stop)
@@ -137,22 +152,20 @@ class Transcript:
         segment = state.segments[-1]
         state.tokens.append(token)
         if token == self._fork:
-            text = segment.stream.finish()
-            reading = self._close(state)
+            text, reading = self._close(state)
             self._split(state, thread)
         else:
-            text = segment.stream.push(token)
-            segment.parts.append(segment.stream.fresh)
-            reading = self._follow(state)
+            text = segment.push(token)
+            reading = self._follow(state, segment.parts[-1])
         logprob = None if self._logprobs is None else self._logprobs.at(state.path, len(state.tokens) - 1)
         self._pieces.append(Piece(text, token, drafted, state.path, reading, logprob, source))
-        return segment.stream.stopped or self._search.stopped
+        return segment.search.stopped or self._search.stopped
 
     def on_fork(self, parent: Thread, child: Thread) -> None:
         """Add a child thread at the last token of its parent."""
         state = self._states[parent.path]
-        stream = self._stream(state.segments[-1].stream.context)
-        new = _ThreadState(child.path, [_Segment(stream)], state, len(state.tokens) - 1)
+        segment = self._segment(state.segments[-1].stream.context)
+        new = _ThreadState(child.path, [segment], state, len(state.tokens) - 1)
         self._states[child.path] = state.children[-1] = new
         if self._front is state:
             self._front = new
@@ -163,8 +176,7 @@ class Transcript:
         state.ending = thread.ending
         if self.is_cut_off(thread):
             return
-        text = state.segments[-1].stream.finish()
-        reading = self._close(state)
+        text, reading = self._close(state)
         if state is self._front:
             reading += self._advance()
         if text or reading:
@@ -202,39 +214,31 @@ class Transcript:
         """The log probabilities of these tokens, if they were requested."""
         return tuple(logprob for state, part in self._parts() for logprob in self._logprobs_of(state, part))
 
-    def _stream(self, context: tuple[int, ...] = ()) -> TextStream:
-        """The text of a new segment behind these tokens."""
-        return TextStream(
-            self._tokenizer,
-            self._stops,
-            context,
-            include_stop=self._include_stop,
-            skip_special=self._skip_special,
-        )
+    def _segment(self, context: tuple[int, ...] = (), start: int = 0) -> Segment:
+        """A new segment behind these tokens."""
+        stream = TextStream(self._tokenizer, context, self._skip_special)
+        return Segment(stream, StopSearch(self._stops, self._include_stop), start)
 
     def _split(self, state: _ThreadState, thread: Thread) -> None:
         """Start the segment after a [Fork]."""
         # up to the [Fork]: when events are replayed, the thread may have more tokens already
         context = context_of(self._tokenizer, thread.tokens[: thread.start + len(state.tokens)])
-        state.segments.append(_Segment(self._stream(context), len(state.tokens)))
+        state.segments.append(self._segment(context, len(state.tokens)))
         state.children.append(None)
         if self._front is state:
             state.read += 1
 
-    def _close(self, state: _ThreadState) -> str:
-        """Readable text that the end of a thread's last segment releases."""
-        segment = state.segments[-1]
-        if not segment.stream.fresh:
-            return ""
-        segment.parts[-1] += segment.stream.fresh
-        return self._follow(state)
+    def _close(self, state: _ThreadState) -> tuple[str, str]:
+        """Text of a thread that the end of its last segment releases, and the part of it that can be read now."""
+        text, rest = state.segments[-1].finish()
+        return text, self._follow(state, rest) if rest else ""
 
-    def _follow(self, state: _ThreadState) -> str:
-        """Readable text that a thread's stream has just released."""
+    def _follow(self, state: _ThreadState, part: str) -> str:
+        """Readable text after a part of a thread's text has come."""
         segment = state.segments[-1]
-        if segment.stream.stopped:
+        if segment.search.stopped:
             self._bound = _end(state.path)
-        return self._read(state, segment.stream.fresh, segment.end) if state is self._front else ""
+        return self._read(state, part, segment.end) if state is self._front else ""
 
     def _advance(self) -> str:
         """Readable text after the thread that is read has ended."""
@@ -316,7 +320,7 @@ class Transcript:
         return ThreadText(state.path, fork, text, tuple(tokens), ending, tuple(logprobs))
 
 
-def _in_order(state: _ThreadState, cuts: Mapping[Path, int]) -> Iterator[tuple[_ThreadState, _Segment]]:
+def _in_order(state: _ThreadState, cuts: Mapping[Path, int]) -> Iterator[tuple[_ThreadState, Segment]]:
     """The segments of a thread and its children that are not cut off, in reading order."""
     if state.ending is None and state.path not in cuts:
         raise ValueError(f"thread {state.path} has not ended: there is no finished text")

@@ -211,15 +211,12 @@ class _ThreadTexts:
                 self.pieces.append("")
                 self._stream = self._stream_behind(position)
             else:
-                self._stream.push(token)
-                self.pieces.append(self._stream.fresh)
+                self.pieces.append(self._stream.push(token))
 
     def finish(self) -> None:
         """Add the bytes of an incomplete character to the last piece."""
-        if self._stream is not None:
-            self._stream.finish()
-            if self._stream.fresh:
-                self.pieces[-1] += self._stream.fresh
+        if self._stream is not None and (rest := self._stream.finish()):
+            self.pieces[-1] += rest
 
     def _stream_behind(self, fork: int | None) -> TextStream | None:
         """A stream for the text after the [Fork] at this position, or for that of the root thread."""

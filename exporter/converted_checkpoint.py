@@ -20,8 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from spaceport.exporter.checkpoint_files import converted_weights, load_with_own_attention
-from spaceport.exporter.converted_config import Fields
-from spaceport.exporter.converted_families import FAMILIES, Family
+from spaceport.exporter.converted_families import FAMILIES, Family, Fields
 from spaceport.exporter.sar_config import CheckpointError, read_json
 
 Shape = tuple[int, ...]

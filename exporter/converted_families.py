@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal, NoReturn
 
 from transformers import (
     GlmForCausalLM,
@@ -16,7 +17,108 @@ from transformers import (
 )
 
 from spaceport.exporter.checkpoint_files import CONVERTED_TYPES
-from spaceport.exporter.converted_config import Field, Fields, Fixed
+from spaceport.exporter.sar_config import CheckpointError
+from spaceport.graphs.contract.json_fields import is_whole, short
+
+# Fields of every configuration that say nothing about the architecture.
+_GENERAL = frozenset((*PreTrainedConfig().to_dict(), "_name_or_path", "auto_map", "torch_dtype", "tokenizer_class"))
+_DTYPES = ("float32", "float16", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Field:
+    """A published field that is a field of the converted configuration."""
+
+    name: str
+    kind: Literal["size", "number", "flag", "token ids"] = "size"
+    default: Any = None  # value of the original code where the field is missing
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """A published field that converts exactly with one value only."""
+
+    value: object
+    default: object  # value of the original code where the field is missing
+    otherwise: str  # what the model has with any other value
+
+
+@dataclass(frozen=True)
+class Fields:
+    """The fields of a published config.json."""
+
+    file: Path
+    content: Mapping[str, Any]
+    title: str  # of the family, in messages
+
+    def refuse(self, problem: str, expected: str, advice: str = "copy or download it again") -> NoReturn:
+        raise CheckpointError(f"{self.file}: {problem}: expected {expected}; {advice}")
+
+    def whole(self, name: str, default: int | None = None) -> int:
+        """A size of at least 1."""
+        value = self.content.get(name, default)
+        if not is_whole(value, 1):
+            self._invalid(name, value, "a whole number of at least 1")
+        assert isinstance(value, int)
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """A number above 0."""
+        value = self.content.get(name, default)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+            self._invalid(name, value, "a number above 0")
+        return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self.content.get(name, default)
+        if not isinstance(value, bool):
+            self._invalid(name, value, "true or false")
+        return value
+
+    def value(self, field: Field) -> Any:
+        """The value of a field, checked for its kind."""
+        read: dict[str, Callable[..., Any]] = {"size": self.whole, "number": self.number, "flag": self.flag}
+        return read.get(field.kind, self.content.get)(field.name, field.default)
+
+    def inside(self, name: str, content: Mapping[str, Any]) -> Fields:
+        """The fields of an object in this configuration."""
+        return Fields(self.file, {f"{name}.{key}": value for key, value in content.items()}, self.title)
+
+    def dtype(self) -> str | None:
+        """The type of the published weights, if the configuration says it."""
+        named = str(self.content.get("torch_dtype") or self.content.get("dtype") or self.content.get("params_dtype"))
+        flags = {"bfloat16": self.content.get("bf16"), "float16": self.content.get("fp16")}
+        stated = [named.removeprefix("torch."), *(dtype for dtype, flag in flags.items() if flag is True)]
+        return next((dtype for dtype in stated if dtype in _DTYPES), None)
+
+    def check(self, fixed: Mapping[str, Fixed], known: Collection[str]) -> None:
+        """Raise for values that cannot be converted exactly, and for fields that are not known."""
+        for name in ("quantization_config", "quantization_bit"):
+            if self.content.get(name):
+                self.refuse(
+                    f"{name} is {short(self.content[name])}, so its weights are quantized",
+                    "the published weights in float16 or bfloat16",
+                    "download these, and quantize them with --weights",
+                )
+        for name, rule in fixed.items():
+            value = self.content.get(name, rule.default)
+            if value != rule.value or isinstance(value, bool) != isinstance(rule.value, bool):
+                self.refuse(
+                    f"{name} is {short(value)}, so the model has {rule.otherwise}",
+                    f"{rule.value!r} in a {self.title} checkpoint, which alone converts exactly",
+                    "use a checkpoint of a family that transformers ships",
+                )
+        unknown = sorted(set(self.content) - _GENERAL - set(fixed) - set(known))
+        if unknown:
+            self.refuse(
+                f"unknown field {unknown[0]!r} ({short(self.content[unknown[0]])})",
+                f"the fields of the published {self.title} configuration",
+                "remove the field if it does not change the model",
+            )
+
+    def _invalid(self, name: str, value: object, expected: str) -> NoReturn:
+        problem = "is missing" if value is None else f"is {short(value)}"
+        self.refuse(f"{name} {problem}", f"{expected} in a {self.title} configuration")
 
 
 @dataclass(frozen=True)
@@ -70,17 +172,9 @@ _QUERIES_KEYS_VALUES = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_pro
 def _complete_chatglm(fields: Fields, entries: Mapping[str, Any]) -> dict[str, Any]:
     heads, groups, channels = (entries[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim"))
     if heads % groups:
-        fields.refuse(
-            f"num_attention_heads is {heads}",
-            f"a multiple of multi_query_group_num {groups}",
-            "copy or download it again",
-        )
+        fields.refuse(f"num_attention_heads is {heads}", f"a multiple of multi_query_group_num {groups}")
     if channels % 4:
-        fields.refuse(
-            f"kv_channels is {channels}",
-            "a multiple of 4, because half of them rotate in pairs",
-            "copy or download it again",
-        )
+        fields.refuse(f"kv_channels is {channels}", "a multiple of 4, because half of them rotate in pairs")
     base = 10000.0 * fields.number("rope_ratio", 1)
     return {
         "tie_word_embeddings": False,
@@ -156,9 +250,7 @@ def _complete_internlm(fields: Fields, entries: Mapping[str, Any]) -> dict[str, 
             "use internlm2 or later with grouped heads",
         )
     if hidden % (2 * heads):
-        fields.refuse(
-            f"hidden_size is {hidden}", f"{heads} heads of an even number of dimensions", "copy or download it again"
-        )
+        fields.refuse(f"hidden_size is {hidden}", f"{heads} heads of an even number of dimensions")
     # Where the configuration has no rotary embedding. Both types have the same frequencies up to max_position_embeddings.
     rotary = fields.content.get("rotary") or {"base": fields.number("rope_theta", 10000.0), "type": "dynamic"}
     known = isinstance(rotary, dict) and set(rotary) <= {"base", "type", "scaling_factor"}
@@ -212,11 +304,7 @@ def _complete_nemotron(fields: Fields, entries: Mapping[str, Any]) -> dict[str, 
     content = fields.content.get("rope_parameters")
     known = {"rope_type", "type", *required, *defaults}
     if not isinstance(content, dict) or not set(content) <= known or content.get("rope_type") != "yarn":
-        fields.refuse(
-            f"rope_parameters is {content!r:.80}",
-            f"an object with rope_type yarn, {', '.join(required)}",
-            "copy or download it again",
-        )
+        fields.refuse(f"rope_parameters is {content!r:.80}", f"an object with rope_type yarn, {', '.join(required)}")
     inside = fields.inside("rope_parameters", content)
     parameters: dict[str, Any] = {name: inside.number(f"rope_parameters.{name}") for name in required}
     parameters |= {name: inside.number(f"rope_parameters.{name}", value) for name, value in defaults.items()}
@@ -271,7 +359,6 @@ def _complete_qwen(fields: Fields, entries: Mapping[str, Any]) -> dict[str, Any]
         fields.refuse(
             f"kv_channels is {channels} with {heads} heads",
             f"an even number, and hidden_size {hidden} divided by the heads",
-            "copy or download it again",
         )
     base = fields.number("rotary_emb_base", 10000)
     if fields.number("rope_theta", base) != base:
@@ -281,9 +368,7 @@ def _complete_qwen(fields: Fields, entries: Mapping[str, Any]) -> dict[str, Any]
             "correct the one that is wrong",
         )
     if inner % 2:
-        fields.refuse(
-            f"intermediate_size is {inner}", "an even number: the gate and the other half", "copy or download it again"
-        )
+        fields.refuse(f"intermediate_size is {inner}", "an even number: the gate and the other half")
     # Longer texts than seq_length change the rotary frequencies (dynamic NTK) and scale the queries (log n).
     positions = entries["max_position_embeddings"]
     if fields.flag("use_dynamic_ntk", True) or fields.flag("use_logn_attn", True):

@@ -16,8 +16,7 @@ import pytest
 import torch
 
 from spaceport.exporter.converted_checkpoint import PublishedTensor, Shape, check_tensors, published_tensors
-from spaceport.exporter.converted_config import Fields, Fixed
-from spaceport.exporter.converted_families import FAMILIES
+from spaceport.exporter.converted_families import FAMILIES, Fields, Fixed
 from spaceport.exporter.sar_config import CheckpointError
 from support.paths import TESTS
 from support.published_checkpoints import WITHOUT, converted, fields_of

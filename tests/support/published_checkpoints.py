@@ -19,8 +19,7 @@ from torch import Tensor
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from spaceport.exporter.converted_checkpoint import published_tensors
-from spaceport.exporter.converted_config import Fields
-from spaceport.exporter.converted_families import FAMILIES
+from spaceport.exporter.converted_families import FAMILIES, Fields
 
 Format = Literal["safetensors", "bin"]
 

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +47,11 @@ def class_name(model: PreTrainedModel) -> str:
     return type(model).__name__
 
 
+def refuse(model: PreTrainedModel, reason: str) -> NoReturn:
+    """Raise for a model that cannot be exported exactly."""
+    raise UnsupportedModel(f"{class_name(model)} {reason}")
+
+
 def _max_positions(config: Any) -> int:
     """The number of positions up to which the rotary frequencies do not depend on the text's length."""
     limit = int(getattr(config, "max_position_embeddings", None) or 2048)
@@ -74,65 +79,41 @@ def _repeats(config: Any, cache: kv.RecordingCache, heads: int) -> int:
     return repeats
 
 
+def _cached_shape(model: PreTrainedModel, cache: kv.RecordingCache, layers: int) -> tuple[int, int]:
+    """The number of heads of the cached keys and values, and their size; raise unless they are those of all layers."""
+    if sorted(cache.recorded) != list(range(layers)):
+        refuse(
+            model,
+            f"cached keys and values in layers {sorted(cache.recorded)} of {layers}: expected a cache in every layer",
+        )
+    shapes = {tensor.shape for pair in cache.recorded.values() for tensor in pair}
+    if len(shapes) != 1:
+        listed = ", ".join(str(tuple(shape)) for shape in sorted(shapes))
+        refuse(model, f"has keys and values of shapes {listed}: expected one shape in all layers")
+    (_, heads, _, head_dim) = next(iter(shapes))
+    return heads, head_dim
+
+
 def _window(model: PreTrainedModel, calls: list[dict[str, Any]]) -> int | None:
     """The window size that the layers pass to attention; None if no layer passes one."""
     windows = {call["sliding_window"] for call in calls if call.get("sliding_window") is not None}
     if len(windows) > 1:
-        raise UnsupportedModel(
-            f"{class_name(model)} has attention windows of {sorted(windows)} tokens: expected one size for all layers"
-        )
+        refuse(model, f"has attention windows of {sorted(windows)} tokens: expected one size for all layers")
     config = model.config.get_text_config()
     configured = getattr(config, "sliding_window", None)
     used = getattr(config, "use_sliding_window", True) and "sliding_attention" in (
         getattr(config, "layer_types", None) or ("sliding_attention",)
     )
     if configured and used and not windows and configured < _max_positions(config):
-        raise UnsupportedModel(
-            f"{class_name(model)} has sliding_window {configured} in its configuration, but no layer passes a window to attention: "
-            "expected both or neither; set sliding_window to null if the model was trained without"
+        refuse(
+            model,
+            f"has sliding_window {configured} in its configuration, but no layer passes a window to attention: "
+            "expected both or neither; set sliding_window to null if the model was trained without",
         )
     return next(iter(windows), None)
 
 
-def _traits(
-    model: PreTrainedModel,
-    attention_hook: AttentionHook,
-    cache: kv.RecordingCache,
-    calls: list[dict[str, Any]],
-    vocab_size: int,
-) -> Traits:
-    config = model.config.get_text_config()
-    layers = config.num_hidden_layers
-    if sorted(cache.recorded) != list(range(layers)):
-        raise UnsupportedModel(
-            f"{class_name(model)} cached keys and values in layers {sorted(cache.recorded)} of {layers}: expected a cache in every layer"
-        )
-    shapes = {tensor.shape for pair in cache.recorded.values() for tensor in pair}
-    if len(shapes) != 1:
-        listed = ", ".join(str(tuple(shape)) for shape in sorted(shapes))
-        raise UnsupportedModel(
-            f"{class_name(model)} has keys and values of shapes {listed}: expected one shape in all layers"
-        )
-    (_, heads, _, head_dim) = next(iter(shapes))
-    if attention_hook == "interface" and len(calls) < layers:
-        raise UnsupportedModel(
-            f"{class_name(model)} calls the attention interface in {len(calls)} of {layers} layers: expected all of them"
-        )
-    window = _window(model, calls)
-    repeats = _repeats(config, cache, heads)
-    return Traits(
-        layers,
-        heads // repeats,
-        head_dim,
-        vocab_size,
-        window,
-        repeats,
-        attention_hook,
-        _max_positions(config),
-    )
-
-
-def _entrance(model: PreTrainedModel) -> AttentionHook:
+def _attention_hook(model: PreTrainedModel) -> AttentionHook:
     if model._can_set_attn_implementation():
         return "interface"
     return "sdpa" if model.config._attn_implementation == "sdpa" else "eager"
@@ -179,46 +160,39 @@ def model_errors(model: PreTrainedModel) -> Iterator[None]:
         raise UnsupportedModel(f"{class_name(model)} does not run with a plain KV cache: {first}") from error
 
 
-def _has_encoder_layers(model: PreTrainedModel) -> bool:
-    return any(getattr(module, "is_decoder", None) is False for module in model.modules())
-
-
 def refuse_by_config(model: PreTrainedModel) -> None:
     """Raise for models whose configuration shows that they cannot be exported."""
-    config = model.config
-    if getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedModel(
-            f"{class_name(model)} is an encoder-decoder: expected a decoder-only causal language model"
-        )
-    # gpt_neox has the same entry, unused: only an encoder's modules take it over
-    if getattr(config, "is_decoder", None) is False and _has_encoder_layers(model):
-        raise UnsupportedModel(
-            f"{class_name(model)} is an encoder, whose tokens see later ones (is_decoder is false in its configuration): "
-            "expected a decoder-only causal language model"
-        )
+    config, parameters = model.config, inspect.signature(model.forward).parameters
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if getattr(config, "is_encoder_decoder", False):
+        refuse(model, "is an encoder-decoder: expected a decoder-only causal language model")
+    # gpt_neox has the same entry, unused: only an encoder's modules take it over
+    in_modules = any(getattr(module, "is_decoder", None) is False for module in model.modules())
+    if getattr(config, "is_decoder", None) is False and in_modules:
+        refuse(
+            model,
+            "is an encoder, whose tokens see later ones (is_decoder is false in its configuration): "
+            "expected a decoder-only causal language model",
+        )
     if kinds:
-        raise UnsupportedModel(
-            f"{class_name(model)} has layers of kind {', '.join(sorted(kinds))}: expected full or sliding-window attention only"
+        refuse(model, f"has layers of kind {', '.join(sorted(kinds))}: expected full or sliding-window attention only")
+    if getattr(config, "alibi", False) or "position_ids" not in parameters:
+        refuse(
+            model,
+            "takes no position_ids: its positions come from the order of its cache (ALiBi) or from a recurrent state; "
+            "expected rotary or learned positions",
         )
-    if getattr(config, "alibi", False) or "position_ids" not in inspect.signature(model.forward).parameters:
-        raise UnsupportedModel(
-            f"{class_name(model)} takes no position_ids: its positions come from the order of its cache (ALiBi) or from a "
-            "recurrent state; expected rotary or learned positions"
-        )
-    if "past_key_values" not in inspect.signature(model.forward).parameters:
-        raise UnsupportedModel(f"{class_name(model)} has no KV cache: expected a model that takes past_key_values")
+    if "past_key_values" not in parameters:
+        refuse(model, "has no KV cache: expected a model that takes past_key_values")
     if getattr(config, "use_bidirectional_attention", None):
-        raise UnsupportedModel(f"{class_name(model)} has bidirectional attention: expected causal attention")
+        refuse(model, "has bidirectional attention: expected causal attention")
     if model.get_output_embeddings() is None:
-        raise UnsupportedModel(
-            f"{class_name(model)} has no output embedding: expected a model with a language-model head"
-        )
+        refuse(model, "has no output embedding: expected a model with a language-model head")
 
 
 def probe(model: PreTrainedModel) -> Traits:
     """The traits of a model, from an eager run over two tokens and its configuration."""
-    attention_hook = _entrance(model)
+    attention_hook = _attention_hook(model)
     calls: list[dict[str, Any]] = []
     cache = kv.RecordingCache()
     ids = torch.tensor([[1, 2]], device=model.device)
@@ -234,4 +208,21 @@ def probe(model: PreTrainedModel) -> Traits:
     finally:
         if attention_hook == "interface":
             model.set_attn_implementation(previous)
-    return _traits(model, attention_hook, cache, calls, output.logits.shape[-1])
+    config = model.config.get_text_config()
+    heads, head_dim = _cached_shape(model, cache, config.num_hidden_layers)
+    if attention_hook == "interface" and len(calls) < config.num_hidden_layers:
+        refuse(
+            model,
+            f"calls the attention interface in {len(calls)} of {config.num_hidden_layers} layers: expected all of them",
+        )
+    repeats = _repeats(config, cache, heads)
+    return Traits(
+        layers=config.num_hidden_layers,
+        kv_heads=heads // repeats,
+        head_dim=head_dim,
+        vocab_size=output.logits.shape[-1],
+        window=_window(model, calls),
+        repeats=repeats,
+        attention_hook=attention_hook,
+        max_positions=_max_positions(config),
+    )

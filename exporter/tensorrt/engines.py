@@ -5,16 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from spaceport.exporter.atomic_folder import FolderKind, locked_folder, require_space
 from spaceport.exporter.interrupts import interrupts_deferred
 from spaceport.exporter.tensorrt.append_graph import append_graph
-from spaceport.exporter.tensorrt.builder_monitor import OnProgress
-from spaceport.exporter.tensorrt.to_tensorrt import BuildOptions, Library, attention_of, build, profiles
+from spaceport.exporter.tensorrt.to_tensorrt import BuildOptions, Library, OnProgress, attention_of, build, profiles
 from spaceport.graphs.contract.atomic_file import is_partial, staged
 from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.contract.manifest import (
@@ -30,10 +28,6 @@ from spaceport.graphs.contract.manifest import (
 _BUILD_VERSION = 2  # increased when the same options build a different engine
 _SUFFIX = ".engine"  # of files; others in the folder are not touched
 _KERNELS = 64 << 20  # upper estimate of an engine's size without weights, in bytes
-
-
-class ChangedBundle(InputFault):
-    """A bundle was exported again while an engine was built from it."""
 
 
 @dataclass(frozen=True)
@@ -82,10 +76,12 @@ def find_engine(folder: Path, manifest: Manifest, name: str) -> EngineRecord | N
 
 def store_engine(folder: Path, name: str, plan: memoryview, record: EngineRecord) -> None:
     """Add an engine to a bundle and its manifest, and remove the engines that it replaces; all or nothing."""
-    with _locked(folder):
+    with locked_folder(folder) as descriptor:
+        if not os.path.samestat(os.fstat(descriptor), folder.stat()):
+            raise InputFault(f"{folder}: was exported again while the engine was built: build it again")
         manifest = manifest_in((folder / MANIFEST_FILE).read_bytes())
         if record.graph != manifest.graph:
-            raise ChangedBundle(f"{folder}: its graph was replaced while the engine was built: build it again")
+            raise InputFault(f"{folder}: its graph was replaced while the engine was built: build it again")
         engines = folder / ENGINES_FOLDER
         others = {
             other: other_record
@@ -93,61 +89,37 @@ def store_engine(folder: Path, name: str, plan: memoryview, record: EngineRecord
             if other != name and not _replaces(record, other_record) and (engines / other).is_file()
         }
         written = replace(manifest, engines={**others, name: record})
-        # Interrupts are delayed. Both files are written before either replaces its target, since writing may fail.
+        with interrupts_deferred():
+            _write(engines / name, plan, folder / MANIFEST_FILE, manifest_content(written))
+        for file in engines.iterdir():
+            is_engine = file.name.endswith(_SUFFIX) or (is_partial(file) and _SUFFIX in file.name)  # of a killed build
+            if is_engine and file.name not in written.engines:
+                file.unlink()
+
+
+def _write(engine: Path, plan: memoryview, manifest: Path, content: bytes) -> None:
+    """Replace an engine and the manifest. Both are written before either replaces its target, since writing may fail."""
+    engines = engine.parent
+    engines.mkdir(exist_ok=True)
+    try:
         with (
-            interrupts_deferred(),
-            _engines_folder(engines),
-            _staged(engines / name, plan) as put_engine,
-            _staged(folder / MANIFEST_FILE, manifest_content(written)) as put_manifest,
+            staged(engine, plan, durable=True) as put_engine,
+            staged(manifest, content, durable=True) as put_manifest,
         ):
             put_engine()
             put_manifest()
-        for file in engines.iterdir():
-            if _is_engine(file) and file.name not in written.engines:
-                file.unlink()
+    except OSError as error:
+        reason = f"{error.strerror} while {len(plan) / 1e6:.1f} MB were written: free some space and build again"
+        raise OSError(error.errno, reason, str(engine)) from error
+    finally:
+        if not any(engines.iterdir()):
+            engines.rmdir()
 
 
 def _replaces(record: EngineRecord, other: EngineRecord) -> bool:
     """Whether the other engine is obsolete: built from an earlier graph, or indistinguishable for a runtime."""
     same_file = replace(other, sha256=record.sha256, size=record.size, decomposed=record.decomposed)
     return other.graph != record.graph or same_file == record
-
-
-@contextmanager
-def _engines_folder(folder: Path) -> Iterator[None]:
-    """Create the folder of engines for the block; an empty folder is removed at its end."""
-    folder.mkdir(exist_ok=True)
-    try:
-        yield
-    finally:
-        if not any(folder.iterdir()):
-            folder.rmdir()
-
-
-@contextmanager
-def _staged(file: Path, content: bytes | memoryview) -> Iterator[Callable[[], None]]:
-    """Content on the disk that replaces `file` when the yielded function is called."""
-    with ExitStack() as stack:
-        try:
-            put = stack.enter_context(staged(file, content, durable=True))
-        except OSError as error:
-            reason = f"{error.strerror} while {len(content) / 1e6:.1f} MB were written: free some space and build again"
-            raise OSError(error.errno, reason, str(file)) from error
-        yield put
-
-
-def _is_engine(file: Path) -> bool:
-    """Whether a file is an engine, or left by a killed build; earlier versions left NAME.partial."""
-    return file.name.endswith((_SUFFIX, f"{_SUFFIX}.partial")) or (is_partial(file) and _SUFFIX in file.name)
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Lock a bundle against other processes that change it."""
-    with locked_folder(folder) as descriptor:
-        if not os.path.samestat(os.fstat(descriptor), folder.stat()):
-            raise ChangedBundle(f"{folder}: was exported again while the engine was built: build it again")
-        yield
 
 
 def host_memory(manifest: Manifest) -> int:

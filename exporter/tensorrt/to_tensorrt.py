@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,7 @@ from typing import Any
 import onnx
 
 from spaceport.exporter.interrupts import interrupts_recorded
-from spaceport.exporter.tensorrt.append_graph import UnbuildableGraph, attention_nodes, decompose_attention, softcap_of
-from spaceport.exporter.tensorrt.builder_monitor import BuildMessages, BuildProgress, OnProgress, logger_of, monitor_of
+from spaceport.exporter.tensorrt.append_graph import attention_nodes, decompose_attention, softcap_of
 from spaceport.graphs.contract.faults import InputFault, MissingDependency, OptionFault
 from spaceport.graphs.contract.installation import install_command
 from spaceport.graphs.contract.manifest import FLAVOURS, LIBRARIES, MODEL_FILE, Flavour
@@ -22,6 +23,15 @@ MAX_REQUESTS = 1024
 
 # dimension -> minimum, optimum, maximum
 Profile = dict[str, tuple[int, int, int]]
+# Called with the completed fraction of a build (0 to 1) and the name of the current phase.
+OnProgress = Callable[[float, str], None]
+
+_FUSED_TYPES = ("float16", "bfloat16")
+_FUSED_HEADS = range(16, 257, 8)  # head sizes with fused attention, measured with TensorRT-RTX 1.7
+_HEAD_MULTIPLE = 8  # half-precision attention with other head sizes has to be decomposed in the graph
+_OTHER = "; TensorRT itself builds for the GPU that it runs on (--backend tensorrt)"
+_WARNING = 2  # ILogger.Severity: 0 internal error, 1 error, 2 warning, 3 info, 4 verbose
+_ACTIVATION = re.compile(r"Total Activation Memory: (\d+) bytes")
 
 
 @dataclass(frozen=True)
@@ -47,33 +57,6 @@ class Shapes:
             raise OptionFault(
                 f"--max-step-rows is {self.step_rows}: expected 1 to {self.prompt_rows}, the value of --prefill-rows"
             )
-
-
-def profiles(shapes: Shapes, row_logits: int, mask_slots: int, heads: int = 0) -> tuple[Profile, Profile]:
-    """The decode profile and the prefill profile of an engine.
-
-    They are tuned for one request, where latency matters most: for its largest draft, and for a full prefill chunk. Kernels
-    for one request are not slow for four. The tuned visible length is half of the capacity.
-    """
-    requests = (1, 1, shapes.requests)
-    visible = (VISIBLE_STEP, visible_length(shapes.capacity // 2), shapes.capacity)
-    drafted = (mask_slots + 1) ** 2 + heads  # the root and each candidate, with its mask slots if it has no heads
-    drafted = min(drafted, shapes.step_rows)
-    most = logit_rows(shapes.prompt_rows, row_logits)
-    rows = (1, drafted, shapes.step_rows)
-    return (
-        {"B": requests, "T": rows, "R": rows, "A": visible},
-        {"B": requests, "T": (1, shapes.prompt_rows, shapes.prompt_rows), "R": (1, 1, most), "A": visible},
-    )
-
-
-_FUSED_TYPES = ("float16", "bfloat16")
-_FUSED_HEADS = range(16, 257, 8)  # head sizes with fused attention, measured with TensorRT-RTX 1.7
-_HEAD_MULTIPLE = 8  # half-precision attention with other head sizes has to be decomposed in the graph
-
-
-class BuildFault(InputFault):
-    """TensorRT could not build an engine from a graph; the message contains its error."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +113,111 @@ class BuiltEngine:
     activation: int  # activation memory in bytes
 
 
+@dataclass
+class BuildMessages:
+    """Messages of the builder: errors and warnings in order, and the activation memory from its info messages."""
+
+    errors: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    activation: int = 0  # activation memory in bytes, the maximum over all profiles
+
+    def add(self, severity: int, text: str) -> None:
+        if severity <= _WARNING:
+            (self.warnings if severity == _WARNING else self.errors).append(text)
+        elif found := _ACTIVATION.search(text):
+            self.activation = max(self.activation, int(found[1]))
+
+
+@dataclass
+class BuildProgress:
+    """Progress over nested build phases; the completed fraction never decreases. Also cancels a build."""
+
+    on_progress: OnProgress
+    is_cancelled: Callable[[], bool]
+    done: float = 0.0
+    fault: BaseException | None = None  # raised by `on_progress`; to be raised again after the builder returned
+    _phases: list[list[Any]] = field(default_factory=list)  # name, completed steps, total steps
+
+    def begin(self, name: str, steps: int) -> None:
+        self._phases.append([name, 0, max(1, steps)])
+        self._report()
+
+    def step(self, name: str, step: int) -> bool:
+        for phase in self._phases:
+            if phase[0] == name:
+                phase[1] = step + 1
+        self._report()
+        return self.fault is None and not self.is_cancelled()
+
+    def end(self, name: str) -> None:
+        self._phases = [phase for phase in self._phases if phase[0] != name]
+
+    def _report(self) -> None:
+        share, done = 1.0, 0.0
+        for _, steps, total in self._phases:
+            done += share * min(steps, total) / total
+            share /= total
+        self.done = max(self.done, min(done, 1.0))
+        try:
+            self.on_progress(self.done, self._phases[0 if len(self._phases) < 2 else 1][0])
+        except BaseException as error:  # noqa: BLE001  (an exception in a C++ callback would end the process)
+            self.fault = error
+
+
+@cache
+def logger_of(library: Any) -> Any:
+    """The logger of a library, which adds to its `messages`; the library keeps the address of its first logger."""
+
+    class Log(library.ILogger):  # type: ignore[misc]
+        messages = BuildMessages()
+
+        def log(self, severity: Any, text: str) -> None:
+            self.messages.add(int(severity), text)
+
+    return Log()
+
+
+def monitor_of(library: Any, progress: BuildProgress) -> Any:
+    """A progress monitor of this library that updates `progress`."""
+
+    class Monitor(library.IProgressMonitor):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+
+        def phase_start(self, name: str, parent: str | None, steps: int) -> None:
+            progress.begin(name, steps)
+
+        def step_complete(self, name: str, step: int) -> bool:
+            return progress.step(name, step)
+
+        def phase_finish(self, name: str) -> None:
+            progress.end(name)
+
+    return Monitor()
+
+
+class _NoKernel(InputFault):
+    """TensorRT has no fused kernel for the attention."""
+
+
+def profiles(shapes: Shapes, row_logits: int, mask_slots: int, heads: int = 0) -> tuple[Profile, Profile]:
+    """The decode profile and the prefill profile of an engine.
+
+    They are tuned for one request, where latency matters most: for its largest draft, and for a full prefill chunk. Kernels
+    for one request are not slow for four. The tuned visible length is half of the capacity.
+    """
+    requests = (1, 1, shapes.requests)
+    visible = (VISIBLE_STEP, visible_length(shapes.capacity // 2), shapes.capacity)
+    drafted = (mask_slots + 1) ** 2 + heads  # the root and each candidate, with its mask slots if it has no heads
+    drafted = min(drafted, shapes.step_rows)
+    most = logit_rows(shapes.prompt_rows, row_logits)
+    rows = (1, drafted, shapes.step_rows)
+    return (
+        {"B": requests, "T": rows, "R": rows, "A": visible},
+        {"B": requests, "T": (1, shapes.prompt_rows, shapes.prompt_rows), "R": (1, 1, most), "A": visible},
+    )
+
+
 def open_library(flavour: Flavour | None = None) -> Library:
     """The library of this flavour; without a flavour, the first that is installed."""
     missing = []
@@ -139,9 +227,6 @@ def open_library(flavour: Flavour | None = None) -> Library:
         except ImportError as error:
             missing.append(f"{LIBRARIES[name]} does not import ({error}): {install_command(name)}")
     raise MissingDependency(f"building engines needs TensorRT; {'; or '.join(missing)}")
-
-
-_OTHER = "; TensorRT itself builds for the GPU that it runs on (--backend tensorrt)"
 
 
 def target_of(library: Library, requested: str, here: str | None, why_none: str) -> str:
@@ -194,10 +279,6 @@ def build(
         return _built(library, model, folder, signature, options, every, on_progress)
 
 
-class _NoKernel(BuildFault):
-    """TensorRT has no fused kernel for the attention."""
-
-
 def _built(
     library: Library,
     model: onnx.ModelProto,
@@ -207,8 +288,9 @@ def _built(
     attention: AttentionPlan,
     on_progress: OnProgress,
 ) -> BuiltEngine:
-    messages, trt = BuildMessages(), library.module
-    logger = logger_of(library.module, messages)  # must outlive the builder, like the monitor
+    trt = library.module
+    logger = logger_of(trt)  # must outlive the builder, like the monitor
+    messages = logger.messages = BuildMessages()
     builder = trt.Builder(logger)
     network = _parsed(library, builder, logger, model, folder / MODEL_FILE)
     _check_kv_updates(library, network, signature)
@@ -239,7 +321,7 @@ def _parsed(library: Library, builder: Any, logger: Any, model: onnx.ModelProto,
     if not parser.parse(model.SerializeToString(), str(path)):  # the parser finds the weights by this path
         errors = [parser.get_error(index) for index in range(parser.num_errors)]
         details = "; ".join(dict.fromkeys(f"{e.node_name()} ({e.node_operator()}): {e.desc().strip()}" for e in errors))
-        raise UnbuildableGraph(
+        raise InputFault(
             f"{path}: {library.name} cannot parse {details or 'the graph'}: expected supported nodes; export it again "
             "with --lowering append --attention plain, or update TensorRT"
         )
@@ -253,7 +335,7 @@ def _check_kv_updates(library: Library, network: Any, signature: Signature) -> N
     updates = {layer.get_output(0).name: layer.get_input(0).name for layer in layers if layer.type == kind}
     for past, present in zip(signature.past, signature.present, strict=True):
         if updates.get(present.name) != past.name:
-            raise UnbuildableGraph(
+            raise InputFault(
                 f"{library.name} does not write {present.name} to the memory of {past.name}: expected a KV cache update; "
                 "export it again with --lowering append"
             )
@@ -292,7 +374,7 @@ def _add_profiles(library: Library, builder: Any, config: Any, network: Any, all
             shapes = [[ranges[name][end] if size == -1 else size for size, name in sizes] for end in range(3)]
             profile.set_shape(tensor.name, *shapes)
         if config.add_optimization_profile(profile) < 0:
-            raise BuildFault(
+            raise InputFault(
                 f"{library.name} does not take the profile {ranges}: expected shapes that the graph allows"
             )
 
@@ -313,35 +395,23 @@ def read_cache(config: Any, messages: BuildMessages, file: Path) -> Any:
 def build_fault(library: Library, options: BuildOptions, messages: BuildMessages) -> InputFault | OptionFault:
     """The error to raise for the builder's error messages."""
     text = " ".join(" ".join(messages.errors).split())
-    for sign, fault in _FAULTS:
-        if sign in text:
-            return fault(library, options, text)
-    return BuildFault(
-        f"{library.name} could not build for {options.target}: {text[:600] or 'no error message'}: expected a graph that "
-        "it has kernels for; try --attention plain at the export, another target or another version"
-    )
-
-
-def _workspace(library: Library, options: BuildOptions, text: str) -> OptionFault:
-    if options.workspace is None:
+    if "is_decomposable" in text:
+        return _NoKernel(text)
+    if "workspace" in text and options.workspace is None:
         return OptionFault(
             f"{library.name} has not enough workspace memory: lower --prefill-rows or --max-requests: {text[:300]}"
         )
-    return OptionFault(
-        f"--workspace is {options.workspace / 2**20:.0f} MB: {library.name} needs more; raise it, or leave it "
-        "out to allow all GPU memory"
+    if "workspace" in text and options.workspace is not None:
+        return OptionFault(
+            f"--workspace is {options.workspace / 2**20:.0f} MB: {library.name} needs more; raise it, or leave it "
+            "out to allow all GPU memory"
+        )
+    if "HW-specific datatypes" in text:
+        return OptionFault(
+            f"--target is {options.target}: that GPU does not support a type in the bundle's graph; expected a newer target, or "
+            "a bundle that was exported with --dtype float16 and without --weights float8"
+        )
+    return InputFault(
+        f"{library.name} could not build for {options.target}: {text[:600] or 'no error message'}: expected a graph that "
+        "it has kernels for; try --attention plain at the export, another target or another version"
     )
-
-
-def _no_type(library: Library, options: BuildOptions, text: str) -> OptionFault:
-    return OptionFault(
-        f"--target is {options.target}: that GPU does not support a type in the bundle's graph; expected a newer target, or a "
-        "bundle that was exported with --dtype float16 and without --weights float8"
-    )
-
-
-_FAULTS: tuple[tuple[str, Callable[[Library, BuildOptions, str], InputFault | OptionFault]], ...] = (
-    ("is_decomposable", lambda library, options, text: _NoKernel(text)),
-    ("workspace", _workspace),
-    ("HW-specific datatypes", _no_type),
-)

@@ -19,16 +19,17 @@ import pytest
 from onnx import helper
 
 from spaceport.exporter.atomic_folder import TargetError
-from spaceport.exporter.tensorrt.append_graph import UnbuildableGraph, append_graph
-from spaceport.exporter.tensorrt.builder_monitor import BuildMessages, BuildProgress, logger_of
+from spaceport.exporter.tensorrt.append_graph import append_graph
 from spaceport.exporter.tensorrt.engines import build_engine
 from spaceport.exporter.tensorrt.to_tensorrt import (
-    BuildFault,
+    BuildMessages,
     BuildOptions,
+    BuildProgress,
     Library,
     Shapes,
     build,
     build_fault,
+    logger_of,
     open_library,
     read_cache,
     target_of,
@@ -226,7 +227,7 @@ def test_a_graph_that_cannot_be_built_is_named_in_one_line(
         (bundle / "model.onnx.data").unlink()
     else:
         spoil(model)
-    with pytest.raises(UnbuildableGraph, match=message) as raised:
+    with pytest.raises(InputFault, match=message) as raised:
         build(library, model, bundle, signature, RECIPE)
     assert "\n" not in str(raised.value)
 
@@ -334,8 +335,9 @@ def test_an_unknown_target_must_be_the_gpu_of_this_machine(library: Library) -> 
 @pytest.mark.filterwarnings("ignore:.*no-ops in TensorRT-RTX:DeprecationWarning")
 def test_an_invalid_timing_cache_is_refused_and_a_new_file_starts_one(library: Library, tmp_path: Path) -> None:
     """TensorRT-RTX has these calls without effect, but reads the file."""
-    messages, file = BuildMessages(), tmp_path / "times"
-    config = library.module.Builder(logger_of(library.module, messages)).create_builder_config()
+    logger, file = logger_of(library.module), tmp_path / "times"
+    messages = logger.messages = BuildMessages()
+    config = library.module.Builder(logger).create_builder_config()
     assert read_cache(config, messages, file) is not None
     assert not file.exists()
     file.write_bytes(b"nothing of the kind" * 20)
@@ -351,7 +353,7 @@ def test_messages_of_the_builder_are_recorded_and_part_of_an_unexpected_error(li
         messages.add(severity, text)
     assert messages == BuildMessages(["internal", "kernel\nfailed"], ["warning"], 700)
     fault = build_fault(library, RECIPE, messages)
-    assert isinstance(fault, BuildFault)
+    assert isinstance(fault, InputFault)
     assert re.search("could not build for sm89: internal kernel failed: expected", str(fault))
 
 

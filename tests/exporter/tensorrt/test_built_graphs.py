@@ -12,13 +12,13 @@ import torch
 from spaceport.exporter.export import ExportOptions
 from spaceport.exporter.tensorrt import to_tensorrt
 from spaceport.exporter.tensorrt.append_graph import append_graph
-from spaceport.exporter.tensorrt.builder_monitor import BuildMessages, logger_of
 from spaceport.exporter.tensorrt.to_tensorrt import (
     AttentionPlan,
     BuildOptions,
     Library,
     Shapes,
     attention_of,
+    logger_of,
     open_library,
 )
 from spaceport.exporter.to_onnx import DEFAULT_OPSET, to_onnx
@@ -114,7 +114,7 @@ def test_the_build_reports_attention_that_is_not_fused(tmp_path: Path, capfd: py
 
 def test_engines_compute_in_float32_with_memory_from_the_runtime() -> None:
     trt = library().module
-    config = to_tensorrt._config(library(), trt.Builder(logger_of(trt, BuildMessages())), BuildOptions("sm89", SHAPES))
+    config = to_tensorrt._config(library(), trt.Builder(logger_of(trt)), BuildOptions("sm89", SHAPES))
     assert not config.get_flag(trt.BuilderFlag.TF32)
     assert config.get_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
 

@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 
 from spaceport.exporter.atomic_folder import writing
-from spaceport.exporter.tensorrt.engines import ChangedBundle, engine_name, store_engine
+from spaceport.exporter.tensorrt.engines import engine_name, store_engine
 from spaceport.exporter.tensorrt.to_tensorrt import BuildOptions, Library, Shapes
 from spaceport.graphs.contract.atomic_file import partial_of
+from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.contract.manifest import ENGINES_FOLDER, EngineRecord
 from spaceport.runtime.bundle import open_bundle, read_manifest
 from spaceport.tools.cli.inspect import verdict
@@ -65,7 +66,7 @@ def test_only_engine_files_are_removed_when_an_engine_is_stored(bundle: Path, re
     engines = bundle / ENGINES_FOLDER
     (engines / "older").mkdir(parents=True)
     own = [engines / "timing.cache", engines / "older" / "notes.txt"]
-    others = [engines / "sm80-0.engine", engines / f"{ENGINE}.partial", partial_of(engines / "sm80-1.engine")]
+    others = [engines / "sm80-0.engine", partial_of(engines / "sm80-1.engine")]
     for file in (*own, *others):
         file.write_text("content")
     store_engine(bundle, ENGINE, PLAN, record)
@@ -99,7 +100,7 @@ def test_an_engine_of_the_old_graph_is_not_stored_after_a_new_export(bundle: Pat
     shutil.rmtree(bundle)
     bundle.mkdir()
     manifest = fill(bundle, b"another graph")
-    with pytest.raises(ChangedBundle, match="its graph was replaced while the engine was built: build it again"):
+    with pytest.raises(InputFault, match="its graph was replaced while the engine was built: build it again"):
         store_engine(bundle, ENGINE, PLAN, record)
     assert read_manifest(bundle) == manifest
     assert not (bundle / ENGINES_FOLDER).exists()

@@ -16,7 +16,6 @@ from spaceport.graphs.contract.ed25519 import (
     SIGNATURE_FILE,
     SIGNER_FILE,
     KeyFileError,
-    PublicKey,
     public_key_in,
     read_public_key,
 )
@@ -34,6 +33,7 @@ from spaceport.runtime.opened_files import AGAIN, OpenedFiles
 from spaceport.runtime.opened_files import BundleError as BundleError
 from spaceport.runtime.opened_files import ChangedWhileOpening as ChangedWhileOpening
 
+LARGEST_MANIFEST = 16 * 2**20  # bytes
 _LARGEST_SIGNATURE = 2**10  # bytes; an Ed25519 signature has 64
 
 
@@ -72,10 +72,10 @@ def require_signature(files: OpenedFiles, content: bytes, key_file: str | os.Pat
     signature = files.first_bytes(SIGNATURE_FILE, _LARGEST_SIGNATURE)
     if key.verifies(content, signature):
         return
-    signer = _signer(files)
-    if signer is not None and signer.verifies(content, signature):
+    state = signature_state(files, content)
+    if state.valid:
         raise SignatureError(
-            f"{files.path}: is signed with key {signer.fingerprint}, expected key {key.fingerprint} ({key_file}): get the "
+            f"{files.path}: is signed with key {state.key}, expected key {key.fingerprint} ({key_file}): get the "
             "bundle from the owner of the expected key, or require the signature of another key"
         )
     raise SignatureError(
@@ -100,17 +100,6 @@ def signature_state(files: OpenedFiles, content: bytes) -> SignatureState:
         return SignatureState(True, True, key.fingerprint)
     changed = f"not a signature of this manifest with key {key.fingerprint}; the bundle was changed after it was signed"
     return SignatureState(True, False, key.fingerprint, changed)
-
-
-def _signer(files: OpenedFiles) -> PublicKey | None:
-    """The public key beside the signature, if there is a readable one."""
-    try:
-        return public_key_in(files.first_bytes(SIGNER_FILE, MAX_KEY_BYTES), Path(SIGNER_FILE))
-    except (BundleError, KeyFileError):
-        return None
-
-
-LARGEST_MANIFEST = 16 * 2**20  # bytes
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ class StepCosts:
     def __post_init__(self) -> None:
         points = (*self.single, *self.batched)
         numbers = (self.slot, self.row_slot, *(seconds for _, seconds in points))
-        ascending = all(list(map(_rows, each)) == sorted({*map(_rows, each)}) for each in (self.single, self.batched))
+        ascending = all(list(map(_rows, kind)) == sorted({*map(_rows, kind)}) for kind in (self.single, self.batched))
         if not self.single or not ascending or min(map(_rows, points)) < 1 or self.visible < 0 or self.requests < 1:
             raise ValueError("step costs: expected ascending numbers of rows, each at least 1")
         if not all(0 <= number <= _LONGEST for number in numbers) or min(s for _, s in points) < _SHORTEST:
@@ -95,8 +95,8 @@ class StepCosts:
     @property
     def call_rows(self) -> int:
         """Number of rows that cost as much as the fixed part of a call."""
-        one, many = self.call_seconds(1), self.call_seconds(33)
-        return min(1024, max(1, round(32 * one / max(many - one, one / 32))))
+        narrow, wide = self.call_seconds(1), self.call_seconds(33)
+        return min(1024, max(1, round(32 * narrow / max(wide - narrow, narrow / 32))))
 
     def curve(self, most: int, threads: int = 1, requests: int = 1, visible: int = 1) -> Curve:
         """A thread's share of a step's time if each thread has 1 to `most` rows."""

@@ -147,19 +147,19 @@ class SelectedRows:
         It is unknown if all selected tokens are banned, if tokens that were not selected may have the same score, or if a
         logit is NaN.
         """
-        found = []
+        tokens = []
         for line in self._packed.tolist():
             if (token := _best(line, banned)) is None:
                 return None
-            found.append(token)
-        return found
+            tokens.append(token)
+        return tokens
 
     def probable(self, most: int, least: float, banned: Collection[int]) -> list[list[tuple[int, float]]]:
         """Up to `most` tokens of each row with a probability of at least `least`, with their probabilities.
 
         The probabilities are those of a row without the `banned` tokens.
         """
-        found = []
+        candidates = []
         for *line, total in self._packed.tolist():
             count = len(line) // 2
             known = [
@@ -169,8 +169,8 @@ class SelectedRows:
             ]
             left = 1 - sum(probability for token, probability in known if token in banned)
             ranked = [(token, probability / left) for token, probability in known if token not in banned and left > 0]
-            found.append([(token, probability) for token, probability in ranked if probability >= least][:most])
-        return found
+            candidates.append([(token, probability) for token, probability in ranked if probability >= least][:most])
+        return candidates
 
 
 class SelectingEngine(Engine, Protocol):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,8 @@ from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.sampling.grammar import Grammar
 from spaceport.runtime.text.messages import characters_of
+
+_POSITIVE = ("prompt_chars", "prompt_tokens", "threads", "grammar_chars", "grammar_depth")
 
 
 @dataclass(frozen=True)
@@ -47,64 +49,56 @@ class Limits:
     queued_prompt_tokens: int = 2**20
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            given, least = getattr(self, field.name), int(field.name in _POSITIVE)
-            if given is None and field.name == "prompt_tokens":
+        for name, value in self.as_dict().items():
+            least = int(name in _POSITIVE)
+            if value is None and name == "prompt_tokens":
                 continue
-            if not isinstance(given, int) or isinstance(given, bool) or given < least:
-                raise OptionFault(f"{field.name} is {given!r}: expected a whole number of at least {least}")
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise OptionFault(f"{name} is {value!r}: expected a whole number of at least {least}")
 
     def check_prompt(self, prompt: object) -> None:
         """Raise for a prompt with too many characters or token ids, before anything is copied."""
-        if isinstance(prompt, list | tuple | np.ndarray) and self.prompt_tokens is not None:
-            self._check("the prompt", len(prompt), "prompt_tokens", "items")
-        self._check("the prompt", characters_of(prompt, self.prompt_chars), "prompt_chars", "characters or more")
+        if isinstance(prompt, list | tuple | np.ndarray):
+            self._check("the prompt has", len(prompt), "prompt_tokens", " items")
+        characters = characters_of(prompt, self.prompt_chars)
+        self._check("the prompt has", characters, "prompt_chars", " characters or more")
 
     def check_tokens(self, count: int) -> None:
         """Raise for a prompt with too many tokens."""
-        if self.prompt_tokens is not None:
-            self._check("the prompt", count, "prompt_tokens", "tokens")
+        self._check("the prompt has", count, "prompt_tokens", " tokens")
 
     def check_decoding(self, decoding: Decoding) -> None:
         """Raise for options of a completion beyond the limits."""
-        self._check("stop", len(decoding.stops), "stop_strings", "stop strings")
-        self._check("a stop string", max(map(len, decoding.stops), default=0), "stop_chars", "characters")
-        self.check_logprobs("logprobs", decoding.logprobs or 0)
-        self._check("logit_bias", len(decoding.sampling.logit_bias), "bias_entries", "entries")
-        self._check("banned", len(decoding.sampling.banned), "banned_tokens", "entries")
-        self._check("stop_token_ids", len(decoding.stop_token_ids), "banned_tokens", "entries")
-        self._most("max_threads", decoding.max_threads or 0, "threads")
-        self._most("max_depth", decoding.max_depth, "fork_depth")
+        self._check("stop has", len(decoding.stops), "stop_strings", " stop strings")
+        self._check("a stop string has", max(map(len, decoding.stops), default=0), "stop_chars", " characters")
+        self.check_logprobs("logprobs", decoding.logprobs)
+        self._check("logit_bias has", len(decoding.sampling.logit_bias), "bias_entries", " entries")
+        self._check("banned has", len(decoding.sampling.banned), "banned_tokens", " entries")
+        self._check("stop_token_ids has", len(decoding.stop_token_ids), "banned_tokens", " entries")
+        self._check("max_threads is", decoding.max_threads or 0, "threads")
+        self._check("max_depth is", decoding.max_depth, "fork_depth")
         if decoding.grammar is not None:
             self.check_grammar(decoding.grammar)
 
     def check_grammar(self, grammar: Grammar) -> None:
         """Raise for a grammar that is too long or nested too deeply."""
-        what = grammar.name or "the grammar"
-        self._check(what, len(grammar.source), "grammar_chars", "characters")
-        self._check(what, grammar.depth, "grammar_depth", "nested levels")
+        name = grammar.name or "the grammar"
+        self._check(f"{name} has", len(grammar.source), "grammar_chars", " characters")
+        self._check(f"{name} has", grammar.depth, "grammar_depth", " nested levels")
 
     def check_logprobs(self, name: str, top: object) -> None:
         """Raise for more log probabilities of each token than allowed; other values are checked later."""
         if isinstance(top, int):
-            self._most(name, top, "logprobs")
+            self._check(f"{name} is", top, "logprobs")
 
     def as_dict(self) -> dict[str, Any]:
         """The limits by name."""
         return asdict(self)
 
-    def _check(self, what: str, count: int, limit: str, unit: str) -> None:
+    def _check(self, subject: str, value: int, limit: str, unit: str = "") -> None:
         most = getattr(self, limit)
-        if count > most:
-            raise OptionFault(f"{what} has {count} {unit}: expected at most {most}; Limits({limit}=…) allows more")
-
-    def _most(self, name: str, value: int, limit: str) -> None:
-        most = getattr(self, limit)
-        if value > most:
-            raise OptionFault(f"{name} is {value}: expected at most {most}; Limits({limit}=…) allows more")
-
-
-_POSITIVE = ("prompt_chars", "prompt_tokens", "threads", "grammar_chars", "grammar_depth")
+        if most is not None and value > most:
+            raise OptionFault(f"{subject} {value}{unit}: expected at most {most}; Limits({limit}=…) allows more")
 
 
 DEFAULT_LIMITS = Limits()

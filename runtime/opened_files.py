@@ -1,4 +1,4 @@
-"""Opened files: a bundle's files, read through the descriptors with which they were verified."""
+"""A bundle's files, read through the descriptors with which they were verified."""
 
 from __future__ import annotations
 
@@ -24,22 +24,17 @@ _HARD_LINKS = (
 )
 
 
+# What a file system says about a file's content: device, inode, size, and the times of the last changes of the content and
+# of content or metadata, which programs cannot set.
+_Stamp = tuple[int, int, int, int, int]
+
+
 class BundleError(InputFault):
     """A folder is not a bundle, or its files changed after the export; the message says what to do."""
 
 
 class ChangedWhileOpening(BundleError):
     """A file was changed or replaced while the bundle was opened: opening it again may succeed."""
-
-
-class _Stamp(NamedTuple):
-    """What a file system says about a file's content."""
-
-    device: int
-    inode: int
-    size: int
-    modified: int  # ns
-    changed: int  # ns; of content or metadata, cannot be set by programs
 
 
 class _Opened(NamedTuple):
@@ -166,27 +161,22 @@ class OpenedFiles:
     def _exact(self, name: str, record: FileRecord, descriptor: int) -> bytes:
         """The content of a file, which is exactly the recorded one."""
         content = b"".join(_blocks(descriptor, record.size + 1))
-        self._compare(name, record, FileRecord(hashlib.sha256(content).hexdigest(), len(content)))
+        self._compare(name, record, len(content), hashlib.sha256(content).hexdigest())
         return content
 
     def _require(self, name: str, record: FileRecord, descriptor: int) -> None:
         """Raise unless a file has the recorded size and SHA-256."""
-        size = os.fstat(descriptor).st_size
-        if size != record.size:  # nothing has to be read
-            self._compare(name, record, FileRecord("", size))
-        hasher = hashlib.sha256()
-        for block in _blocks(descriptor, size + 1):
+        size, hasher = os.fstat(descriptor).st_size, hashlib.sha256()
+        for block in _blocks(descriptor, size + 1) if size == record.size else ():
             hasher.update(block)
-        self._compare(name, record, FileRecord(hasher.hexdigest(), size))
+        self._compare(name, record, size, hasher.hexdigest())
 
-    def _compare(self, name: str, record: FileRecord, found: FileRecord) -> None:
+    def _compare(self, name: str, record: FileRecord, size: int, sha256: str) -> None:
         file = self.path / name
-        if found.size != record.size:
-            raise BundleError(f"{file}: {found.size} bytes, the manifest says {record.size}: {AGAIN}")
-        if found.sha256 != record.sha256:
-            raise BundleError(
-                f"{file}: sha256 is {found.sha256[:12]}…, the manifest says {record.sha256[:12]}…: {AGAIN}"
-            )
+        if size != record.size:
+            raise BundleError(f"{file}: {size} bytes, the manifest says {record.size}: {AGAIN}")
+        if sha256 != record.sha256:
+            raise BundleError(f"{file}: sha256 is {sha256[:12]}…, the manifest says {record.sha256[:12]}…: {AGAIN}")
 
     @contextmanager
     def _opened(self, name: str) -> Iterator[int]:
@@ -230,7 +220,7 @@ class OpenedFiles:
 
 
 def _stamp(status: os.stat_result) -> _Stamp:
-    return _Stamp(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def _blocks(descriptor: int, most: int) -> Iterator[bytes]:

@@ -124,8 +124,8 @@ class BuildMessages:
     def add(self, severity: int, text: str) -> None:
         if severity <= _WARNING:
             (self.warnings if severity == _WARNING else self.errors).append(text)
-        elif found := _ACTIVATION.search(text):
-            self.activation = max(self.activation, int(found[1]))
+        elif match := _ACTIVATION.search(text):
+            self.activation = max(self.activation, int(match[1]))
 
 
 @dataclass

@@ -70,11 +70,11 @@ def is_partial(path: Path) -> bool:
 def sweep(target: Path) -> None:
     """Remove the temporary files and folders of a target whose writing processes on this machine no longer run."""
     own = partial_of(target).name
-    name = re.compile(re.escape(_prefix(target)) + r"(\d{1,9})(-\d+)?")  # earlier versions omitted the thread id
+    name = re.compile(re.escape(_prefix(target)) + r"(\d{1,9})-\d+")
     with suppress(OSError):  # leftovers do no harm
         for path in target.parent.iterdir():
-            found = name.fullmatch(path.name)
-            if found and (path.name == own or not _is_alive(int(found[1]))):
+            match = name.fullmatch(path.name)
+            if match and (path.name == own or not _is_alive(int(match[1]))):
                 _remove(path)
 
 

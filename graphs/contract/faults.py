@@ -14,7 +14,7 @@ class SpaceportError(Exception):
     """
 
     def __init__(self, *arguments: object) -> None:
-        super().__init__(*(_bounded(each) if isinstance(each, str) else each for each in arguments))
+        super().__init__(*(_bounded(value) if isinstance(value, str) else value for value in arguments))
 
 
 class InputFault(SpaceportError, ValueError):

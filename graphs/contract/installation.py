@@ -38,7 +38,7 @@ def install_command(extra: str = "") -> str:
 
 def requirements(required: Iterable[str], extra: str) -> list[str]:
     """The requirements of an extra for this Python, without their markers; an extra that names others includes them."""
-    found: list[str] = []
+    named: list[str] = []
     required = list(required)
     for line in required:
         requirement, _, marker = line.partition(";")
@@ -46,11 +46,11 @@ def requirements(required: Iterable[str], extra: str) -> list[str]:
             continue
         nested = re.fullmatch(rf"{_NAME}\[([\w,-]+)\]", requirement.strip())
         if nested is None:
-            found.append(requirement.strip())
+            named.append(requirement.strip())
         else:
             for name in nested[1].split(","):
-                found += requirements(required, name)
-    return list(dict.fromkeys(found))
+                named += requirements(required, name)
+    return list(dict.fromkeys(named))
 
 
 def _from_checkout(checkout: Path, extra: str) -> str:

@@ -60,8 +60,8 @@ class JsonField:
 
     def entries(self, kind: type) -> dict[str, JsonField]:
         """The entries of an object that must have exactly the fields of a dataclass."""
-        found, expected = set(self.object()), {part.name for part in fields(kind)}
-        for problem, names in (("lacks", expected - found), ("has the unknown", found - expected)):
+        present, expected = set(self.object()), {part.name for part in fields(kind)}
+        for problem, names in (("lacks", expected - present), ("has the unknown", present - expected)):
             if names:
                 self.fail(f"{problem} {', '.join(map(ascii, sorted(names)))}: expected {', '.join(sorted(expected))}")
         return {name: self.entry(name) for name in expected}

@@ -219,13 +219,13 @@ class TensorRtEngine:
             shape = self._compute(batch)
             dims = shape.logits(self.signature)
             packed = selection(self._logits[: math.prod(dims)].view(dims))
-            found: NDArray[np.float32] = packed.cpu().numpy()  # waits for the stream
+            best: NDArray[np.float32] = packed.cpu().numpy()  # waits for the stream
 
         def logits() -> NDArray[np.float32]:
             with self._device.working():
                 return self._take(shape)
 
-        return selected_rows(found, logits, batch.lines(self.signature))
+        return selected_rows(best, logits, batch.lines(self.signature))
 
     def _compute(self, batch: Batch) -> CallShape:
         """Copy the inputs of a call and enqueue it; returns its padded shape."""

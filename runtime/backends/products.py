@@ -89,8 +89,8 @@ def is_exact(setting: bool) -> bool:
         options.add_session_config_entry(*EXACT_SETTING)
     session = ort.InferenceSession(_largest_products(), options, providers=["CPUExecutionProvider"])
     for rows in (1, 2, 33):  # kernels differ by the number of rows
-        (found,) = session.run(None, {"a": np.full((rows, INPUTS), _LARGEST, np.uint8)})
-        if not np.array_equal(found, np.full((rows, OUTPUTS), float(INPUTS * _LARGEST * WEIGHT), np.float32)):
+        (sums,) = session.run(None, {"a": np.full((rows, INPUTS), _LARGEST, np.uint8)})
+        if not np.array_equal(sums, np.full((rows, OUTPUTS), float(INPUTS * _LARGEST * WEIGHT), np.float32)):
             return False
     return True
 
@@ -135,14 +135,14 @@ def measure(clock: Callable[[], float] = perf_counter) -> list[Cost]:
 
 def noise(session: ort.InferenceSession, rows: NDArray[Any]) -> float:
     """The largest change of a row's outputs with the number of rows, relative to the largest output."""
-    found = 0.0
+    largest = 0.0
     for width in _WIDTHS:
         (together,) = session.run(None, {"a": rows[:width]})
         alone = np.concatenate([session.run(None, {"a": rows[row : row + 1]})[0] for row in range(width)])
         if together.tobytes() != alone.tobytes():
             wide = alone.astype(np.float64)
-            found = max(found, float(np.abs(together - wide).max() / np.abs(wide).max()), 1e-12)
-    return found
+            largest = max(largest, float(np.abs(together - wide).max() / np.abs(wide).max()), 1e-12)
+    return largest
 
 
 def open_product(
@@ -171,8 +171,8 @@ def _largest_products() -> bytes:
 
 def _integer_product(weight: NDArray[np.int8], zero: int) -> bytes:
     """A model of a product of 8-bit integers, whose inputs have this zero point."""
-    one, zero_point = np.array(1, np.float32), np.array(zero, np.uint8)
-    tensors: dict[str, NDArray[Any]] = {"w": weight, "a_scale": one, "w_scale": one, "zero": zero_point}
+    unit, zero_point = np.array(1, np.float32), np.array(zero, np.uint8)
+    tensors: dict[str, NDArray[Any]] = {"w": weight, "a_scale": unit, "w_scale": unit, "zero": zero_point}
     return _model("MatMulIntegerToFloat", tensors, np.uint8, np.float32, *weight.shape)
 
 

@@ -140,9 +140,9 @@ def test_a_checkpoint_with_an_adapter_folder_is_the_tuned_checkpoint(base: Path,
 def test_acceptance_rates_are_those_of_the_adapter_folder(base: Path, adapter: Path, tmp_path: Path) -> None:
     base, adapter = shutil.copytree(base, tmp_path / "base"), shutil.copytree(adapter, tmp_path / "adapter")
     save_acceptance(base, of_base := DraftAcceptance((0.25,)))
-    assert opened(base, adapter).acceptance == ()
+    assert opened(base, adapter).drafts.acceptance == ()
     save_acceptance(adapter, of_adapter := DraftAcceptance((0.75, 0.5)))
-    assert (opened(base, adapter).acceptance, opened(base).acceptance) == ((of_adapter,), (of_base,))
+    assert (opened(base, adapter).drafts.acceptance, opened(base).drafts.acceptance) == ((of_adapter,), (of_base,))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])

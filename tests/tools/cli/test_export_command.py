@@ -69,7 +69,7 @@ def test_a_dry_run_counts_the_weights_that_drafts_add(tmp_path: Path, capsys: Ca
     assert drafting | {"published": None} == sizes(model, "--adapter", own)
     hidden, vocab = 32, 640
     assert drafting["parameters"] - plain["parameters"] == SLOTS * (hidden * hidden + hidden + hidden * vocab)
-    assert (drafting["signature"]["heads"], plain["published"]) == (SLOTS, None)
+    assert (drafting["signature"]["lines"] - 1, plain["published"]) == (SLOTS, None)
     assert names(tmp_path) == {"models"}
 
 

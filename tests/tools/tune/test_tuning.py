@@ -192,7 +192,7 @@ def test_a_tuned_checkpoint_has_its_tokens_type_and_files_and_drafts_change_no_o
 
 def test_the_rates_of_the_last_validation_are_stored(whole: TuningOutcome, tunings: Tunings) -> None:
     opened = open_checkpoint(tunings.whole, TokenFlags())
-    (measured,) = opened.acceptance
+    (measured,) = opened.drafts.acceptance
     last = whole.last("validation")
     assert last is not None
     assert measured.rates == tuple(round(rate, 4) for rate in accumulate(last["acceptance"], min))

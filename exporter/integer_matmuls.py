@@ -17,6 +17,7 @@ import torch
 from spaceport.exporter.constant_key import Key, WeightNotFound, key_of
 from spaceport.exporter.lazy_constants import lazy
 from spaceport.exporter.quantized_weights import weight_of
+from spaceport.exporter.simplify import MICROSOFT
 from spaceport.graphs.int8 import (
     EPSILON,
     INT8_MAX,
@@ -28,7 +29,6 @@ from spaceport.graphs.int8 import (
     clip_range,
 )
 
-DOMAIN = "com.microsoft"
 PLACES = "spaceport.int8"  # metadata of a graph: where the codes and scales of each linear module are, as JSON
 ATTENTION = "spaceport.int8_attention"  # metadata of a graph: the scales of each layer's attention, as JSON
 EMBEDDING = ""  # the name of the input embedding there
@@ -69,7 +69,7 @@ def store_integer_matmuls(model: ir.Model, integers: IntegerModel) -> None:
     for group in groups.values():
         writer.replace_matmuls(group)
     _remove_unused(model)
-    model.graph.opset_imports[DOMAIN] = 1
+    model.graph.opset_imports[MICROSOFT] = 1
     model.metadata_props[PLACES] = json.dumps(writer.places)
     model.metadata_props[ATTENTION] = json.dumps(
         [{name: tensor.tolist() for name, tensor in vars(scales).items()} for scales in integers.attention]
@@ -138,10 +138,15 @@ class _Writer:
         codes, scales = self._weights(group)
         # the size of a row is the root of a sum of squares here, and that of their mean in `step`
         factor = step / (inputs**0.5 if self._limbs == 2 else 1)
-        result = self._op(_MATMUL, rows, codes, self._scalar(np.float32(factor)), scales, self._zero(), domain=DOMAIN)
+        result = self._op(
+            _MATMUL, rows, codes, self._scalar(np.float32(factor)), scales, self._zero(), domain=MICROSOFT
+        )
         outputs = [matmul.layer.codes.shape[1] for matmul in group]
         combined = self._add_limbs(result, states, sum(outputs)) if self._limbs == 2 else result
-        self._replace_outputs(group, self._op("Mul", combined, size), outputs)
+        scaled = self._op("Mul", combined, size)
+        if states.shape is not None:
+            scaled.type, scaled.shape = states.type, ir.Shape([*states.shape[:-1], sum(outputs)])
+        self._replace_outputs(group, scaled, outputs)
 
     def replace_embedding(self) -> None:
         """Replace the Gather from the input embedding by Gathers of int8 codes and scales."""

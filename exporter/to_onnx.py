@@ -21,7 +21,7 @@ from spaceport.exporter.lazy_constants import read_lazily
 from spaceport.exporter.projections import fuse_projections
 from spaceport.exporter.quantized_weights import store_quantized_weights
 from spaceport.exporter.reshapes import fix_reshapes
-from spaceport.exporter.simplify import simplify
+from spaceport.exporter.simplify import fuse_skip_norms, simplify
 from spaceport.exporter.splits import hoist_above_splits
 from spaceport.graphs.contract.dtypes import DTYPES
 from spaceport.graphs.contract.faults import InputFault, OptionFault
@@ -68,6 +68,7 @@ def to_onnx(decoder: Decoder, folder: Path, opset: int) -> None:
         store_quantized_weights(model, decoder.quantization)
         if decoder.quantization.integers is not None:
             store_integer_matmuls(model, decoder.quantization.integers)
+            fuse_skip_norms(model)
     except WeightNotFound as error:
         raise UntraceableModel(
             f"{_family(decoder)} cannot be stored with quantized weights: {error}: export it unquantized "

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.onnx.ops import symbolic
+from torch.onnx.ops import symbolic, symbolic_multi_out
 from transformers import AttentionInterface, PreTrainedModel
 
 from spaceport.graphs.attention import (
@@ -87,11 +87,10 @@ class IntegerAttention(nn.Module):
         high_limb = weights.to(torch.uint8)  # rounds down, and takes less time than Floor
         high = high_limb.float()
         low_limb = ((weights - high) * _LIMB).to(torch.uint8)
-        low = low_limb.float()
-        sums = _product(torch.cat((high_limb, low_limb), dim=2), 0, value).float()
-        total = high.sum(dim=-1, keepdim=True) * _LIMB + low.sum(dim=-1, keepdim=True)
-        attended = sums[:, :, : groups * rows] * _LIMB + sums[:, :, groups * rows :]
-        return (attended / total * self.values[:, None, None]).reshape(batch, heads, rows, dim)
+        sums = _dequantized(_product(torch.cat((high_limb, low_limb), dim=2), 0, value), self.values)
+        total = high.sum(dim=-1, keepdim=True) * _LIMB + low_limb.float().sum(dim=-1, keepdim=True)
+        high_sums, low_sums = _halves(sums)
+        return ((high_sums * _LIMB + low_sums) / total).reshape(batch, heads, rows, dim)
 
 
 def use_integer_attention(model: PreTrainedModel, scales: Sequence[AttentionScales]) -> tuple[IntegerAttention, ...]:
@@ -200,3 +199,13 @@ def _dequantized(products: Tensor, steps: Tensor) -> Tensor:
         inputs = (products, steps)
         return symbolic("DequantizeLinear", inputs, {"axis": 1}, dtype=torch.float32, shape=products.shape)
     return products.float() * steps[:, None, None]
+
+
+def _halves(limbs: Tensor) -> Sequence[Tensor]:
+    """The first and the second half of the rows."""
+    batch, heads, rows, dim = limbs.shape
+    if torch.onnx.is_in_onnx_export():
+        shapes = [(batch, heads, rows // 2, dim)] * 2
+        attributes: dict[str, Any] = {"axis": 2, "num_outputs": 2}
+        return symbolic_multi_out("Split", (limbs,), attributes, dtypes=[limbs.dtype] * 2, shapes=shapes)
+    return limbs.chunk(2, dim=2)

@@ -4,9 +4,8 @@ from spaceport.graphs.contract.faults import InputFault, LibraryPanic, MissingDe
 from spaceport.runtime.backends import MissingBackend
 from spaceport.runtime.bundle import Bundle, BundleError, SignatureError, open_bundle
 from spaceport.runtime.costs import CostSource
-from spaceport.runtime.decode.selector import NotANumber
+from spaceport.runtime.decode.sequence import Ending, NotANumber
 from spaceport.runtime.decode.statistics import Statistics
-from spaceport.runtime.decode.threads import Ending
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import EngineFault
 from spaceport.runtime.limits import Limits
@@ -14,8 +13,7 @@ from spaceport.runtime.sampling.constrained import DeadEnd
 from spaceport.runtime.sampling.grammar import Grammar
 from spaceport.runtime.sampling.logprobs import Score, TokenLogprob
 from spaceport.runtime.sampling.sampler import Sampling
-from spaceport.runtime.scheduling.generation import Completion
-from spaceport.runtime.scheduling.queue import QueueFull
+from spaceport.runtime.scheduling.request import Completion, QueueFull
 from spaceport.runtime.scheduling.status import RuntimeStatus
 from spaceport.runtime.scheduling.stream import AsyncStream, Stream
 from spaceport.runtime.scheduling.worker import RuntimeClosed

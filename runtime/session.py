@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 from collections.abc import Sequence
-from queue import SimpleQueue
 from time import perf_counter
 from types import TracebackType
 
@@ -17,19 +15,18 @@ from spaceport.runtime.backends.measurements import measured_here
 from spaceport.runtime.bundle import Bundle, read_correction
 from spaceport.runtime.costs import CostSource, StepCosts, relative_costs
 from spaceport.runtime.decode.planner import DraftPlanner
-from spaceport.runtime.decode.request import Observer
+from spaceport.runtime.decode.sequence_group import Observer
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import Engine, EngineOptions
 from spaceport.runtime.limits import DEFAULT_LIMITS, Limits
 from spaceport.runtime.sampling.logprobs import Score
-from spaceport.runtime.scheduling.admission import Admission
+from spaceport.runtime.scheduling.admission import Admission, Intake
 from spaceport.runtime.scheduling.capacity import capacity_for, seq_len, slots_for
-from spaceport.runtime.scheduling.generation import Completion, Delivery
-from spaceport.runtime.scheduling.intake import Intake
 from spaceport.runtime.scheduling.prefix_cache import PrefixCache
+from spaceport.runtime.scheduling.request import Completion, Echo
 from spaceport.runtime.scheduling.scheduler import Scheduler
 from spaceport.runtime.scheduling.status import RuntimeStatus
-from spaceport.runtime.scheduling.stream import AsyncStream, Stream, deliver_to_loop, settled_event
+from spaceport.runtime.scheduling.stream import AsyncStream, Stream
 from spaceport.runtime.scheduling.worker import Worker
 from spaceport.runtime.text.prompt import Prompt
 from spaceport.runtime.text.tokenizer import open_tokenizer
@@ -87,7 +84,7 @@ class Runtime:
             engine, queued, prompt_rows, costs=self.costs, queued_tokens=limits.queued_prompt_tokens, cache=cache
         )
         self._worker = Worker(scheduler, call_timeout=call_timeout)
-        self._intake = Intake(bundle, self._admission, self._worker)
+        self._intake = Intake(self._admission, self._worker)
 
     @classmethod
     def open(
@@ -183,10 +180,10 @@ class Runtime:
 
     def stream(self, prompt: Prompt, decoding: Decoding = _DEFAULTS) -> Stream:
         """A stream of the pieces of a completion, while it is generated."""
-        deliveries: SimpleQueue[Delivery | None] = SimpleQueue()
-        submission = self._intake.generation(prompt, decoding, deliveries.put)
-        self._intake.admit(submission)
-        return Stream(submission, deliveries)
+        request = self._intake.completion(prompt, decoding)
+        stream = Stream(request)
+        self._intake.admit(request)
+        return stream
 
     async def agenerate(self, prompt: Prompt, decoding: Decoding = _DEFAULTS) -> Completion:
         """The completion of a prompt, for asyncio; cancelling the call cancels the request."""
@@ -202,14 +199,10 @@ class Runtime:
         error of an invalid request, as the first piece does. `observers` get each step with its logits, on the worker
         thread; an error of theirs fails the request.
         """
-        loop, deliveries = asyncio.get_running_loop(), asyncio.Queue[Delivery | None]()
-        timers: list[asyncio.TimerHandle] = []
-        settled, on_settled = settled_event(loop, timers)
-        submission = self._intake.generation(prompt, decoding, deliver_to_loop(deliveries, loop), on_settled, observers)
-        self._intake.admit_elsewhere(submission, prompt, decoding)
-        if decoding.timeout is not None and not submission.settled:
-            timers.append(loop.call_later(decoding.timeout, self._intake.expire, submission))
-        return AsyncStream(submission, deliveries, settled, self._intake.discard)
+        request = self._intake.completion(prompt, decoding, observers)
+        stream = AsyncStream(request)
+        self._intake.admit_elsewhere(request)
+        return stream
 
     def score(
         self,
@@ -220,14 +213,12 @@ class Runtime:
         parse_special: bool = False,
     ) -> Score:
         """Log probability of each token of a continuation, or of the prompt itself; `top` most probable tokens with each."""
-        submission = self._intake.scoring(prompt, continuation, top, parse_special)
-        self._intake.admit(submission)
-        task = submission.submitted
-        try:
-            task.fed.result()
-        finally:
-            task.cancelled = True  # has an effect only if the wait was interrupted
-        return task.scoring.score(task.request.statistics)
+        request = self._intake.scoring(prompt, Echo(continuation, top, parse_special))
+        with Stream(request) as stream:
+            self._intake.admit(request)
+            for _ in stream:
+                pass
+        return request.score()
 
     async def ascore(
         self,
@@ -238,19 +229,12 @@ class Runtime:
         parse_special: bool = False,
     ) -> Score:
         """Log probabilities of given text, for asyncio; see `score`."""
-        settled, on_settled = settled_event(asyncio.get_running_loop())
-        submission = self._intake.scoring(prompt, continuation, top, parse_special, on_settled)
-        self._intake.admit_elsewhere(submission, prompt)
-        try:
-            await settled.wait()
-            if submission.fault is not None:
-                raise submission.fault
-            task = submission.submitted
-            await asyncio.wrap_future(task.fed)
-        finally:
-            submission.cancel()
-            self._intake.discard(submission)
-        return task.scoring.score(task.request.statistics)
+        request = self._intake.scoring(prompt, Echo(continuation, top, parse_special))
+        async with AsyncStream(request) as stream:
+            self._intake.admit_elsewhere(request)
+            async for _ in stream:
+                pass
+        return request.score()
 
     def tokens_of(self, prompt: Prompt, *, parse_special: bool = False) -> list[int]:
         """Token ids of a prompt: text, token ids or chat messages.

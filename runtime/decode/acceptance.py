@@ -16,7 +16,7 @@ from spaceport.graphs.contract.draft_acceptance import MAX_DEPTHS, DraftAcceptan
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.decode.draft import Candidates
 from spaceport.runtime.decode.plan import Part
-from spaceport.runtime.decode.selector import NotANumber, TokenSelector
+from spaceport.runtime.decode.sequence import NotANumber, TokenSelector
 
 _NEW, _PRIOR = 0.1, 4  # minimum weight of a step in an average; steps that the initial values count for
 _HOPE = 0.5  # how far rates of mask slots start back towards their initial values in a new request

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from spaceport.graphs.contract.draft_methods import CAUSAL, MaskLayout
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.runtime.decode.draft import PLAIN, Draft
-from spaceport.runtime.decode.threads import Thread
+from spaceport.runtime.decode.sequence import Thread
 
 NO_PARENT = -1
 _NO_ROWS = np.zeros(0, np.int64)

@@ -31,8 +31,8 @@ from spaceport.runtime.decode.draft import (
     tree,
 )
 from spaceport.runtime.decode.plan import Part
+from spaceport.runtime.decode.sequence import Thread
 from spaceport.runtime.decode.sources import PREDICTORS, LearningProposal, sources_for
-from spaceport.runtime.decode.threads import Thread
 
 SHARE = 0.01  # of the time of plain decoding that drafts may cost
 CREDIT = 1.6  # plain steps that drafts may cost at the start of a request

@@ -11,7 +11,7 @@ from typing import Protocol
 from spaceport.graphs.contract.draft_acceptance import is_copying, lookup_kind
 from spaceport.runtime.decode.acceptance import Acceptance
 from spaceport.runtime.decode.draft import MOST_LIKELY, Candidates, DraftConfig, Proposal, Ranked, best_chain
-from spaceport.runtime.decode.threads import Thread
+from spaceport.runtime.decode.sequence import Thread
 
 _LONGEST, _SHORTEST = 4, 2  # matching tokens; a single token predicts too little
 PREDICTORS = ("mask", "head")  # sources that are the model itself: what a step feeds decides what they propose next

@@ -15,7 +15,7 @@ from spaceport.runtime.decode.acceptance import accept
 from spaceport.runtime.decode.draft import Draft
 from spaceport.runtime.decode.plan import Plan, sees, within
 from spaceport.runtime.decode.planner import SharedCall
-from spaceport.runtime.decode.request import Request, ScheduledStep, VerifiedStep
+from spaceport.runtime.decode.sequence_group import ScheduledStep, SequenceGroup, VerifiedStep
 from spaceport.runtime.engine import NO_MOVES, Batch, Engine, SelectedRows, selecting
 
 PREFILL_ROWS = 512  # prompt rows of a call: enough for efficient matrix products, few enough to interrupt a prompt soon
@@ -32,7 +32,7 @@ OnCall = Callable[[], None]  # called after each engine call
 class StepInput(NamedTuple):
     """A request in a step."""
 
-    request: Request
+    request: SequenceGroup
     engine_index: int = 0  # index of its KV buffers in the engine
     prefill_rows: int = PREFILL_ROWS  # maximum known tokens of a thread to feed in this step
 
@@ -264,12 +264,11 @@ def _logits(engine: Engine, call: Call, batch: Batch) -> NDArray[np.float32] | l
 
 def _verified(each: ScheduledStep, ran: Ran) -> VerifiedStep:
     request, index, planned, slots = each
-    config = request.config
     # selected rows are only made for selectors that take them, and are split like logits
     logits = split(planned, cast("NDArray[np.float32]", ran.logits[index - ran.first]), ran.lines)
-    drafts = config.draft_config
+    drafts = request.draft_config
     verdicts = [
-        accept(part, lines, config.selector, drafts.candidates, ran.lines, drafts.heads)
+        accept(part, lines, request.selector, drafts.candidates, ran.lines, drafts.heads)
         for part, lines in zip(planned.parts, logits, strict=True)
     ]
     held, queued, outside = request.slots.held, tuple(request.queue), request.statistics.outside_seconds

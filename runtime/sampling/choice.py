@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 
 from spaceport.graphs.contract.draft_correction import CANDIDATES, CorrectionTables
 from spaceport.runtime.decode.draft import Candidates
-from spaceport.runtime.decode.selector import TokenSelector, not_a_number
-from spaceport.runtime.decode.threads import Thread
+from spaceport.runtime.decode.sequence import Thread, TokenSelector, not_a_number
 from spaceport.runtime.engine import SelectedRows
 
 _LEAST = -7.0  # logit of a candidate relative to the best; less is never worth a row

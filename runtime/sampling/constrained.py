@@ -17,10 +17,12 @@ from tokenizers import Tokenizer
 from spaceport.graphs.contract.faults import MissingDependency, OptionFault
 from spaceport.graphs.contract.installation import install_command
 from spaceport.runtime.decode.draft import Candidates
-from spaceport.runtime.decode.selector import TokenSelector
-from spaceport.runtime.decode.threads import Thread
+from spaceport.runtime.decode.sequence import Thread, TokenSelector
 from spaceport.runtime.isolation import DeadlinePassed, HelperPool, JobFailed
 from spaceport.runtime.sampling.grammar import MOST_SHOWN, Grammar, is_simple
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

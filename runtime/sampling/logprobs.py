@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from spaceport.graphs.contract.faults import OptionFault, PanicsContained
-from spaceport.runtime.decode.request import VerifiedStep
-from spaceport.runtime.decode.selector import not_a_number
+from spaceport.runtime.decode.sequence import not_a_number
+from spaceport.runtime.decode.sequence_group import VerifiedStep
 from spaceport.runtime.decode.statistics import Statistics
 from spaceport.runtime.sampling.sampler import most_probable
 

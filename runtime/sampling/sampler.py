@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.decode.draft import Candidates
-from spaceport.runtime.decode.selector import TokenSelector, not_a_number
-from spaceport.runtime.decode.threads import Thread
+from spaceport.runtime.decode.sequence import Thread, TokenSelector, not_a_number
 from spaceport.runtime.sampling.choice import Bans, Greedy
 
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)

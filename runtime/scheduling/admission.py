@@ -1,10 +1,12 @@
-"""Admission: turns a prompt and a Decoding into a request, or raises if they are invalid."""
+"""Admission of requests: prompts and options are checked and become sequences, on the caller's OS thread or others."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from time import monotonic
 
 from tokenizers import Tokenizer
 
@@ -12,24 +14,26 @@ from spaceport.graphs.contract.draft_correction import CorrectionTables
 from spaceport.graphs.contract.exactness import Exactness
 from spaceport.graphs.contract.faults import OptionFault, PanicsContained
 from spaceport.runtime.bundle import Bundle
-from spaceport.runtime.decode.events import EventLog, Listener
-from spaceport.runtime.decode.planner import DraftPlanner
-from spaceport.runtime.decode.request import Observer, Request
-from spaceport.runtime.decode.request_config import RequestConfig
-from spaceport.runtime.decode.selector import TokenSelector
+from spaceport.runtime.decode.planner import DraftPlanner, drafter_for
+from spaceport.runtime.decode.sequence import EventLog, TokenSelector
+from spaceport.runtime.decode.sequence_group import Observer, SequenceGroup
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import Engine
-from spaceport.runtime.isolation import HelperPool
+from spaceport.runtime.isolation import DeadlinePassed, HelperPool
 from spaceport.runtime.limits import DEFAULT_LIMITS, Limits
 from spaceport.runtime.sampling.choice import Bans, Corrected
 from spaceport.runtime.sampling.constrained import GrammarCompiler, Vocabulary, open_vocabulary
 from spaceport.runtime.sampling.logprobs import Logprobs, Scoring, Speller, check_top
 from spaceport.runtime.sampling.sampler import Sampling, check_ids, chooser, seeded
-from spaceport.runtime.scheduling.generation import Deliver, Generation, ScoringTask
+from spaceport.runtime.scheduling.request import Echo, Outcome, Output, Request
+from spaceport.runtime.scheduling.worker import RuntimeClosed, Worker
 from spaceport.runtime.text.messages import ChatPrompt, shown
 from spaceport.runtime.text.prompt import Prompt, PromptEncoder, TooManyTokens
 from spaceport.runtime.text.transcript import Transcript
 from spaceport.runtime.trace.trace import Trace
+
+_OS_THREADS = 2  # that prepare requests, and again for those that need a helper process
+_QUICK_IDS = 4096  # token ids that need no OS thread of their own to be checked
 
 
 @dataclass(frozen=True)
@@ -74,103 +78,114 @@ class Admission:
             raise OptionFault(f"decoding is {shown(decoding)}: expected a Decoding, such as Decoding(max_tokens=64)")
         self.limits.check_decoding(decoding)
 
-    def isolates(self, prompt: Prompt, decoding: Decoding | None) -> bool:
-        """Whether a request needs a helper process to be admitted."""
-        if decoding is not None and decoding.grammar is not None and self.grammars.isolates(decoding.grammar):
+    def isolates(self, request: Request) -> bool:
+        """Whether a request needs a helper process to be prepared."""
+        grammar, prompt = request.decoding.grammar, request.prompt
+        if grammar is not None and self.grammars.isolates(grammar):
             return True
-        if not isinstance(prompt, ChatPrompt):
-            items = not isinstance(prompt, str | bytes) and isinstance(prompt, Sequence) and len(prompt)
-            if not items or not isinstance(prompt[0], Mapping):
-                return False
-        return self.prompts.template.isolates
+        if isinstance(prompt, str | bytes) or prompt is None:
+            return False
+        chat = isinstance(prompt, ChatPrompt) or (
+            isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+        )
+        return chat and self.prompts.template.isolates
 
-    def generation(
-        self,
-        prompt: Prompt,
-        decoding: Decoding,
-        deliver: Deliver,
-        deadline: float | None = None,
-        observers: Sequence[Observer] = (),
-    ) -> Generation:
-        """A request for a completion, with enough KV slots for all its limits."""
-        self.check_decoding(decoding)
+    def prepare(self, request: Request) -> SequenceGroup | None:
+        """The sequences of a request, with enough KV slots for all its limits; None if it has ended.
+
+        Its output is set as well; invalid prompts and options raise.
+        """
+        prompt = request.begin()
+        if prompt is None:
+            return None
+        if request.deadline is not None and monotonic() >= request.deadline:
+            raise DeadlinePassed("the deadline passed before the prompt was tokenized")
+        self.bundle.require_unchanged()
+        return (
+            self._completion(request, prompt) if request.echo is None else self._scoring(request, prompt, request.echo)
+        )
+
+    def _completion(self, request: Request, prompt: Prompt) -> SequenceGroup:
+        """The sequences of a request that generates a completion."""
+        decoding, manifest, deadline = request.decoding, self.bundle.manifest, request.deadline
         ids = self._within_context(prompt, decoding.parse_special, deadline)
         sampling = seeded(decoding.sampling)
-        config = self._config(ids, decoding, sampling, deadline)
-        logprobs = self._logprobs(decoding.logprobs)
-        transcript = Transcript(
-            self.tokenizer,
-            decoding.stops,
-            config.tokens.fork,
-            logprobs,
-            include_stop=decoding.include_stop,
-            skip_special=decoding.skip_special_tokens,
-        )
-        events = None if decoding.stops else EventLog()
-        trace = Trace() if decoding.trace else None
-        own = [observer for observer in (logprobs, trace) if observer is not None]
-        return Generation(
-            request=self._request(ids, config, (*own, *observers), events or transcript),
-            deadline=deadline,
-            transcript=transcript,
-            events=events,
-            deliver=deliver,
-            seed=sampling.seed if sampling.temperature else None,
-            trace=trace,
-        )
-
-    def _config(
-        self, ids: Sequence[int], decoding: Decoding, sampling: Sampling, deadline: float | None
-    ) -> RequestConfig:
-        """The limits, token selection and drafts of a completion; raises for options that the model does not have."""
-        manifest = self.bundle.manifest
         max_length = self._max_length(ids, decoding.max_tokens)
         fork = self._forks(decoding)
         self._check_mask_slots(decoding.mask_slots)
         draft_config = decoding.drafts_with(manifest, self.exactness)
         decoding.sampling.check(manifest.signature.vocab_size)
         check_ids("stop_token_ids", decoding.stop_token_ids, manifest.signature.vocab_size)
-        return RequestConfig(
+        max_total = self._max_total(ids, decoding.max_total_tokens)
+        selector = self._selector(decoding, sampling, fork, len(ids), deadline)
+        request.output = output = self._output(decoding, sampling)
+        kind = (round(min(sampling.temperature, 2.0), 1), decoding.grammar is not None)
+        return SequenceGroup(
+            prompt=ids,
+            capacity=self.engine.capacity,
+            lowering=self.engine.signature.lowering,
             tokens=manifest.tokens,
-            selector=self._selector(decoding, sampling, fork, len(ids), deadline),
+            selector=selector,
             max_length=max_length,
-            max_total=self._max_total(ids, decoding.max_total_tokens),
+            max_total=max_total,
             draft_config=draft_config,
-            planner=self.planner,
-            kind=(round(min(sampling.temperature, 2.0), 1), decoding.grammar is not None),
-            temperature=sampling.temperature,
+            drafter=drafter_for(draft_config, self.planner, kind, sampling.temperature),
             max_rows=self.engine.rows,
             max_threads=decoding.threads(self.exactness.parallel_threads),
             end=frozenset() if decoding.ignore_eos else frozenset(manifest.tokens.end),
             stop=frozenset(decoding.stop_token_ids),
             cache_salt=decoding.cache_salt if decoding.prefix_cache else None,
+            listener=output.events or output.transcript,
+            observers=(*output.observers, *request.observers),
         )
 
-    def scoring(
-        self, prompt: Prompt, continuation: str | Sequence[int] | None, top: int, parse_special: bool = False
-    ) -> ScoringTask:
-        """A request that generates nothing and scores its tokens."""
+    def _output(self, decoding: Decoding, sampling: Sampling) -> Output:
+        """What the reader of a request gets."""
+        logprobs = self._logprobs(decoding.logprobs)
+        transcript = Transcript(
+            self.tokenizer,
+            decoding.stops,
+            self.bundle.manifest.tokens.fork,
+            logprobs,
+            include_stop=decoding.include_stop,
+            skip_special=decoding.skip_special_tokens,
+        )
+        trace = Trace() if decoding.trace else None
+        return Output(
+            transcript,
+            None if decoding.stops else EventLog(),
+            sampling.seed if sampling.temperature else None,
+            trace,
+            tuple(observer for observer in (logprobs, trace) if observer is not None),
+        )
+
+    def _scoring(self, request: Request, prompt: Prompt, echo: Echo) -> SequenceGroup:
+        """The sequences of a request that generates nothing and scores its tokens."""
         self.limits.check_prompt(prompt)
-        self.limits.check_prompt(continuation)
-        self.limits.check_logprobs("top", top)
+        self.limits.check_prompt(echo.continuation)
+        self.limits.check_logprobs("top", echo.top)
         try:
-            ids, start = self.prompts.parts_of(prompt, continuation, parse_special, most=self.max_seq_len)
+            ids, start = self.prompts.parts_of(prompt, echo.continuation, echo.parse_special, most=self.max_seq_len)
         except TooManyTokens as error:
             raise self._too_long(f"more than {error.count}", "text") from error
         self.limits.check_tokens(len(ids))
         if len(ids) > self.max_seq_len:
             raise self._too_long(str(len(ids)), "text")
-        check_top("top", top, self.bundle.manifest.signature.vocab_size)
-        scoring, plain = Scoring(ids, start, top, self.speller), Decoding()
-        config = RequestConfig(
+        check_top("top", echo.top, self.bundle.manifest.signature.vocab_size)
+        scoring, plain = Scoring(ids, start, echo.top, self.speller), request.decoding
+        request.output = scoring
+        return SequenceGroup(
+            prompt=ids,
+            capacity=self.engine.capacity,
+            lowering=self.engine.signature.lowering,
             tokens=self.bundle.manifest.tokens,
             selector=self._selector(plain, plain.sampling, self._forks(plain), len(ids)),
             max_length=len(ids),
             max_total=0,
             cache_salt=plain.cache_salt,
             echo=start - 1,
+            observers=(scoring,),
         )
-        return ScoringTask(request=self._request(ids, config, (scoring,)), scoring=scoring)
 
     def _within_context(self, prompt: Prompt, parse_special: bool, deadline: float | None) -> list[int]:
         """The tokens of a prompt; one that is surely too long is not tokenized as a whole."""
@@ -181,18 +196,6 @@ class Admission:
             raise self._too_long(f"more than {error.count}", "prompt") from error
         self.limits.check_tokens(len(ids))
         return ids
-
-    def _request(
-        self,
-        prompt: Sequence[int],
-        config: RequestConfig,
-        observers: Sequence[Observer],
-        listener: Listener | None = None,
-    ) -> Request:
-        engine = self.engine
-        return Request(
-            prompt, config, engine.capacity, engine.signature.lowering, listener=listener, observers=observers
-        )
 
     def _logprobs(self, top: int | None) -> Logprobs | None:
         if top is None:
@@ -284,3 +287,90 @@ class Admission:
             elif not most:
                 expected = "0, since the bundle has no mask token; its drafts come from prompt lookup"
             raise OptionFault(f"mask_slots is {mask_slots}: expected {expected}")
+
+
+class Intake:
+    """Takes requests for one worker: they are in its queue from the first moment, and are prepared here or elsewhere.
+
+    Requests that need a helper process, which may take long, delay no others: they are prepared on OS threads of their own.
+    """
+
+    def __init__(self, admission: Admission, worker: Worker) -> None:
+        self._admission = admission
+        self._worker = worker
+        self._pool = ThreadPoolExecutor(_OS_THREADS, "spaceport-admission")
+        self._isolated = ThreadPoolExecutor(_OS_THREADS, "spaceport-isolated")
+
+    def completion(self, prompt: Prompt, decoding: Decoding, observers: Sequence[Observer] = ()) -> Request:
+        """A request for a completion; its timeout counts from now."""
+        self._worker.check_process()
+        self._admission.check_decoding(decoding)
+        deadline = None if decoding.timeout is None else monotonic() + decoding.timeout
+        return self._entered(Request(prompt, decoding, observers=observers, deadline=deadline))
+
+    def scoring(self, prompt: Prompt, echo: Echo) -> Request:
+        """A request for the log probabilities of given text."""
+        self._worker.check_process()
+        return self._entered(Request(prompt, Decoding(), echo=echo))
+
+    def admit(self, request: Request) -> None:
+        """Prepare a request in this OS thread, and raise its error."""
+        self._prepare(request)
+        if not request.prepared and request.error is not None:
+            raise request.error
+
+    def admit_elsewhere(self, request: Request) -> None:
+        """Prepare a request on another OS thread, unless it takes no time."""
+        prompt, decoding = request.prompt, request.decoding
+        quick = isinstance(prompt, list | tuple) and 0 < len(prompt) <= _QUICK_IDS and isinstance(prompt[0], int)
+        if quick and request.echo is None and decoding.grammar is None and not self._admission.bundle.maybe_changed:
+            self.admit(request)
+        else:
+            self._submit(self._pool, self._sort, request)
+
+    def close(self) -> None:
+        """Fail the requests that are being prepared, without waiting for what is done for them."""
+        for request in self._worker.preparing:
+            request.end(RuntimeClosed("the runtime was closed before the completion ended"))
+        for pool in (self._pool, self._isolated):
+            pool.shutdown(wait=False, cancel_futures=True)
+        self._admission.close()
+
+    def _entered(self, request: Request) -> Request:
+        self._worker.enter(request)
+        return request
+
+    def _submit(self, pool: Executor, work: Callable[[Request], None], request: Request) -> None:
+        try:
+            pool.submit(work, request)
+        except RuntimeError:
+            self._worker.leave(request)
+            request.end(RuntimeClosed("the runtime is closed"))
+
+    def _sort(self, request: Request) -> None:
+        """Prepare a request here, or where it may take long."""
+        try:
+            isolated = not request.done and self._admission.isolates(request)
+        except BaseException:  # noqa: BLE001  (its preparation raises it again)
+            isolated = False
+        if isolated:
+            self._submit(self._isolated, self._prepare, request)
+        else:
+            self._prepare(request)
+
+    def _prepare(self, request: Request) -> None:
+        """Prepare and submit a request, unless it has ended."""
+        outcome: Outcome = "cancelled"
+        try:
+            sequences = self._admission.prepare(request)
+            if sequences is not None:
+                self._worker.submit(request, sequences)
+        except DeadlinePassed:
+            outcome = "deadline"
+        except BaseException as error:  # noqa: BLE001  (its reader gets it)
+            outcome = error
+        if request.prepared:
+            request.changed()
+        else:
+            self._worker.leave(request)
+            request.end(outcome)

@@ -1,32 +1,128 @@
-"""Scheduler: continuous batching of many requests on one engine."""
+"""Continuous batching: rounds of steps of many requests on one engine."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import cached_property
 from operator import itemgetter
 from time import monotonic, perf_counter
 
-from spaceport.graphs.contract.signature import LOGIT_BYTES
+from spaceport.graphs.contract.signature import LOGIT_BYTES, STEP_ROWS
 from spaceport.runtime.costs import StepCosts, relative_costs
-from spaceport.runtime.decode.request import Request, ScheduledStep
+from spaceport.runtime.decode.sequence_group import ScheduledStep, SequenceGroup
 from spaceport.runtime.decode.step import Call, StepInput, one_call, step
 from spaceport.runtime.engine import Engine, EngineFault
-from spaceport.runtime.scheduling.buffers import FreeBuffers
-from spaceport.runtime.scheduling.calls import group_by_width
-from spaceport.runtime.scheduling.common_prompts import find_leader, has_computed
-from spaceport.runtime.scheduling.fair_rows import FairRows
-from spaceport.runtime.scheduling.prefix_cache import PrefixCache
-from spaceport.runtime.scheduling.queue import RequestQueue, Reservation
-from spaceport.runtime.scheduling.status import DraftLog, TokenMeter
-from spaceport.runtime.scheduling.task import Task
-from spaceport.runtime.scheduling.watchdog import Heartbeat
+from spaceport.runtime.scheduling.prefix_cache import LEAST_COPIED, FreeBuffers, PrefixCache
+from spaceport.runtime.scheduling.request import Outcome, Request, RequestQueue
+from spaceport.runtime.scheduling.status import DraftLog, Heartbeat, TokenMeter
 
 _log = logging.getLogger("spaceport.runtime")
 
 BESIDE_ROWS = 128  # maximum prompt rows in a round with decoding requests, which wait for them
 _LEAST_BESIDE = 32  # the same on engines where rows are expensive; fewer would make prompts slow
+_REACH = 64  # maximum steps of different widths in one search; a longer search costs more than it saves
+_SHARE = 2.0  # plain steps: maximum cost of all threads of requests with several threads together
+_BLOCK = 64  # tokens that are compared at once
+
+
+def group_by_width(steps: Sequence[ScheduledStep], call_rows: int) -> list[list[ScheduledStep]]:
+    """The steps of each engine call; `steps` are in the order of their indices.
+
+    A call computes the rows of its widest plan for each of its requests, also for idle requests between them. So steps of
+    similar width share a call: they are sorted by width and split where the total cost is lowest, with a fixed cost of
+    `call_rows` rows for each call.
+    """
+    if not steps:
+        return []
+    span = steps[-1].engine_index - steps[0].engine_index + 1
+    rows = [step.plan.rows for step in steps]
+    if span * max(rows) <= sum(rows) + call_rows:  # the usual case: a second call could not save its own cost
+        return [list(steps)]
+    ordered = sorted(steps, key=lambda step: (step.plan.rows, step.engine_index))
+    widths = [(step.engine_index, step.plan.rows) for step in ordered]
+    found, end = [], len(ordered)
+    begins = _cuts(widths, call_rows)
+    while end:
+        call = ordered[begins[end] : end]
+        found.append(sorted(call, key=lambda step: step.engine_index))
+        end = begins[end]
+    return found[::-1]
+
+
+def _cuts(widths: Sequence[tuple[int, int]], call_rows: int) -> list[int]:
+    """Start of the last call over the first N steps, for each N; a step is its index and its number of rows."""
+    best, begins = [0], [0]  # lowest cost of the first N steps
+    lowest = highest = widths[0][0]
+    for end, (index, rows) in enumerate(widths, 1):
+        low = high = index
+        lowest, highest = min(lowest, index), max(highest, index)
+        costs = [((highest - lowest + 1) * rows + call_rows, 0)]  # all in one
+        for begin in range(end - 1, max(0, end - _REACH), -1):
+            index = widths[begin][0]
+            low, high = min(low, index), max(high, index)
+            costs.append((best[begin] + (high - low + 1) * rows + call_rows, begin))
+        cost, begin = min(costs)  # the fewest calls among equals
+        best.append(cost)
+        begins.append(begin)
+    return begins
+
+
+class FairRows:
+    """Limits the rows of requests with several threads while others run, so that these wait for few rows."""
+
+    def __init__(self, costs: StepCosts) -> None:
+        self._costs = costs
+
+    @cached_property
+    def rows(self) -> int:
+        """Number of rows that cost as much as the share of a round."""
+        most = _SHARE * self._costs.seconds(1)
+        return next((rows for rows in range(2, STEP_ROWS + 1) if self._costs.seconds(rows) > most), STEP_ROWS + 1) - 1
+
+    def share(self, running: Collection[SequenceGroup]) -> None:
+        """Set the limits of a round."""
+        several = [sequences for sequences in running if len(sequences.threads) > 1]
+        if several:
+            rows = STEP_ROWS if len(running) == 1 else self.rows // len(several)
+            for sequences in several:
+                sequences.limit_rows(rows)
+
+
+def find_leader(request: Request, running: Iterable[Request], reusable: int) -> tuple[Request | None, int]:
+    """The request to wait for instead of computing a prompt alone, and the number of tokens that both begin with.
+
+    `reusable` is the number of tokens whose rows are in KV buffers already. Requests that wait for another one lead none,
+    so that no two wait for each other.
+    """
+    salt = request.sequences.cache_salt
+    leader, longest = None, reusable + LEAST_COPIED - 1
+    if salt is None:
+        return leader, 0
+    tokens = request.sequences.reusable
+    for other in running:
+        if other is request or other.leader is not None or not other.sequences.prefilling:
+            continue
+        if other.sequences.cache_salt == salt:
+            common = _common(tokens, other.sequences.threads[0].tokens)
+            if common > longest:
+                leader, longest = other, common
+    return leader, longest if leader is not None else 0
+
+
+def has_computed(leader: Request, common: int) -> bool:
+    """Whether a request has computed this many tokens of its prompt, or computes it no longer."""
+    return leader.done or not leader.sequences.prefilling or leader.sequences.threads[0].fed >= common
+
+
+def _common(first: Sequence[int], second: Sequence[int]) -> int:
+    """Number of tokens that two sequences begin with."""
+    length, at = min(len(first), len(second)), 0
+    while at < length and first[at : at + _BLOCK] == second[at : at + _BLOCK]:
+        at += _BLOCK
+    while at < length and first[at] == second[at]:
+        at += 1
+    return min(at, length)
 
 
 class Abandoned(BaseException):
@@ -51,7 +147,7 @@ class Scheduler:
         self._prompt_rows = min(prompt_rows or engine.costs.prompt_rows, engine.rows)
         self._costs = costs or relative_costs(engine.costs.row)
         self._clock = clock  # for deadlines
-        self._running: dict[int, Task] = {}  # by index in the engine; the first one gets the next prefill chunk
+        self._running: dict[int, Request] = {}  # by index in the engine; the first one gets the next prefill chunk
         self.cache = cache
         self.buffers = FreeBuffers(engine.requests, cache)
         self.heartbeat = Heartbeat()
@@ -63,21 +159,21 @@ class Scheduler:
 
     @property
     def busy(self) -> bool:
-        """Whether any admitted request waits or runs."""
+        """Whether any prepared request waits or runs."""
         return bool(self._running) or self.queue.ready
 
     @property
-    def active(self) -> list[Request]:
-        """The requests that have KV slots."""
-        return [task.request for task in list(self._running.values())]
+    def active(self) -> list[SequenceGroup]:
+        """The sequences of the requests that have KV buffers."""
+        return [request.sequences for request in list(self._running.values())]
 
-    def reserve(self, tokens: int) -> Reservation:
-        """A reservation in the queue for a request that is being admitted, with about this many prompt tokens."""
-        return self.queue.reserve(len(self.buffers), tokens)
+    def enter(self, request: Request) -> None:
+        """Count a request in the queue that will be prepared."""
+        self.queue.enter(request, len(self.buffers))
 
-    def submit(self, task: Task, reservation: Reservation | None = None) -> None:
-        """Queue an admitted request."""
-        self.queue.put(task, len(self.buffers), reservation)
+    def submit(self, request: Request, sequences: SequenceGroup) -> None:
+        """Queue a prepared request."""
+        self.queue.put(request, sequences, len(self.buffers))
 
     def round(self) -> int:
         """Run one step of every decoding request, and prefill chunks of others; returns the number of steps."""
@@ -87,93 +183,98 @@ class Scheduler:
         self._resume()
         self._admit()
         inputs = self._inputs()
-        before = sum(each.request.statistics.tokens for each in inputs)
+        before = sum([each.request.statistics.tokens for each in inputs])
         inside = step(self.engine, inputs, self._group, self._failed, self._called)
         ended = perf_counter()
-        self.meter.add(sum(each.request.statistics.tokens for each in inputs) - before)
+        self.meter.add(sum([each.request.statistics.tokens for each in inputs]) - before)
         outside = ended - started - inside
-        for request, index, _ in inputs:
-            task, statistics = self._running[index], request.statistics
+        for sequences, index, _ in inputs:
+            request, statistics = self._running[index], sequences.statistics
             statistics.outside_seconds += outside
-            statistics.seconds = ended - task.submitted
-            if not statistics.first_token_seconds and not request.prefilling:
+            statistics.seconds = ended - request.submitted
+            if not statistics.first_token_seconds and not sequences.prefilling:
                 statistics.first_token_seconds = statistics.seconds
-                self.buffers.store_prompt(index, request)
-            self._report(task)
+                self.buffers.store_prompt(index, sequences)
+            self._report(request)
         return len(inputs)
 
     def fail(self, error: BaseException) -> None:
         """Fail all waiting and running requests with this error."""
         self.buffers.forget_prefixes()
-        for task in (*self.queue.take_all(), *self._running.values()):
-            self._give_up(task, error)
-            self._report(task)
+        for request in (*self.queue.take_all(), *self._running.values()):
+            self._fail(request, error)
+            self._report(request)
 
     def abandon(self, error: BaseException) -> None:
         """Fail all requests while a call does not return; `round` raises `Abandoned` once it has, and must not run again.
 
-        The state of the requests and of the engine belongs to that call, so nothing but the tasks is touched.
+        Their sequences and the engine belong to that call, so nothing of them is touched.
         """
         self._abandoned = True
-        for task in (*self.queue.take_all(), *list(self._running.values())):
-            if not task.done:
-                task.fault, task.done = error, True
-                self._count(task)
-                with suppress(Exception):  # of one reader
-                    task.on_progress()
+        for request in (*self.queue.take_all(), *list(self._running.values())):
+            if not request.done:
+                self._count(request, error)
+                request.finish(error)
 
     def _dismiss(self) -> None:
-        """End requests that were cancelled or are past their deadline."""
+        """End requests that were cancelled, that their readers failed, or that are past their deadline."""
         now = self._clock()
-        tasks = list(self._running.values())
+        requests = list(self._running.values())
         if self.queue.ready:
-            tasks = [*self.queue, *tasks]
-        gone = [task for task in tasks if task.cancelled or (task.deadline is not None and now >= task.deadline)]
-        for task in gone:
+            requests = [*self.queue, *requests]
+        gone = [
+            each for each in requests if each.asked is not None or (each.deadline is not None and now >= each.deadline)
+        ]
+        for request in gone:
+            asked = request.asked or "deadline"
             try:
-                task.request.finish("cancelled" if task.cancelled else "deadline")
+                if isinstance(asked, BaseException):
+                    self._fail(request, asked)
+                else:
+                    request.sequences.finish(asked)
             except Exception as error:  # noqa: BLE001  (an error of its listener fails the request)
-                self._give_up(task, error)
-            self._report(task)
+                self._fail(request, error)
+            self._report(request)
         if gone:
             self.queue.remove_done()
 
     def _admit(self) -> None:
         """Give free KV buffers to waiting requests, first come, first served."""
-        while self.buffers and (task := self.queue.take()) is not None:
-            task.index = self.buffers.take(task.request, self._running.keys())
-            self._running[task.index] = task
-            self._begin(task, task.index)
+        while self.buffers and (request := self.queue.take()) is not None:
+            request.index = self.buffers.take(request.sequences, self._running.keys())
+            self._running[request.index] = request
+            self._begin(request, request.index)
 
     def _resume(self) -> None:
         """Begin the requests whose leader has computed what they have in common."""
-        for index, task in list(self._running.items()):
-            if task.leader is not None and has_computed(task.leader, task.common):
-                self._begin(task, index)
+        for index, request in list(self._running.items()):
+            if request.leader is not None and has_computed(request.leader, request.common):
+                self._begin(request, index)
 
-    def _begin(self, task: Task, index: int) -> None:
+    def _begin(self, request: Request, index: int) -> None:
         """Let a request reuse what is computed of its prompt, or wait for another one that computes more of it."""
-        leader, common = find_leader(task, self._running.values(), self.buffers.reusable(task.request))
+        sequences = request.sequences
+        leader, common = find_leader(request, self._running.values(), self.buffers.reusable(sequences))
         if leader is not None and not has_computed(leader, common):
-            task.leader, task.common = leader, common
+            request.leader, request.common = leader, common
             return
         if leader is not None and leader.index is not None:
-            self.buffers.store_prompt(leader.index, leader.request)
-        task.leader = None
-        task.request.statistics.waiting_seconds = perf_counter() - task.submitted
+            self.buffers.store_prompt(leader.index, leader.sequences)
+        request.leader = None
+        sequences.statistics.waiting_seconds = perf_counter() - request.submitted
         try:
-            self.buffers.prepare(self.engine, task.request, index)
+            self.buffers.prepare(self.engine, sequences, index)
         except Exception as error:  # noqa: BLE001  (fails the request that would get these buffers)
-            self._give_up(task, error)
-            self._report(task)
+            self._fail(request, error)
+            self._report(request)
 
     def _inputs(self) -> list[StepInput]:
         """The requests of this round, in the order of their indices."""
         self._fair.share(self.active)
         decoding = [
-            StepInput(task.request, index, self._prompt_rows)
-            for index, task in self._running.items()
-            if not task.request.prefilling and not task.paused
+            StepInput(request.sequences, index, self._prompt_rows)
+            for index, request in self._running.items()
+            if not request.sequences.prefilling and not request.paused
         ]
         if len(decoding) < len(self._running):
             decoding += self._prefilling(bool(decoding))
@@ -186,16 +287,16 @@ class Scheduler:
             rows = min(rows, BESIDE_ROWS, max(_LEAST_BESIDE, self._fair.rows))
         lines = max(1, LOGIT_BYTES // (4 * self.engine.signature.row_logits))  # rows of logits
         chosen: list[StepInput] = []
-        for index, task in list(self._running.items()):
-            request = task.request
-            echoes = request.config.echo is not None
-            budget = min(rows, request.silent_rows + lines) if echoes else rows
-            if request.prefilling and task.leader is None and (budget >= self._call_rows or not chosen):
-                feeds = min(budget, len(request.threads[0].tokens) - request.threads[0].fed)
+        for index, request in list(self._running.items()):
+            sequences = request.sequences
+            echoes = sequences.echo is not None
+            budget = min(rows, sequences.silent_rows + lines) if echoes else rows
+            if sequences.prefilling and request.leader is None and (budget >= self._call_rows or not chosen):
+                feeds = min(budget, len(sequences.threads[0].tokens) - sequences.threads[0].fed)
                 rows -= feeds
                 if echoes:
-                    lines -= max(0, feeds - request.silent_rows)
-                chosen.append(StepInput(request, index, budget))
+                    lines -= max(0, feeds - sequences.silent_rows)
+                chosen.append(StepInput(sequences, index, budget))
                 self._running[index] = self._running.pop(index)  # to the end: prompts take turns
         return chosen
 
@@ -221,47 +322,50 @@ class Scheduler:
         self._check_abandoned()
         if isinstance(error, EngineFault):  # the state of the engine is not known
             self.buffers.forget_prefixes()
-        self._give_up(self._running[index], error)
+        self._fail(self._running[index], error)
 
-    def _give_up(self, task: Task, error: BaseException) -> None:
-        """Fail a request that has not ended yet."""
-        if task.request.live:
-            task.fault = error
-            task.request.abandon()
+    def _fail(self, request: Request, error: BaseException) -> None:
+        """Let a request fail, if it has not ended yet."""
+        if request.sequences.live:
+            request.asked = error
+            request.sequences.abandon()
 
-    def _report(self, task: Task) -> None:
+    def _report(self, request: Request) -> None:
         """Report the progress of a request, and release its index if it has ended."""
-        if task.done:
+        if request.done:
             return
-        if not task.request.live:
-            self._release(task)
+        outcome: Outcome | None = None
+        if not request.sequences.live:
+            outcome = request.error or request.sequences.ending
+            assert outcome is not None
+            self._release(request, outcome)
         try:
-            task.on_progress()
+            request.report(outcome)
         except Exception as error:  # noqa: BLE001  (fails the request; its reader gets the error if possible)
-            if not task.done:
-                self._give_up(task, error)
-                self._report(task)
+            if not request.done:
+                self._fail(request, error)
+                self._report(request)
 
-    def _release(self, task: Task) -> None:
-        task.done = True
-        self._count(task)
-        if task.index is not None and self._running.get(task.index) is task:
-            del self._running[task.index]
+    def _release(self, request: Request, outcome: Outcome) -> None:
+        self._count(request, outcome)
+        if request.index is not None and self._running.get(request.index) is request:
+            del self._running[request.index]
             # rows of a prefill chunk have no logits that would show NaN
-            self.buffers.release(task.index, task.request, task.fault is not None or task.request.prefilling)
+            spoilt = isinstance(outcome, BaseException) or request.sequences.prefilling
+            self.buffers.release(request.index, request.sequences, spoilt)
 
-    def _count(self, task: Task) -> None:
+    def _count(self, request: Request, outcome: Outcome) -> None:
         self.ended += 1
-        self.failed += task.fault is not None
-        if task.fault is not None:  # its message may quote text of the request
-            _log.warning("request %d failed: %s", task.number, type(task.fault).__name__)
+        if isinstance(outcome, BaseException):  # its message may quote text of the request
+            self.failed += 1
+            _log.warning("request %d failed: %s", request.number, type(outcome).__name__)
             return
-        request, statistics = task.request, task.request.statistics
+        statistics = request.statistics
         self._draft_log.add(statistics)
         _log.debug(
             "request %d ended (%s): %d prompt tokens, %d tokens in %d steps and %.3f s, %.3f s of it in the queue",
-            task.number,
-            request.threads[0].ending,
+            request.number,
+            request.sequences.threads[0].ending,
             statistics.prompt_tokens,
             statistics.tokens,
             statistics.steps,

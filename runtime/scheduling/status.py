@@ -113,3 +113,25 @@ class TokenMeter:
             return 0.0
         since, before = recent[0]
         return (self.tokens - before) / max(now - since, _INTERVAL)
+
+
+class Heartbeat:
+    """When the worker last made progress; `age` may be read from any OS thread."""
+
+    def __init__(self, clock: Callable[[], float] = monotonic) -> None:
+        self._clock = clock
+        self._last: float | None = None
+
+    @property
+    def age(self) -> float | None:
+        """Seconds since the last progress; None: the worker has nothing to do."""
+        last = self._last
+        return None if last is None else max(0.0, self._clock() - last)
+
+    def beat(self) -> None:
+        """Note progress: a round begins, or an engine call has returned."""
+        self._last = self._clock()
+
+    def rest(self) -> None:
+        """Note that there is nothing to do."""
+        self._last = None

@@ -1,23 +1,25 @@
-"""Worker: the OS thread that runs the scheduler's rounds."""
+"""The OS thread that runs the scheduler's rounds, and the one that notices engine calls that do not return."""
 
 from __future__ import annotations
 
 import atexit
 import logging
 import os
+from collections.abc import Callable
 from threading import Condition, Event, Thread
 
 from spaceport.graphs.contract.faults import SpaceportError
+from spaceport.runtime.decode.sequence_group import SequenceGroup
 from spaceport.runtime.engine import EngineFault
 from spaceport.runtime.scheduling.prefix_cache import PrefixCache
-from spaceport.runtime.scheduling.queue import Reservation
+from spaceport.runtime.scheduling.request import Request
 from spaceport.runtime.scheduling.scheduler import Abandoned, Scheduler
-from spaceport.runtime.scheduling.status import RuntimeStatus
-from spaceport.runtime.scheduling.task import Task
-from spaceport.runtime.scheduling.watchdog import Watchdog
+from spaceport.runtime.scheduling.status import Heartbeat, RuntimeStatus
 
 PATIENCE = 5.0  # idle seconds after which the OS thread ends; the next request starts another
 _PAUSE = 0.01  # seconds until the next round, if all requests wait for their readers
+_CHECKS = 8  # of the watchdog per time limit
+_LONGEST_CHECK = 1.0  # seconds between two checks
 
 _log = logging.getLogger("spaceport.runtime")
 
@@ -30,6 +32,30 @@ def check_process(process: int) -> None:
     """Raise in a process that was forked from the one with this id: the worker thread does not exist there."""
     if os.getpid() != process:
         raise RuntimeClosed("the runtime was opened by the process that this one was forked from: open it here")
+
+
+class Watchdog:
+    """An OS thread that calls a function, once, when a heartbeat is older than a limit in seconds."""
+
+    def __init__(self, heartbeat: Heartbeat, limit: float, on_stall: Callable[[float], None]) -> None:
+        self._heartbeat, self._limit, self._on_stall = heartbeat, limit, on_stall
+        self._stopped = Event()
+        self._thread = Thread(target=self._watch, name="spaceport-watchdog", daemon=True)
+
+    def start(self) -> None:
+        """Begin to watch."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop watching."""
+        self._stopped.set()
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(min(_LONGEST_CHECK, self._limit / _CHECKS)):
+            age = self._heartbeat.age
+            if age is not None and age > self._limit:
+                self._on_stall(age)
+                return
 
 
 class Worker:
@@ -50,26 +76,31 @@ class Worker:
         """Raise in a forked process, before any lock is taken: its holder may not exist there."""
         check_process(self._process)
 
-    def reserve(self, tokens: int) -> Reservation:
-        """A reservation in the queue for a request that is being admitted, with about this many prompt tokens."""
+    def enter(self, request: Request) -> None:
+        """Count a request in the queue that will be prepared, and then submitted."""
         self.check_process()
         with self._change:
             self._check_open()
-            return self._scheduler.reserve(tokens)
+            self._scheduler.enter(request)
 
-    def cancel(self, reservation: Reservation) -> None:
-        """Give up the reservation of a request that was not admitted."""
-        self._scheduler.queue.cancel(reservation)
+    def leave(self, request: Request) -> None:
+        """Count a request no longer that will not be submitted."""
+        self._scheduler.queue.leave(request)
 
-    def submit(self, task: Task, reservation: Reservation | None = None) -> None:
-        """Submit an admitted request, in exchange for its reservation if it has one."""
+    def submit(self, request: Request, sequences: SequenceGroup) -> None:
+        """Submit a prepared request, unless it has ended."""
         self.check_process()
         with self._change:
             self._check_open()
             if self._thread is None:
                 self._thread = self._begin()
-            self._scheduler.submit(task, reservation)
+            self._scheduler.submit(request, sequences)
             self._change.notify()
+
+    @property
+    def preparing(self) -> list[Request]:
+        """The requests that are being prepared; none in a forked process, where nothing prepares them."""
+        return self._scheduler.queue.preparing() if os.getpid() == self._process else []
 
     def status(self) -> RuntimeStatus:
         """The state at this moment."""
@@ -83,7 +114,7 @@ class Worker:
             max_requests=engine.requests,
             queued_requests=len(scheduler.queue),
             queue_limit=scheduler.queue.limit,
-            kv_slots_used=sum(request.slots.held for request in active),
+            kv_slots_used=sum(sequences.slots.held for sequences in active),
             kv_slots=engine.requests * engine.capacity,
             heartbeat_age=scheduler.heartbeat.age,
             tokens=scheduler.meter.tokens,
@@ -95,8 +126,8 @@ class Worker:
             cache_hit_tokens=cache.hit_tokens,
             cache_hits=cache.hits,
             cache_evictions=cache.evictions,
-            live_threads=sum(len(request.live) for request in active),
-            queued_threads=sum(len(request.queue) for request in active),
+            live_threads=sum(len(sequences.live) for sequences in active),
+            queued_threads=sum(len(sequences.queue) for sequences in active),
         )
 
     def close(self, timeout: float | None = None) -> bool:

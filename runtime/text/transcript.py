@@ -9,7 +9,7 @@ from itertools import zip_longest
 
 from tokenizers import Tokenizer
 
-from spaceport.runtime.decode.threads import Ending, Thread
+from spaceport.runtime.decode.sequence import Ending, Thread
 from spaceport.runtime.sampling.logprobs import Logprobs, TokenLogprob
 from spaceport.runtime.text.tokenizer import StopSearch, TextStream, context_of
 

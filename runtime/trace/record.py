@@ -13,7 +13,7 @@ from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.contract.json_fields import JsonField, Rules, short
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.runtime.decode.draft import Reason
-from spaceport.runtime.decode.threads import Ending
+from spaceport.runtime.decode.sequence import Ending
 
 SCHEMA = 3
 _SOURCE = re.compile(r"[a-z_]+(\+[a-z_]+)*")  # names of the sources of a candidate

@@ -12,8 +12,8 @@ from tokenizers import Tokenizer
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.runtime.decode.acceptance import Verdict
 from spaceport.runtime.decode.plan import NO_PARENT, Part
-from spaceport.runtime.decode.request import Request, VerifiedStep
-from spaceport.runtime.decode.threads import Thread
+from spaceport.runtime.decode.sequence import Thread
+from spaceport.runtime.decode.sequence_group import SequenceGroup, VerifiedStep
 from spaceport.runtime.text.tokenizer import TextStream, context_of
 from spaceport.runtime.trace.record import RowKind, StepRecord, ThreadRecord, ThreadRows, TraceRecord
 
@@ -24,7 +24,7 @@ class Trace:
 
     needs_logits: ClassVar = False
 
-    request: Request | None = field(default=None, init=False)  # whose steps it records; None before the first one
+    request: SequenceGroup | None = field(default=None, init=False)  # whose steps it records; None before the first one
     _steps: list[VerifiedStep] = field(default_factory=list, init=False)  # without logits
 
     def on_step(self, verified: VerifiedStep) -> None:
@@ -65,7 +65,7 @@ class Trace:
         steps = [recorder.record(number, *step) for number, step in enumerate(self.steps())]
         prompt = tuple(request.threads[0].tokens[: request.threads[0].start])
         return TraceRecord(
-            tokens=request.config.tokens,
+            tokens=request.tokens,
             prompt=prompt,
             prompt_text=str(tokenizer.decode(list(prompt), skip_special_tokens=False)) if tokenizer else "",
             threads=tuple(
@@ -125,7 +125,7 @@ class GrowingTrace:
 class _StepRecorder:
     """Turns the steps of a request into records; the tokens of a thread only ever grow, so they show what each step generated."""
 
-    def __init__(self, request: Request, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, request: SequenceGroup, tokenizer: Tokenizer | None) -> None:
         self.texts: list[_ThreadTexts] = []  # of the threads so far
         self._request = request
         self._tokenizer = tokenizer
@@ -136,7 +136,7 @@ class _StepRecorder:
         started = self._request.threads[len(self.texts) :]
         for thread in started:
             self._index[thread.path] = len(self.texts)
-            self.texts.append(_ThreadTexts(thread, self._tokenizer, self._request.config.tokens.fork))
+            self.texts.append(_ThreadTexts(thread, self._tokenizer, self._request.tokens.fork))
         return started
 
     def follow(self, verified: VerifiedStep) -> None:

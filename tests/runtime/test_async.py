@@ -12,7 +12,7 @@ import pytest
 
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import EngineFault
-from spaceport.runtime.scheduling.generation import Completion
+from spaceport.runtime.scheduling.request import Completion
 from spaceport.runtime.scheduling.stream import AsyncStream
 from spaceport.runtime.text.prompt import Prompt, PromptEncoder
 from support.hash_engine import Language

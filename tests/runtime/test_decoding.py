@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from spaceport.graphs.contract.draft_methods import DraftMethod, MaskLayout
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import TokenIds
-from spaceport.runtime.decode.threads import Ending
+from spaceport.runtime.decode.sequence import Ending
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.limits import DEFAULT_LIMITS, Limits
 from spaceport.runtime.sampling.grammar import Grammar
 from spaceport.runtime.sampling.sampler import Sampling
-from spaceport.runtime.scheduling.queue import QueueFull
+from spaceport.runtime.scheduling.request import QueueFull
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.messages import characters_of
 from support.hash_engine import CHILD, END, FORK, MASKS, Cell, Language

@@ -14,7 +14,7 @@ from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import EngineOptions
 from spaceport.runtime.sampling.sampler import Sampling
 from spaceport.runtime.scheduling.capacity import capacity_for
-from spaceport.runtime.scheduling.generation import Completion
+from spaceport.runtime.scheduling.request import Completion
 from spaceport.runtime.session import Runtime
 from support.hash_engine import HashEngine, Language
 from support.hash_runtime import hash_runtime

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 
 from spaceport.graphs.contract.signature import LOWERINGS, STEP_ROWS, Lowering
 from spaceport.runtime.decode.draft import DraftConfig
-from spaceport.runtime.decode.request import Request
-from spaceport.runtime.decode.selector import TokenSelector
+from spaceport.runtime.decode.sequence import Thread, TokenSelector
+from spaceport.runtime.decode.sequence_group import SequenceGroup
 from spaceport.runtime.decode.step import PREFILL_ROWS
-from spaceport.runtime.decode.threads import Thread
 from spaceport.runtime.sampling.choice import Bans
 from spaceport.runtime.sampling.sampler import Sampling, chooser
 from support.arrivals import DRAFT_CONFIGS
@@ -64,7 +63,7 @@ def write(
     return found
 
 
-def run(engine: HashEngine, request: Request, chunk: int = PREFILL_ROWS) -> Request:
+def run(engine: HashEngine, request: SequenceGroup, chunk: int = PREFILL_ROWS) -> SequenceGroup:
     while request.live:
         advance(engine, request, chunk=chunk)
     return request

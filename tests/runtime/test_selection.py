@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 
 from spaceport.exporter.selection_graph import write_selection
 from spaceport.graphs.contract.signature import BEST_TOKENS, selection_width
-from spaceport.runtime.decode.selector import NotANumber
-from spaceport.runtime.decode.threads import Thread, new_thread
+from spaceport.runtime.decode.sequence import NotANumber, Thread, new_thread
 from spaceport.runtime.engine import SelectedRows, selected_rows
 from spaceport.runtime.sampling.choice import Greedy
 from support.selectors import greedy

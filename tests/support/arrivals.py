@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -13,14 +13,13 @@ from numpy.typing import NDArray
 from spaceport.graphs.contract.signature import STEP_ROWS, Lowering
 from spaceport.runtime.costs import relative_costs
 from spaceport.runtime.decode.draft import Candidates, DraftConfig
-from spaceport.runtime.decode.events import NullListener
-from spaceport.runtime.decode.request import Request, VerifiedStep
-from spaceport.runtime.decode.selector import NotANumber, TokenSelector
-from spaceport.runtime.decode.threads import Thread
+from spaceport.runtime.decode.sequence import NotANumber, NullListener, Thread, TokenSelector
+from spaceport.runtime.decode.sequence_group import SequenceGroup, VerifiedStep
+from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import Batch, EngineFault
 from spaceport.runtime.scheduling.prefix_cache import PrefixCache
+from spaceport.runtime.scheduling.request import Request
 from spaceport.runtime.scheduling.scheduler import Scheduler
-from spaceport.runtime.scheduling.task import Task
 from support.hash_engine import END, LAYOUTS, HashEngine, Language, Tree, request_for
 
 Trouble = Literal["on_token", "on_end", "choice", "number", "observer", "progress"]
@@ -124,7 +123,7 @@ class Fuse(NullListener):
 class SharedEngine(HashEngine):
     """A fake engine that knows the request of each row, and fails on demand."""
 
-    guests: list[Task] = field(default_factory=list)  # all tasks of the test
+    guests: list[tuple[Request, SequenceGroup]] = field(default_factory=list)  # of the test
     poisoned: dict[int, int] = field(default_factory=dict)  # id of a request -> calls until its logits are NaN
     faulty: int | None = None  # index of the call that fails
 
@@ -135,12 +134,12 @@ class SharedEngine(HashEngine):
     def _owner_of(self, index: int) -> object:
         """The salt of the request that uses an index, whose rows others of this salt may see; else the request itself."""
         tenant = self.tenant(index)
-        salt = None if tenant is None else tenant.config.cache_salt
+        salt = None if tenant is None else tenant.cache_salt
         return id(tenant) if salt is None else salt
 
-    def tenant(self, index: int) -> Request | None:
+    def tenant(self, index: int) -> SequenceGroup | None:
         """The request that holds slots of an index; there is never more than one."""
-        found = [guest.request for guest in self.guests if guest.index == index and guest.request.slots.held]
+        found = [sequences for guest, sequences in self.guests if guest.index == index and sequences.slots.held]
         assert len(found) < 2, "two requests share the buffers of one index"
         return found[0] if found else None
 
@@ -160,22 +159,12 @@ class SharedEngine(HashEngine):
                     logits[line] = np.nan
         return logits
 
-    def _hold_visible(self, batch: Batch, line: int, tenant: Request) -> None:
+    def _hold_visible(self, batch: Batch, line: int, tenant: SequenceGroup) -> None:
         for row, slot in enumerate(batch.slot_ids[line]):
             own = int(slot) if self.lowering == "scatter" else int(batch.slot_ids[line, 0]) + row
             visible = np.flatnonzero(batch.attention_mask[line, 0, row])
             if own in visible:
                 assert tenant.slots.still_held(visible).size == visible.size, "a row sees a slot that nobody holds"
-
-
-@dataclass(eq=False, kw_only=True)
-class CalledTask(Task):
-    """A task that reports its progress with a callback."""
-
-    call: Callable[[bool], None] = lambda done: None  # whether the task is done
-
-    def on_progress(self) -> None:
-        self.call(self.done)
 
 
 class Scene:
@@ -203,9 +192,11 @@ class Scene:
         self.scheduler = Scheduler(
             self.engine, queue_limit, prompt_rows, clock=lambda: self.now, costs=costs, cache=cache
         )
-        self.reports: list[list[bool]] = [[] for _ in arrivals]  # for each task: whether it was done at each report
-        self.tasks = [self._task(*numbered) for numbered in enumerate(arrivals)]
-        self.engine.guests.extend(self.tasks)
+        # for each request: whether it was done at each report
+        self.reports: list[list[bool]] = [[] for _ in arrivals]
+        prepared = [self._prepared(*numbered) for numbered in enumerate(arrivals)]
+        self.requests, self.sequences = [request for request, _ in prepared], [sequences for _, sequences in prepared]
+        self.engine.guests.extend(prepared)
 
     def play(self) -> None:
         """Run rounds until all requests have arrived and ended."""
@@ -215,28 +206,33 @@ class Scene:
 
     def turn(self) -> None:
         """Run a round, after what is due before it."""
-        for arrival, task in zip(self.arrivals, self.tasks, strict=True):
+        for number, arrival in enumerate(self.arrivals):
             if arrival.at == self.now:
-                self.scheduler.submit(task)
+                self.submit(number)
             if arrival.cancelled is not None and arrival.at + arrival.cancelled == self.now:
-                task.cancelled = True
+                self.requests[number].end()
         self.scheduler.round()
         self.now += 1
 
+    def submit(self, number: int) -> None:
+        """Submit a request."""
+        self.scheduler.submit(self.requests[number], self.sequences[number])
+
     def text(self, number: int) -> Tree:
         """The output of each thread of a request."""
-        return {thread.path: thread.generated for thread in self.tasks[number].request.threads}
+        return {thread.path: thread.generated for thread in self.sequences[number].threads}
 
     def check_ending(self, number: int) -> None:
         """Assert that a request has ended as expected, that its slots are free, and that its end was reported once."""
-        arrival, task, alone, text = self.arrivals[number], self.tasks[number], self.alone[number], self.text(number)
-        assert task.done
+        arrival, alone, text = self.arrivals[number], self.alone[number], self.text(number)
+        request, sequences = self.requests[number], self.sequences[number]
+        assert request.done
         assert (self.reports[number].count(True), self.reports[number][-1]) == (1, True)
-        assert task.request.slots.held == 0
-        ended = {thread.ending for thread in task.request.threads}
-        if task.fault is not None:
-            assert isinstance(task.fault, (Trap, NotANumber, EngineFault))
-            assert isinstance(task.fault, EngineFault) or arrival.trouble is not None
+        assert sequences.slots.held == 0
+        ended = {thread.ending for thread in sequences.threads}
+        if request.error is not None:
+            assert isinstance(request.error, (Trap, NotANumber, EngineFault))
+            assert isinstance(request.error, EngineFault) or arrival.trouble is not None
         elif ended & {"cancelled", "deadline"}:
             assert arrival.cancelled is not None or "deadline" in ended
             assert arrival.patience is not None or "cancelled" in ended
@@ -248,9 +244,9 @@ class Scene:
     def _total(self, tree: Tree) -> int:
         return sum(len(text) for text in tree.values()) + len(tree)
 
-    def _task(self, number: int, arrival: Arrival) -> Task:
+    def _prepared(self, number: int, arrival: Arrival) -> tuple[Request, SequenceGroup]:
         fuse = Fuse(arrival.trouble, arrival.when)
-        request = request_for(
+        sequences = request_for(
             self.engine,
             arrival.prompt,
             arrival.max_tokens,
@@ -261,19 +257,21 @@ class Scene:
             listener=fuse,
             observers=[fuse] if arrival.trouble == "observer" else [],
         )
-        fuse.selector = request.config.selector
-        request.config = replace(request.config, selector=fuse, cache_salt=arrival.salt)
+        fuse.selector, sequences.selector, sequences.cache_salt = sequences.selector, fuse, arrival.salt
         if arrival.trouble == "number":
-            self.engine.poisoned[id(request)] = arrival.when
-
-        def on_progress(done: bool) -> None:
-            self.reports[number].append(done)
-            fuse.touch("progress")
+            self.engine.poisoned[id(sequences)] = arrival.when
 
         deadline = None if arrival.patience is None else arrival.at + arrival.patience
-        return CalledTask(request=request, call=on_progress, deadline=deadline)
+        request = Request(arrival.prompt, Decoding(), deadline=deadline)
+
+        def on_change() -> None:
+            self.reports[number].append(request.done)
+            fuse.touch("progress")
+
+        request.on_change = on_change
+        return request, sequences
 
 
-def steps_of(task: Task) -> int:
+def steps_of(sequences: SequenceGroup) -> int:
     """Number of steps of a request."""
-    return task.request.statistics.prompt_steps + task.request.statistics.steps
+    return sequences.statistics.prompt_steps + sequences.statistics.steps

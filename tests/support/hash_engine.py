@@ -13,11 +13,9 @@ from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.graphs.contract.signature import Lowering, Signature
 from spaceport.runtime.costs import StepCosts, relative_costs
 from spaceport.runtime.decode.draft import DraftConfig
-from spaceport.runtime.decode.events import Listener
-from spaceport.runtime.decode.planner import DraftPlanner
-from spaceport.runtime.decode.request import Observer, Request
-from spaceport.runtime.decode.request_config import RequestConfig
-from spaceport.runtime.decode.selector import TokenSelector
+from spaceport.runtime.decode.planner import DraftPlanner, drafter_for
+from spaceport.runtime.decode.sequence import Listener, NullListener, TokenSelector
+from spaceport.runtime.decode.sequence_group import Observer, SequenceGroup
 from spaceport.runtime.decode.step import PREFILL_ROWS, StepInput, step
 from spaceport.runtime.engine import CPU_COSTS, Batch, Costs, Engine, Moves
 from spaceport.runtime.sampling.choice import Bans, Greedy
@@ -254,7 +252,7 @@ def request_for(
     observers: Sequence[Observer] = (),
     costs: StepCosts = FREE_STEPS,
     max_rows: int | None = None,
-) -> Request:
+) -> SequenceGroup:
     """A request as the session creates it; a number of mask slots means chains of that length.
 
     An engine with heads drafts with as many of them instead.
@@ -265,20 +263,25 @@ def request_for(
         draft_config = replace(draft_config, mask_slots=0, heads=heads)
     tokens = TokenIds(mask=masks, fork=FORK, child=CHILD, end=(END,))
     bans = Bans(frozenset((*MASKS, CHILD)), FORK, CHILD, max_depth)
-    config = RequestConfig(
+    draft_config = replace(draft_config, mask_layout=engine.language.mask_layout)
+    return SequenceGroup(
+        prompt=prompt,
+        capacity=engine.capacity,
+        lowering=engine.lowering,
         tokens=tokens,
         selector=selector or Greedy(bans),
         max_length=len(prompt) + max_tokens,
         max_total=max_tokens if total is None else total,
-        draft_config=replace(draft_config, mask_layout=engine.language.mask_layout),
-        planner=DraftPlanner(costs),
+        draft_config=draft_config,
+        drafter=drafter_for(draft_config, DraftPlanner(costs)),
         max_rows=max_rows,
         max_threads=max_threads,
         end=frozenset(tokens.end),
+        listener=listener or NullListener(),
+        observers=observers,
     )
-    return Request(prompt, config, engine.capacity, engine.lowering, listener=listener, observers=observers)
 
 
-def advance(engine: Engine, *requests: Request, chunk: int = PREFILL_ROWS) -> None:
+def advance(engine: Engine, *requests: SequenceGroup, chunk: int = PREFILL_ROWS) -> None:
     """One step of requests that have the first indices of an engine."""
     step(engine, [StepInput(request, index, chunk) for index, request in enumerate(requests)])

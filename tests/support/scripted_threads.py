@@ -11,7 +11,7 @@ import numpy as np
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from spaceport.runtime.decode.threads import Ending, Thread, new_thread
+from spaceport.runtime.decode.sequence import Ending, Thread, new_thread
 from spaceport.runtime.text.tokenizer import encode
 from spaceport.runtime.text.transcript import Piece, ThreadText, Transcript
 from support.small_tokenizers import BROKEN, BYTES, FALLBACK, cut_at, full, one_byte_each

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from spaceport.runtime.decode.selector import TokenSelector
+from spaceport.runtime.decode.sequence import TokenSelector
 from spaceport.runtime.sampling.choice import Bans, Greedy
 from spaceport.runtime.sampling.constrained import Constrained, GrammarCompiler, Vocabulary
 from spaceport.runtime.sampling.grammar import Grammar

@@ -10,8 +10,8 @@ from tokenizers import Tokenizer, decoders, models
 
 from spaceport.graphs.contract.signature import STEP_ROWS
 from spaceport.runtime.decode.draft import DraftConfig
-from spaceport.runtime.decode.events import Listener
-from spaceport.runtime.decode.request import Observer, Request
+from spaceport.runtime.decode.sequence import Listener
+from spaceport.runtime.decode.sequence_group import Observer, SequenceGroup
 from spaceport.runtime.text.transcript import Transcript
 from spaceport.runtime.trace.trace import Trace
 from support.arrivals import DRAFT_CONFIGS
@@ -61,7 +61,7 @@ CASES = st.builds(
 
 def request_of(
     case: Case, observers: Sequence[Observer] = (), listener: Listener | None = None
-) -> tuple[HashEngine, Request]:
+) -> tuple[HashEngine, SequenceGroup]:
     """The new request of a case, on an engine with enough slots."""
     language = Language(case.seed, case.quality, case.end_every, case.fork_every)
     text = language.tree(case.prompt, len(case.prompt) + case.max_tokens, case.max_depth)
@@ -81,7 +81,7 @@ def request_of(
     return engine, request
 
 
-def traced(case: Case) -> tuple[Request, Trace, Transcript]:
+def traced(case: Case) -> tuple[SequenceGroup, Trace, Transcript]:
     """A finished request with its trace and its transcript."""
     trace, transcript = Trace(), Transcript(TOKENIZER, (), FORK)
     engine, request = request_of(case, [trace], transcript)

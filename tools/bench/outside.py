@@ -20,13 +20,13 @@ from spaceport.graphs.contract.manifest import Manifest
 from spaceport.runtime.bundle import Bundle, read_correction
 from spaceport.runtime.costs import relative_costs
 from spaceport.runtime.decode.planner import DraftPlanner
+from spaceport.runtime.decode.sequence_group import SequenceGroup
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import CPU_COSTS, Batch, Engine
 from spaceport.runtime.scheduling.admission import Admission
 from spaceport.runtime.scheduling.capacity import capacity_for
-from spaceport.runtime.scheduling.generation import Delivery, Generation
+from spaceport.runtime.scheduling.request import Request
 from spaceport.runtime.scheduling.scheduler import Scheduler
-from spaceport.runtime.scheduling.task import Task
 from spaceport.runtime.text.tokenizer import open_tokenizer
 from spaceport.tools.bench.synthetic_engine import Predicted, SyntheticEngine, allowed_tokens, without_end_tokens
 
@@ -69,8 +69,8 @@ class RoundCost:
     p95_milliseconds: float
 
 
-def generations(bundle: Bundle, engine: SyntheticEngine, rows: int) -> list[Generation]:
-    """One generation for each request that the engine batches."""
+def prepared_requests(bundle: Bundle, engine: SyntheticEngine, rows: int) -> list[tuple[Request, SequenceGroup]]:
+    """One request with its sequences for each index of the engine."""
     planner = DraftPlanner(relative_costs(engine.costs.row))
     correction = read_correction(bundle)
     exactness = unmeasured(bundle.manifest)
@@ -87,23 +87,22 @@ def generations(bundle: Bundle, engine: SyntheticEngine, rows: int) -> list[Gene
     random = np.random.default_rng(0)
     mask_slots = 0 if rows == 1 else bundle.manifest.drafts.mask_slots
     decoding = Decoding(mask_slots=mask_slots, draft_rows=rows, fork=False)
-    return [
-        admission.generation(random.integers(0, _VOCABULARY, _PROMPT).tolist(), decoding, _ignore)
-        for _ in range(engine.requests)
-    ]
-
-
-def _ignore(delivery: Delivery | None) -> None:
-    """Ignore delivered text."""
+    prepared = []
+    for _ in range(engine.requests):
+        request = Request(random.integers(0, _VOCABULARY, _PROMPT).tolist(), decoding)
+        sequences = admission.prepare(request)
+        assert sequences is not None
+        prepared.append((request, sequences))
+    return prepared
 
 
 def rounds(
-    engine: SyntheticEngine, tasks: Sequence[Task], profile: cProfile.Profile | None
+    engine: SyntheticEngine, requests: Sequence[tuple[Request, SequenceGroup]], profile: cProfile.Profile | None
 ) -> Iterator[tuple[float, int]]:
     """The seconds outside the engine and the rows of each round, until a generation ends."""
     scheduler = Scheduler(engine, 0)
-    for task in tasks:
-        scheduler.submit(task)
+    for request, sequences in requests:
+        scheduler.submit(request, sequences)
     for number in count():
         engine.rows_fed, engine.seconds = 0, 0.0
         if profile is not None and number > _WARM_UP:
@@ -113,7 +112,7 @@ def rounds(
         seconds = perf_counter() - started
         if profile is not None:
             profile.disable()
-        if any(task.done for task in tasks):
+        if any(request.done for request, _ in requests):
             return
         if number > _WARM_UP:
             yield seconds - engine.seconds, engine.rows_fed
@@ -126,7 +125,7 @@ def measure(
     engine = synthetic_engine(bundle.manifest, requests, inner)
     found: list[tuple[float, int]] = []
     while len(found) < min_rounds:
-        found += rounds(engine, generations(bundle, engine, rows), profile)
+        found += rounds(engine, prepared_requests(bundle, engine, rows), profile)
     times = [seconds for seconds, _ in found]
     return RoundCost(
         requests,

@@ -9,7 +9,7 @@ from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.contract.manifest import TEMPLATE_FILE
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.sampling.sampler import Sampling
-from spaceport.runtime.scheduling.generation import Completion
+from spaceport.runtime.scheduling.request import Completion
 from spaceport.runtime.session import Runtime
 from spaceport.tools.chat.chat_model import AnswerOptions, AnswerStatistics
 from spaceport.tools.terminal.lanes import Lanes, Span

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from time import perf_counter
 
 from spaceport.runtime.decoding import Decoding
-from spaceport.runtime.scheduling.generation import Completion
+from spaceport.runtime.scheduling.request import Completion
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.prompt import Prompt
 

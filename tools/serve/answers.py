@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from spaceport.runtime.decode.sequence import Ending
 from spaceport.runtime.decode.statistics import Statistics
-from spaceport.runtime.decode.threads import Ending
 from spaceport.runtime.sampling.logprobs import TokenLogprob
-from spaceport.runtime.scheduling.generation import Completion
+from spaceport.runtime.scheduling.request import Completion
 
 _REASONS: dict[Ending, str] = {"end": "stop", "stop": "stop"}  # all others: "length"
 

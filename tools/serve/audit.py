@@ -14,9 +14,9 @@ import msgspec
 
 from spaceport.graphs.contract.exactness import tolerance_of
 from spaceport.graphs.contract.faults import OptionFault, SpaceportError
-from spaceport.runtime.decode.selector import NotANumber
+from spaceport.runtime.decode.sequence import NotANumber
 from spaceport.runtime.decoding import Decoding
-from spaceport.runtime.scheduling.generation import Completion
+from spaceport.runtime.scheduling.request import Completion
 from spaceport.runtime.scheduling.stream import AsyncStream
 from spaceport.runtime.session import Runtime
 from spaceport.tools.serve.audit_log import AuditLog, contents_of, fault_record

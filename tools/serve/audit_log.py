@@ -19,7 +19,7 @@ from spaceport import __version__
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.backends.machine import cpu_name
 from spaceport.runtime.decoding import Decoding
-from spaceport.runtime.scheduling.generation import Completion
+from spaceport.runtime.scheduling.request import Completion
 from spaceport.runtime.session import Runtime
 from spaceport.tools.serve.comparison import Difference
 

@@ -11,11 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.runtime.decode.request import VerifiedStep
-from spaceport.runtime.decode.selector import NotANumber, TokenSelector
-from spaceport.runtime.decode.threads import Thread
+from spaceport.runtime.decode.sequence import NotANumber, Thread, TokenSelector
+from spaceport.runtime.decode.sequence_group import VerifiedStep
 from spaceport.runtime.decoding import Decoding
-from spaceport.runtime.scheduling.generation import Completion
+from spaceport.runtime.scheduling.request import Completion
 from spaceport.runtime.text.transcript import Path, ThreadText
 
 Outcome = Literal["equal", "near_tie", "fault"]
@@ -91,8 +90,8 @@ class Comparison:
             given = self._threads.get(thread.path)
             if not verdict.tokens or given is None or self._differs(thread.path):
                 continue
-            config, token = verified.request.config, verdict.tokens[0]
-            index, ends = len(thread.tokens) - thread.start, config.end | config.stop
+            group, token = verified.request, verdict.tokens[0]
+            index, ends = len(thread.tokens) - thread.start, group.end | group.stop
             if index < len(given.tokens):
                 found, expected = given.tokens[index], {given.tokens[index]}
             elif self._is_cut(given):
@@ -101,7 +100,7 @@ class Comparison:
                 found, expected = None, set(ends)
             if token not in expected:
                 line = logits[part.layout.known - 1 - part.first_wanted]
-                shift = shift_of(config.selector, line, thread, token, expected)
+                shift = shift_of(group.selector, line, thread, token, expected)
                 shown = None if token in ends else token
                 allowed = self._tolerance * max(1.0, float(np.abs(line[np.isfinite(line)]).max(initial=0.0)))
                 position = len(thread.tokens)

@@ -13,9 +13,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from spaceport.graphs.contract.faults import OptionFault
+from spaceport.runtime.decode.sequence import Ending
 from spaceport.runtime.decode.statistics import Statistics
-from spaceport.runtime.decode.threads import Ending
-from spaceport.runtime.scheduling.generation import Completion
+from spaceport.runtime.scheduling.request import Completion
 from spaceport.runtime.text.prompt import Prompt
 from spaceport.tools.serve.answers import finish_reason, metrics_of, timings_of
 from spaceport.tools.serve.bodies import ChatBody, TextBody, body_of

@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
+from spaceport.runtime.decode.sequence import Ending
 from spaceport.runtime.decode.statistics import Statistics
-from spaceport.runtime.decode.threads import Ending
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.sampling.logprobs import TokenLogprob
 from spaceport.runtime.sampling.sampler import Sampling

@@ -7,7 +7,7 @@ from typing import Any
 
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.engine import EngineFault
-from spaceport.runtime.scheduling.queue import QueueFull
+from spaceport.runtime.scheduling.request import QueueFull
 from spaceport.runtime.scheduling.worker import RuntimeClosed
 from spaceport.tools.serve.fields import SUPPORTED
 

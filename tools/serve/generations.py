@@ -9,7 +9,7 @@ from typing import Any
 
 from spaceport.runtime.decode.statistics import Statistics
 from spaceport.runtime.decoding import Decoding
-from spaceport.runtime.scheduling.generation import Completion
+from spaceport.runtime.scheduling.request import Completion
 from spaceport.runtime.scheduling.stream import AsyncStream
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.prompt import Prompt

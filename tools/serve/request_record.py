@@ -12,8 +12,8 @@ from typing import Any
 from starlette.requests import Request
 from starlette.types import Scope
 
+from spaceport.runtime.decode.sequence import Ending
 from spaceport.runtime.decode.statistics import Statistics
-from spaceport.runtime.decode.threads import Ending
 from spaceport.runtime.decoding import Decoding
 from spaceport.tools.serve.failures import Failure
 

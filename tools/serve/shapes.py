@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from spaceport.runtime.scheduling.generation import Completion
+from spaceport.runtime.scheduling.request import Completion
 from spaceport.tools.serve.answers import chat_logprobs, finish_reason, own_report, text_logprobs
 from spaceport.tools.serve.message_text import MessageText
 from spaceport.tools.serve.progress import Progress

@@ -11,7 +11,7 @@ import click
 from spaceport.runtime.decode.sources import named_source
 from spaceport.runtime.decode.statistics import Statistics
 from spaceport.runtime.sampling.logprobs import TokenLogprob
-from spaceport.runtime.scheduling.generation import Completion
+from spaceport.runtime.scheduling.request import Completion
 from spaceport.runtime.scheduling.stream import Stream
 from spaceport.tools.terminal.lanes import Lanes, marked
 

@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.graphs.contract.manifest import TEMPLATE_FILE
 from spaceport.runtime.decoding import Decoding
-from spaceport.runtime.scheduling.generation import Completion
+from spaceport.runtime.scheduling.request import Completion
 from spaceport.runtime.scheduling.stream import Stream
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.prompt import Prompt

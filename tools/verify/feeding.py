@@ -9,11 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spaceport.graphs.contract.manifest import TokenIds
-from spaceport.runtime.decode.draft import Candidates, DraftConfig
-from spaceport.runtime.decode.request import Observer, Request, VerifiedStep
-from spaceport.runtime.decode.request_config import RequestConfig
+from spaceport.runtime.decode.draft import Candidates
+from spaceport.runtime.decode.sequence import Thread
+from spaceport.runtime.decode.sequence_group import Observer, SequenceGroup, VerifiedStep
 from spaceport.runtime.decode.step import PREFILL_ROWS, StepInput, step
-from spaceport.runtime.decode.threads import Thread
 from spaceport.runtime.engine import Engine
 from spaceport.tools.verify.thread_tokens import ThreadTokens
 
@@ -84,24 +83,26 @@ class EchoObserver:
 
 def known_request(
     engine: Engine, tokens: Sequence[int], start: int, observer: Observer, stays: bool = False
-) -> Request:
+) -> SequenceGroup:
     """A request that feeds these tokens and then ends, or `stays` live with its KV slots held.
 
     The observer gets the logits for each token from position `start` on, and for one after the last. A request that stays
     has one extra token: the one that KnownTokens selects after the last.
     """
-    config = RequestConfig(
+    return SequenceGroup(
+        prompt=tokens,
+        capacity=engine.capacity,
+        lowering=engine.signature.lowering,
         tokens=TokenIds(),
         selector=KnownTokens(),
         max_length=len(tokens) + (2 if stays else 0),
         max_total=2 if stays else 0,
-        draft_config=DraftConfig(0, "chain"),
         echo=start - 1,
+        observers=(observer,),
     )
-    return Request(tokens, config, engine.capacity, engine.signature.lowering, observers=(observer,))
 
 
-def prefill(engine: Engine, request: Request, rows: int) -> None:
+def prefill(engine: Engine, request: SequenceGroup, rows: int) -> None:
     """Feed a request's prompt, alone on the engine, at most `rows` rows in a call."""
     while request.prefilling:
         step(engine, [StepInput(request, 0, min(rows, engine.rows))])
@@ -150,7 +151,7 @@ class _Gaps:
     Draft trees leave slots like this, and the slots of a row decide the order of its floating-point sums.
     """
 
-    def __init__(self, request: Request, seed: int) -> None:
+    def __init__(self, request: SequenceGroup, seed: int) -> None:
         self._slots = request.slots
         held = request.slots.take(np.zeros(_GAPS, np.int64))
         self._held = np.random.default_rng(seed).permutation(held)

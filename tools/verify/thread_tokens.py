@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from spaceport.runtime.scheduling.generation import Completion
+from spaceport.runtime.scheduling.request import Completion
 from spaceport.runtime.text.transcript import Path
 
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from spaceport.graphs.contract.draft_acceptance import DraftAcceptance, is_copying
 from spaceport.runtime.decode.acceptance import Acceptance
 from spaceport.runtime.decode.draft import Candidates
+from spaceport.runtime.decode.sequence import new_thread
 from spaceport.runtime.decode.sources import Continuation, Lookup, Predictions
-from spaceport.runtime.decode.threads import new_thread
 
 FIRST = Acceptance(3).reach(copying=False)
 NOTHING = Candidates((), ())

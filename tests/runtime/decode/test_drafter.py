@@ -25,7 +25,7 @@ from spaceport.runtime.decode.planner import (
     TreeDrafter,
     drafter_for,
 )
-from spaceport.runtime.decode.threads import new_thread
+from spaceport.runtime.decode.sequence import new_thread
 
 FLOAT32 = StepCosts(64, ((1, 1.0), (4, 1.12), (9, 1.4), (16, 1.6), (36, 2.5)), relative=True)
 INT4 = StepCosts(64, ((1, 1.0), (2, 2.1), (4, 2.3), (9, 3.0), (16, 4.0), (36, 7.0)), relative=True)

@@ -11,9 +11,8 @@ import pytest
 from numpy.typing import NDArray
 
 from spaceport.runtime.decode.draft import Candidates
-from spaceport.runtime.decode.events import NullListener
-from spaceport.runtime.decode.request import VerifiedStep
-from spaceport.runtime.decode.threads import Ending, Thread
+from spaceport.runtime.decode.sequence import Ending, NullListener, Thread
+from spaceport.runtime.decode.sequence_group import VerifiedStep
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import Batch
 from spaceport.runtime.sampling.choice import Bans, Greedy

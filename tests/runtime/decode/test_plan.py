@@ -11,8 +11,7 @@ from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.runtime.decode.acceptance import Verdict, accept
 from spaceport.runtime.decode.draft import PLAIN, Candidates, Draft, chain
 from spaceport.runtime.decode.plan import Part, Plan, lay_out, plan_thread, sees, within
-from spaceport.runtime.decode.selector import NotANumber
-from spaceport.runtime.decode.threads import Thread
+from spaceport.runtime.decode.sequence import NotANumber, Thread
 from support.selectors import greedy
 
 M = 90

@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 from spaceport.runtime.costs import relative_costs
 from spaceport.runtime.decode import statistics as module
 from spaceport.runtime.decode.draft import REASONS, DraftConfig, Reason
-from spaceport.runtime.decode.request import Request
+from spaceport.runtime.decode.sequence_group import SequenceGroup
 from spaceport.runtime.decode.step import StepInput, step
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import Batch
 from spaceport.runtime.sampling.grammar import Grammar
-from spaceport.runtime.scheduling.generation import Completion
+from spaceport.runtime.scheduling.request import Completion
 from spaceport.runtime.session import Runtime
 from support.hash_engine import CHILD, FORK, MASKS, HashEngine, Language, request_for
 from support.hash_runtime import hash_runtime
@@ -98,7 +98,7 @@ MASK_SLOTS = DraftConfig(3)
 Counts = dict[str, int]  # steps by reason
 
 
-def finished(engine: HashEngine, *requests: Request) -> Counts:
+def finished(engine: HashEngine, *requests: SequenceGroup) -> Counts:
     """The reasons of the first request, once all have ended."""
     while any(request.live for request in requests):
         step(engine, [StepInput(request, index) for index, request in enumerate(requests) if request.live])

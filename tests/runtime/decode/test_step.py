@@ -11,7 +11,7 @@ from spaceport.graphs.contract.draft_methods import CAUSAL, MaskLayout
 from spaceport.graphs.contract.signature import LOWERINGS, STEP_ROWS, Lowering, visible_length
 from spaceport.runtime import Decoding, Runtime
 from spaceport.runtime.decode.draft import DraftConfig, Shape
-from spaceport.runtime.decode.request import Request
+from spaceport.runtime.decode.sequence_group import SequenceGroup
 from spaceport.runtime.decode.slots import Slots
 from spaceport.runtime.decode.step import PREFILL_ROWS, StepInput, step
 from spaceport.tools.verify.acceptance.answers import generate_answer
@@ -27,13 +27,13 @@ def engine_for(language: Language, most: int, lowering: Lowering, requests: int 
     return HashEngine(language, visible_length(most + STEP_ROWS + 1), requests, lowering)
 
 
-def run(engine: HashEngine, request: Request, chunk: int = PREFILL_ROWS) -> Request:
+def run(engine: HashEngine, request: SequenceGroup, chunk: int = PREFILL_ROWS) -> SequenceGroup:
     while request.live:
         advance(engine, request, chunk=chunk)
     return request
 
 
-def text_of(request: Request) -> Tree:
+def text_of(request: SequenceGroup) -> Tree:
     return {thread.path: thread.generated for thread in request.threads}
 
 

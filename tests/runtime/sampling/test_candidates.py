@@ -19,8 +19,8 @@ from spaceport.runtime.decode.acceptance import Acceptance, Verdict
 from spaceport.runtime.decode.draft import Candidates, Draft, DraftConfig, Outlook, Shape, best_chain, tree
 from spaceport.runtime.decode.plan import plan_thread
 from spaceport.runtime.decode.planner import DraftPlanner, Sharing, TreeDrafter, drafter_for
+from spaceport.runtime.decode.sequence import Thread, new_thread
 from spaceport.runtime.decode.sources import Predictions
-from spaceport.runtime.decode.threads import Thread, new_thread
 from spaceport.runtime.sampling.choice import Bans, Corrected, CorrectedCandidates, Greedy, top_candidates
 from spaceport.runtime.sampling.sampler import Sampling, chooser
 

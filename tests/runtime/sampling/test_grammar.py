@@ -20,8 +20,7 @@ from spaceport.graphs.contract.faults import MissingDependency, OptionFault
 from spaceport.graphs.contract.installation import install_command
 from spaceport.graphs.contract.signature import visible_length
 from spaceport.runtime.decode.draft import Candidates, DraftConfig
-from spaceport.runtime.decode.selector import NotANumber
-from spaceport.runtime.decode.threads import Thread, new_thread
+from spaceport.runtime.decode.sequence import NotANumber, Thread, new_thread
 from spaceport.runtime.sampling.constrained import DeadEnd, open_vocabulary
 from spaceport.runtime.sampling.grammar import Grammar
 from spaceport.runtime.sampling.logprobs import Speller
@@ -163,7 +162,7 @@ def run(
 ) -> tuple[list[int], str | None, int]:
     """What a constrained request writes, how it ends, and its steps."""
     engine = HashEngine(language, visible_length(8 + most + 160), 1)
-    plain = request_for(engine, [1, 2, 3], most, draft_config).config.selector
+    plain = request_for(engine, [1, 2, 3], most, draft_config).selector
     selector = constrained(plain, Grammar(regex=regex), SMALL_VOCABULARY)
     request = request_for(engine, [1, 2, 3], most, draft_config, selector=selector)
     while request.live:

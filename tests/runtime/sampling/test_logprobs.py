@@ -19,11 +19,11 @@ from transformers import AutoModelForCausalLM
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.graphs.contract.signature import LOGIT_BYTES, LOWERINGS
-from spaceport.runtime.decode.selector import NotANumber
+from spaceport.runtime.decode.sequence import NotANumber
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.sampling.logprobs import logprob_of
 from spaceport.runtime.sampling.sampler import most_probable
-from spaceport.runtime.scheduling.generation import Completion
+from spaceport.runtime.scheduling.request import Completion
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.control_tokens import ControlTokens
 from spaceport.runtime.text.tokenizer import encode

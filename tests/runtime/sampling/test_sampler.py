@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.runtime.decode.selector import NotANumber
-from spaceport.runtime.decode.threads import Thread
+from spaceport.runtime.decode.sequence import NotANumber, Thread
 from spaceport.runtime.sampling.choice import Bans, Greedy
 from spaceport.runtime.sampling.sampler import Sampling, chooser, gumbels, noise_key, survivors
 from support.slow_sampling import noise_slowly, probabilities_slowly, scores_slowly, survivors_slowly

@@ -15,7 +15,7 @@ import pytest
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.limits import Limits
-from spaceport.runtime.scheduling.queue import QueueFull
+from spaceport.runtime.scheduling.request import QueueFull
 from spaceport.runtime.scheduling.worker import RuntimeClosed
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.prompt import Prompt, PromptEncoder

@@ -13,12 +13,10 @@ from hypothesis import strategies as st
 
 from spaceport.graphs.contract.signature import LOWERINGS, Lowering
 from spaceport.runtime.decode.draft import DraftConfig
-from spaceport.runtime.decode.kv_prefix import kv_prefix
+from spaceport.runtime.decode.sequence import kv_prefix, new_thread
 from spaceport.runtime.decode.slots import Slots
-from spaceport.runtime.decode.threads import new_thread
 from spaceport.runtime.engine import EngineFault
-from spaceport.runtime.scheduling.prefix_cache import PrefixCache
-from spaceport.runtime.scheduling.radix_tree import Match, RadixTree
+from spaceport.runtime.scheduling.prefix_cache import Match, PrefixCache, RadixTree
 from support.arrivals import ARRIVALS, LANGUAGES, Arrival, Scene, Trap, Trouble
 from support.hash_engine import Language
 
@@ -66,10 +64,10 @@ def test_requests_with_a_cache_write_what_each_would_alone(examples: int) -> Non
             cache=cache,
         )
         scene.play()
-        for number, (arrival, task) in enumerate(zip(arrivals, scene.tasks, strict=True)):
+        for number, (arrival, sequences) in enumerate(zip(arrivals, scene.sequences, strict=True)):
             scene.check_ending(number)
-            assert task.request.statistics.cached_tokens < len(arrival.prompt)
-            assert arrival.salt is not None or task.request.statistics.cached_tokens == 0
+            assert sequences.statistics.cached_tokens < len(arrival.prompt)
+            assert arrival.salt is not None or sequences.statistics.cached_tokens == 0
         for index in range(scene.engine.requests):  # every prefix is that of rows that are in the engine
             if index in cache:
                 (tokens, slots), salt = cache[index].prefix, cache[index].salt
@@ -100,7 +98,7 @@ def play(
 
 
 def reused(scene: Scene) -> list[int]:
-    return [task.request.statistics.cached_tokens for task in scene.tasks]
+    return [sequences.statistics.cached_tokens for sequences in scene.sequences]
 
 
 def two_turns(draft_config: DraftConfig, language: Language = NEVER_ENDS) -> list[Arrival]:
@@ -112,7 +110,7 @@ def two_turns(draft_config: DraftConfig, language: Language = NEVER_ENDS) -> lis
 @pytest.mark.parametrize("lowering", LOWERINGS)
 @pytest.mark.parametrize("draft_config", [DraftConfig(0, "chain"), DraftConfig(3, "chain"), DraftConfig(3, "tree", 16)])
 def test_the_next_turn_of_a_chat_computes_what_is_new_only(draft_config: DraftConfig, lowering: Lowering) -> None:
-    second = play(two_turns(draft_config), lowering=lowering).tasks[1].request.statistics
+    second = play(two_turns(draft_config), lowering=lowering).sequences[1].statistics
     assert second.cached_tokens >= 36 + 29  # all of the first turn but its last token, which was never fed
     assert second.prompt_steps == 0
 
@@ -183,7 +181,11 @@ def test_requests_get_the_buffers_that_save_the_most(
 ) -> None:
     cache = PrefixCache()
     scene = play(arrivals, requests, cache=cache)
-    assert (reused(scene), [task.index for task in scene.tasks], scene.engine.copied) == (tokens, indices, copied)
+    assert (reused(scene), [request.index for request in scene.requests], scene.engine.copied) == (
+        tokens,
+        indices,
+        copied,
+    )
     assert (cache.hits, cache.hit_tokens, cache.evictions) == (sum(map(bool, tokens)), sum(tokens), evictions)
     assert cache.queried_tokens == sum(len(arrival.prompt) for arrival in arrivals if arrival.salt is not None)
 
@@ -203,7 +205,7 @@ def test_requests_that_arrive_together_compute_what_their_prompts_have_in_common
 ) -> None:
     scene = play(arrivals, requests, 7, lowering=lowering)
     assert reused(scene) == tokens
-    first, second = (task.request.statistics for task in scene.tasks[:2])
+    first, second = (sequences.statistics for sequences in scene.sequences[:2])
     if arrivals[1].at == 0:  # the time that it waits for its leader is time in the queue
         assert second.first_token_seconds > second.waiting_seconds > first.waiting_seconds
 
@@ -215,7 +217,7 @@ def test_requests_with_little_in_common_or_of_other_salts_wait_for_nothing(
     arrivals = [Arrival([*SYSTEM[:length], chat], salt=salt) for chat, salt in zip((5, 6), salts, strict=True)]
     scene = Scene(NEVER_ENDS, arrivals, 2, prompt_rows=7, cache=PrefixCache())
     scene.turn()
-    assert [task.leader for task in scene.tasks] == [None, None]
+    assert [request.leader for request in scene.requests] == [None, None]
     scene.play()
     assert reused(scene) == [0, 0]
 
@@ -224,7 +226,7 @@ def test_requests_with_little_in_common_or_of_other_salts_wait_for_nothing(
 def test_one_request_goes_on_in_place_of_a_leader_that_ended(trouble: Trouble | None, cancelled: int | None) -> None:
     first = Arrival(SYSTEM, trouble=trouble, cancelled=cancelled, salt="")
     scene = play([first, *(Arrival([*SYSTEM, chat], max_tokens=3, salt="") for chat in range(3))], 4, 7)
-    assert isinstance(scene.tasks[0].fault, Trap) == (cancelled is None)
+    assert isinstance(scene.requests[0].error, Trap) == (cancelled is None)
     assert reused(scene) == [0, 0, 40, 40]
 
 
@@ -232,7 +234,12 @@ def test_a_request_that_waits_can_be_cancelled_and_reach_its_deadline() -> None:
     waiting = [Arrival([*SYSTEM, 1], cancelled=2, salt=""), Arrival([*SYSTEM, 2], patience=2, salt="")]
     others = [Arrival(prompt, max_tokens=4, salt="") for prompt in (SYSTEM, [*SYSTEM, 3])]
     scene = play([others[0], *waiting, others[1]], 4, 7)
-    assert [task.request.threads[0].ending for task in scene.tasks] == ["length", "cancelled", "deadline", "length"]
+    assert [sequences.threads[0].ending for sequences in scene.sequences] == [
+        "length",
+        "cancelled",
+        "deadline",
+        "length",
+    ]
     assert [len(scene.text(number)[()]) for number in (1, 2)] == [0, 0]
     assert reused(scene) == [0, 0, 0, 40]
 
@@ -250,7 +257,7 @@ def test_a_request_that_waits_can_be_cancelled_and_reach_its_deadline() -> None:
 )
 def test_rows_of_a_failed_request_or_prompt_are_not_reused(first: Arrival, tokens: int) -> None:
     scene = play([first, Arrival([*SYSTEM, 5], at=20, salt="")], prompt_rows=7)
-    assert (scene.tasks[0].fault is not None) == (first.trouble is not None)
+    assert (scene.requests[0].error is not None) == (first.trouble is not None)
     assert reused(scene)[1] == tokens
 
 
@@ -259,7 +266,7 @@ def test_nothing_is_reused_after_the_engine_or_all_requests_failed() -> None:
     arrivals = [Arrival(prompt, at=9 * number, max_tokens=4, salt="") for number, prompt in enumerate(prompts)]
     scene = Scene(NEVER_ENDS, arrivals, 3, faulty=5, cache=PrefixCache())
     scene.play()
-    assert isinstance(scene.tasks[1].fault, EngineFault)
+    assert isinstance(scene.requests[1].error, EngineFault)
     assert (reused(scene)[2], scene.text(2)) == (0, scene.alone[2])
     scene = Scene(NEVER_ENDS, arrivals[::2], 2, cache=PrefixCache())
     while scene.now < 8:
@@ -280,7 +287,7 @@ def test_a_copy_that_fails_fails_its_request_only() -> None:
 
     scene.engine.copy = broken  # type: ignore[method-assign]
     scene.play()
-    assert [type(task.fault) for task in scene.tasks] == [type(None), EngineFault, type(None)]
+    assert [type(request.error) for request in scene.requests] == [type(None), EngineFault, type(None)]
     assert [scene.text(number) for number in (0, 2)] == [scene.alone[number] for number in (0, 2)]
     assert reused(scene)[2] == 40
 

@@ -11,14 +11,13 @@ from hypothesis import strategies as st
 
 from spaceport.graphs.contract.signature import LOWERINGS
 from spaceport.runtime.decode.draft import DraftConfig
-from spaceport.runtime.decode.request import ScheduledStep
-from spaceport.runtime.decode.selector import NotANumber
+from spaceport.runtime.decode.sequence import NotANumber
+from spaceport.runtime.decode.sequence_group import ScheduledStep
 from spaceport.runtime.decode.step import StepInput, plan
+from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import EngineFault
-from spaceport.runtime.scheduling.calls import group_by_width
-from spaceport.runtime.scheduling.queue import QueueFull
-from spaceport.runtime.scheduling.scheduler import BESIDE_ROWS
-from spaceport.runtime.scheduling.task import Task
+from spaceport.runtime.scheduling.request import QueueFull, Request
+from spaceport.runtime.scheduling.scheduler import BESIDE_ROWS, group_by_width
 from support.arrivals import ARRIVALS, LANGUAGES, Arrival, Scene, Trap, steps_of
 from support.hash_engine import END, HashEngine, Language, request_for
 
@@ -41,12 +40,13 @@ def test_each_request_writes_what_it_would_alone_whoever_comes_goes_or_fails(exa
             row_cost=data.draw(st.sampled_from((0.0, 0.08, 0.5))),
         )
         while scene.now <= 12 or scene.scheduler.busy:
-            before = [(task.request.statistics.steps, task.done) for task in scene.tasks]
+            before = [(sequences.statistics.steps, request.done) for request, sequences in scene.engine.guests]
             scene.turn()
-            for task, (steps, done) in zip(scene.tasks, before, strict=True):  # who writes takes a step in each round
-                assert not steps or done or task.done or task.request.statistics.steps == steps + 1
+            for (request, sequences), (steps, done) in zip(scene.engine.guests, before, strict=True):
+                # who writes takes a step in each round
+                assert not steps or done or request.done or sequences.statistics.steps == steps + 1
             assert scene.now < 2000
-        for number in range(len(scene.tasks)):
+        for number in range(len(scene.requests)):
             scene.check_ending(number)
         hold_everything_is_free(scene)
 
@@ -57,15 +57,15 @@ def hold_everything_is_free(scene: Scene) -> None:
     """As many requests as have capacity are admitted at once, and write what they would on a new engine."""
     engine = scene.engine
     engine.faulty = None
-    fresh = [Task(request=request_for(engine, [3, 1, 4], 1, 0)) for _ in range(engine.requests)]
+    fresh = [(Request([3, 1, 4], Decoding()), request_for(engine, [3, 1, 4], 1, 0)) for _ in range(engine.requests)]
     engine.guests[:] = fresh
-    for task in fresh:
-        scene.scheduler.submit(task)
+    for request, sequences in fresh:
+        scene.scheduler.submit(request, sequences)
     scene.scheduler.round()
-    assert sorted(task.index for task in fresh if task.index is not None) == list(range(engine.requests))
+    assert sorted(request.index for request, _ in fresh if request.index is not None) == list(range(engine.requests))
     while scene.scheduler.busy:
         scene.scheduler.round()
-    assert all(task.request.threads[0].generated == scene.language.write([3, 1, 4], 1) for task in fresh)
+    assert all(sequences.threads[0].generated == scene.language.write([3, 1, 4], 1) for _, sequences in fresh)
 
 
 @settings(max_examples=80)
@@ -81,10 +81,10 @@ def test_requests_begin_in_the_order_in_which_they_came_and_no_prompt_waits_for_
     scene = Scene(Language(8), arrivals, requests, prompt_rows=prompt_rows)
     served: list[list[int]] = [[] for _ in prompts]  # the rounds in which each took a step
     while scene.now < 8 or scene.scheduler.busy:
-        before = [steps_of(task) for task in scene.tasks]
+        before = [steps_of(sequences) for sequences in scene.sequences]
         scene.turn()
-        for rounds, task, steps in zip(served, scene.tasks, before, strict=True):
-            if steps_of(task) > steps:
+        for rounds, sequences, steps in zip(served, scene.sequences, before, strict=True):
+            if steps_of(sequences) > steps:
                 rounds.append(scene.now)
     assert [rounds[0] for rounds in served] == sorted(rounds[0] for rounds in served)
     for rounds in served:
@@ -96,7 +96,7 @@ def test_prompts_take_turns_while_their_rows_last() -> None:
     fed = []
     for _ in range(6):
         scene.turn()
-        fed.append([task.request.threads[0].fed for task in scene.tasks])
+        fed.append([sequences.threads[0].fed for sequences in scene.sequences])
     # a round has 40 rows: the second and third prompt share them when the second leaves at least 16
     assert fed == [[40, 0, 0], [40, 30, 0], [40, 30, 40], [80, 30, 40], [80, 30, 80], [100, 30, 100]]
 
@@ -106,37 +106,36 @@ def test_prompts_get_fewer_rows_while_others_write() -> None:
     scene.turn()
     for fed in (BESIDE_ROWS, 2 * BESIDE_ROWS):
         scene.turn()
-        assert scene.tasks[1].request.threads[0].fed == fed
-    assert scene.tasks[0].request.statistics.steps == 3
+        assert scene.sequences[1].threads[0].fed == fed
+    assert scene.sequences[0].statistics.steps == 3
 
 
 def test_no_more_wait_than_are_allowed_to() -> None:
     scene = Scene(ENDLESS, [Arrival([1, 2], max_tokens=9) for _ in range(6)], 2, queue_limit=1)
-    submit = scene.scheduler.submit
-    for task in scene.tasks[:3]:  # two decode and one waits
-        submit(task)
+    for number in range(3):  # two decode and one waits
+        scene.submit(number)
     with pytest.raises(QueueFull, match="1 requests wait already, queue_limit is 1: try again later, or raise"):
-        submit(scene.tasks[3])
+        scene.submit(3)
     scene.scheduler.round()
     with pytest.raises(QueueFull, match="1 requests wait already"):
-        submit(scene.tasks[3])
-    scene.tasks[2].cancelled = True
+        scene.submit(3)
+    scene.requests[2].end()
     scene.scheduler.round()
-    submit(scene.tasks[3])
+    scene.submit(3)
     while scene.scheduler.busy:
         scene.scheduler.round()
-    assert [task.done for task in scene.tasks] == [True] * 4 + [False] * 2
+    assert [request.done for request in scene.requests] == [True] * 4 + [False] * 2
 
 
 def test_a_deadline_is_the_first_moment_that_is_too_late_also_in_the_queue() -> None:
     scene = Scene(ENDLESS, [Arrival([1], patience=patience) for patience in (0, 1, 4)], 3)
     scene.play()
-    assert [steps_of(task) for task in scene.tasks] == [0, 1, 4]
-    assert {task.request.threads[0].ending for task in scene.tasks} == {"deadline"}
+    assert [steps_of(sequences) for sequences in scene.sequences] == [0, 1, 4]
+    assert {sequences.threads[0].ending for sequences in scene.sequences} == {"deadline"}
     scene = Scene(ENDLESS, [Arrival([1], max_tokens=20), Arrival([2], patience=3)], 1)
     scene.play()
-    assert (scene.tasks[1].request.threads[0].ending, scene.text(1)) == ("deadline", {(): []})
-    assert (steps_of(scene.tasks[1]), scene.text(0)) == (0, scene.alone[0])
+    assert (scene.sequences[1].threads[0].ending, scene.text(1)) == ("deadline", {(): []})
+    assert (steps_of(scene.sequences[1]), scene.text(0)) == (0, scene.alone[0])
 
 
 @pytest.mark.parametrize(("bombs", "row_cost", "most"), [(1, 0.08, 13), (1, 0.5, 3), (3, 0.08, 12), (1, 0.0, 128)])
@@ -146,9 +145,9 @@ def test_many_threads_of_a_request_delay_others_by_two_plain_steps(bombs: int, r
     scene = Scene(language, [*[bomb] * bombs, Arrival([2], at=8, max_tokens=12)], bombs + 1, row_cost=row_cost)
     rows: list[tuple[int, int]] = []  # rows of all bombs in each round, and whether the other request runs
     while scene.scheduler.busy or not scene.now:
-        before = [task.request.statistics.rows for task in scene.tasks]
+        before = [sequences.statistics.rows for sequences in scene.sequences]
         scene.turn()
-        fed = [task.request.statistics.rows - old for task, old in zip(scene.tasks, before, strict=True)]
+        fed = [new.statistics.rows - old for new, old in zip(scene.sequences, before, strict=True)]
         rows.append((sum(fed[:-1]), fed[-1]))
         assert scene.now < 2000
     if bombs == 1:
@@ -165,7 +164,7 @@ def test_of_a_failed_call_only_those_fail_who_took_part() -> None:
         scene.turn()
     scene.engine.faulty = scene.engine.calls  # the narrow call of two that a round has by now
     scene.play()
-    assert [type(task.fault) for task in scene.tasks] == [type(None), EngineFault, type(None)]
+    assert [type(request.error) for request in scene.requests] == [type(None), EngineFault, type(None)]
     assert [scene.text(number) for number in (0, 2)] == [scene.alone[number] for number in (0, 2)]
 
 
@@ -193,19 +192,19 @@ def test_buffers_that_may_hold_nan_are_cleared_before_the_next_request_has_them(
 
     scene.engine.clear = noted  # type: ignore[method-assign]
     scene.play()
-    assert all(task.done for task in scene.tasks)
-    assert [type(task.fault) for task in scene.tasks] == [fault, *[EngineFault if lost else type(None)] * 2]
+    assert all(request.done for request in scene.requests)
+    assert [type(request.error) for request in scene.requests] == [fault, *[EngineFault if lost else type(None)] * 2]
     if not lost:
         assert cleared == [(3 if first.trouble else 2, 0)]
         assert [scene.text(number) for number in (1, 2)] == scene.alone[1:]
 
 
-def test_a_task_that_raises_on_progress_affects_no_other_request() -> None:
+def test_a_reader_that_raises_affects_no_other_request() -> None:
     scene = Scene(ENDLESS, [Arrival([1], trouble="progress", when=2), Arrival([2])], 2)
     scene.play()
-    assert isinstance(scene.tasks[0].fault, Trap)
+    assert isinstance(scene.requests[0].error, Trap)
     assert scene.reports[0] == [False, False, False, True]
-    assert steps_of(scene.tasks[0]) == 3
+    assert steps_of(scene.sequences[0]) == 3
     assert scene.text(1) == scene.alone[1]
 
 
@@ -218,8 +217,8 @@ def test_who_has_just_ended_does_not_fail_of_what_comes_after() -> None:
 
     scene.engine.move = broken  # type: ignore[method-assign]
     scene.play()
-    assert (scene.tasks[0].fault, scene.text(0)) == (None, scene.alone[0])
-    assert isinstance(scene.tasks[1].fault, EngineFault)
+    assert (scene.requests[0].error, scene.text(0)) == (None, scene.alone[0])
+    assert isinstance(scene.requests[1].error, EngineFault)
 
 
 CALL = 16  # rows that a call costs before it has any

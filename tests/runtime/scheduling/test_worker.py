@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spaceport.runtime.decode.request import Request
-from spaceport.runtime.decode.threads import Thread
+from spaceport.runtime.decode.sequence import Thread
+from spaceport.runtime.decode.sequence_group import SequenceGroup
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import EngineFault
-from spaceport.runtime.scheduling.generation import Completion
+from spaceport.runtime.scheduling.request import Completion, Request
 from spaceport.runtime.scheduling.stream import Stream
 from spaceport.runtime.scheduling.worker import RuntimeClosed
 from spaceport.runtime.session import Runtime
@@ -52,7 +52,7 @@ def alive() -> int:
     """Requests and threads that anybody still holds."""
     gc.collect()
     # by type() and not isinstance(), which asks some objects of other libraries for a deprecated class
-    return sum(type(thing) in (Request, Thread) for thing in gc.get_objects())
+    return sum(type(thing) in (Request, SequenceGroup, Thread) for thing in gc.get_objects())
 
 
 @pytest.mark.slow
@@ -118,7 +118,7 @@ def test_text_that_cannot_be_made_fails_where_it_is_read_and_ends(monkeypatch: p
             with pytest.raises(ValueError, match="no text"):
                 next(stream)
             with pytest.raises(ValueError, match="no text"):
-                stream._submission.submitted.completion()
+                stream.request.completion()
         assert len(tried) == 2
         assert runtime.generate([1, 2, 3]).tokens
 
@@ -225,12 +225,12 @@ def test_closing_with_a_time_limit_returns_while_a_call_does_not() -> None:
 def test_a_request_pauses_while_its_reader_is_slow_and_others_go_on() -> None:
     with hash_runtime(ENDLESS, max_seq_len=128, requests=2) as runtime:
         stream = runtime.stream([1, 2, 3], Decoding(max_tokens=100, mask_slots=0, lookup=0))
-        stream._submission.submitted.unread_limit = 20
+        stream.request.unread_limit = 20
         assert runtime.generate([4], Decoding(max_tokens=90)).tokens == tuple(ENDLESS.write([4], 90))
-        wait_for(lambda: stream._submission.submitted.paused)
-        unread = stream._submission.submitted.delivered
+        wait_for(lambda: stream.request.paused)
+        unread = stream.request.unread
         time.sleep(0.05)
-        assert 20 <= stream._submission.submitted.delivered == unread < 100
+        assert 20 <= stream.request.unread == unread < 100
         assert [piece.token for piece in stream] == ENDLESS.write([1, 2, 3], 100)
 
 
@@ -238,9 +238,9 @@ def test_a_paused_request_can_reach_its_deadline_be_cancelled_and_be_closed() ->
     runtime = hash_runtime(ENDLESS, max_seq_len=128, requests=3)
     late, cancelled, closed = streams = [runtime.stream([1], Decoding(timeout=each)) for each in (0.5, None, None)]
     for stream in streams:
-        stream._submission.submitted.unread_limit = 5
-    wait_for(lambda: late._submission.submitted.done)
-    wait_for(lambda: cancelled._submission.submitted.paused and closed._submission.submitted.paused)
+        stream.request.unread_limit = 5
+    wait_for(lambda: late.request.done)
+    wait_for(lambda: cancelled.request.paused and closed.request.paused)
     cancelled.close()
     assert [stream.completion().ending for stream in (late, cancelled)] == ["deadline", "cancelled"]
     runtime.close()

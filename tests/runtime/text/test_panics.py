@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from time import sleep
 
 import pytest
@@ -14,6 +13,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from spaceport.graphs.contract.faults import LibraryPanic, SpaceportError, is_panic, raise_panic
 from spaceport.runtime.decode.draft import Candidates
 from spaceport.runtime.decoding import Decoding
+from spaceport.runtime.scheduling.request import Request
 from spaceport.runtime.text.tokenizer import TextStream, context_of, decode, encode
 from support.hash_engine import Language
 from support.hash_runtime import hash_runtime
@@ -76,13 +76,15 @@ def test_a_panic_in_a_step_fails_only_its_request() -> None:
     with hash_runtime(Language(3), requests=2) as runtime:
         alone = runtime.generate([3, 4], Decoding(max_tokens=30))
         other = runtime.stream([3, 4], Decoding(max_tokens=30, timeout=60))
-        generation = runtime._admission.generation([5, 6], Decoding(max_tokens=30), lambda _: None)
-        generation.request.config = replace(generation.request.config, selector=Panicking())
-        runtime._worker.submit(generation)
+        request = Request([5, 6], Decoding(max_tokens=30))
+        sequences = runtime._admission.prepare(request)
+        assert sequences is not None
+        sequences.selector = Panicking()
+        runtime._worker.submit(request, sequences)
         assert other.completion().text == alone.text
-        while not generation.done:
+        while not request.done:
             sleep(0.001)
-    assert isinstance(generation.fault, LibraryPanic)
+    assert isinstance(request.error, LibraryPanic)
 
 
 def test_other_errors_are_left_alone() -> None:

@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 
 from spaceport.graphs.contract.faults import InputFault
 from spaceport.runtime.decode.draft import Candidates
-from spaceport.runtime.decode.events import NullListener
-from spaceport.runtime.decode.request import VerifiedStep
-from spaceport.runtime.decode.threads import Thread
+from spaceport.runtime.decode.sequence import NullListener, Thread
+from spaceport.runtime.decode.sequence_group import VerifiedStep
 from spaceport.runtime.trace.record import SCHEMA, ThreadRows, TraceRecord, trace_of
 from spaceport.runtime.trace.trace import GrowingTrace, Trace
 from spaceport.tools.report.page import page_of

@@ -18,7 +18,7 @@ from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.graphs.correction import DraftCorrection, Factors
 from spaceport.runtime.decode import draft as drafts
 from spaceport.runtime.decode.plan import Plan, plan_thread, sees
-from spaceport.runtime.decode.threads import new_thread
+from spaceport.runtime.decode.sequence import new_thread
 from spaceport.tools.tune import packing
 from spaceport.tools.tune.batches import TrainingBatches, require_forks
 from spaceport.tools.tune.packed_model import CORRECTED_LOSS, LOSS, packed_model_of, run

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from spaceport.runtime.decoding import Decoding
-from spaceport.runtime.scheduling.queue import QueueFull
+from spaceport.runtime.scheduling.request import QueueFull
 from spaceport.runtime.scheduling.stream import AsyncStream
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.prompt import Prompt

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from spaceport.runtime.scheduling.generation import Completion
+from spaceport.runtime.scheduling.request import Completion
 from spaceport.tools.serve.answers import finish_reason, metrics_of, own_report, timings_of, usage_of
 from spaceport.tools.serve.generations import Generations
 from spaceport.tools.serve.message_text import MessageText

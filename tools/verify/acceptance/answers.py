@@ -9,12 +9,11 @@ from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.graphs.contract.signature import STEP_ROWS
 from spaceport.runtime.costs import relative_costs
-from spaceport.runtime.decode.planner import DraftPlanner
-from spaceport.runtime.decode.request import Request, VerifiedStep
-from spaceport.runtime.decode.request_config import RequestConfig
+from spaceport.runtime.decode.planner import DraftPlanner, drafter_for
+from spaceport.runtime.decode.sequence import Ending, Thread
+from spaceport.runtime.decode.sequence_group import SequenceGroup, VerifiedStep
 from spaceport.runtime.decode.statistics import Statistics
 from spaceport.runtime.decode.step import PREFILL_ROWS, StepInput, step
-from spaceport.runtime.decode.threads import Ending, Thread
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.sampling.choice import Bans, Greedy
 from spaceport.runtime.session import Runtime
@@ -109,23 +108,27 @@ def generate_drafted(
     if len(prompt) >= limit:
         return Answer((AnswerThread(tuple(prompt), (), None, "length"),), Statistics(prompt_tokens=len(prompt)))
     ends = _EndTokens(frozenset(tokens.end))
-    config = RequestConfig(
+    draft_config = decoding.drafts_with(runtime.bundle.manifest, runtime.exactness)
+    request = SequenceGroup(
+        prompt=prompt,
+        capacity=engine.capacity,
+        lowering=engine.signature.lowering,
         tokens=tokens,
         selector=greedy_selector(tokens, max_depth),
         max_length=limit,
         max_total=max(0, engine.capacity - 1 - STEP_ROWS - len(prompt)),
-        draft_config=decoding.drafts_with(runtime.bundle.manifest, runtime.exactness),
-        planner=DraftPlanner(relative_costs(0.0)),
+        draft_config=draft_config,
+        drafter=drafter_for(draft_config, DraftPlanner(relative_costs(0.0))),
         max_rows=engine.rows,
         max_threads=max_threads,
         end=frozenset(tokens.end),
+        observers=(ends,),
     )
-    request = Request(prompt, config, engine.capacity, engine.signature.lowering, observers=(ends,))
     while request.live:
         step(engine, [StepInput(request, 0, min(PREFILL_ROWS, engine.rows))])
     if any(thread.ending == "total" for thread in request.threads):
         raise OptionFault(
-            f"the threads of an answer need more than the {config.max_total} tokens that fit after its prompt of "
+            f"the threads of an answer need more than the {request.max_total} tokens that fit after its prompt of "
             f"{len(prompt)}: raise --max-seq-len (now {runtime.max_seq_len}) or lower --max-tokens (now {max_tokens})"
         )
     threads = tuple(_answer_thread(thread, len(prompt), ends.by_thread) for thread in request.threads)

@@ -14,10 +14,9 @@ from spaceport.graphs.contract.draft_methods import CAUSAL, MaskLayout
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.runtime.decode.draft import PLAIN, best_chain
 from spaceport.runtime.decode.plan import Part, Plan, lay_out
-from spaceport.runtime.decode.request import Observer, Request, ScheduledStep, VerifiedStep
-from spaceport.runtime.decode.selector import TokenSelector
+from spaceport.runtime.decode.sequence import Thread, TokenSelector
+from spaceport.runtime.decode.sequence_group import Observer, ScheduledStep, SequenceGroup, VerifiedStep
 from spaceport.runtime.decode.step import pack, split
-from spaceport.runtime.decode.threads import Thread
 from spaceport.runtime.engine import Engine
 from spaceport.runtime.sampling.choice import Corrected
 from spaceport.tools.verify.acceptance.answers import greedy_selector
@@ -98,7 +97,7 @@ class _MaskGroups:
     """Groups of mask slots after the tokens of a sequence that is in the KV cache."""
 
     engine: Engine
-    request: Request
+    request: SequenceGroup
     tokens: TokenIds
     mask_layout: MaskLayout
     selector: TokenSelector

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from spaceport.runtime.decode.selector import NotANumber
+from spaceport.runtime.decode.sequence import NotANumber
 from spaceport.runtime.scheduling.stream import Stream
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.transcript import Path

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spaceport.graphs.contract.manifest import TokenIds
-from spaceport.runtime.decode.threads import new_thread
+from spaceport.runtime.decode.sequence import new_thread
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import Engine
 from spaceport.runtime.sampling.choice import Bans

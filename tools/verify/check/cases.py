@@ -15,12 +15,10 @@ from spaceport.runtime.costs import relative_costs
 from spaceport.runtime.decode.acceptance import Verdict
 from spaceport.runtime.decode.draft import PLAIN, Candidates, Draft, DraftConfig, chain
 from spaceport.runtime.decode.plan import Part
-from spaceport.runtime.decode.planner import Drafter, DraftPlanner, Sharing
-from spaceport.runtime.decode.request import Request
-from spaceport.runtime.decode.request_config import RequestConfig
-from spaceport.runtime.decode.selector import TokenSelector
+from spaceport.runtime.decode.planner import Drafter, DraftPlanner, Sharing, drafter_for
+from spaceport.runtime.decode.sequence import Thread, TokenSelector
+from spaceport.runtime.decode.sequence_group import SequenceGroup
 from spaceport.runtime.decode.step import PREFILL_ROWS, StepInput, step
-from spaceport.runtime.decode.threads import Thread
 from spaceport.runtime.engine import Batch, Engine, Moves
 from spaceport.runtime.sampling.choice import Bans, Greedy
 from spaceport.tools.verify.accuracy import RecordedCall
@@ -285,17 +283,19 @@ class _Builder:
         selector: TokenSelector,
         tokens: TokenIds | None = None,
         drafter: Drafter | None = None,
-    ) -> Request:
+    ) -> SequenceGroup:
         capacity = self._recorder.capacity
-        config = RequestConfig(
+        planner = DraftPlanner(relative_costs(0.0))  # rows count as free, so drafts are as wide as allowed
+        return SequenceGroup(
+            prompt=self._random_tokens(length).tolist(),
+            capacity=capacity,
+            lowering=self._recorder.signature.lowering,
             tokens=tokens or self._tokens,
             selector=selector,
             max_length=min(length + 64, self._max_positions + 1),  # the last token is not fed
             max_total=capacity,
             draft_config=draft_config,
-            planner=DraftPlanner(relative_costs(0.0)),  # rows count as free, so drafts are as wide as allowed
+            drafter=drafter or drafter_for(draft_config, planner),
             max_rows=self._recorder.rows,
             max_threads=3,
         )
-        prompt = self._random_tokens(length).tolist()
-        return Request(prompt, config, capacity, self._recorder.signature.lowering, drafter=drafter)

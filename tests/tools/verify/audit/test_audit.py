@@ -15,7 +15,7 @@ from spaceport.graphs.contract.draft_methods import DraftMethod
 from spaceport.runtime.decode import step as loop
 from spaceport.runtime.decode.acceptance import Verdict, accept
 from spaceport.runtime.decode.plan import Part
-from spaceport.runtime.decode.selector import TokenSelector
+from spaceport.runtime.decode.sequence import TokenSelector
 from spaceport.runtime.engine import Batch
 from spaceport.runtime.session import Runtime
 from spaceport.tools.verify.audit.audit import audit

@@ -1,31 +1,41 @@
-"""Request: a running generation: its threads, their KV slots, and its statistics."""
+"""The sequences of one request while they are decoded: what they feed in each step, and what they keep of it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import InitVar, dataclass, field
 from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.graphs.contract.signature import STEP_ROWS, Lowering
 from spaceport.runtime.decode.acceptance import Verdict
-from spaceport.runtime.decode.draft import Draft
-from spaceport.runtime.decode.events import Listener, NullListener
-from spaceport.runtime.decode.kv_prefix import KvPrefix, kv_prefix
+from spaceport.runtime.decode.draft import Draft, DraftConfig
 from spaceport.runtime.decode.plan import Part, Plan, plan_thread
-from spaceport.runtime.decode.planner import Drafter, SharedCall, Sharing, drafter_for
-from spaceport.runtime.decode.request_config import RequestConfig
+from spaceport.runtime.decode.planner import ChainDrafter, Drafter, SharedCall, Sharing
+from spaceport.runtime.decode.sequence import (
+    Ending,
+    KvPrefix,
+    Listener,
+    NullListener,
+    Thread,
+    TokenSelector,
+    kv_prefix,
+    new_thread,
+)
 from spaceport.runtime.decode.slots import Slots
 from spaceport.runtime.decode.statistics import Statistics
-from spaceport.runtime.decode.threads import Ending, Thread, new_thread
 from spaceport.runtime.engine import NO_MOVES, Moves
+
+_GROUP_ENDINGS: tuple[Ending, ...] = ("cancelled", "deadline", "total")  # of all threads at once
 
 
 class ScheduledStep(NamedTuple):
     """One request in a step: its rows and their KV slots."""
 
-    request: Request
+    request: SequenceGroup
     engine_index: int  # index of the request in the engine
     plan: Plan
     slots: NDArray[np.int64]  # one for each row
@@ -34,14 +44,13 @@ class ScheduledStep(NamedTuple):
 class VerifiedStep(NamedTuple):
     """A step of one request after verification, before rows are retained or released."""
 
-    request: Request
+    request: SequenceGroup
     engine_index: int
     plan: Plan
     slots: NDArray[np.int64]
     verdicts: list[Verdict]  # one for each part of the plan
-    logits: list[
-        NDArray[np.float32]
-    ]  # of the wanted rows of each part, valid until the next engine call; [] if unneeded
+    # of the wanted rows of each part, valid until the next engine call; [] if unneeded
+    logits: list[NDArray[np.float32]]
     held: int  # KV slots in use during the step
     queued: tuple[Thread, ...]  # threads that waited during the step
     engine_seconds: float  # of the call that the step was part of
@@ -56,38 +65,56 @@ class Observer(Protocol):
         """Called once for each verified step; observers may run in any order."""
 
 
-class Request:
-    """A running generation."""
+@dataclass(eq=False, kw_only=True, repr=False)
+class SequenceGroup:
+    """The sequences of one request: its root thread and all child threads, with their KV slots and statistics."""
 
-    def __init__(
-        self,
-        prompt: Sequence[int],
-        config: RequestConfig,
-        capacity: int,
-        lowering: Lowering,
-        *,
-        drafter: Drafter | None = None,
-        listener: Listener | None = None,
-        observers: Sequence[Observer] = (),
-    ) -> None:
+    prompt: InitVar[Sequence[int]]
+    capacity: InitVar[int]  # KV slots
+    lowering: InitVar[Lowering]
+    tokens: TokenIds
+    selector: TokenSelector
+    max_length: int  # maximum tokens of a thread, the prompt and its ancestors' tokens included
+    max_total: int  # maximum new tokens of all threads; 0: it ends after prefill
+    draft_config: DraftConfig = field(default_factory=DraftConfig)
+    drafter: Drafter = field(default_factory=lambda: ChainDrafter(DraftConfig()))
+    max_rows: int | None = None  # maximum rows of a step on this engine; None: any number
+    max_threads: int = 1  # maximum threads that decode at the same time; the others wait
+    echo: int | None = None  # position of the first prompt token whose logits observers get
+    end: frozenset[int] = frozenset()  # tokens that end a thread, its ending is "end"
+    stop: frozenset[int] = frozenset()  # tokens of the caller that end a thread, its ending is "stop"
+    cache_salt: str | None = None  # requests of one salt reuse each other's KV rows; None: it reuses and leaves none
+    listener: Listener = field(default_factory=NullListener)
+    observers: Sequence[Observer] = ()
+
+    threads: list[Thread] = field(init=False)  # all threads, also ended ones
+    live: list[Thread] = field(init=False)  # threads in the next step
+    queue: list[Thread] = field(init=False, default_factory=list)  # threads that wait for one of these to end
+    slots: Slots = field(init=False)
+    statistics: Statistics = field(init=False)
+    prefix: KvPrefix | None = field(init=False, default=None)  # what later requests may reuse, once it has ended
+    # whether the best tokens of each row are enough, without all logits
+    selects: bool = field(init=False)
+
+    def __post_init__(self, prompt: Sequence[int], capacity: int, lowering: Lowering) -> None:
         root = new_thread(prompt, capacity)
-        self.config = config
+        self.threads, self.live = [root], [root]
         self.slots = Slots(capacity, lowering)
-        self.threads = [root]  # all threads, also ended ones
-        self.live = [root]  # threads in the next step
-        self.queue: list[Thread] = []  # threads that wait for one of these to end
-        self.observers = tuple(observers)
         self.statistics = Statistics(prompt_tokens=len(prompt))
-        # whether the best tokens of each row are enough, without all logits
-        self.selects = getattr(config.selector, "selects", False) and not (
-            config.echo is not None or any(getattr(observer, "needs_logits", True) for observer in observers)
+        self.selects = getattr(self.selector, "selects", False) and not (
+            self.echo is not None or any(getattr(observer, "needs_logits", True) for observer in self.observers)
         )
-        self.prefix: KvPrefix | None = None  # what later requests may reuse, once it has ended
-        self._listener = listener or NullListener()
-        self._drafter = drafter or drafter_for(config.draft_config, config.planner, config.kind, config.temperature)
         self._generated = 0  # tokens, of all threads
         self._prefilled = False
         self._most_rows = STEP_ROWS  # of a step of several threads
+
+    @property
+    def ending(self) -> Ending | None:
+        """Why it ended: what ended all of its threads at once, else the ending of the root thread; None: it has not."""
+        if self.live or self.queue:
+            return None
+        endings = [thread.ending for thread in self.threads]
+        return next((ending for ending in endings if ending in _GROUP_ENDINGS), endings[0])
 
     @property
     def prefilling(self) -> bool:
@@ -102,13 +129,13 @@ class Request:
     @property
     def silent_rows(self) -> int:
         """Number of prompt rows before the first one whose logits are needed."""
-        root, echo = self.threads[0], self.config.echo
+        root, echo = self.threads[0], self.echo
         return max(0, (len(root.tokens) if echo is None else echo) - root.fed)
 
     @property
     def reusable(self) -> list[int]:
         """The first prompt tokens whose rows need not be computed: no logits of them are needed."""
-        root, echo = self.threads[0], self.config.echo
+        root, echo = self.threads[0], self.echo
         return root.tokens[: root.start - 1 if echo is None else echo]
 
     def reuse(self, count: int) -> None:
@@ -179,16 +206,16 @@ class Request:
         self.slots.clear()
 
     def _draft(self, thread: Thread, prefill_rows: int, sharing: Sharing) -> Draft:
-        config, most = self.config, STEP_ROWS if len(self.live) == 1 else self._most_rows
+        most = STEP_ROWS if len(self.live) == 1 else self._most_rows
         rows = max(1, most // len(self.live))
-        if config.max_rows is not None:  # the last prompt rows and the draft share the limit
+        if self.max_rows is not None:  # the last prompt rows and the draft share the limit
             known = min(len(thread.tokens) - thread.fed, prefill_rows)
-            rows = max(1, min(rows, config.max_rows // len(self.live) - known + 1))
-        remaining = min(config.max_length - len(thread.tokens), config.max_total - self.added)
-        return self._drafter.draft(thread, remaining, rows, sharing)
+            rows = max(1, min(rows, self.max_rows // len(self.live) - known + 1))
+        remaining = min(self.max_length - len(thread.tokens), self.max_total - self.added)
+        return self.drafter.draft(thread, remaining, rows, sharing)
 
     def _part(self, thread: Thread, draft: Draft, prefill_rows: int, anchor: int | None) -> Part:
-        return plan_thread(thread, draft, self.config.tokens, prefill_rows, anchor, self.config.echo)
+        return plan_thread(thread, draft, self.tokens, prefill_rows, anchor, self.echo)
 
     def _feed(self, part: Part, own: NDArray[np.int64]) -> None:
         """Mark a thread's retained rows as fed and visible, also in child threads that share them."""
@@ -207,67 +234,66 @@ class Request:
 
     def _append(self, part: Part, verdict: Verdict, own: NDArray[np.int64]) -> int:
         """Append tokens one by one, so that limits apply as in plain decoding; returns the number appended."""
-        thread, config = part.thread, self.config
-        self._drafter.learn(part, verdict)  # before the candidates that the draft was made from are replaced
+        thread = part.thread
+        self.drafter.learn(part, verdict)  # before the candidates that the draft was made from are replaced
         thread.candidates = verdict.candidates
         before = self._generated
         drafted, sources = verdict.accepted, verdict.sources
         for index, token in enumerate(verdict.tokens):
-            if thread.ending is not None or self.added >= config.max_total:
+            if thread.ending is not None or self.added >= self.max_total:
                 break
-            if token in config.end or token in config.stop:
-                self._end(thread, "end" if token in config.end else "stop")
+            if token in self.end or token in self.stop:
+                self._end(thread, "end" if token in self.end else "stop")
                 break
             accepted = index < drafted
             thread.tokens.append(token)
             thread.drafted.append(accepted)
             self._generated += 1
             source = sources[index] if index < len(sources) else None
-            stops = self._listener.on_token(thread, token, accepted, source)
-            if token == config.tokens.fork and not stops and self.added < config.max_total:
+            stops = self.listener.on_token(thread, token, accepted, source)
+            if token == self.tokens.fork and not stops and self.added < self.max_total:
                 self._fork(thread, own[part.layout.known + index + 1 :])
             if stops:
                 self._end(thread, "stop")
-            elif len(thread.tokens) >= config.max_length:
+            elif len(thread.tokens) >= self.max_length:
                 self._end(thread, "length")
         return self._generated - before
 
     def _fork(self, parent: Thread, unseen: NDArray[np.int64]) -> None:
         """Start the child thread at a parent's last token; it does not see the parent's rows after that."""
-        assert self.config.tokens.child is not None
-        child = parent.child(len(parent.tokens) - 1, self.config.tokens.child, unseen)
+        assert self.tokens.child is not None
+        child = parent.child(len(parent.tokens) - 1, self.tokens.child, unseen)
         self.slots.share(child.held)
         self.threads.append(child)
         self.queue.append(child)
         self.statistics.threads = len(self.threads)
-        self._listener.on_fork(parent, child)
-        if len(child.tokens) >= self.config.max_length:
+        self.listener.on_fork(parent, child)
+        if len(child.tokens) >= self.max_length:
             self._end(child, "length")
 
     def _advance_queue(self) -> None:
         """Remove the threads that have ended, and start queued ones instead."""
-        if self._prefilled and self.added >= self.config.max_total:
+        if self._prefilled and self.added >= self.max_total:
             for thread in (*self.live, *self.queue):
                 self._end(thread, "total")
         if len(self.threads) > 1:
             for thread in (*self.live, *self.queue):
-                if thread.ending is None and self._listener.is_cut_off(thread):
+                if thread.ending is None and self.listener.is_cut_off(thread):
                     self._end(thread, "stop")
             self.queue = [thread for thread in self.queue if thread.ending is None]
         self.live = [thread for thread in self.live if thread.ending is None]
-        while self.queue and len(self.live) < min(self.config.max_threads, self._most_rows):
+        while self.queue and len(self.live) < min(self.max_threads, self._most_rows):
             self.live.append(self.queue.pop(0))
 
     def _end(self, thread: Thread, ending: Ending) -> None:
         if thread.ending is None:
             thread.ending = ending
-            if (
-                self.config.cache_salt is not None
-            ):  # that of the last thread to end remains: it holds its slots until then
+            if self.cache_salt is not None:
+                # that of the last thread to end remains: it holds its slots until then
                 self.prefix = kv_prefix(thread, self.slots)
             self.slots.release(thread.held)
             thread.sees[:] = False
-            self._listener.on_end(thread)
+            self.listener.on_end(thread)
 
     def _settle(self, retained: Sequence[NDArray[np.int64]]) -> Moves:
         """The moves that put the retained rows of an append engine into the lowest slots."""

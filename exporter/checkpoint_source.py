@@ -32,8 +32,7 @@ from spaceport.exporter.gguf_tokenizer import end_tokens, gguf_tokenizer
 from spaceport.exporter.returned_memory import return_large_arrays
 from spaceport.exporter.sar_config import CheckpointError, read_json
 from spaceport.graphs.contract.signature import Precision
-from spaceport.graphs.decoder import freeze_rotary
-from spaceport.graphs.layer_outputs import decoder_layers
+from spaceport.graphs.decoder import decoder_layers, freeze_rotary
 from spaceport.graphs.streamed_weights import Parts, Streamed, in_parts, placeholder, read_when_called, stream
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -14,7 +14,7 @@ from spaceport.exporter.checkpoint_files import is_converted, is_gguf
 from spaceport.graphs.calibration import sample_bytes
 from spaceport.graphs.contract.dtypes import DTYPES
 from spaceport.graphs.contract.signature import Precision
-from spaceport.graphs.layer_outputs import decoder_layers
+from spaceport.graphs.decoder import decoder_layers
 
 # See docs/dry_run.md for the measurements.
 _LIBRARIES, _PARTS = 300_000_000, 50_000_000  # of a streamed export: libraries, and parts of 16 MB in several forms

@@ -27,8 +27,7 @@ from spaceport.graphs.contract.dtypes import DTYPES
 from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.graphs.contract.manifest import DATA_FILE, MODEL_FILE
 from spaceport.graphs.contract.signature import Lowering, Signature
-from spaceport.graphs.decoder import Decoder
-from spaceport.graphs.layer_outputs import DecoderWithLayerOutputs
+from spaceport.graphs.decoder import Decoder, DecoderWithLayerOutputs
 
 OPSETS = (23, 24)
 # The lowest opset that has the operators, so that more versions of ONNX Runtime load the graph; append needs

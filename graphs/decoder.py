@@ -1,38 +1,56 @@
-"""Decoder: an unmodified transformers causal LM as a module with the graph inputs and outputs of `Signature`."""
+"""An unmodified transformers causal LM as a module with the graph inputs and outputs of `Signature`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
+from transformers.cache_utils import Cache
 
 from spaceport.graphs import attention, kv
 from spaceport.graphs.contract.signature import Lowering, Precision, Signature, visible_length
 from spaceport.graphs.draft_heads import head_logits, heads_of
 from spaceport.graphs.int8 import AttentionScales
 from spaceport.graphs.integer_attention import IntegerAttention, use_integer_attention
-from spaceport.graphs.model_comparison import comparison_ids, require_equal_logits, unmodified_logits
-from spaceport.graphs.output_rows import rows_selected
 from spaceport.graphs.preloaded_slots import slots_called, slots_of
 from spaceport.graphs.traits import (
     Traits,
     UnsupportedModel,
     class_name,
+    comparison_ids,
     dtype_name,
     model_errors,
     probe,
     refuse_by_config,
     replaced_sdpa,
+    require_equal_logits,
+    unmodified_logits,
 )
 from spaceport.graphs.weight_quantization import UNQUANTIZED, Quantization
 
 AttentionImplementation = Literal["plain", "operator"]
 
 _EXPERTS = "batched_mm"  # transformers' experts implementation whose graph does not depend on the routing
+
+
+@contextmanager
+def rows_selected(model: PreTrainedModel, select: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Pass only the rows that `select` returns from the hidden states (B x T x hidden) to the output embedding."""
+
+    def before(module: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        (hidden, *others) = arguments
+        return (select(hidden), *others)
+
+    handle = cast(nn.Module, model.get_output_embeddings()).register_forward_pre_hook(before)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 class Decoder(nn.Module):
@@ -198,6 +216,74 @@ def _compare(decoder: Decoder, ids: Tensor, expected: Tensor) -> None:
         logits[:, order[start:end].to(ids.device)] = result[0][:, :: signature.lines]
         past = list(result[1:])
     require_equal_logits(decoder.model, "as a graph", logits, expected)
+
+
+def attention_output_name(layer: int) -> str:
+    """The name of the output of a layer's attention."""
+    return f"layers.{layer}.attention"
+
+
+def layer_output_name(layer: int) -> str:
+    """The name of the output of a layer."""
+    return f"layers.{layer}.output"
+
+
+def decoder_layers(module: nn.Module, count: int) -> tuple[nn.Module, ...]:
+    """The decoder layers: the outermost module list of this length; empty if there is none."""
+    for part in module.modules():
+        if isinstance(part, nn.ModuleList) and len(part) == count:
+            return tuple(part)
+    return ()
+
+
+@contextmanager
+def _recorded_layer_outputs(layers: tuple[nn.Module, ...]) -> Iterator[dict[str, Tensor]]:
+    """A dictionary of layer outputs and attention outputs by name, filled while the model runs."""
+    recorded: dict[str, Tensor] = {}
+
+    def record_as(name: str) -> Callable[..., None]:
+        def record(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
+            # Layers receive the KV cache, and of the modules in a layer only its attention does.
+            if any(isinstance(value, Cache) for value in (*arguments, *named.values())):
+                recorded[name] = _first_tensor(output)
+
+        return record
+
+    handles = []
+    for index, layer in enumerate(layers):
+        names = [(child, attention_output_name(index)) for child in layer.children()]
+        handles += [
+            module.register_forward_hook(record_as(name), with_kwargs=True)
+            for module, name in (*names, (layer, layer_output_name(index)))
+        ]
+    try:
+        yield recorded
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _first_tensor(output: Any) -> Tensor:
+    value = output[0] if isinstance(output, tuple) else output
+    assert isinstance(value, Tensor)
+    return value
+
+
+class DecoderWithLayerOutputs(nn.Module):
+    """A decoder that appends its layer outputs to its outputs; its parameters keep their names."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        super().__init__()
+        self.model = decoder.model
+        self._forward = decoder.forward
+        self._layers = decoder_layers(decoder.model, decoder.signature.layers)
+        self.names: tuple[str, ...] = ()  # of the layer outputs that the last call returned
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        with _recorded_layer_outputs(self._layers) as recorded:
+            outputs = self._forward(*inputs)
+        self.names = tuple(recorded)
+        return (*outputs, *recorded.values())
 
 
 AttentionInterface.register(attention.NAME, attention.attention_interface)

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from spaceport.graphs.calibration import CalibrationTexts
+from spaceport.graphs.decoder import decoder_layers
 from spaceport.graphs.gated import uniform_rows
 from spaceport.graphs.int8 import INT8_MAX, IntegerLinear, best_scales, quantize_linear
 from spaceport.graphs.integer_attention import AttentionRecorder
-from spaceport.graphs.layer_outputs import decoder_layers
 from spaceport.graphs.streamed_weights import stored_beside, values_of
 from spaceport.graphs.weight_quantization import QuantizedWeight, linear_rows, replace_weight
 

@@ -11,14 +11,12 @@ from transformers import GemmaConfig, GemmaForCausalLM, LlamaConfig, LlamaForCau
 from spaceport.exporter.quiet import quiet_libraries
 from spaceport.graphs.contract.signature import Signature, logit_rows
 from spaceport.graphs.correction import DraftCorrection, Factors
-from spaceport.graphs.decoder import decoder_of
+from spaceport.graphs.decoder import decoder_of, rows_selected
 from spaceport.graphs.draft_heads import add_heads, expected_shapes
 from spaceport.graphs.gated import Gate, gate_model, gate_of, low_rank_linear, trainable_parameters, uniform_rows
 from spaceport.graphs.input_rows import InputRows, use_input_rows
-from spaceport.graphs.model_comparison import comparison_ids, require_equal_logits, unmodified_logits
-from spaceport.graphs.output_rows import rows_selected
 from spaceport.graphs.preloaded_slots import PreloadedSlots, add_preloaded_slots, slots_of
-from spaceport.graphs.traits import UnsupportedModel, probe
+from spaceport.graphs.traits import UnsupportedModel, comparison_ids, probe, require_equal_logits, unmodified_logits
 from support.gguf_files import HIDDEN, random_model
 from support.mask_rows import rows_batch, torch_engine
 from support.published_drafts import random_heads, reference_lines

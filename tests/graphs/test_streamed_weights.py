@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from spaceport.graphs.decoder import decoder_of
-from spaceport.graphs.layer_outputs import decoder_layers
+from spaceport.graphs.decoder import decoder_layers, decoder_of
 from spaceport.graphs.streamed_weights import (
     Streamed,
     copy_of,

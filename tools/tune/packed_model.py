@@ -12,10 +12,16 @@ from transformers import AttentionInterface, PreTrainedModel
 from spaceport.graphs import attention
 from spaceport.graphs.contract.draft_correction import CANDIDATES
 from spaceport.graphs.correction import DraftCorrection
-from spaceport.graphs.decoder import freeze_rotary
-from spaceport.graphs.model_comparison import comparison_ids, require_equal_logits, unmodified_logits
-from spaceport.graphs.output_rows import rows_selected
-from spaceport.graphs.traits import Traits, model_errors, probe, refuse_by_config
+from spaceport.graphs.decoder import freeze_rotary, rows_selected
+from spaceport.graphs.traits import (
+    Traits,
+    comparison_ids,
+    model_errors,
+    probe,
+    refuse_by_config,
+    require_equal_logits,
+    unmodified_logits,
+)
 from spaceport.tools.tune.head_loss import RowLosses
 from spaceport.tools.tune.packing import IGNORED, PackedBatch
 

@@ -15,8 +15,7 @@ from spaceport.graphs.contract.dtypes import DTYPES
 from spaceport.graphs.contract.faults import MissingDependency
 from spaceport.graphs.contract.manifest import MODEL_FILE
 from spaceport.graphs.contract.signature import Signature
-from spaceport.graphs.decoder import Decoder
-from spaceport.graphs.layer_outputs import DecoderWithLayerOutputs, attention_output_name, layer_output_name
+from spaceport.graphs.decoder import Decoder, DecoderWithLayerOutputs, attention_output_name, layer_output_name
 from spaceport.runtime.backends.on_onnxruntime import weights_for
 from spaceport.runtime.backends.on_torch import TorchEngine
 from spaceport.runtime.backends.products import session_options

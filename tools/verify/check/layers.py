@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from spaceport.graphs.contract.signature import Signature
-from spaceport.graphs.layer_outputs import attention_output_name, layer_output_name
+from spaceport.graphs.decoder import attention_output_name, layer_output_name
 from spaceport.tools.verify.accuracy import Array, RecordedCall
 from spaceport.tools.verify.check.layer_runners import LayerRunner
 

@@ -20,16 +20,8 @@ _EXAMPLE = '{"type": "object", "properties": {"name": {"type": "string"}}}'
 # Keywords of JSON schemas whose conditions are intersected, which may take exponential time.
 _INTERSECTIONS = frozenset(
     (
-        "allOf",
-        "oneOf",
-        "not",
-        "if",
-        "then",
-        "else",
-        "patternProperties",
-        "propertyNames",
-        "dependentSchemas",
-        "contains",
+        *("allOf", "oneOf", "not", "if", "then", "else"),
+        *("patternProperties", "propertyNames", "dependentSchemas", "contains"),
     )
 )
 _TEXT_RULES = frozenset(("pattern", "format", "minLength", "maxLength"))

@@ -15,7 +15,7 @@ from spaceport.graphs.contract.faults import OptionFault
 Message = Mapping[str, Any]
 
 _FIELDS = ("messages", "tools", "add_generation_prompt", "continue_final_message")
-_LONG = 1000  # items or characters of a value whose whole repr is made
+_LONG = 1000  # items of a value whose whole repr is made
 _MOST_SHOWN = 100  # characters of a message in an error message
 _CHARACTERS_PER_TOKEN = 4
 _MOST_COUNTED = 65_536  # characters and values of messages
@@ -80,8 +80,10 @@ class ChatPrompt:
 
 def shown(value: object, most: int = 60) -> str:
     """A value as an error message quotes it, in at most this many characters."""
-    long = isinstance(value, Sized) and len(value) > _LONG
-    text = reprlib.repr(value) if long else repr(value)
+    if isinstance(value, str):
+        text = repr(value[:most])
+    else:
+        text = reprlib.repr(value) if isinstance(value, Sized) and len(value) > _LONG else repr(value)
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 

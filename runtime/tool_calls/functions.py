@@ -11,11 +11,11 @@ from typing import Any, Literal
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.limits import DEFAULT_LIMITS, Limits
 from spaceport.runtime.sampling.grammar import Grammar
+from spaceport.runtime.text.messages import shown
 
 FormatName = Literal["hermes", "llama3", "mistral", "json"]
 _MOST_FUNCTIONS = 128
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-_MOST_SHOWN = 60  # characters of a value in an error message
 _WORD = re.compile(r"\btools\b")
 _MOST_CALLS = 16  # of one text: a weak model would go on until its limit
 
@@ -62,7 +62,7 @@ def format_of(template: str) -> ToolFormat:
 
 
 @dataclass(frozen=True)
-class Function:
+class ToolFunction:
     """A function that the model may call; `parameters` is the JSON schema of its arguments."""
 
     name: str
@@ -71,26 +71,26 @@ class Function:
     @property
     def schema(self) -> dict[str, Any]:
         """The JSON schema that arguments are generated with: those without properties of their own have none."""
-        found = {"type": "object", "properties": {}, **self.parameters}
-        if not {"additionalProperties", "patternProperties", "$ref"} & set(found):
-            found["additionalProperties"] = False
-        return found
+        schema = {"type": "object", "properties": {}, **self.parameters}
+        if not {"additionalProperties", "patternProperties", "$ref"} & set(schema):
+            schema["additionalProperties"] = False
+        return schema
 
 
-def functions_of(tools: Sequence[Mapping[str, Any]], limits: Limits = DEFAULT_LIMITS) -> tuple[Function, ...]:
+def functions_of(tools: Sequence[Mapping[str, Any]], limits: Limits = DEFAULT_LIMITS) -> tuple[ToolFunction, ...]:
     """The functions in the field `tools` of a request; raises with the path of what is invalid."""
     if len(tools) > _MOST_FUNCTIONS:
         raise OptionFault(f"tools has {len(tools)} functions: expected at most {_MOST_FUNCTIONS}")
-    found = tuple(_function(f"tools[{index}]", tool, limits) for index, tool in enumerate(tools))
-    names: set[str] = set()
-    for index, one in enumerate(found):
-        if one.name in names:
-            raise OptionFault(f"tools[{index}].function.name is {one.name!r} again: expected different names")
-        names.add(one.name)
-    return found
+    functions: dict[str, ToolFunction] = {}
+    for index, tool in enumerate(tools):
+        function = _function(f"tools[{index}]", tool, limits)
+        if function.name in functions:
+            raise OptionFault(f"tools[{index}].function.name is {function.name!r} again: expected different names")
+        functions[function.name] = function
+    return tuple(functions.values())
 
 
-def _function(where: str, tool: Any, limits: Limits) -> Function:
+def _function(where: str, tool: Any, limits: Limits) -> ToolFunction:
     if not isinstance(tool, Mapping) or tool.get("type") != "function":
         raise OptionFault(f'{where} is {_shown(tool)}: expected {{"type": "function", "function": {{"name": …}}}}')
     function = tool.get("function")
@@ -107,7 +107,7 @@ def _function(where: str, tool: Any, limits: Limits) -> Function:
     parameters = function.get("parameters")
     parameters = {} if parameters is None else parameters
     _check_schema(f"{where}.function.parameters", parameters, limits)
-    return Function(name, parameters)
+    return ToolFunction(name, parameters)
 
 
 def _check_schema(where: str, schema: object, limits: Limits) -> None:
@@ -117,7 +117,9 @@ def _check_schema(where: str, schema: object, limits: Limits) -> None:
     if schema.get("type", "object") != "object":
         raise OptionFault(f'{where}.type is {_shown(schema["type"])}: expected "object"')
     properties = schema.get("properties", {})
-    if not isinstance(properties, Mapping) or not all(isinstance(one, Mapping | bool) for one in properties.values()):
+    if not isinstance(properties, Mapping) or not all(
+        isinstance(nested, Mapping | bool) for nested in properties.values()
+    ):
         raise OptionFault(f"{where}.properties is {_shown(properties)}: expected a JSON schema for each property")
     characters = 0
     level: list[Any] = [schema]
@@ -137,11 +139,8 @@ def _check_schema(where: str, schema: object, limits: Limits) -> None:
 
 
 def _shown(value: object) -> str:
-    text = f"{value!r:.{_MOST_SHOWN + 1}}" if isinstance(value, str | int | float | bool | None) else _kind(value)
-    return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 1]}…"
-
-
-def _kind(value: object) -> str:
+    if isinstance(value, str | int | float | bool | None):
+        return shown(value)
     return "an object" if isinstance(value, Mapping) else "a list" if isinstance(value, list | tuple) else "no JSON"
 
 
@@ -171,7 +170,9 @@ def _description(tools: Sequence[Mapping[str, Any]], tool_format: ToolFormat) ->
     )
 
 
-def calls_grammar(tool_format: ToolFormat, functions: Sequence[Function], *, parallel: bool, opened: bool) -> Grammar:
+def calls_grammar(
+    tool_format: ToolFormat, functions: Sequence[ToolFunction], *, parallel: bool, opened: bool
+) -> Grammar:
     """A grammar for one call of one of these functions, or with `parallel` for several.
 
     `opened` is whether the prompt ends with the opening of the format.
@@ -180,11 +181,11 @@ def calls_grammar(tool_format: ToolFormat, functions: Sequence[Function], *, par
     starts = " | ".join(json.dumps(opening + start) for start in tool_format.starts)
     more = f"({json.dumps(tool_format.between)} call){{0,{_MOST_CALLS - 1}}}" if parallel else ""
     end = json.dumps(tool_format.end) if tool_format.end else ""
-    heads = [f'{{"name": {json.dumps(one.name)}, "{tool_format.arguments}": ' for one in functions]
+    heads = [f'{{"name": {json.dumps(function.name)}, "{tool_format.arguments}": ' for function in functions]
     calls = " | ".join(f'{json.dumps(head)} arguments{index} "}}"' for index, head in enumerate(heads))
     rules = f"start: begin call {more} {end}\nbegin: {starts}\ncall: {calls}"
     return Grammar(
         lark=rules,
-        schemas={f"arguments{index}": one.schema for index, one in enumerate(functions)},
+        schemas={f"arguments{index}": function.schema for index, function in enumerate(functions)},
         name="the grammar of tools",
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,6 +17,7 @@ _LETTERS = re.compile(r'[^"\\\x00-\x1f]*')  # of a string, up to its end or an e
 _WORD = re.compile(r"[0-9A-Za-z+.-]*")
 _NUMBER_OR_NAME = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?|true|false|null")
 _ESCAPE = re.compile(r'\\(["\\/bfnrt]|u[0-9A-Fa-f]{4})')
+_CLOSING = {"{": "}", "[": "]"}
 _ESCAPE_BEGUN = re.compile(r"\\(u[0-9A-Fa-f]{0,3})?")
 
 _State = Literal["object", "first key", "key", ":", "first value", "value", ",", "string", "word"]
@@ -39,22 +40,7 @@ class CallPart:
     name: str | None = None
 
 
-Part = str | CallPart
-
-
-def joined(parts: Iterable[Part]) -> tuple[str, list[tuple[str, str]]]:
-    """The text among the parts, and the name and arguments of each call."""
-    texts: list[str] = []
-    calls: list[tuple[str, str]] = []
-    for part in parts:
-        if isinstance(part, str):
-            texts.append(part)
-        elif part.name is not None:
-            calls.append((part.name, part.arguments))
-        else:
-            name, arguments = calls[part.index]
-            calls[part.index] = name, arguments + part.arguments
-    return "".join(texts), calls
+MessagePart = str | CallPart
 
 
 class JsonObject:
@@ -114,12 +100,12 @@ class JsonObject:
         if state == "object" and sign == "{":
             self._push_bracket(sign)
         elif state in ("key", "first key") and sign == '"':
-            self._begin("string", at, is_key=True)
+            self._state, self._start, self._is_key = "string", at, True
         elif state == ":" and sign == ":":
             self._state = "value"
         elif state == "," and sign == ",":
             self._state = "key" if self._open[-1] == "{" else "value"
-        elif (state, sign, self._open[-1:]) in _CLOSING:
+        elif state in ("first key", "first value", ",") and sign == _CLOSING[self._open[-1]]:
             self._open.pop()
             self._end_value(at + 1)
         elif state in ("value", "first value") and (sign in '{["-' or sign.isalnum()):
@@ -135,10 +121,7 @@ class JsonObject:
         if sign in "{[":
             self._push_bracket(sign)
         else:
-            self._begin("string" if sign == '"' else "word", at)
-
-    def _begin(self, state: _State, at: int, is_key: bool = False) -> None:
-        self._state, self._start, self._is_key = state, at, is_key
+            self._state, self._start, self._is_key = ("string" if sign == '"' else "word"), at, False
 
     def _push_bracket(self, sign: str) -> None:
         self._open.append(sign)
@@ -187,15 +170,6 @@ class JsonObject:
         return found.end()
 
 
-# State, sign and innermost bracket where the sign closes the bracket.
-_CLOSING = (
-    ("first key", "}", ["{"]),
-    (",", "}", ["{"]),
-    ("first value", "]", ["["]),
-    (",", "]", ["["]),
-)
-
-
 class ToolCallParser:
     """Finds calls in text that comes in pieces; text that is no valid call stays text.
 
@@ -229,11 +203,10 @@ class ToolCallParser:
         self._name: str | None = None  # name of the function that stands before the object
         self._in_list = False
         self._calls = 0
-        self._sent: int | None = (
-            None  # characters of the arguments of the current call that were returned; None: no part
-        )
+        # Characters of the arguments of the current call that were returned; None: no part of it.
+        self._sent: int | None = None
         self._over = False
-        self._parts: list[Part] = []
+        self._parts: list[MessagePart] = []
         self._advance: Callable[[], bool] = self._opened if opened else self._search
         if not tool_format.opening:
             self._advance = self._start
@@ -243,7 +216,7 @@ class ToolCallParser:
         """Number of calls so far."""
         return min(self._calls, self._most_calls)
 
-    def push(self, text: str) -> list[Part]:
+    def push(self, text: str) -> list[MessagePart]:
         """The parts that are known after this piece of text."""
         self._held += text
         while self._advance():
@@ -251,7 +224,7 @@ class ToolCallParser:
         parts, self._parts = self._parts, []
         return parts
 
-    def finish(self) -> list[Part]:
+    def finish(self) -> list[MessagePart]:
         """The remaining parts, at the end of the text."""
         self._over = True
         parts = self.push("")

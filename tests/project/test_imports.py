@@ -38,7 +38,7 @@ LAYERS = {
     "runtime.text": ("runtime.isolation", "graphs.contract", "runtime.bundle", "runtime.decode", "runtime.sampling"),
     "runtime.isolated_jobs": ("runtime.sampling", "runtime.text"),
     "runtime.limits": ("graphs.contract", "runtime.sampling", "runtime.decoding", "runtime.text"),
-    "runtime.tool_calls": ("graphs.contract", "runtime.sampling", "runtime.limits"),
+    "runtime.tool_calls": ("graphs.contract", "runtime.sampling", "runtime.limits", "runtime.text"),
     "runtime.trace": ("graphs.contract", "runtime.decode", "runtime.text"),
     "runtime.scheduling": (
         "runtime.isolation",

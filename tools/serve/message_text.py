@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from spaceport.runtime.tool_calls.parser import CallPart, Part
+from spaceport.runtime.tool_calls.parser import CallPart, MessagePart
 from spaceport.tools.serve.tool_use import NO_TOOLS, ToolUse
 
 
@@ -20,17 +20,17 @@ class MessageText:
         """Whether a call has been found."""
         return self._parser is not None and self._parser.calls > 0
 
-    def parts(self, text: str) -> list[Part]:
+    def parts(self, text: str) -> list[MessagePart]:
         """The parts of the message that a piece of text adds."""
         if self._parser is None:
             return [text] if text else []
         return self._parser.push(text)
 
-    def last_parts(self) -> list[Part]:
+    def last_parts(self) -> list[MessagePart]:
         """The parts that the end of the text adds."""
         return [] if self._parser is None else self._parser.finish()
 
-    def delta(self, parts: list[Part]) -> dict[str, Any]:
+    def delta(self, parts: list[MessagePart]) -> dict[str, Any]:
         """Parts of the message as a delta; empty if there are none."""
         content = "".join(part for part in parts if isinstance(part, str))
         calls: list[dict[str, Any]] = []

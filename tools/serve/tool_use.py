@@ -10,7 +10,7 @@ from typing import Any
 
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.sampling.grammar import Grammar
-from spaceport.runtime.tool_calls.functions import FORMATS, Function, ToolFormat, calls_grammar, functions_of
+from spaceport.runtime.tool_calls.functions import FORMATS, ToolFormat, ToolFunction, calls_grammar, functions_of
 from spaceport.runtime.tool_calls.parser import MOST_CALLS, ToolCallParser
 from spaceport.tools.serve.bodies import ChatBody
 from spaceport.tools.serve.failures import Failure
@@ -27,7 +27,7 @@ class ToolUse:
     """How the answer to a chat request uses tools; without functions, its text has no calls."""
 
     tool_format: ToolFormat
-    functions: tuple[Function, ...] = ()
+    functions: tuple[ToolFunction, ...] = ()
     tools: Sequence[Mapping[str, Any]] = ()  # as the chat template renders them
     grammar: Grammar | None = None  # of an answer that has to call functions
     parallel: bool = True
@@ -88,7 +88,7 @@ def tool_use_of(body: ChatBody, model: ServedModel, options: ServiceOptions) -> 
     return ToolUse(tool_format, called, tools, grammar, parallel, opening)
 
 
-def _called(choice: object, functions: tuple[Function, ...]) -> tuple[Function, ...] | None:
+def _called(choice: object, functions: tuple[ToolFunction, ...]) -> tuple[ToolFunction, ...] | None:
     """The functions of which the answer has to call some; empty: it may call any; None: it may call none."""
     if choice is None or choice == "auto":
         return () if functions else None

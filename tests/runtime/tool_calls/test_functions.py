@@ -16,20 +16,23 @@ from spaceport.runtime.sampling.grammar import Grammar, is_simple
 from spaceport.runtime.tool_calls.functions import (
     FORMATS,
     FormatName,
-    Function,
+    ToolFunction,
     calls_grammar,
     functions_of,
     renders_tools,
     with_description,
 )
-from spaceport.runtime.tool_calls.parser import ToolCallParser, joined
+from spaceport.runtime.tool_calls.parser import ToolCallParser
+from support.call_parts import joined
 from support.small_tokenizers import BYTES, one_byte_each
 
 pytest.importorskip("llguidance")
 
 CITY = {"type": "string", "enum": ["Oslo", 'a "quoted"\nname', "Łódź"]}
-WEATHER = Function("weather.of-1", {"properties": {"city": CITY, "days": {"type": "integer"}}, "required": ["city"]})
-FUNCTIONS = (WEATHER, Function("now"))
+WEATHER = ToolFunction(
+    "weather.of-1", {"properties": {"city": CITY, "days": {"type": "integer"}}, "required": ["city"]}
+)
+FUNCTIONS = (WEATHER, ToolFunction("now"))
 END = 1
 
 
@@ -96,24 +99,24 @@ def test_only_the_functions_can_be_called_and_only_with_their_arguments(vocabula
 
 
 def test_a_grammar_is_limited_and_isolated_like_the_schemas_in_it() -> None:
-    hard = Function("hard", {"allOf": [{"properties": {"a": {}}}]})
+    hard = ToolFunction("hard", {"allOf": [{"properties": {"a": {}}}]})
     assert is_simple(calls_grammar(FORMATS["json"], FUNCTIONS, parallel=True, opened=False))
     assert not is_simple(calls_grammar(FORMATS["json"], (hard,), parallel=True, opened=False))
     assert is_simple(Grammar(lark='start: "a/&~{{" | "b"{0,9}'))
     for lark in ('A & "b"', "~A", "/a/", "%json {}", "((A{0,9}){0,9})"):
         assert not is_simple(Grammar(lark=f"start: {lark}"))
     deep = calls_grammar(
-        FORMATS["json"], (Function("f", {"properties": {"a": {"items": {}}}}),), parallel=True, opened=False
+        FORMATS["json"], (ToolFunction("f", {"properties": {"a": {"items": {}}}}),), parallel=True, opened=False
     )
     assert deep.depth == 4
 
 
 def test_functions_have_the_schema_of_objects_without_other_properties_and_its_limits() -> None:
-    assert Function("f").schema == {"type": "object", "properties": {}, "additionalProperties": False}
+    assert ToolFunction("f").schema == {"type": "object", "properties": {}, "additionalProperties": False}
     more = {"additionalProperties": {"type": "integer"}}
-    assert Function("f", more).schema["additionalProperties"] == {"type": "integer"}
+    assert ToolFunction("f", more).schema["additionalProperties"] == {"type": "integer"}
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"items": {}}}}}}]
-    assert functions_of(tools) == (Function("f", {"properties": {"a": {"items": {}}}}),)
+    assert functions_of(tools) == (ToolFunction("f", {"properties": {"a": {"items": {}}}}),)
     with pytest.raises(OptionFault, match=r"tools\[0\].function.parameters has more than 3 nested levels"):
         functions_of(tools, Limits(grammar_depth=3))
     with pytest.raises(OptionFault, match=r"tools\[0\].function.parameters has \d+ characters: expected at most 4"):

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spaceport.runtime.tool_calls.functions import FORMATS, FormatName, format_of
-from spaceport.runtime.tool_calls.parser import CallPart, ToolCallParser, joined
+from spaceport.runtime.tool_calls.parser import CallPart, ToolCallParser
+from support.call_parts import joined
 
 NAMES = ("weather", "now")
 Calls = list[tuple[str, str]]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from spaceport.runtime.sampling.logprobs import TokenLogprob
-from spaceport.runtime.tool_calls.parser import CallPart, Part
+from spaceport.runtime.tool_calls.parser import CallPart, MessagePart
 from spaceport.tools.serve.answers import chat_logprobs
 from spaceport.tools.serve.tool_use import ToolUse
 
@@ -25,7 +25,7 @@ class Output:
     _open: bool = False  # whether the last item may grow
     _logprobs: list[dict[str, Any]] = field(default_factory=list)  # of tokens whose text has not been added yet
 
-    def add(self, parts: Iterable[Part], logprobs: Sequence[TokenLogprob] = ()) -> list[Event]:
+    def add(self, parts: Iterable[MessagePart], logprobs: Sequence[TokenLogprob] = ()) -> list[Event]:
         """Add parts of the answer, and the log probabilities of tokens."""
         if self.with_logprobs:
             self._logprobs += chat_logprobs(logprobs)["content"]

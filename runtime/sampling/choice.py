@@ -37,27 +37,26 @@ class Bans:
     def at(self, thread: Thread, ahead: Sequence[int]) -> frozenset[int]:
         """The banned tokens after these tokens of a thread."""
         early = len(thread.tokens) + len(ahead) < self.ends_from
-        if self.fork is not None:
-            last = ahead[-1] if ahead else thread.tokens[-1]
-            if last == self.fork or last == self.child or len(thread.path) >= self.depth:
-                return self._no_fork_and_end if early else self._no_fork
-        return self._no_end if early else self.never
+        if self.fork is None:
+            return self._banned[False, early]
+        last = ahead[-1] if ahead else thread.tokens[-1]
+        no_fork = last == self.fork or last == self.child or len(thread.path) >= self.depth
+        return self._banned[no_fork, early]
 
     def among_candidates(self, thread: Thread) -> frozenset[int]:
         """Tokens that no mask slot of a thread may propose, whatever is before it."""
-        return self._no_fork if self.fork is not None and len(thread.path) >= self.depth else self.never
+        return self._banned[self.fork is not None and len(thread.path) >= self.depth, False]
 
     @cached_property
-    def _no_fork(self) -> frozenset[int]:
-        return self.never if self.fork is None else self.never | {self.fork}
-
-    @cached_property
-    def _no_end(self) -> frozenset[int]:
-        return self.never | self.ends
-
-    @cached_property
-    def _no_fork_and_end(self) -> frozenset[int]:
-        return self._no_fork | self.ends
+    def _banned(self) -> dict[tuple[bool, bool], frozenset[int]]:
+        """The banned tokens by whether a fork and an end are banned too."""
+        no_fork = self.never if self.fork is None else self.never | {self.fork}
+        return {
+            (False, False): self.never,
+            (True, False): no_fork,
+            (False, True): self.never | self.ends,
+            (True, True): no_fork | self.ends,
+        }
 
 
 @dataclass(frozen=True)

@@ -97,7 +97,7 @@ class Logprobs:
     """Observer that records the log probability of each token that a request generates."""
 
     top: int  # number of most probable tokens to report for each token
-    speller: Speller | None = None  # None: without text and bytes
+    speller: Speller
     _recorded: dict[tuple[int, ...], list[TokenLogprob]] = field(default_factory=dict)  # by the thread's path
 
     def on_step(self, verified: VerifiedStep) -> None:

@@ -81,7 +81,7 @@ class ChatTemplate:
             self.joins_arguments = joins_arguments(parsed)
             self._compares_content = compares_content(parsed)
             texts = (constant.value for constant in parsed.find_all(nodes.Const) if isinstance(constant.value, str))
-            self.roles = frozenset({*_ROLES, *(text for text in texts if _ROLE.fullmatch(text))})
+            self._roles = frozenset({*_ROLES, *(text for text in texts if _ROLE.fullmatch(text))})
         self._helper = None if self.harmless else helper  # None: it is rendered in this process
 
     @property
@@ -92,7 +92,7 @@ class ChatTemplate:
     def check_roles(self, messages: Sequence[Message]) -> None:
         """Raise for roles that are neither common nor named by the template."""
         for number, message in enumerate(messages):
-            if message["role"] not in self.roles:
+            if message["role"] not in self._roles:
                 raise TemplateError(
                     f"message {number} has the role {shown(message['role'], 100)}: expected {', '.join(_ROLES)}, or another "
                     "role that the chat template names"

@@ -66,12 +66,7 @@ class PromptEncoder:
         return open_template(self.bundle, self.helper)
 
     def tokens_of(
-        self,
-        prompt: Prompt,
-        parse_special: bool = False,
-        *,
-        deadline: float | None = None,
-        most: int | None = None,
+        self, prompt: Prompt, parse_special: bool = False, *, deadline: float | None = None, most: int | None = None
     ) -> list[int]:
         """The tokens of a prompt: text, token ids, or chat messages.
 

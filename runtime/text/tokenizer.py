@@ -18,54 +18,46 @@ _BROKEN = "\ufffd"  # replacement character for bytes that are not a complete ch
 _CACHED_WORDS = 1000
 
 
-class StopAutomaton:
-    """All stop strings of a request as one automaton (Aho-Corasick), shared by its threads.
+class _Ending:
+    """A longest end of a text that is the beginning of a stop string: a state of an Aho-Corasick automaton."""
 
-    A state is the longest end of the text that is the beginning of a stop string.
-    """
+    __slots__ = ("length", "longer", "shorter", "stop")
 
-    def __init__(self, stops: tuple[str, ...]) -> None:
-        self._next: list[dict[str, int]] = [{}]  # for each state: the states that longer beginnings lead to
-        self._shorter = [0]  # for each state: the next shorter end of the text that is a beginning
-        self.depth = [0]  # for each state: its number of characters
-        self.found = [0]  # for each state: characters of the longest stop string that the text ends with; 0: none
-        for stop in stops:
-            self._add(stop)
-        self._link()
-        self.starts = frozenset(self._next[0])  # first characters of the stop strings
+    def __init__(self, length: int) -> None:
+        self.length = length  # in characters
+        self.longer: dict[str, _Ending] = {}  # by the next character
+        self.shorter: _Ending | None = None  # the next shorter end that is a beginning; None: this one is empty
+        self.stop = 0  # characters of the longest stop string that it ends with; 0: none
 
-    def advance(self, state: int, sign: str) -> int:
-        """The state after one more character."""
-        while sign not in self._next[state]:
-            if not state:
-                return 0
-            state = self._shorter[state]
-        return self._next[state][sign]
+    def after(self, sign: str) -> _Ending:
+        """The longest end after one more character."""
+        ending = self
+        while sign not in ending.longer:
+            if ending.shorter is None:
+                return ending
+            ending = ending.shorter
+        return ending.longer[sign]
 
-    def _add(self, stop: str) -> None:
-        state = 0
+
+@lru_cache(maxsize=16)
+def _automaton_of(stops: tuple[str, ...]) -> _Ending:
+    """The empty end of the automaton of these stop strings, built once for all threads of a request."""
+    empty = _Ending(0)
+    for stop in stops:
+        ending = empty
         for sign in stop:
-            if sign not in self._next[state]:
-                self._next[state][sign] = len(self._next)
-                self._next.append({})
-                self._shorter.append(0)
-                self.depth.append(self.depth[state] + 1)
-                self.found.append(0)
-            state = self._next[state][sign]
-        self.found[state] = len(stop)
-
-    def _link(self) -> None:
-        """Set the shorter state of each state, shortest states first."""
-        waiting = deque(self._next[0].values())
-        while waiting:
-            state = waiting.popleft()
-            for sign, longer in self._next[state].items():
-                self._shorter[longer] = self.advance(self._shorter[state], sign)
-                self.found[longer] = self.found[longer] or self.found[self._shorter[longer]]
-                waiting.append(longer)
-
-
-_automaton_of = lru_cache(maxsize=16)(StopAutomaton)  # built once for all threads of a request
+            if sign not in ending.longer:
+                ending.longer[sign] = _Ending(ending.length + 1)
+            ending = ending.longer[sign]
+        ending.stop = len(stop)
+    waiting = deque([empty])
+    while waiting:  # shortest first
+        ending = waiting.popleft()
+        for sign, longer in ending.longer.items():
+            longer.shorter = empty if ending.shorter is None else ending.shorter.after(sign)
+            longer.stop = longer.stop or longer.shorter.stop
+            waiting.append(longer)
+    return empty
 
 
 class StopSearch:
@@ -77,28 +69,26 @@ class StopSearch:
     def __init__(self, stops: tuple[str, ...], include_stop: bool = False) -> None:
         self.held = ""  # text that may be the start of a stop string
         self.stopped = False
-        self._automaton = _automaton_of(stops) if stops else None
-        self._state = 0
+        self._empty = self._ending = _automaton_of(stops)
         self._include_stop = include_stop
 
     def push(self, text: str) -> str:
         """Text that can be shown now; `stopped` is then whether a stop string is complete."""
-        automaton = self._automaton
-        if automaton is None or (not self._state and automaton.starts.isdisjoint(text)):
+        if not self.held and self._empty.longer.keys().isdisjoint(text):
             return text
-        state, all_text = self._state, self.held + text
+        ending, all_text = self._ending, self.held + text
         for end, sign in enumerate(text, len(self.held) + 1):
-            state = automaton.advance(state, sign)
-            if found := automaton.found[state]:  # the first one to be complete, so that token boundaries do not matter
-                self.stopped, self.held, self._state = True, "", 0
-                return all_text[: end if self._include_stop else end - found]
-        cut = len(all_text) - automaton.depth[state]
-        self.held, self._state = all_text[cut:], state
+            ending = ending.after(sign)
+            if ending.stop:  # the first one to be complete, so that token boundaries do not matter
+                self.stopped, self.held, self._ending = True, "", self._empty
+                return all_text[: end if self._include_stop else end - ending.stop]
+        cut = len(all_text) - ending.length
+        self.held, self._ending = all_text[cut:], ending
         return all_text[:cut]
 
     def finish(self) -> str:
         """Text that is still held back, at the end of the text."""
-        rest, self.held, self._state = self.held, "", 0
+        rest, self.held, self._ending = self.held, "", self._empty
         return rest
 
 

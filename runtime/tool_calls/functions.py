@@ -11,7 +11,7 @@ from typing import Any, Literal
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.limits import DEFAULT_LIMITS, Limits
 from spaceport.runtime.sampling.grammar import Grammar
-from spaceport.runtime.text.messages import shown
+from spaceport.runtime.text.messages import characters_of, shown
 
 FormatName = Literal["hermes", "llama3", "mistral", "json"]
 _MOST_FUNCTIONS = 128
@@ -121,21 +121,20 @@ def _check_schema(where: str, schema: object, limits: Limits) -> None:
         isinstance(nested, Mapping | bool) for nested in properties.values()
     ):
         raise OptionFault(f"{where}.properties is {_shown(properties)}: expected a JSON schema for each property")
-    characters = 0
     level: list[Any] = [schema]
     for _ in range(limits.grammar_depth):
-        below: list[Any] = []
-        for value in level:
-            characters += len(value) if isinstance(value, str) else 1
-            if isinstance(value, Mapping):
-                below += [*value, *value.values()]
-            elif isinstance(value, list | tuple):
-                below += value
-        level = below
+        level = [item for value in level for item in _items(value)]
     if level:
         raise OptionFault(f"{where} has more than {limits.grammar_depth} nested levels: expected a simpler schema")
-    if characters > limits.grammar_chars:
+    if (characters := characters_of(schema)) > limits.grammar_chars:
         raise OptionFault(f"{where} has {characters} characters: expected at most {limits.grammar_chars}")
+
+
+def _items(value: object) -> list[Any]:
+    """What is one level below a value, names included."""
+    if isinstance(value, Mapping):
+        return [*value, *value.values()]
+    return list(value) if isinstance(value, list | tuple) else []
 
 
 def _shown(value: object) -> str:

@@ -98,7 +98,7 @@ def bundle_in(folder: Path, template: str | None, special_tokens: Mapping[str, s
         (folder / TEMPLATE_FILE).write_text(template, "utf-8")
         files[TEMPLATE_FILE] = FileRecord("0" * 64, len(template))
     signature = Signature(1, 1, 1, 1000, "float32", "scatter")
-    manifest = Manifest(signature, TokenIds(), 0, 8, "llama", 1, 23, "plain", dict(special_tokens), files=files)
+    manifest = Manifest(signature, TokenIds(), 8, "llama", 1, 23, "plain", dict(special_tokens), files=files)
     return Bundle(folder, manifest)
 
 

@@ -143,17 +143,17 @@ def _limit(seconds: float, deadline: float | None) -> float:
 def _line(process: subprocess.Popen[bytes], seconds: float) -> bytes:
     """The next line that a process writes; raises EOFError if it ends, TimeoutError after these seconds."""
     assert process.stdout is not None
-    deadline, found = monotonic() + seconds, b""
+    deadline, line = monotonic() + seconds, b""
     with selectors.DefaultSelector() as selector:
         selector.register(process.stdout, selectors.EVENT_READ)
-        while not found.endswith(b"\n"):
+        while not line.endswith(b"\n"):
             if not selector.select(max(0.0, deadline - monotonic())):
                 raise TimeoutError
             chunk = os.read(process.stdout.fileno(), 1 << 16)
             if not chunk:
                 raise EOFError
-            found += chunk
-    return found
+            line += chunk
+    return line
 
 
 class HelperPool:

@@ -37,26 +37,27 @@ class Bans:
     def at(self, thread: Thread, ahead: Sequence[int]) -> frozenset[int]:
         """The banned tokens after these tokens of a thread."""
         early = len(thread.tokens) + len(ahead) < self.ends_from
-        if self.fork is None:
-            return self._banned[False, early]
-        last = ahead[-1] if ahead else thread.tokens[-1]
-        no_fork = last == self.fork or last == self.child or len(thread.path) >= self.depth
-        return self._banned[no_fork, early]
+        if self.fork is not None:
+            last = ahead[-1] if ahead else thread.tokens[-1]
+            if last == self.fork or last == self.child or len(thread.path) >= self.depth:
+                return self._no_fork_and_end if early else self._no_fork
+        return self._no_end if early else self.never
 
     def among_candidates(self, thread: Thread) -> frozenset[int]:
         """Tokens that no mask slot of a thread may propose, whatever is before it."""
-        return self._banned[self.fork is not None and len(thread.path) >= self.depth, False]
+        return self._no_fork if self.fork is not None and len(thread.path) >= self.depth else self.never
 
     @cached_property
-    def _banned(self) -> dict[tuple[bool, bool], frozenset[int]]:
-        """The banned tokens by whether a fork and an end are banned too."""
-        no_fork = self.never if self.fork is None else self.never | {self.fork}
-        return {
-            (False, False): self.never,
-            (True, False): no_fork,
-            (False, True): self.never | self.ends,
-            (True, True): no_fork | self.ends,
-        }
+    def _no_fork(self) -> frozenset[int]:
+        return self.never if self.fork is None else self.never | {self.fork}
+
+    @cached_property
+    def _no_end(self) -> frozenset[int]:
+        return self.never | self.ends
+
+    @cached_property
+    def _no_fork_and_end(self) -> frozenset[int]:
+        return self._no_fork | self.ends
 
 
 @dataclass(frozen=True)
@@ -110,14 +111,14 @@ def top_candidates(
     Only a few tokens of a line matter; the weight of the others is estimated from a sample of them. A line without a
     probable token gives no candidates.
     """
-    found = []
+    candidates_of_lines = []
     with np.errstate(all="ignore"):  # NaN gives no candidates
         for line in scores:
             candidates = _top_candidates(line, most, banned)
             if candidates is None:  # the probabilities are those of the tokens that are left
                 return top_candidates(without(scores, banned), most)
-            found.append(candidates)
-    return tuple(found)
+            candidates_of_lines.append(candidates)
+    return tuple(candidates_of_lines)
 
 
 def _top_candidates(line: NDArray[np.float32], most: int, banned: AbstractSet[int]) -> Candidates | None:
@@ -137,10 +138,10 @@ def _top_candidates(line: NDArray[np.float32], most: int, banned: AbstractSet[in
     if banned and ((line[list(banned)] > highest + _LEAST).any() if many else not banned.isdisjoint(tokens.tolist())):
         return None
     scores = line[tokens]
-    found = np.exp(scores - highest)
-    total = sum(found.tolist()) + float(np.add.reduce(weights)) * _SAMPLE
+    near = np.exp(scores - highest)
+    total = sum(near.tolist()) + float(np.add.reduce(weights)) * _SAMPLE
     order = (-scores).argsort(kind="stable")[:most]  # by score, since the weights of close scores are equal
-    chosen = found[order].tolist()
+    chosen = near[order].tolist()
     return Candidates(tuple(tokens[order].tolist()), tuple([weight / total for weight in chosen]))
 
 
@@ -157,10 +158,10 @@ class CorrectedCandidates(Candidates):
     _known: dict[int, Candidates] = field(default_factory=dict, compare=False, repr=False)
 
     def behind(self, token: int) -> Candidates:
-        found = self._known.get(token)
-        if found is None:
-            found = self._known[token] = self._behind(token) if self.tokens else self
-        return found
+        corrected = self._known.get(token)
+        if corrected is None:
+            corrected = self._known[token] = self._behind(token) if self.tokens else self
+        return corrected
 
     def _behind(self, token: int) -> Candidates:
         vectors = self.tables.after[list(self.tokens)].astype(np.float32)
@@ -192,5 +193,5 @@ class Corrected:
     def candidates(
         self, logits: NDArray[np.float32] | SelectedRows, thread: Thread, position: int, most: int
     ) -> tuple[Candidates, ...]:
-        found = self.inner.candidates(logits, thread, position, max(most, CANDIDATES))  # type: ignore[arg-type]
-        return tuple([CorrectedCandidates(each.tokens, each.probabilities, self.tables, most) for each in found])
+        inner = self.inner.candidates(logits, thread, position, max(most, CANDIDATES))  # type: ignore[arg-type]
+        return tuple([CorrectedCandidates(own.tokens, own.probabilities, self.tables, most) for own in inner])

@@ -51,9 +51,9 @@ class Grammar:
     depth: int = field(init=False, repr=False)  # nested groups of the expression, or objects and arrays of the schema
 
     def __post_init__(self) -> None:
-        given = [one is not None for one in (self.regex, self.json_schema, self.lark)]
-        if sum(given) != 1:
-            count = "none of them is given" if not any(given) else "several of them are given"
+        kinds = sum(option is not None for option in (self.regex, self.json_schema, self.lark))
+        if kinds != 1:
+            count = "several of them are given" if kinds else "none of them is given"
             raise OptionFault(f"regex, json_schema and lark: {count}: expected one of the three")
         if self.regex is not None:
             rules, kind, text, brackets = _rule_of(self.regex), "the regular expression", self.regex, "("
@@ -63,9 +63,9 @@ class Grammar:
             schema = _schema_of(self.json_schema)
             rules, kind, text, brackets = f"start: {_schema_rule(schema)}", "the JSON schema", json.dumps(schema), "{["
         depth = _depth(text, brackets)
-        for name, one in self.schemas.items():
-            rules += f"\n{name}: {_schema_rule(one)}"
-            depth = max(depth, _depth(json.dumps(one), "{["))
+        for name, named_schema in self.schemas.items():
+            rules += f"\n{name}: {_schema_rule(named_schema)}"
+            depth = max(depth, _depth(json.dumps(named_schema), "{["))
         object.__setattr__(self, "source", f"{_OPTIONS}\n{rules}")
         object.__setattr__(self, "label", self.name or f"{kind} {_shown(text)}")
         object.__setattr__(self, "depth", depth)
@@ -79,13 +79,13 @@ def _rule_of(regex: str) -> str:
     if not isinstance(regex, str) or not regex:
         raise OptionFault(f"regex is {regex!r}: expected a regular expression of at least one character")
     signs = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}  # a rule is one line, and an unescaped / ends its expression
-    escaped = re.sub(r"\\.|/|\n", lambda found: signs.get(found[0], found[0]), regex, flags=re.DOTALL)
+    escaped = re.sub(r"\\.|/|\n", lambda match: signs.get(match[0], match[0]), regex, flags=re.DOTALL)
     return f"start: TEXT\nTEXT: /{escaped}/"
 
 
-def _schema_of(given: object) -> dict[str, Any]:
+def _schema_of(option: object) -> dict[str, Any]:
     try:
-        plain = dict(given) if isinstance(given, Mapping) else given
+        plain = dict(option) if isinstance(option, Mapping) else option
         schema = json.loads(plain if isinstance(plain, str) else json.dumps(plain, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
         raise OptionFault(f"json_schema is not JSON: {error}: expected a schema such as {_EXAMPLE}") from error

@@ -155,8 +155,8 @@ class Sampling:
             ("banned", Collection, "token ids"),
             ("logit_bias", Mapping, "token ids with biases"),
         ):
-            if not isinstance(given := getattr(self, name), kind):
-                raise OptionFault(f"{name} is {given!r}: expected {kinds}")
+            if not isinstance(value := getattr(self, name), kind):
+                raise OptionFault(f"{name} is {value!r}: expected {kinds}")
         _number("temperature", self.temperature, 0, 100, "0 is greedy decoding")
         _number("top_p", self.top_p, 0, 1, "1 allows all tokens")
         _number("min_p", self.min_p, 0, 1, "0 allows all tokens")
@@ -281,14 +281,14 @@ class Sampled:
     ) -> tuple[Candidates, ...]:
         """Candidates of mask slots, sampled with the noise of their positions, so that the model likely samples the same."""
         banned = self.bans.among_candidates(thread)
-        found = []
+        candidates = []
         for at, line in enumerate(logits, position):
             scores = self._scores(line, banned, thread, ())
             if np.isfinite(scores.max()):
-                found.append(self._candidates(scores, thread.path, at, most))
+                candidates.append(self._candidates(scores, thread.path, at, most))
             else:  # an error here must not end a completion that continues without the draft
-                found.append(Candidates((int(scores.argmax()),), (0.0,)))
-        return tuple(found)
+                candidates.append(Candidates((int(scores.argmax()),), (0.0,)))
+        return tuple(candidates)
 
     def _candidates(self, scores: NDArray[np.float64], path: tuple[int, ...], position: int, most: int) -> Candidates:
         """The tokens that pass the filters, best first, with the probability that the model samples them.

@@ -55,23 +55,23 @@ class ControlTokens:
         tokens = self.tokens
         own = {*tokens.mask, *tokens.fork_ids, tokens.child, *tokens.end}
         added = self.tokenizer.get_added_tokens_decoder()
-        found = {entry.content: token for token, entry in added.items() if entry.special or token in own}
-        return {text: token for text, token in found.items() if text.strip()}
+        return {
+            entry.content: token
+            for token, entry in added.items()
+            if (entry.special or token in own) and entry.content.strip()
+        }
 
     def ids(self, text: str, *, special: bool, protected: Sequence[Span] | None = None) -> list[int]:
         """The tokens of a text without control tokens in the `protected` characters, by default in the whole text.
 
         `special` adds the tokenizer's special tokens around the text.
         """
-        found = self._unseparated(text, special, protected)
-        return self._separated(text, special, protected).ids if found is None else found.ids
+        return self._encoded(text, special, protected).ids
 
     def encode(self, text: str, *, special: bool, protected: Sequence[Span] | None = None) -> Encoded:
         """The tokens of a text as in `ids`, with their ends in the text."""
-        found = self._unseparated(text, special, protected)
-        if found is None:
-            return self._separated(text, special, protected)
-        return Encoded(found.ids, [end for _, end in found.offsets])
+        encoded = self._encoded(text, special, protected)
+        return encoded if isinstance(encoded, Encoded) else Encoded(encoded.ids, [end for _, end in encoded.offsets])
 
     def protect(self, messages: Any) -> tuple[Any, dict[str, str]]:
         """Messages with stand-ins for the control tokens that they spell out, and the text of each stand-in."""
@@ -99,15 +99,16 @@ class ControlTokens:
             )
         return protected, {stand_in: text for text, stand_in in stand_ins.items()}
 
-    def _unseparated(self, text: str, special: bool, protected: Sequence[Span] | None) -> Encoding | None:
-        """The encoding of a text, unless the tokenizer alone would make control tokens of protected characters."""
-        if protected:
-            return None
-        found = encoding_of(self.tokenizer, text, special)
-        ids = found.ids
-        if protected is not None or self._ids.isdisjoint(ids):
-            return found
-        return found if self._ids.isdisjoint(compress(ids, map(not_, found.special_tokens_mask))) else None
+    def _encoded(self, text: str, special: bool, protected: Sequence[Span] | None) -> Encoding | Encoded:
+        """The encoding of a text by the tokenizer alone, unless it makes control tokens of protected characters."""
+        if not protected:
+            encoding = encoding_of(self.tokenizer, text, special)
+            ids = encoding.ids
+            if protected is not None or self._ids.isdisjoint(ids):
+                return encoding
+            if self._ids.isdisjoint(compress(ids, map(not_, encoding.special_tokens_mask))):
+                return encoding
+        return self._separated(text, special, protected)
 
     def _found_in(self, text: str) -> list[_Mark]:
         """The control tokens that the tokenizer makes of a text."""
@@ -124,9 +125,9 @@ class ControlTokens:
                 masked[start:end] = "x" * (end - start)
             marks = self._found_in("".join(masked))
         for _ in range(_ATTEMPTS):
-            found, joined = self._with_marks(text, marks, special)
+            encoded, joined = self._with_marks(text, marks, special)
             if not joined:
-                return found
+                return encoded
             for start, end in joined:
                 if end - start < 2:
                     raise OptionFault(
@@ -144,9 +145,11 @@ class ControlTokens:
         for mark in marks:
             pieces += [text[position : mark.start], self._separator]
             position = mark.end
-        found = encoding_of(self._plain, "".join([*pieces, text[position:]]), special)
+        encoding = encoding_of(self._plain, "".join([*pieces, text[position:]]), special)
         encoded, joined, left, shift = Encoded([], []), [], iter(marks), 0
-        for token, (start, end), around in zip(found.ids, found.offsets, found.special_tokens_mask, strict=True):
+        for token, (start, end), around in zip(
+            encoding.ids, encoding.offsets, encoding.special_tokens_mask, strict=True
+        ):
             if token == self._separator_id:
                 mark = next(left)
                 shift += len(self._separator) - (mark.end - mark.start)
@@ -195,15 +198,15 @@ class ControlTokens:
 
     @cached_property
     def _separator_id(self) -> int:
-        found = self._plain.token_to_id(self._separator)
-        assert found is not None
-        return found
+        token = self._plain.token_to_id(self._separator)
+        assert token is not None
+        return token
 
     def _fragments(self, text: str) -> list[Span]:
         """The parts of a text that are a control token, or its beginning at the end of the text."""
         if not self._spells(text):
             return []
-        spans = [found.span() for found in self._pattern.finditer(text)]
+        spans = [match.span() for match in self._pattern.finditer(text)]
         if self.tokenizer.normalizer is not None:
             spans = _joined([*spans, *(mark[:2] for mark in self._found_in(text))])
         end = len(text.rstrip())
@@ -285,10 +288,10 @@ def _any_of(texts: Any, flags: int) -> re.Pattern[str]:
 
 def _joined(spans: Sequence[Span]) -> list[Span]:
     """Spans in order, with overlapping ones as one."""
-    found: list[Span] = []
+    joined: list[Span] = []
     for start, end in sorted(spans):
-        if found and start < found[-1][1]:
-            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        if joined and start < joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
         elif start < end:
-            found.append((start, end))
-    return found
+            joined.append((start, end))
+    return joined

@@ -165,9 +165,9 @@ class JsonObject:
         self.done = not self._open
 
     def _match(self, pattern: re.Pattern[str], at: int) -> int:
-        found = pattern.match(self.text, at)
-        assert found is not None  # it may be empty
-        return found.end()
+        match = pattern.match(self.text, at)
+        assert match is not None  # it may be empty
+        return match.end()
 
 
 class ToolCallParser:
@@ -290,12 +290,12 @@ class ToolCallParser:
             self._advance = self._call
             return True
         if self._format.name == "mistral" and not self._in_list:
-            found = _NAME.match(self._held, self._at, self._at + _MOST_NAME)
-            if found is None and "{" not in self._held[self._at :] and len(self._held) < self._at + _MOST_NAME:
-                return False
-            if found is not None:
-                self._name, self._at, self._advance = found[1], found.end() - 1, self._call
+            name = _NAME.match(self._held, self._at, self._at + _MOST_NAME)
+            if name is not None:
+                self._name, self._at, self._advance = name[1], name.end() - 1, self._call
                 return True
+            if "{" not in self._held[self._at :] and len(self._held) < self._at + _MOST_NAME:
+                return False
         return self._no_call()
 
     def _call(self) -> bool:
@@ -380,25 +380,23 @@ class ToolCallParser:
 
     def _called(self) -> tuple[str | None, str | None]:
         """The name and the arguments of a complete object; None: it is no call."""
-        found = self._object
         if self._name is not None:
-            return (self._name if self._name in self._names else None), found.text
-        text = found.value("name")
+            return (self._name if self._name in self._names else None), self._object.text
+        text = self._object.value("name")
         name = None if text is None else self._named(text)
         if name is None or not self._may_be_call():
             return None, None
-        arguments = found.value(*_ARGUMENTS)
+        arguments = self._object.value(*_ARGUMENTS)
         if arguments is None:
             return name, "{}"
         return name, arguments if arguments.startswith("{") else None
 
     def _stream_arguments(self) -> None:
         """Return what is known of the arguments of a call that is certain."""
-        found, argument = self._object, self._format.arguments
-        text = found.value("name")
-        if text is not None and argument in found.members:
-            start, end = found.members[argument]
-            self._emit_call(json.loads(text), found.text[start:end])
+        name, arguments = self._object.value("name"), self._object.members.get(self._format.arguments)
+        if name is not None and arguments is not None:
+            start, end = arguments
+            self._emit_call(json.loads(name), self._object.text[start:end])
 
     def _emit_call(self, name: str, arguments: str) -> None:
         """Return a part of a call with those arguments that were not returned before."""

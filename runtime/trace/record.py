@@ -111,11 +111,11 @@ class TraceRecord:
     @cached_property
     def generated(self) -> tuple[tuple[int, ...], ...]:
         """The generated tokens of each thread."""
-        found: list[list[int]] = [[] for _ in self.threads]
+        generated: list[list[int]] = [[] for _ in self.threads]
         for step in self.steps:
             for rows in step.rows:
-                found[rows.thread] += rows.text
-        return tuple(map(tuple, found))
+                generated[rows.thread] += rows.text
+        return tuple(map(tuple, generated))
 
 
 def trace_of(data: object) -> TraceRecord:

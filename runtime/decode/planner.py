@@ -12,7 +12,9 @@ from bisect import bisect_right
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from heapq import heappop, heappush
 from itertools import accumulate, pairwise
+from operator import mul, sub
 from typing import NamedTuple, Protocol
 
 from spaceport.graphs.contract.draft_acceptance import DraftAcceptance
@@ -25,9 +27,9 @@ from spaceport.runtime.decode.draft import (
     Draft,
     DraftConfig,
     Outlook,
-    Ranked,
     Reason,
     chain,
+    opening_gains,
     tree,
 )
 from spaceport.runtime.decode.plan import Part
@@ -38,7 +40,6 @@ SHARE = 0.01  # of the time of plain decoding that drafts may cost
 CREDIT = 1.6  # plain steps that drafts may cost at the start of a request
 _ROUNDS = 30  # of value iteration; about four are enough to converge
 _CLOSE = 1e-3  # relative change of the rate that counts as none
-_LONG = 1 << 30  # tokens that a text may still get
 _GRID = 10  # acceptance rates are rounded to 1 / 10 for value iteration
 _MOST_KNOWN = 4096  # curves or solutions
 _NEAR = 0.25  # difference in temperature up to which measured rates of prompt lookup hold
@@ -55,20 +56,21 @@ class LongRun(NamedTuple):
     gains: tuple[float, ...]  # tokens; value of the first, the second, ... available draft token
 
 
-def solve(curve: Curve, reach: Sequence[float], draft_config: DraftConfig, start: LongRun | None = None) -> LongRun:
+def solve(curve: Curve, reach: Sequence[float], lead: int = 0, start: LongRun | None = None) -> LongRun:
     """The long run for `reach`, the probability that the first, the first two, ... draft tokens are all accepted.
 
-    It takes fewer rounds from the solution for similar probabilities.
+    `lead` is the number of rows that lead a group of mask slots. It takes fewer rounds from the solution for similar
+    probabilities.
     """
     run = start or LongRun(1.0, (0.0,) * len(reach))
+    chances = [min(MOST_LIKELY, now / max(before, 1e-9)) for before, now in pairwise((1.0, *reach))]
     for _ in range(_ROUNDS):
-        drafts = best_drafts(curve, reach, draft_config, run)
-        times = [curve.times[draft.rows - 1] for draft in drafts]
-        values = [draft.worth[-1] - run.rate * time for draft, time in zip(drafts, times, strict=True)]
+        drafts = [best_rows(curve, chances[:at_hand], run, lead) for at_hand in range(len(reach) + 1)]
+        values = [tokens - run.rate * curve.times[rows - 1] for rows, tokens in drafts]
         worth = list(accumulate(values, max))  # verifying fewer than available is allowed
-        rate = max(run.rate + worth[0] / times[0], 1.0)
-        gains = _concave([0.0, *accumulate(min(b - a, 1.0) for a, b in pairwise(worth))])
-        changed = max((abs(a - b) for a, b in zip(gains, run.gains, strict=True)), default=0.0)
+        rate = max(run.rate + worth[0] / curve.times[drafts[0][0] - 1], 1.0)
+        gains = _concave([0.0, *accumulate([min(later - value, 1.0) for value, later in pairwise(worth)])])
+        changed = max(map(abs, map(sub, gains, run.gains)), default=0.0)
         settled = abs(rate - run.rate) <= _CLOSE * rate and changed <= 10 * _CLOSE
         # half way: gains and rate depend on each other, and whole steps may swing for ever
         run = LongRun(rate, tuple([(now + before) / 2 for now, before in zip(gains, run.gains, strict=True)]))
@@ -77,26 +79,40 @@ def solve(curve: Curve, reach: Sequence[float], draft_config: DraftConfig, start
     return run
 
 
-class _Chain:
-    """A proposal of one token at each depth."""
+def best_rows(curve: Curve, chances: Sequence[float], run: LongRun, lead: int) -> tuple[int, float]:
+    """The rows and the expected tokens of the best draft for available draft tokens with these probabilities.
 
-    source = ""
-
-    def __init__(self, probabilities: Sequence[float]) -> None:
-        self._probabilities, self.depths = probabilities, len(probabilities)
-
-    def behind(self, depth: int, token: int) -> Ranked:
-        return ((min(MOST_LIKELY, self._probabilities[depth]), 0),)
-
-
-def best_drafts(curve: Curve, reach: Sequence[float], draft_config: DraftConfig, run: LongRun) -> list[Draft]:
-    """The best draft for each number of available draft tokens, from 0 on."""
-    probabilities = [now / max(before, 1e-9) for before, now in pairwise((1.0, *reach))]
-    outlook, rows = Outlook(curve, run.rate, run.gains), len(curve.times)
-    return [
-        tree((_Chain(probabilities[:at_hand]),), draft_config, _LONG, rows, outlook)
-        for at_hand in range(len(reach) + 1)
-    ]
+    The draft is that of `tree` for a source that proposes one token at each depth, which takes several times as long.
+    """
+    times, slopes, gains = curve.times, curve.slopes, run.gains
+    opening = opening_gains(gains, lead)[-1:] if lead else gains
+    least, most = run.rate * curve.least, len(times)
+    reached = list(accumulate(chances, mul, initial=1.0))
+    used, tokens, best_rows, best_tokens, best, offered = 0, 0.0, 0, 0.0, float("-inf"), 0
+    # the next rows: value, number, node, and index of a mask slot behind it or -1: the node itself
+    heap = [(-1.0, 0, 0, -1)]
+    while heap and used < most:
+        negative, _, node, index = heappop(heap)
+        if used and -negative < run.rate * slopes[used - 1]:
+            break
+        last = reached[node] * (1 - chances[node]) if node < len(chances) else reached[node]
+        rows, value, offers = 1, -negative, []
+        if index < 0 and node < len(chances):
+            offers.append((reached[node + 1], node + 1, -1))
+        if lead and index == 0:
+            rows, value = 1 + lead, last * gains[0]
+            if used + rows > most:
+                continue
+        if index + 1 < len(gains):
+            offers.append((last * (opening[0] if index < 0 else gains[index + 1]), node, index + 1))
+        for offer in offers:
+            if offer[0] > least:
+                offered += 1
+                heappush(heap, (-offer[0], offered, *offer[1:]))
+        used, tokens = used + rows, tokens + value
+        if tokens - run.rate * times[used - 1] > best:
+            best_rows, best_tokens, best = used, tokens, tokens - run.rate * times[used - 1]
+    return best_rows, best_tokens
 
 
 def best_rate(curve: Curve, reach: Sequence[float]) -> float:
@@ -212,15 +228,15 @@ class DraftPlanner:
     def long_run(self, curve: Curve, reach: Sequence[float], draft_config: DraftConfig) -> LongRun:
         """The long-run values for acceptance probabilities, which are rounded so that few have to be solved."""
         coarse = tuple([round(_GRID * rate) for rate in reach[: draft_config.mask_slots]])
-        shape = (curve, draft_config.mask_slots, draft_config.mask_layout)
+        lead = draft_config.mask_layout.lead
+        shape = (curve, draft_config.mask_slots, lead)
         key = (*shape, coarse)
         solution = self._solutions.get(key)
         if solution is None:
             if len(self._solutions) == _MOST_KNOWN:
                 self._solutions.clear()
             start = None if self._repeatable else self._last.get(shape)
-            near = [rate / _GRID for rate in coarse]
-            solution = solve(curve, near, replace(draft_config, siblings=1), start)
+            solution = solve(curve, [rate / _GRID for rate in coarse], lead, start)
             self._solutions[key] = self._last[shape] = solution
         return solution
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, count, product
+from itertools import accumulate, count, pairwise, product
 
 import pytest
 from hypothesis import given, settings
@@ -15,8 +15,9 @@ from spaceport.graphs.contract.draft_methods import MaskLayout
 from spaceport.runtime import Decoding, Runtime
 from spaceport.runtime.costs import Curve, StepCosts
 from spaceport.runtime.decode.draft import DraftConfig
-from spaceport.runtime.decode.planner import DraftPlanner, LongRun, SharedCall, Wish, best_drafts, solve
+from spaceport.runtime.decode.planner import DraftPlanner, LongRun, SharedCall, Wish, best_rows, solve
 from spaceport.runtime.decode.planner import best_rate as best_rate_of_heads
+from spaceport.tools.bench.planning import best_drafts
 from support.hash_engine import Language
 from support.hash_runtime import hash_runtime
 
@@ -88,7 +89,7 @@ def limits(mask_slots: int, lead: int = 0) -> DraftConfig:
 
 def solved(times: Sequence[float], reach: Sequence[float], lead: int = 0) -> LongRun:
     """The solution for a step time by rows."""
-    return solve(Curve(times), reach, limits(len(reach), lead))
+    return solve(Curve(times), reach, lead)
 
 
 def best_rate(times: Sequence[float], reach: Sequence[float], lead: int = 0) -> float:
@@ -188,3 +189,19 @@ def test_no_policy_beats_the_rate_by_more_than_a_little(first: float, later: flo
     reach = [first, first * later]
     best = best_rate(times, reach)
     assert 0.95 * best <= solved(times, reach).rate <= 1.01 * best
+
+
+@given(
+    st.lists(st.floats(0, 1), max_size=5).map(lambda reach: sorted(reach, reverse=True)),
+    st.lists(st.floats(0, 1), min_size=5, max_size=5).map(lambda gains: sorted(gains, reverse=True)),
+    st.floats(1, 3),
+    st.sampled_from((FLOAT32, FLAT, JUMPS)),
+    st.integers(0, 1),
+)
+def test_the_rows_of_the_long_run_are_those_of_the_tree_that_is_drafted(
+    reach: list[float], gains: list[float], rate: float, points: Sequence[tuple[int, float]], lead: int
+) -> None:
+    costs, run = Curve(curve(points)), LongRun(rate, tuple(gains[: len(reach)]))
+    chances = [min(0.97, later / max(before, 1e-9)) for before, later in pairwise((1.0, *reach))]
+    for at_hand, draft in enumerate(best_drafts(costs, reach, limits(len(reach), lead), run)):
+        assert best_rows(costs, chances[:at_hand], run, lead) == (len(draft.worth), draft.worth[-1])

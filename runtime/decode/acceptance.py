@@ -82,10 +82,8 @@ class Acceptance:
 
     def trust(self, source: str, depths: int) -> list[float]:
         """By depth: factor that corrects the probabilities that a source gives."""
-        promised, accepted = self.promises(source, depths)
-        return [
-            min(_MOST_TRUST, max(_LEAST_TRUST, accepted[depth] / max(promised[depth], 1e-9))) for depth in range(depths)
-        ]
+        pairs = zip(*self.promises(source, depths), strict=True)
+        return [min(_MOST_TRUST, max(_LEAST_TRUST, accepted / max(promised, 1e-9))) for promised, accepted in pairs]
 
     def count_step(self) -> float:
         """Count a step that is learned from; returns its weight in the averages."""
@@ -132,7 +130,7 @@ def accept(
     known = layout.known
     if not part.complete:
         return Verdict(tuple(range(known)), (), ())
-    first = part.first_wanted
+    first = int(part.rows_wanted[0])
     node, retained, nodes = 0, list(range(known)), []
     tokens = [selector.token(logits[(known - 1 - first) * lines], thread, ())]
     for child, (parent, candidate) in enumerate(zip(draft.parents, draft.tokens, strict=True), 1):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from heapq import heappop, heappush
 from itertools import accumulate
-from operator import itemgetter
+from operator import attrgetter
 from typing import Literal, NamedTuple, Protocol
 
 from spaceport.graphs.contract.draft_methods import CAUSAL, MaskLayout
@@ -208,29 +208,33 @@ def joined(names: tuple[str, ...], by: int) -> str:
     return "+".join(name for bit, name in enumerate(names) if by >> bit & 1)
 
 
+class _Node(NamedTuple):
+    """The last known token or a candidate, and what may follow it."""
+
+    depth: int
+    reached: float  # probability that it is accepted
+    last: float  # probability that it is the last accepted one
+    choices: Ranked  # candidates behind it, the most probable first
+    by: Sequence[int]  # of each of these: a bit for each source that proposes it
+
+
 class _Growth:
     """A tree that grows row by row; the heap holds the possible next rows: candidates and mask slots."""
 
     def __init__(self, proposals: Sequence[Proposal], config: DraftConfig, remaining: int, outlook: Outlook) -> None:
-        self._proposals = proposals
-        self._names = tuple([proposal.source for proposal in proposals])
+        self._proposals, self._names = proposals, tuple(map(attrgetter("source"), proposals))
         self._config, self._remaining, self._outlook = config, remaining, outlook
         self._lead = 0 if config.mask_layout.shift else config.mask_layout.lead
-        self._openings = opening_gains(outlook.gains, self._lead) if self._lead else outlook.gains
+        self._openings = opening_gains(outlook.gains, self._lead) if self._lead else []
         self._tokens: list[int] = []
         self._parents: list[int] = []
         self._sources: list[str] = []
         self._probabilities: list[float] = []
         self._order: list[int] = []  # by row: the node of a mask row, or -1 for a candidate
-        self._masks: list[int] = []  # by node, as the next four
-        self._depths: list[int] = []
-        self._reached: list[float] = []  # probability that it is accepted
-        # candidates behind it, the most probable first: probability, token, and a bit for each source that proposes it
-        self._choices: list[list[tuple[float, int, int]]] = []
-        self._last: list[float] = []  # probability that it is the last accepted one
-        self._heap: list[
-            tuple[float, int, int, int]
-        ] = []  # value, number, node, rank of a candidate or -1: a mask slot
+        self._masks: list[int] = []  # by node
+        self._nodes: list[_Node] = []
+        # value, number, node, rank of a candidate or -1: a mask slot
+        self._heap: list[tuple[float, int, int, int]] = []
         self._offered = 0
         self._least = outlook.rate * outlook.curve.least  # minimum value of a row in any step
         self._limited: Reason = "no_candidates"
@@ -254,10 +258,13 @@ class _Growth:
                 if used + needed > rows:
                     self._limited = bound
                     continue
-                self._add_mask(node, needed)
                 if needed > 1:
+                    value = self._nodes[node].last * gains[0]
+                    used += lead
                     worth += [worth[-1]] * lead
-                    used, value = used + lead, self._last[node] * gains[0]
+                self._order += [node] * needed
+                self._masks[node] += 1
+                self._offer(node, -1)
             used += 1
             worth.append(worth[-1] + value)
             if worth[-1] - rate * times[used - 1] > best:
@@ -269,7 +276,7 @@ class _Growth:
     def _draft(self, worth: Sequence[float], rows: int, limited: Reason | None) -> Draft:
         """The first rows of the tree."""
         order = self._order[: rows - 1]
-        masks = tuple(self._masks) if rows > len(self._order) else masks_in(order, self._lead)
+        masks = masks_in(order, self._lead)
         count = len(masks) - 1
         return Draft(
             tuple(self._tokens[:count]),
@@ -284,77 +291,65 @@ class _Growth:
         )
 
     def _add_candidate(self, parent: int, rank: int, reached: float) -> None:
-        choices = self._choices[parent]
-        _, token, by = choices[rank]
+        depth, _, _, choices, by = self._nodes[parent]
+        token = choices[rank][1]
         self._order.append(-1)
         self._tokens.append(token)
         self._parents.append(parent)
-        self._sources.append(joined(self._names, by))
+        self._sources.append(joined(self._names, by[rank]))
         self._probabilities.append(reached)
         if rank + 1 < len(choices):
             self._offer(parent, rank + 1)
-        self._add_node(self._depths[parent] + 1, reached, token, by)
+        self._add_node(depth + 1, reached, token, by[rank])
 
-    def _add_node(self, depth: int, reached: float, token: int, by: int) -> None:
+    def _add_node(self, depth: int, reached: float, token: int, sources: int) -> None:
         """Add a node that is reached with this probability, and offer the rows behind it."""
-        choices: list[tuple[float, int, int]] = []
-        last, siblings = 1.0, self._config.siblings
-        bit = 1
+        choices: Ranked = ()
+        by: Sequence[int] = ()
+        last, siblings, bit = 1.0, self._config.siblings, 1
         for proposal in self._proposals:
-            if by & bit and depth < proposal.depths:
+            if sources & bit and depth < proposal.depths:
                 ranked = proposal.behind(depth, token)[:siblings]
                 if ranked:
                     last *= 1 - ranked[0][0]
-                    choices = _merged(choices, ranked, bit) if choices else [(*choice, bit) for choice in ranked]
+                    choices, by = _merged(choices, by, ranked, bit) if choices else (ranked, [bit] * len(ranked))
                 elif self._config.grammar:
                     self._limited = "grammar"
             bit *= 2
-        node = len(self._masks)
+        node = len(self._nodes)
+        self._nodes.append(_Node(depth, reached, reached * last, choices[:siblings], by))
         self._masks.append(0)
-        self._depths.append(depth)
-        self._reached.append(reached)
-        self._choices.append(choices[:siblings])
-        self._last.append(reached * last)
         if choices:
             self._offer(node, 0)
         if self._config.mask_slots:
-            self._offer_mask(node)
-
-    def _add_mask(self, node: int, rows: int) -> None:
-        self._order += [node] * rows
-        self._masks[node] += 1
-        self._offer_mask(node)
+            self._offer(node, -1)
 
     def _offer(self, node: int, rank: int) -> None:
-        """Offer the candidate of this rank behind a node."""
-        if self._depths[node] + 1 < self._remaining:
-            self._push(self._reached[node] * self._choices[node][rank][0], node, rank)
+        """Offer the candidate of this rank behind a node, or one more mask slot for rank -1."""
+        depth, reached, last, choices, _ = self._nodes[node]
+        if rank >= 0:
+            fits, value = depth + 1 < self._remaining, reached * choices[rank][0]
         else:
+            index, most = self._masks[node], min(self._config.mask_slots, self._remaining - 2 - depth)
+            if index == self._config.mask_slots:
+                return
+            fits, opens = index < most, self._lead and not index
+            value = last * (self._openings[most - 1] if opens and fits else self._outlook.gains[index])
+        if not fits:
             self._limited = "end_of_text"
-
-    def _offer_mask(self, node: int) -> None:
-        """Offer one more mask slot behind a node."""
-        index, most = self._masks[node], min(self._config.mask_slots, self._remaining - 2 - self._depths[node])
-        if index < most:
-            opens = self._lead and not index
-            self._push(self._last[node] * (self._openings[most - 1] if opens else self._outlook.gains[index]), node, -1)
-        elif index < self._config.mask_slots:
-            self._limited = "end_of_text"
-
-    def _push(self, value: float, node: int, rank: int) -> None:
-        if value > self._least:  # among equals, the first comes first
+        elif value > self._least:  # among equals, the first comes first
             self._offered += 1
             heappush(self._heap, (-value, self._offered, node, rank))
         else:
             self._limited = "not_worth_it"
 
 
-def _merged(choices: list[tuple[float, int, int]], ranked: Ranked, bit: int) -> list[tuple[float, int, int]]:
+def _merged(choices: Ranked, by: Sequence[int], ranked: Ranked, bit: int) -> tuple[Ranked, list[int]]:
     """The candidates of several sources, the most probable first; those that another source proposes as well are joined."""
-    by_token = {token: (probability, by) for probability, token, by in choices}
+    chances = {token: probability for probability, token in choices}
+    sources = dict(zip(chances, by, strict=True))
     for probability, token in ranked:
-        before, by = by_token.pop(token, (0.0, 0))
-        by_token[token] = (max(probability, before), by | bit)
-    merged = [(probability, token, by) for token, (probability, by) in by_token.items()]
-    merged.sort(key=itemgetter(0), reverse=True)
-    return merged
+        chances[token] = max(chances.pop(token, 0.0), probability)
+        sources[token] = sources.get(token, 0) | bit
+    order = sorted(chances, key=chances.__getitem__, reverse=True)
+    return [(chances[token], token) for token in order], [sources[token] for token in order]

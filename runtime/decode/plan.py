@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -18,9 +18,8 @@ from spaceport.runtime.decode.sequence import Thread
 NO_PARENT = -1
 _NO_ROWS = np.zeros(0, np.int64)
 _CACHED = 4  # maximum known tokens of cached layouts: those of prefill chunks are large and seldom repeat
-_LAYOUTS = (
-    128  # cached layouts of 3 kB; 600 mixed requests have about 30, and rare ones would fill a larger cache for hours
-)
+# Cached layouts of 3 kB; 600 mixed requests have about 30, and rare ones would fill a larger cache for hours.
+_LAYOUTS = 128
 
 
 @dataclass(frozen=True)
@@ -39,14 +38,9 @@ class Layout:
     wanted: NDArray[np.int64]  # rows whose logits are needed: the last known token and everything after it
     drafted: tuple[int, ...]  # candidates at each depth
     rows: int
-    slot_ranks: NDArray[
-        np.int64
-    ]  # rows; 0: known tokens and the first candidate at each depth, 1: others, 2: mask slots
-
-    @cached_property
-    def slot_order(self) -> NDArray[np.int64]:
-        """The rows in the order in which they get slots."""
-        return np.argsort(self.slot_ranks, kind="stable")
+    # rows; 0: known tokens and the first candidate at each depth, 1: others, 2: mask slots
+    slot_ranks: NDArray[np.int64]
+    slot_order: NDArray[np.int64]  # the rows in the order in which they get slots
 
 
 class Part(NamedTuple):
@@ -57,30 +51,10 @@ class Part(NamedTuple):
     layout: Layout
     tokens: NDArray[np.int64]  # rows
     positions: NDArray[np.int64]  # rows
-    complete: bool  # False for a prefill chunk that is not the last: no logits are needed
-    anchor: int | None = (
-        None  # row of the plan with another thread's [Fork] that is the parent of this part's first row
-    )
-    echo: int | None = None  # first position from which the logits of known tokens are needed too
-
-    @property
-    def rows_wanted(self) -> NDArray[np.int64]:
-        """The rows whose logits are needed."""
-        layout = self.layout
-        if self.echo is None:
-            return layout.wanted if self.complete else _NO_ROWS
-        first = max(0, self.echo - int(self.positions[0]))
-        return np.arange(min(first, layout.known - 1) if self.complete else first, layout.rows)
-
-    @property
-    def wanted(self) -> int:
-        """Number of rows whose logits are needed."""
-        return self.rows_wanted.size
-
-    @property
-    def first_wanted(self) -> int:
-        """The first row of a complete part whose logits are needed."""
-        return self.layout.known - 1 if self.echo is None else int(self.rows_wanted[0])
+    rows_wanted: NDArray[np.int64]  # the rows whose logits are needed
+    complete: bool  # False for a prefill chunk that is not the last: it generates nothing
+    # row of the plan with another thread's [Fork] that is the parent of this part's first row
+    anchor: int | None = None
 
 
 @dataclass
@@ -91,11 +65,13 @@ class Plan:
     rows: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.rows = sum([part.layout.rows for part in self.parts])
+        self.rows = 0
+        for part in self.parts:
+            self.rows += part.layout.rows
 
     @property
     def wanted(self) -> int:
-        return sum([part.wanted for part in self.parts])
+        return sum([part.rows_wanted.size for part in self.parts])
 
     @property
     def positions(self) -> NDArray[np.int64]:
@@ -120,7 +96,8 @@ def plan_thread(
 ) -> Part:
     """The next rows of a thread: a chunk of the known tokens that were not fed yet, and the draft behind the last of them.
 
-    With an anchor, that row feeds the [Fork] that started the thread.
+    With an anchor, that row feeds the [Fork] that started the thread. `echo` is the first position from which the logits of
+    known tokens are needed too.
     """
     begin = thread.fed + (anchor is not None)
     pending = len(thread.tokens) - begin
@@ -136,7 +113,12 @@ def plan_thread(
     if layout.mask_rows.size:
         masks = tokens.mask
         ids[layout.mask_rows] = np.array(masks)[layout.mask_depths[layout.mask_rows]] if len(masks) > 1 else masks[0]
-    return Part(thread, draft, layout, ids, layout.offsets + begin, complete, anchor, echo)
+    if echo is None:
+        wanted = layout.wanted if complete else _NO_ROWS
+    else:
+        first = max(0, echo - begin)
+        wanted = np.arange(min(first, known - 1) if complete else first, layout.rows)
+    return Part(thread, draft, layout, ids, layout.offsets + begin, wanted, complete, anchor)
 
 
 def lay_out(
@@ -184,6 +166,7 @@ def _layout(known: int, draft_parents: tuple[int, ...], masks: tuple[int, ...], 
         drafted=tuple(np.bincount(offsets[nodes[1:]] - known).tolist()),
         rows=len(parents),
         slot_ranks=np.array(ranks, np.int64),
+        slot_order=np.argsort(ranks, kind="stable"),
     )
     for array in vars(layout).values():
         if isinstance(array, np.ndarray):
@@ -244,6 +227,6 @@ def _ancestry(parents: Sequence[int]) -> NDArray[np.bool_]:
     for row, parent in enumerate(parents):
         lines.append(1 << row | (0 if parent == NO_PARENT else lines[parent]))
     size = (len(lines) + 7) // 8
-    packed = np.frombuffer(b"".join(line.to_bytes(size, "little") for line in lines), np.uint8)
+    packed = np.frombuffer(b"".join([line.to_bytes(size, "little") for line in lines]), np.uint8)
     bits = np.unpackbits(packed.reshape(len(lines), size), axis=1, count=len(lines), bitorder="little")
     return bits.view(np.bool_)

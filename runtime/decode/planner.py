@@ -130,7 +130,7 @@ def _concave(worth: Sequence[float]) -> list[float]:
     steps: list[float] = []
     at = 0
     while at < len(worth) - 1:
-        slope, end = max(((worth[end] - worth[at]) / (end - at), end) for end in range(at + 1, len(worth)))
+        slope, end = max([((worth[end] - worth[at]) / (end - at), end) for end in range(at + 1, len(worth))])
         steps += [slope] * (end - at)
         at = end
     return steps

@@ -25,16 +25,12 @@ class Slots:
 
     def __init__(self, capacity: int, lowering: Lowering) -> None:
         self.capacity = capacity
+        self.spare = capacity - 1  # the slot that is reserved for padding rows
         self.positions = np.zeros(capacity, np.int64)  # position of the token that each slot holds
         self.held = 0  # number of slots in use
         self.height = 0  # one more than the highest slot in use
         self.lowering = lowering
         self._holders = np.zeros(capacity, np.int32)
-
-    @property
-    def spare(self) -> int:
-        """The slot that is reserved for padding rows."""
-        return self.capacity - 1
 
     def take(self, positions: NDArray[np.int64], order: NDArray[np.int64] | None = None) -> NDArray[np.int64]:
         """Take free slots for rows at these positions.
@@ -52,7 +48,7 @@ class Slots:
             raise SlotsExhausted(f"step needs {count} slots, {slots.size} are free: raise max_seq_len")
         self.height = max(self.height, int(slots[-1]) + 1)
         if order is not None and count > 1 and self.lowering == "scatter":
-            ascending, slots = slots, np.empty_like(slots)
+            ascending, slots = slots, np.empty(count, np.int64)
             slots[order] = ascending
         self._holders[slots] = 1
         self.positions[slots] = positions
@@ -70,11 +66,11 @@ class Slots:
         if not slots.size:
             return
         left = self._holders[slots] - 1
-        shared = np.count_nonzero(left)
+        shared = left.nonzero()[0].size
         if shared and left.min() < 0:
             raise ValueError("only held slots can be released")
         self._holders[slots] = left
-        self.held -= slots.size - int(shared)
+        self.held -= slots.size - shared
         self._lower()
 
     def still_held(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:

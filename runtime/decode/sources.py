@@ -46,8 +46,7 @@ class Predictions:
     def __init__(self, source: str, candidates: Sequence[Candidates], last: int, acceptance: Acceptance) -> None:
         """Candidates behind the token `last`; their rates of acceptance are stored by the name of the source."""
         self.source, self.depths = source, len(candidates)
-        self._candidates, self._last = candidates, last
-        self._promised, self._accepted = acceptance.promises(source, self.depths)
+        self._candidates, self._last, self._acceptance = candidates, last, acceptance
         self._trust = acceptance.trust(source, self.depths)
 
     def behind(self, depth: int, token: int) -> Ranked:
@@ -61,7 +60,7 @@ class Predictions:
     def learn(self, written: Sequence[int], weight: float) -> int:
         chain = best_chain(self._candidates, self._last)
         right = common([candidates.tokens[0] for candidates in chain], written)
-        promised, accepted = self._promised, self._accepted
+        promised, accepted = self._acceptance.promises(self.source, self.depths)
         for depth in range(min(right + 1, len(chain), len(written))):
             promised[depth] += weight * (chain[depth].probabilities[0] - promised[depth])
             accepted[depth] += weight * ((depth < right) - accepted[depth])

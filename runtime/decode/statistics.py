@@ -128,11 +128,9 @@ class Statistics:
             self.drafted_by_depth[depth] += count
         for depth in range(accepted):
             self.accepted_by_depth[depth] += 1
-        _count(self.drafted_by_source, part.draft.sources)
-        if accepted:
-            _count(self.accepted_by_source, verdict.sources[:accepted])
-
-
-def _count(counts: dict[str, int], sources: Sequence[str]) -> None:
-    for source in dict.fromkeys(sources):  # in the order in which they first occur
-        counts[source] = counts.get(source, 0) + sources.count(source)
+        for counts, sources in (
+            (self.drafted_by_source, part.draft.sources),
+            (self.accepted_by_source, verdict.sources[:accepted]),
+        ):
+            for source in sources:
+                counts[source] = counts.get(source, 0) + 1

@@ -95,7 +95,7 @@ def pack_one(signature: Signature, step: ScheduledStep) -> Batch:
         position_ids=part.positions[None],
         slot_ids=step.slots[None],
         attention_mask=mask[None, None],
-        logit_rows=part.rows_wanted[None] if part.wanted else _NO_ROWS,
+        logit_rows=part.rows_wanted[None] if part.rows_wanted.size else _NO_ROWS,
         sliding_attention_mask=near,
     )
 
@@ -103,10 +103,10 @@ def pack_one(signature: Signature, step: ScheduledStep) -> Batch:
 def split(plan: Plan, logits: NDArray[np.float32], lines: int = 1) -> list[NDArray[np.float32]]:
     """The logits of one request, L x V, part by part; each row has `lines` lines: its own, then those of the heads."""
     if len(plan.parts) == 1:
-        return [logits[: plan.parts[0].wanted * lines]]
+        return [logits[: plan.parts[0].rows_wanted.size * lines]]
     parts, first = [], 0
     for part in plan.parts:
-        last = first + part.wanted * lines
+        last = first + part.rows_wanted.size * lines
         parts.append(logits[first:last])
         first = last
     return parts
@@ -218,13 +218,13 @@ def run(engine: Engine, call: Call) -> Ran:
     started = perf_counter()
     logits = _logits(engine, call, batch)
     seconds = perf_counter() - started
-    rows = batch.input_ids.shape[1]
-    for each in call:
-        statistics = each.request.statistics
+    requests, rows = batch.input_ids.shape
+    for scheduled in call:
+        statistics = scheduled.request.statistics
         statistics.engine_seconds += seconds
-        statistics.padding_rows += rows - each.plan.rows
-    call[0].request.statistics.padding_rows += rows * (batch.requests - len(call))  # idle requests between them
-    return Ran(batch.first, batch.requests, logits, seconds, engine.signature.lines)
+        statistics.padding_rows += rows - scheduled.plan.rows
+    call[0].request.statistics.padding_rows += rows * (requests - len(call))  # idle requests between them
+    return Ran(batch.first, requests, logits, seconds, engine.signature.lines)
 
 
 def verify(call: Call, ran: Ran, on_failure: OnFailure | None = None) -> list[VerifiedStep]:

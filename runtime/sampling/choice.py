@@ -128,7 +128,7 @@ def _top_candidates(line: NDArray[np.float32], most: int, banned: AbstractSet[in
     likely = sampled > _LEAST
     weights = np.exp(sampled, out=sampled)
     least = _LEAST
-    many = np.count_nonzero(likely) > _MANY // _SAMPLE
+    many = likely.nonzero()[0].size > _MANY // _SAMPLE
     if many:
         share = np.add.reduce(weights) * _SAMPLE * _LEAST_SHARE
         least = np.log(share)

@@ -99,7 +99,7 @@ class Comparison:
             else:
                 found, expected = None, set(ends)
             if token not in expected:
-                line = logits[part.layout.known - 1 - part.first_wanted]
+                line = logits[part.layout.known - 1 - int(part.rows_wanted[0])]
                 shift = shift_of(group.selector, line, thread, token, expected)
                 shown = None if token in ends else token
                 allowed = self._tolerance * max(1.0, float(np.abs(line[np.isfinite(line)]).max(initial=0.0)))

@@ -143,12 +143,12 @@ def test_the_first_path_gets_the_lowest_slots_and_mask_slots_the_highest(
 def test_a_prompt_is_fed_in_chunks_and_drafts_behind_its_last_token_only() -> None:
     thread = thread_with([10, 11, 12, 13, 14], fed=0, held=[])
     first = plan_thread(thread, chain([], 2, remaining=100), IDS, chunk=3)
-    assert (first.tokens.tolist(), first.complete, first.wanted) == ([10, 11, 12], False, 0)
+    assert (first.tokens.tolist(), first.complete, first.rows_wanted.size) == ([10, 11, 12], False, 0)
     assert accept(first, np.zeros((0, 100), np.float32), greedy()) == Verdict((0, 1, 2), (), ())
     thread.fed = 3
     last = plan_thread(thread, chain([], 2, remaining=100), IDS, chunk=3)
     assert (last.tokens.tolist(), last.positions.tolist()) == ([13, 14, M, M], [3, 4, 5, 6])
-    assert (last.layout.wanted.tolist(), last.wanted) == ([1, 2, 3], 3)
+    assert (last.layout.wanted.tolist(), last.rows_wanted.size) == ([1, 2, 3], 3)
 
 
 def test_an_echo_needs_the_rows_of_a_prompt_from_a_position_on() -> None:
@@ -159,7 +159,7 @@ def test_an_echo_needs_the_rows_of_a_prompt_from_a_position_on() -> None:
     parts = [plan_thread(thread, chain([], 2, remaining=9), IDS, 3, echo=position) for position in range(6)]
     # the last known token's row is always wanted
     assert [part.rows_wanted.tolist() for part in parts] == [[0, 1, 2, 3]] * 4 + [[1, 2, 3]] * 2
-    assert [part.first_wanted for part in parts] == [0, 0, 0, 0, 1, 1]
+    assert [int(part.rows_wanted[0]) for part in parts] == [0, 0, 0, 0, 1, 1]
 
 
 @pytest.mark.parametrize("window", [1, 2, 5])

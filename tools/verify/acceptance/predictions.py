@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import takewhile
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -121,18 +120,18 @@ class _MaskGroups:
         for index, part, own in zip(indices, plan.parts, split(plan, logits), strict=True):
             candidates = self.selector.candidates(own, part.thread, self.start + index + 1, 1)
             known = best_chain(candidates, self.sequence[self.start + index])[: self._known(self.start + index)]
-            found = [candidate.tokens[0] for candidate in takewhile(lambda candidate: candidate.tokens, known)]
+            found = [candidate.tokens[0] for candidate in known]
             predicted[index, 1 : 1 + len(found)] = found
 
     def _group(self, position: int, depth: int) -> Part:
         """The mask rows from a position on, which see the sequence before it; of a block, also those past its end."""
         within = self.max_seq_len - position - self.mask_layout.lead if self.mask_layout.group == "block" else 0
         depth = min(depth, max(self._known(position), within))
-        shape = lay_out(0, PLAIN.parents, (depth,), self.mask_layout)
-        layout = replace(shape, wanted=np.array(shape.groups[0], np.int64))
+        layout = lay_out(0, PLAIN.parents, (depth,), self.mask_layout)
+        wanted = np.array(layout.groups[0], np.int64)
         masks = self.tokens.mask
-        ids = np.array(masks[: shape.rows] if len(masks) > 1 else masks * shape.rows, np.int64)
-        return Part(self._before(position), PLAIN, layout, ids, layout.offsets + position, complete=True)
+        ids = np.array(masks[: layout.rows] if len(masks) > 1 else masks * layout.rows, np.int64)
+        return Part(self._before(position), PLAIN, layout, ids, layout.offsets + position, wanted, complete=True)
 
     def _known(self, position: int) -> int:
         """The number of mask slots from a position on whose tokens the sequence has."""

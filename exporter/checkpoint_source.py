@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any, cast
 
 import torch
 import transformers
+import transformers.utils.logging
 from safetensors import safe_open
 from torch import Tensor
 from transformers import (
@@ -49,6 +51,13 @@ class CheckpointSource:
     generation: dict[str, Any]
     gguf: GgufFile | None = None
     converted: ConvertedCheckpoint | None = None
+
+
+def quiet_libraries() -> None:
+    """Turn off the progress bars and log messages of transformers and accelerate; errors are still raised."""
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    logging.getLogger("accelerate").setLevel(logging.ERROR)  # logs tied weights each time it saves a state
 
 
 def reason_of(error: BaseException) -> str:

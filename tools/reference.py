@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from spaceport.exporter.checkpoint import Checkpoint, open_checkpoint
+from spaceport.exporter.checkpoint_source import quiet_libraries
 from spaceport.exporter.correction_factors import write_correction
 from spaceport.exporter.export import ExportOptions, TokenFlags, build_decoder, manifest_for
-from spaceport.exporter.quiet import quiet_libraries
 from spaceport.exporter.stored_integers import stored_int4, stored_integers
 from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.contract.manifest import MODEL_FILE, TEMPLATE_FILE, TOKENIZER_FILE, record_of

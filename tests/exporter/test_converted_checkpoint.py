@@ -16,9 +16,9 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from spaceport.exporter.checkpoint import Checkpoint, TokenFlags, load_model, open_checkpoint
+from spaceport.exporter.checkpoint_source import quiet_libraries
 from spaceport.exporter.converted_checkpoint import open_tensors
 from spaceport.exporter.export import ExportOptions
-from spaceport.exporter.quiet import quiet_libraries
 from spaceport.exporter.sar_config import CheckpointError
 from spaceport.runtime import Decoding, Runtime
 from spaceport.tools.tune.job import TuningJob

@@ -18,10 +18,10 @@ from gguf import GGUFReader, quants
 from spaceport.exporter import gguf_file
 from spaceport.exporter.checkpoint import Checkpoint, CheckpointError, TokenFlags, load_model, open_checkpoint
 from spaceport.exporter.checkpoint_files import is_gguf
+from spaceport.exporter.checkpoint_source import quiet_libraries
 from spaceport.exporter.export import ExportOptions, export
 from spaceport.exporter.gguf_checkpoint import Hyperparameters, check_shapes, hyperparameters_of
 from spaceport.exporter.gguf_file import GgufTensor, read_gguf
-from spaceport.exporter.quiet import quiet_libraries
 from spaceport.graphs.contract.faults import MissingDependency
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime

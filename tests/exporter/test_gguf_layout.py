@@ -13,8 +13,8 @@ import pytest
 pytest.importorskip("gguf")
 
 from spaceport.exporter.checkpoint import TokenFlags, load_model, open_checkpoint
+from spaceport.exporter.checkpoint_source import quiet_libraries
 from spaceport.exporter.gguf_file import check_layout, read_gguf
-from spaceport.exporter.quiet import quiet_libraries
 from spaceport.exporter.sar_config import CheckpointError
 from spaceport.graphs.contract.faults import InputFault
 from support.gguf_files import metadata_of, random_model, tokenizer_metadata, write_gguf

@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from spaceport.exporter.checkpoint_source import quiet_libraries
 from spaceport.exporter.export import ExportOptions
-from spaceport.exporter.quiet import quiet_libraries
 from spaceport.graphs.contract.signature import LOWERINGS
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime

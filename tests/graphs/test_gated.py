@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from spaceport.exporter.adapter import ADAPTER_FILE, write_adapter
 from spaceport.exporter.checkpoint import CheckpointError, TokenFlags, load_model, open_checkpoint
-from spaceport.exporter.quiet import quiet_libraries
+from spaceport.exporter.checkpoint_source import quiet_libraries
 from spaceport.graphs.contract.manifest import MODEL_FILE
 from spaceport.graphs.contract.signature import LOWERINGS, Lowering
 from spaceport.graphs.gated import (

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from spaceport.exporter.checkpoint import TokenFlags, load_model, open_checkpoint
+from spaceport.exporter.checkpoint_source import quiet_libraries
 from spaceport.exporter.preloaded_slots_file import write_preloaded_slots
-from spaceport.exporter.quiet import quiet_libraries
 from spaceport.graphs.attention import PRELOADED_SLOTS, additive_mask, attention_interface
 from spaceport.graphs.decoder import decoder_of
 from spaceport.graphs.gated import Gate

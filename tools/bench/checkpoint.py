@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 from spaceport.exporter.checkpoint import SAR_FILE
-from spaceport.exporter.quiet import quiet_libraries
+from spaceport.exporter.checkpoint_source import quiet_libraries
 
 # name -> hidden size, feed-forward size, layers, heads, KV heads
 SHAPES = {

@@ -14,8 +14,8 @@ from pathlib import Path
 import click
 
 from spaceport import __version__
+from spaceport.exporter.checkpoint_source import quiet_libraries
 from spaceport.exporter.export import ExportOptions, export
-from spaceport.exporter.quiet import quiet_libraries
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import ACCURACY_FILE, record_of
 from spaceport.runtime.backends import check_threads

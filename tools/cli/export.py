@@ -178,8 +178,8 @@ def command(
     require_checkpoint(checkpoint)
     given = drafts.read()
     # torch is imported only once the paths are valid
+    from spaceport.exporter.checkpoint_source import quiet_libraries
     from spaceport.exporter.export import export
-    from spaceport.exporter.quiet import quiet_libraries
 
     quiet_libraries()
     with interruptible() as interrupts, stages() as stage:
@@ -238,8 +238,8 @@ def _dry_run(
     """Report what an export would write; the folder of the bundle must exist, since its free space is read."""
     if not bundle.absolute().parent.is_dir():
         raise OptionFault(f"{bundle.absolute().parent}: no such folder: create it first, or name another for BUNDLE")
+    from spaceport.exporter.checkpoint_source import quiet_libraries
     from spaceport.exporter.dry_run import dry_run
-    from spaceport.exporter.quiet import quiet_libraries
 
     quiet_libraries()
     options = _options(chosen)

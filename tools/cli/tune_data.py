@@ -197,7 +197,8 @@ def _read(file: Path, stage: Callable[[str], None]) -> ExtractedFile:
 def _write(extracted: Sequence[ExtractedFile], target: RowsTarget, stage: Callable[[str], None]) -> dict[str, Any]:
     """Write the rows; return their number and the sample counts."""
     stage(f"opening {target.checkpoint}")
-    from spaceport.exporter.quiet import quiet_libraries  # torch and transformers are imported only for writing rows
+    # torch and transformers are imported only for writing rows
+    from spaceport.exporter.checkpoint_source import quiet_libraries
     from spaceport.tools.tune.checkpoint_encoder import checkpoint_encoder
 
     quiet_libraries()

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from spaceport.exporter.quiet import quiet_libraries
+from spaceport.exporter.checkpoint_source import quiet_libraries
 from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.tokenizer import encode

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 
 from spaceport.exporter.atomic_folder import writing
 from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint
-from spaceport.exporter.quiet import quiet_libraries
+from spaceport.exporter.checkpoint_source import quiet_libraries
 from spaceport.exporter.sar_config import save_acceptance
 from spaceport.graphs.contract.draft_acceptance import DraftAcceptance, measured_acceptance
 from spaceport.graphs.contract.faults import InputFault

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from spaceport.exporter.checkpoint_source import quiet_libraries
 from spaceport.exporter.export import ExportOptions, export
-from spaceport.exporter.quiet import quiet_libraries
 from spaceport.exporter.tensorrt.to_tensorrt import open_library
 from spaceport.graphs.contract.manifest import LIBRARIES, Flavour
 from spaceport.runtime import Decoding, Runtime

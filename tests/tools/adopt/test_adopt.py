@@ -18,9 +18,9 @@ from safetensors.torch import load_file
 from spaceport.exporter.adapter import ADAPTER_FILE
 from spaceport.exporter.adapter_folder import BASE_FILE, EMBEDDINGS_FILE, identity_of
 from spaceport.exporter.checkpoint import SAR_FILE, Checkpoint, TokenFlags, load_model, open_checkpoint
+from spaceport.exporter.checkpoint_source import quiet_libraries
 from spaceport.exporter.heads_file import HEADS_FILE
 from spaceport.exporter.preloaded_slots_file import PRELOADED_FILE
-from spaceport.exporter.quiet import quiet_libraries
 from spaceport.exporter.sar_config import CheckpointError
 from spaceport.tools.cli import run
 from spaceport.tools.cli.exit_codes import INPUT, OK, USAGE

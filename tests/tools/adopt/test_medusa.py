@@ -17,9 +17,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint
+from spaceport.exporter.checkpoint_source import quiet_libraries
 from spaceport.exporter.export import ExportOptions
 from spaceport.exporter.heads_file import HEADS_FILE
-from spaceport.exporter.quiet import quiet_libraries
 from spaceport.runtime.backends import open_engine
 from spaceport.runtime.backends.on_cuda import DeviceEngine
 from spaceport.runtime.backends.on_onnxruntime import open_selection, open_session

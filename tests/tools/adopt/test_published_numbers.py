@@ -13,8 +13,8 @@ from torch import Tensor
 
 from spaceport.exporter.adapter import ADAPTER_FILE
 from spaceport.exporter.checkpoint import SAR_FILE, TokenFlags, load_model, open_checkpoint
+from spaceport.exporter.checkpoint_source import quiet_libraries
 from spaceport.exporter.preloaded_slots_file import PRELOADED_FILE
-from spaceport.exporter.quiet import quiet_libraries
 from spaceport.graphs.contract.draft_methods import MaskLayout
 from spaceport.tools.adopt.peft_config import WEIGHTS_FILE
 from spaceport.tools.cli import run

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from spaceport.exporter.quiet import quiet_libraries
+from spaceport.exporter.checkpoint_source import quiet_libraries
 from spaceport.runtime.scheduling.capacity import capacity_for
 from spaceport.runtime.session import Runtime
 from spaceport.tools.adopt.adopt import adopted_for_export

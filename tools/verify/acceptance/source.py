@@ -95,7 +95,7 @@ def _checkpoint(folder: Path, options: SourceOptions) -> ModelSource:
         )
     # Imported for checkpoints only: bundles are measured where PyTorch is not installed.
     from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint
-    from spaceport.exporter.quiet import quiet_libraries
+    from spaceport.exporter.checkpoint_source import quiet_libraries
     from spaceport.tools.reference import checkpoint_runtime
 
     quiet_libraries()

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from spaceport.exporter.checkpoint import TokenFlags, load_model, open_checkpoint
-from spaceport.exporter.quiet import quiet_libraries
+from spaceport.exporter.checkpoint_source import quiet_libraries
 from spaceport.graphs.contract.signature import Signature, Weights, visible_length
 from spaceport.runtime.bundle import Bundle
 from spaceport.runtime.engine import Batch

@@ -163,10 +163,8 @@ class KvMemory:
 class _Call(NamedTuple):
     """Memory of calls of one shape, which need not be bound again while the shape stays."""
 
-    inputs: dict[str, NDArray[Any]]
-    values: dict[str, ort.OrtValue]  # the inputs as onnxruntime takes them
-    logits: NDArray[np.float32]
-    output: ort.OrtValue
+    arrays: dict[str, NDArray[Any]]  # the rows, and the logits
+    values: dict[str, ort.OrtValue]  # the same memory as onnxruntime takes it
 
 
 class OnnxRuntimeEngine:
@@ -198,15 +196,15 @@ class OnnxRuntimeEngine:
         self._memory.use_huge_pages(batch.first, batch.requests, batch.attention_mask.shape[-1])
         self._bind_buffers(batch.first, batch.requests)
         call = self._bound_call(batch)
-        for name, array in call.inputs.items():
-            array[...] = getattr(batch, name)
+        for tensor in self.signature.rows:
+            call.arrays[tensor.name][...] = getattr(batch, tensor.name)
         try:
             self._session.run_with_iobinding(self._binding)
         except FAULTS as error:
             raise EngineFault(
                 f"onnxruntime ({self.signature.dtype}, {self.signature.lowering}) failed in a step: {error}"
             ) from error
-        return call.logits
+        return call.arrays["logits"]
 
     def move(self, first: int, moves: Sequence[Moves]) -> None:
         for request, (sources, targets) in enumerate(moves, first):
@@ -240,35 +238,31 @@ class OnnxRuntimeEngine:
     def _bound_call(self, batch: Batch) -> _Call:
         """The memory for a call, bound; OrtValues are kept, since making one for each call takes longer than copying."""
         shape = (*batch.input_ids.shape, batch.attention_mask.shape[-1], batch.logit_rows.shape[1])
-        call = self._calls.get(shape)
-        if call is None:
-            call = self._new_call(shape, batch)
+        call = self._calls.get(shape) or self._new_call(shape)
         if call is not self._call:
             for name, value in call.values.items():
-                self._binding.bind_ortvalue_input(name, value)
-            self._binding.bind_ortvalue_output("logits", call.output)
+                if name == "logits":
+                    self._binding.bind_ortvalue_output(name, value)
+                else:
+                    self._binding.bind_ortvalue_input(name, value)
             self._call = call
         return call
 
-    def _new_call(self, shape: tuple[int, ...], batch: Batch) -> _Call:
-        lines = (batch.requests, batch.lines(self.signature), self.signature.vocab_size)
-        logits = self._part("logits", lines, np.float32)
-        inputs = {
-            tensor.name: self._part(tensor.name, getattr(batch, tensor.name).shape, NUMPY[tensor.dtype])
-            for tensor in self.signature.rows
-        }
+    def _new_call(self, shape: tuple[int, ...]) -> _Call:
+        """Memory for calls of a shape (B, T, A, R), shared with calls of other shapes."""
+        sizes = dict(zip("BTAR", shape, strict=True)) | {"L": shape[-1] * self.signature.lines}
+        arrays: dict[str, NDArray[Any]] = {}
+        for tensor in (*self.signature.rows, self.signature.outputs[0]):
+            dims = tuple(sizes[size] if isinstance(size, str) else size for size in tensor.shape)
+            if tensor.name not in self._flat or self._flat[tensor.name].size < prod(dims):
+                self._flat[tensor.name] = np.empty(prod(dims), NUMPY[tensor.dtype])
+                self._calls.clear()  # they use the memory that this replaces
+            arrays[tensor.name] = self._flat[tensor.name][: prod(dims)].reshape(dims)
         if len(self._calls) == _MOST_CALLS:
             self._calls.clear()
-        values = {name: ort.OrtValue.ortvalue_from_numpy(array) for name, array in inputs.items()}
-        self._calls[shape] = _Call(inputs, values, logits, ort.OrtValue.ortvalue_from_numpy(logits))
-        return self._calls[shape]
-
-    def _part(self, name: str, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
-        """Memory of a shape, shared with calls of other shapes."""
-        if name not in self._flat or self._flat[name].size < prod(shape):
-            self._flat[name] = np.empty(prod(shape), dtype)
-            self._calls.clear()  # they use the memory that this one replaces
-        return self._flat[name][: prod(shape)].reshape(shape)
+        values = {name: ort.OrtValue.ortvalue_from_numpy(array) for name, array in arrays.items()}
+        call = self._calls[shape] = _Call(arrays, values)
+        return call
 
 
 def open_engine(bundle: Bundle, options: EngineOptions) -> OnnxRuntimeEngine:

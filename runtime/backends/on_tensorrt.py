@@ -65,7 +65,7 @@ class Captured:
         prepare()
         plain()  # also before the capture: a graph must not contain what TensorRT does once for a new shape
         self._seen[key] += 1
-        if self._seen[key] >= _FIRST and self._most:
+        if self._seen[key] >= _FIRST:
             self._graphs[key] = self._capture(plain)
             if len(self._graphs) > self._most:
                 self._graphs.popitem(last=False)

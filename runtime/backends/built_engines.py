@@ -30,14 +30,14 @@ _REASONS = {
 }
 
 
-class Named(NamedTuple):
+class NamedEngine(NamedTuple):
     """An engine of a bundle."""
 
     name: str
     record: EngineRecord
 
 
-def remember(sha256: str) -> bool:
+def record_built_engine(sha256: str) -> bool:
     """Record that an engine was built here; returns whether that was possible."""
     if built_here(sha256):
         return True
@@ -58,7 +58,9 @@ def _file() -> Path:
     return state_folder() / _FILE
 
 
-def engine_for(bundle: Bundle, flavour: Flavour, version: str | None, target: str, options: EngineOptions) -> Named:
+def engine_for(
+    bundle: Bundle, flavour: Flavour, version: str | None, target: str, options: EngineOptions
+) -> NamedEngine:
     """The engine for this library and GPU with enough capacity; of several, the smallest.
 
     Without a version, engines of all versions count, so that the library need not be loaded to find out.
@@ -73,7 +75,7 @@ def engine_for(bundle: Bundle, flavour: Flavour, version: str | None, target: st
         "capacity": lambda record: record.capacity >= capacity,
     }
     recorded = sorted(bundle.manifest.engines.items())
-    left = [Named(name, record) for name, record in recorded if (path / ENGINES_FOLDER / name).is_file()]
+    left = [NamedEngine(name, record) for name, record in recorded if (path / ENGINES_FOLDER / name).is_file()]
     for what, reason in _REASONS.items():
         fitting = [named for named in left if fits[what](named.record)]
         if not fitting:
@@ -95,7 +97,7 @@ def _quoted(path: Path) -> str:
     return f"'{path}'" if " " in str(path) else str(path)
 
 
-def read_engine(bundle: Bundle, named: Named, trusted: bool) -> bytes:
+def read_engine(bundle: Bundle, named: NamedEngine, trusted: bool) -> bytes:
     """The bytes of an engine, if they match the manifest and are trusted."""
     file, files = bundle.path / ENGINES_FOLDER / named.name, bundle.files or OpenedFiles(bundle.path)
     try:
@@ -110,7 +112,7 @@ def read_engine(bundle: Bundle, named: Named, trusted: bool) -> bytes:
     return plan
 
 
-def check_contract(api: Any, engine: Any, signature: Signature, named: Named) -> None:
+def check_contract(api: Any, engine: Any, signature: Signature, named: NamedEngine) -> None:
     """Raise if an engine differs from its record in the manifest, or does not update its KV buffers in place."""
     got = {engine.get_tensor_name(index) for index in range(engine.num_io_tensors)}
     expected = {tensor.name for tensor in (*signature.inputs, *signature.outputs)}
@@ -140,5 +142,5 @@ def _fault(api: Any, engine: Any, tensor: Tensor, mode: str, capacity: int) -> s
     return None if shape == sizes else f"has the shape {shape}, {sizes} is expected"
 
 
-def _broken(named: Named, fault: str) -> BundleError:
+def _broken(named: NamedEngine, fault: str) -> BundleError:
     return BundleError(f"engine {named.name}: {fault}: build it again with `spaceport build`")

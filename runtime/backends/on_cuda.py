@@ -62,7 +62,7 @@ _COMMON = 3  # calls of a shape before it is captured
 PLAIN = -1  # graph id of a call that is neither captured nor replayed
 
 
-class Graphs:
+class GraphIds:
     """Decides which calls onnxruntime captures as CUDA graphs: frequent ones with few rows."""
 
     def __init__(self, most: int) -> None:
@@ -128,7 +128,7 @@ class DeviceEngine:
         self._request_bytes = kv.size // (2 * signature.layers * self.requests)  # of one KV buffer
         self._rows_in: dict[int, NDArray[np.uint8]] = {}  # host memory of inputs, by size in bytes
         self._memory: dict[tuple[str, int], ort.OrtValue] = {}  # device memory by use and size in bytes
-        self._graphs = Graphs(MOST_GRAPHS if graphs else 0)
+        self._graphs = GraphIds(MOST_GRAPHS if graphs else 0)
         # onnxruntime stores graphs for the OS thread that captured them. This thread captures all, since the worker thread
         # ends when it is idle and graphs would be captured again
         self._thread = ThreadPoolExecutor(1, "spaceport-graphs") if graphs else None
@@ -269,11 +269,11 @@ def _power(size: int) -> int:
 
 def open_engine(bundle: Bundle, options: EngineOptions) -> DeviceEngine:
     """The bundle's graph on the first GPU."""
-    lacking = preload()
+    missing = preload()
     try:
         session, notes = open_on_gpu(bundle, options.graphs)
         if _PROVIDER not in session.get_providers():  # happens in spite of enable_fallback=0
-            raise MissingDependency(without_cuda(lacking))
+            raise MissingDependency(without_cuda(missing))
         name = f"cuda:0 ({gpu().name})"
         graphs = options.graphs and not notes
         selection = open_selection(bundle, [_PROVIDER, "CPUExecutionProvider"])
@@ -288,9 +288,9 @@ def open_engine(bundle: Bundle, options: EngineOptions) -> DeviceEngine:
 
 def preload() -> tuple[str, ...]:
     """Load the CUDA libraries that are installed as packages; returns the missing ones."""
-    with contextlib.redirect_stdout(io.StringIO()) as said:  # it prints to standard output
+    with contextlib.redirect_stdout(io.StringIO()) as printed:  # it prints to standard output
         ort.preload_dlls()
-    return tuple(re.findall(r"Failed to load (\S+):", said.getvalue()))
+    return tuple(re.findall(r"Failed to load (\S+):", printed.getvalue()))
 
 
 def open_on_gpu(bundle: Bundle, graphs: bool) -> tuple[ort.InferenceSession, tuple[str, ...]]:
@@ -307,20 +307,20 @@ def open_on_gpu(bundle: Bundle, graphs: bool) -> tuple[ort.InferenceSession, tup
     elif graphs:
         notes = (f"no CUDA graphs: onnxruntime {ort.__version__} has faults in them, update it to 1.30",)
     session = _session(bundle, False)
-    nodes = left_behind(session)
+    nodes = cpu_nodes(session)
     if graphs and supported and not nodes:
-        nodes = left_behind(session, frozenset())
+        nodes = cpu_nodes(session, frozenset())
     return session, (*notes, *nodes)
 
 
-def left_behind(session: ort.InferenceSession, spared: Collection[str] = _ARITHMETIC) -> tuple[str, ...]:
+def cpu_nodes(session: ort.InferenceSession, expected: Collection[str] = _ARITHMETIC) -> tuple[str, ...]:
     """A note that names nodes that run on the CPU, except those of these operators."""
     nodes = [
         f"{node.op_type} {node.name}"
         for part in session.get_provider_graph_assignment_info()
         if part.ep_name == "CPUExecutionProvider"
         for node in part.get_nodes()
-        if node.op_type not in spared
+        if node.op_type not in expected
     ]
     if not nodes:
         return ()
@@ -328,10 +328,10 @@ def left_behind(session: ort.InferenceSession, spared: Collection[str] = _ARITHM
     return (f"on the CPU, not on the GPU: {', '.join(nodes[:_MOST_NAMED])}{more}",)
 
 
-def without_cuda(lacking: Sequence[str]) -> str:
+def without_cuda(missing: Sequence[str]) -> str:
     """Error message if the CUDA provider does not start."""
     major = ort.cuda_version.partition(".")[0] or "13"
-    cause = f"{', '.join(lacking)} cannot be loaded" if lacking else "the driver does not take it, look at nvidia-smi"
+    cause = f"{', '.join(missing)} cannot be loaded" if missing else "the driver does not take it, look at nvidia-smi"
     return (
         f"onnxruntime {ort.__version__} does not start CUDA {major}: {cause}: pip install 'onnxruntime-gpu[cuda,cudnn]', or "
         f"install CUDA {major} and cuDNN and name their folders in LD_LIBRARY_PATH"

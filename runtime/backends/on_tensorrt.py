@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import LIBRARIES, EngineRecord, Flavour
 from spaceport.graphs.contract.signature import BEST_TOKENS, Signature
-from spaceport.runtime.backends.built_engines import Named, check_contract, engine_for, read_engine
+from spaceport.runtime.backends.built_engines import NamedEngine, check_contract, engine_for, read_engine
 from spaceport.runtime.backends.machine import gpu
 from spaceport.runtime.backends.on_torch import copy_slots, move_slots
 from spaceport.runtime.backends.private_files import read_private, replace_private, state_folder
@@ -46,7 +46,7 @@ _MOST_SEEN = 4096  # shapes that are counted
 _FIRST = 2  # the call of a shape that is captured: many shapes come only once
 
 
-class Captured:
+class CudaGraphs:
     """CUDA graphs by key; the least recently used one is dropped first."""
 
     def __init__(self, capture: Callable[[Work], Work], most: int = _MOST) -> None:
@@ -55,7 +55,7 @@ class Captured:
         self._graphs: OrderedDict[Hashable, Work] = OrderedDict()
         self._seen: Counter[Hashable] = Counter()
 
-    def play(self, key: Hashable, plain: Work, prepare: Work) -> None:
+    def run(self, key: Hashable, plain: Work, prepare: Work) -> None:
         """Run the work of a key: replay its graph, or call `prepare` and `plain`."""
         graph = self._graphs.get(key)
         if graph is not None:
@@ -205,7 +205,7 @@ class TensorRtEngine:
         self._contexts = [
             self._context(kernels.context(profile == STEPS and options.graphs), profile) for profile in (STEPS, PROMPTS)
         ]
-        self._captured = Captured(self._capture) if options.graphs else None
+        self._graphs = CudaGraphs(self._capture) if options.graphs else None
 
     def run(self, batch: Batch) -> NDArray[np.float32]:
         with self._device.working():
@@ -254,7 +254,7 @@ class TensorRtEngine:
         if self._kernels is not None:
             self._device.wait()
             self._kernels.store()
-            self._captured, self._contexts = None, []  # release graphs before contexts, and contexts before the engine
+            self._graphs, self._contexts = None, []  # release graphs before contexts, and contexts before the engine
             self._kernels = None
             self._kv = self._kv.new_zeros((0, *self._kv.shape[1:]))
             self._rows = self._logits = self._scratch = self._rows_in = self._logits_out = self._kv
@@ -272,8 +272,8 @@ class TensorRtEngine:
             if not context.run.execute_async_v3(self._device.stream):
                 raise EngineFault(f"{self._record.backend} failed in a step of shape {shape}: {self._log}")
 
-        if step and self._captured is not None:
-            self._captured.play((first, shape), plain, prepare)
+        if step and self._graphs is not None:
+            self._graphs.run((first, shape), plain, prepare)
         else:
             prepare()
             plain()
@@ -352,7 +352,7 @@ def open_engine(bundle: Bundle, options: EngineOptions, flavour: Flavour) -> Ten
 
 
 def deserialized(
-    api: Any, plan: bytes, named: Named, bundle: Bundle, options: EngineOptions, device: Device, name: str
+    api: Any, plan: bytes, named: NamedEngine, bundle: Bundle, options: EngineOptions, device: Device, name: str
 ) -> TensorRtEngine:
     """An engine from its bytes, checked against the manifest."""
     log = _failure_log(api)

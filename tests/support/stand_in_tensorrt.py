@@ -20,7 +20,7 @@ import torch
 
 from spaceport.graphs.contract.manifest import MODEL_FILE, EngineRecord
 from spaceport.graphs.contract.signature import logit_rows
-from spaceport.runtime.backends.built_engines import Named
+from spaceport.runtime.backends.built_engines import NamedEngine
 from spaceport.runtime.backends.on_tensorrt import Device, TensorRtEngine, deserialized
 from spaceport.runtime.bundle import Bundle, open_bundle
 from spaceport.runtime.engine import Batch, EngineOptions
@@ -341,7 +341,7 @@ def opened(
     device = device or StandInDevice()
     engine_options = EngineOptions(plan.record.capacity, requests, graphs=graphs)
     serialized = json.dumps({"engine": plan.record.target}).encode()
-    named = Named("stand-in.engine", plan.record)
+    named = NamedEngine("stand-in.engine", plan.record)
     return deserialized(api or api_of(plan, device), serialized, named, plan.bundle, engine_options, device, "stand-in")
 
 

@@ -17,7 +17,7 @@ from spaceport.graphs.contract.ed25519 import SIGNATURE_FILE
 from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.graphs.contract.manifest import FLAVOURS, MODEL_FILE, EngineRecord, Manifest
 from spaceport.graphs.contract.signature import PRECISIONS, logit_rows
-from spaceport.runtime.backends.built_engines import built_here, remember
+from spaceport.runtime.backends.built_engines import built_here, record_built_engine
 from spaceport.runtime.backends.machine import NoGpu, gpu
 from spaceport.runtime.bundle import Bundle, open_bundle, read_manifest
 from spaceport.runtime.scheduling.capacity import capacity_for, seq_len, slots_for
@@ -174,7 +174,7 @@ def _require_unchanged(bundle: Bundle) -> None:
 
 def _report(bundle: Path, outcome: BuildResult, as_json: bool) -> None:
     """Record that this machine built an engine, and print it."""
-    recorded = remember(outcome.record.sha256)
+    recorded = record_built_engine(outcome.record.sha256)
     click.echo(_described(bundle, outcome), err=as_json)
     if not recorded:
         click.echo("could not record that this machine built the engine: run it with --trust-engines", err=True)

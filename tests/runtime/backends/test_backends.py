@@ -14,7 +14,13 @@ from spaceport.graphs.contract.manifest import ENGINES_FOLDER, EngineRecord
 from spaceport.graphs.contract.signature import Lowering, Precision
 from spaceport.runtime import backends
 from spaceport.runtime.backends import choose, clashing, open_engine, require, why_not
-from spaceport.runtime.backends.built_engines import Named, built_here, engine_for, read_engine, remember
+from spaceport.runtime.backends.built_engines import (
+    NamedEngine,
+    built_here,
+    engine_for,
+    read_engine,
+    record_built_engine,
+)
 from spaceport.runtime.backends.machine import Gpu
 from spaceport.runtime.bundle import Bundle, BundleError
 from spaceport.runtime.engine import EngineOptions
@@ -129,25 +135,25 @@ def test_an_engine_whose_file_was_removed_is_none(bundle: Bundle) -> None:
 
 
 def test_an_engine_runs_if_it_was_built_here_or_is_trusted_for_once(bundle: Bundle, state: Path) -> None:
-    engine = Named(*next(iter(bundle.manifest.engines.items())))
-    remember("0" * 64)
+    engine = NamedEngine(*next(iter(bundle.manifest.engines.items())))
+    record_built_engine("0" * 64)
     message = r"a\.engine: it was not built on this machine, .*set trust_engines=True if you trust"
     with pytest.raises(BundleError, match=message):
         read_engine(bundle, engine, trusted=False)
     assert read_engine(bundle, engine, trusted=True) == PLAN
     assert not built_here(engine.record.sha256)
-    assert remember(engine.record.sha256)
+    assert record_built_engine(engine.record.sha256)
     assert read_engine(bundle, engine, trusted=False) == PLAN
-    assert remember(engine.record.sha256), "it is noted already"
+    assert record_built_engine(engine.record.sha256), "it is noted already"
     noted = (state / "spaceport" / "built-engines").read_text().split()
     assert noted == ["0" * 64, engine.record.sha256]
 
 
 @pytest.mark.parametrize("trusted", [True, False])
 def test_a_changed_engine_never_runs(bundle: Bundle, state: Path, trusted: bool) -> None:
-    engine = Named(*next(iter(bundle.manifest.engines.items())))
-    remember(engine.record.sha256)
-    remember(hashlib.sha256(bytes(len(PLAN))).hexdigest())
+    engine = NamedEngine(*next(iter(bundle.manifest.engines.items())))
+    record_built_engine(engine.record.sha256)
+    record_built_engine(hashlib.sha256(bytes(len(PLAN))).hexdigest())
     file = bundle.path / ENGINES_FOLDER / engine.name
     file.write_bytes(bytes(len(PLAN)))
     with pytest.raises(BundleError, match=r"sha256 is .*, the manifest says .*: build it again"):
@@ -161,11 +167,11 @@ def test_what_was_built_is_noted_in_the_users_state_if_that_is_possible(
     state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (state / "spaceport").write_text("a file where the folder would be")
-    assert not remember("a" * 64)
+    assert not record_built_engine("a" * 64)
     assert not built_here("a" * 64)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("XDG_STATE_HOME", "relative")
-    assert remember("a" * 64)
+    assert record_built_engine("a" * 64)
     assert (tmp_path / ".local/state/spaceport/built-engines").read_text() == f"{'a' * 64}\n"
 
 

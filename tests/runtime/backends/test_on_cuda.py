@@ -24,9 +24,9 @@ from spaceport.exporter.selection_graph import write_selection
 from spaceport.graphs.contract.manifest import MANIFEST_FILE, SELECTION_FILE
 from spaceport.runtime.backends import on_cuda, on_tensorrt, open_engine
 from spaceport.runtime.backends.machine import Gpu
-from spaceport.runtime.backends.on_cuda import PLAIN, DeviceEngine, Graphs
+from spaceport.runtime.backends.on_cuda import PLAIN, DeviceEngine, GraphIds
 from spaceport.runtime.backends.on_onnxruntime import open_selection, open_session
-from spaceport.runtime.backends.on_tensorrt import Captured
+from spaceport.runtime.backends.on_tensorrt import CudaGraphs
 from spaceport.runtime.backends.products import session_options
 from spaceport.runtime.backends.staging import CallShape
 from spaceport.runtime.bundle import Bundle, BundleError, open_bundle
@@ -185,13 +185,13 @@ def test_what_one_os_thread_captured_is_played_for_all(tiny_bundle: Path) -> Non
 
 
 def test_calls_of_few_rows_that_come_again_get_a_graph_each() -> None:
-    graphs = Graphs(most=2)
+    graphs = GraphIds(most=2)
     step, other = CallShape(1, 9, 128, 9), CallShape(1, 9, 192, 9)
     assert [graphs.number(0, step) for _ in range(5)] == [PLAIN] * 3 + [0, 0]
     assert [graphs.number(1, step) for _ in range(4)] == [PLAIN] * 3 + [1]
     assert [graphs.number(0, other) for _ in range(9)] == [PLAIN] * 9, "there are as many graphs as there may be"
     assert (graphs.number(0, step), graphs.number(1, step)) == (0, 1)
-    wide = Graphs(9)
+    wide = GraphIds(9)
     assert [wide.number(0, CallShape(1, 128, 128, 1)) for _ in range(9)] == [PLAIN] * 9
     assert graphs.options(1, step).get_run_config_entry("gpu_graph_id") == "1"
     assert graphs.options(0, other).get_run_config_entry("gpu_graph_id") == "-1"
@@ -205,11 +205,11 @@ class Board:
         self.captures: list[str] = []
         self.prepared: list[str] = []
         self._noting: list[str] | None = None
-        self.captured = Captured(self._capture, most)
+        self.captured = CudaGraphs(self._capture, most)
 
     def play(self, keys: str) -> None:
         for key in keys:
-            self.captured.play(key, lambda key=key: self._do(key), lambda key=key: self.prepared.append(key))
+            self.captured.run(key, lambda key=key: self._do(key), lambda key=key: self.prepared.append(key))
             assert self.done[-1] == key
 
     def _do(self, key: str) -> None:
@@ -252,15 +252,15 @@ def test_calls_are_captured_the_second_time_and_the_least_recently_used_graph_go
 
 def test_nodes_on_the_cpu_are_named(tiny_bundle: Path) -> None:
     session = session_of(open_bundle(tiny_bundle))
-    (note,) = on_cuda.left_behind(session)
+    (note,) = on_cuda.cpu_nodes(session)
     assert note.startswith("on the CPU, not on the GPU: ")
     assert "RMSNormalization node_RMSNormalization" in note
     assert " Shape " not in note
     assert note.endswith(" more")
-    (all_of_them,) = on_cuda.left_behind(session, frozenset())
+    (all_of_them,) = on_cuda.cpu_nodes(session, frozenset())
     assert "Shape node_Shape" in all_of_them
     every = {node.op_type for part in session.get_provider_graph_assignment_info() for node in part.get_nodes()}
-    assert on_cuda.left_behind(session, every) == ()
+    assert on_cuda.cpu_nodes(session, every) == ()
 
 
 def test_a_full_gpu_is_distinguished_from_a_broken_graph(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from spaceport.graphs.contract.ed25519 import SIGNATURE_FILE, read_public_key
 from spaceport.graphs.contract.installation import install_command
 from spaceport.graphs.contract.manifest import DATA_FILE, ENGINES_FOLDER
 from spaceport.runtime.backends import BACKENDS
-from spaceport.runtime.backends.built_engines import remember
+from spaceport.runtime.backends.built_engines import record_built_engine
 from spaceport.runtime.backends.machine import no_gpu
 from spaceport.runtime.bundle import open_bundle, read_manifest
 from spaceport.tools.cli import Commands, doctor, run
@@ -109,7 +109,7 @@ def test_an_engine_is_built_here_or_elsewhere_changed_or_missing(
     store_engine(bundle, ENGINE, memoryview(PLAN), record)
     opened, file = open_bundle(bundle), bundle / ENGINES_FOLDER / ENGINE
     assert states(opened) == {ENGINE: "built elsewhere"}
-    remember(digest)
+    record_built_engine(digest)
     assert states(opened) == {ENGINE: "built here"}
     other = replace(opened.manifest.engines[ENGINE], graph=("0" * 64, "1" * 64))
     assert states(replace(opened, manifest=replace(opened.manifest, engines={ENGINE: other}))) == {

@@ -7,6 +7,7 @@ import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO, Any
 
 from spaceport.graphs.contract.atomic_file import replacing
 
@@ -39,39 +40,26 @@ def _user_folder(variable: str, below_home: str) -> Path:
 def read_private(file: Path, most: int = -1) -> bytes | None:
     """The content of a file that belongs to this user alone, or its first `most` bytes; None if there is no such file."""
     try:
-        with _private_folder(file.parent) as folder:
-            descriptor = os.open(file.name, os.O_RDONLY | _FILE, dir_fd=folder)
-            with os.fdopen(descriptor, "rb") as stream:
-                _require_private(os.fstat(descriptor), stat.S_ISREG)
-                return stream.read(most)
+        with _private_file(file, os.O_RDONLY, "rb") as stream:
+            content: bytes = stream.read(most)
+            return content
     except OSError:
         return None
 
 
 def append_private(file: Path, content: bytes) -> None:
     """Append to a file that belongs to this user alone, and create it and its folder; raises OSError otherwise."""
-    make_private(file.parent)
-    with _private_folder(file.parent) as folder:
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | _FILE
-        descriptor = os.open(file.name, flags, 0o600, dir_fd=folder)
-        with os.fdopen(descriptor, "ab") as stream:
-            _require_private(os.fstat(descriptor), stat.S_ISREG)
-            stream.write(content)  # one short line is appended atomically
+    file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with _private_file(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, "ab") as stream:
+        stream.write(content)  # one short line is appended atomically
 
 
 def replace_private(file: Path, content: bytes) -> None:
     """Replace a file in one step, or create it and its folder, for this user alone; raises OSError otherwise."""
-    make_private(file.parent)
-    with replacing(file) as stream:
+    file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with _private_folder(file.parent), replacing(file) as stream:
         os.fchmod(stream.fileno(), 0o600)  # with a umask of 002, a file that others may write would not be read again
         stream.write(content)
-
-
-def make_private(folder: Path) -> None:
-    """Create a folder for this user alone; raises OSError if another user may write to it."""
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with _private_folder(folder):
-        pass
 
 
 def problem_of(folder: Path) -> str | None:
@@ -93,6 +81,15 @@ def _private_folder(folder: Path) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def _private_file(file: Path, flags: int, mode: str) -> Iterator[IO[Any]]:
+    with _private_folder(file.parent) as folder:
+        descriptor = os.open(file.name, flags | _FILE, 0o600, dir_fd=folder)
+        with os.fdopen(descriptor, mode) as stream:
+            _require_private(os.fstat(descriptor), stat.S_ISREG)
+            yield stream
 
 
 def _require_private(status: os.stat_result, is_kind: Callable[[int], bool]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
 
 from tokenizers import Tokenizer
 
@@ -67,40 +66,37 @@ class Segment:
     stream: TextStream
     search: StopSearch
     start: int = 0  # number of the thread's tokens before it
-    parts: list[str] = field(default_factory=list)  # text of each token, stop strings included
+    tokens: int = 0
+    parts: list[str] = field(default_factory=list)  # text of each token, stop strings included, then the rest
 
     @property
     def end(self) -> int:
         """One more than the index of its last token in the thread."""
-        return self.start + len(self.parts)
+        return self.start + self.tokens
 
     def push(self, token: int) -> str:
         """Text that a token releases; `search.stopped` is then whether it completed a stop string."""
+        self.tokens += 1
         self.parts.append(self.stream.push(token))
         return self.search.push(self.parts[-1])
 
-    def finish(self) -> tuple[str, str]:
-        """Text that is still held back after the last token, and how much longer the text of that token is."""
+    def finish(self) -> str:
+        """Text that is still held back, after the last token."""
         if self.search.stopped:
-            return "", ""
-        rest = self.stream.finish()
-        if rest:
-            self.parts[-1] += rest
-        return self.search.push(rest) + self.search.finish(), rest
+            return ""
+        self.parts.append(self.stream.finish())
+        return self.search.push(self.parts[-1]) + self.search.finish()
 
 
 @dataclass
 class _ThreadState:
-    """Text and tokens of one thread so far."""
+    """Tokens of one thread so far, and its last segment."""
 
     path: Path
-    segments: list[Segment]
+    segment: Segment
     parent: _ThreadState | None = None
     fork: int = -1  # index of the [Fork] among the parent's tokens
     tokens: list[int] = field(default_factory=list)
-    # Child thread between two segments; None: it has not started.
-    children: list[_ThreadState | None] = field(default_factory=list)
-    read: int = 0  # number of segments that were read completely
     ending: Ending | None = None
 
 
@@ -129,15 +125,16 @@ class Transcript:
         self._logprobs = logprobs
         self._include_stop = include_stop
         self._skip_special = skip_special
-        self._root = _ThreadState((), [self._segment()])
-        self._states: dict[Path, _ThreadState] = {(): self._root}
-        self._front: _ThreadState | None = self._root  # the thread that is read next
-        self._search = StopSearch(stops, include_stop)
+        root = _ThreadState((), self._segment())
+        self._states: dict[Path, _ThreadState] = {(): root}
+        self._order = [(root, root.segment)]  # all segments in reading order
+        self._next = (0, 0)  # index of the segment that is read next, and of its part
+        self._search = StopSearch(stops, include_stop)  # in what is read
         self._shown: list[str] = []
         self._pieces: list[Piece] = []
         self._bound: tuple[float, ...] | None = None  # end of reading: threads after it are cut off
-        # The thread that completed the first stop string, and its number of tokens then.
-        self._cut: tuple[_ThreadState, int] | None = None
+        # Index of the segment that completed the first stop string, and the number of its thread's tokens then.
+        self._cut: tuple[int, int] | None = None
 
     @property
     def text(self) -> str:
@@ -149,14 +146,15 @@ class Transcript:
         if self.is_cut_off(thread):
             return True
         state = self._states[thread.path]
-        segment = state.segments[-1]
+        segment = state.segment
         state.tokens.append(token)
+        text = segment.finish() if token == self._fork else segment.push(token)
+        reading = self._read_after(state)
         if token == self._fork:
-            text, reading = self._close(state)
-            self._split(state, thread)
-        else:
-            text = segment.push(token)
-            reading = self._follow(state, segment.parts[-1])
+            # up to the [Fork]: when events are replayed, the thread may have more tokens already
+            context = context_of(self._tokenizer, thread.tokens[: thread.start + len(state.tokens)])
+            state.segment = self._segment(context, len(state.tokens))
+            self._order.insert(self._index(segment) + 1, (state, state.segment))
         logprob = None if self._logprobs is None else self._logprobs.at(state.path, len(state.tokens) - 1)
         self._pieces.append(Piece(text, token, drafted, state.path, reading, logprob, source))
         return segment.search.stopped or self._search.stopped
@@ -164,11 +162,9 @@ class Transcript:
     def on_fork(self, parent: Thread, child: Thread) -> None:
         """Add a child thread at the last token of its parent."""
         state = self._states[parent.path]
-        segment = self._segment(state.segments[-1].stream.context)
-        new = _ThreadState(child.path, [segment], state, len(state.tokens) - 1)
-        self._states[child.path] = state.children[-1] = new
-        if self._front is state:
-            self._front = new
+        segment = self._segment(state.segment.stream.context)
+        started = self._states[child.path] = _ThreadState(child.path, segment, state, len(state.tokens) - 1)
+        self._order.insert(self._index(state.segment), (started, segment))
 
     def on_end(self, thread: Thread) -> None:
         """Release the text that an ended thread held back."""
@@ -176,9 +172,8 @@ class Transcript:
         state.ending = thread.ending
         if self.is_cut_off(thread):
             return
-        text, reading = self._close(state)
-        if state is self._front:
-            reading += self._advance()
+        text = state.segment.finish()
+        reading = self._read_after(state)
         if text or reading:
             self._lengthen(thread, text, reading)
 
@@ -197,85 +192,54 @@ class Transcript:
         Text after the first stop string is left out: later threads are missing, and the others end with "stop" at the token
         that completed it, or at the [Fork] towards that token.
         """
-        cuts = self._cuts()
         texts: dict[Path, str] = {}
         left = len(self.text)
-        for state, segment in _in_order(self._root, cuts):
+        for state, segment in self._finished_segments():
             text = "".join(segment.parts)[:left]
             left -= len(text)
             texts[state.path] = texts.get(state.path, "") + text
+        cuts = self._cuts()
         return tuple(self._thread_text(self._states[path], text, cuts) for path, text in texts.items())
 
     def tokens(self) -> tuple[int, ...]:
         """The tokens of the finished text in reading order, without any [Fork]."""
-        return tuple(token for state, part in self._parts() for token in state.tokens[part])
+        return tuple(token for state, part in self._finished_tokens() for token in state.tokens[part])
 
     def logprobs(self) -> tuple[TokenLogprob, ...]:
         """The log probabilities of these tokens, if they were requested."""
-        return tuple(logprob for state, part in self._parts() for logprob in self._logprobs_of(state, part))
+        return tuple(logprob for state, part in self._finished_tokens() for logprob in self._logprobs_of(state, part))
 
     def _segment(self, context: tuple[int, ...] = (), start: int = 0) -> Segment:
         """A new segment behind these tokens."""
         stream = TextStream(self._tokenizer, context, self._skip_special)
         return Segment(stream, StopSearch(self._stops, self._include_stop), start)
 
-    def _split(self, state: _ThreadState, thread: Thread) -> None:
-        """Start the segment after a [Fork]."""
-        # up to the [Fork]: when events are replayed, the thread may have more tokens already
-        context = context_of(self._tokenizer, thread.tokens[: thread.start + len(state.tokens)])
-        state.segments.append(self._segment(context, len(state.tokens)))
-        state.children.append(None)
-        if self._front is state:
-            state.read += 1
+    def _index(self, segment: Segment) -> int:
+        """The index of a segment in reading order."""
+        return next(index for index, (_, other) in enumerate(self._order) if other is segment)
 
-    def _close(self, state: _ThreadState) -> tuple[str, str]:
-        """Text of a thread that the end of its last segment releases, and the part of it that can be read now."""
-        text, rest = state.segments[-1].finish()
-        return text, self._follow(state, rest) if rest else ""
-
-    def _follow(self, state: _ThreadState, part: str) -> str:
-        """Readable text after a part of a thread's text has come."""
-        segment = state.segments[-1]
-        if segment.search.stopped:
+    def _read_after(self, state: _ThreadState) -> str:
+        """Text that can be read now, after the text of a thread has become longer."""
+        if state.segment.search.stopped:
             self._bound = _end(state.path)
-        return self._read(state, part, segment.end) if state is self._front else ""
-
-    def _advance(self) -> str:
-        """Readable text after the thread that is read has ended."""
         released = []
-        while (state := self._front) is not None and self._cut is None:
-            if state.read < len(state.children):
-                child = state.children[state.read]
-                state.read += 1
-                self._front = state if child is None else child
-            elif state.ending is not None:
-                self._front = state.parent
+        index, part = self._next
+        while self._cut is None and index < len(self._order):
+            state, segment = self._order[index]
+            if part < len(segment.parts):
+                released.append(self._search.push(segment.parts[part]))
+                part += 1
+                if self._search.stopped:
+                    self._cut, self._bound = (index, segment.start + min(part, segment.tokens)), ()
+            elif segment is not state.segment or state.ending is not None:
+                index, part = index + 1, 0
             else:
                 break
-            released.append(self._catch_up())
+        if index == len(self._order):
+            released.append(self._search.finish())
+        self._next = index, part
+        self._shown += released
         return "".join(released)
-
-    def _catch_up(self) -> str:
-        """Readable text that the next segment has already."""
-        state = self._front
-        if state is None:
-            self._shown.append(self._search.finish())
-            return self._shown[-1]
-        segment = state.segments[state.read]
-        released = []
-        for count, part in enumerate(segment.parts, segment.start + 1):
-            released.append(self._read(state, part, count))
-            if self._cut is not None:
-                break
-        return "".join(released)
-
-    def _read(self, state: _ThreadState, part: str, count: int) -> str:
-        """Readable text of a part of a thread's text; `count` is the number of the thread's tokens at its end."""
-        shown = self._search.push(part)
-        self._shown.append(shown)
-        if self._search.stopped:
-            self._cut, self._bound = (state, count), ()
-        return shown
 
     def _lengthen(self, thread: Thread, text: str, reading: str) -> None:
         """Add released text to the thread's last piece, or as a piece without a token."""
@@ -288,10 +252,19 @@ class Transcript:
                 break  # text that is read later must come later
         self._pieces.append(Piece(text, None, False, thread.path, reading))
 
-    def _parts(self) -> Iterator[tuple[_ThreadState, slice]]:
+    def _finished_segments(self) -> list[tuple[_ThreadState, Segment]]:
+        """The segments of the finished text in reading order."""
+        if self._cut is not None:
+            return self._order[: self._cut[0] + 1]
+        for state, _ in self._order:
+            if state.ending is None:
+                raise ValueError(f"thread {state.path} has not ended: there is no finished text")
+        return self._order
+
+    def _finished_tokens(self) -> Iterator[tuple[_ThreadState, slice]]:
         """The tokens of the finished text as slices of threads, in reading order, without any [Fork]."""
         cuts = self._cuts()
-        for state, segment in _in_order(self._root, cuts):
+        for state, segment in self._finished_segments():
             yield state, slice(segment.start, min(segment.end, cuts.get(state.path, segment.end)))
 
     def _logprobs_of(self, state: _ThreadState, part: slice) -> list[TokenLogprob]:
@@ -304,7 +277,8 @@ class Transcript:
         """Number of remaining tokens of each thread that the first stop string cuts."""
         cuts: dict[Path, int] = {}
         if self._cut is not None:
-            state, count = self._cut
+            index, count = self._cut
+            state, _ = self._order[index]
             cuts[state.path] = count
             while state.parent is not None:
                 cuts[state.parent.path] = state.fork + 1
@@ -318,16 +292,6 @@ class Transcript:
         assert ending is not None
         fork = None if state.parent is None else state.fork
         return ThreadText(state.path, fork, text, tuple(tokens), ending, tuple(logprobs))
-
-
-def _in_order(state: _ThreadState, cuts: Mapping[Path, int]) -> Iterator[tuple[_ThreadState, Segment]]:
-    """The segments of a thread and its children that are not cut off, in reading order."""
-    if state.ending is None and state.path not in cuts:
-        raise ValueError(f"thread {state.path} has not ended: there is no finished text")
-    for segment, child in zip_longest(state.segments, state.children):
-        yield state, segment
-        if child is not None and child.fork < cuts.get(state.path, math.inf):
-            yield from _in_order(child, cuts)
 
 
 def _end(path: Path) -> tuple[float, ...]:

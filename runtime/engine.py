@@ -31,9 +31,9 @@ class Costs:
     prompt_rows: int = 512  # prompt rows of a call: many are efficient, few keep calls short
 
 
-# Of a CPU, see docs/performance.md. Attention scores of more prompt rows do not fit into its caches.
+# See docs/performance.md. Attention scores of more prompt rows do not fit into the caches of a CPU.
 CPU_COSTS = Costs(0.08, 16, 128)
-UNTIMED = Costs(0.08, 16)  # of a GPU
+GPU_COSTS = Costs(0.08, 16)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -50,7 +49,7 @@ def check_graph(model: onnx.ModelProto, signature: Signature, path: Path) -> Non
         ("output", model.graph.output, signature.outputs),
     ):
         for value, tensor in zip_longest(values, tensors):
-            got, expected = _value(value), _tensor(tensor)
+            got, expected = _described(value), _described(tensor)
             if got != expected:
                 raise InputFault(f"{path}: has the {kind} {got}, the manifest says {expected}: export it again")
     _check_external_data(model.graph, path)
@@ -83,20 +82,16 @@ def fix_capacity(model: onnx.ModelProto, capacity: int) -> None:
                 dimension.dim_value = capacity
 
 
-def _value(value: onnx.ValueInfoProto | None) -> str:
+def _described(value: onnx.ValueInfoProto | Tensor | None) -> str:
+    """An input or output of a graph or of the manifest, as error messages show it."""
     if value is None:
         return "(none)"
+    if isinstance(value, Tensor):
+        return f"{value.name} {value.dtype} [{', '.join(map(str, value.shape))}]"
     kind = value.type.tensor_type
     shape = [size.dim_value if size.HasField("dim_value") else size.dim_param for size in kind.shape.dim]
-    return _described(value.name, _NAMES.get(kind.elem_type) or onnx.TensorProto.DataType.Name(kind.elem_type), shape)
-
-
-def _tensor(tensor: Tensor | None) -> str:
-    return "(none)" if tensor is None else _described(tensor.name, tensor.dtype, tensor.shape)
-
-
-def _described(name: str, dtype: str, shape: Sequence[int | str]) -> str:
-    return f"{name} {dtype} [{', '.join(map(str, shape))}]"
+    dtype = _NAMES.get(kind.elem_type) or onnx.TensorProto.DataType.Name(kind.elem_type)
+    return f"{value.name} {dtype} [{', '.join(map(str, shape))}]"
 
 
 def softcap_of(node: NodeProto) -> float:

@@ -24,7 +24,7 @@ from spaceport.runtime.backends.products import session_options
 from spaceport.runtime.backends.staging import CallShape, Staging
 from spaceport.runtime.bundle import Bundle
 from spaceport.runtime.engine import (
-    UNTIMED,
+    GPU_COSTS,
     Batch,
     Costs,
     EngineFault,
@@ -100,7 +100,7 @@ class DeviceEngine:
     graphs hold them.
     """
 
-    costs: Costs = UNTIMED
+    costs: Costs = GPU_COSTS
 
     def __init__(
         self,

@@ -27,7 +27,7 @@ from spaceport.runtime.backends.private_files import read_private, replace_priva
 from spaceport.runtime.backends.staging import CallShape, Staging
 from spaceport.runtime.bundle import Bundle, BundleError
 from spaceport.runtime.engine import (
-    UNTIMED,
+    GPU_COSTS,
     Batch,
     Costs,
     EngineFault,
@@ -167,7 +167,7 @@ class _Context:
 class TensorRtEngine:
     """A TensorRT or TensorRT-RTX engine on a GPU."""
 
-    costs: Costs = UNTIMED
+    costs: Costs = GPU_COSTS
     selects = True
 
     def __init__(

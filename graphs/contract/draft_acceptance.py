@@ -80,7 +80,7 @@ def measured_acceptance(
 
 def lookup_kind(equal: int, copied: int) -> int:
     """Index into `lookup` of a prompt-lookup token, by the matching tokens and the accepted lookup tokens before it."""
-    if is_copying(copied):
+    if copied >= _COPIED[0]:
         return len(_MATCHES) + (copied >= _COPIED[1])
     return max(0, min(equal, _MATCHES[-1]) - _MATCHES[0])
 

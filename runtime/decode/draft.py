@@ -276,7 +276,7 @@ class _Growth:
     def _draft(self, worth: Sequence[float], rows: int, limited: Reason | None) -> Draft:
         """The first rows of the tree."""
         order = self._order[: rows - 1]
-        masks = masks_in(order, self._lead)
+        masks = tuple(self._masks) if rows > len(self._order) else masks_in(order, self._lead)
         count = len(masks) - 1
         return Draft(
             tuple(self._tokens[:count]),

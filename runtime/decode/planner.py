@@ -65,10 +65,14 @@ def solve(curve: Curve, reach: Sequence[float], lead: int = 0, start: LongRun | 
     run = start or LongRun(1.0, (0.0,) * len(reach))
     chances = [min(MOST_LIKELY, now / max(before, 1e-9)) for before, now in pairwise((1.0, *reach))]
     for _ in range(_ROUNDS):
-        drafts = [best_rows(curve, chances[:at_hand], run, lead) for at_hand in range(len(reach) + 1)]
-        values = [tokens - run.rate * curve.times[rows - 1] for rows, tokens in drafts]
+        values, initial_time = [], 0.0  # by number of available draft tokens; time of the step without any
+        for at_hand in range(len(reach) + 1):
+            rows, tokens = best_rows(curve, chances[:at_hand], run, lead)
+            time = curve.times[rows - 1]
+            values.append(tokens - run.rate * time)
+            initial_time = initial_time or time
         worth = list(accumulate(values, max))  # verifying fewer than available is allowed
-        rate = max(run.rate + worth[0] / curve.times[drafts[0][0] - 1], 1.0)
+        rate = max(run.rate + worth[0] / initial_time, 1.0)
         gains = _concave([0.0, *accumulate([min(later - value, 1.0) for value, later in pairwise(worth)])])
         changed = max(map(abs, map(sub, gains, run.gains)), default=0.0)
         settled = abs(rate - run.rate) <= _CLOSE * rate and changed <= 10 * _CLOSE
@@ -128,11 +132,14 @@ def _concave(worth: Sequence[float]) -> list[float]:
     its share of it.
     """
     steps: list[float] = []
-    at = 0
-    while at < len(worth) - 1:
-        slope, end = max([((worth[end] - worth[at]) / (end - at), end) for end in range(at + 1, len(worth))])
-        steps += [slope] * (end - at)
-        at = end
+    while len(steps) < len(worth) - 1:
+        start = len(steps)
+        slope, count = float("-inf"), 0
+        for end in range(start + 1, len(worth)):
+            mean = (worth[end] - worth[start]) / (end - start)
+            if mean >= slope:
+                slope, count = mean, end - start
+        steps += [slope] * count
     return steps
 
 
@@ -143,14 +150,6 @@ class Wish(NamedTuple):
     times: Sequence[float]  # its share of the call if all requests have 1, 2, ... rows, in plain steps
     rate: float  # tokens per plain step that it generates otherwise
     left: float  # remaining budget in plain steps
-
-    def extra(self, least: int, rows: int) -> float:
-        """The time that more rows than a number cost the request."""
-        return self.times[min(rows, len(self.times)) - 1] - self.times[min(least, len(self.times)) - 1]
-
-    def value(self, rows: int) -> float:
-        """Expected tokens of this many rows, less what their time yields otherwise."""
-        return self.worth[min(rows, len(self.worth)) - 1] - self.rate * self.times[min(rows, len(self.times)) - 1]
 
 
 @dataclass
@@ -167,11 +166,18 @@ class SharedCall:
         self.least = self.width = least
         if not self.wishes:
             return
-        best, budget = float("-inf"), sum(wish.left + SHARE for wish in self.wishes)
-        for rows in range(least, max(len(wish.worth) for wish in self.wishes) + 1):
-            if sum(wish.extra(least, rows) for wish in self.wishes) > max(0.0, budget):
+        widths = range(least, max([len(wish.worth) for wish in self.wishes]) + 1)
+        values, extra = [0.0] * len(widths), [0.0] * len(widths)  # tokens less what their time yields otherwise; time
+        for worth, times, rate, _ in self.wishes:
+            least_time = times[min(least, len(times)) - 1]
+            for index, rows in enumerate(widths):
+                time = times[min(rows, len(times)) - 1]
+                extra[index] += time - least_time
+                values[index] += worth[min(rows, len(worth)) - 1] - rate * time
+        best, budget = float("-inf"), max(0.0, sum([wish.left + SHARE for wish in self.wishes]))
+        for rows, value, time in zip(widths, values, extra, strict=True):
+            if time > budget:
                 break
-            value = sum(wish.value(rows) for wish in self.wishes)
             if value > best:
                 best, self.width = value, rows
 
@@ -190,7 +196,7 @@ class Sharing(NamedTuple):
     @property
     def fills_up(self) -> bool:
         """Whether this thread's rows are padded to those of other requests."""
-        return self.requests > 1 and self.threads == 1
+        return self.call is not None and self.call.requests > 1 and self.threads == 1
 
 
 class DraftPlanner:
@@ -346,7 +352,7 @@ class TreeDrafter:
             draft = self._planned_draft(thread, remaining, min(rows, affordable), affordable < rows, planned)
         else:
             draft = NO_BUDGET if self._sources else PLAIN
-        if fills_up and sharing.call is not None:
+        if sharing.call is not None and fills_up:
             sharing.call.wishes.append(Wish(draft.worth or (1.0,), curve.times, planned.rate, self.left))
         return draft
 

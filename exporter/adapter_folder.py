@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -14,17 +14,21 @@ from tokenizers import AddedToken
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from spaceport.exporter.adapter import write_tensors
 from spaceport.exporter.checkpoint_files import BASE_FILE as BASE_FILE
 from spaceport.exporter.checkpoint_files import require_adapter_folder
-from spaceport.exporter.heads_file import HeadsConfig, write_heads
-from spaceport.exporter.preloaded_slots_file import write_preloaded_slots
-from spaceport.exporter.sar_config import SAR_FILE, CheckpointError, is_id, read_json, read_sar_config, write_sar_config
-from spaceport.exporter.tensor_file import read_tensors, save_tensors
+from spaceport.exporter.mechanisms import MECHANISMS, read_tensors, save_tensors, write_mechanisms
+from spaceport.exporter.sar_config import (
+    SAR_FILE,
+    CheckpointError,
+    is_id,
+    mechanism_entries,
+    read_json,
+    read_sar_config,
+    write_sar_config,
+)
 from spaceport.graphs.contract.json_fields import JsonField, Rules
 from spaceport.graphs.contract.signature import PRECISIONS, Precision
-from spaceport.graphs.gated import Adapter
-from spaceport.graphs.preloaded_slots import PreloadedSlots
+from spaceport.graphs.mechanism import Mechanism
 from spaceport.graphs.streamed_weights import values_of
 
 _SIZES = (
@@ -40,8 +44,6 @@ EMBEDDINGS_FILE = "token_embeddings.safetensors"  # rows of the special tokens a
 _SCHEMA = 1
 _IDS = "ids"  # tensor with the token id of each row
 _ADVICE = "copy the adapter folder again, or train it again with `spaceport tune --adapter-only`"
-# Entries of sar_config.json, of which an adapter folder has at least one.
-_DRAFTING = ("mask_adapter", "heads", "prefix")
 
 
 def embedding_tables(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -143,14 +145,10 @@ class TrainedAdapter:
     """Contents of an adapter folder."""
 
     base: BaseIdentity
-    adapter: Adapter | None
-    tensors: Mapping[str, Tensor]  # A and B of each adapted module, or those of the heads
+    mechanisms: Sequence[Mechanism]  # with their tensors as they are stored
     tokens: Mapping[str, int]
     tables: Mapping[str, Tensor]  # tensors with one row per vocabulary token, by name
     sar_config: Mapping[str, Any]
-    dtype: torch.dtype | None = None  # of the stored tensors; None: float16 where its range allows it, else float32
-    heads: HeadsConfig | None = None  # instead of an adapter
-    preloaded: PreloadedSlots | None = None  # that mask rows see, with an adapter or without
 
 
 def read_adapter_folder(path: Path) -> AdapterFolder:
@@ -161,9 +159,10 @@ def read_adapter_folder(path: Path) -> AdapterFolder:
     content.entry("schema").one_of((_SCHEMA,))
     tokens = {text: token.whole() for text, token in content.entry("tokens").members().items()}
     config = read_sar_config(path)
-    if all(config.get(name) is None for name in _DRAFTING):
+    drafting = [name for name, kind in MECHANISMS.items() if not kind.refines]
+    if mechanism_entries(path).keys().isdisjoint(drafting):
         raise CheckpointError(
-            f"{path}: {SAR_FILE} has none of {', '.join(_DRAFTING)}: expected one of them in an adapter folder; {_ADVICE}"
+            f"{path}: {SAR_FILE} has none of {', '.join(drafting)}: expected one of them in an adapter folder; {_ADVICE}"
         )
     unknown = sorted(set(_named(config)) - tokens.keys())
     if unknown:
@@ -206,22 +205,15 @@ def add_embeddings(model: PreTrainedModel, folder: AdapterFolder, dtype: Precisi
 
 
 def write_adapter_folder(folder: Path, trained: TrainedAdapter) -> None:
-    """Write an adapter folder: adapters in float16 where their values allow it, embedding rows in float32."""
+    """Write an adapter folder, with embedding rows in float32."""
     folder.mkdir(exist_ok=True)
     vocab_size = len(next(iter(trained.tables.values())))
     added = sorted({*trained.tokens.values(), *range(trained.base.sizes["vocab_size"], vocab_size)})
     ids = torch.tensor(added, dtype=torch.int64)
     rows = {name: tensor.cpu().float()[ids] for name, tensor in trained.tables.items()}
     save_tensors(folder / EMBEDDINGS_FILE, {_IDS: ids, **rows})
-    dtype = trained.dtype or (torch.float16 if _fits(trained.tensors.values(), torch.float16) else torch.float32)
     write_sar_config(folder, dict(trained.sar_config))
-    tensors = {name: tensor.to(dtype) for name, tensor in trained.tensors.items()}
-    if trained.adapter is not None:
-        write_tensors(folder, tensors, trained.adapter)
-    if trained.heads is not None:
-        write_heads(folder, trained.heads, tensors)
-    if trained.preloaded is not None:
-        write_preloaded_slots(folder, trained.preloaded)
+    write_mechanisms(folder, trained.mechanisms)
     content = {
         "schema": _SCHEMA,
         "base": trained.base.as_dict(),
@@ -251,6 +243,8 @@ def _stored_rows(folder: AdapterFolder) -> dict[str, Tensor]:
     return stored
 
 
-def _fits(tensors: Iterable[Tensor], dtype: torch.dtype) -> bool:
-    most = torch.finfo(dtype).max
-    return all(float(tensor.abs().max()) <= most for tensor in tensors if tensor.numel())
+def narrowed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors in float16 if their values allow it, else in float32."""
+    most = torch.finfo(torch.float16).max
+    fits = all(float(tensor.abs().max()) <= most for tensor in tensors.values() if tensor.numel())
+    return {name: tensor.to(torch.float16 if fits else torch.float32) for name, tensor in tensors.items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,37 +12,37 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
-from spaceport.exporter.adapter import apply_adapter, read_adapter
 from spaceport.exporter.adapter_folder import AdapterFolder, add_embeddings, add_special_tokens, read_adapter_folder
 from spaceport.exporter.checkpoint_files import load_with_own_attention
 from spaceport.exporter.checkpoint_source import load_streamed, read_source, reason_of, template_of
 from spaceport.exporter.converted_checkpoint import ConvertedCheckpoint, load_converted
 from spaceport.exporter.converted_tokenizer import published_tokenizer
-from spaceport.exporter.correction_factors import check_factors, read_factors
 from spaceport.exporter.gguf_checkpoint import load_gguf_weights
 from spaceport.exporter.gguf_file import GgufFile
 from spaceport.exporter.gguf_tokenizer import gguf_tokenizer
-from spaceport.exporter.heads_file import HeadsConfig, apply_heads, read_heads
-from spaceport.exporter.input_rows_file import check_input_rows, read_input_rows
-from spaceport.exporter.preloaded_slots_file import apply_preloaded_slots, read_preloaded_slots
+from spaceport.exporter.mechanisms import (
+    MECHANISMS,
+    apply_mechanisms,
+    check_mechanisms,
+    check_values,
+    read_mechanisms,
+)
 from spaceport.exporter.sar_config import SAR_FILE as SAR_FILE
 from spaceport.exporter.sar_config import CheckpointError as CheckpointError
 from spaceport.exporter.sar_config import (
     config_mask_token,
     draft_origin,
     is_id,
+    mechanism_entries,
     read_acceptance,
-    read_draft_layout,
+    read_mask_layout,
     read_sar_config,
 )
 from spaceport.graphs.contract.draft_methods import CAUSAL, LOOKUP, MAX_MASK_SLOTS, UNKNOWN, DraftMethod, MaskLayout
 from spaceport.graphs.contract.json_fields import is_whole
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.graphs.contract.signature import Precision
-from spaceport.graphs.correction import Factors
-from spaceport.graphs.gated import Adapter
-from spaceport.graphs.input_rows import InputRows, use_input_rows
-from spaceport.graphs.preloaded_slots import PreloadedSlots
+from spaceport.graphs.mechanism import M, Mechanism
 from spaceport.graphs.streamed_weights import keep_values
 
 DEFAULT_MASK_SLOTS = 5  # as published for SPACE; used if a checkpoint names one mask token and no number
@@ -171,20 +171,30 @@ class Checkpoint:
     config: PreTrainedConfig
     tokens: TokenIds
     drafts: DraftMethod
+    mechanisms: tuple[Mechanism, ...]  # with which it drafts
     fork_by_default: bool  # whether a request may fork unless it says otherwise
     tokenizer: str  # content of tokenizer.json
     template: str | None  # chat template
     special_tokens: dict[str, str]
     generation: dict[str, Any]  # generation_config.json
     remote_code: bool
-    adapter: Adapter | None  # for mask rows
-    adapter_folder: AdapterFolder | None  # with this adapter; None: it is in the checkpoint
-    correction: Factors | None  # of the drafts of mask slots
-    heads: HeadsConfig | None  # that draft instead of mask slots
-    preloaded: PreloadedSlots | None  # that only mask rows see
-    input_rows: InputRows | None  # of tokens whose rows in the embedding table are for their logits only
+    adapter_folder: AdapterFolder | None  # with the mechanisms; None: they are in the checkpoint
     gguf: GgufFile | None  # None: a folder
     converted: ConvertedCheckpoint | None  # None: a family that transformers ships, or a GGUF file
+
+    @property
+    def owner(self) -> Path:
+        """The folder with the mechanisms and special tokens."""
+        return self.folder if self.adapter_folder is None else self.adapter_folder.path
+
+    @property
+    def replaces_attention(self) -> bool:
+        """Whether its mechanisms replace the attention of layers."""
+        return any(mechanism.replaces_attention for mechanism in self.mechanisms)
+
+    def mechanism(self, kind: type[M]) -> M | None:
+        """The mechanism of a kind, if the checkpoint has one."""
+        return next((mechanism for mechanism in self.mechanisms if isinstance(mechanism, kind)), None)
 
 
 def open_checkpoint(
@@ -192,8 +202,9 @@ def open_checkpoint(
 ) -> Checkpoint:
     """The checkpoint in a folder, with its special token ids; with the adapter of an adapter folder, if one is given."""
     added = None if adapter is None else _adapter_folder(adapter, folder)
-    owner = adapter or folder
-    mask_layout = read_draft_layout(owner).mask_layout
+    owner, named = adapter or folder, bool(flags.mask)
+    mechanisms = read_mechanisms(owner)
+    mask_layout = read_mask_layout(owner)
     source = read_source(folder, remote_code)
     config, tokenizer, generation = source.config, source.tokenizer, source.generation
     backend = tokenizer.backend_tokenizer
@@ -206,24 +217,13 @@ def open_checkpoint(
             add_special_tokens(tokenizer, added)
         vocab_size = added.vocab_size
     tokens, mask_slots = special_tokens(owner, config, tokenizer, generation, flags, vocab_size, mask_layout)
-    heads = read_heads(owner, tokens)
-    preloaded = read_preloaded_slots(owner, config, tokens)
-    max_tokens = mask_slots if heads is None else heads.count
-    origin = draft_origin(owner, vocab_size, bool(flags.mask))
+    check_mechanisms(owner, mechanisms, config, tokens)
     return Checkpoint(
         folder=folder,
         config=config,
         tokens=tokens,
-        drafts=DraftMethod(
-            name=origin.get("method", UNKNOWN) if max_tokens else LOOKUP,
-            adapter=origin.get("adapter") if max_tokens else None,
-            predictor="mask" if heads is None else "head",
-            max_tokens=max_tokens,
-            layout=mask_layout,
-            mechanisms={} if preloaded is None else {"preloaded_slots": {"slots": preloaded.count}},
-            # Measured with the folder's own tokens.
-            acceptance=() if flags.mask else read_acceptance(owner),
-        ),
+        drafts=_draft_method(owner, mechanisms, mask_slots, mask_layout, draft_origin(owner, vocab_size, named), named),
+        mechanisms=mechanisms,
         fork_by_default=read_sar_config(owner).get("fork_by_default", True),
         tokenizer=backend.to_str(),
         template=template_of(tokenizer),
@@ -232,14 +232,32 @@ def open_checkpoint(
         },
         generation=generation,
         remote_code=remote_code,
-        adapter=read_adapter(owner, tokens),
         adapter_folder=added,
-        correction=read_factors(owner),
-        heads=heads,
-        preloaded=preloaded,
-        input_rows=read_input_rows(owner),
         gguf=source.gguf,
         converted=source.converted,
+    )
+
+
+def _draft_method(
+    owner: Path,
+    mechanisms: Sequence[Mechanism],
+    mask_slots: int,
+    layout: MaskLayout,
+    origin: Mapping[str, str],
+    named: bool,
+) -> DraftMethod:
+    """How a model with these mechanisms and mask slots drafts; its mask tokens may be `named` on the command line."""
+    heads = sum(mechanism.heads for mechanism in mechanisms)
+    drafts = bool(heads or mask_slots)
+    return DraftMethod(
+        name=origin.get("method", UNKNOWN) if drafts else LOOKUP,
+        adapter=origin.get("adapter") if drafts else None,
+        predictor="head" if heads else "mask",
+        max_tokens=heads or mask_slots,
+        layout=layout,
+        mechanisms={mechanism.name: mechanism.entry for mechanism in mechanisms},
+        # Measured with the folder's own mask tokens.
+        acceptance=() if named else read_acceptance(owner),
     )
 
 
@@ -260,9 +278,10 @@ def load_tokenizer(checkpoint: Checkpoint) -> Any:
 
 
 def load_model(checkpoint: Checkpoint, dtype: Precision, scratch: Path | None = None) -> PreTrainedModel:
-    """The model with the weights of the checkpoint, and with its adapter if it has one.
+    """The model with the weights and mechanisms of the checkpoint.
 
     With a `scratch` folder, its weights are read when they are needed, if its checkpoint allows it."""
+    check_values(checkpoint.owner, checkpoint.mechanisms)
     try:
         model, report = _load_weights(checkpoint, getattr(torch, dtype), scratch)
     except CheckpointError:
@@ -279,24 +298,12 @@ def load_model(checkpoint: Checkpoint, dtype: Precision, scratch: Path | None = 
             f"{type(model).__name__}; save the checkpoint again with save_pretrained"
         )
     added = checkpoint.adapter_folder
-    if added is not None or checkpoint.input_rows is not None:  # rows of these tables are replaced
-        for parameter in (model.get_input_embeddings().weight, model.get_output_embeddings().weight):
-            keep_values(parameter)
-    owner = checkpoint.folder if added is None else added.path
-    if checkpoint.correction is not None:
-        check_factors(owner, checkpoint.correction, model.get_input_embeddings())
     if added is not None:
+        for parameter in (model.get_input_embeddings().weight, model.get_output_embeddings().weight):
+            keep_values(parameter)  # rows of these tables are replaced
         with _naming(checkpoint.folder):
             add_embeddings(model, added, dtype)
-    if checkpoint.input_rows is not None:
-        check_input_rows(owner, checkpoint.input_rows, model.get_input_embeddings())
-        use_input_rows(model, checkpoint.input_rows)
-    if checkpoint.adapter is not None:
-        apply_adapter(model, owner, checkpoint.tokens.mask, checkpoint.adapter)
-    if checkpoint.heads is not None:
-        apply_heads(model, owner, checkpoint.heads)
-    if checkpoint.preloaded is not None:
-        apply_preloaded_slots(model, owner, checkpoint.tokens, checkpoint.preloaded)
+    apply_mechanisms(model, checkpoint.owner, checkpoint.mechanisms, checkpoint.tokens.mask)
     return cast(PreTrainedModel, model.eval())
 
 
@@ -310,10 +317,10 @@ def _naming(folder: Path) -> Iterator[None]:
 
 
 def _adapter_folder(adapter: Path, base: Path) -> AdapterFolder:
-    entries = read_sar_config(base) if base.is_dir() else {}
-    for name, what in (("mask_adapter", "a mask adapter"), ("heads", "heads"), ("prefix", "a prefix")):
-        if entries.get(name) is not None:
-            raise CheckpointError(f"{base}: has {what} already: expected its base model, to add that in {adapter}")
+    """The adapter folder; raises for a base model that drafts with mechanisms of its own."""
+    for name in mechanism_entries(base) if base.is_dir() else ():
+        if name not in MECHANISMS or not MECHANISMS[name].refines:
+            raise CheckpointError(f"{base}: has {name} already: expected its base model, to add that in {adapter}")
     return read_adapter_folder(adapter)
 
 

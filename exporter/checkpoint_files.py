@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from spaceport.exporter.sar_config import SAR_FILE, CheckpointError, read_json, read_sar_config
+from spaceport.exporter.sar_config import CheckpointError, mechanism_entries, read_json, tensor_file
 
 # Upper limits of the sizes in a configuration, by the names that families give them; far above every known model.
 _LIMITS = {
@@ -17,12 +17,6 @@ _LIMITS = {
 }
 _ATTENTION = ("sdpa", "eager")
 
-# Files beside the weights, which transformers does not read: it loads model*.safetensors
-ADAPTER_FILE = "mask_adapter.safetensors"
-FACTORS_FILE = "draft_correction.safetensors"
-INPUT_ROWS_FILE = "input_rows.safetensors"
-HEADS_FILE = "draft_heads.safetensors"
-_OWN_FILES = (ADAPTER_FILE, FACTORS_FILE, INPUT_ROWS_FILE, HEADS_FILE)
 BASE_FILE = "base.json"  # of an adapter folder
 
 _TOKENIZERS = (
@@ -46,22 +40,10 @@ def is_converted(folder: Path) -> bool:
 
 
 def own_files(folder: Path) -> tuple[Path, ...]:
-    """The files beside the weights of a checkpoint folder that it has, or that its sar_config.json names."""
-    prefix = prefix_file(folder)
-    present = (file for name in _OWN_FILES if (file := folder / name).exists())
-    return (*present, *(() if prefix is None else (prefix,)))
+    """The files beside the weights of a checkpoint folder that its sar_config.json names.
 
-
-def prefix_file(folder: Path) -> Path | None:
-    """The file with key/value pairs for mask rows that a folder's sar_config.json names; None if it names none."""
-    name = read_sar_config(folder).get("prefix")
-    if name is None:
-        return None
-    if not isinstance(name, str) or Path(name).name != name or Path(name).suffix != ".safetensors":
-        raise CheckpointError(
-            f"{folder / SAR_FILE}: prefix is {name!r}: expected the name of a safetensors file in this folder, or null"
-        )
-    return folder / name
+    Transformers does not read them: it loads model*.safetensors."""
+    return tuple(tensor_file(folder, name) for name in mechanism_entries(folder))
 
 
 def require_checkpoint(path: Path) -> None:

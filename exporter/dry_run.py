@@ -10,16 +10,16 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from spaceport.exporter.checkpoint import Checkpoint
 from spaceport.exporter.checkpoint_files import (
     is_gguf,
-    own_files,
     refuse_sizes,
 )
 from spaceport.exporter.checkpoint_source import model_config, model_without_values
-from spaceport.exporter.draft_additions import DraftAdditions, add_without_values
 from spaceport.exporter.export import ExportOptions, check_activations, exact_activations, kv_cache_of
 from spaceport.exporter.export_memory import ExportMemory, export_memory, is_streamed
-from spaceport.exporter.sar_config import CheckpointError, read_json
+from spaceport.exporter.mechanisms import MECHANISMS, DraftAdditions
+from spaceport.exporter.sar_config import CheckpointError, mechanism_entries, read_json, tensor_file
 from spaceport.exporter.stored_bytes import StoredBytes, stored_bytes
 from spaceport.exporter.to_onnx import check_opset
 from spaceport.graphs.contract.signature import Signature
@@ -27,6 +27,20 @@ from spaceport.graphs.decoder import expected_signature
 from spaceport.graphs.traits import Traits, UnsupportedModel, class_name, probe, refuse_by_config
 
 _GRAPH, _GRAPH_LAYER = 12_000, 6_000  # approximate bytes of model.onnx: in all, and per layer
+
+
+def added_by(checkpoint: Checkpoint) -> DraftAdditions:
+    """What the adapter folder of a checkpoint adds to its base model; raises for tensors that are not counted."""
+    folder = checkpoint.adapter_folder
+    if folder is None:
+        raise ValueError("the checkpoint has no adapter folder: expected one, whose additions are counted")
+    for mechanism in checkpoint.mechanisms:
+        if mechanism.refines:
+            raise CheckpointError(
+                f"{tensor_file(folder.path, mechanism.name)}: has tensors that --dry-run does not count: expected an adapter, "
+                "heads or preloaded slots only; run it without --adapter"
+            )
+    return DraftAdditions(checkpoint.tokens.mask, folder.vocab_size, checkpoint.mechanisms)
 
 
 @dataclass(frozen=True)
@@ -58,7 +72,7 @@ def dry_run(folder: Path, options: ExportOptions, additions: DraftAdditions | No
     check_activations(options)
     _refuse_additions(folder)
     config = _configuration(folder, options.remote_code)
-    options = exact_activations(config, options, additions is not None and additions.preloaded is not None)
+    options = exact_activations(config, options, additions is not None and additions.replaces_attention)
     model = model_without_values(config, options.dtype)
     refuse_by_config(model)
     headers = {} if is_gguf(folder) else _weight_headers(folder)
@@ -67,12 +81,12 @@ def dry_run(folder: Path, options: ExportOptions, additions: DraftAdditions | No
     base_parameters = sum(parameter.numel() for parameter in model.parameters())
     if additions is not None:
         with torch.device("meta"), torch.no_grad():
-            add_without_values(model, additions)
+            additions.add_to(model)
     traits = _traits(model, options)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     stored = stored_bytes(model, options.dtype, options.weights, options.activations, options.lowering)
     text = config.get_text_config()
-    heads = 0 if additions is None or additions.heads is None else additions.heads.count
+    heads = 0 if additions is None else sum(mechanism.heads for mechanism in additions.mechanisms)
     return DryRun(
         str(config.model_type),
         class_name(model),
@@ -133,7 +147,10 @@ def _configuration(folder: Path, remote_code: bool) -> PreTrainedConfig:
 
 def _refuse_additions(folder: Path) -> None:
     """Raise for a checkpoint with tensors beside its model."""
-    for file in () if is_gguf(folder) else own_files(folder):
+    named = {} if is_gguf(folder) else {**mechanism_entries(folder), **MECHANISMS}
+    for file in (tensor_file(folder, name) for name in named):
+        if not file.exists():
+            continue
         raise CheckpointError(
             f"{file}: has tensors beside the model, which --dry-run does not count: expected the base model; "
             "run it on that folder"

@@ -8,10 +8,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import cast
 
 import torch
-from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from spaceport import __version__
@@ -20,7 +18,6 @@ from spaceport.exporter.bundle_manifest import write_manifest
 from spaceport.exporter.checkpoint import Checkpoint, load_model, open_checkpoint
 from spaceport.exporter.checkpoint import TokenFlags as TokenFlags
 from spaceport.exporter.checkpoint_source import model_without_values, provenance_of
-from spaceport.exporter.correction_factors import write_correction
 from spaceport.exporter.prompt_tokens import Prompt, added_tokens, prompt_tokens
 from spaceport.exporter.returned_memory import return_free_memory
 from spaceport.exporter.selection_graph import write_selection
@@ -103,7 +100,7 @@ def export(
     check_target(target, overwrite)
     on_stage("reading the checkpoint")
     checkpoint = open_checkpoint(folder, options.tokens, options.remote_code, options.adapter)
-    options = exact_activations(checkpoint.config, options, checkpoint.preloaded is not None)
+    options = exact_activations(checkpoint.config, options, checkpoint.replaces_attention)
     with writing(target, overwrite) as unfinished:
         decoder, traits = build_decoder(checkpoint, options, on_stage, scratch=unfinished)
         if options.requested_kv_cache == "int8" and decoder.signature.kv_cache != "int8":
@@ -122,10 +119,9 @@ def export(
         (unfinished / TOKENIZER_FILE).write_text(checkpoint.tokenizer, "utf-8")
         if checkpoint.template is not None:
             (unfinished / TEMPLATE_FILE).write_text(checkpoint.template, "utf-8")
-        if checkpoint.correction is not None:
-            embeddings = cast(nn.Embedding, decoder.model.get_input_embeddings())
-            factors = checkpoint.correction.rotated(decoder.quantization.rotation)
-            write_correction(unfinished, factors, embeddings, decoder.signature.vocab_size)
+        for mechanism in checkpoint.mechanisms:
+            vocab_size, rotation = decoder.signature.vocab_size, decoder.quantization.rotation
+            mechanism.write_files(unfinished, decoder.model, vocab_size, rotation)
         on_stage("writing the manifest")
         return write_manifest(unfinished, manifest_for(checkpoint, decoder, traits, options, parameters))
 

@@ -10,20 +10,20 @@ from typing import Any, NamedTuple, cast
 
 from spaceport.graphs.contract.atomic_file import replace_text
 from spaceport.graphs.contract.draft_acceptance import DraftAcceptance, draft_acceptances, with_acceptance
-from spaceport.graphs.contract.draft_methods import GROUPS, Group, MaskLayout
+from spaceport.graphs.contract.draft_methods import GROUPS, MaskLayout
 from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.contract.json_fields import JsonField, Rules, is_whole
 
 SAR_FILE = "sar_config.json"
 
+# Entries of earlier versions for what is in `mechanisms` now.
+_EARLIER = {"mask_adapter", "heads", "prefix"}
 _ENTRIES = (
-    *("mask_tokens", "mask_slots", "fork_token", "child_token", "fork_by_default", "mask_adapter"),
-    *("shift", "group", "prefix", "noise"),  # how mask slots draft
-    *("heads", "method", "adapter"),
+    *("mask_tokens", "mask_slots", "fork_token", "child_token", "fork_by_default"),
+    *("shift", "group", "noise"),  # how mask slots draft
+    *("mechanisms", "method", "adapter"),
     "acceptance",
 )
-
-
 MASK_ENTRIES = ("pard_token", "ptd_token_id", "mask_token_id")
 # Entries of methods that draft in another way, which a checkpoint may have beside a mask token:
 _OTHER_METHODS = (
@@ -53,12 +53,26 @@ def read_sar_config(folder: Path) -> dict[str, Any]:
     entries = read_json(file)
     unknown = sorted(set(entries) - set(_ENTRIES))
     if unknown:
-        raise CheckpointError(f"{file}: unknown entries {', '.join(unknown)}: expected {', '.join(_ENTRIES)}")
+        older = "; export, tune or adopt again what an earlier version wrote" if _EARLIER & set(unknown) else ""
+        raise CheckpointError(f"{file}: unknown entries {', '.join(unknown)}: expected {', '.join(_ENTRIES)}{older}")
     if not isinstance(entries.get("fork_by_default", True), bool):
         raise CheckpointError(f"{file}: fork_by_default is {entries['fork_by_default']!r}: expected true or false")
     if not isinstance(entries.get("mask_tokens") or [], list):
         raise CheckpointError(f"{file}: mask_tokens is {entries['mask_tokens']!r}: expected a list")
     return entries
+
+
+def mechanism_entries(folder: Path) -> dict[str, dict[str, Any]]:
+    """The numbers of each mechanism that a folder's sar_config.json names, by the mechanism's name."""
+    entries = read_sar_config(folder).get("mechanisms")
+    where = f"{folder / SAR_FILE}: mechanisms"
+    members = JsonField({} if entries is None else entries, where, Rules(CheckpointError)).members()
+    return {name: entry.object() for name, entry in members.items() if entry.value is not None}
+
+
+def tensor_file(folder: Path, name: str) -> Path:
+    """The file with the tensors of a mechanism."""
+    return folder / f"{name}.safetensors"
 
 
 def write_sar_config(folder: Path, changes: dict[str, Any]) -> None:
@@ -141,40 +155,21 @@ class Noise:
     seed: int  # with which they were selected
 
 
-@dataclass(frozen=True)
-class DraftLayout:
-    """What a mask row predicts and sees."""
-
-    shift: bool = True  # it predicts the token after its position; False: the token at its position
-    group: Group = "causal"  # it sees the mask rows of its group before it; block: all of them
-    noise: Noise | None = None
-
-    @property
-    def mask_layout(self) -> MaskLayout:
-        """The part that the runtime needs."""
-        return MaskLayout(self.shift, self.group)
-
-
-def read_draft_layout(folder: Path) -> DraftLayout:
-    """The draft layout in a folder's sar_config.json; raises if an entry is invalid."""
+def read_mask_layout(folder: Path) -> MaskLayout:
+    """What the mask rows of a folder's model predict and see; raises if an entry about it is invalid."""
     file, entries = folder / SAR_FILE, read_sar_config(folder)
     shift, group = entries.get("shift", True), entries.get("group", "causal")
     if not isinstance(shift, bool):
         raise CheckpointError(f"{file}: shift is {shift!r}: expected true or false")
     if group not in GROUPS:
         raise CheckpointError(f"{file}: group is {group!r}: expected {' or '.join(GROUPS)}")
-    return DraftLayout(shift, group, _noise(file, entries))
+    read_noise(folder)
+    return MaskLayout(shift, group)
 
 
-def layout_entries(layout: DraftLayout) -> dict[str, Any]:
-    """A draft layout as entries of sar_config.json."""
-    entries: dict[str, Any] = {"shift": layout.shift, "group": layout.group}
-    if layout.noise is not None:
-        entries["noise"] = {"ids": list(layout.noise.ids), "seed": layout.noise.seed}
-    return entries
-
-
-def _noise(file: Path, entries: Mapping[str, Any]) -> Noise | None:
+def read_noise(folder: Path) -> Noise | None:
+    """The tokens whose embeddings are those of a folder's mask tokens, if they are copies."""
+    file, entries = folder / SAR_FILE, read_sar_config(folder)
     entry = entries.get("noise")
     if entry is None:
         return None

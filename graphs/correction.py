@@ -7,17 +7,28 @@ projections of the model's token embeddings, so that tokens which were rare in t
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from transformers import PreTrainedModel
 
-from spaceport.graphs.rotation import Orthogonal
+from spaceport.graphs.contract.draft_correction import CORRECTION_FILE, CorrectionTables, write_tables
+from spaceport.graphs.contract.json_fields import JsonField
+from spaceport.graphs.mechanism import Mechanism, MechanismError, Rotation, wrong_shapes
+from spaceport.graphs.streamed_weights import values_of
 
 
-class Factors(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Factors(Mechanism):
     """Projections of token embeddings, each H x rank: of the token before a candidate, and of the candidate."""
+
+    name: ClassVar[str] = "draft_correction"
+    refines: ClassVar[bool] = True
 
     before: Tensor
     after: Tensor
@@ -26,9 +37,45 @@ class Factors(NamedTuple):
     def rank(self) -> int:
         return self.before.shape[1]
 
-    def rotated(self, rotation: Orthogonal | None) -> Factors:
+    @property
+    def entry(self) -> dict[str, Any]:
+        return {"rank": self.rank}
+
+    def state(self) -> Mapping[str, Tensor]:
+        return {"before": self.before.half(), "after": self.after.half()}
+
+    @classmethod
+    def read(cls, entry: JsonField, tensors: Mapping[str, Tensor]) -> Factors:
+        rank = entry.exactly("rank")["rank"].whole(1)
+        shapes = {tuple(tensor.shape[1:]) for tensor in tensors.values()} | {(rank,)}
+        if tensors.keys() != {"before", "after"} or len(shapes) > 1 or len(tensors["before"]) != len(tensors["after"]):
+            raise wrong_shapes(tensors, f"before and after, H x {rank}")
+        return cls(tensors["before"].float(), tensors["after"].float())
+
+    def apply(self, model: PreTrainedModel, mask_ids: Sequence[int] = ()) -> None:
+        """Verify that the factors are those of a model; its graph does not change."""
+        size, expected = self.before.shape[0], cast(nn.Embedding, model.get_input_embeddings()).weight.shape[1]
+        if size != expected:
+            raise MechanismError(f"is for embeddings of size {size}: expected {expected}, that of the model")
+
+    def write_files(
+        self, bundle: Path, model: PreTrainedModel, vocab_size: int, rotation: Rotation | None = None
+    ) -> None:
+        """Write the tables of all tokens; tokens without an embedding have none."""
+        embeddings = cast(nn.Embedding, model.get_input_embeddings()).weight
+        missing = max(0, vocab_size - embeddings.shape[0])
+        before, after = (
+            nn.functional.pad(table[:vocab_size], (0, 0, 0, missing)).half().numpy()
+            for table in self.rotated(rotation).tables(values_of(embeddings))
+        )
+        with (bundle / CORRECTION_FILE).open("wb") as file:
+            write_tables(file, CorrectionTables(before, after))
+
+    def rotated(self, rotation: Rotation | None) -> Factors:
         """The factors for embeddings that are rotated; unchanged without a rotation."""
-        return self if rotation is None else Factors(*(rotation.times(factor.T).T.float() for factor in self))
+        if rotation is None:
+            return self
+        return Factors(rotation.times(self.before.T).T.float(), rotation.times(self.after.T).T.float())
 
     def tables(self, embeddings: Tensor) -> tuple[Tensor, Tensor]:
         """The vectors of all tokens, each V x rank, for a table of token embeddings (V x H)."""

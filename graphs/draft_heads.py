@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import cast
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from spaceport.graphs.contract.json_fields import JsonField
+from spaceport.graphs.mechanism import Mechanism, MechanismError
+from spaceport.graphs.tensor_names import different_names
+
 NAME = "draft_heads"  # of the submodule of a model
+MAX_HEADS = 64
 
 
 class ResidualBlock(nn.Module):
@@ -51,6 +57,51 @@ class DraftHeads(nn.Module):
         return [head(states) for head in self.children()]
 
 
+@dataclass(frozen=True)
+class Heads(Mechanism):
+    """Draft heads with a number of residual blocks each."""
+
+    name: ClassVar[str] = NAME
+    needs_mask_token: ClassVar[bool | None] = False
+
+    count: int
+    blocks: int
+    # Empty: of a model without values.
+    tensors: Mapping[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def entry(self) -> dict[str, Any]:
+        return {"count": self.count, "blocks": self.blocks}
+
+    def state(self) -> Mapping[str, Tensor]:
+        return self.tensors
+
+    @property
+    def heads(self) -> int:
+        return self.count
+
+    @classmethod
+    def read(cls, entry: JsonField, tensors: Mapping[str, Tensor]) -> Heads:
+        entries = entry.exactly("count", "blocks")
+        return cls(entries["count"].whole(1, MAX_HEADS), entries["blocks"].whole(0, MAX_HEADS), tensors)
+
+    def apply(self, model: PreTrainedModel, mask_ids: Sequence[int] = ()) -> None:
+        vocab_size, hidden_size = cast(Tensor, model.get_output_embeddings().weight).shape
+        shapes = expected_shapes(self.count, self.blocks, hidden_size, vocab_size)
+        tensors = self.tensors or {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+        require_shapes({name: tuple(tensor.shape) for name, tensor in tensors.items()}, shapes)
+        add_heads(model, self.count, self.blocks, tensors)
+
+
+def require_shapes(found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise unless tensors have exactly the names and shapes of heads for a base model."""
+    if wrong := different_names(found.keys(), expected.keys()):
+        raise MechanismError(f"{wrong}: expected {len(expected)} of heads")
+    for name, shape in found.items():
+        if shape != expected[name]:
+            raise MechanismError(f"{name} has shape {shape}: expected {expected[name]}, which the base model has")
+
+
 def expected_shapes(count: int, blocks: int, hidden_size: int, vocab_size: int) -> dict[str, tuple[int, ...]]:
     """The shapes of the tensors of heads by name."""
     with torch.device("meta"):
@@ -76,17 +127,17 @@ def heads_of(model: PreTrainedModel) -> DraftHeads | None:
 @contextmanager
 def head_logits(model: PreTrainedModel) -> Iterator[list[Tensor]]:
     """The logits of each head for the rows that the output embedding gets, filled while the model runs."""
-    found: list[Tensor] = []
+    logits: list[Tensor] = []
     heads = heads_of(model)
     if heads is None:
-        yield found
+        yield logits
         return
 
     def before(module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
-        found[:] = heads(arguments[0].clone())  # not the same tensor, or int8 layers would share its scale
+        logits[:] = heads(arguments[0].clone())  # not the same tensor, or int8 layers would share its scale
 
     handle = model.get_output_embeddings().register_forward_pre_hook(before)
     try:
-        yield found
+        yield logits
     finally:
         handle.remove()

@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import reduce
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from spaceport.graphs.contract.faults import InputFault
+from spaceport.graphs.contract.json_fields import JsonField
+from spaceport.graphs.mechanism import Mechanism, MechanismError
 from spaceport.graphs.tensor_names import different_names
 from spaceport.graphs.traits import UnsupportedModel, class_name
 
@@ -124,17 +125,47 @@ def low_rank_linear(states: Tensor, weight: Tensor, bias: Tensor | None, a: Tens
 ALL_LINEAR = "all-linear"  # target: every linear module inside the decoder layers
 
 
-class AdapterFault(InputFault):
-    """Adapter tensors that do not fit the model; the message names them."""
-
-
 @dataclass(frozen=True)
-class Adapter:
-    """The configuration of a model's gated adapters."""
+class Adapter(Mechanism):
+    """The gated adapters of a model."""
+
+    name: ClassVar[str] = "mask_adapter"
+    needs_mask_token: ClassVar[bool | None] = True
 
     rank: int
     alpha: float  # the output of an adapter is scaled by alpha / rank
     targets: tuple[str, ...]  # names of the linear modules with an adapter, or the ends of their names, such as q_proj
+    # MODULE.A, rank x inputs, and MODULE.B, outputs x rank; empty: of a model without values, or in the model itself.
+    tensors: Mapping[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def entry(self) -> dict[str, Any]:
+        return {"rank": self.rank, "alpha": self.alpha, "targets": list(self.targets)}
+
+    def state(self) -> Mapping[str, Tensor]:
+        return self.tensors
+
+    @classmethod
+    def read(cls, entry: JsonField, tensors: Mapping[str, Tensor]) -> Adapter:
+        entries = entry.exactly("rank", "alpha", "targets")
+        rank, alpha = entries["rank"].whole(1), entries["alpha"].number()
+        if not 0 < alpha < math.inf:
+            entries["alpha"].refuse("a number above 0")
+        targets = tuple(target.text() for target in entries["targets"].items("names of linear modules"))
+        if not targets:
+            entries["targets"].refuse("a list of names of linear modules")
+        for name, tensor in tensors.items():
+            if tensor.dim() != 2 or tensor.shape[0 if name.endswith(".A") else -1] != rank:
+                raise MechanismError(
+                    f"{name} has shape {tuple(tensor.shape)}, the rank is {rank}: expected rank x in for A and out x rank for B"
+                )
+        return cls(rank, alpha, targets, tensors)
+
+    def apply(self, model: PreTrainedModel, mask_ids: Sequence[int]) -> None:
+        gate_model(model, mask_ids, self.rank, self.alpha, self.targets)
+        if self.tensors:
+            load_adapter(model, self.tensors)
+            fold_scale(model)
 
 
 def _identity(states: Tensor) -> Tensor:
@@ -237,14 +268,14 @@ def load_adapter(model: PreTrainedModel, state: Mapping[str, Tensor]) -> None:
     """Load the adapters of a gated model; the state must have exactly the tensors of its adapters."""
     expected = adapter_state(model)
     if wrong := different_names(state.keys(), expected.keys()):
-        raise AdapterFault(
+        raise MechanismError(
             f"adapter {wrong}: expected {len(expected)} tensors such as {min(expected)}, one A and one B for each gated "
             f"module of {class_name(model)}"
         )
     for name, tensor in state.items():
         if tensor.shape != expected[name].shape:
             shapes = f"{tuple(tensor.shape)}: expected {tuple(expected[name].shape)}"
-            raise AdapterFault(f"adapter tensor {name} has shape {shapes}, from the rank and the model's sizes")
+            raise MechanismError(f"adapter tensor {name} has shape {shapes}, from the rank and the model's sizes")
     for name, tensor in expected.items():
         tensor.copy_(state[name])
 

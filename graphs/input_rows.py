@@ -6,29 +6,63 @@ trained beside a frozen model, such as [Fork], needs two rows: the table keeps t
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, cast
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
+from spaceport.graphs.contract.json_fields import JsonField
+from spaceport.graphs.mechanism import Mechanism, MechanismError, wrong_shapes
+from spaceport.graphs.streamed_weights import keep_values
+
 _BUFFER = "input_rows"
 
 
-class InputRows(NamedTuple):
-    """Tokens and their input embeddings, N x H."""
+@dataclass(frozen=True, eq=False)
+class InputRows(Mechanism):
+    """Tokens and their input embeddings."""
+
+    name: ClassVar[str] = _BUFFER
+    refines: ClassVar[bool] = True
 
     tokens: tuple[int, ...]
-    rows: Tensor
+    rows: Tensor  # N x H
 
+    @property
+    def entry(self) -> dict[str, Any]:
+        return {"tokens": list(self.tokens)}
 
-def use_input_rows(model: PreTrainedModel, given: InputRows) -> None:
-    """Let a model read the input embeddings of some tokens from these rows instead of its embedding table."""
-    embedding = cast(nn.Embedding, model.get_input_embeddings())
-    rows = given.rows.to(embedding.weight)
-    embedding.register_buffer(_BUFFER, rows, persistent=False)  # stored in a file of its own
-    replace_rows(embedding, given.tokens, _BUFFER)
+    def state(self) -> Mapping[str, Tensor]:
+        return {"rows": self.rows.float()}
+
+    @classmethod
+    def read(cls, entry: JsonField, tensors: Mapping[str, Tensor]) -> InputRows:
+        tokens = entry.exactly("tokens")["tokens"].wholes()
+        if len(set(tokens)) < len(tokens):
+            raise MechanismError(f"has the tokens {list(tokens)[:8]}: expected token ids, each once")
+        rows = tensors.get("rows")
+        if len(tensors) != 1 or rows is None or rows.dim() != 2 or len(rows) != len(tokens):
+            raise wrong_shapes(tensors, f"rows, {len(tokens)} x H")
+        return cls(tokens, rows.float())
+
+    def apply(self, model: PreTrainedModel, mask_ids: Sequence[int] = ()) -> None:
+        """Let a model read the input embeddings of the tokens from these rows instead of its embedding table."""
+        embedding = cast(nn.Embedding, model.get_input_embeddings())
+        tokens, hidden_size = embedding.weight.shape
+        if self.rows.shape[1] != hidden_size or not all(token < tokens for token in self.tokens):
+            raise MechanismError(
+                f"has rows of size {self.rows.shape[1]} for the ids {list(self.tokens)[:8]}: expected size {hidden_size} "
+                f"and ids below {tokens}, those of the model"
+            )
+        for table in (embedding.weight, model.get_output_embeddings().weight):  # rows of these tables are replaced
+            keep_values(cast(nn.Parameter, table))
+        rows = self.rows.to(embedding.weight)
+        embedding.register_buffer(_BUFFER, rows, persistent=False)  # stored in a file of its own
+        replace_rows(embedding, self.tokens, _BUFFER)
 
 
 def replace_rows(embedding: nn.Embedding, tokens: tuple[int, ...], name: str) -> RemovableHandle:

@@ -7,24 +7,31 @@ The parts are merged by the sums of their exponentials. Other rows get the atten
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from spaceport.graphs.attention import PRELOADED_SLOTS, additive_mask, attention_modules, capped
+from spaceport.graphs.contract.json_fields import JsonField
 from spaceport.graphs.gated import Gate, gate_of
+from spaceport.graphs.mechanism import Mechanism, MechanismError, is_finite, wrong_shapes
 from spaceport.graphs.traits import UnsupportedModel, class_name
 
-_ADVICE = "export the model without them: set prefix to null in sar_config.json"
+_ADVICE = "export the model without them: remove preloaded_slots from sar_config.json"
 
 
 @dataclass(frozen=True, eq=False)
-class PreloadedSlots:
+class PreloadedSlots(Mechanism):
     """The slots of all layers. H' is the number of KV heads, or a multiple of it up to that of query heads."""
+
+    name: ClassVar[str] = PRELOADED_SLOTS
+    needs_mask_token: ClassVar[bool | None] = True
+    replaces_attention: ClassVar[bool] = True
 
     keys: Tensor  # layers x H' x slots x D, after the rotary embedding
     values: Tensor  # layers x H' x slots x D
@@ -35,9 +42,50 @@ class PreloadedSlots:
         return int(self.keys.shape[2])
 
     @property
-    def tensors(self) -> tuple[Tensor, Tensor]:
-        """Keys and values."""
-        return self.keys, self.values
+    def entry(self) -> dict[str, Any]:
+        return {"slots": self.count}
+
+    def state(self) -> Mapping[str, Tensor]:
+        return {"keys": self.keys, "values": self.values}
+
+    @classmethod
+    def read(cls, entry: JsonField, tensors: Mapping[str, Tensor]) -> PreloadedSlots:
+        count = entry.exactly("slots")["slots"].whole(1)
+        if tensors.keys() != {"keys", "values"} or any(tensor.shape[2:3] != (count,) for tensor in tensors.values()):
+            raise wrong_shapes(tensors, f"keys and values with {count} slots")
+        return cls(tensors["keys"], tensors["values"])
+
+    def check(self, config: PreTrainedConfig) -> None:
+        text = config.get_text_config()
+        queries = int(text.num_attention_heads)
+        heads = sorted({int(getattr(text, "num_key_value_heads", None) or queries), queries})
+        dim = int(getattr(text, "head_dim", None) or text.hidden_size // queries)
+        shape, expected = tuple(self.keys.shape), [text.num_hidden_layers, " or ".join(map(str, heads)), "slots", dim]
+        fits = len(shape) == 4 and shape[0] == expected[0] and shape[1] in heads and shape[2] > 0 and shape[3] == dim
+        if not fits or self.values.shape != shape:
+            raise MechanismError(
+                f"has keys of shape {shape} and values of shape {tuple(self.values.shape)}: expected "
+                f"{' x '.join(map(str, expected))} for both, which are layers, heads, slots and head size of the model"
+            )
+
+    def apply(self, model: PreTrainedModel, mask_ids: Sequence[int]) -> None:
+        """Let the mask rows of a model see these slots, which are stored in its type."""
+        if not all(is_finite(tensor.to(model.dtype)) for tensor in self.state().values()):
+            raise MechanismError(
+                f"has numbers beyond the range of {str(model.dtype).removeprefix('torch.')}: expected --dtype bfloat16 or "
+                "float32"
+            )
+        gate, owners, layers = gate_of(model, mask_ids), attention_modules(model), len(self.keys)
+        if sorted(owners) != list(range(layers)):
+            raise UnsupportedModel(
+                f"{class_name(model)} has attention with the layer indices {sorted(owners)}: expected 0 to {layers - 1}, as "
+                "the preloaded slots have"
+            )
+        for layer, modules in owners.items():
+            keys, values = (tensor[layer].to(model.device, model.dtype) for tensor in (self.keys, self.values))
+            layer_slots = LayerSlots(gate, keys, values)
+            for module in modules:
+                setattr(module, PRELOADED_SLOTS, layer_slots)
 
 
 class LayerSlots(nn.Module):
@@ -81,22 +129,6 @@ class LayerSlots(nn.Module):
         )
         merged = (attended.float() * text_weight + loaded) / total
         return torch.where(self.gate.open_rows[..., None], merged.to(attended.dtype), attended)
-
-
-def add_preloaded_slots(model: PreTrainedModel, mask_ids: tuple[int, ...], slots: PreloadedSlots) -> None:
-    """Let the mask rows of a model see these slots, whose sizes are the model's; they are stored in its type."""
-    gate = gate_of(model, mask_ids)
-    owners = attention_modules(model)
-    layers = len(slots.keys)
-    if sorted(owners) != list(range(layers)):
-        raise UnsupportedModel(
-            f"{class_name(model)} has attention with the layer indices {sorted(owners)}: expected 0 to {layers - 1}, as the "
-            f"preloaded slots have; {_ADVICE}"
-        )
-    for layer, modules in owners.items():
-        found = LayerSlots(gate, *(tensor[layer].to(model.device, model.dtype) for tensor in slots.tensors))
-        for module in modules:
-            setattr(module, PRELOADED_SLOTS, found)
 
 
 def slots_of(model: PreTrainedModel) -> list[LayerSlots]:

@@ -7,14 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
 
 import torch
-from torch import nn
 
 from spaceport.exporter.checkpoint import Checkpoint, open_checkpoint
 from spaceport.exporter.checkpoint_source import quiet_libraries
-from spaceport.exporter.correction_factors import write_correction
 from spaceport.exporter.export import ExportOptions, TokenFlags, build_decoder, manifest_for
 from spaceport.exporter.stored_integers import stored_int4, stored_integers
 from spaceport.graphs.contract.faults import InputFault
@@ -99,9 +96,8 @@ def checkpoint_runtime(checkpoint: Checkpoint, max_seq_len: int | None, threads:
         (Path(folder) / TOKENIZER_FILE).write_text(checkpoint.tokenizer, "utf-8")
         if checkpoint.template is not None:
             (Path(folder) / TEMPLATE_FILE).write_text(checkpoint.template, "utf-8")
-        if checkpoint.correction is not None:
-            embeddings = cast(nn.Embedding, decoder.model.get_input_embeddings())
-            write_correction(Path(folder), checkpoint.correction, embeddings, decoder.signature.vocab_size)
+        for mechanism in checkpoint.mechanisms:
+            mechanism.write_files(Path(folder), decoder.model, decoder.signature.vocab_size)
         files = {}
         for file in Path(folder).iterdir():
             with file.open("rb") as stream:

@@ -60,10 +60,14 @@ class JsonField:
 
     def entries(self, kind: type) -> dict[str, JsonField]:
         """The entries of an object that must have exactly the fields of a dataclass."""
-        present, expected = set(self.object()), {part.name for part in fields(kind)}
-        for problem, names in (("lacks", expected - present), ("has the unknown", present - expected)):
-            if names:
-                self.fail(f"{problem} {', '.join(map(ascii, sorted(names)))}: expected {', '.join(sorted(expected))}")
+        return self.exactly(*(part.name for part in fields(kind)))
+
+    def exactly(self, *names: str) -> dict[str, JsonField]:
+        """The entries of an object that must have exactly these names."""
+        present, expected = set(self.object()), set(names)
+        for problem, wrong in (("lacks", expected - present), ("has the unknown", present - expected)):
+            if wrong:
+                self.fail(f"{problem} {', '.join(map(ascii, sorted(wrong)))}: expected {', '.join(sorted(expected))}")
         return {name: self.entry(name) for name in expected}
 
     def members(self) -> dict[str, JsonField]:

@@ -17,7 +17,6 @@ from tokenizers import AddedToken
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from spaceport.exporter.adapter import ADAPTER_FILE
 from spaceport.exporter.adapter_folder import BASE_FILE, EMBEDDINGS_FILE, read_adapter_folder
 from spaceport.exporter.checkpoint import (
     SAR_FILE,
@@ -45,6 +44,8 @@ from support.adapters import train, write_base
 from support.copied_checkpoint import copy_of_tiny
 from support.gguf_files import random_model, write_gguf
 from support.small_bundle import new_bundle
+
+ADAPTER_FILE = "mask_adapter.safetensors"
 
 VOCAB, GROWN = 628, 640
 MASK = VOCAB
@@ -123,7 +124,7 @@ def test_an_adapter_folder_has_no_base_weights(adapter: Path) -> None:
 
 def test_a_checkpoint_with_an_adapter_folder_is_the_tuned_checkpoint(base: Path, adapter: Path, tuned: Path) -> None:
     one, other = opened(base, adapter), opened(tuned)
-    for name in ("tokens", "drafts", "tokenizer", "template", "special_tokens", "generation", "adapter"):
+    for name in ("tokens", "drafts", "tokenizer", "template", "special_tokens", "generation", "mechanisms"):
         assert getattr(one, name) == getattr(other, name), name
     assert one.tokens.mask == (MASK,)
     assert load_tokenizer(one)("a[D]b")["input_ids"] == load_tokenizer(other)("a[D]b")["input_ids"]
@@ -133,7 +134,7 @@ def test_a_checkpoint_with_an_adapter_folder_is_the_tuned_checkpoint(base: Path,
     # calibration leaves out what the adapter added
     for checkpoint, added in ((one, range(VOCAB, GROWN)), (other, range(VOCAB, GROWN)), (opened(base), ())):
         assert added_tokens(checkpoint, load_model(checkpoint, "float32")) == tuple(added)
-    with pytest.raises(CheckpointError, match="tuned: has a mask adapter already: expected its base model, to add"):
+    with pytest.raises(CheckpointError, match="tuned: has mask_adapter already: expected its base model, to add"):
         opened(tuned, adapter)
 
 
@@ -268,9 +269,9 @@ SPOILS: list[tuple[str, Spoil, str]] = [
     (BASE_FILE, partial(edit_json, tokens={"[D]": 629}), r"'\[D\]' gets the id 628, the adapter in .* trained with"),
     (BASE_FILE, partial(edit_json, base__sizes__num_hidden_layers=3), "its num_hidden_layers is 2, the adapter was tr"),
     (BASE_FILE, partial(edit_json, base__weights__float32="0" * 64), "in float32 have the digest [0-9a-f]{12}, the ad"),
-    (SAR_FILE, partial(edit_json, mask_adapter=None), "has none of mask_adapter, heads, prefix: expected one of them"),
+    (SAR_FILE, partial(edit_json, mechanisms={}), "has none of mask_adapter, draft_heads, preloaded_slots: expected"),
     (SAR_FILE, partial(edit_json, fork_token="[F]", child_token="[C]"), r"names the token '\[C\]': expected one of"),
-    (SAR_FILE, partial(edit_json, mask_adapter__rank=4), "the rank of mask_adapter in sar_config.json is 4: expected"),
+    (SAR_FILE, partial(edit_json, mechanisms__mask_adapter__rank=4), "the rank is 4: expected rank x in"),
     (ADAPTER_FILE, Path.unlink, r"but there is no mask_adapter\.safetensors: copy it"),
     (ADAPTER_FILE, cut, r"mask_adapter\.safetensors: cannot be read: .*: copy"),
     (ADAPTER_FILE, partial(edit_tensors, change=lambda found: found.pop(HALF)), rf"no tensor {HALF}: expected 28"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,39 +11,27 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from spaceport.exporter.adapter import write_adapter
 from spaceport.exporter.checkpoint import TokenFlags, load_model, open_checkpoint
 from spaceport.exporter.checkpoint_files import own_files, require_checkpoint
-from spaceport.exporter.correction_factors import (
-    FACTORS_FILE,
-    check_factors,
-    read_factors,
-    write_correction,
-    write_factors,
-)
-from spaceport.exporter.draft_additions import add_without_values, added_by
-from spaceport.exporter.dry_run import dry_run
+from spaceport.exporter.dry_run import added_by, dry_run
 from spaceport.exporter.export import ExportOptions
-from spaceport.exporter.input_rows_file import INPUT_ROWS_FILE, check_input_rows, read_input_rows, write_input_rows
-from spaceport.exporter.preloaded_slots_file import PRELOADED_FILE, write_preloaded_slots
+from spaceport.exporter.mechanisms import apply_mechanisms, check_values, read_mechanisms, write_mechanisms
 from spaceport.exporter.sar_config import (
     SAR_FILE,
     CheckpointError,
-    DraftLayout,
     Noise,
     config_mask_token,
     draft_origin,
-    layout_entries,
-    read_draft_layout,
+    read_mask_layout,
+    read_noise,
 )
 from spaceport.graphs.contract.draft_correction import CORRECTION_FILE, read_tables
 from spaceport.graphs.contract.draft_methods import MaskLayout
 from spaceport.graphs.contract.signature import LOWERINGS, Lowering
 from spaceport.graphs.correction import Factors
-from spaceport.graphs.gated import gate_model
+from spaceport.graphs.gated import Adapter, adapter_state, gate_model
 from spaceport.graphs.input_rows import InputRows
 from spaceport.graphs.preloaded_slots import PreloadedSlots, slots_of
 from spaceport.runtime.bundle import open_bundle
@@ -63,6 +50,8 @@ from support.hash_engine import LAYOUTS
 from support.published import layout_model, text, write_checkpoint
 from support.published_methods import METHODS
 
+FACTORS_FILE, INPUT_ROWS_FILE = "draft_correction.safetensors", "input_rows.safetensors"
+PRELOADED_FILE = "preloaded_slots.safetensors"
 ROWS = InputRows((9, 7), torch.randn(2, 6, generator=torch.Generator().manual_seed(0)))
 FACTORS = Factors(torch.randn(6, 2, generator=torch.Generator().manual_seed(0)), torch.ones(6, 2))
 Sizes = tuple[int, ...]
@@ -81,11 +70,12 @@ def written(folder: Path, config: dict[str, Any] | None = None, sar: dict[str, A
 
 
 def test_the_layout_of_mask_slots_is_read_as_it_was_written(tmp_path: Path) -> None:
-    assert read_draft_layout(tmp_path) == DraftLayout(shift=True, group="causal", noise=None)
-    assert read_draft_layout(written(tmp_path, sar={"mask_tokens": ["[M]"]})) == DraftLayout()
-    layout = DraftLayout(shift=False, group="block", noise=Noise((7, 3), 5))
-    sar = {"mask_tokens": ["a", "b"], **layout_entries(layout)}
-    assert read_draft_layout(written(tmp_path, sar=sar)) == layout
+    assert read_mask_layout(tmp_path) == MaskLayout(shift=True, group="causal")
+    assert read_mask_layout(written(tmp_path, sar={"mask_tokens": ["[M]"]})) == MaskLayout()
+    assert read_noise(tmp_path) is None
+    sar = {"mask_tokens": ["a", "b"], "shift": False, "group": "block", "noise": {"ids": [7, 3], "seed": 5}}
+    assert read_mask_layout(written(tmp_path, sar=sar)) == MaskLayout(shift=False, group="block")
+    assert read_noise(tmp_path) == Noise((7, 3), 5)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +91,7 @@ def test_the_layout_of_mask_slots_is_read_as_it_was_written(tmp_path: Path) -> N
 )
 def test_invalid_layouts_are_refused(entries: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=message):
-        read_draft_layout(written(tmp_path, sar={"mask_tokens": ["[M]"], **entries}))
+        read_mask_layout(written(tmp_path, sar={"mask_tokens": ["[M]"], **entries}))
 
 
 @pytest.mark.parametrize("name", ["pard_token", "ptd_token_id", "mask_token_id"])
@@ -154,79 +144,91 @@ def test_the_files_of_a_checkpoint_name_the_method(
             draft_origin(written(tmp_path, sar={"method": value}), 100, False)
 
 
+def with_embeddings(tokens: int, hidden: int) -> PreTrainedModel:
+    """A model with token embeddings of this size."""
+    sizes = {"num_attention_heads": 1, "num_hidden_layers": 1, "intermediate_size": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=tokens, hidden_size=hidden, **sizes))
+
+
 def test_input_rows_are_read_as_they_were_written_and_those_of_another_model_are_refused(tmp_path: Path) -> None:
-    assert read_input_rows(tmp_path) is None
-    write_input_rows(tmp_path, ROWS)
-    found = read_input_rows(tmp_path)
-    assert found is not None
-    assert found.tokens == (9, 7)
-    assert torch.equal(found.rows, ROWS.rows)
-    check_input_rows(tmp_path, ROWS, nn.Embedding(10, 6))
-    for tokens, hidden in ((9, 6), (10, 7)):
+    assert read_mechanisms(tmp_path) == ()
+    write_mechanisms(tmp_path, [ROWS])
+    (rows,) = read_mechanisms(tmp_path)
+    assert isinstance(rows, InputRows)
+    assert rows.tokens == (9, 7)
+    assert torch.equal(rows.rows, ROWS.rows)
+    apply_mechanisms(with_embeddings(10, 6), tmp_path, [rows], ())
+    for tokens, hidden in ((9, 6), (10, 8)):
         expected = f"has rows of size 6 for the ids .9, 7.: expected size {hidden} and ids below {tokens}"
         with pytest.raises(CheckpointError, match=expected):
-            check_input_rows(tmp_path, ROWS, nn.Embedding(tokens, hidden))
+            apply_mechanisms(with_embeddings(tokens, hidden), tmp_path, [rows], ())
 
 
 @pytest.mark.parametrize("vocab_size", [9, 10, 12])
 def test_correction_factors_are_read_as_they_were_written_and_make_tables(tmp_path: Path, vocab_size: int) -> None:
-    assert read_factors(tmp_path) is None
-    write_factors(tmp_path, FACTORS)
-    found = read_factors(tmp_path)
-    assert found is not None
-    assert found.rank == 2
-    for factor, expected in zip(found, FACTORS, strict=True):
+    write_mechanisms(tmp_path, [FACTORS])
+    (factors,) = read_mechanisms(tmp_path)
+    assert isinstance(factors, Factors)
+    assert factors.rank == 2
+    for factor, expected in ((factors.before, FACTORS.before), (factors.after, FACTORS.after)):
         torch.testing.assert_close(factor, expected, rtol=1e-3, atol=1e-6)
-    embeddings = nn.Embedding(10, 6)
-    check_factors(tmp_path, FACTORS, embeddings)
-    with pytest.raises(CheckpointError, match=f"{FACTORS_FILE}: is for embeddings of size 6: expected 7, that of the"):
-        check_factors(tmp_path, FACTORS, nn.Embedding(10, 7))
-    write_correction(tmp_path, FACTORS, embeddings, vocab_size)
+    model = with_embeddings(10, 6)
+    apply_mechanisms(model, tmp_path, [factors], ())
+    with pytest.raises(CheckpointError, match=f"{FACTORS_FILE}: is for embeddings of size 6: expected 8, that of the"):
+        apply_mechanisms(with_embeddings(10, 8), tmp_path, [factors], ())
+    FACTORS.write_files(tmp_path, model, vocab_size)
     with (tmp_path / CORRECTION_FILE).open("rb") as file:
         tables = read_tables(file, vocab_size)
-    for table, other in zip(tables, FACTORS.tables(embeddings.weight), strict=True):
+    for table, other in zip(tables, FACTORS.tables(model.get_input_embeddings().weight), strict=True):
         torch.testing.assert_close(torch.from_numpy(table[:10]).float(), other[:vocab_size], rtol=2e-3, atol=1e-3)
         assert not table[10:].any()
 
 
-ONE, TWO = torch.tensor([1]), torch.tensor([1, 2])
-
-
 @pytest.mark.parametrize(
-    ("file", "read", "content", "message"),
+    ("file", "entry", "content", "message"),
     [
-        (INPUT_ROWS_FILE, read_input_rows, None, "cannot be read"),
+        (INPUT_ROWS_FILE, {"tokens": [1]}, None, "cannot be read"),
+        (INPUT_ROWS_FILE, {"tokens": [1]}, {}, "has no tensors"),
         *(
-            (INPUT_ROWS_FILE, read_input_rows, content, message)
-            for content, message in (
-                ({"rows": torch.zeros(1, 6)}, "expected ids, N, and rows, N x H"),
-                ({"ids": TWO, "rows": torch.zeros(1, 6)}, "expected ids, N, and rows, N x H"),
-                ({"ids": ONE, "rows": torch.zeros(1, 6, 1)}, "expected ids, N, and rows, N x H"),
-                ({"ids": torch.tensor([1, 1]), "rows": torch.zeros(2, 6)}, "expected whole numbers, each once"),
-                ({"ids": ONE.float(), "rows": torch.zeros(1, 6)}, "expected whole numbers, each once"),
-                ({"ids": ONE, "rows": torch.full((1, 6), torch.nan)}, "numbers that are not finite"),
+            (INPUT_ROWS_FILE, {"tokens": tokens}, content, message)
+            for tokens, content, message in (
+                ([1], {"other": torch.zeros(1, 6)}, "expected rows, 1 x H"),
+                ([1, 2], {"rows": torch.zeros(1, 6)}, "expected rows, 2 x H"),
+                ([1], {"rows": torch.zeros(1, 6, 1)}, "expected rows, 1 x H"),
+                ([1, 1], {"rows": torch.zeros(2, 6)}, "expected token ids, each once"),
+                ([1.5], {"rows": torch.zeros(1, 6)}, "expected a whole number"),
+                ([1], {"rows": torch.full((1, 6), torch.nan)}, "rows has numbers that are not finite"),
             )
         ),
-        (FACTORS_FILE, read_factors, None, "cannot be read"),
+        (FACTORS_FILE, {"rank": 2}, None, "cannot be read"),
         *(
-            (FACTORS_FILE, read_factors, {"before": torch.zeros(4, 2), **content}, message)
+            (FACTORS_FILE, {"rank": 2}, {"before": torch.zeros(4, 2), **content}, message)
             for content, message in (
                 ({}, "has tensors with the shapes"),
-                ({"after": torch.zeros(4, 3)}, "expected before and after, H x rank"),
-                ({"after": torch.full((4, 2), torch.inf)}, "numbers that are not finite"),
+                ({"after": torch.zeros(4, 3)}, "expected before and after, H x 2"),
+                ({"after": torch.zeros(3, 2)}, "expected before and after, H x 2"),
+                ({"after": torch.full((4, 2), torch.inf)}, "after has numbers that are not finite"),
             )
         ),
     ],
 )
 def test_damaged_rows_and_factors_are_refused(
-    file: str, read: Callable[[Path], object], content: dict[str, Any] | None, message: str, tmp_path: Path
+    file: str, entry: dict[str, Any], content: dict[str, Any] | None, message: str, tmp_path: Path
 ) -> None:
+    written(tmp_path, sar={"mechanisms": {file.removesuffix(".safetensors"): entry}})
     if content is None:
         (tmp_path / file).write_bytes(b"nothing")
     else:
         save_file(content, tmp_path / file)
     with pytest.raises(CheckpointError, match=message):
-        read(tmp_path)
+        check_values(tmp_path, read_mechanisms(tmp_path))
+
+
+def test_entries_of_earlier_versions_are_refused(tmp_path: Path) -> None:
+    for name in ("mask_adapter", "heads", "prefix"):
+        (tmp_path / SAR_FILE).write_text(json.dumps({name: None}), "utf-8")
+        with pytest.raises(CheckpointError, match=f"unknown entries {name}: .*; export, tune or adopt again"):
+            read_mechanisms(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["uno", "medusa"])
@@ -241,7 +243,7 @@ def test_a_model_without_values_gets_the_tensors_that_an_adopted_one_has(name: s
     for additions in (additions_of(plan, checkpoint), added_by(opened)):
         with torch.device("meta"), torch.no_grad():
             empty = AutoModelForCausalLM.from_config(checkpoint.config)
-            add_without_values(empty, additions)
+            additions.add_to(empty)
         assert {name: tensor.shape for name, tensor in empty.named_parameters()} == adopted
 
 
@@ -257,18 +259,19 @@ def preloaded(base: Path, tmp_path: Path) -> Path:
         (tmp_path / file.name).symlink_to(file)
     written(tmp_path, sar={"mask_tokens": ["600", "601"], "mask_slots": 2})
     slots = torch.randn((2, *SHAPE), generator=torch.Generator().manual_seed(0))
-    write_preloaded_slots(tmp_path, PreloadedSlots(slots[0], slots[1]))
+    write_mechanisms(tmp_path, [PreloadedSlots(slots[0], slots[1])])
     return tmp_path
 
 
 def test_the_preloaded_slots_of_a_folder_are_those_of_its_model(preloaded: Path) -> None:
     checkpoint = open_checkpoint(preloaded, TokenFlags())
-    assert checkpoint.preloaded is not None
-    assert checkpoint.preloaded.count == 3
+    read = checkpoint.mechanism(PreloadedSlots)
+    assert read is not None
+    assert read.count == 3
     found = slots_of(load_model(checkpoint, "float32"))
     for layer, slots in enumerate(found):
-        assert torch.equal(slots.keys, checkpoint.preloaded.keys[layer])
-        assert torch.equal(slots.values, checkpoint.preloaded.values[layer])
+        assert torch.equal(slots.keys, read.keys[layer])
+        assert torch.equal(slots.values, read.values[layer])
         assert slots.gate.mask_ids == (600, 601)
     assert len(found) == 2
     assert preloaded / PRELOADED_FILE in own_files(preloaded)
@@ -276,9 +279,9 @@ def test_the_preloaded_slots_of_a_folder_are_those_of_its_model(preloaded: Path)
         dry_run(preloaded, ExportOptions())
     model = random_model(tied=False)  # a folder may have slots and an adapter
     adapter = gate_model(model, (600, 601), 2, 4.0, ["q_proj"])
-    write_adapter(preloaded, model, adapter)
+    write_mechanisms(preloaded, [replace(adapter, tensors=adapter_state(model))])
     checkpoint = open_checkpoint(preloaded, TokenFlags())
-    assert checkpoint.adapter == adapter
+    assert checkpoint.mechanism(Adapter) == adapter
     loaded = load_model(checkpoint, "float32")
     assert {slots.gate for slots in slots_of(loaded)} == {loaded.model.layers[0].self_attn.q_proj.gate}
     (preloaded / "model.safetensors").unlink()
@@ -286,10 +289,10 @@ def test_the_preloaded_slots_of_a_folder_are_those_of_its_model(preloaded: Path)
         require_checkpoint(preloaded)
 
 
-def test_slots_may_have_a_head_for_each_query_head_and_any_file_name(preloaded: Path) -> None:
+def test_slots_may_have_a_head_for_each_query_head(preloaded: Path) -> None:
     shape = (2, HEADS, 5, HEAD_DIM)
-    save_file({"keys": torch.zeros(shape), "values": torch.zeros(shape)}, preloaded / "other.safetensors")
-    found = open_checkpoint(written(preloaded, sar={"prefix": "other.safetensors"}), TokenFlags()).preloaded
+    write_mechanisms(preloaded, [PreloadedSlots(torch.zeros(shape), torch.zeros(shape))])
+    found = open_checkpoint(preloaded, TokenFlags()).mechanism(PreloadedSlots)
     assert found is not None
     assert tuple(found.keys.shape) == shape
 
@@ -297,18 +300,33 @@ def test_slots_may_have_a_head_for_each_query_head_and_any_file_name(preloaded: 
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
-        ({"prefix": 4}, r"prefix is 4: expected the name of a safetensors file in this folder, or null"),
-        ({"prefix": "../preloaded_slots.safetensors"}, r"expected the name of a safetensors file in this folder"),
-        ({"prefix": "slots.pt"}, r"prefix is 'slots.pt': expected the name of a safetensors file"),
-        ({"prefix": "lost.safetensors"}, r"names the prefix lost.safetensors, which is not there: copy the file"),
-        ({"mask_tokens": [], "mask_slots": None}, r"names a prefix, .* but no mask token is known: set one with"),
-        ({"prefix": "tokenizer.safetensors"}, r"tokenizer.safetensors: cannot be read"),
+        ({"mechanisms": {"preloaded_slots": {"slots": 0}}}, r"preloaded_slots.slots is 0: expected a whole number"),
+        ({"mechanisms": {"preloaded_slots": {}}}, r"preloaded_slots lacks 'slots'"),
+        (
+            {"mechanisms": {}},
+            r"preloaded_slots.safetensors: mechanisms in sar_config.json has no entry preloaded_slots",
+        ),
+        ({"mechanisms": {"preloaded_slots": {"slots": 2}}}, r"expected keys and values with 2 slots"),
+        (
+            {"mask_tokens": [], "mask_slots": None},
+            r"names preloaded_slots, .* but no mask token is known: set one with",
+        ),
     ],
 )
 def test_an_entry_that_names_no_slots_is_refused(entries: dict[str, Any], message: str, preloaded: Path) -> None:
-    (preloaded / "tokenizer.safetensors").write_text("{}")
     with pytest.raises(CheckpointError, match=message):
         open_checkpoint(written(preloaded, sar=entries), TokenFlags())
+
+
+def test_a_file_of_slots_that_is_lost_or_damaged_is_refused(preloaded: Path) -> None:
+    (preloaded / PRELOADED_FILE).write_text("{}")
+    with pytest.raises(CheckpointError, match=r"preloaded_slots.safetensors: cannot be read"):
+        open_checkpoint(preloaded, TokenFlags())
+    (preloaded / PRELOADED_FILE).unlink()
+    with pytest.raises(
+        CheckpointError, match=r"names preloaded_slots, but there is no preloaded_slots.safetensors: copy"
+    ):
+        open_checkpoint(preloaded, TokenFlags())
 
 
 @pytest.mark.parametrize(
@@ -317,10 +335,11 @@ def test_an_entry_that_names_no_slots_is_refused(entries: dict[str, Any], messag
         ((1, *SHAPE[1:]), (1, *SHAPE[1:]), rf"shape \(1, .*: expected 2 x {KV_HEADS} or {HEADS} x slots x {HEAD_DIM}"),
         ((2, 3, 3, HEAD_DIM), (2, 3, 3, HEAD_DIM), "which are layers, heads, slots and head size of the model"),
         ((*SHAPE[:3], HEAD_DIM + 1), (*SHAPE[:3], HEAD_DIM + 1), "expected 2 x"),
-        ((*SHAPE[:2], 0, HEAD_DIM), (*SHAPE[:2], 0, HEAD_DIM), "expected 2 x"),
-        (SHAPE[1:], SHAPE[1:], "expected 2 x"),
-        (SHAPE, (*SHAPE[:2], 4, HEAD_DIM), r"and values of shape \(2, \d, 4, "),
-        (SHAPE, None, r"has the tensors keys: expected keys and values"),
+        ((*SHAPE[:2], 0, HEAD_DIM), (*SHAPE[:2], 0, HEAD_DIM), "expected keys and values with 3 slots"),
+        (SHAPE[1:], SHAPE[1:], "expected keys and values with 3 slots"),
+        (SHAPE, (*SHAPE[:2], 4, HEAD_DIM), "expected keys and values with 3 slots"),
+        (SHAPE, (1, *SHAPE[1:]), r"and values of shape \(1, \d, 3, "),
+        (SHAPE, None, r"has tensors with the shapes {'keys': .*: expected keys and values"),
     ],
 )
 def test_slots_of_other_sizes_are_refused(keys: Sizes, values: Sizes | None, message: str, preloaded: Path) -> None:
@@ -334,11 +353,11 @@ def test_numbers_beyond_the_range_of_a_type_are_refused(preloaded: Path) -> None
     save_file({"keys": torch.zeros(SHAPE), "values": torch.full(SHAPE, 1e5)}, preloaded / PRELOADED_FILE)
     checkpoint = open_checkpoint(preloaded, TokenFlags())
     assert slots_of(load_model(checkpoint, "bfloat16"))
-    with pytest.raises(CheckpointError, match="has numbers beyond the range of float16: export with --dtype bfloat16"):
+    with pytest.raises(CheckpointError, match="has numbers beyond the range of float16: expected --dtype bfloat16"):
         load_model(checkpoint, "float16")
     save_file({"keys": torch.zeros(SHAPE), "values": torch.full(SHAPE, torch.nan)}, preloaded / PRELOADED_FILE)
-    with pytest.raises(CheckpointError, match="has numbers that are not finite"):
-        open_checkpoint(preloaded, TokenFlags())
+    with pytest.raises(CheckpointError, match="values has numbers that are not finite"):
+        load_model(open_checkpoint(preloaded, TokenFlags()), "float32")
 
 
 SLOTS = 3

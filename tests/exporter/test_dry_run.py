@@ -18,12 +18,12 @@ from torch import Tensor
 
 from spaceport.exporter.atomic_folder import TargetError
 from spaceport.exporter.checkpoint import load_model, open_checkpoint
-from spaceport.exporter.draft_additions import DraftAdditions
 from spaceport.exporter.dry_run import DryRun, dry_run
 from spaceport.exporter.export import ExportOptions, build_decoder, needed_space
-from spaceport.exporter.heads_file import HeadsConfig
+from spaceport.exporter.mechanisms import DraftAdditions
 from spaceport.exporter.sar_config import CheckpointError
 from spaceport.graphs.contract.faults import OptionFault
+from spaceport.graphs.draft_heads import Heads
 from spaceport.graphs.traits import UnsupportedModel
 from spaceport.graphs.weight_quantization import Quantization
 from spaceport.runtime.bundle import open_bundle
@@ -116,7 +116,7 @@ def test_memory_depends_on_embeddings_heads_and_precision(tmp_path: Path) -> Non
     assert half.memory.weights == pytest.approx(whole.memory.weights / 2, rel=1e-6)
     plain = found(tmp_path, tie_word_embeddings=False)
     vocab = plain.signature.vocab_size
-    both = dry_run(tmp_path, ExportOptions(), DraftAdditions((), vocab, None, HeadsConfig(3, 1)))
+    both = dry_run(tmp_path, ExportOptions(), DraftAdditions((), vocab, [Heads(3, 1)]))
     added = both.parameters - plain.parameters
     assert added > 3 * 2048 * vocab
     assert both.memory.weights - plain.memory.weights == 4 * (added + 2 * 2048 * vocab)

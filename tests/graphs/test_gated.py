@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +18,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from spaceport.exporter.adapter import ADAPTER_FILE, write_adapter
 from spaceport.exporter.checkpoint import CheckpointError, TokenFlags, load_model, open_checkpoint
 from spaceport.exporter.checkpoint_source import quiet_libraries
+from spaceport.exporter.mechanisms import write_mechanisms
 from spaceport.graphs.contract.manifest import MODEL_FILE
 from spaceport.graphs.contract.signature import LOWERINGS, Lowering
 from spaceport.graphs.gated import (
     ALL_LINEAR,
     Adapter,
-    AdapterFault,
     GatedLinear,
+    MechanismError,
     adapter_state,
     base_state,
     checkpoint_layers,
@@ -44,6 +45,8 @@ from support.exported import bundle_of
 from support.families import FAMILIES, build
 from support.mask_rows import bundle_engine, require_other_mask_rows_alone, torch_engine, walk
 from support.paths import TINY
+
+ADAPTER_FILE = "mask_adapter.safetensors"
 
 MASK = 4  # the tiny checkpoint's
 
@@ -80,7 +83,7 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = tiny()
     adapter = gate_model(model, [MASK], 4, 8, [ALL_LINEAR])
     fill(model, 0.2)
-    write_adapter(folder, model, adapter)
+    write_mechanisms(folder, [replace(adapter, tensors=adapter_state(model))])
     return folder
 
 
@@ -174,7 +177,7 @@ def test_base_parameters_keep_their_names_and_values(tmp_path: Path) -> None:
     assert base_state(model).keys() == base.state_dict().keys()
     assert model.state_dict().keys() == base_state(model).keys() | adapter_state(model).keys()
     model.save_pretrained(tmp_path, state_dict=base_state(model))
-    write_adapter(tmp_path, model, Adapter(4, 8, ("q_proj",)))
+    write_mechanisms(tmp_path, [Adapter(4, 8, ("q_proj",), adapter_state(model))])
     again = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not again[1]["unexpected_keys"]  # transformers ignores the adapter file
     assert all(torch.equal(tensor, base.state_dict()[name]) for name, tensor in again[0].state_dict().items())
@@ -263,19 +266,29 @@ def test_modules_that_cannot_have_adapters_are_refused_by_name(name: str, target
 
 
 HALF = "model.layers.1.mlp.up_proj.A"
-NO_ENTRY = r"sar_config\.json has no entry mask_adapter for it: expected"
+NO_ENTRY = r"mechanisms in sar_config\.json has no entry mask_adapter for it: expected"
 # Entries of sar_config.json, or of its mask_adapter, that do not fit.
 ENTRIES: list[tuple[dict[str, Any], str]] = [
-    ({"mask_adapter": None}, NO_ENTRY),
-    ({"mask_adapter": {}}, "mask_adapter has the entries none: expected null, or rank,"),
-    ({"mask_adapter": "a.bin"}, r"mask_adapter is 'a\.bin': expected null, or rank"),
+    ({"mechanisms": {"mask_adapter": None}}, NO_ENTRY),
+    ({"mechanisms": {}}, NO_ENTRY),
+    (
+        {"mechanisms": {"mask_adapter": {}}},
+        "mask_adapter lacks 'alpha', 'rank', 'targets': expected alpha, rank, targets",
+    ),
+    ({"mechanisms": {"mask_adapter": "a.bin"}}, r"mask_adapter'\] is str: expected an object"),
+    ({"mechanisms": ["mask_adapter"]}, "mechanisms is list: expected an object"),
+    ({"mechanisms": {"other": {}}}, "mechanisms has 'other': expected draft_correction, input_rows, mask_adapter, "),
     ({"mask_tokens": []}, "no mask token is known: set one with --mask-token, or as"),
-    ({"bias": 1}, "the entries alpha, bias, rank, targets: expected null, or rank, alpha"),
-    ({"rank": "4"}, "rank of mask_adapter is '4': expected a whole number of at least 1"),
-    ({"rank": 0}, "rank of mask_adapter is 0: expected a whole number of at least 1"),
-    ({"rank": 8}, r"shape \(.*4.*\), the rank of mask_adapter in sar_config\.json is 8: expected rank x in for A"),
-    ({"alpha": 0}, "alpha of mask_adapter is 0: expected a number above 0"),
-    ({"targets": "q_proj"}, "targets of mask_adapter are 'q_proj': expected a list of names"),
+    ({"bias": 1}, "mask_adapter has the unknown 'bias': expected alpha, rank, targets"),
+    ({"rank": "4"}, r"mask_adapter\.rank is '4': expected a whole number of at least 1"),
+    ({"rank": 0}, r"mask_adapter\.rank is 0: expected a whole number of at least 1"),
+    (
+        {"rank": 8},
+        r"shape \(.*4.*\), the rank is 8: expected rank x in for A .*, or correct mask_adapter in sar_config",
+    ),
+    ({"alpha": 0}, r"mask_adapter\.alpha is 0: expected a number above 0"),
+    ({"targets": "q_proj"}, r"mask_adapter\.targets is 'q_proj': expected a list of names"),
+    ({"targets": []}, r"mask_adapter\.targets is \[\]: expected a list of names"),
     ({"targets": ["q_proj", "w1"]}, "LlamaForCausalLM cannot have adapters on w1: expected names .*; copy the file"),
     ({"targets": ["q_proj"]}, r"the unknown tensor model\.layers\.0\S+\.A and 35 more: expected 6 tensors .*; copy"),
 ]
@@ -283,9 +296,9 @@ FILES: list[tuple[Callable[[Path], object], str]] = [
     (lambda c: (c / ADAPTER_FILE).unlink(), r"no mask_adapter\.safetensors: copy it there, or set the entry to null"),
     (lambda c: (c / "sar_config.json").unlink(), NO_ENTRY),
     (lambda c: (c / "model.safetensors").unlink(), r"no weights in it: expected \*\.safetensors"),
-    (lambda c: os.truncate(c / ADAPTER_FILE, 5000), r"mask_adapter\.safetensors: cannot be read: .*: copy it again"),
+    (lambda c: os.truncate(c / ADAPTER_FILE, 5000), r"mask_adapter\.safetensors: cannot be read: .*: copy the file"),
     (lambda c: tensors(c, None), rf"no tensor {HALF}: expected 42 tensors such as \S+\.A, one A and one B"),
-    (lambda c: tensors(c, torch.zeros(4)), r"up_proj\.A has shape \(4,\), the rank of .* is 4: expected rank x in"),
+    (lambda c: tensors(c, torch.zeros(4)), r"up_proj\.A has shape \(4,\), the rank is 4: expected rank x in"),
     (lambda c: tensors(c, torch.zeros(4, 95)), r"\(4, 95\): expected \(4, 96\), from the rank and the model's size"),
 ]
 
@@ -307,7 +320,7 @@ def test_an_adapter_that_does_not_fit_is_refused_with_the_reason(
         file = folder / "sar_config.json"
         config = json.loads(file.read_text("utf-8"))
         for name, value in change.items():
-            (config if name in config else config["mask_adapter"])[name] = value
+            (config if name in config else config["mechanisms"]["mask_adapter"])[name] = value
         file.write_text(json.dumps(config), "utf-8")
     else:
         change(folder)
@@ -319,6 +332,6 @@ def test_an_adapter_that_does_not_fit_is_refused_with_the_reason(
 def test_an_adapter_that_does_not_fit_leaves_the_model_unchanged() -> None:
     model = gated_tiny()
     before = {name: tensor.clone() for name, tensor in adapter_state(model).items()}
-    with pytest.raises(AdapterFault):
+    with pytest.raises(MechanismError):
         load_adapter(model, {name: torch.ones_like(half) for name, half in before.items()} | {HALF: torch.zeros(3, 96)})
     assert all(torch.equal(tensor, before[name]) for name, tensor in adapter_state(model).items())

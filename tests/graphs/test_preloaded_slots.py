@@ -21,11 +21,11 @@ from transformers import DynamicCache, PreTrainedModel
 
 from spaceport.exporter.checkpoint import TokenFlags, load_model, open_checkpoint
 from spaceport.exporter.checkpoint_source import quiet_libraries
-from spaceport.exporter.preloaded_slots_file import write_preloaded_slots
+from spaceport.exporter.mechanisms import write_mechanisms
 from spaceport.graphs.attention import PRELOADED_SLOTS, additive_mask, attention_interface
 from spaceport.graphs.decoder import decoder_of
 from spaceport.graphs.gated import Gate
-from spaceport.graphs.preloaded_slots import LayerSlots, PreloadedSlots, add_preloaded_slots
+from spaceport.graphs.preloaded_slots import LayerSlots, PreloadedSlots
 from spaceport.graphs.rotation import rotate_model
 from spaceport.graphs.traits import UnsupportedModel
 from spaceport.runtime.bundle import read_manifest
@@ -78,7 +78,7 @@ def test_mask_rows_see_the_slots_and_all_other_rows_are_bit_identical() -> None:
     model, rows = random_model("llama", tied=False), rows_batch(IDS, VISIBLE, POSITIONS)
     slots = random_slots(model)
     without = torch_engine(random_model("llama", tied=False)).run(rows)[0]
-    add_preloaded_slots(model, MASKS, slots)
+    slots.apply(model, MASKS)
     found = torch_engine(model).run(rows)[0]
     assert found[~MASK_ROWS].tobytes() == without[~MASK_ROWS].tobytes()
     expected = reference_logits(random_model("llama", tied=False), slots)
@@ -91,7 +91,7 @@ def test_slots_are_rotated_with_the_values_of_the_model() -> None:
     logits = []
     for rotates in (False, True):
         model = random_model("llama", tied=False)
-        add_preloaded_slots(model, MASKS, random_slots(model))
+        random_slots(model).apply(model, MASKS)
         if rotates:
             rotate_model(model)
         logits.append(torch_engine(model).run(rows)[0])
@@ -101,7 +101,7 @@ def test_slots_are_rotated_with_the_values_of_the_model() -> None:
 @pytest.mark.slow
 def test_slots_in_a_bundle_change_mask_rows_only_and_no_text(tiny_bundle: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(TINY, tmp_path / "preloaded", ignore=shutil.ignore_patterns("make.py", "__pycache__"))
-    write_preloaded_slots(folder, random_slots(load_model(open_checkpoint(TINY, TokenFlags()), "float32"), 3.0))
+    write_mechanisms(folder, [random_slots(load_model(open_checkpoint(TINY, TokenFlags()), "float32"), 3.0)])
     bundle = bundle_of(folder)
     assert read_manifest(bundle).drafts.mechanisms == {"preloaded_slots": {"slots": 5}}
     found = require_other_mask_rows_alone(bundle_engine(tiny_bundle), bundle_engine(bundle), TINY_MASK)
@@ -181,7 +181,7 @@ def test_slots_of_any_numbers_leave_other_rows_as_they_are_and_a_row_may_see_the
 
 def test_a_compared_text_has_no_mask_tokens() -> None:
     model = random_model("llama", tied=False)
-    add_preloaded_slots(model, tuple(range(10, model.config.vocab_size)), random_slots(model))
+    random_slots(model).apply(model, tuple(range(10, model.config.vocab_size)))
     decoder_of(model, "scatter", "plain")
 
 
@@ -202,12 +202,12 @@ def test_a_family_uses_the_slots_in_each_layer_or_is_refused(family: Family) -> 
     slots = torch.ones((config.num_hidden_layers, heads, 3, dim))
     refused = pytest.raises(UnsupportedModel, match=r"layer indices|uses preloaded slots in 0 of")
     with refused if family.structure in ("scaled_dot_product", "eager") else nullcontext():
-        add_preloaded_slots(model, (5, 6), PreloadedSlots(slots, slots))
+        PreloadedSlots(slots, slots).apply(model, (5, 6))
         decoder_of(model, "scatter", "plain")
 
 
 def test_slots_of_another_number_of_layers_are_refused() -> None:
     model = random_model("llama", tied=False)
     slots = random_slots(model)
-    with pytest.raises(UnsupportedModel, match=r"layer indices \[0, 1\]: expected 0 to 0, .* set prefix to null"):
-        add_preloaded_slots(model, MASKS, PreloadedSlots(slots.keys[:1], slots.values[:1]))
+    with pytest.raises(UnsupportedModel, match=r"layer indices \[0, 1\]: expected 0 to 0, as the preloaded"):
+        PreloadedSlots(slots.keys[:1], slots.values[:1]).apply(model, MASKS)

@@ -13,7 +13,7 @@ from spaceport.exporter.checkpoint_source import model_without_values
 from spaceport.graphs.correction import Factors
 from spaceport.graphs.draft_heads import add_heads, expected_shapes, head_logits
 from spaceport.graphs.gated import GatedLinear, gate_model
-from spaceport.graphs.input_rows import InputRows, use_input_rows
+from spaceport.graphs.input_rows import InputRows
 from spaceport.graphs.rotation import NotRotatable, block_size, hadamard, is_rotatable, orthogonal, rotate_model
 from spaceport.graphs.traits import UnsupportedModel
 from support.families import FAMILIES, Family, build, family_of
@@ -109,7 +109,7 @@ def test_input_rows_are_rotated_with_the_embeddings() -> None:
     rows = torch.randn(1, model.config.hidden_size, generator=torch.Generator().manual_seed(1))
     ids = torch.tensor([[3, 4, MASK, 5]])
     before = logits(model, ids)
-    use_input_rows(model, InputRows((MASK,), rows))
+    InputRows((MASK,), rows).apply(model)
     expected = logits(model, ids)
     assert not torch.allclose(before, expected, atol=0.1)
     rotate_model(model)

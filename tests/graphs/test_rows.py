@@ -14,8 +14,8 @@ from spaceport.graphs.correction import DraftCorrection, Factors
 from spaceport.graphs.decoder import decoder_of, rows_selected
 from spaceport.graphs.draft_heads import add_heads, expected_shapes
 from spaceport.graphs.gated import Gate, gate_model, gate_of, low_rank_linear, trainable_parameters, uniform_rows
-from spaceport.graphs.input_rows import InputRows, use_input_rows
-from spaceport.graphs.preloaded_slots import PreloadedSlots, add_preloaded_slots, slots_of
+from spaceport.graphs.input_rows import InputRows
+from spaceport.graphs.preloaded_slots import PreloadedSlots, slots_of
 from spaceport.graphs.traits import UnsupportedModel, comparison_ids, probe, require_equal_logits, unmodified_logits
 from support.gguf_files import HIDDEN, random_model
 from support.mask_rows import rows_batch, torch_engine
@@ -50,7 +50,7 @@ def test_an_adapter_and_slots_share_one_gate() -> None:
     gate_model(model, MASKS, 2, 4.0, ["q_proj"])
     config = model.config
     slots = torch.ones((config.num_hidden_layers, config.num_key_value_heads, 5, config.head_dim))
-    add_preloaded_slots(model, MASKS, PreloadedSlots(slots, slots))
+    PreloadedSlots(slots, slots).apply(model, MASKS)
     gates = {id(module.gate) for module in model.modules() if isinstance(getattr(module, "gate", None), Gate)}
     assert len(gates) == 1
     assert [found.count for found in slots_of(model)] == [5] * 2
@@ -114,7 +114,7 @@ def test_a_token_is_read_from_its_input_row_and_predicted_from_the_table(tied: P
     assert tied.get_output_embeddings().weight is table
     ids = torch.tensor([[5, FORK, 7], [5, OTHER, 7]])
     before = tied(input_ids=ids).logits
-    use_input_rows(tied, InputRows((FORK,), table[[OTHER]].clone()))
+    InputRows((FORK,), table[[OTHER]].clone()).apply(tied)
     after = tied(input_ids=ids).logits
     torch.testing.assert_close(after[0], before[1])  # [Fork] now means what the other token means
     assert not torch.allclose(before[0, 1], before[1, 1])
@@ -123,7 +123,7 @@ def test_a_token_is_read_from_its_input_row_and_predicted_from_the_table(tied: P
 
 def test_input_rows_follow_the_type_of_the_model_and_are_not_stored_with_it(tied: PreTrainedModel) -> None:
     names = set(tied.state_dict())
-    use_input_rows(tied, InputRows((FORK, OTHER), torch.randn(2, SIZES["hidden_size"])))
+    InputRows((FORK, OTHER), torch.randn(2, SIZES["hidden_size"])).apply(tied)
     assert set(tied.state_dict()) == names
     tied.to(torch.float16)
     assert tied(input_ids=torch.tensor([[FORK, OTHER, 3]])).logits.dtype == torch.float16
@@ -235,7 +235,7 @@ def test_a_new_correction_changes_no_score_whatever_the_scale_of_the_embeddings(
 
 def test_corrections_are_products_of_the_vectors_in_the_tables() -> None:
     found = DraftCorrection(TABLE, RANK, factors())
-    for given, kept in zip(factors(), found.factors(), strict=True):
+    for given, kept in zip(factors().state().values(), found.factors().state().values(), strict=True):
         torch.testing.assert_close(kept, given)
     before, candidates = torch.tensor([3, 7]), torch.tensor([[1, 2, 3], [4, 9, 0]])
     left, right = found.factors().tables(TABLE)

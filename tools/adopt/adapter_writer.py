@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,80 +20,35 @@ from spaceport.exporter.adapter_folder import (
 )
 from spaceport.exporter.checkpoint import Checkpoint, load_model, load_tokenizer
 from spaceport.exporter.checkpoint_source import provenance_of
-from spaceport.exporter.sar_config import is_origin, layout_entries, read_sar_config
+from spaceport.exporter.sar_config import is_origin, read_sar_config
 from spaceport.graphs.streamed_weights import keep_values
 from spaceport.tools.adopt.given import SUBFOLDERS
-from spaceport.tools.adopt.peft_adapter import adapter_tensors
 from spaceport.tools.adopt.plan import Plan
-from spaceport.tools.adopt.published_heads import heads_tensors
 from spaceport.tools.tune.vocabulary import add_tokens
 
 
 def write_adopted(plan: Plan, checkpoint: Checkpoint, folder: Path) -> None:
-    """Write an adapter folder: the adapter, the embeddings of the mask tokens, and the identity of the base model."""
-    if plan.peft is None:
-        raise ValueError("the plan has no adapter: expected one of a method that writes")
-    tensors, dtype = adapter_tensors(plan.peft)
+    """Write an adapter folder: the mechanism, the embeddings of the mask tokens, and the identity of the base model."""
+    if plan.weights is None:
+        raise ValueError("the plan has no weights: expected one of a method that writes")
+    mechanism, embeddings = plan.weights.read()
     model = _base_model(checkpoint, folder)
     base = identity_of(checkpoint.folder.name, model)
-    if plan.layout.noise is not None:
-        _add_copies(checkpoint, model, list(plan.mask_tokens), plan.layout.noise.ids)
-    entries = {
-        "mask_tokens": list(plan.mask_tokens),
-        "mask_slots": plan.mask_slots,
-        **layout_entries(plan.layout),
-        **_origin(plan, plan.peft.folder),
-    }
+    if embeddings is not None:
+        ids = add_tokens(load_tokenizer(checkpoint), model, list(plan.mask_tokens))
+        with torch.no_grad():
+            cast(nn.Embedding, model.get_input_embeddings()).weight[ids] = embeddings[: len(ids)].float()
+    if plan.noise is not None:
+        _add_copies(checkpoint, model, list(plan.mask_tokens), plan.noise.ids)
+    entries: dict[str, Any] = {"mask_tokens": list(plan.mask_tokens), **_origin(plan.method, plan.weights.path)}
+    if plan.mask_tokens:
+        entries |= {"mask_slots": plan.mask_slots, **asdict(plan.layout)}
+    if plan.noise is not None:
+        entries["noise"] = {"ids": list(plan.noise.ids), "seed": plan.noise.seed}
     forks = _fork_entries(checkpoint)
     tokens = {**plan.mask_tokens, **_fork_tokens(checkpoint, forks)}
-    write_adapter_folder(
-        folder,
-        TrainedAdapter(base, plan.peft.adapter, tensors, tokens, embedding_tables(model), {**entries, **forks}, dtype),
-    )
-
-
-def write_adopted_heads(plan: Plan, checkpoint: Checkpoint, folder: Path) -> None:
-    """Write an adapter folder: the heads, and the identity of the base model."""
-    if plan.heads is None:
-        raise ValueError("the plan has no heads: expected one of a method that writes them")
-    tensors, dtype = heads_tensors(plan.heads)
-    model = _base_model(checkpoint, folder)
-    forks = _fork_entries(checkpoint)
-    write_adapter_folder(
-        folder,
-        TrainedAdapter(
-            identity_of(checkpoint.folder.name, model),
-            None,
-            tensors,
-            _fork_tokens(checkpoint, forks),
-            embedding_tables(model),
-            {"mask_tokens": [], **_origin(plan, next(iter(plan.heads.files)).parent), **forks},
-            dtype,
-            plan.heads.config,
-        ),
-    )
-
-
-def write_adopted_prefix(plan: Plan, checkpoint: Checkpoint, folder: Path) -> None:
-    """Write an adapter folder: the prefix, the embeddings of the mask tokens, and the identity of the base model."""
-    if plan.prefix is None:
-        raise ValueError("the plan has no prefix: expected one of a method that writes it")
-    slots, embeddings = plan.prefix.read()
-    model = _base_model(checkpoint, folder)
-    base = identity_of(checkpoint.folder.name, model)
-    ids = add_tokens(load_tokenizer(checkpoint), model, list(plan.mask_tokens))
-    with torch.no_grad():
-        cast(nn.Embedding, model.get_input_embeddings()).weight[ids] = embeddings[: len(ids)].float()
-    entries = {
-        "mask_tokens": list(plan.mask_tokens),
-        "mask_slots": plan.mask_slots,
-        **layout_entries(plan.layout),
-        **_origin(plan, plan.prefix.file if plan.prefix.file.is_dir() else plan.prefix.file.parent),
-    }
-    forks = _fork_entries(checkpoint)
-    tokens = {**plan.mask_tokens, **_fork_tokens(checkpoint, forks)}
-    tables = embedding_tables(model)
-    write_adapter_folder(folder, TrainedAdapter(base, None, {}, tokens, tables, {**entries, **forks}, preloaded=slots))
+    trained = TrainedAdapter(base, (mechanism,), tokens, embedding_tables(model), {**entries, **forks})
+    write_adapter_folder(folder, trained)
 
 
 def _base_model(checkpoint: Checkpoint, folder: Path) -> PreTrainedModel:
@@ -103,12 +59,13 @@ def _base_model(checkpoint: Checkpoint, folder: Path) -> PreTrainedModel:
     return model
 
 
-def _origin(plan: Plan, published: Path) -> dict[str, str]:
+def _origin(method: str, published: Path) -> dict[str, str]:
     """The method, and the name of the published weights: their source in a cache of a model hub, else their folder."""
-    found, path = provenance_of(published), published.absolute()
+    folder = published if published.is_dir() else published.parent
+    found, path = provenance_of(folder), folder.absolute()
     own = "/".join(path.parts[-1 - (path.name in SUBFOLDERS) :])
     name = f"{found['source']}@{found['revision']}" if "source" in found else own
-    return {"method": plan.method, **({"adapter": name} if is_origin(name) else {})}
+    return {"method": method, **({"adapter": name} if is_origin(name) else {})}
 
 
 def _fork_entries(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -8,9 +8,10 @@ from pathlib import Path
 
 from spaceport.exporter.atomic_folder import ADAPTER_FOLDER, temporary_folder, writing
 from spaceport.exporter.checkpoint import Checkpoint, TokenFlags, open_checkpoint
-from spaceport.exporter.draft_additions import DraftAdditions
+from spaceport.exporter.mechanisms import DraftAdditions
 from spaceport.exporter.sar_config import CheckpointError
 from spaceport.graphs.contract.faults import OptionFault
+from spaceport.tools.adopt.adapter_writer import write_adopted
 from spaceport.tools.adopt.given import Given
 from spaceport.tools.adopt.methods import find_method
 from spaceport.tools.adopt.plan import Method, Plan
@@ -20,27 +21,23 @@ from spaceport.tools.tune.vocabulary import grown
 def plan_adoption(given: Given, remote_code: bool = False) -> tuple[Method, Plan, Checkpoint]:
     """What was given, checked as far as possible without the weights of the base model."""
     method, evidence = find_method(given)
-    flags = TokenFlags(max_mask_slots=given.request.max_mask_slots if method.write is None else None)
+    flags = TokenFlags(max_mask_slots=given.request.max_mask_slots if not method.writes else None)
     checkpoint = open_checkpoint(given.checkpoint, flags, remote_code)
-    for found, what in (
-        (checkpoint.adapter, "a mask adapter"),
-        (checkpoint.heads, "heads"),
-        (checkpoint.preloaded, "a prefix"),
-    ):
-        if found is not None:
-            raise CheckpointError(f"{given.checkpoint}: has {what} already: expected its base model")
+    for mechanism in checkpoint.mechanisms:
+        if not mechanism.refines:
+            raise CheckpointError(f"{given.checkpoint}: has {mechanism.name} already: expected its base model")
     return method, method.plan(given, evidence, checkpoint), checkpoint
 
 
 def write_adoption(method: Method, plan: Plan, checkpoint: Checkpoint, target: Path, overwrite: bool) -> list[str]:
     """Write the folder for a plan; the names of its files."""
-    if method.write is None:
+    if not method.writes:
         raise OptionFault(
             f"{plan.checkpoint} needs no TARGET: `spaceport export` reads it as it is; leave TARGET out, and run "
             f"`{next_command(plan, None)}`"
         )
     with writing(target, overwrite, ADAPTER_FOLDER) as folder:
-        method.write(plan, checkpoint, folder)
+        write_adopted(plan, checkpoint, folder)
         return sorted(file.name for file in folder.iterdir())
 
 
@@ -48,13 +45,8 @@ def additions_of(plan: Plan, checkpoint: Checkpoint) -> DraftAdditions:
     """What the export of a plan adds to the base model."""
     rows = int(checkpoint.config.get_text_config().vocab_size)
     masks = tuple(plan.mask_tokens.values())
-    return DraftAdditions(
-        masks,
-        grown(rows, 1 + max(masks, default=0)),
-        None if plan.peft is None else plan.peft.adapter,
-        None if plan.heads is None else plan.heads.config,
-        None if plan.prefix is None else plan.prefix.shape,
-    )
+    mechanisms = () if plan.weights is None else (plan.weights.sizes,)
+    return DraftAdditions(masks, grown(rows, 1 + max(masks, default=0)), mechanisms)
 
 
 @contextmanager
@@ -65,7 +57,7 @@ def adopted_for_export(
     on_stage("reading the published weights")
     method, plan, checkpoint = plan_adoption(given, remote_code)
     on_stage(f"adopting {method.title}; shown by {plan.evidence}")
-    if method.write is None:
+    if not method.writes:
         yield None
         return
     with temporary_folder(bundle.with_name(f"{bundle.name}.adapter")) as folder:
@@ -76,6 +68,6 @@ def adopted_for_export(
 
 def next_command(plan: Plan, target: Path | None) -> str:
     """The command that exports what was adopted."""
-    if plan.peft is None and plan.heads is None and plan.prefix is None:
+    if plan.weights is None:
         return f"spaceport export {plan.checkpoint} BUNDLE --max-mask-slots {plan.mask_slots}"
     return f"spaceport export {plan.checkpoint} BUNDLE --adapter {target or 'TARGET'}"

@@ -10,15 +10,15 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from spaceport.exporter.checkpoint import Checkpoint, load_tokenizer
-from spaceport.exporter.preloaded_slots_file import check_slots as check_preloaded
-from spaceport.exporter.sar_config import CheckpointError, DraftLayout
+from spaceport.exporter.mechanisms import errors_of, require_finite
+from spaceport.exporter.sar_config import CheckpointError
 from spaceport.graphs.contract.draft_methods import MAX_MASK_SLOTS
 from spaceport.graphs.contract.json_fields import is_whole
 from spaceport.graphs.preloaded_slots import PreloadedSlots
-from spaceport.tools.adopt.adapter_writer import write_adopted_prefix
 from spaceport.tools.adopt.given import Given, check_slots
 from spaceport.tools.adopt.new_tokens import new_tokens
-from spaceport.tools.adopt.plan import Method, Plan, PublishedPrefix, require_no_masks
+from spaceport.tools.adopt.plan import Method, Plan, require_no_masks
+from spaceport.tools.adopt.published_prefix import published_prefix
 
 _SLOTS, _MASKS = "prompt_num", "mask_num"  # entries of config.json
 _EMBEDDING, _MASK_ROWS = "prefix_encoder.embedding.weight", "mask_tokens.weight"  # ends of the names of tensors
@@ -42,10 +42,8 @@ def _plan(given: Given, evidence: str, checkpoint: Checkpoint) -> Plan:
     count = given.request.max_mask_slots or most
     check_slots(count, most)
     masks = new_tokens(given, load_tokenizer(checkpoint), BITA.name, count if len(rows) > 1 else 1)
-    prefix = PublishedPrefix(
-        given.checkpoint, tuple(slots.keys.shape), len(rows), (), lambda: _prefix_of(given, checkpoint)
-    )
-    return Plan(BITA.name, evidence, given.checkpoint, masks, count, DraftLayout(), prefix=prefix)
+    prefix = published_prefix(given.checkpoint, slots, rows, (), lambda: _prefix_of(given, checkpoint))
+    return Plan(BITA.name, evidence, given.checkpoint, masks, count, prefix)
 
 
 def _prefix_of(given: Given, checkpoint: Checkpoint) -> tuple[PreloadedSlots, Tensor]:
@@ -71,7 +69,9 @@ def _prefix_of(given: Given, checkpoint: Checkpoint) -> tuple[PreloadedSlots, Te
     heads = int(text.num_attention_heads)  # also with fewer KV heads
     pairs = rows.reshape(count, layers, 2, heads, hidden // heads).permute(1, 2, 3, 0, 4).contiguous()
     slots = PreloadedSlots(pairs[:, 0], pairs[:, 1])
-    check_preloaded(f"{given.checkpoint}: its prefix", slots, checkpoint.config, _ADVICE)
+    with errors_of(f"{given.checkpoint}: its prefix", _ADVICE):
+        slots.check(checkpoint.config)
+        require_finite(slots.state())
     masks = _named(tensors, _MASK_ROWS, given)
     if masks.dim() != 2 or masks.shape[1] != hidden or not bool(torch.isfinite(masks).all()):
         raise CheckpointError(
@@ -124,6 +124,5 @@ BITA = Method(
     "BiTA: a prefix that only mask rows see",
     _recognize,
     _plan,
-    write_adopted_prefix,
     f"{_SLOTS} in the config.json of a whole checkpoint",
 )

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from spaceport.exporter.checkpoint import DEFAULT_MASK_SLOTS, Checkpoint, load_tokenizer
-from spaceport.exporter.sar_config import CheckpointError, DraftLayout, is_id
+from spaceport.exporter.sar_config import CheckpointError, is_id
 from spaceport.graphs.contract.draft_methods import MAX_MASK_SLOTS
-from spaceport.tools.adopt.adapter_writer import write_adopted
 from spaceport.tools.adopt.given import Given, check_slots, refuse_noise_seed
 from spaceport.tools.adopt.peft_adapter import read_peft_adapter
 from spaceport.tools.adopt.plan import Method, Plan
@@ -29,7 +28,7 @@ def _plan(given: Given, evidence: str, checkpoint: Checkpoint) -> Plan:
     slots = given.request.max_mask_slots or (len(masks) if distinct else DEFAULT_MASK_SLOTS)
     check_slots(slots, len(masks) if distinct else MAX_MASK_SLOTS)
     peft = read_peft_adapter(given.peft_folder, checkpoint, tuple(masks.values()))
-    return Plan(GATED_LORA.name, evidence, given.checkpoint, masks, slots, DraftLayout(), peft)
+    return Plan(GATED_LORA.name, evidence, given.checkpoint, masks, slots, peft)
 
 
 def mask_tokens(given: Given, checkpoint: Checkpoint) -> dict[str, int]:
@@ -65,4 +64,4 @@ def _check_mask(given: Given, checkpoint: Checkpoint, tokenizer: Any, name: str,
         )
 
 
-GATED_LORA = Method("gated-lora", "LoRA that acts on mask tokens only (I-DLM)", _recognize, _plan, write_adopted)
+GATED_LORA = Method("gated-lora", "LoRA that acts on mask tokens only (I-DLM)", _recognize, _plan)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from spaceport.exporter.checkpoint import Checkpoint
-from spaceport.exporter.sar_config import DraftLayout
-from spaceport.tools.adopt.adapter_writer import write_adopted_heads
 from spaceport.tools.adopt.given import HEADS_FILES, Given
 from spaceport.tools.adopt.plan import Method, Plan, require_no_masks
 from spaceport.tools.adopt.published_heads import heads_files, read_published_heads
@@ -20,7 +18,7 @@ def _recognize(given: Given) -> str | None:
 def _plan(given: Given, evidence: str, checkpoint: Checkpoint) -> Plan:
     require_no_masks(given, checkpoint, "heads draft without mask tokens")
     heads = read_published_heads(given, checkpoint)
-    return Plan(MEDUSA.name, evidence, given.checkpoint, {}, 0, DraftLayout(), heads=heads)
+    return Plan(MEDUSA.name, evidence, given.checkpoint, {}, 0, heads)
 
 
 MEDUSA = Method(
@@ -28,6 +26,5 @@ MEDUSA = Method(
     "Medusa: heads over the last hidden state",
     _recognize,
     _plan,
-    write_adopted_heads,
     f"{' or '.join(HEADS_FILES)}, or medusa_num_heads in config.json",
 )

@@ -5,17 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from spaceport.exporter.checkpoint import Checkpoint
-from spaceport.exporter.sar_config import CheckpointError, DraftLayout
-from spaceport.graphs.contract.draft_methods import MAX_MASK_SLOTS
+from spaceport.exporter.sar_config import CheckpointError
+from spaceport.graphs.contract.draft_methods import MAX_MASK_SLOTS, MaskLayout
 from spaceport.graphs.contract.json_fields import is_whole
-from spaceport.tools.adopt.adapter_writer import write_adopted
 from spaceport.tools.adopt.gated_lora import mask_tokens
 from spaceport.tools.adopt.given import NEMOTRON_ADAPTER, Given, check_slots, refuse_noise_seed
 from spaceport.tools.adopt.peft_adapter import read_peft_adapter
 from spaceport.tools.adopt.plan import Method, Plan
 
 NEMOTRON_TYPE = "nemotron_labs_diffusion"
-_LAYOUT = DraftLayout(shift=False, group="block")
+_LAYOUT = MaskLayout(shift=False, group="block")
 _TYPES = (NEMOTRON_TYPE, "ministral3")  # model_type of base models
 _TEXT_ROWS = 1  # of a block: its first row is the last token of the text
 
@@ -48,21 +47,19 @@ def _plan(given: Given, evidence: str, checkpoint: Checkpoint) -> Plan:
     slots = given.request.max_mask_slots or _default_slots(given)
     check_slots(slots, MAX_MASK_SLOTS)
     peft = read_peft_adapter(given.peft_folder, checkpoint, tuple(masks.values()))
-    return Plan(NEMOTRON.name, evidence, given.checkpoint, masks, slots, _LAYOUT, peft)
+    return Plan(NEMOTRON.name, evidence, given.checkpoint, masks, slots, peft, _LAYOUT)
 
 
 def _default_slots(given: Given) -> int:
     """The mask slots of a block of `block_size` rows."""
     size: Any = given.training.get("block_size") or given.config.get("block_size")
-    least = 1 + _TEXT_ROWS + _LAYOUT.mask_layout.lead
+    least = 1 + _TEXT_ROWS + _LAYOUT.lead
     if not is_whole(size, least):
         raise CheckpointError(
             f"{given.checkpoint}: block_size is {size!r}: expected a whole number of at least {least} in config.json, as "
             "published; give --max-mask-slots"
         )
-    return min(MAX_MASK_SLOTS, int(size) - _TEXT_ROWS - _LAYOUT.mask_layout.lead)
+    return min(MAX_MASK_SLOTS, int(size) - _TEXT_ROWS - _LAYOUT.lead)
 
 
-NEMOTRON = Method(
-    "nemotron", "Nemotron-Labs-Diffusion: LoRA on a block of mask tokens", _recognize, _plan, write_adopted
-)
+NEMOTRON = Method("nemotron", "Nemotron-Labs-Diffusion: LoRA on a block of mask tokens", _recognize, _plan)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from spaceport.exporter.checkpoint import Checkpoint
 from spaceport.exporter.sar_config import PARD as PARD_METHOD
-from spaceport.exporter.sar_config import DraftLayout
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.tools.adopt.given import Given, refuse_noise_seed
 from spaceport.tools.adopt.plan import Method, Plan
@@ -20,7 +19,7 @@ def _plan(given: Given, evidence: str, checkpoint: Checkpoint) -> Plan:
         raise OptionFault("--mask-token has no effect: config.json names the mask token; leave it out")
     refuse_noise_seed(given.request)
     masks = {str(token): token for token in checkpoint.tokens.mask}
-    return Plan(PARD.name, evidence, given.checkpoint, masks, checkpoint.drafts.mask_slots, DraftLayout())
+    return Plan(PARD.name, evidence, given.checkpoint, masks, checkpoint.drafts.mask_slots, None)
 
 
-PARD = Method(PARD_METHOD, "PARD: one shared mask token", _recognize, _plan, None)
+PARD = Method(PARD_METHOD, "PARD: one shared mask token", _recognize, _plan, writes=False)

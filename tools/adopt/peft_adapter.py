@@ -6,6 +6,7 @@ import copy
 import re
 import warnings
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from spaceport.exporter.checkpoint import Checkpoint
+from spaceport.exporter.mechanisms import read_tensors
 from spaceport.exporter.sar_config import CheckpointError
-from spaceport.exporter.tensor_file import read_tensors
 from spaceport.graphs.contract.faults import InputFault
-from spaceport.graphs.gated import adapter_state, gate_model
+from spaceport.graphs.gated import Adapter, adapter_state, gate_model
 from spaceport.graphs.tensor_names import different_names
 from spaceport.tools.adopt.peft_config import WEIGHTS_FILE, read_peft_config
-from spaceport.tools.adopt.plan import LoraModule, PeftAdapter
+from spaceport.tools.adopt.plan import PublishedWeights
 
 _PREFIX = "base_model.model."  # peft's wrapper around a model
 _NAME = "default"
@@ -32,7 +33,15 @@ _HALVES = {"A": "lora_A", "B": "lora_B"}
 _ADVICE = "copy the adapter folder again"
 
 
-def read_peft_adapter(folder: Path, checkpoint: Checkpoint, mask_ids: tuple[int, ...]) -> PeftAdapter:
+@dataclass(frozen=True)
+class LoraModule:
+    """A low-rank adapter of one linear module, as its file has it."""
+
+    rank: int
+    scale: float  # of the product of B and A
+
+
+def read_peft_adapter(folder: Path, checkpoint: Checkpoint, mask_ids: tuple[int, ...]) -> PublishedWeights:
     """The adapter in a folder, checked against the configuration of its base model; no weights are loaded."""
     config, base = read_peft_config(folder)
     modules = _modules(folder, config, checkpoint)
@@ -47,28 +56,41 @@ def read_peft_adapter(folder: Path, checkpoint: Checkpoint, mask_ids: tuple[int,
     _check_shapes(
         folder, checkpoint, modules, {name: tuple(one.shape) for name, one in adapter_state(model).items()}, base
     )
-    return PeftAdapter(folder, base, modules, adapter)
+    report = {
+        "folder": str(folder),
+        "named_base": base,
+        "modules": len(modules),
+        **adapter.entry,
+        "scales": sorted({module.scale for module in modules.values()}),
+    }
+    return PublishedWeights(
+        "adapter",
+        folder,
+        adapter,
+        report,
+        lambda: (replace(adapter, tensors=_adapter_tensors(folder, modules, adapter)), None),
+    )
 
 
-def adapter_tensors(peft: PeftAdapter) -> tuple[dict[str, Tensor], torch.dtype]:
-    """A and B of each module with one rank and one scale, in float32, and the narrowest type that holds them exactly."""
-    stored = read_tensors(peft.folder / WEIGHTS_FILE, _ADVICE)
-    published = _published_names(peft.modules, stored)
-    rank, scale = peft.adapter.rank, peft.adapter.alpha / peft.adapter.rank
+def _adapter_tensors(folder: Path, modules: Mapping[str, LoraModule], adapter: Adapter) -> dict[str, Tensor]:
+    """A and B of each module with one rank and one scale, in the narrowest type that holds them exactly."""
+    stored = read_tensors(folder / WEIGHTS_FILE, _ADVICE)
+    published = _published_names(modules, stored)
+    rank, scale = adapter.rank, adapter.alpha / adapter.rank
     found: dict[str, Tensor] = {}
     types = set()
-    for name, module in peft.modules.items():
+    for name, module in modules.items():
         a, b = (stored[_tensor(published[name], half)] for half in _HALVES)
         if not (torch.isfinite(a).all() and torch.isfinite(b).all()):
-            raise CheckpointError(f"{peft.folder / WEIGHTS_FILE}: {name} has numbers that are not finite; {_ADVICE}")
+            raise CheckpointError(f"{folder / WEIGHTS_FILE}: {name} has numbers that are not finite; {_ADVICE}")
         types |= {a.dtype, b.dtype}
         missing = rank - module.rank  # rows and columns of zeros: the product is the same
         found[f"{name}.A"] = torch.nn.functional.pad(a.float(), (0, 0, 0, missing))
-        factor = 1.0 if len({one.scale for one in peft.modules.values()}) == 1 else module.scale / scale
+        factor = 1.0 if len({other.scale for other in modules.values()}) == 1 else module.scale / scale
         found[f"{name}.B"] = torch.nn.functional.pad(b.float(), (0, missing)) * factor
     own = types.pop() if len(types) == 1 else torch.float32
     exact = all(torch.equal(tensor.to(own).float(), tensor) for tensor in found.values())
-    return found, own if exact else torch.float32
+    return {name: tensor.to(own if exact else torch.float32) for name, tensor in found.items()}
 
 
 def _modules(folder: Path, config: LoraConfig, checkpoint: Checkpoint) -> dict[str, LoraModule]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from spaceport.exporter.checkpoint import Checkpoint
-from spaceport.exporter.heads_file import HeadsConfig, check_shapes, not_finite
+from spaceport.exporter.mechanisms import errors_of, read_tensors, require_finite
 from spaceport.exporter.sar_config import CheckpointError
-from spaceport.exporter.tensor_file import read_tensors
 from spaceport.graphs.contract.json_fields import is_whole
-from spaceport.graphs.draft_heads import expected_shapes
+from spaceport.graphs.draft_heads import Heads, expected_shapes, require_shapes
 from spaceport.tools.adopt.given import HEADS_FILES, Given
-from spaceport.tools.adopt.plan import PublishedHeads
+from spaceport.tools.adopt.plan import PublishedWeights
 from spaceport.tools.adopt.torch_file import read_torch_file
 
 _EMBEDDED = "medusa_head."  # prefix of the heads' tensors among those of a whole checkpoint
@@ -37,7 +37,7 @@ def heads_files(given: Given) -> list[Path]:
     return sorted(folder.glob("model*.safetensors")) if named.get("medusa_num_heads") else []
 
 
-def read_published_heads(given: Given, checkpoint: Checkpoint) -> PublishedHeads:
+def read_published_heads(given: Given, checkpoint: Checkpoint) -> PublishedWeights:
     """The heads in the given files, checked against the configuration of their base model."""
     folder = given.adapter or given.checkpoint
     files: dict[Path, dict[str, str]] = {}
@@ -59,34 +59,39 @@ def read_published_heads(given: Given, checkpoint: Checkpoint) -> PublishedHeads
     expected = expected_shapes(present, blocks, text.hidden_size, text.vocab_size)
     base = config.get("base_model_name_or_path")
     named = f", which config.json calls {base}" if isinstance(base, str) else ""
-    check_shapes(where, found, expected, f"{_ADVICE}, or {_WRONG_BASE}{named}")
+    with errors_of(where, f"{_ADVICE}, or {_WRONG_BASE}{named}"):
+        require_shapes(found, expected)
     count = _count(given.request.max_mask_slots, present)
     taken = {
         file: {name: own for name, own in names.items() if int(own.split(".")[0]) < count}
         for file, names in files.items()
     }
     configured = config.get("medusa_num_heads")
-    return PublishedHeads(
-        {file: names for file, names in taken.items() if names},
-        base if isinstance(base, str) else None,
-        HeadsConfig(count, blocks),
-        present,
-        configured if isinstance(configured, int) else None,
+    files, sizes = {file: names for file, names in taken.items() if names}, Heads(count, blocks)
+    report = {
+        "files": [str(file) for file in files],
+        "named_base": base if isinstance(base, str) else None,
+        **sizes.entry,
+        "present": present,
+        "configured": configured if isinstance(configured, int) else None,
+    }
+    return PublishedWeights(
+        "heads", next(iter(files)), sizes, report, lambda: (replace(sizes, tensors=_tensors(files)), None)
     )
 
 
-def heads_tensors(heads: PublishedHeads) -> tuple[dict[str, Tensor], torch.dtype]:
-    """The tensors of the heads by name, and their type."""
-    found: dict[str, Tensor] = {}
-    for file, names in heads.files.items():
+def _tensors(files: Mapping[Path, Mapping[str, str]]) -> dict[str, Tensor]:
+    """The tensors of the heads by name, in one type."""
+    tensors: dict[str, Tensor] = {}
+    for file, names in files.items():
         stored = read_torch_file(file) if file.suffix == ".pt" else read_tensors(file, _ADVICE)
-        found |= {own: stored[name] for name, own in names.items()}
-        if wrong := not_finite(found):
-            raise CheckpointError(f"{file}: {wrong} has numbers that are not finite; {_ADVICE}")
+        tensors |= {own: stored[name] for name, own in names.items()}
+        with errors_of(f"{file}", _ADVICE):
+            require_finite(tensors)
     dtype = torch.float32
-    for tensor in found.values():
+    for tensor in tensors.values():
         dtype = tensor.dtype if dtype in (torch.float32, tensor.dtype) else torch.float32
-    return found, dtype
+    return {name: tensor.to(dtype) for name, tensor in tensors.items()}
 
 
 def _shapes(file: Path) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from spaceport.exporter.checkpoint import Checkpoint
-from spaceport.exporter.preloaded_slots_file import check_slots
+from spaceport.exporter.mechanisms import errors_of, require_finite
 from spaceport.exporter.sar_config import CheckpointError
 from spaceport.graphs.preloaded_slots import PreloadedSlots
 from spaceport.tools.adopt.forecast_file import EMBEDDING, PREFIX
-from spaceport.tools.adopt.plan import PublishedPrefix
+from spaceport.tools.adopt.plan import PublishedWeights
 from spaceport.tools.adopt.torch_file import read_torch_file
 
 _ADVICE = "copy the file again, or give the base model that it was trained on"
 _PAIR = 2  # key and value
 
 
-def read_published_prefix(file: Path, checkpoint: Checkpoint) -> PublishedPrefix:
+def read_published_prefix(file: Path, checkpoint: Checkpoint) -> PublishedWeights:
     """The prefix in a file, checked against the configuration of its base model."""
     slots, embeddings = prefix_tensors(file)
-    check_slots(f"{file}: {PREFIX}", slots, checkpoint.config, _ADVICE)
+    with errors_of(f"{file}: {PREFIX}", _ADVICE):
+        slots.check(checkpoint.config)
+        require_finite(slots.state())
     hidden_size = int(checkpoint.config.get_text_config().hidden_size)
     if embeddings.dim() != 2 or not len(embeddings) or embeddings.shape[1] != hidden_size:
         raise CheckpointError(
@@ -32,7 +35,20 @@ def read_published_prefix(file: Path, checkpoint: Checkpoint) -> PublishedPrefix
     if not bool(torch.isfinite(embeddings).all()):
         raise CheckpointError(f"{file}: {EMBEDDING} has numbers that are not finite; {_ADVICE}")
     unused = tuple(sorted(read_torch_file(file).keys() - {PREFIX, EMBEDDING}))
-    return PublishedPrefix(file, tuple(slots.keys.shape), len(embeddings), unused, lambda: prefix_tensors(file))
+    return published_prefix(file, slots, embeddings, unused, lambda: prefix_tensors(file))
+
+
+def published_prefix(
+    path: Path,
+    slots: PreloadedSlots,
+    embeddings: Tensor,
+    unused: tuple[str, ...],
+    read: Callable[[], tuple[PreloadedSlots, Tensor]],
+) -> PublishedWeights:
+    """A published prefix of key/value pairs; `unused` names further tensors, which the published code does not use."""
+    sizes = PreloadedSlots(slots.keys.to("meta"), slots.values.to("meta"))
+    report = {"file": str(path), "slots": slots.count, "tokens": len(embeddings), "unused": list(unused)}
+    return PublishedWeights("prefix", path, sizes, report, read)
 
 
 def prefix_tensors(file: Path) -> tuple[PreloadedSlots, Tensor]:

@@ -5,9 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from spaceport.exporter.checkpoint import Checkpoint, load_tokenizer
-from spaceport.exporter.sar_config import DraftLayout
 from spaceport.graphs.contract.draft_methods import MAX_MASK_SLOTS
-from spaceport.tools.adopt.adapter_writer import write_adopted_prefix
 from spaceport.tools.adopt.forecast_file import PREFIX, forecast_file
 from spaceport.tools.adopt.given import Given, check_slots
 from spaceport.tools.adopt.new_tokens import new_tokens
@@ -30,11 +28,11 @@ def _plan(given: Given, evidence: str, checkpoint: Checkpoint) -> Plan:
         raise ValueError("no file with a forecast prefix: expected one, by which the method was recognized")
     require_no_masks(given, checkpoint, "the file of SSD has mask tokens of its own")
     prefix = read_published_prefix(file, checkpoint)
-    most = min(prefix.tokens, MAX_MASK_SLOTS)
+    most = min(prefix.report["tokens"], MAX_MASK_SLOTS)
     slots = given.request.max_mask_slots or most
     check_slots(slots, most)
     masks = new_tokens(given, load_tokenizer(checkpoint), "forecast", slots)
-    return Plan(SSD.name, evidence, given.checkpoint, masks, slots, DraftLayout(), prefix=prefix)
+    return Plan(SSD.name, evidence, given.checkpoint, masks, slots, prefix)
 
 
 SSD = Method(
@@ -42,6 +40,5 @@ SSD = Method(
     "SSD: a forecast prefix that only mask rows see",
     _recognize,
     _plan,
-    write_adopted_prefix,
     f"a file of torch (*.pt) with the tensor {PREFIX}",
 )

@@ -5,10 +5,9 @@ from __future__ import annotations
 import random
 
 from spaceport.exporter.checkpoint import DEFAULT_MASK_SLOTS, Checkpoint, load_tokenizer
-from spaceport.exporter.sar_config import CheckpointError, DraftLayout, Noise
+from spaceport.exporter.sar_config import CheckpointError, Noise
 from spaceport.graphs.contract.draft_methods import MAX_MASK_SLOTS
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.tools.adopt.adapter_writer import write_adopted
 from spaceport.tools.adopt.given import Given, check_slots
 from spaceport.tools.adopt.new_tokens import new_tokens
 from spaceport.tools.adopt.peft_adapter import read_peft_adapter
@@ -38,7 +37,7 @@ def _plan(given: Given, evidence: str, checkpoint: Checkpoint) -> Plan:
     noise = Noise(_noise_ids(given, len(tokenizer), slots, seed), seed)
     masks = new_tokens(given, tokenizer, "noise", slots)
     peft = read_peft_adapter(given.peft_folder, checkpoint, tuple(masks.values()))
-    return Plan(UNO.name, evidence, given.checkpoint, masks, slots, DraftLayout(noise=noise), peft)
+    return Plan(UNO.name, evidence, given.checkpoint, masks, slots, peft, noise=noise)
 
 
 def _noise_ids(given: Given, tokens: int, count: int, seed: int) -> tuple[int, ...]:
@@ -53,4 +52,4 @@ def _noise_ids(given: Given, tokens: int, count: int, seed: int) -> tuple[int, .
     return tuple(random.Random(seed).sample(range(1, end), count))
 
 
-UNO = Method("uno", "UNO: LoRA that acts on random tokens only", _recognize, _plan, write_adopted)
+UNO = Method("uno", "UNO: LoRA that acts on random tokens only", _recognize, _plan)

@@ -70,7 +70,7 @@ def command(
 
     quiet_libraries()
     found, plan, checkpoint = plan_adoption(given, trust_remote_code)
-    if target is None and not dry_run and found.write is not None:
+    if target is None and not dry_run and found.writes:
         raise OptionFault("no TARGET: expected CHECKPOINT [ADAPTER] TARGET, or --dry-run to write nothing")
     written = [] if target is None or dry_run else write_adoption(found, plan, checkpoint, target, overwrite)
     report = {

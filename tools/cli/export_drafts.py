@@ -26,8 +26,8 @@ from spaceport.tools.cli.options import PATH, Unused, method_option, noise_seed_
 if TYPE_CHECKING:  # torch is imported only once the paths are valid
     from collections.abc import Callable
 
-    from spaceport.exporter.draft_additions import DraftAdditions
     from spaceport.exporter.export import TokenFlags
+    from spaceport.exporter.mechanisms import DraftAdditions
 
 export_adapter_options = options(
     click.option(
@@ -120,7 +120,7 @@ class ExportDrafts:
         if self.adapter is None:
             return None, None
         from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint
-        from spaceport.exporter.draft_additions import added_by
+        from spaceport.exporter.dry_run import added_by
 
         return added_by(open_checkpoint(self.checkpoint, TokenFlags(), remote_code, self.adapter)), None
 

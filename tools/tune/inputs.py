@@ -6,7 +6,7 @@ from pathlib import Path
 
 from spaceport import __version__
 from spaceport.exporter.atomic_folder import ADAPTER_FOLDER, CHECKPOINT, FolderKind, check_target
-from spaceport.exporter.checkpoint_files import ADAPTER_FILE, FACTORS_FILE, INPUT_ROWS_FILE
+from spaceport.exporter.checkpoint_files import own_files
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import record_of
 from spaceport.tools.tune.job import TuningJob
@@ -82,8 +82,7 @@ def facts_of(job: TuningJob, identity: dict[str, list[str]]) -> dict[str, str]:
 
 def _digests(adapter: Path) -> list[str]:
     """Digests of what is trained further."""
-    files = (adapter / name for name in (ADAPTER_FILE, FACTORS_FILE, INPUT_ROWS_FILE))
-    return [_digest(file) for file in files if file.exists()]
+    return [_digest(file) for file in own_files(adapter)]
 
 
 def _digest(path: Path) -> str:

@@ -64,12 +64,12 @@ def open_tunable_model(checkpoint: Checkpoint, settings: TrainingSettings, reque
     """Open a checkpoint for tuning and add the special tokens that the objective needs."""
     folder = checkpoint.folder
     added = checkpoint.adapter_folder
-    if checkpoint.adapter is not None and added is None:
+    if checkpoint.mechanism(Adapter) is not None and added is None:
         raise InputFault(f"{folder}: has a mask adapter: expected plain weights; tune its base checkpoint instead")
-    for found, what in ((checkpoint.heads, "heads, which are"), (checkpoint.preloaded, "a prefix, which is")):
-        if found is not None:
+    for mechanism in checkpoint.mechanisms:
+        if not isinstance(mechanism, (Adapter, Factors, InputRows)):
             raise InputFault(
-                f"{folder if added is None else added.path}: has {what} not tuned: expected plain weights; tune its base "
+                f"{checkpoint.owner}: has {mechanism.name}, which is not tuned: expected plain weights; tune its base "
                 "checkpoint instead"
             )
     tokenizer = load_tokenizer(checkpoint)
@@ -79,7 +79,7 @@ def open_tunable_model(checkpoint: Checkpoint, settings: TrainingSettings, reque
     base = None if added is None else added.base
     if base is None and settings.method == "gated-lora":
         base = identity_of(folder.stem, model)
-    sar_config = read_sar_config(folder if added is None else added.path)
+    sar_config = read_sar_config(checkpoint.owner)
     mask_rows = settings.mask_layout.rows(settings.slots)
     names = resolve_token_names(mask_rows, settings.distinct, settings.forks, requested, sar_config)
     if len(set(names.all)) < len(names.all):
@@ -104,9 +104,9 @@ def open_tunable_model(checkpoint: Checkpoint, settings: TrainingSettings, reque
         slots,
         settings.mask_layout if settings.drafts else checkpoint.drafts.layout,
         base,
-        checkpoint.adapter,
-        checkpoint.correction,
-        checkpoint.input_rows,
+        checkpoint.mechanism(Adapter),
+        checkpoint.mechanism(Factors),
+        checkpoint.mechanism(InputRows),
     )
 
 

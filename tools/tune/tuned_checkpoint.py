@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,12 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from spaceport.exporter.adapter import write_adapter
-from spaceport.exporter.adapter_folder import TrainedAdapter, embedding_tables, write_adapter_folder
-from spaceport.exporter.correction_factors import write_factors
-from spaceport.exporter.input_rows_file import write_input_rows
+from spaceport.exporter.adapter_folder import TrainedAdapter, embedding_tables, narrowed, write_adapter_folder
+from spaceport.exporter.mechanisms import write_mechanisms
 from spaceport.exporter.sar_config import read_json, write_sar_config
 from spaceport.graphs.contract.draft_methods import CAUSAL
 from spaceport.graphs.gated import adapter_state, base_state
+from spaceport.graphs.mechanism import Mechanism
 from spaceport.tools.tune.methods import MergedModel
 from spaceport.tools.tune.tunable_model import TunableModel
 from spaceport.tools.tune.vocabulary import id_of
@@ -49,13 +48,14 @@ def write_checkpoint(
     for file in folder.glob("*.safetensors"):
         file.chmod(0o644)  # safetensors creates files that only the owner can read
     write_sar_config(folder, _sar_config(tunable, tuned))
-    if tuned.adapter is not None:
-        write_adapter(folder, model, tuned.adapter)
-    if tuned.correction is not None:
-        write_factors(folder, tuned.correction)
-    if tuned.input_rows is not None:
-        write_input_rows(folder, tuned.input_rows)
+    write_mechanisms(folder, _mechanisms(tuned, adapter_state(model)))
     return dtype
+
+
+def _mechanisms(tuned: MergedModel, adapter_tensors: Mapping[str, Tensor]) -> list[Mechanism]:
+    """With what a tuned model drafts."""
+    adapter = None if tuned.adapter is None else replace(tuned.adapter, tensors=adapter_tensors)
+    return [mechanism for mechanism in (adapter, tuned.correction, tuned.input_rows) if mechanism is not None]
 
 
 def _copy_generation(own: Path, target: Path, end: tuple[int, ...]) -> None:
@@ -78,17 +78,12 @@ def write_adapter_only(folder: Path, tunable: TunableModel, tuned: MergedModel) 
         folder,
         TrainedAdapter(
             tunable.base,
-            tuned.adapter,
-            adapter_state(tuned.model),
+            _mechanisms(tuned, narrowed(adapter_state(tuned.model))),
             {name: id_of(tunable.tokenizer, name) for name in tunable.names.all},
             embedding_tables(tuned.model),
             _sar_config(tunable, tuned),
         ),
     )
-    if tuned.correction is not None:
-        write_factors(folder, tuned.correction)
-    if tuned.input_rows is not None:
-        write_input_rows(folder, tuned.input_rows)
 
 
 def _sar_config(tunable: TunableModel, tuned: MergedModel) -> dict[str, Any]:

@@ -15,12 +15,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from spaceport.exporter.adapter import ADAPTER_FILE
 from spaceport.exporter.adapter_folder import BASE_FILE, EMBEDDINGS_FILE, identity_of
 from spaceport.exporter.checkpoint import SAR_FILE, Checkpoint, TokenFlags, load_model, open_checkpoint
 from spaceport.exporter.checkpoint_source import quiet_libraries
-from spaceport.exporter.heads_file import HEADS_FILE
-from spaceport.exporter.preloaded_slots_file import PRELOADED_FILE
 from spaceport.exporter.sar_config import CheckpointError
 from spaceport.tools.cli import run
 from spaceport.tools.cli.exit_codes import INPUT, OK, USAGE
@@ -29,15 +26,24 @@ from support.published import MASK, VOCAB, text, write_checkpoint
 from support.published_drafts import BASE
 from support.published_methods import METHODS, RANK, SLOTS, PublishedModel
 
+ADAPTER_FILE = "mask_adapter.safetensors"
+HEADS_FILE = "draft_heads.safetensors"
+PRELOADED_FILE = "preloaded_slots.safetensors"
+
 Capture = pytest.CaptureFixture[str]
 Published = Callable[[str], PublishedModel]
 Adopted = Callable[[str], tuple[Path, Path]]
+HEADS: dict[str, Any] = {"mechanisms": {"draft_heads": {"count": 3, "blocks": 1}}}
 ADAPTER_FILES = {ADAPTER_FILE, BASE_FILE, EMBEDDINGS_FILE, SAR_FILE}
 PREFIX_FILES = {BASE_FILE, EMBEDDINGS_FILE, PRELOADED_FILE, SAR_FILE}
 
 
+def prefix(slots: int) -> dict[str, Any]:
+    return {"mechanisms": {"preloaded_slots": {"slots": slots}}}
+
+
 def lora(alpha: float, rank: int = RANK, target: str = "fc2") -> dict[str, Any]:
-    return {"mask_adapter": {"rank": rank, "alpha": alpha, "targets": [target]}}
+    return {"mechanisms": {"mask_adapter": {"rank": rank, "alpha": alpha, "targets": [target]}}}
 
 
 def masks(name: str) -> list[str]:
@@ -48,10 +54,10 @@ def masks(name: str) -> list[str]:
 FOLDERS: dict[str, tuple[set[str], list[str], str, dict[str, Any]]] = {
     "gated-lora": (ADAPTER_FILES, [str(MASK)], "idlm", lora(2.0 * RANK)),
     "uno": (ADAPTER_FILES, masks("noise"), "uno/adapter", lora(24 * RANK**0.5)),  # rsLoRA: alpha / sqrt(rank)
-    "medusa": ({BASE_FILE, EMBEDDINGS_FILE, HEADS_FILE, SAR_FILE}, [], "medusa", {"heads": {"count": 3, "blocks": 1}}),
+    "medusa": ({BASE_FILE, EMBEDDINGS_FILE, HEADS_FILE, SAR_FILE}, [], "medusa", HEADS),
     "nemotron": (ADAPTER_FILES, [str(MASK)], "nemotron/linear_spec_lora", lora(16.0, 4, "o_proj")),
-    "ssd": (PREFIX_FILES, masks("forecast"), "ssd", {"prefix": PRELOADED_FILE}),
-    "bita": (PREFIX_FILES, masks("bita"), "bita", {"prefix": PRELOADED_FILE}),
+    "ssd": (PREFIX_FILES, masks("forecast"), "ssd", prefix(16)),
+    "bita": (PREFIX_FILES, masks("bita"), "bita", prefix(16)),
 }
 
 
@@ -177,8 +183,8 @@ def test_the_report_names_what_was_found(
     ("method", "refused"),
     [
         ("gated-lora", None),
-        ("medusa", "has heads, which are not tuned"),
-        ("ssd", "has a prefix, which is not tuned"),
+        ("medusa", "has draft_heads, which is not tuned"),
+        ("ssd", "has preloaded_slots, which is not tuned"),
     ],
 )
 def test_an_adopted_adapter_can_be_trained_further(

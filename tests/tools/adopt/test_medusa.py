@@ -19,7 +19,6 @@ from safetensors.torch import load_file, save_file
 from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint
 from spaceport.exporter.checkpoint_source import quiet_libraries
 from spaceport.exporter.export import ExportOptions
-from spaceport.exporter.heads_file import HEADS_FILE
 from spaceport.runtime.backends import open_engine
 from spaceport.runtime.backends.on_cuda import DeviceEngine
 from spaceport.runtime.backends.on_onnxruntime import open_selection, open_session
@@ -36,6 +35,8 @@ from support.exported import bundle_of
 from support.published import PADDED, exact_model, text, write_checkpoint
 from support.published_drafts import exact_heads, write_published_heads
 from support.published_methods import exact_data
+
+HEADS_FILE = "draft_heads.safetensors"
 
 HEADS = 3
 Capture = pytest.CaptureFixture[str]
@@ -99,7 +100,7 @@ def test_heads_in_any_file_are_adopted_alike(base: Path, adapter: Path, tmp_path
     save_file({**load_file(file), **heads}, file, {"format": "pt"})
     assert run(["adopt", str(whole), str(tmp_path / "from whole")]) == OK
     assert (tmp_path / "from whole" / HEADS_FILE).read_bytes() == (adapter / HEADS_FILE).read_bytes()
-    assert open_checkpoint(whole, TokenFlags(), adapter=tmp_path / "from whole").heads is not None
+    assert open_checkpoint(whole, TokenFlags(), adapter=tmp_path / "from whole").drafts.heads == HEADS
 
 
 def test_heads_are_stored_in_the_type_in_which_they_were_published(base: Path, tmp_path: Path) -> None:

@@ -11,10 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from spaceport.exporter.adapter import ADAPTER_FILE
 from spaceport.exporter.checkpoint import SAR_FILE, TokenFlags, load_model, open_checkpoint
 from spaceport.exporter.checkpoint_source import quiet_libraries
-from spaceport.exporter.preloaded_slots_file import PRELOADED_FILE
 from spaceport.graphs.contract.draft_methods import MaskLayout
 from spaceport.tools.adopt.peft_config import WEIGHTS_FILE
 from spaceport.tools.cli import run
@@ -32,6 +30,9 @@ from support.published_drafts import (
     write_published_prefix,
 )
 from support.published_nemotron import CONFIG, FOLDER, nemotron_logits, random_weights, write_nemotron
+
+ADAPTER_FILE = "mask_adapter.safetensors"
+PRELOADED_FILE = "preloaded_slots.safetensors"
 
 MASKS = 3
 ENCODER = "model.prefix_encoder"
@@ -195,7 +196,7 @@ def test_mask_rows_have_the_logits_of_pefts_own_forward_pass(name: str, base: Pa
     if name == "one layer":
         names = {module.rpartition(".")[0] for module in load_file(tmp_path / "adapter" / ADAPTER_FILE)}
         assert names == {"model.layers.1.self_attn.q_proj", "model.layers.1.mlp.up_proj"}
-        entry = json.loads((tmp_path / "adapter" / SAR_FILE).read_text("utf-8"))["mask_adapter"]
+        entry = json.loads((tmp_path / "adapter" / SAR_FILE).read_text("utf-8"))["mechanisms"]["mask_adapter"]
         assert set(entry["targets"]) == names
 
 

@@ -63,7 +63,7 @@ WEIGHTS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("ssd", {PREFIX: lambda p: torch.cat((p, p))}, {}, "has keys of shape (2, 4, 16, 8) and values of shape (2, 4"),
     ("ssd", {PREFIX: lambda p: p[:, :, :, :2]}, {}, "expected 1 x 4 x slots x 8 for both"),
     ("ssd", {PREFIX: lambda p: p[:, :1]}, {}, "expected layers x 2 x 1 x KV heads x slots x head size"),
-    ("ssd", {PREFIX: lambda p: p * torch.nan}, {}, "forecast_prefix: has numbers that are not finite"),
+    ("ssd", {PREFIX: lambda p: p * torch.nan}, {}, "forecast_prefix: keys has numbers that are not finite"),
     ("ssd", {EMBEDDING: None}, {}, "has no tensor forecast_embedding"),
     ("ssd", {EMBEDDING: lambda rows: rows[:, :31]}, {}, "has shape (3, 31): expected tokens x 32"),
     ("ssd", {EMBEDDING: lambda rows: rows / 0}, {}, "forecast_embedding has numbers that are not finite"),
@@ -255,11 +255,15 @@ def test_another_base_model_is_refused(models: dict[str, PublishedModel], tmp_pa
 @pytest.mark.parametrize(
     ("method", "entries", "message"),
     [
-        ("gated-lora", {}, "has a mask adapter already: expected its base model"),
-        ("medusa", {}, "has heads already: expected its base model"),
-        ("ssd", {"mask_tokens": ["638"], "mask_slots": 1}, "has a prefix already: expected its base model"),
-        ("medusa", {"mask_tokens": ["638"]}, "has 3 heads, and mask tokens 638: expected one of them"),
-        ("medusa", {"heads": {"count": 0, "blocks": 1}}, "expected a count of 1 to 64"),
+        ("gated-lora", {}, "has mask_adapter already: expected its base model"),
+        ("medusa", {}, "has draft_heads already: expected its base model"),
+        ("ssd", {"mask_tokens": ["638"], "mask_slots": 1}, "has preloaded_slots already: expected its base model"),
+        ("medusa", {"mask_tokens": ["638"]}, "has draft_heads, and mask tokens 638: expected one of them"),
+        (
+            "medusa",
+            {"mechanisms": {"draft_heads": {"count": 0, "blocks": 1}}},
+            "draft_heads.count is 0: expected a whole number of",
+        ),
     ],
 )
 def test_a_base_model_that_drafts_already_is_refused(
@@ -286,7 +290,9 @@ def test_the_heads_of_an_adapter_folder_have_to_fit_the_base_model(
 ) -> None:
     adapter = tmp_path / "adapter"
     assert adopt(models["medusa"], adapter) == OK
-    (adapter / SAR_FILE).write_text(json.dumps({"mask_tokens": [], "heads": {"count": 4, "blocks": 1}}), "utf-8")
+    (adapter / SAR_FILE).write_text(
+        json.dumps({"mask_tokens": [], "mechanisms": {"draft_heads": {"count": 4, "blocks": 1}}}), "utf-8"
+    )
     checkpoint = open_checkpoint(models["medusa"].base, TokenFlags(), adapter=adapter)
     with pytest.raises(ValueError, match=r"has no tensor 3.0.linear.bias and 2 more: expected 12 of heads"):
         load_model(checkpoint, "float32")

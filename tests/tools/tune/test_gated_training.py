@@ -17,17 +17,15 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from spaceport.exporter.adapter import ADAPTER_FILE
 from spaceport.exporter.adapter_folder import EMBEDDINGS_FILE
 from spaceport.exporter.checkpoint import TokenFlags, load_model, open_checkpoint
-from spaceport.exporter.correction_factors import FACTORS_FILE, read_factors, write_factors
-from spaceport.exporter.input_rows_file import read_input_rows, write_input_rows
+from spaceport.exporter.mechanisms import read_mechanisms, write_mechanisms
 from spaceport.exporter.sar_config import read_sar_config, write_sar_config
 from spaceport.graphs.contract.draft_correction import CORRECTION_FILE, read_tables
 from spaceport.graphs.contract.draft_methods import MaskLayout
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.correction import Factors
-from spaceport.graphs.input_rows import InputRows, use_input_rows
+from spaceport.graphs.input_rows import InputRows
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
 from spaceport.tools.cli import run
@@ -46,6 +44,9 @@ from spaceport.tools.verify.acceptance.tally import Tally
 from support.exported import bundle_of
 from support.families import FAMILIES, build
 from support.paths import TINY
+
+ADAPTER_FILE = "mask_adapter.safetensors"
+FACTORS_FILE = "draft_correction.safetensors"
 
 pytestmark = pytest.mark.slow
 
@@ -91,15 +92,16 @@ def same(one: Path, other: Path, file: str = ADAPTER_FILE) -> bool:
 
 
 def factors(folder: Path) -> Factors:
-    found = read_factors(folder)
-    assert found is not None
-    return found
+    return next(mechanism for mechanism in read_mechanisms(folder) if isinstance(mechanism, Factors))
+
+
+def halves(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    found = factors(folder)
+    return found.before, found.after
 
 
 def input_rows(adapter: Path) -> InputRows:
-    found = read_input_rows(adapter)
-    assert found is not None
-    return found
+    return next(mechanism for mechanism in read_mechanisms(adapter) if isinstance(mechanism, InputRows))
 
 
 def llama() -> Any:
@@ -142,7 +144,7 @@ def test_only_the_logits_of_predicted_tokens_change(tied: bool) -> None:
     assert (apart is not None) == tied
     if apart is not None:
         assert apart.tokens == (93,)
-        use_input_rows(model, apart)
+        apart.apply(model)
     torch.testing.assert_close(model(input_ids=ids).logits[..., 93], changed[..., 93])
     found = model(input_ids=torch.tensor([[7, 93, 11]])).logits
     torch.testing.assert_close(found[..., :90], behind[..., :90])
@@ -192,7 +194,7 @@ def test_an_adapter_is_trained_further_with_its_rank(adapters: Adapters) -> None
     still = replace(SETTINGS, learning_rate=1e-12, max_steps=1, rank=9, alpha=1.0)
     unchanged = adapters.trained("same", still, adapter=first)
     assert same(unchanged, first)
-    entry = json.loads((unchanged / "sar_config.json").read_text())["mask_adapter"]
+    entry = json.loads((unchanged / "sar_config.json").read_text())["mechanisms"]["mask_adapter"]
     assert (entry["rank"], entry["alpha"]) == (2, 32.0)
 
 
@@ -280,10 +282,10 @@ def test_a_correction_and_input_rows_go_with_their_checkpoint_into_the_bundle(tm
     hidden, fork = 96, 630  # an unused row of the table: no text has this token
     checkpoint = shutil.copytree(TINY, tmp_path / "checkpoint", ignore=shutil.ignore_patterns("*.py", "*.md", "__*"))
     given = Factors(*(torch.randn(hidden, 4, generator=random) for _ in range(2)))
-    write_factors(checkpoint, given)
+    write_mechanisms(checkpoint, [given])
     bundles = []
     for sign in (1, -1):
-        write_input_rows(checkpoint, InputRows((fork,), sign * torch.ones(1, hidden)))
+        write_mechanisms(checkpoint, [InputRows((fork,), sign * torch.ones(1, hidden))])
         write_sar_config(checkpoint, {**read_sar_config(checkpoint), "fork_by_default": sign < 0})
         bundles.append(bundle_of(checkpoint))
     scores = []
@@ -337,7 +339,7 @@ def test_a_correction_does_not_change_how_the_adapter_is_trained_from_its_first_
     assert factors(one).rank == 4
     assert factors(one).after.abs().max() > 0  # it begins with zeros
     still = replace(CORRECTED, learning_rate=1e-12, max_steps=1, correction_rank=0)
-    for found, expected in zip(factors(corrections.trained("same", still, adapter=one)), factors(one), strict=True):
+    for found, expected in zip(halves(corrections.trained("same", still, adapter=one)), halves(one), strict=True):
         torch.testing.assert_close(found, expected, rtol=2e-3, atol=1e-6)
 
 

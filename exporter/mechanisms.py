@@ -1,0 +1,176 @@
+"""Mechanisms: with what a folder's model drafts, each stored as an entry in sar_config.json and a file of named tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from spaceport.exporter.sar_config import (
+    SAR_FILE,
+    CheckpointError,
+    mechanism_entries,
+    tensor_file,
+    write_sar_config,
+)
+from spaceport.graphs.contract.faults import InputFault
+from spaceport.graphs.contract.json_fields import JsonField, Rules
+from spaceport.graphs.contract.manifest import TokenIds
+from spaceport.graphs.correction import Factors
+from spaceport.graphs.draft_heads import Heads
+from spaceport.graphs.gated import Adapter
+from spaceport.graphs.input_rows import InputRows
+from spaceport.graphs.mechanism import Mechanism, MechanismError, is_finite
+from spaceport.graphs.preloaded_slots import PreloadedSlots
+
+# By name, in the order in which they are added to a model.
+MECHANISMS: dict[str, type[Mechanism]] = {
+    kind.name: kind for kind in (Factors, InputRows, Adapter, Heads, PreloadedSlots)
+}
+
+
+def read_mechanisms(folder: Path) -> tuple[Mechanism, ...]:
+    """The mechanisms of a checkpoint or adapter folder, whose tensors stay in their files until they are used."""
+    entries = mechanism_entries(folder)
+    if unknown := sorted(entries.keys() - MECHANISMS.keys()):
+        raise CheckpointError(f"{folder / SAR_FILE}: mechanisms has {unknown[0]!r}: expected {', '.join(MECHANISMS)}")
+    return tuple(_read(folder, kind, entries.get(name)) for name, kind in MECHANISMS.items() if _exists(folder, name))
+
+
+def _exists(folder: Path, name: str) -> bool:
+    """Whether a folder has a mechanism; raises if it has its file or its entry alone."""
+    file, named = tensor_file(folder, name), name in mechanism_entries(folder)
+    if file.exists() and not named:
+        raise CheckpointError(
+            f"{file}: mechanisms in {SAR_FILE} has no entry {name} for it: expected the entry that belongs to the file; add "
+            "it, or remove the file"
+        )
+    if named and not file.exists():
+        raise CheckpointError(
+            f"{folder}: {SAR_FILE} names {name}, but there is no {file.name}: copy it there, or set the entry to null to go "
+            "on without it"
+        )
+    return named
+
+
+def _read(folder: Path, kind: type[Mechanism], entry: object) -> Mechanism:
+    file = tensor_file(folder, kind.name)
+    tensors = read_tensors(file, advice(kind.name))
+    if not tensors:
+        raise CheckpointError(f"{file}: has no tensors; {advice(kind.name)}")
+    with errors_of(f"{file}", advice(kind.name)):
+        return kind.read(
+            JsonField(entry, f"{folder / SAR_FILE}: {kind.name}", Rules(CheckpointError, f"; {advice(kind.name)}")),
+            tensors,
+        )
+
+
+def check_mechanisms(folder: Path, mechanisms: Sequence[Mechanism], config: PreTrainedConfig, tokens: TokenIds) -> None:
+    """Raise for mechanisms that do not fit the configuration of their model, its mask tokens or each other."""
+    for mechanism in mechanisms:
+        if mechanism.needs_mask_token and not tokens.mask:
+            raise CheckpointError(
+                f"{folder}: {SAR_FILE} names {mechanism.name}, which acts on mask rows only, but no mask token is known: set "
+                f"one with --mask-token, or as mask_tokens in {SAR_FILE}"
+            )
+        if mechanism.needs_mask_token is False and tokens.mask:
+            raise CheckpointError(
+                f"{folder}: has {mechanism.name}, and mask tokens {', '.join(map(str, tokens.mask))}: expected one of them, "
+                f"which drafts; leave --mask-token out, or remove mask_tokens or {mechanism.name} from {SAR_FILE}"
+            )
+        with errors_in(folder, mechanism):
+            mechanism.check(config)
+
+
+def check_values(folder: Path, mechanisms: Sequence[Mechanism]) -> None:
+    """Raise for tensors with numbers that are not finite."""
+    for mechanism in mechanisms:
+        with errors_in(folder, mechanism):
+            require_finite(mechanism.state())
+
+
+def apply_mechanisms(
+    model: PreTrainedModel, folder: Path, mechanisms: Sequence[Mechanism], mask_ids: Sequence[int]
+) -> None:
+    """Add the mechanisms of a folder to its model."""
+    for mechanism in mechanisms:
+        with errors_in(folder, mechanism):
+            mechanism.apply(model, mask_ids)
+
+
+def write_mechanisms(folder: Path, mechanisms: Sequence[Mechanism]) -> None:
+    """Write mechanisms into a folder: the tensors, and the entries in sar_config.json."""
+    for mechanism in mechanisms:
+        save_tensors(tensor_file(folder, mechanism.name), mechanism.state())
+    entries = {mechanism.name: mechanism.entry for mechanism in mechanisms}
+    write_sar_config(folder, {"mechanisms": {**mechanism_entries(folder), **entries}})
+
+
+@dataclass(frozen=True)
+class DraftAdditions:
+    """What drafts add to a base model, by its sizes."""
+
+    mask_ids: tuple[int, ...]
+    vocab_size: int  # embedding rows with those of new tokens
+    mechanisms: Sequence[Mechanism]
+
+    @property
+    def replaces_attention(self) -> bool:
+        """Whether they replace the attention of layers."""
+        return any(mechanism.replaces_attention for mechanism in self.mechanisms)
+
+    def add_to(self, model: PreTrainedModel) -> None:
+        """Add them to a model on torch's meta device, which stores shapes only."""
+        if cast(nn.Embedding, model.get_input_embeddings()).num_embeddings < self.vocab_size:
+            model.resize_token_embeddings(self.vocab_size, mean_resizing=False)
+        for mechanism in self.mechanisms:
+            mechanism.apply(model, self.mask_ids)
+
+
+def require_finite(tensors: Mapping[str, Tensor]) -> None:
+    """Raise for tensors with infinities or NaN."""
+    for name, tensor in tensors.items():
+        if not is_finite(tensor):
+            raise MechanismError(f"{name} has numbers that are not finite")
+
+
+@contextmanager
+def errors_of(where: str, what_to_do: str) -> Iterator[None]:
+    """Raise an error about tensors as one about the file or folder that has them."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except InputFault as error:
+        raise CheckpointError(f"{where}: {error}; {what_to_do}") from error
+
+
+def errors_in(folder: Path, mechanism: Mechanism) -> AbstractContextManager[None]:
+    """Raise an error about the tensors of a mechanism as one about its file."""
+    return errors_of(f"{tensor_file(folder, mechanism.name)}", advice(mechanism.name))
+
+
+def advice(name: str) -> str:
+    """What to do about a file that does not fit."""
+    return f"copy the file that belongs to this folder, or correct {name} in {SAR_FILE}, or set it to null to go on without it"
+
+
+def read_tensors(file: Path, what_to_do: str) -> dict[str, Tensor]:
+    """The tensors in a file; the error of one that cannot be read says what to do."""
+    try:
+        return load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{file}: cannot be read: {error}: {what_to_do}") from error
+
+
+def save_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write tensors into a file that everybody may read; safetensors itself makes it readable by its owner only."""
+    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, file)
+    file.chmod(0o644)

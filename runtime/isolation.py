@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import selectors
 import subprocess
@@ -58,18 +59,17 @@ class HelperProcess:
                 raise JobFailed("the runtime is closed")
             process = self._started(deadline)
             assert process.stdin is not None
-            limit = _limit(_WALL_SECONDS, deadline)
             try:
                 process.stdin.write(request)
                 process.stdin.flush()
-                answer = json.loads(_line(process, limit))
+                answer = json.loads(_line(process, _WALL_SECONDS, deadline))
             except (OSError, EOFError) as error:
                 self._end()
                 if self._closed:
                     raise JobFailed("the runtime is closed") from error
                 with suppress(OSError):  # which the next job reports
                     self._process = self._spawned()  # starts while nobody waits for it
-                if isinstance(error, TimeoutError) and limit < _WALL_SECONDS:
+                if isinstance(error, TimeoutError) and _is_past(deadline):
                     raise DeadlinePassed("the deadline passed before it ended") from error
                 raise JobFailed(f"took more than {self._cpu_seconds:g} s or too much memory") from error
             except BaseException:
@@ -94,16 +94,16 @@ class HelperProcess:
         if self._process is None or self._process.poll() is not None:
             self._end()
             self._process = self._spawned()
-        if not self._ready:
-            limit = _limit(_START_SECONDS, deadline)
-            try:
-                _line(self._process, limit)
-            except (OSError, EOFError) as error:
-                if isinstance(error, TimeoutError) and limit < _START_SECONDS:
-                    raise DeadlinePassed("the deadline passed before it began") from error
+        try:
+            if not self._ready and not _is_past(deadline):
+                _line(self._process, _START_SECONDS, deadline)
+                self._ready = True
+        except (OSError, EOFError) as error:
+            if not (isinstance(error, TimeoutError) and _is_past(deadline)):
                 self._end()
                 raise JobFailed(f"the helper process did not start: {sys.executable}") from error
-            self._ready = True
+        if _is_past(deadline):
+            raise DeadlinePassed("the deadline passed before it began")
         return self._process
 
     def _spawned(self) -> subprocess.Popen[bytes]:
@@ -130,24 +130,18 @@ class HelperProcess:
                     pipe.close()
 
 
-def _limit(seconds: float, deadline: float | None) -> float:
-    """How many of these seconds are left until a deadline."""
-    if deadline is None:
-        return seconds
-    left = deadline - monotonic()
-    if left <= 0:
-        raise DeadlinePassed("the deadline passed before it began")
-    return min(seconds, left)
+def _is_past(deadline: float | None) -> bool:
+    return deadline is not None and monotonic() >= deadline
 
 
-def _line(process: subprocess.Popen[bytes], seconds: float) -> bytes:
-    """The next line that a process writes; raises EOFError if it ends, TimeoutError after these seconds."""
+def _line(process: subprocess.Popen[bytes], seconds: float, deadline: float | None) -> bytes:
+    """The next line that a process writes; raises EOFError if it ends, TimeoutError after these seconds or the deadline."""
     assert process.stdout is not None
-    deadline, line = monotonic() + seconds, b""
+    until, line = min(monotonic() + seconds, math.inf if deadline is None else deadline), b""
     with selectors.DefaultSelector() as selector:
         selector.register(process.stdout, selectors.EVENT_READ)
         while not line.endswith(b"\n"):
-            if not selector.select(max(0.0, deadline - monotonic())):
+            if not selector.select(max(0.0, until - monotonic())):
                 raise TimeoutError
             chunk = os.read(process.stdout.fileno(), 1 << 16)
             if not chunk:

@@ -1,4 +1,4 @@
-"""Isolated jobs: what the helper process runs; each has a limit of CPU time and memory."""
+"""What the helper processes run; each job has a limit of CPU time and memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Isolation: work that may take too long, in processes that can be killed."""
+"""Work that may take too long, in processes that can be killed."""
 
 from __future__ import annotations
 

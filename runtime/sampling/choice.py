@@ -1,4 +1,4 @@
-"""Choice: greedy token selection, candidates of mask slots and their correction, and bans."""
+"""Greedy token selection, candidates of mask slots with their correction, and bans."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Constrained decoding: limits another token selector to the tokens that a grammar allows, with llguidance."""
+"""Limits another token selector to the tokens that a grammar allows, with llguidance."""
 
 from __future__ import annotations
 

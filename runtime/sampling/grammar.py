@@ -1,4 +1,4 @@
-"""Grammar: a regular expression, a JSON schema or a context-free grammar that a completion matches."""
+"""A regular expression, a JSON schema or a context-free grammar that a completion matches."""
 
 from __future__ import annotations
 

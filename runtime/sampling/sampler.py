@@ -1,4 +1,4 @@
-"""Sampler: sampled tokens that depend on the seed and never on drafts, as docs/sampling.md describes."""
+"""Sampled tokens that depend on the seed and never on drafts, as docs/sampling.md describes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chat template: renders messages as text, in a sandbox, and in a helper process if it may take long."""
+"""Renders chat messages as text, in a sandbox, and in a helper process if it may take long."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Control tokens: encodes text and messages so that special tokens which they spell out stay text."""
+"""Encodes text and messages so that special tokens which they spell out stay text."""
 
 from __future__ import annotations
 

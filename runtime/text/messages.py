@@ -1,4 +1,4 @@
-"""Chat messages: the options of their rendering, their plain copies as a chat template expects them, and their size."""
+"""Chat messages: the options of their rendering, their copies as a chat template expects them, and their size."""
 
 from __future__ import annotations
 

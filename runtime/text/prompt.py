@@ -1,4 +1,4 @@
-"""Prompt: encodes text, token ids or chat messages as tokens."""
+"""Encodes text, token ids or chat messages as the tokens of a prompt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text to tokens and back: the bundle's tokenizer, and streamed tokens as text up to the first stop string."""
+"""Text to tokens, streamed tokens to text, and the first stop string in it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from tokenizers import Encoding, Tokenizer
 
-from spaceport.graphs.contract.faults import OptionFault, is_panic, raise_panic
+from spaceport.graphs.contract.faults import OptionFault, PanicsContained, is_panic, raise_panic
 from spaceport.graphs.contract.manifest import TOKENIZER_FILE
 from spaceport.runtime.bundle import Bundle, BundleError
 
@@ -188,10 +188,7 @@ def encoding_of(tokenizer: Tokenizer, text: str, special: bool) -> Encoding:
         raise OptionFault(
             f"character {error.start} is {text[error.start]!r}, half of a surrogate pair: expected text that UTF-8 can encode"
         ) from error
-    try:
+    with PanicsContained(f"tokenizers encoded a text of {len(text)} characters"):
         if len(text) > _LONG:
             return tokenizer.encode_batch([text], add_special_tokens=special)[0]
         return tokenizer.encode(text, add_special_tokens=special)
-    except BaseException as error:
-        raise_panic(error, f"tokenizers encoded a text of {len(text)} characters")
-        raise

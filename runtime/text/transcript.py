@@ -1,4 +1,4 @@
-"""Transcript: the text of a request's threads, as pieces and in reading order."""
+"""The text of a request's threads, as pieces and in reading order."""
 
 from __future__ import annotations
 

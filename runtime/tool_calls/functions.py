@@ -1,4 +1,4 @@
-"""Functions that a chat request offers to the model: checked, described, and how the model writes calls of them."""
+"""The functions that a chat request offers to the model, and how the model writes calls of them."""
 
 from __future__ import annotations
 

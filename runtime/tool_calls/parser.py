@@ -1,4 +1,4 @@
-"""Tool call parser: finds the calls of functions in a model's text while it is generated."""
+"""Finds the calls of functions in a model's text while it is generated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trace record: what every step of a generation did, as data that can be stored, and read back with checks."""
+"""What every step of a generation did, as data that can be stored, and read back with checks."""
 
 from __future__ import annotations
 

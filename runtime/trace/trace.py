@@ -1,4 +1,4 @@
-"""Trace: an observer that records what each step of a request does."""
+"""An observer that records what each step of a request does, also while it runs."""
 
 from __future__ import annotations
 

@@ -20,12 +20,11 @@ from spaceport.graphs.integer_attention import IntegerAttention, use_integer_att
 from spaceport.graphs.preloaded_slots import slots_called, slots_of
 from spaceport.graphs.traits import (
     Traits,
-    UnsupportedModel,
-    class_name,
     comparison_ids,
     dtype_name,
     model_errors,
     probe,
+    refuse,
     refuse_by_config,
     replaced_sdpa,
     require_equal_logits,
@@ -138,8 +137,9 @@ def decoder_of(
     with torch.no_grad():
         traits = probe(model)
         if attention_implementation == "operator" and traits.attention_hook == "eager":
-            raise UnsupportedModel(
-                f"{class_name(model)} has an attention implementation that cannot be replaced: use plain attention (--attention plain)"
+            refuse(
+                model,
+                "has an attention implementation that cannot be replaced: use plain attention (--attention plain)",
             )
         slots = slots_of(model)
         ids = comparison_ids(model, traits, slots[0].gate.mask_ids if slots else ())

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from spaceport.graphs.contract.json_fields import JsonField
 from spaceport.graphs.mechanism import Mechanism, MechanismError
-from spaceport.graphs.tensor_names import different_names
+from spaceport.graphs.traits import different_names
 
 NAME = "draft_heads"  # of the submodule of a model
 MAX_HEADS = 64

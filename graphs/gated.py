@@ -15,8 +15,7 @@ from transformers import PreTrainedModel
 
 from spaceport.graphs.contract.json_fields import JsonField
 from spaceport.graphs.mechanism import Mechanism, MechanismError
-from spaceport.graphs.tensor_names import different_names
-from spaceport.graphs.traits import UnsupportedModel, class_name
+from spaceport.graphs.traits import UnsupportedModel, class_name, different_names
 
 
 class Gate:

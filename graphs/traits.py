@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, cast
@@ -57,6 +57,15 @@ def class_name(model: PreTrainedModel) -> str:
 def refuse(model: PreTrainedModel, reason: str) -> NoReturn:
     """Raise for a model that cannot be exported exactly."""
     raise UnsupportedModel(f"{class_name(model)} {reason}")
+
+
+def different_names(names: Set[str], expected: Set[str]) -> str | None:
+    """How the names of tensors differ from a model's, such as "has no tensor a.weight and 2 more"; None: not at all."""
+    for wrong, tensors in (("has no", expected - names), ("has the unknown", names - expected)):
+        if tensors:
+            more = f" and {len(tensors) - 1} more" if len(tensors) > 1 else ""
+            return f"{wrong} tensor {min(tensors)}{more}"
+    return None
 
 
 def _max_positions(config: Any) -> int:

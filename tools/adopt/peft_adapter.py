@@ -22,7 +22,7 @@ from spaceport.exporter.mechanisms import read_tensors
 from spaceport.exporter.sar_config import CheckpointError
 from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.gated import Adapter, adapter_state, gate_model
-from spaceport.graphs.tensor_names import different_names
+from spaceport.graphs.traits import different_names
 from spaceport.tools.adopt.peft_config import WEIGHTS_FILE, read_peft_config
 from spaceport.tools.adopt.plan import PublishedWeights
 

@@ -66,7 +66,7 @@ class _Shape(NamedTuple):
     visible: int
 
 
-def probe(engine: Engine, tolerated: float, clock: Callable[[], float] = perf_counter) -> Exactness:
+def measure_exactness(engine: Engine, tolerated: float, clock: Callable[[], float] = perf_counter) -> Exactness:
     """The exactness of an engine that no request uses; its first KV slots are zero afterwards."""
     started = clock()
     visible = min(_COMPARED_VISIBLE, engine.capacity)
@@ -134,7 +134,7 @@ def _noise(got: NDArray[np.float32], expected: NDArray[np.float32]) -> float:
     return max(float((np.abs(got - expected) / np.maximum(largest, 1e-30)).max()), float(np.finfo(np.float32).tiny))
 
 
-def measure(
+def measure_step_costs(
     engine: Engine,
     budget: float = SECONDS,
     clock: Callable[[], float] = perf_counter,
@@ -238,10 +238,10 @@ def measured_here(
         raise OptionFault(f"step_costs is {source!r}: expected {', '.join(get_args(CostSource))}")
     file = _file(bundle, backend, engine.device, options)
     stored = load(file)
-    exactness = probe(engine, tolerated_noise(bundle.manifest)) if stored is None else stored.exactness
+    exactness = measure_exactness(engine, tolerated_noise(bundle.manifest)) if stored is None else stored.exactness
     table = None if stored is None else stored.table
     if source == "measured" and (table is None or table.requests != batched_requests(engine)):
-        table = measure(engine)
+        table = measure_step_costs(engine)
     if (measurements := Measurements(exactness, table)) != stored:
         # full disk, read-only folder or that of another user: they are measured again next time
         with suppress(OSError):

@@ -58,7 +58,7 @@ class Product:
 
 
 @dataclass(frozen=True)
-class Cost:
+class ProductCost:
     """A product's measurements."""
 
     format: str
@@ -109,7 +109,7 @@ def session_options(threads: int, weights: Weights, activations: Activations = "
     return options
 
 
-def measure(clock: Callable[[], float] = perf_counter) -> list[Cost]:
+def measure_products(clock: Callable[[], float] = perf_counter) -> list[ProductCost]:
     """The costs of the products of all formats on one thread; they alternate, so that a busy machine affects all alike."""
     dice = np.random.default_rng(0)
     sessions = {product: open_product(product, dice) for product in PRODUCTS}
@@ -124,7 +124,7 @@ def measure(clock: Callable[[], float] = perf_counter) -> list[Cost]:
                 session.run(None, {"a": fed})
                 seconds.setdefault((product, rows), []).append(clock() - started)
     return [
-        Cost(
+        ProductCost(
             product.format,
             tuple(1e3 * min(seconds[product, rows]) for rows in ROWS),
             noise(session, inputs[product]),

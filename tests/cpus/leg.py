@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from spaceport.runtime.backends.products import measure
+from spaceport.runtime.backends.products import measure_products
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.sampling.sampler import Sampling
 from spaceport.runtime.session import Runtime
@@ -41,7 +41,9 @@ def main() -> None:
     texts = [*json.loads(Path(prompts).read_text("utf-8")).values()]
     lines = [line for text in texts for line in text.splitlines() if len(line) > 20]
     found = [measured(bundle, (lines * COMPLETIONS)[:COMPLETIONS]) for bundle in bundles]
-    print(json.dumps({"formats": [{**asdict(cost), "rows": cost.rows} for cost in measure()], "bundles": found}))
+    print(
+        json.dumps({"formats": [{**asdict(cost), "rows": cost.rows} for cost in measure_products()], "bundles": found})
+    )
 
 
 if __name__ == "__main__":

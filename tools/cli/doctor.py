@@ -77,8 +77,8 @@ print(f"{BACKENDS[name].module} {module.__version__}{providers}")
 FORMATS = """
 import json
 from dataclasses import asdict
-from spaceport.runtime.backends.products import measure
-print(json.dumps([{**asdict(cost), "rows": cost.rows} for cost in measure()]))
+from spaceport.runtime.backends.products import measure_products
+print(json.dumps([{**asdict(cost), "rows": cost.rows} for cost in measure_products()]))
 """
 # argv: a TensorRT library. Prints its version and the GPU architectures that it builds for without a GPU, one per line.
 BUILDER = """

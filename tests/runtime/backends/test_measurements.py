@@ -16,7 +16,15 @@ from spaceport.graphs.contract.exactness import Exactness, tolerated_noise, unme
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.signature import Signature
 from spaceport.runtime.backends import measurements
-from spaceport.runtime.backends.measurements import Measurements, idle, load, measure, measured_here, probe, store
+from spaceport.runtime.backends.measurements import (
+    Measurements,
+    idle,
+    load,
+    measure_exactness,
+    measure_step_costs,
+    measured_here,
+    store,
+)
 from spaceport.runtime.backends.staging import CallShape, Staging
 from spaceport.runtime.bundle import Bundle
 from spaceport.runtime.costs import CostSource, StepCosts
@@ -73,7 +81,7 @@ class SlotEngine:
 
 def test_an_engine_whose_logits_do_not_depend_on_the_call_drafts_in_trees() -> None:
     engine = SlotEngine()
-    found = probe(engine, FLOAT)
+    found = measure_exactness(engine, FLOAT)
     assert (found.rows, found.drafts, found.parallel_threads) == (0.0, "tree", True)
     assert found.widths == (2, 3, 8, 9, 33)
     assert str(found) == "equal up to near-ties (noise 1e-07): draft trees, threads in parallel"
@@ -82,7 +90,7 @@ def test_an_engine_whose_logits_do_not_depend_on_the_call_drafts_in_trees() -> N
 
 @pytest.mark.parametrize(("tolerated", "drafts"), [(0.0, "chain"), (1e-9, "chain"), (1.0, "tree")])
 def test_logits_that_depend_on_the_order_of_slots_allow_chains_only(tolerated: float, drafts: str) -> None:
-    found = probe(SlotEngine(order=1e-3), tolerated)
+    found = measure_exactness(SlotEngine(order=1e-3), tolerated)
     assert found.rows == 0
     assert 1e-4 < found.slots < 1e-1
     assert (found.drafts, found.parallel_threads) == (drafts, drafts == "tree")
@@ -91,17 +99,17 @@ def test_logits_that_depend_on_the_order_of_slots_allow_chains_only(tolerated: f
 
 @pytest.mark.parametrize("width", [2, 3, 8, 9, 33])
 def test_logits_that_depend_on_the_number_of_rows_allow_no_drafts(width: int) -> None:
-    found = probe(SlotEngine(width=width), FLOAT)
+    found = measure_exactness(SlotEngine(width=width), FLOAT)
     assert found.rows == pytest.approx(1e-4, rel=0.01)
     assert (found.drafts, found.parallel_threads) == ("none", False)
     assert str(found) == "not exact (noise 1e-04 with the number of rows): no drafts unless they are requested"
-    assert probe(SlotEngine(width=width), 1e-3).drafts == "tree"
-    assert probe(SlotEngine(width=width, factor=float("nan")), FLOAT).drafts == "none"
+    assert measure_exactness(SlotEngine(width=width), 1e-3).drafts == "tree"
+    assert measure_exactness(SlotEngine(width=width, factor=float("nan")), FLOAT).drafts == "none"
 
 
 @pytest.mark.parametrize(("capacity", "rows", "widths"), [(64, 4, (2, 3)), (8, 64, (2, 3)), (2, 64, ()), (64, 1, ())])
 def test_a_small_engine_is_probed_within_its_limits(capacity: int, rows: int, widths: tuple[int, ...]) -> None:
-    assert probe(SlotEngine(capacity=capacity, rows=rows), FLOAT).widths == widths
+    assert measure_exactness(SlotEngine(capacity=capacity, rows=rows), FLOAT).widths == widths
 
 
 def test_a_runtime_drafts_nothing_unless_asked_where_drafts_are_not_exact() -> None:
@@ -162,7 +170,7 @@ def usual(rows: int, requests: int = 1) -> float:
 
 def measured(engine: TickingEngine, budget: float = 1e9) -> StepCosts:
     """What is measured where nothing else runs."""
-    return measure(engine, budget, lambda: engine.time, lambda: engine.time)
+    return measure_step_costs(engine, budget, lambda: engine.time, lambda: engine.time)
 
 
 def test_costs_are_those_of_calls_that_have_become_usual() -> None:
@@ -253,10 +261,10 @@ Measure = Callable[..., StepCosts]
 def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Measure:
     """Opens an engine with this number of requests; each measurement has another result."""
     times = iter(range(1, 100))
-    monkeypatch.setattr(measurements, "probe", lambda engine, tolerated: EXACT)
+    monkeypatch.setattr(measurements, "measure_exactness", lambda engine, tolerated: EXACT)
     monkeypatch.setattr(
         measurements,
-        "measure",
+        "measure_step_costs",
         lambda engine: replace(TABLE, single=((1, float(next(times))),), requests=engine.requests),
     )
     (tmp_path / "bundle").mkdir()

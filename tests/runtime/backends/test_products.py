@@ -20,9 +20,9 @@ from spaceport.runtime.backends.products import (
     PRODUCTS,
     ROWS,
     WEIGHT,
-    Cost,
     Product,
-    measure,
+    ProductCost,
+    measure_products,
     open_product,
 )
 from spaceport.runtime.bundle import BundleError
@@ -31,12 +31,12 @@ from spaceport.runtime.session import Runtime
 
 def test_all_formats_are_timed_and_their_rows_compared() -> None:
     ticks = count()
-    found = measure(clock=lambda: float(next(ticks)))
+    found = measure_products(clock=lambda: float(next(ticks)))
     assert [cost.format for cost in found] == ["float32", "float16", "int8", "int8, one limb", "int4"]
     assert {cost.milliseconds for cost in found} == {(1e3,) * len(ROWS)}
     # blocks of 16 and integer products are bit-identical on every x86 CPU so far
     assert {cost.format for cost in found if cost.noise} <= {"float32", "float16"}
-    assert [Cost("a", (), noise).rows for noise in (0.0, 3.21e-7)] == ["bit-identical", "change by 3e-07"]
+    assert [ProductCost("a", (), noise).rows for noise in (0.0, 3.21e-7)] == ["bit-identical", "change by 3e-07"]
 
 
 @pytest.mark.parametrize("product", PRODUCTS, ids=lambda product: product.format)

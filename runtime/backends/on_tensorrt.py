@@ -192,7 +192,7 @@ class TensorRtEngine:
         widest = CallShape(options.requests, record.prefill_rows, record.capacity, self._staging.wanted)
         # one block, so that one statement moves slots in all layers; zeroed, since 0 * NaN is NaN
         layers = (2 * signature.layers, options.requests, signature.kv_heads, record.capacity, signature.head_dim)
-        self._kv = device.zeros(layers, getattr(torch, signature.dtype))
+        self._kv = device.zeros(layers, getattr(torch, signature.kv_dtype))
         self._rows_in = device.host(self._staging.bytes(widest))
         self._rows = device.zeros((self._rows_in.numel(),), torch.uint8)
         self._logits = device.zeros((math.prod(widest.logits(signature)),), torch.float32)

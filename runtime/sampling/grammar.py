@@ -78,8 +78,8 @@ def _schema_rule(schema: Mapping[str, Any]) -> str:
 def _rule_of(regex: str) -> str:
     if not isinstance(regex, str) or not regex:
         raise OptionFault(f"regex is {regex!r}: expected a regular expression of at least one character")
-    signs = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}  # a rule is one line, and an unescaped / ends its expression
-    escaped = re.sub(r"\\.|/|\n", lambda match: signs.get(match[0], match[0]), regex, flags=re.DOTALL)
+    escapes = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}  # a rule is one line, and an unescaped / ends its expression
+    escaped = re.sub(r"\\.|/|\n", lambda match: escapes.get(match[0], match[0]), regex, flags=re.DOTALL)
     return f"start: TEXT\nTEXT: /{escaped}/"
 
 
@@ -98,8 +98,8 @@ def _depth(text: str, opening: str) -> int:
     """The deepest nesting of brackets in a text, an upper bound that also counts those that are quoted."""
     closing = opening.translate({ord("("): ")", ord("{"): "}", ord("["): "]"})
     depth = deepest = 0
-    for sign in re.findall(f"[{re.escape(opening + closing)}]", text):
-        depth = depth + 1 if sign in opening else max(0, depth - 1)
+    for bracket in re.findall(f"[{re.escape(opening + closing)}]", text):
+        depth = depth + 1 if bracket in opening else max(0, depth - 1)
         deepest = max(deepest, depth)
     return deepest
 

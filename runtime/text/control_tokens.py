@@ -79,7 +79,7 @@ class ControlTokens:
         if not any(map(self._spells, texts)):
             return messages, {}
         used = set("".join(texts))
-        free_signs = (sign for sign in map(chr, _STAND_INS) if sign not in used)
+        free_characters = (character for character in map(chr, _STAND_INS) if character not in used)
         stand_ins: dict[str, str] = {}  # by the text that each stands for
 
         def replaced(text: str) -> str:
@@ -87,7 +87,7 @@ class ControlTokens:
             for start, end in self._fragments(text):
                 fragment = text[start:end]
                 if fragment not in stand_ins:
-                    stand_ins[fragment] = next(free_signs, "")
+                    stand_ins[fragment] = next(free_characters, "")
                 pieces += [text[position:start], stand_ins[fragment]]
                 position = end
             return "".join([*pieces, text[position:]])

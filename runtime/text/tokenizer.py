@@ -29,14 +29,14 @@ class _Ending:
         self.shorter: _Ending | None = None  # the next shorter end that is a beginning; None: this one is empty
         self.stop = 0  # characters of the longest stop string that it ends with; 0: none
 
-    def after(self, sign: str) -> _Ending:
+    def after(self, character: str) -> _Ending:
         """The longest end after one more character."""
         ending = self
-        while sign not in ending.longer:
+        while character not in ending.longer:
             if ending.shorter is None:
                 return ending
             ending = ending.shorter
-        return ending.longer[sign]
+        return ending.longer[character]
 
 
 @lru_cache(maxsize=16)
@@ -45,16 +45,16 @@ def _automaton_of(stops: tuple[str, ...]) -> _Ending:
     empty = _Ending(0)
     for stop in stops:
         ending = empty
-        for sign in stop:
-            if sign not in ending.longer:
-                ending.longer[sign] = _Ending(ending.length + 1)
-            ending = ending.longer[sign]
+        for character in stop:
+            if character not in ending.longer:
+                ending.longer[character] = _Ending(ending.length + 1)
+            ending = ending.longer[character]
         ending.stop = len(stop)
     waiting = deque([empty])
     while waiting:  # shortest first
         ending = waiting.popleft()
-        for sign, longer in ending.longer.items():
-            longer.shorter = empty if ending.shorter is None else ending.shorter.after(sign)
+        for character, longer in ending.longer.items():
+            longer.shorter = empty if ending.shorter is None else ending.shorter.after(character)
             longer.stop = longer.stop or longer.shorter.stop
             waiting.append(longer)
     return empty
@@ -77,8 +77,8 @@ class StopSearch:
         if not self.held and self._empty.longer.keys().isdisjoint(text):
             return text
         ending, all_text = self._ending, self.held + text
-        for end, sign in enumerate(text, len(self.held) + 1):
-            ending = ending.after(sign)
+        for end, character in enumerate(text, len(self.held) + 1):
+            ending = ending.after(character)
             if ending.stop:  # the first one to be complete, so that token boundaries do not matter
                 self.stopped, self.held, self._ending = True, "", self._empty
                 return all_text[: end if self._include_stop else end - ending.stop]

@@ -92,40 +92,37 @@ class JsonObject:
         at = self._match(_SPACE, at)
         if at == len(self.text):
             return at
-        return self._read_sign(at, self.text[at])
+        return self._read_character(at, self.text[at])
 
-    def _read_sign(self, at: int, sign: str) -> int:
+    def _read_character(self, at: int, character: str) -> int:
         """Read a bracket, a separator, or the first character of a string, number or name."""
         state = self._state
-        if state == "object" and sign == "{":
-            self._push_bracket(sign)
-        elif state in ("key", "first key") and sign == '"':
+        if state == "object" and character == "{":
+            self._push_bracket(character)
+        elif state in ("key", "first key") and character == '"':
             self._state, self._start, self._is_key = "string", at, True
-        elif state == ":" and sign == ":":
+        elif state == ":" and character == ":":
             self._state = "value"
-        elif state == "," and sign == ",":
+        elif state == "," and character == ",":
             self._state = "key" if self._open[-1] == "{" else "value"
-        elif state in ("first key", "first value", ",") and sign == _CLOSING[self._open[-1]]:
+        elif state in ("first key", "first value", ",") and character == _CLOSING[self._open[-1]]:
             self._open.pop()
             self._end_value(at + 1)
-        elif state in ("value", "first value") and (sign in '{["-' or sign.isalnum()):
-            self._begin_value(at, sign)
+        elif state in ("value", "first value") and (character in '{["-' or character.isalnum()):
+            if self._open == ["{"]:
+                self.members[self._member] = (at, None)
+            if character in "{[":
+                self._push_bracket(character)
+            else:
+                self._state, self._start, self._is_key = ("string" if character == '"' else "word"), at, False
         else:
             self.failed = True
             return at
         return at + 1
 
-    def _begin_value(self, at: int, sign: str) -> None:
-        if self._open == ["{"]:
-            self.members[self._member] = (at, None)
-        if sign in "{[":
-            self._push_bracket(sign)
-        else:
-            self._state, self._start, self._is_key = ("string" if sign == '"' else "word"), at, False
-
-    def _push_bracket(self, sign: str) -> None:
-        self._open.append(sign)
-        self._state = "first key" if sign == "{" else "first value"
+    def _push_bracket(self, character: str) -> None:
+        self._open.append(character)
+        self._state = "first key" if character == "{" else "first value"
         self.failed = len(self._open) > MOST_DEPTH
 
     def _read_string(self, at: int) -> int:
@@ -279,14 +276,14 @@ class ToolCallParser:
 
     def _opened(self) -> bool:
         """The first call, or a list of calls."""
-        sign = self._skipped()
-        if not sign:
+        character = self._skipped()
+        if not character:
             return False
-        if sign == "[" and not self._in_list:
+        if character == "[" and not self._in_list:
             self._in_list = True
             self._at += 1
             return True
-        if sign == "{":
+        if character == "{":
             self._advance = self._call
             return True
         if self._format.name == "mistral" and not self._in_list:
@@ -319,13 +316,13 @@ class ToolCallParser:
 
     def _between(self) -> bool:
         """What may stand after a call: another one, or the end of calls."""
-        sign, form = self._skipped(), self._format
-        if not sign:
+        character, form = self._skipped(), self._format
+        if not character:
             return False
-        if self._in_list and sign in ",]":
-            self._in_list = sign == ","
+        if self._in_list and character in ",]":
+            self._in_list = character == ","
             self._at += 1
-            if sign == "]":
+            if character == "]":
                 self._accept()
                 return True
             self._advance = self._opened
@@ -339,7 +336,7 @@ class ToolCallParser:
                 if self._over:
                     self._held = ""
                 return False
-        elif not self._in_list and sign == ";" and not form.opening:
+        elif not self._in_list and character == ";" and not form.opening:
             self._at += 1
             self._advance = self._opened
             return True

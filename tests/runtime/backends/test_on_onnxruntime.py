@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto
 
+from spaceport.runtime.backends import on_onnxruntime
 from spaceport.runtime.backends.on_cuda import DeviceEngine
 from spaceport.runtime.backends.on_onnxruntime import KvMemory, external_files, open_engine, open_session
 from spaceport.runtime.backends.products import session_options
@@ -35,7 +36,11 @@ def step(rows: int, first: int, visible: int, seed: int = 0) -> Batch:
     return Batch(0, tokens, slots, slots, mask[None, None], np.arange(rows)[None])
 
 
-def test_memory_of_earlier_calls_gives_the_logits_of_new_memory(tiny_bundle: Path) -> None:
+@pytest.mark.parametrize("most", [2, 4096])
+def test_memory_of_earlier_calls_gives_the_logits_of_new_memory(
+    most: int, tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(on_onnxruntime, "_MOST_CALLS", most)
     bundle = open_bundle(tiny_bundle)
     keeping, renewing = (open_engine(bundle, EngineOptions(CAPACITY, 1)) for _ in range(2))
     for seed, call in enumerate(CALLS):
@@ -43,6 +48,7 @@ def test_memory_of_earlier_calls_gives_the_logits_of_new_memory(tiny_bundle: Pat
         renewing._calls.clear()
         renewing._flat.clear()
         assert keeping.run(batch).tobytes() == renewing.run(batch).tobytes()
+    assert len(keeping._calls) <= most
     assert keeping._flat["logits"].size == 100 * bundle.manifest.signature.vocab_size
 
 

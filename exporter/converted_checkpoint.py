@@ -9,13 +9,13 @@ import pickle
 import re
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedConfig
 
@@ -52,19 +52,6 @@ class PublishedTensor:
         for weight, shape in {} if self.copy_of is not None else self.weights.items():
             yield weight, slice(start, start + shape[0])
             start += shape[0]
-
-
-@dataclass(frozen=True)
-class TensorFiles:
-    """Opened weight files. Tensors are read when they are asked for, and large files are mapped into memory."""
-
-    shapes: dict[str, Shape]  # by tensor name
-    files: dict[str, Any]  # the opened file of each tensor: a safetensors handle, or the tensors of a pickle
-
-    def read(self, name: str) -> Tensor:
-        file = self.files[name]
-        tensor: Tensor = file[name] if isinstance(file, dict) else file.get_tensor(name)
-        return tensor
 
 
 @dataclass(frozen=True)
@@ -123,18 +110,17 @@ def _some(names: list[str]) -> str:
     return f"{names[0]}{more} {'are' if more else 'is'}"
 
 
-@contextmanager
-def open_tensors(folder: Path) -> Iterator[TensorFiles]:
-    """The tensors of a published checkpoint folder: of its safetensors files, otherwise of its pickles."""
-    opened = TensorFiles({}, {})
-    with ExitStack() as stack:
-        for file in _complete(folder, converted_weights(folder)):
-            tensors = _safetensors(file, stack) if file.suffix == ".safetensors" else _pickled(file)
-            for name, (shape, owner) in tensors.items():
-                if name in opened.shapes:
-                    raise CheckpointError(f"{file}: tensor {name} is in two files: expected it in one; {_ADVICE}")
-                opened.shapes[name], opened.files[name] = shape, owner
-        yield opened
+def read_state(folder: Path) -> dict[str, Tensor]:
+    """The tensors of a published checkpoint folder by name: of its safetensors files, otherwise of its pickles.
+
+    Large files are mapped into memory: their tensors are read when they are used."""
+    state: dict[str, Tensor] = {}
+    for file in _complete(folder, converted_weights(folder)):
+        tensors = _safetensors(file) if file.suffix == ".safetensors" else _pickled(file)
+        if twice := sorted(state.keys() & tensors.keys()):
+            raise CheckpointError(f"{file}: tensor {twice[0]} is in two files: expected it in one; {_ADVICE}")
+        state |= tensors
+    return state
 
 
 def _complete(folder: Path, files: tuple[Path, ...]) -> tuple[Path, ...]:
@@ -155,15 +141,14 @@ def _complete(folder: Path, files: tuple[Path, ...]) -> tuple[Path, ...]:
     return tuple(file for file in files if file.name in names)
 
 
-def _safetensors(file: Path, stack: ExitStack) -> dict[str, tuple[Shape, Any]]:
+def _safetensors(file: Path) -> dict[str, Tensor]:
     try:
-        opened = stack.enter_context(safe_open(file, "pt"))
-        return {name: (tuple(opened.get_slice(name).get_shape()), opened) for name in opened.keys()}  # noqa: SIM118
+        return load_file(file)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{file}: cannot be read: {error}: {_ADVICE}") from error
 
 
-def _pickled(file: Path) -> dict[str, tuple[Shape, Any]]:
+def _pickled(file: Path) -> dict[str, Tensor]:
     """The tensors of a pickle; anything but tensors in it is refused, so no code in it is run."""
     try:
         content = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
@@ -176,7 +161,7 @@ def _pickled(file: Path) -> dict[str, tuple[Shape, Any]]:
         isinstance(name, str) and type(tensor) in (Tensor, torch.nn.Parameter) for name, tensor in content.items()
     ):
         raise CheckpointError(f"{file}: holds {type(content).__name__}: expected tensors by name; {_ADVICE}")
-    return {name: (tuple(tensor.shape), content) for name, tensor in content.items()}
+    return content
 
 
 def converted_config(folder: Path) -> PreTrainedConfig:
@@ -195,55 +180,46 @@ def open_converted(folder: Path) -> ConvertedCheckpoint:
     """The published checkpoint in a folder; raise if it cannot be converted exactly, before weights are read."""
     published_type = read_json(folder / "config.json")["model_type"]
     checkpoint = ConvertedCheckpoint(folder, published_type, converted_config(folder))
-    with _checked_tensors(checkpoint):
-        return checkpoint
+    _checked_state(checkpoint)
+    return checkpoint
 
 
-@contextmanager
-def _checked_tensors(checkpoint: ConvertedCheckpoint) -> Iterator[tuple[TensorFiles, tuple[PublishedTensor, ...]]]:
-    """The files of a checkpoint, and the tensors that they have."""
+def _checked_state(checkpoint: ConvertedCheckpoint) -> tuple[tuple[PublishedTensor, ...], dict[str, Tensor]]:
+    """The tensors that a checkpoint must have, and those in its files; raise if these are others."""
     expected = published_tensors(FAMILIES[checkpoint.published_type], checkpoint.config)
-    with open_tensors(checkpoint.folder) as files:
-        check_tensors(checkpoint.folder, expected, files.shapes)
-        yield files, expected
+    state = read_state(checkpoint.folder)
+    check_tensors(checkpoint.folder, expected, {name: tuple(tensor.shape) for name, tensor in state.items()})
+    return expected, state
 
 
 def load_converted(checkpoint: ConvertedCheckpoint, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
     """The model with the published weights, and the loading report of transformers."""
-    with _checked_tensors(checkpoint) as (files, tensors):
-        weights = dict(_weights(checkpoint.folder, tensors, files, dtype))
     return load_with_own_attention(
         FAMILIES[checkpoint.published_type].model.from_pretrained,
         None,
         config=checkpoint.config,
-        state_dict=weights,
+        state_dict=dict(_weights(checkpoint, dtype)),
         dtype=dtype,
         output_loading_info=True,
     )
 
 
-def _weights(
-    folder: Path, tensors: tuple[PublishedTensor, ...], files: TensorFiles, dtype: torch.dtype
-) -> Iterator[tuple[str, Tensor]]:
+def _weights(checkpoint: ConvertedCheckpoint, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """The weights of the converted model, each with memory of its own."""
+    tensors, state = _checked_state(checkpoint)
     for tensor in tensors:
         if tensor.copy_of is not None:
-            _check_copy(folder, tensor, files)
+            if tensor.name in state and not torch.equal(state[tensor.name], state[tensor.copy_of]):
+                raise CheckpointError(
+                    f"{checkpoint.folder}: tie_word_embeddings is true, but {tensor.name} differs from {tensor.copy_of}: "
+                    "expected equal tensors; set tie_word_embeddings to false if the head was trained"
+                )
             continue
-        values = files.read(tensor.name)
+        values = state[tensor.name]
         if not values.is_floating_point():
             raise CheckpointError(
-                f"{folder}: tensor {tensor.name} has type {values.dtype}: expected floating-point weights; download the "
-                "checkpoint that is not quantized"
+                f"{checkpoint.folder}: tensor {tensor.name} has type {values.dtype}: expected floating-point weights; "
+                "download the checkpoint that is not quantized"
             )
         for weight, rows in tensor.slices():
             yield weight, values[rows].to(dtype, copy=True)
-
-
-def _check_copy(folder: Path, head: PublishedTensor, files: TensorFiles) -> None:
-    """Raise if a tied head has other values than the embeddings."""
-    if head.name in files.shapes and not torch.equal(files.read(head.name), files.read(str(head.copy_of))):
-        raise CheckpointError(
-            f"{folder}: tie_word_embeddings is true, but {head.name} differs from {head.copy_of}: expected equal "
-            "tensors; set tie_word_embeddings to false if the head was trained"
-        )

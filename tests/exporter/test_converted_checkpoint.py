@@ -17,7 +17,7 @@ from torch import Tensor
 
 from spaceport.exporter.checkpoint import Checkpoint, TokenFlags, load_model, open_checkpoint
 from spaceport.exporter.checkpoint_source import quiet_libraries
-from spaceport.exporter.converted_checkpoint import open_tensors
+from spaceport.exporter.converted_checkpoint import read_state
 from spaceport.exporter.export import ExportOptions
 from spaceport.exporter.sar_config import CheckpointError
 from spaceport.runtime import Decoding, Runtime
@@ -250,28 +250,26 @@ class Harmful:
 @pytest.mark.parametrize("format", ["safetensors", "bin"])
 def test_all_tensors_are_read(format: Format, shards: int, tmp_path: Path) -> None:
     write_weights(tmp_path, WEIGHTS, format, shards)
-    with open_tensors(tmp_path) as opened:
-        assert opened.shapes == {name: tuple(tensor.shape) for name, tensor in WEIGHTS.items()}
-        assert all(torch.equal(opened.read(name), tensor) for name, tensor in WEIGHTS.items())
+    state = read_state(tmp_path)
+    assert state.keys() == WEIGHTS.keys()
+    assert all(torch.equal(state[name], tensor) for name, tensor in WEIGHTS.items())
 
 
 def test_the_old_format_of_pickles_is_read(tmp_path: Path) -> None:
     torch.save(WEIGHTS, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=False)
-    with open_tensors(tmp_path) as opened:
-        assert torch.equal(opened.read("a.weight"), WEIGHTS["a.weight"])
+    assert torch.equal(read_state(tmp_path)["a.weight"], WEIGHTS["a.weight"])
 
 
 def test_safetensors_files_come_first_and_other_pickles_are_not_opened(tmp_path: Path) -> None:
     write_weights(tmp_path, WEIGHTS, "safetensors")
     torch.save(Harmful(), tmp_path / "pytorch_model.bin")
     torch.save(Harmful(), tmp_path / "training_args.bin")
-    with open_tensors(tmp_path) as opened:
-        assert set(opened.shapes) == set(WEIGHTS)
+    assert set(read_state(tmp_path)) == set(WEIGHTS)
 
 
 def refused(folder: Path, message: str) -> None:
-    with pytest.raises(CheckpointError, match=message), open_tensors(folder):
-        pass
+    with pytest.raises(CheckpointError, match=message):
+        read_state(folder)
 
 
 @pytest.mark.parametrize(

@@ -198,27 +198,23 @@ def _own_backend(folder: Path) -> Tokenizer | None:
 def _converted_backend(folder: Path, published: TokenizerFormat) -> Tokenizer:
     """The tokenizer of the vocabulary that was published."""
     if published.pattern is not None:
-        file = folder / TIKTOKEN_FILE
-        if not file.is_file():
-            raise CheckpointError(
-                f"{folder}: no {TIKTOKEN_FILE} in it: expected the vocabulary of Qwen v1; copy it there"
-            )
-        ranks = read_ranks(file)
-        return tiktoken_tokenizer(
-            ranks, published.pattern, {text: len(ranks) + index for index, text in enumerate(published.added)}
-        )
-    file = folder / _SENTENCEPIECE_FILE
-    if not file.is_file():
-        raise CheckpointError(
-            f"{folder}: no {_SENTENCEPIECE_FILE} in it: expected the published SentencePiece model; copy it there"
-        )
-    pieces = read_pieces(file)
+        ranks = read_ranks(_vocabulary_file(folder, TIKTOKEN_FILE, "the vocabulary of Qwen v1"))
+        special = {text: len(ranks) + index for index, text in enumerate(published.added)}
+        return tiktoken_tokenizer(ranks, published.pattern, special)
+    pieces = read_pieces(_vocabulary_file(folder, _SENTENCEPIECE_FILE, "the published SentencePiece model"))
     special = pieces.named(published.special.values())
     special |= {text: len(pieces) + index for index, text in enumerate(published.added)}
     backend = sentencepiece_tokenizer(pieces, special, published.unused)
     if published.begin:
         begin_texts(backend, published.begin)
     return backend
+
+
+def _vocabulary_file(folder: Path, name: str, expected: str) -> Path:
+    file = folder / name
+    if not file.is_file():
+        raise CheckpointError(f"{folder}: no {name} in it: expected {expected}; copy it there")
+    return file
 
 
 def _ids(folder: Path, backend: Tokenizer, *texts: str) -> tuple[int, ...]:

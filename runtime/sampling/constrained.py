@@ -24,9 +24,6 @@ from spaceport.runtime.sampling.grammar import MOST_SHOWN, Grammar, is_simple
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
-
 ADVICE = "expected a grammar that the model's tokens can match; use one that allows more at this position"
 _MOST_COMPILED = 64  # compiled grammars that are stored
 

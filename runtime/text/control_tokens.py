@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import compress
@@ -75,7 +75,8 @@ class ControlTokens:
 
     def protect(self, messages: Any) -> tuple[Any, dict[str, str]]:
         """Messages with stand-ins for the control tokens that they spell out, and the text of each stand-in."""
-        texts = list(_texts(messages))
+        texts: list[str] = []
+        _mapped(messages, texts.append)  # collects them
         if not any(map(self._spells, texts)):
             return messages, {}
         used = set("".join(texts))
@@ -260,20 +261,7 @@ def restored(text: str, stand_ins: Mapping[str, str]) -> tuple[str, tuple[Span, 
     return "".join(pieces), tuple(spans)
 
 
-def _texts(value: Any) -> Iterator[str]:
-    """All texts in messages, keys included."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield key
-            yield from _texts(item)
-    elif isinstance(value, list):
-        for item in value:
-            yield from _texts(item)
-
-
-def _mapped(value: Any, change: Callable[[str], str]) -> Any:
+def _mapped(value: Any, change: Callable[[str], object]) -> Any:
     """A copy of messages with all their texts changed, keys included."""
     if isinstance(value, str):
         return change(value)

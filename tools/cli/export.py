@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import click
 
 from spaceport.exporter.atomic_folder import check_target
 from spaceport.exporter.checkpoint_files import require_checkpoint
+from spaceport.exporter.interrupts import interrupts_handled
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.signature import ACTIVATIONS, KV_CACHES, LOWERINGS, PRECISIONS, WEIGHTS
 from spaceport.tools.adopt.given import Request
@@ -253,20 +252,17 @@ def interruptible() -> Iterator[list[int]]:
     """Let SIGTERM end an export as Ctrl-C does, without leftover files; the signals received so far."""
     interrupts: list[int] = []
 
-    def interrupt(number: int, frame: FrameType | None) -> None:
+    def interrupt(number: int) -> None:
         interrupts.append(number)
         raise KeyboardInterrupt
 
-    previous = {kind: signal.signal(kind, interrupt) for kind in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield interrupts
+        with interrupts_handled(interrupt):
+            yield interrupts
     except Exception as error:
         if interrupts:  # torch turns some interrupts into errors of its own
             raise KeyboardInterrupt from error
         raise
-    finally:
-        for kind, handler in previous.items():
-            signal.signal(kind, handler)
 
 
 def _begin(name: str, stage: Callable[[str], None], interrupts: list[int]) -> None:

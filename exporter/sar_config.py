@@ -9,8 +9,13 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from spaceport.graphs.contract.atomic_file import replace_text
-from spaceport.graphs.contract.draft_acceptance import DraftAcceptance, draft_acceptances, with_acceptance
-from spaceport.graphs.contract.draft_methods import GROUPS, MaskLayout
+from spaceport.graphs.contract.draft_methods import (
+    GROUPS,
+    DraftAcceptance,
+    MaskLayout,
+    draft_acceptances,
+    with_acceptance,
+)
 from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.contract.json_fields import JsonField, Rules, is_whole
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from datetime import date
+from itertools import accumulate, pairwise
 from typing import Any, Literal, get_args
 
-from spaceport.graphs.contract.draft_acceptance import DraftAcceptance, draft_acceptances
 from spaceport.graphs.contract.json_fields import JsonField
 
 Group = Literal["causal", "block"]
@@ -16,6 +18,13 @@ PREDICTORS: tuple[Predictor, ...] = get_args(Predictor)
 
 MAX_MASK_SLOTS = 64
 UNKNOWN, LOOKUP = "unknown", "lookup"  # names of a method that no file names, and of prompt lookup alone
+
+MAX_DEPTHS = 64
+_MATCHES = (2, 3, 4)  # matching tokens before a token of prompt lookup
+_COPIED = (4, 16)  # accepted tokens of prompt lookup in a row before it: few, many
+LOOKUP_KINDS = len(_MATCHES) + len(_COPIED)
+_MAX_DATA = 200  # characters
+_DIGITS = 4
 
 
 @dataclass(frozen=True)
@@ -41,6 +50,85 @@ class MaskLayout:
 
 
 CAUSAL = MaskLayout()
+
+
+@dataclass(frozen=True)
+class DraftAcceptance:
+    """Acceptance rates of one model at one temperature."""
+
+    # By depth: share of the steps in which mask slots or heads predicted at least that many tokens.
+    rates: tuple[float, ...]
+    lookup: tuple[
+        float, ...
+    ] = ()  # of a prompt-lookup token behind accepted ones, by kind of match; empty: not measured
+    temperature: float = 0.0
+    tokens: int = 0  # generated tokens that were measured
+    data: str = ""  # file name or description of the held-out text
+    date: str = ""  # ISO day of the measurement; empty: not known
+
+    def __post_init__(self) -> None:
+        if len(self.rates) > MAX_DEPTHS:
+            raise ValueError(f"rates has {len(self.rates)} depths: expected at most {MAX_DEPTHS}")
+        if len(self.lookup) not in (0, LOOKUP_KINDS):
+            raise ValueError(f"lookup has {len(self.lookup)} rates: expected {LOOKUP_KINDS} or none")
+        for name, rates in (("rates", self.rates), ("lookup", self.lookup)):
+            if not all(0 <= rate <= 1 for rate in rates):
+                raise ValueError(f"{name} is {list(rates)}: expected rates from 0 to 1")
+        if any(later > rate for rate, later in pairwise(self.rates)):
+            raise ValueError(f"rates is {list(self.rates)}: expected rates that do not increase with depth")
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature is {self.temperature}: expected a number of at least 0")
+        if self.tokens < 0:
+            raise ValueError(f"tokens is {self.tokens}: expected at least 0")
+        if len(self.data) > _MAX_DATA or not self.data.isprintable() or set(self.data) & set("/\\"):
+            raise ValueError(
+                f"data is {self.data!a:.80}: expected a file name or up to {_MAX_DATA} characters, no path"
+            )
+        if self.date and not _is_day(self.date):
+            raise ValueError(f"date is {self.date!a:.80}: expected a day such as 2026-01-31")
+
+    def __str__(self) -> str:
+        """The rates in one line, such as "71 52 33 % by depth; lookup 30 45 60 85 95 %; 1,234 tokens of x.jsonl"."""
+        drafts = _shares(self.rates) + " by depth" if self.rates else ""
+        lookup = "lookup " + _shares(self.lookup) if self.lookup else ""
+        source = ", ".join(filter(None, (f"{self.tokens:,} tokens of {self.data or 'unnamed text'}", self.date)))
+        return "; ".join(filter(None, (drafts, lookup, source)))
+
+
+def measured_acceptance(
+    shares: Iterable[float | None], tokens: int, data: str, day: date, lookup: Iterable[float] = ()
+) -> DraftAcceptance:
+    """The rates of a greedy measurement, from the shares of its steps by depth; None: no step reached that depth.
+
+    Fewer steps reach later depths, so a later share may be higher by chance: it then counts as the one before.
+    """
+    known = (share for share in shares if share is not None)
+    printable = "".join(letter for letter in data if letter.isprintable() and letter not in "/\\")
+    return DraftAcceptance(
+        rates=tuple(round(share, _DIGITS) for share in accumulate(known, min)),
+        lookup=tuple(round(rate, _DIGITS) for rate in lookup),
+        tokens=tokens,
+        data=printable[:_MAX_DATA],
+        date=day.isoformat(),
+    )
+
+
+def lookup_kind(equal: int, copied: int) -> int:
+    """Index into `lookup` of a prompt-lookup token, by the matching tokens and the accepted lookup tokens before it."""
+    if copied >= _COPIED[0]:
+        return len(_MATCHES) + (copied >= _COPIED[1])
+    return max(0, min(equal, _MATCHES[-1]) - _MATCHES[0])
+
+
+def is_copying(copied: int) -> bool:
+    """Whether text is being copied, by the number of accepted lookup tokens in a row."""
+    return copied >= _COPIED[0]
+
+
+def with_acceptance(known: Iterable[DraftAcceptance], measured: DraftAcceptance) -> tuple[DraftAcceptance, ...]:
+    """Known measurements with a new one, which replaces that of its temperature; by temperature."""
+    others = (rates for rates in known if rates.temperature != measured.temperature)
+    return tuple(sorted((*others, measured), key=lambda rates: rates.temperature))
 
 
 @dataclass(frozen=True)
@@ -82,9 +170,45 @@ class DraftMethod:
 LOOKUP_ONLY = DraftMethod()
 
 
-def draft_method_of(found: JsonField) -> DraftMethod:
+def draft_acceptances(entry: JsonField) -> tuple[DraftAcceptance, ...]:
+    """The measurements in parsed JSON, which are of different temperatures."""
+    measured = entry.each(_draft_acceptance)
+    temperatures = [rates.temperature for rates in measured]
+    twice = [temperature for temperature in temperatures if temperatures.count(temperature) > 1]
+    if twice:
+        entry.fail(f"has temperature {twice[0]:g} twice: expected one entry for each temperature")
+    return measured
+
+
+def _draft_acceptance(entry: JsonField) -> DraftAcceptance:
+    entries = entry.entries(DraftAcceptance)
+    try:
+        return DraftAcceptance(
+            rates=entries["rates"].each(JsonField.number),
+            lookup=entries["lookup"].each(JsonField.number),
+            temperature=entries["temperature"].number(),
+            tokens=entries["tokens"].whole(),
+            data=entries["data"].text(),
+            date=entries["date"].text(),
+        )
+    except ValueError as error:
+        raise entry.rules.fault(f"{entry.path}.{error}{entry.rules.advice}") from error
+
+
+def _is_day(text: str) -> bool:
+    try:
+        return date.fromisoformat(text).isoformat() == text
+    except ValueError:
+        return False
+
+
+def _shares(rates: Iterable[float]) -> str:
+    return " ".join(f"{100 * rate:.0f}" for rate in rates) + " %"
+
+
+def draft_method_of(entry: JsonField) -> DraftMethod:
     """The draft method in parsed JSON."""
-    entries = found.entries(DraftMethod)
+    entries = entry.entries(DraftMethod)
     layout = entries["layout"].entries(MaskLayout)
     return DraftMethod(
         name=entries["name"].text(),
@@ -92,6 +216,6 @@ def draft_method_of(found: JsonField) -> DraftMethod:
         predictor=entries["predictor"].one_of(PREDICTORS),
         max_tokens=entries["max_tokens"].whole(0, MAX_MASK_SLOTS),
         layout=MaskLayout(shift=layout["shift"].boolean(), group=layout["group"].one_of(GROUPS)),
-        mechanisms={name: entry.object() for name, entry in entries["mechanisms"].members().items()},
+        mechanisms={name: mechanism.object() for name, mechanism in entries["mechanisms"].members().items()},
         acceptance=draft_acceptances(entries["acceptance"]),
     )

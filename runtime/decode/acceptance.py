@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from spaceport.graphs.contract.draft_acceptance import MAX_DEPTHS, DraftAcceptance
+from spaceport.graphs.contract.draft_methods import MAX_DEPTHS, DraftAcceptance
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.decode.draft import Candidates
 from spaceport.runtime.decode.plan import Part

@@ -103,7 +103,6 @@ class Draft:
     parents: tuple[int, ...] = ()  # node before each candidate
     masks: tuple[int, ...] = (0,)  # mask slots behind each node
     sources: tuple[str, ...] = ()  # of each candidate: the names of all sources that propose it, such as "mask+lookup"
-    probabilities: tuple[float, ...] = ()  # estimated acceptance probability of each candidate; empty in a chain
     worth: tuple[float, ...] = ()  # expected tokens of 1, 2, ... rows, the best rows first; empty: unknown
     order: tuple[int, ...] = ()  # of the rows after the first: the node of a mask row, or -1 for a candidate
     mask_layout: MaskLayout = CAUSAL
@@ -121,14 +120,13 @@ class Draft:
         if not self.order or rows >= self.rows:
             return self
         order = self.order[: rows - 1]
-        masks = masks_in(order, self.mask_layout.lead)
-        count = len(masks) - 1
+        count, lead = order.count(-1), self.mask_layout.lead
+        masks = [order.count(node) for node in range(count + 1)]
         return Draft(
             self.tokens[:count],
             self.parents[:count],
-            masks,
+            tuple([max(0, mask_rows - lead) for mask_rows in masks]),
             self.sources[:count],
-            self.probabilities[:count],
             self.worth[:rows],
             order,
             self.mask_layout,
@@ -137,15 +135,6 @@ class Draft:
 
 
 PLAIN = Draft()
-
-
-def masks_in(order: Sequence[int], lead: int) -> tuple[int, ...]:
-    """The mask slots behind each node of a draft with these rows; a group that has only its `lead` rows has none."""
-    rows = [0] * (1 + order.count(-1))
-    for node in order:
-        if node >= 0:
-            rows[node] += 1
-    return tuple([max(0, count - lead) for count in rows] if lead else rows)
 
 
 def chain(
@@ -229,7 +218,6 @@ class _Growth:
         self._tokens: list[int] = []
         self._parents: list[int] = []
         self._sources: list[str] = []
-        self._probabilities: list[float] = []
         self._order: list[int] = []  # by row: the node of a mask row, or -1 for a candidate
         self._masks: list[int] = []  # by node
         self._nodes: list[_Node] = []
@@ -269,26 +257,17 @@ class _Growth:
             worth.append(worth[-1] + value)
             if worth[-1] - rate * times[used - 1] > best:
                 best_rows, best = used, worth[-1] - rate * times[used - 1]
-        if best_rows < used:
-            return self._draft(worth, best_rows, "not_worth_it")
-        return self._draft(worth, used, self._limited if used < rows else bound if rows < self._config.rows else None)
-
-    def _draft(self, worth: Sequence[float], rows: int, limited: Reason | None) -> Draft:
-        """The first rows of the tree."""
-        order = self._order[: rows - 1]
-        masks = tuple(self._masks) if rows > len(self._order) else masks_in(order, self._lead)
-        count = len(masks) - 1
-        return Draft(
-            tuple(self._tokens[:count]),
-            tuple(self._parents[:count]),
-            masks,
-            tuple(self._sources[:count]),
-            tuple(self._probabilities[:count]),
-            tuple(worth[:rows]),
-            tuple(order),
+        draft = Draft(
+            tuple(self._tokens),
+            tuple(self._parents),
+            tuple(self._masks),
+            tuple(self._sources),
+            tuple(worth),
+            tuple(self._order),
             self._config.mask_layout,
-            limited,
+            self._limited if used < rows else bound if rows < self._config.rows else None,
         )
+        return draft.cut(best_rows, "not_worth_it") if best_rows < used else draft
 
     def _add_candidate(self, parent: int, rank: int, reached: float) -> None:
         depth, _, _, choices, by = self._nodes[parent]
@@ -297,7 +276,6 @@ class _Growth:
         self._tokens.append(token)
         self._parents.append(parent)
         self._sources.append(joined(self._names, by[rank]))
-        self._probabilities.append(reached)
         if rank + 1 < len(choices):
             self._offer(parent, rank + 1)
         self._add_node(depth + 1, reached, token, by[rank])

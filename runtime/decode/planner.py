@@ -17,7 +17,7 @@ from itertools import accumulate, pairwise
 from operator import mul, sub
 from typing import NamedTuple, Protocol
 
-from spaceport.graphs.contract.draft_acceptance import DraftAcceptance
+from spaceport.graphs.contract.draft_methods import PREDICTORS, DraftAcceptance
 from spaceport.graphs.contract.signature import STEP_ROWS
 from spaceport.runtime.costs import VISIBLE, Curve, StepCosts
 from spaceport.runtime.decode.acceptance import Acceptance, Verdict
@@ -34,7 +34,7 @@ from spaceport.runtime.decode.draft import (
 )
 from spaceport.runtime.decode.plan import Part
 from spaceport.runtime.decode.sequence import Thread
-from spaceport.runtime.decode.sources import PREDICTORS, LearningProposal, sources_for
+from spaceport.runtime.decode.sources import LearningProposal, sources_for
 
 SHARE = 0.01  # of the time of plain decoding that drafts may cost
 CREDIT = 1.6  # plain steps that drafts may cost at the start of a request

@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from spaceport.graphs.contract.draft_acceptance import is_copying, lookup_kind
+from spaceport.graphs.contract.draft_methods import is_copying, lookup_kind
 from spaceport.runtime.decode.acceptance import Acceptance
 from spaceport.runtime.decode.draft import MOST_LIKELY, Candidates, DraftConfig, Proposal, Ranked, best_chain
 from spaceport.runtime.decode.sequence import Thread
 
 _LONGEST, _SHORTEST = 4, 2  # matching tokens; a single token predicts too little
-PREDICTORS = ("mask", "head")  # sources that are the model itself: what a step feeds decides what they propose next
 
 
 class LearningProposal(Proposal, Protocol):
@@ -83,7 +82,7 @@ class Lookup:
     def __init__(self) -> None:
         self._positions: dict[tuple[int, ...], int] = {}  # n-gram -> position after its last occurrence
         self._known = 0  # tokens of the thread that are indexed
-        self._copied, self._copied_until = 0, 0  # right tokens of this lookup in a row, and the length of the text then
+        self.copied, self.copied_until = 0, 0  # right tokens of this lookup in a row, and the length of the text then
 
     def copy(self) -> Lookup:
         """A copy for a thread that continues differently from here."""
@@ -110,14 +109,6 @@ class Lookup:
                 return tokens[position : position + most], length
         return (), 0
 
-    def copied(self, end: int) -> int:
-        """How many tokens before this end of the text were right tokens of this lookup, in a row."""
-        return self._copied if self._copied_until == end else 0
-
-    def count_copied(self, copied: int, end: int) -> None:
-        """Store how many tokens before this end of the text were right."""
-        self._copied, self._copied_until = copied, end
-
 
 class Continuation:
     """The tokens behind an earlier occurrence of the last tokens; their rates depend on the match, not on the depth."""
@@ -127,7 +118,7 @@ class Continuation:
     def __init__(self, tokens: Sequence[int], equal: int, lookup: Lookup, end: int, acceptance: Acceptance) -> None:
         """Tokens behind the `end` of the text, of which the last `equal` tokens match those before an earlier occurrence."""
         self._tokens, self._equal, self._lookup, self._end = tokens, equal, lookup, end
-        self._rates, self._copied = acceptance.lookup, lookup.copied(end)
+        self._rates, self._copied = acceptance.lookup, lookup.copied if lookup.copied_until == end else 0
         self.depths, self.copying = len(tokens), is_copying(self._copied)
 
     def behind(self, depth: int, token: int) -> Ranked:
@@ -143,7 +134,8 @@ class Continuation:
             kind = lookup_kind(self._equal + depth, self._copied + depth)
             rates[kind] += weight * ((depth < right) - rates[kind])
         whole = right and right == min(self.depths, len(written))
-        self._lookup.count_copied(self._copied + right if whole else 0, self._end + len(written))
+        self._lookup.copied = self._copied + right if whole else 0
+        self._lookup.copied_until = self._end + len(written)
         return right
 
 

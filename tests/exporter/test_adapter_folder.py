@@ -31,7 +31,7 @@ from spaceport.exporter.checkpoint_source import quiet_libraries
 from spaceport.exporter.export import ExportOptions, export
 from spaceport.exporter.prompt_tokens import added_tokens
 from spaceport.exporter.sar_config import save_acceptance
-from spaceport.graphs.contract.draft_acceptance import DraftAcceptance
+from spaceport.graphs.contract.draft_methods import DraftAcceptance
 from spaceport.graphs.contract.manifest import DATA_FILE, MANIFEST_FILE, MODEL_FILE
 from spaceport.graphs.contract.signature import Precision, Weights
 from spaceport.graphs.decoder import Decoder

@@ -16,7 +16,7 @@ from spaceport.exporter.checkpoint_source import provenance_of
 from spaceport.exporter.export import ExportOptions, export
 from spaceport.exporter.prompt_tokens import DEFAULT_QUESTIONS, MAX_PROMPT_TOKENS, prompt_tokens
 from spaceport.exporter.sar_config import save_acceptance
-from spaceport.graphs.contract.draft_acceptance import DraftAcceptance
+from spaceport.graphs.contract.draft_methods import DraftAcceptance
 from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.graphs.contract.manifest import DATA_FILE, MANIFEST_FILE, MODEL_FILE, FileRecord, manifest_in
 from spaceport.runtime.bundle import open_bundle

@@ -12,8 +12,7 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from spaceport.exporter.bundle_manifest import write_manifest
-from spaceport.graphs.contract.draft_acceptance import DraftAcceptance
-from spaceport.graphs.contract.draft_methods import DraftMethod
+from spaceport.graphs.contract.draft_methods import DraftAcceptance, DraftMethod
 from spaceport.graphs.contract.manifest import (
     DATA_FILE,
     MANIFEST_FILE,

@@ -19,7 +19,7 @@ from spaceport.exporter.atomic_folder import writing
 from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint
 from spaceport.exporter.checkpoint_source import quiet_libraries
 from spaceport.exporter.sar_config import save_acceptance
-from spaceport.graphs.contract.draft_acceptance import DraftAcceptance, measured_acceptance
+from spaceport.graphs.contract.draft_methods import DraftAcceptance, measured_acceptance
 from spaceport.graphs.contract.faults import InputFault
 from spaceport.tools.tune.batches import TrainingBatches, require_forks
 from spaceport.tools.tune.card import CardFacts, write_card

@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spaceport.graphs.contract.draft_acceptance import DraftAcceptance, draft_acceptances, with_acceptance
-from spaceport.graphs.contract.draft_methods import DraftMethod
+from spaceport.graphs.contract.draft_methods import DraftAcceptance, DraftMethod, draft_acceptances, with_acceptance
 from spaceport.graphs.contract.exactness import Exactness
 from spaceport.graphs.contract.faults import InputFault, OptionFault, SpaceportError
 from spaceport.graphs.contract.json_fields import JsonField, Rules, is_whole

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spaceport.graphs.contract.draft_acceptance import DraftAcceptance, is_copying
+from spaceport.graphs.contract.draft_methods import DraftAcceptance, is_copying
 from spaceport.runtime.decode.acceptance import Acceptance
 from spaceport.runtime.decode.draft import Candidates
 from spaceport.runtime.decode.sequence import new_thread
@@ -27,7 +27,7 @@ def candidates_of(*tokens: int, probability: float = 0.5) -> tuple[Candidates, .
 def copied_by(acceptance: Acceptance, tokens: Sequence[int], equal: int, copied: int) -> Continuation:
     """A continuation by prompt lookup, behind as many right tokens of it."""
     lookup = Lookup()
-    lookup.count_copied(copied, 99)
+    lookup.copied, lookup.copied_until = copied, 99
     return Continuation(tokens, equal, lookup, 99, acceptance)
 
 

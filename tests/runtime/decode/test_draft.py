@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -143,6 +144,13 @@ def paths(draft: Draft) -> list[tuple[int, ...]]:
     return ways[1:]
 
 
+def chances(draft: Draft) -> list[float]:
+    """The estimated probability of each candidate that it is accepted: the tokens that its row is expected to add."""
+    return [
+        worth - before for node, (before, worth) in zip(draft.order, pairwise(draft.worth), strict=True) if node < 0
+    ]
+
+
 CANDIDATES = predicted(candidate(t10=0.6, t11=0.28), candidate(t20=0.5, t21=0.4))
 BEST_FIRST = [
     (10,),  # 0.6
@@ -158,7 +166,7 @@ BEST_FIRST = [
 def test_candidates_come_best_first_while_there_are_rows(rows: int) -> None:
     draft = tree((CANDIDATES,), PLAN, WIDE, rows, outlook())
     assert paths(draft) == BEST_FIRST[: rows - 1]
-    assert draft.probabilities == pytest.approx((0.6, 0.3, 0.28, 0.24, 0.14, 0.112)[: rows - 1])
+    assert chances(draft) == pytest.approx((0.6, 0.3, 0.28, 0.24, 0.14, 0.112)[: rows - 1])
     assert draft.sources == ("mask",) * len(draft.tokens)
     assert draft.masks == (0,) * (1 + len(draft.tokens))
     equals = predicted(candidate(t10=0.5, t11=0.25), candidate(t20=0.5))  # the first to come up is the first
@@ -184,7 +192,7 @@ def test_mask_slots_that_are_too_sure_of_themselves_are_trusted_less() -> None:
     """Their probability is 0.8, their acceptance 0.4: all probabilities are halved, and again at the second position."""
     draft = tree((predicted(*CANDIDATES._candidates, trust=0.5),), PLAN, WIDE, WIDE, outlook())
     assert paths(draft) == [(10,), (11,)]
-    assert draft.probabilities == pytest.approx((0.3, 0.14))
+    assert chances(draft) == pytest.approx((0.3, 0.14))
 
 
 SHIFTED = [
@@ -270,7 +278,7 @@ def test_looked_up_tokens_are_a_line_that_gets_less_likely(row: float, count: in
     draft = tree((Line((7, 8, 9)),), PLAN, WIDE, WIDE, outlook(row=row))
     assert (draft.tokens, draft.parents) == ((7, 8, 9)[:count], (0, 1, 2)[:count])
     assert draft.sources == ("lookup",) * count
-    assert draft.probabilities == (0.5, 0.25, 0.125)[:count]
+    assert chances(draft) == pytest.approx((0.5, 0.25, 0.125)[:count])
 
 
 def test_a_token_that_both_propose_is_one_row_with_its_mask_slots_once() -> None:
@@ -279,7 +287,7 @@ def test_a_token_that_both_propose_is_one_row_with_its_mask_slots_once() -> None
     # 10: 0.6; 7 from lookup: 0.5; 8 behind 10: 0.3; 7 from a mask slot: there; 8 behind 7 from lookup: 0.25; from both
     assert paths(draft) == [(10,), (7,), (10, 8), (7, 8)]
     assert draft.sources == ("mask", "mask+lookup", "mask", "mask+lookup")
-    assert draft.probabilities == pytest.approx((0.6, 0.5, 0.3, 0.25))
+    assert chances(draft) == pytest.approx((0.6, 0.5, 0.3, 0.25))
     draft = tree((predicted(candidate(t7=0.9)), Line((7, 8))), PLAN, WIDE, WIDE, outlook())
     assert (paths(draft), draft.sources) == ([(7,), (7, 8)], ("mask+lookup", "lookup"))
     for probability in (0.5, 0.95):
@@ -313,7 +321,7 @@ def test_any_number_of_sources_grow_one_tree() -> None:
         (7, 8, 9): "phrase",
         (9,): "end",
     }
-    assert draft.probabilities == pytest.approx((0.6, 0.36, 0.3, 0.216, 0.2))
+    assert chances(draft) == pytest.approx((0.6, 0.36, 0.3, 0.216, 0.2))
 
 
 FIVE = st.lists(st.floats(0, 1), min_size=5, max_size=5)
@@ -342,7 +350,7 @@ def test_a_tree_is_one_whatever_it_grows_from(data: st.DataObject) -> None:
     assert len(draft.masks) == 1 + len(ways)
     assert len(set(ways)) == len(ways)  # so no two siblings are equal
     assert all(parent <= node for node, parent in enumerate(draft.parents))
-    assert list(draft.probabilities) == sorted(draft.probabilities, reverse=True)
+    assert chances(draft) == sorted(chances(draft), reverse=True)
     for way, source in zip(ways, draft.sources, strict=True):
         depth = len(way) - 1
         assert len(way) < remaining

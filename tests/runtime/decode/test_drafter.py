@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spaceport.graphs.contract.draft_acceptance import DraftAcceptance
+from spaceport.graphs.contract.draft_methods import DraftAcceptance
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.runtime.costs import StepCosts
 from spaceport.runtime.decode.acceptance import Acceptance, Verdict

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spaceport.graphs.contract.draft_acceptance import DraftAcceptance
-from spaceport.graphs.contract.draft_methods import MaskLayout
+from spaceport.graphs.contract.draft_methods import DraftAcceptance, MaskLayout
 from spaceport.runtime import Decoding, Runtime
 from spaceport.runtime.costs import Curve, StepCosts
 from spaceport.runtime.decode.draft import DraftConfig

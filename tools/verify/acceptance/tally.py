@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from spaceport.graphs.contract.draft_acceptance import LOOKUP_KINDS, lookup_kind
+from spaceport.graphs.contract.draft_methods import LOOKUP_KINDS, lookup_kind
 from spaceport.runtime.decode.sources import Lookup
 from spaceport.runtime.decoding import DEFAULT_LOOKUP
 

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spaceport.graphs.contract.draft_acceptance import LOOKUP_KINDS
+from spaceport.graphs.contract.draft_methods import LOOKUP_KINDS
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.runtime.decode.acceptance import Acceptance
 from spaceport.runtime.decode.sources import Continuation, Lookup
@@ -108,7 +108,7 @@ def test_lookup_tokens_are_counted_in_the_kinds_from_which_the_runtime_learns(
         found, equal = lookup.following(text, most)
         written = answer[len(text) - len(prefix) :][: len(found) + 1]
         learned.lookup[:] = [kind / 10 for kind in range(LOOKUP_KINDS)]
-        lookup.count_copied(copied, len(text))
+        lookup.copied, lookup.copied_until = copied, len(text)
         proposal = Continuation(found, equal, lookup, len(text), learned)
         kinds = [round(10 * proposal.behind(depth, 0)[0][0]) for depth in range(len(found))]
         right = proposal.learn(written, 0.0)

@@ -159,7 +159,7 @@ class SharedCall:
     requests: int
     wishes: list[Wish] = field(default_factory=list)
     least: int = 1  # rows of the widest request whose draft cannot be cut
-    width: int | None = None  # rows of the widest request, once decided
+    width: int = 1  # rows of the widest request, once decided
 
     def decide(self, least: int = 1) -> None:
         """Set the width with the highest value for all requests together that their budgets can pay for."""
@@ -262,7 +262,7 @@ class _Planned:
         """Time of a step with this many rows of the thread, its share of the call, in plain steps."""
         times, call, least = self.curve.times, self.sharing.call, 1
         if call is not None and self.sharing.fills_up:  # rows that no draft could avoid are not the drafts' cost
-            rows, least = max(rows, call.width or 1), call.least
+            rows, least = max(rows, call.width), call.least
         if rows == least:
             return 1.0 + self.curve.planning * self.grown
         return 1.0 + times[min(len(times), rows) - 1] - times[min(len(times), least) - 1]

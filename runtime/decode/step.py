@@ -176,40 +176,40 @@ def step(
 def plan(inputs: Sequence[StepInput], on_failure: OnFailure | None = None) -> list[ScheduledStep]:
     """The rows of each request, and a KV slot for each row."""
     steps = []
-    drafts = draft(inputs, on_failure)
-    for each in inputs:
-        if each.engine_index not in drafts:
-            continue  # its draft failed
+    for step_input, drafts in draft(inputs, on_failure):
+        request, index, prefill_rows = step_input
         try:
-            planned = each.request.plan(each.prefill_rows, drafts[each.engine_index])
-            slots = each.request.slots.take(planned.positions, planned.slot_order)
-            steps.append(ScheduledStep(each.request, each.engine_index, planned, slots))
+            planned = request.plan(prefill_rows, drafts)
+            slots = request.slots.take(planned.positions, planned.slot_order)
+            steps.append(ScheduledStep(request, index, planned, slots))
         except BaseException as error:
-            if not _reported((each,), error, on_failure):
+            if not _reported((step_input,), error, on_failure):
                 raise
     return steps
 
 
-def draft(inputs: Sequence[StepInput], on_failure: OnFailure | None = None) -> dict[int, list[Draft]]:
-    """The drafts of each request by its index; requests in one call get the width that pays for all of them."""
-    decoding = [each for each in inputs if not each.request.prefilling]
-    call = SharedCall(len(decoding)) if len(decoding) > 1 else None
-    drafts: dict[int, list[Draft]] = {}
-    for each in inputs:
+def draft(inputs: Sequence[StepInput], on_failure: OnFailure | None = None) -> list[tuple[StepInput, list[Draft]]]:
+    """The drafts of each request that has not failed; requests in one call get the width that pays for all of them."""
+    decoding = len([step_input for step_input in inputs if not step_input.request.prefilling])
+    call = SharedCall(decoding) if decoding > 1 else None
+    drafted, shared = [], []
+    for step_input in inputs:
+        request = step_input.request
         try:
-            drafts[each.engine_index] = each.request.draft(each.prefill_rows, None if each.request.prefilling else call)
+            drafts = request.draft(step_input.prefill_rows, None if request.prefilling else call)
+            drafted.append((step_input, drafts))
+            if not request.prefilling:
+                shared.append(drafts)
         except BaseException as error:
-            if not _reported((each,), error, on_failure):
+            if not _reported((step_input,), error, on_failure):
                 raise
     if call is not None:
-        wide = [drafts[each.engine_index] for each in decoding if each.engine_index in drafts]
-        call.decide(
-            max((sum(one.rows for one in each) for each in wide if len(each) > 1 or not each[0].worth), default=1)
-        )
-        for each in decoding:
-            if call.width is not None and len(drafts.get(each.engine_index, ())) == 1:
-                drafts[each.engine_index] = [drafts[each.engine_index][0].cut(call.width, "shared_call")]
-    return drafts
+        fixed = [drafts for drafts in shared if len(drafts) > 1 or not drafts[0].worth]
+        call.decide(max([sum([own.rows for own in drafts]) for drafts in fixed], default=1))
+        for drafts in shared:
+            if len(drafts) == 1:
+                drafts[0] = drafts[0].cut(call.width, "shared_call")
+    return drafted
 
 
 def run(engine: Engine, call: Call) -> Ran:
@@ -230,14 +230,14 @@ def run(engine: Engine, call: Call) -> Ran:
 def verify(call: Call, ran: Ran, on_failure: OnFailure | None = None) -> list[VerifiedStep]:
     """The accepted rows of each request, by the tokens that the model itself selects."""
     verified = []
-    for each in call:
+    for scheduled in call:
         try:
-            outcome = _verified(each, ran)
-            for observer in each.request.observers:
+            outcome = _verified(scheduled, ran)
+            for observer in scheduled.request.observers:
                 observer.on_step(outcome)
             verified.append(outcome)
         except BaseException as error:
-            if not _reported((each,), error, on_failure):
+            if not _reported((scheduled,), error, on_failure):
                 raise
     return verified
 
@@ -245,11 +245,11 @@ def verify(call: Call, ran: Ran, on_failure: OnFailure | None = None) -> list[Ve
 def keep(engine: Engine, ran: Ran, verified: Sequence[VerifiedStep], on_failure: OnFailure | None = None) -> None:
     """Retain the slots of accepted rows, release those of rejected rows, and append the accepted tokens."""
     moves = [NO_MOVES] * ran.requests
-    for each in verified:
+    for outcome in verified:
         try:
-            moves[each.engine_index - ran.first] = each.request.keep(each)
+            moves[outcome.engine_index - ran.first] = outcome.request.keep(outcome)
         except BaseException as error:
-            if not _reported((each,), error, on_failure):
+            if not _reported((outcome,), error, on_failure):
                 raise
     engine.move(ran.first, moves)
 
@@ -257,13 +257,13 @@ def keep(engine: Engine, ran: Ran, verified: Sequence[VerifiedStep], on_failure:
 def _logits(engine: Engine, call: Call, batch: Batch) -> NDArray[np.float32] | list[SelectedRows]:
     """The logits of the needed rows, or their best tokens if no request needs more."""
     selector = selecting(engine)
-    if selector is not None and all(each.request.selects for each in call):
+    if selector is not None and all(scheduled.request.selects for scheduled in call):
         return selector.select(batch)
     return engine.run(batch)
 
 
-def _verified(each: ScheduledStep, ran: Ran) -> VerifiedStep:
-    request, index, planned, slots = each
+def _verified(scheduled: ScheduledStep, ran: Ran) -> VerifiedStep:
+    request, index, planned, slots = scheduled
     # selected rows are only made for selectors that take them, and are split like logits
     logits = split(planned, cast("NDArray[np.float32]", ran.logits[index - ran.first]), ran.lines)
     drafts = request.draft_config
@@ -288,6 +288,6 @@ def _reported(
         error = LibraryPanic(f"a panic in a step: {error}: change the request, or update the library")
     if on_failure is None or not isinstance(error, Exception):
         return False
-    for each in steps:
-        on_failure(each.engine_index, error)
+    for failed in steps:
+        on_failure(failed.engine_index, error)
     return True

@@ -75,7 +75,6 @@ def decode(
         drafts = [drafter.draft(each, 10**6, 64, sharing) for drafter, each in zip(drafters, threads, strict=True)]
         if call is not None:
             call.decide()
-            assert call.width is not None
             drafts = [draft.cut(call.width, "shared_call") for draft in drafts]
         parts = [plan_thread(thread, draft, TOKENS, 512) for thread, draft in zip(threads, drafts, strict=True)]
         for drafter, part, fate in zip(drafters, parts, fates, strict=True):

@@ -21,7 +21,6 @@ from spaceport.exporter.sar_config import (
     SAR_FILE,
     CheckpointError,
     is_id,
-    mechanism_entries,
     read_json,
     read_sar_config,
     write_sar_config,
@@ -160,11 +159,11 @@ def read_adapter_folder(path: Path) -> AdapterFolder:
     tokens = {text: token.whole() for text, token in content.entry("tokens").members().items()}
     config = read_sar_config(path)
     drafting = [name for name, kind in MECHANISMS.items() if not kind.refines]
-    if mechanism_entries(path).keys().isdisjoint(drafting):
+    if config.mechanisms.keys().isdisjoint(drafting):
         raise CheckpointError(
             f"{path}: {SAR_FILE} has none of {', '.join(drafting)}: expected one of them in an adapter folder; {_ADVICE}"
         )
-    unknown = sorted(set(_named(config)) - tokens.keys())
+    unknown = sorted(set(config.special_tokens) - tokens.keys())
     if unknown:
         raise CheckpointError(
             f"{path}: {SAR_FILE} names the token {unknown[0]!r}: expected one of {', '.join(tokens)}, as in {BASE_FILE}; {_ADVICE}"
@@ -221,12 +220,6 @@ def write_adapter_folder(folder: Path, trained: TrainedAdapter) -> None:
         "vocab_size": vocab_size,
     }
     (folder / BASE_FILE).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", "utf-8")
-
-
-def _named(config: Mapping[str, Any]) -> list[str]:
-    """The special tokens in a sar_config.json."""
-    more = (config.get("fork_token"), config.get("child_token"))
-    return [*map(str, config.get("mask_tokens") or ()), *(str(token) for token in more if token is not None)]
 
 
 def _stored_rows(folder: AdapterFolder) -> dict[str, Tensor]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, 
 
 from spaceport.exporter.adapter_folder import AdapterFolder, add_embeddings, add_special_tokens, read_adapter_folder
 from spaceport.exporter.checkpoint_files import load_with_own_attention
-from spaceport.exporter.checkpoint_source import load_streamed, read_source, reason_of, template_of
+from spaceport.exporter.checkpoint_source import CheckpointSource, load_streamed, read_source, reason_of, template_of
 from spaceport.exporter.converted_checkpoint import ConvertedCheckpoint, load_converted
 from spaceport.exporter.converted_tokenizer import published_tokenizer
 from spaceport.exporter.gguf_checkpoint import load_gguf_weights
@@ -27,18 +27,10 @@ from spaceport.exporter.mechanisms import (
     check_values,
     read_mechanisms,
 )
+from spaceport.exporter.sar_config import PARD, SarConfig, config_mask_token, is_id, read_sar_config
 from spaceport.exporter.sar_config import SAR_FILE as SAR_FILE
 from spaceport.exporter.sar_config import CheckpointError as CheckpointError
-from spaceport.exporter.sar_config import (
-    config_mask_token,
-    draft_origin,
-    is_id,
-    mechanism_entries,
-    read_acceptance,
-    read_mask_layout,
-    read_sar_config,
-)
-from spaceport.graphs.contract.draft_methods import CAUSAL, LOOKUP, MAX_MASK_SLOTS, UNKNOWN, DraftMethod, MaskLayout
+from spaceport.graphs.contract.draft_methods import LOOKUP, MAX_MASK_SLOTS, UNKNOWN, DraftMethod, MaskLayout
 from spaceport.graphs.contract.json_fields import is_whole
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.graphs.contract.signature import Precision
@@ -59,27 +51,15 @@ class TokenFlags:
 
 
 def special_tokens(
-    folder: Path,
-    config: PreTrainedConfig,
-    tokenizer: Any,
-    generation: dict[str, Any],
-    flags: TokenFlags,
-    vocab: int,
-    mask_layout: MaskLayout = CAUSAL,
-) -> tuple[TokenIds, int]:
-    """The special token ids, and the number of mask slots, that flags or a folder's sar_config.json name.
-
-    Without mask_tokens in sar_config.json, the mask token is the one in config.json, if it names one as PARD does.
-    """
-    config_entries = read_sar_config(folder)
-    masks = flags.mask or _configured_masks(folder, config_entries, vocab)
-    fork = flags.fork if flags.fork is not None else config_entries.get("fork_token")
-    child = flags.child if flags.child is not None else config_entries.get("child_token")
+    masks: Sequence[str], fork: str | None, child: str | None, source: CheckpointSource, vocab: int
+) -> TokenIds:
+    """The ids of special tokens, and of those that end a text."""
+    tokenizer = source.tokenizer
     ids = TokenIds(
         mask=tuple(_token_id(token, "mask", tokenizer, vocab) for token in masks),
-        fork=None if fork is None else _token_id(str(fork), "fork", tokenizer, vocab),
-        child=None if child is None else _token_id(str(child), "child", tokenizer, vocab),
-        end=_end_ids(config, tokenizer, generation, vocab),
+        fork=None if fork is None else _token_id(fork, "fork", tokenizer, vocab),
+        child=None if child is None else _token_id(child, "child", tokenizer, vocab),
+        end=_end_ids(source.config, tokenizer, source.generation, vocab),
     )
     if (ids.fork is None) != (ids.child is None):
         raise CheckpointError(
@@ -91,18 +71,10 @@ def special_tokens(
         raise CheckpointError(
             f"token id {twice[0]} has two of the roles mask, fork, child and end of text: expected different tokens"
         )
-    return ids, _mask_slots(ids, config_entries.get("mask_slots"), flags.max_mask_slots, mask_layout)
+    return ids
 
 
-def _configured_masks(folder: Path, entries: dict[str, Any], vocab: int) -> tuple[str, ...]:
-    """The mask tokens of a checkpoint or adapter folder, by id or by text."""
-    if "mask_tokens" in entries:
-        return tuple(str(token) for token in entries["mask_tokens"] or ())
-    named = config_mask_token(folder, vocab)
-    return () if named is None else (str(named),)
-
-
-def _mask_slots(ids: TokenIds, configured: Any, requested: int | None, mask_layout: MaskLayout) -> int:
+def _mask_slots(ids: TokenIds, configured: int | None, requested: int | None, mask_layout: MaskLayout) -> int:
     """The maximum number of mask slots: as requested, else as configured, else one per mask token or the default."""
     if not ids.mask:
         if requested:
@@ -202,35 +174,39 @@ def open_checkpoint(
 ) -> Checkpoint:
     """The checkpoint in a folder, with its special token ids; with the adapter of an adapter folder, if one is given."""
     added = None if adapter is None else _adapter_folder(adapter, folder)
-    owner, named = adapter or folder, bool(flags.mask)
-    mechanisms = read_mechanisms(owner)
-    mask_layout = read_mask_layout(owner)
+    owner = adapter or folder
+    sar, mechanisms = read_sar_config(owner), read_mechanisms(owner)
     source = read_source(folder, remote_code)
-    config, tokenizer, generation = source.config, source.tokenizer, source.generation
-    backend = tokenizer.backend_tokenizer
+    backend = source.tokenizer.backend_tokenizer
     backend.no_truncation()
     backend.no_padding()
-    vocab_size = int(config.get_text_config().vocab_size)
+    vocab_size = int(source.config.get_text_config().vocab_size)
     if added is not None:
         with _naming(folder):
-            added.base.check_config(config)
-            add_special_tokens(tokenizer, added)
+            added.base.check_config(source.config)
+            add_special_tokens(source.tokenizer, added)
         vocab_size = added.vocab_size
-    tokens, mask_slots = special_tokens(owner, config, tokenizer, generation, flags, vocab_size, mask_layout)
-    check_mechanisms(owner, mechanisms, config, tokens)
+    if not flags.mask and sar.mask_tokens is None and (pard := config_mask_token(owner, vocab_size)) is not None:
+        sar = replace(sar, mask_tokens=(str(pard),), method=sar.method or PARD)
+    fork, child = (
+        named if requested is None else requested
+        for requested, named in ((flags.fork, sar.fork_token), (flags.child, sar.child_token))
+    )
+    tokens = special_tokens(flags.mask or sar.mask_tokens or (), fork, child, source, vocab_size)
+    check_mechanisms(owner, mechanisms, source.config, tokens)
+    mask_slots = _mask_slots(tokens, sar.mask_slots, flags.max_mask_slots, sar.layout)
+    named_tokens = source.tokenizer.special_tokens_map.items()
     return Checkpoint(
         folder=folder,
-        config=config,
+        config=source.config,
         tokens=tokens,
-        drafts=_draft_method(owner, mechanisms, mask_slots, mask_layout, draft_origin(owner, vocab_size, named), named),
+        drafts=_draft_method(replace(sar, acceptance=()) if flags.mask else sar, mechanisms, mask_slots),
         mechanisms=mechanisms,
-        fork_by_default=read_sar_config(owner).get("fork_by_default", True),
+        fork_by_default=sar.fork_by_default,
         tokenizer=backend.to_str(),
-        template=template_of(tokenizer),
-        special_tokens={
-            name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)
-        },
-        generation=generation,
+        template=template_of(source.tokenizer),
+        special_tokens={name: str(token) for name, token in named_tokens if isinstance(token, str)},
+        generation=source.generation,
         remote_code=remote_code,
         adapter_folder=added,
         gguf=source.gguf,
@@ -238,26 +214,18 @@ def open_checkpoint(
     )
 
 
-def _draft_method(
-    owner: Path,
-    mechanisms: Sequence[Mechanism],
-    mask_slots: int,
-    layout: MaskLayout,
-    origin: Mapping[str, str],
-    named: bool,
-) -> DraftMethod:
-    """How a model with these mechanisms and mask slots drafts; its mask tokens may be `named` on the command line."""
+def _draft_method(sar: SarConfig, mechanisms: Sequence[Mechanism], mask_slots: int) -> DraftMethod:
+    """How a model with these mechanisms and mask slots drafts."""
     heads = sum(mechanism.heads for mechanism in mechanisms)
     drafts = bool(heads or mask_slots)
     return DraftMethod(
-        name=origin.get("method", UNKNOWN) if drafts else LOOKUP,
-        adapter=origin.get("adapter") if drafts else None,
+        name=sar.method or UNKNOWN if drafts else LOOKUP,
+        adapter=sar.adapter if drafts else None,
         predictor="head" if heads else "mask",
         max_tokens=heads or mask_slots,
-        layout=layout,
+        layout=sar.layout,
         mechanisms={mechanism.name: mechanism.entry for mechanism in mechanisms},
-        # Measured with the folder's own mask tokens.
-        acceptance=() if named else read_acceptance(owner),
+        acceptance=sar.acceptance,
     )
 
 
@@ -318,7 +286,7 @@ def _naming(folder: Path) -> Iterator[None]:
 
 def _adapter_folder(adapter: Path, base: Path) -> AdapterFolder:
     """The adapter folder; raises for a base model that drafts with mechanisms of its own."""
-    for name in mechanism_entries(base) if base.is_dir() else ():
+    for name in read_sar_config(base).mechanisms:
         if name not in MECHANISMS or not MECHANISMS[name].refines:
             raise CheckpointError(f"{base}: has {name} already: expected its base model, to add that in {adapter}")
     return read_adapter_folder(adapter)

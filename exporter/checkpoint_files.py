@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from spaceport.exporter.sar_config import CheckpointError, mechanism_entries, read_json, tensor_file
+from spaceport.exporter.sar_config import CheckpointError, read_json, read_sar_config, tensor_file
 
 # Upper limits of the sizes in a configuration, by the names that families give them; far above every known model.
 _LIMITS = {
@@ -43,7 +43,7 @@ def own_files(folder: Path) -> tuple[Path, ...]:
     """The files beside the weights of a checkpoint folder that its sar_config.json names.
 
     Transformers does not read them: it loads model*.safetensors."""
-    return tuple(tensor_file(folder, name) for name in mechanism_entries(folder))
+    return tuple(tensor_file(folder, name) for name in read_sar_config(folder).mechanisms)
 
 
 def require_checkpoint(path: Path) -> None:

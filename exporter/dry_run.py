@@ -19,7 +19,7 @@ from spaceport.exporter.checkpoint_source import model_config, model_without_val
 from spaceport.exporter.export import ExportOptions, check_activations, exact_activations, kv_cache_of
 from spaceport.exporter.export_memory import ExportMemory, export_memory, is_streamed
 from spaceport.exporter.mechanisms import MECHANISMS, DraftAdditions
-from spaceport.exporter.sar_config import CheckpointError, mechanism_entries, read_json, tensor_file
+from spaceport.exporter.sar_config import CheckpointError, read_json, read_sar_config, tensor_file
 from spaceport.exporter.stored_bytes import StoredBytes, stored_bytes
 from spaceport.exporter.to_onnx import check_opset
 from spaceport.graphs.contract.signature import Signature
@@ -147,7 +147,7 @@ def _configuration(folder: Path, remote_code: bool) -> PreTrainedConfig:
 
 def _refuse_additions(folder: Path) -> None:
     """Raise for a checkpoint with tensors beside its model."""
-    named = {} if is_gguf(folder) else {**mechanism_entries(folder), **MECHANISMS}
+    named = {} if is_gguf(folder) else {**read_sar_config(folder).mechanisms, **MECHANISMS}
     for file in (tensor_file(folder, name) for name in named):
         if not file.exists():
             continue

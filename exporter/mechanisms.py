@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from spaceport.exporter.sar_config import (
     SAR_FILE,
     CheckpointError,
-    mechanism_entries,
+    read_sar_config,
     tensor_file,
     write_sar_config,
 )
@@ -38,15 +38,16 @@ MECHANISMS: dict[str, type[Mechanism]] = {
 
 def read_mechanisms(folder: Path) -> tuple[Mechanism, ...]:
     """The mechanisms of a checkpoint or adapter folder, whose tensors stay in their files until they are used."""
-    entries = mechanism_entries(folder)
+    entries = read_sar_config(folder).mechanisms
     if unknown := sorted(entries.keys() - MECHANISMS.keys()):
         raise CheckpointError(f"{folder / SAR_FILE}: mechanisms has {unknown[0]!r}: expected {', '.join(MECHANISMS)}")
-    return tuple(_read(folder, kind, entries.get(name)) for name, kind in MECHANISMS.items() if _exists(folder, name))
+    existing = {name: kind for name, kind in MECHANISMS.items() if _exists(folder, name, name in entries)}
+    return tuple(_read(folder, kind, entries[name]) for name, kind in existing.items())
 
 
-def _exists(folder: Path, name: str) -> bool:
-    """Whether a folder has a mechanism; raises if it has its file or its entry alone."""
-    file, named = tensor_file(folder, name), name in mechanism_entries(folder)
+def _exists(folder: Path, name: str, named: bool) -> bool:
+    """Whether a folder has a mechanism; raises if it has its file alone, or is `named` in sar_config.json alone."""
+    file = tensor_file(folder, name)
     if file.exists() and not named:
         raise CheckpointError(
             f"{file}: mechanisms in {SAR_FILE} has no entry {name} for it: expected the entry that belongs to the file; add "
@@ -107,10 +108,12 @@ def apply_mechanisms(
 
 def write_mechanisms(folder: Path, mechanisms: Sequence[Mechanism]) -> None:
     """Write mechanisms into a folder: the tensors, and the entries in sar_config.json."""
+    if not mechanisms:
+        return
     for mechanism in mechanisms:
         save_tensors(tensor_file(folder, mechanism.name), mechanism.state())
     entries = {mechanism.name: mechanism.entry for mechanism in mechanisms}
-    write_sar_config(folder, {"mechanisms": {**mechanism_entries(folder), **entries}})
+    write_sar_config(folder, {"mechanisms": {**read_sar_config(folder).mechanisms, **entries}})
 
 
 @dataclass(frozen=True)

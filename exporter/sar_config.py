@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from spaceport.graphs.contract.atomic_file import replace_text
 from spaceport.graphs.contract.draft_methods import (
+    CAUSAL,
     GROUPS,
     DraftAcceptance,
+    Group,
     MaskLayout,
     draft_acceptances,
     with_acceptance,
@@ -20,29 +22,65 @@ from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.contract.json_fields import JsonField, Rules, is_whole
 
 SAR_FILE = "sar_config.json"
-
-# Entries of earlier versions for what is in `mechanisms` now.
-_EARLIER = {"mask_adapter", "heads", "prefix"}
+PARD = "pard"  # the method of a checkpoint whose config.json names its mask token
 _ENTRIES = (
     *("mask_tokens", "mask_slots", "fork_token", "child_token", "fork_by_default"),
     *("shift", "group", "noise"),  # how mask slots draft
     *("mechanisms", "method", "adapter"),
     "acceptance",
 )
-MASK_ENTRIES = ("pard_token", "ptd_token_id", "mask_token_id")
+# Entries of earlier versions for what is in `mechanisms` now.
+_EARLIER = {"mask_adapter", "heads", "prefix"}
+_ORIGIN_LENGTH = 200  # characters of the entries `method` and `adapter`
+_MASK_ENTRIES = ("pard_token", "ptd_token_id", "mask_token_id")  # of config.json
 # Entries of methods that draft in another way, which a checkpoint may have beside a mask token:
 _OTHER_METHODS = (
     *("block_size", "dlm_type", "dlm_paradigm"),  # block diffusion: the mask rows of a block see each other
     *("pard2", "pard2_target_dim", "spd_type"),  # PARD-2 takes hidden states of another model
     *("dflash_config", "dspark_noise_token_id", "speculators_model_type", "target_layer_ids", "draft_vocab_size"),
 )
-PARD = "pard"  # the method of a checkpoint whose config.json names its mask token
-_ORIGIN = ("method", "adapter")
-_ORIGIN_LENGTH = 200  # characters of an entry
 
 
 class CheckpointError(InputFault):
     """A folder that cannot be exported; the message states what was found, what was expected and what to do."""
+
+
+class MaskEntry(NamedTuple):
+    """A mask token in config.json."""
+
+    name: str  # of the entry
+    token: int
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Mask tokens whose embeddings are copies of other tokens' embeddings."""
+
+    ids: tuple[int, ...]  # of the copied tokens, one for each mask token
+    seed: int  # with which they were selected
+
+
+@dataclass(frozen=True)
+class SarConfig:
+    """The entries of a sar_config.json, each of which may be missing. Tokens are named by id or by text."""
+
+    mask_tokens: tuple[str, ...] | None = None  # None: the one that config.json names, if it does as PARD
+    mask_slots: int | None = None
+    fork_token: str | None = None
+    child_token: str | None = None
+    fork_by_default: bool = True  # whether a request may fork unless it says otherwise
+    layout: MaskLayout = CAUSAL
+    noise: Noise | None = None
+    mechanisms: Mapping[str, dict[str, Any]] = field(default_factory=dict)  # the numbers of each by its name
+    method: str | None = None
+    adapter: str | None = None  # published weights with which the model drafts
+    acceptance: tuple[DraftAcceptance, ...] = ()  # measured rates, by temperature
+
+    @property
+    def special_tokens(self) -> tuple[str, ...]:
+        """The mask, fork and child tokens."""
+        forking = (token for token in (self.fork_token, self.child_token) if token is not None)
+        return (*(self.mask_tokens or ()), *forking)
 
 
 def is_id(token: str) -> bool:
@@ -50,29 +88,9 @@ def is_id(token: str) -> bool:
     return token.isascii() and token.isdigit()
 
 
-def read_sar_config(folder: Path) -> dict[str, Any]:
-    """The entries of a folder's sar_config.json; empty if the file does not exist."""
-    file = folder / SAR_FILE
-    if not file.exists():
-        return {}
-    entries = read_json(file)
-    unknown = sorted(set(entries) - set(_ENTRIES))
-    if unknown:
-        older = "; export, tune or adopt again what an earlier version wrote" if _EARLIER & set(unknown) else ""
-        raise CheckpointError(f"{file}: unknown entries {', '.join(unknown)}: expected {', '.join(_ENTRIES)}{older}")
-    if not isinstance(entries.get("fork_by_default", True), bool):
-        raise CheckpointError(f"{file}: fork_by_default is {entries['fork_by_default']!r}: expected true or false")
-    if not isinstance(entries.get("mask_tokens") or [], list):
-        raise CheckpointError(f"{file}: mask_tokens is {entries['mask_tokens']!r}: expected a list")
-    return entries
-
-
-def mechanism_entries(folder: Path) -> dict[str, dict[str, Any]]:
-    """The numbers of each mechanism that a folder's sar_config.json names, by the mechanism's name."""
-    entries = read_sar_config(folder).get("mechanisms")
-    where = f"{folder / SAR_FILE}: mechanisms"
-    members = JsonField({} if entries is None else entries, where, Rules(CheckpointError)).members()
-    return {name: entry.object() for name, entry in members.items() if entry.value is not None}
+def is_origin(value: object) -> bool:
+    """Whether a value can name a method or published weights."""
+    return isinstance(value, str) and 0 < len(value) <= _ORIGIN_LENGTH and value.isprintable()
 
 
 def tensor_file(folder: Path, name: str) -> Path:
@@ -80,25 +98,42 @@ def tensor_file(folder: Path, name: str) -> Path:
     return folder / f"{name}.safetensors"
 
 
+def read_sar_config(folder: Path) -> SarConfig:
+    """The entries of a folder's sar_config.json; none if the file does not exist."""
+    file = folder / SAR_FILE
+    entries = _entries(file)
+
+    def entry(name: str, advice: str = "") -> JsonField:
+        return JsonField(entries.get(name), f"{file}: {name}", Rules(CheckpointError, advice))
+
+    masks = entry("mask_tokens").or_none(lambda tokens: tokens.each(_token))
+    forks = entry("fork_by_default").or_none(JsonField.boolean)
+    remeasure = "; remove the entry, and measure again with `spaceport acceptance --save`"
+    return SarConfig(
+        mask_tokens=masks if masks is not None or "mask_tokens" not in entries else (),
+        mask_slots=entry("mask_slots").or_none(lambda slots: slots.whole(1)),
+        fork_token=entry("fork_token").or_none(_token),
+        child_token=entry("child_token").or_none(_token),
+        fork_by_default=forks is not False,
+        layout=_layout(entry("shift"), entry("group")),
+        noise=entry("noise").or_none(lambda noise: _noise(noise, len(masks or ()))),
+        mechanisms=entry("mechanisms").or_none(_mechanisms) or {},
+        method=entry("method").or_none(_origin),
+        adapter=entry("adapter").or_none(_origin),
+        acceptance=entry("acceptance", remeasure).or_none(draft_acceptances) or (),
+    )
+
+
 def write_sar_config(folder: Path, changes: dict[str, Any]) -> None:
     """Set entries in a folder's sar_config.json; all other entries stay."""
-    entries = read_sar_config(folder)
-    replace_text(folder / SAR_FILE, json.dumps({**entries, **changes}, indent=2, ensure_ascii=False) + "\n")
-
-
-def read_acceptance(folder: Path) -> tuple[DraftAcceptance, ...]:
-    """The measured acceptance rates in a folder's sar_config.json, by temperature; empty if nothing was measured."""
-    entry = read_sar_config(folder).get("acceptance")
-    advice = "; remove the entry, and measure again with `spaceport acceptance --save`"
-    found = JsonField(entry, f"{folder / SAR_FILE}: acceptance", Rules(CheckpointError, advice))
-    return () if entry is None else draft_acceptances(found)
+    file = folder / SAR_FILE
+    replace_text(file, json.dumps({**_entries(file), **changes}, indent=2, ensure_ascii=False) + "\n")
 
 
 def save_acceptance(folder: Path, measured: DraftAcceptance) -> None:
     """Store measured acceptance rates in a folder's sar_config.json, in place of those at the same temperature."""
-    write_sar_config(
-        folder, {"acceptance": [asdict(entry) for entry in with_acceptance(read_acceptance(folder), measured)]}
-    )
+    rates = with_acceptance(read_sar_config(folder).acceptance, measured)
+    write_sar_config(folder, {"acceptance": [asdict(entry) for entry in rates]})
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -114,21 +149,9 @@ def read_json(file: Path) -> dict[str, Any]:
     return cast(dict[str, Any], data)
 
 
-class MaskEntry(NamedTuple):
-    """A mask token in config.json."""
-
-    name: str  # of the entry
-    token: int
-
-
-def other_method(config: Mapping[str, Any]) -> str | None:
-    """The first entry of a configuration by which its mask rows are not those of PARD."""
-    return next((name for name in _OTHER_METHODS if config.get(name)), None)
-
-
 def mask_entry(file: Path, config: Mapping[str, Any]) -> MaskEntry | None:
     """The mask token that a configuration names, whatever the method."""
-    for name in MASK_ENTRIES:
+    for name in _MASK_ENTRIES:
         token = config.get(name)
         if token is None:
             continue
@@ -144,76 +167,49 @@ def config_mask_token(folder: Path, vocab: int) -> int | None:
     if not file.exists():  # a GGUF file, or an adapter folder
         return None
     config = read_json(file)
-    found = None if other_method(config) else mask_entry(file, config)
-    if found is not None and found.token >= vocab:
+    mask = None if any(config.get(name) for name in _OTHER_METHODS) else mask_entry(file, config)
+    if mask is not None and mask.token >= vocab:
         raise CheckpointError(
-            f"{file}: {found.name} is {found.token}, the model's vocabulary ends at {vocab - 1}: expected an id within it"
+            f"{file}: {mask.name} is {mask.token}, the model's vocabulary ends at {vocab - 1}: expected an id within it"
         )
-    return None if found is None else found.token
+    return None if mask is None else mask.token
 
 
-@dataclass(frozen=True)
-class Noise:
-    """Mask tokens whose embeddings are copies of other tokens' embeddings."""
-
-    ids: tuple[int, ...]  # of the copied tokens, one for each mask token
-    seed: int  # with which they were selected
-
-
-def read_mask_layout(folder: Path) -> MaskLayout:
-    """What the mask rows of a folder's model predict and see; raises if an entry about it is invalid."""
-    file, entries = folder / SAR_FILE, read_sar_config(folder)
-    shift, group = entries.get("shift", True), entries.get("group", "causal")
-    if not isinstance(shift, bool):
-        raise CheckpointError(f"{file}: shift is {shift!r}: expected true or false")
-    if group not in GROUPS:
-        raise CheckpointError(f"{file}: group is {group!r}: expected {' or '.join(GROUPS)}")
-    read_noise(folder)
-    return MaskLayout(shift, group)
+def _entries(file: Path) -> dict[str, Any]:
+    entries = read_json(file) if file.exists() else {}
+    unknown = sorted(set(entries) - set(_ENTRIES))
+    if unknown:
+        older = "; export, tune or adopt again what an earlier version wrote" if _EARLIER & set(unknown) else ""
+        raise CheckpointError(f"{file}: unknown entries {', '.join(unknown)}: expected {', '.join(_ENTRIES)}{older}")
+    return entries
 
 
-def read_noise(folder: Path) -> Noise | None:
-    """The tokens whose embeddings are those of a folder's mask tokens, if they are copies."""
-    file, entries = folder / SAR_FILE, read_sar_config(folder)
-    entry = entries.get("noise")
-    if entry is None:
-        return None
-    masks = entries.get("mask_tokens") or []
-    valid = (
-        isinstance(entry, dict)
-        and set(entry) == {"ids", "seed"}
-        and isinstance(entry["ids"], list)
-        and all(is_whole(token, 0) for token in entry["ids"])
-        and is_whole(entry["seed"], 0)
-    )
-    if not valid or len(entry["ids"]) != len(masks):
-        raise CheckpointError(
-            f"{file}: noise is {entry!r}: expected null, or ids, one for each of the {len(masks)} mask_tokens, and seed"
-        )
-    return Noise(tuple(entry["ids"]), entry["seed"])
+def _token(name: JsonField) -> str:
+    if not isinstance(name.value, str) and not is_whole(name.value, 0):
+        name.refuse("a token by its id or its text")
+    return str(name.value)
 
 
-def is_origin(value: object) -> bool:
-    """Whether a value can be an entry."""
-    return isinstance(value, str) and 0 < len(value) <= _ORIGIN_LENGTH and value.isprintable()
+def _layout(shift: JsonField, group: JsonField) -> MaskLayout:
+    shifts = shift.or_none(JsonField.boolean)
+    seen: Group | None = group.or_none(lambda name: name.one_of(GROUPS))
+    return MaskLayout(CAUSAL.shift if shifts is None else shifts, seen or CAUSAL.group)
 
 
-def draft_origin(folder: Path, vocab_size: int, flags: bool) -> dict[str, str]:
-    """The entries `method` and `adapter` of a manifest's provenance, without those that are not known.
+def _noise(noise: JsonField, masks: int) -> Noise:
+    entries = noise.exactly("ids", "seed")
+    ids = entries["ids"].wholes()
+    if len(ids) != masks:
+        noise.refuse(f"null, or ids, one for each of the {masks} mask_tokens, and seed")
+    return Noise(ids, entries["seed"].whole())
 
-    With `flags`, the mask tokens are from the command line, so the files do not say how they draft.
-    """
-    entries = read_sar_config(folder)
-    found: dict[str, str] = {}
-    for name in _ORIGIN:
-        value = entries.get(name)
-        if value is None:
-            continue
-        if not is_origin(value):
-            raise CheckpointError(
-                f"{folder / SAR_FILE}: {name} is {value!r}: expected null, or a printable text of 1 to {_ORIGIN_LENGTH} characters"
-            )
-        found[name] = value
-    if not found and not flags and "mask_tokens" not in entries and config_mask_token(folder, vocab_size) is not None:
-        return {"method": PARD}
-    return found
+
+def _mechanisms(mechanisms: JsonField) -> dict[str, dict[str, Any]]:
+    members = mechanisms.members().items()
+    return {name: numbers.object() for name, numbers in members if numbers.value is not None}
+
+
+def _origin(name: JsonField) -> str:
+    if not is_origin(name.value):
+        name.refuse(f"null, or a printable text of 1 to {_ORIGIN_LENGTH} characters")
+    return cast(str, name.value)

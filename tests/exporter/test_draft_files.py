@@ -22,10 +22,9 @@ from spaceport.exporter.sar_config import (
     SAR_FILE,
     CheckpointError,
     Noise,
+    SarConfig,
     config_mask_token,
-    draft_origin,
-    read_mask_layout,
-    read_noise,
+    read_sar_config,
 )
 from spaceport.graphs.contract.draft_correction import CORRECTION_FILE, read_tables
 from spaceport.graphs.contract.draft_methods import MaskLayout
@@ -47,6 +46,7 @@ from spaceport.tools.verify.acceptance.reference_answers import ReferenceAnswer,
 from support.exported import bundle_of
 from support.gguf_files import HEAD_DIM, HEADS, KV_HEADS, random_model
 from support.hash_engine import LAYOUTS
+from support.paths import TINY
 from support.published import layout_model, text, write_checkpoint
 from support.published_methods import METHODS
 
@@ -70,12 +70,12 @@ def written(folder: Path, config: dict[str, Any] | None = None, sar: dict[str, A
 
 
 def test_the_layout_of_mask_slots_is_read_as_it_was_written(tmp_path: Path) -> None:
-    assert read_mask_layout(tmp_path) == MaskLayout(shift=True, group="causal")
-    assert read_mask_layout(written(tmp_path, sar={"mask_tokens": ["[M]"]})) == MaskLayout()
-    assert read_noise(tmp_path) is None
+    assert read_sar_config(tmp_path) == SarConfig()
+    written(tmp_path, sar={"mask_tokens": ["[M]"], "shift": None})
+    assert read_sar_config(tmp_path) == SarConfig(mask_tokens=("[M]",), layout=MaskLayout(shift=True, group="causal"))
     sar = {"mask_tokens": ["a", "b"], "shift": False, "group": "block", "noise": {"ids": [7, 3], "seed": 5}}
-    assert read_mask_layout(written(tmp_path, sar=sar)) == MaskLayout(shift=False, group="block")
-    assert read_noise(tmp_path) == Noise((7, 3), 5)
+    layout = MaskLayout(shift=False, group="block")
+    assert read_sar_config(written(tmp_path, sar=sar)) == SarConfig(("a", "b"), layout=layout, noise=Noise((7, 3), 5))
 
 
 @pytest.mark.parametrize(
@@ -84,14 +84,18 @@ def test_the_layout_of_mask_slots_is_read_as_it_was_written(tmp_path: Path) -> N
         ({"shift": 1}, r"shift is 1: expected true or false"),
         ({"group": "tree"}, r"group is 'tree': expected causal or block"),
         ({"noise": {"ids": [1, 2], "seed": 0}}, r"expected null, or ids, one for each of the 1 mask_tokens, and seed"),
-        ({"noise": {"ids": [-1], "seed": 0}}, r"noise is .*: expected null, or ids"),
-        ({"noise": {"ids": [1]}}, r"noise is .*: expected null, or ids"),
-        ({"noise": "uniform"}, r"noise is 'uniform': expected null, or ids"),
+        ({"noise": {"ids": [-1], "seed": 0}}, r"noise.ids\[0\] is -1: expected a whole number"),
+        ({"noise": {"ids": [1]}}, r"noise lacks 'seed': expected ids, seed"),
+        ({"noise": "uniform"}, r"noise is str: expected an object"),
+        ({"mask_tokens": "[M]"}, r"mask_tokens is '\[M\]': expected a list"),
+        ({"mask_tokens": [1.5]}, r"mask_tokens\[0\] is 1.5: expected a token by its id or its text"),
+        ({"mask_slots": 0}, r"mask_slots is 0: expected a whole number of at least 1"),
+        ({"fork_by_default": 1}, r"fork_by_default is 1: expected true or false"),
     ],
 )
 def test_invalid_layouts_are_refused(entries: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=message):
-        read_mask_layout(written(tmp_path, sar={"mask_tokens": ["[M]"], **entries}))
+        read_sar_config(written(tmp_path, sar={"mask_tokens": ["[M]"], **entries}))
 
 
 @pytest.mark.parametrize("name", ["pard_token", "ptd_token_id", "mask_token_id"])
@@ -123,25 +127,32 @@ def test_that_of_another_method_is_not_taken(config: dict[str, Any] | None, mask
 
 
 @pytest.mark.parametrize(
-    ("config", "sar", "flags", "expected"),
+    ("config", "sar", "mask", "expected"),
     [
-        ({}, None, False, {}),
-        ({"pard_token": 5}, None, False, {"method": "pard"}),
-        ({"pard_token": 5}, None, True, {}),  # another mask token is on the command line
-        ({"pard_token": 5}, {"mask_tokens": ["6"]}, False, {}),
-        ({"mask_token_id": 5, "block_size": 8}, None, False, {}),  # not read as a mask token of PARD
-        ({}, {"mask_tokens": ["6"], "method": "tune"}, False, {"method": "tune"}),
-        ({}, {"method": "uno", "adapter": "a/b@1"}, False, {"method": "uno", "adapter": "a/b@1"}),
-        ({}, {"method": None, "adapter": None}, False, {}),
+        ({}, None, "6", ("unknown", None)),
+        ({"pard_token": 5}, None, None, ("pard", None)),
+        ({"pard_token": 5}, None, "6", ("unknown", None)),  # another mask token is on the command line
+        ({"pard_token": 5}, {"mask_tokens": ["6"]}, None, ("unknown", None)),
+        ({"mask_token_id": 5, "block_size": 8}, None, None, ("lookup", None)),  # not read as a mask token of PARD
+        ({}, {"mask_tokens": ["6"], "method": "tune"}, None, ("tune", None)),
+        ({}, {"mask_tokens": ["6"], "method": "uno", "adapter": "a/b@1"}, None, ("uno", "a/b@1")),
+        ({}, {"mask_tokens": ["6"], "method": None, "adapter": None}, None, ("unknown", None)),
     ],
 )
 def test_the_files_of_a_checkpoint_name_the_method(
-    config: dict[str, Any], sar: dict[str, Any] | None, flags: bool, expected: dict[str, str], tmp_path: Path
+    config: dict[str, Any],
+    sar: dict[str, Any] | None,
+    mask: str | None,
+    expected: tuple[str, str | None],
+    tmp_path: Path,
 ) -> None:
-    assert draft_origin(written(tmp_path, config, sar), 100, flags) == expected
+    folder = shutil.copytree(TINY, tmp_path / "checkpoint", ignore=shutil.ignore_patterns(SAR_FILE, "*.py"))
+    written(folder, config, sar)
+    drafts = open_checkpoint(folder, TokenFlags(mask=() if mask is None else (mask,))).drafts
+    assert (drafts.name, drafts.adapter) == expected
     for value in (5, "", "a\nb", "a" * 201):
         with pytest.raises(CheckpointError, match=r"method is .*: expected null, or a printable text of 1 to 200 char"):
-            draft_origin(written(tmp_path, sar={"method": value}), 100, False)
+            read_sar_config(written(folder, sar={"method": value}))
 
 
 def with_embeddings(tokens: int, hidden: int) -> PreTrainedModel:

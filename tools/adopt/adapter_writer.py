@@ -70,8 +70,10 @@ def _origin(method: str, published: Path) -> dict[str, str]:
 
 def _fork_entries(checkpoint: Checkpoint) -> dict[str, Any]:
     """The entries about forks in the base model's own sar_config.json."""
-    own = read_sar_config(checkpoint.folder) if checkpoint.folder.is_dir() else {}
-    return {name: own[name] for name in ("fork_token", "child_token", "fork_by_default") if own.get(name) is not None}
+    own = read_sar_config(checkpoint.folder)
+    names = {"fork_token": own.fork_token, "child_token": own.child_token}
+    forks = {name: token for name, token in names.items() if token is not None}
+    return {**forks, "fork_by_default": own.fork_by_default} if forks else {}
 
 
 def _fork_tokens(checkpoint: Checkpoint, forks: dict[str, Any]) -> dict[str, int]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
+from spaceport.exporter.sar_config import SarConfig
 from spaceport.graphs.contract.faults import OptionFault
 
 
@@ -25,7 +25,7 @@ DEFAULT = TokenNames(("[M]",), "[Fork]", "[Child]")
 
 
 def resolve_token_names(
-    mask_rows: int, distinct: bool, forks: bool, requested: TokenNames, sar_config: dict[str, Any]
+    mask_rows: int, distinct: bool, forks: bool, requested: TokenNames, sar_config: SarConfig
 ) -> TokenNames:
     """Token names for one tuning: the requested ones, except where the checkpoint's sar_config.json already has names."""
     for name in requested.all:
@@ -38,12 +38,10 @@ def resolve_token_names(
         opening, closing = (masks[0][:-1], masks[0][-1]) if masks[0][-1:] in ")]>|" else (masks[0], "")
         masks = tuple(f"{opening}{slot + 1}{closing}" for slot in range(mask_rows))
     new = masks
-    existing = tuple(str(name) for name in sar_config.get("mask_tokens") or ())
+    existing = sar_config.mask_tokens or ()
     if existing and (not mask_rows or len(existing) == len(masks)):
         masks = existing
-    fork, child = (
-        (sar_config.get("fork_token"), sar_config.get("child_token")) if sar_config.get("fork_token") else (None, None)
-    )
+    fork, child = (sar_config.fork_token, sar_config.child_token) if sar_config.fork_token else (None, None)
     if forks and fork is None:
         fork, child = requested.fork, requested.child
     names = TokenNames(masks, fork, child)

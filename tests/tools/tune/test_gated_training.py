@@ -219,8 +219,9 @@ def test_options_that_an_adapter_determines_are_refused(
 def test_the_layout_of_mask_slots_is_written_and_kept_by_a_further_training(adapters: Adapters) -> None:
     once = replace(SETTINGS, max_steps=1, distinct=True)
     first = adapters.trained("block", replace(once, shift=False, group="block"))
-    entries = read_sar_config(first)
-    assert (entries["shift"], entries["group"], len(entries["mask_tokens"])) == (False, "block", once.mask_slots + 1)
+    written = read_sar_config(first)
+    assert written.layout == MaskLayout(shift=False, group="block")
+    assert len(written.mask_tokens or ()) == once.mask_slots + 1
     for folder in (first, adapters.trained("further block", once, adapter=first)):
         opened = open_checkpoint(TINY, TokenFlags(), adapter=folder)
         assert (opened.drafts.layout, opened.drafts.mask_slots) == (
@@ -286,7 +287,7 @@ def test_a_correction_and_input_rows_go_with_their_checkpoint_into_the_bundle(tm
     bundles = []
     for sign in (1, -1):
         write_mechanisms(checkpoint, [InputRows((fork,), sign * torch.ones(1, hidden))])
-        write_sar_config(checkpoint, {**read_sar_config(checkpoint), "fork_by_default": sign < 0})
+        write_sar_config(checkpoint, {"fork_by_default": sign < 0})
         bundles.append(bundle_of(checkpoint))
     scores = []
     for bundle, by_default in zip(bundles, (False, True), strict=True):

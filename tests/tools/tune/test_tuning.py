@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint
-from spaceport.exporter.sar_config import read_acceptance
+from spaceport.exporter.sar_config import read_sar_config
 from spaceport.graphs.contract.faults import InputFault
 from spaceport.runtime.decoding import Decoding
 from spaceport.tools.reference import checkpoint_runtime
@@ -175,7 +175,7 @@ def test_a_tuned_checkpoint_has_its_tokens_type_and_files_and_drafts_change_no_o
 ) -> None:
     tuned = tunings.whole
     entries = json.loads((tuned / "sar_config.json").read_text())
-    (measured,) = read_acceptance(tuned)
+    (measured,) = read_sar_config(tuned).acceptance
     assert entries.pop("acceptance") == [json.loads(json.dumps(asdict(measured)))]
     expected = {"mask_tokens": ["[M]"], "mask_slots": 3, "fork_token": "[Fork]", "child_token": "[Child]"}
     assert entries == {**expected, "method": "tune"}
@@ -201,7 +201,7 @@ def test_the_rates_of_the_last_validation_are_stored(whole: TuningOutcome, tunin
     assert all(rate <= accuracy for rate, accuracy in zip(last["acceptance"], last["accuracies"][1:], strict=True))
     assert (measured.data, measured.lookup, measured.temperature) == ("validation data data.jsonl", (), 0.0)
     assert measured.tokens > 0
-    assert read_acceptance(tunings.by_method("lora")) == ()  # trained without validation data
+    assert read_sar_config(tunings.by_method("lora")).acceptance == ()  # trained without validation data
 
 
 def test_metrics_and_the_card_show_data_settings_and_curves(whole: TuningOutcome, tunings: Tunings) -> None:

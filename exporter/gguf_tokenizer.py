@@ -66,7 +66,7 @@ def _check_kind(file: GgufFile) -> None:
     original = "export the original checkpoint"
     if kind != "gpt2":
         file.refuse(f"tokenizer {kind!r} is not supported in GGUF files", "'gpt2', a byte-level BPE", original)
-    if pre not in _SPLITS:
+    if not isinstance(pre, str) or pre not in _SPLITS:
         file.refuse(f"pre-tokenizer {pre!r} is not supported", f"one of {', '.join(_SPLITS)}", original)
     if file.get("add_eos_token", False):
         raise CheckpointError(

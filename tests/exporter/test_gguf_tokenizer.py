@@ -90,6 +90,7 @@ def test_bos_and_end_tokens_are_those_of_the_file(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"ggml__model": "llama"}, "tokenizer 'llama' is not supported in GGUF files: expected 'gpt2'"),
+        ({"ggml__pre": ["a"]}, "pre-tokenizer ['a'] is not supported: expected one of llama3, "),
         ({"ggml__pre": "strange"}, "pre-tokenizer 'strange' is not supported: expected one of llama3, "),
         ({"ggml__add_eos_token": True}, "add_eos_token is true: expected false"),
         ({"ggml__tokens": None}, "tokenizer.ggml.tokens is None: expected a list of texts; convert the model again"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
@@ -15,6 +15,7 @@ from starlette.responses import Response
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.decode.sequence import Ending
 from spaceport.runtime.decode.statistics import Statistics
+from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.scheduling.request import Completion
 from spaceport.runtime.text.prompt import Prompt
 from spaceport.tools.serve.answers import finish_reason, metrics_of, timings_of
@@ -23,7 +24,7 @@ from spaceport.tools.serve.decoding_options import decodings_of
 from spaceport.tools.serve.echoes import echoed
 from spaceport.tools.serve.event_stream import EventStream
 from spaceport.tools.serve.failures import RETRY, Failure
-from spaceport.tools.serve.generations import Generations, Wanted, events_of, usage, wanted_of
+from spaceport.tools.serve.generations import Generations, events_of, usage
 from spaceport.tools.serve.progress import reported_to
 from spaceport.tools.serve.prompts import chat_prompt, text_prompts
 from spaceport.tools.serve.request_record import RequestRecord, record_of
@@ -112,7 +113,7 @@ async def _answer(
     running = await started(request, model, body, prompts, shape.id, getattr(shape, "tools", NO_TOOLS))
     reported = reported_to(body)
     if body.stream:
-        events = events_of(running, shape, reported, len(prompts))
+        events = events_of(running, shape, reported)
         return EventStream(events, running.close, options.ping_interval, options.send_timeout)
     found = await completed(request, running)
     choices = [shape.choice(index, one, reported.logprobs) for index, one in enumerate(found)]
@@ -122,7 +123,7 @@ async def _answer(
     statistics = running.statistics
     answer = shape.answer(
         choices,
-        usage=usage(running, len(prompts)),
+        usage=usage(running),
         metrics=metrics_of(statistics),
         timings=timings_of(statistics),
     )
@@ -144,10 +145,9 @@ async def started(
     if (audit := service.audits.get(model.name)) is not None:
         decodings = tuple(audit.applied_to(one) for one in decodings)
         await audit.give_way(len(prompts) * len(decodings))
-    wanted = wanted_of(prompts, decodings)
     record.answer, record.stream = answer, bool(body.stream)
     record.prompts, record.decoding = len(prompts), decodings[0]
-    running = Generations(model.runtime, wanted, partial(_ended, service, record, model.name))
+    running = Generations(model.runtime, prompts, decodings, partial(_ended, service, record, model.name, decodings))
     try:
         await running.submit()
     except OptionFault as error:
@@ -169,15 +169,17 @@ def _ended(
     service: Service,
     record: RequestRecord,
     name: str,
-    wanted: Wanted,
+    decodings: Sequence[Decoding],
+    index: int,
     found: Completion | None,
     statistics: Statistics,
 ) -> None:
     """Count a choice that has ended, and let it be audited."""
-    service.metrics.ended(name, "abort" if found is None else finish_reason(found.ending), statistics, wanted.first)
+    choice = index % len(decodings)  # of its prompt
+    service.metrics.ended(name, "abort" if found is None else finish_reason(found.ending), statistics, choice == 0)
     record.ended("cancelled" if found is None else found.ending, statistics)
     if found is not None and name in service.audits:
-        service.audits[name].offer(wanted.decoding, found)
+        service.audits[name].offer(decodings[choice], found)
 
 
 def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:

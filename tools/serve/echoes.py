@@ -19,7 +19,6 @@ from spaceport.runtime.text.prompt import Prompt
 from spaceport.tools.serve.answers import finish_reason, metrics_of, text_logprobs, timings_of, usage_of
 from spaceport.tools.serve.bodies import TextBody
 from spaceport.tools.serve.decoding_options import decodings_of
-from spaceport.tools.serve.generations import wanted_of
 from spaceport.tools.serve.options import ServiceOptions
 from spaceport.tools.serve.shapes import TextShape
 
@@ -50,9 +49,10 @@ async def echoed(
     defaults = runtime.bundle.manifest.generation_config
     decodings = decodings_of(asked, defaults, options.request_timeout, options.most_choices)
     found = []
-    for one in wanted_of(prompts, decodings):
-        found.append(await _echo(runtime, one.prompt, one.decoding, nothing))
-        on_end(found[-1].ending, found[-1].statistics, one.first)
+    for prompt in prompts:
+        for decoding in decodings:
+            found.append(await _echo(runtime, prompt, decoding, nothing))
+            on_end(found[-1].ending, found[-1].statistics, decoding is decodings[0])
     choices = [
         {
             "index": index,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from spaceport.runtime.decode.statistics import Statistics
@@ -20,32 +19,19 @@ from spaceport.tools.serve.event_stream import DONE, event
 from spaceport.tools.serve.progress import Reported
 from spaceport.tools.serve.shapes import ChatShape, TextShape
 
-
-@dataclass(frozen=True)
-class Wanted:
-    """A choice of an answer: its prompt and options."""
-
-    prompt: Prompt
-    decoding: Decoding
-    first: bool = True  # whether it is the first choice of its prompt
-
-
-def wanted_of(prompts: Sequence[Prompt], decodings: Sequence[Decoding]) -> list[Wanted]:
-    """The choices of an answer: as many for each prompt as there are options."""
-    return [Wanted(prompt, decoding, not index) for prompt in prompts for index, decoding in enumerate(decodings)]
-
-
-# Called once for each choice with its completion and statistics; None: it was ended before it was complete.
-OnEnd = Callable[[Wanted, Completion | None, Statistics], None]
+# Called once for each choice with its index, its completion and statistics; None: it was ended before it was complete.
+OnEnd = Callable[[int, Completion | None, Statistics], None]
 
 
 class Generations:
-    """The running completions of one request."""
+    """The running completions of one request: as many choices for each prompt as there are options."""
 
-    def __init__(self, runtime: Runtime, wanted: Sequence[Wanted], on_end: OnEnd) -> None:
+    def __init__(
+        self, runtime: Runtime, prompts: Sequence[Prompt], decodings: Sequence[Decoding], on_end: OnEnd
+    ) -> None:
         self._runtime = runtime
         self._on_end = on_end
-        self.wanted = wanted
+        self.prompts, self.decodings = prompts, decodings
         self.streams: list[AsyncStream] = []
         self.completions: dict[int, Completion] = {}
         self._open: list[tuple[int, AsyncStream]] = []
@@ -54,8 +40,9 @@ class Generations:
     async def submit(self) -> None:
         """Submit all completions; raises the error of an invalid request or a full queue, and then none runs."""
         try:
-            for one in self.wanted:
-                self.streams.append(self._runtime.astream(one.prompt, one.decoding))
+            for prompt in self.prompts:
+                for decoding in self.decodings:
+                    self.streams.append(self._runtime.astream(prompt, decoding))
             for stream in self.streams:
                 await stream.submitted()
         except BaseException:
@@ -69,7 +56,7 @@ class Generations:
         streams, self._open = self._open, []
         for index, stream in streams:
             stream.close()
-            self._on_end(self.wanted[index], self.completions.get(index), stream.statistics)
+            self._on_end(index, self.completions.get(index), stream.statistics)
 
     @property
     def statistics(self) -> list[Statistics]:
@@ -136,9 +123,9 @@ class Generations:
 
 
 async def events_of(
-    running: Generations, shape: ChatShape | TextShape, reported: Reported, prompts: int
+    running: Generations, shape: ChatShape | TextShape, reported: Reported
 ) -> AsyncGenerator[bytes, None]:
-    """The events of a streamed answer to this number of prompts; the completions end with it.
+    """The events of a streamed answer; the completions end with it.
 
     Events that come at the same time are sent together, so that a client wakes up once for them.
     """
@@ -156,7 +143,7 @@ async def events_of(
             else:
                 choices = shape.rest(index)
             if choices:
-                more = {"usage": usage(running, prompts)} if reported.usage_so_far else {}
+                more = {"usage": usage(running)} if reported.usage_so_far else {}
                 found.append(event(shape.event(choices, **more)))
             if not pieces:
                 found.append(event(shape.event([shape.ending(index, running.completions[index])])))
@@ -165,13 +152,12 @@ async def events_of(
                 found.clear()
         if reported.usage:
             report = {"metrics": metrics_of(running.statistics), "timings": timings_of(running.statistics)}
-            found.append(event(shape.event([], usage=usage(running, prompts), **report)))
+            found.append(event(shape.event([], usage=usage(running), **report)))
         yield b"".join([*found, DONE])
     finally:
         running.close()
 
 
-def usage(running: Generations, prompts: int) -> dict[str, object]:
+def usage(running: Generations) -> dict[str, object]:
     """Usage so far; the choices of one prompt share its tokens."""
-    each = max(1, len(running.streams) // prompts)
-    return usage_of(running.statistics[::each], running.statistics)
+    return usage_of(running.statistics[:: len(running.decodings)], running.statistics)

@@ -126,7 +126,7 @@ class Ready:
 @pytest.mark.parametrize("counts", [[0], [5], [3, 3], [0, 7, 1]])
 def test_each_choice_ends_after_all_its_pieces(counts: list[int]) -> None:
     async def batches() -> list[tuple[int, int]]:
-        running = Generations(cast(Runtime, None), [], lambda *_: None)
+        running = Generations(cast(Runtime, None), [], [], lambda *_: None)
         running.streams = [cast(AsyncStream, Ready(count)) for count in counts]
         return [(index, len(pieces)) async for index, pieces in running.pieces()]
 

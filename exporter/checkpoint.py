@@ -10,16 +10,10 @@ from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from spaceport.exporter.adapter_folder import AdapterFolder, add_embeddings, add_special_tokens, read_adapter_folder
-from spaceport.exporter.checkpoint_files import load_with_own_attention
-from spaceport.exporter.checkpoint_source import CheckpointSource, load_streamed, read_source, reason_of, template_of
-from spaceport.exporter.converted_checkpoint import ConvertedCheckpoint, load_converted
-from spaceport.exporter.converted_tokenizer import published_tokenizer
-from spaceport.exporter.gguf_checkpoint import load_gguf_weights
-from spaceport.exporter.gguf_file import GgufFile
-from spaceport.exporter.gguf_tokenizer import gguf_tokenizer
+from spaceport.exporter.checkpoint_source import CheckpointSource, read_source, reason_of, template_of
 from spaceport.exporter.mechanisms import (
     MECHANISMS,
     apply_mechanisms,
@@ -51,10 +45,9 @@ class TokenFlags:
 
 
 def special_tokens(
-    masks: Sequence[str], fork: str | None, child: str | None, source: CheckpointSource, vocab: int
+    masks: Sequence[str], fork: str | None, child: str | None, source: CheckpointSource, tokenizer: Any, vocab: int
 ) -> TokenIds:
     """The ids of special tokens, and of those that end a text."""
-    tokenizer = source.tokenizer
     ids = TokenIds(
         mask=tuple(_token_id(token, "mask", tokenizer, vocab) for token in masks),
         fork=None if fork is None else _token_id(fork, "fork", tokenizer, vocab),
@@ -139,8 +132,7 @@ def _end_ids(config: PreTrainedConfig, tokenizer: Any, generation: dict[str, Any
 class Checkpoint:
     """A checkpoint without its weights."""
 
-    folder: Path
-    config: PreTrainedConfig
+    source: CheckpointSource
     tokens: TokenIds
     drafts: DraftMethod
     mechanisms: tuple[Mechanism, ...]  # with which it drafts
@@ -148,11 +140,18 @@ class Checkpoint:
     tokenizer: str  # content of tokenizer.json
     template: str | None  # chat template
     special_tokens: dict[str, str]
-    generation: dict[str, Any]  # generation_config.json
     remote_code: bool
     adapter_folder: AdapterFolder | None  # with the mechanisms; None: they are in the checkpoint
-    gguf: GgufFile | None  # None: a folder
-    converted: ConvertedCheckpoint | None  # None: a family that transformers ships, or a GGUF file
+
+    @property
+    def folder(self) -> Path:
+        """The folder or GGUF file of the model."""
+        return self.source.path
+
+    @property
+    def config(self) -> PreTrainedConfig:
+        """The configuration of the model."""
+        return self.source.config
 
     @property
     def owner(self) -> Path:
@@ -177,40 +176,33 @@ def open_checkpoint(
     owner = adapter or folder
     sar, mechanisms = read_sar_config(owner), read_mechanisms(owner)
     source = read_source(folder, remote_code)
-    backend = source.tokenizer.backend_tokenizer
-    backend.no_truncation()
-    backend.no_padding()
     vocab_size = int(source.config.get_text_config().vocab_size)
     if added is not None:
         with _naming(folder):
             added.base.check_config(source.config)
-            add_special_tokens(source.tokenizer, added)
         vocab_size = added.vocab_size
+    tokenizer = _tokenizer(source, added)
     if not flags.mask and sar.mask_tokens is None and (pard := config_mask_token(owner, vocab_size)) is not None:
         sar = replace(sar, mask_tokens=(str(pard),), method=sar.method or PARD)
     fork, child = (
         named if requested is None else requested
         for requested, named in ((flags.fork, sar.fork_token), (flags.child, sar.child_token))
     )
-    tokens = special_tokens(flags.mask or sar.mask_tokens or (), fork, child, source, vocab_size)
+    tokens = special_tokens(flags.mask or sar.mask_tokens or (), fork, child, source, tokenizer, vocab_size)
     check_mechanisms(owner, mechanisms, source.config, tokens)
     mask_slots = _mask_slots(tokens, sar.mask_slots, flags.max_mask_slots, sar.layout)
-    named_tokens = source.tokenizer.special_tokens_map.items()
+    named_tokens = tokenizer.special_tokens_map.items()
     return Checkpoint(
-        folder=folder,
-        config=source.config,
+        source=source,
         tokens=tokens,
         drafts=_draft_method(replace(sar, acceptance=()) if flags.mask else sar, mechanisms, mask_slots),
         mechanisms=mechanisms,
         fork_by_default=sar.fork_by_default,
-        tokenizer=backend.to_str(),
-        template=template_of(source.tokenizer),
+        tokenizer=tokenizer.backend_tokenizer.to_str(),
+        template=template_of(tokenizer),
         special_tokens={name: str(token) for name, token in named_tokens if isinstance(token, str)},
-        generation=source.generation,
         remote_code=remote_code,
         adapter_folder=added,
-        gguf=source.gguf,
-        converted=source.converted,
     )
 
 
@@ -230,18 +222,17 @@ def _draft_method(sar: SarConfig, mechanisms: Sequence[Mechanism], mask_slots: i
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> Any:
-    """The transformers tokenizer of a checkpoint."""
-    if checkpoint.gguf is not None:
-        tokenizer = gguf_tokenizer(checkpoint.gguf)
-    elif checkpoint.converted is not None:
-        kind = checkpoint.converted.published_type
-        tokenizer = published_tokenizer(checkpoint.folder, kind, checkpoint.generation).tokenizer
-    else:
-        tokenizer = AutoTokenizer.from_pretrained(
-            checkpoint.folder, local_files_only=True, trust_remote_code=checkpoint.remote_code
-        )
-    if checkpoint.adapter_folder is not None:
-        add_special_tokens(tokenizer, checkpoint.adapter_folder)
+    """A transformers tokenizer of a checkpoint, which neither cuts nor pads texts."""
+    return _tokenizer(checkpoint.source, checkpoint.adapter_folder)
+
+
+def _tokenizer(source: CheckpointSource, added: AdapterFolder | None) -> Any:
+    tokenizer = source.load_tokenizer()
+    tokenizer.backend_tokenizer.no_truncation()  # some tokenizer.json files enable it
+    tokenizer.backend_tokenizer.no_padding()
+    if added is not None:
+        with _naming(source.path):
+            add_special_tokens(tokenizer, added)
     return tokenizer
 
 
@@ -251,7 +242,7 @@ def load_model(checkpoint: Checkpoint, dtype: Precision, scratch: Path | None = 
     With a `scratch` folder, its weights are read when they are needed, if its checkpoint allows it."""
     check_values(checkpoint.owner, checkpoint.mechanisms)
     try:
-        model, report = _load_weights(checkpoint, getattr(torch, dtype), scratch)
+        model, report = checkpoint.source.load_weights(getattr(torch, dtype), scratch)
     except CheckpointError:
         raise
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError, ImportError) as error:
@@ -290,26 +281,3 @@ def _adapter_folder(adapter: Path, base: Path) -> AdapterFolder:
         if name not in MECHANISMS or not MECHANISMS[name].refines:
             raise CheckpointError(f"{base}: has {name} already: expected its base model, to add that in {adapter}")
     return read_adapter_folder(adapter)
-
-
-def _load_weights(checkpoint: Checkpoint, dtype: torch.dtype, scratch: Path | None) -> tuple[Any, dict[str, Any]]:
-    """The model, and the loading report of transformers."""
-    if checkpoint.gguf is not None:
-        return load_gguf_weights(checkpoint.gguf, checkpoint.config, dtype)
-    if checkpoint.converted is not None:
-        return load_converted(checkpoint.converted, dtype)
-    if scratch is not None and not checkpoint.remote_code:
-        streamed = load_streamed(checkpoint.folder, checkpoint.config, dtype, scratch)
-        if streamed is not None:
-            return streamed
-    return load_with_own_attention(
-        AutoModelForCausalLM.from_pretrained,
-        checkpoint.folder,
-        config=checkpoint.config,
-        dtype=dtype,
-        use_safetensors=True,
-        local_files_only=True,
-        trust_remote_code=checkpoint.remote_code,
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,  # reported by name
-    )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,10 +28,10 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from spaceport.exporter.checkpoint_files import is_converted, is_gguf, load_with_own_attention, require_checkpoint
-from spaceport.exporter.converted_checkpoint import ConvertedCheckpoint, converted_config, open_converted
+from spaceport.exporter.converted_checkpoint import converted_config, load_converted, open_converted
 from spaceport.exporter.converted_tokenizer import published_tokenizer
-from spaceport.exporter.gguf_checkpoint import gguf_config
-from spaceport.exporter.gguf_file import GgufFile, read_gguf
+from spaceport.exporter.gguf_checkpoint import gguf_config, load_gguf_weights
+from spaceport.exporter.gguf_file import read_gguf
 from spaceport.exporter.gguf_tokenizer import end_tokens, gguf_tokenizer
 from spaceport.exporter.returned_memory import return_large_arrays
 from spaceport.exporter.sar_config import CheckpointError, read_json
@@ -44,13 +46,17 @@ _CARD_BYTES = 2**16  # of a model card, whose first lines hold the licence
 
 @dataclass(frozen=True)
 class CheckpointSource:
-    """What a folder or file holds besides weights and adapters."""
+    """A model as its folder or file has it, without what drafts add."""
 
+    path: Path
     config: PreTrainedConfig
-    tokenizer: Any
-    generation: dict[str, Any]
-    gguf: GgufFile | None = None
-    converted: ConvertedCheckpoint | None = None
+    generation: dict[str, Any]  # generation_config.json
+    provenance: dict[str, str]
+    # Returns a new tokenizer in each call.
+    load_tokenizer: Callable[[], Any]
+    # From the type of the weights, and a folder if weights may be read when they are needed; with the loading report of
+    # transformers.
+    load_weights: Callable[[torch.dtype, Path | None], tuple[Any, dict[str, Any]]]
 
 
 def quiet_libraries() -> None:
@@ -138,15 +144,56 @@ def model_config(path: Path, remote_code: bool = False) -> PreTrainedConfig:
 def read_source(folder: Path, remote_code: bool) -> CheckpointSource:
     """The configuration, tokenizer and generation config of a GGUF file or of a checkpoint folder."""
     if is_gguf(folder):
-        gguf = read_gguf(folder)
-        return CheckpointSource(gguf_config(gguf), gguf_tokenizer(gguf), {"eos_token_id": end_tokens(gguf)}, gguf=gguf)
+        return _gguf_source(folder)
     require_checkpoint(folder)
-    if remote_code or not is_converted(folder):
-        return CheckpointSource(_config(folder, remote_code), _tokenizer(folder, remote_code), _generation(folder))
+    if is_converted(folder) and not remote_code:
+        return _converted_source(folder)
+    config = _config(folder, remote_code)
+
+    def load_weights(dtype: torch.dtype, scratch: Path | None) -> tuple[Any, dict[str, Any]]:
+        streamed = None if scratch is None or remote_code else load_streamed(folder, config, dtype, scratch)
+        return streamed or load_with_own_attention(
+            AutoModelForCausalLM.from_pretrained,
+            folder,
+            config=config,
+            dtype=dtype,
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=remote_code,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported by name
+        )
+
+    load_tokenizer = partial(_tokenizer, folder, remote_code)
+    return CheckpointSource(folder, config, _generation(folder), provenance_of(folder), load_tokenizer, load_weights)
+
+
+def _gguf_source(file: Path) -> CheckpointSource:
+    gguf = read_gguf(file)
+    config = gguf_config(gguf)
+    return CheckpointSource(
+        file,
+        config,
+        {"eos_token_id": end_tokens(gguf)},
+        provenance_of(file, gguf.metadata),
+        lambda: gguf_tokenizer(gguf),
+        lambda dtype, scratch: load_gguf_weights(gguf, config, dtype),
+    )
+
+
+def _converted_source(folder: Path) -> CheckpointSource:
+    """That of a published checkpoint that is loaded as one of another family."""
     generation, converted = _generation(folder), open_converted(folder)
     published = published_tokenizer(folder, converted.published_type, generation)
-    generation = {**generation, "eos_token_id": _with_published_ends(generation.get("eos_token_id"), published.end)}
-    return CheckpointSource(converted.config, published.tokenizer, generation, converted=converted)
+    ends = _with_published_ends(generation.get("eos_token_id"), published.end)
+    return CheckpointSource(
+        folder,
+        converted.config,
+        {**generation, "eos_token_id": ends},
+        provenance_of(folder),
+        lambda: copy.deepcopy(published.tokenizer),
+        lambda dtype, scratch: load_converted(converted, dtype),
+    )
 
 
 def model_without_values(config: PreTrainedConfig, dtype: Precision) -> PreTrainedModel:

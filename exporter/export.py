@@ -17,7 +17,7 @@ from spaceport.exporter.atomic_folder import check_target, require_space, writin
 from spaceport.exporter.bundle_manifest import write_manifest
 from spaceport.exporter.checkpoint import Checkpoint, load_model, open_checkpoint
 from spaceport.exporter.checkpoint import TokenFlags as TokenFlags
-from spaceport.exporter.checkpoint_source import model_without_values, provenance_of
+from spaceport.exporter.checkpoint_source import model_without_values
 from spaceport.exporter.prompt_tokens import Prompt, added_tokens, prompt_tokens
 from spaceport.exporter.returned_memory import return_free_memory
 from spaceport.exporter.selection_graph import write_selection
@@ -266,8 +266,8 @@ def manifest_for(
         embeddings=decoder.quantization.embeddings,
         fork_by_default=checkpoint.fork_by_default,
         special_tokens=checkpoint.special_tokens,
-        generation_config=checkpoint.generation,
-        provenance=provenance_of(checkpoint.folder, None if checkpoint.gguf is None else checkpoint.gguf.metadata),
+        generation_config=checkpoint.source.generation,
+        provenance=checkpoint.source.provenance,
         versions={
             "spaceport": __version__,
             "python": platform.python_version(),

@@ -91,7 +91,7 @@ def test_slow_and_word_level_tokenizers_are_read_as_fast_ones(tmp_path: Path) ->
     folder = copy_of_tiny(tmp_path / "slow", tokenizer=None, tokenizer_config=None)
     (folder / "tokenizer.model").write_bytes(sentencepiece_model())
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer"}), "utf-8")
-    tokenizer = read_source(folder, remote_code=False).tokenizer.backend_tokenizer
+    tokenizer = read_source(folder, remote_code=False).load_tokenizer().backend_tokenizer
     slow = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
     sample = "the answer of the tower is the ship"
     assert tokenizer.encode(sample, add_special_tokens=False).ids == slow.encode(sample)
@@ -101,7 +101,7 @@ def test_slow_and_word_level_tokenizers_are_read_as_fast_ones(tmp_path: Path) ->
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     words.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"unk_token": "[UNK]"}), "utf-8")
-    assert read_source(folder, remote_code=False).tokenizer.backend_tokenizer.encode("a b c").ids == [0, 1, 2]
+    assert read_source(folder, remote_code=False).load_tokenizer().backend_tokenizer.encode("a b c").ids == [0, 1, 2]
 
 
 @pytest.mark.parametrize("kind", ["t5", "vit", None])
@@ -125,7 +125,7 @@ def test_the_reason_of_an_error_is_one_line(error: BaseException, reason: str) -
 
 
 def test_the_default_of_several_templates_is_taken(tmp_path: Path) -> None:
-    tokenizer = read_source(copy_of_tiny(tmp_path / "c"), remote_code=False).tokenizer
+    tokenizer = read_source(copy_of_tiny(tmp_path / "c"), remote_code=False).load_tokenizer()
     tokenizer.chat_template = {"default": "a", "tool_use": "b"}
     assert template_of(tokenizer) == "a"
     tokenizer.chat_template = {"tool_use": "b"}

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from spaceport.exporter.checkpoint import Checkpoint, TokenFlags, load_model, open_checkpoint
+from spaceport.exporter.checkpoint_files import is_converted
 from spaceport.exporter.checkpoint_source import quiet_libraries
 from spaceport.exporter.converted_checkpoint import read_state
 from spaceport.exporter.export import ExportOptions
@@ -188,7 +189,8 @@ def test_a_tuned_checkpoint_keeps_tokens_template_and_ends(family: str, loaded: 
         TuningJob(folder, tmp_path / "tuned", (data,), TrainingSettings("sar", "embeddings", max_steps=1, batch_size=1))
     )
     before, after = opened(folder), opened(tmp_path / "tuned")
-    assert (after.config.model_type, after.config.dtype, after.converted) == (loaded, before.config.dtype, None)
+    assert (after.config.model_type, after.config.dtype) == (loaded, before.config.dtype)
+    assert not is_converted(tmp_path / "tuned")
     assert after.config.dtype in (torch.float16, torch.bfloat16)
     assert (after.tokens.end, after.template) == (before.tokens.end, before.template)
     texts = varied_texts(300, ("<|im_start|>", "<|im_end|>", "<|user|>", "<eoh>", "</s>"))

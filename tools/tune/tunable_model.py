@@ -73,8 +73,6 @@ def open_tunable_model(checkpoint: Checkpoint, settings: TrainingSettings, reque
                 "checkpoint instead"
             )
     tokenizer = load_tokenizer(checkpoint)
-    tokenizer.backend_tokenizer.no_truncation()  # some tokenizer.json files enable it
-    tokenizer.backend_tokenizer.no_padding()
     model = load_model(checkpoint, "float32")
     base = None if added is None else added.base
     if base is None and settings.method == "gated-lora":

@@ -29,7 +29,7 @@ from spaceport.runtime.decode.slots import Slots
 from spaceport.runtime.decode.statistics import Statistics
 from spaceport.runtime.engine import NO_MOVES, Moves
 
-_GROUP_ENDINGS: tuple[Ending, ...] = ("cancelled", "deadline", "total")  # of all threads at once
+GROUP_ENDINGS: tuple[Ending, ...] = ("cancelled", "deadline", "total")  # of all threads at once
 
 
 class ScheduledStep(NamedTuple):
@@ -114,7 +114,7 @@ class SequenceGroup:
         if self.live or self.queue:
             return None
         endings = [thread.ending for thread in self.threads]
-        return next((ending for ending in endings if ending in _GROUP_ENDINGS), endings[0])
+        return next((ending for ending in endings if ending in GROUP_ENDINGS), endings[0])
 
     @property
     def prefilling(self) -> bool:

@@ -7,6 +7,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from time import monotonic
+from typing import cast
 
 from tokenizers import Tokenizer
 
@@ -95,8 +96,8 @@ class Admission:
 
         Its output is set as well; invalid prompts and options raise.
         """
-        prompt = request.begin()
-        if prompt is None:
+        prompt = cast("Prompt", request.prompt)
+        if not request.begin():
             return None
         if request.deadline is not None and monotonic() >= request.deadline:
             raise DeadlinePassed("the deadline passed before the prompt was tokenized")

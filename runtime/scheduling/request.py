@@ -12,7 +12,7 @@ from typing import Literal, cast
 
 from spaceport.graphs.contract.faults import SpaceportError
 from spaceport.runtime.decode.sequence import Ending, Event, EventLog, replay
-from spaceport.runtime.decode.sequence_group import Observer, SequenceGroup
+from spaceport.runtime.decode.sequence_group import GROUP_ENDINGS, Observer, SequenceGroup
 from spaceport.runtime.decode.statistics import Statistics
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.sampling.logprobs import Score, Scoring, TokenLogprob
@@ -172,12 +172,11 @@ class Request:
         """Whether too much of it is unread; it keeps its KV slots, and can be cancelled or reach its deadline."""
         return self.unread >= self.unread_limit
 
-    def begin(self) -> Prompt | None:
-        """Take the prompt in order to prepare it; None if the request has ended."""
+    def begin(self) -> bool:
+        """Begin to prepare it, which takes its prompt; returns whether it has not ended."""
         with self._lock:
-            self.begun = True
-            prompt, self.prompt = self.prompt, None
-            return None if self.outcome is not None or self.asked is not None else prompt
+            self.begun, self.prompt = True, None
+            return self.outcome is None and self.asked is None
 
     def start(self, sequences: SequenceGroup) -> bool:
         """Give it to the scheduler; returns whether it has not ended meanwhile."""
@@ -252,8 +251,8 @@ class Request:
         """The completion, after all pieces were read; raises the error of a failed request."""
         if self.error is not None:
             raise self.error
-        ending = cast("Ending", self.outcome)
         if self._sequences is None:
+            ending = cast("Ending", self.outcome)
             return Completion("", (), ending, Statistics(), threads=(ThreadText((), None, "", (), ending),))
         assert isinstance(self.output, Output)
         root, transcript = self.sequences.threads[0], self.output.transcript
@@ -261,7 +260,8 @@ class Request:
         return Completion(
             transcript.text,
             transcript.tokens(),
-            ending,
+            # a stop string in the text of a child thread ends the root thread too
+            self.outcome if self.outcome in GROUP_ENDINGS else threads[0].ending,
             self.sequences.statistics,
             tuple(root.tokens[: root.start]),
             threads,

@@ -358,7 +358,7 @@ def test_the_sources_of_draft_tokens_are_read_if_they_make_up_the_text() -> None
         model = ServiceModel(address, "m", None, AnswerOptions(drafts=False))
         spans = list(model.answer(ASKED))
         assert asked[0][2]["disable_spec_decode"] is True
-    assert spans == [Span("a", False), Span("b", True, "lookup"), Span("c", True), Span("xyz", False)]
+    assert spans == [Span("a", False), Span("b", True, "lookup"), Span("c", True, "unheard of"), Span("xyz", False)]
     assert model.statistics is None
 
 

@@ -14,6 +14,7 @@ from spaceport.runtime.decode.draft import MOST_LIKELY, Candidates, DraftConfig,
 from spaceport.runtime.decode.sequence import Thread
 
 _LONGEST, _SHORTEST = 4, 2  # matching tokens; a single token predicts too little
+_NAMES = {"mask": "mask slots", "head": "heads", "lookup": "prompt lookup"}  # as users read them
 
 
 class LearningProposal(Proposal, Protocol):
@@ -165,9 +166,6 @@ def common(tokens: Sequence[int], written: Sequence[int]) -> int:
             return index
     return min(len(tokens), len(written))
 
-
-# What users read for the names of sources.
-_NAMES = {"mask": "mask slots", "head": "heads", "lookup": "prompt lookup"}
 
 # Each entry makes the source of a request, or returns None if the request does not use it.
 SOURCES: dict[str, Callable[[DraftConfig], DraftSource | None]] = {

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from spaceport.graphs.contract.json_fields import JsonField
-from spaceport.graphs.mechanism import Mechanism, MechanismError
-from spaceport.graphs.traits import different_names
+from spaceport.graphs.mechanism import Mechanism, Shapes, require_shapes, shapes_of
 
 NAME = "draft_heads"  # of the submodule of a model
 MAX_HEADS = 64
@@ -89,34 +88,19 @@ class Heads(Mechanism):
         vocab_size, hidden_size = cast(Tensor, model.get_output_embeddings().weight).shape
         shapes = expected_shapes(self.count, self.blocks, hidden_size, vocab_size)
         tensors = self.tensors or {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-        require_shapes({name: tuple(tensor.shape) for name, tensor in tensors.items()}, shapes)
-        add_heads(model, self.count, self.blocks, tensors)
+        require_shapes(shapes_of(tensors), shapes, "of heads")
+        with torch.device("meta"):
+            heads = DraftHeads(self.count, self.blocks, hidden_size, vocab_size)
+        own = {name: tensor.to(model.device, model.dtype) for name, tensor in tensors.items()}
+        heads.load_state_dict(own, assign=True)
+        model.add_module(NAME, heads.requires_grad_(False).eval())
 
 
-def require_shapes(found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise unless tensors have exactly the names and shapes of heads for a base model."""
-    if wrong := different_names(found.keys(), expected.keys()):
-        raise MechanismError(f"{wrong}: expected {len(expected)} of heads")
-    for name, shape in found.items():
-        if shape != expected[name]:
-            raise MechanismError(f"{name} has shape {shape}: expected {expected[name]}, which the base model has")
-
-
-def expected_shapes(count: int, blocks: int, hidden_size: int, vocab_size: int) -> dict[str, tuple[int, ...]]:
+def expected_shapes(count: int, blocks: int, hidden_size: int, vocab_size: int) -> Shapes:
     """The shapes of the tensors of heads by name."""
     with torch.device("meta"):
         heads = DraftHeads(count, blocks, hidden_size, vocab_size)
-    return {name: tuple(tensor.shape) for name, tensor in heads.state_dict().items()}
-
-
-def add_heads(model: PreTrainedModel, count: int, blocks: int, tensors: Mapping[str, Tensor]) -> None:
-    """Add heads with these tensors, in the model's type; they have to fit its output embedding."""
-    output = model.get_output_embeddings()
-    vocab_size, hidden_size = cast(Tensor, output.weight).shape
-    with torch.device("meta"):
-        heads = DraftHeads(count, blocks, hidden_size, vocab_size)
-    heads.load_state_dict({name: tensor.to(model.device, model.dtype) for name, tensor in tensors.items()}, assign=True)
-    model.add_module(NAME, heads.requires_grad_(False).eval())
+    return shapes_of(heads.state_dict())
 
 
 def heads_of(model: PreTrainedModel) -> DraftHeads | None:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from spaceport.graphs.contract.json_fields import JsonField
-from spaceport.graphs.mechanism import Mechanism, MechanismError
-from spaceport.graphs.traits import UnsupportedModel, class_name, different_names
+from spaceport.graphs.mechanism import Mechanism, MechanismError, require_shapes, shapes_of
+from spaceport.graphs.traits import UnsupportedModel, class_name
 
 
 class Gate:
@@ -266,15 +266,8 @@ def adapter_state(model: PreTrainedModel) -> dict[str, Tensor]:
 def load_adapter(model: PreTrainedModel, state: Mapping[str, Tensor]) -> None:
     """Load the adapters of a gated model; the state must have exactly the tensors of its adapters."""
     expected = adapter_state(model)
-    if wrong := different_names(state.keys(), expected.keys()):
-        raise MechanismError(
-            f"adapter {wrong}: expected {len(expected)} tensors such as {min(expected)}, one A and one B for each gated "
-            f"module of {class_name(model)}"
-        )
-    for name, tensor in state.items():
-        if tensor.shape != expected[name].shape:
-            shapes = f"{tuple(tensor.shape)}: expected {tuple(expected[name].shape)}"
-            raise MechanismError(f"adapter tensor {name} has shape {shapes}, from the rank and the model's sizes")
+    what = f"tensors such as {min(expected)}, one A and one B for each gated module of {class_name(model)}"
+    require_shapes(shapes_of(state), shapes_of(expected), what)
     for name, tensor in expected.items():
         tensor.copy_(state[name])
 

@@ -13,7 +13,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.contract.json_fields import JsonField
+from spaceport.graphs.traits import different_names
 
+Shapes = Mapping[str, tuple[int, ...]]
 M = TypeVar("M", bound="Mechanism")
 
 
@@ -77,7 +79,20 @@ def is_finite(tensor: Tensor) -> bool:
     return tensor.is_meta or bool(torch.isfinite(tensor).all())
 
 
+def shapes_of(tensors: Mapping[str, Tensor]) -> Shapes:
+    """The shapes of tensors by name."""
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+def require_shapes(found: Shapes, expected: Shapes, what: str) -> None:
+    """Raise unless tensors have exactly the names and shapes that a base model needs; `what` says what they are."""
+    if wrong := different_names(found.keys(), expected.keys()):
+        raise MechanismError(f"{wrong}: expected {len(expected)} {what}")
+    for name, shape in found.items():
+        if shape != expected[name]:
+            raise MechanismError(f"{name} has shape {shape}: expected {expected[name]}, which the base model has")
+
+
 def wrong_shapes(tensors: Mapping[str, Tensor], expected: str) -> MechanismError:
     """The error for tensors that do not have the expected names and shapes."""
-    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    return MechanismError(f"has tensors with the shapes {found}: expected {expected}")
+    return MechanismError(f"has tensors with the shapes {shapes_of(tensors)}: expected {expected}")

@@ -299,7 +299,7 @@ FILES: list[tuple[Callable[[Path], object], str]] = [
     (lambda c: os.truncate(c / ADAPTER_FILE, 5000), r"mask_adapter\.safetensors: cannot be read: .*: copy the file"),
     (lambda c: tensors(c, None), rf"no tensor {HALF}: expected 42 tensors such as \S+\.A, one A and one B"),
     (lambda c: tensors(c, torch.zeros(4)), r"up_proj\.A has shape \(4,\), the rank is 4: expected rank x in"),
-    (lambda c: tensors(c, torch.zeros(4, 95)), r"\(4, 95\): expected \(4, 96\), from the rank and the model's size"),
+    (lambda c: tensors(c, torch.zeros(4, 95)), r"\(4, 95\): expected \(4, 96\), which the base model has"),
 ]
 
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from spaceport.exporter.checkpoint_source import model_without_values
 from spaceport.graphs.correction import Factors
-from spaceport.graphs.draft_heads import add_heads, expected_shapes, head_logits
+from spaceport.graphs.draft_heads import Heads, expected_shapes, head_logits
 from spaceport.graphs.gated import GatedLinear, gate_model
 from spaceport.graphs.input_rows import InputRows
 from spaceport.graphs.rotation import NotRotatable, block_size, hadamard, is_rotatable, orthogonal, rotate_model
@@ -120,7 +120,7 @@ def test_draft_heads_read_the_hidden_state_as_before() -> None:
     model = build(family_of("llama"))
     model.model.norm.weight.data.uniform_(0.5, 2.0, generator=torch.Generator().manual_seed(1))
     shapes = expected_shapes(2, 1, model.config.hidden_size, model.config.vocab_size)
-    add_heads(model, 2, 1, {name: torch.randn(shape) * 0.3 for name, shape in shapes.items()})
+    Heads(2, 1, {name: torch.randn(shape) * 0.3 for name, shape in shapes.items()}).apply(model)
     with head_logits(model) as before:
         logits(model)
     expected = [found.clone() for found in before]

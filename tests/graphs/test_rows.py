@@ -12,7 +12,7 @@ from spaceport.exporter.checkpoint_source import quiet_libraries
 from spaceport.graphs.contract.signature import Signature, logit_rows
 from spaceport.graphs.correction import DraftCorrection, Factors
 from spaceport.graphs.decoder import decoder_of, rows_selected
-from spaceport.graphs.draft_heads import add_heads, expected_shapes
+from spaceport.graphs.draft_heads import Heads, expected_shapes
 from spaceport.graphs.gated import Gate, gate_model, gate_of, low_rank_linear, trainable_parameters, uniform_rows
 from spaceport.graphs.input_rows import InputRows
 from spaceport.graphs.preloaded_slots import PreloadedSlots, slots_of
@@ -150,7 +150,7 @@ def test_the_lines_of_a_row_are_its_own_and_those_of_each_head() -> None:
     with torch.no_grad():
         hidden = model.model(torch.tensor([ids])).last_hidden_state[0]  # behind the final norm
     plain = torch_engine(random_model("llama", tied=False))
-    add_heads(model, COUNT, BLOCKS, tensors)
+    Heads(COUNT, BLOCKS, tensors).apply(model)
     heads = torch_engine(model)
     assert plain.signature.lines == 1
     assert heads.signature.lines == 1 + COUNT

@@ -16,7 +16,8 @@ from spaceport.exporter.checkpoint import Checkpoint
 from spaceport.exporter.mechanisms import errors_of, read_tensors, require_finite
 from spaceport.exporter.sar_config import CheckpointError
 from spaceport.graphs.contract.json_fields import is_whole
-from spaceport.graphs.draft_heads import Heads, expected_shapes, require_shapes
+from spaceport.graphs.draft_heads import Heads, expected_shapes
+from spaceport.graphs.mechanism import require_shapes
 from spaceport.tools.adopt.given import HEADS_FILES, Given
 from spaceport.tools.adopt.plan import PublishedWeights
 from spaceport.tools.adopt.torch_file import read_torch_file
@@ -60,7 +61,7 @@ def read_published_heads(given: Given, checkpoint: Checkpoint) -> PublishedWeigh
     base = config.get("base_model_name_or_path")
     named = f", which config.json calls {base}" if isinstance(base, str) else ""
     with errors_of(where, f"{_ADVICE}, or {_WRONG_BASE}{named}"):
-        require_shapes(found, expected)
+        require_shapes(found, expected, "of heads")
     count = _count(given.request.max_mask_slots, present)
     taken = {
         file: {name: own for name, own in names.items() if int(own.split(".")[0]) < count}

@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from types import NoneType
 
 from spaceport.graphs.contract.draft_methods import LOOKUP_ONLY, DraftMethod
-from spaceport.graphs.contract.exactness import DraftShape, Exactness
+from spaceport.graphs.contract.exactness import DraftShape
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.graphs.contract.manifest import Manifest
 from spaceport.graphs.contract.signature import STEP_ROWS
 from spaceport.runtime.decode.draft import DraftConfig, Shape
 from spaceport.runtime.sampling.grammar import Grammar
@@ -186,10 +185,6 @@ class Decoding:
     def threads(self, parallel: bool = True) -> int:
         """Maximum threads that decode at the same time, with a bundle whose threads are `parallel` by default."""
         return self.max_threads or (MAX_THREADS if parallel else 1)
-
-    def drafts_with(self, manifest: Manifest, exactness: Exactness) -> DraftConfig:
-        """Draft limits with a bundle on an engine of this exactness."""
-        return self.draft_config(manifest.drafts, exactness.drafts)
 
     def draft_config(self, method: DraftMethod = LOOKUP_ONLY, exact: DraftShape = "tree") -> DraftConfig:
         """Draft limits with a bundle that drafts by this method; its drafts are exact in this shape."""

@@ -50,11 +50,11 @@ class Ran(NamedTuple):
 def pack(engine: Engine, call: Sequence[ScheduledStep]) -> Batch:
     """The arrays of one call; its steps are in the order of their indices."""
     if len(call) == 1 and len(call[0].plan.parts) == 1:
-        return pack_one(engine.signature, call[0])
-    return pack_many(engine, call)
+        return _pack_one(engine.signature, call[0])
+    return _pack_many(engine, call)
 
 
-def pack_many(engine: Engine, call: Sequence[ScheduledStep]) -> Batch:
+def _pack_many(engine: Engine, call: Sequence[ScheduledStep]) -> Batch:
     """The arrays of a call with several threads or requests, padded to the widest plan.
 
     Padding rows see slot 0, write to a slot that no row sees, and their results are not read.
@@ -81,8 +81,8 @@ def pack_many(engine: Engine, call: Sequence[ScheduledStep]) -> Batch:
     return batch
 
 
-def pack_one(signature: Signature, step: ScheduledStep) -> Batch:
-    """The same as `pack_many` for one thread of one request: without padding, the plan's own arrays are used."""
+def _pack_one(signature: Signature, step: ScheduledStep) -> Batch:
+    """The same as `_pack_many` for one thread of one request: without padding, the plan's own arrays are used."""
     (part,) = step.plan.parts
     slots = step.request.slots
     mask = sees(step.plan, step.slots, visible_length(slots.height))

@@ -114,7 +114,7 @@ class Admission:
         max_length = self._max_length(ids, decoding.max_tokens)
         fork = self._forks(decoding)
         self._check_mask_slots(decoding.mask_slots)
-        draft_config = decoding.drafts_with(manifest, self.exactness)
+        draft_config = decoding.draft_config(manifest.drafts, self.exactness.drafts)
         decoding.sampling.check(manifest.signature.vocab_size)
         check_ids("stop_token_ids", decoding.stop_token_ids, manifest.signature.vocab_size)
         max_total = self._max_total(ids, decoding.max_total_tokens)

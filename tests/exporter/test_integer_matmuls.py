@@ -297,8 +297,8 @@ def test_its_drafts_are_chains_unless_trees_are_requested() -> None:
     with Runtime.open(exported("int8", weights="int4"), max_seq_len=256, step_costs="free") as runtime:
         assert (runtime.exactness.drafts, runtime.exactness.parallel_threads) == ("chain", False)
         manifest, exactness = runtime.bundle.manifest, runtime.exactness
-        assert Decoding().drafts_with(manifest, exactness).siblings == 1
-        assert Decoding(draft_siblings=3).drafts_with(manifest, exactness).siblings == 3
+        assert Decoding().draft_config(manifest.drafts, exactness.drafts).siblings == 1
+        assert Decoding(draft_siblings=3).draft_config(manifest.drafts, exactness.drafts).siblings == 3
         (prompt, *_) = PROMPTS.values()
         drafted = runtime.generate(prompt, Decoding(max_tokens=48, trace=True))
         assert drafted.tokens == runtime.generate(prompt, Decoding(max_tokens=48, mask_slots=0)).tokens

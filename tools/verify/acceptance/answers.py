@@ -108,7 +108,7 @@ def generate_drafted(
     if len(prompt) >= limit:
         return Answer((AnswerThread(tuple(prompt), (), None, "length"),), Statistics(prompt_tokens=len(prompt)))
     ends = _EndTokens(frozenset(tokens.end))
-    draft_config = decoding.drafts_with(runtime.bundle.manifest, runtime.exactness)
+    draft_config = decoding.draft_config(runtime.bundle.manifest.drafts, runtime.exactness.drafts)
     request = SequenceGroup(
         prompt=prompt,
         capacity=engine.capacity,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from spaceport.graphs.contract.draft_methods import is_copying, lookup_kind
+from spaceport.graphs.contract.draft_methods import MAX_DEPTHS, is_copying, lookup_kind
 from spaceport.runtime.decode.acceptance import Acceptance
 from spaceport.runtime.decode.draft import MOST_LIKELY, Candidates, DraftConfig, Proposal, Ranked, best_chain
 from spaceport.runtime.decode.sequence import Thread
@@ -45,8 +45,8 @@ class Predictions:
 
     def __init__(self, source: str, candidates: Sequence[Candidates], last: int, acceptance: Acceptance) -> None:
         """Candidates behind the token `last`; their rates of acceptance are stored by the name of the source."""
-        self.source, self.depths = source, len(candidates)
-        self._candidates, self._last, self._acceptance = candidates, last, acceptance
+        self._candidates, self._last, self._acceptance = candidates[:MAX_DEPTHS], last, acceptance
+        self.source, self.depths = source, len(self._candidates)
         self._trust = acceptance.trust(source, self.depths)
 
     def behind(self, depth: int, token: int) -> Ranked:

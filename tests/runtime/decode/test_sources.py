@@ -83,3 +83,18 @@ def test_a_chain_takes_the_first_source_that_proposes_anything(monkeypatch: pyte
 def test_users_read_the_names_of_all_sources() -> None:
     assert named_source("mask+lookup") == "mask slots + prompt lookup"
     assert named_source("phrase") == "phrase"
+
+
+def test_a_source_may_propose_more_tokens_than_any_draft_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    phrase = list(range(7)) * 40
+    monkeypatch.setattr(
+        Phrase,
+        "propose",
+        lambda self, thread, acceptance: Predictions(
+            "phrase", [Candidates((token,), (0.9,)) for token in phrase], thread.tokens[-1], acceptance
+        ),
+    )
+    monkeypatch.setitem(SOURCES, "phrase", lambda config: Phrase(phrase))
+    with hash_runtime(LANGUAGE) as runtime:
+        found = runtime.generate(PROMPT, Decoding(max_tokens=20, fork=False, draft_rows=120))
+    assert found.tokens == tuple(LANGUAGE.write(PROMPT, 20))

@@ -33,11 +33,18 @@ from spaceport.exporter.converted_tokenizer import published_tokenizer
 from spaceport.exporter.gguf_checkpoint import gguf_config, load_gguf_weights
 from spaceport.exporter.gguf_file import read_gguf
 from spaceport.exporter.gguf_tokenizer import end_tokens, gguf_tokenizer
-from spaceport.exporter.returned_memory import return_large_arrays
 from spaceport.exporter.sar_config import CheckpointError, read_json
 from spaceport.graphs.contract.signature import Precision
 from spaceport.graphs.decoder import decoder_layers, freeze_rotary
-from spaceport.graphs.streamed_weights import Parts, Streamed, in_parts, placeholder, read_when_called, stream
+from spaceport.graphs.streamed_weights import (
+    Parts,
+    Streamed,
+    in_parts,
+    placeholder,
+    read_when_called,
+    return_large_arrays,
+    stream,
+)
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _MOST = 200  # characters of an entry

@@ -1,4 +1,4 @@
-"""Dry run: what an export of a checkpoint would write and need, computed from its configuration without weights."""
+"""What an export of a checkpoint would write and need, computed from its configuration without weights."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ from spaceport.exporter.checkpoint_files import (
 )
 from spaceport.exporter.checkpoint_source import model_config, model_without_values
 from spaceport.exporter.export import ExportOptions, check_activations, exact_activations, kv_cache_of
-from spaceport.exporter.export_memory import ExportMemory, export_memory, is_streamed
+from spaceport.exporter.export_sizes import ExportMemory, StoredBytes, export_memory, is_streamed, stored_bytes
 from spaceport.exporter.mechanisms import MECHANISMS, DraftAdditions
 from spaceport.exporter.sar_config import CheckpointError, read_json, read_sar_config, tensor_file
-from spaceport.exporter.stored_bytes import StoredBytes, stored_bytes
 from spaceport.exporter.to_onnx import check_opset
 from spaceport.graphs.contract.signature import Signature
-from spaceport.graphs.decoder import expected_signature
-from spaceport.graphs.traits import Traits, UnsupportedModel, class_name, probe, refuse_by_config
+from spaceport.graphs.decoder import expected_signature, probed_traits
+from spaceport.graphs.traits import Traits, class_name, refuse_by_config
 
 _GRAPH, _GRAPH_LAYER = 12_000, 6_000  # approximate bytes of model.onnx: in all, and per layer
 
@@ -82,7 +81,7 @@ def dry_run(folder: Path, options: ExportOptions, additions: DraftAdditions | No
     if additions is not None:
         with torch.device("meta"), torch.no_grad():
             additions.add_to(model)
-    traits = _traits(model, options)
+    traits = probed_traits(model, options.attention_implementation)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     stored = stored_bytes(model, options.dtype, options.weights, options.activations, options.lowering)
     text = config.get_text_config()
@@ -111,17 +110,6 @@ def dry_run(folder: Path, options: ExportOptions, additions: DraftAdditions | No
         ),
         checked,
     )
-
-
-def _traits(model: PreTrainedModel, options: ExportOptions) -> Traits:
-    """What the graph of a model without values depends on; raises for attention that the options do not allow."""
-    with torch.no_grad():
-        traits = probe(model)
-    if options.attention_implementation == "operator" and traits.attention_hook == "eager":
-        raise UnsupportedModel(
-            f"{class_name(model)} has an attention implementation that cannot be replaced: use plain attention (--attention plain)"
-        )
-    return traits
 
 
 def _files(folder: Path, stored: StoredBytes, traits: Traits) -> dict[str, int]:

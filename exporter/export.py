@@ -1,4 +1,4 @@
-"""Export: write the bundle of a checkpoint."""
+"""Write the bundle of a checkpoint."""
 
 from __future__ import annotations
 
@@ -18,21 +18,19 @@ from spaceport.exporter.bundle_manifest import write_manifest
 from spaceport.exporter.checkpoint import Checkpoint, load_model, open_checkpoint
 from spaceport.exporter.checkpoint import TokenFlags as TokenFlags
 from spaceport.exporter.checkpoint_source import model_without_values
+from spaceport.exporter.export_sizes import stored_bytes
 from spaceport.exporter.prompt_tokens import Prompt, added_tokens, prompt_tokens
-from spaceport.exporter.returned_memory import return_free_memory
-from spaceport.exporter.selection_graph import write_selection
-from spaceport.exporter.stored_bytes import stored_bytes
-from spaceport.exporter.to_onnx import DEFAULT_OPSET, check_opset, to_onnx
+from spaceport.exporter.to_onnx import DEFAULT_OPSET, check_opset, to_onnx, write_selection
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import SELECTION_FILE, TEMPLATE_FILE, TOKENIZER_FILE, Manifest
 from spaceport.graphs.contract.signature import Activations, KvCache, Lowering, Precision, Weights
 from spaceport.graphs.decoder import AttentionImplementation, Decoder, decoder_of
 from spaceport.graphs.integer_attention import is_quantizable
-from spaceport.graphs.quantize import Stored, quantize_model
+from spaceport.graphs.quantization import Quantization
+from spaceport.graphs.quantize import quantize_model
 from spaceport.graphs.rotation import is_rotatable
-from spaceport.graphs.streamed_weights import source_of
+from spaceport.graphs.streamed_weights import return_free_memory, source_of
 from spaceport.graphs.traits import Traits, class_name
-from spaceport.graphs.weight_quantization import Quantization
 
 # Called with the name of each stage when it begins.
 OnStage = Callable[[str], None]
@@ -75,7 +73,12 @@ class ExportOptions:
     @property
     def rounds(self) -> bool:
         """Whether weights are rounded by GPTQ, on texts that the model samples."""
-        return self.weights == "int4" or (self.weights == "int8" and self.activations != "float")
+        return self.weights == "int4" or self.integers
+
+    @property
+    def integers(self) -> bool:
+        """Whether products are of 8-bit integers, which run on CPUs only."""
+        return self.weights == "int8" and self.activations != "float"
 
     @property
     def opset(self) -> int:
@@ -87,8 +90,7 @@ class ExportOptions:
 
         ONNX Runtime computes the operator for a single row with another kernel than for several, and int8 activations
         would turn that into other quantization steps."""
-        integers = self.weights == "int8" and self.activations != "float"
-        return self.attention or ("operator" if self.lowering == "append" and not integers else "plain")
+        return self.attention or ("operator" if self.lowering == "append" and not self.integers else "plain")
 
 
 def export(
@@ -114,7 +116,7 @@ def export(
             on_stage(quantization_error(decoder.quantization))
         on_stage("tracing and writing the graph")
         to_onnx(decoder, unfinished, options.opset)
-        if decoder.quantization.integers is None and options.lowering == "scatter":  # ONNX Runtime may run it on a GPU
+        if not decoder.quantization.limbs and options.lowering == "scatter":  # ONNX Runtime may run it on a GPU
             write_selection(unfinished / SELECTION_FILE, decoder.signature.vocab_size)
         (unfinished / TOKENIZER_FILE).write_text(checkpoint.tokenizer, "utf-8")
         if checkpoint.template is not None:
@@ -136,13 +138,12 @@ def quantization_error(quantization: Quantization) -> str:
 
 def check_activations(options: ExportOptions) -> None:
     """Raise if the format of activations, or of keys and values, is not available with the other options."""
-    integers = options.weights == "int8" and options.activations != "float"
-    if options.requested_kv_cache == "int8" and not integers:
+    if options.requested_kv_cache == "int8" and not options.integers:
         raise OptionFault(
             f"KV cache is int8, weights {options.weights}, activations {options.activations}: expected weights int8 with "
             "int8 activations (--weights int8), or KV cache same (--kv-cache)"
         )
-    if integers and options.dtype != "float32":
+    if options.integers and options.dtype != "float32":
         raise OptionFault(
             f"dtype is {options.dtype}: int8 layers run on CPUs only, expected float32 with weights int8 (--dtype)"
         )
@@ -182,7 +183,7 @@ def exact_activations(model_config: PreTrainedConfig, options: ExportOptions, pr
 
 def kv_cache_of(model: PreTrainedModel, options: ExportOptions) -> KvCache:
     """How keys and values of a model are stored; the model may be without values."""
-    if options.weights != "int8" or options.activations == "float":
+    if not options.integers:
         return "same"
     if is_quantizable(model):
         return options.requested_kv_cache or "int8"
@@ -199,7 +200,7 @@ def build_decoder(
     options: ExportOptions,
     on_stage: OnStage = lambda name: None,
     arithmetic: Precision | None = None,
-    stored: Stored | None = None,
+    stored: Quantization | None = None,
     scratch: Path | None = None,
 ) -> tuple[Decoder, Traits]:
     """The checkpoint's model as an exportable module.

@@ -1,4 +1,4 @@
-"""To ONNX: trace a decoder module and write it as model.onnx."""
+"""Trace a decoder module and write it as model.onnx, and the graph that selects tokens of its logits."""
 
 from __future__ import annotations
 
@@ -12,21 +12,24 @@ from pathlib import Path
 import onnx
 import onnx_ir as ir
 import torch
+from onnx import TensorProto, helper
 from torch import Tensor
 from torch._dynamo import config as dynamo
 
-from spaceport.exporter.constant_key import WeightNotFound
+from spaceport.exporter.constants import read_lazily
+from spaceport.exporter.graph_passes import (
+    fix_reshapes,
+    fuse_projections,
+    fuse_skip_norms,
+    hoist_above_splits,
+    simplify,
+)
 from spaceport.exporter.integer_matmuls import store_integer_matmuls
-from spaceport.exporter.lazy_constants import read_lazily
-from spaceport.exporter.projections import fuse_projections
-from spaceport.exporter.quantized_weights import store_quantized_weights
-from spaceport.exporter.reshapes import fix_reshapes
-from spaceport.exporter.simplify import fuse_skip_norms, simplify
-from spaceport.exporter.splits import hoist_above_splits
+from spaceport.exporter.quantized_weights import WeightNotFound, store_quantized_weights
 from spaceport.graphs.contract.dtypes import DTYPES
 from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.graphs.contract.manifest import DATA_FILE, MODEL_FILE
-from spaceport.graphs.contract.signature import Lowering, Signature
+from spaceport.graphs.contract.signature import BEST_TOKENS, Lowering, Signature, selection_width
 from spaceport.graphs.decoder import Decoder, DecoderWithLayerOutputs
 
 OPSETS = (23, 24)
@@ -35,6 +38,7 @@ OPSETS = (23, 24)
 DEFAULT_OPSET: dict[Lowering, int] = {"scatter": 23, "append": 24}
 
 _IR_VERSION = {23: 11, 24: 11}
+_SELECTION_OPSET, _SELECTION_IR_VERSION = 18, 9
 _TRACED = {
     "B": 2,
     "T": 3,
@@ -64,10 +68,11 @@ def to_onnx(decoder: Decoder, folder: Path, opset: int) -> None:
     _strip_metadata(model)
     _cast_norm_inputs(model)
     try:
-        store_quantized_weights(model, decoder.quantization)
-        if decoder.quantization.integers is not None:
-            store_integer_matmuls(model, decoder.quantization.integers)
+        if decoder.quantization.limbs:
+            store_integer_matmuls(model, decoder.quantization)
             fuse_skip_norms(model)
+        else:
+            store_quantized_weights(model, decoder.quantization)
     except WeightNotFound as error:
         raise UntraceableModel(
             f"{_family(decoder)} cannot be stored with quantized weights: {error}: export it unquantized "
@@ -233,3 +238,37 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         logger.setLevel(level)
+
+
+def write_selection(file: Path, vocab_size: int) -> None:
+    """Write a graph from logits, B x R x V, to the selection of each row, B x R x (2n + 1), in float32.
+
+    A selection has the n highest logits, their token ids, and the log-sum-exp of all logits. It is a separate graph: as
+    an output of the model's graph, ONNX Runtime would compute it in every call.
+    """
+    count = min(BEST_TOKENS, vocab_size)
+    constants = [
+        helper.make_tensor("count", TensorProto.INT64, [1], [count]),
+        helper.make_tensor("zero", TensorProto.INT64, [1], [0]),
+        helper.make_tensor("one", TensorProto.INT64, [1], [1]),
+        helper.make_tensor("last", TensorProto.INT64, [1], [-1]),
+    ]
+    nodes = [
+        helper.make_node("TopK", ["logits", "count"], ["scores", "ids"], axis=-1, largest=1, sorted=1),
+        helper.make_node("Cast", ["ids"], ["tokens"], to=TensorProto.FLOAT),  # exact below 2^24
+        helper.make_node("Slice", ["scores", "zero", "one", "last"], ["peak"]),
+        helper.make_node("Sub", ["logits", "peak"], ["below"]),
+        helper.make_node("Exp", ["below"], ["weights"]),
+        helper.make_node("ReduceSum", ["weights", "last"], ["sum"], keepdims=1),
+        helper.make_node("Log", ["sum"], ["log"]),
+        helper.make_node("Add", ["log", "peak"], ["total"]),
+        helper.make_node("Concat", ["scores", "tokens", "total"], ["selection"], axis=-1),
+    ]
+    logits = helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["B", "R", vocab_size])
+    selection = helper.make_tensor_value_info("selection", TensorProto.FLOAT, ["B", "R", selection_width(vocab_size)])
+    graph = helper.make_graph(nodes, "selection", [logits], [selection], constants)
+    model = helper.make_model(
+        graph, opset_imports=[helper.make_opsetid("", _SELECTION_OPSET)], ir_version=_SELECTION_IR_VERSION
+    )
+    onnx.checker.check_model(model, full_check=True)
+    onnx.save(model, file)

@@ -1,12 +1,14 @@
-"""Attention: grouped-query attention over the visible KV slots, without repeating keys or values."""
+"""Grouped-query attention over the visible KV slots, without repeating keys or values, and the KV caches of a model."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.onnx.ops import symbolic
+from transformers.cache_utils import Cache
 
 NAME = "spaceport"
 # Attributes of attention modules: slots that only mask rows see, and what attends to 8-bit keys and values.
@@ -16,6 +18,9 @@ INTEGER_ATTENTION = "integer_attention"
 # Added to the score of a masked slot: low enough that its weight is exactly 0, and finite in the type (-1e9 is -inf in
 # float16), so that a row that sees no slot does not become NaN.
 MASKED_SCORE = {torch.float32: -1e9, torch.bfloat16: -1e9, torch.float16: -1e4}
+
+# The keys and values of a layer as the buffers store them.
+Quantize = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 # Arguments of the attention interface that need no handling here.
 _IGNORED = frozenset(
@@ -106,11 +111,11 @@ def mask_plane(mask: Tensor, windowed: bool) -> Tensor:
 def attention_modules(model: nn.Module) -> dict[int, list[nn.Module]]:
     """The innermost modules with the index of a layer, by that index: attention, and in some families more."""
     indexed = {module: index for module in model.modules() if isinstance(index := _layer_of(module), int)}
-    found: dict[int, list[nn.Module]] = {}
+    modules: dict[int, list[nn.Module]] = {}
     for module, index in indexed.items():
         if not any(inner in indexed for inner in module.modules() if inner is not module):
-            found.setdefault(index, []).append(module)
-    return found
+            modules.setdefault(index, []).append(module)
+    return modules
 
 
 def _layer_of(module: nn.Module) -> object:
@@ -129,3 +134,115 @@ def _attention_operator(
 ) -> Tensor:
     attributes: dict[str, Any] = {"scale": float(scale), **({"softcap": float(softcap)} if softcap is not None else {})}
     return symbolic("Attention", (query, key, value, mask), attributes, dtype=query.dtype, shape=query.shape)
+
+
+class Write(Protocol):
+    """Writes the rows of a step into a KV buffer and returns the updated buffer."""
+
+    def __call__(self, buffer: Tensor, rows: Tensor) -> Tensor: ...
+
+
+class Scatter:
+    """Writes each row to any slot, with ScatterND."""
+
+    def __init__(self, slot_ids: Tensor, heads: int) -> None:
+        batch, rows = slot_ids.shape
+        shape = (batch, heads, rows)
+        b = torch.arange(batch, device=slot_ids.device)[:, None, None].expand(shape)
+        h = torch.arange(heads, device=slot_ids.device)[None, :, None].expand(shape)
+        self._indices = torch.stack((b, h, slot_ids[:, None, :].expand(shape)), dim=-1)  # B x Hkv x T x 3
+
+    def __call__(self, buffer: Tensor, rows: Tensor) -> Tensor:
+        if torch.onnx.is_in_onnx_export():
+            return symbolic("ScatterND", (buffer, self._indices, rows), dtype=buffer.dtype, shape=buffer.shape)
+        return buffer.index_put_(tuple(self._indices.unbind(-1)), rows)
+
+
+class Append:
+    """Writes the rows of a request to consecutive slots from the first slot id on, with TensorScatter."""
+
+    def __init__(self, slot_ids: Tensor) -> None:
+        self._start = slot_ids[:, 0]
+
+    def __call__(self, buffer: Tensor, rows: Tensor) -> Tensor:
+        if torch.onnx.is_in_onnx_export():
+            attributes: dict[str, Any] = {"axis": -2, "mode": "linear"}
+            inputs = (buffer, rows, self._start)
+            return symbolic("TensorScatter", inputs, attributes, dtype=buffer.dtype, shape=buffer.shape)
+        for request, start in enumerate(self._start.tolist()):
+            buffer[request, :, start : start + rows.shape[2]] = rows[request]
+        return buffer
+
+
+class _KvCache(Cache):
+    """A cache object for a transformers model that knows nothing of the length of the text."""
+
+    def __init__(self) -> None:
+        self.layers = []
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+
+class SlotCache(_KvCache):
+    """The cache object for a transformers model: stores rows with `write` and returns the visible slots."""
+
+    def __init__(
+        self,
+        past: tuple[Tensor, ...],
+        write: Write,
+        visible: int,
+        repeats: int = 1,
+        quantize: Quantize | None = None,
+    ) -> None:
+        super().__init__()
+        self._past = past
+        self._write = write
+        self._visible = visible
+        # how often the model repeats each KV head before caching; the buffer stores each head once
+        self._repeats = repeats
+        self._quantize = quantize  # None: the buffers have the type of the states
+        self.present: list[Tensor | None] = [None] * len(past)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        if self._quantize is not None:
+            key_states, value_states = self._quantize(layer_idx, key_states, value_states)
+        key = self._store(2 * layer_idx, key_states)
+        value = self._store(2 * layer_idx + 1, value_states)
+        return key, value
+
+    def _store(self, index: int, states: Tensor) -> Tensor:
+        stored = states[:, :: self._repeats] if self._repeats > 1 else states
+        written = self._write(self._past[index], stored)
+        self.present[index] = written
+        return written[:, :, : self._visible]
+
+
+class RecordingCache(_KvCache):
+    """A cache that records the keys and values of one eager run, to read their shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recorded: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        self.recorded[layer_idx] = (key_states, value_states)
+        return key_states, value_states
+
+
+class PrefixCache(_KvCache):
+    """A cache that returns recorded keys and values followed by those of the rows at hand, which alone have gradients."""
+
+    def __init__(self, prefix: RecordingCache) -> None:
+        super().__init__()
+        self._prefix = prefix.recorded
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        key, value = self._prefix[layer_idx]
+        return torch.cat((key, key_states), dim=2), torch.cat((value, value_states), dim=2)

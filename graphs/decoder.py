@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from spaceport.graphs import attention, kv
+from spaceport.graphs import attention
 from spaceport.graphs.contract.signature import Lowering, Precision, Signature, visible_length
 from spaceport.graphs.draft_heads import head_logits, heads_of
-from spaceport.graphs.int8 import AttentionScales
 from spaceport.graphs.integer_attention import IntegerAttention, use_integer_attention
 from spaceport.graphs.preloaded_slots import slots_called, slots_of
+from spaceport.graphs.quantization import UNQUANTIZED, AttentionScales, Quantization
 from spaceport.graphs.traits import (
     Traits,
     comparison_ids,
@@ -30,7 +30,6 @@ from spaceport.graphs.traits import (
     require_equal_logits,
     unmodified_logits,
 )
-from spaceport.graphs.weight_quantization import UNQUANTIZED, Quantization
 
 AttentionImplementation = Literal["plain", "operator"]
 
@@ -87,7 +86,7 @@ class Decoder(nn.Module):
             visible = torch.cat((visible, named["sliding_attention_mask"]), dim=1)
         fused = self.attention_implementation == "operator" and not self._integers
         mask = visible if fused else attention.additive_mask(visible, self.model.dtype)
-        cache = kv.SlotCache(
+        cache = attention.SlotCache(
             past,
             self._writer(named["slot_ids"]),
             visible.shape[-1],
@@ -119,10 +118,10 @@ class Decoder(nn.Module):
     def _stored(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         return self._integers[layer].stored_keys(keys), self._integers[layer].stored_values(values)
 
-    def _writer(self, slot_ids: Tensor) -> kv.Write:
+    def _writer(self, slot_ids: Tensor) -> attention.Write:
         if self.signature.lowering == "scatter":
-            return kv.Scatter(slot_ids, self.signature.kv_heads)
-        return kv.Append(slot_ids)
+            return attention.Scatter(slot_ids, self.signature.kv_heads)
+        return attention.Append(slot_ids)
 
 
 def decoder_of(
@@ -135,12 +134,7 @@ def decoder_of(
     refuse_by_config(model)
     model = model.eval()
     with torch.no_grad():
-        traits = probe(model)
-        if attention_implementation == "operator" and traits.attention_hook == "eager":
-            refuse(
-                model,
-                "has an attention implementation that cannot be replaced: use plain attention (--attention plain)",
-            )
+        traits = probed_traits(model, attention_implementation)
         slots = slots_of(model)
         ids = comparison_ids(model, traits, slots[0].gate.mask_ids if slots else ())
         expected = unmodified_logits(model, ids, traits)
@@ -154,9 +148,21 @@ def decoder_of(
         decoder = Decoder(model, signature, attention_implementation, traits, quantization)
         with model_errors(model), slots_called(model):
             _compare(decoder, ids, expected)
-        if quantization.integers is not None and quantization.integers.attention:
-            decoder.quantize_attention(quantization.integers.attention)
+        if quantization.attention:
+            decoder.quantize_attention(quantization.attention)
     return decoder, traits
+
+
+def probed_traits(model: PreTrainedModel, attention_implementation: AttentionImplementation) -> Traits:
+    """The traits of a model, which may be without values; raise for attention that cannot be exported like this."""
+    with torch.no_grad():
+        traits = probe(model)
+    if attention_implementation == "operator" and traits.attention_hook == "eager":
+        refuse(
+            model,
+            "has an attention implementation that cannot be replaced: use plain attention (--attention plain)",
+        )
+    return traits
 
 
 def expected_signature(traits: Traits, dtype: Precision, lowering: Lowering, heads: int = 0) -> Signature:

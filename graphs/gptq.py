@@ -1,4 +1,4 @@
-"""GPTQ: round the weights of linear layers so that the error of each output on calibration texts is small.
+"""Round the weights of linear layers so that the error of each output is small on texts that the model samples.
 
 Columns are rounded one after the other, and the error of each is passed on to those that are not rounded yet, by the
 inverse Hessian of the squared output error (Frantar et al., 2022). One decoder layer at a time is calibrated, with
@@ -7,22 +7,25 @@ inputs that come from the rounded earlier ones, and one layer at a time is in me
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from spaceport.graphs.calibration import CalibrationTexts
 from spaceport.graphs.decoder import decoder_layers
 from spaceport.graphs.gated import uniform_rows
-from spaceport.graphs.int8 import INT8_MAX, IntegerLinear, best_scales, quantize_linear
 from spaceport.graphs.integer_attention import AttentionRecorder
+from spaceport.graphs.quantization import QuantizedWeight, WeightFormat, block_of, replace_weight
 from spaceport.graphs.streamed_weights import stored_beside, values_of
-from spaceport.graphs.weight_quantization import QuantizedWeight, linear_rows, replace_weight
+
+_TEXTS = 64
+_LENGTH = 40  # sampled tokens of each text
+_SINGLE_TOKENS = 8  # random tokens that texts begin with, beside the prompts
+_MEMORY = 1 << 30  # bytes of the texts' keys and values; longer or more prompts, or a larger model, get fewer texts
 
 _DAMPING = 0.01  # added to the Hessian's diagonal, relative to its mean
 _BLOCK = 128  # columns whose errors are passed on to the later ones together
@@ -32,46 +35,84 @@ _WIDEST = 4096  # inputs of a Hessian; those of a wider layer are split, and err
 OnLayers = Callable[[int, int], None]
 
 
-Layer = TypeVar("Layer", IntegerLinear, QuantizedWeight)
+@dataclass(frozen=True, eq=False)
+class CalibrationTexts:
+    """Texts of one batch, padded on the left."""
+
+    ids: Tensor  # batch x tokens
+    real: Tensor  # batch x tokens, bool; False: padding
 
 
-@dataclass(frozen=True)
-class Rounding(Generic[Layer]):
-    """A format of quantized weights (outputs x inputs)."""
+def calibration_texts(
+    model: PreTrainedModel, prompts: Sequence[Tensor] = (), excluded: Sequence[int] = ()
+) -> CalibrationTexts:
+    """Samples of a model after random single tokens and after the given prompts, the same in each call.
 
-    limits: tuple[int, int]  # of the codes
-    scales: Callable[[Tensor, Tensor], Tensor]  # of a weight whose inputs have these sizes: blocks of inputs x outputs
-    layer: Callable[[Tensor, Tensor], Layer]  # of codes (inputs x outputs) and scales
-    nearest: Callable[[Tensor], Layer]  # of a weight whose inputs are not known
+    Tokens in `excluded` are neither drawn nor sampled. All texts are sampled together, because a streamed model reads
+    its weights in each step. Of more prompts than there is memory for, the first are used."""
+    without = set(excluded)
+    config = model.config.get_text_config()
+    tokens = [token for token in range(int(config.vocab_size)) if token not in without]
+    drawn = torch.randint(0, len(tokens), (_SINGLE_TOKENS, 1), generator=torch.Generator().manual_seed(0))
+    positions = int(getattr(config, "max_position_embeddings", None) or 2048)
+    length = max(1, min(_LENGTH, positions // 2))
+    starts = [*torch.tensor(tokens)[drawn], *(prompt[0, -(positions - length) :].cpu() for prompt in prompts)]
+    longest = max(map(len, starts))
+    most = max(_SINGLE_TOKENS, _MEMORY // ((longest + length) * kv_bytes(model)))
+    rows = [starts[number % len(starts)] for number in range(min(max(_TEXTS, len(starts)), most))]
+    ids = torch.stack([nn.functional.pad(row, (longest - len(row), 0)) for row in rows])
+    real = torch.stack([torch.arange(longest) >= longest - len(row) for row in rows])
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        sampled = model.generate(  # type: ignore[operator]
+            ids.to(model.device),
+            attention_mask=real.long().to(model.device),
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            max_new_tokens=length,
+            min_new_tokens=length,
+            pad_token_id=0,
+            suppress_tokens=sorted(without) or None,
+        )
+    new = torch.ones(len(rows), sampled.shape[1] - longest, dtype=torch.bool)
+    return CalibrationTexts(cast(Tensor, sampled), torch.cat((real, new), dim=1).to(model.device))
 
 
-INT8 = Rounding[IntegerLinear](
-    (-INT8_MAX, INT8_MAX),
-    lambda weight, sizes: best_scales(weight, sizes)[None],
-    lambda codes, scale: IntegerLinear(codes, scale[0]),
-    lambda weight: quantize_linear(weight, best_scales(weight)),
-)
+def sample_bytes(model: PreTrainedModel) -> int:
+    """The memory that keys and values of the texts need with short prompts; the model may be without values."""
+    return min(_MEMORY, _TEXTS * _LENGTH * kv_bytes(model))
+
+
+def kv_bytes(model: PreTrainedModel) -> int:
+    """The bytes of the keys and values of a token, in the model's type."""
+    config = model.config.get_text_config()
+    heads = int(config.num_attention_heads)
+    size = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+    kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+    return 2 * int(config.num_hidden_layers) * kv_heads * size * model.dtype.itemsize
 
 
 def rounded_layers(
     model: PreTrainedModel,
     modules: Mapping[str, nn.Linear],
     texts: CalibrationTexts,
-    rounding: Rounding[Layer],
+    form: WeightFormat,
     on_layers: OnLayers = lambda done, total: None,
     recorder: AttentionRecorder | None = None,
-) -> tuple[dict[str, Layer], dict[str, float]]:
+) -> tuple[dict[str, QuantizedWeight], dict[str, float]]:
     """These modules in a format, and the relative error of each weight. The modules get the weights of the codes.
     A recorder measures the attention of each rounded layer.
 
     Modules outside of the decoder layers, and experts that no text is routed to, get the nearest codes."""
-    found: dict[str, Layer] = {}
+    layers: dict[str, QuantizedWeight] = {}
     errors: dict[str, float] = {}
 
-    def put(name: str, layer: Layer) -> None:
+    def put(name: str, layer: QuantizedWeight) -> None:
         weight = modules[name].weight
-        found[name] = replace(layer, codes=stored_beside(weight, layer.codes))
-        errors[name] = replace_weight(weight, linear_rows(found[name]))
+        layers[name] = replace(layer, codes=stored_beside(weight, layer.codes))
+        errors[name] = replace_weight(weight, layers[name].of_outputs)
 
     names = {module: name for name, module in modules.items()}
     with uniform_rows(model, False), ExitStack() as attached:
@@ -83,16 +124,16 @@ def rounded_layers(
             inside = {names[module]: module for module in call.layer.modules() if module in names}
             with _inputs(inside, texts.real) as inputs:
                 call.output(states)
-            for each in inputs:
-                parts = [_Part(*_inverse_factor(hessian), hessian.diagonal()) for hessian in each.hessians]
-                for name in each.names:
-                    put(name, _rounded(values_of(modules[name].weight).float(), parts, rounding))
+            for shared in inputs:
+                parts = [_Part(*_inverse_factor(hessian), hessian.diagonal()) for hessian in shared.hessians]
+                for name in shared.names:
+                    put(name, _rounded(values_of(modules[name].weight).float(), parts, form))
             with nullcontext() if recorder is None else recorder.measuring():
                 states = call.output(states)
             on_layers(number, len(calls))
-    for name in modules.keys() - found.keys():
-        put(name, rounding.nearest(modules[name].weight))
-    return found, errors
+    for name in modules.keys() - layers.keys():
+        put(name, form.nearest(modules[name].weight))
+    return layers, errors
 
 
 @dataclass(frozen=True)
@@ -106,8 +147,8 @@ class _Call:
 
     def output(self, states: Tensor) -> Tensor:
         """The layer's output for other hidden states."""
-        found = self.layer(states, *self.others, **self.named)
-        return found if isinstance(found, Tensor) else found[0]
+        output = self.layer(states, *self.others, **self.named)
+        return output if isinstance(output, Tensor) else output[0]
 
 
 class _Stop(Exception):
@@ -156,7 +197,7 @@ def _inputs(modules: Mapping[str, nn.Linear], real: Tensor) -> Iterator[list[_In
     """The inputs of these modules, filled while their layer runs."""
     known: dict[int, _Input] = {}  # by the `id` of the tensor
     held = []  # so that no other tensor gets its id
-    found: list[_Input] = []
+    inputs: list[_Input] = []
 
     def measure(name: str) -> Any:
         def before(module: nn.Module, arguments: tuple[Any, ...]) -> None:
@@ -169,7 +210,7 @@ def _inputs(modules: Mapping[str, nn.Linear], real: Tensor) -> Iterator[list[_In
                 if bool(torch.isfinite(rows).all()) and len(rows):
                     parts = -(-rows.shape[1] // _WIDEST)
                     known[id(states)] = _Input([], [part.T @ part for part in rows.tensor_split(parts, dim=1)])
-                    found.append(known[id(states)])
+                    inputs.append(known[id(states)])
             if id(states) in known:
                 known[id(states)].names.append(name)
 
@@ -177,7 +218,7 @@ def _inputs(modules: Mapping[str, nn.Linear], real: Tensor) -> Iterator[list[_In
 
     handles = [module.register_forward_pre_hook(measure(name)) for name, module in modules.items()]
     try:
-        yield found
+        yield inputs
     finally:
         for handle in handles:
             handle.remove()
@@ -206,17 +247,18 @@ def _inverse_factor(hessian: Tensor) -> tuple[Tensor, Tensor]:
     return torch.linalg.cholesky(inverse, upper=True).float(), order
 
 
-def _rounded(weight: Tensor, parts: list[_Part], rounding: Rounding[Layer]) -> Layer:
-    """The form of a weight (outputs x inputs) in a format."""
-    scale = rounding.scales(weight, torch.cat([part.squares for part in parts]).sqrt())
+def _rounded(weight: Tensor, parts: list[_Part], form: WeightFormat) -> QuantizedWeight:
+    """A weight (outputs x inputs) in a format."""
+    scale = form.scales(weight, torch.cat([part.squares for part in parts]).sqrt()).T.contiguous()
     blocks = torch.arange(weight.shape[1]) // (weight.shape[1] // len(scale))
     widths = [part.width for part in parts]
     columns = zip(weight.T.split_with_sizes(widths), blocks.split_with_sizes(widths), parts, strict=True)
-    codes = [_codes(some, theirs, scale.float(), rounding.limits, part) for some, theirs, part in columns]
-    return rounding.layer(torch.cat(codes), scale)
+    codes = torch.cat([_codes(some, theirs, scale.float(), form.limits, part) for some, theirs, part in columns])
+    block = block_of(weight.shape[1], form.blocks)
+    return QuantizedWeight(codes, scale[0] if block is None else scale, block)
 
 
-def _codes(columns: Tensor, blocks: Tensor, scale: Tensor, limits: tuple[int, int], part: _Part) -> Tensor:
+def _codes(columns: Tensor, blocks: Tensor, scale: Tensor, limits: tuple[float, float], part: _Part) -> Tensor:
     """The codes (inputs x outputs) of weights, given as inputs x outputs with the block of each input."""
     columns, blocks, factor, width = columns[part.order], blocks[part.order], part.factor, part.width
     codes = torch.empty_like(columns, dtype=torch.int8)
@@ -231,6 +273,6 @@ def _codes(columns: Tensor, blocks: Tensor, scale: Tensor, limits: tuple[int, in
             columns[column + 1 : end] -= torch.outer(factor[column, column + 1 : end], error)
             errors[column - start] = error
         columns[end:] -= factor[start:end, end:].T @ errors
-    found = torch.empty_like(codes)
-    found[part.order] = codes
-    return found
+    in_order = torch.empty_like(codes)
+    in_order[part.order] = codes
+    return in_order

@@ -1,4 +1,4 @@
-"""Integer attention: attention over 8-bit keys and values whose result does not depend on the order of the KV slots.
+"""Attention over 8-bit keys and values whose result does not depend on the order of the KV slots.
 
 Sums of products are sums of integers, so a row's result is a function of the set of slots that it sees: slots may lie in
 any order, and other rows and other requests change nothing. Everything else is computed for each value by itself.
@@ -30,8 +30,8 @@ from spaceport.graphs.attention import (
     grouped_attention,
     refuse_unknown,
 )
-from spaceport.graphs.int8 import INT8_MAX, ZERO_POINT, AttentionScales
 from spaceport.graphs.preloaded_slots import slots_of
+from spaceport.graphs.quantization import INT8_MAX, ZERO_POINT, AttentionScales
 from spaceport.graphs.rotation import block_size, hadamard, orthogonal
 from spaceport.graphs.traits import UnsupportedModel, class_name
 
@@ -96,11 +96,11 @@ class IntegerAttention(nn.Module):
 def use_integer_attention(model: PreTrainedModel, scales: Sequence[AttentionScales]) -> tuple[IntegerAttention, ...]:
     """Let the layers of a model attend to 8-bit keys and values; returns what they attend with."""
     rotation = _rotation(scales[0].center.shape[-1])
-    found = tuple(IntegerAttention(layer, rotation).to(model.device, model.dtype) for layer in scales)
+    attentions = tuple(IntegerAttention(layer, rotation).to(model.device, model.dtype) for layer in scales)
     for layer, modules in attention_modules(model).items():
         for module in modules:
-            setattr(module, INTEGER_ATTENTION, found[layer])
-    return found
+            setattr(module, INTEGER_ATTENTION, attentions[layer])
+    return attentions
 
 
 def is_quantizable(model: PreTrainedModel) -> bool:

@@ -1,4 +1,4 @@
-"""Rotation: fold an orthogonal matrix into the weights of a model, so that no channel of its activations is an outlier.
+"""Fold an orthogonal matrix into the weights of a model, so that no channel of its activations is an outlier.
 
 Eight bits per activation fail on outliers: a few channels are hundreds of times larger than the others. An orthogonal
 matrix spreads them over all channels. The residual stream is rotated by the weights that write to it and back by those
@@ -17,6 +17,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from spaceport.graphs.draft_heads import heads_of
@@ -116,15 +117,6 @@ class _Norm:
         weight.data.fill_(1 - self.offset)
 
 
-@dataclass
-class _Stream:
-    """What reads the residual stream of a model, and what writes to it."""
-
-    width: int
-    norms: list[_Norm]
-    writers: dict[str, nn.Module]
-
-
 def is_rotatable(model: PreTrainedModel) -> bool:
     """Whether the residual stream of a model can be rotated by its weights; the model may be without values."""
     try:
@@ -149,15 +141,15 @@ def rotate_model(model: PreTrainedModel) -> Orthogonal:
     vocab_size = int(model.config.get_text_config().vocab_size)
     ids = torch.randint(0, vocab_size, (1, _ROWS), generator=torch.Generator().manual_seed(0)).to(model.device)
     expected = model(input_ids=ids, use_cache=False).logits.float()
-    found = _stream_of(model)
-    rotation = orthogonal(found.width)
+    residual = _stream_of(model)
+    rotation = orthogonal(residual.width)
     embedding = cast(nn.Embedding, model.get_input_embeddings())
     head = cast(nn.Linear, model.get_output_embeddings())
     tied = head.weight is embedding.weight
     _change(embedding.weight, rotation.times)
     if (rows := getattr(embedding, "input_rows", None)) is not None:
         rows.copy_(rotation.times(rows))
-    for norm in found.norms:
+    for norm in residual.norms.values():
         gain = norm.gain
         for reader in norm.readers:
             if reader is head and tied:  # the rotated embeddings without the gain, which has to act before the rotation
@@ -168,8 +160,8 @@ def rotate_model(model: PreTrainedModel) -> Orthogonal:
         if head in norm.readers and (heads := heads_of(model)) is not None:
             heads.rotate_back(rotation.matrix.T * gain)
         norm.make_plain()
-    _rotate_values(model, found)
-    for name, writer in found.writers.items():
+    _rotate_values(model, residual)
+    for name, writer in residual.writers.items():
         if type(writer) in (nn.Linear, GatedLinear) and not _is_attention(model, name):
             _rotate_in_graph(cast(nn.Linear, writer))
         for parameter in _written_by(writer):
@@ -183,49 +175,57 @@ def rotate_model(model: PreTrainedModel) -> Orthogonal:
     return rotation
 
 
-def _stream_of(model: PreTrainedModel) -> _Stream:
-    """The readers and writers of the residual stream, from the tensors that modules pass on in one run."""
-    width = cast(Tensor, model.get_input_embeddings().weight).shape[1]
-    names = {module: name for name, module in model.named_modules()}
-    offsets: dict[nn.Module, float | None] = {}  # of norms
-    norms: dict[int, _Norm] = {}  # by the memory of their outputs
-    held: list[Tensor] = []  # so that memory is not used twice
-    wrong: list[str] = []
-    reading: dict[nn.Module, _Norm] = {}
-    writers: dict[str, nn.Module] = {}
+class _Stream:
+    """What reads and writes the residual stream of a model, recorded while it runs."""
 
-    def after_norm(module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
-        if not isinstance(output, Tensor) or output.shape[-1] != width:
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.width = cast(Tensor, model.get_input_embeddings().weight).shape[1]
+        self.names = {module: name for name, module in model.named_modules()}
+        self.norms: dict[int, _Norm] = {}  # by the memory of their outputs
+        self.writers: dict[str, nn.Module] = {}
+        self.reasons: list[str] = []  # why the model cannot be rotated
+        self._held: list[Tensor] = []  # outputs of norms, so that their memory is not used twice
+        self._read: set[nn.Module] = set()
+
+    def attach(self) -> list[RemovableHandle]:
+        """Watch the norms, and the modules with matrices."""
+        handles = []
+        for module, name in self.names.items():
+            own = [parameter for parameter in module.parameters(recurse=False) if parameter.numel()]
+            if any(parameter.dim() > 1 for parameter in own) and not isinstance(module, nn.Embedding):
+                handles.append(module.register_forward_pre_hook(self._before_matrix))
+                if isinstance(getattr(module, "down_proj", None), nn.Parameter):  # experts in one tensor
+                    self.writers[name] = module
+            elif [parameter.shape for parameter in own] in ([(self.width,)], [(self.width,), (self.width,)]):
+                handles.append(module.register_forward_hook(partial(self._after_norm, _offset_of(module))))
+        return handles
+
+    def _after_norm(self, offset: float | None, module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
+        if not isinstance(output, Tensor) or output.shape[-1] != self.width:
             return
-        offset = offsets[module]
         if offset is None:
-            wrong.append(f"{names[module]} is no RMSNorm")
+            self.reasons.append(f"{self.names[module]} is no RMSNorm")
             return
-        held.append(output)
-        norms[_memory_of(output)] = _Norm(module, offset)
+        self._held.append(output)
+        self.norms[_memory_of(output)] = _Norm(module, offset)
 
-    def before_matrix(module: nn.Module, arguments: tuple[Any, ...]) -> None:
+    def _before_matrix(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
         states = next((argument for argument in arguments if isinstance(argument, Tensor)), None)
         if states is None or states.dtype == torch.int64:
             return
-        norm = norms.get(_memory_of(states))
-        if norm is not None and states.shape[-1] == width:
-            if module not in reading:
-                reading[module] = norm
+        norm = self.norms.get(_memory_of(states))
+        if norm is not None and states.shape[-1] == self.width:
+            if module not in self._read:
+                self._read.add(module)
                 norm.readers.append(module)
-        elif isinstance(module, nn.Linear) and module.out_features == width:
-            writers[names[module]] = module
+        elif isinstance(module, nn.Linear) and module.out_features == self.width:
+            self.writers[self.names[module]] = module
 
-    handles = []
-    for module in model.modules():
-        own = [parameter for parameter in module.parameters(recurse=False) if parameter.numel()]
-        if any(parameter.dim() > 1 for parameter in own) and not isinstance(module, nn.Embedding):
-            handles.append(module.register_forward_pre_hook(before_matrix))
-            if isinstance(getattr(module, "down_proj", None), nn.Parameter):  # experts in one tensor
-                writers[names[module]] = module
-        elif [parameter.shape for parameter in own] in ([(width,)], [(width,), (width,)]):
-            offsets[module] = _offset_of(module)
-            handles.append(module.register_forward_hook(after_norm))
+
+def _stream_of(model: PreTrainedModel) -> _Stream:
+    """The readers and writers of the residual stream, from the tensors that modules pass on in one run."""
+    residual = _Stream(model)
+    handles = residual.attach()
     try:
         # arguments that a model need not look into, which it cannot do without values
         ids = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
@@ -235,13 +235,16 @@ def _stream_of(model: PreTrainedModel) -> _Stream:
     finally:
         for handle in handles:
             handle.remove()
-    found = list(norms.values())
-    wrong += [f"nothing reads {names[norm.module]}" for norm in found if not norm.readers]
-    if model.get_output_embeddings() not in reading:
-        wrong.append("no norm stands before its output embedding")
-    if wrong:
-        raise NotRotatable(f"{class_name(model)} cannot be rotated: {wrong[0]}")
-    return _Stream(width, found, writers)
+    norms = residual.norms.values()
+    reasons = [
+        *residual.reasons,
+        *(f"nothing reads {residual.names[norm.module]}" for norm in norms if not norm.readers),
+    ]
+    if not any(model.get_output_embeddings() in norm.readers for norm in norms):
+        reasons.append("no norm stands before its output embedding")
+    if reasons:
+        raise NotRotatable(f"{class_name(model)} cannot be rotated: {reasons[0]}")
+    return residual
 
 
 def _memory_of(tensor: Tensor) -> int:
@@ -298,13 +301,13 @@ def _is_attention(model: PreTrainedModel, name: str) -> bool:
 
 def _values_of(attention: nn.Module) -> nn.Linear | None:
     """The linear module of an attention whose last outputs are the values."""
-    found = getattr(attention, "v_proj", None) or getattr(attention, "qkv_proj", None)
-    return found if isinstance(found, nn.Linear) else None
+    values = getattr(attention, "v_proj", None) or getattr(attention, "qkv_proj", None)
+    return values if isinstance(values, nn.Linear) else None
 
 
-def _rotate_values(model: PreTrainedModel, found: _Stream) -> None:
+def _rotate_values(model: PreTrainedModel, residual: _Stream) -> None:
     """Rotate the values of each attention head, and the inputs of the modules that join the heads."""
-    for name, joining in found.writers.items():
+    for name, joining in residual.writers.items():
         attention = model.get_submodule(name.rpartition(".")[0])
         values, size = _values_of(attention), getattr(attention, "head_dim", None)
         block = block_size(size) if isinstance(size, int) else None

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from spaceport.graphs import attention, kv
+from spaceport.graphs import attention
 from spaceport.graphs.contract.faults import InputFault
 
 # How the attention of a model family is replaced: through transformers' attention interface, by replacing torch's
@@ -80,7 +80,7 @@ def _max_positions(config: Any) -> int:
     return limit
 
 
-def _repeats(config: Any, cache: kv.RecordingCache, heads: int) -> int:
+def _repeats(config: Any, cache: attention.RecordingCache, heads: int) -> int:
     """How often the model repeats each KV head before caching: 1 unless the recorded heads are equal in groups.
 
     On the meta device there are no values to compare, and the configuration decides."""
@@ -95,7 +95,7 @@ def _repeats(config: Any, cache: kv.RecordingCache, heads: int) -> int:
     return repeats
 
 
-def _cached_shape(model: PreTrainedModel, cache: kv.RecordingCache, layers: int) -> tuple[int, int]:
+def _cached_shape(model: PreTrainedModel, cache: attention.RecordingCache, layers: int) -> tuple[int, int]:
     """The number of heads of the cached keys and values, and their size; raise unless they are those of all layers."""
     if sorted(cache.recorded) != list(range(layers)):
         refuse(
@@ -210,7 +210,7 @@ def probe(model: PreTrainedModel) -> Traits:
     """The traits of a model, from an eager run over two tokens and its configuration."""
     attention_hook = _attention_hook(model)
     calls: list[dict[str, Any]] = []
-    cache = kv.RecordingCache()
+    cache = attention.RecordingCache()
     ids = torch.tensor([[1, 2]], device=model.device)
     mask = torch.tensor(
         [[[[0.0, attention.MASKED_SCORE[torch.float16]], [0.0, 0.0]]]], dtype=model.dtype, device=model.device

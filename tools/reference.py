@@ -13,11 +13,12 @@ import torch
 from spaceport.exporter.checkpoint import Checkpoint, open_checkpoint
 from spaceport.exporter.checkpoint_source import quiet_libraries
 from spaceport.exporter.export import ExportOptions, TokenFlags, build_decoder, manifest_for
-from spaceport.exporter.stored_integers import stored_int4, stored_integers
+from spaceport.exporter.quantized_weights import stored_weights
 from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.contract.manifest import MODEL_FILE, TEMPLATE_FILE, TOKENIZER_FILE, record_of
 from spaceport.graphs.contract.signature import Precision
-from spaceport.graphs.quantize import LIMBS, Stored, quantize_inputs
+from spaceport.graphs.quantization import Quantization, limbs_of
+from spaceport.graphs.quantize import quantize_inputs
 from spaceport.runtime.backends import check_threads
 from spaceport.runtime.backends.on_torch import TorchEngine
 from spaceport.runtime.bundle import Bundle
@@ -52,9 +53,8 @@ def open_reference(
     options = ExportOptions(
         signature.lowering, stored, weights, "plain", remote_code=remote_code, requested_activations=activations
     )
-    decoder, _ = build_decoder(opened, options, arithmetic=dtype, stored=stored_weights(bundle))
-    if decoder.quantization.integers is not None:
-        quantize_inputs(decoder.model, decoder.quantization.integers)
+    decoder, _ = build_decoder(opened, options, arithmetic=dtype, stored=stored_in(bundle))
+    quantize_inputs(decoder.model, decoder.quantization)
     for fact in ("layers", "kv_heads", "head_dim", "vocab_size", "window", "lines"):
         ours, theirs = getattr(signature, fact), getattr(decoder.signature, fact)
         if ours != theirs:
@@ -64,15 +64,14 @@ def open_reference(
     return TorchEngine(decoder, decoder.signature, capacity, requests, "cpu")
 
 
-def stored_weights(bundle: Bundle) -> Stored | None:
+def stored_in(bundle: Bundle) -> Quantization | None:
     """The weights in a bundle's graph that were rounded by GPTQ; None if it has none."""
-    found: Stored | None = None
-    if bundle.manifest.integer_matmuls:
-        found = stored_integers(bundle.read(MODEL_FILE), bundle.path, LIMBS[bundle.manifest.activations])
-    elif bundle.manifest.weights == "int4":
-        found = stored_int4(bundle.read(MODEL_FILE), bundle.path)
+    weights, stored = bundle.manifest.weights, None
+    limbs = limbs_of(weights, bundle.manifest.activations)
+    if limbs or weights == "int4":
+        stored = stored_weights(bundle.read(MODEL_FILE), bundle.path, weights, limbs)
     bundle.require_unchanged()
-    return found
+    return stored
 
 
 def open_reference_runtime(bundle: Bundle, checkpoint: Path, max_seq_len: int | None, threads: int = 0) -> Runtime:

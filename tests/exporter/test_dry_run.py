@@ -24,8 +24,8 @@ from spaceport.exporter.mechanisms import DraftAdditions
 from spaceport.exporter.sar_config import CheckpointError
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.draft_heads import Heads
+from spaceport.graphs.quantization import Quantization
 from spaceport.graphs.traits import UnsupportedModel
-from spaceport.graphs.weight_quantization import Quantization
 from spaceport.runtime.bundle import open_bundle
 from support.exported import bundle_of
 from support.families import build, family_of
@@ -196,14 +196,13 @@ def test_the_files_without_a_name_have_exactly_the_predicted_bytes(options: Expo
 
 def on_disk(quantization: Quantization) -> Iterator[Tensor]:
     """The codes and scales of a streamed export that are in files without a name, each once."""
-    integers = quantization.integers
-    for layer in quantization.layers.values():
-        yield from (layer.codes, layer.scale)
-    if integers is not None:
-        yield from (layer.codes for name, layer in integers.layers.items() if not (integers.tied and name == "lm_head"))
-    for table in (quantization.embedding, integers and integers.embedding):
-        if table is not None:
-            yield table.codes
+    for name, layer in quantization.layers.items():
+        if not (quantization.tied and name == "lm_head"):
+            yield layer.codes
+        if not quantization.limbs:
+            yield layer.scale
+    if quantization.embedding is not None:
+        yield quantization.embedding.codes
 
 
 def test_an_export_is_refused_before_it_quantizes_if_the_disk_is_too_small(

@@ -173,11 +173,11 @@ def pair_of(
     activations = exact_activations(model.config, ExportOptions(lowering, weights=weights)).activations
     quantization = quantize_model(model, weights, activations, lowering, kv_cache=kv_cache)
     reference = build(family, attention="eager")
-    if quantization.integers is None:
+    if not quantization.limbs:
         reference.load_state_dict(model.state_dict())  # dequantized or unchanged
     else:
-        quantize_model(reference, weights, activations, lowering, quantization.integers)
-        quantize_inputs(reference, quantization.integers)
+        quantize_model(reference, weights, activations, lowering, quantization)
+        quantize_inputs(reference, quantization)
     form: AttentionImplementation = "operator" if lowering == "append" and family.replaceable else "plain"
     made_from = (repr(model.config), [tensor.numpy().tobytes() for tensor in model.state_dict().values()], lowering)
     decoder, _ = decoder_of(model, lowering, form, quantization)

@@ -12,10 +12,13 @@ import onnx
 import pytest
 from onnx import TensorProto, numpy_helper
 
-from spaceport.exporter.projections import fuse_projections
-from spaceport.exporter.reshapes import fix_reshapes
-from spaceport.exporter.simplify import fuse_skip_norms, simplify
-from spaceport.exporter.splits import hoist_above_splits
+from spaceport.exporter.graph_passes import (
+    fix_reshapes,
+    fuse_projections,
+    fuse_skip_norms,
+    hoist_above_splits,
+    simplify,
+)
 from spaceport.graphs.contract.manifest import MODEL_FILE
 from support.small_graphs import Array, Sizes, changed, model_of, op, operators, outputs_of
 

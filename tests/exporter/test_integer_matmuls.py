@@ -19,15 +19,13 @@ from transformers import AutoModelForCausalLM
 from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint
 from spaceport.exporter.export import ExportOptions, exact_activations, export, kv_cache_of
 from spaceport.exporter.integer_matmuls import store_integer_matmuls
-from spaceport.exporter.quantized_weights import WeightNotFound
-from spaceport.exporter.stored_integers import stored_integers
+from spaceport.exporter.quantized_weights import WeightNotFound, stored_weights
 from spaceport.graphs.contract.exactness import tolerance_of
 from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.graphs.contract.manifest import MODEL_FILE
 from spaceport.graphs.contract.signature import LOWERINGS, Activations, Lowering, Precision, Weights, visible_length
-from spaceport.graphs.int8 import IntegerLinear, IntegerModel, fake_quantize, quantize_linear, row_scales
+from spaceport.graphs.quantization import BLOCKS, Quantization, QuantizedWeight, fake_quantize, unclipped_format
 from spaceport.graphs.quantize import quantize_model
-from spaceport.graphs.weight_quantization import BLOCKS
 from spaceport.runtime.backends.on_onnxruntime import OnnxRuntimeEngine, open_session
 from spaceport.runtime.backends.products import session_options
 from spaceport.runtime.bundle import Bundle, open_bundle
@@ -36,7 +34,7 @@ from spaceport.runtime.engine import Batch, Engine
 from spaceport.runtime.session import Runtime
 from spaceport.tools.cli import run
 from spaceport.tools.cli.exit_codes import INPUT, USAGE
-from spaceport.tools.reference import open_reference, stored_weights
+from spaceport.tools.reference import open_reference, stored_in
 from spaceport.tools.verify.audit.audit import audit
 from spaceport.tools.verify.audit.prompts import TokenizedPrompt
 from support.cache import built
@@ -46,16 +44,16 @@ from support.paths import TINY
 from support.small_bundle import edit, fill, new_bundle
 from support.small_graphs import Array, Sizes, changed, model_of, op, operators, outputs_of
 
-Products = Mapping[str, IntegerLinear]
+Products = Mapping[str, QuantizedWeight]
 
 
 def seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def product(seed: int, inputs: int, outputs: int) -> IntegerLinear:
+def product(seed: int, inputs: int, outputs: int) -> QuantizedWeight:
     weight = torch.randn(outputs, inputs, generator=seeded(seed))
-    return quantize_linear(weight, row_scales(weight))
+    return unclipped_format("int8", torch.float32).nearest(weight)
 
 
 def stored(products: Products, shape: Sizes, limbs: int, inputs: Mapping[str, str]) -> onnx.ModelProto:
@@ -64,15 +62,15 @@ def stored(products: Products, shape: Sizes, limbs: int, inputs: Mapping[str, st
     outputs = {f"{name}.out": [*shape, product.codes.shape[1]] for name, product in products.items()}
     given = {inputs[name]: [*shape, product.codes.shape[0]] for name, product in products.items()}
     weights = {f"{name}.weight": product.dequantized.numpy() for name, product in products.items()}
-    return integers(model_of(nodes, given, outputs, weights), IntegerModel(limbs, products))
+    return integers(model_of(nodes, given, outputs, weights), Quantization("int8", products, limbs))
 
 
-def integers(plain: onnx.ModelProto, products: IntegerModel) -> onnx.ModelProto:
+def integers(plain: onnx.ModelProto, products: Quantization) -> onnx.ModelProto:
     """The graph with integer products, which are operators of ONNX Runtime."""
     return changed(plain, lambda model: store_integer_matmuls(model, products), check=False)[1]
 
 
-def expected_of(product: IntegerLinear, states: Tensor, limbs: int) -> Array:
+def expected_of(product: QuantizedWeight, states: Tensor, limbs: int) -> Array:
     values: Array = (fake_quantize(states, limbs) @ product.dequantized).numpy()
     return values
 
@@ -114,7 +112,7 @@ def test_wide_inputs_and_equal_weights_of_repeated_layers() -> None:
     constants = {f"w{name}": equal.dequantized.numpy() for name in range(3)}
     plain = model_of(nodes, {"x": ["T", 16]}, {f"y{name}": ["T", 8] for name in range(3)}, constants)
     with pytest.raises(WeightNotFound, match="more matmuls with the weight of 0 than there are modules with this"):
-        integers(plain, IntegerModel(2, {"0": equal, "1": equal}))
+        integers(plain, Quantization("int8", {"0": equal, "1": equal}, 2))
 
 
 def test_a_row_of_zeros_has_an_output_of_zeros() -> None:
@@ -243,11 +241,10 @@ def test_an_int8_bundle_is_not_built_for_a_gpu(tmp_path: Path, capfd: Capture) -
 @pytest.mark.parametrize("activations", ["int8", "int8x2"])
 def test_the_codes_in_a_graph_are_those_that_were_written(activations: Activations) -> None:
     bundle = open_bundle(exported(activations))
-    found = stored_weights(bundle)
-    assert isinstance(found, IntegerModel)
+    found = stored_in(bundle)
+    assert found is not None
     model = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
-    expected = quantize_model(model, "int8", activations, "scatter", found).integers
-    assert expected is not None
+    expected = quantize_model(model, "int8", activations, "scatter", found)
     assert {*found.layers, "lm_head"} == {*expected.layers}
     # a checkpoint that is rounded again to the nearest codes is close to those of GPTQ
     weight = model.get_submodule("model.layers.0.self_attn.k_proj").weight
@@ -257,13 +254,13 @@ def test_the_codes_in_a_graph_are_those_that_were_written(activations: Activatio
 @pytest.mark.parametrize(("lowering", "dtype"), [("scatter", "float32"), ("append", "bfloat16")])
 def test_int4_codes_in_a_graph_are_those_that_were_written(lowering: Lowering, dtype: Precision) -> None:
     options = ExportOptions(lowering, dtype, "int4", requested_activations="float")
-    found = stored_weights(open_bundle(bundle_of(TINY, options)))
-    assert isinstance(found, dict)
+    found = stored_in(open_bundle(bundle_of(TINY, options)))
+    assert found is not None
     model = AutoModelForCausalLM.from_pretrained(TINY, dtype=getattr(torch, dtype))
     again = quantize_model(model, "int4", "float", lowering, found)
-    assert again.layers.keys() == found.keys()
+    assert again.layers.keys() == found.layers.keys()
     assert all(0.01 < error < 0.2 for error in again.errors.values())
-    layer = found["model.layers.0.self_attn.k_proj"]
+    layer = found.layers["model.layers.0.self_attn.k_proj"]
     assert layer.block == BLOCKS[lowering][-1]
     assert torch.equal(model.get_submodule("model.layers.0.self_attn.k_proj").weight, layer.dequantized.T)
 
@@ -272,9 +269,9 @@ def test_a_graph_that_does_not_describe_its_weights_is_refused(tmp_path: Path) -
     fill(tmp_path)
     edit(tmp_path, lambda entries: entries.update(weights="int8", activations="int8x2"))
     with pytest.raises(InputFault, match=r"DecodeError .* where the graph describes its int8 weights: expected one"):
-        stored_weights(open_bundle(tmp_path))
+        stored_in(open_bundle(tmp_path))
     with pytest.raises(InputFault, match=r"KeyError 'spaceport\.int8' where the graph describes its int8 weights: exp"):
-        stored_integers(onnx.ModelProto(ir_version=11).SerializeToString(), tmp_path, 1)
+        stored_weights(onnx.ModelProto(ir_version=11).SerializeToString(), tmp_path, "int8", 1)
 
 
 PROMPTS: dict[str, str] = json.loads((TINY / "prompts.json").read_text("utf-8"))

@@ -20,12 +20,11 @@ from onnx import TensorProto, helper, numpy_helper
 from safetensors.torch import load_file, save_file
 
 from spaceport.exporter.bundle_manifest import write_manifest
-from spaceport.exporter.constant_key import WeightNotFound
 from spaceport.exporter.export import ExportOptions
-from spaceport.exporter.quantized_weights import store_quantized_weights
+from spaceport.exporter.quantized_weights import WeightNotFound, store_quantized_weights
 from spaceport.graphs.contract.manifest import MANIFEST_FILE, MODEL_FILE
 from spaceport.graphs.contract.signature import Weights
-from spaceport.graphs.weight_quantization import BLOCKS, Quantization, QuantizedWeight, nearest_weight
+from spaceport.graphs.quantization import BLOCKS, Quantization, QuantizedWeight, int4_format
 from spaceport.runtime.backends.on_onnxruntime import OnnxRuntimeEngine
 from spaceport.runtime.backends.products import session_options
 from spaceport.runtime.bundle import open_bundle, read_manifest
@@ -182,8 +181,8 @@ def test_drafts_do_not_change_the_output_with_quantized_weights(kind: ExportOpti
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 def test_int4_blocks_of_scatter_give_bit_identical_rows_in_every_call(inputs: int, dtype: type) -> None:
     weight = torch.randn(160, inputs, generator=torch.Generator().manual_seed(0))
-    (block,) = BLOCKS["scatter"]
-    layer = nearest_weight(weight.to(torch.float16 if dtype is np.float16 else weight.dtype), "int4", block)
+    scales = torch.float16 if dtype is np.float16 else weight.dtype
+    layer = int4_format(BLOCKS["scatter"], scales).nearest(weight.to(scales))
     small = stored(matmul_graph("MatMul", layer.dequantized.numpy(), inputs), layer)
     x: Array = np.random.default_rng(1).standard_normal((9, inputs)).astype(dtype)
     (together,) = outputs_of(small, {"x": x})

@@ -44,9 +44,7 @@ def decoders(checkpoint: Path, options: ExportOptions, scratch: Path) -> Iterato
 def values(decoder: Decoder) -> dict[str, Tensor]:
     """The weights of a module, codes and scales of quantized layers included."""
     found = {name: values_of(tensor) for name, tensor in decoder.named_parameters()}
-    quantization = decoder.quantization
-    layers = {**quantization.layers, **(quantization.integers.layers if quantization.integers is not None else {})}
-    for name, layer in layers.items():
+    for name, layer in decoder.quantization.layers.items():
         found |= {f"{name} codes": values_of(layer.codes), f"{name} scale": values_of(layer.scale)}
     return found
 
@@ -146,7 +144,7 @@ GAPS = """
 import sys
 from pathlib import Path
 import numpy as np
-from spaceport.exporter.returned_memory import return_large_arrays
+from spaceport.graphs.streamed_weights import return_large_arrays
 
 def anonymous():
     lines = Path("/proc/self/status").read_text().splitlines()

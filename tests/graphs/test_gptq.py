@@ -7,12 +7,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from spaceport.graphs.calibration import CalibrationTexts, calibration_texts, kv_bytes, sample_bytes
-from spaceport.graphs.gptq import INT8, rounded_layers
-from spaceport.graphs.int8 import IntegerLinear, best_scales, quantize_linear
-from spaceport.graphs.quantize import int4_rounding, integer_modules, quantize_model
+from spaceport.graphs.gptq import CalibrationTexts, calibration_texts, kv_bytes, rounded_layers, sample_bytes
+from spaceport.graphs.quantization import INT8, QuantizedWeight, int4_format
+from spaceport.graphs.quantize import integer_modules, quantize_model
 from spaceport.graphs.traits import UnsupportedModel
-from spaceport.graphs.weight_quantization import QuantizedWeight, nearest_weight
 from support.families import REFUSED, build, family_of
 from support.paths import TINY
 
@@ -33,7 +31,7 @@ def inside(model: PreTrainedModel) -> dict[str, nn.Linear]:
 
 
 @torch.no_grad()
-def rounded(model: PreTrainedModel, texts: CalibrationTexts) -> dict[str, IntegerLinear]:
+def rounded(model: PreTrainedModel, texts: CalibrationTexts) -> dict[str, QuantizedWeight]:
     return rounded_layers(model, inside(model), texts, INT8)[0]
 
 
@@ -43,7 +41,7 @@ def test_int4_blocks_lose_less_than_with_the_nearest_codes(texts: CalibrationTex
     expected = model(input_ids=texts.ids, attention_mask=texts.real.long()).logits[texts.real]
     modules = {name: module for name, module in integer_modules(model).items() if "layers" in name}
     weights = {name: module.weight.clone() for name, module in modules.items()}
-    layers, _ = rounded_layers(model, modules, texts, int4_rounding((16,), torch.float32))
+    layers, _ = rounded_layers(model, modules, texts, int4_format((16,), torch.float32))
     errors = []
     for form in (lambda name: layers[name].dequantized.T, lambda name: nearest(weights[name]).dequantized.T):
         for name, module in modules.items():
@@ -56,7 +54,7 @@ def test_int4_blocks_lose_less_than_with_the_nearest_codes(texts: CalibrationTex
 
 
 def nearest(weight: Tensor) -> QuantizedWeight:
-    return nearest_weight(weight, "int4", 16)
+    return int4_format((16,), torch.float32).nearest(weight)
 
 
 @torch.no_grad()
@@ -70,10 +68,9 @@ def test_the_output_error_is_smaller_than_with_the_nearest_codes(texts: Calibrat
     found = rounded(model, texts)
     for name, weight in weights.items():
         rows = inputs[name][texts.real]
-        errors = [
-            float((rows @ (layer.dequantized - weight.T)).norm())
-            for layer in (found[name], quantize_linear(weight, best_scales(weight, rows.square().mean(0).sqrt())))
-        ]
+        scale = INT8.scales(weight, rows.square().mean(0).sqrt())
+        rounded_weight = (weight / scale).round().clamp(-127, 127) * scale
+        errors = [float((rows @ (form - weight.T)).norm()) for form in (found[name].dequantized, rounded_weight.T)]
         assert errors[0] < 0.9 * errors[1], name
         assert torch.equal(model.get_submodule(name).weight, found[name].dequantized.T)
 
@@ -146,7 +143,7 @@ def test_layers_that_are_not_chained_get_the_nearest_codes(
     weights = {name: module.weight.clone() for name, module in modules.items()}
     found, _ = rounded_layers(model, modules, texts, INT8)
     for name, weight in weights.items():
-        assert torch.equal(found[name].codes, quantize_linear(weight, best_scales(weight)).codes)
+        assert torch.equal(found[name].codes, INT8.nearest(weight).codes)
 
 
 @torch.no_grad()
@@ -176,10 +173,10 @@ def test_a_model_with_large_keys_and_values_gets_fewer_texts(monkeypatch: pytest
     prompts = tuple(torch.full((1, 5), token) for token in range(5, 25))
     everything = calibration_texts(model, prompts)
     assert len(everything.ids) == 64
-    monkeypatch.setattr("spaceport.graphs.calibration._MEMORY", 20 * everything.ids.shape[1] * kv_bytes(model))
+    monkeypatch.setattr("spaceport.graphs.gptq._MEMORY", 20 * everything.ids.shape[1] * kv_bytes(model))
     assert len(calibration_texts(model, prompts).ids) == 20
     assert sample_bytes(model) < 64 * everything.ids.shape[1] * kv_bytes(model)
-    monkeypatch.setattr("spaceport.graphs.calibration._MEMORY", 1)
+    monkeypatch.setattr("spaceport.graphs.gptq._MEMORY", 1)
     assert len(calibration_texts(model, prompts).ids) == 8
 
 

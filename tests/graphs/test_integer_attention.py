@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from spaceport.graphs.attention import additive_mask, grouped_attention
-from spaceport.graphs.int8 import AttentionScales
 from spaceport.graphs.integer_attention import AttentionRecorder, IntegerAttention, use_integer_attention
+from spaceport.graphs.quantization import AttentionScales
 
 KV_HEADS, GROUPS, WIDTH = 2, 3, 16
 Array = NDArray[np.float32]

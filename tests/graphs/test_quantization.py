@@ -14,21 +14,23 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.graphs.contract.signature import ACTIVATIONS, Activations, Lowering, Weights
 from spaceport.graphs.gated import GatedLinear, gate_model
-from spaceport.graphs.int8 import (
+from spaceport.graphs.quantization import (
+    BLOCKS,
+    INT8,
     INT8_MAX,
     LIMB_BASE,
-    IntegerModel,
-    best_scales,
+    Quantization,
+    QuantizedWeight,
+    block_of,
     clip_range,
-    codes_of,
     fake_quantize,
-    quantize_rows,
-    row_scales,
+    int4_format,
+    quantized_table,
     row_size,
+    unclipped_format,
 )
 from spaceport.graphs.quantize import quantize_inputs, quantize_model
 from spaceport.graphs.traits import UnsupportedModel
-from spaceport.graphs.weight_quantization import BLOCKS, QuantizedWeight, block_of, nearest_weight
 from spaceport.tools.verify.check.quantization import agreement
 from support.families import FAMILIES, build
 from support.paths import TINY
@@ -50,7 +52,8 @@ weights = st.builds(
 
 
 def quantized(weight: Tensor, kind: Weights) -> QuantizedWeight:
-    return nearest_weight(weight, kind, block_of(weight.shape[1], BLOCKS["append"]) if kind == "int4" else None)
+    form = int4_format(BLOCKS["append"], weight.dtype) if kind == "int4" else unclipped_format(kind, weight.dtype)
+    return form.nearest(weight)
 
 
 def steps(found: QuantizedWeight) -> Tensor:
@@ -213,15 +216,15 @@ matrices = st.builds(
 @settings(max_examples=40)
 @given(matrices)
 def test_the_error_of_a_weight_is_at_most_half_a_step_of_its_row(weight: Tensor) -> None:
-    codes, scale = quantize_rows(weight)
-    assert int(codes.abs().max()) <= INT8_MAX
-    assert bool(((codes.float() * scale[:, None] - weight).abs() <= 0.5001 * scale[:, None]).all())
+    table = quantized_table(weight)
+    assert int(table.codes.abs().max()) <= INT8_MAX
+    assert bool(((table.dequantized - weight).abs() <= 0.5001 * table.scale[:, None]).all())
 
 
 def test_a_row_of_zeros_stays_zero() -> None:
-    codes, scale = quantize_rows(torch.zeros(2, 8))
-    assert not codes.any()
-    assert bool((scale > 0).all())
+    table = quantized_table(torch.zeros(2, 8))
+    assert not table.codes.any()
+    assert bool((table.scale > 0).all())
     for limbs in (1, 2):
         assert not fake_quantize(torch.zeros(2, 8), limbs).any()
 
@@ -245,13 +248,13 @@ def test_weight_scales_depend_on_the_sizes_of_input_channels() -> None:
     weight = random_matrix(0, 6, 64, 0.1)
     sizes = torch.where(torch.arange(64) < 32, 1.0, 1e-3)
     weight[:, 40] = 3.0  # large weights of a small channel
-    scale = best_scales(weight, sizes)
-    assert bool((scale <= row_scales(weight)).all())
-    error = ((codes_of(weight, scale).float() * scale[:, None] - weight) * sizes).square().sum()
-    unclipped = row_scales(weight)
-    assert float(error) < float(
-        ((codes_of(weight, unclipped).float() * unclipped[:, None] - weight) * sizes).square().sum()
+    scale, unclipped = INT8.scales(weight, sizes), unclipped_format("int8", torch.float32).scales(weight)
+    assert bool((scale <= unclipped).all())
+    searched, plain = (
+        float((((weight / step).round().clamp(-INT8_MAX, INT8_MAX) * step - weight) * sizes).square().sum())
+        for step in (scale, unclipped)
     )
+    assert searched < plain
 
 
 def logits(model: PreTrainedModel) -> Tensor:
@@ -261,11 +264,9 @@ def logits(model: PreTrainedModel) -> Tensor:
 
 
 def integers_of(
-    model: PreTrainedModel, activations: Activations = "int8x2", stored: IntegerModel | None = None
-) -> IntegerModel:
-    integers = quantize_model(model, "int8", activations, "scatter", stored).integers
-    assert integers is not None
-    return integers
+    model: PreTrainedModel, activations: Activations = "int8x2", stored: Quantization | None = None
+) -> Quantization:
+    return quantize_model(model, "int8", activations, "scatter", stored)
 
 
 def test_the_model_computes_with_the_dequantized_weights() -> None:
@@ -285,7 +286,7 @@ def test_a_tied_embedding_has_one_set_of_codes() -> None:
     assert integers.tied
     assert integers.embedding is not None
     assert integers.layers["lm_head"].codes.data_ptr() == integers.embedding.codes.data_ptr()
-    assert integers.weights == sum(product.codes.numel() for product in integers.layers.values())
+    assert integers.quantized_weights == sum(product.codes.numel() for product in integers.layers.values())
 
 
 def test_two_limbs_change_logits_less_than_one() -> None:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from spaceport.exporter.selection_graph import write_selection
+from spaceport.exporter.to_onnx import write_selection
 from spaceport.graphs.contract.signature import BEST_TOKENS, selection_width
 from spaceport.runtime.decode.sequence import NotANumber, Thread, new_thread
 from spaceport.runtime.engine import SelectedRows, selected_rows

@@ -11,9 +11,9 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from spaceport.graphs.attention import PrefixCache, RecordingCache
 from spaceport.graphs.decoder import rows_selected
 from spaceport.graphs.gated import gated_tokens, uniform_rows
-from spaceport.graphs.kv import PrefixCache, RecordingCache
 from spaceport.graphs.traits import comparison_ids, model_errors, require_equal_logits
 from spaceport.tools.tune.head_loss import head_loss
 from spaceport.tools.tune.packed_model import PackedModel, losses_of

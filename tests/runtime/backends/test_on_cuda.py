@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spaceport.exporter.bundle_manifest import write_manifest
-from spaceport.exporter.selection_graph import write_selection
+from spaceport.exporter.to_onnx import write_selection
 from spaceport.graphs.contract.manifest import MANIFEST_FILE, SELECTION_FILE
 from spaceport.runtime.backends import on_cuda, on_tensorrt, open_engine
 from spaceport.runtime.backends.machine import Gpu

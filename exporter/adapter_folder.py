@@ -53,11 +53,11 @@ def embedding_tables(model: PreTrainedModel) -> dict[str, Tensor]:
         "output": cast(nn.Linear, head).weight,
         "output_bias": getattr(head, "bias", None),
     }
-    found: dict[int, tuple[str, Tensor]] = {}
+    distinct: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in tables.items():
         if tensor is not None:
-            found.setdefault(id(tensor), (name, cast(Tensor, tensor)))
-    return dict(found.values())
+            distinct.setdefault(id(tensor), (name, cast(Tensor, tensor)))
+    return dict(distinct.values())
 
 
 def embedding_rows(model: PreTrainedModel) -> list[Tensor]:
@@ -75,20 +75,20 @@ class BaseIdentity:
 
     def check_config(self, config: PreTrainedConfig) -> None:
         """Raise if a model with this configuration has other sizes."""
-        found = sizes_of(config)
+        sizes = sizes_of(config)
         for name, size in self.sizes.items():
-            if found.get(name) != size:
+            if sizes.get(name) != size:
                 raise CheckpointError(
-                    f"its {name} is {found.get(name)}, the adapter was trained on {self.name} with {size}: expected that "
-                    "model as base"
+                    f"its {name} is {sizes.get(name)}, the adapter was trained on {self.name} with {size}: expected "
+                    "that model as base"
                 )
 
     def check_weights(self, model: PreTrainedModel, dtype: Precision) -> None:
         """Raise if a model that was loaded in a data type has other weights."""
-        found, expected = weights_digests(model, (dtype,))[dtype], self.weights[dtype]
-        if found != expected:
+        digest, expected = weights_digests(model, (dtype,))[dtype], self.weights[dtype]
+        if digest != expected:
             raise CheckpointError(
-                f"its weights in {dtype} have the digest {found[:12]}, the adapter was trained on {self.name} with "
+                f"its weights in {dtype} have the digest {digest[:12]}, the adapter was trained on {self.name} with "
                 f"{expected[:12]}: expected that model as base, neither fine-tuned nor quantized in another way"
             )
 
@@ -111,8 +111,8 @@ def identity_from(field: JsonField) -> BaseIdentity:
 
 def sizes_of(config: PreTrainedConfig) -> dict[str, int]:
     """The sizes of a configuration by name, without those that it lacks."""
-    found = {name: getattr(config.get_text_config(), name, None) for name in _SIZES}
-    return {name: size for name, size in found.items() if isinstance(size, int)}
+    sizes = {name: getattr(config.get_text_config(), name, None) for name in _SIZES}
+    return {name: size for name, size in sizes.items() if isinstance(size, int)}
 
 
 def weights_digests(model: PreTrainedModel, dtypes: Sequence[Precision]) -> dict[str, str]:
@@ -161,12 +161,14 @@ def read_adapter_folder(path: Path) -> AdapterFolder:
     drafting = [name for name, kind in MECHANISMS.items() if not kind.refines]
     if config.mechanisms.keys().isdisjoint(drafting):
         raise CheckpointError(
-            f"{path}: {SAR_FILE} has none of {', '.join(drafting)}: expected one of them in an adapter folder; {_ADVICE}"
+            f"{path}: {SAR_FILE} has none of {', '.join(drafting)}: expected one of them in an adapter folder; "
+            f"{_ADVICE}"
         )
     unknown = sorted(set(config.special_tokens) - tokens.keys())
     if unknown:
         raise CheckpointError(
-            f"{path}: {SAR_FILE} names the token {unknown[0]!r}: expected one of {', '.join(tokens)}, as in {BASE_FILE}; {_ADVICE}"
+            f"{path}: {SAR_FILE} names the token {unknown[0]!r}: expected one of {', '.join(tokens)}, as in "
+            f"{BASE_FILE}; {_ADVICE}"
         )
     return AdapterFolder(path, identity_from(content.entry("base")), tokens, content.entry("vocab_size").whole(1))
 
@@ -177,11 +179,11 @@ def add_special_tokens(tokenizer: Any, folder: AdapterFolder) -> None:
     new = [text for text in folder.tokens if not is_id(text) and backend.token_to_id(text) is None]
     tokenizer.add_tokens([AddedToken(text, special=True, normalized=False) for text in new])
     for text, token in folder.tokens.items():
-        found = int(text) if is_id(text) else backend.token_to_id(text)
-        if found != token:
+        actual = int(text) if is_id(text) else backend.token_to_id(text)
+        if actual != token:
             raise CheckpointError(
-                f"token {text!r} gets the id {found}, the adapter in {folder.path} was trained with {token}: expected the "
-                f"tokenizer of {folder.base.name}"
+                f"token {text!r} gets the id {actual}, the adapter in {folder.path} was trained with {token}: "
+                f"expected the tokenizer of {folder.base.name}"
             )
 
 
@@ -193,10 +195,10 @@ def add_embeddings(model: PreTrainedModel, folder: AdapterFolder, dtype: Precisi
         model.resize_token_embeddings(folder.vocab_size, mean_resizing=False)
     tables = embedding_tables(model)
     expected = {name: (len(stored[_IDS]), *tensor.shape[1:]) for name, tensor in tables.items()}
-    found = {name: tuple(tensor.shape) for name, tensor in stored.items() if name != _IDS}
-    if found != expected:
+    shapes = {name: tuple(tensor.shape) for name, tensor in stored.items() if name != _IDS}
+    if shapes != expected:
         raise CheckpointError(
-            f"{folder.path / EMBEDDINGS_FILE}: has tensors with the shapes {found}: expected {expected}; {_ADVICE}"
+            f"{folder.path / EMBEDDINGS_FILE}: has tensors with the shapes {shapes}: expected {expected}; {_ADVICE}"
         )
     with torch.no_grad():
         for name, tensor in tables.items():

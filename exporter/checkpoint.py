@@ -87,7 +87,8 @@ def _mask_slots(ids: TokenIds, configured: int | None, requested: int | None, ma
     )
     if not is_whole(slots, 1) or slots > MAX_MASK_SLOTS:
         raise CheckpointError(
-            f"the number of mask slots is {slots!r}: expected 1 to {MAX_MASK_SLOTS} as --max-mask-slots, or as mask_slots in {SAR_FILE}"
+            f"the number of mask slots is {slots!r}: expected 1 to {MAX_MASK_SLOTS} as --max-mask-slots, or as "
+            f"mask_slots in {SAR_FILE}"
         )
     if distinct and mask_layout.rows(slots) > len(ids.mask):
         raise CheckpointError(
@@ -102,11 +103,13 @@ def _token_id(token: str, role: str, tokenizer: Any, vocab: int) -> int:
     known = int(token) if is_id(token) else tokenizer.backend_tokenizer.token_to_id(token)
     if known is None:
         raise CheckpointError(
-            f"{role} token {token!r} is not in the tokenizer: expected one of its tokens, or an id from 0 to {vocab - 1}"
+            f"{role} token {token!r} is not in the tokenizer: expected one of its tokens, or an id from 0 to "
+            f"{vocab - 1}"
         )
     if not 0 <= known < vocab:
         raise CheckpointError(
-            f"{role} token {token!r} is id {known}, the model's vocabulary ends at {vocab - 1}: expected an id within it"
+            f"{role} token {token!r} is id {known}, the model's vocabulary ends at {vocab - 1}: expected an id within "
+            "it"
         )
     return int(known)
 
@@ -118,8 +121,8 @@ def _end_ids(config: PreTrainedConfig, tokenizer: Any, generation: dict[str, Any
         config.get_text_config().eos_token_id,
         tokenizer.eos_token_id,
     )
-    found = next((value for value in sources if value is not None), ())
-    ids = tuple(found) if isinstance(found, (list, tuple)) else (found,)
+    named = next((value for value in sources if value is not None), ())
+    ids = tuple(named) if isinstance(named, (list, tuple)) else (named,)
     wrong = [value for value in ids if not isinstance(value, int) or not 0 <= value < vocab]
     if wrong:
         raise CheckpointError(
@@ -171,7 +174,7 @@ class Checkpoint:
 def open_checkpoint(
     folder: Path, flags: TokenFlags, remote_code: bool = False, adapter: Path | None = None
 ) -> Checkpoint:
-    """The checkpoint in a folder, with its special token ids; with the adapter of an adapter folder, if one is given."""
+    """The checkpoint in a folder with its special token ids, and with what an adapter folder adds, if one is given."""
     added = None if adapter is None else _adapter_folder(adapter, folder)
     owner = adapter or folder
     sar, mechanisms = read_sar_config(owner), read_mechanisms(owner)
@@ -253,8 +256,8 @@ def load_model(checkpoint: Checkpoint, dtype: Precision, scratch: Path | None = 
     if lost:
         more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
         raise CheckpointError(
-            f"{checkpoint.folder}: weights {', '.join(lost[:3])}{more} are missing or of another shape: expected every weight of "
-            f"{type(model).__name__}; save the checkpoint again with save_pretrained"
+            f"{checkpoint.folder}: weights {', '.join(lost[:3])}{more} are missing or of another shape: expected "
+            f"every weight of {type(model).__name__}; save the checkpoint again with save_pretrained"
         )
     added = checkpoint.adapter_folder
     if added is not None:

@@ -117,8 +117,8 @@ def load_with_own_attention(load: Callable[..., Any], *arguments: Any, **options
 def converted_weights(folder: Path) -> tuple[Path, ...]:
     """The weight files of a checkpoint that is converted: its safetensors files, otherwise the pickles of its model."""
     own = own_files(folder)
-    found = tuple(file for file in sorted(folder.glob("*.safetensors")) if file not in own)
-    return found or tuple(sorted(folder.glob("pytorch_model*.bin")))
+    weights = tuple(file for file in sorted(folder.glob("*.safetensors")) if file not in own)
+    return weights or tuple(sorted(folder.glob("pytorch_model*.bin")))
 
 
 def _require_weights(folder: Path) -> None:

@@ -304,17 +304,17 @@ def provenance_of(folder: Path, metadata: Mapping[str, Any] | None = None) -> di
     (`metadata`) can say all of them.
     """
     path = folder.absolute()
-    found: dict[str, Any] = {"name": path.stem if metadata is not None else path.name}
+    origin: dict[str, Any] = {"name": path.stem if metadata is not None else path.name}
     cached = re.search(r"/models--([^/]+)/snapshots/([0-9a-f]{40})(?:/|$)", str(path))
     if cached is not None:
         source = cached[1].replace("--", "/", 1)
-        found |= {"name": source.rpartition("/")[2], "source": source, "revision": cached[2]}
+        origin |= {"name": source.rpartition("/")[2], "source": source, "revision": cached[2]}
     if metadata is not None:
         keys = {"name": "general.name", "source": "general.source.url", "licence": "general.license"}
-        found |= {entry: metadata.get(key) or found.get(entry) for entry, key in keys.items()}
+        origin |= {entry: metadata.get(key) or origin.get(entry) for entry, key in keys.items()}
     elif (licence := _licence(path / "README.md")) is not None:
-        found["licence"] = licence
-    return {entry: value[:_MOST] for entry, value in found.items() if isinstance(value, str) and value.isprintable()}
+        origin["licence"] = licence
+    return {entry: value[:_MOST] for entry, value in origin.items() if isinstance(value, str) and value.isprintable()}
 
 
 def _licence(card: Path) -> str | None:

@@ -1,4 +1,4 @@
-"""Mechanisms: with what a folder's model drafts, each stored as an entry in sar_config.json and a file of named tensors."""
+"""Mechanisms: with what a model drafts, each stored as an entry in sar_config.json and a file of named tensors."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ def _exists(folder: Path, name: str, named: bool) -> bool:
     file = tensor_file(folder, name)
     if file.exists() and not named:
         raise CheckpointError(
-            f"{file}: mechanisms in {SAR_FILE} has no entry {name} for it: expected the entry that belongs to the file; add "
-            "it, or remove the file"
+            f"{file}: mechanisms in {SAR_FILE} has no entry {name} for it: expected the entry that belongs to the "
+            "file; add it, or remove the file"
         )
     if named and not file.exists():
         raise CheckpointError(
-            f"{folder}: {SAR_FILE} names {name}, but there is no {file.name}: copy it there, or set the entry to null to go "
-            "on without it"
+            f"{folder}: {SAR_FILE} names {name}, but there is no {file.name}: copy it there, or set the entry to null "
+            "to go on without it"
         )
     return named
 
@@ -78,13 +78,13 @@ def check_mechanisms(folder: Path, mechanisms: Sequence[Mechanism], config: PreT
     for mechanism in mechanisms:
         if mechanism.needs_mask_token and not tokens.mask:
             raise CheckpointError(
-                f"{folder}: {SAR_FILE} names {mechanism.name}, which acts on mask rows only, but no mask token is known: set "
-                f"one with --mask-token, or as mask_tokens in {SAR_FILE}"
+                f"{folder}: {SAR_FILE} names {mechanism.name}, which acts on mask rows only, but no mask token is "
+                f"known: set one with --mask-token, or as mask_tokens in {SAR_FILE}"
             )
         if mechanism.needs_mask_token is False and tokens.mask:
             raise CheckpointError(
-                f"{folder}: has {mechanism.name}, and mask tokens {', '.join(map(str, tokens.mask))}: expected one of them, "
-                f"which drafts; leave --mask-token out, or remove mask_tokens or {mechanism.name} from {SAR_FILE}"
+                f"{folder}: has {mechanism.name}, and mask tokens {', '.join(map(str, tokens.mask))}: expected one of "
+                f"them, which drafts; leave --mask-token out, or remove mask_tokens or {mechanism.name} from {SAR_FILE}"
             )
         with errors_in(folder, mechanism):
             mechanism.check(config)

@@ -33,7 +33,7 @@ def prompt_tokens(checkpoint: Checkpoint, prompts: Sequence[Prompt]) -> tuple[Te
     if not prompts:
         return ()
     tokenizer = load_tokenizer(checkpoint)
-    found = []
+    encoded = []
     for number, prompt in enumerate(prompts, 1):
         if not isinstance(prompt, str) and checkpoint.template is None:
             raise InputFault(
@@ -49,8 +49,8 @@ def prompt_tokens(checkpoint: Checkpoint, prompts: Sequence[Prompt]) -> tuple[Te
         ids = tokenizer(text, add_special_tokens=isinstance(prompt, str))["input_ids"][-MAX_PROMPT_TOKENS:]
         if not ids:
             raise InputFault(f"calibration prompt {number} has no tokens: expected a prompt that is not empty")
-        found.append(torch.tensor([ids]))
-    return tuple(found)
+        encoded.append(torch.tensor([ids]))
+    return tuple(encoded)
 
 
 def added_tokens(checkpoint: Checkpoint, model: PreTrainedModel) -> tuple[int, ...]:

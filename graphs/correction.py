@@ -110,9 +110,9 @@ class DraftCorrection(nn.Module):
         """
         corrected = scores.float() + self(embeddings, before, candidates)
         equal = candidates == targets[:, None]
-        each = cross_entropy(corrected, equal.to(torch.uint8).argmax(-1), reduction="none")
+        entropy = cross_entropy(corrected, equal.to(torch.uint8).argmax(-1), reduction="none")
         correct = equal.gather(1, corrected.argmax(-1, keepdim=True))[:, 0]
-        return torch.where(equal.any(-1), each, torch.zeros_like(each)), correct.to(each.dtype)
+        return torch.where(equal.any(-1), entropy, torch.zeros_like(entropy)), correct.to(entropy.dtype)
 
     def factors(self) -> Factors:
         """The trained factors for unscaled embeddings."""

@@ -77,9 +77,9 @@ class _Recomputation(AbstractContextManager[None]):
 def gate_of(model: PreTrainedModel, mask_ids: Sequence[int]) -> Gate:
     """The gate of a model, which all its parts share; a new one opens with each call of the model."""
     owned = (getattr(module, "gate", None) for module in model.modules())
-    found = next((gate for gate in owned if isinstance(gate, Gate)), None)
-    if found is not None:
-        return found
+    shared = next((gate for gate in owned if isinstance(gate, Gate)), None)
+    if shared is not None:
+        return shared
     gate = Gate(mask_ids)
     # The base model is hooked as well: callers may run it alone, for hidden states without logits.
     for caller in dict.fromkeys((model, model.base_model)):
@@ -156,7 +156,8 @@ class Adapter(Mechanism):
         for name, tensor in tensors.items():
             if tensor.dim() != 2 or tensor.shape[0 if name.endswith(".A") else -1] != rank:
                 raise MechanismError(
-                    f"{name} has shape {tuple(tensor.shape)}, the rank is {rank}: expected rank x in for A and out x rank for B"
+                    f"{name} has shape {tuple(tensor.shape)}, the rank is {rank}: expected rank x in for A and out x "
+                    "rank for B"
                 )
         return cls(rank, alpha, targets, tensors)
 
@@ -210,10 +211,10 @@ def gate_model(
     base weights require gradients is not changed."""
     if not mask_ids:
         raise UnsupportedModel(f"{class_name(model)} has no mask token: an adapter for mask rows needs at least one")
-    found = _linear_modules(model, targets)
-    expanded = _expanded(found, _inside_layers(model))
+    modules = _linear_modules(model, targets)
+    expanded = _expanded(modules, _inside_layers(model))
     gate = gate_of(model, mask_ids)
-    for name, module in found.items():
+    for name, module in modules.items():
         model.set_submodule(name, GatedLinear(module, gate, rank, alpha / rank))
     return Adapter(rank, alpha, expanded)
 
@@ -307,17 +308,17 @@ def _linear_modules(model: PreTrainedModel, targets: Sequence[str]) -> dict[str,
         names = sorted({name.rpartition(".")[2] for name in linear})
         wrong = sorted({f"{name.rpartition('.')[2]} ({type(in_layers[name]).__name__})" for name in others})
         raise UnsupportedModel(
-            f"{class_name(model)} cannot have adapters on {', '.join([*wrong, *sorted(missing)] or targets)}: expected names "
-            f"of linear modules in its decoder layers, which are {', '.join(names) or 'none'}"
+            f"{class_name(model)} cannot have adapters on {', '.join([*wrong, *sorted(missing)] or targets)}: "
+            f"expected names of linear modules in its decoder layers, which are {', '.join(names) or 'none'}"
         )
     return {name: module for name, module in linear.items() if name in targeted}
 
 
-def _expanded(found: Mapping[str, nn.Module], in_layers: Mapping[str, nn.Module]) -> tuple[str, ...]:
+def _expanded(modules: Mapping[str, nn.Module], in_layers: Mapping[str, nn.Module]) -> tuple[str, ...]:
     """The shortest targets of these modules: a last name component where all layers have it, else the whole name."""
-    last = {name: name.rpartition(".")[2] for name in found}
+    last = {name: name.rpartition(".")[2] for name in modules}
     partly = {
-        name.rpartition(".")[2] for name, module in in_layers.items() if name not in found and _has_matrix(module)
+        name.rpartition(".")[2] for name, module in in_layers.items() if name not in modules and _has_matrix(module)
     }
     return tuple(dict.fromkeys(name if end in partly else end for name, end in last.items()))
 

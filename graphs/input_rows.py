@@ -55,8 +55,8 @@ class InputRows(Mechanism):
         tokens, hidden_size = embedding.weight.shape
         if self.rows.shape[1] != hidden_size or not all(token < tokens for token in self.tokens):
             raise MechanismError(
-                f"has rows of size {self.rows.shape[1]} for the ids {list(self.tokens)[:8]}: expected size {hidden_size} "
-                f"and ids below {tokens}, those of the model"
+                f"has rows of size {self.rows.shape[1]} for the ids {list(self.tokens)[:8]}: expected size "
+                f"{hidden_size} and ids below {tokens}, those of the model"
             )
         for table in (embedding.weight, model.get_output_embeddings().weight):  # rows of these tables are replaced
             keep_values(cast(nn.Parameter, table))

@@ -31,7 +31,7 @@ class Rotation(Protocol):
 
 
 class Mechanism(ABC):
-    """A part of a model with which it drafts: a subclass in a file of its own, and an entry of `exporter.mechanisms`."""
+    """A part of a model with which it drafts: a subclass in its own file, and an entry of `exporter.mechanisms`."""
 
     # Of its entry in sar_config.json and in a manifest, and of its file of tensors.
     name: ClassVar[str]
@@ -84,11 +84,11 @@ def shapes_of(tensors: Mapping[str, Tensor]) -> Shapes:
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
-def require_shapes(found: Shapes, expected: Shapes, what: str) -> None:
+def require_shapes(shapes: Shapes, expected: Shapes, what: str) -> None:
     """Raise unless tensors have exactly the names and shapes that a base model needs; `what` says what they are."""
-    if wrong := different_names(found.keys(), expected.keys()):
+    if wrong := different_names(shapes.keys(), expected.keys()):
         raise MechanismError(f"{wrong}: expected {len(expected)} {what}")
-    for name, shape in found.items():
+    for name, shape in shapes.items():
         if shape != expected[name]:
             raise MechanismError(f"{name} has shape {shape}: expected {expected[name]}, which the base model has")
 

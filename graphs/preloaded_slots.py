@@ -72,14 +72,14 @@ class PreloadedSlots(Mechanism):
         """Let the mask rows of a model see these slots, which are stored in its type."""
         if not all(is_finite(tensor.to(model.dtype)) for tensor in self.state().values()):
             raise MechanismError(
-                f"has numbers beyond the range of {str(model.dtype).removeprefix('torch.')}: expected --dtype bfloat16 or "
-                "float32"
+                f"has numbers beyond the range of {str(model.dtype).removeprefix('torch.')}: expected --dtype "
+                "bfloat16 or float32"
             )
         gate, owners, layers = gate_of(model, mask_ids), attention_modules(model), len(self.keys)
         if sorted(owners) != list(range(layers)):
             raise UnsupportedModel(
-                f"{class_name(model)} has attention with the layer indices {sorted(owners)}: expected 0 to {layers - 1}, as "
-                "the preloaded slots have"
+                f"{class_name(model)} has attention with the layer indices {sorted(owners)}: expected 0 to "
+                f"{layers - 1}, as the preloaded slots have"
             )
         for layer, modules in owners.items():
             keys, values = (tensor[layer].to(model.device, model.dtype) for tensor in (self.keys, self.values))
@@ -140,7 +140,7 @@ def slots_of(model: PreTrainedModel) -> list[LayerSlots]:
 def slots_called(model: PreTrainedModel) -> Iterator[None]:
     """Raise at the end of the block unless each layer of a model used its preloaded slots in it."""
     slots, called = slots_of(model), set[int]()
-    handles = [found.register_forward_hook(lambda module, arguments, output: called.add(id(module))) for found in slots]
+    handles = [layer.register_forward_hook(lambda module, arguments, output: called.add(id(module))) for layer in slots]
     try:
         yield
     finally:
@@ -148,8 +148,8 @@ def slots_called(model: PreTrainedModel) -> Iterator[None]:
             handle.remove()
     if len(called) < len(slots):
         raise UnsupportedModel(
-            f"{class_name(model)} uses preloaded slots in {len(called)} of {len(slots)} layers: expected all of them; the "
-            f"others do not call the attention interface of transformers; {_ADVICE}"
+            f"{class_name(model)} uses preloaded slots in {len(called)} of {len(slots)} layers: expected all of them; "
+            f"the others do not call the attention interface of transformers; {_ADVICE}"
         )
 
 

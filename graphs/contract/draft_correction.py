@@ -28,14 +28,14 @@ def write_tables(file: BinaryIO, tables: CorrectionTables) -> None:
 def read_tables(file: BinaryIO, vocab_size: int) -> CorrectionTables:
     """The tables in a file; raises if they are not those of a model with this vocabulary."""
     try:
-        found = np.load(file, allow_pickle=False)
+        tables = np.load(file, allow_pickle=False)
     except (ValueError, EOFError) as error:
         raise InputFault(f"{CORRECTION_FILE} is not an array: {error}; export the checkpoint again") from error
-    if not isinstance(found, np.ndarray) or found.dtype != np.float16 or found.shape[:-1] != (2, vocab_size):
-        shape = f"{getattr(found, 'dtype', '?')} {getattr(found, 'shape', '?')}"
+    if not isinstance(tables, np.ndarray) or tables.dtype != np.float16 or tables.shape[:-1] != (2, vocab_size):
+        shape = f"{getattr(tables, 'dtype', '?')} {getattr(tables, 'shape', '?')}"
         raise InputFault(
             f"{CORRECTION_FILE} holds {shape}: expected float16 (2, {vocab_size}, rank); export the checkpoint again"
         )
-    if not np.isfinite(found).all():
+    if not np.isfinite(tables).all():
         raise InputFault(f"{CORRECTION_FILE} holds numbers that are not finite: export the checkpoint again")
-    return CorrectionTables(found[0], found[1])
+    return CorrectionTables(tables[0], tables[1])

@@ -62,24 +62,24 @@ def record_of(stream: BinaryIO) -> FileRecord:
     return FileRecord(hasher.hexdigest(), size)
 
 
-def _digest(found: JsonField) -> str:
-    value = found.value
+def _digest(entry: JsonField) -> str:
+    value = entry.value
     if not isinstance(value, str) or len(value) != 64 or not set(value) <= set("0123456789abcdef"):
-        found.refuse("64 hexadecimal digits")
+        entry.refuse("64 hexadecimal digits")
     return value
 
 
-def file_record(found: JsonField) -> FileRecord:
+def file_record(entry: JsonField) -> FileRecord:
     """The record of a file in parsed JSON."""
-    entries = found.entries(FileRecord)
+    entries = entry.entries(FileRecord)
     return FileRecord(_digest(entries["sha256"]), entries["size"].whole(0, _MAX_SIZE))
 
 
-def engine_record(name: str, found: JsonField) -> EngineRecord:
+def engine_record(name: str, entry: JsonField) -> EngineRecord:
     """The record of the engine with this file name in parsed JSON."""
-    entries = found.entries(EngineRecord)
+    entries = entry.entries(EngineRecord)
     if re.fullmatch(r"[a-z0-9][a-z0-9.-]{0,99}\.engine", name) is None:
-        raise found.rules.fault(
+        raise entry.rules.fault(
             f"engines name {name!r}: expected small letters, digits, dots and hyphens, ending in .engine"
         )
     return EngineRecord(
@@ -195,12 +195,12 @@ class Manifest:
 
 def manifest_of(data: object) -> Manifest:
     """The manifest in parsed JSON; raises if any part is invalid, missing or unknown."""
-    found = JsonField(data, "manifest", Rules(ManifestError), prefix="")
-    schema = found.entry_or_null("schema").whole(1)
+    entry = JsonField(data, "manifest", Rules(ManifestError), prefix="")
+    schema = entry.entry_or_null("schema").whole(1)
     if schema != SCHEMA:
         advice = "update spaceport, or export it again with this version" if schema > SCHEMA else "export it again"
         raise OtherSchema(f"schema is {schema}, this version reads {SCHEMA}: {advice}")
-    entries = found.entries(Manifest)
+    entries = entry.entries(Manifest)
     manifest = Manifest(
         schema=schema,
         signature=_signature(entries["signature"]),
@@ -231,13 +231,13 @@ def _check_consistency(manifest: Manifest) -> None:
     tokens, drafts, vocab = manifest.tokens, manifest.drafts, manifest.signature.vocab_size
     if manifest.signature.lines != 1 + drafts.heads:
         raise ManifestError(
-            f"signature.lines is {manifest.signature.lines}, drafts.max_tokens is {drafts.max_tokens} with the predictor "
-            f"{drafts.predictor}: expected {1 + drafts.heads} lines of logits"
+            f"signature.lines is {manifest.signature.lines}, drafts.max_tokens is {drafts.max_tokens} with the "
+            f"predictor {drafts.predictor}: expected {1 + drafts.heads} lines of logits"
         )
     if drafts.mask_slots and len(tokens.mask) != 1 and len(tokens.mask) < drafts.mask_rows:
         raise ManifestError(
-            f"drafts.max_tokens is {drafts.max_tokens}, tokens.mask has {len(tokens.mask)}: expected one for all, or one for "
-            f"each of {drafts.mask_rows} mask rows"
+            f"drafts.max_tokens is {drafts.max_tokens}, tokens.mask has {len(tokens.mask)}: expected one for all, or "
+            f"one for each of {drafts.mask_rows} mask rows"
         )
     if manifest.weights == "same" and manifest.activations != "float":
         raise ManifestError(f"activations is {manifest.activations}, weights is same: expected float activations")
@@ -255,16 +255,16 @@ def _check_consistency(manifest: Manifest) -> None:
         raise ManifestError(f"tokens hold the id {beyond[0]}: expected ids from 0 to {vocab - 1}")
 
 
-def _signature(found: JsonField) -> Signature:
-    found.entries(Signature)
+def _signature(entry: JsonField) -> Signature:
+    entry.entries(Signature)
     try:
-        return Signature(**found.object())
+        return Signature(**entry.object())
     except ValueError as error:
         raise ManifestError(f"signature: {error}") from error
 
 
-def _tokens(found: JsonField) -> TokenIds:
-    entries = found.entries(TokenIds)
+def _tokens(entry: JsonField) -> TokenIds:
+    entries = entry.entries(TokenIds)
     return TokenIds(
         mask=_ids(entries["mask"]),
         fork=entries["fork"].or_none(JsonField.whole),
@@ -273,18 +273,18 @@ def _tokens(found: JsonField) -> TokenIds:
     )
 
 
-def _provenance(found: JsonField) -> dict[str, str]:
-    texts = found.texts()
+def _provenance(entry: JsonField) -> dict[str, str]:
+    texts = entry.texts()
     for name in texts:
         if name not in PROVENANCE:
-            found.fail(f"has the unknown {name!a}: expected {', '.join(PROVENANCE)}")
+            entry.fail(f"has the unknown {name!a}: expected {', '.join(PROVENANCE)}")
     return texts
 
 
-def _ids(found: JsonField) -> tuple[int, ...]:
-    if not all(is_whole(item.value, 0) for item in found.items("token ids")):
-        found.refuse("a list of token ids")
-    return found.wholes()
+def _ids(entry: JsonField) -> tuple[int, ...]:
+    if not all(is_whole(item.value, 0) for item in entry.items("token ids")):
+        entry.refuse("a list of token ids")
+    return entry.wholes()
 
 
 _DIGEST = "sha256"  # last entry: the digest of the file, computed with zeros instead of it
@@ -315,9 +315,9 @@ def _verify(content: bytes, digest: object) -> None:
     """Raise unless this is the digest of the content."""
     if not isinstance(digest, str) or not digest.isascii() or len(digest) != len(_ZEROS):
         raise ManifestError(f"{_DIGEST} is {digest!r:.80}: expected the digest of the manifest, 64 hexadecimal digits")
-    found = hashlib.sha256(_with_digest(content, digest.encode(), _ZEROS)).hexdigest()
-    if found != digest:
-        raise ManifestError(f"{_DIGEST} is {digest[:12]}…, the digest of its content is {found[:12]}…: it was changed")
+    actual = hashlib.sha256(_with_digest(content, digest.encode(), _ZEROS)).hexdigest()
+    if actual != digest:
+        raise ManifestError(f"{_DIGEST} is {digest[:12]}…, the digest of its content is {actual[:12]}…: it was changed")
 
 
 def _with_digest(content: bytes, old: bytes, new: bytes) -> bytes:

@@ -123,8 +123,8 @@ def _sizes(where: str, found: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
             outputs.add(int(match[2]))
     if not heads or heads != set(range(len(heads))) or len(outputs) != 1:
         raise CheckpointError(
-            f"{where}: has the heads {sorted(heads)} with output matrices at {sorted(outputs)}: expected the heads 0, 1, ... "
-            f"with one output matrix each, such as 0.1.weight behind 0.0.linear.weight; {_ADVICE}"
+            f"{where}: has the heads {sorted(heads)} with output matrices at {sorted(outputs)}: expected the heads 0, "
+            f"1, ... with one output matrix each, such as 0.1.weight behind 0.0.linear.weight; {_ADVICE}"
         )
     return len(heads), outputs.pop()
 
@@ -141,7 +141,8 @@ def _check_config(file: Path, config: Mapping[str, Any], present: int, blocks: i
         )
     if layers is not None and layers != blocks:
         raise CheckpointError(
-            f"{file}: medusa_num_layers is {layers!r}: expected {blocks}, the residual blocks of each head in the file; {_ADVICE}"
+            f"{file}: medusa_num_layers is {layers!r}: expected {blocks}, the residual blocks of each head in the "
+            f"file; {_ADVICE}"
         )
 
 

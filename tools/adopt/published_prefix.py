@@ -29,8 +29,8 @@ def read_published_prefix(file: Path, checkpoint: Checkpoint) -> PublishedWeight
     hidden_size = int(checkpoint.config.get_text_config().hidden_size)
     if embeddings.dim() != 2 or not len(embeddings) or embeddings.shape[1] != hidden_size:
         raise CheckpointError(
-            f"{file}: {EMBEDDING} has shape {tuple(embeddings.shape)}: expected tokens x {hidden_size}, the size of the "
-            f"base model's embeddings; {_ADVICE}"
+            f"{file}: {EMBEDDING} has shape {tuple(embeddings.shape)}: expected tokens x {hidden_size}, the size of "
+            f"the base model's embeddings; {_ADVICE}"
         )
     if not bool(torch.isfinite(embeddings).all()):
         raise CheckpointError(f"{file}: {EMBEDDING} has numbers that are not finite; {_ADVICE}")
@@ -64,7 +64,7 @@ def prefix_tensors(file: Path) -> tuple[PreloadedSlots, Tensor]:
         prefix = prefix[:, :, 0]
     if prefix.dim() != 5 or prefix.shape[1] != _PAIR:
         raise CheckpointError(
-            f"{file}: {PREFIX} has shape {tuple(tensors[PREFIX].shape)}: expected layers x {_PAIR} x 1 x KV heads x slots x "
-            f"head size; {_ADVICE}"
+            f"{file}: {PREFIX} has shape {tuple(tensors[PREFIX].shape)}: expected layers x {_PAIR} x 1 x KV heads x "
+            f"slots x head size; {_ADVICE}"
         )
     return PreloadedSlots(prefix[:, 0], prefix[:, 1]), tensors[EMBEDDING]

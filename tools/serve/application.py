@@ -1,36 +1,47 @@
-"""Application: the ASGI application of a service; tests, uvicorn and replicas build it alike."""
+"""The ASGI application of a service, with its routes, API keys and page."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+import hmac
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from hashlib import sha256
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from spaceport.graphs.contract.faults import SpaceportError
 from spaceport.runtime.session import Runtime
+from spaceport.tools.page.modules import STATIC
 from spaceport.tools.serve import completions, information
 from spaceport.tools.serve.audit import Audit
 from spaceport.tools.serve.audit_log import AuditLog
-from spaceport.tools.serve.completions import json_response
-from spaceport.tools.serve.failures import Failure, failure_of
-from spaceport.tools.serve.keys import RequireKey
+from spaceport.tools.serve.failures import Failure, failure_of, json_response
 from spaceport.tools.serve.metrics import Metrics
-from spaceport.tools.serve.openapi import openapi
+from spaceport.tools.serve.openapi import needs_key, openapi
 from spaceport.tools.serve.options import ServiceOptions
-from spaceport.tools.serve.page import page_routes
 from spaceport.tools.serve.request_log import LogRequests, Spans
-from spaceport.tools.serve.request_record import record_of
+from spaceport.tools.serve.request_record import record_in, record_of
 from spaceport.tools.serve.responses.endpoint import responses
 from spaceport.tools.serve.served_models import ServedModel, ServedModels
 from spaceport.tools.serve.service import Service, log, service_of
+
+_TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+_SCHEME = "bearer "
 
 # Opens the bundle of a model.
 Opener = Callable[[], Runtime]
@@ -55,6 +66,53 @@ _ROUTES = (
     Route("/load", information.load),
     Route("/openapi.json", openapi),
 )
+
+
+def page_routes() -> list[Route]:
+    """The page and the files that it loads."""
+    files = sorted(file.name for file in STATIC.iterdir() if file.suffix in _TYPES and file.name != "index.html")
+    return [_route("/", "index.html"), *(_route(f"/page/{name}", name) for name in files)]
+
+
+def _route(path: str, name: str) -> Route:
+    file = STATIC / name
+    content = file.read_bytes()
+    tag = f'"{sha256(content).hexdigest()[:32]}"'
+    headers = {**_HEADERS, "ETag": tag}
+
+    async def answer(request: Request) -> Response:
+        if request.headers.get("if-none-match") == tag:
+            return Response(status_code=304, headers=headers)
+        return Response(content, headers=headers, media_type=_TYPES[file.suffix])
+
+    return Route(path, answer)
+
+
+class RequireKey:
+    """An application that refuses requests without a key, apart from health checks and the files of the page."""
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+        self._app = app
+        self._keys = [key.encode() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not self._keys or not needs_key(scope["path"]) or self._has_key(scope):
+            await self._app(scope, receive, send)
+            return
+        failure = Failure(401, "no valid key: send the header Authorization: Bearer KEY", "authentication_error")
+        if (record := record_in(scope)) is not None:
+            record.error = failure.kind
+        response = json_response(failure.body(), failure.status, {"WWW-Authenticate": "Bearer"})
+        await response(scope, receive, send)
+
+    def _has_key(self, scope: Scope) -> bool:
+        header = Headers(scope=scope).get("authorization", "")
+        if not header.lower().startswith(_SCHEME):
+            return False
+        sent = header[len(_SCHEME) :].strip().encode()
+        # All keys are compared, so that the time does not depend on the key.
+        equal = [hmac.compare_digest(sent, key) for key in self._keys]
+        return any(equal)
 
 
 def application(

@@ -8,7 +8,6 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -23,7 +22,7 @@ from spaceport.tools.serve.bodies import ChatBody, TextBody, body_of
 from spaceport.tools.serve.decoding_options import decodings_of
 from spaceport.tools.serve.echoes import echoed
 from spaceport.tools.serve.event_stream import EventStream
-from spaceport.tools.serve.failures import RETRY, Failure
+from spaceport.tools.serve.failures import RETRY, Failure, json_response
 from spaceport.tools.serve.generations import Generations, events_of, usage
 from spaceport.tools.serve.progress import reported_to
 from spaceport.tools.serve.prompts import chat_prompt, text_prompts
@@ -180,11 +179,6 @@ def _ended(
     record.ended("cancelled" if found is None else found.ending, statistics)
     if found is not None and name in service.audits:
         service.audits[name].offer(decodings[choice], found)
-
-
-def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """A response with JSON."""
-    return Response(msgspec.json.encode(content), status, headers, "application/json")
 
 
 async def unless_gone(request: Request, work: Awaitable[_Result]) -> _Result:

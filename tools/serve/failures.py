@@ -1,9 +1,12 @@
-"""Failures: the responses to requests that cannot be answered."""
+"""Failures: the responses to requests that cannot be answered, and JSON responses."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
+from starlette.responses import Response
 
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.engine import EngineFault
@@ -32,6 +35,11 @@ class Failure(Exception):
         if len(message) > _MOST_MESSAGE:
             message = f"{message[: _MOST_MESSAGE - 1]}…"
         return {"error": {"message": message, "type": self.kind, "param": self.param, "code": self.code}}
+
+
+def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """A response with JSON."""
+    return Response(msgspec.json.encode(content), status, headers, "application/json")
 
 
 def failure_of(error: Exception) -> Failure:

@@ -13,8 +13,7 @@ from spaceport.graphs.contract.manifest import TEMPLATE_FILE
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.tokenizer import encoding_of
 from spaceport.tools.serve.bodies import DetokenizeBody, TokenizeBody, body_of
-from spaceport.tools.serve.completions import json_response
-from spaceport.tools.serve.failures import Failure
+from spaceport.tools.serve.failures import Failure, json_response
 from spaceport.tools.serve.service import read_body, service_of
 
 _METRICS = "text/plain; version=0.0.4; charset=utf-8"

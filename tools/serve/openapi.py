@@ -15,9 +15,8 @@ from starlette.routing import Route
 from spaceport import __version__
 from spaceport.runtime.limits import DEFAULT_LIMITS, Limits
 from spaceport.tools.serve.bodies import ChatBody, DetokenizeBody, TextBody, TokenizeBody
-from spaceport.tools.serve.completions import json_response
+from spaceport.tools.serve.failures import json_response
 from spaceport.tools.serve.fields import SUPPORTED, bounds_of
-from spaceport.tools.serve.keys import needs_key
 from spaceport.tools.serve.options import ServiceOptions
 from spaceport.tools.serve.responses.body import ResponsesBody
 from spaceport.tools.serve.service import service_of
@@ -30,6 +29,7 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
 }
+_OPEN = ("/health", "/v2/health", "/page")  # health checks send no key, and the page asks for one
 _TEXT = ("/metrics",)  # endpoints that answer with text
 _REFERENCE = "#/components/schemas/{name}"
 _ERROR = {
@@ -48,6 +48,11 @@ _ERROR = {
         }
     },
 }
+
+
+def needs_key(path: str) -> bool:
+    """Whether requests for a path need a key."""
+    return path != "/" and not any(path == prefix or path.startswith(f"{prefix}/") for prefix in _OPEN)
 
 
 async def openapi(request: Request) -> Response:

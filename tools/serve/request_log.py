@@ -8,8 +8,7 @@ from typing import Any, Protocol
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from spaceport.tools.serve.completions import json_response
-from spaceport.tools.serve.failures import failure_of
+from spaceport.tools.serve.failures import failure_of, json_response
 from spaceport.tools.serve.request_record import RequestRecord, begin, current
 from spaceport.tools.serve.service import log
 

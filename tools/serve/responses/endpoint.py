@@ -6,8 +6,9 @@ from typing import Any
 
 from starlette.requests import Request
 
-from spaceport.tools.serve.completions import completed, json_response, request_body, requested_model, started
+from spaceport.tools.serve.completions import completed, request_body, requested_model, started
 from spaceport.tools.serve.event_stream import EventStream
+from spaceport.tools.serve.failures import json_response
 from spaceport.tools.serve.progress import reported_to
 from spaceport.tools.serve.prompts import chat_prompt
 from spaceport.tools.serve.request_record import record_of

@@ -31,8 +31,7 @@ from spaceport.tools.serve.options import ServiceOptions
 from spaceport.tools.serve.request_log import LogRequests, Spans
 from spaceport.tools.serve.request_record import record_in, record_of
 from spaceport.tools.serve.responses.endpoint import responses
-from spaceport.tools.serve.served_models import ServedModel, ServedModels
-from spaceport.tools.serve.service import Service, log, service_of
+from spaceport.tools.serve.service import ServedModel, ServedModels, Service, log, service_of
 
 _TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 _HEADERS = {

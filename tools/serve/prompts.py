@@ -11,7 +11,7 @@ from spaceport.runtime.text.prompt import Prompt
 from spaceport.runtime.tool_calls.functions import renders_tools, with_description
 from spaceport.tools.serve.bodies import ChatBody
 from spaceport.tools.serve.failures import Failure
-from spaceport.tools.serve.served_models import ServedModel
+from spaceport.tools.serve.service import ServedModel
 from spaceport.tools.serve.tool_use import ToolUse
 
 _MOST_PROMPTS = 64  # of one text request

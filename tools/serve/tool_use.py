@@ -15,7 +15,7 @@ from spaceport.runtime.tool_calls.parser import MOST_CALLS, ToolCallParser
 from spaceport.tools.serve.bodies import ChatBody
 from spaceport.tools.serve.failures import Failure
 from spaceport.tools.serve.options import ServiceOptions
-from spaceport.tools.serve.served_models import ServedModel
+from spaceport.tools.serve.service import ServedModel
 
 _CHOICES = ("none", "auto", "required")
 _EXPECTED = f'{", ".join(_CHOICES)} or {{"type": "function", "function": {{"name": …}}}}'

@@ -17,7 +17,7 @@ from spaceport.tools.serve.message_text import MessageText
 from spaceport.tools.serve.progress import Reported
 from spaceport.tools.serve.responses.body import ResponsesBody
 from spaceport.tools.serve.responses.output import Event, Output
-from spaceport.tools.serve.served_models import ServedModel
+from spaceport.tools.serve.service import ServedModel
 from spaceport.tools.serve.tool_use import ToolUse
 from spaceport.tools.serve.traces import trace_report
 

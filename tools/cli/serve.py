@@ -223,7 +223,7 @@ def command(context: click.Context, /, host: str, port: int, print_config: bool,
     if not openers:
         raise click.UsageError("no bundle is given: expected BUNDLE, or a table [models] in the file of --config")
     from spaceport.tools.serve.application import application
-    from spaceport.tools.serve.log_format import configure_logging
+    from spaceport.tools.serve.request_log import configure_logging
     from spaceport.tools.serve.server import serve
 
     spans = spans_of(given["otel"])

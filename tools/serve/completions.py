@@ -26,7 +26,7 @@ from spaceport.tools.serve.failures import RETRY, Failure, json_response
 from spaceport.tools.serve.generations import Generations, events_of, usage
 from spaceport.tools.serve.progress import reported_to
 from spaceport.tools.serve.prompts import chat_prompt, text_prompts
-from spaceport.tools.serve.request_record import RequestRecord, record_of
+from spaceport.tools.serve.request_log import RequestRecord, record_of
 from spaceport.tools.serve.service import ServedModel, Service, log, read_body, service_of
 from spaceport.tools.serve.shapes import ChatShape, TextShape
 from spaceport.tools.serve.tool_use import NO_TOOLS, ToolUse, tool_use_of

@@ -10,8 +10,7 @@ from typing import Any
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from spaceport.tools.serve.failures import failure_of
-from spaceport.tools.serve.request_record import record_in
+from spaceport.tools.serve.request_log import failure_of, record_in
 
 DONE = b"data: [DONE]\n\n"
 _PING = b": ping\n\n"

@@ -8,12 +8,6 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
-from spaceport.graphs.contract.faults import OptionFault
-from spaceport.runtime.engine import EngineFault
-from spaceport.runtime.scheduling.request import QueueFull
-from spaceport.runtime.scheduling.worker import RuntimeClosed
-from spaceport.tools.serve.fields import SUPPORTED
-
 RETRY = {"Retry-After": "1"}
 _MOST_MESSAGE = 1000  # characters
 
@@ -40,19 +34,3 @@ class Failure(Exception):
 def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     """A response with JSON."""
     return Response(msgspec.json.encode(content), status, headers, "application/json")
-
-
-def failure_of(error: Exception) -> Failure:
-    """The response to an error."""
-    if isinstance(error, Failure):
-        return error
-    if isinstance(error, OptionFault):
-        name = str(error).partition(" ")[0]
-        return Failure(400, str(error), param=name if name in SUPPORTED else None)
-    if isinstance(error, QueueFull):
-        return Failure(503, str(error), "overloaded_error", code="queue_full", headers=RETRY)
-    if isinstance(error, RuntimeClosed):
-        return Failure(503, "the service is stopping: send the request again", "overloaded_error", code="stopping")
-    if isinstance(error, EngineFault):
-        return Failure(500, str(error), "server_error", code="engine_fault")
-    return Failure(500, f"{type(error).__name__} in the service; its log has the details", "server_error")

@@ -1,18 +1,156 @@
-"""Request log: a layer of the application that gives each request an id and logs its end, without contents."""
+"""The log of requests: what is known of each one, without its contents, and how log entries look."""
 
 from __future__ import annotations
 
+import json
 import logging
+import re
+import sys
+import traceback
+import uuid
 from collections.abc import Collection
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from time import monotonic
 from typing import Any, Protocol
 
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from spaceport.tools.serve.failures import failure_of, json_response
-from spaceport.tools.serve.request_record import RequestRecord, begin, current
+from spaceport.graphs.contract.faults import OptionFault
+from spaceport.runtime.decode.sequence import Ending
+from spaceport.runtime.decode.statistics import Statistics
+from spaceport.runtime.decoding import Decoding
+from spaceport.runtime.engine import EngineFault
+from spaceport.runtime.scheduling.request import QueueFull
+from spaceport.runtime.scheduling.worker import RuntimeClosed
+from spaceport.tools.serve.failures import RETRY, Failure, json_response
+from spaceport.tools.serve.fields import SUPPORTED
 from spaceport.tools.serve.service import log
 
+MOST_CHARACTERS = 128  # of an id that a client sends
+_KEY = "spaceport.record"
+_VALID = re.compile(rf"[\x21-\x7e]{{1,{MOST_CHARACTERS}}}")
+# The request that the current task answers; log entries have its id.
+current: ContextVar[RequestRecord | None] = ContextVar("current", default=None)
 _QUIET = ("/health", "/v2/", "/metrics", "/load")  # asked for every few seconds: logged at level debug
+
+
+@dataclass
+class RequestRecord:
+    """One HTTP request: what was asked for and how it ended, without any text of it."""
+
+    id: str
+    named: bool  # whether the client sent the id in the header
+    method: str
+    route: str = "-"  # as the application defines it, so that no text of the client is in it
+    started: float = field(default_factory=monotonic)
+    status: int = 0  # 0: no response was begun
+    error: str | None = None  # code or type of the error
+    model: str | None = None
+    answer: str | None = None  # id of the answer
+    stream: bool = False
+    prompts: int = 1
+    decoding: Decoding | None = None  # options of the first choice
+    endings: list[Ending] = field(default_factory=list)  # of each choice
+    statistics: list[Statistics] = field(default_factory=list)  # of each choice
+    trace: str | None = None  # id of the trace that its span is in
+
+    def rename(self, given: str | None) -> str:
+        """The id for the answer; one that the body of the request has is the request's id too, unless a header has one."""
+        if given is None:
+            return self.id
+        if not is_valid(given):
+            expected = f"expected 1 to {MOST_CHARACTERS} printable ASCII characters without spaces"
+            raise Failure(400, f"request_id is invalid: {expected}", param="request_id")
+        if not self.named:
+            self.id = given
+        return given
+
+    def ended(self, ending: Ending, statistics: Statistics) -> None:
+        """Note the end of a choice."""
+        self.endings.append(ending)
+        self.statistics.append(statistics)
+
+    @property
+    def prompt_statistics(self) -> list[Statistics]:
+        """Those of the first choice of each prompt."""
+        return self.statistics[:: max(1, len(self.statistics) // self.prompts)]
+
+    def fields(self) -> dict[str, Any]:
+        """The request as fields of a log entry; those that are unknown are left out."""
+        found: dict[str, Any] = {
+            "method": self.method,
+            "route": self.route,
+            "status": self.status,
+            "seconds": round(monotonic() - self.started, 4),
+            "error": self.error,
+            "model": self.model,
+            "answer": self.answer,
+            "trace": self.trace,
+        }
+        return {name: value for name, value in {**found, **self._counts()}.items() if value is not None}
+
+    def _counts(self) -> dict[str, Any]:
+        every = self.statistics
+        if not every:
+            return {}
+        steps, accepted = sum(one.steps for one in every), sum(sum(one.accepted_by_depth) for one in every)
+        drafted = sum(sum(one.drafted_by_depth) for one in every)
+        return {
+            "ending": ",".join(sorted(set(self.endings))),
+            "choices": len(every),
+            "prompt_tokens": sum(one.prompt_tokens for one in self.prompt_statistics),
+            "cached_tokens": sum(one.cached_tokens for one in self.prompt_statistics),
+            "tokens": sum(one.tokens for one in every),
+            "steps": steps,
+            "queue_seconds": round(max(one.waiting_seconds for one in every), 4),
+            "first_token_seconds": round(max(one.first_token_seconds for one in every), 4),
+            "draft_tokens": drafted,
+            "accepted_tokens": accepted,
+        }
+
+
+def failure_of(error: Exception) -> Failure:
+    """The response to an error."""
+    if isinstance(error, Failure):
+        return error
+    if isinstance(error, OptionFault):
+        name = str(error).partition(" ")[0]
+        return Failure(400, str(error), param=name if name in SUPPORTED else None)
+    if isinstance(error, QueueFull):
+        return Failure(503, str(error), "overloaded_error", code="queue_full", headers=RETRY)
+    if isinstance(error, RuntimeClosed):
+        return Failure(503, "the service is stopping: send the request again", "overloaded_error", code="stopping")
+    if isinstance(error, EngineFault):
+        return Failure(500, str(error), "server_error", code="engine_fault")
+    return Failure(500, f"{type(error).__name__} in the service; its log has the details", "server_error")
+
+
+def begin(scope: Scope) -> RequestRecord:
+    """The record of a request that has come, with the id that its header has or a new one."""
+    given = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
+    record = RequestRecord(given if is_valid(given) else uuid.uuid4().hex, is_valid(given), scope["method"])
+    scope[_KEY] = record
+    return record
+
+
+def record_in(scope: Scope) -> RequestRecord | None:
+    """The record of a request, if the application has begun one."""
+    found: RequestRecord | None = scope.get(_KEY)
+    return found
+
+
+def record_of(request: Request) -> RequestRecord:
+    """The record of a request."""
+    record: RequestRecord = request.scope[_KEY]
+    return record
+
+
+def is_valid(given: str) -> bool:
+    """Whether an id that a client sent can be used: bounded, printable and without spaces."""
+    return _VALID.fullmatch(given) is not None
 
 
 class Spans(Protocol):
@@ -68,3 +206,60 @@ class LogRequests:
     def _log(self, record: RequestRecord) -> None:
         quiet = record.route.startswith(_QUIET)
         log.log(logging.DEBUG if quiet else logging.INFO, "request ended", extra={"fields": record.fields()})
+
+
+class _Lines(logging.Formatter):
+    """Entries whose errors have their stack, but no message: it may quote text of a request."""
+
+    def formatException(self, ei: Any) -> str:
+        """The stack and type of an error and of its causes."""
+        error: BaseException | None = ei[1]
+        found = []
+        while error is not None:
+            message = f": {error}" if isinstance(error, EngineFault) else ""
+            found.append("".join(traceback.format_tb(error.__traceback__)) + type(error).__name__ + message)
+            error = error.__cause__
+        return "\ncaused by\n".join(found)
+
+
+class TextLines(_Lines):
+    """Entries as lines of text, with their fields as name=value."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """The line without an error."""
+        fields = " ".join(f"{name}={value}" for name, value in _fields(record).items())
+        return f"{super().formatMessage(record)} {fields}".rstrip()
+
+
+class JsonLines(_Lines):
+    """Entries as JSON objects, one per line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The entry as a line."""
+        entry = {
+            "time": datetime.fromtimestamp(record.created, timezone.utc).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **_fields(record),
+        }
+        if record.exc_info:
+            entry["exception"] = self.formatException(record.exc_info)
+        return json.dumps(entry, ensure_ascii=False, default=str)
+
+
+def configure_logging(form: str, level: str) -> None:
+    """Write the entries of this process to stderr; debug entries are those of Spaceport only."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonLines() if form == "json" else TextLines())
+    logging.basicConfig(level=max(logging.INFO, logging.getLevelName(level.upper())), handlers=[handler], force=True)
+    logging.getLogger("spaceport").setLevel(level.upper())
+
+
+def _fields(record: logging.LogRecord) -> dict[str, Any]:
+    request = current.get()
+    given: dict[str, Any] = getattr(record, "fields", {})
+    return given if request is None else {"id": request.id, **given}

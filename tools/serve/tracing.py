@@ -16,7 +16,7 @@ from starlette.types import Scope
 from spaceport import __version__
 from spaceport.runtime.decoding import Decoding
 from spaceport.tools.serve.answers import finish_reason
-from spaceport.tools.serve.request_record import RequestRecord
+from spaceport.tools.serve.request_log import RequestRecord
 
 
 class RequestSpans:

@@ -14,9 +14,8 @@ import pytest
 from starlette.testclient import TestClient
 
 from spaceport.tools.serve.application import application
-from spaceport.tools.serve.log_format import JsonLines, TextLines, configure_logging
 from spaceport.tools.serve.options import ServiceOptions
-from spaceport.tools.serve.request_record import MOST_CHARACTERS
+from spaceport.tools.serve.request_log import MOST_CHARACTERS, JsonLines, TextLines, configure_logging
 from support.chat_runtime import chat_runtime
 
 KEY = "sk-planted-key"

@@ -11,7 +11,7 @@ from spaceport.tools.serve.event_stream import EventStream
 from spaceport.tools.serve.failures import json_response
 from spaceport.tools.serve.progress import reported_to
 from spaceport.tools.serve.prompts import chat_prompt
-from spaceport.tools.serve.request_record import record_of
+from spaceport.tools.serve.request_log import record_of
 from spaceport.tools.serve.responses.body import ResponsesBody, check_fields
 from spaceport.tools.serve.responses.chat import chat_body
 from spaceport.tools.serve.responses.response import Response, events_of, whole_response

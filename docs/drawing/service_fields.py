@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from spaceport.runtime.limits import DEFAULT_LIMITS
-from spaceport.tools.serve.fields import IGNORED, REFUSED
+from spaceport.tools.serve.bodies import IGNORED, REFUSED
 from spaceport.tools.serve.openapi import BODIES, schemas
 from spaceport.tools.serve.options import ServiceOptions
 

@@ -14,9 +14,8 @@ from starlette.routing import Route
 
 from spaceport import __version__
 from spaceport.runtime.limits import DEFAULT_LIMITS, Limits
-from spaceport.tools.serve.bodies import ChatBody, DetokenizeBody, TextBody, TokenizeBody
+from spaceport.tools.serve.bodies import SUPPORTED, ChatBody, DetokenizeBody, TextBody, TokenizeBody, bounds_of
 from spaceport.tools.serve.failures import json_response
-from spaceport.tools.serve.fields import SUPPORTED, bounds_of
 from spaceport.tools.serve.options import ServiceOptions
 from spaceport.tools.serve.responses.body import ResponsesBody
 from spaceport.tools.serve.service import service_of

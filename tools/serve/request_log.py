@@ -25,8 +25,8 @@ from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import EngineFault
 from spaceport.runtime.scheduling.request import QueueFull
 from spaceport.runtime.scheduling.worker import RuntimeClosed
+from spaceport.tools.serve.bodies import SUPPORTED
 from spaceport.tools.serve.failures import RETRY, Failure, json_response
-from spaceport.tools.serve.fields import SUPPORTED
 from spaceport.tools.serve.service import log
 
 MOST_CHARACTERS = 128  # of an id that a client sends

@@ -15,9 +15,8 @@ from starlette.testclient import TestClient
 
 from spaceport.runtime.limits import DEFAULT_LIMITS, Limits
 from spaceport.tools.serve.application import application
-from spaceport.tools.serve.bodies import ChatBody, TextBody, body_of
+from spaceport.tools.serve.bodies import IGNORED, REFUSED, SUPPORTED, ChatBody, TextBody, body_of
 from spaceport.tools.serve.failures import Failure
-from spaceport.tools.serve.fields import IGNORED, REFUSED, SUPPORTED
 from spaceport.tools.serve.openapi import BODIES, document
 from spaceport.tools.serve.options import ServiceOptions
 from support.chat_runtime import chat_runtime

@@ -19,17 +19,15 @@ from spaceport.runtime.scheduling.request import Completion
 from spaceport.runtime.text.prompt import Prompt
 from spaceport.tools.serve.answers import finish_reason, metrics_of, timings_of
 from spaceport.tools.serve.bodies import ChatBody, TextBody, body_of
-from spaceport.tools.serve.decoding_options import decodings_of
 from spaceport.tools.serve.echoes import echoed
 from spaceport.tools.serve.event_stream import EventStream
 from spaceport.tools.serve.failures import RETRY, Failure, json_response
 from spaceport.tools.serve.generations import Generations, events_of, usage
 from spaceport.tools.serve.progress import reported_to
-from spaceport.tools.serve.prompts import chat_prompt, text_prompts
+from spaceport.tools.serve.request_inputs import NO_TOOLS, ToolUse, chat_prompt, decodings_of, text_prompts, tool_use_of
 from spaceport.tools.serve.request_log import RequestRecord, record_of
 from spaceport.tools.serve.service import ServedModel, Service, log, read_body, service_of
 from spaceport.tools.serve.shapes import ChatShape, TextShape
-from spaceport.tools.serve.tool_use import NO_TOOLS, ToolUse, tool_use_of
 
 _Result = TypeVar("_Result")
 

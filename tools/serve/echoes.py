@@ -18,8 +18,8 @@ from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.prompt import Prompt
 from spaceport.tools.serve.answers import finish_reason, metrics_of, text_logprobs, timings_of, usage_of
 from spaceport.tools.serve.bodies import TextBody
-from spaceport.tools.serve.decoding_options import decodings_of
 from spaceport.tools.serve.options import ServiceOptions
+from spaceport.tools.serve.request_inputs import decodings_of
 from spaceport.tools.serve.shapes import TextShape
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from spaceport.runtime.tool_calls.parser import CallPart, MessagePart
-from spaceport.tools.serve.tool_use import NO_TOOLS, ToolUse
+from spaceport.tools.serve.request_inputs import NO_TOOLS, ToolUse
 
 
 class MessageText:

@@ -11,8 +11,8 @@ from spaceport.runtime.scheduling.request import Completion
 from spaceport.tools.serve.answers import chat_logprobs, finish_reason, own_report, text_logprobs
 from spaceport.tools.serve.message_text import MessageText
 from spaceport.tools.serve.progress import Progress
+from spaceport.tools.serve.request_inputs import NO_TOOLS, ToolUse
 from spaceport.tools.serve.service import ServedModel
-from spaceport.tools.serve.tool_use import NO_TOOLS, ToolUse
 from spaceport.tools.serve.traces import trace_report
 
 

@@ -7,8 +7,8 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from spaceport.tools.serve.bodies import GenerationBody
-from spaceport.tools.serve.decoding_options import check_least
 from spaceport.tools.serve.failures import Failure
+from spaceport.tools.serve.request_inputs import check_least
 
 _STORED = ("previous_response_id", "conversation", "prompt")  # they name what an earlier request has stored
 _ADVICE = "the service stores nothing: send all messages as input"

@@ -10,13 +10,12 @@ from spaceport.tools.serve.completions import completed, request_body, requested
 from spaceport.tools.serve.event_stream import EventStream
 from spaceport.tools.serve.failures import json_response
 from spaceport.tools.serve.progress import reported_to
-from spaceport.tools.serve.prompts import chat_prompt
+from spaceport.tools.serve.request_inputs import chat_prompt, tool_use_of
 from spaceport.tools.serve.request_log import record_of
 from spaceport.tools.serve.responses.body import ResponsesBody, check_fields
 from spaceport.tools.serve.responses.chat import chat_body
 from spaceport.tools.serve.responses.response import Response, events_of, whole_response
 from spaceport.tools.serve.service import service_of
-from spaceport.tools.serve.tool_use import tool_use_of
 
 
 async def responses(request: Request) -> Any:

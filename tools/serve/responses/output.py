@@ -10,7 +10,7 @@ from typing import Any
 from spaceport.runtime.sampling.logprobs import TokenLogprob
 from spaceport.runtime.tool_calls.parser import CallPart, MessagePart
 from spaceport.tools.serve.answers import chat_logprobs
-from spaceport.tools.serve.tool_use import ToolUse
+from spaceport.tools.serve.request_inputs import ToolUse
 
 Event = dict[str, Any]
 

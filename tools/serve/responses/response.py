@@ -15,10 +15,10 @@ from spaceport.tools.serve.answers import finish_reason, metrics_of, own_report,
 from spaceport.tools.serve.generations import Generations
 from spaceport.tools.serve.message_text import MessageText
 from spaceport.tools.serve.progress import Reported
+from spaceport.tools.serve.request_inputs import ToolUse
 from spaceport.tools.serve.responses.body import ResponsesBody
 from spaceport.tools.serve.responses.output import Event, Output
 from spaceport.tools.serve.service import ServedModel
-from spaceport.tools.serve.tool_use import ToolUse
 from spaceport.tools.serve.traces import trace_report
 
 

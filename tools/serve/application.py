@@ -22,14 +22,13 @@ from spaceport.graphs.contract.faults import SpaceportError
 from spaceport.runtime.session import Runtime
 from spaceport.tools.page.modules import STATIC
 from spaceport.tools.serve import completions, information
-from spaceport.tools.serve.audit import Audit
-from spaceport.tools.serve.audit_log import AuditLog
+from spaceport.tools.serve.audit import Audit, AuditLog
 from spaceport.tools.serve.failures import Failure, json_response
 from spaceport.tools.serve.metrics import Metrics
 from spaceport.tools.serve.openapi import needs_key, openapi
 from spaceport.tools.serve.options import ServiceOptions
 from spaceport.tools.serve.request_log import LogRequests, Spans, failure_of, record_in, record_of
-from spaceport.tools.serve.responses.endpoint import responses
+from spaceport.tools.serve.responses import responses
 from spaceport.tools.serve.service import ServedModel, ServedModels, Service, log, service_of
 
 _TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}

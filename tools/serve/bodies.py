@@ -76,6 +76,7 @@ SUPPORTED = {
     "truncation": "Ignored: prompts that are too long are refused.",
     "user": "Ignored: all users are treated alike; `cache_salt` separates them in the prefix cache.",
 }
+
 # Fields of OpenAI's API and of vLLM that have no effect on a text, or only for servers that this one is not.
 IGNORED = {
     "metadata": "it would be stored with the answer",
@@ -89,6 +90,7 @@ IGNORED = {
     "user": "all users are treated alike",
     "verbosity": "the models have no such option",
 }
+
 _Body = TypeVar("_Body", bound="Struct")
 _MOST_NAMED = 5  # unknown fields in an error message
 

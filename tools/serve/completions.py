@@ -22,17 +22,23 @@ from spaceport.runtime.sampling.sampler import Sampling
 from spaceport.runtime.scheduling.request import Completion
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.prompt import Prompt
-from spaceport.tools.serve.answers import finish_reason, metrics_of, text_logprobs, timings_of, usage_of
+from spaceport.tools.serve.answers import (
+    ChatShape,
+    TextShape,
+    finish_reason,
+    metrics_of,
+    reported_to,
+    text_logprobs,
+    timings_of,
+    usage_of,
+)
 from spaceport.tools.serve.bodies import ChatBody, TextBody, body_of
-from spaceport.tools.serve.event_stream import EventStream
 from spaceport.tools.serve.failures import RETRY, Failure, json_response
-from spaceport.tools.serve.generations import Generations, events_of, usage
+from spaceport.tools.serve.generations import EventStream, Generations, events_of, usage
 from spaceport.tools.serve.options import ServiceOptions
-from spaceport.tools.serve.progress import reported_to
 from spaceport.tools.serve.request_inputs import NO_TOOLS, ToolUse, chat_prompt, decodings_of, text_prompts, tool_use_of
 from spaceport.tools.serve.request_log import RequestRecord, record_of
 from spaceport.tools.serve.service import ServedModel, Service, log, read_body, service_of
-from spaceport.tools.serve.shapes import ChatShape, TextShape
 
 _Result = TypeVar("_Result")
 
@@ -65,7 +71,7 @@ async def echoed(
     found = []
     for prompt in prompts:
         for decoding in decodings:
-            found.append(await _echo(runtime, prompt, decoding, nothing))
+            found.append(await _echo_choice(runtime, prompt, decoding, nothing))
             on_end(found[-1].ending, found[-1].statistics, decoding is decodings[0])
     choices = [
         {
@@ -86,7 +92,7 @@ async def echoed(
     )
 
 
-async def _echo(runtime: Runtime, prompt: Prompt, decoding: Decoding, nothing: bool) -> _Echo:
+async def _echo_choice(runtime: Runtime, prompt: Prompt, decoding: Decoding, nothing: bool) -> _Echo:
     decode = runtime.tokenizer.decode
     if decoding.logprobs is None:
         tokens = await asyncio.to_thread(runtime.tokens_of, prompt)

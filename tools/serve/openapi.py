@@ -17,7 +17,7 @@ from spaceport.runtime.limits import DEFAULT_LIMITS, Limits
 from spaceport.tools.serve.bodies import SUPPORTED, ChatBody, DetokenizeBody, TextBody, TokenizeBody, bounds_of
 from spaceport.tools.serve.failures import json_response
 from spaceport.tools.serve.options import ServiceOptions
-from spaceport.tools.serve.responses.body import ResponsesBody
+from spaceport.tools.serve.responses import ResponsesBody
 from spaceport.tools.serve.service import service_of
 
 # The body of each endpoint that takes one.

@@ -32,9 +32,10 @@ from spaceport.tools.serve.service import log
 MOST_CHARACTERS = 128  # of an id that a client sends
 _KEY = "spaceport.record"
 _VALID = re.compile(rf"[\x21-\x7e]{{1,{MOST_CHARACTERS}}}")
+_QUIET = ("/health", "/v2/", "/metrics", "/load")  # asked for every few seconds: logged at level debug
+
 # The request that the current task answers; log entries have its id.
 current: ContextVar[RequestRecord | None] = ContextVar("current", default=None)
-_QUIET = ("/health", "/v2/", "/metrics", "/load")  # asked for every few seconds: logged at level debug
 
 
 @dataclass

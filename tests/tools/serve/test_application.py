@@ -13,7 +13,7 @@ from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.sampling.sampler import Sampling
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.trace.record import trace_of
-from spaceport.tools.serve import traces
+from spaceport.tools.serve import answers
 from spaceport.tools.serve.application import application
 from spaceport.tools.serve.options import ServiceOptions
 from support.chat_runtime import chat_runtime
@@ -228,7 +228,7 @@ def test_a_trace_has_the_rows_and_tokens_of_each_step_and_comes_with_the_events(
         assert step | {"ended": []} == expected | {"ended": []}
     assert [thread["path"] for one in grown for thread in one["threads"]] == [[]]
     assert {name: text for one in grown for name, text in one["texts"].items()}.items() <= last["texts"].items()
-    monkeypatch.setattr(traces, "MOST_STEPS", 3)
+    monkeypatch.setattr(answers, "MOST_STEPS", 3)
     plain = {"trace": True, "mask_slots": 0, "lookup": 0}
     long = ask(client, prompt=PROMPT, spaceport=plain)["choices"][0]["spaceport"]["trace"]
     assert (len(long["steps"]), long["steps_left_out"]) == (3, 21)

@@ -28,8 +28,7 @@ from spaceport.runtime.sampling.sampler import Sampling
 from spaceport.runtime.scheduling.request import Completion
 from spaceport.runtime.session import Runtime
 from spaceport.tools.serve.application import application
-from spaceport.tools.serve.audit import Audit, AuditResult
-from spaceport.tools.serve.audit_log import AuditLog
+from spaceport.tools.serve.audit import Audit, AuditLog, AuditResult
 from spaceport.tools.serve.comparison import plain_decoding
 from spaceport.tools.serve.options import ServiceOptions
 from support.chat_runtime import chat_runtime

@@ -14,8 +14,7 @@ from spaceport.runtime.scheduling.request import Completion
 from spaceport.runtime.scheduling.stream import AsyncStream
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.transcript import Piece
-from spaceport.tools.serve.event_stream import DONE, EventStream, event
-from spaceport.tools.serve.generations import Generations
+from spaceport.tools.serve.generations import DONE, EventStream, Generations, event
 
 
 class Client:

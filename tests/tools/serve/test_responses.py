@@ -15,8 +15,7 @@ from spaceport.tools.serve.application import application
 from spaceport.tools.serve.bodies import ChatBody
 from spaceport.tools.serve.failures import Failure
 from spaceport.tools.serve.options import ServiceOptions
-from spaceport.tools.serve.responses.body import ResponsesBody, check_fields
-from spaceport.tools.serve.responses.chat import chat_body
+from spaceport.tools.serve.responses import ResponsesBody, chat_body, check_fields
 from support.chat_runtime import chat_runtime
 from support.tool_files import tool_files
 

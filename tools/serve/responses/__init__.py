@@ -1,1 +1,0 @@
-"""Responses: OpenAI's Responses API, without stored conversations: each request is answered as a chat request."""

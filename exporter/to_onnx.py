@@ -39,13 +39,8 @@ DEFAULT_OPSET: dict[Lowering, int] = {"scatter": 23, "append": 24}
 
 _IR_VERSION = {23: 11, 24: 11}
 _SELECTION_OPSET, _SELECTION_IR_VERSION = 18, 9
-_TRACED = {
-    "B": 2,
-    "T": 3,
-    "R": 2,
-    "A": 64,
-    "S": 128,
-}  # sizes while tracing: all different, none 1, since a dimension of 1 would become static
+# Sizes while tracing: all different, none 1, since a dimension of 1 would become static.
+_TRACED = {"B": 2, "T": 3, "R": 2, "A": 64, "S": 128}
 
 
 class UntraceableModel(InputFault):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
-from spaceport.graphs.contract.draft_correction import CORRECTION_FILE, CorrectionTables, write_tables
+from spaceport.graphs.contract.draft_methods import CORRECTION_FILE, CorrectionTables, write_tables
 from spaceport.graphs.contract.json_fields import JsonField
 from spaceport.graphs.mechanism import Mechanism, MechanismError, Rotation, wrong_shapes
 from spaceport.graphs.streamed_weights import values_of

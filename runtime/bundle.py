@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from spaceport.graphs.contract.draft_correction import CORRECTION_FILE, CorrectionTables, read_tables
+from spaceport.graphs.contract.draft_methods import CORRECTION_FILE, CorrectionTables, read_tables
 from spaceport.graphs.contract.ed25519 import (
     MAX_KEY_BYTES,
     SIGNATURE_FILE,

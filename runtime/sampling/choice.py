@@ -11,7 +11,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from spaceport.graphs.contract.draft_correction import CANDIDATES, CorrectionTables
+from spaceport.graphs.contract.draft_methods import CANDIDATES, CorrectionTables
 from spaceport.runtime.decode.draft import Candidates
 from spaceport.runtime.decode.sequence import Thread, TokenSelector, not_a_number
 from spaceport.runtime.engine import SelectedRows

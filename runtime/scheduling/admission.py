@@ -11,7 +11,7 @@ from typing import cast
 
 from tokenizers import Tokenizer
 
-from spaceport.graphs.contract.draft_correction import CorrectionTables
+from spaceport.graphs.contract.draft_methods import CorrectionTables
 from spaceport.graphs.contract.exactness import Exactness
 from spaceport.graphs.contract.faults import OptionFault, PanicsContained
 from spaceport.runtime.bundle import Bundle

@@ -26,8 +26,7 @@ from spaceport.exporter.sar_config import (
     config_mask_token,
     read_sar_config,
 )
-from spaceport.graphs.contract.draft_correction import CORRECTION_FILE, read_tables
-from spaceport.graphs.contract.draft_methods import MaskLayout
+from spaceport.graphs.contract.draft_methods import CORRECTION_FILE, MaskLayout, read_tables
 from spaceport.graphs.contract.signature import LOWERINGS, Lowering
 from spaceport.graphs.correction import Factors
 from spaceport.graphs.gated import Adapter, adapter_state, gate_model

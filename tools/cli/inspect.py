@@ -10,8 +10,7 @@ from typing import Any
 
 import click
 
-from spaceport.graphs.contract.draft_correction import CORRECTION_FILE
-from spaceport.graphs.contract.draft_methods import DraftAcceptance
+from spaceport.graphs.contract.draft_methods import CORRECTION_FILE, DraftAcceptance
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import ACCURACY_FILE, ENGINES_FOLDER, EngineRecord, Manifest, record_of
 from spaceport.runtime.backends.built_engines import built_here

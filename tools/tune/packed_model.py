@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
 from spaceport.graphs import attention
-from spaceport.graphs.contract.draft_correction import CANDIDATES
+from spaceport.graphs.contract.draft_methods import CANDIDATES
 from spaceport.graphs.correction import DraftCorrection
 from spaceport.graphs.decoder import freeze_rotary, rows_selected
 from spaceport.graphs.traits import (

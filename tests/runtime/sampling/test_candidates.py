@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spaceport.graphs.contract.draft_correction import CorrectionTables, read_tables, write_tables
+from spaceport.graphs.contract.draft_methods import CorrectionTables, read_tables, write_tables
 from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.runtime.costs import Curve, StepCosts

@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint
-from spaceport.graphs.contract.draft_correction import CANDIDATES
+from spaceport.graphs.contract.draft_methods import CANDIDATES
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.graphs.correction import DraftCorrection
 from spaceport.graphs.traits import UnsupportedModel

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from datetime import date
 from typing import Any
 
-from spaceport.graphs.contract.draft_correction import CorrectionTables
-from spaceport.graphs.contract.draft_methods import DraftAcceptance, measured_acceptance
+from spaceport.graphs.contract.draft_methods import CorrectionTables, DraftAcceptance, measured_acceptance
 from spaceport.runtime.bundle import read_correction
 from spaceport.runtime.decode.acceptance import USUAL_LOOKUP
 from spaceport.runtime.session import Runtime

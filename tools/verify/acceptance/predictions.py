@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from spaceport.graphs.contract.draft_correction import CorrectionTables
-from spaceport.graphs.contract.draft_methods import CAUSAL, MaskLayout
+from spaceport.graphs.contract.draft_methods import CAUSAL, CorrectionTables, MaskLayout
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.runtime.decode.draft import PLAIN, best_chain
 from spaceport.runtime.decode.plan import Part, Plan, lay_out

@@ -12,12 +12,11 @@ from bisect import bisect_right
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from heapq import heappop, heappush
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product, repeat, starmap
 from operator import mul, sub
 from typing import NamedTuple, Protocol
 
-from spaceport.graphs.contract.draft_methods import PREDICTORS, DraftAcceptance
+from spaceport.graphs.contract.draft_methods import CAUSAL, PREDICTORS, DraftAcceptance, MaskLayout
 from spaceport.graphs.contract.signature import STEP_ROWS
 from spaceport.runtime.costs import VISIBLE, Curve, StepCosts
 from spaceport.runtime.decode.acceptance import Acceptance, Verdict
@@ -27,9 +26,9 @@ from spaceport.runtime.decode.draft import (
     Draft,
     DraftConfig,
     Outlook,
+    Ranked,
     Reason,
     chain,
-    opening_gains,
     tree,
 )
 from spaceport.runtime.decode.plan import Part
@@ -38,6 +37,7 @@ from spaceport.runtime.decode.sources import LearningProposal, sources_for
 
 SHARE = 0.01  # of the time of plain decoding that drafts may cost
 CREDIT = 1.6  # plain steps that drafts may cost at the start of a request
+_LONG = 1 << 30  # tokens that a text may still get
 _ROUNDS = 30  # of value iteration; about four are enough to converge
 _CLOSE = 1e-3  # relative change of the rate that counts as none
 _GRID = 10  # acceptance rates are rounded to 1 / 10 for value iteration
@@ -56,18 +56,31 @@ class LongRun(NamedTuple):
     gains: tuple[float, ...]  # tokens; value of the first, the second, ... available draft token
 
 
-def solve(curve: Curve, reach: Sequence[float], lead: int = 0, start: LongRun | None = None) -> LongRun:
+class ChainProposal:
+    """A proposal of one token at each depth, with its probability behind an accepted one."""
+
+    source = ""
+
+    def __init__(self, chances: Sequence[float]) -> None:
+        self._chances, self.depths = chances, len(chances)
+
+    def behind(self, depth: int, token: int) -> Ranked:
+        return ((self._chances[depth], 0),)
+
+
+def solve(
+    curve: Curve, reach: Sequence[float], mask_layout: MaskLayout = CAUSAL, start: LongRun | None = None
+) -> LongRun:
     """The long run for `reach`, the probability that the first, the first two, ... draft tokens are all accepted.
 
-    `lead` is the number of rows that lead a group of mask slots. It takes fewer rounds from the solution for similar
-    probabilities.
+    It takes fewer rounds from the solution for similar probabilities.
     """
     run = start or LongRun(1.0, (0.0,) * len(reach))
-    chances = [min(MOST_LIKELY, now / max(before, 1e-9)) for before, now in pairwise((1.0, *reach))]
+    chances = chances_of(reach)
     for _ in range(_ROUNDS):
         values, initial_time = [], 0.0  # by number of available draft tokens; time of the step without any
         for at_hand in range(len(reach) + 1):
-            rows, tokens = best_rows(curve, chances[:at_hand], run, lead)
+            rows, tokens = best_rows(curve, chances[:at_hand], run, mask_layout)
             time = curve.times[rows - 1]
             values.append(tokens - run.rate * time)
             initial_time = initial_time or time
@@ -83,39 +96,32 @@ def solve(curve: Curve, reach: Sequence[float], lead: int = 0, start: LongRun | 
     return run
 
 
-def best_rows(curve: Curve, chances: Sequence[float], run: LongRun, lead: int) -> tuple[int, float]:
-    """The rows and the expected tokens of the best draft for available draft tokens with these probabilities.
+def chances_of(reach: Sequence[float]) -> list[float]:
+    """The probability of each draft token behind an accepted one."""
+    return [min(MOST_LIKELY, now / max(before, 1e-9)) for before, now in pairwise((1.0, *reach))]
 
-    The draft is that of `tree` for a source that proposes one token at each depth, which takes several times as long.
-    """
+
+def best_rows(curve: Curve, chances: Sequence[float], run: LongRun, mask_layout: MaskLayout) -> tuple[int, float]:
+    """The rows and the expected tokens of the best draft for a chain of available draft tokens."""
     times, slopes, gains = curve.times, curve.slopes, run.gains
-    opening = opening_gains(gains, lead)[-1:] if lead else gains
-    least, most = run.rate * curve.least, len(times)
+    if not mask_layout.shift:
+        config = DraftConfig(len(gains), rows=len(times), siblings=1, mask_layout=mask_layout)
+        worth = tree((ChainProposal(chances),), config, _LONG, len(times), Outlook(curve, *run)).worth
+        return len(worth), worth[-1]
+    # The same without growing a tree: no row is worth more than the rows that it needs before it, and the gains fall.
     reached = list(accumulate(chances, mul, initial=1.0))
-    used, tokens, best_rows, best_tokens, best, offered = 0, 0.0, 0, 0.0, float("-inf"), 0
-    # the next rows: value, number, node, and index of a mask slot behind it or -1: the node itself
-    heap = [(-1.0, 0, 0, -1)]
-    while heap and used < most:
-        negative, _, node, index = heappop(heap)
-        if used and -negative < run.rate * slopes[used - 1]:
+    last = [
+        *map(mul, reached, map(sub, repeat(1.0), chances)),
+        reached[-1],
+    ]  # by node: that it is the last accepted one
+    values = sorted([*reached[1:], *starmap(mul, product(last, gains))], reverse=True)
+    tokens, best_rows, best_tokens, best = 1.0, 1, 1.0, 1.0 - run.rate * times[0]
+    for rows, value in enumerate(values[: len(times) - 1], 2):
+        if value <= run.rate * curve.least or value < run.rate * slopes[rows - 2]:
             break
-        last = reached[node] * (1 - chances[node]) if node < len(chances) else reached[node]
-        rows, value, offers = 1, -negative, []
-        if index < 0 and node < len(chances):
-            offers.append((reached[node + 1], node + 1, -1))
-        if lead and index == 0:
-            rows, value = 1 + lead, last * gains[0]
-            if used + rows > most:
-                continue
-        if index + 1 < len(gains):
-            offers.append((last * (opening[0] if index < 0 else gains[index + 1]), node, index + 1))
-        for offer in offers:
-            if offer[0] > least:
-                offered += 1
-                heappush(heap, (-offer[0], offered, *offer[1:]))
-        used, tokens = used + rows, tokens + value
-        if tokens - run.rate * times[used - 1] > best:
-            best_rows, best_tokens, best = used, tokens, tokens - run.rate * times[used - 1]
+        tokens += value
+        if tokens - run.rate * times[rows - 1] > best:
+            best_rows, best_tokens, best = rows, tokens, tokens - run.rate * times[rows - 1]
     return best_rows, best_tokens
 
 
@@ -234,15 +240,14 @@ class DraftPlanner:
     def long_run(self, curve: Curve, reach: Sequence[float], draft_config: DraftConfig) -> LongRun:
         """The long-run values for acceptance probabilities, which are rounded so that few have to be solved."""
         coarse = tuple([round(_GRID * rate) for rate in reach[: draft_config.mask_slots]])
-        lead = draft_config.mask_layout.lead
-        shape = (curve, draft_config.mask_slots, lead)
+        shape = (curve, draft_config.mask_slots, draft_config.mask_layout.shift)
         key = (*shape, coarse)
         solution = self._solutions.get(key)
         if solution is None:
             if len(self._solutions) == _MOST_KNOWN:
                 self._solutions.clear()
             start = None if self._repeatable else self._last.get(shape)
-            solution = solve(curve, [rate / _GRID for rate in coarse], lead, start)
+            solution = solve(curve, [rate / _GRID for rate in coarse], draft_config.mask_layout, start)
             self._solutions[key] = self._last[shape] = solution
         return solution
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from operator import mul
 
 from spaceport.graphs.contract.draft_methods import CAUSAL, MaskLayout
 from spaceport.runtime.costs import Curve, StepCosts
-from spaceport.runtime.decode.draft import MOST_LIKELY, Draft, DraftConfig, Outlook, Ranked, tree
-from spaceport.runtime.decode.planner import LongRun, solve
+from spaceport.runtime.decode.draft import Draft, DraftConfig, Outlook, tree
+from spaceport.runtime.decode.planner import ChainProposal, LongRun, chances_of, solve
 
 ROWS = (1, 2, 4, 6, 9, 12, 16, 24, 36, 64)
 MOST_ROWS = 64
@@ -68,7 +68,7 @@ def drafts_of(
     rates, reach = _by_depth(acceptance, mask_slots)
     curve = costs.curve(MOST_ROWS, requests=requests, visible=visible)
     limits = DraftConfig(mask_slots, rows=MOST_ROWS, siblings=1, mask_layout=mask_layout)
-    solution = solve(curve, reach, mask_layout.lead)
+    solution = solve(curve, reach, mask_layout)
     steps = tuple(
         PlannedStep(at_hand, draft.masks, 1 + sum(reach[: len(draft.tokens)]), curve.times[draft.rows - 1], draft.rows)
         for at_hand, draft in enumerate(best_drafts(curve, reach, limits, solution))
@@ -91,23 +91,14 @@ def drafts_of_heads(
     return PlannedDrafts(rates, best.tokens / best.time, best.tokens, (best,))
 
 
-class _Chain:
-    """A proposal of one token at each depth."""
-
-    source = ""
-
-    def __init__(self, chances: Sequence[float]) -> None:
-        self._chances, self.depths = chances, len(chances)
-
-    def behind(self, depth: int, token: int) -> Ranked:
-        return ((self._chances[depth], 0),)
-
-
 def best_drafts(curve: Curve, reach: Sequence[float], draft_config: DraftConfig, run: LongRun) -> list[Draft]:
     """The best draft for each number of available draft tokens, from 0 on."""
-    chances = [min(MOST_LIKELY, now / max(before, 1e-9)) for before, now in pairwise((1.0, *reach))]
+    chances = chances_of(reach)
     outlook, rows = Outlook(curve, run.rate, run.gains), len(curve.times)
-    return [tree((_Chain(chances[:at_hand]),), draft_config, _LONG, rows, outlook) for at_hand in range(len(reach) + 1)]
+    return [
+        tree((ChainProposal(chances[:at_hand]),), draft_config, _LONG, rows, outlook)
+        for at_hand in range(len(reach) + 1)
+    ]
 
 
 def _by_depth(acceptance: Sequence[float], depths: int) -> tuple[tuple[float, ...], list[float]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, count, pairwise, product
+from itertools import accumulate, count, product
 
 import pytest
 from hypothesis import given, settings
@@ -14,7 +14,7 @@ from spaceport.graphs.contract.draft_methods import DraftAcceptance, MaskLayout
 from spaceport.runtime import Decoding, Runtime
 from spaceport.runtime.costs import Curve, StepCosts
 from spaceport.runtime.decode.draft import DraftConfig
-from spaceport.runtime.decode.planner import DraftPlanner, LongRun, SharedCall, Wish, best_rows, solve
+from spaceport.runtime.decode.planner import DraftPlanner, LongRun, SharedCall, Wish, best_rows, chances_of, solve
 from spaceport.runtime.decode.planner import best_rate as best_rate_of_heads
 from spaceport.tools.bench.planning import best_drafts
 from support.hash_engine import Language
@@ -88,7 +88,7 @@ def limits(mask_slots: int, lead: int = 0) -> DraftConfig:
 
 def solved(times: Sequence[float], reach: Sequence[float], lead: int = 0) -> LongRun:
     """The solution for a step time by rows."""
-    return solve(Curve(times), reach, lead)
+    return solve(Curve(times), reach, MaskLayout(shift=not lead))
 
 
 def best_rate(times: Sequence[float], reach: Sequence[float], lead: int = 0) -> float:
@@ -201,6 +201,6 @@ def test_the_rows_of_the_long_run_are_those_of_the_tree_that_is_drafted(
     reach: list[float], gains: list[float], rate: float, points: Sequence[tuple[int, float]], lead: int
 ) -> None:
     costs, run = Curve(curve(points)), LongRun(rate, tuple(gains[: len(reach)]))
-    chances = [min(0.97, later / max(before, 1e-9)) for before, later in pairwise((1.0, *reach))]
+    chances, layout = chances_of(reach), MaskLayout(shift=not lead)
     for at_hand, draft in enumerate(best_drafts(costs, reach, limits(len(reach), lead), run)):
-        assert best_rows(costs, chances[:at_hand], run, lead) == (len(draft.worth), draft.worth[-1])
+        assert best_rows(costs, chances[:at_hand], run, layout) == (len(draft.worth), draft.worth[-1])

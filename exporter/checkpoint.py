@@ -58,11 +58,10 @@ def special_tokens(
         raise CheckpointError(
             "a fork token needs a child token and vice versa: set both --fork-token and --child-token"
         )
-    named = [*dict.fromkeys(ids.mask), *(token for token in (ids.fork, ids.child) if token is not None), *ids.end]
-    twice = sorted({token for token in named if named.count(token) > 1})
-    if twice:
+    if ids.with_two_roles is not None:
         raise CheckpointError(
-            f"token id {twice[0]} has two of the roles mask, fork, child and end of text: expected different tokens"
+            f"token id {ids.with_two_roles} has two of the roles mask, fork, child and end of text: expected different "
+            "tokens"
         )
     return ids
 

@@ -139,6 +139,13 @@ class TokenIds:
         return (*dict.fromkeys(self.mask), *((self.child,) if self.child is not None else ()))
 
     @property
+    def with_two_roles(self) -> int | None:
+        """A token that has two of the roles mask, fork, child and end, if there is one."""
+        forking = (token for token in (self.fork, self.child) if token is not None)
+        roles = [*dict.fromkeys(self.mask), *forking, *dict.fromkeys(self.end)]
+        return min((token for token in roles if roles.count(token) > 1), default=None)
+
+    @property
     def fork_ids(self) -> tuple[int, ...]:
         """The tokens that fork a thread: one or none."""
         return () if self.fork is None else (self.fork,)
@@ -243,14 +250,12 @@ def _check_consistency(manifest: Manifest) -> None:
         raise ManifestError(f"activations is {manifest.activations}, weights is same: expected float activations")
     if (tokens.fork is None) != (tokens.child is None):
         raise ManifestError(f"tokens.fork is {tokens.fork}, tokens.child is {tokens.child}: expected both or none")
-    forking = () if tokens.fork is None or tokens.child is None else (tokens.fork, tokens.child)
-    roles = [*dict.fromkeys(tokens.mask), *forking, *dict.fromkeys(tokens.end)]
-    twice = [token for token in roles if roles.count(token) > 1]
-    if twice:
+    if tokens.with_two_roles is not None:
         raise ManifestError(
-            f"token id {twice[0]} has two of the roles mask, fork, child and end: expected different tokens"
+            f"token id {tokens.with_two_roles} has two of the roles mask, fork, child and end: expected different tokens"
         )
-    beyond = [token for token in (*tokens.mask, *forking, *tokens.end) if token >= vocab]
+    every = (*tokens.mask, tokens.fork, tokens.child, *tokens.end)
+    beyond = [token for token in every if token is not None and token >= vocab]
     if beyond:
         raise ManifestError(f"tokens hold the id {beyond[0]}: expected ids from 0 to {vocab - 1}")
 

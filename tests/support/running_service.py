@@ -30,7 +30,7 @@ class RunningService:
     @property
     def statuses(self) -> dict[str, RuntimeStatus]:
         """The state of each model."""
-        return {model.name: model.runtime.status() for model in self.service.models}
+        return {model.name: model.runtime.status() for model in self.service.models.values()}
 
     def wait_until_idle(self) -> None:
         """Wait until no request runs or waits; fails if one goes on."""

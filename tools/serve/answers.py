@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, ClassVar
 
 from tokenizers import Tokenizer
@@ -31,37 +32,38 @@ def finish_reason(ending: Ending, has_calls: bool = False) -> str:
     return "tool_calls" if has_calls and reason == "stop" else reason
 
 
-def usage_of(prompts: Sequence[Statistics], found: Sequence[Statistics]) -> dict[str, Any]:
-    """Tokens of the prompts, each counted once, and of all choices."""
-    prompt_tokens = sum(one.prompt_tokens for one in prompts)
-    written = sum(one.tokens for one in found)
+def usage_of(statistics: Sequence[Statistics], choices: int) -> dict[str, Any]:
+    """Tokens of the prompts, each counted once for its choices, and of all choices."""
+    prompts = statistics[::choices]
+    prompt_tokens = sum(prompt.prompt_tokens for prompt in prompts)
+    completion_tokens = sum(choice.tokens for choice in statistics)
     return {
         "prompt_tokens": prompt_tokens,
-        "completion_tokens": written,
-        "total_tokens": prompt_tokens + written,
-        "prompt_tokens_details": {"cached_tokens": sum(one.cached_tokens for one in prompts)},
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": sum(prompt.cached_tokens for prompt in prompts)},
     }
 
 
-def metrics_of(found: Sequence[Statistics]) -> dict[str, Any]:
+def metrics_of(choices: Sequence[Statistics]) -> dict[str, Any]:
     """Drafts and times of a request: counts of all choices, times of the slowest."""
-    steps = sum(one.steps for one in found)
-    drafted = sum(sum(one.drafted_by_depth) for one in found)
-    accepted = sum(sum(one.accepted_by_depth) for one in found)
-    tokens = sum(one.tokens for one in found)
-    first = max(one.first_token_seconds for one in found)
-    waiting = max(one.waiting_seconds for one in found)
-    seconds = max(one.seconds for one in found)
+    steps = sum(choice.steps for choice in choices)
+    drafted = sum(sum(choice.drafted_by_depth) for choice in choices)
+    accepted = sum(sum(choice.accepted_by_depth) for choice in choices)
+    tokens = sum(choice.tokens for choice in choices)
+    first = max(choice.first_token_seconds for choice in choices)
+    waiting = max(choice.waiting_seconds for choice in choices)
+    seconds = max(choice.seconds for choice in choices)
     decoding = max(seconds - first, 0.0)
     return {
         "speculative_decoding": {
             "mean_acceptance_length": 1 + accepted / steps if steps else 0.0,
             "draft_acceptance_rate": accepted / drafted if drafted else 0.0,
-            "acceptance_histogram": _histogram(found),
+            "acceptance_histogram": _histogram(choices),
             "num_spec_steps": steps,
             "num_accepted_draft_tokens": accepted,
             "num_draft_tokens": drafted,
-            **_by_step(found),
+            **_by_step(choices),
         },
         "time_to_first_token_ms": first * 1e3,
         "generation_time_ms": seconds * 1e3,
@@ -71,14 +73,14 @@ def metrics_of(found: Sequence[Statistics]) -> dict[str, Any]:
     }
 
 
-def timings_of(found: Sequence[Statistics]) -> dict[str, Any]:
+def timings_of(choices: Sequence[Statistics]) -> dict[str, Any]:
     """The same in the words of llama.cpp."""
-    whole = metrics_of(found)
-    drafts, tokens = whole["speculative_decoding"], sum(one.tokens for one in found)
+    whole = metrics_of(choices)
+    drafts, tokens = whole["speculative_decoding"], sum(choice.tokens for choice in choices)
     prompt = max(whole["time_to_first_token_ms"] - whole["queue_time_ms"], 0.0)
     written = max(whole["generation_time_ms"] - whole["time_to_first_token_ms"], 0.0)
     return {
-        "prompt_n": max(one.prompt_tokens for one in found),
+        "prompt_n": max(choice.prompt_tokens for choice in choices),
         "prompt_ms": prompt,
         "predicted_n": tokens,
         "predicted_ms": written,
@@ -88,62 +90,56 @@ def timings_of(found: Sequence[Statistics]) -> dict[str, Any]:
     }
 
 
-def chat_logprobs(found: Iterable[TokenLogprob]) -> dict[str, Any]:
+def counts_of(statistics: Sequence[Statistics], choices: int) -> dict[str, Any]:
+    """The fields of an answer with its counts and times, of this number of choices for each prompt."""
+    usage = usage_of(statistics, choices)
+    return {"usage": usage, "metrics": metrics_of(statistics), "timings": timings_of(statistics)}
+
+
+def chat_logprobs(logprobs: Iterable[TokenLogprob]) -> dict[str, Any]:
     """Log probabilities as a chat answer has them."""
-    return {"content": [{**_one(each), "top_logprobs": [_one(top) for top in each.top]} for each in found]}
-
-
-def text_logprobs(found: Sequence[TokenLogprob | None], texts: Sequence[str], start: int = 0) -> dict[str, Any]:
-    """Log probabilities as a text answer has them; None for the first token of an echoed prompt."""
-    offsets, at = [], start
-    for text in texts:
-        offsets.append(at)
-        at += len(text)
     return {
-        "text_offset": offsets,
-        "token_logprobs": [None if each is None else each.logprob for each in found],
-        "tokens": list(texts),
-        "top_logprobs": [None if each is None else {top.text: top.logprob for top in each.top} for each in found],
+        "content": [{**_logprob(token), "top_logprobs": [_logprob(top) for top in token.top]} for token in logprobs]
     }
 
 
-def own_report(completion: Completion) -> dict[str, Any]:
-    """What only this service reports about a choice: why it ended, and the text of each thread of a forked one."""
-    report: dict[str, Any] = {"ending": completion.ending, "seed": completion.seed}
-    if len(completion.threads) > 1:
-        report["threads"] = [
-            {"path": list(one.path), "text": one.text, "ending": one.ending, "tokens": len(one.tokens)}
-            for one in completion.threads
-        ]
-    return report
+def text_logprobs(logprobs: Sequence[TokenLogprob | None], first: str = "") -> dict[str, Any]:
+    """Log probabilities as a text answer has them; `first` is the first token of an echoed prompt, which has none."""
+    texts = [first if token is None else token.text for token in logprobs]
+    return {
+        "text_offset": [0, *accumulate(map(len, texts[:-1]))] if texts else [],
+        "token_logprobs": [None if token is None else token.logprob for token in logprobs],
+        "tokens": texts,
+        "top_logprobs": [None if token is None else {top.text: top.logprob for top in token.top} for token in logprobs],
+    }
 
 
-def _one(each: TokenLogprob) -> dict[str, Any]:
-    return {"token": each.text, "logprob": each.logprob, "bytes": list(each.bytes)}
+def _logprob(token: TokenLogprob) -> dict[str, Any]:
+    return {"token": token.text, "logprob": token.logprob, "bytes": list(token.bytes)}
 
 
-def _by_step(found: Sequence[Statistics]) -> dict[str, list[int]]:
+def _by_step(choices: Sequence[Statistics]) -> dict[str, list[int]]:
     """Draft tokens of each decode step, as vLLM reports them: of one choice, with as many entries as steps."""
-    if len(found) != 1 or len(found[0].drafted_by_step) != found[0].steps:
+    if len(choices) != 1 or len(choices[0].drafted_by_step) != choices[0].steps:
         return {}
-    return {"per_step_accepted": found[0].accepted_by_step, "per_step_drafted": found[0].drafted_by_step}
+    return {"per_step_accepted": choices[0].accepted_by_step, "per_step_drafted": choices[0].drafted_by_step}
 
 
-def _histogram(found: Sequence[Statistics]) -> list[int]:
+def _histogram(choices: Sequence[Statistics]) -> list[int]:
     """Steps by the number of draft tokens that they accepted, from none on."""
-    if all(len(one.accepted_by_step) == one.steps for one in found):
-        counts = Counter(accepted for one in found for accepted in one.accepted_by_step)
+    if all(len(choice.accepted_by_step) == choice.steps for choice in choices):
+        counts = Counter(accepted for choice in choices for accepted in choice.accepted_by_step)
         return [counts[accepted] for accepted in range(max(counts, default=0) + 1)]
-    deepest = max(len(one.accepted_by_depth) for one in found)
-    reached = [sum(one.steps for one in found)]  # steps that accepted at least this many tokens
+    deepest = max(len(choice.accepted_by_depth) for choice in choices)
+    reached = [sum(choice.steps for choice in choices)]  # steps that accepted at least this many tokens
     reached += [
-        sum(one.accepted_by_depth[depth] for one in found if depth < len(one.accepted_by_depth))
+        sum(choice.accepted_by_depth[depth] for choice in choices if depth < len(choice.accepted_by_depth))
         for depth in range(deepest)
     ]
     return [max(0, here - further) for here, further in zip(reached, [*reached[1:], 0], strict=True)]
 
 
-def trace_report(trace: Trace, tokenizer: Tokenizer) -> dict[str, Any]:
+def _trace_report(trace: Trace, tokenizer: Tokenizer) -> dict[str, Any]:
     """The content of a trace file, with the first steps only if there are more than `MOST_STEPS`."""
     record = trace.as_dict(tokenizer)
     left_out = len(record["steps"]) - MOST_STEPS
@@ -187,9 +183,11 @@ class MessageText:
 
     def message(self, text: str) -> dict[str, Any]:
         """The message with this text."""
-        found = self.delta([*self.parts(text), *self.last_parts()])
-        calls = [{name: value for name, value in one.items() if name != "index"} for one in found.get("tool_calls", ())]
-        content = found.get("content", None if calls else "")
+        delta = self.delta([*self.parts(text), *self.last_parts()])
+        calls = [
+            {name: value for name, value in call.items() if name != "index"} for call in delta.get("tool_calls", ())
+        ]
+        content = delta.get("content", None if calls else "")
         message = {"role": "assistant", "content": content, "refusal": None}
         return {**message, "tool_calls": calls} if calls else message
 
@@ -200,56 +198,14 @@ class MessageText:
         return {"index": part.index, "id": self._tools.call_id(), "type": "function", "function": function}
 
 
-@dataclass(frozen=True)
-class Progress:
-    """What one step added to a choice."""
-
-    text: str  # in reading order
-    logprobs: list[TokenLogprob] | None = None  # None: not asked for
-    extras: dict[str, Any] = field(default_factory=dict)  # further fields of the choice
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is nothing that an event could report."""
-        return not (self.text or self.logprobs or self.extras)
+def text_of(pieces: Sequence[Piece]) -> str:
+    """The text that pieces add, in reading order."""
+    return "".join(piece.reading for piece in pieces)
 
 
-@dataclass(frozen=True)
-class Reported:
-    """What the events of a stream report besides its text."""
-
-    usage: bool = False  # at the end
-    usage_so_far: bool = False  # in each event
-    logprobs: bool = False
-    token_ids: bool = False
-    pieces: bool = False  # the text of each thread, as soon as it is generated
-    steps: bool = False  # what each step did
-
-    def progress(self, pieces: Sequence[Piece], steps: dict[str, Any] | None = None) -> Progress:
-        """What these pieces of one step added; `steps` has the steps that are new in a trace."""
-        extras: dict[str, Any] = {}
-        if self.token_ids and (tokens := [piece.token for piece in pieces if piece.token is not None]):
-            extras["token_ids"] = tokens
-        own = dict(steps or {})
-        if self.pieces and (shown := [_shown(piece) for piece in pieces if piece.text]):
-            own["pieces"] = shown
-        if own:
-            extras["spaceport"] = own
-        found = [piece.logprob for piece in pieces if piece.logprob is not None] if self.logprobs else None
-        return Progress("".join(piece.reading for piece in pieces), found, extras)
-
-
-def reported_to(body: ChatBody | TextBody) -> Reported:
-    """What the client of a request asked for."""
-    options = body.stream_options
-    return Reported(
-        usage=options is not None and options.include_usage,
-        usage_so_far=options is not None and options.continuous_usage_stats,
-        logprobs=body.logprobs is not None and body.logprobs is not False,
-        token_ids=bool(body.return_token_ids),
-        pieces=body.spaceport.threads,
-        steps=body.spaceport.trace,
-    )
+def logprobs_of(pieces: Sequence[Piece]) -> list[TokenLogprob]:
+    """The log probabilities of the tokens in pieces."""
+    return [piece.logprob for piece in pieces if piece.logprob is not None]
 
 
 def _shown(piece: Piece) -> dict[str, Any]:
@@ -258,29 +214,65 @@ def _shown(piece: Piece) -> dict[str, Any]:
 
 
 @dataclass
-class Shape:
-    """What all objects of one answer have in common."""
+class Answer:
+    """What all objects of the answer to one request have in common."""
 
     model: ServedModel
     key: str  # id of the request
+    body: ChatBody | TextBody
+    tools: ToolUse = NO_TOOLS
     created: int = field(default_factory=lambda: int(time.time()))
 
-    prefix: ClassVar[str]  # of the answer's id
-    whole: ClassVar[str]  # kind of a whole answer
-    part: ClassVar[str]  # kind of an event
+    prefix: ClassVar[str]  # of the id
 
     @property
     def id(self) -> str:
         """The answer's id."""
-        return f"{self.prefix}-{self.key}"
+        return f"{self.prefix}{self.key}"
 
-    def answer(self, choices: Sequence[dict[str, Any]], **more: Any) -> dict[str, Any]:
-        """A whole answer."""
-        return {**self._head(self.whole), "choices": list(choices), **more}
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether the client asked for log probabilities; in a text request, 0 asks for those of the tokens alone."""
+        return self.body.logprobs is not None and self.body.logprobs is not False
 
-    def event(self, choices: Sequence[dict[str, Any]], **more: Any) -> dict[str, Any]:
-        """An event of a streamed answer."""
-        return {**self._head(self.part), "choices": list(choices), **more}
+    def report(self, completion: Completion) -> dict[str, Any]:
+        """What only this service reports: why a choice ended, the text of each thread of a forked one, its trace."""
+        report: dict[str, Any] = {"ending": completion.ending, "seed": completion.seed}
+        if len(completion.threads) > 1:
+            report["threads"] = [
+                {"path": list(thread.path), "text": thread.text, "ending": thread.ending, "tokens": len(thread.tokens)}
+                for thread in completion.threads
+            ]
+        if completion.trace is not None:
+            report["trace"] = _trace_report(completion.trace, self.model.runtime.tokenizer)
+        return report
+
+
+class ChoicesAnswer(Answer):
+    """An answer with choices: those of the chat endpoint and of the text endpoint."""
+
+    whole_kind: ClassVar[str]
+    event_kind: ClassVar[str]
+
+    def whole(self, choices: Sequence[dict[str, Any]], **counts: Any) -> dict[str, Any]:
+        """The whole answer."""
+        return {**self._head(self.whole_kind), "choices": list(choices), **counts}
+
+    def event(self, *choices: dict[str, Any], **counts: Any) -> dict[str, Any]:
+        """An event of the answer, if it is streamed."""
+        return {**self._head(self.event_kind), "choices": list(choices), **counts}
+
+    def token_ids(self, prompt: Sequence[int], tokens: Sequence[int]) -> dict[str, Any]:
+        """The fields of a whole choice with its token ids, if the client asked for them."""
+        return {"prompt_token_ids": list(prompt), "token_ids": list(tokens)} if self.body.return_token_ids else {}
+
+    def opening(self, index: int) -> dict[str, Any] | None:
+        """The choice in the first event of a stream; None: it has no such event."""
+        return None
+
+    def rest(self, index: int) -> dict[str, Any] | None:
+        """The choice in an event with text that was held back; None: there is none."""
+        return None
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {
@@ -291,100 +283,94 @@ class Shape:
             "system_fingerprint": self.model.fingerprint,
         }
 
-    def _report(self, completion: Completion) -> dict[str, Any]:
-        """What only this service reports about a choice."""
-        report = own_report(completion)
-        if completion.trace is not None:
-            report["trace"] = trace_report(completion.trace, self.model.runtime.tokenizer)
-        return report
+    def _extras(self, pieces: Sequence[Piece], steps: dict[str, Any] | None) -> dict[str, Any]:
+        """What the client asked for of these pieces, besides text and log probabilities."""
+        extras: dict[str, Any] = {}
+        if self.body.return_token_ids and (tokens := [piece.token for piece in pieces if piece.token is not None]):
+            extras["token_ids"] = tokens
+        own = dict(steps or {})
+        if self.body.spaceport.threads and (shown := [_shown(piece) for piece in pieces if piece.text]):
+            own["pieces"] = shown
+        if own:
+            extras["spaceport"] = own
+        return extras
 
 
 @dataclass
-class ChatShape(Shape):
-    """Answers of the chat endpoint."""
+class ChatAnswer(ChoicesAnswer):
+    """An answer of the chat endpoint."""
 
-    tools: ToolUse = NO_TOOLS
     texts: dict[int, MessageText] = field(default_factory=dict)  # of each streamed choice
 
-    prefix, whole, part = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    prefix, whole_kind, event_kind = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
-    def choice(self, index: int, completion: Completion, logprobs: bool) -> dict[str, Any]:
+    def choice(self, index: int, completion: Completion) -> dict[str, Any]:
         """A whole choice."""
         text = MessageText(self.tools)
         return {
             "index": index,
             "message": text.message(completion.text),
-            "logprobs": chat_logprobs(completion.logprobs) if logprobs else None,
+            "logprobs": chat_logprobs(completion.logprobs) if self.wants_logprobs else None,
             "finish_reason": finish_reason(completion.ending, text.has_calls),
-            "spaceport": self._report(completion),
+            "spaceport": self.report(completion),
+            **self.token_ids(completion.prompt_tokens, completion.tokens),
         }
 
-    def opening(self, index: int) -> list[dict[str, Any]]:
+    def opening(self, index: int) -> dict[str, Any]:
         """The choice in the first event of a stream."""
         self.texts[index] = MessageText(self.tools)
-        return [{"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}]
+        return {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
 
-    def delta(self, index: int, progress: Progress) -> list[dict[str, Any]]:
-        """The choice in an event with what a step added; empty if that is nothing yet."""
-        text = self.texts[index]
-        delta = text.delta(text.parts(progress.text))
-        if not delta and not progress.logprobs and not progress.extras:
-            return []
+    def delta(self, index: int, pieces: Sequence[Piece], steps: dict[str, Any] | None) -> dict[str, Any] | None:
+        """The choice in an event with what a step added, and the new steps of its trace; None if that is nothing yet."""
+        text, extras = self.texts[index], self._extras(pieces, steps)
+        delta = text.delta(text.parts(text_of(pieces)))
+        logprobs = logprobs_of(pieces) if self.wants_logprobs else []
+        if not (delta or logprobs or extras):
+            return None
         choice: dict[str, Any] = {"index": index, "delta": delta or {"content": ""}, "finish_reason": None}
-        if progress.logprobs is not None:
-            choice["logprobs"] = chat_logprobs(progress.logprobs)
-        return [choice | progress.extras]
+        if self.wants_logprobs:
+            choice["logprobs"] = chat_logprobs(logprobs)
+        return choice | extras
 
-    def rest(self, index: int) -> list[dict[str, Any]]:
-        """The choice in an event with text that was held back; empty if there is none."""
+    def rest(self, index: int) -> dict[str, Any] | None:
+        """The choice in an event with text that was held back; None: there is none."""
         text = self.texts[index]
         delta = text.delta(text.last_parts())
-        return [{"index": index, "delta": delta, "finish_reason": None}] if delta else []
+        return {"index": index, "delta": delta, "finish_reason": None} if delta else None
 
     def ending(self, index: int, completion: Completion) -> dict[str, Any]:
         """A choice in its last event."""
-        return {
-            "index": index,
-            "delta": {},
-            "finish_reason": finish_reason(completion.ending, self.texts[index].has_calls),
-            "spaceport": self._report(completion),
-        }
+        reason = finish_reason(completion.ending, self.texts[index].has_calls)
+        return {"index": index, "delta": {}, "finish_reason": reason, "spaceport": self.report(completion)}
 
 
-class TextShape(Shape):
-    """Answers of the text endpoint."""
+class TextAnswer(ChoicesAnswer):
+    """An answer of the text endpoint."""
 
-    prefix, whole, part = "cmpl", "text_completion", "text_completion"
+    prefix, whole_kind, event_kind = "cmpl-", "text_completion", "text_completion"
 
-    def choice(self, index: int, completion: Completion, logprobs: bool) -> dict[str, Any]:
+    def choice(self, index: int, completion: Completion) -> dict[str, Any]:
         """A whole choice."""
-        found = completion.logprobs
         return {
             "index": index,
             "text": completion.text,
-            "logprobs": text_logprobs(found, [each.text for each in found]) if logprobs else None,
+            "logprobs": text_logprobs(completion.logprobs) if self.wants_logprobs else None,
             "finish_reason": finish_reason(completion.ending),
-            "spaceport": self._report(completion),
+            "spaceport": self.report(completion),
+            **self.token_ids(completion.prompt_tokens, completion.tokens),
         }
 
-    def opening(self, index: int) -> list[dict[str, Any]]:
-        """The choice in the first event of a stream: a text answer has no such event."""
-        return []
-
-    def delta(self, index: int, progress: Progress) -> list[dict[str, Any]]:
-        """The choice in an event with what a step added; empty if that is nothing yet."""
-        if progress.is_empty:
-            return []
-        found = progress.logprobs
-        logprobs = None if found is None else text_logprobs(found, [each.text for each in found])
-        choice = {"index": index, "text": progress.text, "logprobs": logprobs, "finish_reason": None}
-        return [choice | progress.extras]
-
-    def rest(self, index: int) -> list[dict[str, Any]]:
-        """The choice in an event with text that was held back: a text answer holds none back."""
-        return []
+    def delta(self, index: int, pieces: Sequence[Piece], steps: dict[str, Any] | None) -> dict[str, Any] | None:
+        """The choice in an event with what a step added, and the new steps of its trace; None if that is nothing yet."""
+        text, extras = text_of(pieces), self._extras(pieces, steps)
+        logprobs = logprobs_of(pieces) if self.wants_logprobs else []
+        if not (text or logprobs or extras):
+            return None
+        shown = text_logprobs(logprobs) if self.wants_logprobs else None
+        return {"index": index, "text": text, "logprobs": shown, "finish_reason": None} | extras
 
     def ending(self, index: int, completion: Completion) -> dict[str, Any]:
         """A choice in its last event."""
         reason = finish_reason(completion.ending)
-        return {"index": index, "text": "", "finish_reason": reason, "spaceport": self._report(completion)}
+        return {"index": index, "text": "", "finish_reason": reason, "spaceport": self.report(completion)}

@@ -23,13 +23,13 @@ from spaceport.runtime.session import Runtime
 from spaceport.tools.page.modules import STATIC
 from spaceport.tools.serve import completions, information
 from spaceport.tools.serve.audit import Audit, AuditLog
-from spaceport.tools.serve.failures import Failure, json_response
+from spaceport.tools.serve.failures import Failure
 from spaceport.tools.serve.metrics import Metrics
 from spaceport.tools.serve.openapi import needs_key, openapi
 from spaceport.tools.serve.options import ServiceOptions
-from spaceport.tools.serve.request_log import LogRequests, Spans, failure_of, record_in, record_of
+from spaceport.tools.serve.request_log import LogRequests, Spans, recorded_failure
 from spaceport.tools.serve.responses import responses
-from spaceport.tools.serve.service import ServedModel, ServedModels, Service, log, service_of
+from spaceport.tools.serve.service import ServedModel, Service, log, service_of
 
 _TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 _HEADERS = {
@@ -96,11 +96,9 @@ class RequireKey:
         if scope["type"] != "http" or not self._keys or not needs_key(scope["path"]) or self._has_key(scope):
             await self._app(scope, receive, send)
             return
-        failure = Failure(401, "no valid key: send the header Authorization: Bearer KEY", "authentication_error")
-        if (record := record_in(scope)) is not None:
-            record.error = failure.kind
-        response = json_response(failure.body(), failure.status, {"WWW-Authenticate": "Bearer"})
-        await response(scope, receive, send)
+        message, headers = "no valid key: send the header Authorization: Bearer KEY", {"WWW-Authenticate": "Bearer"}
+        failure = recorded_failure(Failure(401, message, "authentication_error", headers=headers), scope)
+        await failure.response()(scope, receive, send)
 
     def _has_key(self, scope: Scope) -> bool:
         header = Headers(scope=scope).get("authorization", "")
@@ -147,7 +145,7 @@ async def _open_models(
     openers: Mapping[str, Opener], service: Service, file: AuditLog | None, answers_while_opening: bool
 ) -> AsyncIterator[None]:
     """The time in which the bundles of all models are open."""
-    opened: list[ServedModel] = []
+    opened: dict[str, ServedModel] = {}
     opening = asyncio.create_task(_open(openers, opened, service, file))
     try:
         if not answers_while_opening:
@@ -157,23 +155,23 @@ async def _open_models(
         with suppress(SpaceportError, OSError):  # the service's fault
             await opening
         await asyncio.gather(*(audit.stop() for audit in service.audits.values()))
-        await close_models(opened)
+        await close_models(opened.values())
 
 
 async def _open(
-    openers: Mapping[str, Opener], opened: list[ServedModel], service: Service, file: AuditLog | None
+    openers: Mapping[str, Opener], opened: dict[str, ServedModel], service: Service, file: AuditLog | None
 ) -> None:
     """Open the bundles of all models, and begin to audit them."""
     log.info("opening %s", ", ".join(openers))
     try:
         for name, opener in openers.items():
-            opened.append(ServedModel(name, await asyncio.to_thread(opener)))
+            opened[name] = ServedModel(name, await asyncio.to_thread(opener))
     except (SpaceportError, OSError) as error:
         service.fault = error
         raise
-    service.models = ServedModels(opened)
+    service.models = opened.copy()
     if service.options.audit_rate:
-        service.audits = {model.name: _audit(service, model, file) for model in opened}
+        service.audits = {name: _audit(service, model, file) for name, model in opened.items()}
 
 
 def _audit(service: Service, model: ServedModel, file: AuditLog | None) -> Audit:
@@ -198,21 +196,20 @@ async def close_models(models: Iterable[ServedModel]) -> None:
 
 
 def _states(service: Service) -> dict[str, Any]:
-    return {model.name: service.status_of(model) for model in service.models}
+    return {name: service.status_of(model) for name, model in service.models.items()}
 
 
 async def _failed(request: Request, error: Exception) -> Response:
-    failure = failure_of(error)
-    record_of(request).error = failure.code or failure.kind
+    failure = recorded_failure(error, request.scope)
     if failure.status == 503:
         service_of(request).metrics.refused(failure.code or "unavailable")
     if failure.status == 500:
         log.error("a request failed", exc_info=error)
-    return json_response(failure.body(), failure.status, failure.headers)
+    return failure.response()
 
 
 async def _no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     what = f"{request.method} {request.url.path}"
     message = f"{what}: no such endpoint" if error.status_code == 404 else f"{what}: {error.detail}"
-    return json_response(Failure(error.status_code, message).body(), error.status_code, dict(error.headers or {}))
+    return Failure(error.status_code, message, headers=dict(error.headers or {})).response()

@@ -91,7 +91,7 @@ IGNORED = {
     "verbosity": "the models have no such option",
 }
 
-_Body = TypeVar("_Body", bound="Struct")
+Body = TypeVar("Body", bound="Struct")
 _MOST_NAMED = 5  # unknown fields in an error message
 
 
@@ -302,7 +302,7 @@ def _unknown(content: dict[str, Any], kind: type[Struct], path: str = "") -> Ite
                     yield from _unknown(value, inner, f"{path}{name}.")
 
 
-def body_of(kind: type[_Body], raw: bytes, strict: bool) -> tuple[_Body, list[str]]:
+def body_of(kind: type[Body], raw: bytes, strict: bool) -> tuple[Body, list[str]]:
     """A request's body, and its unknown fields; raises for invalid JSON, wrong types and, if `strict`, unknown fields."""
     try:
         content = msgspec.json.decode(raw)

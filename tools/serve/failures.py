@@ -30,6 +30,10 @@ class Failure(Exception):
             message = f"{message[: _MOST_MESSAGE - 1]}…"
         return {"error": {"message": message, "type": self.kind, "param": self.param, "code": self.code}}
 
+    def response(self) -> Response:
+        """The whole response."""
+        return json_response(self.body(), self.status, self.headers)
+
 
 def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     """A response with JSON."""

@@ -18,8 +18,9 @@ from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.prompt import Prompt
 from spaceport.runtime.text.transcript import Piece
 from spaceport.runtime.trace.trace import GrowingTrace
-from spaceport.tools.serve.answers import ChatShape, Reported, TextShape, metrics_of, timings_of, usage_of
-from spaceport.tools.serve.request_log import failure_of, record_in
+from spaceport.tools.serve.answers import ChatAnswer, TextAnswer, counts_of, usage_of
+from spaceport.tools.serve.bodies import StreamOptions
+from spaceport.tools.serve.request_log import recorded_failure
 
 DONE = b"data: [DONE]\n\n"
 _PING = b": ping\n\n"
@@ -73,6 +74,16 @@ class Generations:
         """Counts and times of each completion so far."""
         return [stream.statistics for stream in self.streams]
 
+    @property
+    def usage(self) -> dict[str, Any]:
+        """Usage so far; the choices of one prompt share its tokens."""
+        return usage_of(self.statistics, len(self.decodings))
+
+    @property
+    def counts(self) -> dict[str, Any]:
+        """The fields of an answer with its counts and times so far."""
+        return counts_of(self.statistics, len(self.decodings))
+
     def new_steps(self, index: int) -> dict[str, Any] | None:
         """The steps of a choice since the last call, as data of its trace; None without new ones or without a trace."""
         trace = self.streams[index].trace
@@ -86,19 +97,19 @@ class Generations:
         """All completions, once they have ended."""
         tasks = [asyncio.ensure_future(stream.completion()) for stream in self.streams]
         try:
-            found = await asyncio.gather(*tasks)
+            completions = await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
-        self.completions = dict(enumerate(found))
-        return found
+        self.completions = dict(enumerate(completions))
+        return completions
 
     async def pieces(self) -> AsyncIterator[tuple[int, list[Piece]]]:
         """The index of a choice with its next pieces, which one step generated; no pieces at its end."""
         if len(self.streams) == 1:  # needs neither a queue nor a task, which cost as much as the text of a step
             (only,) = self.streams
-            while found := await only.pieces():
-                yield 0, found
+            while pieces := await only.pieces():
+                yield 0, pieces
             self.completions[0] = await only.completion()
             yield 0, []
             return
@@ -122,55 +133,44 @@ class Generations:
         try:
             running = len(self.streams)
             while running:
-                index, found = await queue.get()
-                if isinstance(found, Exception):
-                    raise found
-                running -= not found
-                yield index, found
+                index, pieces = await queue.get()
+                if isinstance(pieces, Exception):
+                    raise pieces
+                running -= not pieces
+                yield index, pieces
         finally:
             for task in tasks:
                 task.cancel()
 
 
-async def events_of(
-    running: Generations, shape: ChatShape | TextShape, reported: Reported
-) -> AsyncGenerator[bytes, None]:
+async def events_of(running: Generations, answer: ChatAnswer | TextAnswer) -> AsyncGenerator[bytes, None]:
     """The events of a streamed answer; the completions end with it.
 
     Events that come at the same time are sent together, so that a client wakes up once for them.
     """
+    options = answer.body.stream_options or StreamOptions()
+    opened: set[int] = set()
+    unsent: list[bytes] = []
     try:
-        opened: set[int] = set()
-        found: list[bytes] = []
         async for index, pieces in running.pieces():
             if index not in opened:
                 opened.add(index)
-                if choices := shape.opening(index):
-                    found.append(event(shape.event(choices)))
-            if pieces:
-                steps = running.new_steps(index) if reported.steps else None
-                choices = shape.delta(index, reported.progress(pieces, steps))
-            else:
-                choices = shape.rest(index)
-            if choices:
-                more = {"usage": usage(running)} if reported.usage_so_far else {}
-                found.append(event(shape.event(choices, **more)))
+                if (choice := answer.opening(index)) is not None:
+                    unsent.append(event(answer.event(choice)))
+            choice = answer.delta(index, pieces, running.new_steps(index)) if pieces else answer.rest(index)
+            if choice is not None:
+                usage = {"usage": running.usage} if options.continuous_usage_stats else {}
+                unsent.append(event(answer.event(choice, **usage)))
             if not pieces:
-                found.append(event(shape.event([shape.ending(index, running.completions[index])])))
-            if found and len(running.completions) < len(running.streams):
-                yield b"".join(found)
-                found.clear()
-        if reported.usage:
-            report = {"metrics": metrics_of(running.statistics), "timings": timings_of(running.statistics)}
-            found.append(event(shape.event([], usage=usage(running), **report)))
-        yield b"".join([*found, DONE])
+                unsent.append(event(answer.event(answer.ending(index, running.completions[index]))))
+            if unsent and len(running.completions) < len(running.streams):
+                yield b"".join(unsent)
+                unsent.clear()
+        if options.include_usage:
+            unsent.append(event(answer.event(**running.counts)))
+        yield b"".join([*unsent, DONE])
     finally:
         running.close()
-
-
-def usage(running: Generations) -> dict[str, object]:
-    """Usage so far; the choices of one prompt share its tokens."""
-    return usage_of(running.statistics[:: len(running.decodings)], running.statistics)
 
 
 def event(content: Any) -> bytes:
@@ -193,7 +193,7 @@ class EventStream:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._sent = asyncio.get_running_loop().time()
-        gone, sender = asyncio.create_task(_left(receive)), asyncio.create_task(self._send_all(scope, send))
+        gone, sender = asyncio.create_task(left(receive)), asyncio.create_task(self._send_all(scope, send))
         try:
             await self._watch({gone, sender}, send)
             if sender.done():
@@ -218,7 +218,7 @@ class EventStream:
             except StopAsyncIteration:
                 break
             except Exception as error:  # noqa: BLE001  (reported to the client)
-                await self._send(self._failed(error, scope), send)
+                await self._send(event(recorded_failure(error, scope).body()), send)
                 chunk, more = DONE, False
             await self._send(chunk, send)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -245,15 +245,8 @@ class EventStream:
                 await asyncio.wait_for(send(message), self._send_timeout)
                 self._sent = clock()
 
-    def _failed(self, error: Exception, scope: Scope) -> bytes:
-        """The event of an error, which is recorded for the log."""
-        failure = failure_of(error)
-        if (record := record_in(scope)) is not None:
-            record.error = failure.code or failure.kind
-        return event(failure.body())
 
-
-async def _left(receive: Receive) -> None:
+async def left(receive: Receive) -> None:
     """Wait until the client has left."""
     while (await receive())["type"] != "http.disconnect":
         pass

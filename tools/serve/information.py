@@ -12,7 +12,7 @@ from spaceport import __version__
 from spaceport.graphs.contract.manifest import TEMPLATE_FILE
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.tokenizer import encoding_of
-from spaceport.tools.serve.bodies import DetokenizeBody, TokenizeBody, body_of
+from spaceport.tools.serve.bodies import DetokenizeBody, TokenizeBody
 from spaceport.tools.serve.failures import Failure, json_response
 from spaceport.tools.serve.service import read_body, service_of
 
@@ -21,27 +21,26 @@ _METRICS = "text/plain; version=0.0.4; charset=utf-8"
 
 async def models(request: Request) -> Response:
     """All served models."""
-    entries = [model.entry() for model in service_of(request).models]
+    entries = [model.entry() for model in service_of(request).models.values()]
     return json_response({"object": "list", "data": entries})
 
 
 async def model(request: Request) -> Response:
     """One served model."""
-    return json_response(service_of(request).models.find(request.path_params["name"]).entry())
+    return json_response(service_of(request).model(request.path_params["name"]).entry())
 
 
 async def tokenize(request: Request) -> Response:
     """The token ids of a text or of messages."""
-    service = service_of(request)
-    body, _ = body_of(TokenizeBody, await read_body(request, service.options.most_bytes), service.options.strict)
+    body = await read_body(request, TokenizeBody)
     if (body.prompt is None) == (body.messages is None):
         raise Failure(400, "prompt and messages are both given, or neither is: expected one of the two")
-    runtime = service.models.find(body.model).runtime
-    given: Any = body.prompt if body.messages is None else body.messages
+    runtime = service_of(request).model(body.model).runtime
+    prompt: Any = body.prompt if body.messages is None else body.messages
     if body.prompt is not None and not body.add_special_tokens:
         tokens = await asyncio.to_thread(_tokens_alone, runtime, body.prompt)
     else:
-        tokens = await asyncio.to_thread(runtime.tokens_of, given)
+        tokens = await asyncio.to_thread(runtime.tokens_of, prompt)
     return json_response({"count": len(tokens), "max_model_len": runtime.max_seq_len, "tokens": tokens})
 
 
@@ -53,18 +52,17 @@ def _tokens_alone(runtime: Runtime, text: str) -> list[int]:
 
 async def tokenizer_info(request: Request) -> Response:
     """The special tokens and the chat template of a model, as vLLM reports them."""
-    bundle = service_of(request).models.find(request.query_params.get("model")).runtime.bundle
-    found: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **bundle.manifest.special_tokens}
+    bundle = service_of(request).model(request.query_params.get("model")).runtime.bundle
+    info: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **bundle.manifest.special_tokens}
     if TEMPLATE_FILE in bundle.manifest.files:
-        found["chat_template"] = bundle.read(TEMPLATE_FILE).decode()
-    return json_response(found)
+        info["chat_template"] = bundle.read(TEMPLATE_FILE).decode()
+    return json_response(info)
 
 
 async def detokenize(request: Request) -> Response:
     """The text of token ids."""
-    service = service_of(request)
-    body, _ = body_of(DetokenizeBody, await read_body(request, service.options.most_bytes), service.options.strict)
-    runtime = service.models.find(body.model).runtime
+    body = await read_body(request, DetokenizeBody)
+    runtime = service_of(request).model(body.model).runtime
     vocab_size = runtime.bundle.manifest.signature.vocab_size
     if not all(0 <= token < vocab_size for token in body.tokens):
         raise Failure(400, f"tokens has ids outside of 0 to {vocab_size - 1}", param="tokens")
@@ -74,7 +72,7 @@ async def detokenize(request: Request) -> Response:
 
 async def live(request: Request) -> Response:
     """Whether the process should go on: not after a hung engine call."""
-    healthy = all(one.runtime.status().healthy for one in service_of(request).models)
+    healthy = service_of(request).healthy
     return json_response({"status": "ok" if healthy else "hung"}, 200 if healthy else 503)
 
 
@@ -87,36 +85,35 @@ async def ready(request: Request) -> Response:
 
 async def model_ready(request: Request) -> Response:
     """Whether the service takes requests for one model."""
-    service_of(request).models.find(request.path_params["name"])
+    service_of(request).model(request.path_params["name"])
     return await ready(request)
 
 
 async def version(request: Request) -> Response:
     """The version of Spaceport, and what drafts of each model leave unchanged on this machine."""
-    exactness = {model.name: str(model.runtime.exactness) for model in service_of(request).models}
+    exactness = {name: str(model.runtime.exactness) for name, model in service_of(request).models.items()}
     return json_response({"version": __version__, "exactness": exactness})
 
 
 async def load(request: Request) -> Response:
     """Running and waiting requests and KV slots, for load balancers."""
     service = service_of(request)
-    found = {}
-    for each in service.models:
-        one, audit = service.status_of(each), service.audits.get(each.name)
-        found[each.name] = {
-            "running": one.active_requests,
-            "waiting": one.queued_requests,
-            "most_running": one.max_requests,
-            "most_waiting": one.queue_limit,
-            "kv_slots": one.kv_slots,
-            "kv_slots_used": one.kv_slots_used,
-            "cached_tokens": one.cached_tokens,
-            "tokens_per_second": round(one.tokens_per_second, 1),
+    loads = {}
+    for name, model in service.models.items():
+        status, audit = service.status_of(model), service.audits.get(name)
+        loads[name] = {
+            "running": status.active_requests,
+            "waiting": status.queued_requests,
+            "most_running": status.max_requests,
+            "most_waiting": status.queue_limit,
+            "kv_slots": status.kv_slots,
+            "kv_slots_used": status.kv_slots_used,
+            "cached_tokens": status.cached_tokens,
+            "tokens_per_second": round(status.tokens_per_second, 1),
             "drafts": audit is None or audit.drafts,
         }
-    return json_response(
-        {"server_load": sum(one["running"] + one["waiting"] for one in found.values()), "models": found}
-    )
+    server_load = sum(model_load["running"] + model_load["waiting"] for model_load in loads.values())
+    return json_response({"server_load": server_load, "models": loads})
 
 
 async def metrics(request: Request) -> Response:

@@ -57,7 +57,7 @@ def needs_key(path: str) -> bool:
 async def openapi(request: Request) -> Response:
     """This description, as OpenAPI 3.1."""
     service = service_of(request)
-    limits = next((model.runtime.limits for model in service.models), DEFAULT_LIMITS)
+    limits = next((model.runtime.limits for model in service.models.values()), DEFAULT_LIMITS)
     return json_response(document(request.app.routes, limits, service.options))
 
 

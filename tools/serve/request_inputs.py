@@ -67,7 +67,7 @@ class ToolUse:
             return None
         return ToolCallParser(
             self.tool_format,
-            [one.name for one in self.functions],
+            [function.name for function in self.functions],
             most_calls=MOST_CALLS if self.parallel else 1,
             constrained=self.enforced,
             opened=self.enforced and self.opening is not None,
@@ -119,11 +119,11 @@ def _called(choice: object, functions: tuple[ToolFunction, ...]) -> tuple[ToolFu
         )
     if name is None:
         return functions
-    found = tuple(one for one in functions if one.name == name)
-    if not found:
-        known = ", ".join(one.name for one in functions[:5])
+    called = tuple(function for function in functions if function.name == name)
+    if not called:
+        known = ", ".join(function.name for function in functions[:5])
         raise Failure(400, f"tool_choice names {name!r:.80}: expected one of tools: {known}", param="tool_choice")
-    return found
+    return called
 
 
 def _named(choice: object) -> str | None:
@@ -171,60 +171,54 @@ async def chat_prompt(body: ChatBody, tools: ToolUse, model: ServedModel) -> Pro
     return [*await asyncio.to_thread(model.runtime.tokens_of, prompt), tools.opening]
 
 
-def text_prompts(given: str | list[Any]) -> list[Prompt]:
+def text_prompts(prompt: str | list[Any]) -> list[Prompt]:
     """The prompts of a text request: one text, one list of token ids, or several of either."""
-    if isinstance(given, str):
-        return [given]
-    if not given:
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
         raise Failure(400, "prompt is empty: expected a text or token ids", param="prompt")
-    if len({type(one) for one in given}) > 1:
+    if len({type(item) for item in prompt}) > 1:
         raise Failure(400, "prompt mixes texts and token ids: expected one kind", param="prompt")
-    if isinstance(given[0], int):
-        return [given]
-    if len(given) > _MOST_PROMPTS:
-        raise Failure(400, f"prompt has {len(given)} prompts: expected at most {_MOST_PROMPTS}", param="prompt")
-    return list(given)
+    if isinstance(prompt[0], int):
+        return [prompt]
+    if len(prompt) > _MOST_PROMPTS:
+        raise Failure(400, f"prompt has {len(prompt)} prompts: expected at most {_MOST_PROMPTS}", param="prompt")
+    return list(prompt)
 
 
 def decodings_of(
-    body: ChatBody | TextBody,
-    defaults: Mapping[str, Any],
-    timeout: float,
-    most_choices: int,
-    tools: ToolUse = NO_TOOLS,
-) -> tuple[Decoding, ...]:
-    """The options of each choice of a request; `defaults` is the generation_config of the bundle."""
-    count = 1 if body.n is None else body.n
-    if not 1 <= count <= most_choices:
-        raise Failure(400, f"n is {count}: expected 1 to {most_choices}", param="n")
-    return tuple(_decoding(body, defaults, timeout, choice, tools) for choice in range(count))
-
-
-def _decoding(
-    body: ChatBody | TextBody, defaults: Mapping[str, Any], timeout: float, choice: int, tools: ToolUse
-) -> Decoding:
+    body: ChatBody | TextBody, model: ServedModel, options: ServiceOptions, tools: ToolUse = NO_TOOLS
+) -> list[Decoding]:
+    """The options of each choice of a request."""
+    choices = 1 if body.n is None else body.n
+    if not 1 <= choices <= options.most_choices:
+        raise Failure(400, f"n is {choices}: expected 1 to {options.most_choices}", param="n")
+    suggested = model.runtime.bundle.manifest.generation_config
     own, plain = body.spaceport, bool(body.disable_spec_decode)
-    return Decoding(
-        max_tokens=_max_tokens(body),
-        stop=() if body.stop is None else body.stop,
-        include_stop=bool(body.include_stop_str_in_output),
-        skip_special_tokens=body.skip_special_tokens is not False and not tools.shows_special_tokens,
-        stop_token_ids=body.stop_token_ids or (),
-        min_tokens=body.min_tokens or 0,
-        ignore_eos=bool(body.ignore_eos),
-        cache_salt=body.cache_salt or "",
-        timeout=timeout,
-        sampling=_sampling(body, defaults, choice),
-        grammar=_grammar(body, tools),
-        mask_slots=0 if plain else own.mask_slots,
-        draft_rows=own.draft_rows,
-        lookup=0 if plain else own.lookup,
-        fork=own.fork,
-        max_threads=own.max_threads,
-        max_depth=Decoding.max_depth if own.max_depth is None else own.max_depth,
-        trace=own.trace,
-        logprobs=_logprobs(body),
-    )
+    return [
+        Decoding(
+            max_tokens=_max_tokens(body),
+            stop=() if body.stop is None else body.stop,
+            include_stop=bool(body.include_stop_str_in_output),
+            skip_special_tokens=body.skip_special_tokens is not False and not tools.shows_special_tokens,
+            stop_token_ids=body.stop_token_ids or (),
+            min_tokens=body.min_tokens or 0,
+            ignore_eos=bool(body.ignore_eos),
+            cache_salt=body.cache_salt or "",
+            timeout=options.request_timeout,
+            sampling=_sampling(body, suggested if suggested.get("do_sample") else {}, choice),
+            grammar=_grammar(body, tools),
+            mask_slots=0 if plain else own.mask_slots,
+            draft_rows=own.draft_rows,
+            lookup=0 if plain else own.lookup,
+            fork=own.fork,
+            max_threads=own.max_threads,
+            max_depth=Decoding.max_depth if own.max_depth is None else own.max_depth,
+            trace=own.trace,
+            logprobs=_logprobs(body),
+        )
+        for choice in range(choices)
+    ]
 
 
 def _max_tokens(body: ChatBody | TextBody) -> int | None:
@@ -250,18 +244,14 @@ def _logprobs(body: ChatBody | TextBody) -> int | None:
     return (body.top_logprobs or 0) if body.logprobs else None
 
 
-def _sampling(body: GenerationBody, defaults: Mapping[str, Any], choice: int) -> Sampling:
+def _sampling(body: GenerationBody, suggested: Mapping[str, Any], choice: int) -> Sampling:
     """How tokens are chosen: as the request says, else as the model's publisher suggests, else as in OpenAI's API."""
-    suggested = defaults if defaults.get("do_sample") else {}
 
-    def value(name: str, otherwise: float) -> Any:
-        given = getattr(body, name)
-        if given is None:
-            given = suggested.get(name)
-        return otherwise if given is None else given
+    def value(name: str, default: float) -> Any:
+        options = (getattr(body, name), suggested.get(name), default)
+        return next(option for option in options if option is not None)
 
-    temperature = value("temperature", 1.0)
-    top_k = value("top_k", 0)
+    temperature, top_k, biases = value("temperature", 1.0), value("top_k", 0), body.logit_bias or {}
     seed = None if body.seed is None or not temperature else (body.seed + choice) % _SEEDS
     return Sampling(
         temperature=temperature,
@@ -271,56 +261,56 @@ def _sampling(body: GenerationBody, defaults: Mapping[str, Any], choice: int) ->
         repetition_penalty=value("repetition_penalty", 1.0),
         presence_penalty=value("presence_penalty", 0.0),
         frequency_penalty=value("frequency_penalty", 0.0),
-        logit_bias=_biases(body.logit_bias),
-        banned=[int(token) for token, bias in (body.logit_bias or {}).items() if bias == -100],
+        logit_bias=_biases(biases),
+        banned=[int(token) for token, bias in biases.items() if bias == -100],
         seed=seed,
     )
 
 
-def _biases(given: Mapping[str, float] | None) -> dict[int, float]:
+def _biases(biases: Mapping[str, float]) -> dict[int, float]:
     """Biases by token id; -100 bans a token, as OpenAI's API says."""
     try:
-        return {int(token): bias for token, bias in (given or {}).items() if bias != -100}
+        return {int(token): bias for token, bias in biases.items() if bias != -100}
     except ValueError as error:
         raise Failure(400, f"logit_bias: {error}: expected token ids as keys", param="logit_bias") from error
 
 
 def _grammar(body: ChatBody | TextBody, tools: ToolUse) -> Grammar | None:
-    found = [] if tools.grammar is None else [tools.grammar]
-    found += [] if body.structured_outputs is None else _structured(body.structured_outputs)
+    grammars = [] if tools.grammar is None else [tools.grammar]
+    grammars += [] if body.structured_outputs is None else _structured(body.structured_outputs)
     if isinstance(body, ChatBody) and body.response_format is not None:
-        found += _formatted(body.response_format)
-    if len(found) > 1:
+        grammars += _formatted(body.response_format)
+    if len(grammars) > 1:
         raise Failure(
             400, "the request has several grammars: expected one of response_format, structured_outputs and tool_choice"
         )
-    return found[0] if found else None
+    return grammars[0] if grammars else None
 
 
-def _formatted(given: ResponseFormat) -> list[Grammar]:
-    if given.type == "text":
+def _formatted(response_format: ResponseFormat) -> list[Grammar]:
+    if response_format.type == "text":
         return []
-    if given.type == "json_object":
+    if response_format.type == "json_object":
         return [Grammar(json_schema={"type": "object"})]
-    if given.json_schema is None:
+    if response_format.json_schema is None:
         raise Failure(400, "response_format has no json_schema: expected one with a schema", param="response_format")
-    return [Grammar(json_schema=given.json_schema.schema)]
+    return [Grammar(json_schema=response_format.json_schema.schema)]
 
 
-def _structured(given: StructuredOutputs) -> list[Grammar]:
-    if given.grammar is not None:
+def _structured(outputs: StructuredOutputs) -> list[Grammar]:
+    if outputs.grammar is not None:
         raise Failure(400, "structured_outputs.grammar is not supported: expected json, regex or choice")
-    found = []
-    if given.json is not None:
-        schema = given.json if isinstance(given.json, str) else json.dumps(given.json)
-        found.append(Grammar(json_schema=schema))
-    if given.regex is not None:
-        found.append(Grammar(regex=given.regex))
-    if given.choice is not None:
-        if not given.choice or not all(given.choice):
+    grammars = []
+    if outputs.json is not None:
+        schema = outputs.json if isinstance(outputs.json, str) else json.dumps(outputs.json)
+        grammars.append(Grammar(json_schema=schema))
+    if outputs.regex is not None:
+        grammars.append(Grammar(regex=outputs.regex))
+    if outputs.choice is not None:
+        if not outputs.choice or not all(outputs.choice):
             raise Failure(400, "structured_outputs.choice has no text or an empty one: expected several texts")
-        found.append(Grammar(regex="|".join(_literal(text) for text in given.choice)))
-    return found
+        grammars.append(Grammar(regex="|".join(_literal(text) for text in outputs.choice)))
+    return grammars
 
 
 def _literal(text: str) -> str:

@@ -26,7 +26,7 @@ from spaceport.runtime.engine import EngineFault
 from spaceport.runtime.scheduling.request import QueueFull
 from spaceport.runtime.scheduling.worker import RuntimeClosed
 from spaceport.tools.serve.bodies import SUPPORTED
-from spaceport.tools.serve.failures import RETRY, Failure, json_response
+from spaceport.tools.serve.failures import RETRY, Failure
 from spaceport.tools.serve.service import log
 
 MOST_CHARACTERS = 128  # of an id that a client sends
@@ -113,8 +113,16 @@ class RequestRecord:
         }
 
 
-def failure_of(error: Exception) -> Failure:
-    """The response to an error."""
+def recorded_failure(error: Exception, scope: Scope) -> Failure:
+    """The failure that an error is for the client, which the record of its request has from now on."""
+    failure = _failure_of(error)
+    record: RequestRecord | None = scope.get(_KEY)
+    if record is not None:
+        record.error = failure.code or failure.kind
+    return failure
+
+
+def _failure_of(error: Exception) -> Failure:
     if isinstance(error, Failure):
         return error
     if isinstance(error, OptionFault):
@@ -135,12 +143,6 @@ def begin(scope: Scope) -> RequestRecord:
     record = RequestRecord(given if is_valid(given) else uuid.uuid4().hex, is_valid(given), scope["method"])
     scope[_KEY] = record
     return record
-
-
-def record_in(scope: Scope) -> RequestRecord | None:
-    """The record of a request, if the application has begun one."""
-    found: RequestRecord | None = scope.get(_KEY)
-    return found
 
 
 def record_of(request: Request) -> RequestRecord:
@@ -189,11 +191,10 @@ class LogRequests:
         try:
             await self._app(scope, receive, send_with_id)
         except Exception as error:  # noqa: BLE001  (a bug: logged, and reported to the client)
-            failure = failure_of(error)
-            record.error = failure.code or failure.kind
+            failure = recorded_failure(error, scope)
             log.error("a request failed", exc_info=error)
             if not record.status:
-                await json_response(failure.body(), failure.status, failure.headers)(scope, receive, send_with_id)
+                await failure.response()(scope, receive, send_with_id)
         finally:
             record.route = self._route(scope)
             self._log(record)

@@ -17,16 +17,14 @@ from spaceport.runtime.sampling.logprobs import TokenLogprob
 from spaceport.runtime.scheduling.request import Completion
 from spaceport.runtime.tool_calls.parser import CallPart, MessagePart
 from spaceport.tools.serve.answers import (
+    Answer,
     MessageText,
-    Reported,
     chat_logprobs,
     finish_reason,
+    logprobs_of,
     metrics_of,
-    own_report,
-    reported_to,
+    text_of,
     timings_of,
-    trace_report,
-    usage_of,
 )
 from spaceport.tools.serve.bodies import ChatBody, GenerationBody, ResponseFormat, SchemaFormat
 from spaceport.tools.serve.completions import completed, request_body, requested_model, started
@@ -34,13 +32,13 @@ from spaceport.tools.serve.failures import Failure, json_response
 from spaceport.tools.serve.generations import EventStream, Generations
 from spaceport.tools.serve.request_inputs import ToolUse, chat_prompt, check_least, tool_use_of
 from spaceport.tools.serve.request_log import record_of
-from spaceport.tools.serve.service import ServedModel, service_of
+from spaceport.tools.serve.service import service_of
 
 _STORED = ("previous_response_id", "conversation", "prompt")  # they name what an earlier request has stored
 _ADVICE = "the service stores nothing: send all messages as input"
 _TEXTS = ("input_text", "output_text", "text")  # kinds of parts that have text
 _LOGPROBS = "message.output_text.logprobs"
-_SHARED = frozenset(one.name for one in msgspec.structs.fields(GenerationBody)) - {"stream_options", "max_tokens"}
+_SHARED = frozenset(entry.name for entry in msgspec.structs.fields(GenerationBody)) - {"stream_options", "max_tokens"}
 
 Event = dict[str, Any]
 
@@ -134,17 +132,17 @@ def chat_body(body: ResponsesBody) -> ChatBody:
 
 def _messages(body: ResponsesBody) -> list[dict[str, Any]]:
     """The chat messages of the instructions and the input."""
-    found: list[dict[str, Any]] = []
+    messages: list[dict[str, Any]] = []
     if body.instructions:
-        found.append({"role": "system", "content": body.instructions})
+        messages.append({"role": "system", "content": body.instructions})
     items: Sequence[dict[str, Any]] = (
         [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
     )
     if not items:
         raise _invalid("input", "is empty: expected text or at least one item")
     for index, item in enumerate(items):
-        _add(found, f"input[{index}]", item)
-    return found
+        _add(messages, f"input[{index}]", item)
+    return messages
 
 
 def _add(messages: list[dict[str, Any]], where: str, item: Mapping[str, Any]) -> None:
@@ -213,14 +211,14 @@ def _choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
     return choice
 
 
-def _format(given: TextFormat | None) -> ResponseFormat | None:
-    if given is None:
+def _format(text_format: TextFormat | None) -> ResponseFormat | None:
+    if text_format is None:
         return None
-    if given.type == "json_schema":
-        if given.schema is None:
+    if text_format.type == "json_schema":
+        if text_format.schema is None:
             raise Failure(400, "text.format.schema is missing: expected a JSON schema", param="text.format.schema")
-        return ResponseFormat("json_schema", SchemaFormat(given.schema, given.name, given.strict))
-    return ResponseFormat(given.type)
+        return ResponseFormat("json_schema", SchemaFormat(text_format.schema, text_format.name, text_format.strict))
+    return ResponseFormat(text_format.type)
 
 
 def _invalid(where: str, what: str) -> Failure:
@@ -228,7 +226,7 @@ def _invalid(where: str, what: str) -> Failure:
 
 
 @dataclass
-class Output:
+class OutputItems:
     """The items of one response, which grow; each method returns the events of what it adds."""
 
     tools: ToolUse
@@ -241,10 +239,10 @@ class Output:
         """Add parts of the answer, and the log probabilities of tokens."""
         if self.with_logprobs:
             self._logprobs += chat_logprobs(logprobs)["content"]
-        found: list[Event] = []
+        events: list[Event] = []
         for part in parts:
-            found += self._add_text(part) if isinstance(part, str) else self._add_call(part)
-        return found
+            events += self._add_text(part) if isinstance(part, str) else self._add_call(part)
+        return events
 
     def close(self, complete: bool = True) -> list[Event]:
         """End the last item; `complete` is whether nothing cut it off."""
@@ -270,85 +268,84 @@ class Output:
         ]
 
     def _add_text(self, text: str) -> list[Event]:
-        found: list[Event] = []
+        events: list[Event] = []
         if not self._open or self.items[-1]["type"] != "message":
-            found += self._begin_message()
+            events += self._begin_message()
         (part,) = self.items[-1]["content"]
         part["text"] += text
         logprobs, self._logprobs = self._logprobs, []
         if self.with_logprobs:
             part["logprobs"] += logprobs
         of_part = {"item_id": self.items[-1]["id"], "content_index": 0}
-        return [*found, self._event("output_text.delta", **of_part, delta=text, logprobs=logprobs)]
+        return [*events, self._event("output_text.delta", **of_part, delta=text, logprobs=logprobs)]
 
     def _add_call(self, part: CallPart) -> list[Event]:
-        found: list[Event] = []
+        events: list[Event] = []
         if part.name is not None:
             call = {"type": "function_call", "call_id": self.tools.call_id(), "name": part.name, "arguments": ""}
-            found += self._begin({"id": f"fc_{secrets.token_hex(12)}", **call})
+            events += self._begin({"id": f"fc_{secrets.token_hex(12)}", **call})
         self.items[-1]["arguments"] += part.arguments
         if part.arguments:
             delta = {"item_id": self.items[-1]["id"], "delta": part.arguments}
-            found.append(self._event("function_call_arguments.delta", **delta))
-        return found
+            events.append(self._event("function_call_arguments.delta", **delta))
+        return events
 
     def _begin_message(self) -> list[Event]:
         part: dict[str, Any] = {"type": "output_text", "text": "", "annotations": []}
         if self.with_logprobs:
             part["logprobs"] = []
         item_id = f"msg_{secrets.token_hex(12)}"
-        found = self._begin({"id": item_id, "type": "message", "role": "assistant", "content": []})
+        events = self._begin({"id": item_id, "type": "message", "role": "assistant", "content": []})
         self.items[-1]["content"] = [part]
-        return [*found, self._event("content_part.added", item_id=item_id, content_index=0, part=part.copy())]
+        return [*events, self._event("content_part.added", item_id=item_id, content_index=0, part=part.copy())]
 
     def _begin(self, item: dict[str, Any]) -> list[Event]:
         """End the last item, and begin another one."""
-        found = self.close()
+        events = self.close()
         self.items.append({**item, "status": "in_progress"})
         self._open = True
-        return [*found, self._event("output_item.added", item=self.items[-1].copy())]
+        return [*events, self._event("output_item.added", item=self.items[-1].copy())]
 
     def _event(self, kind: str, **fields: Any) -> Event:
         return {"type": f"response.{kind}", "output_index": len(self.items) - 1, **fields}
 
 
 @dataclass
-class Response:
-    """What all events of one response have in common, and the response so far."""
+class ResponsesAnswer(Answer):
+    """The response to one request, which grows, and what all its events have in common."""
 
-    model: ServedModel
-    key: str  # id of the request
-    body: ResponsesBody
-    tools: ToolUse
-    reported: Reported
-    created: int = field(default_factory=lambda: int(time.time()))
+    asked: ResponsesBody = field(kw_only=True)  # `body` is the same request as a chat request
+
+    prefix = "resp_"
 
     def __post_init__(self) -> None:
-        self.output = Output(self.tools, with_logprobs=self.reported.logprobs)
+        self.items = OutputItems(self.tools, with_logprobs=self.wants_logprobs)
         self.text = MessageText(self.tools)
-
-    @property
-    def id(self) -> str:
-        """The id of the response."""
-        return f"resp_{self.key}"
 
     def begun(self) -> dict[str, Any]:
         """The response before anything is generated."""
         return {**self._head("in_progress"), "output": [], "usage": None}
 
+    def add(self, text: str, logprobs: Sequence[TokenLogprob]) -> list[Event]:
+        """Add generated text, and the log probabilities of its tokens."""
+        return self.items.add(self.text.parts(text), logprobs)
+
+    def finish(self, completion: Completion) -> list[Event]:
+        """Add the text that was held back, and end the output."""
+        added = self.items.add(self.text.last_parts())
+        if not self.items.items:  # a response has at least one item
+            added += self.items.add([""])
+        return [*added, *self.items.close(finish_reason(completion.ending) == "stop")]
+
     def whole(self, running: Generations, completion: Completion) -> dict[str, Any]:
         """The response with its output."""
         complete = finish_reason(completion.ending) == "stop"
-        (statistics,) = running.statistics
-        usage = usage_of([statistics], [statistics])
-        report = own_report(completion)
-        if completion.trace is not None:
-            report["trace"] = trace_report(completion.trace, self.model.runtime.tokenizer)
+        usage = running.usage
         return {
             **self._head("completed" if complete else "incomplete"),
             "completed_at": int(time.time()),
             "incomplete_details": None if complete else {"reason": "max_output_tokens"},
-            "output": self.output.items,
+            "output": self.items.items,
             "usage": {
                 "input_tokens": usage["prompt_tokens"],
                 "input_tokens_details": usage["prompt_tokens_details"],
@@ -356,20 +353,13 @@ class Response:
                 "output_tokens_details": {"reasoning_tokens": 0},
                 "total_tokens": usage["total_tokens"],
             },
-            "metrics": metrics_of([statistics]),
-            "timings": timings_of([statistics]),
-            "spaceport": report,
+            "metrics": metrics_of(running.statistics),
+            "timings": timings_of(running.statistics),
+            "spaceport": self.report(completion),
         }
 
-    def finish(self, completion: Completion) -> list[Event]:
-        """Add the text that was held back, and end the output."""
-        added = self.output.add(self.text.last_parts())
-        if not self.output.items:  # a response has at least one item
-            added += self.output.add([""])
-        return [*added, *self.output.close(finish_reason(completion.ending) == "stop")]
-
     def _head(self, status: str) -> dict[str, Any]:
-        body = self.body
+        asked = self.asked
         return {
             "id": self.id,
             "object": "response",
@@ -378,30 +368,25 @@ class Response:
             "model": self.model.name,
             "error": None,
             "incomplete_details": None,
-            "instructions": body.instructions,
-            "max_output_tokens": body.max_output_tokens,
-            "metadata": body.metadata or {},
-            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "instructions": asked.instructions,
+            "max_output_tokens": asked.max_output_tokens,
+            "metadata": asked.metadata or {},
+            "parallel_tool_calls": asked.parallel_tool_calls is not False,
             "previous_response_id": None,
             "store": False,
             "background": False,
-            "temperature": body.temperature,
-            "top_p": body.top_p,
-            "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
-            "tools": [{"strict": None, "parameters": None, **tool} for tool in body.tools or ()],
-            "text": {"format": {"type": "text"} if body.text is None or body.text.format is None else body.text.format},
+            "temperature": asked.temperature,
+            "top_p": asked.top_p,
+            "tool_choice": "auto" if asked.tool_choice is None else asked.tool_choice,
+            "tools": [{"strict": None, "parameters": None, **tool} for tool in asked.tools or ()],
+            "text": {
+                "format": {"type": "text"} if asked.text is None or asked.text.format is None else asked.text.format
+            },
             "truncation": "disabled",
         }
 
 
-def whole_response(response: Response, running: Generations, completion: Completion) -> dict[str, Any]:
-    """The response to a request that is not streamed."""
-    response.output.add(response.text.parts(completion.text), completion.logprobs)
-    response.finish(completion)
-    return response.whole(running, completion)
-
-
-async def events_of(response: Response, running: Generations) -> AsyncGenerator[bytes, None]:
+async def _events_of(running: Generations, answer: ResponsesAnswer) -> AsyncGenerator[bytes, None]:
     """The events of a streamed response; the completion ends with it."""
     numbers = count()
 
@@ -411,15 +396,14 @@ async def events_of(response: Response, running: Generations) -> AsyncGenerator[
 
     try:
         for kind in ("created", "in_progress"):
-            yield encoded({"type": f"response.{kind}", "response": response.begun()})
+            yield encoded({"type": f"response.{kind}", "response": answer.begun()})
         async for _, pieces in running.pieces():
-            progress = response.reported.progress(pieces)
-            for event in response.output.add(response.text.parts(progress.text), progress.logprobs or ()):
+            for event in answer.add(text_of(pieces), logprobs_of(pieces)):
                 yield encoded(event)
         completion = running.completions[0]
-        for event in response.finish(completion):
+        for event in answer.finish(completion):
             yield encoded(event)
-        whole = response.whole(running, completion)
+        whole = answer.whole(running, completion)
         yield encoded({"type": f"response.{whole['status']}", "response": whole})
     finally:
         running.close()
@@ -434,9 +418,11 @@ async def responses(request: Request) -> Any:
     chat = chat_body(body)
     tools = tool_use_of(chat, model, options)
     prompt = await chat_prompt(chat, tools, model)
-    response = Response(model, record_of(request).rename(body.request_id), body, tools, reported_to(chat))
-    running = await started(request, model, chat, [prompt], response.id, tools)
+    answer = ResponsesAnswer(model, record_of(request).rename(body.request_id), chat, tools, asked=body)
+    running = await started(request, answer, [prompt])
     if body.stream:
-        return EventStream(events_of(response, running), running.close, options.ping_interval, options.send_timeout)
+        return EventStream(_events_of(running, answer), running.close, options.ping_interval, options.send_timeout)
     (completion,) = await completed(request, running)
-    return json_response(whole_response(response, running, completion))
+    answer.add(completion.text, completion.logprobs)
+    answer.finish(completion)
+    return json_response(answer.whole(running, completion))

@@ -46,7 +46,7 @@ class Server(uvicorn.Server):
             late = monotonic() >= self._stop_at
             if late:
                 log.warning("%d requests ended unfinished", len(self.server_state.tasks))
-                await close_models(self._service.models)
+                await close_models(self._service.models.values())
             self.should_exit = late or not self.server_state.tasks
         self.should_exit = self.should_exit or self._service.find_fault() is not None
         return await super().on_tick(counter)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import sha256
@@ -18,6 +17,7 @@ from spaceport.runtime.scheduling.status import RuntimeStatus
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.tool_calls.functions import ToolFormat, format_of
 from spaceport.tools.serve.audit import Audit
+from spaceport.tools.serve.bodies import Body, body_of
 from spaceport.tools.serve.failures import Failure
 from spaceport.tools.serve.metrics import Metrics
 from spaceport.tools.serve.options import ServiceOptions
@@ -62,33 +62,13 @@ class ServedModel:
         }
 
 
-class ServedModels:
-    """The open bundles of a service by name."""
-
-    def __init__(self, models: list[ServedModel]) -> None:
-        self._models = {model.name: model for model in models}
-
-    def __iter__(self) -> Iterator[ServedModel]:
-        return iter(self._models.values())
-
-    def find(self, name: str | None) -> ServedModel:
-        """The model that a request asks for; a request that names none gets the only one."""
-        if name is None and len(self._models) == 1:
-            return next(iter(self._models.values()))
-        if name is None or name not in self._models:
-            known = ", ".join(map(repr, self._models))
-            asked = "no model is given" if name is None else f"the model {name!r} does not exist"
-            raise Failure(404, f"{asked}: expected {known}", param="model", code="model_not_found")
-        return self._models[name]
-
-
 @dataclass
 class Service:
     """The open bundles, options and counters of an application."""
 
     options: ServiceOptions
     metrics: Metrics
-    models: ServedModels = field(default_factory=lambda: ServedModels([]))
+    models: dict[str, ServedModel] = field(default_factory=dict)  # by name; empty until all bundles are open
     audits: dict[str, Audit] = field(default_factory=dict)  # by model, if completions are audited
     fault: Exception | None = None  # why a bundle could not be opened, or why the service has to be started again
     draining: bool = False  # whether it was asked to stop: running requests end, new ones are refused
@@ -96,16 +76,31 @@ class Service:
     @property
     def opening(self) -> bool:
         """Whether its bundles are not open yet."""
-        return not list(self.models)
+        return not self.models
 
     @property
     def ready(self) -> bool:
         """Whether it takes requests."""
-        return not self.draining and not self.opening and all(one.runtime.status().healthy for one in self.models)
+        return not self.draining and not self.opening and self.healthy
+
+    @property
+    def healthy(self) -> bool:
+        """Whether no engine call hangs."""
+        return all(model.runtime.status().healthy for model in self.models.values())
+
+    def model(self, name: str | None) -> ServedModel:
+        """The model that a request asks for; a request that names none gets the only one."""
+        if name is None and len(self.models) == 1:
+            return next(iter(self.models.values()))
+        if name is None or name not in self.models:
+            known = ", ".join(map(repr, self.models))
+            asked = "no model is given" if name is None else f"the model {name!r} does not exist"
+            raise Failure(404, f"{asked}: expected {known}", param="model", code="model_not_found")
+        return self.models[name]
 
     def find_fault(self) -> Exception | None:
         """Why the service has to be started again, if so: its fault, or an engine call that hangs, which becomes its fault."""
-        if self.fault is None and not all(one.runtime.status().healthy for one in self.models):
+        if self.fault is None and not self.healthy:
             self.fault = EngineFault("an engine call did not return, and the service has stopped: start it again")
         return self.fault
 
@@ -124,11 +119,16 @@ def service_of(request: Request) -> Service:
     return service
 
 
-async def read_body(request: Request, most: int) -> bytes:
-    """The body of a request; raises if it is larger than `most` bytes."""
-    found = bytearray()
+async def read_body(request: Request, kind: type[Body]) -> Body:
+    """The body of a request; raises for one that is too large or invalid."""
+    options = service_of(request).options
+    raw = bytearray()
     async for part in request.stream():
-        found += part
-        if len(found) > most:
-            raise Failure(413, f"the body has more than {most} bytes: send a smaller one", code="body_too_large")
-    return bytes(found)
+        raw += part
+        if len(raw) > options.most_bytes:
+            message = f"the body has more than {options.most_bytes} bytes: send a smaller one"
+            raise Failure(413, message, code="body_too_large")
+    body, unknown = body_of(kind, bytes(raw), options.strict)
+    if unknown:
+        log.debug("ignored fields: %s", ", ".join(ascii(name[:64]) for name in unknown[:20]))
+    return body

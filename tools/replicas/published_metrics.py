@@ -7,7 +7,7 @@ from typing import Any
 
 from ray.serve.metrics import Gauge
 
-from spaceport.tools.serve.metrics import Metrics, Sample
+from spaceport.tools.serve.metrics import Metrics, MetricSample
 
 _INTERVAL = 5.0  # seconds; Ray collects every 10
 
@@ -24,6 +24,6 @@ async def publish(metrics: Metrics, prefix: str) -> None:
         await asyncio.sleep(_INTERVAL)
 
 
-def _gauge(name: str, sample: Sample) -> Any:
+def _gauge(name: str, sample: MetricSample) -> Any:
     """A metric of Ray that takes values as they are: its counters only add, and its histograms only observe."""
     return Gauge(name, description=sample.text, tag_keys=tuple(sample.labels))

@@ -214,7 +214,7 @@ def _shown(piece: Piece) -> dict[str, Any]:
 
 
 @dataclass
-class Answer:
+class RequestAnswer:
     """What all objects of the answer to one request have in common."""
 
     model: ServedModel
@@ -248,7 +248,7 @@ class Answer:
         return report
 
 
-class ChoicesAnswer(Answer):
+class ChoicesAnswer(RequestAnswer):
     """An answer with choices: those of the chat endpoint and of the text endpoint."""
 
     whole_kind: ClassVar[str]

@@ -22,7 +22,7 @@ from spaceport.graphs.contract.faults import SpaceportError
 from spaceport.runtime.session import Runtime
 from spaceport.tools.page.modules import STATIC
 from spaceport.tools.serve import completions, information
-from spaceport.tools.serve.audit import Audit, AuditLog
+from spaceport.tools.serve.audit import AuditLog, CompletionAudit
 from spaceport.tools.serve.failures import Failure
 from spaceport.tools.serve.metrics import Metrics
 from spaceport.tools.serve.openapi import needs_key, openapi
@@ -174,9 +174,9 @@ async def _open(
         service.audits = {name: _audit(service, model, file) for name, model in opened.items()}
 
 
-def _audit(service: Service, model: ServedModel, file: AuditLog | None) -> Audit:
+def _audit(service: Service, model: ServedModel, file: AuditLog | None) -> CompletionAudit:
     """The audit of a model's completions, which begins now."""
-    audit = Audit(
+    audit = CompletionAudit(
         model.name,
         model.runtime,
         service.options.audit_rate,

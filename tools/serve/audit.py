@@ -27,7 +27,7 @@ from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.scheduling.request import Completion
 from spaceport.runtime.scheduling.stream import AsyncStream
 from spaceport.runtime.session import Runtime
-from spaceport.tools.serve.comparison import Comparison, Difference, Outcome, plain_decoding
+from spaceport.tools.serve.comparison import CompletionComparison, Outcome, TokenDifference, plain_decoding
 
 MOST_BYTES = 64 << 20  # of the audit log
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
@@ -78,7 +78,7 @@ class AuditLog:
 
 
 def fault_record(
-    name: str, runtime: Runtime, decoding: Decoding, completion: Completion, differences: Iterable[Difference]
+    name: str, runtime: Runtime, decoding: Decoding, completion: Completion, differences: Iterable[TokenDifference]
 ) -> dict[str, Any]:
     """What is needed to reproduce a fault, apart from what the client sent and got."""
     manifest, engine = runtime.bundle.manifest, runtime.engine
@@ -92,7 +92,7 @@ def fault_record(
         "seed": completion.seed,
         "prompt_tokens": len(completion.prompt_tokens),
         "tokens": len(completion.tokens),
-        "differences": [asdict(one) for one in differences],
+        "differences": [asdict(difference) for difference in differences],
     }
 
 
@@ -119,7 +119,7 @@ def _threads_of(completion: Completion) -> list[dict[str, Any]]:
 
 def _options_of(decoding: Decoding) -> dict[str, Any]:
     """The options without text and without what says something about it."""
-    options = {one.name: getattr(decoding, one.name) for one in fields(decoding) if one.name not in _TEXT}
+    options = {option.name: getattr(decoding, option.name) for option in fields(decoding) if option.name not in _TEXT}
     sampling = asdict(options.pop("sampling"))
     for name in ("logit_bias", "banned"):
         sampling[name] = len(sampling[name])
@@ -133,13 +133,13 @@ def _options_of(decoding: Decoding) -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    versions = {}
     for package in _PACKAGES:
         try:
-            found[package] = version(package)
+            versions[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class _Job:
     completion: Completion
 
 
-class Audit:
+class CompletionAudit:
     """Repeats completions of one model, one at a time."""
 
     def __init__(
@@ -253,7 +253,7 @@ class Audit:
         """Generate a completion again without drafts, unless clients wait before it has ended."""
         manifest = self._runtime.bundle.manifest
         tolerance = tolerance_of(manifest.signature.dtype, manifest.activations)
-        comparison = Comparison(job.completion, tolerance, stops=bool(job.decoding.stops))
+        comparison = CompletionComparison(job.completion, tolerance, stops=bool(job.decoding.stops))
         plain = plain_decoding(job.decoding, job.completion)
         stream = self._runtime.astream(list(job.completion.prompt_tokens), plain, observers=(comparison,))
         self._stream = stream
@@ -267,7 +267,7 @@ class Audit:
             self._compare(job, comparison, task.result())
         except (NotANumber, OptionFault) as error:  # of plain decoding only
             reason = f"plain decoding failed: {type(error).__name__}"
-            self._fault(job, None, [Difference((), len(job.completion.prompt_tokens), reason=reason)])
+            self._fault(job, None, [TokenDifference((), len(job.completion.prompt_tokens), reason=reason)])
         finally:
             stream.close()
             task.cancel()
@@ -280,7 +280,7 @@ class Audit:
         status = self._runtime.status()
         return status.max_requests - status.active_requests - status.queued_requests
 
-    def _compare(self, job: _Job, comparison: Comparison, plain: Completion) -> None:
+    def _compare(self, job: _Job, comparison: CompletionComparison, plain: Completion) -> None:
         if plain.ending in _UNFINISHED:
             self._on_result("skipped")
             return
@@ -290,11 +290,11 @@ class Audit:
             self._fault(job, plain, differences)
             return
         self._on_result(outcome)
-        for one in differences:  # without the tokens, which are a part of the answer
-            shown = f"at position {one.position}, {one.shift:.1e} of {one.allowed:.1e}"
+        for difference in differences:  # without the tokens, which are a part of the answer
+            shown = f"at position {difference.position}, {difference.shift:.1e} of {difference.allowed:.1e}"
             log.info("near-tie in %s %s", self._name, shown)
 
-    def _fault(self, job: _Job, plain: Completion | None, differences: list[Difference]) -> None:
+    def _fault(self, job: _Job, plain: Completion | None, differences: list[TokenDifference]) -> None:
         self._on_result("fault")
         record = fault_record(self._name, self._runtime, job.decoding, job.completion, differences)
         log.error("exactness fault: %s", msgspec.json.encode(record).decode())

@@ -135,7 +135,7 @@ REFUSED = {
 def bounds_of(limits: Limits, most_choices: int) -> dict[str, dict[str, dict[str, Any]]]:
     """Bounds of fields by name and JSON type, as JSON schema says them."""
     text, ids = {"maxLength": limits.prompt_chars}, {"maxItems": limits.prompt_chars}
-    found: dict[str, dict[str, dict[str, Any]]] = {
+    bounds: dict[str, dict[str, dict[str, Any]]] = {
         "n": {"integer": {"minimum": 1, "maximum": most_choices}},
         "top_k": {"integer": {"minimum": -1}},
         "top_logprobs": {"integer": {"minimum": 0, "maximum": limits.logprobs}},
@@ -163,8 +163,8 @@ def bounds_of(limits: Limits, most_choices: int) -> dict[str, dict[str, dict[str
         ("presence_penalty", -2, 2),
         ("frequency_penalty", -2, 2),
     ):
-        found[name] = {"number": {"minimum": least, "maximum": most}}
-    return found
+        bounds[name] = {"number": {"minimum": least, "maximum": most}}
+    return bounds
 
 
 class StreamOptions(Struct):
@@ -287,7 +287,7 @@ class DetokenizeBody(Struct, kw_only=True):
 @cache  # takes a millisecond
 def _types(kind: type[Struct]) -> dict[str, Any]:
     """The types of the entries that objects of this kind have."""
-    return {one.encode_name: one.type for one in msgspec.structs.fields(kind)}
+    return {entry.encode_name: entry.type for entry in msgspec.structs.fields(kind)}
 
 
 def _unknown(content: dict[str, Any], kind: type[Struct], path: str = "") -> Iterator[str]:

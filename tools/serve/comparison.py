@@ -1,4 +1,4 @@
-"""Comparison: a completion compared with plain decoding, token by token, while plain decoding generates it again."""
+"""A completion compared with plain decoding, token by token, while plain decoding generates it again."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ROUNDS = 32  # of bisection
 
 
 @dataclass(frozen=True)
-class Difference:
+class TokenDifference:
     """The first position of a thread at which plain decoding selects another token.
 
     - `path`: Path of the thread.
@@ -68,7 +68,7 @@ def plain_decoding(decoding: Decoding, completion: Completion) -> Decoding:
     )
 
 
-class Comparison:
+class CompletionComparison:
     """Observer of plain decoding that finds the first difference of each thread of a completion."""
 
     def __init__(self, completion: Completion, tolerance: float, stops: bool = False) -> None:
@@ -81,38 +81,40 @@ class Comparison:
         self._threads = {thread.path: thread for thread in completion.threads}
         self._tolerance = tolerance
         self._stops = stops
-        self.differences: dict[Path, Difference] = {}
+        self.differences: dict[Path, TokenDifference] = {}
 
     def on_step(self, verified: VerifiedStep) -> None:
         """Compare the token of each thread with the one that it has in the completion."""
         for part, verdict, logits in zip(verified.plan.parts, verified.verdicts, verified.logits, strict=True):
             thread = part.thread
-            given = self._threads.get(thread.path)
-            if not verdict.tokens or given is None or self._differs(thread.path):
+            completed = self._threads.get(thread.path)
+            if not verdict.tokens or completed is None or self._differs(thread.path):
                 continue
             group, token = verified.request, verdict.tokens[0]
             index, ends = len(thread.tokens) - thread.start, group.end | group.stop
-            if index < len(given.tokens):
-                found, expected = given.tokens[index], {given.tokens[index]}
-            elif self._is_cut(given):
+            if index < len(completed.tokens):
+                completed_token, expected = completed.tokens[index], {completed.tokens[index]}
+            elif self._is_cut(completed):
                 continue
             else:
-                found, expected = None, set(ends)
+                completed_token, expected = None, set(ends)
             if token not in expected:
                 line = logits[part.layout.known - 1 - int(part.rows_wanted[0])]
                 shift = shift_of(group.selector, line, thread, token, expected)
                 shown = None if token in ends else token
                 allowed = self._tolerance * max(1.0, float(np.abs(line[np.isfinite(line)]).max(initial=0.0)))
                 position = len(thread.tokens)
-                self.differences[thread.path] = Difference(thread.path, position, shown, found, shift, allowed)
+                self.differences[thread.path] = TokenDifference(
+                    thread.path, position, shown, completed_token, shift, allowed
+                )
 
     def outcome(self, plain: Completion) -> Outcome:
         """The result, once plain decoding has ended with this completion."""
         if not self.differences and (reason := self._other_difference(plain)):
-            self.differences[()] = Difference((), len(plain.prompt_tokens), reason=reason)
+            self.differences[()] = TokenDifference((), len(plain.prompt_tokens), reason=reason)
         if not self.differences:
             return "equal"
-        return "near_tie" if all(one.near_tie for one in self.differences.values()) else "fault"
+        return "near_tie" if all(difference.near_tie for difference in self.differences.values()) else "fault"
 
     def _differs(self, path: Path) -> bool:
         """Whether a thread or one that it was forked from differs already, so that the rest cannot be compared."""
@@ -130,11 +132,11 @@ class Comparison:
         if plain_threads.keys() != self._threads.keys():
             return f"plain decoding has {len(plain_threads)} threads, the completion has {len(self._threads)}"
         for path, thread in plain_threads.items():
-            given = self._threads[path]
-            if len(thread.tokens) != len(given.tokens):
-                return f"a thread has {len(given.tokens)} tokens, in plain decoding {len(thread.tokens)}"
-            if (thread.fork, thread.ending, thread.tokens) != (given.fork, given.ending, given.tokens):
-                return f"a thread ended with {given.ending}, in plain decoding with {thread.ending}"
+            completed = self._threads[path]
+            if len(thread.tokens) != len(completed.tokens):
+                return f"a thread has {len(completed.tokens)} tokens, in plain decoding {len(thread.tokens)}"
+            if (thread.fork, thread.ending, thread.tokens) != (completed.fork, completed.ending, completed.tokens):
+                return f"a thread ended with {completed.ending}, in plain decoding with {thread.ending}"
         return "" if plain.text == self._completion.text else "the tokens are equal, their text differs"
 
 

@@ -22,7 +22,7 @@ from spaceport.runtime.sampling.sampler import Sampling
 from spaceport.runtime.scheduling.request import Completion
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.prompt import Prompt
-from spaceport.tools.serve.answers import Answer, ChatAnswer, TextAnswer, counts_of, finish_reason, text_logprobs
+from spaceport.tools.serve.answers import ChatAnswer, RequestAnswer, TextAnswer, counts_of, finish_reason, text_logprobs
 from spaceport.tools.serve.bodies import Body, ChatBody, TextBody
 from spaceport.tools.serve.failures import RETRY, Failure, json_response
 from spaceport.tools.serve.generations import EventStream, Generations, events_of, left
@@ -98,7 +98,7 @@ async def _answer(request: Request, answer: ChatAnswer | TextAnswer, prompts: Se
     return json_response(answer.whole(choices, **running.counts))
 
 
-async def started(request: Request, answer: Answer, prompts: Sequence[Prompt]) -> Generations:
+async def started(request: Request, answer: RequestAnswer, prompts: Sequence[Prompt]) -> Generations:
     """The running completions of a request."""
     service, record, model, tools = service_of(request), record_of(request), answer.model, answer.tools
     decodings = decodings_of(answer.body, model, service.options, tools)

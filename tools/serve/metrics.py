@@ -19,26 +19,29 @@ _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
 # The state of each model by name.
 States = Callable[[], dict[str, RuntimeStatus]]
 
-_GAUGES: dict[str, tuple[str, Callable[[RuntimeStatus], float]]] = {
-    "num_requests_running": ("Requests that have KV slots.", lambda one: one.active_requests),
-    "num_requests_waiting": ("Requests that wait.", lambda one: one.queued_requests),
-    "kv_cache_usage_perc": ("Share of the KV slots in use.", lambda one: one.kv_slots_used / one.kv_slots),
-    "tokens_per_second": ("Generated tokens per second, last 10 s.", lambda one: one.tokens_per_second),
-    "cached_tokens": ("Tokens of ended requests that others may reuse.", lambda one: one.cached_tokens),
-}
 
-# What a model has of something by state, in one metric.
-_STATES: dict[str, tuple[str, Callable[[RuntimeStatus], dict[str, float]]]] = {
-    "threads": ("Threads of running requests.", lambda one: {"live": one.live_threads, "queued": one.queued_threads}),
-    "slots": ("KV slots of all requests that can run.", lambda one: _slots(one)),
-}
-
-
-def _slots(status: RuntimeStatus) -> dict[str, float]:
+def _slots_by_state(status: RuntimeStatus) -> dict[str, float]:
     """KV slots of running requests, of ended ones that others may reuse, and all others."""
     cached = min(status.cached_tokens, status.kv_slots - status.kv_slots_used)
     return {"used": status.kv_slots_used, "cached": cached, "free": status.kv_slots - status.kv_slots_used - cached}
 
+
+_GAUGES: dict[str, tuple[str, Callable[[RuntimeStatus], float]]] = {
+    "num_requests_running": ("Requests that have KV slots.", lambda status: status.active_requests),
+    "num_requests_waiting": ("Requests that wait.", lambda status: status.queued_requests),
+    "kv_cache_usage_perc": ("Share of the KV slots in use.", lambda status: status.kv_slots_used / status.kv_slots),
+    "tokens_per_second": ("Generated tokens per second, last 10 s.", lambda status: status.tokens_per_second),
+    "cached_tokens": ("Tokens of ended requests that others may reuse.", lambda status: status.cached_tokens),
+}
+
+# What a model has of something by state, in one metric.
+_STATES: dict[str, tuple[str, Callable[[RuntimeStatus], dict[str, float]]]] = {
+    "threads": (
+        "Threads of running requests.",
+        lambda status: {"live": status.live_threads, "queued": status.queued_threads},
+    ),
+    "slots": ("KV slots of all requests that can run.", _slots_by_state),
+}
 
 _AUDITED = {
     "checked": "Completions that were generated again without drafts and compared.",
@@ -50,7 +53,7 @@ _AUDITED = {
 
 
 @dataclass(frozen=True)
-class Sample:
+class MetricSample:
     """One value of a metric."""
 
     name: str  # without the prefix, as in Prometheus' text format
@@ -144,54 +147,56 @@ class Metrics:
         """Count a request that was not admitted."""
         self._refused.labels(reason).inc()
 
-    def ended(self, model: str, reason: str, found: Statistics, first: bool = True) -> None:
+    def ended(self, model: str, reason: str, statistics: Statistics, first: bool = True) -> None:
         """Count a completion that has ended; `first`: it is the first one of its prompt, whose tokens count once."""
-        self._prompt_tokens.labels(model).inc(found.prompt_tokens if first else 0)
-        self._tokens.labels(model).inc(found.tokens)
+        self._prompt_tokens.labels(model).inc(statistics.prompt_tokens if first else 0)
+        self._tokens.labels(model).inc(statistics.tokens)
         self._ended.labels(model, reason).inc()
-        self._drafts.labels(model).inc(found.steps)
-        self._draft_tokens.labels(model).inc(sum(found.drafted_by_depth))
-        self._accepted.labels(model).inc(sum(found.accepted_by_depth))
-        for depth, count in enumerate(found.accepted_by_depth):
+        self._drafts.labels(model).inc(statistics.steps)
+        self._draft_tokens.labels(model).inc(sum(statistics.drafted_by_depth))
+        self._accepted.labels(model).inc(sum(statistics.accepted_by_depth))
+        for depth, count in enumerate(statistics.accepted_by_depth):
             self._by_depth.labels(model, str(depth)).inc(count)
-        for source, count in found.accepted_by_source.items():
+        for source, count in statistics.accepted_by_source.items():
             self._by_source.labels(model, source).inc(count)
-        for limit, count in found.drafts_limited.items():
+        for limit, count in statistics.drafts_limited.items():
             self._limited.labels(model, limit).inc(count)
-        for kind, count in _rows(found).items():
+        for kind, count in _rows(statistics).items():
             self._rows.labels(model, kind).inc(count)
-        self._outside.labels(model).inc(found.outside_seconds)
-        self._times(model, found)
+        self._outside.labels(model).inc(statistics.outside_seconds)
+        self._times(model, statistics)
 
     def text(self) -> bytes:
         """All counters in Prometheus' text format."""
         return generate_latest(self._registry)
 
-    def samples(self) -> Iterator[Sample]:
+    def samples(self) -> Iterator[MetricSample]:
         """The counters of the service as single values: a histogram has one for each bucket, its sum and its count."""
         for family in self._registry.collect():
-            for one in family.samples:
-                if one.name.startswith(f"{self._prefix}:") and not one.name.endswith("_created"):
-                    yield Sample(one.name.partition(":")[2], family.documentation, dict(one.labels), one.value)
+            for sample in family.samples:
+                if sample.name.startswith(f"{self._prefix}:") and not sample.name.endswith("_created"):
+                    yield MetricSample(
+                        sample.name.partition(":")[2], family.documentation, dict(sample.labels), sample.value
+                    )
 
-    def _times(self, model: str, found: Statistics) -> None:
-        self._whole.labels(model).observe(found.seconds)
-        self._queued.labels(model).observe(found.waiting_seconds)
-        if found.tokens:
-            decoding = max(0.0, found.seconds - found.first_token_seconds)
-            self._first.labels(model).observe(found.first_token_seconds)
-            self._prefill.labels(model).observe(max(0.0, found.first_token_seconds - found.waiting_seconds))
+    def _times(self, model: str, statistics: Statistics) -> None:
+        self._whole.labels(model).observe(statistics.seconds)
+        self._queued.labels(model).observe(statistics.waiting_seconds)
+        if statistics.tokens:
+            decoding = max(0.0, statistics.seconds - statistics.first_token_seconds)
+            self._first.labels(model).observe(statistics.first_token_seconds)
+            self._prefill.labels(model).observe(max(0.0, statistics.first_token_seconds - statistics.waiting_seconds))
             self._decode.labels(model).observe(decoding)
-            if found.tokens > 1:
-                self._between.labels(model).observe(decoding / (found.tokens - 1))
+            if statistics.tokens > 1:
+                self._between.labels(model).observe(decoding / (statistics.tokens - 1))
 
 
-def _rows(found: Statistics) -> dict[str, int]:
+def _rows(statistics: Statistics) -> dict[str, int]:
     """The rows of a completion by what they hold."""
-    drafts = found.candidate_rows + found.mask_rows
+    drafts = statistics.candidate_rows + statistics.mask_rows
     return {
-        "known": found.rows - drafts,
-        "candidate": found.candidate_rows,
-        "mask": found.mask_rows,
-        "padding": found.padding_rows,
+        "known": statistics.rows - drafts,
+        "candidate": statistics.candidate_rows,
+        "mask": statistics.mask_rows,
+        "padding": statistics.padding_rows,
     }

@@ -68,28 +68,28 @@ def document(routes: Iterable[Any], limits: Limits, options: ServiceOptions) -> 
         for route in routes
         if isinstance(route, Route) and not route.path.startswith("/page/") and route.path != "/"
     }
-    found: dict[str, Any] = {
+    description: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {"title": "Spaceport", "version": __version__},
         "paths": paths,
         "components": {"schemas": {**schemas(limits, options.most_choices), "Error": _ERROR}},
     }
     if options.keys:
-        found["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-    return found
+        description["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    return description
 
 
 def schemas(limits: Limits, most_choices: int) -> dict[str, dict[str, Any]]:
     """The schemas of all bodies, with descriptions and bounds of their fields."""
-    _, found = msgspec.json.schema_components(BODIES.values(), ref_template=_REFERENCE)
+    _, components = msgspec.json.schema_components(BODIES.values(), ref_template=_REFERENCE)
     bounds = bounds_of(limits, most_choices)
     for kind in BODIES.values():
-        properties: dict[str, dict[str, Any]] = found[kind.__name__]["properties"]
+        properties: dict[str, dict[str, Any]] = components[kind.__name__]["properties"]
         for name, schema in properties.items():
             schema["description"] = SUPPORTED[name]
             for branch in schema.get("anyOf", [schema]):
                 branch.update(bounds.get(name, {}).get(branch.get("type"), {}))
-    return found
+    return components
 
 
 def _path(route: Route, options: ServiceOptions) -> dict[str, Any]:

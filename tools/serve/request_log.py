@@ -58,16 +58,16 @@ class RequestRecord:
     statistics: list[Statistics] = field(default_factory=list)  # of each choice
     trace: str | None = None  # id of the trace that its span is in
 
-    def rename(self, given: str | None) -> str:
+    def rename(self, name: str | None) -> str:
         """The id for the answer; one that the body of the request has is the request's id too, unless a header has one."""
-        if given is None:
+        if name is None:
             return self.id
-        if not is_valid(given):
+        if not is_valid(name):
             expected = f"expected 1 to {MOST_CHARACTERS} printable ASCII characters without spaces"
             raise Failure(400, f"request_id is invalid: {expected}", param="request_id")
         if not self.named:
-            self.id = given
-        return given
+            self.id = name
+        return name
 
     def ended(self, ending: Ending, statistics: Statistics) -> None:
         """Note the end of a choice."""
@@ -75,41 +75,45 @@ class RequestRecord:
         self.statistics.append(statistics)
 
     @property
-    def prompt_statistics(self) -> list[Statistics]:
+    def _prompt_statistics(self) -> list[Statistics]:
         """Those of the first choice of each prompt."""
         return self.statistics[:: max(1, len(self.statistics) // self.prompts)]
 
     def fields(self) -> dict[str, Any]:
         """The request as fields of a log entry; those that are unknown are left out."""
-        found: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "method": self.method,
             "route": self.route,
             "status": self.status,
-            "seconds": round(monotonic() - self.started, 4),
+            "seconds": monotonic() - self.started,
             "error": self.error,
             "model": self.model,
             "answer": self.answer,
             "trace": self.trace,
+            **({"ending": ",".join(sorted(set(self.endings)))} if self.endings else {}),
+            **self.counts(),
         }
-        return {name: value for name, value in {**found, **self._counts()}.items() if value is not None}
-
-    def _counts(self) -> dict[str, Any]:
-        every = self.statistics
-        if not every:
-            return {}
-        steps, accepted = sum(one.steps for one in every), sum(sum(one.accepted_by_depth) for one in every)
-        drafted = sum(sum(one.drafted_by_depth) for one in every)
         return {
-            "ending": ",".join(sorted(set(self.endings))),
-            "choices": len(every),
-            "prompt_tokens": sum(one.prompt_tokens for one in self.prompt_statistics),
-            "cached_tokens": sum(one.cached_tokens for one in self.prompt_statistics),
-            "tokens": sum(one.tokens for one in every),
-            "steps": steps,
-            "queue_seconds": round(max(one.waiting_seconds for one in every), 4),
-            "first_token_seconds": round(max(one.first_token_seconds for one in every), 4),
-            "draft_tokens": drafted,
-            "accepted_tokens": accepted,
+            name: round(value, 4) if isinstance(value, float) else value
+            for name, value in fields.items()
+            if value is not None
+        }
+
+    def counts(self) -> dict[str, Any]:
+        """Counts of all choices, times of the slowest; empty if nothing was generated."""
+        choices = self.statistics
+        if not choices:
+            return {}
+        return {
+            "choices": len(choices),
+            "prompt_tokens": sum(prompt.prompt_tokens for prompt in self._prompt_statistics),
+            "cached_tokens": sum(prompt.cached_tokens for prompt in self._prompt_statistics),
+            "tokens": sum(choice.tokens for choice in choices),
+            "steps": sum(choice.steps for choice in choices),
+            "queue_seconds": max(choice.waiting_seconds for choice in choices),
+            "first_token_seconds": max(choice.first_token_seconds for choice in choices),
+            "draft_tokens": sum(sum(choice.drafted_by_depth) for choice in choices),
+            "accepted_tokens": sum(sum(choice.accepted_by_depth) for choice in choices),
         }
 
 
@@ -139,8 +143,8 @@ def _failure_of(error: Exception) -> Failure:
 
 def begin(scope: Scope) -> RequestRecord:
     """The record of a request that has come, with the id that its header has or a new one."""
-    given = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
-    record = RequestRecord(given if is_valid(given) else uuid.uuid4().hex, is_valid(given), scope["method"])
+    name = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
+    record = RequestRecord(name if is_valid(name) else uuid.uuid4().hex, is_valid(name), scope["method"])
     scope[_KEY] = record
     return record
 
@@ -151,9 +155,9 @@ def record_of(request: Request) -> RequestRecord:
     return record
 
 
-def is_valid(given: str) -> bool:
+def is_valid(name: str) -> bool:
     """Whether an id that a client sent can be used: bounded, printable and without spaces."""
-    return _VALID.fullmatch(given) is not None
+    return _VALID.fullmatch(name) is not None
 
 
 class Spans(Protocol):
@@ -210,21 +214,21 @@ class LogRequests:
         log.log(logging.DEBUG if quiet else logging.INFO, "request ended", extra={"fields": record.fields()})
 
 
-class _Lines(logging.Formatter):
+class _EntryFormatter(logging.Formatter):
     """Entries whose errors have their stack, but no message: it may quote text of a request."""
 
     def formatException(self, ei: Any) -> str:
         """The stack and type of an error and of its causes."""
         error: BaseException | None = ei[1]
-        found = []
+        stacks = []
         while error is not None:
             message = f": {error}" if isinstance(error, EngineFault) else ""
-            found.append("".join(traceback.format_tb(error.__traceback__)) + type(error).__name__ + message)
+            stacks.append("".join(traceback.format_tb(error.__traceback__)) + type(error).__name__ + message)
             error = error.__cause__
-        return "\ncaused by\n".join(found)
+        return "\ncaused by\n".join(stacks)
 
 
-class TextLines(_Lines):
+class TextLines(_EntryFormatter):
     """Entries as lines of text, with their fields as name=value."""
 
     def __init__(self) -> None:
@@ -236,7 +240,7 @@ class TextLines(_Lines):
         return f"{super().formatMessage(record)} {fields}".rstrip()
 
 
-class JsonLines(_Lines):
+class JsonLines(_EntryFormatter):
     """Entries as JSON objects, one per line."""
 
     def format(self, record: logging.LogRecord) -> str:
@@ -263,5 +267,5 @@ def configure_logging(form: str, level: str) -> None:
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
     request = current.get()
-    given: dict[str, Any] = getattr(record, "fields", {})
-    return given if request is None else {"id": request.id, **given}
+    fields: dict[str, Any] = getattr(record, "fields", {})
+    return fields if request is None else {"id": request.id, **fields}

@@ -17,8 +17,8 @@ from spaceport.runtime.sampling.logprobs import TokenLogprob
 from spaceport.runtime.scheduling.request import Completion
 from spaceport.runtime.tool_calls.parser import CallPart, MessagePart
 from spaceport.tools.serve.answers import (
-    Answer,
     MessageText,
+    RequestAnswer,
     chat_logprobs,
     finish_reason,
     logprobs_of,
@@ -103,8 +103,8 @@ def check_fields(body: ResponsesBody) -> None:
             raise Failure(400, f"{name} is not supported: {_ADVICE}", param=name)
     if body.background:
         raise Failure(400, f"background is not supported: {_ADVICE}, or a stream", param="background")
-    for name, given in (("return_token_ids", body.return_token_ids), ("spaceport.threads", body.spaceport.threads)):
-        if given:
+    for name, asked in (("return_token_ids", body.return_token_ids), ("spaceport.threads", body.spaceport.threads)):
+        if asked:
             raise Failure(400, f"{name} is not supported here: expected a request for /v1/chat/completions", param=name)
     for name in ("max_tokens", "max_output_tokens"):
         if (given := getattr(body, name)) is not None:
@@ -154,7 +154,7 @@ def _add(messages: list[dict[str, Any]], where: str, item: Mapping[str, Any]) ->
         if not isinstance(role, str):
             raise _invalid(f"{where}.role", "is missing: expected user, assistant, system or developer")
         role = "system" if role == "developer" else role
-        if role == "system" and [one["role"] for one in messages] == ["system"]:
+        if role == "system" and [message["role"] for message in messages] == ["system"]:
             last["content"] += f"\n\n{content}"  # templates take one system message, at the start
         else:
             messages.append({"role": role, "content": content})
@@ -164,7 +164,7 @@ def _add(messages: list[dict[str, Any]], where: str, item: Mapping[str, Any]) ->
             "type": "function",
             "function": {"name": item.get("name"), "arguments": item.get("arguments", "")},
         }
-        if not all(isinstance(one, str) for one in (call["id"], item.get("name"), item.get("arguments", ""))):
+        if not all(isinstance(text, str) for text in (call["id"], item.get("name"), item.get("arguments", ""))):
             raise _invalid(where, "is no function_call: expected call_id, name and arguments as texts")
         if last.get("role") != "assistant":
             messages.append({"role": "assistant", "content": ""})
@@ -311,7 +311,7 @@ class OutputItems:
 
 
 @dataclass
-class ResponsesAnswer(Answer):
+class ResponsesAnswer(RequestAnswer):
     """The response to one request, which grows, and what all its events have in common."""
 
     asked: ResponsesBody = field(kw_only=True)  # `body` is the same request as a chat request

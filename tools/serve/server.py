@@ -27,8 +27,8 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to listen; uvicorn logs no address for a socket that it is given."""
         await super().startup(sockets)
-        for one in sockets or ():
-            host, port = one.getsockname()[:2]
+        for listener in sockets or ():
+            host, port = listener.getsockname()[:2]
             log.info("running on http://%s:%d", f"[{host}]" if ":" in host else host, port)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -54,16 +54,16 @@ class Server(uvicorn.Server):
 
 def listening(host: str, port: int) -> socket.socket:
     """A socket that is bound to an address, before bundles are opened; raises if that is not possible."""
-    found = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        found.bind((host, port))
+        listener.bind((host, port))
     except OSError as error:
-        found.close()
+        listener.close()
         raise OptionFault(
             f"{host} port {port}: {error.strerror}: expected a free port and an address of this machine"
         ) from error
-    return found
+    return listener
 
 
 def serve(app: Starlette, host: str, port: int) -> None:

@@ -16,7 +16,7 @@ from spaceport.runtime.engine import EngineFault
 from spaceport.runtime.scheduling.status import RuntimeStatus
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.tool_calls.functions import ToolFormat, format_of
-from spaceport.tools.serve.audit import Audit
+from spaceport.tools.serve.audit import CompletionAudit
 from spaceport.tools.serve.bodies import Body, body_of
 from spaceport.tools.serve.failures import Failure
 from spaceport.tools.serve.metrics import Metrics
@@ -69,7 +69,7 @@ class Service:
     options: ServiceOptions
     metrics: Metrics
     models: dict[str, ServedModel] = field(default_factory=dict)  # by name; empty until all bundles are open
-    audits: dict[str, Audit] = field(default_factory=dict)  # by model, if completions are audited
+    audits: dict[str, CompletionAudit] = field(default_factory=dict)  # by model, if completions are audited
     fault: Exception | None = None  # why a bundle could not be opened, or why the service has to be started again
     draining: bool = False  # whether it was asked to stop: running requests end, new ones are refused
 

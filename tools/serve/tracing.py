@@ -39,8 +39,8 @@ class RequestSpans:
         operation = "text_completion" if record.route == "/v1/completions" else "chat"
         generates = record.model is not None
         span.update_name(f"{operation} {record.model}" if generates else f"{record.method} {record.route}")
-        found = {**_http(record), **(_asked(record, operation) if generates else {}), **_answered(record)}
-        span.set_attributes({name: value for name, value in found.items() if value is not None})
+        attributes = {**_http(record), **(_asked(record, operation) if generates else {}), **_answered(record)}
+        span.set_attributes({name: value for name, value in attributes.items() if value is not None})
         if record.status >= 500 or (record.status < 400 and record.error):  # the latter: after a stream has begun
             span.set_status(StatusCode.ERROR)
         span.end()
@@ -72,7 +72,7 @@ def _http(record: RequestRecord) -> dict[str, Any]:
 
 def _asked(record: RequestRecord, operation: str) -> dict[str, Any]:
     """Options of the request."""
-    found = {
+    attributes = {
         "gen_ai.operation.name": operation,
         "gen_ai.provider.name": "spaceport",
         "gen_ai.request.model": record.model,
@@ -80,8 +80,8 @@ def _asked(record: RequestRecord, operation: str) -> dict[str, Any]:
         **({} if record.decoding is None else _options(record.decoding)),
     }
     if len(record.statistics) > record.prompts:
-        found["gen_ai.request.choice.count"] = len(record.statistics) // record.prompts
-    return found
+        attributes["gen_ai.request.choice.count"] = len(record.statistics) // record.prompts
+    return attributes
 
 
 def _options(decoding: Decoding) -> dict[str, Any]:
@@ -99,23 +99,22 @@ def _options(decoding: Decoding) -> dict[str, Any]:
 
 def _answered(record: RequestRecord) -> dict[str, Any]:
     """Counts and times of the answer; those under gen_ai.latency have the names that vLLM gives them."""
-    every = record.statistics
-    if not every:
+    counts = record.counts()
+    if not counts:
         return {}
-    first = max(one.first_token_seconds for one in every)
     return {
         "gen_ai.response.id": record.answer,
         "gen_ai.response.model": record.model,
         "gen_ai.response.finish_reasons": [finish_reason(ending) for ending in record.endings],
-        "gen_ai.response.time_to_first_chunk": first if record.stream else None,
-        "gen_ai.usage.input_tokens": sum(one.prompt_tokens for one in record.prompt_statistics),
-        "gen_ai.usage.output_tokens": sum(one.tokens for one in every),
-        "gen_ai.usage.cache_read.input_tokens": sum(one.cached_tokens for one in record.prompt_statistics),
-        "gen_ai.latency.time_in_queue": max(one.waiting_seconds for one in every),
-        "gen_ai.latency.time_to_first_token": first,
-        "gen_ai.latency.e2e": max(one.seconds for one in every),
+        "gen_ai.response.time_to_first_chunk": counts["first_token_seconds"] if record.stream else None,
+        "gen_ai.usage.input_tokens": counts["prompt_tokens"],
+        "gen_ai.usage.output_tokens": counts["tokens"],
+        "gen_ai.usage.cache_read.input_tokens": counts["cached_tokens"],
+        "gen_ai.latency.time_in_queue": counts["queue_seconds"],
+        "gen_ai.latency.time_to_first_token": counts["first_token_seconds"],
+        "gen_ai.latency.e2e": max(choice.seconds for choice in record.statistics),
         "spaceport.endings": record.endings,
-        "spaceport.steps": sum(one.steps for one in every),
-        "spaceport.draft_tokens": sum(sum(one.drafted_by_depth) for one in every),
-        "spaceport.accepted_tokens": sum(sum(one.accepted_by_depth) for one in every),
+        "spaceport.steps": counts["steps"],
+        "spaceport.draft_tokens": counts["draft_tokens"],
+        "spaceport.accepted_tokens": counts["accepted_tokens"],
     }

@@ -28,7 +28,7 @@ from spaceport.runtime.sampling.sampler import Sampling
 from spaceport.runtime.scheduling.request import Completion
 from spaceport.runtime.session import Runtime
 from spaceport.tools.serve.application import application
-from spaceport.tools.serve.audit import Audit, AuditLog, AuditResult
+from spaceport.tools.serve.audit import AuditLog, AuditResult, CompletionAudit
 from spaceport.tools.serve.comparison import plain_decoding
 from spaceport.tools.serve.options import ServiceOptions
 from support.chat_runtime import chat_runtime
@@ -80,10 +80,10 @@ def tied(size: float, end: bool) -> Callable[[NDArray[np.float32], bool], None]:
 @asynccontextmanager
 async def auditing(
     runtime: Runtime, *, rate: float = 1.0, chance: Callable[[], float] = lambda: 0.0, **options: Any
-) -> AsyncIterator[tuple[Audit, list[AuditResult]]]:
+) -> AsyncIterator[tuple[CompletionAudit, list[AuditResult]]]:
     """An audit that runs, and its results."""
     results: list[AuditResult] = []
-    audit = Audit("hash", runtime, rate, results.append, chance=chance, **options)
+    audit = CompletionAudit("hash", runtime, rate, results.append, chance=chance, **options)
     audit.start()
     yield audit, results
     await audit.stop()
@@ -96,7 +96,7 @@ async def until(done: Callable[[], bool]) -> None:
         await asyncio.sleep(0.005)
 
 
-async def idle(audit: Audit) -> None:
+async def idle(audit: CompletionAudit) -> None:
     await until(lambda: not audit.busy)
 
 

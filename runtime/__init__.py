@@ -14,9 +14,8 @@ from spaceport.runtime.sampling.grammar import Grammar
 from spaceport.runtime.sampling.logprobs import Score, TokenLogprob
 from spaceport.runtime.sampling.sampler import Sampling
 from spaceport.runtime.scheduling.request import Completion, QueueFull
-from spaceport.runtime.scheduling.status import RuntimeStatus
 from spaceport.runtime.scheduling.stream import AsyncStream, Stream
-from spaceport.runtime.scheduling.worker import RuntimeClosed
+from spaceport.runtime.scheduling.worker import RuntimeClosed, RuntimeStatus
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.messages import ChatPrompt, Message, TemplateError
 from spaceport.runtime.text.prompt import Prompt

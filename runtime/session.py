@@ -25,9 +25,8 @@ from spaceport.runtime.scheduling.capacity import capacity_for, seq_len, slots_f
 from spaceport.runtime.scheduling.prefix_cache import PrefixCache
 from spaceport.runtime.scheduling.request import Completion, Echo
 from spaceport.runtime.scheduling.scheduler import Scheduler
-from spaceport.runtime.scheduling.status import RuntimeStatus
 from spaceport.runtime.scheduling.stream import AsyncStream, Stream
-from spaceport.runtime.scheduling.worker import Worker
+from spaceport.runtime.scheduling.worker import RuntimeStatus, Worker
 from spaceport.runtime.text.prompt import Prompt
 from spaceport.runtime.text.tokenizer import open_tokenizer
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cached_property
 from operator import itemgetter
@@ -10,12 +11,13 @@ from time import monotonic, perf_counter
 
 from spaceport.graphs.contract.signature import LOGIT_BYTES, STEP_ROWS
 from spaceport.runtime.costs import StepCosts, relative_costs
+from spaceport.runtime.decode.draft import REASONS
 from spaceport.runtime.decode.sequence_group import ScheduledStep, SequenceGroup
+from spaceport.runtime.decode.statistics import Statistics
 from spaceport.runtime.decode.step import Call, StepInput, one_call, step
 from spaceport.runtime.engine import Engine, EngineFault
 from spaceport.runtime.scheduling.prefix_cache import LEAST_COPIED, FreeBuffers, PrefixCache
 from spaceport.runtime.scheduling.request import Outcome, Request, RequestQueue
-from spaceport.runtime.scheduling.status import DraftLog, Heartbeat, TokenMeter
 
 _log = logging.getLogger("spaceport.runtime")
 
@@ -24,6 +26,9 @@ _LEAST_BESIDE = 32  # the same on engines where rows are expensive; fewer would 
 _REACH = 64  # maximum steps of different widths in one search; a longer search costs more than it saves
 _SHARE = 2.0  # plain steps: maximum cost of all threads of requests with several threads together
 _BLOCK = 64  # tokens that are compared at once
+STOPPED_AFTER = 256  # steps without drafts after which they have stopped
+_WINDOW = 10.0  # seconds over which tokens/s are measured
+_INTERVAL = 0.25  # minimum seconds between two samples
 
 
 def group_by_width(steps: Sequence[ScheduledStep], call_rows: int) -> list[list[ScheduledStep]]:
@@ -66,6 +71,78 @@ def _cuts(widths: Sequence[tuple[int, int]], call_rows: int) -> list[int]:
         best.append(cost)
         begins.append(begin)
     return begins
+
+
+class DraftLog:
+    """Logs once when ended requests have drafted nothing any more, with the usual reason, and when drafts resume."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, int] = {}  # steps since the last draft, by reason
+        self._stopped = False
+
+    def add(self, request: Statistics) -> None:
+        """Count the steps of a request that has ended."""
+        if not request.candidate_rows + request.mask_rows:
+            for reason, count in request.drafts_limited.items():
+                self._seen[reason] = self._seen.get(reason, 0) + count
+            if not self._stopped and (steps := sum(self._seen.values())) >= STOPPED_AFTER:
+                self._stopped = True
+                reason = max(self._seen, key=self._seen.__getitem__)
+                _log.info("nothing was drafted in %d steps: %s", steps, REASONS[reason])
+        elif self._seen:
+            if self._stopped:
+                _log.info("drafts resumed after %d steps", sum(self._seen.values()))
+            self._seen, self._stopped = {}, False
+
+
+class TokenMeter:
+    """Counts generated tokens; one OS thread adds them, any may read."""
+
+    def __init__(self, clock: Callable[[], float] = monotonic) -> None:
+        self._clock = clock
+        self.tokens = 0
+        self._samples: deque[tuple[float, int]] = deque([(clock(), 0)])  # seconds, tokens until then
+
+    def add(self, count: int) -> None:
+        """Add generated tokens."""
+        now = self._clock()
+        if now - self._samples[-1][0] >= _INTERVAL:
+            self._samples.append((now, self.tokens))
+            while len(self._samples) > 1 and now - self._samples[1][0] > _WINDOW:
+                self._samples.popleft()
+        self.tokens += count
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens per second over the last seconds."""
+        now = self._clock()
+        recent = [sample for sample in tuple(self._samples) if now - sample[0] <= _WINDOW]
+        if not recent:
+            return 0.0
+        since, before = recent[0]
+        return (self.tokens - before) / max(now - since, _INTERVAL)
+
+
+class Heartbeat:
+    """When the worker last made progress; `age` may be read from any OS thread."""
+
+    def __init__(self, clock: Callable[[], float] = monotonic) -> None:
+        self._clock = clock
+        self._last: float | None = None
+
+    @property
+    def age(self) -> float | None:
+        """Seconds since the last progress; None: the worker has nothing to do."""
+        last = self._last
+        return None if last is None else max(0.0, self._clock() - last)
+
+    def beat(self) -> None:
+        """Note progress: a round begins, or an engine call has returned."""
+        self._last = self._clock()
+
+    def rest(self) -> None:
+        """Note that there is nothing to do."""
+        self._last = None
 
 
 class FairRows:
@@ -240,7 +317,7 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Give free KV buffers to waiting requests, first come, first served."""
-        while self.buffers and (request := self.queue.take()) is not None:
+        while self.queue.ready and self.buffers and (request := self.queue.take()) is not None:
             request.index = self.buffers.take(request.sequences, self._running.keys())
             self._running[request.index] = request
             self._begin(request, request.index)

@@ -6,6 +6,7 @@ import atexit
 import logging
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from threading import Condition, Event, Thread
 
 from spaceport.graphs.contract.faults import SpaceportError
@@ -13,8 +14,7 @@ from spaceport.runtime.decode.sequence_group import SequenceGroup
 from spaceport.runtime.engine import EngineFault
 from spaceport.runtime.scheduling.prefix_cache import PrefixCache
 from spaceport.runtime.scheduling.request import Request
-from spaceport.runtime.scheduling.scheduler import Abandoned, Scheduler
-from spaceport.runtime.scheduling.status import Heartbeat, RuntimeStatus
+from spaceport.runtime.scheduling.scheduler import Abandoned, Heartbeat, Scheduler
 
 PATIENCE = 5.0  # idle seconds after which the OS thread ends; the next request starts another
 _PAUSE = 0.01  # seconds until the next round, if all requests wait for their readers
@@ -32,6 +32,54 @@ def check_process(process: int) -> None:
     """Raise in a process that was forked from the one with this id: the worker thread does not exist there."""
     if os.getpid() != process:
         raise RuntimeClosed("the runtime was opened by the process that this one was forked from: open it here")
+
+
+@dataclass(frozen=True)
+class RuntimeStatus:
+    """State of a runtime at one moment.
+
+    - `healthy`: Whether it can run requests; False after an engine call exceeded `call_timeout`: open the bundle again.
+    - `closed`: Whether `close` was called.
+    - `active_requests`: Number of requests that have KV slots.
+    - `max_requests`: Maximum number of active requests.
+    - `queued_requests`: Number of requests that wait.
+    - `queue_limit`: Maximum number of requests that wait.
+    - `kv_slots_used`: KV slots that active requests hold.
+    - `kv_slots`: KV slots of all requests that can be active.
+    - `live_threads`: Threads of active requests that decode.
+    - `queued_threads`: Threads of active requests that wait for others to end.
+    - `heartbeat_age`: Seconds since the worker thread last made progress; None while it has nothing to do.
+    - `tokens`: Number of tokens generated since the runtime was opened.
+    - `tokens_per_second`: Generated tokens per second over the last 10 seconds.
+    - `ended_requests`: Number of requests that have ended since the runtime was opened, failed ones included.
+    - `failed_requests`: Number of requests that ended with an error.
+    - `cached_tokens`: Tokens in the KV buffers of ended requests that later requests may reuse.
+    - `cache_queried_tokens`: Prompt tokens of all requests that were compared with the prefix cache.
+    - `cache_hit_tokens`: Of these, the tokens whose KV rows were reused.
+    - `cache_hits`: Number of requests that reused KV rows.
+    - `cache_evictions`: Number of prefixes that were overwritten by a request with another prompt.
+    """
+
+    healthy: bool
+    closed: bool
+    active_requests: int
+    max_requests: int
+    queued_requests: int
+    queue_limit: int
+    kv_slots_used: int
+    kv_slots: int
+    heartbeat_age: float | None
+    tokens: int
+    tokens_per_second: float
+    ended_requests: int
+    failed_requests: int
+    cached_tokens: int = 0
+    cache_queried_tokens: int = 0
+    cache_hit_tokens: int = 0
+    cache_hits: int = 0
+    cache_evictions: int = 0
+    live_threads: int = 0
+    queued_threads: int = 0
 
 
 class Watchdog:

@@ -11,7 +11,7 @@ from threading import Thread
 import uvicorn
 from starlette.applications import Starlette
 
-from spaceport.runtime.scheduling.status import RuntimeStatus
+from spaceport.runtime.scheduling.worker import RuntimeStatus
 from spaceport.tools.serve.application import Opener, application
 from spaceport.tools.serve.options import ServiceOptions
 from spaceport.tools.serve.server import Server

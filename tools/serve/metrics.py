@@ -10,7 +10,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from spaceport.runtime.decode.statistics import Statistics
-from spaceport.runtime.scheduling.status import RuntimeStatus
+from spaceport.runtime.scheduling.worker import RuntimeStatus
 from spaceport.tools.serve.audit import AuditResult
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)

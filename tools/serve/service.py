@@ -13,7 +13,7 @@ from starlette.requests import Request
 
 from spaceport.graphs.contract.manifest import TEMPLATE_FILE
 from spaceport.runtime.engine import EngineFault
-from spaceport.runtime.scheduling.status import RuntimeStatus
+from spaceport.runtime.scheduling.worker import RuntimeStatus
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.tool_calls.functions import ToolFormat, format_of
 from spaceport.tools.serve.audit import CompletionAudit

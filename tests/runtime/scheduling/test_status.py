@@ -11,8 +11,8 @@ from spaceport.runtime.decode.draft import REASONS
 from spaceport.runtime.decode.statistics import Statistics
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import EngineFault
-from spaceport.runtime.scheduling.status import STOPPED_AFTER, DraftLog, RuntimeStatus, TokenMeter
-from spaceport.runtime.scheduling.worker import Heartbeat, Watchdog
+from spaceport.runtime.scheduling.scheduler import STOPPED_AFTER, DraftLog, TokenMeter
+from spaceport.runtime.scheduling.worker import Heartbeat, RuntimeStatus, Watchdog
 from support.hash_engine import Language
 from support.hash_runtime import hash_runtime
 from support.stepwise_engine import stepwise_runtime

@@ -92,9 +92,6 @@ class BaseIdentity:
                 f"{expected[:12]}: expected that model as base, neither fine-tuned nor quantized in another way"
             )
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def identity_of(name: str, model: PreTrainedModel) -> BaseIdentity:
     """The identity of a model in float32, before anything is changed in it."""
@@ -137,17 +134,6 @@ class AdapterFolder:
     base: BaseIdentity
     tokens: Mapping[str, int]  # ids of the special tokens by text, or by id where the tokenizer has no text for one
     vocab_size: int  # embedding rows of the base model with these tokens
-
-
-@dataclass(frozen=True)
-class TrainedAdapter:
-    """Contents of an adapter folder."""
-
-    base: BaseIdentity
-    mechanisms: Sequence[Mechanism]  # with their tensors as they are stored
-    tokens: Mapping[str, int]
-    tables: Mapping[str, Tensor]  # tensors with one row per vocabulary token, by name
-    sar_config: Mapping[str, Any]
 
 
 def read_adapter_folder(path: Path) -> AdapterFolder:
@@ -205,22 +191,24 @@ def add_embeddings(model: PreTrainedModel, folder: AdapterFolder, dtype: Precisi
             tensor[stored[_IDS]] = stored[name].to(tensor.dtype)
 
 
-def write_adapter_folder(folder: Path, trained: TrainedAdapter) -> None:
-    """Write an adapter folder, with embedding rows in float32."""
+def write_adapter_folder(
+    folder: Path,
+    base: BaseIdentity,
+    model: PreTrainedModel,
+    tokens: Mapping[str, int],
+    mechanisms: Sequence[Mechanism],
+    sar_config: Mapping[str, Any],
+) -> None:
+    """Write an adapter folder, with the model's embeddings of the tokens in float32."""
     folder.mkdir(exist_ok=True)
-    vocab_size = len(next(iter(trained.tables.values())))
-    added = sorted({*trained.tokens.values(), *range(trained.base.sizes["vocab_size"], vocab_size)})
-    ids = torch.tensor(added, dtype=torch.int64)
-    rows = {name: tensor.cpu().float()[ids] for name, tensor in trained.tables.items()}
+    tables = embedding_tables(model)
+    vocab_size = len(next(iter(tables.values())))
+    ids = torch.tensor(sorted({*tokens.values(), *range(base.sizes["vocab_size"], vocab_size)}), dtype=torch.int64)
+    rows = {name: tensor.cpu().float()[ids] for name, tensor in tables.items()}
     save_tensors(folder / EMBEDDINGS_FILE, {_IDS: ids, **rows})
-    write_sar_config(folder, dict(trained.sar_config))
-    write_mechanisms(folder, trained.mechanisms)
-    content = {
-        "schema": _SCHEMA,
-        "base": trained.base.as_dict(),
-        "tokens": dict(trained.tokens),
-        "vocab_size": vocab_size,
-    }
+    write_sar_config(folder, dict(sar_config))
+    write_mechanisms(folder, mechanisms)
+    content = {"schema": _SCHEMA, "base": asdict(base), "tokens": dict(tokens), "vocab_size": vocab_size}
     (folder / BASE_FILE).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", "utf-8")
 
 

@@ -12,9 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from spaceport.exporter.adapter_folder import (
-    TrainedAdapter,
     embedding_rows,
-    embedding_tables,
     identity_of,
     write_adapter_folder,
 )
@@ -47,8 +45,7 @@ def write_adopted(plan: Plan, checkpoint: Checkpoint, folder: Path) -> None:
         entries["noise"] = {"ids": list(plan.noise.ids), "seed": plan.noise.seed}
     forks = _fork_entries(checkpoint)
     tokens = {**plan.mask_tokens, **_fork_tokens(checkpoint, forks)}
-    trained = TrainedAdapter(base, (mechanism,), tokens, embedding_tables(model), {**entries, **forks})
-    write_adapter_folder(folder, trained)
+    write_adapter_folder(folder, base, model, tokens, (mechanism,), {**entries, **forks})
 
 
 def _base_model(checkpoint: Checkpoint, folder: Path) -> PreTrainedModel:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from spaceport.exporter.adapter_folder import TrainedAdapter, embedding_tables, narrowed, write_adapter_folder
+from spaceport.exporter.adapter_folder import narrowed, write_adapter_folder
 from spaceport.exporter.mechanisms import write_mechanisms
 from spaceport.exporter.sar_config import read_json, write_sar_config
 from spaceport.graphs.contract.draft_methods import CAUSAL
@@ -76,13 +76,11 @@ def write_adapter_only(folder: Path, tunable: TunableModel, tuned: MergedModel) 
         raise ValueError("the model has no gated adapter: expected method gated-lora")
     write_adapter_folder(
         folder,
-        TrainedAdapter(
-            tunable.base,
-            _mechanisms(tuned, narrowed(adapter_state(tuned.model))),
-            {name: id_of(tunable.tokenizer, name) for name in tunable.names.all},
-            embedding_tables(tuned.model),
-            _sar_config(tunable, tuned),
-        ),
+        tunable.base,
+        tuned.model,
+        {name: id_of(tunable.tokenizer, name) for name in tunable.names.all},
+        _mechanisms(tuned, narrowed(adapter_state(tuned.model))),
+        _sar_config(tunable, tuned),
     )
 
 

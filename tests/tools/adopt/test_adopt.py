@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +128,7 @@ def test_an_adapter_folder_says_how_it_drafts(method: str, adopted: Adopted) -> 
     assert (noise is not None) == (method == "uno")
     # adopting reads the matrices of the base model one by one
     identity = identity_of(base.name, load_model(opened(base), "float32"))
-    assert json.loads((adapter / BASE_FILE).read_text("utf-8"))["base"] == identity.as_dict()
+    assert json.loads((adapter / BASE_FILE).read_text("utf-8"))["base"] == asdict(identity)
 
 
 def test_noise_rows_are_copies_of_rows_that_the_seed_selects(

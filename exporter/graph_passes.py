@@ -37,7 +37,6 @@ RULES = (
     rules.collapse_slice2_rule,
 )
 _SHARED = 128 * 128  # elements of a constant up to which it is compared with others: rotations, and all smaller ones
-MICROSOFT = "com.microsoft"  # domain of ONNX Runtime's own operators
 _ROUNDS = 2  # folded constants let more rules match in the next round
 
 JOINED = "spaceport.joined"  # metadata of a graph: where the codes and scales of fused matmuls are, as JSON
@@ -68,27 +67,6 @@ def _merge_equal(model: ir.Model) -> None:
     passes.RemoveUnusedNodesPass()(model)
     passes.OutputFixPass()(model)
     passes.NameFixPass()(model)
-
-
-def fuse_skip_norms(model: ir.Model) -> None:
-    """Compute each sum that goes into an RMS norm, and the norm, by one operator of ONNX Runtime."""
-    for norm in list(model.graph):
-        stream = norm.inputs[0] if norm.op_type == "RMSNormalization" else None
-        add = None if stream is None else stream.producer()
-        if stream is None or add is None or add.op_type != "Add" or not _adds_states(add):
-            continue
-        epsilon = {"epsilon": norm.attributes.get_float("epsilon", 1e-5)}
-        inputs = [*add.inputs, norm.inputs[1]]
-        fused = ir.node("SkipSimplifiedLayerNormalization", inputs, epsilon, num_outputs=4, domain=MICROSOFT)
-        model.opset_imports[MICROSOFT] = 1
-        old, new = [norm.outputs[0], stream], [fused.outputs[0], fused.outputs[3]]
-        ir.convenience.replace_nodes_and_values(model.graph, norm, [norm, add], [fused], old, new)
-
-
-def _adds_states(add: ir.Node) -> bool:
-    """Whether both inputs of an addition have the shape of hidden states."""
-    shapes = [None if value is None else value.shape for value in add.inputs]
-    return shapes[0] is not None and len(shapes[0]) == 3 and shapes[0] == shapes[1]
 
 
 def fuse_projections(model: ir.Model, vocab_size: int) -> int:

@@ -13,7 +13,6 @@ import onnx_ir.passes.common as passes
 from numpy.typing import NDArray
 
 from spaceport.exporter.constants import constant, lazy
-from spaceport.exporter.graph_passes import MICROSOFT
 from spaceport.exporter.quantized_weights import (
     ATTENTION,
     EMBEDDING,
@@ -30,6 +29,7 @@ from spaceport.graphs.quantization import EPSILON, INT8_MAX, LIMB_BASE, ZERO_POI
 # instructions. It makes one pass over the sums; MatMulInteger, Cast and Mul make three (36 rows x 4608: 0.89 of the
 # time).
 _MATMUL = "MatMulIntegerToFloat"
+_DOMAIN = "com.microsoft"  # of ONNX Runtime's own operators
 
 
 def store_integer_matmuls(model: ir.Model, quantization: Quantization) -> None:
@@ -43,7 +43,7 @@ def store_integer_matmuls(model: ir.Model, quantization: Quantization) -> None:
     for group in groups.values():
         writer.replace_matmuls(group)
     passes.RemoveUnusedNodesPass()(model)
-    model.graph.opset_imports[MICROSOFT] = 1
+    model.graph.opset_imports[_DOMAIN] = 1
     model.metadata_props[PLACES] = json.dumps(writer.places)
     model.metadata_props[ATTENTION] = json.dumps(
         [{name: tensor.tolist() for name, tensor in vars(scales).items()} for scales in quantization.attention]
@@ -73,7 +73,7 @@ class _Writer:
         codes, scales = self._weights(group)
         # the size of a row is the root of a sum of squares here, and that of their mean in `step`
         factor = self._step(step / (inputs**0.5 if self._limbs == 2 else 1))
-        result = self._op(_MATMUL, rows, codes, factor, scales, self._zero(), domain=MICROSOFT)
+        result = self._op(_MATMUL, rows, codes, factor, scales, self._zero(), domain=_DOMAIN)
         outputs = [matmul.layer.codes.shape[1] for matmul in group]
         combined = self._add_limbs(result, states, sum(outputs)) if self._limbs == 2 else result
         scaled = self._op("Mul", combined, size)

@@ -20,7 +20,6 @@ from spaceport.exporter.constants import read_lazily
 from spaceport.exporter.graph_passes import (
     fix_reshapes,
     fuse_projections,
-    fuse_skip_norms,
     hoist_above_splits,
     simplify,
 )
@@ -65,7 +64,6 @@ def to_onnx(decoder: Decoder, folder: Path, opset: int) -> None:
     try:
         if decoder.quantization.limbs:
             store_integer_matmuls(model, decoder.quantization)
-            fuse_skip_norms(model)
         else:
             store_quantized_weights(model, decoder.quantization)
     except WeightNotFound as error:

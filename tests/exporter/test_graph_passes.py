@@ -15,7 +15,6 @@ from onnx import TensorProto, numpy_helper
 from spaceport.exporter.graph_passes import (
     fix_reshapes,
     fuse_projections,
-    fuse_skip_norms,
     hoist_above_splits,
     simplify,
 )
@@ -162,22 +161,3 @@ def test_operators_on_every_output_of_a_split_run_once(
     if moved == 3:
         (split,) = (one for one in model.graph.node if one.op_type == "Split")
         assert list(split.output) == ["part0.rows", "part1.rows", "part2.rows"]
-
-
-def test_a_norm_of_a_sum_is_one_operator_that_returns_both() -> None:
-    nodes = [
-        op("Add", ["x", "y"], ["layers.0.output"]),
-        op("RMSNormalization", ["layers.0.output", "gain"], ["normed"], epsilon=1e-3),
-        op("Mul", ["layers.0.output", "normed"], ["z"]),
-    ]
-    shapes = {name: ["B", "T", 8] for name in ("x", "y")}
-    between = {name: ["B", "T", 8] for name in ("layers.0.output", "normed")}
-    plain = model_of(nodes, shapes, {"z": ["B", "T", 8]}, {"gain": normal(3, 8)}, between)
-    _, model = changed(plain, fuse_skip_norms)
-    assert operators(model) == ["SkipSimplifiedLayerNormalization", "Mul"]
-    assert "layers.0.output" in model.graph.node[0].output
-    arrays = {"x": normal(1, 2, 5, 8), "y": normal(2, 2, 5, 8)}
-    for got, expected in zip(outputs_of(model, arrays), outputs_of(plain, arrays), strict=True):
-        np.testing.assert_allclose(got, expected, rtol=1e-5)
-    row = {name: array[1:, 3:4] for name, array in arrays.items()}
-    np.testing.assert_array_equal(outputs_of(model, row)[0], outputs_of(model, arrays)[0][1:, 3:4])

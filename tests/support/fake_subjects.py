@@ -6,22 +6,24 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from spaceport.tools.bench.compare.metrics import Workload, metrics_of
-from spaceport.tools.bench.compare.subjects import Subject
-from spaceport.tools.bench.compare.work_folder import Environments
-from spaceport.tools.bench.compare.worker_pool import RunOptions
+from spaceport.tools.bench.compare_measuring import CompareWorkload, RunOptions, metrics_of
+from spaceport.tools.bench.environments import ComparedRuntime, Environments
 from support.paths import TESTS
 
 FAKE = TESTS / "support" / "fake_runtime.py"
-WORKLOAD = Workload(context=8, tokens=3, rows=(1, 4), prefill=10, requests=2, request_context=4, request_tokens=5)
+WORKLOAD = CompareWorkload(
+    context=8, tokens=3, rows=(1, 4), prefill=10, requests=2, request_context=4, request_tokens=5
+)
 
 
-def fake_subject(name: str, folder: Path, *, is_bundle: bool = False, step: float = 0.01, **options: Any) -> Subject:
+def fake_subject(
+    name: str, folder: Path, *, is_bundle: bool = False, step: float = 0.01, **options: Any
+) -> ComparedRuntime:
     """A subject with the given step time."""
     model = folder / name
     model.mkdir(exist_ok=True)
     (model / "weights").write_bytes(b"12345")
-    return Subject(name, Path(sys.executable), FAKE, model, "fake", {"step": step, **options}, is_bundle)
+    return ComparedRuntime(name, Path(sys.executable), FAKE, model, "fake", {"step": step, **options}, is_bundle)
 
 
 def fake_run_options(folder: Path, rounds: int = 2, timeout: float = 20.0) -> RunOptions:

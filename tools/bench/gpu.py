@@ -6,8 +6,8 @@ import contextlib
 import json
 import os
 import platform
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,13 +18,12 @@ from spaceport.exporter.export import ExportOptions, export
 from spaceport.graphs.contract.faults import InputFault, MissingDependency, OptionFault
 from spaceport.graphs.contract.manifest import FLAVOURS, LIBRARIES, Flavour
 from spaceport.graphs.contract.signature import LOWERINGS, Lowering, Precision
-from spaceport.runtime.backends import BACKENDS
+from spaceport.runtime.backends import BACKENDS, open_engine, why_not
 from spaceport.runtime.backends.machine import gpu, no_gpu
-from spaceport.runtime.bundle import open_bundle
+from spaceport.runtime.bundle import Bundle, open_bundle
 from spaceport.runtime.engine import EngineFault, EngineOptions
 from spaceport.runtime.scheduling.capacity import capacity_for
-from spaceport.tools.bench.engines import measure, variants
-from spaceport.tools.bench.gpu_page import MeasuredModel
+from spaceport.tools.bench.steps import CASES, RoundCost, StepCost, outside_cost, step_costs
 from spaceport.tools.demo.prompts import prompts_of
 
 ROWS = (1, 4, 9, 16, 36, 64)
@@ -37,6 +36,146 @@ _FAULTS = (
     EngineFault,
 )  # errors of one variant: the others are still measured
 _PACKAGES = ("torch", "onnxruntime-gpu", "onnxruntime", "tensorrt-cu13", "tensorrt-rtx", "spaceport")
+
+
+@dataclass(frozen=True)
+class EngineVariant:
+    """A backend and its CUDA graph setting."""
+
+    backend: str
+    graphs: bool  # use CUDA graphs
+
+    def __str__(self) -> str:
+        if not BACKENDS[self.backend].gpu:
+            return self.backend
+        return f"{self.backend}, {'CUDA graphs' if self.graphs else 'no CUDA graphs'}"
+
+
+@dataclass(frozen=True)
+class EngineMeasurement:
+    """The measurements of one variant."""
+
+    variant: EngineVariant
+    device: str
+    steps: tuple[StepCost, ...]
+    outside: tuple[RoundCost, ...]  # time per round outside the engine
+    notes: tuple[str, ...]
+
+
+def engine_variants(
+    bundle: Bundle, engine_options: EngineOptions, backends: Sequence[str]
+) -> tuple[list[EngineVariant], dict[str, str]]:
+    """The variants that can run a bundle here, and by backend the reasons why others cannot."""
+    found: list[EngineVariant] = []
+    reasons: dict[str, str] = {}
+    for backend in backends:
+        reason = why_not(bundle, backend, engine_options)
+        if reason is not None:
+            reasons[backend] = reason
+        else:
+            found += [
+                EngineVariant(backend, graphs) for graphs in ((False, True) if BACKENDS[backend].gpu else (False,))
+            ]
+    return found, reasons
+
+
+def measure_engine(
+    bundle: Bundle,
+    variant: EngineVariant,
+    engine_options: EngineOptions,
+    rows: Sequence[int],
+    context: int,
+    rounds: int,
+) -> EngineMeasurement:
+    """Step times by number of rows, and the time of scheduler rounds outside the engine."""
+    engine = open_engine(bundle, variant.backend, replace(engine_options, graphs=variant.graphs))
+    try:
+        steps = step_costs(engine, rows, context, rounds)
+        cases = [case for case in CASES if case[0] <= engine_options.requests]
+        rounds_outside = [outside_cost(bundle, engine, requests, wide, rounds, None) for requests, wide in cases]
+        return EngineMeasurement(variant, engine.device, tuple(steps), tuple(rounds_outside), engine.notes)
+    finally:
+        engine.close()
+
+
+@dataclass
+class MeasuredModel:
+    """The results of one model."""
+
+    name: str
+    parameters: int
+    dtype: str
+    built: dict[str, str] = field(default_factory=dict)  # flavour -> build time and size, or the error
+    measured: list[EngineMeasurement] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)  # variant -> error
+
+
+@dataclass
+class GpuPage:
+    """The results of one run."""
+
+    machine: Mapping[str, str]
+    models: list[MeasuredModel] = field(default_factory=list)
+    checks: list[tuple[str, str]] = field(default_factory=list)  # check or audit, and its verdict
+    context: int = 256
+
+
+def markdown(page: GpuPage) -> str:
+    """The page as Markdown text."""
+    parts = [
+        "# Measured on a GPU",
+        "Written by `spaceport bench gpu` in one run. Models have random weights: they are as fast as trained ones.",
+        table(("property", "value"), list(page.machine.items())),
+    ]
+    if page.checks:
+        parts += ["## Checks", table(("check", "outcome"), page.checks)]
+    for model in page.models:
+        parts += [
+            f"## {model.name}: {model.parameters / 1e9:.2f}G weights, {model.dtype}",
+            *_of_model(model, page.context),
+        ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _of_model(model: MeasuredModel, context: int) -> Iterable[str]:
+    if model.built:
+        yield table(("engine", "build"), list(model.built.items()))
+    if model.measured:
+        rows = [step.rows for step in model.measured[0].steps]
+        yield f"Median ms per step after {context} tokens, by number of rows (and the ratio to a step of one row):"
+        yield table(("variant", *(f"{count}" for count in rows)), [_steps(found) for found in model.measured])
+        yield "Median ms per round outside the engine, by requests x rows, and the cost of a row in steps of one row:"
+        cases = max((found.outside for found in model.measured), key=len)
+        heads = tuple(f"{cost.requests} x {cost.rows:.0f}" for cost in cases)
+        yield table(("variant", *heads, "cost of a row"), [_outside(found, len(heads)) for found in model.measured])
+    notes = [(str(found.variant), note) for found in model.measured for note in found.notes]
+    if notes or model.failed:
+        yield table(("variant", "note"), [*notes, *model.failed.items()])
+
+
+def _steps(found: EngineMeasurement) -> list[str]:
+    return [str(found.variant), *(f"{step.milliseconds:.2f} ({step.ratio:.2f})" for step in found.steps)]
+
+
+def _outside(found: EngineMeasurement, columns: int) -> list[str]:
+    cells = [f"{cost.milliseconds:.2f}" for cost in found.outside]
+    return [str(found.variant), *cells, *[""] * (columns - len(cells)), f"{_row_cost(found.steps):.4f}"]
+
+
+def _row_cost(steps: Sequence[StepCost]) -> float:
+    """The average cost of a further row, in steps of the smallest width."""
+    first, last = steps[0], steps[-1]
+    return (last.ratio - first.ratio) / max(1, last.rows - first.rows)
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join(f"| {' | '.join(_cell(cell) for cell in line)} |" for line in lines)
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", r"\|")
 
 
 @dataclass(frozen=True)
@@ -66,7 +205,7 @@ class GpuBenchOptions:
     dtype: Precision = "float16"
 
 
-def machine() -> dict[str, str]:
+def machine_rows() -> dict[str, str]:
     """The GPU, the CPU and the package versions, as table rows."""
     rows = {"GPU": f"{gpu().name}, {gpu().target}, {gpu().memory / 1e9:.0f} GB"} if no_gpu() is None else {}
     rows |= {"CPU": f"{platform.machine()}, {os.cpu_count()} threads", "Python": platform.python_version()}
@@ -117,13 +256,15 @@ def measure_model(
     engine_options = EngineOptions(capacity_for(manifest, options.length), options.requests)
     for backend in options.backends:
         lowering: Lowering = "append" if BACKENDS[backend].flavour else "scatter"
-        found, reasons = variants(bundles[lowering], engine_options, [backend])
+        found, reasons = engine_variants(bundles[lowering], engine_options, [backend])
         model.failed.update(reasons)
         for variant in found:
             on_progress(f"measuring {checkpoint.name}, {variant}")
             try:
                 model.measured.append(
-                    measure(bundles[lowering], variant, engine_options, options.rows, options.context, options.rounds)
+                    measure_engine(
+                        bundles[lowering], variant, engine_options, options.rows, options.context, options.rounds
+                    )
                 )
             except _FAULTS as error:
                 model.failed[str(variant)] = str(error)

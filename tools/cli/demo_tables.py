@@ -10,7 +10,7 @@ import click
 
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.prompt import Prompt
-from spaceport.tools.bench.compare.worker_process import OtherProcesses
+from spaceport.tools.bench.machine import OtherProcesses
 from spaceport.tools.demo.timing import DIFFERENT, TimedModes, TimedRun, summed, timed, verdicts
 from spaceport.tools.terminal.screen import show_table
 

@@ -10,8 +10,7 @@ from spaceport.runtime.backends.machine import no_gpu
 from spaceport.runtime.costs import StepCosts, relative_costs
 from spaceport.tools.bench import gpu
 from spaceport.tools.bench.checkpoint import make_checkpoint
-from spaceport.tools.bench.engines import EngineVariant
-from spaceport.tools.bench.gpu_page import GpuPage, markdown
+from spaceport.tools.bench.gpu import EngineVariant, GpuPage, markdown
 from spaceport.tools.bench.planning import drafts_of, drafts_of_heads
 from spaceport.tools.cli.bench.gpu import run_command
 

@@ -8,12 +8,9 @@ from typing import Any, ClassVar
 import click
 
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.tools.bench.chat.benchmark import benchmark
-from spaceport.tools.bench.chat.markdown import markdown_of
-from spaceport.tools.bench.chat.options import ChatOptions, PeerOptions
-from spaceport.tools.bench.chat.peers import chosen_peers
-from spaceport.tools.bench.decode.modes import FORKING, MODES
-from spaceport.tools.bench.decode.options import parse_counts
+from spaceport.tools.bench.chat import benchmark_chat, markdown_of
+from spaceport.tools.bench.chat_measuring import ChatOptions, PeerOptions, chosen_peers
+from spaceport.tools.bench.decode_measuring import FORKING, MODES, parse_counts
 from spaceport.tools.cli.bench.tables import show_tables
 from spaceport.tools.cli.exit_codes import ACCURACY, OK
 from spaceport.tools.cli.options import (
@@ -115,7 +112,7 @@ def command(context: click.Context, /, bundle: Path, prompts: Path, **values: An
     if values["markdown"] is not None:
         check_target(values["markdown"])
     with stages() as on_progress:
-        report = benchmark(bundle, prompts, chat_options, peer_options, on_progress)
+        report = benchmark_chat(bundle, prompts, chat_options, peer_options, on_progress)
     show_tables(markdown_of(report), report.as_dict(), values["as_json"], values["markdown"])
     return OK if report.identical else ACCURACY
 

@@ -8,19 +8,18 @@ from typing import Any
 import click
 
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.tools.bench.compare.comparing import CompareOptions, compare
-from spaceport.tools.bench.compare.markdown import markdown_of
-from spaceport.tools.bench.compare.metrics import Workload
-from spaceport.tools.bench.compare.plot import plot_of
-from spaceport.tools.bench.compare.subjects import PEERS, chosen
-from spaceport.tools.bench.compare.summary import as_json as data_of
+from spaceport.tools.bench.compare import CompareOptions, compare_runtimes, markdown_of
+from spaceport.tools.bench.compare import as_json as data_of
+from spaceport.tools.bench.compare_measuring import CompareWorkload
+from spaceport.tools.bench.environments import PEERS, peers_named
+from spaceport.tools.bench.plots import comparison_plot
 from spaceport.tools.cli.bench.steps import parse_rows
 from spaceport.tools.cli.bench.tables import show_tables
 from spaceport.tools.cli.options import PATH, Sectioned, json_option
 from spaceport.tools.report.files import check_target, write_text
 from spaceport.tools.terminal.screen import stages
 
-_DEFAULTS = Workload()
+_DEFAULTS = CompareWorkload()
 _ROWS = ",".join(str(rows) for rows in _DEFAULTS.rows)
 
 
@@ -97,9 +96,9 @@ def command(checkpoint: Path, as_json: bool, **values: Any) -> None:
         if target is not None:
             check_target(target)
     with stages() as on_progress:
-        found = compare(options, on_progress)
+        found = compare_runtimes(options, on_progress)
     if plot is not None:
-        write_text(plot, plot_of(found))
+        write_text(plot, comparison_plot(found))
     show_tables(markdown_of(found), data_of(found), as_json, markdown)
 
 
@@ -108,7 +107,7 @@ def options_of(checkpoint: Path, values: dict[str, Any]) -> CompareOptions:
     threads, rounds = values["threads"], values["rounds"]
     if min(threads, rounds) < 1:
         raise OptionFault(f"--threads is {threads} and --rounds {rounds}: expected at least 1 of each")
-    workload = Workload(
+    workload = CompareWorkload(
         context=values["context"],
         tokens=values["tokens"],
         rows=tuple(parse_rows(values["rows"])),
@@ -122,7 +121,7 @@ def options_of(checkpoint: Path, values: dict[str, Any]) -> CompareOptions:
         checkpoint,
         values["work"],
         values["bundles"],
-        chosen(values["peers"]),
+        peers_named(values["peers"]),
         values["gguf"],
         workload,
         threads,

@@ -8,11 +8,16 @@ from typing import Any
 import click
 
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.tools.bench.decode.benchmark import benchmark
-from spaceport.tools.bench.decode.modes import MODES, parse_modes
-from spaceport.tools.bench.decode.options import REPLAY_PROMPTS, DecodeOptions, parse_counts, parse_numbers
-from spaceport.tools.bench.decode.plot import plot_of
-from spaceport.tools.bench.decode.report import markdown_of
+from spaceport.tools.bench.decode import benchmark_decode, markdown_of
+from spaceport.tools.bench.decode_measuring import (
+    MODES,
+    REPLAY_PROMPTS,
+    DecodeOptions,
+    parse_counts,
+    parse_modes,
+    parse_numbers,
+)
+from spaceport.tools.bench.plots import decode_plot
 from spaceport.tools.cli.bench.tables import show_tables
 from spaceport.tools.cli.exit_codes import ACCURACY, OK
 from spaceport.tools.cli.options import (
@@ -104,9 +109,9 @@ def command(context: click.Context, /, bundle: Path, prompts: Path | None, **val
         if target is not None:
             check_target(target)
     with stages() as on_progress:
-        report = benchmark(bundle, prompts, decode_options, on_progress)
+        report = benchmark_decode(bundle, prompts, decode_options, on_progress)
     if values["plot"] is not None:
-        write_text(values["plot"], plot_of(report))
+        write_text(values["plot"], decode_plot(report))
     show_tables(markdown_of(report), report.as_dict(), values["as_json"], values["markdown"])
     return OK if report.identical else ACCURACY
 

@@ -11,8 +11,15 @@ import click
 
 from spaceport.runtime.backends.machine import no_gpu
 from spaceport.tools.bench.checkpoint import SHAPES, make_checkpoint
-from spaceport.tools.bench.gpu import CommandResult, GpuBenchOptions, checks, machine, measure_model
-from spaceport.tools.bench.gpu_page import GpuPage, markdown
+from spaceport.tools.bench.gpu import (
+    CommandResult,
+    GpuBenchOptions,
+    GpuPage,
+    checks,
+    machine_rows,
+    markdown,
+    measure_model,
+)
 from spaceport.tools.cli import run
 from spaceport.tools.cli.exit_codes import ACCURACY, MISSING, OK
 from spaceport.tools.cli.options import PATH
@@ -38,7 +45,7 @@ def command(out: Path, shapes: str, work: Path, rounds: int) -> int:
         raise click.UsageError(f"--shapes names {unknown[0]!r}: expected names among {', '.join(SHAPES)}")
     work.mkdir(parents=True, exist_ok=True)
     options = GpuBenchOptions(work, rounds=rounds)
-    page = GpuPage(machine(), context=options.context)
+    page = GpuPage(machine_rows(), context=options.context)
     page.checks = checks(options, MODEL, run_command, on_progress)
     out.write_text(markdown(page), "utf-8")
     for name in wanted:

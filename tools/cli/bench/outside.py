@@ -13,7 +13,7 @@ from spaceport.runtime.backends import open_engine
 from spaceport.runtime.bundle import open_bundle
 from spaceport.runtime.engine import EngineOptions
 from spaceport.runtime.scheduling.capacity import capacity_for
-from spaceport.tools.bench.outside import CASES, LENGTH, measure
+from spaceport.tools.bench.steps import CASES, LENGTH, outside_cost
 from spaceport.tools.cli.options import bundle_argument, json_option
 from spaceport.tools.terminal.screen import show_json, show_table
 
@@ -33,7 +33,7 @@ def command(bundle: Path, real: bool, threads: int, min_rounds: int, profiled: b
     for requests, rows in CASES:
         inner = open_engine(opened, "auto", EngineOptions(capacity, requests, threads)) if real else None
         profile = cProfile.Profile() if profiled else None
-        costs.append(measure(opened, inner, requests, rows, min_rounds, profile))
+        costs.append(outside_cost(opened, inner, requests, rows, min_rounds, profile))
         if profile is not None:
             click.echo(f"\n{requests} requests, {rows} rows per request:")
             pstats.Stats(profile).strip_dirs().sort_stats("tottime").print_stats(18)

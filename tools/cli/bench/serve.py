@@ -8,11 +8,9 @@ from typing import Any, ClassVar
 import click
 
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.tools.bench.decode.options import parse_counts
-from spaceport.tools.bench.serve.benchmark import benchmark
-from spaceport.tools.bench.serve.markdown import markdown_of
-from spaceport.tools.bench.serve.options import ServeOptions
-from spaceport.tools.bench.serve.workload import Workload
+from spaceport.tools.bench.decode_measuring import parse_counts
+from spaceport.tools.bench.service_load import ServeOptions, benchmark_services, markdown_of
+from spaceport.tools.bench.workload import Workload
 from spaceport.tools.cli.bench.tables import show_tables
 from spaceport.tools.cli.exit_codes import ACCURACY, OK
 from spaceport.tools.cli.options import PATH, Sectioned, json_option, options
@@ -121,7 +119,7 @@ def command(prompts: Path, **values: Any) -> int:
     if values["markdown"] is not None:
         check_target(values["markdown"])
     with stages() as on_progress:
-        report = benchmark(prompts, serve_options, on_progress)
+        report = benchmark_services(prompts, serve_options, on_progress)
     show_tables(markdown_of(report), report.as_dict(), values["as_json"], values["markdown"])
     return OK if report.identical else ACCURACY
 

@@ -9,7 +9,7 @@ from typing import get_args
 import click
 
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.tools.bench.start.benchmark import PHASES, PageCache, StartReport, benchmark
+from spaceport.tools.bench.start import PHASES, PageCache, StartReport, benchmark_start
 from spaceport.tools.cli.options import PATH, json_option
 from spaceport.tools.terminal.screen import show_json, show_table, size, stages
 
@@ -64,7 +64,7 @@ def command(
     flags += [] if max_seq_len is None else ["--max-seq-len", str(max_seq_len)]
     caches = page_caches_of(page_cache)
     with stages() as on_progress:
-        report = benchmark(bundles, flags, prompt, caches, rounds, on_progress)
+        report = benchmark_start(bundles, flags, prompt, caches, rounds, on_progress)
     if as_json:
         show_json(report.as_dict())
     else:

@@ -12,16 +12,24 @@ import pytest
 
 from spaceport.runtime.decode.statistics import Statistics
 from spaceport.runtime.text.prompt import Prompt
-from spaceport.tools.bench.chat.answers import Answer
-from spaceport.tools.bench.chat.chat_prompts import NO_KIND, ChatPrompt, parts_of, read_chat_prompts
-from spaceport.tools.bench.chat.measuring import Job, Measured, MeasuredAnswer, measure
-from spaceport.tools.bench.chat.options import PeerOptions
-from spaceport.tools.bench.chat.peers import Peers, running_peers
-from spaceport.tools.bench.chat.summary import ALL, figures_of, peer_ratios
-from spaceport.tools.bench.compare.machine import Machine
-from spaceport.tools.bench.compare.subjects import Peer
-from spaceport.tools.bench.compare.work_folder import Environments
-from spaceport.tools.bench.compare.worker_process import WorkerFailed
+from spaceport.tools.bench.chat import ALL, figures_of, peer_ratios
+from spaceport.tools.bench.chat_measuring import (
+    NO_KIND,
+    Answer,
+    ChatMeasurements,
+    ChatPrompt,
+    Job,
+    MeasuredAnswer,
+    PeerOptions,
+    Peers,
+    measure_chats,
+    parts_of,
+    read_chat_prompts,
+    running_peers,
+)
+from spaceport.tools.bench.environments import Environments, Peer
+from spaceport.tools.bench.machine import Machine
+from spaceport.tools.bench.workers import WorkerFailed
 from spaceport.tools.verify.thread_tokens import ThreadTokens
 from support.fake_subjects import FAKE, installed
 from support.paths import ROOT, TINY
@@ -51,9 +59,9 @@ def chat_answer(
     return Answer(tokens, seconds, seconds / 2, first, first_tokens, complete, "text", found, statistics)
 
 
-def chat_measured(*given: tuple[str, int, ChatPrompt, Answer]) -> Measured:
+def chat_measured(*given: tuple[str, int, ChatPrompt, Answer]) -> ChatMeasurements:
     """Measurements of a subject, a round, a prompt and an answer each; answers of a prompt are its turns."""
-    found = Measured()
+    found = ChatMeasurements()
     turns: dict[tuple[str, int, int], int] = {}
     for subject, number, prompt, answer in given:
         key = (subject, number, prompt.line)
@@ -120,7 +128,7 @@ def test_a_user_turn_without_an_answer_is_answered_and_the_conversation_continue
 
 def test_all_subjects_answer_a_prompt_before_the_next_one_and_the_order_rotates() -> None:
     modes = subjects(0, 0)
-    found = measure([Job(chat_prompt(line), modes) for line in (1, 22)], encode, 2, print)
+    found = measure_chats([Job(chat_prompt(line), modes) for line in (1, 22)], encode, 2, print)
     names = [mode.name for mode in modes]
     rotated = [names[shift:] + names[:shift] for shift in (0, 1, 2, 2, 0)]  # the first one is the warm-up
     assert [name for name, _ in modes[0].log] == [name for order in rotated for name in order]
@@ -131,7 +139,7 @@ def test_all_subjects_answer_a_prompt_before_the_next_one_and_the_order_rotates(
 
 def test_a_conversation_continues_with_the_plain_answers_and_a_difference_names_its_place() -> None:
     modes = subjects(5)
-    found = measure([Job(chat_prompt(7, turns=3), modes)], encode, 1, print)
+    found = measure_chats([Job(chat_prompt(7, turns=3), modes)], encode, 1, print)
     prompts = {name: [prompt for other, prompt in modes[0].log[2:] if other == name] for name in ("plain", "mode 0")}
     assert prompts["plain"] == prompts["mode 0"] == [(3,), (3, 8, 3), (3, 8, 3, 9, 3)]  # "answer 3", "answer 14"
     assert found.different == {"mode 0": 3}

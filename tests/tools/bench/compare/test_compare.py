@@ -9,25 +9,23 @@ from pathlib import Path
 
 import pytest
 
-from spaceport.tools.bench.compare.comparing import CompareOptions, compare
-from spaceport.tools.bench.compare.markdown import markdown_of
-from spaceport.tools.bench.compare.subjects import (
+from spaceport.tools.bench.compare import CompareOptions, Spread, compare_runtimes, markdown_of, paired, spread
+from spaceport.tools.bench.compare_measuring import Measurement, WorkerPool, measure_all
+from spaceport.tools.bench.environments import (
     PEERS,
+    ComparedRuntime,
     Peer,
     Skipped,
-    Subject,
+    WorkFolder,
     peer_subject,
 )
-from spaceport.tools.bench.compare.summary import Spread, paired, spread
-from spaceport.tools.bench.compare.work_folder import WorkFolder
-from spaceport.tools.bench.compare.worker_pool import Measurement, WorkerPool, measure_all, read_files
-from spaceport.tools.bench.compare.worker_process import WorkerFailed, start
+from spaceport.tools.bench.workers import WorkerFailed, read_files, start_worker
 from spaceport.tools.cli import run
 from spaceport.tools.cli.exit_codes import INPUT, OK, USAGE
 from support.fake_subjects import FAKE, WORKLOAD, fake_run_options, fake_subject, installed
 from support.paths import TINY
 
-pytestmark = pytest.mark.on_change("tests/support/fake_runtime.py", "tools/bench/compare/adapters")
+pytestmark = pytest.mark.on_change("tests/support/fake_runtime.py", "tools/bench/adapters")
 BY_NAME = {peer.name: peer for peer in PEERS}
 SMALL = "--context 12 --tokens 4 --rows 1,4 --prefill 16 --requests 2 --request-context 6 --request-tokens 5 --rounds 2"
 
@@ -39,9 +37,9 @@ def skipped(peer: str, work: WorkFolder) -> str:
     return found.reason
 
 
-def subject(peer: str, work: WorkFolder, gguf: Path | None = None) -> Subject:
+def subject(peer: str, work: WorkFolder, gguf: Path | None = None) -> ComparedRuntime:
     found = peer_subject(BY_NAME[peer], work, gguf)
-    assert isinstance(found, Subject)
+    assert isinstance(found, ComparedRuntime)
     return found
 
 
@@ -100,7 +98,9 @@ def test_the_command_measures_a_bundle_and_reports_skipped_runtimes(
 def test_a_peer_is_measured_together_with_the_bundle(tiny_bundle: Path, tmp_path: Path) -> None:
     installed(WorkFolder(tmp_path, TINY), "ctranslate2")
     peer = Peer("fake int4", "ctranslate2", str(FAKE), (), "none", {"step": 10.0})
-    found = compare(CompareOptions(TINY, tmp_path, (tiny_bundle,), (peer,), None, WORKLOAD, 1, 1, setup=False), print)
+    found = compare_runtimes(
+        CompareOptions(TINY, tmp_path, (tiny_bundle,), (peer,), None, WORKLOAD, 1, 1, setup=False), print
+    )
     ours, fake = found.subjects
     assert (ours.name, fake.name) == ("spaceport float32", "fake int4")
     assert found.references == ("spaceport float32",)
@@ -134,7 +134,7 @@ def test_a_call_that_fails_is_reported_with_the_last_output_line_and_the_log(tmp
         ({"hangs": "decode"}, r"no answer within 0\.5 s"),
     ):
         subject = fake_subject("fake", tmp_path, **option)
-        with closing(start(subject, 1, tmp_path / "logs", 20.0)) as worker:
+        with closing(start_worker(subject, 1, tmp_path / "logs", 20.0)) as worker:
             worker.call("open", {"model": "m", "threads": 1, **subject.options})
             worker.timeout = 0.5
             with pytest.raises(WorkerFailed, match=message) as caught:

@@ -14,18 +14,26 @@ from spaceport.runtime.bundle import read_manifest
 from spaceport.runtime.decode.statistics import Statistics
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
-from spaceport.tools.bench.compare.machine import Machine
-from spaceport.tools.bench.compare.summary import Spread
-from spaceport.tools.bench.decode.benchmark import benchmark
-from spaceport.tools.bench.decode.measuring import Difference, Measured, MeasuredCompletion, difference
-from spaceport.tools.bench.decode.modes import MODES, PLAIN, DecodeMode, modes_for, parse_modes
-from spaceport.tools.bench.decode.options import DecodeOptions
-from spaceport.tools.bench.decode.replay import (
+from spaceport.tools.bench.compare import Spread
+from spaceport.tools.bench.decode import DecodeReport, Rate, benchmark_decode, summarized
+from spaceport.tools.bench.decode_measuring import (
+    MODES,
+    PLAIN,
+    DecodeMeasurements,
+    DecodeMode,
+    DecodeOptions,
+    Difference,
+    MeasuredCompletion,
+    difference,
+    modes_for,
+    parse_modes,
+)
+from spaceport.tools.bench.machine import Machine
+from spaceport.tools.bench.synthetic_engine import (
     implied_tokens_per_step,
     replay_runtime,
     synthetic_texts,
 )
-from spaceport.tools.bench.decode.summary import DecodeReport, Rate, summarized
 from spaceport.tools.verify.audit.prompts import TokenizedPrompt
 from spaceport.tools.verify.thread_tokens import ThreadTokens
 
@@ -47,7 +55,7 @@ pytestmark = pytest.mark.on_change()  # runs thousands of steps
 
 def report(different: int = 0, options: DecodeOptions = OPTIONS, tokens_of_first: int = 12) -> DecodeReport:
     """A report of given statistics."""
-    found = Measured()
+    found = DecodeMeasurements()
     for mode, rounds in SECONDS.items():
         for number, row in enumerate(rounds, 1):
             found.seconds[mode, 0.0, number] = sum(row)
@@ -149,7 +157,7 @@ def test_each_mode_drafts_what_its_name_says(demo_bundle: Path) -> None:
 
 def replayed(bundle: Path, acceptance: tuple[float, ...], **more: object) -> DecodeReport:
     given = {"max_tokens": 96, "limit": 6, "rounds": 1, "context": 16, "threads": 1, **more}
-    return benchmark(bundle, None, DecodeOptions(replay=acceptance, **given), lambda _: None)  # type: ignore[arg-type]
+    return benchmark_decode(bundle, None, DecodeOptions(replay=acceptance, **given), lambda _: None)  # type: ignore[arg-type]
 
 
 @pytest.mark.slow

@@ -12,12 +12,9 @@ from typing import Any
 import pytest
 
 from spaceport.runtime.text.prompt import Prompt
-from spaceport.tools.bench.serve.exchange import Exchange
-from spaceport.tools.bench.serve.figures import figures_of, statuses
-from spaceport.tools.bench.serve.http_client import Address
-from spaceport.tools.bench.serve.http_load import Target, sender
-from spaceport.tools.bench.serve.load_run import LoadRun, run_load
-from spaceport.tools.bench.serve.workload import Behaviour, PlannedRequest, Workload, planned
+from spaceport.tools.bench.http_load import Address, Target, http_sender
+from spaceport.tools.bench.service_load import figures_of, statuses
+from spaceport.tools.bench.workload import Behaviour, Exchange, LoadRun, PlannedRequest, Workload, planned, run_load
 
 Answer = Callable[[asyncio.StreamWriter], Awaitable[None]]
 PROMPTS: list[Prompt] = [[{"role": "user", "content": "a"}], "text", [1, 2]]
@@ -106,7 +103,7 @@ def load(
 
     async def check(address: Address) -> None:
         target = Target(address, "m", key)
-        runs.append(await run_load(work, iter(given), lambda clock: sender(target, work, PROMPTS, clock)))
+        runs.append(await run_load(work, iter(given), lambda clock: http_sender(target, work, PROMPTS, clock)))
 
     return with_server(answer, check), runs[0]
 

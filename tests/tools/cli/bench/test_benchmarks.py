@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from spaceport.runtime.backends.private_files import cache_folder
-from spaceport.tools.bench.decode.summary import REPLAY_LABEL
-from spaceport.tools.bench.serve.processes import ProcessFailed
-from spaceport.tools.bench.start.service_start import measured
+from spaceport.tools.bench.decode import REPLAY_LABEL
+from spaceport.tools.bench.machine import ProcessFailed
+from spaceport.tools.bench.start import measured_start
 from spaceport.tools.cli import run
 from spaceport.tools.cli.bench.start import page_caches_of
 from spaceport.tools.cli.exit_codes import ACCURACY, INPUT, OK, USAGE
@@ -104,7 +104,7 @@ def test_phases_of_a_start_add_up(demo_bundle: Path, tmp_path: Path, capsys: Cap
     assert set(cache_folder().glob("*")) == before  # those of the user are not touched
     assert page_caches_of("cold,warm,cold") == ["cold", "warm"]
     with pytest.raises(ProcessFailed, match=r"exit code 3: .*no such folder: expected a bundle"):
-        measured([tmp_path / "nothing"], [], "a", tmp_path, tmp_path / "log")
+        measured_start([tmp_path / "nothing"], [], "a", tmp_path, tmp_path / "log")
 
 
 def test_all_answers_of_services_are_right_while_clients_leave(

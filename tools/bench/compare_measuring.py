@@ -1,23 +1,105 @@
-"""Worker pool: the worker processes of a comparison, which measure one at a time."""
+"""Measuring of a comparison: the same calls with the same prompts for every runtime, one at a time."""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, Literal
 
-from spaceport.tools.bench.compare.metrics import Metric, Workload, arguments, value_of
-from spaceport.tools.bench.compare.subjects import Skipped, Subject
-from spaceport.tools.bench.compare.worker_process import UnsupportedCall, Worker, WorkerFailed, busy_seconds, start
+import numpy as np
 
+from spaceport.graphs.contract.faults import OptionFault
+from spaceport.tools.bench.environments import ComparedRuntime, Skipped
+from spaceport.tools.bench.machine import busy_seconds
+from spaceport.tools.bench.workers import UnsupportedCall, Worker, WorkerFailed, open_model, start_worker
+
+Unit = Literal["ms", "tokens/s"]
+_IDS = (3, 200)  # range of prompt token ids: in every vocabulary, after the usual special tokens
 OnProgress = Callable[[str], None]
 _TRIES = 3  # attempts at a measurement that other workers disturb
 _TICK = 0.011  # seconds; the resolution of CPU times in /proc
 _SHARE = 0.01  # CPU time that other workers may use, relative to the duration of a measurement
 _WARM_UP = -1  # number of the round that is not recorded
+
+
+@dataclass(frozen=True)
+class CompareWorkload:
+    """Lengths and counts of the measured calls."""
+
+    context: int = 256  # cached tokens before each measured step
+    tokens: int = 32  # decode steps per round
+    rows: tuple[int, ...] = (1, 4, 9, 16, 36)
+    repeats: int = 3  # steps of each width per round
+    prefill: int = 1024  # prompt tokens
+    requests: int = 8  # concurrent requests
+    request_context: int = 64  # prompt tokens per request
+    request_tokens: int = 32  # new tokens per request
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        least = min(self.context, self.tokens, *self.rows, self.repeats, self.prefill, self.requests)
+        if min(least, self.request_context, self.request_tokens) < 1 or self.tokens < 2:
+            raise OptionFault("a length or a count is too small: expected at least 1 of each, and 2 of --tokens")
+        if max(self.rows) >= self.context:
+            raise OptionFault(f"{max(self.rows)} rows after {self.context} tokens: expected a longer --context")
+
+    @property
+    def length(self) -> int:
+        """Maximum context length of all metrics, in tokens."""
+        steps = self.context + max(self.tokens, 2 * max(self.rows))
+        return max(steps, self.prefill + 1, self.request_context + self.request_tokens)
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One column of the comparison."""
+
+    name: str  # table heading
+    call: str  # call of the worker protocol
+    unit: Unit
+    size: int = 0  # rows per step, or tokens of a prefill
+
+
+def metrics_of(workload: CompareWorkload) -> tuple[Metric, ...]:
+    """The metrics in table order."""
+    return (
+        Metric("decode", "decode", "ms"),
+        *(Metric(f"{rows} rows" if rows > 1 else "1 row", "rows", "ms", rows) for rows in workload.rows),
+        Metric("prefill", "prefill", "tokens/s", workload.prefill),
+        Metric(f"{workload.requests} requests", "requests", "tokens/s"),
+    )
+
+
+def call_arguments(metric: Metric, workload: CompareWorkload, round_: int) -> dict[str, Any]:
+    """The arguments of a worker call; prompts differ by round and metric, as some runtimes cache prefixes."""
+    random = np.random.default_rng((workload.seed, round_ + 1, *metric.name.encode()))
+
+    def prompt(length: int) -> list[int]:
+        return [int(token) for token in random.integers(*_IDS, length)]
+
+    if metric.call == "decode":
+        return {"prompt": prompt(workload.context), "tokens": workload.tokens}
+    if metric.call == "rows":
+        return {"prompt": prompt(workload.context), "rows": prompt(metric.size), "repeats": workload.repeats}
+    if metric.call == "prefill":
+        return {"prompt": prompt(metric.size)}
+    prompts = [prompt(workload.request_context) for _ in range(workload.requests)]
+    return {"prompts": prompts, "tokens": workload.request_tokens}
+
+
+def value_of(metric: Metric, value: Any) -> float:
+    """The value of a metric from a worker's result: ms per step, or tokens/s."""
+    if metric.call == "prefill":
+        return metric.size / float(value)
+    if metric.call == "requests":
+        tokens, seconds = value
+        return float(tokens) / float(seconds)
+    times: Sequence[float] = value
+    return statistics.median(times) * 1e3
 
 
 @dataclass(frozen=True)
@@ -30,10 +112,10 @@ class Measurement:
 
 
 @dataclass
-class Record:
+class RuntimeRecord:
     """All measurements of one subject."""
 
-    subject: Subject
+    subject: ComparedRuntime
     opened: dict[str, Any]  # versions, import_seconds, open_seconds
     resident_bytes_open: int  # resident memory after opening the model
     resident_bytes_decode: int = 0  # resident memory after the decode steps of the warm-up
@@ -45,7 +127,7 @@ class Record:
 class RunOptions:
     """How a comparison is run."""
 
-    workload: Workload
+    workload: CompareWorkload
     metrics: tuple[Metric, ...]
     rounds: int
     threads: int
@@ -60,18 +142,18 @@ class WorkerPool:
     def __init__(self, options: RunOptions, on_progress: OnProgress) -> None:
         self.options, self.on_progress = options, on_progress
         self.workers: dict[str, Worker] = {}
-        self.records: dict[str, Record] = {}
+        self.records: dict[str, RuntimeRecord] = {}
         self.skipped: list[Skipped] = []
         self.repeated = 0  # measurements repeated because another worker was computing
 
-    def add(self, subject: Subject) -> None:
+    def add(self, subject: ComparedRuntime) -> None:
         """Start a subject's worker and open its model; a subject that fails is skipped."""
         try:
             worker = self._open(subject)
         except WorkerFailed as failure:
             self.skipped.append(Skipped(subject.name, str(failure)))
             return
-        self.records[subject.name] = Record(subject, worker.opened, worker.resident_bytes())
+        self.records[subject.name] = RuntimeRecord(subject, worker.opened, worker.resident_bytes())
 
     def run_round(self, round_: int) -> None:
         """Take every metric of every subject once; the order of the subjects rotates from round to round."""
@@ -82,7 +164,7 @@ class WorkerPool:
                 if metric.name not in record.skipped:
                     self._take(record, metric, round_)
 
-    def _take(self, record: Record, metric: Metric, round_: int) -> None:
+    def _take(self, record: RuntimeRecord, metric: Metric, round_: int) -> None:
         name = record.subject.name
         try:
             worker = self.workers.get(name) or self._open(record.subject)
@@ -101,11 +183,11 @@ class WorkerPool:
             record.resident_bytes_decode = worker.resident_bytes()
 
     def _measure(self, worker: Worker, metric: Metric, round_: int) -> Measurement | UnsupportedCall:
-        call_arguments = arguments(metric, self.options.workload, round_)
+        arguments = call_arguments(metric, self.options.workload, round_)
         for _ in range(_TRIES):
             others = {name: other.cpu_seconds() for name, other in self.workers.items() if other is not worker}
             started, own, machine = perf_counter(), worker.cpu_seconds(), busy_seconds()
-            answer = worker.call(metric.call, call_arguments)
+            answer = worker.call(metric.call, arguments)
             if isinstance(answer, UnsupportedCall):
                 return answer
             worker.wait_until_idle(self.options.idle_limit)
@@ -135,9 +217,9 @@ class WorkerPool:
             self.records[name].skipped |= {metric.name: str(failure) for metric in self.options.metrics}
             self._remove(name)
 
-    def _open(self, subject: Subject) -> Worker:
+    def _open(self, subject: ComparedRuntime) -> Worker:
         options = self.options
-        worker = start(subject, options.threads, options.logs, options.timeout)
+        worker = start_worker(subject, options.threads, options.logs, options.timeout)
         open_model(worker, options.workload.length, options.threads, options.idle_limit)
         self.workers[subject.name] = worker
         return worker
@@ -162,7 +244,7 @@ def worker_pool(options: RunOptions, on_progress: OnProgress) -> Iterator[Worker
         pool.close()
 
 
-def measure_all(options: RunOptions, subjects: Sequence[Subject], on_progress: OnProgress) -> WorkerPool:
+def measure_all(options: RunOptions, subjects: Sequence[ComparedRuntime], on_progress: OnProgress) -> WorkerPool:
     """A pool with the records of all subjects, after a warm-up and all rounds; its workers have ended."""
     with worker_pool(options, on_progress) as pool:
         for subject in subjects:
@@ -172,26 +254,3 @@ def measure_all(options: RunOptions, subjects: Sequence[Subject], on_progress: O
             on_progress("warm up" if round_ == _WARM_UP else f"round {round_ + 1} of {options.rounds}")
             pool.run_round(round_)
         return pool
-
-
-def open_model(worker: Worker, length: int, threads: int, idle_limit: float) -> None:
-    """Open the model of a worker for contexts of this length; a worker that fails is closed."""
-    read_files(worker.subject.model)
-    settings = {"model": str(worker.subject.model), "threads": threads, "length": length}
-    try:
-        answer = worker.call("open", {**settings, **worker.subject.options})
-        if isinstance(answer, UnsupportedCall):
-            raise WorkerFailed(answer.reason)
-        worker.opened = answer
-        worker.wait_until_idle(idle_limit)
-    except WorkerFailed:
-        worker.close()
-        raise
-
-
-def read_files(path: Path) -> None:
-    """Read the files of a model once, so that it is opened from the page cache."""
-    for file in [path] if path.is_file() else sorted(item for item in path.rglob("*") if item.is_file()):
-        with file.open("rb") as opened:
-            while opened.read(1 << 24):
-                pass

@@ -1,4 +1,4 @@
-"""Subjects: what answers the requests: services, started here or running already, and an embedded runtime."""
+"""Services under load: started here or running already, and the runtime without HTTP in a process of its own."""
 
 from __future__ import annotations
 
@@ -7,26 +7,110 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from time import monotonic
 from typing import Any, Protocol
 
+from spaceport.runtime.decoding import Decoding
+from spaceport.runtime.scheduling.request import QueueFull
+from spaceport.runtime.scheduling.stream import AsyncStream
+from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.prompt import Prompt
-from spaceport.tools.bench.serve.exchange import Exchange
-from spaceport.tools.bench.serve.http_client import Address, address_of
-from spaceport.tools.bench.serve.http_load import Target, get_json, model_of, sender
-from spaceport.tools.bench.serve.load_run import LoadRun, run_load
-from spaceport.tools.bench.serve.processes import ProcessFailed, Resources, end, free_port, last_lines, resources_of
-from spaceport.tools.bench.serve.workload import Workload, planned
+from spaceport.tools.bench.http_load import Address, Target, address_of, get_json, http_sender, model_of
+from spaceport.tools.bench.machine import ProcessFailed, Resources, end_process, free_port, last_lines, resources_of
+from spaceport.tools.bench.workload import Clock, Exchange, LoadRun, PlannedRequest, Send, Workload, planned, run_load
 
 _READY = 300.0  # seconds until a service answers
 _COMMAND = [sys.executable, "-c", "import sys; from spaceport.tools.cli import run; sys.exit(run(sys.argv[1:]))"]
-_EMBEDDED = [sys.executable, "-c", "from spaceport.tools.bench.serve.embedded import main; main()"]
+_EMBEDDED = [sys.executable, "-c", "from spaceport.tools.bench.load_services import main; main()"]
 
 
-class Subject(Protocol):
+@asynccontextmanager
+async def runtime_sender(
+    runtime: Runtime, workload: Workload, prompts: Sequence[Prompt], clock: Clock
+) -> AsyncGenerator[Send, None]:
+    """A function that sends requests to a runtime and records what comes back."""
+    decoding = decoding_of(workload)
+
+    async def send(client: int, request: PlannedRequest, exchange: Exchange) -> None:
+        del client
+        try:
+            stream = runtime.astream(prompts[request.prompt], decoding)
+        except QueueFull:
+            exchange.status, exchange.retry_after = 503, 1.0  # as the service answers
+            return
+        async with stream:
+            await stream.submitted()
+            exchange.status = 200
+            await _read(stream, request, exchange, workload, clock)
+
+    yield send
+
+
+def decoding_of(workload: Workload) -> Decoding:
+    """The decoding options of a workload's requests."""
+    if workload.drafts:
+        return Decoding(max_tokens=workload.max_tokens, fork=False)
+    return Decoding(max_tokens=workload.max_tokens, fork=False, mask_slots=0, lookup=0)
+
+
+def expected_answers(runtime: Runtime, workload: Workload, prompts: Sequence[Prompt]) -> list[tuple[list[int], str]]:
+    """The tokens and the text of the answer to each prompt, generated one at a time and without the prefix cache."""
+    decoding = replace(decoding_of(workload), prefix_cache=False)
+    found = [runtime.generate(prompt, decoding) for prompt in prompts]
+    return [(list(one.tokens), one.text) for one in found]
+
+
+async def _read(
+    stream: AsyncStream, request: PlannedRequest, exchange: Exchange, workload: Workload, clock: Clock
+) -> None:
+    while pieces := await stream.pieces():
+        if text := "".join(piece.reading for piece in pieces):
+            exchange.text += text
+            exchange.text_times.append(clock())
+            if request.behaviour == "slow":
+                await asyncio.sleep(workload.pause)
+        if request.leaves and len(exchange.text_times) >= request.events:
+            return
+    completion = await stream.completion()
+    exchange.text, exchange.token_ids = completion.text, list(completion.tokens)
+    exchange.tokens, exchange.ending = completion.statistics.tokens, completion.ending
+    found = completion.statistics
+    exchange.drafts = {
+        "num_spec_steps": found.steps,
+        "num_accepted_draft_tokens": sum(found.accepted_by_depth),
+        "num_draft_tokens": sum(found.drafted_by_depth),
+    }
+
+
+def answer_call(runtime: Runtime, prompts: Sequence[Prompt], call: dict[str, Any]) -> dict[str, Any]:
+    """The result of one call: the expected answers, or a run."""
+    workload = Workload(**call["workload"])
+    if call["call"] == "expected":
+        return {"answers": expected_answers(runtime, workload, prompts)}
+    requests = planned(workload, len(prompts), call["first"])
+    run = asyncio.run(run_load(workload, requests, lambda clock: runtime_sender(runtime, workload, prompts, clock)))
+    return {"exchanges": [asdict(one) for one in run.exchanges], "seconds": run.seconds}
+
+
+def main() -> None:
+    """Answer calls, one JSON object per line; the first line says what to open."""
+    opening = json.loads(sys.stdin.readline())
+    with Runtime.open(Path(opening["bundle"]), **opening["options"]) as runtime:
+        _write({"device": runtime.engine.device})
+        for line in sys.stdin:
+            _write(answer_call(runtime, opening["prompts"], json.loads(line)))
+
+
+def _write(content: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(content) + "\n")
+    sys.stdout.flush()
+
+
+class LoadSubject(Protocol):
     """Something that answers the requests of a run."""
 
     name: str
@@ -59,7 +143,7 @@ class HttpService:
         """Answer the requests of a workload over HTTP."""
         requests = planned(workload, len(self.prompts), first)
         return asyncio.run(
-            run_load(workload, requests, lambda clock: sender(self.target, workload, self.prompts, clock))
+            run_load(workload, requests, lambda clock: http_sender(self.target, workload, self.prompts, clock))
         )
 
     def resources(self) -> Resources | None:
@@ -74,7 +158,7 @@ class HttpService:
     def close(self) -> None:
         """End the process, if it was started here."""
         if self.process is not None:
-            end(self.process)
+            end_process(self.process)
 
 
 @dataclass
@@ -121,13 +205,13 @@ class EmbeddedRuntime:
 
     def close(self) -> None:
         """End the process."""
-        end(self.process)
+        end_process(self.process)
 
 
 def start_embedded(bundle: Path, options: Mapping[str, Any], prompts: Sequence[Prompt], logs: Path) -> EmbeddedRuntime:
     """Open a bundle in a process of its own."""
     log = logs / "embedded.log"
-    process = _start(_EMBEDDED, log, subprocess.PIPE)
+    process = _start_process(_EMBEDDED, log, subprocess.PIPE)
     found = EmbeddedRuntime("embedded", process, log)
     found.call({"bundle": str(bundle), "options": options, "prompts": prompts})
     return found
@@ -169,7 +253,7 @@ def _flag(name: str, value: Any) -> list[str]:
     return [] if value is None else [f"--{flag}", str(value)]
 
 
-def _start(command: Sequence[str], log: Path, pipe: int) -> subprocess.Popen[str]:
+def _start_process(command: Sequence[str], log: Path, pipe: int) -> subprocess.Popen[str]:
     log.parent.mkdir(parents=True, exist_ok=True)
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "SPACEPORT_API_KEY": ""}
     if command[0] != sys.executable:
@@ -188,11 +272,11 @@ def _started(
 ) -> HttpService:
     """A service once it answers."""
     log = logs / f"{name.replace(' ', '-')}.log"
-    process = _start(command, log, subprocess.DEVNULL)
+    process = _start_process(command, log, subprocess.DEVNULL)
     try:
         model = asyncio.run(_ready(address, process, log))
     except BaseException:
-        end(process)
+        end_process(process)
         raise
     return HttpService(name, Target(address, model), prompts, compared, process)
 

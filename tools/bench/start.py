@@ -1,28 +1,87 @@
-"""Service start: one process of `spaceport serve`, from its start to its first tokens, by phases."""
+"""Start: how long a service takes from the start of its process to its first token."""
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import json
+import mmap
 import os
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, Literal
 
-from spaceport.tools.bench.serve.http_client import Address, Connection
-from spaceport.tools.bench.serve.http_load import Target, get_json
-from spaceport.tools.bench.serve.processes import ProcessFailed, Resources, end, free_port, last_lines, resources_of
+import numpy as np
+
+from spaceport.graphs.contract.faults import OptionFault
+from spaceport.runtime.bundle import read_manifest
+from spaceport.tools.bench.http_load import Address, Connection, Target, get_json
+from spaceport.tools.bench.machine import (
+    Machine,
+    ProcessFailed,
+    Resources,
+    end_process,
+    free_port,
+    last_lines,
+    resources_of,
+    this_machine,
+)
 
 _COMMAND = [sys.executable, "-c", "import sys; from spaceport.tools.cli import run; sys.exit(run(sys.argv[1:]))"]
 _READY = 600.0  # seconds until a service is ready
 _POLL = 0.01  # seconds between two questions whether it is ready
 _ANSWER = 120.0  # seconds for a first token
+PageCache = Literal["warm", "cold"]
+
+
+def drop_pages(folder: Path) -> None:
+    """Remove all files below a folder from the page cache; raises if the system keeps a part of one."""
+    for file in _files(folder):
+        descriptor = os.open(file, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)  # pages that are not written yet cannot be dropped
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
+        if cached_share(file):
+            raise OptionFault(
+                f"{file}: stays in the page cache, so reading it from its disk cannot be measured: expected a file that no "
+                "process has mapped, on a disk; leave cold out of --page-cache"
+            )
+
+
+def read_pages(folder: Path) -> None:
+    """Read all files below a folder, after which they are in the page cache if it has space for them."""
+    for file in _files(folder):
+        with file.open("rb") as stream:
+            while stream.read(1 << 20):
+                pass
+
+
+def cached_share(file: Path) -> float:
+    """The share of a file's pages that are in memory."""
+    size = file.stat().st_size
+    if not size:
+        return 0.0
+    pages = np.zeros(-(-size // mmap.PAGESIZE), np.uint8)  # bit 0: in memory
+    with file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        address = np.frombuffer(mapped, np.uint8).ctypes.data
+        library = ctypes.CDLL(None, use_errno=True)
+        if library.mincore(ctypes.c_void_p(address), ctypes.c_size_t(size), ctypes.c_void_p(pages.ctypes.data)):
+            raise OSError(ctypes.get_errno(), "mincore failed", str(file))
+    return float(np.mean(pages & 1))
+
+
+def _files(folder: Path) -> Iterable[Path]:
+    return (file for file in sorted(folder.rglob("*")) if file.is_file())
 
 
 @dataclass(frozen=True)
@@ -52,7 +111,7 @@ class _Answers:
     used: Resources
 
 
-def measured(bundles: Sequence[Path], flags: Sequence[str], prompt: str, state: Path, log: Path) -> Start:
+def measured_start(bundles: Sequence[Path], flags: Sequence[str], prompt: str, state: Path, log: Path) -> Start:
     """Start a service with these bundles, send two requests to the first one, and end it.
 
     The service keeps its step costs in the folder `state`.
@@ -68,7 +127,7 @@ def measured(bundles: Sequence[Path], flags: Sequence[str], prompt: str, state: 
     try:
         answers = asyncio.run(_answers(process, Address("127.0.0.1", port, ""), prompt, log))
     finally:
-        end(process)
+        end_process(process)
     return _phases(entries_of(log), len(bundles), started, answers)
 
 
@@ -159,3 +218,84 @@ def _has_text(line: bytes) -> bool:
         return False
     choices = json.loads(line[len(b"data: ") :]).get("choices") or ()
     return any(choice.get("text") or (choice.get("delta") or {}).get("content") for choice in choices)
+
+
+PHASES = tuple(field.name for field in fields(Start))
+
+
+@dataclass(frozen=True)
+class Condition:
+    """What a service finds when it starts."""
+
+    page_cache: PageCache  # whether the bundles' files are in memory
+    step_costs: bool  # whether the step costs of this machine are stored
+
+
+@dataclass(frozen=True)
+class Starts:
+    """All starts under one condition."""
+
+    condition: Condition
+    rounds: tuple[Start, ...]
+
+    @property
+    def medians(self) -> Start:
+        """The median of each phase; phases of different rounds do not add up exactly."""
+        return Start(*(median(getattr(one, name) for one in self.rounds) for name in PHASES))
+
+
+@dataclass(frozen=True)
+class StartReport:
+    """The results of a benchmark."""
+
+    bundles: tuple[str, ...]
+    weight_bytes: int  # size of all graphs and weights
+    machine: Machine
+    prompt: str
+    starts: tuple[Starts, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report as JSON data."""
+        starts = [{**asdict(one), "medians": asdict(one.medians)} for one in self.starts]
+        return {**asdict(self), "starts": starts}
+
+
+def benchmark_start(
+    bundles: Sequence[Path],
+    flags: Sequence[str],
+    prompt: str,
+    page_caches: Sequence[PageCache],
+    rounds: int,
+    on_progress: Callable[[str], None] = lambda _: None,
+) -> StartReport:
+    """The starts of a service under each condition; conditions alternate, so that other load affects all of them."""
+    size = sum(read_manifest(bundle, allow_links=True).graph_bytes for bundle in bundles)
+    if rounds < 1:
+        raise OptionFault(f"rounds is {rounds}: expected at least 1")
+    conditions = [Condition(cache, stored) for cache in page_caches for stored in (True, False)]
+    found: dict[Condition, list[Start]] = {condition: [] for condition in conditions}
+    with tempfile.TemporaryDirectory(prefix="spaceport-start-") as folder:
+        stored, log = Path(folder) / "state", Path(folder) / "service.log"
+        on_progress("warm-up")
+        measured_start(bundles, flags, prompt, stored, log)
+        for number in range(rounds):
+            for condition in conditions:
+                on_progress(f"round {number + 1} of {rounds}: page cache {condition.page_cache}, {_costs(condition)}")
+                _prepare(bundles, condition.page_cache)
+                with tempfile.TemporaryDirectory(dir=folder) as empty:
+                    state = stored if condition.step_costs else Path(empty)
+                    found[condition].append(measured_start(bundles, flags, prompt, state, log))
+    starts = tuple(Starts(condition, tuple(rounds)) for condition, rounds in found.items())
+    return StartReport(tuple(map(str, bundles)), size, this_machine(), prompt, starts)
+
+
+def _prepare(bundles: Sequence[Path], cache: PageCache) -> None:
+    for bundle in bundles:
+        if cache == "cold":
+            drop_pages(bundle)
+        else:
+            read_pages(bundle)
+
+
+def _costs(condition: Condition) -> str:
+    return "stored step costs" if condition.step_costs else "no step costs"

@@ -1,4 +1,4 @@
-"""Worker process: one runtime in its own environment, measured by calls over stdin and stdout."""
+"""Workers: one process for each compared runtime, called over stdin and stdout."""
 
 from __future__ import annotations
 
@@ -6,18 +6,17 @@ import json
 import os
 import select
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from time import monotonic, perf_counter, process_time, sleep
+from time import monotonic, sleep
 from typing import Any
 
-from spaceport.tools.bench.compare.subjects import ADAPTERS, Subject
+from spaceport.tools.bench.environments import ADAPTERS, ComparedRuntime
+from spaceport.tools.bench.machine import cpu_seconds, last_lines
 
-_TICKS = os.sysconf("SC_CLK_TCK")  # units per second of CPU times in /proc
 _PAUSE = 0.05  # seconds; a process that uses no CPU time meanwhile is idle
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-_TAIL = 4096  # bytes of a log that hold the last error
 
 
 class WorkerFailed(RuntimeError):
@@ -35,7 +34,7 @@ class UnsupportedCall:
 class Worker:
     """A running worker process."""
 
-    subject: Subject
+    subject: ComparedRuntime
     process: subprocess.Popen[str]
     log: Path
     timeout: float  # seconds to wait for an answer
@@ -61,13 +60,18 @@ class Worker:
 
     def cpu_seconds(self) -> float:
         """CPU time of all threads so far, with a resolution of 10 ms."""
-        fields = self._proc("stat").rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / _TICKS
+        try:
+            return cpu_seconds(self._proc("stat"))
+        except OSError:
+            raise self._ended() from None
 
     def resident_bytes(self) -> int:
         """Resident memory of the process."""
-        line = next(line for line in self._proc("status").splitlines() if line.startswith("VmRSS:"))
-        return int(line.split()[1]) * 1024
+        try:
+            status = self._proc("status").read_text("utf-8")
+        except OSError:
+            raise self._ended() from None
+        return int(next(line for line in status.splitlines() if line.startswith("VmRSS:")).split()[1]) * 1024
 
     def wait_until_idle(self, limit: float) -> None:
         """Wait until no thread of the process uses CPU time: threads of some libraries spin for a while after a call."""
@@ -86,22 +90,15 @@ class Worker:
         self.process.kill()
         self.process.communicate()
 
-    def _proc(self, name: str) -> str:
-        try:
-            return Path(f"/proc/{self.process.pid}/{name}").read_text("utf-8")
-        except OSError:
-            raise self._ended() from None
+    def _proc(self, name: str) -> Path:
+        return Path(f"/proc/{self.process.pid}/{name}")
 
     def _ended(self) -> WorkerFailed:
         code = self.process.wait()
-        with self.log.open("rb") as file:
-            file.seek(max(0, self.log.stat().st_size - _TAIL))
-            lines = file.read().decode("utf-8", "replace").strip().splitlines()
-        last = lines[-1].strip() if lines else "nothing"
-        return WorkerFailed(f"its process ended with exit code {code} and printed last: {last} (log: {self.log})")
+        return WorkerFailed(f"its process ended with exit code {code} and printed last: {last_lines(self.log)}")
 
 
-def start(subject: Subject, threads: int, logs: Path, timeout: float) -> Worker:
+def start_worker(subject: ComparedRuntime, threads: int, logs: Path, timeout: float) -> Worker:
     """The worker process of a subject, before it opens a model."""
     logs.mkdir(parents=True, exist_ok=True)
     log = logs / f"worker-{subject.name.replace(' ', '-').replace('/', '-')}.log"
@@ -120,29 +117,24 @@ def start(subject: Subject, threads: int, logs: Path, timeout: float) -> Worker:
     return Worker(subject, process, log, timeout)
 
 
-def busy_seconds() -> float:
-    """CPU time of all processes on the machine so far."""
-    fields = [int(part) for part in Path("/proc/stat").read_text("utf-8").split("\n", 1)[0].split()[1:]]
-    user, nice, system, _, _, irq, softirq, *_ = fields
-    return (user + nice + system + irq + softirq) / _TICKS
+def open_model(worker: Worker, length: int, threads: int, idle_limit: float) -> None:
+    """Open the model of a worker for contexts of this length; a worker that fails is closed."""
+    read_files(worker.subject.model)
+    settings = {"model": str(worker.subject.model), "threads": threads, "length": length}
+    try:
+        answer = worker.call("open", {**settings, **worker.subject.options})
+        if isinstance(answer, UnsupportedCall):
+            raise WorkerFailed(answer.reason)
+        worker.opened = answer
+        worker.wait_until_idle(idle_limit)
+    except WorkerFailed:
+        worker.close()
+        raise
 
 
-class OtherProcesses:
-    """CPU time of the processes on the machine that are neither this one nor its workers, from now on."""
-
-    def __init__(self, workers: Sequence[Worker] = ()) -> None:
-        self._workers, self._started = workers, perf_counter()
-        self._before = self._seconds()
-
-    def cores(self) -> float | None:
-        """CPU time of these processes per second; None if the system does not count it."""
-        if self._before is None or (now := self._seconds()) is None:
-            return None
-        return max(0.0, now - self._before) / max(perf_counter() - self._started, 1e-9)
-
-    def _seconds(self) -> float | None:
-        """CPU time of these processes since the machine started."""
-        if not Path("/proc/stat").exists():
-            return None
-        running = (worker for worker in self._workers if worker.process.poll() is None)
-        return busy_seconds() - process_time() - sum(worker.cpu_seconds() for worker in running)
+def read_files(path: Path) -> None:
+    """Read the files of a model once, so that it is opened from the page cache."""
+    for file in [path] if path.is_file() else sorted(item for item in path.rglob("*") if item.is_file()):
+        with file.open("rb") as opened:
+            while opened.read(1 << 24):
+                pass

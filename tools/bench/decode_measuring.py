@@ -1,24 +1,166 @@
-"""Measuring: the completions of all modes, interleaved, each compared with that of its reference mode."""
+"""Measuring of drafts: decoding modes on the same prompts, interleaved, each compared with its reference mode."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 
+from spaceport.graphs.contract.faults import OptionFault
+from spaceport.graphs.contract.manifest import Manifest
 from spaceport.runtime.decode.statistics import Statistics
+from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.sampling.sampler import Sampling
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.transcript import Path
-from spaceport.tools.bench.decode.modes import DecodeMode
-from spaceport.tools.bench.decode.options import DecodeOptions
 from spaceport.tools.verify.audit.prompts import TokenizedPrompt
 from spaceport.tools.verify.thread_tokens import ThreadTokens, first_difference, thread_tokens_of
 
+REPLAY_PROMPTS = 8  # number of prompts of a replay without a prompt file
+PLAIN, DEFAULT, FORKED = "plain", "default", "forked"
+MODES = (PLAIN, "lookup", "masks", DEFAULT, FORKED, "forked+drafted")
+_MASKED = ("masks",)  # modes that need mask slots
+FORKING = (FORKED, "forked+drafted")
+_EXPECTED = f"expected comma-separated names among {', '.join(MODES)}"
 WARM_UP = 0  # number of the round that is not recorded
 _Key = tuple[str, float]  # mode, temperature
+
+
+@dataclass(frozen=True)
+class DecodeOptions:
+    """What is measured, and how the engine is opened."""
+
+    max_tokens: int = 128  # per completion
+    limit: int | None = None  # number of prompts; None: all of the file
+    temperatures: tuple[float, ...] = (0.0,)
+    modes: tuple[str, ...] | None = None  # None: all that the bundle supports
+    fixed: tuple[int, ...] = ()  # mask slots of fixed chains
+    requests: int = 1  # concurrent requests
+    rounds: int = 3  # recorded rounds, after the warm-up
+    seed: int = 0
+    replay: tuple[float, ...] | None = None  # acceptance rate by depth; None: real completions
+    context: int = 64  # prompt tokens of a replay
+    backend: str = "auto"
+    threads: int = 0
+    max_seq_len: int | None = None
+    trust_engines: bool = False
+
+    def __post_init__(self) -> None:
+        numbers = ("max_tokens", "limit", "requests", "rounds", "context")
+        for name in numbers:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise OptionFault(f"--{name.replace('_', '-')} is {value}: expected at least 1")
+        if self.seed < 0:
+            raise OptionFault(f"--seed is {self.seed}: expected at least 0")
+        if self.replay is not None and self.temperatures != (0.0,):
+            raise OptionFault("--temperatures with --replay: a replay is greedy: leave one of them out")
+
+
+def parse_numbers(option: str, text: str, low: float, high: float) -> tuple[float, ...]:
+    """The comma-separated numbers in a text such as `0,0.7,1`, each within these bounds."""
+    try:
+        numbers = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        numbers = (float("nan"),)
+    if not all(low <= number <= high for number in numbers):
+        raise OptionFault(f"{option} is {text!r}: expected comma-separated numbers from {low:g} to {high:g}")
+    return numbers
+
+
+def parse_counts(option: str, text: str) -> tuple[int, ...]:
+    """The comma-separated whole numbers in a text such as `1,3,5`."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise OptionFault(f"{option} is {text!r}: expected comma-separated whole numbers of at least 1")
+    return tuple(int(part) for part in parts)
+
+
+@dataclass(frozen=True)
+class DecodeMode:
+    """A named decoding mode."""
+
+    name: str
+    decoding: Decoding  # greedy
+    reference: str  # name of the mode without drafts that generates the same tokens
+
+
+def parse_modes(text: str) -> tuple[str, ...]:
+    """The names in `plain,default`."""
+    names = tuple(part.strip() for part in text.split(","))
+    if unknown := [name for name in names if name not in MODES]:
+        raise OptionFault(f"--modes names {unknown[0]!r}: {_EXPECTED}")
+    return names
+
+
+def modes_for(
+    manifest: Manifest, max_tokens: int, names: Sequence[str] | None = None, fixed: Sequence[int] = ()
+) -> tuple[DecodeMode, ...]:
+    """The modes with these names, or all that the bundle supports; their reference modes are always included.
+
+    Each number in `fixed` adds a mode with chains of that many mask slots in every step.
+    """
+    for name in names or ():
+        _check(name, manifest)
+    wanted = set(names if names is not None else _all_of(manifest)) | {PLAIN}
+    if wanted & set(FORKING):
+        wanted.add(FORKED)
+    chosen = [_mode(name, max_tokens) for name in MODES if name in wanted]
+    return (*chosen, *(_chain(slots, max_tokens, manifest) for slots in dict.fromkeys(fixed)))
+
+
+def _all_of(manifest: Manifest) -> list[str]:
+    """All modes that the bundle supports; without mask slots "default" is prompt lookup, so "lookup" is left out."""
+    left_out = {
+        *(() if manifest.drafts.max_tokens else (*_MASKED, "lookup")),
+        *(() if manifest.tokens.fork is not None else FORKING),
+    }
+    return [name for name in MODES if name not in left_out]
+
+
+def _check(name: str, manifest: Manifest) -> None:
+    if name in _MASKED and not manifest.drafts.max_tokens:
+        raise OptionFault(f"--modes names {name!r}: expected a bundle with mask slots, this one has none: leave it out")
+    if name in FORKING and manifest.tokens.fork is None:
+        raise OptionFault(
+            f"--modes names {name!r}: expected a bundle with a fork token, this one has none: leave it out"
+        )
+
+
+def _mode(name: str, max_tokens: int) -> DecodeMode:
+    default = Decoding(max_tokens=max_tokens, fork=name in FORKING)
+    plain = replace(default, mask_slots=0, lookup=0)
+    decoding = {
+        PLAIN: plain,
+        "lookup": replace(plain, lookup=default.draft_config().lookup),
+        "masks": replace(default, lookup=0),
+        FORKED: plain,
+    }.get(name, default)
+    return DecodeMode(name, decoding, FORKED if name in FORKING else PLAIN)
+
+
+def _chain(slots: int, max_tokens: int, manifest: Manifest) -> DecodeMode:
+    if not 1 <= slots <= manifest.drafts.max_tokens:
+        has = f"this one has {manifest.drafts.max_tokens}"
+        raise OptionFault(f"--fixed names {slots}: expected 1 to the number of mask slots of the bundle, {has}")
+    decoding = Decoding(max_tokens=max_tokens, mask_slots=slots, draft="chain", fork=False)
+    return DecodeMode(f"fixed {slots}", decoding, PLAIN)
+
+
+@contextmanager
+def mode_runtimes(modes: Sequence[DecodeMode], open_runtime: Callable[[], Runtime]) -> Iterator[dict[str, Runtime]]:
+    """A runtime for each mode by name; none shares what it learns about acceptance."""
+    found: dict[str, Runtime] = {}
+    try:
+        for mode in modes:
+            found[mode.name] = open_runtime()
+        yield found
+    finally:
+        for runtime in found.values():
+            runtime.close()
 
 
 @dataclass(frozen=True)
@@ -48,7 +190,7 @@ class Difference:
 
 
 @dataclass
-class Measured:
+class DecodeMeasurements:
     """All measurements of a benchmark."""
 
     completions: list[MeasuredCompletion] = field(default_factory=list)
@@ -59,26 +201,26 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class _Completion:
+class _TimedCompletion:
     """The statistics and tokens of one completion."""
 
     statistics: Statistics
     threads: Mapping[Path, ThreadTokens]
 
 
-def measure(
+def measure_modes(
     modes: Sequence[DecodeMode],
     runtimes: Mapping[str, Runtime],
     prompts: Sequence[TokenizedPrompt],
     options: DecodeOptions,
     on_progress: Callable[[str], None],
-) -> Measured:
+) -> DecodeMeasurements:
     """The measurements of every mode, temperature and prompt, in a warm-up round and in the recorded rounds.
 
     With one request at a time, all modes run on a prompt before the next prompt. With concurrent requests, a mode runs on
     all prompts before the next mode. The order of the modes rotates.
     """
-    measured = Measured()
+    measured = DecodeMeasurements()
     jobs = _jobs(len(prompts), options.requests)
     for number in range(WARM_UP, options.rounds + 1):
         for temperature in options.temperatures:
@@ -132,15 +274,15 @@ def _generate(
     prompts: Sequence[TokenizedPrompt],
     batch: Sequence[int],
     options: DecodeOptions,
-) -> list[_Completion]:
+) -> list[_TimedCompletion]:
     """The completions of a batch of prompts, requested by one client per concurrent request."""
     sampling = Sampling(temperature=temperature, seed=options.seed if temperature else None)
     decoding = replace(mode.decoding, sampling=sampling)
     child = runtime.bundle.manifest.tokens.child
 
-    def generate(prompt: int) -> _Completion:
+    def generate(prompt: int) -> _TimedCompletion:
         completion = runtime.generate(list(prompts[prompt].tokens), decoding)
-        return _Completion(completion.statistics, thread_tokens_of(completion, child))
+        return _TimedCompletion(completion.statistics, thread_tokens_of(completion, child))
 
     if options.requests == 1:
         return [generate(prompt) for prompt in batch]
@@ -148,15 +290,17 @@ def _generate(
         return list(clients.map(generate, batch))
 
 
-def _add_seconds(measured: Measured, mode: DecodeMode, temperature: float, number: int, seconds: float) -> None:
+def _add_seconds(
+    measured: DecodeMeasurements, mode: DecodeMode, temperature: float, number: int, seconds: float
+) -> None:
     key = (mode.name, temperature, number)
     measured.seconds[key] = measured.seconds.get(key, 0.0) + seconds
 
 
 def _add(
-    measured: Measured,
+    measured: DecodeMeasurements,
     modes: Sequence[DecodeMode],
-    completions: Mapping[str, Sequence[_Completion]],
+    completions: Mapping[str, Sequence[_TimedCompletion]],
     prompts: Sequence[TokenizedPrompt],
     batch: Sequence[int],
     temperature: float,

@@ -1,0 +1,456 @@
+"""Decode benchmark: the speedup of drafts over plain decoding, on given prompts or with given acceptance rates."""
+
+from __future__ import annotations
+
+import statistics as numbers
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from spaceport.graphs.contract.faults import OptionFault
+from spaceport.graphs.contract.manifest import Manifest
+from spaceport.runtime.bundle import read_manifest
+from spaceport.runtime.decode.sources import named_source
+from spaceport.runtime.decode.statistics import Statistics
+from spaceport.runtime.session import Runtime
+from spaceport.tools.bench.compare import Spread, header, number, row, spread
+from spaceport.tools.bench.decode_measuring import (
+    DEFAULT,
+    PLAIN,
+    DecodeMeasurements,
+    DecodeMode,
+    DecodeOptions,
+    Difference,
+    MeasuredCompletion,
+    measure_modes,
+    mode_runtimes,
+    modes_for,
+)
+from spaceport.tools.bench.machine import Machine, this_machine
+from spaceport.tools.bench.synthetic_engine import implied_tokens_per_step, replay_runtime, synthetic_texts
+from spaceport.tools.verify.audit.prompts import TokenizedPrompt, read_prompts, tokenize_prompts
+
+_RESAMPLES = 2000
+_INTERVAL = (0.025, 0.975)
+REPLAY_LABEL = "REPLAY: real engine steps, synthetic text; acceptance rates from the given table, not from the model"
+_SHOWN = 10  # differences; JSON has all
+_DEPTHS = 8  # columns; JSON has all
+_REPLAY_MODES = (PLAIN, DEFAULT)
+
+
+@dataclass(frozen=True)
+class Speedup:
+    """The geometric mean over prompts of each prompt's median over rounds."""
+
+    mean: float
+    low: float  # lower end of the 95 % bootstrap interval over prompts and rounds
+    high: float
+    worst: float
+    worst_line: int  # line number in the prompt file
+    best: float
+    best_line: int
+    prompts: int  # number of prompts with a non-empty completion
+
+
+def speedup_of(ratios: Mapping[int, Sequence[float]], seed: int) -> Speedup | None:
+    """The speedup from the ratios of each prompt's rounds, by line number; None without prompts."""
+    if not ratios:
+        return None
+    lines = list(ratios)
+    logs = np.log([ratios[line] for line in lines])  # prompts x rounds
+    medians = np.median(logs, axis=1)
+    low, high = np.exp(np.quantile(_resampled(logs, seed), _INTERVAL)).tolist()
+    worst, best = int(medians.argmin()), int(medians.argmax())
+    values = np.exp(medians).tolist()
+    return Speedup(
+        float(np.exp(medians.mean())), low, high, values[worst], lines[worst], values[best], lines[best], len(lines)
+    )
+
+
+def _resampled(logs: np.ndarray, seed: int) -> np.ndarray:
+    """The logarithm of the mean in bootstrap resamples of the prompts and of each prompt's rounds."""
+    random = np.random.default_rng(seed)
+    prompts, rounds = logs.shape
+    found = np.empty(_RESAMPLES)
+    for index in range(_RESAMPLES):
+        sample = random.integers(0, prompts, (prompts, 1)), random.integers(0, rounds, (prompts, rounds))
+        found[index] = np.median(logs[sample], axis=1).mean()
+    return found
+
+
+@dataclass(frozen=True)
+class Rate:
+    """The draft tokens of one depth or source."""
+
+    drafted: int
+    accepted: int
+
+    @property
+    def rate(self) -> float:
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+
+@dataclass(frozen=True)
+class PromptSummary:
+    """One prompt in one mode: medians over the rounds."""
+
+    line: int  # line number in the prompt file
+    prompt_tokens: int
+    tokens: int
+    tokens_per_second: float  # generated tokens, prefill time included
+    first_token_seconds: float
+    tokens_per_step: float
+    speedup: float | None  # over plain decoding; None for plain decoding and for empty completions
+
+
+@dataclass(frozen=True)
+class ModeSummary:
+    """One mode at one temperature."""
+
+    mode: str
+    temperature: float
+    tokens_per_second: float  # median of the rounds, of all requests together, prefill time included
+    throughput_ratio: Spread | None  # to plain decoding's tokens/s in the same round; None for plain decoding
+    speedup: Speedup | None  # per prompt over plain decoding; None for plain decoding and for empty completions
+    first_token_p50: float  # seconds
+    first_token_p95: float
+    tokens_per_step: float
+    mean_acceptance_length: float  # 1 + accepted / steps
+    by_depth: tuple[Rate, ...]
+    by_source: dict[str, Rate]
+    outside_share: float  # share of the time outside the engine
+    reference: str | None  # mode with the same output; None for a reference mode
+    compared: int  # completions compared with the reference, warm-up included
+    different: int  # those that differ
+    prompts: tuple[PromptSummary, ...]
+
+
+@dataclass(frozen=True)
+class DecodeReport:
+    """The results of a benchmark."""
+
+    bundle: str
+    engine: str
+    machine: Machine
+    options: DecodeOptions
+    prompts: int
+    modes: tuple[ModeSummary, ...]
+    differences: tuple[Difference, ...]
+
+    @property
+    def identical(self) -> bool:
+        """Whether every completion equals that of its reference mode."""
+        return not self.differences
+
+    @property
+    def replay(self) -> bool:
+        return self.options.replay is not None
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report as JSON data."""
+        data = asdict(self)
+        for mode, summary in zip(data["modes"], self.modes, strict=True):
+            mode["by_depth"] = [{**asdict(rate), "rate": rate.rate} for rate in summary.by_depth]
+            mode["by_source"] = {s: {**asdict(rate), "rate": rate.rate} for s, rate in summary.by_source.items()}
+        kind = {"kind": "replay", "label": REPLAY_LABEL} if self.replay else {"kind": "measured"}
+        return {**kind, "identical": self.identical, **data}
+
+
+def summarized(
+    measured: DecodeMeasurements,
+    modes: Sequence[DecodeMode],
+    prompts: Sequence[TokenizedPrompt],
+    options: DecodeOptions,
+) -> tuple[ModeSummary, ...]:
+    """The summaries of all modes, temperature by temperature."""
+    return tuple(
+        _mode(measured, mode, temperature, prompts, options) for temperature in options.temperatures for mode in modes
+    )
+
+
+def _mode(
+    measured: DecodeMeasurements,
+    mode: DecodeMode,
+    temperature: float,
+    prompts: Sequence[TokenizedPrompt],
+    options: DecodeOptions,
+) -> ModeSummary:
+    own = [one for one in measured.completions if (one.mode, one.temperature) == (mode.name, temperature)]
+    plain = [one for one in measured.completions if (one.mode, one.temperature) == (PLAIN, temperature)]
+    rates, plain_rates = ([_rate(measured, each, number) for number in _rounds(options)] for each in (own, plain))
+    found = [one.statistics for one in own]
+    ratios = {} if mode.name == PLAIN else _ratios(own, plain, prompts)
+    steps, accepted = sum(s.steps for s in found), sum(sum(s.accepted_by_depth) for s in found)
+    outside, engine = sum(s.outside_seconds for s in found), sum(s.engine_seconds for s in found)
+    p50, p95 = np.quantile([s.first_token_seconds for s in found], (0.5, 0.95)).tolist()
+    return ModeSummary(
+        mode=mode.name,
+        temperature=temperature,
+        tokens_per_second=numbers.median(rates),
+        throughput_ratio=_ratio(rates, plain_rates) if mode.name != PLAIN else None,
+        speedup=speedup_of(ratios, options.seed),
+        first_token_p50=p50,
+        first_token_p95=p95,
+        tokens_per_step=sum(s.tokens for s in found) / max(1, steps),
+        mean_acceptance_length=1 + accepted / max(1, steps),
+        by_depth=rates_by_depth(found),
+        by_source=rates_by_source(found),
+        outside_share=outside / (outside + engine),
+        reference=None if mode.name == mode.reference else mode.reference,
+        compared=measured.compared[mode.name, temperature],
+        different=measured.different[mode.name, temperature],
+        prompts=tuple(_prompts(own, ratios, prompts)),
+    )
+
+
+def _rounds(options: DecodeOptions) -> range:
+    return range(1, options.rounds + 1)
+
+
+def _rate(measured: DecodeMeasurements, completions: Sequence[MeasuredCompletion], number: int) -> float:
+    """Tokens per second over all completions of a round."""
+    seconds = measured.seconds[completions[0].mode, completions[0].temperature, number]
+    return sum(one.statistics.tokens for one in completions if one.round == number) / seconds
+
+
+def _ratio(rates: Sequence[float], plain_rates: Sequence[float]) -> Spread | None:
+    if not all(plain_rates):
+        return None
+    return spread([rate / plain for rate, plain in zip(rates, plain_rates, strict=True)])
+
+
+def _ratios(
+    own: Iterable[MeasuredCompletion], plain: Iterable[MeasuredCompletion], prompts: Sequence[TokenizedPrompt]
+) -> dict[int, list[float]]:
+    """Speed ratios to plain decoding in the same round, by line number; empty completions are left out."""
+    ratios: dict[int, list[float]] = {}
+    for one, other in zip(own, plain, strict=True):
+        assert (one.round, one.prompt) == (other.round, other.prompt)
+        rate, plain_rate = one.statistics.tokens_per_second, other.statistics.tokens_per_second
+        if rate and plain_rate:
+            ratios.setdefault(prompts[one.prompt].line, []).append(rate / plain_rate)
+    return ratios
+
+
+def _prompts(
+    own: Sequence[MeasuredCompletion], ratios: dict[int, list[float]], prompts: Sequence[TokenizedPrompt]
+) -> Iterable[PromptSummary]:
+    for index, prompt in enumerate(prompts):
+        found = [one.statistics for one in own if one.prompt == index]
+        yield PromptSummary(
+            prompt.line,
+            len(prompt.tokens),
+            found[0].tokens,
+            numbers.median(s.tokens_per_second for s in found),
+            numbers.median(s.first_token_seconds for s in found),
+            numbers.median(s.tokens_per_step for s in found),
+            numbers.median(ratios[prompt.line]) if prompt.line in ratios else None,
+        )
+
+
+def rates_by_depth(completions: Iterable[Statistics]) -> tuple[Rate, ...]:
+    """The draft tokens of these completions by depth in the draft."""
+    drafted: list[int] = []
+    accepted: list[int] = []
+    for one in completions:
+        for totals, counts in ((drafted, one.drafted_by_depth), (accepted, one.accepted_by_depth)):
+            totals += [0] * (len(counts) - len(totals))
+            for depth, count in enumerate(counts):
+                totals[depth] += count
+    return tuple(Rate(*pair) for pair in zip(drafted, accepted, strict=True))
+
+
+def rates_by_source(completions: Iterable[Statistics]) -> dict[str, Rate]:
+    """The draft tokens of these completions by source."""
+    found: dict[str, Rate] = {}
+    for one in completions:
+        for source, count in one.drafted_by_source.items():
+            before = found.get(source, Rate(0, 0))
+            accepted = one.accepted_by_source.get(source, 0)
+            found[source] = Rate(before.drafted + count, before.accepted + accepted)
+    return dict(sorted(found.items()))
+
+
+def markdown_of(report: DecodeReport) -> str:
+    """The whole report."""
+    return "\n".join(_lines(report)) + "\n"
+
+
+def _lines(report: DecodeReport) -> Iterator[str]:
+    options = report.options
+    if options.replay is not None:
+        rates = ", ".join(f"{rate:g}" for rate in options.replay)
+        yield f"**{REPLAY_LABEL}** ({rates} by depth)."
+    machine = report.machine
+    yield (
+        f"{report.bundle} on {report.engine}; {machine.cpu} ({machine.cores} cores), "
+        f"{options.threads or 'all'} thread(s). {report.prompts} prompts, {options.max_tokens} tokens each, "
+        f"{options.requests} concurrent request(s), {options.rounds} rounds after a warm-up."
+    )
+    yield ""
+    yield from speeds(report)
+    yield ""
+    yield from rates_of(report)
+    yield ""
+    yield from conclusions(report)
+
+
+def speeds(report: DecodeReport) -> Iterator[str]:
+    """The table of speed and latency: a row per mode and temperature."""
+    yield from header(
+        [
+            *("mode", "temperature", "tokens/s", "ratio to plain (range)"),
+            *("speedup per prompt (95 % interval)", "worst prompt", "best prompt"),
+            *("first token p50, ms", "p95, ms", "tokens per step", "outside the engine", "output"),
+        ]
+    )
+    for mode in report.modes:
+        rates = [number(mode.tokens_per_second), _ratio_text(mode.throughput_ratio)]
+        latency = [number(seconds * 1e3) for seconds in (mode.first_token_p50, mode.first_token_p95)]
+        rest = [f"{mode.tokens_per_step:.2f}", f"{mode.outside_share:.0%}", _output(mode)]
+        yield row([mode.mode, f"{mode.temperature:g}", *rates, *_speedup(mode.speedup), *latency, *rest])
+
+
+def rates_of(report: DecodeReport) -> Iterator[str]:
+    """The table of acceptance rates: a row per mode and temperature with drafts."""
+    depths = min(_DEPTHS, max(len(mode.by_depth) for mode in report.modes))
+    columns = ["mode", "temperature", "mean acceptance length", *(f"depth {depth + 1}" for depth in range(depths))]
+    names = {source for mode in report.modes for source in mode.by_source}
+    sources = sorted(names, key=lambda source: (source.count("+"), source))
+    yield from header([*columns, *map(named_source, sources)])
+    for mode in report.modes:
+        if mode.by_depth:
+            by_depth = [
+                _rate_text(mode.by_depth[depth] if depth < len(mode.by_depth) else None) for depth in range(depths)
+            ]
+            by_source = [_rate_text(mode.by_source.get(source)) for source in sources]
+            yield row([mode.mode, f"{mode.temperature:g}", f"{mode.mean_acceptance_length:.2f}", *by_depth, *by_source])
+
+
+def conclusions(report: DecodeReport) -> Iterator[str]:
+    """Whether the default drafts pay, and the completions that differ from their reference."""
+    if (table := report.options.replay) is not None:
+        implied = f"{implied_tokens_per_step(table):.2f} tokens per step"
+        yield f"- The table implies {implied} for a chain of {len(table)} mask slots; the first step of a completion has no drafts."
+    yield from (f"- {_verdict(mode, report.options.requests)}" for mode in report.modes if mode.mode == DEFAULT)
+    compared = sum(mode.compared for mode in report.modes)
+    if report.identical:
+        yield f"- All {compared} compared completions are identical."
+    else:
+        yield f"- {len(report.differences)} of {compared} compared completions DIFFER; `spaceport audit` separates rounding from faults:"
+        yield from (f"  - {described(difference)}" for difference in report.differences[:_SHOWN])
+        if (more := len(report.differences) - _SHOWN) > 0:
+            yield f"  - {more} more: --json lists them"
+
+
+def _verdict(mode: ModeSummary, requests: int) -> str:
+    """The verdict on the default drafts: by prompt for single requests, by total tokens/s for concurrent ones."""
+    speedup, ratio = mode.speedup, mode.throughput_ratio
+    if speedup is None or ratio is None:
+        return f"Temperature {mode.temperature:g}: all completions are empty."
+    found, low, high = speedup.mean, speedup.low, speedup.high
+    figure, interval = f"times the speed of {PLAIN} decoding", "95 % interval"
+    if requests > 1:
+        found, low, high = ratio.median, ratio.low, ratio.high
+        figure, interval = f"times the tokens/s of {PLAIN} decoding with {requests} requests", "rounds from"
+    what = "pay" if low > 1 else "do not pay" if high < 1 else "make no clear difference"
+    return (
+        f"Temperature {mode.temperature:g}: the default drafts {what}: {found:.2f} {figure} "
+        f"({interval} {low:.2f} to {high:.2f})."
+    )
+
+
+def described(difference: Difference) -> str:
+    """A difference in one line: where it is, and both tokens."""
+    thread = f", thread {'.'.join(map(str, difference.thread))}" if difference.thread else ""
+    expected, found = (
+        "the end" if token is None else f"token id {token}" for token in (difference.expected, difference.found)
+    )
+    when = f"round {difference.round}" if difference.round else "warm-up"
+    return (
+        f"line {difference.line}, temperature {difference.temperature:g}, {when}{thread}, token {difference.token}: "
+        f"{difference.mode} has {found}, {difference.reference} has {expected}"
+    )
+
+
+def _ratio_text(ratio: Spread | None) -> str:
+    return "-" if ratio is None else f"{ratio.median:.2f} ({ratio.low:.2f}-{ratio.high:.2f})"
+
+
+def _speedup(speedup: Speedup | None) -> list[str]:
+    if speedup is None:
+        return ["-"] * 3
+    ends = ((speedup.worst, speedup.worst_line), (speedup.best, speedup.best_line))
+    mean = f"{speedup.mean:.2f} ({speedup.low:.2f}-{speedup.high:.2f})"
+    return [mean, *(f"{ratio:.2f} (line {line})" for ratio, line in ends)]
+
+
+def _output(mode: ModeSummary) -> str:
+    if mode.reference is None:
+        return "reference"
+    return f"{mode.different} of {mode.compared} DIFFER" if mode.different else f"same as {mode.reference}"
+
+
+def _rate_text(rate: Rate | None) -> str:
+    return "-" if rate is None or not rate.drafted else f"{rate.rate:.2f} of {rate.drafted}"
+
+
+def benchmark_decode(
+    bundle: Path, file: Path | None, options: DecodeOptions, on_progress: Callable[[str], None]
+) -> DecodeReport:
+    """The speed of every mode on a prompt file, or with the acceptance rates of a replay."""
+    read = None if file is None else read_prompts(file)[: options.limit]
+    modes = _modes(read_manifest(bundle), options)
+    on_progress("opening the bundle")
+    with Runtime.open(
+        bundle,
+        backend=options.backend,
+        max_seq_len=options.max_seq_len,
+        max_requests=options.requests,
+        threads=options.threads,
+        trust_engines=options.trust_engines,
+    ) as base:
+        engine = f"{type(base.engine).__name__}, {base.engine.device}"
+        for note in base.notes:
+            on_progress(note)
+        prompts: Sequence[TokenizedPrompt] = ()
+        if read is not None and file is not None:
+            prompts = tokenize_prompts(base, read, options.max_tokens, file)
+        texts = None
+        if options.replay is not None:
+            texts, prompts = synthetic_texts(base, options, [len(prompt.tokens) for prompt in prompts])
+        queue = options.requests * len(prompts)
+
+        def open_runtime() -> Runtime:
+            if texts is None:
+                return Runtime(base.bundle, base.engine, base.max_seq_len, queue_limit=queue, costs=base.costs)
+            return replay_runtime(base, texts, options.replay or (), queue)
+
+        with mode_runtimes(modes, open_runtime) as runtimes:
+            measured = measure_modes(modes, runtimes, prompts, options, on_progress)
+    return DecodeReport(
+        bundle.absolute().name,
+        engine,
+        this_machine(),
+        options,
+        len(prompts),
+        summarized(measured, modes, prompts, options),
+        tuple(measured.differences),
+    )
+
+
+def _modes(manifest: Manifest, options: DecodeOptions) -> tuple[DecodeMode, ...]:
+    names = options.modes
+    if options.replay is not None:
+        most = manifest.drafts.max_tokens
+        if len(options.replay) > most:
+            raise OptionFault(
+                f"--replay has {len(options.replay)} depths: expected at most {most}, the mask slots or heads of the bundle"
+            )
+        names = names or _REPLAY_MODES
+        if unknown := [name for name in names if name not in _REPLAY_MODES]:
+            raise OptionFault(f"--modes names {unknown[0]!r} with --replay: expected {' and '.join(_REPLAY_MODES)}")
+    return modes_for(manifest, options.max_tokens, names, options.fixed)

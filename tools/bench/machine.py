@@ -1,0 +1,145 @@
+"""Machine: the CPU that a measurement was taken on, and what its processes use."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter, process_time
+
+from spaceport.graphs.contract.faults import InputFault
+
+# CPU extensions that decide which int8 kernels run.
+_FLAGS = (
+    "avx2",
+    "avx_vnni",
+    "avx512f",
+    "avx512_vnni",
+    "avx512_bf16",
+    "avx512_fp16",
+    "amx_tile",
+    "amx_int8",
+    "amx_bf16",
+)
+_NUMBERS = {"cpu family": "family", "model": "model", "stepping": "stepping"}
+_TICKS = os.sysconf("SC_CLK_TCK")  # units per second of CPU times in /proc
+_TAIL = 4096  # bytes of a log that hold the last error
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A CPU and its operating system."""
+
+    cpu: str
+    model: str  # family, model and stepping: virtual machines often hide the name
+    cores: int  # cores that this process may use
+    flags: tuple[str, ...]  # the extensions of _FLAGS that the CPU has
+    system: str
+
+
+def this_machine(cpuinfo: Path = Path("/proc/cpuinfo")) -> Machine:
+    """The machine that this process runs on."""
+    fields: dict[str, str] = {}
+    lines = cpuinfo.read_text("utf-8").splitlines() if cpuinfo.is_file() else []
+    for line in lines:
+        name, _, value = line.partition(":")
+        fields.setdefault(name.strip(), value.strip())
+    present = set(fields.get("flags", "").split())
+    return Machine(
+        fields.get("model name", platform.processor() or "unknown"),
+        ", ".join(f"{name} {fields[key]}" for key, name in _NUMBERS.items() if key in fields),
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        tuple(flag for flag in _FLAGS if flag in present),
+        f"{platform.system()} {platform.release()}, Python {platform.python_version()}",
+    )
+
+
+class ProcessFailed(InputFault):
+    """A measured process ended or did not answer; the message has its last output."""
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a process holds and has used."""
+
+    resident_bytes: int
+    file_descriptors: int
+    threads: int
+    cpu_seconds: float  # of all threads
+    main_thread_seconds: float  # CPU time of the first thread: the event loop of a Python service
+
+
+def resources_of(pid: int) -> Resources:
+    """What a process holds now and has used so far."""
+    folder = Path(f"/proc/{pid}")
+    try:
+        status = (folder / "status").read_text("utf-8")
+        fields = dict(line.split(":", 1) for line in status.splitlines())
+        descriptors = len(list((folder / "fd").iterdir()))
+        cpu, main = (cpu_seconds(path) for path in (folder / "stat", folder / f"task/{pid}/stat"))
+    except OSError as error:
+        raise ProcessFailed(f"process {pid} has ended: {error.strerror}") from error
+    return Resources(int(fields["VmRSS"].split()[0]) * 1024, descriptors, int(fields["Threads"]), cpu, main)
+
+
+def cpu_seconds(stat: Path) -> float:
+    """CPU time in a file such as /proc/PID/stat, with a resolution of 10 ms."""
+    fields = stat.read_text("utf-8").rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / _TICKS
+
+
+def busy_seconds() -> float:
+    """CPU time of all processes on the machine so far."""
+    fields = [int(part) for part in Path("/proc/stat").read_text("utf-8").split("\n", 1)[0].split()[1:]]
+    user, nice, system, _, _, irq, softirq, *_ = fields
+    return (user + nice + system + irq + softirq) / _TICKS
+
+
+class OtherProcesses:
+    """CPU time of the processes on the machine that are neither this one nor its children, from now on."""
+
+    def __init__(self, children: Sequence[subprocess.Popen[str]] = ()) -> None:
+        self._children, self._started = children, perf_counter()
+        self._before = self._seconds()
+
+    def cores(self) -> float | None:
+        """CPU time of these processes per second; None if the system does not count it."""
+        if self._before is None or (now := self._seconds()) is None:
+            return None
+        return max(0.0, now - self._before) / max(perf_counter() - self._started, 1e-9)
+
+    def _seconds(self) -> float | None:
+        """CPU time of these processes since the machine started."""
+        if not Path("/proc/stat").exists():
+            return None
+        running = [child.pid for child in self._children if child.poll() is None]
+        return busy_seconds() - process_time() - sum(cpu_seconds(Path(f"/proc/{pid}/stat")) for pid in running)
+
+
+def free_port() -> int:
+    """A port of this machine that nothing listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
+
+
+def last_lines(log: Path) -> str:
+    """The end of a log, for error messages."""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - _TAIL))
+        lines = file.read().decode("utf-8", "replace").strip().splitlines()
+    return f"{lines[-1].strip() if lines else 'nothing'} (log: {log})"
+
+
+def end_process(process: subprocess.Popen[str]) -> None:
+    """End a process and wait for it."""
+    process.terminate()
+    try:
+        process.communicate(timeout=10)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()

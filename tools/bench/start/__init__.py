@@ -1,1 +1,0 @@
-"""Start: how long a service takes from the start of its process to its first token."""

@@ -16,7 +16,7 @@ from spaceport.graphs.contract.signature import Activations, Weights
 
 # Without VNNI, the default kernels of x86 CPUs add two products in 16 bits, where large sums saturate. This session option
 # selects other kernels: on AVX2 CPUs they take 1.5 times as long for one row and 1.07 times for 36. With VNNI, where no
-# product needs them, they take 2.3 times as long for nine rows (docs/int8.md).
+# product needs them, they take 2.3 times as long for nine rows.
 EXACT_SETTING = ("session.x64quantprecision", "1")
 
 # How products with quantized weights are computed. Level 4 quantizes their inputs to int8, so drafts are exact as chains

@@ -26,12 +26,19 @@ def beside_the_bundle(demo_bundle: Path, tmp_path: Path, monkeypatch: pytest.Mon
     return tmp_path
 
 
-def test_the_programs_of_the_page_on_decoding_run(beside_the_bundle: Path) -> None:
-    programs = blocks("decoding.md", "python")
-    assert len(programs) == 4
-    found = [_run(program) for program in programs]
-    assert found[1]["statistics"].tokens > 0  # whether drafts pay depends on the CPU
-    assert re.fullmatch("[a-z_]{2,12}", found[3]["word"].text)
+def test_the_programs_of_the_page_on_decoding_run(beside_the_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    program, cached = blocks("decoding.md", "python")
+    assert _run(program)["statistics"].tokens > 0  # whether drafts pay depends on the CPU
+    capsys.readouterr()
+    _run(cached)
+    assert capsys.readouterr().out == "33 of 48 prompt tokens were reused\n"
+
+
+def test_the_programs_of_the_page_on_sampling_run(beside_the_bundle: Path) -> None:
+    sampled, constrained, scored = map(_run, blocks("sampling.md", "python"))
+    assert sampled["sampled"].seed is not None
+    assert re.fullmatch("[a-z_]{2,12}", constrained["word"].text)
+    assert len(scored["score"].logprobs) == len(scored["score"].tokens) - scored["score"].start > 0
 
 
 def test_the_program_of_the_page_on_embedding_runs(beside_the_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -40,14 +47,6 @@ def test_the_program_of_the_page_on_embedding_runs(beside_the_bundle: Path, caps
     assert (
         len(re.findall(r"\[(?:end|length): [\d.]+ tokens/step, acceptance rate \d+%\]", capsys.readouterr().out)) == 2
     )
-
-
-def test_the_program_of_the_page_on_the_prefix_cache_reuses_what_it_says(
-    beside_the_bundle: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (program,) = blocks("prefix_cache.md", "python")
-    _run(program)
-    assert capsys.readouterr().out == "33 of 48 prompt tokens were reused\n"
 
 
 def test_the_program_and_the_command_of_the_page_on_traces_run(beside_the_bundle: Path) -> None:
@@ -63,7 +62,7 @@ def test_the_program_and_the_command_of_the_page_on_traces_run(beside_the_bundle
 def test_the_command_of_the_page_on_generate_prints_what_the_page_shows(
     beside_the_bundle: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (block,) = blocks("generate.md", "console")
+    block = blocks("getting_started.md", "console")[0]
     command, output = block.split("\n", 1)
     assert run(shlex.split(command.removeprefix("$ "))[1:]) == 0
     assert capsys.readouterr().out == output
@@ -74,7 +73,7 @@ def test_the_json_object_has_the_entries_that_the_page_lists(
 ) -> None:
     assert run(["generate", str(tiny_bundle), "a", "--json", "--max-tokens", "3"]) == 0
     found = json.loads(capsys.readouterr().out)
-    page = (DOCS / "generate.md").read_text("utf-8")
+    page = (DOCS / "getting_started.md").read_text("utf-8")
     table = page[page.index("| entry |") :].split("\n\n")[0]
     rows = [row.split("|")[1:3] for row in table.splitlines()[2:]]
     assert sorted(name for cell, _ in rows for name in re.findall(r"`(\w+)`", cell)) == sorted(found)

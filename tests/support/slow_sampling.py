@@ -1,4 +1,4 @@
-"""Slow sampling: the rules of docs/sampling.md for each token, in plain Python."""
+"""Slow sampling: the rules of docs/sampling.md and the noise of a seed for each token, in plain Python."""
 
 from __future__ import annotations
 

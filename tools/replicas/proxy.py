@@ -10,7 +10,7 @@ from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from spaceport.tools.serve.failures import RETRY, Failure, json_response
+from spaceport.tools.serve.failures import RETRY, Failure
 from spaceport.tools.serve.generations import DONE, event
 
 _MOST_TRIES = 3  # a request that ends each replica that gets it ends no more
@@ -121,7 +121,7 @@ class Exchange:
             RETRY,
         )
         if not self.started:
-            await json_response(failure.body(), failure.status, failure.headers)(scope, self._receive, self._send)
+            await failure.response()(scope, self._receive, self._send)
         elif self._streams:
             await self._send({"type": "http.response.body", "body": event(failure.body()) + DONE, "more_body": False})
 
@@ -130,11 +130,12 @@ class Exchange:
         self.ended = True
         text = message.get("body", b"").decode("utf-8", "replace")
         kind = "invalid_request_error" if start["status"] == 408 else "overloaded_error"
-        failure = Failure(start["status"], text or "the cluster cannot answer: send the request again", kind)
         headers = {
             k.decode(): v.decode() for k, v in start["headers"] if k.lower() in (b"retry-after", b"x-request-id")
         }
-        await json_response(failure.body(), failure.status, headers)({"type": "http"}, self._receive, self._send)
+        reason = text or "the cluster cannot answer: send the request again"
+        failure = Failure(start["status"], reason, kind, headers=headers)
+        await failure.response()({"type": "http"}, self._receive, self._send)
 
 
 def _once(headers: Sequence[tuple[bytes, bytes]], name: bytes) -> list[tuple[bytes, bytes]]:

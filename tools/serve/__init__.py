@@ -1,1 +1,1 @@
-"""Serve: bundles behind an OpenAI-compatible HTTP service."""
+"""Bundles behind an OpenAI-compatible HTTP service."""

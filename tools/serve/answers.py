@@ -73,9 +73,8 @@ def metrics_of(choices: Sequence[Statistics]) -> dict[str, Any]:
     }
 
 
-def timings_of(choices: Sequence[Statistics]) -> dict[str, Any]:
-    """The same in the words of llama.cpp."""
-    whole = metrics_of(choices)
+def _timings(choices: Sequence[Statistics], whole: dict[str, Any]) -> dict[str, Any]:
+    """The metrics of a whole request in the words of llama.cpp."""
     drafts, tokens = whole["speculative_decoding"], sum(choice.tokens for choice in choices)
     prompt = max(whole["time_to_first_token_ms"] - whole["queue_time_ms"], 0.0)
     written = max(whole["generation_time_ms"] - whole["time_to_first_token_ms"], 0.0)
@@ -92,8 +91,8 @@ def timings_of(choices: Sequence[Statistics]) -> dict[str, Any]:
 
 def counts_of(statistics: Sequence[Statistics], choices: int) -> dict[str, Any]:
     """The fields of an answer with its counts and times, of this number of choices for each prompt."""
-    usage = usage_of(statistics, choices)
-    return {"usage": usage, "metrics": metrics_of(statistics), "timings": timings_of(statistics)}
+    metrics = metrics_of(statistics)
+    return {"usage": usage_of(statistics, choices), "metrics": metrics, "timings": _timings(statistics, metrics)}
 
 
 def chat_logprobs(logprobs: Iterable[TokenLogprob]) -> dict[str, Any]:

@@ -7,7 +7,6 @@ import hmac
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from hashlib import sha256
-from typing import Any
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
@@ -123,7 +122,7 @@ def application(
     With `spans`, requests that generate are traced.
     """
     options = options or ServiceOptions()
-    service = Service(options, Metrics(options.metrics_prefix, lambda: _states(service)))
+    service = Service(options, Metrics(options.metrics_prefix, lambda: service.statuses()))
     file = None if options.audit_log is None else AuditLog(options.audit_log)
 
     routes = [*_ROUTES, *(page_routes() if options.page else ())]
@@ -193,10 +192,6 @@ def _audit(service: Service, model: ServedModel, file: AuditLog | None) -> Compl
 async def close_models(models: Iterable[ServedModel]) -> None:
     """Close the bundles of models; requests that still run end with an error."""
     await asyncio.gather(*(asyncio.to_thread(model.runtime.close) for model in models))
-
-
-def _states(service: Service) -> dict[str, Any]:
-    return {name: service.status_of(model) for name, model in service.models.items()}
 
 
 async def _failed(request: Request, error: Exception) -> Response:

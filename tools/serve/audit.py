@@ -193,11 +193,6 @@ class CompletionAudit:
         """Whether a completion is repeated now."""
         return self._stream is not None
 
-    @property
-    def busy(self) -> bool:
-        """Whether a completion is repeated or waits for that."""
-        return self.running or bool(self._waiting)
-
     def applied_to(self, decoding: Decoding) -> Decoding:
         """The options of a request, without drafts if those are switched off."""
         return decoding if self.drafts else replace(decoding, mask_slots=0, lookup=0)

@@ -1,4 +1,4 @@
-"""Failures: the responses to requests that cannot be answered, and JSON responses."""
+"""The responses to requests that cannot be answered, and JSON responses."""
 
 from __future__ import annotations
 

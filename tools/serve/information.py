@@ -1,4 +1,4 @@
-"""Information: the endpoints that generate nothing: models, tokens, health, load and metrics."""
+"""The endpoints that generate nothing: models, tokens, health, load and metrics."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from spaceport import __version__
-from spaceport.graphs.contract.manifest import TEMPLATE_FILE
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.tokenizer import encoding_of
 from spaceport.tools.serve.bodies import DetokenizeBody, TokenizeBody
@@ -52,11 +51,10 @@ def _tokens_alone(runtime: Runtime, text: str) -> list[int]:
 
 async def tokenizer_info(request: Request) -> Response:
     """The special tokens and the chat template of a model, as vLLM reports them."""
-    bundle = service_of(request).model(request.query_params.get("model")).runtime.bundle
-    info: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **bundle.manifest.special_tokens}
-    if TEMPLATE_FILE in bundle.manifest.files:
-        info["chat_template"] = bundle.read(TEMPLATE_FILE).decode()
-    return json_response(info)
+    model = service_of(request).model(request.query_params.get("model"))
+    special_tokens = model.runtime.bundle.manifest.special_tokens
+    template = {"chat_template": model.chat_template} if model.chat_template else {}
+    return json_response({"tokenizer_class": "PreTrainedTokenizerFast", **special_tokens, **template})
 
 
 async def detokenize(request: Request) -> Response:
@@ -99,8 +97,8 @@ async def load(request: Request) -> Response:
     """Running and waiting requests and KV slots, for load balancers."""
     service = service_of(request)
     loads = {}
-    for name, model in service.models.items():
-        status, audit = service.status_of(model), service.audits.get(name)
+    for name, status in service.statuses().items():
+        audit = service.audits.get(name)
         loads[name] = {
             "running": status.active_requests,
             "waiting": status.queued_requests,

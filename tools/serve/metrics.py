@@ -1,4 +1,4 @@
-"""Metrics: counters of a service in Prometheus' text format, with vLLM's names."""
+"""The counters of a service in Prometheus' text format, with vLLM's names."""
 
 from __future__ import annotations
 
@@ -124,12 +124,8 @@ class Metrics:
         self._prefill = histogram("request_prefill_time_seconds", "Seconds from the first step to the first token.")
         self._decode = histogram("request_decode_time_seconds", "Seconds from the first token to the last one.")
         self._audited = {name: counter(f"exactness_{name}", text) for name, text in _AUDITED.items()}
-        self._drafts_disabled = Gauge(
-            f"{prefix}:drafts_disabled",
-            "1 after a fault has switched drafts off.",
-            ["model_name"],
-            registry=self._registry,
-        )
+        disabled = "1 after a fault has switched drafts off."
+        self._drafts_disabled = Gauge(f"{prefix}:drafts_disabled", disabled, ["model_name"], registry=self._registry)
 
     def begin_audit(self, model: str, drafts: Callable[[], bool]) -> None:
         """Show the counters of an audit, and whether the model still drafts."""

@@ -1,4 +1,4 @@
-"""OpenAPI: the description of the service's endpoints and bodies for clients, generated from the structs of the bodies."""
+"""The description of the endpoints and their bodies for clients, generated from the structs of the bodies."""
 
 from __future__ import annotations
 

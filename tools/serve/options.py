@@ -1,4 +1,4 @@
-"""Options: how a service runs, apart from the bundles that it serves."""
+"""How a service runs, apart from the bundles that it serves."""
 
 from __future__ import annotations
 

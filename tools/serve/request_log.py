@@ -1,4 +1,4 @@
-"""The log of requests: what is known of each one, without its contents, and how log entries look."""
+"""What is known of each request, without its contents, for its log entry and its span; how log entries look."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class RequestRecord:
         """The id for the answer; one that the body of the request has is the request's id too, unless a header has one."""
         if name is None:
             return self.id
-        if not is_valid(name):
+        if not _is_valid(name):
             expected = f"expected 1 to {MOST_CHARACTERS} printable ASCII characters without spaces"
             raise Failure(400, f"request_id is invalid: {expected}", param="request_id")
         if not self.named:
@@ -144,7 +144,8 @@ def _failure_of(error: Exception) -> Failure:
 def begin(scope: Scope) -> RequestRecord:
     """The record of a request that has come, with the id that its header has or a new one."""
     name = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
-    record = RequestRecord(name if is_valid(name) else uuid.uuid4().hex, is_valid(name), scope["method"])
+    named = _is_valid(name)
+    record = RequestRecord(name if named else uuid.uuid4().hex, named, scope["method"])
     scope[_KEY] = record
     return record
 
@@ -155,7 +156,7 @@ def record_of(request: Request) -> RequestRecord:
     return record
 
 
-def is_valid(name: str) -> bool:
+def _is_valid(name: str) -> bool:
     """Whether an id that a client sent can be used: bounded, printable and without spaces."""
     return _VALID.fullmatch(name) is not None
 

@@ -22,9 +22,7 @@ from spaceport.tools.serve.answers import (
     chat_logprobs,
     finish_reason,
     logprobs_of,
-    metrics_of,
     text_of,
-    timings_of,
 )
 from spaceport.tools.serve.bodies import ChatBody, GenerationBody, ResponseFormat, SchemaFormat
 from spaceport.tools.serve.completions import completed, request_body, requested_model, started
@@ -340,7 +338,8 @@ class ResponsesAnswer(RequestAnswer):
     def whole(self, running: Generations, completion: Completion) -> dict[str, Any]:
         """The response with its output."""
         complete = finish_reason(completion.ending) == "stop"
-        usage = running.usage
+        counts = running.counts
+        usage = counts["usage"]
         return {
             **self._head("completed" if complete else "incomplete"),
             "completed_at": int(time.time()),
@@ -353,8 +352,8 @@ class ResponsesAnswer(RequestAnswer):
                 "output_tokens_details": {"reasoning_tokens": 0},
                 "total_tokens": usage["total_tokens"],
             },
-            "metrics": metrics_of(running.statistics),
-            "timings": timings_of(running.statistics),
+            "metrics": counts["metrics"],
+            "timings": counts["timings"],
             "spaceport": self.report(completion),
         }
 

@@ -1,4 +1,4 @@
-"""Server: runs an application under uvicorn until a signal stops it; requests that run may end first."""
+"""Runs an application under uvicorn until a signal stops it; requests that run may end first."""
 
 from __future__ import annotations
 

@@ -104,13 +104,13 @@ class Service:
             self.fault = EngineFault("an engine call did not return, and the service has stopped: start it again")
         return self.fault
 
-    def status_of(self, model: ServedModel) -> RuntimeStatus:
-        """The state of a model; a completion that is audited is no request."""
-        status = model.runtime.status()
-        audit = self.audits.get(model.name)
-        if audit is None or not audit.running:
-            return status
-        return replace(status, active_requests=max(0, status.active_requests - 1))
+    def statuses(self) -> dict[str, RuntimeStatus]:
+        """The state of each model by name; a completion that is audited is no request."""
+        statuses = {name: model.runtime.status() for name, model in self.models.items()}
+        for name, audit in self.audits.items():
+            if audit.running:
+                statuses[name] = replace(statuses[name], active_requests=max(0, statuses[name].active_requests - 1))
+        return statuses
 
 
 def service_of(request: Request) -> Service:

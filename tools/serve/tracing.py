@@ -1,4 +1,4 @@
-"""Tracing: an OpenTelemetry span for each request that generates, with attributes of the gen_ai conventions."""
+"""An OpenTelemetry span for each request that generates, with attributes of the gen_ai conventions."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ async def until(done: Callable[[], bool]) -> None:
 
 
 async def idle(audit: CompletionAudit) -> None:
-    await until(lambda: not audit.busy)
+    await until(lambda: not audit.running and not audit._waiting)
 
 
 def audited(

@@ -45,6 +45,27 @@ def usage_of(statistics: Sequence[Statistics], choices: int) -> dict[str, Any]:
     }
 
 
+def _by_step(choices: Sequence[Statistics]) -> dict[str, list[int]]:
+    """Draft tokens of each decode step, as vLLM reports them: of one choice, with as many entries as steps."""
+    if len(choices) != 1 or len(choices[0].drafted_by_step) != choices[0].steps:
+        return {}
+    return {"per_step_accepted": choices[0].accepted_by_step, "per_step_drafted": choices[0].drafted_by_step}
+
+
+def _histogram(choices: Sequence[Statistics]) -> list[int]:
+    """Steps by the number of draft tokens that they accepted, from none on."""
+    if all(len(choice.accepted_by_step) == choice.steps for choice in choices):
+        counts = Counter(accepted for choice in choices for accepted in choice.accepted_by_step)
+        return [counts[accepted] for accepted in range(max(counts, default=0) + 1)]
+    deepest = max(len(choice.accepted_by_depth) for choice in choices)
+    reached = [sum(choice.steps for choice in choices)]  # steps that accepted at least this many tokens
+    reached += [
+        sum(choice.accepted_by_depth[depth] for choice in choices if depth < len(choice.accepted_by_depth))
+        for depth in range(deepest)
+    ]
+    return [max(0, here - further) for here, further in zip(reached, [*reached[1:], 0], strict=True)]
+
+
 def metrics_of(choices: Sequence[Statistics]) -> dict[str, Any]:
     """Drafts and times of a request: counts of all choices, times of the slowest."""
     steps = sum(choice.steps for choice in choices)
@@ -95,6 +116,10 @@ def counts_of(statistics: Sequence[Statistics], choices: int) -> dict[str, Any]:
     return {"usage": usage_of(statistics, choices), "metrics": metrics, "timings": _timings(statistics, metrics)}
 
 
+def _logprob(token: TokenLogprob) -> dict[str, Any]:
+    return {"token": token.text, "logprob": token.logprob, "bytes": list(token.bytes)}
+
+
 def chat_logprobs(logprobs: Iterable[TokenLogprob]) -> dict[str, Any]:
     """Log probabilities as a chat answer has them."""
     return {
@@ -113,36 +138,19 @@ def text_logprobs(logprobs: Sequence[TokenLogprob | None], first: str = "") -> d
     }
 
 
-def _logprob(token: TokenLogprob) -> dict[str, Any]:
-    return {"token": token.text, "logprob": token.logprob, "bytes": list(token.bytes)}
+def text_of(pieces: Sequence[Piece]) -> str:
+    """The text that pieces add, in reading order."""
+    return "".join(piece.reading for piece in pieces)
 
 
-def _by_step(choices: Sequence[Statistics]) -> dict[str, list[int]]:
-    """Draft tokens of each decode step, as vLLM reports them: of one choice, with as many entries as steps."""
-    if len(choices) != 1 or len(choices[0].drafted_by_step) != choices[0].steps:
-        return {}
-    return {"per_step_accepted": choices[0].accepted_by_step, "per_step_drafted": choices[0].drafted_by_step}
+def logprobs_of(pieces: Sequence[Piece]) -> list[TokenLogprob]:
+    """The log probabilities of the tokens in pieces."""
+    return [piece.logprob for piece in pieces if piece.logprob is not None]
 
 
-def _histogram(choices: Sequence[Statistics]) -> list[int]:
-    """Steps by the number of draft tokens that they accepted, from none on."""
-    if all(len(choice.accepted_by_step) == choice.steps for choice in choices):
-        counts = Counter(accepted for choice in choices for accepted in choice.accepted_by_step)
-        return [counts[accepted] for accepted in range(max(counts, default=0) + 1)]
-    deepest = max(len(choice.accepted_by_depth) for choice in choices)
-    reached = [sum(choice.steps for choice in choices)]  # steps that accepted at least this many tokens
-    reached += [
-        sum(choice.accepted_by_depth[depth] for choice in choices if depth < len(choice.accepted_by_depth))
-        for depth in range(deepest)
-    ]
-    return [max(0, here - further) for here, further in zip(reached, [*reached[1:], 0], strict=True)]
-
-
-def _trace_report(trace: Trace, tokenizer: Tokenizer) -> dict[str, Any]:
-    """The content of a trace file, with the first steps only if there are more than `MOST_STEPS`."""
-    record = trace.as_dict(tokenizer)
-    left_out = len(record["steps"]) - MOST_STEPS
-    return record if left_out <= 0 else record | {"steps": record["steps"][:MOST_STEPS], "steps_left_out": left_out}
+def _shown(piece: Piece) -> dict[str, Any]:
+    shown = {"path": list(piece.thread), "text": piece.text, "drafted": piece.drafted}
+    return shown if piece.source is None else {**shown, "source": piece.source}
 
 
 class MessageText:
@@ -197,19 +205,11 @@ class MessageText:
         return {"index": part.index, "id": self._tools.call_id(), "type": "function", "function": function}
 
 
-def text_of(pieces: Sequence[Piece]) -> str:
-    """The text that pieces add, in reading order."""
-    return "".join(piece.reading for piece in pieces)
-
-
-def logprobs_of(pieces: Sequence[Piece]) -> list[TokenLogprob]:
-    """The log probabilities of the tokens in pieces."""
-    return [piece.logprob for piece in pieces if piece.logprob is not None]
-
-
-def _shown(piece: Piece) -> dict[str, Any]:
-    shown = {"path": list(piece.thread), "text": piece.text, "drafted": piece.drafted}
-    return shown if piece.source is None else {**shown, "source": piece.source}
+def _trace_report(trace: Trace, tokenizer: Tokenizer) -> dict[str, Any]:
+    """The content of a trace file, with the first steps only if there are more than `MOST_STEPS`."""
+    record = trace.as_dict(tokenizer)
+    left_out = len(record["steps"]) - MOST_STEPS
+    return record if left_out <= 0 else record | {"steps": record["steps"][:MOST_STEPS], "steps_left_out": left_out}
 
 
 @dataclass

@@ -64,12 +64,6 @@ _ROUTES = (
 )
 
 
-def page_routes() -> list[Route]:
-    """The page and the files that it loads."""
-    files = sorted(file.name for file in STATIC.iterdir() if file.suffix in _TYPES and file.name != "index.html")
-    return [_route("/", "index.html"), *(_route(f"/page/{name}", name) for name in files)]
-
-
 def _route(path: str, name: str) -> Route:
     file = STATIC / name
     content = file.read_bytes()
@@ -82,6 +76,12 @@ def _route(path: str, name: str) -> Route:
         return Response(content, headers=headers, media_type=_TYPES[file.suffix])
 
     return Route(path, answer)
+
+
+def page_routes() -> list[Route]:
+    """The page and the files that it loads."""
+    files = sorted(file.name for file in STATIC.iterdir() if file.suffix in _TYPES and file.name != "index.html")
+    return [_route("/", "index.html"), *(_route(f"/page/{name}", name) for name in files)]
 
 
 class RequireKey:
@@ -107,6 +107,77 @@ class RequireKey:
         # All keys are compared, so that the time does not depend on the key.
         equal = [hmac.compare_digest(sent, key) for key in self._keys]
         return any(equal)
+
+
+async def close_models(models: Iterable[ServedModel]) -> None:
+    """Close the bundles of models; requests that still run end with an error."""
+    await asyncio.gather(*(asyncio.to_thread(model.runtime.close) for model in models))
+
+
+def _audit(service: Service, model: ServedModel, file: AuditLog | None) -> CompletionAudit:
+    """The audit of a model's completions, which begins now."""
+    audit = CompletionAudit(
+        model.name,
+        model.runtime,
+        service.options.audit_rate,
+        lambda result: service.metrics.audited(model.name, result),
+        file=file,
+        disables_drafts=service.options.audit_action == "disable-drafts",
+        is_stopping=lambda: service.draining,
+    )
+    service.metrics.begin_audit(model.name, lambda: audit.drafts)
+    audit.start()
+    return audit
+
+
+async def _open(
+    openers: Mapping[str, Opener], opened: dict[str, ServedModel], service: Service, file: AuditLog | None
+) -> None:
+    """Open the bundles of all models, and begin to audit them."""
+    log.info("opening %s", ", ".join(openers))
+    try:
+        for name, opener in openers.items():
+            opened[name] = ServedModel(name, await asyncio.to_thread(opener))
+    except (SpaceportError, OSError) as error:
+        service.fault = error
+        raise
+    service.models = opened.copy()
+    if service.options.audit_rate:
+        service.audits = {name: _audit(service, model, file) for name, model in opened.items()}
+
+
+@asynccontextmanager
+async def _open_models(
+    openers: Mapping[str, Opener], service: Service, file: AuditLog | None, answers_while_opening: bool
+) -> AsyncIterator[None]:
+    """The time in which the bundles of all models are open."""
+    opened: dict[str, ServedModel] = {}
+    opening = asyncio.create_task(_open(openers, opened, service, file))
+    try:
+        if not answers_while_opening:
+            await opening
+        yield
+    finally:
+        with suppress(SpaceportError, OSError):  # the service's fault
+            await opening
+        await asyncio.gather(*(audit.stop() for audit in service.audits.values()))
+        await close_models(opened.values())
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    failure = recorded_failure(error, request.scope)
+    if failure.status == 503:
+        service_of(request).metrics.refused(failure.code or "unavailable")
+    if failure.status == 500:
+        log.error("a request failed", exc_info=error)
+    return failure.response()
+
+
+async def _no_route(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    what = f"{request.method} {request.url.path}"
+    message = f"{what}: no such endpoint" if error.status_code == 404 else f"{what}: {error.detail}"
+    return Failure(error.status_code, message, headers=dict(error.headers or {})).response()
 
 
 def application(
@@ -137,74 +208,3 @@ def application(
     )
     app.state.service = service
     return app
-
-
-@asynccontextmanager
-async def _open_models(
-    openers: Mapping[str, Opener], service: Service, file: AuditLog | None, answers_while_opening: bool
-) -> AsyncIterator[None]:
-    """The time in which the bundles of all models are open."""
-    opened: dict[str, ServedModel] = {}
-    opening = asyncio.create_task(_open(openers, opened, service, file))
-    try:
-        if not answers_while_opening:
-            await opening
-        yield
-    finally:
-        with suppress(SpaceportError, OSError):  # the service's fault
-            await opening
-        await asyncio.gather(*(audit.stop() for audit in service.audits.values()))
-        await close_models(opened.values())
-
-
-async def _open(
-    openers: Mapping[str, Opener], opened: dict[str, ServedModel], service: Service, file: AuditLog | None
-) -> None:
-    """Open the bundles of all models, and begin to audit them."""
-    log.info("opening %s", ", ".join(openers))
-    try:
-        for name, opener in openers.items():
-            opened[name] = ServedModel(name, await asyncio.to_thread(opener))
-    except (SpaceportError, OSError) as error:
-        service.fault = error
-        raise
-    service.models = opened.copy()
-    if service.options.audit_rate:
-        service.audits = {name: _audit(service, model, file) for name, model in opened.items()}
-
-
-def _audit(service: Service, model: ServedModel, file: AuditLog | None) -> CompletionAudit:
-    """The audit of a model's completions, which begins now."""
-    audit = CompletionAudit(
-        model.name,
-        model.runtime,
-        service.options.audit_rate,
-        lambda result: service.metrics.audited(model.name, result),
-        file=file,
-        disables_drafts=service.options.audit_action == "disable-drafts",
-        is_stopping=lambda: service.draining,
-    )
-    service.metrics.begin_audit(model.name, lambda: audit.drafts)
-    audit.start()
-    return audit
-
-
-async def close_models(models: Iterable[ServedModel]) -> None:
-    """Close the bundles of models; requests that still run end with an error."""
-    await asyncio.gather(*(asyncio.to_thread(model.runtime.close) for model in models))
-
-
-async def _failed(request: Request, error: Exception) -> Response:
-    failure = recorded_failure(error, request.scope)
-    if failure.status == 503:
-        service_of(request).metrics.refused(failure.code or "unavailable")
-    if failure.status == 500:
-        log.error("a request failed", exc_info=error)
-    return failure.response()
-
-
-async def _no_route(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    what = f"{request.method} {request.url.path}"
-    message = f"{what}: no such endpoint" if error.status_code == 404 else f"{what}: {error.detail}"
-    return Failure(error.status_code, message, headers=dict(error.headers or {})).response()

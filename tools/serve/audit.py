@@ -77,6 +77,38 @@ class AuditLog:
         return descriptor
 
 
+def _threads_of(completion: Completion) -> list[dict[str, Any]]:
+    return [
+        {"path": thread.path, "fork": thread.fork, "tokens": thread.tokens, "ending": thread.ending}
+        for thread in completion.threads
+    ]
+
+
+def _options_of(decoding: Decoding) -> dict[str, Any]:
+    """The options without text and without what says something about it."""
+    options = {option.name: getattr(decoding, option.name) for option in fields(decoding) if option.name not in _TEXT}
+    sampling = asdict(options.pop("sampling"))
+    for name in ("logit_bias", "banned"):
+        sampling[name] = len(sampling[name])
+    return {
+        **options,
+        **{name: value for name, value in sampling.items() if name != "seed"},
+        "stop_strings": len(decoding.stops),
+        "stop_token_ids": len(decoding.stop_token_ids),
+        "grammar": decoding.grammar is not None,
+    }
+
+
+def _versions() -> dict[str, str]:
+    versions = {}
+    for package in _PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return versions
+
+
 def fault_record(
     name: str, runtime: Runtime, decoding: Decoding, completion: Completion, differences: Iterable[TokenDifference]
 ) -> dict[str, Any]:
@@ -110,44 +142,18 @@ def contents_of(decoding: Decoding, completion: Completion, plain: Completion | 
     }
 
 
-def _threads_of(completion: Completion) -> list[dict[str, Any]]:
-    return [
-        {"path": thread.path, "fork": thread.fork, "tokens": thread.tokens, "ending": thread.ending}
-        for thread in completion.threads
-    ]
-
-
-def _options_of(decoding: Decoding) -> dict[str, Any]:
-    """The options without text and without what says something about it."""
-    options = {option.name: getattr(decoding, option.name) for option in fields(decoding) if option.name not in _TEXT}
-    sampling = asdict(options.pop("sampling"))
-    for name in ("logit_bias", "banned"):
-        sampling[name] = len(sampling[name])
-    return {
-        **options,
-        **{name: value for name, value in sampling.items() if name != "seed"},
-        "stop_strings": len(decoding.stops),
-        "stop_token_ids": len(decoding.stop_token_ids),
-        "grammar": decoding.grammar is not None,
-    }
-
-
-def _versions() -> dict[str, str]:
-    versions = {}
-    for package in _PACKAGES:
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return versions
-
-
 @dataclass(frozen=True)
 class _Job:
     """A completion that is to be repeated."""
 
     decoding: Decoding
     completion: Completion
+
+
+def _without_logprobs(completion: Completion) -> Completion:
+    """The part of a completion that is compared."""
+    threads = tuple(replace(thread, logprobs=()) for thread in completion.threads)
+    return replace(completion, threads=threads, logprobs=(), trace=None)
 
 
 class CompletionAudit:
@@ -302,9 +308,3 @@ class CompletionAudit:
             self.drafts = False
             self._waiting.clear()
             log.error("drafts of %s are switched off: its output is not that of plain decoding", self._name)
-
-
-def _without_logprobs(completion: Completion) -> Completion:
-    """The part of a completion that is compared."""
-    threads = tuple(replace(thread, logprobs=()) for thread in completion.threads)
-    return replace(completion, threads=threads, logprobs=(), trace=None)

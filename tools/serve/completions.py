@@ -33,42 +33,6 @@ from spaceport.tools.serve.service import ServedModel, Service, read_body, servi
 _Result = TypeVar("_Result")
 
 
-@dataclass(frozen=True)
-class _Echo:
-    """A prompt with what was generated after it."""
-
-    text: str
-    prompt_tokens: Sequence[int]
-    tokens: Sequence[int]  # generated ones
-    logprobs: Sequence[TokenLogprob | None] | None  # of all these tokens; the first one has none
-    statistics: Statistics
-    ending: Ending = "length"
-
-
-async def chat(request: Request) -> Any:
-    """Answer chat messages."""
-    body = await request_body(request, ChatBody)
-    model = requested_model(request, body.model)
-    tools = tool_use_of(body, model, service_of(request).options)
-    prompt = await chat_prompt(body, tools, model)
-    return await _answer(request, ChatAnswer(model, record_of(request).rename(body.request_id), body, tools), [prompt])
-
-
-async def text(request: Request) -> Any:
-    """Continue one text or several."""
-    body = await request_body(request, TextBody)
-    model = requested_model(request, body.model)
-    if body.suffix:
-        raise Failure(400, "suffix is not supported: the models continue a text only", param="suffix")
-    answer = TextAnswer(model, record_of(request).rename(body.request_id), body)
-    prompts = text_prompts(body.prompt)
-    if not body.echo:
-        return await _answer(request, answer, prompts)
-    if body.stream:
-        raise Failure(400, "echo with stream is not supported: leave one of them out", param="echo")
-    return await _echo(request, answer, body, prompts)
-
-
 async def request_body(request: Request, kind: type[Body]) -> Body:
     """The body of a request that generates; raises while the service takes none."""
     service = service_of(request)
@@ -87,15 +51,22 @@ def requested_model(request: Request, name: str | None) -> ServedModel:
     return model
 
 
-async def _answer(request: Request, answer: ChatAnswer | TextAnswer, prompts: Sequence[Prompt]) -> Any:
-    """The answer to a request, whole or streamed."""
-    running = await started(request, answer, prompts)
-    if answer.body.stream:
-        options = service_of(request).options
-        return EventStream(events_of(running, answer), running.close, options.ping_interval, options.send_timeout)
-    completions = await completed(request, running)
-    choices = [answer.choice(index, completion) for index, completion in enumerate(completions)]
-    return json_response(answer.whole(choices, **running.counts))
+def _ended(
+    service: Service,
+    record: RequestRecord,
+    name: str,
+    decodings: Sequence[Decoding],
+    index: int,
+    completion: Completion | None,
+    statistics: Statistics,
+) -> None:
+    """Count a choice that has ended, and let it be audited."""
+    choice = index % len(decodings)  # of its prompt
+    reason = "abort" if completion is None else finish_reason(completion.ending)
+    service.metrics.ended(name, reason, statistics, choice == 0)
+    record.ended("cancelled" if completion is None else completion.ending, statistics)
+    if completion is not None and name in service.audits:
+        service.audits[name].offer(decodings[choice], completion)
 
 
 async def started(request: Request, answer: RequestAnswer, prompts: Sequence[Prompt]) -> Generations:
@@ -117,32 +88,6 @@ async def started(request: Request, answer: RequestAnswer, prompts: Sequence[Pro
     return running
 
 
-async def completed(request: Request, running: Generations) -> list[Completion]:
-    """All completions of a request, once they have ended; they are cancelled if the client leaves."""
-    try:
-        return await _unless_gone(request, running.whole())
-    finally:
-        running.close()
-
-
-def _ended(
-    service: Service,
-    record: RequestRecord,
-    name: str,
-    decodings: Sequence[Decoding],
-    index: int,
-    completion: Completion | None,
-    statistics: Statistics,
-) -> None:
-    """Count a choice that has ended, and let it be audited."""
-    choice = index % len(decodings)  # of its prompt
-    reason = "abort" if completion is None else finish_reason(completion.ending)
-    service.metrics.ended(name, reason, statistics, choice == 0)
-    record.ended("cancelled" if completion is None else completion.ending, statistics)
-    if completion is not None and name in service.audits:
-        service.audits[name].offer(decodings[choice], completion)
-
-
 async def _unless_gone(request: Request, work: Awaitable[_Result]) -> _Result:
     """The result of work that is cancelled when the client leaves."""
     gone, task = asyncio.create_task(left(request.receive)), asyncio.ensure_future(work)
@@ -157,6 +102,79 @@ async def _unless_gone(request: Request, work: Awaitable[_Result]) -> _Result:
             task.cancel()
             with suppress(asyncio.CancelledError):
                 await task
+
+
+async def completed(request: Request, running: Generations) -> list[Completion]:
+    """All completions of a request, once they have ended; they are cancelled if the client leaves."""
+    try:
+        return await _unless_gone(request, running.whole())
+    finally:
+        running.close()
+
+
+async def _answer(request: Request, answer: ChatAnswer | TextAnswer, prompts: Sequence[Prompt]) -> Any:
+    """The answer to a request, whole or streamed."""
+    running = await started(request, answer, prompts)
+    if answer.body.stream:
+        options = service_of(request).options
+        return EventStream(events_of(running, answer), running.close, options.ping_interval, options.send_timeout)
+    completions = await completed(request, running)
+    choices = [answer.choice(index, completion) for index, completion in enumerate(completions)]
+    return json_response(answer.whole(choices, **running.counts))
+
+
+@dataclass(frozen=True)
+class _Echo:
+    """A prompt with what was generated after it."""
+
+    text: str
+    prompt_tokens: Sequence[int]
+    tokens: Sequence[int]  # generated ones
+    logprobs: Sequence[TokenLogprob | None] | None  # of all these tokens; the first one has none
+    statistics: Statistics
+    ending: Ending = "length"
+
+
+def _together(scored: Statistics, generated: Statistics) -> Statistics:
+    """The statistics of a prompt that was scored first and then continued."""
+    return replace(
+        generated,
+        rows=scored.rows + generated.rows,
+        padding_rows=scored.padding_rows + generated.padding_rows,
+        prompt_steps=scored.prompt_steps + generated.prompt_steps,
+        waiting_seconds=scored.waiting_seconds + generated.waiting_seconds,
+        engine_seconds=scored.engine_seconds + generated.engine_seconds,
+        outside_seconds=scored.outside_seconds + generated.outside_seconds,
+        first_token_seconds=scored.seconds + generated.first_token_seconds,
+        seconds=scored.seconds + generated.seconds,
+    )
+
+
+def _is_greedy_token(decoding: Decoding) -> bool:
+    """Whether one token is wanted that greedy decoding gives, which scoring the prompt has found already."""
+    plain = decoding.sampling == Sampling() and decoding.grammar is None and not decoding.stops
+    return decoding.max_tokens == 1 and plain
+
+
+async def _echo_choice(runtime: Runtime, prompt: Prompt, decoding: Decoding, continued: bool) -> _Echo:
+    tokens: Sequence[int]
+    if decoding.logprobs is None:
+        tokens = await asyncio.to_thread(runtime.tokens_of, prompt)
+        scored, logprobs, following = Statistics(prompt_tokens=len(tokens)), None, None
+    else:
+        score = await runtime.ascore(prompt, top=decoding.logprobs)
+        tokens, scored, logprobs, following = score.tokens, score.statistics, [None, *score.logprobs], score.following
+    text = prompt if isinstance(prompt, str) else runtime.tokenizer.decode(tokens, skip_special_tokens=False)
+    if not continued:
+        return _Echo(text, tokens, [], logprobs, scored)
+    if logprobs is not None and following is not None and _is_greedy_token(decoding):
+        statistics = replace(scored, tokens=1, first_token_seconds=scored.seconds)
+        return _Echo(text + following.text, tokens, [following.token], [*logprobs, following], statistics)
+    completion = await runtime.agenerate(list(tokens), decoding)
+    if logprobs is not None:
+        logprobs += completion.logprobs
+    statistics = _together(scored, completion.statistics)
+    return _Echo(text + completion.text, tokens, completion.tokens, logprobs, statistics, completion.ending)
 
 
 async def _echo(request: Request, answer: TextAnswer, body: TextBody, prompts: Sequence[Prompt]) -> Response:
@@ -196,43 +214,25 @@ async def _echo(request: Request, answer: TextAnswer, body: TextBody, prompts: S
     return json_response(answer.whole(choices, **counts_of(statistics, len(decodings))))
 
 
-async def _echo_choice(runtime: Runtime, prompt: Prompt, decoding: Decoding, continued: bool) -> _Echo:
-    tokens: Sequence[int]
-    if decoding.logprobs is None:
-        tokens = await asyncio.to_thread(runtime.tokens_of, prompt)
-        scored, logprobs, following = Statistics(prompt_tokens=len(tokens)), None, None
-    else:
-        score = await runtime.ascore(prompt, top=decoding.logprobs)
-        tokens, scored, logprobs, following = score.tokens, score.statistics, [None, *score.logprobs], score.following
-    text = prompt if isinstance(prompt, str) else runtime.tokenizer.decode(tokens, skip_special_tokens=False)
-    if not continued:
-        return _Echo(text, tokens, [], logprobs, scored)
-    if logprobs is not None and following is not None and _is_greedy_token(decoding):
-        statistics = replace(scored, tokens=1, first_token_seconds=scored.seconds)
-        return _Echo(text + following.text, tokens, [following.token], [*logprobs, following], statistics)
-    completion = await runtime.agenerate(list(tokens), decoding)
-    if logprobs is not None:
-        logprobs += completion.logprobs
-    statistics = _together(scored, completion.statistics)
-    return _Echo(text + completion.text, tokens, completion.tokens, logprobs, statistics, completion.ending)
+async def chat(request: Request) -> Any:
+    """Answer chat messages."""
+    body = await request_body(request, ChatBody)
+    model = requested_model(request, body.model)
+    tools = tool_use_of(body, model, service_of(request).options)
+    prompt = await chat_prompt(body, tools, model)
+    return await _answer(request, ChatAnswer(model, record_of(request).rename(body.request_id), body, tools), [prompt])
 
 
-def _together(scored: Statistics, generated: Statistics) -> Statistics:
-    """The statistics of a prompt that was scored first and then continued."""
-    return replace(
-        generated,
-        rows=scored.rows + generated.rows,
-        padding_rows=scored.padding_rows + generated.padding_rows,
-        prompt_steps=scored.prompt_steps + generated.prompt_steps,
-        waiting_seconds=scored.waiting_seconds + generated.waiting_seconds,
-        engine_seconds=scored.engine_seconds + generated.engine_seconds,
-        outside_seconds=scored.outside_seconds + generated.outside_seconds,
-        first_token_seconds=scored.seconds + generated.first_token_seconds,
-        seconds=scored.seconds + generated.seconds,
-    )
-
-
-def _is_greedy_token(decoding: Decoding) -> bool:
-    """Whether one token is wanted that greedy decoding gives, which scoring the prompt has found already."""
-    plain = decoding.sampling == Sampling() and decoding.grammar is None and not decoding.stops
-    return decoding.max_tokens == 1 and plain
+async def text(request: Request) -> Any:
+    """Continue one text or several."""
+    body = await request_body(request, TextBody)
+    model = requested_model(request, body.model)
+    if body.suffix:
+        raise Failure(400, "suffix is not supported: the models continue a text only", param="suffix")
+    answer = TextAnswer(model, record_of(request).rename(body.request_id), body)
+    prompts = text_prompts(body.prompt)
+    if not body.echo:
+        return await _answer(request, answer, prompts)
+    if body.stream:
+        raise Failure(400, "echo with stream is not supported: leave one of them out", param="echo")
+    return await _echo(request, answer, body, prompts)

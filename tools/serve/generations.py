@@ -34,6 +34,11 @@ _HEADERS = [
 OnEnd = Callable[[int, Completion | None, Statistics], None]
 
 
+def event(content: Any) -> bytes:
+    """An event with this content as JSON."""
+    return b"data: " + msgspec.json.encode(content) + b"\n\n"
+
+
 class Generations:
     """The running completions of one request: as many choices for each prompt as there are options."""
 
@@ -173,9 +178,10 @@ async def events_of(running: Generations, answer: ChatAnswer | TextAnswer) -> As
         running.close()
 
 
-def event(content: Any) -> bytes:
-    """An event with this content as JSON."""
-    return b"data: " + msgspec.json.encode(content) + b"\n\n"
+async def left(receive: Receive) -> None:
+    """Wait until the client has left."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 class EventStream:
@@ -244,9 +250,3 @@ class EventStream:
                 message = {"type": "http.response.body", "body": _PING, "more_body": True}
                 await asyncio.wait_for(send(message), self._send_timeout)
                 self._sent = clock()
-
-
-async def left(receive: Receive) -> None:
-    """Wait until the client has left."""
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -83,27 +83,19 @@ class ToolUse:
 NO_TOOLS = ToolUse(FORMATS["json"])
 
 
-def tool_use_of(body: ChatBody, model: ServedModel, options: ServiceOptions) -> ToolUse:
-    """How the answer to a request uses tools; raises if the fields about tools are invalid."""
-    tools = body.tools or []
-    try:
-        functions = functions_of(tools, model.runtime.limits)
-    except OptionFault as error:
-        raise Failure(400, str(error), param="tools") from error
-    called = _called(body.tool_choice, functions)
-    if called is None:
-        return NO_TOOLS
-    tool_format = model.tool_format if options.tool_format is None else FORMATS[options.tool_format]
-    opening, parallel = _special_token(model, tool_format.opening), body.parallel_tool_calls is not False
-    if not called:
-        return ToolUse(tool_format, functions, tools, None, parallel, opening)
-    several = parallel and not isinstance(body.tool_choice, dict)
-    grammar = calls_grammar(tool_format, called, parallel=several, opened=opening is not None)
-    try:
-        model.runtime.limits.check_grammar(grammar)
-    except OptionFault as error:
-        raise Failure(400, str(error), param="tools") from error
-    return ToolUse(tool_format, called, tools, grammar, parallel, opening)
+def _shown(value: object) -> str:
+    return f"{value!r:.60}" if isinstance(value, str) else "an object"
+
+
+def _named(choice: object) -> str | None:
+    """The function that has to be called; None: any."""
+    if choice == "required":
+        return None
+    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str):
+        raise Failure(400, f"tool_choice is {_shown(choice)}: expected {_EXPECTED}", param="tool_choice")
+    return name
 
 
 def _called(choice: object, functions: tuple[ToolFunction, ...]) -> tuple[ToolFunction, ...] | None:
@@ -126,25 +118,33 @@ def _called(choice: object, functions: tuple[ToolFunction, ...]) -> tuple[ToolFu
     return called
 
 
-def _named(choice: object) -> str | None:
-    """The function that has to be called; None: any."""
-    if choice == "required":
-        return None
-    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
-    name = function.get("name") if isinstance(function, dict) else None
-    if not isinstance(name, str):
-        raise Failure(400, f"tool_choice is {_shown(choice)}: expected {_EXPECTED}", param="tool_choice")
-    return name
-
-
 def _special_token(model: ServedModel, text: str) -> int | None:
     """The id of a special token with this text; None: there is none."""
     added = model.runtime.tokenizer.get_added_tokens_decoder() if text else {}
     return next((token for token, entry in added.items() if entry.special and entry.content == text), None)
 
 
-def _shown(value: object) -> str:
-    return f"{value!r:.60}" if isinstance(value, str) else "an object"
+def tool_use_of(body: ChatBody, model: ServedModel, options: ServiceOptions) -> ToolUse:
+    """How the answer to a request uses tools; raises if the fields about tools are invalid."""
+    tools = body.tools or []
+    try:
+        functions = functions_of(tools, model.runtime.limits)
+    except OptionFault as error:
+        raise Failure(400, str(error), param="tools") from error
+    called = _called(body.tool_choice, functions)
+    if called is None:
+        return NO_TOOLS
+    tool_format = model.tool_format if options.tool_format is None else FORMATS[options.tool_format]
+    opening, parallel = _special_token(model, tool_format.opening), body.parallel_tool_calls is not False
+    if not called:
+        return ToolUse(tool_format, functions, tools, None, parallel, opening)
+    several = parallel and not isinstance(body.tool_choice, dict)
+    grammar = calls_grammar(tool_format, called, parallel=several, opened=opening is not None)
+    try:
+        model.runtime.limits.check_grammar(grammar)
+    except OptionFault as error:
+        raise Failure(400, str(error), param="tools") from error
+    return ToolUse(tool_format, called, tools, grammar, parallel, opening)
 
 
 async def chat_prompt(body: ChatBody, tools: ToolUse, model: ServedModel) -> Prompt:
@@ -186,6 +186,103 @@ def text_prompts(prompt: str | list[Any]) -> list[Prompt]:
     return list(prompt)
 
 
+def check_least(name: str, value: int) -> None:
+    """Raise for a number of tokens below 1."""
+    if value < 1:
+        raise Failure(400, f"{name} is {value}: expected at least 1", param=name)
+
+
+def _max_tokens(body: ChatBody | TextBody) -> int | None:
+    if isinstance(body, TextBody):
+        return _TEXT_TOKENS if body.max_tokens is None else body.max_tokens
+    if body.max_completion_tokens is None:
+        return body.max_tokens
+    check_least("max_completion_tokens", body.max_completion_tokens)
+    return body.max_completion_tokens
+
+
+def _logprobs(body: ChatBody | TextBody) -> int | None:
+    if isinstance(body, TextBody):
+        return body.logprobs
+    if body.top_logprobs is not None and not body.logprobs:
+        raise Failure(400, "top_logprobs without logprobs: set logprobs to true", param="top_logprobs")
+    return (body.top_logprobs or 0) if body.logprobs else None
+
+
+def _biases(biases: Mapping[str, float]) -> dict[int, float]:
+    """Biases by token id; -100 bans a token, as OpenAI's API says."""
+    try:
+        return {int(token): bias for token, bias in biases.items() if bias != -100}
+    except ValueError as error:
+        raise Failure(400, f"logit_bias: {error}: expected token ids as keys", param="logit_bias") from error
+
+
+def _sampling(body: GenerationBody, suggested: Mapping[str, Any], choice: int) -> Sampling:
+    """How tokens are chosen: as the request says, else as the model's publisher suggests, else as in OpenAI's API."""
+
+    def value(name: str, default: float) -> Any:
+        options = (getattr(body, name), suggested.get(name), default)
+        return next(option for option in options if option is not None)
+
+    temperature, top_k, biases = value("temperature", 1.0), value("top_k", 0), body.logit_bias or {}
+    seed = None if body.seed is None or not temperature else (body.seed + choice) % _SEEDS
+    return Sampling(
+        temperature=temperature,
+        top_k=0 if top_k == -1 else top_k,  # vLLM spells "all tokens" as -1
+        top_p=value("top_p", 1.0),
+        min_p=value("min_p", 0.0),
+        repetition_penalty=value("repetition_penalty", 1.0),
+        presence_penalty=value("presence_penalty", 0.0),
+        frequency_penalty=value("frequency_penalty", 0.0),
+        logit_bias=_biases(biases),
+        banned=[int(token) for token, bias in biases.items() if bias == -100],
+        seed=seed,
+    )
+
+
+def _literal(text: str) -> str:
+    """A regular expression that matches this text only; \\< and \\> would be borders of words."""
+    return "".join(f"\\{character}" if re.match(r"[^\w\s<>]", character, re.ASCII) else character for character in text)
+
+
+def _structured(outputs: StructuredOutputs) -> list[Grammar]:
+    if outputs.grammar is not None:
+        raise Failure(400, "structured_outputs.grammar is not supported: expected json, regex or choice")
+    grammars = []
+    if outputs.json is not None:
+        schema = outputs.json if isinstance(outputs.json, str) else json.dumps(outputs.json)
+        grammars.append(Grammar(json_schema=schema))
+    if outputs.regex is not None:
+        grammars.append(Grammar(regex=outputs.regex))
+    if outputs.choice is not None:
+        if not outputs.choice or not all(outputs.choice):
+            raise Failure(400, "structured_outputs.choice has no text or an empty one: expected several texts")
+        grammars.append(Grammar(regex="|".join(_literal(text) for text in outputs.choice)))
+    return grammars
+
+
+def _formatted(response_format: ResponseFormat) -> list[Grammar]:
+    if response_format.type == "text":
+        return []
+    if response_format.type == "json_object":
+        return [Grammar(json_schema={"type": "object"})]
+    if response_format.json_schema is None:
+        raise Failure(400, "response_format has no json_schema: expected one with a schema", param="response_format")
+    return [Grammar(json_schema=response_format.json_schema.schema)]
+
+
+def _grammar(body: ChatBody | TextBody, tools: ToolUse) -> Grammar | None:
+    grammars = [] if tools.grammar is None else [tools.grammar]
+    grammars += [] if body.structured_outputs is None else _structured(body.structured_outputs)
+    if isinstance(body, ChatBody) and body.response_format is not None:
+        grammars += _formatted(body.response_format)
+    if len(grammars) > 1:
+        raise Failure(
+            400, "the request has several grammars: expected one of response_format, structured_outputs and tool_choice"
+        )
+    return grammars[0] if grammars else None
+
+
 def decodings_of(
     body: ChatBody | TextBody, model: ServedModel, options: ServiceOptions, tools: ToolUse = NO_TOOLS
 ) -> list[Decoding]:
@@ -219,100 +316,3 @@ def decodings_of(
         )
         for choice in range(choices)
     ]
-
-
-def _max_tokens(body: ChatBody | TextBody) -> int | None:
-    if isinstance(body, TextBody):
-        return _TEXT_TOKENS if body.max_tokens is None else body.max_tokens
-    if body.max_completion_tokens is None:
-        return body.max_tokens
-    check_least("max_completion_tokens", body.max_completion_tokens)
-    return body.max_completion_tokens
-
-
-def check_least(name: str, value: int) -> None:
-    """Raise for a number of tokens below 1."""
-    if value < 1:
-        raise Failure(400, f"{name} is {value}: expected at least 1", param=name)
-
-
-def _logprobs(body: ChatBody | TextBody) -> int | None:
-    if isinstance(body, TextBody):
-        return body.logprobs
-    if body.top_logprobs is not None and not body.logprobs:
-        raise Failure(400, "top_logprobs without logprobs: set logprobs to true", param="top_logprobs")
-    return (body.top_logprobs or 0) if body.logprobs else None
-
-
-def _sampling(body: GenerationBody, suggested: Mapping[str, Any], choice: int) -> Sampling:
-    """How tokens are chosen: as the request says, else as the model's publisher suggests, else as in OpenAI's API."""
-
-    def value(name: str, default: float) -> Any:
-        options = (getattr(body, name), suggested.get(name), default)
-        return next(option for option in options if option is not None)
-
-    temperature, top_k, biases = value("temperature", 1.0), value("top_k", 0), body.logit_bias or {}
-    seed = None if body.seed is None or not temperature else (body.seed + choice) % _SEEDS
-    return Sampling(
-        temperature=temperature,
-        top_k=0 if top_k == -1 else top_k,  # vLLM spells "all tokens" as -1
-        top_p=value("top_p", 1.0),
-        min_p=value("min_p", 0.0),
-        repetition_penalty=value("repetition_penalty", 1.0),
-        presence_penalty=value("presence_penalty", 0.0),
-        frequency_penalty=value("frequency_penalty", 0.0),
-        logit_bias=_biases(biases),
-        banned=[int(token) for token, bias in biases.items() if bias == -100],
-        seed=seed,
-    )
-
-
-def _biases(biases: Mapping[str, float]) -> dict[int, float]:
-    """Biases by token id; -100 bans a token, as OpenAI's API says."""
-    try:
-        return {int(token): bias for token, bias in biases.items() if bias != -100}
-    except ValueError as error:
-        raise Failure(400, f"logit_bias: {error}: expected token ids as keys", param="logit_bias") from error
-
-
-def _grammar(body: ChatBody | TextBody, tools: ToolUse) -> Grammar | None:
-    grammars = [] if tools.grammar is None else [tools.grammar]
-    grammars += [] if body.structured_outputs is None else _structured(body.structured_outputs)
-    if isinstance(body, ChatBody) and body.response_format is not None:
-        grammars += _formatted(body.response_format)
-    if len(grammars) > 1:
-        raise Failure(
-            400, "the request has several grammars: expected one of response_format, structured_outputs and tool_choice"
-        )
-    return grammars[0] if grammars else None
-
-
-def _formatted(response_format: ResponseFormat) -> list[Grammar]:
-    if response_format.type == "text":
-        return []
-    if response_format.type == "json_object":
-        return [Grammar(json_schema={"type": "object"})]
-    if response_format.json_schema is None:
-        raise Failure(400, "response_format has no json_schema: expected one with a schema", param="response_format")
-    return [Grammar(json_schema=response_format.json_schema.schema)]
-
-
-def _structured(outputs: StructuredOutputs) -> list[Grammar]:
-    if outputs.grammar is not None:
-        raise Failure(400, "structured_outputs.grammar is not supported: expected json, regex or choice")
-    grammars = []
-    if outputs.json is not None:
-        schema = outputs.json if isinstance(outputs.json, str) else json.dumps(outputs.json)
-        grammars.append(Grammar(json_schema=schema))
-    if outputs.regex is not None:
-        grammars.append(Grammar(regex=outputs.regex))
-    if outputs.choice is not None:
-        if not outputs.choice or not all(outputs.choice):
-            raise Failure(400, "structured_outputs.choice has no text or an empty one: expected several texts")
-        grammars.append(Grammar(regex="|".join(_literal(text) for text in outputs.choice)))
-    return grammars
-
-
-def _literal(text: str) -> str:
-    """A regular expression that matches this text only; \\< and \\> would be borders of words."""
-    return "".join(f"\\{character}" if re.match(r"[^\w\s<>]", character, re.ASCII) else character for character in text)

@@ -38,6 +38,11 @@ _QUIET = ("/health", "/v2/", "/metrics", "/load")  # asked for every few seconds
 current: ContextVar[RequestRecord | None] = ContextVar("current", default=None)
 
 
+def _is_valid(name: str) -> bool:
+    """Whether an id that a client sent can be used: bounded, printable and without spaces."""
+    return _VALID.fullmatch(name) is not None
+
+
 @dataclass
 class RequestRecord:
     """One HTTP request: what was asked for and how it ended, without any text of it."""
@@ -117,13 +122,19 @@ class RequestRecord:
         }
 
 
-def recorded_failure(error: Exception, scope: Scope) -> Failure:
-    """The failure that an error is for the client, which the record of its request has from now on."""
-    failure = _failure_of(error)
-    record: RequestRecord | None = scope.get(_KEY)
-    if record is not None:
-        record.error = failure.code or failure.kind
-    return failure
+def begin(scope: Scope) -> RequestRecord:
+    """The record of a request that has come, with the id that its header has or a new one."""
+    name = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
+    named = _is_valid(name)
+    record = RequestRecord(name if named else uuid.uuid4().hex, named, scope["method"])
+    scope[_KEY] = record
+    return record
+
+
+def record_of(request: Request) -> RequestRecord:
+    """The record of a request."""
+    record: RequestRecord = request.scope[_KEY]
+    return record
 
 
 def _failure_of(error: Exception) -> Failure:
@@ -141,24 +152,13 @@ def _failure_of(error: Exception) -> Failure:
     return Failure(500, f"{type(error).__name__} in the service; its log has the details", "server_error")
 
 
-def begin(scope: Scope) -> RequestRecord:
-    """The record of a request that has come, with the id that its header has or a new one."""
-    name = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
-    named = _is_valid(name)
-    record = RequestRecord(name if named else uuid.uuid4().hex, named, scope["method"])
-    scope[_KEY] = record
-    return record
-
-
-def record_of(request: Request) -> RequestRecord:
-    """The record of a request."""
-    record: RequestRecord = request.scope[_KEY]
-    return record
-
-
-def _is_valid(name: str) -> bool:
-    """Whether an id that a client sent can be used: bounded, printable and without spaces."""
-    return _VALID.fullmatch(name) is not None
+def recorded_failure(error: Exception, scope: Scope) -> Failure:
+    """The failure that an error is for the client, which the record of its request has from now on."""
+    failure = _failure_of(error)
+    record: RequestRecord | None = scope.get(_KEY)
+    if record is not None:
+        record.error = failure.code or failure.kind
+    return failure
 
 
 class Spans(Protocol):
@@ -215,6 +215,12 @@ class LogRequests:
         log.log(logging.DEBUG if quiet else logging.INFO, "request ended", extra={"fields": record.fields()})
 
 
+def _fields(record: logging.LogRecord) -> dict[str, Any]:
+    request = current.get()
+    fields: dict[str, Any] = getattr(record, "fields", {})
+    return fields if request is None else {"id": request.id, **fields}
+
+
 class _EntryFormatter(logging.Formatter):
     """Entries whose errors have their stack, but no message: it may quote text of a request."""
 
@@ -264,9 +270,3 @@ def configure_logging(form: str, level: str) -> None:
     handler.setFormatter(JsonLines() if form == "json" else TextLines())
     logging.basicConfig(level=max(logging.INFO, logging.getLevelName(level.upper())), handlers=[handler], force=True)
     logging.getLogger("spaceport").setLevel(level.upper())
-
-
-def _fields(record: logging.LogRecord) -> dict[str, Any]:
-    request = current.get()
-    fields: dict[str, Any] = getattr(record, "fields", {})
-    return fields if request is None else {"id": request.id, **fields}

@@ -111,71 +111,8 @@ def check_fields(body: ResponsesBody) -> None:
         raise Failure(400, f"n is {body.n}: expected 1, a response has one output", param="n")
 
 
-def chat_body(body: ResponsesBody) -> ChatBody:
-    """The same request as a chat request."""
-    wants_logprobs = body.top_logprobs is not None or _LOGPROBS in (body.include or ())
-    return ChatBody(
-        **{name: getattr(body, name) for name in _SHARED},
-        messages=_messages(body),
-        max_completion_tokens=body.max_output_tokens if body.max_output_tokens is not None else body.max_tokens,
-        logprobs=wants_logprobs,
-        top_logprobs=body.top_logprobs,
-        response_format=_format(body.text.format if body.text is not None else None),
-        tools=None if body.tools is None else [_tool(index, tool) for index, tool in enumerate(body.tools)],
-        tool_choice=_choice(body.tool_choice),
-        parallel_tool_calls=body.parallel_tool_calls,
-        chat_template_kwargs=body.chat_template_kwargs,
-    )
-
-
-def _messages(body: ResponsesBody) -> list[dict[str, Any]]:
-    """The chat messages of the instructions and the input."""
-    messages: list[dict[str, Any]] = []
-    if body.instructions:
-        messages.append({"role": "system", "content": body.instructions})
-    items: Sequence[dict[str, Any]] = (
-        [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
-    )
-    if not items:
-        raise _invalid("input", "is empty: expected text or at least one item")
-    for index, item in enumerate(items):
-        _add(messages, f"input[{index}]", item)
-    return messages
-
-
-def _add(messages: list[dict[str, Any]], where: str, item: Mapping[str, Any]) -> None:
-    """Add an item of the input to the messages before it."""
-    kind = item.get("type", "message")
-    last = messages[-1] if messages else {}
-    if kind == "message":
-        role, content = item.get("role"), _text(f"{where}.content", item.get("content"))
-        if not isinstance(role, str):
-            raise _invalid(f"{where}.role", "is missing: expected user, assistant, system or developer")
-        role = "system" if role == "developer" else role
-        if role == "system" and [message["role"] for message in messages] == ["system"]:
-            last["content"] += f"\n\n{content}"  # templates take one system message, at the start
-        else:
-            messages.append({"role": role, "content": content})
-    elif kind == "function_call":
-        call = {
-            "id": item.get("call_id"),
-            "type": "function",
-            "function": {"name": item.get("name"), "arguments": item.get("arguments", "")},
-        }
-        if not all(isinstance(text, str) for text in (call["id"], item.get("name"), item.get("arguments", ""))):
-            raise _invalid(where, "is no function_call: expected call_id, name and arguments as texts")
-        if last.get("role") != "assistant":
-            messages.append({"role": "assistant", "content": ""})
-        messages[-1].setdefault("tool_calls", []).append(call)
-    elif kind == "function_call_output":
-        if not isinstance(item.get("call_id"), str):
-            raise _invalid(f"{where}.call_id", "is missing: expected that of a function_call")
-        output = _text(f"{where}.output", item.get("output"))
-        messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": output})
-    elif kind != "reasoning":  # what a model thought in earlier turns is not rendered
-        raise _invalid(
-            f"{where}.type", f"is {kind!r:.60}: expected message, function_call, function_call_output or reasoning"
-        )
+def _invalid(where: str, what: str) -> Failure:
+    return Failure(400, f"{where} {what}", param=where)
 
 
 def _text(where: str, content: object) -> str:
@@ -219,8 +156,71 @@ def _format(text_format: TextFormat | None) -> ResponseFormat | None:
     return ResponseFormat(text_format.type)
 
 
-def _invalid(where: str, what: str) -> Failure:
-    return Failure(400, f"{where} {what}", param=where)
+def _add(messages: list[dict[str, Any]], where: str, item: Mapping[str, Any]) -> None:
+    """Add an item of the input to the messages before it."""
+    kind = item.get("type", "message")
+    last = messages[-1] if messages else {}
+    if kind == "message":
+        role, content = item.get("role"), _text(f"{where}.content", item.get("content"))
+        if not isinstance(role, str):
+            raise _invalid(f"{where}.role", "is missing: expected user, assistant, system or developer")
+        role = "system" if role == "developer" else role
+        if role == "system" and [message["role"] for message in messages] == ["system"]:
+            last["content"] += f"\n\n{content}"  # templates take one system message, at the start
+        else:
+            messages.append({"role": role, "content": content})
+    elif kind == "function_call":
+        call = {
+            "id": item.get("call_id"),
+            "type": "function",
+            "function": {"name": item.get("name"), "arguments": item.get("arguments", "")},
+        }
+        if not all(isinstance(text, str) for text in (call["id"], item.get("name"), item.get("arguments", ""))):
+            raise _invalid(where, "is no function_call: expected call_id, name and arguments as texts")
+        if last.get("role") != "assistant":
+            messages.append({"role": "assistant", "content": ""})
+        messages[-1].setdefault("tool_calls", []).append(call)
+    elif kind == "function_call_output":
+        if not isinstance(item.get("call_id"), str):
+            raise _invalid(f"{where}.call_id", "is missing: expected that of a function_call")
+        output = _text(f"{where}.output", item.get("output"))
+        messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": output})
+    elif kind != "reasoning":  # what a model thought in earlier turns is not rendered
+        raise _invalid(
+            f"{where}.type", f"is {kind!r:.60}: expected message, function_call, function_call_output or reasoning"
+        )
+
+
+def _messages(body: ResponsesBody) -> list[dict[str, Any]]:
+    """The chat messages of the instructions and the input."""
+    messages: list[dict[str, Any]] = []
+    if body.instructions:
+        messages.append({"role": "system", "content": body.instructions})
+    items: Sequence[dict[str, Any]] = (
+        [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
+    )
+    if not items:
+        raise _invalid("input", "is empty: expected text or at least one item")
+    for index, item in enumerate(items):
+        _add(messages, f"input[{index}]", item)
+    return messages
+
+
+def chat_body(body: ResponsesBody) -> ChatBody:
+    """The same request as a chat request."""
+    wants_logprobs = body.top_logprobs is not None or _LOGPROBS in (body.include or ())
+    return ChatBody(
+        **{name: getattr(body, name) for name in _SHARED},
+        messages=_messages(body),
+        max_completion_tokens=body.max_output_tokens if body.max_output_tokens is not None else body.max_tokens,
+        logprobs=wants_logprobs,
+        top_logprobs=body.top_logprobs,
+        response_format=_format(body.text.format if body.text is not None else None),
+        tools=None if body.tools is None else [_tool(index, tool) for index, tool in enumerate(body.tools)],
+        tool_choice=_choice(body.tool_choice),
+        parallel_tool_calls=body.parallel_tool_calls,
+        chat_template_kwargs=body.chat_template_kwargs,
+    )
 
 
 @dataclass

@@ -5,7 +5,7 @@ from spaceport.runtime.backends import MissingBackend
 from spaceport.runtime.bundle import Bundle, BundleError, SignatureError, open_bundle
 from spaceport.runtime.costs import CostSource
 from spaceport.runtime.decode.sequence import Ending, NotANumber
-from spaceport.runtime.decode.statistics import Statistics
+from spaceport.runtime.decode.sequence_group import Statistics
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import EngineFault
 from spaceport.runtime.limits import Limits

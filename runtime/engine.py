@@ -10,12 +10,16 @@ from typing import Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from spaceport.graphs.contract.faults import SpaceportError
-from spaceport.graphs.contract.signature import Signature
+from spaceport.graphs.contract.faults import OptionFault, SpaceportError
+from spaceport.graphs.contract.manifest import Manifest
+from spaceport.graphs.contract.signature import STEP_ROWS, Lowering, Signature, visible_length
 
 # KV slots to copy, as sources and targets: all sources are read before any target is written.
 Moves = tuple[NDArray[np.int64], NDArray[np.int64]]
 NO_MOVES: Moves = (np.empty(0, np.int64), np.empty(0, np.int64))
+
+PREFILL_ROWS = 512  # prompt rows of a call: enough for efficient matrix products, few enough to interrupt a prompt soon
+DEFAULT_SEQ_LEN = 4096  # maximum context length in tokens, unless the model's is shorter
 
 
 class EngineFault(SpaceportError, RuntimeError):
@@ -28,7 +32,7 @@ class Costs:
 
     row: float  # cost of each further row, relative to a call of one row
     call_rows: int  # number of rows that cost as much as the fixed part of a call
-    prompt_rows: int = 512  # prompt rows of a call: many are efficient, few keep calls short
+    prompt_rows: int = PREFILL_ROWS  # prompt rows of a call: many are efficient, few keep calls short
 
 
 # See docs/performance.md. Attention scores of more prompt rows do not fit into the caches of a CPU.
@@ -205,3 +209,38 @@ def _best(line: list[float], banned: Collection[int]) -> int | None:
         return None
     score, token = min(allowed)
     return token if -score > line[count - 1] else None
+
+
+def seq_len(manifest: Manifest, max_seq_len: int | None) -> int:
+    """The context length of a runtime, in tokens."""
+    if max_seq_len is None:
+        return min(manifest.max_positions, DEFAULT_SEQ_LEN)
+    if not 2 <= max_seq_len <= manifest.max_positions:
+        raise OptionFault(f"max_seq_len is {max_seq_len}: expected 2 to {manifest.max_positions}, the model's limit")
+    return max_seq_len
+
+
+def slots_for(max_seq_len: int, max_slots: int | None) -> int:
+    """Maximum tokens of a prompt and all its threads."""
+    if max_slots is None:
+        return max_seq_len
+    if max_slots < max_seq_len:
+        raise OptionFault(
+            f"max_slots is {max_slots}: expected at least max_seq_len, {max_seq_len}, so that one thread can reach it"
+        )
+    return max_slots
+
+
+def capacity_for(manifest: Manifest, max_slots: int) -> int:
+    """KV slots of a request: its tokens, the rows of its widest step, and one for padding rows."""
+    return kv_slots(manifest.signature.lowering, max_slots)
+
+
+def kv_slots(lowering: Lowering, max_slots: int) -> int:
+    """KV slots of a request with this lowering: its tokens, the rows of its widest step, and one for padding rows."""
+    widest = STEP_ROWS
+    if lowering == "append":
+        widest += (
+            PREFILL_ROWS  # all requests of a call write the same number of consecutive slots: those of a prefill chunk
+        )
+    return visible_length(max_slots + widest + 1)

@@ -17,11 +17,10 @@ from spaceport.runtime.costs import CostSource, StepCosts, relative_costs
 from spaceport.runtime.decode.planner import DraftPlanner
 from spaceport.runtime.decode.sequence_group import Observer
 from spaceport.runtime.decoding import Decoding
-from spaceport.runtime.engine import Engine, EngineOptions
+from spaceport.runtime.engine import Engine, EngineOptions, capacity_for, seq_len, slots_for
 from spaceport.runtime.limits import DEFAULT_LIMITS, Limits
 from spaceport.runtime.sampling.logprobs import Score
 from spaceport.runtime.scheduling.admission import Admission, Intake
-from spaceport.runtime.scheduling.capacity import capacity_for, seq_len, slots_for
 from spaceport.runtime.scheduling.prefix_cache import PrefixCache
 from spaceport.runtime.scheduling.request import Completion, Echo
 from spaceport.runtime.scheduling.scheduler import Scheduler

@@ -22,7 +22,7 @@ from spaceport.graphs.quantize import quantize_inputs
 from spaceport.runtime.backends import check_threads
 from spaceport.runtime.backends.on_torch import TorchEngine
 from spaceport.runtime.bundle import Bundle
-from spaceport.runtime.scheduling.capacity import capacity_for, seq_len
+from spaceport.runtime.engine import capacity_for, seq_len
 from spaceport.runtime.session import Runtime
 
 # On smaller models threads wait for each other longer than they work: on a busy machine 16 s instead of 0.3 s for the

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from spaceport.graphs.contract.draft_methods import CAUSAL, MaskLayout
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.runtime.decode.draft import PLAIN, Draft
-from spaceport.runtime.decode.sequence import Thread
+from spaceport.runtime.decode.sequence import TokenSequence
 
 NO_PARENT = -1
 _NO_ROWS = np.zeros(0, np.int64)
@@ -46,7 +46,7 @@ class Layout:
 class Part(NamedTuple):
     """The rows of one thread in a step."""
 
-    thread: Thread
+    thread: TokenSequence
     draft: Draft
     layout: Layout
     tokens: NDArray[np.int64]  # rows
@@ -92,7 +92,12 @@ class Plan:
 
 
 def plan_thread(
-    thread: Thread, draft: Draft, tokens: TokenIds, chunk: int, anchor: int | None = None, echo: int | None = None
+    thread: TokenSequence,
+    draft: Draft,
+    tokens: TokenIds,
+    chunk: int,
+    anchor: int | None = None,
+    echo: int | None = None,
 ) -> Part:
     """The next rows of a thread: a chunk of the known tokens that were not fed yet, and the draft behind the last of them.
 

@@ -32,7 +32,7 @@ from spaceport.runtime.decode.draft import (
     tree,
 )
 from spaceport.runtime.decode.plan import Part
-from spaceport.runtime.decode.sequence import Thread
+from spaceport.runtime.decode.sequence import TokenSequence
 from spaceport.runtime.decode.sources import LearningProposal, sources_for
 
 SHARE = 0.01  # of the time of plain decoding that drafts may cost
@@ -276,7 +276,7 @@ class _Planned:
 class Drafter(Protocol):
     """Proposes the draft of each thread of a request, and learns from what was accepted."""
 
-    def draft(self, thread: Thread, remaining: int, rows: int, sharing: Sharing) -> Draft:
+    def draft(self, thread: TokenSequence, remaining: int, rows: int, sharing: Sharing) -> Draft:
         """A draft for a thread that may generate `remaining` more tokens; at most `rows` rows, its last token included.
 
         Also called while a prompt is fed in chunks; such a draft is not used unless the chunk is the last one.
@@ -298,7 +298,7 @@ class ChainDrafter:
         self._depths = draft_config.mask_slots or draft_config.heads
         self._acceptance = Acceptance(self._depths)
 
-    def draft(self, thread: Thread, remaining: int, rows: int, sharing: Sharing) -> Draft:
+    def draft(self, thread: TokenSequence, remaining: int, rows: int, sharing: Sharing) -> Draft:
         slots, layout = self._config.mask_slots, self._config.mask_layout
         rows = min(rows, (slots + 1) * (1 + layout.rows(slots)) + self._config.heads)
         for source in self._sources:
@@ -339,7 +339,7 @@ class TreeDrafter:
         """Made with the first draft, by the OS thread that runs steps: requests of the same history start alike."""
         return self._shared.copy()
 
-    def draft(self, thread: Thread, remaining: int, rows: int, sharing: Sharing) -> Draft:
+    def draft(self, thread: TokenSequence, remaining: int, rows: int, sharing: Sharing) -> Draft:
         curve = self._planner.curve(self._config.rows, sharing)
         if curve.plain != self._plain:  # other threads or requests share its steps, or it has a longer context
             self.left *= (self._plain or curve.plain) / curve.plain
@@ -385,7 +385,7 @@ class TreeDrafter:
             self._shared.follow(acceptance, _PUBLISHED)
 
     def _planned_draft(
-        self, thread: Thread, remaining: int, rows: int, out_of_budget: bool, planned: _Planned
+        self, thread: TokenSequence, remaining: int, rows: int, out_of_budget: bool, planned: _Planned
     ) -> Draft:
         """The draft with the highest expected gain."""
         config, acceptance, curve, last = self._config, self._acceptance, planned.curve, thread.tokens[-1]

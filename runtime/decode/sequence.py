@@ -1,4 +1,4 @@
-"""One sequence of tokens of a request with its KV slots, and what reports about it or selects its tokens."""
+"""One sequence of tokens of a request, the KV slots of a request, and what reports about or selects tokens."""
 
 from __future__ import annotations
 
@@ -10,9 +10,106 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spaceport.graphs.contract.faults import SpaceportError
+from spaceport.graphs.contract.signature import Lowering
 from spaceport.runtime.decode.draft import Candidates
-from spaceport.runtime.decode.slots import Slots
-from spaceport.runtime.engine import slots_in_order
+from spaceport.runtime.engine import NO_MOVES, Moves, slots_in_order
+
+
+class SlotsExhausted(SpaceportError, RuntimeError):
+    """A step needs more KV slots than are free."""
+
+
+class Slots:
+    """The KV slots of one request: each is free, or held by one or more threads.
+
+    A scatter engine writes rows to any slots: it gets the lowest free ones, in an order that the caller sets.
+    An append engine writes rows to consecutive slots, after the highest one in use.
+    `settle` returns the moves that then put the retained rows into the gaps.
+    The last slot is reserved for padding rows.
+    """
+
+    def __init__(self, capacity: int, lowering: Lowering) -> None:
+        self.capacity = capacity
+        self.spare = capacity - 1  # the slot that is reserved for padding rows
+        self.positions = np.zeros(capacity, np.int64)  # position of the token that each slot holds
+        self.held = 0  # number of slots in use
+        self.height = 0  # one more than the highest slot in use
+        self.lowering = lowering
+        self._holders = np.zeros(capacity, np.int32)
+
+    def take(self, positions: NDArray[np.int64], order: NDArray[np.int64] | None = None) -> NDArray[np.int64]:
+        """Take free slots for rows at these positions.
+
+        With an order, its first row gets the lowest slot, and so on; an append engine ignores it.
+        """
+        count = positions.size
+        end = min(self.height + count, self.spare)
+        if self.lowering == "append" or self.held == self.height:  # no gaps
+            slots = np.arange(self.height, end)
+        else:
+            (free,) = np.nonzero(self._holders[:end] == 0)
+            slots = free[:count]
+        if slots.size < count:
+            raise SlotsExhausted(f"step needs {count} slots, {slots.size} are free: raise max_seq_len")
+        self.height = max(self.height, int(slots[-1]) + 1)
+        if order is not None and count > 1 and self.lowering == "scatter":
+            ascending, slots = slots, np.empty(count, np.int64)
+            slots[order] = ascending
+        self._holders[slots] = 1
+        self.positions[slots] = positions
+        self.held += count
+        return slots
+
+    def share(self, slots: NDArray[np.int64]) -> None:
+        """Add a holder to each of these slots."""
+        if not np.all(self._holders[slots] > 0):
+            raise ValueError("only held slots can be shared")
+        self._holders[slots] += 1
+
+    def release(self, slots: NDArray[np.int64]) -> None:
+        """Remove a holder from each of these slots; a slot without holders is free."""
+        if not slots.size:
+            return
+        left = self._holders[slots] - 1
+        shared = left.nonzero()[0].size
+        if shared and left.min() < 0:
+            raise ValueError("only held slots can be released")
+        self._holders[slots] = left
+        self.held -= slots.size - shared
+        self._lower()
+
+    def still_held(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Those of these slots that are in use."""
+        return slots[self._holders[slots] > 0]
+
+    def clear(self) -> None:
+        """Free all slots."""
+        self._holders[:] = 0
+        self.held = self.height = 0
+
+    def settle(self, slots: NDArray[np.int64]) -> Moves:
+        """The moves, as sources and targets, that put rows just retained into the lowest slots; append engines only."""
+        if self.lowering == "scatter" or not slots.size:
+            return NO_MOVES
+        below = slots.max() + 1
+        free = self._holders[:below] == 0
+        free[slots] = True
+        (targets,) = np.nonzero(free)
+        sources, targets = slots, targets[: slots.size]
+        moving = sources != targets
+        sources, targets = sources[moving], targets[moving]
+        holders, positions = self._holders[sources].copy(), self.positions[sources].copy()
+        self._holders[sources] = 0
+        self._holders[targets] = holders
+        self.positions[targets] = positions
+        self._lower()
+        return sources, targets
+
+    def _lower(self) -> None:
+        """Lower the height after slots at the top were freed."""
+        while self.height and not self._holders[self.height - 1]:
+            self.height -= 1
+
 
 # Why a thread ended: its end token, a stop string, max_tokens or max_seq_len; or why the whole request ended:
 # max_total_tokens, its timeout, a cancelled stream.
@@ -20,7 +117,7 @@ Ending = Literal["end", "stop", "length", "total", "deadline", "cancelled"]
 
 
 @dataclass
-class Thread:
+class TokenSequence:
     """The tokens of one thread, from the first prompt token on, and the KV slots that it sees."""
 
     path: tuple[int, ...]  # index among its parent's children, for each level; () is the root thread
@@ -50,7 +147,7 @@ class Thread:
         """Whether the [Fork] that started it is not in the KV cache yet."""
         return self.fork is not None and self.fed <= self.fork
 
-    def child(self, fork: int, token: int, unseen: NDArray[np.int64]) -> Thread:
+    def child(self, fork: int, token: int, unseen: NDArray[np.int64]) -> TokenSequence:
         """A child thread that continues with `token` after the [Fork] at a position, and does not see these slots."""
         sees = self.sees.copy()
         sees[unseen] = False
@@ -58,7 +155,7 @@ class Thread:
         self.forks += 1
         state = {source: state.copy() for source, state in self.draft_state.items()}
         tokens = [*self.tokens[: fork + 1], token]
-        return Thread(path, tokens, fork + 2, sees, min(self.fed, fork + 1), fork, draft_state=state)
+        return TokenSequence(path, tokens, fork + 2, sees, min(self.fed, fork + 1), fork, draft_state=state)
 
     def move(self, sources: NDArray[np.int64], targets: NDArray[np.int64]) -> None:
         """Update the visible slots after the engine has moved some."""
@@ -67,9 +164,9 @@ class Thread:
         self.sees[targets] = moved
 
 
-def new_thread(prompt: Sequence[int], capacity: int) -> Thread:
+def root_sequence(prompt: Sequence[int], capacity: int) -> TokenSequence:
     """The root thread of a request."""
-    return Thread((), list(prompt), len(prompt), np.zeros(capacity, np.bool_))
+    return TokenSequence((), list(prompt), len(prompt), np.zeros(capacity, np.bool_))
 
 
 class KvPrefix(NamedTuple):
@@ -88,7 +185,7 @@ class KvPrefix(NamedTuple):
         return slots_in_order(self.slots)
 
 
-def kv_prefix(thread: Thread, slots: Slots) -> KvPrefix:
+def kv_prefix(thread: TokenSequence, slots: Slots) -> KvPrefix:
     """The tokens of a thread whose rows are in the slots that it sees.
 
     Rows of rejected candidates and of mask slots are not: the thread does not see them. Rows of accepted candidates after
@@ -117,11 +214,11 @@ class TokenSelector(Protocol):
     A selector whose attribute `selects` is true also takes `runtime.selection.SelectedRows` instead of logits.
     """
 
-    def token(self, logits: NDArray[np.float32], thread: Thread, ahead: Sequence[int]) -> int:
+    def token(self, logits: NDArray[np.float32], thread: TokenSequence, ahead: Sequence[int]) -> int:
         """The next token after a thread's tokens and the tokens `ahead` that this step has already selected."""
 
     def candidates(
-        self, logits: NDArray[np.float32], thread: Thread, position: int, most: int
+        self, logits: NDArray[np.float32], thread: TokenSequence, position: int, most: int
     ) -> tuple[Candidates, ...]:
         """Up to `most` candidates for each row of logits; the first row is for this position of the thread."""
 
@@ -137,38 +234,38 @@ def not_a_number(position: int) -> NotANumber:
 class Listener(Protocol):
     """Receives the generated tokens of a request's threads, and decides where a stop string ends them."""
 
-    def on_token(self, thread: Thread, token: int, drafted: bool, source: str | None = None) -> bool:
+    def on_token(self, thread: TokenSequence, token: int, drafted: bool, source: str | None = None) -> bool:
         """Called after each generated token; returns whether the thread ends with it."""
 
-    def on_fork(self, parent: Thread, child: Thread) -> None:
+    def on_fork(self, parent: TokenSequence, child: TokenSequence) -> None:
         """Called when a child thread starts at the [Fork] that its parent has just generated."""
 
-    def on_end(self, thread: Thread) -> None:
+    def on_end(self, thread: TokenSequence) -> None:
         """Called when a thread has ended."""
 
-    def is_cut_off(self, thread: Thread) -> bool:
+    def is_cut_off(self, thread: TokenSequence) -> bool:
         """Whether all further text of the thread would come after a stop string."""
 
 
 class NullListener:
     """A listener that ignores all events."""
 
-    def on_token(self, thread: Thread, token: int, drafted: bool, source: str | None = None) -> bool:
+    def on_token(self, thread: TokenSequence, token: int, drafted: bool, source: str | None = None) -> bool:
         return False
 
-    def on_fork(self, parent: Thread, child: Thread) -> None:
+    def on_fork(self, parent: TokenSequence, child: TokenSequence) -> None:
         pass
 
-    def on_end(self, thread: Thread) -> None:
+    def on_end(self, thread: TokenSequence) -> None:
         pass
 
-    def is_cut_off(self, thread: Thread) -> bool:
+    def is_cut_off(self, thread: TokenSequence) -> bool:
         return False
 
 
 # A thread, what happened (a token, a child thread that starts, None: it ended), whether a token was drafted, and what
 # proposed it.
-Event = tuple[Thread, int | Thread | None, bool, str | None]
+Event = tuple[TokenSequence, int | TokenSequence | None, bool, str | None]
 
 
 class EventLog:
@@ -182,17 +279,17 @@ class EventLog:
         """Events since the last `take`."""
         return len(self._events)
 
-    def on_token(self, thread: Thread, token: int, drafted: bool, source: str | None = None) -> bool:
+    def on_token(self, thread: TokenSequence, token: int, drafted: bool, source: str | None = None) -> bool:
         self._events.append((thread, token, drafted, source))
         return False
 
-    def on_fork(self, parent: Thread, child: Thread) -> None:
+    def on_fork(self, parent: TokenSequence, child: TokenSequence) -> None:
         self._events.append((parent, child, False, None))
 
-    def on_end(self, thread: Thread) -> None:
+    def on_end(self, thread: TokenSequence) -> None:
         self._events.append((thread, None, False, None))
 
-    def is_cut_off(self, thread: Thread) -> bool:
+    def is_cut_off(self, thread: TokenSequence) -> bool:
         return False
 
     def take(self) -> list[Event]:

@@ -11,7 +11,7 @@ from typing import Protocol
 from spaceport.graphs.contract.draft_methods import MAX_DEPTHS, is_copying, lookup_kind
 from spaceport.runtime.decode.acceptance import Acceptance
 from spaceport.runtime.decode.draft import MOST_LIKELY, Candidates, DraftConfig, Proposal, Ranked, best_chain
-from spaceport.runtime.decode.sequence import Thread
+from spaceport.runtime.decode.sequence import TokenSequence
 
 _LONGEST, _SHORTEST = 4, 2  # matching tokens; a single token predicts too little
 _NAMES = {"mask": "mask slots", "head": "heads", "lookup": "prompt lookup"}  # as users read them
@@ -34,7 +34,7 @@ class LearningProposal(Proposal, Protocol):
 class DraftSource(Protocol):
     """Proposes draft tokens for the threads of one request."""
 
-    def propose(self, thread: Thread, acceptance: Acceptance) -> LearningProposal:
+    def propose(self, thread: TokenSequence, acceptance: Acceptance) -> LearningProposal:
         """What it proposes behind the last token of a thread, by what `acceptance` knows; of no depth if nothing."""
 
 
@@ -73,7 +73,7 @@ class ModelPredictions:
     def __init__(self, name: str) -> None:
         self._name = name
 
-    def propose(self, thread: Thread, acceptance: Acceptance) -> Predictions:
+    def propose(self, thread: TokenSequence, acceptance: Acceptance) -> Predictions:
         return Predictions(self._name, thread.candidates, thread.tokens[-1], acceptance)
 
 
@@ -146,7 +146,7 @@ class PromptLookup:
     def __init__(self, most: int) -> None:
         self._most = most  # tokens
 
-    def propose(self, thread: Thread, acceptance: Acceptance) -> Continuation:
+    def propose(self, thread: TokenSequence, acceptance: Acceptance) -> Continuation:
         lookup = thread.draft_state.get("lookup")
         if lookup is None:
             lookup = thread.draft_state["lookup"] = Lookup()

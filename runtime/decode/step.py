@@ -16,9 +16,8 @@ from spaceport.runtime.decode.draft import Draft
 from spaceport.runtime.decode.plan import Plan, sees, within
 from spaceport.runtime.decode.planner import SharedCall
 from spaceport.runtime.decode.sequence_group import ScheduledStep, SequenceGroup, VerifiedStep
-from spaceport.runtime.engine import NO_MOVES, Batch, Engine, SelectedRows, selecting
+from spaceport.runtime.engine import NO_MOVES, PREFILL_ROWS, Batch, Engine, SelectedRows, selecting
 
-PREFILL_ROWS = 512  # prompt rows of a call: enough for efficient matrix products, few enough to interrupt a prompt soon
 _NO_ROWS = np.zeros((1, 1), np.int64)  # a graph returns the logits of at least one row
 
 Call = Sequence[ScheduledStep]

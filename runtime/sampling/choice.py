@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from spaceport.graphs.contract.draft_methods import CANDIDATES, CorrectionTables
 from spaceport.runtime.decode.draft import Candidates
-from spaceport.runtime.decode.sequence import Thread, TokenSelector, not_a_number
+from spaceport.runtime.decode.sequence import TokenSelector, TokenSequence, not_a_number
 from spaceport.runtime.engine import SelectedRows
 
 _LEAST = -7.0  # logit of a candidate relative to the best; less is never worth a row
@@ -34,7 +34,7 @@ class Bans:
     ends: frozenset[int] = frozenset()  # tokens that end a thread, banned before a position
     ends_from: int = 0  # this position; 0: they are not banned
 
-    def at(self, thread: Thread, ahead: Sequence[int]) -> frozenset[int]:
+    def at(self, thread: TokenSequence, ahead: Sequence[int]) -> frozenset[int]:
         """The banned tokens after these tokens of a thread."""
         early = len(thread.tokens) + len(ahead) < self.ends_from
         if self.fork is not None:
@@ -43,7 +43,7 @@ class Bans:
                 return self._no_fork_and_end if early else self._no_fork
         return self._no_end if early else self.never
 
-    def among_candidates(self, thread: Thread) -> frozenset[int]:
+    def among_candidates(self, thread: TokenSequence) -> frozenset[int]:
         """Tokens that no mask slot of a thread may propose, whatever is before it."""
         return self._no_fork if self.fork is not None and len(thread.path) >= self.depth else self.never
 
@@ -67,7 +67,7 @@ class Greedy:
     bans: Bans
     selects: ClassVar = True
 
-    def token(self, logits: NDArray[np.float32] | SelectedRows, thread: Thread, ahead: Sequence[int]) -> int:
+    def token(self, logits: NDArray[np.float32] | SelectedRows, thread: TokenSequence, ahead: Sequence[int]) -> int:
         if isinstance(logits, SelectedRows):
             best = logits.best(self.bans.at(thread, ahead))
             return self.token(logits.logits[0], thread, ahead) if best is None else best[0]
@@ -79,7 +79,7 @@ class Greedy:
         return token
 
     def candidates(
-        self, logits: NDArray[np.float32] | SelectedRows, thread: Thread, position: int, most: int
+        self, logits: NDArray[np.float32] | SelectedRows, thread: TokenSequence, position: int, most: int
     ) -> tuple[Candidates, ...]:
         banned = self.bans.among_candidates(thread)
         if isinstance(logits, SelectedRows):
@@ -187,11 +187,11 @@ class Corrected:
         """Whether the inner selector takes `SelectedRows`."""
         return getattr(self.inner, "selects", False)
 
-    def token(self, logits: NDArray[np.float32] | SelectedRows, thread: Thread, ahead: Sequence[int]) -> int:
+    def token(self, logits: NDArray[np.float32] | SelectedRows, thread: TokenSequence, ahead: Sequence[int]) -> int:
         return self.inner.token(logits, thread, ahead)  # type: ignore[arg-type]
 
     def candidates(
-        self, logits: NDArray[np.float32] | SelectedRows, thread: Thread, position: int, most: int
+        self, logits: NDArray[np.float32] | SelectedRows, thread: TokenSequence, position: int, most: int
     ) -> tuple[Candidates, ...]:
         inner = self.inner.candidates(logits, thread, position, max(most, CANDIDATES))  # type: ignore[arg-type]
         return tuple([CorrectedCandidates(own.tokens, own.probabilities, self.tables, most) for own in inner])

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from spaceport.graphs.contract.faults import MissingDependency, OptionFault
 from spaceport.graphs.contract.installation import install_command
 from spaceport.runtime.decode.draft import Candidates
-from spaceport.runtime.decode.sequence import Thread, TokenSelector
+from spaceport.runtime.decode.sequence import TokenSelector, TokenSequence
 from spaceport.runtime.isolation import DeadlinePassed, HelperPool, JobFailed
 from spaceport.runtime.sampling.grammar import MOST_SHOWN, Grammar, is_simple
 
@@ -147,7 +147,7 @@ class Constrained:
         self._scores = np.empty(self.vocabulary.text.size, np.float32)
         self._restart()
 
-    def token(self, logits: NDArray[np.float32], thread: Thread, ahead: Sequence[int]) -> int:
+    def token(self, logits: NDArray[np.float32], thread: TokenSequence, ahead: Sequence[int]) -> int:
         text = [*thread.generated, *ahead]
         allowed = self._allowed(thread, text, ahead)
         token = self.inner.token(self._limited(logits, allowed), thread, ahead)
@@ -159,7 +159,7 @@ class Constrained:
         return token
 
     def candidates(
-        self, logits: NDArray[np.float32], thread: Thread, position: int, most: int
+        self, logits: NDArray[np.float32], thread: TokenSequence, position: int, most: int
     ) -> tuple[Candidates, ...]:
         """The candidates of mask slots; behind the token that was chosen last, only those that the grammar allows."""
         candidates: list[Candidates] = []
@@ -186,7 +186,7 @@ class Constrained:
         np.copyto(self._scores, logits, where=allowed)
         return self._scores
 
-    def _allowed(self, thread: Thread, text: list[int], ahead: Sequence[int]) -> NDArray[np.bool_]:
+    def _allowed(self, thread: TokenSequence, text: list[int], ahead: Sequence[int]) -> NDArray[np.bool_]:
         if any(self.vocabulary.ends[token] for token in ahead):
             return self.vocabulary.ends  # a draft may go on behind the end token
         if self._reach(text, len(text) - len(ahead)) and (allowed := self._mask()).any():
@@ -227,7 +227,7 @@ class Constrained:
             self.masks[index] = self.vocabulary.allowed(self._matcher, first=not index)
         return self.masks[index]
 
-    def _dead_end(self, thread: Thread, text: list[int], reason: str) -> DeadEnd:
+    def _dead_end(self, thread: TokenSequence, text: list[int], reason: str) -> DeadEnd:
         behind = self.vocabulary.tokenizer.decode(text)[-MOST_SHOWN:]
         return DeadEnd(
             f"{self.grammar.label} allows no token at position {thread.start + len(text)}, after {behind!r}: {reason}: "

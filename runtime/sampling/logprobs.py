@@ -15,8 +15,7 @@ from tokenizers import Tokenizer
 
 from spaceport.graphs.contract.faults import OptionFault, PanicsContained
 from spaceport.runtime.decode.sequence import not_a_number
-from spaceport.runtime.decode.sequence_group import VerifiedStep
-from spaceport.runtime.decode.statistics import Statistics
+from spaceport.runtime.decode.sequence_group import Statistics, VerifiedStep
 from spaceport.runtime.sampling.sampler import most_probable
 
 _DECODER = re.compile(r'"type":\s*"(\w+)"')  # its kind in the JSON of a tokenizer

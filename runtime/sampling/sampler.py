@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.decode.draft import Candidates
-from spaceport.runtime.decode.sequence import Thread, TokenSelector, not_a_number
+from spaceport.runtime.decode.sequence import TokenSelector, TokenSequence, not_a_number
 from spaceport.runtime.sampling.choice import Bans, Greedy
 
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
@@ -216,7 +216,7 @@ def chooser(sampling: Sampling, bans: Bans, prompt_length: int) -> TokenSelector
 class _Counts:
     """The distinct tokens of a thread, and how often each is in the text after the prompt."""
 
-    thread: Thread
+    thread: TokenSequence
     prompt_length: int
     counted: int = 0  # number of the thread's tokens counted so far
     index: dict[int, int] = field(default_factory=dict)
@@ -260,7 +260,7 @@ class Sampled:
     prompt_length: int
     _counts: dict[tuple[int, ...], _Counts] = field(default_factory=dict, repr=False)  # of the live threads
 
-    def token(self, logits: NDArray[np.float32], thread: Thread, ahead: Sequence[int]) -> int:
+    def token(self, logits: NDArray[np.float32], thread: TokenSequence, ahead: Sequence[int]) -> int:
         position = len(thread.tokens) + len(ahead)
         if np.isnan(logits.max()):
             raise not_a_number(position)
@@ -277,7 +277,7 @@ class Sampled:
         return int(tokens[noised.argmax()])
 
     def candidates(
-        self, logits: NDArray[np.float32], thread: Thread, position: int, most: int
+        self, logits: NDArray[np.float32], thread: TokenSequence, position: int, most: int
     ) -> tuple[Candidates, ...]:
         """Candidates of mask slots, sampled with the noise of their positions, so that the model likely samples the same."""
         banned = self.bans.among_candidates(thread)
@@ -318,7 +318,7 @@ class Sampled:
         return Candidates(tuple(tokens[order].tolist()), tuple(probabilities[order].tolist()))
 
     def _scores(
-        self, logits: NDArray[np.float32], banned: frozenset[int], thread: Thread, ahead: Sequence[int]
+        self, logits: NDArray[np.float32], banned: frozenset[int], thread: TokenSequence, ahead: Sequence[int]
     ) -> NDArray[np.float64]:
         """Logits with bias, penalties and bans; bans come last, so that nothing lifts them."""
         scores = logits.astype(np.float64)
@@ -340,7 +340,7 @@ class Sampled:
                 scores /= self.sampling.temperature
         return scores
 
-    def _counted(self, thread: Thread) -> _Counts:
+    def _counted(self, thread: TokenSequence) -> _Counts:
         counts = self._counts.get(thread.path)
         if counts is None or counts.thread is not thread:
             for path in [path for path, old in self._counts.items() if old.thread.ending is not None]:

@@ -12,8 +12,7 @@ from typing import Literal, cast
 
 from spaceport.graphs.contract.faults import SpaceportError
 from spaceport.runtime.decode.sequence import Ending, Event, EventLog, replay
-from spaceport.runtime.decode.sequence_group import GROUP_ENDINGS, Observer, SequenceGroup
-from spaceport.runtime.decode.statistics import Statistics
+from spaceport.runtime.decode.sequence_group import GROUP_ENDINGS, Observer, SequenceGroup, Statistics
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.sampling.logprobs import Score, Scoring, TokenLogprob
 from spaceport.runtime.text.messages import estimated_tokens

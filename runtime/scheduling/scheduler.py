@@ -12,8 +12,7 @@ from time import monotonic, perf_counter
 from spaceport.graphs.contract.signature import LOGIT_BYTES, STEP_ROWS
 from spaceport.runtime.costs import StepCosts, relative_costs
 from spaceport.runtime.decode.draft import REASONS
-from spaceport.runtime.decode.sequence_group import ScheduledStep, SequenceGroup
-from spaceport.runtime.decode.statistics import Statistics
+from spaceport.runtime.decode.sequence_group import ScheduledStep, SequenceGroup, Statistics
 from spaceport.runtime.decode.step import Call, StepInput, one_call, step
 from spaceport.runtime.engine import Engine, EngineFault
 from spaceport.runtime.scheduling.prefix_cache import LEAST_COPIED, FreeBuffers, PrefixCache

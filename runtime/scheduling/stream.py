@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Iterator
 from threading import Event, Lock
 from types import TracebackType
 
-from spaceport.runtime.decode.statistics import Statistics
+from spaceport.runtime.decode.sequence_group import Statistics
 from spaceport.runtime.scheduling.request import Completion, Output, Request
 from spaceport.runtime.scheduling.worker import check_process
 from spaceport.runtime.text.transcript import Piece

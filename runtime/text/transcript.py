@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from tokenizers import Tokenizer
 
-from spaceport.runtime.decode.sequence import Ending, Thread
+from spaceport.runtime.decode.sequence import Ending, TokenSequence
 from spaceport.runtime.sampling.logprobs import Logprobs, TokenLogprob
 from spaceport.runtime.text.tokenizer import StopSearch, TextStream, context_of
 
@@ -141,7 +141,7 @@ class Transcript:
         """The text in reading order so far."""
         return "".join(self._shown)
 
-    def on_token(self, thread: Thread, token: int, drafted: bool, source: str | None = None) -> bool:
+    def on_token(self, thread: TokenSequence, token: int, drafted: bool, source: str | None = None) -> bool:
         """Add a thread's next token; returns whether the thread ends with it."""
         if self.is_cut_off(thread):
             return True
@@ -159,14 +159,14 @@ class Transcript:
         self._pieces.append(Piece(text, token, drafted, state.path, reading, logprob, source))
         return segment.search.stopped or self._search.stopped
 
-    def on_fork(self, parent: Thread, child: Thread) -> None:
+    def on_fork(self, parent: TokenSequence, child: TokenSequence) -> None:
         """Add a child thread at the last token of its parent."""
         state = self._states[parent.path]
         segment = self._segment(state.segment.stream.context)
         started = self._states[child.path] = _ThreadState(child.path, segment, state, len(state.tokens) - 1)
         self._order.insert(self._index(state.segment), (started, segment))
 
-    def on_end(self, thread: Thread) -> None:
+    def on_end(self, thread: TokenSequence) -> None:
         """Release the text that an ended thread held back."""
         state = self._states[thread.path]
         state.ending = thread.ending
@@ -177,7 +177,7 @@ class Transcript:
         if text or reading:
             self._lengthen(thread, text, reading)
 
-    def is_cut_off(self, thread: Thread) -> bool:
+    def is_cut_off(self, thread: TokenSequence) -> bool:
         """Whether all further text of a thread is after a stop string."""
         return self._bound is not None and _end(thread.path) > self._bound
 
@@ -241,7 +241,7 @@ class Transcript:
         self._shown += released
         return "".join(released)
 
-    def _lengthen(self, thread: Thread, text: str, reading: str) -> None:
+    def _lengthen(self, thread: TokenSequence, text: str, reading: str) -> None:
         """Add released text to the thread's last piece, or as a piece without a token."""
         for index in reversed(range(len(self._pieces))):
             piece = self._pieces[index]

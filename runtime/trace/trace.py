@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.runtime.decode.acceptance import Verdict
 from spaceport.runtime.decode.plan import NO_PARENT, Part
-from spaceport.runtime.decode.sequence import Thread
+from spaceport.runtime.decode.sequence import TokenSequence
 from spaceport.runtime.decode.sequence_group import SequenceGroup, VerifiedStep
 from spaceport.runtime.text.tokenizer import TextStream, context_of
 from spaceport.runtime.trace.record import RowKind, StepRecord, ThreadRecord, ThreadRows, TraceRecord
@@ -131,7 +131,7 @@ class _StepRecorder:
         self._tokenizer = tokenizer
         self._index: dict[tuple[int, ...], int] = {}  # of each thread, by its path
 
-    def add_threads(self) -> list[Thread]:
+    def add_threads(self) -> list[TokenSequence]:
         """The threads that were started since the last call."""
         started = self._request.threads[len(self.texts) :]
         for thread in started:
@@ -193,7 +193,7 @@ class _StepRecorder:
 class _ThreadTexts:
     """The text that each token of a thread adds; the token that completes a character adds it."""
 
-    def __init__(self, thread: Thread, tokenizer: Tokenizer | None, fork: int | None) -> None:
+    def __init__(self, thread: TokenSequence, tokenizer: Tokenizer | None, fork: int | None) -> None:
         self.thread = thread
         self.pieces: list[str] = []  # stays empty without a tokenizer
         self._tokenizer = tokenizer
@@ -226,7 +226,7 @@ class _ThreadTexts:
         return TextStream(self._tokenizer, context=context)
 
 
-def _with_ends(steps: Sequence[StepRecord], threads: Sequence[Thread]) -> list[StepRecord]:
+def _with_ends(steps: Sequence[StepRecord], threads: Sequence[TokenSequence]) -> list[StepRecord]:
     """The steps with the threads that each ended: those that no later step mentions."""
     last = [0] * len(threads)
     for number, step in enumerate(steps):

@@ -160,7 +160,7 @@ def within(module: str, packages: tuple[str, ...]) -> bool:
 
 
 def layer_of(module: str) -> str | None:
-    """The row of LAYERS that a module is in, such as runtime for spaceport.runtime.decode.slots."""
+    """The row of LAYERS that a module is in, such as runtime for spaceport.runtime.decode.sequence."""
     rows = [row for row in LAYERS if within(module, (f"spaceport.{row}",))]
     return max(rows, key=len, default=None)
 
@@ -211,7 +211,7 @@ def faults(sources: Sources) -> list[str]:
 @pytest.mark.parametrize(
     ("importer", "line", "rule"),
     [
-        ("graphs.contract.signature", "import spaceport.runtime.decode.slots", "upward"),
+        ("graphs.contract.signature", "import spaceport.runtime.decode.sequence", "upward"),
         ("exporter.x", "def f():\n    from spaceport.tools import cli", "upward"),
         ("runtime.x", "from spaceport.graphs.contract_of import y", "upward"),
         ("graphs.contract.x", "from spaceport.graphs.attention import y", "upward"),

@@ -11,9 +11,8 @@ from spaceport.graphs.contract.exactness import unmeasured
 from spaceport.runtime.backends import open_engine
 from spaceport.runtime.bundle import open_bundle
 from spaceport.runtime.decoding import Decoding
-from spaceport.runtime.engine import EngineOptions
+from spaceport.runtime.engine import EngineOptions, capacity_for
 from spaceport.runtime.sampling.sampler import Sampling
-from spaceport.runtime.scheduling.capacity import capacity_for
 from spaceport.runtime.scheduling.request import Completion
 from spaceport.runtime.session import Runtime
 from support.hash_engine import HashEngine, Language

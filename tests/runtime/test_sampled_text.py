@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from spaceport.graphs.contract.signature import LOWERINGS, STEP_ROWS, Lowering
 from spaceport.runtime.decode.draft import DraftConfig
-from spaceport.runtime.decode.sequence import Thread, TokenSelector
+from spaceport.runtime.decode.sequence import TokenSelector, TokenSequence
 from spaceport.runtime.decode.sequence_group import SequenceGroup
-from spaceport.runtime.decode.step import PREFILL_ROWS
+from spaceport.runtime.engine import PREFILL_ROWS
 from spaceport.runtime.sampling.choice import Bans
 from spaceport.runtime.sampling.sampler import Sampling, chooser
 from support.arrivals import DRAFT_CONFIGS
@@ -48,7 +48,7 @@ def write(
     language: Language, prompt: Sequence[int], choose: TokenSelector, limit: int, path: tuple[int, ...] = ()
 ) -> Tree:
     """The text of every thread, with no engine, no slots and no drafts; none is longer than `limit`."""
-    thread = Thread(path, list(prompt), len(prompt), np.zeros(1, np.bool_))
+    thread = TokenSequence(path, list(prompt), len(prompt), np.zeros(1, np.bool_))
     cells: list[Cell] = []
     for token in prompt:
         cells.append(language.follow(cells, token))

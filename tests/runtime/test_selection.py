@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from spaceport.exporter.to_onnx import write_selection
 from spaceport.graphs.contract.signature import BEST_TOKENS, selection_width
-from spaceport.runtime.decode.sequence import NotANumber, Thread, new_thread
+from spaceport.runtime.decode.sequence import NotANumber, TokenSequence, root_sequence
 from spaceport.runtime.engine import SelectedRows, selected_rows
 from spaceport.runtime.sampling.choice import Greedy
 from support.selectors import greedy
@@ -48,8 +48,8 @@ def rows_of(packed: Logits, logits: Logits) -> SelectedRows:
     return rows
 
 
-def thread() -> Thread:
-    return new_thread([1, 2, 3], 8)
+def thread() -> TokenSequence:
+    return root_sequence([1, 2, 3], 8)
 
 
 def reported(selector: Greedy, rows: Logits | SelectedRows, index: int) -> int | str:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from spaceport.graphs.contract.signature import STEP_ROWS, Lowering
 from spaceport.runtime.costs import relative_costs
 from spaceport.runtime.decode.draft import Candidates, DraftConfig
-from spaceport.runtime.decode.sequence import NotANumber, NullListener, Thread, TokenSelector
+from spaceport.runtime.decode.sequence import NotANumber, NullListener, TokenSelector, TokenSequence
 from spaceport.runtime.decode.sequence_group import SequenceGroup, VerifiedStep
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import Batch, EngineFault
@@ -97,23 +97,23 @@ class Fuse(NullListener):
             if self.left < 0:
                 raise Trap
 
-    def on_token(self, thread: Thread, token: int, drafted: bool, source: str | None = None) -> bool:
+    def on_token(self, thread: TokenSequence, token: int, drafted: bool, source: str | None = None) -> bool:
         self.touch("on_token")
         return False
 
-    def on_end(self, thread: Thread) -> None:
+    def on_end(self, thread: TokenSequence) -> None:
         self.touch("on_end")
 
     def on_step(self, verified: VerifiedStep) -> None:
         self.touch("observer")
 
-    def token(self, logits: NDArray[np.float32], thread: Thread, ahead: Sequence[int]) -> int:
+    def token(self, logits: NDArray[np.float32], thread: TokenSequence, ahead: Sequence[int]) -> int:
         self.touch("choice")
         assert self.selector is not None
         return self.selector.token(logits, thread, ahead)
 
     def candidates(
-        self, logits: NDArray[np.float32], thread: Thread, position: int, most: int
+        self, logits: NDArray[np.float32], thread: TokenSequence, position: int, most: int
     ) -> tuple[Candidates, ...]:
         assert self.selector is not None
         return self.selector.candidates(logits, thread, position, most)

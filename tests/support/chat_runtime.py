@@ -17,8 +17,7 @@ from spaceport.graphs.contract.draft_methods import DraftMethod
 from spaceport.graphs.contract.manifest import TEMPLATE_FILE, TOKENIZER_FILE, FileRecord, Manifest, TokenIds
 from spaceport.graphs.contract.signature import Signature
 from spaceport.runtime.bundle import Bundle
-from spaceport.runtime.engine import Batch, Moves
-from spaceport.runtime.scheduling.capacity import capacity_for
+from spaceport.runtime.engine import Batch, Moves, capacity_for
 from spaceport.runtime.session import Runtime
 from support.hash_engine import FREE_ROWS
 from support.paths import DEMO

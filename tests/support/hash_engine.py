@@ -16,8 +16,8 @@ from spaceport.runtime.decode.draft import DraftConfig
 from spaceport.runtime.decode.planner import DraftPlanner, drafter_for
 from spaceport.runtime.decode.sequence import Listener, NullListener, TokenSelector
 from spaceport.runtime.decode.sequence_group import Observer, SequenceGroup
-from spaceport.runtime.decode.step import PREFILL_ROWS, StepInput, step
-from spaceport.runtime.engine import CPU_COSTS, Batch, Costs, Engine, Moves
+from spaceport.runtime.decode.step import StepInput, step
+from spaceport.runtime.engine import CPU_COSTS, PREFILL_ROWS, Batch, Costs, Engine, Moves
 from spaceport.runtime.sampling.choice import Bans, Greedy
 
 FREE_ROWS = replace(CPU_COSTS, row=0.0)  # rows are free: drafts are as wide as their limits

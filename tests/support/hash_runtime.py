@@ -19,10 +19,8 @@ from spaceport.graphs.contract.draft_methods import DraftMethod
 from spaceport.graphs.contract.manifest import TOKENIZER_FILE, Manifest, TokenIds
 from spaceport.graphs.contract.signature import Lowering, Signature
 from spaceport.runtime.bundle import Bundle
-from spaceport.runtime.decode.step import PREFILL_ROWS
-from spaceport.runtime.engine import Batch
+from spaceport.runtime.engine import PREFILL_ROWS, Batch, capacity_for
 from spaceport.runtime.sampling.logprobs import TokenLogprob
-from spaceport.runtime.scheduling.capacity import capacity_for
 from spaceport.runtime.session import Runtime
 from support.hash_engine import CHILD, END, FORK, FREE_ROWS, MASKS, VOCAB, Cell, HashEngine, Language
 

@@ -11,7 +11,7 @@ import numpy as np
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from spaceport.runtime.decode.sequence import Ending, Thread, new_thread
+from spaceport.runtime.decode.sequence import Ending, TokenSequence, root_sequence
 from spaceport.runtime.text.tokenizer import encode
 from spaceport.runtime.text.transcript import Piece, ThreadText, Transcript
 from support.small_tokenizers import BROKEN, BYTES, FALLBACK, cut_at, full, one_byte_each
@@ -146,13 +146,13 @@ class Writing:
 
     def __init__(self, tokenizer: Tokenizer, script: Script, stops: Sequence[str] = ()) -> None:
         self.reading = Transcript(tokenizer, tuple(stops), FORK)
-        self.threads: dict[Path, Thread] = {}
+        self.threads: dict[Path, TokenSequence] = {}
         self.scripts: dict[Path, Script] = {}
         self._left: dict[Path, Iterator[int | Script]] = {}
-        self._begin(new_thread(prompt(tokenizer), 1), script)
+        self._begin(root_sequence(prompt(tokenizer), 1), script)
 
     @property
-    def live(self) -> list[Thread]:
+    def live(self) -> list[TokenSequence]:
         return [thread for thread in self.threads.values() if thread.ending is None]
 
     @property
@@ -193,12 +193,12 @@ class Writing:
         self.threads[path].ending = ending
         self.reading.on_end(self.threads[path])
 
-    def _begin(self, thread: Thread, script: Script) -> None:
+    def _begin(self, thread: TokenSequence, script: Script) -> None:
         self.threads[thread.path] = thread
         self.scripts[thread.path] = script
         self._left[thread.path] = iter(script.said)
 
-    def _write(self, thread: Thread) -> None:
+    def _write(self, thread: TokenSequence) -> None:
         item = next(self._left[thread.path], None)
         if item is None:
             self.end(thread.path, self.scripts[thread.path].ending)

@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 from spaceport.runtime.backends import open_engine
 from spaceport.runtime.bundle import open_bundle
 from spaceport.runtime.costs import relative_costs
-from spaceport.runtime.engine import Batch, Engine, EngineOptions, Moves
-from spaceport.runtime.scheduling.capacity import capacity_for
+from spaceport.runtime.engine import Batch, Engine, EngineOptions, Moves, capacity_for
 from spaceport.runtime.session import Runtime
 
 Logits = NDArray[np.float32]

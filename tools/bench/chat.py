@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from spaceport.runtime.bundle import read_manifest
-from spaceport.runtime.decode.statistics import Statistics
+from spaceport.runtime.decode.sequence_group import Statistics
 from spaceport.runtime.session import Runtime
 from spaceport.tools.bench.chat_measuring import (
     Answer,

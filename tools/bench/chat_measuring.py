@@ -14,7 +14,7 @@ from typing import Protocol
 
 from spaceport.graphs.contract.faults import InputFault, MissingDependency, OptionFault
 from spaceport.graphs.contract.manifest import Manifest
-from spaceport.runtime.decode.statistics import Statistics
+from spaceport.runtime.decode.sequence_group import Statistics
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.messages import Message
 from spaceport.runtime.text.prompt import Prompt

@@ -13,8 +13,8 @@ import numpy as np
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import Manifest
 from spaceport.runtime.bundle import read_manifest
+from spaceport.runtime.decode.sequence_group import Statistics
 from spaceport.runtime.decode.sources import named_source
-from spaceport.runtime.decode.statistics import Statistics
 from spaceport.runtime.session import Runtime
 from spaceport.tools.bench.compare import Spread, header, number, row, spread
 from spaceport.tools.bench.decode_measuring import (

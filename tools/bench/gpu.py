@@ -21,8 +21,7 @@ from spaceport.graphs.contract.signature import LOWERINGS, Lowering, Precision
 from spaceport.runtime.backends import BACKENDS, open_engine, why_not
 from spaceport.runtime.backends.machine import gpu, no_gpu
 from spaceport.runtime.bundle import Bundle, open_bundle
-from spaceport.runtime.engine import EngineFault, EngineOptions
-from spaceport.runtime.scheduling.capacity import capacity_for
+from spaceport.runtime.engine import EngineFault, EngineOptions, capacity_for
 from spaceport.tools.bench.steps import CASES, RoundCost, StepCost, outside_cost, step_costs
 from spaceport.tools.demo.prompts import prompts_of
 

@@ -19,9 +19,8 @@ from spaceport.runtime.costs import relative_costs
 from spaceport.runtime.decode.planner import DraftPlanner
 from spaceport.runtime.decode.sequence_group import SequenceGroup
 from spaceport.runtime.decoding import Decoding
-from spaceport.runtime.engine import CPU_COSTS, Batch, Engine
+from spaceport.runtime.engine import CPU_COSTS, Batch, Engine, capacity_for
 from spaceport.runtime.scheduling.admission import Admission
-from spaceport.runtime.scheduling.capacity import capacity_for
 from spaceport.runtime.scheduling.request import Request
 from spaceport.runtime.scheduling.scheduler import Scheduler
 from spaceport.runtime.session import Runtime

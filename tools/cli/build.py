@@ -20,7 +20,7 @@ from spaceport.graphs.contract.signature import PRECISIONS, logit_rows
 from spaceport.runtime.backends.built_engines import built_here, record_built_engine
 from spaceport.runtime.backends.machine import NoGpu, gpu
 from spaceport.runtime.bundle import Bundle, open_bundle, read_manifest
-from spaceport.runtime.scheduling.capacity import capacity_for, seq_len, slots_for
+from spaceport.runtime.engine import capacity_for, seq_len, slots_for
 from spaceport.tools.cli.options import (
     Renamed,
     Sectioned,

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.runtime.decode.step import PREFILL_ROWS
-from spaceport.runtime.scheduling.capacity import DEFAULT_SEQ_LEN, kv_slots
+from spaceport.runtime.engine import DEFAULT_SEQ_LEN, PREFILL_ROWS, kv_slots
 from spaceport.tools.cli.options import options
 from spaceport.tools.terminal.screen import show_json, show_table, size
 

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import TEMPLATE_FILE
 from spaceport.runtime.bundle import open_bundle
-from spaceport.runtime.scheduling.capacity import capacity_for, seq_len, slots_for
+from spaceport.runtime.engine import capacity_for, seq_len, slots_for
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.prompt import Prompt
 from spaceport.runtime.trace.trace import Trace

@@ -16,9 +16,8 @@ from spaceport.graphs.contract.manifest import ACCURACY_FILE, ENGINES_FOLDER, En
 from spaceport.runtime.backends.built_engines import built_here
 from spaceport.runtime.backends.measurements import known_exactness
 from spaceport.runtime.bundle import Bundle, SignatureState, open_bundle, signature_state
-from spaceport.runtime.engine import EngineOptions
+from spaceport.runtime.engine import EngineOptions, capacity_for, seq_len, slots_for
 from spaceport.runtime.limits import DEFAULT_LIMITS
-from spaceport.runtime.scheduling.capacity import capacity_for, seq_len, slots_for
 from spaceport.tools.cli.options import allow_links_option, bundle_argument, json_option, require_signature_option
 from spaceport.tools.terminal.screen import show_json, show_table, size
 

@@ -16,7 +16,7 @@ from spaceport.graphs.contract.atomic_file import replace_text
 from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.graphs.contract.manifest import TEMPLATE_FILE, Manifest, record_of
 from spaceport.runtime.bundle import read_manifest
-from spaceport.runtime.scheduling.capacity import seq_len
+from spaceport.runtime.engine import seq_len
 from spaceport.runtime.session import Runtime
 from spaceport.tools.distill.partial_answers import RunHeader, opened_partial, partial_file
 from spaceport.tools.distill.prompt_file import FilePrompt, read_prompts

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from spaceport.runtime.decode.statistics import MOST_STEPS, Statistics
+from spaceport.runtime.decode.sequence_group import MOST_STEPS, Statistics
 from spaceport.runtime.trace.record import StepRecord, ThreadRows, TraceRecord
 
 

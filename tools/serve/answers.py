@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from tokenizers import Tokenizer
 
 from spaceport.runtime.decode.sequence import Ending
-from spaceport.runtime.decode.statistics import Statistics
+from spaceport.runtime.decode.sequence_group import Statistics
 from spaceport.runtime.sampling.logprobs import TokenLogprob
 from spaceport.runtime.scheduling.request import Completion
 from spaceport.runtime.text.transcript import Piece

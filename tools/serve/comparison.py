@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.runtime.decode.sequence import NotANumber, Thread, TokenSelector
+from spaceport.runtime.decode.sequence import NotANumber, TokenSelector, TokenSequence
 from spaceport.runtime.decode.sequence_group import VerifiedStep
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.scheduling.request import Completion
@@ -141,7 +141,7 @@ class CompletionComparison:
 
 
 def shift_of(
-    selector: TokenSelector, logits: NDArray[np.float32], thread: Thread, token: int, others: Collection[int]
+    selector: TokenSelector, logits: NDArray[np.float32], thread: TokenSequence, token: int, others: Collection[int]
 ) -> float:
     """By how much two logits have to move towards each other until one of `others` is selected instead of `token`.
 
@@ -150,7 +150,9 @@ def shift_of(
     return min((_shift(selector, logits, thread, token, other) for other in others), default=math.inf)
 
 
-def _shift(selector: TokenSelector, logits: NDArray[np.float32], thread: Thread, token: int, other: int) -> float:
+def _shift(
+    selector: TokenSelector, logits: NDArray[np.float32], thread: TokenSequence, token: int, other: int
+) -> float:
     def is_selected(shift: float) -> bool:
         moved = logits.copy()
         moved[token] -= shift
@@ -166,7 +168,7 @@ def _shift(selector: TokenSelector, logits: NDArray[np.float32], thread: Thread,
     return high
 
 
-def _selected(selector: TokenSelector, logits: NDArray[np.float32], thread: Thread) -> int | None:
+def _selected(selector: TokenSelector, logits: NDArray[np.float32], thread: TokenSequence) -> int | None:
     try:
         return selector.token(logits, thread, ())
     except (NotANumber, OptionFault):  # of a grammar that allows no token

@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.decode.sequence import Ending
-from spaceport.runtime.decode.statistics import Statistics
+from spaceport.runtime.decode.sequence_group import Statistics
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.sampling.logprobs import TokenLogprob
 from spaceport.runtime.sampling.sampler import Sampling

@@ -8,8 +8,8 @@ from typing import Any
 
 import click
 
+from spaceport.runtime.decode.sequence_group import Statistics
 from spaceport.runtime.decode.sources import named_source
-from spaceport.runtime.decode.statistics import Statistics
 from spaceport.runtime.sampling.logprobs import TokenLogprob
 from spaceport.runtime.scheduling.request import Completion
 from spaceport.runtime.scheduling.stream import Stream

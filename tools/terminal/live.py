@@ -7,7 +7,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from spaceport.runtime.decode.statistics import Statistics
+from spaceport.runtime.decode.sequence_group import Statistics
 from spaceport.runtime.scheduling.stream import Stream
 from spaceport.runtime.text.transcript import Path
 from spaceport.tools.terminal.lanes import Lane, Lanes, Span, colour_of

@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.runtime.decode.draft import Candidates
-from spaceport.runtime.decode.sequence import Thread
+from spaceport.runtime.decode.sequence import TokenSequence
 from spaceport.runtime.decode.sequence_group import Observer, SequenceGroup, VerifiedStep
-from spaceport.runtime.decode.step import PREFILL_ROWS, StepInput, step
-from spaceport.runtime.engine import Engine
+from spaceport.runtime.decode.step import StepInput, step
+from spaceport.runtime.engine import PREFILL_ROWS, Engine
 from spaceport.tools.verify.thread_tokens import ThreadTokens
 
 _GAPS = 48  # slots; fewer than the free slots that every request has for a step's rows
@@ -57,10 +57,10 @@ PLAIN = FeedPlan()
 class KnownTokens:
     """A token selector for sequences that are fed, not generated: its choices are not used."""
 
-    def token(self, logits: Logits, thread: Thread, ahead: Sequence[int]) -> int:
+    def token(self, logits: Logits, thread: TokenSequence, ahead: Sequence[int]) -> int:
         return 0
 
-    def candidates(self, logits: Logits, thread: Thread, position: int, most: int) -> tuple[Candidates, ...]:
+    def candidates(self, logits: Logits, thread: TokenSequence, position: int, most: int) -> tuple[Candidates, ...]:
         return ()
 
 

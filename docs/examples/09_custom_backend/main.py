@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 from spaceport.graphs.contract.signature import Signature
 from spaceport.runtime import Decoding, Runtime
 from spaceport.runtime.bundle import open_bundle
-from spaceport.runtime.engine import Batch, Costs, Moves
-from spaceport.runtime.scheduling.capacity import capacity_for
+from spaceport.runtime.engine import Batch, Costs, Moves, capacity_for
 from spaceport.runtime.text.tokenizer import open_tokenizer
 
 TEXT = "the cat sat on the mat. the dog sat on the log. the cat saw the dog. " * 4

@@ -17,8 +17,7 @@ from spaceport.runtime import Decoding, Runtime
 from spaceport.runtime.backends import open_engine, require_module
 from spaceport.runtime.backends.machine import gpu, no_gpu
 from spaceport.runtime.bundle import Bundle, open_bundle
-from spaceport.runtime.engine import EngineOptions
-from spaceport.runtime.scheduling.capacity import capacity_for
+from spaceport.runtime.engine import EngineOptions, capacity_for
 from spaceport.tools.bench.steps import chain_batch
 from spaceport.tools.cli import run
 from spaceport.tools.demo.prompts import prompts_of

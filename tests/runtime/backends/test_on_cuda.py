@@ -31,9 +31,8 @@ from spaceport.runtime.backends.products import session_options
 from spaceport.runtime.backends.staging import CallShape
 from spaceport.runtime.bundle import Bundle, BundleError, open_bundle
 from spaceport.runtime.decoding import Decoding
-from spaceport.runtime.engine import NO_MOVES, Batch, Engine, EngineFault, EngineOptions
+from spaceport.runtime.engine import NO_MOVES, Batch, Engine, EngineFault, EngineOptions, capacity_for
 from spaceport.runtime.sampling.sampler import Sampling
-from spaceport.runtime.scheduling.capacity import capacity_for
 from spaceport.runtime.session import Runtime
 from support.forking_bundle import forking_copy
 from support.paths import TINY

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from spaceport.graphs.contract.draft_methods import DraftAcceptance, is_copying
 from spaceport.runtime.decode.acceptance import Acceptance
 from spaceport.runtime.decode.draft import Candidates
-from spaceport.runtime.decode.sequence import new_thread
+from spaceport.runtime.decode.sequence import root_sequence
 from spaceport.runtime.decode.sources import Continuation, Lookup, Predictions
 
 FIRST = Acceptance(3).reach(copying=False)
@@ -199,7 +199,7 @@ def read_through(tokens: Sequence[int], most: int) -> tuple[list[int], int]:
 def test_a_thread_that_grows_and_forks_looks_up_its_own_text_as_if_it_were_read_through(
     text: list[int], own: list[int], other: list[int], asked: set[int], most: int
 ) -> None:
-    parent, lookup = new_thread(text[:1], 4), Lookup()
+    parent, lookup = root_sequence(text[:1], 4), Lookup()
     parent.draft_state["lookup"] = lookup
     for token in text[1:]:
         parent.tokens.append(token)

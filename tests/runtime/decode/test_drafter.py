@@ -25,7 +25,7 @@ from spaceport.runtime.decode.planner import (
     TreeDrafter,
     drafter_for,
 )
-from spaceport.runtime.decode.sequence import new_thread
+from spaceport.runtime.decode.sequence import root_sequence
 
 FLOAT32 = StepCosts(64, ((1, 1.0), (4, 1.12), (9, 1.4), (16, 1.6), (36, 2.5)), relative=True)
 INT4 = StepCosts(64, ((1, 1.0), (2, 2.1), (4, 2.3), (9, 3.0), (16, 4.0), (36, 7.0)), relative=True)
@@ -66,7 +66,7 @@ def decode(
     """
     count, spent = len(fates), Spent(len(fates))
     drafters = [TreeDrafter(draft_config, planner, kind) for _ in fates]
-    threads = [new_thread([1, 2, 3], 8) for _ in fates]
+    threads = [root_sequence([1, 2, 3], 8) for _ in fates]
     for thread in threads:
         thread.fed = 2
     while spent.tokens < length * count:
@@ -197,7 +197,7 @@ class LookupText:
     def __init__(self, prompt: Sequence[int], planner: DraftPlanner) -> None:
         self.drafter = TreeDrafter(DraftConfig(5, lookup=16), planner, "")
         self.drafter._acceptance = Acceptance(5, DraftAcceptance((0.0,)))
-        self.thread = new_thread(prompt, 8)
+        self.thread = root_sequence(prompt, 8)
         self.thread.fed = len(prompt) - 1
 
     def draft(self) -> Draft:
@@ -245,7 +245,7 @@ def tree_drafter(table: StepCosts, left: float, mask_slots: int = 5) -> TreeDraf
     ],
 )
 def test_drafts_cost_what_is_left(table: StepCosts, left: float, threads: int, tokens: int, masks: int) -> None:
-    drafter, thread = tree_drafter(table, left), new_thread([1, 2, 3], 8)
+    drafter, thread = tree_drafter(table, left), root_sequence([1, 2, 3], 8)
     draft = drafter.draft(thread, 100, 64, Sharing(threads, 64))
     assert (sum(draft.masks), draft.limited) == (masks, "budget")
     thread.candidates = THREE
@@ -255,7 +255,7 @@ def test_drafts_cost_what_is_left(table: StepCosts, left: float, threads: int, t
 def test_what_is_left_is_time_and_not_steps() -> None:
     """Eight threads take as long as one here, so a step that they share saves the last one an eighth of a step."""
     drafter = tree_drafter(StepCosts(64, ((1, 1.0), (8, 1.0), (64, 8.0)), relative=True), CREDIT)
-    thread = new_thread([1, 2, 3], 8)
+    thread = root_sequence([1, 2, 3], 8)
     drafter.draft(thread, 100, 64, Sharing(8, 64))
     drafter.left = 16.0
     drafter.draft(thread, 100, 64, ALONE)
@@ -273,14 +273,14 @@ def test_a_request_that_drafts_nothing_counts_when_others_choose_the_width_of_a_
     mask_slots: int, table: StepCosts, left: float, limited: str | None
 ) -> None:
     shared, drafter = SharedCall(2), tree_drafter(table, left, mask_slots)
-    draft = drafter.draft(new_thread([1, 2, 3], 8), 100, 64, Sharing(1, 64, shared))
+    draft = drafter.draft(root_sequence([1, 2, 3], 8), 100, 64, Sharing(1, 64, shared))
     assert (draft.rows, draft.limited) == (1, limited)
     assert [(list(wish.worth), wish.rate, wish.left) for wish in shared.wishes] == [([1.0], 1.0, left)]
 
 
 def test_a_call_that_is_wide_for_other_reasons_is_not_charged() -> None:
     shared = SharedCall(2)
-    drafter, thread = tree_drafter(FLOAT32, -5.0), new_thread([1, 2, 3], 8)  # so it drafts nothing itself
+    drafter, thread = tree_drafter(FLOAT32, -5.0), root_sequence([1, 2, 3], 8)  # so it drafts nothing itself
     thread.fed = 2
     drafter.draft(thread, 100, 64, Sharing(1, 64, shared))
     shared.decide(least=9)
@@ -290,7 +290,7 @@ def test_a_call_that_is_wide_for_other_reasons_is_not_charged() -> None:
 
 def test_a_chain_ends_before_a_mask_slot_without_a_probable_token() -> None:
     drafter = drafter_for(DraftConfig(mask_slots=3, shape="chain"), DraftPlanner(FLOAT32))
-    thread = new_thread([1, 2], 64)
+    thread = root_sequence([1, 2], 64)
     known, nothing = Candidates((7,), (0.9,)), Candidates((), ())
     for where, expected in ((3, (7, 7, 7)), (1, (7,)), (0, ())):
         thread.candidates = tuple(nothing if index == where else known for index in range(3))

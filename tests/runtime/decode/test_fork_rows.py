@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from spaceport.runtime.decode.draft import Candidates
-from spaceport.runtime.decode.sequence import Ending, NullListener, Thread
+from spaceport.runtime.decode.sequence import Ending, NullListener, TokenSequence
 from spaceport.runtime.decode.sequence_group import VerifiedStep
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import Batch
@@ -65,18 +65,18 @@ class Scene(NullListener):
         self.request = request_for(self.engine, PROMPT, 60, self.mask_slots, **limits, **watchers)
         self._slots: dict[int, Row] = {}  # last row of each slot
 
-    def token(self, logits: NDArray[np.float32], thread: Thread, ahead: Sequence[int]) -> int:
+    def token(self, logits: NDArray[np.float32], thread: TokenSequence, ahead: Sequence[int]) -> int:
         return self._at(thread, len(thread.tokens) + len(ahead))
 
     def candidates(
-        self, logits: NDArray[np.float32], thread: Thread, position: int, most: int
+        self, logits: NDArray[np.float32], thread: TokenSequence, position: int, most: int
     ) -> tuple[Candidates, ...]:
         return tuple(Candidates((self._at(thread, position + slot),), (1.0,)) for slot in range(len(logits)))
 
-    def _at(self, thread: Thread, position: int) -> int:
+    def _at(self, thread: TokenSequence, position: int) -> int:
         return dict(enumerate(self.texts[thread.path], thread.start)).get(position, END)
 
-    def on_token(self, thread: Thread, token: int, drafted: bool, source: str | None = None) -> bool:
+    def on_token(self, thread: TokenSequence, token: int, drafted: bool, source: str | None = None) -> bool:
         self.written_in.setdefault(thread.path, []).append(self.steps)
         return False
 
@@ -242,7 +242,7 @@ def test_what_a_waiting_thread_sees_is_held_and_nothing_else() -> None:
 def test_mask_slots_propose_no_fork_to_a_thread_that_is_too_deep() -> None:
     logits = np.zeros((2, 16), np.float32)
     logits[:, [CHILD, FORK, B]] = 9, 8, 7
-    root, child = (Thread(path, [*PROMPT, A], len(PROMPT), np.zeros(8, np.bool_)) for path in ((), (0,)))
+    root, child = (TokenSequence(path, [*PROMPT, A], len(PROMPT), np.zeros(8, np.bool_)) for path in ((), (0,)))
     greedy = Greedy(Bans(frozenset((CHILD,)), FORK, CHILD, depth=1))
     for most in (1, 2):
         found = [[each.tokens[0] for each in greedy.candidates(logits, one, 3, most)] for one in (root, child)]

@@ -11,17 +11,17 @@ from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.runtime.decode.acceptance import Verdict, accept
 from spaceport.runtime.decode.draft import PLAIN, Candidates, Draft, chain
 from spaceport.runtime.decode.plan import Part, Plan, lay_out, plan_thread, sees, within
-from spaceport.runtime.decode.sequence import NotANumber, Thread
+from spaceport.runtime.decode.sequence import NotANumber, TokenSequence
 from support.selectors import greedy
 
 M = 90
 IDS = TokenIds(mask=(M,), end=(99,))
 
 
-def thread_with(tokens: list[int], fed: int, held: list[int], slots: int = 32) -> Thread:
+def thread_with(tokens: list[int], fed: int, held: list[int], slots: int = 32) -> TokenSequence:
     mask = np.zeros(slots, np.bool_)
     mask[held] = True
-    return Thread((), tokens, 1, mask, fed=fed)
+    return TokenSequence((), tokens, 1, mask, fed=fed)
 
 
 # The rows of each step: name, what it sees, position.

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spaceport.runtime.decode.slots import Slots, SlotsExhausted
+from spaceport.runtime.decode.sequence import Slots, SlotsExhausted
 from spaceport.runtime.engine import NO_MOVES, Moves
 
 

@@ -9,7 +9,7 @@ import pytest
 from spaceport.runtime.decode.acceptance import Acceptance
 from spaceport.runtime.decode.draft import Candidates, DraftConfig
 from spaceport.runtime.decode.planner import DraftPlanner, Sharing, drafter_for
-from spaceport.runtime.decode.sequence import Thread, new_thread
+from spaceport.runtime.decode.sequence import TokenSequence, root_sequence
 from spaceport.runtime.decode.sources import SOURCES, Predictions, named_source
 from spaceport.runtime.decoding import Decoding
 from support.hash_engine import FREE_STEPS, Language
@@ -25,7 +25,7 @@ class Phrase:
     def __init__(self, phrase: Sequence[int], known: int = 2) -> None:
         self._phrase, self._known = list(phrase), known
 
-    def propose(self, thread: Thread, acceptance: Acceptance) -> Predictions:
+    def propose(self, thread: TokenSequence, acceptance: Acceptance) -> Predictions:
         known, phrase = thread.tokens[-self._known :], self._phrase
         ends = [end for end in range(self._known, len(phrase)) if phrase[end - self._known : end] == known]
         rest = phrase[ends[0] : ends[0] + 4] if ends else []
@@ -72,7 +72,7 @@ def test_a_source_that_is_always_wrong_is_trusted_less_and_costs_little(monkeypa
 def test_a_chain_takes_the_first_source_that_proposes_anything(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SOURCES, "phrase", lambda config: Phrase((7, 8, 9, 6), known=2))
     drafter = drafter_for(DraftConfig(2, "chain"), DraftPlanner(FREE_STEPS))
-    thread = new_thread([1, 7, 8], 64)
+    thread = root_sequence([1, 7, 8], 64)
     draft = drafter.draft(thread, 50, 64, Sharing())
     assert (draft.tokens, draft.sources) == ((9, 6), ("phrase", "phrase"))
     thread.candidates = (Candidates((3,), (0.9,)),)

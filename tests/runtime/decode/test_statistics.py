@@ -12,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from spaceport.runtime.costs import relative_costs
-from spaceport.runtime.decode import statistics as module
+from spaceport.runtime.decode import sequence_group as module
 from spaceport.runtime.decode.draft import REASONS, DraftConfig, Reason
 from spaceport.runtime.decode.sequence_group import SequenceGroup
 from spaceport.runtime.decode.step import StepInput, step

@@ -11,9 +11,10 @@ from spaceport.graphs.contract.draft_methods import CAUSAL, MaskLayout
 from spaceport.graphs.contract.signature import LOWERINGS, STEP_ROWS, Lowering, visible_length
 from spaceport.runtime import Decoding, Runtime
 from spaceport.runtime.decode.draft import DraftConfig, Shape
+from spaceport.runtime.decode.sequence import Slots
 from spaceport.runtime.decode.sequence_group import SequenceGroup
-from spaceport.runtime.decode.slots import Slots
-from spaceport.runtime.decode.step import PREFILL_ROWS, StepInput, step
+from spaceport.runtime.decode.step import StepInput, step
+from spaceport.runtime.engine import PREFILL_ROWS
 from spaceport.tools.verify.acceptance.answers import generate_answer
 from support.arrivals import DRAFT_CONFIGS, LANGUAGES
 from support.hash_engine import END, LAYOUTS, HashEngine, Language, Tree, advance, request_for

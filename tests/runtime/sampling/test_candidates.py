@@ -19,7 +19,7 @@ from spaceport.runtime.decode.acceptance import Acceptance, Verdict
 from spaceport.runtime.decode.draft import Candidates, Draft, DraftConfig, Outlook, Shape, best_chain, tree
 from spaceport.runtime.decode.plan import plan_thread
 from spaceport.runtime.decode.planner import DraftPlanner, Sharing, TreeDrafter, drafter_for
-from spaceport.runtime.decode.sequence import Thread, new_thread
+from spaceport.runtime.decode.sequence import TokenSequence, root_sequence
 from spaceport.runtime.decode.sources import Predictions
 from spaceport.runtime.sampling.choice import Bans, Corrected, CorrectedCandidates, Greedy, top_candidates
 from spaceport.runtime.sampling.sampler import Sampling, chooser
@@ -34,8 +34,8 @@ TABLES = CorrectionTables(BEFORE, AFTER)
 NO_BANS = Bans(frozenset())
 
 
-def thread_of(*tokens: int) -> Thread:
-    return Thread((), list(tokens), 1, np.zeros(1, np.bool_))
+def thread_of(*tokens: int) -> TokenSequence:
+    return TokenSequence((), list(tokens), 1, np.zeros(1, np.bool_))
 
 
 def corrected(most: int = 3) -> CorrectedCandidates:
@@ -84,7 +84,7 @@ def test_drafts_start_behind_the_last_token_and_their_chain_is_learned(shape: Sh
     """The last token is 6, which makes 2 the best candidate; 2 was accepted each time."""
     curve = StepCosts(64, ((1, 1.0), (36, 1.05), (64, 1.1)), relative=True)
     drafter = drafter_for(DraftConfig(1, shape, siblings=1), DraftPlanner(curve))
-    thread = new_thread([0, 1, 6], 64)
+    thread = root_sequence([0, 1, 6], 64)
     for _ in range(20):
         thread.candidates = (corrected(1),)
         draft = drafter.draft(thread, 20, 9, Sharing(1, 64))
@@ -186,7 +186,7 @@ def test_a_banned_token_is_no_candidate_and_takes_no_probability_from_others() -
         without = np.where(np.arange(line.size) == banned, -np.inf, line).astype(np.float32)
         assert [found] == list(top_candidates(without[None], most))
         assert found.tokens == tokens
-        (one,) = Greedy(Bans(frozenset({banned}))).candidates(line[None], new_thread([0], 8), 1, 1)
+        (one,) = Greedy(Bans(frozenset({banned}))).candidates(line[None], root_sequence([0], 8), 1, 1)
         assert one.tokens == (5,)
     (unbanned,) = top_candidates(few[None], 4)
     assert unbanned.tokens == (3,)

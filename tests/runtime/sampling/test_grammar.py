@@ -20,7 +20,7 @@ from spaceport.graphs.contract.faults import MissingDependency, OptionFault
 from spaceport.graphs.contract.installation import install_command
 from spaceport.graphs.contract.signature import visible_length
 from spaceport.runtime.decode.draft import Candidates, DraftConfig
-from spaceport.runtime.decode.sequence import NotANumber, Thread, new_thread
+from spaceport.runtime.decode.sequence import NotANumber, TokenSequence, root_sequence
 from spaceport.runtime.sampling.constrained import DeadEnd, open_vocabulary
 from spaceport.runtime.sampling.grammar import Grammar
 from spaceport.runtime.sampling.logprobs import Speller
@@ -50,8 +50,8 @@ def logits_for(seed: int, text: Sequence[int], size: int = PADDED) -> NDArray[np
     return np.random.default_rng([seed, *text]).normal(size=size).astype(np.float32)
 
 
-def thread_of(written: Sequence[int] = (), path: tuple[int, ...] = ()) -> Thread:
-    thread = new_thread([5, 6], 1)
+def thread_of(written: Sequence[int] = (), path: tuple[int, ...] = ()) -> TokenSequence:
+    thread = root_sequence([5, 6], 1)
     thread.path = path
     thread.tokens.extend(written)
     return thread
@@ -87,12 +87,12 @@ class Seeing:
 
     allowed: NDArray[np.bool_]
 
-    def token(self, logits: NDArray[np.float32], thread: Thread, ahead: Sequence[int]) -> int:
+    def token(self, logits: NDArray[np.float32], thread: TokenSequence, ahead: Sequence[int]) -> int:
         self.allowed = np.isfinite(logits)
         return int(logits.argmax())
 
     def candidates(
-        self, logits: NDArray[np.float32], thread: Thread, position: int, most: int
+        self, logits: NDArray[np.float32], thread: TokenSequence, position: int, most: int
     ) -> tuple[Candidates, ...]:
         return greedy().candidates(logits, thread, position, most)
 

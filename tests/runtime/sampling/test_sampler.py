@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.runtime.decode.sequence import NotANumber, Thread
+from spaceport.runtime.decode.sequence import NotANumber, TokenSequence
 from spaceport.runtime.sampling.choice import Bans, Greedy
 from spaceport.runtime.sampling.sampler import Sampling, chooser, gumbels, noise_key, survivors
 from support.slow_sampling import noise_slowly, probabilities_slowly, scores_slowly, survivors_slowly
@@ -53,8 +53,8 @@ SAMPLINGS = st.builds(
 )
 
 
-def thread_of(prompt: Sequence[int], path: tuple[int, ...] = ()) -> Thread:
-    return Thread(path, list(prompt), len(prompt), np.zeros(1, np.bool_))
+def thread_of(prompt: Sequence[int], path: tuple[int, ...] = ()) -> TokenSequence:
+    return TokenSequence(path, list(prompt), len(prompt), np.zeros(1, np.bool_))
 
 
 def line(*logits: float) -> NDArray[np.float32]:

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from spaceport.graphs.contract.signature import LOWERINGS, Lowering
 from spaceport.runtime.decode.draft import DraftConfig
-from spaceport.runtime.decode.sequence import kv_prefix, new_thread
-from spaceport.runtime.decode.slots import Slots
+from spaceport.runtime.decode.sequence import Slots, kv_prefix, root_sequence
 from spaceport.runtime.engine import EngineFault
 from spaceport.runtime.scheduling.prefix_cache import Match, PrefixCache, RadixTree
 from support.arrivals import ARRIVALS, LANGUAGES, Arrival, Scene, Trap, Trouble
@@ -294,7 +293,7 @@ def test_a_copy_that_fails_fails_its_request_only() -> None:
 
 def test_a_prefix_is_what_a_thread_sees_as_far_as_it_has_tokens() -> None:
     slots = Slots(20, "scatter")
-    thread = new_thread([4, 5, 6], 20)
+    thread = root_sequence([4, 5, 6], 20)
     taken = slots.take(np.arange(5), np.array([1, 0, 2, 3, 4]))  # rows of two accepted candidates behind a stop string
     thread.sees[taken] = True
     assert kv_prefix(thread, slots).tokens == [4, 5, 6]

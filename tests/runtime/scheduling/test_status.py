@@ -8,7 +8,7 @@ from threading import Event
 import pytest
 
 from spaceport.runtime.decode.draft import REASONS
-from spaceport.runtime.decode.statistics import Statistics
+from spaceport.runtime.decode.sequence_group import Statistics
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import EngineFault
 from spaceport.runtime.scheduling.scheduler import STOPPED_AFTER, DraftLog, TokenMeter

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spaceport.runtime.decode.sequence import Thread
+from spaceport.runtime.decode.sequence import TokenSequence
 from spaceport.runtime.decode.sequence_group import SequenceGroup
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import EngineFault
@@ -52,7 +52,7 @@ def alive() -> int:
     """Requests and threads that anybody still holds."""
     gc.collect()
     # by type() and not isinstance(), which asks some objects of other libraries for a deprecated class
-    return sum(type(thing) in (Request, SequenceGroup, Thread) for thing in gc.get_objects())
+    return sum(type(thing) in (Request, SequenceGroup, TokenSequence) for thing in gc.get_objects())
 
 
 @pytest.mark.slow
@@ -105,7 +105,7 @@ def test_text_made_by_the_reader_has_the_pieces_of_text_made_by_the_worker(optio
 def test_text_that_cannot_be_made_fails_where_it_is_read_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[int] = []
 
-    def refuse(self: Transcript, thread: Thread, token: int, drafted: bool, source: str | None) -> bool:
+    def refuse(self: Transcript, thread: TokenSequence, token: int, drafted: bool, source: str | None) -> bool:
         tried.append(token)
         raise ValueError("no text")
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from spaceport.graphs.contract.faults import InputFault
 from spaceport.runtime.decode.draft import Candidates
-from spaceport.runtime.decode.sequence import NullListener, Thread
+from spaceport.runtime.decode.sequence import NullListener, TokenSequence
 from spaceport.runtime.decode.sequence_group import VerifiedStep
 from spaceport.runtime.trace.record import SCHEMA, ThreadRows, TraceRecord, trace_of
 from spaceport.runtime.trace.trace import GrowingTrace, Trace
@@ -43,14 +43,14 @@ class Diary(NullListener):
         day = {"fed": fed, "queued": queued, "held": step.request.slots.held, "wrote": [], "began": [], "ended": []}
         self.days.append(day)
 
-    def on_token(self, thread: Thread, token: int, drafted: bool, source: str | None = None) -> bool:
+    def on_token(self, thread: TokenSequence, token: int, drafted: bool, source: str | None = None) -> bool:
         self.days[-1]["wrote"].append((thread.path, token, drafted))
         return False
 
-    def on_fork(self, parent: Thread, child: Thread) -> None:
+    def on_fork(self, parent: TokenSequence, child: TokenSequence) -> None:
         self.days[-1]["began"].append(child.path)
 
-    def on_end(self, thread: Thread) -> None:
+    def on_end(self, thread: TokenSequence) -> None:
         self.days[-1]["ended"] = sorted([*self.days[-1]["ended"], thread.path])  # threads end in any order
 
 
@@ -155,12 +155,12 @@ class Script:
     says: dict[Path, tuple[int, ...]]
     wrong: int = -1  # index of the root's own token that is proposed wrong
 
-    def token(self, logits: NDArray[np.float32], thread: Thread, ahead: Sequence[int]) -> int:
+    def token(self, logits: NDArray[np.float32], thread: TokenSequence, ahead: Sequence[int]) -> int:
         says, position = self.says[thread.path], len(thread.generated) + len(ahead)
         return says[position] if position < len(says) else END
 
     def candidates(
-        self, logits: NDArray[np.float32], thread: Thread, position: int, most: int
+        self, logits: NDArray[np.float32], thread: TokenSequence, position: int, most: int
     ) -> tuple[Candidates, ...]:
         first = position - thread.start
         own = [token if at != self.wrong else 9 for at, token in enumerate(self.says[thread.path])]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from spaceport.exporter.checkpoint_source import quiet_libraries
-from spaceport.runtime.scheduling.capacity import capacity_for
+from spaceport.runtime.engine import capacity_for
 from spaceport.runtime.session import Runtime
 from spaceport.tools.adopt.adopt import adopted_for_export
 from spaceport.tools.adopt.given import Paths, Request, read_given

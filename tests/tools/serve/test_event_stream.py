@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.runtime.decode.statistics import Statistics
+from spaceport.runtime.decode.sequence_group import Statistics
 from spaceport.runtime.scheduling.request import Completion
 from spaceport.runtime.scheduling.stream import AsyncStream
 from spaceport.runtime.session import Runtime

@@ -10,7 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
-from spaceport.runtime.decode.statistics import Statistics
+from spaceport.runtime.decode.sequence_group import Statistics
 from spaceport.tools.serve.answers import metrics_of
 from spaceport.tools.serve.application import application
 from spaceport.tools.serve.metrics import Metrics

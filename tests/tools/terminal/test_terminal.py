@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from tokenizers import Tokenizer
 
-from spaceport.runtime.decode.statistics import Statistics
+from spaceport.runtime.decode.sequence_group import Statistics
 from spaceport.runtime.text.transcript import Piece
 from spaceport.tools.distill.distillation import DistillProgress
 from spaceport.tools.terminal.distill_screen import progress_shown

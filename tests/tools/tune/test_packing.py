@@ -18,7 +18,7 @@ from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.graphs.correction import DraftCorrection, Factors
 from spaceport.runtime.decode import draft as drafts
 from spaceport.runtime.decode.plan import Plan, plan_thread, sees
-from spaceport.runtime.decode.sequence import new_thread
+from spaceport.runtime.decode.sequence import root_sequence
 from spaceport.tools.tune import packing
 from spaceport.tools.tune.batches import TrainingBatches, require_forks
 from spaceport.tools.tune.packed_model import CORRECTED_LOSS, LOSS, packed_model_of, run
@@ -143,7 +143,7 @@ def test_a_group_is_packed_as_a_step_of_the_runtime_feeds_it(layout: MaskLayout)
     text, masks = [10, 11, 12, 13, 14, 15], (90, 91, 92)[: layout.rows(2)]
     row = pack(chain(text[:2], text[2:]), [MaskGroup(1, 2), MaskGroup(2, 2)], masks, layout)
     batch = collate([row, pack(chain([1], [2, 3]), (), (), layout)], group=layout.group)
-    thread = new_thread(text[:2], 32)
+    thread = root_sequence(text[:2], 32)
     draft = drafts.chain([text[2]], 2, 9, mask_layout=layout)
     part = plan_thread(thread, draft, TokenIds(mask=masks), 9)
     fed = [1, 2]  # columns of the packed row in the order of the step: x, its group, c1, its group

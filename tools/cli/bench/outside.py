@@ -11,8 +11,7 @@ import click
 
 from spaceport.runtime.backends import open_engine
 from spaceport.runtime.bundle import open_bundle
-from spaceport.runtime.engine import EngineOptions
-from spaceport.runtime.scheduling.capacity import capacity_for
+from spaceport.runtime.engine import EngineOptions, capacity_for
 from spaceport.tools.bench.steps import CASES, LENGTH, outside_cost
 from spaceport.tools.cli.options import bundle_argument, json_option
 from spaceport.tools.terminal.screen import show_json, show_table

@@ -10,11 +10,11 @@ from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.graphs.contract.signature import STEP_ROWS
 from spaceport.runtime.costs import relative_costs
 from spaceport.runtime.decode.planner import DraftPlanner, drafter_for
-from spaceport.runtime.decode.sequence import Ending, Thread
-from spaceport.runtime.decode.sequence_group import SequenceGroup, VerifiedStep
-from spaceport.runtime.decode.statistics import Statistics
-from spaceport.runtime.decode.step import PREFILL_ROWS, StepInput, step
+from spaceport.runtime.decode.sequence import Ending, TokenSequence
+from spaceport.runtime.decode.sequence_group import SequenceGroup, Statistics, VerifiedStep
+from spaceport.runtime.decode.step import StepInput, step
 from spaceport.runtime.decoding import Decoding
+from spaceport.runtime.engine import PREFILL_ROWS
 from spaceport.runtime.sampling.choice import Bans, Greedy
 from spaceport.runtime.session import Runtime
 
@@ -140,7 +140,7 @@ def greedy_selector(tokens: TokenIds, max_depth: int = MAX_DEPTH) -> Greedy:
     return Greedy(Bans(frozenset(tokens.forbidden), tokens.fork, tokens.child, max_depth))
 
 
-def _answer_thread(thread: Thread, prompt_tokens: int, ends: dict[tuple[int, ...], int]) -> AnswerThread:
+def _answer_thread(thread: TokenSequence, prompt_tokens: int, ends: dict[tuple[int, ...], int]) -> AnswerThread:
     """The record of a thread that has ended."""
     assert thread.ending is not None
     generated = (*thread.generated, *((ends[thread.path],) if thread.ending == "end" else ()))

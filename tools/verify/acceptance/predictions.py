@@ -12,7 +12,7 @@ from spaceport.graphs.contract.draft_methods import CAUSAL, CorrectionTables, Ma
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.runtime.decode.draft import PLAIN, best_chain
 from spaceport.runtime.decode.plan import Part, Plan, lay_out
-from spaceport.runtime.decode.sequence import Thread, TokenSelector
+from spaceport.runtime.decode.sequence import TokenSelector, TokenSequence
 from spaceport.runtime.decode.sequence_group import Observer, ScheduledStep, SequenceGroup, VerifiedStep
 from spaceport.runtime.decode.step import pack, split
 from spaceport.runtime.engine import Engine
@@ -47,7 +47,7 @@ def predict_segment(
     predicted = np.full((len(segment.tokens), 1 + mask_slots), NO_PREDICTION, np.int64)
 
     def on_logits(_: int, position: int, logits: NDArray[np.float32]) -> None:
-        before = Thread(path, sequence[:position], start, np.zeros(engine.capacity, np.bool_), fed=position)
+        before = TokenSequence(path, sequence[:position], start, np.zeros(engine.capacity, np.bool_), fed=position)
         predicted[position - start, 0] = selector.token(logits, before, ())
 
     observer: Observer = EchoObserver(0, start, on_logits)
@@ -85,7 +85,9 @@ class _HeadsObserver:
             count = min(self.predicted.shape[1] - 1, len(self.sequence) - 1 - position)
             if position < self.start or count < 1:
                 continue
-            thread = Thread(self.path, list(self.sequence[:position]), self.start, np.zeros(1, np.bool_), fed=position)
+            thread = TokenSequence(
+                self.path, list(self.sequence[:position]), self.start, np.zeros(1, np.bool_), fed=position
+            )
             found = self.selector.candidates(heads[:count], thread, position + 1, 1)
             self.predicted[position - self.start, 1 : 1 + count] = [candidate.tokens[0] for candidate in found]
 
@@ -136,8 +138,8 @@ class _MaskGroups:
         """The number of mask slots from a position on whose tokens the sequence has."""
         return len(self.sequence) - 1 - position
 
-    def _before(self, position: int) -> Thread:
+    def _before(self, position: int) -> TokenSequence:
         """The thread as it is before the token at a position is generated."""
         (root,) = self.request.threads
         sees = root.sees & (self.request.slots.positions < position)
-        return Thread(self.path, list(self.sequence[:position]), self.start, sees, fed=position)
+        return TokenSequence(self.path, list(self.sequence[:position]), self.start, sees, fed=position)

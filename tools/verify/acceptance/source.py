@@ -10,7 +10,7 @@ from pathlib import Path
 from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.graphs.contract.manifest import MANIFEST_FILE, TEMPLATE_FILE
 from spaceport.runtime.bundle import read_manifest
-from spaceport.runtime.scheduling.capacity import seq_len
+from spaceport.runtime.engine import seq_len
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.chat_template import open_template
 from spaceport.tools.tune.conversation_encoder import ConversationEncoder, conversation_encoder_with

@@ -9,7 +9,7 @@ from pathlib import Path
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import Manifest
 from spaceport.runtime.bundle import read_manifest
-from spaceport.runtime.scheduling.capacity import seq_len
+from spaceport.runtime.engine import seq_len
 from spaceport.runtime.session import Runtime
 from spaceport.tools.verify.audit.audit import audit
 from spaceport.tools.verify.audit.audit_report import AuditReport

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spaceport.graphs.contract.manifest import TokenIds
-from spaceport.runtime.decode.sequence import new_thread
+from spaceport.runtime.decode.sequence import root_sequence
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import Engine
 from spaceport.runtime.sampling.choice import Bans
@@ -53,7 +53,7 @@ class SelectionRule:
         scores = logits.astype(np.float64)
         if self.seed is not None:
             scores += gumbels(noise_key(self.seed, thread.path, position), np.arange(scores.size))
-        before = new_thread(thread.tokens[position - 1 : position], 0)
+        before = root_sequence(thread.tokens[position - 1 : position], 0)
         before.path = thread.path
         scores[list(self.bans.at(before, ()))] = -np.inf
         return scores

@@ -16,10 +16,10 @@ from spaceport.runtime.decode.acceptance import Verdict
 from spaceport.runtime.decode.draft import PLAIN, Candidates, Draft, DraftConfig, chain
 from spaceport.runtime.decode.plan import Part
 from spaceport.runtime.decode.planner import Drafter, DraftPlanner, Sharing, drafter_for
-from spaceport.runtime.decode.sequence import Thread, TokenSelector
+from spaceport.runtime.decode.sequence import TokenSelector, TokenSequence
 from spaceport.runtime.decode.sequence_group import SequenceGroup
-from spaceport.runtime.decode.step import PREFILL_ROWS, StepInput, step
-from spaceport.runtime.engine import Batch, Engine, Moves
+from spaceport.runtime.decode.step import StepInput, step
+from spaceport.runtime.engine import PREFILL_ROWS, Batch, Engine, Moves
 from spaceport.runtime.sampling.choice import Bans, Greedy
 from spaceport.tools.verify.accuracy import RecordedCall
 
@@ -143,12 +143,12 @@ class _ForksAt:
     fork: int
     positions: frozenset[int]
 
-    def token(self, logits: NDArray[np.float32], thread: Thread, ahead: Sequence[int]) -> int:
+    def token(self, logits: NDArray[np.float32], thread: TokenSequence, ahead: Sequence[int]) -> int:
         forks = not thread.path and len(thread.tokens) + len(ahead) in self.positions
         return self.fork if forks else self.greedy.token(logits, thread, ahead)
 
     def candidates(
-        self, logits: NDArray[np.float32], thread: Thread, position: int, most: int
+        self, logits: NDArray[np.float32], thread: TokenSequence, position: int, most: int
     ) -> tuple[Candidates, ...]:
         return self.greedy.candidates(logits, thread, position, most)
 
@@ -162,11 +162,11 @@ class _AcceptAll:
 
     tokens: Array
 
-    def token(self, logits: NDArray[np.float32], thread: Thread, ahead: Sequence[int]) -> int:
+    def token(self, logits: NDArray[np.float32], thread: TokenSequence, ahead: Sequence[int]) -> int:
         return self._at(len(thread.tokens) + len(ahead))
 
     def candidates(
-        self, logits: NDArray[np.float32], thread: Thread, position: int, most: int
+        self, logits: NDArray[np.float32], thread: TokenSequence, position: int, most: int
     ) -> tuple[Candidates, ...]:
         return tuple(Candidates((self._at(position + number),), (1.0,)) for number in range(len(logits)))
 
@@ -180,7 +180,7 @@ class _Scripted:
 
     remaining_drafts: list[Draft]
 
-    def draft(self, thread: Thread, remaining: int, rows: int, sharing: Sharing) -> Draft:
+    def draft(self, thread: TokenSequence, remaining: int, rows: int, sharing: Sharing) -> Draft:
         return self.remaining_drafts.pop(0)
 
     def learn(self, part: Part, verdict: Verdict) -> None:

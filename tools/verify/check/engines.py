@@ -16,9 +16,7 @@ from spaceport.graphs.contract.signature import Activations, Precision
 from spaceport.runtime.backends import BACKENDS, by_reason, open_engine, require, why_not
 from spaceport.runtime.backends.machine import gpu, no_gpu
 from spaceport.runtime.bundle import Bundle
-from spaceport.runtime.decode.step import PREFILL_ROWS
-from spaceport.runtime.engine import Engine, EngineFault, EngineOptions
-from spaceport.runtime.scheduling.capacity import capacity_for
+from spaceport.runtime.engine import PREFILL_ROWS, Engine, EngineFault, EngineOptions, capacity_for
 from spaceport.tools.reference import open_reference
 from spaceport.tools.verify.accuracy import Array, CallFailed, ComparedEngine, RunCall
 from spaceport.tools.verify.check.cases import REQUESTS, EngineLimits, replay

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from spaceport.runtime.decode.statistics import Statistics
+from spaceport.runtime.decode.sequence_group import Statistics
 from spaceport.runtime.text.prompt import Prompt
 from spaceport.tools.bench.chat import ALL, figures_of, peer_ratios
 from spaceport.tools.bench.chat_measuring import (

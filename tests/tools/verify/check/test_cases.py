@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 from spaceport.graphs.contract.draft_methods import DraftMethod
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.graphs.contract.signature import LOWERINGS, STEP_ROWS, Lowering, visible_length
-from spaceport.runtime.decode.step import PREFILL_ROWS
-from spaceport.runtime.engine import Moves
+from spaceport.runtime.engine import PREFILL_ROWS, Moves
 from spaceport.tools.verify.check.cases import REQUESTS, EngineLimits, Recording, record, replay
 from spaceport.tools.verify.check.check_options import SHORTEST
 from spaceport.tools.verify.check.engines import limits_of

@@ -18,6 +18,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from spaceport.graphs.contract.faults import SpaceportError
+from spaceport.runtime.scheduling.worker import RuntimeStatus
 from spaceport.runtime.session import Runtime
 from spaceport.tools.page.modules import STATIC
 from spaceport.tools.serve import completions, information
@@ -114,20 +115,17 @@ async def close_models(models: Iterable[ServedModel]) -> None:
     await asyncio.gather(*(asyncio.to_thread(model.runtime.close) for model in models))
 
 
-def _audit(service: Service, model: ServedModel, file: AuditLog | None) -> CompletionAudit:
-    """The audit of a model's completions, which begins now."""
-    audit = CompletionAudit(
-        model.name,
-        model.runtime,
+def _audit(service: Service, name: str, runtime: Runtime, file: AuditLog | None) -> CompletionAudit:
+    """The audit of a model's completions."""
+    return CompletionAudit(
+        name,
+        runtime,
         service.options.audit_rate,
-        lambda result: service.metrics.audited(model.name, result),
+        lambda result: service.metrics.audited(name, result),
         file=file,
         disables_drafts=service.options.audit_action == "disable-drafts",
         is_stopping=lambda: service.draining,
     )
-    service.metrics.begin_audit(model.name, lambda: audit.drafts)
-    audit.start()
-    return audit
 
 
 async def _open(
@@ -137,13 +135,17 @@ async def _open(
     log.info("opening %s", ", ".join(openers))
     try:
         for name, opener in openers.items():
-            opened[name] = ServedModel(name, await asyncio.to_thread(opener))
+            runtime = await asyncio.to_thread(opener)
+            audit = _audit(service, name, runtime, file) if service.options.audit_rate else None
+            opened[name] = ServedModel(name, runtime, audit)
     except (SpaceportError, OSError) as error:
         service.fault = error
         raise
     service.models = opened.copy()
-    if service.options.audit_rate:
-        service.audits = {name: _audit(service, model, file) for name, model in opened.items()}
+    for model in opened.values():
+        if model.audit is not None:
+            service.metrics.begin_audit(model.name, model.audit)
+            model.audit.start()
 
 
 @asynccontextmanager
@@ -160,7 +162,7 @@ async def _open_models(
     finally:
         with suppress(SpaceportError, OSError):  # the service's fault
             await opening
-        await asyncio.gather(*(audit.stop() for audit in service.audits.values()))
+        await asyncio.gather(*(model.audit.stop() for model in opened.values() if model.audit is not None))
         await close_models(opened.values())
 
 
@@ -193,7 +195,11 @@ def application(
     With `spans`, requests that generate are traced.
     """
     options = options or ServiceOptions()
-    service = Service(options, Metrics(options.metrics_prefix, lambda: service.statuses()))
+
+    def statuses() -> dict[str, RuntimeStatus]:
+        return {name: model.status() for name, model in service.models.items()}
+
+    service = Service(options, Metrics(options.metrics_prefix, statuses))
     file = None if options.audit_log is None else AuditLog(options.audit_log)
 
     routes = [*_ROUTES, *(page_routes() if options.page else ())]

@@ -54,7 +54,7 @@ def requested_model(request: Request, name: str | None) -> ServedModel:
 def _ended(
     service: Service,
     record: RequestRecord,
-    name: str,
+    model: ServedModel,
     decodings: Sequence[Decoding],
     index: int,
     completion: Completion | None,
@@ -63,22 +63,22 @@ def _ended(
     """Count a choice that has ended, and let it be audited."""
     choice = index % len(decodings)  # of its prompt
     reason = "abort" if completion is None else finish_reason(completion.ending)
-    service.metrics.ended(name, reason, statistics, choice == 0)
+    service.metrics.ended(model.name, reason, statistics, choice == 0)
     record.ended("cancelled" if completion is None else completion.ending, statistics)
-    if completion is not None and name in service.audits:
-        service.audits[name].offer(decodings[choice], completion)
+    if completion is not None and model.audit is not None:
+        model.audit.offer(decodings[choice], completion)
 
 
 async def started(request: Request, answer: RequestAnswer, prompts: Sequence[Prompt]) -> Generations:
     """The running completions of a request."""
     service, record, model, tools = service_of(request), record_of(request), answer.model, answer.tools
     decodings = decodings_of(answer.body, model, service.options, tools)
-    if (audit := service.audits.get(model.name)) is not None:
-        decodings = [audit.applied_to(decoding) for decoding in decodings]
-        await audit.give_way(len(prompts) * len(decodings))
+    if model.audit is not None:
+        decodings = [model.audit.applied_to(decoding) for decoding in decodings]
+        await model.audit.give_way(len(prompts) * len(decodings))
     record.answer, record.stream = answer.id, bool(answer.body.stream)
     record.prompts, record.decoding = len(prompts), decodings[0]
-    running = Generations(model.runtime, prompts, decodings, partial(_ended, service, record, model.name, decodings))
+    running = Generations(model.runtime, prompts, decodings, partial(_ended, service, record, model, decodings))
     try:
         await running.submit()
     except OptionFault as error:
@@ -181,8 +181,8 @@ async def _echo(request: Request, answer: TextAnswer, body: TextBody, prompts: S
     """The answer to a text request that wants its prompts back; with `max_tokens` 0, nothing else."""
     service, record, model = service_of(request), record_of(request), answer.model
     record.answer, record.prompts = answer.id, len(prompts)
-    if (audit := service.audits.get(model.name)) is not None:
-        await audit.give_way(1)
+    if model.audit is not None:
+        await model.audit.give_way(1)
     continued = body.max_tokens != 0
     decodings = decodings_of(body if continued else structs.replace(body, max_tokens=1), model, service.options)
 

@@ -95,10 +95,9 @@ async def version(request: Request) -> Response:
 
 async def load(request: Request) -> Response:
     """Running and waiting requests and KV slots, for load balancers."""
-    service = service_of(request)
     loads = {}
-    for name, status in service.statuses().items():
-        audit = service.audits.get(name)
+    for name, model in service_of(request).models.items():
+        status = model.status()
         loads[name] = {
             "running": status.active_requests,
             "waiting": status.queued_requests,
@@ -108,7 +107,7 @@ async def load(request: Request) -> Response:
             "kv_slots_used": status.kv_slots_used,
             "cached_tokens": status.cached_tokens,
             "tokens_per_second": round(status.tokens_per_second, 1),
-            "drafts": audit is None or audit.drafts,
+            "drafts": model.audit is None or model.audit.drafts,
         }
     server_load = sum(model_load["running"] + model_load["waiting"] for model_load in loads.values())
     return json_response({"server_load": server_load, "models": loads})

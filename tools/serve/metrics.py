@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 
 from spaceport.runtime.decode.sequence_group import Statistics
 from spaceport.runtime.scheduling.worker import RuntimeStatus
-from spaceport.tools.serve.audit import AuditResult
+from spaceport.tools.serve.audit import AuditResult, CompletionAudit
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
@@ -127,11 +127,11 @@ class Metrics:
         disabled = "1 after a fault has switched drafts off."
         self._drafts_disabled = Gauge(f"{prefix}:drafts_disabled", disabled, ["model_name"], registry=self._registry)
 
-    def begin_audit(self, model: str, drafts: Callable[[], bool]) -> None:
+    def begin_audit(self, model: str, audit: CompletionAudit) -> None:
         """Show the counters of an audit, and whether the model still drafts."""
         for counter in self._audited.values():
             counter.labels(model)
-        self._drafts_disabled.labels(model).set_function(lambda: not drafts())
+        self._drafts_disabled.labels(model).set_function(lambda: not audit.drafts)
 
     def audited(self, model: str, result: AuditResult) -> None:
         """Count a completion that was audited or skipped."""

@@ -31,6 +31,7 @@ class ServedModel:
 
     name: str
     runtime: Runtime
+    audit: CompletionAudit | None = None  # of its completions, if they are audited
     created: int = field(default_factory=lambda: int(time.time()))
 
     @cached_property
@@ -48,6 +49,13 @@ class ServedModel:
     def fingerprint(self) -> str:
         """First digits of the digest of the bundle's manifest, which has the digests of its files."""
         return f"fp_{sha256(self.runtime.bundle.manifest_content).hexdigest()[:16]}"
+
+    def status(self) -> RuntimeStatus:
+        """The state of the model; a completion that is repeated by the audit is no request."""
+        status = self.runtime.status()
+        if self.audit is None or not self.audit.running:
+            return status
+        return replace(status, active_requests=max(0, status.active_requests - 1))
 
     def entry(self) -> dict[str, Any]:
         """The model as an entry of the list of models."""
@@ -69,7 +77,6 @@ class Service:
     options: ServiceOptions
     metrics: Metrics
     models: dict[str, ServedModel] = field(default_factory=dict)  # by name; empty until all bundles are open
-    audits: dict[str, CompletionAudit] = field(default_factory=dict)  # by model, if completions are audited
     fault: Exception | None = None  # why a bundle could not be opened, or why the service has to be started again
     draining: bool = False  # whether it was asked to stop: running requests end, new ones are refused
 
@@ -103,14 +110,6 @@ class Service:
         if self.fault is None and not self.healthy:
             self.fault = EngineFault("an engine call did not return, and the service has stopped: start it again")
         return self.fault
-
-    def statuses(self) -> dict[str, RuntimeStatus]:
-        """The state of each model by name; a completion that is audited is no request."""
-        statuses = {name: model.runtime.status() for name, model in self.models.items()}
-        for name, audit in self.audits.items():
-            if audit.running:
-                statuses[name] = replace(statuses[name], active_requests=max(0, statuses[name].active_requests - 1))
-        return statuses
 
 
 def service_of(request: Request) -> Service:

@@ -144,8 +144,8 @@ def column(page: str, heading: str) -> list[int]:
     return [int(row.split("|")[1]) for row in table.splitlines()[1:]]
 
 
-def test_the_policies_name_every_exit_code_and_the_schema() -> None:
-    page = (DOCS / "policies.md").read_text("utf-8")
+def test_the_page_on_bundles_names_every_exit_code_and_the_schema() -> None:
+    page = (DOCS / "bundle.md").read_text("utf-8")
     codes = {code for name, code in vars(exit_codes).items() if name.isupper()}
     assert {*column(page, "## Exit codes")} == codes
     assert f"`schema`, which is {SCHEMA} now" in page

@@ -25,14 +25,14 @@ from spaceport.graphs.contract.json_fields import JsonField, Rules
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.graphs.correction import Factors
 from spaceport.graphs.draft_heads import Heads
-from spaceport.graphs.gated import Adapter
+from spaceport.graphs.gated import MaskAdapter
 from spaceport.graphs.input_rows import InputRows
 from spaceport.graphs.mechanism import Mechanism, MechanismError, is_finite
 from spaceport.graphs.preloaded_slots import PreloadedSlots
 
 # By name, in the order in which they are added to a model.
 MECHANISMS: dict[str, type[Mechanism]] = {
-    kind.name: kind for kind in (Factors, InputRows, Adapter, Heads, PreloadedSlots)
+    kind.name: kind for kind in (Factors, InputRows, MaskAdapter, Heads, PreloadedSlots)
 }
 
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from spaceport.exporter.adapter_folder import embedding_rows
 from spaceport.exporter.checkpoint import Checkpoint, load_tokenizer
 from spaceport.graphs.contract.faults import InputFault
-from spaceport.graphs.gated import Adapter
+from spaceport.graphs.gated import MaskAdapter
 
 Prompt = str | Sequence[Mapping[str, str]]  # text, or chat messages
 
@@ -58,7 +58,7 @@ def added_tokens(checkpoint: Checkpoint, model: PreTrainedModel) -> tuple[int, .
 
     Without them in its calibration texts, an int8 bundle computes ordinary rows like a bundle of the base model.
     """
-    if checkpoint.mechanism(Adapter) is None:
+    if checkpoint.mechanism(MaskAdapter) is None:
         return ()
     tokens = checkpoint.tokens
     named = {*tokens.mask, *tokens.fork_ids, *(() if tokens.child is None else (tokens.child,))}

@@ -53,7 +53,7 @@ class MaskEntry(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Noise:
+class CopiedEmbeddings:
     """Mask tokens whose embeddings are copies of other tokens' embeddings."""
 
     ids: tuple[int, ...]  # of the copied tokens, one for each mask token
@@ -70,7 +70,7 @@ class SarConfig:
     child_token: str | None = None
     fork_by_default: bool = True  # whether a request may fork unless it says otherwise
     layout: MaskLayout = CAUSAL
-    noise: Noise | None = None
+    noise: CopiedEmbeddings | None = None
     mechanisms: Mapping[str, dict[str, Any]] = field(default_factory=dict)  # the numbers of each by its name
     method: str | None = None
     adapter: str | None = None  # published weights with which the model drafts
@@ -196,12 +196,12 @@ def _layout(shift: JsonField, group: JsonField) -> MaskLayout:
     return MaskLayout(CAUSAL.shift if shifts is None else shifts, seen or CAUSAL.group)
 
 
-def _noise(noise: JsonField, masks: int) -> Noise:
+def _noise(noise: JsonField, masks: int) -> CopiedEmbeddings:
     entries = noise.exactly("ids", "seed")
     ids = entries["ids"].wholes()
     if len(ids) != masks:
         noise.refuse(f"null, or ids, one for each of the {masks} mask_tokens, and seed")
-    return Noise(ids, entries["seed"].whole())
+    return CopiedEmbeddings(ids, entries["seed"].whole())
 
 
 def _mechanisms(mechanisms: JsonField) -> dict[str, dict[str, Any]]:

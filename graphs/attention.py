@@ -234,7 +234,7 @@ class RecordingCache(_KvCache):
         return key_states, value_states
 
 
-class PrefixCache(_KvCache):
+class RecordedPrefix(_KvCache):
     """A cache that returns recorded keys and values followed by those of the rows at hand, which alone have gradients."""
 
     def __init__(self, prefix: RecordingCache) -> None:

@@ -125,7 +125,7 @@ ALL_LINEAR = "all-linear"  # target: every linear module inside the decoder laye
 
 
 @dataclass(frozen=True)
-class Adapter(Mechanism):
+class MaskAdapter(Mechanism):
     """The gated adapters of a model."""
 
     name: ClassVar[str] = "mask_adapter"
@@ -145,7 +145,7 @@ class Adapter(Mechanism):
         return self.tensors
 
     @classmethod
-    def read(cls, entry: JsonField, tensors: Mapping[str, Tensor]) -> Adapter:
+    def read(cls, entry: JsonField, tensors: Mapping[str, Tensor]) -> MaskAdapter:
         entries = entry.exactly("rank", "alpha", "targets")
         rank, alpha = entries["rank"].whole(1), entries["alpha"].number()
         if not 0 < alpha < math.inf:
@@ -202,7 +202,7 @@ class GatedLinear(nn.Linear):
 
 def gate_model(
     model: PreTrainedModel, mask_ids: Sequence[int], rank: int, alpha: float, targets: Sequence[str]
-) -> Adapter:
+) -> MaskAdapter:
     """Add adapters to the target modules; returns their configuration with the targets expanded.
 
     A target is the end of a name, such as q_proj or layers.3.self_attn.q_proj, or ALL_LINEAR.
@@ -216,7 +216,7 @@ def gate_model(
     gate = gate_of(model, mask_ids)
     for name, module in modules.items():
         model.set_submodule(name, GatedLinear(module, gate, rank, alpha / rank))
-    return Adapter(rank, alpha, expanded)
+    return MaskAdapter(rank, alpha, expanded)
 
 
 def gated_tokens(model: PreTrainedModel) -> tuple[int, ...]:
@@ -280,7 +280,7 @@ def fold_scale(model: PreTrainedModel) -> None:
         module.scale = 1.0
 
 
-def unfold_scale(model: PreTrainedModel, adapter: Adapter) -> None:
+def unfold_scale(model: PreTrainedModel, adapter: MaskAdapter) -> None:
     """Take the adapters' scale out of B again, so that they are trained as they were first."""
     for module in _gated(model).values():
         module.scale = adapter.alpha / adapter.rank

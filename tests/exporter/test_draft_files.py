@@ -21,7 +21,7 @@ from spaceport.exporter.mechanisms import apply_mechanisms, check_values, read_m
 from spaceport.exporter.sar_config import (
     SAR_FILE,
     CheckpointError,
-    Noise,
+    CopiedEmbeddings,
     SarConfig,
     config_mask_token,
     read_sar_config,
@@ -29,7 +29,7 @@ from spaceport.exporter.sar_config import (
 from spaceport.graphs.contract.draft_methods import CORRECTION_FILE, MaskLayout, read_tables
 from spaceport.graphs.contract.signature import LOWERINGS, Lowering
 from spaceport.graphs.correction import Factors
-from spaceport.graphs.gated import Adapter, adapter_state, gate_model
+from spaceport.graphs.gated import MaskAdapter, adapter_state, gate_model
 from spaceport.graphs.input_rows import InputRows
 from spaceport.graphs.preloaded_slots import PreloadedSlots, slots_of
 from spaceport.runtime.bundle import open_bundle
@@ -37,11 +37,11 @@ from spaceport.runtime.decode.draft import Shape
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
 from spaceport.tools.adopt.adopt import additions_of, plan_adoption, write_adoption
-from spaceport.tools.adopt.given import Paths, Request, read_given
+from spaceport.tools.adopt.given import AdoptionRequest, Paths, read_given
 from spaceport.tools.cli import run
 from spaceport.tools.cli.exit_codes import OK
 from spaceport.tools.verify.acceptance.measure import measure
-from spaceport.tools.verify.acceptance.reference_answers import ReferenceAnswer, Segment
+from spaceport.tools.verify.acceptance.reference_answers import AnswerSegment, ReferenceAnswer
 from support.exported import bundle_of
 from support.gguf_files import HEAD_DIM, HEADS, KV_HEADS, random_model
 from support.hash_engine import LAYOUTS
@@ -74,7 +74,9 @@ def test_the_layout_of_mask_slots_is_read_as_it_was_written(tmp_path: Path) -> N
     assert read_sar_config(tmp_path) == SarConfig(mask_tokens=("[M]",), layout=MaskLayout(shift=True, group="causal"))
     sar = {"mask_tokens": ["a", "b"], "shift": False, "group": "block", "noise": {"ids": [7, 3], "seed": 5}}
     layout = MaskLayout(shift=False, group="block")
-    assert read_sar_config(written(tmp_path, sar=sar)) == SarConfig(("a", "b"), layout=layout, noise=Noise((7, 3), 5))
+    assert read_sar_config(written(tmp_path, sar=sar)) == SarConfig(
+        ("a", "b"), layout=layout, noise=CopiedEmbeddings((7, 3), 5)
+    )
 
 
 @pytest.mark.parametrize(
@@ -245,7 +247,7 @@ def test_entries_of_earlier_versions_are_refused(tmp_path: Path) -> None:
 def test_a_model_without_values_gets_the_tensors_that_an_adopted_one_has(name: str, tmp_path: Path) -> None:
     model = METHODS[name](tmp_path)
     slots = 13 if name == "uno" else None  # more new tokens than free rows of the embedding table
-    found = plan_adoption(read_given(Paths(model.base, model.weights, None), Request(max_mask_slots=slots)))
+    found = plan_adoption(read_given(Paths(model.base, model.weights, None), AdoptionRequest(max_mask_slots=slots)))
     write_adoption(*found, tmp_path / "adapter", overwrite=False)
     opened = open_checkpoint(model.base, TokenFlags(), adapter=tmp_path / "adapter")
     adopted = {name: tensor.shape for name, tensor in load_model(opened, "float32").named_parameters()}
@@ -291,7 +293,7 @@ def test_the_preloaded_slots_of_a_folder_are_those_of_its_model(preloaded: Path)
     adapter = gate_model(model, (600, 601), 2, 4.0, ["q_proj"])
     write_mechanisms(preloaded, [replace(adapter, tensors=adapter_state(model))])
     checkpoint = open_checkpoint(preloaded, TokenFlags())
-    assert checkpoint.mechanism(Adapter) == adapter
+    assert checkpoint.mechanism(MaskAdapter) == adapter
     loaded = load_model(checkpoint, "float32")
     assert {slots.gate for slots in slots_of(loaded)} == {loaded.model.layers[0].self_attn.q_proj.gate}
     (preloaded / "model.safetensors").unlink()
@@ -419,7 +421,7 @@ def test_an_exact_model_generates_k_plus_1_tokens_per_step_in_its_own_layout_onl
             if len(manifest.tokens.mask) >= other.rows(SLOTS):
                 assert tokens_per_step(runtime, other) < 2
         prompt, answer = tuple(text(0, 5)), tuple(text(5, 13))
-        found = measure(runtime, [ReferenceAnswer(1, prompt, (Segment(prompt, answer),))], 13, SLOTS)
+        found = measure(runtime, [ReferenceAnswer(1, prompt, (AnswerSegment(prompt, answer),))], 13, SLOTS)
         assert found.reference.accuracy == [1.0] * (1 + SLOTS)
         assert found.reference.tokens_per_step[SLOTS] == len(answer) / 4
     assert run(["check", str(bundle), str(checkpoint), "--long-context", "40", "--threads", "1"]) == OK

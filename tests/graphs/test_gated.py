@@ -25,8 +25,8 @@ from spaceport.graphs.contract.manifest import MODEL_FILE
 from spaceport.graphs.contract.signature import LOWERINGS, Lowering
 from spaceport.graphs.gated import (
     ALL_LINEAR,
-    Adapter,
     GatedLinear,
+    MaskAdapter,
     MechanismError,
     adapter_state,
     base_state,
@@ -177,7 +177,7 @@ def test_base_parameters_keep_their_names_and_values(tmp_path: Path) -> None:
     assert base_state(model).keys() == base.state_dict().keys()
     assert model.state_dict().keys() == base_state(model).keys() | adapter_state(model).keys()
     model.save_pretrained(tmp_path, state_dict=base_state(model))
-    write_mechanisms(tmp_path, [Adapter(4, 8, ("q_proj",), adapter_state(model))])
+    write_mechanisms(tmp_path, [MaskAdapter(4, 8, ("q_proj",), adapter_state(model))])
     again = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not again[1]["unexpected_keys"]  # transformers ignores the adapter file
     assert all(torch.equal(tensor, base.state_dict()[name]) for name, tensor in again[0].state_dict().items())
@@ -234,7 +234,7 @@ def test_folding_the_scale_changes_no_logit_and_can_be_undone() -> None:
     fold_scale(model)
     assert {module.scale for module in model.modules() if isinstance(module, GatedLinear)} == {1}
     assert torch.equal(model(input_ids=DRAFT).logits, before)
-    unfold_scale(model, Adapter(4, 8, ("q_proj",)))
+    unfold_scale(model, MaskAdapter(4, 8, ("q_proj",)))
     assert {module.scale for module in model.modules() if isinstance(module, GatedLinear)} == {2}
     assert all(torch.equal(half, state[name]) for name, half in adapter_state(model).items())
 

@@ -21,11 +21,11 @@ from spaceport.exporter.checkpoint_source import provenance_of
 from spaceport.exporter.sar_config import is_origin, read_sar_config
 from spaceport.graphs.streamed_weights import keep_values
 from spaceport.tools.adopt.given import SUBFOLDERS
-from spaceport.tools.adopt.plan import Plan
+from spaceport.tools.adopt.plan import AdoptionPlan
 from spaceport.tools.tune.vocabulary import add_tokens
 
 
-def write_adopted(plan: Plan, checkpoint: Checkpoint, folder: Path) -> None:
+def write_adopted(plan: AdoptionPlan, checkpoint: Checkpoint, folder: Path) -> None:
     """Write an adapter folder: the mechanism, the embeddings of the mask tokens, and the identity of the base model."""
     if plan.weights is None:
         raise ValueError("the plan has no weights: expected one of a method that writes")

@@ -14,11 +14,11 @@ from spaceport.graphs.contract.faults import OptionFault
 from spaceport.tools.adopt.adapter_writer import write_adopted
 from spaceport.tools.adopt.given import Given
 from spaceport.tools.adopt.methods import find_method
-from spaceport.tools.adopt.plan import Method, Plan
+from spaceport.tools.adopt.plan import AdoptionPlan, Method
 from spaceport.tools.tune.vocabulary import grown
 
 
-def plan_adoption(given: Given, remote_code: bool = False) -> tuple[Method, Plan, Checkpoint]:
+def plan_adoption(given: Given, remote_code: bool = False) -> tuple[Method, AdoptionPlan, Checkpoint]:
     """What was given, checked as far as possible without the weights of the base model."""
     method, evidence = find_method(given)
     flags = TokenFlags(max_mask_slots=given.request.max_mask_slots if not method.writes else None)
@@ -29,7 +29,9 @@ def plan_adoption(given: Given, remote_code: bool = False) -> tuple[Method, Plan
     return method, method.plan(given, evidence, checkpoint), checkpoint
 
 
-def write_adoption(method: Method, plan: Plan, checkpoint: Checkpoint, target: Path, overwrite: bool) -> list[str]:
+def write_adoption(
+    method: Method, plan: AdoptionPlan, checkpoint: Checkpoint, target: Path, overwrite: bool
+) -> list[str]:
     """Write the folder for a plan; the names of its files."""
     if not method.writes:
         raise OptionFault(
@@ -41,7 +43,7 @@ def write_adoption(method: Method, plan: Plan, checkpoint: Checkpoint, target: P
         return sorted(file.name for file in folder.iterdir())
 
 
-def additions_of(plan: Plan, checkpoint: Checkpoint) -> DraftAdditions:
+def additions_of(plan: AdoptionPlan, checkpoint: Checkpoint) -> DraftAdditions:
     """What the export of a plan adds to the base model."""
     rows = int(checkpoint.config.get_text_config().vocab_size)
     masks = tuple(plan.mask_tokens.values())
@@ -66,7 +68,7 @@ def adopted_for_export(
         yield folder / "adapter"
 
 
-def next_command(plan: Plan, target: Path | None) -> str:
+def next_command(plan: AdoptionPlan, target: Path | None) -> str:
     """The command that exports what was adopted."""
     if plan.weights is None:
         return f"spaceport export {plan.checkpoint} BUNDLE --max-mask-slots {plan.mask_slots}"

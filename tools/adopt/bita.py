@@ -17,7 +17,7 @@ from spaceport.graphs.contract.json_fields import is_whole
 from spaceport.graphs.preloaded_slots import PreloadedSlots
 from spaceport.tools.adopt.given import Given, check_slots
 from spaceport.tools.adopt.new_tokens import new_tokens
-from spaceport.tools.adopt.plan import Method, Plan, require_no_masks
+from spaceport.tools.adopt.plan import AdoptionPlan, Method, require_no_masks
 from spaceport.tools.adopt.published_prefix import published_prefix
 
 _SLOTS, _MASKS = "prompt_num", "mask_num"  # entries of config.json
@@ -30,7 +30,7 @@ def _recognize(given: Given) -> str | None:
     return f"{_SLOTS} in config.json" if given.adapter is None and given.config.get(_SLOTS) else None
 
 
-def _plan(given: Given, evidence: str, checkpoint: Checkpoint) -> Plan:
+def _plan(given: Given, evidence: str, checkpoint: Checkpoint) -> AdoptionPlan:
     require_no_masks(given, checkpoint, "the checkpoint has mask tokens of its own")
     slots, rows = _prefix_of(given, checkpoint)
     named = _whole(given, _MASKS)
@@ -43,7 +43,7 @@ def _plan(given: Given, evidence: str, checkpoint: Checkpoint) -> Plan:
     check_slots(count, most)
     masks = new_tokens(given, load_tokenizer(checkpoint), BITA.name, count if len(rows) > 1 else 1)
     prefix = published_prefix(given.checkpoint, slots, rows, (), lambda: _prefix_of(given, checkpoint))
-    return Plan(BITA.name, evidence, given.checkpoint, masks, count, prefix)
+    return AdoptionPlan(BITA.name, evidence, given.checkpoint, masks, count, prefix)
 
 
 def _prefix_of(given: Given, checkpoint: Checkpoint) -> tuple[PreloadedSlots, Tensor]:

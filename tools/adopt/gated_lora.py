@@ -9,7 +9,7 @@ from spaceport.exporter.sar_config import CheckpointError, is_id
 from spaceport.graphs.contract.draft_methods import MAX_MASK_SLOTS
 from spaceport.tools.adopt.given import Given, check_slots, refuse_noise_seed
 from spaceport.tools.adopt.peft_adapter import read_peft_adapter
-from spaceport.tools.adopt.plan import Method, Plan
+from spaceport.tools.adopt.plan import AdoptionPlan, Method
 
 
 def _recognize(given: Given) -> str | None:
@@ -21,14 +21,14 @@ def _recognize(given: Given) -> str | None:
     return None if entry is None else f"{entry.name} {entry.token} in config.json"
 
 
-def _plan(given: Given, evidence: str, checkpoint: Checkpoint) -> Plan:
+def _plan(given: Given, evidence: str, checkpoint: Checkpoint) -> AdoptionPlan:
     refuse_noise_seed(given.request)
     masks = mask_tokens(given, checkpoint)
     distinct = len(masks) > 1
     slots = given.request.max_mask_slots or (len(masks) if distinct else DEFAULT_MASK_SLOTS)
     check_slots(slots, len(masks) if distinct else MAX_MASK_SLOTS)
     peft = read_peft_adapter(given.peft_folder, checkpoint, tuple(masks.values()))
-    return Plan(GATED_LORA.name, evidence, given.checkpoint, masks, slots, peft)
+    return AdoptionPlan(GATED_LORA.name, evidence, given.checkpoint, masks, slots, peft)
 
 
 def mask_tokens(given: Given, checkpoint: Checkpoint) -> dict[str, int]:

@@ -20,7 +20,7 @@ _USAGE = "expected CHECKPOINT [ADAPTER] TARGET"
 
 
 @dataclass(frozen=True)
-class Request:
+class AdoptionRequest:
     """Options that say what the files of an adapter do not."""
 
     method: str | None = None  # None: as the files show
@@ -46,7 +46,7 @@ class Given:
     adapter: Path | None
     config: Mapping[str, Any]  # config.json of the checkpoint; empty for a GGUF file
     training: Mapping[str, Any] = field(default_factory=dict)  # config.json beside the adapter, or one folder above
-    request: Request = Request()
+    request: AdoptionRequest = AdoptionRequest()
 
     @property
     def peft_folder(self) -> Path:
@@ -104,7 +104,7 @@ def names_heads(checkpoint: Path) -> bool:
     return file.is_file() and bool(read_json(file).get("medusa_num_heads"))
 
 
-def refuse_noise_seed(request: Request) -> None:
+def refuse_noise_seed(request: AdoptionRequest) -> None:
     """Raise if a seed was given for a method without noise."""
     if request.noise_seed is not None:
         raise OptionFault("--noise-seed has no effect: this method has no noise; leave it out")
@@ -116,7 +116,7 @@ def check_slots(slots: int, most: int) -> None:
         raise OptionFault(f"--max-mask-slots is {slots}: expected 1 to {most}")
 
 
-def read_given(paths: Paths, request: Request) -> Given:
+def read_given(paths: Paths, request: AdoptionRequest) -> Given:
     """The JSON files of what was given."""
     if paths.adapter is not None and not paths.adapter.exists():
         raise CheckpointError(f"{paths.adapter}: no such file or folder: {_USAGE}, with published weights as ADAPTER")

@@ -11,7 +11,7 @@ from spaceport.graphs.contract.json_fields import is_whole
 from spaceport.tools.adopt.gated_lora import mask_tokens
 from spaceport.tools.adopt.given import NEMOTRON_ADAPTER, Given, check_slots, refuse_noise_seed
 from spaceport.tools.adopt.peft_adapter import read_peft_adapter
-from spaceport.tools.adopt.plan import Method, Plan
+from spaceport.tools.adopt.plan import AdoptionPlan, Method
 
 NEMOTRON_TYPE = "nemotron_labs_diffusion"
 _LAYOUT = MaskLayout(shift=False, group="block")
@@ -30,7 +30,7 @@ def _recognize(given: Given) -> str | None:
     return f"model_type {NEMOTRON_TYPE}" if NEMOTRON_TYPE in types else None
 
 
-def _plan(given: Given, evidence: str, checkpoint: Checkpoint) -> Plan:
+def _plan(given: Given, evidence: str, checkpoint: Checkpoint) -> AdoptionPlan:
     refuse_noise_seed(given.request)
     kind = given.config.get("model_type")
     if kind not in _TYPES:
@@ -47,7 +47,7 @@ def _plan(given: Given, evidence: str, checkpoint: Checkpoint) -> Plan:
     slots = given.request.max_mask_slots or _default_slots(given)
     check_slots(slots, MAX_MASK_SLOTS)
     peft = read_peft_adapter(given.peft_folder, checkpoint, tuple(masks.values()))
-    return Plan(NEMOTRON.name, evidence, given.checkpoint, masks, slots, peft, _LAYOUT)
+    return AdoptionPlan(NEMOTRON.name, evidence, given.checkpoint, masks, slots, peft, _LAYOUT)
 
 
 def _default_slots(given: Given) -> int:

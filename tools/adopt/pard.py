@@ -6,7 +6,7 @@ from spaceport.exporter.checkpoint import Checkpoint
 from spaceport.exporter.sar_config import PARD as PARD_METHOD
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.tools.adopt.given import Given, refuse_noise_seed
-from spaceport.tools.adopt.plan import Method, Plan
+from spaceport.tools.adopt.plan import AdoptionPlan, Method
 
 
 def _recognize(given: Given) -> str | None:
@@ -14,12 +14,12 @@ def _recognize(given: Given) -> str | None:
     return None if entry is None else f"{entry.name} {entry.token} in config.json"
 
 
-def _plan(given: Given, evidence: str, checkpoint: Checkpoint) -> Plan:
+def _plan(given: Given, evidence: str, checkpoint: Checkpoint) -> AdoptionPlan:
     if given.request.mask_tokens:
         raise OptionFault("--mask-token has no effect: config.json names the mask token; leave it out")
     refuse_noise_seed(given.request)
     masks = {str(token): token for token in checkpoint.tokens.mask}
-    return Plan(PARD.name, evidence, given.checkpoint, masks, checkpoint.drafts.mask_slots, None)
+    return AdoptionPlan(PARD.name, evidence, given.checkpoint, masks, checkpoint.drafts.mask_slots, None)
 
 
 PARD = Method(PARD_METHOD, "PARD: one shared mask token", _recognize, _plan, writes=False)

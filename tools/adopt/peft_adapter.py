@@ -21,7 +21,7 @@ from spaceport.exporter.checkpoint import Checkpoint
 from spaceport.exporter.mechanisms import read_tensors
 from spaceport.exporter.sar_config import CheckpointError
 from spaceport.graphs.contract.faults import InputFault
-from spaceport.graphs.gated import Adapter, adapter_state, gate_model
+from spaceport.graphs.gated import MaskAdapter, adapter_state, gate_model
 from spaceport.graphs.traits import different_names
 from spaceport.tools.adopt.peft_config import WEIGHTS_FILE, read_peft_config
 from spaceport.tools.adopt.plan import PublishedWeights
@@ -72,7 +72,7 @@ def read_peft_adapter(folder: Path, checkpoint: Checkpoint, mask_ids: tuple[int,
     )
 
 
-def _adapter_tensors(folder: Path, modules: Mapping[str, LoraModule], adapter: Adapter) -> dict[str, Tensor]:
+def _adapter_tensors(folder: Path, modules: Mapping[str, LoraModule], adapter: MaskAdapter) -> dict[str, Tensor]:
     """A and B of each module with one rank and one scale, in the narrowest type that holds them exactly."""
     stored = read_tensors(folder / WEIGHTS_FILE, _ADVICE)
     published = _published_names(modules, stored)

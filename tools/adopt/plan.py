@@ -10,7 +10,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from spaceport.exporter.checkpoint import Checkpoint
-from spaceport.exporter.sar_config import CheckpointError, Noise
+from spaceport.exporter.sar_config import CheckpointError, CopiedEmbeddings
 from spaceport.graphs.contract.draft_methods import CAUSAL, MaskLayout
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.mechanism import Mechanism
@@ -30,7 +30,7 @@ class PublishedWeights:
 
 
 @dataclass(frozen=True)
-class Plan:
+class AdoptionPlan:
     """What was found, and what the written folder will say."""
 
     method: str
@@ -40,7 +40,7 @@ class Plan:
     mask_slots: int
     weights: PublishedWeights | None  # None: the checkpoint has all that is needed
     layout: MaskLayout = CAUSAL
-    noise: Noise | None = None
+    noise: CopiedEmbeddings | None = None
 
     def as_dict(self) -> dict[str, Any]:
         reports: dict[str, Any] = {"adapter": None, "heads": None, "prefix": None}
@@ -76,6 +76,6 @@ class Method:
     name: str  # for --method
     title: str
     recognize: Callable[[Given], str | None]  # what shows it; None: the files are of another method
-    plan: Callable[[Given, str, Checkpoint], Plan]
+    plan: Callable[[Given, str, Checkpoint], AdoptionPlan]
     expected: str | None = None  # what shows it, in words; None: a mask token or noise
     writes: bool = True  # whether there is something to write besides the checkpoint

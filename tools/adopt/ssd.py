@@ -9,7 +9,7 @@ from spaceport.graphs.contract.draft_methods import MAX_MASK_SLOTS
 from spaceport.tools.adopt.forecast_file import PREFIX, forecast_file
 from spaceport.tools.adopt.given import Given, check_slots
 from spaceport.tools.adopt.new_tokens import new_tokens
-from spaceport.tools.adopt.plan import Method, Plan, require_no_masks
+from spaceport.tools.adopt.plan import AdoptionPlan, Method, require_no_masks
 from spaceport.tools.adopt.published_prefix import read_published_prefix
 
 
@@ -22,7 +22,7 @@ def _recognize(given: Given) -> str | None:
     return None if file is None else f"{PREFIX} in {file.name}"
 
 
-def _plan(given: Given, evidence: str, checkpoint: Checkpoint) -> Plan:
+def _plan(given: Given, evidence: str, checkpoint: Checkpoint) -> AdoptionPlan:
     file = _file(given)
     if file is None:
         raise ValueError("no file with a forecast prefix: expected one, by which the method was recognized")
@@ -32,7 +32,7 @@ def _plan(given: Given, evidence: str, checkpoint: Checkpoint) -> Plan:
     slots = given.request.max_mask_slots or most
     check_slots(slots, most)
     masks = new_tokens(given, load_tokenizer(checkpoint), "forecast", slots)
-    return Plan(SSD.name, evidence, given.checkpoint, masks, slots, prefix)
+    return AdoptionPlan(SSD.name, evidence, given.checkpoint, masks, slots, prefix)
 
 
 SSD = Method(

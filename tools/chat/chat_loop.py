@@ -12,7 +12,7 @@ import click
 
 from spaceport.graphs.contract.faults import SpaceportError
 from spaceport.tools.chat.chat_model import ChatModel
-from spaceport.tools.chat.conversation import Conversation
+from spaceport.tools.chat.conversation import ChatHistory
 from spaceport.tools.terminal.lanes import Span, marked
 
 HELP = """\
@@ -29,7 +29,7 @@ class Chat:
     """A conversation with a model on the terminal."""
 
     def __init__(
-        self, model: ChatModel, conversation: Conversation, *, terminal: bool = True, colours: bool = True
+        self, model: ChatModel, conversation: ChatHistory, *, terminal: bool = True, colours: bool = True
     ) -> None:
         self._model = model
         self._conversation = conversation

@@ -10,7 +10,7 @@ from spaceport.graphs.contract.faults import InputFault
 _ROLES = ("system", "user", "assistant")
 
 
-class Conversation:
+class ChatHistory:
     """The messages so far, the system prompt first if there is one."""
 
     def __init__(self, system: str | None = None) -> None:

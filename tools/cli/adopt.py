@@ -10,7 +10,7 @@ import click
 from spaceport.exporter.atomic_folder import ADAPTER_FOLDER, check_target
 from spaceport.exporter.checkpoint_files import require_checkpoint
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.tools.adopt.given import Request, arrange, read_given
+from spaceport.tools.adopt.given import AdoptionRequest, arrange, read_given
 from spaceport.tools.cli.options import (
     PATH,
     json_option,
@@ -63,7 +63,7 @@ def command(
     if target is not None:
         check_target(target, overwrite, ADAPTER_FOLDER)
     require_checkpoint(given_paths.checkpoint)
-    given = read_given(given_paths, Request(method, mask_token, max_mask_slots, noise_seed))
+    given = read_given(given_paths, AdoptionRequest(method, mask_token, max_mask_slots, noise_seed))
     # torch is imported only once the paths are valid
     from spaceport.exporter.checkpoint_source import quiet_libraries
     from spaceport.tools.adopt.adopt import next_command, plan_adoption, write_adoption

@@ -14,7 +14,7 @@ from spaceport.runtime.session import Runtime
 from spaceport.tools.chat.bundle_model import BundleModel
 from spaceport.tools.chat.chat_loop import Chat
 from spaceport.tools.chat.chat_model import AnswerOptions, ChatModel
-from spaceport.tools.chat.conversation import Conversation
+from spaceport.tools.chat.conversation import ChatHistory
 from spaceport.tools.chat.service_model import ServiceModel
 from spaceport.tools.cli.generate_request import decoded
 from spaceport.tools.cli.key_file import KEY_VARIABLE, keys_of
@@ -96,7 +96,7 @@ def command(context: click.Context, /, target: str, **given: Any) -> None:
             Unused(not is_url, _SERVICE, "with a bundle", "give the URL of a service"),
         ],
     )
-    conversation = Conversation(given["system"])
+    conversation = ChatHistory(given["system"])
     with closing(model_of(target, is_url, given)) as model:
         colours = not given["no_colour"] and not os.environ.get("NO_COLOR")
         chat = Chat(model, conversation, terminal=sys.stdout.isatty(), colours=colours)

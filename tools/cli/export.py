@@ -15,7 +15,7 @@ from spaceport.exporter.checkpoint_files import require_checkpoint
 from spaceport.exporter.interrupts import interrupts_handled
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.signature import ACTIVATIONS, KV_CACHES, LOWERINGS, PRECISIONS, WEIGHTS
-from spaceport.tools.adopt.given import Request
+from spaceport.tools.adopt.given import AdoptionRequest
 from spaceport.tools.cli.dry_run import DRY_RUN_ONLY, dry_run_options, run_memory, show_report
 from spaceport.tools.cli.export_drafts import ExportDrafts, export_adapter_options
 from spaceport.tools.cli.options import (
@@ -161,7 +161,7 @@ def command(
     Without a mask token the bundle drafts with prompt lookup only. Published weights that draft are used as `spaceport
     adopt` uses them: those in --adapter, or with --method those in CHECKPOINT.
     """
-    drafts = ExportDrafts(checkpoint, adapter, Request(method, mask, max_mask_slots, noise_seed), fork, child)
+    drafts = ExportDrafts(checkpoint, adapter, AdoptionRequest(method, mask, max_mask_slots, noise_seed), fork, child)
     refuse_unused(context, [*drafts.unused, *_unused(drafts, dry_run)])
     chosen = (lowering, dtype, weights, attention, opset, trust_remote_code, activations, kv_cache)
     if dry_run:

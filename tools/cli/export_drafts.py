@@ -13,9 +13,9 @@ from spaceport.exporter.checkpoint_files import BASE_FILE, require_adapter_folde
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.tools.adopt.forecast_file import forecast_file
 from spaceport.tools.adopt.given import (
+    AdoptionRequest,
     Given,
     Paths,
-    Request,
     adapter_inside,
     names_heads,
     published_weights,
@@ -48,7 +48,7 @@ class ExportDrafts:
 
     checkpoint: Path
     adapter: Path | None  # as given
-    request: Request
+    request: AdoptionRequest
     fork: str | None = None
     child: str | None = None
 

@@ -47,7 +47,7 @@ def command(checkpoint: Path, tuned: Path, data: tuple[Path, ...], as_json: bool
     # torch is imported only once the options and paths are valid
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its warnings of lost processes are pages of C++ frames
     from spaceport.tools.terminal.tuning_screen import is_first, shown
-    from spaceport.tools.tune.distill import Distillation
+    from spaceport.tools.tune.distill import AnswerSource
     from spaceport.tools.tune.job import TuningJob
     from spaceport.tools.tune.tuning import tune
 
@@ -69,7 +69,7 @@ def command(checkpoint: Path, tuned: Path, data: tuple[Path, ...], as_json: bool
         adapter=given["adapter"],
         adapter_only=given["adapter_only"],
         remote_code=given["trust_remote_code"],
-        distillation=Distillation(given["bundle"]) if given["self_distill"] else None,
+        distillation=AnswerSource(given["bundle"]) if given["self_distill"] else None,
     )
     with shown(given["tensorboard"]) as callbacks:
         outcome = tune(job, callbacks)

@@ -27,7 +27,7 @@ _REQUESTS = 8  # answers that a bundle generates at the same time
 
 
 @dataclass(frozen=True)
-class Distillation:
+class AnswerSource:
     """How the model's own answers are generated."""
 
     bundle: Path | None  # of the checkpoint; None: its PyTorch model, which is slower
@@ -73,7 +73,7 @@ def distill(
 
 
 @contextmanager
-def open_generator(checkpoint: Path, distillation: Distillation, cutoff: int, remote_code: bool) -> Iterator[Runtime]:
+def open_generator(checkpoint: Path, distillation: AnswerSource, cutoff: int, remote_code: bool) -> Iterator[Runtime]:
     """A runtime over the model that is tuned."""
     opened = open_checkpoint(checkpoint, TokenFlags(), remote_code)
     if distillation.bundle is None:

@@ -11,7 +11,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from spaceport.graphs.attention import PrefixCache, RecordingCache
+from spaceport.graphs.attention import RecordedPrefix, RecordingCache
 from spaceport.graphs.decoder import rows_selected
 from spaceport.graphs.gated import gated_tokens, uniform_rows
 from spaceport.graphs.traits import comparison_ids, model_errors, require_equal_logits
@@ -71,7 +71,7 @@ class FrozenBaseModel(PackedModel):
                 input_ids=ids[:, split:],
                 position_ids=positions[:, split:],
                 attention_mask=self._mask(visible[:, split:], positions[:, split:], positions),
-                past_key_values=PrefixCache(prefix),
+                past_key_values=RecordedPrefix(prefix),
                 use_cache=True,
             )
         return cast(Tensor, output.logits)[0].float(), states[0]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from spaceport.tools.tune.distill import Distillation
+from spaceport.tools.tune.distill import AnswerSource
 from spaceport.tools.tune.settings import TrainingSettings
 from spaceport.tools.tune.token_names import DEFAULT, TokenNames
 from spaceport.tools.tune.training import Training, TrainingMeasurement
@@ -35,7 +35,7 @@ class TuningJob:
     adapter: Path | None = None  # adapter folder to train further
     adapter_only: bool = False  # write the adapter of method gated-lora without the base weights
     remote_code: bool = False
-    distillation: Distillation | None = None
+    distillation: AnswerSource | None = None
 
 
 @dataclass(frozen=True)

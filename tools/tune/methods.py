@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.graphs.correction import Factors
-from spaceport.graphs.gated import ALL_LINEAR, Adapter, gate_model, trainable_parameters, unfold_scale
+from spaceport.graphs.gated import ALL_LINEAR, MaskAdapter, gate_model, trainable_parameters, unfold_scale
 from spaceport.graphs.input_rows import InputRows
 from spaceport.tools.tune.settings import TrainingSettings
 from spaceport.tools.tune.token_embeddings import train_token_embeddings
@@ -28,7 +28,7 @@ class MergedModel:
     """A model as it is saved: LoRA weights are merged, a gated adapter stays separate."""
 
     model: PreTrainedModel
-    adapter: Adapter | None
+    adapter: MaskAdapter | None
     correction: Factors | None = None  # of the drafts of mask slots
     input_rows: InputRows | None = None
 
@@ -37,7 +37,7 @@ Merge = Callable[[], MergedModel]
 
 
 def apply_method(
-    model: PreTrainedModel, settings: TrainingSettings, tokens: TokenIds, existing: Adapter | None = None
+    model: PreTrainedModel, settings: TrainingSettings, tokens: TokenIds, existing: MaskAdapter | None = None
 ) -> Merge:
     """Select the trainable parameters; calling the result merges what was trained.
 

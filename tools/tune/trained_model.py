@@ -13,7 +13,7 @@ from torch import nn
 from spaceport.exporter.checkpoint import Checkpoint
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.correction import DraftCorrection, Factors
-from spaceport.graphs.gated import Adapter, checkpoint_layers
+from spaceport.graphs.gated import MaskAdapter, checkpoint_layers
 from spaceport.tools.tune.frozen_base import frozen_base_model_of
 from spaceport.tools.tune.frozen_dtype import convert_frozen
 from spaceport.tools.tune.job import TuningJob
@@ -25,7 +25,7 @@ from spaceport.tools.tune.tunable_model import TunableModel
 
 def adapter_settings(settings: TrainingSettings, checkpoint: Checkpoint) -> TrainingSettings:
     """The settings with those of the mask slots, the adapter and the draft correction of a checkpoint."""
-    adapter, correction = checkpoint.mechanism(Adapter), checkpoint.mechanism(Factors)
+    adapter, correction = checkpoint.mechanism(MaskAdapter), checkpoint.mechanism(Factors)
     layout = checkpoint.drafts.layout
     shift, group = settings.shift, settings.group
     settings = replace(settings, shift=layout.shift if shift is None else shift, group=group or layout.group)

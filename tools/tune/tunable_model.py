@@ -18,7 +18,7 @@ from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.graphs.contract.signature import PRECISIONS
 from spaceport.graphs.correction import Factors
-from spaceport.graphs.gated import Adapter
+from spaceport.graphs.gated import MaskAdapter
 from spaceport.graphs.input_rows import InputRows
 from spaceport.tools.tune.conversation_encoder import ConversationEncoder, conversation_encoder
 from spaceport.tools.tune.settings import DEFAULT_CUTOFF, TrainingSettings
@@ -51,7 +51,7 @@ class TunableModel:
     mask_slots: int  # of the tuned model
     mask_layout: MaskLayout  # the same
     base: BaseIdentity | None  # of the checkpoint, for a gated adapter
-    adapter: Adapter | None  # of the model: it is trained further
+    adapter: MaskAdapter | None  # of the model: it is trained further
     correction: Factors | None  # the same
     input_rows: InputRows | None  # the same
 
@@ -64,10 +64,10 @@ def open_tunable_model(checkpoint: Checkpoint, settings: TrainingSettings, reque
     """Open a checkpoint for tuning and add the special tokens that the objective needs."""
     folder = checkpoint.folder
     added = checkpoint.adapter_folder
-    if checkpoint.mechanism(Adapter) is not None and added is None:
+    if checkpoint.mechanism(MaskAdapter) is not None and added is None:
         raise InputFault(f"{folder}: has a mask adapter: expected plain weights; tune its base checkpoint instead")
     for mechanism in checkpoint.mechanisms:
-        if not isinstance(mechanism, (Adapter, Factors, InputRows)):
+        if not isinstance(mechanism, (MaskAdapter, Factors, InputRows)):
             raise InputFault(
                 f"{checkpoint.owner}: has {mechanism.name}, which is not tuned: expected plain weights; tune its base "
                 "checkpoint instead"
@@ -102,7 +102,7 @@ def open_tunable_model(checkpoint: Checkpoint, settings: TrainingSettings, reque
         slots,
         settings.mask_layout if settings.drafts else checkpoint.drafts.layout,
         base,
-        checkpoint.mechanism(Adapter),
+        checkpoint.mechanism(MaskAdapter),
         checkpoint.mechanism(Factors),
         checkpoint.mechanism(InputRows),
     )

@@ -25,7 +25,7 @@ from spaceport.tools.tune.batches import TrainingBatches, require_forks
 from spaceport.tools.tune.card import CardFacts, write_card
 from spaceport.tools.tune.conversation_encoder import ConversationError
 from spaceport.tools.tune.conversations import Conversation, read_conversations
-from spaceport.tools.tune.distill import Distillation, distill, open_generator
+from spaceport.tools.tune.distill import AnswerSource, distill, open_generator
 from spaceport.tools.tune.inputs import check_job, facts_of, identity_of, target_kind
 from spaceport.tools.tune.job import TrainingCallbacks, TuningJob, TuningOutcome
 from spaceport.tools.tune.methods import Merge
@@ -161,7 +161,7 @@ def gather(
     return merged
 
 
-def _distilled(opened: _OpenedJob, distillation: Distillation, counts: Counter[str]) -> dict[Path, list[Conversation]]:
+def _distilled(opened: _OpenedJob, distillation: AnswerSource, counts: Counter[str]) -> dict[Path, list[Conversation]]:
     """The conversations with the model's own answers; the main process generates them for all."""
     job, cutoff = opened.job, opened.settings.cutoff
 

@@ -10,7 +10,7 @@ import pytest
 
 from spaceport.exporter.sar_config import CheckpointError
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.tools.adopt.given import PEFT_FILE, Given, Paths, Request, arrange, read_given
+from spaceport.tools.adopt.given import PEFT_FILE, AdoptionRequest, Given, Paths, arrange, read_given
 from spaceport.tools.adopt.methods import find_method
 
 BASE, ADAPTER = Path("base"), Path("adapter")
@@ -48,7 +48,7 @@ def test_the_mask_token_of_the_training_counts_before_the_checkpoints(tmp_path: 
     found = []
     for token, folder in ((3, base), (4, adapter.parent), (5, adapter)):
         written(folder, "config.json", mask_token_id=token)
-        named = read_given(Paths(base, adapter, None), Request()).named_mask
+        named = read_given(Paths(base, adapter, None), AdoptionRequest()).named_mask
         found.append(named and named.token)
     assert found == [3, 4, 5]
 
@@ -56,28 +56,34 @@ def test_the_mask_token_of_the_training_counts_before_the_checkpoints(tmp_path: 
 @pytest.mark.parametrize(
     ("adapter", "config", "training", "request_", "expected"),
     [
-        (None, {"pard_token": 7}, {}, Request(), "pard: pard_token 7 in config.json"),
-        (ADAPTER, {}, {"noise": "uniform", "mask_token_id": 7}, Request(), "uno: noise uniform in config.json"),
-        (ADAPTER, {}, {"mask_token_id": 7}, Request(), "gated-lora: mask_token_id 7 in config.json"),
-        (ADAPTER, {"mask_token_id": 7}, {}, Request(), "gated-lora: mask_token_id 7 in config.json"),
-        (ADAPTER, {}, {}, Request(mask_tokens=("9",)), "gated-lora: --mask-token 9"),
-        (ADAPTER, {}, {}, Request(method="uno"), "uno: --method uno"),
+        (None, {"pard_token": 7}, {}, AdoptionRequest(), "pard: pard_token 7 in config.json"),
+        (ADAPTER, {}, {"noise": "uniform", "mask_token_id": 7}, AdoptionRequest(), "uno: noise uniform in config.json"),
+        (ADAPTER, {}, {"mask_token_id": 7}, AdoptionRequest(), "gated-lora: mask_token_id 7 in config.json"),
+        (ADAPTER, {"mask_token_id": 7}, {}, AdoptionRequest(), "gated-lora: mask_token_id 7 in config.json"),
+        (ADAPTER, {}, {}, AdoptionRequest(mask_tokens=("9",)), "gated-lora: --mask-token 9"),
+        (ADAPTER, {}, {}, AdoptionRequest(method="uno"), "uno: --method uno"),
         (
             ADAPTER,
             {},
             {"noise": "uniform", "mask_token_id": 7},
-            Request("gated-lora"),
+            AdoptionRequest("gated-lora"),
             "gated-lora: mask_token_id 7 in",
         ),
-        (BASE / "linear_spec_lora", {}, {"mask_token_id": 7}, Request(), "nemotron: folder linear_spec_lora"),
-        (ADAPTER, NEMOTRON, {}, Request(), "nemotron: model_type nemotron_labs_diffusion"),
-        (ADAPTER, {"mask_token_id": 7}, {}, Request(method="nemotron"), "nemotron: --method nemotron"),
+        (BASE / "linear_spec_lora", {}, {"mask_token_id": 7}, AdoptionRequest(), "nemotron: folder linear_spec_lora"),
+        (ADAPTER, NEMOTRON, {}, AdoptionRequest(), "nemotron: model_type nemotron_labs_diffusion"),
+        (ADAPTER, {"mask_token_id": 7}, {}, AdoptionRequest(method="nemotron"), "nemotron: --method nemotron"),
         # block_size is in the configuration of every I-DLM adapter, whose base model is an ordinary one
-        (ADAPTER, {}, {"model_type": "sdar", "block_size": 3, "mask_token_id": 9}, Request(), "gated-lora: mask_token"),
+        (
+            ADAPTER,
+            {},
+            {"model_type": "sdar", "block_size": 3, "mask_token_id": 9},
+            AdoptionRequest(),
+            "gated-lora: mask_token",
+        ),
     ],
 )
 def test_the_files_show_the_method(
-    adapter: Path | None, config: dict[str, Any], training: dict[str, Any], request_: Request, expected: str
+    adapter: Path | None, config: dict[str, Any], training: dict[str, Any], request_: AdoptionRequest, expected: str
 ) -> None:
     method, evidence = find_method(Given(BASE, adapter, config, training, request_))
     assert f"{method.name}: {evidence}".startswith(expected)
@@ -86,22 +92,42 @@ def test_the_files_show_the_method(
 @pytest.mark.parametrize(
     ("adapter", "config", "request_", "message"),
     [
-        (None, {}, Request(), r"names no mask token: expected pard_token, ptd_token_id or mask_token_id in it"),
-        (None, {}, Request(method="pard"), r"base: config.json names no mask token"),
-        (ADAPTER, {}, Request(), r"adapter: no mask token is known, and no noise: .*--mask-token .*--method uno"),
-        (None, {"architectures": ["AEagle3"]}, Request(), r"is EAGLE \(architecture AEagle3 in config.json\)"),
-        (ADAPTER, {"draft_vocab_size": 32000}, Request(), "adapter: is EAGLE"),
-        (None, {"dflash_config": {"mask_token_id": 3}}, Request(), "is DFlash or another speculator"),
-        (None, {"pard_token": 9, "pard2_target_dim": 64}, Request(), "is PARD-2 .*hidden states of another model"),
-        (None, NEMOTRON, Request(), "is Nemotron-Labs-Diffusion without its .*linear_spec_lora into"),
-        (None, {"model_type": "qwen3_next"}, Request(), "with recurrent layers .*the tokens of a rejected draft"),
-        (None, {"layer_types": ["linear_attention"]}, Request(), "is a model with recurrent layers"),
-        (None, {"model_type": "sdar", "mask_token_id": 9}, Request(), "is SDAR, .*give the base model as CHECKPOINT"),
-        (None, {"mask_token_id": 9, "block_size": 4}, Request(), "is block diffusion .*write sar_config.json"),
+        (None, {}, AdoptionRequest(), r"names no mask token: expected pard_token, ptd_token_id or mask_token_id in it"),
+        (None, {}, AdoptionRequest(method="pard"), r"base: config.json names no mask token"),
+        (
+            ADAPTER,
+            {},
+            AdoptionRequest(),
+            r"adapter: no mask token is known, and no noise: .*--mask-token .*--method uno",
+        ),
+        (None, {"architectures": ["AEagle3"]}, AdoptionRequest(), r"is EAGLE \(architecture AEagle3 in config.json\)"),
+        (ADAPTER, {"draft_vocab_size": 32000}, AdoptionRequest(), "adapter: is EAGLE"),
+        (None, {"dflash_config": {"mask_token_id": 3}}, AdoptionRequest(), "is DFlash or another speculator"),
+        (
+            None,
+            {"pard_token": 9, "pard2_target_dim": 64},
+            AdoptionRequest(),
+            "is PARD-2 .*hidden states of another model",
+        ),
+        (None, NEMOTRON, AdoptionRequest(), "is Nemotron-Labs-Diffusion without its .*linear_spec_lora into"),
+        (
+            None,
+            {"model_type": "qwen3_next"},
+            AdoptionRequest(),
+            "with recurrent layers .*the tokens of a rejected draft",
+        ),
+        (None, {"layer_types": ["linear_attention"]}, AdoptionRequest(), "is a model with recurrent layers"),
+        (
+            None,
+            {"model_type": "sdar", "mask_token_id": 9},
+            AdoptionRequest(),
+            "is SDAR, .*give the base model as CHECKPOINT",
+        ),
+        (None, {"mask_token_id": 9, "block_size": 4}, AdoptionRequest(), "is block diffusion .*write sar_config.json"),
     ],
 )
 def test_what_is_missing_or_cannot_be_run_is_named(
-    adapter: Path | None, config: dict[str, Any], request_: Request, message: str
+    adapter: Path | None, config: dict[str, Any], request_: AdoptionRequest, message: str
 ) -> None:
     with pytest.raises(CheckpointError, match=message):
         find_method(Given(BASE, adapter, {} if adapter else config, config if adapter else {}, request_))

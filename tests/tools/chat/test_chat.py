@@ -25,7 +25,7 @@ from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
 from spaceport.tools.chat.chat_loop import Chat
 from spaceport.tools.chat.chat_model import AnswerOptions
-from spaceport.tools.chat.conversation import Conversation
+from spaceport.tools.chat.conversation import ChatHistory
 from spaceport.tools.chat.service_model import ServiceFault, ServiceModel, root_of
 from spaceport.tools.cli import run
 from spaceport.tools.serve.application import application
@@ -239,38 +239,38 @@ class Scripted:
 
 def test_an_answer_cannot_change_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     spans = Span("a\x1b[2J\x07\n\tb", False), Span("\x9b", True, "lookup")
-    Chat(Scripted(*spans), Conversation()).respond("q")
+    Chat(Scripted(*spans), ChatHistory()).respond("q")
     shown = capsys.readouterr().out
     assert shown.startswith("a\\x1b[2J\\x07\n\tb")
     assert click.style("\\x9b", fg="cyan", underline=True) in shown
-    Chat(Scripted(*spans), Conversation(), colours=False).respond("q")
+    Chat(Scripted(*spans), ChatHistory(), colours=False).respond("q")
     assert capsys.readouterr().out == "a\\x1b[2J\\x07\n\tb\\x9b\n"
-    Chat(Scripted(*spans), Conversation(), terminal=False).respond("q")
+    Chat(Scripted(*spans), ChatHistory(), terminal=False).respond("q")
     assert capsys.readouterr().out == "a\x1b[2J\x07\n\tb\x9b\n"
 
 
 def test_what_came_before_ctrl_c_stays_and_what_came_before_an_error_does_not() -> None:
     for error, expected in ((KeyboardInterrupt(), ["q", "a"]), (ServiceFault("gone"), [])):
-        model, conversation = Scripted(Span("a", False), error, Span("b", False)), Conversation()
+        model, conversation = Scripted(Span("a", False), error, Span("b", False)), ChatHistory()
         with pytest.raises(type(error)):
             Chat(model, conversation, colours=False).respond("q")
         assert [message["content"] for message in conversation.messages] == expected
         assert model.closed
-    conversation = Conversation()
+    conversation = ChatHistory()
     with pytest.raises(KeyboardInterrupt):
         Chat(Scripted(KeyboardInterrupt()), conversation, colours=False).respond("q")
     assert conversation.messages == []
 
 
-def conversation(system: str | None = None) -> Conversation:
-    found = Conversation(system)
+def conversation(system: str | None = None) -> ChatHistory:
+    found = ChatHistory(system)
     for text in ("one", "two"):
         found.add("user", text)
         found.add("assistant", f"re: {text}")
     return found
 
 
-def contents(found: Conversation) -> list[str]:
+def contents(found: ChatHistory) -> list[str]:
     return [message["content"] for message in found.messages]
 
 

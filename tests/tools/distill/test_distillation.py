@@ -29,7 +29,7 @@ from spaceport.tools.distill.distillation import DistillOptions, DistillProgress
 from spaceport.tools.distill.partial_answers import partial_file
 from spaceport.tools.tune import own_answers
 from spaceport.tools.tune.conversations import Conversation, Turn, read_conversations
-from spaceport.tools.tune.distill import LONG, UNFINISHED, WRITTEN, Distillation, open_generator
+from spaceport.tools.tune.distill import LONG, UNFINISHED, WRITTEN, AnswerSource, open_generator
 from spaceport.tools.tune.distill import distill as self_distilled
 from spaceport.tools.tune.own_answers import AnswerLimits, AnswerPrompt, OwnAnswer, generate_answers, stored_answers
 from support.hash_engine import Language
@@ -266,7 +266,7 @@ CONVERSATIONS = [
 
 @pytest.fixture(scope="module")
 def torch_generator() -> Iterator[Runtime]:
-    with open_generator(TINY, Distillation(None), CUTOFF, False) as runtime:
+    with open_generator(TINY, AnswerSource(None), CUTOFF, False) as runtime:
         yield runtime
 
 
@@ -275,7 +275,7 @@ def test_checkpoint_and_bundle_generate_the_same_answers(
 ) -> None:
     counts: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
     found = self_distilled(CONVERSATIONS, torch_generator, tmp_path / "torch.jsonl", CUTOFF, counts[0])
-    with open_generator(TINY, Distillation(tiny_bundle), CUTOFF, False) as runtime:
+    with open_generator(TINY, AnswerSource(tiny_bundle), CUTOFF, False) as runtime:
         other = self_distilled(CONVERSATIONS, runtime, tmp_path / "bundle.jsonl", CUTOFF, counts[1], requests=8)
     assert found == other
     assert counts[0] == counts[1] == {WRITTEN: 3, LONG: 1}
@@ -349,7 +349,7 @@ def test_a_bundle_with_another_tokenizer_is_refused(tiny_bundle: Path, tmp_path:
     tokenizer = json.loads((foreign / "tokenizer.json").read_text("utf-8"))
     tokenizer["model"]["merges"].pop()
     (foreign / "tokenizer.json").write_text(json.dumps(tokenizer), "utf-8")
-    generator = open_generator(foreign, Distillation(tiny_bundle), CUTOFF, False)
+    generator = open_generator(foreign, AnswerSource(tiny_bundle), CUTOFF, False)
     with pytest.raises(InputFault, match=r"has another tokenizer than .*: expected the bundle of this"), generator:
         pass
 

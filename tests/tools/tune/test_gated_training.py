@@ -38,7 +38,7 @@ from spaceport.tools.tune.tuning import tune
 from spaceport.tools.verify.acceptance.answers import generate_answer
 from spaceport.tools.verify.acceptance.measure import measure
 from spaceport.tools.verify.acceptance.predictions import predict_segment
-from spaceport.tools.verify.acceptance.reference_answers import ReferenceAnswer, Segment
+from spaceport.tools.verify.acceptance.reference_answers import AnswerSegment, ReferenceAnswer
 from spaceport.tools.verify.acceptance.tally import Tally
 from support.exported import bundle_of
 from support.families import FAMILIES, build
@@ -323,7 +323,7 @@ def test_acceptance_is_measured_along_corrected_drafts_which_change_no_text(corr
         uncorrected = Tally(3)
         for ids in prompts:
             (thread,) = generate_answer(runtime, ids, 48, 3).threads
-            segment = Segment(thread.prefix, thread.tokens)
+            segment = AnswerSegment(thread.prefix, thread.tokens)
             predicted = predict_segment(runtime.engine, runtime.bundle.manifest.tokens, segment, 3)
             uncorrected.add(predicted, thread.tokens, thread.ending == "end")
         assert uncorrected.steps[3] > steps

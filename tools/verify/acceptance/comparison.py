@@ -9,7 +9,7 @@ from typing import Any
 from spaceport.runtime.decoding import DEFAULT_LOOKUP, Decoding
 from spaceport.runtime.session import Runtime
 from spaceport.tools.verify.acceptance.answers import generate_drafted
-from spaceport.tools.verify.acceptance.measure import Acceptance
+from spaceport.tools.verify.acceptance.measure import MeasuredDrafts
 from spaceport.tools.verify.acceptance.reference_answers import ReferenceAnswer
 from spaceport.tools.verify.draft_names import named_drafts
 
@@ -49,7 +49,7 @@ class ModelAcceptance:
     adapter: str | None  # name of the published weights that it drafts with
     samples: int
     counts: dict[str, int]  # of conversations
-    found: Acceptance
+    found: MeasuredDrafts
     steps: LookupSteps | None  # None: only the model's own drafts were measured
 
     @property

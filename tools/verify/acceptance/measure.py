@@ -13,7 +13,7 @@ from spaceport.runtime.decode.acceptance import USUAL_LOOKUP
 from spaceport.runtime.session import Runtime
 from spaceport.tools.verify.acceptance.answers import generate_answer
 from spaceport.tools.verify.acceptance.predictions import predict_segment
-from spaceport.tools.verify.acceptance.reference_answers import ReferenceAnswer, Segment
+from spaceport.tools.verify.acceptance.reference_answers import AnswerSegment, ReferenceAnswer
 from spaceport.tools.verify.acceptance.tally import ForkTally, LookupTally, Tally
 from spaceport.tools.verify.draft_names import PREDICTOR_NAMES
 
@@ -21,7 +21,7 @@ _PRIOR = 10  # tokens that the initial rate of a kind of prompt-lookup token cou
 
 
 @dataclass
-class Acceptance:
+class MeasuredDrafts:
     """The acceptance of a model's drafts."""
 
     generated: Tally  # on the greedy answers that the model generates
@@ -51,24 +51,24 @@ class Acceptance:
         return measured_acceptance(self.generated.acceptance, self.generated.tokens, data, day, lookup)
 
 
-def measure(runtime: Runtime, samples: Iterable[ReferenceAnswer], max_tokens: int, mask_slots: int) -> Acceptance:
+def measure(runtime: Runtime, samples: Iterable[ReferenceAnswer], max_tokens: int, mask_slots: int) -> MeasuredDrafts:
     """Acceptance on each reference answer, and on the answer that the model generates for the same prompt."""
     manifest, correction = runtime.bundle.manifest, read_correction(runtime.bundle)
     forks = None if manifest.tokens.fork is None else ForkTally()
-    found = Acceptance(Tally(mask_slots), Tally(mask_slots), forks, PREDICTOR_NAMES[manifest.drafts.predictor])
+    found = MeasuredDrafts(Tally(mask_slots), Tally(mask_slots), forks, PREDICTOR_NAMES[manifest.drafts.predictor])
     for sample in samples:
         for segment in sample.segments:
             _add(runtime, correction, segment, found.reference, found.forks)
         answer = generate_answer(runtime, sample.prompt, max_tokens, mask_slots)
         for thread in answer.threads:
             found.lookup.add(thread.prefix, thread.tokens)
-            segment = Segment(thread.prefix, thread.tokens, thread.fork is not None)
+            segment = AnswerSegment(thread.prefix, thread.tokens, thread.fork is not None)
             _add(runtime, correction, segment, found.generated, None)
     return found
 
 
 def _add(
-    runtime: Runtime, correction: CorrectionTables | None, segment: Segment, tally: Tally, forks: ForkTally | None
+    runtime: Runtime, correction: CorrectionTables | None, segment: AnswerSegment, tally: Tally, forks: ForkTally | None
 ) -> None:
     if not segment.tokens:
         return

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from spaceport.tools.verify.acceptance.measure import Acceptance
+from spaceport.tools.verify.acceptance.measure import MeasuredDrafts
 from spaceport.tools.verify.acceptance.tally import Tally
 
 # Okabe and Ito's blue and vermilion, distinct for every kind of colour vision; the markers differ as well.
@@ -17,7 +17,7 @@ _GENERATED = ("#0072B2", "o", "generated answers", 8)
 _REFERENCE = ("#D55E00", "s", "reference answers", -14)
 
 
-def draw(found: Acceptance, file: Path, title: str) -> None:
+def draw(found: MeasuredDrafts, file: Path, title: str) -> None:
     """Write the plot, in the format of the file's suffix."""
     figure = Figure(figsize=(10, 4.4), layout="constrained")
     accuracy, speed = figure.subplots(1, 2)

@@ -18,7 +18,7 @@ from spaceport.runtime.decode.step import pack, split
 from spaceport.runtime.engine import Engine
 from spaceport.runtime.sampling.choice import Corrected
 from spaceport.tools.verify.acceptance.answers import greedy_selector
-from spaceport.tools.verify.acceptance.reference_answers import Segment
+from spaceport.tools.verify.acceptance.reference_answers import AnswerSegment
 from spaceport.tools.verify.feeding import EchoObserver, known_request, prefill
 
 ROWS = 128  # rows per call: enough for efficient matrix products, few enough for small logits
@@ -28,7 +28,7 @@ NO_PREDICTION = -1
 def predict_segment(
     engine: Engine,
     tokens: TokenIds,
-    segment: Segment,
+    segment: AnswerSegment,
     mask_slots: int,
     mask_layout: MaskLayout = CAUSAL,
     max_seq_len: int = 0,

@@ -15,7 +15,7 @@ TEXT_PROMPT = 32  # tokens of a plain text that count as its prompt, at most
 
 
 @dataclass(frozen=True)
-class Segment:
+class AnswerSegment:
     """Consecutive tokens of an answer, with everything before them."""
 
     prefix: tuple[int, ...]
@@ -29,7 +29,7 @@ class ReferenceAnswer:
 
     line: int  # line number in the data file
     prompt: tuple[int, ...]  # everything before the last answer
-    segments: tuple[Segment, ...]
+    segments: tuple[AnswerSegment, ...]
 
 
 def reference_answers(
@@ -47,7 +47,7 @@ def reference_answers(
     return answers
 
 
-def segments_of(sample: Sample, tokens: TokenIds) -> list[Segment]:
+def segments_of(sample: Sample, tokens: TokenIds) -> list[AnswerSegment]:
     """The chains of learned tokens: each begins after a token that is not learned (the prompt's last, or [Child])."""
     members: dict[int, list[int]] = {}  # index of a segment's first token -> indices of all its tokens
     first: dict[int, int] = {}  # index of a token -> index of its segment's first token
@@ -58,7 +58,7 @@ def segments_of(sample: Sample, tokens: TokenIds) -> list[Segment]:
     for start, indices in members.items():
         before = _path(sample, int(sample.parents[start]))
         child = tokens.child is not None and int(sample.ids[before[-1]]) == tokens.child
-        segments.append(Segment(tuple(sample.ids[before].tolist()), tuple(sample.ids[indices].tolist()), child))
+        segments.append(AnswerSegment(tuple(sample.ids[before].tolist()), tuple(sample.ids[indices].tolist()), child))
     return segments
 
 
@@ -71,8 +71,8 @@ def _path(sample: Sample, index: int) -> list[int]:
     return path[::-1]
 
 
-def _with_prompt(text: Segment) -> Segment:
+def _with_prompt(text: AnswerSegment) -> AnswerSegment:
     """A plain text whose first tokens, at most half of them, are its prompt."""
     whole = (*text.prefix, *text.tokens)
     cut = max(len(text.prefix), min(TEXT_PROMPT, len(whole) // 2))
-    return Segment(whole[:cut], whole[cut:])
+    return AnswerSegment(whole[:cut], whole[cut:])

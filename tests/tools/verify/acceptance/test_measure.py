@@ -27,7 +27,7 @@ from spaceport.tools.verify.acceptance.answers import Answer, AnswerThread, gene
 from spaceport.tools.verify.acceptance.comparison import count_drafted
 from spaceport.tools.verify.acceptance.measure import measure
 from spaceport.tools.verify.acceptance.predictions import NO_PREDICTION, predict_segment
-from spaceport.tools.verify.acceptance.reference_answers import ReferenceAnswer, Segment
+from spaceport.tools.verify.acceptance.reference_answers import AnswerSegment, ReferenceAnswer
 from spaceport.tools.verify.acceptance.source import conversation_encoder_for
 from spaceport.tools.verify.acceptance.tally import Tally, correct_predictions, count_steps
 from support.hash_engine import CHILD as HASH_CHILD
@@ -106,7 +106,7 @@ def test_an_answer_is_cut_at_the_maximum_context_length_unless_its_threads_do_no
 @settings(max_examples=100)
 @given(
     segment=st.builds(
-        Segment,
+        AnswerSegment,
         st.lists(st.integers(0, END - 1), min_size=1, max_size=40).map(tuple) | st.just((1, 2, 3) * 45),
         st.lists(st.integers(0, 2) | st.integers(0, END), min_size=1, max_size=40).map(tuple),
         st.booleans(),
@@ -126,7 +126,7 @@ def test_an_answer_is_cut_at_the_maximum_context_length_unless_its_threads_do_no
     lowering=st.sampled_from(LOWERINGS),
 )
 def test_every_mask_slot_or_head_predicts_after_every_token(
-    segment: Segment,
+    segment: AnswerSegment,
     language: Language,
     mask_slots: int,
     masks: tuple[int, ...],
@@ -166,7 +166,9 @@ def runtime(tiny_bundle: Path) -> Iterator[Runtime]:
 def test_counted_steps_of_a_generated_answer_are_those_that_the_runtime_takes(runtime: Runtime) -> None:
     prompt = runtime.tokens_of(PROMPTS["foreign text"])
     root = generate_answer(runtime, prompt, 96, 5).root
-    predicted = predict_segment(runtime.engine, runtime.bundle.manifest.tokens, Segment(root.prefix, root.tokens), 5)
+    predicted = predict_segment(
+        runtime.engine, runtime.bundle.manifest.tokens, AnswerSegment(root.prefix, root.tokens), 5
+    )
     tally = Tally(5)
     tally.add(predicted, root.tokens, root.ending == "end")
     assert tuple(predicted[:, 0]) == root.tokens
@@ -212,7 +214,7 @@ def test_concurrent_threads_generate_the_same_in_fewer_steps(runtime: Runtime, f
     counted = 0
     for thread in sequential.threads:
         if thread.tokens:
-            segment = Segment(thread.prefix, thread.tokens, thread.fork is not None)
+            segment = AnswerSegment(thread.prefix, thread.tokens, thread.fork is not None)
             predicted = predict_segment(runtime.engine, forked.bundle.manifest.tokens, segment, mask_slots)
             assert tuple(predicted[:, 0]) == thread.tokens
             counted += count_steps(correct_predictions(predicted, thread.tokens), mask_slots)

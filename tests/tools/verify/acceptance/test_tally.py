@@ -13,7 +13,7 @@ from spaceport.runtime.decode.sources import Continuation, Lookup
 from spaceport.tools.tune.conversations import Conversation, Turn
 from spaceport.tools.tune.samples import Prepared, Sample
 from spaceport.tools.verify.acceptance.predictions import NO_PREDICTION
-from spaceport.tools.verify.acceptance.reference_answers import Segment, reference_answers, segments_of
+from spaceport.tools.verify.acceptance.reference_answers import AnswerSegment, reference_answers, segments_of
 from spaceport.tools.verify.acceptance.tally import ForkTally, LookupTally, Tally, correct_predictions, count_steps
 
 FORK, CHILD = 630, 631
@@ -72,22 +72,22 @@ def test_a_sample_with_forks_becomes_its_root_and_its_children() -> None:
     learned = np.array([0, 0, 1, 1, 0, 1, 1, 1, 0, 1, 1], np.bool_)
     sample = Sample(1, ids, parents, learned)
     assert segments_of(sample, TokenIds(mask=(4,), fork=FORK, child=CHILD)) == [
-        Segment((1, 2), (9, FORK, 8, FORK, 5)),
-        Segment((1, 2, 9, FORK, CHILD), (7,), child=True),
-        Segment((1, 2, 9, FORK, 8, FORK, CHILD), (6,), child=True),
+        AnswerSegment((1, 2), (9, FORK, 8, FORK, 5)),
+        AnswerSegment((1, 2, 9, FORK, CHILD), (7,), child=True),
+        AnswerSegment((1, 2, 9, FORK, 8, FORK, CHILD), (6,), child=True),
     ]
 
 
 def test_every_answer_of_a_chat_is_measured_and_the_last_one_is_generated_again() -> None:
     chat = Sample(1, np.arange(10, 16), np.arange(-1, 5), np.array([0, 1, 0, 0, 1, 1], np.bool_))
     (found,) = reference_answers(Prepared(whole=[chat]), [Conversation(1, (Turn("user", "a"),))], TokenIds())
-    assert found.segments == (Segment((10,), (11,)), Segment((10, 11, 12, 13), (14, 15)))
+    assert found.segments == (AnswerSegment((10,), (11,)), AnswerSegment((10, 11, 12, 13), (14, 15)))
     assert found.prompt == (10, 11, 12, 13)
     for size, prompt in ((7, 3), (63, 31), (100, 32)):  # the first tokens of a plain text count as its prompt
         text = Sample(3, np.arange(size), np.arange(-1, size - 1), np.arange(size) > 0)
         (found,) = reference_answers(Prepared(whole=[text]), [Conversation(3, (Turn("text", "a"),))], TokenIds())
         assert found.prompt == tuple(range(prompt))
-        assert found.segments == (Segment(tuple(range(prompt)), tuple(range(prompt, size))),)
+        assert found.segments == (AnswerSegment(tuple(range(prompt)), tuple(range(prompt, size))),)
 
 
 @settings(max_examples=200)

@@ -61,7 +61,7 @@ LAYERS = {
     "tools.terminal": (*_MODEL, "tools.distill", "tools.tune"),
     "tools.chat": (*_MODEL, "tools.terminal"),
     "tools.verify": (*_MODEL, "tools.reference", "tools.tune"),
-    "tools.bench": (*_MODEL, "tools.demo", "tools.report", "tools.verify"),
+    "tools.bench": (*_MODEL, "tools.demo", "tools.report", "tools.terminal", "tools.verify"),
     "tools.serve": (*_MODEL, "tools.page"),
     "tools.fetch": _MODEL,
     "tools.cli": (

@@ -30,18 +30,24 @@ from spaceport.tools.bench.chat_measuring import (
     read_chat_prompts,
     running_peers,
 )
-from spaceport.tools.bench.compare import header, number, row, titled
-from spaceport.tools.bench.decode import Rate, Speedup, described, rates_by_depth, rates_by_source, speedup_of
+from spaceport.tools.bench.decode import (
+    Rate,
+    Speedup,
+    described,
+    differing_lines,
+    rates_by_depth,
+    rates_by_source,
+    speedup_of,
+)
 from spaceport.tools.bench.decode_measuring import DEFAULT, PLAIN, DecodeMode, mode_runtimes
 from spaceport.tools.bench.environments import Skipped
 from spaceport.tools.bench.machine import Machine, OtherProcesses, this_machine
+from spaceport.tools.bench.report import Report, Table
 
 ALL = "all"  # kind of the rows over all prompts
 LOSS = 0.97  # a prompt with a lower speedup counts as a loss
-_SHOWN = 10  # differences; JSON has all
 _FIXED = "fixed "  # start of the names of modes with a fixed draft
 _DEPTHS = 8  # columns; JSON has all
-_NONE = "-"
 OnProgress = Callable[[str], None]
 
 
@@ -78,7 +84,7 @@ Rounds = Mapping[ChatPrompt, Sequence[Times]]  # by prompt: its times in each ro
 
 
 @dataclass(frozen=True)
-class Drafts:
+class DraftFigures:
     """The draft tokens of a mode."""
 
     tokens_per_step: float
@@ -94,7 +100,7 @@ class Drafts:
 
 
 @dataclass(frozen=True)
-class Figures:
+class ChatFigures:
     """One mode or other runtime on the prompts of one kind."""
 
     subject: str
@@ -110,7 +116,7 @@ class Figures:
     decode_speedup: Speedup | None  # over plain decoding, after the first token
     cpu_speedup: Speedup | None  # over plain decoding in CPU time, prefill included
     losses: int  # prompts with a speedup below LOSS
-    drafts: Drafts | None  # None without drafts, and for other runtimes
+    drafts: DraftFigures | None  # None without drafts, and for other runtimes
 
 
 @dataclass(frozen=True)
@@ -191,9 +197,9 @@ def ratios(
     return found
 
 
-def figures_of(
+def chat_figures(
     measured: ChatMeasurements, subjects: Iterable[str], kinds: Sequence[str], seed: int
-) -> tuple[Figures, ...]:
+) -> tuple[ChatFigures, ...]:
     """The figures of these subjects by kind, and over all kinds."""
     plain = rounds_of(measured, PLAIN)
     found = []
@@ -206,7 +212,7 @@ def figures_of(
     return tuple(found)
 
 
-def _figures(measured: ChatMeasurements, subject: str, kind: str, own: Rounds, plain: Rounds, seed: int) -> Figures:
+def _figures(measured: ChatMeasurements, subject: str, kind: str, own: Rounds, plain: Rounds, seed: int) -> ChatFigures:
     reference = {} if subject == PLAIN else plain
     speeds = ratios(own, reference, lambda times: times.rate)
     decode_speeds = ratios(own, reference, lambda times: times.decode_rate)
@@ -215,7 +221,7 @@ def _figures(measured: ChatMeasurements, subject: str, kind: str, own: Rounds, p
     first = [rounds[0] for rounds in own.values()]
     seconds, decode_seconds = (sum(getattr(t, name) for t in everything) for name in ("seconds", "decode_seconds"))
     decode_tokens = sum(times.decode_tokens for times in everything)
-    return Figures(
+    return ChatFigures(
         subject,
         kind,
         len(own),
@@ -229,7 +235,7 @@ def _figures(measured: ChatMeasurements, subject: str, kind: str, own: Rounds, p
         speedup_of(decode_speeds, seed),
         speedup_of(cpu_speeds, seed),
         sum(numbers.median(rounds) < LOSS for rounds in speeds.values()),
-        drafts_of(_statistics(measured, subject, own)),
+        draft_figures(_statistics(measured, subject, own)),
     )
 
 
@@ -241,12 +247,12 @@ def _statistics(measured: ChatMeasurements, subject: str, prompts: Rounds) -> li
     ]
 
 
-def drafts_of(completions: Sequence[Statistics]) -> Drafts | None:
+def draft_figures(completions: Sequence[Statistics]) -> DraftFigures | None:
     """The drafts of these completions; None without any draft token."""
     by_depth, steps = rates_by_depth(completions), sum(one.steps for one in completions)
     if not by_depth or not steps:
         return None
-    return Drafts(
+    return DraftFigures(
         sum(one.tokens for one in completions) / steps,
         1 + sum(rate.accepted for rate in by_depth) / steps,
         by_depth,
@@ -344,7 +350,7 @@ def _mode_forks(measured: ChatMeasurements, mode: str, plain: Rounds, seed: int)
 
 
 @dataclass(frozen=True)
-class ChatReport:
+class ChatResults:
     """The results of a benchmark."""
 
     bundle: str
@@ -354,7 +360,7 @@ class ChatReport:
     versions: dict[str, str]
     kinds: tuple[str, ...]
     prompts: int
-    figures: tuple[Figures, ...]  # by mode or runtime, and kind
+    figures: tuple[ChatFigures, ...]  # by mode or runtime, and kind
     by_prompt: tuple[PromptFigures, ...]
     peer_ratios: tuple[PeerRatio, ...]
     peers: tuple[OpenedPeer, ...]
@@ -376,7 +382,7 @@ class ChatReport:
         peers = {ratio.peer for ratio in self.peer_ratios}
         return tuple(one.subject for one in self.figures if one.kind == ALL and one.subject not in peers)
 
-    def figure(self, subject: str, kind: str = ALL) -> Figures | None:
+    def figure(self, subject: str, kind: str = ALL) -> ChatFigures | None:
         """The figures of a mode or runtime on the prompts of a kind; None if it has none."""
         return next((one for one in self.figures if (one.subject, one.kind) == (subject, kind)), None)
 
@@ -393,7 +399,7 @@ class ChatReport:
         return {"identical": self.identical, **data}
 
 
-def _drafts(drafts: Drafts) -> dict[str, Any]:
+def _drafts(drafts: DraftFigures) -> dict[str, Any]:
     return {
         **asdict(drafts),
         "by_depth": [{**asdict(rate), "rate": rate.rate} for rate in drafts.by_depth],
@@ -402,221 +408,189 @@ def _drafts(drafts: Drafts) -> dict[str, Any]:
     }
 
 
-def markdown_of(report: ChatReport) -> str:
-    """The whole report."""
-    return "\n".join(_lines(report)) + "\n"
-
-
-def _lines(report: ChatReport) -> Iterator[str]:
-    yield from setting(report)
-    sections = (
-        ("Speed by mode", speeds(report)),
-        ("Answer speedup by kind of prompt (95 % interval)", speedups_by_kind(report)),
-        *(
-            (f"Acceptance of {name[len(_FIXED) :]} mask slots in every step", fixed_drafts(report, name))
-            for name in _fixed(report)
-        ),
-        ("Mean acceptance length of planned drafts", planned_drafts(report)),
-        ("Other runtimes", peers(report)),
-        (f"Speed of `{DEFAULT}` relative to other runtimes by kind of prompt (95 % interval)", peers_by_kind(report)),
-        (f"Forked threads: {', '.join(report.options.fork_kinds)}", forks(report)),
+def chat_report(results: ChatResults) -> Report:
+    """The results as tables."""
+    fixed = [name for name in results.modes if name.startswith(_FIXED)]
+    tables = (
+        _speeds(results),
+        _speedups_by_kind(results),
+        *(_fixed_drafts(results, name) for name in fixed),
+        _planned_drafts(results),
+        _peers(results),
+        _peers_by_kind(results),
+        _forks(results),
     )
-    yield from titled(sections)
-    yield ""
-    yield from conclusions(report)
+    return Report(_settings(results), tables, list(_conclusions(results)), results.as_dict(), results.identical)
 
 
-def setting(report: ChatReport) -> Iterator[str]:
-    """What was measured on which machine."""
-    machine, options = report.machine, report.options
-    versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
-    yield (
-        f"{report.bundle} on {report.engine}, {options.threads} thread(s); {machine.cpu} ({machine.model}; "
-        f"{machine.cores} cores; {', '.join(machine.flags) or 'no vector extensions found'}), {machine.system}; {versions}."
+def _settings(results: ChatResults) -> list[str]:
+    machine, options = results.machine, results.options
+    versions = ", ".join(f"{name} {version}" for name, version in results.versions.items())
+    return [
+        f"{results.bundle} on {results.engine}, {options.threads} thread(s); {machine}; {versions}.",
+        f"{results.prompts} prompts of {len(results.kinds)} kinds, greedy, at most {options.max_tokens} tokens per answer, "
+        f"{options.rounds} round(s) after a warm-up; intervals are bootstraps over prompts, seed {options.seed}.",
+    ]
+
+
+def _speeds(results: ChatResults) -> Table:
+    """Speed over all prompts: a row per mode."""
+    cpu = ["the same in CPU time"] if results.options.threads == 1 else []  # several threads spin while they wait
+    columns = (
+        *("mode", "decode tokens/s", "tokens/s", "first token p50, ms", "tokens per step"),
+        *("decode speedup (95 % interval)", "answer speedup (95 % interval)", *cpu, "worst prompt"),
+        *(f"below {LOSS}", "output"),
     )
-    yield (
-        f"{report.prompts} prompts of {len(report.kinds)} kinds, greedy, at most {options.max_tokens} tokens per answer, "
-        f"{options.rounds} round(s) after a warm-up; intervals are bootstraps over prompts, seed {options.seed}."
-    )
-
-
-def speeds(report: ChatReport) -> Iterator[str]:
-    """The table of speed over all prompts: a row per mode."""
-    cpu = ["the same in CPU time"] if report.options.threads == 1 else []  # several threads spin while they wait
-    yield from header(
-        [
-            *("mode", "decode tokens/s", "tokens/s", "first token p50, ms", "tokens per step"),
-            *("decode speedup (95 % interval)", "answer speedup (95 % interval)", *cpu, "worst prompt"),
-            *(f"below {LOSS}", "output"),
-        ]
-    )
-    for name in report.modes:
-        if (one := report.figure(name)) is not None:
-            steps = "1.00" if one.drafts is None else f"{one.drafts.tokens_per_step:.2f}"
+    rows = []
+    for name in results.modes:
+        if (one := results.figure(name)) is not None:
+            steps = 1.0 if one.drafts is None else one.drafts.tokens_per_step
             speed = [*_speed(one), steps, _interval(one.decode_speedup), _interval(one.speedup)]
             speed += [_interval(one.cpu_speedup) for _ in cpu]
-            losses = _NONE if one.speedup is None else str(one.losses)
-            yield row([name, *speed, _worst(one.speedup), losses, _output(report, name)])
+            losses = None if one.speedup is None else one.losses
+            rows.append([name, *speed, _worst(one.speedup), losses, _output(results, name)])
+    return Table("Speed by mode", columns, rows)
 
 
-def speedups_by_kind(report: ChatReport) -> Iterator[str]:
-    """The table of speedups over plain decoding, prefill included: a row per kind, a column per mode."""
-    drafted = [name for name in report.modes if name != PLAIN]
-    yield from header(
-        [
-            *("kind", "prompts", "complete answers", "plain decode tokens/s", *drafted),
-            *(f"{DEFAULT}, decode", f"{DEFAULT}, worst prompt", f"{DEFAULT}, below {LOSS}"),
-        ]
+def _speedups_by_kind(results: ChatResults) -> Table:
+    """Speedups over plain decoding, prefill included: a row per kind, a column per mode."""
+    drafted = [name for name in results.modes if name != PLAIN]
+    columns = (
+        *("kind", "prompts", "complete answers", "plain decode tokens/s", *drafted),
+        *(f"{DEFAULT}, decode", f"{DEFAULT}, worst prompt", f"{DEFAULT}, below {LOSS}"),
     )
-    for kind in (*report.kinds, ALL):
-        plain, default = report.figure(PLAIN, kind), report.figure(DEFAULT, kind)
+    rows = []
+    for kind in (*results.kinds, ALL):
+        plain, default = results.figure(PLAIN, kind), results.figure(DEFAULT, kind)
         if plain is None:
             continue
-        cells = [str(plain.prompts), f"{plain.complete} of {plain.answers}", _rate(plain.decode_tokens_per_second)]
-        cells += [_interval(one.speedup) if (one := report.figure(name, kind)) else _NONE for name in drafted]
-        last = [_NONE] * 3
+        cells = [plain.prompts, f"{plain.complete} of {plain.answers}", plain.decode_tokens_per_second]
+        cells += [_interval(one.speedup) if (one := results.figure(name, kind)) else None for name in drafted]
+        last: list[object] = [None] * 3
         if default is not None:
-            last = [_interval(default.decode_speedup), _worst(default.speedup), str(default.losses)]
-        yield row([kind, *cells, *last])
+            last = [_interval(default.decode_speedup), _worst(default.speedup), default.losses]
+        rows.append([kind, *cells, *last])
+    return Table("Answer speedup by kind of prompt (95 % interval)", columns, rows)
 
 
-def fixed_drafts(report: ChatReport, name: str) -> Iterator[str]:
-    """The table of acceptance with a fixed number of mask slots: a row per kind."""
-    overall = report.figure(name)
+def _fixed_drafts(results: ChatResults, name: str) -> Table:
+    """Acceptance with a fixed number of mask slots: a row per kind."""
+    title = f"Acceptance of {name[len(_FIXED) :]} mask slots in every step"
+    overall = results.figure(name)
     if overall is None or overall.drafts is None:
-        return
+        return Table(title, (), ())
     depths = range(min(_DEPTHS, len(overall.drafts.by_depth)))
-    yield from header(["kind", "mean acceptance length", *(f"depth {depth + 1}" for depth in depths)])
-    for kind in (*report.kinds, ALL):
-        if (one := report.figure(name, kind)) is None or (drafts := one.drafts) is None:
+    rows = []
+    for kind in (*results.kinds, ALL):
+        if (one := results.figure(name, kind)) is None or (drafts := one.drafts) is None:
             continue
-        rates = [f"{drafts.by_depth[depth].rate:.2f}" if depth < len(drafts.by_depth) else _NONE for depth in depths]
-        yield row([kind, f"{drafts.mean_acceptance_length:.2f}", *rates])
-    given = ", ".join(f"{rate:.2f}" for rate in overall.drafts.given_previous)
-    yield ""
-    yield f"Over all prompts, if the draft token before was accepted: {given}."
+        rates = [drafts.by_depth[depth].rate if depth < len(drafts.by_depth) else None for depth in depths]
+        rows.append([kind, drafts.mean_acceptance_length, *rates])
+    conditional = ", ".join(f"{rate:.2f}" for rate in overall.drafts.given_previous)
+    note = f"Over all prompts, if the draft token before was accepted: {conditional}."
+    columns = ("kind", "mean acceptance length", *(f"depth {depth + 1}" for depth in depths))
+    return Table(title, columns, rows, (note,))
 
 
-def planned_drafts(report: ChatReport) -> Iterator[str]:
-    """The table of mean acceptance lengths where step costs decide how much is drafted: a row per kind."""
-    planned = [name for name in report.modes if name != PLAIN and not name.startswith(_FIXED)]
-    if not any((one := report.figure(name)) is not None and one.drafts for name in planned):
-        return
-    yield from header(["kind", *planned])
-    for kind in (*report.kinds, ALL):
-        found = [report.figure(name, kind) for name in planned]
-        if any(found):
-            lengths = [f"{one.drafts.mean_acceptance_length:.2f}" if one and one.drafts else "1.00" for one in found]
-            yield row([kind, *lengths])
+def _planned_drafts(results: ChatResults) -> Table:
+    """Mean acceptance lengths where step costs decide how much is drafted: a row per kind."""
+    planned = [name for name in results.modes if name != PLAIN and not name.startswith(_FIXED)]
+    rows: list[list[object]] = []
+    if any((one := results.figure(name)) is not None and one.drafts for name in planned):
+        for kind in (*results.kinds, ALL):
+            figures = [results.figure(name, kind) for name in planned]
+            if any(figures):
+                lengths = [one.drafts.mean_acceptance_length if one and one.drafts else 1.0 for one in figures]
+                rows.append([kind, *lengths])
+    return Table("Mean acceptance length of planned drafts", ("kind", *planned), rows)
 
 
-def peers(report: ChatReport) -> Iterator[str]:
-    """The table of other runtimes over all prompts that they answered."""
-    names = list(dict.fromkeys(ratio.peer for ratio in report.peer_ratios))
-    modes = [name for name in (PLAIN, DEFAULT) if any(ratio.mode == name for ratio in report.peer_ratios)]
-    if not names:
-        return
-    yield from header(
-        [
-            *("runtime", "prompts", "decode tokens/s", "tokens/s", "first token p50, ms"),
-            *(f"{mode} relative to it{what}" for mode in modes for what in (", decode", "")),
-            f"worst prompt of {modes[-1]}",
-        ]
+def _peers(results: ChatResults) -> Table:
+    """Other runtimes over all prompts that they answered."""
+    names = list(dict.fromkeys(ratio.peer for ratio in results.peer_ratios))
+    modes = [name for name in (PLAIN, DEFAULT) if any(ratio.mode == name for ratio in results.peer_ratios)]
+    columns = (
+        *("runtime", "prompts", "decode tokens/s", "tokens/s", "first token p50, ms"),
+        *(f"{mode} relative to it{what}" for mode in modes for what in (", decode", "")),
+        f"worst prompt of {modes[-1] if modes else DEFAULT}",
     )
+    rows = []
     for name in names:
-        one = report.figure(name)
+        one = results.figure(name)
         if one is not None:
-            found = [report.ratio(name, mode) for mode in modes]
+            found = [results.ratio(name, mode) for mode in modes]
             cells = [_interval(part) for ratio in found if ratio for part in (ratio.decode_speedup, ratio.speedup)]
-            yield row([name, str(one.prompts), *_speed(one), *cells, _worst(found[-1].speedup if found[-1] else None)])
-    yield ""
-    for peer in report.peers:
-        versions = ", ".join(f"{name} {version}" for name, version in peer.versions.items())
-        yield f"- {peer.name}: {peer.model}; {peer.settings}; {versions}."
+            rows.append([name, one.prompts, *_speed(one), *cells, _worst(found[-1].speedup if found[-1] else None)])
+    notes = [
+        f"- {peer.name}: {peer.model}; {peer.settings}; "
+        f"{', '.join(f'{name} {version}' for name, version in peer.versions.items())}."
+        for peer in results.peers
+    ]
+    return Table("Other runtimes", columns, rows, notes)
 
 
-def peers_by_kind(report: ChatReport) -> Iterator[str]:
-    """The table of the default drafts' speed relative to other runtimes, prefill included: a row per kind."""
-    names = list(dict.fromkeys(ratio.peer for ratio in report.peer_ratios if ratio.mode == DEFAULT))
-    if not names:
-        return
-    yield from header(["kind", *names])
-    for kind in (*report.kinds, ALL):
-        found = [report.ratio(name, DEFAULT, kind) for name in names]
-        yield row([kind, *(_interval(one.speedup if one else None) for one in found)])
+def _peers_by_kind(results: ChatResults) -> Table:
+    """The default drafts' speed relative to other runtimes, prefill included: a row per kind."""
+    names = list(dict.fromkeys(ratio.peer for ratio in results.peer_ratios if ratio.mode == DEFAULT))
+    rows: list[list[object]] = []
+    for kind in (*results.kinds, ALL) if names else ():
+        found = [results.ratio(name, DEFAULT, kind) for name in names]
+        rows.append([kind, *(_interval(one.speedup if one else None) for one in found)])
+    title = f"Speed of `{DEFAULT}` relative to other runtimes by kind of prompt (95 % interval)"
+    return Table(title, ("kind", *names), rows)
 
 
-def forks(report: ChatReport) -> Iterator[str]:
-    """The table of forked threads: a row per mode."""
-    if not report.forks:
-        return
-    yield from header(
-        [
-            *("mode", "answers", "complete", "threads (most)", "tokens per answer", "s per answer"),
-            *(
-                "answers/s relative to plain (95 % interval)",
-                "the same, complete answers",
-                "tokens/s",
-                "tokens per step",
-            ),
-        ]
+def _forks(results: ChatResults) -> Table:
+    """Forked threads: a row per mode."""
+    columns = (
+        *("mode", "answers", "complete", "threads (most)", "tokens per answer", "s per answer"),
+        *("answers/s relative to plain (95 % interval)", "the same, complete answers", "tokens/s", "tokens per step"),
     )
-    for one in report.forks:
-        counts = [str(one.answers), str(one.complete), f"{one.threads:.1f} ({one.most_threads})", f"{one.tokens:.0f}"]
+    rows = []
+    for one in results.forks:
+        counts = [one.answers, one.complete, f"{one.threads:.1f} ({one.most_threads})", f"{one.tokens:.0f}"]
         speedups = [_interval(one.answer_speedup), _interval(one.complete_speedup)]
         if one.complete_speedup is not None:
-            speedups[1] += f", {one.complete_speedup.prompts} prompts"
-        rates = [number(one.tokens_per_second), f"{one.tokens_per_step:.2f}"]
-        yield row([one.mode, *counts, number(one.seconds), *speedups, *rates])
+            speedups[1] = f"{speedups[1]}, {one.complete_speedup.prompts} prompts"
+        rows.append([one.mode, *counts, one.seconds, *speedups, one.tokens_per_second, one.tokens_per_step])
+    return Table(f"Forked threads: {', '.join(results.options.fork_kinds)}", columns, rows)
 
 
-def conclusions(report: ChatReport) -> Iterator[str]:
+def _conclusions(results: ChatResults) -> Iterator[str]:
     """Identical answers, differences, runtimes that were not measured, and the load of the machine."""
-    compared = sum(report.compared.values())
-    if report.identical:
+    compared = sum(results.compared.values())
+    if results.identical:
         yield f"- All {compared} compared answers are identical to those without drafts."
     else:
-        yield f"- {len(report.differences)} of {compared} compared answers DIFFER; `spaceport audit` separates rounding from faults:"
-        for one in report.differences[:_SHOWN]:
-            yield f"  - {described(one.difference)} (answer {one.turn})"
-        if (more := len(report.differences) - _SHOWN) > 0:
-            yield f"  - {more} more: --json lists them"
-    for skipped in report.skipped:
+        lines = [f"{described(one.difference)} (answer {one.turn})" for one in results.differences]
+        yield from differing_lines("answers", compared, lines)
+    for skipped in results.skipped:
         yield f"- {skipped.name}: not measured: {skipped.reason}"
-    for name, reason in report.failed.items():
+    for name, reason in results.failed.items():
         yield f"- {name}: failed: {reason}"
-    if report.other_cores is not None:
-        yield f"- Other processes of the machine used {report.other_cores:.2f} cores meanwhile."
+    if results.other_cores is not None:
+        yield f"- Other processes of the machine used {results.other_cores:.2f} cores meanwhile."
 
 
-def _fixed(report: ChatReport) -> Sequence[str]:
-    return [name for name in report.modes if name.startswith(_FIXED)]
+def _speed(one: ChatFigures) -> list[object]:
+    return [one.decode_tokens_per_second, one.tokens_per_second, one.first_token_p50 * 1e3]
 
 
-def _speed(one: Figures) -> list[str]:
-    return [_rate(one.decode_tokens_per_second), number(one.tokens_per_second), number(one.first_token_p50 * 1e3)]
-
-
-def _rate(rate: float | None) -> str:
-    return _NONE if rate is None else number(rate)
-
-
-def _interval(speedup: Speedup | None) -> str:
+def _interval(speedup: Speedup | None) -> str | None:
     if speedup is None:
-        return _NONE
-    interval = f" ({speedup.low:.2f}-{speedup.high:.2f})" if speedup.prompts > 1 else ""  # one prompt says nothing
-    return f"{speedup.mean:.2f}{interval}"
+        return None
+    return str(speedup) if speedup.prompts > 1 else f"{speedup.mean:.2f}"  # the interval of one prompt says nothing
 
 
-def _worst(speedup: Speedup | None) -> str:
-    return _NONE if speedup is None else f"{speedup.worst:.2f} (line {speedup.worst_line})"
+def _worst(speedup: Speedup | None) -> str | None:
+    return None if speedup is None else f"{speedup.worst:.2f} (line {speedup.worst_line})"
 
 
-def _output(report: ChatReport, name: str) -> str:
-    if name not in report.compared:
+def _output(results: ChatResults, name: str) -> str:
+    if name not in results.compared:
         return "reference"
-    different = sum(one.difference.mode == name for one in report.differences)
-    return f"{different} of {report.compared[name]} DIFFER" if different else "same as plain"
+    different = sum(one.difference.mode == name for one in results.differences)
+    return f"{different} of {results.compared[name]} DIFFER" if different else "same as plain"
 
 
 @dataclass(frozen=True)
@@ -633,7 +607,7 @@ class _Run:
 
 def benchmark_chat(
     bundle: Path, file: Path, options: ChatOptions, peer_options: PeerOptions | None, on_progress: OnProgress
-) -> ChatReport:
+) -> Report:
     """The speed of every mode and other runtime on the prompts of a file."""
     prompts = read_chat_prompts(file, options.sample)
     manifest = read_manifest(bundle)
@@ -651,7 +625,7 @@ def benchmark_chat(
             on_progress(note)
         engine = f"{type(base.engine).__name__}, {base.engine.device}"
         run = _run(base, (modes, forking), prompts, file, options, peer_options, machine, on_progress)
-    return _report(bundle, engine, machine, prompts, options, run)
+    return chat_report(_results(bundle, engine, machine, prompts, options, run))
 
 
 def _run(
@@ -714,13 +688,13 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _report(
+def _results(
     bundle: Path, engine: str, machine: Machine, prompts: Sequence[ChatPrompt], options: ChatOptions, run: _Run
-) -> ChatReport:
+) -> ChatResults:
     kinds = list(dict.fromkeys(prompt.kind for prompt in prompts))
     names, seed = [mode.name for mode in run.modes], options.seed
     peers = [subject.name for subject in run.peers.subjects]
-    return ChatReport(
+    return ChatResults(
         bundle.absolute().name,
         engine,
         machine,
@@ -728,7 +702,7 @@ def _report(
         versions(),
         tuple(kinds),
         len(prompts),
-        figures_of(run.answers, [*names, *peers], kinds, seed),
+        chat_figures(run.answers, [*names, *peers], kinds, seed),
         prompt_figures(run.answers, [*names, *peers]),
         peer_ratios(run.answers, [name for name in names if name in (PLAIN, DEFAULT)], peers, kinds, seed),
         tuple(run.peers.opened),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -33,6 +33,7 @@ from spaceport.tools.bench.environments import (
     set_up,
 )
 from spaceport.tools.bench.machine import Machine, this_machine
+from spaceport.tools.bench.report import Report, Table
 
 OnProgress = Callable[[str], None]
 _MB = 1e6
@@ -45,6 +46,9 @@ class Spread:
     median: float
     low: float
     high: float
+
+    def __str__(self) -> str:
+        return f"{self.median:.2f} ({self.low:.2f}-{self.high:.2f})"
 
 
 @dataclass(frozen=True)
@@ -242,75 +246,57 @@ def check_bundles(bundles: Sequence[ComparedRuntime], options: CompareOptions) -
             )
 
 
-def markdown_of(comparison: Comparison) -> str:
-    """The whole comparison; skipped runtimes are listed with the reason."""
-    return "\n".join(_lines(comparison)) + "\n"
-
-
-def _lines(comparison: Comparison) -> Iterator[str]:
-    machine, workload = comparison.machine, comparison.workload
-    yield (
-        f"{machine.cpu} ({machine.model}; {machine.cores} cores; {', '.join(machine.flags) or 'no vector extensions found'}), "
-        f"{machine.system}. Checkpoint {comparison.checkpoint}, {comparison.threads} thread(s), "
-        f"{comparison.rounds} rounds; prompts from seed {workload.seed}."
-    )
-    yield (
+def comparison_report(comparison: Comparison) -> Report:
+    """The comparison as tables; skipped runtimes are listed with the reason."""
+    workload = comparison.workload
+    settings = (
+        f"{comparison.machine}. Checkpoint {comparison.checkpoint}, {comparison.threads} thread(s), "
+        f"{comparison.rounds} rounds; prompts from seed {workload.seed}.",
         f"Steps after {workload.context} cached tokens (decode: {workload.tokens} tokens, greedy, no drafts), "
         f"prefill of {workload.prefill} tokens, {workload.requests} requests of {workload.request_context} + "
-        f"{workload.request_tokens} tokens."
+        f"{workload.request_tokens} tokens.",
     )
-    yield ""
-    yield from figures(comparison)
-    for reference in comparison.references:
-        yield ""
-        yield f"Time relative to {reference} in the same round, median (range); above 1: slower than it."
-        yield ""
-        yield from ratios(comparison, reference)
-    yield ""
-    yield from resources(comparison)
-    yield ""
-    yield from notes(comparison)
+    ratios = [_ratios(comparison, reference) for reference in comparison.references]
+    tables = (_figures(comparison), *ratios, _resources(comparison))
+    return Report(settings, tables, list(_notes(comparison)), as_json(comparison))
 
 
-def figures(comparison: Comparison) -> Iterator[str]:
-    """The table of medians: a row per subject, a column per metric."""
-    columns = [f"{metric.name}, {metric.unit}" for metric in comparison.metrics]
-    yield from header(["runtime", *columns])
+def _figures(comparison: Comparison) -> Table:
+    """Medians: a row per runtime, a column per metric."""
+    rows = []
     for subject in comparison.subjects:
-        found = [subject.results.get(metric.name) for metric in comparison.metrics]
-        yield row([subject.name, *("-" if one is None else number(one.spread.median) for one in found)])
+        results = [subject.results.get(metric.name) for metric in comparison.metrics]
+        rows.append((subject.name, *(None if result is None else result.spread.median for result in results)))
+    return Table("", ("runtime", *(f"{metric.name}, {metric.unit}" for metric in comparison.metrics)), rows)
 
 
-def ratios(comparison: Comparison, reference: str) -> Iterator[str]:
-    """The table of time ratios to one bundle in the same round."""
-    yield from header(["runtime", *(metric.name for metric in comparison.metrics)])
+def _ratios(comparison: Comparison, reference: str) -> Table:
+    """Time ratios to one bundle in the same round."""
+    rows = []
     for subject in comparison.subjects:
         if subject.name != reference:
-            found = [subject.results.get(metric.name) for metric in comparison.metrics]
-            yield row([subject.name, *(_ratio(one.ratios.get(reference)) if one else "-" for one in found)])
+            results = [subject.results.get(metric.name) for metric in comparison.metrics]
+            rows.append((subject.name, *(result.ratios.get(reference) if result else None for result in results)))
+    title = f"Time relative to {reference} in the same round, median (range); above 1: slower than it"
+    return Table(title, ("runtime", *(metric.name for metric in comparison.metrics)), rows)
 
 
-def resources(comparison: Comparison) -> Iterator[str]:
-    """The table of memory, file sizes, opening times and versions."""
-    yield from header(
-        [
-            "runtime",
-            "RSS after open, MB",
-            "RSS after decode, MB",
-            "files, MB",
-            "import, s",
-            "open, s",
-            "versions; settings",
-        ]
+def _resources(comparison: Comparison) -> Table:
+    """Memory, file sizes, opening times and versions."""
+    columns = (
+        *("runtime", "RSS after open, MB", "RSS after decode, MB", "files, MB", "import, s", "open, s"),
+        "versions; settings",
     )
+    rows = []
     for subject in comparison.subjects:
         sizes = (subject.resident_bytes_open, subject.resident_bytes_decode, subject.file_bytes)
         versions = ", ".join(f"{name} {version}" for name, version in subject.versions.items() if name != "numpy")
-        seconds = (f"{subject.import_seconds:.2f}", f"{subject.open_seconds:.2f}")
-        yield row([subject.name, *(f"{size / _MB:.0f}" for size in sizes), *seconds, f"{versions}; {subject.settings}"])
+        seconds = (subject.import_seconds, subject.open_seconds)
+        rows.append((subject.name, *(round(size / _MB) for size in sizes), *seconds, f"{versions}; {subject.settings}"))
+    return Table("", columns, rows)
 
 
-def notes(comparison: Comparison) -> Iterator[str]:
+def _notes(comparison: Comparison) -> Iterator[str]:
     """Skipped runtimes and metrics with their reasons, and the load of other processes."""
     for skipped in comparison.skipped:
         yield f"- {skipped.name}: not measured: {skipped.reason}"
@@ -325,33 +311,6 @@ def notes(comparison: Comparison) -> Iterator[str]:
             yield f"- {subject.name} used {most:.1f} cores with {comparison.threads} thread(s)."
     if comparison.repeated_measurements:
         yield f"- {comparison.repeated_measurements} measurements were repeated because another worker was computing meanwhile."
-
-
-def titled(tables: Iterable[tuple[str, Iterable[str]]]) -> Iterator[str]:
-    """Tables below their titles; a table without lines is left out."""
-    for title, lines in tables:
-        if table := list(lines):
-            yield from ("", f"### {title}", "", *table)
-
-
-def header(columns: Sequence[str]) -> Iterator[str]:
-    """The two header lines of a table; all columns but the first are right-aligned."""
-    yield row(columns)
-    yield "|---|" + "---:|" * (len(columns) - 1)
-
-
-def row(cells: Sequence[str]) -> str:
-    """One row of a table."""
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-
-
-def number(value: float) -> str:
-    """A number with three significant digits, or as a whole number from 100 on."""
-    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
-
-
-def _ratio(found: Spread | None) -> str:
-    return "-" if found is None else f"{found.median:.2f} ({found.low:.2f}-{found.high:.2f})"
 
 
 def _other_cores(subjects: Sequence[SubjectSummary]) -> float:

@@ -16,7 +16,7 @@ from spaceport.runtime.bundle import read_manifest
 from spaceport.runtime.decode.sequence_group import Statistics
 from spaceport.runtime.decode.sources import named_source
 from spaceport.runtime.session import Runtime
-from spaceport.tools.bench.compare import Spread, header, number, row, spread
+from spaceport.tools.bench.compare import Spread, spread
 from spaceport.tools.bench.decode_measuring import (
     DEFAULT,
     PLAIN,
@@ -30,6 +30,7 @@ from spaceport.tools.bench.decode_measuring import (
     modes_for,
 )
 from spaceport.tools.bench.machine import Machine, this_machine
+from spaceport.tools.bench.report import Report, Table
 from spaceport.tools.bench.synthetic_engine import implied_tokens_per_step, replay_runtime, synthetic_texts
 from spaceport.tools.verify.audit.prompts import TokenizedPrompt, read_prompts, tokenize_prompts
 
@@ -53,6 +54,9 @@ class Speedup:
     best: float
     best_line: int
     prompts: int  # number of prompts with a non-empty completion
+
+    def __str__(self) -> str:
+        return f"{self.mean:.2f} ({self.low:.2f}-{self.high:.2f})"
 
 
 def speedup_of(ratios: Mapping[int, Sequence[float]], seed: int) -> Speedup | None:
@@ -92,6 +96,9 @@ class Rate:
     def rate(self) -> float:
         return self.accepted / self.drafted if self.drafted else 0.0
 
+    def __str__(self) -> str:
+        return f"{self.rate:.2f} of {self.drafted}"
+
 
 @dataclass(frozen=True)
 class PromptSummary:
@@ -129,7 +136,7 @@ class ModeSummary:
 
 
 @dataclass(frozen=True)
-class DecodeReport:
+class DecodeResults:
     """The results of a benchmark."""
 
     bundle: str
@@ -274,76 +281,75 @@ def rates_by_source(completions: Iterable[Statistics]) -> dict[str, Rate]:
     return dict(sorted(found.items()))
 
 
-def markdown_of(report: DecodeReport) -> str:
-    """The whole report."""
-    return "\n".join(_lines(report)) + "\n"
-
-
-def _lines(report: DecodeReport) -> Iterator[str]:
-    options = report.options
+def decode_report(results: DecodeResults) -> Report:
+    """The results as tables."""
+    options, machine, replay = results.options, results.machine, []
     if options.replay is not None:
         rates = ", ".join(f"{rate:g}" for rate in options.replay)
-        yield f"**{REPLAY_LABEL}** ({rates} by depth)."
-    machine = report.machine
-    yield (
-        f"{report.bundle} on {report.engine}; {machine.cpu} ({machine.cores} cores), "
-        f"{options.threads or 'all'} thread(s). {report.prompts} prompts, {options.max_tokens} tokens each, "
+        replay.append(f"**{REPLAY_LABEL}** ({rates} by depth).")
+    setting = (
+        f"{results.bundle} on {results.engine}; {machine.cpu} ({machine.cores} cores), "
+        f"{options.threads or 'all'} thread(s). {results.prompts} prompts, {options.max_tokens} tokens each, "
         f"{options.requests} concurrent request(s), {options.rounds} rounds after a warm-up."
     )
-    yield ""
-    yield from speeds(report)
-    yield ""
-    yield from rates_of(report)
-    yield ""
-    yield from conclusions(report)
+    tables, conclusions = (_speeds(results), _acceptance(results)), list(_conclusions(results))
+    return Report((*replay, setting), tables, conclusions, results.as_dict(), results.identical)
 
 
-def speeds(report: DecodeReport) -> Iterator[str]:
-    """The table of speed and latency: a row per mode and temperature."""
-    yield from header(
-        [
-            *("mode", "temperature", "tokens/s", "ratio to plain (range)"),
-            *("speedup per prompt (95 % interval)", "worst prompt", "best prompt"),
-            *("first token p50, ms", "p95, ms", "tokens per step", "outside the engine", "output"),
-        ]
+def _speeds(results: DecodeResults) -> Table:
+    """Speed and latency: a row per mode and temperature."""
+    columns = (
+        *("mode", "temperature", "tokens/s", "ratio to plain (range)"),
+        *("speedup per prompt (95 % interval)", "worst prompt", "best prompt"),
+        *("first token p50, ms", "p95, ms", "tokens per step", "outside the engine", "output"),
     )
-    for mode in report.modes:
-        rates = [number(mode.tokens_per_second), _ratio_text(mode.throughput_ratio)]
-        latency = [number(seconds * 1e3) for seconds in (mode.first_token_p50, mode.first_token_p95)]
-        rest = [f"{mode.tokens_per_step:.2f}", f"{mode.outside_share:.0%}", _output(mode)]
-        yield row([mode.mode, f"{mode.temperature:g}", *rates, *_speedup(mode.speedup), *latency, *rest])
+    rows = []
+    for mode in results.modes:
+        speedup, worst, best = mode.speedup, None, None
+        if speedup is not None:
+            worst = f"{speedup.worst:.2f} (line {speedup.worst_line})"
+            best = f"{speedup.best:.2f} (line {speedup.best_line})"
+        latency = (mode.first_token_p50 * 1e3, mode.first_token_p95 * 1e3)
+        speed = (mode.tokens_per_second, mode.throughput_ratio, speedup, worst, best, *latency, mode.tokens_per_step)
+        rows.append((mode.mode, f"{mode.temperature:g}", *speed, f"{mode.outside_share:.0%}", _output(mode)))
+    return Table("", columns, rows)
 
 
-def rates_of(report: DecodeReport) -> Iterator[str]:
-    """The table of acceptance rates: a row per mode and temperature with drafts."""
-    depths = min(_DEPTHS, max(len(mode.by_depth) for mode in report.modes))
-    columns = ["mode", "temperature", "mean acceptance length", *(f"depth {depth + 1}" for depth in range(depths))]
-    names = {source for mode in report.modes for source in mode.by_source}
+def _acceptance(results: DecodeResults) -> Table:
+    """Acceptance rates: a row per mode and temperature with drafts."""
+    depths = min(_DEPTHS, max(len(mode.by_depth) for mode in results.modes))
+    names = {source for mode in results.modes for source in mode.by_source}
     sources = sorted(names, key=lambda source: (source.count("+"), source))
-    yield from header([*columns, *map(named_source, sources)])
-    for mode in report.modes:
+    rows = []
+    for mode in results.modes:
         if mode.by_depth:
-            by_depth = [
-                _rate_text(mode.by_depth[depth] if depth < len(mode.by_depth) else None) for depth in range(depths)
-            ]
-            by_source = [_rate_text(mode.by_source.get(source)) for source in sources]
-            yield row([mode.mode, f"{mode.temperature:g}", f"{mode.mean_acceptance_length:.2f}", *by_depth, *by_source])
+            rates = [mode.by_depth[depth] if depth < len(mode.by_depth) else None for depth in range(depths)]
+            rates += [mode.by_source.get(source) for source in sources]
+            cells = [rate if rate is not None and rate.drafted else None for rate in rates]
+            rows.append((mode.mode, f"{mode.temperature:g}", mode.mean_acceptance_length, *cells))
+    columns = ("mode", "temperature", "mean acceptance length", *(f"depth {depth + 1}" for depth in range(depths)))
+    return Table("", (*columns, *map(named_source, sources)), rows)
 
 
-def conclusions(report: DecodeReport) -> Iterator[str]:
+def _conclusions(results: DecodeResults) -> Iterator[str]:
     """Whether the default drafts pay, and the completions that differ from their reference."""
-    if (table := report.options.replay) is not None:
+    if (table := results.options.replay) is not None:
         implied = f"{implied_tokens_per_step(table):.2f} tokens per step"
         yield f"- The table implies {implied} for a chain of {len(table)} mask slots; the first step of a completion has no drafts."
-    yield from (f"- {_verdict(mode, report.options.requests)}" for mode in report.modes if mode.mode == DEFAULT)
-    compared = sum(mode.compared for mode in report.modes)
-    if report.identical:
+    yield from (f"- {_verdict(mode, results.options.requests)}" for mode in results.modes if mode.mode == DEFAULT)
+    compared = sum(mode.compared for mode in results.modes)
+    if results.identical:
         yield f"- All {compared} compared completions are identical."
     else:
-        yield f"- {len(report.differences)} of {compared} compared completions DIFFER; `spaceport audit` separates rounding from faults:"
-        yield from (f"  - {described(difference)}" for difference in report.differences[:_SHOWN])
-        if (more := len(report.differences) - _SHOWN) > 0:
-            yield f"  - {more} more: --json lists them"
+        yield from differing_lines("completions", compared, [described(one) for one in results.differences])
+
+
+def differing_lines(outputs: str, compared: int, lines: Sequence[str]) -> Iterator[str]:
+    """A conclusion about outputs that differ, a line for each of them."""
+    yield f"- {len(lines)} of {compared} compared {outputs} DIFFER; `spaceport audit` separates rounding from faults:"
+    yield from (f"  - {line}" for line in lines[:_SHOWN])
+    if (more := len(lines) - _SHOWN) > 0:
+        yield f"  - {more} more: --json lists them"
 
 
 def _verdict(mode: ModeSummary, requests: int) -> str:
@@ -376,31 +382,15 @@ def described(difference: Difference) -> str:
     )
 
 
-def _ratio_text(ratio: Spread | None) -> str:
-    return "-" if ratio is None else f"{ratio.median:.2f} ({ratio.low:.2f}-{ratio.high:.2f})"
-
-
-def _speedup(speedup: Speedup | None) -> list[str]:
-    if speedup is None:
-        return ["-"] * 3
-    ends = ((speedup.worst, speedup.worst_line), (speedup.best, speedup.best_line))
-    mean = f"{speedup.mean:.2f} ({speedup.low:.2f}-{speedup.high:.2f})"
-    return [mean, *(f"{ratio:.2f} (line {line})" for ratio, line in ends)]
-
-
 def _output(mode: ModeSummary) -> str:
     if mode.reference is None:
         return "reference"
     return f"{mode.different} of {mode.compared} DIFFER" if mode.different else f"same as {mode.reference}"
 
 
-def _rate_text(rate: Rate | None) -> str:
-    return "-" if rate is None or not rate.drafted else f"{rate.rate:.2f} of {rate.drafted}"
-
-
 def benchmark_decode(
     bundle: Path, file: Path | None, options: DecodeOptions, on_progress: Callable[[str], None]
-) -> DecodeReport:
+) -> DecodeResults:
     """The speed of every mode on a prompt file, or with the acceptance rates of a replay."""
     read = None if file is None else read_prompts(file)[: options.limit]
     modes = _modes(read_manifest(bundle), options)
@@ -431,7 +421,7 @@ def benchmark_decode(
 
         with mode_runtimes(modes, open_runtime) as runtimes:
             measured = measure_modes(modes, runtimes, prompts, options, on_progress)
-    return DecodeReport(
+    return DecodeResults(
         bundle.absolute().name,
         engine,
         this_machine(),

@@ -22,6 +22,7 @@ from spaceport.runtime.backends import BACKENDS, open_engine, why_not
 from spaceport.runtime.backends.machine import gpu, no_gpu
 from spaceport.runtime.bundle import Bundle, open_bundle
 from spaceport.runtime.engine import EngineFault, EngineOptions, capacity_for
+from spaceport.tools.bench.report import Report, Table
 from spaceport.tools.bench.steps import CASES, RoundCost, StepCost, outside_cost, step_costs
 from spaceport.tools.demo.prompts import prompts_of
 
@@ -110,7 +111,7 @@ class MeasuredModel:
 
 
 @dataclass
-class GpuPage:
+class GpuResults:
     """The results of one run."""
 
     machine: Mapping[str, str]
@@ -118,38 +119,38 @@ class GpuPage:
     checks: list[tuple[str, str]] = field(default_factory=list)  # check or audit, and its verdict
     context: int = 256
 
-
-def markdown(page: GpuPage) -> str:
-    """The page as Markdown text."""
-    parts = [
-        "# Measured on a GPU",
-        "Written by `spaceport bench gpu` in one run. Models have random weights: they are as fast as trained ones.",
-        table(("property", "value"), list(page.machine.items())),
-    ]
-    if page.checks:
-        parts += ["## Checks", table(("check", "outcome"), page.checks)]
-    for model in page.models:
-        parts += [
-            f"## {model.name}: {model.parameters / 1e9:.2f}G weights, {model.dtype}",
-            *_of_model(model, page.context),
+    def report(self) -> Report:
+        """The results as tables."""
+        settings = (
+            "# Measured on a GPU",
+            "",
+            "Written by `spaceport bench gpu` in one run. Models have random weights: they are as fast as trained ones.",
+        )
+        tables = [
+            Table("", ("property", "value"), list(self.machine.items())),
+            Table("Checks", ("check", "outcome"), self.checks),
         ]
-    return "\n\n".join(parts) + "\n"
+        tables += [table for model in self.models for table in _model_tables(model, self.context)]
+        return Report(settings, tables, (), {})
 
 
-def _of_model(model: MeasuredModel, context: int) -> Iterable[str]:
-    if model.built:
-        yield table(("engine", "build"), list(model.built.items()))
+def _model_tables(model: MeasuredModel, context: int) -> Iterable[Table]:
+    """The tables of one model; the first one has the model as its title."""
+    name = f"{model.name}: {model.parameters / 1e9:.2f}G weights, {model.dtype}"
+    yield Table(f"{name}: engines", ("engine", "build"), list(model.built.items()))
     if model.measured:
-        rows = [step.rows for step in model.measured[0].steps]
-        yield f"Median ms per step after {context} tokens, by number of rows (and the ratio to a step of one row):"
-        yield table(("variant", *(f"{count}" for count in rows)), [_steps(found) for found in model.measured])
-        yield "Median ms per round outside the engine, by requests x rows, and the cost of a row in steps of one row:"
-        cases = max((found.outside for found in model.measured), key=len)
+        rows = [str(step.rows) for step in model.measured[0].steps]
+        title = (
+            f"{name}: median ms per step after {context} tokens, by number of rows (and the ratio to a step of one row)"
+        )
+        yield Table(title, ("variant", *rows), [_steps(measurement) for measurement in model.measured])
+        title = f"{name}: median ms per round outside the engine, by requests x rows, and the cost of a row in steps of one row"
+        cases = max((measurement.outside for measurement in model.measured), key=len)
         heads = tuple(f"{cost.requests} x {cost.rows:.0f}" for cost in cases)
-        yield table(("variant", *heads, "cost of a row"), [_outside(found, len(heads)) for found in model.measured])
-    notes = [(str(found.variant), note) for found in model.measured for note in found.notes]
-    if notes or model.failed:
-        yield table(("variant", "note"), [*notes, *model.failed.items()])
+        costs = [_outside(measurement, len(heads)) for measurement in model.measured]
+        yield Table(title, ("variant", *heads, "cost of a row"), costs)
+    notes = [(str(measurement.variant), note) for measurement in model.measured for note in measurement.notes]
+    yield Table(f"{name}: notes", ("variant", "note"), [*notes, *model.failed.items()])
 
 
 def _steps(found: EngineMeasurement) -> list[str]:
@@ -165,16 +166,6 @@ def _row_cost(steps: Sequence[StepCost]) -> float:
     """The average cost of a further row, in steps of the smallest width."""
     first, last = steps[0], steps[-1]
     return (last.ratio - first.ratio) / max(1, last.rows - first.rows)
-
-
-def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table."""
-    lines = [heads, ["---"] * len(heads), *rows]
-    return "\n".join(f"| {' | '.join(_cell(cell) for cell in line)} |" for line in lines)
-
-
-def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", r"\|")
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from time import perf_counter, process_time
 
@@ -17,6 +17,7 @@ import numpy as np
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.prompt import Prompt
+from spaceport.tools.bench.report import Report, Table
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class ServedRequest:
 
 
 @dataclass(frozen=True)
-class LoadRun:
+class BatchRun:
     """All requests of one round, sent at the same time."""
 
     served: list[ServedRequest]
@@ -76,7 +77,7 @@ def prompt_requests(prompts: Sequence[Prompt], count: int, decoding: Decoding) -
     return [LoadRequest(prompts[number % len(prompts)], decoding) for number in range(count)]
 
 
-def serve(runtime: Runtime, request: LoadRequest) -> ServedRequest:
+def served_request(runtime: Runtime, request: LoadRequest) -> ServedRequest:
     """Send a request and read its completion to the end."""
     started = perf_counter()
     first = None
@@ -88,21 +89,21 @@ def serve(runtime: Runtime, request: LoadRequest) -> ServedRequest:
     return ServedRequest(len(completion.tokens), first or seconds, seconds)
 
 
-def run_load(
+def run_batch(
     bundle: Path, max_requests: int, load_requests: Sequence[LoadRequest], threads: int, max_seq_len: int
-) -> LoadRun:
+) -> BatchRun:
     """Send all requests at the same time to a new runtime, after a warm-up."""
     opened = Runtime.open(
         bundle, max_requests=max_requests, max_seq_len=max_seq_len, queue_limit=len(load_requests), threads=threads
     )
     with opened as runtime, ThreadPoolExecutor(len(load_requests)) as clients:
-        list(clients.map(lambda request: serve(runtime, request), load_requests[:max_requests]))  # warm-up
+        list(clients.map(lambda request: served_request(runtime, request), load_requests[:max_requests]))  # warm-up
         started, cpu_started = perf_counter(), process_time()
-        served = list(clients.map(lambda request: serve(runtime, request), load_requests))
-        return LoadRun(served, perf_counter() - started, process_time() - cpu_started)
+        served = list(clients.map(lambda request: served_request(runtime, request), load_requests))
+        return BatchRun(served, perf_counter() - started, process_time() - cpu_started)
 
 
-def compare(
+def compare_max_requests(
     bundle: Path,
     counts: Sequence[int],
     load_requests: Sequence[LoadRequest],
@@ -111,14 +112,14 @@ def compare(
     rounds: int,
 ) -> list[LoadResult]:
     """The results for each value of max_requests; the values alternate within each round, so other load affects all."""
-    runs: dict[int, list[LoadRun]] = {max_requests: [] for max_requests in counts}
+    runs: dict[int, list[BatchRun]] = {max_requests: [] for max_requests in counts}
     for _ in range(rounds):
         for max_requests in counts:
-            runs[max_requests].append(run_load(bundle, max_requests, load_requests, threads, max_seq_len))
+            runs[max_requests].append(run_batch(bundle, max_requests, load_requests, threads, max_seq_len))
     return [load_result(max_requests, found, runs[counts[0]]) for max_requests, found in runs.items()]
 
 
-def load_result(max_requests: int, runs: Sequence[LoadRun], baseline: Sequence[LoadRun]) -> LoadResult:
+def load_result(max_requests: int, runs: Sequence[BatchRun], baseline: Sequence[BatchRun]) -> LoadResult:
     """Median throughput of the rounds, and latency quantiles over the requests of all rounds."""
     rate, cpu_rate = rates(runs)
     baseline_rate, baseline_cpu_rate = rates(baseline)
@@ -135,9 +136,20 @@ def load_result(max_requests: int, runs: Sequence[LoadRun], baseline: Sequence[L
     )
 
 
-def rates(runs: Sequence[LoadRun]) -> tuple[float, float]:
+def rates(runs: Sequence[BatchRun]) -> tuple[float, float]:
     """Median tokens per second and tokens per CPU second."""
     return (
         statistics.median(run.tokens / run.seconds for run in runs),
         statistics.median(run.tokens / run.cpu_seconds for run in runs),
     )
+
+
+def load_report(results: Sequence[LoadResult], requests: int, tokens: int, threads: int) -> Report:
+    """The results as a table."""
+    columns = (
+        *("max requests", "tokens/s", "ratio", "tokens/CPU s", "ratio"),
+        *("first token p50, s", "p95, s", "latency p50, s", "p95, s"),
+    )
+    table = Table("", columns, [astuple(result) for result in results])
+    data = {"requests": requests, "tokens": tokens, "threads": threads, "results": [asdict(one) for one in results]}
+    return Report((f"{requests} concurrent requests, {tokens} tokens each",), (table,), (), data)

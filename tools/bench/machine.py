@@ -40,6 +40,10 @@ class Machine:
     flags: tuple[str, ...]  # the extensions of _FLAGS that the CPU has
     system: str
 
+    def __str__(self) -> str:
+        flags = ", ".join(self.flags) or "no vector extensions found"
+        return f"{self.cpu} ({self.model}; {self.cores} cores; {flags}), {self.system}"
+
 
 def this_machine(cpuinfo: Path = Path("/proc/cpuinfo")) -> Machine:
     """The machine that this process runs on."""

@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from xml.etree import ElementTree
 
-from spaceport.tools.bench.compare import Comparison, Spread, number
+from spaceport.tools.bench.compare import Comparison, Spread
 from spaceport.tools.bench.compare_measuring import Metric
-from spaceport.tools.bench.decode import REPLAY_LABEL, DecodeReport, ModeSummary
+from spaceport.tools.bench.decode import REPLAY_LABEL, DecodeResults, ModeSummary
 from spaceport.tools.bench.decode_measuring import PLAIN
+from spaceport.tools.bench.report import number
 from spaceport.tools.report.drawing import Element, add, path, picture
 
 COLOURS = (
@@ -140,7 +141,7 @@ def _draw_steps(
         add(drawing, "text", {"x": right + 28, "y": y}, subject.name)
 
 
-def decode_plot(report: DecodeReport) -> str:
+def decode_plot(report: DecodeResults) -> str:
     """The picture as SVG text."""
     names = dict.fromkeys(mode.mode for mode in report.modes)
     colours = {name: COLOURS[index % len(COLOURS)] for index, name in enumerate(names)}
@@ -163,12 +164,12 @@ def decode_plot(report: DecodeReport) -> str:
     return ElementTree.tostring(drawing, encoding="unicode") + "\n"
 
 
-def _by_temperature(report: DecodeReport) -> Iterator[list[ModeSummary]]:
+def _by_temperature(report: DecodeResults) -> Iterator[list[ModeSummary]]:
     for temperature in report.options.temperatures:
         yield [mode for mode in report.modes if mode.temperature == temperature]
 
 
-def _decode_panels(report: DecodeReport, colours: dict[str, str]) -> Iterator[Panel]:
+def _decode_panels(report: DecodeResults, colours: dict[str, str]) -> Iterator[Panel]:
     for modes in _by_temperature(report):
         at = f"temperature {modes[0].temperature:g}"
         speedups = tuple((mode.mode, colours[mode.mode], spread) for mode in modes if (spread := _speedup(mode)))

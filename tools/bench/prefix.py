@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from time import process_time, thread_time
@@ -13,6 +13,7 @@ import numpy as np
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
+from spaceport.tools.bench.report import Report, Table
 
 _VOCABULARY = 200  # different tokens of a prompt
 _ANSWER = 16  # tokens of the first turn
@@ -36,7 +37,7 @@ class PrefixResult:
     copy_ratio: float  # copy / CPU time of the cold request
 
 
-def measure(
+def measure_prefixes(
     bundle: Path, histories: Sequence[int], message: int, rounds: int, threads: int, backend: str
 ) -> list[PrefixResult]:
     """The results for each length of the history; requests with and without cache alternate."""
@@ -94,3 +95,21 @@ def _timed(runtime: Runtime, prompt: list[int], decoding: Decoding) -> tuple[flo
     started = process_time()
     statistics = runtime.generate(prompt, decoding).statistics
     return statistics.first_token_seconds, process_time() - started, statistics.cached_tokens
+
+
+def prefix_report(results: Sequence[PrefixResult], message: int, threads: int) -> Report:
+    """The results as a table."""
+    columns = (
+        *("history", "reused", "first token, ms", "with cache, ms", "ratio", "ratio of CPU time"),
+        *("copy, ms", "ratio of the copy"),
+    )
+    rows = [
+        (
+            *(one.history, one.reused, one.cold_seconds * 1e3, one.warm_seconds * 1e3, f"{one.ratio:.3f}"),
+            *(f"{one.cpu_ratio:.3f}", one.copy_seconds * 1e3, f"{one.copy_ratio:.4f}"),
+        )
+        for one in results
+    ]
+    settings = (f"Next turn of a chat with a message of {message} tokens",)
+    data = {"threads": threads, "results": [asdict(one) for one in results]}
+    return Report(settings, (Table("", columns, rows),), (), data)

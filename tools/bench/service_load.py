@@ -18,7 +18,6 @@ import numpy as np
 from spaceport.graphs.contract.faults import InputFault, MissingDependency, OptionFault
 from spaceport.runtime.text.messages import Message
 from spaceport.runtime.text.prompt import Prompt
-from spaceport.tools.bench.compare import header, row, titled
 from spaceport.tools.bench.environments import CommandFailed, Environments, create_environment
 from spaceport.tools.bench.http_load import address_of
 from spaceport.tools.bench.load_services import (
@@ -30,12 +29,12 @@ from spaceport.tools.bench.load_services import (
     start_spaceport,
 )
 from spaceport.tools.bench.machine import Machine, ProcessFailed, Resources, this_machine
+from spaceport.tools.bench.report import Report, Table, optional
 from spaceport.tools.bench.workload import Exchange, LoadRun, Workload
 from spaceport.tools.verify.audit.prompts import read_prompts
 
 Expected = Sequence[tuple[list[int], str]]  # tokens and text of the answer to each prompt
 _SHOWN = 10  # differences; JSON has all
-_NONE = "-"
 OnProgress = Callable[[str], None]
 ENVIRONMENT = "llama.cpp-server"
 _STRIDE = 41  # prompts between the first ones of two rounds
@@ -105,9 +104,12 @@ class Quantiles:
     p99: float
     highest: float
 
+    def __str__(self) -> str:
+        return f"{self.p50:.1f} / {self.p95:.1f} / {self.p99:.1f}"
+
 
 @dataclass(frozen=True)
-class Drafts:
+class ReportedDrafts:
     """Acceptance as the service reports it."""
 
     mean_acceptance_length: float  # 1 + accepted / steps
@@ -115,7 +117,7 @@ class Drafts:
 
 
 @dataclass(frozen=True)
-class Figures:
+class RunFigures:
     """One run of one subject, or the medians of several."""
 
     answered: float  # complete answers
@@ -132,14 +134,14 @@ class Figures:
     per_token: Quantiles | None  # mean time between the tokens of a stream, over streams
     gap: Quantiles | None  # time between events with text, over all events
     refusal: Quantiles | None  # time until a refusal came
-    drafts: Drafts | None
+    drafts: ReportedDrafts | None
     cpu_per_token: float | None  # milliseconds of the process
     main_thread_per_token: float | None  # milliseconds of its first thread: the event loop of a service
 
 
-def figures_of(
+def run_figures(
     run: LoadRun, expected: Expected | None, used: tuple[Resources, Resources] | None, first_token_limit: float | None
-) -> Figures:
+) -> RunFigures:
     """The figures of a run; `used` is what its process had used before and after it."""
     by_outcome: dict[str, list[Exchange]] = {name: [] for name in ("answered", "left", "refused", "failed")}
     for one in run.exchanges:
@@ -148,7 +150,7 @@ def figures_of(
     wrong = [one for one in answered if expected is not None and is_different(one, expected)]
     good = [one for one in answered if one not in wrong and _in_time(one, first_token_limit)]
     tokens = sum(one.token_count for one in run.exchanges)
-    return Figures(
+    return RunFigures(
         answered=len(answered),
         left=len(by_outcome["left"]),
         refused=len(by_outcome["refused"]),
@@ -163,7 +165,7 @@ def figures_of(
         per_token=quantiles(one.seconds_per_token for one in answered),
         gap=quantiles(gap for one in run.exchanges if one.behaviour != "slow" for gap in one.gaps),
         refusal=quantiles(one.ended - one.started for one in by_outcome["refused"]),
-        drafts=drafts_of(answered),
+        drafts=reported_drafts(answered),
         cpu_per_token=_per_token(used, "cpu_seconds", tokens),
         main_thread_per_token=_per_token(used, "main_thread_seconds", tokens),
     )
@@ -186,13 +188,13 @@ def quantiles(seconds: Iterable[float | None]) -> Quantiles | None:
     return Quantiles(float(np.mean(found)), *np.quantile(found, (0.5, 0.95, 0.99, 1.0)).tolist()) if found else None
 
 
-def drafts_of(exchanges: Iterable[Exchange]) -> Drafts | None:
+def reported_drafts(exchanges: Iterable[Exchange]) -> ReportedDrafts | None:
     """Acceptance over the exchanges for which the service reports it; None without any."""
     found = [one.drafts for one in exchanges if one.drafts is not None]
     steps, drafted, accepted = (
         sum(one[name] for one in found) for name in ("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens")
     )
-    return Drafts(1 + accepted / steps, accepted / drafted if drafted else 0.0) if steps else None
+    return ReportedDrafts(1 + accepted / steps, accepted / drafted if drafted else 0.0) if steps else None
 
 
 def medians(found: Sequence[Any]) -> Any:
@@ -226,8 +228,8 @@ class LoadFigures:
 
     subject: str
     clients: int
-    figures: Figures  # medians of the rounds
-    rounds: tuple[Figures, ...]
+    figures: RunFigures  # medians of the rounds
+    rounds: tuple[RunFigures, ...]
     statuses: dict[str, int]  # requests of all rounds by HTTP status; 0: no response
 
 
@@ -240,7 +242,7 @@ class HeldResources:
 
 
 @dataclass(frozen=True)
-class Difference:
+class WrongAnswer:
     """An answer that is not the expected one."""
 
     subject: str
@@ -265,7 +267,7 @@ class LoadRatio:
 
 
 @dataclass(frozen=True)
-class ServeReport:
+class ServeResults:
     """The results of a benchmark."""
 
     bundle: str
@@ -274,7 +276,7 @@ class ServeReport:
     prompts: int
     loads: tuple[LoadFigures, ...]
     resources: tuple[HeldResources, ...]
-    differences: tuple[Difference, ...]
+    differences: tuple[WrongAnswer, ...]
     errors: dict[str, str]  # subject -> the first error
 
     @property
@@ -326,164 +328,118 @@ def _median(found: list[float]) -> float | None:
     return median(found) if found else None
 
 
-def markdown_of(report: ServeReport) -> str:
-    """The whole report."""
-    return "\n".join(_lines(report)) + "\n"
+def service_report(results: ServeResults) -> Report:
+    """The results as tables."""
+    tables = (_throughput(results), _latency(results), _ratios(results), _requests(results), _held(results))
+    return Report(_settings(results), tables, list(_conclusions(results)), results.as_dict(), results.identical)
 
 
-def _lines(report: ServeReport) -> Iterator[str]:
-    yield from setting(report)
-    sections = (
-        ("Throughput", throughput(report)),
-        ("Latency, ms", latency(report)),
-        ("The service of the bundle relative to others", ratios(report)),
-        ("Requests", requests(report)),
-        ("What the processes held without requests", resources(report)),
-    )
-    yield from titled(sections)
-    yield ""
-    yield from conclusions(report)
-
-
-def setting(report: ServeReport) -> Iterator[str]:
-    """What was measured on which machine."""
-    machine, options = report.machine, report.options
-    work = options.workload
+def _settings(results: ServeResults) -> list[str]:
+    options, work = results.options, results.options.workload
     amount = f"{work.requests} requests" if work.requests is not None else f"{work.seconds:g} s"
     arrival = "one after the other per client" if work.rate is None else f"arriving at random, {work.rate:g} per second"
-    yield (
-        f"{report.bundle or 'No bundle'}, {options.threads} thread(s), at most {options.max_requests} requests at a time; "
-        f"{machine.cpu} ({machine.model}; {machine.cores} cores; {', '.join(machine.flags) or 'no vector extensions found'})"
-        f", {machine.system}."
-    )
-    yield (
-        f"{report.prompts} prompts, greedy{'' if work.drafts else ', no drafts'}, at most {work.max_tokens} tokens per answer; {amount} per run, {arrival}; "
-        f"medians of {options.rounds} round(s) after a warm-up, all in turns."
-    )
-    yield (
+    return [
+        f"{results.bundle or 'No bundle'}, {options.threads} thread(s), at most {options.max_requests} requests at a time; "
+        f"{results.machine}.",
+        f"{results.prompts} prompts, greedy{'' if work.drafts else ', no drafts'}, at most {work.max_tokens} tokens per answer; "
+        f"{amount} per run, {arrival}; medians of {options.rounds} round(s) after a warm-up, all in turns.",
         f"Of the requests, {work.cancelled:.0%} are cancelled, {work.dropped:.0%} lose their connection, {work.slow:.0%} are "
-        f"read slowly, {work.unstreamed:.0%} ask for the whole answer; seed {work.seed}."
-    )
+        f"read slowly, {work.unstreamed:.0%} ask for the whole answer; seed {work.seed}.",
+    ]
 
 
-def throughput(report: ServeReport) -> Iterator[str]:
-    """The table of throughput, acceptance and CPU time."""
-    yield from header(
-        [
-            *("service", "clients", "tokens/s", "goodput, tokens/s", "answers/s", "mean acceptance length"),
-            *("acceptance rate", "CPU ms per token", "of it, main thread"),
-        ]
+def _throughput(results: ServeResults) -> Table:
+    columns = (
+        *("service", "clients", "tokens/s", "goodput, tokens/s", "answers/s", "mean acceptance length"),
+        *("acceptance rate", "CPU ms per token", "of it, main thread"),
     )
-    for one in report.loads:
+    rows = []
+    for one in results.loads:
         found, drafts = one.figures, one.figures.drafts
-        cells = [f"{found.tokens_per_second:.1f}", f"{found.goodput:.1f}", f"{found.requests_per_second:.2f}"]
-        cells += [f"{drafts.mean_acceptance_length:.2f}", f"{drafts.acceptance_rate:.2f}"] if drafts else [_NONE] * 2
-        cells += [_number(found.cpu_per_token, 2), _number(found.main_thread_per_token, 3)]
-        yield row([one.subject, str(one.clients), *cells])
+        rates = (found.tokens_per_second, found.goodput, found.requests_per_second)
+        acceptance = (drafts.mean_acceptance_length, drafts.acceptance_rate) if drafts else (None, None)
+        cpu = (found.cpu_per_token, optional(found.main_thread_per_token, 3))
+        rows.append((one.subject, one.clients, *rates, *acceptance, *cpu))
+    return Table("Throughput", columns, rows)
 
 
-def latency(report: ServeReport) -> Iterator[str]:
-    """The table of latencies: p50 / p95 / p99."""
-    yield from header(
-        [
-            *("service", "clients", "first token mean; p50 / p95 / p99", "between tokens, mean of a stream"),
-            *("between events", "refusal p50 / p95 / highest"),
-        ]
+def _latency(results: ServeResults) -> Table:
+    """Latencies: p50 / p95 / p99."""
+    columns = (
+        *("service", "clients", "first token mean; p50 / p95 / p99", "between tokens, mean of a stream"),
+        *("between events", "refusal p50 / p95 / highest"),
     )
-    for one in report.loads:
-        found = one.figures
-        first = _NONE if found.first_token is None else f"{found.first_token.mean:.1f}; {_quantiles(found.first_token)}"
-        cells = [first, _quantiles(found.per_token), _quantiles(found.gap)]
-        refusal = found.refusal
-        cells.append(_NONE if refusal is None else f"{refusal.p50:.1f} / {refusal.p95:.1f} / {refusal.highest:.1f}")
-        yield row([one.subject, str(one.clients), *cells])
+    rows = []
+    for one in results.loads:
+        found, refusal = one.figures, one.figures.refusal
+        first = None if found.first_token is None else f"{found.first_token.mean:.1f}; {found.first_token}"
+        refused = None if refusal is None else f"{refusal.p50:.1f} / {refusal.p95:.1f} / {refusal.highest:.1f}"
+        rows.append((one.subject, one.clients, first, found.per_token, found.gap, refused))
+    return Table("Latency, ms", columns, rows)
 
 
-def ratios(report: ServeReport) -> Iterator[str]:
-    """The table of the service relative to other subjects, and of its goodput relative to the first number of clients."""
-    if not report.ratios:
-        return
-    yield from header(
-        [
-            *("relative to", "clients", "tokens/s", "first token, ms later: p50", "mean"),
-            *("between tokens p95", "between events p95"),
-        ]
+def _ratios(results: ServeResults) -> Table:
+    """The service relative to other subjects."""
+    columns = (
+        *("relative to", "clients", "tokens/s", "first token, ms later: p50", "mean"),
+        *("between tokens p95", "between events p95"),
     )
-    for one in report.ratios:
-        later = [_NONE if each is None else f"{each:+.1f}" for each in (one.first_token, one.first_token_mean)]
-        cells = [f"{one.tokens_per_second:.3f}", *later, _number(one.per_token_p95, 2), _number(one.gap_p95, 2)]
-        yield row([one.reference, str(one.clients), *cells])
+    rows = []
+    for one in results.ratios:
+        later = [None if each is None else f"{each:+.1f}" for each in (one.first_token, one.first_token_mean)]
+        ratio = f"{one.tokens_per_second:.3f}"
+        rows.append((one.reference, one.clients, ratio, *later, one.per_token_p95, one.gap_p95))
+    return Table("The service of the bundle relative to others", columns, rows)
 
 
-def requests(report: ServeReport) -> Iterator[str]:
-    """The table of what became of the requests, over all rounds."""
-    yield from header(
-        [
-            "service",
-            "clients",
-            "answered",
-            "left by the client",
-            "refused",
-            "failed",
-            "compared",
-            "different",
-            "by status",
-        ]
-    )
-    for one in report.loads:
-        names = ("answered", "left", "refused", "failed", "compared", "different")
-        counts = [f"{sum(getattr(each, name) for each in one.rounds):.0f}" for name in names]
-        yield row([one.subject, str(one.clients), *counts, _statuses(one)])
+def _requests(results: ServeResults) -> Table:
+    """What became of the requests, over all rounds."""
+    names = ("answered", "left", "refused", "failed", "compared", "different")
+    columns = ("service", "clients", "answered", "left by the client", *names[2:], "by status")
+    rows = []
+    for one in results.loads:
+        counts = [round(sum(getattr(each, name) for each in one.rounds)) for name in names]
+        by_status = ", ".join(f"{status}: {count}" for status, count in one.statuses.items())
+        rows.append((one.subject, one.clients, *counts, by_status))
+    return Table("Requests", columns, rows)
 
 
-def resources(report: ServeReport) -> Iterator[str]:
-    """The table of memory, file descriptors and threads, after the warm-up and after each run."""
-    if not report.resources:
-        return
-    yield from header(["process", "resident MB", "file descriptors", "threads"])
-    for held in report.resources:
+def _held(results: ServeResults) -> Table:
+    """Memory, file descriptors and threads, after the warm-up and after each run."""
+    rows = []
+    for held in results.resources:
         megabytes = [round(one.resident_bytes / 1e6) for one in held.samples]
         counts = [one.file_descriptors for one in held.samples], [one.threads for one in held.samples]
-        yield row([held.subject, *(", ".join(map(str, each)) for each in (megabytes, *counts))])
+        rows.append((held.subject, *(", ".join(map(str, each)) for each in (megabytes, *counts))))
+    columns = ("process", "resident MB", "file descriptors", "threads")
+    return Table("What the processes held without requests", columns, rows)
 
 
-def conclusions(report: ServeReport) -> Iterator[str]:
+def _conclusions(results: ServeResults) -> Iterator[str]:
     """Whether all answers are right, and the first errors."""
-    compared = sum(each.compared for one in report.loads for each in one.rounds)
+    compared = sum(each.compared for one in results.loads for each in one.rounds)
     if compared:
-        yield f"- {compared - len(report.differences):.0f} of {compared:.0f} answers equal those of `Runtime.generate`."
-    for one in report.differences[:_SHOWN]:
+        yield f"- {compared - len(results.differences):.0f} of {compared:.0f} answers equal those of `Runtime.generate`."
+    for one in results.differences[:_SHOWN]:
         yield f"- {one.subject}, {one.clients} clients, prompt {one.prompt + 1}: {one.text!r}, expected {one.expected!r}"
-    if (rest := len(report.differences) - _SHOWN) > 0:
+    if (rest := len(results.differences) - _SHOWN) > 0:
         yield f"- {rest} more differences"
-    for name, error in report.errors.items():
+    for name, error in results.errors.items():
         yield f"- {name}, first error: {error}"
 
 
-def _quantiles(found: Quantiles | None) -> str:
-    return _NONE if found is None else f"{found.p50:.1f} / {found.p95:.1f} / {found.p99:.1f}"
-
-
-def _number(found: float | None, digits: int) -> str:
-    return _NONE if found is None else f"{found:.{digits}f}"
-
-
-def _statuses(one: LoadFigures) -> str:
-    return ", ".join(f"{status}: {count}" for status, count in one.statuses.items())
-
-
 @dataclass
-class _Measured:
+class _ServiceRuns:
     """All runs of a benchmark."""
 
-    figures: dict[tuple[str, int], list[Figures]] = field(default_factory=dict)  # by subject and clients
+    figures: dict[tuple[str, int], list[RunFigures]] = field(default_factory=dict)  # by subject and clients
     statuses: dict[tuple[str, int], dict[str, int]] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)  # subject -> the first error
-    differences: list[Difference] = field(default_factory=list)
+    differences: list[WrongAnswer] = field(default_factory=list)
     resources: dict[str, list[Resources]] = field(default_factory=dict)  # by subject
 
 
-def benchmark_services(file: Path, options: ServeOptions, on_progress: OnProgress) -> ServeReport:
+def benchmark_services(file: Path, options: ServeOptions, on_progress: OnProgress) -> Report:
     """Throughput and latency of every subject with each number of clients."""
     if not sys.platform.startswith("linux"):
         raise MissingDependency(f"bench serve reads CPU time from /proc: expected Linux, this is {sys.platform}")
@@ -497,7 +453,7 @@ def benchmark_services(file: Path, options: ServeOptions, on_progress: OnProgres
         LoadFigures(name, clients, medians(rounds), tuple(rounds), measured.statuses[name, clients])
         for (name, clients), rounds in measured.figures.items()
     ]
-    return ServeReport(
+    results = ServeResults(
         "" if options.bundle is None else options.bundle.absolute().name,
         this_machine(),
         options,
@@ -507,6 +463,7 @@ def benchmark_services(file: Path, options: ServeOptions, on_progress: OnProgres
         tuple(measured.differences),
         measured.errors,
     )
+    return service_report(results)
 
 
 def _sendable(prompt: str | tuple[Message, ...]) -> Prompt:
@@ -562,9 +519,9 @@ def _expected(subjects: Sequence[LoadSubject], options: ServeOptions, on_progres
 
 def _measure(
     subjects: list[LoadSubject], expected: Expected | None, options: ServeOptions, on_progress: OnProgress
-) -> _Measured:
+) -> _ServiceRuns:
     """All runs: the subjects take turns in an order that rotates, after a run that is not measured."""
-    found = _Measured()
+    found = _ServiceRuns()
     loaded = [one for one in subjects if options.embedded or not isinstance(one, EmbeddedRuntime)]
     warm_up = replace(options.workload, clients=options.max_requests, requests=options.max_requests, seconds=None)
     for subject in loaded:
@@ -587,7 +544,7 @@ def _measure(
 
 
 def _record(
-    found: _Measured,
+    found: _ServiceRuns,
     subject: LoadSubject,
     clients: int,
     run: LoadRun,
@@ -596,7 +553,7 @@ def _record(
     options: ServeOptions,
 ) -> None:
     key, own = (subject.name, clients), expected if subject.compared else None
-    found.figures.setdefault(key, []).append(figures_of(run, own, used, options.first_token_limit))
+    found.figures.setdefault(key, []).append(run_figures(run, own, used, options.first_token_limit))
     counts = found.statuses.setdefault(key, {})
     for status, count in statuses(run.exchanges).items():
         counts[status] = counts.get(status, 0) + count
@@ -605,10 +562,10 @@ def _record(
             found.errors.setdefault(subject.name, f"{one.behaviour}: {one.error}")
         if own is not None and one.outcome == "answered" and is_different(one, own):
             texts = one.text[:_SHOWN_TEXT], own[one.prompt][1][:_SHOWN_TEXT]
-            found.differences.append(Difference(subject.name, clients, one.prompt, *texts))
+            found.differences.append(WrongAnswer(subject.name, clients, one.prompt, *texts))
 
 
-def _hold(found: _Measured, subject: LoadSubject) -> None:
+def _hold(found: _ServiceRuns, subject: LoadSubject) -> None:
     """Record what the process of a subject holds once it has no request."""
     limit = time.monotonic() + _IDLE
     while not subject.idle():

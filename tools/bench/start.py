@@ -25,7 +25,6 @@ from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.bundle import read_manifest
 from spaceport.tools.bench.http_load import Address, Connection, Target, get_json
 from spaceport.tools.bench.machine import (
-    Machine,
     ProcessFailed,
     Resources,
     end_process,
@@ -34,6 +33,8 @@ from spaceport.tools.bench.machine import (
     resources_of,
     this_machine,
 )
+from spaceport.tools.bench.report import Report, Table
+from spaceport.tools.terminal.screen import size
 
 _COMMAND = [sys.executable, "-c", "import sys; from spaceport.tools.cli import run; sys.exit(run(sys.argv[1:]))"]
 _READY = 600.0  # seconds until a service is ready
@@ -220,6 +221,10 @@ def _has_text(line: bytes) -> bool:
     return any(choice.get("text") or (choice.get("delta") or {}).get("content") for choice in choices)
 
 
+_COLUMNS = (
+    *("page cache", "step costs", "imports", "verify", "engine", "costs", "opening", "ready", "first token"),
+    *("next", "total", "CPU", "MB"),
+)
 PHASES = tuple(field.name for field in fields(Start))
 
 
@@ -244,22 +249,6 @@ class Starts:
         return Start(*(median(getattr(one, name) for one in self.rounds) for name in PHASES))
 
 
-@dataclass(frozen=True)
-class StartReport:
-    """The results of a benchmark."""
-
-    bundles: tuple[str, ...]
-    weight_bytes: int  # size of all graphs and weights
-    machine: Machine
-    prompt: str
-    starts: tuple[Starts, ...]
-
-    def as_dict(self) -> dict[str, Any]:
-        """The report as JSON data."""
-        starts = [{**asdict(one), "medians": asdict(one.medians)} for one in self.starts]
-        return {**asdict(self), "starts": starts}
-
-
 def benchmark_start(
     bundles: Sequence[Path],
     flags: Sequence[str],
@@ -267,9 +256,9 @@ def benchmark_start(
     page_caches: Sequence[PageCache],
     rounds: int,
     on_progress: Callable[[str], None] = lambda _: None,
-) -> StartReport:
+) -> Report:
     """The starts of a service under each condition; conditions alternate, so that other load affects all of them."""
-    size = sum(read_manifest(bundle, allow_links=True).graph_bytes for bundle in bundles)
+    weight_bytes = sum(read_manifest(bundle, allow_links=True).graph_bytes for bundle in bundles)
     if rounds < 1:
         raise OptionFault(f"rounds is {rounds}: expected at least 1")
     conditions = [Condition(cache, stored) for cache in page_caches for stored in (True, False)]
@@ -285,8 +274,35 @@ def benchmark_start(
                 with tempfile.TemporaryDirectory(dir=folder) as empty:
                     state = stored if condition.step_costs else Path(empty)
                     found[condition].append(measured_start(bundles, flags, prompt, state, log))
-    starts = tuple(Starts(condition, tuple(rounds)) for condition, rounds in found.items())
-    return StartReport(tuple(map(str, bundles)), size, this_machine(), prompt, starts)
+    starts = [Starts(condition, tuple(rounds)) for condition, rounds in found.items()]
+    return _start_report(bundles, weight_bytes, prompt, starts)
+
+
+def _start_report(bundles: Sequence[Path], weight_bytes: int, prompt: str, starts: Sequence[Starts]) -> Report:
+    """The medians as a table, and all starts as data."""
+    machine = this_machine()
+    names = [str(bundle) for bundle in bundles]
+    rows = [
+        (
+            one.condition.page_cache,
+            "stored" if one.condition.step_costs else "measured",
+            *(f"{getattr(one.medians, name):.3f}" for name in PHASES[:-1]),
+            round(one.medians.resident_bytes / 1e6),
+        )
+        for one in starts
+    ]
+    setting = (
+        f"{', '.join(names)} ({size(weight_bytes)}), {machine.cpu}, {machine.cores} cores; "
+        f"seconds, medians of {len(starts[0].rounds)}"
+    )
+    data = {
+        "bundles": names,
+        "weight_bytes": weight_bytes,
+        "machine": asdict(machine),
+        "prompt": prompt,
+        "starts": [{**asdict(one), "medians": asdict(one.medians)} for one in starts],
+    }
+    return Report((setting,), (Table("", _COLUMNS, rows),), (), data)
 
 
 def _prepare(bundles: Sequence[Path], cache: PageCache) -> None:

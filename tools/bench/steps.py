@@ -5,7 +5,7 @@ from __future__ import annotations
 import cProfile
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from itertools import count
 from time import perf_counter
 
@@ -25,6 +25,7 @@ from spaceport.runtime.scheduling.request import Request
 from spaceport.runtime.scheduling.scheduler import Scheduler
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.tokenizer import open_tokenizer
+from spaceport.tools.bench.report import Report, Table
 from spaceport.tools.bench.synthetic_engine import Predicted, SyntheticEngine, allowed_tokens, without_end_tokens
 
 WARM_UP = 3
@@ -204,3 +205,24 @@ def outside_cost(
         statistics.median(times) * 1e3,
         float(np.quantile(times, 0.95)) * 1e3,
     )
+
+
+def steps_report(steps: Sequence[StepCost], loops: Sequence[LoopCost], context: int, threads: int) -> Report:
+    """Step times and the time outside the engine as tables."""
+    tables = (
+        Table(f"Steps after {context} tokens", ("rows", "ms", "ratio"), [astuple(cost) for cost in steps]),
+        Table(
+            "Decoding, per step",
+            ("mask slots", "steps", "ms in the engine", "ms outside"),
+            [(c.mask_slots, c.steps, c.engine_milliseconds, f"{c.outside_milliseconds:.3f}") for c in loops],
+        ),
+    )
+    rows = {"steps": [asdict(cost) for cost in steps], "loop": [asdict(cost) for cost in loops]}
+    return Report((), tables, (), {"context": context, "threads": threads, **rows})
+
+
+def outside_report(costs: Sequence[RoundCost], real: bool) -> Report:
+    """The time outside the engine by requests and rows as a table."""
+    columns = ("requests", "rows per request", "steps", "ms, p50", "ms, p95")
+    table = Table("Time outside the engine, per step", columns, [astuple(cost) for cost in costs])
+    return Report((), (table,), (), {"real": real, "costs": [asdict(cost) for cost in costs]})

@@ -10,7 +10,7 @@ from spaceport.runtime.backends.machine import no_gpu
 from spaceport.runtime.costs import StepCosts, relative_costs
 from spaceport.tools.bench import gpu
 from spaceport.tools.bench.checkpoint import make_checkpoint
-from spaceport.tools.bench.gpu import EngineVariant, GpuPage, markdown
+from spaceport.tools.bench.gpu import EngineVariant, GpuResults
 from spaceport.tools.bench.planning import drafts_of, drafts_of_heads
 from spaceport.tools.cli.bench.gpu import run_command
 
@@ -34,7 +34,7 @@ def test_every_variant_that_can_run_is_measured_and_the_others_have_reasons(tmp_
     if no_gpu() is not None:
         assert "needs an NVIDIA GPU" in model.failed["tensorrt-rtx"]
     assert messages == ["measuring tiny, onnxruntime"]
-    page = markdown(GpuPage({"GPU": "none"}, [model], [("a|udit", "loss\nless")]))
+    page = GpuResults({"GPU": "none"}, [model], [("a|udit", "loss\nless")]).report().markdown()
     assert "| onnxruntime |" in page
     assert r"| a\|udit | loss less |" in page
 

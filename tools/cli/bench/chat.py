@@ -8,10 +8,9 @@ from typing import Any, ClassVar
 import click
 
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.tools.bench.chat import benchmark_chat, markdown_of
+from spaceport.tools.bench.chat import benchmark_chat
 from spaceport.tools.bench.chat_measuring import ChatOptions, PeerOptions, chosen_peers
 from spaceport.tools.bench.decode_measuring import FORKING, MODES, parse_counts
-from spaceport.tools.cli.bench.tables import show_tables
 from spaceport.tools.cli.exit_codes import ACCURACY, OK
 from spaceport.tools.cli.options import (
     PATH,
@@ -113,7 +112,7 @@ def command(context: click.Context, /, bundle: Path, prompts: Path, **values: An
         check_target(values["markdown"])
     with stages() as on_progress:
         report = benchmark_chat(bundle, prompts, chat_options, peer_options, on_progress)
-    show_tables(markdown_of(report), report.as_dict(), values["as_json"], values["markdown"])
+    report.show(values["as_json"], values["markdown"])
     return OK if report.identical else ACCURACY
 
 

@@ -8,13 +8,11 @@ from typing import Any
 import click
 
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.tools.bench.compare import CompareOptions, compare_runtimes, markdown_of
-from spaceport.tools.bench.compare import as_json as data_of
+from spaceport.tools.bench.compare import CompareOptions, compare_runtimes, comparison_report
 from spaceport.tools.bench.compare_measuring import CompareWorkload
 from spaceport.tools.bench.environments import PEERS, peers_named
 from spaceport.tools.bench.plots import comparison_plot
 from spaceport.tools.cli.bench.steps import parse_rows
-from spaceport.tools.cli.bench.tables import show_tables
 from spaceport.tools.cli.options import PATH, Sectioned, json_option
 from spaceport.tools.report.files import check_target, write_text
 from spaceport.tools.terminal.screen import stages
@@ -96,10 +94,10 @@ def command(checkpoint: Path, as_json: bool, **values: Any) -> None:
         if target is not None:
             check_target(target)
     with stages() as on_progress:
-        found = compare_runtimes(options, on_progress)
+        comparison = compare_runtimes(options, on_progress)
     if plot is not None:
-        write_text(plot, comparison_plot(found))
-    show_tables(markdown_of(found), data_of(found), as_json, markdown)
+        write_text(plot, comparison_plot(comparison))
+    comparison_report(comparison).show(as_json, markdown)
 
 
 def options_of(checkpoint: Path, values: dict[str, Any]) -> CompareOptions:

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.tools.bench.decode import benchmark_decode, markdown_of
+from spaceport.tools.bench.decode import benchmark_decode, decode_report
 from spaceport.tools.bench.decode_measuring import (
     MODES,
     REPLAY_PROMPTS,
@@ -18,7 +18,6 @@ from spaceport.tools.bench.decode_measuring import (
     parse_numbers,
 )
 from spaceport.tools.bench.plots import decode_plot
-from spaceport.tools.cli.bench.tables import show_tables
 from spaceport.tools.cli.exit_codes import ACCURACY, OK
 from spaceport.tools.cli.options import (
     PATH,
@@ -109,11 +108,11 @@ def command(context: click.Context, /, bundle: Path, prompts: Path | None, **val
         if target is not None:
             check_target(target)
     with stages() as on_progress:
-        report = benchmark_decode(bundle, prompts, decode_options, on_progress)
+        results = benchmark_decode(bundle, prompts, decode_options, on_progress)
     if values["plot"] is not None:
-        write_text(values["plot"], decode_plot(report))
-    show_tables(markdown_of(report), report.as_dict(), values["as_json"], values["markdown"])
-    return OK if report.identical else ACCURACY
+        write_text(values["plot"], decode_plot(results))
+    decode_report(results).show(values["as_json"], values["markdown"])
+    return OK if results.identical else ACCURACY
 
 
 def check_inputs(context: click.Context, prompts: Path | None, replay: str | None) -> None:

@@ -14,10 +14,9 @@ from spaceport.tools.bench.checkpoint import SHAPES, make_checkpoint
 from spaceport.tools.bench.gpu import (
     CommandResult,
     GpuBenchOptions,
-    GpuPage,
+    GpuResults,
     checks,
     machine_rows,
-    markdown,
     measure_model,
 )
 from spaceport.tools.cli import run
@@ -45,16 +44,16 @@ def command(out: Path, shapes: str, work: Path, rounds: int) -> int:
         raise click.UsageError(f"--shapes names {unknown[0]!r}: expected names among {', '.join(SHAPES)}")
     work.mkdir(parents=True, exist_ok=True)
     options = GpuBenchOptions(work, rounds=rounds)
-    page = GpuPage(machine_rows(), context=options.context)
-    page.checks = checks(options, MODEL, run_command, on_progress)
-    out.write_text(markdown(page), "utf-8")
+    results = GpuResults(machine_rows(), context=options.context)
+    results.checks = checks(options, MODEL, run_command, on_progress)
+    out.write_text(results.report().markdown(), "utf-8")
     for name in wanted:
         checkpoint = work / name
         if not (checkpoint / "config.json").exists():
             on_progress(f"creating {name}")
             make_checkpoint(checkpoint, name, dtype=options.dtype)
-        page.models.append(measure_model(options, checkpoint, run_command, on_progress))
-        out.write_text(markdown(page), "utf-8")  # after each model, in case a later one is interrupted
+        results.models.append(measure_model(options, checkpoint, run_command, on_progress))
+        out.write_text(results.report().markdown(), "utf-8")  # after each model, in case a later one is interrupted
     return OK
 
 

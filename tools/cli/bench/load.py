@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 
 import click
 
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.decoding import Decoding
-from spaceport.tools.bench.load import compare, prompt_requests, random_requests
+from spaceport.tools.bench.load import compare_max_requests, load_report, prompt_requests, random_requests
 from spaceport.tools.cli.options import PATH, Renamed, bundle_argument, json_option
 from spaceport.tools.demo.prompts import prompts_of
-from spaceport.tools.terminal.screen import show_json, show_table
 
 
 @click.command("load")
@@ -58,14 +56,5 @@ def command(
         load_requests = random_requests(requests, context, decoding)
     else:
         load_requests = prompt_requests(list(prompts_of(prompts).values()), requests, decoding)
-    results = compare(bundle, counts, load_requests, threads, context * 2 + tokens, rounds)
-    if as_json:
-        rows = [asdict(result) for result in results]
-        show_json({"requests": requests, "tokens": tokens, "threads": threads, "results": rows})
-        return
-    columns = (
-        *("max requests", "tokens/s", "ratio", "tokens/CPU s", "ratio"),
-        *("first token p50, s", "p95, s", "latency p50, s", "p95, s"),
-    )
-    title = f"{requests} concurrent requests, {tokens} tokens each"
-    show_table(title, columns, [tuple(asdict(result).values()) for result in results])
+    results = compare_max_requests(bundle, counts, load_requests, threads, context * 2 + tokens, rounds)
+    load_report(results, requests, tokens, threads).show(as_json)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import cProfile
 import pstats
-from dataclasses import asdict
 from pathlib import Path
 
 import click
@@ -12,9 +11,8 @@ import click
 from spaceport.runtime.backends import open_engine
 from spaceport.runtime.bundle import open_bundle
 from spaceport.runtime.engine import EngineOptions, capacity_for
-from spaceport.tools.bench.steps import CASES, LENGTH, outside_cost
+from spaceport.tools.bench.steps import CASES, LENGTH, outside_cost, outside_report
 from spaceport.tools.cli.options import bundle_argument, json_option
-from spaceport.tools.terminal.screen import show_json, show_table
 
 
 @click.command("outside")
@@ -36,8 +34,4 @@ def command(bundle: Path, real: bool, threads: int, min_rounds: int, profiled: b
         if profile is not None:
             click.echo(f"\n{requests} requests, {rows} rows per request:")
             pstats.Stats(profile).strip_dirs().sort_stats("tottime").print_stats(18)
-    if as_json:
-        show_json({"real": real, "costs": [asdict(cost) for cost in costs]})
-        return
-    columns = ("requests", "rows per request", "steps", "ms, p50", "ms, p95")
-    show_table("Time outside the engine, per step", columns, [tuple(asdict(cost).values()) for cost in costs])
+    outside_report(costs, real).show(as_json)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 
 import click
 
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.tools.bench.prefix import measure
+from spaceport.tools.bench.prefix import measure_prefixes, prefix_report
 from spaceport.tools.cli.options import backend_option, bundle_argument, json_option, threads_option
-from spaceport.tools.terminal.screen import show_json, show_table
 
 
 @click.command("prefix")
@@ -30,31 +28,5 @@ def command(bundle: Path, history: str, message: int, rounds: int, threads: int,
         raise OptionFault(
             f"--history is {history!r}, --message {message} and --rounds {rounds}: expected numbers of at least 1"
         )
-    results = measure(bundle, lengths, message, rounds, threads, backend)
-    if as_json:
-        show_json({"threads": threads, "results": [asdict(result) for result in results]})
-        return
-    columns = (
-        "history",
-        "reused",
-        "first token, ms",
-        "with cache, ms",
-        "ratio",
-        "ratio of CPU time",
-        "copy, ms",
-        "ratio",
-    )
-    table = [
-        (
-            result.history,
-            result.reused,
-            f"{result.cold_seconds * 1e3:.1f}",
-            f"{result.warm_seconds * 1e3:.1f}",
-            f"{result.ratio:.3f}",
-            f"{result.cpu_ratio:.3f}",
-            f"{result.copy_seconds * 1e3:.2f}",
-            f"{result.copy_ratio:.4f}",
-        )
-        for result in results
-    ]
-    show_table(f"Next turn of a chat with a message of {message} tokens", columns, table)
+    results = measure_prefixes(bundle, lengths, message, rounds, threads, backend)
+    prefix_report(results, message, threads).show(as_json)

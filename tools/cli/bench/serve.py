@@ -9,9 +9,8 @@ import click
 
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.tools.bench.decode_measuring import parse_counts
-from spaceport.tools.bench.service_load import ServeOptions, benchmark_services, markdown_of
+from spaceport.tools.bench.service_load import ServeOptions, benchmark_services
 from spaceport.tools.bench.workload import Workload
-from spaceport.tools.cli.bench.tables import show_tables
 from spaceport.tools.cli.exit_codes import ACCURACY, OK
 from spaceport.tools.cli.options import PATH, Sectioned, json_option, options
 from spaceport.tools.report.files import check_target
@@ -120,7 +119,7 @@ def command(prompts: Path, **values: Any) -> int:
         check_target(values["markdown"])
     with stages() as on_progress:
         report = benchmark_services(prompts, serve_options, on_progress)
-    show_tables(markdown_of(report), report.as_dict(), values["as_json"], values["markdown"])
+    report.show(values["as_json"], values["markdown"])
     return OK if report.identical else ACCURACY
 
 

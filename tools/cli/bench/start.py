@@ -9,23 +9,9 @@ from typing import get_args
 import click
 
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.tools.bench.start import PHASES, PageCache, StartReport, benchmark_start
+from spaceport.tools.bench.start import PageCache, benchmark_start
 from spaceport.tools.cli.options import PATH, json_option
-from spaceport.tools.terminal.screen import show_json, show_table, size, stages
-
-_COLUMNS = (
-    "imports",
-    "verify",
-    "engine",
-    "step costs",
-    "opening",
-    "ready",
-    "first token",
-    "next",
-    "total",
-    "CPU",
-    "MB",
-)
+from spaceport.tools.terminal.screen import stages
 
 
 @click.command("start")
@@ -65,28 +51,7 @@ def command(
     caches = page_caches_of(page_cache)
     with stages() as on_progress:
         report = benchmark_start(bundles, flags, prompt, caches, rounds, on_progress)
-    if as_json:
-        show_json(report.as_dict())
-    else:
-        show_report(report)
-
-
-def show_report(report: StartReport) -> None:
-    """Print the medians as a table."""
-    rows = [
-        (
-            one.condition.page_cache,
-            "stored" if one.condition.step_costs else "measured",
-            *(f"{getattr(one.medians, name):.3f}" for name in PHASES[:-1]),
-            f"{one.medians.resident_bytes / 1e6:.0f}",
-        )
-        for one in report.starts
-    ]
-    title = (
-        f"{', '.join(report.bundles)} ({size(report.weight_bytes)}), {report.machine.cpu}, {report.machine.cores} cores; "
-        f"seconds, medians of {len(report.starts[0].rounds)}"
-    )
-    show_table(title, ("page cache", "step costs", *_COLUMNS[:3], "costs", *_COLUMNS[4:]), rows)
+    report.show(as_json)
 
 
 def page_caches_of(given: str) -> Sequence[PageCache]:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 
 import click
 
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.session import Runtime
-from spaceport.tools.bench.steps import loop_cost, step_costs
+from spaceport.tools.bench.steps import loop_cost, step_costs, steps_report
 from spaceport.tools.cli.options import backend_option, bundle_argument, json_option, threads_option
-from spaceport.tools.terminal.screen import show_json, show_notes, show_table
+from spaceport.tools.terminal.screen import show_notes
 
 
 @click.command("steps")
@@ -41,22 +40,7 @@ def command(
         costs = step_costs(runtime.engine, counts, context, rounds)
         drafts = sorted({0, manifest.drafts.max_tokens})
         loops = [loop_cost(runtime, manifest, k, context, rounds) for k in drafts]
-    if as_json:
-        show_json(
-            {
-                "context": context,
-                "threads": threads,
-                "steps": [asdict(c) for c in costs],
-                "loop": [asdict(c) for c in loops],
-            }
-        )
-        return
-    show_table(
-        f"Steps after {context} tokens", ("rows", "ms", "ratio"), [(c.rows, c.milliseconds, c.ratio) for c in costs]
-    )
-    columns = ("mask slots", "steps", "ms in the engine", "ms outside")
-    table = [(c.mask_slots, c.steps, c.engine_milliseconds, f"{c.outside_milliseconds:.3f}") for c in loops]
-    show_table("\nDecoding, per step", columns, table)
+    steps_report(costs, loops, context, threads).show(as_json)
 
 
 def parse_rows(text: str) -> list[int]:

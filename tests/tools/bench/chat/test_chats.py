@@ -12,7 +12,7 @@ import pytest
 
 from spaceport.runtime.decode.sequence_group import Statistics
 from spaceport.runtime.text.prompt import Prompt
-from spaceport.tools.bench.chat import ALL, figures_of, peer_ratios
+from spaceport.tools.bench.chat import ALL, chat_figures, peer_ratios
 from spaceport.tools.bench.chat_measuring import (
     NO_KIND,
     Answer,
@@ -194,7 +194,7 @@ def test_a_speedup_is_the_geometric_mean_over_prompts_by_kind() -> None:
         ("default", 1, OTHER, chat_answer(12.0, statistics=MODE)),
         ("default", 1, LIST, chat_answer(1.5, statistics=MODE)),
     )
-    by_kind = {one.kind: one for one in figures_of(found, ["default"], ["code", "lists"], 0)}
+    by_kind = {one.kind: one for one in chat_figures(found, ["default"], ["code", "lists"], 0)}
     expected = {"code": (2 * 0.5) ** 0.5, "lists": 4.0, ALL: (2 * 0.5 * 4) ** (1 / 3)}
     means = {kind: one.speedup.mean for kind, one in by_kind.items() if one.speedup}
     assert means == pytest.approx(expected)
@@ -212,7 +212,7 @@ def test_medians_over_rounds_decide_and_incomplete_rounds_are_left_out() -> None
         *(("peer", number, CODE, chat_answer(seconds)) for number, seconds in ((1, 3.0), (2, 2.0), (3, 60.0))),
         ("peer", 1, LIST, chat_answer(0.1)),  # failed in the second round
     )
-    (peer,) = figures_of(found, ["peer"], [], 0)
+    (peer,) = chat_figures(found, ["peer"], [], 0)
     assert peer.speedup is not None
     assert peer.speedup.mean == pytest.approx(2.0)
     assert peer.prompts == 1

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from spaceport.tools.bench.compare import CompareOptions, Spread, compare_runtimes, markdown_of, paired, spread
+from spaceport.tools.bench.compare import CompareOptions, Spread, compare_runtimes, comparison_report, paired, spread
 from spaceport.tools.bench.compare_measuring import Measurement, WorkerPool, measure_all
 from spaceport.tools.bench.environments import (
     PEERS,
@@ -107,7 +107,7 @@ def test_a_peer_is_measured_together_with_the_bundle(tiny_bundle: Path, tmp_path
     assert fake.results["decode"].ratios["spaceport float32"].median > 100
     assert fake.results["prefill"].ratios["spaceport float32"].median > 100
     assert fake.skipped == {"1 row": "it cannot", "4 rows": "it cannot"}
-    assert "Time relative to spaceport float32" in markdown_of(found)
+    assert "Time relative to spaceport float32" in comparison_report(found).markdown()
 
 
 def test_mistakes_are_reported_before_anything_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ from spaceport.runtime.decode.sequence_group import Statistics
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
 from spaceport.tools.bench.compare import Spread
-from spaceport.tools.bench.decode import DecodeReport, Rate, benchmark_decode, summarized
+from spaceport.tools.bench.decode import DecodeResults, Rate, benchmark_decode, summarized
 from spaceport.tools.bench.decode_measuring import (
     MODES,
     PLAIN,
@@ -53,7 +53,7 @@ DRAFTED = {
 pytestmark = pytest.mark.on_change()  # runs thousands of steps
 
 
-def report(different: int = 0, options: DecodeOptions = OPTIONS, tokens_of_first: int = 12) -> DecodeReport:
+def report(different: int = 0, options: DecodeOptions = OPTIONS, tokens_of_first: int = 12) -> DecodeResults:
     """A report of given statistics."""
     found = DecodeMeasurements()
     for mode, rounds in SECONDS.items():
@@ -76,7 +76,7 @@ def report(different: int = 0, options: DecodeOptions = OPTIONS, tokens_of_first
     found.differences += [Difference("default", PLAIN, 0.0, 1, 7, (0,), 4, None, 99)] * different
     machine = Machine("a CPU", "model 1", 2, (), "a system")
     summaries = summarized(found, TWO_MODES, PROMPTS, options)
-    return DecodeReport("x.bundle", "Engine, cpu", machine, options, 2, summaries, tuple(found.differences))
+    return DecodeResults("x.bundle", "Engine, cpu", machine, options, 2, summaries, tuple(found.differences))
 
 
 def thread(tokens: list[int], *path: int, start: int = 2, ended: bool = True, cut: bool = False) -> ThreadTokens:
@@ -155,7 +155,7 @@ def test_each_mode_drafts_what_its_name_says(demo_bundle: Path) -> None:
     assert {decoding.max_tokens for decoding in decodings.values()} == {8}
 
 
-def replayed(bundle: Path, acceptance: tuple[float, ...], **more: object) -> DecodeReport:
+def replayed(bundle: Path, acceptance: tuple[float, ...], **more: object) -> DecodeResults:
     given = {"max_tokens": 96, "limit": 6, "rounds": 1, "context": 16, "threads": 1, **more}
     return benchmark_decode(bundle, None, DecodeOptions(replay=acceptance, **given), lambda _: None)  # type: ignore[arg-type]
 

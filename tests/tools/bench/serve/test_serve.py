@@ -13,7 +13,7 @@ import pytest
 
 from spaceport.runtime.text.prompt import Prompt
 from spaceport.tools.bench.http_load import Address, Target, http_sender
-from spaceport.tools.bench.service_load import figures_of, statuses
+from spaceport.tools.bench.service_load import run_figures, statuses
 from spaceport.tools.bench.workload import Behaviour, Exchange, LoadRun, PlannedRequest, Workload, planned, run_load
 
 Answer = Callable[[asyncio.StreamWriter], Awaitable[None]]
@@ -193,7 +193,7 @@ def test_wrong_and_late_answers_are_no_goodput() -> None:
         ],
         2.0,
     )
-    found = figures_of(run, EXPECTED, None, first_token_limit=0.5)
+    found = run_figures(run, EXPECTED, None, first_token_limit=0.5)
     assert (found.answered, found.left, found.refused, found.failed) == (4, 1, 1, 0)
     assert (found.compared, found.different) == (4, 2)
     assert found.tokens_per_second == (4 * 3 + 2) / 2
@@ -202,4 +202,4 @@ def test_wrong_and_late_answers_are_no_goodput() -> None:
     assert found.refusal is not None
     assert found.refusal.highest == pytest.approx(250)
     assert statuses(run.exchanges) == {"200": 5, "503": 1}
-    assert figures_of(run, None, None, None).compared == 0
+    assert run_figures(run, None, None, None).compared == 0

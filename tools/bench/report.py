@@ -1,0 +1,105 @@
+"""Report: the result of a benchmark, printed on the terminal, as Markdown or as JSON."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from spaceport.tools.report.files import write_text
+from spaceport.tools.terminal.screen import show_json, show_table
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of a report.
+
+    - `title`: Heading above it; empty: none.
+    - `columns`: Headings of the columns; all but the first column are right-aligned.
+    - `rows`: Cells by row: text and numbers; None: not measured.
+    - `notes`: Lines below the table.
+    """
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[object]]
+    notes: Sequence[str] = ()
+
+    def markdown(self) -> Iterator[str]:
+        """Its lines as Markdown."""
+        if self.title:
+            yield from (f"### {self.title}", "")
+        yield _markdown_row(self.columns)
+        yield "|---|" + "---:|" * (len(self.columns) - 1)
+        for row in self.rows:
+            yield _markdown_row([cell_text(value) for value in row])
+        if self.notes:
+            yield from ("", *self.notes)
+
+
+@dataclass(frozen=True)
+class Report:
+    """The result of a benchmark.
+
+    - `settings`: Lines that say what was measured on which machine.
+    - `tables`: Its tables; those without a row are left out.
+    - `conclusions`: Lines of a list below the tables.
+    - `data`: Everything that was measured, for JSON.
+    - `identical`: Whether every compared output is the expected one.
+    """
+
+    settings: Sequence[str]
+    tables: Sequence[Table]
+    conclusions: Sequence[str]
+    data: Mapping[str, Any]
+    identical: bool = True
+
+    def markdown(self) -> str:
+        """The report as Markdown text."""
+        parts: list[Iterable[str]] = [self.settings] if self.settings else []
+        parts += [table.markdown() for table in self.tables if table.rows]
+        parts += [self.conclusions] if self.conclusions else []
+        return "\n\n".join("\n".join(lines) for lines in parts) + "\n"
+
+    def show(self, as_json: bool = False, file: Path | None = None) -> None:
+        """Print the report, or its data as JSON; with a file, the Markdown text is also written to it."""
+        if file is not None:
+            write_text(file, self.markdown())
+        if as_json:
+            show_json(self.data)
+        elif sys.stdout.isatty():
+            for line in self.settings:
+                click.echo(line)
+            for table in self.tables:
+                if table.rows:
+                    click.echo()
+                    show_table(table.title, table.columns, table.rows)
+                    click.echo("\n".join(table.notes), nl=bool(table.notes))
+            if self.conclusions:
+                click.echo("\n".join(("", *self.conclusions)))
+        else:
+            click.echo(self.markdown(), nl=False)
+
+
+def number(value: float) -> str:
+    """A number with three significant digits, or as a whole number from 100 on."""
+    digits = 0 if value >= 100 else 1 if value >= 10 else 2
+    return f"{value:.{digits}f}"
+
+
+def cell_text(value: object) -> str:
+    """A cell as text: "-" for what was not measured."""
+    return "-" if value is None else number(value) if isinstance(value, float) else str(value)
+
+
+def optional(value: float | None, digits: int = 2) -> str | None:
+    """A number with this number of decimals; None if it was not measured."""
+    return None if value is None else f"{value:.{digits}f}"
+
+
+def _markdown_row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in cells) + " |"

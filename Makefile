@@ -7,7 +7,8 @@
 # make clients   evaluation and load tools with a service (3 GB of environments the first time)
 # make cpus   drafts of small bundles as on other CPUs; make cpus-setup gets what that needs
 # make mutants   put kept faults into the product, and see that the tests notice each
-# make docs   pages and API reference in build/docs    make clean    leaves the sources and the environment
+# make docs   pages and API reference in build/docs    make tables   writes the tables of docs/results into the pages
+# make clean    leaves the sources and the environment
 #
 # PYTHON=python3.12 chooses the interpreter of a new environment, JOBS=4 runs the tests on four CPUs (2 by default),
 # TESTS="tests/runtime/decode/test_plan.py -k tree" runs some of them, CPU=avx2 as on a CPU without AVX512 and VNNI.
@@ -32,7 +33,7 @@ SEED ?= 1
 # Whole files go to the processes, the longest first: what a file shares is made once.
 PYTEST = $(if $(CPU),PYTHONPATH=tests $(BIN)/python -m cpus --only $(CPU) --pytest --,$(BIN)/python -m pytest) -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo demo-chat demo-page fast test nightly mutants attack clients cpus cpus-setup check format docs venv clean
+.PHONY: demo demo-chat demo-page fast test nightly mutants attack clients cpus cpus-setup check format docs tables venv clean
 
 demo: venv
 	@$(BIN)/spaceport demo
@@ -96,6 +97,9 @@ docs: $(DOCS_STAMP)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build >build/docs.log 2>&1 || { \
 	grep -v '^INFO' build/docs.log >&2; exit 1; }
 	@echo "docs: open build/docs/index.html; to search: $(BIN)/python -m http.server --directory build/docs"
+
+tables:
+	@python3 docs/drawing/tables.py
 
 venv: $(STAMP)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 from spaceport.runtime.limits import DEFAULT_LIMITS
@@ -24,7 +25,9 @@ _HEAD = """# Fields of requests
 `python docs/drawing/service_fields.py` writes this page from the bodies of [`spaceport serve`](service.md).
 `GET /openapi.json` has the same as OpenAPI 3.1, with the limits of the service that is asked.
 Bounds are those of the default limits; a value beyond them gets a 400 that names the field.
+Endpoints are `/v1/chat/completions`, `/v1/completions` (text) and `/v1/responses`; "all" are these three.
 """
+_ALL = "chat, text, responses"
 
 
 def page() -> str:
@@ -32,8 +35,12 @@ def page() -> str:
     found = schemas(DEFAULT_LIMITS, ServiceOptions().most_choices)
     rows: dict[str, tuple[list[str], list[str], str]] = {}
     inner: dict[str, str] = {}
+    ignored = {*IGNORED}
     for path, body in BODIES.items():
         for name, schema in sorted(found[body.__name__]["properties"].items()):
+            if schema["description"].startswith("Ignored"):
+                ignored.add(name)
+                continue
             ends, kinds, _ = rows.setdefault(name, ([], [], schema["description"]))
             ends.append(_NAMES[path])
             kinds += [kind for kind in [type_of(schema)] if kind not in kinds]
@@ -41,19 +48,18 @@ def page() -> str:
                 inner.setdefault(other, name)
     lines = [_HEAD, "## Fields", "", "| field | endpoints | type | |", "|---|---|---|---|"]
     lines += [
-        f"| `{name}` | {', '.join(ends)} | {' / '.join(kinds)} | {text} |"
+        f"| `{name}` | {', '.join(ends).replace(_ALL, 'all')} | {' / '.join(kinds)} | {text} |"
         for name, (ends, kinds, text) in sorted(rows.items())
     ]
     lines += ["", "## Fields of objects", "", "| object | fields |", "|---|---|"]
-    for other, name in sorted(inner.items(), key=lambda each: (each[1], each[0])):
-        fields = ", ".join(f"`{one}` {type_of(of)}" for one, of in sorted(found[other]["properties"].items()))
-        lines.append(f"| `{name}`: {found[other].get('description', other)} | {fields} |")
-    lines += ["", "## Ignored", "", "These fields are accepted without effect, also with `--strict`.", ""]
-    lines += ["| field | |", "|---|---|", *(f"| `{name}` | {why} |" for name, why in sorted(IGNORED.items()))]
+    for name in sorted({*inner.values()}):
+        fields = {key: of for other in inner if inner[other] == name for key, of in found[other]["properties"].items()}
+        lines.append(f"| `{name}` | {', '.join(f'`{field}` {type_of(of)}' for field, of in sorted(fields.items()))} |")
+    names = wrap(", ".join(f"`{name}`" for name in sorted(ignored)) + ".", 118, break_on_hyphens=False)
+    lines += ["", "## Ignored", "", "These fields are accepted without effect, also with `--strict`:", *names]
     lines += ["", "## Refused", "", "These fields get a 400 that names them, unless their value asks for nothing.", ""]
-    lines += ["| field | instead | values that are accepted |", "|---|---|---|"]
-    for name, one in sorted(REFUSED.items()):
-        lines.append(f"| `{name}` | {one.advice} | {', '.join(f'`{shown(each)}`' for each in one.neutral)} |")
+    lines += ["| field | instead |", "|---|---|"]
+    lines += [f"| `{name}` | {refused.advice} |" for name, refused in sorted(REFUSED.items())]
     lines += ["", "All other fields are ignored and named in the debug log; `--strict` refuses them.", ""]
     return "\n".join(lines)
 

@@ -17,7 +17,7 @@ DOCS = ROOT / "docs"
 # Pages outside docs/ -> their paths in the built documentation.
 OUTSIDE = {
     name: f"project/{name.removesuffix('.md').lower()}.md"
-    for name in ("CONTRIBUTING.md", "SECURITY.md", "THREATS.md", "CHANGELOG.md")
+    for name in ("CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")
 }
 OUTSIDE["README.md"] = "project/overview.md"
 ORIGINS = {built: name for name, built in OUTSIDE.items()}

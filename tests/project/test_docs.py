@@ -86,12 +86,12 @@ def test_the_commands_of_the_page_on_the_decode_benchmark_run(
 ) -> None:
     (beside_the_bundle / "prompts.jsonl").write_text('{"text": "import os"}\n', "utf-8")
     tables = []
-    for shown in (pages := blocks("bench_decode.md", "console")):
-        command = shown.splitlines()[0].split()[2:]
-        assert run([*command, "--rounds", "1", "--max-tokens", "8", "--limit", "1"]) == 0
+    for shown in commands("performance.md", "bench decode"):
+        assert run([*shown, "--rounds", "1", "--max-tokens", "8", "--limit", "1"]) == 0
         tables.append([line.split(" | ")[0] for line in capsys.readouterr().out.splitlines() if line.startswith("|")])
-    expected = [line.split(" | ")[0] for line in pages[0].splitlines() if line.startswith("|")]
-    assert tables[0][: len(expected)] == expected
+    page = (DOCS / "performance.md").read_text("utf-8")
+    modes = re.findall(r"^\| `([a-z+]+)` \|", page[page.index("| mode |") :].split("\n\n")[0], re.MULTILINE)
+    assert tables[0][2 : 2 + len(modes)] == [f"| {mode}" for mode in modes]
     assert tables[1][2:7] == ["| plain", "| default", "| fixed 1", "| fixed 3", "| fixed 5"]
 
 
@@ -112,16 +112,21 @@ def test_the_command_of_the_page_on_the_evaluation_runs(
     beside_the_bundle: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (beside_the_bundle / "heldout.jsonl").symlink_to(ROOT / "tools" / "demo" / "chat" / "heldout.jsonl")
-    (shown,) = blocks("evaluation.md", "console")
-    command = shown.splitlines()[0].split()[2:]
+    (command,) = commands("accuracy.md", "bench chat")
     assert run([*command, "--rounds", "1", "--max-tokens", "8", "--sample", "1", "--fork-max-tokens", "8"]) == 0
-    found = capsys.readouterr().out
-    assert _table_starts(found) == _table_starts(shown)
+    titles = re.findall("^### (.+)$", capsys.readouterr().out, re.MULTILINE)
+    page = (DOCS / "accuracy.md").read_text("utf-8")
+    table = page[page.index("| table |") :].split("\n\n")[0]
+    listed = re.findall(r"^\| ([A-Z].+?) \|", table, re.MULTILINE)
+    assert len(titles) == len(listed)
+    for title, name in zip(titles, listed, strict=True):
+        assert re.match(re.escape(name).replace("K", r"\d+"), title), title
 
 
-def _table_starts(text: str) -> list[str]:
-    """Titles, and the first cell of each row of a table."""
-    return [line.split(" | ")[0] for line in text.splitlines() if line.startswith(("|", "#"))]
+def commands(page: str, name: str) -> list[list[str]]:
+    """Arguments of the commands of that name in a page."""
+    lines = [line for block in blocks(page, "console") for line in block.splitlines()]
+    return [line.split()[2:] for line in lines if line.startswith(f"$ spaceport {name} ")]
 
 
 def _run(program: str) -> dict[str, Any]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
+from datetime import date
 from functools import cache
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -17,7 +20,7 @@ from support.paths import DOCS, ROOT
 
 LONGEST_PAGE = 200  # lines
 LONGEST_LINE = 120  # columns, outside tables, code and links
-NAMES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "THREATS.md", "CHANGELOG.md", "tests/README.md")
+NAMES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "tests/README.md")
 PAGES = [*(ROOT / name for name in NAMES), *sorted((ROOT / ".github").rglob("*.md")), *sorted(DOCS.rglob("*.md"))]
 FOLDERS = "graphs|exporter|runtime|tools|tests|docs|src|\\.github"
 
@@ -113,6 +116,45 @@ def test_every_page_is_reached_from_the_index() -> None:
         new = {page for page in links if page.suffix == ".md"} - reached
         reached = reached | new
     assert {page.relative_to(DOCS) for page in DOCS.rglob("*.md") if page.resolve() not in reached} == set()
+
+
+@pytest.fixture
+def tables(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The script that writes measured tables into the pages."""
+    monkeypatch.syspath_prepend(str(DOCS / "drawing"))
+    return import_module("tables")
+
+
+def test_the_tables_of_the_pages_are_those_of_the_results(tables: ModuleType) -> None:
+    shown = []
+    for page in PAGES:
+        text = page.read_text("utf-8")
+        assert tables.with_tables(text) == text, f"{page.name}: run: make tables"
+        shown += tables.tables_in(text)
+    assert sorted(shown) == sorted(file.stem for file in tables.RESULTS.iterdir())
+
+
+def test_a_page_whose_table_is_not_that_of_the_results_is_noticed(tables: ModuleType) -> None:
+    page = (DOCS / "performance.md").read_text("utf-8")
+    assert tables.with_tables(page.replace("| int4 |", "| int3 |", 1)) == page
+    assert tables.with_tables("<!-- table: step_times -->\n<!-- end -->") in page
+
+
+def test_a_result_with_a_missing_cell_is_refused(tables: ModuleType, tmp_path: Path) -> None:
+    result = json.loads((tables.RESULTS / "step_times.json").read_text("utf-8"))
+    result["rows"][2].pop()
+    (file := tmp_path / "cut.json").write_text(json.dumps(result), "utf-8")
+    with pytest.raises(ValueError, match=r"cut.json: got rows of \[6, 7\] cells, expected 7"):
+        tables.read_result(file)
+
+
+def test_each_result_says_where_it_comes_from(tables: ModuleType) -> None:
+    for file in tables.RESULTS.iterdir():
+        result = tables.read_result(file)
+        assert result.title, file.name
+        assert result.machine, file.name
+        assert re.fullmatch("[0-9a-f]{7,40}", result.commit), file.name
+        date.fromisoformat(result.date)
 
 
 def calls_in(node: ast.AST) -> set[str]:

@@ -1,6 +1,6 @@
 """On change: test files that run again only when what they test has changed since they passed.
 
-`pytestmark = pytest.mark.on_change("docs/containers.md")` at the top of a file names what it reads besides its imports.
+`pytestmark = pytest.mark.on_change("docs/operations.md")` at the top of a file names what it reads besides its imports.
 """
 
 from __future__ import annotations

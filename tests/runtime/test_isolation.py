@@ -18,8 +18,8 @@ from spaceport.runtime.sampling.constrained import GrammarCompiler, open_vocabul
 from spaceport.runtime.sampling.grammar import Grammar, is_simple
 from spaceport.runtime.text.chat_template import ChatTemplate
 from spaceport.runtime.text.messages import Message, TemplateError
-from support.selectors import greedy
 from support.small_tokenizers import BYTES
+from support.token_selectors import greedy
 
 HELLO: list[Message] = [{"role": "user", "content": "Hello"}]
 GREETING = "{{ 1 * 2 }}{{ messages[0].content }}"  # a product is not among the harmless expressions

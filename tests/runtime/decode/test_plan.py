@@ -12,7 +12,7 @@ from spaceport.runtime.decode.acceptance import Verdict, accept
 from spaceport.runtime.decode.draft import PLAIN, Candidates, Draft, chain
 from spaceport.runtime.decode.plan import Part, Plan, lay_out, plan_thread, sees, within
 from spaceport.runtime.decode.sequence import NotANumber, TokenSequence
-from support.selectors import greedy
+from support.token_selectors import greedy
 
 M = 90
 IDS = TokenIds(mask=(M,), end=(99,))

@@ -23,8 +23,8 @@ from spaceport.runtime.scheduling.request import Completion
 from spaceport.runtime.session import Runtime
 from support.hash_engine import CHILD, FORK, MASKS, HashEngine, Language, request_for
 from support.hash_runtime import hash_runtime
-from support.selectors import constrained, greedy
 from support.small_tokenizers import small_vocabulary
+from support.token_selectors import constrained, greedy
 
 PROMPT = [1, 2, 3, 4, 5]
 

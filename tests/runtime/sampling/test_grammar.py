@@ -27,8 +27,8 @@ from spaceport.runtime.sampling.logprobs import Speller
 from support.arrivals import DRAFT_CONFIGS
 from support.hash_engine import END, VOCAB, HashEngine, Language, advance, request_for
 from support.paths import TINY
-from support.selectors import constrained, greedy
 from support.small_tokenizers import BYTES, FALLBACK, full, one_byte_each, small_vocabulary
+from support.token_selectors import constrained, greedy
 
 
 def with_words(*words: str) -> Tokenizer:

@@ -14,7 +14,7 @@ from textwrap import wrap
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "results"
 _BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
-_NUMBER = re.compile(r"[-+]?[\d.,]+")
+_NUMBER = re.compile(r"[-+]?[\d.,]+( %| [kMG]B)?( / [\d.]+)*( \(.+\))?")
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def read_result(file: Path) -> Result:
 def markdown_of(result: Result) -> str:
     """A table as Markdown, below its title and where its figures come from."""
     columns = list(zip(*result.rows, strict=True))
-    numeric = [all(_NUMBER.match(cell) for cell in cells if cell) for cells in columns]
+    numeric = [all(_NUMBER.fullmatch(cell) for cell in cells if cell) for cells in columns]
     rule = "|".join("---:" if right else "---" for right in numeric)
     head, *rows = (
         "".join(f"| {cell} " if cell else "| " for cell in line) + "|" for line in [result.columns, *result.rows]

@@ -42,7 +42,7 @@ def test_the_programs_of_the_page_on_sampling_run(beside_the_bundle: Path) -> No
 
 
 def test_the_program_of_the_page_on_embedding_runs(beside_the_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (program,) = blocks("embedding.md", "python")
+    program = blocks("embedding.md", "python")[0]
     _run(program)
     assert (
         len(re.findall(r"\[(?:end|length): [\d.]+ tokens/step, acceptance rate \d+%\]", capsys.readouterr().out)) == 2
@@ -50,7 +50,7 @@ def test_the_program_of_the_page_on_embedding_runs(beside_the_bundle: Path, caps
 
 
 def test_the_program_and_the_command_of_the_page_on_traces_run(beside_the_bundle: Path) -> None:
-    (program,), (commands,) = blocks("trace.md", "python"), blocks("trace.md", "console")
+    program, (commands,) = blocks("embedding.md", "python")[1], blocks("embedding.md", "console")
     _run(program)
     pages = [(beside_the_bundle / name).read_text("utf-8") for name in ("report.html", "again.html")]
     assert all("report_file.js" in page for page in pages)

@@ -19,7 +19,7 @@
  *   tokens: { mask: number[], fork: number | null, child: number | null, end: number[] },
  *   prompt: number[], prompt_text: string, threads: ThreadRecord[], steps: StepRecord[],
  *   texts: Record<string, string>, waiting_seconds: number, schema: number,
- * }} Trace The content of a trace file; docs/trace.md describes it.
+ * }} Trace The content of a trace file; docs/embedding.md describes it.
  * @typedef {{ depth: number, source: Source | 'model' }} Origin
  *   Where a token comes from: a draft token at a depth from 1 on, or the model itself, with depth 0.
  * @typedef {{ step: number, rows: ThreadRows, ending: string }} Cell

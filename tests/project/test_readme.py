@@ -1,4 +1,4 @@
-"""The README's commands and its program run as they stand there."""
+"""The commands and the program of the README and of the page on getting started run as they stand there."""
 
 from __future__ import annotations
 
@@ -17,14 +17,21 @@ from support.paths import ROOT
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
 README = (ROOT / "README.md").read_text("utf-8")
+START = (ROOT / "docs" / "getting_started.md").read_text("utf-8")
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+
+
+def block_with(command: str) -> str:
+    """The commands on getting started that begin with this one."""
+    (found,) = (block for block in blocks(START, "console") if block.startswith(f"$ spaceport {command} "))
+    return found
 
 
 def commands_of(block: str) -> list[list[str]]:
-    """The arguments of the commands in a block of the README."""
+    """The arguments of the commands in a block."""
     lines = [shlex.split(line.removeprefix("$ ")) for line in block.splitlines()]
     assert all(line[0] == "spaceport" for line in lines)
     return [line[1:] for line in lines]
@@ -48,12 +55,12 @@ def test_the_readme_fits_on_few_lines_and_names_what_people_search_for() -> None
 def test_the_commands_and_the_program_run_one_after_the_other(
     checkout: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    use, measure = blocks("console")[:2]
+    use, measure = blocks(README, "console")
     for arguments in commands_of(use + measure):
         assert run(arguments) == 0, capsys.readouterr().err
     assert "<svg" in (checkout / "steps.svg").read_text("utf-8")
     assert "report_file.js" in (checkout / "report.html").read_text("utf-8")
-    (program,) = blocks("python")
+    (program,) = blocks(README, "python")
     assert len(program.split("\n\n    ")[0].splitlines()) == 5
     capsys.readouterr()
     exec(compile(program, "README.md", "exec"), {})
@@ -63,8 +70,8 @@ def test_the_commands_and_the_program_run_one_after_the_other(
 
 
 @pytest.mark.nightly  # docs/examples/07_tuning does most of it in each run
-def test_a_model_learns_as_the_readme_says(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in commands_of(blocks("console")[2]):
+def test_a_model_learns_as_the_page_says(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in commands_of(block_with("tune")):
         assert run(arguments) == 0, capsys.readouterr().err
     out = capsys.readouterr().out
     assert "tuned.bundle: llama" in out
@@ -73,8 +80,8 @@ def test_a_model_learns_as_the_readme_says(checkout: Path, capsys: pytest.Captur
 
 @pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="TensorRT-RTX is there for Linux only")
-def test_engines_are_built_and_checked_as_the_readme_says(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in commands_of(blocks("console")[3]):
+def test_engines_are_built_and_checked_as_the_page_says(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in commands_of(block_with("export")):
         assert run(arguments) == 0, capsys.readouterr().err
     names = sorted(file.name[:4] for file in (checkout / "demo-gpu.bundle" / "engines").iterdir())
     assert names == ["sm80", "sm89"]
@@ -106,7 +113,7 @@ def test_the_picture_shows_the_accepted_tokens_of_a_real_generation(
     found = tokens_in(shown)
     assert sum(count for kind, count in found if kind == "accepted") == sum(one.accepted for one in rows) > 50
     assert sum(count for kind, count in found if kind == "own") == sum(one.generated - one.accepted for one in rows)
-    assert f"]({PICTURE.relative_to(ROOT)})" in README
+    assert f"]({PICTURE.name})" in START
     assert PICTURE.stat().st_size <= 60_000
 
 
@@ -136,9 +143,9 @@ def test_the_demo_checks_the_graph_and_finds_every_speculative_output_identical(
     table = ROW.findall(out)
     assert len(table) == 4 + 4 + 2
     assert [row[2] for row in table] == ["identical" if row[0] in SPECULATIVE else "-" for row in table]
-    shown = ROW.findall(README)
+    shown = ROW.findall(START)
     assert len(shown) == 4 + 2
-    assert set(map(repeatable, shown)) <= set(map(repeatable, table)), "the README shows what the demo prints"
-    assert headings(README) == headings(out)
+    assert set(map(repeatable, shown)) <= set(map(repeatable, table)), "the page shows what the demo prints"
+    assert headings(START) == headings(out)
     assert re.search(r"^check passed: 15 cases, ", out, re.MULTILINE)
-    assert "check passed: 15 cases, " in README
+    assert "check passed: 15 cases, " in START

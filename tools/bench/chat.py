@@ -16,7 +16,6 @@ from spaceport.runtime.decode.sequence_group import Statistics
 from spaceport.runtime.session import Runtime
 from spaceport.tools.bench.chat_measuring import (
     Answer,
-    ChatDifference,
     ChatMeasurements,
     ChatOptions,
     ChatPrompt,
@@ -33,13 +32,12 @@ from spaceport.tools.bench.chat_measuring import (
 from spaceport.tools.bench.decode import (
     Rate,
     Speedup,
-    described,
     differing_lines,
     rates_by_depth,
     rates_by_source,
     speedup_of,
 )
-from spaceport.tools.bench.decode_measuring import DEFAULT, PLAIN, DecodeMode, mode_runtimes
+from spaceport.tools.bench.decode_measuring import DEFAULT, PLAIN, DecodeMode, OutputDifference, mode_runtimes
 from spaceport.tools.bench.environments import Skipped
 from spaceport.tools.bench.machine import Machine, OtherProcesses, this_machine
 from spaceport.tools.bench.report import Report, Table
@@ -368,7 +366,7 @@ class ChatResults:
     failed: dict[str, str]  # other runtimes that failed meanwhile, with the reason
     forks: tuple[ForkFigures, ...]
     compared: Mapping[str, int]  # answers compared with those of the reference, by mode
-    differences: tuple[ChatDifference, ...]
+    differences: tuple[OutputDifference, ...]
     other_cores: float | None  # CPU time of other processes per second; None if it is unknown
 
     @property
@@ -396,6 +394,7 @@ class ChatResults:
         data = asdict(self)
         for one, figures in zip(data["figures"], self.figures, strict=True):
             one["drafts"] = None if figures.drafts is None else _drafts(figures.drafts)
+        data["differences"] = [one.as_dict() for one in self.differences]
         return {"identical": self.identical, **data}
 
 
@@ -562,7 +561,7 @@ def _conclusions(results: ChatResults) -> Iterator[str]:
     if results.identical:
         yield f"- All {compared} compared answers are identical to those without drafts."
     else:
-        lines = [f"{described(one.difference)} (answer {one.turn})" for one in results.differences]
+        lines = [f"{one} (answer {one.turn})" for one in results.differences]
         yield from differing_lines("answers", compared, lines)
     for skipped in results.skipped:
         yield f"- {skipped.name}: not measured: {skipped.reason}"
@@ -589,7 +588,7 @@ def _worst(speedup: Speedup | None) -> str | None:
 def _output(results: ChatResults, name: str) -> str:
     if name not in results.compared:
         return "reference"
-    different = sum(one.difference.mode == name for one in results.differences)
+    different = sum(one.mode == name for one in results.differences)
     return f"{different} of {results.compared[name]} DIFFER" if different else "same as plain"
 
 

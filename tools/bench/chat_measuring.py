@@ -24,9 +24,7 @@ from spaceport.tools.bench.decode_measuring import (
     MODES,
     PLAIN,
     DecodeMode,
-    Difference,
-    difference,
-    difference_at,
+    OutputDifference,
     modes_for,
 )
 from spaceport.tools.bench.environments import (
@@ -42,7 +40,7 @@ from spaceport.tools.bench.environments import (
 from spaceport.tools.bench.machine import Machine
 from spaceport.tools.bench.workers import UnsupportedCall, Worker, WorkerFailed, open_model, start_worker
 from spaceport.tools.verify.audit.prompts import read_prompts
-from spaceport.tools.verify.thread_tokens import ThreadTokens, thread_tokens_of
+from spaceport.tools.verify.thread_tokens import ThreadTokens, thread_tokens_of, token_differences
 
 NO_KIND = "(none)"  # kind of a prompt whose line names none
 Encode = Callable[[Prompt], list[int]]  # token ids of a prompt
@@ -424,14 +422,6 @@ class MeasuredAnswer:
     answer: Answer
 
 
-@dataclass(frozen=True)
-class ChatDifference:
-    """An answer that differs from that of the reference."""
-
-    turn: int
-    difference: Difference
-
-
 @dataclass
 class ChatMeasurements:
     """All answers of a benchmark."""
@@ -439,7 +429,7 @@ class ChatMeasurements:
     answers: list[MeasuredAnswer] = field(default_factory=list)
     compared: Counter[str] = field(default_factory=Counter)  # answers by subject
     different: Counter[str] = field(default_factory=Counter)
-    differences: list[ChatDifference] = field(default_factory=list)
+    differences: list[OutputDifference] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)  # subject -> reason
 
 
@@ -519,10 +509,11 @@ def _compare(
     assert subject.reference is not None
     expected, own = answers[subject.reference].threads, answers[subject.name].threads
     found.compared[subject.name] += 1
-    if (position := difference(own, expected)) is not None:
+    if differences := token_differences(own, expected):
         found.different[subject.name] += 1
-        where = difference_at((subject.name, subject.reference), 0.0, number, line, position, (expected, own))
-        found.differences.append(ChatDifference(turn, where))
+        first = next(iter(differences.values()))
+        difference = OutputDifference(subject.name, subject.reference, 0.0, number, line, first, turn)
+        found.differences.append(difference)
 
 
 def _rotated(subjects: Sequence[ChatSubject], rotation: int) -> Iterator[ChatSubject]:

@@ -23,8 +23,8 @@ from spaceport.tools.bench.decode_measuring import (
     DecodeMeasurements,
     DecodeMode,
     DecodeOptions,
-    Difference,
     MeasuredCompletion,
+    OutputDifference,
     measure_modes,
     mode_runtimes,
     modes_for,
@@ -145,7 +145,7 @@ class DecodeResults:
     options: DecodeOptions
     prompts: int
     modes: tuple[ModeSummary, ...]
-    differences: tuple[Difference, ...]
+    differences: tuple[OutputDifference, ...]
 
     @property
     def identical(self) -> bool:
@@ -162,6 +162,7 @@ class DecodeResults:
         for mode, summary in zip(data["modes"], self.modes, strict=True):
             mode["by_depth"] = [{**asdict(rate), "rate": rate.rate} for rate in summary.by_depth]
             mode["by_source"] = {s: {**asdict(rate), "rate": rate.rate} for s, rate in summary.by_source.items()}
+        data["differences"] = [one.as_dict() for one in self.differences]
         kind = {"kind": "replay", "label": REPLAY_LABEL} if self.replay else {"kind": "measured"}
         return {**kind, "identical": self.identical, **data}
 
@@ -341,7 +342,7 @@ def _conclusions(results: DecodeResults) -> Iterator[str]:
     if results.identical:
         yield f"- All {compared} compared completions are identical."
     else:
-        yield from differing_lines("completions", compared, [described(one) for one in results.differences])
+        yield from differing_lines("completions", compared, [str(one) for one in results.differences])
 
 
 def differing_lines(outputs: str, compared: int, lines: Sequence[str]) -> Iterator[str]:
@@ -366,19 +367,6 @@ def _verdict(mode: ModeSummary, requests: int) -> str:
     return (
         f"Temperature {mode.temperature:g}: the default drafts {what}: {found:.2f} {figure} "
         f"({interval} {low:.2f} to {high:.2f})."
-    )
-
-
-def described(difference: Difference) -> str:
-    """A difference in one line: where it is, and both tokens."""
-    thread = f", thread {'.'.join(map(str, difference.thread))}" if difference.thread else ""
-    expected, found = (
-        "the end" if token is None else f"token id {token}" for token in (difference.expected, difference.found)
-    )
-    when = f"round {difference.round}" if difference.round else "warm-up"
-    return (
-        f"line {difference.line}, temperature {difference.temperature:g}, {when}{thread}, token {difference.token}: "
-        f"{difference.mode} has {found}, {difference.reference} has {expected}"
     )
 
 

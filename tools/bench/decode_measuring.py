@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from time import perf_counter
+from typing import Any
 
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import Manifest
@@ -17,7 +18,7 @@ from spaceport.runtime.sampling.sampler import Sampling
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.transcript import Path
 from spaceport.tools.verify.audit.prompts import TokenizedPrompt
-from spaceport.tools.verify.thread_tokens import ThreadTokens, first_difference, thread_tokens_of
+from spaceport.tools.verify.thread_tokens import ThreadTokens, TokenDifference, thread_tokens_of, token_differences
 
 REPLAY_PROMPTS = 8  # number of prompts of a replay without a prompt file
 PLAIN, DEFAULT, FORKED = "plain", "default", "forked"
@@ -175,18 +176,33 @@ class MeasuredCompletion:
 
 
 @dataclass(frozen=True)
-class Difference:
-    """A completion that differs from that of the reference mode."""
+class OutputDifference:
+    """An output that differs from that of the reference mode."""
 
     mode: str
     reference: str
     temperature: float
     round: int
     line: int  # line number in the prompt file
-    thread: Path
-    token: int  # number of the first differing token, counted from 1 after the prompt or [Child]
-    expected: int | None  # token id of the reference; None: its thread ended before
-    found: int | None  # token id of the mode; None: its thread ended before
+    first: TokenDifference
+    turn: int = 1  # number of the answer in its conversation, from 1
+
+    def as_dict(self) -> dict[str, Any]:
+        """The difference as JSON data."""
+        data = asdict(self)
+        return {**data, **data.pop("first")}
+
+    def __str__(self) -> str:
+        first = self.first
+        thread = f", thread {'.'.join(map(str, first.thread))}" if first.thread else ""
+        expected, found = (
+            "the end" if token is None else f"token id {token}" for token in (first.expected, first.found)
+        )
+        when = f"round {self.round}" if self.round else "warm-up"
+        return (
+            f"line {self.line}, temperature {self.temperature:g}, {when}{thread}, token {first.token}: "
+            f"{self.mode} has {found}, {self.reference} has {expected}"
+        )
 
 
 @dataclass
@@ -197,7 +213,7 @@ class DecodeMeasurements:
     seconds: dict[tuple[str, float, int], float] = field(default_factory=dict)  # by mode, temperature and round
     compared: Counter[_Key] = field(default_factory=Counter)  # number of completions
     different: Counter[_Key] = field(default_factory=Counter)
-    differences: list[Difference] = field(default_factory=list)
+    differences: list[OutputDifference] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -234,25 +250,6 @@ def measure_modes(
                     _add_seconds(measured, mode, temperature, number, perf_counter() - started)
                 _add(measured, modes, completions, prompts, batch, temperature, number)
     return measured
-
-
-def difference(found: Mapping[Path, ThreadTokens], expected: Mapping[Path, ThreadTokens]) -> tuple[Path, int] | None:
-    """The first thread that differs and the position of its first differing token; None if all threads are equal.
-
-    The lengths of threads that were cut because KV slots ran out are not compared.
-    """
-    for path in sorted(found.keys() | expected.keys()):
-        one, other = found.get(path), expected.get(path)
-        if one is None or other is None:
-            parents = [threads.get(path[:-1]) for threads in (found, expected)]
-            if any(parent is None or parent.cut for parent in parents):
-                continue
-            return path, (one or other).start  # type: ignore[union-attr]  # one of them exists
-        position = first_difference(one, other)
-        shorter = min(len(one.tokens), len(other.tokens))
-        if position is not None and not ((one.cut or other.cut) and position >= shorter):
-            return path, position
-    return None
 
 
 def _jobs(prompts: int, requests: int) -> list[list[int]]:
@@ -317,28 +314,10 @@ def _add(
             if mode.name == mode.reference:
                 continue
             measured.compared[mode.name, temperature] += 1
-            if (found := difference(completion.threads, expected.threads)) is not None:
+            differences = token_differences(completion.threads, expected.threads)
+            if differences:
                 measured.different[mode.name, temperature] += 1
-                threads = (expected.threads, completion.threads)
-                line = prompts[prompt].line
+                first, line = next(iter(differences.values())), prompts[prompt].line
                 measured.differences.append(
-                    difference_at((mode.name, mode.reference), temperature, number, line, found, threads)
+                    OutputDifference(mode.name, mode.reference, temperature, number, line, first)
                 )
-
-
-def difference_at(
-    names: tuple[str, str],
-    temperature: float,
-    number: int,
-    line: int,
-    found: tuple[Path, int],
-    threads: tuple[Mapping[Path, ThreadTokens], Mapping[Path, ThreadTokens]],
-) -> Difference:
-    """The difference between a mode and its reference at a thread and position; `threads` has the reference's first."""
-    path, position = found
-    both = [each.get(path) for each in threads]
-    start = next(each.start for each in both if each is not None)
-    expected, token = (
-        each.tokens[position] if each is not None and position < len(each.tokens) else None for each in both
-    )
-    return Difference(*names, temperature, number, line, path, position - start + 1, expected, token)

@@ -16,15 +16,18 @@ from spaceport.tools.cli import demo_tables, run
 from spaceport.tools.cli.demo_tables import (
     CHAT_LEGEND,
     LEGEND,
+    MODES,
     THREADS_LEGEND,
+    TimedModes,
+    TimedRun,
     compare,
     compare_chats,
     rows_of,
+    timed,
 )
 from spaceport.tools.cli.exit_codes import INPUT, MISSING, USAGE
 from spaceport.tools.demo import chat_model
 from spaceport.tools.demo.chat_model import base_model
-from spaceport.tools.demo.timing import MODES, TimedModes, TimedRun, timed
 from support.adapters import train
 from support.forking_bundle import forking_copy
 from support.gguf_files import random_model, write_gguf

@@ -11,8 +11,8 @@ import pytest
 
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
+from spaceport.tools.cli.demo_tables import timed, verdicts
 from spaceport.tools.demo.prompts import MODEL, prompts_of
-from spaceport.tools.demo.timing import timed, verdicts
 from spaceport.tools.demo_recipe.evaluate import NOTE, evaluate, show
 from spaceport.tools.demo_recipe.signatures import functions_in, read_signature
 from spaceport.tools.demo_recipe.train import PRESETS

@@ -18,7 +18,7 @@ from spaceport.runtime.sampling.sampler import gumbels, noise_key
 from spaceport.runtime.text.transcript import Path
 from spaceport.tools.verify.audit.modes import ModeGroup
 from spaceport.tools.verify.feeding import Logits, logits_of
-from spaceport.tools.verify.thread_tokens import ThreadTokens, first_difference
+from spaceport.tools.verify.thread_tokens import ThreadTokens, first_difference, token_differences
 
 Grade = Literal["near-tie", "FAULT"]
 _BOTH_TOKENS = 2  # noise may lower one token's logit and raise the other's
@@ -90,15 +90,18 @@ def find_mismatches(
 
 def unmatched_threads(threads: dict[Path, ThreadTokens], plain: dict[Path, ThreadTokens]) -> list[Mismatch]:
     """The threads that only one of two completions has, although their parents are equal."""
-    found = []
-    for path in sorted(threads.keys() ^ plain.keys()):
-        parent = path[:-1]
-        if parent not in threads or parent not in plain or threads[parent].cut or plain[parent].cut:
-            continue
-        if first_difference(threads[parent], plain[parent]) is None:
-            reason = "the thread is missing" if path in plain else "plain decoding has no such thread"
-            found.append(Mismatch(path, (threads | plain)[path].start, None, None, np.inf, reason))
-    return found
+    return [
+        Mismatch(
+            path,
+            difference.position,
+            None,
+            None,
+            np.inf,
+            "the thread is missing" if path in plain else "plain decoding has no such thread",
+        )
+        for path, difference in token_differences(threads, plain).items()
+        if path not in threads or path not in plain
+    ]
 
 
 def _wrong_tokens(rule: SelectionRule, thread: ThreadTokens, logits: Logits, first: int) -> Iterator[Mismatch]:

@@ -144,8 +144,16 @@ def test_a_conversation_continues_with_the_plain_answers_and_a_difference_names_
     assert prompts["plain"] == prompts["mode 0"] == [(3,), (3, 8, 3), (3, 8, 3, 9, 3)]  # "answer 3", "answer 14"
     assert found.different == {"mode 0": 3}
     assert [one.turn for one in found.differences] == [1, 2, 3]
-    one = found.differences[0].difference
-    assert (one.mode, one.reference, one.line, one.token, one.expected, one.found) == ("mode 0", "plain", 7, 1, 3, 8)
+    one = found.differences[0]
+    first = one.first
+    assert (one.mode, one.reference, one.line, first.token, first.expected, first.found) == (
+        "mode 0",
+        "plain",
+        7,
+        1,
+        3,
+        8,
+    )
 
 
 @contextmanager

@@ -22,9 +22,8 @@ from spaceport.tools.bench.decode_measuring import (
     DecodeMeasurements,
     DecodeMode,
     DecodeOptions,
-    Difference,
     MeasuredCompletion,
-    difference,
+    OutputDifference,
     modes_for,
     parse_modes,
 )
@@ -35,7 +34,7 @@ from spaceport.tools.bench.synthetic_engine import (
     synthetic_texts,
 )
 from spaceport.tools.verify.audit.prompts import TokenizedPrompt
-from spaceport.tools.verify.thread_tokens import ThreadTokens
+from spaceport.tools.verify.thread_tokens import ThreadTokens, TokenDifference, token_differences
 
 TWO_MODES = (DecodeMode(PLAIN, Decoding(), PLAIN), DecodeMode("default", Decoding(), PLAIN))
 PROMPTS = (TokenizedPrompt(2, (1, 2, 3)), TokenizedPrompt(7, (4,)))
@@ -73,7 +72,9 @@ def report(different: int = 0, options: DecodeOptions = OPTIONS, tokens_of_first
                 found.completions.append(MeasuredCompletion(mode, 0.0, number, prompt, statistics))
     found.compared["default", 0.0] = 6
     found.different["default", 0.0] = different
-    found.differences += [Difference("default", PLAIN, 0.0, 1, 7, (0,), 4, None, 99)] * different
+    found.differences += [
+        OutputDifference("default", PLAIN, 0.0, 1, 7, TokenDifference((0,), 9, 4, None, 99))
+    ] * different
     machine = Machine("a CPU", "model 1", 2, (), "a system")
     summaries = summarized(found, TWO_MODES, PROMPTS, options)
     return DecodeResults("x.bundle", "Engine, cpu", machine, options, 2, summaries, tuple(found.differences))
@@ -104,7 +105,8 @@ def test_a_difference_is_the_first_differing_token_of_the_first_differing_thread
     found: list[ThreadTokens], expected: list[ThreadTokens], first: tuple[tuple[int, ...], int] | None
 ) -> None:
     by_path = [{each.path: each for each in threads} for threads in (found, expected)]
-    assert difference(*by_path) == first
+    differences = [(one.thread, one.position) for one in token_differences(*by_path).values()]
+    assert differences[:1] == ([] if first is None else [first])
 
 
 def names_of(manifest: Manifest, names: tuple[str, ...] | None = None, fixed: tuple[int, ...] = ()) -> list[str]:

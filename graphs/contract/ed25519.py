@@ -20,6 +20,12 @@ SIGNER_FILE = f"{MANIFEST_FILE}.pub"  # public key of the signer in PEM format: 
 MAX_KEY_BYTES = 2**16
 _PAIRS = "`spaceport sign --new-key FOLDER` creates a key pair"
 
+_PRIME = 2**255 - 19  # coordinates of points are below it
+# The y coordinates of the eight points whose order divides 8, in three pairs of opposite ones: of order 1 and 2, of
+# order 4, and of order 8. With such a key, one signature holds for one content in eight, or for every content.
+_ORDER_8 = 0x5FC536D880238B13933C6D305ACDFD5F098EFF289F4C345B027B2C28F95E826
+_SMALL_ORDER = frozenset({1, _PRIME - 1, 0, _ORDER_8, _PRIME - _ORDER_8})
+
 
 class KeyFileError(InputFault):
     """A key file cannot be read, or holds no usable Ed25519 key; the message says what to do."""
@@ -37,6 +43,8 @@ class PublicKey:
         """Whether a signature was made over this content with the private key of this public key."""
         from cryptography.exceptions import InvalidSignature
 
+        if not _is_usable_point(signature[:32]):
+            return False
         try:
             self._key.verify(signature, content)
         except InvalidSignature:
@@ -82,6 +90,11 @@ def public_key_in(content: bytes, file: Path) -> PublicKey:
         raise KeyFileError(f"{file}: {got}: expected the public key of the signer; {_PAIRS}") from error
     if not isinstance(key, Ed25519PublicKey):
         raise KeyFileError(f"{file}: is a key of another kind: expected an Ed25519 public key; {_PAIRS}")
+    if not _is_usable_point(key.public_bytes_raw()):
+        raise KeyFileError(
+            f"{file}: is a point of small order or not encoded canonically, so that signatures of it prove nothing: expected "
+            f"the public key of the signer; {_PAIRS}"
+        )
     return _public(key)
 
 
@@ -122,6 +135,12 @@ def require_cryptography() -> None:
         raise MissingDependency(
             f"signatures need the package cryptography, which does not import ({error}): {install_command('sign')}"
         ) from error
+
+
+def _is_usable_point(encoded: bytes) -> bool:
+    """Whether an encoded point is canonical and of large order; the highest bit is the sign of x."""
+    y = int.from_bytes(encoded, "little") & (2**255 - 1)
+    return y < _PRIME and y not in _SMALL_ORDER
 
 
 def _public(key: Ed25519PublicKey) -> PublicKey:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric import rsa
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.serialization import (
     BestAvailableEncryption,
     Encoding,
@@ -25,12 +26,56 @@ from spaceport.graphs.contract.ed25519 import (
     KeyFileError,
     PrivateKey,
     new_private_key,
+    public_key_in,
     read_private_key,
     read_public_key,
 )
 from spaceport.graphs.contract.faults import MissingDependency
 
 MESSAGE = b"a manifest"
+
+PRIME, ORDER = 2**255 - 19, 2**252 + 27742317777372353535851937790883648493  # of the field, and of the base point
+Point = tuple[int, int]
+IDENTITY: Point = (0, 1)
+
+
+def added(first: Point, second: Point) -> Point:
+    """The sum of two points by the definition of the curve (RFC 8032)."""
+    (x, y), (u, v) = first, second
+    product = -121665 * pow(121666, -1, PRIME) * x * y * u * v
+    return (
+        (x * v + y * u) * pow(1 + product, -1, PRIME) % PRIME,
+        (y * v + x * u) * pow(1 - product, -1, PRIME) % PRIME,
+    )
+
+
+def multiples(point: Point) -> list[Point]:
+    points = [point]
+    while points[-1] != IDENTITY:
+        points.append(added(points[-1], point))
+    return points
+
+
+def encoded(point: Point) -> bytes:
+    x, y = point
+    return (y | (x & 1) << 255).to_bytes(32, "little")
+
+
+# of order 8
+TORSION: Point = (
+    43496726750457979451437558183816721346016168361625936758514574428539776020131,
+    2707385501144840649318225287225658788936804267575313519463743609750303402022,
+)
+# Other encodings of the points whose y is 0, 1 or -1
+NOT_CANONICAL = tuple(
+    (y | sign << 255).to_bytes(32, "little")
+    for y, sign in ((PRIME, 0), (PRIME, 1), (PRIME + 1, 0), (PRIME + 1, 1), (1, 1), (PRIME - 1, 1), (2**255 - 1, 0))
+)
+
+
+def pem_of(point: bytes) -> bytes:
+    key = Ed25519PublicKey.from_public_bytes(point)
+    return key.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +109,29 @@ def test_keys_are_read_from_the_files_that_were_written_and_never_shown(key: Pri
     der = load_pem_public_key(key.public.pem).public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
     assert private.public.fingerprint == public.fingerprint == f"sha256:{hashlib.sha256(der).hexdigest()}"
     assert key.pem.splitlines()[1].decode() not in repr(key)
+
+
+def test_all_eight_keys_of_small_order_and_other_encodings_are_refused() -> None:
+    points = [encoded(point) for point in multiples(TORSION)]
+    assert len(set(points)) == 8
+    forged = encoded(IDENTITY) + bytes(32)
+    Ed25519PublicKey.from_public_bytes(encoded(IDENTITY)).verify(forged, MESSAGE)  # the package accepts it
+    for point in (*points, *NOT_CANONICAL):
+        with pytest.raises(KeyFileError, match=r"^key.pem: is a point of small order .*: expected the public key of"):
+            public_key_in(pem_of(point), Path("key.pem"))
+
+
+def test_signatures_whose_point_has_small_order_are_refused(key: PrivateKey) -> None:
+    secret = load_pem_private_key(key.pem, None)
+    assert isinstance(secret, Ed25519PrivateKey)
+    scalar = int.from_bytes(hashlib.sha512(secret.private_bytes_raw()).digest()[:32], "little") & (2**254 - 8) | 2**254
+    own = secret.public_key().public_bytes_raw()
+    challenge = int.from_bytes(hashlib.sha512(encoded(IDENTITY) + own + MESSAGE).digest(), "little")
+    signature = encoded(IDENTITY) + (challenge * scalar % ORDER).to_bytes(32, "little")
+    secret.public_key().verify(signature, MESSAGE)
+    assert not key.public.verifies(MESSAGE, signature)
+    for point in (*map(encoded, multiples(TORSION)), *NOT_CANONICAL):
+        assert not key.public.verifies(MESSAGE, point + signature[32:])
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from spaceport.tools.bench.compare_measuring import CompareWorkload, RunOptions, metrics_of
+from spaceport.tools.bench.compare_measuring import CompareWorkload, RunOptions, compared_metrics
 from spaceport.tools.bench.environments import ComparedRuntime, Environments
 from support.paths import TESTS
 
@@ -28,7 +28,7 @@ def fake_subject(
 
 def fake_run_options(folder: Path, rounds: int = 2, timeout: float = 20.0) -> RunOptions:
     """Options with a few small metrics."""
-    return RunOptions(WORKLOAD, metrics_of(WORKLOAD), rounds, 1, folder / "logs", timeout, idle_limit=1.0)
+    return RunOptions(WORKLOAD, compared_metrics(WORKLOAD), rounds, 1, folder / "logs", timeout, idle_limit=1.0)
 
 
 def installed(work: Environments, name: str) -> None:

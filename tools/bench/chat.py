@@ -15,16 +15,16 @@ from spaceport.runtime.bundle import read_manifest
 from spaceport.runtime.decode.sequence_group import Statistics
 from spaceport.runtime.session import Runtime
 from spaceport.tools.bench.chat_measuring import (
-    Answer,
+    BenchPrompt,
     ChatMeasurements,
     ChatOptions,
-    ChatPrompt,
     Job,
     ModeSubject,
     OpenedPeer,
     PeerOptions,
     Peers,
-    check_lengths,
+    TimedAnswer,
+    check_chat_lengths,
     measure_chats,
     read_chat_prompts,
     running_peers,
@@ -50,7 +50,7 @@ OnProgress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Times:
+class PromptTimes:
     """One prompt in one round: all its answers together."""
 
     tokens: int  # end tokens included
@@ -78,7 +78,7 @@ class Times:
         return self.decode_tokens / self.decode_seconds if self.decode_tokens and self.decode_seconds > 0 else None
 
 
-Rounds = Mapping[ChatPrompt, Sequence[Times]]  # by prompt: its times in each round
+Rounds = Mapping[BenchPrompt, Sequence[PromptTimes]]  # by prompt: its times in each round
 
 
 @dataclass(frozen=True)
@@ -141,24 +141,24 @@ class PeerRatio:
     decode_speedup: Speedup | None
 
 
-def rounds_of(measured: ChatMeasurements, subject: str) -> dict[ChatPrompt, list[Times]]:
+def rounds_of(measured: ChatMeasurements, subject: str) -> dict[BenchPrompt, list[PromptTimes]]:
     """The times of a subject by prompt and round; prompts of which a round is incomplete are left out."""
-    own: dict[tuple[ChatPrompt, int], list[Answer]] = defaultdict(list)
-    plain: dict[tuple[ChatPrompt, int], list[Answer]] = defaultdict(list)
+    own: dict[tuple[BenchPrompt, int], list[TimedAnswer]] = defaultdict(list)
+    plain: dict[tuple[BenchPrompt, int], list[TimedAnswer]] = defaultdict(list)
     for one in measured.answers:
         if one.subject == subject:
             own[one.prompt, one.round].append(one.answer)
         if one.subject == PLAIN:
             plain[one.prompt, one.round].append(one.answer)
-    found: dict[ChatPrompt, list[Times]] = {}
+    found: dict[BenchPrompt, list[PromptTimes]] = {}
     for (prompt, round_), answers in own.items():
         if len(answers) == len(prompt.parts):
-            found.setdefault(prompt, []).append(times_of(answers, plain[prompt, round_]))
+            found.setdefault(prompt, []).append(prompt_times(answers, plain[prompt, round_]))
     rounds = max((one.round for one in measured.answers), default=0)
     return {prompt: times for prompt, times in found.items() if len(times) == rounds}
 
 
-def times_of(answers: Sequence[Answer], plain: Sequence[Answer]) -> Times:
+def prompt_times(answers: Sequence[TimedAnswer], plain: Sequence[TimedAnswer]) -> PromptTimes:
     """The times of a prompt's answers.
 
     A mode's decode time begins at the first token of plain decoding: prompt lookup may generate several tokens in the
@@ -169,7 +169,7 @@ def times_of(answers: Sequence[Answer], plain: Sequence[Answer]) -> Times:
         prefill = answer if answer.statistics is None else other
         decode_tokens += max(0, answer.tokens - answer.first_tokens)
         decode_seconds += answer.seconds - prefill.first_token_seconds
-    return Times(
+    return PromptTimes(
         sum(answer.tokens for answer in answers),
         sum(answer.seconds for answer in answers),
         sum(answer.cpu_seconds for answer in answers),
@@ -182,7 +182,7 @@ def times_of(answers: Sequence[Answer], plain: Sequence[Answer]) -> Times:
 
 
 def ratios(
-    own: Rounds, reference: Rounds, rate: Callable[[Times], float | None], kind: str = ALL
+    own: Rounds, reference: Rounds, rate: Callable[[PromptTimes], float | None], kind: str = ALL
 ) -> dict[int, list[float]]:
     """Ratios of speed in each round by line number, of the prompts of one kind for which both have a rate."""
     found: dict[int, list[float]] = {}
@@ -593,7 +593,7 @@ def _output(results: ChatResults, name: str) -> str:
 
 
 @dataclass(frozen=True)
-class _Run:
+class _ChatRun:
     """All measurements of a benchmark."""
 
     modes: tuple[DecodeMode, ...]
@@ -630,18 +630,18 @@ def benchmark_chat(
 def _run(
     base: Runtime,
     modes: tuple[tuple[DecodeMode, ...], tuple[DecodeMode, ...]],
-    prompts: Sequence[ChatPrompt],
+    prompts: Sequence[BenchPrompt],
     file: Path,
     options: ChatOptions,
     peer_options: PeerOptions | None,
     machine: Machine,
     on_progress: OnProgress,
-) -> _Run:
+) -> _ChatRun:
     listed, forking = modes
     encode, limit = base.tokens_of, base.max_seq_len
     forked = [prompt for prompt in prompts if prompt.kind in options.fork_kinds] if forking else []
-    length = check_lengths(encode, prompts, options.max_tokens, limit, file)
-    check_lengths(encode, forked, options.fork_max_tokens, limit, file)
+    length = check_chat_lengths(encode, prompts, options.max_tokens, limit, file)
+    check_chat_lengths(encode, forked, options.fork_max_tokens, limit, file)
 
     def open_runtime() -> Runtime:
         return Runtime(base.bundle, base.engine, base.max_seq_len, costs=base.costs)
@@ -660,14 +660,14 @@ def _run(
         fork_jobs = [Job(prompt, _subjects(forking, runtimes)) for prompt in forked]
         forks = measure_chats(fork_jobs, encode, options.rounds_for(len(forked)), on_progress)
         other_cores = others.cores()
-    return _Run(listed, forking if forked else (), answers, forks, peers, other_cores)
+    return _ChatRun(listed, forking if forked else (), answers, forks, peers, other_cores)
 
 
 def _subjects(modes: Sequence[DecodeMode], runtimes: Mapping[str, Runtime]) -> list[ModeSubject]:
     return [ModeSubject(mode, runtimes[mode.name]) for mode in modes]
 
 
-def _jobs(prompts: Sequence[ChatPrompt], modes: Sequence[ModeSubject], peers: Peers, sample: int | None) -> list[Job]:
+def _jobs(prompts: Sequence[BenchPrompt], modes: Sequence[ModeSubject], peers: Peers, sample: int | None) -> list[Job]:
     """A job for each prompt; the peers answer the first `sample` prompts of each kind, or all."""
     seen: dict[str, int] = {}
     jobs = []
@@ -688,7 +688,7 @@ def versions() -> dict[str, str]:
 
 
 def _results(
-    bundle: Path, engine: str, machine: Machine, prompts: Sequence[ChatPrompt], options: ChatOptions, run: _Run
+    bundle: Path, engine: str, machine: Machine, prompts: Sequence[BenchPrompt], options: ChatOptions, run: _ChatRun
 ) -> ChatResults:
     kinds = list(dict.fromkeys(prompt.kind for prompt in prompts))
     names, seed = [mode.name for mode in run.modes], options.seed

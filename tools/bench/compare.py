@@ -18,8 +18,8 @@ from spaceport.tools.bench.compare_measuring import (
     RunOptions,
     RuntimeRecord,
     Unit,
+    compared_metrics,
     measure_all,
-    metrics_of,
 )
 from spaceport.tools.bench.environments import (
     BUNDLES,
@@ -52,7 +52,7 @@ class Spread:
 
 
 @dataclass(frozen=True)
-class Result:
+class MetricResult:
     """One metric of one subject."""
 
     unit: Unit
@@ -76,7 +76,7 @@ class SubjectSummary:
     file_bytes: int
     resident_bytes_open: int  # resident memory after opening the model
     resident_bytes_decode: int  # resident memory after decode steps
-    results: dict[str, Result]
+    results: dict[str, MetricResult]
     skipped: dict[str, str]  # metric -> why it is not measured
 
 
@@ -100,7 +100,7 @@ class Comparison:
         return tuple(subject.name for subject in self.subjects if subject.is_bundle)
 
 
-def summarized(records: Mapping[str, RuntimeRecord], metrics: Sequence[Metric]) -> tuple[SubjectSummary, ...]:
+def runtime_summaries(records: Mapping[str, RuntimeRecord], metrics: Sequence[Metric]) -> tuple[SubjectSummary, ...]:
     """The summaries of all subjects, with ratios to each bundle."""
     bundles = [record for record in records.values() if record.subject.is_bundle]
     return tuple(_summary(record, metrics, bundles) for record in records.values())
@@ -157,13 +157,13 @@ def _summary(record: RuntimeRecord, metrics: Sequence[Metric], bundles: Sequence
     )
 
 
-def _result(metric: Metric, measurements: Mapping[int, Measurement], bundles: Sequence[RuntimeRecord]) -> Result:
+def _result(metric: Metric, measurements: Mapping[int, Measurement], bundles: Sequence[RuntimeRecord]) -> MetricResult:
     ratios = {}
     for bundle in bundles:
         if found := paired(metric.unit, measurements, bundle.measurements.get(metric.name, {})):
             ratios[bundle.subject.name] = found
     values = tuple(measurement.value for measurement in measurements.values())
-    return Result(
+    return MetricResult(
         metric.unit,
         values,
         spread(values),
@@ -206,7 +206,7 @@ def compare_runtimes(options: CompareOptions, on_progress: OnProgress) -> Compar
         peer_subject(peer, work, options.gguf) for peer in options.peers if peer.name not in {f.name for f in failed}
     ]
     subjects = [*bundles, *(peer for peer in peers if isinstance(peer, ComparedRuntime))]
-    metrics = metrics_of(options.workload)
+    metrics = compared_metrics(options.workload)
     run_options = RunOptions(options.workload, metrics, options.rounds, options.threads, work.logs)
     pool = measure_all(run_options, subjects, on_progress)
     return Comparison(
@@ -216,7 +216,7 @@ def compare_runtimes(options: CompareOptions, on_progress: OnProgress) -> Compar
         options.rounds,
         options.workload,
         metrics,
-        summarized(pool.records, metrics),
+        runtime_summaries(pool.records, metrics),
         (*failed, *(peer for peer in peers if isinstance(peer, Skipped)), *pool.skipped),
         pool.repeated,
     )

@@ -15,7 +15,7 @@ import numpy as np
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.tools.bench.environments import ComparedRuntime, Skipped
 from spaceport.tools.bench.machine import busy_seconds
-from spaceport.tools.bench.workers import UnsupportedCall, Worker, WorkerFailed, open_model, start_worker
+from spaceport.tools.bench.workers import UnsupportedCall, WorkerFailed, WorkerProcess, open_model, start_worker
 
 Unit = Literal["ms", "tokens/s"]
 _IDS = (3, 200)  # range of prompt token ids: in every vocabulary, after the usual special tokens
@@ -64,7 +64,7 @@ class Metric:
     size: int = 0  # rows per step, or tokens of a prefill
 
 
-def metrics_of(workload: CompareWorkload) -> tuple[Metric, ...]:
+def compared_metrics(workload: CompareWorkload) -> tuple[Metric, ...]:
     """The metrics in table order."""
     return (
         Metric("decode", "decode", "ms"),
@@ -141,7 +141,7 @@ class WorkerPool:
 
     def __init__(self, options: RunOptions, on_progress: OnProgress) -> None:
         self.options, self.on_progress = options, on_progress
-        self.workers: dict[str, Worker] = {}
+        self.workers: dict[str, WorkerProcess] = {}
         self.records: dict[str, RuntimeRecord] = {}
         self.skipped: list[Skipped] = []
         self.repeated = 0  # measurements repeated because another worker was computing
@@ -182,7 +182,7 @@ class WorkerPool:
         elif metric.call == "decode":
             record.resident_bytes_decode = worker.resident_bytes()
 
-    def _measure(self, worker: Worker, metric: Metric, round_: int) -> Measurement | UnsupportedCall:
+    def _measure(self, worker: WorkerProcess, metric: Metric, round_: int) -> Measurement | UnsupportedCall:
         arguments = call_arguments(metric, self.options.workload, round_)
         for _ in range(_TRIES):
             others = {name: other.cpu_seconds() for name, other in self.workers.items() if other is not worker}
@@ -217,7 +217,7 @@ class WorkerPool:
             self.records[name].skipped |= {metric.name: str(failure) for metric in self.options.metrics}
             self._remove(name)
 
-    def _open(self, subject: ComparedRuntime) -> Worker:
+    def _open(self, subject: ComparedRuntime) -> WorkerProcess:
         options = self.options
         worker = start_worker(subject, options.threads, options.logs, options.timeout)
         open_model(worker, options.workload.length, options.threads, options.idle_limit)

@@ -31,8 +31,13 @@ from spaceport.tools.bench.decode_measuring import (
 )
 from spaceport.tools.bench.machine import Machine, this_machine
 from spaceport.tools.bench.report import Report, Table
-from spaceport.tools.bench.synthetic_engine import implied_tokens_per_step, replay_runtime, synthetic_texts
-from spaceport.tools.verify.audit.prompts import TokenizedPrompt, read_prompts, tokenize_prompts
+from spaceport.tools.bench.synthetic_engine import (
+    SyntheticTexts,
+    implied_tokens_per_step,
+    replay_runtime,
+    synthetic_texts,
+)
+from spaceport.tools.verify.audit.prompts import AuditPrompt, TokenizedPrompt, read_prompts, tokenize_prompts
 
 _RESAMPLES = 2000
 _INTERVAL = (0.025, 0.975)
@@ -167,7 +172,7 @@ class DecodeResults:
         return {**kind, "identical": self.identical, **data}
 
 
-def summarized(
+def mode_summaries(
     measured: DecodeMeasurements,
     modes: Sequence[DecodeMode],
     prompts: Sequence[TokenizedPrompt],
@@ -394,12 +399,7 @@ def benchmark_decode(
         engine = f"{type(base.engine).__name__}, {base.engine.device}"
         for note in base.notes:
             on_progress(note)
-        prompts: Sequence[TokenizedPrompt] = ()
-        if read is not None and file is not None:
-            prompts = tokenize_prompts(base, read, options.max_tokens, file)
-        texts = None
-        if options.replay is not None:
-            texts, prompts = synthetic_texts(base, options, [len(prompt.tokens) for prompt in prompts])
+        texts, prompts = _texts_and_prompts(base, read, file, options)
         queue = options.requests * len(prompts)
 
         def open_runtime() -> Runtime:
@@ -415,9 +415,21 @@ def benchmark_decode(
         this_machine(),
         options,
         len(prompts),
-        summarized(measured, modes, prompts, options),
+        mode_summaries(measured, modes, prompts, options),
         tuple(measured.differences),
     )
+
+
+def _texts_and_prompts(
+    base: Runtime, read: list[AuditPrompt] | None, file: Path | None, options: DecodeOptions
+) -> tuple[SyntheticTexts | None, Sequence[TokenizedPrompt]]:
+    """The prompts, and the texts of a replay; None for real completions."""
+    prompts: Sequence[TokenizedPrompt] = ()
+    if read is not None and file is not None:
+        prompts = tokenize_prompts(base, read, options.max_tokens, file)
+    if options.replay is None:
+        return None, prompts
+    return synthetic_texts(base, options, [len(prompt.tokens) for prompt in prompts])
 
 
 def _modes(manifest: Manifest, options: DecodeOptions) -> tuple[DecodeMode, ...]:

@@ -205,7 +205,7 @@ def machine_rows() -> dict[str, str]:
     return rows
 
 
-def bundle_of(options: GpuBenchOptions, checkpoint: Path, lowering: Lowering) -> Path:
+def exported_bundle(options: GpuBenchOptions, checkpoint: Path, lowering: Lowering) -> Path:
     """The checkpoint's bundle, exported unless an earlier run did."""
     target = options.work / f"{checkpoint.name}-{lowering}-{options.dtype}"
     if not target.exists():
@@ -213,7 +213,7 @@ def bundle_of(options: GpuBenchOptions, checkpoint: Path, lowering: Lowering) ->
     return target
 
 
-def build(
+def build_engines(
     options: GpuBenchOptions, bundle: Path, run: RunCommand, on_progress: Callable[[str], None]
 ) -> dict[str, str]:
     """Build an engine for each installed flavour; returns build time and size, or the error, by flavour."""
@@ -238,10 +238,10 @@ def measure_model(
     options: GpuBenchOptions, checkpoint: Path, run: RunCommand, on_progress: Callable[[str], None]
 ) -> MeasuredModel:
     """The step times of a checkpoint on every variant that can run it here."""
-    bundles = {lowering: open_bundle(bundle_of(options, checkpoint, lowering)) for lowering in LOWERINGS}
+    bundles = {lowering: open_bundle(exported_bundle(options, checkpoint, lowering)) for lowering in LOWERINGS}
     manifest = bundles["append"].manifest
     model = MeasuredModel(checkpoint.name, manifest.parameters, options.dtype)
-    model.built = build(options, bundles["append"].path, run, on_progress)
+    model.built = build_engines(options, bundles["append"].path, run, on_progress)
     bundles["append"] = open_bundle(bundles["append"].path)
     engine_options = EngineOptions(capacity_for(manifest, options.length), options.requests)
     for backend in options.backends:
@@ -271,9 +271,9 @@ def checks(
     )
     rows = []
     for lowering in LOWERINGS:
-        bundle = bundle_of(options, checkpoint, lowering)
+        bundle = exported_bundle(options, checkpoint, lowering)
         if lowering == "append":
-            build(options, bundle, run, on_progress)
+            build_engines(options, bundle, run, on_progress)
         on_progress(f"checking {bundle.name}")
         result = run(["check", str(bundle), str(checkpoint)])
         passed = result.answer is not None and result.answer["passed"]

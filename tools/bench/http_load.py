@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.text.prompt import Prompt
-from spaceport.tools.bench.workload import REFUSED, Clock, Exchange, PlannedRequest, Send, Workload
+from spaceport.tools.bench.workload import REFUSED, Clock, LoadExchange, PlannedRequest, Send, Workload
 
 _SMALL = 4096  # bytes that the system and the reader buffer for a slow client
 _LIMIT = 1 << 20  # bytes of one line
@@ -196,7 +196,7 @@ class _HttpLoad:
         self._clock = clock
         self._idle: dict[int, Connection] = {}  # by client
 
-    async def send(self, client: int, request: PlannedRequest, exchange: Exchange) -> None:
+    async def send(self, client: int, request: PlannedRequest, exchange: LoadExchange) -> None:
         """Send a request and read its answer as the client does."""
         connection = None
         complete = False
@@ -227,9 +227,9 @@ class _HttpLoad:
             await idle.close()
         return await Connection.open(self._target.address, slow=request.behaviour == "slow")
 
-    async def _answer(self, connection: Connection, request: PlannedRequest, exchange: Exchange) -> bool:
+    async def _answer(self, connection: Connection, request: PlannedRequest, exchange: LoadExchange) -> bool:
         """Whether the answer was read to its end."""
-        path, body = request_body(self._target.model, self._prompts[request.prompt], request, self._workload)
+        path, body = load_request_body(self._target.model, self._prompts[request.prompt], request, self._workload)
         work = connection.request("POST", path, body, self._target.headers)
         if request.leaves and not request.streamed:  # leaves while the answer is generated
             try:
@@ -248,7 +248,7 @@ class _HttpLoad:
         read_answer(json.loads(await connection.body()), exchange)
         return True
 
-    async def _stream(self, connection: Connection, request: PlannedRequest, exchange: Exchange) -> bool:
+    async def _stream(self, connection: Connection, request: PlannedRequest, exchange: LoadExchange) -> bool:
         async for line in connection.lines():
             if not line.startswith(b"data: "):
                 continue
@@ -264,7 +264,7 @@ class _HttpLoad:
         return True
 
 
-def request_body(model: str, prompt: Prompt, request: PlannedRequest, workload: Workload) -> tuple[str, bytes]:
+def load_request_body(model: str, prompt: Prompt, request: PlannedRequest, workload: Workload) -> tuple[str, bytes]:
     """The path and the body of a request: greedy decoding of messages, a text or token ids."""
     body: dict[str, Any] = {
         "model": model,
@@ -281,7 +281,7 @@ def request_body(model: str, prompt: Prompt, request: PlannedRequest, workload: 
     return "/v1/chat/completions" if is_chat else "/v1/completions", json.dumps(body).encode()
 
 
-def read_event(event: Mapping[str, Any], exchange: Exchange) -> bool:
+def read_event(event: Mapping[str, Any], exchange: LoadExchange) -> bool:
     """Add an event to the exchange; returns whether it has text."""
     if (error := event.get("error")) is not None:
         exchange.error = str(error.get("message") if isinstance(error, Mapping) else error)
@@ -296,7 +296,7 @@ def read_event(event: Mapping[str, Any], exchange: Exchange) -> bool:
     return bool(text)
 
 
-def read_answer(answer: Mapping[str, Any], exchange: Exchange) -> None:
+def read_answer(answer: Mapping[str, Any], exchange: LoadExchange) -> None:
     """Add a whole answer to the exchange."""
     (choice,) = answer["choices"]
     exchange.text = (choice["message"]["content"] if "message" in choice else choice["text"]) or ""
@@ -304,20 +304,20 @@ def read_answer(answer: Mapping[str, Any], exchange: Exchange) -> None:
     _read_report(answer, exchange)
 
 
-def _read_choice(choice: Mapping[str, Any], exchange: Exchange) -> None:
+def _read_choice(choice: Mapping[str, Any], exchange: LoadExchange) -> None:
     exchange.ending = choice.get("finish_reason") or exchange.ending
     if (ids := choice.get("token_ids")) is not None:
         exchange.token_ids = [*(exchange.token_ids or ()), *ids]
 
 
-def _read_report(found: Mapping[str, Any], exchange: Exchange) -> None:
+def _read_report(found: Mapping[str, Any], exchange: LoadExchange) -> None:
     if (usage := found.get("usage")) is not None:
         exchange.tokens = usage["completion_tokens"]
     if (metrics := found.get("metrics")) is not None:
         exchange.drafts = metrics.get("speculative_decoding")
 
 
-async def _refusal(connection: Connection, exchange: Exchange, headers: Mapping[str, str]) -> None:
+async def _refusal(connection: Connection, exchange: LoadExchange, headers: Mapping[str, str]) -> None:
     content = await connection.body()
     if exchange.status in REFUSED:
         exchange.retry_after = float(headers.get("retry-after", 1.0))
@@ -338,7 +338,7 @@ async def get_json(target: Target, path: str) -> tuple[int, Any]:
         await connection.close()
 
 
-async def model_of(address: Address, key: str) -> str:
+async def first_model(address: Address, key: str) -> str:
     """The name of the first model of a service."""
     status, found = await get_json(Target(address, "", key), "/v1/models")
     if status != 200 or not isinstance(found, dict) or not found.get("data"):

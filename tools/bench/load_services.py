@@ -19,9 +19,18 @@ from spaceport.runtime.scheduling.request import QueueFull
 from spaceport.runtime.scheduling.stream import AsyncStream
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.prompt import Prompt
-from spaceport.tools.bench.http_load import Address, Target, address_of, get_json, http_sender, model_of
+from spaceport.tools.bench.http_load import Address, Target, address_of, first_model, get_json, http_sender
 from spaceport.tools.bench.machine import ProcessFailed, Resources, end_process, free_port, last_lines, resources_of
-from spaceport.tools.bench.workload import Clock, Exchange, LoadRun, PlannedRequest, Send, Workload, planned, run_load
+from spaceport.tools.bench.workload import (
+    Clock,
+    LoadExchange,
+    LoadRun,
+    PlannedRequest,
+    Send,
+    Workload,
+    planned,
+    run_load,
+)
 
 _READY = 300.0  # seconds until a service answers
 _COMMAND = [sys.executable, "-c", "import sys; from spaceport.tools.cli import run; sys.exit(run(sys.argv[1:]))"]
@@ -33,9 +42,9 @@ async def runtime_sender(
     runtime: Runtime, workload: Workload, prompts: Sequence[Prompt], clock: Clock
 ) -> AsyncGenerator[Send, None]:
     """A function that sends requests to a runtime and records what comes back."""
-    decoding = decoding_of(workload)
+    decoding = load_decoding(workload)
 
-    async def send(client: int, request: PlannedRequest, exchange: Exchange) -> None:
+    async def send(client: int, request: PlannedRequest, exchange: LoadExchange) -> None:
         del client
         try:
             stream = runtime.astream(prompts[request.prompt], decoding)
@@ -50,7 +59,7 @@ async def runtime_sender(
     yield send
 
 
-def decoding_of(workload: Workload) -> Decoding:
+def load_decoding(workload: Workload) -> Decoding:
     """The decoding options of a workload's requests."""
     if workload.drafts:
         return Decoding(max_tokens=workload.max_tokens, fork=False)
@@ -59,13 +68,13 @@ def decoding_of(workload: Workload) -> Decoding:
 
 def expected_answers(runtime: Runtime, workload: Workload, prompts: Sequence[Prompt]) -> list[tuple[list[int], str]]:
     """The tokens and the text of the answer to each prompt, generated one at a time and without the prefix cache."""
-    decoding = replace(decoding_of(workload), prefix_cache=False)
+    decoding = replace(load_decoding(workload), prefix_cache=False)
     found = [runtime.generate(prompt, decoding) for prompt in prompts]
     return [(list(one.tokens), one.text) for one in found]
 
 
 async def _read(
-    stream: AsyncStream, request: PlannedRequest, exchange: Exchange, workload: Workload, clock: Clock
+    stream: AsyncStream, request: PlannedRequest, exchange: LoadExchange, workload: Workload, clock: Clock
 ) -> None:
     while pieces := await stream.pieces():
         if text := "".join(piece.reading for piece in pieces):
@@ -193,7 +202,7 @@ class EmbeddedRuntime:
     def run(self, workload: Workload, first: int) -> LoadRun:
         """Answer the requests of a workload in the process of the runtime."""
         found = self.call({"call": "run", "workload": asdict(workload), "first": first})
-        return LoadRun([Exchange(**one) for one in found["exchanges"]], found["seconds"])
+        return LoadRun([LoadExchange(**one) for one in found["exchanges"]], found["seconds"])
 
     def resources(self) -> Resources | None:
         """What the process holds."""
@@ -240,7 +249,7 @@ def running_service(url: str, name: str, key: str, prompts: Sequence[Prompt], co
     """A service that is running already; its first model answers."""
     address = address_of(url)
     try:
-        model = asyncio.run(model_of(address, key))
+        model = asyncio.run(first_model(address, key))
     except OSError as error:
         raise ProcessFailed(f"{url}: {error}: expected a running service") from error
     return HttpService(name, Target(address, model, key), prompts, compared)
@@ -289,7 +298,7 @@ async def _ready(address: Address, process: subprocess.Popen[str], log: Path) ->
         if process.poll() is not None:
             raise ProcessFailed(f"exit code {process.returncode}: {last_lines(log)}")
         try:
-            return await model_of(address, "")
+            return await first_model(address, "")
         except OSError as error:
             failure = error
             await asyncio.sleep(0.1)

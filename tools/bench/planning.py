@@ -47,7 +47,7 @@ class PlannedDrafts:
     steps: tuple[PlannedStep, ...]  # by number of available draft tokens
 
 
-def rows_of(costs: StepCosts, requests: int, visible: int) -> list[PlannedRows]:
+def step_times(costs: StepCosts, requests: int, visible: int) -> list[PlannedRows]:
     """Step times by number of rows."""
     one = costs.seconds(1, requests, visible)
     return [

@@ -10,7 +10,7 @@ from spaceport.tools.bench.compare import Comparison, Spread
 from spaceport.tools.bench.compare_measuring import Metric
 from spaceport.tools.bench.decode import REPLAY_LABEL, DecodeResults, ModeSummary
 from spaceport.tools.bench.decode_measuring import PLAIN
-from spaceport.tools.bench.report import number
+from spaceport.tools.bench.report import short_number
 from spaceport.tools.report.drawing import Element, add, path, picture
 
 COLOURS = (
@@ -100,7 +100,7 @@ def draw_bars(drawing: Element, panel: Panel, top: float) -> None:
         add(drawing, "rect", {**size, "fill": colour})
         ends = [(_LABELS + value * scale, y + _BAR / 2) for value in (spread.low, spread.high)]
         add(drawing, "path", {"d": path(ends), "stroke": "#222", "fill": "none"})
-        add(drawing, "text", {"x": ends[1][0] + 6, "y": y + 11}, number(spread.median))
+        add(drawing, "text", {"x": ends[1][0] + 6, "y": y + 11}, short_number(spread.median))
 
 
 def _draw_steps(
@@ -123,7 +123,10 @@ def _draw_steps(
     )
     for share in (0.5, 1.0):
         add(
-            drawing, "text", {"x": left - 6, "y": base - share * _STEP_LINES + 4, "class": "last"}, number(most * share)
+            drawing,
+            "text",
+            {"x": left - 6, "y": base - share * _STEP_LINES + 4, "class": "last"},
+            short_number(most * share),
         )
     for metric in steps:
         x = left + metric.size * across

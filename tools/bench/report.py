@@ -85,7 +85,7 @@ class Report:
             click.echo(self.markdown(), nl=False)
 
 
-def number(value: float) -> str:
+def short_number(value: float) -> str:
     """A number with three significant digits, or as a whole number from 100 on."""
     digits = 0 if value >= 100 else 1 if value >= 10 else 2
     return f"{value:.{digits}f}"
@@ -93,7 +93,7 @@ def number(value: float) -> str:
 
 def cell_text(value: object) -> str:
     """A cell as text: "-" for what was not measured."""
-    return "-" if value is None else number(value) if isinstance(value, float) else str(value)
+    return "-" if value is None else short_number(value) if isinstance(value, float) else str(value)
 
 
 def optional(value: float | None, digits: int = 2) -> str | None:

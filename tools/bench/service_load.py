@@ -30,7 +30,7 @@ from spaceport.tools.bench.load_services import (
 )
 from spaceport.tools.bench.machine import Machine, ProcessFailed, Resources, this_machine
 from spaceport.tools.bench.report import Report, Table, optional
-from spaceport.tools.bench.workload import Exchange, LoadRun, Workload
+from spaceport.tools.bench.workload import LoadExchange, LoadRun, Workload
 from spaceport.tools.verify.audit.prompts import read_prompts
 
 Expected = Sequence[tuple[list[int], str]]  # tokens and text of the answer to each prompt
@@ -143,7 +143,7 @@ def run_figures(
     run: LoadRun, expected: Expected | None, used: tuple[Resources, Resources] | None, first_token_limit: float | None
 ) -> RunFigures:
     """The figures of a run; `used` is what its process had used before and after it."""
-    by_outcome: dict[str, list[Exchange]] = {name: [] for name in ("answered", "left", "refused", "failed")}
+    by_outcome: dict[str, list[LoadExchange]] = {name: [] for name in ("answered", "left", "refused", "failed")}
     for one in run.exchanges:
         by_outcome[one.outcome].append(one)
     answered = by_outcome["answered"]
@@ -171,13 +171,13 @@ def run_figures(
     )
 
 
-def is_different(exchange: Exchange, expected: Expected) -> bool:
+def is_different(exchange: LoadExchange, expected: Expected) -> bool:
     """Whether a complete answer is not the expected one: its tokens, if the service reports them, and its text."""
     tokens, text = expected[exchange.prompt]
     return exchange.text != text or exchange.token_ids not in (None, tokens)
 
 
-def statuses(exchanges: Iterable[Exchange]) -> dict[str, int]:
+def statuses(exchanges: Iterable[LoadExchange]) -> dict[str, int]:
     """Number of exchanges by HTTP status."""
     return {str(status): count for status, count in sorted(Counter(one.status for one in exchanges).items())}
 
@@ -188,7 +188,7 @@ def quantiles(seconds: Iterable[float | None]) -> Quantiles | None:
     return Quantiles(float(np.mean(found)), *np.quantile(found, (0.5, 0.95, 0.99, 1.0)).tolist()) if found else None
 
 
-def reported_drafts(exchanges: Iterable[Exchange]) -> ReportedDrafts | None:
+def reported_drafts(exchanges: Iterable[LoadExchange]) -> ReportedDrafts | None:
     """Acceptance over the exchanges for which the service reports it; None without any."""
     found = [one.drafts for one in exchanges if one.drafts is not None]
     steps, drafted, accepted = (
@@ -217,7 +217,7 @@ def _per_token(used: tuple[Resources, Resources] | None, name: str, tokens: int)
     return float(after - before) * 1e3 / tokens
 
 
-def _in_time(exchange: Exchange, limit: float | None) -> bool:
+def _in_time(exchange: LoadExchange, limit: float | None) -> bool:
     first = exchange.first_token_seconds
     return limit is None or first is None or first <= limit
 

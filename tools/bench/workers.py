@@ -31,7 +31,7 @@ class UnsupportedCall:
 
 
 @dataclass
-class Worker:
+class WorkerProcess:
     """A running worker process."""
 
     subject: ComparedRuntime
@@ -98,7 +98,7 @@ class Worker:
         return WorkerFailed(f"its process ended with exit code {code} and printed last: {last_lines(self.log)}")
 
 
-def start_worker(subject: ComparedRuntime, threads: int, logs: Path, timeout: float) -> Worker:
+def start_worker(subject: ComparedRuntime, threads: int, logs: Path, timeout: float) -> WorkerProcess:
     """The worker process of a subject, before it opens a model."""
     logs.mkdir(parents=True, exist_ok=True)
     log = logs / f"worker-{subject.name.replace(' ', '-').replace('/', '-')}.log"
@@ -114,10 +114,10 @@ def start_worker(subject: ComparedRuntime, threads: int, logs: Path, timeout: fl
             )
         except OSError as error:
             raise WorkerFailed(f"{subject.python}: {error.strerror}: expected an interpreter; add --setup") from error
-    return Worker(subject, process, log, timeout)
+    return WorkerProcess(subject, process, log, timeout)
 
 
-def open_model(worker: Worker, length: int, threads: int, idle_limit: float) -> None:
+def open_model(worker: WorkerProcess, length: int, threads: int, idle_limit: float) -> None:
     """Open the model of a worker for contexts of this length; a worker that fails is closed."""
     read_files(worker.subject.model)
     settings = {"model": str(worker.subject.model), "threads": threads, "length": length}

@@ -104,7 +104,7 @@ def _behaviour(chance: float, shares: dict[str, float]) -> Behaviour:
 
 
 @dataclass
-class Exchange:
+class LoadExchange:
     """One request and its answer; times are seconds since the run began."""
 
     number: int
@@ -157,13 +157,13 @@ class Exchange:
         return [later - earlier for earlier, later in zip(self.text_times, self.text_times[1:], strict=False)]
 
 
-def exchange_of(request: PlannedRequest, started: float) -> Exchange:
+def exchange_of(request: PlannedRequest, started: float) -> LoadExchange:
     """The exchange of a request that is being sent."""
-    return Exchange(request.number, request.prompt, request.behaviour, request.streamed, started)
+    return LoadExchange(request.number, request.prompt, request.behaviour, request.streamed, started)
 
 
 # Sends a request of a client; what the client sees goes into the exchange.
-Send = Callable[[int, PlannedRequest, Exchange], Awaitable[None]]
+Send = Callable[[int, PlannedRequest, LoadExchange], Awaitable[None]]
 # What sends the requests of a run: connections are closed at its end.
 OpenSender = Callable[["Clock"], AbstractAsyncContextManager[Send]]
 
@@ -172,7 +172,7 @@ OpenSender = Callable[["Clock"], AbstractAsyncContextManager[Send]]
 class LoadRun:
     """All exchanges of a run."""
 
-    exchanges: list[Exchange]
+    exchanges: list[LoadExchange]
     seconds: float  # until the last answer
 
 
@@ -190,7 +190,7 @@ async def run_load(workload: Workload, requests: Iterator[PlannedRequest], open_
     """Send the requests; returns when the last one has its answer."""
     clock = Clock()
     async with open_sender(clock) as send:
-        run = _Run(workload, requests, send, clock)
+        run = _RunningLoad(workload, requests, send, clock)
         if workload.rate is None:
             await asyncio.gather(*(run.client(number) for number in range(workload.clients)))
         else:
@@ -198,11 +198,11 @@ async def run_load(workload: Workload, requests: Iterator[PlannedRequest], open_
         return LoadRun(run.exchanges, clock())
 
 
-class _Run:
+class _RunningLoad:
     """A run while it lasts."""
 
     def __init__(self, workload: Workload, requests: Iterator[PlannedRequest], send: Send, clock: Clock) -> None:
-        self.exchanges: list[Exchange] = []
+        self.exchanges: list[LoadExchange] = []
         self._workload = workload
         self._requests = requests
         self._send = send
@@ -218,7 +218,7 @@ class _Run:
 
     async def arrivals(self) -> None:
         """Send requests at random times, however many are being answered."""
-        tasks: set[asyncio.Task[Exchange]] = set()
+        tasks: set[asyncio.Task[LoadExchange]] = set()
         due = 0.0
         while (request := self._next()) is not None:
             due += request.gap
@@ -226,7 +226,7 @@ class _Run:
             tasks.add(asyncio.create_task(self._exchange(request.number, request)))
         await asyncio.gather(*tasks)
 
-    async def _exchange(self, client: int, request: PlannedRequest) -> Exchange:
+    async def _exchange(self, client: int, request: PlannedRequest) -> LoadExchange:
         exchange = exchange_of(request, self._clock())
         self.exchanges.append(exchange)
         await self._send(client, request, exchange)

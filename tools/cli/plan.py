@@ -9,7 +9,7 @@ import click
 
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.session import Runtime
-from spaceport.tools.bench.planning import PlannedDrafts, drafts_of, drafts_of_heads, rows_of
+from spaceport.tools.bench.planning import PlannedDrafts, drafts_of, drafts_of_heads, step_times
 from spaceport.tools.cli.options import (
     backend_option,
     bundle_argument,
@@ -70,7 +70,7 @@ def command(
         costs, most, layout = runtime.costs, manifest.drafts.mask_slots, manifest.drafts.layout
         heads = manifest.drafts.heads
         show_notes(runtime.notes)
-    rows = rows_of(costs, requests, context)
+    rows = step_times(costs, requests, context)
     if heads:
         drafts = [drafts_of_heads(costs, each, heads, requests, context) for each in rates]
     else:

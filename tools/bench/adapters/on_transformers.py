@@ -59,7 +59,7 @@ class Runner:
 
     def answer(self, prompt: list[int], tokens: int, ends: list[int], lookup: int) -> dict[str, Any]:
         inputs = self.torch.tensor([prompt])
-        times = Times()
+        times = StepTimes()
         before = perf_counter()
         found = self.model.generate(
             inputs,
@@ -91,7 +91,7 @@ class Runner:
         return int(self.model(input_ids=inputs, past_key_values=cache, use_cache=True).logits[0, -1].argmax())
 
 
-class Times:
+class StepTimes:
     """A streamer that records the number of tokens and the time of each step, the prompt included."""
 
     def __init__(self) -> None:

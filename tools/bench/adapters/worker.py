@@ -96,7 +96,7 @@ def measured(runner: Runner, name: str, arguments: dict[str, Any]) -> dict[str, 
     return {"value": value, "seconds": perf_counter() - before, "cpu_seconds": process_time() - computed}
 
 
-def serve(adapter: Adapter, lines: Iterable[str], answer: Callable[[dict[str, Any]], None]) -> None:
+def serve_calls(adapter: Adapter, lines: Iterable[str], answer: Callable[[dict[str, Any]], None]) -> None:
     """Answer calls until the input ends."""
     runner: Runner | None = None
     for line in lines:
@@ -124,7 +124,7 @@ def main(path: str) -> None:
         channel.write(json.dumps(data) + "\n")
         channel.flush()
 
-    serve(adapter_at(path), sys.stdin, answer)
+    serve_calls(adapter_at(path), sys.stdin, answer)
 
 
 if __name__ == "__main__":

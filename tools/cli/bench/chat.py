@@ -29,7 +29,7 @@ from spaceport.tools.terminal.screen import stages
 _MODES = ", ".join(name for name in MODES if name not in FORKING)
 
 
-class Chat(Sectioned):
+class ChatBenchmark(Sectioned):
     """The command with its options in groups."""
 
     headings: ClassVar = {
@@ -90,7 +90,7 @@ engine = options(
 )
 
 
-@click.command("chat", cls=Chat)
+@click.command("chat", cls=ChatBenchmark)
 @bundle_argument
 @click.argument("prompts", type=PATH)
 @workload

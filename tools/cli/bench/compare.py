@@ -21,13 +21,13 @@ _DEFAULTS = CompareWorkload()
 _ROWS = ",".join(str(rows) for rows in _DEFAULTS.rows)
 
 
-class Compare(Sectioned):
+class CompareBenchmark(Sectioned):
     """The command with its options in groups."""
 
     headings = {"bundles": "Runtimes", "threads": "Workload", "plot": "Output"}  # noqa: RUF012
 
 
-@click.command("compare", cls=Compare)
+@click.command("compare", cls=CompareBenchmark)
 @click.argument("checkpoint", type=PATH)
 @click.option("--work", type=PATH, required=True, help="Folder for environments and converted models.")
 @click.option(

@@ -35,7 +35,7 @@ from spaceport.tools.report.files import check_target, write_text
 from spaceport.tools.terminal.screen import stages
 
 
-class Decode(Sectioned):
+class DecodeBenchmark(Sectioned):
     """The command with its options in groups."""
 
     headings = {"max_tokens": "Workload", "replay": "Replay", "backend": "Engine", "markdown": "Output"}  # noqa: RUF012
@@ -85,7 +85,7 @@ output = options(
 )
 
 
-@click.command("decode", cls=Decode)
+@click.command("decode", cls=DecodeBenchmark)
 @bundle_argument
 @click.argument("prompts", type=PATH, required=False)
 @workload

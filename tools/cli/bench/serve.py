@@ -19,7 +19,7 @@ from spaceport.tools.terminal.screen import stages
 _REQUESTS = 32
 
 
-class Serve(Sectioned):
+class ServeBenchmark(Sectioned):
     """The command with its options in groups."""
 
     headings: ClassVar = {
@@ -100,7 +100,7 @@ clients = options(
 )
 
 
-@click.command("serve", cls=Serve)
+@click.command("serve", cls=ServeBenchmark)
 @click.argument("prompts", type=PATH)
 @services
 @opened

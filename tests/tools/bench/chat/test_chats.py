@@ -15,15 +15,15 @@ from spaceport.runtime.text.prompt import Prompt
 from spaceport.tools.bench.chat import ALL, chat_figures, peer_ratios
 from spaceport.tools.bench.chat_measuring import (
     NO_KIND,
-    Answer,
+    BenchPrompt,
     ChatMeasurements,
-    ChatPrompt,
     Job,
     MeasuredAnswer,
     PeerOptions,
     Peers,
+    TimedAnswer,
+    conversation_parts,
     measure_chats,
-    parts_of,
     read_chat_prompts,
     running_peers,
 )
@@ -40,8 +40,8 @@ MACHINE = Machine("a CPU", "model 1", 2, (), "a system")
 MODE = Statistics()  # marks an answer as that of a mode
 
 
-def chat_prompt(line: int, kind: str = "code", turns: int = 1) -> ChatPrompt:
-    return ChatPrompt(line, kind, tuple(({"role": "user", "content": f"{line}.{turn}"},) for turn in range(turns)))
+def chat_prompt(line: int, kind: str = "code", turns: int = 1) -> BenchPrompt:
+    return BenchPrompt(line, kind, tuple(({"role": "user", "content": f"{line}.{turn}"},) for turn in range(turns)))
 
 
 def chat_answer(
@@ -53,13 +53,13 @@ def chat_answer(
     complete: bool = True,
     statistics: Statistics | None = None,
     threads: int = 1,
-) -> Answer:
+) -> TimedAnswer:
     """An answer with these times; with statistics it is that of a mode."""
     found = {(index,) * bool(index): ThreadTokens((), (1,), 0) for index in range(threads)}
-    return Answer(tokens, seconds, seconds / 2, first, first_tokens, complete, "text", found, statistics)
+    return TimedAnswer(tokens, seconds, seconds / 2, first, first_tokens, complete, "text", found, statistics)
 
 
-def chat_measured(*given: tuple[str, int, ChatPrompt, Answer]) -> ChatMeasurements:
+def chat_measured(*given: tuple[str, int, BenchPrompt, TimedAnswer]) -> ChatMeasurements:
     """Measurements of a subject, a round, a prompt and an answer each; answers of a prompt are its turns."""
     found = ChatMeasurements()
     turns: dict[tuple[str, int, int], int] = {}
@@ -80,11 +80,11 @@ class FakeSubject:
     change: int = 0  # added to every token
     log: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)  # may be shared: name and prompt
 
-    def answer(self, prompt: Sequence[int]) -> Answer:
+    def answer(self, prompt: Sequence[int]) -> TimedAnswer:
         self.log.append((self.name, tuple(prompt)))
         token = sum(prompt) + self.change
         threads: dict[tuple[int, ...], ThreadTokens] = {(): ThreadTokens((), (*prompt, token), len(prompt), ended=True)}
-        return Answer(
+        return TimedAnswer(
             2, 0.5, 0.5, 0.25, 1, complete=True, text=f"answer {token}", threads=threads, statistics=Statistics()
         )
 
@@ -111,7 +111,7 @@ def subjects(*changes: int) -> list[FakeSubject]:
 
 def test_a_user_turn_without_an_answer_is_answered_and_the_conversation_continues_with_it(tmp_path: Path) -> None:
     for roles, expected in (("u", "u"), ("uuu", "u u u"), ("suu", "su u"), ("uau", "uau"), ("uauu", "uau u")):
-        parts = ["".join(message["content"][0] for message in part) for part in parts_of(turns(roles))]
+        parts = ["".join(message["content"][0] for message in part) for part in conversation_parts(turns(roles))]
         assert parts == expected.split()
     file = tmp_path / "prompts.jsonl"
     file.write_text(json.dumps({"messages": turns("suu")}) + "\n" + json.dumps({"text": "plain"}) + "\n", "utf-8")

@@ -15,7 +15,7 @@ from spaceport.runtime.decode.sequence_group import Statistics
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
 from spaceport.tools.bench.compare import Spread
-from spaceport.tools.bench.decode import DecodeResults, Rate, benchmark_decode, summarized
+from spaceport.tools.bench.decode import DecodeResults, Rate, benchmark_decode, mode_summaries
 from spaceport.tools.bench.decode_measuring import (
     MODES,
     PLAIN,
@@ -76,7 +76,7 @@ def report(different: int = 0, options: DecodeOptions = OPTIONS, tokens_of_first
         OutputDifference("default", PLAIN, 0.0, 1, 7, TokenDifference((0,), 9, 4, None, 99))
     ] * different
     machine = Machine("a CPU", "model 1", 2, (), "a system")
-    summaries = summarized(found, TWO_MODES, PROMPTS, options)
+    summaries = mode_summaries(found, TWO_MODES, PROMPTS, options)
     return DecodeResults("x.bundle", "Engine, cpu", machine, options, 2, summaries, tuple(found.differences))
 
 

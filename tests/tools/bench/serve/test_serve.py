@@ -14,7 +14,7 @@ import pytest
 from spaceport.runtime.text.prompt import Prompt
 from spaceport.tools.bench.http_load import Address, Target, http_sender
 from spaceport.tools.bench.service_load import run_figures, statuses
-from spaceport.tools.bench.workload import Behaviour, Exchange, LoadRun, PlannedRequest, Workload, planned, run_load
+from spaceport.tools.bench.workload import Behaviour, LoadExchange, LoadRun, PlannedRequest, Workload, planned, run_load
 
 Answer = Callable[[asyncio.StreamWriter], Awaitable[None]]
 PROMPTS: list[Prompt] = [[{"role": "user", "content": "a"}], "text", [1, 2]]
@@ -108,7 +108,7 @@ def load(
     return with_server(answer, check), runs[0]
 
 
-def one(run: LoadRun) -> Exchange:
+def one(run: LoadRun) -> LoadExchange:
     (found,) = run.exchanges
     return found
 
@@ -161,10 +161,10 @@ def test_each_service_gets_the_same_requests_with_the_shares_that_were_asked_for
     assert {one.gap for one in found} == {0.0}
 
 
-def exchange(**fields: Any) -> Exchange:
+def exchange(**fields: Any) -> LoadExchange:
     answered = {"status": 200, "text": "abc", "tokens": 3, "ending": "stop", "text_times": [1.1, 1.4, 1.5]}
     given: dict[str, Any] = {"behaviour": "read", "streamed": True, "started": 1.0, "ended": 2.0, **answered}
-    return Exchange(0, **{"prompt": 0, **given, **fields})
+    return LoadExchange(0, **{"prompt": 0, **given, **fields})
 
 
 def test_the_outcome_of_a_request_follows_from_its_answer() -> None:

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Literal
 
 # CPU seconds of Python code around a call: for each request, for each draft, and for each further row; and
-# for planning a draft that turns out empty. Measured with `spaceport bench outside --real`, see docs/performance.md.
+# for planning a draft that turns out empty. Measured with `spaceport bench outside --real`.
 _PYTHON_REQUEST, _PYTHON_DRAFT, _PYTHON_ROW, _PYTHON_EMPTY = 5e-5, 1e-4, 8e-6, 4e-5
 _WARM = 1e-3  # seconds of a call; longer ones evict Python's code from the caches, which then takes up to twice as long
 _LEAST_SHARE = 0.2  # of the measured time: fewer visible slots save no more than the rest

@@ -58,8 +58,10 @@ def page() -> str:
     names = wrap(", ".join(f"`{name}`" for name in sorted(ignored)) + ".", 118, break_on_hyphens=False)
     lines += ["", "## Ignored", "", "These fields are accepted without effect, also with `--strict`:", *names]
     lines += ["", "## Refused", "", "These fields get a 400 that names them, unless their value asks for nothing.", ""]
-    lines += ["| field | instead |", "|---|---|"]
-    lines += [f"| `{name}` | {refused.advice} |" for name, refused in sorted(REFUSED.items())]
+    lines += ["| fields | instead |", "|---|---|"]
+    for advice in sorted({refused.advice for refused in REFUSED.values()}):
+        names = [f"`{name}`" for name, refused in sorted(REFUSED.items()) if refused.advice == advice]
+        lines.append(f"| {', '.join(names)} | {advice} |")
     lines += ["", "All other fields are ignored and named in the debug log; `--strict` refuses them.", ""]
     return "\n".join(lines)
 

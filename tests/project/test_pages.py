@@ -20,7 +20,7 @@ from support.paths import DOCS, ROOT
 
 LONGEST_PAGE = 200  # lines
 LONGEST_LINE = 120  # columns, outside tables, code and links
-NAMES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "tests/README.md")
+NAMES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "tests/README.md", "tests/attack/README.md")
 PAGES = [*(ROOT / name for name in NAMES), *sorted((ROOT / ".github").rglob("*.md")), *sorted(DOCS.rglob("*.md"))]
 FOLDERS = "graphs|exporter|runtime|tools|tests|docs|src|\\.github"
 
@@ -146,6 +146,13 @@ def test_a_result_with_a_missing_cell_is_refused(tables: ModuleType, tmp_path: P
     (file := tmp_path / "cut.json").write_text(json.dumps(result), "utf-8")
     with pytest.raises(ValueError, match=r"cut.json: got rows of \[6, 7\] cells, expected 7"):
         tables.read_result(file)
+
+
+def test_the_figure_of_the_readme_is_that_of_a_result(tables: ModuleType) -> None:
+    (speedup,) = re.findall(r"\*\*([\d.]+) times as\s+fast\*\*", (ROOT / "README.md").read_text("utf-8"))
+    modes = tables.read_result(tables.RESULTS / "chat_modes.json")
+    column = next(index for index, name in enumerate(modes.columns) if "without adapter" in name)
+    assert [row[column] for row in modes.rows if "default" in row[0]] == [speedup]
 
 
 def test_each_result_says_where_it_comes_from(tables: ModuleType) -> None:

@@ -8,13 +8,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Thread
 
-import uvicorn
 from starlette.applications import Starlette
 
 from spaceport.runtime.scheduling.worker import RuntimeStatus
 from spaceport.tools.serve.application import Opener, application
 from spaceport.tools.serve.options import ServiceOptions
-from spaceport.tools.serve.server import Server
+from spaceport.tools.serve.server import Server, configuration
 from spaceport.tools.serve.service import Service
 
 _WAIT = 60.0  # seconds for anything that has to happen
@@ -26,6 +25,7 @@ class RunningService:
 
     url: str  # with the path /v1
     service: Service
+    server: Server
 
     @property
     def statuses(self) -> dict[str, RuntimeStatus]:
@@ -53,13 +53,13 @@ def _wait(done: Callable[[], bool]) -> None:
 def running_service(openers: Mapping[str, Opener], options: ServiceOptions | None = None) -> Iterator[RunningService]:
     """Serve bundles on a free port, in a thread of this process."""
     app: Starlette = application(openers, options or ServiceOptions())
-    server = Server(uvicorn.Config(app, port=0, log_config=None, access_log=False), app.state.service)
+    server = Server(configuration(app), app.state.service)
     thread = Thread(target=server.run)
     thread.start()
     try:
         _wait(lambda: server.started or not thread.is_alive())
         port = server.servers[0].sockets[0].getsockname()[1]
-        yield RunningService(f"http://127.0.0.1:{port}/v1", app.state.service)
+        yield RunningService(f"http://127.0.0.1:{port}/v1", app.state.service, server)
     finally:
         server.should_exit = True
         thread.join(_WAIT)

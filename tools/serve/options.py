@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import resource
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -11,6 +12,14 @@ from spaceport.runtime.tool_calls.functions import FORMATS, FormatName
 
 # What a fault of the audit leads to, besides a log entry.
 AuditAction = Literal["log", "disable-drafts"]
+
+_MOST_CONNECTIONS = 4096  # each may have a head of 64 KiB
+
+
+def _default_connections() -> int:
+    """As many connections as leave a quarter of the process's descriptors for its files."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _MOST_CONNECTIONS if limit == resource.RLIM_INFINITY else max(1, min(_MOST_CONNECTIONS, limit * 3 // 4))
 
 
 @dataclass(frozen=True)
@@ -22,7 +31,10 @@ class ServiceOptions:
     - `metrics_prefix`: First part of the names of all metrics; default "spaceport".
     - `tool_format`: How models write calls of functions; default None: as their chat templates do.
     - `most_bytes`: Maximum bytes of a request's body; default 32 MiB.
+    - `most_connections`: Maximum open connections; default 4096, at most three quarters of the descriptor limit.
     - `most_choices`: Maximum `n` of a request; default 16.
+    - `head_timeout`: Seconds within which the head of a request has to be complete; default 10.
+    - `body_timeout`: Seconds within which a body has to be complete, and 1 more for each 16 KiB that came; default 10.
     - `request_timeout`: Seconds after which a request ends with what it has, the queue included; default 600.
     - `send_timeout`: Seconds after which a client that reads nothing loses its stream; default 30.
     - `ping_interval`: Seconds between the comments that keep a silent stream open; default 10.
@@ -38,7 +50,10 @@ class ServiceOptions:
     metrics_prefix: str = "spaceport"
     tool_format: FormatName | None = None
     most_bytes: int = 32 << 20
+    most_connections: int = field(default_factory=_default_connections)
     most_choices: int = 16
+    head_timeout: float = 10.0
+    body_timeout: float = 10.0
     request_timeout: float = 600.0
     send_timeout: float = 30.0
     ping_interval: float = 10.0
@@ -55,10 +70,11 @@ class ServiceOptions:
             raise OptionFault(f"metrics_prefix is {self.metrics_prefix!r}: expected letters, digits and underscores")
         if self.tool_format not in (None, *FORMATS):
             raise OptionFault(f"tool_format is {self.tool_format!r}: expected {', '.join(FORMATS)} or None")
-        for name in ("most_bytes", "most_choices"):
+        for name in ("most_bytes", "most_connections", "most_choices"):
             if getattr(self, name) < 1:
                 raise OptionFault(f"{name} is {getattr(self, name)}: expected at least 1")
-        for name in ("request_timeout", "send_timeout", "ping_interval", "drain_timeout"):
+        timeouts = ("head_timeout", "body_timeout", "request_timeout", "send_timeout", "ping_interval", "drain_timeout")
+        for name in timeouts:
             if not getattr(self, name) > 0:
                 raise OptionFault(f"{name} is {getattr(self, name)}: expected seconds above 0")
         if not 0 <= self.audit_rate <= 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from time import monotonic
 from types import FrameType
@@ -11,8 +12,10 @@ from starlette.applications import Starlette
 
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.tools.serve.application import close_models
+from spaceport.tools.serve.connection import ClientConnection
 from spaceport.tools.serve.service import Service, log
 
+_IDLE = 5  # seconds until a connection without a request is closed
 _LAST_EVENTS = 5  # seconds for errors to reach the clients of requests that were ended
 
 
@@ -41,7 +44,11 @@ class Server(uvicorn.Server):
         log.info("stopping: %d requests run", len(self.server_state.tasks))
 
     async def on_tick(self, counter: int) -> bool:
-        """Whether to stop now; called ten times per second."""
+        """Close the connections of late clients; whether to stop now. Called ten times per second."""
+        now = asyncio.get_running_loop().time()
+        for connection in list(self.server_state.connections):
+            if isinstance(connection, ClientConnection):
+                connection.check(now)
         if self._stop_at is not None and not self.should_exit:
             late = monotonic() >= self._stop_at
             if late:
@@ -66,19 +73,26 @@ def listening(host: str, port: int) -> socket.socket:
     return listener
 
 
-def serve(app: Starlette, host: str, port: int) -> None:
-    """Serve an application; returns after a signal, raises if a bundle cannot be opened or an engine call hangs."""
-    config = uvicorn.Config(
+def configuration(app: Starlette, host: str = "127.0.0.1", port: int = 0) -> uvicorn.Config:
+    """How uvicorn runs an application."""
+    return uvicorn.Config(
         app,
         host=host,
         port=port,
+        http=ClientConnection,
+        ws="none",
         log_config=None,  # requests are not logged
         access_log=False,
         server_header=False,
+        timeout_keep_alive=_IDLE,
         timeout_graceful_shutdown=_LAST_EVENTS,
     )
+
+
+def serve(app: Starlette, host: str, port: int) -> None:
+    """Serve an application; returns after a signal, raises if a bundle cannot be opened or an engine call hangs."""
     service: Service = app.state.service
     with listening(host, port) as listener:
-        Server(config, service).run([listener])
+        Server(configuration(app, host, port), service).run([listener])
     if service.fault is not None:
         raise service.fault

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import sha256
 from typing import Any
 
-from starlette.requests import Request
+import anyio
+from starlette.requests import ClientDisconnect, Request
 
 from spaceport.graphs.contract.manifest import TEMPLATE_FILE
 from spaceport.runtime.engine import EngineFault
@@ -23,6 +25,8 @@ from spaceport.tools.serve.metrics import Metrics
 from spaceport.tools.serve.options import ServiceOptions
 
 log = logging.getLogger("spaceport.service")
+
+_LEAST_RATE = 16 << 10  # bytes per second of a body
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,7 @@ class Service:
     metrics: Metrics
     models: dict[str, ServedModel] = field(default_factory=dict)  # by name; empty until all bundles are open
     fault: Exception | None = None  # why a bundle could not be opened, or why the service has to be started again
+    warned_at: float = -math.inf  # when the log last told of too many connections, in the time of the event loop
     draining: bool = False  # whether it was asked to stop: running requests end, new ones are refused
 
     @property
@@ -118,16 +123,28 @@ def service_of(request: Request) -> Service:
     return service
 
 
-async def read_body(request: Request, kind: type[Body]) -> Body:
-    """The body of a request; raises for one that is too large or invalid."""
-    options = service_of(request).options
+async def _raw_body(request: Request, options: ServiceOptions) -> bytes:
     raw = bytearray()
-    async for part in request.stream():
-        raw += part
-        if len(raw) > options.most_bytes:
-            message = f"the body has more than {options.most_bytes} bytes: send a smaller one"
-            raise Failure(413, message, code="body_too_large")
-    body, unknown = body_of(kind, bytes(raw), options.strict)
+    try:
+        with anyio.move_on_after(options.body_timeout) as scope:
+            async for part in request.stream():
+                raw += part
+                scope.deadline += len(part) / _LEAST_RATE
+                if len(raw) > options.most_bytes:
+                    message = f"the body has more than {options.most_bytes} bytes: send a smaller one"
+                    raise Failure(413, message, code="body_too_large")
+    except ClientDisconnect as error:
+        raise Failure(499, "the client has left") from error
+    if scope.cancelled_caught:
+        message = f"the body did not come at {_LEAST_RATE} bytes per second: send the request again"
+        raise Failure(408, message, headers={"Connection": "close"})
+    return bytes(raw)
+
+
+async def read_body(request: Request, kind: type[Body]) -> Body:
+    """The body of a request; raises for one that is too large, too slow or invalid."""
+    options = service_of(request).options
+    body, unknown = body_of(kind, await _raw_body(request, options), options.strict)
     if unknown:
         log.debug("ignored fields: %s", ", ".join(ascii(name[:64]) for name in unknown[:20]))
     return body

@@ -35,9 +35,9 @@ class Server(uvicorn.Server):
             log.info("running on http://%s:%d", f"[{host}]" if ":" in host else host, port)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begin to stop; a second signal stops at once."""
+        """Begin to stop; a second signal ends the time that running requests have."""
         if self._service.draining:
-            self.should_exit = True
+            self._stop_at = monotonic()
             return
         self._service.draining = True
         self._stop_at = monotonic() + self._service.options.drain_timeout

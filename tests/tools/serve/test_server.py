@@ -12,8 +12,11 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
+from threading import Semaphore
 from typing import Any
 
 import pytest
@@ -24,6 +27,8 @@ from spaceport.tools.cli.serve import models_of
 from spaceport.tools.serve.application import application
 from spaceport.tools.serve.options import ServiceOptions
 from spaceport.tools.serve.server import listening, serve
+from support.chat_runtime import chat_runtime
+from support.running_service import running_service
 
 _COMMAND = [sys.executable, "-c", "import sys; from spaceport.tools.cli import run; sys.exit(run(sys.argv[1:]))"]
 
@@ -74,6 +79,34 @@ def test_a_request_that_runs_may_end_within_a_time_before_the_service_stops(demo
             failure = rest.split("\n\n")[-3]
             assert json.loads(failure.removeprefix("data: "))["error"]["code"] == "stopping"
         assert process.wait(30) == 0
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions", "responses"])
+def test_a_second_signal_ends_each_stream_with_an_error(path: str) -> None:
+    prompt = {"prompt": "a"} if path == "completions" else {"messages": [{"role": "user", "content": "a"}]}
+    ask = {"input": "a"} if path == "responses" else {**prompt, "ignore_eos": True, "max_tokens": 900}
+
+    def stream(_: int) -> str:
+        request = urllib.request.Request(f"{running.url}/{path}", json.dumps({**ask, "stream": True}).encode())
+        with urllib.request.urlopen(request, timeout=20) as response:
+            started.release()
+            text: str = response.read().decode()
+            return text
+
+    started = Semaphore(0)
+    with running_service({"demo": partial(chat_runtime, delay=0.1)}) as running, ThreadPoolExecutor(16) as clients:
+        streams = clients.map(stream, range(16))
+        for _ in range(16):
+            started.acquire()
+        for _ in range(2):
+            running.server.handle_exit(signal.SIGTERM, None)
+        for text in streams:
+            *_, failure, done, end = text.split("\n\n")
+            assert (json.loads(failure.removeprefix("data: "))["error"]["code"], done, end) == (
+                "stopping",
+                "data: [DONE]",
+                "",
+            )
 
 
 def test_models_are_named_by_their_folders_or_as_asked(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.__main__ import command as benchmarks
 from spaceport.tools.cli import run
 from support.paths import DOCS, ROOT
 
@@ -86,8 +87,8 @@ def test_the_commands_of_the_page_on_the_decode_benchmark_run(
 ) -> None:
     (beside_the_bundle / "prompts.jsonl").write_text('{"text": "import os"}\n', "utf-8")
     tables = []
-    for shown in commands("performance.md", "bench decode"):
-        assert run([*shown, "--rounds", "1", "--max-tokens", "8", "--limit", "1"]) == 0
+    for shown in commands("performance.md", "spaceport bench decode"):
+        assert run(["bench", "decode", *shown, "--rounds", "1", "--max-tokens", "8", "--limit", "1"]) == 0
         tables.append([line.split(" | ")[0] for line in capsys.readouterr().out.splitlines() if line.startswith("|")])
     page = (DOCS / "performance.md").read_text("utf-8")
     modes = re.findall(r"^\| `([a-z+]+)` \|", page[page.index("| mode |") :].split("\n\n")[0], re.MULTILINE)
@@ -112,8 +113,14 @@ def test_the_command_of_the_page_on_the_evaluation_runs(
     beside_the_bundle: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (beside_the_bundle / "heldout.jsonl").symlink_to(ROOT / "tools" / "demo" / "chat" / "heldout.jsonl")
-    (command,) = commands("accuracy.md", "bench chat")
-    assert run([*command, "--rounds", "1", "--max-tokens", "8", "--sample", "1", "--fork-max-tokens", "8"]) == 0
+    (command,) = commands("accuracy.md", "python -m benchmarks chat")
+    assert (
+        run(
+            ["chat", *command, "--rounds", "1", "--max-tokens", "8", "--sample", "1", "--fork-max-tokens", "8"],
+            benchmarks,
+        )
+        == 0
+    )
     titles = re.findall("^### (.+)$", capsys.readouterr().out, re.MULTILINE)
     page = (DOCS / "accuracy.md").read_text("utf-8")
     table = page[page.index("| table |") :].split("\n\n")[0]
@@ -126,7 +133,8 @@ def test_the_command_of_the_page_on_the_evaluation_runs(
 def commands(page: str, name: str) -> list[list[str]]:
     """Arguments of the commands of that name in a page."""
     lines = [line for block in blocks(page, "console") for line in block.splitlines()]
-    return [line.split()[2:] for line in lines if line.startswith(f"$ spaceport {name} ")]
+    prefix = f"$ {name} "
+    return [line.removeprefix(prefix).split() for line in lines if line.startswith(prefix)]
 
 
 def _run(program: str) -> dict[str, Any]:

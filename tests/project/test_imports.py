@@ -208,6 +208,13 @@ def faults(sources: Sources) -> list[str]:
     return [f"{found} ({rule.__name__})" for found in imports(sources, sources) for rule in rules if rule(found)]
 
 
+def test_the_package_does_not_import_the_benchmarks_of_the_checkout() -> None:
+    sources = project()
+    assert [str(found) for found in imports(sources, sources) if found.library == "benchmarks"] == []
+    own = sources_under(ROOT / "benchmarks", "benchmarks")
+    assert [str(found) for found in imports(own, own) if second_copy(found)] == []
+
+
 @pytest.mark.parametrize(
     ("importer", "line", "rule"),
     [

@@ -155,7 +155,7 @@ def test_the_sdist_holds_every_file(built: Built) -> None:
         names = {member.name.partition("/")[2] for member in sdist if member.isfile()}
     assert {f"src/{name}" for name in built.files} - names == set()
     assert {f"src/{CHECKOUT_ONLY[0]}train.py", f"src/{CHECKOUT_ONLY[1]}Containerfile"} <= names
-    assert {"LICENSE", "pyproject.toml"} <= names
+    assert {"LICENSE", "pyproject.toml", "benchmarks/__main__.py"} <= names
     assert [name for name in names if name.startswith("tests/")] == []
 
 

@@ -9,7 +9,10 @@ from pathlib import Path
 
 from support.paths import ROOT, TESTS
 
-_SOURCES = dict.fromkeys(("support", "attack", "cpus", "mutants", "real_clients"), TESTS) | {"spaceport": ROOT / "src"}
+_SOURCES = dict.fromkeys(("support", "attack", "cpus", "mutants", "real_clients"), TESTS) | {
+    "spaceport": ROOT / "src",
+    "benchmarks": ROOT,
+}
 
 
 @cache

@@ -442,7 +442,7 @@ class _ServiceRuns:
 def benchmark_services(file: Path, options: ServeOptions, on_progress: OnProgress) -> Report:
     """Throughput and latency of every subject with each number of clients."""
     if not sys.platform.startswith("linux"):
-        raise MissingDependency(f"bench serve reads CPU time from /proc: expected Linux, this is {sys.platform}")
+        raise MissingDependency(f"bench load reads CPU time from /proc: expected Linux, this is {sys.platform}")
     prompts: list[Prompt] = [_sendable(one.prompt) for one in read_prompts(file)[: options.sample]]
     with TemporaryDirectory(prefix="spaceport-bench-") as folder:
         logs = Path(folder) if options.work is None else options.work.absolute() / "logs"

@@ -71,10 +71,10 @@ def main() -> None:
         sys.exit(run(sys.argv[1:]))
 
 
-def run(arguments: list[str]) -> int:
-    """Run a command; its exit code."""
+def run(arguments: list[str], commands: click.Command = cli) -> int:
+    """Run a command, of `spaceport` or of another group; its exit code."""
     try:
-        result = cli.main(arguments, prog_name="spaceport", standalone_mode=False)
+        result = commands.main(arguments, prog_name="spaceport" if commands is cli else None, standalone_mode=False)
         sys.stdout.flush()
     except click.ClickException as error:
         error.show()

@@ -1,4 +1,4 @@
-"""`spaceport bench`: every benchmark is a command with consistent results, tables, files, exit codes and errors."""
+"""`spaceport bench` and `python -m benchmarks`: every benchmark is a command with consistent results, tables, files, exit codes and errors."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
+from benchmarks.__main__ import DevelopmentBenchmarks
+from benchmarks.__main__ import command as development
+from benchmarks.start import measured_start, page_caches_of
 from spaceport.runtime.backends.private_files import cache_folder
 from spaceport.tools.bench.decode import REPLAY_LABEL
 from spaceport.tools.bench.machine import ProcessFailed
-from spaceport.tools.bench.start import measured_start
 from spaceport.tools.cli import run
-from spaceport.tools.cli.bench.start import page_caches_of
 from spaceport.tools.cli.exit_codes import ACCURACY, INPUT, OK, USAGE
 from support.paths import DEMO, TINY
 from support.planted import ignore_the_mask, planted
@@ -23,10 +24,10 @@ pytestmark = [pytest.mark.on_change("tests/support/fake_runtime.py"), pytest.mar
 PROMPTS = ("import json\n\n\ndef load(path):\n", "def close(self):\n", "class Reader:\n", "for line in lines:\n")
 
 
-DECODE, CHAT, SERVE = "decode TINY P", "chat DEMO P", "serve P"
+DECODE, CHAT, LOAD = "decode TINY P", "chat DEMO P", "load P"
 MISTAKES = (
-    ("load TINY --max-requests 1,0", USAGE, "--max-requests is '1,0': expected comma-separated numbers"),
-    ("load TINY --places a", USAGE, "--max-requests is 'a': expected comma-separated numbers"),  # its former name
+    ("batching TINY --max-requests 1,0", USAGE, "--max-requests is '1,0': expected comma-separated numbers"),
+    ("batching TINY --places a", USAGE, "--max-requests is 'a': expected comma-separated numbers"),  # its former name
     ("start none", INPUT, "no such folder"),
     ("decode TINY", USAGE, "no prompt file: expected PROMPTS, or --replay with acceptance rates"),
     (f"{DECODE} --max-tokens 5000", INPUT, "line 1: "),
@@ -36,9 +37,9 @@ MISTAKES = (
     ("decode TINY --replay 0.5 --context 4000 --max-tokens 96", USAGE, "--max-tokens 96 make 4096"),
     (f"{CHAT} --modes forked", USAGE, "forked threads are measured on --fork-kinds"),
     (f"{CHAT} --checkpoint MODEL", USAGE, "no --work: expected the folder with the environments"),
-    (SERVE, USAGE, "nothing to measure: expected --bundle BUNDLE, --url URL or both"),
-    (f"{SERVE} --url http://127.0.0.1:1", INPUT, "expected a running service"),
-    (f"{SERVE} --bundle x --gguf none.gguf", INPUT, "expected a GGUF file"),
+    (LOAD, USAGE, "nothing to measure: expected --bundle BUNDLE, --url URL or both"),
+    (f"{LOAD} --url http://127.0.0.1:1", INPUT, "expected a running service"),
+    (f"{LOAD} --bundle x --gguf none.gguf", INPUT, "expected a GGUF file"),
 )
 EXPLAIN = "Explain the parameters of {}"
 LIST = EXPLAIN.format("triangular( low = 0.0, high = 1.0, mode = None )")
@@ -51,16 +52,22 @@ def prompts(tmp_path: Path) -> Path:
     return file
 
 
+def bench(name: str, *arguments: object) -> int:
+    """The exit code of a benchmark of `spaceport bench`, or of the checkout."""
+    command = [name, *map(str, arguments)]
+    return run(command, development) if name in DevelopmentBenchmarks.summaries else run(["bench", *command])
+
+
 def results(capsys: Capture, name: str, *arguments: object) -> dict[str, Any]:
     """The JSON of a benchmark."""
-    assert run(["bench", name, *map(str, arguments), "--json"]) == OK
+    assert bench(name, *arguments, "--json") == OK
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
 
 
 def test_load_reports_throughput_and_latency_for_each_value_of_max_requests(tiny_bundle: Path, capsys: Capture) -> None:
     options = "--requests 3 --max-requests 1,2 --context 8 --tokens 6 --rounds 1"
-    found = results(capsys, "load", tiny_bundle, *options.split())["results"]
+    found = results(capsys, "batching", tiny_bundle, *options.split())["results"]
     assert [one["max_requests"] for one in found] == [1, 2]
     assert found[0]["ratio"] == 1.0
     for one in found:
@@ -114,7 +121,7 @@ def test_all_answers_of_services_are_right_while_clients_leave(
     load = "--clients 1,12 --requests 24 --max-tokens 40 --rounds 1 --max-requests 4 --ramp 0 --queue-limit 2"
     table = tmp_path / "table.md"
     options = (*f"{load} {shares}".split(), "--bundle", demo_bundle, "--markdown", table)
-    found = results(capsys, "serve", prompts, *options)
+    found = results(capsys, "load", prompts, *options)
     assert found["identical"]
     by_key = {(one["subject"], one["clients"]): one for one in found["loads"]}
     assert set(by_key) == {(name, clients) for name in ("embedded", "spaceport") for clients in (1, 12)}
@@ -137,7 +144,7 @@ def test_mistakes_are_reported_before_anything_runs(
     tiny_bundle: Path, demo_bundle: Path, prompts: Path, capsys: Capture, arguments: str, code: int, message: str
 ) -> None:
     paths = {"TINY": tiny_bundle, "DEMO": demo_bundle, "P": prompts, "MODEL": DEMO}
-    assert run(["bench", *(str(paths.get(part, part)) for part in arguments.split())]) == code
+    assert bench(*(paths.get(part, part) for part in arguments.split())) == code
     out, err = capsys.readouterr()
     assert message in err
     assert out == ""
@@ -166,12 +173,12 @@ def written(file: Path, *lines: object) -> Path:
 
 
 def decode(bundle: Path, *more: object) -> list[str]:
-    message = ("bench", "decode", bundle, "--threads", 1, "--max-tokens", 16, "--rounds", 1, *more)
+    message = ("decode", bundle, "--threads", 1, "--max-tokens", 16, "--rounds", 1, *more)
     return [str(one) for one in message]
 
 
 def chat(bundle: Path, prompts: Path, *more: object) -> list[str]:
-    return [str(one) for one in ("bench", "chat", bundle, prompts, "--max-tokens", 12, "--rounds", 1, *more)]
+    return [str(one) for one in ("chat", bundle, prompts, "--max-tokens", 12, "--rounds", 1, *more)]
 
 
 def test_modes_kinds_drafts_and_forks_are_reported(
@@ -179,7 +186,7 @@ def test_modes_kinds_drafts_and_forks_are_reported(
 ) -> None:
     file = tmp_path / "chat.md"
     command = chat(demo_bundle, chats, "--sample", 1, "--fixed", "2", "--fork-max-tokens", 64)
-    assert run([*command, "--json", "--markdown", str(file)]) == OK
+    assert bench(*command, "--json", "--markdown", str(file)) == OK
     found = json.loads(capsys.readouterr().out)
     assert (found["identical"], found["prompts"], found["kinds"]) == (True, 2, ["lists", "code"])
     assert found["compared"] == {"lookup": 3, "masks": 3, "default": 4, "fixed 2": 3, "forked+drafted": 1}
@@ -201,7 +208,7 @@ def test_every_mode_and_temperature_is_reported(
 ) -> None:
     file = tmp_path / "decode.md"
     command = decode(tiny_bundle, texts, "--temperatures", "0,0.8,0", "--fixed", "2,2", "--markdown", file)
-    assert run([*command, "--plot", str(tmp_path / "decode.svg")]) == OK
+    assert bench(*command, "--plot", str(tmp_path / "decode.svg")) == OK
     out, err = capsys.readouterr()
     assert file.read_text("utf-8") == out
     assert (tmp_path / "decode.svg").read_text("utf-8").startswith("<svg ")
@@ -214,7 +221,7 @@ def test_every_mode_and_temperature_is_reported(
 
 def test_a_replay_is_labelled(tiny_bundle: Path, tmp_path: Path, capsys: Capture) -> None:
     file = tmp_path / "replay.md"
-    assert run(decode(tiny_bundle, "--replay", "0.7,0.7", "--limit", 2, "--json", "--markdown", file)) == OK
+    assert bench(*decode(tiny_bundle, "--replay", "0.7,0.7", "--limit", 2, "--json", "--markdown", file)) == OK
     found = json.loads(capsys.readouterr().out)
     assert (found["kind"], found["label"], found["options"]["replay"]) == ("replay", REPLAY_LABEL, [0.7, 0.7])
     assert file.read_text("utf-8").startswith(f"**{REPLAY_LABEL}** (0.7, 0.7 by depth).\n")
@@ -224,12 +231,12 @@ def test_what_differs_is_reported_with_exit_code_4(
     tiny_bundle: Path, texts: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     wrong = planted(tiny_bundle, tmp_path / "wrong", ignore_the_mask)
-    assert run(decode(wrong, texts)) == ACCURACY
+    assert bench(*decode(wrong, texts)) == ACCURACY
     out = capsys.readouterr().out
     assert " DIFFER |" in out
     assert "compared completions DIFFER; `spaceport audit` separates rounding from faults:" in out
     assert "  - line 2, temperature 0, warm-up, token " in out
-    assert run(chat(wrong, written(texts, {"text": "ab ab ab"}), "--modes", "default")) == ACCURACY
+    assert bench(*chat(wrong, written(texts, {"text": "ab ab ab"}), "--modes", "default")) == ACCURACY
     out = capsys.readouterr().out
     assert "compared answers DIFFER; `spaceport audit` separates rounding from faults:" in out
     assert "  - line 1, temperature 0, round 1, token " in out

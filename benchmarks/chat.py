@@ -1,4 +1,4 @@
-"""`spaceport bench chat`: what drafts gain on chat prompts, by kind of prompt."""
+"""`python -m benchmarks chat`: what drafts gain on chat prompts, by kind of prompt."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 
 import click
 
+from benchmarks.chat_measuring import ChatOptions, PeerOptions, chosen_peers
+from benchmarks.chat_report import benchmark_chat
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.tools.bench.chat import benchmark_chat
-from spaceport.tools.bench.chat_measuring import ChatOptions, PeerOptions, chosen_peers
 from spaceport.tools.bench.decode_measuring import FORKING, MODES, parse_counts
 from spaceport.tools.cli.exit_codes import ACCURACY, OK
 from spaceport.tools.cli.options import (
@@ -78,7 +78,9 @@ others = options(
     click.option("--gguf", type=PATH, metavar="FILE", help="The model of BUNDLE for llama.cpp."),
     click.option("--peers", metavar="NAME,…", help="Runtimes or their formats; default: all whose model is given."),
     click.option("--peer-sample", type=int, metavar="N", help="They answer only the first N prompts of each kind."),
-    click.option("--work", type=PATH, metavar="FOLDER", help="Folder of their environments, as in bench compare."),
+    click.option(
+        "--work", type=PATH, metavar="FOLDER", help="Folder of their environments, as in spaceport bench compare."
+    ),
     click.option("--setup", is_flag=True, help="Create missing environments first; downloads packages with pip."),
 )
 

@@ -8,12 +8,14 @@ from pathlib import Path
 from statistics import median
 from time import process_time, thread_time
 
+import click
 import numpy as np
 
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
 from spaceport.tools.bench.report import Report, Table
+from spaceport.tools.cli.options import backend_option, bundle_argument, json_option, threads_option
 
 _VOCABULARY = 200  # different tokens of a prompt
 _ANSWER = 16  # tokens of the first turn
@@ -113,3 +115,24 @@ def prefix_report(results: Sequence[PrefixResult], message: int, threads: int) -
     settings = (f"Next turn of a chat with a message of {message} tokens",)
     data = {"threads": threads, "results": [asdict(one) for one in results]}
     return Report(settings, (Table("", columns, rows),), (), data)
+
+
+@click.command("prefix")
+@bundle_argument
+@click.option(
+    "--history", default="250,500,1000,1500", show_default=True, metavar="N,N,…", help="Tokens before the new message."
+)
+@click.option("--message", default=32, show_default=True, help="Tokens of the new message.")
+@click.option("--rounds", default=5, show_default=True, help="Measurements of each length; medians are reported.")
+@threads_option
+@backend_option
+@json_option("the results")
+def command(bundle: Path, history: str, message: int, rounds: int, threads: int, backend: str, as_json: bool) -> None:
+    """Time to the first token of a chat's next turn in BUNDLE, with and without a prefix cache."""
+    lengths = [int(part) if part.isdecimal() else 0 for part in history.split(",")]
+    if min(*lengths, message, rounds) < 1:
+        raise OptionFault(
+            f"--history is {history!r}, --message {message} and --rounds {rounds}: expected numbers of at least 1"
+        )
+    results = measure_prefixes(bundle, lengths, message, rounds, threads, backend)
+    prefix_report(results, message, threads).show(as_json)

@@ -10,10 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from spaceport.runtime.decode.sequence_group import Statistics
-from spaceport.runtime.text.prompt import Prompt
-from spaceport.tools.bench.chat import ALL, chat_figures, peer_ratios
-from spaceport.tools.bench.chat_measuring import (
+from benchmarks.chat_measuring import (
     NO_KIND,
     BenchPrompt,
     ChatMeasurements,
@@ -27,6 +24,9 @@ from spaceport.tools.bench.chat_measuring import (
     read_chat_prompts,
     running_peers,
 )
+from benchmarks.chat_report import ALL, chat_figures, peer_ratios
+from spaceport.runtime.decode.sequence_group import Statistics
+from spaceport.runtime.text.prompt import Prompt
 from spaceport.tools.bench.environments import Environments, Peer
 from spaceport.tools.bench.machine import Machine
 from spaceport.tools.bench.workers import WorkerFailed

@@ -1,4 +1,4 @@
-"""Load: throughput and latency of concurrent requests, by the maximum number of requests that the engine batches.
+"""Batching: throughput and latency of concurrent requests, by the maximum number of requests that the engine batches.
 
 All requests are sent at the same time. With `max_requests=1` they are decoded one after the other.
 """
@@ -12,12 +12,16 @@ from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from time import perf_counter, process_time
 
+import click
 import numpy as np
 
+from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.prompt import Prompt
 from spaceport.tools.bench.report import Report, Table
+from spaceport.tools.cli.options import PATH, Renamed, bundle_argument, json_option
+from spaceport.tools.demo.prompts import prompts_of
 
 
 @dataclass(frozen=True)
@@ -153,3 +157,50 @@ def load_report(results: Sequence[LoadResult], requests: int, tokens: int, threa
     table = Table("", columns, [astuple(result) for result in results])
     data = {"requests": requests, "tokens": tokens, "threads": threads, "results": [asdict(one) for one in results]}
     return Report((f"{requests} concurrent requests, {tokens} tokens each",), (table,), (), data)
+
+
+@click.command("batching")
+@bundle_argument
+@click.option("--requests", default=16, show_default=True, help="Requests that are sent at the same time.")
+@click.option(
+    "--max-requests",
+    cls=Renamed,
+    former=("--places",),
+    default="1,2,4,8",
+    show_default=True,
+    metavar="N,N,…",
+    help="Values of max_requests, the number of requests that the engine batches.",
+)
+@click.option("--context", default=64, show_default=True, help="Mean number of prompt tokens.")
+@click.option("--prompts", type=PATH, help="Checkpoint whose prompts.json is used instead of random prompts.")
+@click.option("--tokens", default=48, show_default=True, help="Maximum tokens per completion.")
+@click.option("--mask-slots", type=int, default=None, metavar="K", help="Maximum mask slots; 0 = no drafts from them.")
+@click.option("--rounds", default=3, show_default=True, help="Measured rounds; medians are reported.")
+@click.option("--threads", default=1, show_default=True, metavar="N", help="CPU threads.")
+@json_option("the results")
+def command(
+    bundle: Path,
+    requests: int,
+    max_requests: str,
+    context: int,
+    prompts: Path | None,
+    tokens: int,
+    mask_slots: int | None,
+    rounds: int,
+    threads: int,
+    as_json: bool,
+) -> None:
+    """Throughput and latency of concurrent requests to BUNDLE."""
+    counts = [int(part) if part.isdecimal() else 0 for part in max_requests.split(",")]
+    if min(*counts, requests, context, tokens, rounds) < 1:
+        raise OptionFault(
+            f"--max-requests is {max_requests!r}: expected comma-separated numbers of at least 1, and at least 1 of --requests, "
+            "--context, --tokens and --rounds"
+        )
+    decoding = Decoding(max_tokens=tokens, mask_slots=mask_slots)
+    if prompts is None:
+        load_requests = random_requests(requests, context, decoding)
+    else:
+        load_requests = prompt_requests(list(prompts_of(prompts).values()), requests, decoding)
+    results = compare_max_requests(bundle, counts, load_requests, threads, context * 2 + tokens, rounds)
+    load_report(results, requests, tokens, threads).show(as_json)

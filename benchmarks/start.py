@@ -17,8 +17,9 @@ from dataclasses import asdict, dataclass, fields
 from datetime import datetime
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
+import click
 import numpy as np
 
 from spaceport.graphs.contract.faults import OptionFault
@@ -34,13 +35,18 @@ from spaceport.tools.bench.machine import (
     this_machine,
 )
 from spaceport.tools.bench.report import Report, Table
-from spaceport.tools.terminal.screen import size
+from spaceport.tools.cli.options import PATH, json_option
+from spaceport.tools.terminal.screen import size, stages
 
 _COMMAND = [sys.executable, "-c", "import sys; from spaceport.tools.cli import run; sys.exit(run(sys.argv[1:]))"]
 _READY = 600.0  # seconds until a service is ready
 _POLL = 0.01  # seconds between two questions whether it is ready
 _ANSWER = 120.0  # seconds for a first token
 PageCache = Literal["warm", "cold"]
+_COLUMNS = (
+    *("page cache", "step costs", "imports", "verify", "engine", "costs", "opening", "ready", "first token"),
+    *("next", "total", "CPU", "MB"),
+)
 
 
 def drop_pages(folder: Path) -> None:
@@ -221,10 +227,6 @@ def _has_text(line: bytes) -> bool:
     return any(choice.get("text") or (choice.get("delta") or {}).get("content") for choice in choices)
 
 
-_COLUMNS = (
-    *("page cache", "step costs", "imports", "verify", "engine", "costs", "opening", "ready", "first token"),
-    *("next", "total", "CPU", "MB"),
-)
 PHASES = tuple(field.name for field in fields(Start))
 
 
@@ -315,3 +317,52 @@ def _prepare(bundles: Sequence[Path], cache: PageCache) -> None:
 
 def _costs(condition: Condition) -> str:
     return "stored step costs" if condition.step_costs else "no step costs"
+
+
+@click.command("start")
+@click.argument("bundles", nargs=-1, required=True, type=PATH, metavar="BUNDLE…")
+@click.option(
+    "--page-cache",
+    default="warm,cold",
+    show_default=True,
+    metavar="warm,cold",
+    help="Whether the bundle's files are in memory when the service starts; cold = they are read from their disk.",
+)
+@click.option("--prompt", default="Name three colours.", show_default=True, metavar="TEXT", help="Text of a request.")
+@click.option("--rounds", default=5, show_default=True, metavar="N", help="Starts under each condition.")
+@click.option("--threads", default=0, metavar="N", help="CPU threads; 0 = one per core (default).")
+@click.option("--max-requests", default=8, show_default=True, metavar="N", help="Requests that decode at a time.")
+@click.option("--max-seq-len", type=int, metavar="N", help="Maximum context length in tokens.")
+@click.option("--copy-weights", is_flag=True, help="Copy the weights into memory.")
+@json_option("the report")
+def command(
+    bundles: tuple[Path, ...],
+    page_cache: str,
+    prompt: str,
+    rounds: int,
+    threads: int,
+    max_requests: int,
+    max_seq_len: int | None,
+    copy_weights: bool,
+    as_json: bool,
+) -> None:
+    """Start `spaceport serve` with each BUNDLE several times and report the medians of its phases in seconds.
+
+    Each start is measured with and without stored step costs, which do not touch those of this user.
+    """
+    flags = ["--threads", str(threads), "--max-requests", str(max_requests)]
+    flags += ["--copy-weights"] if copy_weights else []
+    flags += [] if max_seq_len is None else ["--max-seq-len", str(max_seq_len)]
+    caches = page_caches_of(page_cache)
+    with stages() as on_progress:
+        report = benchmark_start(bundles, flags, prompt, caches, rounds, on_progress)
+    report.show(as_json)
+
+
+def page_caches_of(given: str) -> Sequence[PageCache]:
+    """The states of the page cache in a text such as `warm,cold`."""
+    known = {name: name for name in get_args(PageCache)}
+    names = given.split(",")
+    if not all(name in known for name in names):
+        raise OptionFault(f"--page-cache is {given!r}: expected warm, cold or warm,cold")
+    return [known[name] for name in dict.fromkeys(names)]

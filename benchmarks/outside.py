@@ -1,4 +1,4 @@
-"""`spaceport bench outside`: the time per step outside the engine."""
+"""`python -m benchmarks outside`: the time per step outside the engine."""
 
 from __future__ import annotations
 

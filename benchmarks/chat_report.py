@@ -11,10 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from spaceport.runtime.bundle import read_manifest
-from spaceport.runtime.decode.sequence_group import Statistics
-from spaceport.runtime.session import Runtime
-from spaceport.tools.bench.chat_measuring import (
+from benchmarks.chat_measuring import (
     BenchPrompt,
     ChatMeasurements,
     ChatOptions,
@@ -29,6 +26,9 @@ from spaceport.tools.bench.chat_measuring import (
     read_chat_prompts,
     running_peers,
 )
+from spaceport.runtime.bundle import read_manifest
+from spaceport.runtime.decode.sequence_group import Statistics
+from spaceport.runtime.session import Runtime
 from spaceport.tools.bench.decode import (
     Rate,
     Speedup,

@@ -1,0 +1,33 @@
+"""`python -m benchmarks`: the benchmark commands that serve the development, one module each."""
+
+from __future__ import annotations
+
+import sys
+from typing import ClassVar
+
+import click
+
+from spaceport.tools.cli import run
+from spaceport.tools.cli.lazy import LazyGroup
+
+
+class DevelopmentBenchmarks(LazyGroup):
+    """The benchmark commands of the checkout."""
+
+    package = "benchmarks"
+    summaries: ClassVar = {
+        "outside": "Time per step outside the engine.",
+        "chat": "Speedup of drafts on chat prompts, by kind, and other runtimes.",
+        "batching": "Throughput and latency of concurrent requests.",
+        "start": "Time from the start of a service to its first token.",
+        "prefix": "The next turn of a chat with and without a prefix cache.",
+    }
+
+
+@click.command("benchmarks", cls=DevelopmentBenchmarks, context_settings={"max_content_width": 110})
+def command() -> None:
+    """Measure what the development of Spaceport needs to know."""
+
+
+if __name__ == "__main__":
+    sys.exit(run(sys.argv[1:], command))

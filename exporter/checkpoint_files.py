@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from spaceport.exporter.sar_config import CheckpointError, read_json, read_sar_config, tensor_file
+from spaceport.graphs.contract.json_fields import short
 
 # Upper limits of the sizes in a configuration, by the names that families give them; far above every known model.
 _LIMITS = {
@@ -18,6 +19,7 @@ _LIMITS = {
 _ATTENTION = ("sdpa", "eager")
 
 BASE_FILE = "base.json"  # of an adapter folder
+INDEX_FILE = "model.safetensors.index.json"  # of weights in several files
 
 _TOKENIZERS = (
     *("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt"),
@@ -59,6 +61,8 @@ def require_checkpoint(path: Path) -> None:
     refuse_special_files(path)
     content = read_json(path / "config.json")
     refuse_sizes(path / "config.json", content)
+    if (path / INDEX_FILE).is_file():
+        indexed_files(path / INDEX_FILE)  # transformers would open what it names, wherever that is
     converted = is_converted(path)
     if not (converted and converted_weights(path)):
         _require_weights(path)
@@ -80,6 +84,23 @@ def require_adapter_folder(path: Path) -> None:
             f"{path}: no {BASE_FILE} in it: expected an adapter folder, as `spaceport adopt` and `spaceport tune --adapter-only` "
             "write it"
         )
+
+
+def indexed_files(index: Path) -> list[str]:
+    """The names of the weight files that an index has, each once; raise for one that is not in the folder of the index."""
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise CheckpointError(
+            f"{index}: weight_map is invalid: expected the file of each tensor; copy or download it again"
+        )
+    names = list(dict.fromkeys(weight_map.values()))
+    for name in names:
+        if name in ("", ".", "..") or "/" in name or "\0" in name:
+            raise CheckpointError(
+                f"{index}: weight_map has the file {short(name)}: expected the names of files beside the index; copy or "
+                "download it again"
+            )
+    return names
 
 
 def refuse_special_files(folder: Path) -> None:

@@ -27,7 +27,14 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from spaceport.exporter.checkpoint_files import is_converted, is_gguf, load_with_own_attention, require_checkpoint
+from spaceport.exporter.checkpoint_files import (
+    INDEX_FILE,
+    indexed_files,
+    is_converted,
+    is_gguf,
+    load_with_own_attention,
+    require_checkpoint,
+)
 from spaceport.exporter.converted_checkpoint import converted_config, load_converted, open_converted
 from spaceport.exporter.converted_tokenizer import published_tokenizer
 from spaceport.exporter.gguf_checkpoint import gguf_config, load_gguf_weights
@@ -46,7 +53,7 @@ from spaceport.graphs.streamed_weights import (
     stream,
 )
 
-_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
 _MOST = 200  # characters of an entry
 _CARD_BYTES = 2**16  # of a model card, whose first lines hold the licence
 
@@ -270,8 +277,8 @@ def _files(folder: Path) -> list[Path]:
     """The weight files that transformers would read."""
     if (folder / _SINGLE).is_file():
         return [folder / _SINGLE]
-    names = read_json(folder / _INDEX).get("weight_map", {}).values() if (folder / _INDEX).is_file() else ()
-    return [folder / name for name in dict.fromkeys(names)]
+    names = indexed_files(folder / INDEX_FILE) if (folder / INDEX_FILE).is_file() else ()
+    return [folder / name for name in names]
 
 
 def _state(files: list[Path], dtype: torch.dtype) -> tuple[dict[str, Tensor], Mapping[str, _Stored]]:

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from spaceport.exporter.checkpoint_files import converted_weights, load_with_own_attention
+from spaceport.exporter.checkpoint_files import INDEX_FILE, converted_weights, indexed_files, load_with_own_attention
 from spaceport.exporter.converted_families import FAMILIES, Family, Fields
 from spaceport.exporter.sar_config import CheckpointError, read_json
 
@@ -29,7 +29,7 @@ Shape = tuple[int, ...]
 _COMPUTED = re.compile(
     r"(.+\.)?(rotary_emb|rotary_pos_emb)\.inv_freq|transformer\.h\.\d+\.attn\.(masked_bias|logn_tensor)"
 )
-_INDEX = {".safetensors": "model.safetensors.index.json", ".bin": "pytorch_model.bin.index.json"}
+_INDEX = {".safetensors": INDEX_FILE, ".bin": "pytorch_model.bin.index.json"}
 _ADVICE = "copy or download it again"
 
 
@@ -128,10 +128,7 @@ def _complete(folder: Path, files: tuple[Path, ...]) -> tuple[Path, ...]:
     index = folder / _INDEX[files[0].suffix]
     if not index.exists():
         return files
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise CheckpointError(f"{index}: weight_map is invalid: expected the file of each tensor; {_ADVICE}")
-    names = set(weight_map.values())
+    names = set(indexed_files(index))
     missing = sorted(names - {file.name for file in files})
     if missing:
         raise CheckpointError(

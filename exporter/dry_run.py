@@ -11,10 +11,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from spaceport.exporter.checkpoint import Checkpoint
-from spaceport.exporter.checkpoint_files import (
-    is_gguf,
-    refuse_sizes,
-)
+from spaceport.exporter.checkpoint_files import INDEX_FILE, indexed_files, is_gguf, refuse_sizes
 from spaceport.exporter.checkpoint_source import model_config, model_without_values
 from spaceport.exporter.export import ExportOptions, check_activations, exact_activations, kv_cache_of
 from spaceport.exporter.export_sizes import ExportMemory, StoredBytes, export_memory, is_streamed, stored_bytes
@@ -147,14 +144,14 @@ def _refuse_additions(folder: Path) -> None:
 
 def _weight_headers(folder: Path) -> dict[str, tuple[int, ...]]:
     """The shapes of the tensors in a folder's weight files; empty if it has none."""
-    index = folder / "model.safetensors.index.json"
-    names = sorted(set(read_json(index).get("weight_map", {}).values())) if index.is_file() else []
+    index = folder / INDEX_FILE
+    names = sorted(indexed_files(index)) if index.is_file() else []
     present = [folder / name for name in names if (folder / name).is_file()]
     if names and present and len(present) < len(names):
         lost = next(name for name in names if not (folder / name).is_file())
         raise CheckpointError(
             f"{folder}: {len(names) - len(present)} of {len(names)} weight files are missing, such as {lost}: expected all "
-            "files of model.safetensors.index.json; download them"
+            f"files of {INDEX_FILE}; download them"
         )
     single = folder / "model.safetensors"
     return _headers(present or ([single] if single.is_file() else []))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import sentencepiece
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint
-from spaceport.exporter.checkpoint_files import load_with_own_attention, refuse_sizes
+from spaceport.exporter.checkpoint_files import load_with_own_attention, refuse_sizes, require_checkpoint
 from spaceport.exporter.checkpoint_source import model_config, read_source, reason_of, template_of
 from spaceport.exporter.sar_config import CheckpointError, read_json
 from support.copied_checkpoint import copy_of_tiny
@@ -58,6 +59,27 @@ def test_an_absurd_size_is_refused_before_memory_is_taken(
     config.write_text(json.dumps(json.loads(config.read_text("utf-8")) | entries))
     with pytest.raises(CheckpointError, match=message):
         open_checkpoint(checkpoint, TokenFlags())
+
+
+@pytest.mark.parametrize(
+    "name", ["../model.safetensors", "/model.safetensors", "a/../../b.safetensors", "a/b", "..", "", "a\0"]
+)
+def test_an_index_names_files_beside_it_only(checkpoint: Path, name: str) -> None:
+    index = checkpoint / "model.safetensors.index.json"
+    (checkpoint / "model.safetensors").rename(checkpoint / "a.safetensors")
+    index.write_text(json.dumps({"weight_map": {"x": "a.safetensors", "y": name}}))
+    message = (
+        f"^{index}: weight_map has the file {re.escape(repr(name))}: expected the names of files beside the index; "
+    )
+    with pytest.raises(CheckpointError, match=message):
+        require_checkpoint(checkpoint)
+    index.write_text(json.dumps({"weight_map": {"x": 1}}))
+    with pytest.raises(
+        CheckpointError, match="weight_map is invalid: expected the file of each tensor; copy or download"
+    ):
+        require_checkpoint(checkpoint)
+    index.write_text(json.dumps({"weight_map": {"x": "a.safetensors"}}))
+    require_checkpoint(checkpoint)
 
 
 def test_usual_sizes_are_accepted_and_numbers_of_too_many_digits_are_no_json(checkpoint: Path) -> None:

@@ -70,6 +70,8 @@ def test_what_an_export_would_refuse_is_refused(tmp_path: Path) -> None:
     part = copied(tmp_path / "part")
     names = {"weight_map": {"x": "model.safetensors", "y": "model-2.safetensors"}}
     (part / INDEX).write_text(json.dumps(names), "utf-8")
+    outside = copied(tmp_path / "outside")
+    (outside / INDEX).write_text(json.dumps({"weight_map": {"x": "../part/model.safetensors"}}), "utf-8")
     adapted = copied(tmp_path / "adapted")
     (adapted / "mask_adapter.safetensors").touch()
     (tmp_path / "empty").mkdir()
@@ -77,6 +79,7 @@ def test_what_an_export_would_refuse_is_refused(tmp_path: Path) -> None:
         (wide, r"has shape .*config.json describes .*copy the config.json"),
         (untied, r"has no lm_head.weight, and tie_word_embeddings is false: expected"),
         (part, r"1 of 2 weight files are missing, such as model-2.safetensors: expected"),
+        (outside, r"weight_map has the file '../part/model.safetensors': expected the names of files beside the index"),
         (adapted, r"does not count: expected the base model; run it on that folder"),
         (tmp_path / "empty", r"no config.json in it: copy that of the checkpoint"),
         (tmp_path / "none", r"no such folder: expected a folder with config.json, or a GGUF file"),

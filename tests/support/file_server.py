@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import re
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any, BinaryIO
 from urllib.parse import unquote
+
+_ENDLESS = 2**28  # bytes of a file without end: far more than a client may read
 
 
 @dataclass
@@ -21,6 +26,8 @@ class FileServer:
     ranges: bool = True  # whether it answers requests for ranges with ranges
     failures: list[str] = field(default_factory=list)  # of the next requests: a status, or "cut" for half an answer
     endless: str = ""  # name of a file that never ends
+    drip: int = 0  # bytes that it sends at a time, with pauses of 10 ms; 0: without pauses
+    moved: str = ""  # where each file is now: an address, before which an answer without end is sent
     pause: threading.Event = field(default_factory=threading.Event)  # not set: files that `held` names wait for it
     held: str = ""
     read: dict[str, int] = field(default_factory=dict)  # bytes that were sent, by name
@@ -49,6 +56,20 @@ def serving(folder: Path) -> Iterator[FileServer]:
         thread.join()
 
 
+class _Dripping(io.BufferedIOBase):
+    """A stream to which a few bytes at a time are written."""
+
+    def __init__(self, stream: BinaryIO, size: int) -> None:
+        self._stream = stream
+        self._size = size
+
+    def write(self, content: Any) -> int:
+        for start in range(0, len(content), self._size):
+            self._stream.write(content[start : start + self._size])
+            time.sleep(0.01)
+        return len(content)
+
+
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     files: FileServer
@@ -58,11 +79,13 @@ class _Handler(BaseHTTPRequestHandler):
         server, name = self.files, unquote(self.path).lstrip("/")
         with server.lock:
             failure = server.failures.pop(0) if server.failures else ""
+        if server.drip:
+            self.wfile = _Dripping(self.wfile, server.drip)
         if name == server.held:
             server.pause.wait()
         if failure.isdecimal():
             self.send_error(int(failure))
-        elif name == server.endless:
+        elif server.moved or name == server.endless:
             self._send_without_end(name)
         elif not (server.folder / name).is_file():
             self.send_error(404)
@@ -87,10 +110,11 @@ class _Handler(BaseHTTPRequestHandler):
         self._write(name, part[: len(part) // 2] if cut else part)
 
     def _send_without_end(self, name: str) -> None:
-        self.send_response(200)
+        self.send_response(302 if self.files.moved else 200)
+        self.send_header("Location", f"{self.files.moved}/{name}")
         self.end_headers()
         self.close_connection = True
-        while not self.files.pause.is_set() and self._write(name, bytes(2**16)):
+        while self.files.read.get(name, 0) < _ENDLESS and self._write(name, bytes(2**16)):
             pass
 
     def _write(self, name: str, content: bytes) -> bool:

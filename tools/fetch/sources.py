@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import http.client
+import io
 import re
+import time
 import urllib.error
 import urllib.request
 from dataclasses import dataclass
@@ -16,6 +18,8 @@ from spaceport.graphs.contract.faults import InputFault, MissingDependency, Opti
 from spaceport.graphs.contract.installation import install_command
 
 _TIMEOUT = 60.0  # seconds in which a web server sends nothing
+# Bytes per second that a web server must send on a connection, on average over so many seconds from its first byte on
+_LEAST_RATE, _WINDOW = 1024, 60.0
 _TRANSIENT = (408, 425, 429)  # statuses that another attempt may not get; and all from 500
 
 
@@ -114,8 +118,63 @@ class ObjectStoreSource:
         return bytes(content)
 
 
+class _Metered(io.RawIOBase):
+    """What a web server sends, head and body, as long as it does not come slower than the lowest rate."""
+
+    def __init__(self, stream: io.RawIOBase) -> None:
+        self._stream = stream
+        self._began: float | None = None  # None: nothing has come
+        self._received = 0  # since then
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int | None:
+        count = self._stream.readinto(buffer)
+        now = time.monotonic()
+        self._began = now if self._began is None else self._began
+        self._received += count or 0
+        if (seconds := now - self._began) >= _WINDOW:
+            if self._received < _LEAST_RATE * seconds:
+                raise TimeoutError(
+                    f"{self._received} bytes came in {seconds:.0f} s: expected at least {_LEAST_RATE} bytes per second"
+                )
+            self._began, self._received = now, 0
+        return count
+
+    def close(self) -> None:
+        self._stream.close()
+        super().close()
+
+
+class _Response(http.client.HTTPResponse):
+    """A response whose stream is metered."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.fp = io.BufferedReader(_Metered(self.fp.detach()))
+
+
+class _HttpConnection(http.client.HTTPConnection):
+    response_class = _Response
+
+
+class _HttpsConnection(http.client.HTTPSConnection):
+    response_class = _Response
+
+
+class _HttpHandler(urllib.request.HTTPHandler):
+    def http_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(_HttpConnection, req)
+
+
+class _HttpsHandler(urllib.request.HTTPSHandler):
+    def https_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(_HttpsConnection, req)
+
+
 class _SecureRedirects(urllib.request.HTTPRedirectHandler):
-    """Redirects that do not lead from https to http."""
+    """Redirects to http and https only, and not from https to http."""
 
     def redirect_request(
         self,
@@ -126,12 +185,16 @@ class _SecureRedirects(urllib.request.HTTPRedirectHandler):
         headers: http.client.HTTPMessage,
         newurl: str,
     ) -> urllib.request.Request | None:
-        if req.full_url.startswith("https:") and not newurl.startswith("https:"):
-            raise FetchError(f"{req.full_url}: is redirected to {newurl}: expected an address that stays with https")
+        fp.close()  # not read: it might have no end
+        allowed = ("https",) if urlsplit(req.full_url).scheme == "https" else ("http", "https")
+        if urlsplit(newurl).scheme not in allowed:
+            raise FetchError(
+                f"{req.full_url}: is redirected to {newurl}: expected an address that stays with {' or '.join(allowed)}"
+            )
         return super().redirect_request(req, fp, code, msg, headers, newurl)
 
 
-_opener = urllib.request.build_opener(_SecureRedirects)
+_opener = urllib.request.build_opener(_HttpHandler, _HttpsHandler, _SecureRedirects)
 
 
 def _without_query(address: str) -> str:

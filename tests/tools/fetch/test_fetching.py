@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import shutil
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
+from http.client import HTTPMessage
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +30,7 @@ from spaceport.graphs.contract.manifest import (
     TOKENIZER_FILE,
 )
 from spaceport.runtime.bundle import LARGEST_MANIFEST, BundleError, SignatureError, open_bundle, read_manifest
-from spaceport.tools.fetch import partial_folder, transfer
+from spaceport.tools.fetch import partial_folder, sources, transfer
 from spaceport.tools.fetch.fetching import FetchReport, fetch
 from spaceport.tools.fetch.sources import FetchError
 from support.file_server import FileServer, serving
@@ -262,6 +266,39 @@ def test_a_server_that_fails_for_a_moment_is_asked_again_but_not_one_that_refuse
     for status in ("401", "403"):
         scene.server.failures.append(status)
         scene.refused(FetchError, f"{MANIFEST_FILE}: .*{status}.*: expected credentials that may read it")
+
+
+def test_a_server_that_sends_too_slowly_is_given_up(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "_WINDOW", 0.2)
+    scene.server.drip = 100  # more than 1024 bytes per second
+    scene.fetch()
+    shutil.rmtree(scene.target)
+    scene.server.drip = 1
+    expected = (
+        r"^manifest.json: \d+ bytes came in 0 s: expected at least 1024 bytes per second: tried 4 times; fetch again"
+    )
+    scene.refused(FetchError, expected)
+
+
+def test_redirects_lead_to_http_and_https_alone_and_their_answers_are_not_read(scene: Scene) -> None:
+    with serving(scene.bundle) as other:
+        scene.server.moved = other.address
+        scene.fetch()
+    scene.check_copy()
+    assert sum(scene.server.read.values()) < 2**26  # buffers of the system
+    shutil.rmtree(scene.target)
+    scene.server.moved = "ftp://127.0.0.1"
+    scene.refused(FetchError, "is redirected to ftp://127.0.0.1/manifest.json: expected .* stays with http or https$")
+
+
+@pytest.mark.parametrize("scheme", ["https", "HTTPS"])
+def test_redirects_do_not_leave_https(scheme: str) -> None:
+    request = urllib.request.Request(f"{scheme}://host/a")
+    redirect = partial(sources._SecureRedirects().redirect_request, request, io.BytesIO(), 302, "", HTTPMessage())
+    assert redirect("https://other/a") is not None
+    for address in ("http://host/a", "ftp://host/a"):
+        with pytest.raises(FetchError, match=f"is redirected to {address}: expected an address that stays with https$"):
+            redirect(address)
 
 
 def test_a_server_without_ranges_is_refused_for_large_files(scene: Scene) -> None:

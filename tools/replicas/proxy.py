@@ -14,7 +14,7 @@ from spaceport.tools.serve.failures import RETRY, Failure
 from spaceport.tools.serve.generations import DONE, event
 
 _MOST_TRIES = 3  # a request that ends each replica that gets it ends no more
-_MOST_BYTES = 32 << 20  # of a body that may be sent again, as most_bytes of ServiceOptions
+_MOST_BYTES = 4 << 20  # of a body that may be sent again, as most_bytes of ServiceOptions
 _OF_RAY = (408, 429, 503)  # statuses that the proxy itself answers with, as text
 
 log = logging.getLogger("ray.serve")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal, TypeVar, get_args
 
 import msgspec
-from msgspec import Struct
+from msgspec import Raw, Struct, ValidationError
 
 from spaceport.runtime.limits import Limits
 from spaceport.tools.serve.failures import Failure
@@ -93,6 +94,10 @@ IGNORED = {
 
 Body = TypeVar("Body", bound="Struct")
 _MOST_NAMED = 5  # unknown fields in an error message
+_MOST_NEUTRAL = 64  # bytes of a value that asks for nothing
+
+# The entries of an object as they were sent: values that are not used are never built, which would cost most.
+_ENTRIES = msgspec.json.Decoder(dict[str, Raw])
 
 
 @dataclass(frozen=True)
@@ -285,45 +290,56 @@ class DetokenizeBody(Struct, kw_only=True):
 
 
 @cache  # takes a millisecond
-def _types(kind: type[Struct]) -> dict[str, Any]:
-    """The types of the entries that objects of this kind have."""
-    return {entry.encode_name: entry.type for entry in msgspec.structs.fields(kind)}
+def _types(kind: type[Struct]) -> dict[str, type[Struct] | None]:
+    """The entries that objects of this kind have, with the kind of those that are objects with known entries too."""
+    return {
+        entry.encode_name: next(
+            (
+                inner
+                for inner in (entry.type, *get_args(entry.type))
+                if isinstance(inner, type) and issubclass(inner, Struct)
+            ),
+            None,
+        )
+        for entry in msgspec.structs.fields(kind)
+    }
 
 
-def _unknown(content: dict[str, Any], kind: type[Struct], path: str = "") -> Iterator[str]:
+def _unknown(entries: dict[str, Raw], kind: type[Struct], path: str = "") -> Iterator[str]:
     """The paths of entries that objects of this kind do not have, such as `spaceport.depth`."""
     known = _types(kind)
-    for name, value in content.items():
+    for name, value in entries.items():
         if name not in known:
             yield f"{path}{name}"
-        elif isinstance(value, dict):
-            for inner in (known[name], *get_args(known[name])):
-                if isinstance(inner, type) and issubclass(inner, Struct):
-                    yield from _unknown(value, inner, f"{path}{name}.")
+        elif (inner := known[name]) is not None:
+            with suppress(ValidationError):  # no object
+                yield from _unknown(_ENTRIES.decode(value), inner, f"{path}{name}.")
+
+
+def _asks_for_nothing(name: str, value: Raw) -> bool:
+    """Whether the value of a field that is refused asks for nothing."""
+    return memoryview(value).nbytes <= _MOST_NEUTRAL and msgspec.json.decode(value) in REFUSED[name].neutral
 
 
 def body_of(kind: type[Body], raw: bytes, strict: bool) -> tuple[Body, list[str]]:
     """A request's body, and its unknown fields; raises for invalid JSON, wrong types and, if `strict`, unknown fields."""
     try:
-        content = msgspec.json.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise Failure(400, f"the body is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise Failure(400, f"the body is a JSON {type(content).__name__}: expected an object")
-    unknown = sorted(_unknown(content, kind))
-    for name in unknown:
-        if name in REFUSED and content[name] not in REFUSED[name].neutral:
-            raise Failure(400, f"{name} is not supported: {REFUSED[name].advice}", param=name)
-    unknown = [name for name in unknown if name not in IGNORED and name not in REFUSED]
-    if unknown and strict:
-        names = ", ".join(unknown[:_MOST_NAMED])
-        raise Failure(400, f"unknown fields: {names}; leave them out, or start the service without --strict")
-    try:
-        body = msgspec.convert(content, kind)
-    except msgspec.ValidationError as error:
+        entries = _ENTRIES.decode(raw)
+        unknown = sorted(_unknown(entries, kind))
+        for name in unknown:
+            if name in REFUSED and not _asks_for_nothing(name, entries[name]):
+                raise Failure(400, f"{name} is not supported: {REFUSED[name].advice}", param=name)
+        unknown = [name for name in unknown if name not in IGNORED and name not in REFUSED]
+        if unknown and strict:
+            names = ", ".join(unknown[:_MOST_NAMED])
+            raise Failure(400, f"unknown fields: {names}; leave them out, or start the service without --strict")
+        body = msgspec.json.decode(raw, type=kind)
+    except ValidationError as error:
         what, _, where = str(error).partition(" - at `$")
         param = where.rstrip("`").lstrip(".") or None
         raise Failure(400, f"{param or 'the body'}: {what}", param=param) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise Failure(400, f"the body is not JSON: {error}") from error
     _check_integers(body)
     return body, unknown
 

@@ -13,6 +13,7 @@ from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.tokenizer import encoding_of
 from spaceport.tools.serve.bodies import DetokenizeBody, TokenizeBody
 from spaceport.tools.serve.failures import Failure, json_response
+from spaceport.tools.serve.request_inputs import check_count, check_messages
 from spaceport.tools.serve.service import read_body, service_of
 
 _METRICS = "text/plain; version=0.0.4; charset=utf-8"
@@ -36,6 +37,8 @@ async def tokenize(request: Request) -> Response:
         raise Failure(400, "prompt and messages are both given, or neither is: expected one of the two")
     runtime = service_of(request).model(body.model).runtime
     prompt: Any = body.prompt if body.messages is None else body.messages
+    if body.messages is not None:
+        check_messages(body.messages)
     if body.prompt is not None and not body.add_special_tokens:
         tokens = await asyncio.to_thread(_tokens_alone, runtime, body.prompt)
     else:
@@ -62,7 +65,8 @@ async def detokenize(request: Request) -> Response:
     body = await read_body(request, DetokenizeBody)
     runtime = service_of(request).model(body.model).runtime
     vocab_size = runtime.bundle.manifest.signature.vocab_size
-    if not all(0 <= token < vocab_size for token in body.tokens):
+    check_count("tokens", body.tokens, runtime.limits.prompt_chars)
+    if body.tokens and not (min(body.tokens) >= 0 and max(body.tokens) < vocab_size):
         raise Failure(400, f"tokens has ids outside of 0 to {vocab_size - 1}", param="tokens")
     text = await asyncio.to_thread(runtime.tokenizer.decode, body.tokens, skip_special_tokens=False)
     return json_response({"prompt": text})

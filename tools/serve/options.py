@@ -30,7 +30,7 @@ class ServiceOptions:
     - `strict`: Whether a request with an unknown field is refused instead of answered without it; default False.
     - `metrics_prefix`: First part of the names of all metrics; default "spaceport".
     - `tool_format`: How models write calls of functions; default None: as their chat templates do.
-    - `most_bytes`: Maximum bytes of a request's body; default 32 MiB.
+    - `most_bytes`: Maximum bytes of a request's body; default 4 MiB.
     - `most_connections`: Maximum open connections; default 4096, at most three quarters of the descriptor limit.
     - `most_choices`: Maximum `n` of a request; default 16.
     - `head_timeout`: Seconds within which the head of a request has to be complete; default 10.
@@ -49,7 +49,7 @@ class ServiceOptions:
     strict: bool = False
     metrics_prefix: str = "spaceport"
     tool_format: FormatName | None = None
-    most_bytes: int = 32 << 20
+    most_bytes: int = 4 << 20
     most_connections: int = field(default_factory=_default_connections)
     most_choices: int = 16
     head_timeout: float = 10.0

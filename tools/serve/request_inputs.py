@@ -7,12 +7,13 @@ import json
 import re
 import secrets
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.decoding import Decoding
+from spaceport.runtime.limits import Limits
 from spaceport.runtime.sampling.grammar import Grammar
 from spaceport.runtime.sampling.sampler import Sampling
 from spaceport.runtime.text.messages import ChatPrompt
@@ -35,6 +36,7 @@ from spaceport.tools.serve.service import ServedModel
 _CHOICES = ("none", "auto", "required")
 _EXPECTED = f'{", ".join(_CHOICES)} or {{"type": "function", "function": {{"name": …}}}}'
 _LETTERS = string.ascii_letters + string.digits
+MOST_MESSAGES = 4096  # of a request, and parts of a message
 _MOST_PROMPTS = 64  # of one text request
 _TEXT_TOKENS = 16  # of a text request that names no maximum, as in OpenAI's API
 _SEEDS = 2**64
@@ -147,15 +149,31 @@ def tool_use_of(body: ChatBody, model: ServedModel, options: ServiceOptions) -> 
     return ToolUse(tool_format, called, tools, grammar, parallel, opening)
 
 
+def check_count(name: str, entries: Sized, most: int = MOST_MESSAGES) -> None:
+    """Raise for a list with too many entries, before anything is computed for each of them."""
+    if len(entries) > most:
+        raise Failure(400, f"{name} has {len(entries)} entries: expected at most {most}", param=name)
+
+
+def check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
+    """Raise for messages that are none, too many, or not text."""
+    if not messages:
+        raise Failure(400, "messages is empty: expected at least one message", param="messages")
+    check_count("messages", messages)
+    for message in messages:
+        parts = message.get("content")
+        if not isinstance(parts, list):
+            continue
+        if len(parts) > MOST_MESSAGES:
+            expected = f"expected at most {MOST_MESSAGES}"
+            raise Failure(400, f"a message has {len(parts)} parts: {expected}", param="messages")
+        if not all(isinstance(part, dict) and part.get("type") == "text" for part in parts):
+            raise Failure(400, "a message has a part that is not text: the models read text only", param="messages")
+
+
 async def chat_prompt(body: ChatBody, tools: ToolUse, model: ServedModel) -> Prompt:
     """The prompt of a chat request; one whose answer has to consist of calls may end with the token that opens them."""
-    if not body.messages:
-        raise Failure(400, "messages is empty: expected at least one message", param="messages")
-    for message in body.messages:
-        parts = message.get("content")
-        for part in parts if isinstance(parts, list) else ():
-            if not isinstance(part, dict) or part.get("type") != "text":
-                raise Failure(400, "a message has a part that is not text: the models read text only", param="messages")
+    check_messages(body.messages)
     messages: Sequence[Mapping[str, Any]] = body.messages
     if tools.tools and not renders_tools(model.chat_template):
         messages = with_description(messages, tools.tools, tools.tool_format)
@@ -283,6 +301,17 @@ def _grammar(body: ChatBody | TextBody, tools: ToolUse) -> Grammar | None:
     return grammars[0] if grammars else None
 
 
+def _check_sizes(body: GenerationBody, limits: Limits) -> None:
+    """Raise for lists beyond the limits, before anything is computed from them for each choice."""
+    if isinstance(body.stop, list):
+        check_count("stop", body.stop, limits.stop_strings)
+    # banned tokens are entries of logit_bias too
+    check_count("logit_bias", body.logit_bias or (), limits.bias_entries + limits.banned_tokens)
+    check_count("stop_token_ids", body.stop_token_ids or (), limits.banned_tokens)
+    if body.structured_outputs is not None:
+        check_count("structured_outputs.choice", body.structured_outputs.choice or (), limits.grammar_chars)
+
+
 def decodings_of(
     body: ChatBody | TextBody, model: ServedModel, options: ServiceOptions, tools: ToolUse = NO_TOOLS
 ) -> list[Decoding]:
@@ -290,6 +319,8 @@ def decodings_of(
     choices = 1 if body.n is None else body.n
     if not 1 <= choices <= options.most_choices:
         raise Failure(400, f"n is {choices}: expected 1 to {options.most_choices}", param="n")
+    _check_sizes(body, model.runtime.limits)
+    grammar = _grammar(body, tools)
     suggested = model.runtime.bundle.manifest.generation_config
     own, plain = body.spaceport, bool(body.disable_spec_decode)
     return [
@@ -304,7 +335,7 @@ def decodings_of(
             cache_salt=body.cache_salt or "",
             timeout=options.request_timeout,
             sampling=_sampling(body, suggested if suggested.get("do_sample") else {}, choice),
-            grammar=_grammar(body, tools),
+            grammar=grammar,
             mask_slots=0 if plain else own.mask_slots,
             draft_rows=own.draft_rows,
             lookup=0 if plain else own.lookup,

@@ -28,7 +28,7 @@ from spaceport.tools.serve.bodies import ChatBody, GenerationBody, ResponseForma
 from spaceport.tools.serve.completions import completed, request_body, requested_model, started
 from spaceport.tools.serve.failures import Failure, json_response
 from spaceport.tools.serve.generations import EventStream, Generations
-from spaceport.tools.serve.request_inputs import ToolUse, chat_prompt, check_least, tool_use_of
+from spaceport.tools.serve.request_inputs import ToolUse, chat_prompt, check_count, check_least, tool_use_of
 from spaceport.tools.serve.request_log import record_of
 from spaceport.tools.serve.service import service_of
 
@@ -414,6 +414,8 @@ async def responses(request: Request) -> Any:
     body = await request_body(request, ResponsesBody)
     check_fields(body)
     model = requested_model(request, body.model)
+    if isinstance(body.input, list):
+        check_count("input", body.input)
     chat = chat_body(body)
     tools = tool_use_of(chat, model, options)
     prompt = await chat_prompt(chat, tools, model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import time
@@ -26,6 +27,7 @@ from spaceport.tools.serve.options import ServiceOptions
 
 log = logging.getLogger("spaceport.service")
 
+_MOST_DIRECT = 256 << 10  # bytes of a body that is parsed on the event loop
 _LEAST_RATE = 16 << 10  # bytes per second of a body
 
 
@@ -144,7 +146,11 @@ async def _raw_body(request: Request, options: ServiceOptions) -> bytes:
 async def read_body(request: Request, kind: type[Body]) -> Body:
     """The body of a request; raises for one that is too large, too slow or invalid."""
     options = service_of(request).options
-    body, unknown = body_of(kind, await _raw_body(request, options), options.strict)
+    raw = await _raw_body(request, options)
+    if len(raw) > _MOST_DIRECT:
+        body, unknown = await asyncio.to_thread(body_of, kind, raw, options.strict)
+    else:
+        body, unknown = body_of(kind, raw, options.strict)
     if unknown:
         log.debug("ignored fields: %s", ", ".join(ascii(name[:64]) for name in unknown[:20]))
     return body

@@ -110,7 +110,7 @@ def test_nothing_is_sent_to_a_client_that_has_left() -> None:
 
 
 def test_a_body_beyond_the_limit_is_not_stored_to_be_sent_again() -> None:
-    part = bytes(16 << 20)
+    part = bytes(2 << 20)
     sent, got = exchange([[], ANSWER], part, part, b"one more")
     assert len(got) == 1
     assert sent[0]["status"] == 503

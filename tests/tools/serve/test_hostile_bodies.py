@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import tracemalloc
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from threading import current_thread
 from typing import Any
 
 import pytest
@@ -15,8 +17,10 @@ from hypothesis import strategies as some
 from starlette.testclient import TestClient
 
 from spaceport.runtime.limits import DEFAULT_LIMITS, Limits
+from spaceport.tools.serve import service
 from spaceport.tools.serve.application import application
-from spaceport.tools.serve.bodies import IGNORED, REFUSED, SUPPORTED
+from spaceport.tools.serve.bodies import IGNORED, REFUSED, SUPPORTED, TextBody, body_of
+from spaceport.tools.serve.failures import Failure
 from spaceport.tools.serve.openapi import BODIES, document
 from spaceport.tools.serve.options import ServiceOptions
 from support.chat_runtime import chat_runtime
@@ -179,3 +183,58 @@ def test_hostile_bodies_are_answered_or_refused_and_change_nothing(client: TestC
     assert client.get("/health").status_code == 200
     assert client.post("/v1/completions", json=ask).json()["choices"] == before
     assert resident() - memory < MOST_GROWTH
+
+
+def test_values_of_unknown_fields_are_never_built() -> None:
+    body = {"prompt": "a", "unknown": [[1]] * 200_000, "documents": [[1]] * 200_000}
+    raw = json.dumps(body).encode()
+    tracemalloc.start()
+    try:
+        with pytest.raises(Failure, match="documents is not supported"):
+            body_of(TextBody, raw, strict=False)
+        del body["documents"]
+        assert body_of(TextBody, json.dumps(body).encode(), strict=False)[1] == ["unknown"]
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 3 * len(raw)  # a list costs 20 times its text
+
+
+def test_a_large_body_is_parsed_off_the_event_loop(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = []
+
+    def recorded(*arguments: Any) -> Any:
+        threads.append(current_thread().name)
+        return body_of(*arguments)
+
+    monkeypatch.setattr(service, "body_of", recorded)
+    for size in (10, 280_000):
+        client.post("/tokenize", json={"prompt": "a" * size})
+    direct, apart = threads
+    assert apart.startswith("asyncio_")
+    assert not direct.startswith("asyncio_")
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "message"),
+    [
+        ("/v1/chat/completions", {"messages": [{}] * 5000}, "messages has 5000 entries: expected at most 4096"),
+        ("/tokenize", {"prompt": None, "messages": [{}] * 5000}, "messages has 5000 entries: expected at most 4096"),
+        ("/v1/responses", {"input": [{}] * 5000}, "input has 5000 entries: expected at most 4096"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 5000}]},
+            "a message has 5000 parts: expected at most 4096",
+        ),
+        (
+            "/v1/completions",
+            {"n": 16, "logit_bias": dict.fromkeys(map(str, range(5000)), 1)},
+            "logit_bias has 5000 entries: expected at most 2048",
+        ),
+        ("/v1/completions", {"stop_token_ids": [1] * 5000}, "stop_token_ids has 5000 entries: expected at most 1024"),
+        ("/detokenize", {"tokens": [1] * 5000}, "tokens has 5000 entries: expected at most 4000"),
+    ],
+)
+def test_lists_are_checked_before_work(client: TestClient, path: str, fields: dict[str, Any], message: str) -> None:
+    response = client.post(path, json={**BASES[path], **fields})
+    assert (response.status_code, response.json()["error"]["message"]) == (400, message)

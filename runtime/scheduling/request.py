@@ -255,12 +255,11 @@ class Request:
             return Completion("", (), ending, Statistics(), threads=(ThreadText((), None, "", (), ending),))
         assert isinstance(self.output, Output)
         root, transcript = self.sequences.threads[0], self.output.transcript
-        threads = transcript.finished()
+        threads = transcript.finished()  # without those that ended behind a stop string, whatever ended them
         return Completion(
             transcript.text,
             transcript.tokens(),
-            # a stop string in the text of a child thread ends the root thread too
-            self.outcome if self.outcome in GROUP_ENDINGS else threads[0].ending,
+            next((thread.ending for thread in threads if thread.ending in GROUP_ENDINGS), threads[0].ending),
             self.sequences.statistics,
             tuple(root.tokens[: root.start]),
             threads,

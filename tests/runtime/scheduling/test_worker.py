@@ -102,6 +102,17 @@ def test_text_made_by_the_reader_has_the_pieces_of_text_made_by_the_worker(optio
         assert found[0] == found[1]
 
 
+def test_a_total_reached_behind_a_stop_string_does_not_end_the_text() -> None:
+    """A thread behind the stop string ended with the total in the same step; it is no part of the text."""
+    language = Language(8, 70, end_every=30, fork_every=6)
+    decoding = Decoding(max_total_tokens=20, stop="a", max_threads=16, max_depth=2, draft="chain")
+    with hash_runtime(language, max_seq_len=128, max_slots=400) as runtime, runtime.stream([1, 2, 3], decoding) as stream:
+        completion = stream.completion()
+    assert "total" in {thread.ending for thread in stream.request.sequences.threads}
+    assert {thread.ending for thread in completion.threads} == {"stop"}
+    assert completion.ending == "stop"
+
+
 def test_text_that_cannot_be_made_fails_where_it_is_read_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[int] = []
 

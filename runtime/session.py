@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 from collections.abc import Sequence
@@ -197,6 +198,7 @@ class Runtime:
         error of an invalid request, as the first piece does. `observers` get each step with its logits, on the worker
         thread; an error of theirs fails the request.
         """
+        asyncio.get_running_loop()  # raises without one, before the request counts
         request = self._intake.completion(prompt, decoding, observers)
         stream = AsyncStream(request)
         self._intake.admit_elsewhere(request)

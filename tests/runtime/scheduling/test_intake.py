@@ -174,6 +174,14 @@ def test_a_request_that_ends_before_it_is_admitted_does_not_reach_the_engine(gat
     assert len(gate.threads) == 2
 
 
+def test_a_stream_without_an_event_loop_is_refused_and_does_not_count() -> None:
+    with small_queue(1) as runtime:
+        for _ in range(3):
+            with pytest.raises(RuntimeError, match="no running event loop"):
+                runtime.astream("abc", FIVE)
+        assert runtime.status().queued_requests == 0
+
+
 def test_closing_fails_requests_that_are_being_admitted(gate: Gate) -> None:
     runtime = hash_runtime(ENDLESS)
 

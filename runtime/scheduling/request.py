@@ -112,6 +112,7 @@ class Request:
         self.output: Output | Scoring | None = None
         self.outcome: Outcome | None = None  # once it is done
         self.asked: Outcome | None = None  # how it shall end after the current step; set from any OS thread
+        self.failure: BaseException | None = None  # why the scheduler fails it, whatever its reader asks meanwhile
         self.on_change: Callable[[], None] = _ignore  # called after each step, and when its state changes
         # Set by the scheduler only:
         self.index: int | None = None  # index of its KV buffers in the engine; None: it still waits
@@ -154,7 +155,8 @@ class Request:
     @property
     def error(self) -> BaseException | None:
         """Why it failed, or is about to."""
-        return next((each for each in (self.outcome, self.asked) if isinstance(each, BaseException)), None)
+        errors = (self.outcome, self.failure, self.asked)
+        return next((error for error in errors if isinstance(error, BaseException)), None)
 
     @property
     def statistics(self) -> Statistics:

@@ -403,7 +403,7 @@ class Scheduler:
     def _fail(self, request: Request, error: BaseException) -> None:
         """Let a request fail, if it has not ended yet."""
         if request.sequences.live:
-            request.asked = error
+            request.failure = error
             request.sequences.abandon()
 
     def _report(self, request: Request) -> None:

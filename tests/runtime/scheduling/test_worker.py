@@ -156,6 +156,28 @@ def test_closing_ends_every_text_and_leaves_no_os_thread() -> None:
     runtime.close()
 
 
+def test_a_request_fails_once_if_its_reader_gives_it_up_at_the_same_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A garbage stream waits for no lock: its wish may be written after the scheduler has noted the failure."""
+    runtime, engine = stepwise_runtime(ENDLESS, requests=2)
+    abandon = SequenceGroup.abandon
+
+    def abandon_late(sequences: SequenceGroup) -> None:
+        abandon(sequences)
+        streams[0].request.asked = "cancelled"
+
+    monkeypatch.setattr(SequenceGroup, "abandon", abandon_late)
+    streams = [runtime.stream([1, 2, 3]), runtime.stream([4])]
+    engine.wait()
+    engine.broken = True
+    engine.go()
+    for stream in streams:
+        with pytest.raises(EngineFault, match="the fake engine failed"):
+            stream.completion()
+    status = runtime.status()
+    assert (status.ended_requests, status.failed_requests, status.active_requests) == (2, 2, 0)
+    runtime.close()
+
+
 def test_a_text_that_nobody_reads_any_more_ends_with_the_step_under_way() -> None:
     runtime, engine = stepwise_runtime(ENDLESS)
     with runtime:

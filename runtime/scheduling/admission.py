@@ -331,10 +331,10 @@ class Intake:
 
     def close(self) -> None:
         """Fail the requests that are being prepared, without waiting for what is done for them."""
+        for pool in (self._pool, self._isolated):  # first: what comes later fails where it is submitted
+            pool.shutdown(wait=False, cancel_futures=True)
         for request in self._worker.preparing:
             request.end(RuntimeClosed("the runtime was closed before the completion ended"))
-        for pool in (self._pool, self._isolated):
-            pool.shutdown(wait=False, cancel_futures=True)
         self._admission.close()
 
     def _entered(self, request: Request) -> Request:

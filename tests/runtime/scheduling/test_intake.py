@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from threading import Semaphore, current_thread
+from threading import Event, Semaphore, current_thread
 from threading import enumerate as enumerate_threads
 from typing import Any, TypeVar
 
@@ -16,6 +17,7 @@ from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.limits import Limits
 from spaceport.runtime.scheduling.request import QueueFull
+from spaceport.runtime.scheduling.stream import AsyncStream
 from spaceport.runtime.scheduling.worker import RuntimeClosed
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.prompt import Prompt, PromptEncoder
@@ -172,6 +174,30 @@ def test_a_request_that_ends_before_it_is_admitted_does_not_reach_the_engine(gat
         within_a_minute(end())
         assert runtime.status().ended_requests == 0
     assert len(gate.threads) == 2
+
+
+def test_closing_fails_a_request_that_comes_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = hash_runtime(ENDLESS)
+    streams: list[AsyncStream] = []
+    shutdown = ThreadPoolExecutor.shutdown
+
+    def enter_before(pool: ThreadPoolExecutor, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        if not streams:
+            runtime._intake._pool.submit(entered.wait, 60)  # both OS threads are busy
+            runtime._intake._pool.submit(entered.wait, 60)
+            streams.append(runtime.astream("abc", FIVE))
+        shutdown(pool, wait, cancel_futures=cancel_futures)
+
+    async def close() -> None:
+        runtime.close()
+        with pytest.raises(RuntimeClosed, match="closed before the completion ended"):
+            await asyncio.wait_for(streams[0].completion(), 10)
+
+    entered = Event()
+    with monkeypatch.context() as patch:
+        patch.setattr(ThreadPoolExecutor, "shutdown", enter_before)
+        within_a_minute(close())
+    entered.set()
 
 
 def test_a_stream_without_an_event_loop_is_refused_and_does_not_count() -> None:

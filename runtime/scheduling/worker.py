@@ -117,7 +117,7 @@ class Worker:
         self._thread: Thread | None = None
         self._over = Event()  # set when the OS thread has ended, or when nobody waits for it any more
         self._closing = False
-        self._stalled: str | None = None  # why it cannot run requests any more
+        self._stalled: SpaceportError | None = None  # why it cannot run requests any more
         self._process = os.getpid()
 
     def check_process(self) -> None:
@@ -204,7 +204,7 @@ class Worker:
         if self._closing:
             raise RuntimeClosed("the runtime is closed")
         if self._stalled is not None:
-            raise EngineFault(self._stalled)
+            raise EngineFault(str(self._stalled))
 
     def _begin(self) -> Thread:
         # A daemon thread: a program that ends without closing its runtimes does not wait for their completions. It waits
@@ -230,6 +230,8 @@ class Worker:
             self._scheduler.heartbeat.rest()
             if watchdog is not None:
                 watchdog.stop()
+            if self._stalled is not None:
+                self._scheduler.abandon(self._stalled)  # also what was on its way from the queue to its buffers
             over.set()
 
     def _watchdog(self) -> Watchdog | None:
@@ -252,9 +254,9 @@ class Worker:
         with self._change:
             if self._stalled is not None:
                 return
-            self._stalled = reason
+            self._stalled = error = RuntimeClosed(reason) if closed else EngineFault(reason)
         _log.error("%s", reason)
-        self._scheduler.abandon(RuntimeClosed(reason) if closed else EngineFault(reason))
+        self._scheduler.abandon(error)
         self._over.set()
 
     def _wait(self, seconds: float) -> None:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from spaceport.runtime.decode.sequence import TokenSequence
 from spaceport.runtime.decode.sequence_group import SequenceGroup
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import EngineFault
+from spaceport.runtime.scheduling.prefix_cache import FreeBuffers
 from spaceport.runtime.scheduling.request import Completion, Request
 from spaceport.runtime.scheduling.stream import Stream
 from spaceport.runtime.scheduling.worker import RuntimeClosed
@@ -106,7 +107,10 @@ def test_a_total_reached_behind_a_stop_string_does_not_end_the_text() -> None:
     """A thread behind the stop string ended with the total in the same step; it is no part of the text."""
     language = Language(8, 70, end_every=30, fork_every=6)
     decoding = Decoding(max_total_tokens=20, stop="a", max_threads=16, max_depth=2, draft="chain")
-    with hash_runtime(language, max_seq_len=128, max_slots=400) as runtime, runtime.stream([1, 2, 3], decoding) as stream:
+    with (
+        hash_runtime(language, max_seq_len=128, max_slots=400) as runtime,
+        runtime.stream([1, 2, 3], decoding) as stream,
+    ):
         completion = stream.completion()
     assert "total" in {thread.ending for thread in stream.request.sequences.threads}
     assert {thread.ending for thread in completion.threads} == {"stop"}
@@ -253,6 +257,29 @@ def test_closing_with_a_time_limit_returns_while_a_call_does_not() -> None:
     runtime.close()
     engine.leave.set()
     wait_for(lambda: not workers())
+
+
+def test_closing_with_a_time_limit_fails_a_request_between_the_queue_and_its_buffers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runtime, engine = blocked_runtime(call_timeout=None)
+    engine.leave.set()
+    take, taken, closed = FreeBuffers.take, threading.Event(), threading.Event()
+
+    def take_late(buffers: FreeBuffers, sequences: SequenceGroup, running: Collection[int]) -> int:
+        taken.set()
+        assert closed.wait(60)
+        return take(buffers, sequences, running)
+
+    monkeypatch.setattr(FreeBuffers, "take", take_late)
+    with runtime.stream([1, 2], Decoding(max_tokens=9)) as stream:
+        assert taken.wait(60)
+        runtime.close(timeout=0.01)
+        closed.set()
+        wait_for(lambda: stream.request.done)
+        with pytest.raises(RuntimeClosed, match="an engine call did not return within"):
+            stream.completion()
+    assert runtime.status().failed_requests == 1
 
 
 def test_a_request_pauses_while_its_reader_is_slow_and_others_go_on() -> None:

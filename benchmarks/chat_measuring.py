@@ -377,7 +377,7 @@ def _peer_runtime(peer: Peer, options: PeerOptions, machine: Machine) -> Compare
             return Skipped(peer.name, f"setup failed: {failure}")
     python = work.python(peer.environment)
     if not work.installed(peer.environment):
-        return Skipped(peer.name, f"no environment with the versions of pins.py at {python.parent.parent}: add --setup")
+        return Skipped(peer.name, f"no environment with the pinned versions at {python.parent.parent}: add --setup")
     model = _model_of(peer, options.checkpoint, options.gguf)
     assert model is not None
     quantization = f" {model.stem.rpartition('.')[2]}" if peer.environment == "llama.cpp" else ""

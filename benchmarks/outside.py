@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import cProfile
 import pstats
+from collections.abc import Sequence
+from dataclasses import asdict, astuple
 from pathlib import Path
 
 import click
@@ -11,7 +13,8 @@ import click
 from spaceport.runtime.backends import open_engine
 from spaceport.runtime.bundle import open_bundle
 from spaceport.runtime.engine import EngineOptions, capacity_for
-from spaceport.tools.bench.steps import CASES, LENGTH, outside_cost, outside_report
+from spaceport.tools.bench.report import Report, Table
+from spaceport.tools.bench.steps import CASES, LENGTH, RoundCost, outside_cost
 from spaceport.tools.cli.options import bundle_argument, json_option
 
 
@@ -35,3 +38,10 @@ def command(bundle: Path, real: bool, threads: int, min_rounds: int, profiled: b
             click.echo(f"\n{requests} requests, {rows} rows per request:")
             pstats.Stats(profile).strip_dirs().sort_stats("tottime").print_stats(18)
     outside_report(costs, real).show(as_json)
+
+
+def outside_report(costs: Sequence[RoundCost], real: bool) -> Report:
+    """The time outside the engine by requests and rows as a table."""
+    columns = ("requests", "rows per request", "steps", "ms, p50", "ms, p95")
+    table = Table("Time outside the engine, per step", columns, [astuple(cost) for cost in costs])
+    return Report((), (table,), (), {"real": real, "costs": [asdict(cost) for cost in costs]})

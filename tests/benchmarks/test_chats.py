@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.chat_figures import ALL, chat_figures, peer_ratios
 from benchmarks.chat_measuring import (
     NO_KIND,
     BenchPrompt,
@@ -24,7 +25,6 @@ from benchmarks.chat_measuring import (
     read_chat_prompts,
     running_peers,
 )
-from benchmarks.chat_report import ALL, chat_figures, peer_ratios
 from spaceport.runtime.decode.sequence_group import Statistics
 from spaceport.runtime.text.prompt import Prompt
 from spaceport.tools.bench.environments import Environments, Peer

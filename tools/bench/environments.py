@@ -127,7 +127,7 @@ class Peer:
     """Another runtime with one weight format."""
 
     name: str  # name in --peers and in the tables
-    environment: str  # key in pins.ENVIRONMENTS
+    environment: str  # key in ENVIRONMENTS
     adapter: str  # file below adapters/
     models: tuple[str, ...]  # folders of converted models; empty: the checkpoint itself, or --gguf
     settings: str  # settings, for the tables
@@ -224,7 +224,7 @@ def peer_subject(peer: Peer, work: WorkFolder, gguf: Path | None) -> ComparedRun
         return Skipped(peer.name, "no GGUF file: add --gguf FILE of the same model")
     python = work.python(peer.environment)
     if not work.installed(peer.environment):
-        return Skipped(peer.name, f"no environment with the versions of pins.py at {python.parent.parent}: add --setup")
+        return Skipped(peer.name, f"no environment with the pinned versions at {python.parent.parent}: add --setup")
     models = [work.model(name) for name in peer.models] or [gguf if reads_gguf and gguf else work.checkpoint]
     if missing := [model for model in models if not model.exists()]:
         return Skipped(peer.name, f"no converted model at {missing[0]}: add --setup")

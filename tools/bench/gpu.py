@@ -29,12 +29,8 @@ from spaceport.tools.demo.prompts import prompts_of
 ROWS = (1, 4, 9, 16, 36, 64)
 REQUESTS = 8
 LENGTH = 1024  # maximum context length in tokens
-_FAULTS = (
-    InputFault,
-    OptionFault,
-    MissingDependency,
-    EngineFault,
-)  # errors of one variant: the others are still measured
+# Errors of one variant: the others are still measured.
+_FAULTS = (InputFault, OptionFault, MissingDependency, EngineFault)
 _PACKAGES = ("torch", "onnxruntime-gpu", "onnxruntime", "tensorrt-cu13", "tensorrt-rtx", "spaceport")
 
 

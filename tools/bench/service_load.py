@@ -43,7 +43,7 @@ _SHOWN_TEXT = 80  # characters of a text that differs
 
 
 @dataclass(frozen=True)
-class ServeOptions:
+class ServiceLoadOptions:
     """What is measured, and how the services are started."""
 
     workload: Workload  # of each run; `clients` is replaced by each of the next
@@ -267,12 +267,12 @@ class LoadRatio:
 
 
 @dataclass(frozen=True)
-class ServeResults:
+class ServiceLoadResults:
     """The results of a benchmark."""
 
     bundle: str
     machine: Machine
-    options: ServeOptions
+    options: ServiceLoadOptions
     prompts: int
     loads: tuple[LoadFigures, ...]
     resources: tuple[HeldResources, ...]
@@ -328,13 +328,13 @@ def _median(found: list[float]) -> float | None:
     return median(found) if found else None
 
 
-def service_report(results: ServeResults) -> Report:
+def service_report(results: ServiceLoadResults) -> Report:
     """The results as tables."""
     tables = (_throughput(results), _latency(results), _ratios(results), _requests(results), _held(results))
     return Report(_settings(results), tables, list(_conclusions(results)), results.as_dict(), results.identical)
 
 
-def _settings(results: ServeResults) -> list[str]:
+def _settings(results: ServiceLoadResults) -> list[str]:
     options, work = results.options, results.options.workload
     amount = f"{work.requests} requests" if work.requests is not None else f"{work.seconds:g} s"
     arrival = "one after the other per client" if work.rate is None else f"arriving at random, {work.rate:g} per second"
@@ -348,7 +348,7 @@ def _settings(results: ServeResults) -> list[str]:
     ]
 
 
-def _throughput(results: ServeResults) -> Table:
+def _throughput(results: ServiceLoadResults) -> Table:
     columns = (
         *("service", "clients", "tokens/s", "goodput, tokens/s", "answers/s", "mean acceptance length"),
         *("acceptance rate", "CPU ms per token", "of it, main thread"),
@@ -363,7 +363,7 @@ def _throughput(results: ServeResults) -> Table:
     return Table("Throughput", columns, rows)
 
 
-def _latency(results: ServeResults) -> Table:
+def _latency(results: ServiceLoadResults) -> Table:
     """Latencies: p50 / p95 / p99."""
     columns = (
         *("service", "clients", "first token mean; p50 / p95 / p99", "between tokens, mean of a stream"),
@@ -378,7 +378,7 @@ def _latency(results: ServeResults) -> Table:
     return Table("Latency, ms", columns, rows)
 
 
-def _ratios(results: ServeResults) -> Table:
+def _ratios(results: ServiceLoadResults) -> Table:
     """The service relative to other subjects."""
     columns = (
         *("relative to", "clients", "tokens/s", "first token, ms later: p50", "mean"),
@@ -392,7 +392,7 @@ def _ratios(results: ServeResults) -> Table:
     return Table("The service of the bundle relative to others", columns, rows)
 
 
-def _requests(results: ServeResults) -> Table:
+def _requests(results: ServiceLoadResults) -> Table:
     """What became of the requests, over all rounds."""
     names = ("answered", "left", "refused", "failed", "compared", "different")
     columns = ("service", "clients", "answered", "left by the client", *names[2:], "by status")
@@ -404,7 +404,7 @@ def _requests(results: ServeResults) -> Table:
     return Table("Requests", columns, rows)
 
 
-def _held(results: ServeResults) -> Table:
+def _held(results: ServiceLoadResults) -> Table:
     """Memory, file descriptors and threads, after the warm-up and after each run."""
     rows = []
     for held in results.resources:
@@ -415,7 +415,7 @@ def _held(results: ServeResults) -> Table:
     return Table("What the processes held without requests", columns, rows)
 
 
-def _conclusions(results: ServeResults) -> Iterator[str]:
+def _conclusions(results: ServiceLoadResults) -> Iterator[str]:
     """Whether all answers are right, and the first errors."""
     compared = sum(each.compared for one in results.loads for each in one.rounds)
     if compared:
@@ -439,7 +439,7 @@ class _ServiceRuns:
     resources: dict[str, list[Resources]] = field(default_factory=dict)  # by subject
 
 
-def benchmark_services(file: Path, options: ServeOptions, on_progress: OnProgress) -> Report:
+def benchmark_services(file: Path, options: ServiceLoadOptions, on_progress: OnProgress) -> Report:
     """Throughput and latency of every subject with each number of clients."""
     if not sys.platform.startswith("linux"):
         raise MissingDependency(f"bench load reads CPU time from /proc: expected Linux, this is {sys.platform}")
@@ -453,7 +453,7 @@ def benchmark_services(file: Path, options: ServeOptions, on_progress: OnProgres
         LoadFigures(name, clients, medians(rounds), tuple(rounds), measured.statuses[name, clients])
         for (name, clients), rounds in measured.figures.items()
     ]
-    results = ServeResults(
+    results = ServiceLoadResults(
         "" if options.bundle is None else options.bundle.absolute().name,
         this_machine(),
         options,
@@ -473,7 +473,7 @@ def _sendable(prompt: str | tuple[Message, ...]) -> Prompt:
 
 @contextmanager
 def _subjects(
-    options: ServeOptions, prompts: Sequence[Prompt], logs: Path, on_progress: OnProgress
+    options: ServiceLoadOptions, prompts: Sequence[Prompt], logs: Path, on_progress: OnProgress
 ) -> Iterator[list[LoadSubject]]:
     """Everything that is measured, started and ready; the embedded runtime is always the first if there is a bundle."""
     found: list[LoadSubject] = []
@@ -508,7 +508,7 @@ def _create(environments: Environments, on_progress: OnProgress) -> None:
         raise ProcessFailed(f"the environment of llama.cpp's server cannot be created: {failure}") from failure
 
 
-def _expected(subjects: Sequence[LoadSubject], options: ServeOptions, on_progress: OnProgress) -> Expected | None:
+def _expected(subjects: Sequence[LoadSubject], options: ServiceLoadOptions, on_progress: OnProgress) -> Expected | None:
     """The answers of the bundle, generated one at a time; None without a bundle."""
     embedded = subjects[0]
     if not isinstance(embedded, EmbeddedRuntime):
@@ -518,7 +518,7 @@ def _expected(subjects: Sequence[LoadSubject], options: ServeOptions, on_progres
 
 
 def _measure(
-    subjects: list[LoadSubject], expected: Expected | None, options: ServeOptions, on_progress: OnProgress
+    subjects: list[LoadSubject], expected: Expected | None, options: ServiceLoadOptions, on_progress: OnProgress
 ) -> _ServiceRuns:
     """All runs: the subjects take turns in an order that rotates, after a run that is not measured."""
     found = _ServiceRuns()
@@ -550,7 +550,7 @@ def _record(
     run: LoadRun,
     expected: Expected | None,
     used: tuple[Resources, Resources] | None,
-    options: ServeOptions,
+    options: ServiceLoadOptions,
 ) -> None:
     key, own = (subject.name, clients), expected if subject.compared else None
     found.figures.setdefault(key, []).append(run_figures(run, own, used, options.first_token_limit))

@@ -34,9 +34,8 @@ LENGTH = 512
 _PROMPT = 64  # tokens
 _VOCABULARY = 200  # different tokens that are generated
 _WARM_UP = 20  # rounds that are not measured
-_RANKS = np.array(
-    [12, 10, 8], np.float32
-)  # logits of the best tokens; all others have 0, so the first one is nearly certain
+# Logits of the best tokens; all others have 0, so the first one is nearly certain.
+_RANKS = np.array([12, 10, 8], np.float32)
 _CORRECT = 80  # percent of the mask slots
 
 
@@ -219,10 +218,3 @@ def steps_report(steps: Sequence[StepCost], loops: Sequence[LoopCost], context: 
     )
     rows = {"steps": [asdict(cost) for cost in steps], "loop": [asdict(cost) for cost in loops]}
     return Report((), tables, (), {"context": context, "threads": threads, **rows})
-
-
-def outside_report(costs: Sequence[RoundCost], real: bool) -> Report:
-    """The time outside the engine by requests and rows as a table."""
-    columns = ("requests", "rows per request", "steps", "ms, p50", "ms, p95")
-    table = Table("Time outside the engine, per step", columns, [astuple(cost) for cost in costs])
-    return Report((), (table,), (), {"real": real, "costs": [asdict(cost) for cost in costs]})

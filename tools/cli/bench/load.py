@@ -9,7 +9,7 @@ import click
 
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.tools.bench.decode_measuring import parse_counts
-from spaceport.tools.bench.service_load import ServeOptions, benchmark_services
+from spaceport.tools.bench.service_load import ServiceLoadOptions, benchmark_services
 from spaceport.tools.bench.workload import Workload
 from spaceport.tools.cli.exit_codes import ACCURACY, OK
 from spaceport.tools.cli.options import PATH, Sectioned, json_option, options
@@ -49,14 +49,17 @@ services = options(
     click.option("--setup", is_flag=True, help="Create its environment first; downloads packages with pip."),
 )
 opened = options(
-    click.option("--threads", default=ServeOptions.threads, show_default=True, metavar="N", help="CPU threads."),
+    click.option("--threads", default=ServiceLoadOptions.threads, show_default=True, metavar="N", help="CPU threads."),
     click.option(
-        "--max-requests", default=ServeOptions.max_requests, show_default=True, help="Requests that decode at a time."
+        "--max-requests",
+        default=ServiceLoadOptions.max_requests,
+        show_default=True,
+        help="Requests that decode at a time.",
     ),
     click.option("--queue-limit", type=int, metavar="N", help="Requests that may wait; default: 256."),
     click.option(
         "--max-seq-len",
-        default=ServeOptions.max_seq_len,
+        default=ServiceLoadOptions.max_seq_len,
         show_default=True,
         metavar="N",
         help="Maximum context length in tokens.",
@@ -81,7 +84,9 @@ load = options(
     ),
     click.option("--no-drafts", is_flag=True, help="Decode without drafts, which makes runs comparable."),
     click.option("--sample", default=40, show_default=True, metavar="N", help="Use only the first N prompts."),
-    click.option("--rounds", default=ServeOptions.rounds, show_default=True, metavar="N", help="Measured rounds."),
+    click.option(
+        "--rounds", default=ServiceLoadOptions.rounds, show_default=True, metavar="N", help="Measured rounds."
+    ),
     click.option("--seed", default=0, show_default=True, metavar="N", help="Seed of the clients' behaviour."),
     click.option(
         "--first-token-limit",
@@ -114,22 +119,22 @@ def command(prompts: Path, **values: Any) -> int:
     With --bundle, `spaceport serve` is started and measured in turns with the same runtime without HTTP, and every answer
     is compared with that of `Runtime.generate`. Exit code 4 if one differs.
     """
-    serve_options = options_of(values)
+    load_options = options_of(values)
     if values["markdown"] is not None:
         check_target(values["markdown"])
     with stages() as on_progress:
-        report = benchmark_services(prompts, serve_options, on_progress)
+        report = benchmark_services(prompts, load_options, on_progress)
     report.show(values["as_json"], values["markdown"])
     return OK if report.identical else ACCURACY
 
 
-def options_of(values: dict[str, Any]) -> ServeOptions:
+def options_of(values: dict[str, Any]) -> ServiceLoadOptions:
     """The options of the benchmark from the command's parameters."""
     requests = _REQUESTS if values["requests"] is None and values["seconds"] is None else values["requests"]
     shares = {name: values[name] for name in ("cancelled", "dropped", "slow", "unstreamed")}
     timing = {name: values[name] for name in ("seconds", "rate", "ramp", "max_tokens", "seed")}
     own = ("rounds", "sample", "bundle", "gguf", "work", "setup", "threads", "max_requests", "queue_limit")
-    return ServeOptions(
+    return ServiceLoadOptions(
         Workload(requests=requests, drafts=not values["no_drafts"], **timing, **shares),
         parse_counts("--clients", values["clients"]),
         embedded=not values["no_embedded"],

@@ -262,7 +262,7 @@ class Sampled:
 
     def token(self, logits: NDArray[np.float32], thread: TokenSequence, ahead: Sequence[int]) -> int:
         position = len(thread.tokens) + len(ahead)
-        if np.isnan(logits.max()):
+        if not math.isfinite(logits.max()):
             raise not_a_number(position)
         scores = self._scores(logits, self.bans.at(thread, ahead), thread, ahead)
         if scores.max() == -np.inf:

@@ -123,11 +123,10 @@ def test_what_is_no_number_fails_that_text_and_no_other(at: int, number: float) 
     with Runtime(runtime.bundle, engine, 64, prompt_rows=8) as broken:
         with pytest.raises(NotANumber, match=f"at position {at + 1} "):
             broken.score([1] * 20)
-        if number == math.inf:  # selecting a token works with it; its log probability does not
-            how = Decoding(max_tokens=30, mask_slots=0)
-            assert len(broken.generate([1], how).tokens) == 30
+        how = Decoding(max_tokens=30, mask_slots=0)
+        for decoding in (how, replace(how, logprobs=0)):
             with pytest.raises(NotANumber, match=f"at position {at + 1} "):
-                broken.generate([1], replace(how, logprobs=0))
+                broken.generate([1], decoding)
         engine.number = 0.0
         assert same(broken.score([1] * 20).logprobs[at + 1 :], runtime.score([1] * 20).logprobs[at + 1 :])
 

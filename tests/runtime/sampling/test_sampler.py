@@ -190,11 +190,10 @@ def test_extreme_logits_have_their_limits_and_a_broken_mask_slot_breaks_no_text(
     choose = chooser(Sampling(temperature, seed=1 if temperature else None, logit_bias={0: 1.0}), NO_BANS, 1)
     thread = thread_of([1])
     assert choose.token(line(-3e38, 3e38, -math.inf), thread, ()) == 1
-    assert choose.token(line(3e38, -math.inf, math.inf), thread, ()) == 2
-    with pytest.raises(NotANumber, match="position 2 hold NaN"):
-        choose.token(line(0, math.nan, 1), thread, [1])
-    with pytest.raises(OptionFault, match="all tokens are banned or impossible at position 1"):
-        choose.token(line(-math.inf, -math.inf), thread, ())
+    for selector in (choose, Greedy(NO_BANS)):
+        for broken_line in (line(0, math.nan, 1), line(3e38, -math.inf, math.inf), line(-math.inf, -math.inf)):
+            with pytest.raises(NotANumber, match="position 2 hold NaN"):
+                selector.token(broken_line, thread, [1])
     broken = np.array([[math.nan, 0], [-math.inf, -math.inf], [0, math.inf]], np.float32)
     assert [one.probabilities for one in choose.candidates(broken, thread, 1, 2)] == [(0.0,)] * 3
 

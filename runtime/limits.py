@@ -59,43 +59,44 @@ class Limits:
     def check_prompt(self, prompt: object) -> None:
         """Raise for a prompt with too many characters or token ids, before anything is copied."""
         if isinstance(prompt, list | tuple | np.ndarray):
-            self._check("the prompt has", len(prompt), "prompt_tokens", " items")
+            self.check("the prompt has", len(prompt), "prompt_tokens", " items")
         characters = characters_of(prompt, self.prompt_chars)
-        self._check("the prompt has", characters, "prompt_chars", " characters or more")
+        self.check("the prompt has", characters, "prompt_chars", " characters or more")
 
     def check_tokens(self, count: int) -> None:
         """Raise for a prompt with too many tokens."""
-        self._check("the prompt has", count, "prompt_tokens", " tokens")
+        self.check("the prompt has", count, "prompt_tokens", " tokens")
 
     def check_decoding(self, decoding: Decoding) -> None:
         """Raise for options of a completion beyond the limits."""
-        self._check("stop has", len(decoding.stops), "stop_strings", " stop strings")
-        self._check("a stop string has", max(map(len, decoding.stops), default=0), "stop_chars", " characters")
+        self.check("stop has", len(decoding.stops), "stop_strings", " stop strings")
+        self.check("a stop string has", max(map(len, decoding.stops), default=0), "stop_chars", " characters")
         self.check_logprobs("logprobs", decoding.logprobs)
-        self._check("logit_bias has", len(decoding.sampling.logit_bias), "bias_entries", " entries")
-        self._check("banned has", len(decoding.sampling.banned), "banned_tokens", " entries")
-        self._check("stop_token_ids has", len(decoding.stop_token_ids), "banned_tokens", " entries")
-        self._check("max_threads is", decoding.max_threads or 0, "threads")
-        self._check("max_depth is", decoding.max_depth, "fork_depth")
+        self.check("logit_bias has", len(decoding.sampling.logit_bias), "bias_entries", " entries")
+        self.check("banned has", len(decoding.sampling.banned), "banned_tokens", " entries")
+        self.check("stop_token_ids has", len(decoding.stop_token_ids), "banned_tokens", " entries")
+        self.check("max_threads is", decoding.max_threads or 0, "threads")
+        self.check("max_depth is", decoding.max_depth, "fork_depth")
         if decoding.grammar is not None:
             self.check_grammar(decoding.grammar)
 
     def check_grammar(self, grammar: Grammar) -> None:
         """Raise for a grammar that is too long or nested too deeply."""
         name = grammar.name or "the grammar"
-        self._check(f"{name} has", len(grammar.source), "grammar_chars", " characters")
-        self._check(f"{name} has", grammar.depth, "grammar_depth", " nested levels")
+        self.check(f"{name} has", len(grammar.source), "grammar_chars", " characters")
+        self.check(f"{name} has", grammar.depth, "grammar_depth", " nested levels")
 
     def check_logprobs(self, name: str, top: object) -> None:
         """Raise for more log probabilities of each token than allowed; other values are checked later."""
         if isinstance(top, int):
-            self._check(f"{name} is", top, "logprobs")
+            self.check(f"{name} is", top, "logprobs")
 
     def as_dict(self) -> dict[str, Any]:
         """The limits by name."""
         return asdict(self)
 
-    def _check(self, subject: str, value: int, limit: str, unit: str = "") -> None:
+    def check(self, subject: str, value: int, limit: str, unit: str = "") -> None:
+        """Raise for a value beyond the limit with this name."""
         most = getattr(self, limit)
         if most is not None and value > most:
             raise OptionFault(f"{subject} {value}{unit}: expected at most {most}; Limits({limit}=…) allows more")

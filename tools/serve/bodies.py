@@ -93,6 +93,7 @@ IGNORED = {
 }
 
 Body = TypeVar("Body", bound="Struct")
+MOST_MESSAGES = 4096  # of a request, and parts of a message
 _MOST_NAMED = 5  # unknown fields in an error message
 _MOST_NEUTRAL = 64  # bytes of a value that asks for nothing
 
@@ -157,7 +158,7 @@ def bounds_of(limits: Limits, most_choices: int) -> dict[str, dict[str, dict[str
         "logit_bias": {"object": {"maxProperties": limits.bias_entries}},
         "cache_salt": {"string": {"maxLength": 256}},
         "prompt": {"string": text, "array": ids},
-        "messages": {"array": {"minItems": 1}},
+        "messages": {"array": {"minItems": 1, "maxItems": MOST_MESSAGES}},
         "request_id": {"string": {"minLength": 1, "maxLength": 128}},
     }
     for name, least, most in (

@@ -28,7 +28,14 @@ from spaceport.runtime.tool_calls.functions import (
     with_description,
 )
 from spaceport.runtime.tool_calls.parser import MOST_CALLS, ToolCallParser
-from spaceport.tools.serve.bodies import ChatBody, GenerationBody, ResponseFormat, StructuredOutputs, TextBody
+from spaceport.tools.serve.bodies import (
+    MOST_MESSAGES,
+    ChatBody,
+    GenerationBody,
+    ResponseFormat,
+    StructuredOutputs,
+    TextBody,
+)
 from spaceport.tools.serve.failures import Failure
 from spaceport.tools.serve.options import ServiceOptions
 from spaceport.tools.serve.service import ServedModel
@@ -36,7 +43,6 @@ from spaceport.tools.serve.service import ServedModel
 _CHOICES = ("none", "auto", "required")
 _EXPECTED = f'{", ".join(_CHOICES)} or {{"type": "function", "function": {{"name": …}}}}'
 _LETTERS = string.ascii_letters + string.digits
-MOST_MESSAGES = 4096  # of a request, and parts of a message
 _MOST_PROMPTS = 64  # of one text request
 _TEXT_TOKENS = 16  # of a text request that names no maximum, as in OpenAI's API
 _SEEDS = 2**64
@@ -304,10 +310,11 @@ def _grammar(body: ChatBody | TextBody, tools: ToolUse) -> Grammar | None:
 def _check_sizes(body: GenerationBody, limits: Limits) -> None:
     """Raise for lists beyond the limits, before anything is computed from them for each choice."""
     if isinstance(body.stop, list):
-        check_count("stop", body.stop, limits.stop_strings)
-    # banned tokens are entries of logit_bias too
-    check_count("logit_bias", body.logit_bias or (), limits.bias_entries + limits.banned_tokens)
-    check_count("stop_token_ids", body.stop_token_ids or (), limits.banned_tokens)
+        limits.check("stop has", len(body.stop), "stop_strings", " stop strings")
+    limits.check("stop_token_ids has", len(body.stop_token_ids or ()), "banned_tokens", " entries")
+    biases = len(body.logit_bias or ())
+    if biases > limits.bias_entries + limits.banned_tokens:  # a bias of -100 bans a token
+        limits.check("logit_bias has", biases, "bias_entries", " entries")
     if body.structured_outputs is not None:
         check_count("structured_outputs.choice", body.structured_outputs.choice or (), limits.grammar_chars)
 

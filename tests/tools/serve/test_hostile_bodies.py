@@ -229,9 +229,13 @@ def test_a_large_body_is_parsed_off_the_event_loop(client: TestClient, monkeypat
         (
             "/v1/completions",
             {"n": 16, "logit_bias": dict.fromkeys(map(str, range(5000)), 1)},
-            "logit_bias has 5000 entries: expected at most 2048",
+            "logit_bias has 5000 entries: expected at most 1024; Limits(bias_entries=…) allows more",
         ),
-        ("/v1/completions", {"stop_token_ids": [1] * 5000}, "stop_token_ids has 5000 entries: expected at most 1024"),
+        (
+            "/v1/completions",
+            {"stop_token_ids": [1] * 5000},
+            "stop_token_ids has 5000 entries: expected at most 1024; Limits(banned_tokens=…) allows more",
+        ),
         ("/detokenize", {"tokens": [1] * 5000}, "tokens has 5000 entries: expected at most 4000"),
     ],
 )

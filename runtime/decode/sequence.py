@@ -227,7 +227,8 @@ def not_a_number(position: int) -> NotANumber:
     """The error for logits whose highest one is no number."""
     return NotANumber(
         f"the logits for the token at position {position} hold NaN, +Inf or nothing but -Inf: "
-        "`spaceport check` on the bundle shows whether the export or the engine is at fault; a float16 model that overflows needs --dtype float32 at its export"
+        "`spaceport check` on the bundle shows whether the export or the engine is at fault; a float16 model that "
+        "overflows needs --dtype float32 at its export"
     )
 
 

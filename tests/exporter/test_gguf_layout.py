@@ -66,12 +66,11 @@ BROKEN = {
     "version 4": (content(version=4), "it has version 4"),
     "big-endian": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "its numbers are big-endian"),
     "no counts": (b"GGUF" + struct.pack("<I", 3), "the number of tensors at byte 8 has 8 bytes, the file has 0 more"),
-    "many entries": (content()[:16] + struct.pack("<Q", 2**64 - 1), "the length of a metadata key at byte 24 has 8"),
-    "many tensors": (b"GGUF" + struct.pack("<IQQ", 3, 2**63, 0), "the length of a tensor name at byte 24 has 8 bytes"),
+    "many entries": (content()[:16] + struct.pack("<Q", 2**14), "the length of a metadata key at byte 24 has 8"),
+    "many tensors": (b"GGUF" + struct.pack("<IQQ", 3, 2**16, 0), "the length of a tensor name at byte 24 has 8 bytes"),
     "long key": (content((struct.pack("<Q", 2**63) + b"a",)), "a metadata key at byte 32 has 9223372036854775808"),
     "long text": (content((entry("a", 8, struct.pack("<Q", 1000)),)), "a at byte 45 has 1000 bytes"),
-    "long array": (content((entry("a", 9, array(4, 9_000_000, b"")),)), "a at byte 49 has 36000000 bytes, the file"),
-    "huge array": (content((entry("a", 9, array(4, 2**60, b"")),)), f"a has {2**60} items, at most 10000000 are"),
+    "long array": (content((entry("a", 9, array(4, 1_500_000, b"")),)), "a at byte 49 has 6000000 bytes, the file"),
     "long item": (content((entry("a", 9, array(8, 1, struct.pack("<Q", 99))),)), "an item of a at byte 57 has 99"),
     "nested array": (content((entry("a", 9, array(9, 1, b"")),)), "a is an array of type 9"),
     "unknown value": (content((entry("a", 13, b""),)), "a has type 13"),
@@ -84,6 +83,55 @@ BROKEN = {
     "late data": (content((), (tensor("a", (4,), 0, 2**63),), 16), f"tensor a ends at byte {2**63 + 80}, the file has"),
     "huge tensor": (content((), (tensor("a", (2**40, 2**40)),), 16), f"tensor a ends at byte {2**82 + 96}, the file"),
 }
+
+
+ITEMS = entry("a", 9, array(0, 10**6, bytes(10**6)))
+LARGE = {
+    "a huge array": (
+        content((entry("a", 9, array(4, 2**60, b"")),)),
+        f"{2**60} items in the arrays up to a",
+        1_600_000,
+    ),
+    "many arrays": (content((ITEMS, ITEMS)), "2000000 items in the arrays up to a", 1_600_000),
+    "empty texts": (content((ITEMS, entry("b", 9, array(8, 700_000, b"")))), "1700000 items in the", 1_600_000),
+    "entries": (content((entry("a", 0, b"1"),) * (2**14 + 1)), f"{2**14 + 1} metadata entries", 2**14),
+    "tensors": (content((), (tensor("a", (4,)),) * (2**16 + 1)), f"{2**16 + 1} tensors", 2**16),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_more_metadata_than_any_model_has_is_refused_before_it_is_read(name: str, tmp_path: Path) -> None:
+    data, count, most = LARGE[name]
+    file = tmp_path / "model.gguf"
+    file.write_bytes(data)
+    with pytest.raises(CheckpointError) as caught:
+        check_layout(file, SIZES)
+    assert str(caught.value).startswith(f"{file}: it has {count}")
+    assert str(caught.value).endswith(f": expected at most {most}; export the original checkpoint")
+
+
+def test_bytes_of_metadata_are_limited_in_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("spaceport.exporter.gguf_file._MOST_BYTES", 1000)
+    file = tmp_path / "model.gguf"
+    for value in (entry("a", 8, text(bytes(990))), entry("a", 9, array(8, 2, text(bytes(490)) * 2))):
+        file.write_bytes(content((value,)))
+        with pytest.raises(
+            CheckpointError, match=r"it has 10\d\d bytes up to the end of a: expected at most 1000; export"
+        ):
+            check_layout(file, SIZES)
+
+
+def test_the_metadata_of_a_vocabulary_of_300_000_tokens_is_accepted(tmp_path: Path) -> None:
+    tokens, merges = text("a" * 10) * 300_000, text("a" * 10 + " " + "a" * 10) * 500_000
+    numbers = bytes(4 * 300_000)
+    file = tmp_path / "model.gguf"
+    entries = (
+        entry("tokens", 9, array(8, 300_000, tokens)),
+        entry("merges", 9, array(8, 500_000, merges)),
+        *(entry(key, 9, array(kind, 300_000, numbers)) for key, kind in (("scores", 6), ("token_type", 5))),
+    )
+    file.write_bytes(content(entries))
+    check_layout(file, SIZES)
 
 
 def test_files_whose_parts_fit_are_accepted_and_refused_wherever_they_are_cut(tmp_path: Path) -> None:

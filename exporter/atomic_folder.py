@@ -6,6 +6,7 @@ import ctypes
 import errno
 import fcntl
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -89,9 +90,22 @@ def temporary_folder(target: Path) -> Iterator[Path]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
+def _full_disk(error: Exception) -> int | None:
+    """The number of the error if it says that the disk is full; that of NumPy's tofile and of safetensors have none."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return error.errno
+    hidden = re.fullmatch(r"\d+ requested and \d+ written", str(error)) or f"(os error {errno.ENOSPC})" in str(error)
+    return errno.ENOSPC if hidden else None
+
+
 @contextmanager
-def writing(target: Path, overwrite: bool, kind: FolderKind = BUNDLE) -> Iterator[Path]:
-    """A new folder that replaces the target when the block ends without an error, and is removed otherwise."""
+def writing(
+    target: Path, overwrite: bool, kind: FolderKind = BUNDLE, needed: Callable[[], int] = lambda: 0
+) -> Iterator[Path]:
+    """A new folder that replaces the target when the block ends without an error, and is removed otherwise.
+
+    `needed` gives the bytes of the complete folder, 0 if that is unknown, for the error of a full disk.
+    """
     check_target(target, overwrite, kind)
     target = target.absolute()
     with temporary_folder(target) as partial:  # in the end it is the incomplete folder, or the old one
@@ -99,12 +113,15 @@ def writing(target: Path, overwrite: bool, kind: FolderKind = BUNDLE) -> Iterato
             yield partial
             check_target(target, overwrite, kind)  # again: the target may have changed in the meantime
             publish(partial, target)
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        except Exception as error:
+            if (reason := _full_disk(error)) is None:
                 raise
             written = sum(file.stat().st_size for file in partial.rglob("*") if file.is_file())
+            of = f" of about {size:,}" if (size := needed()) else ""
             advice = f"free some space or choose another disk for the {kind.noun}"
-            raise OSError(error.errno, f"{error.strerror} after {written:,} bytes: {advice}", str(target)) from error
+            raise OSError(
+                reason, f"{os.strerror(reason)} after {written:,} bytes{of}: {advice}", str(target)
+            ) from error
 
 
 def require_space(folder: Path, size: int, kind: FolderKind = BUNDLE) -> None:

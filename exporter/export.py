@@ -103,8 +103,9 @@ def export(
     on_stage("reading the checkpoint")
     checkpoint = open_checkpoint(folder, options.tokens, options.remote_code, options.adapter)
     options = exact_activations(checkpoint.config, options, checkpoint.replaces_attention)
-    with writing(target, overwrite) as unfinished:
-        decoder, traits = build_decoder(checkpoint, options, on_stage, scratch=unfinished)
+    sizes: list[int] = []
+    with writing(target, overwrite, needed=lambda: sum(sizes)) as unfinished:
+        decoder, traits = build_decoder(checkpoint, options, on_stage, scratch=unfinished, on_size=sizes.append)
         if options.requested_kv_cache == "int8" and decoder.signature.kv_cache != "int8":
             raise OptionFault(
                 f"KV cache is int8: the layers of {class_name(decoder.model)} cannot be measured one by one; expected same "
@@ -202,16 +203,18 @@ def build_decoder(
     arithmetic: Precision | None = None,
     stored: Quantization | None = None,
     scratch: Path | None = None,
+    on_size: Callable[[int], None] = lambda size: None,
 ) -> tuple[Decoder, Traits]:
     """The checkpoint's model as an exportable module.
 
     Its weights are rounded to `options.dtype` and quantized; it computes in `arithmetic`, by default in the same type.
     Weights that GPTQ rounds may be those of a bundle (`stored`). With a `scratch` folder for files without a name, the
-    weights of one layer at a time are in memory."""
+    weights of one layer at a time are in memory, and `on_size` is called with the bytes that the bundle needs."""
     on_stage("loading the weights")
     with torch.no_grad():
         model = load_model(checkpoint, options.dtype, scratch)
         if scratch is not None:
+            on_size(needed_space(model, options))
             require_space(scratch.parent, needed_space(model, options))
         calibrates = stored is None and options.rounds
         if options.weights != "same":

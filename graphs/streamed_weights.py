@@ -123,7 +123,7 @@ def stored_beside(parameter: Tensor, tensor: Tensor) -> Tensor:
 def on_disk(tensor: Tensor, folder: Path) -> Tensor:
     """A copy of a tensor in a file without a name, mapped into memory: its pages can be reclaimed at any time."""
     with TemporaryFile(dir=folder) as file:
-        tensor.contiguous().view(torch.uint8).numpy().tofile(file)
+        file.write(tensor.contiguous().view(torch.uint8).numpy().data)  # tofile hides why it fails
         file.flush()
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     return torch.frombuffer(mapped, dtype=tensor.dtype).view(tensor.shape)

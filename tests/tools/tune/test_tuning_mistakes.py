@@ -192,7 +192,10 @@ def test_a_failed_write_leaves_a_state_from_which_a_resume_gives_the_same_weight
     assert states(tmp_path / "tuned") == ["step-00000001"]
     with monkeypatch.context() as patch:
         patch.setattr(tuning, "write_checkpoint", cut_off)
-        message = r"tuned: cannot be written \(.*No space left on device after .*\): the training state is saved; free disk space .* --resume"
+        message = (
+            r"tuned: cannot be written \(.*No space left on device after .*\): the training state is saved; free disk "
+            r"space .* --resume"
+        )
         refused_with(capfd, INPUT, message, *order, "--resume")
     assert states(tmp_path / "tuned") == ["step-00000004"]
     assert not (tmp_path / "tuned").exists()

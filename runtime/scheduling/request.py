@@ -231,9 +231,9 @@ class Request:
         self._tell()
 
     def read(self) -> list[Piece]:
-        """The pieces since the last call; only its reader may call it. An error of its text ends the request."""
+        """The next pieces, those of one step; only its reader may call it. An error of its text ends the request."""
         pieces: list[Piece] = []
-        while self._unread:
+        while self._unread and not pieces:
             delivery = self._unread.popleft()
             self._read += len(delivery)
             assert isinstance(self.output, Output)

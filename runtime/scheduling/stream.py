@@ -44,7 +44,7 @@ class _Reader:
             self.request.asked = "cancelled"
 
     def _advance(self) -> bool:
-        """Make the pieces that have come; returns whether none will follow them, and raises the error of the request."""
+        """Make the next pieces; without any, returns whether it is the end, and raises the error of the request."""
         done = self.request.done  # before reading: what comes before the end is read
         self._pieces.extend(self.request.read())
         if done and not self._pieces and self.request.error is not None:

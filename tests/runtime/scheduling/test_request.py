@@ -168,7 +168,8 @@ class RequestMachine(RuleBasedStateMachine):
     @rule()
     def read(self) -> None:
         for seen in self.all:
-            seen.pieces += seen.request.read()
+            while pieces := seen.request.read():
+                seen.pieces += pieces
             assert not seen.request.paused
 
     @rule(count=st.integers(1, 4))
@@ -238,7 +239,8 @@ class RequestMachine(RuleBasedStateMachine):
         for seen in self.all:
             if not seen.request.done or seen.request.error is not None or not seen.request.prepared:
                 continue
-            seen.pieces += seen.request.read()
+            while pieces := seen.request.read():
+                seen.pieces += pieces
             completion = seen.request.completion()
             assert "".join(piece.reading for piece in seen.pieces) == completion.text
             decoding = seen.request.decoding

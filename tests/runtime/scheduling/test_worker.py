@@ -138,6 +138,23 @@ def test_text_that_cannot_be_made_fails_where_it_is_read_and_ends(monkeypatch: p
         assert runtime.generate([1, 2, 3]).tokens
 
 
+def test_pieces_before_text_that_cannot_be_made_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_token, tokens = Transcript.on_token, ENDLESS.write([1, 2], 9)
+
+    def refuse_sixth(self: Transcript, thread: TokenSequence, token: int, *others: Any) -> bool:
+        if token == tokens[5]:
+            raise ValueError("no text")
+        return on_token(self, thread, token, *others)
+
+    monkeypatch.setattr(Transcript, "on_token", refuse_sixth)
+    with hash_runtime(ENDLESS) as runtime:
+        stream = runtime.stream([1, 2], Decoding(max_tokens=9, mask_slots=0, lookup=0))
+        wait_for(lambda: stream.request.done)  # all steps are unread
+        assert [next(stream).token for _ in range(5)] == tokens[:5]
+        with pytest.raises(ValueError, match="no text"):
+            next(stream)
+
+
 def test_closing_ends_every_text_and_leaves_no_os_thread() -> None:
     runtime, engine = stepwise_runtime(ENDLESS, requests=2)
     streams = [runtime.stream([1, 2, number], PLAIN) for number in range(4)]  # two of them wait

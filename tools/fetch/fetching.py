@@ -16,7 +16,7 @@ from spaceport.graphs.contract.manifest import ACCURACY_FILE, ENGINES_FOLDER, MA
 from spaceport.runtime.bundle import LARGEST_MANIFEST, BundleError, check_name, read_manifest
 from spaceport.tools.fetch.earlier_bundle import EarlierBundle, earlier_bundle
 from spaceport.tools.fetch.partial_folder import keep_listed, locked_partial
-from spaceport.tools.fetch.sources import FetchError, Source, open_source
+from spaceport.tools.fetch.sources import FetchError, FetchSource, open_source
 from spaceport.tools.fetch.transfer import is_complete, read_part, transfer
 
 MOST_CONNECTIONS = 64
@@ -93,7 +93,7 @@ def fetch(
     return FetchReport(str(folder), total, fetched, unchanged, perf_counter() - started)
 
 
-def _begin(source: Source, address: str, partial: Path, key: Path | None) -> Manifest:
+def _begin(source: FetchSource, address: str, partial: Path, key: Path | None) -> Manifest:
     """The manifest at an address, which is put into the partial folder with the files that no manifest lists.
 
     Its signature is verified before it is parsed.
@@ -115,7 +115,7 @@ def _begin(source: Source, address: str, partial: Path, key: Path | None) -> Man
     return manifest
 
 
-def _small(source: Source, address: str, name: str, most: int) -> bytes | None:
+def _small(source: FetchSource, address: str, name: str, most: int) -> bytes | None:
     """The content of a small file; None if there is none."""
     try:
         content = read_part(source, name, 0, most + 1)
@@ -148,7 +148,7 @@ def _files_of(manifest: Manifest, engines: bool) -> dict[str, FileRecord]:
 
 
 def _fill(
-    source: Source,
+    source: FetchSource,
     partial: Path,
     files: Mapping[str, FileRecord],
     earlier: EarlierBundle,

@@ -27,7 +27,7 @@ class FetchError(InputFault):
     """A bundle cannot be fetched from its address; the message says what was found and what to do."""
 
 
-class Source(Protocol):
+class FetchSource(Protocol):
     """Where the files of a bundle are read; several threads may read at the same time."""
 
     def read(self, name: str, start: int, stop: int) -> bytes:
@@ -38,7 +38,7 @@ class Source(Protocol):
         """
 
 
-def open_source(address: str) -> Source:
+def open_source(address: str) -> FetchSource:
     """The files at an address: a folder, `https://`, or an object store such as `s3://`."""
     parts = urlsplit(address)
     if "://" not in address or parts.scheme == "file":

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from spaceport.graphs.contract.manifest import FileRecord
-from spaceport.tools.fetch.sources import FetchError, Source
+from spaceport.tools.fetch.sources import FetchError, FetchSource
 
 PART = 16 * 2**20  # bytes that are asked for at once
 _PAUSES = (0.5, 1.0, 2.0)  # seconds between attempts to read a part
@@ -30,7 +30,7 @@ class _Part:
 
 
 def transfer(
-    source: Source,
+    source: FetchSource,
     folder: Path,
     files: Mapping[str, FileRecord],
     connections: int,
@@ -84,7 +84,7 @@ def _first(waiting: deque[tuple[_Part, Future[bytes]]]) -> tuple[_Part, bytes]:
     return part, content.result()
 
 
-def read_part(source: Source, name: str, start: int, stop: int) -> bytes:
+def read_part(source: FetchSource, name: str, start: int, stop: int) -> bytes:
     """What a source has of a part of a file; errors that may pass are tried again."""
     for pause in _PAUSES:
         try:
@@ -103,7 +103,7 @@ def read_part(source: Source, name: str, start: int, stop: int) -> bytes:
         ) from error
 
 
-def _read(source: Source, part: _Part) -> bytes:
+def _read(source: FetchSource, part: _Part) -> bytes:
     """A whole part of a file that a manifest lists."""
     if part.start == part.stop:
         return b""

@@ -38,7 +38,7 @@ class ResendRequests:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        exchange = Exchange(receive, send)
+        exchange = ForwardedRequest(receive, send)
         for further in reversed(range(_MOST_TRIES)):
             exchange.rewind()
             await self._app(dict(scope), exchange.receive, exchange.send)
@@ -51,7 +51,7 @@ class ResendRequests:
 
 
 @dataclass
-class Exchange:
+class ForwardedRequest:
     """One request, whose parts are stored to be sent again, and what was sent of its response."""
 
     _receive: Receive

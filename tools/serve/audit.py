@@ -27,7 +27,7 @@ from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.scheduling.request import Completion
 from spaceport.runtime.scheduling.stream import AsyncStream
 from spaceport.runtime.session import Runtime
-from spaceport.tools.serve.comparison import CompletionComparison, Outcome, TokenDifference, plain_decoding
+from spaceport.tools.serve.comparison import CompletionComparison, CompletionDifference, Outcome, plain_decoding
 
 MOST_BYTES = 64 << 20  # of the audit log
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
@@ -110,7 +110,7 @@ def _versions() -> dict[str, str]:
 
 
 def fault_record(
-    name: str, runtime: Runtime, decoding: Decoding, completion: Completion, differences: Iterable[TokenDifference]
+    name: str, runtime: Runtime, decoding: Decoding, completion: Completion, differences: Iterable[CompletionDifference]
 ) -> dict[str, Any]:
     """What is needed to reproduce a fault, apart from what the client sent and got."""
     manifest, engine = runtime.bundle.manifest, runtime.engine
@@ -268,7 +268,7 @@ class CompletionAudit:
             self._compare(job, comparison, task.result())
         except (NotANumber, OptionFault) as error:  # of plain decoding only
             reason = f"plain decoding failed: {type(error).__name__}"
-            self._fault(job, None, [TokenDifference((), len(job.completion.prompt_tokens), reason=reason)])
+            self._fault(job, None, [CompletionDifference((), len(job.completion.prompt_tokens), reason=reason)])
         finally:
             stream.close()
             task.cancel()
@@ -295,7 +295,7 @@ class CompletionAudit:
             shown = f"at position {difference.position}, {difference.shift:.1e} of {difference.allowed:.1e}"
             log.info("near-tie in %s %s", self._name, shown)
 
-    def _fault(self, job: _Job, plain: Completion | None, differences: list[TokenDifference]) -> None:
+    def _fault(self, job: _Job, plain: Completion | None, differences: list[CompletionDifference]) -> None:
         self._on_result("fault")
         record = fault_record(self._name, self._runtime, job.decoding, job.completion, differences)
         log.error("exactness fault: %s", msgspec.json.encode(record).decode())

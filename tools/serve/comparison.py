@@ -24,7 +24,7 @@ _ROUNDS = 32  # of bisection
 
 
 @dataclass(frozen=True)
-class TokenDifference:
+class CompletionDifference:
     """The first position of a thread at which plain decoding selects another token.
 
     - `path`: Path of the thread.
@@ -81,7 +81,7 @@ class CompletionComparison:
         self._threads = {thread.path: thread for thread in completion.threads}
         self._tolerance = tolerance
         self._stops = stops
-        self.differences: dict[Path, TokenDifference] = {}
+        self.differences: dict[Path, CompletionDifference] = {}
 
     def on_step(self, verified: VerifiedStep) -> None:
         """Compare the token of each thread with the one that it has in the completion."""
@@ -104,14 +104,14 @@ class CompletionComparison:
                 shown = None if token in ends else token
                 allowed = self._tolerance * max(1.0, float(np.abs(line[np.isfinite(line)]).max(initial=0.0)))
                 position = len(thread.tokens)
-                self.differences[thread.path] = TokenDifference(
+                self.differences[thread.path] = CompletionDifference(
                     thread.path, position, shown, completed_token, shift, allowed
                 )
 
     def outcome(self, plain: Completion) -> Outcome:
         """The result, once plain decoding has ended with this completion."""
         if not self.differences and (reason := self._other_difference(plain)):
-            self.differences[()] = TokenDifference((), len(plain.prompt_tokens), reason=reason)
+            self.differences[()] = CompletionDifference((), len(plain.prompt_tokens), reason=reason)
         if not self.differences:
             return "equal"
         return "near_tie" if all(difference.near_tie for difference in self.differences.values()) else "fault"

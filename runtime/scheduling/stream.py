@@ -6,7 +6,8 @@ import asyncio
 import os
 from collections import deque
 from collections.abc import AsyncIterator, Iterator
-from threading import Event, Lock
+from queue import SimpleQueue
+from threading import Lock
 from types import TracebackType
 
 from spaceport.runtime.decode.sequence_group import Statistics
@@ -57,9 +58,10 @@ class Stream(_Reader):
 
     def __init__(self, request: Request) -> None:
         super().__init__(request)
-        self._changed = Event()
+        changes: SimpleQueue[None] = SimpleQueue()  # wakes a reader in less time than an Event
+        self._changes = changes
         self._reading = Lock()  # one OS thread reads at a time, so that the pieces stay in order
-        request.on_change = self._changed.set
+        request.on_change = lambda: changes.put(None)
 
     def __iter__(self) -> Iterator[Piece]:
         return self
@@ -68,13 +70,12 @@ class Stream(_Reader):
         check_process(self._process)
         with self._reading:
             while not self._pieces:
-                self._changed.clear()
                 done = self._advance()
                 if self._pieces:
                     break
                 if done:
                     raise StopIteration
-                self._changed.wait()
+                self._changes.get()
             return self._pieces.popleft()
 
     def __enter__(self) -> Stream:

@@ -114,6 +114,21 @@ def test_faults_reach_whoever_awaits_the_text() -> None:
         assert within_a_minute(runtime.agenerate([1, 2, 3], PLAIN)).tokens == tuple(ENDLESS.write([1, 2, 3], 61))
 
 
+def test_reading_a_failed_request_raises_its_error() -> None:
+    runtime, engine = stepwise_runtime(ENDLESS)
+    with runtime:
+        engine.broken = True
+        engine.go()
+
+        async def read() -> None:
+            async for _ in runtime.astream([1, 2, 3], PLAIN):
+                pass
+
+        for reading in (lambda: list(runtime.stream([1, 2, 3], PLAIN)), lambda: within_a_minute(read())):
+            with pytest.raises(EngineFault, match="the fake engine failed"):
+                reading()
+
+
 def test_a_loop_that_ends_before_its_texts_do_ends_them_and_hurts_nobody() -> None:
     runtime, engine = stepwise_runtime(ENDLESS, requests=2)
     with runtime:

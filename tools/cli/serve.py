@@ -148,6 +148,15 @@ _requests = options(
         metavar="SECONDS",
         help="Time after which a request ends with what it has.",
     ),
+    click.option(
+        "--max-body",
+        "most_bytes",
+        type=click.IntRange(min=1024),
+        default=4 << 20,
+        show_default=True,
+        metavar="BYTES",
+        help="Maximum size of a request's body.",
+    ),
 )
 _audit = options(
     click.option(

@@ -13,7 +13,7 @@ from spaceport.tools.cli.key_file import KEY_VARIABLE, keys_of
 from spaceport.tools.serve.options import ServiceOptions
 
 _SERVICE = (
-    *("strict", "page", "metrics_prefix", "request_timeout", "drain_timeout"),
+    *("strict", "page", "metrics_prefix", "request_timeout", "drain_timeout", "most_bytes"),
     *("audit_rate", "audit_log", "audit_action"),
 )
 _RUNTIME = (

@@ -133,7 +133,9 @@ async def _raw_body(request: Request, options: ServiceOptions) -> bytes:
                 raw += part
                 scope.deadline += len(part) / _LEAST_RATE
                 if len(raw) > options.most_bytes:
-                    message = f"the body has more than {options.most_bytes} bytes: send a smaller one"
+                    message = (
+                        f"the body has more than {options.most_bytes} bytes: send a smaller one, or raise --max-body"
+                    )
                     raise Failure(413, message, code="body_too_large")
     except ClientDisconnect as error:
         raise Failure(499, "the client has left") from error

@@ -128,4 +128,4 @@ clean:
 	@echo "clean: removing caches, build outputs and what tests have built"
 	@rm -rf build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage
 	@cd "$${SPACEPORT_TEST_CACHE:-$${XDG_CACHE_HOME:-$$HOME/.cache}/spaceport-tests}" 2>/dev/null && rm -rf built passed mypy || true
-	@find exporter graphs runtime tools tests src/spaceport -name __pycache__ -type d -prune -exec rm -rf {} +
+	@find benchmarks exporter graphs recipes runtime serving tools tests src/spaceport -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -23,13 +23,13 @@ STYLE = """
   .frame { stroke-dasharray: 4 3; }
   .arrow { stroke-width: 1.4; }
   .head { fill: #6e7781; }
-  .tools { fill: #fff4d6; } .exporter { fill: #dff3e4; } .runtime { fill: #ddeaff; } .graphs { fill: #f1e4fb; }
+  .tools { fill: #fff4d6; } .serving { fill: #ffe5dd; } .exporter { fill: #dff3e4; } .runtime { fill: #ddeaff; } .graphs { fill: #f1e4fb; }
   @media (prefers-color-scheme: dark) {
     text { fill: #e6edf3; }
     .paper, .box { fill: #0d1117; }
     .box, .frame, .arrow { stroke: #8b949e; }
     .head { fill: #8b949e; }
-    .tools { fill: #33290f; } .exporter { fill: #12301d; } .runtime { fill: #13294b; } .graphs { fill: #2d1b3d; }
+    .tools { fill: #33290f; } .serving { fill: #3a1d14; } .exporter { fill: #12301d; } .runtime { fill: #13294b; } .graphs { fill: #2d1b3d; }
   }
 """
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PARTS = ("graphs", "exporter", "runtime", "tools")
+PARTS = ("graphs", "exporter", "runtime", "serving", "tools")
 OWN_BOXES = "runtime"  # each of its modules that is in no sub-package has a box of its own
 
 Graph = Mapping[str, frozenset[str]]  # box -> boxes that it imports

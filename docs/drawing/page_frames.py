@@ -23,7 +23,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from spaceport.tools.serve.application import page_routes
+from spaceport.serving.application import page_routes
 
 RATE = 1000  # tokens per second
 ROUNDS = 3

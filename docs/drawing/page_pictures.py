@@ -18,8 +18,8 @@ from chromium import open_browser, running
 from PIL import Image
 
 from spaceport.runtime.session import Runtime
-from spaceport.tools.serve.application import application
-from spaceport.tools.serve.server import Server
+from spaceport.serving.application import application
+from spaceport.serving.server import Server
 
 DOCS = Path(__file__).parents[1]
 FRAME = 0.12  # seconds between two frames

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from import_graph import Graph, arrows_of, groups_of
 
-BANDS = (("tools",), ("exporter", "runtime"), ("graphs",))  # top to bottom; side by side in the second
+BANDS = (("tools",), ("serving",), ("exporter", "runtime"), ("graphs",))  # top to bottom; side by side in the third
 
 WIDTH, MARGIN, GUTTER = 1000, 24, 40  # pixels; the gutter between the parts of a band
 BOX, GAP, INSIDE = (30, 26, 10)  # height of a box, space between boxes, space around boxes that share a frame

@@ -7,9 +7,9 @@ from textwrap import wrap
 from typing import Any
 
 from spaceport.runtime.limits import DEFAULT_LIMITS
-from spaceport.tools.serve.bodies import IGNORED, REFUSED
-from spaceport.tools.serve.openapi import BODIES, schemas
-from spaceport.tools.serve.options import ServiceOptions
+from spaceport.serving.bodies import IGNORED, REFUSED
+from spaceport.serving.openapi import BODIES, schemas
+from spaceport.serving.options import ServiceOptions
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "service_fields.md"

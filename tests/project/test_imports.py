@@ -14,7 +14,10 @@ import pytest
 
 from support.paths import DOCS, ROOT
 
-PARTS = ("exporter", "graphs", "runtime", "tools")
+PARTS = ("exporter", "graphs", "runtime", "serving", "tools")
+
+# Folders of the checkout that are in no wheel: they import the package, which imports none of them.
+CHECKOUT_ONLY = ("benchmarks", "recipes")
 
 # Package -> what it may import of the project beside itself, lowest first: a row names earlier rows only. The longest
 # row that a module is in counts.
@@ -53,8 +56,8 @@ LAYERS = {
     "runtime": ("graphs.contract",),
     "tools.reference": _MODEL,
     "tools.demo": _MODEL,
-    "tools.page": (),
-    "tools.report": (*_MODEL, "tools.page"),
+    "serving.page": (),
+    "tools.report": (*_MODEL, "serving.page"),
     "tools.tune": (*_MODEL, "tools.reference"),
     "tools.distill": (*_MODEL, "tools.tune"),
     "tools.adopt": (*_MODEL, "tools.tune"),
@@ -62,27 +65,17 @@ LAYERS = {
     "tools.chat": (*_MODEL, "tools.terminal"),
     "tools.verify": (*_MODEL, "tools.reference", "tools.tune"),
     "tools.bench": (*_MODEL, "tools.demo", "tools.report", "tools.terminal", "tools.verify"),
-    "tools.serve": (*_MODEL, "tools.page"),
+    "serving": (*_MODEL, "serving.page"),
     "tools.fetch": _MODEL,
     "tools.cli": (
         *_MODEL,
-        "tools.serve",
+        "serving",
         "tools.chat",
         "tools.fetch",
         *("tools.adopt", "tools.bench", "tools.demo", "tools.distill", "tools.reference", "tools.report"),
         *("tools.terminal", "tools.tune", "tools.verify"),
     ),
-    "tools.replicas": (*_MODEL, "tools.serve", "tools.cli"),
-    # Not in the wheel: nothing imports it.
-    "tools.demo_recipe": (
-        *_MODEL,
-        "tools.cli",
-        "tools.demo",
-        "tools.reference",
-        "tools.terminal",
-        "tools.tune",
-        "tools.verify",
-    ),
+    "tools.replicas": (*_MODEL, "serving", "tools.cli"),
 }
 
 # Which libraries these modules may import. The longest entry counts; None = any.
@@ -208,10 +201,11 @@ def faults(sources: Sources) -> list[str]:
     return [f"{found} ({rule.__name__})" for found in imports(sources, sources) for rule in rules if rule(found)]
 
 
-def test_the_package_does_not_import_the_benchmarks_of_the_checkout() -> None:
+@pytest.mark.parametrize("folder", CHECKOUT_ONLY)
+def test_the_package_does_not_import_what_is_in_no_wheel(folder: str) -> None:
     sources = project()
-    assert [str(found) for found in imports(sources, sources) if found.library == "benchmarks"] == []
-    own = sources_under(ROOT / "benchmarks", "benchmarks")
+    assert [str(found) for found in imports(sources, sources) if found.library == folder] == []
+    own = sources_under(ROOT / folder, folder)
     assert [str(found) for found in imports(own, own) if second_copy(found)] == []
 
 

@@ -16,10 +16,10 @@ import pytest
 import spaceport
 from support.paths import ROOT
 
-PARTS = ("exporter", "graphs", "runtime", "tools")
+PARTS = ("exporter", "graphs", "runtime", "serving", "tools")
 
-# The recipe of the demo model, and files for containers and clusters: in the checkout and the sdist, not in the wheel.
-CHECKOUT_ONLY = ("spaceport/tools/demo_recipe/", "spaceport/tools/deploy/")
+# In the checkout and the sdist, not in the wheel.
+CHECKOUT_ONLY = {"benchmarks/__main__.py", "recipes/train.py", "recipes/chat_words.json", "deploy/Containerfile"}
 
 HEAVY = (
     *("cryptography", "llguidance"),
@@ -91,16 +91,11 @@ def test_runtime_and_command_line_import_without_heavy_libraries(tmp_path: Path)
 
 @dataclass(frozen=True)
 class Built:
-    """A wheel and an sdist, and the files that the sdist has to hold, such as spaceport/runtime/engine.py."""
+    """A wheel and an sdist, and the files of the package that both have to hold, such as spaceport/runtime/engine.py."""
 
     wheel: Path
     sdist: Path
     files: set[str]
-
-    @property
-    def wheel_files(self) -> set[str]:
-        """The files that the wheel has to hold."""
-        return {name for name in self.files if not name.startswith(CHECKOUT_ONLY)}
 
 
 def tracked() -> list[str]:
@@ -143,9 +138,8 @@ def test_the_wheel_holds_every_file_and_nothing_else(built: Built) -> None:
         info = f"spaceport-{spaceport.__version__}.dist-info"
         assert b"License-Expression: Apache-2.0" in wheel.read(f"{info}/METADATA").splitlines()
         assert "spaceport = spaceport.tools.cli:main" in wheel.read(f"{info}/entry_points.txt").decode().splitlines()
-    assert built.wheel_files - names == set(), "ignored by git, or needs an __init__.py or an entry in package-data"
-    assert names - built.wheel_files == set()
-    assert [name for name in names if name.startswith(CHECKOUT_ONLY)] == []
+    assert built.files - names == set(), "ignored by git, or needs an __init__.py or an entry in package-data"
+    assert names - built.files == set()
     assert "spaceport/tools/demo/model/model.safetensors" in names
 
 
@@ -154,8 +148,7 @@ def test_the_sdist_holds_every_file(built: Built) -> None:
     with tarfile.open(built.sdist) as sdist:
         names = {member.name.partition("/")[2] for member in sdist if member.isfile()}
     assert {f"src/{name}" for name in built.files} - names == set()
-    assert {f"src/{CHECKOUT_ONLY[0]}train.py", f"src/{CHECKOUT_ONLY[1]}Containerfile"} <= names
-    assert {"LICENSE", "pyproject.toml", "benchmarks/__main__.py"} <= names
+    assert {"LICENSE", "pyproject.toml"} | CHECKOUT_ONLY <= names
     assert [name for name in names if name.startswith("tests/")] == []
 
 

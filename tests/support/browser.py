@@ -14,7 +14,7 @@ from xml.etree.ElementTree import Element
 import pytest
 
 from spaceport.runtime.trace.record import TraceRecord
-from spaceport.tools.page.modules import import_map, style
+from spaceport.serving.page.modules import import_map, style
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 ADVICE = "no Chromium is installed: apt-get install chromium"

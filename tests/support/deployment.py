@@ -20,7 +20,7 @@ from spaceport.tools.cli import run
 from spaceport.tools.cli.exit_codes import OK
 from support.paths import ROOT
 
-DEPLOY = ROOT / "tools" / "deploy"
+DEPLOY = ROOT / "deploy"
 KUBERNETES = DEPLOY / "kubernetes"
 KSERVE = DEPLOY / "kserve"
 MONITORING = DEPLOY / "monitoring"

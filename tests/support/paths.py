@@ -5,6 +5,6 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 TESTS = ROOT / "tests"
 DOCS = ROOT / "docs"
-DEPLOY = ROOT / "tools" / "deploy"
+DEPLOY = ROOT / "deploy"
 TINY = TESTS / "data" / "tiny"  # trained checkpoint that drafts, a few kilobytes
 DEMO = ROOT / "tools" / "demo" / "model"  # trained checkpoint that drafts and forks

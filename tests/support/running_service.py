@@ -11,10 +11,10 @@ from threading import Thread
 from starlette.applications import Starlette
 
 from spaceport.runtime.scheduling.worker import RuntimeStatus
-from spaceport.tools.serve.application import Opener, application
-from spaceport.tools.serve.options import ServiceOptions
-from spaceport.tools.serve.server import Server, configuration
-from spaceport.tools.serve.service import Service
+from spaceport.serving.application import Opener, application
+from spaceport.serving.options import ServiceOptions
+from spaceport.serving.server import Server, configuration
+from spaceport.serving.service import Service
 
 _WAIT = 60.0  # seconds for anything that has to happen
 

@@ -108,7 +108,7 @@ def command(
     if page and prompts:
         raise OptionFault("--page with --prompt: prompts are typed into the page; leave one of them out")
     if page:
-        import spaceport.tools.serve.server  # noqa: F401  (a missing package is reported before minutes of work)
+        import spaceport.serving.server  # noqa: F401  (a missing package is reported before minutes of work)
     if chat and checkpoint is not None:
         raise OptionFault(f"--chat with the checkpoint {checkpoint}: expected one of them; leave the other out")
     demo = chat_demo(adapter, prompts) if chat else checkpoint_demo(checkpoint or MODEL, adapter, prompts)
@@ -192,8 +192,8 @@ def write_bundle(bundle: Path, demo: DemoModel, threads: int) -> bool:
 
 def serve_page(bundle: Path, name: str, threads: int, port: int) -> None:
     """Serve a bundle with its page until a signal."""
-    from spaceport.tools.serve.application import application
-    from spaceport.tools.serve.server import serve
+    from spaceport.serving.application import application
+    from spaceport.serving.server import serve
 
     opener = partial(Runtime.open, bundle, threads=threads, max_requests=4, prefix_cache=True)
     click.echo(f"open http://127.0.0.1:{port} in a browser; Ctrl-C ends it")

@@ -32,7 +32,7 @@ from spaceport.tools.cli.options import (
 from spaceport.tools.cli.service_settings import openers_of, service_options_of
 
 if TYPE_CHECKING:
-    from spaceport.tools.serve.tracing import RequestSpans
+    from spaceport.serving.tracing import RequestSpans
 
 _LOCAL = ("127.0.0.1", "::1", "localhost")
 
@@ -231,9 +231,9 @@ def command(context: click.Context, /, host: str, port: int, print_config: bool,
         return
     if not openers:
         raise click.UsageError("no bundle is given: expected BUNDLE, or a table [models] in the file of --config")
-    from spaceport.tools.serve.application import application
-    from spaceport.tools.serve.request_log import configure_logging
-    from spaceport.tools.serve.server import serve
+    from spaceport.serving.application import application
+    from spaceport.serving.request_log import configure_logging
+    from spaceport.serving.server import serve
 
     spans = spans_of(given["otel"])
     configure_logging(given["log_format"], given["log_level"])
@@ -273,6 +273,6 @@ def spans_of(wanted: bool) -> RequestSpans | None:
     """Where requests are traced, if that is wanted; raises if its libraries are missing."""
     if not wanted:
         return None
-    from spaceport.tools.serve.tracing import exported_spans
+    from spaceport.serving.tracing import exported_spans
 
     return exported_spans()

@@ -8,9 +8,9 @@ from functools import partial
 from typing import Any
 
 from spaceport.runtime.session import Runtime
+from spaceport.serving.options import ServiceOptions
 from spaceport.tools.cli.generate_request import limits_of
 from spaceport.tools.cli.key_file import KEY_VARIABLE, keys_of
-from spaceport.tools.serve.options import ServiceOptions
 
 _SERVICE = (
     *("strict", "page", "metrics_prefix", "request_timeout", "drain_timeout", "most_bytes"),

@@ -7,7 +7,7 @@ from typing import Any
 
 from ray.serve.metrics import Gauge
 
-from spaceport.tools.serve.metrics import Metrics, MetricSample
+from spaceport.serving.metrics import Metrics, MetricSample
 
 _INTERVAL = 5.0  # seconds; Ray collects every 10
 

@@ -10,13 +10,13 @@ from typing import Any
 
 from starlette.applications import Starlette
 
+from spaceport.serving.application import application
+from spaceport.serving.request_log import configure_logging
+from spaceport.serving.service import Service, log
 from spaceport.tools.cli.serve import spans_of
 from spaceport.tools.cli.service_settings import openers_of, service_options_of
 from spaceport.tools.replicas.arguments import Arguments
 from spaceport.tools.replicas.published_metrics import publish
-from spaceport.tools.serve.application import application
-from spaceport.tools.serve.request_log import configure_logging
-from spaceport.tools.serve.service import Service, log
 
 LAYERS_VARIABLE = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
 LAYERS = "spaceport.tools.replicas.proxy.layers"

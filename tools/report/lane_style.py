@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from spaceport.tools.page.modules import style
+from spaceport.serving.page.modules import style
 
 COLOURS = style("colours")
 MARKS = style("marks")

@@ -9,7 +9,7 @@ import jinja2
 from markupsafe import Markup
 
 from spaceport.runtime.trace.record import TraceRecord
-from spaceport.tools.page.modules import import_map, style
+from spaceport.serving.page.modules import import_map, style
 from spaceport.tools.report.words import visible
 
 _TEMPLATE = Path(__file__).with_name("page.html.jinja")

@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from recipes.scratch import ModelShape, write_scratch
+from recipes.tokenizer import train_tokenizer
 from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
-from spaceport.tools.demo_recipe.scratch import ModelShape, write_scratch
-from spaceport.tools.demo_recipe.tokenizer import train_tokenizer
 from spaceport.tools.reference import checkpoint_runtime
 from spaceport.tools.terminal.tuning_screen import shown
 from spaceport.tools.tune.job import TuningJob

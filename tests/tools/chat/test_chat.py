@@ -23,13 +23,13 @@ from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.runtime.backends.on_onnxruntime import OnnxRuntimeEngine
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
+from spaceport.serving.application import application
+from spaceport.serving.options import ServiceOptions
 from spaceport.tools.chat.chat_loop import Chat
 from spaceport.tools.chat.chat_model import AnswerOptions
 from spaceport.tools.chat.conversation import ChatHistory
 from spaceport.tools.chat.service_model import ServiceFault, ServiceModel, root_of
 from spaceport.tools.cli import run
-from spaceport.tools.serve.application import application
-from spaceport.tools.serve.options import ServiceOptions
 from spaceport.tools.terminal.lanes import Span
 from support.paths import DEMO
 from support.terminal import Typist, at_a_terminal

@@ -17,6 +17,7 @@ from click.testing import CliRunner
 
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.session import Runtime
+from spaceport.serving.options import ServiceOptions
 from spaceport.tools.cli import Commands, cli, run
 from spaceport.tools.cli.configuration import tomllib
 from spaceport.tools.cli.exit_codes import OK, USAGE
@@ -25,7 +26,6 @@ from spaceport.tools.cli.options import Renamed, Sectioned, Unused, refuse_unuse
 from spaceport.tools.cli.serve import command as serve
 from spaceport.tools.cli.service_settings import openers_of, service_options_of
 from spaceport.tools.cli.toml_text import entry
-from spaceport.tools.serve.options import ServiceOptions
 
 Shown = pytest.CaptureFixture[str]
 

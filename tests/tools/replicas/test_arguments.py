@@ -18,7 +18,7 @@ from spaceport.tools.replicas.arguments import ReplicaOptions, arguments_of
 from spaceport.tools.replicas.deployment_options import deployment_options
 from support.paths import DEPLOY
 
-pytestmark = pytest.mark.on_change("tools/deploy/ray")
+pytestmark = pytest.mark.on_change("deploy/ray")
 
 MODELS = {"chat": "/mnt/chat.bundle"}
 

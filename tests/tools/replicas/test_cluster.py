@@ -20,7 +20,7 @@ from spaceport.runtime.session import Runtime
 from support.ray_cluster import Deployed, deployed, wait_for
 
 pytestmark = [
-    pytest.mark.on_change("tools/deploy/ray"),
+    pytest.mark.on_change("deploy/ray"),
     pytest.mark.nightly,
     pytest.mark.skipif(not find_spec("ray"), reason="needs Ray: pip install -c constraints.txt '.[cpu,serve,ray]'"),
 ]

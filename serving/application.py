@@ -1,0 +1,216 @@
+"""The ASGI application of a service, with its routes, API keys and page."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from hashlib import sha256
+
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from spaceport.graphs.contract.faults import SpaceportError
+from spaceport.runtime.scheduling.worker import RuntimeStatus
+from spaceport.runtime.session import Runtime
+from spaceport.serving import completions, information
+from spaceport.serving.audit import AuditLog, CompletionAudit
+from spaceport.serving.failures import Failure
+from spaceport.serving.metrics import Metrics
+from spaceport.serving.openapi import needs_key, openapi
+from spaceport.serving.options import ServiceOptions
+from spaceport.serving.page.modules import STATIC
+from spaceport.serving.request_log import LogRequests, Spans, recorded_failure
+from spaceport.serving.responses import responses
+from spaceport.serving.service import ServedModel, Service, log, service_of
+
+_TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+_SCHEME = "bearer "
+
+# Opens the bundle of a model.
+Opener = Callable[[], Runtime]
+
+_ROUTES = (
+    Route("/v1/chat/completions", completions.chat, methods=["POST"]),
+    Route("/v1/completions", completions.text, methods=["POST"]),
+    Route("/v1/responses", responses, methods=["POST"]),
+    Route("/v1/models", information.models),
+    Route("/v1/models/{name:path}", information.model),
+    Route("/tokenize", information.tokenize, methods=["POST"]),
+    Route("/detokenize", information.detokenize, methods=["POST"]),
+    Route("/tokenizer_info", information.tokenizer_info),
+    Route("/health", information.ready),
+    Route("/health/live", information.live),
+    Route("/health/ready", information.ready),
+    Route("/v2/health/live", information.live),
+    Route("/v2/health/ready", information.ready),
+    Route("/v2/models/{name:path}/ready", information.model_ready),
+    Route("/metrics", information.metrics),
+    Route("/version", information.version),
+    Route("/load", information.load),
+    Route("/openapi.json", openapi),
+)
+
+
+def _route(path: str, name: str) -> Route:
+    file = STATIC / name
+    content = file.read_bytes()
+    tag = f'"{sha256(content).hexdigest()[:32]}"'
+    headers = {**_HEADERS, "ETag": tag}
+
+    async def answer(request: Request) -> Response:
+        if request.headers.get("if-none-match") == tag:
+            return Response(status_code=304, headers=headers)
+        return Response(content, headers=headers, media_type=_TYPES[file.suffix])
+
+    return Route(path, answer)
+
+
+def page_routes() -> list[Route]:
+    """The page and the files that it loads."""
+    files = sorted(file.name for file in STATIC.iterdir() if file.suffix in _TYPES and file.name != "index.html")
+    return [_route("/", "index.html"), *(_route(f"/page/{name}", name) for name in files)]
+
+
+class RequireKey:
+    """An application that refuses requests without a key, apart from health checks and the files of the page."""
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+        self._app = app
+        self._keys = [key.encode() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not self._keys or not needs_key(scope["path"]) or self._has_key(scope):
+            await self._app(scope, receive, send)
+            return
+        message, headers = "no valid key: send the header Authorization: Bearer KEY", {"WWW-Authenticate": "Bearer"}
+        failure = recorded_failure(Failure(401, message, "authentication_error", headers=headers), scope)
+        await failure.response()(scope, receive, send)
+
+    def _has_key(self, scope: Scope) -> bool:
+        header = Headers(scope=scope).get("authorization", "")
+        if not header.lower().startswith(_SCHEME):
+            return False
+        sent = header[len(_SCHEME) :].strip().encode()
+        # All keys are compared, so that the time does not depend on the key.
+        equal = [hmac.compare_digest(sent, key) for key in self._keys]
+        return any(equal)
+
+
+async def close_models(models: Iterable[ServedModel]) -> None:
+    """Close the bundles of models; requests that still run end with an error."""
+    await asyncio.gather(*(asyncio.to_thread(model.runtime.close) for model in models))
+
+
+def _audit(service: Service, name: str, runtime: Runtime, file: AuditLog | None) -> CompletionAudit:
+    """The audit of a model's completions."""
+    return CompletionAudit(
+        name,
+        runtime,
+        service.options.audit_rate,
+        lambda result: service.metrics.audited(name, result),
+        file=file,
+        disables_drafts=service.options.audit_action == "disable-drafts",
+        is_stopping=lambda: service.draining,
+    )
+
+
+async def _open(
+    openers: Mapping[str, Opener], opened: dict[str, ServedModel], service: Service, file: AuditLog | None
+) -> None:
+    """Open the bundles of all models, and begin to audit them."""
+    log.info("opening %s", ", ".join(openers))
+    try:
+        for name, opener in openers.items():
+            runtime = await asyncio.to_thread(opener)
+            audit = _audit(service, name, runtime, file) if service.options.audit_rate else None
+            opened[name] = ServedModel(name, runtime, audit)
+    except (SpaceportError, OSError) as error:
+        service.fault = error
+        raise
+    service.models = opened.copy()
+    for model in opened.values():
+        if model.audit is not None:
+            service.metrics.begin_audit(model.name, model.audit)
+            model.audit.start()
+
+
+@asynccontextmanager
+async def _open_models(
+    openers: Mapping[str, Opener], service: Service, file: AuditLog | None, answers_while_opening: bool
+) -> AsyncIterator[None]:
+    """The time in which the bundles of all models are open."""
+    opened: dict[str, ServedModel] = {}
+    opening = asyncio.create_task(_open(openers, opened, service, file))
+    try:
+        if not answers_while_opening:
+            await opening
+        yield
+    finally:
+        with suppress(SpaceportError, OSError):  # the service's fault
+            await opening
+        await asyncio.gather(*(model.audit.stop() for model in opened.values() if model.audit is not None))
+        await close_models(opened.values())
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    failure = recorded_failure(error, request.scope)
+    if failure.status == 503:
+        service_of(request).metrics.refused(failure.code or "unavailable")
+    if failure.status == 500:
+        log.error("a request failed", exc_info=error)
+    return failure.response()
+
+
+async def _no_route(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    what = f"{request.method} {request.url.path}"
+    message = f"{what}: no such endpoint" if error.status_code == 404 else f"{what}: {error.detail}"
+    return Failure(error.status_code, message, headers=dict(error.headers or {})).response()
+
+
+def application(
+    openers: Mapping[str, Opener],
+    options: ServiceOptions | None = None,
+    *,
+    answers_while_opening: bool = False,
+    spans: Spans | None = None,
+) -> Starlette:
+    """The application that serves these models; it opens their bundles when it starts, and closes them when it ends.
+
+    With `answers_while_opening`, it is not ready until they are open; an error is then the service's `fault`.
+    With `spans`, requests that generate are traced.
+    """
+    options = options or ServiceOptions()
+
+    def statuses() -> dict[str, RuntimeStatus]:
+        return {name: model.status() for name, model in service.models.items()}
+
+    service = Service(options, Metrics(options.metrics_prefix, statuses))
+    file = None if options.audit_log is None else AuditLog(options.audit_log)
+
+    routes = [*_ROUTES, *(page_routes() if options.page else ())]
+    app = Starlette(
+        routes=routes,
+        lifespan=lambda _: _open_models(openers, service, file, answers_while_opening),
+        exception_handlers={HTTPException: _no_route, Failure: _failed, SpaceportError: _failed},
+        middleware=[
+            Middleware(LogRequests, paths=[route.path for route in routes], spans=spans),
+            Middleware(RequireKey, keys=options.keys),
+        ],
+    )
+    app.state.service = service
+    return app

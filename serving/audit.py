@@ -1,0 +1,310 @@
+"""Repeats a share of a model's completions without drafts while no client waits, and records those that differ."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import platform
+import random
+import stat
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, fields, replace
+from hashlib import sha256
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from spaceport import __version__
+from spaceport.graphs.contract.exactness import tolerance_of
+from spaceport.graphs.contract.faults import OptionFault, SpaceportError
+from spaceport.runtime.backends.machine import cpu_name
+from spaceport.runtime.decode.sequence import NotANumber
+from spaceport.runtime.decoding import Decoding
+from spaceport.runtime.scheduling.request import Completion
+from spaceport.runtime.scheduling.stream import AsyncStream
+from spaceport.runtime.session import Runtime
+from spaceport.serving.comparison import CompletionComparison, CompletionDifference, Outcome, plain_decoding
+
+MOST_BYTES = 64 << 20  # of the audit log
+_OTHERS = stat.S_IRWXG | stat.S_IRWXO
+_PACKAGES = ("numpy", "onnxruntime", "onnxruntime-gpu", "tensorrt", "tensorrt-rtx", "torch", "llguidance")
+_TEXT = ("stop", "stops", "stop_token_ids", "grammar", "cache_salt", "timeout", "logprobs", "trace")
+_MOST_WAITING = 16  # completions that wait until there is capacity
+_INTERVAL = 0.05  # seconds between two looks at whether clients wait
+_UNFINISHED = ("cancelled", "deadline")  # endings of completions that plain decoding would continue
+
+AuditResult = Outcome | Literal["skipped"]
+
+log = logging.getLogger("spaceport.service")
+
+
+class AuditLog:
+    """A file for the user who runs the service alone; it ends before `most` bytes."""
+
+    def __init__(self, file: Path, most: int = MOST_BYTES) -> None:
+        self._file = file
+        self._most = most
+        self._full = False
+        try:
+            os.close(self._open())
+        except OSError as error:
+            raise OptionFault(
+                f"audit_log is {str(file)!r}: {error.strerror}: expected a file that only this user may read and write"
+            ) from error
+
+    def append(self, record: dict[str, Any]) -> None:
+        """Append a record as a line of JSON, unless the file is full."""
+        line = msgspec.json.encode(record) + b"\n"
+        descriptor = self._open()
+        with os.fdopen(descriptor, "ab") as stream:
+            if os.fstat(descriptor).st_size + len(line) <= self._most:
+                stream.write(line)
+            elif not self._full:
+                self._full = True
+                log.warning("the audit log %s is full: further faults are not recorded in it", self._file)
+
+    def _open(self) -> int:
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        descriptor = os.open(self._file, flags, 0o600)
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & _OTHERS:
+            os.close(descriptor)
+            raise PermissionError(1, "others may read or write it, or it is no file")
+        return descriptor
+
+
+def _threads_of(completion: Completion) -> list[dict[str, Any]]:
+    return [
+        {"path": thread.path, "fork": thread.fork, "tokens": thread.tokens, "ending": thread.ending}
+        for thread in completion.threads
+    ]
+
+
+def _options_of(decoding: Decoding) -> dict[str, Any]:
+    """The options without text and without what says something about it."""
+    options = {option.name: getattr(decoding, option.name) for option in fields(decoding) if option.name not in _TEXT}
+    sampling = asdict(options.pop("sampling"))
+    for name in ("logit_bias", "banned"):
+        sampling[name] = len(sampling[name])
+    return {
+        **options,
+        **{name: value for name, value in sampling.items() if name != "seed"},
+        "stop_strings": len(decoding.stops),
+        "stop_token_ids": len(decoding.stop_token_ids),
+        "grammar": decoding.grammar is not None,
+    }
+
+
+def _versions() -> dict[str, str]:
+    versions = {}
+    for package in _PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return versions
+
+
+def fault_record(
+    name: str, runtime: Runtime, decoding: Decoding, completion: Completion, differences: Iterable[CompletionDifference]
+) -> dict[str, Any]:
+    """What is needed to reproduce a fault, apart from what the client sent and got."""
+    manifest, engine = runtime.bundle.manifest, runtime.engine
+    return {
+        "model": name,
+        "bundle": sha256(runtime.bundle.manifest_content).hexdigest(),
+        "engine": f"{type(engine).__name__} {engine.device} {manifest.signature.dtype} {manifest.signature.lowering}",
+        "cpu": cpu_name(),
+        "versions": {"spaceport": __version__, "python": platform.python_version(), **_versions()},
+        "options": _options_of(decoding),
+        "seed": completion.seed,
+        "prompt_tokens": len(completion.prompt_tokens),
+        "tokens": len(completion.tokens),
+        "differences": [asdict(difference) for difference in differences],
+    }
+
+
+def contents_of(decoding: Decoding, completion: Completion, plain: Completion | None) -> dict[str, Any]:
+    """What the client sent and got, and what plain decoding generates."""
+    return {
+        "prompt": completion.prompt_tokens,
+        "stop": decoding.stops,
+        "stop_token_ids": decoding.stop_token_ids,
+        "logit_bias": {str(token): bias for token, bias in decoding.sampling.logit_bias.items()},
+        "banned": sorted(decoding.sampling.banned),
+        "grammar": None if decoding.grammar is None else decoding.grammar.source,
+        "found": _threads_of(completion),
+        "plain": None if plain is None else _threads_of(plain),
+    }
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A completion that is to be repeated."""
+
+    decoding: Decoding
+    completion: Completion
+
+
+def _without_logprobs(completion: Completion) -> Completion:
+    """The part of a completion that is compared."""
+    threads = tuple(replace(thread, logprobs=()) for thread in completion.threads)
+    return replace(completion, threads=threads, logprobs=(), trace=None)
+
+
+class CompletionAudit:
+    """Repeats completions of one model, one at a time."""
+
+    def __init__(
+        self,
+        name: str,
+        runtime: Runtime,
+        rate: float,
+        on_result: Callable[[AuditResult], None],
+        *,
+        file: AuditLog | None = None,
+        disables_drafts: bool = False,
+        is_stopping: Callable[[], bool] = lambda: False,
+        chance: Callable[[], float] = random.random,
+    ) -> None:
+        """Describe the audit of one model.
+
+        - `rate`: Share of the completions to repeat, from 0 to 1.
+        - `on_result`: Called once for each completion of that share.
+        - `file`: Where the contents of faults are recorded; None: nowhere.
+        - `disables_drafts`: Whether a fault switches the drafts of this model off.
+        - `is_stopping`: Whether the service stops, and nothing more is repeated.
+        """
+        self._name = name
+        self._runtime = runtime
+        self._rate = rate
+        self._on_result = on_result
+        self._file = file
+        self._disables_drafts = disables_drafts
+        self._is_stopping = is_stopping
+        self._chance = chance
+        self._waiting: deque[_Job] = deque()
+        self._offered = asyncio.Event()
+        self._stream: AsyncStream | None = None  # the completion that is repeated now
+        self._ended = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self.drafts = True  # False: switched off after a fault
+
+    @property
+    def running(self) -> bool:
+        """Whether a completion is repeated now."""
+        return self._stream is not None
+
+    def applied_to(self, decoding: Decoding) -> Decoding:
+        """The options of a request, without drafts if those are switched off."""
+        return decoding if self.drafts else replace(decoding, mask_slots=0, lookup=0)
+
+    def offer(self, decoding: Decoding, completion: Completion) -> None:
+        """Repeat this completion, if it is one of the share, as soon as there is capacity."""
+        manifest = self._runtime.bundle.manifest
+        drafts = decoding.draft_config(manifest.drafts, self._runtime.exactness.drafts)
+        drafted = drafts.mask_slots or drafts.heads or drafts.lookup
+        if not drafted or completion.ending in _UNFINISHED or self._chance() >= self._rate:
+            return
+        if len(self._waiting) >= _MOST_WAITING:
+            self._on_result("skipped")
+            return
+        self._waiting.append(_Job(decoding, _without_logprobs(completion)))
+        self._offered.set()
+
+    def start(self) -> None:
+        """Begin to repeat completions."""
+        self._task = asyncio.create_task(self._run())
+
+    async def stop(self) -> None:
+        """End the completion that is repeated, and repeat no more."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait({self._task})
+
+    async def give_way(self, requests: int) -> None:
+        """Make sure that this number of requests finds the KV buffers that it would find without an audit."""
+        if self._free < requests and self._stream is not None:
+            self._stream.close()
+            await self._ended.wait()  # the current step, which the requests would wait for as well
+
+    async def _run(self) -> None:
+        while True:
+            await self._offered.wait()
+            while self._waiting and self._has_capacity():
+                job = self._waiting.popleft()
+                try:
+                    await self._repeat(job)
+                except SpaceportError as error:
+                    self._on_result("skipped")
+                    log.info("a completion was not audited: %s", type(error).__name__)
+            if self._waiting:
+                await asyncio.sleep(_INTERVAL)
+            else:
+                self._offered.clear()
+
+    def _has_capacity(self) -> bool:
+        return self._free > 0 and self._runtime.status().healthy and not self._is_stopping()
+
+    async def _repeat(self, job: _Job) -> None:
+        """Generate a completion again without drafts, unless clients wait before it has ended."""
+        manifest = self._runtime.bundle.manifest
+        tolerance = tolerance_of(manifest.signature.dtype, manifest.activations)
+        comparison = CompletionComparison(job.completion, tolerance, stops=bool(job.decoding.stops))
+        plain = plain_decoding(job.decoding, job.completion)
+        stream = self._runtime.astream(list(job.completion.prompt_tokens), plain, observers=(comparison,))
+        self._stream = stream
+        self._ended.clear()
+        task = asyncio.ensure_future(stream.completion())
+        try:
+            while not task.done():
+                await asyncio.wait({task}, timeout=_INTERVAL)
+                if self._free < 0 or self._is_stopping():
+                    stream.close()
+            self._compare(job, comparison, task.result())
+        except (NotANumber, OptionFault) as error:  # of plain decoding only
+            reason = f"plain decoding failed: {type(error).__name__}"
+            self._fault(job, None, [CompletionDifference((), len(job.completion.prompt_tokens), reason=reason)])
+        finally:
+            stream.close()
+            task.cancel()
+            self._stream = None
+            self._ended.set()
+
+    @property
+    def _free(self) -> int:
+        """KV buffers that no request has or is about to get; below 0: as many requests wait."""
+        status = self._runtime.status()
+        return status.max_requests - status.active_requests - status.queued_requests
+
+    def _compare(self, job: _Job, comparison: CompletionComparison, plain: Completion) -> None:
+        if plain.ending in _UNFINISHED:
+            self._on_result("skipped")
+            return
+        outcome = comparison.outcome(plain)
+        differences = list(comparison.differences.values())
+        if outcome == "fault":
+            self._fault(job, plain, differences)
+            return
+        self._on_result(outcome)
+        for difference in differences:  # without the tokens, which are a part of the answer
+            shown = f"at position {difference.position}, {difference.shift:.1e} of {difference.allowed:.1e}"
+            log.info("near-tie in %s %s", self._name, shown)
+
+    def _fault(self, job: _Job, plain: Completion | None, differences: list[CompletionDifference]) -> None:
+        self._on_result("fault")
+        record = fault_record(self._name, self._runtime, job.decoding, job.completion, differences)
+        log.error("exactness fault: %s", msgspec.json.encode(record).decode())
+        if self._file is not None:
+            try:
+                self._file.append({**record, **contents_of(job.decoding, job.completion, plain)})
+            except OSError as error:
+                log.error("the audit log cannot be written: %s", error.strerror)
+        if self._disables_drafts and self.drafts:
+            self.drafts = False
+            self._waiting.clear()
+            log.error("drafts of %s are switched off: its output is not that of plain decoding", self._name)

@@ -1,0 +1,429 @@
+"""The Responses API: a request as a chat request, and its output as items and events."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any, Literal
+
+import msgspec
+from msgspec import Struct
+from starlette.requests import Request
+
+from spaceport.runtime.sampling.logprobs import TokenLogprob
+from spaceport.runtime.scheduling.request import Completion
+from spaceport.runtime.tool_calls.parser import CallPart, MessagePart
+from spaceport.serving.answers import (
+    MessageText,
+    RequestAnswer,
+    chat_logprobs,
+    finish_reason,
+    logprobs_of,
+    text_of,
+)
+from spaceport.serving.bodies import ChatBody, GenerationBody, ResponseFormat, SchemaFormat
+from spaceport.serving.completions import completed, request_body, requested_model, started
+from spaceport.serving.failures import Failure, json_response
+from spaceport.serving.generations import EventStream, Generations
+from spaceport.serving.request_inputs import ToolUse, chat_prompt, check_count, check_least, tool_use_of
+from spaceport.serving.request_log import record_of
+from spaceport.serving.service import service_of
+
+_STORED = ("previous_response_id", "conversation", "prompt")  # they name what an earlier request has stored
+_ADVICE = "the service stores nothing: send all messages as input"
+_TEXTS = ("input_text", "output_text", "text")  # kinds of parts that have text
+_LOGPROBS = "message.output_text.logprobs"
+_SHARED = frozenset(entry.name for entry in msgspec.structs.fields(GenerationBody)) - {"stream_options", "max_tokens"}
+
+Event = dict[str, Any]
+
+
+class TextFormat(Struct):
+    """The format of the answer's text."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str | None = None
+    description: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class TextOptions(Struct):
+    """Options of the answer's text."""
+
+    format: TextFormat | None = None
+    verbosity: str | None = None  # ignored
+
+
+class ResponsesStreamOptions(Struct):
+    """What a stream reports."""
+
+    include_obfuscation: bool | None = None  # ignored: no event is padded
+
+
+class ResponsesBody(GenerationBody, kw_only=True):
+    """A request to the Responses API."""
+
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    top_logprobs: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    metadata: dict[str, str] | None = None
+    include: list[str] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    previous_response_id: str | None = None
+    conversation: str | dict[str, Any] | None = None
+    prompt: dict[str, Any] | None = None
+    background: bool | None = None
+    stream_options: ResponsesStreamOptions | None = None  # type: ignore[assignment]
+    # Ignored: they ask for what this service does not have.
+    store: bool | None = None
+    truncation: str | None = None
+    reasoning: dict[str, Any] | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    max_tool_calls: int | None = None
+
+
+def check_fields(body: ResponsesBody) -> None:
+    """Raise for fields that need stored responses, and for reports that only the other endpoints have."""
+    for name in _STORED:
+        if getattr(body, name) is not None:
+            raise Failure(400, f"{name} is not supported: {_ADVICE}", param=name)
+    if body.background:
+        raise Failure(400, f"background is not supported: {_ADVICE}, or a stream", param="background")
+    for name, asked in (("return_token_ids", body.return_token_ids), ("spaceport.threads", body.spaceport.threads)):
+        if asked:
+            raise Failure(400, f"{name} is not supported here: expected a request for /v1/chat/completions", param=name)
+    for name in ("max_tokens", "max_output_tokens"):
+        if (given := getattr(body, name)) is not None:
+            check_least(name, given)
+    if body.n not in (None, 1):
+        raise Failure(400, f"n is {body.n}: expected 1, a response has one output", param="n")
+
+
+def _invalid(where: str, what: str) -> Failure:
+    return Failure(400, f"{where} {what}", param=where)
+
+
+def _text(where: str, content: object) -> str:
+    """The text of a content; parts are joined by line breaks."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise _invalid(where, "is missing: expected text or a list of parts")
+    texts = []
+    for index, part in enumerate(content):
+        text = part.get("text") if isinstance(part, dict) and part.get("type") in _TEXTS else None
+        if isinstance(part, dict) and part.get("type") == "refusal":
+            text = part.get("refusal")
+        if not isinstance(text, str):
+            raise _invalid(f"{where}[{index}]", "is no text: the models read text only")
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _tool(index: int, tool: Mapping[str, Any]) -> dict[str, Any]:
+    """A function of the Responses API, which has no object of its own, as one of the chat endpoint."""
+    if tool.get("type") != "function":
+        expected = "expected function: the service calls no tools itself"
+        raise Failure(400, f"tools[{index}].type is {tool.get('type')!r:.60}: {expected}", param="tools")
+    return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
+
+
+def _choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    return choice
+
+
+def _format(text_format: TextFormat | None) -> ResponseFormat | None:
+    if text_format is None:
+        return None
+    if text_format.type == "json_schema":
+        if text_format.schema is None:
+            raise Failure(400, "text.format.schema is missing: expected a JSON schema", param="text.format.schema")
+        return ResponseFormat("json_schema", SchemaFormat(text_format.schema, text_format.name, text_format.strict))
+    return ResponseFormat(text_format.type)
+
+
+def _add(messages: list[dict[str, Any]], where: str, item: Mapping[str, Any]) -> None:
+    """Add an item of the input to the messages before it."""
+    kind = item.get("type", "message")
+    last = messages[-1] if messages else {}
+    if kind == "message":
+        role, content = item.get("role"), _text(f"{where}.content", item.get("content"))
+        if not isinstance(role, str):
+            raise _invalid(f"{where}.role", "is missing: expected user, assistant, system or developer")
+        role = "system" if role == "developer" else role
+        if role == "system" and [message["role"] for message in messages] == ["system"]:
+            last["content"] += f"\n\n{content}"  # templates take one system message, at the start
+        else:
+            messages.append({"role": role, "content": content})
+    elif kind == "function_call":
+        call = {
+            "id": item.get("call_id"),
+            "type": "function",
+            "function": {"name": item.get("name"), "arguments": item.get("arguments", "")},
+        }
+        if not all(isinstance(text, str) for text in (call["id"], item.get("name"), item.get("arguments", ""))):
+            raise _invalid(where, "is no function_call: expected call_id, name and arguments as texts")
+        if last.get("role") != "assistant":
+            messages.append({"role": "assistant", "content": ""})
+        messages[-1].setdefault("tool_calls", []).append(call)
+    elif kind == "function_call_output":
+        if not isinstance(item.get("call_id"), str):
+            raise _invalid(f"{where}.call_id", "is missing: expected that of a function_call")
+        output = _text(f"{where}.output", item.get("output"))
+        messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": output})
+    elif kind != "reasoning":  # what a model thought in earlier turns is not rendered
+        raise _invalid(
+            f"{where}.type", f"is {kind!r:.60}: expected message, function_call, function_call_output or reasoning"
+        )
+
+
+def _messages(body: ResponsesBody) -> list[dict[str, Any]]:
+    """The chat messages of the instructions and the input."""
+    messages: list[dict[str, Any]] = []
+    if body.instructions:
+        messages.append({"role": "system", "content": body.instructions})
+    items: Sequence[dict[str, Any]] = (
+        [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
+    )
+    if not items:
+        raise _invalid("input", "is empty: expected text or at least one item")
+    for index, item in enumerate(items):
+        _add(messages, f"input[{index}]", item)
+    return messages
+
+
+def chat_body(body: ResponsesBody) -> ChatBody:
+    """The same request as a chat request."""
+    wants_logprobs = body.top_logprobs is not None or _LOGPROBS in (body.include or ())
+    return ChatBody(
+        **{name: getattr(body, name) for name in _SHARED},
+        messages=_messages(body),
+        max_completion_tokens=body.max_output_tokens if body.max_output_tokens is not None else body.max_tokens,
+        logprobs=wants_logprobs,
+        top_logprobs=body.top_logprobs,
+        response_format=_format(body.text.format if body.text is not None else None),
+        tools=None if body.tools is None else [_tool(index, tool) for index, tool in enumerate(body.tools)],
+        tool_choice=_choice(body.tool_choice),
+        parallel_tool_calls=body.parallel_tool_calls,
+        chat_template_kwargs=body.chat_template_kwargs,
+    )
+
+
+@dataclass
+class OutputItems:
+    """The items of one response, which grow; each method returns the events of what it adds."""
+
+    tools: ToolUse
+    with_logprobs: bool = False
+    items: list[dict[str, Any]] = field(default_factory=list)
+    _open: bool = False  # whether the last item may grow
+    _logprobs: list[dict[str, Any]] = field(default_factory=list)  # of tokens whose text has not been added yet
+
+    def add(self, parts: Iterable[MessagePart], logprobs: Sequence[TokenLogprob] = ()) -> list[Event]:
+        """Add parts of the answer, and the log probabilities of tokens."""
+        if self.with_logprobs:
+            self._logprobs += chat_logprobs(logprobs)["content"]
+        events: list[Event] = []
+        for part in parts:
+            events += self._add_text(part) if isinstance(part, str) else self._add_call(part)
+        return events
+
+    def close(self, complete: bool = True) -> list[Event]:
+        """End the last item; `complete` is whether nothing cut it off."""
+        if not self._open:
+            return []
+        self._open = False
+        item = self.items[-1]
+        item["status"] = "completed" if complete else "incomplete"
+        return [*self._ended(item), self._event("output_item.done", item=item.copy())]
+
+    def _ended(self, item: dict[str, Any]) -> list[Event]:
+        """The events at the end of an item's text or arguments."""
+        if item["type"] == "function_call":
+            of_call = {"name": item["name"], "arguments": item["arguments"]}
+            return [self._event("function_call_arguments.done", item_id=item["id"], **of_call)]
+        (part,) = item["content"]
+        if self.with_logprobs:
+            part["logprobs"] += self._logprobs
+        of_part = {"item_id": item["id"], "content_index": 0}
+        return [
+            self._event("output_text.done", **of_part, text=part["text"], logprobs=part.get("logprobs", [])),
+            self._event("content_part.done", **of_part, part=part.copy()),
+        ]
+
+    def _add_text(self, text: str) -> list[Event]:
+        events: list[Event] = []
+        if not self._open or self.items[-1]["type"] != "message":
+            events += self._begin_message()
+        (part,) = self.items[-1]["content"]
+        part["text"] += text
+        logprobs, self._logprobs = self._logprobs, []
+        if self.with_logprobs:
+            part["logprobs"] += logprobs
+        of_part = {"item_id": self.items[-1]["id"], "content_index": 0}
+        return [*events, self._event("output_text.delta", **of_part, delta=text, logprobs=logprobs)]
+
+    def _add_call(self, part: CallPart) -> list[Event]:
+        events: list[Event] = []
+        if part.name is not None:
+            call = {"type": "function_call", "call_id": self.tools.call_id(), "name": part.name, "arguments": ""}
+            events += self._begin({"id": f"fc_{secrets.token_hex(12)}", **call})
+        self.items[-1]["arguments"] += part.arguments
+        if part.arguments:
+            delta = {"item_id": self.items[-1]["id"], "delta": part.arguments}
+            events.append(self._event("function_call_arguments.delta", **delta))
+        return events
+
+    def _begin_message(self) -> list[Event]:
+        part: dict[str, Any] = {"type": "output_text", "text": "", "annotations": []}
+        if self.with_logprobs:
+            part["logprobs"] = []
+        item_id = f"msg_{secrets.token_hex(12)}"
+        events = self._begin({"id": item_id, "type": "message", "role": "assistant", "content": []})
+        self.items[-1]["content"] = [part]
+        return [*events, self._event("content_part.added", item_id=item_id, content_index=0, part=part.copy())]
+
+    def _begin(self, item: dict[str, Any]) -> list[Event]:
+        """End the last item, and begin another one."""
+        events = self.close()
+        self.items.append({**item, "status": "in_progress"})
+        self._open = True
+        return [*events, self._event("output_item.added", item=self.items[-1].copy())]
+
+    def _event(self, kind: str, **fields: Any) -> Event:
+        return {"type": f"response.{kind}", "output_index": len(self.items) - 1, **fields}
+
+
+@dataclass
+class ResponsesAnswer(RequestAnswer):
+    """The response to one request, which grows, and what all its events have in common."""
+
+    asked: ResponsesBody = field(kw_only=True)  # `body` is the same request as a chat request
+
+    prefix = "resp_"
+
+    def __post_init__(self) -> None:
+        self.items = OutputItems(self.tools, with_logprobs=self.wants_logprobs)
+        self.text = MessageText(self.tools)
+
+    def begun(self) -> dict[str, Any]:
+        """The response before anything is generated."""
+        return {**self._head("in_progress"), "output": [], "usage": None}
+
+    def add(self, text: str, logprobs: Sequence[TokenLogprob]) -> list[Event]:
+        """Add generated text, and the log probabilities of its tokens."""
+        return self.items.add(self.text.parts(text), logprobs)
+
+    def finish(self, completion: Completion) -> list[Event]:
+        """Add the text that was held back, and end the output."""
+        added = self.items.add(self.text.last_parts())
+        if not self.items.items:  # a response has at least one item
+            added += self.items.add([""])
+        return [*added, *self.items.close(finish_reason(completion.ending) == "stop")]
+
+    def whole(self, running: Generations, completion: Completion) -> dict[str, Any]:
+        """The response with its output."""
+        complete = finish_reason(completion.ending) == "stop"
+        counts = running.counts
+        usage = counts["usage"]
+        return {
+            **self._head("completed" if complete else "incomplete"),
+            "completed_at": int(time.time()),
+            "incomplete_details": None if complete else {"reason": "max_output_tokens"},
+            "output": self.items.items,
+            "usage": {
+                "input_tokens": usage["prompt_tokens"],
+                "input_tokens_details": usage["prompt_tokens_details"],
+                "output_tokens": usage["completion_tokens"],
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": usage["total_tokens"],
+            },
+            "metrics": counts["metrics"],
+            "timings": counts["timings"],
+            "spaceport": self.report(completion),
+        }
+
+    def _head(self, status: str) -> dict[str, Any]:
+        asked = self.asked
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": self.created,
+            "status": status,
+            "model": self.model.name,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": asked.instructions,
+            "max_output_tokens": asked.max_output_tokens,
+            "metadata": asked.metadata or {},
+            "parallel_tool_calls": asked.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "store": False,
+            "background": False,
+            "temperature": asked.temperature,
+            "top_p": asked.top_p,
+            "tool_choice": "auto" if asked.tool_choice is None else asked.tool_choice,
+            "tools": [{"strict": None, "parameters": None, **tool} for tool in asked.tools or ()],
+            "text": {
+                "format": {"type": "text"} if asked.text is None or asked.text.format is None else asked.text.format
+            },
+            "truncation": "disabled",
+        }
+
+
+async def _events_of(running: Generations, answer: ResponsesAnswer) -> AsyncGenerator[bytes, None]:
+    """The events of a streamed response; the completion ends with it."""
+    numbers = count()
+
+    def encoded(event: Event) -> bytes:
+        content = msgspec.json.encode({**event, "sequence_number": next(numbers)})
+        return f"event: {event['type']}\ndata: ".encode() + content + b"\n\n"
+
+    try:
+        for kind in ("created", "in_progress"):
+            yield encoded({"type": f"response.{kind}", "response": answer.begun()})
+        async for _, pieces in running.pieces():
+            for event in answer.add(text_of(pieces), logprobs_of(pieces)):
+                yield encoded(event)
+        completion = running.completions[0]
+        for event in answer.finish(completion):
+            yield encoded(event)
+        whole = answer.whole(running, completion)
+        yield encoded({"type": f"response.{whole['status']}", "response": whole})
+    finally:
+        running.close()
+
+
+async def responses(request: Request) -> Any:
+    """Answer the input of a request to the Responses API."""
+    options = service_of(request).options
+    body = await request_body(request, ResponsesBody)
+    check_fields(body)
+    model = requested_model(request, body.model)
+    if isinstance(body.input, list):
+        check_count("input", body.input)
+    chat = chat_body(body)
+    tools = tool_use_of(chat, model, options)
+    prompt = await chat_prompt(chat, tools, model)
+    answer = ResponsesAnswer(model, record_of(request).rename(body.request_id), chat, tools, asked=body)
+    running = await started(request, answer, [prompt])
+    if body.stream:
+        return EventStream(_events_of(running, answer), running.close, options.ping_interval, options.send_timeout)
+    (completion,) = await completed(request, running)
+    answer.add(completion.text, completion.logprobs)
+    answer.finish(completion)
+    return json_response(answer.whole(running, completion))

@@ -1,0 +1,158 @@
+"""A service: the open bundles by name, and the options and counters that its endpoints share."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from hashlib import sha256
+from typing import Any
+
+import anyio
+from starlette.requests import ClientDisconnect, Request
+
+from spaceport.graphs.contract.manifest import TEMPLATE_FILE
+from spaceport.runtime.engine import EngineFault
+from spaceport.runtime.scheduling.worker import RuntimeStatus
+from spaceport.runtime.session import Runtime
+from spaceport.runtime.tool_calls.functions import ToolFormat, format_of
+from spaceport.serving.audit import CompletionAudit
+from spaceport.serving.bodies import Body, body_of
+from spaceport.serving.failures import Failure
+from spaceport.serving.metrics import Metrics
+from spaceport.serving.options import ServiceOptions
+
+log = logging.getLogger("spaceport.service")
+
+_MOST_DIRECT = 256 << 10  # bytes of a body that is parsed on the event loop
+_LEAST_RATE = 16 << 10  # bytes per second of a body
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """An open bundle with the name under which clients ask for it."""
+
+    name: str
+    runtime: Runtime
+    audit: CompletionAudit | None = None  # of its completions, if they are audited
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @cached_property
+    def chat_template(self) -> str:
+        """The source of the chat template; empty: the model has none."""
+        files, bundle = self.runtime.bundle.manifest.files, self.runtime.bundle
+        return bundle.read(TEMPLATE_FILE).decode("utf-8", "replace") if TEMPLATE_FILE in files else ""
+
+    @cached_property
+    def tool_format(self) -> ToolFormat:
+        """How the model writes calls of functions, as its chat template does."""
+        return format_of(self.chat_template)
+
+    @cached_property  # each event of a stream has it
+    def fingerprint(self) -> str:
+        """First digits of the digest of the bundle's manifest, which has the digests of its files."""
+        return f"fp_{sha256(self.runtime.bundle.manifest_content).hexdigest()[:16]}"
+
+    def status(self) -> RuntimeStatus:
+        """The state of the model; a completion that is repeated by the audit is no request."""
+        status = self.runtime.status()
+        if self.audit is None or not self.audit.running:
+            return status
+        return replace(status, active_requests=max(0, status.active_requests - 1))
+
+    def entry(self) -> dict[str, Any]:
+        """The model as an entry of the list of models."""
+        return {
+            "id": self.name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "spaceport",
+            "root": self.name,
+            "max_model_len": self.runtime.max_seq_len,
+            "has_chat_template": bool(self.chat_template),
+        }
+
+
+@dataclass
+class Service:
+    """The open bundles, options and counters of an application."""
+
+    options: ServiceOptions
+    metrics: Metrics
+    models: dict[str, ServedModel] = field(default_factory=dict)  # by name; empty until all bundles are open
+    fault: Exception | None = None  # why a bundle could not be opened, or why the service has to be started again
+    warned_at: float = -math.inf  # when the log last told of too many connections, in the time of the event loop
+    draining: bool = False  # whether it was asked to stop: running requests end, new ones are refused
+
+    @property
+    def opening(self) -> bool:
+        """Whether its bundles are not open yet."""
+        return not self.models
+
+    @property
+    def ready(self) -> bool:
+        """Whether it takes requests."""
+        return not self.draining and not self.opening and self.healthy
+
+    @property
+    def healthy(self) -> bool:
+        """Whether no engine call hangs."""
+        return all(model.runtime.status().healthy for model in self.models.values())
+
+    def model(self, name: str | None) -> ServedModel:
+        """The model that a request asks for; a request that names none gets the only one."""
+        if name is None and len(self.models) == 1:
+            return next(iter(self.models.values()))
+        if name is None or name not in self.models:
+            known = ", ".join(map(repr, self.models))
+            asked = "no model is given" if name is None else f"the model {name!r} does not exist"
+            raise Failure(404, f"{asked}: expected {known}", param="model", code="model_not_found")
+        return self.models[name]
+
+    def find_fault(self) -> Exception | None:
+        """Why the service has to be started again, if so: its fault, or an engine call that hangs, which becomes its fault."""
+        if self.fault is None and not self.healthy:
+            self.fault = EngineFault("an engine call did not return, and the service has stopped: start it again")
+        return self.fault
+
+
+def service_of(request: Request) -> Service:
+    """The service that answers a request."""
+    service: Service = request.app.state.service
+    return service
+
+
+async def _raw_body(request: Request, options: ServiceOptions) -> bytes:
+    raw = bytearray()
+    try:
+        with anyio.move_on_after(options.body_timeout) as scope:
+            async for part in request.stream():
+                raw += part
+                scope.deadline += len(part) / _LEAST_RATE
+                if len(raw) > options.most_bytes:
+                    message = (
+                        f"the body has more than {options.most_bytes} bytes: send a smaller one, or raise --max-body"
+                    )
+                    raise Failure(413, message, code="body_too_large")
+    except ClientDisconnect as error:
+        raise Failure(499, "the client has left") from error
+    if scope.cancelled_caught:
+        message = f"the body did not come at {_LEAST_RATE} bytes per second: send the request again"
+        raise Failure(408, message, headers={"Connection": "close"})
+    return bytes(raw)
+
+
+async def read_body(request: Request, kind: type[Body]) -> Body:
+    """The body of a request; raises for one that is too large, too slow or invalid."""
+    options = service_of(request).options
+    raw = await _raw_body(request, options)
+    if len(raw) > _MOST_DIRECT:
+        body, unknown = await asyncio.to_thread(body_of, kind, raw, options.strict)
+    else:
+        body, unknown = body_of(kind, raw, options.strict)
+    if unknown:
+        log.debug("ignored fields: %s", ", ".join(ascii(name[:64]) for name in unknown[:20]))
+    return body

@@ -1,0 +1,181 @@
+"""Connections: what a stranger sends costs a bounded amount of memory, time and descriptors."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from spaceport.serving.options import ServiceOptions
+from support.chat_runtime import chat_runtime
+from support.running_service import RunningService, running_service
+
+GET = b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n"
+POST = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 100\r\n\r\n"
+OPTIONS = ServiceOptions(head_timeout=0.3, body_timeout=0.3, send_timeout=0.3, most_connections=6)
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[RunningService]:
+    with running_service({"demo": chat_runtime}, OPTIONS) as running:
+        yield running
+
+
+@contextmanager
+def connected(service: RunningService, sent: bytes = b"") -> Iterator[socket.socket]:
+    """A connection to the service, over which something was sent."""
+    url = urlsplit(service.url)
+    with socket.create_connection((url.hostname, url.port), timeout=5) as client:
+        client.sendall(sent)
+        yield client
+
+
+def received(client: socket.socket) -> bytes:
+    """All that comes until the service closes the connection."""
+    parts = []
+    while part := client.recv(1 << 16):
+        parts.append(part)
+    return b"".join(parts)
+
+
+def answer(service: RunningService, sent: bytes, later: bytes = b"") -> tuple[int, dict[str, Any]]:
+    """The status and body of a response after which the connection is closed."""
+    with connected(service, sent) as client:
+        time.sleep(0.05 if later else 0)
+        client.sendall(later)
+        head, _, body = received(client).partition(b"\r\n\r\n")
+    assert b"\r\nconnection: close" in head.lower()
+    return int(head.split()[1]), json.loads(body)
+
+
+def wait_until_closed(service: RunningService) -> None:
+    """Wait until the service has no connection of an earlier test."""
+    while True:
+        with connected(service, GET) as client:
+            if client.recv(12) == b"HTTP/1.1 200":
+                return
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [b"a: b\r\n" * 20_000, b"a: " + b"b" * 100_000, b"x" * 100_000, b"a: " + b"b" * 65_520 + b"\r\nc: d\r\n\r\n"],
+    ids=["many", "endless value", "endless name", "one too many"],
+)
+def test_headers_of_more_than_64_kib_are_refused(service: RunningService, headers: bytes) -> None:
+    status, body = answer(service, b"GET /health HTTP/1.1\r\nhost: a\r\n" + headers)
+    assert (status, body["error"]["message"]) == (
+        431,
+        "the headers have more than 65536 bytes: send fewer or shorter ones",
+    )
+
+
+def test_headers_of_less_than_64_kib_and_a_body_in_one_piece_are_read(service: RunningService) -> None:
+    content = json.dumps({"prompt": "import json\n" * 30_000, "max_tokens": 1}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\nconnection: close\r\na: %b\r\ncontent-length: %d\r\n\r\n"
+    status, body = answer(service, head % (b"b" * 65_000, len(content)) + content)
+    assert status == 400
+    assert "prompt" in body["error"]["message"]
+
+
+@pytest.mark.parametrize("trailer", [b"0\r\n" + b"a: b\r\n" * 20_000, b"0\r\na: " + b"b" * 100_000])
+def test_trailers_count_as_headers(service: RunningService, trailer: bytes) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n"
+    assert answer(service, head, trailer)[0] == 431
+
+
+def test_what_is_no_request_is_refused_with_one_short_entry(
+    service: RunningService, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO"):
+        assert answer(service, b"\x16\x03\x01\x02\x00\x01\r\n")[0] == 400
+    messages = [entry.getMessage() for entry in caplog.records if entry.getMessage() != "request ended"]
+    assert messages == ["a connection ends: the request is not valid HTTP/1.1"]
+
+
+@pytest.mark.parametrize("sent", [b"", b"\r\n", GET[:-2], GET + GET[:-2], POST])
+def test_a_request_that_does_not_arrive_in_time_ends_its_connection(service: RunningService, sent: bytes) -> None:
+    begun = time.monotonic()
+    with connected(service, sent) as client:
+        content = received(client)
+    assert 0.2 < time.monotonic() - begun < 1.5
+    assert (b"HTTP/1.1 408 Request Timeout\r\n" in content) == (len(sent) > 2)
+    if sent == POST:
+        assert json.loads(content.partition(b"\r\n\r\n")[2])["error"]["message"].startswith("the body did not come")
+
+
+def test_requests_in_time_share_a_connection(service: RunningService) -> None:
+    with connected(service) as client:
+        for _ in range(4):
+            time.sleep(0.15)
+            client.sendall(GET)
+            assert client.recv(1 << 16).startswith(b"HTTP/1.1 200")
+
+
+def test_a_client_that_does_not_read_loses_its_connection(service: RunningService) -> None:
+    def ask_forever() -> None:
+        while True:
+            client.sendall(b"GET /openapi.json HTTP/1.1\r\nhost: a\r\n\r\n")
+            time.sleep(0.0005)
+
+    with connected(service) as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.settimeout(1.5)
+        with pytest.raises(ConnectionError):
+            ask_forever()
+
+
+def test_requests_beyond_those_that_may_wait_end_their_connection(service: RunningService) -> None:
+    with connected(service, GET * 50) as client:
+        content = b""
+        while content.count(b"HTTP/1.1 200") < 50:
+            content += client.recv(1 << 16)
+    with connected(service, GET * 500) as client:
+        assert received(client).count(b"HTTP/1.1 200") < 5
+
+
+def test_more_connections_than_the_limit_are_refused_with_one_warning(
+    service: RunningService, caplog: pytest.LogCaptureFixture
+) -> None:
+    wait_until_closed(service)
+    with ExitStack() as held, caplog.at_level("INFO"):
+        silent = [held.enter_context(connected(service)) for _ in range(OPTIONS.most_connections + 3)]
+        time.sleep(0.1)
+        for _ in range(3):
+            status, body = answer(service, b"")
+            assert (status, body["error"]["code"]) == (503, "too_many_connections")
+        assert b"".join(map(received, silent)).count(b"HTTP/1.1 503") in (3, 4)  # the others were silent
+        wait_until_closed(service)
+    warnings = [entry.getMessage() for entry in caplog.records if entry.levelname == "WARNING"]
+    assert warnings == [f"connections are refused: {OPTIONS.most_connections} are open"]
+    text = service.service.metrics.text()
+    assert b'admission_rejections_total{reason="too_many_connections"}' in text
+
+
+def test_a_client_that_leaves_within_its_body_has_one_short_entry(
+    service: RunningService, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO"):
+        with connected(service, POST):
+            time.sleep(0.05)
+        time.sleep(0.1)
+    (entry,) = (entry for entry in caplog.records if entry.__dict__.get("fields", {}).get("status") != 408)
+    assert (entry.levelname, entry.exc_info, entry.getMessage()) == ("INFO", None, "request ended")
+    assert entry.__dict__["fields"]["status"] == 499
+
+
+def test_an_upgrade_is_answered_as_any_request_with_one_short_entry(
+    service: RunningService, caplog: pytest.LogCaptureFixture
+) -> None:
+    upgrade = b"GET /version HTTP/1.1\r\nhost: a\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n"
+    with caplog.at_level("INFO"), connected(service, upgrade) as client:
+        assert client.recv(1 << 16).startswith(b"HTTP/1.1 200")
+    entries = [entry for entry in caplog.records if entry.name != "uvicorn.access"]
+    messages = [entry.getMessage() for entry in entries if entry.getMessage() != "request ended"]
+    assert messages == ["a request for another protocol than HTTP/1.1 is answered as any other"]

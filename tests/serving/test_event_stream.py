@@ -1,0 +1,134 @@
+"""Event stream: pings, errors, clients that leave or do not read; pieces of several choices, of which none is lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import Any, cast
+
+import pytest
+
+from spaceport.graphs.contract.faults import OptionFault
+from spaceport.runtime.decode.sequence_group import Statistics
+from spaceport.runtime.scheduling.request import Completion
+from spaceport.runtime.scheduling.stream import AsyncStream
+from spaceport.runtime.session import Runtime
+from spaceport.runtime.text.transcript import Piece
+from spaceport.serving.generations import DONE, EventStream, Generations, event
+
+
+class Client:
+    """A client of an application: records what it is sent, stops reading after some parts, and leaves when asked."""
+
+    def __init__(self, reads: float = float("inf"), broken: bool = False) -> None:
+        self.sent: list[bytes] = []
+        self.ended = False
+        self.left = asyncio.Event()
+        self._reads, self._broken = reads, broken
+
+    async def receive(self) -> dict[str, Any]:
+        await self.left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Any) -> None:
+        if self._broken:
+            raise OSError("the connection is closed")
+        if message["type"] == "http.response.body":
+            if len(self.sent) >= self._reads:
+                await asyncio.Event().wait()
+            self.sent.append(message["body"])
+            self.ended = not message["more_body"]
+
+
+class Events:
+    """Events, one of which may be an error or never come (None), and whether they were closed."""
+
+    def __init__(self, *contents: bytes | Exception | None) -> None:
+        self.closed = False  # by the end of the generator
+        self.ended = False
+        self._contents = contents
+
+    def close(self) -> None:
+        self.ended = True
+
+    async def generate(self) -> AsyncGenerator[bytes, None]:
+        try:
+            for content in self._contents:
+                if content is None:
+                    await asyncio.Event().wait()
+                elif isinstance(content, Exception):
+                    raise content
+                else:
+                    yield content
+        finally:
+            self.closed = True
+
+
+def exchange(
+    *contents: bytes | Exception | None, leave_after: float | None = None, **client: Any
+) -> tuple[Client, Events]:
+    """A client after a stream of these events, and the events."""
+
+    async def run() -> tuple[Client, Events]:
+        events, reader = Events(*contents), Client(**client)
+        stream = EventStream(events.generate(), events.close, ping=0.05, send_timeout=0.1)
+        if leave_after is not None:
+            asyncio.get_running_loop().call_later(leave_after, reader.left.set)
+        await asyncio.wait_for(stream({}, reader.receive, reader.send), 10)  # type: ignore[arg-type]
+        return reader, events
+
+    return asyncio.run(run())
+
+
+def test_a_silent_stream_sends_comments_until_its_client_leaves() -> None:
+    client, events = exchange(b"1", None, leave_after=0.3)
+    assert client.sent[0] == b"1"
+    assert set(client.sent[1:]) == {b": ping\n\n"}
+    assert len(client.sent) > 2
+    assert (client.ended, events.closed) == (False, True)
+
+
+def test_an_error_is_the_last_event() -> None:
+    client, events = exchange(b"1", OptionFault("no token can follow"))
+    error = {"message": "no token can follow", "type": "invalid_request_error", "param": None, "code": None}
+    assert client.sent == [b"1", event({"error": error}), DONE, b""]
+    assert events.closed
+
+
+@pytest.mark.parametrize("reads", [0, 3])
+def test_a_client_that_stops_reading_loses_its_stream(reads: int) -> None:
+    client, events = exchange(b"1", b"2", b"3", b"4", b"5", reads=reads)
+    assert (client.sent, client.ended) == ([b"1", b"2", b"3"][:reads], False)
+    assert (events.closed, events.ended) == (True, True)
+
+
+def test_a_client_that_left_before_the_first_event_ends_the_request() -> None:
+    _, events = exchange(b"1", broken=True)
+    assert (events.closed, events.ended) == (False, True)
+
+
+class Ready:
+    """A stream whose pieces have all come already, some of them at a time."""
+
+    def __init__(self, batches: int) -> None:
+        self.statistics = Statistics()
+        self._left = batches
+
+    async def pieces(self) -> list[Piece]:
+        self._left -= 1
+        return [Piece("a", 1, False)] if self._left >= 0 else []
+
+    async def completion(self) -> Completion:
+        return Completion("a", (1,), "end", Statistics())
+
+
+@pytest.mark.parametrize("counts", [[0], [5], [3, 3], [0, 7, 1]])
+def test_each_choice_ends_after_all_its_pieces(counts: list[int]) -> None:
+    async def batches() -> list[tuple[int, int]]:
+        running = Generations(cast(Runtime, None), [], [], lambda *_: None)
+        running.streams = [cast(AsyncStream, Ready(count)) for count in counts]
+        return [(index, len(pieces)) async for index, pieces in running.pieces()]
+
+    found = asyncio.run(batches())
+    for index, count in enumerate(counts):
+        assert [size for other, size in found if other == index] == [1] * count + [0]

@@ -1,0 +1,165 @@
+"""OpenAPI: the document has every route, field and bound; the page in the docs is up to date, and every route is locked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import msgspec
+import pytest
+from starlette.routing import Route
+from starlette.testclient import TestClient
+
+from spaceport.runtime.limits import DEFAULT_LIMITS, Limits
+from spaceport.serving.application import application
+from spaceport.serving.bodies import IGNORED, REFUSED, SUPPORTED, ChatBody, TextBody, body_of
+from spaceport.serving.failures import Failure
+from spaceport.serving.openapi import BODIES, document
+from spaceport.serving.options import ServiceOptions
+from support.chat_runtime import chat_runtime
+from support.paths import DOCS
+
+KEY = {"Authorization": "Bearer right"}
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[TestClient]:
+    opener = partial(chat_runtime, limits=Limits(prompt_chars=2000))
+    options = ServiceOptions(keys=("first", "right"), most_choices=3, most_bytes=100_000)
+    with TestClient(application({"demo": opener}, options)) as found:
+        yield found
+
+
+def test_the_page_of_fields_is_up_to_date() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(DOCS / "drawing"))
+        page = import_module("service_fields").page()
+    assert (DOCS / "service_fields.md").read_text("utf-8") == page, "run: python docs/drawing/service_fields.py"
+
+
+def test_every_field_is_described_and_no_other() -> None:
+    fields = {one.encode_name for kind in BODIES.values() for one in msgspec.structs.fields(kind)}
+    assert fields == SUPPORTED.keys()
+    chat = {one.encode_name for kind in (ChatBody, TextBody) for one in msgspec.structs.fields(kind)}
+    assert not chat & REFUSED.keys()
+    assert chat & IGNORED.keys() == {"user"}
+
+
+def test_fields_of_other_servers_are_ignored_or_refused_by_name() -> None:
+    neutral = [(name, value) for name, refused in REFUSED.items() for value in refused.neutral]
+    for name, value in [*((name, {"any": 1}) for name in IGNORED.keys() - {"user"}), *neutral]:
+        for strict in (False, True):
+            assert body_of(TextBody, json.dumps({"prompt": "a", name: value}).encode(), strict)[1] == []
+    for name in REFUSED:
+        with pytest.raises(Failure, match=f"{name} is not supported: ") as caught:
+            body_of(TextBody, json.dumps({"prompt": "a", name: "something"}).encode(), False)
+        assert caught.value.param == name
+
+
+def test_the_document_has_every_route_and_only_existing_schemas() -> None:
+    app = application({}, ServiceOptions(page=False))
+    found = document(app.routes, DEFAULT_LIMITS, ServiceOptions())
+    assert found["openapi"] == "3.1.0"
+    assert set(found["paths"]) == {
+        route.path.replace(":path}", "}") for route in app.routes if isinstance(route, Route)
+    }
+    assert {path for path, ways in found["paths"].items() if "post" in ways} == BODIES.keys()
+    text = json.dumps(found)
+    for name in (one.partition('"')[0] for one in text.split("#/components/schemas/")[1:]):
+        assert name in found["components"]["schemas"]
+    assert "securitySchemes" not in found["components"]
+
+
+def test_no_route_answers_without_a_valid_key(client: TestClient) -> None:
+    found: list[tuple[str, str]] = [
+        (method, route.path.replace("{name:path}", "demo"))
+        for route in client.app.routes  # type: ignore[attr-defined]
+        if isinstance(route, Route)
+        for method in sorted(route.methods or ())
+    ]
+    assert len(found) > 20
+    for method, path in [*found, ("GET", "/healthy"), ("POST", "/v1/nothing"), ("DELETE", "/v1/models")]:
+        is_open = path == "/" or path.startswith(("/health/", "/v2/health", "/page/")) or path == "/health"
+        assert method in ("GET", "HEAD") or not is_open
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "right"}, {"X-Api-Key": "right"}):
+            status = client.request(method, path, headers=headers).status_code
+            assert status == (200 if is_open else 401), (method, path)
+        for key in ("first", "right"):
+            headers = {"Authorization": f"Bearer {key}"}
+            assert client.request(method, path, headers=headers, json={}).status_code in (200, 400, 404, 405)
+
+
+def test_values_beyond_the_bounds_of_the_document_are_refused_by_name(client: TestClient) -> None:
+    schemas = client.get("/openapi.json", headers=KEY).json()["components"]["schemas"]
+    refused = 0
+    for path, kind in BODIES.items():
+        for name, schema in schemas[kind.__name__]["properties"].items():
+            for branch in schema.get("anyOf", [schema]):
+                for value in beyond(branch):
+                    given = {**REQUIRED[kind.__name__], "max_tokens": 1, name: value}
+                    response = client.post(path, headers=KEY, json=given)
+                    if kind.__name__ == "TextBody" and (name, value) == ("max_tokens", 0):
+                        continue
+                    assert response.status_code == 400, (path, name, response.text)
+                    message = response.json()["error"]["message"]
+                    assert name.removeprefix("top_") in message or name in ("prompt", "messages"), message
+                    refused += 1
+    assert refused > 60
+
+
+REQUIRED: dict[str, dict[str, Any]] = {
+    "ChatBody": {"messages": [{"role": "user", "content": "a"}]},
+    "TextBody": {"prompt": "a"},
+    "ResponsesBody": {"input": "a"},
+    "TokenizeBody": {},
+    "DetokenizeBody": {"tokens": [1]},
+}
+
+
+def beyond(branch: dict[str, Any]) -> list[Any]:
+    """Values just beyond the bounds of a schema."""
+    found: list[Any] = []
+    if "minimum" in branch:
+        found.append(branch["minimum"] - 1)
+    if "maximum" in branch:
+        found.append(branch["maximum"] + 1)
+    if "maxLength" in branch:
+        found.append("x" * (branch["maxLength"] + 1))
+    if branch.get("minItems") or branch.get("minLength"):
+        found.append([] if branch["type"] == "array" else "")
+    if "maxItems" in branch:
+        item = "x" if branch["items"].get("type") == "string" else 1
+        found.append([item] * (branch["maxItems"] + 1))
+    if "maxProperties" in branch:
+        found.append({str(number): 1.0 for number in range(branch["maxProperties"] + 1)})
+    return found
+
+
+LARGE = {"type": "object", "properties": {f"name{index:05}": {"type": "string"} for index in range(2500)}}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "status", "message"),
+    [
+        ("completions", {"prompt": "x" * 2001}, 400, "prompt_chars"),
+        ("completions", {"prompt": ["x"] * 65}, 400, "65 prompts: expected at most 64"),
+        ("completions", {"n": 4}, 400, "n is 4: expected 1 to 3"),
+        ("completions", {"stop": "x" * 257}, 400, "a stop string has 257 characters"),
+        ("completions", {"max_tokens": 10**9}, 400, "lower max_tokens"),
+        ("completions", {"max_tokens": 10**4300 - 1}, 400, "max_tokens has more than 64 bits"),
+        ("completions", {"prompt": [10**3000]}, 400, "…"),  # the end of a message that would repeat it
+        ("chat/completions", {"messages": [{"role": "user", "content": "x" * 700}] * 3}, 400, "prompt_chars"),
+        ("chat/completions", {"messages": [{"role": "user", "content": "a"}] * 30_000}, 413, "more than 100000 bytes"),
+        ("completions", {"structured_outputs": {"json": LARGE}}, 400, "the grammar has"),
+        ("completions", {"spaceport": {"max_threads": 33, "fork": True}}, 400, "max_threads is 33"),
+    ],
+)
+def test_limits_hold_before_a_prompt_is_tokenized(
+    client: TestClient, path: str, fields: dict[str, Any], status: int, message: str
+) -> None:
+    given = {"max_tokens": 1, **REQUIRED["ChatBody" if path.startswith("chat") else "TextBody"], **fields}
+    response = client.post(f"/v1/{path}", headers=KEY, json=given)
+    assert (response.status_code, message in response.text) == (status, True), response.text

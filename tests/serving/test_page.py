@@ -1,0 +1,363 @@
+"""Page of a service in a real Chromium: what it shows is what the model did, and it loads nothing from elsewhere."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from spaceport.graphs.contract.manifest import TOKENIZER_FILE
+from spaceport.runtime.decode.draft import REASONS
+from spaceport.runtime.decoding import Decoding
+from spaceport.runtime.session import Runtime
+from spaceport.runtime.trace.record import trace_of
+from spaceport.serving.application import application
+from spaceport.serving.options import ServiceOptions
+from spaceport.tools.report.files import write_trace
+from spaceport.tools.report.numbers import statistics_of
+from spaceport.tools.report.words import visible
+from support.browser import open_browser
+from support.chat_runtime import chat_runtime
+from support.paths import DEMO
+from support.running_service import RunningService, running_service
+from support.traced import TOKENIZER, Case, traced
+
+QUESTION = "Explain the parameters of triangular( low = 0.0, high = 1.0, mode = None )"
+TOKENS = 60
+KEY = "sk-page"
+
+
+def root_of(service: RunningService) -> str:
+    return service.url.removesuffix("/v1")
+
+
+class Visit:
+    """A page of the service in a browser, with everything that it complained about and loaded."""
+
+    def __init__(self, browser: Any, url: str, **options: Any) -> None:
+        self.context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **options})
+        self.page = self.context.new_page()
+        self.page.set_default_timeout(15_000)
+        self.complaints: list[str] = []
+        self.requested: list[str] = []
+        self.page.on("console", lambda message: self.complaints.append(message.text))
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("request", lambda request: self.requested.append(request.url))
+        self.page.goto(url)
+
+    def ask(self, text: str, model: str = "demo", ends: bool = True, **settings: str | bool) -> None:
+        """Set what is given in the settings, and ask; wait for the end of the answer."""
+        self.page.select_option("#model", model)
+        self.page.click("#options")
+        for name, value in {"max-tokens": str(TOKENS), **settings}.items():
+            if isinstance(value, bool):
+                self.page.set_checked(f"#{name}", value)
+            else:
+                self.page.fill(f"#{name}", value)
+        self.page.click("text=Done")
+        self.send(text)
+        if ends:
+            self.finish()
+
+    def send(self, text: str) -> None:
+        turns = self.page.locator("#turns > li")
+        before = turns.count()
+        self.page.fill("#prompt", text)
+        self.page.keyboard.press("Enter")
+        turns.nth(before).wait_for()  # "Stop" may be gone again: short answers take milliseconds
+
+    def finish(self) -> None:
+        """Wait until nothing runs."""
+        self.page.locator('#send:has-text("Send")').wait_for()
+
+    @property
+    def shown(self) -> str:
+        """The text of the last answer."""
+        return str(self.page.locator(".answered .generated").last.evaluate("element => element.textContent"))
+
+    def texts(self, selector: str) -> list[str]:
+        return list(self.page.locator(selector).all_inner_texts())
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with open_browser() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService]:
+    base = tmp_path_factory.mktemp("base")  # without a chat template
+    shutil.copy(DEMO / TOKENIZER_FILE, base)
+    slow = partial(chat_runtime, delay=0.1)  # steps take long enough to be watched
+    with running_service({"demo": chat_runtime, "slow": slow, "base": partial(chat_runtime, base)}) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def runtime() -> Iterator[Runtime]:
+    with chat_runtime() as found:
+        yield found
+
+
+@pytest.fixture
+def visit(browser: Any, service: RunningService) -> Iterator[Visit]:
+    found = Visit(browser, root_of(service))
+    yield found
+    found.context.close()
+    assert found.complaints == []
+    assert {re.sub(r"^(https?://[^/]*).*", r"\1", url) for url in found.requested} == {root_of(service)}
+
+
+def expected(runtime: Runtime, *messages: str, system: str | None = None, max_tokens: int = TOKENS) -> str:
+    """The answer to the last of these messages, of which every second one is an answer."""
+    turns = [{"role": "system", "content": system}] if system else []
+    turns += [{"role": ("user", "assistant")[number % 2], "content": text} for number, text in enumerate(messages)]
+    return runtime.generate(turns, Decoding(max_tokens=max_tokens, fork=False)).text
+
+
+def saved_trace(visit: Visit) -> Any:
+    with visit.page.expect_download() as download:
+        visit.page.click("text=Save trace")
+    return trace_of(json.loads(Path(download.value.path()).read_text("utf-8")))
+
+
+def titles(record: Any) -> list[str]:
+    """What the bar of each step says."""
+    found = []
+    for number, step in enumerate(record.steps, 1):
+        kinds = Counter(kind for rows in step.rows for kind in rows.kinds)
+        tokens = sum(rows.generated for rows in step.rows)
+        counts = f"{tokens} token{'s' * (tokens != 1)}, {kinds.total()} row{'s' * (kinds.total() != 1)}"
+        kinds_text = f"{kinds['known']} known, {kinds['candidate']} candidates, {kinds['mask']} masks"
+        reasons = [f"\ndraft limited: {REASONS[rows.limited]}" for rows in step.rows if rows.limited]
+        found.append(f"step {number}: {counts} ({kinds_text}){''.join(dict.fromkeys(reasons))}")
+    return found
+
+
+@pytest.mark.slow
+def test_an_answer_is_that_of_the_runtime_with_its_counts(visit: Visit, runtime: Runtime) -> None:
+    visit.ask(QUESTION)
+    assert visit.shown == expected(runtime, QUESTION)
+    record = saved_trace(visit)
+    statistics = statistics_of(record)
+    drafted, accepted = sum(statistics.drafted_by_depth), sum(statistics.accepted_by_depth)
+    assert accepted > 0
+    assert visit.page.locator(".answered b").count() == accepted
+    assert visit.page.locator(".answered i").count() == statistics.tokens - accepted
+    steps = statistics.steps + statistics.prompt_steps
+    assert visit.texts(".watch .numbers dd")[1:] == [
+        f"{statistics.tokens_per_step:.2f}",
+        f"{accepted} of {drafted}",
+        f"{statistics.rows / steps:.1f}",
+    ]
+    assert visit.page.locator(".strip .column").count() == steps
+    assert visit.page.locator(".strip .token").count() == statistics.tokens
+    assert visit.page.locator(".strip title").all_text_contents() == titles(record)
+    by_depth = zip(statistics.drafted_by_depth, statistics.accepted_by_depth, strict=True)
+    assert visit.texts(".depth .share") == [f"{round(100 * right / all_)}% of {all_}" for all_, right in by_depth][:8]
+
+
+@pytest.mark.slow
+def test_the_files_of_the_page_may_load_only_each_other_and_are_cached() -> None:
+    with TestClient(application({}, answers_while_opening=True)) as client:
+        for path in ("/", "/page/main.js", "/page/page.css"):
+            response = client.get(path)
+            assert response.headers["content-security-policy"].startswith("default-src 'self';")
+            given = {"if-none-match": response.headers["etag"]}
+            assert (response.status_code, client.get(path, headers=given).status_code) == (200, 304)
+            assert client.get(path, headers={"if-none-match": '"other"'}).content == response.content != b""
+        assert client.get("/page/index.html").status_code == 404
+    with TestClient(application({}, ServiceOptions(page=False), answers_while_opening=True)) as client:
+        assert "no such endpoint" in client.get("/").text
+
+
+@pytest.mark.nightly
+def test_text_and_steps_grow_until_the_answer_ends_or_is_stopped(
+    visit: Visit, runtime: Runtime, service: RunningService
+) -> None:
+    settings: dict[str, Any] = {"max-tokens": "30", "drafts": False}
+    visit.ask(QUESTION, "slow", ends=False, **settings)
+    strip = visit.page.locator(".strip .column")
+    visit.page.locator(".answered i").nth(4).wait_for()
+    early, steps = visit.shown, strip.count()
+    visit.finish()
+    answer = expected(runtime, QUESTION, max_tokens=30)
+    assert answer.startswith(early)
+    assert 0 < len(early) < len(answer)
+    assert 0 < steps < strip.count()
+    assert visit.shown == answer
+    visit.ask(QUESTION, "slow", ends=False, **settings)
+    visit.page.locator(".answered").last.locator("i").nth(4).wait_for()
+    visit.page.keyboard.press("Escape")
+    visit.finish()
+    assert "stopped" in visit.texts(".facts")[-1]
+    service.wait_until_idle()
+
+
+@pytest.mark.nightly
+def test_a_second_question_has_the_first_answer_before_it_unless_there_is_no_chat_template(
+    visit: Visit, runtime: Runtime
+) -> None:
+    visit.ask(QUESTION)
+    first = visit.shown
+    visit.ask("And now?", system="Answer briefly.")
+    assert visit.shown == expected(runtime, QUESTION, first, "And now?", system="Answer briefly.")
+    assert visit.texts(".asked") == [QUESTION, "And now?"]
+    visit.page.reload()
+    visit.page.locator("#model option").first.wait_for(state="attached")
+    visit.ask("import json\n", "base")
+    assert visit.shown == visible(runtime.generate("import json", Decoding(max_tokens=TOKENS, fork=False)).text)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("temperature", ["0", "1"])
+def test_a_race_says_that_the_texts_are_identical(visit: Visit, temperature: str) -> None:
+    visit.page.check("#race")
+    visit.ask(QUESTION, temperature=temperature)
+    (result,) = visit.texts(".race .result")
+    assert re.match(r"✓ identical, \d+\.\d\d times as (fast|slow)", result)
+    bars = visit.page.locator(".race progress")
+    assert [bars.nth(index).evaluate("bar => bar.value / bar.max") for index in range(2)] == [1, 1]
+
+
+def data(**choice: Any) -> str:
+    return f"data: {json.dumps({'choices': [choice]})}\n\n"
+
+
+@pytest.mark.nightly
+def test_answers_that_differ_break_off_or_are_refused_say_so(visit: Visit) -> None:
+    """Some answers are from elsewhere, since no runtime would give them."""
+    end = data(delta={}, spaceport={"ending": "end"}) + "data: [DONE]\n\n"
+    texts = ("one two three", "one two four", "one two three", "one two")
+    failure = 'data: {"error": {"message": "the engine failed"}}\n\ndata: [DONE]\n\n'
+    events = iter([*(data(delta={"content": text}) + end for text in texts), data(delta={"content": "one"}), failure])
+    visit.page.route(
+        "**/v1/chat/completions", lambda route: route.fulfill(content_type="text/event-stream", body=next(events))
+    )
+    visit.page.locator("#model option").first.wait_for(state="attached")
+    visit.page.check("#race")
+    for number, same in enumerate((8, 7)):
+        visit.send(QUESTION)
+        visit.page.locator(".race .result").nth(number).wait_for()
+        assert visit.texts(".race .result")[number] == f"✗ different after {same} characters"
+        assert visit.shown == "one two three"
+    visit.page.uncheck("#race")
+    for message in ("The connection ended before the answer did.", "the engine failed", "the prompt has more than"):
+        if message.startswith("the prompt"):
+            visit.page.unroute_all()
+        visit.send("x " * 90_000 if message.startswith("the prompt") else QUESTION)
+        visit.page.locator(f".fault:has-text('{message}')").wait_for()
+        visit.finish()
+    visit.complaints[:] = [each for each in visit.complaints if "400" not in each]
+
+
+@pytest.mark.nightly
+def test_screen_readers_find_every_part_and_the_report_can_be_replayed(visit: Visit) -> None:
+    visit.ask(QUESTION)
+    tree = visit.page.locator("body").aria_snapshot()
+    parts = """\
+heading "Spaceport" [level=1]
+combobox "Model"
+checkbox "Race against plain decoding"
+button "Open a trace"
+region "Chat"
+textbox "Message"
+button "Send"
+complementary "How the answer was decoded"
+heading "Acceptance by depth" [level=2]
+meter "Acceptance at depth 1"
+img "Tokens generated and rows computed in each step"
+button "Report\""""
+    assert [part for part in parts.splitlines() if part not in tree] == []
+    record = saved_trace(visit)
+    visit.page.click(".facts >> text=Report")
+    cells = visit.page.locator("#report .cell")
+    assert cells.count() == sum(len(step.rows) for step in record.steps)
+    slider = visit.page.locator(".player input[type=range]")
+    slider.fill("3")
+    assert cells.count() == sum(len(step.rows) for step in record.steps[:3])
+    visit.page.select_option(".player select", "4")
+    visit.page.click(".player >> text=Play")
+    visit.page.locator('.player button:has-text("Play")').wait_for()
+    assert cells.count() == sum(len(step.rows) for step in record.steps)
+
+
+@pytest.mark.nightly
+def test_a_stored_trace_of_forked_threads_is_opened_and_other_files_are_refused(visit: Visit, tmp_path: Path) -> None:
+    file = tmp_path / "trace.json"
+    for content, message in (
+        ("nothing", "The file is not JSON: expected a trace"),
+        ("{}", "The file is no trace: expected one"),
+        ('{"prompt": [], "threads": [], "steps": [], "schema": 9}', "The trace has schema 9: expected 3."),
+    ):
+        file.write_text(content, "utf-8")
+        visit.page.set_input_files("#file", file)
+        visit.page.locator(f"#state:has-text('{message}')").wait_for()
+    record = traced(Case(44, max_threads=2))[1].record(TOKENIZER)
+    write_trace(file, record)
+    visit.page.set_input_files("#file", file)
+    visit.page.locator("#report h2").first.wait_for()
+    assert visit.page.locator("#report .name").count() == len(record.threads) > 2
+    visit.page.locator(".watch .lanes .name").first.wait_for(state="attached")
+    assert visit.page.locator(".watch .lanes .name").count() == len(record.threads)
+
+
+@pytest.mark.nightly
+def test_the_page_asks_for_a_key(browser: Any) -> None:
+    with running_service({"demo": chat_runtime}, ServiceOptions(keys=(KEY,))) as service:
+        visit = Visit(browser, root_of(service))
+        visit.page.locator("#settings[open]").wait_for()
+        assert "no valid key" in visit.texts("#state")[0]
+        visit.page.fill("#key", KEY)
+        visit.page.click("text=Done")
+        visit.page.locator("#model option").first.wait_for(state="attached")
+        assert visit.texts("#state") == [""]
+        visit.ask(QUESTION)
+        assert visit.page.locator(".answered i").count() > 0
+        assert KEY not in visit.page.content()
+        visit.context.close()
+
+
+@pytest.mark.nightly
+def test_the_page_can_be_used_with_the_keyboard_alone(visit: Visit) -> None:
+    visit.page.locator("#model option").first.wait_for(state="attached")
+    reached: list[str] = []
+    for _ in range(6):
+        visit.page.keyboard.press("Tab")
+        reached.append(visit.page.evaluate("() => document.activeElement.id"))
+    assert reached == ["model", "race", "open", "options", "prompt", "send"]
+    visit.page.focus("#prompt")
+    visit.page.keyboard.type("import")
+    visit.page.keyboard.press("Shift+Enter")
+    visit.page.keyboard.type("json")
+    visit.page.keyboard.press("Enter")
+    visit.page.locator(".answered i").first.wait_for()
+    visit.finish()
+    assert visit.texts(".asked") == ["import\njson"]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_page_fits_low_and_narrow_screens(browser: Any, service: RunningService, scheme: Any) -> None:
+    visit = Visit(browser, root_of(service), viewport={"width": 360, "height": 740}, color_scheme=scheme)
+    for _ in range(3):
+        visit.ask(QUESTION, **{"max-tokens": "200"})
+    assert visit.page.evaluate("() => document.documentElement.scrollWidth") == 360
+    paper = visit.page.evaluate("() => getComputedStyle(document.body).backgroundColor")
+    assert (paper == "rgb(255, 255, 255)") == (scheme == "light")
+    visit.page.set_viewport_size({"width": 1280, "height": 400})
+    turns = visit.page.locator(".turns")
+    assert turns.evaluate("element => element.scrollHeight > element.clientHeight")
+    box = visit.page.locator("#ask").bounding_box()
+    assert box["y"] + box["height"] <= 400
+    visit.context.close()
+    assert visit.complaints == []

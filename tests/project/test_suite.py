@@ -19,7 +19,7 @@ from support.tiers import imports_torch
         ("from transformers.cache_utils import Cache", True),
         ("class A:\n    import torch", True),
         ("from support import families", True),
-        ("import spaceport.tools.tune.packed_model", True),  # through tools/tune/packing.py
+        ("from recipes.train import train", True),  # through tools/tune/tuning.py
         ("def f():\n    import torch", False),
         ("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch", False),
         ("from spaceport.runtime.decode.step import step", False),

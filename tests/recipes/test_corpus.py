@@ -10,10 +10,8 @@ from pathlib import Path
 import pytest
 
 from recipes import corpus as files
-from recipes.corpus import Corpus, collect, save
-from recipes.parameter_answers import answer, asked, question, verify
-from recipes.signatures import Function, functions_in
-from recipes.sources import Source, read_source, stdlib_paths
+from recipes.corpus import Corpus, Source, collect, read_source, save, stdlib_paths
+from recipes.signatures import Function, answer, asked, functions_in, question, verify
 from recipes.train import PRESETS, train
 from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint
 from spaceport.tools.demo.prompts import PROMPTS_FILE

@@ -8,8 +8,7 @@ from pathlib import Path
 import torch
 
 from spaceport.tools.tune.job import TuningJob
-from spaceport.tools.tune.settings import TrainingSettings
-from spaceport.tools.tune.token_names import TokenNames
+from spaceport.tools.tune.settings import TokenNames, TrainingSettings
 from spaceport.tools.tune.tuning import tune
 from support.gguf_files import random_model
 from support.paths import TINY

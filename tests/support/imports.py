@@ -9,9 +9,10 @@ from pathlib import Path
 
 from support.paths import ROOT, TESTS
 
-_SOURCES = dict.fromkeys(("support", "attack", "cpus", "mutants", "real_clients"), TESTS) | {
+_SOURCES = {
+    **dict.fromkeys(("support", "attack", "cpus", "mutants", "real_clients"), TESTS),
+    **dict.fromkeys(("benchmarks", "deploy", "recipes"), ROOT),
     "spaceport": ROOT / "src",
-    "benchmarks": ROOT,
 }
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import pickle
+import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
+import torch
+from tokenizers import AddedToken
 from torch import Tensor
 
 from spaceport.exporter.checkpoint import Checkpoint
@@ -15,6 +19,22 @@ from spaceport.graphs.contract.draft_methods import CAUSAL, MaskLayout
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.mechanism import Mechanism
 from spaceport.tools.adopt.given import Given, refuse_noise_seed
+
+_COPY = "copy the file again"
+
+
+def read_torch_file(file: Path) -> dict[str, Tensor]:
+    """The tensors by name in a file that holds nothing else."""
+    try:
+        content = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+    except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+        reason = str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
+        raise CheckpointError(
+            f"{file}: cannot be read as tensors: {reason}: expected what torch.save writes for a dictionary of tensors; {_COPY}"
+        ) from error
+    if not isinstance(content, dict) or not all(isinstance(tensor, Tensor) for tensor in content.values()):
+        raise CheckpointError(f"{file}: holds {type(content).__name__}: expected a dictionary of tensors; {_COPY}")
+    return cast(dict[str, Tensor], content)
 
 
 @dataclass(frozen=True)
@@ -79,3 +99,15 @@ class Method:
     plan: Callable[[Given, str, Checkpoint], AdoptionPlan]
     expected: str | None = None  # what shows it, in words; None: a mask token or noise
     writes: bool = True  # whether there is something to write besides the checkpoint
+
+
+def new_tokens(given: Given, tokenizer: Any, kind: str, count: int) -> dict[str, int]:
+    """The ids that the tokenizer gives to new tokens of a kind, one for each mask slot."""
+    texts = [f"<|{kind}_{slot}|>" for slot in range(1, count + 1)]
+    backend = tokenizer.backend_tokenizer
+    if any(backend.token_to_id(text) is not None for text in texts):
+        raise CheckpointError(
+            f"{given.checkpoint}: its tokenizer has the token {texts[0]} already: expected a base model without adopted {kind}"
+        )
+    tokenizer.add_tokens([AddedToken(text, special=True, normalized=False) for text in texts])
+    return {text: int(backend.token_to_id(text)) for text in texts}

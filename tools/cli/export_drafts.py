@@ -11,12 +11,12 @@ import click
 
 from spaceport.exporter.checkpoint_files import BASE_FILE, require_adapter_folder
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.tools.adopt.forecast_file import forecast_file
 from spaceport.tools.adopt.given import (
     AdoptionRequest,
     Given,
     Paths,
     adapter_inside,
+    forecast_file,
     names_heads,
     published_weights,
     read_given,

@@ -3,21 +3,79 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import click
 
 from spaceport.exporter.atomic_folder import ADAPTER_FOLDER, CHECKPOINT, check_target
 from spaceport.exporter.checkpoint_files import require_adapter_folder, require_checkpoint
-from spaceport.tools.cli.options import PATH
-from spaceport.tools.cli.tune_options.command import Tune, check_use
-from spaceport.tools.cli.tune_options.objective import adapter_options, objective_options, token_options
-from spaceport.tools.cli.tune_options.training import data_options, optimization_options, output_options
+from spaceport.tools.cli.options import PATH, Sectioned, Unused, refuse_unused
+from spaceport.tools.cli.tune_data import command as data_command
+from spaceport.tools.cli.tune_options import (
+    adapter_options,
+    data_options,
+    objective_options,
+    optimization_options,
+    output_options,
+    token_options,
+)
 from spaceport.tools.terminal.screen import show_json
-from spaceport.tools.tune.settings import TrainingSettings
-from spaceport.tools.tune.token_names import TokenNames
+from spaceport.tools.tune.settings import TokenNames, TrainingSettings
+
+
+class Tune(Sectioned):
+    """The command and its subcommand `tune data`."""
+
+    headings: ClassVar[Mapping[str, str]] = {
+        "objective": "Objective",
+        "validation": "Data",
+        "epochs": "Optimization",
+        "adapter": "LoRA adapters",
+        "mask_token": "Special tokens",
+        "save_every": "Output and resuming",
+    }
+
+    def make_context(self, info_name: str | None, args: list[str], *others: Any, **named: Any) -> click.Context:
+        if args[:1] == ["data"]:
+            return data_command.make_context(f"{info_name} data", args[1:], *others, **named)
+        return super().make_context(info_name, args, *others, **named)
+
+
+_DRAFTING = (
+    *("mask_slots", "distinct", "group", "shift", "anchors", "drop_rate", "correction_rank", "mask_weight"),
+    "mask_token",
+)
+_FORKING = ("unforked_share", "unfork_rate", "fork_token", "child_token")
+_ADAPTING = ("rank", "alpha", "targets")
+
+
+def check_use(context: click.Context) -> None:
+    """Raise for an option that would have no effect."""
+    objective, method = context.params["objective"], context.params["method"]
+    refuse_unused(
+        context,
+        (
+            Unused(objective == "apar", _DRAFTING, f"with --objective {objective}", "use --objective sar or both"),
+            Unused(objective == "sar", _FORKING, f"with --objective {objective}", "use --objective apar or both"),
+            Unused(
+                method not in ("lora", "gated-lora"),
+                _ADAPTING,
+                f"with --method {method}",
+                "use --method lora or gated-lora",
+            ),
+            Unused(context.params["adapter"] is not None, _ADAPTING, "with --adapter", "use those of the folder"),
+            Unused(
+                method != "gated-lora",
+                ("adapter", "adapter_only"),
+                f"with --method {method}",
+                "use --method gated-lora",
+            ),
+            Unused(not context.params["self_distill"], ("bundle",), "without --self-distill", "add --self-distill"),
+        ),
+    )
 
 
 @click.command("tune", cls=Tune, context_settings={"max_content_width": 110})
@@ -47,8 +105,8 @@ def command(checkpoint: Path, tuned: Path, data: tuple[Path, ...], as_json: bool
     # torch is imported only once the options and paths are valid
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its warnings of lost processes are pages of C++ frames
     from spaceport.tools.terminal.tuning_screen import is_first, shown
-    from spaceport.tools.tune.distill import AnswerSource
     from spaceport.tools.tune.job import TuningJob
+    from spaceport.tools.tune.own_answers import AnswerSource
     from spaceport.tools.tune.tuning import tune
 
     job = TuningJob(

@@ -16,10 +16,8 @@ from spaceport.graphs.contract.faults import OptionFault
 from spaceport.tools.cli.options import PATH, json_option, overwrite_option
 from spaceport.tools.terminal.screen import show_json, show_table, stages
 from spaceport.tools.tune.conversations import read_conversations
-from spaceport.tools.tune.extract import Refusal, Tree
-from spaceport.tools.tune.extraction_counts import Extraction, ExtractionCounts, count_extractions, extraction_of
-from spaceport.tools.tune.rows_file import check_target, rows_of, write_rows
-from spaceport.tools.tune.samples import Sample
+from spaceport.tools.tune.extract import Extraction, ExtractionCounts, Refusal, Tree, count_extractions, extraction_of
+from spaceport.tools.tune.samples import Sample, check_target, rows_of, write_rows
 from spaceport.tools.tune.settings import TrainingSettings
 
 
@@ -199,7 +197,7 @@ def _write(extracted: Sequence[ExtractedFile], target: RowsTarget, stage: Callab
     stage(f"opening {target.checkpoint}")
     # torch and transformers are imported only for writing rows
     from spaceport.exporter.checkpoint_source import quiet_libraries
-    from spaceport.tools.tune.checkpoint_encoder import checkpoint_encoder
+    from spaceport.tools.tune.tunable_model import checkpoint_encoder
 
     quiet_libraries()
     encoder = checkpoint_encoder(target.checkpoint, target.remote_code)

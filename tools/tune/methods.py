@@ -1,26 +1,129 @@
-"""Methods: which weights are trained, and how adapters are merged into a plain checkpoint."""
+"""Methods: which weights are trained, and how they become those of a plain checkpoint."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from spaceport.exporter.checkpoint import Checkpoint
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import TokenIds
-from spaceport.graphs.correction import Factors
-from spaceport.graphs.gated import ALL_LINEAR, MaskAdapter, gate_model, trainable_parameters, unfold_scale
-from spaceport.graphs.input_rows import InputRows
+from spaceport.graphs.correction import DraftCorrection, Factors
+from spaceport.graphs.gated import (
+    ALL_LINEAR,
+    MaskAdapter,
+    checkpoint_layers,
+    gate_model,
+    trainable_parameters,
+    unfold_scale,
+)
+from spaceport.graphs.input_rows import InputRows, embedding_scale, replace_rows
+from spaceport.graphs.traits import UnsupportedModel
+from spaceport.tools.tune.job import TuningJob
+from spaceport.tools.tune.packed_model import PackedModel, frozen_base_model_of
 from spaceport.tools.tune.settings import TrainingSettings
-from spaceport.tools.tune.token_embeddings import train_token_embeddings
-from spaceport.tools.tune.vocabulary import embedding_rows
+from spaceport.tools.tune.tunable_model import TunableModel, embedding_rows
+
+_INPUT, _OUTPUT = "trained_rows", "trained_output_rows"
+
+
+def train_token_embeddings(
+    model: PreTrainedModel, tokens: Sequence[int], predicted: Sequence[int] = ()
+) -> Callable[[], InputRows | None]:
+    """Train the embeddings of these tokens alone; calling the result writes them to the embedding table.
+
+    The table itself stays frozen: its gradient, and that of output embeddings tied to it, would be as large as the table.
+    The logits of `predicted`, some of the tokens, are trained as well; all other logits do not change. If the tables are
+    tied, the table gets the output embeddings of these tokens, and the result of the call has their input embeddings.
+    """
+    embedding = cast(nn.Embedding, model.get_input_embeddings())
+    tied = cast(nn.Linear, model.get_output_embeddings()).weight is embedding.weight
+    chosen = tuple(sorted(set(tokens)))
+    apart = tuple(sorted(predicted)) if tied else ()
+    ids = torch.tensor(chosen, device=embedding.weight.device)
+    with torch.no_grad():
+        expected = embedding(ids)  # of a model with input rows: these
+        rows = _parameter(embedding, _INPUT, (expected / embedding_scale(embedding)).to(embedding.weight.dtype))
+        handle = replace_rows(embedding, chosen, _INPUT)
+        plain = embedding.weight[ids] * embedding_scale(embedding)
+        if not torch.allclose(embedding(ids), expected) or plain.shape != expected.shape:
+            raise UnsupportedModel(
+                f"{type(embedding).__name__} is not a table of rows: token embeddings cannot be trained apart; "
+                "expected a family with plain token embeddings, or another --method"
+            )
+    merge_output = _train_output(model, predicted) if predicted else _nothing
+
+    def merge() -> InputRows | None:
+        handle.remove()
+        trained = rows.detach().clone()
+        with torch.no_grad():
+            embedding.weight[ids] = trained.to(embedding.weight.dtype)
+        delattr(embedding, _INPUT)
+        merge_output()
+        return InputRows(apart, trained[[chosen.index(token) for token in apart]]) if apart else None
+
+    return merge
+
+
+def _train_output(model: PreTrainedModel, predicted: Sequence[int]) -> Callable[[], None]:
+    """Compute the logits of some tokens from trained rows; calling the result writes them to the table."""
+    head = cast(nn.Linear, model.get_output_embeddings())
+    wanted = torch.tensor(sorted(predicted), device=head.weight.device)
+    own = _parameter(head, _OUTPUT, head.weight[wanted])
+
+    def predict(module: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        (hidden, *_) = arguments
+        bias = None if head.bias is None else head.bias[wanted]
+        logits = nn.functional.linear(hidden.to(own.dtype), own, bias)
+        return output.index_copy(-1, wanted, logits.to(output.dtype))
+
+    handle = head.register_forward_hook(predict)
+
+    def merge() -> None:
+        handle.remove()
+        with torch.no_grad():
+            head.weight[wanted] = own.to(head.weight.dtype)
+        delattr(head, _OUTPUT)
+
+    return merge
+
+
+def _parameter(module: nn.Module, name: str, rows: Any) -> nn.Parameter:
+    """A trainable copy of some rows of a table, registered in a module."""
+    own = nn.Parameter(rows.detach().clone())
+    module.register_parameter(name, own)
+    return own
+
+
+def _nothing() -> None:
+    return
+
+
+def convert_frozen(model: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
+    """Convert the parameters without gradients; calling the result restores their exact values."""
+    originals: dict[nn.Parameter, Tensor] = {
+        parameter: parameter.data
+        for parameter in model.parameters()
+        if not parameter.requires_grad and parameter.is_floating_point()
+    }
+    for parameter, values in originals.items():
+        parameter.data = values.to(dtype)
+
+    def restore() -> None:
+        for parameter, values in originals.items():
+            parameter.data = values.to(parameter.device)
+
+    return restore
 
 
 @dataclass(frozen=True)
@@ -105,3 +208,72 @@ def _train_rows(model: PreTrainedModel, ids: Sequence[int]) -> None:
 
         cast(nn.Parameter, rows).requires_grad_(True)
         rows.register_hook(mask_gradient)  # type: ignore[no-untyped-call]
+
+
+def adapter_settings(settings: TrainingSettings, checkpoint: Checkpoint) -> TrainingSettings:
+    """The settings with those of the mask slots, the adapter and the draft correction of a checkpoint."""
+    adapter, correction = checkpoint.mechanism(MaskAdapter), checkpoint.mechanism(Factors)
+    layout = checkpoint.drafts.layout
+    shift, group = settings.shift, settings.group
+    settings = replace(settings, shift=layout.shift if shift is None else shift, group=group or layout.group)
+    if correction is not None and settings.drafts:
+        if settings.correction_rank not in (0, correction.rank):
+            raise OptionFault(
+                f"--correction-rank is {settings.correction_rank}, the draft correction that is trained further has rank "
+                f"{correction.rank}: leave the option out"
+            )
+        settings = replace(settings, correction_rank=correction.rank)
+    if adapter is None:
+        return settings
+    return replace(settings, rank=adapter.rank, alpha=adapter.alpha, targets=adapter.targets)
+
+
+def select_parameters(
+    job: TuningJob, tunable: TunableModel, packed_model: PackedModel, accelerator: Accelerator
+) -> tuple[PackedModel, Merge]:
+    """The model that trains the method's parameters and the draft correction, and the function that merges them at the end."""
+    trained, merge = _with_method(job, tunable, packed_model, accelerator)
+    rank = job.settings.correction_rank if job.settings.drafts else 0
+
+    def merged() -> MergedModel:
+        found = merge()
+        return replace(found, correction=tunable.correction, input_rows=found.input_rows or tunable.input_rows)
+
+    if not rank:
+        return trained, merged
+    table = cast(nn.Embedding, tunable.model.get_input_embeddings()).weight
+    correction = trained.correction = DraftCorrection(table, rank, tunable.correction)
+    return trained, lambda: replace(merged(), correction=correction.factors())
+
+
+def _with_method(
+    job: TuningJob, tunable: TunableModel, packed_model: PackedModel, accelerator: Accelerator
+) -> tuple[PackedModel, Merge]:
+    """The model that trains the method's parameters, and the function that merges them at the end."""
+    sharded = accelerator.distributed_type not in (
+        DistributedType.NO,
+        DistributedType.MULTI_CPU,
+        DistributedType.MULTI_GPU,
+    )
+    if sharded and job.settings.method != "full":
+        raise OptionFault(
+            f"--method {job.settings.method} under {accelerator.distributed_type.value}: sharded weights support only "
+            "--method full; expected that, or processes that each hold the whole model"
+        )
+    merge = apply_method(tunable.model, job.settings, tunable.tokens, tunable.adapter)
+    if job.recompute:
+        checkpoint_layers(tunable.model)
+    if job.settings.method != "gated-lora":
+        return packed_model, merge
+    # Recomputed layers run without a cache, and the rows behind [Fork] and [Child] have gradients: one pass.
+    if not (job.recompute or job.settings.forks):
+        packed_model = frozen_base_model_of(packed_model)
+    if not job.bf16:
+        return packed_model, merge
+    restore = convert_frozen(tunable.model, torch.bfloat16)
+
+    def restore_and_merge() -> MergedModel:
+        restore()
+        return merge()
+
+    return packed_model, restore_and_merge

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -10,9 +10,11 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
 from spaceport.graphs import attention
+from spaceport.graphs.attention import RecordedPrefix, RecordingCache
 from spaceport.graphs.contract.draft_methods import CANDIDATES
 from spaceport.graphs.correction import DraftCorrection
 from spaceport.graphs.decoder import freeze_rotary, rows_selected
+from spaceport.graphs.gated import gated_tokens, uniform_rows
 from spaceport.graphs.traits import (
     Traits,
     comparison_ids,
@@ -22,8 +24,59 @@ from spaceport.graphs.traits import (
     require_equal_logits,
     unmodified_logits,
 )
-from spaceport.tools.tune.head_loss import RowLosses
 from spaceport.tools.tune.packing import IGNORED, PackedBatch
+
+_ROWS = 128  # whose logits are held at once
+
+
+class RowLosses(NamedTuple):
+    """Losses of rows, and the best tokens of each as candidates of its draft."""
+
+    losses: Tensor  # N: cross entropy
+    correct: Tensor  # N: 1 if the most probable token is the target, else 0
+    candidates: Tensor  # N x C: the most probable tokens, best first
+    scores: Tensor  # N x C: their logits, without gradients
+
+
+class _HeadLoss(torch.autograd.Function):
+    """Losses of rows, with the gradient of each stored in place of its logits."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, most: int
+    ) -> tuple[Tensor, ...]:
+        losses = hidden.new_empty(len(hidden), dtype=torch.float32)
+        correct = torch.empty_like(losses)
+        gradients = torch.empty_like(hidden)
+        count = min(most, len(weight))
+        scores = hidden.new_empty(len(hidden), count, dtype=torch.float32)
+        candidates = torch.empty_like(scores, dtype=torch.int64)
+        for first in range(0, len(hidden), _ROWS):
+            rows = slice(first, first + _ROWS)
+            logits = torch.nn.functional.linear(hidden[rows], weight, bias)
+            wanted = targets[rows, None]
+            scores[rows], candidates[rows] = logits.topk(count)
+            correct[rows] = (candidates[rows, :1] == wanted)[:, 0].float()
+            probabilities = torch.log_softmax(logits, -1, dtype=torch.float32)
+            losses[rows] = -probabilities.gather(1, wanted)[:, 0]
+            probabilities.exp_().scatter_add_(1, wanted, torch.full_like(wanted, -1, dtype=torch.float32))
+            gradients[rows] = probabilities.to(weight.dtype) @ weight
+        ctx.save_for_backward(gradients)
+        ctx.mark_non_differentiable(correct, candidates, scores)
+        return losses, correct, candidates, scores
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor, None, None, None, None]:
+        (gradients,) = ctx.saved_tensors
+        return outer[0][:, None].to(gradients.dtype) * gradients, None, None, None, None
+
+
+def head_loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, most: int) -> RowLosses:
+    """The losses of rows of hidden states (N x H), with up to `most` candidates each."""
+    with torch.autocast(hidden.device.type, enabled=False):
+        found = _HeadLoss.apply(hidden.to(weight.dtype), weight, bias, targets, most)  # type: ignore[no-untyped-call]
+    return RowLosses(*found)
+
 
 NAME = "spaceport-tune"
 
@@ -174,3 +227,79 @@ def _working_type(model: PreTrainedModel) -> torch.dtype:
 
 
 AttentionInterface.register(NAME, _attend)
+
+
+class FrozenBaseModel(PackedModel):
+    """A packed model whose loss is that of the mask rows; all tokens of a batch stand before all of its mask rows."""
+
+    def __init__(self, packed: PackedModel) -> None:
+        super().__init__(packed.model, packed.traits, packed.mask_slots)
+        self.plain_head = False  # whether logits are the output embedding's own, so that they need not be stored
+
+    def forward(
+        self, ids: Tensor, positions: Tensor, visible: Tensor, targets: Tensor, mask_slots: Tensor, before: Tensor
+    ) -> Tensor:
+        masks = (mask_slots != 0).any(dim=0)
+        if not self.training or not masks.any():  # validation; or padding of a process that has no sample left
+            return super().forward(ids, positions, visible, targets, mask_slots, before)
+        split = int(masks.to(torch.uint8).argmax())
+        learned = (targets[:, split:] != IGNORED) & (mask_slots[:, split:] > 0)
+        wanted, slots, previous = (each[:, split:][learned] for each in (targets, mask_slots, before))
+        if not self.plain_head:
+            logits, _ = self.split_logits(ids, positions, visible, split, learned)
+            return self.sums_of(losses_of(logits, wanted, self.candidates), wanted, slots, previous)
+        _, hidden = self.split_logits(ids, positions, visible, split, learned, heads=0)
+        head = cast(nn.Linear, self.model.get_output_embeddings())
+        found = head_loss(hidden, head.weight, head.bias, wanted, self.candidates)
+        return self.sums_of(found, wanted, slots, previous)
+
+    def split_logits(
+        self, ids: Tensor, positions: Tensor, visible: Tensor, split: int, wanted: Tensor, heads: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Logits and last hidden states of the wanted rows from column `split` on; those before run without gradients.
+
+        With `heads`, only the first `heads` rows get logits.
+        """
+        prefix = RecordingCache()
+        with torch.no_grad(), uniform_rows(self.model, masks=False):
+            self.model.base_model(
+                input_ids=ids[:, :split],
+                position_ids=positions[:, :split],
+                attention_mask=self._mask(visible[:, :split, :split], positions[:, :split], positions[:, :split]),
+                past_key_values=prefix,
+                use_cache=True,
+            )
+        states: list[Tensor] = []
+
+        def select(hidden: Tensor) -> Tensor:
+            states.append(hidden[wanted])
+            return states[0][None, :heads]
+
+        with rows_selected(self.model, select), uniform_rows(self.model, masks=True):
+            output = self.model(
+                input_ids=ids[:, split:],
+                position_ids=positions[:, split:],
+                attention_mask=self._mask(visible[:, split:], positions[:, split:], positions),
+                past_key_values=RecordedPrefix(prefix),
+                use_cache=True,
+            )
+        return cast(Tensor, output.logits)[0].float(), states[0]
+
+
+def frozen_base_model_of(packed: PackedModel) -> FrozenBaseModel:
+    """A packed model in two passes, after verifying that they give the logits of one pass; raise if they differ."""
+    model = FrozenBaseModel(packed)
+    with torch.no_grad(), model_errors(packed.model):
+        ids = comparison_ids(packed.model, packed.traits)
+        length = ids.shape[1]
+        positions = torch.arange(length, device=ids.device)[None]
+        visible = (positions[0, :, None] >= positions[0, None, :])[None]
+        wanted = torch.ones_like(ids, dtype=torch.bool)
+        split = length // 2
+        ids[:, split:] = gated_tokens(packed.model)[0] if gated_tokens(packed.model) else ids[:, split:]
+        expected = packed.logits(ids, positions, visible, wanted)
+        found, hidden = model.split_logits(ids, positions, visible, split, wanted[:, split:])
+        require_equal_logits(packed.model, "in two passes", found, expected[split:])
+        head = packed.model.get_output_embeddings()
+        model.plain_head = type(head) is nn.Linear and torch.equal(head(hidden).float(), found)
+    return model

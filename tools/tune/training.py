@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NoReturn, cast
@@ -14,7 +15,6 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from spaceport.graphs.contract.faults import InputFault
-from spaceport.tools.tune.batches import TrainingBatches
 from spaceport.tools.tune.packed_model import (
     CORRECT,
     CORRECTED,
@@ -26,10 +26,37 @@ from spaceport.tools.tune.packed_model import (
     PackedModel,
     run,
 )
-from spaceport.tools.tune.packing import IGNORED, PackedBatch, PackedRow, collate
-from spaceport.tools.tune.prefetch import Prefetch, StepBatches
+from spaceport.tools.tune.packing import IGNORED, PackedBatch, PackedRow, TrainingBatches, collate
 from spaceport.tools.tune.settings import TrainingSettings
-from spaceport.tools.tune.vocabulary import embedding_rows
+from spaceport.tools.tune.tunable_model import embedding_rows
+
+
+@dataclass(frozen=True)
+class StepBatches:
+    """What one process computes in one training step."""
+
+    micro_batches: tuple[PackedBatch, ...]
+    totals: torch.Tensor  # text tokens and mask slots with a loss, over all processes
+    rows: int  # text tokens and mask slots, over all processes
+
+
+class Prefetch:
+    """Prepares the batches of the next step in the background; the order of the steps is up to the caller."""
+
+    def __init__(self, prepare: Callable[[int], StepBatches]) -> None:
+        self._prepare = prepare
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="spaceport-prefetch")
+        self._next: tuple[int, Future[StepBatches]] | None = None
+
+    def take(self, step: int, following: bool) -> StepBatches:
+        """The batches of a step; with `following`, those of the step after it are begun."""
+        if self._next is not None and self._next[0] == step:
+            found = self._next[1].result()
+        else:
+            found = self._prepare(step)
+        self._next = (step + 1, self._pool.submit(self._prepare, step + 1)) if following else None
+        return found
+
 
 _PADDING = PackedRow(*(torch.tensor([value]).numpy() for value in (0, -1, IGNORED, 0, 0)))
 

@@ -1,27 +1,32 @@
-"""Tuned checkpoint: writes a tuned model as a checkpoint folder, or its adapter alone, for `spaceport export`."""
+"""Tuned checkpoint: a tuned model as a checkpoint folder, or its adapter alone, with its model card and curves."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import matplotlib as mpl
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor
 from transformers import GenerationConfig
 
+from spaceport import __version__
 from spaceport.exporter.adapter_folder import narrowed, write_adapter_folder
 from spaceport.exporter.mechanisms import write_mechanisms
 from spaceport.exporter.sar_config import read_json, write_sar_config
 from spaceport.graphs.contract.draft_methods import CAUSAL
 from spaceport.graphs.gated import adapter_state, base_state
 from spaceport.graphs.mechanism import Mechanism
+from spaceport.tools.tune.job import TuningJob, TuningOutcome
 from spaceport.tools.tune.methods import MergedModel
-from spaceport.tools.tune.tunable_model import TunableModel
-from spaceport.tools.tune.vocabulary import id_of
+from spaceport.tools.tune.packing import TrainingBatches
+from spaceport.tools.tune.tunable_model import TunableModel, id_of
 
 _GENERATION_FILE = "generation_config.json"
 
@@ -112,3 +117,126 @@ def _cast(state: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     return {
         name: made.setdefault((tensor.data_ptr(), tensor.shape), tensor.to(dtype)) for name, tensor in state.items()
     }
+
+
+# Palette for colour-blind readers (Okabe and Ito)
+_COLOURS = ("#000000", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#f0e442")
+
+_NAMED = 16  # legend entries per column
+
+
+def draw_curves(measurements: Sequence[dict[str, Any]], file: Path) -> None:
+    """Plot losses and accuracies over the steps; the file's suffix selects the format."""
+    with mpl.rc_context({"svg.hashsalt": "spaceport", "svg.fonttype": "none"}):
+        named = sum(len(line["losses"]) for line in {line["kind"]: line for line in measurements}.values())
+        columns = max(1, -(-named // _NAMED))
+        figure = Figure(figsize=(8.4 + 1.6 * columns, 3.8), layout="constrained")
+        losses, accuracies = figure.subplots(1, 2)
+        for kind, style in (("training", "-"), ("validation", "o--")):
+            lines = [line for line in measurements if line["kind"] == kind]
+            steps = [line["step"] for line in lines]
+            for index in range(len(lines[0]["losses"]) if lines else 0):
+                if any(line["losses"][index] is None for line in lines):
+                    continue
+                name = (f"mask slot {index}" if index else "next token") + (
+                    "" if kind == "training" else ", validation"
+                )
+                look: dict[str, Any] = {"color": _COLOURS[index % len(_COLOURS)], "linewidth": 1.2, "markersize": 4}
+                losses.plot(steps, [line["losses"][index] for line in lines], style, **look)
+                accuracies.plot(steps, [100 * line["accuracies"][index] for line in lines], style, label=name, **look)
+        losses.set(xlabel="step", ylabel="loss", ylim=(0, None))
+        accuracies.set(xlabel="step", ylabel="accuracy (%)", ylim=(0, 100))
+        for axes in (losses, accuracies):
+            axes.grid(alpha=0.3)
+            axes.spines[["top", "right"]].set_visible(False)
+        if measurements:
+            accuracies.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5), ncols=columns)
+        figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
+
+
+CARD_FILE, CURVES_FILE = "README.md", "training.svg"
+_PACKAGES = ("torch", "transformers", "accelerate", "peft", "tokenizers")
+
+
+@dataclass(frozen=True)
+class CardFacts:
+    """Contents of a card."""
+
+    job: TuningJob
+    batches: TrainingBatches
+    outcome: TuningOutcome
+
+
+def write_card(folder: Path, facts: CardFacts) -> None:
+    """Write the card and its curves to a checkpoint folder."""
+    draw_curves(facts.outcome.measurements, folder / CURVES_FILE)
+    (folder / CARD_FILE).write_text(card(facts), "utf-8")
+
+
+def card(facts: CardFacts) -> str:
+    """The card as Markdown."""
+    job, settings, counts = facts.job, facts.outcome.settings, facts.outcome.counts
+    learned = {
+        "sar": f"to draft {settings.slots} tokens ahead with mask slots",
+        "apar": "to fork into parallel threads",
+        "both": f"to draft {settings.slots} tokens ahead with mask slots and to fork into parallel threads",
+    }
+    last = {line["kind"]: line for line in facts.outcome.measurements}
+    title = f"{job.checkpoint.name}, tuned with spaceport"
+    usage = f"This model was trained {learned[settings.objective]}. Export it with `spaceport export`"
+    if job.adapter_only:
+        title = f"Adapter for {job.checkpoint.name}, trained with spaceport"
+        usage = (
+            f"This adapter was trained {learned[settings.objective]}; it needs its base model. Export both with "
+            f"`spaceport export {job.checkpoint.name} BUNDLE --adapter {job.target.name}`"
+        )
+    parts = [
+        f"# {title}",
+        f"{usage} and measure its draft acceptance with `spaceport acceptance`.",
+        "## Results",
+        _table(("", *(_column(index) for index in range(settings.slots + 1))), _results(last)),
+        "Loss is the mean cross entropy; accuracy is the fraction of targets that are the most probable token, given the true text.",
+        f"![curves]({CURVES_FILE})",
+        "## Data",
+        _table(("file",), [(path.name,) for path in job.data]),
+        _table(("samples", "count"), [(name, count) for name, count in counts.items() if count]),
+        "## Training",
+        _table(("", ""), _training(facts, last)),
+        "## Settings",
+        _table(("setting", "value"), [(name, value) for name, value in settings.as_dict().items()]),
+        "## Versions",
+        _table(("package", "version"), [("spaceport", __version__), *((name, version(name)) for name in _PACKAGES)]),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _results(last: dict[str, dict[str, Any]]) -> list[Sequence[object]]:
+    rows: list[Sequence[object]] = []
+    for kind, line in last.items():
+        rows.append((f"{kind}: loss", *("-" if value is None else f"{value:.3f}" for value in line["losses"])))
+        rows.append((f"{kind}: accuracy", *("-" if value is None else f"{value:.1%}" for value in line["accuracies"])))
+        if line.get("corrected"):
+            corrected = ("-" if value is None else f"{value:.1%}" for value in line["corrected"])
+            rows.append((f"{kind}: accuracy with the draft correction", "-", *corrected))
+    return rows
+
+
+def _training(facts: CardFacts, last: dict[str, dict[str, Any]]) -> list[Sequence[object]]:
+    final = last.get("training", {})
+    steps = final.get("step", 0)  # fewer than planned if a time budget ended the training
+    return [
+        ("samples per epoch", facts.batches.samples),
+        ("steps", steps),
+        ("epochs", f"{steps / facts.batches.epoch_steps:.2f}"),
+        ("tokens, mask slots included", f"{final.get('tokens', 0):,}"),
+        ("hours", f"{final.get('seconds', 0) / 3600:.2f}"),
+    ]
+
+
+def _column(index: int) -> str:
+    return f"mask slot {index}" if index else "next token"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)

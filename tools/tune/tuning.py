@@ -21,16 +21,21 @@ from spaceport.exporter.checkpoint_source import quiet_libraries
 from spaceport.exporter.sar_config import save_acceptance
 from spaceport.graphs.contract.draft_methods import DraftAcceptance, measured_acceptance
 from spaceport.graphs.contract.faults import InputFault
-from spaceport.tools.tune.batches import TrainingBatches, require_forks
-from spaceport.tools.tune.card import CardFacts, write_card
 from spaceport.tools.tune.conversation_encoder import ConversationError
 from spaceport.tools.tune.conversations import Conversation, read_conversations
-from spaceport.tools.tune.distill import AnswerSource, distill, open_generator
-from spaceport.tools.tune.inputs import check_job, facts_of, identity_of, target_kind
-from spaceport.tools.tune.job import TrainingCallbacks, TuningJob, TuningOutcome
-from spaceport.tools.tune.methods import Merge
+from spaceport.tools.tune.job import (
+    TrainingCallbacks,
+    TuningJob,
+    TuningOutcome,
+    check_job,
+    facts_of,
+    identity_of,
+    target_kind,
+)
+from spaceport.tools.tune.methods import Merge, adapter_settings, select_parameters
+from spaceport.tools.tune.own_answers import AnswerSource, distill, open_generator
 from spaceport.tools.tune.packed_model import PackedModel, packed_model_of
-from spaceport.tools.tune.packing import PackedRow
+from spaceport.tools.tune.packing import PackedRow, TrainingBatches, require_forks
 from spaceport.tools.tune.processes import (
     by_main_process,
     failing_together,
@@ -42,10 +47,9 @@ from spaceport.tools.tune.processes import (
 from spaceport.tools.tune.samples import Prepared, prepare
 from spaceport.tools.tune.settings import TrainingSettings
 from spaceport.tools.tune.state_folder import METRICS_FILE, StateFolder, reason
-from spaceport.tools.tune.trained_model import adapter_settings, select_parameters
 from spaceport.tools.tune.training import Training, TrainingMeasurement
 from spaceport.tools.tune.tunable_model import TunableModel, cutoff_for, open_tunable_model
-from spaceport.tools.tune.tuned_checkpoint import write_adapter_only, write_checkpoint
+from spaceport.tools.tune.tuned_checkpoint import CardFacts, write_adapter_only, write_card, write_checkpoint
 
 _SAME_INPUTS = "start all of them with the same options, the same files and the same versions of all packages"
 _SAME_STATE = (

@@ -18,16 +18,14 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from recipes.scratch import ModelShape, write_scratch
-from recipes.tokenizer import train_tokenizer
+from recipes.scratch import ModelShape, train_tokenizer, write_scratch
 from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
 from spaceport.tools.reference import checkpoint_runtime
 from spaceport.tools.terminal.tuning_screen import shown
 from spaceport.tools.tune.job import TuningJob
-from spaceport.tools.tune.settings import TrainingSettings
-from spaceport.tools.tune.token_names import TokenNames
+from spaceport.tools.tune.settings import TokenNames, TrainingSettings
 from spaceport.tools.tune.tuning import tune
 
 HERE = Path(__file__).parent

@@ -10,8 +10,8 @@ import pytest
 
 from spaceport.exporter.sar_config import CheckpointError
 from spaceport.graphs.contract.faults import OptionFault
+from spaceport.tools.adopt.adopt import find_method
 from spaceport.tools.adopt.given import PEFT_FILE, AdoptionRequest, Given, Paths, arrange, read_given
-from spaceport.tools.adopt.methods import find_method
 
 BASE, ADAPTER = Path("base"), Path("adapter")
 NEMOTRON = {"model_type": "nemotron_labs_diffusion", "dlm_paradigm": "bidirectional", "mask_token_id": 7}

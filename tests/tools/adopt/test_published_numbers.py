@@ -14,7 +14,7 @@ from torch import Tensor
 from spaceport.exporter.checkpoint import SAR_FILE, TokenFlags, load_model, open_checkpoint
 from spaceport.exporter.checkpoint_source import quiet_libraries
 from spaceport.graphs.contract.draft_methods import MaskLayout
-from spaceport.tools.adopt.peft_config import WEIGHTS_FILE
+from spaceport.tools.adopt.adapters import WEIGHTS_FILE
 from spaceport.tools.cli import run
 from spaceport.tools.cli.exit_codes import OK
 from support.gguf_files import random_model, write_gguf

@@ -16,8 +16,8 @@ from torch import Tensor
 from spaceport.exporter.adapter_folder import BASE_FILE, EMBEDDINGS_FILE
 from spaceport.exporter.checkpoint import SAR_FILE, TokenFlags, load_model, open_checkpoint
 from spaceport.exporter.checkpoint_source import quiet_libraries
+from spaceport.tools.adopt.adapters import WEIGHTS_FILE
 from spaceport.tools.adopt.given import PEFT_FILE
-from spaceport.tools.adopt.peft_config import WEIGHTS_FILE
 from spaceport.tools.cli import run
 from spaceport.tools.cli.exit_codes import INPUT, OK, USAGE
 from support.published import PADDED, random_base, write_checkpoint

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.tools.cli.tune_data import command
 from spaceport.tools.tune.conversations import read_conversations
-from spaceport.tools.tune.extraction_counts import count_extractions, extraction_of
+from spaceport.tools.tune.extract import count_extractions, extraction_of
 from support.paths import TINY
 
 FORK, CHILD = 630, 631  # the model has rows for them, and no text can hold them

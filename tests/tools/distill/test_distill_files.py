@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from spaceport.graphs.contract.faults import InputFault
-from spaceport.tools.distill.partial_answers import RunHeader, opened_partial, partial_file
-from spaceport.tools.distill.prompt_file import read_prompts
+from spaceport.tools.distill import RunHeader, opened_partial, partial_file, read_prompts
 from spaceport.tools.tune.conversations import Turn
 
 

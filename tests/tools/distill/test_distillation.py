@@ -22,16 +22,25 @@ from spaceport.graphs.contract.manifest import MANIFEST_FILE, TEMPLATE_FILE, TOK
 from spaceport.runtime.bundle import Bundle, read_manifest
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
+from spaceport.tools import distill as distillations
 from spaceport.tools.cli import run
 from spaceport.tools.cli.exit_codes import INPUT, INTERRUPTED, OK, USAGE
-from spaceport.tools.distill import distillation as distillations
-from spaceport.tools.distill.distillation import DistillOptions, DistillProgress, open_distillation, requests_for
-from spaceport.tools.distill.partial_answers import partial_file
+from spaceport.tools.distill import DistillOptions, DistillProgress, open_distillation, partial_file, requests_for
 from spaceport.tools.tune import own_answers
 from spaceport.tools.tune.conversations import Conversation, Turn, read_conversations
-from spaceport.tools.tune.distill import LONG, UNFINISHED, WRITTEN, AnswerSource, open_generator
-from spaceport.tools.tune.distill import distill as self_distilled
-from spaceport.tools.tune.own_answers import AnswerLimits, AnswerPrompt, OwnAnswer, generate_answers, stored_answers
+from spaceport.tools.tune.own_answers import (
+    LONG,
+    UNFINISHED,
+    WRITTEN,
+    AnswerLimits,
+    AnswerPrompt,
+    AnswerSource,
+    OwnAnswer,
+    generate_answers,
+    open_generator,
+    stored_answers,
+)
+from spaceport.tools.tune.own_answers import distill as self_distilled
 from support.hash_engine import Language
 from support.hash_runtime import WORDS, hash_runtime
 from support.paths import TINY

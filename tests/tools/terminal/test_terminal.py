@@ -16,8 +16,8 @@ from tokenizers import Tokenizer
 
 from spaceport.runtime.decode.sequence_group import Statistics
 from spaceport.runtime.text.transcript import Piece
-from spaceport.tools.distill.distillation import DistillProgress
-from spaceport.tools.terminal.distill_screen import progress_shown
+from spaceport.tools.cli.distill import progress_shown
+from spaceport.tools.distill import DistillProgress
 from spaceport.tools.terminal.lanes import Lane, Lanes, Span, marked
 from spaceport.tools.terminal.live import View
 from spaceport.tools.terminal.screen import show_json, show_table
@@ -34,8 +34,8 @@ from spaceport.tools.terminal.screen import show_table, stages
 show_table("\\nTo install [bold]", ("what [red]", "how"), [("a", "pip install 'spaceport[tensorrt]' :smile:")])
 with stages() as stage:
     stage("not tensorrt: pip install 'spaceport[tensorrt]'")
-from spaceport.tools.distill.distillation import DistillProgress
-from spaceport.tools.terminal.distill_screen import progress_shown
+from spaceport.tools.distill import DistillProgress
+from spaceport.tools.cli.distill import progress_shown
 with progress_shown() as show:
     show(DistillProgress(0, 40, 0, 0, 0.0))
     show(DistillProgress(10, 40, 0, 5000, 50.0))

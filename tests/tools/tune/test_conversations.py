@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spaceport.graphs.contract.faults import InputFault
-from spaceport.tools.tune import json_lines
+from spaceport.tools.tune import conversations
 from spaceport.tools.tune.conversations import Conversation, Turn, read_conversations
 from spaceport.tools.tune.extract import REASONS, Refusal, Tree, extract
 
@@ -125,7 +125,7 @@ def test_an_empty_or_missing_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_overlong_line_is_refused_before_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(json_lines, "LONGEST_LINE", len(GOOD) + 1)
+    monkeypatch.setattr(conversations, "LONGEST_LINE", len(GOOD) + 1)
     assert read_conversations(written(tmp_path, f"{GOOD}\n{GOOD}\n"))[1].line == 2
     refused(written(tmp_path, f"{GOOD}\n{GOOD}  \n"), " line 2: longer than 43 bytes: expected one conversation per")
 

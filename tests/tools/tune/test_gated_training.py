@@ -32,8 +32,8 @@ from spaceport.tools.cli.exit_codes import OK, USAGE
 from spaceport.tools.reference import checkpoint_runtime
 from spaceport.tools.tune import training
 from spaceport.tools.tune.job import TrainingCallbacks, TuningJob
+from spaceport.tools.tune.methods import train_token_embeddings
 from spaceport.tools.tune.settings import TrainingSettings
-from spaceport.tools.tune.token_embeddings import train_token_embeddings
 from spaceport.tools.tune.tuning import tune
 from spaceport.tools.verify.acceptance.answers import generate_answer
 from spaceport.tools.verify.acceptance.measure import measure

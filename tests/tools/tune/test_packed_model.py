@@ -18,17 +18,22 @@ from spaceport.graphs.contract.draft_methods import CANDIDATES
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.graphs.correction import DraftCorrection
 from spaceport.graphs.traits import UnsupportedModel
-from spaceport.tools.tune.frozen_base import frozen_base_model_of
-from spaceport.tools.tune.head_loss import head_loss
-from spaceport.tools.tune.methods import apply_method
-from spaceport.tools.tune.packed_model import CORRECTED_LOSS, COUNT, LOSS, PackedModel, packed_model_of, reached, run
+from spaceport.tools.tune.methods import apply_method, train_token_embeddings
+from spaceport.tools.tune.packed_model import (
+    CORRECTED_LOSS,
+    COUNT,
+    LOSS,
+    PackedModel,
+    frozen_base_model_of,
+    head_loss,
+    packed_model_of,
+    reached,
+    run,
+)
 from spaceport.tools.tune.packing import MaskGroup, PackedBatch, collate, pack
 from spaceport.tools.tune.samples import Sample
-from spaceport.tools.tune.settings import TrainingSettings
-from spaceport.tools.tune.token_embeddings import train_token_embeddings
-from spaceport.tools.tune.token_names import DEFAULT
-from spaceport.tools.tune.tunable_model import open_tunable_model
-from spaceport.tools.tune.vocabulary import VocabularyError, add_tokens, embedding_rows
+from spaceport.tools.tune.settings import DEFAULT, TrainingSettings
+from spaceport.tools.tune.tunable_model import VocabularyError, add_tokens, embedding_rows, open_tunable_model
 from support.families import FAMILIES, NOT_DECODER, REFUSED, VOCAB, Family, Refused, build
 from support.paths import TINY
 

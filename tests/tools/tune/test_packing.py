@@ -20,9 +20,17 @@ from spaceport.runtime.decode import draft as drafts
 from spaceport.runtime.decode.plan import Plan, plan_thread, sees
 from spaceport.runtime.decode.sequence import root_sequence
 from spaceport.tools.tune import packing
-from spaceport.tools.tune.batches import TrainingBatches, require_forks
 from spaceport.tools.tune.packed_model import CORRECTED_LOSS, LOSS, packed_model_of, run
-from spaceport.tools.tune.packing import MaskGroup, anchors, collate, pack, sample_groups, successors
+from spaceport.tools.tune.packing import (
+    MaskGroup,
+    TrainingBatches,
+    anchors,
+    collate,
+    pack,
+    require_forks,
+    sample_groups,
+    successors,
+)
 from spaceport.tools.tune.samples import NO_PARENT, Prepared, Sample
 from spaceport.tools.tune.settings import TrainingSettings
 from support.families import FAMILIES, build

@@ -19,8 +19,7 @@ from safetensors.torch import load_file
 from spaceport.tools.cli import run
 from spaceport.tools.cli.exit_codes import INPUT, INTERRUPTED, OK, USAGE
 from spaceport.tools.tune import tuning
-from spaceport.tools.tune.inputs import identity_of
-from spaceport.tools.tune.job import TrainingCallbacks, TuningJob
+from spaceport.tools.tune.job import TrainingCallbacks, TuningJob, identity_of
 from spaceport.tools.tune.settings import TrainingSettings
 from spaceport.tools.tune.training import Training
 from support.paths import TESTS, TINY

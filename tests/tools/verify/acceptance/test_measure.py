@@ -20,9 +20,9 @@ from spaceport.runtime.bundle import Bundle
 from spaceport.runtime.decode.sequence_group import Statistics
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
-from spaceport.tools.tune.checkpoint_encoder import checkpoint_encoder
 from spaceport.tools.tune.conversations import Conversation, Turn
 from spaceport.tools.tune.samples import prepare
+from spaceport.tools.tune.tunable_model import checkpoint_encoder
 from spaceport.tools.verify.acceptance.answers import Answer, AnswerThread, generate_answer
 from spaceport.tools.verify.acceptance.comparison import count_drafted
 from spaceport.tools.verify.acceptance.measure import measure

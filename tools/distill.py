@@ -1,7 +1,9 @@
-"""Distillation: prompts of a file answered by a bundle, and the training data that they become."""
+"""Distill: prompts of a file answered by a bundle, and the training data that they become."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
 import json
 import time
@@ -18,17 +20,151 @@ from spaceport.graphs.contract.manifest import TEMPLATE_FILE, Manifest, record_o
 from spaceport.runtime.bundle import read_manifest
 from spaceport.runtime.engine import seq_len
 from spaceport.runtime.session import Runtime
-from spaceport.tools.distill.partial_answers import RunHeader, opened_partial, partial_file
-from spaceport.tools.distill.prompt_file import FilePrompt, read_prompts
-from spaceport.tools.tune.conversations import Turn
+from spaceport.tools.tune.conversations import Turn, content_of, flag_of, object_of, read_lines, text_of, turns_of
 from spaceport.tools.tune.own_answers import (
     AnswerLimits,
+    AnswerPrompt,
     Dialogue,
     Outcome,
     generate_answers,
     open_dialogues,
     rendered,
 )
+
+TEXT_SUFFIX = ".txt"
+
+_EXPECTED = 'expected "messages" or "prompt"'
+_REPLACED = ("messages", "prompt", "response", "ends")  # keys that the output sets or leaves out
+
+
+@dataclass(frozen=True)
+class FilePrompt:
+    """The prompt on one line of a file."""
+
+    prompt: AnswerPrompt
+    others: dict[str, Any]  # keys of the line that the output repeats, such as an id
+
+    @property
+    def line(self) -> int:
+        return self.prompt.line
+
+
+def read_prompts(path: Path) -> list[FilePrompt]:
+    """All prompts of a file in file order: plain text if its name ends with .txt, JSON objects otherwise."""
+    plain = path.suffix.lower() == TEXT_SUFFIX
+    prompts = []
+    for line, content in read_lines(path, "a prompt file with one prompt per line", "prompt"):
+        try:
+            prompts.append(_plain(line, content) if plain else _parsed(line, content))
+        except InputFault as error:
+            raise InputFault(f"{path} line {line}: {error}") from error
+    if not prompts:
+        raise InputFault(f"{path}: has no prompt: expected at least one line")
+    return prompts
+
+
+def parts_of(turns: Sequence[Turn]) -> tuple[tuple[Turn, ...], ...]:
+    """The turns in parts that each end where an answer is missing; an answer at the end is left out."""
+    given = turns[:-1] if turns[-1].role == "assistant" else turns
+    parts: list[tuple[Turn, ...]] = []
+    part: list[Turn] = []
+    for turn, following in zip(given, [*given[1:], None], strict=True):
+        part.append(turn)
+        if turn.role in ("user", "tool") and (following is None or following.role == "user"):
+            parts.append(tuple(part))
+            part = []
+    if part:
+        raise InputFault(f"the last turn is of the {part[-1].role}: expected a user turn last, which the model answers")
+    return tuple(parts)
+
+
+def _plain(line: int, content: bytes) -> FilePrompt:
+    text = content_of(text_of(content).rstrip("\r\n"), "the prompt")
+    return FilePrompt(AnswerPrompt(line, ((Turn("user", text),),)), {})
+
+
+def _parsed(line: int, content: bytes) -> FilePrompt:
+    data = object_of(content, f"plain text goes into a file whose name ends with {TEXT_SUFFIX}")
+    for name in ("fork", "ends"):
+        flag_of(data, name)
+    forms = [name for name in ("messages", "prompt", "text") if name in data]
+    if forms == ["messages"]:
+        turns = turns_of(data["messages"])
+    elif forms == ["prompt"]:
+        turns = (Turn("user", content_of(data["prompt"], '"prompt"')),)
+    else:
+        found = " and ".join(f'"{name}"' for name in forms) or "neither"
+        raise InputFault(f"holds {found}: {_EXPECTED}" + (", not both" if len(forms) > 1 else ""))
+    others = {name: value for name, value in data.items() if name not in _REPLACED}
+    return FilePrompt(AnswerPrompt(line, parts_of(turns)), others)
+
+
+SCHEMA = 1
+
+_LONGEST_HEADER = 2**16  # bytes
+_BUSY = (errno.EAGAIN, errno.EACCES)
+
+
+@dataclass(frozen=True)
+class RunHeader:
+    """What the answers of a run depend on: the first line of the file."""
+
+    bundle: str  # SHA-256 of the bundle's manifest without its engines
+    prompts: str  # SHA-256 of the prompt file
+    max_tokens: int
+    max_seq_len: int
+    schema: int = SCHEMA
+
+
+def partial_file(out: Path) -> Path:
+    """The file that stores the answers until the output is complete."""
+    return out.with_name(f"{out.name}.partial")
+
+
+@contextmanager
+def opened_partial(out: Path, header: RunHeader, overwrite: bool) -> Iterator[Path]:
+    """The partial file of an output, locked for this process; a new one, or that of an interrupted run with this header."""
+    file = partial_file(out)
+    if not file.exists() or (overwrite and _difference(file, header)):
+        replace_text(file, json.dumps(asdict(header)) + "\n")
+    with file.open("rb") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:  # other errors: a network file system that cannot lock
+            if error.errno in _BUSY:
+                raise InputFault(
+                    f"{file}: another process writes it: wait for its end, or choose another output"
+                ) from error
+        if difference := _difference(file, header):
+            raise InputFault(
+                f"{file}: {difference}: repeat the command of that run to continue it, or begin anew with --overwrite"
+            )
+        yield file
+
+
+def _difference(file: Path, header: RunHeader) -> str | None:
+    """How the header of a file differs from this one; None if they are equal."""
+    try:
+        with file.open("rb") as stream:
+            found = json.loads(stream.readline(_LONGEST_HEADER).decode("utf-8"))
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict) or "schema" not in found:
+        return "has no header of `spaceport distill`"
+    if found["schema"] != SCHEMA:
+        return f"has schema {found['schema']!r}, expected {SCHEMA}: another version of spaceport began it"
+    for name, expected in asdict(header).items():
+        if (stored := found.get(name)) != expected:
+            return f"was begun with {_described(name, stored)}, this command has {_described(name, expected)}"
+    return None
+
+
+def _described(name: str, value: object) -> str:
+    if name in ("bundle", "prompts"):
+        what = "the bundle" if name == "bundle" else "the prompts"
+        return f"{what} {str(value)[:12]}…"
+    return f"--{name.replace('_', '-')} {value}"
+
 
 DEFAULT_REQUESTS = 16  # answers that are generated at the same time
 

@@ -1,7 +1,8 @@
-"""BiTA: a prefix of key/value pairs and mask tokens among the weights of a whole checkpoint, as its authors' code writes it."""
+"""Prefixes: key/value pairs that only mask rows see, with mask tokens, as SSD and BiTA publish them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
@@ -15,10 +16,100 @@ from spaceport.exporter.sar_config import CheckpointError
 from spaceport.graphs.contract.draft_methods import MAX_MASK_SLOTS
 from spaceport.graphs.contract.json_fields import is_whole
 from spaceport.graphs.preloaded_slots import PreloadedSlots
-from spaceport.tools.adopt.given import Given, check_slots
-from spaceport.tools.adopt.new_tokens import new_tokens
-from spaceport.tools.adopt.plan import AdoptionPlan, Method, require_no_masks
-from spaceport.tools.adopt.published_prefix import published_prefix
+from spaceport.tools.adopt.given import EMBEDDING, PREFIX, Given, check_slots, forecast_file
+from spaceport.tools.adopt.plan import (
+    AdoptionPlan,
+    Method,
+    PublishedWeights,
+    new_tokens,
+    read_torch_file,
+    require_no_masks,
+)
+
+_COPY_OR_BASE = "copy the file again, or give the base model that it was trained on"
+_PAIR = 2  # key and value
+
+
+def read_published_prefix(file: Path, checkpoint: Checkpoint) -> PublishedWeights:
+    """The prefix in a file, checked against the configuration of its base model."""
+    slots, embeddings = prefix_tensors(file)
+    with errors_of(f"{file}: {PREFIX}", _COPY_OR_BASE):
+        slots.check(checkpoint.config)
+        require_finite(slots.state())
+    hidden_size = int(checkpoint.config.get_text_config().hidden_size)
+    if embeddings.dim() != 2 or not len(embeddings) or embeddings.shape[1] != hidden_size:
+        raise CheckpointError(
+            f"{file}: {EMBEDDING} has shape {tuple(embeddings.shape)}: expected tokens x {hidden_size}, the size of "
+            f"the base model's embeddings; {_COPY_OR_BASE}"
+        )
+    if not bool(torch.isfinite(embeddings).all()):
+        raise CheckpointError(f"{file}: {EMBEDDING} has numbers that are not finite; {_COPY_OR_BASE}")
+    unused = tuple(sorted(read_torch_file(file).keys() - {PREFIX, EMBEDDING}))
+    return published_prefix(file, slots, embeddings, unused, lambda: prefix_tensors(file))
+
+
+def published_prefix(
+    path: Path,
+    slots: PreloadedSlots,
+    embeddings: Tensor,
+    unused: tuple[str, ...],
+    read: Callable[[], tuple[PreloadedSlots, Tensor]],
+) -> PublishedWeights:
+    """A published prefix of key/value pairs; `unused` names further tensors, which the published code does not use."""
+    sizes = PreloadedSlots(slots.keys.to("meta"), slots.values.to("meta"))
+    report = {"file": str(path), "slots": slots.count, "tokens": len(embeddings), "unused": list(unused)}
+    return PublishedWeights("prefix", path, sizes, report, read)
+
+
+def prefix_tensors(file: Path) -> tuple[PreloadedSlots, Tensor]:
+    """The key/value pairs of a file, and its embeddings of mask tokens, tokens x H.
+
+    The published axes are layers x (key, value) x 1 x KV heads x slots x D."""
+    tensors = read_torch_file(file)
+    for name in (PREFIX, EMBEDDING):
+        if name not in tensors:
+            raise CheckpointError(f"{file}: has no tensor {name}: expected {PREFIX} and {EMBEDDING}; {_COPY_OR_BASE}")
+    prefix = tensors[PREFIX]
+    if prefix.dim() == 6 and prefix.shape[2] == 1:  # a batch of one
+        prefix = prefix[:, :, 0]
+    if prefix.dim() != 5 or prefix.shape[1] != _PAIR:
+        raise CheckpointError(
+            f"{file}: {PREFIX} has shape {tuple(tensors[PREFIX].shape)}: expected layers x {_PAIR} x 1 x KV heads x "
+            f"slots x head size; {_COPY_OR_BASE}"
+        )
+    return PreloadedSlots(prefix[:, 0], prefix[:, 1]), tensors[EMBEDDING]
+
+
+def _file(given: Given) -> Path | None:
+    return forecast_file(given.adapter or given.checkpoint)
+
+
+def _recognize_ssd(given: Given) -> str | None:
+    file = _file(given)
+    return None if file is None else f"{PREFIX} in {file.name}"
+
+
+def _plan_ssd(given: Given, evidence: str, checkpoint: Checkpoint) -> AdoptionPlan:
+    file = _file(given)
+    if file is None:
+        raise ValueError("no file with a forecast prefix: expected one, by which the method was recognized")
+    require_no_masks(given, checkpoint, "the file of SSD has mask tokens of its own")
+    prefix = read_published_prefix(file, checkpoint)
+    most = min(prefix.report["tokens"], MAX_MASK_SLOTS)
+    slots = given.request.max_mask_slots or most
+    check_slots(slots, most)
+    masks = new_tokens(given, load_tokenizer(checkpoint), "forecast", slots)
+    return AdoptionPlan(SSD.name, evidence, given.checkpoint, masks, slots, prefix)
+
+
+SSD = Method(
+    "ssd",
+    "SSD: a forecast prefix that only mask rows see",
+    _recognize_ssd,
+    _plan_ssd,
+    f"a file of torch (*.pt) with the tensor {PREFIX}",
+)
+
 
 _SLOTS, _MASKS = "prompt_num", "mask_num"  # entries of config.json
 _EMBEDDING, _MASK_ROWS = "prefix_encoder.embedding.weight", "mask_tokens.weight"  # ends of the names of tensors
@@ -26,11 +117,11 @@ _PROJECTION = tuple(f"prefix_encoder.trans.{layer}.{part}" for layer in (0, 2) f
 _ADVICE = "copy the checkpoint again"
 
 
-def _recognize(given: Given) -> str | None:
+def _recognize_bita(given: Given) -> str | None:
     return f"{_SLOTS} in config.json" if given.adapter is None and given.config.get(_SLOTS) else None
 
 
-def _plan(given: Given, evidence: str, checkpoint: Checkpoint) -> AdoptionPlan:
+def _plan_bita(given: Given, evidence: str, checkpoint: Checkpoint) -> AdoptionPlan:
     require_no_masks(given, checkpoint, "the checkpoint has mask tokens of its own")
     slots, rows = _prefix_of(given, checkpoint)
     named = _whole(given, _MASKS)
@@ -122,7 +213,7 @@ def _whole(given: Given, entry: str) -> int:
 BITA = Method(
     "bita",
     "BiTA: a prefix that only mask rows see",
-    _recognize,
-    _plan,
+    _recognize_bita,
+    _plan_bita,
     f"{_SLOTS} in the config.json of a whole checkpoint",
 )

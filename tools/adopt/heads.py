@@ -1,4 +1,4 @@
-"""Published heads: the tensors of Medusa's heads in the files in which they are published, checked against a base model."""
+"""Heads: the published heads of Medusa over the last hidden state, checked against a base model."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from spaceport.graphs.contract.json_fields import is_whole
 from spaceport.graphs.draft_heads import Heads, expected_shapes
 from spaceport.graphs.mechanism import require_shapes
 from spaceport.tools.adopt.given import HEADS_FILES, Given
-from spaceport.tools.adopt.plan import PublishedWeights
-from spaceport.tools.adopt.torch_file import read_torch_file
+from spaceport.tools.adopt.plan import AdoptionPlan, Method, PublishedWeights, read_torch_file, require_no_masks
 
 _EMBEDDED = "medusa_head."  # prefix of the heads' tensors among those of a whole checkpoint
 _NAME = re.compile(r"(\d+)\.(\d+)\.(linear\.weight|linear\.bias|weight)")
@@ -150,3 +149,25 @@ def _count(requested: int | None, present: int) -> int:
     if requested is not None and requested > present:
         raise CheckpointError(f"--max-mask-slots is {requested}: expected 1 to {present}, the heads in the file")
     return requested or present
+
+
+def _recognize(given: Given) -> str | None:
+    files = heads_files(given)
+    if not files:
+        return None
+    return files[0].name if len(files) == 1 and given.adapter is not None else "medusa_num_heads in config.json"
+
+
+def _plan(given: Given, evidence: str, checkpoint: Checkpoint) -> AdoptionPlan:
+    require_no_masks(given, checkpoint, "heads draft without mask tokens")
+    heads = read_published_heads(given, checkpoint)
+    return AdoptionPlan(MEDUSA.name, evidence, given.checkpoint, {}, 0, heads)
+
+
+MEDUSA = Method(
+    "medusa",
+    "Medusa: heads over the last hidden state",
+    _recognize,
+    _plan,
+    f"{' or '.join(HEADS_FILES)}, or medusa_num_heads in config.json",
+)

@@ -1,1 +1,0 @@
-"""Tune options: the options of `spaceport tune`, by what they are about."""

@@ -1,1 +1,0 @@
-"""Distill: prompts to training data, the model's own greedy answers."""

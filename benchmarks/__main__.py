@@ -7,8 +7,7 @@ from typing import ClassVar
 
 import click
 
-from spaceport.tools.cli import run
-from spaceport.tools.cli.lazy import LazyGroup
+from spaceport.tools.cli import LazyGroup, run
 
 
 class DevelopmentBenchmarks(LazyGroup):

@@ -11,7 +11,7 @@ from benchmarks.chat_measuring import ChatOptions, PeerOptions, chosen_peers
 from benchmarks.chat_report import benchmark_chat
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.tools.bench.decode_measuring import FORKING, MODES, parse_counts
-from spaceport.tools.cli.exit_codes import ACCURACY, OK
+from spaceport.tools.cli import ACCURACY, OK
 from spaceport.tools.cli.options import (
     PATH,
     Sectioned,

@@ -38,8 +38,7 @@ from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
 from spaceport.tools.adopt.adopt import additions_of, plan_adoption, write_adoption
 from spaceport.tools.adopt.given import AdoptionRequest, Paths, read_given
-from spaceport.tools.cli import run
-from spaceport.tools.cli.exit_codes import OK
+from spaceport.tools.cli import OK, run
 from spaceport.tools.verify.acceptance.measure import measure
 from spaceport.tools.verify.acceptance.reference_answers import AnswerSegment, ReferenceAnswer
 from support.exported import bundle_of

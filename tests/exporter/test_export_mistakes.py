@@ -19,8 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from spaceport.graphs.contract.manifest import MANIFEST_FILE, MODEL_FILE
 from spaceport.runtime.bundle import open_bundle
-from spaceport.tools.cli import run
-from spaceport.tools.cli.exit_codes import FAULT, INPUT, INTERRUPTED, OK, USAGE
+from spaceport.tools.cli import FAULT, INPUT, INTERRUPTED, OK, USAGE, run
 from spaceport.tools.cli.export import interruptible
 from support.paths import TINY
 from support.small_bundle import entries_of

@@ -32,8 +32,7 @@ from spaceport.runtime.bundle import Bundle, open_bundle
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import Batch, Engine
 from spaceport.runtime.session import Runtime
-from spaceport.tools.cli import run
-from spaceport.tools.cli.exit_codes import INPUT, USAGE
+from spaceport.tools.cli import INPUT, USAGE, run
 from spaceport.tools.reference import open_reference, stored_in
 from spaceport.tools.verify.audit.audit import audit
 from spaceport.tools.verify.audit.prompts import TokenizedPrompt

@@ -31,8 +31,7 @@ from spaceport.runtime.bundle import open_bundle, read_manifest
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
 from spaceport.tools.bench.steps import chain_batch
-from spaceport.tools.cli import run
-from spaceport.tools.cli.exit_codes import INPUT, USAGE
+from spaceport.tools.cli import INPUT, USAGE, run
 from spaceport.tools.reference import open_reference
 from spaceport.tools.verify.check.quantization import measure_quantization
 from support.exported import bundle_of

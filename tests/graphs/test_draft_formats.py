@@ -16,8 +16,7 @@ from spaceport.exporter.export import ExportOptions
 from spaceport.graphs.contract.signature import LOWERINGS
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
-from spaceport.tools.cli import run
-from spaceport.tools.cli.exit_codes import OK
+from spaceport.tools.cli import OK, run
 from support.exported import bundle_of
 from support.gguf_files import random_model
 from support.mask_rows import bundle_engine, rows_batch, walk

@@ -25,7 +25,7 @@ from spaceport.graphs.contract.faults import OptionFault
 from spaceport.serving.application import application
 from spaceport.serving.options import ServiceOptions
 from spaceport.serving.server import listening, serve
-from spaceport.tools.cli.key_file import keys_of
+from spaceport.tools.cli.configuration import keys_of
 from spaceport.tools.cli.serve import models_of
 from support.chat_runtime import chat_runtime
 from support.running_service import running_service

@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
-from spaceport.tools.cli import run
-from spaceport.tools.cli.exit_codes import OK
+from spaceport.tools.cli import OK, run
 from support.paths import ROOT
 
 DEPLOY = ROOT / "deploy"

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import traceback
+from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import click
 
 from spaceport import __version__
 from spaceport.graphs.contract.faults import InputFault, MissingDependency, OptionFault, SpaceportError
 from spaceport.graphs.contract.installation import install_command
-from spaceport.tools.cli.exit_codes import FAULT, INPUT, INTERRUPTED, MISSING, OK, USAGE
-from spaceport.tools.cli.lazy import LazyGroup
+
+OK = 0
+FAULT = 1  # a bug in Spaceport, or an error of the operating system
+USAGE = 2  # invalid options
+INPUT = 3  # invalid files or requests
+ACCURACY = 4  # outputs differ by more than the tolerance
+MISSING = 5  # a missing package, library or device
+INTERRUPTED = 130
 
 # Package -> the extra that installs it; all other packages are in `export`.
 EXTRAS = {
@@ -32,10 +41,56 @@ EXTRAS = {
 }
 
 
+def name_flags(message: str, command: click.Command | None) -> str:
+    """A message of the runtime with the flags of a command in place of Python option names."""
+    for option in command.params if command is not None else ():
+        if not isinstance(option, click.Option) or option.name is None:
+            continue
+        name, flag = re.escape(option.name), option.opts[0]
+        message = message.replace(f"{option.name} ({flag})", flag).replace(f"{option.name} ({flag}; ", f"{flag} (")
+        message = re.sub(rf"(?<![\w.`(-]){name}='?([\w.-]+)'?", rf"{flag} \1", message)
+        if "_" in name:
+            message = re.sub(rf"(?<![\w.`-]){name}(?![\w=])", flag, message)
+        else:  # may be a plain word elsewhere in the sentence
+            message = re.sub(rf"^{name}(?= (?:is|holds) )", flag, message)
+    return message
+
+
+class LazyGroup(click.Group):
+    """A group of commands in the modules of a package, which are imported when they are called, so that --help is fast."""
+
+    package: ClassVar[str]
+    modules: ClassVar[Mapping[str, str]] = {}  # name of a command -> its module and name there, if others
+    summaries: ClassVar[Mapping[str, str]]  # name of a command and of its module -> its line in --help
+
+    def list_commands(self, context: click.Context) -> list[str]:
+        return list(self.summaries)
+
+    def get_command(self, context: click.Context, name: str) -> click.Command | None:
+        if name not in self.summaries:
+            return None
+        module, _, attribute = self.modules.get(name, f"{name}:command").partition(":")
+        command: click.Command = getattr(import_module(f"{self.package}.{module}"), attribute)
+        return command
+
+    def invoke(self, context: click.Context) -> Any:
+        """Run a command; errors about options name its flags."""
+        try:
+            return super().invoke(context)
+        except OptionFault as error:
+            command = self.get_command(context, context.invoked_subcommand or "")
+            raise OptionFault(name_flags(str(error), command)) from error
+
+    def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(self.summaries.items()))
+
+
 class Commands(LazyGroup):
     """The commands of `spaceport`."""
 
     package = "spaceport.tools.cli"
+    modules: ClassVar = {"inspect": "bundles:inspect", "sign": "bundles:sign", "fetch": "bundles:fetch_command"}
     summaries: ClassVar = {
         "tune": "Fine-tune a checkpoint for self-speculative decoding and parallel threads.",
         "distill": "Generate a model's own answers to prompts, as training data.",

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import click
 
-from spaceport.tools.cli.exit_codes import ACCURACY, OK
+from spaceport.tools.cli import ACCURACY, OK
 from spaceport.tools.cli.options import (
     PATH,
     Sectioned,

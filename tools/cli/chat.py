@@ -16,8 +16,8 @@ from spaceport.tools.chat.chat_loop import Chat
 from spaceport.tools.chat.chat_model import AnswerOptions, ChatModel
 from spaceport.tools.chat.conversation import ChatHistory
 from spaceport.tools.chat.service_model import ServiceModel
+from spaceport.tools.cli.configuration import KEY_VARIABLE, keys_of
 from spaceport.tools.cli.generate_request import decoded
-from spaceport.tools.cli.key_file import KEY_VARIABLE, keys_of
 from spaceport.tools.cli.options import (
     PATH,
     Sectioned,

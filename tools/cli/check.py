@@ -13,9 +13,9 @@ from spaceport.exporter.checkpoint_files import require_adapter_folder, require_
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.backends import BACKENDS
 from spaceport.runtime.bundle import Bundle, open_bundle
+from spaceport.tools.cli import ACCURACY, OK
+from spaceport.tools.cli.bundles import accuracy
 from spaceport.tools.cli.check_tables import show_outcome
-from spaceport.tools.cli.exit_codes import ACCURACY, OK
-from spaceport.tools.cli.inspect import accuracy
 from spaceport.tools.cli.options import (
     PATH,
     Renamed,

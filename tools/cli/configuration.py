@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
@@ -14,13 +16,13 @@ from click.core import ParameterSource
 
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.tools.cli.options import PATH, Sectioned
-from spaceport.tools.cli.toml_text import entry
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
+KEY_VARIABLE = "SPACEPORT_API_KEY"  # keys of the service, separated by commas
 _OWN = ("config", "print_config")  # name no value of the configuration
 _SIMILAR = 0.8  # of the name of an environment variable to that of an option
 
@@ -239,3 +241,40 @@ def _source(context: click.Context, option: click.Parameter) -> str:
     if source is ParameterSource.ENVIRONMENT:
         return f"environment, {_variable(context, option)}"
     return "file" if source is ParameterSource.DEFAULT_MAP else "default"
+
+
+def entry(name: str, value: Any) -> str:
+    """A name with its value."""
+    key = name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else _text(name)
+    return f"{key} = {_spelled(value)}"
+
+
+def _spelled(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, str | Path):
+        return _text(str(value))
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_spelled, value))}]"
+    raise TypeError(f"{type(value).__name__} has no spelling in TOML: expected a number, a text, a path or a list")
+
+
+def _text(value: str) -> str:
+    """A string in TOML: as in JSON, which escapes all that TOML does but DEL."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def keys_of(file: Path | None, variable: str) -> tuple[str, ...]:
+    """The keys in a file, one per line, or else those in the environment, separated by commas."""
+    if file is None:
+        return tuple(key.strip() for key in variable.split(",") if key.strip())
+    try:
+        lines = file.read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise OptionFault(f"--api-key-file: {file} cannot be read: {error}: expected one key per line") from error
+    keys = tuple(line.strip() for line in lines if line.strip() and not line.startswith("#"))
+    if not keys:
+        raise OptionFault(f"--api-key-file: {file} has no key: expected one per line")
+    return keys

@@ -24,8 +24,8 @@ from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.messages import ChatPrompt
 from spaceport.runtime.text.prompt import Prompt
+from spaceport.tools.cli import ACCURACY, OK
 from spaceport.tools.cli.demo_tables import compare, compare_chats
-from spaceport.tools.cli.exit_codes import ACCURACY, OK
 from spaceport.tools.cli.options import PATH, adapter_option
 from spaceport.tools.demo.chat_model import CHAT, adapter_folder, base_model
 from spaceport.tools.demo.prompts import MODEL, prompts_of

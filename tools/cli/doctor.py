@@ -22,7 +22,7 @@ from spaceport.graphs.contract.manifest import FLAVOURS
 from spaceport.runtime.backends import BACKENDS, clashing, require_device
 from spaceport.runtime.backends.machine import NoGpu, cpu_class, cpu_name, gpu, instruction_sets, usable_cpus
 from spaceport.runtime.backends.private_files import cache_folder, problem_of, state_folder
-from spaceport.tools.cli.exit_codes import MISSING, OK
+from spaceport.tools.cli import MISSING, OK
 from spaceport.tools.cli.options import json_option
 from spaceport.tools.terminal.screen import show_json, show_table, size
 

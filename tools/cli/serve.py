@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -10,16 +12,18 @@ import click
 
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.backends import BACKENDS
-from spaceport.runtime.session import DEFAULT_CALL_TIMEOUT
+from spaceport.runtime.session import DEFAULT_CALL_TIMEOUT, Runtime
+from spaceport.serving.options import ServiceOptions
 from spaceport.tools.cli.configuration import (
+    KEY_VARIABLE,
     Configured,
     config_option,
     effective,
+    keys_of,
     print_config_option,
     unknown_variables,
 )
 from spaceport.tools.cli.generate_request import limits_of
-from spaceport.tools.cli.key_file import KEY_VARIABLE
 from spaceport.tools.cli.options import (
     PATH,
     allow_links_option,
@@ -29,11 +33,18 @@ from spaceport.tools.cli.options import (
     step_costs_option,
     threads_option,
 )
-from spaceport.tools.cli.service_settings import openers_of, service_options_of
 
 if TYPE_CHECKING:
     from spaceport.serving.tracing import RequestSpans
 
+_SERVICE = (
+    *("strict", "page", "metrics_prefix", "request_timeout", "drain_timeout", "most_bytes"),
+    *("audit_rate", "audit_log", "audit_action"),
+)
+_RUNTIME = (
+    *("backend", "threads", "max_requests", "queue_limit", "max_seq_len", "max_slots", "prefix_cache"),
+    *("step_costs", "call_timeout", "trust_engines", "allow_links", "copy_weights", "require_signature"),
+)
 _LOCAL = ("127.0.0.1", "::1", "localhost")
 
 
@@ -276,3 +287,19 @@ def spans_of(wanted: bool) -> RequestSpans | None:
     from spaceport.serving.tracing import exported_spans
 
     return exported_spans()
+
+
+def service_options_of(given: Mapping[str, Any]) -> ServiceOptions:
+    """The options of the service, with the keys in the file or in the environment of this process."""
+    return ServiceOptions(
+        keys=keys_of(given["api_key_file"], os.environ.get(KEY_VARIABLE, "")),
+        tool_format=None if given["tool_format"] == "auto" else given["tool_format"],
+        **{option: given[option] for option in _SERVICE},
+    )
+
+
+def openers_of(given: Mapping[str, Any]) -> dict[str, Callable[[], Runtime]]:
+    """What opens the bundle of each model."""
+    options = {option: given[option] for option in _RUNTIME}
+    limits = limits_of(given["limits"])
+    return {name: partial(Runtime.open, path, limits=limits, **options) for name, path in given["bundles"].items()}

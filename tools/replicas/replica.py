@@ -13,8 +13,7 @@ from starlette.applications import Starlette
 from spaceport.serving.application import application
 from spaceport.serving.request_log import configure_logging
 from spaceport.serving.service import Service, log
-from spaceport.tools.cli.serve import spans_of
-from spaceport.tools.cli.service_settings import openers_of, service_options_of
+from spaceport.tools.cli.serve import openers_of, service_options_of, spans_of
 from spaceport.tools.replicas.arguments import Arguments
 from spaceport.tools.replicas.published_metrics import publish
 

@@ -39,8 +39,7 @@ from spaceport.graphs.contract.manifest import ENGINES_FOLDER, MANIFEST_FILE, Fi
 from spaceport.runtime.backends.built_engines import built_here
 from spaceport.runtime.backends.machine import no_gpu
 from spaceport.runtime.bundle import open_bundle
-from spaceport.tools.cli import run
-from spaceport.tools.cli.exit_codes import FAULT, INPUT, MISSING, OK, USAGE
+from spaceport.tools.cli import FAULT, INPUT, MISSING, OK, USAGE, run
 from support.append_bundle import Attending
 from support.small_bundle import edit
 

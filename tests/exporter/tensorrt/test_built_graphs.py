@@ -26,8 +26,7 @@ from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.signature import Precision, Signature, Weights
 from spaceport.graphs.decoder import decoder_of
 from spaceport.runtime.bundle import open_bundle, read_manifest
-from spaceport.tools.cli import run
-from spaceport.tools.cli.exit_codes import OK
+from spaceport.tools.cli import OK, run
 from support.append_bundle import Attending
 from support.exported import bundle_of
 from support.families import FAMILIES, Family, build

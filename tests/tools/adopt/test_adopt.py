@@ -20,8 +20,7 @@ from spaceport.exporter.adapter_folder import BASE_FILE, EMBEDDINGS_FILE, identi
 from spaceport.exporter.checkpoint import SAR_FILE, Checkpoint, TokenFlags, load_model, open_checkpoint
 from spaceport.exporter.checkpoint_source import quiet_libraries
 from spaceport.exporter.sar_config import CheckpointError
-from spaceport.tools.cli import run
-from spaceport.tools.cli.exit_codes import INPUT, OK, USAGE
+from spaceport.tools.cli import INPUT, OK, USAGE, run
 from support.mask_rows import rows_logits
 from support.published import MASK, VOCAB, text, write_checkpoint
 from support.published_drafts import BASE

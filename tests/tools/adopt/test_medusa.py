@@ -29,8 +29,7 @@ from spaceport.runtime.engine import Batch, EngineOptions
 from spaceport.runtime.sampling.grammar import Grammar
 from spaceport.runtime.sampling.sampler import Sampling
 from spaceport.runtime.session import Runtime
-from spaceport.tools.cli import run
-from spaceport.tools.cli.exit_codes import OK
+from spaceport.tools.cli import OK, run
 from support.exported import bundle_of
 from support.published import PADDED, exact_model, text, write_checkpoint
 from support.published_drafts import exact_heads, write_published_heads

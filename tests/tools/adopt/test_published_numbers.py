@@ -15,8 +15,7 @@ from spaceport.exporter.checkpoint import SAR_FILE, TokenFlags, load_model, open
 from spaceport.exporter.checkpoint_source import quiet_libraries
 from spaceport.graphs.contract.draft_methods import MaskLayout
 from spaceport.tools.adopt.adapters import WEIGHTS_FILE
-from spaceport.tools.cli import run
-from spaceport.tools.cli.exit_codes import OK
+from spaceport.tools.cli import OK, run
 from support.gguf_files import random_model, write_gguf
 from support.mask_rows import rows_logits
 from support.published import MASK, TOKENIZER, VOCAB, random_adapter, random_base, reference_logits, write_checkpoint

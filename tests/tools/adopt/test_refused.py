@@ -18,8 +18,7 @@ from spaceport.exporter.checkpoint import SAR_FILE, TokenFlags, load_model, open
 from spaceport.exporter.checkpoint_source import quiet_libraries
 from spaceport.tools.adopt.adapters import WEIGHTS_FILE
 from spaceport.tools.adopt.given import PEFT_FILE
-from spaceport.tools.cli import run
-from spaceport.tools.cli.exit_codes import INPUT, OK, USAGE
+from spaceport.tools.cli import INPUT, OK, USAGE, run
 from support.published import PADDED, random_base, write_checkpoint
 from support.published_drafts import BASE, FILE
 from support.published_methods import METHODS, PublishedModel

@@ -12,7 +12,7 @@ import pytest
 
 from spaceport.graphs.contract.faults import MissingDependency
 from spaceport.runtime.session import Runtime
-from spaceport.tools.cli import demo_tables, run
+from spaceport.tools.cli import INPUT, MISSING, USAGE, demo_tables, run
 from spaceport.tools.cli.demo_tables import (
     CHAT_LEGEND,
     LEGEND,
@@ -25,7 +25,6 @@ from spaceport.tools.cli.demo_tables import (
     rows_of,
     timed,
 )
-from spaceport.tools.cli.exit_codes import INPUT, MISSING, USAGE
 from spaceport.tools.demo import chat_model
 from spaceport.tools.demo.chat_model import base_model
 from support.adapters import train

@@ -13,8 +13,7 @@ from spaceport.runtime.engine import capacity_for
 from spaceport.runtime.session import Runtime
 from spaceport.tools.adopt.adopt import adopted_for_export
 from spaceport.tools.adopt.given import AdoptionRequest, Paths, read_given
-from spaceport.tools.cli import run
-from spaceport.tools.cli.exit_codes import INPUT, OK, USAGE
+from spaceport.tools.cli import INPUT, OK, USAGE, run
 from support.paths import TINY
 from support.published import exact_model, write_checkpoint
 from support.published_methods import METHODS, SLOTS, PublishedModel

@@ -20,8 +20,7 @@ from spaceport.runtime.sampling.grammar import Grammar
 from spaceport.runtime.sampling.sampler import Sampling
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.messages import ChatPrompt
-from spaceport.tools.cli import run
-from spaceport.tools.cli.exit_codes import INPUT, OK, USAGE
+from spaceport.tools.cli import INPUT, OK, USAGE, run
 from spaceport.tools.report.files import read_trace
 from support.forking_bundle import forking_copy
 from support.paths import TINY

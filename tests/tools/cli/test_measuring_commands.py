@@ -22,8 +22,7 @@ from spaceport.runtime.decode import step as loop
 from spaceport.runtime.decode.acceptance import Verdict, accept
 from spaceport.runtime.decode.plan import Part
 from spaceport.runtime.decode.sequence import TokenSelector
-from spaceport.tools.cli import cli, run
-from spaceport.tools.cli.exit_codes import ACCURACY, INPUT, OK, USAGE
+from spaceport.tools.cli import ACCURACY, INPUT, OK, USAGE, cli, run
 from spaceport.tools.verify.audit.bundle_audit import requests_for
 from spaceport.tools.verify.audit.prompts import AuditPrompt, read_prompts
 from support.paths import TINY

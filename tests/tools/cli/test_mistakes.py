@@ -20,8 +20,7 @@ from spaceport.exporter.sar_config import CheckpointError
 from spaceport.graphs.contract.manifest import ACCURACY_FILE, MANIFEST_FILE, MODEL_FILE, TOKENIZER_FILE
 from spaceport.runtime import EngineFault
 from spaceport.runtime.bundle import read_manifest
-from spaceport.tools.cli import cli, main, run
-from spaceport.tools.cli.exit_codes import FAULT, INPUT, INTERRUPTED, MISSING, OK, USAGE
+from spaceport.tools.cli import FAULT, INPUT, INTERRUPTED, MISSING, OK, USAGE, cli, main, run
 from support.paths import TINY
 from support.small_bundle import edit, fill
 

@@ -18,14 +18,11 @@ from click.testing import CliRunner
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.session import Runtime
 from spaceport.serving.options import ServiceOptions
-from spaceport.tools.cli import Commands, cli, run
-from spaceport.tools.cli.configuration import tomllib
-from spaceport.tools.cli.exit_codes import OK, USAGE
-from spaceport.tools.cli.flag_names import name_flags
+from spaceport.tools.cli import OK, USAGE, Commands, cli, name_flags, run
+from spaceport.tools.cli.configuration import entry, tomllib
 from spaceport.tools.cli.options import Renamed, Sectioned, Unused, refuse_unused
 from spaceport.tools.cli.serve import command as serve
-from spaceport.tools.cli.service_settings import openers_of, service_options_of
-from spaceport.tools.cli.toml_text import entry
+from spaceport.tools.cli.serve import openers_of, service_options_of
 
 Shown = pytest.CaptureFixture[str]
 

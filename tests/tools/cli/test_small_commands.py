@@ -21,9 +21,8 @@ from spaceport.runtime.backends import BACKENDS
 from spaceport.runtime.backends.built_engines import record_built_engine
 from spaceport.runtime.backends.machine import no_gpu
 from spaceport.runtime.bundle import open_bundle, read_manifest
-from spaceport.tools.cli import Commands, doctor, run
-from spaceport.tools.cli.exit_codes import INPUT, MISSING, OK, USAGE
-from spaceport.tools.cli.inspect import states
+from spaceport.tools.cli import INPUT, MISSING, OK, USAGE, Commands, doctor, run
+from spaceport.tools.cli.bundles import states
 from support.small_bundle import ENGINE, RECORD, new_bundle
 
 Capture = pytest.CaptureFixture[str]

@@ -23,8 +23,7 @@ from spaceport.runtime.bundle import Bundle, read_manifest
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
 from spaceport.tools import distill as distillations
-from spaceport.tools.cli import run
-from spaceport.tools.cli.exit_codes import INPUT, INTERRUPTED, OK, USAGE
+from spaceport.tools.cli import INPUT, INTERRUPTED, OK, USAGE, run
 from spaceport.tools.distill import DistillOptions, DistillProgress, open_distillation, partial_file, requests_for
 from spaceport.tools.tune import own_answers
 from spaceport.tools.tune.conversations import Conversation, Turn, read_conversations

@@ -12,8 +12,7 @@ import yaml
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.bundle import BundleError
 from spaceport.runtime.limits import DEFAULT_LIMITS
-from spaceport.tools.cli.serve import command
-from spaceport.tools.cli.service_settings import openers_of, service_options_of
+from spaceport.tools.cli.serve import command, openers_of, service_options_of
 from spaceport.tools.replicas.arguments import ReplicaOptions, arguments_of
 from spaceport.tools.replicas.deployment_options import deployment_options
 from support.paths import DEPLOY

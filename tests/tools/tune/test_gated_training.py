@@ -27,8 +27,7 @@ from spaceport.graphs.correction import Factors
 from spaceport.graphs.input_rows import InputRows
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
-from spaceport.tools.cli import run
-from spaceport.tools.cli.exit_codes import OK, USAGE
+from spaceport.tools.cli import OK, USAGE, run
 from spaceport.tools.reference import checkpoint_runtime
 from spaceport.tools.tune import training
 from spaceport.tools.tune.job import TrainingCallbacks, TuningJob

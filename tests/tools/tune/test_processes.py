@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.tools.cli.exit_codes import FAULT, INPUT, OK
+from spaceport.tools.cli import FAULT, INPUT, OK
 from spaceport.tools.tune.processes import open_accelerator
 from support import forked_tunings
 from support.forked_tunings import codes, float32_tiny, request

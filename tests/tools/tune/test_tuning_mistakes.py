@@ -16,8 +16,7 @@ from accelerate import Accelerator
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from spaceport.tools.cli import run
-from spaceport.tools.cli.exit_codes import INPUT, INTERRUPTED, OK, USAGE
+from spaceport.tools.cli import INPUT, INTERRUPTED, OK, USAGE, run
 from spaceport.tools.tune import tuning
 from spaceport.tools.tune.job import TrainingCallbacks, TuningJob, identity_of
 from spaceport.tools.tune.settings import TrainingSettings

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import click
 
-from spaceport.tools.cli.lazy import LazyGroup
+from spaceport.tools.cli import LazyGroup
 
 
 class Benchmarks(LazyGroup):

@@ -18,7 +18,7 @@ from spaceport.tools.bench.decode_measuring import (
     parse_numbers,
 )
 from spaceport.tools.bench.plots import decode_plot
-from spaceport.tools.cli.exit_codes import ACCURACY, OK
+from spaceport.tools.cli import ACCURACY, OK
 from spaceport.tools.cli.options import (
     PATH,
     Sectioned,

@@ -19,8 +19,7 @@ from spaceport.tools.bench.gpu import (
     machine_rows,
     measure_model,
 )
-from spaceport.tools.cli import run
-from spaceport.tools.cli.exit_codes import ACCURACY, MISSING, OK
+from spaceport.tools.cli import ACCURACY, MISSING, OK, run
 from spaceport.tools.cli.options import PATH
 from spaceport.tools.demo.prompts import MODEL
 

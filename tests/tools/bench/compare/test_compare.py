@@ -20,8 +20,7 @@ from spaceport.tools.bench.environments import (
     peer_subject,
 )
 from spaceport.tools.bench.workers import WorkerFailed, read_files, start_worker
-from spaceport.tools.cli import run
-from spaceport.tools.cli.exit_codes import INPUT, OK, USAGE
+from spaceport.tools.cli import INPUT, OK, USAGE, run
 from support.fake_subjects import FAKE, WORKLOAD, fake_run_options, fake_subject, installed
 from support.paths import TINY
 

@@ -14,8 +14,7 @@ from benchmarks.start import measured_start, page_caches_of
 from spaceport.runtime.backends.private_files import cache_folder
 from spaceport.tools.bench.decode import REPLAY_LABEL
 from spaceport.tools.bench.machine import ProcessFailed
-from spaceport.tools.cli import run
-from spaceport.tools.cli.exit_codes import ACCURACY, INPUT, OK, USAGE
+from spaceport.tools.cli import ACCURACY, INPUT, OK, USAGE, run
 from support.paths import DEMO, TINY
 from support.planted import ignore_the_mask, planted
 

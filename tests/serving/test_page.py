@@ -294,6 +294,10 @@ button "Report\""""
 @pytest.mark.nightly
 def test_a_stored_trace_of_forked_threads_is_opened_and_other_files_are_refused(visit: Visit, tmp_path: Path) -> None:
     file = tmp_path / "trace.json"
+    record = traced(Case(44, max_threads=2))[1].record(TOKENIZER)
+    write_trace(file, record)
+    visit.page.set_input_files("#file", file)
+    visit.page.locator("#report h2").first.wait_for()
     for content, message in (
         ("nothing", "The file is not JSON: expected a trace"),
         ("{}", "The file is no trace: expected one"),
@@ -301,8 +305,8 @@ def test_a_stored_trace_of_forked_threads_is_opened_and_other_files_are_refused(
     ):
         file.write_text(content, "utf-8")
         visit.page.set_input_files("#file", file)
-        visit.page.locator(f"#state:has-text('{message}')").wait_for()
-    record = traced(Case(44, max_threads=2))[1].record(TOKENIZER)
+        visit.page.locator(f"#report .fault:has-text('trace.json: {message}')").wait_for()
+        assert visit.page.locator("#report h2").count() == 0
     write_trace(file, record)
     visit.page.set_input_files("#file", file)
     visit.page.locator("#report h2").first.wait_for()
@@ -331,10 +335,12 @@ def test_the_page_asks_for_a_key(browser: Any) -> None:
 def test_the_page_can_be_used_with_the_keyboard_alone(visit: Visit) -> None:
     visit.page.locator("#model option").first.wait_for(state="attached")
     reached: list[str] = []
-    for _ in range(6):
+    for _ in range(9):
         visit.page.keyboard.press("Tab")
-        reached.append(visit.page.evaluate("() => document.activeElement.id"))
-    assert reached == ["model", "race", "open", "options", "prompt", "send"]
+        reached.append(
+            visit.page.evaluate("() => document.activeElement.id || document.activeElement.parentElement.id")
+        )
+    assert reached == ["model", "race", "open", "options", *["examples"] * 3, "prompt", "send"]
     visit.page.focus("#prompt")
     visit.page.keyboard.type("import")
     visit.page.keyboard.press("Shift+Enter")
@@ -346,12 +352,37 @@ def test_the_page_can_be_used_with_the_keyboard_alone(visit: Visit) -> None:
 
 
 @pytest.mark.nightly
+def test_an_example_is_asked_by_a_click_and_numbers_out_of_range_are_not_used(visit: Visit, runtime: Runtime) -> None:
+    fields = {"max-tokens": "-5", "mask-slots": "99"}
+    visit.page.locator("#model option").first.wait_for(state="attached")
+    visit.page.click("#options")
+    for field, value in fields.items():
+        visit.page.fill(f"#{field}", value)
+    visit.page.click("text=Done")
+    assert [field for field in fields if visit.page.locator(f"#{field}:invalid").is_visible()] == list(fields)
+    visit.page.keyboard.press("Escape")
+    visit.page.locator("#settings").wait_for(state="hidden")
+    assert [visit.page.input_value(f"#{field}") for field in fields] == ["256", ""]
+    example = visit.page.locator("#examples button").first
+    text = example.inner_text()
+    example.click()
+    visit.page.locator(".answered i").first.wait_for()
+    visit.finish()
+    assert visit.texts(".asked") == [text]
+    assert visit.shown == visible(expected(runtime, text, max_tokens=256))
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_page_fits_low_and_narrow_screens(browser: Any, service: RunningService, scheme: Any) -> None:
     visit = Visit(browser, root_of(service), viewport={"width": 360, "height": 740}, color_scheme=scheme)
     for _ in range(3):
         visit.ask(QUESTION, **{"max-tokens": "200"})
-    assert visit.page.evaluate("() => document.documentElement.scrollWidth") == 360
+    width = "() => document.documentElement.scrollWidth"
+    assert visit.page.evaluate(width) == 360
+    visit.page.locator(".facts >> text=Report").last.click()
+    visit.page.locator("#report h2").first.wait_for()
+    assert visit.page.evaluate(width) == 360
     paper = visit.page.evaluate("() => getComputedStyle(document.body).backgroundColor")
     assert (paper == "rgb(255, 255, 255)") == (scheme == "light")
     visit.page.set_viewport_size({"width": 1280, "height": 400})

@@ -6,7 +6,7 @@ import { LiveView } from './live.js';
 import { Runner, race } from './race.js';
 import { Player, traceIn } from './replay.js';
 import { drawOrigins, drawReport } from './report.js';
-import { optionsFrom, systemPrompt } from './settings.js';
+import { optionsFrom, resetInvalid, systemPrompt } from './settings.js';
 import { addHtml } from './svg.js';
 import { countsOf } from './trace.js';
 import { counted, number } from './words.js';
@@ -191,6 +191,7 @@ document.addEventListener('keydown', (event) => {
 });
 find('options', HTMLButtonElement).addEventListener('click', openSettings);
 settings.addEventListener('close', () => {
+  resetInvalid(settings);
   const key = find('key', HTMLInputElement);
   if (key.value) {
     useKey(key.value);
@@ -205,10 +206,15 @@ file.addEventListener('change', async () => {
   if (!given) return;
   try {
     showReport(traceIn(await given.text()));
-    state.textContent = '';
   } catch (error) {
-    state.textContent = messageOf(error);
+    reportArea.hidden = false;
+    reportArea.replaceChildren();
+    addHtml(reportArea, 'p', { class: 'fault', role: 'alert' }, `${given.name}: ${messageOf(error)}`);
+    reportArea.scrollIntoView({ block: 'start' });
   }
+});
+find('examples', HTMLElement).addEventListener('click', ({ target }) => {
+  if (target instanceof HTMLButtonElement && !running) void ask(target.textContent ?? '');
 });
 const origins = document.getElementById('origins');
 if (origins) drawOrigins(origins);

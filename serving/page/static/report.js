@@ -89,7 +89,7 @@ export function drawShares(parent, counts) {
     ['By source', 'source', bySource],
   ])) {
     if (!shares.length) continue;
-    const body = table(tables, [head, 'drafted', 'accepted', 'acceptance rate'], caption);
+    const body = table(scrolling(tables, caption), [head, 'drafted', 'accepted', 'acceptance rate'], caption);
     for (const [name, [drafted, accepted]] of shares) {
       const row = addHtml(body, 'tr');
       addHtml(row, 'th', { scope: 'row' }, name);
@@ -164,7 +164,8 @@ function drawDrafts(parent, counts) {
   if (counts.byDepth.length) drawShares(section, counts);
   else addHtml(section, 'p', {}, 'No draft tokens.');
   if (!counts.limited.size) return;
-  const body = table(section, ['why a draft was narrower than its limits', 'steps']);
+  const label = 'why a draft was narrower than its limits';
+  const body = table(scrolling(section, label), [label, 'steps']);
   for (const [reason, steps] of [...counts.limited].sort(([, one], [, other]) => other - one)) {
     const row = addHtml(body, 'tr');
     addHtml(row, 'th', { scope: 'row' }, REASONS[reason]);

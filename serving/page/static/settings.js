@@ -24,6 +24,11 @@ export function systemPrompt() {
   return field instanceof HTMLTextAreaElement ? field.value.trim() : '';
 }
 
+/** Give numbers that are out of range their default again, so that the dialog shows what requests have. @param {Element} dialog */
+export function resetInvalid(dialog) {
+  for (const field of dialog.querySelectorAll('input')) if (!field.validity.valid) field.value = field.defaultValue;
+}
+
 /** @param {string} id */
 function numberIn(id) {
   const field = document.getElementById(id);

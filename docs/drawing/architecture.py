@@ -5,10 +5,223 @@ Run `python docs/drawing/architecture.py` after a change of imports between pack
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import ast
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
 
-from import_graph import ROOT, Graph, imports_between_boxes
-from row_layout import BANDS, BOX, GAP, INSIDE, MARGIN, WIDTH, Item, arrange, items_of, spans, width_of
+ROOT = Path(__file__).resolve().parents[2]
+PARTS = ("graphs", "exporter", "runtime", "serving", "tools")
+OWN_BOXES = "runtime"  # each of its modules that is in no sub-package has a box of its own
+
+Graph = Mapping[str, frozenset[str]]  # box -> boxes that it imports
+
+
+def modules() -> dict[str, Path]:
+    """The modules of the package by their dotted names below `spaceport`."""
+    found = {}
+    for part in PARTS:
+        for path in sorted((ROOT / part).rglob("*.py")):
+            found[".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")] = path
+    return found
+
+
+def box_of(module: str, path: Path) -> str:
+    """The box that a module is drawn in: its package, at most two levels deep."""
+    parts = module.split(".")
+    if path.name != "__init__.py" and not (len(parts) == 2 and parts[0] == OWN_BOXES):
+        parts.pop()
+    return ".".join(parts[:2])
+
+
+def imported(path: Path, known: Mapping[str, Path]) -> Iterator[str]:
+    """The modules of the package that a file imports, also inside functions."""
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom):
+            full = [f"{node.module}.{alias.name}" for alias in node.names]
+            names = [name if name.removeprefix("spaceport.") in known else str(node.module) for name in full]
+        yield from (name for name in (name.removeprefix("spaceport.") for name in names) if name in known)
+
+
+def imports_between_boxes() -> Graph:
+    """What each box imports; boxes without any imports are left out."""
+    known = modules()
+    boxes = {module: box_of(module, path) for module, path in known.items()}
+    found: dict[str, set[str]] = {}
+    for module, path in known.items():
+        for target in imported(path, known):
+            if boxes[target] != boxes[module]:
+                found.setdefault(boxes[module], set()).add(boxes[target])
+                found.setdefault(boxes[target], set())
+    return {box: frozenset(found[box]) for box in sorted(found)}
+
+
+def reach(graph: Graph) -> Graph:
+    """All that each box imports, directly or through others."""
+    found = {}
+    for start in graph:
+        seen: set[str] = set()
+        waiting = list(graph[start])
+        while waiting:
+            box = waiting.pop()
+            if box not in seen:
+                seen.add(box)
+                waiting.extend(graph[box])
+        found[start] = frozenset(seen)
+    return found
+
+
+def groups_of(graph: Graph) -> tuple[tuple[str, ...], ...]:
+    """The boxes, those that import each other together."""
+    reached = reach(graph)
+    return tuple(
+        dict.fromkeys(
+            tuple(other for other in graph if other == box or (other in reached[box] and box in reached[other]))
+            for box in graph
+        )
+    )
+
+
+def arrows_of(graph: Graph, groups: Sequence[tuple[str, ...]]) -> list[tuple[str, str]]:
+    """The arrows between groups, named by their first boxes; one that follows from others is left out."""
+    first = {box: group[0] for group in groups for box in group}
+    reached = {group[0]: {first[box] for box in reach(graph)[group[0]]} - {group[0]} for group in groups}
+    direct = {group[0]: {first[box] for member in group for box in graph[member]} - {group[0]} for group in groups}
+    return [
+        (above, below)
+        for above in direct
+        for below in sorted(direct[above])
+        if not any(below in reached[between] for between in direct[above] - {below})
+    ]
+
+
+BANDS = (("tools",), ("serving",), ("exporter", "runtime"), ("graphs",))  # top to bottom; side by side in the third
+
+WIDTH, MARGIN, GUTTER = 1000, 24, 40  # pixels; the gutter between the parts of a band
+BOX, GAP, INSIDE = (30, 26, 10)  # height of a box, space between boxes, space around boxes that share a frame
+CHARACTER = 7.7  # width of a character at 13 pixels, generously
+SWEEPS = 24  # passes over the rows, down and up in turn
+
+
+@dataclass
+class Item:
+    """One position in a row: a box, several that import each other, or none where an arrow passes through."""
+
+    row: int
+    boxes: tuple[str, ...] = ()
+    part: str = ""
+    x: float = 0.0  # middle
+    above: list[Item] = field(default_factory=list)
+    below: list[Item] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return self.boxes[0] if self.boxes else ""
+
+    @property
+    def width(self) -> float:
+        inner = sum(map(width_of, self.boxes)) + GAP / 2 * max(0, len(self.boxes) - 1)
+        return inner + (2 * INSIDE if len(self.boxes) > 1 else 0)
+
+
+def width_of(box: str) -> float:
+    return len(box) * CHARACTER + 20
+
+
+def rows_of(groups: Sequence[tuple[str, ...]], arrows: Sequence[tuple[str, str]]) -> dict[str, int]:
+    """The row of each group, from the top: below all that import it, as low as that allows, inside its band."""
+    ranks: dict[str, int] = {}
+    parts = {group[0]: group[0].split(".")[0] for group in groups}
+
+    def rank(name: str) -> int:  # from the bottom of its part
+        if name not in ranks:
+            inside = [rank(below) for above, below in arrows if above == name and parts[below] == parts[name]]
+            ranks[name] = 1 + max(inside, default=-1)
+        return ranks[name]
+
+    rows: dict[str, int] = {}
+    bottom = 0
+    for band in reversed(BANDS):
+        members = [name for name, part in parts.items() if part in band]
+        rows |= {name: bottom + rank(name) for name in members}
+        bottom = 1 + max(rows[name] for name in members)
+    return {name: bottom - 1 - row for name, row in rows.items()}
+
+
+def items_of(graph: Graph) -> list[list[Item]]:
+    """The rows of the picture, each arrow cut into pieces from one row to the next."""
+    groups = groups_of(graph)
+    arrows = arrows_of(graph, groups)
+    rows = rows_of(groups, arrows)
+    named = {group[0]: Item(rows[group[0]], group, group[0].split(".")[0]) for group in groups}
+    lines: list[list[Item]] = [[] for _ in range(1 + max(rows.values()))]
+    for item in named.values():
+        lines[item.row].append(item)
+    for above, below in arrows:
+        upper = named[above]
+        for row in range(upper.row + 1, named[below].row):
+            passing = Item(row, part=named[below].part if named[below].part != "graphs" else named[above].part)
+            lines[row].append(passing)
+            join(upper, passing)
+            upper = passing
+        join(upper, named[below])
+    return lines
+
+
+def join(above: Item, below: Item) -> None:
+    above.below.append(below)
+    below.above.append(above)
+
+
+def spans(lines: Sequence[Sequence[Item]]) -> dict[str, tuple[float, float]]:
+    """Left and right end of each part; the parts of a band share its width in proportion to their widest rows."""
+    found = {}
+    for band in BANDS:
+        needed = {
+            part: max(sum(item.width + GAP for item in line if item.part == part) for line in lines) for part in band
+        }
+        free = WIDTH - 2 * MARGIN - GUTTER * (len(band) - 1)
+        left = float(MARGIN)
+        for part in band:
+            right = left + free * needed[part] / sum(needed.values())
+            found[part] = (left, right)
+            left = right + GUTTER
+    return found
+
+
+def arrange(lines: Sequence[list[Item]]) -> None:
+    """Set the position of every item: close to those that it is connected to, within the width of its part."""
+    limits = spans(lines)
+    for line in lines:
+        line.sort(key=lambda item: (limits.get(item.part, (0.0, 0.0))[0], not item.boxes, item.name))
+        spread(line, limits, {id(item): sum(limits[item.part]) / 2 for item in line})
+    for sweep in range(SWEEPS):
+        down = sweep % 2 == 0
+        for line in lines if down else reversed(lines):
+            wanted = {}
+            for item in line:
+                near = (item.above if down else item.below) or (item.above + item.below)
+                wanted[id(item)] = sum(other.x for other in near) / len(near) if near else item.x
+            line.sort(key=lambda item: (limits[item.part][0], wanted[id(item)]))
+            spread(line, limits, wanted)
+
+
+def spread(line: Sequence[Item], limits: Mapping[str, tuple[float, float]], wanted: Mapping[int, float]) -> None:
+    """Set the items of a row as close as possible to where they are wanted, in order and without overlap."""
+    for item in line:
+        item.x = wanted[id(item)]
+    for _ in range(60):
+        for one, other in pairwise(line):
+            if (lack := (one.width + other.width) / 2 + GAP - (other.x - one.x)) > 0:
+                one.x -= lack / 2
+                other.x += lack / 2
+        for item in line:
+            left, right = limits[item.part]
+            half = item.width / 2 + INSIDE
+            item.x = min(max(item.x, left + half), right - half)
+
 
 PICTURE = ROOT / "docs" / "architecture.svg"
 ROW, BAND = 68, 44  # pixels from row to row; extra space for a band's border and title

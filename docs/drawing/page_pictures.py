@@ -7,19 +7,49 @@ first message with forked threads, and docs/page.webp, a race with the second on
 from __future__ import annotations
 
 import io
+import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from threading import Thread
 from time import monotonic, sleep
 from typing import Any
 
 import uvicorn
-from chromium import open_browser, running
 from PIL import Image
 
 from spaceport.runtime.session import Runtime
 from spaceport.serving.application import application
 from spaceport.serving.server import Server
+
+
+@contextmanager
+def open_browser() -> Iterator[Any]:
+    """A Chromium without a window."""
+    from playwright.sync_api import sync_playwright
+
+    found = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if found is None:
+        sys.exit("no Chromium is installed: apt-get install chromium")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@contextmanager
+def running(server: uvicorn.Server) -> Iterator[str]:
+    """The address of a server while it runs."""
+    thread = Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        sleep(0.1)
+    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    server.should_exit = True
+    thread.join()
+
 
 DOCS = Path(__file__).parents[1]
 FRAME = 0.12  # seconds between two frames

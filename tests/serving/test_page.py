@@ -22,8 +22,7 @@ from spaceport.runtime.trace.record import trace_of
 from spaceport.serving.application import application
 from spaceport.serving.options import ServiceOptions
 from spaceport.tools.report.files import write_trace
-from spaceport.tools.report.numbers import statistics_of
-from spaceport.tools.report.words import visible
+from spaceport.tools.report.lanes import statistics_of, visible
 from support.browser import open_browser
 from support.chat_runtime import chat_runtime
 from support.paths import DEMO

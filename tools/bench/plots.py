@@ -11,7 +11,7 @@ from spaceport.tools.bench.compare_measuring import Metric
 from spaceport.tools.bench.decode import REPLAY_LABEL, DecodeResults, ModeSummary
 from spaceport.tools.bench.decode_measuring import PLAIN
 from spaceport.tools.bench.report import short_number
-from spaceport.tools.report.drawing import Element, add, path, picture
+from spaceport.tools.report.picture import Element, add, path, picture
 
 COLOURS = (
     "#0072b2",

@@ -143,8 +143,8 @@ def check_files(files: Mapping[str, Path | None]) -> None:
 
 def write_files(trace: Trace, tokenizer: Tokenizer, given: dict[str, Any], title: str) -> None:
     """Write the trace, the report and the picture that the options ask for."""
-    from spaceport.tools.report.figure import figure_of
     from spaceport.tools.report.files import write_report, write_text, write_trace
+    from spaceport.tools.report.picture import figure_of
 
     record = trace.record(tokenizer)
     if given["trace"] is not None:

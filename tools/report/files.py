@@ -1,4 +1,4 @@
-"""Files: reports and traces on disk, written atomically."""
+"""Files: reports and traces on disk, written atomically, and the HTML page of a report."""
 
 from __future__ import annotations
 
@@ -6,10 +6,35 @@ import json
 import os
 from pathlib import Path
 
+import jinja2
+from markupsafe import Markup
+
 from spaceport.graphs.contract.atomic_file import replace_text
 from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.runtime.trace.record import TraceRecord, trace_of
-from spaceport.tools.report.page import page_of
+from spaceport.serving.page.modules import import_map, style
+from spaceport.tools.report.lanes import visible
+
+_TEMPLATE = Path(__file__).with_name("page.html.jinja")
+
+
+def page_of(record: TraceRecord, title: str) -> str:
+    """The HTML page of a record."""
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    return environment.from_string(_TEMPLATE.read_text("utf-8")).render(
+        title=visible(title),
+        style=Markup(style("colours", "marks", "style")),
+        modules=Markup(import_map("report_file.js")),
+        trace=Markup(_in_script(record)),
+    )
+
+
+def _in_script(record: TraceRecord) -> str:
+    """The record as JSON that ends no script element."""
+    return json.dumps(record.as_dict(), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+
 
 _LARGEST_TRACE = 2**30
 

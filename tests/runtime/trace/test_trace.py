@@ -19,7 +19,7 @@ from spaceport.runtime.decode.sequence import NullListener, TokenSequence
 from spaceport.runtime.decode.sequence_group import VerifiedStep
 from spaceport.runtime.trace.record import SCHEMA, ThreadRows, TraceRecord, trace_of
 from spaceport.runtime.trace.trace import GrowingTrace, Trace
-from spaceport.tools.report.page import page_of
+from spaceport.tools.report.files import page_of
 from support.hash_engine import CHILD, END, FORK, MASKS, HashEngine, Language, advance, request_for
 from support.traced import CASES, TOKENIZER, Case, request_of, traced
 

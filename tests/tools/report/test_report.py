@@ -19,12 +19,9 @@ from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.runtime.decode.draft import DraftConfig
 from spaceport.runtime.trace.record import StepRecord, ThreadRecord, ThreadRows, TraceRecord
 from spaceport.runtime.trace.trace import Trace
-from spaceport.tools.report.figure import figure_of
-from spaceport.tools.report.files import check_target, read_trace, write_report, write_trace
-from spaceport.tools.report.lanes import describe, lanes_of
-from spaceport.tools.report.numbers import statistics_of
-from spaceport.tools.report.page import page_of
-from spaceport.tools.report.words import quoted, visible
+from spaceport.tools.report.files import check_target, page_of, read_trace, write_report, write_trace
+from spaceport.tools.report.lanes import describe, lanes_of, quoted, statistics_of, visible
+from spaceport.tools.report.picture import figure_of
 from support.browser import Sheet, open_browser
 from support.hash_engine import FORK
 from support.traced import CASES, TOKENIZER, Case, traced

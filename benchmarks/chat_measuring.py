@@ -14,6 +14,7 @@ from typing import Protocol
 
 from spaceport.graphs.contract.faults import InputFault, MissingDependency, OptionFault
 from spaceport.graphs.contract.manifest import Manifest
+from spaceport.runtime.comparison import ThreadTokens, thread_tokens_of, token_differences
 from spaceport.runtime.decode.sequence_group import Statistics
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.messages import Message
@@ -40,7 +41,6 @@ from spaceport.tools.bench.environments import (
 from spaceport.tools.bench.machine import Machine
 from spaceport.tools.bench.workers import UnsupportedCall, WorkerFailed, WorkerProcess, open_model, start_worker
 from spaceport.tools.verify.audit.prompts import read_prompts
-from spaceport.tools.verify.thread_tokens import ThreadTokens, thread_tokens_of, token_differences
 
 NO_KIND = "(none)"  # kind of a prompt whose line names none
 Encode = Callable[[Prompt], list[int]]  # token ids of a prompt

@@ -8,12 +8,14 @@ import os
 import platform
 import random
 import stat
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, fields, replace
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
+from math import inf
 from pathlib import Path
+from time import monotonic
 from typing import Any, Literal
 
 import msgspec
@@ -22,22 +24,25 @@ from spaceport import __version__
 from spaceport.graphs.contract.exactness import tolerance_of
 from spaceport.graphs.contract.faults import OptionFault, SpaceportError
 from spaceport.runtime.backends.machine import cpu_name
+from spaceport.runtime.comparison import CompletionComparison, TokenDifference, plain_decoding
 from spaceport.runtime.decode.sequence import NotANumber
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.scheduling.request import Completion
 from spaceport.runtime.scheduling.stream import AsyncStream
 from spaceport.runtime.session import Runtime
-from spaceport.serving.comparison import CompletionComparison, CompletionDifference, Outcome, plain_decoding
 
 MOST_BYTES = 64 << 20  # of the audit log
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 _PACKAGES = ("numpy", "onnxruntime", "onnxruntime-gpu", "tensorrt", "tensorrt-rtx", "torch", "llguidance")
 _TEXT = ("stop", "stops", "stop_token_ids", "grammar", "cache_salt", "timeout", "logprobs", "trace")
-_MOST_WAITING = 16  # completions that wait until there is capacity
+MOST_WAITING = 1000  # completions that wait until there is capacity
+MOST_WAITING_TOKENS = 1 << 20  # of these completions, prompts included: about 40 MB
+_LOG_INTERVAL = 60.0  # seconds between two log entries on the coverage, at least
 _INTERVAL = 0.05  # seconds between two looks at whether clients wait
+_AFTER_INTERRUPTION = 0.5  # seconds until an interrupted completion is repeated: more clients may come
 _UNFINISHED = ("cancelled", "deadline")  # endings of completions that plain decoding would continue
 
-AuditResult = Outcome | Literal["skipped"]
+AuditResult = Literal["equal", "near_tie", "fault", "skipped"]
 
 log = logging.getLogger("spaceport.service")
 
@@ -110,7 +115,7 @@ def _versions() -> dict[str, str]:
 
 
 def fault_record(
-    name: str, runtime: Runtime, decoding: Decoding, completion: Completion, differences: Iterable[CompletionDifference]
+    name: str, runtime: Runtime, decoding: Decoding, completion: Completion, differences: Iterable[TokenDifference]
 ) -> dict[str, Any]:
     """What is needed to reproduce a fault, apart from what the client sent and got."""
     manifest, engine = runtime.bundle.manifest, runtime.engine
@@ -149,6 +154,11 @@ class _Job:
     decoding: Decoding
     completion: Completion
 
+    @property
+    def tokens(self) -> int:
+        """Number of tokens that the job keeps in memory."""
+        return len(self.completion.prompt_tokens) + len(self.completion.tokens)
+
 
 def _without_logprobs(completion: Completion) -> Completion:
     """The part of a completion that is compared."""
@@ -157,7 +167,11 @@ def _without_logprobs(completion: Completion) -> Completion:
 
 
 class CompletionAudit:
-    """Repeats completions of one model, one at a time."""
+    """Repeats completions of one model, one at a time, while no client needs their KV buffers.
+
+    Completions wait in memory, up to MOST_WAITING with MOST_WAITING_TOKENS. One that clients have interrupted is repeated
+    again later.
+    """
 
     def __init__(
         self,
@@ -188,6 +202,9 @@ class CompletionAudit:
         self._is_stopping = is_stopping
         self._chance = chance
         self._waiting: deque[_Job] = deque()
+        self._chosen = 0  # completions to be compared
+        self._results: Counter[AuditResult] = Counter()
+        self._logged = -inf  # time of the last log entry on the coverage
         self._offered = asyncio.Event()
         self._stream: AsyncStream | None = None  # the completion that is repeated now
         self._ended = asyncio.Event()
@@ -198,6 +215,16 @@ class CompletionAudit:
     def running(self) -> bool:
         """Whether a completion is repeated now."""
         return self._stream is not None
+
+    @property
+    def coverage(self) -> float:
+        """Share of the completions to be compared that have been compared; 1 if there were none."""
+        return self._compared / self._chosen if self._chosen else 1.0
+
+    @property
+    def _compared(self) -> int:
+        """Number of completions that have been compared."""
+        return self._results.total() - self._results["skipped"]
 
     def applied_to(self, decoding: Decoding) -> Decoding:
         """The options of a request, without drafts if those are switched off."""
@@ -210,10 +237,16 @@ class CompletionAudit:
         drafted = drafts.mask_slots or drafts.heads or drafts.lookup
         if not drafted or completion.ending in _UNFINISHED or self._chance() >= self._rate:
             return
-        if len(self._waiting) >= _MOST_WAITING:
-            self._on_result("skipped")
+        self._chosen += 1
+        job = _Job(decoding, _without_logprobs(completion))
+        tokens = job.tokens + sum(waiting.tokens for waiting in self._waiting)
+        if len(self._waiting) >= MOST_WAITING or tokens > MOST_WAITING_TOKENS:
+            if not self._results["skipped"]:
+                waiting = len(self._waiting)
+                log.warning("the audit of %s skips completions, as %d wait: lower the audit rate", self._name, waiting)
+            self._report("skipped")
             return
-        self._waiting.append(_Job(decoding, _without_logprobs(completion)))
+        self._waiting.append(job)
         self._offered.set()
 
     def start(self) -> None:
@@ -221,10 +254,12 @@ class CompletionAudit:
         self._task = asyncio.create_task(self._run())
 
     async def stop(self) -> None:
-        """End the completion that is repeated, and repeat no more."""
+        """End the completion that is repeated, and repeat no more: those that wait are skipped."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait({self._task})
+            self._skip_waiting()
+            self._log_coverage()
 
     async def give_way(self, requests: int) -> None:
         """Make sure that this number of requests finds the KV buffers that it would find without an audit."""
@@ -235,28 +270,41 @@ class CompletionAudit:
     async def _run(self) -> None:
         while True:
             await self._offered.wait()
-            while self._waiting and self._has_capacity():
-                job = self._waiting.popleft()
-                try:
-                    await self._repeat(job)
-                except SpaceportError as error:
-                    self._on_result("skipped")
-                    log.info("a completion was not audited: %s", type(error).__name__)
+            pause = _INTERVAL
+            while self._waiting and self._has_capacity() and pause == _INTERVAL:
+                pause = await self._next()
             if self._waiting:
-                await asyncio.sleep(_INTERVAL)
-            else:
-                self._offered.clear()
+                await asyncio.sleep(pause)
+                continue
+            self._offered.clear()
+            if monotonic() - self._logged >= _LOG_INTERVAL:
+                self._log_coverage()
+
+    async def _next(self) -> float:
+        """Repeat the completion that waits longest; returns the seconds until the next one may begin."""
+        job = self._waiting.popleft()
+        try:
+            if not await self._repeat(job):
+                self._waiting.appendleft(job)
+                return _AFTER_INTERRUPTION
+        except asyncio.CancelledError:
+            self._waiting.appendleft(job)
+            raise
+        except SpaceportError as error:
+            self._report("skipped")
+            log.info("a completion was not audited: %s", type(error).__name__)
+        return _INTERVAL
 
     def _has_capacity(self) -> bool:
         return self._free > 0 and self._runtime.status().healthy and not self._is_stopping()
 
-    async def _repeat(self, job: _Job) -> None:
-        """Generate a completion again without drafts, unless clients wait before it has ended."""
+    async def _repeat(self, job: _Job) -> bool:
+        """Generate a completion again without drafts and compare it; False: it was interrupted, as clients wait."""
         manifest = self._runtime.bundle.manifest
         tolerance = tolerance_of(manifest.signature.dtype, manifest.activations)
-        comparison = CompletionComparison(job.completion, tolerance, stops=bool(job.decoding.stops))
-        plain = plain_decoding(job.decoding, job.completion)
-        stream = self._runtime.astream(list(job.completion.prompt_tokens), plain, observers=(comparison,))
+        comparison = CompletionComparison(job.completion, manifest.tokens.child, tolerance)
+        options = plain_decoding(job.decoding, job.completion)
+        stream = self._runtime.astream(list(job.completion.prompt_tokens), options, observers=(comparison,))
         self._stream = stream
         self._ended.clear()
         task = asyncio.ensure_future(stream.completion())
@@ -265,15 +313,19 @@ class CompletionAudit:
                 await asyncio.wait({task}, timeout=_INTERVAL)
                 if self._free < 0 or self._is_stopping():
                     stream.close()
-            self._compare(job, comparison, task.result())
+            plain = task.result()
+            if plain.ending in _UNFINISHED:
+                return False
+            self._conclude(job, comparison.differences(plain), plain)
         except (NotANumber, OptionFault) as error:  # of plain decoding only
-            reason = f"plain decoding failed: {type(error).__name__}"
-            self._fault(job, None, [CompletionDifference((), len(job.completion.prompt_tokens), reason=reason)])
+            reason, start = f"plain decoding failed: {type(error).__name__}", len(job.completion.prompt_tokens)
+            self._conclude(job, [TokenDifference((), start, start, None, None, reason=reason)], None)
         finally:
             stream.close()
             task.cancel()
             self._stream = None
             self._ended.set()
+        return True
 
     @property
     def _free(self) -> int:
@@ -281,22 +333,21 @@ class CompletionAudit:
         status = self._runtime.status()
         return status.max_requests - status.active_requests - status.queued_requests
 
-    def _compare(self, job: _Job, comparison: CompletionComparison, plain: Completion) -> None:
-        if plain.ending in _UNFINISHED:
-            self._on_result("skipped")
-            return
-        outcome = comparison.outcome(plain)
-        differences = list(comparison.differences.values())
-        if outcome == "fault":
-            self._fault(job, plain, differences)
-            return
-        self._on_result(outcome)
-        for difference in differences:  # without the tokens, which are a part of the answer
-            shown = f"at position {difference.position}, {difference.shift:.1e} of {difference.allowed:.1e}"
-            log.info("near-tie in %s %s", self._name, shown)
+    def _conclude(self, job: _Job, differences: list[TokenDifference], plain: Completion | None) -> None:
+        """Report the differences of a completion from plain decoding; None: that has failed."""
+        if not differences:
+            self._report("equal")
+        elif all(difference.near_tie for difference in differences):
+            self._report("near_tie")
+            for difference in differences:  # without the tokens, which are a part of the answer
+                shown = f"at position {difference.position}, {difference.margin:.1e} of {difference.allowed:.1e}"
+                log.info("near-tie in %s %s", self._name, shown)
+        else:
+            self._report("fault")
+            self._record(job, differences, plain)
 
-    def _fault(self, job: _Job, plain: Completion | None, differences: list[CompletionDifference]) -> None:
-        self._on_result("fault")
+    def _record(self, job: _Job, differences: list[TokenDifference], plain: Completion | None) -> None:
+        """Log a fault, and switch drafts off if it has that effect."""
         record = fault_record(self._name, self._runtime, job.decoding, job.completion, differences)
         log.error("exactness fault: %s", msgspec.json.encode(record).decode())
         if self._file is not None:
@@ -306,5 +357,20 @@ class CompletionAudit:
                 log.error("the audit log cannot be written: %s", error.strerror)
         if self._disables_drafts and self.drafts:
             self.drafts = False
-            self._waiting.clear()
+            self._skip_waiting()
             log.error("drafts of %s are switched off: its output is not that of plain decoding", self._name)
+
+    def _skip_waiting(self) -> None:
+        while self._waiting:
+            self._waiting.popleft()
+            self._report("skipped")
+
+    def _report(self, result: AuditResult) -> None:
+        self._results[result] += 1
+        self._on_result(result)
+
+    def _log_coverage(self) -> None:
+        """Log what share of the completions that were to be compared has been compared."""
+        self._logged = monotonic()
+        counts = f"{self._compared} of {self._chosen} completions ({self.coverage:.1%})"
+        log.info("the audit of %s has compared %s, %d skipped", self._name, counts, self._results["skipped"])

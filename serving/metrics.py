@@ -48,7 +48,7 @@ _AUDITED = {
     "equal": "Of these, completions with the same tokens.",
     "near_tie": "Of these, completions that differ at tokens that are equally probable up to rounding.",
     "fault": "Of these, completions with a token that plain decoding does not select.",
-    "skipped": "Completions that were to be compared, but clients waited.",
+    "skipped": "Completions that were to be compared, but too many waited, or the service stopped.",
 }
 
 
@@ -126,12 +126,15 @@ class Metrics:
         self._audited = {name: counter(f"exactness_{name}", text) for name, text in _AUDITED.items()}
         disabled = "1 after a fault has switched drafts off."
         self._drafts_disabled = Gauge(f"{prefix}:drafts_disabled", disabled, ["model_name"], registry=self._registry)
+        coverage = "Share of the completions to be compared with plain decoding that have been compared."
+        self._coverage = Gauge(f"{prefix}:audit_coverage", coverage, ["model_name"], registry=self._registry)
 
     def begin_audit(self, model: str, audit: CompletionAudit) -> None:
         """Show the counters of an audit, and whether the model still drafts."""
         for counter in self._audited.values():
             counter.labels(model)
         self._drafts_disabled.labels(model).set_function(lambda: not audit.drafts)
+        self._coverage.labels(model).set_function(lambda: audit.coverage)
 
     def audited(self, model: str, result: AuditResult) -> None:
         """Count a completion that was audited or skipped."""

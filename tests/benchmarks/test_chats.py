@@ -25,12 +25,12 @@ from benchmarks.chat_measuring import (
     read_chat_prompts,
     running_peers,
 )
+from spaceport.runtime.comparison import ThreadTokens
 from spaceport.runtime.decode.sequence_group import Statistics
 from spaceport.runtime.text.prompt import Prompt
 from spaceport.tools.bench.environments import Environments, Peer
 from spaceport.tools.bench.machine import Machine
 from spaceport.tools.bench.workers import WorkerFailed
-from spaceport.tools.verify.thread_tokens import ThreadTokens
 from support.fake_subjects import FAKE, installed
 from support.paths import ROOT, TINY
 
@@ -83,7 +83,7 @@ class FakeSubject:
     def answer(self, prompt: Sequence[int]) -> TimedAnswer:
         self.log.append((self.name, tuple(prompt)))
         token = sum(prompt) + self.change
-        threads: dict[tuple[int, ...], ThreadTokens] = {(): ThreadTokens((), (*prompt, token), len(prompt), ended=True)}
+        threads: dict[tuple[int, ...], ThreadTokens] = {(): ThreadTokens((), (*prompt, token), len(prompt), "end")}
         return TimedAnswer(
             2, 0.5, 0.5, 0.25, 1, complete=True, text=f"answer {token}", threads=threads, statistics=Statistics()
         )

@@ -48,6 +48,10 @@ LAYERS = {
         *("graphs.contract", "runtime.engine", "runtime.bundle", "runtime.costs", "runtime.decode"),
         *("runtime.sampling", "runtime.decoding", "runtime.limits", "runtime.text", "runtime.trace"),
     ),
+    "runtime.comparison": (
+        *("graphs.contract", "runtime.decode", "runtime.sampling", "runtime.decoding", "runtime.text"),
+        "runtime.scheduling",
+    ),
     "runtime.session": (
         *("graphs.contract", "runtime.engine", "runtime.bundle", "runtime.backends", "runtime.decode"),
         *("runtime.costs", "runtime.sampling", "runtime.decoding", "runtime.limits", "runtime.text", "runtime.trace"),

@@ -12,13 +12,13 @@ from typing import Any
 
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import Manifest
+from spaceport.runtime.comparison import ThreadTokens, TokenDifference, thread_tokens_of, token_differences
 from spaceport.runtime.decode.sequence_group import Statistics
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.sampling.sampler import Sampling
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.transcript import Path
 from spaceport.tools.verify.audit.prompts import TokenizedPrompt
-from spaceport.tools.verify.thread_tokens import ThreadTokens, TokenDifference, thread_tokens_of, token_differences
 
 REPLAY_PROMPTS = 8  # number of prompts of a replay without a prompt file
 PLAIN, DEFAULT, FORKED = "plain", "default", "forked"
@@ -189,12 +189,14 @@ class OutputDifference:
 
     def as_dict(self) -> dict[str, Any]:
         """The difference as JSON data."""
-        data = asdict(self)
-        return {**data, **data.pop("first")}
+        data, first = asdict(self), self.first
+        del data["first"]
+        where = {"thread": first.path, "position": first.position, "token": first.token}
+        return {**data, **where, "expected": first.expected, "found": first.found}
 
     def __str__(self) -> str:
         first = self.first
-        thread = f", thread {'.'.join(map(str, first.thread))}" if first.thread else ""
+        thread = f", thread {'.'.join(map(str, first.path))}" if first.path else ""
         expected, found = (
             "the end" if token is None else f"token id {token}" for token in (first.expected, first.found)
         )

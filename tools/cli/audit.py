@@ -162,7 +162,7 @@ def show(report: AuditReport) -> None:
 
 def show_mismatches(report: AuditReport) -> None:
     """Print the first mismatches, faults first."""
-    for graded in sorted(report.mismatches, key=lambda graded: graded.grade != "FAULT")[:_SHOWN]:
+    for graded in sorted(report.mismatches, key=lambda graded: graded.mismatch.near_tie)[:_SHOWN]:
         click.echo(f"\n{described(graded)}")
     if (more := len(report.mismatches) - _SHOWN) > 0:
         click.echo(f"\n{more} more mismatches: --json lists them")
@@ -176,5 +176,5 @@ def described(graded: GradedMismatch) -> str:
     head = f"{graded.grade}: prompt {graded.prompt} (line {graded.line}), {mode}{thread}"
     if mismatch.reason:
         return f"{head}: {mismatch.reason}"
-    token = f"token {mismatch.position - graded.start + 1}: expected {graded.expected!r}, found {graded.found!r}"
+    token = f"token {mismatch.token}: expected {graded.expected!r}, found {graded.found!r}"
     return f"{head}, {token} (margin {mismatch.margin:.1e})\n  after {graded.context!r}"

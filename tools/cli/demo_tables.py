@@ -10,13 +10,13 @@ from time import perf_counter
 
 import click
 
+from spaceport.runtime.comparison import thread_tokens_of, token_differences
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.scheduling.request import Completion
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.prompt import Prompt
 from spaceport.tools.bench.machine import OtherProcesses
 from spaceport.tools.terminal.screen import show_table
-from spaceport.tools.verify.thread_tokens import thread_tokens_of, token_differences
 
 COLUMNS = ("decoding", "tokens", "steps", "tokens per step", "slots", "ms", "speedup", "output")
 CHAT_COLUMNS = ("prompt", "decoding", "tokens", "steps", "tokens per step", "tokens/s", "speedup", "output")

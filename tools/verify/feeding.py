@@ -9,12 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spaceport.graphs.contract.manifest import TokenIds
+from spaceport.runtime.comparison import ThreadTokens
 from spaceport.runtime.decode.draft import Candidates
 from spaceport.runtime.decode.sequence import TokenSequence
 from spaceport.runtime.decode.sequence_group import Observer, SequenceGroup, VerifiedStep
 from spaceport.runtime.decode.step import StepInput, step
 from spaceport.runtime.engine import PREFILL_ROWS, Engine
-from spaceport.tools.verify.thread_tokens import ThreadTokens
 
 _GAPS = 48  # slots; fewer than the free slots that every request has for a step's rows
 

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from spaceport.runtime.comparison import ThreadTokens, TokenDifference
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.transcript import Path
 from spaceport.tools.verify.audit.audit_report import AuditReport, ModeCounts, grade_mismatch
 from spaceport.tools.verify.audit.generating import AuditCompletion, AuditJob, generate
 from spaceport.tools.verify.audit.mismatches import (
-    Mismatch,
     SelectionRule,
     find_mismatches,
     selection_rule,
@@ -21,7 +21,6 @@ from spaceport.tools.verify.audit.modes import AuditMode, ModeGroup, groups_for
 from spaceport.tools.verify.audit.noise import measure, noise_of
 from spaceport.tools.verify.audit.prompts import TokenizedPrompt
 from spaceport.tools.verify.draft_names import PREDICTOR_NAMES, named_drafts
-from spaceport.tools.verify.thread_tokens import ThreadTokens
 
 _LIMITED = {
     "chain": "drafts as chains",
@@ -154,9 +153,11 @@ class _GroupAudit:
             counts.add(graded)
             self._report.mismatches.extend(graded)
 
-    def _mismatches(self, completion: AuditCompletion, plain: AuditCompletion | None, limit: int) -> list[Mismatch]:
+    def _mismatches(
+        self, completion: AuditCompletion, plain: AuditCompletion | None, limit: int
+    ) -> list[TokenDifference]:
         if completion.error:
-            return [Mismatch((), 0, None, None, np.nan, completion.error)]
+            return [TokenDifference((), 0, 0, None, None, np.nan, reason=completion.error)]
         expected: dict[Path, ThreadTokens] = {} if plain is None else plain.threads
         found = [] if plain is None or plain.error else unmatched_threads(completion.threads, expected)
         for path, thread in completion.threads.items():

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from tokenizers import Tokenizer
 
-from spaceport.tools.verify.audit.mismatches import Grade, Mismatch
+from spaceport.runtime.comparison import ThreadTokens, TokenDifference
 from spaceport.tools.verify.audit.noise import Noise, noise_of
-from spaceport.tools.verify.thread_tokens import ThreadTokens
 
 _CONTEXT = 12  # tokens before a mismatch that are shown
+_BOTH_TOKENS = 2  # noise may lower one token's logit and raise the other's
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,14 @@ class GradedMismatch:
     requests: int  # concurrent requests
     prompt: int  # number of the prompt, from 1
     line: int  # line number in the prompt file
-    grade: Grade
-    mismatch: Mismatch
-    start: int  # position of the thread's first generated token
+    mismatch: TokenDifference
     context: str  # text before the mismatch
     expected: str  # text of the expected token
     found: str  # text of the found token
+
+    @property
+    def grade(self) -> Literal["near-tie", "FAULT"]:
+        return "near-tie" if self.mismatch.near_tie else "FAULT"
 
     def as_dict(self) -> dict[str, Any]:
         mismatch = self.mismatch
@@ -40,7 +42,7 @@ class GradedMismatch:
             "line": self.line,
             "grade": self.grade,
             "thread": list(mismatch.path),
-            "token": mismatch.position - self.start + 1,
+            "token": mismatch.token,
             "context": self.context,
             "expected": {"id": mismatch.expected, "text": self.expected},
             "found": {"id": mismatch.found, "text": self.found},
@@ -67,11 +69,11 @@ class ModeCounts:
     def add(self, found: Sequence[GradedMismatch]) -> None:
         """Count the mismatches of one completion."""
         for graded in found:
-            if graded.grade == "FAULT":
-                self.faults += 1
-            else:
+            if graded.mismatch.near_tie:
                 self.near_ties += 1
                 self.margin = max(self.margin or 0.0, graded.mismatch.margin)
+            else:
+                self.faults += 1
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -151,7 +153,7 @@ def grade_mismatch(
     prompt: int,
     line: int,
     thread: ThreadTokens | None,
-    mismatch: Mismatch,
+    mismatch: TokenDifference,
     noise: float,
 ) -> GradedMismatch:
     """A mismatch with its grade and its text."""
@@ -161,11 +163,8 @@ def grade_mismatch(
 
     before = () if thread is None else thread.tokens[max(0, mismatch.position - _CONTEXT) : mismatch.position]
     expected, found = ("" if token is None else text([token]) for token in (mismatch.expected, mismatch.found))
-    start = mismatch.position if thread is None else thread.start
-    grade = mismatch.grade(noise)
-    return GradedMismatch(
-        counts.mode, counts.requests, prompt, line, grade, mismatch, start, text(before), expected, found
-    )
+    mismatch = replace(mismatch, allowed=_BOTH_TOKENS * noise)
+    return GradedMismatch(counts.mode, counts.requests, prompt, line, mismatch, text(before), expected, found)
 
 
 def _one_digit(number: float) -> str:

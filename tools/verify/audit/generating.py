@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from spaceport.runtime.comparison import ThreadTokens, thread_tokens_of
 from spaceport.runtime.decode.sequence import NotANumber
 from spaceport.runtime.scheduling.stream import Stream
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.transcript import Path
 from spaceport.tools.verify.audit.modes import AuditMode
 from spaceport.tools.verify.audit.prompts import TokenizedPrompt
-from spaceport.tools.verify.thread_tokens import ThreadTokens, thread_tokens_of
 
 _QUEUED = 64  # requests that wait while others run, so that requests start and end at different steps
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from spaceport.graphs.contract.manifest import TokenIds
+from spaceport.runtime.comparison import ThreadTokens, TokenDifference, first_difference, token_differences
 from spaceport.runtime.decode.sequence import root_sequence
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import Engine
@@ -18,26 +18,6 @@ from spaceport.runtime.sampling.sampler import gumbels, noise_key
 from spaceport.runtime.text.transcript import Path
 from spaceport.tools.verify.audit.modes import ModeGroup
 from spaceport.tools.verify.feeding import Logits, logits_of
-from spaceport.tools.verify.thread_tokens import ThreadTokens, first_difference, token_differences
-
-Grade = Literal["near-tie", "FAULT"]
-_BOTH_TOKENS = 2  # noise may lower one token's logit and raise the other's
-
-
-@dataclass(frozen=True)
-class Mismatch:
-    """A position at which a completion differs from plain decoding."""
-
-    path: Path
-    position: int  # in the thread, prompt included
-    expected: int | None  # token that plain decoding selects; None: it has ended
-    found: int | None  # token of the completion; None: it has ended
-    margin: float  # expected minus found, in plain decoding's logits; inf: the token is banned there
-    reason: str = ""  # what is wrong, for a fault that no margin can explain
-
-    def grade(self, noise: float) -> Grade:
-        """Whether rounding explains the mismatch."""
-        return "near-tie" if not self.reason and self.margin <= _BOTH_TOKENS * noise else "FAULT"  # NaN is a fault
 
 
 @dataclass(frozen=True)
@@ -69,7 +49,7 @@ def selection_rule(group: ModeGroup, tokens: TokenIds) -> SelectionRule:
 
 def find_mismatches(
     engine: Engine, rule: SelectionRule, thread: ThreadTokens, limit: int, plain: ThreadTokens | None = None
-) -> list[Mismatch]:
+) -> list[TokenDifference]:
     """Every position, from the first difference to the plain thread on, whose token plain decoding would not select.
 
     The thread's own tokens are fed, one row per step, so each token is verified after the tokens that precede it here, and a
@@ -88,44 +68,37 @@ def find_mismatches(
     return found
 
 
-def unmatched_threads(threads: dict[Path, ThreadTokens], plain: dict[Path, ThreadTokens]) -> list[Mismatch]:
+def unmatched_threads(threads: dict[Path, ThreadTokens], plain: dict[Path, ThreadTokens]) -> list[TokenDifference]:
     """The threads that only one of two completions has, although their parents are equal."""
-    return [
-        Mismatch(
-            path,
-            difference.position,
-            None,
-            None,
-            np.inf,
-            "the thread is missing" if path in plain else "plain decoding has no such thread",
-        )
-        for path, difference in token_differences(threads, plain).items()
-        if path not in threads or path not in plain
-    ]
+    differences = token_differences(threads, plain)
+    return [difference for path, difference in differences.items() if path not in threads or path not in plain]
 
 
-def _wrong_tokens(rule: SelectionRule, thread: ThreadTokens, logits: Logits, first: int) -> Iterator[Mismatch]:
+def _wrong_tokens(rule: SelectionRule, thread: ThreadTokens, logits: Logits, first: int) -> Iterator[TokenDifference]:
     for position in range(first, _length(thread)):
         scores = rule.scores(logits[position - thread.start], thread, position)
         found, best = _token_at(rule, thread, position, scores), int(scores.argmax())
         if np.isnan(scores).any():
-            yield Mismatch(thread.path, position, None, found, np.nan, "the logits hold NaN")
+            yield TokenDifference(
+                thread.path, position, thread.start, None, found, np.nan, reason="the logits hold NaN"
+            )
         elif best != found:
-            yield Mismatch(thread.path, position, best, found, float(scores[best] - scores[found]))
+            margin = float(scores[best] - scores[found])
+            yield TokenDifference(thread.path, position, thread.start, best, found, margin)
 
 
-def _wrong_length(thread: ThreadTokens, limit: int) -> list[Mismatch]:
+def _wrong_length(thread: ThreadTokens, limit: int) -> list[TokenDifference]:
     """A mismatch if a thread without an end token is shorter or longer than its limit."""
     length = len(thread.tokens)
     if thread.ended or thread.cut or max(limit, thread.start) == length:
         return []
     reason = f"the thread ends too {'early' if length < limit else 'late'}, its limit is {limit} tokens"
-    return [Mismatch(thread.path, length, None, None, np.inf, reason)]
+    return [TokenDifference(thread.path, length, thread.start, None, None, reason=reason)]
 
 
 def _first_mismatch(
     rule: SelectionRule, thread: ThreadTokens, plain: ThreadTokens, position: int, logits: Logits
-) -> Mismatch:
+) -> TokenDifference:
     """The first difference of two threads, with the tokens of both.
 
     The margin is that of the worse token: on a nondeterministic engine the plain token may not be the best one.
@@ -134,7 +107,7 @@ def _first_mismatch(
     expected, found = _token_at(rule, plain, position, scores), _token_at(rule, thread, position, scores)
     margin = float(scores.max() - min(scores[expected], scores[found]))
     reason = "the logits hold NaN" if np.isnan(margin) else ""
-    return Mismatch(thread.path, position, expected, found, margin, reason)
+    return TokenDifference(thread.path, position, thread.start, expected, found, margin, reason=reason)
 
 
 def _token_at(rule: SelectionRule, thread: ThreadTokens, position: int, scores: NDArray[np.float64]) -> int:

@@ -12,10 +12,10 @@ import numpy as np
 
 from spaceport.graphs.contract.exactness import tolerance_of
 from spaceport.graphs.contract.signature import Activations
+from spaceport.runtime.comparison import ThreadTokens
 from spaceport.runtime.engine import Engine
 from spaceport.runtime.sampling.sampler import most_probable
 from spaceport.tools.verify.feeding import FeedPlan, Logits, feed, logits_of
-from spaceport.tools.verify.thread_tokens import ThreadTokens
 
 WIDTHS = (1, 2, 4, 9, 16, 36, 64)
 _BATCH_WIDTHS = (1, 9)  # rows of each request in batched calls

@@ -11,6 +11,7 @@ from spaceport.graphs.contract.draft_methods import DraftMethod
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import Manifest
 from spaceport.runtime.bundle import read_manifest
+from spaceport.runtime.comparison import TokenDifference
 from spaceport.runtime.decode.sequence_group import Statistics
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
@@ -34,7 +35,6 @@ from spaceport.tools.bench.synthetic_engine import (
     synthetic_texts,
 )
 from spaceport.tools.verify.audit.prompts import TokenizedPrompt
-from spaceport.tools.verify.thread_tokens import ThreadTokens, TokenDifference, token_differences
 
 TWO_MODES = (DecodeMode(PLAIN, Decoding(), PLAIN), DecodeMode("default", Decoding(), PLAIN))
 PROMPTS = (TokenizedPrompt(2, (1, 2, 3)), TokenizedPrompt(7, (4,)))
@@ -73,40 +73,11 @@ def report(different: int = 0, options: DecodeOptions = OPTIONS, tokens_of_first
     found.compared["default", 0.0] = 6
     found.different["default", 0.0] = different
     found.differences += [
-        OutputDifference("default", PLAIN, 0.0, 1, 7, TokenDifference((0,), 9, 4, None, 99))
+        OutputDifference("default", PLAIN, 0.0, 1, 7, TokenDifference((0,), 9, 6, None, 99))
     ] * different
     machine = Machine("a CPU", "model 1", 2, (), "a system")
     summaries = mode_summaries(found, TWO_MODES, PROMPTS, options)
     return DecodeResults("x.bundle", "Engine, cpu", machine, options, 2, summaries, tuple(found.differences))
-
-
-def thread(tokens: list[int], *path: int, start: int = 2, ended: bool = True, cut: bool = False) -> ThreadTokens:
-    return ThreadTokens(path, tuple(tokens), start, ended, cut)
-
-
-ROOT = thread([1, 2, 3, 4, 5])
-CHILD = thread([1, 2, 3, 9, 7, 8], 0, start=4)
-
-
-@pytest.mark.parametrize(
-    ("found", "expected", "first"),
-    [
-        ([ROOT, CHILD], [ROOT, CHILD], None),
-        ([thread([1, 2, 3, 6, 5]), CHILD], [ROOT, CHILD], ((), 3)),
-        ([thread([1, 2, 3, 4, 5], ended=False)], [ROOT], ((), 5)),
-        ([ROOT, thread([1, 2, 3, 9, 7, 7], 0, start=4)], [ROOT, CHILD], ((0,), 5)),
-        ([ROOT], [ROOT, CHILD], ((0,), 4)),
-        # The length of a cut thread is not compared; its tokens are.
-        ([thread([1, 2, 3], cut=True, ended=False)], [ROOT, CHILD], None),
-        ([thread([1, 2, 9], cut=True, ended=False)], [ROOT, CHILD], ((), 2)),
-    ],
-)
-def test_a_difference_is_the_first_differing_token_of_the_first_differing_thread(
-    found: list[ThreadTokens], expected: list[ThreadTokens], first: tuple[tuple[int, ...], int] | None
-) -> None:
-    by_path = [{each.path: each for each in threads} for threads in (found, expected)]
-    differences = [(one.thread, one.position) for one in token_differences(*by_path).values()]
-    assert differences[:1] == ([] if first is None else [first])
 
 
 def names_of(manifest: Manifest, names: tuple[str, ...] | None = None, fixed: tuple[int, ...] = ()) -> list[str]:

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 from spaceport.graphs.contract.draft_methods import DraftMethod
+from spaceport.runtime.comparison import ThreadTokens, thread_tokens_of
 from spaceport.runtime.decode import step as loop
 from spaceport.runtime.decode.acceptance import Verdict, accept
 from spaceport.runtime.decode.plan import Part
-from spaceport.runtime.decode.sequence import TokenSelector
+from spaceport.runtime.decode.sequence import Ending, TokenSelector
 from spaceport.runtime.engine import Batch
 from spaceport.runtime.session import Runtime
 from spaceport.tools.verify.audit.audit import audit
@@ -24,7 +25,6 @@ from spaceport.tools.verify.audit.mismatches import find_mismatches, selection_r
 from spaceport.tools.verify.audit.modes import groups_for
 from spaceport.tools.verify.audit.noise import noise_of
 from spaceport.tools.verify.audit.prompts import TokenizedPrompt
-from spaceport.tools.verify.thread_tokens import ThreadTokens, thread_tokens_of
 from support.forking_bundle import forking_copy
 from support.hash_engine import Language
 from support.hash_runtime import hash_runtime
@@ -150,7 +150,7 @@ def test_a_wrong_acceptance_rule_is_a_fault(tiny_bundle: Path, monkeypatch: pyte
     graded = next(graded for graded in report.mismatches if graded.grade == "FAULT")
     assert graded.mismatch.margin > 2 * noise_of(report.noise)
     assert graded.expected != graded.found
-    assert 1 <= graded.mismatch.position - graded.start + 1 <= TOKENS
+    assert 1 <= graded.mismatch.token <= TOKENS
 
 
 @pytest.mark.parametrize("fork_every", [10**9, 3])
@@ -248,7 +248,7 @@ def test_a_thread_that_ends_too_early_or_too_late_is_a_fault(correct: Runtime) -
     late = (limit + 1, np.inf, f"the thread ends too late, its limit is {limit} tokens")
     assert late in found_in(correct, replace(plain, tokens=(*plain.tokens, 5)), plain, limit)
     for tokens in (plain.tokens[:-2], plain.tokens):
-        ((position, margin, reason),) = found_in(correct, replace(plain, tokens=tokens, ended=True), plain, limit)
+        ((position, margin, reason),) = found_in(correct, replace(plain, tokens=tokens, ending="end"), plain, limit)
         assert (position, reason) == (len(tokens), "")
         assert 1 < margin < np.inf
 
@@ -262,7 +262,7 @@ def test_a_thread_is_verified_token_by_token_up_to_its_cut(tiny_bundle: Path, co
     ((first, margin, reason),) = found_in(correct, plain, other, limit)
     assert (first, reason) == (limit - 2, "")
     assert margin == found_in(correct, other, plain, limit)[0][1] > 1, "a plain text that is not reproduced is as wrong"
-    cut = replace(plain, tokens=plain.tokens[:-5], cut=True)
+    cut = replace(plain, tokens=plain.tokens[:-5], ending="total")
     assert found_in(correct, cut, plain, limit) == found_in(correct, plain, cut, limit) == []
     assert found_in(correct, other, cut, limit)[0][0] == limit - 2
 
@@ -275,8 +275,8 @@ def test_a_thread_is_verified_token_by_token_up_to_its_cut(tiny_bundle: Path, co
     assert np.isnan(margin)
 
 
-def thread(path: tuple[int, ...], *tokens: int, cut: bool = False) -> ThreadTokens:
-    return ThreadTokens(path, (1, 2, *tokens), 2, cut=cut)
+def thread(path: tuple[int, ...], *tokens: int, ending: Ending = "length") -> ThreadTokens:
+    return ThreadTokens(path, (1, 2, *tokens), 2, ending)
 
 
 def test_a_thread_that_is_missing_is_a_fault() -> None:
@@ -287,4 +287,4 @@ def test_a_thread_that_is_missing_is_a_fault() -> None:
     assert [mismatch.reason for mismatch in unmatched_threads(whole, without)] == ["plain decoding has no such thread"]
     assert unmatched_threads(whole, whole) == []
     assert unmatched_threads({(): thread((), 5)}, whole) == []  # a different parent, which need not fork
-    assert unmatched_threads({(): thread((), 3, cut=True)}, whole) == []
+    assert unmatched_threads({(): thread((), 3, ending="total")}, whole) == []

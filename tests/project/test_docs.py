@@ -1,30 +1,45 @@
-"""The programs and commands of the pages under docs/ run as they are written."""
+"""The commands, programs and examples of the README and of the pages under docs/ run and print what stands there."""
 
 from __future__ import annotations
 
 import json
 import re
 import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
+from runpy import run_path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
 from benchmarks.__main__ import command as benchmarks
 from spaceport.tools.cli import run
+from spaceport.tools.report.files import read_trace
 from support.paths import DOCS, ROOT
 
 
-def blocks(page: str, kind: str) -> list[str]:
+def blocks(page: str | Path, kind: str) -> list[str]:
+    """The blocks of code of a kind in a page under docs/, or in another page."""
     return re.findall(rf"^```{kind}\n(.*?)^```$", (DOCS / page).read_text("utf-8"), re.MULTILINE | re.DOTALL)
 
 
 @pytest.fixture
-def beside_the_bundle(demo_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder in which demo.bundle is the demo model's."""
-    (tmp_path / "demo.bundle").symlink_to(demo_bundle)
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder that looks like the root of a checkout."""
+    for folder in ("docs", "tools", "tests"):
+        (tmp_path / folder).symlink_to(ROOT / folder)
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@pytest.fixture
+def beside_the_bundle(demo_bundle: Path, checkout: Path) -> Path:
+    """The same with the demo model's demo.bundle, as the first example makes it."""
+    (checkout / "demo.bundle").symlink_to(demo_bundle)
+    return checkout
 
 
 def test_the_programs_of_the_page_on_decoding_run(beside_the_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -141,3 +156,209 @@ def _run(program: str) -> dict[str, Any]:
     names: dict[str, Any] = {}
     exec(compile(program, "docs", "exec"), names)
     return names
+
+
+EXAMPLES = sorted((DOCS / "examples").iterdir())
+RUNS = [
+    pytest.param(example, id=example.name, marks=[pytest.mark.slow] if example.name[:2] in ("01", "08") else [])
+    for example in EXAMPLES
+]
+SHOWN = re.compile(r"^```console\n\$ ([^\n]+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+ANYTHING = "…"  # stands for what differs from run to run: the rest of a line, or as a line for any lines
+
+
+def pattern(shown: str) -> str:
+    """What a page shows as a regular expression."""
+    lines = ["(?:.*\n)*?" if line == ANYTHING else f"{re.escape(line)}\n" for line in shown.splitlines()]
+    return "".join(lines).replace(re.escape(ANYTHING), ".*").replace(ANYTHING, ".*")
+
+
+def shown_by(example: Path) -> tuple[list[str], str]:
+    """The command of an example's page, and what it prints."""
+    command, output = SHOWN.findall((example / "README.md").read_text("utf-8"))[0]
+    return shlex.split(command), output
+
+
+def play(program: Path, arguments: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Python program, as if it was called with these arguments."""
+    monkeypatch.setattr(sys, "argv", [str(program), *arguments])
+    monkeypatch.syspath_prepend(str(program.parent))
+    run_path(str(program), run_name="__main__")
+
+
+def commands_of(script: Path, arguments: Sequence[str]) -> list[list[str]]:
+    """The `spaceport` commands that a shell script runs; the shell itself expands their arguments."""
+    script_of_calls = 'spaceport() { printf "%s\\0" "$@"; printf "\\n"; }; . "$0"'
+    found = subprocess.run(
+        ["sh", "-c", script_of_calls, str(script), *arguments], capture_output=True, text=True, check=True
+    )
+    return [line.split("\0")[:-1] for line in found.stdout.splitlines()]
+
+
+def test_examples_are_numbered_without_a_gap_and_listed_in_the_index() -> None:
+    names = [example.name for example in EXAMPLES]
+    assert [int(name[:2]) for name in names] == list(range(1, len(names) + 1))
+    assert (
+        re.findall(r"^\| \[(\w+)\]\(examples/\1/README\.md\) \|", (DOCS / "README.md").read_text("utf-8"), re.M)
+        == names
+    )
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.name)
+def test_a_page_has_the_number_and_the_command_of_its_example(example: Path) -> None:
+    assert (example / "README.md").read_text("utf-8").startswith(f"# {example.name[:2]}: ")
+    command, _ = shown_by(example)
+    program = next(part for part in command if part.endswith((".py", ".sh")))
+    assert (ROOT / program).parent == example
+    assert program.endswith(".py") or (ROOT / program).stat().st_mode & 0o100
+
+
+@pytest.mark.parametrize("example", RUNS)
+def test_an_example_prints_what_its_page_shows(
+    example: Path, beside_the_bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command, shown = shown_by(example)
+    if command[0] == "python":
+        play(Path(command[1]), command[2:], monkeypatch)
+    else:
+        if example.name.startswith("01"):
+            (beside_the_bundle / "demo.bundle").unlink()  # this one makes it
+        commands = commands_of(Path(command[0]), command[1:])
+        assert [run(arguments) for arguments in commands] == [0] * len(commands), capsys.readouterr().err
+    out = capsys.readouterr().out
+    assert re.fullmatch(pattern(shown), out) is not None, out
+
+
+README = (ROOT / "README.md").read_text("utf-8")
+START = (DOCS / "getting_started.md").read_text("utf-8")
+
+
+def block_with(command: str) -> str:
+    """The commands on getting started that begin with this one."""
+    (found,) = (
+        block for block in blocks("getting_started.md", "console") if block.startswith(f"$ spaceport {command} ")
+    )
+    return found
+
+
+def arguments_in(block: str) -> list[list[str]]:
+    """The arguments of the commands in a block."""
+    lines = [shlex.split(line.removeprefix("$ ")) for line in block.splitlines()]
+    assert all(line[0] == "spaceport" for line in lines)
+    return [line[1:] for line in lines]
+
+
+def test_the_readme_fits_on_few_lines_and_names_what_people_search_for() -> None:
+    assert len(README.splitlines()) <= 150
+    words = ("self-speculative", "speculative decoding", "prefill", "acceptance rate", "draft token", "KV cache")
+    for word in (*words, "prompt lookup", "SAR-SFT", "SPACE", "APAR", "ONNX Runtime", "TensorRT"):
+        assert word.lower() in README.lower(), word
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+def test_the_commands_and_the_program_run_one_after_the_other(
+    checkout: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    use, measure = blocks(ROOT / "README.md", "console")
+    for arguments in arguments_in(use + measure):
+        assert run(arguments) == 0, capsys.readouterr().err
+    assert "<svg" in (checkout / "steps.svg").read_text("utf-8")
+    assert "report_file.js" in (checkout / "report.html").read_text("utf-8")
+    (program,) = blocks(ROOT / "README.md", "python")
+    assert len(program.split("\n\n    ")[0].splitlines()) == 5
+    capsys.readouterr()
+    exec(compile(program, "README.md", "exec"), {})
+    out = capsys.readouterr().out
+    assert re.search(r"\d+\.\d+$", out, re.MULTILINE)
+    assert "src, which is required" in out
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+@pytest.mark.nightly  # docs/examples/07_tuning does most of it in each run
+def test_a_model_learns_as_the_page_says(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in arguments_in(block_with("tune")):
+        assert run(arguments) == 0, capsys.readouterr().err
+    out = capsys.readouterr().out
+    assert "tuned.bundle: llama" in out
+    assert "mask slot" in out
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.skipif(sys.platform != "linux", reason="TensorRT-RTX is there for Linux only")
+def test_engines_are_built_and_checked_as_the_page_says(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in arguments_in(block_with("export")):
+        assert run(arguments) == 0, capsys.readouterr().err
+    names = sorted(file.name[:4] for file in (checkout / "demo-gpu.bundle" / "engines").iterdir())
+    assert names == ["sm80", "sm89"]
+
+
+PICTURE = ROOT / "docs" / "steps_and_threads.svg"
+DRAW = (  # draws PICTURE; the standard costs make the same request take the same steps on every machine
+    "spaceport generate demo.bundle --chat 'Explain the parameters of triangular( low = 0.0, high = 1.0, mode = None )' "
+    "--step-costs standard --trace trace.json --picture docs/steps_and_threads.svg"
+)
+
+
+def tokens_in(picture: str) -> list[tuple[str, int]]:
+    """The accepted and the other tokens of a picture's cells, in the order of the picture."""
+    cells = [part for part in ElementTree.fromstring(picture).iter() if "cell" in part.get("class", "").split()]
+    return [(kind, sum(part.get("class") == kind for part in cell)) for cell in cells for kind in ("accepted", "own")]
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+def test_the_picture_shows_the_accepted_tokens_of_a_real_generation(
+    beside_the_bundle: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (beside_the_bundle / "docs").unlink()
+    (beside_the_bundle / "docs").mkdir()
+    assert run(shlex.split(DRAW)[1:]) == 0, capsys.readouterr().err
+    shown, current = PICTURE.read_text("utf-8"), (beside_the_bundle / "docs" / PICTURE.name).read_text("utf-8")
+    record = read_trace(beside_the_bundle / "trace.json")
+    rows = [rows for step in record.steps for rows in step.rows]
+    assert tokens_in(shown) == tokens_in(current), f"the generation has changed, run: {DRAW}"
+    found = tokens_in(shown)
+    assert sum(count for kind, count in found if kind == "accepted") == sum(one.accepted for one in rows) > 50
+    assert sum(count for kind, count in found if kind == "own") == sum(one.generated - one.accepted for one in rows)
+    assert f"]({PICTURE.name})" in START
+    assert PICTURE.stat().st_size <= 60_000
+
+
+ROW = re.compile(
+    r"^(plain|speculative|parallel threads|both) +(\d.*\d) +[\d.]+ +[\d.]+(?: \([\d.]+-[\d.]+\))? +(-|identical|DIFFERENT)$",
+    re.MULTILINE,
+)
+SPECULATIVE = ("speculative", "both")
+
+
+def repeatable(row: tuple[str, str, str]) -> tuple[str, str, str]:
+    """The part of a demo row that is the same on every machine: draft sizes, and so steps, depend on step costs."""
+    name, counts, verdict = row
+    return name, counts.split()[0] if name in SPECULATIVE else counts, verdict
+
+
+def headings(text: str) -> set[tuple[str, ...]]:
+    """The column headings of the demo's tables."""
+    return {tuple(re.split("  +", line)) for line in text.splitlines() if line.startswith("decoding  ")}
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+def test_the_demo_checks_the_graph_and_finds_every_speculative_output_identical(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run(["demo"]) == 0
+    out = capsys.readouterr().out
+    table = ROW.findall(out)
+    assert len(table) == 4 + 4 + 2
+    assert [row[2] for row in table] == ["identical" if row[0] in SPECULATIVE else "-" for row in table]
+    shown = ROW.findall(START)
+    assert len(shown) == 4 + 2
+    assert set(map(repeatable, shown)) <= set(map(repeatable, table)), "the page shows what the demo prints"
+    assert headings(START) == headings(out)
+    assert re.search(r"^check passed: 15 cases, ", out, re.MULTILINE)
+    assert "check passed: 15 cases, " in START

@@ -10,7 +10,7 @@ from pathlib import Path
 from support.paths import ROOT, TESTS
 
 _SOURCES = {
-    **dict.fromkeys(("support", "attack", "cpus", "mutants", "real_clients"), TESTS),
+    **dict.fromkeys(("support", "attack", "cpus", "real_clients"), TESTS),
     **dict.fromkeys(("benchmarks", "deploy", "recipes"), ROOT),
     "spaceport": ROOT / "src",
 }

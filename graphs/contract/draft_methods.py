@@ -6,13 +6,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import date
 from itertools import accumulate, pairwise
-from typing import Any, BinaryIO, Literal, NamedTuple, get_args
+from typing import Annotated, Any, BinaryIO, Literal, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from spaceport.graphs.contract.faults import InputFault
-from spaceport.graphs.contract.json_fields import JsonField
+from spaceport.graphs.contract.json_fields import JsonField, between, read
 
 Group = Literal["causal", "block"]
 GROUPS: tuple[Group, ...] = get_args(Group)
@@ -65,9 +65,8 @@ class DraftAcceptance:
 
     # By depth: share of the steps in which mask slots or heads predicted at least that many tokens.
     rates: tuple[float, ...]
-    lookup: tuple[
-        float, ...
-    ] = ()  # of a prompt-lookup token behind accepted ones, by kind of match; empty: not measured
+    # of a prompt-lookup token behind accepted ones, by kind of match; empty: not measured
+    lookup: tuple[float, ...] = ()
     temperature: float = 0.0
     tokens: int = 0  # generated tokens that were measured
     data: str = ""  # file name or description of the held-out text
@@ -138,6 +137,16 @@ def with_acceptance(known: Iterable[DraftAcceptance], measured: DraftAcceptance)
     return tuple(sorted((*others, measured), key=lambda rates: rates.temperature))
 
 
+def draft_acceptances(entry: JsonField) -> tuple[DraftAcceptance, ...]:
+    """The measurements in parsed JSON, which are of different temperatures."""
+    measured: tuple[DraftAcceptance, ...] = entry.each(lambda rates: read(rates, DraftAcceptance))
+    temperatures = [rates.temperature for rates in measured]
+    twice = [temperature for temperature in temperatures if temperatures.count(temperature) > 1]
+    if twice:
+        entry.fail(f"has temperature {twice[0]:g} twice: expected one entry for each temperature")
+    return measured
+
+
 @dataclass(frozen=True)
 class DraftMethod:
     """How a model drafts its own next tokens, besides prompt lookup, which needs nothing of the model."""
@@ -150,13 +159,13 @@ class DraftMethod:
     # lines of logits of the token's own row.
     predictor: Predictor = "mask"
     # Maximum draft tokens behind a token: mask slots or heads.
-    max_tokens: int = 0
+    max_tokens: Annotated[int, between(0, MAX_MASK_SLOTS)] = 0
     # What mask rows predict and see.
     layout: MaskLayout = CAUSAL
     # What drafts add to the base model: the entry of each mechanism in sar_config.json, by its name.
     mechanisms: dict[str, dict[str, Any]] = field(default_factory=dict)
     # Measured rates, one entry for each temperature.
-    acceptance: tuple[DraftAcceptance, ...] = ()
+    acceptance: Annotated[tuple[DraftAcceptance, ...], draft_acceptances] = ()
 
     @property
     def mask_slots(self) -> int:
@@ -177,31 +186,6 @@ class DraftMethod:
 LOOKUP_ONLY = DraftMethod()
 
 
-def draft_acceptances(entry: JsonField) -> tuple[DraftAcceptance, ...]:
-    """The measurements in parsed JSON, which are of different temperatures."""
-    measured = entry.each(_draft_acceptance)
-    temperatures = [rates.temperature for rates in measured]
-    twice = [temperature for temperature in temperatures if temperatures.count(temperature) > 1]
-    if twice:
-        entry.fail(f"has temperature {twice[0]:g} twice: expected one entry for each temperature")
-    return measured
-
-
-def _draft_acceptance(entry: JsonField) -> DraftAcceptance:
-    entries = entry.entries(DraftAcceptance)
-    try:
-        return DraftAcceptance(
-            rates=entries["rates"].each(JsonField.number),
-            lookup=entries["lookup"].each(JsonField.number),
-            temperature=entries["temperature"].number(),
-            tokens=entries["tokens"].whole(),
-            data=entries["data"].text(),
-            date=entries["date"].text(),
-        )
-    except ValueError as error:
-        raise entry.rules.fault(f"{entry.path}.{error}{entry.rules.advice}") from error
-
-
 def _is_day(text: str) -> bool:
     try:
         return date.fromisoformat(text).isoformat() == text
@@ -211,21 +195,6 @@ def _is_day(text: str) -> bool:
 
 def _shares(rates: Iterable[float]) -> str:
     return " ".join(f"{100 * rate:.0f}" for rate in rates) + " %"
-
-
-def draft_method_of(entry: JsonField) -> DraftMethod:
-    """The draft method in parsed JSON."""
-    entries = entry.entries(DraftMethod)
-    layout = entries["layout"].entries(MaskLayout)
-    return DraftMethod(
-        name=entries["name"].text(),
-        adapter=entries["adapter"].or_none(JsonField.text),
-        predictor=entries["predictor"].one_of(PREDICTORS),
-        max_tokens=entries["max_tokens"].whole(0, MAX_MASK_SLOTS),
-        layout=MaskLayout(shift=layout["shift"].boolean(), group=layout["group"].one_of(GROUPS)),
-        mechanisms={name: mechanism.object() for name, mechanism in entries["mechanisms"].members().items()},
-        acceptance=draft_acceptances(entries["acceptance"]),
-    )
 
 
 class CorrectionTables(NamedTuple):

@@ -1,10 +1,11 @@
-"""JSON fields: typed access to parsed JSON, with errors that name the path of the wrong value."""
+"""JSON fields: parsed JSON read as the types of dataclasses say, with errors that name the path of the wrong value."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import Any, NoReturn, TypeVar, cast
+from dataclasses import dataclass, fields, is_dataclass
+from types import NoneType
+from typing import Annotated, Any, Literal, NoReturn, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from spaceport.graphs.contract.faults import InputFault
 
@@ -68,7 +69,7 @@ class JsonField:
         for problem, wrong in (("lacks", expected - present), ("has the unknown", present - expected)):
             if wrong:
                 self.fail(f"{problem} {', '.join(map(ascii, sorted(wrong)))}: expected {', '.join(sorted(expected))}")
-        return {name: self.entry(name) for name in expected}
+        return {name: self.entry(name) for name in names}
 
     def members(self) -> dict[str, JsonField]:
         """The entries of an object with arbitrary names, such as file names."""
@@ -112,13 +113,54 @@ class JsonField:
             self.refuse("text")
         return self.value
 
-    def texts(self) -> dict[str, str]:
-        return {name: self.entry(name).text() for name in self.object()}
-
     def one_of(self, names: tuple[T, ...]) -> T:
         if self.value not in names:
             self.refuse(" or ".join(map(str, names)))
         return names[names.index(self.value)]
+
+
+def between(least: int, most: int) -> Callable[[JsonField], int]:
+    """The reader of whole numbers in this range: `Annotated[int, between(0, 9)]`."""
+    return lambda entry: entry.whole(least, most)
+
+
+def read(entry: JsonField, kind: Any) -> Any:
+    """A value of a type: a dataclass with its fields, a Literal, tuple, dict, T | None, int, float, bool or str.
+
+    `Annotated[T, reader]` is read by its reader. A ValueError of a dataclass begins with the name of its wrong field.
+    """
+    options = get_args(kind)
+    if is_dataclass(kind):
+        types, entries = get_type_hints(kind, include_extras=True), entry.entries(cast(type, kind))
+        values = {name: read(field, types[name]) for name, field in entries.items()}
+        try:
+            return cast(type, kind)(**values)
+        except ValueError as error:
+            raise entry.rules.fault(f"{entry.path}.{error}{entry.rules.advice}") from error
+    if get_origin(kind) is Annotated:
+        return options[1](entry)
+    if get_origin(kind) is Literal:
+        return entry.one_of(options)
+    if get_origin(kind) is dict:
+        return {name: read(member, options[1]) for name, member in entry.members().items()}
+    if get_origin(kind) is tuple and options[-1] is ...:
+        return entry.each(lambda item: read(item, options[0]))
+    if get_origin(kind) is tuple:
+        items = entry.items()
+        if len(items) != len(options):
+            entry.refuse(f"{len(options)} values")
+        return tuple(map(read, items, options))
+    if NoneType in options:
+        return entry.or_none(lambda value: read(value, options[0]))
+    return entry.value if kind is Any else _READERS[kind](entry)
+
+
+_READERS: dict[type, Callable[[JsonField], Any]] = {
+    int: JsonField.whole,
+    float: JsonField.number,
+    bool: JsonField.boolean,
+    str: JsonField.text,
+}
 
 
 def is_whole(value: object, least: int) -> bool:

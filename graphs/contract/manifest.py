@@ -6,15 +6,12 @@ import hashlib
 import json
 import re
 from dataclasses import asdict, dataclass, field
-from typing import Any, BinaryIO, Literal, get_args
+from typing import Annotated, Any, BinaryIO, Literal, get_args
 
-from spaceport.graphs.contract.draft_methods import DraftMethod, draft_method_of
+from spaceport.graphs.contract.draft_methods import DraftMethod
 from spaceport.graphs.contract.faults import InputFault
-from spaceport.graphs.contract.json_fields import JsonField, Rules, is_whole
-from spaceport.graphs.contract.signature import ACTIVATIONS, WEIGHTS, Activations, Signature, Weights
-
-_MAX_SIZE = 2**50  # bytes of a file
-_MAX_SHAPE = 2**31 - 1  # slots, requests or rows of an engine
+from spaceport.graphs.contract.json_fields import JsonField, Rules, between, read
+from spaceport.graphs.contract.signature import Activations, Signature, Weights
 
 Flavour = Literal["tensorrt", "tensorrt-rtx"]
 
@@ -22,30 +19,43 @@ FLAVOURS: tuple[Flavour, ...] = get_args(Flavour)
 LIBRARIES: dict[Flavour, str] = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}  # Python modules
 
 
+def _digest(entry: JsonField) -> str:
+    value = entry.value
+    if not isinstance(value, str) or len(value) != 64 or not set(value) <= set("0123456789abcdef"):
+        entry.refuse("64 hexadecimal digits")
+    return value
+
+
+Digest = Annotated[str, _digest]  # SHA-256 of a file
+Size = Annotated[int, between(0, 2**50)]  # of a file in bytes
+Count = Annotated[int, between(1, 2**31 - 1)]  # slots, requests or rows of an engine
+
+
 @dataclass(frozen=True)
 class FileRecord:
     """Digest and size of a file when the bundle was written."""
 
-    sha256: str
-    size: int
+    sha256: Digest
+    size: Size
 
 
 @dataclass(frozen=True)
 class EngineRecord:
     """A TensorRT engine of a bundle, and everything that it depends on."""
 
-    sha256: str  # of the engine's file
-    size: int
-    graph: tuple[str, ...]  # sha256 of model.onnx and of its data file at build time
+    sha256: Digest  # of the engine's file
+    size: Size
+    graph: tuple[Digest, ...]  # of model.onnx and of its data file at build time
     backend: Flavour
     version: str  # of the library that built it; no other version can run it
     target: str  # GPU architecture, such as sm89
-    capacity: int  # KV slots per request
-    requests: int  # maximum requests per call
-    step_rows: int  # maximum rows per request in the decode profile, for which CUDA graphs are captured
-    prefill_rows: int  # maximum rows per request in the prefill profile
+    capacity: Count  # KV slots per request
+    requests: Count  # maximum requests per call
+    step_rows: Count  # maximum rows per request in the decode profile, for which CUDA graphs are captured
+    prefill_rows: Count  # maximum rows per request in the prefill profile
     refittable: bool = False
-    decomposed: int = 0  # layers whose attention runs as matmuls because the library has no fused kernel for it
+    # layers whose attention runs as matmuls because the library has no fused kernel for it
+    decomposed: Annotated[int, between(0, 2**31 - 1)] = 0
 
     @property
     def file(self) -> FileRecord:
@@ -62,39 +72,6 @@ def record_of(stream: BinaryIO) -> FileRecord:
     return FileRecord(hasher.hexdigest(), size)
 
 
-def _digest(entry: JsonField) -> str:
-    value = entry.value
-    if not isinstance(value, str) or len(value) != 64 or not set(value) <= set("0123456789abcdef"):
-        entry.refuse("64 hexadecimal digits")
-    return value
-
-
-def file_record(entry: JsonField) -> FileRecord:
-    """The record of a file in parsed JSON."""
-    entries = entry.entries(FileRecord)
-    return FileRecord(_digest(entries["sha256"]), entries["size"].whole(0, _MAX_SIZE))
-
-
-def engine_record(name: str, entry: JsonField) -> EngineRecord:
-    """The record of the engine with this file name in parsed JSON."""
-    entries = entry.entries(EngineRecord)
-    if re.fullmatch(r"[a-z0-9][a-z0-9.-]{0,99}\.engine", name) is None:
-        raise entry.rules.fault(
-            f"engines name {name!r}: expected small letters, digits, dots and hyphens, ending in .engine"
-        )
-    return EngineRecord(
-        sha256=_digest(entries["sha256"]),
-        size=entries["size"].whole(0, _MAX_SIZE),
-        graph=tuple(map(_digest, entries["graph"].items("digests"))),
-        backend=entries["backend"].one_of(FLAVOURS),
-        version=entries["version"].text(),
-        target=entries["target"].text(),
-        refittable=entries["refittable"].boolean(),
-        **{part: entries[part].whole(1, _MAX_SHAPE) for part in ("capacity", "requests", "step_rows", "prefill_rows")},
-        decomposed=entries["decomposed"].whole(0, _MAX_SHAPE),
-    )
-
-
 # Of the manifest's entries: a bundle of any other number is refused.
 SCHEMA = 11
 MANIFEST_FILE = "manifest.json"
@@ -107,13 +84,10 @@ SELECTION_FILE = "selection.onnx"  # graph from logits to the best tokens, for e
 ENGINES_FOLDER = "engines"
 
 MAX_POSITIONS = 2**31 - 1
-MAX_PARAMETERS = 10**15
-MAX_OPSET = 1000
 # What a manifest may say about the checkpoint's origin.
 PROVENANCE = ("name", "source", "revision", "licence")
 
 Embeddings = Literal["same", "int8", "int4"]
-EMBEDDINGS: tuple[Embeddings, ...] = get_args(Embeddings)
 
 
 class ManifestError(InputFault):
@@ -157,15 +131,14 @@ class Manifest:
 
     signature: Signature
     tokens: TokenIds
-    max_positions: int
+    max_positions: Annotated[int, between(1, MAX_POSITIONS)]
     model_type: str  # of the checkpoint's configuration
-    parameters: int
-    opset: int
+    parameters: Annotated[int, between(0, 10**15)]
+    opset: Annotated[int, between(1, 1000)]
     attention: str  # "plain" (matmuls) or "operator" (ONNX Attention)
     special_tokens: dict[str, str] = field(default_factory=dict)  # bos_token, eos_token, ... as chat templates use them
-    generation_config: dict[str, Any] = field(
-        default_factory=dict
-    )  # the checkpoint's generation_config.json, not used by the runtime
+    # the checkpoint's generation_config.json, not used by the runtime
+    generation_config: dict[str, Any] = field(default_factory=dict)
     weights: Weights = "same"  # how linear layers' weights are stored; "same": in the signature's dtype
     activations: Activations = "float"  # how the inputs of layers with quantized weights are quantized
     embeddings: Embeddings = "same"  # how the input and output embeddings are stored
@@ -207,28 +180,7 @@ def manifest_of(data: object) -> Manifest:
     if schema != SCHEMA:
         advice = "update spaceport, or export it again with this version" if schema > SCHEMA else "export it again"
         raise OtherSchema(f"schema is {schema}, this version reads {SCHEMA}: {advice}")
-    entries = entry.entries(Manifest)
-    manifest = Manifest(
-        schema=schema,
-        signature=_signature(entries["signature"]),
-        tokens=_tokens(entries["tokens"]),
-        max_positions=entries["max_positions"].whole(1, MAX_POSITIONS),
-        model_type=entries["model_type"].text(),
-        parameters=entries["parameters"].whole(0, MAX_PARAMETERS),
-        opset=entries["opset"].whole(1, MAX_OPSET),
-        attention=entries["attention"].text(),
-        special_tokens=entries["special_tokens"].texts(),
-        generation_config=entries["generation_config"].object(),
-        weights=entries["weights"].one_of(WEIGHTS),
-        activations=entries["activations"].one_of(ACTIVATIONS),
-        embeddings=entries["embeddings"].one_of(EMBEDDINGS),
-        drafts=draft_method_of(entries["drafts"]),
-        fork_by_default=entries["fork_by_default"].boolean(),
-        files={name: file_record(record) for name, record in entries["files"].members().items()},
-        engines={name: engine_record(name, record) for name, record in entries["engines"].members().items()},
-        versions=entries["versions"].texts(),
-        provenance=_provenance(entries["provenance"]),
-    )
+    manifest: Manifest = read(entry, Manifest)
     _check_consistency(manifest)
     return manifest
 
@@ -258,38 +210,14 @@ def _check_consistency(manifest: Manifest) -> None:
     beyond = [token for token in every if token is not None and token >= vocab]
     if beyond:
         raise ManifestError(f"tokens hold the id {beyond[0]}: expected ids from 0 to {vocab - 1}")
-
-
-def _signature(entry: JsonField) -> Signature:
-    entry.entries(Signature)
-    try:
-        return Signature(**entry.object())
-    except ValueError as error:
-        raise ManifestError(f"signature: {error}") from error
-
-
-def _tokens(entry: JsonField) -> TokenIds:
-    entries = entry.entries(TokenIds)
-    return TokenIds(
-        mask=_ids(entries["mask"]),
-        fork=entries["fork"].or_none(JsonField.whole),
-        child=entries["child"].or_none(JsonField.whole),
-        end=_ids(entries["end"]),
-    )
-
-
-def _provenance(entry: JsonField) -> dict[str, str]:
-    texts = entry.texts()
-    for name in texts:
+    for name in manifest.engines:
+        if re.fullmatch(r"[a-z0-9][a-z0-9.-]{0,99}\.engine", name) is None:
+            raise ManifestError(
+                f"engines name {name!r}: expected small letters, digits, dots and hyphens, ending in .engine"
+            )
+    for name in manifest.provenance:
         if name not in PROVENANCE:
-            entry.fail(f"has the unknown {name!a}: expected {', '.join(PROVENANCE)}")
-    return texts
-
-
-def _ids(entry: JsonField) -> tuple[int, ...]:
-    if not all(is_whole(item.value, 0) for item in entry.items("token ids")):
-        entry.refuse("a list of token ids")
-    return entry.wholes()
+            raise ManifestError(f"provenance has the unknown {name!a}: expected {', '.join(PROVENANCE)}")
 
 
 _DIGEST = "sha256"  # last entry: the digest of the file, computed with zeros instead of it

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from spaceport.graphs.contract.dtypes import DTYPES
-from spaceport.graphs.contract.json_fields import is_whole
+from spaceport.graphs.contract.json_fields import between
 
 Lowering = Literal["scatter", "append"]
 Precision = Literal["float32", "float16", "bfloat16"]
@@ -19,11 +19,11 @@ Activations = Literal["int8x2", "int8", "float"]
 # How keys and values are stored: in the type of the graph, or in 8 bits.
 KvCache = Literal["same", "int8"]
 
-LOWERINGS: tuple[Lowering, ...] = ("scatter", "append")
-PRECISIONS: tuple[Precision, ...] = ("float32", "float16", "bfloat16")
-WEIGHTS: tuple[Weights, ...] = ("same", "int8", "int4", "float8")
-ACTIVATIONS: tuple[Activations, ...] = ("int8x2", "int8", "float")
-KV_CACHES: tuple[KvCache, ...] = ("same", "int8")
+LOWERINGS: tuple[Lowering, ...] = get_args(Lowering)
+PRECISIONS: tuple[Precision, ...] = get_args(Precision)
+WEIGHTS: tuple[Weights, ...] = get_args(Weights)
+ACTIVATIONS: tuple[Activations, ...] = get_args(Activations)
+KV_CACHES: tuple[KvCache, ...] = get_args(KvCache)
 
 STEP_ROWS = 128  # maximum rows per request in a decode step, over all its threads
 # Tokens per row that an engine selects: more than the forbidden tokens plus the candidates that a draft needs.
@@ -32,10 +32,6 @@ LOGIT_BYTES = 32 << 20  # logits per request in a prefill call; those of a whole
 
 # The visible length is rounded up to a multiple of this, so that an engine sees few distinct shapes.
 VISIBLE_STEP = 64
-
-
-# Upper limits, far above every known model: sizes beyond them are damage or an attack.
-_MOST = {"layers": 4096, "kv_heads": 4096, "head_dim": 2**16, "vocab_size": 2**24, "window": 2**31 - 1, "lines": 65}
 
 
 @dataclass(frozen=True)
@@ -52,35 +48,20 @@ class Signature:
     """The sizes and types that determine every input and output of a graph.
 
     Dimensions: B requests, T rows, R rows with logits, L lines of logits, A visible length, S KV slots per request.
+    The upper limits are far above every known model: sizes beyond them are damage or an attack.
     """
 
-    layers: int
-    kv_heads: int
-    head_dim: int
-    vocab_size: int
+    layers: Annotated[int, between(1, 4096)]
+    kv_heads: Annotated[int, between(1, 4096)]
+    head_dim: Annotated[int, between(1, 2**16)]
+    vocab_size: Annotated[int, between(1, 2**24)]
     dtype: Precision
     lowering: Lowering
-    window: int | None = None  # sliding attention window in positions, including the row's own
-    lines: int = 1  # of logits per row: the row's own, then that of each draft head over the last hidden state
+    # sliding attention window in positions, including the row's own
+    window: Annotated[int, between(1, 2**31 - 1)] | None = None
+    # of logits per row: the row's own, then that of each draft head over the last hidden state
+    lines: Annotated[int, between(1, 65)] = 1
     kv_cache: KvCache = "same"
-
-    def __post_init__(self) -> None:
-        for name in ("layers", "kv_heads", "head_dim", "vocab_size", "lines"):
-            value = getattr(self, name)
-            if not is_whole(value, 1):
-                raise ValueError(f"{name} is {value!r}: expected a whole number of at least 1")
-        if self.dtype not in PRECISIONS:
-            raise ValueError(f"dtype is {self.dtype!r}: expected one of {', '.join(PRECISIONS)}")
-        if self.lowering not in LOWERINGS:
-            raise ValueError(f"lowering is {self.lowering!r}: expected one of {', '.join(LOWERINGS)}")
-        if self.kv_cache not in KV_CACHES:
-            raise ValueError(f"kv_cache is {self.kv_cache!r}: expected one of {', '.join(KV_CACHES)}")
-        if self.window is not None and not is_whole(self.window, 1):
-            raise ValueError(f"window is {self.window!r}: expected null or a whole number of at least 1")
-        for name, most in _MOST.items():
-            value = getattr(self, name)
-            if value is not None and value > most:
-                raise ValueError(f"{name} is {value}: expected at most {most}")
 
     @cached_property
     def rows(self) -> tuple[Tensor, ...]:

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from itertools import count
 from operator import attrgetter
@@ -18,7 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spaceport.graphs.contract.exactness import Exactness, tolerated_noise
-from spaceport.graphs.contract.faults import OptionFault
+from spaceport.graphs.contract.faults import InputFault, OptionFault
+from spaceport.graphs.contract.json_fields import JsonField, Rules, read
 from spaceport.runtime.backends.machine import cpu_name, instruction_sets, usable_cpus
 from spaceport.runtime.backends.private_files import cache_folder, read_private, replace_private
 from spaceport.runtime.bundle import Bundle
@@ -53,11 +54,13 @@ _NEEDED = (1, 4)  # always timed: with one point alone, rows would look free
 _LEAST_ROW = 0.01  # minimum cost of a further row on a CPU, relative to a one-row call; less is a disturbed measurement
 
 
-class Measurements(NamedTuple):
+@dataclass(frozen=True)
+class Measurements:
     """What was measured on an engine."""
 
     exactness: Exactness
     table: StepCosts | None = None  # None: it was opened with other step costs than measured ones
+    schema: int = _SCHEMA
 
 
 class _Shape(NamedTuple):
@@ -261,28 +264,15 @@ def load(file: Path) -> Measurements | None:
     """The measurements in a file; None if there are no valid ones, or if another user may have written them."""
     try:
         content = json.loads(read_private(file, _MOST_BYTES) or b"")
-        if content["schema"] != _SCHEMA:
-            return None
-        noise, table = content["exactness"], content["table"]
-        widths = tuple(map(int, noise["widths"]))
-        exactness = Exactness(float(noise["rows"]), float(noise["slots"]), float(noise["tolerated"]), widths)
-        if table is None:
-            return Measurements(exactness)
-        visible, requests = int(table["visible"]), int(table["requests"])
-        single, batched = (
-            tuple((int(rows), float(seconds)) for rows, seconds in table[kind]) for kind in ("single", "batched")
-        )
-        costs = StepCosts(visible, single, requests, batched, float(table["slot"]), float(table["row_slot"]))
-        return Measurements(exactness, costs)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
+        stored: Measurements = read(JsonField(content, "measurements", Rules(InputFault)), Measurements)
+    except (ValueError, RecursionError):
         return None
+    return stored if stored.schema == _SCHEMA else None
 
 
 def store(file: Path, measurements: Measurements) -> None:
     """Write measurements; other processes may do so at the same time."""
-    table = None if measurements.table is None else asdict(measurements.table)
-    content = {"schema": _SCHEMA, "exactness": asdict(measurements.exactness), "table": table}
-    replace_private(file, json.dumps(content).encode())
+    replace_private(file, json.dumps(asdict(measurements)).encode())
 
 
 def _file(bundle: Bundle, backend: str, device: str, options: EngineOptions) -> Path:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal
 
 from spaceport.graphs.contract.faults import InputFault
-from spaceport.graphs.contract.json_fields import JsonField, Rules, short
+from spaceport.graphs.contract.json_fields import JsonField, Rules, read, short
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.runtime.decode.draft import Reason
 from spaceport.runtime.decode.sequence import Ending
@@ -23,6 +22,24 @@ RowKind = Literal["known", "candidate", "mask"]
 _RULES = Rules(InputFault, advice="; write the trace again", end=2**53)
 
 
+def _seconds(entry: JsonField) -> float:
+    value = entry.value
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
+        entry.refuse("a number of seconds, 0 or more")
+    return float(value)
+
+
+def _texts(entry: JsonField) -> dict[int, str]:
+    """The texts of tokens; in JSON the ids are strings."""
+    for name in entry.object():
+        if not (name.isascii() and name.isdecimal() and len(name) < 16):
+            replace(entry, value=name, path=f"a name in {entry.path}").refuse("a token id")
+    return {int(name): text.text() for name, text in entry.members().items()}
+
+
+Seconds = Annotated[float, _seconds]
+
+
 @dataclass(frozen=True)
 class ThreadRows:
     """The rows of one thread in a step, and which tokens they generated."""
@@ -30,9 +47,8 @@ class ThreadRows:
     thread: int  # index of the thread in the record
     anchor: int | None  # row of the step with another thread's [Fork] that is the parent of the first row
     tokens: tuple[int, ...]
-    parents: tuple[
-        int | None, ...
-    ]  # index of each row's parent among these rows; None: the thread's last token in the KV cache
+    # index of each row's parent among these rows; None: the thread's last token in the KV cache
+    parents: tuple[int | None, ...]
     positions: tuple[int, ...]
     kinds: tuple[RowKind, ...]
     sources: tuple[str | None, ...]  # of each candidate, such as "mask+lookup"; None for other rows
@@ -68,17 +84,24 @@ class ThreadRows:
         return self.positions[self.known - 1] + 1
 
 
+def _thread_rows(entry: JsonField) -> ThreadRows:
+    rows: ThreadRows = read(entry, ThreadRows)
+    if wrong := _wrong_columns(rows) or _wrong_outcome(rows):
+        entry.fail(wrong)
+    return rows
+
+
 @dataclass(frozen=True)
 class StepRecord:
     """One call of the engine, as far as it concerned the request."""
 
-    rows: tuple[ThreadRows, ...]  # of each thread that took part
+    rows: tuple[Annotated[ThreadRows, _thread_rows], ...]  # of each thread that took part
     queued: tuple[int, ...]  # threads that waited, beyond `max_threads`
     started: tuple[int, ...]  # threads whose [Fork] it generated; the root thread starts in the first step
     ended: tuple[int, ...]  # threads that generated nothing after it
     kv_slots: int  # KV slots in use, those of its rows included
-    engine_seconds: float
-    outside_seconds: float
+    engine_seconds: Seconds
+    outside_seconds: Seconds
 
 
 @dataclass(frozen=True)
@@ -100,8 +123,9 @@ class TraceRecord:
     prompt_text: str  # empty without a tokenizer
     threads: tuple[ThreadRecord, ...]  # the root thread, then the others in the order of their start
     steps: tuple[StepRecord, ...]
-    texts: dict[int, str] = field(default_factory=dict)  # token id to its text; empty without a tokenizer
-    waiting_seconds: float = 0.0
+    # token id to its text; empty without a tokenizer
+    texts: Annotated[dict[int, str], _texts] = field(default_factory=dict)
+    waiting_seconds: Seconds = 0.0
     schema: int = SCHEMA
 
     def as_dict(self) -> dict[str, Any]:
@@ -125,46 +149,11 @@ def trace_of(data: object) -> TraceRecord:
     if schema != SCHEMA:
         advice = "update spaceport" if schema > SCHEMA else "write the trace again"
         raise InputFault(f"trace.schema is {schema}, this version reads {SCHEMA}: {advice}")
-    record: TraceRecord = _read(trace, TraceRecord)
+    record: TraceRecord = read(trace, TraceRecord)
     _check_names(record)
     _check_threads(record)
     _check_steps(record)
     return record
-
-
-def _read(entry: JsonField, kind: Any) -> Any:
-    """An entry as a value of the type that a record's field has."""
-    if is_dataclass(kind):
-        entries, kinds = entry.entries(cast(type, kind)), get_type_hints(kind)
-        value = cast(type, kind)(**{name: _read(entries[name], kinds[name]) for name in kinds})
-        if isinstance(value, ThreadRows) and (wrong := _wrong_columns(value) or _wrong_outcome(value)):
-            entry.fail(wrong)
-        return value
-    options = get_args(kind)
-    if get_origin(kind) is Literal:
-        return entry.one_of(options)
-    if get_origin(kind) is tuple:
-        return entry.each(lambda item: _read(item, options[0]))
-    if get_origin(kind) is dict:
-        return _texts(entry)
-    if type(None) in options:
-        return entry.or_none(lambda value: _read(value, options[0]))
-    return _READERS[kind](entry)
-
-
-def _seconds(entry: JsonField) -> float:
-    value = entry.value
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
-        entry.refuse("a number of seconds, 0 or more")
-    return float(value)
-
-
-def _texts(entry: JsonField) -> dict[int, str]:
-    """The texts of tokens; in JSON the ids are strings."""
-    for name in entry.object():
-        if not (name.isascii() and name.isdecimal() and len(name) < 16):
-            replace(entry, value=name, path=f"a name in {entry.path}").refuse("a token id")
-    return {int(name): text for name, text in entry.texts().items()}
 
 
 def _wrong_columns(rows: ThreadRows) -> str:
@@ -268,11 +257,3 @@ def _check_threads(record: TraceRecord) -> None:
             raise InputFault(
                 f"{where} starts at {thread.start}, fork {thread.fork}: expected {start}, and a fork for all but the root thread"
             )
-
-
-_READERS: dict[type, Callable[[JsonField], Any]] = {
-    int: JsonField.whole,
-    float: _seconds,
-    bool: JsonField.boolean,
-    str: JsonField.text,
-}

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from spaceport.graphs.contract.draft_methods import DraftAcceptance, DraftMethod, draft_acceptances, with_acceptance
 from spaceport.graphs.contract.exactness import Exactness
 from spaceport.graphs.contract.faults import InputFault, OptionFault, SpaceportError
-from spaceport.graphs.contract.json_fields import JsonField, Rules, is_whole
+from spaceport.graphs.contract.json_fields import JsonField, Rules, is_whole, read
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.sampling.sampler import Sampling
 
@@ -29,6 +29,10 @@ class Pair:
     first: int
     second: int
 
+    def __post_init__(self) -> None:
+        if self.first > self.second:
+            raise ValueError(f"first is {self.first}: expected at most second, {self.second}")
+
 
 RULES = Rules(OddFile, advice="; write it again", end=1000)
 JSON = st.recursive(
@@ -41,7 +45,10 @@ READERS: dict[str, tuple[Callable[[JsonField], object], Callable[[Any], bool]]] 
     "text": (JsonField.text, lambda value: type(value) is str),
     "boolean": (JsonField.boolean, lambda value: type(value) is bool),
     "object": (JsonField.object, lambda value: type(value) is dict),
-    "texts": (JsonField.texts, lambda value: type(value) is dict and all(type(v) is str for v in value.values())),
+    "texts": (
+        lambda field: read(field, dict[str, str]),
+        lambda value: type(value) is dict and all(type(v) is str for v in value.values()),
+    ),
     "wholes": (
         lambda field: list(field.wholes()),
         lambda value: type(value) is list and all(type(v) is int and 0 <= v < 1000 for v in value),
@@ -57,13 +64,13 @@ READERS: dict[str, tuple[Callable[[JsonField], object], Callable[[Any], bool]]] 
 @pytest.mark.parametrize("name", READERS)
 @given(value=JSON)
 def test_a_value_is_read_as_it_is_or_refused(name: str, value: object) -> None:
-    read, fits = READERS[name]
+    read_as, fits = READERS[name]
     field = JsonField(value, "file", RULES)
     if fits(value):
-        assert read(field) == value
+        assert read_as(field) == value
     else:
         with pytest.raises(OddFile, match=r"(?s)^file.* is .*: expected .*; write it again$"):
-            read(field)
+            read_as(field)
 
 
 @given(value=JSON, least=st.integers(-3, 3))
@@ -72,7 +79,7 @@ def test_booleans_are_not_whole_numbers(value: object, least: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("read", "message"),
+    ("read_from", "message"),
     [
         (lambda top: top.entry("a").items()[1].entry("b").whole(5), "file.a[1].b is 4: expected a whole number of at"),
         (lambda top: top.entry("c"), "file is {'a': [0, {'b': 4}], 'x y': {'first': 1}, 'long': 'xxxxxx...: expected"),
@@ -80,6 +87,9 @@ def test_booleans_are_not_whole_numbers(value: object, least: int) -> None:
         (lambda top: top.entry("a").object(), "file.a is list: expected an object"),
         (lambda top: top.members()["x y"].entries(Pair), "file['x y'] lacks 'second': expected first, second"),
         (lambda top: top.entries(Pair), "file lacks 'first', 'second': expected first, second"),
+        (lambda top: read(top.entry("e"), Pair), "file.e.first is 5: expected at most second, 2; write it again"),
+        (lambda top: read(top.entry("a"), tuple[int, int, int]), "file.a is [0, {'b': 4}]: expected 3 values"),
+        (lambda top: read(top.entry("a"), tuple[int, str]), "file.a[1] is {'b': 4}: expected text"),
         (lambda top: top.entry("d").entries(Pair), "file.d has the unknown 'third': expected first, second"),
         (lambda top: top.entry("a").items()[1].items("pairs"), "file.a[1] is {'b': 4}: expected a list of pairs"),
         (lambda top: top.entry("a").one_of(("one", "other")), "expected one or other"),
@@ -87,11 +97,15 @@ def test_booleans_are_not_whole_numbers(value: object, least: int) -> None:
         (lambda top: top.entry("x y").fail("is odd"), "file.x y is odd; write it again"),
     ],
 )
-def test_an_error_names_the_path_and_the_problem(read: Callable[[JsonField], object], message: str) -> None:
+def test_an_error_names_the_path_and_the_problem(read_from: Callable[[JsonField], object], message: str) -> None:
     more = {"first": 1, "second": 2, "third": 3}
-    top = JsonField({"a": [0, {"b": 4}], "x y": {"first": 1}, "long": "x" * 99, "d": more}, "file", RULES)
+    top = JsonField(
+        {"a": [0, {"b": 4}], "x y": {"first": 1}, "long": "x" * 99, "d": more, "e": {"first": 5, "second": 2}},
+        "file",
+        RULES,
+    )
     with pytest.raises(OddFile, match=re.escape(message)):
-        read(top)
+        read_from(top)
 
 
 RATES = st.floats(0, 1)
@@ -106,13 +120,13 @@ MEASURED = st.builds(
 )
 
 
-def read(text: str) -> tuple[DraftAcceptance, ...]:
+def read_acceptances(text: str) -> tuple[DraftAcceptance, ...]:
     return draft_acceptances(JsonField(json.loads(text), "acceptance", Rules(InputFault, "; measure again")))
 
 
 @given(st.lists(MEASURED, max_size=4, unique_by=lambda entry: entry.temperature))
 def test_rates_are_read_as_they_were_written(measured: list[DraftAcceptance]) -> None:
-    assert read(json.dumps([asdict(entry) for entry in measured])) == tuple(measured)
+    assert read_acceptances(json.dumps([asdict(entry) for entry in measured])) == tuple(measured)
 
 
 @given(st.lists(MEASURED, max_size=4), MEASURED)
@@ -133,7 +147,7 @@ def test_a_wrong_rate_is_refused_with_its_path_and_what_to_do() -> None:
     wrong = json.dumps([asdict(DraftAcceptance((0.5, 0.25))) | {"rates": [0.25, 0.5]}])
     message = r"acceptance\[0\].rates is \[0.25, 0.5\]: expected rates that do not increase with depth; measure again"
     with pytest.raises(InputFault, match=message):
-        read(wrong)
+        read_acceptances(wrong)
     for rate in (float("nan"), float("inf"), -0.01, 1.01):
         with pytest.raises(ValueError, match="expected rates from 0 to 1"):
             DraftAcceptance((rate,))

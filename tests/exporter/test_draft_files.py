@@ -37,8 +37,8 @@ from spaceport.runtime.decode.draft import Shape
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
 from spaceport.tools.adopt.adopt import additions_of, plan_adoption, write_adoption
-from spaceport.tools.cli import OK, run
 from spaceport.tools.adopt.given import AdoptionRequest, read_given
+from spaceport.tools.cli import OK, run
 from spaceport.tools.verify.acceptance.measure import measure
 from spaceport.tools.verify.acceptance.reference_answers import AnswerSegment, ReferenceAnswer
 from support.exported import bundle_of

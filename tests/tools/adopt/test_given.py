@@ -12,8 +12,7 @@ from spaceport.exporter.sar_config import CheckpointError
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.tools.adopt.adopt import METHODS, find_method
 from spaceport.tools.adopt.given import PEFT_FILE, TITLES, AdoptionRequest, Given, arrange, read_given
-from spaceport.tools.cli import run
-from spaceport.tools.cli.exit_codes import OK
+from spaceport.tools.cli import OK, run
 
 BASE, ADAPTER = Path("base"), Path("adapter")
 NEMOTRON = {"model_type": "nemotron_labs_diffusion", "dlm_paradigm": "bidirectional", "mask_token_id": 7}

@@ -12,8 +12,8 @@ from spaceport.exporter.checkpoint_source import quiet_libraries
 from spaceport.runtime.engine import capacity_for
 from spaceport.runtime.session import Runtime
 from spaceport.tools.adopt.adopt import adopted_for_export
-from spaceport.tools.cli import INPUT, OK, USAGE, run
 from spaceport.tools.adopt.given import AdoptionRequest, read_given
+from spaceport.tools.cli import INPUT, OK, USAGE, run
 from support.paths import TINY
 from support.published import exact_model, write_checkpoint
 from support.published_methods import METHODS, SLOTS, PublishedModel

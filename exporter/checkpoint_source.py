@@ -33,6 +33,7 @@ from spaceport.exporter.checkpoint_files import (
     is_converted,
     is_gguf,
     load_with_own_attention,
+    refuse_sizes,
     require_checkpoint,
 )
 from spaceport.exporter.converted_checkpoint import converted_config, load_converted, open_converted
@@ -151,7 +152,14 @@ def _with_published_ends(named: Any, published: tuple[int, ...]) -> list[Any]:
 def model_config(path: Path, remote_code: bool = False) -> PreTrainedConfig:
     """The configuration of a GGUF file's or a checkpoint folder's model; the folder may lack weights and tokenizer."""
     if is_gguf(path):
+        if not path.is_file():
+            raise CheckpointError(f"{path}: no such file: expected a GGUF file or a checkpoint folder")
         return gguf_config(read_gguf(path))
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: no such folder: expected a folder with config.json, or a GGUF file")
+    if not (path / "config.json").is_file():
+        raise CheckpointError(f"{path}: no config.json in it: copy that of the checkpoint into the folder")
+    refuse_sizes(path / "config.json", read_json(path / "config.json"))
     return converted_config(path) if is_converted(path) and not remote_code else _config(path, remote_code)
 
 

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from spaceport.exporter.checkpoint import Checkpoint
-from spaceport.exporter.checkpoint_files import INDEX_FILE, indexed_files, is_gguf, refuse_sizes
+from spaceport.exporter.checkpoint_files import INDEX_FILE, indexed_files, is_gguf
 from spaceport.exporter.checkpoint_source import model_config, model_without_values
 from spaceport.exporter.export import ExportOptions, check_activations, exact_activations, kv_cache_of
 from spaceport.exporter.export_sizes import ExportMemory, StoredBytes, export_memory, is_streamed, stored_bytes
 from spaceport.exporter.mechanisms import MECHANISMS, DraftAdditions
-from spaceport.exporter.sar_config import CheckpointError, read_json, read_sar_config, tensor_file
+from spaceport.exporter.sar_config import CheckpointError, read_sar_config, tensor_file
 from spaceport.exporter.to_onnx import check_opset
 from spaceport.graphs.contract.signature import Signature
 from spaceport.graphs.decoder import expected_signature, probed_traits
@@ -67,7 +67,7 @@ def dry_run(folder: Path, options: ExportOptions, additions: DraftAdditions | No
     check_opset(options.opset, options.lowering)
     check_activations(options)
     _refuse_additions(folder)
-    config = _configuration(folder, options.remote_code)
+    config = model_config(folder, options.remote_code)
     options = exact_activations(config, options, additions is not None and additions.replaces_attention)
     model = model_without_values(config, options.dtype)
     refuse_by_config(model)
@@ -115,19 +115,6 @@ def _files(folder: Path, stored: StoredBytes, traits: Traits) -> dict[str, int]:
     if (tokenizer := folder / "tokenizer.json").is_file():
         files["tokenizer.json"] = tokenizer.stat().st_size
     return files
-
-
-def _configuration(folder: Path, remote_code: bool) -> PreTrainedConfig:
-    if not is_gguf(folder):
-        file = folder / "config.json"
-        if not folder.is_dir():
-            raise CheckpointError(f"{folder}: no such folder: expected a folder with config.json, or a GGUF file")
-        if not file.is_file():
-            raise CheckpointError(f"{folder}: no config.json in it: copy that of the checkpoint into the folder")
-        refuse_sizes(file, read_json(file))
-    elif not folder.is_file():
-        raise CheckpointError(f"{folder}: no such file: expected a GGUF file or a checkpoint folder")
-    return model_config(folder, remote_code)
 
 
 def _refuse_additions(folder: Path) -> None:

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from spaceport.graphs.contract.manifest import MANIFEST_FILE, MODEL_FILE
 from spaceport.runtime.bundle import open_bundle
 from spaceport.tools.cli import FAULT, INPUT, INTERRUPTED, OK, USAGE, run
-from spaceport.tools.cli.export import interruptible
+from spaceport.tools.terminal.screen import interruptible_stages
 from support.paths import TINY
 from support.small_bundle import entries_of
 
@@ -158,7 +158,7 @@ def test_a_full_disk_and_an_interrupt_end_an_export_and_the_old_bundle_stays(
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM], ids=lambda kind: kind.name)
 def test_an_interrupt_that_a_library_converts_to_an_error_is_still_an_interrupt(kind: signal.Signals) -> None:
     def work() -> None:  # like torch: an interrupt during tracing may be raised as a tracing error
-        with interruptible():
+        with interruptible_stages():
             try:
                 signal.raise_signal(kind)
             except KeyboardInterrupt as error:
@@ -168,7 +168,7 @@ def test_an_interrupt_that_a_library_converts_to_an_error_is_still_an_interrupt(
     with pytest.raises(KeyboardInterrupt):
         work()
     assert signal.getsignal(kind) == before
-    with pytest.raises(ValueError, match="wrong"), interruptible():
+    with pytest.raises(ValueError, match="wrong"), interruptible_stages():
         raise ValueError("wrong")
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -12,9 +11,9 @@ import click
 
 from spaceport.exporter.atomic_folder import check_target
 from spaceport.exporter.checkpoint_files import require_checkpoint
-from spaceport.exporter.interrupts import interrupts_handled
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.signature import ACTIVATIONS, KV_CACHES, LOWERINGS, PRECISIONS, WEIGHTS
+from spaceport.runtime.backends.machine import cpu_class
 from spaceport.tools.adopt.given import AdoptionRequest
 from spaceport.tools.cli.dry_run import DRY_RUN_ONLY, dry_run_options, run_memory, show_report
 from spaceport.tools.cli.export_drafts import ExportDrafts, export_adapter_options
@@ -29,11 +28,20 @@ from spaceport.tools.cli.options import (
     refuse_unused,
     remote_code_option,
 )
-from spaceport.tools.terminal.screen import show_json, size, stages
+from spaceport.tools.terminal.screen import interruptible_stages, show_json, size
 from spaceport.tools.verify.audit.prompts import read_prompts
 
 if TYPE_CHECKING:  # torch is imported only once the paths are valid
+    from spaceport.exporter.default_format import DefaultFormat
     from spaceport.exporter.export import ExportOptions
+
+# Values of --for -> class of the CPU, as `cpu_class` names it.
+_CPU_CLASSES = {
+    "avx2": "AVX2 without VNNI",
+    "vnni": "VNNI without AMX",
+    "amx": "AMX",
+    "arm": "ARM64 with 8-bit dot products",
+}
 
 
 class Export(Sectioned):
@@ -63,9 +71,7 @@ class Export(Sectioned):
 @click.option(
     "--dtype",
     type=click.Choice(PRECISIONS),
-    default="float32",
-    show_default=True,
-    help="Data type of weights, activations and KV cache.",
+    help="Data type of weights, activations and KV cache; default: float32, or float16 with --for gpu.",
 )
 @click.option(
     "--attention",
@@ -81,10 +87,14 @@ class Export(Sectioned):
 @click.option(
     "--weights",
     type=click.Choice(WEIGHTS),
-    default="same",
-    show_default=True,
-    help="Data type of the weights of linear layers: the same as --dtype, or quantized. int8 is fast with drafts on CPUs "
-    "with AMX or VNNI, int4 without drafts on all CPUs (its drafts are exact on x86); float8 is for GPUs.",
+    help="Data type of the weights of linear layers: the same as --dtype, or quantized; default: the same with --dtype, or "
+    "for TensorRT; otherwise int8 or float32, by the class of the CPU and the model. float8 is for GPUs.",
+)
+@click.option(
+    "--for",
+    "machine",
+    type=click.Choice((*_CPU_CLASSES, "gpu")),
+    help="Machine that will run the bundle, for the default data types; default: the CPU of this machine.",
 )
 @click.option(
     "--activations",
@@ -127,33 +137,7 @@ class Export(Sectioned):
 @remote_code_option
 @json_option("the manifest, or the report of a dry run")
 @click.pass_context
-def command(
-    context: click.Context,
-    checkpoint: Path,
-    bundle: Path,
-    adapter: Path | None,
-    method: str | None,
-    noise_seed: int | None,
-    lowering: Any,
-    dtype: Any,
-    weights: Any,
-    activations: Any,
-    kv_cache: Any,
-    calibrate: Path | None,
-    attention: Any,
-    mask: tuple[str, ...],
-    fork: str | None,
-    child: str | None,
-    max_mask_slots: int | None,
-    opset: int | None,
-    dry_run: bool,
-    gpu_memory: int | None,
-    max_seq_len: int | None,
-    max_requests: int,
-    overwrite: bool,
-    trust_remote_code: bool,
-    as_json: bool,
-) -> None:
+def command(context: click.Context, /, checkpoint: Path, bundle: Path, **given: Any) -> None:
     """Export CHECKPOINT, a Hugging Face folder or GGUF file, to the new folder BUNDLE.
 
     The bundle has an ONNX graph, weights, tokenizer and manifest.
@@ -161,37 +145,33 @@ def command(
     Without a mask token the bundle drafts with prompt lookup only. Published weights that draft are used as `spaceport
     adopt` uses them: those in --adapter, or with --method those in CHECKPOINT.
     """
-    drafts = ExportDrafts(checkpoint, adapter, AdoptionRequest(method, mask, max_mask_slots, noise_seed), fork, child)
-    refuse_unused(context, [*drafts.unused, *_unused(drafts, dry_run)])
-    chosen = (lowering, dtype, weights, attention, opset, trust_remote_code, activations, kv_cache)
-    if dry_run:
-        _dry_run(drafts, bundle, chosen, (max_seq_len, max_requests), gpu_memory, as_json)
+    request = AdoptionRequest(given["method"], given["mask"], given["max_mask_slots"], given["noise_seed"])
+    drafts = ExportDrafts(checkpoint, given["adapter"], request, given["fork"], given["child"])
+    refuse_unused(context, [*drafts.unused, *_unused(drafts, given)])
+    if given["dry_run"]:
+        _dry_run(drafts, bundle, given)
         return
-    if calibrate is not None and not (weights == "int4" or (weights == "int8" and activations != "float")):
+    calibrate = given["calibrate"]
+    prompts = () if calibrate is None else tuple(record.prompt for record in read_prompts(calibrate))
+    check_target(bundle, given["overwrite"])
+    require_checkpoint(checkpoint)
+    adopted = drafts.read()
+    # torch is imported only once the paths are valid
+    from spaceport.exporter.export import export
+
+    options, reason = _options(checkpoint, given)
+    if calibrate is not None and not options.rounds:
         raise OptionFault(
             "--calibration-data is for weights that are rounded by GPTQ: expected --weights int4 with it, or --weights int8 "
             "without --activations float"
         )
-    prompts = () if calibrate is None else tuple(one.prompt for one in read_prompts(calibrate))
-    check_target(bundle, overwrite)
-    require_checkpoint(checkpoint)
-    given = drafts.read()
-    # torch is imported only once the paths are valid
-    from spaceport.exporter.checkpoint_source import quiet_libraries
-    from spaceport.exporter.export import export
-
-    quiet_libraries()
-    with interruptible() as interrupts, stages() as stage:
-
-        def on_stage(name: str) -> None:
-            _begin(name, stage, interrupts)
-
-        if drafts.hint is not None:
-            on_stage(drafts.hint)
-        with drafts.adapter_folder(given, bundle, trust_remote_code, on_stage) as folder:
-            options = replace(_options(chosen), tokens=drafts.tokens(folder), calibrate=prompts, adapter=folder)
-            manifest = export(checkpoint, bundle, options, overwrite, on_stage)
-    if as_json:
+    with interruptible_stages() as on_stage:
+        for note in filter(None, (reason, drafts.hint)):
+            on_stage(note)
+        with drafts.adapter_folder(adopted, bundle, options.remote_code, on_stage) as folder:
+            options = replace(options, tokens=drafts.tokens(folder), calibrate=prompts, adapter=folder)
+            manifest = export(checkpoint, bundle, options, given["overwrite"], on_stage)
+    if given["as_json"]:
         show_json(manifest.as_dict())
         return
     total = sum(record.size for record in manifest.files.values())
@@ -200,73 +180,65 @@ def command(
     click.echo(f"{bundle}: {manifest.model_type}, {manifest.parameters:,} parameters, {size(total)}, {drafts_with}")
 
 
-def _unused(drafts: ExportDrafts, dry_run: bool) -> list[Unused]:
-    """The options that have no effect in a dry run, or without one."""
+def _unused(drafts: ExportDrafts, given: Mapping[str, Any]) -> list[Unused]:
+    """The options that have no effect in a dry run, without one, or with named data types."""
     unread = ("calibrate", "fork", "child", "overwrite", *(() if drafts.published else ("mask", "max_mask_slots")))
+    named = next((name for name in ("weights", "dtype") if given[name] is not None), None)
     return [
-        Unused(not dry_run, DRY_RUN_ONLY, "without --dry-run", "add --dry-run"),
-        Unused(dry_run, unread, "with --dry-run", "it reads the base model's configuration"),
+        Unused(not given["dry_run"], DRY_RUN_ONLY, "without --dry-run", "add --dry-run"),
+        Unused(given["dry_run"], unread, "with --dry-run", "it reads the base model's configuration"),
+        Unused(named is not None, ("machine",), f"with --{named}", f"leave --{named} out"),
     ]
 
 
-def _options(chosen: tuple[Any, ...]) -> ExportOptions:
-    """The options of a graph and its weights, without what drafts add."""
+def _options(checkpoint: Path, given: Mapping[str, Any]) -> tuple[ExportOptions, str | None]:
+    """The options of a graph and its weights, without what drafts add, and why the default data types are these."""
+    from spaceport.exporter.checkpoint_source import quiet_libraries
     from spaceport.exporter.export import ExportOptions
 
-    lowering, dtype, weights, attention, opset, remote_code, activations, kv_cache = chosen
-    return ExportOptions(
-        lowering,
-        dtype,
-        weights,
-        attention,
-        opset,
-        remote_code=remote_code,
-        requested_activations=activations,
-        requested_kv_cache=kv_cache,
+    quiet_libraries()
+    chosen = _default_format(checkpoint, given)
+    options = ExportOptions(
+        given["lowering"],
+        given["dtype"] or (chosen.dtype if chosen else "float32"),
+        given["weights"] or (chosen.weights if chosen else "same"),
+        given["attention"],
+        given["opset"],
+        remote_code=given["trust_remote_code"],
+        requested_activations=given["activations"],
+        requested_kv_cache=given["kv_cache"],
     )
+    return options, chosen.reason if chosen else None
 
 
-def _dry_run(
-    drafts: ExportDrafts,
-    bundle: Path,
-    chosen: tuple[Any, ...],
-    limits: tuple[int | None, int],
-    gpu_memory: int | None,
-    as_json: bool,
-) -> None:
+def _default_format(checkpoint: Path, given: Mapping[str, Any]) -> DefaultFormat | None:
+    """The default data types for the machine; None: other options name them, or ask for a graph for TensorRT."""
+    from spaceport.exporter.default_format import GPU_FORMAT, default_format
+
+    machine = given["machine"]
+    if given["weights"] is not None or given["dtype"] is not None:
+        return None
+    if machine is None and {"append", "operator", "float"} & {
+        given["lowering"],
+        given["attention"],
+        given["activations"],
+    }:
+        return None
+    if machine == "gpu":
+        return GPU_FORMAT
+    return default_format(checkpoint, _CPU_CLASSES.get(machine) or cpu_class(), given["trust_remote_code"])
+
+
+def _dry_run(drafts: ExportDrafts, bundle: Path, given: Mapping[str, Any]) -> None:
     """Report what an export would write; the folder of the bundle must exist, since its free space is read."""
     if not bundle.absolute().parent.is_dir():
         raise OptionFault(f"{bundle.absolute().parent}: no such folder: create it first, or name another for BUNDLE")
-    from spaceport.exporter.checkpoint_source import quiet_libraries
     from spaceport.exporter.dry_run import dry_run
 
-    quiet_libraries()
-    options = _options(chosen)
+    options, reason = _options(drafts.checkpoint, given)
     additions, published = drafts.counted(options.remote_code)
-    found = dry_run(drafts.checkpoint, options, additions)
-    show_report(found, bundle, run_memory(found, *limits), gpu_memory, as_json, published)
-
-
-@contextmanager
-def interruptible() -> Iterator[list[int]]:
-    """Let SIGTERM end an export as Ctrl-C does, without leftover files; the signals received so far."""
-    interrupts: list[int] = []
-
-    def interrupt(number: int) -> None:
-        interrupts.append(number)
-        raise KeyboardInterrupt
-
-    try:
-        with interrupts_handled(interrupt):
-            yield interrupts
-    except Exception as error:
-        if interrupts:  # torch turns some interrupts into errors of its own
-            raise KeyboardInterrupt from error
-        raise
-
-
-def _begin(name: str, stage: Callable[[str], None], interrupts: list[int]) -> None:
-    """Start a stage, or raise an interrupt that was lost: Python drops one that arrives in a weak reference callback."""
-    if interrupts:
-        raise KeyboardInterrupt
-    stage(name)
+    report = dry_run(drafts.checkpoint, options, additions)
+    if reason is not None:
+        click.echo(reason, err=True)
+    memory = run_memory(report, given["max_seq_len"], given["max_requests"])
+    show_report(report, bundle, memory, given["gpu_memory"], given["as_json"], published)

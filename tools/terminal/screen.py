@@ -12,6 +12,8 @@ from typing import Any
 
 import click
 
+from spaceport.exporter.interrupts import interrupts_handled
+
 
 def show_json(data: Any) -> None:
     """Print data as JSON on stdout."""
@@ -77,6 +79,30 @@ def stages() -> Iterator[Callable[[str], None]]:
         click.echo(f"{time.perf_counter() - started:6.1f} s  {name}", err=True)
 
     yield show
+
+
+@contextmanager
+def interruptible_stages() -> Iterator[Callable[[str], None]]:
+    """Like `stages`, and SIGTERM ends the block as Ctrl-C does, so that no temporary files are left."""
+    interrupts: list[int] = []
+
+    def interrupt(number: int) -> None:
+        interrupts.append(number)
+        raise KeyboardInterrupt
+
+    try:
+        with interrupts_handled(interrupt), stages() as stage:
+
+            def on_stage(name: str) -> None:
+                if interrupts:  # it was lost: Python drops one that arrives in a weak reference callback
+                    raise KeyboardInterrupt
+                stage(name)
+
+            yield on_stage
+    except Exception as error:
+        if interrupts:  # torch turns some interrupts into errors of its own
+            raise KeyboardInterrupt from error
+        raise
 
 
 def duration(seconds: float) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from spaceport.exporter.bundle_manifest import PRIVATE_FILE, PUBLIC_FILE, sign_manifest, write_key_pair
-from spaceport.graphs.contract.draft_methods import CORRECTION_FILE, DraftAcceptance
+from spaceport.graphs.contract.draft_methods import CORRECTION_FILE, LOOKUP, UNKNOWN, DraftAcceptance, DraftMethod
 from spaceport.graphs.contract.ed25519 import read_private_key
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import ACCURACY_FILE, ENGINES_FOLDER, EngineRecord, Manifest, record_of
@@ -139,13 +139,20 @@ def facts(manifest: Manifest) -> dict[str, object]:
         "lowering": f"{signature.lowering}, {manifest.attention} attention, opset {manifest.opset}",
         "mask slots": _mask_slots(manifest),
         "draft heads": manifest.drafts.heads or "none",
-        "drafts by": ", ".join(filter(None, (manifest.drafts.name, manifest.drafts.adapter))),
+        "drafts by": _drafts(manifest.drafts),
         **{_acceptance_name(measured): measured for measured in manifest.drafts.acceptance},
         "mask tokens": ", ".join(map(str, tokens.mask)) or "none",
         "fork and child token": f"{tokens.fork}, {tokens.child}" if tokens.fork is not None else "none",
         "end tokens": ", ".join(map(str, tokens.end)) or "none",
         "exported with": ", ".join(f"{name} {number}" for name, number in manifest.versions.items()),
     }
+
+
+def _drafts(drafts: DraftMethod) -> str:
+    """What predicts draft tokens, and the method and published weights as far as they are named."""
+    predictors = ("mask slots" if drafts.mask_slots else "", "draft heads" if drafts.heads else "", "prompt lookup")
+    method = drafts.name if drafts.name not in (UNKNOWN, LOOKUP) else None
+    return ", ".join(filter(None, (" and ".join(filter(None, predictors)), method, drafts.adapter)))
 
 
 def _acceptance_name(measured: DraftAcceptance) -> str:

@@ -22,7 +22,7 @@ from spaceport.runtime.backends.built_engines import record_built_engine
 from spaceport.runtime.backends.machine import no_gpu
 from spaceport.runtime.bundle import open_bundle, read_manifest
 from spaceport.tools.cli import INPUT, MISSING, OK, USAGE, Commands, doctor, run
-from spaceport.tools.cli.bundles import states
+from spaceport.tools.cli.bundles import facts, states
 from support.small_bundle import ENGINE, RECORD, new_bundle
 
 Capture = pytest.CaptureFixture[str]
@@ -97,6 +97,20 @@ def shown(capfd: Capture, bundle: Path, name: str) -> list[str]:
     assert run(["inspect", str(bundle)]) == OK
     lines = capfd.readouterr().out.splitlines()
     return [line.removeprefix(name).strip() for line in lines if line.startswith(name)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "drafts"),
+    [
+        ({}, "mask slots and prompt lookup, tune, a/b"),
+        ({"name": "unknown", "adapter": None}, "mask slots and prompt lookup"),
+        ({"name": "medusa", "adapter": None, "predictor": "head"}, "draft heads and prompt lookup, medusa"),
+        ({"name": "lookup", "adapter": None, "max_tokens": 0}, "prompt lookup"),
+    ],
+)
+def test_inspect_says_what_drafts(changes: dict[str, Any], drafts: str, bundle: Path) -> None:
+    manifest = read_manifest(bundle)
+    assert facts(replace(manifest, drafts=replace(manifest.drafts, **changes)))["drafts by"] == drafts
 
 
 def test_an_engine_is_built_here_or_elsewhere_changed_or_missing(

@@ -134,12 +134,12 @@ def require_space(folder: Path, size: int, kind: FolderKind = BUNDLE) -> None:
 
 
 @contextmanager
-def locked_folder(folder: Path, on_wait: Callable[[], None] = lambda: None) -> Iterator[int]:
-    """Lock a folder for the block and yield its descriptor; without effect on file systems that cannot lock folders.
+def locked(path: Path, on_wait: Callable[[], None] = lambda: None) -> Iterator[int]:
+    """Lock a folder or file for the block and yield its descriptor; without effect on file systems that cannot lock it.
 
     `on_wait` is called if another process has the lock.
     """
-    descriptor = os.open(folder, os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -160,7 +160,7 @@ def publish(partial: Path, target: Path) -> None:
     An existing target is locked: a build that stores an engine in it ends first. The lock is released when the old
     folder, which may be at the path of the new one for a moment, is removed.
     """
-    with locked_folder(target) if target.exists() else nullcontext(), interrupts_deferred():
+    with locked(target) if target.exists() else nullcontext(), interrupts_deferred():
         old = _replace(partial, target)
         flush(target.parent)
         if old is not None:

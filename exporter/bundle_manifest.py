@@ -6,7 +6,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from spaceport.exporter.atomic_folder import locked_folder
+from spaceport.exporter.atomic_folder import locked
 from spaceport.graphs.contract.atomic_file import flush, staged
 from spaceport.graphs.contract.ed25519 import SIGNATURE_FILE, SIGNER_FILE, PrivateKey, PublicKey, new_private_key
 from spaceport.graphs.contract.faults import InputFault
@@ -55,7 +55,7 @@ def sign_manifest(folder: Path, content: bytes, key: PrivateKey) -> None:
 
     `content` is the manifest as it was when all files of the bundle were verified; raises if it was changed since.
     """
-    with locked_folder(folder) as descriptor:
+    with locked(folder) as descriptor:
         same = os.path.samestat(os.fstat(descriptor), folder.stat())
         if not same or (folder / MANIFEST_FILE).read_bytes() != content:
             raise InputFault(f"{folder}: was changed while it was signed: sign it again")

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from spaceport.exporter.atomic_folder import FolderKind, locked_folder, require_space
+from spaceport.exporter.atomic_folder import FolderKind, locked, require_space
 from spaceport.exporter.interrupts import interrupts_deferred
 from spaceport.exporter.tensorrt.append_graph import append_graph
 from spaceport.exporter.tensorrt.to_tensorrt import BuildOptions, Library, OnProgress, attention_of, build, profiles
@@ -76,7 +76,7 @@ def find_engine(folder: Path, manifest: Manifest, name: str) -> EngineRecord | N
 
 def store_engine(folder: Path, name: str, plan: memoryview, record: EngineRecord) -> None:
     """Add an engine to a bundle and its manifest, and remove the engines that it replaces; all or nothing."""
-    with locked_folder(folder) as descriptor:
+    with locked(folder) as descriptor:
         if not os.path.samestat(os.fstat(descriptor), folder.stat()):
             raise InputFault(f"{folder}: was exported again while the engine was built: build it again")
         manifest = manifest_in((folder / MANIFEST_FILE).read_bytes())

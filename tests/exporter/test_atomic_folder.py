@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from spaceport.exporter import atomic_folder
-from spaceport.exporter.atomic_folder import TargetError, check_target, locked_folder, publish, require_space, writing
+from spaceport.exporter.atomic_folder import TargetError, check_target, locked, publish, require_space, writing
 from spaceport.graphs.contract.manifest import MANIFEST_FILE, MODEL_FILE
 from spaceport.runtime.bundle import BundleError, open_bundle, read_manifest
 from support.paths import TESTS
@@ -335,7 +335,7 @@ def test_a_lock_has_one_holder_at_a_time_and_closes_its_descriptor(tmp_path: Pat
 
     def add() -> None:
         for _ in range(50):
-            with locked_folder(tmp_path) as descriptor:
+            with locked(tmp_path) as descriptor:
                 assert os.path.samestat(os.fstat(descriptor), tmp_path.stat())
                 file.write_text(str(int(file.read_text()) + 1))
 
@@ -346,7 +346,7 @@ def test_a_lock_has_one_holder_at_a_time_and_closes_its_descriptor(tmp_path: Pat
         thread.join()
     assert int(file.read_text()) == 200
     assert names(tmp_path) == {"number"}
-    with locked_folder(tmp_path) as descriptor:
+    with locked(tmp_path) as descriptor:
         pass
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(descriptor)

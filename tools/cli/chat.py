@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import click
@@ -16,6 +17,7 @@ from spaceport.tools.chat.chat_loop import Chat
 from spaceport.tools.chat.chat_model import AnswerOptions, ChatModel
 from spaceport.tools.chat.conversation import ChatHistory
 from spaceport.tools.chat.service_model import ServiceModel
+from spaceport.tools.cli.bundle_cache import bundle_of
 from spaceport.tools.cli.configuration import KEY_VARIABLE, keys_of
 from spaceport.tools.cli.generate_request import decoded
 from spaceport.tools.cli.options import (
@@ -84,7 +86,7 @@ _bundle = options(
 @_bundle
 @click.pass_context
 def command(context: click.Context, /, target: str, **given: Any) -> None:
-    """Chat with a bundle, or with a service at a URL such as http://127.0.0.1:8000.
+    """Chat with a bundle, a checkpoint or GGUF file, or a service at a URL such as http://127.0.0.1:8000.
 
     Without a terminal, standard input is one message, and the answer is plain text.
     """
@@ -122,7 +124,11 @@ def model_of(target: str, is_url: bool, given: dict[str, Any]) -> ChatModel:
     if is_url:
         keys = keys_of(given["api_key_file"], os.environ.get(KEY_VARIABLE, ""))
         return ServiceModel(target, given["model"], keys[0] if keys else None, answers)
-    runtime = Runtime.open(target, prefix_cache=True, **{name: given[name] for name in _BUNDLE})
+    runtime = Runtime.open(
+        bundle_of(Path(target), given["require_signature"]),
+        prefix_cache=True,
+        **{name: given[name] for name in _BUNDLE},
+    )
     try:
         show_notes(runtime.notes)
         return BundleModel(runtime, answers)

@@ -23,6 +23,7 @@ from spaceport.runtime.backends import BACKENDS, clashing, require_device
 from spaceport.runtime.backends.machine import NoGpu, cpu_class, cpu_name, gpu, instruction_sets, usable_cpus
 from spaceport.runtime.backends.private_files import cache_folder, problem_of, state_folder
 from spaceport.tools.cli import MISSING, OK
+from spaceport.tools.cli.bundle_cache import bundles_folder, cached_bundles
 from spaceport.tools.cli.options import json_option
 from spaceport.tools.terminal.screen import show_json, show_table, size
 
@@ -187,6 +188,7 @@ def survey() -> dict[str, Any]:
         "instruction sets": ", ".join(instruction_sets()) or "unknown",
         "NVIDIA GPU": _gpu(),
         "NVIDIA driver": _driver() or "none found",
+        "exported bundles": _exported(),
     }
     return {
         "system": system,
@@ -283,6 +285,13 @@ def _gpu() -> str:
     except NoGpu as error:
         return f"none: {error}"
     return f"{found.name}, {found.target}, {size(found.memory)}"
+
+
+def _exported() -> str:
+    """The bundles that commands have exported from checkpoints, and how to remove them."""
+    files = [file for bundle in cached_bundles() for file in bundle.iterdir()]
+    total, folder = size(sum(file.stat().st_size for file in files)), bundles_folder()
+    return f"{total} in {folder}, which may be deleted" if files else f"none in {folder}"
 
 
 def _driver() -> str | None:

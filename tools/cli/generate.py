@@ -19,6 +19,7 @@ from spaceport.runtime.engine import capacity_for, seq_len, slots_for
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.prompt import Prompt
 from spaceport.runtime.trace.trace import Trace
+from spaceport.tools.cli.bundle_cache import bundle_of
 from spaceport.tools.cli.generate_options import (
     Generate,
     drafts,
@@ -59,12 +60,13 @@ from spaceport.tools.terminal.screen import show_json, show_notes
 @engines
 @click.pass_context
 def command(context: click.Context, /, bundle: Path, prompt: str | None, **given: Any) -> None:
-    """Generate text with BUNDLE from PROMPT; - reads the prompt from standard input."""
+    """Generate text from PROMPT with BUNDLE, or with a checkpoint or GGUF file; - reads the prompt from standard input."""
     check_before(context)
     check_files({f"--{name}": given[name] for name in ("trace", "report", "picture")})
     text = read_prompt(prompt, given["prompt_file"])
     prompted: Prompt = chat_prompt(text, given["system"], given["chat_template_kwargs"]) if given["chat"] else text
     decoding = decoding_of(given)
+    bundle = bundle_of(bundle, given["require_signature"])
     with open_runtime(bundle, given) as runtime:
         show_notes(runtime.notes)
         check_with(context, runtime.bundle.manifest, decoding)

@@ -14,6 +14,7 @@ from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.backends import BACKENDS
 from spaceport.runtime.session import DEFAULT_CALL_TIMEOUT, Runtime
 from spaceport.serving.options import ServiceOptions
+from spaceport.tools.cli.bundle_cache import bundle_of, model_name
 from spaceport.tools.cli.configuration import (
     KEY_VARIABLE,
     Configured,
@@ -228,7 +229,7 @@ _engines = options(
 @_engines
 @click.pass_context
 def command(context: click.Context, /, host: str, port: int, print_config: bool, **given: Any) -> None:
-    """Serve each BUNDLE as a model, under the name of its folder; NAME=BUNDLE gives it another name.
+    """Serve each BUNDLE, checkpoint or GGUF file as a model, under the name of its folder; NAME=BUNDLE gives it another name.
 
     Each option can also be set by an environment variable such as SPACEPORT_MAX_REQUESTS, and in the file of --config.
     """
@@ -242,6 +243,8 @@ def command(context: click.Context, /, host: str, port: int, print_config: bool,
         return
     if not openers:
         raise click.UsageError("no bundle is given: expected BUNDLE, or a table [models] in the file of --config")
+    models = {name: str(bundle_of(Path(path), given["require_signature"])) for name, path in given["bundles"].items()}
+    openers = openers_of({**given, "bundles": models})
     from spaceport.serving.application import application
     from spaceport.serving.request_log import configure_logging
     from spaceport.serving.server import serve
@@ -271,7 +274,7 @@ def models_of(given: Sequence[str]) -> dict[str, Path]:
     for one in given:
         name, equals, path = one.partition("=")
         if not equals or _exists(one):
-            name, path = Path(one).resolve().name, one
+            name, path = model_name(Path(one)), one
         if not name or not path:
             raise OptionFault(f"{one!r}: expected BUNDLE or NAME=BUNDLE")
         if name in found:

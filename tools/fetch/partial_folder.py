@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from spaceport.exporter.atomic_folder import locked_folder
+from spaceport.exporter.atomic_folder import locked
 from spaceport.graphs.contract.manifest import MANIFEST_FILE, FileRecord, manifest_in
 from spaceport.runtime.backends.private_files import problem_of
 from spaceport.tools.fetch.sources import FetchError
@@ -28,7 +28,7 @@ def locked_partial(target: Path, small: Collection[str], on_wait: Callable[[], N
             raise FetchError(f"{problem}; remove it, or choose another folder")
         with ExitStack() as locks:
             try:
-                descriptor = locks.enter_context(locked_folder(partial, on_wait))
+                descriptor = locks.enter_context(locked(partial, on_wait))
             except FileNotFoundError:  # another process has published it meanwhile
                 continue
             if not _is_at(descriptor, partial):

@@ -151,7 +151,7 @@ def test_a_damaged_bundle_is_an_input_error_in_every_command(damaged: Path, capf
             fails(capfd, INPUT, f"^spaceport: {re.escape(str(damaged))}.*{message}", *command)
     for command in (["demo", "nowhere"], ["inspect", "nowhere"]):
         fails(capfd, INPUT, "^spaceport: nowhere: no such folder: expected a (checkpoint|bundle)", *command)
-    for command in (["generate", TINY, "a"], ["inspect", TINY]):
+    for command in (["inspect", TINY], ["plan", TINY]):
         fails(capfd, INPUT, r"\(this is a checkpoint: export it first\)", *command)
 
 

@@ -19,6 +19,7 @@ from spaceport.tools.bench.decode_measuring import (
 )
 from spaceport.tools.bench.plots import decode_plot
 from spaceport.tools.cli import ACCURACY, OK
+from spaceport.tools.cli.bundle_cache import bundle_of
 from spaceport.tools.cli.options import (
     PATH,
     Sectioned,
@@ -107,6 +108,7 @@ def command(context: click.Context, /, bundle: Path, prompts: Path | None, **val
     for target in (values["markdown"], values["plot"]):
         if target is not None:
             check_target(target)
+    bundle = bundle_of(bundle)
     with stages() as on_progress:
         results = benchmark_decode(bundle, prompts, decode_options, on_progress)
     if values["plot"] is not None:

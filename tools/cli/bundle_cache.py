@@ -1,0 +1,165 @@
+"""Bundle cache: commands that run a bundle also take a checkpoint, which is exported once for this machine."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import click
+
+from spaceport import __version__
+from spaceport.exporter.atomic_folder import locked, publish, temporary_folder
+from spaceport.exporter.checkpoint_files import is_gguf, require_checkpoint
+from spaceport.graphs.contract.faults import InputFault, MissingDependency, OptionFault
+from spaceport.graphs.contract.installation import install_command
+from spaceport.graphs.contract.manifest import MANIFEST_FILE, record_of
+from spaceport.runtime.backends.machine import cpu_class
+from spaceport.runtime.backends.private_files import cache_folder, problem_of, read_private, replace_private
+from spaceport.tools.terminal.screen import interruptible_stages
+
+_EXPECTED = "expected a bundle, a checkpoint folder (config.json, weights, tokenizer) or a GGUF file"
+_PACKAGES = ("torch", "transformers", "onnx", "onnxscript", "onnx-ir", "tokenizers", "safetensors")
+_TEMPLATES = "additional_chat_templates"  # the only folder in a checkpoint that an export reads
+_DIGESTS = "digests.json"  # of large files, by path, each with what shows that the file is still the same
+_LARGE = 1 << 20  # bytes; smaller files are read each time
+_SETTLED = 2.0  # seconds since the last change of a file after which a later change has another time stamp
+
+
+def bundles_folder() -> Path:
+    """The folder of the exported bundles; deleting it is safe."""
+    return cache_folder().with_name("bundles")
+
+
+def bundle_of(path: Path, require_signature: Path | None = None) -> Path:
+    """The bundle at a path, or the one that a checkpoint there is exported to, now or by an earlier command.
+
+    Raises if the path has neither. A cached bundle is used again while the checkpoint's files, the class of the CPU and the
+    versions of the packages are the same."""
+    if path.is_dir() and os.path.lexists(path / MANIFEST_FILE):
+        return path
+    _refuse_other(path)
+    if require_signature is not None:
+        raise OptionFault(
+            f"--require-signature: {path} is a checkpoint, and no bundle is signed yet: export and sign it"
+        )
+    require_checkpoint(path)
+    folder = bundles_folder()
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if (problem := problem_of(folder)) is not None:
+        raise InputFault(f"{problem}; exported bundles would be stored there (XDG_CACHE_HOME names another place)")
+    made_from = _made_from(path)
+    digest = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()
+    target = folder / f"{model_name(path)}-{digest[:16]}"
+    if not (target / MANIFEST_FILE).exists():
+        _export_once(path, target, made_from)
+    click.echo(f"note: {path} runs as the bundle {target}", err=True)
+    return target
+
+
+def model_name(path: Path) -> str:
+    """The name of the model in a bundle, a checkpoint folder or a GGUF file."""
+    resolved = path.resolve()
+    return resolved.stem if is_gguf(resolved) else resolved.name
+
+
+def cached_bundles() -> list[Path]:
+    """The exported bundles."""
+    return sorted(file.parent for file in bundles_folder().glob(f"*/{MANIFEST_FILE}"))
+
+
+def _refuse_other(path: Path) -> None:
+    """Raise for a path with neither a bundle nor a checkpoint."""
+    if not path.exists():
+        raise InputFault(f"{path}: no such folder: {_EXPECTED}")
+    if path.is_dir() and not (path / "config.json").exists():
+        raise InputFault(f"{path}: no {MANIFEST_FILE} and no config.json in it: {_EXPECTED}")
+    if not path.is_dir() and not (is_gguf(path) and path.is_file()):
+        raise InputFault(f"{path}: is a file: {_EXPECTED}")
+
+
+def _made_from(path: Path) -> dict[str, object]:
+    """Everything that the bundle of a checkpoint depends on."""
+    return {
+        "name": path.resolve().name,
+        "files": _digests(path),
+        "cpu": cpu_class(),
+        "versions": {"spaceport": __version__, **{package: _version(package, path) for package in _PACKAGES}},
+    }
+
+
+def _version(package: str, path: Path) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError as error:
+        raise MissingDependency(
+            f"{path} is a checkpoint, and its export needs the package {package}, which is not installed: "
+            f"{install_command('export')}, or export it elsewhere and copy the bundle"
+        ) from error
+
+
+def _digests(path: Path) -> dict[str, str]:
+    """The SHA-256 of each file that an export reads; those of large files that have not changed are remembered."""
+    store = bundles_folder() / _DIGESTS
+    known = _remembered(store)
+    files = [path] if path.is_file() else sorted([*path.iterdir(), *(path / _TEMPLATES).glob("*")])
+    digests, measured = {}, dict[str, list[object]]()
+    for file in files:
+        if not file.is_file():
+            continue
+        identity, settled = _identity(file)
+        entry = known.get(str(file.resolve()), [])
+        if entry[:-1] == identity:
+            digest = str(entry[-1])
+        else:
+            with file.open("rb") as stream:
+                digest = record_of(stream).sha256
+            if settled and _identity(file)[0] == identity:
+                measured[str(file.resolve())] = [*identity, digest]
+        digests[str(file.relative_to(path))] = digest
+    if measured:
+        replace_private(store, json.dumps({**_remembered(store), **measured}).encode())
+    return digests
+
+
+def _remembered(store: Path) -> Mapping[str, list[object]]:
+    try:
+        known = json.loads(read_private(store) or b"{}")
+    except ValueError:  # written by another version, or damaged
+        return {}
+    return known if isinstance(known, dict) else {}
+
+
+def _identity(file: Path) -> tuple[list[object], bool]:
+    """What changes with a large file, and whether another change would change it again."""
+    status = file.stat()
+    settled = time.time() - max(status.st_mtime, status.st_ctime) > _SETTLED and status.st_size >= _LARGE
+    return [status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns], settled
+
+
+def _export_once(path: Path, target: Path, made_from: Mapping[str, object]) -> None:
+    """Export a checkpoint, or wait for another process that does."""
+    with interruptible_stages() as on_stage:
+        lock = target.with_name(f".{target.name}.lock")
+        lock.touch(mode=0o600)
+        with locked(lock, lambda: on_stage(f"waiting for another process, which exports {path}")):
+            if (target / MANIFEST_FILE).exists():
+                return
+            on_stage(f"exporting {path}, once, to {target}")
+            from spaceport.exporter.checkpoint_source import quiet_libraries
+            from spaceport.exporter.default_format import default_format
+            from spaceport.exporter.export import ExportOptions, export
+
+            quiet_libraries()
+            chosen = default_format(path, cpu_class())
+            on_stage(chosen.reason)
+            with temporary_folder(target) as folder:
+                options = ExportOptions(dtype=chosen.dtype, weights=chosen.weights)
+                export(path, folder / "bundle", options, on_stage=on_stage)
+                if _made_from(path) != made_from:
+                    raise InputFault(f"{path}: was changed while it was exported: run the command again")
+                publish(folder / "bundle", target)

@@ -80,7 +80,7 @@ def test_drafts_have_the_logits_of_pytorch_and_change_no_other_row(
         assert np.array_equal(drafting.run(rows)[:, ::4], plain.run(rows))
     elif method != "heads":
         (ordinary, drafted), (same, other) = walk(plain, 4, TOKENS), walk(drafting, MASK, TOKENS)
-        if options.activations == "float":  # int8 scales depend on the added tokens; drafts change no text even so
+        if options.weights not in ("int4", "int8"):  # rounded on sampled texts, which the added tokens change
             assert ordinary.tobytes() == same.tobytes()
         assert np.isfinite(other).all()
         assert (np.abs(drafted - other).max(axis=-1) > 0.05).all()

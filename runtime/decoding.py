@@ -41,6 +41,7 @@ _TYPES: tuple[tuple[str, tuple[type, ...], str], ...] = (
     ("trace", (bool,), "True or False"),
     ("prefix_cache", (bool,), "True or False"),
     ("cache_salt", (str,), "text"),
+    ("tenant", (str,), "text"),
     ("parse_special", (bool,), "True or False"),
     ("ignore_eos", (bool,), "True or False"),
     ("include_stop", (bool,), "True or False"),
@@ -88,6 +89,8 @@ class Decoding:
       others, in a runtime with a prefix cache; default True.
     - `cache_salt`: Text that separates requests in the prefix cache: only those with the same salt reuse each other's
       rows; default "".
+    - `tenant`: On whose behalf the request runs: those who wait take turns, and have equal shares of queue and KV buffers;
+      default "".
     - `max_threads`: Maximum threads of the request that decode at the same time, the others wait; default None: 16, or 1
       with 8-bit activations of one limb (`int8`).
 
@@ -119,6 +122,7 @@ class Decoding:
     fork: bool | None = None
     prefix_cache: bool = True
     cache_salt: str = ""
+    tenant: str = ""
     max_threads: int | None = None
     max_depth: int = 1
     parse_special: bool = False

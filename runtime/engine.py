@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -183,6 +183,21 @@ class SelectingEngine(Engine, Protocol):
 
     def select(self, batch: Batch) -> list[SelectedRows]:
         """The best tokens of the needed rows of each request; valid until the next call."""
+
+
+class ParkingEngine(Engine, Protocol):
+    """An engine that can keep KV rows outside of its buffers."""
+
+    def saved(self, request: int, slots: int) -> Any:
+        """A copy of the lowest KV slots of a request, in all layers."""
+
+    def restore(self, request: int, rows: Any) -> None:
+        """Write what was saved into the lowest KV slots of a request, perhaps of another one."""
+
+
+def parking(engine: Engine) -> ParkingEngine | None:
+    """The engine if it can keep KV rows outside of its buffers, else None."""
+    return cast(ParkingEngine, engine) if hasattr(engine, "restore") else None
 
 
 def selecting(engine: Engine) -> SelectingEngine | None:

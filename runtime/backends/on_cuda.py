@@ -202,6 +202,21 @@ class DeviceEngine:
                 copied = self._view(begin, (int(slots.max()) + 1) * row).numpy().reshape(-1, row)[slots]
                 self._view(end, slots.size * row).update_inplace(copied.reshape(-1))
 
+    def saved(self, request: int, slots: int) -> NDArray[np.uint8]:
+        size = self._request_bytes // self.signature.kv_heads
+        used = slots * (size // self.capacity)
+        return np.stack([self._view(address, used).numpy() for address in self._heads(request)])
+
+    def restore(self, request: int, rows: NDArray[np.uint8]) -> None:
+        for address, head in zip(self._heads(request), rows, strict=True):
+            self._view(address, head.size).update_inplace(head)
+
+    def _heads(self, request: int) -> list[int]:
+        """The addresses of the heads of a request in all KV buffers."""
+        heads = self.signature.kv_heads
+        starts = [self._address(buffer, request) for buffer in range(2 * self.signature.layers)]
+        return [start + head * (self._request_bytes // heads) for start in starts for head in range(heads)]
+
     def clear(self, request: int) -> None:
         zeros = np.zeros(self._request_bytes, np.uint8)
         for buffer in range(2 * self.signature.layers):

@@ -219,6 +219,13 @@ class OnnxRuntimeEngine:
                 buffer[target, :, :same] = buffer[source, :, :same]
             buffer[target, :, same : slots.size] = rest
 
+    def saved(self, request: int, slots: int) -> NDArray[Any]:
+        rows: NDArray[Any] = self._kv[:, request, :, :slots].copy()
+        return rows
+
+    def restore(self, request: int, rows: NDArray[Any]) -> None:
+        self._kv[:, request, :, : rows.shape[2]] = rows
+
     def clear(self, request: int) -> None:
         self._kv[:, request] = 0
 

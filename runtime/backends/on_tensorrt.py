@@ -246,6 +246,14 @@ class TensorRtEngine:
         with self._device.working():
             copy_slots(self._kv, source, target, slots)
 
+    def saved(self, request: int, slots: int) -> torch.Tensor:
+        with self._device.working():
+            return self._kv[:, request, :, :slots].to("cpu", copy=True)
+
+    def restore(self, request: int, rows: torch.Tensor) -> None:
+        with self._device.working():
+            self._kv[:, request, :, : rows.shape[2]] = rows.to(self._kv.device)
+
     def clear(self, request: int) -> None:
         with self._device.working():
             self._kv[:, request] = 0

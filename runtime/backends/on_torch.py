@@ -68,6 +68,12 @@ class TorchEngine:
     def copy(self, source: int, target: int, slots: NDArray[np.int64]) -> None:
         copy_slots(self._kv, source, target, slots)
 
+    def saved(self, request: int, slots: int) -> torch.Tensor:
+        return self._kv[:, request, :, :slots].to("cpu", copy=True)
+
+    def restore(self, request: int, rows: torch.Tensor) -> None:
+        self._kv[:, request, :, : rows.shape[2]] = rows.to(self._kv.device)
+
     def clear(self, request: int) -> None:
         self._kv[:, request] = 0
 

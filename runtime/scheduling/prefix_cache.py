@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from spaceport.runtime.decode.sequence import KvPrefix, in_order
 from spaceport.runtime.decode.sequence_group import SequenceGroup
-from spaceport.runtime.engine import Engine
+from spaceport.runtime.engine import Engine, ParkingEngine
 
 LEAST_COPIED = 32  # tokens: for fewer, a copy saves little
 _MOST_LOST = 8  # tokens of a prefix: instead of more, its rows are copied if that overwrites no other prefix
@@ -210,9 +210,7 @@ class FreeBuffers:
 
     def prepare(self, engine: Engine, sequences: SequenceGroup, index: int) -> None:
         """Put the rows that a request reuses into its lowest slots, or clear what may be NaN; raises the engine's error."""
-        if index in self._spoilt:
-            engine.clear(index)
-            self._spoilt.remove(index)
+        self._clear_spoilt(engine, index)
         if self._cache is None:
             return
         if sequences.cache_salt is not None:
@@ -250,10 +248,31 @@ class FreeBuffers:
                 self._cache.store(index, salt, prefix)
         self._free.add(index)
 
+    def park(self, index: int, sequences: SequenceGroup) -> None:
+        """Take back the buffers of a request that goes on in others."""
+        if sequences.prefilling:  # its rows may be NaN
+            self.release(index, sequences, spoilt=True)
+        else:
+            self.store_prompt(index, sequences)
+            self._free.add(index)
+
+    def restore(self, engine: ParkingEngine, sequences: SequenceGroup, index: int, rows: Any) -> None:
+        """Put the rows of a request back that had other buffers before; raises the engine's error."""
+        self._clear_spoilt(engine, index)
+        if self._cache is not None:
+            self._cache.forget(index)
+        engine.restore(index, rows)
+        self.store_prompt(index, sequences)
+
     def forget_prefixes(self) -> None:
         """Reuse nothing that is in the buffers now."""
         if self._cache is not None:
             self._cache.clear()
+
+    def _clear_spoilt(self, engine: Engine, index: int) -> None:
+        if index in self._spoilt:
+            engine.clear(index)
+            self._spoilt.remove(index)
 
     def _choose(self, cache: PrefixCache, sequences: SequenceGroup, running: Collection[int]) -> int:
         """Buffers near the running ones, since calls pad the requests between; among equals the least recently used.

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import chain, count, islice
 from threading import Lock
 from time import perf_counter
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 from spaceport.graphs.contract.faults import SpaceportError
 from spaceport.runtime.decode.sequence import Ending, Event, EventLog, replay
@@ -115,7 +115,10 @@ class Request:
         self.failure: BaseException | None = None  # why the scheduler fails it, whatever its reader asks meanwhile
         self.on_change: Callable[[], None] = _ignore  # called after each step, and when its state changes
         # Set by the scheduler only:
-        self.index: int | None = None  # index of its KV buffers in the engine; None: it still waits
+        self.index: int | None = None  # index of its KV buffers in the engine; None: it waits
+        self.admitted = 0  # number of the round in which it got these buffers
+        self.stepped = 0  # number of its last step in rounds in which tenants took turns
+        self.parked: Any = None  # its KV rows, while others have the buffers that it had
         # a running request that computes the beginning of the prompt for both; None: it waits for none
         self.leader: Request | None = None
         self.common = 0  # number of prompt tokens for which it waits
@@ -123,9 +126,15 @@ class Request:
         self.patient = False  # waits for the whole completion, and need not be woken for each step
         self.unread_limit = UNREAD_LIMIT
         self._read = 0  # events or pieces
+        self._counted = False  # whether its end was
         self._delivered = 0  # events or pieces, counted by the scheduler
         self._unread: deque[list[Event] | list[Piece]] = deque()
         self._lock = Lock()  # of the decisions that it starts and ends; nothing else is called while it is held
+
+    @property
+    def tenant(self) -> str:
+        """On whose behalf it runs: tenants take turns."""
+        return self.decoding.tenant
 
     @property
     def state(self) -> State:
@@ -204,6 +213,12 @@ class Request:
                 return
             self.outcome = outcome
         self.changed()
+
+    def count(self) -> bool:
+        """Whether its end has not been counted yet; from now on it has."""
+        with self._lock:
+            counted, self._counted = self._counted, True
+        return not counted
 
     def changed(self) -> None:
         """Tell its reader; an error of one reader, such as a closed event loop, affects no other request."""
@@ -287,29 +302,39 @@ class QueueFull(SpaceportError, RuntimeError):
 
 
 class RequestQueue:
-    """The requests that wait, in the order in which they were prepared; any OS thread may use it."""
+    """The requests that wait, in turns of their tenants; any OS thread may use it.
+
+    What a tenant has taken out of the queue counts by its tokens: the one that would be served first is due, if all tenants
+    that wait got equal numbers of tokens. The requests of one tenant are taken in the order in which they were prepared.
+    """
 
     def __init__(self, limit: int, most_tokens: int | None = None) -> None:
         self.limit = limit  # requests beyond those that get KV buffers at once
         self._most_tokens = most_tokens  # prompt tokens of all waiting requests; None: any number
-        self._prepared: deque[Request] = deque()
+        self._prepared: dict[str, deque[Request]] = {}  # by tenant; none is empty
         self._preparing: set[Request] = set()  # those that are tokenized, or wait for that
+        self._clock = 0.0  # tokens that a tenant would have got that has waited from the beginning
+        self._due: dict[str, float] = {}  # on this clock, when a tenant is due
         self._lock = Lock()
 
     def __len__(self) -> int:
         """Number of requests that wait, those that are being prepared included."""
         with self._lock:
-            return self._count()
+            return len(self._waiting())
 
     @property
     def ready(self) -> bool:
         """Whether a prepared request waits."""
         return bool(self._prepared)
 
+    def count(self, tenant: str) -> int:
+        """Number of prepared requests of a tenant that wait."""
+        return len(self._prepared.get(tenant, ()))
+
     def enter(self, request: Request, free: int) -> None:
         """Count a request that will be prepared; `free` others get KV buffers at once."""
         with self._lock:
-            self._check(request, free)
+            self._check(request, free, request.tokens, self.limit)
             self._preparing.add(request)
 
     def leave(self, request: Request) -> None:
@@ -320,24 +345,44 @@ class RequestQueue:
     def put(self, request: Request, sequences: SequenceGroup, free: int) -> None:
         """Add a prepared request, unless it has ended."""
         with self._lock:
-            if request in self._preparing:
-                self._preparing.remove(request)
-                self._check_tokens(sequences.statistics.prompt_tokens, free)
-            else:
-                self._check(request, free)
+            limit = None if request in self._preparing else self.limit
+            self._preparing.discard(request)
+            self._check(request, free, sequences.statistics.prompt_tokens, limit)
             if request.start(sequences):
-                self._prepared.append(request)
+                self._waiting_of(request.tenant).append(request)
 
-    def take(self) -> Request | None:
-        """The request that has waited longest."""
+    def put_back(self, request: Request) -> None:
+        """Add a request that has run, before the others of its tenant."""
         with self._lock:
-            return self._prepared.popleft() if self._prepared else None
+            self._waiting_of(request.tenant).appendleft(request)
+
+    def due(self) -> list[Request]:
+        """The next request of each tenant, the tenant first that is due first."""
+        with self._lock:
+            tenants = sorted(self._prepared, key=self._due.__getitem__)
+            return [
+                request
+                for tenant in tenants
+                for request in islice((request for request in self._prepared[tenant] if not request.paused), 1)
+            ]
+
+    def take(self, request: Request) -> None:
+        """Remove a request that was due."""
+        with self._lock:
+            tenant, waiting = request.tenant, self._prepared.get(request.tenant, ())
+            if request not in waiting:  # all were taken meanwhile
+                return
+            if request.parked is None:
+                tokens = request.sequences.max_length
+                self._clock = max(self._clock, self._due[tenant]) + tokens / len(self._prepared)
+                self._due[tenant] += tokens
+            self._keep({tenant: deque(other for other in waiting if other is not request)})
 
     def take_all(self) -> list[Request]:
         """All prepared requests that wait."""
         with self._lock:
-            prepared, self._prepared = self._prepared, deque()
-        return list(prepared)
+            prepared, self._prepared = self._prepared, {}
+        return list(chain.from_iterable(prepared.values()))
 
     def preparing(self) -> list[Request]:
         """The requests that are being prepared."""
@@ -347,34 +392,78 @@ class RequestQueue:
     def remove_done(self) -> None:
         """Remove the requests that have ended."""
         with self._lock:
-            self._prepared = deque(request for request in self._prepared if not request.done)
+            self._keep(
+                {
+                    tenant: deque(request for request in waiting if not request.done)
+                    for tenant, waiting in self._prepared.items()
+                }
+            )
 
     def __iter__(self) -> Iterator[Request]:
         """The prepared requests that wait."""
         with self._lock:
-            return iter(list(self._prepared))
+            return iter(list(chain.from_iterable(self._prepared.values())))
 
-    def _count(self) -> int:
-        # what has ended before its preparation began does not count
+    def _waiting_of(self, tenant: str) -> deque[Request]:
+        """The prepared requests of a tenant, which gets a place if it has none."""
+        if tenant not in self._prepared:
+            self._prepared[tenant] = deque()
+            self._due[tenant] = max(self._clock, self._due.get(tenant, 0.0))
+        return self._prepared[tenant]
+
+    def _keep(self, waiting: dict[str, deque[Request]]) -> None:
+        """Keep these requests of some tenants; a tenant without any is forgotten once it has no more than the others."""
+        self._prepared = {tenant: requests for tenant, requests in (self._prepared | waiting).items() if requests}
+        self._due = {
+            tenant: due
+            for tenant, due in self._due.items()
+            if tenant in self._prepared or (self._prepared and due > self._clock)
+        }
+
+    def _waiting(self) -> list[Request]:
+        # what has ended before its preparation began does not count, nor what has made room for another tenant
         self._preparing = {request for request in self._preparing if request.begun or not request.done}
-        return len(self._prepared) + len(self._preparing)
+        waiting = (*chain.from_iterable(self._prepared.values()), *self._preparing)
+        return [request for request in waiting if not isinstance(request.asked, QueueFull)]
 
-    def _check(self, request: Request, free: int) -> None:
-        waiting = self._count()
-        if waiting >= self.limit + free:
-            raise QueueFull(
-                f"{waiting - free} requests wait already, queue_limit is {self.limit}: try again later, or "
+    def _check(self, request: Request, free: int, tokens: int, limit: int | None) -> None:
+        """Raise `QueueFull` if too many requests wait, or too many prompt tokens; a single one may have any number.
+
+        If another tenant has more than half of what waits, its last requests make room instead.
+        """
+        while (fault := self._fault(waiting := self._waiting(), free, tokens, limit)) is not None:
+            last = _last_of_most(waiting, request.tenant)
+            if last is None:
+                raise fault
+            last.end(QueueFull("other clients wait, and this one has most of the queue: send fewer requests at a time"))
+
+    def _fault(self, waiting: list[Request], free: int, tokens: int, limit: int | None) -> QueueFull | None:
+        """Why another request with this number of prompt tokens cannot wait."""
+        if limit is not None and len(waiting) >= limit + free:
+            return QueueFull(
+                f"{len(waiting) - free} requests wait already, queue_limit is {limit}: try again later, or "
                 "raise queue_limit or max_requests"
             )
-        self._check_tokens(request.tokens, free)
+        if self._most_tokens is None or len(waiting) <= free:
+            return None
+        count = tokens + sum(request.tokens for request in waiting)
+        if count <= self._most_tokens:
+            return None
+        return QueueFull(
+            f"the requests that wait have {count} prompt tokens, queued_prompt_tokens is {self._most_tokens}: try again "
+            "later, or raise it in Limits"
+        )
 
-    def _check_tokens(self, tokens: int, free: int) -> None:
-        """Raise `QueueFull` if all waiting requests have too many prompt tokens; a single one may have any number."""
-        if self._most_tokens is None or self._count() <= free:
-            return
-        count = tokens + sum(request.tokens for request in (*self._prepared, *self._preparing))
-        if count > self._most_tokens:
-            raise QueueFull(
-                f"the requests that wait have {count} prompt tokens, queued_prompt_tokens is {self._most_tokens}: try again "
-                "later, or raise it in Limits"
-            )
+
+def _last_of_most(waiting: list[Request], tenant: str) -> Request | None:
+    """The last request of another tenant that has more than half of the requests or of their prompt tokens; None: none has."""
+    places, tokens = Counter[str](), Counter[str]()
+    for request in waiting:
+        places[request.tenant] += 1
+        tokens[request.tenant] += request.tokens
+    for shares in (places, tokens):
+        most = max(shares, key=shares.__getitem__, default=tenant)
+        if most != tenant and 2 * shares[most] > sum(shares.values()):
+            owned = [request for request in waiting if request.tenant == most and request.asked is None]
+            return max(owned, key=lambda request: request.number, default=None)
+    return None

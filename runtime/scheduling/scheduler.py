@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cached_property
-from operator import itemgetter
+from itertools import chain, count
+from operator import attrgetter, itemgetter
 from time import monotonic, perf_counter
 
 from spaceport.graphs.contract.signature import LOGIT_BYTES, STEP_ROWS
@@ -14,7 +15,7 @@ from spaceport.runtime.costs import StepCosts, relative_costs
 from spaceport.runtime.decode.draft import REASONS
 from spaceport.runtime.decode.sequence_group import ScheduledStep, SequenceGroup, Statistics
 from spaceport.runtime.decode.step import Call, StepInput, one_call, step
-from spaceport.runtime.engine import Engine, EngineFault
+from spaceport.runtime.engine import Engine, EngineFault, parking
 from spaceport.runtime.scheduling.prefix_cache import LEAST_COPIED, FreeBuffers, PrefixCache
 from spaceport.runtime.scheduling.request import Outcome, Request, RequestQueue
 
@@ -24,6 +25,7 @@ BESIDE_ROWS = 128  # maximum prompt rows in a round with decoding requests, whic
 _LEAST_BESIDE = 32  # the same on engines where rows are expensive; fewer would make prompts slow
 _REACH = 64  # maximum steps of different widths in one search; a longer search costs more than it saves
 _SHARE = 2.0  # plain steps: maximum cost of all threads of requests with several threads together
+_LEAST_ROUNDS = 8  # that a request keeps its KV buffers while tenants with several requests take turns
 _BLOCK = 64  # tokens that are compared at once
 STOPPED_AFTER = 256  # steps without drafts after which they have stopped
 _WINDOW = 10.0  # seconds over which tokens/s are measured
@@ -145,10 +147,11 @@ class Heartbeat:
 
 
 class FairRows:
-    """Limits the rows of requests with several threads while others run, so that these wait for few rows."""
+    """Limits the rows of tenants and requests with several threads while others run, so that these wait for few rows."""
 
     def __init__(self, costs: StepCosts) -> None:
         self._costs = costs
+        self._steps = count(1)
 
     @cached_property
     def rows(self) -> int:
@@ -163,6 +166,19 @@ class FairRows:
             rows = STEP_ROWS if len(running) == 1 else self.rows // len(several)
             for sequences in several:
                 sequences.limit_rows(rows)
+
+    def stepping(self, decoding: Sequence[Request]) -> set[Request]:
+        """The requests that take a step in a round: of a tenant with several beside others, those that have waited longest."""
+        by_tenant: dict[str, list[Request]] = {}
+        for request in decoding:
+            by_tenant.setdefault(request.tenant, []).append(request)
+        if len(by_tenant) < 2 or len(by_tenant) == len(decoding):
+            return set(decoding)
+        most = max(1, self.rows // sum(len(requests) > 1 for requests in by_tenant.values()))
+        chosen = [sorted(requests, key=attrgetter("stepped"))[:most] for requests in by_tenant.values()]
+        for request in chain.from_iterable(chosen):
+            request.stepped = next(self._steps)
+        return set(chain.from_iterable(chosen))
 
 
 def find_leader(request: Request, running: Iterable[Request], reusable: int) -> tuple[Request | None, int]:
@@ -188,7 +204,8 @@ def find_leader(request: Request, running: Iterable[Request], reusable: int) -> 
 
 def has_computed(leader: Request, common: int) -> bool:
     """Whether a request has computed this many tokens of its prompt, or computes it no longer."""
-    return leader.done or not leader.sequences.prefilling or leader.sequences.threads[0].fed >= common
+    computes = leader.index is not None and not leader.done and leader.sequences.prefilling
+    return not computes or leader.sequences.threads[0].fed >= common
 
 
 def _common(first: Sequence[int], second: Sequence[int]) -> int:
@@ -232,6 +249,8 @@ class Scheduler:
         self.ended = self.failed = 0  # requests
         self._abandoned = False
         self._fair = FairRows(self._costs)
+        self._rounds = 0
+        self._parking = parking(engine)
 
     @property
     def busy(self) -> bool:
@@ -255,6 +274,7 @@ class Scheduler:
         """Run one step of every decoding request, and prefill chunks of others; returns the number of steps."""
         self.heartbeat.beat()
         started = perf_counter()
+        self._rounds += 1
         self._dismiss()
         self._resume()
         self._admit()
@@ -315,11 +335,66 @@ class Scheduler:
             self.queue.remove_done()
 
     def _admit(self) -> None:
-        """Give free KV buffers to waiting requests, first come, first served."""
-        while self.queue.ready and self.buffers and (request := self.queue.take()) is not None:
+        """Give KV buffers to waiting requests, in turns of their tenants."""
+        while due := self.queue.due():
+            request = due[0] if self.buffers else self._make_room(due)
+            if request is None:
+                return
+            self.queue.take(request)
             request.index = self.buffers.take(request.sequences, self._running.keys())
+            request.admitted = self._rounds
             self._running[request.index] = request
-            self._begin(request, request.index)
+            if request.parked is None:
+                self._begin(request, request.index)
+            else:
+                self._restore(request, request.index)
+
+    def _make_room(self, due: Sequence[Request]) -> Request | None:
+        """Park a request for one that is due and whose tenant has less; returns the latter, None: all have their share."""
+        running = list(self._running.values())
+        held = Counter(request.tenant for request in running)
+        several = [
+            request
+            for request in running
+            if request.paused or held[request.tenant] + self.queue.count(request.tenant) > 1
+        ]
+        if not several or self._parking is None or sum(each.parked is not None for each in self.queue) >= len(running):
+            return None
+        for request in due:
+            tenant = request.tenant
+            alone = not held[tenant] and self.queue.count(tenant) == 1
+            victims = [
+                other
+                for other in several
+                if held[other.tenant] > held[tenant] + 1
+                or (not held[tenant] and (alone or self._rounds - other.admitted >= _LEAST_ROUNDS))
+            ]
+            if victims:
+                self._park(max(victims, key=lambda other: (other.paused, held[other.tenant], other.admitted)))
+                return request
+        return None
+
+    def _park(self, request: Request) -> None:
+        """Keep the KV rows of a request elsewhere while others have its buffers."""
+        assert self._parking is not None
+        assert request.index is not None
+        sequences = request.sequences
+        if sequences.slots.held:
+            request.parked = self._parking.saved(request.index, sequences.slots.height)
+        del self._running[request.index]
+        self.buffers.park(request.index, sequences)
+        request.index = request.leader = None
+        self.queue.put_back(request)
+
+    def _restore(self, request: Request, index: int) -> None:
+        """Let a parked request go on."""
+        assert self._parking is not None
+        try:
+            self.buffers.restore(self._parking, request.sequences, index, request.parked)
+        except Exception as error:  # noqa: BLE001  (fails the request that would get these buffers)
+            self._fail(request, error)
+            self._report(request)
+        request.parked = None
 
     def _resume(self) -> None:
         """Begin the requests whose leader has computed what they have in common."""
@@ -347,12 +422,15 @@ class Scheduler:
     def _inputs(self) -> list[StepInput]:
         """The requests of this round, in the order of their indices."""
         self._fair.share(self.active)
+        running = self._running.values()
+        writing = [request for request in running if not request.sequences.prefilling and not request.paused]
+        stepping = self._fair.stepping(writing)
         decoding = [
             StepInput(request.sequences, index, self._prompt_rows)
             for index, request in self._running.items()
-            if not request.sequences.prefilling and not request.paused
+            if request in stepping
         ]
-        if len(decoding) < len(self._running):
+        if len(writing) < len(running):
             decoding += self._prefilling(bool(decoding))
         return sorted(decoding, key=itemgetter(1)) if len(decoding) > 1 else decoding  # by engine index
 
@@ -373,8 +451,14 @@ class Scheduler:
                 if echoes:
                     lines -= max(0, feeds - sequences.silent_rows)
                 chosen.append(StepInput(sequences, index, budget))
-                self._running[index] = self._running.pop(index)  # to the end: prompts take turns
+                self._to_end(request.tenant)
+                self._running[index] = self._running.pop(index)
         return chosen
+
+    def _to_end(self, tenant: str) -> None:
+        """Let the prompts of other tenants get the next prefill chunk."""
+        for index in [index for index, request in self._running.items() if request.tenant == tenant]:
+            self._running[index] = self._running.pop(index)
 
     def _group(self, steps: Sequence[ScheduledStep]) -> Sequence[Call]:
         return one_call(steps) if len(steps) < 2 else group_by_width(steps, self._call_rows)
@@ -423,6 +507,7 @@ class Scheduler:
                 self._report(request)
 
     def _release(self, request: Request, outcome: Outcome) -> None:
+        request.parked = None
         self._count(request, outcome)
         if request.index is not None and self._running.get(request.index) is request:
             del self._running[request.index]
@@ -431,6 +516,8 @@ class Scheduler:
             self.buffers.release(request.index, request.sequences, spoilt)
 
     def _count(self, request: Request, outcome: Outcome) -> None:
+        if not request.count():
+            return
         self.ended += 1
         if isinstance(outcome, BaseException):  # its message may quote text of the request
             self.failed += 1

@@ -44,6 +44,7 @@ class Arrival:
     trouble: Trouble | None = None
     when: int = 0  # calls that succeed before one fails
     salt: str | None = None  # of the prefix cache; None: it takes no part
+    tenant: str = ""
 
     def alone(self, language: Language) -> Tree:
         """The output of each of its threads without failures."""
@@ -70,6 +71,7 @@ ARRIVALS = st.builds(
     patience=st.none() | st.integers(0, 15),
     trouble=st.sampled_from((None, None, None, "on_token", "on_end", "choice", "number", "observer", "progress")),
     when=st.integers(0, 8),
+    tenant=st.sampled_from(("", "", "a", "b")),
 )
 LANGUAGES = st.builds(
     Language,
@@ -262,7 +264,7 @@ class Scene:
             self.engine.poisoned[id(sequences)] = arrival.when
 
         deadline = None if arrival.patience is None else arrival.at + arrival.patience
-        request = Request(arrival.prompt, Decoding(), deadline=deadline)
+        request = Request(arrival.prompt, Decoding(tenant=arrival.tenant), deadline=deadline)
 
         def on_change() -> None:
             self.reports[number].append(request.done)

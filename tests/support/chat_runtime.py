@@ -102,6 +102,12 @@ class ChatEngine:
         for array in (self._tokens, self._positions):
             array[target, : slots.size] = array[source, slots]
 
+    def saved(self, request: int, slots: int) -> NDArray[np.int64]:
+        return np.stack((self._tokens[request, :slots], self._positions[request, :slots]))
+
+    def restore(self, request: int, rows: NDArray[np.int64]) -> None:
+        self._tokens[request, : rows.shape[1]], self._positions[request, : rows.shape[1]] = rows
+
     def clear(self, request: int) -> None:
         self._tokens[request] = -1
 

@@ -131,6 +131,7 @@ class HashEngine:
     masks: tuple[int, ...] = MASKS  # mask tokens; empty: every token is an ordinary one
     owner: Callable[[int], object] = int  # request that uses an index of the engine now
     copied: list[tuple[int, int, int]] = field(default_factory=list)  # source, target and slots of each copy
+    parked: int = 0  # number of times that rows were saved
 
     def __post_init__(self) -> None:
         heads = self.language.heads
@@ -164,6 +165,13 @@ class HashEngine:
         assert None not in copied, "a slot that holds nothing is copied"
         self.copied.append((source, target, slots.size))
         self._cells[target][: slots.size] = copied
+
+    def saved(self, request: int, slots: int) -> list[Cell | None]:
+        self.parked += 1
+        return self._cells[request][:slots]
+
+    def restore(self, request: int, rows: list[Cell | None]) -> None:
+        self._cells[request][: len(rows)] = rows
 
     def clear(self, request: int) -> None:
         self._cells[request] = [None] * self.capacity

@@ -19,7 +19,7 @@ from spaceport.runtime.backends.on_cuda import DeviceEngine
 from spaceport.runtime.backends.on_onnxruntime import KvMemory, external_files, open_engine, open_session
 from spaceport.runtime.backends.products import session_options
 from spaceport.runtime.bundle import Bundle, open_bundle
-from spaceport.runtime.engine import Batch, Engine, EngineOptions, slots_in_order
+from spaceport.runtime.engine import Batch, Engine, EngineOptions, parking, slots_in_order
 
 CAPACITY = 512
 # Rows, slots before them, and visible length of calls that follow each other: a prompt, drafts that lengthen what is
@@ -138,6 +138,22 @@ def test_a_row_has_the_same_logits_behind_copied_rows_as_behind_computed_ones(
         feed(engine, 0, slots)
         engine.copy(0, target, slots)
         assert np.abs(following(engine, target) - expected).max() <= (0 if slots is ORDER else within)
+
+
+@pytest.mark.parametrize("open_with", [open_engine, on_device])
+def test_rows_that_were_saved_are_the_same_in_other_buffers(
+    open_with: Callable[[Bundle, EngineOptions], Engine], any_tiny_bundle: Path
+) -> None:
+    bundle = open_bundle(any_tiny_bundle)
+    if bundle.manifest.signature.lowering == "append" and open_with is on_device:
+        pytest.skip("on_device runs scatter-lowered engines")
+    engine = parking(open_with(bundle, EngineOptions(192, 2)))
+    assert engine is not None
+    feed(engine, 0, ORDER)
+    rows, expected = engine.saved(0, LENGTH), following(engine, 0)
+    engine.clear(0)
+    engine.restore(1, rows)
+    assert (following(engine, 1) == expected).all()
 
 
 def test_slots_in_order_are_counted_from_the_first_one() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -16,6 +17,7 @@ from spaceport.runtime.decode.sequence_group import ScheduledStep
 from spaceport.runtime.decode.step import StepInput, plan
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import EngineFault
+from spaceport.runtime.scheduling.prefix_cache import PrefixCache
 from spaceport.runtime.scheduling.request import QueueFull, Request
 from spaceport.runtime.scheduling.scheduler import BESIDE_ROWS, group_by_width
 from support.arrivals import ARRIVALS, LANGUAGES, Arrival, Scene, Trap, steps_of
@@ -39,12 +41,13 @@ def test_each_request_writes_what_it_would_alone_whoever_comes_goes_or_fails(exa
             faulty=data.draw(st.none() | st.integers(0, 30)),
             row_cost=data.draw(st.sampled_from((0.0, 0.08, 0.5))),
         )
+        several = len({arrival.tenant for arrival in scene.arrivals}) > 1
         while scene.now <= 12 or scene.scheduler.busy:
             before = [(sequences.statistics.steps, request.done) for request, sequences in scene.engine.guests]
             scene.turn()
             for (request, sequences), (steps, done) in zip(scene.engine.guests, before, strict=True):
-                # who writes takes a step in each round
-                assert not steps or done or request.done or sequences.statistics.steps == steps + 1
+                # who writes takes a step in each round, unless tenants take turns
+                assert several or not steps or done or request.done or sequences.statistics.steps == steps + 1
             assert scene.now < 2000
         for number in range(len(scene.requests)):
             scene.check_ending(number)
@@ -270,3 +273,110 @@ def test_calls_cost_no_more_than_all_in_one_or_each_on_its_own(widths: Widths) -
 )
 def test_steps_of_like_width_share_a_call(widths: Widths, expected: list[list[int]]) -> None:
     assert shared(widths) == expected
+
+
+# Tenants
+
+
+def of_tenants(*tenants: str, max_tokens: int = 60, requests: int = 4, at: int = 0, **options: int) -> Scene:
+    arrivals = [
+        Arrival([number % END, number // END, 3], at if tenant == "quiet" else 0, max_tokens, tenant=tenant)
+        for number, tenant in enumerate(tenants)
+    ]
+    return Scene(ENDLESS, arrivals, requests, **options)
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_tenants_that_take_turns_write_what_they_would_alone(data: st.DataObject) -> None:
+    arrivals = data.draw(st.lists(ARRIVALS, min_size=4, max_size=8))
+    tenants, salts = st.sampled_from("abc"), st.sampled_from((None, "x"))
+    arrivals = [
+        replace(arrival, tenant=data.draw(tenants), salt=data.draw(salts), at=arrival.at // 2) for arrival in arrivals
+    ]
+    scene = Scene(
+        data.draw(LANGUAGES),
+        arrivals,
+        data.draw(st.integers(1, 3)),
+        data.draw(st.sampled_from(LOWERINGS)),
+        data.draw(st.sampled_from((7, 512))),
+        row_cost=data.draw(st.sampled_from((0.0, 0.5))),
+        cache=PrefixCache(),
+    )
+    scene.play()
+    for number in range(len(arrivals)):
+        scene.check_ending(number)
+    assert all(request.parked is None for request in scene.requests)
+
+
+@pytest.mark.parametrize(
+    "noise", [["a"] * 20, [f"{number % 8}" for number in range(40)]], ids=["one tenant", "more tenants than buffers"]
+)
+def test_a_quiet_tenant_begins_with_the_next_round_and_ends_before_those_with_many_requests(noise: list[str]) -> None:
+    scene = of_tenants(*noise, "quiet", at=5)
+    for _ in range(6):
+        scene.turn()
+    quiet = scene.requests[-1]
+    assert quiet.index is not None
+    assert scene.engine.parked == 1
+    while not quiet.done:
+        scene.turn()
+    assert scene.now <= 5 + 60 + 1
+    scene.play()
+    assert [scene.text(number) for number in range(len(noise) + 1)] == scene.alone
+
+
+def test_tenants_with_many_requests_share_the_buffers_evenly() -> None:
+    scene = of_tenants(*"a" * 8, *["quiet"] * 8, at=3)
+    for _ in range(5):
+        scene.turn()
+    running = [request.tenant for request in scene.requests if request.index is not None]
+    assert sorted(running) == ["a", "a", "quiet", "quiet"]
+    scene.play()
+    assert [scene.text(number) for number in range(16)] == scene.alone
+
+
+def test_tenants_with_one_request_each_run_in_the_order_in_which_they_came() -> None:
+    scene = of_tenants(*"abcdefgh", max_tokens=12, requests=2)
+    scene.play()
+    assert scene.engine.parked == 0
+    order = sorted(range(8), key=lambda number: scene.requests[number].admitted)
+    assert order == list(range(8))
+
+
+def test_requests_of_a_tenant_with_several_step_in_turns_where_rows_are_expensive() -> None:
+    scene = of_tenants("a", "a", "a", "quiet", row_cost=0.9)  # two plain steps cost as much as two rows
+    scene.turn()
+    before = [steps_of(sequences) for sequences in scene.sequences]
+    for _ in range(30):
+        scene.turn()
+    steps = [steps_of(sequences) - taken for sequences, taken in zip(scene.sequences, before, strict=True)]
+    assert steps == [20, 20, 20, 30]
+
+
+def test_a_prompt_is_not_delayed_by_many_prompts_of_another_tenant() -> None:
+    arrivals = [Arrival([1] * 400, max_tokens=1, tenant="a") for _ in range(3)]
+    scene = Scene(Language(8), [*arrivals, Arrival([2] * 20, at=2, max_tokens=1, tenant="quiet")], 4, prompt_rows=40)
+    for _ in range(4):
+        scene.turn()
+    assert scene.sequences[3].threads[0].fed == 20
+
+
+def test_a_tenant_with_most_of_the_queue_makes_room_for_others() -> None:
+    scene = of_tenants(*"a" * 8, "quiet", "quiet", "b", "c", requests=1, queue_limit=4)
+    for number in range(5):
+        scene.submit(number)
+    with pytest.raises(QueueFull, match="4 requests wait already"):
+        scene.submit(5)
+    for number in (8, 9, 10):
+        scene.submit(number)
+    with pytest.raises(QueueFull):  # the first tenant has no more than half any longer
+        scene.submit(11)
+    assert [request.asked is not None for request in scene.requests[:5]] == [False, False, True, True, True]
+    while scene.scheduler.busy:
+        scene.scheduler.round()
+    errors = [request.error for request in scene.requests if request.error is not None]
+    assert [str(error).partition(":")[0] for error in errors] == [
+        "other clients wait, and this one has most of the queue"
+    ] * 3
+    assert [scene.text(number) for number in (0, 1, 8, 9, 10)] == [scene.alone[number] for number in (0, 1, 8, 9, 10)]

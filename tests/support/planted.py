@@ -110,3 +110,22 @@ def take_positions_for_granted(model: onnx.ModelProto) -> None:
         for index, name in enumerate(node.input):
             if name == "position_ids":
                 node.input[index] = "slot_ids"
+
+
+def misplace_slots(model: onnx.ModelProto, rows: int) -> None:
+    """Write KV rows one slot too far in calls of exactly this many rows."""
+    for node in model.graph.node:
+        node.input[:] = [{"slot_ids": "misplaced"}.get(name, name) for name in node.input]
+    numbers = {"one": 1, "wrong_rows": rows}
+    constants = [helper.make_tensor(name, onnx.TensorProto.INT64, [], [value]) for name, value in numbers.items()]
+    model.graph.initializer.extend(constants)
+    misplacing = [
+        helper.make_node("Shape", ["input_ids"], ["sizes"]),
+        helper.make_node("Gather", ["sizes", "one"], ["rows"]),
+        helper.make_node("Equal", ["rows", "wrong_rows"], ["is_wrong"]),
+        helper.make_node("Cast", ["is_wrong"], ["distance"], to=onnx.TensorProto.INT64),
+        helper.make_node("Add", ["slot_ids", "distance"], ["misplaced"]),
+    ]
+    nodes = [*misplacing, *model.graph.node]
+    del model.graph.node[:]
+    model.graph.node.extend(nodes)

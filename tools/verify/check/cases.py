@@ -19,11 +19,13 @@ from spaceport.runtime.decode.planner import Drafter, DraftPlanner, Sharing, dra
 from spaceport.runtime.decode.sequence import TokenSelector, TokenSequence
 from spaceport.runtime.decode.sequence_group import SequenceGroup
 from spaceport.runtime.decode.step import StepInput, step
+from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import PREFILL_ROWS, Batch, Engine, Moves
 from spaceport.runtime.sampling.choice import Bans, Greedy
 from spaceport.tools.verify.accuracy import RecordedCall
 
 REQUESTS = 3
+_SPARE = 8  # positions that the longest prompt leaves for generated tokens
 _PLAIN = DraftConfig(0, "chain")
 Array = NDArray[Any]
 
@@ -104,7 +106,9 @@ def record(engine: Engine, manifest: Manifest, limits: EngineLimits, seed: int =
     builder = _Builder(recorder, manifest, np.random.default_rng(seed))
     k, length = manifest.drafts.mask_slots, limits.length
     builder.tree("prompt, every row", 1, builder.chain(min(23, length - 2)))
-    builder.text("prompt in chunks", [length // 4 + 1], _PLAIN, 1, chunk=max(1, length // 16))
+    drafted = min(Decoding().draft_config(manifest.drafts).rows, limits.rows, length - _SPARE)
+    for counts in builder.shuffled(range(1, drafted + 1), length - _SPARE):
+        builder.text(f"prompts in calls of 1 to {drafted} rows", [sum(counts)], _PLAIN, 2, widths=counts, echo=0)
     builder.text("cached rows", [min(10, length // 2)], _PLAIN, 4)
     layout = manifest.drafts.layout
     chains = DraftConfig(k, "chain", mask_layout=layout)
@@ -123,12 +127,15 @@ def record(engine: Engine, manifest: Manifest, limits: EngineLimits, seed: int =
     )
     for edge in (VISIBLE_STEP, 2 * VISIBLE_STEP):
         if edge + 4 < length:
-            builder.text(f"across slot {edge}", [edge - 2], _PLAIN, 5)
-    builder.text(f"long context, {length - 8} tokens", [length - 8], chains, 3, chunk=PREFILL_ROWS)
+            builder.text(f"across slot {edge}", [edge - 2], _PLAIN, 5, widths=builder.drawn(edge - 2, drafted))
+    longest = length - _SPARE
+    full = [limits.rows] * (longest > limits.rows)
+    widths = [*full, *builder.drawn(longest - sum(full), drafted)]
+    builder.text(f"long context, {longest} tokens", [longest], chains, 3, widths=widths)
     if length == manifest.max_positions:
-        builder.text("up to the last position", [length - 8], chains, length, chunk=PREFILL_ROWS, accept_all=True)
+        builder.text("up to the last position", [longest], chains, length, accept_all=True)
     window = manifest.signature.window
-    if window is not None and length - 8 <= window < manifest.max_positions:
+    if window is not None and longest <= window < manifest.max_positions:
         builder.skipped.append(
             f"contexts longer than the attention window of {window} positions: raise --long-context to include them"
         )
@@ -210,15 +217,17 @@ class _Builder:
         lengths: Sequence[int],
         draft_config: DraftConfig,
         steps: int,
-        chunk: int = PREFILL_ROWS,
+        widths: Iterable[int] = (),
+        echo: int | None = None,
         forks: Sequence[int] = (),
         accept_all: bool = False,
         cancel_after: int | None = None,
     ) -> None:
         """Record requests with prompts of these lengths over a number of decode steps, batched; length 0 skips a request.
 
-        The first request forks at these positions after its prompt, and is cancelled after `cancel_after` steps. With
-        `accept_all` every draft is accepted.
+        The first calls have at most `widths` prompt rows, the others as many as the engines take, with logits of the rows
+        from position `echo` on. The first request forks at these positions after its prompt, and is cancelled after
+        `cancel_after` steps. With `accept_all` every draft is accepted.
         """
         if len(lengths) > self._recorder.requests:
             self.skipped.append(f"{case}: an engine takes fewer requests per call")
@@ -230,15 +239,17 @@ class _Builder:
                 length,
                 draft_config,
                 forking if forks and not index else _AcceptAll(self._ordinary_tokens) if accept_all else self._greedy(),
+                echo=echo,
             )
             for index, length in enumerate(lengths)
             if length
         }
-        rows, first = min(chunk, self._recorder.rows), requests[0]
+        remaining_widths, first = iter(widths), requests[0]
         decoded = dict.fromkeys(requests, 0)  # decode steps of each request
         while any(request.live and decoded[index] < steps for index, request in requests.items()):
             if decoded[0] == cancel_after and first.live:
                 first.finish("cancelled")
+            rows = min(next(remaining_widths, PREFILL_ROWS), self._recorder.rows)
             live = [StepInput(request, index, rows) for index, request in requests.items() if request.live]
             step(self._recorder, live)
             for request, index, _ in live:
@@ -253,6 +264,24 @@ class _Builder:
         request = self._request(length, _PLAIN, self._greedy(), tokens, drafts)
         for _ in range(len(drafts.remaining_drafts)):
             step(self._recorder, [StepInput(request, 0, min(PREFILL_ROWS, self._recorder.rows))])
+
+    def shuffled(self, counts: Iterable[int], most: int) -> list[list[int]]:
+        """The row counts in random order, in groups whose sums are at most `most`."""
+        groups: list[list[int]] = [[]]
+        for count in self._random.permutation(list(counts)).tolist():
+            if sum(groups[-1]) + count > most:
+                groups.append([])
+            groups[-1].append(count)
+        return groups
+
+    def drawn(self, total: int, least: int) -> list[int]:
+        """Row counts above `least`, if the engines take as many, that sum up to `total`; small ones are more frequent."""
+        most = min(self._recorder.rows, total)
+        low = np.log(least + 1 if least < most else 1)
+        counts: list[int] = []
+        while (remaining := total - sum(counts)) > 0:
+            counts.append(min(remaining, int(np.exp(self._random.uniform(low, np.log(most + 1))))))
+        return counts
 
     def chain(self, count: int) -> Draft:
         """A chain of random candidates, each with logits."""
@@ -283,6 +312,7 @@ class _Builder:
         selector: TokenSelector,
         tokens: TokenIds | None = None,
         drafter: Drafter | None = None,
+        echo: int | None = None,
     ) -> SequenceGroup:
         capacity = self._recorder.capacity
         planner = DraftPlanner(relative_costs(0.0))  # rows count as free, so drafts are as wide as allowed
@@ -298,4 +328,5 @@ class _Builder:
             drafter=drafter or drafter_for(draft_config, planner),
             max_rows=self._recorder.rows,
             max_threads=3,
+            echo=echo,
         )

@@ -44,10 +44,15 @@ def engine_of(lowering: Lowering = "append", capacity: int = CAPACITY, **options
 
 
 def recorded_on(
-    engine: HashEngine, folder: Path, limits: EngineLimits = LIMITS, tokens: TokenIds = TOKENS, **manifest: int
+    engine: HashEngine,
+    folder: Path,
+    limits: EngineLimits = LIMITS,
+    tokens: TokenIds = TOKENS,
+    seed: int = 0,
+    **manifest: int,
 ) -> Recording:
     changes: dict[str, Any] = {"drafts": DraftMethod(max_tokens=len(tokens.mask)), **manifest}
-    return record(engine, replace(fill(folder), signature=engine.signature, tokens=tokens, **changes), limits)
+    return record(engine, replace(fill(folder), signature=engine.signature, tokens=tokens, **changes), limits, seed)
 
 
 @pytest.mark.parametrize("lowering", LOWERINGS)
@@ -128,7 +133,20 @@ def test_the_cases_stay_within_the_limits_of_all_engines(requests: int, skipped:
         assert call.arrays["slot_ids"].max() < 320
         assert int(call.arrays["first"][0]) + len(call.arrays["input_ids"]) <= requests
     rows = [call.arrays["input_ids"].shape[1] for call in found.calls if call.case.startswith("long context")]
-    assert rows[:3] == [16, 16, 16]
+    assert rows[0] == max(rows) == 16
+
+
+def test_calls_have_each_row_count_of_default_drafts_and_drawn_ones_up_to_the_largest(tmp_path: Path) -> None:
+    def row_counts(seed: int, limits: EngineLimits = LIMITS) -> list[int]:
+        calls, _ = recorded_on(engine_of(), tmp_path, limits, seed=seed)
+        return [call.arrays["input_ids"].shape[1] for call in calls if "SPACE" not in call.case]
+
+    assert row_counts(1) == row_counts(1)
+    drawn = [set(row_counts(seed)) for seed in range(4)]
+    assert all(counts >= {*range(1, 25), PREFILL_ROWS} for counts in drawn)
+    assert len(set.union(*drawn) - set(range(25))) > 15
+    for length in (SHORTEST, 64):
+        assert set(row_counts(0, replace(LIMITS, length=length))) >= set(range(1, 25))
 
 
 def test_the_limits_are_the_sizes_that_the_engines_were_built_for(tmp_path: Path) -> None:

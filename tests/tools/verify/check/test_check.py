@@ -26,6 +26,7 @@ from support.paths import TINY
 from support.planted import (
     forget_marks,
     ignore_the_mask,
+    misplace_slots,
     perturb_layer,
     perturb_one_weight,
     planted,
@@ -46,7 +47,16 @@ def test_a_correct_bundle_passes_in_every_case(tiny_bundle: Path, tmp_path: Path
     assert report == json.loads((bundle / ACCURACY_FILE).read_text("utf-8"))
     names = " ".join(case["case"] for case in report["cases"])
     for part in (
-        *("prompt", "chunks", "cached rows", "SPACE", "draft trees", "random tree", "padding", "two requests"),
+        *(
+            "prompt",
+            "calls of 1 to 24 rows",
+            "cached rows",
+            "SPACE",
+            "draft trees",
+            "random tree",
+            "padding",
+            "two requests",
+        ),
         *("forked threads", "slot 64", "long context"),
     ):
         assert part in names
@@ -127,6 +137,13 @@ def test_an_injected_fault_is_found_in_its_layer(
     change: Callable[[onnx.ModelProto], None], value: str, case: str, tiny_bundle: Path, tmp_path: Path
 ) -> None:
     assert first_of(checked(planted(tiny_bundle, tmp_path / "bundle", change))) == (value, case)
+
+
+@pytest.mark.parametrize("rows", [2, 6, 11, 24])
+def test_a_fault_in_calls_of_one_row_count_is_found(rows: int, tiny_bundle: Path, tmp_path: Path) -> None:
+    bundle = planted(tiny_bundle, tmp_path / "bundle", partial(misplace_slots, rows=rows))
+    report = check(open_bundle(bundle), CheckOptions(TINY, length=40, threads=1))
+    assert "prompts in calls of 1 to 24 rows" in {case.case for case in report.differences if not case.passed}
 
 
 def test_a_correct_int8_bundle_agrees_in_every_value_and_an_injected_fault_is_found(

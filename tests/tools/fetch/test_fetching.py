@@ -30,7 +30,7 @@ from spaceport.graphs.contract.manifest import (
     TOKENIZER_FILE,
 )
 from spaceport.runtime.bundle import LARGEST_MANIFEST, BundleError, SignatureError, open_bundle, read_manifest
-from spaceport.tools.fetch import partial_folder, sources, transfer
+from spaceport.tools.fetch import fetching, sources
 from spaceport.tools.fetch.fetching import FetchReport, fetch
 from spaceport.tools.fetch.sources import FetchError
 from support.file_server import FileServer, serving
@@ -43,9 +43,9 @@ _PART = 1000  # bytes; the data file has 4,096
 FETCH = """
 import resource, signal, sys
 from pathlib import Path
-from spaceport.tools.fetch import transfer
+from spaceport.tools.fetch import fetching
 from spaceport.tools.fetch.fetching import fetch
-transfer.PART = 1000
+fetching.PART = 1000
 if int(sys.argv[3]):
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]), resource.RLIM_INFINITY))
@@ -58,8 +58,8 @@ except Exception as error:
 
 @pytest.fixture(autouse=True)
 def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer, "PART", _PART)
-    monkeypatch.setattr(transfer, "_PAUSES", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(fetching, "PART", _PART)
+    monkeypatch.setattr(fetching, "_PAUSES", (0.0, 0.0, 0.0))
 
 
 @dataclass
@@ -182,7 +182,7 @@ def test_a_server_cannot_send_more_than_was_asked_for(scene: Scene, name: str) -
     scene.server.ranges = False
     expected = f"{name}: sha256" if name == DATA_FILE else f"{name}: more than"
     if name == DATA_FILE:  # one part: later parts would be refused
-        transfer.PART = 2**20
+        fetching.PART = 2**20
     scene.refused(FetchError, expected)
     assert not scene.target.exists()
     most = {MANIFEST_FILE: LARGEST_MANIFEST, SIGNATURE_FILE: 2**10, DATA_FILE: 4096}[name]
@@ -305,7 +305,7 @@ def test_a_server_without_ranges_is_refused_for_large_files(scene: Scene) -> Non
     scene.server.ranges = False
     scene.refused(FetchError, "sends the whole file instead of a range: expected one that answers")
     shutil.rmtree(scene.partial)
-    transfer.PART = 2**20
+    fetching.PART = 2**20
     scene.fetch()
     scene.check_copy()
 
@@ -332,6 +332,6 @@ def test_a_partial_folder_that_another_process_publishes_meanwhile_is_begun_agai
         if next(moved, False):
             folder.rename(scene.target)  # another process had it, and has just completed it
 
-    monkeypatch.setattr(partial_folder, "problem_of", published)
+    monkeypatch.setattr(fetching, "problem_of", published)
     assert not fetch(str(scene.bundle), scene.target).unchanged
     scene.check_copy()

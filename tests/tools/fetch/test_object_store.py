@@ -14,7 +14,7 @@ import pytest
 from spaceport.graphs.contract.faults import MissingDependency, OptionFault
 from spaceport.graphs.contract.manifest import MANIFEST_FILE, MODEL_FILE
 from spaceport.runtime.bundle import open_bundle
-from spaceport.tools.fetch import transfer
+from spaceport.tools.fetch import fetching
 from spaceport.tools.fetch.fetching import fetch
 from spaceport.tools.fetch.sources import FetchError, open_source
 from support.paths import ROOT
@@ -58,7 +58,7 @@ def upload(folder: Path, address: str) -> None:
 def test_a_bundle_comes_whole_from_an_object_store(
     bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transfer, "PART", 500)
+    monkeypatch.setattr(fetching, "PART", 500)
     bundle, target = new_bundle(tmp_path / "store"), tmp_path / "copy"
     upload(bundle, f"{bucket}/chat/1")
     report = fetch(f"{bucket}/chat/1/", target)

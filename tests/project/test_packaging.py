@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,7 +15,10 @@ from pathlib import Path
 import pytest
 
 import spaceport
-from support.paths import ROOT
+from spaceport.runtime.decoding import Decoding
+from spaceport.runtime.session import Runtime
+from spaceport.tools.cli import MISSING
+from support.paths import ROOT, TINY
 
 PARTS = ("exporter", "graphs", "runtime", "serving", "tools")
 
@@ -157,6 +161,38 @@ def test_the_installed_wheel_runs_from_its_own_files(built: Built, tmp_path: Pat
     install = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--target", str(tmp_path / "site")]
     run([*install, str(built.wheel)], tmp_path)
     assert lacking(tmp_path / "site", tmp_path) == {}
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_the_wheel_generates_in_an_empty_environment(built: Built, tiny_bundle: Path, tmp_path: Path) -> None:
+    """The only test that takes packages from pip's index, or from its cache."""
+    venv = tmp_path / "venv"
+    run([sys.executable, "-m", "venv", str(venv)], tmp_path)
+    pip = [str(venv / "bin" / "pip"), "--disable-pip-version-check", "--retries", "1", "-q"]
+    constraints = ["-c", str(ROOT / "constraints.txt")]
+    installed = started([*pip, "install", *constraints, f"{built.wheel}[cpu]"], tmp_path)
+    if installed.returncode:
+        probe = started([*pip, "download", "--no-cache-dir", "--no-deps", "-d", str(tmp_path), "click"], tmp_path)
+        reason = (probe.stderr.strip().splitlines() or [""])[-1]
+        if probe.returncode:
+            pytest.skip(f"pip reaches no index, and its cache lacks packages: {reason}")
+    assert installed.returncode == 0, installed.stderr[-4000:]
+    program, prompt = str(venv / "bin" / "spaceport"), ["abc", "--max-tokens", "8"]
+    generated = started([program, "generate", str(tiny_bundle), *prompt], tmp_path)
+    assert (generated.returncode, generated.stderr) == (0, "")
+    with Runtime.open(tiny_bundle) as runtime:
+        assert generated.stdout == f"{runtime.generate('abc', Decoding(max_tokens=8)).text}\n"
+    missing = started([program, "generate", str(TINY), *prompt], tmp_path)
+    assert missing.returncode == MISSING
+    assert re.search(r"its export needs the package torch, which is not installed: pip .*\[export\]", missing.stderr)
+
+
+def started(command: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
+    """A finished command without what leads to the packages of this process, and with the user's cache."""
+    hidden = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "XDG_CACHE_HOME")
+    environment = {name: value for name, value in os.environ.items() if name not in hidden}
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
 
 
 def test_the_editable_install_is_the_checkout(tmp_path: Path) -> None:

@@ -49,10 +49,10 @@ def bundle_of(path: Path, require_signature: Path | None = None) -> Path:
         )
     require_checkpoint(path)
     folder = bundles_folder()
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     if (problem := problem_of(folder)) is not None:
         raise InputFault(f"{problem}; exported bundles would be stored there (XDG_CACHE_HOME names another place)")
     made_from = _made_from(path)
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     digest = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()
     target = folder / f"{model_name(path)}-{digest[:16]}"
     if not (target / MANIFEST_FILE).exists():
@@ -85,10 +85,10 @@ def _refuse_other(path: Path) -> None:
 def _made_from(path: Path) -> dict[str, object]:
     """Everything that the bundle of a checkpoint depends on."""
     return {
+        "versions": {"spaceport": __version__, **{package: _version(package, path) for package in _PACKAGES}},
+        "cpu": cpu_class(),
         "name": path.resolve().name,
         "files": _digests(path),
-        "cpu": cpu_class(),
-        "versions": {"spaceport": __version__, **{package: _version(package, path) for package in _PACKAGES}},
     }
 
 

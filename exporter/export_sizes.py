@@ -12,8 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from spaceport.exporter.checkpoint_files import is_converted, is_gguf
-from spaceport.graphs.contract.dtypes import DTYPES
-from spaceport.graphs.contract.signature import Activations, Lowering, Precision, Weights
+from spaceport.graphs.contract.signature import DTYPES, Activations, Lowering, Precision, Weights
 from spaceport.graphs.decoder import decoder_layers
 from spaceport.graphs.gptq import sample_bytes
 from spaceport.graphs.quantization import BLOCKS, block_of, limbs_of

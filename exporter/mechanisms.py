@@ -23,11 +23,8 @@ from spaceport.exporter.sar_config import (
 from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.contract.json_fields import JsonField, Rules
 from spaceport.graphs.contract.manifest import TokenIds
-from spaceport.graphs.correction import Factors
-from spaceport.graphs.draft_heads import Heads
 from spaceport.graphs.gated import MaskAdapter
-from spaceport.graphs.input_rows import InputRows
-from spaceport.graphs.mechanism import Mechanism, MechanismError, is_finite
+from spaceport.graphs.mechanism import Factors, Heads, InputRows, Mechanism, MechanismError, is_finite
 from spaceport.graphs.preloaded_slots import PreloadedSlots
 
 # By name, in the order in which they are added to a model.

@@ -25,10 +25,9 @@ from spaceport.exporter.graph_passes import (
 )
 from spaceport.exporter.integer_matmuls import store_integer_matmuls
 from spaceport.exporter.quantized_weights import WeightNotFound, store_quantized_weights
-from spaceport.graphs.contract.dtypes import DTYPES
 from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.graphs.contract.manifest import DATA_FILE, MODEL_FILE
-from spaceport.graphs.contract.signature import BEST_TOKENS, Lowering, Signature, selection_width
+from spaceport.graphs.contract.signature import BEST_TOKENS, DTYPES, Lowering, Signature, selection_width
 from spaceport.graphs.decoder import Decoder, DecoderWithLayerOutputs
 
 OPSETS = (23, 24)

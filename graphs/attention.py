@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.onnx.ops import symbolic
+from torch.utils.hooks import RemovableHandle
 from transformers.cache_utils import Cache
 
 NAME = "spaceport"
@@ -19,6 +21,8 @@ INTEGER_ATTENTION = "integer_attention"
 # float16), so that a row that sees no slot does not become NaN.
 MASKED_SCORE = {torch.float32: -1e9, torch.bfloat16: -1e9, torch.float16: -1e4}
 
+# Writes the rows of a step into a KV buffer and returns the updated buffer.
+Write = Callable[[Tensor, Tensor], Tensor]
 # The keys and values of a layer as the buffers store them.
 Quantize = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -33,6 +37,16 @@ _IGNORED = frozenset(
 
 class UnsupportedAttention(ValueError):
     """A model needs a kind of attention that the graph does not support."""
+
+
+@contextmanager
+def hooked(handles: Iterable[RemovableHandle]) -> Iterator[None]:
+    """Remove these hooks of modules at the end of the block."""
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
@@ -52,7 +66,12 @@ def grouped_attention(
     """The attention output of every row: B x H x T x D."""
     if mask.dtype == torch.bool:
         if torch.onnx.is_in_onnx_export():
-            return _attention_operator(query, key, value, mask, scale, softcap)
+            attributes: dict[str, Any] = {
+                "scale": float(scale),
+                **({} if softcap is None else {"softcap": float(softcap)}),
+            }
+            inputs = (query, key, value, mask)
+            return symbolic("Attention", inputs, attributes, dtype=query.dtype, shape=query.shape)
         mask = additive_mask(mask, query.dtype)
     batch, heads, rows, dim = query.shape
     groups = heads // key.shape[1]
@@ -110,7 +129,9 @@ def mask_plane(mask: Tensor, windowed: bool) -> Tensor:
 
 def attention_modules(model: nn.Module) -> dict[int, list[nn.Module]]:
     """The innermost modules with the index of a layer, by that index: attention, and in some families more."""
-    indexed = {module: index for module in model.modules() if isinstance(index := _layer_of(module), int)}
+    indexed = {
+        module: index for module in model.modules() if isinstance(index := getattr(module, "layer_idx", None), int)
+    }
     modules: dict[int, list[nn.Module]] = {}
     for module, index in indexed.items():
         if not any(inner in indexed for inner in module.modules() if inner is not module):
@@ -118,28 +139,11 @@ def attention_modules(model: nn.Module) -> dict[int, list[nn.Module]]:
     return modules
 
 
-def _layer_of(module: nn.Module) -> object:
-    return getattr(module, "layer_idx", None)
-
-
 def refuse_unknown(arguments: dict[str, Any]) -> None:
     """Raise if a model passes an argument to attention that this implementation would ignore."""
     unsupported = sorted(name for name, value in arguments.items() if name not in _IGNORED and value is not None)
     if unsupported:
         raise UnsupportedAttention(f"its attention takes {', '.join(unsupported)}, which the graph has no input for")
-
-
-def _attention_operator(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, softcap: float | None
-) -> Tensor:
-    attributes: dict[str, Any] = {"scale": float(scale), **({"softcap": float(softcap)} if softcap is not None else {})}
-    return symbolic("Attention", (query, key, value, mask), attributes, dtype=query.dtype, shape=query.shape)
-
-
-class Write(Protocol):
-    """Writes the rows of a step into a KV buffer and returns the updated buffer."""
-
-    def __call__(self, buffer: Tensor, rows: Tensor) -> Tensor: ...
 
 
 class Scatter:

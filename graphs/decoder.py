@@ -14,8 +14,8 @@ from transformers.cache_utils import Cache
 
 from spaceport.graphs import attention
 from spaceport.graphs.contract.signature import Lowering, Precision, Signature, visible_length
-from spaceport.graphs.draft_heads import head_logits, heads_of
 from spaceport.graphs.integer_attention import IntegerAttention, use_integer_attention
+from spaceport.graphs.mechanism import head_logits, heads_of
 from spaceport.graphs.preloaded_slots import slots_called, slots_of
 from spaceport.graphs.quantization import UNQUANTIZED, AttentionScales, Quantization
 from spaceport.graphs.traits import (
@@ -44,11 +44,8 @@ def rows_selected(model: PreTrainedModel, select: Callable[[Tensor], Tensor]) ->
         (hidden, *others) = arguments
         return (select(hidden), *others)
 
-    handle = cast(nn.Module, model.get_output_embeddings()).register_forward_pre_hook(before)
-    try:
+    with attention.hooked([cast(nn.Module, model.get_output_embeddings()).register_forward_pre_hook(before)]):
         yield
-    finally:
-        handle.remove()
 
 
 class Decoder(nn.Module):
@@ -86,13 +83,11 @@ class Decoder(nn.Module):
             visible = torch.cat((visible, named["sliding_attention_mask"]), dim=1)
         fused = self.attention_implementation == "operator" and not self._integers
         mask = visible if fused else attention.additive_mask(visible, self.model.dtype)
-        cache = attention.SlotCache(
-            past,
-            self._writer(named["slot_ids"]),
-            visible.shape[-1],
-            self._repeats,
-            self._stored if self._integers else None,
-        )
+        write: attention.Write = attention.Append(named["slot_ids"])
+        if self.signature.lowering == "scatter":
+            write = attention.Scatter(named["slot_ids"], self.signature.kv_heads)
+        stored = self._stored if self._integers else None
+        cache = attention.SlotCache(past, write, visible.shape[-1], self._repeats, stored)
         logit_rows = named["logit_rows"]
 
         def select_rows(hidden: Tensor) -> Tensor:  # B x T x hidden becomes B x R x hidden
@@ -117,11 +112,6 @@ class Decoder(nn.Module):
 
     def _stored(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         return self._integers[layer].stored_keys(keys), self._integers[layer].stored_values(values)
-
-    def _writer(self, slot_ids: Tensor) -> attention.Write:
-        if self.signature.lowering == "scatter":
-            return attention.Scatter(slot_ids, self.signature.kv_heads)
-        return attention.Append(slot_ids)
 
 
 def decoder_of(
@@ -251,7 +241,7 @@ def _recorded_layer_outputs(layers: tuple[nn.Module, ...]) -> Iterator[dict[str,
         def record(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
             # Layers receive the KV cache, and of the modules in a layer only its attention does.
             if any(isinstance(value, Cache) for value in (*arguments, *named.values())):
-                recorded[name] = _first_tensor(output)
+                recorded[name] = output[0] if isinstance(output, tuple) else output
 
         return record
 
@@ -262,17 +252,8 @@ def _recorded_layer_outputs(layers: tuple[nn.Module, ...]) -> Iterator[dict[str,
             module.register_forward_hook(record_as(name), with_kwargs=True)
             for module, name in (*names, (layer, layer_output_name(index)))
         ]
-    try:
+    with attention.hooked(handles):
         yield recorded
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _first_tensor(output: Any) -> Tensor:
-    value = output[0] if isinstance(output, tuple) else output
-    assert isinstance(value, Tensor)
-    return value
 
 
 class DecoderWithLayerOutputs(nn.Module):

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from spaceport.graphs.attention import hooked
 from spaceport.graphs.decoder import decoder_layers
 from spaceport.graphs.gated import uniform_rows
 from spaceport.graphs.integer_attention import AttentionRecorder
@@ -175,12 +176,8 @@ def _calls(model: PreTrainedModel, texts: CalibrationTexts) -> list[_Call]:
 
     handles = [layer.register_forward_pre_hook(before, with_kwargs=True, prepend=True) for layer in layers]
     handles += [layer.register_forward_hook(after) for layer in layers]
-    try:
-        with suppress(_Stop):
-            model(input_ids=texts.ids, attention_mask=texts.real.long(), use_cache=False)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with hooked(handles), suppress(_Stop):
+        model(input_ids=texts.ids, attention_mask=texts.real.long(), use_cache=False)
     return calls if len(calls) == len(layers) else []
 
 
@@ -217,11 +214,8 @@ def _inputs(modules: Mapping[str, nn.Linear], real: Tensor) -> Iterator[list[_In
         return before
 
     handles = [module.register_forward_pre_hook(measure(name)) for name, module in modules.items()]
-    try:
+    with hooked(handles):
         yield inputs
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from spaceport.graphs.attention import PRELOADED_SLOTS, additive_mask, attention_modules, capped
+from spaceport.graphs.attention import PRELOADED_SLOTS, additive_mask, attention_modules, capped, hooked
 from spaceport.graphs.contract.json_fields import JsonField
 from spaceport.graphs.gated import Gate, gate_of
 from spaceport.graphs.mechanism import Mechanism, MechanismError, is_finite, wrong_shapes
@@ -141,11 +141,8 @@ def slots_called(model: PreTrainedModel) -> Iterator[None]:
     """Raise at the end of the block unless each layer of a model used its preloaded slots in it."""
     slots, called = slots_of(model), set[int]()
     handles = [layer.register_forward_hook(lambda module, arguments, output: called.add(id(module))) for layer in slots]
-    try:
+    with hooked(handles):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
     if len(called) < len(slots):
         raise UnsupportedModel(
             f"{class_name(model)} uses preloaded slots in {len(called)} of {len(slots)} layers: expected all of them; "

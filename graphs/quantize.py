@@ -68,7 +68,7 @@ def quantize_model(
         return _integer_layers(model, modules, limbs, stored, sample, on_layers, kv_cache)
     form = unclipped_format(weights, model.dtype) if weights != "int4" else int4_format(BLOCKS[lowering], model.dtype)
     if weights != "int4":
-        layers, errors = _nearest_layers(modules, form)
+        layers, errors = _replaced(modules, lambda name: form.nearest(modules[name].weight))
     elif stored is not None:
         layers, errors = _stored_layers(model, modules, stored)
     else:
@@ -167,24 +167,18 @@ def _require_finite(model: PreTrainedModel, modules: Mapping[str, nn.Linear]) ->
             )
 
 
-def _nearest_layers(
-    modules: Mapping[str, nn.Linear], form: WeightFormat
+def _replaced(
+    modules: Mapping[str, nn.Linear], layer_of: Callable[[str], QuantizedWeight]
 ) -> tuple[dict[str, QuantizedWeight], dict[str, float]]:
-    """These modules with the nearest codes, and the relative error of each weight."""
-    layers: dict[str, QuantizedWeight] = {}
-    errors: dict[str, float] = {}
-    for name, module in modules.items():
-        layers[name] = form.nearest(module.weight)
-        errors[name] = replace_weight(module.weight, layers[name].of_outputs)
-    return layers, errors
+    """The quantized weight of each module, which then computes with it, and its relative error."""
+    layers = {name: layer_of(name) for name in modules}
+    return layers, {name: replace_weight(module.weight, layers[name].of_outputs) for name, module in modules.items()}
 
 
 def _stored_layers(
     model: PreTrainedModel, modules: Mapping[str, nn.Linear], stored: Quantization
 ) -> tuple[dict[str, QuantizedWeight], dict[str, float]]:
     """The layers of a bundle, put into the modules of the model that it was made from."""
-    layers: dict[str, QuantizedWeight] = {}
-    errors: dict[str, float] = {}
     for name, module in modules.items():
         layer = stored.layers.get(name)
         if layer is None or layer.codes.T.shape != module.weight.shape:
@@ -192,11 +186,11 @@ def _stored_layers(
                 f"{class_name(model)}: the graph has no quantized weight of {name} with {tuple(module.weight.shape)} values: "
                 "expected the graph of this checkpoint"
             )
-        layers[name] = layer
-        errors[name] = replace_weight(module.weight, layer.of_outputs)
-        if not errors[name] <= _LARGEST_ERROR:
+    layers, errors = _replaced(modules, stored.layers.__getitem__)
+    for name, error in errors.items():
+        if not error <= _LARGEST_ERROR:
             raise InputFault(
-                f"{class_name(model)}: the quantized weight of {name} in the graph differs by {errors[name]:.0%} from the "
+                f"{class_name(model)}: the quantized weight of {name} in the graph differs by {error:.0%} from the "
                 "checkpoint's: expected the checkpoint that the bundle was made from"
             )
     return layers, errors

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from spaceport.graphs.draft_heads import heads_of
+from spaceport.graphs.attention import hooked
 from spaceport.graphs.gated import GatedLinear
+from spaceport.graphs.mechanism import heads_of
 from spaceport.graphs.preloaded_slots import LayerSlots
 from spaceport.graphs.streamed_weights import (
     Parts,
@@ -162,7 +163,8 @@ def rotate_model(model: PreTrainedModel) -> Orthogonal:
         norm.make_plain()
     _rotate_values(model, residual)
     for name, writer in residual.writers.items():
-        if type(writer) in (nn.Linear, GatedLinear) and not _is_attention(model, name):
+        joins_heads = _values_of(model.get_submodule(name.rpartition(".")[0])) is not None
+        if type(writer) in (nn.Linear, GatedLinear) and not joins_heads:
             _rotate_in_graph(cast(nn.Linear, writer))
         for parameter in _written_by(writer):
             _change_outputs(parameter, rotation.times)
@@ -225,16 +227,11 @@ class _Stream:
 def _stream_of(model: PreTrainedModel) -> _Stream:
     """The readers and writers of the residual stream, from the tensors that modules pass on in one run."""
     residual = _Stream(model)
-    handles = residual.attach()
-    try:
-        # arguments that a model need not look into, which it cannot do without values
-        ids = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
-        mask = torch.zeros(1, 1, 2, 2, dtype=model.dtype, device=model.device)
-        with torch.no_grad():
-            model(input_ids=ids, position_ids=ids, attention_mask=mask, use_cache=False)
-    finally:
-        for handle in handles:
-            handle.remove()
+    # arguments that a model need not look into, which it cannot do without values
+    ids = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
+    mask = torch.zeros(1, 1, 2, 2, dtype=model.dtype, device=model.device)
+    with torch.no_grad(), hooked(residual.attach()):
+        model(input_ids=ids, position_ids=ids, attention_mask=mask, use_cache=False)
     norms = residual.norms.values()
     reasons = [
         *residual.reasons,
@@ -292,11 +289,6 @@ def _outputs_of_adapter(module: nn.Linear) -> list[Tensor]:
 
 def _inputs_of(module: nn.Linear) -> list[Tensor]:
     return [module.weight, *([module.A] if isinstance(module, GatedLinear) else [])]
-
-
-def _is_attention(model: PreTrainedModel, name: str) -> bool:
-    """Whether a module that writes to the stream joins attention heads."""
-    return _values_of(model.get_submodule(name.rpartition(".")[0])) is not None
 
 
 def _values_of(attention: nn.Module) -> nn.Linear | None:
@@ -360,15 +352,10 @@ def _change(parameter: Tensor, change: Callable[[Tensor], Tensor]) -> None:
     """Replace the values of a parameter by a function of its rows."""
     source = source_of(parameter)
     if source is not None:
-        parts = partial(_changed_parts, source.parts, change)
-        stream(parameter, Streamed(parts, source.folder))
+        stream(parameter, Streamed(lambda: ((rows, change(values)) for rows, values in source.parts()), source.folder))
         return
     for rows, values in rows_of(parameter):
         parameter.data[rows] = change(values).to(parameter.dtype)
-
-
-def _changed_parts(parts: Callable[[], Parts], change: Callable[[Tensor], Tensor]) -> Parts:
-    return ((rows, change(values)) for rows, values in parts())
 
 
 def _change_outputs(parameter: Tensor, change: Callable[[Tensor], Tensor], last: int | None = None) -> None:

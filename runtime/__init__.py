@@ -9,8 +9,7 @@ from spaceport.runtime.decode.sequence_group import Statistics
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import EngineFault
 from spaceport.runtime.limits import Limits
-from spaceport.runtime.sampling.constrained import DeadEnd
-from spaceport.runtime.sampling.grammar import Grammar
+from spaceport.runtime.sampling.grammar import DeadEnd, Grammar
 from spaceport.runtime.sampling.logprobs import Score, TokenLogprob
 from spaceport.runtime.sampling.sampler import Sampling
 from spaceport.runtime.scheduling.request import Completion, QueueFull
@@ -20,7 +19,7 @@ from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.messages import ChatPrompt, Message, TemplateError
 from spaceport.runtime.text.prompt import Prompt
 from spaceport.runtime.text.transcript import Piece, ThreadText
-from spaceport.runtime.trace.trace import Trace
+from spaceport.runtime.trace import Trace
 
 __all__ = [
     "AsyncStream",

@@ -12,7 +12,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from spaceport.runtime.sampling.constrained import open_vocabulary
+from spaceport.runtime.sampling.grammar import open_vocabulary
 from spaceport.runtime.text.chat_template import ChatTemplate
 
 _MEMORY = 4 << 30  # bytes of address space

@@ -17,7 +17,7 @@ from spaceport.runtime.sampling.logprobs import TokenLogprob
 from spaceport.runtime.scheduling.request import Completion
 from spaceport.runtime.text.transcript import Piece
 from spaceport.runtime.tool_calls.parser import CallPart, MessagePart
-from spaceport.runtime.trace.trace import Trace
+from spaceport.runtime.trace import Trace
 from spaceport.serving.bodies import ChatBody, TextBody
 from spaceport.serving.request_inputs import NO_TOOLS, ToolUse
 from spaceport.serving.service import ServedModel

@@ -17,7 +17,7 @@ from spaceport.runtime.scheduling.stream import AsyncStream
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.prompt import Prompt
 from spaceport.runtime.text.transcript import Piece
-from spaceport.runtime.trace.trace import GrowingTrace
+from spaceport.runtime.trace import GrowingTrace
 from spaceport.serving.answers import ChatAnswer, TextAnswer, counts_of, usage_of
 from spaceport.serving.bodies import StreamOptions
 from spaceport.serving.request_log import recorded_failure

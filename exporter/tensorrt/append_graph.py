@@ -11,10 +11,9 @@ import onnx
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
-from spaceport.graphs.contract.dtypes import DTYPES
 from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.contract.manifest import DATA_FILE, MODEL_FILE
-from spaceport.graphs.contract.signature import Signature, Tensor
+from spaceport.graphs.contract.signature import DTYPES, Signature, Tensor
 
 _MASKED_SCORE = -1e9  # as graphs.attention.MASKED_SCORE for float32: scores are float32 for every graph type
 _KNOWN = {"scale", "softcap"}  # attributes of Attention nodes in exported graphs

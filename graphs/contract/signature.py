@@ -6,7 +6,8 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Annotated, Any, Literal, get_args
 
-from spaceport.graphs.contract.dtypes import DTYPES
+import numpy as np
+
 from spaceport.graphs.contract.json_fields import between
 
 Lowering = Literal["scatter", "append"]
@@ -24,6 +25,36 @@ PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 WEIGHTS: tuple[Weights, ...] = get_args(Weights)
 ACTIVATIONS: tuple[Activations, ...] = get_args(Activations)
 KV_CACHES: tuple[KvCache, ...] = get_args(KvCache)
+
+
+@dataclass(frozen=True)
+class Dtype:
+    """A tensor type."""
+
+    bytes: int  # of one element
+    onnx: int  # element type number: onnx.TensorProto.DataType
+    onnxruntime: str  # T in "tensor(T)", the type of session inputs and outputs
+    tensorrt: str  # member of tensorrt.DataType
+
+
+DTYPES = {
+    "float32": Dtype(4, 1, "float", "FLOAT"),
+    "float16": Dtype(2, 10, "float16", "HALF"),
+    "bfloat16": Dtype(2, 16, "bfloat16", "BF16"),
+    "int64": Dtype(8, 7, "int64", "INT64"),
+    "int8": Dtype(1, 3, "int8", "INT8"),
+    "bool": Dtype(1, 9, "bool", "BOOL"),
+}
+
+# numpy has no bfloat16.
+NUMPY: dict[str, type[np.generic]] = {
+    "float32": np.float32,
+    "float16": np.float16,
+    "int64": np.int64,
+    "int8": np.int8,
+    "bool": np.bool_,
+}
+
 
 STEP_ROWS = 128  # maximum rows per request in a decode step, over all its threads
 # Tokens per row that an engine selects: more than the forbidden tokens plus the candidates that a draft needs.

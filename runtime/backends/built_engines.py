@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from spaceport.graphs.contract.dtypes import DTYPES
 from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.contract.manifest import ENGINES_FOLDER, EngineRecord, Flavour
-from spaceport.graphs.contract.signature import Signature, Tensor
+from spaceport.graphs.contract.signature import DTYPES, Signature, Tensor
 from spaceport.runtime.backends.private_files import append_private, read_private, state_folder
 from spaceport.runtime.bundle import Bundle, BundleError
 from spaceport.runtime.engine import EngineOptions
@@ -81,7 +81,7 @@ def engine_for(
         if not fitting:
             reason = reason.format(
                 got=", ".join(sorted({str(getattr(named.record, what)) for named in left})),
-                build=f"`spaceport build {_quoted(path)} --backend {flavour}`",
+                build=f"`spaceport build {shlex.quote(str(path))} --backend {flavour}`",
                 flavour=flavour,
                 target=target,
                 version=version,
@@ -91,10 +91,6 @@ def engine_for(
             raise InputFault(f"{path}: {reason}")
         left = fitting
     return min(left, key=lambda named: (named.record.capacity, named.record.requests, named.name))
-
-
-def _quoted(path: Path) -> str:
-    return f"'{path}'" if " " in str(path) else str(path)
 
 
 def read_engine(bundle: Bundle, named: NamedEngine, trusted: bool) -> bytes:

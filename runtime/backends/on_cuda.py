@@ -15,9 +15,8 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from spaceport.graphs.contract.dtypes import DTYPES
 from spaceport.graphs.contract.faults import MissingDependency, OptionFault
-from spaceport.graphs.contract.signature import Signature, selection_width
+from spaceport.graphs.contract.signature import DTYPES, Signature, selection_width
 from spaceport.runtime.backends.machine import gpu
 from spaceport.runtime.backends.on_onnxruntime import FAULTS, open_selection, open_session, unloadable
 from spaceport.runtime.backends.products import session_options

@@ -18,9 +18,8 @@ import onnxruntime as ort
 from numpy.typing import DTypeLike, NDArray
 from onnxruntime.capi import onnxruntime_pybind11_state
 
-from spaceport.graphs.contract.dtypes import DTYPES, NUMPY
 from spaceport.graphs.contract.manifest import MODEL_FILE, SELECTION_FILE
-from spaceport.graphs.contract.signature import Signature, Tensor, selection_width
+from spaceport.graphs.contract.signature import DTYPES, NUMPY, Signature, Tensor, selection_width
 from spaceport.runtime.backends.machine import engine_threads
 from spaceport.runtime.backends.products import is_exact, session_options
 from spaceport.runtime.bundle import Bundle, BundleError
@@ -312,8 +311,8 @@ def weights_for(bundle: Bundle, graph: bytes, options: ort.SessionOptions) -> It
         else:
             options.add_session_config_entry(_WEIGHTS_FOLDER, files.location)
         yield
-    if bundle.copies_weights:
-        _return_free_memory()
+    if bundle.copies_weights and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)  # glibc holds back the copies of weights that a session freed after packing
     for name in weights:
         files.require_same(name)
 
@@ -330,13 +329,6 @@ def _weight_files(bundle: Bundle, graph: bytes) -> list[str]:
                 f"{bundle.path / MODEL_FILE}: loads weights from {name!r}, which the manifest does not list: export it again"
             )
     return named
-
-
-def _return_free_memory() -> None:
-    """Return memory to the system that the C library holds back: copies of weights that a session freed after packing."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc
-    if trim is not None:
-        trim(0)
 
 
 @contextmanager

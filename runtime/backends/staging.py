@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from spaceport.graphs.contract.dtypes import DTYPES, NUMPY
-from spaceport.graphs.contract.signature import VISIBLE_STEP, Signature, logit_rows
+from spaceport.graphs.contract.signature import DTYPES, NUMPY, VISIBLE_STEP, Signature, logit_rows
 from spaceport.runtime.engine import Batch
 
 # Rows that calls are padded to: the most frequent widths of steps, then multiples of 64.

@@ -1,4 +1,4 @@
-"""Plan: the rows of a step; each row's parent is stored, its visible slots are derived."""
+"""The rows of a step, whose parents are stored and whose visible slots are derived, and which of them are accepted."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spaceport.graphs.contract.draft_methods import CAUSAL, MaskLayout
+from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import TokenIds
-from spaceport.runtime.decode.draft import PLAIN, Draft
-from spaceport.runtime.decode.sequence import TokenSequence
+from spaceport.runtime.decode.draft import PLAIN, Candidates, Draft
+from spaceport.runtime.decode.sequence import NotANumber, TokenSelector, TokenSequence
 
 NO_PARENT = -1
 _NO_ROWS = np.zeros(0, np.int64)
@@ -235,3 +236,63 @@ def _ancestry(parents: Sequence[int]) -> NDArray[np.bool_]:
     packed = np.frombuffer(b"".join([line.to_bytes(size, "little") for line in lines]), np.uint8)
     bits = np.unpackbits(packed.reshape(len(lines), size), axis=1, count=len(lines), bitorder="little")
     return bits.view(np.bool_)
+
+
+class Verdict(NamedTuple):
+    """The result of a step for one thread: retained rows and generated tokens."""
+
+    retained: tuple[int, ...]  # rows of the part whose KV slots are retained
+    tokens: tuple[int, ...]  # the accepted candidates, then the model's own next token
+    candidates: tuple[Candidates, ...]  # what the mask slots or heads predict after those, by position
+    sources: tuple[str, ...] = ()  # of each accepted candidate, as in its draft
+
+    @property
+    def accepted(self) -> int:
+        """Number of accepted candidates."""
+        return max(0, len(self.tokens) - 1)
+
+
+def accept(
+    part: Part, logits: NDArray[np.float32], selector: TokenSelector, most: int = 1, lines: int = 1, heads: int = 0
+) -> Verdict:
+    """The verdict on a thread's rows: walks the draft along the tokens that the model itself selects.
+
+    The generated tokens are therefore those of plain decoding.
+
+    `logits` has `lines` lines for each wanted row of the part: its own, then those of the heads, of which the first
+    `heads` are used. `most` is the number of candidates to take from each mask slot or head.
+    """
+    layout, thread, draft = part.layout, part.thread, part.draft
+    known = layout.known
+    if not part.complete:
+        return Verdict(tuple(range(known)), (), ())
+    first = int(part.rows_wanted[0])
+    node, retained, nodes = 0, list(range(known)), []
+    tokens = [selector.token(logits[(known - 1 - first) * lines], thread, ())]
+    for child, (parent, candidate) in enumerate(zip(draft.parents, draft.tokens, strict=True), 1):
+        if parent != node or candidate != tokens[-1]:  # a candidate comes after its parent
+            continue
+        row = layout.nodes[child]
+        try:
+            following = selector.token(logits[(row - first) * lines], thread, tokens)
+        except (NotANumber, OptionFault):
+            break  # the completion may end before this position; if it does not, the next step raises the error
+        node = child
+        nodes.append(child)
+        retained.append(row)
+        tokens.append(following)
+    sources = tuple([draft.sources[node - 1] for node in nodes]) if draft.sources else ()
+    candidates: tuple[Candidates, ...] = ()
+    if (proposed := _proposed(part, node, first, lines, heads)) is not None:
+        candidates = selector.candidates(logits[proposed], thread, len(thread.tokens) + len(tokens), most)
+    return Verdict(tuple(retained), tuple(tokens), candidates, sources)
+
+
+def _proposed(part: Part, node: int, first: int, lines: int, heads: int) -> slice | None:
+    """The lines with predictions for the tokens after that of a node's own line; None if there are none."""
+    layout = part.layout
+    if heads:  # head 1 predicts the token after that of the own line
+        own = (layout.nodes[node] - first) * lines
+        return slice(own + 1, own + 1 + heads)
+    group = layout.groups[node]
+    return slice((group[0] - first) * lines, (group[-1] + 1 - first) * lines, lines) if group else None

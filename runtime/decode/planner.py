@@ -19,7 +19,6 @@ from typing import NamedTuple, Protocol
 from spaceport.graphs.contract.draft_methods import CAUSAL, PREDICTORS, DraftAcceptance, MaskLayout
 from spaceport.graphs.contract.signature import STEP_ROWS
 from spaceport.runtime.costs import VISIBLE, Curve, StepCosts
-from spaceport.runtime.decode.acceptance import Acceptance, Verdict
 from spaceport.runtime.decode.draft import (
     MOST_LIKELY,
     PLAIN,
@@ -31,9 +30,9 @@ from spaceport.runtime.decode.draft import (
     chain,
     tree,
 )
-from spaceport.runtime.decode.plan import Part
+from spaceport.runtime.decode.plan import Part, Verdict
 from spaceport.runtime.decode.sequence import TokenSequence
-from spaceport.runtime.decode.sources import LearningProposal, sources_for
+from spaceport.runtime.decode.sources import Acceptance, LearningProposal, sources_for
 
 SHARE = 0.01  # of the time of plain decoding that drafts may cost
 CREDIT = 1.6  # plain steps that drafts may cost at the start of a request

@@ -232,11 +232,12 @@ def not_a_number(position: int) -> NotANumber:
     )
 
 
-class Listener(Protocol):
-    """Receives the generated tokens of a request's threads, and decides where a stop string ends them."""
+class Listener:
+    """Receives the generated tokens of a request's threads, and decides where a stop string ends them; this one ignores all."""
 
     def on_token(self, thread: TokenSequence, token: int, drafted: bool, source: str | None = None) -> bool:
         """Called after each generated token; returns whether the thread ends with it."""
+        return False
 
     def on_fork(self, parent: TokenSequence, child: TokenSequence) -> None:
         """Called when a child thread starts at the [Fork] that its parent has just generated."""
@@ -246,21 +247,6 @@ class Listener(Protocol):
 
     def is_cut_off(self, thread: TokenSequence) -> bool:
         """Whether all further text of the thread would come after a stop string."""
-
-
-class NullListener:
-    """A listener that ignores all events."""
-
-    def on_token(self, thread: TokenSequence, token: int, drafted: bool, source: str | None = None) -> bool:
-        return False
-
-    def on_fork(self, parent: TokenSequence, child: TokenSequence) -> None:
-        pass
-
-    def on_end(self, thread: TokenSequence) -> None:
-        pass
-
-    def is_cut_off(self, thread: TokenSequence) -> bool:
         return False
 
 
@@ -269,7 +255,7 @@ class NullListener:
 Event = tuple[TokenSequence, int | TokenSequence | None, bool, str | None]
 
 
-class EventLog:
+class EventLog(Listener):
     """A listener that stores events for another one to replay; it never ends a thread."""
 
     def __init__(self) -> None:
@@ -289,9 +275,6 @@ class EventLog:
 
     def on_end(self, thread: TokenSequence) -> None:
         self._events.append((thread, None, False, None))
-
-    def is_cut_off(self, thread: TokenSequence) -> bool:
-        return False
 
     def take(self) -> list[Event]:
         """The events since the last call."""

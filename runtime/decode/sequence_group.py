@@ -11,15 +11,13 @@ from numpy.typing import NDArray
 
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.graphs.contract.signature import STEP_ROWS, Lowering
-from spaceport.runtime.decode.acceptance import Verdict
 from spaceport.runtime.decode.draft import Draft, DraftConfig
-from spaceport.runtime.decode.plan import Part, Plan, plan_thread
+from spaceport.runtime.decode.plan import Part, Plan, Verdict, plan_thread
 from spaceport.runtime.decode.planner import ChainDrafter, Drafter, SharedCall, Sharing
 from spaceport.runtime.decode.sequence import (
     Ending,
     KvPrefix,
     Listener,
-    NullListener,
     Slots,
     TokenSelector,
     TokenSequence,
@@ -209,7 +207,7 @@ class SequenceGroup:
     end: frozenset[int] = frozenset()  # tokens that end a thread, its ending is "end"
     stop: frozenset[int] = frozenset()  # tokens of the caller that end a thread, its ending is "stop"
     cache_salt: str | None = None  # requests of one salt reuse each other's KV rows; None: it reuses and leaves none
-    listener: Listener = field(default_factory=NullListener)
+    listener: Listener = field(default_factory=Listener)
     observers: Sequence[Observer] = ()
 
     threads: list[TokenSequence] = field(init=False)  # all threads, also ended ones

@@ -1,4 +1,7 @@
-"""Draft sources: what proposes draft tokens, and learns how often they are accepted.
+"""Draft sources: what proposes draft tokens, and how often those of each source are accepted.
+
+Every generated token shows whether each source had predicted it, also if it was not drafted. Only mask slots have to be
+fed to be measured.
 
 Another source is a class here or elsewhere, and one entry of `SOURCES`.
 """
@@ -6,15 +9,97 @@ Another source is a class here or elsewhere, and one entry of `SOURCES`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Protocol
 
-from spaceport.graphs.contract.draft_methods import MAX_DEPTHS, is_copying, lookup_kind
-from spaceport.runtime.decode.acceptance import Acceptance
+from spaceport.graphs.contract.draft_methods import MAX_DEPTHS, DraftAcceptance, is_copying, lookup_kind
 from spaceport.runtime.decode.draft import MOST_LIKELY, Candidates, DraftConfig, Proposal, Ranked, best_chain
 from spaceport.runtime.decode.sequence import TokenSequence
 
 _LONGEST, _SHORTEST = 4, 2  # matching tokens; a single token predicts too little
 _NAMES = {"mask": "mask slots", "head": "heads", "lookup": "prompt lookup"}  # as users read them
+_NEW, _PRIOR = 0.1, 4  # minimum weight of a step in an average; steps that the initial values count for
+_HOPE = 0.5  # how far rates of mask slots start back towards their initial values in a new request
+_RETRY = 0.003  # share per step by which rates of unused mask slots return to their initial values, to be tried again
+_LEAST_TRUST, _MOST_TRUST = 0.1, 1.5
+# Initial rates where a bundle has none: of mask slots; of prompt lookup after 2, 3 or 4 matching tokens, and after few or
+# many accepted tokens in a row.
+_MASKS = tuple(0.7 * 0.85**depth for depth in range(MAX_DEPTHS))
+USUAL_LOOKUP = (0.3, 0.45, 0.6, 0.85, 0.95)
+
+
+class Acceptance:
+    """Acceptance probabilities: moving averages over the steps of one request, or of all that share them."""
+
+    def __init__(self, depths: int, measured: DraftAcceptance | None = None) -> None:
+        """Start with the rates that a bundle brings, or with usual ones; `depths` is the number of mask slots or heads."""
+        measured = measured or DraftAcceptance(())
+        rates, lookup = measured.rates or _MASKS, measured.lookup or USUAL_LOOKUP
+        self.initial = [*rates, *rates[-1:] * depths][:depths]
+        # by depth: how often mask slots or heads added that many tokens to those of other sources; then: while text is
+        # copied
+        self.masks = list(self.initial), list(self.initial)
+        self.lookup = list(lookup)  # by kind of match
+        # by source and depth: probability that it gave to its best token, and how often that was accepted, behind an
+        # accepted one
+        self._promises: dict[str, tuple[list[float], list[float]]] = {}
+        self.steps = 0
+
+    def copy(self) -> Acceptance:
+        """A copy that a new request starts with; another thread may change the original meanwhile.
+
+        Mask slots start half way back to their initial rates: how well they predict differs between texts, and a trial
+        costs little.
+        """
+        copy = Acceptance(len(self.initial))
+        copy.initial = self.initial
+        copy.follow(self, 1.0)
+        for masks in copy.masks:
+            masks[:] = [rate + _HOPE * max(0.0, first - rate) for rate, first in zip(masks, self.initial, strict=True)]
+        return copy
+
+    def follow(self, other: Acceptance, weight: float) -> None:
+        """Move all averages towards those of another one."""
+        pairs = [*zip(self.masks, other.masks, strict=True), (self.lookup, other.lookup)]
+        for source, theirs in list(other._promises.items()):
+            pairs += zip(self.promises(source, len(theirs[0])), theirs, strict=True)
+        for own, averages in pairs:
+            for index, average in enumerate(averages):
+                own[index] += weight * (average - own[index])
+
+    def reach(self, copying: bool) -> list[float]:
+        """The probability that mask slots or heads add one token, two tokens, ... to those of other sources."""
+        return list(accumulate(self.masks[copying], min))
+
+    def promises(self, source: str, depths: int) -> tuple[list[float], list[float]]:
+        """By depth: the probability that a source gave to its best token, and how often this was accepted."""
+        averages = self._promises.get(source)
+        if averages is None or len(averages[0]) < depths:
+            promised, accepted = averages or ([], [])
+            more = [*self.initial, *_MASKS[len(self.initial) :]][len(promised) : depths]
+            averages = self._promises[source] = [*promised, *more], [*accepted, *more]
+        return averages
+
+    def trust(self, source: str, depths: int) -> list[float]:
+        """By depth: factor that corrects the probabilities that a source gives."""
+        pairs = zip(*self.promises(source, depths), strict=True)
+        return [min(_MOST_TRUST, max(_LEAST_TRUST, accepted / max(promised, 1e-9))) for promised, accepted in pairs]
+
+    def count_step(self) -> float:
+        """Count a step that is learned from; returns its weight in the averages."""
+        self.steps += 1
+        return max(_NEW, 1 / (self.steps + _PRIOR))
+
+    def learn_masks(self, added: int, candidates: int, written: int, copying: bool, weight: float) -> None:
+        """Learn that mask slots added tokens to those of other sources; without candidates, forget slowly."""
+        # Candidates beyond the generated tokens are unknown, unless one before them was wrong.
+        known = written if added >= min(candidates, written) else candidates
+        masks = self.masks[copying]
+        for depth, first in enumerate(self.initial):
+            if depth >= candidates:
+                masks[depth] += _RETRY * (first - masks[depth])
+            elif depth < known:
+                masks[depth] += weight * ((depth < added) - masks[depth])
 
 
 class LearningProposal(Proposal, Protocol):

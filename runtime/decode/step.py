@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 
 from spaceport.graphs.contract.faults import LibraryPanic, is_panic
 from spaceport.graphs.contract.signature import Signature, visible_length
-from spaceport.runtime.decode.acceptance import accept
 from spaceport.runtime.decode.draft import Draft
-from spaceport.runtime.decode.plan import Plan, sees, within
+from spaceport.runtime.decode.plan import Plan, accept, sees, within
 from spaceport.runtime.decode.planner import SharedCall
 from spaceport.runtime.decode.sequence_group import ScheduledStep, SequenceGroup, VerifiedStep
 from spaceport.runtime.engine import NO_MOVES, PREFILL_ROWS, Batch, Engine, SelectedRows, selecting

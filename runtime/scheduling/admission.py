@@ -23,7 +23,7 @@ from spaceport.runtime.engine import Engine
 from spaceport.runtime.isolation import DeadlinePassed, HelperPool
 from spaceport.runtime.limits import DEFAULT_LIMITS, Limits
 from spaceport.runtime.sampling.choice import Bans, Corrected
-from spaceport.runtime.sampling.constrained import GrammarCompiler, Vocabulary, open_vocabulary
+from spaceport.runtime.sampling.grammar import GrammarCompiler, Vocabulary, open_vocabulary
 from spaceport.runtime.sampling.logprobs import Logprobs, Scoring, Speller, check_top
 from spaceport.runtime.sampling.sampler import Sampling, check_ids, chooser, seeded
 from spaceport.runtime.scheduling.request import Echo, Outcome, Output, Request
@@ -31,7 +31,7 @@ from spaceport.runtime.scheduling.worker import RuntimeClosed, Worker
 from spaceport.runtime.text.messages import ChatPrompt, shown
 from spaceport.runtime.text.prompt import Prompt, PromptEncoder, TooManyTokens
 from spaceport.runtime.text.transcript import Transcript
-from spaceport.runtime.trace.trace import Trace
+from spaceport.runtime.trace import Trace
 
 _OS_THREADS = 2  # that prepare requests, and again for those that need a helper process
 _QUICK_IDS = 4096  # token ids that need no OS thread of their own to be checked

@@ -18,7 +18,7 @@ from spaceport.runtime.sampling.logprobs import Score, Scoring, TokenLogprob
 from spaceport.runtime.text.messages import estimated_tokens
 from spaceport.runtime.text.prompt import Prompt
 from spaceport.runtime.text.transcript import Piece, ThreadText, Transcript
-from spaceport.runtime.trace.trace import Trace
+from spaceport.runtime.trace import Trace
 
 # waiting: being prepared, or in the queue; prefill: it has KV buffers; decoding: it has generated tokens.
 State = Literal["waiting", "prefill", "decoding", "done"]

@@ -14,7 +14,7 @@ from spaceport.runtime.decode.sequence_group import Statistics
 from spaceport.runtime.scheduling.request import Completion, Output, Request
 from spaceport.runtime.scheduling.worker import check_process
 from spaceport.runtime.text.transcript import Piece
-from spaceport.runtime.trace.trace import Trace
+from spaceport.runtime.trace import Trace
 
 
 class _Reader:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from tokenizers import Tokenizer
 
-from spaceport.runtime.decode.sequence import Ending, TokenSequence
+from spaceport.runtime.decode.sequence import Ending, Listener, TokenSequence
 from spaceport.runtime.sampling.logprobs import Logprobs, TokenLogprob
 from spaceport.runtime.text.tokenizer import StopSearch, TextStream, context_of
 
@@ -100,7 +100,7 @@ class _ThreadState:
     ending: Ending | None = None
 
 
-class Transcript:
+class Transcript(Listener):
     """The text of one request, whose threads generate in any order.
 
     In reading order, a child's whole text replaces the [Fork] that started it. The text ends before the first stop string

@@ -28,9 +28,8 @@ from spaceport.exporter.sar_config import (
 )
 from spaceport.graphs.contract.draft_methods import CORRECTION_FILE, MaskLayout, read_tables
 from spaceport.graphs.contract.signature import LOWERINGS, Lowering
-from spaceport.graphs.correction import Factors
 from spaceport.graphs.gated import MaskAdapter, adapter_state, gate_model
-from spaceport.graphs.input_rows import InputRows
+from spaceport.graphs.mechanism import Factors, InputRows
 from spaceport.graphs.preloaded_slots import PreloadedSlots, slots_of
 from spaceport.runtime.bundle import open_bundle
 from spaceport.runtime.decode.draft import Shape

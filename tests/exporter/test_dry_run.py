@@ -23,7 +23,7 @@ from spaceport.exporter.export import ExportOptions, build_decoder, needed_space
 from spaceport.exporter.mechanisms import DraftAdditions
 from spaceport.exporter.sar_config import CheckpointError
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.graphs.draft_heads import Heads
+from spaceport.graphs.mechanism import Heads
 from spaceport.graphs.quantization import Quantization
 from spaceport.graphs.traits import UnsupportedModel
 from spaceport.runtime.bundle import open_bundle

@@ -10,10 +10,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from spaceport.exporter.checkpoint_source import model_without_values
-from spaceport.graphs.correction import Factors
-from spaceport.graphs.draft_heads import Heads, expected_shapes, head_logits
 from spaceport.graphs.gated import GatedLinear, gate_model
-from spaceport.graphs.input_rows import InputRows
+from spaceport.graphs.mechanism import Factors, Heads, InputRows, expected_shapes, head_logits
 from spaceport.graphs.rotation import NotRotatable, block_size, hadamard, is_rotatable, orthogonal, rotate_model
 from spaceport.graphs.traits import UnsupportedModel
 from support.families import FAMILIES, Family, build, family_of

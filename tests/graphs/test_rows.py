@@ -10,11 +10,9 @@ from transformers import GemmaConfig, GemmaForCausalLM, LlamaConfig, LlamaForCau
 
 from spaceport.exporter.checkpoint_source import quiet_libraries
 from spaceport.graphs.contract.signature import Signature, logit_rows
-from spaceport.graphs.correction import DraftCorrection, Factors
 from spaceport.graphs.decoder import decoder_of, rows_selected
-from spaceport.graphs.draft_heads import Heads, expected_shapes
 from spaceport.graphs.gated import Gate, gate_model, gate_of, low_rank_linear, trainable_parameters, uniform_rows
-from spaceport.graphs.input_rows import InputRows
+from spaceport.graphs.mechanism import DraftCorrection, Factors, Heads, InputRows, expected_shapes
 from spaceport.graphs.preloaded_slots import PreloadedSlots, slots_of
 from spaceport.graphs.traits import UnsupportedModel, comparison_ids, probe, require_equal_logits, unmodified_logits
 from support.gguf_files import HIDDEN, random_model

@@ -87,7 +87,7 @@ LIBRARIES = {
     "spaceport": None,
     "spaceport.runtime": {"numpy", "tokenizers", "jinja2"},
     "spaceport.runtime.backends": None,
-    "spaceport.runtime.sampling.constrained": {"numpy", "tokenizers", "llguidance"},  # an optional extra
+    "spaceport.runtime.sampling.grammar": {"numpy", "tokenizers", "llguidance"},  # an optional extra
     "spaceport.graphs.contract": {"numpy"},
     "spaceport.graphs.contract.ed25519": {"cryptography"},  # an optional extra
 }

@@ -14,8 +14,7 @@ import pytest
 
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.isolation import DeadlinePassed, HelperPool, HelperProcess, JobFailed
-from spaceport.runtime.sampling.constrained import GrammarCompiler, open_vocabulary
-from spaceport.runtime.sampling.grammar import Grammar, is_simple
+from spaceport.runtime.sampling.grammar import Grammar, GrammarCompiler, is_simple, open_vocabulary
 from spaceport.runtime.text.chat_template import ChatTemplate
 from spaceport.runtime.text.messages import Message, TemplateError
 from support.small_tokenizers import BYTES

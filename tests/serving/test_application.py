@@ -12,7 +12,7 @@ from starlette.testclient import TestClient
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.sampling.sampler import Sampling
 from spaceport.runtime.session import Runtime
-from spaceport.runtime.trace.record import trace_of
+from spaceport.runtime.trace import trace_of
 from spaceport.serving import answers
 from spaceport.serving.application import application
 from spaceport.serving.options import ServiceOptions

@@ -18,7 +18,7 @@ from spaceport.graphs.contract.manifest import TOKENIZER_FILE
 from spaceport.runtime.decode.draft import REASONS
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
-from spaceport.runtime.trace.record import trace_of
+from spaceport.runtime.trace import trace_of
 from spaceport.serving.application import application
 from spaceport.serving.options import ServiceOptions
 from spaceport.tools.report.files import write_trace

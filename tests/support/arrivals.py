@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from spaceport.graphs.contract.signature import STEP_ROWS, Lowering
 from spaceport.runtime.costs import relative_costs
 from spaceport.runtime.decode.draft import Candidates, DraftConfig
-from spaceport.runtime.decode.sequence import NotANumber, NullListener, TokenSelector, TokenSequence
+from spaceport.runtime.decode.sequence import Listener, NotANumber, TokenSelector, TokenSequence
 from spaceport.runtime.decode.sequence_group import SequenceGroup, VerifiedStep
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import Batch, EngineFault
@@ -86,7 +86,7 @@ LANGUAGES = st.builds(
 
 
 @dataclass
-class Fuse(NullListener):
+class Fuse(Listener):
     """The listener, observer and token selector of a request; as one of them, it raises after a number of uses."""
 
     trouble: Trouble | None

@@ -13,7 +13,7 @@ from xml.etree.ElementTree import Element
 
 import pytest
 
-from spaceport.runtime.trace.record import TraceRecord
+from spaceport.runtime.trace import TraceRecord
 from spaceport.serving.page.modules import import_map, style
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -14,7 +14,7 @@ from spaceport.graphs.contract.signature import Lowering, Signature
 from spaceport.runtime.costs import StepCosts, relative_costs
 from spaceport.runtime.decode.draft import DraftConfig
 from spaceport.runtime.decode.planner import DraftPlanner, drafter_for
-from spaceport.runtime.decode.sequence import Listener, NullListener, TokenSelector
+from spaceport.runtime.decode.sequence import Listener, TokenSelector
 from spaceport.runtime.decode.sequence_group import Observer, SequenceGroup
 from spaceport.runtime.decode.step import StepInput, step
 from spaceport.runtime.engine import CPU_COSTS, PREFILL_ROWS, Batch, Costs, Engine, Moves
@@ -285,7 +285,7 @@ def request_for(
         max_rows=max_rows,
         max_threads=max_threads,
         end=frozenset(tokens.end),
-        listener=listener or NullListener(),
+        listener=listener or Listener(),
         observers=observers,
     )
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from spaceport.runtime.sampling.constrained import Vocabulary, open_vocabulary
+from spaceport.runtime.sampling.grammar import Vocabulary, open_vocabulary
 from support.hash_engine import CHILD, END, FORK, MASKS, VOCAB
 
 BROKEN = "\ufffd"

@@ -6,8 +6,7 @@ from collections.abc import Collection
 
 from spaceport.runtime.decode.sequence import TokenSelector
 from spaceport.runtime.sampling.choice import Bans, Greedy
-from spaceport.runtime.sampling.constrained import Constrained, GrammarCompiler, Vocabulary
-from spaceport.runtime.sampling.grammar import Grammar
+from spaceport.runtime.sampling.grammar import Constrained, Grammar, GrammarCompiler, Vocabulary
 
 
 def greedy(banned: Collection[int] = ()) -> Greedy:

@@ -13,7 +13,7 @@ from spaceport.runtime.decode.draft import DraftConfig
 from spaceport.runtime.decode.sequence import Listener
 from spaceport.runtime.decode.sequence_group import Observer, SequenceGroup
 from spaceport.runtime.text.transcript import Transcript
-from spaceport.runtime.trace.trace import Trace
+from spaceport.runtime.trace import Trace
 from support.arrivals import DRAFT_CONFIGS
 from support.hash_engine import CHILD, END, FORK, MASKS, VOCAB, HashEngine, Language, advance, request_for
 

@@ -16,8 +16,7 @@ from spaceport.exporter.checkpoint import Checkpoint
 from spaceport.exporter.mechanisms import errors_of, read_tensors, require_finite
 from spaceport.exporter.sar_config import CheckpointError
 from spaceport.graphs.contract.json_fields import is_whole
-from spaceport.graphs.draft_heads import Heads, expected_shapes
-from spaceport.graphs.mechanism import require_shapes
+from spaceport.graphs.mechanism import Heads, expected_shapes, require_shapes
 from spaceport.tools.adopt.given import HEADS_FILES, Given
 from spaceport.tools.adopt.plan import AdoptionPlan, Method, PublishedWeights, read_torch_file, require_no_masks
 

@@ -18,7 +18,7 @@ from spaceport.runtime.bundle import open_bundle
 from spaceport.runtime.engine import capacity_for, seq_len, slots_for
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.prompt import Prompt
-from spaceport.runtime.trace.trace import Trace
+from spaceport.runtime.trace import Trace
 from spaceport.tools.cli.bundle_cache import bundle_of
 from spaceport.tools.cli.generate_options import (
     Generate,

@@ -11,7 +11,7 @@ from markupsafe import Markup
 
 from spaceport.graphs.contract.atomic_file import replace_text
 from spaceport.graphs.contract.faults import InputFault, OptionFault
-from spaceport.runtime.trace.record import TraceRecord, trace_of
+from spaceport.runtime.trace import TraceRecord, trace_of
 from spaceport.serving.page.modules import import_map, style
 from spaceport.tools.report.lanes import visible
 

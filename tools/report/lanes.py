@@ -9,7 +9,7 @@ from functools import cached_property
 
 from spaceport.runtime.decode.draft import REASONS
 from spaceport.runtime.decode.sequence_group import MOST_STEPS, Statistics
-from spaceport.runtime.trace.record import StepRecord, ThreadRecord, ThreadRows, TraceRecord
+from spaceport.runtime.trace import StepRecord, ThreadRecord, ThreadRows, TraceRecord
 
 _JOINERS = "\u200c\u200d"  # needed inside words and emoji
 _NO_CHARACTERS = range(0xFDD0, 0xFDF0)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element as Element
 
-from spaceport.runtime.trace.record import TraceRecord
+from spaceport.runtime.trace import TraceRecord
 from spaceport.serving.page.modules import style
 from spaceport.tools.report.lanes import Cell, TraceLane, counted, describe, lanes_of, statistics_of, visible
 

@@ -18,7 +18,6 @@ from transformers.pytorch_utils import Conv1D
 from spaceport.exporter.checkpoint import Checkpoint
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import TokenIds
-from spaceport.graphs.correction import DraftCorrection, Factors
 from spaceport.graphs.gated import (
     ALL_LINEAR,
     MaskAdapter,
@@ -27,7 +26,7 @@ from spaceport.graphs.gated import (
     trainable_parameters,
     unfold_scale,
 )
-from spaceport.graphs.input_rows import InputRows, embedding_scale, replace_rows
+from spaceport.graphs.mechanism import DraftCorrection, Factors, InputRows, embedding_scale, replace_rows
 from spaceport.graphs.traits import UnsupportedModel
 from spaceport.tools.tune.job import TuningJob
 from spaceport.tools.tune.packed_model import PackedModel, frozen_base_model_of

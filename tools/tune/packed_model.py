@@ -12,9 +12,9 @@ from transformers import AttentionInterface, PreTrainedModel
 from spaceport.graphs import attention
 from spaceport.graphs.attention import RecordedPrefix, RecordingCache
 from spaceport.graphs.contract.draft_methods import CANDIDATES
-from spaceport.graphs.correction import DraftCorrection
 from spaceport.graphs.decoder import freeze_rotary, rows_selected
 from spaceport.graphs.gated import gated_tokens, uniform_rows
+from spaceport.graphs.mechanism import DraftCorrection
 from spaceport.graphs.traits import (
     Traits,
     comparison_ids,

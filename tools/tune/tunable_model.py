@@ -21,9 +21,8 @@ from spaceport.graphs.contract.draft_methods import MaskLayout
 from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.graphs.contract.signature import PRECISIONS
-from spaceport.graphs.correction import Factors
 from spaceport.graphs.gated import MaskAdapter
-from spaceport.graphs.input_rows import InputRows
+from spaceport.graphs.mechanism import Factors, InputRows
 from spaceport.tools.tune.conversation_encoder import ConversationEncoder, conversation_encoder
 from spaceport.tools.tune.settings import DEFAULT_CUTOFF, TokenNames, TrainingSettings, resolve_token_names
 

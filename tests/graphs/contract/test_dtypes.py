@@ -9,8 +9,7 @@ import pytest
 import torch
 from onnx import helper
 
-from spaceport.graphs.contract.dtypes import DTYPES, NUMPY
-from spaceport.graphs.contract.signature import PRECISIONS, Signature
+from spaceport.graphs.contract.signature import DTYPES, NUMPY, PRECISIONS, Signature
 
 EACH = pytest.mark.parametrize("name", DTYPES)
 

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from spaceport.graphs.contract.dtypes import NUMPY
-from spaceport.graphs.contract.signature import LOWERINGS, Lowering, Signature, visible_length
+from spaceport.graphs.contract.signature import LOWERINGS, NUMPY, Lowering, Signature, visible_length
 from spaceport.runtime.backends.staging import CallShape, Staging
 from spaceport.runtime.engine import Batch
 

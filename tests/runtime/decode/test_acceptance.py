@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spaceport.graphs.contract.draft_methods import DraftAcceptance, is_copying
-from spaceport.runtime.decode.acceptance import Acceptance
 from spaceport.runtime.decode.draft import Candidates
 from spaceport.runtime.decode.sequence import root_sequence
-from spaceport.runtime.decode.sources import Continuation, Lookup, Predictions
+from spaceport.runtime.decode.sources import Acceptance, Continuation, Lookup, Predictions
 
 FIRST = Acceptance(3).reach(copying=False)
 NOTHING = Candidates((), ())

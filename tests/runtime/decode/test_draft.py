@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from spaceport.graphs.contract.draft_methods import MaskLayout
 from spaceport.runtime.costs import Curve
-from spaceport.runtime.decode.acceptance import Acceptance
 from spaceport.runtime.decode.draft import (
     MOST_LIKELY,
     Candidates,
@@ -25,7 +24,7 @@ from spaceport.runtime.decode.draft import (
     tree,
 )
 from spaceport.runtime.decode.plan import lay_out
-from spaceport.runtime.decode.sources import Predictions
+from spaceport.runtime.decode.sources import Acceptance, Predictions
 
 WIDE = 99  # more tokens, or rows, than anything needs
 PLAN = DraftConfig(siblings=2)

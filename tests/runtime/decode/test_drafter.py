@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from spaceport.graphs.contract.draft_methods import DraftAcceptance
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.runtime.costs import StepCosts
-from spaceport.runtime.decode.acceptance import Acceptance, Verdict
 from spaceport.runtime.decode.draft import Candidates, Draft, DraftConfig
-from spaceport.runtime.decode.plan import Part, plan_thread
+from spaceport.runtime.decode.plan import Part, Verdict, plan_thread
 from spaceport.runtime.decode.planner import (
     CREDIT,
     SHARE,
@@ -26,6 +25,7 @@ from spaceport.runtime.decode.planner import (
     drafter_for,
 )
 from spaceport.runtime.decode.sequence import root_sequence
+from spaceport.runtime.decode.sources import Acceptance
 
 FLOAT32 = StepCosts(64, ((1, 1.0), (4, 1.12), (9, 1.4), (16, 1.6), (36, 2.5)), relative=True)
 INT4 = StepCosts(64, ((1, 1.0), (2, 2.1), (4, 2.3), (9, 3.0), (16, 4.0), (36, 7.0)), relative=True)

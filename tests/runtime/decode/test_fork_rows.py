@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from spaceport.runtime.decode.draft import Candidates
-from spaceport.runtime.decode.sequence import Ending, NullListener, TokenSequence
+from spaceport.runtime.decode.sequence import Ending, Listener, TokenSequence
 from spaceport.runtime.decode.sequence_group import VerifiedStep
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import Batch
@@ -48,7 +48,7 @@ class NotingEngine(HashEngine):
 
 
 @dataclass
-class Scene(NullListener):
+class Scene(Listener):
     """A request whose output is given by a table, over an engine that records every row."""
 
     texts: Texts

@@ -8,9 +8,8 @@ from numpy.typing import NDArray
 
 from spaceport.graphs.contract.draft_methods import CAUSAL, MaskLayout
 from spaceport.graphs.contract.manifest import TokenIds
-from spaceport.runtime.decode.acceptance import Verdict, accept
 from spaceport.runtime.decode.draft import PLAIN, Candidates, Draft, chain
-from spaceport.runtime.decode.plan import Part, Plan, lay_out, plan_thread, sees, within
+from spaceport.runtime.decode.plan import Part, Plan, Verdict, accept, lay_out, plan_thread, sees, within
 from spaceport.runtime.decode.sequence import NotANumber, TokenSequence
 from support.token_selectors import greedy
 

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from spaceport.runtime.decode.acceptance import Acceptance
 from spaceport.runtime.decode.draft import Candidates, DraftConfig
 from spaceport.runtime.decode.planner import DraftPlanner, Sharing, drafter_for
 from spaceport.runtime.decode.sequence import TokenSequence, root_sequence
-from spaceport.runtime.decode.sources import SOURCES, Predictions, named_source
+from spaceport.runtime.decode.sources import SOURCES, Acceptance, Predictions, named_source
 from spaceport.runtime.decoding import Decoding
 from support.hash_engine import FREE_STEPS, Language
 from support.hash_runtime import hash_runtime

@@ -15,12 +15,11 @@ from spaceport.graphs.contract.draft_methods import CorrectionTables, read_table
 from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.runtime.costs import Curve, StepCosts
-from spaceport.runtime.decode.acceptance import Acceptance, Verdict
 from spaceport.runtime.decode.draft import Candidates, Draft, DraftConfig, Outlook, Shape, best_chain, tree
-from spaceport.runtime.decode.plan import plan_thread
+from spaceport.runtime.decode.plan import Verdict, plan_thread
 from spaceport.runtime.decode.planner import DraftPlanner, Sharing, TreeDrafter, drafter_for
 from spaceport.runtime.decode.sequence import TokenSequence, root_sequence
-from spaceport.runtime.decode.sources import Predictions
+from spaceport.runtime.decode.sources import Acceptance, Predictions
 from spaceport.runtime.sampling.choice import Bans, Corrected, CorrectedCandidates, Greedy, top_candidates
 from spaceport.runtime.sampling.sampler import Sampling, chooser
 

@@ -21,8 +21,7 @@ from spaceport.graphs.contract.installation import install_command
 from spaceport.graphs.contract.signature import visible_length
 from spaceport.runtime.decode.draft import Candidates, DraftConfig
 from spaceport.runtime.decode.sequence import NotANumber, TokenSequence, root_sequence
-from spaceport.runtime.sampling.constrained import DeadEnd, open_vocabulary
-from spaceport.runtime.sampling.grammar import Grammar
+from spaceport.runtime.sampling.grammar import DeadEnd, Grammar, open_vocabulary
 from spaceport.runtime.sampling.logprobs import Speller
 from support.arrivals import DRAFT_CONFIGS
 from support.hash_engine import END, VOCAB, HashEngine, Language, advance, request_for

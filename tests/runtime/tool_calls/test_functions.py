@@ -11,8 +11,7 @@ import pytest
 
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.limits import Limits
-from spaceport.runtime.sampling.constrained import Vocabulary, open_vocabulary
-from spaceport.runtime.sampling.grammar import Grammar, is_simple
+from spaceport.runtime.sampling.grammar import Grammar, Vocabulary, is_simple, open_vocabulary
 from spaceport.runtime.tool_calls.functions import (
     FORMATS,
     FormatName,

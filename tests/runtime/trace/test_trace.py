@@ -15,10 +15,9 @@ from numpy.typing import NDArray
 
 from spaceport.graphs.contract.faults import InputFault
 from spaceport.runtime.decode.draft import Candidates
-from spaceport.runtime.decode.sequence import NullListener, TokenSequence
+from spaceport.runtime.decode.sequence import Listener, TokenSequence
 from spaceport.runtime.decode.sequence_group import VerifiedStep
-from spaceport.runtime.trace.record import SCHEMA, ThreadRows, TraceRecord, trace_of
-from spaceport.runtime.trace.trace import GrowingTrace, Trace
+from spaceport.runtime.trace import SCHEMA, GrowingTrace, ThreadRows, Trace, TraceRecord, trace_of
 from spaceport.tools.report.files import page_of
 from support.hash_engine import CHILD, END, FORK, MASKS, HashEngine, Language, advance, request_for
 from support.traced import CASES, TOKENIZER, Case, request_of, traced
@@ -32,7 +31,7 @@ def parsed(record: TraceRecord) -> Any:
 
 
 @dataclass
-class Diary(NullListener):
+class Diary(Listener):
     """Notes down, when it happens, what a trace works out afterwards."""
 
     days: list[dict[str, Any]] = field(default_factory=list)

@@ -19,8 +19,7 @@ from click.testing import CliRunner, Result
 
 from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.runtime.decode import step as loop
-from spaceport.runtime.decode.acceptance import Verdict, accept
-from spaceport.runtime.decode.plan import Part
+from spaceport.runtime.decode.plan import Part, Verdict, accept
 from spaceport.runtime.decode.sequence import TokenSelector
 from spaceport.tools.cli import ACCURACY, INPUT, OK, USAGE, cli, run
 from spaceport.tools.verify.audit.bundle_audit import requests_for

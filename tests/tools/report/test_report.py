@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.runtime.decode.draft import DraftConfig
-from spaceport.runtime.trace.record import StepRecord, ThreadRecord, ThreadRows, TraceRecord
-from spaceport.runtime.trace.trace import Trace
+from spaceport.runtime.trace import StepRecord, ThreadRecord, ThreadRows, Trace, TraceRecord
 from spaceport.tools.report.files import check_target, page_of, read_trace, write_report, write_trace
 from spaceport.tools.report.lanes import describe, lanes_of, quoted, statistics_of, visible
 from spaceport.tools.report.picture import figure_of

@@ -23,8 +23,7 @@ from spaceport.exporter.mechanisms import read_mechanisms, write_mechanisms
 from spaceport.exporter.sar_config import read_sar_config, write_sar_config
 from spaceport.graphs.contract.draft_methods import CORRECTION_FILE, MaskLayout, read_tables
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.graphs.correction import Factors
-from spaceport.graphs.input_rows import InputRows
+from spaceport.graphs.mechanism import Factors, InputRows
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
 from spaceport.tools.cli import OK, USAGE, run

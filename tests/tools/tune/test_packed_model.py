@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint
 from spaceport.graphs.contract.draft_methods import CANDIDATES
 from spaceport.graphs.contract.manifest import TokenIds
-from spaceport.graphs.correction import DraftCorrection
+from spaceport.graphs.mechanism import DraftCorrection
 from spaceport.graphs.traits import UnsupportedModel
 from spaceport.tools.tune.methods import apply_method, train_token_embeddings
 from spaceport.tools.tune.packed_model import (

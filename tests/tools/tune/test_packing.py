@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from spaceport.graphs.contract.draft_methods import MaskLayout
 from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.contract.manifest import TokenIds
-from spaceport.graphs.correction import DraftCorrection, Factors
+from spaceport.graphs.mechanism import DraftCorrection, Factors
 from spaceport.runtime.decode import draft as drafts
 from spaceport.runtime.decode.plan import Plan, plan_thread, sees
 from spaceport.runtime.decode.sequence import root_sequence

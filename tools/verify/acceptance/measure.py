@@ -9,7 +9,7 @@ from typing import Any
 
 from spaceport.graphs.contract.draft_methods import CorrectionTables, DraftAcceptance, measured_acceptance
 from spaceport.runtime.bundle import read_correction
-from spaceport.runtime.decode.acceptance import USUAL_LOOKUP
+from spaceport.runtime.decode.sources import USUAL_LOOKUP
 from spaceport.runtime.session import Runtime
 from spaceport.tools.verify.acceptance.answers import generate_answer
 from spaceport.tools.verify.acceptance.predictions import predict_segment

@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 from spaceport.graphs.contract.manifest import Manifest, TokenIds
 from spaceport.graphs.contract.signature import VISIBLE_STEP, Signature
 from spaceport.runtime.costs import relative_costs
-from spaceport.runtime.decode.acceptance import Verdict
 from spaceport.runtime.decode.draft import PLAIN, Candidates, Draft, DraftConfig, chain
-from spaceport.runtime.decode.plan import Part
+from spaceport.runtime.decode.plan import Part, Verdict
 from spaceport.runtime.decode.planner import Drafter, DraftPlanner, Sharing, drafter_for
 from spaceport.runtime.decode.sequence import TokenSelector, TokenSequence
 from spaceport.runtime.decode.sequence_group import SequenceGroup

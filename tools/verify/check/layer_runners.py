@@ -11,10 +11,9 @@ import onnxruntime as ort
 import torch
 from onnx import TensorProto, helper
 
-from spaceport.graphs.contract.dtypes import DTYPES
 from spaceport.graphs.contract.faults import MissingDependency
 from spaceport.graphs.contract.manifest import MODEL_FILE
-from spaceport.graphs.contract.signature import Signature
+from spaceport.graphs.contract.signature import DTYPES, Signature
 from spaceport.graphs.decoder import Decoder, DecoderWithLayerOutputs, attention_output_name, layer_output_name
 from spaceport.runtime.backends.on_onnxruntime import weights_for
 from spaceport.runtime.backends.on_torch import TorchEngine

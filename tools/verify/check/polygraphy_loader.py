@@ -18,9 +18,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from spaceport.graphs.contract.dtypes import NUMPY
 from spaceport.graphs.contract.manifest import Manifest
-from spaceport.graphs.contract.signature import visible_length
+from spaceport.graphs.contract.signature import NUMPY, visible_length
 from spaceport.runtime.bundle import read_manifest
 
 

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from spaceport.graphs.contract.draft_methods import LOOKUP_KINDS
 from spaceport.graphs.contract.manifest import TokenIds
-from spaceport.runtime.decode.acceptance import Acceptance
-from spaceport.runtime.decode.sources import Continuation, Lookup
+from spaceport.runtime.decode.sources import Acceptance, Continuation, Lookup
 from spaceport.tools.tune.conversations import Conversation, Turn
 from spaceport.tools.tune.samples import Prepared, Sample
 from spaceport.tools.verify.acceptance.predictions import NO_PREDICTION

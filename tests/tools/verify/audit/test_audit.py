@@ -14,8 +14,7 @@ import pytest
 from spaceport.graphs.contract.draft_methods import DraftMethod
 from spaceport.runtime.comparison import ThreadTokens, thread_tokens_of
 from spaceport.runtime.decode import step as loop
-from spaceport.runtime.decode.acceptance import Verdict, accept
-from spaceport.runtime.decode.plan import Part
+from spaceport.runtime.decode.plan import Part, Verdict, accept
 from spaceport.runtime.decode.sequence import Ending, TokenSelector
 from spaceport.runtime.engine import Batch
 from spaceport.runtime.session import Runtime

@@ -1,18 +1,25 @@
-"""What every step of a generation did, as data that can be stored, and read back with checks."""
+"""What every step of a request did: recorded while it runs, as data that can be stored, and read back with checks."""
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from typing import Annotated, Any, Literal
+from itertools import pairwise
+from typing import Annotated, Any, ClassVar, Literal
+
+from tokenizers import Tokenizer
 
 from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.contract.json_fields import JsonField, Rules, read, short
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.runtime.decode.draft import Reason
-from spaceport.runtime.decode.sequence import Ending
+from spaceport.runtime.decode.plan import NO_PARENT, Part, Verdict
+from spaceport.runtime.decode.sequence import Ending, TokenSequence
+from spaceport.runtime.decode.sequence_group import SequenceGroup, VerifiedStep
+from spaceport.runtime.text.tokenizer import TextStream, context_of
 
 SCHEMA = 3
 _SOURCE = re.compile(r"[a-z_]+(\+[a-z_]+)*")  # names of the sources of a candidate
@@ -29,7 +36,7 @@ def _seconds(entry: JsonField) -> float:
     return float(value)
 
 
-def _texts(entry: JsonField) -> dict[int, str]:
+def _token_texts(entry: JsonField) -> dict[int, str]:
     """The texts of tokens; in JSON the ids are strings."""
     for name in entry.object():
         if not (name.isascii() and name.isdecimal() and len(name) < 16):
@@ -124,7 +131,7 @@ class TraceRecord:
     threads: tuple[ThreadRecord, ...]  # the root thread, then the others in the order of their start
     steps: tuple[StepRecord, ...]
     # token id to its text; empty without a tokenizer
-    texts: Annotated[dict[int, str], _texts] = field(default_factory=dict)
+    texts: Annotated[dict[int, str], _token_texts] = field(default_factory=dict)
     waiting_seconds: Seconds = 0.0
     schema: int = SCHEMA
 
@@ -257,3 +264,232 @@ def _check_threads(record: TraceRecord) -> None:
             raise InputFault(
                 f"{where} starts at {thread.start}, fork {thread.fork}: expected {start}, and a fork for all but the root thread"
             )
+
+
+@dataclass
+class Trace:
+    """Records every step of one request; `record` returns it as data, `as_dict` as JSON data."""
+
+    needs_logits: ClassVar = False
+
+    request: SequenceGroup | None = field(default=None, init=False)  # whose steps it records; None before the first one
+    _steps: list[VerifiedStep] = field(default_factory=list, init=False)  # without logits
+
+    def on_step(self, verified: VerifiedStep) -> None:
+        """Store a step."""
+        if self.request is not verified.request:
+            fed = verified.request.statistics.cached_tokens  # before the first step
+            first = int(verified.plan.parts[0].positions[0]) == fed
+            if self.request is not None or not first:
+                raise ValueError(
+                    "a Trace records one request from its first step on: create a new one for each request"
+                )
+            self.request = verified.request
+        self._steps.append(verified._replace(logits=[], head_logits=()))
+
+    def steps(self, begin: int = 0) -> list[tuple[VerifiedStep, float]]:
+        """The steps from an index on, each with the seconds that the request spent outside the engine after it.
+
+        May be called from another OS thread than that of the steps.
+        """
+        if self.request is None:
+            return []
+        steps = self._steps[begin:]
+        spent = [*(step.outside_seconds for step in steps), self.request.statistics.outside_seconds]
+        if begin == 0:
+            spent[0] = 0.0
+        return [(step, after - before) for step, (before, after) in zip(steps, pairwise(spent), strict=True)]
+
+    def record(self, tokenizer: Tokenizer | None = None) -> TraceRecord:
+        """The record of all steps so far; with a tokenizer, token ids have their text too."""
+        request = self.request
+        if request is None:
+            return TraceRecord(TokenIds(), (), "", (), ())
+        recorder = _StepRecorder(request, tokenizer)
+        recorder.add_threads()
+        for texts in recorder.texts:
+            texts.follow(len(texts.thread.generated))
+            texts.finish()
+        steps = [recorder.record(number, *step) for number, step in enumerate(self.steps())]
+        prompt = tuple(request.threads[0].tokens[: request.threads[0].start])
+        return TraceRecord(
+            tokens=request.tokens,
+            prompt=prompt,
+            prompt_text=str(tokenizer.decode(list(prompt), skip_special_tokens=False)) if tokenizer else "",
+            threads=tuple(
+                ThreadRecord(thread.path, thread.fork, thread.start, thread.ending) for thread in request.threads
+            ),
+            steps=tuple(_with_ends(steps, request.threads)),
+            texts=_texts(tokenizer, _used_tokens(steps)) if tokenizer else {},
+            waiting_seconds=request.statistics.waiting_seconds,
+        )
+
+    def as_dict(self, tokenizer: Tokenizer | None = None) -> dict[str, Any]:
+        """The record as JSON data."""
+        return self.record(tokenizer).as_dict()
+
+
+@dataclass
+class GrowingTrace:
+    """Reads the new steps of a trace while its request runs; `Trace.record` has all of them at the end.
+
+    A step is known once the next one began. Which threads it ended is not known yet: `ended` is empty. Bytes of an
+    incomplete character at the end of a thread are left out.
+    """
+
+    trace: Trace
+    tokenizer: Tokenizer
+    _read: int = 0  # steps
+    _recorder: _StepRecorder | None = None
+    _named: set[int] = field(default_factory=set)  # tokens whose texts were reported
+
+    def fresh(self) -> dict[str, Any] | None:
+        """The new steps as JSON data, with the threads that they started and the texts of new tokens; None without any."""
+        request = self.trace.request
+        if request is None:
+            return None
+        running = bool(request.live)
+        new_steps = self.trace.steps(self._read)
+        if running:
+            new_steps = new_steps[:-1]
+        if not new_steps:
+            return None
+        self._recorder = recorder = self._recorder or _StepRecorder(request, self.tokenizer)
+        started = recorder.add_threads()
+        steps = []
+        for number, (verified, outside_seconds) in enumerate(new_steps, self._read):
+            recorder.follow(verified)
+            steps.append(recorder.record(number, verified, outside_seconds))
+        self._read += len(steps)
+        new_tokens = _used_tokens(steps) - self._named
+        self._named |= new_tokens
+        return {
+            "steps": [asdict(step) for step in steps],
+            "threads": [asdict(ThreadRecord(thread.path, thread.fork, thread.start, None)) for thread in started],
+            "texts": {str(token): text for token, text in _texts(self.tokenizer, new_tokens).items()},
+        }
+
+
+class _StepRecorder:
+    """Turns the steps of a request into records; the tokens of a thread only ever grow, so they show what each step generated."""
+
+    def __init__(self, request: SequenceGroup, tokenizer: Tokenizer | None) -> None:
+        self.texts: list[_ThreadTexts] = []  # of the threads so far
+        self._request = request
+        self._tokenizer = tokenizer
+        self._index: dict[tuple[int, ...], int] = {}  # of each thread, by its path
+
+    def add_threads(self) -> list[TokenSequence]:
+        """The threads that were started since the last call."""
+        started = self._request.threads[len(self.texts) :]
+        for thread in started:
+            self._index[thread.path] = len(self.texts)
+            self.texts.append(_ThreadTexts(thread, self._tokenizer, self._request.tokens.fork))
+        return started
+
+    def follow(self, verified: VerifiedStep) -> None:
+        """Add the texts of the tokens that a step generated."""
+        for part, verdict in zip(verified.plan.parts, verified.verdicts, strict=True):
+            self.texts[self._index[part.thread.path]].follow(len(verdict.tokens))
+
+    def record(self, number: int, verified: VerifiedStep, outside_seconds: float) -> StepRecord:
+        """The record of the step with this number, without the threads that it ended."""
+        rows = tuple(
+            self._rows(part, verdict) for part, verdict in zip(verified.plan.parts, verified.verdicts, strict=True)
+        )
+        queued = tuple(self._index[thread.path] for thread in verified.queued)
+        started = self._started_by(rows, number)
+        return StepRecord(rows, queued, started, (), verified.held, verified.engine_seconds, outside_seconds)
+
+    def _rows(self, part: Part, verdict: Verdict) -> ThreadRows:
+        layout, thread = part.layout, part.thread
+        index = self._index[thread.path]
+        kinds: list[RowKind] = ["known" if depth < 0 else "mask" for depth in layout.mask_depths.tolist()]
+        sources = dict(zip(layout.nodes[1:], part.draft.sources, strict=True))
+        for row in sources:
+            kinds[row] = "candidate"
+        position = int(part.positions[layout.known - 1]) + 1
+        generated = max(0, min(len(verdict.tokens), len(thread.tokens) - position))
+        own = position - thread.start
+        return ThreadRows(
+            thread=index,
+            anchor=part.anchor,
+            tokens=tuple(part.tokens.tolist()),
+            parents=tuple(None if parent == NO_PARENT else parent for parent in layout.parents.tolist()),
+            positions=tuple(part.positions.tolist()),
+            kinds=tuple(kinds),
+            sources=tuple(sources.get(row) for row in range(layout.rows)),
+            retained=tuple(row in verdict.retained for row in range(layout.rows)),
+            chosen=verdict.tokens,
+            generated=generated,
+            pieces=tuple(self.texts[index].pieces[own : own + generated]),
+            limited=part.draft.limited,
+        )
+
+    def _started_by(self, rows: Sequence[ThreadRows], number: int) -> tuple[int, ...]:
+        """The threads whose [Fork] these rows of a step generated; the root thread starts in the first step."""
+        generated = {
+            self.texts[own.thread].thread.path: range(own.position, own.position + own.generated) for own in rows
+        }
+        return tuple(
+            index
+            for path, index in self._index.items()
+            if (self.texts[index].thread.fork in generated.get(path[:-1], ()) if path else number == 0)
+        )
+
+
+class _ThreadTexts:
+    """The text that each token of a thread adds; the token that completes a character adds it."""
+
+    def __init__(self, thread: TokenSequence, tokenizer: Tokenizer | None, fork: int | None) -> None:
+        self.thread = thread
+        self.pieces: list[str] = []  # stays empty without a tokenizer
+        self._tokenizer = tokenizer
+        self._fork = fork  # id of the [Fork] token
+        self._stream = self._stream_behind(thread.fork)
+
+    def follow(self, most: int) -> None:
+        """Add the texts of at most this many further tokens."""
+        begin = self.thread.start + len(self.pieces)
+        for position, token in enumerate(self.thread.tokens[begin : begin + most], begin):
+            if self._stream is None:
+                return
+            if token == self._fork:  # text after a [Fork] is read after another thread's text
+                self.finish()
+                self.pieces.append("")
+                self._stream = self._stream_behind(position)
+            else:
+                self.pieces.append(self._stream.push(token))
+
+    def finish(self) -> None:
+        """Add the bytes of an incomplete character to the last piece."""
+        if self._stream is not None and (rest := self._stream.finish()):
+            self.pieces[-1] += rest
+
+    def _stream_behind(self, fork: int | None) -> TextStream | None:
+        """A stream for the text after the [Fork] at this position, or for that of the root thread."""
+        if self._tokenizer is None:
+            return None
+        context = () if fork is None else context_of(self._tokenizer, self.thread.tokens[: fork + 1])
+        return TextStream(self._tokenizer, context=context)
+
+
+def _with_ends(steps: Sequence[StepRecord], threads: Sequence[TokenSequence]) -> list[StepRecord]:
+    """The steps with the threads that each ended: those that no later step mentions."""
+    last = [0] * len(threads)
+    for number, step in enumerate(steps):
+        for index in (*(rows.thread for rows in step.rows), *step.queued, *step.started):
+            last[index] = number
+    ends: list[list[int]] = [[] for _ in steps]
+    for index, thread in enumerate(threads):
+        if thread.ending is not None:
+            ends[last[index]].append(index)
+    return [replace(step, ended=tuple(ended)) for step, ended in zip(steps, ends, strict=True)]
+
+
+def _used_tokens(steps: Iterable[StepRecord]) -> set[int]:
+    return {token for step in steps for rows in step.rows for token in (*rows.tokens, *rows.chosen)}
+
+
+def _texts(tokenizer: Tokenizer, tokens: Iterable[int]) -> dict[int, str]:
+    return {token: str(tokenizer.decode([token], skip_special_tokens=False)) for token in sorted(tokens)}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from types import NoneType
 
 from spaceport.graphs.contract.draft_methods import LOOKUP_ONLY, DraftMethod
 from spaceport.graphs.contract.exactness import DraftShape
@@ -13,133 +12,161 @@ from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.signature import STEP_ROWS
 from spaceport.runtime.decode.draft import DraftConfig, Shape
 from spaceport.runtime.sampling.grammar import Grammar
+from spaceport.runtime.sampling.option_fields import check_options, documented, option
 from spaceport.runtime.sampling.sampler import Sampling
 
 DEFAULT_LOOKUP = 16  # tokens; how many are drafted depends on their acceptance rate
 MAX_THREADS = 16
-_MOST_SALT = 256  # characters
-
-# Integer options with their minimum and maximum.
-_INTEGERS: tuple[tuple[str, int | None, int | None], ...] = (
-    ("max_tokens", 1, None),
-    ("max_total_tokens", 1, None),
-    ("mask_slots", None, None),  # the maximum depends on the bundle
-    ("draft_rows", 1, None),
-    ("draft_siblings", 1, None),
-    ("lookup", 0, None),
-    ("max_threads", 1, STEP_ROWS),
-    ("max_depth", 0, None),
-    ("logprobs", 0, None),
-    ("min_tokens", 0, None),
-)
 _TREE_OPTIONS = ("draft_rows", "draft_siblings", "lookup")
-_OPTIONAL = ("max_tokens", "max_total_tokens", "mask_slots", "max_threads", "logprobs", *_TREE_OPTIONS)
-_TYPES: tuple[tuple[str, tuple[type, ...], str], ...] = (
-    ("sampling", (Sampling,), "a Sampling"),
-    ("grammar", (Grammar, NoneType), "a Grammar, such as Grammar(regex='[a-z]+')"),
-    ("fork", (bool, NoneType), "True, False or None"),
-    ("trace", (bool,), "True or False"),
-    ("prefix_cache", (bool,), "True or False"),
-    ("cache_salt", (str,), "text"),
-    ("tenant", (str,), "text"),
-    ("parse_special", (bool,), "True or False"),
-    ("ignore_eos", (bool,), "True or False"),
-    ("include_stop", (bool,), "True or False"),
-    ("skip_special_tokens", (bool,), "True or False"),
-    ("timeout", (int, float, NoneType), "a number of seconds above 0, or None"),
-)
 
 
+@documented
 @dataclass(frozen=True)
 class Decoding:
     """Options of one completion; immutable, so several requests can share them.
 
-    What the completion says:
-
-    - `max_tokens`: Maximum tokens from the prompt to the end of any thread; default None: up to `max_seq_len`.
-    - `max_total_tokens`: Maximum tokens of all threads together; default None: up to `max_slots`.
-    - `stop`: Stop string, or a sequence of them; the text ends before the first match; default: none.
-    - `include_stop`: Whether the text ends after the stop string instead of before it; default False.
-    - `skip_special_tokens`: Whether the text leaves special tokens out; the end token and `[Fork]` have no text in either
-      case; default True.
-    - `stop_token_ids`: Token ids that end a thread as an end token does; they are not part of the text; default: none.
-    - `min_tokens`: Tokens from the prompt before which no thread ends with an end token or one of `stop_token_ids`: these
-      are not generated before; stop strings and limits still end it; default 0.
-    - `ignore_eos`: Whether to generate end tokens like others and continue, for benchmarks; default False.
-    - `timeout`: Seconds from the submission until the completion ends with what it has; default None: no limit.
-    - `sampling`: Temperature, filters, penalties, bans and seed; default: greedy decoding.
-    - `grammar`: Regular expression or JSON schema that the completion matches; it cannot fork then; default: none.
-    - `fork`: Whether the text may fork into threads; default None: if the bundle forks by default and there is no grammar.
-    - `max_depth`: Maximum number of forks between the root thread and any thread; default 1.
-    - `parse_special`: Whether special tokens that the prompt spells out become control tokens; default False: they stay
-      text, so that users cannot write control tokens into messages.
-
-    How fast it is generated; the tokens are the same:
-
-    - `mask_slots`: Maximum draft tokens from mask slots, or from the heads of a bundle with heads, for each thread in a
-      step, 0 = none; default None: the bundle's.
-    - `draft`: "tree", or "chain" as published by SPACE; default "tree".
-    - `draft_rows`: Maximum rows of a thread in a step of a draft tree; default None: 24, or as many as the candidates of
-      all mask slots and all mask slots behind one of them need.
-    - `draft_siblings`: Maximum candidates for one position of a draft tree; default None: 3, or 1 where the bundle's
-      drafts are exact in one line only.
-    - `lookup`: Maximum draft tokens from prompt lookup in a step, 0 = none; default None: 16 in trees, 0 in chains and
-      with `mask_slots=0`.
-    - `prefix_cache`: Whether the request reuses the KV rows of others with the same beginning and leaves its own for
-      others, in a runtime with a prefix cache; default True.
-    - `cache_salt`: Text that separates requests in the prefix cache: only those with the same salt reuse each other's
-      rows; default "".
-    - `tenant`: On whose behalf the request runs: those who wait take turns, and have equal shares of queue and KV buffers;
-      default "".
-    - `max_threads`: Maximum threads of the request that decode at the same time, the others wait; default None: 16, or 1
-      with 8-bit activations of one limb (`int8`).
-
-    What is reported with it:
-
-    - `logprobs`: Number of most probable tokens to report for each token, 0 = only the token's own log probability;
-      default None: no log probabilities.
-    - `trace`: Whether to record what each step did; default False.
+    Those from `mask_slots` to `lookup`, `max_threads` and the prefix cache change the speed only, the tokens are the same.
     """
 
-    max_tokens: int | None = None
-    max_total_tokens: int | None = None
-    stop: str | Sequence[str] = ()
-    include_stop: bool = False
-    skip_special_tokens: bool = True
-    stop_token_ids: Sequence[int] = ()
-    min_tokens: int = 0
-    ignore_eos: bool = False
-    timeout: float | None = None
-    sampling: Sampling = field(default_factory=Sampling)
-    grammar: Grammar | None = None
+    parse_special: bool = option(
+        False,
+        "Read special tokens that the prompt spells out, such as `</s>`, as control tokens; else they stay text.",
+        request=None,
+    )
+    max_tokens: int | None = option(
+        None,
+        "Maximum generated tokens from the prompt to the end of any thread.",
+        1,
+        unset="up to `max_seq_len`",
+        request="max_tokens",
+    )
+    max_total_tokens: int | None = option(
+        None, "Maximum generated tokens of all threads together.", 1, unset="up to `max_slots`"
+    )
+    stop: str | Sequence[str] = option(
+        (),
+        "Stop string, or several: the text ends before the first match.",
+        unset="none",
+        metavar="TEXT",
+        request="stop",
+    )
+    include_stop: bool = option(
+        False,
+        "End the text after the stop string instead of before it.",
+        request="include_stop_str_in_output",
+    )
+    stop_token_ids: Sequence[int] = option(
+        (),
+        "Token ids that end a thread as an end token does; they are not part of the text.",
+        unset="none",
+        flag="--stop-token-id",
+        request="stop_token_ids",
+    )
+    min_tokens: int = option(
+        0,
+        "Tokens from the prompt before which no end token and none of `stop_token_ids` is generated.",
+        0,
+        request="min_tokens",
+    )
+    ignore_eos: bool = option(
+        False, "Generate end tokens like others and continue, for benchmarks.", request="ignore_eos"
+    )
+    skip_special_tokens: bool = option(True, "Leave special tokens out of the text.", request="skip_special_tokens")
+    timeout: float | None = option(
+        None,
+        "Seconds from the submission until the completion ends with what it has.",
+        unset="no limit",
+        metavar="SECONDS",
+        request=None,
+    )
 
-    mask_slots: int | None = None
-    draft: Shape = "tree"
-    draft_rows: int | None = None
-    draft_siblings: int | None = None
-    lookup: int | None = None
+    mask_slots: int | None = option(
+        None,
+        "Maximum draft tokens from mask slots or heads for each thread in a step; 0 = none.",
+        unset="the bundle's",  # as is the maximum
+        metavar="K",
+    )
+    draft: Shape = option("tree", "Draft trees of candidates, or a chain with one candidate per position.")
+    draft_rows: int | None = option(
+        None,
+        "Maximum rows of a thread in a step of a draft tree.",
+        1,
+        unset=f"{DraftConfig.rows}, or what all mask slots need",
+    )
+    draft_siblings: int | None = option(
+        None,
+        "Maximum candidates for one position of a draft tree.",
+        1,
+        unset=f"{DraftConfig.siblings}, or 1 where only chains are exact",
+    )
+    lookup: int | None = option(
+        None,
+        "Maximum draft tokens from prompt lookup (n-grams of prompt and text) in a step; 0 = none.",
+        0,
+        unset=f"{DEFAULT_LOOKUP}, or 0 in chains and with `mask_slots=0`",
+    )
 
-    fork: bool | None = None
-    prefix_cache: bool = True
-    cache_salt: str = ""
-    tenant: str = ""
-    max_threads: int | None = None
-    max_depth: int = 1
-    parse_special: bool = False
+    fork: bool | None = option(
+        None,
+        "Let the text fork into parallel threads.",
+        unset="the bundle's, without a grammar",
+        request_default=False,
+    )
+    max_threads: int | None = option(
+        None,
+        "Maximum threads that decode at the same time; the others wait.",
+        1,
+        STEP_ROWS,
+        unset=f"{MAX_THREADS}, or 1 where only chains are exact",
+    )
+    max_depth: int = option(1, "Maximum number of forks between the root thread and any thread.", 0)
 
-    logprobs: int | None = None
-    trace: bool = False
+    prefix_cache: bool = option(
+        True,
+        "Reuse KV rows of requests with the same beginning, and leave those of this one for others.",
+        flag=None,
+    )
+    cache_salt: str = option(
+        "",
+        "Reuse KV rows only of requests with the same salt.",
+        most=256,
+        unset="none",
+        flag=None,
+        request="cache_salt",
+    )
+    tenant: str = option(
+        "",
+        "On whose behalf the request runs: tenants who wait take turns, and have equal shares of queue and KV buffers.",
+        unset="none",
+        flag=None,
+        request=None,
+    )
+    logprobs: int | None = option(
+        None,
+        "Number of most probable tokens to report for each token; 0 = only the token's own log probability.",
+        0,
+        unset="no log probabilities",
+        request="top_logprobs",
+    )
+    trace: bool = option(False, "Record what each step did.", flag=None)
+
+    sampling: Sampling = option(
+        Sampling, "Temperature, filters, penalties, bans and seed.", unset="greedy decoding", flag=None, request=None
+    )
+    grammar: Grammar | None = option(
+        None, "What the text matches; it cannot fork then.", unset="none", flag=None, request=None
+    )
 
     stops: tuple[str, ...] = field(init=False)  # the stop strings
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stops", self._stops())
         object.__setattr__(self, "stop_token_ids", self._stop_token_ids())
-        for name, kind, kinds in _TYPES:
-            if not isinstance(given := getattr(self, name), kind):
-                raise OptionFault(f"{name} is {given!r}: expected {kinds}")
-        for name, least, most in _INTEGERS:
-            self._check_integer(name, least, most)
+        check_options(self)
+        if not isinstance(self.sampling, Sampling):
+            raise OptionFault(f"sampling is {self.sampling!r}: expected a Sampling")
+        if not isinstance(self.grammar, Grammar | None):
+            raise OptionFault(f"grammar is {self.grammar!r}: expected a Grammar, such as Grammar(regex='[a-z]+')")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise OptionFault(f"min_tokens is {self.min_tokens}: expected at most max_tokens, {self.max_tokens}")
         if self.ignore_eos and self.grammar is not None:
@@ -155,8 +182,6 @@ class Decoding:
             raise OptionFault(
                 "fork is True with a grammar: a constrained completion cannot fork: leave one of them out"
             )
-        if len(self.cache_salt) > _MOST_SALT:
-            raise OptionFault(f"cache_salt has {len(self.cache_salt)} characters: expected at most {_MOST_SALT}")
         self.draft_config()
 
     def _stops(self) -> tuple[str, ...]:
@@ -174,17 +199,6 @@ class Decoding:
         ):
             return tuple(given)
         raise OptionFault(f"stop_token_ids is {reprlib.repr(given)}: expected token ids, such as (2,)")
-
-    def _check_integer(self, name: str, least: int | None, most: int | None) -> None:
-        given = getattr(self, name)
-        if given is None and name in _OPTIONAL:
-            return
-        if not isinstance(given, int) or isinstance(given, bool):
-            raise OptionFault(f"{name} is {given!r}: expected a whole number")
-        if least is not None and (given < least or (most is not None and given > most)):
-            raise OptionFault(
-                f"{name} is {given}: expected {f'at least {least}' if most is None else f'{least} to {most}'}"
-            )
 
     def threads(self, parallel: bool = True) -> int:
         """Maximum threads that decode at the same time, with a bundle whose threads are `parallel` by default."""

@@ -33,8 +33,6 @@ from spaceport.runtime.text.tokenizer import open_tokenizer
 DEFAULT_CALL_TIMEOUT = 300.0  # seconds
 MOST_REQUESTS = 1024  # against typing errors that would allocate all memory
 
-
-_DEFAULTS = Decoding()
 _log = logging.getLogger("spaceport.runtime")
 
 
@@ -52,14 +50,14 @@ class Runtime:
         notes: tuple[str, ...] = (),
         costs: StepCosts | None = None,
         call_timeout: float | None = None,
-        limits: Limits = DEFAULT_LIMITS,
+        limits: Limits | None = None,
         prefix_cache: bool = False,
         exactness: Exactness | None = None,
     ) -> None:
         self.bundle = bundle
         self.engine = engine
         self.max_seq_len = max_seq_len
-        self.limits = limits
+        self.limits = limits = limits or DEFAULT_LIMITS
         self.exactness = exactness or unmeasured(bundle.manifest)
         # about the choice of the backend, its engine and its drafts, one sentence each
         self.notes = (*notes, *engine.notes, *_without_drafts(self.exactness))
@@ -95,7 +93,7 @@ class Runtime:
         max_requests: int = 1,
         max_slots: int | None = None,
         queue_limit: int | None = None,
-        limits: Limits = DEFAULT_LIMITS,
+        limits: Limits | None = None,
         threads: int = 0,
         trust_engines: bool = False,
         step_costs: CostSource = "measured",
@@ -172,25 +170,25 @@ class Runtime:
         _log_opened(opened, length, costs_seconds, exactness)
         return runtime
 
-    def generate(self, prompt: Prompt, decoding: Decoding = _DEFAULTS) -> Completion:
+    def generate(self, prompt: Prompt, decoding: Decoding | None = None) -> Completion:
         """The completion of a prompt: text, token ids or chat messages."""
         with self.stream(prompt, decoding) as stream:
             return stream.completion()
 
-    def stream(self, prompt: Prompt, decoding: Decoding = _DEFAULTS) -> Stream:
+    def stream(self, prompt: Prompt, decoding: Decoding | None = None) -> Stream:
         """A stream of the pieces of a completion, while it is generated."""
-        request = self._intake.completion(prompt, decoding)
+        request = self._intake.completion(prompt, decoding or Decoding())
         stream = Stream(request)
         self._intake.admit(request)
         return stream
 
-    async def agenerate(self, prompt: Prompt, decoding: Decoding = _DEFAULTS) -> Completion:
+    async def agenerate(self, prompt: Prompt, decoding: Decoding | None = None) -> Completion:
         """The completion of a prompt, for asyncio; cancelling the call cancels the request."""
         async with self.astream(prompt, decoding) as stream:
             return await stream.completion()
 
     def astream(
-        self, prompt: Prompt, decoding: Decoding = _DEFAULTS, *, observers: Sequence[Observer] = ()
+        self, prompt: Prompt, decoding: Decoding | None = None, *, observers: Sequence[Observer] = ()
     ) -> AsyncStream:
         """A stream for asyncio: `async for piece in runtime.astream(prompt)`.
 
@@ -199,7 +197,7 @@ class Runtime:
         thread; an error of theirs fails the request.
         """
         asyncio.get_running_loop()  # raises without one, before the request counts
-        request = self._intake.completion(prompt, decoding, observers)
+        request = self._intake.completion(prompt, decoding or Decoding(), observers)
         stream = AsyncStream(request)
         self._intake.admit_elsewhere(request)
         return stream

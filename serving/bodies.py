@@ -2,52 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import msgspec
-from msgspec import Raw, Struct, ValidationError
+from msgspec import Raw, Struct, ValidationError, defstruct
 
+from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.limits import Limits
+from spaceport.runtime.sampling.grammar import Grammar
+from spaceport.runtime.sampling.option_fields import OptionField, option_fields
+from spaceport.runtime.sampling.sampler import Sampling
 from spaceport.serving.failures import Failure
+
+# Generation options that are fields of requests, by field; `spaceport.` names those of the object `spaceport`.
+OPTION_FIELDS = {
+    declared.request: declared
+    for options in (Decoding, Sampling, Grammar)
+    for declared in option_fields(options)
+    if declared.request is not None
+}
+_OF_CHAT = ("top_logprobs",)  # fields of options that text requests have under another name
+# What options mean in requests only.
+_ADDED = {
+    "logit_bias": "Requests: -100 bans the token.",
+    "max_tokens": "Requests for texts: 16 by default, 0 only with `echo`.",
+    "top_k": "Requests: -1 = from all, too.",
+}
 
 # What a supported field does, by its name; in several kinds of requests it does the same.
 SUPPORTED = {
+    **{name: " ".join(filter(None, (declared.text, _ADDED.get(name)))) for name, declared in OPTION_FIELDS.items()},
     "add_generation_prompt": "Whether the chat template opens the model's turn; default true.",
     "add_special_tokens": "Whether the text gets the tokens that begin and end a prompt; default true.",
     "background": "Refused if true: the service stores nothing.",
-    "cache_salt": "Only requests with the same salt reuse each other's KV rows.",
     "chat_template_kwargs": "Further variables of the chat template.",
     "continue_final_message": "Whether the model continues the last message.",
     "conversation": "Refused: the service stores nothing.",
     "disable_spec_decode": "Whether to decode without drafts; the text is the same.",
     "echo": "Whether the answer begins with the prompt; not with `stream`.",
-    "frequency_penalty": "Subtracted from a token's logit for each time that the text holds it.",
-    "ignore_eos": "Whether to generate end tokens like others.",
     "include": "Reports of the Responses API: `message.output_text.logprobs`.",
-    "include_stop_str_in_output": "Whether the text ends with the stop string.",
     "input": "A text or items of a conversation.",
     "instructions": "System message before the input.",
-    "logit_bias": "Token id to a bias of its logit; -100 bans the token.",
-    "logprobs": "Chat: whether to report log probabilities. Text: number of most probable tokens to report.",
+    "logprobs": "Chat: whether to report log probabilities. Text: as `top_logprobs`.",
     "max_completion_tokens": "The same as `max_tokens`, before which it counts.",
     "max_output_tokens": "The same as `max_tokens`.",
-    "max_tokens": "Maximum tokens of each choice; of texts 16 by default, 0 only with `echo`.",
     "messages": "The conversation; contents are texts or parts of type `text`.",
     "metadata": "Returned with the answer.",
-    "min_p": "Sample from tokens with at least this fraction of the highest probability.",
-    "min_tokens": "Tokens before which end tokens and `stop_token_ids` are not generated.",
     "model": "Name of the model; may be left out if there is one only.",
     "n": "Number of choices for each prompt.",
     "parallel_tool_calls": "Whether an answer may have several calls.",
-    "presence_penalty": "Subtracted from the logit of each token that the text holds.",
     "previous_response_id": "Refused: the service stores nothing.",
     "prompt": "A text, token ids, or several of either.",
     "reasoning": "Ignored: it asks for reasoning models.",
-    "repetition_penalty": "Factor against tokens of the prompt and the text.",
     "request_id": "Id of the answer and of its log entry.",
     "response_format": "`text`, `json_object`, or `json_schema` with a schema.",
     "return_token_ids": "Whether to report token ids.",
@@ -55,25 +65,18 @@ SUPPORTED = {
     "prompt_cache_key": "Ignored: all requests share the prefix cache; `cache_salt` separates them.",
     "prompt_cache_retention": "Ignored: KV rows stay until others need their buffer.",
     "max_tool_calls": "Ignored: there are no tools that the service calls itself.",
-    "seed": "The same seed gives the same text.",
     "service_tier": "Ignored: there is one tier.",
-    "skip_special_tokens": "Whether special tokens are left out of the text; default true.",
-    "spaceport": "Options of this service alone: how fast it decodes, forks, reports.",
-    "stop": "The text ends before the first of these texts.",
-    "stop_token_ids": "Token ids that end the text.",
+    "spaceport": "Options of this service alone.",
+    "spaceport.threads": "Whether events have the text of each thread as soon as it is generated.",
     "store": "Ignored: the service stores nothing.",
     "stream": "Whether to send events while the text is generated.",
     "stream_options": "What a stream reports: `include_usage`, `continuous_usage_stats`.",
     "structured_outputs": "Grammar of the text: `json`, `regex` or `choice`.",
     "suffix": "Refused unless empty: the models continue a text only.",
-    "temperature": "Sampling temperature; 0 = greedy.",
     "text": "Format of the text in the Responses API.",
     "tokens": "Token ids.",
     "tool_choice": "`auto`, `none`, `required` or a function; the latter two are enforced.",
     "tools": "Functions that the model may call.",
-    "top_k": "Sample from this many most probable tokens; 0 or -1: from all.",
-    "top_logprobs": "Number of most probable tokens to report for each token.",
-    "top_p": "Sample from the fewest most probable tokens whose probabilities sum up to this.",
     "truncation": "Ignored: prompts that are too long are refused.",
     "user": "Ignored: all users are treated alike; `cache_salt` separates them in the prefix cache.",
 }
@@ -141,12 +144,13 @@ REFUSED = {
 def bounds_of(limits: Limits, most_choices: int) -> dict[str, dict[str, dict[str, Any]]]:
     """Bounds of fields by name and JSON type, as JSON schema says them."""
     text, ids = {"maxLength": limits.prompt_chars}, {"maxItems": limits.prompt_chars}
-    bounds: dict[str, dict[str, dict[str, Any]]] = {
+    return {
+        **{name: _declared_bounds(declared) for name, declared in OPTION_FIELDS.items()},
         "n": {"integer": {"minimum": 1, "maximum": most_choices}},
         "top_k": {"integer": {"minimum": -1}},
+        "seed": {},  # all integers of 64 bits count as seeds
         "top_logprobs": {"integer": {"minimum": 0, "maximum": limits.logprobs}},
         "logprobs": {"integer": {"minimum": 0, "maximum": limits.logprobs}},
-        "min_tokens": {"integer": {"minimum": 0}},
         "max_tokens": {"integer": {"minimum": 0}},
         "max_completion_tokens": {"integer": {"minimum": 1}},
         "max_output_tokens": {"integer": {"minimum": 1}},
@@ -156,21 +160,41 @@ def bounds_of(limits: Limits, most_choices: int) -> dict[str, dict[str, dict[str
         },
         "stop_token_ids": {"array": {"maxItems": limits.banned_tokens}},
         "logit_bias": {"object": {"maxProperties": limits.bias_entries}},
-        "cache_salt": {"string": {"maxLength": 256}},
         "prompt": {"string": text, "array": ids},
         "messages": {"array": {"minItems": 1, "maxItems": MOST_MESSAGES}},
         "request_id": {"string": {"minLength": 1, "maxLength": 128}},
     }
-    for name, least, most in (
-        ("temperature", 0, 100),
-        ("top_p", 0, 1),
-        ("min_p", 0, 1),
-        ("repetition_penalty", 0.01, 100),
-        ("presence_penalty", -2, 2),
-        ("frequency_penalty", -2, 2),
-    ):
-        bounds[name] = {"number": {"minimum": least, "maximum": most}}
-    return bounds
+
+
+def _declared_bounds(declared: OptionField) -> dict[str, dict[str, Any]]:
+    if declared.kind is str:
+        return {"string": {"maxLength": declared.most}}
+    bounds = {"minimum": declared.least, "maximum": declared.most}
+    kind = "integer" if declared.kind is int else "number"
+    return {kind: {name: bound for name, bound in bounds.items() if bound is not None}}
+
+
+def json_type(kind: Any) -> Any:
+    """The type of an option in JSON."""
+    origin, members = get_origin(kind), get_args(kind)
+    if origin is Mapping:
+        return dict[str, members[1]]  # type: ignore[valid-type]
+    if origin in (Sequence, Collection):
+        return str | list[str] if members[0] is str else list[members[0]]  # type: ignore[valid-type]
+    return kind
+
+
+def _with_options(struct: type[Body]) -> type[Body]:
+    """The struct with a field for each generation option of its requests, None where it is not set."""
+    prefix = "spaceport." if struct.__name__ == "Own" else ""
+    own = {*struct.__struct_fields__, *_OF_CHAT}
+    fields = [
+        (name.removeprefix(prefix), json_type(declared.kind) | None, None)
+        for name, declared in OPTION_FIELDS.items()
+        if name.startswith(prefix) and "." not in name.removeprefix(prefix) and name not in own
+    ]
+    named = {"__doc__": struct.__doc__, "__module__": struct.__module__}
+    return defstruct(struct.__name__, fields, bases=(struct,), namespace=named, kw_only=True)  # type: ignore[return-value]
 
 
 class StreamOptions(Struct):
@@ -204,19 +228,14 @@ class StructuredOutputs(Struct):
     grammar: str | None = None
 
 
-class Own(Struct):
-    """Options that only this service has: how fast a request is decoded and what is reported; see docs/service.md."""
+@_with_options
+class Own(Struct, kw_only=True):
+    """Options that only this service has."""
 
-    mask_slots: int | None = None
-    draft_rows: int | None = None
-    lookup: int | None = None
-    fork: bool = False
-    max_threads: int | None = None
-    max_depth: int | None = None
-    threads: bool = False  # whether events have the text of each thread as soon as it is generated
-    trace: bool = False  # whether the answer has what each step did
+    threads: bool = False
 
 
+@_with_options
 class GenerationBody(Struct, kw_only=True):
     """Fields that chat requests and text requests share."""
 
@@ -224,20 +243,10 @@ class GenerationBody(Struct, kw_only=True):
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
     stop_token_ids: list[int] | None = None
-    min_tokens: int | None = None
-    ignore_eos: bool | None = None
-    cache_salt: str | None = None
     n: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None

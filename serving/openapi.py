@@ -14,7 +14,16 @@ from starlette.routing import Route
 
 from spaceport import __version__
 from spaceport.runtime.limits import DEFAULT_LIMITS, Limits
-from spaceport.serving.bodies import SUPPORTED, ChatBody, DetokenizeBody, TextBody, TokenizeBody, bounds_of
+from spaceport.serving.bodies import (
+    OPTION_FIELDS,
+    SUPPORTED,
+    ChatBody,
+    DetokenizeBody,
+    Own,
+    TextBody,
+    TokenizeBody,
+    bounds_of,
+)
 from spaceport.serving.failures import json_response
 from spaceport.serving.options import ServiceOptions
 from spaceport.serving.responses import ResponsesBody
@@ -83,12 +92,16 @@ def schemas(limits: Limits, most_choices: int) -> dict[str, dict[str, Any]]:
     """The schemas of all bodies, with descriptions and bounds of their fields."""
     _, components = msgspec.json.schema_components(BODIES.values(), ref_template=_REFERENCE)
     bounds = bounds_of(limits, most_choices)
-    for kind in BODIES.values():
-        properties: dict[str, dict[str, Any]] = components[kind.__name__]["properties"]
-        for name, schema in properties.items():
-            schema["description"] = SUPPORTED[name]
+    structs: list[type[msgspec.Struct]] = [*BODIES.values(), Own]
+    for struct in structs:
+        prefix = "spaceport." if struct is Own else ""
+        for name, schema in components[struct.__name__]["properties"].items():
+            field = f"{prefix}{name}"
+            schema["description"] = SUPPORTED[field]
+            if (declared := OPTION_FIELDS.get(field)) is not None and (default := declared.request_default) is not None:
+                schema["default"] = default
             for branch in schema.get("anyOf", [schema]):
-                branch.update(bounds.get(name, {}).get(branch.get("type"), {}))
+                branch.update(bounds.get(field, {}).get(branch.get("type"), {}))
     return components
 
 

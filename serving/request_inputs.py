@@ -8,13 +8,14 @@ import re
 import secrets
 import string
 from collections.abc import Mapping, Sequence, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.limits import Limits
 from spaceport.runtime.sampling.grammar import Grammar
+from spaceport.runtime.sampling.option_fields import option_fields
 from spaceport.runtime.sampling.sampler import Sampling
 from spaceport.runtime.text.messages import ChatPrompt
 from spaceport.runtime.text.prompt import Prompt
@@ -147,7 +148,9 @@ def tool_use_of(body: ChatBody, model: ServedModel, options: ServiceOptions) -> 
     if not called:
         return ToolUse(tool_format, functions, tools, None, parallel, opening)
     several = parallel and not isinstance(body.tool_choice, dict)
-    grammar = calls_grammar(tool_format, called, parallel=several, opened=opening is not None)
+    grammar = calls_grammar(
+        tool_format, called, parallel=several, opened=opening is not None, whitespace=json_whitespace(body)
+    )
     try:
         model.runtime.limits.check_grammar(grammar)
     except OptionFault as error:
@@ -233,34 +236,35 @@ def _logprobs(body: ChatBody | TextBody) -> int | None:
     return (body.top_logprobs or 0) if body.logprobs else None
 
 
-def _biases(biases: Mapping[str, float]) -> dict[int, float]:
-    """Biases by token id; -100 bans a token, as OpenAI's API says."""
+def _chosen(options: type, body: GenerationBody, suggested: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The options of a request: as it says, else as suggested, else those of requests that say nothing."""
+    values = {}
+    for declared in option_fields(options):
+        prefix, _, name = (declared.request or ".").rpartition(".")
+        if prefix not in ("", "spaceport"):
+            continue
+        asked = getattr(body.spaceport if prefix else body, name, None)
+        choices = (asked, (suggested or {}).get(declared.name), declared.request_default)
+        values[declared.name] = next((value for value in choices if value is not None), None)
+    return values
+
+
+def _biases(body: GenerationBody) -> dict[int, float]:
+    """Biases by token id."""
     try:
-        return {int(token): bias for token, bias in biases.items() if bias != -100}
+        return {int(token): bias for token, bias in (body.logit_bias or {}).items()}
     except ValueError as error:
         raise Failure(400, f"logit_bias: {error}: expected token ids as keys", param="logit_bias") from error
 
 
 def _sampling(body: GenerationBody, suggested: Mapping[str, Any], choice: int) -> Sampling:
     """How tokens are chosen: as the request says, else as the model's publisher suggests, else as in OpenAI's API."""
-
-    def value(name: str, default: float) -> Any:
-        options = (getattr(body, name), suggested.get(name), default)
-        return next(option for option in options if option is not None)
-
-    temperature, top_k, biases = value("temperature", 1.0), value("top_k", 0), body.logit_bias or {}
-    seed = None if body.seed is None or not temperature else (body.seed + choice) % _SEEDS
+    values, biases = _chosen(Sampling, body, suggested), _biases(body)
+    seed = None if body.seed is None or not values["temperature"] else (body.seed + choice) % _SEEDS
+    top_k = 0 if values["top_k"] == -1 else values["top_k"]  # vLLM spells "all tokens" as -1
+    kept = {token: bias for token, bias in biases.items() if bias != -100}  # which bans a token, as OpenAI's API says
     return Sampling(
-        temperature=temperature,
-        top_k=0 if top_k == -1 else top_k,  # vLLM spells "all tokens" as -1
-        top_p=value("top_p", 1.0),
-        min_p=value("min_p", 0.0),
-        repetition_penalty=value("repetition_penalty", 1.0),
-        presence_penalty=value("presence_penalty", 0.0),
-        frequency_penalty=value("frequency_penalty", 0.0),
-        logit_bias=_biases(biases),
-        banned=[int(token) for token, bias in biases.items() if bias == -100],
-        seed=seed,
+        **values | {"seed": seed, "top_k": top_k, "logit_bias": kept, "banned": biases.keys() - kept.keys()}
     )
 
 
@@ -269,13 +273,13 @@ def _literal(text: str) -> str:
     return "".join(f"\\{character}" if re.match(r"[^\w\s<>]", character, re.ASCII) else character for character in text)
 
 
-def _structured(outputs: StructuredOutputs) -> list[Grammar]:
+def _structured(outputs: StructuredOutputs, whitespace: bool) -> list[Grammar]:
     if outputs.grammar is not None:
         raise Failure(400, "structured_outputs.grammar is not supported: expected json, regex or choice")
     grammars = []
     if outputs.json is not None:
         schema = outputs.json if isinstance(outputs.json, str) else json.dumps(outputs.json)
-        grammars.append(Grammar(json_schema=schema))
+        grammars.append(Grammar(json_schema=schema, json_whitespace=whitespace))
     if outputs.regex is not None:
         grammars.append(Grammar(regex=outputs.regex))
     if outputs.choice is not None:
@@ -285,21 +289,27 @@ def _structured(outputs: StructuredOutputs) -> list[Grammar]:
     return grammars
 
 
-def _formatted(response_format: ResponseFormat) -> list[Grammar]:
+def _formatted(response_format: ResponseFormat, whitespace: bool) -> list[Grammar]:
     if response_format.type == "text":
         return []
     if response_format.type == "json_object":
-        return [Grammar(json_schema={"type": "object"})]
+        return [Grammar(json_schema={"type": "object"}, json_whitespace=whitespace)]
     if response_format.json_schema is None:
         raise Failure(400, "response_format has no json_schema: expected one with a schema", param="response_format")
-    return [Grammar(json_schema=response_format.json_schema.schema)]
+    return [Grammar(json_schema=response_format.json_schema.schema, json_whitespace=whitespace)]
+
+
+def json_whitespace(body: GenerationBody) -> bool:
+    """Whether JSON that a grammar describes may have whitespace between its tokens."""
+    return bool(_chosen(Grammar, body)["json_whitespace"])
 
 
 def _grammar(body: ChatBody | TextBody, tools: ToolUse) -> Grammar | None:
+    whitespace = json_whitespace(body)
     grammars = [] if tools.grammar is None else [tools.grammar]
-    grammars += [] if body.structured_outputs is None else _structured(body.structured_outputs)
+    grammars += [] if body.structured_outputs is None else _structured(body.structured_outputs, whitespace)
     if isinstance(body, ChatBody) and body.response_format is not None:
-        grammars += _formatted(body.response_format)
+        grammars += _formatted(body.response_format, whitespace)
     if len(grammars) > 1:
         raise Failure(
             400, "the request has several grammars: expected one of response_format, structured_outputs and tool_choice"
@@ -329,28 +339,17 @@ def decodings_of(
     _check_sizes(body, model.runtime.limits)
     grammar = _grammar(body, tools)
     suggested = model.runtime.bundle.manifest.generation_config
-    own, plain = body.spaceport, bool(body.disable_spec_decode)
-    return [
-        Decoding(
-            max_tokens=_max_tokens(body),
-            stop=() if body.stop is None else body.stop,
-            include_stop=bool(body.include_stop_str_in_output),
-            skip_special_tokens=body.skip_special_tokens is not False and not tools.shows_special_tokens,
-            stop_token_ids=body.stop_token_ids or (),
-            min_tokens=body.min_tokens or 0,
-            ignore_eos=bool(body.ignore_eos),
-            cache_salt=body.cache_salt or "",
-            timeout=options.request_timeout,
-            sampling=_sampling(body, suggested if suggested.get("do_sample") else {}, choice),
-            grammar=grammar,
-            mask_slots=0 if plain else own.mask_slots,
-            draft_rows=own.draft_rows,
-            lookup=0 if plain else own.lookup,
-            fork=own.fork,
-            max_threads=own.max_threads,
-            max_depth=Decoding.max_depth if own.max_depth is None else own.max_depth,
-            trace=own.trace,
-            logprobs=_logprobs(body),
-        )
-        for choice in range(choices)
-    ]
+    if not suggested.get("do_sample"):
+        suggested = {}
+    decoding = Decoding(
+        **_chosen(Decoding, body)
+        | {
+            "max_tokens": _max_tokens(body),
+            "timeout": options.request_timeout,
+            "logprobs": _logprobs(body),
+            "grammar": grammar,
+            **({"skip_special_tokens": False} if tools.shows_special_tokens else {}),
+            **({"mask_slots": 0, "lookup": 0} if body.disable_spec_decode else {}),
+        }
+    )
+    return [replace(decoding, sampling=_sampling(body, suggested, choice)) for choice in range(choices)]

@@ -20,9 +20,10 @@ from spaceport.graphs.contract.installation import install_command
 from spaceport.runtime.decode.draft import Candidates
 from spaceport.runtime.decode.sequence import TokenSelector, TokenSequence
 from spaceport.runtime.isolation import DeadlinePassed, HelperPool, JobFailed
+from spaceport.runtime.sampling.option_fields import documented, option
 
-# Whitespace between JSON tokens: none, a space, or a line break with indentation. If all whitespace were allowed, a weak
-# model could generate whitespace for ever.
+# Whitespace between JSON tokens, where it is allowed: none, a space, or a line break with indentation. If all whitespace
+# were allowed, a weak model could generate whitespace for ever.
 _SPACE = r" |\n {0,20}"
 # Without this option llguidance forces tokens wherever the grammar allows only one continuation. It would force special
 # tokens with the same spelling, and characters outside the grammar where the tokenizer normalizes text.
@@ -41,22 +42,36 @@ _COSTLY = frozenset("/&~%")  # of rules: expressions, intersections, complements
 MOST_SHOWN = 60  # characters of a grammar or a text in an error message
 
 
-@dataclass(frozen=True)
+@documented
+@dataclass(frozen=True, kw_only=True)
 class Grammar:
-    """What the whole completion matches: a regular expression, a JSON schema or a context-free grammar; give one of them.
+    """What the whole completion matches: a regular expression, a JSON schema or a context-free grammar; give one of them."""
 
-    - `regex`: Regular expression in the syntax of Rust's regex crate: no look-around, no back-references.
-    - `json_schema`: JSON schema as a string or a mapping; properties are generated in the schema's order.
-    - `lark`: Context-free grammar in llguidance's dialect of Lark; its first rule is `start`.
-    - `schemas`: JSON schema of each name that the rules of `lark` use without defining it.
-    - `name`: What error messages call the grammar; default: its beginning.
-    """
-
-    regex: str | None = None
-    json_schema: str | Mapping[str, Any] | None = None
-    lark: str | None = None
-    schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict, hash=False)
-    name: str = ""
+    regex: str | None = option(
+        None,
+        "Regular expression that the whole text matches, in the syntax of Rust's regex crate.",
+        metavar="REGEX",
+        request="structured_outputs.regex",
+    )
+    json_schema: str | Mapping[str, Any] | None = option(
+        None,
+        "JSON schema that the text conforms to; properties come in the schema's order.",
+        metavar="FILE",
+        request="structured_outputs.json",
+    )
+    json_whitespace: bool = option(
+        False, "Allow spaces, line breaks and indentation between the tokens of JSON; else it is compact."
+    )
+    lark: str | None = option(
+        None,
+        "Context-free grammar in llguidance's dialect of Lark; its first rule is `start`.",
+        flag=None,
+        request=None,
+    )
+    schemas: Mapping[str, Mapping[str, Any]] = option(
+        dict, "JSON schema of each name that the rules of `lark` use without defining it.", flag=None, request=None
+    )
+    name: str = option("", "What error messages call the grammar.", unset="its beginning", flag=None, request=None)
     source: str = field(init=False, repr=False)  # the grammar in llguidance's syntax
     label: str = field(init=False, repr=False)  # the grammar as error messages name it
     depth: int = field(init=False, repr=False)  # nested groups of the expression, or objects and arrays of the schema
@@ -72,18 +87,23 @@ class Grammar:
             rules, kind, text, brackets = self.lark, "the grammar", self.lark, "(["
         else:
             schema = _schema_of(self.json_schema)
-            rules, kind, text, brackets = f"start: {_schema_rule(schema)}", "the JSON schema", json.dumps(schema), "{["
+            rules, kind, text, brackets = (
+                f"start: {self._schema_rule(schema)}",
+                "the JSON schema",
+                json.dumps(schema),
+                "{[",
+            )
         depth = _depth(text, brackets)
         for name, named_schema in self.schemas.items():
-            rules += f"\n{name}: {_schema_rule(named_schema)}"
+            rules += f"\n{name}: {self._schema_rule(named_schema)}"
             depth = max(depth, _depth(json.dumps(named_schema), "{["))
         object.__setattr__(self, "source", f"{_OPTIONS}\n{rules}")
         object.__setattr__(self, "label", self.name or f"{kind} {_shown(text)}")
         object.__setattr__(self, "depth", depth)
 
-
-def _schema_rule(schema: Mapping[str, Any]) -> str:
-    return "%json " + json.dumps({"x-guidance": {"whitespace_pattern": _SPACE}, **schema})
+    def _schema_rule(self, schema: Mapping[str, Any]) -> str:
+        layout = {"whitespace_pattern": _SPACE} if self.json_whitespace else {"whitespace_flexible": False}
+        return "%json " + json.dumps({"x-guidance": layout, **schema})
 
 
 def _rule_of(regex: str) -> str:

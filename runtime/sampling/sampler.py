@@ -19,6 +19,7 @@ from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.decode.draft import Candidates
 from spaceport.runtime.decode.sequence import TokenSelector, TokenSequence, not_a_number
 from spaceport.runtime.sampling.choice import Bans, Greedy
+from spaceport.runtime.sampling.option_fields import check_options, documented, option
 
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _FIRST = np.uint64(0xBF58476D1CE4E5B9)
@@ -122,33 +123,62 @@ def _from_counters(noise: NDArray[np.float64], key: np.uint64, scratch: NDArray[
         np.negative(noise, out=noise)
 
 
+@documented
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen; the default is greedy decoding.
+    """How the next token is chosen; the default is greedy decoding."""
 
-    - `temperature`: Sampling temperature from 0 to 100; default 0: greedy decoding.
-    - `top_k`: Sample from this many most probable tokens only; default 0: from all.
-    - `top_p`: Sample from the fewest most probable tokens whose probabilities sum up to this; default 1: from all.
-    - `min_p`: Sample from tokens with at least this fraction of the highest probability; default 0: from all.
-    - `repetition_penalty`: Factor against tokens of the prompt and the text, 0.01 to 100; above 1 makes them less
-      probable; default 1: none.
-    - `presence_penalty`: Subtracted from the logit of each token that the text holds, -2 to 2; default 0.
-    - `frequency_penalty`: Subtracted from a token's logit for each time that the text holds it, -2 to 2; default 0.
-    - `logit_bias`: Token id to a bias that is added to its logit, -100 to 100; default: none.
-    - `banned`: Ids of tokens that are never generated; default: none.
-    - `seed`: Integer from 0 to 2**64 - 1: the same seed gives the same text; default None: random for each request.
-    """
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    banned: Collection[int] = ()
-    seed: int | None = None
+    temperature: float = option(
+        0.0, "Sampling temperature; 0 = greedy.", 0, 100, metavar="T", request="temperature", request_default=1.0
+    )
+    top_k: int = option(0, "Sample from this many most probable tokens; 0 = from all.", 0, metavar="K", request="top_k")
+    top_p: float = option(
+        1.0,
+        "Sample from the fewest most probable tokens whose probabilities sum up to this.",
+        0,
+        1,
+        metavar="P",
+        request="top_p",
+    )
+    min_p: float = option(
+        0.0,
+        "Sample from tokens with at least this fraction of the highest probability.",
+        0,
+        1,
+        metavar="P",
+        request="min_p",
+    )
+    repetition_penalty: float = option(
+        1.0,
+        "Factor against tokens of the prompt and the text; above 1 = fewer repetitions.",
+        0.01,
+        100,
+        request="repetition_penalty",
+    )
+    presence_penalty: float = option(
+        0.0, "Subtracted from the logit of each token that the text has.", -2, 2, request="presence_penalty"
+    )
+    frequency_penalty: float = option(
+        0.0, "Subtracted from a token's logit for each time that the text has it.", -2, 2, request="frequency_penalty"
+    )
+    logit_bias: Mapping[int, float] = option(
+        dict,
+        "Numbers from -100 to 100 that are added to the logits of token ids.",
+        unset="none",
+        metavar="ID=X",
+        request="logit_bias",
+    )
+    banned: Collection[int] = option(
+        (), "Token ids that are never generated.", unset="none", flag="--ban", metavar="TOKEN", request=None
+    )
+    seed: int | None = option(
+        None,
+        "Seed of sampled tokens: the same seed gives the same text.",
+        0,
+        2**64 - 1,
+        unset="random for each request",
+        request="seed",
+    )
 
     def __post_init__(self) -> None:
         for name, kind, kinds in (
@@ -157,22 +187,16 @@ class Sampling:
         ):
             if not isinstance(value := getattr(self, name), kind):
                 raise OptionFault(f"{name} is {value!r}: expected {kinds}")
-        _number("temperature", self.temperature, 0, 100, "0 is greedy decoding")
-        _number("top_p", self.top_p, 0, 1, "1 allows all tokens")
-        _number("min_p", self.min_p, 0, 1, "0 allows all tokens")
-        _number("repetition_penalty", self.repetition_penalty, 0.01, 100, "1 changes nothing")
-        _number("presence_penalty", self.presence_penalty, -2, 2, "0 changes nothing")
-        _number("frequency_penalty", self.frequency_penalty, -2, 2, "0 changes nothing")
-        _integer("top_k", self.top_k, 2**63 - 1, "0 allows all tokens")
-        if self.seed is not None:
-            _integer("seed", self.seed, 2**64 - 1, "leave it out for a random one")
-            if not self.temperature:
-                raise OptionFault(f"seed is {self.seed} with temperature 0, which samples nothing: set a temperature")
-        for token in self.banned:
-            _integer("a token id in banned", token, 2**63 - 1, "token ids, not text")
+        check_options(self)
+        if self.seed is not None and not self.temperature:
+            raise OptionFault(f"seed is {self.seed} with temperature 0, which samples nothing: set a temperature")
+        for name, tokens in (("banned", self.banned), ("logit_bias", self.logit_bias)):
+            if (wrong := next((token for token in tokens if not _is_token_id(token)), None)) is not None:
+                raise OptionFault(f"a token id in {name} is {wrong!r}: expected a whole number of at least 0, not text")
         for token, bias in self.logit_bias.items():
-            _integer("a token id in logit_bias", token, 2**63 - 1, "token ids, not text")
-            _number(f"the logit_bias of token {token}", bias, -100, 100, "to forbid a token, put it in banned")
+            if not isinstance(bias, int | float) or isinstance(bias, bool) or not -100 <= bias <= 100:
+                expected = "expected a number from -100 to 100; to forbid a token, put it in banned"
+                raise OptionFault(f"the logit_bias of token {token} is {bias!r}: {expected}")
         object.__setattr__(self, "banned", frozenset(self.banned))
         object.__setattr__(self, "logit_bias", dict(self.logit_bias))
 
@@ -365,11 +389,5 @@ def _columns(banned: frozenset[int]) -> NDArray[np.int64]:
     return np.array(sorted(banned), np.int64)
 
 
-def _number(name: str, value: object, least: float, most: float, hint: str) -> None:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= most:
-        raise OptionFault(f"{name} is {value!r}: expected a number from {least} to {most} ({hint})")
-
-
-def _integer(name: str, value: object, most: int, hint: str) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= most:
-        raise OptionFault(f"{name} is {value!r}: expected a whole number from 0 to {most} ({hint})")
+def _is_token_id(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63

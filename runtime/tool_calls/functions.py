@@ -170,11 +170,16 @@ def _description(tools: Sequence[Mapping[str, Any]], tool_format: ToolFormat) ->
 
 
 def calls_grammar(
-    tool_format: ToolFormat, functions: Sequence[ToolFunction], *, parallel: bool, opened: bool
+    tool_format: ToolFormat,
+    functions: Sequence[ToolFunction],
+    *,
+    parallel: bool,
+    opened: bool,
+    whitespace: bool = False,
 ) -> Grammar:
     """A grammar for one call of one of these functions, or with `parallel` for several.
 
-    `opened` is whether the prompt ends with the opening of the format.
+    `opened` is whether the prompt ends with the opening of the format, `whitespace` whether arguments may have some.
     """
     opening = "" if opened else tool_format.opening
     starts = " | ".join(json.dumps(opening + start) for start in tool_format.starts)
@@ -186,5 +191,6 @@ def calls_grammar(
     return Grammar(
         lark=rules,
         schemas={f"arguments{index}": function.schema for index, function in enumerate(functions)},
+        json_whitespace=whitespace,
         name="the grammar of tools",
     )

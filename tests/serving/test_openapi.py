@@ -15,7 +15,7 @@ from starlette.testclient import TestClient
 
 from spaceport.runtime.limits import DEFAULT_LIMITS, Limits
 from spaceport.serving.application import application
-from spaceport.serving.bodies import IGNORED, REFUSED, SUPPORTED, ChatBody, TextBody, body_of
+from spaceport.serving.bodies import IGNORED, REFUSED, SUPPORTED, ChatBody, Own, StructuredOutputs, TextBody, body_of
 from spaceport.serving.failures import Failure
 from spaceport.serving.openapi import BODIES, document
 from spaceport.serving.options import ServiceOptions
@@ -42,7 +42,9 @@ def test_the_page_of_fields_is_up_to_date() -> None:
 
 def test_every_field_is_described_and_no_other() -> None:
     fields = {one.encode_name for kind in BODIES.values() for one in msgspec.structs.fields(kind)}
-    assert fields == SUPPORTED.keys()
+    fields |= {f"spaceport.{one.encode_name}" for one in msgspec.structs.fields(Own)}
+    structured = {f"structured_outputs.{one.encode_name}" for one in msgspec.structs.fields(StructuredOutputs)}
+    assert fields <= SUPPORTED.keys() <= fields | structured
     chat = {one.encode_name for kind in (ChatBody, TextBody) for one in msgspec.structs.fields(kind)}
     assert not chat & REFUSED.keys()
     assert chat & IGNORED.keys() == {"user"}

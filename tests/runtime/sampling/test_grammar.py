@@ -66,19 +66,26 @@ def test_a_constrained_text_does_not_change_the_logits_and_finds_those_that_are_
         choose.token(np.full(PADDED, np.nan, np.float32), thread_of(), ())
 
 
-def test_json_may_be_laid_out_but_not_be_white_space_without_end() -> None:
+def test_json_is_compact_and_white_space_is_an_option_that_has_an_end() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "array", "items": {"type": "null"}}}, "required": ["a"]}
 
-    def allows(text: str, **options: object) -> bool:
-        matcher = VOCABULARIES[id(BYTES)].matcher(Grammar(json_schema=options | schema).source)
-        return matcher.consume_tokens(one_byte_each(text)) and matcher.is_accepting()
+    def allows(text: str, whitespace: bool, **options: object) -> bool:
+        alone = Grammar(json_schema=options | schema, json_whitespace=whitespace)
+        named = Grammar(lark="start: call", schemas={"call": options | schema}, json_whitespace=whitespace)
+        matchers = [VOCABULARIES[id(BYTES)].matcher(grammar.source) for grammar in (alone, named)]
+        allowed = {matcher.consume_tokens(one_byte_each(text)) and matcher.is_accepting() for matcher in matchers}
+        assert len(allowed) == 1
+        return allowed.pop()
 
-    assert all(allows(json.dumps({"a": [None, None]}, indent=indent)) for indent in (None, 2, 4))
-    assert not allows('{  "a": []}')
-    assert not allows('{\n\n"a": []}')
-    tight = {"x-guidance": {"whitespace_flexible": False}}
-    assert allows('{"a":[null]}', **tight)
-    assert not allows('{"a": [null]}', **tight)
+    compact = json.dumps({"a": [None, None]}, separators=(",", ":"))
+    assert allows(compact, False)
+    assert allows(compact, True)
+    for indent in (None, 2, 4):
+        assert allows(json.dumps({"a": [None, None]}, indent=indent), True)
+        assert not allows(json.dumps({"a": [None, None]}, indent=indent), False)
+    assert not allows('{  "a": []}', True)
+    assert not allows('{\n\n"a": []}', True)
+    assert allows('{"a": [null]}', False, **{"x-guidance": {"whitespace_flexible": True}})  # of the schema itself
 
 
 class Seeing:

@@ -82,18 +82,20 @@ def test_every_text_is_made_of_valid_calls(vocabulary: Vocabulary, name: FormatN
 
 
 def test_only_the_functions_can_be_called_and_only_with_their_arguments(vocabulary: Vocabulary) -> None:
-    source = calls_grammar(FORMATS["hermes"], FUNCTIONS[:1], parallel=False, opened=False).source
-
-    def allows(text: str) -> bool:
-        matcher = vocabulary.matcher(source)
+    def allows(text: str, whitespace: bool = False) -> bool:
+        hermes = FORMATS["hermes"]
+        grammar = calls_grammar(hermes, FUNCTIONS[:1], parallel=False, opened=False, whitespace=whitespace)
+        matcher = vocabulary.matcher(grammar.source)
         return matcher.consume_tokens(one_byte_each(text)) and matcher.is_accepting()
 
-    call = '<tool_call>\n{"name": "weather.of-1", "arguments": {"city": "Oslo"}}\n</tool_call>'
+    call = '<tool_call>\n{"name": "weather.of-1", "arguments": {"city":"Oslo"}}\n</tool_call>'
     assert allows(call)
+    assert allows(call.replace(':"Oslo', ': "Oslo'), whitespace=True)
+    assert not allows(call.replace(':"Oslo', ': "Oslo'))
     for other in ("weather_of-1", "now", "weather.of-"):
         assert not allows(call.replace("weather.of-1", other))
     assert not allows(call.replace("Oslo", "Rome"))
-    assert not allows(call.replace('"Oslo"', '"Oslo", "more": 1'))
+    assert not allows(call.replace('"Oslo"', '"Oslo","more":1'))
     assert not allows(f"{call}\n{call}")
 
 

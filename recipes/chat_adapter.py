@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from recipes.chat_prompts import prompts, titled_lists
@@ -21,31 +22,18 @@ from spaceport.tools.tune.extract import Tree, extract
 _VALIDATION = 40  # one answer in 40 is held out
 _ANSWER, _LIST = 160, 400  # maximum tokens of an answer; lists must be complete to fork
 _DRAFTS = (
-    "--objective",
-    "sar",
-    "--mask-slots",
-    "4",
-    "--drop-rate",
-    "0.3",
-    "--anchors",
-    "64",
-    "--correction-rank",
-    "64",
+    *("--objective", "sar", "--mask-slots", "4", "--drop-rate", "0.3", "--anchors", "64", "--correction-rank", "64"),
+    *("--rank", "32", "--alpha", "64", "--target", "o_proj", "--target", "down_proj"),
+    *("--epochs", "12", "--learning-rate", "1e-3"),
 )
-_LAYERS = ("--rank", "32", "--alpha", "64", "--target", "o_proj", "--target", "down_proj")
-_FORKS = ("--objective", "apar", "--unfork-rate", "0.05")
+_FORKS = ("--objective", "apar", "--unfork-rate", "0.05", "--epochs", "6", "--learning-rate", "5e-2")
 _NUMBERED = re.compile(r"^\d+\. ", re.MULTILINE)
 _TRAINING = (
-    "--method",
-    "gated-lora",
-    "--adapter-only",
-    "--batch-size",
-    "4",
-    "--micro-batch-size",
-    "4",
-    "--cutoff",
-    "768",
+    *("--method", "gated-lora", "--adapter-only"),
+    *("--batch-size", "4", "--micro-batch-size", "4", "--cutoff", "768"),
 )
+
+Step = Callable[[Path], None]  # writes its result to a path
 
 
 @dataclass(frozen=True)
@@ -72,51 +60,39 @@ class StepFailed(RuntimeError):
 def follow(recipe: Recipe) -> Path:
     """The adapter folder after all steps that have no result yet."""
     recipe.work.mkdir(parents=True, exist_ok=True)
-    steps: list[tuple[str, Callable[[Recipe, Path], None]]] = [
-        ("prompts.jsonl", _write_prompts),
-        ("base.bundle", _export),
-        ("answers.jsonl", _distill),
-        ("list_prompts.jsonl", _write_list_prompts),
-        ("list_answers.jsonl", _distill_lists),
-        ("train.jsonl", _split),
-        ("drafts", _train_drafts),
-    ]
-    forks: list[tuple[str, Callable[[Recipe, Path], None]]] = [
-        ("titled_prompts.jsonl", _write_titled_prompts),
-        ("titled_answers.jsonl", _distill_titled),
-        ("forks.jsonl", _select_forks),
-        ("adapter", _train_forks),
-    ]
-    for name, step in [*steps, *(forks if recipe.fork_time else ())]:
+    for name, step in _steps(recipe):
         if not recipe.file(name).exists():
             print(f"== {name}", flush=True)
-            step(recipe, recipe.file(name))
+            step(recipe.file(name))
     return recipe.file("adapter" if recipe.fork_time else "drafts")
 
 
-def _write_prompts(recipe: Recipe, target: Path) -> None:
-    _write(target, prompts(recipe.answers, seed=0))
+def _steps(recipe: Recipe) -> Iterator[tuple[str, Step]]:
+    """The steps in order, with the names of their results."""
 
+    def distill(source: str, tokens: int) -> Step:
+        files = recipe.file("base.bundle"), recipe.file(source)
+        return lambda target: _command("distill", *files, target, "--max-tokens", tokens)
 
-def _export(recipe: Recipe, target: Path) -> None:
-    _command("export", recipe.base, target, "--weights", "int8")
+    def tune(data: str, *options: object) -> Step:
+        return lambda target: _tune(recipe, target, recipe.file(data), *options)
 
+    def write_list_prompts(target: Path) -> None:
+        _write(target, [prompt for prompt in prompts(8 * recipe.lists, seed=1) if prompt["kind"] == "lists"])
 
-def _distill(recipe: Recipe, target: Path) -> None:
-    _answer(recipe, "prompts.jsonl", target, _ANSWER)
-
-
-def _write_list_prompts(recipe: Recipe, target: Path) -> None:
-    found = [prompt for prompt in prompts(8 * recipe.lists, seed=1) if prompt["kind"] == "lists"]
-    _write(target, found)
-
-
-def _distill_lists(recipe: Recipe, target: Path) -> None:
-    _answer(recipe, "list_prompts.jsonl", target, _LIST)
-
-
-def _answer(recipe: Recipe, given: str, target: Path, tokens: int) -> None:
-    _command("distill", recipe.file("base.bundle"), recipe.file(given), target, "--max-tokens", tokens)
+    yield "prompts.jsonl", lambda target: _write(target, prompts(recipe.answers, seed=0))
+    yield "base.bundle", lambda target: _command("export", recipe.base, target, "--weights", "int8")
+    yield "answers.jsonl", distill("prompts.jsonl", _ANSWER)
+    yield "list_prompts.jsonl", write_list_prompts
+    yield "list_answers.jsonl", distill("list_prompts.jsonl", _LIST)
+    yield "train.jsonl", partial(_split, recipe)
+    yield "drafts", tune("train.jsonl", *_DRAFTS, "--time-budget", recipe.draft_time)
+    if recipe.fork_time:
+        yield "titled_prompts.jsonl", lambda target: _write(target, titled_lists(recipe.titled, seed=2))
+        yield "titled_answers.jsonl", distill("titled_prompts.jsonl", _LIST)
+        yield "forks.jsonl", partial(_select_forks, recipe)
+        further = ("--adapter", recipe.file("drafts"), "--time-budget", recipe.fork_time)
+        yield "adapter", tune("forks.jsonl", *_FORKS, *further)
 
 
 def _split(recipe: Recipe, target: Path) -> None:
@@ -124,19 +100,6 @@ def _split(recipe: Recipe, target: Path) -> None:
     _write(recipe.file("validation.jsonl"), lines[::_VALIDATION])
     kept = [line for number, line in enumerate(lines) if number % _VALIDATION]
     _write(target, [*kept, *_read(recipe.file("list_answers.jsonl"))])
-
-
-def _train_drafts(recipe: Recipe, target: Path) -> None:
-    budget = ("--time-budget", recipe.draft_time, "--epochs", "12", "--learning-rate", "1e-3")
-    _tune(recipe, target, recipe.file("train.jsonl"), *_DRAFTS, *_LAYERS, *budget)
-
-
-def _write_titled_prompts(recipe: Recipe, target: Path) -> None:
-    _write(target, titled_lists(recipe.titled, seed=2))
-
-
-def _distill_titled(recipe: Recipe, target: Path) -> None:
-    _answer(recipe, "titled_prompts.jsonl", target, _LIST)
 
 
 def _select_forks(recipe: Recipe, target: Path) -> None:
@@ -158,12 +121,6 @@ def _finished(file: Path) -> Iterator[tuple[str, dict[str, object]]]:
             tree = extract(answer)
             unforked = "numbered" if _NUMBERED.search(answer) else "other"
             yield tree.kind if isinstance(tree, Tree) else unforked, lines[conversation.line]
-
-
-def _train_forks(recipe: Recipe, target: Path) -> None:
-    budget = ("--time-budget", str(recipe.fork_time), "--epochs", "6", "--learning-rate", "5e-2")
-    further = ("--adapter", recipe.file("drafts"))
-    _tune(recipe, target, recipe.file("forks.jsonl"), *_FORKS, *further, *budget)
 
 
 def _tune(recipe: Recipe, target: Path, data: Path, *options: object) -> None:
@@ -198,18 +155,12 @@ def main() -> None:
     parser.add_argument("--titled", type=int, default=160, help="number of prompts for lists with titles, for forks")
     parser.add_argument("--draft-time", default="96m", help="training time of the drafts")
     parser.add_argument("--fork-time", default="12m", help="training time of the forks; 0s: no forks")
-    parser.add_argument("--no-bf16", action="store_true", help="compute in float32, on CPUs without bfloat16")
-    given = parser.parse_args()
-    recipe = Recipe(
-        given.base,
-        given.work,
-        given.answers,
-        given.lists,
-        given.titled,
-        given.draft_time,
-        None if given.fork_time == "0s" else given.fork_time,
-        not given.no_bf16,
+    parser.add_argument(
+        "--no-bf16", dest="bf16", action="store_false", help="compute in float32, on CPUs without bfloat16"
     )
+    options = vars(parser.parse_args())
+    fork_time = options.pop("fork_time")
+    recipe = Recipe(**options, fork_time=None if fork_time == "0s" else fork_time)
     try:
         print(follow(recipe))
     except StepFailed as error:

@@ -1,4 +1,4 @@
-"""Corpus: chats about functions and source text of the standard library, or of all installed packages."""
+"""Corpus: training data of the demo model, chats about functions and source text of the standard library."""
 
 from __future__ import annotations
 
@@ -16,6 +16,16 @@ import numpy as np
 
 from recipes.signatures import FEWEST_ITEMS, MOST_ITEMS, Function, answer, functions_in, invent, pool_of, question
 
+TRAIN_FILE = "train.jsonl"  # chats and text, shuffled
+HELD_OUT_FILE = "heldout.jsonl"  # chats about functions in held-out files
+HELD_OUT_TEXT_FILE = "heldout_text.jsonl"  # source text of held-out files
+
+LISTS = 32_000  # chats answered with a list, real and invented functions
+SENTENCES = 5_000  # chats answered with a sentence
+TEXTS = 12_000  # windows of source text
+UNFORKED_COPIES = 0.17  # fraction of the lists that are repeated with "fork": false
+WINDOW = 540  # characters of a window of text: about 180 tokens
+LONGEST_SIGNATURE = 200  # characters
 HELD_OUT = 10  # one file in 10
 
 # Tests, data, generated tables, and modules that some Python builds lack
@@ -54,18 +64,6 @@ def read_source(file: Path) -> Source:
 def _used(path: Path) -> bool:
     known = path.parts[0].removesuffix(".py") in sys.stdlib_module_names
     return known and not _SKIPPED_FOLDERS.intersection(path.parts) and path.as_posix() not in _SKIPPED_FILES
-
-
-TRAIN_FILE = "train.jsonl"  # chats and text, shuffled
-HELD_OUT_FILE = "heldout.jsonl"  # chats about functions in held-out files
-HELD_OUT_TEXT_FILE = "heldout_text.jsonl"  # source text of held-out files
-
-LISTS = 32_000  # chats answered with a list, real and invented functions
-SENTENCES = 5_000  # chats answered with a sentence
-TEXTS = 12_000  # windows of source text
-UNFORKED_COPIES = 0.17  # fraction of the lists that are repeated with "fork": false
-WINDOW = 540  # characters of a window of text: about 180 tokens
-LONGEST_SIGNATURE = 200  # characters
 
 
 @dataclass(frozen=True)
@@ -129,14 +127,14 @@ def collect(sources: Sequence[Source], seed: int = 0, lists: int = LISTS) -> Cor
     )
 
 
-def windows(text: str, longest: int = WINDOW) -> list[str]:
+def windows(text: str) -> list[str]:
     """Split a text into windows of whole lines; windows that are too short, too long or not ASCII are dropped."""
     found = [""]
     for line in text.splitlines(keepends=True):
-        if found[-1] and len(found[-1]) + len(line) > longest:
+        if found[-1] and len(found[-1]) + len(line) > WINDOW:
             found.append("")
         found[-1] += line
-    return [window for window in found if longest // 2 <= len(window) <= longest and window.isascii()]
+    return [window for window in found if WINDOW // 2 <= len(window) <= WINDOW and window.isascii()]
 
 
 def _functions(sources: Iterable[Source]) -> dict[str, Function]:
@@ -169,43 +167,3 @@ def _window(text: str) -> dict[str, Any]:
 def _write(file: Path, lines: Iterable[dict[str, Any]]) -> None:
     with file.open("w", encoding="utf-8", newline="\n") as opened:
         opened.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-
-
-_SKIPPED = ("test", "tests", "_vendor", "vendored", "__pycache__")
-_LARGEST = 400_000  # bytes; larger files are usually generated
-_CODE_WINDOW = 1_500  # characters per window, about 450 tokens
-_HELD_OUT_TEXTS = 2_000
-
-
-def write_code(folder: Path, seed: int = 0) -> Corpus:
-    """Write the sources of the standard library and of all installed packages; whole packages are held out."""
-    sources = [read_source(path) for path in stdlib_paths()] + installed()
-    rng = np.random.default_rng([seed, 2])
-    own = [window for source in sources if not source.held_out for window in windows(source.text, _CODE_WINDOW)]
-    foreign = [window for source in sources if source.held_out for window in windows(source.text, _CODE_WINDOW)]
-    texts = tuple(own[index] for index in rng.permutation(len(own)))
-    held_out = tuple(foreign[index] for index in rng.permutation(len(foreign))[:_HELD_OUT_TEXTS])
-    corpus = Corpus((), (), texts, (), held_out)
-    save(corpus, folder, seed)
-    return corpus
-
-
-def installed() -> list[Source]:
-    """Modules of the installed packages; either all modules of a package are held out or none."""
-    found = []
-    for root in sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}):
-        for path in sorted(Path(root).rglob("*.py")):
-            inside = path.relative_to(root)
-            if path.stat().st_size <= _LARGEST and not set(inside.parts).intersection(_SKIPPED):
-                text = _read(path)
-                if text:
-                    found.append(Source(inside.parts[0], text))
-    return found
-
-
-def _read(path: Path) -> str:
-    try:
-        with tokenize.open(path) as opened:
-            return opened.read()
-    except (SyntaxError, UnicodeDecodeError):  # for another Python version, or in an unknown encoding
-        return ""

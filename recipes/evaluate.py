@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,69 +48,14 @@ class QuestionAnswers:
         return len(self.forked.children) == self.verdict.expected
 
 
-@dataclass(frozen=True)
-class Quality:
-    """Counts of correct answers of one kind."""
-
-    questions: int
-    forks_correct: int
-    items: int
-    items_correct: int
-    exact: int
-    exact_unforked: int  # exact answers with [Fork] banned
-
-
-@dataclass(frozen=True)
-class DraftingCost:
-    """Steps at one number of mask slots, summed over all generations; drafts do not change the output."""
-
-    mask_slots: int
-    chat_tokens: int  # of unforked answers
-    chat_steps: int
-    source_tokens: int
-    source_steps: int
-    sequential_tokens: int  # of all threads of forked answers
-    sequential_steps: int
-    plain_steps: int  # for the same text without drafts or forks
-    parallel_steps: int  # of forked answers, whose threads share steps
-    changed: int  # outputs that differ from those without drafts, because of floating-point rounding
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            **asdict(self),
-            "chat_tokens_per_step": self.chat_tokens / self.chat_steps,
-            "source_tokens_per_step": self.source_tokens / self.source_steps,
-            "thread_tokens_per_step": self.sequential_tokens / self.sequential_steps,
-            "fewer_steps": self.plain_steps / self.parallel_steps,
-        }
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """All results."""
-
-    lists: Quality
-    sentences: Quality
-    costs: tuple[DraftingCost, ...]
-    mistakes: tuple[tuple[str, tuple[str, ...]], ...]  # in list answers: question and mistakes
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "note": NOTE,
-            "python": platform.python_version(),
-            "lists": asdict(self.lists),
-            "sentences": asdict(self.sentences),
-            "costs": [cost.as_dict() for cost in self.costs],
-            "mistakes": [{"question": question, "mistakes": list(mistakes)} for question, mistakes in self.mistakes],
-        }
-
-
 def evaluate(
     runtime: Runtime, functions: Sequence[Function], texts: Sequence[str], announce: Callable[[str], None]
-) -> Evaluation:
-    """Answer questions about functions and continue texts, at each number of mask slots that the model supports."""
-    listed = [function for function in functions if len(function.parameters) >= FEWEST_ITEMS]
-    short = [function for function in functions if len(function.parameters) < FEWEST_ITEMS]
+) -> dict[str, Any]:
+    """Answer questions about functions and continue texts, at each number of mask slots that the model supports.
+
+    The result is JSON-compatible: counts of correct answers, `costs` in steps, and the mistakes in answers with a list.
+    """
+    listed, short = split(functions)
     if not listed or not texts:
         raise ValueError(f"{len(listed)} functions with a list and {len(texts)} texts: expected at least one of each")
     announce(f"answering {len(short)} questions with a sentence")
@@ -122,9 +67,23 @@ def evaluate(
             announce(f"answering {len(listed)} questions and continuing {len(texts)} texts at k = {slots}")
             chats[slots] = [answer_question(runtime, function, slots) for function in listed]
             sources[slots] = [continue_text(runtime, text, slots) for text in texts]
-    costs = tuple(cost_of(slots, chats, sources) for slots in chats)
-    wrong = tuple((question(one.function), one.verdict.mistakes) for one in chats[0] if not one.verdict.exact)
-    return Evaluation(quality_of(chats[0]), quality_of(sentences), costs, wrong)
+    wrong = [answers for answers in chats[0] if not answers.verdict.exact]
+    return {
+        "note": NOTE,
+        "python": platform.python_version(),
+        "lists": quality_of(chats[0]),
+        "sentences": quality_of(sentences),
+        "costs": [cost_of(slots, chats, sources) for slots in chats],
+        "mistakes": [
+            {"question": question(answers.function), "mistakes": list(answers.verdict.mistakes)} for answers in wrong
+        ],
+    }
+
+
+def split(functions: Sequence[Function]) -> tuple[list[Function], list[Function]]:
+    """The functions that are answered with a list, and those that are answered with a sentence."""
+    listed = [function for function in functions if len(function.parameters) >= FEWEST_ITEMS]
+    return listed, [function for function in functions if len(function.parameters) < FEWEST_ITEMS]
 
 
 def answer_question(runtime: Runtime, function: Function, mask_slots: int) -> QuestionAnswers:
@@ -143,36 +102,36 @@ def continue_text(runtime: Runtime, text: str, mask_slots: int) -> Answer:
     return generate_answer(runtime, prompt, TEXT_TOKENS, mask_slots, max_depth=0)
 
 
-def quality_of(found: Sequence[QuestionAnswers]) -> Quality:
-    """Count the correct answers."""
-    return Quality(
-        questions=len(found),
-        forks_correct=sum(one.forks_correct for one in found),
-        items=sum(one.verdict.expected for one in found),
-        items_correct=sum(sum(one.verdict.correct) for one in found),
-        exact=sum(one.verdict.exact for one in found),
-        exact_unforked=sum(one.unforked_verdict.exact for one in found),
-    )
+def quality_of(answered: Sequence[QuestionAnswers]) -> dict[str, int]:
+    """Counts of correct answers."""
+    return {
+        "questions": len(answered),
+        "forks_correct": sum(answers.forks_correct for answers in answered),
+        "items": sum(answers.verdict.expected for answers in answered),
+        "items_correct": sum(sum(answers.verdict.correct) for answers in answered),
+        "exact": sum(answers.verdict.exact for answers in answered),
+        "exact_unforked": sum(answers.unforked_verdict.exact for answers in answered),  # with [Fork] banned
+    }
 
 
-def cost_of(slots: int, chats: dict[int, list[QuestionAnswers]], sources: dict[int, list[Answer]]) -> DraftingCost:
-    """Steps at `slots` mask slots; both dictionaries are keyed by the number of mask slots."""
-    unforked = [one.unforked for one in chats[slots]]
-    sequential = [one.sequential for one in chats[slots]]
-    forked = [one.forked for one in chats[slots]]
+def cost_of(
+    slots: int, chats: dict[int, list[QuestionAnswers]], sources: dict[int, list[Answer]]
+) -> dict[str, int | float]:
+    """Tokens and steps at `slots` mask slots, over all generations; both dictionaries are keyed by the number of mask slots.
+
+    Plain steps write the same text without drafts or forks. Parallel steps are those of forked answers, whose threads share
+    steps. Drafts do not change the output, except for floating-point rounding.
+    """
+    unforked = [answers.unforked for answers in chats[slots]]
+    sequential = [answers.sequential for answers in chats[slots]]
+    forked = [answers.forked for answers in chats[slots]]
+    plain, parallel = sum(len(answer.text_tokens) + 1 for answer in forked), _steps(forked)
     pairs = zip(_texts(chats[slots], sources[slots]), _texts(chats[0], sources[0]), strict=True)
-    return DraftingCost(
-        mask_slots=slots,
-        chat_tokens=_tokens(unforked),
-        chat_steps=_steps(unforked),
-        source_tokens=_tokens(sources[slots]),
-        source_steps=_steps(sources[slots]),
-        sequential_tokens=_tokens(sequential),
-        sequential_steps=_steps(sequential),
-        plain_steps=sum(len(answer.text_tokens) + 1 for answer in forked),
-        parallel_steps=_steps(forked),
-        changed=sum(text != plain for text, plain in pairs),
-    )
+    cost: dict[str, int | float] = {"mask_slots": slots, "plain_steps": plain, "parallel_steps": parallel}
+    for name, answers in (("chat", unforked), ("source", sources[slots]), ("thread", sequential)):
+        tokens, steps = _tokens(answers), _steps(answers)
+        cost |= {f"{name}_tokens": tokens, f"{name}_steps": steps, f"{name}_tokens_per_step": tokens / steps}
+    return {**cost, "fewer_steps": plain / parallel, "changed": sum(text != original for text, original in pairs)}
 
 
 def _tokens(answers: Sequence[Answer]) -> int:
@@ -210,55 +169,48 @@ def command(model: Path, questions: int, texts: int, threads: int, shown: int, a
                 raise InputFault(f"{model}: has no fork token: expected the demo model, which forks")
             stage("reading the standard library")
             corpus = collect([read_source(path) for path in stdlib_paths()], lists=0)
-            found = evaluate(runtime, chosen(corpus.held_out, questions), corpus.held_out_texts[:texts], stage)
+            listed, short = split(corpus.held_out)
+            functions = [*listed[:questions], *short[:questions]]
+            results = evaluate(runtime, functions, corpus.held_out_texts[:texts], stage)
     if as_json:
-        show_json(found.as_dict())
+        show_json(results)
     else:
-        show(found, shown)
+        show(results, shown)
 
 
-def chosen(functions: Sequence[Function], most: int) -> list[Function]:
-    """The first functions that are answered with a list, and as many that are answered with a sentence."""
-    listed = [function for function in functions if len(function.parameters) >= FEWEST_ITEMS]
-    short = [function for function in functions if len(function.parameters) < FEWEST_ITEMS]
-    return [*listed[:most], *short[:most]]
-
-
-def show(found: Evaluation, shown: int) -> None:
-    """The tables for people."""
-    kinds = (("a list", found.lists), ("a sentence", found.sentences))
+def show(results: dict[str, Any], shown: int) -> None:
+    """Print the results as tables, with the first `shown` incorrect answers."""
     rows = [
         (
             name,
-            one.questions,
-            _share(one.forks_correct, one.questions),
-            _share(one.items_correct, one.items),
-            _share(one.exact, one.questions),
-            _share(one.exact_unforked, one.questions),
+            counts["questions"],
+            _share(counts["forks_correct"], counts["questions"]),
+            _share(counts["items_correct"], counts["items"]),
+            _share(counts["exact"], counts["questions"]),
+            _share(counts["exact_unforked"], counts["questions"]),
         )
-        for name, one in kinds
+        for name, counts in (("a list", results["lists"]), ("a sentence", results["sentences"]))
     ]
     columns = ("answered with", "questions", "forks correct", "items correct", "exact", "exact, forks banned")
-    show_table(f"functions held out of training, Python {platform.python_version()}", columns, rows)
+    show_table(f"functions held out of training, Python {results['python']}", columns, rows)
     click.echo()
     costs = [
         (
-            f"k = {cost.mask_slots}" if cost.mask_slots else "no drafts",
-            cost.chat_tokens / cost.chat_steps,
-            cost.source_tokens / cost.source_steps,
-            cost.sequential_tokens / cost.sequential_steps,
-            cost.parallel_steps / found.lists.questions,
-            cost.plain_steps / cost.parallel_steps,
-            cost.changed,
+            f"k = {cost['mask_slots']}" if cost["mask_slots"] else "no drafts",
+            *(cost[f"{name}_tokens_per_step"] for name in ("chat", "source", "thread")),
+            cost["parallel_steps"] / results["lists"]["questions"],
+            cost["fewer_steps"],
+            cost["changed"],
         )
-        for cost in found.costs
+        for cost in results["costs"]
     ]
     names = ("drafts", "chat", "source text", "threads", "parallel steps", "plain / parallel", "outputs changed")
     show_table(
         "tokens per step, unforked and in sequential threads; steps per list answer with parallel threads", names, costs
     )
-    for asked, mistakes in found.mistakes[:shown]:
-        click.echo("\n  ".join((f"\n{asked}", *(mistake[:LONGEST_MISTAKE] for mistake in mistakes))))
+    for wrong in results["mistakes"][:shown]:
+        mistakes = (mistake[:LONGEST_MISTAKE] for mistake in wrong["mistakes"])
+        click.echo("\n  ".join((f"\n{wrong['question']}", *mistakes)))
     click.echo(f"\n{NOTE}")
 
 

@@ -50,6 +50,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Links and pictures lead to the files of the built documentation; an example's page ends with its programs."""
     source = page.file.src_uri
+    if source.startswith(("decisions/", "project/")):
+        page.meta.setdefault("search", {"boost": 0.2})  # below the pages that say how something is done
     home = Path(ORIGINS.get(source, f"docs/{source}")).parent
 
     def moved(link: re.Match[str]) -> str:

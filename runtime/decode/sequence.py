@@ -205,7 +205,7 @@ def in_order(tokens: list[int]) -> KvPrefix:
 
 
 class NotANumber(SpaceportError, RuntimeError):
-    """The logits of a request hold NaN, +Inf or nothing but -Inf; check the bundle with `spaceport check`."""
+    """The logits of a request hold NaN, +Inf or only -Inf for allowed tokens; check the bundle with `spaceport check`."""
 
 
 class TokenSelector(Protocol):
@@ -226,7 +226,7 @@ class TokenSelector(Protocol):
 def not_a_number(position: int) -> NotANumber:
     """The error for logits whose highest one is no number."""
     return NotANumber(
-        f"the logits for the token at position {position} hold NaN, +Inf or nothing but -Inf: "
+        f"the logits for the token at position {position} hold NaN, +Inf or only -Inf for allowed tokens: "
         "`spaceport check` on the bundle shows whether the export or the engine is at fault; a float16 model that "
         "overflows needs --dtype float32 at its export"
     )

@@ -73,10 +73,11 @@ class Greedy:
             best = logits.best(self.bans.at(thread, ahead))
             return self.token(logits.logits[0], thread, ahead) if best is None else best[0]
         token = int(logits.argmax())
+        if token in (banned := self.bans.at(thread, ahead)) and math.isfinite(logits[token]):
+            logits = without(logits, banned)
+            token = int(logits.argmax())
         if not math.isfinite(logits[token]):  # much faster than np.isfinite
             raise not_a_number(len(thread.tokens) + len(ahead))
-        if token in (banned := self.bans.at(thread, ahead)):
-            token = int(without(logits, banned).argmax())
         return token
 
     def candidates(

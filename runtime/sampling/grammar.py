@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -18,7 +19,7 @@ from tokenizers import Tokenizer
 from spaceport.graphs.contract.faults import MissingDependency, OptionFault
 from spaceport.graphs.contract.installation import install_command
 from spaceport.runtime.decode.draft import Candidates
-from spaceport.runtime.decode.sequence import TokenSelector, TokenSequence
+from spaceport.runtime.decode.sequence import NotANumber, TokenSelector, TokenSequence
 from spaceport.runtime.isolation import DeadlinePassed, HelperPool, JobFailed
 from spaceport.runtime.sampling.option_fields import documented, option
 
@@ -288,9 +289,13 @@ class Constrained:
     def token(self, logits: NDArray[np.float32], thread: TokenSequence, ahead: Sequence[int]) -> int:
         text = [*thread.generated, *ahead]
         allowed = self._allowed(thread, text, ahead)
-        token = self.inner.token(self._limited(logits, allowed), thread, ahead)
-        if not allowed[token]:
-            raise self._dead_end(thread, text, "all tokens that it allows are banned")
+        limited = self._limited(logits, allowed)
+        try:
+            token = self.inner.token(limited, thread, ahead)
+        except NotANumber:
+            if math.isfinite(limited.max()):
+                raise self._dead_end(thread, text, "all tokens that it allows are banned") from None
+            raise
         if not self.vocabulary.ends[token]:
             self._advance(token)
             self._chosen = len(self._tokens)

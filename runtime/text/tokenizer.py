@@ -9,13 +9,10 @@ from functools import lru_cache
 
 from tokenizers import Encoding, Tokenizer
 
-from spaceport.graphs.contract.faults import OptionFault, PanicsContained, is_panic, raise_panic
-from spaceport.graphs.contract.manifest import TOKENIZER_FILE
-from spaceport.runtime.bundle import Bundle, BundleError
+from spaceport.graphs.contract.faults import OptionFault, PanicsContained, raise_panic
 
 _LONG = 512  # characters; tokenizers encodes a batch without Python's global lock, so other OS threads go on
 _BROKEN = "\ufffd"  # replacement character for bytes that are not a complete character
-_CACHED_WORDS = 1000
 
 
 class _Ending:
@@ -90,28 +87,6 @@ class StopSearch:
         """Text that is still held back, at the end of the text."""
         rest, self.held, self._ending = self.held, "", self._empty
         return rest
-
-
-def open_tokenizer(bundle: Bundle) -> Tokenizer:
-    """The bundle's tokenizer."""
-    file = bundle.path / TOKENIZER_FILE
-    try:
-        return with_small_cache(Tokenizer.from_str(bundle.read(TOKENIZER_FILE).decode()))
-    except BaseException as error:  # tokenizers raises Exception itself, or panics
-        if not isinstance(error, Exception) and not is_panic(error):
-            raise
-        raise BundleError(f"{file}: not a readable tokenizer: {error}") from error
-
-
-def with_small_cache(tokenizer: Tokenizer) -> Tokenizer:
-    """The tokenizer with a cache of few words.
-
-    By default it stores 10,000 words of up to 256 characters with their tokens. Prompts of ever new words fill it with 60 MB.
-    """
-    resize = getattr(tokenizer.model, "_resize_cache", None)  # of the models that have a cache
-    if resize is not None:
-        resize(_CACHED_WORDS)
-    return tokenizer
 
 
 @dataclass

@@ -36,7 +36,7 @@ from spaceport.runtime.decode.draft import Shape
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
 from spaceport.tools.adopt.adopt import additions_of, plan_adoption, write_adoption
-from spaceport.tools.adopt.given import AdoptionRequest, Paths, read_given
+from spaceport.tools.adopt.given import AdoptionRequest, read_given
 from spaceport.tools.cli import OK, run
 from spaceport.tools.verify.acceptance.measure import measure
 from spaceport.tools.verify.acceptance.reference_answers import AnswerSegment, ReferenceAnswer
@@ -245,14 +245,13 @@ def test_entries_of_earlier_versions_are_refused(tmp_path: Path) -> None:
 def test_a_model_without_values_gets_the_tensors_that_an_adopted_one_has(name: str, tmp_path: Path) -> None:
     model = METHODS[name](tmp_path)
     slots = 13 if name == "uno" else None  # more new tokens than free rows of the embedding table
-    found = plan_adoption(read_given(Paths(model.base, model.weights, None), AdoptionRequest(max_mask_slots=slots)))
-    write_adoption(*found, tmp_path / "adapter", overwrite=False)
+    plan = plan_adoption(read_given(model.base, model.weights, AdoptionRequest(max_mask_slots=slots)))
+    write_adoption(plan, tmp_path / "adapter", overwrite=False)
     opened = open_checkpoint(model.base, TokenFlags(), adapter=tmp_path / "adapter")
     adopted = {name: tensor.shape for name, tensor in load_model(opened, "float32").named_parameters()}
-    _, plan, checkpoint = found
-    for additions in (additions_of(plan, checkpoint), added_by(opened)):
+    for additions in (additions_of(plan), added_by(opened)):
         with torch.device("meta"), torch.no_grad():
-            empty = AutoModelForCausalLM.from_config(checkpoint.config)
+            empty = AutoModelForCausalLM.from_config(plan.checkpoint.config)
             additions.add_to(empty)
         assert {name: tensor.shape for name, tensor in empty.named_parameters()} == adopted
 

@@ -199,7 +199,9 @@ def test_examples_are_numbered_without_a_gap_and_listed_in_the_index() -> None:
     names = [example.name for example in EXAMPLES]
     assert [int(name[:2]) for name in names] == list(range(1, len(names) + 1))
     assert (
-        re.findall(r"^\| \[(\w+)\]\(examples/\1/README\.md\) \|", (DOCS / "README.md").read_text("utf-8"), re.M)
+        re.findall(
+            r"^\| \[\d\d: [\w ]+\]\(examples/(\w+)/README\.md\) \|", (DOCS / "README.md").read_text("utf-8"), re.M
+        )
         == names
     )
 

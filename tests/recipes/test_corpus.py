@@ -1,4 +1,4 @@
-"""Demo recipe: questions, answers and corpus, and trainings of both presets at a small scale."""
+"""Demo recipe: questions, answers and corpus, and a training at a small scale."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from recipes import corpus as files
 from recipes.corpus import Corpus, Source, collect, read_source, save, stdlib_paths
 from recipes.signatures import Function, answer, asked, functions_in, question, verify
-from recipes.train import PRESETS, train
+from recipes.train import ABOUT, PROMPTS, SETTINGS, train
 from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint
 from spaceport.tools.demo.prompts import PROMPTS_FILE
 from spaceport.tools.tune.conversations import read_conversations
@@ -153,15 +153,14 @@ def few(folder: Path) -> Corpus:
     return corpus
 
 
-def test_a_preset_is_trained(tmp_path: Path) -> None:
-    settings = replace(PRESETS["demo"].settings, batch_size=2, micro_batch_size=2, cutoff=64, anchors=2)
-    preset = replace(PRESETS["demo"], write_corpus=few, settings=settings)
+def test_the_demo_model_is_trained(tmp_path: Path) -> None:
+    settings = replace(SETTINGS, batch_size=2, micro_batch_size=2, cutoff=64, anchors=2, max_steps=2)
     target = tmp_path / "tuned"
-    train(tmp_path / "work", target, preset, max_steps=2)
+    train(tmp_path / "work", target, settings, write_corpus=few)
     checkpoint = open_checkpoint(target, TokenFlags())
     assert checkpoint.drafts.mask_slots == 5
     assert checkpoint.tokens.fork is not None
-    assert json.loads((target / PROMPTS_FILE).read_text("utf-8")) == preset.prompts
-    assert (target / "README.md").read_text("utf-8").startswith(f"# tuned\n\n{preset.about}\n\n")
+    assert json.loads((target / PROMPTS_FILE).read_text("utf-8")) == PROMPTS
+    assert (target / "README.md").read_text("utf-8").startswith(f"# tuned\n\n{ABOUT}\n\n")
     assert json.loads((target / "config.json").read_text("utf-8"))["dtype"] == "float16"
     assert not (tmp_path / "tuned.training").exists()

@@ -11,7 +11,7 @@ import pytest
 
 from recipes.evaluate import NOTE, evaluate, show
 from recipes.signatures import functions_in, read_signature
-from recipes.train import PRESETS
+from recipes.train import PROMPTS
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
 from spaceport.tools.cli.demo_tables import timed, verdicts
@@ -50,23 +50,24 @@ def test_answers_are_correct_and_drafts_and_forks_save_most_steps(
     functions = [read_signature(text) for text in HELD_OUT]
     found = evaluate(runtime, [*functions, SENTENCE], ["import os\nimport sys\n" * 3], stages.append)
     assert stages
-    assert (found.lists.questions, found.sentences.questions) == (len(HELD_OUT), 1)
-    assert found.lists.forks_correct == found.lists.questions
-    assert min(found.lists.exact, found.lists.exact_unforked) >= 3
-    plain, *drafting = found.costs
-    assert [cost.changed for cost in found.costs] == [0] * len(found.costs)
-    assert plain.chat_tokens == plain.chat_steps
-    assert plain.source_tokens == plain.source_steps > 0
-    assert plain.plain_steps / plain.parallel_steps >= 1.8
-    assert drafting[-1].chat_tokens / drafting[-1].chat_steps >= 4.5
+    lists = found["lists"]
+    assert (lists["questions"], found["sentences"]["questions"]) == (len(HELD_OUT), 1)
+    assert lists["forks_correct"] == lists["questions"]
+    assert min(lists["exact"], lists["exact_unforked"]) >= 3
+    plain, *drafting = found["costs"]
+    assert [cost["changed"] for cost in found["costs"]] == [0] * len(found["costs"])
+    assert plain["chat_tokens"] == plain["chat_steps"]
+    assert plain["source_tokens"] == plain["source_steps"] > 0
+    assert plain["fewer_steps"] >= 1.8
+    assert drafting[-1]["chat_tokens_per_step"] >= 4.5
     show(found, 1)
     assert NOTE in capsys.readouterr().out
-    assert json.loads(json.dumps(found.as_dict()))["note"] == NOTE
+    assert json.loads(json.dumps(found)) == found
 
 
 def test_the_shipped_prompts_have_the_expected_answers(runtime: Runtime) -> None:
     prompts = prompts_of(MODEL)
-    assert list(prompts) == list(PRESETS["demo"].prompts)
+    assert list(prompts) == list(PROMPTS)
     for fork in (False, True):
         completion = runtime.generate(prompts["fullmatch"], Decoding(max_tokens=160, fork=fork))
         assert (completion.text, completion.ending) == (FULLMATCH, "end")

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -27,7 +26,7 @@ from spaceport.graphs.contract.json_fields import is_whole
 from spaceport.graphs.gated import MaskAdapter, adapter_state, gate_model
 from spaceport.graphs.traits import different_names
 from spaceport.tools.adopt.given import NEMOTRON_ADAPTER, PEFT_FILE, Given, check_slots, refuse_noise_seed
-from spaceport.tools.adopt.plan import AdoptionPlan, Method, PublishedWeights, new_tokens
+from spaceport.tools.adopt.plan import AdoptionPlan, Method, PublishedWeights, new_tokens, tensor_shapes
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 
@@ -233,11 +232,7 @@ def _check_shapes(
 ) -> None:
     """Raise unless the file has exactly the tensors of these modules; reads only its header."""
     file = folder / WEIGHTS_FILE
-    try:
-        with safe_open(file, "pt") as opened:
-            found = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{file}: cannot be read: {error}: {_ADVICE}") from error
+    found = tensor_shapes(file)
     published = _published_names(modules, found)
     expected = {
         _tensor(published[name], half): _with_rank(padded[f"{name}.{half}"], half, module.rank)
@@ -309,7 +304,7 @@ def _plan_gated(given: Given, evidence: str, checkpoint: Checkpoint) -> Adoption
     slots = given.request.max_mask_slots or (len(masks) if distinct else DEFAULT_MASK_SLOTS)
     check_slots(slots, len(masks) if distinct else MAX_MASK_SLOTS)
     peft = read_peft_adapter(given.peft_folder, checkpoint, tuple(masks.values()))
-    return AdoptionPlan(GATED_LORA.name, evidence, given.checkpoint, masks, slots, peft)
+    return AdoptionPlan(GATED_LORA, evidence, checkpoint, masks, slots, peft)
 
 
 def mask_tokens(given: Given, checkpoint: Checkpoint) -> dict[str, int]:
@@ -345,7 +340,7 @@ def _check_mask(given: Given, checkpoint: Checkpoint, tokenizer: Any, name: str,
         )
 
 
-GATED_LORA = Method("gated-lora", "LoRA that acts on mask tokens only (I-DLM)", _recognize_gated, _plan_gated)
+GATED_LORA = Method("gated-lora", _recognize_gated, _plan_gated)
 
 
 NEMOTRON_TYPE = "nemotron_labs_diffusion"
@@ -382,7 +377,7 @@ def _plan_nemotron(given: Given, evidence: str, checkpoint: Checkpoint) -> Adopt
     slots = given.request.max_mask_slots or _default_slots(given)
     check_slots(slots, MAX_MASK_SLOTS)
     peft = read_peft_adapter(given.peft_folder, checkpoint, tuple(masks.values()))
-    return AdoptionPlan(NEMOTRON.name, evidence, given.checkpoint, masks, slots, peft, _LAYOUT)
+    return AdoptionPlan(NEMOTRON, evidence, checkpoint, masks, slots, peft, _LAYOUT)
 
 
 def _default_slots(given: Given) -> int:
@@ -397,9 +392,7 @@ def _default_slots(given: Given) -> int:
     return min(MAX_MASK_SLOTS, int(size) - _TEXT_ROWS - _LAYOUT.lead)
 
 
-NEMOTRON = Method(
-    "nemotron", "Nemotron-Labs-Diffusion: LoRA on a block of mask tokens", _recognize_nemotron, _plan_nemotron
-)
+NEMOTRON = Method("nemotron", _recognize_nemotron, _plan_nemotron)
 
 
 _MANIFEST = "uno_training_manifest.json"  # written by UNO's own training, beside the adapter or one folder above
@@ -426,7 +419,7 @@ def _plan_uno(given: Given, evidence: str, checkpoint: Checkpoint) -> AdoptionPl
     noise = CopiedEmbeddings(_noise_ids(given, len(tokenizer), slots, seed), seed)
     masks = new_tokens(given, tokenizer, "noise", slots)
     peft = read_peft_adapter(given.peft_folder, checkpoint, tuple(masks.values()))
-    return AdoptionPlan(UNO.name, evidence, given.checkpoint, masks, slots, peft, noise=noise)
+    return AdoptionPlan(UNO, evidence, checkpoint, masks, slots, peft, noise=noise)
 
 
 def _noise_ids(given: Given, tokens: int, count: int, seed: int) -> tuple[int, ...]:
@@ -441,4 +434,4 @@ def _noise_ids(given: Given, tokens: int, count: int, seed: int) -> tuple[int, .
     return tuple(random.Random(seed).sample(range(1, end), count))
 
 
-UNO = Method("uno", "UNO: LoRA that acts on random tokens only", _recognize_uno, _plan_uno)
+UNO = Method("uno", _recognize_uno, _plan_uno)

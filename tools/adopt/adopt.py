@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -21,19 +21,15 @@ from spaceport.exporter.atomic_folder import ADAPTER_FOLDER, temporary_folder, w
 from spaceport.exporter.checkpoint import Checkpoint, TokenFlags, load_model, load_tokenizer, open_checkpoint
 from spaceport.exporter.checkpoint_source import provenance_of
 from spaceport.exporter.mechanisms import DraftAdditions
-from spaceport.exporter.sar_config import PARD as PARD_METHOD
 from spaceport.exporter.sar_config import CheckpointError, is_origin, read_sar_config
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.streamed_weights import keep_values
 from spaceport.tools.adopt.adapters import GATED_LORA, NEMOTRON, UNO
-from spaceport.tools.adopt.given import SUBFOLDERS, Given, refuse_noise_seed
+from spaceport.tools.adopt.given import SUBFOLDERS, TITLES, Given, refuse_noise_seed
 from spaceport.tools.adopt.heads import MEDUSA
 from spaceport.tools.adopt.plan import AdoptionPlan, Method
 from spaceport.tools.adopt.prefixes import BITA, SSD
 from spaceport.tools.tune.tunable_model import add_tokens, grown
-
-_RECURRENT = ("qwen3_next", "mamba", "mamba2", "falcon_mamba", "falcon_h1", "jamba", "bamba", "rwkv", "recurrent_gemma")
-_OWN_CODE = ("sdar", "sdar_moe")
 
 
 class OtherLayout(NamedTuple):
@@ -45,39 +41,28 @@ class OtherLayout(NamedTuple):
     advice: str = "export the checkpoint without it: it drafts with prompt lookup, or train it with `spaceport tune`"
 
 
-def refuse_other_layouts(given: Given) -> None:
-    """Raise if what was given is of a method that cannot be run."""
-    for layout in _LAYOUTS:
-        sign = layout.sign(given)
-        if sign is not None:
-            raise CheckpointError(
-                f"{given.adapter or given.checkpoint}: is {layout.name} ({sign}), which is not supported: {layout.reason}; "
-                f"{layout.advice}"
-            )
-
-
-def _entries(*names: str) -> Callable[[Given], str | None]:
-    """A sign: one of these entries in a config.json."""
+def _types(*types: str) -> Callable[[Given], str | None]:
+    """A sign: one of these types of model, which no base model of an adapter has."""
 
     def sign(given: Given) -> str | None:
-        found = (name for config in (given.config, given.training) for name in names if config.get(name))
-        name = next(found, None)
-        return None if name is None else f"{name} in config.json"
+        kind = given.config.get("model_type")
+        linear = "linear_attention" in types and "linear_attention" in (given.config.get("layer_types") or ())
+        return f"model_type {kind}" if kind in types or linear else None
 
     return sign
 
 
-def _recurrent(given: Given) -> str | None:
-    kind = given.config.get("model_type")
-    kinds = given.config.get("layer_types") or ()
-    if kind in _RECURRENT or "linear_attention" in kinds:
-        return f"model_type {kind}"
-    return None
+def _entries(*names: str, whole: bool = False) -> Callable[[Given], str | None]:
+    """A sign: one of these entries in a config.json; `whole`: of a checkpoint without an adapter."""
 
+    def sign(given: Given) -> str | None:
+        if whole and given.adapter is not None:
+            return None
+        entries = (name for config in (given.config, given.training) for name in names if config.get(name))
+        name = next(entries, None)
+        return None if name is None else f"{name} in config.json"
 
-def _own_code(given: Given) -> str | None:
-    kind = given.config.get("model_type")
-    return f"model_type {kind}" if kind in _OWN_CODE else None
+    return sign
 
 
 def _eagle(given: Given) -> str | None:
@@ -88,48 +73,50 @@ def _eagle(given: Given) -> str | None:
     return _entries("eagle_config", "draft_vocab_size")(given)
 
 
-def _dflash(given: Given) -> str | None:
-    return _entries("dflash_config", "dspark_noise_token_id", "speculators_model_type")(given)
-
-
-def _nemotron_alone(given: Given) -> str | None:
-    return _entries("dlm_type", "dlm_paradigm")(given) if given.adapter is None else None
-
-
 def _block_diffusion(given: Given) -> str | None:
-    return _block(given.config) if given.adapter is None else None
-
-
-def _block(config: Mapping[str, Any]) -> str | None:
-    return (
-        "block_size and mask_token_id in config.json"
-        if config.get("block_size") and "mask_token_id" in config
-        else None
-    )
+    whole = given.adapter is None and given.config.get("block_size") and "mask_token_id" in given.config
+    return "block_size and mask_token_id in config.json" if whole else None
 
 
 _LAYOUTS = (
     OtherLayout(
         "a model with recurrent layers",
-        _recurrent,
+        _types(
+            *(
+                "qwen3_next",
+                "mamba",
+                "mamba2",
+                "falcon_mamba",
+                "falcon_h1",
+                "jamba",
+                "bamba",
+                "rwkv",
+                "recurrent_gemma",
+            ),
+            "linear_attention",
+        ),
         "a recurrent state cannot drop the tokens of a rejected draft",
         "expected a model whose layers all have attention",
     ),
     OtherLayout("EAGLE", _eagle, "its drafts come from a second network over hidden states"),
-    OtherLayout("DFlash or another speculator", _dflash, "its drafts come from a second network over hidden states"),
+    OtherLayout(
+        "DFlash or another speculator",
+        _entries("dflash_config", "dspark_noise_token_id", "speculators_model_type"),
+        "its drafts come from a second network over hidden states",
+    ),
     OtherLayout(
         "PARD-2", _entries("pard2", "pard2_target_dim", "spd_type"), "its drafts need hidden states of another model"
     ),
     OtherLayout(
         "Nemotron-Labs-Diffusion without its adapter linear_spec_lora",
-        _nemotron_alone,
+        _entries("dlm_type", "dlm_paradigm", whole=True),
         "no adapter drafts, and the base model's own drafts need no adapter folder",
         "copy linear_spec_lora into the folder; or write sar_config.json there, with mask_tokens, mask_slots, shift false "
         "and group block, and export it",
     ),
     OtherLayout(
         "SDAR, I-DLM or UNO as a whole checkpoint",
-        _own_code,
+        _types("sdar", "sdar_moe"),
         "it has code of its own instead of its base model's",
         "give the base model as CHECKPOINT, such as Qwen3-8B in the format of transformers, and the adapter's folder as "
         "ADAPTER",
@@ -154,22 +141,26 @@ def _plan_pard(given: Given, evidence: str, checkpoint: Checkpoint) -> AdoptionP
         raise OptionFault("--mask-token has no effect: config.json names the mask token; leave it out")
     refuse_noise_seed(given.request)
     masks = {str(token): token for token in checkpoint.tokens.mask}
-    return AdoptionPlan(PARD.name, evidence, given.checkpoint, masks, checkpoint.drafts.mask_slots, None)
+    return AdoptionPlan(PARD, evidence, checkpoint, masks, checkpoint.drafts.mask_slots, None)
 
 
-PARD = Method(PARD_METHOD, "PARD: one shared mask token", _recognize_pard, _plan_pard, writes=False)
+PARD = Method("pard", _recognize_pard, _plan_pard, writes=False)
 
 
-METHODS = (MEDUSA, SSD, BITA, PARD, UNO, NEMOTRON, GATED_LORA)
+METHODS = (MEDUSA, SSD, BITA, PARD, UNO, NEMOTRON, GATED_LORA)  # in the order of TITLES
 
 
 def find_method(given: Given) -> tuple[Method, str]:
     """The method of what was given, and what shows it."""
-    refuse_other_layouts(given)
+    for layout in _LAYOUTS:
+        if (sign := layout.sign(given)) is not None:
+            raise CheckpointError(
+                f"{given.adapter or given.checkpoint}: is {layout.name} ({sign}), which is not supported: {layout.reason}; "
+                f"{layout.advice}"
+            )
     requested = given.request.method
-    names = [method.name for method in METHODS]
-    if requested is not None and requested not in names:
-        raise OptionFault(f"--method is {requested!r}: expected one of {', '.join(names)}")
+    if requested is not None and requested not in TITLES:
+        raise OptionFault(f"--method is {requested!r}: expected one of {', '.join(TITLES)}")
     tried = [method for method in METHODS if requested in (None, method.name)]
     for method in tried:
         evidence = method.recognize(given)
@@ -197,11 +188,12 @@ def _nothing_found(given: Given, expected: str | None) -> str:
     )
 
 
-def write_adopted(plan: AdoptionPlan, checkpoint: Checkpoint, folder: Path) -> None:
+def write_adopted(plan: AdoptionPlan, folder: Path) -> None:
     """Write an adapter folder: the mechanism, the embeddings of the mask tokens, and the identity of the base model."""
     if plan.weights is None:
         raise ValueError("the plan has no weights: expected one of a method that writes")
     mechanism, embeddings = plan.weights.read()
+    checkpoint = plan.checkpoint
     model = _base_model(checkpoint, folder)
     base = identity_of(checkpoint.folder.name, model)
     if embeddings is not None:
@@ -210,7 +202,7 @@ def write_adopted(plan: AdoptionPlan, checkpoint: Checkpoint, folder: Path) -> N
             cast(nn.Embedding, model.get_input_embeddings()).weight[ids] = embeddings[: len(ids)].float()
     if plan.noise is not None:
         _add_copies(checkpoint, model, list(plan.mask_tokens), plan.noise.ids)
-    entries: dict[str, Any] = {"mask_tokens": list(plan.mask_tokens), **_origin(plan.method, plan.weights.path)}
+    entries: dict[str, Any] = {"mask_tokens": list(plan.mask_tokens), **_origin(plan.method.name, plan.weights.path)}
     if plan.mask_tokens:
         entries |= {"mask_slots": plan.mask_slots, **asdict(plan.layout)}
     if plan.noise is not None:
@@ -258,7 +250,7 @@ def _add_copies(checkpoint: Checkpoint, model: PreTrainedModel, texts: list[str]
             rows[ids] = rows[list(copied)].clone()
 
 
-def plan_adoption(given: Given, remote_code: bool = False) -> tuple[Method, AdoptionPlan, Checkpoint]:
+def plan_adoption(given: Given, remote_code: bool = False) -> AdoptionPlan:
     """What was given, checked as far as possible without the weights of the base model."""
     method, evidence = find_method(given)
     flags = TokenFlags(max_mask_slots=given.request.max_mask_slots if not method.writes else None)
@@ -266,26 +258,24 @@ def plan_adoption(given: Given, remote_code: bool = False) -> tuple[Method, Adop
     for mechanism in checkpoint.mechanisms:
         if not mechanism.refines:
             raise CheckpointError(f"{given.checkpoint}: has {mechanism.name} already: expected its base model")
-    return method, method.plan(given, evidence, checkpoint), checkpoint
+    return method.plan(given, evidence, checkpoint)
 
 
-def write_adoption(
-    method: Method, plan: AdoptionPlan, checkpoint: Checkpoint, target: Path, overwrite: bool
-) -> list[str]:
+def write_adoption(plan: AdoptionPlan, target: Path, overwrite: bool) -> list[str]:
     """Write the folder for a plan; the names of its files."""
-    if not method.writes:
+    if not plan.method.writes:
         raise OptionFault(
-            f"{plan.checkpoint} needs no TARGET: `spaceport export` reads it as it is; leave TARGET out, and run "
+            f"{plan.checkpoint.folder} needs no TARGET: `spaceport export` reads it as it is; leave TARGET out, and run "
             f"`{next_command(plan, None)}`"
         )
     with writing(target, overwrite, ADAPTER_FOLDER) as folder:
-        write_adopted(plan, checkpoint, folder)
+        write_adopted(plan, folder)
         return sorted(file.name for file in folder.iterdir())
 
 
-def additions_of(plan: AdoptionPlan, checkpoint: Checkpoint) -> DraftAdditions:
+def additions_of(plan: AdoptionPlan) -> DraftAdditions:
     """What the export of a plan adds to the base model."""
-    rows = int(checkpoint.config.get_text_config().vocab_size)
+    rows = int(plan.checkpoint.config.get_text_config().vocab_size)
     masks = tuple(plan.mask_tokens.values())
     mechanisms = () if plan.weights is None else (plan.weights.sizes,)
     return DraftAdditions(masks, grown(rows, 1 + max(masks, default=0)), mechanisms)
@@ -297,19 +287,19 @@ def adopted_for_export(
 ) -> Iterator[Path | None]:
     """An adapter folder beside a bundle, removed when the block ends; None if the checkpoint is exported as it is."""
     on_stage("reading the published weights")
-    method, plan, checkpoint = plan_adoption(given, remote_code)
-    on_stage(f"adopting {method.title}; shown by {plan.evidence}")
-    if not method.writes:
+    plan = plan_adoption(given, remote_code)
+    on_stage(f"adopting {plan.title}; shown by {plan.evidence}")
+    if not plan.method.writes:
         yield None
         return
     with temporary_folder(bundle.with_name(f"{bundle.name}.adapter")) as folder:
-        write_adoption(method, plan, checkpoint, folder / "adapter", overwrite=False)
-        del plan, checkpoint
+        write_adoption(plan, folder / "adapter", overwrite=False)
+        del plan
         yield folder / "adapter"
 
 
 def next_command(plan: AdoptionPlan, target: Path | None) -> str:
     """The command that exports what was adopted."""
     if plan.weights is None:
-        return f"spaceport export {plan.checkpoint} BUNDLE --max-mask-slots {plan.mask_slots}"
-    return f"spaceport export {plan.checkpoint} BUNDLE --adapter {target or 'TARGET'}"
+        return f"spaceport export {plan.checkpoint.folder} BUNDLE --max-mask-slots {plan.mask_slots}"
+    return f"spaceport export {plan.checkpoint.folder} BUNDLE --adapter {target or 'TARGET'}"

@@ -41,6 +41,16 @@ PEFT_FILE = "adapter_config.json"
 HEADS_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 NEMOTRON_ADAPTER = "linear_spec_lora"
 SUBFOLDERS = ("adapter", NEMOTRON_ADAPTER)  # of a checkpoint folder with its adapter: UNO, Nemotron
+# The methods that can be adopted, by their names for --method, in the order in which they are looked for.
+TITLES = {
+    "medusa": "Medusa: heads over the last hidden state",
+    "ssd": "SSD: a forecast prefix that only mask rows see",
+    "bita": "BiTA: a prefix that only mask rows see",
+    "pard": "PARD: one shared mask token",
+    "uno": "UNO: LoRA that acts on random tokens only",
+    "nemotron": "Nemotron-Labs-Diffusion: LoRA on a block of mask tokens",
+    "gated-lora": "LoRA that acts on mask tokens only (I-DLM)",
+}
 _USAGE = "expected CHECKPOINT [ADAPTER] TARGET"
 
 
@@ -52,15 +62,6 @@ class AdoptionRequest:
     mask_tokens: tuple[str, ...] = ()  # by id or by text
     max_mask_slots: int | None = None
     noise_seed: int | None = None
-
-
-@dataclass(frozen=True)
-class Paths:
-    """Paths on the command line, by what they are."""
-
-    checkpoint: Path
-    adapter: Path | None
-    target: Path | None
 
 
 @dataclass(frozen=True)
@@ -90,8 +91,8 @@ class Given:
         return None
 
 
-def arrange(paths: Sequence[Path]) -> Paths:
-    """The given paths by what they are: CHECKPOINT [ADAPTER] [TARGET]."""
+def arrange(paths: Sequence[Path]) -> tuple[Path, Path | None, Path | None]:
+    """The given paths by what they are: CHECKPOINT, ADAPTER if there is one, and TARGET if it is given."""
     if not 1 <= len(paths) <= 3:
         raise OptionFault(f"{len(paths)} paths: {_USAGE}")
     checkpoint, *rest = paths
@@ -102,7 +103,7 @@ def arrange(paths: Sequence[Path]) -> Paths:
     if adapter is None:
         adapter = adapter_inside(checkpoint)
     _require_order(checkpoint)
-    return Paths(checkpoint, adapter, rest[0] if rest else None)
+    return checkpoint, adapter, rest[0] if rest else None
 
 
 def published_weights(path: Path) -> Path | None:
@@ -141,20 +142,16 @@ def check_slots(slots: int, most: int) -> None:
         raise OptionFault(f"--max-mask-slots is {slots}: expected 1 to {most}")
 
 
-def read_given(paths: Paths, request: AdoptionRequest) -> Given:
+def read_given(checkpoint: Path, adapter: Path | None, request: AdoptionRequest) -> Given:
     """The JSON files of what was given."""
-    if paths.adapter is not None and not paths.adapter.exists():
-        raise CheckpointError(f"{paths.adapter}: no such file or folder: {_USAGE}, with published weights as ADAPTER")
-    config = {} if is_gguf(paths.checkpoint) else read_json(paths.checkpoint / "config.json")
-    return Given(paths.checkpoint, paths.adapter, config, _training_config(paths.adapter), request)
-
-
-def _training_config(adapter: Path | None) -> Mapping[str, Any]:
-    """The configuration that was published with an adapter."""
+    config = {} if is_gguf(checkpoint) else read_json(checkpoint / "config.json")
     if adapter is None:
-        return {}
+        return Given(checkpoint, adapter, config, {}, request)
+    if not adapter.exists():
+        raise CheckpointError(f"{adapter}: no such file or folder: {_USAGE}, with published weights as ADAPTER")
     files = [folder / "config.json" for folder in (adapter, adapter.absolute().parent)]
-    return next((read_json(file) for file in files if file.exists()), {})
+    training = next((read_json(file) for file in files if file.exists()), {})
+    return Given(checkpoint, adapter, config, training, request)
 
 
 def _require_order(checkpoint: Path) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from spaceport.exporter.checkpoint import Checkpoint
@@ -18,7 +17,14 @@ from spaceport.exporter.sar_config import CheckpointError
 from spaceport.graphs.contract.json_fields import is_whole
 from spaceport.graphs.mechanism import Heads, expected_shapes, require_shapes
 from spaceport.tools.adopt.given import HEADS_FILES, Given
-from spaceport.tools.adopt.plan import AdoptionPlan, Method, PublishedWeights, read_torch_file, require_no_masks
+from spaceport.tools.adopt.plan import (
+    AdoptionPlan,
+    Method,
+    PublishedWeights,
+    read_torch_file,
+    require_no_masks,
+    tensor_shapes,
+)
 
 _EMBEDDED = "medusa_head."  # prefix of the heads' tensors among those of a whole checkpoint
 _NAME = re.compile(r"(\d+)\.(\d+)\.(linear\.weight|linear\.bias|weight)")
@@ -43,7 +49,7 @@ def read_published_heads(given: Given, checkpoint: Checkpoint) -> PublishedWeigh
     found: dict[str, tuple[int, ...]] = {}
     for file in heads_files(given):
         names = {}
-        for name, shape in _shapes(file):
+        for name, shape in tensor_shapes(file).items():
             embedded = name.startswith(_EMBEDDED)
             if embedded or file.name in HEADS_FILES:
                 names[name] = name.removeprefix(_EMBEDDED)
@@ -91,20 +97,6 @@ def _tensors(files: Mapping[Path, Mapping[str, str]]) -> dict[str, Tensor]:
     for tensor in tensors.values():
         dtype = tensor.dtype if dtype in (torch.float32, tensor.dtype) else torch.float32
     return {name: tensor.to(dtype) for name, tensor in tensors.items()}
-
-
-def _shapes(file: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The names and shapes of a file's tensors."""
-    if file.suffix == ".pt":
-        for name, tensor in read_torch_file(file).items():
-            yield name, tuple(tensor.shape)
-        return
-    try:
-        with safe_open(file, "pt") as opened:
-            for name in opened.keys():  # noqa: SIM118
-                yield name, tuple(opened.get_slice(name).get_shape())
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{file}: cannot be read: {error}: {_ADVICE}") from error
 
 
 def _sizes(where: str, found: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
@@ -160,12 +152,11 @@ def _recognize(given: Given) -> str | None:
 def _plan(given: Given, evidence: str, checkpoint: Checkpoint) -> AdoptionPlan:
     require_no_masks(given, checkpoint, "heads draft without mask tokens")
     heads = read_published_heads(given, checkpoint)
-    return AdoptionPlan(MEDUSA.name, evidence, given.checkpoint, {}, 0, heads)
+    return AdoptionPlan(MEDUSA, evidence, checkpoint, {}, 0, heads)
 
 
 MEDUSA = Method(
     "medusa",
-    "Medusa: heads over the last hidden state",
     _recognize,
     _plan,
     f"{' or '.join(HEADS_FILES)}, or medusa_num_heads in config.json",

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
+from safetensors import SafetensorError, safe_open
 from tokenizers import AddedToken
 from torch import Tensor
 
@@ -18,7 +19,7 @@ from spaceport.exporter.sar_config import CheckpointError, CopiedEmbeddings
 from spaceport.graphs.contract.draft_methods import CAUSAL, MaskLayout
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.mechanism import Mechanism
-from spaceport.tools.adopt.given import Given, refuse_noise_seed
+from spaceport.tools.adopt.given import TITLES, Given, refuse_noise_seed
 
 _COPY = "copy the file again"
 
@@ -50,26 +51,42 @@ class PublishedWeights:
 
 
 @dataclass(frozen=True)
+class Method:
+    """A way to publish weights that draft for themselves."""
+
+    name: str  # for --method
+    recognize: Callable[[Given], str | None]  # what shows it; None: the files are of another method
+    plan: Callable[[Given, str, Checkpoint], AdoptionPlan]
+    expected: str | None = None  # what shows it, in words; None: a mask token or noise
+    writes: bool = True  # whether there is something to write besides the checkpoint
+
+
+@dataclass(frozen=True)
 class AdoptionPlan:
     """What was found, and what the written folder will say."""
 
-    method: str
+    method: Method
     evidence: str  # what shows the method
-    checkpoint: Path
+    checkpoint: Checkpoint
     mask_tokens: Mapping[str, int]  # ids by text, or by id for tokens without a text
     mask_slots: int
     weights: PublishedWeights | None  # None: the checkpoint has all that is needed
     layout: MaskLayout = CAUSAL
     noise: CopiedEmbeddings | None = None
 
+    @property
+    def title(self) -> str:
+        return TITLES[self.method.name]
+
     def as_dict(self) -> dict[str, Any]:
         reports: dict[str, Any] = {"adapter": None, "heads": None, "prefix": None}
         if self.weights is not None:
             reports[self.weights.kind] = dict(self.weights.report)
         return {
-            "method": self.method,
+            "title": self.title,
+            "method": self.method.name,
             "evidence": self.evidence,
-            "checkpoint": str(self.checkpoint),
+            "checkpoint": str(self.checkpoint.folder),
             "mask_tokens": dict(self.mask_tokens),
             "mask_slots": self.mask_slots,
             **asdict(self.layout),
@@ -89,16 +106,15 @@ def require_no_masks(given: Given, checkpoint: Checkpoint, reason: str) -> None:
         )
 
 
-@dataclass(frozen=True)
-class Method:
-    """A way to publish weights that draft for themselves."""
-
-    name: str  # for --method
-    title: str
-    recognize: Callable[[Given], str | None]  # what shows it; None: the files are of another method
-    plan: Callable[[Given, str, Checkpoint], AdoptionPlan]
-    expected: str | None = None  # what shows it, in words; None: a mask token or noise
-    writes: bool = True  # whether there is something to write besides the checkpoint
+def tensor_shapes(file: Path) -> dict[str, tuple[int, ...]]:
+    """The shapes of a file's tensors by name; of a safetensors file, only the header is read."""
+    if file.suffix == ".pt":
+        return {name: tuple(tensor.shape) for name, tensor in read_torch_file(file).items()}
+    try:
+        with safe_open(file, "pt") as opened:
+            return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{file}: cannot be read: {error}: {_COPY}") from error
 
 
 def new_tokens(given: Given, tokenizer: Any, kind: str, count: int) -> dict[str, int]:

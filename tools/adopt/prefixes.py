@@ -99,12 +99,11 @@ def _plan_ssd(given: Given, evidence: str, checkpoint: Checkpoint) -> AdoptionPl
     slots = given.request.max_mask_slots or most
     check_slots(slots, most)
     masks = new_tokens(given, load_tokenizer(checkpoint), "forecast", slots)
-    return AdoptionPlan(SSD.name, evidence, given.checkpoint, masks, slots, prefix)
+    return AdoptionPlan(SSD, evidence, checkpoint, masks, slots, prefix)
 
 
 SSD = Method(
     "ssd",
-    "SSD: a forecast prefix that only mask rows see",
     _recognize_ssd,
     _plan_ssd,
     f"a file of torch (*.pt) with the tensor {PREFIX}",
@@ -134,7 +133,7 @@ def _plan_bita(given: Given, evidence: str, checkpoint: Checkpoint) -> AdoptionP
     check_slots(count, most)
     masks = new_tokens(given, load_tokenizer(checkpoint), BITA.name, count if len(rows) > 1 else 1)
     prefix = published_prefix(given.checkpoint, slots, rows, (), lambda: _prefix_of(given, checkpoint))
-    return AdoptionPlan(BITA.name, evidence, given.checkpoint, masks, count, prefix)
+    return AdoptionPlan(BITA, evidence, checkpoint, masks, count, prefix)
 
 
 def _prefix_of(given: Given, checkpoint: Checkpoint) -> tuple[PreloadedSlots, Tensor]:
@@ -212,7 +211,6 @@ def _whole(given: Given, entry: str) -> int:
 
 BITA = Method(
     "bita",
-    "BiTA: a prefix that only mask rows see",
     _recognize_bita,
     _plan_bita,
     f"{_SLOTS} in the config.json of a whole checkpoint",

@@ -401,6 +401,7 @@ def benchmark_decode(
             on_progress(note)
         texts, prompts = _texts_and_prompts(base, read, file, options)
         queue = options.requests * len(prompts)
+        on_progress(expected_work(base, len(modes), prompts, options))
 
         def open_runtime() -> Runtime:
             if texts is None:
@@ -418,6 +419,23 @@ def benchmark_decode(
         mode_summaries(measured, modes, prompts, options),
         tuple(measured.differences),
     )
+
+
+def expected_work(runtime: Runtime, modes: int, prompts: Sequence[TokenizedPrompt], options: DecodeOptions) -> str:
+    """How much is measured, and about how long it takes in plain steps if every completion has the maximum length."""
+    rounds, temperatures = options.rounds + 1, len(options.temperatures)
+    text = f"{len(prompts)} prompts, {modes} modes, {options.rounds} rounds after a warm-up"
+    if runtime.costs.relative:  # the time of a step is not known
+        return text
+    visible = max(len(prompt.tokens) for prompt in prompts) + options.max_tokens
+    step = runtime.costs.seconds(1, options.requests, visible) / options.requests
+    seconds = step * options.max_tokens * len(prompts) * modes * temperatures * rounds
+    return f"{text}: about {duration(seconds)} if every completion has {options.max_tokens} tokens"
+
+
+def duration(seconds: float) -> str:
+    """A time as `12 s` or `3 min`."""
+    return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
 
 
 def _texts_and_prompts(

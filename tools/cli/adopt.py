@@ -10,19 +10,25 @@ import click
 from spaceport.exporter.atomic_folder import ADAPTER_FOLDER, check_target
 from spaceport.exporter.checkpoint_files import require_checkpoint
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.tools.adopt.given import AdoptionRequest, arrange, read_given
-from spaceport.tools.cli.options import (
-    PATH,
-    json_option,
-    method_option,
-    noise_seed_option,
-    overwrite_option,
-    remote_code_option,
-)
+from spaceport.tools.adopt.given import TITLES, AdoptionRequest, arrange, read_given
+from spaceport.tools.cli.options import PATH, json_option, overwrite_option, remote_code_option
 from spaceport.tools.terminal.screen import show_json
 
+method_option = click.option(
+    "--method",
+    metavar="NAME",
+    help=f"Method of published weights, if the files do not show it: {', '.join(TITLES)}.",
+)
+noise_seed_option = click.option(
+    "--noise-seed",
+    type=click.IntRange(0),
+    metavar="N",
+    help="Seed of the random tokens that UNO has instead of mask tokens; default: 0.",
+)
+_METHODS = "\b\nMethods:\n" + "\n".join(f"  {name:<12}{title}" for name, title in TITLES.items())
 
-@click.command("adopt")
+
+@click.command("adopt", epilog=_METHODS)
 @click.argument("paths", nargs=-1, required=True, type=PATH, metavar="CHECKPOINT [ADAPTER] [TARGET]")
 @click.option("--dry-run", is_flag=True, help="Only report what was found; no weights are loaded, nothing is written.")
 @method_option
@@ -55,26 +61,25 @@ def command(
 ) -> None:
     """Detect the method of published weights and write an adapter folder for `spaceport export`.
 
-    CHECKPOINT is the base model, or a PARD checkpoint, which needs no TARGET. ADAPTER is a folder of peft or of
-    Medusa heads, or a file of SSD; without it, the folder `adapter` in CHECKPOINT. TARGET is the new adapter folder.
+    CHECKPOINT is the base model, or a checkpoint of PARD, which needs no TARGET, or of BiTA. ADAPTER is a folder of peft
+    or of Medusa heads, or a file of SSD; without it, the folder `adapter` or `linear_spec_lora` in CHECKPOINT. TARGET is
+    the new adapter folder.
     """
-    given_paths = arrange(paths)
-    target = given_paths.target
+    base, adapter, target = arrange(paths)
     if target is not None:
         check_target(target, overwrite, ADAPTER_FOLDER)
-    require_checkpoint(given_paths.checkpoint)
-    given = read_given(given_paths, AdoptionRequest(method, mask_token, max_mask_slots, noise_seed))
+    require_checkpoint(base)
+    given = read_given(base, adapter, AdoptionRequest(method, mask_token, max_mask_slots, noise_seed))
     # torch is imported only once the paths are valid
     from spaceport.exporter.checkpoint_source import quiet_libraries
     from spaceport.tools.adopt.adopt import next_command, plan_adoption, write_adoption
 
     quiet_libraries()
-    found, plan, checkpoint = plan_adoption(given, trust_remote_code)
-    if target is None and not dry_run and found.writes:
+    plan = plan_adoption(given, trust_remote_code)
+    if target is None and not dry_run and plan.method.writes:
         raise OptionFault("no TARGET: expected CHECKPOINT [ADAPTER] TARGET, or --dry-run to write nothing")
-    written = [] if target is None or dry_run else write_adoption(found, plan, checkpoint, target, overwrite)
+    written = [] if target is None or dry_run else write_adoption(plan, target, overwrite)
     report = {
-        "title": found.title,
         **plan.as_dict(),
         "target": None if target is None else str(target),
         "written": written,

@@ -14,14 +14,14 @@ from spaceport.graphs.contract.faults import OptionFault
 from spaceport.tools.adopt.given import (
     AdoptionRequest,
     Given,
-    Paths,
     adapter_inside,
     forecast_file,
     names_heads,
     published_weights,
     read_given,
 )
-from spaceport.tools.cli.options import PATH, Unused, method_option, noise_seed_option, options
+from spaceport.tools.cli.adopt import method_option, noise_seed_option
+from spaceport.tools.cli.options import PATH, Unused, options
 
 if TYPE_CHECKING:  # torch is imported only once the paths are valid
     from collections.abc import Callable
@@ -85,7 +85,7 @@ class ExportDrafts:
         if slots is not None and slots < 1:
             raise OptionFault(f"--max-mask-slots is {slots}: expected at least 1")
         inside = adapter_inside(self.checkpoint) if self.adapter is None else published_weights(self.adapter)
-        return read_given(Paths(self.checkpoint, inside, None), self.request)
+        return read_given(self.checkpoint, inside, self.request)
 
     @property
     def hint(self) -> str | None:
@@ -115,8 +115,8 @@ class ExportDrafts:
         if given is not None:
             from spaceport.tools.adopt.adopt import additions_of, plan_adoption
 
-            method, plan, checkpoint = plan_adoption(given, remote_code)
-            return additions_of(plan, checkpoint), {"title": method.title, **plan.as_dict()}
+            plan = plan_adoption(given, remote_code)
+            return additions_of(plan), plan.as_dict()
         if self.adapter is None:
             return None, None
         from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint

@@ -76,18 +76,6 @@ adapter_option = click.option(
     "--adapter", type=PATH, metavar="FOLDER", help="Add the adapter in this folder to CHECKPOINT, its base model."
 )
 
-method_option = click.option(
-    "--method",
-    metavar="NAME",
-    help="Method of published weights, if the files do not show it: medusa, ssd, bita, pard, uno, nemotron or gated-lora.",
-)
-noise_seed_option = click.option(
-    "--noise-seed",
-    type=click.IntRange(0),
-    metavar="N",
-    help="Seed of the random tokens that UNO has instead of mask tokens; default: 0.",
-)
-
 _COLUMN = 24  # characters; the help of longer options starts on the next line
 
 

@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 import click
 
 from spaceport.exporter.atomic_folder import ADAPTER_FOLDER, CHECKPOINT, check_target
 from spaceport.exporter.checkpoint_files import require_adapter_folder, require_checkpoint
-from spaceport.tools.cli.options import PATH, Sectioned, Unused, refuse_unused
-from spaceport.tools.cli.tune_data import command as data_command
-from spaceport.tools.cli.tune_options import (
-    adapter_options,
-    data_options,
-    objective_options,
-    optimization_options,
-    output_options,
-    token_options,
+from spaceport.graphs.contract.draft_methods import GROUPS
+from spaceport.tools.cli.options import (
+    DURATION,
+    PATH,
+    Renamed,
+    Sectioned,
+    Unused,
+    json_option,
+    options,
+    overwrite_option,
+    refuse_unused,
+    remote_code_option,
 )
+from spaceport.tools.cli.tune_data import command as data_command
 from spaceport.tools.terminal.screen import show_json
-from spaceport.tools.tune.settings import TokenNames, TrainingSettings
+from spaceport.tools.tune.settings import DEFAULT, DEFAULT_CUTOFF, Method, Objective, TokenNames, TrainingSettings
 
 
 class Tune(Sectioned):
@@ -78,16 +82,203 @@ def check_use(context: click.Context) -> None:
     )
 
 
+def _setting(flag: str, metavar: str, help: str, **others: Any) -> Callable[[Any], Any]:
+    """An option that sets a number of the training's settings, with its default and type."""
+    default = getattr(TrainingSettings, flag.removeprefix("--").replace("-", "_"))
+    settings = {"default": default, "type": type(default), "show_default": True, **others}
+    return click.option(flag, metavar=metavar, help=help, **settings)
+
+
+_objective = options(
+    click.option(
+        "--objective",
+        type=click.Choice(get_args(Objective)),
+        default="sar",
+        show_default=True,
+        help="Train drafting (sar), forking (apar), or both.",
+    ),
+    click.option(
+        "--method",
+        type=click.Choice(get_args(Method)),
+        default="full",
+        show_default=True,
+        help=(
+            "Parameters to train: all weights (full), LoRA adapters (lora), LoRA adapters on mask rows only, "
+            "which leave the base model's output bit-identical (gated-lora), or the embeddings of the new tokens "
+            "(embeddings)."
+        ),
+    ),
+    _setting("--mask-slots", "K", "Mask slots behind a token: draft tokens per step."),
+    click.option("--distinct", is_flag=True, help="Use one mask token per mask slot instead of one shared mask token."),
+    click.option(
+        "--mask-group",
+        "group",
+        type=click.Choice(GROUPS),
+        show_default="as in the checkpoint, else causal",
+        help="Mask rows of its group that a mask row sees: those before it (causal), or all (block).",
+    ),
+    click.option(
+        "--shift/--no-shift",
+        default=None,
+        show_default="as in the checkpoint, else --shift",
+        help="Whether a mask row predicts the token after its position, or the one at its position.",
+    ),
+    _setting("--anchors", "N", "Mask groups per sample, at random positions that change every epoch."),
+    _setting("--drop-rate", "P", "From the second mask slot of a group on, end the group here with probability P."),
+    _setting(
+        "--correction-rank",
+        "R",
+        "Rank of the draft correction, which scores a draft token by the one before it, such as 64; 0: none.",
+    ),
+    _setting("--mask-weight", "W", "Weight of the mask slots' mean loss relative to the next-token loss."),
+    _setting(
+        "--unforked-share",
+        "P",
+        "Share of the samples of an epoch that have no forks at all.",
+        type=float,
+        show_default="as in the data",
+    ),
+    _setting(
+        "--unfork-rate",
+        "P",
+        "Probability that an answer that could fork is trained without forks.",
+        cls=Renamed,
+        former=["--whole-rate"],
+    ),
+)
+
+_data = options(
+    click.option(
+        "--validation",
+        multiple=True,
+        type=PATH,
+        metavar="FILE",
+        help="Validation data, evaluated at every saved state; repeatable.",
+    ),
+    _setting(
+        "--cutoff",
+        "N",
+        "Maximum sample length in tokens, prompt included.",
+        show_default=f"{DEFAULT_CUTOFF}, or the model's maximum",
+    ),
+    click.option(
+        "--self-distill", is_flag=True, help="Replace the answers in the data by the model's own greedy answers first."
+    ),
+    click.option(
+        "--bundle", type=PATH, help="Bundle of the checkpoint, which generates the answers for --self-distill faster."
+    ),
+)
+
+_optimization = options(
+    _setting("--epochs", "N", "Passes over the data."),
+    _setting("--max-steps", "N", "Maximum training steps; overrides --epochs if lower.", type=int, show_default=False),
+    _setting(
+        "--time-budget",
+        "TIME",
+        "Maximum training time, such as 100m or 1h30m; the learning rate decays with the time used.",
+        type=DURATION,
+        show_default=False,
+    ),
+    _setting("--batch-size", "N", "Samples per step, over all processes."),
+    _setting(
+        "--micro-batch-size",
+        "N",
+        "Samples per forward pass of one process; the rest of a batch accumulates gradients.",
+    ),
+    _setting("--learning-rate", "R", "Peak learning rate, after linear warm-up and before cosine decay."),
+    _setting("--warmup", "P", "Warm-up steps as a fraction of all steps."),
+    _setting("--weight-decay", "D", "AdamW weight decay of matrices, embeddings excluded."),
+    _setting("--clip", "N", "Maximum gradient norm."),
+    _setting("--seed", "N", "Seed of the sample order, the anchors and new weights."),
+    click.option("--bf16", is_flag=True, help="Compute in bfloat16; trained weights stay float32."),
+    click.option(
+        "--gradient-checkpointing",
+        "recompute",
+        is_flag=True,
+        help="Recompute activations in the backward pass to save memory.",
+    ),
+)
+
+_adapters = options(
+    click.option(
+        "--adapter",
+        type=PATH,
+        metavar="FOLDER",
+        help="Train the adapter in this folder further, with its rank, alpha and layers; CHECKPOINT is its base model.",
+    ),
+    _setting("--rank", "R", "LoRA rank."),
+    _setting("--alpha", "A", "LoRA alpha: adapters are scaled by alpha / rank."),
+    click.option(
+        "--target",
+        "targets",
+        multiple=True,
+        metavar="NAME",
+        show_default="all",
+        help="Linear layer to adapt, such as q_proj; repeatable.",
+    ),
+)
+
+_tokens = options(
+    *(
+        click.option(
+            f"--{name}-token", default=default, metavar="TOKEN", show_default=True, help=f"Text of the {what}."
+        )
+        for name, default, what in (
+            ("mask", DEFAULT.masks[0], "mask token"),
+            ("fork", DEFAULT.fork, "token that forks a thread"),
+            ("child", DEFAULT.child, "first token of a child thread"),
+        )
+    )
+)
+
+_output = options(
+    click.option(
+        "--save-every", type=int, default=500, metavar="N", show_default=True, help="Steps between saved states."
+    ),
+    click.option(
+        "--log-every",
+        type=int,
+        default=10,
+        metavar="N",
+        show_default=True,
+        help="Steps between measurements in metrics.jsonl; without a terminal, at most one in 10 seconds is printed.",
+    ),
+    click.option("--tensorboard", type=PATH, metavar="DIR", help="Also write the measurements as TensorBoard events."),
+    click.option("--resume", is_flag=True, help="Continue an interrupted training; give the same options again."),
+    click.option(
+        "--auto-resume",
+        is_flag=True,
+        help="Continue the training of TUNED if a state is saved, else start it: for launchers that restart processes.",
+    ),
+    click.option(
+        "--process-timeout",
+        type=DURATION,
+        default="30m",
+        metavar="TIME",
+        show_default=True,
+        help="Longest time that a process waits for the others, such as while the first one saves.",
+    ),
+    click.option(
+        "--adapter-only",
+        is_flag=True,
+        help="Write the adapter of --method gated-lora to TUNED without the base weights, for `spaceport export --adapter`.",
+    ),
+    overwrite_option("checkpoint"),
+    remote_code_option,
+    json_option("the outcome"),
+)
+
+
 @click.command("tune", cls=Tune, context_settings={"max_content_width": 110})
 @click.argument("checkpoint", type=PATH)
 @click.argument("tuned", type=PATH)
 @click.argument("data", nargs=-1, required=True, type=PATH)
-@objective_options
-@data_options
-@optimization_options
-@adapter_options
-@token_options
-@output_options
+@_objective
+@_data
+@_optimization
+@_adapters
+@_tokens
+@_output
 def command(checkpoint: Path, tuned: Path, data: tuple[Path, ...], as_json: bool, **given: Any) -> None:
     """Train CHECKPOINT (a Hugging Face folder or a GGUF file) on DATA (JSONL files) and write the tuned checkpoint to TUNED.
 

@@ -6,7 +6,6 @@ import sys
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,29 +14,13 @@ import click
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.tools.cli.options import PATH, json_option, overwrite_option
 from spaceport.tools.terminal.screen import show_json, show_table, stages
+from spaceport.tools.tune.conversation_encoder import ConversationEncoder
 from spaceport.tools.tune.conversations import read_conversations
-from spaceport.tools.tune.extract import Extraction, ExtractionCounts, Refusal, Tree, count_extractions, extraction_of
+from spaceport.tools.tune.extract import Extraction, Refusal, Tree, count_extractions, extraction_of
 from spaceport.tools.tune.samples import Sample, check_target, rows_of, write_rows
 from spaceport.tools.tune.settings import TrainingSettings
 
-
-@dataclass(frozen=True)
-class ExtractedFile:
-    """A data file and the extraction results of its conversations."""
-
-    path: Path
-    extractions: list[Extraction]
-
-
-@dataclass(frozen=True)
-class RowsTarget:
-    """The rows file to write, and the options that determine its content."""
-
-    checkpoint: Path
-    file: Path
-    cutoff: int
-    overwrite: bool
-    remote_code: bool
+Extracted = Sequence[tuple[Path, list[Extraction]]]  # data files, with the extraction results of their conversations
 
 
 @click.command("data")
@@ -75,93 +58,104 @@ def command(
     Only the last answer of a conversation can fork. With --checkpoint and --rows, the training rows are written as
     JSONL: token ids, the index of each token's parent (-1 for the first), and which tokens have a loss.
     """
-    check_options(files, example)
-    target = target_of(files, checkpoint, rows, TrainingSettings(cutoff=cutoff).cutoff, overwrite, trust_remote_code)
+    if example is not None and len(files) > 1:
+        raise OptionFault(
+            f"--example {example} with {len(files)} files: expected one file, since line numbers are per file"
+        )
+    cutoff = TrainingSettings(cutoff=cutoff).cutoff
+    _check_rows(files, checkpoint, rows, overwrite)
+    extracted: list[tuple[Path, list[Extraction]]] = []
+    written: dict[str, Any] | None = None
     with stages() as stage:
-        extracted = [_read(file, stage) for file in files]
+        for file in files:
+            stage(f"reading {file}")
+            extracted.append((file, [extraction_of(conversation) for conversation in read_conversations(file)]))
         shown = chosen(extracted, example)
-        written = None if target is None else _write(extracted, target, stage)
+        if checkpoint is not None and rows is not None:
+            stage(f"opening {checkpoint}")
+            encoder = _encoder_of(checkpoint, trust_remote_code)
+            stage(f"writing {rows}")
+            written = _write(extracted, encoder, cutoff, rows, overwrite)
+            if not encoder.forks:
+                click.echo(f"{checkpoint} has no fork token, so no row forks; `spaceport tune` adds one", err=True)
+    counts = [count_extractions(extractions) for _, extractions in extracted]
+    total = count_extractions([extraction for _, extractions in extracted for extraction in extractions])
     if as_json:
-        show_json(as_dict(extracted, shown, written))
+        listed = [{"file": str(file), **counted} for file, counted in zip(files, counts, strict=True)]
+        example_data = None if shown is None else _example(*shown)
+        show_json({"files": listed, "all": total, "example": example_data, "written": written})
         return
-    show(extracted)
+    show(files, counts, total)
     if shown is not None:
         show_example(*shown)
     if written is not None:
         show_table(f"\n{rows}: {written['rows']} rows", ("what", "count"), list(written["counts"].items()))
 
 
-def check_options(files: Sequence[Path], example: int | None) -> None:
-    """Raise for invalid options before any file is opened."""
-    if example is not None and len(files) > 1:
-        raise OptionFault(
-            f"--example {example} with {len(files)} files: expected one file, since line numbers are per file"
-        )
-
-
-def target_of(
-    files: Sequence[Path], checkpoint: Path | None, rows: Path | None, cutoff: int, overwrite: bool, remote_code: bool
-) -> RowsTarget | None:
-    """The rows file to write, or None; raise if it cannot be written."""
+def _check_rows(files: Sequence[Path], checkpoint: Path | None, rows: Path | None, overwrite: bool) -> None:
+    """Raise if rows are asked for and cannot be written."""
     if checkpoint is None and rows is None:
-        return None
+        return
     if checkpoint is None or rows is None:
-        given, lacking = ("--rows", "--checkpoint") if checkpoint is None else ("--checkpoint", "--rows")
+        named, lacking = ("--rows", "--checkpoint") if checkpoint is None else ("--checkpoint", "--rows")
         raise OptionFault(
-            f"{given} without {lacking}: rows are encoded with a checkpoint's tokenizer; give both or neither"
+            f"{named} without {lacking}: rows are encoded with a checkpoint's tokenizer; give both or neither"
         )
     if any(rows.resolve() == file.resolve() for file in files):
         raise OptionFault(f"--rows {rows} is an input file and would be overwritten: choose another name")
     check_target(rows, overwrite)
-    return RowsTarget(checkpoint, rows, cutoff, overwrite, remote_code)
 
 
-def chosen(extracted: Sequence[ExtractedFile], example: int | None) -> tuple[Path, Extraction] | None:
+def chosen(extracted: Extracted, example: int | None) -> tuple[Path, Extraction] | None:
     """The extraction to show: that of line `example`, or the first tree."""
-    extractions = [(file.path, extraction) for file in extracted for extraction in file.extractions]
+    extractions = [(file, extraction) for file, listed in extracted for extraction in listed]
     if example is None:
-        return next((found for found in extractions if isinstance(found[1].found, Tree)), None)
+        return next((shown for shown in extractions if isinstance(shown[1].result, Tree)), None)
     for file, extraction in extractions:
         if extraction.conversation.line == example:
             return file, extraction
     raise OptionFault(
-        f"--example {example}: no conversation on this line of {extracted[0].path}: expected one of its "
+        f"--example {example}: no conversation on this line of {extracted[0][0]}: expected one of its "
         f"{len(extractions)} non-blank lines, from {extractions[0][1].conversation.line} to "
         f"{extractions[-1][1].conversation.line}"
     )
 
 
-def show(extracted: Sequence[ExtractedFile]) -> None:
+def show(files: Sequence[Path], counts: Sequence[dict[str, Any]], total: dict[str, Any]) -> None:
     """Print the counts per file and in total, and why answers have no tree."""
-    counts = [count_extractions(file.extractions) for file in extracted]
-    names = [str(file.path) for file in extracted]
-    total = _total(extracted)
-    if len(extracted) > 1:
+    names = list(map(str, files))
+    if len(files) > 1:
         counts, names = [*counts, total], [*names, "all"]
-    lines: list[tuple[str, Callable[[ExtractionCounts], object]]] = [
-        ("conversations", lambda found: found.conversations),
-        ("answers", lambda found: found.answers),
-        ("marked as unforked", lambda found: found.marked_unforked),
-        ("forked as a list", lambda found: found.lists),
-        ("forked as paragraphs", lambda found: found.paragraphs),
-        ("forks per tree, mean", lambda found: found.mean_forks),
-        ("forks per tree, max", lambda found: found.most_forks or None),
-        ("characters of answers", lambda found: found.characters),
-        ("fraction in details", lambda found: found.detail_share),
+    lines: list[tuple[str, Callable[[dict[str, Any]], object]]] = [
+        ("conversations", lambda counted: counted["conversations"]),
+        ("answers", lambda counted: counted["answers"]),
+        ("marked as unforked", lambda counted: counted["marked_unforked"]),
+        ("forked as a list", lambda counted: counted["forked"]["list"]),
+        ("forked as paragraphs", lambda counted: counted["forked"]["paragraphs"]),
+        ("forks per tree, mean", lambda counted: counted["forks_per_tree"]["mean"]),
+        ("forks per tree, max", lambda counted: counted["forks_per_tree"]["max"]),
+        ("characters of answers", lambda counted: counted["characters"]),
+        ("fraction in details", _share_in_details),
     ]
     show_table("", ("what", *names), [(label, *map(number, counts)) for label, number in lines])
-    if total.refusals:
-        refused = [(reason, *(found.refusals.get(reason, 0) for found in counts)) for reason in total.refusals]
+    if total["refusals"]:
+        refused = [
+            (reason, *(counted["refusals"].get(reason, 0) for counted in counts)) for reason in total["refusals"]
+        ]
         show_table("\nAnswers without a tree", ("reason", *names), refused)
+
+
+def _share_in_details(counted: dict[str, Any]) -> float | None:
+    return counted["characters_in_details"] / counted["characters"] if counted["characters"] else None
 
 
 def show_example(file: Path, extraction: Extraction) -> None:
     """Print one tree: each head with the detail that a child thread generates."""
     label = f"{file} line {extraction.conversation.line}: "
-    if not isinstance(extraction.found, Tree):
+    if not isinstance(extraction.result, Tree):
         click.echo(f"\n{label}no tree: {_refused(extraction)}")
         return
-    tree = extraction.found
+    tree = extraction.result
     label += f"{'a list' if tree.kind == 'list' else 'paragraphs'}, {tree.forks} forks"
     pieces = [(_line(paragraph.head), paragraph.detail) for paragraph in tree.paragraphs if paragraph.head.strip()]
     click.echo()
@@ -175,62 +169,42 @@ def show_example(file: Path, extraction: Extraction) -> None:
             click.echo(f"      {_line(detail)}")
 
 
-def as_dict(
-    extracted: Sequence[ExtractedFile], shown: tuple[Path, Extraction] | None, written: dict[str, Any] | None
-) -> dict[str, Any]:
-    """The same result as JSON-compatible data."""
-    return {
-        "files": [{"file": str(file.path), **count_extractions(file.extractions).as_dict()} for file in extracted],
-        "all": _total(extracted).as_dict(),
-        "example": None if shown is None else _example(*shown),
-        "written": written,
-    }
-
-
-def _read(file: Path, stage: Callable[[str], None]) -> ExtractedFile:
-    stage(f"reading {file}")
-    return ExtractedFile(file, [extraction_of(conversation) for conversation in read_conversations(file)])
-
-
-def _write(extracted: Sequence[ExtractedFile], target: RowsTarget, stage: Callable[[str], None]) -> dict[str, Any]:
-    """Write the rows; return their number and the sample counts."""
-    stage(f"opening {target.checkpoint}")
+def _encoder_of(checkpoint: Path, remote_code: bool) -> ConversationEncoder:
     # torch and transformers are imported only for writing rows
     from spaceport.exporter.checkpoint_source import quiet_libraries
     from spaceport.tools.tune.tunable_model import checkpoint_encoder
 
     quiet_libraries()
-    encoder = checkpoint_encoder(target.checkpoint, target.remote_code)
-    stage(f"writing {target.file}")
+    return checkpoint_encoder(checkpoint, remote_code)
+
+
+def _write(
+    extracted: Extracted, encoder: ConversationEncoder, cutoff: int, target: Path, overwrite: bool
+) -> dict[str, Any]:
+    """Write the rows; return their number and the sample counts."""
     samples: list[tuple[Path, Sample]] = []
     counts: Counter[str] = Counter()
-    for file in extracted:
-        conversations = [extraction.conversation for extraction in file.extractions]
-        found, counted = rows_of(file.path, conversations, encoder, target.cutoff)
-        samples += [(file.path, sample) for sample in found]
+    for file, extractions in extracted:
+        conversations = [extraction.conversation for extraction in extractions]
+        rows, counted = rows_of(file, conversations, encoder, cutoff)
+        samples += [(file, sample) for sample in rows]
         counts += counted
-    write_rows(target.file, samples, target.overwrite)
-    if not encoder.forks:
-        click.echo(f"{target.checkpoint} has no fork token, so no row forks; `spaceport tune` adds one", err=True)
-    return {"file": str(target.file), "rows": len(samples), "counts": dict(counts)}
-
-
-def _total(extracted: Sequence[ExtractedFile]) -> ExtractionCounts:
-    return count_extractions([extraction for file in extracted for extraction in file.extractions])
+    write_rows(target, samples, overwrite)
+    return {"file": str(target), "rows": len(samples), "counts": dict(counts)}
 
 
 def _refused(extraction: Extraction) -> str:
-    if isinstance(extraction.found, Refusal):
-        return extraction.found.reason
+    if isinstance(extraction.result, Refusal):
+        return extraction.result.reason
     return "no answer in it" if extraction.conversation.answer is None else 'the line has "fork": false'
 
 
 def _example(file: Path, extraction: Extraction) -> dict[str, Any]:
-    found: dict[str, Any] = {"file": str(file), "line": extraction.conversation.line}
-    if not isinstance(extraction.found, Tree):
-        return {**found, "kind": None, "reason": _refused(extraction)}
-    paragraphs = [{"head": piece.head, "detail": piece.detail} for piece in extraction.found.paragraphs]
-    return {**found, "kind": extraction.found.kind, "paragraphs": paragraphs}
+    place: dict[str, Any] = {"file": str(file), "line": extraction.conversation.line}
+    if not isinstance(extraction.result, Tree):
+        return {**place, "kind": None, "reason": _refused(extraction)}
+    paragraphs = [{"head": piece.head, "detail": piece.detail} for piece in extraction.result.paragraphs]
+    return {**place, "kind": extraction.result.kind, "paragraphs": paragraphs}
 
 
 def _line(text: str) -> str:

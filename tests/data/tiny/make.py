@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from recipes.scratch import ModelShape, train_tokenizer, write_scratch
+from recipes.train import ModelShape, train_tokenizer, write_scratch
 from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime

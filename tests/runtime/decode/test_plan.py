@@ -227,6 +227,8 @@ def test_greedy_takes_the_lowest_id_of_equals_and_passes_over_what_is_banned() -
 def test_logits_that_are_not_numbers_are_an_error_unless_the_text_may_end_before_them() -> None:
     with pytest.raises(NotANumber, match="position 5 hold NaN"):
         greedy().token(np.array([0, np.nan, 2], np.float32), BEFORE, (7, 8, 9))
+    with pytest.raises(NotANumber, match=r"position 2 hold NaN, .Inf or only -Inf for allowed tokens"):
+        greedy((1, 2)).token(np.array([-np.inf, 5, 4, -np.inf], np.float32), BEFORE, ())
     logits = lines(31, 6, 7, 0, 8, 9, 0, 0, 0)
     logits[3:] = np.nan
     assert accept(part_for(K2), logits, greedy()) == Verdict((0,), (31,), with_mask(6, 7))

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from hypothesis import assume, example, given, settings
@@ -14,16 +11,11 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.graphs.contract.manifest import TOKENIZER_FILE, Manifest, TokenIds
-from spaceport.graphs.contract.signature import Signature
-from spaceport.runtime.bundle import Bundle, BundleError
 from spaceport.runtime.text.tokenizer import (
     StopSearch,
     TextStream,
     context_of,
     encode,
-    open_tokenizer,
-    with_small_cache,
 )
 from spaceport.runtime.text.transcript import Segment
 from support.small_tokenizers import BROKEN, BYTES, FALLBACK, cut_at, full, one_byte_each
@@ -173,23 +165,6 @@ def test_special_tokens_are_added_and_have_text_only_when_asked_for() -> None:
 def test_text_that_no_encoding_can_hold_is_an_error_that_says_where() -> None:
     with pytest.raises(OptionFault, match=r"character 2 .*half of a surrogate pair.*expected"):
         encode(BYTES, "ab\ud83d", special=False)
-
-
-@pytest.mark.parametrize("content", [b"", b"{}", b"[1, 2", b"\xff\xfe", b'{"version": "1.0"}'])
-def test_a_file_that_is_no_tokenizer_is_an_error_that_names_it(content: bytes, tmp_path: Path) -> None:
-    (tmp_path / TOKENIZER_FILE).write_bytes(content)
-    manifest = Manifest(Signature(1, 1, 1, 1, "float32", "scatter"), TokenIds(), 0, 1, "llama", 1, 23, "plain")
-    with pytest.raises(BundleError, match="not a readable tokenizer"):
-        open_tokenizer(Bundle(tmp_path, manifest))
-
-
-def test_the_tokenizer_has_a_cache_of_few_words() -> None:
-    """With its own one of 10,000 words, prompts of ever new words fill 57 MiB."""
-    assert hasattr(BYTES.model, "_resize_cache")
-    sizes: list[int] = []
-    stub: Any = SimpleNamespace(model=SimpleNamespace(_resize_cache=sizes.append))
-    assert with_small_cache(stub) is stub
-    assert 0 < sizes[0] < 3000
 
 
 SIGNS = st.text("ab你", max_size=20)

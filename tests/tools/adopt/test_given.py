@@ -10,8 +10,9 @@ import pytest
 
 from spaceport.exporter.sar_config import CheckpointError
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.tools.adopt.adopt import find_method
-from spaceport.tools.adopt.given import PEFT_FILE, AdoptionRequest, Given, Paths, arrange, read_given
+from spaceport.tools.adopt.adopt import METHODS, find_method
+from spaceport.tools.adopt.given import PEFT_FILE, TITLES, AdoptionRequest, Given, arrange, read_given
+from spaceport.tools.cli import OK, run
 
 BASE, ADAPTER = Path("base"), Path("adapter")
 NEMOTRON = {"model_type": "nemotron_labs_diffusion", "dlm_paradigm": "bidirectional", "mask_token_id": 7}
@@ -26,20 +27,27 @@ def written(folder: Path, name: str, **entries: Any) -> Path:
 def test_the_files_in_a_path_show_what_it_is(tmp_path: Path) -> None:
     base, adapter = written(tmp_path / "base", "config.json"), written(tmp_path / "adapter", PEFT_FILE)
     target = tmp_path / "target"
-    assert arrange([base]) == Paths(base, None, None)
-    assert arrange([base, target]) == Paths(base, None, target)
-    assert arrange([base, adapter]) == Paths(base, adapter, None)
+    assert arrange([base]) == (base, None, None)
+    assert arrange([base, target]) == (base, None, target)
+    assert arrange([base, adapter]) == (base, adapter, None)
     inside = written(base / "adapter", PEFT_FILE)
-    assert arrange([base, target]) == Paths(base, inside, target)
-    assert arrange([base, adapter, target]) == Paths(base, adapter, target)
+    assert arrange([base, target]) == (base, inside, target)
+    assert arrange([base, adapter, target]) == (base, adapter, target)
     nemotron = written(tmp_path / "nemotron", "config.json")
     inside = written(nemotron / "linear_spec_lora", PEFT_FILE)
-    assert arrange([nemotron, target]) == Paths(nemotron, inside, target)
+    assert arrange([nemotron, target]) == (nemotron, inside, target)
     with pytest.raises(OptionFault, match=r"4 paths: expected CHECKPOINT \[ADAPTER\] TARGET"):
         arrange([base, adapter, target, target])
     written(adapter, PEFT_FILE, base_model_name_or_path="Qwen/Qwen3-8B")
     with pytest.raises(CheckpointError, match=r"without its base model: .* the folder of Qwen/Qwen3-8B as CHECK"):
         arrange([adapter, target])
+
+
+def test_the_help_names_every_method(capsys: pytest.CaptureFixture[str]) -> None:
+    assert [method.name for method in METHODS] == list(TITLES)
+    assert run(["adopt", "--help"]) == OK
+    shown = capsys.readouterr().out
+    assert all(f"  {name:<12}{title}\n" in shown for name, title in TITLES.items())
 
 
 def test_the_mask_token_of_the_training_counts_before_the_checkpoints(tmp_path: Path) -> None:
@@ -48,7 +56,7 @@ def test_the_mask_token_of_the_training_counts_before_the_checkpoints(tmp_path: 
     found = []
     for token, folder in ((3, base), (4, adapter.parent), (5, adapter)):
         written(folder, "config.json", mask_token_id=token)
-        named = read_given(Paths(base, adapter, None), AdoptionRequest()).named_mask
+        named = read_given(base, adapter, AdoptionRequest()).named_mask
         found.append(named and named.token)
     assert found == [3, 4, 5]
 

@@ -12,7 +12,7 @@ from spaceport.exporter.checkpoint_source import quiet_libraries
 from spaceport.runtime.engine import capacity_for
 from spaceport.runtime.session import Runtime
 from spaceport.tools.adopt.adopt import adopted_for_export
-from spaceport.tools.adopt.given import AdoptionRequest, Paths, read_given
+from spaceport.tools.adopt.given import AdoptionRequest, read_given
 from spaceport.tools.cli import INPUT, OK, USAGE, run
 from support.paths import TINY
 from support.published import exact_model, write_checkpoint
@@ -45,7 +45,7 @@ def test_an_export_adopts_published_weights_as_adopt_does(name: str, tmp_path: P
     work = tmp_path / "work"
     work.mkdir()
     assert run(["adopt", str(model.base), str(model.weights), str(tmp_path / "adapter"), *model.options]) == OK
-    given = read_given(Paths(model.base, model.weights, None), AdoptionRequest(max_mask_slots=SLOTS))
+    given = read_given(model.base, model.weights, AdoptionRequest(max_mask_slots=SLOTS))
     with adopted_for_export(given, work / "bundle", False, lambda name: None) as folder:
         assert folder is not None
         assert contents(folder) == contents(tmp_path / "adapter")

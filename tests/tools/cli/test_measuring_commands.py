@@ -24,7 +24,7 @@ from spaceport.runtime.decode.sequence import TokenSelector
 from spaceport.tools.cli import ACCURACY, INPUT, OK, USAGE, cli, run
 from spaceport.tools.verify.audit.bundle_audit import requests_for
 from spaceport.tools.verify.audit.prompts import AuditPrompt, read_prompts
-from support.paths import TINY
+from support.paths import ROOT, TINY
 from support.small_bundle import RECORD, fill
 
 TEXTS = list(json.loads((TINY / "prompts.json").read_text("utf-8")).values())
@@ -261,16 +261,36 @@ def test_prompts_are_lines_of_text_or_json(tmp_path: Path) -> None:
     ]
     file.write_text("\n".join(json.dumps(one) for one, _ in lines), "utf-8")
     assert read_prompts(file) == [expected for _, expected in lines]
+    file.write_text(json.dumps([one for one, _ in lines[2:]] + ["[INST] d"], indent=1), "utf-8")
+    numbers = (2, 11, 15, 18)  # of the lines on which the entries begin
+    listed = [*(expected for _, expected in lines[2:]), AuditPrompt(0, "[INST] d")]
+    assert read_prompts(file) == [replace(one, line=line) for line, one in zip(numbers, listed, strict=True)]
+    texts = ("[INST] d", "[1] e", "# a comment", "def f():", "#include <a>", "<b> f")
+    file.write_text("\n".join(texts) + "\n\n", "utf-8")
+    assert [prompt.prompt for prompt in read_prompts(file)] == list(texts)
 
 
 def test_an_invalid_prompt_file_is_an_error_with_its_line(tmp_path: Path) -> None:
     file = tmp_path / "prompts"
     for content, message in (
         (b"", "has no prompt: expected at least one line"),
+        ((ROOT / "README.md").read_bytes(), "line 1: '# Spaceport' is part of a document"),
         (b"a\n\xff\n", "line 2: not UTF-8 text"),
         (b'{"text": "a"}\n{"text"\n', r"line 2: not JSON .*expected an object on each line"),
         (b'{"text": "a"}\n3\n', 'line 2: has none of them: expected one of "messages", "prompt" and "text"'),
         (b'{"messages": [{"role": "assistant", "content": "a"}]}\n', "line 1: the first turn is the assistant"),
+        (b'\n[\n"a",\n3]', 'line 4: has none of them: expected one of "messages", "prompt" and "text"'),
+        (b'["a", {"text": "b"}', "not a JSON list .*: expected a list of prompts"),
+        (b"[1, 2]", "line 1: has none of them"),
+        (b"[]", "has no prompt: expected at least one"),
+        (b'{"a": "b", "c": "d"}', 'line 1: has none of them: expected one of "messages"'),
+        (
+            b"A model\n\n```\nspaceport demo\n```\n",
+            "line 3: '```' is part of a document, not a prompt: expected one prompt",
+        ),
+        (b"# Spaceport\r\n\r\nText.\r\n", "line 1: '# Spaceport' is part of a document"),
+        (b"\n<!DOCTYPE html>\n<p>", "line 2: '<!DOCTYPE html>' is part of a document"),
+        (b"a\nb\x00c", r"line 2: 'b\\x00c' is part of a document"),
     ):
         file.write_bytes(content)
         with pytest.raises(InputFault, match=message) as caught:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,12 @@ from spaceport.runtime.text.messages import Message
 
 _KEYS = ("messages", "prompt", "text")
 _EXPECTED = 'expected one of "messages", "prompt" and "text"'
+_LIST = re.compile(r'\s*\[\s*["{]')
+_SEPARATOR = re.compile(r"[\s,]*")
+# A fence, a heading before an empty line, a tag of HTML, or a character that no text has.
+_DOCUMENT = re.compile(
+    r"^(```|~~~).*|^#{1,6} .+(?=\r?\n[ \t]*\r?$)|^[ \t]*<(!doctype|html)\b.*|^.*\x00.*", re.MULTILINE | re.I
+)
 
 
 @dataclass(frozen=True)
@@ -35,7 +42,7 @@ class TokenizedPrompt:
 
 
 def read_prompts(path: Path) -> list[AuditPrompt]:
-    """The prompts of a file: one JSON object per line if the first line begins with a brace, else plain text."""
+    """The prompts of a file, recognised by its content: a JSON list, a JSON object per line, or a line of text each."""
     if path.is_dir():
         raise InputFault(f"{path}: is a folder: expected a prompt file with one prompt per line")
     try:
@@ -48,9 +55,16 @@ def read_prompts(path: Path) -> list[AuditPrompt]:
     lines = [(number, line.rstrip("\r")) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not lines:
         raise InputFault(f"{path}: has no prompt: expected at least one line of text or JSON")
-    if not lines[0][1].lstrip().startswith("{"):
-        return [AuditPrompt(number, line) for number, line in lines]
-    return [_parsed(path, number, line) for number, line in lines]
+    if (prompts := _listed(path, text)) is not None:
+        return prompts
+    if lines[0][1].lstrip().startswith("{"):
+        return [_prompt(path, number, _object(path, number, line)) for number, line in lines]
+    if (document := _DOCUMENT.search(text)) is not None:
+        raise InputFault(
+            f"{path} line {text.count(chr(10), 0, document.start()) + 1}: {_shown(document[0].strip())} is part of a "
+            'document, not a prompt: expected one prompt per line; write text of several lines as {"text": "..."}'
+        )
+    return [AuditPrompt(number, line) for number, line in lines]
 
 
 def tokenize_prompts(
@@ -79,14 +93,37 @@ def _tokenized(runtime: Runtime, prompt: AuditPrompt, max_tokens: int, path: Pat
     return TokenizedPrompt(prompt.line, tuple(tokens))
 
 
-def _parsed(path: Path, number: int, line: str) -> AuditPrompt:
+def _listed(path: Path, text: str) -> list[AuditPrompt] | None:
+    """The prompts of a JSON list, each with the number of its first line; None if the text is none."""
+    if not text.lstrip().startswith("["):
+        return None
     try:
-        data = json.loads(line)
+        json.loads(text)
+    except (ValueError, RecursionError) as error:
+        if not _LIST.match(text):  # plain text that begins with a bracket
+            return None
+        raise InputFault(f"{path}: not a JSON list ({error}): expected a list of prompts") from error
+    prompts, end = [], text.index("[") + 1
+    while text[start := _SEPARATOR.match(text, end).end()] != "]":  # type: ignore[union-attr]
+        value, end = json.JSONDecoder().raw_decode(text, start)
+        entry = {"text": value} if isinstance(value, str) else value
+        prompts.append(_prompt(path, text.count("\n", 0, start) + 1, entry))
+    if not prompts:
+        raise InputFault(f"{path}: has no prompt: expected at least one entry in its list")
+    return prompts
+
+
+def _object(path: Path, number: int, line: str) -> Any:
+    try:
+        return json.loads(line)
     except (ValueError, RecursionError) as error:
         raise InputFault(
             f"{path} line {number}: not JSON ({error}): expected an object on each line, as on the first; write plain text as "
             '{"text": "..."}'
         ) from error
+
+
+def _prompt(path: Path, number: int, data: Any) -> AuditPrompt:
     keys = [key for key in _KEYS if key in data] if isinstance(data, dict) else []
     if len(keys) != 1:
         found = " and ".join(f'"{key}"' for key in keys) or "none of them"
@@ -118,5 +155,4 @@ def _before_last_answer(path: Path, number: int, messages: Any) -> tuple[Message
 
 def _shown(value: object) -> str:
     text = repr(value)
-
     return text if len(text) <= 40 else f"{text[:39]}…"

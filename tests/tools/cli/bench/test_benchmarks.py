@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from spaceport.runtime.backends.private_files import cache_folder
 from spaceport.tools.bench.decode import REPLAY_LABEL
 from spaceport.tools.bench.machine import ProcessFailed
 from spaceport.tools.cli import ACCURACY, INPUT, OK, USAGE, run
-from support.paths import DEMO, TINY
+from support.paths import DEMO, ROOT, TINY
 from support.planted import ignore_the_mask, planted
 
 Capture = pytest.CaptureFixture[str]
@@ -30,6 +31,7 @@ MISTAKES = (
     ("start none", INPUT, "no such folder"),
     ("decode TINY", USAGE, "no prompt file: expected PROMPTS, or --replay with acceptance rates"),
     (f"{DECODE} --max-tokens 5000", INPUT, "line 1: "),
+    ("decode TINY README.md", INPUT, "README.md line 1: '# Spaceport' is part of a document, not a prompt"),
     (f"{DECODE} --max-tokens 0", USAGE, "--max-tokens is 0: expected at least 1"),
     ("decode TINY --replay 0.5,1.1", USAGE, "--replay is '0.5,1.1': expected comma-separated numbers from 0 to 1"),
     ("decode TINY --replay 0.5 --temperatures 1", USAGE, "a replay is greedy"),
@@ -142,7 +144,7 @@ def test_all_answers_of_services_are_right_while_clients_leave(
 def test_mistakes_are_reported_before_anything_runs(
     tiny_bundle: Path, demo_bundle: Path, prompts: Path, capsys: Capture, arguments: str, code: int, message: str
 ) -> None:
-    paths = {"TINY": tiny_bundle, "DEMO": demo_bundle, "P": prompts, "MODEL": DEMO}
+    paths = {"TINY": tiny_bundle, "DEMO": demo_bundle, "P": prompts, "MODEL": DEMO, "README.md": ROOT / "README.md"}
     assert bench(*(paths.get(part, part) for part in arguments.split())) == code
     out, err = capsys.readouterr()
     assert message in err
@@ -216,6 +218,10 @@ def test_every_mode_and_temperature_is_reported(
     assert lines == [[f"| {mode}", heat] for heat in ("0", "0.8") for mode in modes]
     assert out.splitlines()[-1] == "- All 32 compared completions are identical."
     assert "round 1 of 1, temperature 0.8" in err
+    work = (
+        r" 2 prompts, 5 modes, 1 rounds after a warm-up: about \d+ s if every completion has 16 tokens\n.* warming up, "
+    )
+    assert re.search(work, err)
 
 
 def test_a_replay_is_labelled(tiny_bundle: Path, tmp_path: Path, capsys: Capture) -> None:

@@ -40,7 +40,7 @@ from spaceport.tools.bench.environments import (
 )
 from spaceport.tools.bench.machine import Machine
 from spaceport.tools.bench.workers import UnsupportedCall, WorkerFailed, WorkerProcess, open_model, start_worker
-from spaceport.tools.verify.audit.prompts import read_prompts
+from spaceport.tools.verify.prompts import read_prompts
 
 NO_KIND = "(none)"  # kind of a prompt whose line names none
 Encode = Callable[[Prompt], list[int]]  # token ids of a prompt

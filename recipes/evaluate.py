@@ -18,8 +18,8 @@ from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.tokenizer import encode
 from spaceport.tools.terminal.screen import show_json, show_table, stages
-from spaceport.tools.verify.acceptance.answers import Answer, generate_answer
-from spaceport.tools.verify.acceptance.source import SourceOptions, open_source
+from spaceport.tools.verify.acceptance import SourceOptions, open_source
+from spaceport.tools.verify.answers import Answer, generate_answer
 
 NOTE = (
     "The answers are templated and the model is tiny: these figures show that the methods work. They are not comparable "

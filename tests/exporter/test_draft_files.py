@@ -38,8 +38,8 @@ from spaceport.runtime.session import Runtime
 from spaceport.tools.adopt.adopt import additions_of, plan_adoption, write_adoption
 from spaceport.tools.adopt.given import AdoptionRequest, read_given
 from spaceport.tools.cli import OK, run
-from spaceport.tools.verify.acceptance.measure import measure
-from spaceport.tools.verify.acceptance.reference_answers import AnswerSegment, ReferenceAnswer
+from spaceport.tools.verify.acceptance import measure
+from spaceport.tools.verify.answers import AnswerSegment, ReferenceAnswer
 from support.exported import bundle_of
 from support.gguf_files import HEAD_DIM, HEADS, KV_HEADS, random_model
 from support.hash_engine import LAYOUTS

@@ -34,8 +34,8 @@ from spaceport.runtime.engine import Batch, Engine
 from spaceport.runtime.session import Runtime
 from spaceport.tools.cli import INPUT, USAGE, run
 from spaceport.tools.reference import open_reference, stored_in
-from spaceport.tools.verify.audit.audit import audit
-from spaceport.tools.verify.audit.prompts import TokenizedPrompt
+from spaceport.tools.verify.audit import audit
+from spaceport.tools.verify.prompts import TokenizedPrompt
 from support.cache import built
 from support.exported import bundle_of
 from support.families import build, family_of

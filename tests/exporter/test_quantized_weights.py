@@ -33,7 +33,7 @@ from spaceport.runtime.session import Runtime
 from spaceport.tools.bench.steps import chain_batch
 from spaceport.tools.cli import INPUT, USAGE, run
 from spaceport.tools.reference import open_reference
-from spaceport.tools.verify.check.quantization import measure_quantization
+from spaceport.tools.verify.check import measure_quantization
 from support.exported import bundle_of
 from support.families import build, family_of
 from support.paths import TINY

@@ -37,7 +37,7 @@ from spaceport.tools.bench.synthetic_engine import (
     replay_runtime,
     synthetic_texts,
 )
-from spaceport.tools.verify.audit.prompts import AuditPrompt, TokenizedPrompt, read_prompts, tokenize_prompts
+from spaceport.tools.verify.prompts import AuditPrompt, TokenizedPrompt, read_prompts, tokenize_prompts
 
 _RESAMPLES = 2000
 _INTERVAL = (0.025, 0.975)

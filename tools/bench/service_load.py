@@ -31,7 +31,7 @@ from spaceport.tools.bench.load_services import (
 from spaceport.tools.bench.machine import Machine, ProcessFailed, Resources, this_machine
 from spaceport.tools.bench.report import Report, Table, optional
 from spaceport.tools.bench.workload import LoadExchange, LoadRun, Workload
-from spaceport.tools.verify.audit.prompts import read_prompts
+from spaceport.tools.verify.prompts import read_prompts
 
 Expected = Sequence[tuple[list[int], str]]  # tokens and text of the answer to each prompt
 _SHOWN = 10  # differences; JSON has all

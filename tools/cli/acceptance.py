@@ -13,7 +13,6 @@ import click
 from spaceport.exporter.sar_config import SAR_FILE, save_acceptance
 from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.runtime.session import Runtime
-from spaceport.tools.cli.acceptance_table import share, show_models
 from spaceport.tools.cli.options import (
     PATH,
     Sectioned,
@@ -26,19 +25,21 @@ from spaceport.tools.cli.options import (
 from spaceport.tools.terminal.screen import show_json, show_table, stages
 from spaceport.tools.tune.conversations import Conversation, read_conversations
 from spaceport.tools.tune.samples import prepare
-from spaceport.tools.verify.acceptance.comparison import ModelAcceptance, count_drafted
-from spaceport.tools.verify.acceptance.measure import measure
-from spaceport.tools.verify.acceptance.reference_answers import ReferenceAnswer, reference_answers
-from spaceport.tools.verify.acceptance.source import (
+from spaceport.tools.verify.acceptance import (
+    ForkTally,
+    ModelAcceptance,
     ModelSource,
     SourceOptions,
     conversation_encoder_for,
+    count_drafted,
     find_source,
+    measure,
     require_storage,
 )
-from spaceport.tools.verify.acceptance.tally import ForkTally
+from spaceport.tools.verify.answers import ReferenceAnswer, reference_answers
 
 _PLOTS = (".svg", ".png")
+_DEPTHS = 8  # columns of several models; --json has all
 
 
 class AcceptanceCommand(Sectioned):
@@ -107,7 +108,7 @@ def command(
     if len(models) > 1:
         refuse_for_several(adapter, plot, save)
     plotting = (
-        import_module("spaceport.tools.verify.acceptance.plot") if plot is not None else None
+        import_module("spaceport.tools.verify.plot") if plot is not None else None
     )  # raises at once if matplotlib is missing
     options = SourceOptions(backend, max_seq_len, threads, trust_remote_code, adapter, require_signature)
     storage = require_storage(models[0], options) if save else None
@@ -293,3 +294,38 @@ def show_forks(forks: ForkTally) -> None:
 def described(counts: dict[str, int]) -> str:
     """Counts with their names."""
     return ", ".join(f"{count} {name}" for name, count in counts.items()) or "none"
+
+
+def show_models(found: Sequence[ModelAcceptance]) -> None:
+    """Print tokens per step and acceptance by depth, on the answers that each model generates."""
+    depths = min(_DEPTHS, max(one.draft_tokens for one in found))
+    columns = ("model", "method", "drafts", "exact", "own", "lookup", "together", *map(_depth, range(1, 1 + depths)))
+    show_table("Tokens per step, and acceptance by depth", columns, [_row(one, depths) for one in found])
+    click.echo(
+        "exact: tokens of the drafted answers that plain decoding selects. own: tokens per step with chains of mask slots or\n"
+        "heads. lookup: with prompt lookup only. together: with trees of both. depth: draft tokens of the chains that are\n"
+        "accepted."
+    )
+
+
+def _row(one: ModelAcceptance, depths: int) -> list[object]:
+    rates = [*one.found.generated.acceptance, *[None] * depths][:depths]
+    steps = () if one.steps is None else (one.steps.lookup.tokens_per_step, one.steps.together.tokens_per_step)
+    per_step = (one.own_tokens_per_step, *steps)
+    return [
+        one.model,
+        one.method,
+        one.drafts,
+        share(one.exact),
+        *per_step,
+        *map(share, rates),
+    ]
+
+
+def share(value: float | None) -> str:
+    """A fraction as a percentage."""
+    return "-" if value is None else f"{100 * value:.1f} %"
+
+
+def _depth(depth: int) -> str:
+    return f"depth {depth}"

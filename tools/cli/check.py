@@ -11,11 +11,11 @@ import click
 
 from spaceport.exporter.checkpoint_files import require_adapter_folder, require_checkpoint
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.runtime.backends import BACKENDS
+from spaceport.runtime.backends import BACKENDS, by_reason
 from spaceport.runtime.bundle import Bundle, open_bundle
 from spaceport.tools.cli import ACCURACY, OK
+from spaceport.tools.cli.audit import show as show_audit
 from spaceport.tools.cli.bundles import accuracy
-from spaceport.tools.cli.check_tables import show_outcome
 from spaceport.tools.cli.options import (
     PATH,
     Renamed,
@@ -31,12 +31,12 @@ from spaceport.tools.cli.options import (
     threads_option,
     trust_engines_option,
 )
-from spaceport.tools.terminal.screen import stages
-from spaceport.tools.verify.check.check_options import DEFAULT_LONG, CheckOptions
-from spaceport.tools.verify.check.polygraphy_commands import commands_for
+from spaceport.tools.terminal.screen import show_json, show_table, stages
+from spaceport.tools.verify.cases import DEFAULT_LONG, CheckOptions
 
 if TYPE_CHECKING:
-    from spaceport.tools.verify.check.outcome import CheckOutcome
+    from spaceport.tools.verify.accuracy import LogitDifference
+    from spaceport.tools.verify.check import CheckOutcome, CheckReport
 
 _READ_ONLY = "{} is read-only: the report is printed to stdout and not saved in the bundle"
 _OF_A_CHECK = ("backends", "length", "layers", "prompts", "seed", "trust_engines", "as_json")  # options of nothing else
@@ -159,10 +159,10 @@ def command(
     if not writable:
         click.echo(f"{_READ_ONLY.format(opened.path)}; --json prints all of it", err=True)
     # torch is imported only once the paths are valid
-    from spaceport.tools.verify.check.outcome import compare
+    from spaceport.tools.verify.check import check_and_audit
 
     with stages() as stage:
-        found = compare(opened, options, prompts, stage)
+        found = check_and_audit(opened, options, prompts, stage)
     show_outcome(found, as_json)
     if writable:
         _save_report(opened.path, found)  # last: the result is shown even if that fails
@@ -204,6 +204,8 @@ def _refuse_unused(context: click.Context, print_polygraphy: bool, outputs: Path
 
 def show_lines(bundle: Bundle, checkpoint: Path | None) -> None:
     """Print the commands that compare a bundle with stock Polygraphy."""
+    from spaceport.tools.verify.polygraphy_commands import commands_for
+
     found = accuracy(bundle) or {}
     cases = found.get("cases")
     logits = [case.get("largest_logit") for case in cases if isinstance(case, dict)] if isinstance(cases, list) else []
@@ -218,10 +220,83 @@ def save(bundle: Bundle, options: CheckOptions, file: Path) -> None:
     if options.checkpoint is None:
         raise OptionFault("--save-outputs saves the outputs of PyTorch: expected CHECKPOINT after BUNDLE")
     from spaceport.tools.reference import open_reference
-    from spaceport.tools.verify.check.outputs import save_outputs
+    from spaceport.tools.verify.polygraphy_commands import save_outputs
 
     engine = open_reference(
         bundle, options.checkpoint, 1, 1, "float32", options.remote_code, options.threads, options.adapter
     )
     count = save_outputs(engine, bundle.manifest, file)
     click.echo(f"{file}: outputs of PyTorch float32 in {count} calls")
+
+
+def show_outcome(outcome: CheckOutcome, as_json: bool) -> None:
+    """Print the report, the error of quantization and the audits."""
+    if as_json:
+        show_json(outcome.as_dict())
+        return
+    show_report(outcome.report)
+    if outcome.quantization is not None:
+        click.echo(str(outcome.quantization))
+    for audit in outcome.audits.values():
+        click.echo()
+        show_audit(audit)
+
+
+def show_report(report: CheckReport) -> None:
+    """Print a row per pair, and the cases of pairs that failed or of the only pair."""
+    columns = ("pair", "worst case", "max error", "allowed", "top-1 agreement", "verdict")
+    rows = [
+        (
+            f"{pair.first} - {pair.second}",
+            pair.worst.case,
+            _number(pair.worst.max_error),
+            f"{pair.worst.allowed:.1e}",
+            f"{100 * pair.agreement:.1f} %",
+            _verdict(pair.passed),
+        )
+        for pair in report.pairs
+    ]
+    for pair in report.pairs:
+        if not pair.passed or len(report.pairs) == 1:
+            title = f"{pair.first} and {pair.second}: tolerance {pair.tolerance:g} of the largest logit ({pair.dtype})"
+            show_cases(title, pair.differences)
+            click.echo()
+    shares = {pair.dtype: pair.tolerance for pair in report.pairs}
+    stated = ", ".join(f"{share:g} ({dtype})" for dtype, share in shares.items())
+    show_table(f"allowed: a fraction of the largest logit of the case: {stated}", columns, rows)
+    if report.suspect is not None:
+        click.echo(f"in every pair that failed: {report.suspect}")
+    for line in by_reason(report.not_compared):
+        click.echo(f"not compared: {line}")
+    for case in report.skipped:
+        click.echo(f"skipped: {case}")
+    if report.layers is not None:
+        click.echo(f"{report.layers.compared}: {report.layers}")
+
+
+def show_cases(title: str, differences: tuple[LogitDifference, ...]) -> None:
+    """Print a row per case."""
+    columns = ("case", "rows", "max error", "allowed", "top-1 agreement", "margin of others", "verdict")
+    rows = [
+        (
+            difference.case,
+            difference.rows,
+            _number(difference.max_error),
+            f"{difference.allowed:.1e}",
+            f"{100 * (1 - difference.disagreements / max(1, difference.rows)):.1f} %",
+            "-" if difference.margin is None else f"{difference.margin:.1e}",
+            _verdict(difference.passed),
+        )
+        for difference in differences
+    ]
+    show_table(title, columns, rows)
+    for fault in dict.fromkeys(difference.fault for difference in differences if difference.fault is not None):
+        click.echo(f"failed: {fault}")
+
+
+def _number(error: float) -> str:
+    return f"{error:.1e}"
+
+
+def _verdict(passed: bool) -> str:
+    return "PASS" if passed else "FAIL"

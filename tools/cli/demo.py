@@ -33,8 +33,8 @@ from spaceport.tools.terminal.generate_screen import show_lanes, show_live
 from spaceport.tools.terminal.lanes import Lanes
 from spaceport.tools.terminal.screen import stages
 from spaceport.tools.verify.accuracy import write_report
-from spaceport.tools.verify.check.check import check
-from spaceport.tools.verify.check.check_options import CheckOptions
+from spaceport.tools.verify.cases import CheckOptions
+from spaceport.tools.verify.check import check
 
 NOTE = "The demo model is tiny and its answers are templated: do not compare these numbers with published ones."
 _LONG = 256  # tokens of the longest case that is checked

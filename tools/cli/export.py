@@ -29,7 +29,7 @@ from spaceport.tools.cli.options import (
     remote_code_option,
 )
 from spaceport.tools.terminal.screen import interruptible_stages, show_json, size
-from spaceport.tools.verify.audit.prompts import read_prompts
+from spaceport.tools.verify.prompts import read_prompts
 
 if TYPE_CHECKING:  # torch is imported only once the paths are valid
     from spaceport.exporter.default_format import DefaultFormat

@@ -25,23 +25,14 @@ from spaceport.graphs.contract.atomic_file import replace_text
 from spaceport.graphs.contract.exactness import tolerance_of
 from spaceport.graphs.contract.manifest import ACCURACY_FILE
 from spaceport.graphs.contract.signature import Activations, Precision
+from spaceport.tools.verify.cases import Array, RecordedCall
 
-Array = NDArray[Any]
 # Runs one recorded call on an engine, whose KV cache persists from call to call; returns the logits, B x R x V.
 RunCall = Callable[[Mapping[str, Array]], NDArray[np.float32]]
 
 
 class CallFailed(RuntimeError):
     """An engine returned no logits; the message is the engine's own."""
-
-
-@dataclass(frozen=True)
-class RecordedCall:
-    """The inputs of one engine call, the case that it belongs to, and the logits of the engine that it was recorded on."""
-
-    case: str
-    arrays: dict[str, Array]
-    expected: NDArray[np.float32]
 
 
 @dataclass(frozen=True)

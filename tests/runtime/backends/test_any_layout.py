@@ -16,8 +16,8 @@ from spaceport.runtime.backends.on_onnxruntime import OnnxRuntimeEngine, open_en
 from spaceport.runtime.bundle import open_bundle
 from spaceport.runtime.engine import Batch, EngineOptions
 from spaceport.runtime.session import Runtime
-from spaceport.tools.verify.audit.audit import audit
-from spaceport.tools.verify.audit.prompts import TokenizedPrompt
+from spaceport.tools.verify.audit import audit
+from spaceport.tools.verify.prompts import TokenizedPrompt
 from support.exported import bundle_of
 from support.paths import TINY
 

@@ -15,7 +15,7 @@ from spaceport.runtime.decode.sequence import Slots
 from spaceport.runtime.decode.sequence_group import SequenceGroup
 from spaceport.runtime.decode.step import StepInput, step
 from spaceport.runtime.engine import PREFILL_ROWS
-from spaceport.tools.verify.acceptance.answers import generate_answer
+from spaceport.tools.verify.answers import generate_answer
 from support.arrivals import DRAFT_CONFIGS, LANGUAGES
 from support.hash_engine import END, LAYOUTS, HashEngine, Language, Tree, advance, request_for
 from support.hash_runtime import hash_runtime

@@ -22,8 +22,8 @@ from spaceport.runtime.decode import step as loop
 from spaceport.runtime.decode.plan import Part, Verdict, accept
 from spaceport.runtime.decode.sequence import TokenSelector
 from spaceport.tools.cli import ACCURACY, INPUT, OK, USAGE, cli, run
-from spaceport.tools.verify.audit.bundle_audit import requests_for
-from spaceport.tools.verify.audit.prompts import AuditPrompt, read_prompts
+from spaceport.tools.verify.audit import requests_for
+from spaceport.tools.verify.prompts import AuditPrompt, read_prompts
 from support.paths import ROOT, TINY
 from support.small_bundle import RECORD, fill
 

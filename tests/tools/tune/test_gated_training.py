@@ -33,11 +33,8 @@ from spaceport.tools.tune.job import TrainingCallbacks, TuningJob
 from spaceport.tools.tune.methods import train_token_embeddings
 from spaceport.tools.tune.settings import TrainingSettings
 from spaceport.tools.tune.tuning import tune
-from spaceport.tools.verify.acceptance.answers import generate_answer
-from spaceport.tools.verify.acceptance.measure import measure
-from spaceport.tools.verify.acceptance.predictions import predict_segment
-from spaceport.tools.verify.acceptance.reference_answers import AnswerSegment, ReferenceAnswer
-from spaceport.tools.verify.acceptance.tally import Tally
+from spaceport.tools.verify.acceptance import Tally, measure
+from spaceport.tools.verify.answers import AnswerSegment, ReferenceAnswer, generate_answer, predict_segment
 from support.exported import bundle_of
 from support.families import FAMILIES, build
 from support.paths import TINY

@@ -34,7 +34,7 @@ from spaceport.tools.bench.synthetic_engine import (
     replay_runtime,
     synthetic_texts,
 )
-from spaceport.tools.verify.audit.prompts import TokenizedPrompt
+from spaceport.tools.verify.prompts import TokenizedPrompt
 
 TWO_MODES = (DecodeMode(PLAIN, Decoding(), PLAIN), DecodeMode("default", Decoding(), PLAIN))
 PROMPTS = (TokenizedPrompt(2, (1, 2, 3)), TokenizedPrompt(7, (4,)))

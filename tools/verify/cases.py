@@ -1,14 +1,16 @@
-"""Cases: the engine calls that a runtime makes, recorded from its own decode loop over a reference engine."""
+"""The engine calls that a runtime makes, recorded from its own decode loop over a reference engine."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import Manifest, TokenIds
 from spaceport.graphs.contract.signature import VISIBLE_STEP, Signature
 from spaceport.runtime.costs import relative_costs
@@ -21,12 +23,41 @@ from spaceport.runtime.decode.step import StepInput, step
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import PREFILL_ROWS, Batch, Engine, Moves
 from spaceport.runtime.sampling.choice import Bans, Greedy
-from spaceport.tools.verify.accuracy import RecordedCall
 
-REQUESTS = 3
+REQUESTS = 3  # of a call
+DEFAULT_LONG, SHORTEST = 1024, 32  # tokens of the longest case
 _SPARE = 8  # positions that the longest prompt leaves for generated tokens
 _PLAIN = DraftConfig(0, "chain")
 Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class CheckOptions:
+    """What a check compares, and how."""
+
+    checkpoint: Path | None = None  # of the PyTorch model; None: compare the engines with each other
+    backends: tuple[str, ...] = ()  # empty: all that can run here
+    length: int | None = None  # tokens of the longest case; None: what all engines have capacity for
+    threads: int = 0
+    seed: int = 0
+    remote_code: bool = False
+    trust_engines: bool = False
+    layers: bool = False  # also find the first layer value that is out of tolerance
+    adapter: Path | None = None  # adapter folder of the checkpoint
+    require_signature: Path | None = None  # public key file; audits open the bundle again
+
+    def __post_init__(self) -> None:
+        if self.length is not None and self.length < SHORTEST:
+            raise OptionFault(f"--long-context is {self.length}: expected at least {SHORTEST}")
+
+
+@dataclass(frozen=True)
+class RecordedCall:
+    """The inputs of one engine call, the case that it belongs to, and the logits of the engine that it was recorded on."""
+
+    case: str
+    arrays: dict[str, Array]
+    expected: NDArray[np.float32]
 
 
 @dataclass(frozen=True)

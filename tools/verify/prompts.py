@@ -1,4 +1,4 @@
-"""Prompts: the prompts of a file, one per line, and their tokens for a model."""
+"""The prompts of a file, one per line, and their tokens for a model."""
 
 from __future__ import annotations
 

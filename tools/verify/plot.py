@@ -1,4 +1,4 @@
-"""Plot: acceptance in two panels, accuracy by mask slot and tokens per step by number of mask slots."""
+"""Acceptance in two panels, accuracy by mask slot and tokens per step by number of mask slots."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from spaceport.tools.verify.acceptance.measure import MeasuredDrafts
-from spaceport.tools.verify.acceptance.tally import Tally
+from spaceport.tools.verify.acceptance import MeasuredDrafts, Tally
 
 # Okabe and Ito's blue and vermilion, distinct for every kind of colour vision; the markers differ as well.
 _GENERATED = ("#0072B2", "o", "generated answers", 8)

@@ -23,13 +23,23 @@ from spaceport.runtime.session import Runtime
 from spaceport.tools.tune.conversations import Conversation, Turn
 from spaceport.tools.tune.samples import prepare
 from spaceport.tools.tune.tunable_model import checkpoint_encoder
-from spaceport.tools.verify.acceptance.answers import Answer, AnswerThread, generate_answer
-from spaceport.tools.verify.acceptance.comparison import count_drafted
-from spaceport.tools.verify.acceptance.measure import measure
-from spaceport.tools.verify.acceptance.predictions import NO_PREDICTION, predict_segment
-from spaceport.tools.verify.acceptance.reference_answers import AnswerSegment, ReferenceAnswer
-from spaceport.tools.verify.acceptance.source import conversation_encoder_for
-from spaceport.tools.verify.acceptance.tally import Tally, correct_predictions, count_steps
+from spaceport.tools.verify.acceptance import (
+    Tally,
+    conversation_encoder_for,
+    correct_predictions,
+    count_drafted,
+    count_steps,
+    measure,
+)
+from spaceport.tools.verify.answers import (
+    NO_PREDICTION,
+    Answer,
+    AnswerSegment,
+    AnswerThread,
+    ReferenceAnswer,
+    generate_answer,
+    predict_segment,
+)
 from support.hash_engine import CHILD as HASH_CHILD
 from support.hash_engine import END, FORK, LAYOUTS, MASKS, Cell, HashEngine, Language
 from support.paths import TINY

@@ -18,10 +18,9 @@ import pytest
 from spaceport.graphs.contract.manifest import ACCURACY_FILE
 from spaceport.runtime.bundle import open_bundle
 from spaceport.tools.cli import run
-from spaceport.tools.verify.accuracy import Array, RecordedCall
-from spaceport.tools.verify.check.check import CheckReport, check
-from spaceport.tools.verify.check.check_options import CheckOptions
-from spaceport.tools.verify.check.layers import FirstMismatch, LayerComparison, LayerValue, compare_layers
+from spaceport.tools.verify.cases import Array, CheckOptions, RecordedCall
+from spaceport.tools.verify.check import CheckReport, check
+from spaceport.tools.verify.layers import FirstMismatch, LayerComparison, LayerValue, compare_layers
 from support.paths import TINY
 from support.planted import (
     forget_marks,

@@ -14,8 +14,7 @@ import torch
 
 from spaceport.runtime.bundle import open_bundle
 from spaceport.tools.cli import run
-from spaceport.tools.verify.check.polygraphy_commands import commands_for
-from spaceport.tools.verify.check.polygraphy_loader import calls
+from spaceport.tools.verify.polygraphy_commands import calls, commands_for
 from support.paths import TINY
 from support.small_bundle import RECORD
 

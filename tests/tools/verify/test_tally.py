@@ -11,9 +11,8 @@ from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.runtime.decode.sources import Acceptance, Continuation, Lookup
 from spaceport.tools.tune.conversations import Conversation, Turn
 from spaceport.tools.tune.samples import Prepared, Sample
-from spaceport.tools.verify.acceptance.predictions import NO_PREDICTION
-from spaceport.tools.verify.acceptance.reference_answers import AnswerSegment, reference_answers, segments_of
-from spaceport.tools.verify.acceptance.tally import ForkTally, LookupTally, Tally, correct_predictions, count_steps
+from spaceport.tools.verify.acceptance import ForkTally, LookupTally, Tally, correct_predictions, count_steps
+from spaceport.tools.verify.answers import NO_PREDICTION, AnswerSegment, reference_answers, segments_of
 
 FORK, CHILD = 630, 631
 

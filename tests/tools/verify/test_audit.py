@@ -18,12 +18,9 @@ from spaceport.runtime.decode.plan import Part, Verdict, accept
 from spaceport.runtime.decode.sequence import Ending, TokenSelector
 from spaceport.runtime.engine import Batch
 from spaceport.runtime.session import Runtime
-from spaceport.tools.verify.audit.audit import audit
-from spaceport.tools.verify.audit.audit_report import AuditReport, ModeCounts
-from spaceport.tools.verify.audit.mismatches import find_mismatches, selection_rule, unmatched_threads
-from spaceport.tools.verify.audit.modes import groups_for
-from spaceport.tools.verify.audit.noise import noise_of
-from spaceport.tools.verify.audit.prompts import TokenizedPrompt
+from spaceport.tools.verify.audit import AuditReport, ModeCounts, audit, groups_for
+from spaceport.tools.verify.plain_logits import find_mismatches, noise_of, selection_rule, unmatched_threads
+from spaceport.tools.verify.prompts import TokenizedPrompt
 from support.forking_bundle import forking_copy
 from support.hash_engine import Language
 from support.hash_runtime import hash_runtime
@@ -232,7 +229,8 @@ def plain_thread(runtime: Runtime, max_tokens: int = TOKENS) -> ThreadTokens:
 def found_in(runtime: Runtime, thread: ThreadTokens, plain: ThreadTokens, limit: int) -> list[tuple[int, float, str]]:
     """Position, margin and reason of each mismatch."""
     rule = selection_rule(
-        groups_for(runtime.bundle.manifest, runtime.exactness, TOKENS)[0], runtime.bundle.manifest.tokens
+        groups_for(runtime.bundle.manifest, runtime.exactness, TOKENS)[0].plain.decoding,
+        runtime.bundle.manifest.tokens,
     )
     found = find_mismatches(runtime.engine, rule, thread, limit, plain)
     return [(mismatch.position, mismatch.margin, mismatch.reason) for mismatch in found]

@@ -15,9 +15,8 @@ from spaceport.graphs.contract.draft_methods import DraftMethod
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.graphs.contract.signature import LOWERINGS, STEP_ROWS, Lowering, visible_length
 from spaceport.runtime.engine import PREFILL_ROWS, Moves
-from spaceport.tools.verify.check.cases import REQUESTS, EngineLimits, Recording, record, replay
-from spaceport.tools.verify.check.check_options import SHORTEST
-from spaceport.tools.verify.check.engines import limits_of
+from spaceport.tools.verify.cases import REQUESTS, SHORTEST, EngineLimits, Recording, record, replay
+from spaceport.tools.verify.check import limits_of
 from support.hash_engine import CHILD, END, FORK, MASKS, HashEngine, Language
 from support.small_bundle import RECORD, fill
 

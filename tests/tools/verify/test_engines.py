@@ -21,15 +21,14 @@ from spaceport.tools.cli import run
 from spaceport.tools.verify.accuracy import (
     CallFailed,
     ComparedEngine,
-    RecordedCall,
     RunCall,
     compare,
     compare_logits,
     merged,
     recorded_engine,
 )
-from spaceport.tools.verify.check.check_options import CheckOptions
-from spaceport.tools.verify.check.engines import raising_call_failed, select_engines
+from spaceport.tools.verify.cases import CheckOptions, RecordedCall
+from spaceport.tools.verify.check import raising_call_failed, select_engines
 from support.paths import TINY
 from support.small_bundle import fill
 

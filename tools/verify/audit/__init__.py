@@ -1,1 +1,0 @@
-"""Audit: whether speculative decoding of a bundle generates the same tokens as plain decoding, on one engine."""

@@ -1,0 +1,446 @@
+"""Every engine that can run a bundle on the calls that the runtime makes, compared pair by pair."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from spaceport.exporter.checkpoint import TokenFlags, load_model, open_checkpoint
+from spaceport.exporter.checkpoint_source import quiet_libraries
+from spaceport.graphs.contract.exactness import tolerance_of
+from spaceport.graphs.contract.faults import MissingDependency, OptionFault
+from spaceport.graphs.contract.manifest import EngineRecord, Manifest
+from spaceport.graphs.contract.signature import Activations, Precision, Signature, Weights, visible_length
+from spaceport.runtime.backends import BACKENDS, by_reason, open_engine, require, why_not
+from spaceport.runtime.backends.machine import gpu, no_gpu
+from spaceport.runtime.bundle import Bundle
+from spaceport.runtime.engine import PREFILL_ROWS, Batch, Engine, EngineFault, EngineOptions, capacity_for
+from spaceport.tools.reference import open_reference
+from spaceport.tools.verify.accuracy import (
+    CallFailed,
+    ComparedEngine,
+    ComparedPair,
+    LogitDifference,
+    RunCall,
+    compare,
+    recorded_engine,
+)
+from spaceport.tools.verify.audit import AuditOptions, AuditReport, audit_bundle
+from spaceport.tools.verify.cases import (
+    DEFAULT_LONG,
+    REQUESTS,
+    SHORTEST,
+    Array,
+    CheckOptions,
+    EngineLimits,
+    Recording,
+    record,
+    replay,
+)
+from spaceport.tools.verify.layers import GraphLayers, LayerComparison, ModelLayers, compare_layers, layer_values
+from spaceport.tools.verify.prompts import read_prompts
+
+_GENERATED = 64  # tokens that the cases generate after their longest prompt, at most
+
+
+@dataclass(frozen=True)
+class CheckedEngine:
+    """An engine that can run the bundle."""
+
+    name: str
+    backend: str | None  # None: the PyTorch model
+    dtype: Precision
+    open: Callable[[], Engine]
+    activations: Activations = "float"
+
+    def compared(self, on_progress: Callable[[str], None]) -> ComparedEngine:
+        """The engine as a comparison opens, runs and closes it."""
+
+        @contextmanager
+        def open_replay() -> Iterator[RunCall]:
+            on_progress(f"running them on {self.name}")
+            engine = self.open()
+            try:
+                yield raising_call_failed(replay(engine))
+            finally:
+                engine.close()
+
+        return ComparedEngine(self.name, self.dtype, open_replay, self.activations)
+
+
+@dataclass(frozen=True)
+class EngineSelection:
+    """The engines that are compared, their shared limits, and the backends that cannot run here."""
+
+    engines: tuple[CheckedEngine, ...]  # the cases are recorded on the first one
+    limits: EngineLimits
+    not_compared: Mapping[str, str]  # reason by backend
+
+    @property
+    def backends(self) -> tuple[str, ...]:
+        return tuple(engine.backend for engine in self.engines if engine.backend is not None)
+
+
+def select_engines(bundle: Bundle, options: CheckOptions) -> EngineSelection:
+    """Everything that can run a bundle here: the PyTorch model first, if there is a checkpoint, then the backends."""
+    if options.layers and options.checkpoint is None:
+        raise OptionFault("--layers compares with the PyTorch model: expected a CHECKPOINT after the bundle")
+    limits = limits_of(bundle.manifest, options.length, _largest(bundle, options))
+    engine_options = EngineOptions(limits.capacity, limits.requests, options.threads, options.trust_engines)
+    not_compared = {}
+    for name in options.backends:
+        if name not in BACKENDS:
+            raise OptionFault(f"backend is {name!r}: expected {', '.join(BACKENDS)}")
+        require(bundle, name, engine_options)
+    if not options.backends:
+        not_compared = {
+            name: reason for name in BACKENDS if (reason := why_not(bundle, name, engine_options)) is not None
+        }
+    named = [name for name in options.backends or BACKENDS if name not in not_compared]
+    if not named:
+        raise MissingDependency(f"{bundle.path}: no backend runs it here: {'; '.join(by_reason(not_compared))}")
+    engines = [
+        *_references(bundle, options, limits),
+        *(_backend(bundle, name, engine_options) for name in dict.fromkeys(named)),
+    ]
+    if len(engines) < 2:
+        raise OptionFault(_alone(bundle, engines, not_compared, options))
+    return EngineSelection(tuple(engines), limits, not_compared)
+
+
+def limits_of(manifest: Manifest, length_option: int | None, engines: Sequence[EngineRecord]) -> EngineLimits:
+    """The longest prompt and the most requests and rows per call that all of these engines accept."""
+    length = min(length_option or DEFAULT_LONG, manifest.max_positions)
+    requests = min((REQUESTS, *(engine.requests for engine in engines)))
+    rows = min((PREFILL_ROWS, *(engine.prefill_rows for engine in engines)))
+    for engine in engines if length_option is None else ():
+        while length > SHORTEST and capacity_for(manifest, length + _GENERATED) > engine.capacity:
+            length -= 1
+    return EngineLimits(length, capacity_for(manifest, length + _GENERATED), requests, rows)
+
+
+def raising_call_failed(call: Callable[[Mapping[str, Array]], NDArray[np.float32]]) -> RunCall:
+    """The same call, raising CallFailed for a fault of the engine."""
+
+    def called(arrays: Mapping[str, Array]) -> NDArray[np.float32]:
+        try:
+            return call(arrays)
+        except EngineFault as error:
+            raise CallFailed(str(error)) from error
+
+    return called
+
+
+def _largest(bundle: Bundle, options: CheckOptions) -> list[EngineRecord]:
+    """Of the engines built for this GPU and this graph, the one of each flavour with the largest capacity."""
+    if no_gpu() is not None:
+        return []
+    flavours = {BACKENDS[name].flavour for name in options.backends or BACKENDS if name in BACKENDS} - {None}
+    fitting = [
+        record
+        for record in bundle.manifest.engines.values()
+        if record.graph == bundle.manifest.graph and record.target == gpu().target
+    ]
+    by_flavour = [[record for record in fitting if record.backend == flavour] for flavour in flavours]
+    return [max(records, key=lambda record: (record.capacity, record.requests)) for records in by_flavour if records]
+
+
+def _references(bundle: Bundle, options: CheckOptions, limits: EngineLimits) -> list[CheckedEngine]:
+    if options.checkpoint is None:
+        return []
+    bundle_dtype = bundle.manifest.signature.dtype
+    return [
+        _reference(bundle, options, options.checkpoint, limits, dtype)
+        for dtype in dict.fromkeys(("float32", bundle_dtype))
+    ]
+
+
+def _reference(
+    bundle: Bundle, options: CheckOptions, checkpoint: Path, limits: EngineLimits, dtype: Precision
+) -> CheckedEngine:
+    def opened() -> Engine:
+        return open_reference(
+            *(bundle, checkpoint, limits.capacity, limits.requests, dtype),
+            *(options.remote_code, options.threads, options.adapter),
+        )
+
+    return CheckedEngine(f"PyTorch {dtype}", None, dtype, opened, bundle.manifest.activations)
+
+
+def _backend(bundle: Bundle, name: str, engine_options: EngineOptions) -> CheckedEngine:
+    dtype, weights = bundle.manifest.signature.dtype, bundle.manifest.weights
+    label = f"{name} {dtype}" + ("" if weights == "same" else f" {weights}")
+    return CheckedEngine(
+        label, name, dtype, lambda: open_engine(bundle, name, engine_options), bundle.manifest.activations
+    )
+
+
+def _alone(bundle: Bundle, engines: list[CheckedEngine], not_compared: Mapping[str, str], options: CheckOptions) -> str:
+    alternative = ", or leave --backend out" if options.backends else ""
+    reasons = "".join(f"; not {line}" for line in by_reason(not_compared))
+    return (
+        f"{bundle.path}: only {engines[0].name} runs it here, expected two engines to compare: name the CHECKPOINT that "
+        f"it was exported from{alternative}{reasons}"
+    )
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """The result of a check."""
+
+    graph: tuple[str, ...]  # sha256 of the graph's files
+    backends: tuple[str, ...]  # backends that were compared
+    calls: int  # recorded engine calls
+    pairs: tuple[ComparedPair, ...]
+    not_compared: Mapping[str, str]  # reason by backend
+    skipped: tuple[str, ...]  # cases that were skipped, each with the reason
+    layers: LayerComparison | None  # None unless requested
+
+    @property
+    def passed(self) -> bool:
+        layers_agree = self.layers is None or self.layers.first_mismatch is None
+        return layers_agree and all(pair.passed for pair in self.pairs)
+
+    @property
+    def suspect(self) -> str | None:
+        """The engine that takes part in every failed pair; None if there is no single one."""
+        failed = [{pair.first, pair.second} for pair in self.pairs if not pair.passed]
+        shared = set.intersection(*failed) if failed else set()
+        return shared.pop() if len(shared) == 1 else None
+
+    @property
+    def differences(self) -> tuple[LogitDifference, ...]:
+        """The worst difference between the first engine and any other, by case."""
+        own = [pair.differences for pair in self.pairs if pair.first == self.pairs[0].first]
+        return tuple(
+            max(differences, key=lambda difference: difference.excess) for differences in zip(*own, strict=True)
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "passed": self.passed,
+            "graph": list(self.graph),
+            "backends": list(self.backends),
+            "reference": self.pairs[0].first,
+            "calls": self.calls,
+            "cases": [difference.as_dict() for difference in self.differences],
+            "pairs": [pair.as_dict() for pair in self.pairs],
+            "not_compared": dict(self.not_compared),
+            "skipped": list(self.skipped),
+            "suspect": self.suspect,
+            "layers": None if self.layers is None else self.layers.as_dict(),
+        }
+
+
+def check(bundle: Bundle, options: CheckOptions, on_progress: Callable[[str], None] = lambda _: None) -> CheckReport:
+    """The comparison of all engines that can run a bundle here; they run one after the other on the same calls."""
+    selection = select_engines(bundle, options)
+    recording = record_on_first(bundle, selection, options.seed, on_progress)
+    first, *others = selection.engines
+    engines = [
+        recorded_engine(first.name, first.dtype, recording.calls, first.activations),
+        *(other.compared(on_progress) for other in others),
+    ]
+    pairs = compare(engines, recording.calls)
+    layers = find_layer(bundle, options, selection, recording, pairs, on_progress) if options.layers else None
+    graph, calls, skipped = bundle.manifest.graph, len(recording.calls), tuple(recording.skipped)
+    return CheckReport(graph, selection.backends, calls, tuple(pairs), selection.not_compared, skipped, layers)
+
+
+def record_on_first(
+    bundle: Bundle, selection: EngineSelection, seed: int, on_progress: Callable[[str], None]
+) -> Recording:
+    """The calls of all cases, with the logits of the first engine."""
+    first = selection.engines[0]
+    on_progress(f"recording the cases on {first.name}")
+    engine = first.open()
+    try:
+        return record(engine, bundle.manifest, selection.limits, seed)
+    finally:
+        engine.close()
+
+
+def find_layer(
+    bundle: Bundle,
+    options: CheckOptions,
+    selection: EngineSelection,
+    recording: Recording,
+    pairs: Sequence[ComparedPair],
+    on_progress: Callable[[str], None],
+) -> LayerComparison:
+    """The graph's layers compared with the PyTorch model's, in the first failed case or, if none failed, in all cases.
+
+    Engines show only their logits, so ONNX Runtime runs the graph that they were built from. Both run in the bundle's type.
+    """
+    assert options.checkpoint is not None
+    signature, limits = bundle.manifest.signature, selection.limits
+    failed = next((difference.case for pair in pairs for difference in pair.differences if not difference.passed), None)
+    calls = [call for call in recording.calls if failed in (None, call.case)]
+    engine = open_reference(
+        bundle,
+        options.checkpoint,
+        limits.capacity,
+        limits.requests,
+        signature.dtype,
+        options.remote_code,
+        options.threads,
+        options.adapter,
+    )
+    graph = GraphLayers(bundle, limits, options.threads, any(BACKENDS[name].gpu for name in selection.backends))
+    compared = f"PyTorch {signature.dtype} and the graph on onnxruntime {graph.device}"
+    on_progress(f"comparing the layers of {compared}")
+    values = layer_values(signature, graph.marks)
+    tolerance = tolerance_of(signature.dtype, bundle.manifest.activations)
+    return compare_layers(ModelLayers(engine, limits), graph, values, calls, tolerance, compared)
+
+
+TEXTS = 4
+LENGTH = 64  # tokens per text
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How closely a quantized model agrees with the unquantized one, over the tokens of sampled texts."""
+
+    weights: Weights
+    rows: int
+    agreeing: int  # rows with the same top-1 token
+    divergence: float  # mean KL(unquantized || quantized), in nats
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        share = 100 * self.agreeing / self.rows
+        return (
+            f"weights {self.weights}: top-1 agreement with the unquantized model {share:.1f} % of {self.rows} rows, "
+            f"mean KL {self.divergence:.2g}"
+        )
+
+
+def measure_quantization(
+    bundle: Bundle, folder: Path, remote_code: bool = False, seed: int = 0, adapter: Path | None = None
+) -> Agreement | None:
+    """The agreement of the bundle's quantized model with the checkpoint, in float32; None without quantization."""
+    quiet_libraries()
+    manifest = bundle.manifest
+    if manifest.weights == "same":
+        return None
+    checkpoint = open_checkpoint(folder, TokenFlags(), remote_code, adapter)
+    with torch.no_grad():
+        unquantized = load_model(checkpoint, "float32")
+        texts = sampled_texts(unquantized, seed, min(LENGTH, manifest.max_positions))
+        expected = log_probabilities(unquantized, texts)
+        del unquantized  # only one model has to fit into memory
+    slots = visible_length(texts.shape[1])
+    quantized = open_reference(bundle, folder, slots, TEXTS, "float32", remote_code, adapter=adapter)
+    logits = torch.from_numpy(quantized.run(_prompts(quantized.signature, texts, slots)))
+    got = torch.log_softmax(logits[:, :: quantized.signature.lines].flatten(0, 1).double(), dim=-1)
+    return agreement(manifest.weights, expected, got)
+
+
+def agreement(weights: Weights, expected: Tensor, got: Tensor) -> Agreement:
+    """How closely log probabilities agree with the expected ones (both rows x vocabulary)."""
+    agreeing = int((expected.argmax(-1) == got.argmax(-1)).sum())
+    divergence = (expected.exp() * (expected - got)).sum(-1).mean()
+    return Agreement(weights, len(expected), agreeing, max(0.0, float(divergence)))
+
+
+def sampled_texts(model: PreTrainedModel, seed: int, length: int) -> Tensor:
+    """Texts sampled from the model at temperature 1, each after its own random first token."""
+    vocab = int(model.config.get_text_config().vocab_size)
+    first = torch.randint(0, vocab, (TEXTS, 1), generator=torch.Generator().manual_seed(seed))
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return cast(
+            Tensor,
+            model.generate(  # type: ignore[operator]
+                first,
+                attention_mask=torch.ones_like(first),
+                do_sample=True,
+                temperature=1.0,
+                top_k=0,
+                top_p=1.0,
+                max_new_tokens=length - 1,
+                min_new_tokens=length - 1,
+                pad_token_id=0,
+            ),
+        )
+
+
+def _prompts(signature: Signature, texts: Tensor, slots: int) -> Batch:
+    """A call with all tokens of texts of the same length."""
+    count, length = texts.shape
+    distance = np.arange(length)[:, None] - np.arange(slots)[None]
+    causal, window = (
+        np.broadcast_to((distance >= 0) & (distance < size), (count, 1, length, slots)).copy()
+        for size in (length, signature.window or length)
+    )
+    order = np.tile(np.arange(length), (count, 1))
+    return Batch(0, texts.numpy(), order, order, causal, order, window if signature.window else None)
+
+
+def log_probabilities(model: PreTrainedModel, texts: Tensor) -> Tensor:
+    """The log probabilities of every token at every position of the texts: rows x vocabulary."""
+    return torch.log_softmax(model(input_ids=texts, use_cache=False).logits.flatten(0, 1).double(), dim=-1)
+
+
+@dataclass(frozen=True)
+class CheckOutcome:
+    """A report, and what was measured beside it."""
+
+    report: CheckReport
+    quantization: Agreement | None  # None: nothing is quantized, or there is no checkpoint
+    audits: dict[str, AuditReport]  # by backend
+
+    @property
+    def passed(self) -> bool:
+        return self.report.passed and all(audit.passed for audit in self.audits.values())
+
+    def as_dict(self) -> dict[str, Any]:
+        """The outcome as JSON-compatible data."""
+        found: dict[str, Any] = {}
+        if self.audits:
+            found["audits"] = {backend: audit.as_dict() for backend, audit in self.audits.items()}
+        if self.quantization is not None:
+            found["quantization"] = self.quantization.as_dict()
+        return {**self.report.as_dict(), **found}
+
+
+def audits_of(
+    bundle: Bundle, report: CheckReport, options: CheckOptions, prompts: Path, stage: Callable[[str], None]
+) -> dict[str, AuditReport]:
+    """Audit reports of each backend that was compared."""
+    settings = AuditOptions(
+        threads=options.threads,
+        trust_engines=options.trust_engines,
+        allow_links=bundle.files is not None and bundle.files.links,
+        require_signature=options.require_signature,
+    )
+    compared = [backend for backend in options.backends or BACKENDS if backend not in report.not_compared]
+    return {backend: audit_bundle(bundle.path, prompts, backend, settings, stage) for backend in compared}
+
+
+def check_and_audit(
+    bundle: Bundle, options: CheckOptions, prompts: Path | None, stage: Callable[[str], None]
+) -> CheckOutcome:
+    """The report on a bundle's backends, with the error of quantization and the audits."""
+    if prompts is not None:
+        read_prompts(prompts)  # raises for a mistake in the file before minutes of work
+    report = check(bundle, options, stage)
+    quantization = None
+    if options.checkpoint is not None:
+        quantization = measure_quantization(
+            bundle, options.checkpoint, options.remote_code, options.seed, options.adapter
+        )
+    audits = {} if prompts is None else audits_of(bundle, report, options, prompts, stage)
+    return CheckOutcome(report, quantization, audits)

@@ -20,13 +20,17 @@ from support.paths import TESTS, TINY
 
 
 class Commands:
-    """Runs `spaceport` commands, one at a time; the first one in the process that forks the others."""
+    """Runs `spaceport` commands, one at a time; the first one in the process that forks the others.
 
-    def __init__(self, first: Sequence[str]) -> None:
+    What they print to stderr is appended to the file `errors`.
+    """
+
+    def __init__(self, first: Sequence[str], errors: Path | str = os.devnull) -> None:
         command = [sys.executable, "-m", "support.killed", *first]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(TESTS), *sys.path))}
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-        self._popen = subprocess.Popen(command, bufsize=0, env=environment, **pipes)
+        with Path(errors).open("ab") as file:
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": file}
+            self._popen = subprocess.Popen(command, bufsize=0, env=environment, **pipes)
         assert self._line() == "ready"
 
     def start(self, command: Sequence[str]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +29,7 @@ from spaceport.tools.tune.conversations import TEXT, Conversation, Turn
 # finished: ended with an end token; unfinished: reached the limit; long prompt: no token left for an answer
 Outcome = Literal["finished", "unfinished", "empty", "long prompt"]
 
+_DIGEST = "sha256"  # entry of a stored answer: the beginning of the digest of its other entries
 _INCOMPLETE = "\ufffd"  # stands for the bytes of a character that the limit cut off
 
 
@@ -145,7 +147,7 @@ def generate_answers(
                 for future in wait(running, return_when=FIRST_COMPLETED).done:
                     dialogue = running.pop(future)
                     dialogue.answers.append(future.result())
-                    store.write(json.dumps(asdict(dialogue.answers[-1]), ensure_ascii=False) + "\n")
+                    store.write(_stored(dialogue.answers[-1]) + "\n")
                     store.flush()
                     if not dialogue.complete:
                         ready.appendleft(dialogue)
@@ -156,7 +158,7 @@ def generate_answers(
 
 
 def stored_answers(file: Path) -> list[OwnAnswer]:
-    """The answers in a file; lines that are incomplete or no answers are skipped."""
+    """The answers in a file; lines that are incomplete, damaged or no answers are skipped."""
     lines = file.read_bytes().split(b"\n") if file.exists() else ()  # an answer may contain other line ends
     return [answer for line in lines if (answer := _answer_of(line)) is not None]
 
@@ -169,6 +171,8 @@ def _answer_of(line: bytes) -> OwnAnswer | None:
         return None
     if not isinstance(record, dict):
         return None
+    if (digest := record.pop(_DIGEST, None)) is not None and digest != _digest_of(record):
+        return None
     number, outcome = record.get("line", -1), record.get("outcome", "")
     text, tokens, part = record.get("text", ""), record.get("tokens", 0), record.get("part", 0)
     if outcome not in get_args(Outcome) or not _is_text(text) or not all(map(_is_count, (number, tokens, part))):
@@ -176,6 +180,16 @@ def _answer_of(line: bytes) -> OwnAnswer | None:
     if outcome in ("finished", "unfinished") and not text.strip():
         return None
     return OwnAnswer(number, outcome, text, tokens, part)
+
+
+def _stored(answer: OwnAnswer) -> str:
+    """The line of a file that stores an answer, with a digest of its entries."""
+    record = asdict(answer)
+    return json.dumps({**record, _DIGEST: _digest_of(record)}, ensure_ascii=False)
+
+
+def _digest_of(record: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(record).encode()).hexdigest()[:16]
 
 
 def _is_count(value: Any) -> bool:

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import pickle
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from safetensors import SafetensorError
 
 from spaceport.exporter.sar_config import read_json
 from spaceport.graphs.contract.atomic_file import replace_text
 from spaceport.graphs.contract.faults import InputFault
-from spaceport.tools.tune.processes import lost_process
+from spaceport.graphs.contract.json_fields import is_whole, short
+from spaceport.graphs.contract.manifest import record_of
+from spaceport.tools.tune.packed_model import SUMS
+from spaceport.tools.tune.processes import failing_together, lost_process
 from spaceport.tools.tune.settings import TrainingSettings, differences
 from spaceport.tools.tune.training import Training, TrainingMeasurement
 
@@ -25,6 +31,13 @@ SCHEMA = 2  # of settings.json and progress.json
 _SETTINGS_FILE = "settings.json"
 _PROGRESS_FILE = "progress.json"
 _PARTIAL = ".partial"
+_STATE = re.compile(r"step-\d{8,12}")
+_DIGEST = "sha256"  # entry of progress.json: of its other entries
+_MOST_TOKENS, _MOST_SECONDS = 2**53, 2**31
+_DAMAGE = (
+    *(OSError, RuntimeError, ValueError, TypeError, KeyError, AttributeError, OverflowError, EOFError),
+    *(pickle.UnpicklingError, SafetensorError),
+)  # what libraries raise for damaged files
 
 
 class StateFolder:
@@ -52,8 +65,8 @@ class StateFolder:
         states = self._states()
         if not states:
             return "none"
-        progress = json.dumps(read_json(states[-1] / _PROGRESS_FILE), sort_keys=True)
-        return f"step {_step(states[-1])} ({hashlib.sha256(progress.encode()).hexdigest()[:12]})"
+        file = states[-1] / _PROGRESS_FILE
+        return f"step {_step(states[-1])} ({_digest(file)[:12] if file.is_file() else 'without progress'})"
 
     def advice(self) -> str:
         """How a training goes on after it has ended too early."""
@@ -63,7 +76,7 @@ class StateFolder:
 
     def check_identity(self, identity: dict[str, list[str]]) -> None:
         """Raise if the training to resume has other inputs."""
-        saved = self._saved()["identity"]
+        saved = self._saved("identity")
         self._refuse(
             [
                 f"{name}: {_listed(saved.get(name))} before, {_listed(now)} now"
@@ -74,7 +87,7 @@ class StateFolder:
 
     def check_settings(self, settings: TrainingSettings) -> None:
         """Raise if the training to resume has other settings."""
-        self._refuse(differences(self._saved()["settings"], settings))
+        self._refuse(differences(self._saved("settings"), settings))
 
     def create(self, settings: TrainingSettings, identity: dict[str, list[str]]) -> None:
         """Create the folder, unless it holds progress to resume from."""
@@ -99,7 +112,12 @@ class StateFolder:
             if self._main:
                 progress: dict[str, Any] = {"step": training.step, "tokens": training.tokens}
                 progress |= {"seconds": training.seconds, "pending_sums": pending}
-                replace_text(partial / _PROGRESS_FILE, json.dumps(progress) + "\n")
+                files = sorted(path for path in partial.rglob("*") if path.is_file())
+                progress["files"] = {path.relative_to(partial).as_posix(): _digest(path) for path in files}
+                metrics = self.folder / METRICS_FILE
+                if metrics.exists():
+                    progress["metrics"] = {"size": metrics.stat().st_size, "sha256": _digest(metrics)}
+                replace_text(partial / _PROGRESS_FILE, signed(progress))
                 shutil.rmtree(target, ignore_errors=True)
                 partial.rename(target)
             training.accelerator.wait_for_everyone()
@@ -111,16 +129,19 @@ class StateFolder:
     def restore(self, training: Training) -> None:
         """Load the last saved state into a training; without one it starts from the beginning."""
         states = self._states()
+        metrics = b""
         if states:
-            progress = read_json(states[-1] / _PROGRESS_FILE)
-            training.accelerator.load_state(str(states[-1]))
-            step, tokens, seconds = int(progress["step"]), int(progress["tokens"]), float(progress["seconds"])
-            training.restore(step, tokens, seconds, progress["pending_sums"])
+            with failing_together(training.accelerator):
+                progress = self._progress(states[-1], training)
+                metrics = self._measured_before(states[-1], progress)
+            with self._damage_named(states[-1]):
+                training.accelerator.load_state(str(states[-1]))
+            training.restore(progress["step"], progress["tokens"], progress["seconds"], progress["pending_sums"])
         training.accelerator.wait_for_everyone()
         if self._main:
             for partial in self.folder.glob(f"step-*{_PARTIAL}"):
                 shutil.rmtree(partial, ignore_errors=True)
-            self._drop_measurements_after(training.step)
+            replace_text(self.folder / METRICS_FILE, metrics.decode())
 
     def log(self, measured: TrainingMeasurement, kind: str) -> None:
         """Append a measurement to metrics.jsonl."""
@@ -129,24 +150,24 @@ class StateFolder:
                 file.write(json.dumps({"kind": kind, **asdict(measured)}) + "\n")
 
     def measurements(self) -> list[dict[str, Any]]:
-        """All measurements so far; a last line that was cut off when the disk was full is skipped."""
-        file = self.folder / METRICS_FILE
-        text = file.read_text("utf-8") if file.exists() else ""
-        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("}\n")]
+        """All measurements so far."""
+        return [json.loads(line) for line in (self.folder / METRICS_FILE).read_text("utf-8").splitlines()]
 
     def remove(self) -> None:
         """Delete the folder of a finished training."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _saved(self) -> dict[str, Any]:
-        """The saved settings and identity."""
+    def _saved(self, entry: str) -> dict[str, Any]:
+        """An entry of the saved settings and identity."""
         record = read_json(self.folder / _SETTINGS_FILE)
         if record.get("schema") != SCHEMA:
             raise InputFault(
-                f"{self.folder}: training state has schema {record.get('schema')}: expected {SCHEMA}; resume with the version of "
-                "spaceport that started the training, or remove the folder"
+                f"{self.folder}: training state has schema {short(record.get('schema'))}: expected {SCHEMA}; resume with the "
+                "version of spaceport that started the training, or remove the folder"
             )
-        return record
+        if not isinstance(record.get(entry), dict):
+            raise InputFault(f"{self.folder}: {_SETTINGS_FILE} has no {entry}: it is damaged; remove the folder")
+        return cast(dict[str, Any], record[entry])
 
     def _refuse(self, wrong: list[str]) -> None:
         if wrong:
@@ -156,12 +177,51 @@ class StateFolder:
             )
 
     def _states(self) -> list[Path]:
-        return sorted(path for path in self.folder.glob("step-*") if path.suffix != _PARTIAL)
+        return sorted(path for path in self.folder.glob("step-*") if _STATE.fullmatch(path.name) and path.is_dir())
 
-    def _drop_measurements_after(self, step: int) -> None:
-        """Remove measurements of steps that will be repeated."""
-        earlier = [line for line in self.measurements() if line["step"] <= step]
-        replace_text(self.folder / METRICS_FILE, "".join(json.dumps(line) + "\n" for line in earlier))
+    def _progress(self, state: Path, training: Training) -> dict[str, Any]:
+        """The progress of a saved state, after a comparison of its files with their digests; older states have none."""
+        with self._damage_named(state):
+            progress = read_json(state / _PROGRESS_FILE)
+            if _DIGEST in progress and progress.pop(_DIGEST) != _digest_of(progress):
+                raise ValueError(f"{_PROGRESS_FILE} has another digest than when it was written")
+            _check_progress(progress, _step(state), training)
+            for name, digest in progress.get("files", {}).items():
+                path = state / name
+                if ".." in Path(name).parts or Path(name).is_absolute():
+                    raise ValueError(f"{_PROGRESS_FILE} names {short(name)}, which is outside of the state")
+                if not path.is_file() or _digest(path) != digest:
+                    raise ValueError(f"{name} is not as it was written")
+        return progress
+
+    def _measured_before(self, state: Path, progress: dict[str, Any]) -> bytes:
+        """The measurements up to a saved state, as lines; those of steps that will be repeated are left out."""
+        file = self.folder / METRICS_FILE
+        if not self._main or not file.exists():
+            return b""
+        content = file.read_bytes()
+        with self._damage_named(state):
+            if (record := progress.get("metrics")) is not None:
+                content = content[: record["size"]]
+                if hashlib.sha256(content).hexdigest() != record["sha256"]:
+                    raise ValueError(f"{file} is not as it was written")
+                return content
+            # of an older state; a last line may be cut off, from when the disk was full
+            lines = [line for line in content.splitlines(keepends=True) if line.endswith(b"}\n")]
+            return b"".join(line for line in lines if json.loads(line)["step"] <= progress["step"])
+
+    @contextmanager
+    def _damage_named(self, state: Path) -> Iterator[None]:
+        """Turn what damaged files cause into an error that names the state."""
+        try:
+            yield
+        except (*_DAMAGE, InputFault) as error:
+            if lost_process(error):
+                raise
+            raise InputFault(
+                f"{state}: is damaged ({reason(error)}): remove it to continue from an earlier state, or remove "
+                f"{self.folder} to start again"
+            ) from error
 
     @contextmanager
     def _write_errors(self, training: Training, partial: Path) -> Iterator[None]:
@@ -183,6 +243,43 @@ class StateFolder:
 def reason(error: BaseException) -> str:
     """First line of an exception's message, or its type."""
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+def signed(entries: dict[str, Any]) -> str:
+    """The content of progress.json with these entries, and a digest of them."""
+    return json.dumps({**entries, _DIGEST: _digest_of(entries)}) + "\n"
+
+
+def _digest_of(entries: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(entries).encode()).hexdigest()
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return record_of(file).sha256
+
+
+def _check_progress(progress: dict[str, Any], step: int, training: Training) -> None:
+    """Raise unless the entries of a progress.json are possible in this training."""
+    columns = training.slots + 1
+    sums = progress.get("pending_sums")
+    checks = {
+        "step": progress.get("step") == step and step <= training.batches.steps,
+        "tokens": is_whole(progress.get("tokens"), 0) and progress["tokens"] < _MOST_TOKENS,
+        "seconds": _is_finite(progress.get("seconds")) and 0 <= progress["seconds"] < _MOST_SECONDS,
+        "pending_sums": isinstance(sums, list)
+        and len(sums) <= SUMS
+        and all(isinstance(row, list) and len(row) == columns and all(map(_is_finite, row)) for row in sums),
+        "files": isinstance(progress.get("files", {}), dict),
+        "metrics": isinstance(progress.get("metrics", {}), dict),
+    }
+    for name, possible in checks.items():
+        if not possible:
+            raise ValueError(f"{name} in {_PROGRESS_FILE} is {short(progress.get(name))}, which is not possible")
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _step(state: Path) -> int:

@@ -106,6 +106,7 @@ class Training:
         )
         self.packed_model: nn.Module
         self.packed_model, self._optimizer = accelerator.prepare(packed_model, optimizer)
+        self.slots = settings.slots
         self._sums = torch.zeros(SUMS, settings.slots + 1, device=accelerator.device)
         self.norms = torch.zeros((), device=accelerator.device)  # sum of the gradient norms: not finite if any was not
         self._since = (time.perf_counter(), 0)

@@ -37,19 +37,7 @@ _EXPECTED = 'expected "messages" or "prompt"'
 _REPLACED = ("messages", "prompt", "response", "ends")  # keys that the output sets or leaves out
 
 
-@dataclass(frozen=True)
-class FilePrompt:
-    """The prompt on one line of a file."""
-
-    prompt: AnswerPrompt
-    others: dict[str, Any]  # keys of the line that the output repeats, such as an id
-
-    @property
-    def line(self) -> int:
-        return self.prompt.line
-
-
-def read_prompts(path: Path) -> list[FilePrompt]:
+def read_prompts(path: Path) -> list[AnswerPrompt]:
     """All prompts of a file in file order: plain text if its name ends with .txt, JSON objects otherwise."""
     plain = path.suffix.lower() == TEXT_SUFFIX
     prompts = []
@@ -78,12 +66,12 @@ def parts_of(turns: Sequence[Turn]) -> tuple[tuple[Turn, ...], ...]:
     return tuple(parts)
 
 
-def _plain(line: int, content: bytes) -> FilePrompt:
+def _plain(line: int, content: bytes) -> AnswerPrompt:
     text = content_of(text_of(content).rstrip("\r\n"), "the prompt")
-    return FilePrompt(AnswerPrompt(line, ((Turn("user", text),),)), {})
+    return AnswerPrompt(line, ((Turn("user", text),),))
 
 
-def _parsed(line: int, content: bytes) -> FilePrompt:
+def _parsed(line: int, content: bytes) -> AnswerPrompt:
     data = object_of(content, f"plain text goes into a file whose name ends with {TEXT_SUFFIX}")
     for name in ("fork", "ends"):
         flag_of(data, name)
@@ -96,7 +84,7 @@ def _parsed(line: int, content: bytes) -> FilePrompt:
         found = " and ".join(f'"{name}"' for name in forms) or "neither"
         raise InputFault(f"holds {found}: {_EXPECTED}" + (", not both" if len(forms) > 1 else ""))
     others = {name: value for name, value in data.items() if name not in _REPLACED}
-    return FilePrompt(AnswerPrompt(line, parts_of(turns)), others)
+    return AnswerPrompt(line, parts_of(turns), others)
 
 
 SCHEMA = 1
@@ -237,14 +225,14 @@ class Distillation:
 
     source: Path
     out: Path
-    prompts: Sequence[FilePrompt]
+    prompts: Sequence[AnswerPrompt]
     runtime: Runtime
     partial: Path
     limits: AnswerLimits
 
     def run(self, on_progress: Callable[[DistillProgress], None] = lambda progress: None) -> DistillReport:
         """Generate the missing answers and write the output; an interrupted run can be repeated."""
-        dialogues = open_dialogues([prompt.prompt for prompt in self.prompts], self.partial)
+        dialogues = open_dialogues(self.prompts, self.partial)
         stored = sum(dialogue.complete for dialogue in dialogues)
         done, tokens, started = stored, 0, time.perf_counter()
 
@@ -267,7 +255,7 @@ class Distillation:
 
     def _write(self, dialogues: Sequence[Dialogue]) -> int:
         """Write the output and remove the partial file; returns the number of lines."""
-        records = [record_for(prompt, dialogue) for prompt, dialogue in zip(self.prompts, dialogues, strict=True)]
+        records = [record_for(dialogue) for dialogue in dialogues]
         lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records if record is not None]
         if not lines:
             raise InputFault(
@@ -333,11 +321,11 @@ def check_target(source: Path, out: Path, overwrite: bool) -> None:
         raise InputFault(f"{out}: exists: replace it with --overwrite, or choose another output")
 
 
-def record_for(prompt: FilePrompt, dialogue: Dialogue) -> dict[str, Any] | None:
+def record_for(dialogue: Dialogue) -> dict[str, Any] | None:
     """The line of training data that a dialogue becomes; None if it has no answer."""
     turns: list[Turn] = []
     ends = True
-    for part, answer in zip(prompt.prompt.parts, dialogue.answers, strict=False):
+    for part, answer in zip(dialogue.prompt.parts, dialogue.answers, strict=False):
         if answer.outcome not in ("finished", "unfinished"):
             break
         turns += [*part, Turn("assistant", answer.text)]
@@ -345,22 +333,22 @@ def record_for(prompt: FilePrompt, dialogue: Dialogue) -> dict[str, Any] | None:
     if not turns:
         return None
     messages = [{"role": turn.role, "content": turn.content} for turn in turns]
-    return {"messages": messages, **prompt.others, **({} if ends else {"ends": False})}
+    return {"messages": messages, **dialogue.prompt.others, **({} if ends else {"ends": False})}
 
 
-def _require_single_turns(bundle: Path, source: Path, prompts: Sequence[FilePrompt]) -> None:
+def _require_single_turns(bundle: Path, source: Path, prompts: Sequence[AnswerPrompt]) -> None:
     for prompt in prompts:
-        if [turn.role for part in prompt.prompt.parts for turn in part] != ["user"]:
+        if [turn.role for part in prompt.parts for turn in part] != ["user"]:
             raise InputFault(
                 f"{source} line {prompt.line}: has several turns, but {bundle} has no chat template: expected one user turn"
             )
 
 
-def _check_template(runtime: Runtime, prompts: Sequence[FilePrompt]) -> None:
+def _check_template(runtime: Runtime, prompts: Sequence[AnswerPrompt]) -> None:
     """Raise for turns that the chat template refuses; one prompt for each order of roles is rendered."""
     seen: set[tuple[str, ...]] = set()
     for prompt in prompts:
-        turns = [turn for part in prompt.prompt.parts for turn in (*part, _PLACEHOLDER)][:-1]
+        turns = [turn for part in prompt.parts for turn in (*part, _PLACEHOLDER)][:-1]
         roles = tuple(turn.role for turn in turns)
         if roles not in seen:
             seen.add(roles)

@@ -297,28 +297,16 @@ def command(checkpoint: Path, tuned: Path, data: tuple[Path, ...], as_json: bool
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its warnings of lost processes are pages of C++ frames
     from spaceport.tools.terminal.tuning_screen import is_first, shown
     from spaceport.tools.tune.job import TuningJob
-    from spaceport.tools.tune.own_answers import AnswerSource
     from spaceport.tools.tune.tuning import tune
 
     job = TuningJob(
-        checkpoint=checkpoint,
-        target=tuned,
-        data=data,
-        settings=settings,
-        names=TokenNames((given["mask_token"],), given["fork_token"], given["child_token"]),
-        validation=given["validation"],
-        bf16=given["bf16"],
-        recompute=given["recompute"],
-        save_every=given["save_every"],
-        log_every=given["log_every"],
-        resume=given["resume"],
-        auto_resume=given["auto_resume"],
-        process_timeout=given["process_timeout"],
-        overwrite=given["overwrite"],
-        adapter=given["adapter"],
-        adapter_only=given["adapter_only"],
+        checkpoint,
+        tuned,
+        data,
+        settings,
+        TokenNames((given["mask_token"],), given["fork_token"], given["child_token"]),
         remote_code=given["trust_remote_code"],
-        distillation=AnswerSource(given["bundle"]) if given["self_distill"] else None,
+        **{field.name: given[field.name] for field in fields(TuningJob) if field.name in given},
     )
     with shown(given["tensorboard"]) as callbacks:
         outcome = tune(job, callbacks)

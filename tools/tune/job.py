@@ -13,7 +13,6 @@ from spaceport.exporter.atomic_folder import ADAPTER_FOLDER, CHECKPOINT, FolderK
 from spaceport.exporter.checkpoint_files import own_files
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import record_of
-from spaceport.tools.tune.own_answers import AnswerSource
 from spaceport.tools.tune.settings import DEFAULT, TokenNames, TrainingSettings
 from spaceport.tools.tune.training import Training, TrainingMeasurement
 from spaceport.tools.tune.tunable_model import IDENTITY_FILES
@@ -40,7 +39,8 @@ class TuningJob:
     adapter: Path | None = None  # adapter folder to train further
     adapter_only: bool = False  # write the adapter of method gated-lora without the base weights
     remote_code: bool = False
-    distillation: AnswerSource | None = None
+    self_distill: bool = False  # replace the answers in the data by the model's own
+    bundle: Path | None = None  # of the checkpoint, which generates these answers faster
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def identity_of(job: TuningJob) -> dict[str, list[str]]:
         "checkpoint": [f"{path.name} {_digest(path)}" for path in own if path.exists()],
         **({} if job.adapter is None else {"adapter": _digests(job.adapter)}),
         "tokens": list(job.names.all),
-        "self-distill": [str(job.distillation is not None)],
+        "self-distill": [str(job.self_distill)],
         "bf16": [str(job.bf16)],
     }
 

@@ -176,14 +176,6 @@ def collate(rows: Sequence[PackedRow], multiple: int = 1, group: Group = "causal
 _SORTED_STEPS = 16  # samples of this many steps are sorted by length together, to reduce padding
 
 
-@dataclass(frozen=True)
-class BatchIndex:
-    """Index of a training step."""
-
-    epoch: int
-    step: int  # within the epoch
-
-
 class TrainingBatches:
     """The batches of a training."""
 
@@ -202,14 +194,10 @@ class TrainingBatches:
         self.steps = min(whole, settings.max_steps) if settings.max_steps else whole
         self._epoch = lru_cache(maxsize=1)(self._order)
 
-    def index_of(self, step: int) -> BatchIndex:
-        return BatchIndex(*divmod(step, self.epoch_steps))
-
     def rows(self, step: int) -> list[PackedRow]:
         """Rows of a step, longest first."""
-        index = self.index_of(step)
-        chosen = self._epoch(index.epoch)[index.step]
-        return sorted((self._row(sample, index.epoch) for sample in chosen), key=lambda row: -row.ids.size)
+        epoch, index = divmod(step, self.epoch_steps)
+        return sorted((self._row(sample, epoch) for sample in self._epoch(epoch)[index]), key=lambda row: -row.ids.size)
 
     def _row(self, sample: Sample, epoch: int) -> PackedRow:
         settings = self._settings

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -38,24 +38,6 @@ class StepBatches:
     micro_batches: tuple[PackedBatch, ...]
     totals: torch.Tensor  # text tokens and mask slots with a loss, over all processes
     rows: int  # text tokens and mask slots, over all processes
-
-
-class Prefetch:
-    """Prepares the batches of the next step in the background; the order of the steps is up to the caller."""
-
-    def __init__(self, prepare: Callable[[int], StepBatches]) -> None:
-        self._prepare = prepare
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="spaceport-prefetch")
-        self._next: tuple[int, Future[StepBatches]] | None = None
-
-    def take(self, step: int, following: bool) -> StepBatches:
-        """The batches of a step; with `following`, those of the step after it are begun."""
-        if self._next is not None and self._next[0] == step:
-            found = self._next[1].result()
-        else:
-            found = self._prepare(step)
-        self._next = (step + 1, self._pool.submit(self._prepare, step + 1)) if following else None
-        return found
 
 
 _PADDING = PackedRow(*(torch.tensor([value]).numpy() for value in (0, -1, IGNORED, 0, 0)))
@@ -112,7 +94,8 @@ class Training:
         self._since = (time.perf_counter(), 0)
         self._began = time.perf_counter()
         self._first = (0, 0.0)  # steps and seconds of earlier runs, when this run began
-        self._prefetch = Prefetch(self._prepare)
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="spaceport-prefetch")
+        self._next: tuple[int, Future[StepBatches]] | None = None  # prepared while the step before it computes
 
     @property
     def seconds(self) -> float:
@@ -152,7 +135,7 @@ class Training:
     def run_step(self) -> None:
         """Run one optimizer step."""
         self.packed_model.train()
-        prepared = self._prefetch.take(self.step, following=self.step + 1 < self.batches.steps)
+        prepared = self._take()
         for index, batch in enumerate(prepared.micro_batches, 1):
             last = index == len(prepared.micro_batches)
             with nullcontext() if last else self.accelerator.no_sync(self.packed_model):
@@ -229,6 +212,15 @@ class Training:
             return self.step
         seconds = torch.tensor(self.seconds, device=self.accelerator.device)
         return max(self.step, float(self.accelerator.reduce(seconds, "mean")) / budget * self.batches.steps)
+
+    def _take(self) -> StepBatches:
+        """The batches of the next step; those of the step after it are begun in a thread."""
+        step, following = self.step, self.step + 1
+        ready = self._next is not None and self._next[0] == step
+        prepared = self._next[1].result() if self._next is not None and ready else self._prepare(step)
+        begin = following < self.batches.steps
+        self._next = (following, self._pool.submit(self._prepare, following)) if begin else None
+        return prepared
 
     def _prepare(self, step: int) -> StepBatches:
         rows = self.batches.rows(step)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -23,14 +25,13 @@ from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.graphs.contract.signature import PRECISIONS
 from spaceport.graphs.gated import MaskAdapter
 from spaceport.graphs.mechanism import Factors, InputRows
+from spaceport.runtime.session import Runtime
+from spaceport.tools.reference import checkpoint_runtime
 from spaceport.tools.tune.conversation_encoder import ConversationEncoder, conversation_encoder
+from spaceport.tools.tune.own_answers import BUNDLE_REQUESTS
 from spaceport.tools.tune.settings import DEFAULT_CUTOFF, TokenNames, TrainingSettings, resolve_token_names
 
 _MULTIPLE = 64  # a resized vocabulary is padded to a multiple of this, for efficient matrix products
-
-
-class VocabularyError(InputFault):
-    """A special token that cannot be added."""
 
 
 def add_tokens(tokenizer: Any, model: PreTrainedModel, names: Sequence[str]) -> list[int]:
@@ -44,7 +45,7 @@ def add_tokens(tokenizer: Any, model: PreTrainedModel, names: Sequence[str]) -> 
     texts = [name for name in names if not is_id(name)]
     taken = [name for name in texts if name not in added and backend.token_to_id(name) is not None]
     if taken:
-        raise VocabularyError(
+        raise InputFault(
             f"{taken[0]!r} is an ordinary token of the tokenizer already: expected a name that does not occur in text; "
             "choose another with --mask-token, --fork-token or --child-token"
         )
@@ -71,7 +72,7 @@ def _check_ids(model: PreTrainedModel, names: Sequence[str]) -> None:
     size = cast(nn.Embedding, model.get_input_embeddings()).num_embeddings
     wrong = [name for name in names if is_id(name) and int(name) >= size]
     if wrong:
-        raise VocabularyError(
+        raise InputFault(
             f"special token {wrong[0]} is an id beyond the {size} embeddings of the model: expected an id within them, or a text"
         )
 
@@ -201,3 +202,21 @@ def checkpoint_encoder(folder: Path, remote_code: bool) -> ConversationEncoder:
         **checkpoint.special_tokens,
     )
     return conversation_encoder(tokenizer, checkpoint.tokens)
+
+
+@contextmanager
+def open_generator(checkpoint: Path, bundle: Path | None, cutoff: int, remote_code: bool) -> Iterator[Runtime]:
+    """A runtime over the model that is tuned: its bundle, or its PyTorch model, which is slower."""
+    opened = open_checkpoint(checkpoint, TokenFlags(), remote_code)
+    if bundle is None:
+        threads = torch.get_num_threads()
+        with checkpoint_runtime(opened, cutoff) as runtime:
+            yield runtime
+        torch.set_num_threads(threads)  # for the training
+        return
+    with Runtime.open(bundle, max_seq_len=cutoff, max_requests=BUNDLE_REQUESTS) as runtime:
+        if json.loads(runtime.tokenizer.to_str()) != json.loads(opened.tokenizer):
+            raise InputFault(
+                f"{bundle}: has another tokenizer than {checkpoint}: expected the bundle of this checkpoint"
+            )
+        yield runtime

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -158,30 +158,21 @@ CARD_FILE, CURVES_FILE = "README.md", "training.svg"
 _PACKAGES = ("torch", "transformers", "accelerate", "peft", "tokenizers")
 
 
-@dataclass(frozen=True)
-class CardFacts:
-    """Contents of a card."""
-
-    job: TuningJob
-    batches: TrainingBatches
-    outcome: TuningOutcome
-
-
-def write_card(folder: Path, facts: CardFacts) -> None:
+def write_card(folder: Path, job: TuningJob, batches: TrainingBatches, outcome: TuningOutcome) -> None:
     """Write the card and its curves to a checkpoint folder."""
-    draw_curves(facts.outcome.measurements, folder / CURVES_FILE)
-    (folder / CARD_FILE).write_text(card(facts), "utf-8")
+    draw_curves(outcome.measurements, folder / CURVES_FILE)
+    (folder / CARD_FILE).write_text(card(job, batches, outcome), "utf-8")
 
 
-def card(facts: CardFacts) -> str:
+def card(job: TuningJob, batches: TrainingBatches, outcome: TuningOutcome) -> str:
     """The card as Markdown."""
-    job, settings, counts = facts.job, facts.outcome.settings, facts.outcome.counts
+    settings, counts = outcome.settings, outcome.counts
     learned = {
         "sar": f"to draft {settings.slots} tokens ahead with mask slots",
         "apar": "to fork into parallel threads",
         "both": f"to draft {settings.slots} tokens ahead with mask slots and to fork into parallel threads",
     }
-    last = {line["kind"]: line for line in facts.outcome.measurements}
+    last = {line["kind"]: line for line in outcome.measurements}
     title = f"{job.checkpoint.name}, tuned with spaceport"
     usage = f"This model was trained {learned[settings.objective]}. Export it with `spaceport export`"
     if job.adapter_only:
@@ -201,7 +192,7 @@ def card(facts: CardFacts) -> str:
         _table(("file",), [(path.name,) for path in job.data]),
         _table(("samples", "count"), [(name, count) for name, count in counts.items() if count]),
         "## Training",
-        _table(("", ""), _training(facts, last)),
+        _table(("", ""), _training(batches, last)),
         "## Settings",
         _table(("setting", "value"), [(name, value) for name, value in settings.as_dict().items()]),
         "## Versions",
@@ -221,13 +212,13 @@ def _results(last: dict[str, dict[str, Any]]) -> list[Sequence[object]]:
     return rows
 
 
-def _training(facts: CardFacts, last: dict[str, dict[str, Any]]) -> list[Sequence[object]]:
+def _training(batches: TrainingBatches, last: dict[str, dict[str, Any]]) -> list[Sequence[object]]:
     final = last.get("training", {})
     steps = final.get("step", 0)  # fewer than planned if a time budget ended the training
     return [
-        ("samples per epoch", facts.batches.samples),
+        ("samples per epoch", batches.samples),
         ("steps", steps),
-        ("epochs", f"{steps / facts.batches.epoch_steps:.2f}"),
+        ("epochs", f"{steps / batches.epoch_steps:.2f}"),
         ("tokens, mask slots included", f"{final.get('tokens', 0):,}"),
         ("hours", f"{final.get('seconds', 0) / 3600:.2f}"),
     ]

@@ -33,7 +33,7 @@ from spaceport.tools.tune.job import (
     target_kind,
 )
 from spaceport.tools.tune.methods import Merge, adapter_settings, select_parameters
-from spaceport.tools.tune.own_answers import AnswerSource, distill, open_generator
+from spaceport.tools.tune.own_answers import BUNDLE_REQUESTS, distill
 from spaceport.tools.tune.packed_model import PackedModel, packed_model_of
 from spaceport.tools.tune.packing import PackedRow, TrainingBatches, require_forks
 from spaceport.tools.tune.processes import (
@@ -48,8 +48,8 @@ from spaceport.tools.tune.samples import Prepared, prepare
 from spaceport.tools.tune.settings import TrainingSettings
 from spaceport.tools.tune.state_folder import METRICS_FILE, StateFolder, reason
 from spaceport.tools.tune.training import Training, TrainingMeasurement
-from spaceport.tools.tune.tunable_model import TunableModel, cutoff_for, open_tunable_model
-from spaceport.tools.tune.tuned_checkpoint import CardFacts, write_adapter_only, write_card, write_checkpoint
+from spaceport.tools.tune.tunable_model import TunableModel, cutoff_for, open_generator, open_tunable_model
+from spaceport.tools.tune.tuned_checkpoint import write_adapter_only, write_card, write_checkpoint
 
 _SAME_INPUTS = "start all of them with the same options, the same files and the same versions of all packages"
 _SAME_STATE = (
@@ -62,14 +62,18 @@ _SAME_STATE = (
 class _OpenedJob:
     """A job whose files have been read and whose model is loaded."""
 
-    job: TuningJob
-    settings: TrainingSettings
+    job: TuningJob  # with the settings that the checkpoint and the model decide
+    callbacks: TrainingCallbacks
     texts: dict[Path, list[Conversation]]
     identity: dict[str, list[str]]
     accelerator: Accelerator
     states: StateFolder
     tunable: TunableModel
     packed_model: PackedModel
+
+    @property
+    def settings(self) -> TrainingSettings:
+        return self.job.settings
 
 
 def tune(job: TuningJob, callbacks: TrainingCallbacks | None = None) -> TuningOutcome:
@@ -87,22 +91,21 @@ def tune(job: TuningJob, callbacks: TrainingCallbacks | None = None) -> TuningOu
 def _tune(job: TuningJob, callbacks: TrainingCallbacks, accelerator: Accelerator, states: StateFolder) -> TuningOutcome:
     """Tune a checkpoint on this process and the others of the launch."""
     opened = _open(job, callbacks, accelerator, states)
-    job, settings, tunable = opened.job, opened.settings, opened.tunable
-    prepared = _prepare(opened, callbacks)
+    settings, tunable = opened.settings, opened.tunable
+    prepared = _prepare(opened)
     if accelerator.num_processes > 1:
         require_same(accelerator, {"training samples": prepared.digest()}, _SAME_INPUTS)
     batches = TrainingBatches(prepared, settings, tunable.tokens.mask)
-    packed_model, merge = select_parameters(job, tunable, opened.packed_model, opened.accelerator)
-    validation = _validation_rows(job, opened.texts, tunable, settings)
+    packed_model, merge = select_parameters(opened.job, tunable, opened.packed_model, accelerator)
+    validation = _validation_rows(opened)
     states.create(settings, opened.identity)
-    training = Training(opened.accelerator, packed_model, batches, settings)
+    training = Training(accelerator, packed_model, batches, settings)
     states.restore(training)
     callbacks.on_start(training)
-    _run(job, callbacks, training, states, validation)
+    _run(opened, training, validation)
     callbacks.on_stage("writing the checkpoint")
     outcome = TuningOutcome(prepared.counts, settings, states.measurements())
-    acceptance = validated_acceptance(job, outcome, validation)
-    _finish(job, callbacks, tunable, training, merge, states, outcome, acceptance)
+    _finish(opened, training, merge, outcome, validated_acceptance(opened.job, outcome, validation))
     return outcome
 
 
@@ -125,21 +128,22 @@ def _open(job: TuningJob, callbacks: TrainingCallbacks, accelerator: Accelerator
         tunable = open_tunable_model(checkpoint, job.settings, job.names)
         callbacks.on_stage("verifying the model on packed rows")
         packed_model = packed_model_of(tunable.model, job.settings.slots)
-        settings = replace(job.settings, cutoff=cutoff_for(job.settings, packed_model.positions))
+        cutoff = cutoff_for(job.settings, packed_model.positions)
+        job = replace(job, settings=replace(job.settings, cutoff=cutoff))
         if job.resume:
-            states.check_settings(settings)
-    return _OpenedJob(job, settings, texts, identity, accelerator, states, tunable, packed_model)
+            states.check_settings(job.settings)
+    return _OpenedJob(job, callbacks, texts, identity, accelerator, states, tunable, packed_model)
 
 
-def _prepare(opened: _OpenedJob, callbacks: TrainingCallbacks) -> Prepared:
+def _prepare(opened: _OpenedJob) -> Prepared:
     """The samples of the data, with the model's own answers if the job asks for them."""
-    job, settings = opened.job, opened.settings
+    job, settings, callbacks = opened.job, opened.settings, opened.callbacks
     counts: Counter[str] = Counter()
     texts = dict(opened.texts)
-    if job.distillation is not None:
+    if job.self_distill:
         opened.states.create(settings, opened.identity)
         callbacks.on_stage("generating the model's own answers")
-        texts.update(_distilled(opened, job.distillation, counts))
+        texts.update(_distilled(opened, counts))
     callbacks.on_stage("preparing the samples")
     prepared = gather(job.data, texts, opened.tunable, settings)
     prepared.counts.update(counts)
@@ -165,49 +169,42 @@ def gather(
     return merged
 
 
-def _distilled(opened: _OpenedJob, distillation: AnswerSource, counts: Counter[str]) -> dict[Path, list[Conversation]]:
+def _distilled(opened: _OpenedJob, counts: Counter[str]) -> dict[Path, list[Conversation]]:
     """The conversations with the model's own answers; the main process generates them for all."""
     job, cutoff = opened.job, opened.settings.cutoff
+    requests = 1 if job.bundle is None else BUNDLE_REQUESTS
 
     def generate(on_answer: Callable[[], None]) -> tuple[dict[Path, list[Conversation]], Counter[str]]:
-        found, counted = {}, Counter[str]()
-        with open_generator(job.checkpoint, distillation, cutoff, job.remote_code) as runtime:
+        answered, counted = {}, Counter[str]()
+        with open_generator(job.checkpoint, job.bundle, cutoff, job.remote_code) as runtime:
             for number, file in enumerate(job.data):
                 answers = opened.states.folder / f"answers-{number}.jsonl"
-                texts, requests = opened.texts[file], distillation.requests
-                found[file] = distill(texts, runtime, answers, cutoff, counted, requests, on_answer)
-        return found, counted
+                answered[file] = distill(opened.texts[file], runtime, answers, cutoff, counted, requests, on_answer)
+        return answered, counted
 
-    found, counted = by_main_process(opened.accelerator, generate, job.process_timeout)
+    answered, counted = by_main_process(opened.accelerator, generate, job.process_timeout)
     counts.update(counted)
-    return found
+    return answered
 
 
-def _validation_rows(
-    job: TuningJob, texts: dict[Path, list[Conversation]], tunable: TunableModel, settings: TrainingSettings
-) -> list[PackedRow]:
+def _validation_rows(opened: _OpenedJob) -> list[PackedRow]:
     """Rows of the validation data."""
-    if not job.validation:
+    if not opened.job.validation:
         return []
-    plain = replace(settings, epochs=1.0, max_steps=None, unforked_share=None, unfork_rate=0.0)
-    prepared = gather(job.validation, texts, tunable, plain)
+    plain = replace(opened.settings, epochs=1.0, max_steps=None, unforked_share=None, unfork_rate=0.0)
+    prepared = gather(opened.job.validation, opened.texts, opened.tunable, plain)
     if not (prepared.forked or prepared.whole):
         raise InputFault("no validation samples: every sample was dropped; expected at least one usable conversation")
-    batches = TrainingBatches(prepared, plain, tunable.tokens.mask)
+    batches = TrainingBatches(prepared, plain, opened.tunable.tokens.mask)
     return [row for step in range(batches.steps) for row in batches.rows(step)]
 
 
-def _run(
-    job: TuningJob,
-    callbacks: TrainingCallbacks,
-    training: Training,
-    states: StateFolder,
-    validation: Sequence[PackedRow],
-) -> None:
+def _run(opened: _OpenedJob, training: Training, validation: Sequence[PackedRow]) -> None:
     """Run the remaining steps."""
+    job, callbacks = opened.job, opened.callbacks
 
     def log(measured: TrainingMeasurement, kind: str) -> None:
-        states.log(measured, kind)
+        opened.states.log(measured, kind)
         callbacks.on_measurement(measured, kind)
 
     last = training.finished()
@@ -222,7 +219,7 @@ def _run(
         if due and validation:
             log(training.evaluate(validation), "validation")
         if due or stop:
-            states.save(training)
+            opened.states.save(training)
         if stop:
             raise KeyboardInterrupt
 
@@ -264,17 +261,10 @@ def _complete(accelerator: Accelerator) -> Iterator[None]:
 
 
 def _finish(
-    job: TuningJob,
-    callbacks: TrainingCallbacks,
-    tunable: TunableModel,
-    training: Training,
-    merge: Merge,
-    states: StateFolder,
-    outcome: TuningOutcome,
-    acceptance: DraftAcceptance | None,
+    opened: _OpenedJob, training: Training, merge: Merge, outcome: TuningOutcome, acceptance: DraftAcceptance | None
 ) -> None:
     """Write the tuned checkpoint and its model card."""
-    accelerator = training.accelerator
+    job, accelerator, states = opened.job, opened.accelerator, opened.states
     state: dict[str, Any] | None = None
     if accelerator.distributed_type == DistributedType.FSDP:
         gathered = accelerator.get_state_dict(training.packed_model)
@@ -288,13 +278,14 @@ def _finish(
     ):
         if partial is not None:
             if job.adapter_only:
-                write_adapter_only(partial, tunable, merge())
-            elif (dtype := write_checkpoint(partial, tunable, merge(), state)) != tunable.dtype:
-                callbacks.on_stage(f"some weights exceed the range of {tunable.dtype}: written as {dtype}")
+                write_adapter_only(partial, opened.tunable, merge())
+            elif (dtype := write_checkpoint(partial, opened.tunable, merge(), state)) != opened.tunable.dtype:
+                opened.callbacks.on_stage(
+                    f"some weights exceed the range of {opened.tunable.dtype}: written as {dtype}"
+                )
             if acceptance is not None:
                 save_acceptance(partial, acceptance)
-            facts = CardFacts(job, training.batches, outcome)
-            write_card(partial, facts)
+            write_card(partial, job, training.batches, outcome)
             (partial / METRICS_FILE).write_text((states.folder / METRICS_FILE).read_text("utf-8"), "utf-8")
     if accelerator.is_main_process:
         states.remove()

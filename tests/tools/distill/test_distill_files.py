@@ -40,7 +40,7 @@ PARTS = {
 def test_each_turn_without_an_answer_ends_a_part(tmp_path: Path, roles: tuple[str, ...]) -> None:
     (found,) = read_prompts(written(tmp_path, chat(*roles)))
     expected = tuple(tuple(Turn(roles[n], f"{roles[n]} {n}") for n in part) for part in PARTS[roles])
-    assert found.prompt.parts == expected
+    assert found.parts == expected
 
 
 def test_other_keys_and_line_numbers_are_stored(tmp_path: Path) -> None:
@@ -52,12 +52,12 @@ def test_other_keys_and_line_numbers_are_stored(tmp_path: Path) -> None:
     found = read_prompts(written(tmp_path, "\n".join(lines)))
     assert [one.line for one in found] == [2, 3]
     assert [one.others for one in found] == [{"kind": "code", "id": 7, "fork": False}, {"id": 8}]
-    assert found[1].prompt.parts == ((Turn("user", "Why?"),),)
+    assert found[1].parts == ((Turn("user", "Why?"),),)
 
 
 def test_a_text_file_has_a_prompt_per_line(tmp_path: Path) -> None:
     found = read_prompts(written(tmp_path, '\ufeffWhy?\r\n\n  {"prompt": 1}\u2028more\n', "prompts.TXT"))
-    contents = [(one.line, one.prompt.parts[0][0].content, one.others) for one in found]
+    contents = [(one.line, one.parts[0][0].content, one.others) for one in found]
     assert contents == [(1, "Why?", {}), (3, '  {"prompt": 1}\u2028more', {})]
 
 

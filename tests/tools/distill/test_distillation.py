@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
 import signal
 from collections import Counter
@@ -33,13 +34,12 @@ from spaceport.tools.tune.own_answers import (
     WRITTEN,
     AnswerLimits,
     AnswerPrompt,
-    AnswerSource,
     OwnAnswer,
     generate_answers,
-    open_generator,
     stored_answers,
 )
 from spaceport.tools.tune.own_answers import distill as self_distilled
+from spaceport.tools.tune.tunable_model import open_generator
 from support.hash_engine import Language
 from support.hash_runtime import WORDS, hash_runtime
 from support.paths import TINY
@@ -274,7 +274,7 @@ CONVERSATIONS = [
 
 @pytest.fixture(scope="module")
 def torch_generator() -> Iterator[Runtime]:
-    with open_generator(TINY, AnswerSource(None), CUTOFF, False) as runtime:
+    with open_generator(TINY, None, CUTOFF, False) as runtime:
         yield runtime
 
 
@@ -283,7 +283,7 @@ def test_checkpoint_and_bundle_generate_the_same_answers(
 ) -> None:
     counts: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
     found = self_distilled(CONVERSATIONS, torch_generator, tmp_path / "torch.jsonl", CUTOFF, counts[0])
-    with open_generator(TINY, AnswerSource(tiny_bundle), CUTOFF, False) as runtime:
+    with open_generator(TINY, tiny_bundle, CUTOFF, False) as runtime:
         other = self_distilled(CONVERSATIONS, runtime, tmp_path / "bundle.jsonl", CUTOFF, counts[1], requests=8)
     assert found == other
     assert counts[0] == counts[1] == {WRITTEN: 3, LONG: 1}
@@ -352,12 +352,26 @@ def test_lines_that_are_no_answers_are_skipped_and_answers_may_contain_any_line_
     assert stored_answers(file) == expected
 
 
+def test_a_damaged_answer_is_generated_again(runtime: Runtime, tmp_path: Path) -> None:
+    file, prompts = tmp_path / "answers.jsonl", [AnswerPrompt(line, ((Turn("user", TEXT),),)) for line in range(3)]
+    generate_answers(own_answers.open_dialogues(prompts, file), runtime, file, AnswerLimits(256, 12))
+    lines, answers = file.read_bytes().splitlines(keepends=True), stored_answers(file)
+    dice = random.Random(5)
+    for _ in range(100):
+        damaged = bytearray(lines[1])
+        damaged[dice.randrange(len(damaged) - 1)] ^= 1 << dice.randrange(7)
+        file.write_bytes(lines[0] + damaged + lines[2])
+        assert [answer for answer in stored_answers(file) if answer not in answers] == []
+    generate_answers(own_answers.open_dialogues(prompts, file), runtime, file, AnswerLimits(256, 12))
+    assert set(stored_answers(file)) == set(answers)
+
+
 def test_a_bundle_with_another_tokenizer_is_refused(tiny_bundle: Path, tmp_path: Path) -> None:
     foreign = shutil.copytree(TINY, tmp_path / "checkpoint")
     tokenizer = json.loads((foreign / "tokenizer.json").read_text("utf-8"))
     tokenizer["model"]["merges"].pop()
     (foreign / "tokenizer.json").write_text(json.dumps(tokenizer), "utf-8")
-    generator = open_generator(foreign, AnswerSource(tiny_bundle), CUTOFF, False)
+    generator = open_generator(foreign, tiny_bundle, CUTOFF, False)
     with pytest.raises(InputFault, match=r"has another tokenizer than .*: expected the bundle of this"), generator:
         pass
 

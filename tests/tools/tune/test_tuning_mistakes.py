@@ -6,7 +6,7 @@ import json
 import re
 import shutil
 import signal
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from spaceport.tools.cli import INPUT, INTERRUPTED, OK, USAGE, run
 from spaceport.tools.tune import tuning
 from spaceport.tools.tune.job import TrainingCallbacks, TuningJob, identity_of
 from spaceport.tools.tune.settings import TrainingSettings
+from spaceport.tools.tune.state_folder import signed
 from spaceport.tools.tune.training import Training
 from support.paths import TESTS, TINY
 
@@ -140,6 +141,82 @@ def test_a_resume_with_other_inputs_or_settings_is_refused(data: Path, tmp_path:
     data.write_text(data.read_text() + '{"text": "More."}\n')
     refused_with(capfd, INPUT, r"\(data: data.jsonl \w+ before, data.jsonl \w+ now\)", *order, "--resume")
     assert states(tmp_path / "tuned") == ["step-00000001"]
+
+
+def progress_with(state: Path, **entries: Any) -> None:
+    """Change a state's progress, with a right digest."""
+    progress = json.loads((state / "progress.json").read_text())
+    del progress["sha256"]
+    (state / "progress.json").write_text(signed({**progress, **entries}))
+
+
+def aged(state: Path) -> None:
+    """Make a state one of an earlier version, which has no digests."""
+    progress = json.loads((state / "progress.json").read_text())
+    kept = {name: progress[name] for name in ("step", "tokens", "seconds", "pending_sums")}
+    (state / "progress.json").write_text(json.dumps(kept))
+
+
+def flipped(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def shortened(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+DAMAGE: list[tuple[str, Callable[[Path], object]]] = [
+    ("model.safetensors is not as it was written", lambda state: flipped(state / "model.safetensors")),
+    ("optimizer.bin is not as it was written", lambda state: shortened(state / "optimizer.bin")),
+    ("random_states_0.pkl is not as it was written", lambda state: (state / "random_states_0.pkl").unlink()),
+    ("metrics.jsonl is not as it was written", lambda state: flipped(state.parent / "metrics.jsonl")),
+    ("progress.json: not valid JSON", lambda state: (state / "progress.json").unlink()),
+    (
+        "progress.json has another digest than when it was written",
+        lambda state: (state / "progress.json").write_text((state / "progress.json").read_text().replace("1", "2", 1)),
+    ),
+    ("step in progress.json is 2, which is not possible", lambda state: progress_with(state, step=2)),
+    ("tokens in progress.json is 1000", lambda state: progress_with(state, tokens=10**30)),
+    ("seconds in progress.json is inf", lambda state: progress_with(state, seconds=float("inf"))),
+    ("pending_sums in progress.json is ", lambda state: progress_with(state, pending_sums=[[0.0] * 99])),
+    ("metrics in progress.json is 3", lambda state: progress_with(state, metrics=3)),
+    ("names '../../data.jsonl', which is outside", lambda state: progress_with(state, files={"../../data.jsonl": ""})),
+    ("step in progress.json is 1", lambda state: state.rename(state.with_name("step-99999999"))),
+    ("is damaged", lambda state: (aged(state), shortened(state / "optimizer.bin"))),
+    ("settings.json has no identity", lambda state: (state.parent / "settings.json").write_text('{"schema": 2}')),
+]
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with data and the state of a training after one step."""
+    folder = tmp_path_factory.mktemp("stopped")
+    data = written(folder / "data.jsonl", ({"prompt": f"Say {number}.", "response": "Yes."} for number in range(4)))
+    job = TuningJob(TINY, folder / "tuned", (data,), SETTINGS, log_every=1)
+    with pytest.raises(KeyboardInterrupt):
+        tuning.tune(job, TrainingCallbacks(should_stop=lambda: True))
+    return folder
+
+
+@pytest.mark.parametrize(("message", "damage"), DAMAGE, ids=[message for message, _ in DAMAGE])
+def test_a_damaged_state_is_refused(
+    message: str, damage: Callable[[Path], object], stopped: Path, tmp_path: Path, capfd: Capture
+) -> None:
+    folder = shutil.copytree(stopped, tmp_path / "copy")
+    damage(folder / "tuned.training" / "step-00000001")
+    refused_with(capfd, INPUT, re.escape(message), TINY, folder / "tuned", folder / "data.jsonl", *QUICK, "--resume")
+    assert not (folder / "tuned").exists()
+
+
+def test_a_state_of_an_earlier_version_is_continued(stopped: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(stopped, tmp_path / "copy")
+    aged(folder / "tuned.training" / "step-00000001")
+    order = [TINY, folder / "tuned", folder / "data.jsonl", *QUICK]
+    assert tuned(*order, "--resume") == tuned(TINY, folder / "whole", *order[2:]) == OK
+    assert same_weights(folder / "tuned", folder / "whole")
+    assert len((folder / "tuned" / "metrics.jsonl").read_text().splitlines()) == 4
 
 
 def test_a_changed_template_or_end_token_prevents_a_resume(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
         for _, _, target, _ in LINK.findall(body):
             if (built := outside_or_here(target)) not in seen:
                 seen.add(built)
-                pages += [built, *pages_listed_by(built)]
+                pages.append(built)
         config.nav.append({heading.partition(":")[0]: pages})
     return config
 
@@ -50,7 +50,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Links and pictures lead to the files of the built documentation; an example's page ends with its programs."""
     source = page.file.src_uri
-    if source.startswith(("decisions/", "project/")):
+    if source.startswith(("decisions", "project/")):
         page.meta.setdefault("search", {"boost": 0.2})  # below the pages that say how something is done
     home = Path(ORIGINS.get(source, f"docs/{source}")).parent
 
@@ -85,10 +85,3 @@ def text_of(page: str) -> str:
 def outside_or_here(target: str) -> str:
     """Path in the built documentation of a page that the index links to."""
     return OUTSIDE[target.removeprefix("../")] if target.startswith("../") else target
-
-
-def pages_listed_by(built: str) -> list[str]:
-    """The pages of a folder whose index this is."""
-    if not built.startswith("decisions/"):
-        return []
-    return [f"decisions/{target}" for _, _, target, _ in LINK.findall(text_of(built))]

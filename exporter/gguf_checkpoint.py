@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn, cast
 
+import numpy as np
 import torch
 from transformers import (
     AutoConfig,
@@ -18,7 +21,7 @@ from transformers import (
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
 from spaceport.exporter.checkpoint_files import load_with_own_attention
-from spaceport.exporter.gguf_file import GgufFile
+from spaceport.exporter.gguf_file import ARRAY, NUMBERS, STRING, GgufFile
 from spaceport.exporter.sar_config import CheckpointError
 from spaceport.graphs.contract.json_fields import short
 
@@ -45,6 +48,9 @@ _LAYER_OPTIONAL = {  # of some architectures
     **{f"{name}.bias": shape[1:] for name, shape in _LAYER_LINEAR.items()},
     **{f"{name}.weight": ("head_dim",) for name in ("attn_q_norm", "attn_k_norm")},
 }
+
+_LONGEST = 256  # items of arrays and bytes of texts that transformers gets; it needs hyperparameters only
+_TEXT_HEAD, _ARRAY_HEAD = struct.Struct("<Q"), struct.Struct("<IQ")
 
 
 @dataclass(frozen=True)
@@ -89,14 +95,20 @@ def hyperparameters_of(file: GgufFile) -> Hyperparameters:
 
 def check_shapes(file: GgufFile, hyperparameters: Hyperparameters) -> None:
     """Raise if a tensor that the hyperparameters require is missing or has another shape."""
-    tokens = file.get("tokens")
-    vocabulary = _size(file, "vocab_size", len(tokens) if isinstance(tokens, list) else 0)
-    for name, shape, required in _shapes(hyperparameters, vocabulary):  # no list: the number of layers may be absurd
+    for name, shape, required in _shapes(
+        hyperparameters, vocabulary_of(file)
+    ):  # no list: the number of layers may be absurd
         tensor = file.tensors.get(name)
         if tensor is None and required:
             file.refuse(f"tensor {name} is missing", f"the tensors of {hyperparameters.layers} layers")
         if tensor is not None and tensor.shape != shape:
             file.refuse(f"tensor {name} has shape {short(tensor.shape)}", f"{short(shape)} from the hyperparameters")
+
+
+def vocabulary_of(file: GgufFile) -> int:
+    """The number of tokens of a model."""
+    tokens = file.get("tokens")
+    return _size(file, "vocab_size", len(tokens) if isinstance(tokens, list) else 0)
 
 
 def _shapes(hyperparameters: Hyperparameters, vocabulary: int) -> Iterator[tuple[str, tuple[int, ...], bool]]:
@@ -144,7 +156,8 @@ def gguf_config(file: GgufFile) -> PreTrainedConfig:
     hyperparameters = hyperparameters_of(file)
     check_shapes(file, hyperparameters)
     try:
-        config = AutoConfig.from_pretrained(file.path.parent, gguf_file=file.path.name, local_files_only=True)
+        with _lean_loader():
+            config = AutoConfig.from_pretrained(file.path.parent, gguf_file=file.path.name, local_files_only=True)
     except Exception as error:  # each model family raises its own exception types
         message = " ".join(str(error).split())
         message = message if len(message) <= 200 else f"{message[:199]}…"
@@ -153,23 +166,23 @@ def gguf_config(file: GgufFile) -> PreTrainedConfig:
             "convert the model again"
         ) from error
     config.head_dim = hyperparameters.head_dim  # transformers has its own default
+    config.vocab_size = vocabulary_of(file)  # the number of tokens, which it does not see
     return cast(PreTrainedConfig, config)
 
 
 def load_gguf_weights(file: GgufFile, config: PreTrainedConfig, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
     """The model with dequantized weights and the loading report of transformers; no quantizer is left in it."""
-    loader: Any = modeling_gguf_pytorch_utils
-    loader.tqdm = _without_progress
-    model, report = load_with_own_attention(
-        AutoModelForCausalLM.from_pretrained,
-        file.path.parent,
-        gguf_file=file.path.name,
-        config=config,
-        dtype=dtype,
-        local_files_only=True,
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,  # reported by name
-    )
+    with _lean_loader():
+        model, report = load_with_own_attention(
+            AutoModelForCausalLM.from_pretrained,
+            file.path.parent,
+            gguf_file=file.path.name,
+            config=config,
+            dtype=dtype,
+            local_files_only=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported by name
+        )
     remove_quantizer(model)
     mapper: Any = TENSOR_PROCESSORS.get(file.architecture, TensorProcessor)
     used: dict[str, str] = get_gguf_hf_weights_map(model, mapper(config=model.config.to_dict()))
@@ -192,6 +205,46 @@ def remove_quantizer(model: PreTrainedModel) -> None:
         del model.config.quantization_config
 
 
-def _without_progress(items: Any, **options: Any) -> Any:
-    """Stands in for the progress bar of transformers' GGUF loader, which no setting turns off."""
-    return items
+def _text_size(data: Any, start: int) -> int:
+    """The bytes of a text with its length."""
+    size: int = _TEXT_HEAD.unpack_from(data, start)[0]
+    return _TEXT_HEAD.size + size
+
+
+def _long_size(data: Any, start: int, kind: int) -> int:
+    """The bytes of a text or array of metadata; 0 for those that are short, and for other values."""
+    if kind == STRING:
+        size = _text_size(data, start)
+        return size if size > _LONGEST else 0
+    item, count = _ARRAY_HEAD.unpack_from(data, start) if kind == ARRAY else (0, 0)
+    if count <= _LONGEST:
+        return 0
+    end = start + _ARRAY_HEAD.size
+    if item in NUMBERS:
+        end += count * np.dtype(NUMBERS[item]).itemsize
+    else:
+        for _ in range(count):
+            end += _text_size(data, end)
+    return end - start
+
+
+@contextmanager
+def _lean_loader() -> Iterator[None]:
+    """The time in which transformers loads GGUF files without progress bars, long texts and the items of long arrays."""
+    import gguf
+
+    class LeanReader(gguf.GGUFReader):
+        """Makes no objects for long arrays, such as vocabularies, whose items take a kilobyte each."""
+
+        def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
+            size = _long_size(self.data, orig_offs, raw_type)
+            return (size, [], [], [raw_type]) if size else super()._get_field_parts(orig_offs, raw_type)
+
+    loader: Any = modeling_gguf_pytorch_utils
+    package: Any = gguf
+    before = loader.tqdm, package.GGUFReader
+    loader.tqdm, package.GGUFReader = (lambda items, **options: items), LeanReader
+    try:
+        yield
+    finally:
+        loader.tqdm, package.GGUFReader = before

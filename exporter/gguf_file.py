@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from math import prod
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
+import numpy as np
 from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
 from spaceport.exporter.checkpoint_files import require_checkpoint
@@ -29,13 +30,15 @@ _HEAD_DIM_KEYS = ("attention.key_length", "attention.value_length")
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
-_ITEM_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # by number of the value type
-_UINT32, _STRING, _ARRAY = 4, 8, 9
-# Limits of all metadata of a file together: the package gguf takes up to 3 KB of memory per entry, and 0.7 to 1.6 KB per item
-# of an array. A vocabulary of 300,000 tokens has 1.4 million items in 30 MB, with scores, types and 500,000 merges.
-_MOST_ENTRIES, _MOST_TENSORS, _MOST_ITEMS, _MOST_BYTES = 2**14, 2**16, 1_600_000, 2**26
+# By number of the value type; numpy's names of numbers
+NUMBERS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}
+UINT32, STRING, ARRAY = 4, 8, 9
+# Limits of all metadata of a file together. A vocabulary of 300,000 tokens has 1.4 million items in 30 MB, with scores,
+# types and 500,000 merges; models have less than 100 entries.
+_MOST_ENTRIES, _MOST_TENSORS, _MOST_ITEMS, _MOST_BYTES = 2**9, 2**16, 1_600_000, 2**26
 _MOST_DIMENSIONS = 4
 _ALIGNMENT_KEY, _ALIGNMENT = "general.alignment", 32  # bytes
+_SIZE = struct.Struct("<Q")
 
 
 class _LayoutError(ValueError):
@@ -76,7 +79,57 @@ class _Cursor:
         size = self.number("<Q", f"the length of {what}")
         start = self.skip(size, what)
         _require_at_most(_MOST_BYTES, self.position, f"bytes up to the end of {what}")
-        return bytes(self.data[start : start + size]).decode("utf-8", "backslashreplace")
+        return self._decoded(start, size, what)
+
+    def numbers(self, kind: int, count: int, what: str) -> list[Any]:
+        start = self.skip(count * np.dtype(NUMBERS[kind]).itemsize, what)
+        _require_at_most(_MOST_BYTES, self.position, f"bytes up to the end of {what}")
+        values: list[Any] = np.frombuffer(self.data[start : self.position], NUMBERS[kind]).tolist()
+        return values
+
+    def texts(self, count: int, what: str) -> list[str]:
+        values = []
+        for _ in range(count):
+            if self.position + _SIZE.size > len(self.data):
+                self.skip(_SIZE.size, f"the length of an item of {what}")
+            (size,) = _SIZE.unpack_from(self.data, self.position)
+            self.position += _SIZE.size
+            start = self.skip(size, f"an item of {what}")
+            if self.position > _MOST_BYTES:
+                _require_at_most(_MOST_BYTES, self.position, f"bytes up to the end of {what}")
+            values.append(self._decoded(start, size, what))
+        return values
+
+    def value(self, kind: int, key: str) -> Any:
+        """A value of metadata."""
+        if kind == STRING:
+            return self.text(key)
+        if kind in NUMBERS:
+            return self.numbers(kind, 1, key)[0]
+        if kind != ARRAY:
+            raise _LayoutError(f"{key} has type {kind}")
+        item, count = self.number("<I", f"the item type of {key}"), self.number("<Q", f"the length of {key}")
+        self.items += count
+        _require_at_most(_MOST_ITEMS, self.items, f"items in the arrays up to {key}")
+        if item == STRING:
+            return self.texts(count, key)
+        if item not in NUMBERS:
+            raise _LayoutError(f"{key} is an array of type {item}")
+        return self.numbers(item, count, key)
+
+    def _decoded(self, start: int, size: int, what: str) -> str:
+        try:
+            return self.data[start : start + size].decode()
+        except UnicodeDecodeError as error:
+            raise _LayoutError(f"{what} at byte {start} is not UTF-8") from error
+
+
+class TensorType(NamedTuple):
+    """A type of tensors, whose rows are divided into blocks."""
+
+    name: str
+    weights: int  # of a block
+    size: int  # of a block, in bytes
 
 
 @dataclass(frozen=True)
@@ -104,16 +157,14 @@ class GgufFile:
         raise CheckpointError(f"{self.path}: {problem}: expected {expected}; {advice}")
 
 
-def check_layout(path: Path, sizes: Mapping[int, tuple[int, int]]) -> None:
-    """Raise if a part of a GGUF file exceeds the file, so that a reader may trust the counts in it.
-
-    `sizes` has weights and bytes per block by tensor type."""
+def read_layout(path: Path, types: Mapping[int, TensorType]) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
+    """The metadata and tensors of a GGUF file; raise if a part of it exceeds the file, or a known model's size."""
     try:
         with path.open("rb") as file:
             if not file.read(1):
                 raise _LayoutError("it is empty")
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                _check_parts(_Cursor(data), sizes)
+                return _parts(_Cursor(data), types)
     except _LimitError as error:
         raise CheckpointError(f"{path}: {error}") from error
     except (_LayoutError, OSError) as error:
@@ -122,66 +173,60 @@ def check_layout(path: Path, sizes: Mapping[int, tuple[int, int]]) -> None:
         ) from error
 
 
-def _check_parts(cursor: _Cursor, sizes: Mapping[int, tuple[int, int]]) -> None:
+def _parts(cursor: _Cursor, types: Mapping[int, TensorType]) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
     start = cursor.skip(len(_MAGIC), "the format's name")
     if cursor.data[start : start + len(_MAGIC)] != _MAGIC:
         raise _LayoutError("it does not begin with GGUF")
     version = cursor.number("<I", "the version")
     if version not in _VERSIONS:
         raise _LayoutError("its numbers are big-endian" if version & 0xFFFF == 0 else f"it has version {version}")
-    tensors, entries = (cursor.number("<Q", f"the number of {what}") for what in ("tensors", "metadata entries"))
-    _require_at_most(_MOST_TENSORS, tensors, "tensors")
+    count, entries = (cursor.number("<Q", f"the number of {what}") for what in ("tensors", "metadata entries"))
+    _require_at_most(_MOST_TENSORS, count, "tensors")
     _require_at_most(_MOST_ENTRIES, entries, "metadata entries")
-    alignment = _ALIGNMENT
-    for _ in range(entries):
-        key = cursor.text("a metadata key")
-        kind = cursor.number("<I", f"the type of {key}")
-        if key == _ALIGNMENT_KEY and kind == _UINT32:
-            alignment = max(1, cursor.number("<I", key))
-        else:
-            _skip_value(cursor, key, kind)
-            _require_at_most(_MOST_BYTES, cursor.position, f"bytes up to the end of {key}")
-    ends = [_tensor_end(cursor, sizes) for _ in range(tensors)]
+    metadata = _metadata(cursor, entries)
+    tensors: dict[str, GgufTensor] = {}
+    ends = []
+    for _ in range(count):
+        name, tensor, end = _tensor(cursor, types)
+        if name in tensors:
+            raise _LayoutError(f"it has the tensor {name} twice")
+        tensors[name] = tensor
+        ends.append(end)
+    alignment = metadata.get(_ALIGNMENT_KEY, _ALIGNMENT)
     begin = -(-cursor.position // alignment) * alignment
-    for name, end in ends:
+    for name, end in zip(tensors, ends, strict=True):
         if begin + end > len(cursor.data):
             raise _LayoutError(f"tensor {name} ends at byte {begin + end}, the file has {len(cursor.data)}")
+    return metadata, tensors
 
 
-def _skip_value(cursor: _Cursor, key: str, kind: int) -> None:
-    if kind == _STRING:
-        cursor.text(key)
-    elif kind == _ARRAY:
-        item, count = cursor.number("<I", f"the item type of {key}"), cursor.number("<Q", f"the length of {key}")
-        cursor.items += count
-        _require_at_most(_MOST_ITEMS, cursor.items, f"items in the arrays up to {key}")
-        if item == _STRING:
-            for _ in range(count):
-                cursor.skip(cursor.number("<Q", f"the length of an item of {key}"), f"an item of {key}")
-        elif item in _ITEM_BYTES:
-            cursor.skip(count * _ITEM_BYTES[item], key)
-        else:
-            raise _LayoutError(f"{key} is an array of type {item}")
-    elif kind in _ITEM_BYTES:
-        cursor.skip(_ITEM_BYTES[kind], key)
-    else:
-        raise _LayoutError(f"{key} has type {kind}")
+def _metadata(cursor: _Cursor, entries: int) -> dict[str, Any]:
+    metadata: dict[str, Any] = {}
+    for _ in range(entries):
+        key = cursor.text("a metadata key")
+        if key in metadata:
+            raise _LayoutError(f"it has {key} twice")
+        kind = cursor.number("<I", f"the type of {key}")
+        metadata[key] = value = cursor.value(kind, key)
+        if key == _ALIGNMENT_KEY and (kind != UINT32 or value < 1 or value & (value - 1)):
+            raise _LayoutError(f"{key} is {short(value)}, not a power of two")
+    return metadata
 
 
-def _tensor_end(cursor: _Cursor, sizes: Mapping[int, tuple[int, int]]) -> tuple[str, int]:
-    """The name of a tensor, and the end of its data relative to the beginning of all data."""
+def _tensor(cursor: _Cursor, types: Mapping[int, TensorType]) -> tuple[str, GgufTensor, int]:
+    """A tensor with its name, and the end of its data relative to the beginning of all data."""
     name = cursor.text("a tensor name")
     dimensions = cursor.number("<I", f"the number of dimensions of {name}")
     if not 1 <= dimensions <= _MOST_DIMENSIONS:
         raise _LayoutError(f"tensor {name} has {dimensions} dimensions")
-    shape = [cursor.number("<Q", f"a dimension of {name}") for _ in range(dimensions)]
+    shape = tuple(cursor.number("<Q", f"a dimension of {name}") for _ in range(dimensions))
     kind, offset = cursor.number("<I", f"the type of {name}"), cursor.number("<Q", f"the offset of {name}")
-    if kind not in sizes:
+    if kind not in types:
         raise _LayoutError(f"tensor {name} has type {kind}")
-    weights, size = sizes[kind]
-    if min(shape) < 1 or shape[0] % weights:
-        raise _LayoutError(f"tensor {name} has shape {shape}, its rows have blocks of {weights}")
-    return name, offset + prod(shape) // weights * size
+    of_kind = types[kind]
+    if min(shape) < 1 or shape[0] % of_kind.weights:
+        raise _LayoutError(f"tensor {name} has shape {list(shape)}, its rows have blocks of {of_kind.weights}")
+    return name, GgufTensor(of_kind.name, shape), offset + prod(shape) // of_kind.weights * of_kind.size
 
 
 def read_gguf(path: Path) -> GgufFile:
@@ -193,7 +238,11 @@ def read_gguf(path: Path) -> GgufFile:
             f"{path}: loading GGUF files needs the package {missing[0]}, which is not installed: "
             f"{install_command('gguf')}"
         )
-    file = _read(path)
+    from gguf import GGML_QUANT_SIZES
+
+    types = {int(kind): TensorType(kind.name, *sizes) for kind, sizes in GGML_QUANT_SIZES.items()}
+    metadata, tensors = read_layout(path, types)
+    file = GgufFile(path, str(metadata.get("general.architecture")), metadata, tensors)
     _check_architecture(file)
     _check_hyperparameters(file)
     for name, tensor in file.tensors.items():
@@ -204,23 +253,6 @@ def read_gguf(path: Path) -> GgufFile:
                 "quantize the model to another type",
             )
     return file
-
-
-def _read(path: Path) -> GgufFile:
-    from gguf import GGML_QUANT_SIZES, GGUFReader
-
-    check_layout(path, {int(kind): sizes for kind, sizes in GGML_QUANT_SIZES.items()})
-    try:
-        reader = GGUFReader(path)
-        metadata = {key: field.contents() for key, field in reader.fields.items()}
-        tensors = {
-            tensor.name: GgufTensor(tensor.tensor_type.name, tuple(map(int, tensor.shape))) for tensor in reader.tensors
-        }
-    except Exception as error:  # numpy and the package raise many types
-        raise CheckpointError(
-            f"{path}: not a valid GGUF file ({error}): expected version 2 or 3; download or convert it again"
-        ) from error
-    return GgufFile(path, str(metadata.get("general.architecture")), metadata, tensors)
 
 
 def _check_architecture(file: GgufFile) -> None:

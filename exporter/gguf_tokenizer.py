@@ -5,6 +5,7 @@ transformers can load it too, but ignores some pre-tokenizers and may add tokens
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -79,7 +80,7 @@ def _check_types(file: GgufFile) -> None:
     tokens, kinds = _list(file, "tokens", str), _list(file, "token_type", int)
     _list(file, "merges", str)
     if len(set(tokens)) != len(tokens):
-        twice = next(text for text in tokens if tokens.count(text) > 1)
+        ((twice, _),) = Counter(tokens).most_common(1)
         file.refuse(f"tokenizer.ggml.tokens has {short(twice)} twice", "different texts")
     if len(kinds) != len(tokens):
         file.refuse(f"tokenizer.ggml.token_type has {len(kinds)} entries", f"one for each of {len(tokens)} tokens")

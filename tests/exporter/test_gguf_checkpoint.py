@@ -13,9 +13,10 @@ import torch
 
 pytest.importorskip("gguf")
 
+import gguf
 from gguf import GGUFReader, quants
 
-from spaceport.exporter import gguf_file
+from spaceport.exporter import gguf_checkpoint, gguf_file
 from spaceport.exporter.checkpoint import Checkpoint, CheckpointError, TokenFlags, load_model, open_checkpoint
 from spaceport.exporter.checkpoint_files import is_gguf
 from spaceport.exporter.checkpoint_source import quiet_libraries
@@ -78,6 +79,24 @@ def test_logits_equal_those_of_the_original_model(family: str, tied: bool, tmp_p
     ids = torch.arange(40)[None] * 7 % 600
     with torch.no_grad():
         assert torch.equal(loaded(ids).logits, model(ids).logits)
+
+
+def test_transformers_gets_no_long_arrays_and_texts_of_the_metadata(tmp_path: Path) -> None:
+    model, file = random_model(), tmp_path / "model.gguf"
+    changes = {
+        "general.description": "x" * 300,
+        "general.languages": ["en"] * 300,
+        "tokenizer.ggml.scores": [0.5] * 628,
+    }
+    checkpoint = opened(write_gguf(file, model, changes=changes))
+    with gguf_checkpoint._lean_loader():
+        fields = gguf.GGUFReader(file).fields
+        assert all(fields[key].data == [] for key in (*changes, "tokenizer.ggml.tokens"))
+        assert fields["llama.context_length"].contents() == 256
+    assert gguf.GGUFReader is GGUFReader
+    ids = torch.arange(40)[None] * 7 % 600
+    with torch.no_grad():
+        assert torch.equal(load_model(checkpoint, "float32")(ids).logits, model(ids).logits)
 
 
 def test_a_loaded_model_has_no_quantizer_and_can_be_saved(quantized: Path, tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ class ClientConnection(HttpToolsProtocol):
         self._silent_bytes = 0  # since the last part of a request that was complete: a header, trailer or chunk size
         self._was_silent = False
         self._unsent_since: float | None = None  # since when the client reads nothing of what waits for it
+        self._answered = False  # whether a request was
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to wait for a head, or refuse the connection."""
@@ -46,9 +47,23 @@ class ClientConnection(HttpToolsProtocol):
             self._service.metrics.refused("too_many_connections")
             if self._head_since - self._service.warned_at >= _WARNING_INTERVAL:
                 self._service.warned_at = self._head_since
-                log.warning("connections are refused: %d are open", len(self.connections) - 1)
-            message = "the service has too many connections: send the request again"
-            self._refuse(Failure(503, message, "overloaded_error", code="too_many_connections", headers=RETRY))
+                log.warning("connections are closed: %d are open", len(self.connections) - 1)
+            if (silent := self._service.longest_silent()) is None:
+                message = "the service has too many connections: send the request again"
+                self._refuse(Failure(503, message, "overloaded_error", code="too_many_connections", headers=RETRY))
+                return
+            silent.transport.close()
+        self._service.silent[self._answered][self] = None
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the connection."""
+        self._speaks()
+        super().connection_lost(exc)
+
+    def _speaks(self) -> None:
+        """Note that a request has come: the connection makes no room for others."""
+        for silent in self._service.silent:
+            silent.pop(self, None)
 
     def check(self, now: float) -> None:
         """Close the connection if the client is late; called several times per second."""
@@ -140,6 +155,7 @@ class ClientConnection(HttpToolsProtocol):
             raise ValueError("too many requests at a time")
         self._head_since = None
         self._was_silent = False
+        self._speaks()
         self._unset_keepalive_if_required()
         super().on_headers_complete()
 
@@ -158,8 +174,11 @@ class ClientConnection(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         """Go on with the requests that wait before any more are read."""
         super().on_response_complete()
+        self._answered = True
         if self.pipeline:
             self.flow.pause_reading()
+        elif not self._runs and not self.transport.is_closing():
+            self._service.silent[self._answered][self] = None
         if self._head_since is not None:
             self._head_since = self.loop.time()
 

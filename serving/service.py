@@ -85,6 +85,8 @@ class Service:
     models: dict[str, ServedModel] = field(default_factory=dict)  # by name; empty until all bundles are open
     fault: Exception | None = None  # why a bundle could not be opened, or why the service has to be started again
     warned_at: float = -math.inf  # when the log last told of too many connections, in the time of the event loop
+    # connections without a request, in the order in which they became silent: those that never had one, and others
+    silent: tuple[dict[Any, None], dict[Any, None]] = field(default_factory=lambda: ({}, {}))
     draining: bool = False  # whether it was asked to stop: running requests end, new ones are refused
 
     @property
@@ -96,6 +98,14 @@ class Service:
     def ready(self) -> bool:
         """Whether it takes requests."""
         return not self.draining and not self.opening and self.healthy
+
+    def longest_silent(self) -> Any:
+        """The connection that makes room for another one, which is forgotten; None: all have a request."""
+        for silent in self.silent:
+            for connection in silent:
+                del silent[connection]
+                return connection
+        return None
 
     @property
     def healthy(self) -> bool:

@@ -16,8 +16,8 @@ from spaceport.serving.options import ServiceOptions
 from support.chat_runtime import chat_runtime
 from support.running_service import RunningService, running_service
 
-GET = b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n"
-POST = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 100\r\n\r\n"
+GET = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
+POST = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\n"
 OPTIONS = ServiceOptions(head_timeout=0.3, body_timeout=0.3, send_timeout=0.3, most_connections=6)
 
 
@@ -69,7 +69,7 @@ def wait_until_closed(service: RunningService) -> None:
     ids=["many", "endless value", "endless name", "one too many"],
 )
 def test_headers_of_more_than_64_kib_are_refused(service: RunningService, headers: bytes) -> None:
-    status, body = answer(service, b"GET /health HTTP/1.1\r\nhost: a\r\n" + headers)
+    status, body = answer(service, b"GET /health HTTP/1.1\r\nhost: localhost\r\n" + headers)
     assert (status, body["error"]["message"]) == (
         431,
         "the headers have more than 65536 bytes: send fewer or shorter ones",
@@ -78,7 +78,7 @@ def test_headers_of_more_than_64_kib_are_refused(service: RunningService, header
 
 def test_headers_of_less_than_64_kib_and_a_body_in_one_piece_are_read(service: RunningService) -> None:
     content = json.dumps({"prompt": "import json\n" * 30_000, "max_tokens": 1}).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\nconnection: close\r\na: %b\r\ncontent-length: %d\r\n\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\na: %b\r\ncontent-length: %d\r\n\r\n"
     status, body = answer(service, head % (b"b" * 65_000, len(content)) + content)
     assert status == 400
     assert "prompt" in body["error"]["message"]
@@ -86,7 +86,7 @@ def test_headers_of_less_than_64_kib_and_a_body_in_one_piece_are_read(service: R
 
 @pytest.mark.parametrize("trailer", [b"0\r\n" + b"a: b\r\n" * 20_000, b"0\r\na: " + b"b" * 100_000])
 def test_trailers_count_as_headers(service: RunningService, trailer: bytes) -> None:
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
     assert answer(service, head, trailer)[0] == 431
 
 
@@ -126,7 +126,7 @@ def test_a_client_that_does_not_read_loses_its_connection(service: RunningServic
         with suppress(ConnectionError):  # the client does not always learn of it
             while service.server.server_state.connections:
                 assert time.monotonic() < ended
-                client.sendall(b"GET /openapi.json HTTP/1.1\r\nhost: a\r\n\r\n")
+                client.sendall(b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n\r\n")
                 time.sleep(0.0005)
 
 
@@ -139,20 +139,45 @@ def test_requests_beyond_those_that_may_wait_end_their_connection(service: Runni
         assert received(client).count(b"HTTP/1.1 200") < 5
 
 
-def test_more_connections_than_the_limit_are_refused_with_one_warning(
+def test_beyond_the_limit_the_longest_silent_connection_makes_room_and_those_with_a_request_stay(
     service: RunningService, caplog: pytest.LogCaptureFixture
 ) -> None:
     wait_until_closed(service)
+    most = OPTIONS.most_connections
     with ExitStack() as held, caplog.at_level("INFO"):
-        silent = [held.enter_context(connected(service)) for _ in range(OPTIONS.most_connections + 3)]
-        time.sleep(0.1)
+
+        def connect(sent: bytes = b"") -> socket.socket:
+            return held.enter_context(connected(service, sent))
+
+        idle = connect(GET)
+        assert idle.recv(1 << 16).startswith(b"HTTP/1.1 200")
+        asking = [connect(POST) for _ in range(most - 3)]
+        silent = [connect(), connect(GET[:-2])]
+        time.sleep(0.05)
+        for _ in range(3):  # of which each is silent too, and makes room for the next one
+            silent.append(connect())
+            time.sleep(0.02)
+            assert received(silent.pop(0)) == b""
+        for _ in range(2):
+            assert connect(GET).recv(1 << 16).startswith(b"HTTP/1.1 200")
+        assert [received(client) for client in silent] == [b"", b""]
+        assert connect(GET).recv(1 << 16).startswith(b"HTTP/1.1 200")
+        assert received(idle) == b""
+        for client in asking:
+            assert b"the body did not come" in received(client)
+    warnings = [entry.getMessage() for entry in caplog.records if entry.levelname == "WARNING"]
+    assert warnings == [f"connections are closed: {most} are open"]
+
+
+def test_more_connections_with_requests_than_the_limit_are_refused(service: RunningService) -> None:
+    wait_until_closed(service)
+    with ExitStack() as held:
+        asking = [held.enter_context(connected(service, POST)) for _ in range(OPTIONS.most_connections)]
+        time.sleep(0.05)
         for _ in range(3):
             status, body = answer(service, b"")
             assert (status, body["error"]["code"]) == (503, "too_many_connections")
-        assert b"".join(map(received, silent)).count(b"HTTP/1.1 503") in (3, 4)  # the others were silent
-        wait_until_closed(service)
-    warnings = [entry.getMessage() for entry in caplog.records if entry.levelname == "WARNING"]
-    assert warnings == [f"connections are refused: {OPTIONS.most_connections} are open"]
+        assert all(b"the body did not come" in received(client) for client in asking)
     text = service.service.metrics.text()
     assert b'admission_rejections_total{reason="too_many_connections"}' in text
 
@@ -172,7 +197,7 @@ def test_a_client_that_leaves_within_its_body_has_one_short_entry(
 def test_an_upgrade_is_answered_as_any_request_with_one_short_entry(
     service: RunningService, caplog: pytest.LogCaptureFixture
 ) -> None:
-    upgrade = b"GET /version HTTP/1.1\r\nhost: a\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n"
+    upgrade = b"GET /version HTTP/1.1\r\nhost: localhost\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n"
     with caplog.at_level("INFO"), connected(service, upgrade) as client:
         assert client.recv(1 << 16).startswith(b"HTTP/1.1 200")
     entries = [entry for entry in caplog.records if entry.name != "uvicorn.access"]

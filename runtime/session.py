@@ -209,9 +209,12 @@ class Runtime:
         *,
         top: int = 0,
         parse_special: bool = False,
+        tenant: str = "",
+        cache_salt: str = "",
     ) -> Score:
         """Log probability of each token of a continuation, or of the prompt itself; `top` most probable tokens with each."""
-        request = self._intake.scoring(prompt, Echo(continuation, top, parse_special))
+        decoding = Decoding(tenant=tenant, cache_salt=cache_salt)
+        request = self._intake.scoring(prompt, Echo(continuation, top, parse_special), decoding)
         with Stream(request) as stream:
             self._intake.admit(request)
             for _ in stream:
@@ -225,9 +228,12 @@ class Runtime:
         *,
         top: int = 0,
         parse_special: bool = False,
+        tenant: str = "",
+        cache_salt: str = "",
     ) -> Score:
         """Log probabilities of given text, for asyncio; see `score`."""
-        request = self._intake.scoring(prompt, Echo(continuation, top, parse_special))
+        decoding = Decoding(tenant=tenant, cache_salt=cache_salt)
+        request = self._intake.scoring(prompt, Echo(continuation, top, parse_special), decoding)
         async with AsyncStream(request) as stream:
             self._intake.admit_elsewhere(request)
             async for _ in stream:

@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
 from hashlib import sha256
 
 from starlette.applications import Starlette
-from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from spaceport.graphs.contract.faults import SpaceportError
 from spaceport.runtime.scheduling.worker import RuntimeStatus
 from spaceport.runtime.session import Runtime
 from spaceport.serving import completions, information
 from spaceport.serving.audit import AuditLog, CompletionAudit
+from spaceport.serving.clients import KnowClients
 from spaceport.serving.failures import Failure
 from spaceport.serving.metrics import Metrics
-from spaceport.serving.openapi import needs_key, openapi
+from spaceport.serving.openapi import openapi
 from spaceport.serving.options import ServiceOptions
 from spaceport.serving.page.modules import STATIC
 from spaceport.serving.request_log import LogRequests, Spans, recorded_failure
@@ -38,7 +36,6 @@ _HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
-_SCHEME = "bearer "
 
 # Opens the bundle of a model.
 Opener = Callable[[], Runtime]
@@ -83,31 +80,6 @@ def page_routes() -> list[Route]:
     """The page and the files that it loads."""
     files = sorted(file.name for file in STATIC.iterdir() if file.suffix in _TYPES and file.name != "index.html")
     return [_route("/", "index.html"), *(_route(f"/page/{name}", name) for name in files)]
-
-
-class RequireKey:
-    """An application that refuses requests without a key, apart from health checks and the files of the page."""
-
-    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
-        self._app = app
-        self._keys = [key.encode() for key in keys]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not self._keys or not needs_key(scope["path"]) or self._has_key(scope):
-            await self._app(scope, receive, send)
-            return
-        message, headers = "no valid key: send the header Authorization: Bearer KEY", {"WWW-Authenticate": "Bearer"}
-        failure = recorded_failure(Failure(401, message, "authentication_error", headers=headers), scope)
-        await failure.response()(scope, receive, send)
-
-    def _has_key(self, scope: Scope) -> bool:
-        header = Headers(scope=scope).get("authorization", "")
-        if not header.lower().startswith(_SCHEME):
-            return False
-        sent = header[len(_SCHEME) :].strip().encode()
-        # All keys are compared, so that the time does not depend on the key.
-        equal = [hmac.compare_digest(sent, key) for key in self._keys]
-        return any(equal)
 
 
 async def close_models(models: Iterable[ServedModel]) -> None:
@@ -199,7 +171,7 @@ def application(
     def statuses() -> dict[str, RuntimeStatus]:
         return {name: model.status() for name, model in service.models.items()}
 
-    service = Service(options, Metrics(options.metrics_prefix, statuses))
+    service = Service(options, Metrics(options.metrics_prefix, statuses, by_key=options.key_metrics))
     file = None if options.audit_log is None else AuditLog(options.audit_log)
 
     routes = [*_ROUTES, *(page_routes() if options.page else ())]
@@ -209,7 +181,7 @@ def application(
         exception_handlers={HTTPException: _no_route, Failure: _failed, SpaceportError: _failed},
         middleware=[
             Middleware(LogRequests, paths=[route.path for route in routes], spans=spans),
-            Middleware(RequireKey, keys=options.keys),
+            Middleware(KnowClients, service=service),
         ],
     )
     app.state.service = service

@@ -24,6 +24,7 @@ from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.prompt import Prompt
 from spaceport.serving.answers import ChatAnswer, RequestAnswer, TextAnswer, counts_of, finish_reason, text_logprobs
 from spaceport.serving.bodies import Body, ChatBody, TextBody
+from spaceport.serving.clients import Client, client_of
 from spaceport.serving.failures import RETRY, Failure, json_response
 from spaceport.serving.generations import EventStream, Generations, events_of, left
 from spaceport.serving.request_inputs import chat_prompt, decodings_of, text_prompts, tool_use_of
@@ -54,6 +55,7 @@ def requested_model(request: Request, name: str | None) -> ServedModel:
 def _ended(
     service: Service,
     record: RequestRecord,
+    client: Client,
     model: ServedModel,
     decodings: Sequence[Decoding],
     index: int,
@@ -63,7 +65,8 @@ def _ended(
     """Count a choice that has ended, and let it be audited."""
     choice = index % len(decodings)  # of its prompt
     reason = "abort" if completion is None else finish_reason(completion.ending)
-    service.metrics.ended(model.name, reason, statistics, choice == 0)
+    service.metrics.ended(model.name, reason, statistics, choice == 0, client.key)
+    service.end(client.tenant)
     record.ended("cancelled" if completion is None else completion.ending, statistics)
     if completion is not None and model.audit is not None:
         model.audit.offer(decodings[choice], completion)
@@ -72,16 +75,22 @@ def _ended(
 async def started(request: Request, answer: RequestAnswer, prompts: Sequence[Prompt]) -> Generations:
     """The running completions of a request."""
     service, record, model, tools = service_of(request), record_of(request), answer.model, answer.tools
-    decodings = decodings_of(answer.body, model, service.options, tools)
+    client = client_of(request)
+    decodings = [client.applied_to(decoding) for decoding in decodings_of(answer.body, model, service.options, tools)]
     if model.audit is not None:
         decodings = [model.audit.applied_to(decoding) for decoding in decodings]
         await model.audit.give_way(len(prompts) * len(decodings))
     record.answer, record.stream = answer.id, bool(answer.body.stream)
     record.prompts, record.decoding = len(prompts), decodings[0]
-    running = Generations(model.runtime, prompts, decodings, partial(_ended, service, record, model, decodings))
+    on_end = partial(_ended, service, record, client, model, decodings)
+    running = Generations(model.runtime, prompts, decodings, on_end)
+    service.begin(client.tenant, len(prompts) * len(decodings))
     try:
         await running.submit()
-    except OptionFault as error:
+    except BaseException as error:
+        service.end(client.tenant, len(prompts) * len(decodings))
+        if not isinstance(error, OptionFault):
+            raise
         if tools.grammar is not None and str(error).startswith(tools.grammar.label):
             raise Failure(400, str(error), param="tools") from error
         raise
@@ -162,7 +171,9 @@ async def _echo_choice(runtime: Runtime, prompt: Prompt, decoding: Decoding, con
         tokens = await asyncio.to_thread(runtime.tokens_of, prompt)
         scored, logprobs, following = Statistics(prompt_tokens=len(tokens)), None, None
     else:
-        score = await runtime.ascore(prompt, top=decoding.logprobs)
+        score = await runtime.ascore(
+            prompt, top=decoding.logprobs, tenant=decoding.tenant, cache_salt=decoding.cache_salt
+        )
         tokens, scored, logprobs, following = score.tokens, score.statistics, [None, *score.logprobs], score.following
     text = prompt if isinstance(prompt, str) else runtime.tokenizer.decode(tokens, skip_special_tokens=False)
     if not continued:
@@ -179,24 +190,30 @@ async def _echo_choice(runtime: Runtime, prompt: Prompt, decoding: Decoding, con
 
 async def _echo(request: Request, answer: TextAnswer, body: TextBody, prompts: Sequence[Prompt]) -> Response:
     """The answer to a text request that wants its prompts back; with `max_tokens` 0, nothing else."""
-    service, record, model = service_of(request), record_of(request), answer.model
+    service, record, model, client = service_of(request), record_of(request), answer.model, client_of(request)
     record.answer, record.prompts = answer.id, len(prompts)
     if model.audit is not None:
         await model.audit.give_way(1)
     continued = body.max_tokens != 0
-    decodings = decodings_of(body if continued else structs.replace(body, max_tokens=1), model, service.options)
+    asked = body if continued else structs.replace(body, max_tokens=1)
+    decodings = [client.applied_to(decoding) for decoding in decodings_of(asked, model, service.options)]
 
     async def echo_all() -> list[_Echo]:
         echoes = []
         for prompt in prompts:
             for decoding in decodings:
                 echo = await _echo_choice(model.runtime, prompt, decoding, continued)
-                service.metrics.ended(model.name, finish_reason(echo.ending), echo.statistics, decoding is decodings[0])
+                first, reason = decoding is decodings[0], finish_reason(echo.ending)
+                service.metrics.ended(model.name, reason, echo.statistics, first, client.key)
                 record.ended(echo.ending, echo.statistics)
                 echoes.append(echo)
         return echoes
 
-    echoes = await _unless_gone(request, echo_all())
+    service.begin(client.tenant, 1)  # one after the other
+    try:
+        echoes = await _unless_gone(request, echo_all())
+    finally:
+        service.end(client.tenant)
     decode = partial(model.runtime.tokenizer.decode, skip_special_tokens=False)
     choices = [
         {

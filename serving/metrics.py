@@ -52,6 +52,13 @@ _AUDITED = {
 }
 
 
+_BY_KEY = {
+    "completions": "Completions, by digits of the digest of the client's key.",
+    "prompt_tokens": "Prompt tokens, by key.",
+    "generation_tokens": "Generated tokens, by key.",
+}
+
+
 @dataclass(frozen=True)
 class MetricSample:
     """One value of a metric."""
@@ -87,7 +94,7 @@ class _Gauges(Collector):
 class Metrics:
     """The counters of one service, in a registry of its own."""
 
-    def __init__(self, prefix: str, states: States) -> None:
+    def __init__(self, prefix: str, states: States, by_key: bool = False) -> None:
         self._prefix = prefix
         self._registry = CollectorRegistry()
         self._registry.register(_Gauges(prefix, states))
@@ -123,6 +130,10 @@ class Metrics:
         self._queued = histogram("request_queue_time_seconds", "Seconds in the queue.")
         self._prefill = histogram("request_prefill_time_seconds", "Seconds from the first step to the first token.")
         self._decode = histogram("request_decode_time_seconds", "Seconds from the first token to the last one.")
+        self._by_key = {
+            name: Counter(f"{prefix}:key_{name}", text, ["key"], registry=self._registry)
+            for name, text in (_BY_KEY.items() if by_key else ())
+        }
         self._audited = {name: counter(f"exactness_{name}", text) for name, text in _AUDITED.items()}
         disabled = "1 after a fault has switched drafts off."
         self._drafts_disabled = Gauge(f"{prefix}:drafts_disabled", disabled, ["model_name"], registry=self._registry)
@@ -146,8 +157,14 @@ class Metrics:
         """Count a request that was not admitted."""
         self._refused.labels(reason).inc()
 
-    def ended(self, model: str, reason: str, statistics: Statistics, first: bool = True) -> None:
+    def ended(
+        self, model: str, reason: str, statistics: Statistics, first: bool = True, key: str | None = None
+    ) -> None:
         """Count a completion that has ended; `first`: it is the first one of its prompt, whose tokens count once."""
+        if self._by_key and key is not None:
+            self._by_key["completions"].labels(key).inc()
+            self._by_key["prompt_tokens"].labels(key).inc(statistics.prompt_tokens if first else 0)
+            self._by_key["generation_tokens"].labels(key).inc(statistics.tokens)
         self._prompt_tokens.labels(model).inc(statistics.prompt_tokens if first else 0)
         self._tokens.labels(model).inc(statistics.tokens)
         self._ended.labels(model, reason).inc()

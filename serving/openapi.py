@@ -24,6 +24,7 @@ from spaceport.serving.bodies import (
     TokenizeBody,
     bounds_of,
 )
+from spaceport.serving.clients import needs_key
 from spaceport.serving.failures import json_response
 from spaceport.serving.options import ServiceOptions
 from spaceport.serving.responses import ResponsesBody
@@ -37,7 +38,6 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
 }
-_OPEN = ("/health", "/v2/health", "/page")  # health checks send no key, and the page asks for one
 _TEXT = ("/metrics",)  # endpoints that answer with text
 _REFERENCE = "#/components/schemas/{name}"
 _ERROR = {
@@ -56,11 +56,6 @@ _ERROR = {
         }
     },
 }
-
-
-def needs_key(path: str) -> bool:
-    """Whether requests for a path need a key."""
-    return path != "/" and not any(path == prefix or path.startswith(f"{prefix}/") for prefix in _OPEN)
 
 
 async def openapi(request: Request) -> Response:

@@ -38,6 +38,13 @@ class ServiceOptions:
     - `request_timeout`: Seconds after which a request ends with what it has, the queue included; default 600.
     - `send_timeout`: Seconds after which a client that reads nothing loses its stream; default 30.
     - `ping_interval`: Seconds between the comments that keep a silent stream open; default 10.
+    - `share_prefixes`: Whether clients with different keys reuse each other's KV rows; default False.
+    - `most_client_requests`: Maximum completions of one client, by its key or else its address, that run or wait; default
+      None: any number.
+    - `most_body_bytes`: Maximum bytes of all bodies that are being received and read; default 64 MiB.
+    - `allowed_hosts`: Host names, besides those of this machine, under which pages and clients reach a service on a
+      loopback address without keys; default: none.
+    - `key_metrics`: Whether tokens and requests are counted for each key, named by digits of its digest; default False.
     - `drain_timeout`: Seconds that running requests may take after the signal to stop; default 30.
     - `page`: Whether the service has a page, on which people chat with its models; default True.
     - `audit_rate`: Share of the completions that are generated again without drafts, to compare them; default 0.
@@ -52,6 +59,11 @@ class ServiceOptions:
     most_bytes: int = 4 << 20
     most_connections: int = field(default_factory=_default_connections)
     most_choices: int = 16
+    share_prefixes: bool = False
+    most_client_requests: int | None = None
+    most_body_bytes: int = 64 << 20
+    allowed_hosts: tuple[str, ...] = ()
+    key_metrics: bool = False
     head_timeout: float = 10.0
     body_timeout: float = 10.0
     request_timeout: float = 600.0
@@ -70,9 +82,9 @@ class ServiceOptions:
             raise OptionFault(f"metrics_prefix is {self.metrics_prefix!r}: expected letters, digits and underscores")
         if self.tool_format not in (None, *FORMATS):
             raise OptionFault(f"tool_format is {self.tool_format!r}: expected {', '.join(FORMATS)} or None")
-        for name in ("most_bytes", "most_connections", "most_choices"):
-            if getattr(self, name) < 1:
-                raise OptionFault(f"{name} is {getattr(self, name)}: expected at least 1")
+        for name in ("most_bytes", "most_connections", "most_choices", "most_client_requests", "most_body_bytes"):
+            if (most := getattr(self, name)) is not None and most < 1:
+                raise OptionFault(f"{name} is {most}: expected at least 1")
         timeouts = ("head_timeout", "body_timeout", "request_timeout", "send_timeout", "ping_interval", "drain_timeout")
         for name in timeouts:
             if not getattr(self, name) > 0:

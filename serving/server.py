@@ -12,6 +12,7 @@ from starlette.applications import Starlette
 
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.serving.application import close_models
+from spaceport.serving.clients import is_local
 from spaceport.serving.connection import ClientConnection
 from spaceport.serving.service import Service, log
 
@@ -75,6 +76,7 @@ def listening(host: str, port: int) -> socket.socket:
 
 def configuration(app: Starlette, host: str = "127.0.0.1", port: int = 0) -> uvicorn.Config:
     """How uvicorn runs an application."""
+    app.state.service.is_local = is_local(host)
     return uvicorn.Config(
         app,
         host=host,

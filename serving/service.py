@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 import time
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import sha256
@@ -21,13 +22,14 @@ from spaceport.runtime.session import Runtime
 from spaceport.runtime.tool_calls.functions import ToolFormat, format_of
 from spaceport.serving.audit import CompletionAudit
 from spaceport.serving.bodies import Body, body_of
-from spaceport.serving.failures import Failure
+from spaceport.serving.failures import RETRY, Failure
 from spaceport.serving.metrics import Metrics
 from spaceport.serving.options import ServiceOptions
 
 log = logging.getLogger("spaceport.service")
 
 _MOST_DIRECT = 256 << 10  # bytes of a body that is parsed on the event loop
+_MOST_SMALL = 64 << 10  # bytes of a body that is read whatever others send
 _LEAST_RATE = 16 << 10  # bytes per second of a body
 
 
@@ -87,6 +89,9 @@ class Service:
     warned_at: float = -math.inf  # when the log last told of too many connections, in the time of the event loop
     # connections without a request, in the order in which they became silent: those that never had one, and others
     silent: tuple[dict[Any, None], dict[Any, None]] = field(default_factory=lambda: ({}, {}))
+    is_local: bool = False  # whether it listens on a loopback address
+    body_bytes: int = 0  # of all bodies that are being received and read
+    completions: Counter[str] = field(default_factory=Counter)  # that run or wait, by client
     draining: bool = False  # whether it was asked to stop: running requests end, new ones are refused
 
     @property
@@ -106,6 +111,24 @@ class Service:
                 del silent[connection]
                 return connection
         return None
+
+    def begin(self, tenant: str, count: int) -> None:
+        """Count completions of a client, until `end`; raises if it has too many."""
+        most = self.options.most_client_requests
+        running = self.completions[tenant]
+        if most is not None and running + count > most:
+            self.metrics.refused("too_many_requests")
+            message = (
+                f"{running} completions of this client run or wait and {count} are asked for: expected at most {most}"
+            )
+            raise Failure(429, message, "rate_limit_error", code="too_many_requests", headers=RETRY)
+        self.completions[tenant] += count
+
+    def end(self, tenant: str, count: int = 1) -> None:
+        """Count completions of a client no longer."""
+        self.completions[tenant] -= count
+        if not self.completions[tenant]:
+            del self.completions[tenant]
 
     @property
     def healthy(self) -> bool:
@@ -135,12 +158,18 @@ def service_of(request: Request) -> Service:
     return service
 
 
-async def _raw_body(request: Request, options: ServiceOptions) -> bytes:
-    raw = bytearray()
+async def _receive(request: Request, service: Service, raw: bytearray) -> None:
+    """Receive the body of a request; what has come counts for the service until the body is read."""
+    options = service.options
     try:
         with anyio.move_on_after(options.body_timeout) as scope:
             async for part in request.stream():
                 raw += part
+                service.body_bytes += len(part)
+                if service.body_bytes > options.most_body_bytes and len(raw) > _MOST_SMALL:
+                    service.metrics.refused("too_many_bodies")
+                    message = "the service reads too many bodies: send the request again"
+                    raise Failure(503, message, "overloaded_error", code="too_many_bodies", headers=RETRY)
                 scope.deadline += len(part) / _LEAST_RATE
                 if len(raw) > options.most_bytes:
                     message = (
@@ -152,17 +181,19 @@ async def _raw_body(request: Request, options: ServiceOptions) -> bytes:
     if scope.cancelled_caught:
         message = f"the body did not come at {_LEAST_RATE} bytes per second: send the request again"
         raise Failure(408, message, headers={"Connection": "close"})
-    return bytes(raw)
 
 
 async def read_body(request: Request, kind: type[Body]) -> Body:
-    """The body of a request; raises for one that is too large, too slow or invalid."""
-    options = service_of(request).options
-    raw = await _raw_body(request, options)
-    if len(raw) > _MOST_DIRECT:
-        body, unknown = await asyncio.to_thread(body_of, kind, raw, options.strict)
-    else:
-        body, unknown = body_of(kind, raw, options.strict)
+    """The body of a request; raises for one that is too large, too slow or invalid, or while too many are read."""
+    service, raw = service_of(request), bytearray()
+    try:
+        await _receive(request, service, raw)
+        if len(raw) > _MOST_DIRECT:
+            body, unknown = await asyncio.to_thread(body_of, kind, bytes(raw), service.options.strict)
+        else:
+            body, unknown = body_of(kind, bytes(raw), service.options.strict)
+    finally:
+        service.body_bytes -= len(raw)
     if unknown:
         log.debug("ignored fields: %s", ", ".join(ascii(name[:64]) for name in unknown[:20]))
     return body

@@ -309,10 +309,10 @@ class Intake:
         deadline = None if decoding.timeout is None else monotonic() + decoding.timeout
         return self._entered(Request(prompt, decoding, observers=observers, deadline=deadline))
 
-    def scoring(self, prompt: Prompt, echo: Echo) -> Request:
+    def scoring(self, prompt: Prompt, echo: Echo, decoding: Decoding) -> Request:
         """A request for the log probabilities of given text."""
         self._worker.check_process()
-        return self._entered(Request(prompt, Decoding(), echo=echo))
+        return self._entered(Request(prompt, decoding, echo=echo))
 
     def admit(self, request: Request) -> None:
         """Prepare a request in this OS thread, and raise its error."""

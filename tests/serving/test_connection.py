@@ -78,7 +78,9 @@ def test_headers_of_more_than_64_kib_are_refused(service: RunningService, header
 
 def test_headers_of_less_than_64_kib_and_a_body_in_one_piece_are_read(service: RunningService) -> None:
     content = json.dumps({"prompt": "import json\n" * 30_000, "max_tokens": 1}).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\na: %b\r\ncontent-length: %d\r\n\r\n"
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\na: %b\r\ncontent-length: %d\r\n\r\n"
+    )
     status, body = answer(service, head % (b"b" * 65_000, len(content)) + content)
     assert status == 400
     assert "prompt" in body["error"]["message"]

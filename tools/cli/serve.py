@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 _SERVICE = (
     *("strict", "page", "metrics_prefix", "request_timeout", "drain_timeout", "most_bytes"),
+    *("share_prefixes", "most_client_requests", "allowed_hosts", "key_metrics"),
     *("audit_rate", "audit_log", "audit_action"),
 )
 _RUNTIME = (
@@ -87,6 +88,21 @@ _network = options(
         metavar="FILE",
         help=f"File with one key per line, of which clients have to send one; default: the keys in {KEY_VARIABLE}.",
     ),
+    click.option(
+        "--allowed-host",
+        "allowed_hosts",
+        multiple=True,
+        metavar="NAME",
+        help="Name under which proxies or pages reach a service on a loopback address without keys; repeatable.",
+    ),
+    click.option("--share-prefixes", is_flag=True, help="Let clients with different keys share the prefix cache."),
+    click.option(
+        "--client-requests",
+        "most_client_requests",
+        type=click.IntRange(min=1),
+        metavar="N",
+        help="Maximum completions of one key, or address, that run or wait; default: any number.",
+    ),
     click.option("--page/--no-page", default=True, show_default=True, help="Serve a page to chat with the models."),
     click.option("--strict", is_flag=True, help="Refuse requests with unknown fields instead of ignoring the fields."),
     click.option(
@@ -96,6 +112,7 @@ _network = options(
         show_default=True,
         help="How models write calls of functions; auto = as their chat templates do.",
     ),
+    click.option("--key-metrics", is_flag=True, help="Count requests and tokens of each key."),
     click.option("--metrics-prefix", default="spaceport", show_default=True, help="First part of all metric names."),
     click.option(
         "--drain-timeout",

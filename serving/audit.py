@@ -34,7 +34,7 @@ from spaceport.runtime.session import Runtime
 MOST_BYTES = 64 << 20  # of the audit log
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 _PACKAGES = ("numpy", "onnxruntime", "onnxruntime-gpu", "tensorrt", "tensorrt-rtx", "torch", "llguidance")
-_TEXT = ("stop", "stops", "stop_token_ids", "grammar", "cache_salt", "timeout", "logprobs", "trace")
+_TEXT = ("stop", "stops", "stop_token_ids", "grammar", "cache_salt", "tenant", "timeout", "logprobs", "trace")
 MOST_WAITING = 1000  # completions that wait until there is capacity
 MOST_WAITING_TOKENS = 1 << 20  # of these completions, prompts included: about 40 MB
 _LOG_INTERVAL = 60.0  # seconds between two log entries on the coverage, at least

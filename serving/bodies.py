@@ -62,7 +62,7 @@ SUPPORTED = {
     "response_format": "`text`, `json_object`, or `json_schema` with a schema.",
     "return_token_ids": "Whether to report token ids.",
     "safety_identifier": "Ignored: all users are treated alike.",
-    "prompt_cache_key": "Ignored: all requests share the prefix cache; `cache_salt` separates them.",
+    "prompt_cache_key": "Ignored: requests with one API key share the prefix cache; `cache_salt` separates them.",
     "prompt_cache_retention": "Ignored: KV rows stay until others need their buffer.",
     "max_tool_calls": "Ignored: there are no tools that the service calls itself.",
     "service_tier": "Ignored: there is one tier.",
@@ -85,7 +85,7 @@ SUPPORTED = {
 IGNORED = {
     "metadata": "it would be stored with the answer",
     "priority": "requests run in the order in which they come",
-    "prompt_cache_key": "all requests share the prefix cache; `cache_salt` separates them",
+    "prompt_cache_key": "requests with one API key share the prefix cache; `cache_salt` separates them",
     "prompt_cache_retention": "KV rows stay until others need their buffer",
     "reasoning_effort": "it is for reasoning models; `chat_template_kwargs` reaches the template",
     "safety_identifier": "all users are treated alike",

@@ -103,7 +103,12 @@ def test_the_compose_file_restricts_every_container() -> None:
         assert all(port.startswith("127.0.0.1:") for port in container["ports"]), name
         binds = [volume for volume in container["volumes"] if volume["type"] == "bind"]
         assert all(volume["read_only"] for volume in binds), name
-        assert ":" in container["image"], name
+        version = (
+            r":(cpu|gpu)$"
+            if container["image"].startswith("spaceport:")
+            else r":v?\d+\.\d+\.\d+(@sha256:[0-9a-f]{64})?$"
+        )
+        assert re.search(version, container["image"]), name
         assert set(container.get("secrets", [])) <= set(COMPOSE["secrets"]), name
 
 

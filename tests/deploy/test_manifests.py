@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from spaceport.serving.application import application
 from spaceport.serving.server import _LAST_EVENTS
 from spaceport.tools.cli.serve import command
 from support.deployment import (
+    DEPLOY,
     KUBERNETES,
     cluster_objects,
     container_environment,
@@ -99,6 +101,48 @@ def test_pods_are_restricted_and_probe_paths_of_the_service(kind: str) -> None:
     limits = found["resources"]["limits"]
     assert float(limits["cpu"]) >= 1  # which the engine reads
     assert "SPACEPORT_THREADS" not in container_environment(found)
+
+
+def test_pods_of_ray_are_as_restricted_as_those_of_the_deployment() -> None:
+    service, policy = objects(DEPLOY / "ray" / "rayservice.yaml")
+    cluster = service["spec"]["rayClusterConfig"]
+    assert cluster["authOptions"] == {"mode": "token"}
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        spec = group["template"]["spec"]
+        (found,) = spec["containers"]
+        assert group["template"]["metadata"]["labels"] == policy["spec"]["podSelector"]["matchLabels"]
+        for name in ("securityContext", "automountServiceAccountToken", "enableServiceLinks"):
+            assert spec[name] == pod("Deployment")[name], name
+        assert found["securityContext"] == container("Deployment")["securityContext"]
+        assert {port["name"] for port in found["ports"]} <= {"gcs", "dashboard", "serve"}  # no port of Ray's client
+        assert found["resources"]["limits"].keys() == container("Deployment")["resources"]["limits"].keys()
+        volumes = {volume.pop("name"): volume for volume in spec["volumes"]}
+        writable = {
+            mount["mountPath"]: volumes[mount["name"]] for mount in found["volumeMounts"] if "readOnly" not in mount
+        }
+        assert writable.keys() == {"/tmp", "/var/lib/spaceport"}
+        assert all(volume["emptyDir"].keys() == {"sizeLimit"} for volume in writable.values())
+    shared = {volume.pop("name"): volume for volume in pod("Deployment")["volumes"]}
+    assert {name: volumes[name] for name in ("bundles", "keys")} == {name: shared[name] for name in ("bundles", "keys")}
+
+
+def test_only_the_operator_reaches_more_of_ray_than_the_service_and_its_metrics() -> None:
+    _, policy = objects(DEPLOY / "ray" / "rayservice.yaml")
+    own = [{"podSelector": policy["spec"]["podSelector"]}]
+    assert policy["spec"]["policyTypes"] == ["Ingress", "Egress"]
+    inner, *outer = policy["spec"]["ingress"]
+    assert inner == {"from": own}
+    ports = {json.dumps(rule["from"]): [port["port"] for port in rule["ports"]] for rule in outer}
+    assert sorted(ports.values(), key=str) == [["dashboard", "serve"], ["serve"], [8080]]
+    (operator,) = (peer for peer, names in ports.items() if "dashboard" in names)
+    assert json.loads(operator) == [
+        {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "kuberay-system"}}}
+    ]
+    clients, monitoring = of_kind("NetworkPolicy")["spec"]["ingress"][0]["from"]
+    assert ports.keys() == {operator, json.dumps([clients]), json.dumps([monitoring])}
+    inside, names = policy["spec"]["egress"]
+    assert inside == {"to": own}
+    assert {port["port"] for port in names["ports"]} == {53}
 
 
 def test_objects_refer_to_each_other_by_their_names() -> None:

@@ -42,7 +42,8 @@ def test_manifests_and_the_compose_file_have_known_fields_only() -> None:
     import check_jsonschema
     import jsonschema
 
-    for found in cluster_objects():
+    _, policy = objects(DEPLOY / "ray" / "rayservice.yaml")
+    for found in (*cluster_objects(), policy):
         for version in VERSIONS if found["kind"] not in OF_KSERVE else ():
             assert manifest_errors(found, version) == [], found["kind"]
     broken = of_kind("Deployment")

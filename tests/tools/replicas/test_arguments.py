@@ -15,7 +15,7 @@ from spaceport.runtime.limits import DEFAULT_LIMITS
 from spaceport.tools.cli.serve import command, openers_of, service_options_of
 from spaceport.tools.replicas.arguments import ReplicaOptions, arguments_of
 from spaceport.tools.replicas.deployment_options import deployment_options
-from support.paths import DEPLOY
+from support.deployment import DEPLOY, objects
 
 pytestmark = pytest.mark.on_change("deploy/ray")
 
@@ -111,20 +111,19 @@ def test_a_mistake_is_named_with_what_was_expected(given: dict[str, Any], messag
 
 def configurations() -> dict[str, dict[str, Any]]:
     """The configurations of Ray Serve in this repository by file."""
-    manifest = yaml.safe_load((DEPLOY / "ray" / "rayservice.yaml").read_text("utf-8"))
-    return {
-        "serve.yaml": yaml.safe_load((DEPLOY / "ray" / "serve.yaml").read_text("utf-8")),
-        "rayservice.yaml": yaml.safe_load(manifest["spec"]["serveConfigV2"]),
-    }
+    manifest, _ = objects(DEPLOY / "ray" / "rayservice.yaml")
+    (local,) = objects(DEPLOY / "ray" / "serve.yaml")
+    return {"serve.yaml": local, "rayservice.yaml": yaml.safe_load(manifest["spec"]["serveConfigV2"])}
 
 
-def test_the_arguments_of_the_files_are_valid_and_the_same_but_for_keys() -> None:
+def test_the_files_have_valid_arguments_with_keys_and_are_the_same_but_for_the_address() -> None:
     found = configurations()
     for content in found.values():
         (application,) = content["applications"]
         arguments = arguments_of(application["args"])
         assert arguments.service["bundles"]
         assert arguments.replicas.max_replicas > arguments.replicas.min_replicas > 0
-    manifest = found["rayservice.yaml"]["applications"][0]["args"]
-    assert manifest.pop("api_key_file") == "/etc/spaceport/keys/keys"
+        assert application["args"]["api_key_file"] == "/etc/spaceport/keys/keys"
+    hosts = [found[name]["http_options"].pop("host") for name in ("serve.yaml", "rayservice.yaml")]
+    assert hosts == ["127.0.0.1", "0.0.0.0"]  # in a cluster, a NetworkPolicy says who reaches it
     assert found["rayservice.yaml"] == found["serve.yaml"]

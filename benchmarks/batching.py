@@ -20,6 +20,7 @@ from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.prompt import Prompt
 from spaceport.tools.bench.report import Report, Table
+from spaceport.tools.cli.bench import parse_counts
 from spaceport.tools.cli.options import PATH, Renamed, bundle_argument, json_option
 from spaceport.tools.demo.prompts import prompts_of
 
@@ -191,12 +192,9 @@ def command(
     as_json: bool,
 ) -> None:
     """Throughput and latency of concurrent requests to BUNDLE."""
-    counts = [int(part) if part.isdecimal() else 0 for part in max_requests.split(",")]
-    if min(*counts, requests, context, tokens, rounds) < 1:
-        raise OptionFault(
-            f"--max-requests is {max_requests!r}: expected comma-separated numbers of at least 1, and at least 1 of --requests, "
-            "--context, --tokens and --rounds"
-        )
+    counts = parse_counts("--max-requests", max_requests)
+    if min(requests, context, tokens, rounds) < 1:
+        raise OptionFault("expected at least 1 of --requests, --context, --tokens and --rounds")
     decoding = Decoding(max_tokens=tokens, mask_slots=mask_slots)
     if prompts is None:
         load_requests = random_requests(requests, context, decoding)

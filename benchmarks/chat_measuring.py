@@ -2,68 +2,44 @@
 
 from __future__ import annotations
 
+import statistics as numbers
 import sys
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
 from time import perf_counter, process_time
-from typing import Protocol
 
 from spaceport.graphs.contract.faults import InputFault, MissingDependency, OptionFault
-from spaceport.graphs.contract.manifest import Manifest
-from spaceport.runtime.comparison import ThreadTokens, thread_tokens_of, token_differences
+from spaceport.runtime.comparison import ThreadTokens, thread_tokens_of
 from spaceport.runtime.decode.sequence_group import Statistics
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.messages import Message
 from spaceport.runtime.text.prompt import Prompt
 from spaceport.runtime.text.transcript import Path as ThreadPath
-from spaceport.tools.bench.decode_measuring import (
-    FORKING,
-    MODES,
-    PLAIN,
-    DecodeMode,
-    OutputDifference,
-    modes_for,
-)
-from spaceport.tools.bench.environments import (
-    ADAPTERS,
-    CommandFailed,
-    ComparedRuntime,
+from spaceport.tools.bench.decode_measuring import PLAIN, ComparedOutputs, DecodeMode, duration, rotated
+from spaceport.tools.bench.machine import Machine, ProcessFailed
+from spaceport.tools.bench.rivals import (
     Environments,
+    OnProgress,
     Peer,
     Skipped,
-    create_environment,
-    peers_named,
+    WorkerProcess,
+    open_model,
+    peer_subject,
+    set_up,
+    start_worker,
 )
-from spaceport.tools.bench.machine import Machine
-from spaceport.tools.bench.workers import UnsupportedCall, WorkerFailed, WorkerProcess, open_model, start_worker
 from spaceport.tools.verify.prompts import read_prompts
 
 NO_KIND = "(none)"  # kind of a prompt whose line names none
-Encode = Callable[[Prompt], list[int]]  # token ids of a prompt
-_MANY_PROMPTS = 40  # from here on one round is the default
-_FEW_ROUNDS = 3
 LOOKUP = 10  # draft tokens of prompt lookup: the default of llama-cpp-python, and of transformers' examples
 _PEER_TIMEOUT = 600.0  # seconds to wait for an answer
 _IDLE_LIMIT = 10.0  # seconds to wait until a worker is idle
-_BFLOAT16 = ("avx512_bf16", "amx_bf16")  # CPU extensions that multiply bfloat16
-CHAT_PEERS = (
-    Peer("transformers float32", "transformers", "on_transformers.py", (), "generate, sdpa attention"),
-    Peer(
-        "transformers bfloat16",
-        "transformers",
-        "on_transformers.py",
-        (),
-        "generate, sdpa attention",
-        {"dtype": "bfloat16"},
-    ),
-    Peer("llama.cpp", "llama.cpp", "on_llama_cpp.py", (), "the file of --gguf, low-level API"),
-)
-OnProgress = Callable[[str], None]
 _REPORTS = 10  # progress lines of a round
+Encode = Callable[[Prompt], list[int]]  # token ids of a prompt
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,86 +86,6 @@ def conversation_parts(messages: Sequence[Message]) -> tuple[tuple[Message, ...]
     return tuple(parts)
 
 
-def check_chat_lengths(encode: Encode, prompts: Sequence[BenchPrompt], max_tokens: int, limit: int, path: Path) -> int:
-    """The maximum context length that the prompts need; raises if one could exceed the limit."""
-    longest = 0
-    for prompt in prompts:
-        try:
-            length = len(encode(prompt.prompt([""] * (len(prompt.parts) - 1))))
-        except OptionFault as error:
-            raise InputFault(f"{path} line {prompt.line}: {error}") from error
-        needed = length + max_tokens * len(prompt.parts)
-        if needed > limit:
-            answers = f"{len(prompt.parts)} answers of {max_tokens} tokens (--max-tokens)"
-            raise InputFault(
-                f"{path} line {prompt.line}: {length} prompt tokens and {answers} make {needed}, --max-seq-len is {limit}: "
-                "shorten the prompt, lower --max-tokens, or raise --max-seq-len"
-            )
-        longest = max(longest, needed)
-    return longest
-
-
-_NAMES = tuple(name for name in MODES if name not in FORKING)
-
-
-@dataclass(frozen=True)
-class PeerOptions:
-    """The other runtimes that are measured, and their model files."""
-
-    peers: tuple[Peer, ...]
-    work: Path  # folder of their environments
-    checkpoint: Path | None  # for transformers
-    gguf: Path | None  # for llama.cpp
-    sample: int | None  # prompts of each kind; None: all
-    setup: bool  # create missing environments first
-
-
-@dataclass(frozen=True)
-class ChatOptions:
-    """What is measured, and how the engine is opened."""
-
-    max_tokens: int = 128  # per answer
-    sample: int | None = None  # prompts of each kind; None: all
-    modes: tuple[str, ...] | None = None  # None: all that the bundle supports
-    fixed: tuple[int, ...] | None = None  # mask slots of chains in every step; None: those of the bundle
-    rounds: int | None = None  # None: one from _MANY_PROMPTS prompts on, else _FEW_ROUNDS
-    seed: int = 0  # of the intervals
-    fork_kinds: tuple[str, ...] = ("lists",)  # kinds of prompts that are also answered in parallel threads
-    fork_max_tokens: int = 256  # per thread, the prompt's tokens not counted
-    backend: str = "auto"
-    threads: int = 1
-    max_seq_len: int | None = None
-    trust_engines: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("max_tokens", "sample", "rounds", "fork_max_tokens", "threads"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise OptionFault(f"--{name.replace('_', '-')} is {value}: expected at least 1")
-        if self.seed < 0:
-            raise OptionFault(f"--seed is {self.seed}: expected at least 0")
-        if unknown := [name for name in self.modes or () if name not in _NAMES]:
-            remedy = "forked threads are measured on --fork-kinds" if unknown[0] in FORKING else "choose among them"
-            raise OptionFault(f"--modes names {unknown[0]!r}: expected names among {', '.join(_NAMES)}: {remedy}")
-
-    def rounds_for(self, prompts: int) -> int:
-        """Measured rounds with this number of prompts."""
-        return self.rounds or (1 if prompts >= _MANY_PROMPTS else _FEW_ROUNDS)
-
-    def modes_of(self, manifest: Manifest) -> tuple[DecodeMode, ...]:
-        """The modes that are measured on all prompts; plain decoding is always one of them."""
-        slots = manifest.drafts.max_tokens
-        names = self.modes or (_NAMES if slots else ("plain", "default"))
-        fixed = ((slots,) if slots else ()) if self.fixed is None else self.fixed
-        return modes_for(manifest, self.max_tokens, names, fixed)
-
-    def forking_modes_of(self, manifest: Manifest) -> tuple[DecodeMode, ...]:
-        """The modes that are measured on prompts of the forking kinds; none if the model does not fork."""
-        if manifest.tokens.fork is None or not self.fork_kinds:
-            return ()
-        return modes_for(manifest, self.fork_max_tokens, ("plain", "default", *FORKING))
-
-
 @dataclass(frozen=True)
 class TimedAnswer:
     """The tokens and times of one answer."""
@@ -205,48 +101,24 @@ class TimedAnswer:
     statistics: Statistics | None = None  # None: of another runtime
 
 
-class ChatSubject(Protocol):
+@dataclass(frozen=True)
+class ChatSubject:
     """A decoding mode or another runtime."""
 
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def reference(self) -> str | None:
-        """The subject whose answers have the same tokens; None for a reference itself and for other runtimes."""
-
-    @property
-    def max_tokens(self) -> int: ...
-
-    def answer(self, prompt: Sequence[int]) -> TimedAnswer:
-        """The greedy answer to a prompt; raises WorkerFailed if the subject's process fails."""
+    name: str
+    answer: Callable[[Sequence[int]], TimedAnswer]  # greedy; raises ProcessFailed if the subject's process fails
+    max_tokens: int
+    reference: str | None = None  # subject whose answers have the same tokens; None: a reference, or another runtime
 
 
-@dataclass(frozen=True)
-class ModeSubject:
+def mode_subject(mode: DecodeMode, runtime: Runtime) -> ChatSubject:
     """A decoding mode of the bundle."""
 
-    mode: DecodeMode
-    runtime: Runtime
-
-    @property
-    def name(self) -> str:
-        return self.mode.name
-
-    @property
-    def reference(self) -> str | None:
-        return None if self.mode.reference == self.mode.name else self.mode.reference
-
-    @property
-    def max_tokens(self) -> int:
-        assert self.mode.decoding.max_tokens is not None
-        return self.mode.decoding.max_tokens
-
-    def answer(self, prompt: Sequence[int]) -> TimedAnswer:
+    def answer(prompt: Sequence[int]) -> TimedAnswer:
         computed = process_time()
-        completion = self.runtime.generate(list(prompt), self.mode.decoding)
+        completion = runtime.generate(list(prompt), mode.decoding)
         computed = process_time() - computed
-        threads = thread_tokens_of(completion, self.runtime.bundle.manifest.tokens.child)
+        threads = thread_tokens_of(completion, runtime.bundle.manifest.tokens.child)
         statistics = completion.statistics
         return TimedAnswer(
             tokens=sum(thread.generated for thread in threads.values()),
@@ -260,35 +132,42 @@ class ModeSubject:
             statistics=statistics,
         )
 
+    assert mode.decoding.max_tokens is not None
+    return ChatSubject(
+        mode.name, answer, mode.decoding.max_tokens, None if mode.reference == mode.name else mode.reference
+    )
+
+
+def lookup_subject(name: str, worker: WorkerProcess, lookup: int, ends: Sequence[int], max_tokens: int) -> ChatSubject:
+    """Another runtime in its worker process, with this many draft tokens per step from its prompt lookup."""
+
+    def answer(prompt: Sequence[int]) -> TimedAnswer:
+        call = {"prompt": list(prompt), "tokens": max_tokens, "ends": list(ends), "lookup": lookup}
+        result = worker.call("answer", call)
+        worker.wait_until_idle(_IDLE_LIMIT)
+        value, tokens = result["value"], result["value"]["tokens"]
+        return TimedAnswer(
+            tokens=len(tokens),
+            seconds=value["seconds"],
+            cpu_seconds=result["cpu_seconds"],
+            first_token_seconds=value["first_token_seconds"],
+            first_tokens=value["first_tokens"],
+            complete=bool(tokens) and tokens[-1] in ends,
+        )
+
+    return ChatSubject(name, answer, max_tokens)
+
 
 @dataclass(frozen=True)
-class PeerSubject:
-    """Another runtime in its worker process, with or without its prompt lookup."""
+class PeerOptions:
+    """The other runtimes that are measured, and their model files."""
 
-    name: str
-    worker: WorkerProcess
-    lookup: int  # draft tokens per step; 0 = none
-    ends: tuple[int, ...]  # ids of the end tokens
-    max_tokens: int
-    idle_limit: float = 10.0  # seconds to wait until the worker is idle
-    reference: str | None = None
-
-    def answer(self, prompt: Sequence[int]) -> TimedAnswer:
-        call = {"prompt": list(prompt), "tokens": self.max_tokens, "ends": list(self.ends), "lookup": self.lookup}
-        found = self.worker.call("answer", call)
-        if isinstance(found, UnsupportedCall):
-            raise WorkerFailed(found.reason)
-        self.worker.wait_until_idle(self.idle_limit)
-        value = found["value"]
-        tokens = value["tokens"]
-        return TimedAnswer(
-            len(tokens),
-            value["seconds"],
-            found["cpu_seconds"],
-            value["first_token_seconds"],
-            value["first_tokens"],
-            complete=bool(tokens) and tokens[-1] in self.ends,
-        )
+    peers: tuple[Peer, ...] = ()
+    work: Path = Path()  # folder of their environments
+    checkpoint: Path | None = None  # for transformers
+    gguf: Path | None = None  # for llama.cpp
+    sample: int | None = None  # prompts of each kind; None: all
+    setup: bool = False  # create missing environments first
 
 
 @dataclass(frozen=True)
@@ -305,102 +184,50 @@ class OpenedPeer:
 class Peers:
     """The running peers and those that cannot be measured."""
 
-    subjects: list[PeerSubject] = field(default_factory=list)
+    subjects: list[ChatSubject] = field(default_factory=list)
+    workers: list[WorkerProcess] = field(default_factory=list)
     opened: list[OpenedPeer] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)
-
-    @property
-    def workers(self) -> list[WorkerProcess]:
-        """The processes; two subjects share one."""
-        return list({id(subject.worker): subject.worker for subject in self.subjects}.values())
-
-
-def chosen_peers(names: str | None, checkpoint: Path | None, gguf: Path | None) -> tuple[Peer, ...]:
-    """The peers with these names, or all whose model is given; raises if the model of a named one is not."""
-    for option, path, valid in (
-        ("--checkpoint", checkpoint, checkpoint is None or (checkpoint / "config.json").is_file()),
-        ("--gguf", gguf, gguf is None or gguf.is_file()),
-    ):
-        if not valid:
-            expected = "a GGUF file" if option == "--gguf" else "a Hugging Face checkpoint folder"
-            raise InputFault(f"{option} {path}: expected {expected}")
-    if names is None:
-        return tuple(peer for peer in CHAT_PEERS if _model_of(peer, checkpoint, gguf) is not None)
-    peers = peers_named(names, CHAT_PEERS)
-    if missing := [peer for peer in peers if _model_of(peer, checkpoint, gguf) is None]:
-        option = "--gguf FILE" if missing[0].environment == "llama.cpp" else "--checkpoint FOLDER"
-        raise OptionFault(f"--peers names {missing[0].name!r}: expected {option} with the model of the bundle: add it")
-    return peers
 
 
 @contextmanager
 def running_peers(
-    options: PeerOptions | None,
+    options: PeerOptions,
     machine: Machine,
     ends: Sequence[int],
-    lengths: tuple[int, int],
+    length: int,
+    max_tokens: int,
     threads: int,
-    on_progress: Callable[[str], None],
+    on_progress: OnProgress,
 ) -> Iterator[Peers]:
-    """The peers with their models open; `lengths` are the maximum context length and the maximum tokens of an answer."""
-    peers = Peers()
+    """The peers with their models open, for contexts of this length and answers of at most `max_tokens`."""
+    if options.peers and not sys.platform.startswith("linux"):
+        raise MissingDependency(f"--peers reads CPU time from /proc: expected Linux, this is {sys.platform}")
+    peers, work = Peers(), Environments(options.work)
     try:
-        for peer in options.peers if options is not None else ():
-            assert options is not None
-            if not sys.platform.startswith("linux"):
-                raise MissingDependency(f"--peers reads CPU time from /proc: expected Linux, this is {sys.platform}")
+        peers.skipped += set_up(work, options.peers, on_progress) if options.setup else []
+        failed = {skipped.name for skipped in peers.skipped}
+        for peer in (peer for peer in options.peers if peer.name not in failed):
             on_progress(f"opening {peer.name}")
-            found = _peer_runtime(peer, options, machine)
-            if isinstance(found, Skipped):
-                peers.skipped.append(found)
-            else:
-                _open_peer(peers, found, Environments(options.work).logs, tuple(ends), lengths, threads)
+            subject = peer_subject(peer, work, options.checkpoint or Path(), options.gguf, machine.flags)
+            if isinstance(subject, Skipped):
+                peers.skipped.append(subject)
+                continue
+            try:
+                worker = start_worker(subject, threads, work.logs, _PEER_TIMEOUT)
+                open_model(worker, length + LOOKUP, threads, _IDLE_LIMIT)
+            except ProcessFailed as failure:
+                peers.skipped.append(Skipped(subject.name, str(failure)))
+                continue
+            peers.workers.append(worker)
+            versions = {name: version for name, version in worker.opened["versions"].items() if name != "numpy"}
+            peers.opened.append(OpenedPeer(subject.name, subject.model.name, subject.settings, versions))
+            for name, lookup in ((subject.name, 0), (f"{subject.name} lookup", LOOKUP)):
+                peers.subjects.append(lookup_subject(name, worker, lookup, ends, max_tokens))
         yield peers
     finally:
         for worker in peers.workers:
             worker.close()
-
-
-def _model_of(peer: Peer, checkpoint: Path | None, gguf: Path | None) -> Path | None:
-    return gguf if peer.environment == "llama.cpp" else checkpoint
-
-
-def _peer_runtime(peer: Peer, options: PeerOptions, machine: Machine) -> ComparedRuntime | Skipped:
-    """A peer that can be started, or the reason why it cannot."""
-    if peer.options.get("dtype") == "bfloat16" and not set(_BFLOAT16) & set(machine.flags):
-        return Skipped(peer.name, f"this CPU has none of {', '.join(_BFLOAT16)}: measure float32")
-    work = Environments(options.work)
-    if options.setup:
-        try:
-            create_environment(work, peer.environment, lambda _: None)
-        except CommandFailed as failure:
-            return Skipped(peer.name, f"setup failed: {failure}")
-    python = work.python(peer.environment)
-    if not work.installed(peer.environment):
-        return Skipped(peer.name, f"no environment with the pinned versions at {python.parent.parent}: add --setup")
-    model = _model_of(peer, options.checkpoint, options.gguf)
-    assert model is not None
-    quantization = f" {model.stem.rpartition('.')[2]}" if peer.environment == "llama.cpp" else ""
-    return ComparedRuntime(
-        peer.name + quantization, python, ADAPTERS / peer.adapter, model, peer.settings, peer.options
-    )
-
-
-def _open_peer(
-    peers: Peers, subject: ComparedRuntime, logs: Path, ends: tuple[int, ...], lengths: tuple[int, int], threads: int
-) -> None:
-    """Start a peer's worker and open its model; a peer that fails is skipped."""
-    length, max_tokens = lengths
-    try:
-        worker = start_worker(subject, threads, logs, _PEER_TIMEOUT)
-        open_model(worker, length + LOOKUP, threads, _IDLE_LIMIT)
-    except WorkerFailed as failure:
-        peers.skipped.append(Skipped(subject.name, str(failure)))
-        return
-    versions = {name: version for name, version in worker.opened["versions"].items() if name != "numpy"}
-    peers.opened.append(OpenedPeer(subject.name, subject.model.name, subject.settings, versions))
-    plain = PeerSubject(subject.name, worker, 0, ends, max_tokens, _IDLE_LIMIT)
-    peers.subjects += [plain, replace(plain, name=f"{subject.name} lookup", lookup=LOOKUP)]
 
 
 @dataclass(frozen=True)
@@ -418,7 +245,6 @@ class MeasuredAnswer:
     subject: str
     round: int
     prompt: BenchPrompt
-    turn: int  # number of the answer in its conversation, from 1
     answer: TimedAnswer
 
 
@@ -427,99 +253,168 @@ class ChatMeasurements:
     """All answers of a benchmark."""
 
     answers: list[MeasuredAnswer] = field(default_factory=list)
-    compared: Counter[str] = field(default_factory=Counter)  # answers by subject
-    different: Counter[str] = field(default_factory=Counter)
-    differences: list[OutputDifference] = field(default_factory=list)
+    outputs: ComparedOutputs = field(default_factory=ComparedOutputs)
     failed: dict[str, str] = field(default_factory=dict)  # subject -> reason
 
+    def measure(self, jobs: Sequence[Job], encode: Encode, rounds: int, on_progress: OnProgress) -> None:
+        """Record the answers of every subject: all answer a prompt before the next one, and their order rotates.
 
-def measure_chats(jobs: Sequence[Job], encode: Encode, rounds: int, on_progress: OnProgress) -> ChatMeasurements:
-    """The answers of every subject: all subjects answer a prompt before the next one, and their order rotates.
+        A subject whose process fails is not measured further.
+        """
+        speeds = self._warm_up(jobs, encode)
+        seconds = rounds * sum(
+            len(job.prompt.parts) * sum(s.max_tokens * speeds.get(s.name, 0.0) for s in job.subjects) for job in jobs
+        )
+        if jobs:
+            on_progress(
+                f"{len(jobs)} prompts, {len({s.name for job in jobs for s in job.subjects})} modes and runtimes, {rounds} "
+                f"rounds: at most {duration(seconds)} if every answer has the maximum length"
+            )
+        started, every = perf_counter(), max(1, -(-len(jobs) // _REPORTS))
+        for number in range(1, rounds + 1):
+            for index, job in enumerate(jobs):
+                if index % every == 0 and (done := (number - 1) * len(jobs) + index):
+                    left = (perf_counter() - started) / done * (rounds * len(jobs) - done)
+                    on_progress(f"round {number} of {rounds}, prompt {index + 1} of {len(jobs)}: {duration(left)} left")
+                self._converse(job, encode, number, index)
 
-    A subject whose process fails is not measured further.
+    def _warm_up(self, jobs: Sequence[Job], encode: Encode) -> dict[str, float]:
+        """Seconds per token of each subject, from an answer that is not recorded."""
+        speeds: dict[str, float] = {}
+        for job in jobs:
+            for subject in job.subjects:
+                if subject.name not in speeds:
+                    answer = self._answer(subject, encode(job.prompt.prompt([])))
+                    if answer is not None:
+                        speeds[subject.name] = answer.seconds / max(1, answer.tokens)
+        return speeds
+
+    def _converse(self, job: Job, encode: Encode, number: int, index: int) -> None:
+        """Record the answers of all subjects to one prompt; a conversation continues with those of plain decoding."""
+        texts: list[str] = []
+        for turn in range(1, len(job.prompt.parts) + 1):
+            tokens = encode(job.prompt.prompt(texts))
+            answers: dict[str, TimedAnswer] = {}
+            for subject in rotated(job.subjects, number + index):
+                if (answer := self._answer(subject, tokens)) is not None:
+                    answers[subject.name] = answer
+                    self.answers.append(MeasuredAnswer(subject.name, number, job.prompt, answer))
+            for subject in job.subjects:
+                if subject.reference is not None:
+                    self.outputs.add(
+                        answers[subject.name].threads,
+                        answers[subject.reference].threads,
+                        mode=subject.name,
+                        reference=subject.reference,
+                        temperature=0.0,
+                        round=number,
+                        line=job.prompt.line,
+                        turn=turn,
+                    )
+            texts.append(answers[PLAIN].text)
+
+    def _answer(self, subject: ChatSubject, tokens: Sequence[int]) -> TimedAnswer | None:
+        """A subject's answer; None if the subject fails or has failed."""
+        if subject.name in self.failed:
+            return None
+        try:
+            return subject.answer(tokens)
+        except ProcessFailed as failure:
+            self.failed[subject.name] = str(failure)
+            return None
+
+
+@dataclass(frozen=True)
+class PromptTimes:
+    """One prompt in one round: all its answers together."""
+
+    tokens: int  # end tokens included
+    seconds: float
+    cpu_seconds: float
+    decode_tokens: int
+    decode_seconds: float
+    first_token_seconds: float  # mean of its answers
+    complete: int  # number of answers whose threads all ended with an end token
+    answers: int
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second, prefill included."""
+        return self.tokens / self.seconds
+
+    @property
+    def cpu_rate(self) -> float | None:
+        """Tokens per second of CPU time; None if there was too little to be counted."""
+        return self.tokens / self.cpu_seconds if self.cpu_seconds > 0 else None
+
+    @property
+    def decode_rate(self) -> float | None:
+        """Tokens per second after the first token; None without any."""
+        return self.decode_tokens / self.decode_seconds if self.decode_tokens and self.decode_seconds > 0 else None
+
+    @property
+    def whole(self) -> bool:
+        """Whether all answers are complete."""
+        return self.complete == self.answers
+
+
+Rounds = Mapping[BenchPrompt, Sequence[PromptTimes]]  # by prompt: its times in each round
+
+
+def rounds_of(measured: ChatMeasurements, subject: str) -> dict[BenchPrompt, list[PromptTimes]]:
+    """The times of a subject by prompt and round; prompts of which a round is incomplete are left out."""
+    own: dict[tuple[BenchPrompt, int], list[TimedAnswer]] = defaultdict(list)
+    plain: dict[tuple[BenchPrompt, int], list[TimedAnswer]] = defaultdict(list)
+    for one in measured.answers:
+        if one.subject == subject:
+            own[one.prompt, one.round].append(one.answer)
+        if one.subject == PLAIN:
+            plain[one.prompt, one.round].append(one.answer)
+    by_prompt: dict[BenchPrompt, list[PromptTimes]] = {}
+    for (prompt, round_), answers in own.items():
+        if len(answers) == len(prompt.parts):
+            by_prompt.setdefault(prompt, []).append(prompt_times(answers, plain[prompt, round_]))
+    rounds = max((one.round for one in measured.answers), default=0)
+    return {prompt: times for prompt, times in by_prompt.items() if len(times) == rounds}
+
+
+def prompt_times(answers: Sequence[TimedAnswer], plain: Sequence[TimedAnswer]) -> PromptTimes:
+    """The times of a prompt's answers.
+
+    A mode's decode time begins at the first token of plain decoding: prompt lookup may generate several tokens in the
+    first step, whose rows and tokens so count as decoding. Other runtimes say how many tokens their first step generated.
     """
-    found = ChatMeasurements()
-    if not jobs:
-        return found
-    speeds = _warm_up(found, jobs, encode)
-    seconds = rounds * sum(_seconds(job, speeds) for job in jobs)
-    names = {subject.name for job in jobs for subject in job.subjects}
-    on_progress(
-        f"{len(jobs)} prompts, {len(names)} modes and runtimes, {rounds} rounds: at most {_minutes(seconds)} if every answer "
-        "has the maximum length"
+    decode_tokens, decode_seconds = 0, 0.0
+    for answer, other in zip(answers, plain, strict=True):
+        prefill = answer if answer.statistics is None else other
+        decode_tokens += max(0, answer.tokens - answer.first_tokens)
+        decode_seconds += answer.seconds - prefill.first_token_seconds
+    return PromptTimes(
+        sum(answer.tokens for answer in answers),
+        sum(answer.seconds for answer in answers),
+        sum(answer.cpu_seconds for answer in answers),
+        decode_tokens,
+        decode_seconds,
+        numbers.mean(answer.first_token_seconds for answer in answers),
+        sum(answer.complete for answer in answers),
+        len(answers),
     )
-    started, every = perf_counter(), max(1, -(-len(jobs) // _REPORTS))
-    for number in range(1, rounds + 1):
-        for index, job in enumerate(jobs):
-            if index % every == 0 and (done := (number - 1) * len(jobs) + index):
-                left = (perf_counter() - started) / done * (rounds * len(jobs) - done)
-                on_progress(f"round {number} of {rounds}, prompt {index + 1} of {len(jobs)}: {_minutes(left)} left")
-            _converse(found, job, encode, number, index)
-    return found
 
 
-def _warm_up(found: ChatMeasurements, jobs: Sequence[Job], encode: Encode) -> dict[str, float]:
-    """Seconds per token of each subject, from an answer that is not recorded."""
-    speeds: dict[str, float] = {}
-    for job in jobs:
-        for subject in job.subjects:
-            if subject.name in speeds or subject.name in found.failed:
-                continue
-            if (answer := _answer(found, subject, encode(job.prompt.prompt([])))) is not None:
-                speeds[subject.name] = answer.seconds / max(1, answer.tokens)
-    return speeds
-
-
-def _seconds(job: Job, speeds: Mapping[str, float]) -> float:
-    """Seconds of all answers to a prompt if each has the maximum length."""
-    subjects = ((subject.max_tokens, speeds.get(subject.name, 0.0)) for subject in job.subjects)
-    return len(job.prompt.parts) * sum(tokens * seconds for tokens, seconds in subjects)
-
-
-def _converse(found: ChatMeasurements, job: Job, encode: Encode, number: int, index: int) -> None:
-    """Record the answers of all subjects to one prompt; a conversation continues with those of plain decoding."""
-    texts: list[str] = []
-    for turn in range(1, len(job.prompt.parts) + 1):
-        tokens = encode(job.prompt.prompt(texts))
-        answers: dict[str, TimedAnswer] = {}
-        for subject in _rotated(job.subjects, number + index):
-            if (answer := _answer(found, subject, tokens)) is not None:
-                answers[subject.name] = answer
-                found.answers.append(MeasuredAnswer(subject.name, number, job.prompt, turn, answer))
-        for subject in job.subjects:
-            if subject.reference is not None:
-                _compare(found, subject, answers, job.prompt.line, number, turn)
-        texts.append(answers[PLAIN].text)
-
-
-def _answer(found: ChatMeasurements, subject: ChatSubject, tokens: Sequence[int]) -> TimedAnswer | None:
-    """A subject's answer; None if the subject fails or has failed."""
-    if subject.name in found.failed:
-        return None
-    try:
-        return subject.answer(tokens)
-    except WorkerFailed as failure:
-        found.failed[subject.name] = str(failure)
-        return None
-
-
-def _compare(
-    found: ChatMeasurements, subject: ChatSubject, answers: Mapping[str, TimedAnswer], line: int, number: int, turn: int
-) -> None:
-    assert subject.reference is not None
-    expected, own = answers[subject.reference].threads, answers[subject.name].threads
-    found.compared[subject.name] += 1
-    if differences := token_differences(own, expected):
-        found.different[subject.name] += 1
-        first = next(iter(differences.values()))
-        difference = OutputDifference(subject.name, subject.reference, 0.0, number, line, first, turn)
-        found.differences.append(difference)
-
-
-def _rotated(subjects: Sequence[ChatSubject], rotation: int) -> Iterator[ChatSubject]:
-    for index in range(len(subjects)):
-        yield subjects[(index + rotation) % len(subjects)]
-
-
-def _minutes(seconds: float) -> str:
-    return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
+def check_chat_lengths(encode: Encode, prompts: Sequence[BenchPrompt], max_tokens: int, limit: int, path: Path) -> int:
+    """The maximum context length that the prompts need; raises if one could exceed the limit."""
+    longest = 0
+    for prompt in prompts:
+        try:
+            length = len(encode(prompt.prompt([""] * (len(prompt.parts) - 1))))
+        except OptionFault as error:
+            raise InputFault(f"{path} line {prompt.line}: {error}") from error
+        needed = length + max_tokens * len(prompt.parts)
+        if needed > limit:
+            answers = f"{len(prompt.parts)} answers of {max_tokens} tokens (--max-tokens)"
+            raise InputFault(
+                f"{path} line {prompt.line}: {length} prompt tokens and {answers} make {needed}, --max-seq-len is {limit}: "
+                "shorten the prompt, lower --max-tokens, or raise --max-seq-len"
+            )
+        longest = max(longest, needed)
+    return longest

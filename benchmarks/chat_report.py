@@ -2,54 +2,229 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
+import statistics as numbers
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmarks.chat_figures import (
-    ALL,
-    LOSS,
-    ChatFigures,
-    DraftFigures,
-    ForkFigures,
-    PeerRatio,
-    PromptFigures,
-    chat_figures,
-    fork_figures,
-    peer_ratios,
-    prompt_figures,
-)
-from benchmarks.chat_measuring import (
-    BenchPrompt,
-    ChatMeasurements,
-    ChatOptions,
-    Job,
-    ModeSubject,
-    OpenedPeer,
-    PeerOptions,
-    Peers,
-    check_chat_lengths,
-    measure_chats,
-    read_chat_prompts,
-    running_peers,
-)
-from spaceport.runtime.bundle import read_manifest
-from spaceport.runtime.session import Runtime
+from benchmarks.chat_measuring import ChatMeasurements, OpenedPeer, PromptTimes, Rounds, rounds_of
+from spaceport.runtime.decode.sequence_group import Statistics
 from spaceport.tools.bench.decode import (
+    Rate,
     Speedup,
     differing_lines,
+    rates_by_depth,
+    rates_by_source,
+    rates_data,
+    speedup_of,
 )
-from spaceport.tools.bench.decode_measuring import DEFAULT, PLAIN, DecodeMode, OutputDifference, mode_runtimes
-from spaceport.tools.bench.environments import Skipped
-from spaceport.tools.bench.machine import Machine, OtherProcesses, this_machine
+from spaceport.tools.bench.decode_measuring import DEFAULT, PLAIN, OutputDifference
+from spaceport.tools.bench.machine import Machine
 from spaceport.tools.bench.report import Report, Table
+from spaceport.tools.bench.rivals import Skipped
 
+ALL = "all"  # kind of the rows over all prompts
+LOSS = 0.97  # a prompt with a lower speedup counts as a loss
 _FIXED = "fixed "  # start of the names of modes with a fixed draft
 _DEPTHS = 8  # columns; JSON has all
-OnProgress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class DraftFigures:
+    """The draft tokens of a mode."""
+
+    tokens_per_step: float
+    mean_acceptance_length: float  # 1 + accepted / steps
+    by_depth: tuple[Rate, ...]
+    by_source: dict[str, Rate]
+
+    @property
+    def given_previous(self) -> tuple[float, ...]:
+        """The acceptance rate by depth if the draft token before was accepted; for drafts in one line."""
+        before = (self.by_depth[0].drafted, *(rate.accepted for rate in self.by_depth)) if self.by_depth else ()
+        return tuple(rate.accepted / one if one else 0.0 for rate, one in zip(self.by_depth, before, strict=False))
+
+    def as_dict(self) -> dict[str, Any]:
+        """The figures as JSON data."""
+        rates = rates_data(self.by_depth, self.by_source)
+        return {**asdict(self), **rates, "given_previous": list(self.given_previous)}
+
+
+@dataclass(frozen=True)
+class ChatFigures:
+    """One mode or other runtime on the prompts of one kind."""
+
+    subject: str
+    kind: str
+    prompts: int
+    answers: int  # in one round
+    complete: int  # answers that ended with an end token, in one round
+    tokens: int  # in one round
+    tokens_per_second: float  # prefill included
+    decode_tokens_per_second: float | None
+    first_token_p50: float  # seconds
+    speedup: Speedup | None  # over plain decoding, prefill included; None for plain decoding
+    decode_speedup: Speedup | None  # over plain decoding, after the first token
+    cpu_speedup: Speedup | None  # over plain decoding in CPU time, prefill included
+    losses: int  # prompts with a speedup below LOSS
+    drafts: DraftFigures | None  # None without drafts, and for other runtimes
+
+
+@dataclass(frozen=True)
+class PromptFigures:
+    """One prompt with one mode or runtime: medians over the rounds."""
+
+    line: int
+    kind: str
+    subject: str
+    tokens: int
+    complete: bool
+    tokens_per_second: float
+    decode_tokens_per_second: float | None
+
+
+@dataclass(frozen=True)
+class PeerRatio:
+    """The speed of a mode relative to another runtime, on the prompts of a kind that both answered."""
+
+    peer: str
+    mode: str
+    kind: str
+    speedup: Speedup | None  # prefill included
+    decode_speedup: Speedup | None
+
+
+@dataclass(frozen=True)
+class ForkFigures:
+    """One mode on the prompts of the forking kinds."""
+
+    mode: str
+    answers: int  # in one round
+    complete: int  # answers of which every thread ended with an end token
+    threads: float  # mean threads per answer
+    most_threads: int
+    tokens: float  # mean tokens per answer, end tokens included
+    seconds: float  # mean time per answer
+    tokens_per_second: float
+    tokens_per_step: float
+    answer_speedup: Speedup | None  # time per answer of plain decoding / that of the mode; None for plain decoding
+    complete_speedup: Speedup | None  # the same on prompts whose answers are complete in both
+
+
+def speedup(
+    own: Rounds, reference: Rounds, rate: Callable[[PromptTimes], float | None], seed: int
+) -> tuple[Speedup | None, dict[int, list[float]]]:
+    """The speedup over a reference on the prompts for which both have a rate, and its ratios by line and round."""
+    ratios: dict[int, list[float]] = {}
+    for prompt in (prompt for prompt in own if prompt in reference):
+        rates = [rate(times) for times in own[prompt]], [rate(times) for times in reference[prompt]]
+        if all(rates[0]) and all(rates[1]):
+            ratios[prompt.line] = [one / other for one, other in zip(*rates, strict=True) if one and other]
+    return speedup_of(ratios, seed), ratios
+
+
+def _of_kind(rounds: Rounds, kind: str) -> Rounds:
+    return {prompt: times for prompt, times in rounds.items() if kind in (ALL, prompt.kind)}
+
+
+def chat_figures(
+    measured: ChatMeasurements, subjects: Iterable[str], kinds: Sequence[str], seed: int
+) -> tuple[ChatFigures, ...]:
+    """The figures of these subjects by kind, and over all kinds."""
+    plain = rounds_of(measured, PLAIN)
+    by_subject = {subject: rounds_of(measured, subject) for subject in subjects}
+    return tuple(
+        _figures(measured, subject, kind, own, plain, seed)
+        for subject, rounds in by_subject.items()
+        for kind in (*kinds, ALL)
+        if (own := _of_kind(rounds, kind))
+    )
+
+
+def _figures(measured: ChatMeasurements, subject: str, kind: str, own: Rounds, plain: Rounds, seed: int) -> ChatFigures:
+    reference = {} if subject == PLAIN else plain
+    answer_speedup, ratios = speedup(own, reference, lambda times: times.rate, seed)
+    everything = [times for rounds in own.values() for times in rounds]
+    first = [rounds[0] for rounds in own.values()]
+    seconds, decode_seconds = (sum(getattr(t, name) for t in everything) for name in ("seconds", "decode_seconds"))
+    decode_tokens = sum(times.decode_tokens for times in everything)
+    answers = [one for one in measured.answers if one.subject == subject and one.prompt in own]
+    return ChatFigures(
+        subject,
+        kind,
+        len(own),
+        sum(times.answers for times in first),
+        sum(times.complete for times in first),
+        sum(times.tokens for times in first),
+        sum(times.tokens for times in everything) / seconds,
+        decode_tokens / decode_seconds if decode_tokens and decode_seconds > 0 else None,
+        numbers.median(times.first_token_seconds for times in everything),
+        answer_speedup,
+        speedup(own, reference, lambda times: times.decode_rate, seed)[0],
+        speedup(own, reference, lambda times: times.cpu_rate, seed)[0],
+        sum(numbers.median(rounds) < LOSS for rounds in ratios.values()),
+        draft_figures([one.answer.statistics for one in answers if one.answer.statistics is not None]),
+    )
+
+
+def draft_figures(completions: Sequence[Statistics]) -> DraftFigures | None:
+    """The drafts of these completions; None without any draft token."""
+    by_depth, steps = rates_by_depth(completions), sum(one.steps for one in completions)
+    if not by_depth or not steps:
+        return None
+    return DraftFigures(
+        sum(one.tokens for one in completions) / steps,
+        1 + sum(rate.accepted for rate in by_depth) / steps,
+        by_depth,
+        rates_by_source(completions),
+    )
+
+
+def prompt_figures(measured: ChatMeasurements, subjects: Iterable[str]) -> Iterator[PromptFigures]:
+    """The figures of every prompt."""
+    for subject in subjects:
+        for prompt, times in rounds_of(measured, subject).items():
+            first, rates = times[0], [one.decode_rate for one in times if one.decode_rate is not None]
+            speeds = numbers.median(one.rate for one in times), numbers.median(rates) if rates else None
+            yield PromptFigures(prompt.line, prompt.kind, subject, first.tokens, first.whole, *speeds)
+
+
+def peer_ratios(
+    measured: ChatMeasurements, modes: Sequence[str], peers: Sequence[str], kinds: Sequence[str], seed: int
+) -> Iterator[PeerRatio]:
+    """The speed of each mode relative to each other runtime, by kind and over all kinds."""
+    for peer in peers:
+        reference = rounds_of(measured, peer)
+        for mode in modes if reference else ():
+            rounds = rounds_of(measured, mode)
+            for kind in (*kinds, ALL):
+                own = _of_kind(rounds, kind)
+                answer, _ = speedup(own, reference, lambda times: times.rate, seed)
+                decode, _ = speedup(own, reference, lambda times: times.decode_rate, seed)
+                yield PeerRatio(peer, mode, kind, answer, decode)
+
+
+def fork_figures(measured: ChatMeasurements, mode: str, seed: int) -> ForkFigures:
+    """The figures of a mode with forked threads, or of plain decoding of the same prompts."""
+    own, plain = rounds_of(measured, mode), rounds_of(measured, PLAIN)
+    answers = [one.answer for one in measured.answers if one.subject == mode]
+    first = [one.answer for one in measured.answers if one.subject == mode and one.round == 1]
+    seconds, tokens = sum(answer.seconds for answer in answers), sum(answer.tokens for answer in answers)
+    steps = sum(answer.statistics.steps for answer in answers if answer.statistics is not None)
+    whole = {prompt: times for prompt, times in own.items() if times[0].whole and plain[prompt][0].whole}
+    reference = {} if mode == PLAIN else plain
+    return ForkFigures(
+        mode,
+        len(first),
+        sum(answer.complete for answer in first),
+        numbers.mean(len(answer.threads) for answer in first),
+        max(len(answer.threads) for answer in first),
+        numbers.mean(answer.tokens for answer in first),
+        seconds / len(answers),
+        tokens / seconds,
+        tokens / max(1, steps),
+        *(speedup(rounds, reference, lambda times: 1 / times.seconds, seed)[0] for rounds in (own, whole)),
+    )
 
 
 @dataclass(frozen=True)
@@ -59,7 +234,7 @@ class ChatResults:
     bundle: str
     engine: str
     machine: Machine
-    options: ChatOptions  # with the number of rounds that were measured
+    options: dict[str, Any]  # with the number of rounds that were measured
     versions: dict[str, str]
     kinds: tuple[str, ...]
     prompts: int
@@ -75,15 +250,10 @@ class ChatResults:
     other_cores: float | None  # CPU time of other processes per second; None if it is unknown
 
     @property
-    def identical(self) -> bool:
-        """Whether every drafted answer equals that of its reference."""
-        return not self.differences
-
-    @property
-    def modes(self) -> tuple[str, ...]:
+    def modes(self) -> list[str]:
         """The names of the decoding modes in table order."""
         peers = {ratio.peer for ratio in self.peer_ratios}
-        return tuple(one.subject for one in self.figures if one.kind == ALL and one.subject not in peers)
+        return [one.subject for one in self.figures if one.kind == ALL and one.subject not in peers]
 
     def figure(self, subject: str, kind: str = ALL) -> ChatFigures | None:
         """The figures of a mode or runtime on the prompts of a kind; None if it has none."""
@@ -94,52 +264,32 @@ class ChatResults:
         key = (peer, mode, kind)
         return next((one for one in self.peer_ratios if (one.peer, one.mode, one.kind) == key), None)
 
-    def as_dict(self) -> dict[str, Any]:
-        """The report as JSON data."""
+    def report(self) -> Report:
+        """The results as tables."""
         data = asdict(self)
         for one, figures in zip(data["figures"], self.figures, strict=True):
-            one["drafts"] = None if figures.drafts is None else _drafts(figures.drafts)
+            one["drafts"] = None if figures.drafts is None else figures.drafts.as_dict()
         data["differences"] = [one.as_dict() for one in self.differences]
-        return {"identical": self.identical, **data}
-
-
-def _drafts(drafts: DraftFigures) -> dict[str, Any]:
-    return {
-        **asdict(drafts),
-        "by_depth": [{**asdict(rate), "rate": rate.rate} for rate in drafts.by_depth],
-        "by_source": {name: {**asdict(rate), "rate": rate.rate} for name, rate in drafts.by_source.items()},
-        "given_previous": list(drafts.given_previous),
-    }
-
-
-def chat_report(results: ChatResults) -> Report:
-    """The results as tables."""
-    fixed = [name for name in results.modes if name.startswith(_FIXED)]
-    tables = (
-        _speeds(results),
-        _speedups_by_kind(results),
-        *(_fixed_drafts(results, name) for name in fixed),
-        _planned_drafts(results),
-        _peers(results),
-        _peers_by_kind(results),
-        _forks(results),
-    )
-    return Report(_settings(results), tables, list(_conclusions(results)), results.as_dict(), results.identical)
+        identical = not self.differences
+        fixed = [_fixed_drafts(self, name) for name in self.modes if name.startswith(_FIXED)]
+        tables = (_speeds(self), _speedups_by_kind(self), *fixed, _planned_drafts(self))
+        tables = (*tables, _peers(self), _peers_by_kind(self), _forks(self))
+        return Report(_settings(self), tables, list(_conclusions(self)), {"identical": identical, **data}, identical)
 
 
 def _settings(results: ChatResults) -> list[str]:
-    machine, options = results.machine, results.options
+    options = results.options
     versions = ", ".join(f"{name} {version}" for name, version in results.versions.items())
     return [
-        f"{results.bundle} on {results.engine}, {options.threads} thread(s); {machine}; {versions}.",
-        f"{results.prompts} prompts of {len(results.kinds)} kinds, greedy, at most {options.max_tokens} tokens per answer, "
-        f"{options.rounds} round(s) after a warm-up; intervals are bootstraps over prompts, seed {options.seed}.",
+        f"{results.bundle} on {results.engine}, {options['threads']} thread(s); {results.machine}; {versions}.",
+        f"{results.prompts} prompts of {len(results.kinds)} kinds, greedy, at most {options['max_tokens']} tokens per "
+        f"answer, {options['rounds']} round(s) after a warm-up; intervals are bootstraps over prompts, seed {options['seed']}.",
     ]
 
 
 def _speeds(results: ChatResults) -> Table:
     """Speed over all prompts: a row per mode."""
-    cpu = ["the same in CPU time"] if results.options.threads == 1 else []  # several threads spin while they wait
+    cpu = ["the same in CPU time"] if results.options["threads"] == 1 else []  # several threads spin while they wait
     columns = (
         *("mode", "decode tokens/s", "tokens/s", "first token p50, ms", "tokens per step"),
         *("decode speedup (95 % interval)", "answer speedup (95 % interval)", *cpu, "worst prompt"),
@@ -222,9 +372,9 @@ def _peers(results: ChatResults) -> Table:
     for name in names:
         one = results.figure(name)
         if one is not None:
-            found = [results.ratio(name, mode) for mode in modes]
-            cells = [_interval(part) for ratio in found if ratio for part in (ratio.decode_speedup, ratio.speedup)]
-            rows.append([name, one.prompts, *_speed(one), *cells, _worst(found[-1].speedup if found[-1] else None)])
+            ratios = [results.ratio(name, mode) for mode in modes]
+            cells = [_interval(part) for ratio in ratios if ratio for part in (ratio.decode_speedup, ratio.speedup)]
+            rows.append([name, one.prompts, *_speed(one), *cells, _worst(ratios[-1].speedup if ratios[-1] else None)])
     notes = [
         f"- {peer.name}: {peer.model}; {peer.settings}; "
         f"{', '.join(f'{name} {version}' for name, version in peer.versions.items())}."
@@ -238,8 +388,8 @@ def _peers_by_kind(results: ChatResults) -> Table:
     names = list(dict.fromkeys(ratio.peer for ratio in results.peer_ratios if ratio.mode == DEFAULT))
     rows: list[list[object]] = []
     for kind in (*results.kinds, ALL) if names else ():
-        found = [results.ratio(name, DEFAULT, kind) for name in names]
-        rows.append([kind, *(_interval(one.speedup if one else None) for one in found)])
+        ratios = [results.ratio(name, DEFAULT, kind) for name in names]
+        rows.append([kind, *(_interval(one.speedup if one else None) for one in ratios)])
     title = f"Speed of `{DEFAULT}` relative to other runtimes by kind of prompt (95 % interval)"
     return Table(title, ("kind", *names), rows)
 
@@ -257,17 +407,17 @@ def _forks(results: ChatResults) -> Table:
         if one.complete_speedup is not None:
             speedups[1] = f"{speedups[1]}, {one.complete_speedup.prompts} prompts"
         rows.append([one.mode, *counts, one.seconds, *speedups, one.tokens_per_second, one.tokens_per_step])
-    return Table(f"Forked threads: {', '.join(results.options.fork_kinds)}", columns, rows)
+    return Table(f"Forked threads: {', '.join(results.options['fork_kinds'])}", columns, rows)
 
 
 def _conclusions(results: ChatResults) -> Iterator[str]:
     """Identical answers, differences, runtimes that were not measured, and the load of the machine."""
     compared = sum(results.compared.values())
-    if results.identical:
-        yield f"- All {compared} compared answers are identical to those without drafts."
-    else:
+    if results.differences:
         lines = [f"{one} (answer {one.turn})" for one in results.differences]
         yield from differing_lines("answers", compared, lines)
+    else:
+        yield f"- All {compared} compared answers are identical to those without drafts."
     for skipped in results.skipped:
         yield f"- {skipped.name}: not measured: {skipped.reason}"
     for name, reason in results.failed.items():
@@ -280,14 +430,14 @@ def _speed(one: ChatFigures) -> list[object]:
     return [one.decode_tokens_per_second, one.tokens_per_second, one.first_token_p50 * 1e3]
 
 
-def _interval(speedup: Speedup | None) -> str | None:
-    if speedup is None:
+def _interval(value: Speedup | None) -> str | None:
+    if value is None:
         return None
-    return str(speedup) if speedup.prompts > 1 else f"{speedup.mean:.2f}"  # the interval of one prompt says nothing
+    return str(value) if value.prompts > 1 else f"{value.mean:.2f}"  # the interval of one prompt says nothing
 
 
-def _worst(speedup: Speedup | None) -> str | None:
-    return None if speedup is None else f"{speedup.worst:.2f} (line {speedup.worst_line})"
+def _worst(value: Speedup | None) -> str | None:
+    return None if value is None else f"{value.worst:.2f} (line {value.worst_line})"
 
 
 def _output(results: ChatResults, name: str) -> str:
@@ -295,125 +445,3 @@ def _output(results: ChatResults, name: str) -> str:
         return "reference"
     different = sum(one.mode == name for one in results.differences)
     return f"{different} of {results.compared[name]} DIFFER" if different else "same as plain"
-
-
-@dataclass(frozen=True)
-class _ChatRun:
-    """All measurements of a benchmark."""
-
-    modes: tuple[DecodeMode, ...]
-    forking: tuple[DecodeMode, ...]
-    answers: ChatMeasurements
-    forks: ChatMeasurements
-    peers: Peers
-    other_cores: float | None
-
-
-def benchmark_chat(
-    bundle: Path, file: Path, options: ChatOptions, peer_options: PeerOptions | None, on_progress: OnProgress
-) -> Report:
-    """The speed of every mode and other runtime on the prompts of a file."""
-    prompts = read_chat_prompts(file, options.sample)
-    manifest = read_manifest(bundle)
-    modes, forking = options.modes_of(manifest), options.forking_modes_of(manifest)
-    machine = this_machine()
-    on_progress("opening the bundle")
-    with Runtime.open(
-        bundle,
-        backend=options.backend,
-        max_seq_len=options.max_seq_len,
-        threads=options.threads,
-        trust_engines=options.trust_engines,
-    ) as base:
-        for note in base.notes:
-            on_progress(note)
-        engine = f"{type(base.engine).__name__}, {base.engine.device}"
-        run = _run(base, (modes, forking), prompts, file, options, peer_options, machine, on_progress)
-    return chat_report(_results(bundle, engine, machine, prompts, options, run))
-
-
-def _run(
-    base: Runtime,
-    modes: tuple[tuple[DecodeMode, ...], tuple[DecodeMode, ...]],
-    prompts: Sequence[BenchPrompt],
-    file: Path,
-    options: ChatOptions,
-    peer_options: PeerOptions | None,
-    machine: Machine,
-    on_progress: OnProgress,
-) -> _ChatRun:
-    listed, forking = modes
-    encode, limit = base.tokens_of, base.max_seq_len
-    forked = [prompt for prompt in prompts if prompt.kind in options.fork_kinds] if forking else []
-    length = check_chat_lengths(encode, prompts, options.max_tokens, limit, file)
-    check_chat_lengths(encode, forked, options.fork_max_tokens, limit, file)
-
-    def open_runtime() -> Runtime:
-        return Runtime(base.bundle, base.engine, base.max_seq_len, costs=base.costs)
-
-    ends = base.bundle.manifest.tokens.end
-    together = {mode.name: mode for mode in (*forking, *listed)}
-    with (
-        mode_runtimes(list(together.values()), open_runtime) as runtimes,
-        running_peers(peer_options, machine, ends, (length, options.max_tokens), options.threads, on_progress) as peers,
-    ):
-        others = OtherProcesses([worker.process for worker in peers.workers])
-        rounds = options.rounds_for(len(prompts))
-        sample = peer_options.sample if peer_options is not None else None
-        jobs = _jobs(prompts, _subjects(listed, runtimes), peers, sample)
-        answers = measure_chats(jobs, encode, rounds, on_progress)
-        fork_jobs = [Job(prompt, _subjects(forking, runtimes)) for prompt in forked]
-        forks = measure_chats(fork_jobs, encode, options.rounds_for(len(forked)), on_progress)
-        other_cores = others.cores()
-    return _ChatRun(listed, forking if forked else (), answers, forks, peers, other_cores)
-
-
-def _subjects(modes: Sequence[DecodeMode], runtimes: Mapping[str, Runtime]) -> list[ModeSubject]:
-    return [ModeSubject(mode, runtimes[mode.name]) for mode in modes]
-
-
-def _jobs(prompts: Sequence[BenchPrompt], modes: Sequence[ModeSubject], peers: Peers, sample: int | None) -> list[Job]:
-    """A job for each prompt; the peers answer the first `sample` prompts of each kind, or all."""
-    seen: dict[str, int] = {}
-    jobs = []
-    for prompt in prompts:
-        seen[prompt.kind] = seen.get(prompt.kind, 0) + 1
-        with_peers = sample is None or seen[prompt.kind] <= sample
-        jobs.append(Job(prompt, (*modes, *peers.subjects) if with_peers else tuple(modes)))
-    return jobs
-
-
-def versions() -> dict[str, str]:
-    """The versions of Spaceport and of the packages that run its bundles here."""
-    found = {}
-    for name in ("spaceport", "onnxruntime", "onnxruntime-gpu"):
-        with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
-
-
-def _results(
-    bundle: Path, engine: str, machine: Machine, prompts: Sequence[BenchPrompt], options: ChatOptions, run: _ChatRun
-) -> ChatResults:
-    kinds = list(dict.fromkeys(prompt.kind for prompt in prompts))
-    names, seed = [mode.name for mode in run.modes], options.seed
-    peers = [subject.name for subject in run.peers.subjects]
-    return ChatResults(
-        bundle.absolute().name,
-        engine,
-        machine,
-        replace(options, rounds=options.rounds_for(len(prompts))),
-        versions(),
-        tuple(kinds),
-        len(prompts),
-        chat_figures(run.answers, [*names, *peers], kinds, seed),
-        prompt_figures(run.answers, [*names, *peers]),
-        peer_ratios(run.answers, [name for name in names if name in (PLAIN, DEFAULT)], peers, kinds, seed),
-        tuple(run.peers.opened),
-        tuple(run.peers.skipped),
-        {**run.answers.failed, **run.forks.failed},
-        fork_figures(run.forks, [mode.name for mode in run.forking], seed),
-        dict(run.answers.compared + run.forks.compared),
-        (*run.answers.differences, *run.forks.differences),
-        run.other_cores,
-    )

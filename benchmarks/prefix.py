@@ -15,6 +15,7 @@ from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
 from spaceport.tools.bench.report import Report, Table
+from spaceport.tools.cli.bench import parse_counts
 from spaceport.tools.cli.options import backend_option, bundle_argument, json_option, threads_option
 
 _VOCABULARY = 200  # different tokens of a prompt
@@ -129,10 +130,8 @@ def prefix_report(results: Sequence[PrefixResult], message: int, threads: int) -
 @json_option("the results")
 def command(bundle: Path, history: str, message: int, rounds: int, threads: int, backend: str, as_json: bool) -> None:
     """Time to the first token of a chat's next turn in BUNDLE, with and without a prefix cache."""
-    lengths = [int(part) if part.isdecimal() else 0 for part in history.split(",")]
-    if min(*lengths, message, rounds) < 1:
-        raise OptionFault(
-            f"--history is {history!r}, --message {message} and --rounds {rounds}: expected numbers of at least 1"
-        )
+    lengths = parse_counts("--history", history)
+    if min(message, rounds) < 1:
+        raise OptionFault(f"--message is {message} and --rounds {rounds}: expected at least 1 of each")
     results = measure_prefixes(bundle, lengths, message, rounds, threads, backend)
     prefix_report(results, message, threads).show(as_json)

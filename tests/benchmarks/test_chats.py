@@ -5,32 +5,30 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
-from benchmarks.chat_figures import ALL, chat_figures, peer_ratios
 from benchmarks.chat_measuring import (
     NO_KIND,
     BenchPrompt,
     ChatMeasurements,
+    ChatSubject,
     Job,
     MeasuredAnswer,
     PeerOptions,
     Peers,
     TimedAnswer,
     conversation_parts,
-    measure_chats,
     read_chat_prompts,
     running_peers,
 )
+from benchmarks.chat_report import ALL, chat_figures, peer_ratios
 from spaceport.runtime.comparison import ThreadTokens
 from spaceport.runtime.decode.sequence_group import Statistics
 from spaceport.runtime.text.prompt import Prompt
-from spaceport.tools.bench.environments import Environments, Peer
-from spaceport.tools.bench.machine import Machine
-from spaceport.tools.bench.workers import WorkerFailed
+from spaceport.tools.bench.machine import Machine, ProcessFailed
+from spaceport.tools.bench.rivals import Environments, Peer
 from support.fake_subjects import FAKE, installed
 from support.paths import ROOT, TINY
 
@@ -61,32 +59,24 @@ def chat_answer(
 
 def chat_measured(*given: tuple[str, int, BenchPrompt, TimedAnswer]) -> ChatMeasurements:
     """Measurements of a subject, a round, a prompt and an answer each; answers of a prompt are its turns."""
-    found = ChatMeasurements()
-    turns: dict[tuple[str, int, int], int] = {}
-    for subject, number, prompt, answer in given:
-        key = (subject, number, prompt.line)
-        turns[key] = turns.get(key, 0) + 1
-        found.answers.append(MeasuredAnswer(subject, number, prompt, turns[key], answer))
-    return found
+    return ChatMeasurements([MeasuredAnswer(*one) for one in given])
 
 
-@dataclass
-class FakeSubject:
-    """Answers a prompt with its sum and records the prompts."""
+Log = list[tuple[str, tuple[int, ...]]]  # subject and prompt of each answer
 
-    name: str
-    reference: str | None = None
-    max_tokens: int = 8
-    change: int = 0  # added to every token
-    log: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)  # may be shared: name and prompt
 
-    def answer(self, prompt: Sequence[int]) -> TimedAnswer:
-        self.log.append((self.name, tuple(prompt)))
-        token = sum(prompt) + self.change
-        threads: dict[tuple[int, ...], ThreadTokens] = {(): ThreadTokens((), (*prompt, token), len(prompt), "end")}
+def fake_subject(name: str, log: Log, reference: str | None = None, change: int = 0) -> ChatSubject:
+    """Answers a prompt with its sum, to which `change` is added, and records the prompts."""
+
+    def answer(prompt: Sequence[int]) -> TimedAnswer:
+        log.append((name, tuple(prompt)))
+        token = sum(prompt) + change
+        threads = {(): ThreadTokens((), (*prompt, token), len(prompt), "end")}
         return TimedAnswer(
             2, 0.5, 0.5, 0.25, 1, complete=True, text=f"answer {token}", threads=threads, statistics=Statistics()
         )
+
+    return ChatSubject(name, answer, 8, reference)
 
 
 CODE, OTHER, LIST = chat_prompt(3), chat_prompt(4), chat_prompt(9, "lists")
@@ -103,10 +93,16 @@ def encode(prompt: Prompt) -> list[int]:
     return [len(message["content"]) for message in prompt]  # type: ignore[index]
 
 
-def subjects(*changes: int) -> list[FakeSubject]:
-    log: list[tuple[str, tuple[int, ...]]] = []
-    plain = FakeSubject("plain", log=log)
-    return [plain, *(FakeSubject(f"mode {n}", "plain", change=change, log=log) for n, change in enumerate(changes))]
+def subjects(*changes: int) -> tuple[list[ChatSubject], Log]:
+    log: Log = []
+    modes = [fake_subject(f"mode {n}", log, "plain", change) for n, change in enumerate(changes)]
+    return [fake_subject("plain", log), *modes], log
+
+
+def measured_chats(jobs: Sequence[Job], rounds: int) -> ChatMeasurements:
+    found = ChatMeasurements()
+    found.measure(jobs, encode, rounds, print)
+    return found
 
 
 def test_a_user_turn_without_an_answer_is_answered_and_the_conversation_continues_with_it(tmp_path: Path) -> None:
@@ -127,24 +123,24 @@ def test_a_user_turn_without_an_answer_is_answered_and_the_conversation_continue
 
 
 def test_all_subjects_answer_a_prompt_before_the_next_one_and_the_order_rotates() -> None:
-    modes = subjects(0, 0)
-    found = measure_chats([Job(chat_prompt(line), modes) for line in (1, 22)], encode, 2, print)
+    modes, log = subjects(0, 0)
+    found = measured_chats([Job(chat_prompt(line), modes) for line in (1, 22)], 2)
     names = [mode.name for mode in modes]
     rotated = [names[shift:] + names[:shift] for shift in (0, 1, 2, 2, 0)]  # the first one is the warm-up
-    assert [name for name, _ in modes[0].log] == [name for order in rotated for name in order]
+    assert [name for name, _ in log] == [name for order in rotated for name in order]
     assert len(found.answers) == 2 * 2 * 3
-    assert found.compared == {"mode 0": 4, "mode 1": 4}
-    assert not found.differences
+    assert found.outputs.compared == {("mode 0", 0.0): 4, ("mode 1", 0.0): 4}
+    assert not found.outputs.differences
 
 
 def test_a_conversation_continues_with_the_plain_answers_and_a_difference_names_its_place() -> None:
-    modes = subjects(5)
-    found = measure_chats([Job(chat_prompt(7, turns=3), modes)], encode, 1, print)
-    prompts = {name: [prompt for other, prompt in modes[0].log[2:] if other == name] for name in ("plain", "mode 0")}
+    modes, log = subjects(5)
+    found = measured_chats([Job(chat_prompt(7, turns=3), modes)], 1)
+    prompts = {name: [prompt for other, prompt in log[2:] if other == name] for name in ("plain", "mode 0")}
     assert prompts["plain"] == prompts["mode 0"] == [(3,), (3, 8, 3), (3, 8, 3, 9, 3)]  # "answer 3", "answer 14"
-    assert found.different == {"mode 0": 3}
-    assert [one.turn for one in found.differences] == [1, 2, 3]
-    one = found.differences[0]
+    assert found.outputs.different("mode 0") == 3
+    assert [one.turn for one in found.outputs.differences] == [1, 2, 3]
+    one = found.outputs.differences[0]
     first = one.first
     assert (one.mode, one.reference, one.line, first.token, first.expected, first.found) == (
         "mode 0",
@@ -160,30 +156,30 @@ def test_a_conversation_continues_with_the_plain_answers_and_a_difference_names_
 def running(folder: Path, *peers: Peer) -> Iterator[Peers]:
     """Fake peers in an environment that looks installed."""
     installed(Environments(folder), "ctranslate2")
-    options = PeerOptions(peers, folder, TINY, None, None, False)
-    with running_peers(options, MACHINE, [99], (64, 6), 1, lambda _: None) as found:
+    options = PeerOptions(peers, folder, TINY)
+    with running_peers(options, MACHINE, [99], 64, 6, 1, lambda _: None) as found:
         yield found
 
 
 def fake(name: str = "fake", **options: object) -> Peer:
-    return Peer(name, "ctranslate2", str(FAKE), (), "none", {"step": 2.0, **options})
+    return Peer(name, "ctranslate2", FAKE, (), "none", {"step": 2.0, **options})
 
 
 def test_a_peer_answers_with_and_without_lookup_in_one_process(tmp_path: Path) -> None:
     with running(tmp_path, fake()) as peers:
         plain, lookup = peers.subjects
-        assert plain.worker is lookup.worker
+        (worker,) = peers.workers
         found = plain.answer([5, 6, 7])
         assert (found.tokens, found.seconds, found.first_token_seconds, found.first_tokens) == (4, 8.0, 2.0, 1)
         assert (found.complete, found.statistics) == (True, None)
         assert lookup.answer([5, 6, 7]).seconds == 5.0
         (opened,) = peers.opened
         assert (opened.name, opened.model, opened.versions) == ("fake", TINY.name, {})
-    assert plain.worker.process.poll() is not None
+    assert worker.process.poll() is not None
 
 
 def test_a_peer_that_cannot_run_is_skipped_with_the_reason_and_one_that_ends_has_failed(tmp_path: Path) -> None:
-    missing = Peer("other", "openvino-genai", str(FAKE), (), "none", {})
+    missing = Peer("other", "openvino-genai", FAKE, (), "none", {})
     narrow = fake("narrow", dtype="bfloat16")
     with running(tmp_path, fake(fails="open"), missing, narrow) as peers:
         assert peers.subjects == []
@@ -191,7 +187,7 @@ def test_a_peer_that_cannot_run_is_skipped_with_the_reason_and_one_that_ends_has
     assert "no model today" in reasons["fake"]
     assert reasons["other"].endswith("add --setup")
     assert reasons["narrow"] == "this CPU has none of avx512_bf16, amx_bf16: measure float32"
-    with running(tmp_path, fake(fails="answer")) as peers, pytest.raises(WorkerFailed, match="no answer today"):
+    with running(tmp_path, fake(fails="answer")) as peers, pytest.raises(ProcessFailed, match="no answer today"):
         peers.subjects[0].answer([5])
 
 

@@ -1,4 +1,4 @@
-"""Fake runtime: an adapter of `bench compare` that computes nothing, or fails as its options say."""
+"""Fake runtime: a runner of `bench compare` that computes nothing, or fails as its options say."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-LIBRARIES = ("json",)
-PACKAGES = ()
 
-
-class Runner:
+class FakeRunner:
     """Options: step (seconds), log (file of turns), fails (measure), spins (seconds after each call), forever, hangs."""
 
+    LIBRARIES = ("json",)
+    PACKAGES = ()
+
     def __init__(self, settings: dict[str, Any]) -> None:
+        if settings.get("fails") == "open":
+            raise RuntimeError("no model today")
         self.settings = settings
         if "spaceport" in sys.modules:
             raise RuntimeError("a worker of another runtime imported spaceport")
@@ -61,13 +63,6 @@ class Runner:
                 file.write(f"{name} {self.settings['model']} {prompt[0]} {begun} {time.monotonic()}\n")
         if spins := self.settings.get("spins"):
             threading.Thread(target=_spin, args=(spins,), daemon=True).start()
-
-
-def open_runner(settings: dict[str, Any]) -> Runner:
-    """A fake model."""
-    if settings.get("fails") == "open":
-        raise RuntimeError("no model today")
-    return Runner(settings)
 
 
 def _spin(seconds: float) -> None:

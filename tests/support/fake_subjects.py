@@ -6,11 +6,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from spaceport.tools.bench.compare_measuring import CompareWorkload, RunOptions, compared_metrics
-from spaceport.tools.bench.environments import ComparedRuntime, Environments
+from spaceport.tools.bench.compare import CompareWorkload, WorkerPool
+from spaceport.tools.bench.rivals import ComparedRuntime, Environments
 from support.paths import TESTS
 
-FAKE = TESTS / "support" / "fake_runtime.py"
+FAKE = f"{TESTS / 'support' / 'fake_runtime.py'}:FakeRunner"
 WORKLOAD = CompareWorkload(
     context=8, tokens=3, rows=(1, 4), prefill=10, requests=2, request_context=4, request_tokens=5
 )
@@ -26,9 +26,9 @@ def fake_subject(
     return ComparedRuntime(name, Path(sys.executable), FAKE, model, "fake", {"step": step, **options}, is_bundle)
 
 
-def fake_run_options(folder: Path, rounds: int = 2, timeout: float = 20.0) -> RunOptions:
-    """Options with a few small metrics."""
-    return RunOptions(WORKLOAD, compared_metrics(WORKLOAD), rounds, 1, folder / "logs", timeout, idle_limit=1.0)
+def fake_pool(folder: Path) -> WorkerPool:
+    """A pool without workers, whose calls are short."""
+    return WorkerPool(WORKLOAD, 1, folder / "logs", lambda _: None, timeout=20.0, idle_limit=1.0)
 
 
 def installed(work: Environments, name: str) -> None:

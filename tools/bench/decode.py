@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics as numbers
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,7 +17,6 @@ from spaceport.runtime.bundle import read_manifest
 from spaceport.runtime.decode.sequence_group import Statistics
 from spaceport.runtime.decode.sources import named_source
 from spaceport.runtime.session import Runtime
-from spaceport.tools.bench.compare import Spread, spread
 from spaceport.tools.bench.decode_measuring import (
     DEFAULT,
     PLAIN,
@@ -25,12 +25,14 @@ from spaceport.tools.bench.decode_measuring import (
     DecodeOptions,
     MeasuredCompletion,
     OutputDifference,
+    duration,
     measure_modes,
     mode_runtimes,
     modes_for,
 )
 from spaceport.tools.bench.machine import Machine, this_machine
-from spaceport.tools.bench.report import Report, Table
+from spaceport.tools.bench.plots import Chart, Panel, plot_of
+from spaceport.tools.bench.report import Report, Spread, Table, spread
 from spaceport.tools.bench.synthetic_engine import (
     SyntheticTexts,
     implied_tokens_per_step,
@@ -165,8 +167,7 @@ class DecodeResults:
         """The report as JSON data."""
         data = asdict(self)
         for mode, summary in zip(data["modes"], self.modes, strict=True):
-            mode["by_depth"] = [{**asdict(rate), "rate": rate.rate} for rate in summary.by_depth]
-            mode["by_source"] = {s: {**asdict(rate), "rate": rate.rate} for s, rate in summary.by_source.items()}
+            mode |= rates_data(summary.by_depth, summary.by_source)
         data["differences"] = [one.as_dict() for one in self.differences]
         kind = {"kind": "replay", "label": REPLAY_LABEL} if self.replay else {"kind": "measured"}
         return {**kind, "identical": self.identical, **data}
@@ -191,48 +192,46 @@ def _mode(
     prompts: Sequence[TokenizedPrompt],
     options: DecodeOptions,
 ) -> ModeSummary:
-    own = [one for one in measured.completions if (one.mode, one.temperature) == (mode.name, temperature)]
-    plain = [one for one in measured.completions if (one.mode, one.temperature) == (PLAIN, temperature)]
-    rates, plain_rates = ([_rate(measured, each, number) for number in _rounds(options)] for each in (own, plain))
-    found = [one.statistics for one in own]
-    ratios = {} if mode.name == PLAIN else _ratios(own, plain, prompts)
-    steps, accepted = sum(s.steps for s in found), sum(sum(s.accepted_by_depth) for s in found)
-    outside, engine = sum(s.outside_seconds for s in found), sum(s.engine_seconds for s in found)
-    p50, p95 = np.quantile([s.first_token_seconds for s in found], (0.5, 0.95)).tolist()
+    own, plain = (
+        [one for one in measured.completions if (one.mode, one.temperature) == (name, temperature)]
+        for name in (mode.name, PLAIN)
+    )
+    rates, plain_rates = _rates(measured, own, options.rounds), _rates(measured, plain, options.rounds)
+    statistics = [one.statistics for one in own]
+    drafted = mode.name != PLAIN
+    ratios = _ratios(own, plain, prompts) if drafted else {}
+    steps, accepted = sum(s.steps for s in statistics), sum(sum(s.accepted_by_depth) for s in statistics)
+    outside, engine = sum(s.outside_seconds for s in statistics), sum(s.engine_seconds for s in statistics)
+    p50, p95 = np.quantile([s.first_token_seconds for s in statistics], (0.5, 0.95)).tolist()
+    paired = [rate / base for rate, base in zip(rates, plain_rates, strict=True)] if all(plain_rates) else []
     return ModeSummary(
         mode=mode.name,
         temperature=temperature,
         tokens_per_second=numbers.median(rates),
-        throughput_ratio=_ratio(rates, plain_rates) if mode.name != PLAIN else None,
+        throughput_ratio=spread(paired) if drafted and paired else None,
         speedup=speedup_of(ratios, options.seed),
         first_token_p50=p50,
         first_token_p95=p95,
-        tokens_per_step=sum(s.tokens for s in found) / max(1, steps),
+        tokens_per_step=sum(s.tokens for s in statistics) / max(1, steps),
         mean_acceptance_length=1 + accepted / max(1, steps),
-        by_depth=rates_by_depth(found),
-        by_source=rates_by_source(found),
+        by_depth=rates_by_depth(statistics),
+        by_source=rates_by_source(statistics),
         outside_share=outside / (outside + engine),
         reference=None if mode.name == mode.reference else mode.reference,
-        compared=measured.compared[mode.name, temperature],
-        different=measured.different[mode.name, temperature],
+        compared=measured.outputs.compared[mode.name, temperature],
+        different=measured.outputs.different(mode.name, temperature),
         prompts=tuple(_prompts(own, ratios, prompts)),
     )
 
 
-def _rounds(options: DecodeOptions) -> range:
-    return range(1, options.rounds + 1)
-
-
-def _rate(measured: DecodeMeasurements, completions: Sequence[MeasuredCompletion], number: int) -> float:
-    """Tokens per second over all completions of a round."""
-    seconds = measured.seconds[completions[0].mode, completions[0].temperature, number]
-    return sum(one.statistics.tokens for one in completions if one.round == number) / seconds
-
-
-def _ratio(rates: Sequence[float], plain_rates: Sequence[float]) -> Spread | None:
-    if not all(plain_rates):
-        return None
-    return spread([rate / plain for rate, plain in zip(rates, plain_rates, strict=True)])
+def _rates(measured: DecodeMeasurements, completions: Sequence[MeasuredCompletion], rounds: int) -> list[float]:
+    """Tokens per second over all completions of each round."""
+    tokens = Counter[tuple[str, float, int]]()
+    for one in completions:
+        tokens[one.mode, one.temperature, one.round] += one.statistics.tokens
+    mode, temperature = completions[0].mode, completions[0].temperature
+    keys = [(mode, temperature, number) for number in range(1, rounds + 1)]
+    return [tokens[key] / measured.seconds[key] for key in keys]
 
 
 def _ratios(
@@ -250,16 +249,16 @@ def _ratios(
 
 def _prompts(
     own: Sequence[MeasuredCompletion], ratios: dict[int, list[float]], prompts: Sequence[TokenizedPrompt]
-) -> Iterable[PromptSummary]:
+) -> Iterator[PromptSummary]:
     for index, prompt in enumerate(prompts):
-        found = [one.statistics for one in own if one.prompt == index]
+        statistics = [one.statistics for one in own if one.prompt == index]
         yield PromptSummary(
             prompt.line,
             len(prompt.tokens),
-            found[0].tokens,
-            numbers.median(s.tokens_per_second for s in found),
-            numbers.median(s.first_token_seconds for s in found),
-            numbers.median(s.tokens_per_step for s in found),
+            statistics[0].tokens,
+            numbers.median(s.tokens_per_second for s in statistics),
+            numbers.median(s.first_token_seconds for s in statistics),
+            numbers.median(s.tokens_per_step for s in statistics),
             numbers.median(ratios[prompt.line]) if prompt.line in ratios else None,
         )
 
@@ -278,13 +277,17 @@ def rates_by_depth(completions: Iterable[Statistics]) -> tuple[Rate, ...]:
 
 def rates_by_source(completions: Iterable[Statistics]) -> dict[str, Rate]:
     """The draft tokens of these completions by source."""
-    found: dict[str, Rate] = {}
+    drafted, accepted = Counter[str](), Counter[str]()
     for one in completions:
-        for source, count in one.drafted_by_source.items():
-            before = found.get(source, Rate(0, 0))
-            accepted = one.accepted_by_source.get(source, 0)
-            found[source] = Rate(before.drafted + count, before.accepted + accepted)
-    return dict(sorted(found.items()))
+        drafted.update(one.drafted_by_source)
+        accepted.update(one.accepted_by_source)
+    return {source: Rate(drafted[source], accepted[source]) for source in sorted(drafted)}
+
+
+def rates_data(by_depth: Iterable[Rate], by_source: Mapping[str, Rate]) -> dict[str, Any]:
+    """Draft tokens by depth and source as JSON data."""
+    depths = [{**asdict(rate), "rate": rate.rate} for rate in by_depth]
+    return {"by_depth": depths, "by_source": {s: {**asdict(rate), "rate": rate.rate} for s, rate in by_source.items()}}
 
 
 def decode_report(results: DecodeResults) -> Report:
@@ -311,10 +314,9 @@ def _speeds(results: DecodeResults) -> Table:
     )
     rows = []
     for mode in results.modes:
-        speedup, worst, best = mode.speedup, None, None
-        if speedup is not None:
-            worst = f"{speedup.worst:.2f} (line {speedup.worst_line})"
-            best = f"{speedup.best:.2f} (line {speedup.best_line})"
+        speedup = mode.speedup
+        worst = None if speedup is None else f"{speedup.worst:.2f} (line {speedup.worst_line})"
+        best = None if speedup is None else f"{speedup.best:.2f} (line {speedup.best_line})"
         latency = (mode.first_token_p50 * 1e3, mode.first_token_p95 * 1e3)
         speed = (mode.tokens_per_second, mode.throughput_ratio, speedup, worst, best, *latency, mode.tokens_per_step)
         rows.append((mode.mode, f"{mode.temperature:g}", *speed, f"{mode.outside_share:.0%}", _output(mode)))
@@ -381,6 +383,32 @@ def _output(mode: ModeSummary) -> str:
     return f"{mode.different} of {mode.compared} DIFFER" if mode.different else f"same as {mode.reference}"
 
 
+def decode_plot(results: DecodeResults) -> str:
+    """The results as an SVG picture."""
+    panels: list[Panel | Chart] = []
+    charts = []
+    for temperature in results.options.temperatures:
+        modes, at = [mode for mode in results.modes if mode.temperature == temperature], f"temperature {temperature:g}"
+        speedups = [(mode.mode, Spread(s.mean, s.low, s.high)) for mode in modes if (s := mode.speedup) is not None]
+        if speedups:
+            title = f"speedup over plain decoding, 95 % interval, {at} (higher is better)"
+            panels.append(Panel(title, [(PLAIN, Spread(1.0, 1.0, 1.0)), *speedups]))
+        times = [(mode.mode, mode.first_token_p50 * 1e3, mode.first_token_p95 * 1e3) for mode in modes]
+        first = [(name, Spread(p50, p50, p95)) for name, p50, p95 in times if p50]
+        panels.append(Panel(f"time to first token, p50 to p95, ms, {at} (lower is better)", first))
+        lines = [(mode.mode, [(n, r.rate) for n, r in enumerate(mode.by_depth, 1)]) for mode in modes if mode.by_depth]
+        if lines:
+            charts.append(Chart(f"acceptance rate by depth, {at}", lines, most=1.0))
+    rates = ", ".join(f"{rate:g}" for rate in results.options.replay or ())
+    return plot_of(
+        f"Speedup of drafts on {results.bundle}",
+        f"{results.bundle}, {results.options.threads or 'all'} thread(s), {results.machine.cpu}",
+        [mode.mode for mode in results.modes],
+        [*panels, *charts],
+        f"{REPLAY_LABEL}: {rates}" if rates else "",
+    )
+
+
 def benchmark_decode(
     bundle: Path, file: Path | None, options: DecodeOptions, on_progress: Callable[[str], None]
 ) -> DecodeResults:
@@ -417,7 +445,7 @@ def benchmark_decode(
         options,
         len(prompts),
         mode_summaries(measured, modes, prompts, options),
-        tuple(measured.differences),
+        tuple(measured.outputs.differences),
     )
 
 
@@ -431,11 +459,6 @@ def expected_work(runtime: Runtime, modes: int, prompts: Sequence[TokenizedPromp
     step = runtime.costs.seconds(1, options.requests, visible) / options.requests
     seconds = step * options.max_tokens * len(prompts) * modes * temperatures * rounds
     return f"{text}: about {duration(seconds)} if every completion has {options.max_tokens} tokens"
-
-
-def duration(seconds: float) -> str:
-    """A time as `12 s` or `3 min`."""
-    return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
 
 
 def _texts_and_prompts(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import Manifest
@@ -23,11 +23,9 @@ from spaceport.tools.verify.prompts import TokenizedPrompt
 REPLAY_PROMPTS = 8  # number of prompts of a replay without a prompt file
 PLAIN, DEFAULT, FORKED = "plain", "default", "forked"
 MODES = (PLAIN, "lookup", "masks", DEFAULT, FORKED, "forked+drafted")
-_MASKED = ("masks",)  # modes that need mask slots
 FORKING = (FORKED, "forked+drafted")
-_EXPECTED = f"expected comma-separated names among {', '.join(MODES)}"
 WARM_UP = 0  # number of the round that is not recorded
-_Key = tuple[str, float]  # mode, temperature
+Subject = TypeVar("Subject")
 
 
 @dataclass(frozen=True)
@@ -61,25 +59,6 @@ class DecodeOptions:
             raise OptionFault("--temperatures with --replay: a replay is greedy: leave one of them out")
 
 
-def parse_numbers(option: str, text: str, low: float, high: float) -> tuple[float, ...]:
-    """The comma-separated numbers in a text such as `0,0.7,1`, each within these bounds."""
-    try:
-        numbers = tuple(float(part) for part in text.split(","))
-    except ValueError:
-        numbers = (float("nan"),)
-    if not all(low <= number <= high for number in numbers):
-        raise OptionFault(f"{option} is {text!r}: expected comma-separated numbers from {low:g} to {high:g}")
-    return numbers
-
-
-def parse_counts(option: str, text: str) -> tuple[int, ...]:
-    """The comma-separated whole numbers in a text such as `1,3,5`."""
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise OptionFault(f"{option} is {text!r}: expected comma-separated whole numbers of at least 1")
-    return tuple(int(part) for part in parts)
-
-
 @dataclass(frozen=True)
 class DecodeMode:
     """A named decoding mode."""
@@ -93,7 +72,7 @@ def parse_modes(text: str) -> tuple[str, ...]:
     """The names in `plain,default`."""
     names = tuple(part.strip() for part in text.split(","))
     if unknown := [name for name in names if name not in MODES]:
-        raise OptionFault(f"--modes names {unknown[0]!r}: {_EXPECTED}")
+        raise OptionFault(f"--modes names {unknown[0]!r}: expected comma-separated names among {', '.join(MODES)}")
     return names
 
 
@@ -116,14 +95,14 @@ def modes_for(
 def _all_of(manifest: Manifest) -> list[str]:
     """All modes that the bundle supports; without mask slots "default" is prompt lookup, so "lookup" is left out."""
     left_out = {
-        *(() if manifest.drafts.max_tokens else (*_MASKED, "lookup")),
+        *(() if manifest.drafts.max_tokens else ("masks", "lookup")),
         *(() if manifest.tokens.fork is not None else FORKING),
     }
     return [name for name in MODES if name not in left_out]
 
 
 def _check(name: str, manifest: Manifest) -> None:
-    if name in _MASKED and not manifest.drafts.max_tokens:
+    if name == "masks" and not manifest.drafts.max_tokens:
         raise OptionFault(f"--modes names {name!r}: expected a bundle with mask slots, this one has none: leave it out")
     if name in FORKING and manifest.tokens.fork is None:
         raise OptionFault(
@@ -166,13 +145,14 @@ def mode_runtimes(modes: Sequence[DecodeMode], open_runtime: Callable[[], Runtim
 
 @dataclass(frozen=True)
 class MeasuredCompletion:
-    """The statistics of one completion."""
+    """The statistics and tokens of one completion."""
 
     mode: str
     temperature: float
     round: int
     prompt: int  # index of the prompt
     statistics: Statistics
+    threads: Mapping[Path, ThreadTokens] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -208,22 +188,32 @@ class OutputDifference:
 
 
 @dataclass
+class ComparedOutputs:
+    """Outputs compared with those of their reference modes, token by token."""
+
+    compared: Counter[tuple[str, float]] = field(default_factory=Counter)  # by mode and temperature
+    differences: list[OutputDifference] = field(default_factory=list)
+
+    def add(self, threads: Mapping[Path, ThreadTokens], expected: Mapping[Path, ThreadTokens], **where: Any) -> None:
+        """Compare an output with the expected one; `where` are the fields of a difference."""
+        self.compared[where["mode"], where["temperature"]] += 1
+        if differences := token_differences(threads, expected):
+            self.differences.append(OutputDifference(first=next(iter(differences.values())), **where))
+
+    def different(self, mode: str, temperature: float = 0.0) -> int:
+        """Number of outputs of a mode that differ."""
+        return sum((one.mode, one.temperature) == (mode, temperature) for one in self.differences)
+
+
+@dataclass
 class DecodeMeasurements:
     """All measurements of a benchmark."""
 
     completions: list[MeasuredCompletion] = field(default_factory=list)
-    seconds: dict[tuple[str, float, int], float] = field(default_factory=dict)  # by mode, temperature and round
-    compared: Counter[_Key] = field(default_factory=Counter)  # number of completions
-    different: Counter[_Key] = field(default_factory=Counter)
-    differences: list[OutputDifference] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class _TimedCompletion:
-    """The statistics and tokens of one completion."""
-
-    statistics: Statistics
-    threads: Mapping[Path, ThreadTokens]
+    seconds: dict[tuple[str, float, int], float] = field(
+        default_factory=lambda: defaultdict(float)
+    )  # by mode, temperature and round
+    outputs: ComparedOutputs = field(default_factory=ComparedOutputs)
 
 
 def measure_modes(
@@ -236,52 +226,55 @@ def measure_modes(
     """The measurements of every mode, temperature and prompt, in a warm-up round and in the recorded rounds.
 
     With one request at a time, all modes run on a prompt before the next prompt. With concurrent requests, a mode runs on
-    all prompts before the next mode. The order of the modes rotates.
+    all prompts, repeated until they fill the requests, before the next mode. The order of the modes rotates.
     """
     measured = DecodeMeasurements()
-    jobs = _jobs(len(prompts), options.requests)
+    indices = list(range(len(prompts)))
+    several = options.requests > 1
+    batches = [indices * -(-options.requests // len(prompts))] if several else [[index] for index in indices]
     for number in range(WARM_UP, options.rounds + 1):
         for temperature in options.temperatures:
             what = "warming up" if number == WARM_UP else f"round {number} of {options.rounds}"
             on_progress(f"{what}, temperature {temperature:g}")
-            for rotation, batch in enumerate(jobs, number):
-                completions = {}
-                for mode in _rotated(modes, rotation):
+            for rotation, batch in enumerate(batches, number):
+                by_mode = {}
+                for mode in rotated(modes, rotation):
                     started = perf_counter()
-                    completions[mode.name] = _generate(runtimes[mode.name], mode, temperature, prompts, batch, options)
-                    _add_seconds(measured, mode, temperature, number, perf_counter() - started)
-                _add(measured, modes, completions, prompts, batch, temperature, number)
+                    by_mode[mode.name] = _batch(runtimes[mode.name], mode, temperature, number, prompts, batch, options)
+                    measured.seconds[mode.name, temperature, number] += perf_counter() - started
+                _record(measured, modes, by_mode, prompts)
     return measured
 
 
-def _jobs(prompts: int, requests: int) -> list[list[int]]:
-    """The prompts of each batch: one by one, or all of them, repeated until they fill all concurrent requests."""
-    if requests == 1:
-        return [[prompt] for prompt in range(prompts)]
-    return [list(range(prompts)) * -(-requests // prompts)]
+def duration(seconds: float) -> str:
+    """A time as `12 s` or `3 min`."""
+    return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{max(1.0, seconds):.0f} s"
 
 
-def _rotated(modes: Sequence[DecodeMode], rotation: int) -> Iterator[DecodeMode]:
-    for index in range(len(modes)):
-        yield modes[(index + rotation) % len(modes)]
+def rotated(subjects: Sequence[Subject], rotation: int) -> Iterator[Subject]:
+    """All subjects, beginning with another one for each rotation."""
+    for index in range(len(subjects)):
+        yield subjects[(index + rotation) % len(subjects)]
 
 
-def _generate(
+def _batch(
     runtime: Runtime,
     mode: DecodeMode,
     temperature: float,
+    number: int,
     prompts: Sequence[TokenizedPrompt],
     batch: Sequence[int],
     options: DecodeOptions,
-) -> list[_TimedCompletion]:
+) -> list[MeasuredCompletion]:
     """The completions of a batch of prompts, requested by one client per concurrent request."""
     sampling = Sampling(temperature=temperature, seed=options.seed if temperature else None)
     decoding = replace(mode.decoding, sampling=sampling)
     child = runtime.bundle.manifest.tokens.child
 
-    def generate(prompt: int) -> _TimedCompletion:
+    def generate(prompt: int) -> MeasuredCompletion:
         completion = runtime.generate(list(prompts[prompt].tokens), decoding)
-        return _TimedCompletion(completion.statistics, thread_tokens_of(completion, child))
+        threads = thread_tokens_of(completion, child)
+        return MeasuredCompletion(mode.name, temperature, number, prompt, completion.statistics, threads)
 
     if options.requests == 1:
         return [generate(prompt) for prompt in batch]
@@ -289,37 +282,24 @@ def _generate(
         return list(clients.map(generate, batch))
 
 
-def _add_seconds(
-    measured: DecodeMeasurements, mode: DecodeMode, temperature: float, number: int, seconds: float
-) -> None:
-    key = (mode.name, temperature, number)
-    measured.seconds[key] = measured.seconds.get(key, 0.0) + seconds
-
-
-def _add(
+def _record(
     measured: DecodeMeasurements,
     modes: Sequence[DecodeMode],
-    completions: Mapping[str, Sequence[_TimedCompletion]],
+    by_mode: Mapping[str, Sequence[MeasuredCompletion]],
     prompts: Sequence[TokenizedPrompt],
-    batch: Sequence[int],
-    temperature: float,
-    number: int,
 ) -> None:
     """Record the completions of a batch, except in the warm-up, and compare them."""
     for mode in modes:
-        for completion, expected, prompt in zip(
-            completions[mode.name], completions[mode.reference], batch, strict=True
-        ):
-            if number != WARM_UP:
-                statistics = completion.statistics
-                measured.completions.append(MeasuredCompletion(mode.name, temperature, number, prompt, statistics))
-            if mode.name == mode.reference:
-                continue
-            measured.compared[mode.name, temperature] += 1
-            differences = token_differences(completion.threads, expected.threads)
-            if differences:
-                measured.different[mode.name, temperature] += 1
-                first, line = next(iter(differences.values())), prompts[prompt].line
-                measured.differences.append(
-                    OutputDifference(mode.name, mode.reference, temperature, number, line, first)
+        for completion, expected in zip(by_mode[mode.name], by_mode[mode.reference], strict=True):
+            if completion.round != WARM_UP:
+                measured.completions.append(completion)
+            if mode.name != mode.reference:
+                measured.outputs.add(
+                    completion.threads,
+                    expected.threads,
+                    mode=mode.name,
+                    reference=mode.reference,
+                    temperature=completion.temperature,
+                    round=completion.round,
+                    line=prompts[completion.prompt].line,
                 )

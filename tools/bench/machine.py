@@ -6,6 +6,7 @@ import os
 import platform
 import socket
 import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,10 @@ _FLAGS = (
 )
 _NUMBERS = {"cpu family": "family", "model": "model", "stepping": "stepping"}
 _TICKS = os.sysconf("SC_CLK_TCK")  # units per second of CPU times in /proc
+SPACEPORT_COMMAND = (
+    *(sys.executable, "-c"),
+    "import sys; from spaceport.tools.cli import run; sys.exit(run(sys.argv[1:]))",
+)
 _TAIL = 4096  # bytes of a log that hold the last error
 
 

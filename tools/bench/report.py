@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import click
@@ -83,6 +84,23 @@ class Report:
                 click.echo("\n".join(("", *self.conclusions)))
         else:
             click.echo(self.markdown(), nl=False)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A median with the lowest and the highest value over the rounds, or a mean with its interval."""
+
+    median: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.median:.2f} ({self.low:.2f}-{self.high:.2f})"
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """Median and range."""
+    return Spread(median(values), min(values), max(values))
 
 
 def short_number(value: float) -> str:

@@ -18,7 +18,6 @@ import numpy as np
 from spaceport.graphs.contract.faults import InputFault, MissingDependency, OptionFault
 from spaceport.runtime.text.messages import Message
 from spaceport.runtime.text.prompt import Prompt
-from spaceport.tools.bench.environments import CommandFailed, Environments, create_environment
 from spaceport.tools.bench.http_load import address_of
 from spaceport.tools.bench.load_services import (
     EmbeddedRuntime,
@@ -30,6 +29,7 @@ from spaceport.tools.bench.load_services import (
 )
 from spaceport.tools.bench.machine import Machine, ProcessFailed, Resources, this_machine
 from spaceport.tools.bench.report import Report, Table, optional
+from spaceport.tools.bench.rivals import Environments, create_environment
 from spaceport.tools.bench.workload import LoadExchange, LoadRun, Workload
 from spaceport.tools.verify.prompts import read_prompts
 
@@ -504,7 +504,7 @@ def _subjects(
 def _create(environments: Environments, on_progress: OnProgress) -> None:
     try:
         create_environment(environments, ENVIRONMENT, on_progress)
-    except CommandFailed as failure:
+    except ProcessFailed as failure:
         raise ProcessFailed(f"the environment of llama.cpp's server cannot be created: {failure}") from failure
 
 

@@ -16,7 +16,7 @@ from spaceport.runtime.costs import Curve, StepCosts
 from spaceport.runtime.decode.draft import DraftConfig
 from spaceport.runtime.decode.planner import DraftPlanner, LongRun, SharedCall, Wish, best_rows, chances_of, solve
 from spaceport.runtime.decode.planner import best_rate as best_rate_of_heads
-from spaceport.tools.bench.planning import best_drafts
+from spaceport.tools.cli.plan import best_drafts
 from support.hash_engine import Language
 from support.hash_runtime import hash_runtime
 

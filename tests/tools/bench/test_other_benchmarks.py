@@ -11,8 +11,8 @@ from spaceport.runtime.costs import StepCosts, relative_costs
 from spaceport.tools.bench import gpu
 from spaceport.tools.bench.checkpoint import make_checkpoint
 from spaceport.tools.bench.gpu import EngineVariant, GpuResults
-from spaceport.tools.bench.planning import drafts_of, drafts_of_heads
 from spaceport.tools.cli.bench.gpu import run_command
+from spaceport.tools.cli.plan import drafts_of, drafts_of_heads
 
 # Seconds per step by rows, of a 1.2B float32 model.
 LARGE = StepCosts(0, ((1, 1.0), (2, 1.13), (4, 1.22), (9, 1.64), (16, 2.45), (36, 5.0), (64, 8.6)), relative=True)

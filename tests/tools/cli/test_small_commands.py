@@ -179,7 +179,11 @@ def test_a_signed_bundle_is_shown_and_opened_with_its_key_until_it_changes(
         ("fetch https://user:word@host/a FOLDER", USAGE, "user"),
         ("plan FOLDER", INPUT, "no such folder"),
         ("plan FOLDER --requests 0", USAGE, "--requests is 0"),
-        ("plan FOLDER --acceptance 0.5,-1", USAGE, "--acceptance is '0.5,-1': expected probabilities from 0 to 1"),
+        (
+            "plan FOLDER --acceptance 0.5,-1",
+            USAGE,
+            "--acceptance is '0.5,-1': expected comma-separated numbers from 0 to 1",
+        ),
     ],
 )
 def test_mistakes_are_refused_with_what_to_do(

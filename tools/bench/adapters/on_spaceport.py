@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from spaceport.runtime.session import Runtime
+import numpy as np
 
-LIBRARIES = ("numpy", "onnxruntime", "spaceport.runtime.session")
-PACKAGES = ("spaceport", "onnxruntime", "numpy")
+from spaceport.runtime.decoding import Decoding
+from spaceport.runtime.sampling.sampler import Sampling
+from spaceport.runtime.session import Runtime
+from spaceport.tools.bench.adapters.runtimes import Runner
+from spaceport.tools.bench.steps import chain_batch
 
 
-class Runner:
+class Spaceport(Runner):
     """An open bundle; a second runtime for concurrent requests is opened when first needed."""
 
+    LIBRARIES = ("numpy", "onnxruntime")
+    PACKAGES = ("spaceport", "onnxruntime", "numpy")
+
     def __init__(self, settings: dict[str, Any]) -> None:
-        self.settings = settings
+        super().__init__(settings)
         self.single = self._open(1)
         self.several: Runtime | None = None
 
     def decode(self, prompt: list[int], tokens: int) -> list[float]:
         times = []
-        with self.single.stream(prompt, self._plain(self.single, tokens)) as stream:
+        with self.single.stream(prompt, self._plain(tokens)) as stream:
             next(stream)
             before = perf_counter()
             for _ in stream:
@@ -32,25 +38,19 @@ class Runner:
                 before = now
         return times
 
-    def rows(self, prompt: list[int], rows: list[int], repeats: int) -> list[float]:
-        import numpy as np
-
-        from spaceport.tools.bench.steps import chain_batch
-
-        self.prefill(prompt)
+    def feed(self, prompt: list[int], rows: list[int]) -> tuple[Callable[[], object], Callable[[], object]]:
+        self.first_token(prompt)
         batch = chain_batch(self.single.engine, len(rows), len(prompt), np.random.default_rng(0))
         batch.input_ids[0] = rows
-        self.single.engine.run(batch)
-        return [_timed(lambda: self.single.engine.run(batch)) for _ in range(repeats)]
+        return lambda: self.single.engine.run(batch), lambda: None  # the next step writes the same slots
 
-    def prefill(self, prompt: list[int]) -> float:
-        return _timed(lambda: self.single.generate(prompt, self._plain(self.single, 1)))
+    def first_token(self, prompt: list[int]) -> object:
+        return self.single.generate(prompt, self._plain(1))
 
     def requests(self, prompts: list[list[int]], tokens: int) -> tuple[int, float]:
         if self.several is None:
             self.several = self._open(len(prompts))
-        runtime = self.several
-        decoding = self._plain(runtime, tokens)
+        runtime, decoding = self.several, self._plain(tokens)
         with ThreadPoolExecutor(len(prompts)) as clients:
             before = perf_counter()
             done = list(clients.map(lambda prompt: runtime.generate(prompt, decoding), prompts))
@@ -58,26 +58,11 @@ class Runner:
         return sum(len(completion.tokens) for completion in done), seconds
 
     def _open(self, requests: int) -> Runtime:
-        from spaceport.runtime.session import Runtime
+        path, length = Path(self.settings["model"]), self.settings["length"]
+        return Runtime.open(
+            path, backend="onnxruntime", max_seq_len=length, max_requests=requests, threads=self.threads
+        )
 
-        length, threads = self.settings["length"], self.settings["threads"]
-        path = Path(self.settings["model"])
-        return Runtime.open(path, backend="onnxruntime", max_seq_len=length, max_requests=requests, threads=threads)
-
-    def _plain(self, runtime: Runtime, tokens: int) -> Any:
-        from spaceport.runtime.decoding import Decoding
-        from spaceport.runtime.sampling.sampler import Sampling
-
-        ends = Sampling(banned=runtime.bundle.manifest.tokens.end)
+    def _plain(self, tokens: int) -> Decoding:
+        ends = Sampling(banned=self.single.bundle.manifest.tokens.end)
         return Decoding(max_tokens=tokens, mask_slots=0, fork=False, sampling=ends)
-
-
-def open_runner(settings: dict[str, Any]) -> Runner:
-    """The bundle `model` on the CPU."""
-    return Runner(settings)
-
-
-def _timed(work: Any) -> float:
-    before = perf_counter()
-    work()
-    return perf_counter() - before

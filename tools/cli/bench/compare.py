@@ -8,11 +8,15 @@ from typing import Any
 import click
 
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.tools.bench.compare import CompareOptions, compare_runtimes, comparison_report
-from spaceport.tools.bench.compare_measuring import CompareWorkload
-from spaceport.tools.bench.environments import PEERS, peers_named
-from spaceport.tools.bench.plots import comparison_plot
-from spaceport.tools.cli.bench.steps import parse_rows
+from spaceport.tools.bench.compare import (
+    CompareOptions,
+    CompareWorkload,
+    compare_runtimes,
+    comparison_plot,
+    comparison_report,
+)
+from spaceport.tools.bench.rivals import PEERS, peers_named
+from spaceport.tools.cli.bench import parse_counts
 from spaceport.tools.cli.options import PATH, Sectioned, json_option
 from spaceport.tools.report.files import check_target, write_text
 from spaceport.tools.terminal.screen import stages
@@ -88,8 +92,8 @@ def command(checkpoint: Path, as_json: bool, **values: Any) -> None:
     Each runtime has its own environment and process; one process computes at a time. Only --setup downloads packages: a
     runtime that is missing in the work folder is skipped, with a note on what to do.
     """
+    plot, markdown = values.pop("plot"), values.pop("markdown")
     options = options_of(checkpoint, values)
-    plot, markdown = values["plot"], values["markdown"]
     for target in (plot, markdown):
         if target is not None:
             check_target(target)
@@ -105,24 +109,7 @@ def options_of(checkpoint: Path, values: dict[str, Any]) -> CompareOptions:
     threads, rounds = values["threads"], values["rounds"]
     if min(threads, rounds) < 1:
         raise OptionFault(f"--threads is {threads} and --rounds {rounds}: expected at least 1 of each")
-    workload = CompareWorkload(
-        context=values["context"],
-        tokens=values["tokens"],
-        rows=tuple(parse_rows(values["rows"])),
-        prefill=values["prefill"],
-        requests=values["requests"],
-        request_context=values["request_context"],
-        request_tokens=values["request_tokens"],
-        seed=values["seed"],
-    )
-    return CompareOptions(
-        checkpoint,
-        values["work"],
-        values["bundles"],
-        peers_named(values["peers"]),
-        values["gguf"],
-        workload,
-        threads,
-        rounds,
-        values["setup"],
-    )
+    lengths = ("context", "tokens", "prefill", "requests", "request_context", "request_tokens", "seed")
+    workload = CompareWorkload(rows=parse_counts("--rows", values["rows"]), **{name: values[name] for name in lengths})
+    others = {name: values[name] for name in ("work", "bundles", "gguf", "threads", "rounds", "setup")}
+    return CompareOptions(checkpoint, peers=peers_named(values["peers"]), workload=workload, **others)

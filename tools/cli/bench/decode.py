@@ -8,17 +8,10 @@ from typing import Any
 import click
 
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.tools.bench.decode import benchmark_decode, decode_report
-from spaceport.tools.bench.decode_measuring import (
-    MODES,
-    REPLAY_PROMPTS,
-    DecodeOptions,
-    parse_counts,
-    parse_modes,
-    parse_numbers,
-)
-from spaceport.tools.bench.plots import decode_plot
+from spaceport.tools.bench.decode import benchmark_decode, decode_plot, decode_report
+from spaceport.tools.bench.decode_measuring import MODES, REPLAY_PROMPTS, DecodeOptions, parse_modes
 from spaceport.tools.cli import ACCURACY, OK
+from spaceport.tools.cli.bench import parse_counts, parse_numbers
 from spaceport.tools.cli.bundle_cache import bundle_of
 from spaceport.tools.cli.options import (
     PATH,
@@ -103,17 +96,18 @@ def command(context: click.Context, /, bundle: Path, prompts: Path | None, **val
     With --replay, acceptance rates come from a table, and PROMPTS only sets the prompt lengths. Exit code 4 if a drafted
     completion differs from the plain one.
     """
+    plot, markdown, as_json = (values.pop(name) for name in ("plot", "markdown", "as_json"))
     check_inputs(context, prompts, values["replay"])
     decode_options = options_of(values)
-    for target in (values["markdown"], values["plot"]):
+    for target in (markdown, plot):
         if target is not None:
             check_target(target)
     bundle = bundle_of(bundle)
     with stages() as on_progress:
         results = benchmark_decode(bundle, prompts, decode_options, on_progress)
-    if values["plot"] is not None:
-        write_text(values["plot"], decode_plot(results))
-    decode_report(results).show(values["as_json"], values["markdown"])
+    if plot is not None:
+        write_text(plot, decode_plot(results))
+    decode_report(results).show(as_json, markdown)
     return OK if results.identical else ACCURACY
 
 
@@ -132,20 +126,11 @@ def check_inputs(context: click.Context, prompts: Path | None, replay: str | Non
 
 def options_of(values: dict[str, Any]) -> DecodeOptions:
     """The options of the benchmark from the command's parameters."""
-    temperatures = parse_numbers("--temperatures", values["temperatures"], 0, 100)
-    return DecodeOptions(
-        max_tokens=values["max_tokens"],
-        limit=values["limit"],
-        temperatures=tuple(dict.fromkeys(temperatures)),
-        modes=None if values["modes"] is None else parse_modes(values["modes"]),
-        fixed=() if values["fixed"] is None else parse_counts("--fixed", values["fixed"]),
-        requests=values["requests"],
-        rounds=values["rounds"],
-        seed=values["seed"],
-        replay=None if values["replay"] is None else parse_numbers("--replay", values["replay"], 0, 1),
-        context=values["context"],
-        backend=values["backend"],
-        threads=values["threads"],
-        max_seq_len=values["max_seq_len"],
-        trust_engines=values["trust_engines"],
-    )
+    modes, fixed, replay = values["modes"], values["fixed"], values["replay"]
+    parsed = {
+        "temperatures": tuple(dict.fromkeys(parse_numbers("--temperatures", values["temperatures"], 0, 100))),
+        "modes": None if modes is None else parse_modes(modes),
+        "fixed": () if fixed is None else parse_counts("--fixed", fixed),
+        "replay": None if replay is None else parse_numbers("--replay", replay, 0, 1),
+    }
+    return DecodeOptions(**{**values, **parsed})

@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 import click
 
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.tools.bench.decode_measuring import parse_counts
 from spaceport.tools.bench.service_load import ServiceLoadOptions, benchmark_services
 from spaceport.tools.bench.workload import Workload
 from spaceport.tools.cli import ACCURACY, OK
+from spaceport.tools.cli.bench import parse_counts
 from spaceport.tools.cli.options import PATH, Sectioned, json_option, options
 from spaceport.tools.report.files import check_target
 from spaceport.tools.terminal.screen import stages

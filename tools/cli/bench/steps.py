@@ -9,6 +9,7 @@ import click
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.session import Runtime
 from spaceport.tools.bench.steps import loop_cost, step_costs, steps_report
+from spaceport.tools.cli.bench import parse_counts
 from spaceport.tools.cli.options import backend_option, bundle_argument, json_option, threads_option
 from spaceport.tools.terminal.screen import show_notes
 
@@ -26,7 +27,7 @@ def command(
     bundle: Path, rows: str, context: int, rounds: int, threads: int, backend: str, trust_engines: bool, as_json: bool
 ) -> None:
     """Median time per step of BUNDLE by number of rows, and the time outside the engine during decoding."""
-    counts = parse_rows(rows)
+    counts = parse_counts("--rows", rows)
     if context < 1 or rounds < 1:
         raise OptionFault(f"--context is {context} and --rounds {rounds}: expected at least 1 of each")
     with Runtime.open(bundle, backend=backend, threads=threads, trust_engines=trust_engines) as runtime:
@@ -41,14 +42,3 @@ def command(
         drafts = sorted({0, manifest.drafts.max_tokens})
         loops = [loop_cost(runtime, manifest, k, context, rounds) for k in drafts]
     steps_report(costs, loops, context, threads).show(as_json)
-
-
-def parse_rows(text: str) -> list[int]:
-    """The numbers of rows in a text such as `1,2,4`."""
-    try:
-        counts = [int(part) for part in text.split(",")]
-    except ValueError:
-        raise OptionFault(f"--rows is {text!r}: expected comma-separated numbers, such as 1,9,36") from None
-    if not counts or min(counts) < 1:
-        raise OptionFault(f"--rows is {text!r}: expected numbers of at least 1")
-    return counts

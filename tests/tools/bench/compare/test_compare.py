@@ -9,19 +9,28 @@ from pathlib import Path
 
 import pytest
 
-from spaceport.tools.bench.compare import CompareOptions, Spread, compare_runtimes, comparison_report, paired, spread
-from spaceport.tools.bench.compare_measuring import Measurement, WorkerPool, measure_all
-from spaceport.tools.bench.environments import (
+from spaceport.tools.bench.compare import (
+    CompareOptions,
+    Measurement,
+    WorkerPool,
+    compare_runtimes,
+    comparison_report,
+    paired,
+)
+from spaceport.tools.bench.machine import ProcessFailed
+from spaceport.tools.bench.report import Spread, spread
+from spaceport.tools.bench.rivals import (
     PEERS,
     ComparedRuntime,
     Peer,
     Skipped,
     WorkFolder,
     peer_subject,
+    read_files,
+    start_worker,
 )
-from spaceport.tools.bench.workers import WorkerFailed, read_files, start_worker
 from spaceport.tools.cli import INPUT, OK, USAGE, run
-from support.fake_subjects import FAKE, WORKLOAD, fake_run_options, fake_subject, installed
+from support.fake_subjects import FAKE, WORKLOAD, fake_pool, fake_subject, installed
 from support.paths import TINY
 
 pytestmark = pytest.mark.on_change("tests/support/fake_runtime.py", "tools/bench/adapters")
@@ -31,13 +40,13 @@ SMALL = "--context 12 --tokens 4 --rows 1,4 --prefill 16 --requests 2 --request-
 
 def skipped(peer: str, work: WorkFolder) -> str:
     """Why a peer is skipped."""
-    found = peer_subject(BY_NAME[peer], work, None)
+    found = peer_subject(BY_NAME[peer], work, TINY, None, ())
     assert isinstance(found, Skipped)
     return found.reason
 
 
 def subject(peer: str, work: WorkFolder, gguf: Path | None = None) -> ComparedRuntime:
-    found = peer_subject(BY_NAME[peer], work, gguf)
+    found = peer_subject(BY_NAME[peer], work, TINY, gguf, ())
     assert isinstance(found, ComparedRuntime)
     return found
 
@@ -96,7 +105,7 @@ def test_the_command_measures_a_bundle_and_reports_skipped_runtimes(
 
 def test_a_peer_is_measured_together_with_the_bundle(tiny_bundle: Path, tmp_path: Path) -> None:
     installed(WorkFolder(tmp_path, TINY), "ctranslate2")
-    peer = Peer("fake int4", "ctranslate2", str(FAKE), (), "none", {"step": 10.0})
+    peer = Peer("fake int4", "ctranslate2", FAKE, (), "none", {"step": 10.0})
     found = compare_runtimes(
         CompareOptions(TINY, tmp_path, (tiny_bundle,), (peer,), None, WORKLOAD, 1, 1, setup=False), print
     )
@@ -113,7 +122,7 @@ def test_mistakes_are_reported_before_anything_is_measured(tmp_path: Path, capsy
     for options, code, message in (
         ("", INPUT, "has no bundle of tiny: give --bundle, or add --setup"),
         ("--rounds 0", USAGE, "expected at least 1 of each"),
-        ("--rows 1,x", USAGE, "expected comma-separated numbers"),
+        ("--rows 1,x", USAGE, "expected comma-separated whole numbers"),
         ("--peers nobody", USAGE, "--peers names 'nobody'"),
         ("--gguf none.gguf", INPUT, "none.gguf: no such file: expected a GGUF file"),
         ("--plot none/there.svg", USAGE, "does not exist: create it first"),
@@ -124,7 +133,9 @@ def test_mistakes_are_reported_before_anything_is_measured(tmp_path: Path, capsy
 
 def measure(folder: Path, *options: dict[str, object], rounds: int = 2) -> WorkerPool:
     subjects = [fake_subject(f"fake{i}", folder, **given) for i, given in enumerate(options)]  # type: ignore[arg-type]
-    return measure_all(fake_run_options(folder, rounds), subjects, lambda _: None)
+    pool = fake_pool(folder)
+    pool.measure(subjects, rounds)
+    return pool
 
 
 def test_a_call_that_fails_is_reported_with_the_last_output_line_and_the_log(tmp_path: Path) -> None:
@@ -136,7 +147,7 @@ def test_a_call_that_fails_is_reported_with_the_last_output_line_and_the_log(tmp
         with closing(start_worker(subject, 1, tmp_path / "logs", 20.0)) as worker:
             worker.call("open", {"model": "m", "threads": 1, **subject.options})
             worker.timeout = 0.5
-            with pytest.raises(WorkerFailed, match=message) as caught:
+            with pytest.raises(ProcessFailed, match=message) as caught:
                 worker.call("decode", {"prompt": [3, 4, 5], "tokens": 3})
         assert str(worker.log) in str(caught.value)
 

@@ -15,7 +15,6 @@ from spaceport.runtime.comparison import TokenDifference
 from spaceport.runtime.decode.sequence_group import Statistics
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
-from spaceport.tools.bench.compare import Spread
 from spaceport.tools.bench.decode import DecodeResults, Rate, benchmark_decode, mode_summaries
 from spaceport.tools.bench.decode_measuring import (
     MODES,
@@ -29,6 +28,7 @@ from spaceport.tools.bench.decode_measuring import (
     parse_modes,
 )
 from spaceport.tools.bench.machine import Machine
+from spaceport.tools.bench.report import Spread
 from spaceport.tools.bench.synthetic_engine import (
     implied_tokens_per_step,
     replay_runtime,
@@ -70,14 +70,13 @@ def report(different: int = 0, options: DecodeOptions = OPTIONS, tokens_of_first
                     **({} if prompt or mode == PLAIN else DRAFTED),  # type: ignore[arg-type]
                 )
                 found.completions.append(MeasuredCompletion(mode, 0.0, number, prompt, statistics))
-    found.compared["default", 0.0] = 6
-    found.different["default", 0.0] = different
-    found.differences += [
+    found.outputs.compared["default", 0.0] = 6
+    found.outputs.differences += [
         OutputDifference("default", PLAIN, 0.0, 1, 7, TokenDifference((0,), 9, 6, None, 99))
     ] * different
     machine = Machine("a CPU", "model 1", 2, (), "a system")
     summaries = mode_summaries(found, TWO_MODES, PROMPTS, options)
-    return DecodeResults("x.bundle", "Engine, cpu", machine, options, 2, summaries, tuple(found.differences))
+    return DecodeResults("x.bundle", "Engine, cpu", machine, options, 2, summaries, tuple(found.outputs.differences))
 
 
 def names_of(manifest: Manifest, names: tuple[str, ...] | None = None, fixed: tuple[int, ...] = ()) -> list[str]:

@@ -1,10 +1,11 @@
-"""Environments: other runtimes, each with a virtual environment and its converted models; only their setup downloads."""
+"""Rivals: other runtimes, each with an environment, converted models and a worker process; only their setup downloads."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
+import select
 import shutil
 import subprocess
 import sys
@@ -13,10 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from time import monotonic, sleep
 from typing import Any
 
 from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.runtime.bundle import open_bundle
+from spaceport.tools.bench.machine import SPACEPORT_COMMAND, ProcessFailed, Resources, last_lines, resources_of
 
 TORCH = "torch==2.13.0"  # a CPU build satisfies it; an open range may fetch gigabytes of CUDA libraries
 GENAI = ("onnxruntime-genai==0.18.0", "onnxruntime==1.31.1")
@@ -42,20 +45,21 @@ UNWANTED: dict[str, tuple[str, ...]] = {"convert": ("torchvision",)}
 # Environment variables of an installation. The AMX kernels of this llama.cpp crash (segmentation fault in llama_decode, on
 # an Emerald Rapids CPU, Q4_1); all other extensions of the CPU are used.
 _NO_AMX = "-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"
-_SAMPLES = 64  # blocks per weight file that are hashed
-_BLOCK = 1 << 16
-_RECORD = "spaceport-pins.json"
-SPACEPORT = "spaceport"
-OnProgress = Callable[[str], None]
-BUNDLES = ("float32", "int8", "int4")
-_SPACEPORT = "import sys; from spaceport.tools.cli import run; sys.exit(run(sys.argv[1:]))"
-_TAIL = 300  # characters of a failed command's output
-
-
 BUILD: dict[str, dict[str, str]] = {
     name: {"CMAKE_ARGS": f"-DCMAKE_C_FLAGS='{_NO_AMX}' -DCMAKE_CXX_FLAGS='{_NO_AMX}'"}
     for name in ("llama.cpp", "llama.cpp-server")
 }
+_SAMPLES = 64  # blocks per weight file that are hashed
+_BLOCK = 1 << 16
+_RECORD = "spaceport-pins.json"
+_ADAPTERS = Path(__file__).parent / "adapters"
+_SPACEPORT = f"{_ADAPTERS / 'on_spaceport.py'}:Spaceport"
+BUNDLES = ("float32", "int8", "int4")
+_TAIL = 300  # characters of a failed command's output
+_PAUSE = 0.05  # seconds; a process that uses no CPU time meanwhile is idle
+_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+_BFLOAT16 = ("avx512_bf16", "amx_bf16")  # CPU extensions that multiply bfloat16
+OnProgress = Callable[[str], None]
 
 
 class Environments:
@@ -119,53 +123,39 @@ def fingerprint(checkpoint: Path) -> str:
     return digest.hexdigest()
 
 
-ADAPTERS = Path(__file__).parent / "adapters"
-
-
 @dataclass(frozen=True)
 class Peer:
     """Another runtime with one weight format."""
 
     name: str  # name in --peers and in the tables
     environment: str  # key in ENVIRONMENTS
-    adapter: str  # file below adapters/
+    runner: str  # class in adapters/runtimes.py, or FILE:CLASS
     models: tuple[str, ...]  # folders of converted models; empty: the checkpoint itself, or --gguf
     settings: str  # settings, for the tables
-    options: dict[str, Any] = field(default_factory=dict)  # further options of the adapter
+    options: dict[str, Any] = field(default_factory=dict)  # further options of the runner
+
+    @property
+    def reads_gguf(self) -> bool:
+        """Whether its model is the file of --gguf."""
+        return self.environment == "llama.cpp"
 
 
+_GENAI = "builder's int4, accuracy level 4; prune_lm_head except for steps of several rows"
+_CTRANSLATE2 = "converter's int8, whole prompt in one call"
 PEERS = (
-    Peer(
-        "onnxruntime-genai int4",
-        "onnxruntime-genai",
-        "on_genai.py",
-        ("genai-int4-pruned", "genai-int4"),
-        "builder's int4, accuracy level 4; prune_lm_head except for steps of several rows",
+    Peer("onnxruntime-genai int4", "onnxruntime-genai", "Genai", ("genai-int4-pruned", "genai-int4"), _GENAI),
+    *(
+        Peer(
+            f"openvino-genai {x}", "openvino-genai", "OpenVino", (f"openvino-{x}",), f"optimum-cli --weight-format {x}"
+        )
+        for x in ("int8", "int4")
     ),
     Peer(
-        "openvino-genai int8",
-        "openvino-genai",
-        "on_openvino.py",
-        ("openvino-int8",),
-        "optimum-cli --weight-format int8",
+        *("ctranslate2 int8", "ctranslate2", "CTranslate2", ("ctranslate2-int8",), _CTRANSLATE2),
+        options={"compute_type": "int8"},
     ),
-    Peer(
-        "openvino-genai int4",
-        "openvino-genai",
-        "on_openvino.py",
-        ("openvino-int4",),
-        "optimum-cli --weight-format int4",
-    ),
-    Peer(
-        "ctranslate2 int8",
-        "ctranslate2",
-        "on_ctranslate2.py",
-        ("ctranslate2-int8",),
-        "converter's int8, whole prompt in one call",
-        {"compute_type": "int8"},
-    ),
-    Peer("transformers float32", "transformers", "on_transformers.py", (), "sdpa attention, DynamicCache"),
-    Peer("llama.cpp", "llama.cpp", "on_llama_cpp.py", (), "the file of --gguf, logits of all rows"),
+    Peer("transformers float32", "transformers", "Transformers", (), "sdpa attention, DynamicCache"),
+    Peer("llama.cpp", "llama.cpp", "LlamaCpp", (), "the file of --gguf, logits of all rows"),
 )
 
 
@@ -175,7 +165,7 @@ class ComparedRuntime:
 
     name: str
     python: Path  # Python interpreter of its environment
-    adapter: Path
+    runner: str  # FILE:CLASS
     model: Path
     settings: str
     options: dict[str, Any] = field(default_factory=dict)
@@ -192,20 +182,17 @@ class Skipped:
 
 def bundle_subjects(bundles: Sequence[Path]) -> list[ComparedRuntime]:
     """One subject per bundle, named after its weight format."""
-    subjects: list[ComparedRuntime] = []
+    subjects: dict[str, ComparedRuntime] = {}
     for path in bundles:
         manifest = open_bundle(path).manifest
-        weights = manifest.signature.dtype if manifest.weights == "same" else manifest.weights
-        name = f"{SPACEPORT} {weights}"
-        if any(subject.name == name for subject in subjects):
+        name = f"spaceport {manifest.signature.dtype if manifest.weights == 'same' else manifest.weights}"
+        if name in subjects:
             name = f"{name} ({path.name})"
-        if any(subject.name == name for subject in subjects):
+        if name in subjects:
             raise OptionFault(f"--bundle {path}: given twice, or with the same name and weights as another: rename one")
         settings = f"{path.name}, plain decoding"
-        subjects.append(
-            ComparedRuntime(name, Path(sys.executable), ADAPTERS / "on_spaceport.py", path, settings, is_bundle=True)
-        )
-    return subjects
+        subjects[name] = ComparedRuntime(name, Path(sys.executable), _SPACEPORT, path, settings, is_bundle=True)
+    return list(subjects.values())
 
 
 def peers_named(names: str, peers: Sequence[Peer] = PEERS) -> tuple[Peer, ...]:
@@ -217,38 +204,42 @@ def peers_named(names: str, peers: Sequence[Peer] = PEERS) -> tuple[Peer, ...]:
     return tuple(peer for peer in peers if peer.name in wanted or peer.environment in wanted)
 
 
-def peer_subject(peer: Peer, work: WorkFolder, gguf: Path | None) -> ComparedRuntime | Skipped:
-    """The subject of a peer, or the reason why it cannot be measured."""
-    reads_gguf = peer.environment == "llama.cpp"
-    if reads_gguf and gguf is None:
+def peer_subject(
+    peer: Peer, work: Environments, checkpoint: Path, gguf: Path | None, flags: Sequence[str]
+) -> ComparedRuntime | Skipped:
+    """The subject of a peer on a CPU with these extensions, or the reason why it cannot be measured."""
+    if peer.reads_gguf and gguf is None:
         return Skipped(peer.name, "no GGUF file: add --gguf FILE of the same model")
+    if peer.options.get("dtype") == "bfloat16" and not set(_BFLOAT16) & set(flags):
+        return Skipped(peer.name, f"this CPU has none of {', '.join(_BFLOAT16)}: measure float32")
     python = work.python(peer.environment)
     if not work.installed(peer.environment):
         return Skipped(peer.name, f"no environment with the pinned versions at {python.parent.parent}: add --setup")
-    models = [work.model(name) for name in peer.models] or [gguf if reads_gguf and gguf else work.checkpoint]
+    name, models, options = peer.name, [checkpoint], dict(peer.options)
+    if peer.reads_gguf and gguf is not None:
+        name, models = f"{peer.name} {gguf.stem.rpartition('.')[2]}", [gguf]
+    elif peer.models and isinstance(work, WorkFolder):
+        models = [work.model(folder) for folder in peer.models]
     if missing := [model for model in models if not model.exists()]:
         return Skipped(peer.name, f"no converted model at {missing[0]}: add --setup")
-    name = f"{peer.name} {models[0].stem.rpartition('.')[2]}" if reads_gguf else peer.name
-    options = {**peer.options, **({"rows_model": str(models[1])} if len(models) > 1 else {})}
-    return ComparedRuntime(name, python, ADAPTERS / peer.adapter, models[0], peer.settings, options)
+    if len(models) > 1:
+        options["rows_model"] = str(models[1])
+    runner = peer.runner if ":" in peer.runner else f"{_ADAPTERS / 'runtimes.py'}:{peer.runner}"
+    return ComparedRuntime(name, python, runner, models[0], peer.settings, options)
 
 
-class CommandFailed(RuntimeError):
-    """A command of the setup failed; the message has the end of its output and the path of the log."""
-
-
-def set_up(work: WorkFolder, peers: Sequence[Peer], on_progress: OnProgress) -> list[Skipped]:
+def set_up(work: Environments, peers: Sequence[Peer], on_progress: OnProgress) -> list[Skipped]:
     """Create missing environments and models, and return the peers whose setup failed."""
     failed = []
     for peer in peers:
         try:
             create_environment(work, peer.environment, on_progress)
-            for model in peer.models:
-                if not work.model(model).exists():
+            if isinstance(work, WorkFolder):
+                for model in (model for model in peer.models if not work.model(model).exists()):
                     create_environment(work, "convert", on_progress)
                     on_progress(f"convert {work.checkpoint.name} to {model}")
                     convert(work, model)
-        except CommandFailed as failure:
+        except ProcessFailed as failure:
             failed.append(Skipped(peer.name, f"setup failed: {failure}"))
     return failed
 
@@ -319,17 +310,17 @@ def export_bundles(work: WorkFolder, on_progress: OnProgress) -> list[Skipped]:
             continue
         on_progress(f"export {work.checkpoint.name} as {name}")
         weights = "same" if name == "float32" else name
-        command = [sys.executable, "-c", _SPACEPORT, "export", str(work.checkpoint), str(target), "--weights", weights]
+        command = [*SPACEPORT_COMMAND, "export", str(work.checkpoint), str(target), "--weights", weights]
         target.parent.mkdir(parents=True, exist_ok=True)
         try:
             run_logged(command, work.logs / f"export-{name}.log")
-        except CommandFailed as failure:
+        except ProcessFailed as failure:
             failed.append(Skipped(f"spaceport {name}", f"setup failed: {failure}"))
     return failed
 
 
 def run_logged(command: Sequence[str], log: Path, variables: Mapping[str, str] | None = None) -> None:
-    """Run a command with its output in a log file; raises CommandFailed with the end of the output."""
+    """Run a command with its output in a log file; raises ProcessFailed with the end of the output."""
     log.parent.mkdir(parents=True, exist_ok=True)
     environment = {**os.environ, **(variables or {})}
     if command[0] != sys.executable:
@@ -342,7 +333,118 @@ def run_logged(command: Sequence[str], log: Path, variables: Mapping[str, str] |
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment, check=False
             ).returncode
         except OSError as error:
-            raise CommandFailed(f"{command[0]}: {error.strerror}") from error
+            raise ProcessFailed(f"{command[0]}: {error.strerror}") from error
     if code != 0:
         end = " ".join(log.read_text("utf-8", "replace")[-_TAIL:].split())
-        raise CommandFailed(f"exit code {code}: … {end} (all of it: {log})")
+        raise ProcessFailed(f"exit code {code}: … {end} (all of it: {log})")
+
+
+class UnsupportedCall(ProcessFailed):
+    """The API of a runtime does not support a call; its worker goes on."""
+
+
+@dataclass
+class WorkerProcess:
+    """A running worker process."""
+
+    subject: ComparedRuntime
+    process: subprocess.Popen[str]
+    log: Path
+    timeout: float  # seconds to wait for an answer
+    opened: dict[str, Any] = field(default_factory=dict)
+
+    def call(self, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """The answer to one call; the process computes only until then."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        try:
+            self.process.stdin.write(json.dumps({"call": name, **arguments}) + "\n")
+            self.process.stdin.flush()
+        except OSError:
+            raise self._ended() from None
+        ready, _, _ = select.select([self.process.stdout], [], [], self.timeout)
+        if not ready:
+            raise ProcessFailed(f"no answer within {self.timeout:g} s: look at {self.log}")
+        line = self.process.stdout.readline()
+        if not line:
+            raise self._ended()
+        answer = json.loads(line)
+        if "unsupported" in answer:
+            raise UnsupportedCall(answer["unsupported"])
+        return dict(answer["result"])
+
+    def resources(self) -> Resources:
+        """What the process holds and has used."""
+        try:
+            return resources_of(self.process.pid)
+        except ProcessFailed:
+            raise self._ended() from None
+
+    def cpu_seconds(self) -> float:
+        """CPU time of all threads so far, with a resolution of 10 ms."""
+        return self.resources().cpu_seconds
+
+    def wait_until_idle(self, limit: float) -> None:
+        """Wait until no thread of the process uses CPU time: threads of some libraries spin for a while after a call."""
+        end, before = monotonic() + limit, self.cpu_seconds()
+        while True:
+            sleep(_PAUSE)
+            now = self.cpu_seconds()
+            if now == before:
+                return
+            if monotonic() > end:
+                raise ProcessFailed(f"still busy {limit:g} s after its measurement: expected an idle process")
+            before = now
+
+    def close(self) -> None:
+        """End the process."""
+        self.process.kill()
+        self.process.communicate()
+
+    def _ended(self) -> ProcessFailed:
+        code = self.process.wait()
+        return ProcessFailed(f"its process ended with exit code {code} and printed last: {last_lines(self.log)}")
+
+
+def start_worker(subject: ComparedRuntime, threads: int, logs: Path, timeout: float) -> WorkerProcess:
+    """The worker process of a subject, before it opens a model."""
+    logs.mkdir(parents=True, exist_ok=True)
+    log = logs / f"worker-{subject.name.replace(' ', '-').replace('/', '-')}.log"
+    environment = {**os.environ, **{name: str(threads) for name in _THREADS}, "PYTHONUNBUFFERED": "1"}
+    if not subject.is_bundle:
+        environment.pop("PYTHONPATH", None)
+    environment |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    command = [str(subject.python), str(_ADAPTERS / "worker.py"), *subject.runner.rsplit(":", 1)]
+    with log.open("w", encoding="utf-8") as errors:
+        try:
+            process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, env=environment, text=True
+            )
+        except OSError as error:
+            raise ProcessFailed(f"{subject.python}: {error.strerror}: expected an interpreter; add --setup") from error
+    return WorkerProcess(subject, process, log, timeout)
+
+
+def open_model(worker: WorkerProcess, length: int, threads: int, idle_limit: float) -> None:
+    """Open the model of a worker for contexts of this length; a worker that fails is closed."""
+    read_files(worker.subject.model)
+    settings = {"model": str(worker.subject.model), "threads": threads, "length": length}
+    try:
+        worker.opened = worker.call("open", {**settings, **worker.subject.options})
+        worker.wait_until_idle(idle_limit)
+    except ProcessFailed:
+        worker.close()
+        raise
+
+
+def read_files(path: Path) -> None:
+    """Read the files of a model once, so that it is opened from the page cache."""
+    for file in files_of(path):
+        with file.open("rb") as stream:
+            while stream.read(1 << 24):
+                pass
+
+
+def files_of(path: Path) -> list[Path]:
+    """The files below a folder, or the file itself."""
+    return [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())

@@ -27,13 +27,19 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self._service = service
         self._stop_at: float | None = None
+        self._unannounced: list[socket.socket] = []  # that it listens on, until all bundles are open
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to listen; uvicorn logs no address for a socket that it is given."""
         await super().startup(sockets)
-        for listener in sockets or ():
+        self._unannounced = list(sockets or ())
+
+    def _announce(self) -> None:
+        """Log the addresses at which requests are accepted now."""
+        for listener in self._unannounced:
             host, port = listener.getsockname()[:2]
             log.info("running on http://%s:%d", f"[{host}]" if ":" in host else host, port)
+        self._unannounced = []
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin to stop; a second signal ends the time that running requests have."""
@@ -46,6 +52,8 @@ class Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Close the connections of late clients; whether to stop now. Called ten times per second."""
+        if self._service.models:
+            self._announce()
         now = asyncio.get_running_loop().time()
         for connection in list(self.server_state.connections):
             if isinstance(connection, ClientConnection):
@@ -91,10 +99,9 @@ def configuration(app: Starlette, host: str = "127.0.0.1", port: int = 0) -> uvi
     )
 
 
-def serve(app: Starlette, host: str, port: int) -> None:
+def serve(app: Starlette, listener: socket.socket) -> None:
     """Serve an application; returns after a signal, raises if a bundle cannot be opened or an engine call hangs."""
     service: Service = app.state.service
-    with listening(host, port) as listener:
-        Server(configuration(app, host, port), service).run([listener])
+    Server(configuration(app), service).run([listener])
     if service.fault is not None:
         raise service.fault

@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 from spaceport.graphs.contract.faults import OptionFault
 
 Options = TypeVar("Options")
+_LARGEST = 2**64 - 1
 _NUMBERS = {int: "a whole number", float: "a number"}
 
 
@@ -50,7 +51,9 @@ class OptionField:
             return "" if self.most is None else f"at most {self.most} characters"
         if self.least is None:
             return ""
-        return f"{self.least} to {self.most}" if self.most is not None else f"at least {self.least}"
+        if self.most is None:
+            return f"at least {self.least}"
+        return f"{self.least} to {'2**64 - 1' if self.most == _LARGEST else self.most}"
 
     @property
     def default_text(self) -> str:
@@ -62,9 +65,12 @@ class OptionField:
     @property
     def described(self) -> str:
         """The sentence with range and default."""
-        default = f"default: {self.default_text}" if self.default_text else ""
-        facts = "; ".join(filter(None, (self.values, default)))
-        return f"{self.text.removesuffix('.')} ({facts})." if facts else self.text
+        return self.with_facts(self.values, f"default: {self.default_text}" if self.default_text else "")
+
+    def with_facts(self, *facts: str) -> str:
+        """The sentence with facts in parentheses, apart from empty ones."""
+        known = "; ".join(filter(None, facts))
+        return f"{self.text.removesuffix('.')} ({known})." if known else self.text
 
     def check(self, value: object) -> None:
         """Raise for a value of another type or out of range."""

@@ -16,15 +16,18 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from threading import Semaphore
+from threading import Event, Semaphore, Thread
 from typing import Any
 
 import pytest
 
 from spaceport.graphs.contract.faults import OptionFault
+from spaceport.graphs.contract.manifest import MANIFEST_FILE
+from spaceport.runtime.session import Runtime
 from spaceport.serving.application import application
 from spaceport.serving.options import ServiceOptions
-from spaceport.serving.server import listening, serve
+from spaceport.serving.server import Server, configuration, listening
+from spaceport.tools.cli import INPUT, USAGE, run
 from spaceport.tools.cli.configuration import keys_of
 from spaceport.tools.cli.serve import models_of
 from support.chat_runtime import chat_runtime
@@ -145,4 +148,59 @@ def test_an_address_that_cannot_be_used_is_an_error_before_bundles_are_opened() 
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(OptionFault, match=f"port {port}: Address already in use: expected a free port"):
-            serve(application({"never": lambda: pytest.fail("opened")}, answers_while_opening=True), "127.0.0.1", port)
+            listening("127.0.0.1", port)
+
+
+def test_the_address_is_announced_when_all_bundles_are_open(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    may_open = Event()
+
+    def opener() -> Runtime:
+        assert may_open.wait(30)
+        return chat_runtime()
+
+    def announced() -> bool:
+        return "running on http://127.0.0.1:" in caplog.text
+
+    app = application({"slow": opener}, answers_while_opening=True)
+    with listening("127.0.0.1", 0) as listener:
+        server = Server(configuration(app), app.state.service)
+        thread = Thread(target=server.run, args=([listener],))
+        thread.start()
+        try:
+            address = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            while not server.started:
+                time.sleep(0.01)
+            with pytest.raises(urllib.error.HTTPError, match="503"):
+                urllib.request.urlopen(f"{address}/health", timeout=10)
+            time.sleep(0.3)  # three ticks
+            assert not announced()
+            may_open.set()
+            wait_until_ready(address)
+            ended = time.monotonic() + 10
+            while not announced() and time.monotonic() < ended:
+                time.sleep(0.01)
+            assert announced()
+        finally:
+            may_open.set()
+            server.should_exit = True
+            thread.join()
+
+
+def test_serve_checks_folders_and_ports_before_it_opens_anything(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert run(["serve", str(tmp_path / "nosuch")]) == INPUT
+    assert "nosuch" in capfd.readouterr().err
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / MANIFEST_FILE).write_text("{", "utf-8")
+    assert run(["serve", "--port", "0", str(broken)]) == INPUT
+    said = capfd.readouterr().err
+    assert str(broken / MANIFEST_FILE) in said
+    assert "opening" not in said + capfd.readouterr().out
+    with listening("127.0.0.1", 0) as taken:
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert run(["serve", str(broken), "--port", str(port)]) == USAGE
+        assert f"port {port}: Address already in use" in capfd.readouterr().err

@@ -7,6 +7,7 @@ import re
 import sys
 import traceback
 from collections.abc import Mapping
+from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar
@@ -73,6 +74,16 @@ class LazyGroup(click.Group):
         command: click.Command = getattr(import_module(f"{self.package}.{module}"), attribute)
         return command
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """The command that the arguments name; an unknown one is an error that names a similar one."""
+        if not ctx.resilient_parsing and args[0] not in self.summaries and not args[0].startswith("-"):
+            close = get_close_matches(args[0], self.summaries, 1)
+            hint = f"did you mean {close[0]}?" if close else f"`{ctx.command_path} --help` lists the commands"
+            raise click.UsageError(f"there is no command {args[0]}: {hint}", ctx)
+        return super().resolve_command(ctx, args)
+
     def invoke(self, context: click.Context) -> Any:
         """Run a command; errors about options name its flags."""
         try:
@@ -82,20 +93,20 @@ class LazyGroup(click.Group):
             raise OptionFault(name_flags(str(error), command)) from error
 
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
+        with formatter.section(f"Commands (`{context.command_path} COMMAND --help` shows their options)"):
             formatter.write_dl(list(self.summaries.items()))
 
 
 class Commands(LazyGroup):
-    """The commands of `spaceport`."""
+    """The commands of `spaceport`; --help fits on a screen."""
 
     package = "spaceport.tools.cli"
     modules: ClassVar = {"inspect": "bundles:inspect", "sign": "bundles:sign", "fetch": "bundles:fetch_command"}
     summaries: ClassVar = {
-        "tune": "Fine-tune a checkpoint for self-speculative decoding and parallel threads.",
+        "tune": "Fine-tune a checkpoint for drafts and parallel threads.",
         "distill": "Generate a model's own answers to prompts, as training data.",
         "acceptance": "Measure draft acceptance rates.",
-        "adopt": "Use published weights that draft for themselves: PARD, I-DLM, UNO.",
+        "adopt": "Use published weights that draft for themselves.",
         "export": "Export a checkpoint to an ONNX bundle.",
         "build": "Build TensorRT engines from a bundle.",
         "check": "Compare the logits of all backends and of PyTorch.",
@@ -112,11 +123,19 @@ class Commands(LazyGroup):
         "doctor": "Show available backends and how to install missing ones.",
     }
 
+    def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
+        """The arguments in the line of usage, options included."""
+        return ["[-h] [-V]", *super().collect_usage_pieces(ctx)[1:]]
+
+    def format_options(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        """List the commands; the line of usage has the options."""
+        self.format_commands(context, formatter)
+
 
 @click.command(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
-@click.version_option(__version__, prog_name="spaceport")
+@click.version_option(__version__, "-V", "--version", prog_name="spaceport")
 def cli() -> None:
-    """Export language models to ONNX and TensorRT and run them with self-speculative decoding."""
+    """Export language models to ONNX or TensorRT and run them with drafts."""
 
 
 def main() -> None:

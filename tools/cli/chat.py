@@ -11,6 +11,8 @@ from typing import Any
 import click
 
 from spaceport.graphs.contract.faults import OptionFault
+from spaceport.runtime.decoding import Decoding
+from spaceport.runtime.sampling.sampler import Sampling
 from spaceport.runtime.session import Runtime
 from spaceport.tools.chat.bundle_model import BundleModel
 from spaceport.tools.chat.chat_loop import Chat
@@ -19,13 +21,15 @@ from spaceport.tools.chat.conversation import ChatHistory
 from spaceport.tools.chat.service_model import ServiceModel
 from spaceport.tools.cli.bundle_cache import bundle_of
 from spaceport.tools.cli.configuration import KEY_VARIABLE, keys_of
-from spaceport.tools.cli.generate_request import decoded
 from spaceport.tools.cli.options import (
     PATH,
     Sectioned,
     Unused,
     allow_links_option,
     backend_option,
+    declared_options,
+    decoded,
+    max_seq_len_option,
     options,
     refuse_unused,
     require_signature_option,
@@ -50,10 +54,9 @@ _conversation = options(
     click.option("--no-colour", "--no-color", "no_colour", is_flag=True, help="Print plain text."),
 )
 _answers = options(
-    click.option("--max-tokens", type=int, help="Maximum tokens of an answer; default: up to the context length."),
-    click.option("--temperature", type=float, help="Sampling temperature; 0 = greedy; default: as the model suggests."),
-    click.option("--top-p", type=float, help="Sample from the most probable tokens with this total probability."),
-    click.option("--seed", type=int, help="Seed of sampled tokens."),
+    declared_options(Decoding, "max_tokens"),
+    declared_options(Sampling, "temperature", "top_p", unset="as the model suggests"),
+    declared_options(Sampling, "seed"),
     click.option("--drafts/--no-drafts", default=True, help="Speculative decoding; the text is the same without."),
     click.option("--fork", is_flag=True, help="Let the text fork into threads, if the bundle can."),
 )
@@ -69,9 +72,7 @@ _service = options(
 _bundle = options(
     backend_option,
     threads_option,
-    click.option(
-        "--max-seq-len", type=int, help="Maximum context length in tokens; default: the model's, at most 4096."
-    ),
+    max_seq_len_option,
     trust_engines_option,
     allow_links_option,
     require_signature_option,

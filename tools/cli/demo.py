@@ -193,11 +193,12 @@ def write_bundle(bundle: Path, demo: DemoModel, threads: int) -> bool:
 def serve_page(bundle: Path, name: str, threads: int, port: int) -> None:
     """Serve a bundle with its page until a signal."""
     from spaceport.serving.application import application
-    from spaceport.serving.server import serve
+    from spaceport.serving.server import listening, serve
 
     opener = partial(Runtime.open, bundle, threads=threads, max_requests=4, prefix_cache=True)
     click.echo(f"open http://127.0.0.1:{port} in a browser; Ctrl-C ends it")
-    serve(application({name: opener}, answers_while_opening=True), "127.0.0.1", port)
+    with listening("127.0.0.1", port) as listener:
+        serve(application({name: opener}, answers_while_opening=True), listener)
 
 
 def show_generation(runtime: Runtime, prompt: Prompt, max_tokens: int) -> None:

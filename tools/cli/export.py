@@ -55,6 +55,12 @@ class Export(Sectioned):
         "dry_run": "Dry run",
         "overwrite": "Output",
     }
+    usual: ClassVar = frozenset(
+        (
+            *("adapter", "lowering", "dtype", "weights", "machine", "calibrate", "max_mask_slots", "dry_run"),
+            *("max_seq_len", "overwrite", "trust_remote_code", "as_json"),
+        )
+    )
 
 
 @click.command("export", cls=Export)

@@ -2,67 +2,156 @@
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import click
 from tokenizers import Tokenizer
 
+from spaceport.graphs.contract.exactness import unmeasured
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.graphs.contract.manifest import TEMPLATE_FILE
+from spaceport.graphs.contract.manifest import TEMPLATE_FILE, Manifest
+from spaceport.runtime.backends import BACKENDS
 from spaceport.runtime.bundle import open_bundle
+from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import capacity_for, seq_len, slots_for
+from spaceport.runtime.sampling.grammar import Grammar
+from spaceport.runtime.sampling.sampler import Sampling
 from spaceport.runtime.session import Runtime
+from spaceport.runtime.text.messages import ChatPrompt
 from spaceport.runtime.text.prompt import Prompt
+from spaceport.runtime.text.tokenizer import encode
 from spaceport.runtime.trace import Trace
 from spaceport.tools.cli.bundle_cache import bundle_of
-from spaceport.tools.cli.generate_options import (
-    Generate,
-    drafts,
-    engines,
-    grammars,
-    lengths,
-    outputs,
-    prompts,
-    sampling,
-    threads,
-)
-from spaceport.tools.cli.generate_request import (
-    banned,
-    chat_prompt,
-    check_before,
-    check_with,
+from spaceport.tools.cli.options import (
+    PATH,
+    Sectioned,
+    Unused,
+    allow_links_option,
+    bundle_argument,
+    copy_weights_option,
+    declared_options,
+    declared_values,
     decoded,
-    decoding_of,
+    json_option,
+    limit_option,
     limits_of,
+    max_seq_len_option,
+    max_slots_option,
+    options,
     read_text,
+    refuse_unused,
+    require_signature_option,
+    step_costs_option,
+    threads_option,
+    trust_engines_option,
 )
-from spaceport.tools.cli.options import bundle_argument
 from spaceport.tools.terminal.generate_screen import as_dict, show, show_live, show_statistics
 from spaceport.tools.terminal.lanes import Lanes
 from spaceport.tools.terminal.screen import show_json, show_notes
+
+_FILES = ("trace", "report", "picture")  # that show what each step did
+
+
+class Generate(Sectioned):
+    """The command with its options in groups."""
+
+    headings: ClassVar = {
+        "prompt_file": "Prompt",
+        "max_tokens": "Limits",
+        "mask_slots": "Speculative decoding (never changes the output)",
+        "fork": "Parallel threads (APAR)",
+        "temperature": "Sampling",
+        "regex": "Constrained decoding (turns parallel threads off)",
+        "logprobs": "Output",
+        "live": "Output",
+        "max_seq_len": "Limits",
+        "backend": "Backend",
+    }
+    usual: ClassVar = frozenset(
+        (
+            *("prompt_file", "chat", "system", "max_tokens", "stop", "temperature", "top_p", "seed", "json_schema"),
+            *("stats", "as_json", "report", "backend", "threads"),
+        )
+    )
+
+
+_prompts = options(
+    click.option("--prompt-file", type=PATH, metavar="FILE", help="Read the prompt from a file."),
+    click.option("--chat", is_flag=True, help="Use the prompt as a user message and apply the model's chat template."),
+    click.option("--system", metavar="TEXT", help="With --chat: system message before the prompt."),
+    click.option(
+        "--chat-template-kwargs",
+        metavar="JSON",
+        help="With --chat: variables of the chat template as a JSON object, such as '{\"enable_thinking\": false}'.",
+    ),
+)
+_outputs = options(
+    click.option(
+        "--live", is_flag=True, help="Show all threads side by side while they are generated (on a terminal)."
+    ),
+    click.option(
+        "--show-drafts",
+        is_flag=True,
+        help="Mark accepted draft tokens: green on a terminal, in [brackets] elsewhere.",
+    ),
+    click.option("--stats", is_flag=True, help="Print statistics on stderr: speed, acceptance rate, KV slots."),
+    json_option("text, tokens, threads and statistics"),
+    click.option("--trace", type=PATH, metavar="FILE", help="Write a trace of all steps as JSON."),
+    click.option("--report", type=PATH, metavar="FILE", help="Write a trace of all steps as an HTML page."),
+    click.option("--picture", type=PATH, metavar="FILE", help="Write a diagram of threads and steps as SVG."),
+)
+_engines = options(
+    max_seq_len_option,
+    max_slots_option,
+    limit_option(),
+    click.option(
+        "--backend",
+        type=click.Choice(("auto", *BACKENDS, "torch")),
+        default="auto",
+        metavar="NAME",
+        help=f"Backend: {', '.join(BACKENDS)}, torch; auto = the best one available (default).",
+    ),
+    click.option(
+        "--checkpoint", type=PATH, metavar="FOLDER", help="With --backend torch: the checkpoint of this bundle."
+    ),
+    click.option(
+        "--adapter",
+        type=PATH,
+        metavar="FOLDER",
+        help="With --backend torch: the adapter that --checkpoint is the base of.",
+    ),
+    trust_engines_option,
+    allow_links_option,
+    require_signature_option,
+    copy_weights_option,
+    threads_option,
+    step_costs_option,
+)
 
 
 @click.command("generate", cls=Generate)
 @bundle_argument
 @click.argument("prompt", required=False)
-@prompts
-@lengths
-@drafts
-@threads
-@sampling
-@grammars
-@outputs
-@engines
+@_prompts
+@declared_options(Decoding)
+@declared_options(Sampling)
+@declared_options(Grammar)
+@_outputs
+@_engines
 @click.pass_context
 def command(context: click.Context, /, bundle: Path, prompt: str | None, **given: Any) -> None:
-    """Generate text from PROMPT with BUNDLE, or with a checkpoint or GGUF file; - reads the prompt from standard input."""
+    """Generate text from PROMPT with BUNDLE, or with a checkpoint or GGUF file.
+
+    Without PROMPT, and with -, the prompt comes from standard input.
+    """
     check_before(context)
-    check_files({f"--{name}": given[name] for name in ("trace", "report", "picture")})
+    check_files({f"--{name}": given[name] for name in _FILES})
     text = read_prompt(prompt, given["prompt_file"])
     prompted: Prompt = chat_prompt(text, given["system"], given["chat_template_kwargs"]) if given["chat"] else text
     decoding = decoding_of(given)
@@ -72,7 +161,7 @@ def command(context: click.Context, /, bundle: Path, prompt: str | None, **given
         check_with(context, runtime.bundle.manifest, decoding)
         if given["chat"] and TEMPLATE_FILE not in runtime.bundle.manifest.files:
             raise OptionFault(f"--chat: {bundle} has no chat template: leave --chat out and give a plain prompt")
-        banned_ids = banned(given["banned"], runtime.tokenizer)
+        banned_ids = _token_ids(given["banned"], runtime.tokenizer)
         decoding = replace(decoding, sampling=replace(decoding.sampling, banned=banned_ids))
         lanes = Lanes(runtime.bundle.manifest.tokens.fork)
         with runtime.stream(prompted, decoding) as stream:
@@ -118,16 +207,20 @@ def open_runtime(bundle: Path, given: dict[str, Any]) -> Runtime:
 
 
 def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
-    """The prompt from the argument, a file or standard input."""
-    if (prompt is None) == (prompt_file is None):
-        given = "no prompt" if prompt is None else "PROMPT and --prompt-file are both given"
-        raise OptionFault(f"{given}: expected either PROMPT (- reads standard input) or --prompt-file FILE")
+    """The prompt from the argument, a file or standard input, which is read if neither is given and it is no terminal."""
+    expected = "expected PROMPT, --prompt-file FILE, or a prompt on standard input"
+    if prompt is not None and prompt_file is not None:
+        raise OptionFault(f"PROMPT and --prompt-file are both given: {expected}")
     if prompt_file is not None:
         return read_text(prompt_file)
-    if prompt == "-":
-        return decoded(sys.stdin.buffer.read(), "standard input")
-    assert prompt is not None
-    return decoded(prompt.encode("utf-8", "surrogateescape"), "the prompt")
+    if prompt not in (None, "-"):
+        return decoded(prompt.encode("utf-8", "surrogateescape"), "the prompt")
+    if prompt is None and sys.stdin.isatty():
+        raise OptionFault(f"no prompt: {expected}")
+    text = decoded(sys.stdin.buffer.read(), "standard input")
+    if not text:
+        raise OptionFault(f"no prompt, and standard input is empty: {expected}")
+    return text
 
 
 def check_files(files: Mapping[str, Path | None]) -> None:
@@ -155,3 +248,134 @@ def write_files(trace: Trace, tokenizer: Tokenizer, given: dict[str, Any], title
         write_report(given["report"], record, title)
     if given["picture"] is not None:
         write_text(given["picture"], figure_of(record, title))
+    for option in _FILES:
+        if given[option] is not None:
+            click.echo(f"{given[option]}: {option} written", err=True)
+
+
+def check_before(context: click.Context) -> None:
+    """Raise for options that contradict each other or have no effect, whatever the bundle is."""
+    given = context.params
+    if given["live"] and not sys.stdout.isatty():
+        raise OptionFault("--live needs a terminal, and standard output is none: leave it out, or use --show-drafts")
+    if given["checkpoint"] is not None and given["backend"] != "torch":
+        raise OptionFault("--checkpoint has no effect without --backend torch: add --backend torch, or leave it out")
+    if given["adapter"] is not None and given["checkpoint"] is None:
+        raise OptionFault("--adapter has no effect without --checkpoint: name its base model with --checkpoint")
+    if given["checkpoint"] is None and given["backend"] == "torch":
+        raise OptionFault("--backend torch runs the PyTorch checkpoint: name its folder with --checkpoint")
+    grammar_flag = (
+        "--regex" if given["regex"] is not None else "--json-schema" if given["json_schema"] is not None else ""
+    )
+    refuse_unused(
+        context,
+        (
+            Unused(
+                not given["temperature"],
+                ("top_k", "top_p", "min_p", "seed"),
+                "without --temperature",
+                "add --temperature 1",
+            ),
+            Unused(
+                bool(grammar_flag),
+                ("max_threads", "max_depth"),
+                f"with {grammar_flag}, which turns threads off",
+                f"leave {grammar_flag} out",
+            ),
+            Unused(not given["as_json"], ("logprobs",), "without --json", "add --json"),
+            Unused(not given["chat"], ("system", "chat_template_kwargs"), "without --chat", "add --chat"),
+            Unused(given["as_json"], ("live", "show_drafts"), "with --json", "leave --json out"),
+            Unused(
+                given["draft"] == "chain", ("draft_rows", "draft_siblings"), "with --draft chain", "use --draft tree"
+            ),
+            Unused(
+                given["backend"] == "torch",
+                ("trust_engines", "step_costs", "copy_weights"),
+                "with --backend torch",
+                "use another backend",
+            ),
+            Unused(given["fork"] is False, ("max_threads", "max_depth"), "with --no-fork", "leave --no-fork out"),
+        ),
+    )
+
+
+def check_with(context: click.Context, manifest: Manifest, decoding: Decoding) -> None:
+    """Raise for options that have no effect with this bundle."""
+    draft_config = decoding.draft_config(manifest.drafts, unmeasured(manifest).drafts)
+    no_masks = not (draft_config.mask_slots or draft_config.heads)
+    without = "with --mask-slots 0" if manifest.drafts.max_tokens else "with a bundle without mask slots"
+    forks = manifest.tokens.fork is not None
+    refuse_unused(
+        context,
+        (
+            Unused(
+                no_masks,
+                ("draft_siblings",),
+                without,
+                "turn mask slots on" if manifest.drafts.max_tokens else "export the bundle with mask tokens",
+            ),
+            Unused(
+                no_masks and not draft_config.lookup, ("draft", "draft_rows"), without, "turn mask slots or --lookup on"
+            ),
+            Unused(
+                not forks,
+                ("max_threads", "max_depth"),
+                "with a bundle without a fork token",
+                "export the bundle with a fork token",
+            ),
+        ),
+    )
+
+
+def decoding_of(given: Mapping[str, Any]) -> Decoding:
+    """The `Decoding` that the options ask for; tokens that are banned need the bundle's tokenizer."""
+    sampling, grammar = declared_values(Sampling, given), declared_values(Grammar, given)
+    if "regex" in grammar and "json_schema" in grammar:
+        raise OptionFault("--regex and --json-schema are both given: expected one of them")
+    if "json_schema" in grammar:
+        grammar["json_schema"] = read_text(grammar["json_schema"])
+    decoding = declared_values(Decoding, given)
+    return Decoding(
+        **decoding | {"trace": any(given[file] is not None for file in _FILES)},
+        sampling=Sampling(**sampling | {"logit_bias": _biases(given["logit_bias"]), "banned": ()}),
+        grammar=Grammar(**grammar) if grammar else None,
+    )
+
+
+def chat_prompt(text: str, system: str | None, template_kwargs: str | None) -> ChatPrompt:
+    """The prompt as a user message, after a system message if there is one."""
+    messages = [{"role": "user", "content": text}]
+    if system is not None:
+        messages.insert(0, {"role": "system", "content": system})
+    try:
+        variables = {} if template_kwargs is None else json.loads(template_kwargs)
+    except (ValueError, RecursionError) as error:
+        raise OptionFault(f"--chat-template-kwargs: {error}: expected a JSON object") from error
+    if not isinstance(variables, dict):
+        raise OptionFault(f"--chat-template-kwargs is {template_kwargs!r:.60}: expected a JSON object")
+    return ChatPrompt(messages, template_kwargs=variables)
+
+
+def _token_ids(given: Sequence[str], tokenizer: Tokenizer) -> list[int]:
+    """The token ids of --ban, which takes ids and texts."""
+    found = []
+    for token in given:
+        ids = [int(token)] if token.isascii() and token.isdigit() else encode(tokenizer, token, special=False)
+        if len(ids) != 1:
+            raise OptionFault(f"--ban {token!r} is {len(ids)} tokens, {ids}: expected one token; give its id")
+        found += ids
+    return found
+
+
+def _biases(given: Sequence[str]) -> dict[int, float]:
+    found: dict[int, float] = {}
+    for pair in given:
+        token, _, bias = pair.partition("=")
+        try:
+            token_id, value = int(token), float(bias)
+        except ValueError:
+            raise OptionFault(f"--logit-bias is {pair!r}: expected a token id and a number, such as 42=-1.5") from None
+        if token_id in found:
+            raise OptionFault(f"--logit-bias names token {token_id} twice: expected one number per token")
+        found[token_id] = value
+    return found

@@ -1,17 +1,20 @@
-"""Options: those that several commands share, their groups in --help, former names, and errors for unused options."""
+"""Options that several commands share, those that generation options declare, their groups in --help, and what files and pairs say."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, get_args
+from typing import Any, ClassVar, NamedTuple, get_args, get_origin
 
 import click
 
-from spaceport.graphs.contract.faults import OptionFault
+from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.runtime.backends import BACKENDS
 from spaceport.runtime.costs import CostSource
+from spaceport.runtime.limits import DEFAULT_LIMITS, Limits
+from spaceport.runtime.sampling.option_fields import OptionField, option_fields
 
 PATH = click.Path(path_type=Path)
 
@@ -76,6 +79,20 @@ adapter_option = click.option(
     "--adapter", type=PATH, metavar="FOLDER", help="Add the adapter in this folder to CHECKPOINT, its base model."
 )
 
+max_seq_len_option = click.option(
+    "--max-seq-len",
+    type=int,
+    metavar="N",
+    help="Maximum context length in tokens (prompt and output); default: the model's, at most 4096.",
+)
+max_slots_option = click.option(
+    "--max-slots",
+    type=int,
+    metavar="N",
+    help="KV cache slots of a request, for its prompt and the output of all its threads; default: --max-seq-len.",
+)
+
+_ALL = "spaceport.all_options"  # entry of a context: --help-all is given
 _COLUMN = 24  # characters; the help of longer options starts on the next line
 
 
@@ -87,6 +104,72 @@ def json_option(what: str) -> Callable[[Any], Any]:
 def overwrite_option(what: str) -> Callable[[Any], Any]:
     """The flag --overwrite, for a command that writes a `what`."""
     return click.option("--overwrite", is_flag=True, help=f"Replace an existing {what}.")
+
+
+def limit_option(callback: Callable[..., Any] | None = None) -> Callable[[Any], Any]:
+    """The option --limit; `callback` checks it."""
+    return click.option(
+        "--limit",
+        "limits",
+        multiple=True,
+        callback=callback,
+        metavar="NAME=N",
+        help="Raise or lower a limit of requests, such as stop_strings=32; `inspect` shows all; repeatable.",
+    )
+
+
+def declared_options(declaring: type, *names: str, unset: str | None = None) -> Callable[[Any], Any]:
+    """One decorator with the flags of the generation options that a dataclass declares, or of those with these names.
+
+    What is not given is None; `unset` says what happens then, if not the default of the dataclass.
+    """
+    declared = [
+        entry if unset is None else replace(entry, unset=unset)
+        for entry in option_fields(declaring)
+        if entry.flag is not None and (entry.name in names or not names)
+    ]
+    return options(*map(_flag_of, declared))
+
+
+def _flag_of(declared: OptionField) -> Callable[[Any], Any]:
+    flag, kind = str(declared.flag), declared.kind
+    several = get_origin(kind) in (Sequence, Collection, Mapping) and declared.metavar != "FILE"
+    if several:
+        kind = get_args(kind)[0] if declared.metavar is None else str
+    is_switch = kind is bool and not declared.optional and not declared.default
+    default = "" if is_switch or declared.default_text == "none" else f"default: {declared.default_text}"
+    values = "" if declared.choices else declared.values
+    settings: dict[str, Any] = {
+        "help": _in_flags(declared.with_facts(values, default, "repeatable" if several else ""))
+    }
+    if kind is bool:
+        names = flag if is_switch else f"{flag}/--no-{flag[2:]}"
+        return click.option(names, declared.name, is_flag=True, default=None, **settings)
+    return click.option(
+        flag,
+        declared.name,
+        type=click.Choice(declared.choices) if declared.choices else PATH if declared.metavar == "FILE" else kind,
+        metavar=declared.metavar or {int: "N", float: "X"}.get(kind),
+        multiple=several,
+        **settings,
+    )
+
+
+def _in_flags(text: str) -> str:
+    """A text with the flags of the options that it names."""
+    return re.sub(r"`([a-z]+(?:_[a-z]+)+)(?:=(\w+))?`", _flag_named, text).replace(
+        "--stop-token-ids", "--stop-token-id"
+    )
+
+
+def _flag_named(name: re.Match[str]) -> str:
+    return " ".join(filter(None, (f"--{name[1].replace('_', '-')}", name[2])))
+
+
+def declared_values(declaring: type, given: Mapping[str, Any]) -> dict[str, Any]:
+    """What is given of the generation options that a dataclass declares."""
+    values = {declared.name: given.get(declared.name) for declared in option_fields(declaring)}
+    return {name: value for name, value in values.items() if value is not None and value != ()}
 
 
 class Unused(NamedTuple):
@@ -115,23 +198,47 @@ class Renamed(click.Option):
 
 
 class Sectioned(click.Command):
-    """A command whose --help lists its options in groups with headings."""
+    """A command whose --help lists its options in groups with headings, or the usual ones only if they are named."""
 
     headings: ClassVar[Mapping[str, str]] = {}  # name of the first option of a group -> its heading
+    usual: ClassVar[Collection[str]] = ()  # names of the options that --help lists; empty: all
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        """The parameters, with --help-all if --help does not list all of them."""
+        params = super().get_params(ctx)
+        if self.usual:
+            text = f"Show all {sum(isinstance(option, click.Option) for option in params)} options and exit."
+            params.append(
+                click.Option(
+                    ["--help-all"], is_flag=True, is_eager=True, expose_value=False, callback=_show_all, help=text
+                )
+            )
+        return params
 
     def format_options(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         listed: dict[str, list[tuple[str, str]]] = {}
+        order = [*self.headings.values(), "Help"]
         heading = "Options"
         for option in self.get_params(context):
-            heading = (
-                "Help" if option is self.get_help_option(context) else self.headings.get(option.name or "", heading)
-            )
+            is_help = option is self.get_help_option(context) or option.name == "help_all"
+            heading = "Help" if is_help else self.headings.get(option.name or "", heading)
+            if not is_help and self.usual and option.name not in self.usual and not context.meta.get(_ALL):
+                continue
             record = option.get_help_record(context)
             if record is not None and isinstance(option, click.Option):
                 listed.setdefault(heading, []).append(record)
-        for heading, records in listed.items():
+        for heading, records in sorted(
+            listed.items(), key=lambda item: order.index(item[0]) if item[0] in order else -1
+        ):
             with formatter.section(heading):
                 formatter.write_dl(records, col_max=_COLUMN)
+
+
+def _show_all(context: click.Context, _: click.Parameter, shown: bool) -> None:
+    if shown and not context.resilient_parsing:
+        context.meta[_ALL] = True
+        click.echo(context.get_help(), color=context.color)
+        context.exit()
 
 
 def options(*listed: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -156,3 +263,33 @@ def refuse_unused(context: click.Context, rules: Iterable[Unused]) -> None:
 def was_given(context: click.Context, name: str) -> bool:
     """Whether an option is on the command line."""
     return context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
+
+
+def limits_of(given: Sequence[str]) -> Limits:
+    """The limits with those that --limit names changed."""
+    changed: dict[str, int] = {}
+    for pair in given:
+        name, _, number = pair.partition("=")
+        if name not in DEFAULT_LIMITS.as_dict() or not (number.isascii() and number.isdigit()):
+            names = ", ".join(DEFAULT_LIMITS.as_dict())
+            raise OptionFault(f"--limit is {pair!r}: expected NAME=N with one of {names}")
+        changed[name] = int(number)
+    return replace(DEFAULT_LIMITS, **changed)
+
+
+def read_text(file: Path) -> str:
+    """The content of a text file."""
+    try:
+        return decoded(file.read_bytes(), str(file))
+    except OSError as error:
+        raise InputFault(f"{file}: {error.strerror}: expected a text file that can be read") from error
+
+
+def decoded(data: bytes, source: str) -> str:
+    """UTF-8 bytes as text; `source` names them in errors."""
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InputFault(
+            f"{source}: byte {error.start} (0x{data[error.start]:02x}) is not valid UTF-8: expected UTF-8 text"
+        ) from error

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import click
 
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.runtime.backends import BACKENDS
+from spaceport.runtime.bundle import read_manifest
 from spaceport.runtime.session import DEFAULT_CALL_TIMEOUT, Runtime
 from spaceport.serving.options import ServiceOptions
 from spaceport.tools.cli.bundle_cache import bundle_of, model_name
@@ -24,15 +24,20 @@ from spaceport.tools.cli.configuration import (
     print_config_option,
     unknown_variables,
 )
-from spaceport.tools.cli.generate_request import limits_of
 from spaceport.tools.cli.options import (
     PATH,
     allow_links_option,
+    backend_option,
     copy_weights_option,
+    limit_option,
+    limits_of,
+    max_seq_len_option,
+    max_slots_option,
     options,
     require_signature_option,
     step_costs_option,
     threads_option,
+    trust_engines_option,
 )
 
 if TYPE_CHECKING:
@@ -61,6 +66,12 @@ class Serve(Configured):
         "audit_rate": "Exactness audit",
         "backend": "Backend",
     }
+    usual: ClassVar = frozenset(
+        (
+            *("config", "host", "port", "api_key_file", "page", "max_requests", "max_seq_len", "request_timeout"),
+            *("log_format", "backend", "threads", "require_signature"),
+        )
+    )
     tables: ClassVar = {"models": "bundles", "limits": "limits"}
 
 
@@ -147,22 +158,9 @@ _tracing = click.option(
 _requests = options(
     click.option("--max-requests", type=int, default=8, show_default=True, help="Requests that decode at a time."),
     click.option("--queue-limit", type=int, help="Requests that may wait; default: 256."),
-    click.option(
-        "--max-seq-len", type=int, help="Maximum context length in tokens; default: the model's, at most 4096."
-    ),
-    click.option(
-        "--max-slots",
-        type=int,
-        help="KV slots per request: maximum tokens of its prompt and all its threads; default: --max-seq-len.",
-    ),
-    click.option(
-        "--limit",
-        "limits",
-        multiple=True,
-        callback=_known_limits,
-        metavar="NAME=N",
-        help="Raise or lower a limit of requests, such as stop_strings=32; `inspect` shows all; repeatable.",
-    ),
+    max_seq_len_option,
+    max_slots_option,
+    limit_option(_known_limits),
     click.option(
         "--prefix-cache/--no-prefix-cache",
         default=True,
@@ -211,13 +209,7 @@ _audit = options(
     ),
 )
 _engines = options(
-    click.option(
-        "--backend",
-        type=click.Choice(("auto", *BACKENDS)),
-        default="auto",
-        metavar="NAME",
-        help=f"Backend: {', '.join(BACKENDS)}; auto = the best one available (default).",
-    ),
+    backend_option,
     threads_option,
     step_costs_option,
     click.option(
@@ -228,7 +220,7 @@ _engines = options(
         metavar="SECONDS",
         help="Time after which an engine call counts as hung, and the service ends.",
     ),
-    click.option("--trust-engines", is_flag=True, help="Also load TensorRT engines built on other machines."),
+    trust_engines_option,
     allow_links_option,
     copy_weights_option,
     require_signature_option,
@@ -260,22 +252,29 @@ def command(context: click.Context, /, host: str, port: int, print_config: bool,
         return
     if not openers:
         raise click.UsageError("no bundle is given: expected BUNDLE, or a table [models] in the file of --config")
-    models = {name: str(bundle_of(Path(path), given["require_signature"])) for name, path in given["bundles"].items()}
-    openers = openers_of({**given, "bundles": models})
     from spaceport.serving.application import application
     from spaceport.serving.request_log import configure_logging
-    from spaceport.serving.server import serve
+    from spaceport.serving.server import listening, serve
 
     spans = spans_of(given["otel"])
     configure_logging(given["log_format"], given["log_level"])
     if not keys and host not in _LOCAL:
         click.echo(f"warning: anyone who reaches {host}:{port} can send requests: --api-key-file sets keys", err=True)
-    click.echo(f"models {', '.join(openers)} at http://{host}:{port}/v1", err=True)
     try:
-        serve(application(openers, service_options, answers_while_opening=True, spans=spans), host, port)
+        with listening(host, port) as listener:
+            models = {name: str(checked_bundle(Path(path), given)) for name, path in given["bundles"].items()}
+            openers = openers_of({**given, "bundles": models})
+            serve(application(openers, service_options, answers_while_opening=True, spans=spans), listener)
     finally:
         if spans is not None:
             spans.close()
+
+
+def checked_bundle(path: Path, given: Mapping[str, Any]) -> Path:
+    """The bundle at a path, or of the checkpoint there; raises before any is opened if its manifest cannot be read."""
+    bundle = bundle_of(path, given["require_signature"])
+    read_manifest(bundle, require_signature=given["require_signature"])
+    return bundle
 
 
 def _exists(path: str) -> bool:

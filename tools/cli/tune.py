@@ -41,6 +41,12 @@ class Tune(Sectioned):
         "mask_token": "Special tokens",
         "save_every": "Output and resuming",
     }
+    usual: ClassVar = frozenset(
+        (
+            *("objective", "mask_slots", "validation", "epochs", "time_budget", "batch_size", "learning_rate"),
+            *("bf16", "adapter", "rank", "resume", "overwrite", "as_json"),
+        )
+    )
 
     def make_context(self, info_name: str | None, args: list[str], *others: Any, **named: Any) -> click.Context:
         if args[:1] == ["data"]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.tools.cli.configuration import nearest, options_in
-from spaceport.tools.cli.generate_request import limits_of
+from spaceport.tools.cli.options import limits_of
 from spaceport.tools.cli.serve import command, service_options_of
 
 _SOURCE = "args"

@@ -66,6 +66,7 @@ OPTIONS: list[tuple[list[object], Decoding]] = [
     (["--stop-token-id", 362, "--stop-token-id", 5], Decoding(stop_token_ids=(362, 5))),
     (["--stop-token-id", 362, "--min-tokens", 30], Decoding(stop_token_ids=(362,), min_tokens=30)),
     (["--ignore-eos", "--max-tokens", 120], Decoding(ignore_eos=True, max_tokens=120)),
+    (["--stop", "JSON", "--include-stop"], Decoding(stop="JSON", include_stop=True)),
     (["--timeout", 600], Decoding(timeout=600)),
     (["--mask-slots", 2], Decoding(mask_slots=2)),
     (["--mask-slots", 0], Decoding(mask_slots=0)),
@@ -195,7 +196,8 @@ def test_json_reports_log_probabilities_with_text_and_bytes(forking: Path, runti
 def test_trace_report_and_picture_are_written(forking: Path, tmp_path: Path, capfd: Capture) -> None:
     trace, report = tmp_path / "t.json", tmp_path / "r.html"
     plain, _ = printed(capfd, forking, "--max-tokens", 60, "--json")
-    found, _ = printed(capfd, forking, "--max-tokens", 60, "--json", "--trace", trace, "--report", report)
+    found, told = printed(capfd, forking, "--max-tokens", 60, "--json", "--trace", trace, "--report", report)
+    assert told == f"{trace}: trace written\n{report}: report written\n"
     shown, statistics = json.loads(found), json.loads(found)["statistics"]
     assert shown["text"] == json.loads(plain)["text"]
     record = read_trace(trace)
@@ -239,8 +241,7 @@ def refused(capfd: Capture, message: str, bundle: Path, *arguments: object, code
 
 # What Decoding and Sampling refuse by themselves has tests of its own; these are options, and the names of flags.
 WRONG: list[tuple[list[object], str]] = [
-    ([], "no prompt: expected either PROMPT .- reads standard input. or --prompt-file FILE"),
-    (["a", "--prompt-file", __file__], "PROMPT and --prompt-file are both given: expected either"),
+    (["a", "--prompt-file", __file__], "PROMPT and --prompt-file are both given: expected PROMPT"),
     ([""], "the prompt is empty: expected at least one character"),
     (["a", "--mask-slots", 6], "--mask-slots is 6: expected 0 to 5, the number that the bundle was exported with"),
     (["a", "--backend", "torch"], "--backend torch runs the PyTorch checkpoint: name its folder with --checkpoint"),
@@ -298,3 +299,24 @@ def test_files_that_cannot_be_read_are_input_errors(
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"ab\xffc")))
     refused(capfd, f"standard input: {wrong}", forking, "-", code=INPUT)
     refused(capfd, f"spaceport: the prompt: {wrong}", forking, "ab\udcffc", code=INPUT)
+
+
+def test_the_prompt_comes_from_standard_input_unless_that_is_a_terminal_or_empty(
+    forking: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short = ("--max-tokens", "8", "--threads", "1", "--step-costs", "standard")
+
+    def generated(piped: bytes, *arguments: str, terminal: bool = False) -> int:
+        stdin = io.TextIOWrapper(io.BytesIO(piped))
+        monkeypatch.setattr(stdin, "isatty", lambda: terminal)
+        monkeypatch.setattr(sys, "stdin", stdin)
+        return run(["generate", str(forking), *arguments, *short])
+
+    assert generated(b"", DECODER) == OK
+    expected = capfd.readouterr().out
+    for arguments in ((), ("-",)):
+        assert generated(DECODER.encode(), *arguments) == OK
+        assert capfd.readouterr().out == expected
+    for terminal, message in ((True, "no prompt: expected PROMPT, --prompt-file FILE"), (False, "input is empty:")):
+        assert generated(b"", terminal=terminal) == USAGE
+        assert message in capfd.readouterr().err

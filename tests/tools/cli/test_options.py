@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
-from collections.abc import Iterator
-from dataclasses import fields
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
 from functools import partial
 from inspect import signature
 from pathlib import Path
@@ -16,15 +18,31 @@ import pytest
 from click.testing import CliRunner
 
 from spaceport.graphs.contract.faults import OptionFault
+from spaceport.runtime.decoding import Decoding
+from spaceport.runtime.limits import DEFAULT_LIMITS
+from spaceport.runtime.sampling.grammar import Grammar
+from spaceport.runtime.sampling.option_fields import OptionField, documented, option, option_fields
+from spaceport.runtime.sampling.sampler import Sampling
 from spaceport.runtime.session import Runtime
+from spaceport.serving.openapi import schemas
 from spaceport.serving.options import ServiceOptions
 from spaceport.tools.cli import OK, USAGE, Commands, cli, name_flags, run
 from spaceport.tools.cli.configuration import entry, tomllib
-from spaceport.tools.cli.options import Renamed, Sectioned, Unused, refuse_unused
+from spaceport.tools.cli.generate import command as generate
+from spaceport.tools.cli.options import (
+    Renamed,
+    Sectioned,
+    Unused,
+    declared_options,
+    declared_values,
+    refuse_unused,
+)
 from spaceport.tools.cli.serve import command as serve
 from spaceport.tools.cli.serve import openers_of, service_options_of
+from support.paths import DOCS, ROOT
 
 Shown = pytest.CaptureFixture[str]
+FIELDS_PAGE = (DOCS / "service_fields.md").read_text("utf-8")
 
 
 class Grouped(Sectioned):
@@ -52,6 +70,149 @@ def test_help_lists_options_in_groups_and_no_former_names() -> None:
     assert not re.search(r"--ban\b(?!-token)|--precise|-p\b", shown)
 
 
+def shown_help(shown: Shown, *arguments: str) -> str:
+    assert run([*arguments]) == OK
+    return shown.readouterr().out
+
+
+def test_the_list_of_commands_fits_on_a_screen(capsys: Shown, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = shown_help(capsys, "--help").splitlines()
+    assert len(lines) <= 24
+    assert max(map(len, lines)) <= 80
+    assert {line.split()[0] for line in lines if line.startswith("  ")} >= Commands.summaries.keys()
+    assert shown_help(capsys, "-V") == shown_help(capsys, "--version")
+
+
+@pytest.mark.parametrize("name", ["generate", "serve", "export", "tune"])
+def test_help_lists_the_usual_options_of_commands_with_many_and_help_all_every_one(capsys: Shown, name: str) -> None:
+    chosen = Commands().get_command(click.Context(cli), name)
+    assert isinstance(chosen, Sectioned)
+    options = {option.name: option for option in chosen.params if isinstance(option, click.Option)}
+    assert chosen.usual <= options.keys()  # type: ignore[operator]
+    flags = {name: re.compile(rf"^  (-\w, )?{option.opts[0]}\b", re.MULTILINE) for name, option in options.items()}
+    shown = {name for name, flag in flags.items() if flag.search(shown_help(capsys, chosen.name or "", "--help"))}
+    assert shown == set(chosen.usual)
+    assert 8 <= len(shown) <= 15
+    every = shown_help(capsys, chosen.name or "", "--help-all")
+    assert {name for name, flag in flags.items() if flag.search(every)} == options.keys()
+
+
+@pytest.mark.torch  # every command is imported
+def test_every_command_with_more_than_20_options_has_usual_ones() -> None:
+    for name in Commands.summaries:
+        chosen = Commands().get_command(click.Context(cli), name)
+        assert chosen is not None
+        if sum(isinstance(parameter, click.Option) for parameter in chosen.params) > 20:
+            assert isinstance(chosen, Sectioned)
+            assert chosen.usual
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["genrate"], "there is no command genrate: did you mean generate?"),
+        (["xyzzy"], "there is no command xyzzy: `spaceport --help` lists the commands"),
+        (["bench", "decod"], "there is no command decod: did you mean decode?"),
+    ],
+)
+def test_a_mistyped_command_is_an_error_that_names_a_similar_one(
+    capsys: Shown, arguments: list[str], message: str
+) -> None:
+    assert run(arguments) == USAGE
+    assert message in capsys.readouterr().err
+
+
+def test_shells_complete_commands_and_options() -> None:
+    for words, expected in (("spaceport ge", "generate"), ("spaceport generate --js", "--json-schema")):
+        result = CliRunner(
+            env={
+                "_SPACEPORT_COMPLETE": "bash_complete",
+                "COMP_WORDS": words,
+                "COMP_CWORD": str(len(words.split()) - 1),
+            }
+        ).invoke(cli, prog_name="spaceport")
+        assert f"plain,{expected}" in result.stdout.splitlines()
+    source = CliRunner(env={"_SPACEPORT_COMPLETE": "bash_source"}).invoke(cli, prog_name="spaceport")
+    assert "complete -o nosort -F _spaceport_completion spaceport" in source.stdout
+
+
+@documented
+@dataclass(frozen=True)
+class Declaring:
+    """Options."""
+
+    warmth: float = option(0.5, "How warm it is.", 0, 9)
+    names: tuple[str, ...] = ()  # no option
+    loud: bool = option(False, "Say it loudly; `max_seq_len` is no limit.")
+    words: Sequence[str] = option((), "A word.", unset="none", flag="--word", metavar="TEXT")
+
+
+def test_a_declared_option_is_a_flag_with_its_text_its_range_and_its_default() -> None:
+    declaring = click.command()(declared_options(Declaring)(lambda **given: click.echo(repr(given))))
+    shown = CliRunner().invoke(declaring, ["--help"]).output
+    assert "--warmth X   How warm it is (0 to 9; default: 0.5)." in shown
+    assert "--loud       Say it loudly; --max-seq-len is no limit." in shown
+    assert "--word TEXT  A word (repeatable)." in shown
+    result = CliRunner().invoke(declaring, ["--warmth", "2", "--word", "a", "--word", "b"])
+    assert ast.literal_eval(result.output) == {"warmth": 2.0, "loud": None, "words": ("a", "b")}
+    assert declared_values(Declaring, {"warmth": 2.0, "loud": None, "words": ()}) == {"warmth": 2.0}
+
+
+DECLARED = [(kind, declared) for kind in (Decoding, Sampling, Grammar) for declared in option_fields(kind)]
+
+
+@pytest.mark.parametrize(("kind", "declared"), DECLARED, ids=lambda value: getattr(value, "name", ""))
+def test_every_declared_option_is_in_the_docstring_the_help_the_schema_and_the_docs(
+    kind: type, declared: OptionField
+) -> None:
+    assert f"- `{declared.name}`: {declared.described}" in " ".join((kind.__doc__ or "").split())
+    components = schemas(DEFAULT_LIMITS, 16)
+    flags = {flag: parameter for parameter in generate.params for flag in parameter.opts}
+    if declared.flag is not None:
+        (first_words,) = re.findall(r"^[^`]{1,30}", declared.text)
+        assert str(getattr(flags[declared.flag], "help", "")).startswith(first_words)
+    if declared.request is not None:
+        structure, _, field = declared.request.rpartition(".")
+        owner = {"": "ChatBody", "spaceport": "Own", "structured_outputs": "StructuredOutputs"}[structure]
+        property_schema = components[owner]["properties"][field]
+        assert structure == "structured_outputs" or property_schema["description"].startswith(declared.text)
+    if declared.flag is not None or declared.request is not None:
+        row = re.findall(rf"^\| `{declared.name}` .*", FIELDS_PAGE, re.MULTILINE)[0]
+        assert f"| {declared.text}" in row
+        assert declared.default_text in row
+
+
+def literals(file: Path) -> list[str]:
+    """The texts in a Python file; those of f-strings are their parts."""
+    found = ast.walk(ast.parse(file.read_text("utf-8")))
+    return [node.value for node in found if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+
+
+def test_the_text_of_an_option_is_written_once() -> None:
+    texts = {declared.text for _, declared in DECLARED}
+    written = Counter(text for file in product_files() for text in literals(file) if text in texts)
+    assert {text: count for text, count in written.items() if count != 1} == {}
+    assert written.keys() == texts
+    pages = "\n".join(page.read_text("utf-8") for page in DOCS.glob("*.md") if page.name != "service_fields.md")
+    assert [text for text in texts if text in pages] == []
+    helps = Counter(
+        ast.unparse(keyword.value)
+        for file in (ROOT / "tools/cli").glob("*.py")
+        for call in ast.walk(ast.parse(file.read_text("utf-8")))
+        if isinstance(call, ast.Call)
+        for keyword in call.keywords
+        if keyword.arg == "help" and isinstance(keyword.value, ast.Constant | ast.JoinedStr)
+    )
+    assert [text for text, count in helps.items() if count > 1] == []
+
+
+def product_files() -> Iterator[Path]:
+    """The Python files of the product, each once."""
+    for folder in ("graphs", "exporter", "runtime", "serving", "tools", "benchmarks", "recipes", "docs"):
+        yield from (ROOT / folder).rglob("*.py")
+
+
 def test_a_renamed_option_accepts_all_its_names_and_errors_name_the_present_one() -> None:
     for name in ("--ban-token", "--ban"):
         result = CliRunner().invoke(command, ["--temperature", "1", name, "a", name, "b"])
@@ -68,9 +229,9 @@ def renamed_options() -> Iterator[tuple[str, str, str]]:
     """Each former name of an option: its command, the name and the present one."""
     for name in Commands.summaries:
         chosen = Commands().get_command(click.Context(cli), name)
-        for option in chosen.params if chosen is not None else ():
-            if isinstance(option, Renamed):
-                yield from ((name, former, option.opts[0]) for former in option.former)
+        for parameter in chosen.params if chosen is not None else ():
+            if isinstance(parameter, Renamed):
+                yield from ((name, former, parameter.opts[0]) for former in parameter.former)
 
 
 @pytest.mark.torch

@@ -27,7 +27,15 @@ from spaceport.tools.cli.options import (
 )
 from spaceport.tools.cli.tune_data import command as data_command
 from spaceport.tools.terminal.screen import show_json
-from spaceport.tools.tune.settings import DEFAULT, DEFAULT_CUTOFF, Method, Objective, TokenNames, TrainingSettings
+from spaceport.tools.tune.settings import (
+    DEFAULT,
+    DEFAULT_CUTOFF,
+    MaskLoss,
+    Method,
+    Objective,
+    TokenNames,
+    TrainingSettings,
+)
 
 
 class Tune(Sectioned):
@@ -56,6 +64,7 @@ class Tune(Sectioned):
 
 _DRAFTING = (
     *("mask_slots", "distinct", "group", "shift", "anchors", "drop_rate", "correction_rank", "mask_weight"),
+    *("mask_loss", "stop_at_wrong"),
     "mask_token",
 )
 _FORKING = ("unforked_share", "unfork_rate", "fork_token", "child_token")
@@ -84,6 +93,12 @@ def check_use(context: click.Context) -> None:
                 "use --method gated-lora",
             ),
             Unused(not context.params["self_distill"], ("bundle",), "without --self-distill", "add --self-distill"),
+            Unused(
+                context.params["recompute"],
+                ("mask_loss", "stop_at_wrong"),
+                "with --gradient-checkpointing, which keeps no states of the base model",
+                "leave one of them out",
+            ),
         ),
     )
 
@@ -135,6 +150,19 @@ _objective = options(
         "--correction-rank",
         "R",
         "Rank of the draft correction, which scores a draft token by the one before it, such as 64; 0: none.",
+    ),
+    click.option(
+        "--mask-loss",
+        type=click.Choice(get_args(MaskLoss)),
+        default="ce",
+        show_default=True,
+        help=(
+            "Loss of mask slots: cross entropy of the token in the text (ce), or the distance from the base model's own "
+            "distribution: KL divergence (kl), total variation (tv), or first the one, then the other (kl-tv)."
+        ),
+    ),
+    click.option(
+        "--stop-at-wrong", is_flag=True, help="Leave out the loss of mask slots behind the first wrong one of a group."
     ),
     _setting("--mask-weight", "W", "Weight of the mask slots' mean loss relative to the next-token loss."),
     _setting(

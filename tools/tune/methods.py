@@ -266,7 +266,7 @@ def _with_method(
         return packed_model, merge
     # Recomputed layers run without a cache, and the rows behind [Fork] and [Child] have gradients: one pass.
     if not (job.recompute or job.settings.forks):
-        packed_model = frozen_base_model_of(packed_model)
+        packed_model = frozen_base_model_of(packed_model, job.settings.mask_loss, job.settings.stop_at_wrong)
     if not job.bf16:
         return packed_model, merge
     restore = convert_frozen(tunable.model, torch.bfloat16)

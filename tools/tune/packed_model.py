@@ -6,17 +6,19 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from torch.nn.functional import cross_entropy, linear, scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
 from spaceport.graphs import attention
 from spaceport.graphs.attention import RecordedPrefix, RecordingCache
 from spaceport.graphs.contract.draft_methods import CANDIDATES
+from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.decoder import freeze_rotary, rows_selected
 from spaceport.graphs.gated import gated_tokens, uniform_rows
 from spaceport.graphs.mechanism import DraftCorrection
 from spaceport.graphs.traits import (
     Traits,
+    class_name,
     comparison_ids,
     model_errors,
     probe,
@@ -25,8 +27,10 @@ from spaceport.graphs.traits import (
     unmodified_logits,
 )
 from spaceport.tools.tune.packing import IGNORED, PackedBatch
+from spaceport.tools.tune.settings import MaskLoss
 
 _ROWS = 128  # whose logits are held at once
+_FADING = 3.0  # of the KL divergence in `kl-tv`: its weight is exp(-3 x acceptance)
 
 
 class RowLosses(NamedTuple):
@@ -43,7 +47,14 @@ class _HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, most: int
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        most: int,
+        kind: MaskLoss,
+        own: Tensor | None,
     ) -> tuple[Tensor, ...]:
         losses = hidden.new_empty(len(hidden), dtype=torch.float32)
         correct = torch.empty_like(losses)
@@ -53,28 +64,75 @@ class _HeadLoss(torch.autograd.Function):
         candidates = torch.empty_like(scores, dtype=torch.int64)
         for first in range(0, len(hidden), _ROWS):
             rows = slice(first, first + _ROWS)
-            logits = torch.nn.functional.linear(hidden[rows], weight, bias)
+            logits = linear(hidden[rows], weight, bias)
             wanted = targets[rows, None]
             scores[rows], candidates[rows] = logits.topk(count)
             correct[rows] = (candidates[rows, :1] == wanted)[:, 0].float()
-            probabilities = torch.log_softmax(logits, -1, dtype=torch.float32)
-            losses[rows] = -probabilities.gather(1, wanted)[:, 0]
-            probabilities.exp_().scatter_add_(1, wanted, torch.full_like(wanted, -1, dtype=torch.float32))
-            gradients[rows] = probabilities.to(weight.dtype) @ weight
+            if own is None:
+                losses[rows], gradient = _cross_entropy(logits, wanted)
+            else:
+                expected = torch.log_softmax(linear(own[rows], weight, bias), -1, dtype=torch.float32)
+                losses[rows], gradient = distance(logits, expected, kind)
+            gradients[rows] = gradient.to(weight.dtype) @ weight
         ctx.save_for_backward(gradients)
         ctx.mark_non_differentiable(correct, candidates, scores)
         return losses, correct, candidates, scores
 
     @staticmethod
-    def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
         (gradients,) = ctx.saved_tensors
-        return outer[0][:, None].to(gradients.dtype) * gradients, None, None, None, None
+        return outer[0][:, None].to(gradients.dtype) * gradients, *(None,) * 6
 
 
-def head_loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, most: int) -> RowLosses:
-    """The losses of rows of hidden states (N x H), with up to `most` candidates each."""
+def _cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Cross entropy of targets (N x 1), and its gradient with respect to the logits (N x V)."""
+    gradient = torch.log_softmax(logits, -1, dtype=torch.float32)
+    losses = -gradient.gather(1, targets)[:, 0]
+    gradient.exp_().scatter_add_(1, targets, torch.full_like(targets, -1, dtype=torch.float32))
+    return losses, gradient
+
+
+def distance(logits: Tensor, expected: Tensor, kind: MaskLoss) -> tuple[Tensor, Tensor]:
+    """Distance of distributions (N x V logits) from the expected ones (log probabilities), and its gradient.
+
+    A draft token that is drawn from the one and verified by the other is accepted with a probability of 1 minus the total
+    variation. Its gradient vanishes far from the goal, where that of the KL divergence is large: `kl-tv` goes from the one
+    to the other as the acceptance grows.
+    """
+    log_found = torch.log_softmax(logits, -1, dtype=torch.float32)
+    found, wanted = log_found.exp(), expected.exp()
+    divergence = (wanted * (expected - log_found)).sum(-1)
+    of_divergence = found - wanted
+    if kind == "kl":
+        return divergence, of_divergence
+    signs = 0.5 * of_divergence.sign()
+    variation = 0.5 * of_divergence.abs().sum(-1)
+    of_variation = found * (signs - (found * signs).sum(-1, keepdim=True))
+    if kind == "tv":
+        return variation, of_variation
+    share = torch.exp(-_FADING * (1 - variation))
+    return (
+        share * divergence + (1 - share) * variation,
+        share[:, None] * of_divergence + (1 - share)[:, None] * of_variation,
+    )
+
+
+def head_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    most: int,
+    kind: MaskLoss = "ce",
+    own: Tensor | None = None,
+) -> RowLosses:
+    """The losses of rows of hidden states (N x H), with up to `most` candidates each.
+
+    `own` has the hidden states of the base model that predict the same tokens, for a loss that is a distance from it.
+    """
     with torch.autocast(hidden.device.type, enabled=False):
-        found = _HeadLoss.apply(hidden.to(weight.dtype), weight, bias, targets, most)  # type: ignore[no-untyped-call]
+        own = None if own is None else own.to(weight.dtype)
+        found = _HeadLoss.apply(hidden.to(weight.dtype), weight, bias, targets, most, kind, own)  # type: ignore[no-untyped-call]
     return RowLosses(*found)
 
 
@@ -96,6 +154,8 @@ class PackedModel(nn.Module):
         self.traits = traits
         self.mask_slots = mask_slots
         self.correction: DraftCorrection | None = None
+        self.mask_loss: MaskLoss = "ce"
+        self.stop_at_wrong = False  # whether a mask group has no loss behind its first wrong prediction
         if traits.attention_hook == "interface":
             model.set_attn_implementation(NAME)
 
@@ -113,10 +173,8 @@ class PackedModel(nn.Module):
         self, ids: Tensor, positions: Tensor, visible: Tensor, targets: Tensor, mask_slots: Tensor, before: Tensor
     ) -> Tensor:
         learned = targets != IGNORED
-        logits = self.logits(ids, positions, visible, learned)
-        return self.sums_of(
-            losses_of(logits, targets[learned], self.candidates), targets[learned], mask_slots[learned], before[learned]
-        )
+        losses = losses_of(self.logits(ids, positions, visible, learned), targets[learned], self.candidates)
+        return self.sums_of(losses, targets[learned], mask_slots[learned], ids.gather(1, before)[learned])
 
     def sums_of(self, found: RowLosses, targets: Tensor, slots: Tensor, before: Tensor) -> Tensor:
         """The sums of a batch from its rows with targets, their mask slots and the tokens before their targets."""
@@ -127,7 +185,11 @@ class PackedModel(nn.Module):
             losses = self.correction.losses(table, before, found.candidates, found.scores, targets)
             corrected = [line * (slots > 0) for line in losses]
             correct = corrected[1]
-        lines = (each, found.correct, torch.ones_like(each), *corrected, reached(correct, slots))
+        right = reached(correct, slots)
+        if self.training and self.stop_at_wrong:
+            learned = (slots <= 1) | right.roll(1).bool()  # rows of a group follow each other
+            each, corrected = each * learned, [corrected[0] * learned, corrected[1]]
+        lines = (each, found.correct, torch.ones_like(each), *corrected, right)
         sums = torch.zeros(SUMS, self.mask_slots + 1, dtype=each.dtype, device=each.device)
         return sums.index_add(1, slots, torch.stack(lines))
 
@@ -244,25 +306,30 @@ class FrozenBaseModel(PackedModel):
             return super().forward(ids, positions, visible, targets, mask_slots, before)
         split = int(masks.to(torch.uint8).argmax())
         learned = (targets[:, split:] != IGNORED) & (mask_slots[:, split:] > 0)
-        wanted, slots, previous = (each[:, split:][learned] for each in (targets, mask_slots, before))
+        wanted, slots = targets[:, split:][learned], mask_slots[:, split:][learned]
+        previous = ids.gather(1, before)[:, split:][learned]
         if not self.plain_head:
-            logits, _ = self.split_logits(ids, positions, visible, split, learned)
+            logits, *_ = self.split_logits(ids, positions, visible, split, learned)
             return self.sums_of(losses_of(logits, wanted, self.candidates), wanted, slots, previous)
-        _, hidden = self.split_logits(ids, positions, visible, split, learned, heads=0)
+        _, hidden, base = self.split_logits(ids, positions, visible, split, learned, heads=0)
+        own = None
+        if self.mask_loss != "ce":
+            samples = torch.arange(len(ids), device=ids.device)[:, None].expand_as(learned)[learned]
+            own = base[samples, before[:, split:][learned]]
         head = cast(nn.Linear, self.model.get_output_embeddings())
-        found = head_loss(hidden, head.weight, head.bias, wanted, self.candidates)
+        found = head_loss(hidden, head.weight, head.bias, wanted, self.candidates, self.mask_loss, own)
         return self.sums_of(found, wanted, slots, previous)
 
     def split_logits(
         self, ids: Tensor, positions: Tensor, visible: Tensor, split: int, wanted: Tensor, heads: int | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Logits and last hidden states of the wanted rows from column `split` on; those before run without gradients.
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits and last hidden states of the wanted rows from column `split` on; and the hidden states of all before.
 
-        With `heads`, only the first `heads` rows get logits.
+        Those before run without gradients. With `heads`, only the first `heads` rows get logits.
         """
         prefix = RecordingCache()
         with torch.no_grad(), uniform_rows(self.model, masks=False):
-            self.model.base_model(
+            base = self.model.base_model(
                 input_ids=ids[:, :split],
                 position_ids=positions[:, :split],
                 attention_mask=self._mask(visible[:, :split, :split], positions[:, :split], positions[:, :split]),
@@ -283,10 +350,12 @@ class FrozenBaseModel(PackedModel):
                 past_key_values=RecordedPrefix(prefix),
                 use_cache=True,
             )
-        return cast(Tensor, output.logits)[0].float(), states[0]
+        return cast(Tensor, output.logits)[0].float(), states[0], cast(Tensor, base.last_hidden_state)
 
 
-def frozen_base_model_of(packed: PackedModel) -> FrozenBaseModel:
+def frozen_base_model_of(
+    packed: PackedModel, mask_loss: MaskLoss = "ce", stop_at_wrong: bool = False
+) -> FrozenBaseModel:
     """A packed model in two passes, after verifying that they give the logits of one pass; raise if they differ."""
     model = FrozenBaseModel(packed)
     with torch.no_grad(), model_errors(packed.model):
@@ -298,8 +367,18 @@ def frozen_base_model_of(packed: PackedModel) -> FrozenBaseModel:
         split = length // 2
         ids[:, split:] = gated_tokens(packed.model)[0] if gated_tokens(packed.model) else ids[:, split:]
         expected = packed.logits(ids, positions, visible, wanted)
-        found, hidden = model.split_logits(ids, positions, visible, split, wanted[:, split:])
+        found, hidden, base = model.split_logits(ids, positions, visible, split, wanted[:, split:])
         require_equal_logits(packed.model, "in two passes", found, expected[split:])
         head = packed.model.get_output_embeddings()
-        model.plain_head = type(head) is nn.Linear and torch.equal(head(hidden).float(), found)
+        model.plain_head = (
+            type(head) is nn.Linear
+            and torch.equal(head(hidden).float(), found)
+            and torch.allclose(head(base[0]).float(), expected[:split], atol=1e-4)
+        )
+    model.mask_loss, model.stop_at_wrong = mask_loss, stop_at_wrong
+    if mask_loss != "ce" and not model.plain_head:
+        raise OptionFault(
+            f"--mask-loss {mask_loss}: the logits of {class_name(packed.model)} are not a product of hidden states "
+            "and output embeddings alone: expected ce"
+        )
     return model

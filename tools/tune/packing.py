@@ -37,7 +37,7 @@ class PackedRow:
     parents: NDArray[np.int64]  # index of the parent, NO_PARENT for the first token
     targets: NDArray[np.int64]  # token to predict, or IGNORED
     mask_slots: NDArray[np.int64]  # 0: text token; i: mask slot i of its group, from 1; or LEAD
-    before: NDArray[np.int64]  # token before the target in the text
+    before: NDArray[np.int64]  # index of the token before the target in the text
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class PackedBatch:
     visible: Tensor  # B x T x T, bool, True = may see
     targets: Tensor  # B x T, int64
     mask_slots: Tensor  # B x T, int64
-    before: Tensor  # B x T, int64
+    before: Tensor  # B x T, int64: column of the token before the target in the text
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -100,7 +100,7 @@ def pack(
         replaced = int(following[group.anchor])  # index of the token whose position the mask slot takes
         above = group.anchor
         if mask_layout.lead and following[replaced] != NO_PARENT:
-            before.append(int(sample.ids[group.anchor]))
+            before.append(group.anchor)
             ids.append(masks[0])
             parents.append(above)
             targets.append(IGNORED)
@@ -110,7 +110,7 @@ def pack(
             previous, replaced = replaced, int(following[replaced])
             if replaced == NO_PARENT:
                 break
-            before.append(int(sample.ids[previous]))
+            before.append(previous)
             ids.append(masks[slot + mask_layout.lead])
             parents.append(above)
             targets.append(int(sample.ids[replaced]))
@@ -122,7 +122,7 @@ def pack(
         np.concatenate((sample.parents, np.array(parents, np.int64))),
         np.concatenate((own, np.array(targets, np.int64))),
         np.concatenate((np.zeros(sample.ids.size, np.int64), np.array(slots, np.int64))),
-        np.concatenate((sample.ids, np.array(before, np.int64))),
+        np.concatenate((np.arange(sample.ids.size), np.array(before, np.int64))),
     )
 
 

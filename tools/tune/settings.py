@@ -15,6 +15,10 @@ DEFAULT_CUTOFF = 2048  # tokens; lower for a model with fewer positions
 
 Method = Literal["full", "lora", "gated-lora", "embeddings"]
 
+# Loss of a mask row: cross entropy of the text's token; or the distance from the base model's own distribution there: KL
+# divergence, total variation, or both, weighted by how close they are.
+MaskLoss = Literal["ce", "kl", "tv", "kl-tv"]
+
 
 @dataclass(frozen=True)
 class TrainingSettings:
@@ -30,6 +34,8 @@ class TrainingSettings:
     anchors: int = 32  # mask groups per sample, resampled every epoch
     drop_rate: float = 0.0  # probability that a mask group ends before each mask slot after the first
     correction_rank: int = 0  # of the draft correction; 0: none
+    mask_loss: MaskLoss = "ce"
+    stop_at_wrong: bool = False  # whether a mask group has no loss behind its first wrong prediction
     mask_weight: float = 1.0  # weight of the mask slots' mean loss, relative to the next-token loss
     # Fork training
     unforked_share: float | None = None  # fraction of unforked samples in an epoch; None: as in the data
@@ -87,6 +93,12 @@ class TrainingSettings:
             raise OptionFault(
                 f"--target {self.targets[0]} with --method {self.method}, which adds no adapters: expected --method lora or "
                 "gated-lora"
+            )
+
+        if (self.mask_loss != "ce" or self.stop_at_wrong) and (self.method != "gated-lora" or self.forks):
+            raise OptionFault(
+                f"--mask-loss {self.mask_loss} and --stop-at-wrong need a base model that does not change: expected "
+                "--method gated-lora and --objective sar"
             )
 
     @property

@@ -57,7 +57,7 @@ def test_a_mask_slot_at_a_token_s_position_predicts_the_next_token() -> None:
     assert row.mask_slots.tolist() == [0, 0, 0, 0, 0, 0, 0, 1, 2, 3, 1, 2]
     # the first group stands at the positions of 10 11 12 and predicts 11 12 13, the second at 12 13: 13 14
     assert row.targets.tolist() == [packing.IGNORED, 10, 11, 12, 13, 14, packing.IGNORED, 11, 12, 13, 13, 14]
-    assert row.before.tolist() == [50, 51, 10, 11, 12, 13, 14, 10, 11, 12, 12, 13]
+    assert row.ids[row.before].tolist() == [50, 51, 10, 11, 12, 13, 14, 10, 11, 12, 12, 13]
     assert batch.positions[0].tolist() == [0, 1, 2, 3, 4, 5, 6, 2, 3, 4, 4, 5]
     seen = ["".join(str(int(cell)) for cell in line) for line in batch.visible[0]]
     assert seen == [
@@ -92,7 +92,7 @@ def test_mask_groups_follow_root_and_child_threads() -> None:
     assert row.parents[13:].tolist() == [1, 13, 14, 3, 16, 2, 18]
     # behind 10: F is skipped, then the root's 11, [Fork], 12; behind [Child]: 21 and the end; behind [Fork]: the root
     assert row.targets[13:].tolist() == [11, FORK, 12, 21, 9, FORK, 12]
-    assert row.before[13:].tolist() == [FORK, 11, FORK, 20, 21, 11, FORK]
+    assert row.ids[row.before[13:]].tolist() == [FORK, 11, FORK, 20, 21, 11, FORK]
 
 
 trees = st.lists(st.tuples(st.integers(0, 10**6), st.booleans()), min_size=2, max_size=40)
@@ -130,7 +130,7 @@ def test_every_mask_slot_predicts_the_token_after_its_position(
         slot, above = int(row.mask_slots[position]), int(row.parents[position])
         before.append(int(following[before[above]]))  # the token that this one stands for
         assert row.targets[position] == sample.ids[following[before[position]]]
-        assert row.before[position] == sample.ids[before[position]]
+        assert row.before[position] == before[position]
         assert positions[0, position] == positions[0, before[position]] == positions[0, above] + 1
         anchor = position - slot + 1
         masks = visible[0, position, own:].nonzero()[0] + own
@@ -166,7 +166,7 @@ def test_a_group_is_packed_as_a_step_of_the_runtime_feeds_it(layout: MaskLayout)
         # a draft behind the node's own next token: accept() takes the mask slots for these positions
         assert row.targets[slots].tolist() == text[node + 2 : node + 4]
         assert row.mask_slots[slots].tolist() == [1, 2]
-        assert row.before[slots].tolist() == text[node + 1 : node + 3]
+        assert row.ids[row.before[slots]].tolist() == text[node + 1 : node + 3]
     leads = np.flatnonzero(row.mask_slots == packing.LEAD)
     assert leads.size == 2 * layout.lead
     assert (row.targets[leads] == packing.IGNORED).all()

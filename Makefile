@@ -95,7 +95,6 @@ format: venv
 docs: $(VENV)/.spaceport-docs
 	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	echo "docs: got Python 3.10 in $(VENV), expected 3.11 or newer: make docs VENV=.venv-docs PYTHON=python3.11" >&2; exit 1; }
-	@$(BIN)/python docs/drawing/architecture.py
 	@mkdir -p build
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build >build/docs.log 2>&1 || { \
 	grep -v '^INFO' build/docs.log >&2; exit 1; }

@@ -1,18 +1,16 @@
 """Imports: they run one way, between the layers of the package and to the libraries that each may use."""
 
 import ast
-import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
-from importlib import import_module
 from pathlib import Path
 
 import pytest
 
-from support.paths import DOCS, ROOT
+from support.paths import ROOT
 
 PARTS = ("exporter", "graphs", "runtime", "serving", "tools")
 
@@ -229,14 +227,3 @@ def test_the_tests_import_no_second_copy() -> None:
 
 def test_no_modules_import_each_other() -> None:
     assert cycle(project()) == []
-
-
-@pytest.mark.slow
-def test_the_picture_of_packages_is_that_of_the_imports(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(DOCS / "drawing"))
-    drawing = import_module("architecture")
-    found = drawing.draw(drawing.imports_between_boxes())
-    assert (DOCS / "architecture.svg").read_text("utf-8") == found, "run: python docs/drawing/architecture.py"
-    assert 'class="frame"' not in found  # a ring of packages
-    for start, end in re.findall(r'class="arrow" d="M\d+ (\d+).*?(\d+)"/>', found):
-        assert int(start) < int(end)

@@ -15,6 +15,7 @@ from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.runtime.session import Runtime
 from spaceport.tools.cli.options import (
     PATH,
+    BeforeLast,
     Sectioned,
     adapter_option,
     json_option,
@@ -49,7 +50,7 @@ class AcceptanceCommand(Sectioned):
 
 
 @click.command("acceptance", cls=AcceptanceCommand)
-@click.argument("models", metavar="CHECKPOINT|BUNDLE...", nargs=-1, required=True, type=PATH)
+@click.argument("models", cls=BeforeLast, metavar="CHECKPOINT|BUNDLE...", nargs=-1, required=True, type=PATH)
 @click.argument("data", type=PATH)
 @adapter_option
 @click.option("--limit", type=int, metavar="N", help="Use the first N conversations of DATA only.")

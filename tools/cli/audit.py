@@ -12,6 +12,7 @@ from spaceport.tools.cli import ACCURACY, OK
 from spaceport.tools.cli.bundle_cache import bundle_of
 from spaceport.tools.cli.options import (
     PATH,
+    BeforeLast,
     Sectioned,
     allow_links_option,
     backend_option,
@@ -33,7 +34,7 @@ class Audit(Sectioned):
 
 
 @click.command("audit", cls=Audit)
-@click.argument("bundles", metavar="BUNDLE...", nargs=-1, required=True, type=PATH)
+@click.argument("bundles", cls=BeforeLast, metavar="BUNDLE...", nargs=-1, required=True, type=PATH)
 @click.argument("prompts", type=PATH)
 @click.option(
     "--max-tokens",

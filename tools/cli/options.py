@@ -197,6 +197,18 @@ class Renamed(click.Option):
             self.opts = listed
 
 
+class BeforeLast(click.Argument):
+    """One or more values before the last argument; where only one value is given, the last argument is missing."""
+
+    def handle_parse_result(
+        self, ctx: click.Context, opts: Mapping[str, Any], args: list[str]
+    ) -> tuple[Any, list[str]]:
+        last = next(argument for argument in reversed(ctx.command.params) if isinstance(argument, click.Argument))
+        if self.value_is_missing(opts.get(str(self.name))) and isinstance(opts.get(str(last.name)), str):
+            raise click.MissingParameter(ctx=ctx, param=last)
+        return super().handle_parse_result(ctx, opts, args)
+
+
 class Sectioned(click.Command):
     """A command whose --help lists its options in groups with headings, or the usual ones only if they are named."""
 

@@ -74,13 +74,6 @@ def stored_in(bundle: Bundle) -> Quantization | None:
     return stored
 
 
-def open_reference_runtime(bundle: Bundle, checkpoint: Path, max_seq_len: int | None, threads: int = 0) -> Runtime:
-    """A runtime over the PyTorch model of a bundle."""
-    length = seq_len(bundle.manifest, max_seq_len)
-    capacity = capacity_for(bundle.manifest, length)
-    return Runtime(bundle, open_reference(bundle, checkpoint, capacity, 1, threads=threads), length)
-
-
 @contextmanager
 def checkpoint_runtime(checkpoint: Checkpoint, max_seq_len: int | None, threads: int = 0) -> Iterator[Runtime]:
     """A runtime over a checkpoint's own PyTorch model in float32, with nothing exported."""

@@ -14,11 +14,12 @@ from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.signature import Weights
 from spaceport.runtime.bundle import open_bundle
 from spaceport.runtime.decoding import Decoding
+from spaceport.runtime.engine import capacity_for
 from spaceport.runtime.sampling.grammar import Grammar
 from spaceport.runtime.sampling.sampler import Sampling
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.prompt import Prompt
-from spaceport.tools.reference import open_reference_runtime
+from spaceport.tools.reference import open_reference
 from support.paths import DEMO, TINY
 
 PROMPTS: dict[str, str] = json.loads((TINY / "prompts.json").read_text("utf-8"))
@@ -60,11 +61,12 @@ def runtime(
     request: pytest.FixtureRequest, tiny_bundle: Path, tiny_append_bundle: Path, tiny_int8_bundle: Path
 ) -> Iterator[Runtime]:
     if request.param == "torch":
-        opened = open_reference_runtime(open_bundle(tiny_bundle), TINY, 512)
+        bundle = open_bundle(tiny_bundle)
+        opened = Runtime(bundle, open_reference(bundle, TINY, capacity_for(bundle.manifest, 512), 1), 512)
     else:
-        bundle = {"scatter": tiny_bundle, "append": tiny_append_bundle, "int8": tiny_int8_bundle}
+        bundles = {"scatter": tiny_bundle, "append": tiny_append_bundle, "int8": tiny_int8_bundle}
         options: dict[str, Any] = {"max_seq_len": 512, "max_requests": 4, "threads": 1, "step_costs": "standard"}
-        opened = Runtime.open(bundle[request.param.split()[-1]], **options)
+        opened = Runtime.open(bundles[request.param.split()[-1]], **options)
     with opened:
         yield opened
 

@@ -128,7 +128,10 @@ def command(
             for source in sources
         ]
     if len(measured) > 1:
-        show_several(measured, max_tokens, as_json)
+        if as_json:
+            show_json({"max_tokens": max_tokens, "models": [{"model": one.model, **one.as_dict()} for one in measured]})
+        else:
+            show_models(measured)
         return
     (one,) = measured
     if storage is not None:
@@ -199,7 +202,7 @@ def measured_model(
         samples, counts = samples_of(runtime, conversations, data)
         slots = min(max_mask_slots or source.draft_tokens, source.draft_tokens)
         found = measure(runtime, announced(samples, stage), max_tokens, slots)
-        steps = None
+        steps = {}
         if lookup:
             stage("generating with prompt lookup")
             steps = count_drafted(runtime, samples, max_tokens, slots)
@@ -239,14 +242,6 @@ def announced(samples: Sequence[ReferenceAnswer], stage: Callable[[str], None]) 
         if number % every == 0:
             stage(f"measuring sample {number + 1} of {len(samples)}")
         yield sample
-
-
-def show_several(measured: Sequence[ModelAcceptance], max_tokens: int, as_json: bool) -> None:
-    """Print one row for each model, or the same numbers as JSON."""
-    if as_json:
-        show_json({"max_tokens": max_tokens, "models": [{"model": one.model, **one.as_dict()} for one in measured]})
-    else:
-        show_models(measured)
 
 
 def show(one: ModelAcceptance) -> None:
@@ -297,11 +292,17 @@ def described(counts: dict[str, int]) -> str:
     return ", ".join(f"{count} {name}" for name, count in counts.items()) or "none"
 
 
-def show_models(found: Sequence[ModelAcceptance]) -> None:
+def show_models(models: Sequence[ModelAcceptance]) -> None:
     """Print tokens per step and acceptance by depth, on the answers that each model generates."""
-    depths = min(_DEPTHS, max(one.draft_tokens for one in found))
-    columns = ("model", "method", "drafts", "exact", "own", "lookup", "together", *map(_depth, range(1, 1 + depths)))
-    show_table("Tokens per step, and acceptance by depth", columns, [_row(one, depths) for one in found])
+    depths = min(_DEPTHS, max(model.draft_tokens for model in models))
+    by_depth = [f"depth {depth}" for depth in range(1, 1 + depths)]
+    columns = ("model", "method", "drafts", "exact", "own", "lookup", "together", *by_depth)
+    rows = []
+    for model in models:
+        rates = [*model.found.generated.acceptance, *[None] * depths][:depths]
+        per_step = (model.own_tokens_per_step, *(counts.tokens_per_step for counts in model.steps.values()))
+        rows.append((model.model, model.method, model.drafts, share(model.exact), *per_step, *map(share, rates)))
+    show_table("Tokens per step, and acceptance by depth", columns, rows)
     click.echo(
         "exact: tokens of the drafted answers that plain decoding selects. own: tokens per step with chains of mask slots or\n"
         "heads. lookup: with prompt lookup only. together: with trees of both. depth: draft tokens of the chains that are\n"
@@ -309,24 +310,6 @@ def show_models(found: Sequence[ModelAcceptance]) -> None:
     )
 
 
-def _row(one: ModelAcceptance, depths: int) -> list[object]:
-    rates = [*one.found.generated.acceptance, *[None] * depths][:depths]
-    steps = () if one.steps is None else (one.steps.lookup.tokens_per_step, one.steps.together.tokens_per_step)
-    per_step = (one.own_tokens_per_step, *steps)
-    return [
-        one.model,
-        one.method,
-        one.drafts,
-        share(one.exact),
-        *per_step,
-        *map(share, rates),
-    ]
-
-
 def share(value: float | None) -> str:
     """A fraction as a percentage."""
     return "-" if value is None else f"{100 * value:.1f} %"
-
-
-def _depth(depth: int) -> str:
-    return f"depth {depth}"

@@ -38,6 +38,8 @@ from spaceport.tools.verify.answers import (
 )
 from spaceport.tools.verify.draft_names import PREDICTOR_NAMES, named_drafts
 
+_PRIOR = 10  # tokens that the initial rate of a kind of prompt-lookup token counts for
+
 
 def correct_predictions(predicted: NDArray[np.int64], answer: Sequence[int]) -> NDArray[np.bool_]:
     """Which predictions are correct: indices of the answer x slots; slot i at index n predicts token n + i."""
@@ -328,9 +330,6 @@ def conversation_encoder_for(runtime: Runtime) -> ConversationEncoder:
     return conversation_encoder_with(runtime.tokenizer, rendered if has_template else None, bundle.manifest.tokens)
 
 
-_PRIOR = 10  # tokens that the initial rate of a kind of prompt-lookup token counts for
-
-
 @dataclass
 class MeasuredDrafts:
     """The acceptance of a model's drafts."""
@@ -408,17 +407,6 @@ class StepCounts:
 
 
 @dataclass(frozen=True)
-class LookupSteps:
-    """The steps of generated answers with prompt lookup."""
-
-    lookup: StepCounts  # with prompt lookup only
-    together: StepCounts  # with trees of mask slots or heads, and prompt lookup
-
-    def as_dict(self) -> dict[str, Any]:
-        return {"lookup": self.lookup.as_dict(), "together": self.together.as_dict()}
-
-
-@dataclass(frozen=True)
 class ModelAcceptance:
     """The acceptance of a model."""
 
@@ -428,7 +416,8 @@ class ModelAcceptance:
     samples: int
     counts: dict[str, int]  # of conversations
     found: MeasuredDrafts
-    steps: LookupSteps | None  # None: only the model's own drafts were measured
+    # with prompt lookup: "lookup" alone, "together" with trees of mask slots or heads; empty: not measured
+    steps: dict[str, StepCounts] = field(default_factory=dict)
 
     @property
     def draft_tokens(self) -> int:
@@ -457,18 +446,18 @@ class ModelAcceptance:
             "samples": self.samples,
             "counts": self.counts,
             **self.found.as_dict(),
-            **({} if self.steps is None else self.steps.as_dict()),
+            **{name: counts.as_dict() for name, counts in self.steps.items()},
         }
 
 
 def count_drafted(
     runtime: Runtime, samples: Sequence[ReferenceAnswer], max_tokens: int, mask_slots: int
-) -> LookupSteps:
+) -> dict[str, StepCounts]:
     """The steps of generated answers with prompt lookup, thread by thread and with drafts as wide as possible."""
-    counted = []
-    for slots in (0, mask_slots):
+    counted = {}
+    for name, slots in (("lookup", 0), ("together", mask_slots)):
         decoding = Decoding(mask_slots=slots, lookup=DEFAULT_LOOKUP)
         answers = [generate_drafted(runtime, one.prompt, max_tokens, decoding, max_threads=1) for one in samples]
         tokens = sum(one.statistics.tokens for one in answers)
-        counted.append(StepCounts(tokens, sum(one.statistics.steps for one in answers)))
-    return LookupSteps(*counted)
+        counted[name] = StepCounts(tokens, sum(one.statistics.steps for one in answers))
+    return counted

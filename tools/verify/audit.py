@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from tokenizers import Tokenizer
 
 from spaceport.graphs.contract.exactness import DraftShape, Exactness
 from spaceport.graphs.contract.faults import OptionFault
@@ -197,14 +196,13 @@ class ModeCounts:
     margin: float | None = None  # largest margin of a near-tie
     faults: int = 0
 
-    def add(self, found: Sequence[GradedMismatch]) -> None:
-        """Count the mismatches of one completion."""
-        for graded in found:
-            if graded.mismatch.near_tie:
-                self.near_ties += 1
-                self.margin = max(self.margin or 0.0, graded.mismatch.margin)
-            else:
-                self.faults += 1
+    def add(self, mismatch: TokenDifference) -> None:
+        """Count a mismatch."""
+        if mismatch.near_tie:
+            self.near_ties += 1
+            self.margin = max(self.margin or 0.0, mismatch.margin)
+        else:
+            self.faults += 1
 
 
 @dataclass
@@ -262,26 +260,6 @@ class AuditReport:
             "modes": [asdict(counts) for counts in self.modes],
             "mismatches": [graded.as_dict() for graded in self.mismatches],
         }
-
-
-def grade_mismatch(
-    tokenizer: Tokenizer,
-    counts: ModeCounts,
-    prompt: int,
-    line: int,
-    thread: ThreadTokens | None,
-    mismatch: TokenDifference,
-    noise: float,
-) -> GradedMismatch:
-    """A mismatch with its grade and its text."""
-
-    def text(tokens: Sequence[int]) -> str:
-        return str(tokenizer.decode(list(tokens), skip_special_tokens=False))
-
-    before = () if thread is None else thread.tokens[max(0, mismatch.position - _CONTEXT) : mismatch.position]
-    expected, found = ("" if token is None else text([token]) for token in (mismatch.expected, mismatch.found))
-    mismatch = replace(mismatch, allowed=_BOTH_TOKENS * noise)
-    return GradedMismatch(counts.mode, counts.requests, prompt, line, mismatch, text(before), expected, found)
 
 
 def _one_digit(number: float) -> str:
@@ -400,20 +378,24 @@ class _GroupAudit:
             counts.tokens += completion.tokens
             counts.steps += completion.steps
             counts.identical += not found and not completion.error
-            graded = [
-                grade_mismatch(
-                    self._runtime.tokenizer,
-                    counts,
-                    index + 1,
-                    prompt.line,
-                    completion.threads.get(mismatch.path),
-                    mismatch,
-                    self._noise,
-                )
-                for mismatch in found
-            ]
-            counts.add(graded)
-            self._report.mismatches.extend(graded)
+            for mismatch in found:
+                self._report.mismatches.append(self._graded(counts, index, completion, mismatch))
+
+    def _graded(
+        self, counts: ModeCounts, index: int, completion: AuditCompletion, mismatch: TokenDifference
+    ) -> GradedMismatch:
+        """Count a mismatch by its grade, and show its text."""
+
+        def text(tokens: Sequence[int]) -> str:
+            return str(self._runtime.tokenizer.decode(list(tokens), skip_special_tokens=False))
+
+        mismatch = replace(mismatch, allowed=_BOTH_TOKENS * self._noise)
+        counts.add(mismatch)
+        thread, position = completion.threads.get(mismatch.path), mismatch.position
+        before = () if thread is None else thread.tokens[max(0, position - _CONTEXT) : position]
+        expected, found = ("" if token is None else text([token]) for token in (mismatch.expected, mismatch.found))
+        line = self._prompts[index].line
+        return GradedMismatch(counts.mode, counts.requests, index + 1, line, mismatch, text(before), expected, found)
 
     def _mismatches(
         self, completion: AuditCompletion, plain: AuditCompletion | None, limit: int

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -49,6 +49,7 @@ from spaceport.tools.verify.cases import (
 from spaceport.tools.verify.layers import GraphLayers, LayerComparison, ModelLayers, compare_layers, layer_values
 from spaceport.tools.verify.prompts import read_prompts
 
+TEXTS, LENGTH = 4, 64  # texts that quantization is measured on, and tokens of each
 _GENERATED = 64  # tokens that the cases generate after their longest prompt, at most
 
 
@@ -68,11 +69,8 @@ class CheckedEngine:
         @contextmanager
         def open_replay() -> Iterator[RunCall]:
             on_progress(f"running them on {self.name}")
-            engine = self.open()
-            try:
+            with closing(self.open()) as engine:
                 yield raising_call_failed(replay(engine))
-            finally:
-                engine.close()
 
         return ComparedEngine(self.name, self.dtype, open_replay, self.activations)
 
@@ -244,8 +242,10 @@ class CheckReport:
 def check(bundle: Bundle, options: CheckOptions, on_progress: Callable[[str], None] = lambda _: None) -> CheckReport:
     """The comparison of all engines that can run a bundle here; they run one after the other on the same calls."""
     selection = select_engines(bundle, options)
-    recording = record_on_first(bundle, selection, options.seed, on_progress)
     first, *others = selection.engines
+    on_progress(f"recording the cases on {first.name}")
+    with closing(first.open()) as engine:
+        recording = record(engine, bundle.manifest, selection.limits, options.seed)
     engines = [
         recorded_engine(first.name, first.dtype, recording.calls, first.activations),
         *(other.compared(on_progress) for other in others),
@@ -254,19 +254,6 @@ def check(bundle: Bundle, options: CheckOptions, on_progress: Callable[[str], No
     layers = find_layer(bundle, options, selection, recording, pairs, on_progress) if options.layers else None
     graph, calls, skipped = bundle.manifest.graph, len(recording.calls), tuple(recording.skipped)
     return CheckReport(graph, selection.backends, calls, tuple(pairs), selection.not_compared, skipped, layers)
-
-
-def record_on_first(
-    bundle: Bundle, selection: EngineSelection, seed: int, on_progress: Callable[[str], None]
-) -> Recording:
-    """The calls of all cases, with the logits of the first engine."""
-    first = selection.engines[0]
-    on_progress(f"recording the cases on {first.name}")
-    engine = first.open()
-    try:
-        return record(engine, bundle.manifest, selection.limits, seed)
-    finally:
-        engine.close()
 
 
 def find_layer(
@@ -300,11 +287,7 @@ def find_layer(
     on_progress(f"comparing the layers of {compared}")
     values = layer_values(signature, graph.marks)
     tolerance = tolerance_of(signature.dtype, bundle.manifest.activations)
-    return compare_layers(ModelLayers(engine, limits), graph, values, calls, tolerance, compared)
-
-
-TEXTS = 4
-LENGTH = 64  # tokens per text
+    return compare_layers(ModelLayers(engine, limits).run, graph.run, values, calls, tolerance, compared)
 
 
 @dataclass(frozen=True)

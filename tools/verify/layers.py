@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import onnx
@@ -24,12 +24,8 @@ from spaceport.tools.verify.cases import Array, EngineLimits, RecordedCall, repl
 
 _CUDA, _CPU = "CUDAExecutionProvider", "CPUExecutionProvider"
 
-
-class LayerRunner(Protocol):
-    """Runs recorded calls and returns the intermediate values."""
-
-    def run(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
-        """The graph outputs and marked values of one call, by name, as float32."""
+# Runs a recorded call; returns the graph outputs and marked values by name, as float32.
+RunLayers = Callable[[Mapping[str, Array]], dict[str, Array]]
 
 
 class ModelLayers:
@@ -226,8 +222,8 @@ def layer_values(signature: Signature, marks: Sequence[str]) -> tuple[LayerValue
 
 
 def compare_layers(
-    model: LayerRunner,
-    graph: LayerRunner,
+    model: RunLayers,
+    graph: RunLayers,
     values: tuple[LayerValue, ...],
     calls: Sequence[RecordedCall],
     tolerance: float,
@@ -245,10 +241,10 @@ def compare_layers(
 
 
 def _differences(
-    model: LayerRunner, graph: LayerRunner, values: Sequence[LayerValue], call: RecordedCall
+    model: RunLayers, graph: RunLayers, values: Sequence[LayerValue], call: RecordedCall
 ) -> Iterator[tuple[LayerValue, float, float]]:
     """Each value with its largest error and largest magnitude in one call."""
-    expected, got = model.run(call.arrays), graph.run(call.arrays)
+    expected, got = model(call.arrays), graph(call.arrays)
     visible = call.arrays["attention_mask"].shape[-1]
     for value in values:
         first, second = (_visible(outputs[value.name], value, visible) for outputs in (expected, got))

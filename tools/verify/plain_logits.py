@@ -25,6 +25,14 @@ from spaceport.runtime.sampling.choice import Bans
 from spaceport.runtime.sampling.sampler import gumbels, most_probable, noise_key
 from spaceport.runtime.text.transcript import Path
 
+WIDTHS = (1, 2, 4, 9, 16, 36, 64)
+_BATCH_WIDTHS = (1, 9)  # rows of each request in batched calls
+_MAX_BATCH = 4  # requests in a batched call
+_PREFILL_CHUNK = 64  # smaller than the chunks of plain decoding, as when prompts share calls with other requests
+_OUTLIER = 16  # times the median of all widths; on correct engines the ratio was at most 2
+# Most probable tokens of a row that are compared: in half precision the errors of others are larger, and they are never
+# chosen.
+_TOP_TOKENS = 16
 _GAPS = 48  # slots; fewer than the free slots that every request has for a step's rows
 
 Logits = NDArray[np.float32]
@@ -174,25 +182,15 @@ class _Gaps:
             self._held = self._held[1:]
 
 
-WIDTHS = (1, 2, 4, 9, 16, 36, 64)
-_BATCH_WIDTHS = (1, 9)  # rows of each request in batched calls
-_MAX_BATCH = 4  # requests in a batched call
-_PREFILL_CHUNK = 64  # smaller than the chunks of plain decoding, as when prompts share calls with other requests
-_OUTLIER = 16  # times the median of all widths; on correct engines the ratio was at most 2
-# Most probable tokens of a row that are compared: in half precision the errors of others are larger, and they are never
-# chosen.
-_TOP_TOKENS = 16
-
-
-@dataclass(frozen=True)
+@dataclass
 class Noise:
-    """The largest logit difference between one step width and steps of one row."""
+    """The logit differences between one step width and steps of one row."""
 
-    rows: int  # rows of each request in a step
-    requests: int  # requests in a step
-    positions: int  # positions that were compared
-    largest: float  # NaN if some logits were NaN
-    allowed: float  # the largest difference that rounding explains
+    plan: FeedPlan
+    positions: int = 0  # positions that were compared
+    largest: float = 0.0  # NaN if some logits were NaN
+    largest_logit: float = 0.0
+    allowed: float = 0.0  # the largest difference that rounding explains
 
     @property
     def passed(self) -> bool:
@@ -201,37 +199,28 @@ class Noise:
     @property
     def name(self) -> str:
         """The step width, such as `9 rows` or `4 x 9 rows`."""
-        rows = "1 row" if self.rows == 1 else f"{self.rows} rows"
-        return rows if self.requests == 1 else f"{self.requests} x {rows}"
+        rows = "1 row" if self.plan.rows == 1 else f"{self.plan.rows} rows"
+        return rows if self.plan.requests == 1 else f"{self.plan.requests} x {rows}"
 
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "rows": self.rows,
-            "requests": self.requests,
-            "positions": self.positions,
-            "noise": None if np.isnan(self.largest) else self.largest,
-            "allowed": self.allowed,
-            "passed": self.passed,
-        }
-
-
-class NoiseTally:
-    """The logit differences of one step width: positions compared, largest difference, largest logit."""
-
-    def __init__(self) -> None:
-        self.positions = 0
-        self.largest = 0.0
-        self.largest_logit = 0.0
-
-    def feed(self, engine: Engine, threads: Sequence[ThreadTokens], plain: Sequence[Logits], plan: FeedPlan) -> None:
+    def feed(self, engine: Engine, threads: Sequence[ThreadTokens], plain: Sequence[Logits]) -> None:
         """Feed threads in shared calls, some of them twice if there are fewer than requests."""
-        which = list(islice(cycle(range(len(threads))), plan.requests))
+        which = list(islice(cycle(range(len(threads))), self.plan.requests))
 
         def on_logits(index: int, position: int, logits: Logits) -> None:
             thread = which[index]
             self._compare(plain[thread][position - threads[thread].start], logits)
 
-        feed(engine, [threads[thread] for thread in which], plan, on_logits)
+        feed(engine, [threads[thread] for thread in which], self.plan, on_logits)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "rows": self.plan.rows,
+            "requests": self.plan.requests,
+            "positions": self.positions,
+            "noise": None if np.isnan(self.largest) else self.largest,
+            "allowed": self.allowed,
+            "passed": self.passed,
+        }
 
     def _compare(self, plain: Logits, other: Logits) -> None:
         self.positions += 1
@@ -244,29 +233,30 @@ def measure(
     engine: Engine, threads: Sequence[ThreadTokens], gaps: bool = True, activations: Activations = "float"
 ) -> list[Noise]:
     """The noise of every step width of an engine on these threads; with `gaps` also of other KV slots."""
-    plans = feed_plans(engine, gaps)
-    tallies = [NoiseTally() for _ in plans]
+    widths = [Noise(plan) for plan in feed_plans(engine, gaps)]
     batch = min(_MAX_BATCH, engine.requests)
     for first in range(0, len(threads), batch):
         group = threads[first : first + batch]
         plain = [logits_of(engine, thread) for thread in group]
-        for plan, tally in zip(plans, tallies, strict=True):
-            for begin in range(0, len(group), plan.requests):
-                part = slice(begin, begin + plan.requests)
-                tally.feed(engine, group[part], plain[part], plan)
-    fed = [(plan, tally) for plan, tally in zip(plans, tallies, strict=True) if tally.positions]
-    allowed = allowed_noise([tally for _, tally in fed], tolerance_of(engine.signature.dtype, activations))
-    return [Noise(plan.rows, plan.requests, tally.positions, tally.largest, allowed) for plan, tally in fed]
+        for noise in widths:
+            for begin in range(0, len(group), noise.plan.requests):
+                part = slice(begin, begin + noise.plan.requests)
+                noise.feed(engine, group[part], plain[part])
+    measured = [noise for noise in widths if noise.positions]
+    allowed = allowed_noise(measured, tolerance_of(engine.signature.dtype, activations))
+    for noise in measured:
+        noise.allowed = allowed
+    return measured
 
 
-def allowed_noise(tallies: Sequence[NoiseTally], tolerance: float) -> float:
+def allowed_noise(widths: Sequence[Noise], tolerance: float) -> float:
     """The largest difference that rounding explains: within the type's tolerance, and no outlier among the widths.
 
     The tolerance alone is too wide: it is meant for different engines, and in half precision exceeds the effect of one wrong
     mask bit.
     """
-    nonzero = [tally.largest for tally in tallies if tally.largest > 0]  # NaN is left out
-    largest = max([1.0, *(tally.largest_logit for tally in tallies)])
+    nonzero = [noise.largest for noise in widths if noise.largest > 0]  # NaN is left out
+    largest = max([1.0, *(noise.largest_logit for noise in widths)])
     spacing = float(np.spacing(np.float32(largest)))  # smallest difference in float32 at this magnitude
     usual = max(spacing, median(nonzero)) if nonzero else spacing
     return min(tolerance * largest, _OUTLIER * usual)

@@ -196,12 +196,12 @@ def test_counted_steps_of_a_generated_answer_are_those_that_the_runtime_takes(ru
 def test_steps_with_prompt_lookup_are_those_of_the_runtime(runtime: Runtime) -> None:
     prompts = [tuple(runtime.tokens_of(prompt)) for prompt in list(PROMPTS.values())[:2]]
     counted = count_drafted(runtime, [ReferenceAnswer(1, prompt, ()) for prompt in prompts], 24, 3)
-    for found, slots in ((counted.lookup, 0), (counted.together, 3)):
+    for found, slots in ((counted["lookup"], 0), (counted["together"], 3)):
         decoding = Decoding(max_tokens=24, mask_slots=slots, lookup=16, prefix_cache=False)
         own = [runtime.generate(prompt, decoding).statistics for prompt in prompts]
         assert (found.tokens, found.steps) == (sum(one.tokens for one in own), sum(one.steps for one in own))
         assert found.tokens_per_step == found.tokens / found.steps
-    assert counted.together.steps < counted.lookup.steps
+    assert counted["together"].steps < counted["lookup"].steps
 
 
 # The plain answer has the line break twice in a row. At the other token children would fork again if they could.

@@ -58,12 +58,12 @@ def test_a_correct_bundle_is_lossless(tiny_bundle: Path, tiny_append_bundle: Pat
     assert all(row.completions == 3 and row.tokens == 3 * TOKENS for row in report.modes)
     assert all(row.identical == row.completions for row in report.drafted)
     assert all(row.steps < 60 for name, row in modes(report, 1).items() if name != "tree with lookup, sampled")
-    assert [(one.rows, one.requests) for one in report.noise] == [
+    assert [(one.plan.rows, one.plan.requests) for one in report.noise] == [
         *((rows, 1) for rows in (1, 2, 4, 9, 16, 36, 64)),
         *((rows, count) for count in (2, 3) for rows in (1, 9)),
     ]
-    assert all(one.positions == 3 * (TOKENS + 1) for one in report.noise if one.requests != 2)
-    assert all(one.positions == 4 * (TOKENS + 1) for one in report.noise if one.requests == 2)  # one thread twice
+    assert all(one.positions == 3 * (TOKENS + 1) for one in report.noise if one.plan.requests != 2)
+    assert all(one.positions == 4 * (TOKENS + 1) for one in report.noise if one.plan.requests == 2)  # one thread twice
     assert noise_of(report.noise) < 1e-4
     assert {1, 2, 4, 9, 16, 36} <= engine.widths
     assert report.passed

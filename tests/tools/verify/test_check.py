@@ -6,7 +6,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,9 +18,9 @@ import pytest
 from spaceport.graphs.contract.manifest import ACCURACY_FILE
 from spaceport.runtime.bundle import open_bundle
 from spaceport.tools.cli import run
-from spaceport.tools.verify.cases import Array, CheckOptions, RecordedCall
+from spaceport.tools.verify.cases import CheckOptions, RecordedCall
 from spaceport.tools.verify.check import CheckReport, check
-from spaceport.tools.verify.layers import FirstMismatch, LayerComparison, LayerValue, compare_layers
+from spaceport.tools.verify.layers import FirstMismatch, LayerComparison, LayerValue, RunLayers, compare_layers
 from support.paths import TINY
 from support.planted import (
     forget_marks,
@@ -172,14 +172,9 @@ def test_a_graph_without_marked_values_is_compared_by_keys_and_values(
     assert "Accuracy: FAILED" in capsys.readouterr().out
 
 
-class FixedValues:
-    """A layer runner with the same values in every call."""
-
-    def __init__(self, values: list[float]) -> None:
-        self._values = values
-
-    def run(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
-        return {each.name: np.full((1, 2, 64, 4), value) for each, value in zip(VALUES, self._values, strict=True)}
+def fixed(values: list[float]) -> RunLayers:
+    """The same values in every call."""
+    return lambda arrays: {each.name: np.full((1, 2, 64, 4), value) for each, value in zip(VALUES, values, strict=True)}
 
 
 VALUES = (
@@ -200,7 +195,7 @@ VALUES = (
 )
 def test_the_tolerance_of_a_value_is_relative_to_its_own_magnitude(values: list[float], expected: str | None) -> None:
     call = RecordedCall("a", {"attention_mask": np.ones((1, 1, 2, 64), np.bool_)}, np.zeros((1, 1, 4), np.float32))
-    found = compare_layers(FixedValues([100, 10, 1, 1]), FixedValues(values), VALUES, [call], 1e-4, "both")
+    found = compare_layers(fixed([100, 10, 1, 1]), fixed(values), VALUES, [call], 1e-4, "both")
     first = found.first_mismatch
     assert (first and str(first)) == (expected and f"first out of tolerance: {expected}")
     assert json.dumps(found.as_dict(), allow_nan=False)

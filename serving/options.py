@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import resource
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.runtime.tool_calls.functions import FORMATS, FormatName
+from spaceport.runtime.sampling.option_fields import check_options, documented, option
+from spaceport.runtime.tool_calls.functions import FormatName
 
 # What a fault of the audit leads to, besides a log entry.
 AuditAction = Literal["log", "disable-drafts"]
@@ -22,75 +23,85 @@ def _default_connections() -> int:
     return _MOST_CONNECTIONS if limit == resource.RLIM_INFINITY else max(1, min(_MOST_CONNECTIONS, limit * 3 // 4))
 
 
+@documented
 @dataclass(frozen=True)
 class ServiceOptions:
-    """Options of a service.
+    """Options of a service."""
 
-    - `keys`: Keys of which a client has to send one; empty: everybody may send requests.
-    - `strict`: Whether a request with an unknown field is refused instead of answered without it; default False.
-    - `metrics_prefix`: First part of the names of all metrics; default "spaceport".
-    - `tool_format`: How models write calls of functions; default None: as their chat templates do.
-    - `most_bytes`: Maximum bytes of a request's body; default 4 MiB.
-    - `most_connections`: Maximum open connections; default 4096, at most three quarters of the descriptor limit.
-    - `most_choices`: Maximum `n` of a request; default 16.
-    - `head_timeout`: Seconds within which the head of a request has to be complete; default 10.
-    - `body_timeout`: Seconds within which a body has to be complete, and 1 more for each 16 KiB that came; default 10.
-    - `request_timeout`: Seconds after which a request ends with what it has, the queue included; default 600.
-    - `send_timeout`: Seconds after which a client that reads nothing loses its stream; default 30.
-    - `ping_interval`: Seconds between the comments that keep a silent stream open; default 10.
-    - `share_prefixes`: Whether clients with different keys reuse each other's KV rows; default False.
-    - `most_client_requests`: Maximum completions of one client, by its key or else its address, that run or wait; default
-      None: any number.
-    - `most_body_bytes`: Maximum bytes of all bodies that are being received and read; default 64 MiB.
-    - `allowed_hosts`: Host names, besides those of this machine, under which pages and clients reach a service on a
-      loopback address without keys; default: none.
-    - `key_metrics`: Whether tokens and requests are counted for each key, named by digits of its digest; default False.
-    - `drain_timeout`: Seconds that running requests may take after the signal to stop; default 30.
-    - `page`: Whether the service has a page, on which people chat with its models; default True.
-    - `audit_rate`: Share of the completions that are generated again without drafts, to compare them; default 0.
-    - `audit_log`: File for the prompts and outputs of completions that differ; default None: they are not recorded.
-    - `audit_action`: What happens when one differs: "log", or "disable-drafts": its model goes on without drafts.
-    """
-
-    keys: tuple[str, ...] = ()
-    strict: bool = False
-    metrics_prefix: str = "spaceport"
-    tool_format: FormatName | None = None
-    most_bytes: int = 4 << 20
-    most_connections: int = field(default_factory=_default_connections)
-    most_choices: int = 16
-    share_prefixes: bool = False
-    most_client_requests: int | None = None
-    most_body_bytes: int = 64 << 20
-    allowed_hosts: tuple[str, ...] = ()
-    key_metrics: bool = False
-    head_timeout: float = 10.0
-    body_timeout: float = 10.0
-    request_timeout: float = 600.0
-    send_timeout: float = 30.0
-    ping_interval: float = 10.0
-    drain_timeout: float = 30.0
-    page: bool = True
-    audit_rate: float = 0.0
-    audit_log: Path | None = None
-    audit_action: AuditAction = "log"
+    keys: tuple[str, ...] = option(
+        (),
+        "Keys of which a client has to send one.",
+        unset="none: everybody may send requests",
+        flag=None,
+    )
+    allowed_hosts: tuple[str, ...] = option(
+        (),
+        "Names, besides those of this machine, under which pages and clients reach a service on a loopback address "
+        "without keys.",
+        unset="none",
+        flag="--allowed-host",
+        metavar="NAME",
+    )
+    share_prefixes: bool = option(False, "Let clients with different keys share the prefix cache.")
+    most_client_requests: int | None = option(
+        None,
+        "Maximum completions of one client, by its key or else its address, that run or wait.",
+        1,
+        unset="any number",
+        flag="--client-requests",
+    )
+    page: bool = option(True, "Serve a page to chat with the models.")
+    strict: bool = option(False, "Refuse requests with unknown fields instead of ignoring the fields.")
+    tool_format: FormatName | None = option(
+        None, "How models write calls of functions.", unset="as their chat templates do", flag=None
+    )
+    key_metrics: bool = option(False, "Count requests and tokens of each key, named by digits of its digest.")
+    metrics_prefix: str = option("spaceport", "First part of the names of all metrics.", metavar="NAME")
+    drain_timeout: float = option(
+        30.0, "Seconds that running requests may take after the signal to stop.", metavar="SECONDS"
+    )
+    request_timeout: float = option(
+        600.0, "Seconds after which a request ends with what it has, the queue included.", metavar="SECONDS"
+    )
+    most_bytes: int = option(4 << 20, "Maximum bytes of a request's body.", 1, flag="--max-body", metavar="BYTES")
+    most_body_bytes: int = option(
+        64 << 20, "Maximum bytes of all bodies that are being received and read.", 1, flag=None
+    )
+    most_connections: int = option(
+        _default_connections,
+        "Maximum open connections.",
+        1,
+        unset=f"{_MOST_CONNECTIONS}, at most three quarters of the descriptor limit",
+        flag=None,
+    )
+    most_choices: int = option(16, "Maximum `n` of a request.", 1, flag=None)
+    head_timeout: float = option(10.0, "Seconds within which the head of a request has to be complete.", flag=None)
+    body_timeout: float = option(
+        10.0, "Seconds within which a body has to be complete, and 1 more for each 16 KiB that came.", flag=None
+    )
+    send_timeout: float = option(30.0, "Seconds after which a client that reads nothing loses its stream.", flag=None)
+    ping_interval: float = option(10.0, "Seconds between the comments that keep a silent stream open.", flag=None)
+    audit_rate: float = option(
+        0.0,
+        "Share of the completions to generate again without drafts and to compare, while nobody waits.",
+        0,
+        1,
+        metavar="SHARE",
+    )
+    audit_log: Path | None = option(
+        None, "Private file for prompts and outputs of completions that differ.", unset="none", metavar="FILE"
+    )
+    audit_action: AuditAction = option(
+        "log", "What a completion that differs leads to: a log entry, or also the end of all drafts of its model."
+    )
 
     def __post_init__(self) -> None:
+        check_options(self)
         if not all(isinstance(key, str) and key.isprintable() and key.strip() for key in self.keys):
             raise OptionFault("a key of the service is empty or not printable: expected lines such as sk-3f9c…")
         if not self.metrics_prefix.isidentifier():
             raise OptionFault(f"metrics_prefix is {self.metrics_prefix!r}: expected letters, digits and underscores")
-        if self.tool_format not in (None, *FORMATS):
-            raise OptionFault(f"tool_format is {self.tool_format!r}: expected {', '.join(FORMATS)} or None")
-        for name in ("most_bytes", "most_connections", "most_choices", "most_client_requests", "most_body_bytes"):
-            if (most := getattr(self, name)) is not None and most < 1:
-                raise OptionFault(f"{name} is {most}: expected at least 1")
         timeouts = ("head_timeout", "body_timeout", "request_timeout", "send_timeout", "ping_interval", "drain_timeout")
         for name in timeouts:
             if not getattr(self, name) > 0:
                 raise OptionFault(f"{name} is {getattr(self, name)}: expected seconds above 0")
-        if not 0 <= self.audit_rate <= 1:
-            raise OptionFault(f"audit_rate is {self.audit_rate}: expected a share from 0 to 1, such as 0.01")
-        if self.audit_action not in get_args(AuditAction):
-            expected = " or ".join(get_args(AuditAction))
-            raise OptionFault(f"audit_action is {self.audit_action!r}: expected {expected}")

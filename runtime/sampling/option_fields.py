@@ -1,7 +1,7 @@
-"""Generation options as dataclass fields that declare their meaning, their range and where else they can be set.
+"""Options as dataclass fields that declare their meaning, their range and where else they can be set.
 
-Docstrings, the flags of `spaceport generate`, the fields of HTTP requests, OpenAPI and the table in the docs are made from
-these declarations.
+Docstrings, checks and flags are made from these declarations; of generation options also the fields of HTTP requests,
+OpenAPI and the table in the docs.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _NUMBERS = {int: "a whole number", float: "a number"}
 
 @dataclass(frozen=True)
 class OptionField:
-    """A generation option; the type and the default are those of the dataclass field."""
+    """An option; its type and its default are those of the dataclass field."""
 
     text: str  # one sentence
     least: float | None = None
     most: float | None = None  # of a text: characters
     unset: str = ""  # what happens if it is not set, for a default that does not say it
-    flag: str | None = ""  # of `spaceport generate`; None = it has none
+    flag: str | None = ""  # on the command line; None = it has none
     metavar: str | None = None
     request: str | None = ""  # field of HTTP requests; None = it has none
     request_default: Any = None  # where requests have another default
@@ -98,12 +98,12 @@ class OptionField:
 
 
 def option(default: Any, text: str, least: float | None = None, most: float | None = None, **facts: Any) -> Any:
-    """A dataclass field that is a generation option; a class as the default makes it for each object.
+    """A dataclass field that is an option; a class or function as the default makes it for each object.
 
     `facts` are further fields of `OptionField`.
     """
     declared = {"option": OptionField(text, least, most, **facts)}
-    if isinstance(default, type):
+    if callable(default):
         return field(default_factory=default, metadata=declared, hash=default is not dict)
     return field(default=default, metadata=declared)
 

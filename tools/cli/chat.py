@@ -14,11 +14,8 @@ from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.sampling.sampler import Sampling
 from spaceport.runtime.session import Runtime
-from spaceport.tools.chat.bundle_model import BundleModel
-from spaceport.tools.chat.chat_loop import Chat
-from spaceport.tools.chat.chat_model import AnswerOptions, ChatModel
-from spaceport.tools.chat.conversation import ChatHistory
-from spaceport.tools.chat.service_model import ServiceModel
+from spaceport.tools.chat.conversation import Chat, ChatHistory
+from spaceport.tools.chat.models import AnswerOptions, BundleModel, ChatModel, ServiceModel
 from spaceport.tools.cli.bundle_cache import bundle_of
 from spaceport.tools.cli.configuration import KEY_VARIABLE, keys_of
 from spaceport.tools.cli.options import (

@@ -29,8 +29,8 @@ from spaceport.tools.cli.demo_tables import compare, compare_chats
 from spaceport.tools.cli.options import PATH, adapter_option
 from spaceport.tools.demo.chat_model import CHAT, adapter_folder, base_model
 from spaceport.tools.demo.prompts import MODEL, prompts_of
-from spaceport.tools.terminal.generate_screen import show_lanes, show_live
-from spaceport.tools.terminal.lanes import Lanes
+from spaceport.tools.terminal.generation import Lanes, show_lanes
+from spaceport.tools.terminal.live import show_live
 from spaceport.tools.terminal.screen import stages
 from spaceport.tools.verify.accuracy import write_report
 from spaceport.tools.verify.cases import CheckOptions

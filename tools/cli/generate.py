@@ -51,8 +51,7 @@ from spaceport.tools.cli.options import (
     threads_option,
     trust_engines_option,
 )
-from spaceport.tools.terminal.generate_screen import as_dict, show, show_live, show_statistics
-from spaceport.tools.terminal.lanes import Lanes
+from spaceport.tools.terminal.generation import Lanes, as_dict, show, show_statistics
 from spaceport.tools.terminal.screen import show_json, show_notes
 
 _FILES = ("trace", "report", "picture")  # that show what each step did
@@ -166,6 +165,8 @@ def command(context: click.Context, /, bundle: Path, prompt: str | None, **given
         lanes = Lanes(runtime.bundle.manifest.tokens.fork)
         with runtime.stream(prompted, decoding) as stream:
             if given["live"]:
+                from spaceport.tools.terminal.live import show_live
+
                 show_live(stream, lanes, given["show_drafts"])
             elif not given["as_json"]:
                 show(stream, lanes, given["show_drafts"])

@@ -118,33 +118,36 @@ def limit_option(callback: Callable[..., Any] | None = None) -> Callable[[Any], 
     )
 
 
-def declared_options(declaring: type, *names: str, unset: str | None = None) -> Callable[[Any], Any]:
-    """One decorator with the flags of the generation options that a dataclass declares, or of those with these names.
+def declared_options(
+    declaring: type, *names: str, unset: str | None = None, defaults: bool = False
+) -> Callable[[Any], Any]:
+    """One decorator with the flags of the options that a dataclass declares, or of those with these names.
 
-    What is not given is None; `unset` says what happens then, if not the default of the dataclass.
+    What is not given is None, or its default with `defaults`; `unset` says what happens then, if not the default.
     """
     declared = [
         entry if unset is None else replace(entry, unset=unset)
         for entry in option_fields(declaring)
         if entry.flag is not None and (entry.name in names or not names)
     ]
-    return options(*map(_flag_of, declared))
+    return options(*(_flag_of(entry, entry.default if defaults else None) for entry in declared))
 
 
-def _flag_of(declared: OptionField) -> Callable[[Any], Any]:
+def _flag_of(declared: OptionField, default_value: Any) -> Callable[[Any], Any]:
     flag, kind = str(declared.flag), declared.kind
-    several = get_origin(kind) in (Sequence, Collection, Mapping) and declared.metavar != "FILE"
+    several = get_origin(kind) in (Sequence, Collection, Mapping, tuple) and declared.metavar != "FILE"
     if several:
         kind = get_args(kind)[0] if declared.metavar is None else str
     is_switch = kind is bool and not declared.optional and not declared.default
     default = "" if is_switch or declared.default_text == "none" else f"default: {declared.default_text}"
     values = "" if declared.choices else declared.values
     settings: dict[str, Any] = {
-        "help": _in_flags(declared.with_facts(values, default, "repeatable" if several else ""))
+        "help": _in_flags(declared.with_facts(values, default, "repeatable" if several else "")),
+        "default": default_value,
     }
     if kind is bool:
         names = flag if is_switch else f"{flag}/--no-{flag[2:]}"
-        return click.option(names, declared.name, is_flag=True, default=None, **settings)
+        return click.option(names, declared.name, is_flag=True, **settings)
     return click.option(
         flag,
         declared.name,

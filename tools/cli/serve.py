@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import click
 
 from spaceport.graphs.contract.faults import OptionFault
+from spaceport.graphs.contract.manifest import MANIFEST_FILE
 from spaceport.runtime.bundle import read_manifest
 from spaceport.runtime.session import DEFAULT_CALL_TIMEOUT, Runtime
 from spaceport.serving.options import ServiceOptions
@@ -29,6 +30,8 @@ from spaceport.tools.cli.options import (
     allow_links_option,
     backend_option,
     copy_weights_option,
+    declared_options,
+    declared_values,
     limit_option,
     limits_of,
     max_seq_len_option,
@@ -43,11 +46,6 @@ from spaceport.tools.cli.options import (
 if TYPE_CHECKING:
     from spaceport.serving.tracing import RequestSpans
 
-_SERVICE = (
-    *("strict", "page", "metrics_prefix", "request_timeout", "drain_timeout", "most_bytes"),
-    *("share_prefixes", "most_client_requests", "allowed_hosts", "key_metrics"),
-    *("audit_rate", "audit_log", "audit_action"),
-)
 _RUNTIME = (
     *("backend", "threads", "max_requests", "queue_limit", "max_seq_len", "max_slots", "prefix_cache"),
     *("step_costs", "call_timeout", "trust_engines", "allow_links", "copy_weights", "require_signature"),
@@ -62,8 +60,9 @@ class Serve(Configured):
         "config": "Configuration",
         "host": "Network",
         "log_format": "Log and traces",
-        "max_requests": "Requests",
+        "request_timeout": "Requests",
         "audit_rate": "Exactness audit",
+        "max_requests": "Requests",
         "backend": "Backend",
     }
     usual: ClassVar = frozenset(
@@ -100,39 +99,13 @@ _network = options(
         help=f"File with one key per line, of which clients have to send one; default: the keys in {KEY_VARIABLE}.",
     ),
     click.option(
-        "--allowed-host",
-        "allowed_hosts",
-        multiple=True,
-        metavar="NAME",
-        help="Name under which proxies or pages reach a service on a loopback address without keys; repeatable.",
-    ),
-    click.option("--share-prefixes", is_flag=True, help="Let clients with different keys share the prefix cache."),
-    click.option(
-        "--client-requests",
-        "most_client_requests",
-        type=click.IntRange(min=1),
-        metavar="N",
-        help="Maximum completions of one key, or address, that run or wait; default: any number.",
-    ),
-    click.option("--page/--no-page", default=True, show_default=True, help="Serve a page to chat with the models."),
-    click.option("--strict", is_flag=True, help="Refuse requests with unknown fields instead of ignoring the fields."),
-    click.option(
         "--tool-format",
         type=click.Choice(("auto", "hermes", "llama3", "mistral", "json")),
         default="auto",
         show_default=True,
-        help="How models write calls of functions; auto = as their chat templates do.",
+        help="Format of calls of functions; auto = that of the model's chat template.",
     ),
-    click.option("--key-metrics", is_flag=True, help="Count requests and tokens of each key."),
-    click.option("--metrics-prefix", default="spaceport", show_default=True, help="First part of all metric names."),
-    click.option(
-        "--drain-timeout",
-        type=float,
-        default=30.0,
-        show_default=True,
-        metavar="SECONDS",
-        help="Time that running requests may take after SIGTERM.",
-    ),
+    declared_options(ServiceOptions, defaults=True),
 )
 _logs = options(
     click.option(
@@ -167,46 +140,6 @@ _requests = options(
         show_default=True,
         help="Reuse the KV rows of earlier requests with the same beginning.",
     ),
-    click.option(
-        "--request-timeout",
-        type=float,
-        default=600.0,
-        show_default=True,
-        metavar="SECONDS",
-        help="Time after which a request ends with what it has.",
-    ),
-    click.option(
-        "--max-body",
-        "most_bytes",
-        type=click.IntRange(min=1024),
-        default=4 << 20,
-        show_default=True,
-        metavar="BYTES",
-        help="Maximum size of a request's body.",
-    ),
-)
-_audit = options(
-    click.option(
-        "--audit-rate",
-        type=float,
-        default=0.0,
-        show_default=True,
-        metavar="SHARE",
-        help="Share of the completions to generate again without drafts and to compare, while nobody waits.",
-    ),
-    click.option(
-        "--audit-log",
-        type=PATH,
-        metavar="FILE",
-        help="Record prompts and outputs of completions that differ in this private file.",
-    ),
-    click.option(
-        "--audit-action",
-        type=click.Choice(("log", "disable-drafts")),
-        default="log",
-        show_default=True,
-        help="What a completion that differs leads to: a log entry, or also the end of all drafts of its model.",
-    ),
 )
 _engines = options(
     backend_option,
@@ -234,7 +167,6 @@ _engines = options(
 @_logs
 @_tracing
 @_requests
-@_audit
 @_engines
 @click.pass_context
 def command(context: click.Context, /, host: str, port: int, print_config: bool, **given: Any) -> None:
@@ -262,7 +194,13 @@ def command(context: click.Context, /, host: str, port: int, print_config: bool,
         click.echo(f"warning: anyone who reaches {host}:{port} can send requests: --api-key-file sets keys", err=True)
     try:
         with listening(host, port) as listener:
-            models = {name: str(checked_bundle(Path(path), given)) for name, path in given["bundles"].items()}
+            paths = {name: Path(path) for name, path in given["bundles"].items()}
+            for path in paths.values():
+                if not path.exists() or (path / MANIFEST_FILE).exists():
+                    checked_bundle(path, given)
+            models = {
+                name: str(checked_bundle(path, given)) for name, path in paths.items()
+            }  # checkpoints are exported
             openers = openers_of({**given, "bundles": models})
             serve(application(openers, service_options, answers_while_opening=True, spans=spans), listener)
     finally:
@@ -313,7 +251,7 @@ def service_options_of(given: Mapping[str, Any]) -> ServiceOptions:
     return ServiceOptions(
         keys=keys_of(given["api_key_file"], os.environ.get(KEY_VARIABLE, "")),
         tool_format=None if given["tool_format"] == "auto" else given["tool_format"],
-        **{option: given[option] for option in _SERVICE},
+        **declared_values(ServiceOptions, {name: given.get(name) for name in given.keys() - {"keys", "tool_format"}}),
     )
 
 

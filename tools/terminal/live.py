@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import click
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.table import Table
@@ -10,7 +11,7 @@ from rich.text import Text
 from spaceport.runtime.decode.sequence_group import Statistics
 from spaceport.runtime.scheduling.stream import Stream
 from spaceport.runtime.text.transcript import Path
-from spaceport.tools.terminal.lanes import Lane, Lanes, Span, colour_of
+from spaceport.tools.terminal.generation import Lane, Lanes, Span, colour_of, marked
 
 _FRAMES = 12  # per second
 
@@ -76,3 +77,10 @@ def _text(lane: Lane) -> Text:
     for part, drafted, source in lane.spans:
         text.append(part, f"underline {colour_of(source)}" if drafted else "")
     return text
+
+
+def show_live(stream: Stream, lanes: Lanes, drafts: bool) -> None:
+    """Show all threads while they grow, then the output in reading order."""
+    spans = watch(stream, lanes)
+    text = marked(spans, True)[0] if drafts else "".join(span.text for span in spans)
+    click.echo(f"\n{text}" if len(lanes) > 1 else text)

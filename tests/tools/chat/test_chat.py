@@ -25,12 +25,10 @@ from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
 from spaceport.serving.application import application
 from spaceport.serving.options import ServiceOptions
-from spaceport.tools.chat.chat_loop import Chat
-from spaceport.tools.chat.chat_model import AnswerOptions
-from spaceport.tools.chat.conversation import ChatHistory
-from spaceport.tools.chat.service_model import ServiceFault, ServiceModel, root_of
+from spaceport.tools.chat.conversation import Chat, ChatHistory
+from spaceport.tools.chat.models import AnswerOptions, ServiceFault, ServiceModel, root_of
 from spaceport.tools.cli import run
-from spaceport.tools.terminal.lanes import Span
+from spaceport.tools.terminal.generation import Span
 from support.paths import DEMO
 from support.terminal import Typist, at_a_terminal
 

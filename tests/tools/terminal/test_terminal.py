@@ -18,7 +18,7 @@ from spaceport.runtime.decode.sequence_group import Statistics
 from spaceport.runtime.text.transcript import Piece
 from spaceport.tools.cli.distill import progress_shown
 from spaceport.tools.distill import DistillProgress
-from spaceport.tools.terminal.lanes import Lane, Lanes, Span, marked
+from spaceport.tools.terminal.generation import Lane, Lanes, Span, marked
 from spaceport.tools.terminal.live import View
 from spaceport.tools.terminal.screen import show_json, show_table
 from support.scripted_threads import FORK, Path, Script, Writing, cases, events_of, line

@@ -1,19 +1,138 @@
-"""Service model: a model behind the HTTP API of OpenAI that answers chat messages."""
+"""What a conversation needs of a model, of a bundle in this process, and of a model behind the HTTP API of OpenAI."""
 
 from __future__ import annotations
 
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from http.client import HTTPException, HTTPResponse
-from typing import Any, cast
+from typing import Any, Protocol, cast
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 from urllib.request import HTTPRedirectHandler, OpenerDirector, ProxyHandler, Request, build_opener
 
 from spaceport.graphs.contract.faults import InputFault, OptionFault, SpaceportError
-from spaceport.tools.chat.chat_model import AnswerOptions, AnswerStatistics
-from spaceport.tools.terminal.lanes import Span
+from spaceport.graphs.contract.manifest import TEMPLATE_FILE
+from spaceport.runtime.decoding import Decoding
+from spaceport.runtime.sampling.sampler import Sampling
+from spaceport.runtime.scheduling.request import Completion
+from spaceport.runtime.session import Runtime
+from spaceport.tools.terminal.generation import Lanes, Span
+
+
+@dataclass(frozen=True)
+class AnswerOptions:
+    """Options of all answers; None: as the model's publisher or the service suggests."""
+
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    drafts: bool = True
+    fork: bool = False
+
+
+@dataclass(frozen=True)
+class AnswerStatistics:
+    """Counts and times of one answer; None: a service does not report it."""
+
+    tokens: int
+    prompt_tokens: int
+    cached_tokens: int
+    steps: int | None
+    first_token_seconds: float | None
+    seconds: float  # from the first step to the last one
+    ending: str
+
+    def line(self) -> str:
+        """The statistics in one line."""
+        found = [f"{self.tokens} tokens"]
+        if self.seconds > 0:
+            found.append(f"{self.tokens / self.seconds:.1f} tokens/s")
+        if self.steps:
+            found.append(f"{self.tokens / self.steps:.2f} tokens per step")
+        found.append(f"{self.cached_tokens} of {self.prompt_tokens} prompt tokens cached")
+        if self.first_token_seconds is not None:
+            found.append(f"first token after {self.first_token_seconds:.2f} s")
+        if self.ending not in ("end", "stop"):
+            found.append(f"ending: {self.ending}")
+        return ", ".join(found)
+
+
+class ChatModel(Protocol):
+    """A model that answers chat messages."""
+
+    @property
+    def name(self) -> str:
+        """The model's name."""
+
+    @property
+    def statistics(self) -> AnswerStatistics | None:
+        """Those of the last answer; None if it did not end or its service reports none."""
+
+    def answer(self, messages: Sequence[Mapping[str, str]]) -> Iterator[Span]:
+        """The answer while it is generated; closing the iterator ends it."""
+
+    def close(self) -> None:
+        """Release what the model holds."""
+
+
+class BundleModel:
+    """An open bundle; with a prefix cache, the next turn does not compute the conversation again."""
+
+    def __init__(self, runtime: Runtime, options: AnswerOptions) -> None:
+        manifest = runtime.bundle.manifest
+        if TEMPLATE_FILE not in manifest.files:
+            raise InputFault(f"{runtime.bundle.path} has no chat template: expected the bundle of a chat model")
+        self.name = runtime.bundle.path.name
+        self.statistics: AnswerStatistics | None = None
+        self._runtime = runtime
+        self._decoding = Decoding(
+            max_tokens=options.max_tokens,
+            sampling=_sampling(options, manifest.generation_config),
+            mask_slots=None if options.drafts else 0,
+            lookup=None if options.drafts else 0,
+            fork=options.fork,
+        )
+
+    def answer(self, messages: Sequence[Mapping[str, str]]) -> Iterator[Span]:
+        """The answer while it is generated; closing the iterator ends it."""
+        self.statistics = None
+        lanes = Lanes(self._runtime.bundle.manifest.tokens.fork)
+        with self._runtime.stream(list(messages), self._decoding) as stream:
+            for piece in stream:
+                yield from lanes.add(piece)
+            self.statistics = _statistics_of_completion(stream.completion())
+
+    def close(self) -> None:
+        """Close the bundle."""
+        self._runtime.close()
+
+
+def _sampling(options: AnswerOptions, suggested: Mapping[str, Any]) -> Sampling:
+    """As the options say, else as the model's publisher suggests, else greedy."""
+    found = dict(suggested) if suggested.get("do_sample") else {}
+    found |= {name: value for name in ("temperature", "top_p") if (value := getattr(options, name)) is not None}
+    temperature = found.get("temperature", 1.0 if suggested.get("do_sample") else 0.0)
+    if not temperature:
+        return Sampling()
+    known = {name: found[name] for name in ("top_k", "top_p", "min_p", "repetition_penalty") if name in found}
+    return Sampling(temperature=temperature, seed=options.seed, **known)
+
+
+def _statistics_of_completion(completion: Completion) -> AnswerStatistics:
+    found = completion.statistics
+    return AnswerStatistics(
+        tokens=found.tokens,
+        prompt_tokens=found.prompt_tokens,
+        cached_tokens=found.cached_tokens,
+        steps=found.steps,
+        first_token_seconds=found.first_token_seconds,
+        seconds=found.seconds - found.waiting_seconds,
+        ending=completion.ending,
+    )
+
 
 _TIMEOUT = 600.0  # seconds without a byte; Spaceport's service sends a comment every 10 seconds
 _LONGEST = 4 << 20  # bytes of a line or an error

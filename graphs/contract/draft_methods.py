@@ -19,6 +19,7 @@ GROUPS: tuple[Group, ...] = get_args(Group)
 
 Predictor = Literal["mask", "head"]
 PREDICTORS: tuple[Predictor, ...] = get_args(Predictor)
+PREDICTOR_NAMES: dict[Predictor, str] = {"mask": "mask slot", "head": "head"}  # as users read them
 
 MAX_MASK_SLOTS = 64
 UNKNOWN, LOOKUP = "unknown", "lookup"  # names of a method that no file names, and of prompt lookup alone
@@ -32,6 +33,11 @@ _DIGITS = 4
 
 CORRECTION_FILE = "draft_correction.npy"
 CANDIDATES = 32  # most probable tokens of a mask slot, whose scores are corrected
+
+
+def drafts_in_words(count: int, predictor: str) -> str:
+    """What drafts, such as "3 mask slots"."""
+    return f"{count} {predictor}{'s' * (count > 1)}" if count else "prompt lookup"
 
 
 @dataclass(frozen=True)

@@ -129,26 +129,28 @@ def command(
         ]
     if len(measured) > 1:
         if as_json:
-            show_json({"max_tokens": max_tokens, "models": [{"model": one.model, **one.as_dict()} for one in measured]})
+            show_json(
+                {"max_tokens": max_tokens, "models": [{"model": model.model, **model.as_dict()} for model in measured]}
+            )
         else:
             show_models(measured)
         return
-    (one,) = measured
+    (model,) = measured
     if storage is not None:
-        save_rates(one, storage, data)
+        save_rates(model, storage, data)
     if as_json:
-        show_json({"max_tokens": max_tokens, **one.as_dict()})
+        show_json({"max_tokens": max_tokens, **model.as_dict()})
     else:
-        show(one)
+        show(model)
     if plotting is not None:
-        plotting.draw(one.found, plot, f"{models[0].absolute().name}, {one.samples} samples")
+        plotting.draw(model.measured, plot, f"{models[0].absolute().name}, {model.samples} samples")
 
 
 def check_options(limit: int | None, max_tokens: int, max_mask_slots: int | None, plot: Path | None) -> None:
     """Raise for invalid options before any file is opened."""
-    for name, given in (("--limit", limit), ("--max-tokens", max_tokens), ("--max-mask-slots", max_mask_slots)):
-        if given is not None and given < 1:
-            raise OptionFault(f"{name} is {given}: expected at least 1")
+    for name, value in (("--limit", limit), ("--max-tokens", max_tokens), ("--max-mask-slots", max_mask_slots)):
+        if value is not None and value < 1:
+            raise OptionFault(f"{name} is {value}: expected at least 1")
     if plot is None:
         return
     if plot.suffix.lower() not in _PLOTS:
@@ -159,22 +161,22 @@ def check_options(limit: int | None, max_tokens: int, max_mask_slots: int | None
 
 def refuse_for_several(adapter: Path | None, plot: Path | None, save: bool) -> None:
     """Raise for options that are for one model only."""
-    for name, given, advice in (
+    for name, is_set, advice in (
         ("--adapter", adapter is not None, "export its base model with it, and give the bundle"),
         ("--plot", plot is not None, "plot one model at a time"),
         ("--save", save, "measure one model at a time"),
     ):
-        if given:
+        if is_set:
             raise OptionFault(f"{name} with several models: expected one CHECKPOINT with it; {advice}")
 
 
-def save_rates(one: ModelAcceptance, storage: Path, data: Path) -> None:
+def save_rates(model: ModelAcceptance, storage: Path, data: Path) -> None:
     """Store the measured rates in the sar_config.json of a checkpoint or adapter folder."""
-    if not one.found.generated.tokens:
+    if not model.measured.generated.tokens:
         raise InputFault(
             f"{data}: the model generates no token for its prompts: nothing is stored; expected other prompts"
         )
-    save_acceptance(storage, one.found.as_draft_acceptance(data.name, date.today()))
+    save_acceptance(storage, model.measured.as_draft_acceptance(data.name, date.today()))
     click.echo(f"stored in {storage / SAR_FILE}: the next export copies the rates into its bundle", err=True)
 
 
@@ -201,14 +203,14 @@ def measured_model(
         check_lengths(runtime.max_seq_len, max_tokens)
         samples, counts = samples_of(runtime, conversations, data)
         slots = min(max_mask_slots or source.draft_tokens, source.draft_tokens)
-        found = measure(runtime, announced(samples, stage), max_tokens, slots)
+        drafts = measure(runtime, announced(samples, stage), max_tokens, slots)
         steps = {}
         if lookup:
             stage("generating with prompt lookup")
             steps = count_drafted(runtime, samples, max_tokens, slots)
         manifest = runtime.bundle.manifest
     origin = (manifest.drafts.name, manifest.drafts.adapter)
-    return ModelAcceptance(str(source.path), *origin, len(samples), counts, found, steps)
+    return ModelAcceptance(str(source.path), *origin, len(samples), counts, drafts, steps)
 
 
 def check_lengths(max_seq_len: int | None, max_tokens: int) -> None:
@@ -244,13 +246,13 @@ def announced(samples: Sequence[ReferenceAnswer], stage: Callable[[str], None]) 
         yield sample
 
 
-def show(one: ModelAcceptance) -> None:
+def show(model: ModelAcceptance) -> None:
     """Print the accuracy of each mask slot and the tokens per step with that many mask slots."""
-    found = one.found
-    generated, reference = found.generated, found.reference
+    drafts = model.measured
+    generated, reference = drafts.generated, drafts.reference
     rows: list[Sequence[object]] = [
         (
-            f"{found.predictor} {slot}" if slot else "next token",
+            f"{drafts.predictor} {slot}" if slot else "next token",
             share(generated.accuracy[slot]),
             share(reference.accuracy[slot]),
             generated.tokens_per_step[slot],
@@ -266,7 +268,7 @@ def show(one: ModelAcceptance) -> None:
         "tokens per step, reference",
     )
     title = (
-        f"{one.samples} samples ({described(one.counts)}), {generated.tokens} generated tokens, "
+        f"{model.samples} samples ({described(model.counts)}), {generated.tokens} generated tokens, "
         f"{reference.tokens} reference tokens"
     )
     show_table(title, columns, rows)
@@ -274,8 +276,8 @@ def show(one: ModelAcceptance) -> None:
         "accuracy: predictions that equal the token at their position. tokens per step: with a chain of this many mask slots\n"
         "(end tokens not counted). generated: along greedy answers of the model. reference: along the answers in DATA."
     )
-    if found.forks is not None:
-        show_forks(found.forks)
+    if drafts.forks is not None:
+        show_forks(drafts.forks)
 
 
 def show_forks(forks: ForkTally) -> None:
@@ -299,7 +301,7 @@ def show_models(models: Sequence[ModelAcceptance]) -> None:
     columns = ("model", "method", "drafts", "exact", "own", "lookup", "together", *by_depth)
     rows = []
     for model in models:
-        rates = [*model.found.generated.acceptance, *[None] * depths][:depths]
+        rates = [*model.measured.generated.acceptance, *[None] * depths][:depths]
         per_step = (model.own_tokens_per_step, *(counts.tokens_per_step for counts in model.steps.values()))
         rows.append((model.model, model.method, model.drafts, share(model.exact), *per_step, *map(share, rates)))
     show_table("Tokens per step, and acceptance by depth", columns, rows)

@@ -134,8 +134,14 @@ def _row(bundle: Path, report: AuditReport) -> Sequence[object]:
 def show(report: AuditReport) -> None:
     """Print the noise, the modes, the first mismatches and the summary."""
     noise = [
-        (one.name, one.positions, f"{one.largest:.1e}", f"{one.allowed:.1e}", "rounding" if one.passed else "FAULT")
-        for one in report.noise
+        (
+            noise.name,
+            noise.positions,
+            f"{noise.largest:.1e}",
+            f"{noise.allowed:.1e}",
+            "rounding" if noise.passed else "FAULT",
+        )
+        for noise in report.noise
     ]
     show_table(
         f"Noise of other step widths and KV slots, against steps of one row ({report.engine})",

@@ -162,19 +162,19 @@ def command(
     from spaceport.tools.verify.check import check_and_audit
 
     with stages() as stage:
-        found = check_and_audit(opened, options, prompts, stage)
-    show_outcome(found, as_json)
+        outcome = check_and_audit(opened, options, prompts, stage)
+    show_outcome(outcome, as_json)
     if writable:
-        _save_report(opened.path, found)  # last: the result is shown even if that fails
-    return OK if found.passed else ACCURACY
+        _save_report(opened.path, outcome)  # last: the result is shown even if that fails
+    return OK if outcome.passed else ACCURACY
 
 
-def _save_report(bundle: Path, found: CheckOutcome) -> None:
+def _save_report(bundle: Path, outcome: CheckOutcome) -> None:
     """Save the report in the bundle, unless the bundle has become read-only."""
     from spaceport.tools.verify.accuracy import write_report
 
     try:
-        write_report(bundle, found.report.as_dict())
+        write_report(bundle, outcome.report.as_dict())
     except OSError as error:
         if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
             raise
@@ -206,8 +206,8 @@ def show_lines(bundle: Bundle, checkpoint: Path | None) -> None:
     """Print the commands that compare a bundle with stock Polygraphy."""
     from spaceport.tools.verify.polygraphy_commands import commands_for
 
-    found = accuracy(bundle) or {}
-    cases = found.get("cases")
+    report = accuracy(bundle) or {}
+    cases = report.get("cases")
     logits = [case.get("largest_logit") for case in cases if isinstance(case, dict)] if isinstance(cases, list) else []
     largest = max((logit for logit in logits if isinstance(logit, float)), default=None)
     if largest is None:

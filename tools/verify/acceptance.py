@@ -14,8 +14,10 @@ from numpy.typing import NDArray
 
 from spaceport.graphs.contract.draft_methods import (
     LOOKUP_KINDS,
+    PREDICTOR_NAMES,
     CorrectionTables,
     DraftAcceptance,
+    drafts_in_words,
     lookup_kind,
     measured_acceptance,
 )
@@ -36,7 +38,6 @@ from spaceport.tools.verify.answers import (
     generate_drafted,
     predict_segment,
 )
-from spaceport.tools.verify.draft_names import PREDICTOR_NAMES, named_drafts
 
 _PRIOR = 10  # tokens that the initial rate of a kind of prompt-lookup token counts for
 
@@ -72,6 +73,10 @@ def count_steps(correct: NDArray[np.bool_], mask_slots: int) -> int:
 def _accepted(correct: NDArray[np.bool_], mask_slots: int) -> NDArray[np.int64]:
     """Whether the draft tokens behind each token are accepted: indices of the answer x slots, 1 = accepted."""
     return np.cumprod(correct[:, 1 : 1 + mask_slots], axis=1, dtype=np.int64)
+
+
+def _ratios(good: Sequence[int], counts: Sequence[int]) -> list[float | None]:
+    return [part / count if count else None for part, count in zip(good, counts, strict=True)]
 
 
 @dataclass
@@ -115,12 +120,12 @@ class Tally:
     @property
     def acceptance(self) -> list[float | None]:
         """Share of accepted draft tokens by depth in chains of all mask slots."""
-        return [good / count if count else None for good, count in zip(self.accepted, self.drafted, strict=True)]
+        return _ratios(self.accepted, self.drafted)
 
     @property
     def accuracy(self) -> list[float | None]:
         """Share of correct predictions by slot; None for a slot without predictions."""
-        return [good / count if count else None for good, count in zip(self.correct, self.predictions, strict=True)]
+        return _ratios(self.correct, self.predictions)
 
     def as_dict(self) -> dict[str, Any]:
         """The counts, accuracy and tokens per step as JSON data."""
@@ -149,17 +154,17 @@ class LookupTally:
         lookup, text, copied = Lookup(), list(prefix), 0
         position = 0
         while position < len(answer):
-            found, equal = lookup.following(text, most)
-            written = answer[position : position + len(found) + 1]
+            draft, equal = lookup.following(text, most)
+            written = answer[position : position + len(draft) + 1]
             right = 0
-            for depth, (token, expected) in enumerate(zip(found, written, strict=False)):
+            for depth, (token, expected) in enumerate(zip(draft, written, strict=False)):
                 kind = lookup_kind(equal + depth, copied + depth)
                 self.tokens[kind] += 1
                 if token != expected:
                     break
                 self.accepted[kind] += 1
                 right += 1
-            whole = right == min(len(found), len(written))
+            whole = right == min(len(draft), len(written))
             copied = copied + right if whole and right else 0
             text += written[: right + 1]
             position += right + 1
@@ -167,7 +172,7 @@ class LookupTally:
     @property
     def acceptance(self) -> list[float | None]:
         """Share of accepted tokens by kind; None for a kind without tokens."""
-        return [good / count if count else None for good, count in zip(self.accepted, self.tokens, strict=True)]
+        return _ratios(self.accepted, self.tokens)
 
     def as_dict(self) -> dict[str, Any]:
         """The counts and shares as JSON data."""
@@ -365,16 +370,16 @@ def measure(runtime: Runtime, samples: Iterable[ReferenceAnswer], max_tokens: in
     """Acceptance on each reference answer, and on the answer that the model generates for the same prompt."""
     manifest, correction = runtime.bundle.manifest, read_correction(runtime.bundle)
     forks = None if manifest.tokens.fork is None else ForkTally()
-    found = MeasuredDrafts(Tally(mask_slots), Tally(mask_slots), forks, PREDICTOR_NAMES[manifest.drafts.predictor])
+    measured = MeasuredDrafts(Tally(mask_slots), Tally(mask_slots), forks, PREDICTOR_NAMES[manifest.drafts.predictor])
     for sample in samples:
         for segment in sample.segments:
-            _add(runtime, correction, segment, found.reference, found.forks)
+            _add(runtime, correction, segment, measured.reference, measured.forks)
         answer = generate_answer(runtime, sample.prompt, max_tokens, mask_slots)
         for thread in answer.threads:
-            found.lookup.add(thread.prefix, thread.tokens)
+            measured.lookup.add(thread.prefix, thread.tokens)
             segment = AnswerSegment(thread.prefix, thread.tokens, thread.fork is not None)
-            _add(runtime, correction, segment, found.generated, None)
-    return found
+            _add(runtime, correction, segment, measured.generated, None)
+    return measured
 
 
 def _add(
@@ -415,29 +420,29 @@ class ModelAcceptance:
     adapter: str | None  # name of the published weights that it drafts with
     samples: int
     counts: dict[str, int]  # of conversations
-    found: MeasuredDrafts
+    measured: MeasuredDrafts
     # with prompt lookup: "lookup" alone, "together" with trees of mask slots or heads; empty: not measured
     steps: dict[str, StepCounts] = field(default_factory=dict)
 
     @property
     def draft_tokens(self) -> int:
         """Maximum draft tokens from mask slots or heads that were measured."""
-        return self.found.generated.mask_slots
+        return self.measured.generated.mask_slots
 
     @property
     def drafts(self) -> str:
         """What drafts, such as "3 mask slots"."""
-        return named_drafts(self.draft_tokens, self.found.predictor)
+        return drafts_in_words(self.draft_tokens, self.measured.predictor)
 
     @property
     def exact(self) -> float | None:
         """Share of the generated tokens that plain decoding selects."""
-        return self.found.generated.accuracy[0]
+        return self.measured.generated.accuracy[0]
 
     @property
     def own_tokens_per_step(self) -> float | None:
         """Tokens per step with chains of mask slots or heads; None without them."""
-        return self.found.generated.tokens_per_step[-1] if self.draft_tokens else None
+        return self.measured.generated.tokens_per_step[-1] if self.draft_tokens else None
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -445,7 +450,7 @@ class ModelAcceptance:
             "adapter": self.adapter,
             "samples": self.samples,
             "counts": self.counts,
-            **self.found.as_dict(),
+            **self.measured.as_dict(),
             **{name: counts.as_dict() for name, counts in self.steps.items()},
         }
 
@@ -457,7 +462,7 @@ def count_drafted(
     counted = {}
     for name, slots in (("lookup", 0), ("together", mask_slots)):
         decoding = Decoding(mask_slots=slots, lookup=DEFAULT_LOOKUP)
-        answers = [generate_drafted(runtime, one.prompt, max_tokens, decoding, max_threads=1) for one in samples]
-        tokens = sum(one.statistics.tokens for one in answers)
-        counted[name] = StepCounts(tokens, sum(one.statistics.steps for one in answers))
+        answers = [generate_drafted(runtime, sample.prompt, max_tokens, decoding, max_threads=1) for sample in samples]
+        tokens = sum(answer.statistics.tokens for answer in answers)
+        counted[name] = StepCounts(tokens, sum(answer.statistics.steps for answer in answers))
     return counted

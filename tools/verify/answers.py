@@ -291,8 +291,8 @@ class _HeadsObserver:
             thread = TokenSequence(
                 self.path, list(self.sequence[:position]), self.start, np.zeros(1, np.bool_), fed=position
             )
-            found = self.selector.candidates(heads[:count], thread, position + 1, 1)
-            self.predicted[position - self.start, 1 : 1 + count] = [candidate.tokens[0] for candidate in found]
+            candidates = self.selector.candidates(heads[:count], thread, position + 1, 1)
+            self.predicted[position - self.start, 1 : 1 + count] = [candidate.tokens[0] for candidate in candidates]
 
 
 @dataclass(frozen=True)
@@ -324,8 +324,8 @@ class _MaskGroups:
         for index, part, own in zip(indices, plan.parts, split(plan, logits), strict=True):
             candidates = self.selector.candidates(own, part.thread, self.start + index + 1, 1)
             known = best_chain(candidates, self.sequence[self.start + index])[: self._known(self.start + index)]
-            found = [candidate.tokens[0] for candidate in known]
-            predicted[index, 1 : 1 + len(found)] = found
+            predictions = [candidate.tokens[0] for candidate in known]
+            predicted[index, 1 : 1 + len(predictions)] = predictions
 
     def _group(self, position: int, depth: int) -> Part:
         """The mask rows from a position on, which see the sequence before it; of a block, also those past its end."""

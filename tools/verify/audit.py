@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from spaceport.graphs.contract.draft_methods import PREDICTOR_NAMES, drafts_in_words
 from spaceport.graphs.contract.exactness import DraftShape, Exactness
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import Manifest
@@ -22,7 +23,6 @@ from spaceport.runtime.sampling.sampler import Sampling
 from spaceport.runtime.scheduling.stream import Stream
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.transcript import Path as ThreadPath
-from spaceport.tools.verify.draft_names import PREDICTOR_NAMES, named_drafts
 from spaceport.tools.verify.plain_logits import (
     Noise,
     SelectionRule,
@@ -223,7 +223,7 @@ class AuditReport:
     @property
     def faults(self) -> int:
         """Number of faults: wrong tokens, and step widths with more noise than rounding explains."""
-        return sum(counts.faults for counts in self.modes) + sum(not one.passed for one in self.noise)
+        return sum(counts.faults for counts in self.modes) + sum(not noise.passed for noise in self.noise)
 
     @property
     def drafted(self) -> list[ModeCounts]:
@@ -256,7 +256,7 @@ class AuditReport:
             "method": self.method,
             "drafts": self.drafts,
             "noise": noise_of(self.noise),
-            "noise_by_width": [one.as_dict() for one in self.noise],
+            "noise_by_width": [noise.as_dict() for noise in self.noise],
             "modes": [asdict(counts) for counts in self.modes],
             "mismatches": [graded.as_dict() for graded in self.mismatches],
         }
@@ -289,7 +289,7 @@ def audit(
         plain.append(generate(runtime, [(prompt, group.plain) for prompt in prompts]))
     on_progress("measuring the noise of other step widths")
     manifest = runtime.bundle.manifest
-    drafts = named_drafts(manifest.drafts.max_tokens, PREDICTOR_NAMES[manifest.drafts.predictor])
+    drafts = drafts_in_words(manifest.drafts.max_tokens, PREDICTOR_NAMES[manifest.drafts.predictor])
     report = AuditReport(_engine_name(runtime), manifest.drafts.name, drafts)
     threads = [completion.threads[()] for completion in plain[0] if not completion.error]
     trees = runtime.exactness.drafts == "tree"  # their slots have gaps, as those of trees
@@ -373,12 +373,12 @@ class _GroupAudit:
         """Count completions, one per prompt in order, and report their mismatches."""
         for index, completion in enumerate(completions):
             prompt, plain = self._prompts[index], None if counts.reference else self._plain[index]
-            found = self._mismatches(completion, plain, len(prompt.tokens) + self._max_tokens)
+            mismatches = self._mismatches(completion, plain, len(prompt.tokens) + self._max_tokens)
             counts.completions += 1
             counts.tokens += completion.tokens
             counts.steps += completion.steps
-            counts.identical += not found and not completion.error
-            for mismatch in found:
+            counts.identical += not mismatches and not completion.error
+            for mismatch in mismatches:
                 self._report.mismatches.append(self._graded(counts, index, completion, mismatch))
 
     def _graded(
@@ -403,13 +403,13 @@ class _GroupAudit:
         if completion.error:
             return [TokenDifference((), 0, 0, None, None, np.nan, reason=completion.error)]
         expected: dict[ThreadPath, ThreadTokens] = {} if plain is None else plain.threads
-        found = [] if plain is None or plain.error else unmatched_threads(completion.threads, expected)
+        mismatches = [] if plain is None or plain.error else unmatched_threads(completion.threads, expected)
         for path, thread in completion.threads.items():
             other = expected.get(path)
             if other is not None and other.tokens[: other.start] != thread.tokens[: thread.start]:
                 other = None  # its parent differs: the two cannot be compared
-            found += find_mismatches(self._runtime.engine, self._rule, thread, limit, other)
-        return found
+            mismatches += find_mismatches(self._runtime.engine, self._rule, thread, limit, other)
+        return mismatches
 
 
 @dataclass(frozen=True)
@@ -426,9 +426,9 @@ class AuditOptions:
     require_signature: Path | None = None  # public key file of the signature that the bundle must have
 
     def __post_init__(self) -> None:
-        for name, given in (("--max-tokens", self.max_tokens), ("--limit", self.limit)):
-            if given is not None and given < 1:
-                raise OptionFault(f"{name} is {given}: expected at least 1")
+        for name, value in (("--max-tokens", self.max_tokens), ("--limit", self.limit)):
+            if value is not None and value < 1:
+                raise OptionFault(f"{name} is {value}: expected at least 1")
 
 
 def audit_bundle(
@@ -462,11 +462,11 @@ def audit_bundles(
     read_prompts(prompt_file)
     for bundle in bundles:
         seq_len(read_manifest(bundle, options.allow_links, options.require_signature), options.max_seq_len)
-    found = {}
+    reports = {}
     for bundle in bundles:
         on_progress(f"auditing {bundle}")
-        found[bundle] = audit_bundle(bundle, prompt_file, backend, options, on_progress)
-    return found
+        reports[bundle] = audit_bundle(bundle, prompt_file, backend, options, on_progress)
+    return reports
 
 
 def requests_for(manifest: Manifest) -> int:

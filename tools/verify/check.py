@@ -391,12 +391,12 @@ class CheckOutcome:
 
     def as_dict(self) -> dict[str, Any]:
         """The outcome as JSON-compatible data."""
-        found: dict[str, Any] = {}
+        extra: dict[str, Any] = {}
         if self.audits:
-            found["audits"] = {backend: audit.as_dict() for backend, audit in self.audits.items()}
+            extra["audits"] = {backend: audit.as_dict() for backend, audit in self.audits.items()}
         if self.quantization is not None:
-            found["quantization"] = self.quantization.as_dict()
-        return {**self.report.as_dict(), **found}
+            extra["quantization"] = self.quantization.as_dict()
+        return {**self.report.as_dict(), **extra}
 
 
 def audits_of(

@@ -153,13 +153,13 @@ def feed(engine: Engine, threads: Sequence[ThreadTokens], plan: FeedPlan, on_log
 
 def logits_of(engine: Engine, thread: ThreadTokens) -> Logits:
     """The logits of plain decoding for every position from a thread's start to one after its end."""
-    found = np.empty((len(thread.tokens) - thread.start + 1, engine.signature.vocab_size), np.float32)
+    computed = np.empty((len(thread.tokens) - thread.start + 1, engine.signature.vocab_size), np.float32)
 
     def on_logits(_: int, position: int, logits: Logits) -> None:
-        found[position - thread.start] = logits
+        computed[position - thread.start] = logits
 
     feed(engine, [thread], PLAIN, on_logits)
-    return found
+    return computed
 
 
 class _Gaps:
@@ -271,9 +271,9 @@ def feed_plans(engine: Engine, gaps: bool = True) -> list[FeedPlan]:
     return [*single, *batched]
 
 
-def noise_of(found: Sequence[Noise]) -> float:
+def noise_of(widths: Sequence[Noise]) -> float:
     """The largest noise that rounding explains; larger noise is itself a fault and explains no mismatch."""
-    return max((one.largest for one in found if one.passed), default=0.0)
+    return max((noise.largest for noise in widths if noise.passed), default=0.0)
 
 
 def difference(plain: Logits, other: Logits) -> float:
@@ -330,13 +330,13 @@ def find_mismatches(
     if first is None:
         return []
     logits = logits_of(engine, thread)
-    found = [*_wrong_tokens(rule, thread, logits, first), *_wrong_length(thread, limit)]
+    mismatches = [*_wrong_tokens(rule, thread, logits, first), *_wrong_length(thread, limit)]
     if plain is not None and first < min(_length(thread), _length(plain)):
-        found = [
+        mismatches = [
             _first_mismatch(rule, thread, plain, first, logits),
-            *(mismatch for mismatch in found if mismatch.position != first),
+            *(mismatch for mismatch in mismatches if mismatch.position != first),
         ]
-    return found
+    return mismatches
 
 
 def unmatched_threads(threads: dict[Path, ThreadTokens], plain: dict[Path, ThreadTokens]) -> list[TokenDifference]:
@@ -348,14 +348,14 @@ def unmatched_threads(threads: dict[Path, ThreadTokens], plain: dict[Path, Threa
 def _wrong_tokens(rule: SelectionRule, thread: ThreadTokens, logits: Logits, first: int) -> Iterator[TokenDifference]:
     for position in range(first, _length(thread)):
         scores = rule.scores(logits[position - thread.start], thread, position)
-        found, best = _token_at(rule, thread, position, scores), int(scores.argmax())
+        token, best = _token_at(rule, thread, position, scores), int(scores.argmax())
         if np.isnan(scores).any():
             yield TokenDifference(
-                thread.path, position, thread.start, None, found, np.nan, reason="the logits hold NaN"
+                thread.path, position, thread.start, None, token, np.nan, reason="the logits hold NaN"
             )
-        elif best != found:
-            margin = float(scores[best] - scores[found])
-            yield TokenDifference(thread.path, position, thread.start, best, found, margin)
+        elif best != token:
+            margin = float(scores[best] - scores[token])
+            yield TokenDifference(thread.path, position, thread.start, best, token, margin)
 
 
 def _wrong_length(thread: ThreadTokens, limit: int) -> list[TokenDifference]:

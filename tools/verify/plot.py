@@ -16,20 +16,20 @@ _GENERATED = ("#0072B2", "o", "generated answers", 8)
 _REFERENCE = ("#D55E00", "s", "reference answers", -14)
 
 
-def draw(found: MeasuredDrafts, file: Path, title: str) -> None:
+def draw(measured: MeasuredDrafts, file: Path, title: str) -> None:
     """Write the plot, in the format of the file's suffix."""
     figure = Figure(figsize=(10, 4.4), layout="constrained")
     accuracy, speed = figure.subplots(1, 2)
     figure.suptitle(title, fontsize=11)
-    slots = list(range(1 + found.reference.mask_slots))
-    for tally, style in ((found.generated, _GENERATED), (found.reference, _REFERENCE)):
+    slots = list(range(1 + measured.reference.mask_slots))
+    for tally, style in ((measured.generated, _GENERATED), (measured.reference, _REFERENCE)):
         _line(accuracy, slots, tally.accuracy, "{:.0%}", style)
         _line(speed, slots, tally.tokens_per_step, "{:.2f}", style)
-    _frame(accuracy, "Prediction accuracy", f"{found.predictor} (0: next token)", slots)
+    _frame(accuracy, "Prediction accuracy", f"{measured.predictor} (0: next token)", slots)
     accuracy.set_ylim(0, 1.08)
     accuracy.yaxis.set_major_formatter(PercentFormatter(1.0))
-    _frame(speed, "Tokens per step", f"{found.predictor}s in use (0: plain decoding)", slots)
-    speed.set_ylim(0, 1.15 * max(1.0, _highest(found.generated), _highest(found.reference)))
+    _frame(speed, "Tokens per step", f"{measured.predictor}s in use (0: plain decoding)", slots)
+    speed.set_ylim(0, 1.15 * max(1.0, _highest(measured.generated), _highest(measured.reference)))
     figure.legend(*accuracy.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
     figure.savefig(file, dpi=150, metadata={"Date": None} if file.suffix.lower() == ".svg" else None)
 

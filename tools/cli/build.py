@@ -26,6 +26,8 @@ from spaceport.tools.cli.options import (
     Sectioned,
     bundle_argument,
     json_option,
+    max_seq_len_option,
+    max_slots_option,
     options,
     require_signature_option,
 )
@@ -40,18 +42,8 @@ _SHAPES = options(
         metavar="N",
         help="Maximum number of requests per engine call (batch size).",
     ),
-    click.option(
-        "--max-seq-len",
-        type=int,
-        metavar="N",
-        help="Maximum context length in tokens (prompt and output); default: as for `generate`.",
-    ),
-    click.option(
-        "--max-slots",
-        type=int,
-        metavar="N",
-        help="KV cache slots per request for the prompt and all threads; default: --max-seq-len.",
-    ),
+    max_seq_len_option,
+    max_slots_option,
     click.option(
         "--max-step-rows", default=64, show_default=True, metavar="N", help="Maximum rows per request in a decode step."
     ),

@@ -25,6 +25,8 @@ from spaceport.tools.cli.options import (
     allow_links_option,
     bundle_argument,
     json_option,
+    max_seq_len_option,
+    max_slots_option,
     overwrite_option,
     require_signature_option,
 )
@@ -38,20 +40,14 @@ _UNKNOWN = "not measured yet: that happens when a runtime first opens the bundle
 @click.command()
 @bundle_argument
 @click.option(
-    "--requests", default=1, show_default=True, metavar="N", help="Concurrent requests, for the memory estimate."
-)
-@click.option(
-    "--max-seq-len",
-    type=int,
+    "--requests",
+    default=1,
+    show_default=True,
     metavar="N",
-    help="Maximum context length in tokens, for the memory estimate; default: as for `generate`.",
+    help="Concurrent requests, for the memory estimate, as --max-seq-len and --max-slots.",
 )
-@click.option(
-    "--max-slots",
-    type=int,
-    metavar="N",
-    help="KV cache slots for the prompt and all threads, for the memory estimate; default: --max-seq-len.",
-)
+@max_seq_len_option
+@max_slots_option
 @allow_links_option
 @require_signature_option
 @json_option("everything")

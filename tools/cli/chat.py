@@ -30,6 +30,7 @@ from spaceport.tools.cli.options import (
     options,
     refuse_unused,
     require_signature_option,
+    runtime_options,
     threads_option,
     trust_engines_option,
 )
@@ -125,7 +126,7 @@ def model_of(target: str, is_url: bool, given: dict[str, Any]) -> ChatModel:
     runtime = Runtime.open(
         bundle_of(Path(target), given["require_signature"]),
         prefix_cache=True,
-        **{name: given[name] for name in _BUNDLE},
+        **runtime_options(given),
     )
     try:
         show_notes(runtime.notes)

@@ -32,9 +32,7 @@ from spaceport.tools.cli.options import (
     PATH,
     Sectioned,
     Unused,
-    allow_links_option,
     bundle_argument,
-    copy_weights_option,
     declared_options,
     declared_values,
     decoded,
@@ -46,10 +44,8 @@ from spaceport.tools.cli.options import (
     options,
     read_text,
     refuse_unused,
-    require_signature_option,
-    step_costs_option,
-    threads_option,
-    trust_engines_option,
+    runtime_engine_options,
+    runtime_options,
 )
 from spaceport.tools.terminal.generation import Lanes, as_dict, show, show_statistics
 from spaceport.tools.terminal.screen import show_json, show_notes
@@ -125,12 +121,7 @@ _engines = options(
         metavar="FOLDER",
         help="With --backend torch: the adapter that --checkpoint is the base of.",
     ),
-    trust_engines_option,
-    allow_links_option,
-    require_signature_option,
-    copy_weights_option,
-    threads_option,
-    step_costs_option,
+    runtime_engine_options,
 )
 
 
@@ -181,29 +172,15 @@ def command(context: click.Context, /, bundle: Path, prompt: str | None, **given
 
 def open_runtime(bundle: Path, given: dict[str, Any]) -> Runtime:
     """The bundle, opened on the backend of --backend."""
-    backend, checkpoint = given["backend"], given["checkpoint"]
-    max_seq_len, max_slots = given["max_seq_len"], given["max_slots"]
-    if backend != "torch":
-        return Runtime.open(
-            bundle,
-            backend=backend,
-            max_seq_len=max_seq_len,
-            max_slots=max_slots,
-            limits=limits_of(given["limits"]),
-            threads=given["threads"],
-            trust_engines=given["trust_engines"],
-            step_costs=given["step_costs"],
-            allow_links=given["allow_links"],
-            copy_weights=given["copy_weights"],
-            require_signature=given["require_signature"],
-        )
+    if given["backend"] != "torch":
+        return Runtime.open(bundle, **runtime_options(given))
     from spaceport.tools.reference import open_reference
 
     opened = open_bundle(bundle, allow_links=given["allow_links"], require_signature=given["require_signature"])
-    length = seq_len(opened.manifest, max_seq_len)
-    slots = slots_for(length, max_slots)
-    capacity = capacity_for(opened.manifest, slots)
-    engine = open_reference(opened, checkpoint, capacity, 1, threads=given["threads"], adapter=given["adapter"])
+    length = seq_len(opened.manifest, given["max_seq_len"])
+    slots = slots_for(length, given["max_slots"])
+    capacity, threads = capacity_for(opened.manifest, slots), given["threads"]
+    engine = open_reference(opened, given["checkpoint"], capacity, 1, threads=threads, adapter=given["adapter"])
     return Runtime(opened, engine, length, slots, limits=limits_of(given["limits"]))
 
 

@@ -92,6 +92,10 @@ max_slots_option = click.option(
     help="KV cache slots of a request, for its prompt and the output of all its threads; default: --max-seq-len.",
 )
 
+_RUNTIME = (
+    *("backend", "threads", "max_requests", "queue_limit", "max_seq_len", "max_slots", "prefix_cache", "step_costs"),
+    *("call_timeout", "trust_engines", "allow_links", "copy_weights", "require_signature"),
+)
 _ALL = "spaceport.all_options"  # entry of a context: --help-all is given
 _COLUMN = 24  # characters; the help of longer options starts on the next line
 
@@ -167,6 +171,12 @@ def _in_flags(text: str) -> str:
 
 def _flag_named(name: re.Match[str]) -> str:
     return " ".join(filter(None, (f"--{name[1].replace('_', '-')}", name[2])))
+
+
+def runtime_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of `Runtime.open` among the options of a command."""
+    limits = {"limits": limits_of(given["limits"])} if "limits" in given else {}
+    return {name: given[name] for name in _RUNTIME if name in given} | limits
 
 
 def declared_values(declaring: type, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -265,6 +275,16 @@ def options(*listed: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return function
 
     return apply
+
+
+runtime_engine_options = options(
+    threads_option,
+    step_costs_option,
+    trust_engines_option,
+    allow_links_option,
+    copy_weights_option,
+    require_signature_option,
+)
 
 
 def refuse_unused(context: click.Context, rules: Iterable[Unused]) -> None:

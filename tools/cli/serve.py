@@ -27,9 +27,7 @@ from spaceport.tools.cli.configuration import (
 )
 from spaceport.tools.cli.options import (
     PATH,
-    allow_links_option,
     backend_option,
-    copy_weights_option,
     declared_options,
     declared_values,
     limit_option,
@@ -37,19 +35,13 @@ from spaceport.tools.cli.options import (
     max_seq_len_option,
     max_slots_option,
     options,
-    require_signature_option,
-    step_costs_option,
-    threads_option,
-    trust_engines_option,
+    runtime_engine_options,
+    runtime_options,
 )
 
 if TYPE_CHECKING:
     from spaceport.serving.tracing import RequestSpans
 
-_RUNTIME = (
-    *("backend", "threads", "max_requests", "queue_limit", "max_seq_len", "max_slots", "prefix_cache"),
-    *("step_costs", "call_timeout", "trust_engines", "allow_links", "copy_weights", "require_signature"),
-)
 _LOCAL = ("127.0.0.1", "::1", "localhost")
 
 
@@ -143,8 +135,7 @@ _requests = options(
 )
 _engines = options(
     backend_option,
-    threads_option,
-    step_costs_option,
+    runtime_engine_options,
     click.option(
         "--call-timeout",
         type=float,
@@ -153,10 +144,6 @@ _engines = options(
         metavar="SECONDS",
         help="Time after which an engine call counts as hung, and the service ends.",
     ),
-    trust_engines_option,
-    allow_links_option,
-    copy_weights_option,
-    require_signature_option,
 )
 
 
@@ -257,6 +244,5 @@ def service_options_of(given: Mapping[str, Any]) -> ServiceOptions:
 
 def openers_of(given: Mapping[str, Any]) -> dict[str, Callable[[], Runtime]]:
     """What opens the bundle of each model."""
-    options = {option: given[option] for option in _RUNTIME}
-    limits = limits_of(given["limits"])
-    return {name: partial(Runtime.open, path, limits=limits, **options) for name, path in given["bundles"].items()}
+    options = runtime_options(given)
+    return {name: partial(Runtime.open, path, **options) for name, path in given["bundles"].items()}

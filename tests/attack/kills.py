@@ -9,6 +9,7 @@ import hashlib
 import json
 import re
 import shutil
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -54,96 +55,99 @@ class Victim:
         return {file.name: hashlib.sha256(_timeless(file)).hexdigest() for file in files}
 
 
+@dataclass
+class Runs:
+    """Runs of a command in forked children of one process, and how long they take."""
+
+    victim: Victim
+    commands: Commands
+    errors: Path
+    expected: dict[str, str]
+    seconds: float  # follows the load of the machine: shorter after a run that ended before its kill
+
+    def killed(self, late: bool, random: Random) -> bool:
+        """Start the command and kill it at a random moment; False: it has ended before, as it should."""
+        self.victim.clear()
+        child = self.commands.start(self.victim.arguments)
+        time.sleep(self.seconds * random.uniform(*(_LATE if late else (0.0, 1.0))))
+        kill(child)
+        if self.commands.end() == -signal.SIGKILL:
+            self.seconds *= 1.03
+            return True
+        self.seconds *= 0.9
+        assert self.victim.result() == self.expected, f"two undisturbed runs of {self.victim.name} differ"
+        return False
+
+    def again(self) -> tuple[int, str]:
+        """Run the command on what is there: its exit code, and what it printed to stderr."""
+        self.errors.write_text("")
+        return self.commands.run(self.victim.arguments), self.errors.read_text("utf-8")
+
+
 def kills(bundle: Path, work: Path, seed: int, budget: Budget) -> Outcome:
-    """Kill both commands, then resume from damaged states; half of the time for each command."""
+    """Kill both commands, then resume from damaged states; a quarter of the time for each."""
     folder = work / "kills"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    outcome, each = Outcome("kills", seed), Budget(budget.seconds / 4, min(KILLS, budget.cases))
+    outcome, part = Outcome("kills", seed), Budget(budget.seconds / 4, min(KILLS, budget.cases))
     for victim in (_tuning(folder), _distillation(bundle, folder)):
         errors = folder / f"{victim.name}.errors"
-        started = time.perf_counter()
         commands = Commands(victim.arguments, errors)
-        first = time.perf_counter() - started  # with the imports of the process
-        expected = victim.result()
+        runs = Runs(victim, commands, errors, victim.result(), 0.0)
         victim.clear()
         started = time.perf_counter()
-        assert commands.run(victim.arguments) == OK
-        takes = min(first, time.perf_counter() - started)
-        if victim.result() != expected:
-            outcome.failures.append(f"{victim.name}: two undisturbed runs differ")
-        kept: list[Path] = []
-        for number in each.numbers():
+        assert runs.again()[0] == OK
+        runs.seconds = time.perf_counter() - started
+        states: list[Path] = []
+        for number in part.numbers():
             random = Random(f"{seed} {victim.name} {number}")
-            kept += _killed(victim, commands, errors, expected, takes, number, random, outcome)
-        for number in each.numbers() if kept else ():
-            _damaged(victim, commands, errors, expected, kept, number, Random(f"{seed} damage {number}"), outcome)
+            while not runs.killed(number % 2 == 1, random):
+                outcome.counts[f"{victim.name} ended before the kill"] += 1
+            states += _continued(runs, number, outcome)
+        for number in part.numbers() if states else ():
+            random = Random(f"{seed} damage {number}")
+            _damaged(runs, random.choice(states), number, random, outcome)
         commands.close()
-        outcome.figures[f"a run of {victim.name}"] = f"{takes:.1f} s"
+        outcome.figures[f"a run of {victim.name}"] = f"{runs.seconds:.1f} s"
     shutil.rmtree(folder)
     return outcome
 
 
-def _killed(
-    victim: Victim,
-    commands: Commands,
-    errors: Path,
-    expected: dict[str, str],
-    takes: float,
-    number: int,
-    random: Random,
-    outcome: Outcome,
-) -> list[Path]:
-    """Kill a run and start it again; returns a copy of the state that the kill has left, if it stores anything."""
-    victim.clear()
-    child = commands.start(victim.arguments)
-    time.sleep(takes * random.uniform(*(_LATE if number % 2 else (0.0, 1.0))))
-    kill(child)
-    case, ending = f"{victim.name} {number}", commands.end()
-    if victim.target.exists():  # it had ended, or only its state was left to remove
-        outcome.note(case, f"{victim.name} ended before the kill", ending in (OK, -9) and victim.result() == expected)
+def _continued(runs: Runs, number: int, outcome: Outcome) -> list[Path]:
+    """Start a killed command again; returns a copy of the state that the kill has left, if it stores anything."""
+    victim, case = runs.victim, f"{runs.victim.name} {number}"
+    if victim.target.exists():  # only its state was left to remove
+        outcome.note(case, f"{victim.name} complete at the kill", victim.result() == runs.expected)
         return []
     stored = victim.stored(victim.state)
     copies = []
     if stored:
         copies.append(copy := victim.state.with_name(f"state {victim.name} {number}"))
         (shutil.copytree if victim.state.is_dir() else shutil.copyfile)(victim.state, copy)
-    errors.write_text("")
-    code = commands.run(victim.arguments)
-    shown = errors.read_text("utf-8")
+    code, shown = runs.again()
     resumed = f"{victim.name} {'resumed' if stored else 'began again'}"
     if code != OK or not victim.kept(stored, victim.target, shown):
         outcome.note(case, f"exit code {code}, {len(stored)} stored: {shown[-300:]}", False)
-    elif victim.result() != expected or victim.state.exists():
+    elif victim.result() != runs.expected or victim.state.exists():
         outcome.note(case, f"{resumed} with other bytes", False)
     else:
         outcome.note(case, resumed, True)
     return copies
 
 
-def _damaged(
-    victim: Victim,
-    commands: Commands,
-    errors: Path,
-    expected: dict[str, str],
-    kept: list[Path],
-    number: int,
-    random: Random,
-    outcome: Outcome,
-) -> None:
+def _damaged(runs: Runs, state: Path, number: int, random: Random, outcome: Outcome) -> None:
     """Resume from a damaged state: it is refused with one line, or the result is that of an undisturbed run."""
+    victim = runs.victim
     victim.clear()
-    state = random.choice(kept)
     (shutil.copytree if state.is_dir() else shutil.copyfile)(state, victim.state)
     way = list(victim.damage)[number % len(victim.damage)]
     victim.damage[way](victim.state, random)
-    errors.write_text("")
-    code, case = commands.run(victim.arguments), f"{victim.name} {number}, state {way}"
-    shown = errors.read_text("utf-8")
+    code, shown = runs.again()
+    case = f"{victim.name} {number}, state {way}"
     last = (shown.splitlines() or [""])[-1]
     if code in (INPUT, USAGE) and last.startswith("spaceport: ") and "Traceback" not in shown:
         outcome.note(case, f"{victim.name}: {way} state refused", True)
-    elif code == OK and victim.result() == expected:
+    elif code == OK and victim.result() == runs.expected:
         outcome.note(case, f"{victim.name}: {way} state made no difference", True)
     else:
         outcome.note(case, f"exit code {code}: {shown[-500:]}", False)

@@ -17,7 +17,8 @@ from spaceport.exporter.checkpoint_source import quiet_libraries
 from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.tokenizer import encode
-from spaceport.tools.terminal.screen import show_json, show_table, stages
+from spaceport.tools.cli import run
+from spaceport.tools.terminal.screen import show_json, stages
 from spaceport.tools.verify.acceptance import SourceOptions, open_source
 from spaceport.tools.verify.answers import Answer, generate_answer
 
@@ -27,7 +28,6 @@ NOTE = (
 )
 MASK_SLOTS = (0, 1, 3, 5)
 MOST_TOKENS = 480  # per answer; the longest correct one has about 400
-LONGEST_MISTAKE = 200  # characters shown per mistake
 PROMPT_TOKENS, TEXT_TOKENS = 48, 64  # prompt and continuation of a source text
 
 
@@ -152,12 +152,8 @@ def _texts(chats: Sequence[QuestionAnswers], sources: Sequence[Answer]) -> list[
 @click.option("--questions", default=150, show_default=True, metavar="N", help="Maximum questions per kind.")
 @click.option("--texts", default=50, show_default=True, metavar="N", help="Maximum source texts to continue.")
 @click.option("--threads", default=1, show_default=True, metavar="N", help="CPU threads.")
-@click.option(
-    "--mistakes", "shown", default=0, show_default=True, metavar="N", help="Show the first N incorrect list answers."
-)
-@click.option("--json", "as_json", is_flag=True, help="Print the results as JSON.")
-def command(model: Path, questions: int, texts: int, threads: int, shown: int, as_json: bool) -> None:
-    """Ask the demo model about functions of the standard library's files that are held out of training."""
+def command(model: Path, questions: int, texts: int, threads: int) -> None:
+    """Ask the demo model about functions of files that are held out of training, and print the results as JSON."""
     for name, count in (("--questions", questions), ("--texts", texts)):
         if count < 1:
             raise OptionFault(f"{name} is {count}: expected at least 1")
@@ -172,64 +168,8 @@ def command(model: Path, questions: int, texts: int, threads: int, shown: int, a
             listed, short = split(corpus.held_out)
             functions = [*listed[:questions], *short[:questions]]
             results = evaluate(runtime, functions, corpus.held_out_texts[:texts], stage)
-    if as_json:
-        show_json(results)
-    else:
-        show(results, shown)
-
-
-def show(results: dict[str, Any], shown: int) -> None:
-    """Print the results as tables, with the first `shown` incorrect answers."""
-    rows = [
-        (
-            name,
-            counts["questions"],
-            _share(counts["forks_correct"], counts["questions"]),
-            _share(counts["items_correct"], counts["items"]),
-            _share(counts["exact"], counts["questions"]),
-            _share(counts["exact_unforked"], counts["questions"]),
-        )
-        for name, counts in (("a list", results["lists"]), ("a sentence", results["sentences"]))
-    ]
-    columns = ("answered with", "questions", "forks correct", "items correct", "exact", "exact, forks banned")
-    show_table(f"functions held out of training, Python {results['python']}", columns, rows)
-    click.echo()
-    costs = [
-        (
-            f"k = {cost['mask_slots']}" if cost["mask_slots"] else "no drafts",
-            *(cost[f"{name}_tokens_per_step"] for name in ("chat", "source", "thread")),
-            cost["parallel_steps"] / results["lists"]["questions"],
-            cost["fewer_steps"],
-            cost["changed"],
-        )
-        for cost in results["costs"]
-    ]
-    names = ("drafts", "chat", "source text", "threads", "parallel steps", "plain / parallel", "outputs changed")
-    show_table(
-        "tokens per step, unforked and in sequential threads; steps per list answer with parallel threads", names, costs
-    )
-    for wrong in results["mistakes"][:shown]:
-        mistakes = (mistake[:LONGEST_MISTAKE] for mistake in wrong["mistakes"])
-        click.echo("\n  ".join((f"\n{wrong['question']}", *mistakes)))
-    click.echo(f"\n{NOTE}")
-
-
-def _share(part: int, whole: int) -> str:
-    return f"{100 * part / whole:.1f} %" if whole else "-"
-
-
-def main() -> int:
-    """Run the evaluation and return the exit code."""
-    try:
-        command.main(standalone_mode=False)
-    except click.ClickException as error:
-        error.show()
-        return error.exit_code
-    except (OptionFault, InputFault) as error:
-        click.echo(f"error: {error}", err=True)
-        return 2 if isinstance(error, OptionFault) else 3
-    return 0
+    show_json(results)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(sys.argv[1:], command))

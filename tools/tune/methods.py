@@ -231,48 +231,31 @@ def select_parameters(
     job: TuningJob, tunable: TunableModel, packed_model: PackedModel, accelerator: Accelerator
 ) -> tuple[PackedModel, Merge]:
     """The model that trains the method's parameters and the draft correction, and the function that merges them at the end."""
-    trained, merge = _with_method(job, tunable, packed_model, accelerator)
-    rank = job.settings.correction_rank if job.settings.drafts else 0
-
-    def merged() -> MergedModel:
-        found = merge()
-        return replace(found, correction=tunable.correction, input_rows=found.input_rows or tunable.input_rows)
-
-    if not rank:
-        return trained, merged
-    table = cast(nn.Embedding, tunable.model.get_input_embeddings()).weight
-    correction = trained.correction = DraftCorrection(table, rank, tunable.correction)
-    return trained, lambda: replace(merged(), correction=correction.factors())
-
-
-def _with_method(
-    job: TuningJob, tunable: TunableModel, packed_model: PackedModel, accelerator: Accelerator
-) -> tuple[PackedModel, Merge]:
-    """The model that trains the method's parameters, and the function that merges them at the end."""
-    sharded = accelerator.distributed_type not in (
-        DistributedType.NO,
-        DistributedType.MULTI_CPU,
-        DistributedType.MULTI_GPU,
-    )
-    if sharded and job.settings.method != "full":
+    settings, model = job.settings, tunable.model
+    whole = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+    if accelerator.distributed_type not in whole and settings.method != "full":
         raise OptionFault(
-            f"--method {job.settings.method} under {accelerator.distributed_type.value}: sharded weights support only "
+            f"--method {settings.method} under {accelerator.distributed_type.value}: sharded weights support only "
             "--method full; expected that, or processes that each hold the whole model"
         )
-    merge = apply_method(tunable.model, job.settings, tunable.tokens, tunable.adapter)
+    merge = apply_method(model, settings, tunable.tokens, tunable.adapter)
+    restore, correction = _nothing, None
     if job.recompute:
-        checkpoint_layers(tunable.model)
-    if job.settings.method != "gated-lora":
-        return packed_model, merge
-    # Recomputed layers run without a cache, and the rows behind [Fork] and [Child] have gradients: one pass.
-    if not (job.recompute or job.settings.forks):
-        packed_model = frozen_base_model_of(packed_model, job.settings.mask_loss, job.settings.stop_at_wrong)
-    if not job.bf16:
-        return packed_model, merge
-    restore = convert_frozen(tunable.model, torch.bfloat16)
+        checkpoint_layers(model)
+    if settings.method == "gated-lora":
+        # Recomputed layers run without a cache, and the rows behind [Fork] and [Child] have gradients: one pass.
+        if not (job.recompute or settings.forks):
+            packed_model = frozen_base_model_of(packed_model, settings.mask_loss, settings.stop_at_wrong)
+        if job.bf16:
+            restore = convert_frozen(model, torch.bfloat16)
+    if settings.drafts and settings.correction_rank:
+        table = cast(nn.Embedding, model.get_input_embeddings()).weight
+        correction = packed_model.correction = DraftCorrection(table, settings.correction_rank, tunable.correction)
 
-    def restore_and_merge() -> MergedModel:
+    def merged() -> MergedModel:
         restore()
-        return merge()
+        result = merge()
+        factors = tunable.correction if correction is None else correction.factors()
+        return replace(result, correction=factors, input_rows=result.input_rows or tunable.input_rows)
 
-    return packed_model, restore_and_merge
+    return packed_model, merged

@@ -247,7 +247,7 @@ def packed_model_of(model: PreTrainedModel, mask_slots: int) -> PackedModel:
 
 def run(packed_model: nn.Module, batch: PackedBatch) -> Tensor:
     """Sums of a batch (see LOSS, CORRECT, COUNT); works through wrappers such as DDP."""
-    return cast(Tensor, packed_model(*batch.tensors))
+    return cast(Tensor, packed_model(*batch))
 
 
 def _verify(packed_model: PackedModel, ids: Tensor, expected: Tensor) -> None:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -40,9 +41,8 @@ class PackedRow:
     before: NDArray[np.int64]  # index of the token before the target in the text
 
 
-@dataclass(frozen=True)
-class PackedBatch:
-    """Rows padded to one length."""
+class PackedBatch(NamedTuple):
+    """Rows padded to one length, as the arguments of a packed model."""
 
     ids: Tensor  # B x T, int64
     positions: Tensor  # B x T, int64
@@ -51,12 +51,8 @@ class PackedBatch:
     mask_slots: Tensor  # B x T, int64
     before: Tensor  # B x T, int64: column of the token before the target in the text
 
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return (self.ids, self.positions, self.visible, self.targets, self.mask_slots, self.before)
-
     def to(self, device: torch.device) -> PackedBatch:
-        return PackedBatch(*(tensor.to(device, non_blocking=True) for tensor in self.tensors))
+        return PackedBatch(*(tensor.to(device, non_blocking=True) for tensor in self))
 
 
 def successors(sample: Sample) -> NDArray[np.int64]:

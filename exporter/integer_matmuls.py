@@ -12,7 +12,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common as passes
 from numpy.typing import NDArray
 
-from spaceport.exporter.constants import constant, lazy
+from spaceport.exporter.graph_passes import constant, lazy
 from spaceport.exporter.quantized_weights import (
     ATTENTION,
     EMBEDDING,

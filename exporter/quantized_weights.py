@@ -21,8 +21,7 @@ from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from onnx import numpy_helper
 from torch import Tensor
 
-from spaceport.exporter.constants import Key, constant, key_of, lazy
-from spaceport.exporter.graph_passes import JOINED
+from spaceport.exporter.graph_passes import JOINED, Key, constant, key_of, lazy
 from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.contract.signature import Weights
 from spaceport.graphs.quantization import AttentionScales, Quantization, QuantizedEmbedding, QuantizedWeight

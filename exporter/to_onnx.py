@@ -16,18 +16,19 @@ from onnx import TensorProto, helper
 from torch import Tensor
 from torch._dynamo import config as dynamo
 
-from spaceport.exporter.constants import read_lazily
 from spaceport.exporter.graph_passes import (
     fix_reshapes,
     fuse_projections,
     hoist_above_splits,
+    read_lazily,
     simplify,
 )
 from spaceport.exporter.integer_matmuls import store_integer_matmuls
 from spaceport.exporter.quantized_weights import WeightNotFound, store_quantized_weights
+from spaceport.exporter.tensorrt.append_graph import contract_mismatch
 from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.graphs.contract.manifest import DATA_FILE, MODEL_FILE
-from spaceport.graphs.contract.signature import BEST_TOKENS, DTYPES, Lowering, Signature, selection_width
+from spaceport.graphs.contract.signature import BEST_TOKENS, Lowering, Signature, selection_width
 from spaceport.graphs.decoder import Decoder, DecoderWithLayerOutputs
 
 OPSETS = (23, 24)
@@ -85,7 +86,9 @@ def to_onnx(decoder: Decoder, folder: Path, opset: int) -> None:
         raise UntraceableModel(
             f"{_family(decoder)} was traced into a graph that onnx rejects: {_reason(error)}"
         ) from error
-    check_graph_contract(path, signature)
+    if mismatch := contract_mismatch(onnx.load(str(path), load_external_data=False).graph, signature):
+        kind, got, expected = mismatch
+        raise UntraceableModel(f"the traced graph has the {kind} {got}: expected {expected}")
 
 
 def trace(decoder: Decoder) -> ir.Model:
@@ -131,28 +134,6 @@ def traced_inputs(signature: Signature, device: torch.device) -> tuple[Tensor, .
         fill = torch.ones if tensor.dtype == "bool" else torch.zeros
         made.append(fill(shape, dtype=getattr(torch, tensor.dtype), device=device))
     return tuple(made)
-
-
-def check_graph_contract(path: Path, signature: Signature) -> None:
-    """Raise unless a graph's inputs and outputs have the names, types, order and shapes of the signature."""
-    graph = onnx.load(str(path), load_external_data=False).graph
-    for kind, values, tensors in (
-        ("input", graph.input, signature.inputs),
-        ("output", graph.output, signature.outputs),
-    ):
-        got = [(value.name, value.type.tensor_type.elem_type) for value in values]
-        expected = [(tensor.name, DTYPES[tensor.dtype].onnx) for tensor in tensors]
-        if got != expected:
-            raise UntraceableModel(f"the traced graph's {kind}s are {got}: expected {expected}")
-        for value, tensor in zip(values, tensors, strict=True):
-            for dimension, size in zip(value.type.tensor_type.shape.dim, tensor.shape, strict=True):
-                if isinstance(size, int) != bool(dimension.dim_value) or (
-                    isinstance(size, int) and dimension.dim_value != size
-                ):
-                    raise UntraceableModel(
-                        f"{kind} {tensor.name} has a dimension {dimension.dim_value or dimension.dim_param!r}: "
-                        f"expected {size!r}"
-                    )
 
 
 def _name_layer_outputs(model: ir.Model, outputs: int, names: Sequence[str]) -> None:

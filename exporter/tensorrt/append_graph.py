@@ -43,14 +43,9 @@ def refuse_scatter(folder: Path, signature: Signature) -> None:
 
 def check_graph(model: onnx.ModelProto, signature: Signature, path: Path) -> None:
     """Raise unless inputs and outputs match the signature, and KV buffers are written in place by TensorScatter."""
-    for kind, values, tensors in (
-        ("input", model.graph.input, signature.inputs),
-        ("output", model.graph.output, signature.outputs),
-    ):
-        for value, tensor in zip_longest(values, tensors):
-            got, expected = _described(value), _described(tensor)
-            if got != expected:
-                raise InputFault(f"{path}: has the {kind} {got}, the manifest says {expected}: export it again")
+    if (mismatch := contract_mismatch(model.graph, signature)) is not None:
+        kind, got, expected = mismatch
+        raise InputFault(f"{path}: has the {kind} {got}, the manifest says {expected}: export it again")
     _check_external_data(model.graph, path)
     writers = {node.output[0]: node for node in model.graph.node if node.op_type == "TensorScatter"}
     for past, present in zip(signature.past, signature.present, strict=True):
@@ -60,6 +55,19 @@ def check_graph(model: onnx.ModelProto, signature: Signature, path: Path) -> Non
                 f"{path}: {present.name} is not {past.name} updated by TensorScatter, so KV buffers cannot be updated in "
                 "place: export it again with --lowering append"
             )
+
+
+def contract_mismatch(graph: onnx.GraphProto, signature: Signature) -> tuple[str, str, str] | None:
+    """The first input or output with another name, type or shape than in the signature: its kind, it, and the expected one."""
+    for kind, values, tensors in (
+        ("input", graph.input, signature.inputs),
+        ("output", graph.output, signature.outputs),
+    ):
+        for value, tensor in zip_longest(values, tensors):
+            got, expected = _described(value), _described(tensor)
+            if got != expected:
+                return kind, got, expected
+    return None
 
 
 def _check_external_data(graph: onnx.GraphProto, path: Path) -> None:

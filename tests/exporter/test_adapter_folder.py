@@ -28,8 +28,7 @@ from spaceport.exporter.checkpoint import (
     open_checkpoint,
 )
 from spaceport.exporter.checkpoint_source import quiet_libraries
-from spaceport.exporter.export import ExportOptions, export
-from spaceport.exporter.prompt_tokens import added_tokens
+from spaceport.exporter.export import ExportOptions, added_tokens, export
 from spaceport.exporter.sar_config import save_acceptance
 from spaceport.graphs.contract.draft_methods import DraftAcceptance
 from spaceport.graphs.contract.manifest import DATA_FILE, MANIFEST_FILE, MODEL_FILE

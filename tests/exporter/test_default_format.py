@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from spaceport.exporter.default_format import default_format
+from spaceport.exporter.export import default_format
 from spaceport.tools.cli import OK, USAGE, run
 from support.paths import TINY
 

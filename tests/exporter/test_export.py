@@ -13,8 +13,7 @@ from tokenizers import Tokenizer
 
 from spaceport.exporter.checkpoint import CheckpointError, TokenFlags, open_checkpoint
 from spaceport.exporter.checkpoint_source import provenance_of
-from spaceport.exporter.export import ExportOptions, export
-from spaceport.exporter.prompt_tokens import DEFAULT_QUESTIONS, MAX_PROMPT_TOKENS, prompt_tokens
+from spaceport.exporter.export import DEFAULT_QUESTIONS, MAX_PROMPT_TOKENS, ExportOptions, export, prompt_tokens
 from spaceport.exporter.sar_config import save_acceptance
 from spaceport.graphs.contract.draft_methods import DraftAcceptance
 from spaceport.graphs.contract.faults import InputFault, OptionFault

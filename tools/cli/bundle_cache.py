@@ -151,8 +151,7 @@ def _export_once(path: Path, target: Path, made_from: Mapping[str, object]) -> N
                 return
             on_stage(f"exporting {path}, once, to {target}")
             from spaceport.exporter.checkpoint_source import quiet_libraries
-            from spaceport.exporter.default_format import default_format
-            from spaceport.exporter.export import ExportOptions, export
+            from spaceport.exporter.export import ExportOptions, default_format, export
 
             quiet_libraries()
             chosen = default_format(path, cpu_class())

@@ -32,8 +32,7 @@ from spaceport.tools.terminal.screen import interruptible_stages, show_json, siz
 from spaceport.tools.verify.prompts import read_prompts
 
 if TYPE_CHECKING:  # torch is imported only once the paths are valid
-    from spaceport.exporter.default_format import DefaultFormat
-    from spaceport.exporter.export import ExportOptions
+    from spaceport.exporter.export import DefaultFormat, ExportOptions
 
 # Values of --for -> class of the CPU, as `cpu_class` names it.
 _CPU_CLASSES = {
@@ -219,7 +218,7 @@ def _options(checkpoint: Path, given: Mapping[str, Any]) -> tuple[ExportOptions,
 
 def _default_format(checkpoint: Path, given: Mapping[str, Any]) -> DefaultFormat | None:
     """The default data types for the machine; None: other options name them, or ask for a graph for TensorRT."""
-    from spaceport.exporter.default_format import GPU_FORMAT, default_format
+    from spaceport.exporter.export import GPU_FORMAT, default_format
 
     machine = given["machine"]
     if given["weights"] is not None or given["dtype"] is not None:

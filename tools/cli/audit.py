@@ -9,7 +9,7 @@ from typing import ClassVar
 import click
 
 from spaceport.tools.cli import ACCURACY, OK
-from spaceport.tools.cli.bundle_cache import bundle_of
+from spaceport.tools.cli.bundle_cache import bundle_at
 from spaceport.tools.cli.options import (
     PATH,
     BeforeLast,
@@ -81,7 +81,7 @@ def command(
     options = AuditOptions(
         max_tokens, limit, max_seq_len, max_requests, threads, trust_engines, allow_links, require_signature
     )
-    bundles = tuple(bundle_of(bundle, require_signature) for bundle in bundles)
+    bundles = tuple(bundle_at(bundle, require_signature) for bundle in bundles)
     with stages() as stage:
         reports = audit_bundles(bundles, prompts, backend, options, stage)
     passed = all(report.passed for report in reports.values())

@@ -35,7 +35,7 @@ def bundles_folder() -> Path:
     return cache_folder().with_name("bundles")
 
 
-def bundle_of(path: Path, require_signature: Path | None = None) -> Path:
+def bundle_at(path: Path, require_signature: Path | None = None) -> Path:
     """The bundle at a path, or the one that a checkpoint there is exported to, now or by an earlier command.
 
     Raises if the path has neither. A cached bundle is used again while the checkpoint's files, the class of the CPU and the

@@ -16,7 +16,7 @@ from spaceport.runtime.sampling.sampler import Sampling
 from spaceport.runtime.session import Runtime
 from spaceport.tools.chat.conversation import Chat, ChatHistory
 from spaceport.tools.chat.models import AnswerOptions, BundleModel, ChatModel, ServiceModel
-from spaceport.tools.cli.bundle_cache import bundle_of
+from spaceport.tools.cli.bundle_cache import bundle_at
 from spaceport.tools.cli.configuration import KEY_VARIABLE, keys_of
 from spaceport.tools.cli.options import (
     PATH,
@@ -124,7 +124,7 @@ def model_of(target: str, is_url: bool, given: dict[str, Any]) -> ChatModel:
         keys = keys_of(given["api_key_file"], os.environ.get(KEY_VARIABLE, ""))
         return ServiceModel(target, given["model"], keys[0] if keys else None, answers)
     runtime = Runtime.open(
-        bundle_of(Path(target), given["require_signature"]),
+        bundle_at(Path(target), given["require_signature"]),
         prefix_cache=True,
         **runtime_options(given),
     )

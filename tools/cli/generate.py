@@ -27,7 +27,7 @@ from spaceport.runtime.text.messages import ChatPrompt
 from spaceport.runtime.text.prompt import Prompt
 from spaceport.runtime.text.tokenizer import encode
 from spaceport.runtime.trace import Trace
-from spaceport.tools.cli.bundle_cache import bundle_of
+from spaceport.tools.cli.bundle_cache import bundle_at
 from spaceport.tools.cli.options import (
     PATH,
     Sectioned,
@@ -145,7 +145,7 @@ def command(context: click.Context, /, bundle: Path, prompt: str | None, **given
     text = read_prompt(prompt, given["prompt_file"])
     prompted: Prompt = chat_prompt(text, given["system"], given["chat_template_kwargs"]) if given["chat"] else text
     decoding = decoding_of(given)
-    bundle = bundle_of(bundle, given["require_signature"])
+    bundle = bundle_at(bundle, given["require_signature"])
     with open_runtime(bundle, given) as runtime:
         show_notes(runtime.notes)
         check_with(context, runtime.bundle.manifest, decoding)

@@ -15,7 +15,7 @@ from spaceport.graphs.contract.manifest import MANIFEST_FILE
 from spaceport.runtime.bundle import read_manifest
 from spaceport.runtime.session import DEFAULT_CALL_TIMEOUT, Runtime
 from spaceport.serving.options import ServiceOptions
-from spaceport.tools.cli.bundle_cache import bundle_of, model_name
+from spaceport.tools.cli.bundle_cache import bundle_at, model_name
 from spaceport.tools.cli.configuration import (
     KEY_VARIABLE,
     Configured,
@@ -197,7 +197,7 @@ def command(context: click.Context, /, host: str, port: int, print_config: bool,
 
 def checked_bundle(path: Path, given: Mapping[str, Any]) -> Path:
     """The bundle at a path, or of the checkpoint there; raises before any is opened if its manifest cannot be read."""
-    bundle = bundle_of(path, given["require_signature"])
+    bundle = bundle_at(path, given["require_signature"])
     read_manifest(bundle, require_signature=given["require_signature"])
     return bundle
 

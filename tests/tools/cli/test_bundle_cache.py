@@ -20,7 +20,7 @@ from spaceport.graphs.contract.faults import InputFault, MissingDependency, Opti
 from spaceport.graphs.contract.manifest import MANIFEST_FILE
 from spaceport.runtime.bundle import open_bundle
 from spaceport.tools.cli import OK, bundle_cache, run
-from spaceport.tools.cli.bundle_cache import bundle_of, bundles_folder, cached_bundles
+from spaceport.tools.cli.bundle_cache import bundle_at, bundles_folder, cached_bundles
 from support.paths import TINY
 
 Capture = pytest.CaptureFixture[str]
@@ -69,7 +69,7 @@ def rewrite(file: Path) -> None:
 
 
 def test_a_bundle_is_opened_as_it_is(tiny_bundle: Path, cache: Path) -> None:
-    assert bundle_of(tiny_bundle) == tiny_bundle
+    assert bundle_at(tiny_bundle) == tiny_bundle
     assert not cache.exists()
 
 
@@ -79,11 +79,11 @@ def test_a_checkpoint_is_exported_once_and_again_when_one_of_its_files_changes(
 ) -> None:
     monkeypatch.setattr(bundle_cache, "_LARGE", large)
     monkeypatch.setattr(bundle_cache, "_SETTLED", -1.0)
-    first = bundle_of(checkpoint)
+    first = bundle_at(checkpoint)
     assert f"note: {checkpoint} runs as the bundle {first}\n" in capfd.readouterr().err
     assert first.parent == cache == bundles_folder()
     assert first.name.startswith("model-")
-    assert (bundle_of(checkpoint), exports.count) == (first, 1)
+    assert (bundle_at(checkpoint), exports.count) == (first, 1)
     bundles = {first}
     for change in (
         lambda: rewrite(checkpoint / "model.safetensors"),
@@ -95,7 +95,7 @@ def test_a_checkpoint_is_exported_once_and_again_when_one_of_its_files_changes(
         lambda: monkeypatch.setattr(bundle_cache, "__version__", "9"),
     ):
         change()
-        bundles.add(bundle_of(checkpoint))
+        bundles.add(bundle_at(checkpoint))
     assert len(bundles) == exports.count == 7  # an empty folder changes nothing
     assert set(cached_bundles()) == bundles
 
@@ -104,20 +104,20 @@ def test_digests_of_large_files_are_remembered_only_once_these_have_settled(
     checkpoint: Path, cache: Path, exports: Exports, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bundle_cache, "_LARGE", 1000)
-    bundle_of(checkpoint)
+    bundle_at(checkpoint)
     assert not (cache / "digests.json").exists()  # a change in the same tick of the clock would go unnoticed
     monkeypatch.setattr(bundle_cache, "_SETTLED", -1.0)
-    bundle_of(checkpoint)
+    bundle_at(checkpoint)
     weights = str(checkpoint / "model.safetensors")
     assert weights in (cache / "digests.json").read_text()
     read: list[str] = []
     record_of = bundle_cache.record_of
     monkeypatch.setattr(bundle_cache, "record_of", lambda stream: read.append(stream.name) or record_of(stream))
-    bundle_of(checkpoint)
+    bundle_at(checkpoint)
     assert read
     assert weights not in read
     (cache / "digests.json").write_text("no JSON")
-    assert (bundle_of(checkpoint).parent, exports.count) == (cache, 1)
+    assert (bundle_at(checkpoint).parent, exports.count) == (cache, 1)
 
 
 def test_an_export_that_does_not_end_leaves_nothing(checkpoint: Path, cache: Path, exports: Exports) -> None:
@@ -136,23 +136,23 @@ def test_an_export_that_does_not_end_leaves_nothing(checkpoint: Path, cache: Pat
     for ending, error, message in endings:
         exports.meanwhile = ending
         with pytest.raises(error, match=message):
-            bundle_of(checkpoint)
+            bundle_at(checkpoint)
         assert [file for file in cache.iterdir() if file.is_dir()] == []
     exports.meanwhile = lambda folder: None
-    assert (bundle_of(checkpoint) / "model.onnx").read_bytes() == b"graph"
+    assert (bundle_at(checkpoint) / "model.onnx").read_bytes() == b"graph"
 
 
 def test_a_killed_export_is_swept_by_the_next_one(checkpoint: Path, cache: Path, exports: Exports) -> None:
     exports.meanwhile = lambda folder: os._exit(7)
     child = os.fork()
     if child == 0:
-        bundle_of(checkpoint)
+        bundle_at(checkpoint)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     assert len([file for file in cache.iterdir() if file.is_dir()]) == 1
     exports.meanwhile = lambda folder: None
-    assert [file for file in cache.iterdir() if file.is_dir()] != [bundle_of(checkpoint)]
-    assert [file for file in cache.iterdir() if file.is_dir()] == [bundle_of(checkpoint)]
+    assert [file for file in cache.iterdir() if file.is_dir()] != [bundle_at(checkpoint)]
+    assert [file for file in cache.iterdir() if file.is_dir()] == [bundle_at(checkpoint)]
 
 
 def test_two_that_start_at_the_same_time_export_once(
@@ -164,7 +164,7 @@ def test_two_that_start_at_the_same_time_export_once(
     locked = bundle_cache.locked
     monkeypatch.setattr(bundle_cache, "locked", lambda path, on_wait: locked(path, lambda: (on_wait(), waits.set())))
     bundles: list[Path] = []
-    threads = [threading.Thread(target=lambda: bundles.append(bundle_of(checkpoint))) for _ in range(2)]
+    threads = [threading.Thread(target=lambda: bundles.append(bundle_at(checkpoint))) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -190,13 +190,13 @@ def test_what_cannot_be_exported_is_refused_before_any_work(
         ("empty", f"empty: no manifest.json and no config.json in it: {expected}"),
     ):
         with pytest.raises(InputFault, match=message):
-            bundle_of(tmp_path / name)
+            bundle_at(tmp_path / name)
     with pytest.raises(OptionFault, match=r"--require-signature: .* is a checkpoint, and no bundle is signed yet"):
-        bundle_of(checkpoint, tmp_path / "key")
+        bundle_at(checkpoint, tmp_path / "key")
     cache.mkdir(parents=True, mode=0o777)
     cache.chmod(0o777)
     with pytest.raises(InputFault, match=r"other users may write to it.*XDG_CACHE_HOME names another place"):
-        bundle_of(checkpoint)
+        bundle_at(checkpoint)
     cache.chmod(0o700)
 
     def missing(package: str) -> str:
@@ -204,10 +204,10 @@ def test_what_cannot_be_exported_is_refused_before_any_work(
 
     monkeypatch.setattr(bundle_cache, "version", missing)
     with pytest.raises(MissingDependency, match=r"needs the package torch, which is not installed: pip .*\[export\]"):
-        bundle_of(checkpoint)
+        bundle_at(checkpoint)
     (checkpoint / "model.safetensors").unlink()
     with pytest.raises(InputFault, match="no weights in it"):
-        bundle_of(checkpoint)
+        bundle_at(checkpoint)
     assert exports.count == 0
 
 

@@ -12,7 +12,7 @@ from spaceport.tools.bench.decode import benchmark_decode, decode_plot, decode_r
 from spaceport.tools.bench.decode_measuring import MODES, REPLAY_PROMPTS, DecodeOptions, parse_modes
 from spaceport.tools.cli import ACCURACY, OK
 from spaceport.tools.cli.bench import parse_counts, parse_numbers
-from spaceport.tools.cli.bundle_cache import bundle_of
+from spaceport.tools.cli.bundle_cache import bundle_at
 from spaceport.tools.cli.options import (
     PATH,
     Sectioned,
@@ -102,7 +102,7 @@ def command(context: click.Context, /, bundle: Path, prompts: Path | None, **val
     for target in (markdown, plot):
         if target is not None:
             check_target(target)
-    bundle = bundle_of(bundle)
+    bundle = bundle_at(bundle)
     with stages() as on_progress:
         results = benchmark_decode(bundle, prompts, decode_options, on_progress)
     if plot is not None:

@@ -9,6 +9,8 @@ from spaceport.tools.replicas.arguments import Arguments
 NAME = "Replica"  # of the deployment in its application
 
 _SESSION_ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
+# Seconds of a health check: with Ray's 30, requests of a replica that hangs wait for two minutes.
+_CHECK_TIMEOUT = 10.0
 _SHUTDOWN_CHECK = 0.5  # seconds between two looks of a replica that is to end at its requests
 
 
@@ -33,4 +35,5 @@ def deployment_options(arguments: Arguments) -> dict[str, Any]:
         "graceful_shutdown_timeout_s": service["drain_timeout"],
         "graceful_shutdown_wait_loop_s": _SHUTDOWN_CHECK,
         "health_check_period_s": own.health_check_period,
+        "health_check_timeout_s": _CHECK_TIMEOUT,
     }

@@ -31,6 +31,7 @@ _ENTRIES = (
 )
 # Entries of earlier versions for what is in `mechanisms` now.
 _EARLIER = {"mask_adapter", "heads", "prefix"}
+_LARGEST = 2**26  # bytes of a JSON file; an index of weights has some megabytes
 _ORIGIN_LENGTH = 200  # characters of the entries `method` and `adapter`
 _MASK_ENTRIES = ("pard_token", "ptd_token_id", "mask_token_id")  # of config.json
 # Entries of methods that draft in another way, which a checkpoint may have beside a mask token:
@@ -140,6 +141,8 @@ def read_json(file: Path) -> dict[str, Any]:
     """The object that a JSON file holds."""
     if file.exists() and not file.is_file():
         raise CheckpointError(f"{file}: not a regular file: expected a JSON file")
+    if file.exists() and (size := file.stat().st_size) > _LARGEST:
+        raise CheckpointError(f"{file}: {size} bytes: expected a JSON file of at most {_LARGEST}")
     try:
         data = json.loads(file.read_text("utf-8"))
     except (ValueError, RecursionError, OSError) as error:  # ValueError: not JSON, not UTF-8, too many digits

@@ -23,7 +23,7 @@ def mutated_bundles(bundle: Path, work: Path, seed: int, budget: Budget) -> Outc
     which may have another output, but causes no crash, no hang and no untyped error.
     """
     outcome, opener, copy = Outcome("mutated bundles", seed), Opener(), work / "mutated"
-    expected = opener.open(bundle)
+    expected = opener.run("bundle", bundle)
     assert expected.startswith("tokens"), f"{bundle} cannot be opened: {expected}"
     for number in budget.numbers():
         random = Random(f"{seed} {number}")
@@ -31,7 +31,7 @@ def mutated_bundles(bundle: Path, work: Path, seed: int, budget: Budget) -> Outc
         shutil.copytree(bundle, copy)
         change = mutate(copy, random)
         repaired = bool(number % 2) and repair(copy)
-        result = opener.open(copy)
+        result = opener.run("bundle", copy)
         name, fine = result, result.startswith("refused")
         if result.startswith("tokens"):
             same = result == expected
@@ -42,11 +42,11 @@ def mutated_bundles(bundle: Path, work: Path, seed: int, budget: Budget) -> Outc
     return outcome
 
 
-def mutate(folder: Path, random: Random) -> str:
-    """Change a file of a bundle; returns what was done."""
+def mutate(folder: Path, random: Random, entries: str = MANIFEST_FILE) -> str:
+    """Change a file of a folder, often one with these JSON entries; returns what was done."""
     files = sorted(file for file in folder.rglob("*") if file.is_file())
-    if random.random() < 0.3:
-        return _edit_entries(folder / MANIFEST_FILE, random)
+    if entries.endswith(".json") and random.random() < 0.3:
+        return _edit_entries(folder / entries, random)
     file = random.choice(files)
     content = bytearray(file.read_bytes())
     kind = random.choice(("flip", "flip", "truncate", "extend", "zero", "delete", "replace"))

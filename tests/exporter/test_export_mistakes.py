@@ -66,6 +66,7 @@ SPOILS: list[tuple[str, Spoil, str]] = [
     (".", shutil.rmtree, "checkpoint: no such folder: expected a checkpoint"),
     (CONFIG, Path.unlink, r"no config\.json in it: expected a checkpoint"),
     (CONFIG, lambda file: file.write_text("{"), r"config\.json: not valid JSON"),
+    (CONFIG, lambda file: os.truncate(file, 2**26 + 1), rf"config\.json: {2**26 + 1} bytes: expected a JSON file"),
     (CONFIG, lambda file: file.write_text("[]"), r"config\.json: contains list: expected"),
     (CONFIG, partial(change, model_type="frobnicate"), r"'frobnicate' is not one that transformers \S+ knows:"),
     (CONFIG, partial(change, **FROB), "architecture 'frobnicate' .* has its own code: use --trust-remote-code if"),

@@ -24,6 +24,7 @@ else:
 
 KEY_VARIABLE = "SPACEPORT_API_KEY"  # keys of the service, separated by commas
 _OWN = ("config", "print_config")  # name no value of the configuration
+_LARGEST = 2**20  # bytes of a file
 _SIMILAR = 0.8  # of the name of an environment variable to that of an option
 
 
@@ -130,11 +131,13 @@ def _read(context: click.Context, _: click.Parameter, file: Path | None) -> Path
 
 def _content(file: Path) -> dict[str, Any]:
     """What a TOML file says."""
+    if file.exists() and (not file.is_file() or file.stat().st_size > _LARGEST):
+        raise OptionFault(f"--config: {file} is not a file of at most {_LARGEST} bytes: expected a TOML file")
     try:
         found: dict[str, Any] = tomllib.loads(file.read_text("utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise OptionFault(f"--config: {file} cannot be read: {error}: expected a TOML file") from error
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise OptionFault(f"--config: {file} is not TOML: {error}") from error
     return found
 

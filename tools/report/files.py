@@ -16,6 +16,8 @@ from spaceport.serving.page.modules import import_map, style
 from spaceport.tools.report.lanes import visible
 
 _TEMPLATE = Path(__file__).with_name("page.html.jinja")
+_LARGEST_TRACE = 2**26  # bytes; a step of the demo has 500, and 14 arrays and objects
+_MOST_CONTAINERS = 2**20  # arrays and objects, which take twenty times their bytes
 
 
 def page_of(record: TraceRecord, title: str) -> str:
@@ -34,9 +36,6 @@ def page_of(record: TraceRecord, title: str) -> str:
 def _in_script(record: TraceRecord) -> str:
     """The record as JSON that ends no script element."""
     return json.dumps(record.as_dict(), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-
-
-_LARGEST_TRACE = 2**30
 
 
 def check_target(path: Path) -> None:
@@ -70,7 +69,10 @@ def read_trace(path: Path) -> TraceRecord:
             raise InputFault("no such file: expected a trace written by `spaceport generate --trace`")
         if (size := path.stat().st_size) > _LARGEST_TRACE:
             raise InputFault(f"{size} bytes: expected a trace of at most {_LARGEST_TRACE}")
-        return trace_of(json.loads(path.read_text("utf-8")))
+        text = path.read_text("utf-8")
+        if (count := text.count("[") + text.count("{")) > _MOST_CONTAINERS:
+            raise InputFault(f"{count} arrays and objects: expected a trace with at most {_MOST_CONTAINERS}")
+        return trace_of(json.loads(text))
     except InputFault as fault:
         raise InputFault(f"{path}: {fault}") from fault
     except OSError as error:

@@ -395,6 +395,14 @@ def test_an_error_in_the_file_names_the_file_and_the_option(
     assert "secret" not in found
 
 
+def test_a_file_that_never_ends_or_is_nested_deeply_is_refused(capsys: Shown, tmp_path: Path) -> None:
+    fifo = tmp_path / "fifo.toml"
+    os.mkfifo(fifo)
+    for name in (str(fifo), "/dev/zero", str(tmp_path), file_of(tmp_path, "# " * 2**19 + "#")):
+        assert f"{name} is not a file of at most {2**20} bytes" in refused(capsys, "--config", name)
+    assert "is not TOML" in refused(capsys, "--config", file_of(tmp_path, "port = " + "[" * 100_000))
+
+
 def test_an_error_names_the_variable_the_flag_or_the_file(capsys: Shown, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "none.toml cannot be read" in refused(capsys, "--config", "none.toml")
     assert "'--port': 'x'" in refused(capsys, "--port", "x")

@@ -277,6 +277,13 @@ def test_what_is_no_trace_is_an_error_with_its_name(tmp_path: Path) -> None:
         with pytest.raises(InputFault, match=re.escape(schema if content == b"{}" else expected)) as fault:
             read_trace(file)
         assert str(fault.value).startswith(f"{file}: ")
+    file.write_bytes(b"[" + b"[]," * 2**20 + b"1]")
+    with pytest.raises(InputFault, match=f"{2**20 + 1} arrays and objects: expected a trace with at most {2**20}"):
+        read_trace(file)
+    with file.open("wb") as stream:
+        stream.truncate(2**26 + 1)
+    with pytest.raises(InputFault, match=f"{2**26 + 1} bytes: expected a trace of at most {2**26}"):
+        read_trace(file)
     for name, message in (
         ("none", "no such file: expected a trace"),
         ("x" * 300, "File name too long: expected a file"),

@@ -8,10 +8,9 @@ import json
 import mmap
 import os
 import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime
@@ -24,24 +23,32 @@ import numpy as np
 
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.bundle import read_manifest
-from spaceport.tools.bench.http_load import Address, Connection, Target, get_json
+from spaceport.runtime.text.prompt import Prompt
+from spaceport.tools.bench.load_clients import (
+    Address,
+    Clock,
+    HttpClients,
+    LoadExchange,
+    PlannedRequest,
+    Target,
+    Workload,
+)
+from spaceport.tools.bench.load_services import start_service, wait_for_answer
 from spaceport.tools.bench.machine import (
+    SPACEPORT_COMMAND,
     ProcessFailed,
     Resources,
     end_process,
     free_port,
-    last_lines,
     resources_of,
     this_machine,
 )
 from spaceport.tools.bench.report import Report, Table
+from spaceport.tools.bench.rivals import files_of, read_files
 from spaceport.tools.cli.options import PATH, json_option
 from spaceport.tools.terminal.screen import size, stages
 
-_COMMAND = [sys.executable, "-c", "import sys; from spaceport.tools.cli import run; sys.exit(run(sys.argv[1:]))"]
-_READY = 600.0  # seconds until a service is ready
 _POLL = 0.01  # seconds between two questions whether it is ready
-_ANSWER = 120.0  # seconds for a first token
 PageCache = Literal["warm", "cold"]
 _COLUMNS = (
     *("page cache", "step costs", "imports", "verify", "engine", "costs", "opening", "ready", "first token"),
@@ -51,7 +58,7 @@ _COLUMNS = (
 
 def drop_pages(folder: Path) -> None:
     """Remove all files below a folder from the page cache; raises if the system keeps a part of one."""
-    for file in _files(folder):
+    for file in files_of(folder):
         descriptor = os.open(file, os.O_RDONLY)
         try:
             os.fsync(descriptor)  # pages that are not written yet cannot be dropped
@@ -63,14 +70,6 @@ def drop_pages(folder: Path) -> None:
                 f"{file}: stays in the page cache, so reading it from its disk cannot be measured: expected a file that no "
                 "process has mapped, on a disk; leave cold out of --page-cache"
             )
-
-
-def read_pages(folder: Path) -> None:
-    """Read all files below a folder, after which they are in the page cache if it has space for them."""
-    for file in _files(folder):
-        with file.open("rb") as stream:
-            while stream.read(1 << 20):
-                pass
 
 
 def cached_share(file: Path) -> float:
@@ -85,10 +84,6 @@ def cached_share(file: Path) -> float:
         if library.mincore(ctypes.c_void_p(address), ctypes.c_size_t(size), ctypes.c_void_p(pages.ctypes.data)):
             raise OSError(ctypes.get_errno(), "mincore failed", str(file))
     return float(np.mean(pages & 1))
-
-
-def _files(folder: Path) -> Iterable[Path]:
-    return (file for file in sorted(folder.rglob("*")) if file.is_file())
 
 
 @dataclass(frozen=True)
@@ -123,16 +118,12 @@ def measured_start(bundles: Sequence[Path], flags: Sequence[str], prompt: str, s
 
     The service keeps its step costs in the folder `state`.
     """
-    port = free_port()
-    command = [*_COMMAND, "serve", *map(str, bundles), "--port", str(port), "--log-format", "json", *flags]
-    environment = {**os.environ, "XDG_CACHE_HOME": str(state), "SPACEPORT_API_KEY": ""}
-    with log.open("wb") as errors:
-        started = time.time()
-        process = subprocess.Popen(
-            command, env=environment, stdout=subprocess.DEVNULL, stderr=errors, stdin=subprocess.DEVNULL, text=True
-        )
+    address = Address("127.0.0.1", free_port(), "")
+    command = [*SPACEPORT_COMMAND, "serve", *map(str, bundles), "--log-format", "json", *flags]
+    started = time.time()
+    process = start_service(command, address.port, log, XDG_CACHE_HOME=str(state))
     try:
-        answers = asyncio.run(_answers(process, Address("127.0.0.1", port, ""), prompt, log))
+        answers = asyncio.run(_answers(process, address, prompt, log))
     finally:
         end_process(process)
     return _phases(entries_of(log), len(bundles), started, answers)
@@ -173,58 +164,28 @@ def _moment(entry: Mapping[str, Any]) -> float:
 
 async def _answers(process: subprocess.Popen[str], address: Address, prompt: str, log: Path) -> _Answers:
     """When a service was ready, its first two answers, and what it had used after the first one."""
-    limit = time.monotonic() + _READY
-    while not await _is_ready(address):
-        if process.poll() is not None:
-            raise ProcessFailed(f"exit code {process.returncode}: {last_lines(log)}")
-        if time.monotonic() > limit:
-            raise ProcessFailed(f"not ready after {_READY:g} s: {last_lines(log)}")
-        await asyncio.sleep(_POLL)
+    await wait_for_answer(address, "/health/ready", process, log, _POLL)
     ready = time.time()
-    model = (await get_json(Target(address, ""), "/v1/models"))[1]["data"][0]
-    first = await asyncio.wait_for(_first_text(address, model, prompt, 1), _ANSWER)
+    (model, *_) = (await wait_for_answer(address, "/v1/models", process, log, _POLL))["data"]
+    first = await _first_text(address, model, prompt, 1)
     used = resources_of(process.pid)
-    following = await asyncio.wait_for(_first_text(address, model, prompt, 2), _ANSWER)
-    return _Answers(ready, first, following, used)
-
-
-async def _is_ready(address: Address) -> bool:
-    try:
-        return (await get_json(Target(address, ""), "/health/ready"))[0] == 200
-    except OSError:
-        return False
+    return _Answers(ready, first, await _first_text(address, model, prompt, 2), used)
 
 
 async def _first_text(address: Address, model: Mapping[str, Any], prompt: str, number: int) -> float:
     """The seconds to the first event with text; no request reuses what another one has computed."""
-    body: dict[str, Any] = {"model": model["id"], "max_tokens": 8, "temperature": 0, "stream": True}
-    body["cache_salt"] = str(number)
-    if model["has_chat_template"]:
-        path, body["messages"] = "/v1/chat/completions", [{"role": "user", "content": prompt}]
-    else:
-        path, body["prompt"] = "/v1/completions", prompt
-    started = time.perf_counter()
-    connection = await Connection.open(address)
-    seconds = None
-    try:
-        head = await connection.request("POST", path, json.dumps(body).encode())
-        if head.status != 200:
-            raise ProcessFailed(f"POST {path} answered {head.status}: {(await connection.body())[:300]!r}")
-        async for line in connection.lines():
-            if seconds is None and _has_text(line):
-                seconds = time.perf_counter() - started
-    finally:
-        await connection.close()
-    if seconds is None:
+    target = Target(address, model["id"], fields={"cache_salt": str(number)})
+    message: Prompt = [{"role": "user", "content": prompt}] if model["has_chat_template"] else prompt
+    exchange = LoadExchange(number, 0, "read", streamed=True)
+    clients = HttpClients(target, Workload(requests=1, max_tokens=8), [message], clock := Clock())
+    exchange.started = clock()
+    await clients.send(0, PlannedRequest(number, 0, "read", streamed=True, events=0, gap=0.0), exchange)
+    await clients.close()
+    if exchange.error is not None:
+        raise ProcessFailed(f"a request got status {exchange.status}: {exchange.error}")
+    if exchange.first_token_seconds is None:
         raise ProcessFailed(f"the answer to {prompt!r} has no text: expected some; name another --prompt")
-    return seconds
-
-
-def _has_text(line: bytes) -> bool:
-    if not line.startswith(b"data: {"):
-        return False
-    choices = json.loads(line[len(b"data: ") :]).get("choices") or ()
-    return any(choice.get("text") or (choice.get("delta") or {}).get("content") for choice in choices)
+    return exchange.first_token_seconds
 
 
 PHASES = tuple(field.name for field in fields(Start))
@@ -312,7 +273,7 @@ def _prepare(bundles: Sequence[Path], cache: PageCache) -> None:
         if cache == "cold":
             drop_pages(bundle)
         else:
-            read_pages(bundle)
+            read_files(bundle)
 
 
 def _costs(condition: Condition) -> str:

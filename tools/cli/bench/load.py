@@ -8,8 +8,9 @@ from typing import Any, ClassVar
 import click
 
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.tools.bench.service_load import ServiceLoadOptions, benchmark_services
-from spaceport.tools.bench.workload import Workload
+from spaceport.tools.bench.load import benchmark_services
+from spaceport.tools.bench.load_clients import Workload
+from spaceport.tools.bench.load_services import ServiceLoadOptions
 from spaceport.tools.cli import ACCURACY, OK
 from spaceport.tools.cli.bench import parse_counts
 from spaceport.tools.cli.options import PATH, Sectioned, json_option, options

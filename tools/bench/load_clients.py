@@ -471,6 +471,9 @@ def _body(target: Target, prompt: Prompt, request: PlannedRequest, workload: Wor
 def _read_event(event: Mapping[str, Any], exchange: LoadExchange) -> bool:
     """Add an event to the exchange; returns whether it has text."""
     if (error := event.get("error")) is not None:
+        if isinstance(error, Mapping) and error.get("code") == "queue_full":  # it waited, until others needed its place
+            exchange.status, exchange.retry_after = 503, 1.0
+            return False
         exchange.error = str(error.get("message") if isinstance(error, Mapping) else error)
         return False
     text = ""

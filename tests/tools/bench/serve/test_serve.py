@@ -151,6 +151,11 @@ def test_refusals_differ_from_failures() -> None:
     async def failed(writer: asyncio.StreamWriter) -> None:
         writer.write(STREAM + chunk(events(DELTAS[1], {"error": {"message": "the engine failed"}})) + chunk(b""))
 
+    async def displaced(writer: asyncio.StreamWriter) -> None:
+        writer.write(STREAM + chunk(events({"error": {"message": "others wait", "code": "queue_full"}})) + chunk(b""))
+
+    waited = one(load(displaced, requests(1))[1])
+    assert (waited.outcome, waited.status, waited.retry_after) == ("refused", 503, 1.0)
     refused = one(load(full, requests(1))[1])
     assert (refused.outcome, refused.retry_after, refused.error) == ("refused", 0.01, None)
     for answer, message in ((invalid, '"no"'), (broken, "closed before"), (failed, "the engine failed")):

@@ -61,81 +61,51 @@ def test_the_mask_token_of_the_training_counts_before_the_checkpoints(tmp_path: 
     assert found == [3, 4, 5]
 
 
-@pytest.mark.parametrize(
-    ("adapter", "config", "training", "request_", "expected"),
-    [
-        (None, {"pard_token": 7}, {}, AdoptionRequest(), "pard: pard_token 7 in config.json"),
-        (ADAPTER, {}, {"noise": "uniform", "mask_token_id": 7}, AdoptionRequest(), "uno: noise uniform in config.json"),
-        (ADAPTER, {}, {"mask_token_id": 7}, AdoptionRequest(), "gated-lora: mask_token_id 7 in config.json"),
-        (ADAPTER, {"mask_token_id": 7}, {}, AdoptionRequest(), "gated-lora: mask_token_id 7 in config.json"),
-        (ADAPTER, {}, {}, AdoptionRequest(mask_tokens=("9",)), "gated-lora: --mask-token 9"),
-        (ADAPTER, {}, {}, AdoptionRequest(method="uno"), "uno: --method uno"),
-        (
-            ADAPTER,
-            {},
-            {"noise": "uniform", "mask_token_id": 7},
-            AdoptionRequest("gated-lora"),
-            "gated-lora: mask_token_id 7 in",
-        ),
-        (BASE / "linear_spec_lora", {}, {"mask_token_id": 7}, AdoptionRequest(), "nemotron: folder linear_spec_lora"),
-        (ADAPTER, NEMOTRON, {}, AdoptionRequest(), "nemotron: model_type nemotron_labs_diffusion"),
-        (ADAPTER, {"mask_token_id": 7}, {}, AdoptionRequest(method="nemotron"), "nemotron: --method nemotron"),
-        # block_size is in the configuration of every I-DLM adapter, whose base model is an ordinary one
-        (
-            ADAPTER,
-            {},
-            {"model_type": "sdar", "block_size": 3, "mask_token_id": 9},
-            AdoptionRequest(),
-            "gated-lora: mask_token",
-        ),
-    ],
-)
+SHOWN: list[tuple[Path | None, dict[str, Any], dict[str, Any], dict[str, Any], str]] = [
+    (None, {"pard_token": 7}, {}, {}, "pard: pard_token 7 in config.json"),
+    (ADAPTER, {}, {"noise": "uniform", "mask_token_id": 7}, {}, "uno: noise uniform in config.json"),
+    (ADAPTER, {}, {"mask_token_id": 7}, {}, "gated-lora: mask_token_id 7 in config.json"),
+    (ADAPTER, {"mask_token_id": 7}, {}, {}, "gated-lora: mask_token_id 7 in config.json"),
+    (ADAPTER, {}, {}, {"mask_tokens": ("9",)}, "gated-lora: --mask-token 9"),
+    (ADAPTER, {}, {}, {"method": "uno"}, "uno: --method uno"),
+    (ADAPTER, {}, {"noise": "uniform", "mask_token_id": 7}, {"method": "gated-lora"}, "gated-lora: mask_token_id 7 in"),
+    (BASE / "linear_spec_lora", {}, {"mask_token_id": 7}, {}, "nemotron: folder linear_spec_lora"),
+    (ADAPTER, NEMOTRON, {}, {}, "nemotron: model_type nemotron_labs_diffusion"),
+    (ADAPTER, {"mask_token_id": 7}, {}, {"method": "nemotron"}, "nemotron: --method nemotron"),
+    # block_size is in the configuration of every I-DLM adapter, whose base model is an ordinary one
+    (ADAPTER, {}, {"model_type": "sdar", "block_size": 3, "mask_token_id": 9}, {}, "gated-lora: mask_token"),
+]
+
+
+@pytest.mark.parametrize(("adapter", "config", "training", "options", "expected"), SHOWN)
 def test_the_files_show_the_method(
-    adapter: Path | None, config: dict[str, Any], training: dict[str, Any], request_: AdoptionRequest, expected: str
+    adapter: Path | None, config: dict[str, Any], training: dict[str, Any], options: dict[str, Any], expected: str
 ) -> None:
-    method, evidence = find_method(Given(BASE, adapter, config, training, request_))
+    method, evidence = find_method(Given(BASE, adapter, config, training, AdoptionRequest(**options)))
     assert f"{method.name}: {evidence}".startswith(expected)
 
 
-@pytest.mark.parametrize(
-    ("adapter", "config", "request_", "message"),
-    [
-        (None, {}, AdoptionRequest(), r"names no mask token: expected pard_token, ptd_token_id or mask_token_id in it"),
-        (None, {}, AdoptionRequest(method="pard"), r"base: config.json names no mask token"),
-        (
-            ADAPTER,
-            {},
-            AdoptionRequest(),
-            r"adapter: no mask token is known, and no noise: .*--mask-token .*--method uno",
-        ),
-        (None, {"architectures": ["AEagle3"]}, AdoptionRequest(), r"is EAGLE \(architecture AEagle3 in config.json\)"),
-        (ADAPTER, {"draft_vocab_size": 32000}, AdoptionRequest(), "adapter: is EAGLE"),
-        (None, {"dflash_config": {"mask_token_id": 3}}, AdoptionRequest(), "is DFlash or another speculator"),
-        (
-            None,
-            {"pard_token": 9, "pard2_target_dim": 64},
-            AdoptionRequest(),
-            "is PARD-2 .*hidden states of another model",
-        ),
-        (None, NEMOTRON, AdoptionRequest(), "is Nemotron-Labs-Diffusion without its .*linear_spec_lora into"),
-        (
-            None,
-            {"model_type": "qwen3_next"},
-            AdoptionRequest(),
-            "with recurrent layers .*the tokens of a rejected draft",
-        ),
-        (None, {"layer_types": ["linear_attention"]}, AdoptionRequest(), "is a model with recurrent layers"),
-        (
-            None,
-            {"model_type": "sdar", "mask_token_id": 9},
-            AdoptionRequest(),
-            "is SDAR, .*give the base model as CHECKPOINT",
-        ),
-        (None, {"mask_token_id": 9, "block_size": 4}, AdoptionRequest(), "is block diffusion .*write sar_config.json"),
-    ],
-)
-def test_what_is_missing_or_cannot_be_run_is_named(
-    adapter: Path | None, config: dict[str, Any], request_: AdoptionRequest, message: str
-) -> None:
+WITHOUT: list[tuple[Path | None, dict[str, Any], str]] = [
+    (None, {}, r"names no mask token: expected pard_token, ptd_token_id or mask_token_id in it"),
+    (ADAPTER, {}, r"adapter: no mask token is known, and no noise: .*--mask-token .*--method uno"),
+    (None, {"architectures": ["AEagle3"]}, r"is EAGLE \(architecture AEagle3 in config.json\)"),
+    (ADAPTER, {"draft_vocab_size": 32000}, "adapter: is EAGLE"),
+    (None, {"dflash_config": {"mask_token_id": 3}}, "is DFlash or another speculator"),
+    (None, {"pard_token": 9, "pard2_target_dim": 64}, "is PARD-2 .*hidden states of another model"),
+    (None, NEMOTRON, "is Nemotron-Labs-Diffusion without its .*linear_spec_lora into"),
+    (None, {"model_type": "qwen3_next"}, "with recurrent layers .*the tokens of a rejected draft"),
+    (None, {"layer_types": ["linear_attention"]}, "is a model with recurrent layers"),
+    (None, {"model_type": "sdar", "mask_token_id": 9}, "is SDAR, .*give the base model as CHECKPOINT"),
+    (None, {"mask_token_id": 9, "block_size": 4}, "is block diffusion .*write sar_config.json"),
+]
+
+
+@pytest.mark.parametrize(("adapter", "config", "message"), WITHOUT)
+def test_what_is_missing_or_cannot_be_run_is_named(adapter: Path | None, config: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
-        find_method(Given(BASE, adapter, {} if adapter else config, config if adapter else {}, request_))
+        find_method(Given(BASE, adapter, {} if adapter else config, config if adapter else {}))
+
+
+def test_a_method_that_is_not_in_the_files_is_refused() -> None:
+    with pytest.raises(CheckpointError, match=r"base: config\.json names no mask token"):
+        find_method(Given(BASE, None, {}, {}, AdoptionRequest(method="pard")))

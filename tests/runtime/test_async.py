@@ -1,9 +1,12 @@
-"""Texts under asyncio: gathered, streamed, cancelled, and left early, beside each other and beside OS threads."""
+"""Texts under asyncio and in forked processes: gathered, streamed, cancelled, left early, and refused at once."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import os
+import subprocess
+import sys
 from collections.abc import Coroutine
 from time import sleep
 from typing import Any, TypeVar
@@ -17,6 +20,7 @@ from spaceport.runtime.scheduling.stream import AsyncStream
 from spaceport.runtime.text.prompt import Prompt, PromptEncoder
 from support.hash_engine import Language
 from support.hash_runtime import hash_runtime
+from support.paths import ROOT
 from support.stepwise_engine import StepwiseEngine, stepwise_runtime
 
 ENDLESS = Language(3, end_every=10**9)  # goes on to its limit
@@ -156,3 +160,50 @@ def test_a_timeout_counts_from_the_call(monkeypatch: pytest.MonkeyPatch) -> None
     with hash_runtime(ENDLESS) as runtime:
         assert within_a_minute(runtime.agenerate("abc", Decoding(timeout=0.01))).ending == "deadline"
         assert runtime.generate("abc", Decoding(timeout=0.01)).ending == "deadline"
+
+
+LOCKED = """
+import os, sys, warnings
+warnings.simplefilter("ignore")
+from spaceport.runtime import Decoding, RuntimeClosed
+from support.hash_engine import Language
+from support.hash_runtime import hash_runtime
+
+runtime = hash_runtime(Language(3, end_every=10**9), max_seq_len=3000)
+stream = runtime.stream([1, 2], Decoding(mask_slots=0))
+next(stream)
+locks = [runtime._worker._change, runtime._worker._scheduler.queue._lock, stream._reading]
+for lock in locks:  # as another OS thread may hold them at the fork
+    lock.acquire()
+if os.fork() == 0:
+    uses = [
+        lambda: runtime.generate([1]), lambda: runtime.stream("ab"), lambda: runtime.score([1, 2]), runtime.status,
+        lambda: next(stream), stream.completion,
+    ]
+    errors = 0
+    for use in uses:
+        try:
+            use()
+        except RuntimeClosed as error:
+            errors += "forked from: open it here" in str(error)
+    runtime.close()
+    print(errors, "of", len(uses), flush=True)
+    sys.exit(0)  # with everything that runs at exit
+for lock in locks:
+    lock.release()
+print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
+runtime.close()
+"""
+
+
+def printed(program: str) -> tuple[str, str]:
+    """What a program prints and reports."""
+    environment = {name: value for name, value in os.environ.items() if name != "TOKENIZERS_PARALLELISM"}
+    environment["PYTHONPATH"] = os.pathsep.join((str(ROOT / "src"), str(ROOT / "tests")))
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=environment)
+    return done.stdout, done.stderr
+
+
+def test_a_forked_process_gets_errors_instead_of_waiting_for_locks() -> None:
+    assert printed(LOCKED) == ("6 of 6\n0\n", "")

@@ -17,7 +17,6 @@ from spaceport.graphs.contract.exactness import Exactness
 from spaceport.graphs.contract.faults import InputFault, OptionFault, SpaceportError
 from spaceport.graphs.contract.json_fields import JsonField, Rules, is_whole, read
 from spaceport.runtime.decoding import Decoding
-from spaceport.runtime.sampling.sampler import Sampling
 
 
 class OddFile(InputFault):
@@ -211,18 +210,3 @@ def test_the_middle_of_a_long_message_is_left_out() -> None:
     assert message.endswith("aaa: expected fewer characters")
     for length in (0, 100, 3500):
         assert str(SpaceportError("b" * length)) == "b" * length
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: Decoding(stop=[1] * 10**6),  # type: ignore[arg-type]
-        lambda: Decoding(draft="z" * 10**6),  # type: ignore[arg-type]
-        lambda: Decoding(grammar="[" * 10**6),  # type: ignore[arg-type]
-        lambda: Sampling(temperature="9" * 10**6),  # type: ignore[arg-type]
-    ],
-)
-def test_an_invalid_option_of_a_megabyte_has_a_short_message(make: Callable[[], object]) -> None:
-    with pytest.raises(OptionFault) as caught:
-        make()
-    assert len(str(caught.value)) < 3600

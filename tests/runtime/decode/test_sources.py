@@ -1,15 +1,19 @@
-"""Draft sources: one from outside the package drafts beside mask slots and prompt lookup, and changes no text."""
+"""Draft sources: acceptance is learned from generated tokens, drafted or not, and one from outside the package drafts too."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from spaceport.graphs.contract.draft_methods import DraftAcceptance, is_copying
 from spaceport.runtime.decode.draft import Candidates, DraftConfig
 from spaceport.runtime.decode.planner import DraftPlanner, Sharing, drafter_for
 from spaceport.runtime.decode.sequence import TokenSequence, root_sequence
-from spaceport.runtime.decode.sources import SOURCES, Acceptance, Predictions, named_source
+from spaceport.runtime.decode.sources import SOURCES, Acceptance, Continuation, Lookup, Predictions, named_source
 from spaceport.runtime.decoding import Decoding
 from support.hash_engine import FREE_STEPS, Language
 from support.hash_runtime import hash_runtime
@@ -97,3 +101,202 @@ def test_a_source_may_propose_more_tokens_than_any_draft_has(monkeypatch: pytest
     with hash_runtime(LANGUAGE) as runtime:
         found = runtime.generate(PROMPT, Decoding(max_tokens=20, fork=False, draft_rows=120))
     assert found.tokens == tuple(LANGUAGE.write(PROMPT, 20))
+
+
+FIRST = Acceptance(3).reach(copying=False)
+NOTHING = Candidates((), ())
+
+
+def candidates_of(*tokens: int, probability: float = 0.5) -> tuple[Candidates, ...]:
+    """What mask slots predict, one token each."""
+    return tuple(Candidates((token,), (probability,)) for token in tokens)
+
+
+def copied_by(acceptance: Acceptance, tokens: Sequence[int], equal: int, copied: int) -> Continuation:
+    """A continuation by prompt lookup, behind as many right tokens of it."""
+    lookup = Lookup()
+    lookup.copied, lookup.copied_until = copied, 99
+    return Continuation(tokens, equal, lookup, 99, acceptance)
+
+
+def learn(
+    acceptance: Acceptance,
+    lookup_tokens: Sequence[int],
+    equal: int,
+    copied: int,
+    candidates: Sequence[Candidates],
+    written: Sequence[int],
+) -> int:
+    """Learn from the tokens of a step; returns the number of right tokens of prompt lookup."""
+    weight = acceptance.count_step()
+    looked_up = copied_by(acceptance, lookup_tokens, equal, copied).learn(written, weight)
+    predicted = Predictions("mask", candidates, 0, acceptance).learn(written, weight)
+    acceptance.learn_masks(predicted - looked_up, len(candidates), len(written), is_copying(copied), weight)
+    return looked_up
+
+
+def rates_of(acceptance: Acceptance, equal: int, copied: int, count: int) -> list[float]:
+    """The probability of each token of a continuation."""
+    proposal = copied_by(acceptance, range(count), equal, copied)
+    assert [proposal.behind(depth, 0)[0][1] for depth in range(count)] == list(proposal.best())
+    return [proposal.behind(depth, 0)[0][0] for depth in range(count)]
+
+
+def learned(
+    candidates: tuple[Candidates, ...], written: tuple[int, ...], lookup_tokens: int = 0, times: int = 300
+) -> Acceptance:
+    """What is known after mask slots had the same fate over and over; prompt lookup predicted the first tokens too."""
+    acceptance = Acceptance(3)
+    for _ in range(times):
+        learn(acceptance, written[:lookup_tokens], 2, 0, candidates, written)
+    return acceptance
+
+
+@pytest.mark.parametrize(
+    ("candidates", "written", "lookup_tokens", "reach"),
+    [
+        (candidates_of(7, 8, 9), (7, 8, 9, 1), 0, [1, 1, 1]),
+        (candidates_of(7, 8, 9), (7, 8, 1), 0, [1, 1, 0]),
+        (candidates_of(7, 8, 9), (7, 1), 0, [1, 0, 0]),  # a wrong one makes those behind it wrong as well
+        (candidates_of(7, 8, 9), (1,), 0, [0, 0, 0]),
+        (candidates_of(7, 8, 9), (7, 8, 9, 1), 1, [1, 1, 0]),  # prompt lookup had the first one as well
+        (candidates_of(7, 8, 9), (7, 8, 9, 1), 3, [0, 0, 0]),
+        (
+            candidates_of(7, 8),
+            (7,),
+            0,
+            [1, *FIRST[1:]],
+        ),  # of the token that a plain step does not show nothing is known
+        # a mask slot that predicts nothing ends the prediction
+        ((*candidates_of(7), NOTHING, *candidates_of(8)), (7, 8, 1), 0, [1, 0, 0]),
+        ((NOTHING, *candidates_of(8, 9)), (8, 1), 0, [0, 0, 0]),
+    ],
+)
+def test_the_reach_is_how_many_tokens_mask_slots_add(
+    candidates: tuple[Candidates, ...], written: tuple[int, ...], lookup_tokens: int, reach: list[float]
+) -> None:
+    acceptance = learned(candidates, written, lookup_tokens)
+    assert acceptance.reach(copying=False) == pytest.approx(reach, abs=1e-3)
+    if lookup_tokens == 0:
+        assert acceptance.lookup == Acceptance(3).lookup  # a step without lookup says nothing about it
+
+
+def test_no_depth_is_rated_better_than_those_before_it() -> None:
+    acceptance = Acceptance(3)
+    acceptance.masks[0][:] = [0.4, 0.9, 0.2]
+    assert acceptance.reach(copying=False) == [0.4, 0.4, 0.2]
+
+
+def test_texts_that_are_copied_have_rates_of_their_own() -> None:
+    assert [is_copying(copied) for copied in (0, 3, 4, 40)] == [False, False, True, True]
+    acceptance = Acceptance(2)
+    for _ in range(300):
+        learn(acceptance, (), 2, 9, candidates_of(7, 8), (1,))
+    assert acceptance.reach(copying=True) == pytest.approx([0, 0], abs=1e-3)
+    assert acceptance.reach(copying=False) == FIRST[:2]
+
+
+def test_depths_without_predictions_slowly_get_their_first_rate_back() -> None:
+    acceptance = learned(candidates_of(7, 8, 9), (1,))
+    for _ in range(100):
+        learn(acceptance, (), 0, 0, (), (1,))
+    assert 0.15 < acceptance.reach(copying=False)[0] < 0.25  # of 0.7
+    for _ in range(5000):
+        learn(acceptance, (), 0, 0, (), (1,))
+    assert acceptance.reach(copying=False) == pytest.approx(FIRST, abs=1e-3)
+
+
+def test_a_bundle_brings_rates_that_are_retried_at_its_own_level() -> None:
+    measured = DraftAcceptance((0.5, 0.2), (0.1, 0.2, 0.3, 0.4, 0.5))
+    acceptance = Acceptance(3, measured)
+    assert acceptance.reach(copying=False) == acceptance.reach(copying=True) == [0.5, 0.2, 0.2]
+    assert rates_of(acceptance, 2, 0, 3) == [0.1, 0.2, 0.3]
+    for candidates, times in ((candidates_of(7, 8, 9), 300), ((), 5000)):
+        for _ in range(times):
+            learn(acceptance, (), 0, 0, candidates, (1,))
+    assert acceptance.reach(copying=False) == pytest.approx([0.5, 0.2, 0.2], abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("equal", "copied", "kinds"),
+    [(2, 0, [0, 1, 2, 2]), (3, 0, [1, 2, 2, 2]), (4, 2, [2, 2, 3, 3]), (4, 14, [3, 3, 4, 4]), (9, 99, [4, 4, 4, 4])],
+)
+def test_each_looked_up_token_has_the_rate_of_its_match(equal: int, copied: int, kinds: list[int]) -> None:
+    acceptance = Acceptance(0)
+    assert rates_of(acceptance, equal, copied, 4) == [acceptance.lookup[kind] for kind in kinds]
+
+
+def test_prompt_lookup_is_learned_token_by_token_until_it_is_wrong() -> None:
+    acceptance, before = Acceptance(0), Acceptance(0).lookup
+    for _ in range(300):
+        assert learn(acceptance, (7, 8, 9), 2, 0, (), (7, 8, 1)) == 2
+    assert acceptance.lookup[:3] == pytest.approx([1, 1, 0], abs=1e-3)
+    assert acceptance.lookup[3:] == before[3:]
+    for _ in range(300):  # also what was not drafted
+        assert learn(acceptance, (7, 8, 9), 4, 0, (), (7,)) == 1
+    assert acceptance.lookup[2] == pytest.approx(1, abs=1e-3)
+    assert learn(acceptance, (), 0, 0, (), (1, 2)) == 0
+    acceptance = Acceptance(0)
+    learn(acceptance, (7,), 2, 0, (), (1,))
+    assert acceptance.lookup[0] == pytest.approx(before[0] * 4 / 5)  # the first steps count more than later ones
+
+
+def test_trust_is_what_mask_slots_kept_of_what_they_promised_at_each_depth() -> None:
+    acceptance = Acceptance(3)
+    for step in range(600):
+        written = ((7, 8, 1), (7, 1), (1,), (1,))[step % 4]
+        learn(acceptance, (), 0, 0, candidates_of(7, 8, probability=0.8), written)
+    assert acceptance.trust("mask", 3)[0] == pytest.approx(0.5 / 0.8, rel=0.25)
+    assert acceptance.trust("mask", 3)[2] == 1.0
+    acceptance = learned(candidates_of(7, 8, probability=0.8), (1, 8))
+    assert acceptance.trust("mask", 3)[0] == pytest.approx(0.1)
+    assert acceptance.trust("mask", 3)[1] == 1.0  # of depths behind a wrong token nothing is known
+    assert (
+        learned((*candidates_of(7), NOTHING, *candidates_of(8, probability=0.9)), (7, 8, 1)).trust("mask", 3)[2] == 1.0
+    )
+    assert learned(candidates_of(7, probability=0.1), (7, 1)).trust("mask", 3)[0] == 1.5  # at most
+
+
+def test_a_copy_learns_for_itself_and_starts_half_way_back() -> None:
+    shared = learned(candidates_of(7, 8, 9), (1,))
+    before = shared.reach(copying=False)
+    copy = shared.copy()
+    assert copy.reach(copying=False) == pytest.approx([rate / 2 for rate in FIRST], abs=1e-3)
+    for _ in range(99):
+        learn(copy, (7,), 2, 0, candidates_of(7), (7, 1))
+    assert shared.reach(copying=False) == before
+    shared.follow(copy, 1.0)
+    assert (shared.reach(copying=False), shared.lookup) == (copy.reach(copying=False), copy.lookup)
+
+
+LONGEST, SHORTEST = 4, 2
+TEXTS = st.lists(st.integers(0, 2), min_size=1, max_size=40)  # few words, so that they come again
+
+
+def read_through(tokens: Sequence[int], most: int) -> tuple[list[int], int]:
+    """The same, with no memory."""
+    end = len(tokens)
+    for words in range(LONGEST, SHORTEST - 1, -1):
+        for position in range(end - 1, words - 1, -1):
+            if words <= end and tokens[position - words : position] == tokens[end - words :]:
+                return list(tokens[position : position + most]), words
+    return [], 0
+
+
+@given(text=TEXTS, own=TEXTS, other=TEXTS, asked=st.sets(st.integers(1, 40)), most=st.integers(1, 6))
+def test_a_thread_that_grows_and_forks_looks_up_its_own_text_as_if_it_were_read_through(
+    text: list[int], own: list[int], other: list[int], asked: set[int], most: int
+) -> None:
+    parent, lookup = root_sequence(text[:1], 4), Lookup()
+    parent.draft_state["lookup"] = lookup
+    for token in text[1:]:
+        parent.tokens.append(token)
+        if len(parent.tokens) in asked:
+            found, words = lookup.following(parent.tokens, most)
+            assert (list(found), words) == read_through(parent.tokens, most)
+    child = parent.child(len(text) - 1, 9, np.empty(0, np.int64))
+    for token, its_token in zip(own, other, strict=False):
+        for thread, following in ((parent, token), (child, its_token)):
+            thread.tokens.append(following)
+            found, _ = thread.draft_state["lookup"].following(thread.tokens, 3)
+            assert list(found) == read_through(thread.tokens, 3)[0]

@@ -61,7 +61,7 @@ class _Writer:
         self._tied = quantization.embedding if quantization.tied else None
         if quantization.embedding is not None:
             self._table, scale = store_embedding(model, quantization.embedding)
-            self.places[EMBEDDING] = (str(self._table.name), str(scale.name), 0, quantization.embedding.codes.shape[1])
+            self.places[EMBEDDING] = (str(self._table.name), str(scale.name), 0, len(quantization.embedding.codes))
 
     def replace_matmuls(self, group: Sequence[QuantizedMatmul]) -> None:
         """Replace matmuls with the same input by one int8 matmul."""

@@ -24,7 +24,7 @@ from torch import Tensor
 from spaceport.exporter.graph_passes import JOINED, Key, constant, key_of, lazy
 from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.contract.signature import Weights
-from spaceport.graphs.quantization import AttentionScales, Quantization, QuantizedEmbedding, QuantizedWeight
+from spaceport.graphs.quantization import AttentionScales, Quantization, QuantizedWeight
 
 PLACES = "spaceport.int8"  # metadata of a graph: where the codes and scales of each linear module are, as JSON
 ATTENTION = "spaceport.int8_attention"  # metadata of a graph: the scales of each layer's attention, as JSON
@@ -102,14 +102,14 @@ def quantized_matmuls(model: ir.Model, layers: Mapping[str, QuantizedWeight]) ->
     return matmuls
 
 
-def store_embedding(model: ir.Model, embedding: QuantizedEmbedding) -> tuple[ir.Value, ir.Value]:
+def store_embedding(model: ir.Model, embedding: QuantizedWeight) -> tuple[ir.Value, ir.Value]:
     """Replace the Gather from the dequantized input embedding by Gathers of its codes and scales, which are returned."""
-    wanted = key_of(ir.tensor(embedding.dequantized))
+    wanted = key_of(ir.tensor(embedding.dequantized.T))
     for node in model.graph:
         weight = node.inputs[0] if node.op_type == "Gather" else None
         if weight is None or weight.const_value is None or key_of(weight.const_value) != wanted:
             continue
-        codes = constant(model.graph, "embedding.codes", ir.tensor(embedding.codes))
+        codes = constant(model.graph, "embedding.codes", ir.tensor(embedding.codes.T))
         scale = constant(model.graph, "embedding.scale", ir.tensor(embedding.scale[:, None].contiguous()))
         rows, scales = (ir.node("Gather", [table, node.inputs[1]], {"axis": 0}) for table in (codes, scale))
         cast = ir.node("Cast", [rows.outputs[0]], {"to": ir.DataType.FLOAT})
@@ -163,7 +163,7 @@ def _stored_int8(model: onnx.ModelProto, metadata: Mapping[str, str], folder: Pa
         AttentionScales(**{name: torch.tensor(values) for name, values in scales.items()})
         for scales in json.loads(metadata[ATTENTION])
     )
-    embedding = QuantizedEmbedding(mapped(table_codes), mapped(table_scales)[:, 0])
+    embedding = QuantizedWeight(mapped(table_codes).T, mapped(table_scales)[:, 0])
     return Quantization("int8", layers, limbs, embedding, attention=attention)
 
 

@@ -36,7 +36,7 @@ _FLOAT8_MAX = torch.finfo(_FLOAT8).max
 
 @dataclass(frozen=True, eq=False)
 class QuantizedWeight:
-    """A quantized weight of a linear layer: codes and the scales that they are multiplied by."""
+    """A quantized weight of a linear layer, or an embedding table with its tokens as outputs: codes times scales."""
 
     codes: Tensor  # inputs x outputs: int8 (for int4: -8 to 7) or float8_e4m3fn
     scale: Tensor  # inputs / block x outputs, or outputs if `block` is None
@@ -45,33 +45,16 @@ class QuantizedWeight:
     @property
     def dequantized(self) -> Tensor:
         """The weight that an engine computes with: inputs x outputs, in the type of the scales."""
-        weight, scale = self.codes.to(torch.float32, memory_format=torch.contiguous_format), self.scale.float()
+        scale = self.scale.float()
         if self.block is None:
-            weight.mul_(scale)
-        else:
-            weight.view(len(scale), self.block, -1).mul_(scale[:, None])
+            return self.codes.float().mul_(scale).to(self.scale.dtype)
+        weight = self.codes.to(torch.float32, memory_format=torch.contiguous_format)
+        weight.view(len(scale), self.block, -1).mul_(scale[:, None])
         return weight.to(self.scale.dtype)
 
     def of_outputs(self, outputs: slice) -> Tensor:
         """The dequantized weight of some outputs as a linear module has it: outputs x inputs."""
         return replace(self, codes=self.codes[:, outputs], scale=self.scale[..., outputs]).dequantized.T
-
-
-@dataclass(frozen=True, eq=False)
-class QuantizedEmbedding:
-    """An embedding table in int8 with one scale per token."""
-
-    codes: Tensor  # int8, tokens x width
-    scale: Tensor  # float32, tokens
-
-    @property
-    def dequantized(self) -> Tensor:
-        """The table that the model computes with: tokens x width, float32."""
-        return self.of_tokens(slice(None))
-
-    def of_tokens(self, tokens: slice) -> Tensor:
-        """The rows of these tokens in the table that the model computes with, float32."""
-        return self.codes[tokens].float().mul_(self.scale[tokens, None])
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +74,9 @@ class Quantization:
     weights: Weights = "same"
     layers: Mapping[str, QuantizedWeight] = field(default_factory=dict)  # by the names of the linear modules
     limbs: int = 0  # of each activation of int8 layers; 0: their activations are floats
-    embedding: QuantizedEmbedding | None = None  # input embedding, if `layers` contains the output embedding
+    embedding: QuantizedWeight | None = (
+        None  # input embedding in int8, width x tokens, if `layers` contains the output embedding
+    )
     tied: bool = False  # whether the output embedding shares the codes of the input embedding
     attention: tuple[AttentionScales, ...] = ()  # of each layer; empty: keys and values are not quantized
     rotation: Orthogonal | None = None  # of the residual stream, which the weights of `layers` are for
@@ -205,12 +190,12 @@ def block_of(inputs: int, blocks: Sequence[int]) -> int | None:
     return next((block for block in blocks if inputs % block == 0), None)
 
 
-def quantized_table(embedding: Tensor) -> QuantizedEmbedding:
+def quantized_table(embedding: Tensor) -> QuantizedWeight:
     """An embedding table (tokens x width) in int8, with one scale per token that clips nothing."""
     codes, scale = torch.empty(embedding.shape, dtype=torch.int8), torch.empty(len(embedding))
     for tokens, some_codes, some_scales in unclipped_format("int8", torch.float32).nearest_rows(embedding):
         codes[tokens], scale[tokens] = some_codes, some_scales[:, 0]
-    return QuantizedEmbedding(stored_beside(embedding, codes), scale)
+    return QuantizedWeight(stored_beside(embedding, codes).T, scale)
 
 
 def replace_weight(weight: Tensor, dequantize: ReadRows) -> float:

@@ -153,8 +153,8 @@ def _integer_layers(
         layers, errors = rounded_layers(model, untied, texts, INT8, on_layers, recorder)
         table, attention = quantized_table(embedding.weight), () if recorder is None else tuple(recorder.scales)
     assert table is not None
-    errors["input embedding"] = replace_weight(embedding.weight, table.of_tokens)
-    layers |= {name: QuantizedWeight(table.codes.T, table.scale) for name in tied}
+    errors["input embedding"] = replace_weight(embedding.weight, table.of_outputs)
+    layers |= dict.fromkeys(tied, table)
     return Quantization("int8", layers, limbs, table, bool(tied), attention, rotation, errors=errors)
 
 
@@ -208,7 +208,7 @@ def _with_embeddings(model: PreTrainedModel, quantization: Quantization, form: W
     head.weight = copy_of(head.weight)  # untied
     errors = {
         name: replace_weight(head.weight, quantized_head.of_outputs),
-        "input embedding": replace_weight(embedding.weight, table.of_tokens),
+        "input embedding": replace_weight(embedding.weight, table.of_outputs),
     }
     return replace(
         quantization,

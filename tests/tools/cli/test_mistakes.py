@@ -91,7 +91,7 @@ def put(bundle: Path, name: str, content: bytes) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("frobnicate", "No such command 'frobnicate'"),
+        ("frobnicate", "there is no command frobnicate: `spaceport --help` lists the commands"),
         ("generate", "Missing argument 'BUNDLE'"),
         ("acceptance", "Missing argument 'CHECKPOINT|BUNDLE...'"),
         ("acceptance bundle", "Missing argument 'DATA'"),
@@ -99,7 +99,7 @@ def put(bundle: Path, name: str, content: bytes) -> None:
         ("audit bundle --limit 3", "Missing argument 'PROMPTS'"),
         ("check BUNDLE TINY --long-context 1025", "--long-context is 1025: expected at most 1024, the maximum of the"),
         ("check BUNDLE TINY --print-polygraphy --json", "--json has no effect with --print-polygraphy"),
-        ("bench steps BUNDLE --rows a", "--rows is 'a': expected comma-separated numbers"),
+        ("bench steps BUNDLE --rows a", "--rows is 'a': expected comma-separated whole numbers of at least 1"),
         ("demo TINY --threads -2", "^spaceport: --threads is -2: expected 0"),
         ("demo TINY --max-tokens 0", "^spaceport: --max-tokens is 0: expected a whole number of at least 1"),
     ],
@@ -208,7 +208,7 @@ def test_a_closed_stream_is_an_empty_one(tiny_bundle: Path, capfd: Capture, monk
             with pytest.raises(SystemExit) as ended:
                 main()
         assert ended.value.code == code
-    assert "the prompt is empty" in capfd.readouterr().err
+    assert "standard input is empty: expected PROMPT" in capfd.readouterr().err
 
 
 def test_an_interrupt_ends_a_text_without_a_fuss(tiny_bundle: Path) -> None:

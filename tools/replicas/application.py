@@ -1,19 +1,98 @@
-"""Application: replicas of a service as an application of Ray Serve, from Python or from a serve.yaml."""
+"""Replicas of a service as an application of Ray Serve, from Python or from a serve.yaml."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+import os
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from ray import serve
+from ray.serve.metrics import Gauge
+from starlette.applications import Starlette
 
-from spaceport.tools.replicas.arguments import Arguments, ReplicaOptions, arguments_of, service_of
-from spaceport.tools.replicas.deployment_options import deployment_options
-from spaceport.tools.replicas.replica import LAYERS, LAYERS_VARIABLE, Replica
+from spaceport.serving.application import application
+from spaceport.serving.metrics import Metrics, MetricSample
+from spaceport.serving.request_log import configure_logging
+from spaceport.serving.service import Service, log
+from spaceport.tools.cli.serve import openers_of, service_options_of, spans_of
+from spaceport.tools.replicas.arguments import Arguments, ReplicaOptions, arguments_of, deployment_options, service_of
 
+_INTERVAL = 5.0  # seconds; Ray collects every 10
+LAYERS_VARIABLE = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
+LAYERS = "spaceport.tools.replicas.proxy.layers"
 # For serve.start: the proxies get the layer that sends requests again. A serve.yaml has the same table.
 CONTROLLER_OPTIONS = {"runtime_env": {"env_vars": {LAYERS_VARIABLE: LAYERS}}}
+
+
+async def publish(metrics: Metrics, prefix: str) -> None:
+    """Publish the counters of a service until the task is cancelled."""
+    gauges: dict[str, Any] = {}
+    while True:
+        for sample in metrics.samples():
+            name = f"{prefix}_{sample.name}"
+            if name not in gauges:
+                gauges[name] = _gauge(name, sample)
+            gauges[name].set(sample.value, tags=sample.labels)
+        await asyncio.sleep(_INTERVAL)
+
+
+def _gauge(name: str, sample: MetricSample) -> Any:
+    """A metric of Ray that takes values as they are: its counters only add, and its histograms only observe."""
+    return Gauge(name, description=sample.text, tag_keys=tuple(sample.labels))
+
+
+class Replica:
+    """One replica of a service; it gets requests when its bundles are open."""
+
+    def __init__(self, arguments: Arguments) -> None:
+        self._given = arguments.service
+        self._service: Service | None = None
+
+    async def __serve_build_asgi_app__(self) -> Starlette:
+        """The application with open bundles; Ray reports an error in it as the reason why the replica does not start."""
+        configure_logging(self._given["log_format"], self._given["log_level"])
+        if os.environ.get(LAYERS_VARIABLE) != LAYERS:
+            log.warning(
+                "requests of a replica that dies are lost: set %s=%s for Ray's proxies", LAYERS_VARIABLE, LAYERS
+            )
+        closing = AsyncExitStack()
+        spans = spans_of(self._given["otel"])
+        if spans is not None:
+            closing.callback(spans.close)
+        app = application(openers_of(self._given), service_options_of(self._given), spans=spans)
+        self._service = app.state.service
+        await closing.enter_async_context(app.router.lifespan_context(app))
+        await closing.enter_async_context(_publishing(self._service))
+        app.router.lifespan_context = lambda _: _closed_by(closing)
+        return app
+
+    def check_health(self) -> None:
+        """Raise if an engine call hangs: Ray then replaces the replica."""
+        fault = None if self._service is None else self._service.find_fault()
+        if fault is not None:
+            raise fault
+
+
+@asynccontextmanager
+async def _publishing(service: Service) -> AsyncIterator[None]:
+    """The time in which the metrics of a service are those of Ray too."""
+    task = asyncio.create_task(publish(service.metrics, service.options.metrics_prefix))
+    try:
+        yield
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+@asynccontextmanager
+async def _closed_by(closing: AsyncExitStack) -> AsyncIterator[Any]:
+    """The time until the replica ends, when its bundles are closed."""
+    async with closing:
+        yield
 
 
 def deployment(

@@ -1,4 +1,4 @@
-"""Arguments: what `args` of a serve.yaml say, checked before anything is deployed; needs no Ray."""
+"""What `args` of a serve.yaml say, checked before anything is deployed, and what Ray Serve gets of it; needs no Ray."""
 
 from __future__ import annotations
 
@@ -12,6 +12,11 @@ from spaceport.tools.cli.options import limits_of
 from spaceport.tools.cli.serve import command, service_options_of
 
 _SOURCE = "args"
+NAME = "Replica"  # of the deployment in its application
+_SESSION_ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
+# Seconds of a health check: with Ray's 30, requests of a replica that hangs wait for two minutes.
+_CHECK_TIMEOUT = 10.0
+_SHUTDOWN_CHECK = 0.5  # seconds between two looks of a replica that is to end at its requests
 _OF_RAY = {
     "host": "http_options.host of serve.yaml sets the address of Ray's proxies",
     "port": "http_options.port of serve.yaml sets the port of Ray's proxies",
@@ -112,3 +117,28 @@ def _replica_options(given: Any) -> ReplicaOptions:
         return ReplicaOptions(**given)
     except OptionFault as error:
         raise OptionFault(f"{_SOURCE}: replicas.{error}") from error
+
+
+def deployment_options(arguments: Arguments) -> dict[str, Any]:
+    """The options of `ray.serve.deployment`."""
+    own, service = arguments.replicas, arguments.service
+    router = {"request_router_config": {"request_router_class": _SESSION_ROUTER}} if own.session_affinity else {}
+    return router | {
+        "name": NAME,
+        # A replica batches by itself: it gets as many requests as decode at a time and wait.
+        "max_ongoing_requests": service["max_requests"] + arguments.queue_limit,
+        "max_queued_requests": own.max_queued_requests,
+        "backpressure_config": {"status_code": 429, "retry_after_s": own.retry_after},
+        "autoscaling_config": {
+            "min_replicas": own.min_replicas,
+            "max_replicas": own.max_replicas,
+            "target_ongoing_requests": service["max_requests"],
+            "upscale_delay_s": own.upscale_delay,
+            "downscale_delay_s": own.downscale_delay,
+        },
+        "ray_actor_options": {"num_cpus": own.num_cpus, "num_gpus": own.num_gpus},
+        "graceful_shutdown_timeout_s": service["drain_timeout"],
+        "graceful_shutdown_wait_loop_s": _SHUTDOWN_CHECK,
+        "health_check_period_s": own.health_check_period,
+        "health_check_timeout_s": _CHECK_TIMEOUT,
+    }

@@ -25,7 +25,7 @@ from spaceport.runtime.sampling.logprobs import logprob_of
 from spaceport.runtime.sampling.sampler import most_probable
 from spaceport.runtime.scheduling.request import Completion
 from spaceport.runtime.session import Runtime
-from spaceport.runtime.text.control_tokens import ControlTokens
+from spaceport.runtime.text.prompt import ControlTokens
 from spaceport.runtime.text.tokenizer import encode
 from support.hash_engine import CHILD, END, FORK, MASKS, VOCAB, Language
 from support.hash_runtime import (

@@ -15,7 +15,6 @@ from tokenizers.processors import TemplateProcessing
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.runtime.text.chat_template import ChatTemplate, compares_content, joins_arguments, reads_parts
-from spaceport.runtime.text.control_tokens import ControlTokens, restored
 from spaceport.runtime.text.messages import (
     Message,
     TemplateError,
@@ -25,6 +24,7 @@ from spaceport.runtime.text.messages import (
     with_end_mark,
     with_joined_parts,
 )
+from spaceport.runtime.text.prompt import ControlTokens, restored
 from spaceport.runtime.text.tokenizer import encode
 from support.small_tokenizers import BYTES, FALLBACK
 

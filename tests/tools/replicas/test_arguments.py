@@ -13,8 +13,7 @@ from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.bundle import BundleError
 from spaceport.runtime.limits import DEFAULT_LIMITS
 from spaceport.tools.cli.serve import command, openers_of, service_options_of
-from spaceport.tools.replicas.arguments import ReplicaOptions, arguments_of
-from spaceport.tools.replicas.deployment_options import deployment_options
+from spaceport.tools.replicas.arguments import ReplicaOptions, arguments_of, deployment_options
 from support.deployment import DEPLOY, objects
 
 pytestmark = pytest.mark.on_change("deploy/ray")

@@ -15,9 +15,8 @@ from spaceport.graphs.contract.signature import Lowering, Precision, Weights
 from spaceport.runtime.backends.machine import cpu_class, cpu_name
 from support.cache import NOTES, cache_folder, note
 from support.exported import bundle_of
-from support.on_change import OnChange
 from support.paths import DEMO, TINY
-from support.tiers import forbid_torch, imports_torch, needs_torch
+from support.tiers import OnChange, forbid_torch, imports_torch, needs_torch
 
 # Read by torch, tokenizers and huggingface_hub when they are imported, hence here and not in a fixture.
 os.environ["HF_HUB_OFFLINE"] = "1"

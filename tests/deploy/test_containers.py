@@ -16,10 +16,9 @@ import pytest
 import spaceport
 from spaceport.serving.server import _LAST_EVENTS
 from spaceport.tools.cli.serve import command
-from support.chat_runtime import chat_runtime
+from support.chat_runtime import chat_runtime, running_service
 from support.deployment import DEPLOY, health_command, image, image_environment, objects, printed_options, stages
 from support.paths import ROOT
-from support.running_service import running_service
 
 pytestmark = pytest.mark.on_change("deploy", ".dockerignore")
 

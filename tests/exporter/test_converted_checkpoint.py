@@ -29,7 +29,7 @@ from support.exported import bundle_of
 from support.published_checkpoints import CONFIGS, Format, Published, published, write_published, write_weights
 from support.published_models import chatglm_logits, internlm_logits, qwen_logits
 from support.published_nemotron import nemotron_logits, random_weights, write_nemotron
-from support.varied_texts import varied_texts
+from support.small_tokenizers import varied_texts
 
 TOLERANCE = 2e-5  # of a logit, which are up to 20 here: float32 against float64
 REFERENCES = {"chatglm": chatglm_logits, "internlm": internlm_logits, "qwen": qwen_logits}

@@ -13,7 +13,7 @@ from sentencepiece import SentencePieceProcessor
 from spaceport.exporter.converted_tokenizer import PublishedTokenizer, published_tokenizer
 from spaceport.exporter.sar_config import CheckpointError
 from support.published_checkpoints import rank_lines, ranks, sentencepiece_model
-from support.varied_texts import varied_texts
+from support.small_tokenizers import varied_texts
 
 
 def chatglm(folder: Path, source: str = "<|user|> <|observation|>", **config: Any) -> PublishedTokenizer:

@@ -23,7 +23,7 @@ from spaceport.exporter.tokenizer_models import (
     tiktoken_tokenizer,
 )
 from support.published_checkpoints import rank_lines, ranks, sentencepiece_model
-from support.varied_texts import varied_texts
+from support.small_tokenizers import varied_texts
 
 TEXTS = 4_000
 MADE = sentencepiece_model_pb2.ModelProto.FromString

@@ -13,9 +13,9 @@ import click
 from real_clients import evaluations, loads
 from real_clients.environments import CommandFailed, environment, version_of
 from spaceport.runtime.session import Runtime
+from support.chat_runtime import running_service
 from support.exported import bundle_of
 from support.paths import DEMO
-from support.running_service import running_service
 
 # Each gets the folder of its programs, the address of the service, a runtime of the same bundle, and a folder.
 CHECKS: dict[str, Callable[[Path, str, Runtime, Path], list[str]]] = {

@@ -19,9 +19,8 @@ from spaceport.runtime.scheduling.request import Completion
 from spaceport.runtime.scheduling.stream import AsyncStream
 from spaceport.runtime.text.prompt import Prompt, PromptEncoder
 from support.hash_engine import Language
-from support.hash_runtime import hash_runtime
+from support.hash_runtime import StepwiseEngine, hash_runtime, stepwise_runtime
 from support.paths import ROOT
-from support.stepwise_engine import StepwiseEngine, stepwise_runtime
 
 ENDLESS = Language(3, end_every=10**9)  # goes on to its limit
 PLAIN = Decoding(mask_slots=0)

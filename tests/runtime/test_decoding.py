@@ -24,9 +24,8 @@ from spaceport.runtime.scheduling.request import QueueFull
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.messages import characters_of
 from support.hash_engine import CHILD, END, FORK, MASKS, Cell, Language
-from support.hash_runtime import hash_runtime
+from support.hash_runtime import StepwiseEngine, close_between_steps, hash_runtime
 from support.small_bundle import new_bundle
-from support.stepwise_engine import StepwiseEngine, close_between_steps
 
 NESTED: dict[str, Any] = {"type": "string"}
 for _ in range(70):

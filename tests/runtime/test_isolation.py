@@ -17,8 +17,8 @@ from spaceport.runtime.isolation import DeadlinePassed, HelperPool, HelperProces
 from spaceport.runtime.sampling.grammar import Grammar, GrammarCompiler, is_simple, open_vocabulary
 from spaceport.runtime.text.chat_template import ChatTemplate
 from spaceport.runtime.text.messages import Message, TemplateError
+from support.hash_engine import greedy
 from support.small_tokenizers import BYTES
-from support.token_selectors import greedy
 
 HELLO: list[Message] = [{"role": "user", "content": "Hello"}]
 GREETING = "{{ 1 * 2 }}{{ messages[0].content }}"  # a product is not among the harmless expressions

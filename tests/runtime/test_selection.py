@@ -18,7 +18,7 @@ from spaceport.graphs.contract.signature import BEST_TOKENS, selection_width
 from spaceport.runtime.decode.sequence import NotANumber, TokenSequence, root_sequence
 from spaceport.runtime.engine import SelectedRows, selected_rows
 from spaceport.runtime.sampling.choice import Greedy
-from support.token_selectors import greedy
+from support.hash_engine import greedy
 
 SIZES = (5, BEST_TOKENS, 17, 300)
 Logits = NDArray[np.float32]

@@ -14,8 +14,7 @@ from starlette.testclient import TestClient
 
 from spaceport.serving.application import application
 from spaceport.serving.options import ServiceOptions
-from support.chat_runtime import chat_runtime
-from support.running_service import RunningService, running_service
+from support.chat_runtime import RunningService, chat_runtime, running_service
 
 PROMPT = "import json\n\n\ndef load(path):\n" * 4
 ASK = json.dumps({"prompt": "a", "max_tokens": 1})

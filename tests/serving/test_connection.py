@@ -13,8 +13,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from spaceport.serving.options import ServiceOptions
-from support.chat_runtime import chat_runtime
-from support.running_service import RunningService, running_service
+from support.chat_runtime import RunningService, chat_runtime, running_service
 
 GET = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
 POST = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\n"

@@ -16,8 +16,7 @@ from pydantic import BaseModel
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
 from spaceport.serving.options import ServiceOptions
-from support.chat_runtime import chat_runtime
-from support.running_service import RunningService, running_service
+from support.chat_runtime import RunningService, chat_runtime, running_service
 from support.tool_files import tool_files
 
 KEY = "sk-test"

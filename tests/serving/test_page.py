@@ -24,9 +24,8 @@ from spaceport.serving.options import ServiceOptions
 from spaceport.tools.report.files import write_trace
 from spaceport.tools.report.lanes import statistics_of, visible
 from support.browser import open_browser
-from support.chat_runtime import chat_runtime
+from support.chat_runtime import RunningService, chat_runtime, running_service
 from support.paths import DEMO
-from support.running_service import RunningService, running_service
 from support.traced import TOKENIZER, Case, traced
 
 QUESTION = "Explain the parameters of triangular( low = 0.0, high = 1.0, mode = None )"

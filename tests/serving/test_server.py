@@ -30,8 +30,7 @@ from spaceport.serving.server import Server, configuration, listening
 from spaceport.tools.cli import INPUT, USAGE, run
 from spaceport.tools.cli.configuration import keys_of
 from spaceport.tools.cli.serve import models_of
-from support.chat_runtime import chat_runtime
-from support.running_service import running_service
+from support.chat_runtime import chat_runtime, running_service
 
 _COMMAND = [sys.executable, "-c", "import sys; from spaceport.tools.cli import run; sys.exit(run(sys.argv[1:]))"]
 

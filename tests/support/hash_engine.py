@@ -1,8 +1,8 @@
-"""Hash engine: a fake engine whose next token is a hash of everything that a row can see."""
+"""Hash engine: a fake engine whose next token is a hash of all that a row can see, and selectors of single tests."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -19,6 +19,7 @@ from spaceport.runtime.decode.sequence_group import Observer, SequenceGroup
 from spaceport.runtime.decode.step import StepInput, step
 from spaceport.runtime.engine import CPU_COSTS, PREFILL_ROWS, Batch, Costs, Engine, Moves
 from spaceport.runtime.sampling.choice import Bans, Greedy
+from spaceport.runtime.sampling.grammar import Constrained, Grammar, GrammarCompiler, Vocabulary
 
 FREE_ROWS = replace(CPU_COSTS, row=0.0)  # rows are free: drafts are as wide as their limits
 FREE_STEPS = relative_costs(FREE_ROWS.row)  # the same for a planner: a draft that is not fed shows no fault
@@ -293,3 +294,13 @@ def request_for(
 def advance(engine: Engine, *requests: SequenceGroup, chunk: int = PREFILL_ROWS) -> None:
     """One step of requests that have the first indices of an engine."""
     step(engine, [StepInput(request, index, chunk) for index, request in enumerate(requests)])
+
+
+def greedy(banned: Collection[int] = ()) -> Greedy:
+    """Greedy selection with banned tokens."""
+    return Greedy(Bans(frozenset(banned)))
+
+
+def constrained(inner: TokenSelector, grammar: Grammar, vocabulary: Vocabulary) -> Constrained:
+    """A token selector for one request, whose completion matches the grammar."""
+    return GrammarCompiler(vocabulary).constrained(inner, grammar)

@@ -1,4 +1,4 @@
-"""Hash runtime: the public runtime over a fake engine, and the log probabilities that its model has."""
+"""Hash runtime: the public runtime over a fake engine, its log probabilities, and an engine that steps on command."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from threading import Event
+from threading import Event, Semaphore, Thread
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +19,7 @@ from spaceport.graphs.contract.draft_methods import DraftMethod
 from spaceport.graphs.contract.manifest import TOKENIZER_FILE, Manifest, TokenIds
 from spaceport.graphs.contract.signature import Lowering, Signature
 from spaceport.runtime.bundle import Bundle
-from spaceport.runtime.engine import PREFILL_ROWS, Batch, capacity_for
+from spaceport.runtime.engine import PREFILL_ROWS, Batch, EngineFault, capacity_for
 from spaceport.runtime.sampling.logprobs import TokenLogprob
 from spaceport.runtime.session import Runtime
 from support.hash_engine import CHILD, END, FORK, FREE_ROWS, MASKS, VOCAB, Cell, HashEngine, Language
@@ -138,3 +138,52 @@ def _folder() -> Path:
     tokenizer.decoder = decoders.Fuse()
     (folder / TOKENIZER_FILE).write_text(tokenizer.to_str(), "utf-8")
     return folder
+
+
+_PATIENCE = 60.0  # seconds after which a test fails
+_ALL = 10**4  # steps; releasing a semaphore takes a microsecond for each
+
+
+@dataclass
+class StepwiseEngine(HashEngine):
+    """An engine that waits in each step until the test allows it."""
+
+    asked: Semaphore = field(default_factory=lambda: Semaphore(0))
+    leave: Semaphore = field(default_factory=lambda: Semaphore(0))
+    broken: bool = False  # whether its steps fail
+
+    def run(self, batch: Batch) -> NDArray[np.float32]:
+        self.asked.release()
+        assert self.leave.acquire(timeout=_PATIENCE)
+        if self.broken:
+            raise EngineFault("the fake engine failed")
+        return super().run(batch)
+
+    def wait(self) -> None:
+        """Wait until the next step is requested."""
+        assert self.asked.acquire(timeout=_PATIENCE)
+
+    def step(self) -> None:
+        """Run the requested step, and wait until the next one is requested."""
+        self.leave.release()
+        self.wait()
+
+    def go(self) -> None:
+        """Run all further steps."""
+        self.leave.release(_ALL)
+
+
+def stepwise_runtime(language: Language, requests: int = 1) -> tuple[Runtime, StepwiseEngine]:
+    """A runtime over a stepwise engine."""
+    with hash_runtime(language) as like:
+        engine = StepwiseEngine(language, like.engine.capacity, requests)
+        return Runtime(like.bundle, engine, like.max_seq_len), engine
+
+
+def close_between_steps(runtime: Runtime, engine: StepwiseEngine) -> None:
+    """Close a runtime whose engine waits in a step, with no more steps than that needs."""
+    closing = Thread(target=runtime.close)
+    closing.start()
+    while closing.is_alive():
+        engine.leave.release()
+        closing.join(0.1)

@@ -1,9 +1,10 @@
-"""Small bundle: a few kilobytes that no engine can run, for checks that come before one is opened."""
+"""Small bundle: a few kilobytes that no engine can run, for checks before one is opened, and bundles made to fork."""
 
 from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -89,3 +90,12 @@ def refused(folder: Path, message: str) -> None:
         open_bundle(folder)
     assert str(folder) in str(caught.value)
     assert re.search(r"expected|the manifest says|copy the bundle|export", str(caught.value))
+
+
+def forking_copy(bundle: Path, copy: Path) -> Path:
+    """A copy of the tiny bundle that forks at each newline."""
+    shutil.copytree(bundle, copy)
+    tokenizer = Tokenizer.from_file(str(copy / TOKENIZER_FILE))
+    (fork,), (child,) = (tokenizer.encode(text, add_special_tokens=False).ids for text in ("\n", "#"))
+    edit(copy, lambda manifest: manifest["tokens"].update(fork=fork, child=child))
+    return copy

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from spaceport.graphs.contract.manifest import TEMPLATE_FILE, TOKENIZER_FILE
+from spaceport.runtime.tool_calls.parser import MessagePart
 from support.paths import DEMO
 
 _HEAD = """\
@@ -51,3 +53,18 @@ def tool_files(folder: Path, name: str) -> Path:
         tokenizer["added_tokens"] = sorted([*tokenizer["added_tokens"], added], key=lambda entry: int(entry["id"]))
     (folder / TOKENIZER_FILE).write_text(json.dumps(tokenizer), "utf-8")
     return folder
+
+
+def joined(parts: Iterable[MessagePart]) -> tuple[str, list[tuple[str, str]]]:
+    """The text among the parts, and the name and arguments of each call."""
+    texts: list[str] = []
+    calls: list[tuple[str, str]] = []
+    for part in parts:
+        if isinstance(part, str):
+            texts.append(part)
+        elif part.name is not None:
+            calls.append((part.name, part.arguments))
+        else:
+            name, arguments = calls[part.index]
+            calls[part.index] = name, arguments + part.arguments
+    return "".join(texts), calls

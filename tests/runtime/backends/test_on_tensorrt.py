@@ -24,8 +24,8 @@ from spaceport.runtime.backends.on_tensorrt import STEPS
 from spaceport.runtime.backends.on_torch import TorchEngine, copy_slots
 from spaceport.runtime.bundle import BundleError
 from spaceport.runtime.engine import NO_MOVES, Batch, EngineFault, EngineOptions, capacity_for
-from support.forking_bundle import forking_copy
 from support.paths import TINY
+from support.small_bundle import forking_copy
 from support.stand_in_tensorrt import (
     Kind,
     Location,

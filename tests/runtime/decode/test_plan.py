@@ -11,7 +11,7 @@ from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.runtime.decode.draft import PLAIN, Candidates, Draft, chain
 from spaceport.runtime.decode.plan import Part, Plan, Verdict, accept, lay_out, plan_thread, sees, within
 from spaceport.runtime.decode.sequence import NotANumber, TokenSequence
-from support.token_selectors import greedy
+from support.hash_engine import greedy
 
 M = 90
 IDS = TokenIds(mask=(M,), end=(99,))

@@ -28,10 +28,22 @@ from spaceport.runtime.scheduling.request import Completion
 from spaceport.runtime.session import Runtime
 from spaceport.tools.verify.answers import generate_answer
 from support.arrivals import DRAFT_CONFIGS, LANGUAGES
-from support.hash_engine import CHILD, END, FORK, LAYOUTS, MASKS, HashEngine, Language, Tree, advance, request_for
+from support.hash_engine import (
+    CHILD,
+    END,
+    FORK,
+    LAYOUTS,
+    MASKS,
+    HashEngine,
+    Language,
+    Tree,
+    advance,
+    constrained,
+    greedy,
+    request_for,
+)
 from support.hash_runtime import hash_runtime
 from support.small_tokenizers import small_vocabulary
-from support.token_selectors import constrained, greedy
 
 PROMPTS = st.lists(st.integers(0, END - 1), min_size=1, max_size=30)
 

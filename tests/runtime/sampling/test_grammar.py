@@ -24,10 +24,9 @@ from spaceport.runtime.decode.sequence import NotANumber, TokenSequence, root_se
 from spaceport.runtime.sampling.grammar import DeadEnd, Grammar, open_vocabulary
 from spaceport.runtime.sampling.logprobs import Speller
 from support.arrivals import DRAFT_CONFIGS
-from support.hash_engine import END, VOCAB, HashEngine, Language, advance, request_for
+from support.hash_engine import END, VOCAB, HashEngine, Language, advance, constrained, greedy, request_for
 from support.paths import TINY
 from support.small_tokenizers import BYTES, FALLBACK, full, one_byte_each, small_vocabulary
-from support.token_selectors import constrained, greedy
 
 
 def with_words(*words: str) -> Tokenizer:

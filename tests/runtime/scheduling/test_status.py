@@ -14,8 +14,7 @@ from spaceport.runtime.engine import EngineFault
 from spaceport.runtime.scheduling.scheduler import STOPPED_AFTER, DraftLog, TokenMeter
 from spaceport.runtime.scheduling.worker import Heartbeat, RuntimeStatus, Watchdog
 from support.hash_engine import Language
-from support.hash_runtime import hash_runtime
-from support.stepwise_engine import stepwise_runtime
+from support.hash_runtime import hash_runtime, stepwise_runtime
 
 ENDLESS = Language(3, end_every=10**9)  # goes on to its limit
 PLAIN = Decoding(max_tokens=5, mask_slots=0)

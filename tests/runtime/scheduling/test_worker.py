@@ -29,8 +29,7 @@ from spaceport.runtime.scheduling.worker import RuntimeClosed
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.transcript import Piece, Transcript
 from support.hash_engine import END, FORK, Language
-from support.hash_runtime import SlowEngine, hash_runtime
-from support.stepwise_engine import close_between_steps, stepwise_runtime
+from support.hash_runtime import SlowEngine, close_between_steps, hash_runtime, stepwise_runtime
 
 ENDLESS = Language(3, end_every=10**9)  # goes on to its limit
 PLAIN = Decoding(mask_slots=0)

@@ -22,8 +22,8 @@ from spaceport.runtime.tool_calls.functions import (
     with_description,
 )
 from spaceport.runtime.tool_calls.parser import ToolCallParser
-from support.call_parts import joined
 from support.small_tokenizers import BYTES, one_byte_each
+from support.tool_files import joined
 
 pytest.importorskip("llguidance")
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from spaceport.runtime.tool_calls.functions import FORMATS, FormatName, format_of
 from spaceport.runtime.tool_calls.parser import CallPart, ToolCallParser
-from support.call_parts import joined
+from support.tool_files import joined
 
 NAMES = ("weather", "now")
 Calls = list[tuple[str, str]]

@@ -27,9 +27,9 @@ from spaceport.tools.cli.demo import (
     timed,
 )
 from support.adapters import train
-from support.forking_bundle import forking_copy
 from support.gguf_files import random_model, write_gguf
 from support.paths import TINY
+from support.small_bundle import forking_copy
 
 DECODER: str = json.loads((TINY / "prompts.json").read_text("utf-8"))["begin of json/decoder.py"]
 PLAIN, SPECULATIVE, PARALLEL, BOTH = MODES

@@ -22,9 +22,8 @@ from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.messages import ChatPrompt
 from spaceport.tools.cli import INPUT, OK, USAGE, run
 from spaceport.tools.report.files import read_trace
-from support.forking_bundle import forking_copy
 from support.paths import TINY
-from support.small_bundle import edit
+from support.small_bundle import edit, forking_copy
 from support.terminal import on_a_terminal
 
 DECODER: str = json.loads((TINY / "prompts.json").read_text("utf-8"))["begin of json/decoder.py"]

@@ -21,10 +21,10 @@ from spaceport.runtime.session import Runtime
 from spaceport.tools.verify.audit import AuditReport, ModeCounts, audit, groups_for
 from spaceport.tools.verify.plain_logits import find_mismatches, noise_of, selection_rule, unmatched_threads
 from spaceport.tools.verify.prompts import TokenizedPrompt
-from support.forking_bundle import forking_copy
 from support.hash_engine import Language
 from support.hash_runtime import hash_runtime
 from support.paths import TINY
+from support.small_bundle import forking_copy
 from support.spoilt_engine import Logits, SpoiltEngine, positions_of, spoilt_runtime, tied
 
 PROMPTS: dict[str, str] = json.loads((TINY / "prompts.json").read_text("utf-8"))

@@ -5,11 +5,12 @@ All requests are sent at the same time. With `max_requests=1` they are decoded o
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, astuple, dataclass
+from itertools import cycle, islice
 from pathlib import Path
+from statistics import median
 from time import perf_counter, process_time
 
 import click
@@ -24,13 +25,7 @@ from spaceport.tools.cli.bench import parse_counts
 from spaceport.tools.cli.options import PATH, Renamed, bundle_argument, json_option
 from spaceport.tools.demo.prompts import prompts_of
 
-
-@dataclass(frozen=True)
-class LoadRequest:
-    """A request to send."""
-
-    prompt: Prompt
-    decoding: Decoding
+_RATES = ("tokens_per_second", "tokens_per_cpu_second")
 
 
 @dataclass(frozen=True)
@@ -47,12 +42,8 @@ class BatchRun:
     """All requests of one round, sent at the same time."""
 
     served: list[ServedRequest]
-    seconds: float
-    cpu_seconds: float  # of this process only, so other load on the machine is not included
-
-    @property
-    def tokens(self) -> int:
-        return sum(one.tokens for one in self.served)
+    tokens_per_second: float
+    tokens_per_cpu_second: float  # of this process only, so other load on the machine is not included
 
 
 @dataclass(frozen=True)
@@ -70,83 +61,57 @@ class LoadResult:
     latency_p95: float
 
 
-def random_requests(count: int, context: int, decoding: Decoding) -> list[LoadRequest]:
-    """Requests with random prompts of `context` tokens on average, from half to one and a half times as many."""
+def random_prompts(count: int, context: int) -> list[Prompt]:
+    """Random prompts of `context` tokens on average, from half to one and a half times as many."""
     random = np.random.default_rng(0)
     lengths = random.integers(max(1, context // 2), context * 3 // 2 + 1, count)
-    return [LoadRequest(random.integers(0, 200, length).tolist(), decoding) for length in lengths]
+    return [random.integers(0, 200, length).tolist() for length in lengths]
 
 
-def prompt_requests(prompts: Sequence[Prompt], count: int, decoding: Decoding) -> list[LoadRequest]:
-    """`count` requests that repeat these prompts in order."""
-    return [LoadRequest(prompts[number % len(prompts)], decoding) for number in range(count)]
-
-
-def served_request(runtime: Runtime, request: LoadRequest) -> ServedRequest:
-    """Send a request and read its completion to the end."""
-    started = perf_counter()
-    first = None
-    with runtime.stream(request.prompt, request.decoding) as stream:
-        for _ in stream:
-            first = first or perf_counter() - started
-        completion = stream.completion()
-    seconds = perf_counter() - started
-    return ServedRequest(len(completion.tokens), first or seconds, seconds)
-
-
-def run_batch(
-    bundle: Path, max_requests: int, load_requests: Sequence[LoadRequest], threads: int, max_seq_len: int
-) -> BatchRun:
+def run_batch(runtime: Runtime, max_requests: int, prompts: Sequence[Prompt], decoding: Decoding) -> BatchRun:
     """Send all requests at the same time to a new runtime, after a warm-up."""
-    opened = Runtime.open(
-        bundle, max_requests=max_requests, max_seq_len=max_seq_len, queue_limit=len(load_requests), threads=threads
-    )
-    with opened as runtime, ThreadPoolExecutor(len(load_requests)) as clients:
-        list(clients.map(lambda request: served_request(runtime, request), load_requests[:max_requests]))  # warm-up
+
+    def served(prompt: Prompt) -> ServedRequest:
+        started, first = perf_counter(), 0.0
+        with runtime.stream(prompt, decoding) as stream:
+            for _ in stream:
+                first = first or perf_counter() - started
+            tokens = len(stream.completion().tokens)
+        seconds = perf_counter() - started
+        return ServedRequest(tokens, first or seconds, seconds)
+
+    with runtime, ThreadPoolExecutor(len(prompts)) as clients:
+        list(clients.map(served, prompts[:max_requests]))  # warm-up
         started, cpu_started = perf_counter(), process_time()
-        served = list(clients.map(lambda request: served_request(runtime, request), load_requests))
-        return BatchRun(served, perf_counter() - started, process_time() - cpu_started)
+        requests = list(clients.map(served, prompts))
+        seconds, cpu_seconds = perf_counter() - started, process_time() - cpu_started
+    tokens = sum(request.tokens for request in requests)
+    return BatchRun(requests, tokens / seconds, tokens / cpu_seconds)
 
 
 def compare_max_requests(
-    bundle: Path,
+    open_runtime: Callable[[int], Runtime],
     counts: Sequence[int],
-    load_requests: Sequence[LoadRequest],
-    threads: int,
-    max_seq_len: int,
+    prompts: Sequence[Prompt],
+    decoding: Decoding,
     rounds: int,
 ) -> list[LoadResult]:
     """The results for each value of max_requests; the values alternate within each round, so other load affects all."""
     runs: dict[int, list[BatchRun]] = {max_requests: [] for max_requests in counts}
     for _ in range(rounds):
         for max_requests in counts:
-            runs[max_requests].append(run_batch(bundle, max_requests, load_requests, threads, max_seq_len))
-    return [load_result(max_requests, found, runs[counts[0]]) for max_requests, found in runs.items()]
+            runs[max_requests].append(run_batch(open_runtime(max_requests), max_requests, prompts, decoding))
+    return [load_result(max_requests, own, runs[counts[0]]) for max_requests, own in runs.items()]
 
 
 def load_result(max_requests: int, runs: Sequence[BatchRun], baseline: Sequence[BatchRun]) -> LoadResult:
     """Median throughput of the rounds, and latency quantiles over the requests of all rounds."""
-    rate, cpu_rate = rates(runs)
-    baseline_rate, baseline_cpu_rate = rates(baseline)
-    first = [one.first_token_seconds for run in runs for one in run.served]
-    latency = [one.seconds for run in runs for one in run.served]
-    return LoadResult(
-        max_requests,
-        rate,
-        rate / baseline_rate,
-        cpu_rate,
-        cpu_rate / baseline_cpu_rate,
-        *np.quantile(first, (0.5, 0.95)).tolist(),
-        *np.quantile(latency, (0.5, 0.95)).tolist(),
-    )
-
-
-def rates(runs: Sequence[BatchRun]) -> tuple[float, float]:
-    """Median tokens per second and tokens per CPU second."""
-    return (
-        statistics.median(run.tokens / run.seconds for run in runs),
-        statistics.median(run.tokens / run.cpu_seconds for run in runs),
-    )
+    rate, cpu_rate = (median(getattr(run, name) for run in runs) for name in _RATES)
+    base, cpu_base = (median(getattr(run, name) for run in baseline) for name in _RATES)
+    first = [request.first_token_seconds for run in runs for request in run.served]
+    latency = [request.seconds for run in runs for request in run.served]
+    quantiles = [*np.quantile(first, (0.5, 0.95)).tolist(), *np.quantile(latency, (0.5, 0.95)).tolist()]
+    return LoadResult(max_requests, rate, rate / base, cpu_rate, cpu_rate / cpu_base, *quantiles)
 
 
 def load_report(results: Sequence[LoadResult], requests: int, tokens: int, threads: int) -> Report:
@@ -196,9 +161,15 @@ def command(
     if min(requests, context, tokens, rounds) < 1:
         raise OptionFault("expected at least 1 of --requests, --context, --tokens and --rounds")
     decoding = Decoding(max_tokens=tokens, mask_slots=mask_slots)
-    if prompts is None:
-        load_requests = random_requests(requests, context, decoding)
-    else:
-        load_requests = prompt_requests(list(prompts_of(prompts).values()), requests, decoding)
-    results = compare_max_requests(bundle, counts, load_requests, threads, context * 2 + tokens, rounds)
+    sent = random_prompts(requests, context)
+    if prompts is not None:  # those of the checkpoint, repeated in order
+        sent = list(islice(cycle(prompts_of(prompts).values()), requests))
+
+    def open_runtime(max_requests: int) -> Runtime:
+        length = context * 2 + tokens
+        return Runtime.open(
+            bundle, max_requests=max_requests, max_seq_len=length, queue_limit=requests, threads=threads
+        )
+
+    results = compare_max_requests(open_runtime, counts, sent, decoding, rounds)
     load_report(results, requests, tokens, threads).show(as_json)

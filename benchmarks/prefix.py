@@ -52,52 +52,47 @@ def measure_prefixes(
         return [_measured(runtime, history, message, rounds) for history in histories]
 
 
-@dataclass(frozen=True)
-class _Round:
-    """Seconds and CPU seconds of each request of a round."""
-
-    cold: tuple[float, float]
-    warm: tuple[float, float]
-    copy: float
-    reused: int
-
-
 def _measured(runtime: Runtime, history: int, message: int, rounds: int) -> PrefixResult:
-    found = [_round(runtime, history, message, number) for number in range(rounds + 1)][1:]  # the first one warms up
+    times = [_round(runtime, history, message, number) for number in range(rounds + 1)][1:]  # the first one warms up
+    cold, warm, copy, (reused, *_) = zip(*times, strict=True)
     return PrefixResult(
         history,
         message,
-        found[0].reused,
-        median(one.cold[0] for one in found),
-        median(one.warm[0] for one in found),
-        median(one.warm[0] / one.cold[0] for one in found),
-        median(one.warm[1] / one.cold[1] for one in found),
-        median(one.copy for one in found),
-        median(one.copy / one.cold[1] for one in found),
+        reused,
+        median(seconds for seconds, _ in cold),
+        median(seconds for seconds, _ in warm),
+        median(own / other for (own, _), (other, _) in zip(warm, cold, strict=True)),
+        median(own / other for (_, own), (_, other) in zip(warm, cold, strict=True)),
+        median(copy),
+        median(seconds / other for seconds, (_, other) in zip(copy, cold, strict=True)),
     )
 
 
-def _round(runtime: Runtime, history: int, message: int, number: int) -> _Round:
+_Times = tuple[float, float]  # seconds and CPU seconds of a request
+
+
+def _round(runtime: Runtime, history: int, message: int, number: int) -> tuple[_Times, _Times, float, int]:
+    """The times of a cold and of a warm request, the CPU seconds of a copy, and the number of reused tokens."""
     random = np.random.default_rng((history, number))
     first = random.integers(0, _VOCABULARY, history).tolist()
     answer = runtime.generate(first, _CACHED).tokens
     second = [*first, *answer, *random.integers(0, _VOCABULARY, message).tolist()]
     cold = _timed(runtime, second, _COLD) if number % 2 else None
-    warm = _timed(runtime, second, _WARM)
+    warm, reused = _timed(runtime, second, _WARM)
     cold = cold or _timed(runtime, second, _COLD)
-    if not warm[2]:
+    if not reused:
         raise OptionFault(f"a history of {history} tokens was not reused: expected a longer one")
-    slots = np.arange(warm[2])
+    slots = np.arange(reused)
     started = thread_time()
     runtime.engine.copy(0, 1, slots)  # nothing is generated from it: every round has a prompt of its own
-    return _Round(cold[:2], warm[:2], thread_time() - started, warm[2])
+    return cold[0], warm, thread_time() - started, reused
 
 
-def _timed(runtime: Runtime, prompt: list[int], decoding: Decoding) -> tuple[float, float, int]:
+def _timed(runtime: Runtime, prompt: list[int], decoding: Decoding) -> tuple[_Times, int]:
     """Seconds and CPU seconds until the first token, and the number of reused tokens."""
     started = process_time()
     statistics = runtime.generate(prompt, decoding).statistics
-    return statistics.first_token_seconds, process_time() - started, statistics.cached_tokens
+    return (statistics.first_token_seconds, process_time() - started), statistics.cached_tokens
 
 
 def prefix_report(results: Sequence[PrefixResult], message: int, threads: int) -> Report:

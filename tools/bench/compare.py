@@ -209,8 +209,7 @@ class WorkerPool:
             started, own, machine = perf_counter(), worker.cpu_seconds(), busy_seconds()
             answer = worker.call(metric.call, arguments)
             worker.wait_until_idle(self.idle_limit)
-            busy = self._busy(others, answer["seconds"])
-            if not busy:
+            if not (busy := self._busy(others, answer["seconds"])):
                 spent = worker.cpu_seconds() - own
                 other_cores = max(0.0, busy_seconds() - machine - spent) / (perf_counter() - started)
                 return Measurement(
@@ -299,9 +298,8 @@ class Comparison:
 
 def paired(unit: Unit, measurements: Mapping[int, Measurement], reference: Mapping[int, Measurement]) -> Spread | None:
     """Time ratios of a subject to a reference, over the rounds that both have; None without a common round."""
-    shared = sorted(measurements.keys() & reference.keys())
-    ratios = [measurements[number].value / reference[number].value for number in shared]
-    return spread([1 / ratio for ratio in ratios] if unit == "tokens/s" else ratios) if shared else None
+    ratios = [measurements[number].value / reference[number].value for number in measurements.keys() & reference.keys()]
+    return spread([1 / ratio for ratio in ratios] if unit == "tokens/s" else ratios) if ratios else None
 
 
 def _summary(record: RuntimeRecord, metrics: Sequence[Metric], bundles: Sequence[RuntimeRecord]) -> SubjectSummary:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import pydoc
 import re
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 import spaceport.runtime
-from spaceport.runtime import Runtime, SpaceportError
+from spaceport.runtime import Grammar, Runtime, SpaceportError
 
 
 def entries(docstring: str | None) -> dict[str, str]:
@@ -46,3 +47,14 @@ def test_help_describes_every_class_with_its_methods_and_fields(name: str) -> No
 def test_help_describes_every_parameter_of_open() -> None:
     parameters = [name for name in inspect.signature(Runtime.open).parameters if name != "cls"]
     assert list(entries(inspect.getdoc(Runtime.open))) == parameters
+
+
+def test_signatures_do_not_repeat_all_defaults_of_options() -> None:
+    shown = pydoc.plain(pydoc.render_doc(Runtime))
+    assert "decoding: 'Decoding | None' = None" in shown
+    assert not re.search(r"= (Decoding|Limits|Sampling)\(", shown)
+
+
+def test_the_kind_of_a_grammar_is_named() -> None:
+    with pytest.raises(TypeError, match="positional"):
+        Grammar("json_schema", "{}")  # type: ignore[call-arg, misc]

@@ -60,9 +60,9 @@ test: format
 	@echo "test: pytest"
 	@$(PYTEST) $(TESTS)
 
-# SECONDS=3600 runs a longer campaign, SEED=2 another one.
+# SECONDS=3600 runs a longer campaign, SEED=2 another one, ONLY=service one part.
 attack: venv
-	@PYTHONPATH=tests $(BIN)/python -m attack --seconds $(SECONDS) --seed $(SEED)
+	@PYTHONPATH=tests $(BIN)/python -m attack --seconds $(SECONDS) --seed $(SEED) $(if $(ONLY),--only $(ONLY))
 
 # Creates an environment for each tool from tests/real_clients/requirements; CLIENTS="--only lm-eval" runs one of them.
 clients: venv

@@ -54,15 +54,24 @@ class Generations:
         self._growing: dict[int, GrowingTrace] = {}
 
     async def submit(self) -> None:
-        """Submit all completions; raises the error of an invalid request or a full queue, and then none runs."""
+        """Submit all completions; raises the error of an invalid request or a full queue, and then none runs.
+
+        The further choices of a prompt get its tokens, so that it is rendered and tokenized once.
+        """
+        first, *others = self.decodings
+        leads: list[AsyncStream] = []
         try:
-            for prompt in self.prompts:
-                for decoding in self.decodings:
-                    self.streams.append(self._runtime.astream(prompt, decoding))
+            leads.extend(self._runtime.astream(prompt, first) for prompt in self.prompts)
+            for lead, prompt in zip(leads, self.prompts, strict=True):
+                self.streams.append(lead)
+                await lead.submitted()
+                tokens = lead.prompt_tokens or prompt  # without tokens, its time is over
+                self.streams += [self._runtime.astream(tokens, decoding) for decoding in others]
+                await asyncio.sleep(0)  # the choices of a prompt take milliseconds
             for stream in self.streams:
                 await stream.submitted()
         except BaseException:
-            for stream in self.streams:
+            for stream in (*leads, *self.streams):
                 stream.close()
             raise
         self._open = list(enumerate(self.streams))

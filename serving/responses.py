@@ -295,7 +295,8 @@ class OutputItems:
         item_id = f"msg_{secrets.token_hex(12)}"
         events = self._begin({"id": item_id, "type": "message", "role": "assistant", "content": []})
         self.items[-1]["content"] = [part]
-        return [*events, self._event("content_part.added", item_id=item_id, content_index=0, part=part.copy())]
+        empty = {name: value.copy() if isinstance(value, list) else value for name, value in part.items()}
+        return [*events, self._event("content_part.added", item_id=item_id, content_index=0, part=empty)]
 
     def _begin(self, item: dict[str, Any]) -> list[Event]:
         """End the last item, and begin another one."""

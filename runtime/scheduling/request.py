@@ -357,14 +357,14 @@ class RequestQueue:
             self._waiting_of(request.tenant).appendleft(request)
 
     def due(self) -> list[Request]:
-        """The next request of each tenant, the tenant first that is due first."""
+        """The next request of each tenant: first those that have run, then the one whose tenant is due first."""
         with self._lock:
-            tenants = sorted(self._prepared, key=self._due.__getitem__)
-            return [
+            firsts = [
                 request
-                for tenant in tenants
-                for request in islice((request for request in self._prepared[tenant] if not request.paused), 1)
+                for waiting in self._prepared.values()
+                for request in islice((request for request in waiting if not request.paused), 1)
             ]
+            return sorted(firsts, key=lambda request: (request.parked is None, self._due[request.tenant]))
 
     def take(self, request: Request) -> None:
         """Remove a request that was due."""

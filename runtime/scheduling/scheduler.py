@@ -6,7 +6,7 @@ import logging
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cached_property
-from itertools import chain, count
+from itertools import count
 from operator import attrgetter, itemgetter
 from time import monotonic, perf_counter
 
@@ -26,6 +26,8 @@ _LEAST_BESIDE = 32  # the same on engines where rows are expensive; fewer would 
 _REACH = 64  # maximum steps of different widths in one search; a longer search costs more than it saves
 _SHARE = 2.0  # plain steps: maximum cost of all threads of requests with several threads together
 _LEAST_ROUNDS = 8  # that a request keeps its KV buffers while tenants with several requests take turns
+_MANY_BESIDE = 2  # steps of tenants with several requests in a round, for each request of the others
+_MOST_PARKED = 2.0  # parked requests for each running one; a quarter of them for tenants with several requests
 _BLOCK = 64  # tokens that are compared at once
 STOPPED_AFTER = 256  # steps without drafts after which they have stopped
 _WINDOW = 10.0  # seconds over which tokens/s are measured
@@ -167,18 +169,19 @@ class FairRows:
             for sequences in several:
                 sequences.limit_rows(rows)
 
-    def stepping(self, decoding: Sequence[Request]) -> set[Request]:
-        """The requests that take a step in a round: of a tenant with several beside others, those that have waited longest."""
-        by_tenant: dict[str, list[Request]] = {}
-        for request in decoding:
-            by_tenant.setdefault(request.tenant, []).append(request)
-        if len(by_tenant) < 2 or len(by_tenant) == len(decoding):
-            return set(decoding)
-        most = max(1, self.rows // sum(len(requests) > 1 for requests in by_tenant.values()))
-        chosen = [sorted(requests, key=attrgetter("stepped"))[:most] for requests in by_tenant.values()]
-        for request in chain.from_iterable(chosen):
+    def stepping(self, decoding: Sequence[Request], load: Callable[[str], int]) -> Collection[Request]:
+        """The requests that take a step in a round, by the number of requests that each tenant has.
+
+        Beside tenants with one request, those with several take few steps, in turns, so that a round stays short.
+        """
+        many = [request for request in decoding if load(request.tenant) > 1]
+        most = min(self.rows, _MANY_BESIDE * (len(decoding) - len(many)))
+        if not most or len(many) <= most:
+            return decoding
+        late = sorted(many, key=attrgetter("stepped"))
+        for request in late[:most]:
             request.stepped = next(self._steps)
-        return set(chain.from_iterable(chosen))
+        return set(decoding).difference(late[most:])
 
 
 def find_leader(request: Request, running: Iterable[Request], reusable: int) -> tuple[Request | None, int]:
@@ -250,6 +253,7 @@ class Scheduler:
         self._abandoned = False
         self._fair = FairRows(self._costs)
         self._rounds = 0
+        self._loads = Counter[str]()  # requests of each tenant that have got KV buffers since it had none
         self._parking = parking(engine)
 
     @property
@@ -333,6 +337,8 @@ class Scheduler:
             self._report(request)
         if gone:
             self.queue.remove_done()
+            for request in gone:
+                self._forget(request.tenant)
 
     def _admit(self) -> None:
         """Give KV buffers to waiting requests, in turns of their tenants."""
@@ -345,6 +351,7 @@ class Scheduler:
             request.admitted = self._rounds
             self._running[request.index] = request
             if request.parked is None:
+                self._loads[request.tenant] += 1
                 self._begin(request, request.index)
             else:
                 self._restore(request, request.index)
@@ -353,16 +360,15 @@ class Scheduler:
         """Park a request for one that is due and whose tenant has less; returns the latter, None: all have their share."""
         running = list(self._running.values())
         held = Counter(request.tenant for request in running)
-        several = [
-            request
-            for request in running
-            if request.paused or held[request.tenant] + self.queue.count(request.tenant) > 1
-        ]
-        if not several or self._parking is None or sum(each.parked is not None for each in self.queue) >= len(running):
+        several = [request for request in running if request.paused or self._load(request.tenant) > 1]
+        if not several or self._parking is None:
             return None
+        parked = sum(request.parked is not None for request in self.queue)
         for request in due:
             tenant = request.tenant
-            alone = not held[tenant] and self.queue.count(tenant) == 1
+            alone = self._load(tenant) == 1
+            if parked >= (_MOST_PARKED if alone else _MOST_PARKED / 4) * len(running):
+                continue
             victims = [
                 other
                 for other in several
@@ -424,28 +430,38 @@ class Scheduler:
         self._fair.share(self.active)
         running = self._running.values()
         writing = [request for request in running if not request.sequences.prefilling and not request.paused]
-        stepping = self._fair.stepping(writing)
+        stepping = self._fair.stepping(writing, self._load)
         decoding = [
             StepInput(request.sequences, index, self._prompt_rows)
             for index, request in self._running.items()
             if request in stepping
         ]
         if len(writing) < len(running):
-            decoding += self._prefilling(bool(decoding))
+            decoding += self._prefilling({request.tenant for request in writing})
         return sorted(decoding, key=itemgetter(1)) if len(decoding) > 1 else decoding  # by engine index
 
-    def _prefilling(self, beside: bool) -> list[StepInput]:
-        """The requests that get a prefill chunk in this round, the longest waiting first."""
+    def _load(self, tenant: str) -> int:
+        """Number of requests of a tenant that wait, run, or have run since it had none."""
+        return self._loads[tenant] + self.queue.count(tenant)
+
+    def _prefilling(self, beside: Collection[str]) -> list[StepInput]:
+        """The requests that get a prefill chunk in this round beside decoding ones of tenants, the longest waiting first."""
         rows = self._prompt_rows
         if beside:
             rows = min(rows, BESIDE_ROWS, max(_LEAST_BESIDE, self._fair.rows))
+        # beside tenants with one request, those with several get few rows, and in every second round only
+        most_of_many = rows
+        if any(self._load(tenant) == 1 for tenant in beside):
+            most_of_many = 0 if self._rounds % 2 else self._fair.rows
         lines = max(1, LOGIT_BYTES // (4 * self.engine.signature.row_logits))  # rows of logits
         chosen: list[StepInput] = []
         for index, request in list(self._running.items()):
             sequences = request.sequences
             echoes = sequences.echo is not None
             budget = min(rows, sequences.silent_rows + lines) if echoes else rows
-            if sequences.prefilling and request.leader is None and (budget >= self._call_rows or not chosen):
+            if most_of_many < budget and self._load(request.tenant) > 1:
+                budget = most_of_many
+            if budget and sequences.prefilling and request.leader is None and (budget >= self._call_rows or not chosen):
                 feeds = min(budget, len(sequences.threads[0].tokens) - sequences.threads[0].fed)
                 rows -= feeds
                 if echoes:
@@ -511,9 +527,15 @@ class Scheduler:
         self._count(request, outcome)
         if request.index is not None and self._running.get(request.index) is request:
             del self._running[request.index]
+            self._forget(request.tenant)
             # rows of a prefill chunk have no logits that would show NaN
             spoilt = isinstance(outcome, BaseException) or request.sequences.prefilling
             self.buffers.release(request.index, request.sequences, spoilt)
+
+    def _forget(self, tenant: str) -> None:
+        """Begin to count the requests of a tenant anew if it has none."""
+        if not self.queue.count(tenant) and all(request.tenant != tenant for request in self._running.values()):
+            self._loads.pop(tenant, None)
 
     def _count(self, request: Request, outcome: Outcome) -> None:
         if not request.count():

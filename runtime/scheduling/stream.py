@@ -31,6 +31,14 @@ class _Reader:
         return self.request.statistics
 
     @property
+    def prompt_tokens(self) -> list[int]:
+        """Token ids of the prompt; empty before the request is prepared."""
+        if not self.request.prepared:
+            return []
+        root = self.request.sequences.threads[0]
+        return root.tokens[: root.start]
+
+    @property
     def trace(self) -> Trace | None:
         """What the steps so far did; None without `Decoding.trace`, and before the request is admitted."""
         output = self.request.output

@@ -16,15 +16,17 @@ from attack.kills import kills
 from attack.mutations import mutated_bundles
 from attack.outcome import Budget, Outcome, table
 from attack.requests import hostile_requests
+from attack.service import strangers
 from attack.soak import soak
 from support.paths import DEMO, TINY
 
-PARTS: dict[str, Callable[[Path, int, Budget], Outcome]] = {
+PARTS: dict[str, Callable[[Path, int, Budget], Outcome | list[Outcome]]] = {
     "mutations": lambda work, seed, budget: mutated_bundles(_bundle(TINY), work, seed, budget),
     "files": lambda work, seed, budget: hostile_files(_bundle(TINY), work, seed, budget),
     "requests": lambda work, seed, budget: hostile_requests(_bundle(DEMO), seed, budget),
     "kills": lambda work, seed, budget: kills(_bundle(TINY), work, seed, budget),
     "soak": lambda work, seed, budget: soak(_bundle(TINY), seed, budget),
+    "service": lambda work, seed, budget: strangers(_bundle(DEMO), seed, budget),
 }
 _EXPORT = (
     "import sys; from pathlib import Path; from support.exported import bundle_of; print(bundle_of(Path(sys.argv[1])))"
@@ -40,13 +42,15 @@ _EXPORT = (
 def main(work: Path, seconds: float, cases: int, seed: int, only: tuple[str, ...]) -> None:
     """Run all parts, print a table, and exit with status 1 if any case failed."""
     work.mkdir(parents=True, exist_ok=True)
-    parts, outcomes = only or tuple(PARTS), []
+    parts, outcomes = only or tuple(PARTS), list[Outcome]()
     for name in parts:
         click.echo(f"attack: {name}", err=True)
         began = time.monotonic()
-        outcome = PARTS[name](work, seed, Budget(seconds / len(parts), cases))
-        outcome.seconds = time.monotonic() - began
-        outcomes.append(outcome)
+        part = PARTS[name](work, seed, Budget(seconds / len(parts), cases))
+        if isinstance(part, Outcome):
+            part.seconds = time.monotonic() - began
+            part = [part]
+        outcomes += part
     click.echo(table(outcomes))
     if any(outcome.failures for outcome in outcomes):
         raise SystemExit(1)

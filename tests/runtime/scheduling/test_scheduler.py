@@ -326,6 +326,20 @@ def test_a_quiet_tenant_begins_with_the_next_round_and_ends_before_those_with_ma
     assert [scene.text(number) for number in range(len(noise) + 1)] == scene.alone
 
 
+def test_a_quiet_tenant_is_not_delayed_by_those_whose_last_requests_run_and_its_later_requests_neither() -> None:
+    arrivals = [Arrival([number % END, 3], 0, 30, tenant=f"{number % 2}") for number in range(8)]
+    arrivals += [Arrival([5, 3], at, 3, tenant="quiet") for at in (32, 38, 44)]
+    scene = Scene(ENDLESS, arrivals, 4)
+    while scene.now < 60:
+        scene.turn()
+        for number in (8, 9, 10):
+            started = scene.requests[number].admitted
+            assert started in (0, scene.arrivals[number].at + 1)
+    scene.play()
+    assert [scene.text(number) for number in range(11)] == scene.alone
+    assert not scene.scheduler._loads
+
+
 def test_tenants_with_many_requests_share_the_buffers_evenly() -> None:
     scene = of_tenants(*"a" * 8, *["quiet"] * 8, at=3)
     for _ in range(5):

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from functools import partial
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -14,11 +15,14 @@ from starlette.routing import Route
 from starlette.testclient import TestClient
 
 from spaceport.runtime.limits import DEFAULT_LIMITS, Limits
+from spaceport.runtime.sampling.grammar import Grammar
+from spaceport.runtime.sampling.sampler import Sampling
 from spaceport.serving.application import application
 from spaceport.serving.bodies import IGNORED, REFUSED, SUPPORTED, ChatBody, Own, StructuredOutputs, TextBody, body_of
 from spaceport.serving.failures import Failure
 from spaceport.serving.openapi import BODIES, document
 from spaceport.serving.options import ServiceOptions
+from spaceport.serving.request_inputs import decodings_of
 from support.chat_runtime import chat_runtime
 from support.paths import DOCS
 
@@ -165,3 +169,34 @@ def test_limits_hold_before_a_prompt_is_tokenized(
     given = {"max_tokens": 1, **REQUIRED["ChatBody" if path.startswith("chat") else "TextBody"], **fields}
     response = client.post(f"/v1/{path}", headers=KEY, json=given)
     assert (response.status_code, message in response.text) == (status, True), response.text
+
+
+def test_every_option_of_a_request_arrives_in_its_decoding() -> None:
+    model: Any = SimpleNamespace(
+        runtime=SimpleNamespace(
+            limits=DEFAULT_LIMITS, bundle=SimpleNamespace(manifest=SimpleNamespace(generation_config={}))
+        )
+    )
+    given: dict[str, Any] = {"messages": [], "temperature": 0.5, "top_k": -1, "stop": "a", "logit_bias": {"3": -100}}
+    given |= {"include_stop_str_in_output": True, "cache_salt": "x", "seed": 7, "n": 2, "top_p": 0.5, "min_tokens": 2}
+    given["response_format"] = {"type": "json_object"}
+    own = {
+        "draft_siblings": 2,
+        "draft_rows": 9,
+        "lookup": 3,
+        "max_total_tokens": 50,
+        "prefix_cache": False,
+        "trace": True,
+    }
+    for whitespace in (None, True):
+        asked = {**given, "spaceport": {**own, "json_whitespace": whitespace}}
+        body, _ = body_of(ChatBody, json.dumps(asked).encode(), True)
+        first, second = decodings_of(body, model, ServiceOptions())
+        assert {name: getattr(first, name) for name in own} == own
+        assert (first.stops, first.include_stop, first.cache_salt, first.min_tokens) == (("a",), True, "x", 2)
+        assert (first.fork, first.draft, first.max_depth, first.skip_special_tokens) == (False, "tree", 1, True)
+        assert (first.sampling.seed, second.sampling.seed) == (7, 8)
+        assert first.sampling == Sampling(0.5, top_p=0.5, banned=[3], seed=7)
+        assert first.grammar == Grammar(json_schema={"type": "object"}, json_whitespace=bool(whitespace))
+    silent, _ = body_of(TextBody, b'{"prompt": "a"}', True)
+    assert decodings_of(silent, model, ServiceOptions())[0].sampling == Sampling(1.0)

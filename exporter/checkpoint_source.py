@@ -75,10 +75,12 @@ class CheckpointSource:
 
 
 def quiet_libraries() -> None:
-    """Turn off the progress bars and log messages of transformers and accelerate; errors are still raised."""
+    """Turn off progress bars and log messages of the libraries that an export uses; errors are still raised."""
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
-    logging.getLogger("accelerate").setLevel(logging.ERROR)  # logs tied weights each time it saves a state
+    # accelerate logs tied weights each time it saves a state, the others each rewritten operator
+    for library in ("accelerate", "onnx_ir", "onnxscript"):
+        logging.getLogger(library).setLevel(logging.ERROR)
 
 
 def reason_of(error: BaseException) -> str:

@@ -45,7 +45,7 @@ class Decoding:
     )
     stop: str | Sequence[str] = option(
         (),
-        "Stop string, or several: the text ends before the first match.",
+        "Strings, or one, before whose first match the text ends.",
         unset="none",
         metavar="TEXT",
         request="stop",

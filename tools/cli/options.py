@@ -143,7 +143,7 @@ def _flag_of(declared: OptionField, default_value: Any) -> Callable[[Any], Any]:
     if several:
         kind = get_args(kind)[0] if declared.metavar is None else str
     is_switch = kind is bool and not declared.optional and not declared.default
-    default = "" if is_switch or declared.default_text == "none" else f"default: {declared.default_text}"
+    default = "" if is_switch or declared.default_text in ("", "none") else f"default: {declared.default_text}"
     values = "" if declared.choices else declared.values
     settings: dict[str, Any] = {
         "help": _in_flags(declared.with_facts(values, default, "repeatable" if several else "")),

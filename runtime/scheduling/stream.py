@@ -23,6 +23,7 @@ class _Reader:
     def __init__(self, request: Request) -> None:
         self.request = request
         self._pieces: deque[Piece] = deque()
+        self._failed = False  # whether it has raised the error of the request, after which it has no more pieces
         self._process = os.getpid()
 
     @property
@@ -53,10 +54,11 @@ class _Reader:
             self.request.asked = "cancelled"
 
     def _advance(self) -> bool:
-        """Make the next pieces; without any, returns whether it is the end, and raises the error of the request."""
+        """Make the next pieces; without any, returns whether it is the end, and raises the error of the request once."""
         done = self.request.done  # before reading: what comes before the end is read
         self._pieces.extend(self.request.read())
-        if done and not self._pieces and self.request.error is not None:
+        if done and not self._pieces and self.request.error is not None and not self._failed:
+            self._failed = True
             raise self.request.error
         return done
 

@@ -117,7 +117,7 @@ def test_faults_reach_whoever_awaits_the_text() -> None:
         assert within_a_minute(runtime.agenerate([1, 2, 3], PLAIN)).tokens == tuple(ENDLESS.write([1, 2, 3], 61))
 
 
-def test_reading_a_failed_request_raises_its_error() -> None:
+def test_reading_a_failed_request_raises_its_error_once() -> None:
     runtime, engine = stepwise_runtime(ENDLESS)
     with runtime:
         engine.broken = True
@@ -130,6 +130,12 @@ def test_reading_a_failed_request_raises_its_error() -> None:
         for reading in (lambda: list(runtime.stream([1, 2, 3], PLAIN)), lambda: within_a_minute(read())):
             with pytest.raises(EngineFault, match="the fake engine failed"):
                 reading()
+        stream = runtime.stream([1, 2, 3], PLAIN)
+        with pytest.raises(EngineFault):
+            next(stream)
+        assert list(stream) == []
+        with pytest.raises(EngineFault):
+            stream.completion()
 
 
 def test_a_loop_that_ends_before_its_texts_do_ends_them_and_hurts_nobody() -> None:

@@ -111,6 +111,22 @@ def test_a_second_signal_ends_each_stream_with_an_error(path: str) -> None:
             )
 
 
+def test_an_engine_call_that_does_not_return_ends_each_stream_with_an_error() -> None:
+    def stream(number: int) -> str:
+        path, ask = ("completions", {"prompt": "a", "n": 2}) if number % 2 else ("responses", {"input": "a"})
+        request = urllib.request.Request(f"{running.url}/{path}", json.dumps({**ask, "stream": True}).encode())
+        with urllib.request.urlopen(request, timeout=20) as response:
+            text: str = response.read().decode()
+            return text
+
+    hung = partial(chat_runtime, delay=2.0, call_timeout=0.5)
+    with running_service({"demo": hung}) as running, ThreadPoolExecutor(4) as clients:
+        for text in clients.map(stream, range(4)):
+            *_, failure, done, _ = text.split("\n\n")
+            assert json.loads(failure.removeprefix("data: "))["error"]["code"] == "engine_fault"
+            assert done == "data: [DONE]"
+
+
 def test_models_are_named_by_their_folders_or_as_asked(tmp_path: Path) -> None:
     assert models_of([str(tmp_path / "one"), f"b={tmp_path}/two"]) == {"one": tmp_path / "one", "b": tmp_path / "two"}
     (tmp_path / "a=b").mkdir()

@@ -411,7 +411,11 @@ class Scheduler:
     def _begin(self, request: Request, index: int) -> None:
         """Let a request reuse what is computed of its prompt, or wait for another one that computes more of it."""
         sequences = request.sequences
-        leader, common = find_leader(request, self._running.values(), self.buffers.reusable(sequences))
+        # prompts of other tenants with several requests may get few rows
+        running = [
+            other for other in self._running.values() if other.tenant == request.tenant or self._load(other.tenant) == 1
+        ]
+        leader, common = find_leader(request, running, self.buffers.reusable(sequences))
         if leader is not None and not has_computed(leader, common):
             request.leader, request.common = leader, common
             return

@@ -376,6 +376,19 @@ def test_a_prompt_is_not_delayed_by_many_prompts_of_another_tenant() -> None:
     assert scene.sequences[3].threads[0].fed == 20
 
 
+def test_a_request_waits_for_the_same_prompt_of_its_own_tenant_or_of_one_with_a_single_request() -> None:
+    prompt = [1] * 200
+    arrivals = [Arrival([*prompt, number], max_tokens=2, tenant="a", salt="x") for number in range(3)]
+    arrivals += [Arrival([*prompt, 5], at=1, max_tokens=2, tenant=tenant, salt="x") for tenant in ("quiet", "other")]
+    scene = Scene(Language(8), arrivals, 5, prompt_rows=16, cache=PrefixCache())
+    for _ in range(2):
+        scene.turn()
+    first, second, _, quiet, other = scene.requests
+    assert (second.leader, quiet.leader, other.leader) == (first, None, quiet)
+    scene.play()
+    assert [scene.text(number) for number in range(5)] == scene.alone
+
+
 def test_a_tenant_with_most_of_the_queue_makes_room_for_others() -> None:
     scene = of_tenants(*"a" * 8, "quiet", "quiet", "b", "c", requests=1, queue_limit=4)
     for number in range(5):

@@ -1,0 +1,1 @@
+"""Mutants: small faults put into the product, to see that the tests notice them."""

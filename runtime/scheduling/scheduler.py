@@ -4,76 +4,29 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Sequence
-from functools import cached_property
-from itertools import count
-from operator import attrgetter, itemgetter
+from collections.abc import Callable, Collection, Sequence
+from operator import itemgetter
 from time import monotonic, perf_counter
 
-from spaceport.graphs.contract.signature import LOGIT_BYTES, STEP_ROWS
+from spaceport.graphs.contract.signature import LOGIT_BYTES
 from spaceport.runtime.costs import StepCosts, relative_costs
 from spaceport.runtime.decode.draft import REASONS
 from spaceport.runtime.decode.sequence_group import ScheduledStep, SequenceGroup, Statistics
 from spaceport.runtime.decode.step import Call, StepInput, one_call, step
 from spaceport.runtime.engine import Engine, EngineFault, parking
-from spaceport.runtime.scheduling.prefix_cache import LEAST_COPIED, FreeBuffers, PrefixCache
+from spaceport.runtime.scheduling.prefix_cache import FreeBuffers, PrefixCache
 from spaceport.runtime.scheduling.request import Outcome, Request, RequestQueue
+from spaceport.runtime.scheduling.rounds import FairRows, find_leader, group_by_width, has_computed
 
 _log = logging.getLogger("spaceport.runtime")
 
 BESIDE_ROWS = 128  # maximum prompt rows in a round with decoding requests, which wait for them
 _LEAST_BESIDE = 32  # the same on engines where rows are expensive; fewer would make prompts slow
-_REACH = 64  # maximum steps of different widths in one search; a longer search costs more than it saves
-_SHARE = 2.0  # plain steps: maximum cost of all threads of requests with several threads together
 _LEAST_ROUNDS = 8  # that a request keeps its KV buffers while tenants with several requests take turns
-_MANY_BESIDE = 2  # steps of tenants with several requests in a round, for each request of the others
 _MOST_PARKED = 2.0  # parked requests for each running one; a quarter of them for tenants with several requests
-_BLOCK = 64  # tokens that are compared at once
 STOPPED_AFTER = 256  # steps without drafts after which they have stopped
 _WINDOW = 10.0  # seconds over which tokens/s are measured
 _INTERVAL = 0.25  # minimum seconds between two samples
-
-
-def group_by_width(steps: Sequence[ScheduledStep], call_rows: int) -> list[list[ScheduledStep]]:
-    """The steps of each engine call; `steps` are in the order of their indices.
-
-    A call computes the rows of its widest plan for each of its requests, also for idle requests between them. So steps of
-    similar width share a call: they are sorted by width and split where the total cost is lowest, with a fixed cost of
-    `call_rows` rows for each call.
-    """
-    if not steps:
-        return []
-    span = steps[-1].engine_index - steps[0].engine_index + 1
-    rows = [step.plan.rows for step in steps]
-    if span * max(rows) <= sum(rows) + call_rows:  # the usual case: a second call could not save its own cost
-        return [list(steps)]
-    ordered = sorted(steps, key=lambda step: (step.plan.rows, step.engine_index))
-    widths = [(step.engine_index, step.plan.rows) for step in ordered]
-    found, end = [], len(ordered)
-    begins = _cuts(widths, call_rows)
-    while end:
-        call = ordered[begins[end] : end]
-        found.append(sorted(call, key=lambda step: step.engine_index))
-        end = begins[end]
-    return found[::-1]
-
-
-def _cuts(widths: Sequence[tuple[int, int]], call_rows: int) -> list[int]:
-    """Start of the last call over the first N steps, for each N; a step is its index and its number of rows."""
-    best, begins = [0], [0]  # lowest cost of the first N steps
-    lowest = highest = widths[0][0]
-    for end, (index, rows) in enumerate(widths, 1):
-        low = high = index
-        lowest, highest = min(lowest, index), max(highest, index)
-        costs = [((highest - lowest + 1) * rows + call_rows, 0)]  # all in one
-        for begin in range(end - 1, max(0, end - _REACH), -1):
-            index = widths[begin][0]
-            low, high = min(low, index), max(high, index)
-            costs.append((best[begin] + (high - low + 1) * rows + call_rows, begin))
-        cost, begin = min(costs)  # the fewest calls among equals
-        best.append(cost)
-        begins.append(begin)
-    return begins
 
 
 class DraftLog:
@@ -146,79 +99,6 @@ class Heartbeat:
     def rest(self) -> None:
         """Note that there is nothing to do."""
         self._last = None
-
-
-class FairRows:
-    """Limits the rows of tenants and requests with several threads while others run, so that these wait for few rows."""
-
-    def __init__(self, costs: StepCosts) -> None:
-        self._costs = costs
-        self._steps = count(1)
-
-    @cached_property
-    def rows(self) -> int:
-        """Number of rows that cost as much as the share of a round."""
-        most = _SHARE * self._costs.seconds(1)
-        return next((rows for rows in range(2, STEP_ROWS + 1) if self._costs.seconds(rows) > most), STEP_ROWS + 1) - 1
-
-    def share(self, running: Collection[SequenceGroup]) -> None:
-        """Set the limits of a round."""
-        several = [sequences for sequences in running if len(sequences.threads) > 1]
-        if several:
-            rows = STEP_ROWS if len(running) == 1 else self.rows // len(several)
-            for sequences in several:
-                sequences.limit_rows(rows)
-
-    def stepping(self, decoding: Sequence[Request], load: Callable[[str], int]) -> Collection[Request]:
-        """The requests that take a step in a round, by the number of requests that each tenant has.
-
-        Beside tenants with one request, those with several take few steps, in turns, so that a round stays short.
-        """
-        many = [request for request in decoding if load(request.tenant) > 1]
-        most = min(self.rows, _MANY_BESIDE * (len(decoding) - len(many)))
-        if not most or len(many) <= most:
-            return decoding
-        late = sorted(many, key=attrgetter("stepped"))
-        for request in late[:most]:
-            request.stepped = next(self._steps)
-        return set(decoding).difference(late[most:])
-
-
-def find_leader(request: Request, running: Iterable[Request], reusable: int) -> tuple[Request | None, int]:
-    """The request to wait for instead of computing a prompt alone, and the number of tokens that both begin with.
-
-    `reusable` is the number of tokens whose rows are in KV buffers already. Requests that wait for another one lead none,
-    so that no two wait for each other.
-    """
-    salt = request.sequences.cache_salt
-    leader, longest = None, reusable + LEAST_COPIED - 1
-    if salt is None:
-        return leader, 0
-    tokens = request.sequences.reusable
-    for other in running:
-        if other is request or other.leader is not None or not other.sequences.prefilling:
-            continue
-        if other.sequences.cache_salt == salt:
-            common = _common(tokens, other.sequences.threads[0].tokens)
-            if common > longest:
-                leader, longest = other, common
-    return leader, longest if leader is not None else 0
-
-
-def has_computed(leader: Request, common: int) -> bool:
-    """Whether a request has computed this many tokens of its prompt, or computes it no longer."""
-    computes = leader.index is not None and not leader.done and leader.sequences.prefilling
-    return not computes or leader.sequences.threads[0].fed >= common
-
-
-def _common(first: Sequence[int], second: Sequence[int]) -> int:
-    """Number of tokens that two sequences begin with."""
-    length, at = min(len(first), len(second)), 0
-    while at < length and first[at : at + _BLOCK] == second[at : at + _BLOCK]:
-        at += _BLOCK
-    while at < length and first[at] == second[at]:
-        at += 1
-    return min(at, length)
 
 
 class Abandoned(BaseException):

@@ -19,7 +19,8 @@ from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import EngineFault
 from spaceport.runtime.scheduling.prefix_cache import PrefixCache
 from spaceport.runtime.scheduling.request import QueueFull, Request
-from spaceport.runtime.scheduling.scheduler import BESIDE_ROWS, group_by_width
+from spaceport.runtime.scheduling.rounds import group_by_width
+from spaceport.runtime.scheduling.scheduler import BESIDE_ROWS
 from support.arrivals import ARRIVALS, LANGUAGES, Arrival, Scene, Trap, steps_of
 from support.hash_engine import END, HashEngine, Language, request_for
 

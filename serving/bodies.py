@@ -84,7 +84,7 @@ SUPPORTED = {
 # Fields of OpenAI's API and of vLLM that have no effect on a text, or only for servers that this one is not.
 IGNORED = {
     "metadata": "it would be stored with the answer",
-    "priority": "requests run in the order in which they come",
+    "priority": "clients take turns",
     "prompt_cache_key": "requests with one API key share the prefix cache; `cache_salt` separates them",
     "prompt_cache_retention": "KV rows stay until others need their buffer",
     "reasoning_effort": "it is for reasoning models; `chat_template_kwargs` reaches the template",

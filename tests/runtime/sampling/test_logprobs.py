@@ -107,7 +107,7 @@ def test_the_top_tokens_are_those_of_the_model_also_if_they_are_banned() -> None
     with hash_runtime(Language(seed=1)) as runtime:
         own = runtime.generate([1, 2, 3], Decoding(logprobs=0)).logprobs
         best = runtime.generate([1, 2, 3], Decoding(logprobs=1)).logprobs
-        for top, message in ((-1, "expected at least 0"), (16, "expected 0 to 15, the size of")):
+        for top, message in ((-1, "expected a whole number of at least 0"), (16, "expected 0 to 15, the size of")):
             with pytest.raises(OptionFault, match=f"logprobs is {top}: {message}"):
                 runtime.generate([1], Decoding(logprobs=top))
     assert own

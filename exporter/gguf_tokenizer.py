@@ -59,7 +59,11 @@ def gguf_tokenizer(file: GgufFile) -> Any:
 
 def end_tokens(file: GgufFile) -> list[int]:
     """Ids of all end-of-text tokens in the file's metadata."""
-    return list(dict.fromkeys(int(file.get(key)) for key in _END if file.get(key) is not None))
+    tokens = {key: file.get(key) for key in _END if file.get(key) is not None}
+    for key, token in tokens.items():
+        if type(token) is not int:
+            file.refuse(f"tokenizer.ggml.{key} is {short(token)}", "the id of a token")
+    return list(dict.fromkeys(tokens.values()))
 
 
 def _check_kind(file: GgufFile) -> None:

@@ -44,6 +44,8 @@ RULES = (
 _SHARED = 128 * 128  # elements of a constant up to which it is compared with others: rotations, and all smaller ones
 _ROUNDS = 2  # folded constants let more rules match in the next round
 
+_OF_ROWS = ("NonZero", "Transpose")  # operators whose result has indices of rows
+
 JOINED = "spaceport.joined"  # metadata of a graph: where the codes and scales of fused matmuls are, as JSON
 
 # Properties that fused matmuls share: their input, whether they belong to an adapter, and the block layout of quantized
@@ -255,6 +257,61 @@ def _concatenated(graph: ir.Graph, parts: Sequence[ir.Value]) -> ir.Value:
 
     concatenated = lazy(concatenate, dtype, (*first[:-1], outputs))
     return constant(graph, f"{parts[0].name}_joined", concatenated)
+
+
+def compute_mask_rows_only(model: ir.Model) -> int:
+    """Let gated adapters compute mask rows only, and nothing in a call without any; returns the number of adapters.
+
+    The mask rows are gathered before the first matmul of an adapter, and its result is added to them. The results of all
+    rows stay the same. For ONNX Runtime on CPUs: on a GPU, results whose size depends on values would need a copy.
+
+    A step of one row of SmolLM2-135M with its adapter takes 0.93 of the time."""
+    graph = model.graph
+    indices: dict[ir.Value, ir.Value] = {}  # of the mask rows, by the gate
+    gathered: dict[tuple[ir.Value, ir.Value], ir.Value] = {}  # by states and gate
+    adapters = [adapter for node in graph if node.op_type == "Where" and (adapter := _adapter(node)) is not None]
+    for rows, down, up, add in adapters:
+        states, first, second = down.inputs[0], down.inputs[1], up.inputs[1]
+        base = next(value for value in add.inputs if value is not up.outputs[0])
+        new_nodes = []
+        if rows not in indices:
+            found = ir.node("NonZero", [rows])
+            turned = ir.node("Transpose", [found.outputs[0]], {"perm": [1, 0]})
+            indices[rows] = turned.outputs[0]
+            new_nodes += [found, turned]
+        assert states is not None
+        if (states, rows) not in gathered:
+            gather = ir.node("GatherND", [states, indices[rows]])
+            gathered[states, rows] = gather.outputs[0]
+            new_nodes.append(gather)
+        low = ir.node("MatMul", [gathered[states, rows], first])
+        wide = ir.node("MatMul", [low.outputs[0], second])
+        result = ir.node("ScatterND", [base, indices[rows], wide.outputs[0]], {"reduction": "add"})
+        for node in (*new_nodes, low, wide, result):
+            node.outputs[0].type = ir.TensorType(ir.DataType.INT64) if node.op_type in _OF_ROWS else states.type
+        result.outputs[0].shape = add.outputs[0].shape
+        graph.insert_before(add, [*new_nodes, low, wide, result])
+        ir.convenience.replace_nodes_and_values(graph, add, [add], [], [add.outputs[0]], [result.outputs[0]])
+    passes.RemoveUnusedNodesPass()(model)
+    return len(adapters)
+
+
+def _adapter(where: ir.Node) -> tuple[ir.Value, ir.Node, ir.Node, ir.Node] | None:
+    """The gate of an adapter (B x T, bool), its two matmuls and the Add to the base layer; None if it is another Where."""
+    condition, low, other = where.inputs
+    if condition is None or low is None or other is None or other.const_value is None:
+        return None
+    gate, down = condition.producer(), low.producer()
+    (up,) = users if len(users := where.outputs[0].consumers()) == 1 else (None,)
+    (add,) = users if up is not None and len(users := up.outputs[0].consumers()) == 1 else (None,)
+    if gate is None or down is None or up is None or add is None or other.const_value.numpy().any():
+        return None
+    if [node.op_type for node in (gate, down, up, add)] != ["Unsqueeze", "MatMul", "MatMul", "Add"]:
+        return None
+    rows = gate.inputs[0]
+    if rows is None or low.shape is None or rows.shape is None or len(low.shape) != len(rows.shape) + 1:
+        return None
+    return rows, down, up, add
 
 
 def fix_reshapes(model: ir.Model) -> int:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch._dynamo import config as dynamo
 
 from spaceport.exporter.graph_passes import (
+    compute_mask_rows_only,
     fix_reshapes,
     fuse_projections,
     hoist_above_splits,
@@ -64,6 +65,7 @@ def to_onnx(decoder: Decoder, folder: Path, opset: int) -> None:
     try:
         if decoder.quantization.limbs:
             store_integer_matmuls(model, decoder.quantization)
+            compute_mask_rows_only(model)  # such a graph runs on CPUs only
         else:
             store_quantized_weights(model, decoder.quantization)
     except WeightNotFound as error:

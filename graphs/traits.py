@@ -198,6 +198,10 @@ def refuse_by_config(model: PreTrainedModel) -> None:
             "takes no position_ids: its positions come from the order of its cache (ALiBi) or from a recurrent state; "
             "expected rotary or learned positions",
         )
+    if "past_key_values" not in parameters and "cache" in parameters:
+        refuse(
+            model, "is that of a newer transformers: expected a version before 5.24: pip install 'transformers<5.24'"
+        )
     if "past_key_values" not in parameters:
         refuse(model, "has no KV cache: expected a model that takes past_key_values")
     if getattr(config, "use_bidirectional_attention", None):

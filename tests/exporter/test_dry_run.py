@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from torch import Tensor
+from transformers import LlamaForCausalLM
 
 from spaceport.exporter.atomic_folder import TargetError
 from spaceport.exporter.checkpoint import load_model, open_checkpoint
@@ -93,6 +94,15 @@ def test_what_an_export_would_refuse_is_refused(tmp_path: Path) -> None:
     gpt2 = write_checkpoint(tmp_path / "gpt2", build(family_of("gpt2")))
     with pytest.raises(OptionFault, match=r"no linear layer that can be quantized .*--weights same"):
         dry_run(gpt2, ExportOptions(weights="int4", requested_activations="float"))
+
+
+def test_models_of_a_newer_transformers_are_refused_by_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forward(self: object, input_ids: Tensor, position_ids: Tensor, cache: object) -> None:
+        """As from version 5.24 on."""
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", forward)
+    with pytest.raises(UnsupportedModel, match=r"newer transformers: .*pip install 'transformers<5.24'"):
+        dry_run(TINY, ExportOptions())
 
 
 LAYER = 4 * 2048 * 2048 + 3 * 2048 * 8192 + 2 * 2048  # parameters of a layer of `found`

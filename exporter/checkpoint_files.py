@@ -29,6 +29,7 @@ _TOKENIZERS = (
 CONVERTED_TYPES = ("chatglm", "internlm", "nemotron_labs_diffusion", "qwen")
 TIKTOKEN_FILE = "qwen.tiktoken"
 _EXPECTED = "expected a checkpoint (config.json, *.safetensors, tokenizer)"
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def is_gguf(path: Path) -> bool:
@@ -48,6 +49,13 @@ def own_files(folder: Path) -> tuple[Path, ...]:
     return tuple(tensor_file(folder, name) for name in read_sar_config(folder).mechanisms)
 
 
+def hub_advice(path: Path) -> str:
+    """How to download the model that a missing path may name on the Hugging Face hub; empty for other paths."""
+    if _HUB_NAME.fullmatch(str(path)) is None or path.parent.exists():
+        return ""
+    return f"; download a model of the Hugging Face hub first: hf download {path} --local-dir {path.name}"
+
+
 def require_checkpoint(path: Path) -> None:
     """Raise if a path is no checkpoint: neither a GGUF file nor a folder with configuration, weights and tokenizer."""
     if is_gguf(path):
@@ -55,7 +63,8 @@ def require_checkpoint(path: Path) -> None:
             raise CheckpointError(f"{path}: no such file: expected a GGUF file or a checkpoint folder")
         return
     if not path.is_dir():
-        raise CheckpointError(f"{path}: no such folder: {_EXPECTED}")
+        got = "is a file" if path.exists() else "no such folder"
+        raise CheckpointError(f"{path}: {got}: {_EXPECTED} or a GGUF file{hub_advice(path)}")
     if not (path / "config.json").exists():
         raise CheckpointError(f"{path}: no config.json in it: {_EXPECTED}")
     refuse_special_files(path)

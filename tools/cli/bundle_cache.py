@@ -14,7 +14,7 @@ import click
 
 from spaceport import __version__
 from spaceport.exporter.atomic_folder import locked, publish, temporary_folder
-from spaceport.exporter.checkpoint_files import is_gguf, require_checkpoint
+from spaceport.exporter.checkpoint_files import hub_advice, is_gguf, require_checkpoint
 from spaceport.graphs.contract.faults import InputFault, MissingDependency, OptionFault
 from spaceport.graphs.contract.installation import install_command
 from spaceport.graphs.contract.manifest import MANIFEST_FILE, record_of
@@ -75,7 +75,7 @@ def cached_bundles() -> list[Path]:
 def _refuse_other(path: Path) -> None:
     """Raise for a path with neither a bundle nor a checkpoint."""
     if not path.exists():
-        raise InputFault(f"{path}: no such folder: {_EXPECTED}")
+        raise InputFault(f"{path}: no such folder: {_EXPECTED}{hub_advice(path)}")
     if path.is_dir() and not (path / "config.json").exists():
         raise InputFault(f"{path}: no {MANIFEST_FILE} and no config.json in it: {_EXPECTED}")
     if not path.is_dir() and not (is_gguf(path) and path.is_file()):

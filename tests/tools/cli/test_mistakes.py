@@ -51,6 +51,9 @@ print(*(name for name in ("torch", "transformers", "accelerate", "onnxscript", "
 """
 MISTAKES = {
     "export missing new": "missing: no such folder: expected a checkpoint",
+    "export owner/model new": "expected a checkpoint (config.json, *.safetensors, tokenizer) or a GGUF file; download",
+    "generate owner/model text": "model of the Hugging Face hub first: hf download owner/model --local-dir model",
+    "export files/notes new": "files/notes: is a file: expected a checkpoint",
     "export missing.gguf new": "missing.gguf: no such file: expected a GGUF file or a checkpoint folder",
     "export no-weights new": "no weights in it: expected *.safetensors",
     "export tiny bundle": "a bundle exists there: replace it with --overwrite",
@@ -244,7 +247,10 @@ def paths(tmp_path: Path) -> dict[str, str]:
     fill(tmp_path / "bundle")
     (tmp_path / "files" / "notes").write_text("kept")
     (tmp_path / "no-weights" / "config.json").write_text("{}")
-    named = {name: str(tmp_path / name) for name in ("bundle", "files", "no-weights", "new", "missing", "missing/new")}
+    named = {
+        name: str(tmp_path / name)
+        for name in ("bundle", "files", "files/notes", "no-weights", "new", "missing", "missing/new")
+    }
     return {**named, "missing.gguf": str(tmp_path / "missing.gguf"), "tiny": str(TINY)}
 
 

@@ -145,6 +145,7 @@ def titles(record: Any) -> list[str]:
 def test_an_answer_is_that_of_the_runtime_with_its_counts(visit: Visit, runtime: Runtime) -> None:
     visit.ask(QUESTION)
     assert visit.shown == expected(runtime, QUESTION)
+    assert visit.page.locator(".turns .legend .chip").first.is_visible()  # what the colours mean
     record = saved_trace(visit)
     statistics = statistics_of(record)
     drafted, accepted = sum(statistics.drafted_by_depth), sum(statistics.accepted_by_depth)

@@ -56,6 +56,7 @@ async function ask(text) {
   const options = { ...optionsFrom(), model: model.value, chats: hasTemplate.get(model.value) ?? true };
   const racing = find('race', HTMLInputElement).checked;
   if (racing) Object.assign(options, { seed: options.seed ?? randomSeed(), fork: false, salt: crypto.randomUUID() });
+  if (origins) turns.before(origins);
   document.getElementById('welcome')?.remove();
   const turn = addHtml(turns, 'li');
   addHtml(turn, 'div', { class: 'asked' }, text);

@@ -270,3 +270,4 @@ def configure_logging(form: str, level: str) -> None:
     handler.setFormatter(JsonLines() if form == "json" else TextLines())
     logging.basicConfig(level=max(logging.INFO, logging.getLevelName(level.upper())), handlers=[handler], force=True)
     logging.getLogger("spaceport").setLevel(level.upper())
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)  # its steps of starting and stopping have entries here

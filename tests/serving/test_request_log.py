@@ -161,3 +161,4 @@ def test_other_libraries_log_no_debug_entries(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(logging.root, "handlers", [])
     configure_logging("json", "debug")
     assert (logging.root.level, logging.getLogger("spaceport").level) == (logging.INFO, logging.DEBUG)
+    assert not logging.getLogger("uvicorn.error").isEnabledFor(logging.INFO)  # looks like an error, and says "started"

@@ -87,6 +87,8 @@ class HttpSource:
         except urllib.error.HTTPError as error:
             with error:
                 raise _status_error(request.full_url, error.code, error.reason) from error
+        except urllib.error.URLError as error:  # such as a refused connection
+            raise ConnectionError(f"{request.full_url}: {error.reason}") from error
         except http.client.HTTPException as error:  # such as a connection that ends early
             raise ConnectionError(f"{request.full_url}: {type(error).__name__}: {error}") from error
 

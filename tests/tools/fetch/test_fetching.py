@@ -386,6 +386,14 @@ def test_a_server_that_fails_for_a_moment_is_asked_again_but_not_one_that_refuse
         scene.refused(FetchError, f"{MANIFEST_FILE}: .*{status}.*: expected credentials that may read it")
 
 
+def test_a_server_that_is_not_there_is_named(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetching, "_PAUSES", ())
+    with pytest.raises(
+        FetchError, match=rf"^{MANIFEST_FILE}: http://127.0.0.1:1/{MANIFEST_FILE}: .*Connection refused: tr"
+    ):
+        fetch("http://127.0.0.1:1", scene.target)
+
+
 def test_a_server_that_sends_too_slowly_is_given_up(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "_WINDOW", 0.2)
     scene.server.drip = 100  # more than 1024 bytes per second

@@ -45,7 +45,7 @@ class Decoding:
     )
     stop: str | Sequence[str] = option(
         (),
-        "Strings, or one, before whose first match the text ends.",
+        "String, or several, at whose first match the text ends.",
         unset="none",
         metavar="TEXT",
         request="stop",

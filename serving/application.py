@@ -149,9 +149,9 @@ async def _failed(request: Request, error: Exception) -> Response:
 
 async def _no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    what = f"{request.method} {request.url.path}"
-    message = f"{what}: no such endpoint" if error.status_code == 404 else f"{what}: {error.detail}"
-    return Failure(error.status_code, message, headers=dict(error.headers or {})).response()
+    headers = dict(error.headers or {})
+    reason = {404: "no such endpoint", 405: f"expected {headers.get('Allow')}"}.get(error.status_code, error.detail)
+    return Failure(error.status_code, f"{request.method} {request.url.path}: {reason}", headers=headers).response()
 
 
 def application(

@@ -263,7 +263,9 @@ def test_an_invalid_request_gets_the_reason(client: TestClient) -> None:
         assert message in error["message"]
         assert set(error) == {"message", "type", "param", "code"}
     assert client.get("/v1/nothing").json()["error"]["message"] == "GET /v1/nothing: no such endpoint"
-    assert client.get("/v1/completions").headers["allow"] == "POST"
+    response = client.get("/v1/completions")
+    assert response.headers["allow"] == "POST"
+    assert response.json()["error"]["message"] == "GET /v1/completions: expected POST"
 
 
 def test_a_body_that_is_no_json_too_large_or_has_unknown_fields_is_refused(

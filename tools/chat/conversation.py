@@ -85,7 +85,8 @@ HELP = """\
 /reset          forget the conversation            /load FILE  continue the one in a file
 /undo           forget the last turn               /stats      statistics of the answers
 /exit, Ctrl-D   leave                              Ctrl-C      end the answer
-Text over several lines: between two lines with \"\"\", or with \\ at the end of each line but the last."""
+Text over several lines: between two lines with \"\"\", or with \\ at the end of each line but the last.
+Underlined: accepted draft tokens, green from mask slots, cyan from prompt lookup."""
 
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 

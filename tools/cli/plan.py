@@ -212,7 +212,7 @@ def _show(drafts: PlannedDrafts, mask_slots: int) -> None:
     masks = ("mask slots behind each",) if mask_slots else ()
     show_table(
         title,
-        ("draft tokens at hand", "verified", *masks, "rows", "tokens", "time"),
+        ("draft tokens at hand", "verified", *masks, "rows", "tokens", "relative cost"),
         [
             (
                 step.at_hand,

@@ -22,10 +22,12 @@ from spaceport.exporter.checkpoint import Checkpoint, load_model, load_tokenizer
 from spaceport.exporter.checkpoint import TokenFlags as TokenFlags
 from spaceport.exporter.checkpoint_source import model_config, model_without_values
 from spaceport.exporter.export_sizes import stored_bytes
+from spaceport.exporter.sar_config import CheckpointError
 from spaceport.exporter.to_onnx import DEFAULT_OPSET, check_opset, to_onnx, write_selection
 from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.graphs.contract.manifest import SELECTION_FILE, TEMPLATE_FILE, TOKENIZER_FILE, Manifest
 from spaceport.graphs.contract.signature import Activations, KvCache, Lowering, Precision, Weights
+from spaceport.graphs.contract.tokenizer_bounds import UnsafeTokenizer, checked
 from spaceport.graphs.decoder import AttentionImplementation, Decoder, decoder_of
 from spaceport.graphs.gated import MaskAdapter
 from spaceport.graphs.integer_attention import is_quantizable
@@ -156,6 +158,12 @@ def export(
     check_target(target, overwrite)
     on_stage("reading the checkpoint")
     checkpoint = open_checkpoint(folder, options.tokens, options.remote_code, options.adapter)
+    try:
+        checked(checkpoint.tokenizer.encode())
+    except UnsafeTokenizer as error:
+        raise CheckpointError(
+            f"{folder}: its tokenizer could make little text into very much: {error}: expected that of a published model"
+        ) from error
     options = exact_activations(checkpoint.config, options, checkpoint.replaces_attention)
     sizes: list[int] = []
     with writing(target, overwrite, needed=lambda: sum(sizes)) as unfinished:

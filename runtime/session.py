@@ -28,7 +28,7 @@ from spaceport.runtime.scheduling.scheduler import Scheduler
 from spaceport.runtime.scheduling.stream import AsyncStream, Stream
 from spaceport.runtime.scheduling.worker import RuntimeStatus, Worker
 from spaceport.runtime.text.prompt import Prompt
-from spaceport.runtime.text.tokenizer_file import open_tokenizer
+from spaceport.runtime.text.tokenizer import open_tokenizer
 
 DEFAULT_CALL_TIMEOUT = 300.0  # seconds
 MOST_REQUESTS = 1024  # against typing errors that would allocate all memory

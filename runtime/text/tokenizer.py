@@ -1,4 +1,4 @@
-"""Text to tokens, streamed tokens to text, and the first stop string in it."""
+"""A bundle's tokenizer: text to tokens, streamed tokens to text, and the first stop string in it."""
 
 from __future__ import annotations
 
@@ -6,13 +6,52 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
-from tokenizers import Encoding, Tokenizer
+from tokenizers import Encoding, Tokenizer, models
 
-from spaceport.graphs.contract.faults import OptionFault, PanicsContained, raise_panic
+from spaceport.graphs.contract.faults import OptionFault, PanicsContained, is_panic, raise_panic
+from spaceport.graphs.contract.manifest import TOKENIZER_FILE
+from spaceport.graphs.contract.tokenizer_bounds import UnsafeTokenizer, checked
+from spaceport.runtime.bundle import Bundle, BundleError
 
 _LONG = 512  # characters; tokenizers encodes a batch without Python's global lock, so other OS threads go on
 _BROKEN = "\ufffd"  # replacement character for bytes that are not a complete character
+_CACHED_WORDS = 1000
+_EXPECTED = "expected the tokenizer of a published model; export the checkpoint again, or do not use this bundle"
+_MOST_WORD = 256  # characters of a word that WordPiece searches, in a time of the third power
+
+
+def open_tokenizer(bundle: Bundle) -> Tokenizer:
+    """The bundle's tokenizer; raises if it is not readable, or if it could make little text into very much."""
+    file = bundle.path / TOKENIZER_FILE
+    try:
+        tokenizer = Tokenizer.from_str(checked(bundle.read(TOKENIZER_FILE)))
+        _check_model(tokenizer.model)
+        return with_small_cache(tokenizer)
+    except UnsafeTokenizer as error:
+        raise BundleError(f"{file}: {error}: {_EXPECTED}") from error
+    except BaseException as error:  # tokenizers raises Exception itself, or panics
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
+        raise BundleError(f"{file}: not a readable tokenizer: {error}") from error
+
+
+def with_small_cache(tokenizer: Tokenizer) -> Tokenizer:
+    """The tokenizer with a cache of few words.
+
+    By default it stores 10,000 words of up to 256 characters with their tokens. Prompts of ever new words fill it with 60 MB.
+    """
+    resize = getattr(tokenizer.model, "_resize_cache", None)  # of the models that have a cache
+    if resize is not None:
+        resize(_CACHED_WORDS)
+    return tokenizer
+
+
+def _check_model(model: Any) -> None:
+    most = getattr(model, "max_input_chars_per_word", 0) if isinstance(model, models.WordPiece) else 0
+    if most > _MOST_WORD:
+        raise UnsafeTokenizer(f"max_input_chars_per_word is {most}, {_MOST_WORD} are allowed")
 
 
 class _Ending:

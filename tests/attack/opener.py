@@ -80,8 +80,7 @@ def _tokenizer(file: Path) -> str:
     from spaceport.graphs.contract.signature import Signature
     from spaceport.runtime.bundle import Bundle
     from spaceport.runtime.opened_files import OpenedFiles
-    from spaceport.runtime.text.tokenizer import decode, encode
-    from spaceport.runtime.text.tokenizer_file import open_tokenizer
+    from spaceport.runtime.text.tokenizer import decode, encode, open_tokenizer
 
     files = OpenedFiles(file.parent)
     content = files.first_bytes(file.name, 2**30)

@@ -61,6 +61,7 @@ CONFIG, TOKENIZER, WEIGHTS = "config.json", "tokenizer.json", "model.safetensors
 NORM = "model.layers.1.input_layernorm.weight"
 FROB = {"model_type": "frobnicate", "auto_map": {"AutoConfig": "code.Config"}}
 BART = '{"model_type": "bart", "is_encoder_decoder": true}'
+TENFOLD = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 10}
 # What is done to a file of the checkpoint, and a pattern of the message.
 SPOILS: list[tuple[str, Spoil, str]] = [
     (".", shutil.rmtree, "checkpoint: no such folder: expected a checkpoint"),
@@ -77,6 +78,11 @@ SPOILS: list[tuple[str, Spoil, str]] = [
     (CONFIG, partial(change, num_attention_heads=7), "96.* not a multiple of .*7"),
     (CONFIG, partial(change, num_hidden_layers=4), "and 6 more are missing or of"),
     (".", lambda c: [file.unlink() for file in c.glob("tokenizer*")], r"no tokenizer in it: expected tokenizer\.json,"),
+    (
+        TOKENIZER,
+        partial(change, normalizer={"type": "Sequence", "normalizers": [TENFOLD] * 7}),
+        "its tokenizer could make",
+    ),
     (TOKENIZER, lambda file: file.write_text("{}"), "its tokenizer cannot be read: .*expected"),
     (TOKENIZER, partial(change, model={"type": "Frob"}), "its tokenizer cannot be read: .*: expected one as"),
     (WEIGHTS, lambda file: file.rename(file.with_name("pytorch_model.bin")), "its weights are pickles, which can run"),

@@ -24,7 +24,7 @@ from spaceport.runtime.scheduling.admission import Admission
 from spaceport.runtime.scheduling.request import Request
 from spaceport.runtime.scheduling.scheduler import Scheduler
 from spaceport.runtime.session import Runtime
-from spaceport.runtime.text.tokenizer_file import open_tokenizer
+from spaceport.runtime.text.tokenizer import open_tokenizer
 from spaceport.tools.bench.report import Report, Table
 from spaceport.tools.bench.synthetic_engine import Predicted, SyntheticEngine, allowed_tokens, without_end_tokens
 

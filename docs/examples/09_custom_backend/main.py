@@ -11,7 +11,7 @@ from spaceport.graphs.contract.signature import Signature
 from spaceport.runtime import Decoding, Runtime
 from spaceport.runtime.bundle import open_bundle
 from spaceport.runtime.engine import Batch, Costs, Moves, capacity_for
-from spaceport.runtime.text.tokenizer_file import open_tokenizer
+from spaceport.runtime.text.tokenizer import open_tokenizer
 
 TEXT = "the cat sat on the mat. the dog sat on the log. the cat saw the dog. " * 4
 LONGEST = 256  # tokens of a prompt and its completion

@@ -14,12 +14,12 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
+from spaceport.graphs.contract import tokenizer_bounds
 from spaceport.graphs.contract.faults import LibraryPanic, PanicsContained
 from spaceport.graphs.contract.manifest import TOKENIZER_FILE, Manifest, TokenIds
 from spaceport.graphs.contract.signature import Signature
 from spaceport.runtime.bundle import Bundle, BundleError
-from spaceport.runtime.text import tokenizer_file
-from spaceport.runtime.text.tokenizer_file import open_tokenizer, with_small_cache
+from spaceport.runtime.text.tokenizer import open_tokenizer, with_small_cache
 from support.paths import TINY
 from support.small_tokenizers import BYTES, FALLBACK
 
@@ -247,7 +247,7 @@ COMPONENTS = st.sampled_from(
 @given(components=st.lists(COMPONENTS, max_size=4), text=TEXTS)
 def test_no_normalizer_makes_a_text_longer_than_the_bound(components: list[Json], text: str) -> None:
     part = in_sequence("normalizers", components)
-    growth = tokenizer_file._growth_of(part, "normalizer", tokenizer_file._TEXT)
+    growth = tokenizer_bounds._growth_of(part, "normalizer", tokenizer_bounds._TEXT)
     normalizer = Tokenizer.from_str(json.dumps({**WORDS, "normalizer": part})).normalizer
     try:
         with PanicsContained("tokenizers normalized a text"):
@@ -260,9 +260,9 @@ def test_no_normalizer_makes_a_text_longer_than_the_bound(components: list[Json]
 def test_the_checks_know_all_components_of_the_library() -> None:
     special = {"Normalizer", "PreTokenizer", "Decoder", "DecodeStream", "Sequence"}
     for module, known in (
-        (normalizers, tokenizer_file._TEXT),
-        (pre_tokenizers, tokenizer_file._TEXT),
-        (decoders, tokenizer_file._DECODERS),
+        (normalizers, tokenizer_bounds._TEXT),
+        (pre_tokenizers, tokenizer_bounds._TEXT),
+        (decoders, tokenizer_bounds._DECODERS),
     ):
         names = {name for name, kind in vars(module).items() if isinstance(kind, type)} - special
         assert names <= known.keys()

@@ -1,4 +1,4 @@
-"""Opens a bundle's tokenizer, after checks that no text costs much more with it than its length.
+"""Bounds of a tokenizer.json: no text costs much more with it than its length.
 
 Everything but the model is declared in a few lines of the file: these are parsed here, and refused if a text of one
 character could become long, or if an expression could try too often. Strings are limited in the whole file.
@@ -15,22 +15,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-from tokenizers import Tokenizer, models
 
-from spaceport.graphs.contract.faults import is_panic
 from spaceport.graphs.contract.json_fields import short
-from spaceport.graphs.contract.manifest import TOKENIZER_FILE
-from spaceport.runtime.bundle import Bundle, BundleError
-
-_CACHED_WORDS = 1000
-_EXPECTED = "expected the tokenizer of a published model; export the checkpoint again, or do not use this bundle"
 
 # Far above every known tokenizer.
 _MOST_GROWTH = {"a character": 256, "a token": 16, "the post-processor": 64}  # bytes, bytes of a byte, tokens
 _MOST_COMPONENTS = 64  # of each part
 _MOST_STRING = 4096  # bytes of a string in the file; the longest tokens of vocabularies have some hundreds
 _MOST_NORMALIZED = 1 << 24  # bytes of all added tokens after the normalizer
-_MOST_WORD = 256  # characters of a word that WordPiece searches, in a time of the third power
 _MOST_TRIES = 1 << 14  # of an expression at a character
 _REPETITION = 16  # tries that a repetition without a limit counts as; one with a limit counts at most as much
 
@@ -51,7 +43,7 @@ _ELEMENT = re.compile(
 )
 
 
-class _UnsafeError(ValueError):
+class UnsafeTokenizer(ValueError):
     """A tokenizer file has something that costs too much."""
 
 
@@ -68,34 +60,8 @@ class _Growth(NamedTuple):
 _Rule = _Growth | Callable[[Any], _Growth]  # the growth by a component, or by its fields
 
 
-def open_tokenizer(bundle: Bundle) -> Tokenizer:
-    """The bundle's tokenizer; raises if it is not readable, or if it could make little text into very much."""
-    file = bundle.path / TOKENIZER_FILE
-    try:
-        tokenizer = Tokenizer.from_str(_checked(bundle.read(TOKENIZER_FILE)))
-        _check_model(tokenizer.model)
-        return with_small_cache(tokenizer)
-    except _UnsafeError as error:
-        raise BundleError(f"{file}: {error}: {_EXPECTED}") from error
-    except BaseException as error:  # tokenizers raises Exception itself, or panics
-        if not isinstance(error, Exception) and not is_panic(error):
-            raise
-        raise BundleError(f"{file}: not a readable tokenizer: {error}") from error
-
-
-def with_small_cache(tokenizer: Tokenizer) -> Tokenizer:
-    """The tokenizer with a cache of few words.
-
-    By default it stores 10,000 words of up to 256 characters with their tokens. Prompts of ever new words fill it with 60 MB.
-    """
-    resize = getattr(tokenizer.model, "_resize_cache", None)  # of the models that have a cache
-    if resize is not None:
-        resize(_CACHED_WORDS)
-    return tokenizer
-
-
-def _checked(content: bytes) -> str:
-    """The content of a tokenizer.json, after checks of everything but its model.
+def checked(content: bytes) -> str:
+    """The content of a tokenizer.json, after checks of everything but its model; raises `UnsafeTokenizer`.
 
     The checked parts come last: of two parts with the same name, `tokenizers` takes the last one.
     """
@@ -120,7 +86,7 @@ def _parts_of(text: str) -> tuple[dict[str, Any], str]:
 def _check_parts(parts: Mapping[str, Any]) -> None:
     for name in ("truncation", "padding"):
         if parts[name] is not None:
-            raise _UnsafeError(f"{name} is {short(parts[name])}, expected none, as exports write it")
+            raise UnsafeTokenizer(f"{name} is {short(parts[name])}, expected none, as exports write it")
     normalizer = _growth_of(parts["normalizer"], "normalizer", _TEXT)
     _require_growth("a character", normalizer.then(_growth_of(parts["pre_tokenizer"], "pre_tokenizer", _TEXT)))
     _require_growth("a token", _growth_of(parts["decoder"], "decoder", _DECODERS))
@@ -128,7 +94,7 @@ def _check_parts(parts: Mapping[str, Any]) -> None:
     normalized = [token["content"] for token in parts["added_tokens"] or () if token.get("normalized")]
     size = sum(map(_size, normalized)) * normalizer.factor + len(normalized) * normalizer.added
     if size > _MOST_NORMALIZED:
-        raise _UnsafeError(
+        raise UnsafeTokenizer(
             f"its added tokens may have {size:.0f} bytes after the normalizer, {_MOST_NORMALIZED} are allowed"
         )
 
@@ -136,7 +102,7 @@ def _check_parts(parts: Mapping[str, Any]) -> None:
 def _require_growth(what: str, growth: _Growth) -> None:
     most = _MOST_GROWTH[what]
     if growth.factor + growth.added > most:
-        raise _UnsafeError(
+        raise UnsafeTokenizer(
             f"{what} may become {growth.factor + growth.added:.0f} times as long, {most} times is allowed"
         )
 
@@ -149,13 +115,7 @@ def _check_strings(content: bytes) -> None:
     for index in np.nonzero(np.diff(quotes) > _MOST_STRING + 1)[0].tolist():
         start = int(quotes[index])
         if not _CHARSMAP.search(content[max(0, start - 100) : start]):
-            raise _UnsafeError(f"a string at byte {start} has more than {_MOST_STRING} bytes")
-
-
-def _check_model(model: Any) -> None:
-    most = getattr(model, "max_input_chars_per_word", 0) if isinstance(model, models.WordPiece) else 0
-    if most > _MOST_WORD:
-        raise _UnsafeError(f"max_input_chars_per_word is {most}, {_MOST_WORD} are allowed")
+            raise UnsafeTokenizer(f"a string at byte {start} has more than {_MOST_STRING} bytes")
 
 
 def _growth_of(part: Any, name: str, known: Mapping[str, _Rule]) -> _Growth:
@@ -164,14 +124,14 @@ def _growth_of(part: Any, name: str, known: Mapping[str, _Rule]) -> _Growth:
     for number, component in enumerate(_components(part, name)):
         kind = component.get("type")
         if not isinstance(kind, str) or kind not in known:
-            raise _UnsafeError(f"{name} has the type {short(kind)}, expected one of {', '.join(known)}")
+            raise UnsafeTokenizer(f"{name} has the type {short(kind)}, expected one of {', '.join(known)}")
         if number >= _MOST_COMPONENTS:
-            raise _UnsafeError(f"{name} has more than {_MOST_COMPONENTS} components")
+            raise UnsafeTokenizer(f"{name} has more than {_MOST_COMPONENTS} components")
         rule = known[kind]
         try:
             growth = growth.then(rule if isinstance(rule, _Growth) else rule(component))
         except (KeyError, TypeError, AttributeError, binascii.Error, UnicodeError) as error:
-            raise _UnsafeError(f"{name} has the component {short(component)}, which is not valid") from error
+            raise UnsafeTokenizer(f"{name} has the component {short(component)}, which is not valid") from error
     return growth
 
 
@@ -181,7 +141,7 @@ def _components(part: Any, name: str) -> Iterator[dict[str, Any]]:
     while waiting:
         component = waiting.pop()
         if not isinstance(component, dict):
-            raise _UnsafeError(f"{name} has the component {short(component)}, expected a table")
+            raise UnsafeTokenizer(f"{name} has the component {short(component)}, expected a table")
         if component.get("type") != "Sequence":
             yield component
             continue
@@ -255,12 +215,12 @@ def _check_expression(pattern: str) -> None:
         kind = match.lastgroup
         if depth or kind == "begin":
             if kind == "begin" and pattern.startswith("[:", match.start()):
-                raise _UnsafeError(f"the expression {short(pattern)} has an unknown class")
+                raise UnsafeTokenizer(f"the expression {short(pattern)} has an unknown class")
             depth += (kind == "begin") - (kind == "end")
             if not depth:
                 groups[-1].follow(1.0)
         elif kind == "refused":
-            raise _UnsafeError(f"the expression {short(pattern)} has {match[0]!r}, which is not allowed")
+            raise UnsafeTokenizer(f"the expression {short(pattern)} has {match[0]!r}, which is not allowed")
         elif kind == "open":
             groups.append(_Group())
         elif kind == "close" and len(groups) > 1:
@@ -273,7 +233,7 @@ def _check_expression(pattern: str) -> None:
         elif kind != "options":
             groups[-1].follow(1.0)
     if depth or len(groups) > 1 or groups[0].tries > _MOST_TRIES:
-        raise _UnsafeError(f"the expression {short(pattern)} may try too often")
+        raise UnsafeTokenizer(f"the expression {short(pattern)} may try too often")
 
 
 def _repeated(tries: float, match: re.Match[str], pattern: str) -> float:
@@ -288,7 +248,7 @@ def _repeated(tries: float, match: re.Match[str], pattern: str) -> float:
     if most <= 1:
         return tries + (least < most)
     if tries > 1:
-        raise _UnsafeError(f"the expression {short(pattern)} repeats something with choices")
+        raise UnsafeTokenizer(f"the expression {short(pattern)} repeats something with choices")
     return min(_REPETITION, abs(most - least) + 1)
 
 

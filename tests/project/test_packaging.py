@@ -108,7 +108,7 @@ def tracked() -> list[str]:
         links = [f"src/spaceport/{part}" for part in PARTS]
         paths = [path for part in PARTS for path in (ROOT / part).rglob("*") if "__pycache__" not in path.parts]
         names = [path.relative_to(ROOT).as_posix() for path in paths]
-        names += [*links, "src/spaceport/__init__.py", "src/spaceport/py.typed"]
+        names += [*links, *(f"src/spaceport/{name}" for name in ("__init__.py", "__main__.py", "py.typed"))]
         names += ["LICENSE", "MANIFEST.in", "README.md", "pyproject.toml"]
     else:
         git = ["git", "-c", "safe.directory=*", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
@@ -120,7 +120,7 @@ def packaged(names: list[str]) -> set[str]:
     """The files that the package is to hold: all Python, also what git ignores by mistake, and all data but prose."""
     python = {path.relative_to(ROOT).as_posix() for part in PARTS for path in (ROOT / part).rglob("*.py")}
     data = {name for name in names if name.startswith(tuple(f"{part}/" for part in PARTS)) and name[-3:] != ".md"}
-    return {f"spaceport/{name}" for name in {"__init__.py", "py.typed"} | python | data}
+    return {f"spaceport/{name}" for name in {"__init__.py", "__main__.py", "py.typed"} | python | data}
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import os
 import re
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
@@ -17,6 +19,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from spaceport import __version__
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.limits import DEFAULT_LIMITS
@@ -121,6 +124,11 @@ def test_a_mistyped_command_is_an_error_that_names_a_similar_one(
 ) -> None:
     assert run(arguments) == USAGE
     assert message in capsys.readouterr().err
+
+
+def test_the_package_runs_as_a_module() -> None:
+    done = subprocess.run([sys.executable, "-m", "spaceport", "-V"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"spaceport, version {__version__}\n"
 
 
 def test_shells_complete_commands_and_options() -> None:

@@ -23,7 +23,7 @@ from spaceport.exporter.checkpoint import TokenFlags as TokenFlags
 from spaceport.exporter.checkpoint_source import model_config, model_without_values
 from spaceport.exporter.export_sizes import stored_bytes
 from spaceport.exporter.sar_config import CheckpointError
-from spaceport.exporter.to_onnx import DEFAULT_OPSET, check_opset, to_onnx, write_selection
+from spaceport.exporter.to_onnx import DEFAULT_OPSET, OnStage, check_opset, reaches_quarter, to_onnx, write_selection
 from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.graphs.contract.manifest import SELECTION_FILE, TEMPLATE_FILE, TOKENIZER_FILE, Manifest
 from spaceport.graphs.contract.signature import Activations, KvCache, Lowering, Precision, Weights
@@ -38,8 +38,6 @@ from spaceport.graphs.streamed_weights import return_free_memory, source_of
 from spaceport.graphs.traits import Traits, class_name
 
 Prompt = str | Sequence[Mapping[str, str]]  # text, or chat messages
-# Called with the name of each stage when it begins.
-OnStage = Callable[[str], None]
 
 # Activation formats for these weights and this lowering, the default first; elsewhere only float.
 _ACTIVATIONS: dict[tuple[Weights, Lowering], tuple[Activations, ...]] = {
@@ -177,8 +175,7 @@ def export(
         if quantized := decoder.quantization.quantized_weights:
             on_stage(f"{quantized:,} of {parameters:,} weights are {options.weights}, the others {options.dtype}")
             on_stage(quantization_error(decoder.quantization))
-        on_stage("tracing and writing the graph")
-        to_onnx(decoder, unfinished, options.opset)
+        to_onnx(decoder, unfinished, options.opset, on_stage)
         if not decoder.quantization.limbs and options.lowering == "scatter":  # ONNX Runtime may run it on a GPU
             write_selection(unfinished / SELECTION_FILE, decoder.signature.vocab_size)
         (unfinished / TOKENIZER_FILE).write_text(checkpoint.tokenizer, "utf-8")
@@ -300,9 +297,9 @@ def build_decoder(
 
 
 def _report_layers(on_stage: OnStage, done: int, total: int) -> None:
-    """Report every quarter of the layers, but the end, which the next stage reports."""
+    """Report every quarter of the layers."""
     return_free_memory()
-    if done < total and done * 4 // total > (done - 1) * 4 // total:
+    if reaches_quarter(done - 1, done, total):
         on_stage(f"quantized {done} of {total} layers")
 
 

@@ -6,14 +6,14 @@ import contextlib
 import io
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import onnx
 import onnx_ir as ir
 import torch
 from onnx import TensorProto, helper
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo import config as dynamo
 
 from spaceport.exporter.graph_passes import (
@@ -27,10 +27,14 @@ from spaceport.exporter.graph_passes import (
 from spaceport.exporter.integer_matmuls import store_integer_matmuls
 from spaceport.exporter.quantized_weights import WeightNotFound, store_quantized_weights
 from spaceport.exporter.tensorrt.append_graph import contract_mismatch
+from spaceport.graphs.attention import hooked
 from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.graphs.contract.manifest import DATA_FILE, MODEL_FILE
 from spaceport.graphs.contract.signature import BEST_TOKENS, Lowering, Signature, selection_width
-from spaceport.graphs.decoder import Decoder, DecoderWithLayerOutputs
+from spaceport.graphs.decoder import Decoder, DecoderWithLayerOutputs, decoder_layers
+
+# Called with the name of each stage when it begins.
+OnStage = Callable[[str], None]
 
 OPSETS = (23, 24)
 # The lowest opset that has the operators, so that more versions of ONNX Runtime load the graph; append needs
@@ -41,6 +45,12 @@ _IR_VERSION = {23: 11, 24: 11}
 _SELECTION_OPSET, _SELECTION_IR_VERSION = 18, 9
 # Sizes while tracing: all different, none 1, since a dimension of 1 would become static.
 _TRACED = {"B": 2, "T": 3, "R": 2, "A": 64, "S": 128}
+# Lines of torch's exporter that begin a stage after tracing, and their stages
+_TORCH_STAGES = {
+    "Run decompositions...": "breaking operators down into those of ONNX",
+    "Translate the graph into ONNX...": "translating the graph to ONNX",
+}
+_MUCH_DATA = 100_000_000  # bytes of weights from which on their writing is reported
 
 
 class UntraceableModel(InputFault):
@@ -55,13 +65,20 @@ def check_opset(opset: int, lowering: Lowering) -> None:
         raise OptionFault(f"opset is {opset}: the append lowering uses TensorScatter, which needs opset 24")
 
 
-def to_onnx(decoder: Decoder, folder: Path, opset: int) -> None:
+def reaches_quarter(before: int, done: int, total: int) -> bool:
+    """Whether work has reached another quarter of its total, but not its end, which the next stage reports."""
+    return before * 4 // total < done * 4 // total < 4
+
+
+def to_onnx(decoder: Decoder, folder: Path, opset: int, on_stage: OnStage = lambda name: None) -> None:
     """Write model.onnx and its data file into `folder`, checked against the decoder's signature."""
     signature = decoder.signature
     check_opset(opset, signature.lowering)
-    model = trace(decoder)
+    model = trace(decoder, on_stage)
     _strip_metadata(model)
     _cast_norm_inputs(model)
+    if decoder.quantization.quantized_weights:
+        on_stage(f"storing the {decoder.quantization.weights} weights in the graph")
     try:
         if decoder.quantization.limbs:
             store_integer_matmuls(model, decoder.quantization)
@@ -81,7 +98,8 @@ def to_onnx(decoder: Decoder, folder: Path, opset: int) -> None:
     model.opset_imports[""] = opset
     model.ir_version = _IR_VERSION[opset]
     path = folder / MODEL_FILE
-    ir.save(model, path, external_data=DATA_FILE)
+    _save(model, path, on_stage)
+    on_stage("checking the graph")
     try:
         onnx.checker.check_model(str(path), full_check=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
@@ -93,7 +111,22 @@ def to_onnx(decoder: Decoder, folder: Path, opset: int) -> None:
         raise UntraceableModel(f"the traced graph has the {kind} {got}: expected {expected}")
 
 
-def trace(decoder: Decoder) -> ir.Model:
+def _save(model: ir.Model, path: Path, on_stage: OnStage) -> None:
+    """Write the graph and its data file."""
+    total = sum(value.const_value.nbytes for value in model.graph.initializers.values() if value.const_value)
+    written = 0
+
+    def report(tensor: ir.TensorProtocol, info: object) -> None:
+        nonlocal written
+        if total >= _MUCH_DATA and reaches_quarter(written, written + tensor.nbytes, total):
+            on_stage(f"wrote {(written + tensor.nbytes) / 1e6:.0f} of {total / 1e6:.0f} MB")
+        written += tensor.nbytes
+
+    on_stage(f"writing the graph and its weights, {total / 1e6:.1f} MB")
+    ir.save(model, path, external_data=DATA_FILE, callback=report)
+
+
+def trace(decoder: Decoder, on_stage: OnStage = lambda name: None) -> ir.Model:
     """The decoder as an ONNX graph at opset 23, where norms and rotary embeddings are single operators."""
     signature, module = decoder.signature, DecoderWithLayerOutputs(decoder)
     names = [tensor.name for tensor in signature.inputs]
@@ -105,8 +138,10 @@ def trace(decoder: Decoder) -> ir.Model:
     with torch.no_grad():
         module(*inputs)
     layer_outputs = module.names  # read before tracing: names that are set while tracing are lost
+    on_stage("tracing the graph")
     try:
-        with _quiet(), dynamo.patch(fake_tensor_cache_enabled=False):  # computing its keys takes longer than it saves
+        # fake tensors: computing the keys of their cache takes longer than it saves
+        with _quiet(on_stage), _layers_reported(decoder, on_stage), dynamo.patch(fake_tensor_cache_enabled=False):
             program = torch.onnx.export(
                 module,
                 inputs,
@@ -115,12 +150,13 @@ def trace(decoder: Decoder) -> ir.Model:
                 input_names=names,
                 output_names=[tensor.name for tensor in signature.outputs],
                 dynamic_shapes=(shapes,),
-                verbose=False,
+                verbose=True,  # its lines are read by `_quiet`
                 optimize=False,  # done by `simplify`
             )
     except (torch.onnx.OnnxExporterError, RuntimeError, TypeError, NotImplementedError) as error:
         raise UntraceableModel(f"{_family(decoder)} could not be traced into a graph: {_reason(error)}") from error
     assert program is not None
+    on_stage("simplifying the graph")
     read_lazily(program.model, decoder.parameters())
     simplify(program.model)
     _name_layer_outputs(program.model, len(signature.outputs), layer_outputs)
@@ -202,13 +238,40 @@ def _reason(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence torch's exporter inside the block; errors are still raised."""
+def _layers_reported(decoder: Decoder, on_stage: OnStage) -> Iterator[None]:
+    """Report each quarter of the decoder layers that the tracer has passed inside the block."""
+    layers = decoder_layers(decoder.model, decoder.signature.layers)
+
+    def report(module: nn.Module, *_: object) -> None:
+        done = layers.index(module) + 1
+        if not torch.compiler.is_dynamo_compiling() and reaches_quarter(done - 1, done, len(layers)):
+            on_stage(f"traced {done} of {len(layers)} layers")
+
+    with hooked([layer.register_forward_hook(report) for layer in layers]):
+        yield
+
+
+class _TorchLines(io.StringIO):
+    """Standard output of torch's exporter, of which only the beginning of stages is reported."""
+
+    def __init__(self, on_stage: OnStage) -> None:
+        super().__init__()
+        self._on_stage = on_stage
+
+    def write(self, text: str) -> int:
+        if (stage := _TORCH_STAGES.get(text)) is not None:
+            self._on_stage(stage)
+        return len(text)
+
+
+@contextlib.contextmanager
+def _quiet(on_stage: OnStage) -> Iterator[None]:
+    """Silence torch's exporter inside the block, apart from its stages; errors are still raised."""
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        with warnings.catch_warnings(), contextlib.redirect_stdout(_TorchLines(on_stage)):
             warnings.simplefilter("ignore")
             yield
     finally:

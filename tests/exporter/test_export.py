@@ -114,7 +114,7 @@ def test_an_invalid_sar_config_is_refused(tmp_path: Path, entries: dict[str, Any
         open_checkpoint(copy_of_tiny(tmp_path / "c", sar_config=entries), TokenFlags())
 
 
-def untraced_graph(decoder: object, folder: Path, opset: int) -> None:
+def untraced_graph(decoder: object, folder: Path, *_: object) -> None:
     """Stands in for to_onnx, which takes seconds."""
     (folder / MODEL_FILE).write_bytes(b"a graph")
     (folder / DATA_FILE).write_bytes(bytes(8))

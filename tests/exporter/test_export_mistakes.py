@@ -145,11 +145,11 @@ def test_a_full_disk_and_an_interrupt_end_an_export_and_the_old_bundle_stays(
     target = shutil.copytree(tiny_bundle, tmp_path / "bundle")
     before = {file: file.read_bytes() for file in target.iterdir()}
 
-    def fill_the_disk(decoder: object, folder: Path, opset: int) -> None:
+    def fill_the_disk(decoder: object, folder: Path, *_: object) -> None:
         (folder / MODEL_FILE).write_bytes(b"half of a graph")
         raise OSError(errno.EFBIG, "File too large")
 
-    def terminate(decoder: object, folder: Path, opset: int) -> None:
+    def terminate(*_: object) -> None:
         signal.raise_signal(signal.SIGTERM)
 
     for ending, code, message in ((fill_the_disk, FAULT, "File too large"), (terminate, INTERRUPTED, "interrupted")):
@@ -187,5 +187,15 @@ def test_an_export_writes_the_same_graph_again_and_prints_only_its_manifest(
     assert run(["export", str(TINY), str(tmp_path / "bundle"), "--json"]) == OK
     output, errors = capfd.readouterr()
     assert json.loads(output) == entries_of((tmp_path / "bundle" / MANIFEST_FILE).read_bytes())
-    assert "writing the manifest" in errors
+    stages = [line.partition(" s  ")[2] for line in errors.splitlines()]
+    tracing = [
+        "tracing the graph",
+        "traced 1 of 3 layers",
+        "traced 2 of 3 layers",
+        "breaking operators down into those of ONNX",
+        "translating the graph to ONNX",
+        "simplifying the graph",
+    ]
+    written = ["writing the graph and its weights, 1.2 MB", "checking the graph", "writing the manifest"]
+    assert [stage for stage in stages if not stage.startswith("...")][-9:] == tracing + written
     assert open_bundle(tmp_path / "bundle").manifest == open_bundle(tiny_bundle).manifest

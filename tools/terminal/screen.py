@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,6 +14,8 @@ from typing import Any
 import click
 
 from spaceport.exporter.interrupts import interrupts_handled
+
+_SILENCE = 10.0  # seconds after which a stage that still runs is shown again
 
 
 def show_json(data: Any) -> None:
@@ -54,7 +57,7 @@ def show_notes(notes: Sequence[str]) -> None:
 
 @contextmanager
 def stages() -> Iterator[Callable[[str], None]]:
-    """A callback that shows the current stage on stderr, with its duration on a terminal."""
+    """A callback that shows the current stage on stderr: with its duration on a terminal, else again every 10 seconds."""
     started = time.perf_counter()
     if sys.stderr.isatty():
         from rich.console import Console
@@ -75,10 +78,25 @@ def stages() -> Iterator[Callable[[str], None]]:
                 progress.update(task, total=1, completed=1)
         return
 
-    def show(name: str) -> None:
-        click.echo(f"{time.perf_counter() - started:6.1f} s  {name}", err=True)
+    current, shown_at, ended = "", started, threading.Event()
 
-    yield show
+    def show(name: str, again: str = "") -> None:
+        nonlocal current, shown_at
+        current, shown_at = name, time.perf_counter()
+        click.echo(f"{shown_at - started:6.1f} s  {again}{name}", err=True)
+
+    def show_again() -> None:
+        while not ended.wait(_SILENCE / 10):
+            if current and time.perf_counter() - shown_at >= _SILENCE:
+                show(current, "... ")
+
+    repeating = threading.Thread(target=show_again, daemon=True)
+    repeating.start()
+    try:
+        yield show
+    finally:
+        ended.set()
+        repeating.join()
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from spaceport.tools.cli.distill import progress_shown
 from spaceport.tools.distill import DistillProgress
 from spaceport.tools.terminal.generation import Lane, Lanes, Span, marked
 from spaceport.tools.terminal.live import View
-from spaceport.tools.terminal.screen import show_json, show_table
+from spaceport.tools.terminal.screen import show_json, show_table, stages
 from support.scripted_threads import FORK, Path, Script, Writing, cases, events_of, line
 from support.small_tokenizers import BYTES, FALLBACK
 from support.terminal import on_a_terminal
@@ -197,6 +197,21 @@ def test_control_characters_are_escaped(capsys: pytest.CaptureFixture[str]) -> N
     assert "\x1b" not in shown
     assert "\x9b" not in shown
     assert json.loads(shown) == data
+
+
+def test_a_stage_that_still_runs_is_shown_again(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("spaceport.tools.terminal.screen._SILENCE", 0.05)
+    with stages() as stage:
+        time.sleep(0.2)
+        stage("tracing the graph")
+        time.sleep(0.5)
+        stage("checking the graph")
+    first, *again, last = (line.partition(" s  ")[2] for line in capfd.readouterr().err.splitlines())
+    assert (first, {*again}, last) == ("tracing the graph", {"... tracing the graph"}, "checking the graph")
+    time.sleep(0.1)
+    assert capfd.readouterr().err == ""
 
 
 def test_lines_of_progress_are_at_least_ten_seconds_apart(

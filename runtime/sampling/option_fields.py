@@ -6,9 +6,12 @@ OpenAPI and the table in the docs.
 
 from __future__ import annotations
 
-from dataclasses import MISSING, dataclass, field, fields, replace
-from functools import cache
-from inspect import getdoc
+import reprlib
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
+from difflib import get_close_matches
+from functools import cache, wraps
+from inspect import getdoc, signature
 from textwrap import fill
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -16,6 +19,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 from spaceport.graphs.contract.faults import OptionFault
 
 Options = TypeVar("Options")
+Callee = TypeVar("Callee", bound=Callable[..., Any])
 _LARGEST = 2**64 - 1
 _NUMBERS = {int: "a whole number", float: "a number"}
 
@@ -134,12 +138,61 @@ def check_options(options: Any) -> None:
         declared.check(getattr(options, declared.name))
 
 
+def names_options(callee: Callee) -> Callee:
+    """The function, or class, with an error for unknown options that says where they belong."""
+    if isinstance(callee, type):
+        kind: Any = callee
+        kind.__init__ = names_options(kind.__init__)
+        return callee
+    function: Callable[..., Any] = callee
+
+    @wraps(function)
+    def checked(*positional: Any, **options: Any) -> Any:
+        try:
+            return function(*positional, **options)
+        except TypeError:
+            unknown = {name: value for name, value in options.items() if name not in signature(function).parameters}
+            if not unknown:
+                raise
+            raise OptionFault(_advice(function, unknown)) from None
+
+    return checked  # type: ignore[return-value]
+
+
+def _advice(function: Callable[..., Any], unknown: dict[str, Any]) -> str:
+    """What is wrong with a call with these unknown options, and what to write instead."""
+    called = function.__qualname__.removesuffix(".__init__")
+    (name, value), *_ = unknown.items()
+    known = [parameter for parameter in signature(function).parameters if parameter not in ("self", "cls")]
+    if arguments := _arguments(function, unknown):
+        expected = ", ".join(arguments)
+    elif close := get_close_matches(name, known, 1):
+        expected = f"{close[0]}={reprlib.repr(value)}"
+    else:
+        expected = f"one of {', '.join(known)}"
+    return f"{called} has no option {name} (got {reprlib.repr(value)}): expected {expected}"
+
+
+def _arguments(function: Callable[..., Any], options: dict[str, Any]) -> list[str]:
+    """The arguments of a call through whose classes of options these options can be set."""
+    written = []
+    for parameter, hint in get_type_hints(function).items():
+        for kind in (hint, *get_args(hint)):
+            if parameter == "return" or not isinstance(kind, type) or not is_dataclass(kind):
+                continue
+            own = {name: value for name, value in options.items() if name in signature(kind).parameters}
+            others = {name: value for name, value in options.items() if name not in own}
+            if inner := [*(f"{name}={reprlib.repr(own[name])}" for name in own), *_arguments(kind.__init__, others)]:
+                written.append(f"{parameter}={kind.__name__}({', '.join(inner)})")
+    return written
+
+
 def documented(options: type[Options]) -> type[Options]:
-    """The dataclass with its options in its docstring."""
+    """The dataclass with its options in its docstring and in errors about unknown ones."""
     kind: Any = options
     lines = [
         fill(f"- `{declared.name}`: {declared.described}", 116, subsequent_indent="  ", break_on_hyphens=False)
         for declared in option_fields(kind)
     ]
     options.__doc__ = "\n".join([f"{getdoc(options)}\n", *lines])
-    return options
+    return names_options(options)

@@ -331,6 +331,17 @@ def _asks_for_nothing(name: str, value: Raw) -> bool:
     return memoryview(value).nbytes <= _MOST_NEUTRAL and msgspec.json.decode(value) in REFUSED[name].neutral
 
 
+def _choices(kind: type[Struct], path: str) -> tuple[str, ...]:
+    """The values of the field at this path, if it has a few only."""
+    name, _, rest = path.partition(".")
+    inner = _types(kind).get(name)
+    if rest:
+        return () if inner is None else _choices(inner, rest)
+    types = [entry.type for entry in msgspec.structs.fields(kind) if entry.encode_name == name]
+    literals = [hint for member in types for hint in (member, *get_args(member)) if get_origin(hint) is Literal]
+    return tuple(map(str, get_args(literals[0]))) if literals else ()
+
+
 def body_of(kind: type[Body], raw: bytes, strict: bool) -> tuple[Body, list[str]]:
     """A request's body, and its unknown fields; raises for invalid JSON, wrong types and, if `strict`, unknown fields."""
     try:
@@ -347,6 +358,8 @@ def body_of(kind: type[Body], raw: bytes, strict: bool) -> tuple[Body, list[str]
     except ValidationError as error:
         what, _, where = str(error).partition(" - at `$")
         param = where.rstrip("`").lstrip(".") or None
+        if choices := _choices(kind, param or ""):
+            what += f": expected one of {', '.join(choices)}"
         raise Failure(400, f"{param or 'the body'}: {what}", param=param) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Failure(400, f"the body is not JSON: {error}") from error

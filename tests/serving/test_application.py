@@ -241,6 +241,11 @@ ERRORS: list[tuple[dict[str, Any], str]] = [
     ({"stream": True, "temperature": -1}, "temperature is -1"),
     ({"max_tokens": 0}, "max_tokens is 0"),
     ({"max_tokens": "many"}, "max_tokens: Expected `int"),
+    (
+        {"response_format": {"type": "json"}, "messages": MESSAGES},
+        "'json': expected one of text, json_object, json_schema",
+    ),
+    ({"spaceport": {"draft": "list"}}, "spaceport.draft: Invalid enum value 'list': expected one of chain, tree"),
     ({"prompt": []}, "prompt is empty"),
     ({"prompt": ["a", 3]}, "prompt mixes texts and token ids"),
     ({"suffix": "end"}, "suffix is not supported"),

@@ -80,7 +80,7 @@ class Exactness:
             return "bit-identical"
         if self.drafts == "chain" and not self.rows:
             return f"bit-identical in chains (noise {self.slots:.0e} in other layouts)"
-        return f"equal up to near-ties (noise {max(self.rows, self.slots):.0e})"
+        return f"equal unless two tokens are equally likely (within {max(self.rows, self.slots):.0e})"
 
     def __str__(self) -> str:
         return f"{self.guarantee}: {_SHAPES[self.drafts]}"

@@ -87,7 +87,7 @@ def test_an_engine_whose_logits_do_not_depend_on_the_call_drafts_in_trees() -> N
     found = measure_exactness(engine, FLOAT)
     assert (found.rows, found.drafts, found.parallel_threads) == (0.0, "tree", True)
     assert found.widths == (2, 3, 8, 9, 33)
-    assert str(found) == "equal up to near-ties (noise 1e-07): draft trees, threads in parallel"
+    assert str(found) == "equal unless two tokens are equally likely (within 1e-07): draft trees, threads in parallel"
     assert not engine.slots.any()
 
 

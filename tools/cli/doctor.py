@@ -20,7 +20,7 @@ from spaceport.graphs.contract.faults import MissingDependency
 from spaceport.graphs.contract.installation import install_command
 from spaceport.graphs.contract.manifest import FLAVOURS
 from spaceport.runtime.backends import BACKENDS, clashing, require_device
-from spaceport.runtime.backends.machine import NoGpu, cpu_class, cpu_name, gpu, instruction_sets, usable_cpus
+from spaceport.runtime.backends.machine import NoGpu, cpu_class, cpu_name, gpu, instruction_sets, no_gpu, usable_cpus
 from spaceport.runtime.backends.private_files import cache_folder, problem_of, state_folder
 from spaceport.tools.cli import MISSING, OK
 from spaceport.tools.cli.bundle_cache import bundles_folder, cached_bundles
@@ -213,16 +213,19 @@ def _problems() -> list[dict[str, Any]]:
     if (clash := clashing()) is not None:
         reason, commands = split_commands(clash)
         repair = f"{reason}: uninstall both, then install one of them"
-        found.append({"problem": repair, "commands": [*commands, install_command("cpu"), install_command("gpu")]})
+        extras = ("cpu",) if no_gpu() else ("cpu", "gpu")
+        found.append({"problem": repair, "commands": [*commands, *map(install_command, extras)]})
     problems = [problem_of(folder) for folder in (state_folder(), cache_folder())]
     found += [{"problem": problem, "commands": []} for problem in problems if problem is not None]
     return found
 
 
 def _install(package: str, versions: dict[str, str | None]) -> str | None:
-    """The command that installs a package; nothing if it, or a package that replaces it, is installed."""
+    """The command that installs a package; nothing if it is installed, another one replaces it, or it needs a GPU."""
     command = install_command(PACKAGES[package][0])
     if versions[package] or (package == "onnxruntime" and versions["onnxruntime-gpu"]):
+        return None
+    if package == "onnxruntime-gpu" and no_gpu():
         return None
     if package == "onnxruntime-gpu" and versions["onnxruntime"]:  # they overwrite each other
         return f"pip uninstall -y onnxruntime && {command}"

@@ -67,12 +67,23 @@ def test_two_packages_of_onnxruntime_are_a_problem(
         (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.31.1\n")
     monkeypatch.syspath_prepend(tmp_path)
     assert run(["doctor"]) == MISSING
-    *shown, uninstall, cpu, gpu = capfd.readouterr().out.splitlines()
+    shown = capfd.readouterr().out.splitlines()
+    first = shown.index("    $ pip uninstall onnxruntime onnxruntime-gpu")
+    shown, repairs = shown[:first], shown[first + 1 :]
     problem = " ".join(line.strip() for line in shown[shown.index("Problem") + 1 :])
     assert re.fullmatch("onnxruntime and onnxruntime-gpu are both installed.*: uninstall both, then .*", problem)
-    assert uninstall == "    $ pip uninstall onnxruntime onnxruntime-gpu"
-    assert (cpu, gpu) == (f"    $ {install_command('cpu')}", f"    $ {install_command('gpu')}")
+    assert repairs == [f"    $ {install_command(extra)}" for extra in ("cpu", *(() if no_gpu() else ("gpu",)))]
     assert all(len(line) <= 80 for line in shown if "$" not in line)
+
+
+@pytest.mark.parametrize("reason", [None, "no NVIDIA driver here"])
+def test_packages_for_a_gpu_are_offered_where_there_is_one(
+    no_probes: None, monkeypatch: pytest.MonkeyPatch, capfd: Capture, reason: str | None
+) -> None:
+    monkeypatch.setattr(doctor, "no_gpu", lambda: reason)
+    run(["doctor"])
+    offered = install_command("gpu") in capfd.readouterr().out
+    assert offered == (reason is None)
 
 
 def test_a_library_that_crashes_its_process_is_not_ready() -> None:

@@ -87,6 +87,13 @@ def test_the_list_of_commands_fits_on_a_screen(capsys: Shown, monkeypatch: pytes
     assert shown_help(capsys, "-V") == shown_help(capsys, "--version")
 
 
+@pytest.mark.parametrize("arguments", [[], ["generate"], ["bench"], ["bench", "decode"]], ids=" ".join)
+def test_help_command_shows_the_help_of_a_command(capsys: Shown, arguments: list[str]) -> None:
+    assert shown_help(capsys, "help", *arguments) == shown_help(capsys, *arguments, "--help")
+    assert run(["help", "genrate"]) == USAGE
+    assert "did you mean generate?" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["generate", "serve", "export", "tune"])
 def test_help_lists_the_usual_options_of_commands_with_many_and_help_all_every_one(capsys: Shown, name: str) -> None:
     chosen = Commands().get_command(click.Context(cli), name)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shlex
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +24,7 @@ from spaceport.exporter.adapter_folder import BASE_FILE
 from spaceport.exporter.checkpoint_source import quiet_libraries
 from spaceport.exporter.export import ExportOptions, export
 from spaceport.graphs.contract.faults import InputFault, MissingDependency, OptionFault
-from spaceport.graphs.contract.manifest import ACCURACY_FILE, record_of
+from spaceport.graphs.contract.manifest import ACCURACY_FILE, TEMPLATE_FILE, record_of
 from spaceport.runtime.backends import check_threads
 from spaceport.runtime.bundle import open_bundle
 from spaceport.runtime.comparison import thread_tokens_of, token_differences
@@ -338,6 +340,7 @@ def command(
             prompt = demo.prompts[name]
             click.echo(f"\n{name}: output by thread, accepted draft tokens {_mark()}\n{_shown(prompt)}")
             show_generation(runtime, prompt, max_tokens)
+        click.echo(next_steps(demo.checkpoint if cache is None else bundle, (bundle / TEMPLATE_FILE).exists()))
     return OK if same and passed else ACCURACY
 
 
@@ -447,6 +450,17 @@ def show_generation(runtime: Runtime, prompt: Prompt, max_tokens: int) -> None:
             for piece in stream:
                 lanes.add(piece)
             show_lanes(lanes)
+
+
+def next_steps(model: Path, chats: bool) -> str:
+    """What to run after the demo: with its model, which has a chat template or not, and with another one."""
+    program = "spaceport" if shutil.which("spaceport") else f"{os.path.relpath(sys.executable)} -m spaceport"
+    shown = os.path.relpath(model) if model.is_relative_to(Path.cwd()) else str(model)
+    use = f"chat {shlex.quote(shown)}" if chats else f"generate {shlex.quote(shown)} TEXT"
+    return (
+        f"\nnext: `{program} {use}` runs this model,\n"
+        f"`{program} export MODEL my.bundle` exports yours: a Hugging Face folder or a GGUF file"
+    )
 
 
 def _mark() -> str:

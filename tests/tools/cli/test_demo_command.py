@@ -23,6 +23,7 @@ from spaceport.tools.cli.demo import (
     base_model,
     compare,
     compare_chats,
+    next_steps,
     rows_of,
     timed,
 )
@@ -144,6 +145,19 @@ def test_the_chat_demo_exports_once_and_shows_plain_and_drafted_decoding(
     again = capfd.readouterr()
     assert "calibrating" not in again.err
     assert again.out.startswith(f"using {bundle}, which passed the check when it was exported\n")
+
+
+@pytest.mark.parametrize(("found", "program"), [("/bin/spaceport", "spaceport"), (None, "python -m spaceport")])
+def test_the_demo_ends_with_what_to_run_next(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, found: str | None, program: str
+) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: found)
+    monkeypatch.setattr("sys.executable", "python")
+    monkeypatch.chdir(tmp_path)
+    first, second = next_steps(tmp_path / "my demo", chats=True).strip().splitlines()
+    assert first == f"next: `{program} chat 'my demo'` runs this model,"
+    assert second.startswith(f"`{program} export MODEL my.bundle`")
+    assert f"`{program} generate {TINY} TEXT`" in next_steps(TINY, chats=False)
 
 
 def test_mistakes_come_before_the_export(

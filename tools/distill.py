@@ -87,7 +87,7 @@ def _parsed(line: int, content: bytes) -> AnswerPrompt:
     return AnswerPrompt(line, parts_of(turns), others)
 
 
-SCHEMA = 1
+SCHEMA = 2
 
 _LONGEST_HEADER = 2**16  # bytes
 _BUSY = (errno.EAGAIN, errno.EACCES)
@@ -101,6 +101,7 @@ class RunHeader:
     prompts: str  # SHA-256 of the prompt file
     max_tokens: int
     max_seq_len: int
+    temperature: float
     schema: int = SCHEMA
 
 
@@ -164,6 +165,7 @@ class DistillOptions:
     """How the answers are generated, and how the engine is opened."""
 
     max_tokens: int = 512  # per answer
+    temperature: float = 0.0  # 0: greedy answers
     max_requests: int | None = None  # answers that are generated at the same time; None: see `requests_for`
     max_seq_len: int | None = None  # tokens of a conversation; None: the bundle's default
     backend: str = "auto"
@@ -175,6 +177,8 @@ class DistillOptions:
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
             raise OptionFault(f"--max-tokens is {self.max_tokens}: expected at least 1")
+        if not 0 <= self.temperature <= 100:
+            raise OptionFault(f"--temperature is {self.temperature}: expected 0 to 100")
 
 
 @dataclass(frozen=True)
@@ -278,10 +282,10 @@ def open_distillation(
     manifest = read_manifest(bundle, require_signature=options.require_signature)
     length = seq_len(manifest, options.max_seq_len)
     requests = requests_for(manifest) if options.max_requests is None else options.max_requests
-    limits = AnswerLimits(length, options.max_tokens, requests)
+    limits = AnswerLimits(length, options.max_tokens, requests, options.temperature)
     if TEMPLATE_FILE not in manifest.files:
         _require_single_turns(bundle, source, prompts)
-    header = RunHeader(_digest_of(manifest), _digest(source), options.max_tokens, length)
+    header = RunHeader(_digest_of(manifest), _digest(source), options.max_tokens, length, options.temperature)
     with opened_partial(out, header, options.overwrite) as partial:
         on_stage("opening the bundle")
         with Runtime.open(

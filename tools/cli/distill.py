@@ -115,6 +115,13 @@ class Distill(Sectioned):
     help="Maximum number of tokens of an answer.",
 )
 @click.option(
+    "--temperature",
+    default=DistillOptions.temperature,
+    show_default=True,
+    metavar="T",
+    help="Sampling temperature; 0 = greedy answers.",
+)
+@click.option(
     "--max-requests",
     type=int,
     metavar="N",
@@ -128,7 +135,8 @@ class Distill(Sectioned):
 @overwrite_option("output")
 @json_option("the report")
 def command(bundle: Path, prompts: Path, out: Path, as_json: bool, **given: Any) -> None:
-    """Answer the prompts in PROMPTS with the model's own greedy answers, and write them to OUT for `spaceport tune`.
+    """Answer the prompts in PROMPTS with the model's own answers, greedy or sampled, and write them to OUT for
+    `spaceport tune`.
 
     A line of PROMPTS has "messages" (user turns without an answer are answered in order; an answer at the end is
     replaced) or a "prompt"; a .txt file has one prompt per line. While the command runs, OUT.partial stores the answers;

@@ -1,4 +1,4 @@
-"""Own answers: a model's greedy answers to prompts, generated concurrently and stored so that a later run continues."""
+"""Own answers: a model's own answers to prompts, generated concurrently and stored so that a later run continues."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args
 from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.graphs.contract.manifest import TEMPLATE_FILE
 from spaceport.runtime.decoding import Decoding
+from spaceport.runtime.sampling.sampler import Sampling
 from spaceport.runtime.scheduling.request import Completion
 from spaceport.runtime.scheduling.stream import Stream
 from spaceport.runtime.session import Runtime
@@ -78,6 +79,15 @@ class AnswerLimits:
     context: int  # tokens of prompt and answer together
     max_tokens: int | None = None  # tokens of one answer
     requests: int = 1  # answers that are generated at the same time
+    temperature: float = 0.0  # 0: greedy answers
+
+    def decoding(self, prompt_tokens: int, line: int, part: int) -> Decoding:
+        """How an answer is generated; a sampled one has a seed of its own, the same in each run."""
+        room = self.context - prompt_tokens
+        limit = room if self.max_tokens is None else min(self.max_tokens, room)
+        seed = line << 16 | part
+        sampling = Sampling(temperature=self.temperature, seed=seed) if self.temperature else Sampling()
+        return Decoding(max_tokens=limit, sampling=sampling)
 
 
 class _Requests:
@@ -202,11 +212,9 @@ def _generate(requests: _Requests, runtime: Runtime, dialogue: Dialogue, limits:
         tokens = runtime.tokens_of(rendered(runtime, dialogue.turns))
     except OptionFault as error:  # of the chat template
         raise InputFault(f"line {line}: {error}") from error
-    remaining = limits.context - len(tokens)
-    if remaining <= 0:
+    if len(tokens) >= limits.context:
         return OwnAnswer(line, "long prompt", part=part)
-    limit = remaining if limits.max_tokens is None else min(limits.max_tokens, remaining)
-    completion = requests.completion(runtime, tokens, Decoding(max_tokens=limit))
+    completion = requests.completion(runtime, tokens, limits.decoding(len(tokens), line, part))
     finished = completion.ending == "end"
     text = completion.text if finished else completion.text.rstrip(_INCOMPLETE)
     outcome: Outcome = "finished" if finished else "unfinished"

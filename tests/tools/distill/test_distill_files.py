@@ -87,7 +87,7 @@ def test_files_without_a_prompt_are_refused(tmp_path: Path) -> None:
         read_prompts(written(tmp_path, b"\xff\n", "prompts.txt"))
 
 
-HEADER = RunHeader(bundle="a" * 64, prompts="b" * 64, max_tokens=64, max_seq_len=256)
+HEADER = RunHeader(bundle="a" * 64, prompts="b" * 64, max_tokens=64, max_seq_len=256, temperature=0.0)
 ANSWER = '{"line": 1}\n'
 
 
@@ -112,9 +112,10 @@ def test_a_new_file_begins_with_the_header_and_is_continued(out: Path) -> None:
             assert again.read_text("utf-8") == content
 
 
-HEADERS: dict[str, tuple[int | str, str]] = {
+HEADERS: dict[str, tuple[float | str, str]] = {
     "bundle": ("c" * 64, "the bundle aaaaaaaaaaaa…, this command has the bundle cccccccccccc…"),
     "max_tokens": (65, "--max-tokens 64, this command has --max-tokens 65"),
+    "temperature": (0.7, "--temperature 0.0, this command has --temperature 0.7"),
 }
 
 
@@ -131,12 +132,12 @@ def test_another_header_is_refused_or_begins_anew(out: Path, name: str) -> None:
         assert file.read_text("utf-8") == json.dumps(asdict(other)) + "\n"
 
 
-OTHER_SCHEMA = json.dumps({**asdict(HEADER), "schema": 2}).encode() + b"\n"
+OTHER_SCHEMA = json.dumps({**asdict(HEADER), "schema": 3}).encode() + b"\n"
 
 
 def test_a_file_without_a_header_of_this_version_is_refused(out: Path) -> None:
     for content in (b"", b"\xff\xfe", b"[]\n", b'{"line": 1}\n', b"[" * 100_000, b'{"schema": 1', OTHER_SCHEMA):
-        message = "schema 2, expected 1: another" if content == OTHER_SCHEMA else "no header of `spaceport distill`"
+        message = "schema 3, expected 2: another" if content == OTHER_SCHEMA else "no header of `spaceport distill`"
         partial_file(out).write_bytes(content)
         with pytest.raises(InputFault, match=f"has {message}"), opened_partial(out, HEADER, False):
             pass

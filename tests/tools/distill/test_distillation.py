@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from spaceport.exporter.bundle_manifest import write_manifest
 from spaceport.graphs.contract.draft_methods import DraftMethod
-from spaceport.graphs.contract.faults import InputFault
+from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.graphs.contract.manifest import MANIFEST_FILE, TEMPLATE_FILE, TOKENIZER_FILE
 from spaceport.runtime.bundle import Bundle, read_manifest
 from spaceport.runtime.decoding import Decoding
@@ -74,7 +74,7 @@ def written(folder: Path, lines: list[dict[str, Any]], name: str = "prompts.json
     return file
 
 
-OPTIONS = DistillOptions(60, 2, 256, threads=1)  # those of LIMITS
+OPTIONS = DistillOptions(60, max_requests=2, max_seq_len=256, threads=1)  # those of LIMITS
 
 
 def distill(bundle: Path, prompts: Path, out: Path, *more: str) -> int:
@@ -115,6 +115,21 @@ def test_each_answer_is_the_plain_greedy_one_and_sees_the_earlier_ones(whole: Pa
             finished = record.get("ends", True) or index + 1 < len(turns)
             assert completion.text == turn["content"]
             assert (completion.ending == "end") == finished
+
+
+def test_sampled_answers_are_the_same_however_many_are_generated_at_the_same_time(
+    tiny_bundle: Path, tmp_path: Path
+) -> None:
+    lines = [{"prompt": f"How does json/{name}.py begin?"} for name in KNOWN] * 2
+    prompts, texts = written(tmp_path, lines), []
+    for requests in ("1", "6"):
+        out = tmp_path / f"{requests}.jsonl"
+        assert distill(tiny_bundle, prompts, out, "--max-requests", requests, "--temperature", "1.5") == OK
+        texts.append([record["messages"][1]["content"] for record in records(out)])
+    assert texts[0] == texts[1]
+    assert len(set(texts[0])) == 6  # each line has a seed of its own
+    with pytest.raises(OptionFault, match="--temperature is -1: expected 0 to 100"):
+        DistillOptions(temperature=-1)
 
 
 def test_lines_have_the_order_and_the_other_keys_of_the_prompts(whole: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -30,6 +31,7 @@ from spaceport.tools.tune.packing import IGNORED, PackedBatch
 from spaceport.tools.tune.settings import MaskLoss
 
 _ROWS = 128  # whose logits are held at once
+_ATTENDING = 64  # mask rows that attend together
 _FADING = 3.0  # of the KL divergence in `kl-tv`: its weight is exp(-3 x acceptance)
 
 
@@ -40,6 +42,13 @@ class RowLosses(NamedTuple):
     correct: Tensor  # N: 1 if the most probable token is the target, else 0
     candidates: Tensor  # N x C: the most probable tokens, best first
     scores: Tensor  # N x C: their logits, without gradients
+
+
+class BaseRows(NamedTuple):
+    """The base model's own predictions of the tokens that rows predict."""
+
+    hidden: Tensor  # P x H: last hidden states
+    rows: Tensor  # N: which of them predicts the token of each row
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -54,7 +63,7 @@ class _HeadLoss(torch.autograd.Function):
         targets: Tensor,
         most: int,
         kind: MaskLoss,
-        own: Tensor | None,
+        own: BaseRows | None,
     ) -> tuple[Tensor, ...]:
         losses = hidden.new_empty(len(hidden), dtype=torch.float32)
         correct = torch.empty_like(losses)
@@ -71,7 +80,9 @@ class _HeadLoss(torch.autograd.Function):
             if own is None:
                 losses[rows], gradient = _cross_entropy(logits, wanted)
             else:
-                expected = torch.log_softmax(linear(own[rows], weight, bias), -1, dtype=torch.float32)
+                different, which = own.rows[rows].unique(return_inverse=True)  # mask slots share what they predict
+                own_logits = linear(own.hidden[different].to(weight.dtype), weight, bias)
+                expected = torch.log_softmax(own_logits, -1, dtype=torch.float32)[which]
                 losses[rows], gradient = distance(logits, expected, kind)
             gradients[rows] = gradient.to(weight.dtype) @ weight
         ctx.save_for_backward(gradients)
@@ -124,14 +135,10 @@ def head_loss(
     targets: Tensor,
     most: int,
     kind: MaskLoss = "ce",
-    own: Tensor | None = None,
+    own: BaseRows | None = None,
 ) -> RowLosses:
-    """The losses of rows of hidden states (N x H), with up to `most` candidates each.
-
-    `own` has the hidden states of the base model that predict the same tokens, for a loss that is a distance from it.
-    """
+    """The losses of rows of hidden states (N x H), with up to `most` candidates each; `own` is for a distance from it."""
     with torch.autocast(hidden.device.type, enabled=False):
-        own = None if own is None else own.to(weight.dtype)
         found = _HeadLoss.apply(hidden.to(weight.dtype), weight, bias, targets, most, kind, own)  # type: ignore[no-untyped-call]
     return RowLosses(*found)
 
@@ -275,12 +282,27 @@ def _attend(
     attention.refuse_unknown(others)
     mask = attention.mask_plane(attention_mask, sliding_window is not None)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    if softcap is None:
-        grouped = query.shape[1] != key.shape[1]
-        output = scaled_dot_product_attention(query, key, value, mask, dropout, scale=scale, enable_gqa=grouped)
-    else:
+    if softcap is not None:
         output = attention.grouped_attention(query, key, value, mask, scale, softcap)
-    return output.transpose(1, 2).contiguous(), None
+        return output.transpose(1, 2).contiguous(), None
+    grouped = query.shape[1] != key.shape[1]
+    outputs = [
+        scaled_dot_product_attention(part, keys, values, visible, dropout, scale=scale, enable_gqa=grouped)
+        for part, keys, values, visible in _visible_parts(query, key, value, mask)
+    ]
+    return torch.cat([output.transpose(1, 2) for output in outputs], dim=1), None
+
+
+def _visible_parts(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The rows in parts, each with the keys and values that it sees: of mask rows behind a text, not those of all groups."""
+    prefix = key.shape[2] - query.shape[2]  # keys before those of the rows
+    if not prefix:
+        yield query, key, value, mask
+        return
+    for first in range(0, query.shape[2], _ATTENDING):
+        rows = slice(first, first + _ATTENDING)
+        columns = mask[:, 0, rows].flatten(0, 1).any(dim=0).nonzero()[:, 0]
+        yield query[:, :, rows], key[:, :, columns], value[:, :, columns], mask[:, :, rows, columns]
 
 
 def _working_type(model: PreTrainedModel) -> torch.dtype:
@@ -314,8 +336,8 @@ class FrozenBaseModel(PackedModel):
         _, hidden, base = self.split_logits(ids, positions, visible, split, learned, heads=0)
         own = None
         if self.mask_loss != "ce":
-            samples = torch.arange(len(ids), device=ids.device)[:, None].expand_as(learned)[learned]
-            own = base[samples, before[:, split:][learned]]
+            firsts = split * torch.arange(len(ids), device=ids.device)[:, None]  # of each sample among all rows
+            own = BaseRows(base.flatten(0, 1), (firsts + before[:, split:])[learned])
         head = cast(nn.Linear, self.model.get_output_embeddings())
         found = head_loss(hidden, head.weight, head.bias, wanted, self.candidates, self.mask_loss, own)
         return self.sums_of(found, wanted, slots, previous)

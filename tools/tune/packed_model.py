@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -32,6 +32,7 @@ from spaceport.tools.tune.settings import MaskLoss
 
 _ROWS = 128  # whose logits are held at once
 _ATTENDING = 64  # mask rows that attend together
+_NEVER = -1e4  # logit of a token that is never generated: its probability is 0, and products with it are finite
 _FADING = 3.0  # of the KL divergence in `kl-tv`: its weight is exp(-3 x acceptance)
 
 
@@ -64,6 +65,7 @@ class _HeadLoss(torch.autograd.Function):
         most: int,
         kind: MaskLoss,
         own: BaseRows | None,
+        forbidden: Sequence[int],
     ) -> tuple[Tensor, ...]:
         losses = hidden.new_empty(len(hidden), dtype=torch.float32)
         correct = torch.empty_like(losses)
@@ -73,7 +75,7 @@ class _HeadLoss(torch.autograd.Function):
         candidates = torch.empty_like(scores, dtype=torch.int64)
         for first in range(0, len(hidden), _ROWS):
             rows = slice(first, first + _ROWS)
-            logits = linear(hidden[rows], weight, bias)
+            logits = without(linear(hidden[rows], weight, bias), forbidden)
             wanted = targets[rows, None]
             scores[rows], candidates[rows] = logits.topk(count)
             correct[rows] = (candidates[rows, :1] == wanted)[:, 0].float()
@@ -81,7 +83,7 @@ class _HeadLoss(torch.autograd.Function):
                 losses[rows], gradient = _cross_entropy(logits, wanted)
             else:
                 different, which = own.rows[rows].unique(return_inverse=True)  # mask slots share what they predict
-                own_logits = linear(own.hidden[different].to(weight.dtype), weight, bias)
+                own_logits = without(linear(own.hidden[different].to(weight.dtype), weight, bias), forbidden)
                 expected = torch.log_softmax(own_logits, -1, dtype=torch.float32)[which]
                 losses[rows], gradient = distance(logits, expected, kind)
             gradients[rows] = gradient.to(weight.dtype) @ weight
@@ -92,7 +94,14 @@ class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
         (gradients,) = ctx.saved_tensors
-        return outer[0][:, None].to(gradients.dtype) * gradients, *(None,) * 6
+        return outer[0][:, None].to(gradients.dtype) * gradients, *(None,) * 7
+
+
+def without(logits: Tensor, forbidden: Sequence[int]) -> Tensor:
+    """The logits, in place, without those of tokens that are never generated."""
+    if forbidden:
+        logits[:, list(forbidden)] = _NEVER
+    return logits
 
 
 def _cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -136,10 +145,11 @@ def head_loss(
     most: int,
     kind: MaskLoss = "ce",
     own: BaseRows | None = None,
+    forbidden: Sequence[int] = (),
 ) -> RowLosses:
     """The losses of rows of hidden states (N x H), with up to `most` candidates each; `own` is for a distance from it."""
     with torch.autocast(hidden.device.type, enabled=False):
-        found = _HeadLoss.apply(hidden.to(weight.dtype), weight, bias, targets, most, kind, own)  # type: ignore[no-untyped-call]
+        found = _HeadLoss.apply(hidden.to(weight.dtype), weight, bias, targets, most, kind, own, forbidden)  # type: ignore[no-untyped-call]
     return RowLosses(*found)
 
 
@@ -162,6 +172,7 @@ class PackedModel(nn.Module):
         self.mask_slots = mask_slots
         self.correction: DraftCorrection | None = None
         self.mask_loss: MaskLoss = "ce"
+        self.forbidden: tuple[int, ...] = ()  # tokens that are never generated: mask rows do not learn to avoid them
         self.stop_at_wrong = False  # whether a mask group has no loss behind its first wrong prediction
         if traits.attention_hook == "interface":
             model.set_attn_implementation(NAME)
@@ -180,7 +191,8 @@ class PackedModel(nn.Module):
         self, ids: Tensor, positions: Tensor, visible: Tensor, targets: Tensor, mask_slots: Tensor, before: Tensor
     ) -> Tensor:
         learned = targets != IGNORED
-        losses = losses_of(self.logits(ids, positions, visible, learned), targets[learned], self.candidates)
+        logits = without(self.logits(ids, positions, visible, learned), self.forbidden)
+        losses = losses_of(logits, targets[learned], self.candidates)
         return self.sums_of(losses, targets[learned], mask_slots[learned], ids.gather(1, before)[learned])
 
     def sums_of(self, found: RowLosses, targets: Tensor, slots: Tensor, before: Tensor) -> Tensor:
@@ -332,15 +344,16 @@ class FrozenBaseModel(PackedModel):
         previous = ids.gather(1, before)[:, split:][learned]
         if not self.plain_head:
             logits, *_ = self.split_logits(ids, positions, visible, split, learned)
-            return self.sums_of(losses_of(logits, wanted, self.candidates), wanted, slots, previous)
+            losses = losses_of(without(logits, self.forbidden), wanted, self.candidates)
+            return self.sums_of(losses, wanted, slots, previous)
         _, hidden, base = self.split_logits(ids, positions, visible, split, learned, heads=0)
         own = None
         if self.mask_loss != "ce":
             firsts = split * torch.arange(len(ids), device=ids.device)[:, None]  # of each sample among all rows
             own = BaseRows(base.flatten(0, 1), (firsts + before[:, split:])[learned])
         head = cast(nn.Linear, self.model.get_output_embeddings())
-        found = head_loss(hidden, head.weight, head.bias, wanted, self.candidates, self.mask_loss, own)
-        return self.sums_of(found, wanted, slots, previous)
+        losses = head_loss(hidden, head.weight, head.bias, wanted, self.candidates, self.mask_loss, own, self.forbidden)
+        return self.sums_of(losses, wanted, slots, previous)
 
     def split_logits(
         self, ids: Tensor, positions: Tensor, visible: Tensor, split: int, wanted: Tensor, heads: int | None = None

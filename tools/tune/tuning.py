@@ -97,6 +97,9 @@ def _tune(job: TuningJob, callbacks: TrainingCallbacks, accelerator: Accelerator
         require_same(accelerator, {"training samples": prepared.digest()}, _SAME_INPUTS)
     batches = TrainingBatches(prepared, settings, tunable.tokens.mask)
     packed_model, merge = select_parameters(opened.job, tunable, opened.packed_model, accelerator)
+    if settings.method == "gated-lora":  # their logits cannot be trained
+        unforked = () if prepared.forked else tunable.tokens.fork_ids
+        packed_model.forbidden = (*tunable.tokens.forbidden, *unforked)
     validation = _validation_rows(opened)
     states.create(settings, opened.identity)
     training = Training(accelerator, packed_model, batches, settings)

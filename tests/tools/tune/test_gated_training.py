@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from spaceport.exporter.adapter_folder import EMBEDDINGS_FILE
@@ -31,7 +31,7 @@ from spaceport.tools.reference import checkpoint_runtime
 from spaceport.tools.tune import training
 from spaceport.tools.tune.job import TrainingCallbacks, TuningJob
 from spaceport.tools.tune.methods import train_token_embeddings
-from spaceport.tools.tune.settings import TrainingSettings
+from spaceport.tools.tune.settings import MaskLoss, TrainingSettings
 from spaceport.tools.tune.tuning import tune
 from spaceport.tools.verify.acceptance import Tally, measure
 from spaceport.tools.verify.answers import AnswerSegment, ReferenceAnswer, generate_answer, predict_segment
@@ -256,6 +256,27 @@ def test_drafts_or_forks_that_are_trained_further_leave_the_other_as_it_is(adapt
     assert torch.equal(input_rows(drafts).rows, input_rows(forking).rows)
     forks = adapters.trained("forks", replace(APART, max_steps=1, learning_rate=1e-12), adapter=forking)
     torch.testing.assert_close(input_rows(forks).rows, input_rows(forking).rows)
+
+
+@pytest.mark.parametrize("loss", ["ce", "kl"])
+def test_drafts_do_not_learn_to_avoid_tokens_that_are_never_generated(
+    adapters: Adapters, corrections: Adapters, tmp_path: Path, loss: MaskLoss
+) -> None:
+    def with_child_row_times(scale: float) -> Path:
+        folder = shutil.copytree(adapters.forking(), tmp_path / f"{scale}")
+        tables = load_file(folder / EMBEDDINGS_FILE)
+        child = open_checkpoint(TINY, TokenFlags(), adapter=folder).tokens.child
+        for name in tables.keys() - {"ids"}:
+            tables[name][tables["ids"] == child] *= scale
+        save_file(tables, folder / EMBEDDINGS_FILE)
+        return folder
+
+    settings, data = replace(SETTINGS, max_steps=2, mask_loss=loss), (corrections.data,)
+    own, negated = (
+        adapters.trained(f"{loss} {x}", settings, adapter=with_child_row_times(x), data=data) for x in (1.0, -1.0)
+    )
+    assert same(own, negated)
+    assert same(own, negated, FACTORS_FILE)
 
 
 def test_forks_are_trained_beside_a_gated_adapter_and_are_not_the_default(adapters: Adapters) -> None:

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from recipes.chat_prompts import prompts, titled_lists
+from recipes.own_prompts import own_prompts
 from spaceport.tools.cli import run
 from spaceport.tools.tune.conversations import read_conversations
 from spaceport.tools.tune.extract import Tree, extract
@@ -42,7 +43,8 @@ class Recipe:
 
     base: Path  # GGUF file or checkpoint folder
     work: Path
-    answers: int  # prompts of all kinds
+    answers: int  # prompts of all kinds, from templates
+    own: int  # prompts that the base model writes itself
     lists: int  # further prompts that ask for a list, with longer answers
     titled: int  # prompts that ask for a list whose items have titles, for the training of forks
     draft_time: str
@@ -82,7 +84,12 @@ def _steps(recipe: Recipe) -> Iterator[tuple[str, Step]]:
 
     yield "prompts.jsonl", lambda target: _write(target, prompts(recipe.answers, seed=0))
     yield "base.bundle", lambda target: _command("export", recipe.base, target, "--weights", "int8")
+    yield (
+        "own_prompts.jsonl",
+        lambda target: _write(target, own_prompts(recipe.file("base.bundle"), recipe.own, seed=0)),
+    )
     yield "answers.jsonl", distill("prompts.jsonl", _ANSWER)
+    yield "own_answers.jsonl", distill("own_prompts.jsonl", _ANSWER)
     yield "list_prompts.jsonl", write_list_prompts
     yield "list_answers.jsonl", distill("list_prompts.jsonl", _LIST)
     yield "train.jsonl", partial(_split, recipe)
@@ -96,7 +103,7 @@ def _steps(recipe: Recipe) -> Iterator[tuple[str, Step]]:
 
 
 def _split(recipe: Recipe, target: Path) -> None:
-    lines = _read(recipe.file("answers.jsonl"))
+    lines = [*_read(recipe.file("answers.jsonl")), *_read(recipe.file("own_answers.jsonl"))]
     _write(recipe.file("validation.jsonl"), lines[::_VALIDATION])
     kept = [line for number, line in enumerate(lines) if number % _VALIDATION]
     _write(target, [*kept, *_read(recipe.file("list_answers.jsonl"))])
@@ -150,7 +157,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Train the adapter of the chat demo in a work folder.")
     parser.add_argument("work", type=Path)
     parser.add_argument("--base", type=Path, required=True, help="GGUF file or checkpoint folder of the base model")
-    parser.add_argument("--answers", type=int, default=2528, help="number of generated prompts")
+    parser.add_argument("--answers", type=int, default=2528, help="number of prompts from templates")
+    parser.add_argument("--own", type=int, default=2000, help="number of prompts that the base model writes itself")
     parser.add_argument("--lists", type=int, default=128, help="number of further prompts that ask for a list")
     parser.add_argument("--titled", type=int, default=160, help="number of prompts for lists with titles, for forks")
     parser.add_argument("--draft-time", default="96m", help="training time of the drafts")

@@ -14,6 +14,7 @@ import pytest
 from recipes import chat_adapter
 from recipes.chat_adapter import Recipe, follow
 from recipes.chat_prompts import prompts, titled_lists
+from recipes.own_prompts import own_prompts
 from support.paths import ROOT
 
 HELD_OUT = ROOT / "tools" / "demo" / "chat" / "heldout.jsonl"
@@ -47,6 +48,15 @@ def test_the_evaluation_has_25_prompts_of_each_kind_and_none_of_them_is_generate
     assert not generated & {turn for turns in turns_of(held_out) for turn in turns}
 
 
+def test_own_prompts_are_finished_messages_of_the_model_that_follow_the_seed(tiny_bundle: Path) -> None:
+    own = own_prompts(tiny_bundle, 3, seed=1, most=144)
+    assert own == own_prompts(tiny_bundle, 3, seed=1, most=144) != own_prompts(tiny_bundle, 3, seed=2, most=144)
+    assert len(set(turns_of(own))) == 3
+    assert all(12 <= len(text) <= 400 and text == text.strip() for (text,) in turns_of(own))
+    with pytest.raises(ValueError, match="expected 3000: ask for fewer"):
+        own_prompts(tiny_bundle, 3000, seed=1, most=4)
+
+
 PLAIN_LIST = "1. Red\n2. Green\n3. Blue"
 PARAGRAPHS = "\n\n".join(f"This is sentence number {name}. It has another one." for name in ("one", "two", "three"))
 FORKING = "1. Red: the colour of fire\n2. Green: the colour of grass\n3. Blue: the colour of the sea"
@@ -75,25 +85,26 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         return 0
 
     monkeypatch.setattr(chat_adapter, "run", run)
+    monkeypatch.setattr(chat_adapter, "own_prompts", lambda bundle, wanted, seed: [{"prompt": str(seed)}] * wanted)
     return given
 
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Recipe:
-    return Recipe(Path("base.gguf"), tmp_path / "work", 64, 8, 4, "1m", "10s", True)
+    return Recipe(Path("base.gguf"), tmp_path / "work", 64, 16, 8, 4, "1m", "10s", True)
 
 
 def test_the_recipe_runs_its_commands_in_order(recipe: Recipe, commands: list[list[str]]) -> None:
     assert follow(recipe) == recipe.work / "adapter"
-    assert [words[0] for words in commands] == ["export", "distill", "distill", "tune", "distill", "tune"]
-    drafts, forks = commands[3], commands[5]
+    assert [words[0] for words in commands] == ["export", *["distill"] * 3, "tune", "distill", "tune"]
+    drafts, forks = commands[4], commands[6]
     assert drafts[1:4] == ["base.gguf", str(recipe.work / "drafts"), str(recipe.work / "train.jsonl")]
     assert drafts[drafts.index("--time-budget") + 1] == "1m"
     assert forks[forks.index("--adapter") + 1] == str(recipe.work / "drafts")
     assert forks[forks.index("--time-budget") + 1] == "10s"
     # one answer in forty is held out, and no list
     sizes = {name: len((recipe.work / name).read_text().splitlines()) for name in ("train.jsonl", "validation.jsonl")}
-    assert sizes == {"train.jsonl": 48 + 55, "validation.jsonl": 2}
+    assert sizes == {"train.jsonl": 97 + 55, "validation.jsonl": 3}
     # only finished lists with titles teach forks, beside as many plain answers
     lines = (recipe.work / "forks.jsonl").read_text().splitlines(keepends=True)
     assert lines == [answered(FORKING)] * 2 + [answered(PLAIN_LIST), answered("Yes.")]
@@ -103,7 +114,7 @@ def test_the_recipe_runs_its_commands_in_order(recipe: Recipe, commands: list[li
     commands.clear()
     drafting = replace(recipe, work=recipe.work.with_name("other"), fork_time=None)  # it learns to draft only
     assert follow(drafting) == drafting.work / "drafts"
-    assert [words[0] for words in commands] == ["export", "distill", "distill", "tune"]
+    assert [words[0] for words in commands] == ["export", *["distill"] * 3, "tune"]
 
 
 def test_a_step_with_a_result_is_not_repeated(recipe: Recipe, commands: list[list[str]]) -> None:

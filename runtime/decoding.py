@@ -164,7 +164,7 @@ class Decoding:
         object.__setattr__(self, "stop_token_ids", self._stop_token_ids())
         check_options(self)
         if not isinstance(self.sampling, Sampling):
-            raise OptionFault(f"sampling is {self.sampling!r}: expected a Sampling")
+            raise OptionFault(f"sampling is {self.sampling!r}: expected a Sampling, such as Sampling(temperature=0.8)")
         if not isinstance(self.grammar, Grammar | None):
             raise OptionFault(f"grammar is {self.grammar!r}: expected a Grammar, such as Grammar(regex='[a-z]+')")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from difflib import get_close_matches
 from functools import cache, wraps
-from inspect import getdoc, signature
+from inspect import Parameter, getdoc, signature
 from textwrap import fill
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -151,26 +151,37 @@ def names_options(callee: Callee) -> Callee:
         try:
             return function(*positional, **options)
         except TypeError:
-            unknown = {name: value for name, value in options.items() if name not in signature(function).parameters}
-            if not unknown:
-                raise
-            raise OptionFault(_advice(function, unknown)) from None
+            parameters = signature(function).parameters
+            unknown = {name: value for name, value in options.items() if name not in parameters}
+            if unknown:
+                raise OptionFault(_advice(function, unknown)) from None
+            by_name = [name for name, entry in parameters.items() if entry.kind is Parameter.KEYWORD_ONLY]
+            places = len(parameters) - len(by_name)
+            if by_name and len(positional) > places:
+                called, value = _called(function), reprlib.repr(positional[places])
+                options_named = f"{called}(NAME=…) with one of {', '.join(by_name)}"
+                raise OptionFault(f"{called} got {value} without a name: expected {options_named}") from None
+            raise
 
     return checked  # type: ignore[return-value]
 
 
+def _called(function: Callable[..., Any]) -> str:
+    """The name of a function, method or class as it is called."""
+    return function.__qualname__.removesuffix(".__init__")
+
+
 def _advice(function: Callable[..., Any], unknown: dict[str, Any]) -> str:
     """What is wrong with a call with these unknown options, and what to write instead."""
-    called = function.__qualname__.removesuffix(".__init__")
-    (name, value), *_ = unknown.items()
     known = [parameter for parameter in signature(function).parameters if parameter not in ("self", "cls")]
+    (name, value), *_ = unknown.items()
     if arguments := _arguments(function, unknown):
         expected = ", ".join(arguments)
     elif close := get_close_matches(name, known, 1):
         expected = f"{close[0]}={reprlib.repr(value)}"
     else:
         expected = f"one of {', '.join(known)}"
-    return f"{called} has no option {name} (got {reprlib.repr(value)}): expected {expected}"
+    return f"{_called(function)} has no option {name} (got {reprlib.repr(value)}): expected {expected}"
 
 
 def _arguments(function: Callable[..., Any], options: dict[str, Any]) -> list[str]:

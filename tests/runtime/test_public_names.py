@@ -100,5 +100,6 @@ def test_a_missing_argument_is_pythons_error() -> None:
 
 
 def test_the_kind_of_a_grammar_is_named() -> None:
-    with pytest.raises(TypeError, match="positional"):
+    message = r"Grammar got 'json_schema' without a name: expected Grammar\(NAME=…\) with one of regex, json_schema, "
+    with pytest.raises(OptionFault, match=message):
         Grammar("json_schema", "{}")  # type: ignore[call-arg, misc]

@@ -48,7 +48,7 @@ PACKAGES = {
     "peft": ("tune", "low-rank adapters"),
     "matplotlib": ("tune", "plots"),
 }
-
+_FOR_GPUS = ("gpu", "tensorrt", "tensorrt-rtx")  # extras
 
 _EXACTNESS = (
     "bit-identical: a drafted row has the same result as the row alone. Attention adds up in the order of the KV slots: "
@@ -222,10 +222,11 @@ def _problems() -> list[dict[str, Any]]:
 
 def _install(package: str, versions: dict[str, str | None]) -> str | None:
     """The command that installs a package; nothing if it is installed, another one replaces it, or it needs a GPU."""
-    command = install_command(PACKAGES[package][0])
+    extra = PACKAGES[package][0]
+    command = install_command(extra)
     if versions[package] or (package == "onnxruntime" and versions["onnxruntime-gpu"]):
         return None
-    if package == "onnxruntime-gpu" and no_gpu():
+    if extra in _FOR_GPUS and no_gpu():
         return None
     if package == "onnxruntime-gpu" and versions["onnxruntime"]:  # they overwrite each other
         return f"pip uninstall -y onnxruntime && {command}"

@@ -81,9 +81,12 @@ def test_packages_for_a_gpu_are_offered_where_there_is_one(
     no_probes: None, monkeypatch: pytest.MonkeyPatch, capfd: Capture, reason: str | None
 ) -> None:
     monkeypatch.setattr(doctor, "no_gpu", lambda: reason)
+    monkeypatch.setattr(doctor, "_version", lambda package: None)
     run(["doctor"])
-    offered = install_command("gpu") in capfd.readouterr().out
-    assert offered == (reason is None)
+    shown = capfd.readouterr().out
+    for extra in ("gpu", "tensorrt", "tensorrt-rtx"):
+        assert (install_command(extra) in shown) == (reason is None)
+    assert install_command("cpu") in shown
 
 
 def test_a_library_that_crashes_its_process_is_not_ready() -> None:

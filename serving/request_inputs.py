@@ -286,6 +286,8 @@ def _structured(outputs: StructuredOutputs, whitespace: bool) -> list[Grammar]:
         if not outputs.choice or not all(outputs.choice):
             raise Failure(400, "structured_outputs.choice has no text or an empty one: expected several texts")
         grammars.append(Grammar(regex="|".join(_literal(text) for text in outputs.choice)))
+    if not grammars:
+        raise Failure(400, "structured_outputs is empty: expected json, regex or choice", param="structured_outputs")
     return grammars
 
 
@@ -295,7 +297,8 @@ def _formatted(response_format: ResponseFormat, whitespace: bool) -> list[Gramma
     if response_format.type == "json_object":
         return [Grammar(json_schema={"type": "object"}, json_whitespace=whitespace)]
     if response_format.json_schema is None:
-        raise Failure(400, "response_format has no json_schema: expected one with a schema", param="response_format")
+        expected = '{"type": "json_schema", "json_schema": {"schema": …}}'
+        raise Failure(400, f"response_format has no json_schema: expected {expected}", param="response_format")
     return [Grammar(json_schema=response_format.json_schema.schema, json_whitespace=whitespace)]
 
 

@@ -246,6 +246,11 @@ ERRORS: list[tuple[dict[str, Any], str]] = [
         "'json': expected one of text, json_object, json_schema",
     ),
     ({"spaceport": {"draft": "list"}}, "spaceport.draft: Invalid enum value 'list': expected one of chain, tree"),
+    (
+        {"response_format": {"type": "json_schema", "schema": {}}, "messages": MESSAGES},
+        'no json_schema: expected {"type": "json_schema", "json_schema": {"schema": …}}',
+    ),
+    ({"structured_outputs": {"type": "json"}}, "structured_outputs is empty: expected json, regex or choice"),
     ({"prompt": []}, "prompt is empty"),
     ({"prompt": ["a", 3]}, "prompt mixes texts and token ids"),
     ({"suffix": "end"}, "suffix is not supported"),

@@ -67,7 +67,7 @@ def inspect(
     signed = signature_of(opened)
     length = seq_len(opened.manifest, max_seq_len)
     memory = memory_of(opened.manifest, requests, length, slots_for(length, max_slots))
-    exactness = known_exactness(opened, _CPU, "cpu", EngineOptions(memory["slots"], requests))
+    exactness = known_exactness(opened, _CPU, "cpu", EngineOptions(memory["slots"], requests, threads=0))
     if as_json:
         show_json(
             {

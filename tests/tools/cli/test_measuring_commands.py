@@ -51,6 +51,19 @@ LINES = (
 )
 
 
+def test_inspect_says_how_exact_drafts_are_once_a_bundle_was_opened(
+    tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Capture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert run(["inspect", str(tiny_bundle)]) == OK
+    assert re.search("^drafted text here +not measured yet", capfd.readouterr().out, re.MULTILINE)
+    assert run(["generate", str(tiny_bundle), "import re", "--max-tokens", "1"]) == OK
+    capfd.readouterr()
+    assert run(["inspect", str(tiny_bundle)]) == OK
+    shown = "^drafted text here +(bit-identical|equal unless two tokens are equally likely)"
+    assert re.search(shown, capfd.readouterr().out, re.MULTILINE)
+
+
 def call(*arguments: object) -> Result:
     return CliRunner().invoke(cli, ["acceptance", *map(str, arguments)])
 

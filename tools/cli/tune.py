@@ -30,6 +30,7 @@ from spaceport.tools.terminal.screen import show_json
 from spaceport.tools.tune.settings import (
     DEFAULT,
     DEFAULT_CUTOFF,
+    DEFAULT_MASK_SLOTS,
     MaskLoss,
     Method,
     Objective,
@@ -129,7 +130,13 @@ _objective = options(
             "(embeddings)."
         ),
     ),
-    _setting("--mask-slots", "K", "Mask slots behind a token: draft tokens per step."),
+    _setting(
+        "--mask-slots",
+        "K",
+        "Mask slots behind a token: draft tokens per step.",
+        type=int,
+        show_default=f"as in the checkpoint or adapter, else {DEFAULT_MASK_SLOTS}",
+    ),
     click.option("--distinct", is_flag=True, help="Use one mask token per mask slot instead of one shared mask token."),
     click.option(
         "--mask-group",

@@ -30,7 +30,7 @@ from spaceport.graphs.mechanism import DraftCorrection, Factors, InputRows, embe
 from spaceport.graphs.traits import UnsupportedModel
 from spaceport.tools.tune.job import TuningJob
 from spaceport.tools.tune.packed_model import PackedModel, frozen_base_model_of
-from spaceport.tools.tune.settings import TrainingSettings
+from spaceport.tools.tune.settings import DEFAULT_MASK_SLOTS, TrainingSettings
 from spaceport.tools.tune.tunable_model import TunableModel, embedding_rows
 
 _INPUT, _OUTPUT = "trained_rows", "trained_output_rows"
@@ -214,7 +214,9 @@ def adapter_settings(settings: TrainingSettings, checkpoint: Checkpoint) -> Trai
     adapter, correction = checkpoint.mechanism(MaskAdapter), checkpoint.mechanism(Factors)
     layout = checkpoint.drafts.layout
     shift, group = settings.shift, settings.group
-    settings = replace(settings, shift=layout.shift if shift is None else shift, group=group or layout.group)
+    slots = settings.mask_slots or checkpoint.drafts.mask_slots or DEFAULT_MASK_SLOTS
+    shift = layout.shift if shift is None else shift
+    settings = replace(settings, mask_slots=slots, shift=shift, group=group or layout.group)
     if correction is not None and settings.drafts:
         if settings.correction_rank not in (0, correction.rank):
             raise OptionFault(

@@ -11,6 +11,7 @@ from spaceport.graphs.contract.faults import OptionFault
 
 Objective = Literal["sar", "apar", "both"]
 MAX_CORRECTION_RANK = 512
+DEFAULT_MASK_SLOTS = 5
 DEFAULT_CUTOFF = 2048  # tokens; lower for a model with fewer positions
 
 Method = Literal["full", "lora", "gated-lora", "embeddings"]
@@ -27,7 +28,7 @@ class TrainingSettings:
     objective: Objective = "sar"
     method: Method = "full"
     # Draft training
-    mask_slots: int = 5
+    mask_slots: int | None = None  # None: as in the checkpoint, else DEFAULT_MASK_SLOTS
     distinct: bool = False  # one mask token per mask row of a group instead of one shared mask token
     shift: bool | None = None  # whether mask rows predict the token after their position; None: as in the checkpoint
     group: Group | None = None  # the mask rows that a mask row sees; None: as in the checkpoint
@@ -112,7 +113,7 @@ class TrainingSettings:
     @property
     def slots(self) -> int:
         """Number of mask slots that are trained."""
-        return self.mask_slots if self.drafts else 0
+        return (self.mask_slots or DEFAULT_MASK_SLOTS) if self.drafts else 0
 
     @property
     def mask_layout(self) -> MaskLayout:

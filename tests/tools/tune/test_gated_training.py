@@ -185,11 +185,14 @@ def test_a_time_budget_ends_the_training_and_its_learning_rate(
 
 def test_an_adapter_is_trained_further_with_its_rank(adapters: Adapters) -> None:
     first = adapters.drafting()
-    still = replace(SETTINGS, learning_rate=1e-12, max_steps=1, rank=9, alpha=1.0)
+    still = replace(SETTINGS, learning_rate=1e-12, max_steps=1, rank=9, alpha=1.0, mask_slots=None)
     unchanged = adapters.trained("same", still, adapter=first)
     assert same(unchanged, first)
-    entry = json.loads((unchanged / "sar_config.json").read_text())["mechanisms"]["mask_adapter"]
-    assert (entry["rank"], entry["alpha"]) == (2, 32.0)
+    config = json.loads((unchanged / "sar_config.json").read_text())
+    entry = config["mechanisms"]["mask_adapter"]
+    assert (config["mask_slots"], entry["rank"], entry["alpha"]) == (3, 2, 32.0)
+    more = adapters.trained("more", replace(still, mask_slots=4), adapter=first)
+    assert json.loads((more / "sar_config.json").read_text())["mask_slots"] == 4
 
 
 def test_options_that_an_adapter_determines_are_refused(
@@ -215,7 +218,7 @@ def test_the_layout_of_mask_slots_is_written_and_kept_by_a_further_training(adap
     first = adapters.trained("block", replace(once, shift=False, group="block"))
     written = read_sar_config(first)
     assert written.layout == MaskLayout(shift=False, group="block")
-    assert len(written.mask_tokens or ()) == once.mask_slots + 1
+    assert len(written.mask_tokens or ()) == once.slots + 1
     for folder in (first, adapters.trained("further block", once, adapter=first)):
         opened = open_checkpoint(TINY, TokenFlags(), adapter=folder)
         assert (opened.drafts.layout, opened.drafts.mask_slots) == (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -186,6 +187,12 @@ class _KvCache(Cache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
+
+
+def cache_argument(model: nn.Module, cache: Cache) -> dict[str, Cache]:
+    """The argument of a model's forward that takes a cache: transformers renamed it in version 5.24."""
+    renamed = "cache" in inspect.signature(model.forward).parameters
+    return {"cache" if renamed else "past_key_values": cache}
 
 
 class SlotCache(_KvCache):

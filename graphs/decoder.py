@@ -102,7 +102,7 @@ class Decoder(nn.Module):
                 input_ids=named["input_ids"],
                 position_ids=named["position_ids"],
                 attention_mask=mask,
-                past_key_values=cache,
+                **attention.cache_argument(self.model, cache),
                 use_cache=True,
             )
         logits = output.logits

@@ -198,12 +198,8 @@ def refuse_by_config(model: PreTrainedModel) -> None:
             "takes no position_ids: its positions come from the order of its cache (ALiBi) or from a recurrent state; "
             "expected rotary or learned positions",
         )
-    if "past_key_values" not in parameters and "cache" in parameters:
-        refuse(
-            model, "is that of a newer transformers: expected a version before 5.24: pip install 'transformers<5.24'"
-        )
-    if "past_key_values" not in parameters:
-        refuse(model, "has no KV cache: expected a model that takes past_key_values")
+    if not {"past_key_values", "cache"} & set(parameters):
+        refuse(model, "has no KV cache: expected a model that takes past_key_values or cache")
     if getattr(config, "use_bidirectional_attention", None):
         refuse(model, "has bidirectional attention: expected causal attention")
     if model.get_output_embeddings() is None:
@@ -222,9 +218,8 @@ def probe(model: PreTrainedModel) -> Traits:
     previous = model.config._attn_implementation
     try:
         with model_errors(model), _recording(model, attention_hook, calls):
-            output = model(
-                input_ids=ids, position_ids=ids - 1, attention_mask=mask, past_key_values=cache, use_cache=True
-            )
+            named_cache = attention.cache_argument(model, cache)
+            output = model(input_ids=ids, position_ids=ids - 1, attention_mask=mask, use_cache=True, **named_cache)
     finally:
         if attention_hook == "interface":
             model.set_attn_implementation(previous)

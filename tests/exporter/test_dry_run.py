@@ -6,6 +6,7 @@ et al., 2023). Vicuna 7B v1.5 and 13B v1.5 have the sizes of Llama 2.
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -96,13 +97,21 @@ def test_what_an_export_would_refuse_is_refused(tmp_path: Path) -> None:
         dry_run(gpt2, ExportOptions(weights="int4", requested_activations="float"))
 
 
-def test_models_of_a_newer_transformers_are_refused_by_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    def forward(self: object, input_ids: Tensor, position_ids: Tensor, cache: object) -> None:
-        """As from version 5.24 on."""
+def test_the_cache_is_passed_as_the_argument_that_a_model_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    here, forward = dry_run(TINY, ExportOptions()), LlamaForCausalLM.forward
+    (name,) = {"cache", "past_key_values"} & inspect.signature(forward).parameters.keys()
 
-    monkeypatch.setattr(LlamaForCausalLM, "forward", forward)
-    with pytest.raises(UnsupportedModel, match=r"newer transformers: .*pip install 'transformers<5.24'"):
-        dry_run(TINY, ExportOptions())
+    def with_cache(self: Any, input_ids: Tensor, position_ids: Tensor, cache: object, **others: Any) -> object:
+        """As from version 5.24 of transformers on."""
+        return forward(self, input_ids=input_ids, position_ids=position_ids, **{name: cache}, **others)
+
+    def with_past(self: Any, input_ids: Tensor, position_ids: Tensor, past_key_values: object, **others: Any) -> object:
+        """As before."""
+        return forward(self, input_ids=input_ids, position_ids=position_ids, **{name: past_key_values}, **others)
+
+    for other in (with_cache, with_past):
+        monkeypatch.setattr(LlamaForCausalLM, "forward", other)
+        assert dry_run(TINY, ExportOptions()) == here
 
 
 LAYER = 4 * 2048 * 2048 + 3 * 2048 * 8192 + 2 * 2048  # parameters of a layer of `found`

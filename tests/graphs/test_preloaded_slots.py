@@ -22,7 +22,7 @@ from transformers import DynamicCache, PreTrainedModel
 from spaceport.exporter.checkpoint import TokenFlags, load_model, open_checkpoint
 from spaceport.exporter.checkpoint_source import quiet_libraries
 from spaceport.exporter.mechanisms import write_mechanisms
-from spaceport.graphs.attention import PRELOADED_SLOTS, additive_mask, attention_interface
+from spaceport.graphs.attention import PRELOADED_SLOTS, additive_mask, attention_interface, cache_argument
 from spaceport.graphs.decoder import decoder_of
 from spaceport.graphs.gated import Gate
 from spaceport.graphs.preloaded_slots import LayerSlots, PreloadedSlots
@@ -68,7 +68,7 @@ def reference_logits(model: PreTrainedModel, slots: PreloadedSlots) -> NDArray[n
             input_ids=torch.tensor([IDS]),
             position_ids=torch.tensor([POSITIONS]),
             attention_mask=mask[None, None],
-            past_key_values=cache,
+            **cache_argument(model, cache),
         )
     return output.logits[0].numpy()  # type: ignore[no-any-return]
 

@@ -370,7 +370,7 @@ class FrozenBaseModel(PackedModel):
                 input_ids=ids[:, :split],
                 position_ids=positions[:, :split],
                 attention_mask=self._mask(visible[:, :split, :split], positions[:, :split], positions[:, :split]),
-                past_key_values=prefix,
+                **attention.cache_argument(self.model.base_model, prefix),
                 use_cache=True,
             )
         states: list[Tensor] = []
@@ -384,7 +384,7 @@ class FrozenBaseModel(PackedModel):
                 input_ids=ids[:, split:],
                 position_ids=positions[:, split:],
                 attention_mask=self._mask(visible[:, split:], positions[:, split:], positions),
-                past_key_values=RecordedPrefix(prefix),
+                **attention.cache_argument(self.model, RecordedPrefix(prefix)),
                 use_cache=True,
             )
         return cast(Tensor, output.logits)[0].float(), states[0], cast(Tensor, base.last_hidden_state)

@@ -7,6 +7,7 @@ import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NoReturn, cast
 
 import numpy as np
@@ -183,9 +184,9 @@ def load_gguf_weights(file: GgufFile, config: PreTrainedConfig, dtype: torch.dty
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # reported by name
         )
-    remove_quantizer(model)
-    mapper: Any = TENSOR_PROCESSORS.get(file.architecture, TensorProcessor)
-    used: dict[str, str] = get_gguf_hf_weights_map(model, mapper(config=model.config.to_dict()))
+        remove_quantizer(model)
+        mapper: Any = TENSOR_PROCESSORS.get(file.architecture, TensorProcessor)
+        used: dict[str, str] = get_gguf_hf_weights_map(model, mapper(config=model.config.to_dict()))
     ignored = sorted(file.tensors.keys() - used.keys())  # such as RoPE factors
     if ignored:
         file.refuse(
@@ -230,7 +231,9 @@ def _long_size(data: Any, start: int, kind: int) -> int:
 
 @contextmanager
 def _lean_loader() -> Iterator[None]:
-    """The time in which transformers loads GGUF files without progress bars, long texts and the items of long arrays."""
+    """The time in which transformers loads GGUF files without progress bars, long texts and the items of long arrays.
+
+    It makes the map of tensor names for each module: 12 of 14 s of loading a model with 794 modules."""
     import gguf
 
     class LeanReader(gguf.GGUFReader):
@@ -242,9 +245,10 @@ def _lean_loader() -> Iterator[None]:
 
     loader: Any = modeling_gguf_pytorch_utils
     package: Any = gguf
-    before = loader.tqdm, package.GGUFReader
+    before = loader.tqdm, package.GGUFReader, package.get_tensor_name_map
     loader.tqdm, package.GGUFReader = (lambda items, **options: items), LeanReader
+    package.get_tensor_name_map = cache(package.get_tensor_name_map)
     try:
         yield
     finally:
-        loader.tqdm, package.GGUFReader = before
+        loader.tqdm, package.GGUFReader, package.get_tensor_name_map = before

@@ -34,7 +34,7 @@ from spaceport.graphs.integer_attention import is_quantizable
 from spaceport.graphs.quantization import Quantization
 from spaceport.graphs.quantize import integer_modules, quantize_model
 from spaceport.graphs.rotation import is_rotatable
-from spaceport.graphs.streamed_weights import return_free_memory, source_of
+from spaceport.graphs.streamed_weights import source_of
 from spaceport.graphs.traits import Traits, class_name
 
 Prompt = str | Sequence[Mapping[str, str]]  # text, or chat messages
@@ -286,7 +286,7 @@ def build_decoder(
             stored,
             prompt_tokens(checkpoint, options.calibrate) if calibrates else (),
             added_tokens(checkpoint, model) if calibrates else (),
-            partial(_report_layers, on_stage),
+            partial(_report, on_stage),
             kv_cache_of(model, options) if calibrates else "same",
         )
         # Not converted if the type is the same: rotary frequencies stay in float32 whatever the type of the weights.
@@ -296,11 +296,10 @@ def build_decoder(
         return decoder_of(model, options.lowering, options.attention_implementation, quantization)
 
 
-def _report_layers(on_stage: OnStage, done: int, total: int) -> None:
-    """Report every quarter of the layers."""
-    return_free_memory()
+def _report(on_stage: OnStage, sentence: str, done: int, total: int) -> None:
+    """Report every quarter of a part of the work."""
     if reaches_quarter(done - 1, done, total):
-        on_stage(f"quantized {done} of {total} layers")
+        on_stage(sentence.format(done, total))
 
 
 def prompt_tokens(checkpoint: Checkpoint, prompts: Sequence[Prompt]) -> tuple[Tensor, ...]:

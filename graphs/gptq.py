@@ -8,8 +8,10 @@ inputs that come from the rounded earlier ones, and one layer at a time is in me
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import count
 from typing import Any, cast
 
 import torch
@@ -21,7 +23,7 @@ from spaceport.graphs.decoder import decoder_layers
 from spaceport.graphs.gated import uniform_rows
 from spaceport.graphs.integer_attention import AttentionRecorder
 from spaceport.graphs.quantization import QuantizedWeight, WeightFormat, block_of, replace_weight
-from spaceport.graphs.streamed_weights import stored_beside, values_of
+from spaceport.graphs.streamed_weights import return_free_memory, stored_beside, values_of
 
 _TEXTS = 64
 _LENGTH = 40  # sampled tokens of each text
@@ -32,8 +34,8 @@ _DAMPING = 0.01  # added to the Hessian's diagonal, relative to its mean
 _BLOCK = 128  # columns whose errors are passed on to the later ones together
 _WIDEST = 4096  # inputs of a Hessian; those of a wider layer are split, and errors stay within a part
 
-# Called with the number of decoder layers that are rounded, and of all.
-OnLayers = Callable[[int, int], None]
+# Called with a sentence that has places for two numbers, with what is done, and with its total.
+OnProgress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +47,10 @@ class CalibrationTexts:
 
 
 def calibration_texts(
-    model: PreTrainedModel, prompts: Sequence[Tensor] = (), excluded: Sequence[int] = ()
+    model: PreTrainedModel,
+    prompts: Sequence[Tensor] = (),
+    excluded: Sequence[int] = (),
+    on_progress: OnProgress = lambda sentence, done, total: None,
 ) -> CalibrationTexts:
     """Samples of a model after random single tokens and after the given prompts, the same in each call.
 
@@ -63,7 +68,9 @@ def calibration_texts(
     rows = [starts[number % len(starts)] for number in range(min(max(_TEXTS, len(starts)), most))]
     ids = torch.stack([nn.functional.pad(row, (longest - len(row), 0)) for row in rows])
     real = torch.stack([torch.arange(longest) >= longest - len(row) for row in rows])
-    with torch.random.fork_rng():
+    done, sentence = count(1), "sampled {} of {} tokens of each text to calibrate with"
+    watched = model.register_forward_hook(lambda *_: on_progress(sentence, next(done), length))
+    with torch.random.fork_rng(), hooked([watched]):
         torch.manual_seed(0)
         sampled = model.generate(  # type: ignore[operator]
             ids.to(model.device),
@@ -100,7 +107,7 @@ def rounded_layers(
     modules: Mapping[str, nn.Linear],
     texts: CalibrationTexts,
     form: WeightFormat,
-    on_layers: OnLayers = lambda done, total: None,
+    on_progress: OnProgress = lambda sentence, done, total: None,
     recorder: AttentionRecorder | None = None,
 ) -> tuple[dict[str, QuantizedWeight], dict[str, float]]:
     """These modules in a format, and the relative error of each weight. The modules get the weights of the codes.
@@ -116,69 +123,68 @@ def rounded_layers(
         errors[name] = replace_weight(weight, layers[name].of_outputs)
 
     names = {module: name for name, module in modules.items()}
-    with uniform_rows(model, False), ExitStack() as attached:
-        calls = _calls(model, texts)
-        if recorder is not None:
-            attached.enter_context(recorder.attached(model))
-        states = calls[0].states if calls else torch.empty(0)
-        for number, call in enumerate(calls, 1):
-            inside = {names[module]: module for module in call.layer.modules() if module in names}
-            with _inputs(inside, texts.real) as inputs:
-                call.output(states)
-            for shared in inputs:
-                parts = [_Part(*_inverse_factor(hessian), hessian.diagonal()) for hessian in shared.hessians]
-                for name in shared.names:
-                    put(name, _rounded(values_of(modules[name].weight).float(), parts, form))
-            with nullcontext() if recorder is None else recorder.measuring():
-                states = call.output(states)
-            on_layers(number, len(calls))
+
+    def round_layer(layer: nn.Module, run: Callable[[], object]) -> None:
+        inside = {names[module]: module for module in layer.modules() if module in names}
+        with _inputs(inside, texts.real) as inputs:
+            run()
+        for shared in inputs:
+            parts = [_Part(*_inverse_factor(hessian), hessian.diagonal()) for hessian in shared.hessians]
+            for name in shared.names:
+                put(name, _rounded(values_of(modules[name].weight).float(), parts, form))
+
+    with uniform_rows(model, False):
+        _run(model, texts, round_layer, on_progress, recorder)
     for name in modules.keys() - layers.keys():
         put(name, form.nearest(modules[name].weight))
     return layers, errors
 
 
-@dataclass(frozen=True)
-class _Call:
-    """A decoder layer, and what it was called with."""
-
-    layer: nn.Module
-    states: Tensor
-    others: tuple[Any, ...]
-    named: dict[str, Any]
-
-    def output(self, states: Tensor) -> Tensor:
-        """The layer's output for other hidden states."""
-        output = self.layer(states, *self.others, **self.named)
-        return output if isinstance(output, Tensor) else output[0]
-
-
 class _Stop(Exception):
-    """Ends a run of the model before its last layer."""
+    """Ends a run of the model before its output embedding."""
 
 
-def _calls(model: PreTrainedModel, texts: CalibrationTexts) -> list[_Call]:
-    """The calls of the decoder layers; empty if a layer takes anything but the output of the one before it."""
+def _run(
+    model: PreTrainedModel,
+    texts: CalibrationTexts,
+    round_layer: Callable[[nn.Module, Callable[[], object]], None],
+    on_progress: OnProgress,
+    recorder: AttentionRecorder | None,
+) -> None:
+    """Run a model on the texts; each decoder layer is rounded first, by a function that can run it on the same inputs.
+
+    Layers that do not run in the order of their numbers are not rounded, nor are those after them."""
     layers = decoder_layers(model, int(model.config.get_text_config().num_hidden_layers))
-    calls: list[_Call] = []
-    outputs: list[Tensor] = []
+    begun: list[nn.Module] = []
+    rounded: list[nn.Module] = []
 
     def before(layer: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        others = {name: value for name, value in named.items() if name != "hidden_states"}
-        states = arguments[0] if arguments else named["hidden_states"]
-        chained = not outputs or states is outputs[-1]
-        if chained:
-            calls.append(_Call(layer, states if not outputs else torch.empty(0), arguments[1:], others))
-        if not chained or layer is layers[-1]:
+        if layer in begun:
+            return
+        if layer is not layers[len(begun)]:
             raise _Stop
+        if not begun and recorder is not None:  # the masks exist now
+            attached.enter_context(recorder.attached(model))
+        begun.append(layer)
+        round_layer(layer, partial(layer, *arguments, **named))
+        rounded.append(layer)
+        return_free_memory()
+        on_progress("quantized {} of {} layers", len(rounded), len(layers))
+        if recorder is not None:
+            measured.enter_context(recorder.measuring())
 
     def after(layer: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
-        outputs[:] = [output if isinstance(output, Tensor) else output[0]]
+        measured.close()
+        if len(rounded) == len(layers):
+            raise _Stop
 
+    # prepended, since a streamed layer reads its weights in a hook
     handles = [layer.register_forward_pre_hook(before, with_kwargs=True, prepend=True) for layer in layers]
     handles += [layer.register_forward_hook(after) for layer in layers]
-    with hooked(handles), suppress(_Stop):
+    with hooked(handles), suppress(_Stop), ExitStack() as attached, ExitStack() as measured:
         model(input_ids=texts.ids, attention_mask=texts.real.long(), use_cache=False)
-    return calls if len(calls) == len(layers) else []
+    if recorder is not None and len(rounded) < len(layers):
+        recorder.scales.clear()
 
 
 @dataclass(eq=False)
@@ -232,13 +238,26 @@ class _Part:
 
 
 def _inverse_factor(hessian: Tensor) -> tuple[Tensor, Tensor]:
-    """The upper Cholesky factor of the inverse of a damped Hessian, and the order of columns that it is for."""
-    diagonal = hessian.diagonal()
-    order = diagonal.argsort(descending=True)
+    """The upper Cholesky factor of the inverse of a damped Hessian, and the order of columns that it is for.
+
+    It is the inverse of the lower factor of the Hessian with its rows and columns backwards."""
+    order = hessian.diagonal().argsort(descending=True)
     damped = hessian.double()[order][:, order]
-    damped.diagonal().add_(_DAMPING * float(diagonal.double().mean()) + 1e-12)
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
-    return torch.linalg.cholesky(inverse, upper=True).float(), order
+    damped.diagonal().add_(_DAMPING * float(damped.diagonal().mean()) + 1e-12)
+    return _triangular_inverse(torch.linalg.cholesky(damped.flip(0, 1))).flip(0, 1).float(), order
+
+
+def _triangular_inverse(lower: Tensor) -> Tensor:
+    """The inverse of a lower triangular matrix, by quarters: a third of the products of a triangular solution."""
+    middle = len(lower) // 2
+    if middle < _BLOCK:
+        solution: Tensor = torch.linalg.solve_triangular(lower, torch.eye(len(lower), dtype=lower.dtype), upper=False)
+        return solution
+    first, last = _triangular_inverse(lower[:middle, :middle]), _triangular_inverse(lower[middle:, middle:])
+    inverse = torch.zeros_like(lower)
+    inverse[:middle, :middle], inverse[middle:, middle:] = first, last
+    inverse[middle:, :middle] = -(last @ (lower[middle:, :middle] @ first))
+    return inverse
 
 
 def _rounded(weight: Tensor, parts: list[_Part], form: WeightFormat) -> QuantizedWeight:
@@ -254,19 +273,20 @@ def _rounded(weight: Tensor, parts: list[_Part], form: WeightFormat) -> Quantize
 
 def _codes(columns: Tensor, blocks: Tensor, scale: Tensor, limits: tuple[float, float], part: _Part) -> Tensor:
     """The codes (inputs x outputs) of weights, given as inputs x outputs with the block of each input."""
-    columns, blocks, factor, width = columns[part.order], blocks[part.order], part.factor, part.width
+    columns, block_numbers, factor = columns[part.order], blocks[part.order].tolist(), part.factor
+    diagonal = factor.diagonal().tolist()
     codes = torch.empty_like(columns, dtype=torch.int8)
-    for start in range(0, width, _BLOCK):
-        end = min(start + _BLOCK, width)
+    for start in range(0, part.width, _BLOCK):
+        end = min(start + _BLOCK, part.width)
         errors = torch.empty(end - start, columns.shape[1])
         for column in range(start, end):
-            step = scale[blocks[column]]
-            values = (columns[column] / step).round_().clamp_(*limits)
-            codes[column] = values.to(torch.int8)
-            error = (columns[column] - values * step) / float(factor[column, column])
-            columns[column + 1 : end] -= torch.outer(factor[column, column + 1 : end], error)
-            errors[column - start] = error
-        columns[end:] -= factor[start:end, end:].T @ errors
+            before = column - start
+            values = columns[column].addmv_(errors[:before].T, factor[start:column, column], alpha=-1)
+            step = scale[block_numbers[column]]
+            rounded = (values / step).round_().clamp_(*limits)
+            codes[column] = rounded
+            torch.sub(values, rounded.mul_(step), out=errors[before]).div_(diagonal[column])
+        columns[end:].addmm_(factor[start:end, end:].T, errors, alpha=-1)
     in_order = torch.empty_like(codes)
     in_order[part.order] = codes
     return in_order

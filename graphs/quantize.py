@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.graphs.contract.signature import Activations, KvCache, Lowering, Weights
 from spaceport.graphs.gated import GatedLinear
-from spaceport.graphs.gptq import CalibrationTexts, OnLayers, calibration_texts, rounded_layers
+from spaceport.graphs.gptq import CalibrationTexts, OnProgress, calibration_texts, rounded_layers
 from spaceport.graphs.integer_attention import AttentionRecorder
 from spaceport.graphs.quantization import (
     BLOCKS,
@@ -50,7 +50,7 @@ def quantize_model(
     stored: Quantization | None = None,
     prompts: tuple[Tensor, ...] = (),
     excluded: tuple[int, ...] = (),
-    on_layers: OnLayers = lambda done, total: None,
+    on_progress: OnProgress = lambda sentence, done, total: None,
     kv_cache: KvCache = "same",
 ) -> Quantization:
     """Quantize the weights of a model's linear layers in place: they then hold the dequantized values.
@@ -63,16 +63,16 @@ def quantize_model(
         return UNQUANTIZED
     modules = quantizable_modules(model, weights, activations, lowering)
     _require_finite(model, modules)
-    sample = partial(calibration_texts, model, prompts, excluded)
+    sample = partial(calibration_texts, model, prompts, excluded, on_progress)
     if limbs := limbs_of(weights, activations):
-        return _integer_layers(model, modules, limbs, stored, sample, on_layers, kv_cache)
+        return _integer_layers(model, modules, limbs, stored, sample, on_progress, kv_cache)
     form = unclipped_format(weights, model.dtype) if weights != "int4" else int4_format(BLOCKS[lowering], model.dtype)
     if weights != "int4":
         layers, errors = _replaced(modules, lambda name: form.nearest(modules[name].weight))
     elif stored is not None:
         layers, errors = _stored_layers(model, modules, stored)
     else:
-        layers, errors = rounded_layers(model, modules, sample(), form, on_layers)
+        layers, errors = rounded_layers(model, modules, sample(), form, on_progress)
     quantization = Quantization(weights, layers, errors=errors)
     return _with_embeddings(model, quantization, form) if activations == "int8" else quantization
 
@@ -134,7 +134,7 @@ def _integer_layers(
     limbs: int,
     stored: Quantization | None,
     sample: Callable[[], CalibrationTexts],
-    on_layers: OnLayers,
+    on_progress: OnProgress,
     kv_cache: KvCache,
 ) -> Quantization:
     """Int8 layers with int8 activations, and both embeddings in int8."""
@@ -150,7 +150,7 @@ def _integer_layers(
         table, attention = stored.embedding, stored.attention
     else:
         recorder = AttentionRecorder(texts.real) if kv_cache == "int8" else None
-        layers, errors = rounded_layers(model, untied, texts, INT8, on_layers, recorder)
+        layers, errors = rounded_layers(model, untied, texts, INT8, on_progress, recorder)
         table, attention = quantized_table(embedding.weight), () if recorder is None else tuple(recorder.scales)
     assert table is not None
     errors["input embedding"] = replace_weight(embedding.weight, table.of_outputs)

@@ -324,7 +324,8 @@ def run_logged(command: Sequence[str], log: Path, variables: Mapping[str, str] |
     log.parent.mkdir(parents=True, exist_ok=True)
     environment = {**os.environ, **(variables or {})}
     if command[0] != sys.executable:
-        environment.pop("PYTHONPATH", None)
+        for name in ("PYTHONPATH", "OMP_WAIT_POLICY"):  # the command line sets the latter
+            environment.pop(name, None)
     with log.open("a", encoding="utf-8") as output:
         output.write(f"$ {' '.join(command)}\n")
         output.flush()
@@ -412,7 +413,8 @@ def start_worker(subject: ComparedRuntime, threads: int, logs: Path, timeout: fl
     log = logs / f"worker-{subject.name.replace(' ', '-').replace('/', '-')}.log"
     environment = {**os.environ, **{name: str(threads) for name in _THREADS}, "PYTHONUNBUFFERED": "1"}
     if not subject.is_bundle:
-        environment.pop("PYTHONPATH", None)
+        for name in ("PYTHONPATH", "OMP_WAIT_POLICY"):  # the command line sets the latter
+            environment.pop(name, None)
     environment |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     command = [str(subject.python), str(_ADAPTERS / "worker.py"), *subject.runner.rsplit(":", 1)]
     with log.open("w", encoding="utf-8") as errors:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,6 +46,7 @@ class CheckOptions:
     layers: bool = False  # also find the first layer value that is out of tolerance
     adapter: Path | None = None  # adapter folder of the checkpoint
     require_signature: Path | None = None  # public key file; audits open the bundle again
+    quick: bool = False  # a third of the calls: without every row count, random trees, idle requests and edges of slots
 
     def __post_init__(self) -> None:
         if self.length is not None and self.length < SHORTEST:
@@ -130,46 +132,95 @@ def replay(engine: Engine) -> Callable[[Any], NDArray[np.float32]]:
     return call
 
 
-def record(engine: Engine, manifest: Manifest, limits: EngineLimits, seed: int = 0) -> Recording:
-    """The calls of every case, in the order in which they must be replayed."""
+def record(
+    engine: Engine,
+    manifest: Manifest,
+    limits: EngineLimits,
+    seed: int = 0,
+    quick: bool = False,
+    on_case: Callable[[int, int], None] = lambda done, total: None,
+) -> Recording:
+    """The calls of every case, or of the quick ones, in the order in which they must be replayed."""
     recorder = Recorder(engine, limits)
     builder = _Builder(recorder, manifest, np.random.default_rng(seed))
-    k, length = manifest.drafts.mask_slots, limits.length
-    builder.tree("prompt, every row", 1, builder.chain(min(23, length - 2)))
-    drafted = min(Decoding().draft_config(manifest.drafts).rows, limits.rows, length - _SPARE)
-    for counts in builder.shuffled(range(1, drafted + 1), length - _SPARE):
-        builder.text(f"prompts in calls of 1 to {drafted} rows", [sum(counts)], _PLAIN, 2, widths=counts, echo=0)
-    builder.text("cached rows", [min(10, length // 2)], _PLAIN, 4)
-    layout = manifest.drafts.layout
-    chains = DraftConfig(k, "chain", mask_layout=layout)
-    if k:
-        builder.text(f"SPACE steps, k = {k}", [min(17, length // 2)], chains, 4)
-        builder.text("SPACE steps, k = 1", [min(17, length // 2)], DraftConfig(1, "chain", mask_layout=layout), 4)
-        builder.text(f"draft trees, k = {k}", [min(17, length // 2)], DraftConfig(k, "tree", mask_layout=layout), 4)
-    for number in range(3):
-        builder.tree(f"random tree {number + 1}", min(9, length // 2), builder.random_tree(12))
-    builder.text("two requests, padding rows", [min(7, length // 2), min(33, length // 2)], chains, 4, accept_all=True)
-    builder.text(
-        "an idle request between two", [min(5, length // 2), 0, min(19, length // 2)], chains, 4, cancel_after=2
-    )
-    builder.text(
-        "forked threads beside a request", [min(9, length // 2), min(20, length // 2)], chains, 6, forks=(1, 3)
-    )
-    for edge in (VISIBLE_STEP, 2 * VISIBLE_STEP):
-        if edge + 4 < length:
-            builder.text(f"across slot {edge}", [edge - 2], _PLAIN, 5, widths=builder.drawn(edge - 2, drafted))
-    longest = length - _SPARE
-    full = [limits.rows] * (longest > limits.rows)
-    widths = [*full, *builder.drawn(longest - sum(full), drafted)]
-    builder.text(f"long context, {longest} tokens", [longest], chains, 3, widths=widths)
-    if length == manifest.max_positions:
-        builder.text("up to the last position", [longest], chains, length, accept_all=True)
-    window = manifest.signature.window
+    cases = _quick_cases(builder, manifest, limits)
+    if not quick:
+        cases += _more_cases(builder, manifest, limits)
+    for done, case in enumerate(cases, 1):
+        case()
+        on_case(done, len(cases))
+    window, longest = manifest.signature.window, limits.length - _SPARE
     if window is not None and longest <= window < manifest.max_positions:
         builder.skipped.append(
             f"contexts longer than the attention window of {window} positions: raise --long-context to include them"
         )
     return Recording(recorder.calls, builder.skipped)
+
+
+def _quick_cases(builder: _Builder, manifest: Manifest, limits: EngineLimits) -> list[Callable[[], None]]:
+    """Functions that record one case of each kind of step."""
+    k, length, layout = manifest.drafts.mask_slots, limits.length, manifest.drafts.layout
+    chains = DraftConfig(k, "chain", mask_layout=layout)
+    trees = DraftConfig(k, "tree", mask_layout=layout)
+    short, longest = min(17, length // 2), length - _SPARE
+    full = [limits.rows] * (longest > limits.rows)
+    drafted = _drafted_rows(manifest, limits)
+
+    def long_context() -> None:
+        widths = [*full, *builder.drawn(longest - sum(full), drafted)]
+        builder.text(f"long context, {longest} tokens", [longest], chains, 3, widths=widths)
+
+    drafting = [
+        lambda: builder.text(f"SPACE steps, k = {k}", [short], chains, 4),
+        lambda: builder.text(f"draft trees, k = {k}", [short], trees, 4),
+    ]
+    threads = [min(9, length // 2), min(20, length // 2)]
+    return [
+        lambda: builder.tree("prompt, every row", 1, builder.chain(min(23, length - 2))),
+        lambda: builder.text("cached rows", [min(10, length // 2)], _PLAIN, 4),
+        *(drafting if k else []),
+        lambda: builder.text("forked threads beside a request", threads, chains, 6, forks=(1, 3)),
+        long_context,
+    ]
+
+
+def _drafted_rows(manifest: Manifest, limits: EngineLimits) -> int:
+    """The rows of the widest default draft, within the limits."""
+    return min(Decoding().draft_config(manifest.drafts).rows, limits.rows, limits.length - _SPARE)
+
+
+def _more_cases(builder: _Builder, manifest: Manifest, limits: EngineLimits) -> list[Callable[[], None]]:
+    """Functions that record the other cases: every row count of default drafts, and layouts of requests and of slots."""
+    k, length, layout = manifest.drafts.mask_slots, limits.length, manifest.drafts.layout
+    chains, single = (DraftConfig(slots, "chain", mask_layout=layout) for slots in (k, 1))
+    longest, third = length - _SPARE, [min(size, length // 2) for size in (5, 19)]
+    drafted = _drafted_rows(manifest, limits)
+
+    def every_row_count() -> None:
+        for counts in builder.shuffled(range(1, drafted + 1), longest):
+            builder.text(f"prompts in calls of 1 to {drafted} rows", [sum(counts)], _PLAIN, 2, widths=counts, echo=0)
+
+    def random_tree(number: int) -> None:
+        builder.tree(f"random tree {number}", min(9, length // 2), builder.random_tree(12))
+
+    def across(edge: int) -> None:
+        builder.text(f"across slot {edge}", [edge - 2], _PLAIN, 5, widths=builder.drawn(edge - 2, drafted))
+
+    two = [min(7, length // 2), min(33, length // 2)]
+    idle = [third[0], 0, third[1]]
+    return [
+        every_row_count,
+        *([lambda: builder.text("SPACE steps, k = 1", [min(17, length // 2)], single, 4)] if k else []),
+        *(partial(random_tree, number) for number in (1, 2, 3)),
+        lambda: builder.text("two requests, padding rows", two, chains, 4, accept_all=True),
+        lambda: builder.text("an idle request between two", idle, chains, 4, cancel_after=2),
+        *(partial(across, edge) for edge in (VISIBLE_STEP, 2 * VISIBLE_STEP) if edge + 4 < length),
+        *(
+            [lambda: builder.text("up to the last position", [longest], chains, length, accept_all=True)]
+            if length == manifest.max_positions
+            else []
+        ),
+    ]
 
 
 @dataclass(frozen=True)

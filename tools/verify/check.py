@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,6 +17,7 @@ from transformers import PreTrainedModel
 
 from spaceport.exporter.checkpoint import TokenFlags, load_model, open_checkpoint
 from spaceport.exporter.checkpoint_source import quiet_libraries
+from spaceport.exporter.to_onnx import reaches_quarter
 from spaceport.graphs.contract.exactness import tolerance_of
 from spaceport.graphs.contract.faults import MissingDependency, OptionFault
 from spaceport.graphs.contract.manifest import EngineRecord, Manifest
@@ -63,14 +65,22 @@ class CheckedEngine:
     open: Callable[[], Engine]
     activations: Activations = "float"
 
-    def compared(self, on_progress: Callable[[str], None]) -> ComparedEngine:
+    def compared(self, calls: int, on_progress: Callable[[str], None]) -> ComparedEngine:
         """The engine as a comparison opens, runs and closes it."""
 
         @contextmanager
         def open_replay() -> Iterator[RunCall]:
             on_progress(f"running them on {self.name}")
             with closing(self.open()) as engine:
-                yield raising_call_failed(replay(engine))
+                run, numbers = raising_call_failed(replay(engine)), count(1)
+
+                def counted(arrays: Mapping[str, Array]) -> NDArray[np.float32]:
+                    logits, done = run(arrays), next(numbers)
+                    if reaches_quarter(done - 1, done, calls):
+                        on_progress(f"compared {done} of {calls} calls")
+                    return logits
+
+                yield counted
 
         return ComparedEngine(self.name, self.dtype, open_replay, self.activations)
 
@@ -197,6 +207,7 @@ class CheckReport:
 
     graph: tuple[str, ...]  # sha256 of the graph's files
     backends: tuple[str, ...]  # backends that were compared
+    quick: bool  # whether only the quick cases were compared
     calls: int  # recorded engine calls
     pairs: tuple[ComparedPair, ...]
     not_compared: Mapping[str, str]  # reason by backend
@@ -229,6 +240,7 @@ class CheckReport:
             "graph": list(self.graph),
             "backends": list(self.backends),
             "reference": self.pairs[0].first,
+            "quick": self.quick,
             "calls": self.calls,
             "cases": [difference.as_dict() for difference in self.differences],
             "pairs": [pair.as_dict() for pair in self.pairs],
@@ -245,15 +257,22 @@ def check(bundle: Bundle, options: CheckOptions, on_progress: Callable[[str], No
     first, *others = selection.engines
     on_progress(f"recording the cases on {first.name}")
     with closing(first.open()) as engine:
-        recording = record(engine, bundle.manifest, selection.limits, options.seed)
+
+        def on_case(done: int, total: int) -> None:
+            if reaches_quarter(done - 1, done, total):
+                on_progress(f"recorded {done} of {total} cases")
+
+        recording = record(engine, bundle.manifest, selection.limits, options.seed, options.quick, on_case)
     engines = [
         recorded_engine(first.name, first.dtype, recording.calls, first.activations),
-        *(other.compared(on_progress) for other in others),
+        *(other.compared(len(recording.calls), on_progress) for other in others),
     ]
     pairs = compare(engines, recording.calls)
     layers = find_layer(bundle, options, selection, recording, pairs, on_progress) if options.layers else None
     graph, calls, skipped = bundle.manifest.graph, len(recording.calls), tuple(recording.skipped)
-    return CheckReport(graph, selection.backends, calls, tuple(pairs), selection.not_compared, skipped, layers)
+    return CheckReport(
+        graph, selection.backends, options.quick, calls, tuple(pairs), selection.not_compared, skipped, layers
+    )
 
 
 def find_layer(

@@ -138,6 +138,20 @@ def test_an_injected_fault_is_found_in_its_layer(
     assert first_of(checked(planted(tiny_bundle, tmp_path / "bundle", change))) == (value, case)
 
 
+def test_a_quick_check_finds_a_fault_with_a_third_of_the_calls_and_says_how_far_it_is(
+    tiny_bundle: Path, tmp_path: Path
+) -> None:
+    bundle, shown = planted(tiny_bundle, tmp_path / "bundle", take_positions_for_granted), list[str]()
+    quick = check(open_bundle(bundle), CheckOptions(TINY, length=40, threads=1, quick=True), shown.append)
+    assert not quick.passed
+    assert quick.as_dict()["quick"]
+    assert 3 * quick.calls < checked(tiny_bundle).calls
+    assert shown[1:4] == [f"recorded {done} of 6 cases" for done in (2, 3, 5)]
+    assert [line for line in shown if line.startswith("compared ")] == [
+        f"compared {done} of {quick.calls} calls" for done in (-(-quick.calls * part // 4) for part in (1, 2, 3))
+    ]
+
+
 @pytest.mark.parametrize("rows", [2, 6, 11, 24])
 def test_a_fault_in_calls_of_one_row_count_is_found(rows: int, tiny_bundle: Path, tmp_path: Path) -> None:
     bundle = planted(tiny_bundle, tmp_path / "bundle", partial(misplace_slots, rows=rows))
@@ -205,6 +219,6 @@ def test_a_layer_out_of_tolerance_fails_the_check_even_if_all_logits_agree() -> 
     value = LayerValue("n", 0, "output")
     mismatch = FirstMismatch(value, "prompt", 0.5, 0.1)
     layers = LayerComparison("PyTorch and the graph", (value,), mismatch, (value, 5.0))
-    report = CheckReport((), (), 1, (), {}, (), layers)
+    report = CheckReport((), (), False, 1, (), {}, (), layers)
     assert not report.passed
     assert replace(report, layers=replace(layers, first_mismatch=None)).passed

@@ -1,5 +1,5 @@
 # make demo   a first look, from a bare checkout      make venv     the environment only
-# make demo-chat   the same with a chat model of 135 million parameters (98 MB to install)
+# make demo-chat   the same with a chat model of 135 million parameters (98 MB to install); goes on where it was ended
 # make demo-page   the demo model on a page in the browser
 # make fast   format, lint, quick tests without torch  make check    format, lint and types
 # make test   everything that must pass               make nightly  the tests that make test leaves out

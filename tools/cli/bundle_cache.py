@@ -1,4 +1,4 @@
-"""Bundle cache: commands that run a bundle also take a checkpoint, which is exported once for this machine."""
+"""Bundle cache: a checkpoint that a command runs is exported once for this machine."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -21,6 +23,9 @@ from spaceport.graphs.contract.manifest import MANIFEST_FILE, record_of
 from spaceport.runtime.backends.machine import cpu_class
 from spaceport.runtime.backends.private_files import cache_folder, problem_of, read_private, replace_private
 from spaceport.tools.terminal.screen import interruptible_stages
+
+if TYPE_CHECKING:  # torch is imported only for an export
+    from spaceport.exporter.export import ExportOptions
 
 _EXPECTED = "expected a bundle, a checkpoint folder (config.json, weights, tokenizer) or a GGUF file"
 _PACKAGES = ("torch", "transformers", "onnx", "onnxscript", "onnx-ir", "tokenizers", "safetensors")
@@ -51,14 +56,64 @@ def bundle_at(path: Path, require_signature: Path | None = None) -> Path:
     folder = bundles_folder()
     if (problem := problem_of(folder)) is not None:
         raise InputFault(f"{problem}; exported bundles would be stored there (XDG_CACHE_HOME names another place)")
-    made_from = _made_from(path)
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    digest = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()
-    target = folder / f"{model_name(path)}-{digest[:16]}"
-    if not (target / MANIFEST_FILE).exists():
-        _export_once(path, target, made_from)
-    click.echo(f"note: {path} runs as the bundle {target}", err=True)
-    return target
+    cached = CachedBundle.of(path, folder, remembers=True)
+    if not cached.exists:
+        cached.export()
+    click.echo(f"note: {path} runs as the bundle {cached.path}", err=True)
+    return cached.path
+
+
+@dataclass(frozen=True)
+class CachedBundle:
+    """The bundle of a checkpoint in a folder of bundles, where its name has a digest of everything that it is made from."""
+
+    path: Path
+    checkpoint: Path
+    options: ExportOptions | None  # None: the default format for this CPU
+    made_from: Mapping[str, object]
+    store: Path | None  # file with the digests of large files
+
+    @classmethod
+    def of(
+        cls, checkpoint: Path, folder: Path, options: ExportOptions | None = None, remembers: bool = False
+    ) -> CachedBundle:
+        """The bundle, exported or not; digests of large files are remembered in the folder, if it is private."""
+        store = folder / _DIGESTS if remembers else None
+        made_from = _made_from(checkpoint, options, store)
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700 if remembers else 0o777)
+        digest = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()
+        return cls(folder / f"{model_name(checkpoint)}-{digest[:16]}", checkpoint, options, made_from, store)
+
+    @property
+    def exists(self) -> bool:
+        """Whether the bundle is there, complete."""
+        return (self.path / MANIFEST_FILE).exists()
+
+    def export(self) -> None:
+        """Export the checkpoint, or wait for another process that does."""
+        with interruptible_stages() as on_stage:
+            lock = self.path.with_name(f".{self.path.name}.lock")
+            lock.touch(mode=0o600)
+            with locked(lock, lambda: on_stage(f"waiting for another process, which exports {self.checkpoint}")):
+                if not self.exists:
+                    self._export(on_stage)
+
+    def _export(self, on_stage: Callable[[str], None]) -> None:
+        on_stage(f"exporting {self.checkpoint}, once, to {self.path}")
+        from spaceport.exporter.checkpoint_source import quiet_libraries
+        from spaceport.exporter.export import ExportOptions, default_format, export
+
+        quiet_libraries()
+        options = self.options
+        if options is None:
+            chosen = default_format(self.checkpoint, cpu_class())
+            on_stage(chosen.reason)
+            options = ExportOptions(dtype=chosen.dtype, weights=chosen.weights)
+        with temporary_folder(self.path) as folder:
+            export(self.checkpoint, folder / "bundle", options, on_stage=on_stage)
+            if _made_from(self.checkpoint, self.options, self.store) != self.made_from:
+                raise InputFault(f"{self.checkpoint}: was changed while it was exported: run the command again")
+            publish(folder / "bundle", self.path)
 
 
 def model_name(path: Path) -> str:
@@ -82,14 +137,18 @@ def _refuse_other(path: Path) -> None:
         raise InputFault(f"{path}: is a file: {_EXPECTED}")
 
 
-def _made_from(path: Path) -> dict[str, object]:
+def _made_from(path: Path, options: ExportOptions | None, store: Path | None) -> dict[str, object]:
     """Everything that the bundle of a checkpoint depends on."""
-    return {
+    made_from: dict[str, object] = {
         "versions": {"spaceport": __version__, **{package: _version(package, path) for package in _PACKAGES}},
         "cpu": cpu_class(),
         "name": path.resolve().name,
-        "files": _digests(path),
+        "files": _digests(path, store),
     }
+    if options is not None:
+        made_from["options"] = repr(replace(options, adapter=None))
+        made_from["adapter"] = {} if options.adapter is None else _digests(options.adapter, store)
+    return made_from
 
 
 def _version(package: str, path: Path) -> str:
@@ -102,9 +161,8 @@ def _version(package: str, path: Path) -> str:
         ) from error
 
 
-def _digests(path: Path) -> dict[str, str]:
-    """The SHA-256 of each file that an export reads; those of large files that have not changed are remembered."""
-    store = bundles_folder() / _DIGESTS
+def _digests(path: Path, store: Path | None) -> dict[str, str]:
+    """The SHA-256 of each file that an export reads; those of large files that have not changed are in the store."""
     known = _remembered(store)
     files = [path] if path.is_file() else sorted([*path.iterdir(), *(path / _TEMPLATES).glob("*")])
     digests, measured = {}, dict[str, list[object]]()
@@ -121,14 +179,14 @@ def _digests(path: Path) -> dict[str, str]:
             if settled and _identity(file)[0] == identity:
                 measured[str(file.resolve())] = [*identity, digest]
         digests[str(file.relative_to(path))] = digest
-    if measured:
+    if measured and store is not None:
         replace_private(store, json.dumps({**_remembered(store), **measured}).encode())
     return digests
 
 
-def _remembered(store: Path) -> Mapping[str, list[object]]:
+def _remembered(store: Path | None) -> Mapping[str, list[object]]:
     try:
-        known = json.loads(read_private(store) or b"{}")
+        known = json.loads(b"{}" if store is None else read_private(store) or b"{}")
     except ValueError:  # written by another version, or damaged
         return {}
     return known if isinstance(known, dict) else {}
@@ -139,26 +197,3 @@ def _identity(file: Path) -> tuple[list[object], bool]:
     status = file.stat()
     settled = time.time() - max(status.st_mtime, status.st_ctime) > _SETTLED and status.st_size >= _LARGE
     return [status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns], settled
-
-
-def _export_once(path: Path, target: Path, made_from: Mapping[str, object]) -> None:
-    """Export a checkpoint, or wait for another process that does."""
-    with interruptible_stages() as on_stage:
-        lock = target.with_name(f".{target.name}.lock")
-        lock.touch(mode=0o600)
-        with locked(lock, lambda: on_stage(f"waiting for another process, which exports {path}")):
-            if (target / MANIFEST_FILE).exists():
-                return
-            on_stage(f"exporting {path}, once, to {target}")
-            from spaceport.exporter.checkpoint_source import quiet_libraries
-            from spaceport.exporter.export import ExportOptions, default_format, export
-
-            quiet_libraries()
-            chosen = default_format(path, cpu_class())
-            on_stage(chosen.reason)
-            with temporary_folder(target) as folder:
-                options = ExportOptions(dtype=chosen.dtype, weights=chosen.weights)
-                export(path, folder / "bundle", options, on_stage=on_stage)
-                if _made_from(path) != made_from:
-                    raise InputFault(f"{path}: was changed while it was exported: run the command again")
-                publish(folder / "bundle", target)

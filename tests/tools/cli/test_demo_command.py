@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import shutil
+import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import count, pairwise
@@ -23,6 +27,7 @@ from spaceport.tools.cli.demo import (
     base_model,
     compare,
     compare_chats,
+    has_passed,
     next_steps,
     rows_of,
     timed,
@@ -135,16 +140,62 @@ def test_the_chat_demo_exports_once_and_shows_plain_and_drafted_decoding(
     arguments = ["demo", "--chat", "--max-tokens", "8", "--cache", str(tmp_path / "cache")]
     assert run([*arguments, "--prompt", "import json", "--prompt", "import os"]) == 0
     first = capfd.readouterr()
-    assert "calibrating and quantizing weights to int8" in first.err
+    assert re.match(r"about 0:\d\d:\d\d on this machine now: export 0:.*, check 0:.*, answers 0:", first.err)
+    for line in ("calibrating and quantizing weights to int8", "sampled 10 of 40 tokens", "recorded 2 of 6 cases"):
+        assert line in first.err
     assert "check passed: " in first.out
     table = first.out.split("\n\n")[1].splitlines()[1:]
     assert [line.split("  ")[0] for line in table] == ["import json", "", "import os", "", "all", ""]
     assert [line.split()[-1] for line in table] == ["-", "identical"] * 3
-    (bundle,) = (tmp_path / "cache").iterdir()
+    (bundle,) = (tmp_path / "cache").glob("*/")
     assert run([*arguments, "--prompt", "import re"]) == 0
     again = capfd.readouterr()
     assert "calibrating" not in again.err
+    assert again.err.startswith("about 0:")
     assert again.out.startswith(f"using {bundle}, which passed the check when it was exported\n")
+
+
+@pytest.mark.torch
+def test_a_check_that_was_killed_is_repeated_without_another_export(
+    tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Capture
+) -> None:
+    def export(checkpoint: Path, target: Path, options: object, **others: object) -> None:
+        shutil.copytree(tiny_bundle, target)
+
+    def killed(*arguments: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    arguments = ["demo", str(TINY), "--prompt", "import json", "--cache", str(tmp_path), "--max-tokens", "4"]
+    monkeypatch.setattr("spaceport.exporter.export.export", export)
+    monkeypatch.setattr(demo, "ROUNDS", 1)
+    with monkeypatch.context() as patched:
+        patched.setattr(demo, "check", killed)
+        child = os.fork()
+        if child == 0:
+            run(arguments)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    assert "exporting " in capfd.readouterr().err
+    assert run(arguments) == 0
+    first = capfd.readouterr()
+    assert "check passed: " in first.out
+    assert "recorded" in first.err
+    assert "exporting " not in first.err
+    monkeypatch.setattr(demo, "check", killed)  # not called
+    assert run([*arguments, "--full"]) == 0
+    assert "which passed the check when it was exported" in capfd.readouterr().out
+
+
+def test_a_quick_check_is_not_a_full_one(monkeypatch: pytest.MonkeyPatch, tiny_bundle: Path) -> None:
+    for report, quick, full in (
+        (None, False, False),
+        ({"passed": False}, False, False),
+        ({"passed": True, "quick": True}, True, False),
+        ({"passed": True, "quick": False}, True, True),
+        ({"passed": True}, True, True),
+    ):
+        monkeypatch.setattr(demo, "accuracy", lambda bundle, report=report: report)
+        assert (has_passed(tiny_bundle, True), has_passed(tiny_bundle, False)) == (quick, full)
 
 
 @pytest.mark.parametrize(("found", "program"), [("/bin/spaceport", "spaceport"), (None, "python -m spaceport")])

@@ -23,7 +23,7 @@ from spaceport.tools.tune.extract import Tree, extract
 _VALIDATION = 40  # one answer in 40 is held out
 _ANSWER, _LIST = 160, 400  # maximum tokens of an answer; lists must be complete to fork
 _DRAFTS = (
-    *("--objective", "sar", "--mask-slots", "4", "--drop-rate", "0.3", "--anchors", "64", "--correction-rank", "64"),
+    *("--objective", "sar", "--mask-slots", "4", "--drop-rate", "0.3", "--anchors", "160", "--correction-rank", "64"),
     *("--rank", "32", "--alpha", "64", "--target", "o_proj", "--target", "down_proj"),
     *("--epochs", "12", "--learning-rate", "1e-3"),
 )
@@ -31,7 +31,7 @@ _FORKS = ("--objective", "apar", "--unfork-rate", "0.05", "--epochs", "6", "--le
 _NUMBERED = re.compile(r"^\d+\. ", re.MULTILINE)
 _TRAINING = (
     *("--method", "gated-lora", "--adapter-only"),
-    *("--batch-size", "4", "--micro-batch-size", "4", "--cutoff", "768"),
+    *("--batch-size", "4", "--micro-batch-size", "2", "--cutoff", "768"),
 )
 
 Step = Callable[[Path], None]  # writes its result to a path

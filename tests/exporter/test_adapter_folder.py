@@ -209,7 +209,7 @@ def test_an_export_has_the_tokens_and_weights_of_the_adapter(
 ) -> None:
     exported: list[dict[str, Tensor]] = []
 
-    def trace(decoder: Decoder, folder: Path, opset: int) -> None:
+    def trace(decoder: Decoder, folder: Path, opset: int, *_: object) -> None:
         exported.append({name: values_of(tensor).clone() for name, tensor in decoder.model.named_parameters()})
         for name in (MODEL_FILE, DATA_FILE):
             (folder / name).write_bytes(b"a graph")

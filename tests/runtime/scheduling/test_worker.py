@@ -35,8 +35,13 @@ ENDLESS = Language(3, end_every=10**9)  # goes on to its limit
 PLAIN = Decoding(mask_slots=0)
 
 
-def workers() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith("spaceport")]
+@pytest.fixture
+def workers() -> Callable[[], list[threading.Thread]]:
+    """A function for the OS threads of runtimes, without those that earlier tests left: they end after a while."""
+    earlier = threading.enumerate()
+    return lambda: [
+        thread for thread in threading.enumerate() if thread.name.startswith("spaceport") and thread not in earlier
+    ]
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -154,7 +159,7 @@ def test_pieces_before_text_that_cannot_be_made_are_read(monkeypatch: pytest.Mon
             next(stream)
 
 
-def test_closing_ends_every_text_and_leaves_no_os_thread() -> None:
+def test_closing_ends_every_text_and_leaves_no_os_thread(workers: Callable[[], list[threading.Thread]]) -> None:
     runtime, engine = stepwise_runtime(ENDLESS, requests=2)
     streams = [runtime.stream([1, 2, number], PLAIN) for number in range(4)]  # two of them wait
     engine.wait()
@@ -239,7 +244,9 @@ def blocked_runtime(call_timeout: float | None) -> tuple[Runtime, SlowEngine]:
 
 
 @pytest.mark.parametrize("raises", [False, True])
-def test_requests_of_a_call_that_does_not_return_fail_and_the_runtime_is_unhealthy(raises: bool) -> None:
+def test_requests_of_a_call_that_does_not_return_fail_and_the_runtime_is_unhealthy(
+    raises: bool, workers: Callable[[], list[threading.Thread]]
+) -> None:
     runtime, engine = blocked_runtime(call_timeout=0.2)
     streams = [runtime.stream([number], Decoding(max_tokens=9)) for number in range(3)]  # one of them waits
     expected = r"has not returned for \d+\.\d s, call_timeout is 0.2 s: open the bundle again"
@@ -260,7 +267,7 @@ def test_requests_of_a_call_that_does_not_return_fail_and_the_runtime_is_unhealt
         streams[0].completion()
 
 
-def test_closing_with_a_time_limit_returns_while_a_call_does_not() -> None:
+def test_closing_with_a_time_limit_returns_while_a_call_does_not(workers: Callable[[], list[threading.Thread]]) -> None:
     runtime, engine = blocked_runtime(call_timeout=None)
     stream = runtime.stream([1, 2], Decoding(max_tokens=9))
     engine.began.wait(60)

@@ -171,6 +171,8 @@ def main() -> None:
     recipe = Recipe(**options, fork_time=None if fork_time == "0s" else fork_time)
     try:
         print(follow(recipe))
+    except ValueError as error:  # too few different prompts
+        sys.exit(str(error))
     except StepFailed as error:
         sys.exit(f"{error}; the same command continues with this step")
 

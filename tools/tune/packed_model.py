@@ -82,9 +82,8 @@ class _HeadLoss(torch.autograd.Function):
             if own is None:
                 losses[rows], gradient = _cross_entropy(logits, wanted)
             else:
-                different, which = torch.unique(
-                    own.rows[rows], return_inverse=True
-                )  # mask slots share what they predict
+                # mask slots of several groups predict the same token
+                different, which = torch.unique(own.rows[rows], return_inverse=True)
                 own_logits = without(linear(own.hidden[different].to(weight.dtype), weight, bias), forbidden)
                 expected = torch.log_softmax(own_logits, -1, dtype=torch.float32)[which]
                 losses[rows], gradient = distance(logits, expected, kind)

@@ -58,6 +58,10 @@ CHAT_PEERS = (
         options={"dtype": "bfloat16"},
     ),
     Peer("llama.cpp", "llama.cpp", "LlamaCpp", (), "the file of --gguf, low-level API"),
+    *(
+        replace(peer, looks_up=peer.environment == "openvino-genai")
+        for peer in peers_named("onnxruntime-genai,openvino-genai")
+    ),
 )
 
 
@@ -254,7 +258,7 @@ forking = options(
 )
 
 others = options(
-    click.option("--checkpoint", type=PATH, metavar="FOLDER", help="The model of BUNDLE for transformers."),
+    click.option("--checkpoint", type=PATH, metavar="FOLDER", help="The model of BUNDLE for all but llama.cpp."),
     click.option("--gguf", type=PATH, metavar="FILE", help="The model of BUNDLE for llama.cpp."),
     click.option("--peers", metavar="NAME,…", help="Runtimes or their formats; default: all whose model is given."),
     click.option("--peer-sample", type=int, metavar="N", help="They answer only the first N prompts of each kind."),

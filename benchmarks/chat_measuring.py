@@ -27,6 +27,7 @@ from spaceport.tools.bench.rivals import (
     Peer,
     Skipped,
     WorkerProcess,
+    WorkFolder,
     open_model,
     peer_subject,
     set_up,
@@ -164,7 +165,7 @@ class PeerOptions:
 
     peers: tuple[Peer, ...] = ()
     work: Path = Path()  # folder of their environments
-    checkpoint: Path | None = None  # for transformers
+    checkpoint: Path | None = None  # for the runtimes that read or convert it
     gguf: Path | None = None  # for llama.cpp
     sample: int | None = None  # prompts of each kind; None: all
     setup: bool = False  # create missing environments first
@@ -203,7 +204,8 @@ def running_peers(
     """The peers with their models open, for contexts of this length and answers of at most `max_tokens`."""
     if options.peers and not sys.platform.startswith("linux"):
         raise MissingDependency(f"--peers reads CPU time from /proc: expected Linux, this is {sys.platform}")
-    peers, work = Peers(), Environments(options.work)
+    peers = Peers()
+    work = Environments(options.work) if options.checkpoint is None else WorkFolder(options.work, options.checkpoint)
     try:
         peers.skipped += set_up(work, options.peers, on_progress) if options.setup else []
         failed = {skipped.name for skipped in peers.skipped}
@@ -222,7 +224,8 @@ def running_peers(
             peers.workers.append(worker)
             versions = {name: version for name, version in worker.opened["versions"].items() if name != "numpy"}
             peers.opened.append(OpenedPeer(subject.name, subject.model.name, subject.settings, versions))
-            for name, lookup in ((subject.name, 0), (f"{subject.name} lookup", LOOKUP)):
+            drafts = {subject.name: 0, f"{subject.name} lookup": LOOKUP}
+            for name, lookup in list(drafts.items())[: 2 if peer.looks_up else 1]:
                 peers.subjects.append(lookup_subject(name, worker, lookup, ends, max_tokens))
         yield peers
     finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -176,16 +177,20 @@ def test_a_peer_answers_with_and_without_lookup_in_one_process(tmp_path: Path) -
         (opened,) = peers.opened
         assert (opened.name, opened.model, opened.versions) == ("fake", TINY.name, {})
     assert worker.process.poll() is not None
+    with running(tmp_path, replace(fake(), looks_up=False)) as peers:
+        assert [subject.name for subject in peers.subjects] == ["fake"]
 
 
 def test_a_peer_that_cannot_run_is_skipped_with_the_reason_and_one_that_ends_has_failed(tmp_path: Path) -> None:
     missing = Peer("other", "openvino-genai", FAKE, (), "none", {})
+    unconverted = Peer("model", "ctranslate2", FAKE, ("openvino-int8",), "none", {})
     narrow = fake("narrow", dtype="bfloat16")
-    with running(tmp_path, fake(fails="open"), missing, narrow) as peers:
+    with running(tmp_path, fake(fails="open"), missing, unconverted, narrow) as peers:
         assert peers.subjects == []
         reasons = {skipped.name: skipped.reason for skipped in peers.skipped}
     assert "no model today" in reasons["fake"]
     assert reasons["other"].endswith("add --setup")
+    assert reasons["model"].startswith("no converted model at ")
     assert reasons["narrow"] == "this CPU has none of avx512_bf16, amx_bf16: measure float32"
     with running(tmp_path, fake(fails="answer")) as peers, pytest.raises(ProcessFailed, match="no answer today"):
         peers.subjects[0].answer([5])

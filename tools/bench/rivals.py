@@ -133,6 +133,7 @@ class Peer:
     models: tuple[str, ...]  # folders of converted models; empty: the checkpoint itself, or --gguf
     settings: str  # settings, for the tables
     options: dict[str, Any] = field(default_factory=dict)  # further options of the runner
+    looks_up: bool = True  # whether it drafts from the text before, if asked
 
     @property
     def reads_gguf(self) -> bool:

@@ -14,6 +14,7 @@ from time import perf_counter
 from typing import Any, ClassVar
 
 BATCH = 2048  # tokens per call of llama.cpp: its default
+NGRAM = 3  # longest repetition that OpenVINO's prompt lookup searches: that of its samples
 CACHE_GB = 1  # KV cache of OpenVINO's pipeline for several requests
 
 Row = tuple[int, int, int, bool]  # of llama.cpp: token, position, sequence, whether its logits are wanted
@@ -210,20 +211,36 @@ class Genai(Runner):
             generator.generate_next_token()
         return len(prompts) * tokens, perf_counter() - before
 
+    def answer(self, prompt: list[int], tokens: int, ends: list[int], lookup: int) -> dict[str, Any]:
+        before = perf_counter()
+        generator = self._generator(self.model, [prompt], len(prompt) + tokens, ends=True)
+        text: list[int] = []
+        first = 0.0
+        while len(text) < tokens and text[-1:] not in [[end] for end in ends]:
+            generator.generate_next_token()
+            text.append(int(generator.get_next_tokens()[0]))
+            first = first or perf_counter() - before
+        return {
+            "tokens": text,
+            "first_tokens": 1,
+            "first_token_seconds": first,
+            "seconds": perf_counter() - before,
+        }
+
     def _open(self, folder: str) -> Any:
         config = self.library.Config(folder)
         options = {"session_options": {"intra_op_num_threads": self.threads}}
         config.overlay(json.dumps({"model": {"decoder": options}}))
         return self.library.Model(config)
 
-    def _generator(self, model: Any, prompts: list[list[int]], length: int) -> Any:
+    def _generator(self, model: Any, prompts: list[list[int]], length: int, ends: bool = False) -> Any:
         import numpy as np
 
         params = self.library.GeneratorParams(model)
         params.set_search_options(
             do_sample=False,
             batch_size=len(prompts),
-            min_length=length,
+            min_length=0 if ends else length,  # an end token before it is never chosen
             max_length=length,
             past_present_share_buffer=True,
         )
@@ -250,8 +267,9 @@ class OpenVino(Runner):
         self.model = settings["model"]
         self.properties = {"INFERENCE_NUM_THREADS": self.threads}
         self.pipeline = openvino_genai.LLMPipeline(self.model, "CPU", **self.properties)
-        self.stateful: Any = None  # two more compiled models are created when first needed
+        self.stateful: Any = None  # three more compiled models are created when first needed
         self.batching: Any = None
+        self.looking_up: Any = None
 
     def decode(self, prompt: list[int], tokens: int) -> list[float]:
         times: list[float] = []
@@ -294,6 +312,26 @@ class OpenVino(Runner):
         results = self.batching.generate(inputs, [self._plain(tokens)] * len(prompts))
         seconds = perf_counter() - before
         return sum(len(result.m_generation_ids[0]) for result in results), seconds
+
+    def answer(self, prompt: list[int], tokens: int, ends: list[int], lookup: int) -> dict[str, Any]:
+        pipeline, config = self.pipeline, self._plain(tokens)
+        config.ignore_eos, config.stop_token_ids = False, set(ends)
+        if lookup:
+            if self.looking_up is None:
+                properties = {**self.properties, "prompt_lookup": True}
+                self.looking_up = self.genai.LLMPipeline(self.model, "CPU", **properties)
+            pipeline = self.looking_up
+            config.num_assistant_tokens, config.max_ngram_size = lookup, NGRAM
+        before = perf_counter()
+        result = pipeline.generate(self._tensor(prompt), config)
+        seconds = perf_counter() - before
+        first = result.perf_metrics.get_ttft().mean / 1e3
+        return {
+            "tokens": list(result.tokens[0]),
+            "first_tokens": 1,
+            "first_token_seconds": first,
+            "seconds": seconds,
+        }
 
     def _feed(self, tokens: list[int], past: int) -> None:
         import numpy as np

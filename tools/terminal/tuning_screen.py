@@ -141,6 +141,8 @@ def described(found: TrainingMeasurement, kind: str) -> str:
         parts.append(f"mask slots {masks}")
     if found.corrected:
         parts.append(f"corrected {' '.join(_percent(accuracy) for accuracy in found.corrected)}")
+    if kind == "validation" and found.acceptance:
+        parts.append(f"tokens per step {1 + sum(filter(None, found.acceptance)):.2f}")
     loss = "  ".join(parts)
     return f"{loss}  {found.tokens_per_second:,.0f} rows/s" if kind == "training" else f"validation {loss}"
 

@@ -308,6 +308,8 @@ def test_results_are_available_as_json_and_for_tensorboard(data: Path, tmp_path:
     assert len(found["training"]["losses"]) == len(found["validation"]["losses"]) == 3
     line = r"step 4/4  loss \d+\.\d+  accuracy \d+%  mask slots \d+% \d+%  [\d,]+ rows/s  0:00:00 left, ends \d\d:\d\d"
     assert re.search(line, errors)
+    length = 1 + sum(found["validation"]["acceptance"])
+    assert re.search(rf"step 4/4  validation .*  tokens per step {length:.2f}  ", errors)
     events = EventAccumulator(str(tmp_path / "events"))
     events.Reload()
     parts = product(("training", "validation"), ("loss", "accuracy"), ("next_token", "mask_slot_1", "mask_slot_2"))

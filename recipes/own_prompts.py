@@ -5,6 +5,7 @@ They resemble the chats that the model was trained on, so they are far more vari
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
@@ -30,8 +31,10 @@ def own_prompts(bundle: Path, wanted: int, seed: int, most: int | None = None) -
         for text in _messages(runtime, seed, most):
             if len(texts) == wanted:
                 break
-            if len(text) in _LENGTH:
+            if len(text) in _LENGTH and text not in texts:
                 texts[text] = None
+                if len(texts) % _REQUESTS == 0:
+                    print(f"{len(texts)} of {wanted} prompts", file=sys.stderr, flush=True)
     if len(texts) < wanted:
         raise ValueError(
             f"{bundle}: wrote {len(texts)} different prompts in {most} attempts, expected {wanted}: ask for fewer"

@@ -21,7 +21,7 @@ _TREE_OPTIONS = ("draft_rows", "draft_siblings", "lookup")
 
 
 @documented
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Decoding:
     """Options of one completion; immutable, so several requests can share them.
 

@@ -14,7 +14,7 @@ from recipes.signatures import functions_in, read_signature
 from recipes.train import PROMPTS
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
-from spaceport.tools.cli.demo import timed, verdicts
+from spaceport.tools.demo.modes import timed, verdicts
 from spaceport.tools.demo.prompts import MODEL, prompts_of
 
 pytestmark = pytest.mark.on_change("tools/demo/model")

@@ -99,7 +99,11 @@ def test_a_missing_argument_is_pythons_error() -> None:
         Runtime.score()  # type: ignore[call-arg]
 
 
-def test_the_kind_of_a_grammar_is_named() -> None:
+def test_options_are_named() -> None:
     message = r"Grammar got 'json_schema' without a name: expected Grammar\(NAME=…\) with one of regex, json_schema, "
     with pytest.raises(OptionFault, match=message):
         Grammar("json_schema", "{}")  # type: ignore[call-arg, misc]
+    with pytest.raises(
+        OptionFault, match=r"Decoding got 24 without a name: expected Decoding\(NAME=…\) with one of .*max_tokens"
+    ):
+        Decoding(24)  # type: ignore[misc]

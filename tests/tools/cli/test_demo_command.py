@@ -20,18 +20,15 @@ from spaceport.tools.cli import INPUT, MISSING, USAGE, demo, run
 from spaceport.tools.cli.demo import (
     CHAT_LEGEND,
     LEGEND,
-    MODES,
     THREADS_LEGEND,
-    TimedModes,
-    TimedRun,
     base_model,
     compare,
     compare_chats,
     has_passed,
     next_steps,
     rows_of,
-    timed,
 )
+from spaceport.tools.demo.modes import MODES, TimedModes, TimedRun, timed
 from support.adapters import train
 from support.gguf_files import random_model, write_gguf
 from support.paths import TINY

@@ -9,7 +9,7 @@ from typing import Any
 from spaceport.graphs.contract.faults import InputFault
 from spaceport.runtime.text.prompt import Prompt
 
-MODEL = Path(__file__).parent / "model"
+MODEL = Path(__file__).resolve().parent / "model"
 PROMPTS_FILE = "prompts.json"
 
 

@@ -167,6 +167,10 @@ def test_a_check_report_of_another_graph_is_ignored(damaged: Path, capfd: Captur
     unchecked = "not checked yet (spaceport check)"
     for content, expected in (
         (json.dumps({"passed": True, "graph": [graph, weights]}), "passed"),
+        (
+            json.dumps({"passed": True, "quick": True, "graph": [graph, weights]}),
+            "passed with a part of the cases (spaceport check: all)",
+        ),
         (json.dumps({"passed": "no", "graph": [graph, weights]}), "FAILED"),
         (json.dumps({"passed": True, "graph": ["0" * 64, weights]}), unchecked),
         (json.dumps({"passed": True, "graph": [graph, "0" * 64]}), unchecked),

@@ -28,7 +28,16 @@ from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.graphs.contract.manifest import Manifest
 from spaceport.runtime.bundle import read_manifest
 from spaceport.runtime.session import Runtime
-from spaceport.tools.bench.decode_measuring import DEFAULT, FORKING, MODES, PLAIN, DecodeMode, mode_runtimes, modes_for
+from spaceport.tools.bench.decode_measuring import (
+    DEFAULT,
+    FORKING,
+    MODES,
+    PLAIN,
+    DecodeMode,
+    another_runtime,
+    mode_runtimes,
+    modes_for,
+)
 from spaceport.tools.bench.machine import OtherProcesses, this_machine
 from spaceport.tools.bench.report import Report
 from spaceport.tools.bench.rivals import OnProgress, Peer, peers_named
@@ -135,12 +144,9 @@ def benchmark_chat(
         length = check_chat_lengths(encode, prompts, options.max_tokens, limit, file)
         check_chat_lengths(encode, forked, options.fork_max_tokens, limit, file)
 
-        def open_runtime() -> Runtime:
-            return Runtime(base.bundle, base.engine, base.max_seq_len, costs=base.costs)
-
         ends, threads = base.bundle.manifest.tokens.end, options.threads
         with (
-            mode_runtimes(list(together.values()), open_runtime) as runtimes,
+            mode_runtimes(list(together.values()), lambda: another_runtime(base)) as runtimes,
             running_peers(peer_options, machine, ends, length, options.max_tokens, threads, on_progress) as peers,
         ):
             others = OtherProcesses([worker.process for worker in peers.workers])

@@ -25,6 +25,7 @@ from spaceport.tools.bench.decode_measuring import (
     DecodeOptions,
     MeasuredCompletion,
     OutputDifference,
+    another_runtime,
     duration,
     measure_modes,
     mode_runtimes,
@@ -433,7 +434,7 @@ def benchmark_decode(
 
         def open_runtime() -> Runtime:
             if texts is None:
-                return Runtime(base.bundle, base.engine, base.max_seq_len, queue_limit=queue, costs=base.costs)
+                return another_runtime(base, queue)
             return replay_runtime(base, texts, options.replay or (), queue)
 
         with mode_runtimes(modes, open_runtime) as runtimes:

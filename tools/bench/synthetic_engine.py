@@ -226,7 +226,12 @@ def replay_runtime(base: Runtime, texts: SyntheticTexts, acceptance: Sequence[fl
     replay = Replay(texts, manifest.tokens.mask, acceptance, engine.requests, size, manifest.drafts.layout, heads)
     synthetic = SyntheticEngine(engine.signature, engine.requests, engine.capacity, replay, engine, engine.costs, heads)
     return Runtime(
-        without_end_tokens(base.bundle), synthetic, base.max_seq_len, queue_limit=queue_limit, costs=base.costs
+        without_end_tokens(base.bundle),
+        synthetic,
+        base.max_seq_len,
+        queue_limit=queue_limit,
+        costs=base.costs,
+        exactness=base.exactness,
     )
 
 

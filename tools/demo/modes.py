@@ -11,6 +11,7 @@ from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.scheduling.request import Completion
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.prompt import Prompt
+from spaceport.tools.bench.decode_measuring import another_runtime
 
 DIFFERENT = "DIFFERENT"
 
@@ -71,13 +72,6 @@ class TimedRun:
 TimedModes = Mapping[DecodingMode, Sequence[TimedRun]]  # a run for each round
 
 
-def _new_runtime(runtime: Runtime) -> Runtime:
-    """A runtime on the engine of another one; it is never closed, since that would close the engine."""
-    return Runtime(
-        runtime.bundle, runtime.engine, runtime.max_seq_len, costs=runtime.costs, exactness=runtime.exactness
-    )
-
-
 def timed(
     runtime: Runtime,
     prompts: Sequence[Prompt],
@@ -87,12 +81,13 @@ def timed(
 ) -> Iterator[TimedModes]:
     """For each prompt, the runs of the modes that change anything.
 
-    A mode has a new runtime in each round, so that what it learned about acceptance rates is the same in each.
+    A mode has a new runtime in each round, so that what it learned about acceptance rates is the same in each. They
+    are never closed, since that would close the engine.
     """
     tokens, masks = runtime.bundle.manifest.tokens, runtime.bundle.manifest.drafts.max_tokens
     fork = tokens.fork
     possible = [mode for mode in MODES if (masks or not mode.drafts) and (fork is not None or not mode.forks)]
-    runtimes = [{mode: _new_runtime(runtime) for mode in possible} for _ in range(rounds)]
+    runtimes = [{mode: another_runtime(runtime) for mode in possible} for _ in range(rounds)]
     for by_mode in runtimes:
         for mode, warmed in by_mode.items():
             warmed.generate(prompts[0], mode.decoding(max_tokens))  # the first request takes longer

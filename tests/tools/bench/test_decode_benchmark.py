@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from spaceport.graphs.contract.draft_methods import DraftMethod
+from spaceport.graphs.contract.exactness import Exactness
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import Manifest
 from spaceport.runtime.bundle import read_manifest
@@ -24,6 +25,7 @@ from spaceport.tools.bench.decode_measuring import (
     DecodeOptions,
     MeasuredCompletion,
     OutputDifference,
+    another_runtime,
     modes_for,
     parse_modes,
 )
@@ -125,6 +127,16 @@ def test_each_mode_drafts_what_its_name_says(demo_bundle: Path) -> None:
     assert drafts["fixed 2"].shape == "chain"
     assert [name for name, decoding in decodings.items() if decoding.fork] == ["forked", "forked+drafted"]
     assert {decoding.max_tokens for decoding in decodings.values()} == {8}
+
+
+def test_the_runtimes_of_modes_draft_as_the_opened_one(tiny_bundle: Path) -> None:
+    options = DecodeOptions(rounds=1, replay=(0.5,), limit=1, max_tokens=4)
+    with Runtime.open(tiny_bundle, threads=1, step_costs="standard") as opened:
+        opened.exactness = Exactness(0.0, 0.0, 0.0, (1,))  # unlike what is assumed where nothing is measured
+        texts, _ = synthetic_texts(opened, options, [8])
+        for runtime in (another_runtime(opened, 3), replay_runtime(opened, texts, (0.5,), 3)):
+            assert runtime.exactness is opened.exactness
+            assert runtime.costs is opened.costs
 
 
 def replayed(bundle: Path, acceptance: tuple[float, ...], **more: object) -> DecodeResults:

@@ -199,6 +199,8 @@ class PackedModel(nn.Module):
     def sums_of(self, found: RowLosses, targets: Tensor, slots: Tensor, before: Tensor) -> Tensor:
         """The sums of a batch from its rows with targets, their mask slots and the tokens before their targets."""
         each, correct = found.losses, found.correct
+        if self.forbidden:  # an answer may name such a token, but no draft can contain it
+            each = each * ~torch.isin(targets, torch.tensor(self.forbidden, device=targets.device))
         corrected = [torch.zeros_like(each)] * 2
         if self.correction is not None:
             table = cast(nn.Embedding, self.model.get_input_embeddings()).weight

@@ -231,6 +231,21 @@ def test_nothing_is_learned_behind_the_first_wrong_mask_slot_of_a_group() -> Non
     assert packed.eval().sums_of(found, slots, slots, slots)[LOSS].tolist() == [2.0, 6.0, 6.0, 4.0]
 
 
+@pytest.mark.parametrize("frozen", [False, True], ids=("whole", "frozen base"))
+def test_a_token_that_is_never_generated_has_no_loss(frozen: bool) -> None:
+    model = build(FAMILIES[0])
+    packed = packed_model_of(model, 2)
+    packed = frozen_base_model_of(packed) if frozen else packed
+    batch = collate([pack(text(20, 1), [MaskGroup(8, 2)], (MASK,) * 2)])
+    losses = run(packed, batch)[LOSS]
+    (first, second) = batch.targets[batch.mask_slots > 0].tolist()
+    packed.forbidden = (first,)
+    found = run(packed, batch)[LOSS]
+    assert found[1] == 0 < losses[1]
+    assert found[2] <= losses[2]  # another token has lost its probability
+    assert second != first
+
+
 def test_logits_that_are_scaled_or_capped_behind_the_head_are_not_taken_from_it() -> None:
     plain = {family.name: frozen_base_model_of(packed_model_of(build(family), 3)).plain_head for family in FAMILIES}
     assert plain["llama"]

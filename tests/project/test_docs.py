@@ -136,13 +136,7 @@ def test_the_command_of_the_page_on_the_evaluation_runs(
         )
         == 0
     )
-    titles = re.findall("^### (.+)$", capsys.readouterr().out, re.MULTILINE)
-    page = (DOCS / "accuracy.md").read_text("utf-8")
-    table = page[page.index("| table |") :].split("\n\n")[0]
-    listed = re.findall(r"^\| ([A-Z].+?) \|", table, re.MULTILINE)
-    assert len(titles) == len(listed)
-    for title, name in zip(titles, listed, strict=True):
-        assert re.match(re.escape(name).replace("K", r"\d+"), title), title
+    assert "answers are identical to those without drafts" in capsys.readouterr().out
 
 
 def commands(page: str, name: str) -> list[list[str]]:

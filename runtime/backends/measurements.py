@@ -26,7 +26,7 @@ from spaceport.runtime.bundle import Bundle
 from spaceport.runtime.costs import CostSource, Points, StepCosts, relative_costs
 from spaceport.runtime.engine import Batch, Engine, EngineOptions
 
-_SCHEMA = 5
+_SCHEMA = 6
 _PACKAGES = ("spaceport", "onnxruntime", "onnxruntime-gpu", "tensorrt", "tensorrt-rtx", "torch")
 _MOST_BYTES = 100_000  # maximum size of a file
 
@@ -45,8 +45,9 @@ _ROUNDS, _FEWEST = 7, 3  # calls of each shape: usual and minimum number
 _MOST_ROUNDS = 60
 _QUICK = SECONDS / 4  # more rounds are run for this time: short calls are disturbed more often
 _VISIBLE, _FAR = 256, 1024  # KV slots
-# The most informative first: with a large model there is no time for all. GPU times jump at 8/9, 17, 33 and 64 rows.
-_SINGLE = (1, 4, 16, 9, 36, 2, 24, 6, 12, 64, 8, 17, 33)
+# The most informative first: with a large model there is no time for all. GPU times jump at 8/9, 17, 33 and 64 rows;
+# 8-bit products on CPUs take as long for 3, 5 and 7 rows as for one more.
+_SINGLE = (1, 4, 16, 9, 36, 2, 6, 3, 5, 24, 12, 64, 8, 7, 17, 33)
 _BATCHED = (1, 4, 9)
 _FAR_ROWS = (1, 16)
 _MOST_REQUESTS = 8  # maximum requests of a call: more of them take long and show little more
@@ -139,13 +140,14 @@ def _noise(got: NDArray[np.float32], expected: NDArray[np.float32]) -> float:
 
 def measure_step_costs(
     engine: Engine,
+    mask: int = 0,
     budget: float = SECONDS,
     clock: Callable[[], float] = perf_counter,
     cpu_clock: Callable[[], float] = thread_time,
 ) -> StepCosts:
     """The costs of an engine's calls; shapes alternate, so that a busy machine affects all alike.
 
-    Calls on a CPU are timed with the CPU time of this thread: other processes do not add to it, and it waits actively for
+    The last of several rows has the token `mask`: with a mask row, its adapters take part in a call. Calls on a CPU are timed with the CPU time of this thread: other processes do not add to it, and it waits actively for
     the engine's other threads.
     """
     deadline = clock() + budget
@@ -155,8 +157,8 @@ def measure_step_costs(
         again = _FEWEST * sum(map(min, times.values()))  # time of a few more rounds
         if shape.rows not in _NEEDED and clock() + again + 2 * max(map(min, times.values())) > deadline:
             break
-        _call(engine, shape, timer)
-        times[shape] = [_call(engine, shape, timer)]
+        _call(engine, shape, mask, timer)
+        times[shape] = [_call(engine, shape, mask, timer)]
     started = clock()
     for number in count():
         if (number >= _ROUNDS and clock() - started > _QUICK) or number == _MOST_ROUNDS:
@@ -167,18 +169,19 @@ def measure_step_costs(
             if clock() + seconds[-1] > deadline and (number >= _FEWEST - 1 or shape.rows not in _NEEDED):
                 continue
             if buffers != shape[1:]:  # a call with other KV buffers than the one before binds them
-                _call(engine, shape, timer)
+                _call(engine, shape, mask, timer)
                 buffers = shape[1:]
-            seconds.append(_call(engine, shape, timer))
+            seconds.append(_call(engine, shape, mask, timer))
     return _table(engine, times)
 
 
-def idle(engine: Engine, rows: int, requests: int = 1, visible: int = _VISIBLE) -> Batch:
-    """A call that computes like any other and writes to unused slots."""
+def idle(engine: Engine, rows: int, requests: int = 1, visible: int = _VISIBLE, mask: int = 0) -> Batch:
+    """A call that computes like any other and writes to unused slots; the last of several rows has the token `mask`."""
     visible = min(visible, engine.capacity)
     zeros, order = np.zeros(rows, np.int64), np.arange(rows)
-    mask = np.broadcast_to(np.arange(visible) == 0, (rows, visible))
-    return _batch(engine, zeros, zeros, visible - rows + order, mask, order, requests)
+    tokens = np.where((order > 0) & (order == rows - 1), mask, zeros)
+    seen = np.broadcast_to(np.arange(visible) == 0, (rows, visible))
+    return _batch(engine, tokens, zeros, visible - rows + order, seen, order, requests)
 
 
 def batched_requests(engine: Engine) -> int:
@@ -198,8 +201,8 @@ def _shapes(engine: Engine) -> Iterator[_Shape]:
             yield _Shape(rows, 1, far)
 
 
-def _call(engine: Engine, shape: _Shape, clock: Callable[[], float]) -> float:
-    batch = idle(engine, shape.rows, shape.requests, shape.visible)
+def _call(engine: Engine, shape: _Shape, mask: int, clock: Callable[[], float]) -> float:
+    batch = idle(engine, shape.rows, shape.requests, shape.visible, mask)
     started = clock()
     engine.run(batch)
     return max(clock() - started, 1e-9)
@@ -244,7 +247,7 @@ def measured_here(
     exactness = measure_exactness(engine, tolerated_noise(bundle.manifest)) if stored is None else stored.exactness
     table = None if stored is None else stored.table
     if source == "measured" and (table is None or table.requests != batched_requests(engine)):
-        table = measure_step_costs(engine)
+        table = measure_step_costs(engine, *bundle.manifest.tokens.mask[:1])
     if (measurements := Measurements(exactness, table)) != stored:
         # full disk, read-only folder or that of another user: they are measured again next time
         with suppress(OSError):

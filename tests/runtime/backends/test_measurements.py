@@ -147,7 +147,8 @@ def test_default_drafts_of_a_model_are_those_that_its_measured_noise_allows(
 TABLE = StepCosts(256, ((1, 0.010), (4, 0.013)), 8, ((1, 0.020),), slot=1e-6, row_slot=2e-7)
 EXACT = Exactness(0.0, 1e-6, 1e-5, (2, 9, 33))
 FOUND = Measurements(EXACT, TABLE)
-VALID = {"schema": 5, "exactness": asdict(EXACT), "table": asdict(TABLE)}
+MASK = 5
+VALID = {"schema": 6, "exactness": asdict(EXACT), "table": asdict(TABLE)}
 
 
 @dataclass
@@ -156,12 +157,14 @@ class TickingEngine(HashEngine):
 
     time: float = 0.0
     call: float = 0.01
+    masked: float = 0.0  # seconds more with a mask row
 
     def run(self, batch: Batch) -> NDArray[np.float32]:
         self.calls += 1
         visible = batch.attention_mask.shape[-1]
         requests, rows = batch.input_ids.shape
         usual = self.call * (1 + 0.1 * requests * rows + requests * rows * visible / 10_000)
+        usual += self.masked * bool((batch.input_ids == MASK).any())
         self.time += 50 * usual if self.calls <= 1 or self.calls % 5 == 0 else usual
         return np.zeros((1, 1, 1), np.float32)
 
@@ -173,12 +176,12 @@ def usual(rows: int, requests: int = 1) -> float:
 
 def measured(engine: TickingEngine, budget: float = 1e9) -> StepCosts:
     """What is measured where nothing else runs."""
-    return measure_step_costs(engine, budget, lambda: engine.time, lambda: engine.time)
+    return measure_step_costs(engine, MASK, budget, lambda: engine.time, lambda: engine.time)
 
 
 def test_costs_are_those_of_calls_that_have_become_usual() -> None:
     table = measured(TickingEngine(Language(1), 2048, 4))
-    assert [rows for rows, _ in table.single] == [1, 2, 4, 6, 8, 9, 12, 16, 17, 24, 33, 36, 64]
+    assert [rows for rows, _ in table.single] == [1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 17, 24, 33, 36, 64]
     assert dict(table.single) == pytest.approx({rows: usual(rows) for rows, _ in table.single})
     assert dict(table.batched) == pytest.approx({rows: usual(rows, 4) for rows in (1, 4, 9)})
     assert (table.visible, table.requests) == (256, 4)
@@ -190,11 +193,18 @@ def test_costs_are_those_of_calls_that_have_become_usual() -> None:
     small = TickingEngine(Language(1), 16, 1)
     small.rows = 8
     table = measured(small)
-    assert [rows for rows, _ in table.single] == [1, 2, 4, 6, 8]
+    assert [rows for rows, _ in table.single] == [*range(1, 9)]
     assert (table.visible, table.slot, table.batched) == (16, 0.0, ())
 
 
-@pytest.mark.parametrize(("call", "most"), [(0.0001, 13), (0.05, 6), (1.0, 2)])
+def test_steps_with_drafts_cost_what_a_mask_row_adds() -> None:
+    found, plain = (measured(TickingEngine(Language(1), 256, 2, masked=masked)) for masked in (0.004, 0.0))
+    more = {rows: time - dict(plain.single)[rows] for rows, time in found.single}
+    assert more == pytest.approx({rows: 0.004 * (rows > 1) for rows in more})
+    assert [time for _, time in found.batched] == pytest.approx([usual(1, 2), usual(4, 2) + 0.004, usual(9, 2) + 0.004])
+
+
+@pytest.mark.parametrize(("call", "most"), [(0.0001, 16), (0.05, 6), (1.0, 2)])
 def test_measuring_takes_no_longer_than_the_budget_by_much(call: float, most: int) -> None:
     """A large model is measured at fewer points, the most informative ones."""
     engine = TickingEngine(Language(1), 256, 1, call=call)
@@ -212,6 +222,7 @@ def test_the_calls_that_are_timed_are_what_they_seem() -> None:
         batch = idle(engine, rows)
         assert Staging(engine.signature, 512, 512).padded(batch) == CallShape(1, rows, 256, rows)
         assert batch.slot_ids.tolist() == [[*range(256 - rows, 256)]]
+        assert idle(engine, rows, mask=MASK).input_ids.tolist() == [[0, *[0] * (rows - 2), *[MASK] * (rows > 1)]]
         assert batch.sliding_attention_mask is batch.attention_mask
 
 
@@ -234,8 +245,8 @@ def test_a_table_is_read_as_it_was_written_by_this_user_alone(tmp_path: Path) ->
 @pytest.mark.parametrize(
     "text",
     [
-        *("", "{", "[]", "null", "7", '{"schema": 5}', "[" * 90_000),
-        json.dumps({**VALID, "schema": 4}),
+        *("", "{", "[]", "null", "7", '{"schema": 6}', "[" * 90_000),
+        json.dumps({**VALID, "schema": 5}),
         json.dumps({**VALID, "exactness": {"rows": -1, "slots": 0, "tolerated": 0, "widths": [2]}}),
         json.dumps({**VALID, "table": {**asdict(TABLE), "single": [[1, -1]]}}),
         json.dumps({**VALID, "table": {**asdict(TABLE), "single": [[1]]}}),
@@ -268,7 +279,7 @@ def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Measure:
     monkeypatch.setattr(
         measurements,
         "measure_step_costs",
-        lambda engine: replace(TABLE, single=((1, float(next(times))),), requests=engine.requests),
+        lambda engine, mask: replace(TABLE, single=((1, float(next(times))),), requests=engine.requests),
     )
     (tmp_path / "bundle").mkdir()
     bundle = Bundle(tmp_path / "bundle", fill(tmp_path / "bundle"))

@@ -247,7 +247,7 @@ def measured_here(
     exactness = measure_exactness(engine, tolerated_noise(bundle.manifest)) if stored is None else stored.exactness
     table = None if stored is None else stored.table
     if source == "measured" and (table is None or table.requests != batched_requests(engine)):
-        table = measure_step_costs(engine, *bundle.manifest.tokens.mask[:1])
+        table = measure_step_costs(engine, next(iter(bundle.manifest.tokens.mask), 0))
     if (measurements := Measurements(exactness, table)) != stored:
         # full disk, read-only folder or that of another user: they are measured again next time
         with suppress(OSError):

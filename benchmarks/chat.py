@@ -27,14 +27,13 @@ from benchmarks.chat_report import ChatResults, chat_figures, fork_figures, peer
 from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.graphs.contract.manifest import Manifest
 from spaceport.runtime.bundle import read_manifest
-from spaceport.runtime.session import Runtime
+from spaceport.runtime.session import Runtime, another_runtime
 from spaceport.tools.bench.decode_measuring import (
     DEFAULT,
     FORKING,
     MODES,
     PLAIN,
     DecodeMode,
-    another_runtime,
     mode_runtimes,
     modes_for,
 )

@@ -280,6 +280,18 @@ class Runtime:
         self.close()
 
 
+def another_runtime(runtime: Runtime, queue_limit: int | None = None) -> Runtime:
+    """A runtime on the engine of another one, which drafts as that one does but learns for itself."""
+    return Runtime(
+        runtime.bundle,
+        runtime.engine,
+        runtime.max_seq_len,
+        queue_limit=queue_limit,
+        costs=runtime.costs,
+        exactness=runtime.exactness,
+    )
+
+
 def _without_drafts(exactness: Exactness) -> tuple[str, ...]:
     """The note of an engine on which drafts are off by default."""
     if exactness.drafts != "none":

@@ -16,7 +16,7 @@ from spaceport.graphs.contract.manifest import Manifest
 from spaceport.runtime.bundle import read_manifest
 from spaceport.runtime.decode.sequence_group import Statistics
 from spaceport.runtime.decode.sources import named_source
-from spaceport.runtime.session import Runtime
+from spaceport.runtime.session import Runtime, another_runtime
 from spaceport.tools.bench.decode_measuring import (
     DEFAULT,
     PLAIN,
@@ -25,7 +25,6 @@ from spaceport.tools.bench.decode_measuring import (
     DecodeOptions,
     MeasuredCompletion,
     OutputDifference,
-    another_runtime,
     duration,
     measure_modes,
     mode_runtimes,

@@ -130,18 +130,6 @@ def _chain(slots: int, max_tokens: int, manifest: Manifest) -> DecodeMode:
     return DecodeMode(f"fixed {slots}", decoding, PLAIN)
 
 
-def another_runtime(runtime: Runtime, queue_limit: int | None = None) -> Runtime:
-    """A runtime on the engine of another one, which drafts as that one does but learns for itself."""
-    return Runtime(
-        runtime.bundle,
-        runtime.engine,
-        runtime.max_seq_len,
-        queue_limit=queue_limit,
-        costs=runtime.costs,
-        exactness=runtime.exactness,
-    )
-
-
 @contextmanager
 def mode_runtimes(modes: Sequence[DecodeMode], open_runtime: Callable[[], Runtime]) -> Iterator[dict[str, Runtime]]:
     """A runtime for each mode by name; none shares what it learns about acceptance."""

@@ -9,9 +9,8 @@ from time import perf_counter
 from spaceport.runtime.comparison import thread_tokens_of, token_differences
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.scheduling.request import Completion
-from spaceport.runtime.session import Runtime
+from spaceport.runtime.session import Runtime, another_runtime
 from spaceport.runtime.text.prompt import Prompt
-from spaceport.tools.bench.decode_measuring import another_runtime
 
 DIFFERENT = "DIFFERENT"
 

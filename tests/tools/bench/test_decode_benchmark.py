@@ -15,7 +15,7 @@ from spaceport.runtime.bundle import read_manifest
 from spaceport.runtime.comparison import TokenDifference
 from spaceport.runtime.decode.sequence_group import Statistics
 from spaceport.runtime.decoding import Decoding
-from spaceport.runtime.session import Runtime
+from spaceport.runtime.session import Runtime, another_runtime
 from spaceport.tools.bench.decode import DecodeResults, Rate, benchmark_decode, mode_summaries
 from spaceport.tools.bench.decode_measuring import (
     MODES,
@@ -25,7 +25,6 @@ from spaceport.tools.bench.decode_measuring import (
     DecodeOptions,
     MeasuredCompletion,
     OutputDifference,
-    another_runtime,
     modes_for,
     parse_modes,
 )

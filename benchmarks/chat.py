@@ -28,15 +28,7 @@ from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.graphs.contract.manifest import Manifest
 from spaceport.runtime.bundle import read_manifest
 from spaceport.runtime.session import Runtime, another_runtime
-from spaceport.tools.bench.decode_measuring import (
-    DEFAULT,
-    FORKING,
-    MODES,
-    PLAIN,
-    DecodeMode,
-    mode_runtimes,
-    modes_for,
-)
+from spaceport.tools.bench.decode_measuring import DEFAULT, FORKING, MODES, PLAIN, DecodeMode, mode_runtimes, modes_for
 from spaceport.tools.bench.machine import OtherProcesses, this_machine
 from spaceport.tools.bench.report import Report
 from spaceport.tools.bench.rivals import OnProgress, Peer, peers_named

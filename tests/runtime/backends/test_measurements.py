@@ -279,10 +279,13 @@ def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Measure:
     monkeypatch.setattr(
         measurements,
         "measure_step_costs",
-        lambda engine, mask: replace(TABLE, single=((1, float(next(times))),), requests=engine.requests),
+        lambda engine, mask: replace(
+            TABLE, single=((1, float(next(times))),), requests=engine.requests if mask == first_mask else 99
+        ),
     )
     (tmp_path / "bundle").mkdir()
     bundle = Bundle(tmp_path / "bundle", fill(tmp_path / "bundle"))
+    first_mask = bundle.manifest.tokens.mask[0]
 
     def opened(requests: int = 1, source: CostSource = "measured") -> StepCosts:
         engine = HashEngine(Language(1), 256, requests)

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import astuple, replace
 from pathlib import Path
 
 import pytest
 
+from benchmarks.chat import ChatOptions, benchmark_chat
+from benchmarks.chat_measuring import PeerOptions
 from spaceport.graphs.contract.draft_methods import DraftMethod
-from spaceport.graphs.contract.exactness import Exactness
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import Manifest
 from spaceport.runtime.bundle import read_manifest
 from spaceport.runtime.comparison import TokenDifference
 from spaceport.runtime.decode.sequence_group import Statistics
 from spaceport.runtime.decoding import Decoding
-from spaceport.runtime.session import Runtime, another_runtime
+from spaceport.runtime.session import Runtime
 from spaceport.tools.bench.decode import DecodeResults, Rate, benchmark_decode, mode_summaries
 from spaceport.tools.bench.decode_measuring import (
     MODES,
@@ -128,14 +130,31 @@ def test_each_mode_drafts_what_its_name_says(demo_bundle: Path) -> None:
     assert {decoding.max_tokens for decoding in decodings.values()} == {8}
 
 
-def test_the_runtimes_of_modes_draft_as_the_opened_one(tiny_bundle: Path) -> None:
-    options = DecodeOptions(rounds=1, replay=(0.5,), limit=1, max_tokens=4)
-    with Runtime.open(tiny_bundle, threads=1, step_costs="standard") as opened:
-        opened.exactness = Exactness(0.0, 0.0, 0.0, (1,))  # unlike what is assumed where nothing is measured
-        texts, _ = synthetic_texts(opened, options, [8])
-        for runtime in (another_runtime(opened, 3), replay_runtime(opened, texts, (0.5,), 3)):
-            assert runtime.exactness is opened.exactness
-            assert runtime.costs is opened.costs
+@pytest.mark.parametrize("benchmark", ["decode", "replay", "chat"])
+def test_the_runtimes_of_modes_draft_as_the_opened_one(
+    benchmark: str, demo_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[tuple[object, object]] = []
+    make = Runtime.__init__
+
+    def recorded(self: Runtime, *given: object, **options: object) -> None:
+        make(self, *given, **options)  # type: ignore[arg-type]
+        made.append((options.get("costs"), options.get("exactness")))
+
+    monkeypatch.setattr(Runtime, "__init__", recorded)
+    chat = {"kind": "code", "messages": [{"role": "user", "content": "Explain move( src, dst )"}]}
+    (file := tmp_path / "prompts.jsonl").write_text(json.dumps(chat if benchmark == "chat" else {"prompt": "def a"}))
+    decode = DecodeOptions(rounds=1, limit=1, max_tokens=4, threads=1)
+    if benchmark == "chat":
+        benchmark_chat(demo_bundle, file, ChatOptions(max_tokens=4, rounds=1), PeerOptions(), lambda _: None)
+    elif benchmark == "replay":
+        benchmark_decode(demo_bundle, None, replace(decode, replay=(0.5,)), lambda _: None)
+    else:
+        benchmark_decode(demo_bundle, file, decode, lambda _: None)
+    opened, *others = made
+    assert None not in opened
+    assert others
+    assert [one for one in others if one != opened] == []
 
 
 def replayed(bundle: Path, acceptance: tuple[float, ...], **more: object) -> DecodeResults:

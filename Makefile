@@ -16,6 +16,7 @@
 
 VENV := .venv
 BIN := $(VENV)/bin
+PACKAGE := build/package/spaceport
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
 # What each target installs; torch is needed to export the model, the rest of what demo leaves out by the tests.
@@ -39,7 +40,7 @@ SEED ?= 1
 # Whole files go to the processes, the longest first: what a file shares is made once.
 PYTEST = $(if $(CPU),PYTHONPATH=tests $(BIN)/python -m cpus --only $(CPU) --pytest --,$(BIN)/python -m pytest) -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo demo-chat demo-page fast test nightly mutants attack clients cpus cpus-setup check format docs tables venv clean
+.PHONY: demo demo-chat demo-page fast test nightly mutants attack clients cpus cpus-setup check types format docs tables venv clean
 
 demo: $(VENV)/.spaceport-demo
 	@$(BIN)/spaceport demo
@@ -86,9 +87,15 @@ nightly: venv
 mutants: venv
 	@PYTHONPATH=tests $(BIN)/python -m mutants --jobs $(JOBS) $(MUTANTS) -- $(TESTS)
 
-check: format
+check: format types
+
+types: venv $(PACKAGE)
 	@echo "check: mypy"
 	@$(BIN)/python -m mypy
+
+# The package as it is installed, of links: mypy and the API reference follow folders, and not the names in setup.py.
+$(PACKAGE): setup.py
+	@mkdir -p $@ && ln -sfn $(addprefix $(CURDIR)/,exporter graphs runtime serving tools src/spaceport/*) $@ && touch $@
 
 format: venv
 	@echo "check: ruff format"
@@ -97,7 +104,7 @@ format: venv
 	@$(BIN)/python -m ruff check .
 
 # Needs neither torch nor a backend. Fails on a broken link, and on a page that would load anything over a network.
-docs: $(VENV)/.spaceport-docs
+docs: $(VENV)/.spaceport-docs $(PACKAGE)
 	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	echo "docs: got Python 3.10 in $(VENV), expected 3.11 or newer: make docs VENV=.venv-docs PYTHON=python3.11" >&2; exit 1; }
 	@mkdir -p build
@@ -111,7 +118,7 @@ tables:
 venv: $(VENV)/.spaceport-test
 
 # Packages build without isolation, so that the version of the backend is pinned as well.
-$(VENV)/.spaceport-%: pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/.spaceport-%: pyproject.toml setup.py constraints.txt | $(BIN)/python
 	@echo "venv: installing spaceport[$(EXTRAS_$*)] and the pinned packages that it needs into $(VENV)"
 	@$(PIP) -q pip setuptools
 	@{ $(PIP) --no-build-isolation -e '.[$(EXTRAS_$*)]' || touch $@.failed; } | awk '$(SHOWN)'; ! rm $@.failed 2>/dev/null
@@ -128,6 +135,6 @@ $(BIN)/python:
 
 clean:
 	@echo "clean: removing caches, build outputs and what tests have built"
-	@rm -rf build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage
+	@rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage
 	@cd "$${SPACEPORT_TEST_CACHE:-$${XDG_CACHE_HOME:-$$HOME/.cache}/spaceport-tests}" 2>/dev/null && rm -rf built passed mypy || true
-	@find benchmarks exporter graphs recipes runtime serving tools tests src/spaceport -name __pycache__ -type d -prune -exec rm -rf {} +
+	@find benchmarks exporter graphs recipes runtime serving src tools tests -name __pycache__ -type d -prune -exec rm -rf {} +

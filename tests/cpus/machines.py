@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from support.paths import ROOT
+from support.paths import ROOT, package
 
 _HERE = Path(__file__).parent
 # onnxruntime reads the kind of an ARM CPU here and crashes without it: qemu 7 shows the host's file.
@@ -28,7 +28,6 @@ CPU revision\t: 1
 _DEBIAN = "python3.11,libpython3.11,libstdc++6,libgomp1,zlib1g,libexpat1"
 _PLATFORMS = ("manylinux_2_28_aarch64", "manylinux_2_27_aarch64", "manylinux_2_17_aarch64", "manylinux2014_aarch64")
 _PACKAGES = ("numpy", "onnxruntime", "tokenizers", "jinja2", "click", "rich")
-_SPACEPORT = ROOT / "src"
 
 
 class Missing(Exception):
@@ -70,7 +69,7 @@ def _qemu_x86(cpu: str) -> Callable[[Path, Sequence[str]], tuple[list[str], dict
     def command(folder: Path, arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
         program = _program("qemu-x86_64", "qemu-user")
         python = str(Path(sys.executable).resolve())
-        return [program, "-cpu", cpu, python, *arguments], {"PYTHONPATH": f"{_site()}:{_SPACEPORT}"}
+        return [program, "-cpu", cpu, python, *arguments], {"PYTHONPATH": f"{_site()}:{package()}"}
 
     return command
 
@@ -135,7 +134,7 @@ def _run_arm(folder: Path, arguments: Sequence[str]) -> tuple[list[str], dict[st
         raise Missing(f"got no {python}, expected a root of Debian for ARM64: make cpus-setup")
     # an absolute path is tried inside the root first, so a program there need not exist outside it
     return [program, "-cpu", "neoverse-n1", "-L", str(root), str(python), *arguments], {
-        "PYTHONPATH": f"{(folder / 'site').resolve()}:{_SPACEPORT}"
+        "PYTHONPATH": f"{(folder / 'site').resolve()}:{package()}"
     }
 
 

@@ -10,9 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from support.paths import ROOT
-
-PARTS = ("exporter", "graphs", "runtime", "serving", "tools")
+from support.paths import PARTS, ROOT
 
 # Folders of the checkout that are in no wheel: they import the package, which imports none of them.
 CHECKOUT_ONLY = ("benchmarks", "recipes")

@@ -18,12 +18,13 @@ import spaceport
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
 from spaceport.tools.cli import MISSING
-from support.paths import ROOT, TINY
-
-PARTS = ("exporter", "graphs", "runtime", "serving", "tools")
+from support.paths import PARTS, ROOT, TINY, package
 
 # In the checkout and the sdist, not in the wheel.
-CHECKOUT_ONLY = {"benchmarks/__main__.py", "recipes/train.py", "recipes/chat_words.json", "deploy/Containerfile"}
+CHECKOUT_ONLY = {"benchmarks/__main__.py", "deploy/Containerfile"}
+
+# Data that the program reads; the chat model's adapter and curves of trainings are in the checkout alone.
+DATA = ("serving/page/static/", "tools/demo/data/", "tools/demo/model/", "tools/report/")
 
 HEAVY = (
     *("cryptography", "llguidance"),
@@ -90,7 +91,7 @@ def lacking(folder: Path, cwd: Path) -> dict[str, str]:
 
 
 def test_runtime_and_command_line_import_without_heavy_libraries(tmp_path: Path) -> None:
-    assert lacking(ROOT / "src", tmp_path) == {}
+    assert lacking(package(), tmp_path) == {}
 
 
 @dataclass(frozen=True)
@@ -105,21 +106,20 @@ class Built:
 def tracked() -> list[str]:
     """The files of the checkout that git tracks or would track; without git, those of the package."""
     if not (ROOT / ".git").exists() or not shutil.which("git"):
-        links = [f"src/spaceport/{part}" for part in PARTS]
         paths = [path for part in PARTS for path in (ROOT / part).rglob("*") if "__pycache__" not in path.parts]
         names = [path.relative_to(ROOT).as_posix() for path in paths]
-        names += [*links, *(f"src/spaceport/{name}" for name in ("__init__.py", "__main__.py", "py.typed"))]
-        names += ["LICENSE", "MANIFEST.in", "README.md", "pyproject.toml"]
+        names += [f"src/spaceport/{name}" for name in ("__init__.py", "__main__.py", "py.typed")]
+        names += ["LICENSE", "MANIFEST.in", "README.md", "pyproject.toml", "setup.py"]
     else:
         git = ["git", "-c", "safe.directory=*", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
         names = run(git, ROOT).split("\0")
-    return [name for name in names if (ROOT / name).is_file() or (ROOT / name).is_symlink()]
+    return [name for name in names if (ROOT / name).is_file()]
 
 
 def packaged(names: list[str]) -> set[str]:
-    """The files that the package is to hold: all Python, also what git ignores by mistake, and all data but prose."""
+    """The files that the package is to hold: all Python, also what git ignores by mistake, and the data."""
     python = {path.relative_to(ROOT).as_posix() for part in PARTS for path in (ROOT / part).rglob("*.py")}
-    data = {name for name in names if name.startswith(tuple(f"{part}/" for part in PARTS)) and name[-3:] != ".md"}
+    data = {name for name in names if name.startswith(DATA)}
     return {f"spaceport/{name}" for name in {"__init__.py", "__main__.py", "py.typed"} | python | data}
 
 
@@ -129,7 +129,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     names = tracked()
     for name in names:
         (copy / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(ROOT / name, copy / name, follow_symlinks=False)
+        shutil.copy2(ROOT / name, copy / name)
     run([sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(copy)], copy)
     (wheel,), (sdist,) = out.glob("*.whl"), out.glob("*.tar.gz")
     return Built(wheel, sdist, packaged(names))
@@ -151,8 +151,8 @@ def test_the_wheel_holds_every_file_and_nothing_else(built: Built) -> None:
 def test_the_sdist_holds_every_file(built: Built) -> None:
     with tarfile.open(built.sdist) as sdist:
         names = {member.name.partition("/")[2] for member in sdist if member.isfile()}
-    assert {f"src/{name}" for name in built.files} - names == set()
-    assert {"LICENSE", "pyproject.toml"} | CHECKOUT_ONLY <= names
+    assert {name.removeprefix("spaceport/") for name in built.files if name.count("/") > 1} - names == set()
+    assert {"LICENSE", "pyproject.toml", "setup.py", "src/spaceport/__init__.py"} | CHECKOUT_ONLY <= names
     assert [name for name in names if name.startswith("tests/")] == []
 
 

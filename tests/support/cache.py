@@ -16,7 +16,7 @@ from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
-from support.paths import ROOT, TESTS
+from support.paths import PARTS, ROOT, TESTS
 
 _SOURCES = {
     **dict.fromkeys(("support", "attack", "cpus", "real_clients"), TESTS),
@@ -67,7 +67,12 @@ def _files_of(module: str) -> frozenset[Path]:
     folder = _SOURCES.get(module.partition(".")[0])
     if folder is None:
         return frozenset()
-    path = folder.joinpath(*module.split("."))
+    names = module.split(".")
+    path = (
+        ROOT.joinpath(*names[1:])
+        if names[0] == "spaceport" and names[1:2] and names[1] in PARTS
+        else folder.joinpath(*names)
+    )
     own = [file for file in (path / "__init__.py", path.with_suffix(".py")) if file.is_file()]
     return _files_of(module.rpartition(".")[0]).union(own)
 

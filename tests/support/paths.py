@@ -1,10 +1,18 @@
 """Paths: the checkout and the checkpoints in it."""
 
+import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 TESTS = ROOT / "tests"
 DOCS = ROOT / "docs"
+PARTS = ("exporter", "graphs", "runtime", "serving", "tools")  # top folders, each a sub-package of spaceport
 DEPLOY = ROOT / "deploy"
 TINY = TESTS / "data" / "tiny"  # trained checkpoint that drafts, a few kilobytes
 DEMO = ROOT / "tools" / "demo" / "model"  # trained checkpoint that drafts and forks
+
+
+def package() -> Path:
+    """A folder that holds `spaceport` as it is installed, of links to the folders of the checkout."""
+    subprocess.run(["make", "--silent", "build/package/spaceport"], cwd=ROOT, check=True)
+    return ROOT / "build" / "package"

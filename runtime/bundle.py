@@ -33,7 +33,7 @@ from spaceport.runtime.opened_files import AGAIN, OpenedFiles
 from spaceport.runtime.opened_files import BundleError as BundleError
 from spaceport.runtime.opened_files import ChangedWhileOpening as ChangedWhileOpening
 
-LARGEST_MANIFEST = 16 * 2**20  # bytes
+_LARGEST_MANIFEST = 16 * 2**20  # bytes
 _LARGEST_SIGNATURE = 2**10  # bytes; an Ed25519 signature has 64
 
 
@@ -222,7 +222,7 @@ def _verify(files: OpenedFiles, manifest: Manifest, links: bool) -> None:
     if not links:
         _refuse_foreign(files)
     for name, record in manifest.files.items():
-        check_name(folder, name)
+        _check_name(folder, name)
         files.verify(name, record)
 
 
@@ -231,7 +231,7 @@ def _manifest_content(files: OpenedFiles) -> bytes:
     if not os.path.lexists(file):
         hint = " (this is a checkpoint: export it first)" if (folder / "config.json").exists() else ""
         raise BundleError(f"{folder}: no {MANIFEST_FILE} in it: expected a bundle that `spaceport export` wrote{hint}")
-    return files.first_bytes(MANIFEST_FILE, LARGEST_MANIFEST)
+    return files.first_bytes(MANIFEST_FILE, _LARGEST_MANIFEST)
 
 
 def _parsed(files: OpenedFiles, content: bytes) -> Manifest:
@@ -253,7 +253,7 @@ def _refuse_foreign(files: OpenedFiles) -> None:
                 files.check_status(file, status)
 
 
-def check_name(folder: Path, name: str) -> None:
+def _check_name(folder: Path, name: str) -> None:
     """Raise unless the name of a file in a manifest is a path inside the bundle's folder."""
     pure = PurePosixPath(name)
     if (

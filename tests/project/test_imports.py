@@ -68,12 +68,10 @@ LAYERS = {
     "tools.verify": (*_MODEL, "tools.reference", "tools.tune"),
     "tools.bench": (*_MODEL, "tools.demo", "tools.report", "tools.terminal", "tools.verify"),
     "serving": (*_MODEL, "serving.page"),
-    "tools.fetch": _MODEL,
     "tools.cli": (
         *_MODEL,
         "serving",
         "tools.chat",
-        "tools.fetch",
         *("tools.adopt", "tools.bench", "tools.demo", "tools.distill", "tools.reference", "tools.report"),
         *("tools.terminal", "tools.tune", "tools.verify"),
     ),

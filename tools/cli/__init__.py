@@ -33,7 +33,6 @@ EXTRAS = {
     "tokenizers": "",
     "jinja2": "",
     "cryptography": "sign",
-    "obstore": "storage",
     **dict.fromkeys(("starlette", "uvicorn", "msgspec", "prometheus_client", "tomli"), "serve"),
     "opentelemetry": "otel",
     "accelerate": "tune",
@@ -105,7 +104,7 @@ class Commands(LazyGroup):
     """The commands of `spaceport`; --help fits on a screen."""
 
     package = "spaceport.tools.cli"
-    modules: ClassVar = {"inspect": "bundles:inspect", "sign": "bundles:sign", "fetch": "bundles:fetch_command"}
+    modules: ClassVar = {"inspect": "bundles:inspect", "sign": "bundles:sign"}
     summaries: ClassVar = {
         "tune": "Fine-tune a checkpoint for drafts and parallel threads.",
         "distill": "Generate a model's own answers to prompts, as training data.",
@@ -117,7 +116,6 @@ class Commands(LazyGroup):
         "audit": "Verify that drafted output equals plain output.",
         "inspect": "Show the contents of a bundle.",
         "sign": "Sign a bundle, or create a key pair.",
-        "fetch": "Copy a bundle from an address and verify it.",
         "plan": "Show step costs on this machine and the drafts that pay off.",
         "generate": "Generate text.",
         "chat": "Chat with a bundle or a service on the terminal.",

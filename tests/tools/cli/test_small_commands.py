@@ -1,4 +1,4 @@
-"""`spaceport doctor`, `inspect`, `sign`, `fetch` and `plan`: what they show and change, and their errors."""
+"""`spaceport doctor`, `inspect`, `sign` and `plan`: what they show and change, and their errors."""
 
 from __future__ import annotations
 
@@ -189,8 +189,6 @@ def test_a_signed_bundle_is_shown_and_opened_with_its_key_until_it_changes(
         ("sign BUNDLE --new-key FOLDER", USAGE, "creates a key pair and signs nothing: leave BUNDLE and --key out"),
         ("sign BUNDLE --key missing.pem", INPUT, "missing.pem: No such file or directory: expected a readable"),
         ("sign BUNDLE --key PUBLIC", INPUT, "is a public key: expected the private key"),
-        ("fetch BUNDLE/nothing FOLDER", INPUT, "no manifest.json there: expected the address of a bundle's folder"),
-        ("fetch https://user:word@host/a FOLDER", USAGE, "user"),
         ("plan FOLDER", INPUT, "no such folder"),
         ("plan FOLDER --requests 0", USAGE, "--requests is 0"),
         (
@@ -228,15 +226,7 @@ def test_every_command_that_opens_a_bundle_can_require_a_signature(
         assert "has no signature" in capfd.readouterr().err
 
 
-def test_fetch_reports_what_it_did_and_plan_the_drafts_that_pay_off(
-    tmp_path: Path, bundle: Path, tiny_bundle: Path, capfd: Capture
-) -> None:
-    fetch = ["fetch", str(bundle), str(tmp_path / "copy")]
-    assert run([*fetch, "--json"]) == OK
-    found = json.loads(capfd.readouterr().out)
-    assert found["fetched_bytes"] == found["total_bytes"] > 2048
-    assert run(fetch) == OK
-    assert "has the bundle already" in capfd.readouterr().out
+def test_plan_shows_the_drafts_that_pay_off(tiny_bundle: Path, capfd: Capture) -> None:
     plan = ["plan", str(tiny_bundle), "--threads", "1"]
     assert run([*plan, "--acceptance", "0.79", "--acceptance", "0.9,0.5"]) == OK
     assert "Acceptance rate 0.9, 0.5: " in capfd.readouterr().out

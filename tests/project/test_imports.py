@@ -85,7 +85,6 @@ LIBRARIES = {
     "spaceport.runtime.backends": None,
     "spaceport.runtime.sampling.grammar": {"numpy", "tokenizers", "llguidance"},  # an optional extra
     "spaceport.graphs.contract": {"numpy"},
-    "spaceport.graphs.contract.ed25519": {"cryptography"},  # an optional extra
 }
 
 Sources = dict[str, str]  # dotted module -> its source

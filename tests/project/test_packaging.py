@@ -26,7 +26,7 @@ PARTS = ("exporter", "graphs", "runtime", "serving", "tools")
 CHECKOUT_ONLY = {"benchmarks/__main__.py", "recipes/train.py", "recipes/chat_words.json", "deploy/Containerfile"}
 
 HEAVY = (
-    *("cryptography", "llguidance"),
+    *("llguidance",),
     *("onnx", "onnx_graphsurgeon", "onnxruntime", "onnxscript", "polygraphy"),
     *("tensorrt", "tensorrt_rtx", "torch", "transformers"),
 )

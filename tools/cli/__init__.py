@@ -32,7 +32,6 @@ EXTRAS = {
     "numpy": "",
     "tokenizers": "",
     "jinja2": "",
-    "cryptography": "sign",
     **dict.fromkeys(("starlette", "uvicorn", "msgspec", "prometheus_client", "tomli"), "serve"),
     "opentelemetry": "otel",
     "accelerate": "tune",
@@ -104,7 +103,7 @@ class Commands(LazyGroup):
     """The commands of `spaceport`; --help fits on a screen."""
 
     package = "spaceport.tools.cli"
-    modules: ClassVar = {"inspect": "bundles:inspect", "sign": "bundles:sign"}
+    modules: ClassVar = {"inspect": "bundles:inspect"}
     summaries: ClassVar = {
         "tune": "Fine-tune a checkpoint for drafts and parallel threads.",
         "distill": "Generate a model's own answers to prompts, as training data.",
@@ -115,7 +114,6 @@ class Commands(LazyGroup):
         "check": "Compare the logits of all backends and of PyTorch.",
         "audit": "Verify that drafted output equals plain output.",
         "inspect": "Show the contents of a bundle.",
-        "sign": "Sign a bundle, or create a key pair.",
         "plan": "Show step costs on this machine and the drafts that pay off.",
         "generate": "Generate text.",
         "chat": "Chat with a bundle or a service on the terminal.",

@@ -60,7 +60,7 @@ class Serve(Configured):
     usual: ClassVar = frozenset(
         (
             *("config", "host", "port", "api_key_file", "page", "max_requests", "max_seq_len", "request_timeout"),
-            *("log_format", "backend", "threads", "require_signature"),
+            *("log_format", "backend", "threads"),
         )
     )
     tables: ClassVar = {"models": "bundles", "limits": "limits"}
@@ -197,8 +197,8 @@ def command(context: click.Context, /, host: str, port: int, print_config: bool,
 
 def checked_bundle(path: Path, given: Mapping[str, Any]) -> Path:
     """The bundle at a path, or of the checkpoint there; raises before any is opened if its manifest cannot be read."""
-    bundle = bundle_at(path, given["require_signature"])
-    read_manifest(bundle, require_signature=given["require_signature"])
+    bundle = bundle_at(path)
+    read_manifest(bundle)
     return bundle
 
 

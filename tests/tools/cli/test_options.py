@@ -364,7 +364,7 @@ def test_bundles_and_limits_are_tables_of_the_file(
 
 
 def test_what_is_printed_can_be_read_again(capsys: Shown, tmp_path: Path) -> None:
-    given = ["chat=/x", "--port", "1", "--limit", "stop_chars=9", "--no-prefix-cache", "--require-signature", "k.pub"]
+    given = ["chat=/x", "--port", "1", "--limit", "stop_chars=9", "--no-prefix-cache"]
     assert run(["serve", "--print-config", *given]) == OK
     text = capsys.readouterr().out
     values, sources = printed(capsys, "--config", file_of(tmp_path, text))

@@ -59,7 +59,6 @@ class LazyGroup(click.Group):
     """A group of commands in the modules of a package, which are imported when they are called, so that --help is fast."""
 
     package: ClassVar[str]
-    modules: ClassVar[Mapping[str, str]] = {}  # name of a command -> its module and name there, if others
     summaries: ClassVar[Mapping[str, str]]  # name of a command and of its module -> its line in --help
 
     def list_commands(self, context: click.Context) -> list[str]:
@@ -68,8 +67,7 @@ class LazyGroup(click.Group):
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
         if name not in self.summaries:
             return None
-        module, _, attribute = self.modules.get(name, f"{name}:command").partition(":")
-        command: click.Command = getattr(import_module(f"{self.package}.{module}"), attribute)
+        command: click.Command = import_module(f"{self.package}.{name}").command
         return command
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -103,7 +101,6 @@ class Commands(LazyGroup):
     """The commands of `spaceport`; --help fits on a screen."""
 
     package = "spaceport.tools.cli"
-    modules: ClassVar = {"inspect": "bundles:inspect"}
     summaries: ClassVar = {
         "tune": "Fine-tune a checkpoint for drafts and parallel threads.",
         "distill": "Generate a model's own answers to prompts, as training data.",

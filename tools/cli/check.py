@@ -15,7 +15,7 @@ from spaceport.runtime.backends import BACKENDS, by_reason
 from spaceport.runtime.bundle import Bundle, open_bundle
 from spaceport.tools.cli import ACCURACY, OK
 from spaceport.tools.cli.audit import show as show_audit
-from spaceport.tools.cli.bundles import accuracy
+from spaceport.tools.cli.inspect import accuracy
 from spaceport.tools.cli.options import (
     PATH,
     Renamed,

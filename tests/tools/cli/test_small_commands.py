@@ -19,7 +19,7 @@ from spaceport.runtime.backends.built_engines import record_built_engine
 from spaceport.runtime.backends.machine import no_gpu
 from spaceport.runtime.bundle import open_bundle, read_manifest
 from spaceport.tools.cli import INPUT, MISSING, OK, USAGE, doctor, run
-from spaceport.tools.cli.bundles import facts, states
+from spaceport.tools.cli.inspect import facts, states
 from support.small_bundle import ENGINE, RECORD, new_bundle
 
 Capture = pytest.CaptureFixture[str]

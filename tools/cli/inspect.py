@@ -31,7 +31,7 @@ _CPU = "onnxruntime"
 _UNKNOWN = "not measured yet: that happens when a runtime first opens the bundle"
 
 
-@click.command()
+@click.command("inspect")
 @bundle_argument
 @click.option(
     "--requests",
@@ -44,7 +44,7 @@ _UNKNOWN = "not measured yet: that happens when a runtime first opens the bundle
 @max_slots_option
 @allow_links_option
 @json_option("everything")
-def inspect(
+def command(
     bundle: Path,
     requests: int,
     max_seq_len: int | None,

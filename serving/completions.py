@@ -80,8 +80,7 @@ async def started(request: Request, answer: RequestAnswer, prompts: Sequence[Pro
     if model.audit is not None:
         decodings = [model.audit.applied_to(decoding) for decoding in decodings]
         await model.audit.give_way(len(prompts) * len(decodings))
-    record.answer, record.stream = answer.id, bool(answer.body.stream)
-    record.prompts, record.decoding = len(prompts), decodings[0]
+    record.answer, record.prompts = answer.id, len(prompts)
     on_end = partial(_ended, service, record, client, model, decodings)
     running = Generations(model.runtime, prompts, decodings, on_end)
     service.begin(client.tenant, len(prompts) * len(decodings))

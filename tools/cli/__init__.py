@@ -33,7 +33,6 @@ EXTRAS = {
     "tokenizers": "",
     "jinja2": "",
     **dict.fromkeys(("starlette", "uvicorn", "msgspec", "prometheus_client", "tomli"), "serve"),
-    "opentelemetry": "otel",
     "accelerate": "tune",
     "peft": "tune",
     "matplotlib": "tune",

@@ -282,7 +282,7 @@ def given(*arguments: str) -> dict[str, Any]:
 def test_each_option_of_serve_is_one_of_the_service_or_of_its_runtimes() -> None:
     service = {each.name for each in fields(ServiceOptions)}
     runtime = set(signature(Runtime.open).parameters)
-    of_the_command = {"host", "port", "config", "print_config", "log_format", "log_level", "otel", "api_key_file"}
+    of_the_command = {"host", "port", "config", "print_config", "log_format", "log_level", "api_key_file"}
     names = {option.name for option in serve.params} - of_the_command
     assert names - service - runtime == {"bundles"}
     (opener,) = openers_of(given()).values()

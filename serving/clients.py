@@ -18,7 +18,7 @@ from spaceport.serving.failures import Failure
 from spaceport.serving.request_log import recorded_failure
 from spaceport.serving.service import Service
 
-_HEALTH = ("/health", "/v2/health")
+_HEALTH = ("/health",)
 _OPEN = (*_HEALTH, "/page")  # health checks send no key, and the page asks for one
 _SCHEME = "bearer "
 _CLIENT = "spaceport.client"

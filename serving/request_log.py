@@ -31,7 +31,7 @@ from spaceport.serving.service import log
 MOST_CHARACTERS = 128  # of an id that a client sends
 _KEY = "spaceport.record"
 _VALID = re.compile(rf"[\x21-\x7e]{{1,{MOST_CHARACTERS}}}")
-_QUIET = ("/health", "/v2/", "/metrics", "/load")  # asked for every few seconds: logged at level debug
+_QUIET = ("/health", "/metrics", "/load")  # asked for every few seconds: logged at level debug
 
 # The request that the current task answers; log entries have its id.
 current: ContextVar[RequestRecord | None] = ContextVar("current", default=None)
@@ -47,7 +47,6 @@ class RequestRecord:
     """One HTTP request: what was asked for and how it ended, without any text of it."""
 
     id: str
-    named: bool  # whether the client sent the id in the header
     method: str
     route: str = "-"  # as the application defines it, so that no text of the client is in it
     started: float = field(default_factory=monotonic)
@@ -58,17 +57,6 @@ class RequestRecord:
     prompts: int = 1
     endings: list[Ending] = field(default_factory=list)  # of each choice
     statistics: list[Statistics] = field(default_factory=list)  # of each choice
-
-    def rename(self, name: str | None) -> str:
-        """The id for the answer; one that the body of the request has is the request's id too, unless a header has one."""
-        if name is None:
-            return self.id
-        if not _is_valid(name):
-            expected = f"expected 1 to {MOST_CHARACTERS} printable ASCII characters without spaces"
-            raise Failure(400, f"request_id is invalid: {expected}", param="request_id")
-        if not self.named:
-            self.id = name
-        return name
 
     def ended(self, ending: Ending, statistics: Statistics) -> None:
         """Note the end of a choice."""
@@ -120,8 +108,7 @@ class RequestRecord:
 def begin(scope: Scope) -> RequestRecord:
     """The record of a request that has come, with the id that its header has or a new one."""
     name = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
-    named = _is_valid(name)
-    record = RequestRecord(name if named else uuid.uuid4().hex, named, scope["method"])
+    record = RequestRecord(name if _is_valid(name) else uuid.uuid4().hex, scope["method"])
     scope[_KEY] = record
     return record
 

@@ -24,9 +24,9 @@ MODELS = {"chat": "/mnt/chat.bundle"}
 def test_options_are_those_of_the_command_with_its_defaults_whatever_the_environment_says(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    found = arguments_of({"models": MODELS, "max-requests": 3, "strict": True, "limits": {"stop_strings": 5}})
+    found = arguments_of({"models": MODELS, "max-requests": 3, "key_metrics": True, "limits": {"stop_strings": 5}})
     context = command.make_context(
-        "serve", ["chat=/mnt/chat.bundle", "--max-requests", "3", "--strict", "--limit", "stop_strings=5"]
+        "serve", ["chat=/mnt/chat.bundle", "--max-requests", "3", "--key-metrics", "--limit", "stop_strings=5"]
     )
     assert found.service == context.params | {"threads": 1}
     assert found.replicas == ReplicaOptions()

@@ -242,7 +242,7 @@ ERRORS: list[tuple[dict[str, Any], str]] = [
     ({"echo": True, "stream": True}, "echo with stream"),
     (
         {"spaceport": {"regex": "a", "json_schema": {}}},
-        "regex, json_schema and lark: 2 given: expected one of the three",
+        "regex, json_schema and lark: several of them are given",
     ),
     (
         {"spaceport": {"regex": "a"}, "messages": MESSAGES, "response_format": {"type": "json_object"}},

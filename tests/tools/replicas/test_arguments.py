@@ -14,7 +14,7 @@ from spaceport.runtime.bundle import BundleError
 from spaceport.runtime.limits import DEFAULT_LIMITS
 from spaceport.tools.cli.serve import command, openers_of, service_options_of
 from spaceport.tools.replicas.arguments import ReplicaOptions, arguments_of, deployment_options
-from support.deployment import DEPLOY, objects
+from support.paths import ROOT
 
 pytestmark = pytest.mark.on_change("deploy/ray")
 
@@ -108,21 +108,11 @@ def test_a_mistake_is_named_with_what_was_expected(given: dict[str, Any], messag
     assert "secret" not in str(caught.value)
 
 
-def configurations() -> dict[str, dict[str, Any]]:
-    """The configurations of Ray Serve in this repository by file."""
-    manifest, _ = objects(DEPLOY / "ray" / "rayservice.yaml")
-    (local,) = objects(DEPLOY / "ray" / "serve.yaml")
-    return {"serve.yaml": local, "rayservice.yaml": yaml.safe_load(manifest["spec"]["serveConfigV2"])}
-
-
-def test_the_files_have_valid_arguments_with_keys_and_are_the_same_but_for_the_address() -> None:
-    found = configurations()
-    for content in found.values():
-        (application,) = content["applications"]
-        arguments = arguments_of(application["args"])
-        assert arguments.service["bundles"]
-        assert arguments.replicas.max_replicas > arguments.replicas.min_replicas > 0
-        assert application["args"]["api_key_file"] == "/etc/spaceport/keys/keys"
-    hosts = [found[name]["http_options"].pop("host") for name in ("serve.yaml", "rayservice.yaml")]
-    assert hosts == ["127.0.0.1", "0.0.0.0"]  # in a cluster, a NetworkPolicy says who reaches it
-    assert found["rayservice.yaml"] == found["serve.yaml"]
+def test_the_file_in_the_checkout_has_valid_arguments_with_keys_and_is_reached_from_this_machine_only() -> None:
+    content = yaml.safe_load((ROOT / "deploy" / "ray" / "serve.yaml").read_text("utf-8"))
+    (application,) = content["applications"]
+    arguments = arguments_of(application["args"])
+    assert arguments.service["bundles"]
+    assert arguments.replicas.max_replicas > arguments.replicas.min_replicas > 0
+    assert application["args"]["api_key_file"] == "/etc/spaceport/keys/keys"
+    assert content["http_options"]["host"] == "127.0.0.1"

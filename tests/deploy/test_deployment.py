@@ -24,11 +24,10 @@ from spaceport.serving.server import _LAST_EVENTS
 from spaceport.tools.cli import OK, run
 from spaceport.tools.cli.serve import command
 from support.chat_runtime import chat_runtime, running_service
-from support.paths import ROOT
+from support.paths import DEPLOY, ROOT
 
 pytestmark = pytest.mark.on_change("deploy", ".dockerignore")
 
-DEPLOY = ROOT / "deploy"
 COMPOSE: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.yaml").read_text("utf-8"))
 SERVICE: dict[str, Any] = COMPOSE["services"]["spaceport"]
 

@@ -14,7 +14,7 @@ from spaceport.runtime.bundle import BundleError
 from spaceport.runtime.limits import DEFAULT_LIMITS
 from spaceport.tools.cli.serve import command, openers_of, service_options_of
 from spaceport.tools.replicas.arguments import ReplicaOptions, arguments_of, deployment_options
-from support.paths import ROOT
+from support.paths import DEPLOY
 
 pytestmark = pytest.mark.on_change("deploy/ray")
 
@@ -109,7 +109,7 @@ def test_a_mistake_is_named_with_what_was_expected(given: dict[str, Any], messag
 
 
 def test_the_file_in_the_checkout_has_valid_arguments_with_keys_and_is_reached_from_this_machine_only() -> None:
-    content = yaml.safe_load((ROOT / "deploy" / "ray" / "serve.yaml").read_text("utf-8"))
+    content = yaml.safe_load((DEPLOY / "ray" / "serve.yaml").read_text("utf-8"))
     (application,) = content["applications"]
     arguments = arguments_of(application["args"])
     assert arguments.service["bundles"]

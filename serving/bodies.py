@@ -255,7 +255,7 @@ def _unknown(entries: dict[str, Raw], kind: type[Struct], path: str = "") -> Ite
     known = _types(kind)
     for name, value in entries.items():
         if name not in known:
-            if f"{path}{name}" not in IGNORED and memoryview(value) != b"null":
+            if f"{path}{name}" not in IGNORED and bytes(memoryview(value)[:5]) != b"null":
                 yield f"{path}{name}"
         elif (inner := known[name]) is not None:
             with suppress(ValidationError):  # no object

@@ -70,9 +70,7 @@ def fields_table() -> list[str]:
         for entry in structs.fields(body):
             if entry.encode_name not in OPTION_FIELDS:
                 ends.setdefault(entry.encode_name, []).append(_NAMES[path])
-    rows = [
-        f"| `{name}` | {', '.join(ends[name]).replace(_ALL, 'all')} | {SUPPORTED[name]} |" for name in sorted(ends)
-    ]
+    rows = [f"| `{name}` | {', '.join(ends[name]).replace(_ALL, 'all')} | {SUPPORTED[name]} |" for name in sorted(ends)]
     own = f"| `threads` in `spaceport` | chat, text | {SUPPORTED['spaceport.threads']} |"
     return ["| field | endpoints | |", "|---|---|---|", *rows, own]
 

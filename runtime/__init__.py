@@ -2,7 +2,7 @@
 
 from spaceport.graphs.contract.faults import InputFault, LibraryPanic, MissingDependency, OptionFault, SpaceportError
 from spaceport.runtime.backends import MissingBackend
-from spaceport.runtime.bundle import Bundle, BundleError, SignatureError, open_bundle
+from spaceport.runtime.bundle import Bundle, BundleError, open_bundle
 from spaceport.runtime.costs import CostSource
 from spaceport.runtime.decode.sequence import Ending, NotANumber
 from spaceport.runtime.decode.sequence_group import Statistics
@@ -49,7 +49,6 @@ __all__ = [
     "RuntimeStatus",
     "Sampling",
     "Score",
-    "SignatureError",
     "SpaceportError",
     "Statistics",
     "Stream",

@@ -6,20 +6,11 @@ import io
 import os
 import stat
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from spaceport.graphs.contract.draft_methods import CORRECTION_FILE, CorrectionTables, read_tables
-from spaceport.graphs.contract.ed25519 import (
-    MAX_KEY_BYTES,
-    SIGNATURE_FILE,
-    SIGNER_FILE,
-    KeyFileError,
-    public_key_in,
-    read_public_key,
-)
-from spaceport.graphs.contract.faults import InputFault, MissingDependency
+from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.contract.manifest import (
     DATA_FILE,
     MANIFEST_FILE,
@@ -33,73 +24,7 @@ from spaceport.runtime.opened_files import AGAIN, OpenedFiles
 from spaceport.runtime.opened_files import BundleError as BundleError
 from spaceport.runtime.opened_files import ChangedWhileOpening as ChangedWhileOpening
 
-LARGEST_MANIFEST = 16 * 2**20  # bytes
-_LARGEST_SIGNATURE = 2**10  # bytes; an Ed25519 signature has 64
-
-
-class SignatureError(BundleError):
-    """A bundle lacks the signature that is required: it has none, one of another key or of another manifest."""
-
-
-@dataclass(frozen=True)
-class SignatureState:
-    """What is known about a bundle's signature without a key that is trusted."""
-
-    signed: bool
-    valid: bool | None = None  # whether it is the signature of this manifest with `key`; None: unsigned or unknown
-    key: str | None = None  # fingerprint of the public key that is stored beside the signature
-    problem: str = ""  # why the signature is not valid, or cannot be verified
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    def __str__(self) -> str:
-        if not self.signed:
-            return "nobody (no signature)"
-        if self.valid:
-            return f"key {self.key}"
-        return f"{'INVALID' if self.valid is False else 'unknown'}: {self.problem}"
-
-
-def require_signature(files: OpenedFiles, content: bytes, key_file: str | os.PathLike[str]) -> None:
-    """Raise unless the bundle has a signature over this content of its manifest, made with the key of this public key."""
-    key = read_public_key(key_file)
-    if not files.has(SIGNATURE_FILE):
-        raise SignatureError(
-            f"{files.path}: has no signature ({SIGNATURE_FILE}), a signature with key {key.fingerprint} ({key_file}) is "
-            "required: get the signed bundle from its publisher, or sign it with `spaceport sign`"
-        )
-    signature = files.first_bytes(SIGNATURE_FILE, _LARGEST_SIGNATURE)
-    if key.verifies(content, signature):
-        return
-    state = signature_state(files, content)
-    if state.valid:
-        raise SignatureError(
-            f"{files.path}: is signed with key {state.key}, expected key {key.fingerprint} ({key_file}): get the "
-            "bundle from the owner of the expected key, or require the signature of another key"
-        )
-    raise SignatureError(
-        f"{files.path / SIGNATURE_FILE}: is not a signature of this manifest with key {key.fingerprint} ({key_file}): the "
-        "bundle was changed after it was signed, or the signature is of another bundle: get the bundle again, or sign it "
-        "with `spaceport sign`"
-    )
-
-
-def signature_state(files: OpenedFiles, content: bytes) -> SignatureState:
-    """Who signed a bundle, according to the public key beside its signature, which anybody could have put there."""
-    if not files.has(SIGNATURE_FILE):
-        return SignatureState(False)
-    try:
-        signature = files.first_bytes(SIGNATURE_FILE, _LARGEST_SIGNATURE)
-        key = public_key_in(files.first_bytes(SIGNER_FILE, MAX_KEY_BYTES), files.path / SIGNER_FILE)
-    except MissingDependency as error:
-        return SignatureState(True, problem=str(error))
-    except (BundleError, KeyFileError) as error:
-        return SignatureState(True, False, problem=str(error))
-    if key.verifies(content, signature):
-        return SignatureState(True, True, key.fingerprint)
-    changed = f"not a signature of this manifest with key {key.fingerprint}; the bundle was changed after it was signed"
-    return SignatureState(True, False, key.fingerprint, changed)
+_LARGEST_MANIFEST = 16 * 2**20  # bytes
 
 
 @dataclass(frozen=True)
@@ -110,7 +35,8 @@ class Bundle:
     - `manifest`: What the bundle holds: graph, tokens, precision, sizes and hashes of its files.
     - `files`: The verified files, held open; None: files are read by their names without verification.
     - `copies_weights`: Whether engines copy the weights into memory of their own, so that later changes have no effect.
-    - `manifest_content`: The content of the manifest's file, which a signature covers; empty if no file was read.
+    - `manifest_content`: The content of the manifest's file, by whose hash a bundle is told from others; empty if no file
+      was read.
     """
 
     path: Path
@@ -145,7 +71,6 @@ def open_bundle(
     *,
     allow_links: bool = False,
     copy_weights: bool = False,
-    require_signature: str | os.PathLike[str] | None = None,
 ) -> Bundle:
     """The bundle in a folder, once every file has the size and SHA-256 that its manifest records.
 
@@ -153,10 +78,8 @@ def open_bundle(
       in stores without duplicates; default False.
     - `copy_weights`: Whether engines copy the weights into memory of their own instead of mapping their file, so that a
       later change or truncation of the file has no effect; default False.
-    - `require_signature`: File of an Ed25519 public key, in PEM format: the manifest must have a signature of this key,
-      which is verified before anything in the bundle is parsed; default None: no signature is required.
     """
-    files, content, manifest = _with_manifest(Path(path), allow_links, require_signature)
+    files, content, manifest = _with_manifest(Path(path), allow_links)
     try:
         _verify(files, manifest, allow_links)
     except BaseException:
@@ -166,11 +89,9 @@ def open_bundle(
     return Bundle(Path(path), manifest, files, copy_weights or linked, content)
 
 
-def read_manifest(
-    folder: Path, allow_links: bool = False, require_signature: str | os.PathLike[str] | None = None
-) -> Manifest:
+def read_manifest(folder: Path, allow_links: bool = False) -> Manifest:
     """The manifest of a bundle folder, without checking its files."""
-    files, _, manifest = _with_manifest(folder, allow_links, require_signature)
+    files, _, manifest = _with_manifest(folder, allow_links)
     files.close()
     return manifest
 
@@ -195,16 +116,12 @@ def _open_folder(folder: Path, links: bool) -> OpenedFiles:
         raise BundleError(f"{folder}: {error.strerror}: expected a readable folder") from error
 
 
-def _with_manifest(
-    folder: Path, links: bool, key_file: str | os.PathLike[str] | None
-) -> tuple[OpenedFiles, bytes, Manifest]:
+def _with_manifest(folder: Path, links: bool) -> tuple[OpenedFiles, bytes, Manifest]:
     """An open folder and its manifest; opened again if an export replaces the folder meanwhile."""
     while True:
         files = _open_folder(folder, links)
         try:
             content = _manifest_content(files)
-            if key_file is not None:
-                require_signature(files, content, key_file)  # before anything in the bundle is parsed
             return files, content, _parsed(files, content)
         except BaseException as error:
             replaced = files.replaced
@@ -222,7 +139,7 @@ def _verify(files: OpenedFiles, manifest: Manifest, links: bool) -> None:
     if not links:
         _refuse_foreign(files)
     for name, record in manifest.files.items():
-        check_name(folder, name)
+        _check_name(folder, name)
         files.verify(name, record)
 
 
@@ -231,7 +148,7 @@ def _manifest_content(files: OpenedFiles) -> bytes:
     if not os.path.lexists(file):
         hint = " (this is a checkpoint: export it first)" if (folder / "config.json").exists() else ""
         raise BundleError(f"{folder}: no {MANIFEST_FILE} in it: expected a bundle that `spaceport export` wrote{hint}")
-    return files.first_bytes(MANIFEST_FILE, LARGEST_MANIFEST)
+    return files.first_bytes(MANIFEST_FILE, _LARGEST_MANIFEST)
 
 
 def _parsed(files: OpenedFiles, content: bytes) -> Manifest:
@@ -253,7 +170,7 @@ def _refuse_foreign(files: OpenedFiles) -> None:
                 files.check_status(file, status)
 
 
-def check_name(folder: Path, name: str) -> None:
+def _check_name(folder: Path, name: str) -> None:
     """Raise unless the name of a file in a manifest is a path inside the bundle's folder."""
     pure = PurePosixPath(name)
     if (

@@ -69,14 +69,6 @@ class OpenedFiles:
         except OSError:
             return False
 
-    def has(self, name: str) -> bool:
-        """Whether the folder has an entry with this name, of whatever kind."""
-        try:
-            os.stat(name, dir_fd=self._folder, follow_symlinks=False)
-        except FileNotFoundError:
-            return False
-        return True
-
     def first_bytes(self, name: str, most: int) -> bytes:
         """The content of a file that no manifest records, such as the manifest; raises if it is longer than `most`."""
         with self._opened(name) as descriptor:

@@ -103,7 +103,6 @@ class Runtime:
         prefix_cache: bool = False,
         allow_links: bool = False,
         copy_weights: bool = False,
-        require_signature: str | os.PathLike[str] | None = None,
     ) -> Runtime:
         """Open a bundle on a backend.
 
@@ -130,8 +129,6 @@ class Runtime:
         - `allow_links`: Whether the bundle's files may be links, as in caches of a model hub; default False.
         - `copy_weights`: Whether to copy the weights into memory of their own, so that changes of their file have no
           effect; default False: the file is mapped, and truncating it ends the process with SIGBUS.
-        - `require_signature`: Public key file of `spaceport sign`: bundles without a signature of this key are refused;
-          default None: no signature is required.
         """
 
         def options_for(opened: Bundle) -> EngineOptions:
@@ -150,7 +147,6 @@ class Runtime:
             options_for,
             allow_links=allow_links,
             copy_weights=copy_weights,
-            require_signature=require_signature,
         )
         length = seq_len(opened.bundle.manifest, max_seq_len)
         started = perf_counter()

@@ -94,26 +94,9 @@ def metrics_of(choices: Sequence[Statistics]) -> dict[str, Any]:
     }
 
 
-def _timings(choices: Sequence[Statistics], whole: dict[str, Any]) -> dict[str, Any]:
-    """The metrics of a whole request in the words of llama.cpp."""
-    drafts, tokens = whole["speculative_decoding"], sum(choice.tokens for choice in choices)
-    prompt = max(whole["time_to_first_token_ms"] - whole["queue_time_ms"], 0.0)
-    written = max(whole["generation_time_ms"] - whole["time_to_first_token_ms"], 0.0)
-    return {
-        "prompt_n": max(choice.prompt_tokens for choice in choices),
-        "prompt_ms": prompt,
-        "predicted_n": tokens,
-        "predicted_ms": written,
-        "predicted_per_second": tokens / written * 1e3 if written else 0.0,
-        "draft_n": drafts["num_draft_tokens"],
-        "draft_n_accepted": drafts["num_accepted_draft_tokens"],
-    }
-
-
 def counts_of(statistics: Sequence[Statistics], choices: int) -> dict[str, Any]:
     """The fields of an answer with its counts and times, of this number of choices for each prompt."""
-    metrics = metrics_of(statistics)
-    return {"usage": usage_of(statistics, choices), "metrics": metrics, "timings": _timings(statistics, metrics)}
+    return {"usage": usage_of(statistics, choices), "metrics": metrics_of(statistics)}
 
 
 def _logprob(token: TokenLogprob) -> dict[str, Any]:
@@ -261,10 +244,6 @@ class ChoicesAnswer(RequestAnswer):
         """An event of the answer, if it is streamed."""
         return {**self._head(self.event_kind), "choices": list(choices), **counts}
 
-    def token_ids(self, prompt: Sequence[int], tokens: Sequence[int]) -> dict[str, Any]:
-        """The fields of a whole choice with its token ids, if the client asked for them."""
-        return {"prompt_token_ids": list(prompt), "token_ids": list(tokens)} if self.body.return_token_ids else {}
-
     def opening(self, index: int) -> dict[str, Any] | None:
         """The choice in the first event of a stream; None: it has no such event."""
         return None
@@ -284,15 +263,10 @@ class ChoicesAnswer(RequestAnswer):
 
     def _extras(self, pieces: Sequence[Piece], steps: dict[str, Any] | None) -> dict[str, Any]:
         """What the client asked for of these pieces, besides text and log probabilities."""
-        extras: dict[str, Any] = {}
-        if self.body.return_token_ids and (tokens := [piece.token for piece in pieces if piece.token is not None]):
-            extras["token_ids"] = tokens
         own = dict(steps or {})
         if self.body.spaceport.threads and (shown := [_shown(piece) for piece in pieces if piece.text]):
             own["pieces"] = shown
-        if own:
-            extras["spaceport"] = own
-        return extras
+        return {"spaceport": own} if own else {}
 
 
 @dataclass
@@ -312,7 +286,6 @@ class ChatAnswer(ChoicesAnswer):
             "logprobs": chat_logprobs(completion.logprobs) if self.wants_logprobs else None,
             "finish_reason": finish_reason(completion.ending, text.has_calls),
             "spaceport": self.report(completion),
-            **self.token_ids(completion.prompt_tokens, completion.tokens),
         }
 
     def opening(self, index: int) -> dict[str, Any]:
@@ -357,7 +330,6 @@ class TextAnswer(ChoicesAnswer):
             "logprobs": text_logprobs(completion.logprobs) if self.wants_logprobs else None,
             "finish_reason": finish_reason(completion.ending),
             "spaceport": self.report(completion),
-            **self.token_ids(completion.prompt_tokens, completion.tokens),
         }
 
     def delta(self, index: int, pieces: Sequence[Piece], steps: dict[str, Any] | None) -> dict[str, Any] | None:

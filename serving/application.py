@@ -25,7 +25,7 @@ from spaceport.serving.metrics import Metrics
 from spaceport.serving.openapi import openapi
 from spaceport.serving.options import ServiceOptions
 from spaceport.serving.page.modules import STATIC
-from spaceport.serving.request_log import LogRequests, Spans, recorded_failure
+from spaceport.serving.request_log import LogRequests, recorded_failure
 from spaceport.serving.responses import responses
 from spaceport.serving.service import ServedModel, Service, log, service_of
 
@@ -52,9 +52,6 @@ _ROUTES = (
     Route("/health", information.ready),
     Route("/health/live", information.live),
     Route("/health/ready", information.ready),
-    Route("/v2/health/live", information.live),
-    Route("/v2/health/ready", information.ready),
-    Route("/v2/models/{name:path}/ready", information.model_ready),
     Route("/metrics", information.metrics),
     Route("/version", information.version),
     Route("/load", information.load),
@@ -159,12 +156,10 @@ def application(
     options: ServiceOptions | None = None,
     *,
     answers_while_opening: bool = False,
-    spans: Spans | None = None,
 ) -> Starlette:
     """The application that serves these models; it opens their bundles when it starts, and closes them when it ends.
 
     With `answers_while_opening`, it is not ready until they are open; an error is then the service's `fault`.
-    With `spans`, requests that generate are traced.
     """
     options = options or ServiceOptions()
 
@@ -180,7 +175,7 @@ def application(
         lifespan=lambda _: _open_models(openers, service, file, answers_while_opening),
         exception_handlers={HTTPException: _no_route, Failure: _failed, SpaceportError: _failed},
         middleware=[
-            Middleware(LogRequests, paths=[route.path for route in routes], spans=spans),
+            Middleware(LogRequests, paths=[route.path for route in routes]),
             Middleware(KnowClients, service=service),
         ],
     )

@@ -1,10 +1,9 @@
-"""The JSON bodies of requests: the fields with their types, meanings and bounds, and what other servers' fields do."""
+"""The JSON bodies of requests: the fields with their types, meanings and bounds."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
@@ -37,13 +36,12 @@ _ADDED = {
 SUPPORTED = {
     **{name: " ".join(filter(None, (declared.text, _ADDED.get(name)))) for name, declared in OPTION_FIELDS.items()},
     "add_generation_prompt": "Whether the chat template opens the model's turn; default true.",
-    "add_special_tokens": "Whether the text gets the tokens that begin and end a prompt; default true.",
+    "add_special_tokens": "Whether to add the tokens that begin and end a prompt; default true.",
     "background": "Refused if true: the service stores nothing.",
     "chat_template_kwargs": "Further variables of the chat template.",
     "continue_final_message": "Whether the model continues the last message.",
     "conversation": "Refused: the service stores nothing.",
-    "disable_spec_decode": "Whether to decode without drafts; the text is the same.",
-    "echo": "Whether the answer begins with the prompt; not with `stream`.",
+    "echo": "Whether the answer begins with the prompt; not in streams.",
     "include": "Reports of the Responses API: `message.output_text.logprobs`.",
     "input": "A text or items of a conversation.",
     "instructions": "System message before the input.",
@@ -57,88 +55,41 @@ SUPPORTED = {
     "parallel_tool_calls": "Whether an answer may have several calls.",
     "previous_response_id": "Refused: the service stores nothing.",
     "prompt": "A text, token ids, or several of either.",
-    "reasoning": "Ignored: it asks for reasoning models.",
-    "request_id": "Id of the answer and of its log entry.",
     "response_format": "`text`, `json_object`, or `json_schema` with a schema.",
-    "return_token_ids": "Whether to report token ids.",
-    "safety_identifier": "Ignored: all users are treated alike.",
-    "prompt_cache_key": "Ignored: requests with one API key share the prefix cache; `cache_salt` separates them.",
-    "prompt_cache_retention": "Ignored: KV rows stay until others need their buffer.",
-    "max_tool_calls": "Ignored: there are no tools that the service calls itself.",
-    "service_tier": "Ignored: there is one tier.",
     "spaceport": "Options of this service alone.",
-    "spaceport.threads": "Whether events have the text of each thread as soon as it is generated.",
-    "store": "Ignored: the service stores nothing.",
+    "spaceport.threads": "Whether events have the text of each thread at once.",
     "stream": "Whether to send events while the text is generated.",
     "stream_options": "What a stream reports: `include_usage`, `continuous_usage_stats`.",
-    "structured_outputs": "Grammar of the text: `json`, `regex` or `choice`.",
     "suffix": "Refused unless empty: the models continue a text only.",
     "text": "Format of the text in the Responses API.",
     "tokens": "Token ids.",
-    "tool_choice": "`auto`, `none`, `required` or a function; the latter two are enforced.",
+    "tool_choice": "`auto`, `none`, or enforced: `required` or a function.",
     "tools": "Functions that the model may call.",
-    "truncation": "Ignored: prompts that are too long are refused.",
-    "user": "Ignored: all users are treated alike; `cache_salt` separates them in the prefix cache.",
 }
 
-# Fields of OpenAI's API and of vLLM that have no effect on a text, or only for servers that this one is not.
-IGNORED = {
-    "metadata": "it would be stored with the answer",
-    "priority": "clients take turns",
-    "prompt_cache_key": "requests with one API key share the prefix cache; `cache_salt` separates them",
-    "prompt_cache_retention": "KV rows stay until others need their buffer",
-    "reasoning_effort": "it is for reasoning models; `chat_template_kwargs` reaches the template",
-    "safety_identifier": "all users are treated alike",
-    "service_tier": "there is one tier",
-    "store": "the service stores nothing",
-    "user": "all users are treated alike",
-    "verbosity": "the models have no such option",
-}
+# Fields of OpenAI's API that change no text here: the service stores nothing, has one tier and no reasoning models.
+IGNORED = frozenset(
+    (
+        *(
+            "max_tool_calls",
+            "metadata",
+            "prompt_cache_key",
+            "prompt_cache_options",
+            "prompt_cache_retention",
+            "reasoning",
+        ),
+        *("reasoning_effort", "safety_identifier", "service_tier", "store", "truncation", "user", "verbosity"),
+        *("stream_options.include_obfuscation", "text.verbosity"),
+    )
+)
 
 Body = TypeVar("Body", bound="Struct")
 MOST_MESSAGES = 4096  # of a request, and parts of a message
 _MOST_NAMED = 5  # unknown fields in an error message
-_MOST_NEUTRAL = 64  # bytes of a value that asks for nothing
+_MOST_NAME = 64  # characters of each
 
 # The entries of an object as they were sent: values that are not used are never built, which would cost most.
 _ENTRIES = msgspec.json.Decoder(dict[str, Raw])
-
-
-@dataclass(frozen=True)
-class Refused:
-    """A field of other servers that would change an answer, and cannot here."""
-
-    advice: str
-    neutral: tuple[Any, ...] = (None,)  # values that ask for nothing
-
-
-_GRAMMAR = Refused("send structured_outputs")
-
-
-REFUSED = {
-    "allowed_token_ids": Refused("ban tokens by logit_bias"),
-    "audio": Refused("the models generate text only"),
-    "bad_words": Refused("ban tokens by logit_bias", (None, [])),
-    "best_of": Refused("send n", (None, 1)),
-    "chat_template": Refused("the template is that of the bundle"),
-    "documents": Refused("send them as messages", (None, [])),
-    "function_call": Refused("send tool_choice", (None, "auto", "none")),
-    "functions": Refused("send tools", (None, [])),
-    "guided_choice": _GRAMMAR,
-    "guided_grammar": _GRAMMAR,
-    "guided_json": _GRAMMAR,
-    "guided_regex": _GRAMMAR,
-    "length_penalty": Refused("there is no beam search", (None, 1, 1.0)),
-    "logits_processors": Refused("the service runs no code of clients", (None, [])),
-    "mm_processor_kwargs": Refused("the models read text only", (None, {})),
-    "modalities": Refused("the models generate text only", (None, [], ["text"])),
-    "prediction": Refused("drafts come from the model and the prompt"),
-    "prompt_embeds": Refused("send prompt"),
-    "prompt_logprobs": Refused("send echo and logprobs to /v1/completions"),
-    "truncate_prompt_tokens": Refused("send a shorter prompt"),
-    "use_beam_search": Refused("there is no beam search", (None, False)),
-    "web_search_options": Refused("the service searches nothing"),
-}
 
 
 def bounds_of(limits: Limits, most_choices: int) -> dict[str, dict[str, dict[str, Any]]]:
@@ -162,16 +113,13 @@ def bounds_of(limits: Limits, most_choices: int) -> dict[str, dict[str, dict[str
         "logit_bias": {"object": {"maxProperties": limits.bias_entries}},
         "prompt": {"string": text, "array": ids},
         "messages": {"array": {"minItems": 1, "maxItems": MOST_MESSAGES}},
-        "request_id": {"string": {"minLength": 1, "maxLength": 128}},
     }
 
 
 def _declared_bounds(declared: OptionField) -> dict[str, dict[str, Any]]:
-    if declared.kind is str:
-        return {"string": {"maxLength": declared.most}}
-    bounds = {"minimum": declared.least, "maximum": declared.most}
-    kind = "integer" if declared.kind is int else "number"
-    return {kind: {name: bound for name, bound in bounds.items() if bound is not None}}
+    kind = {str: "string", int: "integer"}.get(declared.kind, "number")
+    names = {"maxLength": declared.most} if kind == "string" else {"minimum": declared.least, "maximum": declared.most}
+    return {kind: {name: bound for name, bound in names.items() if bound is not None}}
 
 
 def json_type(kind: Any) -> Any:
@@ -209,6 +157,7 @@ class SchemaFormat(Struct):
 
     schema: dict[str, Any] = {}
     name: str | None = None
+    description: str | None = None
     strict: bool | None = None
 
 
@@ -217,15 +166,6 @@ class ResponseFormat(Struct):
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     json_schema: SchemaFormat | None = None
-
-
-class StructuredOutputs(Struct):
-    """Grammar of the answer, as vLLM spells it; one of the fields."""
-
-    json: str | dict[str, Any] | None = None
-    regex: str | None = None
-    choice: list[str] | None = None
-    grammar: str | None = None
 
 
 @_with_options
@@ -250,11 +190,6 @@ class GenerationBody(Struct, kw_only=True):
     n: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: str | None = None
-    structured_outputs: StructuredOutputs | None = None
-    return_token_ids: bool | None = None
-    disable_spec_decode: bool | None = None
-    request_id: str | None = None
     spaceport: Own = msgspec.field(default_factory=Own)
 
 
@@ -316,19 +251,15 @@ def _types(kind: type[Struct]) -> dict[str, type[Struct] | None]:
 
 
 def _unknown(entries: dict[str, Raw], kind: type[Struct], path: str = "") -> Iterator[str]:
-    """The paths of entries that objects of this kind do not have, such as `spaceport.depth`."""
+    """The paths of entries that objects of this kind do not have, such as `spaceport.depth`; null asks for nothing."""
     known = _types(kind)
     for name, value in entries.items():
         if name not in known:
-            yield f"{path}{name}"
+            if f"{path}{name}" not in IGNORED and bytes(memoryview(value)[:5]) != b"null":
+                yield f"{path}{name}"
         elif (inner := known[name]) is not None:
             with suppress(ValidationError):  # no object
                 yield from _unknown(_ENTRIES.decode(value), inner, f"{path}{name}.")
-
-
-def _asks_for_nothing(name: str, value: Raw) -> bool:
-    """Whether the value of a field that is refused asks for nothing."""
-    return memoryview(value).nbytes <= _MOST_NEUTRAL and msgspec.json.decode(value) in REFUSED[name].neutral
 
 
 def _choices(kind: type[Struct], path: str) -> tuple[str, ...]:
@@ -342,18 +273,13 @@ def _choices(kind: type[Struct], path: str) -> tuple[str, ...]:
     return tuple(map(str, get_args(literals[0]))) if literals else ()
 
 
-def body_of(kind: type[Body], raw: bytes, strict: bool) -> tuple[Body, list[str]]:
-    """A request's body, and its unknown fields; raises for invalid JSON, wrong types and, if `strict`, unknown fields."""
+def body_of(kind: type[Body], raw: bytes) -> Body:
+    """A request's body; raises for invalid JSON, wrong types and unknown fields, as OpenAI's service does."""
     try:
-        entries = _ENTRIES.decode(raw)
-        unknown = sorted(_unknown(entries, kind))
-        for name in unknown:
-            if name in REFUSED and not _asks_for_nothing(name, entries[name]):
-                raise Failure(400, f"{name} is not supported: {REFUSED[name].advice}", param=name)
-        unknown = [name for name in unknown if name not in IGNORED and name not in REFUSED]
-        if unknown and strict:
-            names = ", ".join(unknown[:_MOST_NAMED])
-            raise Failure(400, f"unknown fields: {names}; leave them out, or start the service without --strict")
+        if unknown := sorted(_unknown(_ENTRIES.decode(raw), kind)):
+            names = ", ".join(name[:_MOST_NAME] for name in unknown[:_MOST_NAMED])
+            message = f"unknown fields: {names}; leave them out, /openapi.json lists the fields that are known"
+            raise Failure(400, message, param=unknown[0][:_MOST_NAME])
         body = msgspec.json.decode(raw, type=kind)
     except ValidationError as error:
         what, _, where = str(error).partition(" - at `$")
@@ -364,7 +290,7 @@ def body_of(kind: type[Body], raw: bytes, strict: bool) -> tuple[Body, list[str]
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Failure(400, f"the body is not JSON: {error}") from error
     _check_integers(body)
-    return body, unknown
+    return body
 
 
 def _check_integers(body: Struct, path: str = "") -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hmac
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from ipaddress import ip_address
@@ -18,8 +17,6 @@ from spaceport.serving.failures import Failure
 from spaceport.serving.request_log import recorded_failure
 from spaceport.serving.service import Service
 
-_HEALTH = ("/health", "/v2/health")
-_OPEN = (*_HEALTH, "/page")  # health checks send no key, and the page asks for one
 _SCHEME = "bearer "
 _CLIENT = "spaceport.client"
 _FORMS = ("text/plain", "multipart/form-data")  # types of bodies that any page may send to any site
@@ -47,13 +44,13 @@ def client_of(request: Request) -> Client:
     return client
 
 
-def _is_below(path: str, prefixes: Iterable[str]) -> bool:
-    return any(path == prefix or path.startswith(f"{prefix}/") for prefix in prefixes)
+def _is_health(path: str) -> bool:
+    return path == "/health" or path.startswith("/health/")
 
 
 def needs_key(path: str) -> bool:
-    """Whether requests for a path need a key."""
-    return path != "/" and not _is_below(path, _OPEN)
+    """Whether requests for a path need a key: health checks send none, and the page asks for one."""
+    return not (_is_health(path) or path in ("/", "/page") or path.startswith("/page/"))
 
 
 def _is_loopback(address: str) -> bool:
@@ -125,7 +122,7 @@ class KnowClients:
     def _foreign(self, scope: Scope, headers: Headers) -> Failure | None:
         """Why a request may come from a page of another site, which may have a name that leads to this machine."""
         host, origin = headers.get("host"), headers.get("origin")
-        if host is not None and not self._is_own(f"//{host}") and not _is_below(scope["path"], _HEALTH):
+        if host is not None and not self._is_own(f"//{host}") and not _is_health(scope["path"]):
             message = (
                 f"the service has no host {host!r:.80}: send requests to localhost, or allow it with --allowed-host"
             )

@@ -80,8 +80,7 @@ async def started(request: Request, answer: RequestAnswer, prompts: Sequence[Pro
     if model.audit is not None:
         decodings = [model.audit.applied_to(decoding) for decoding in decodings]
         await model.audit.give_way(len(prompts) * len(decodings))
-    record.answer, record.stream = answer.id, bool(answer.body.stream)
-    record.prompts, record.decoding = len(prompts), decodings[0]
+    record.answer, record.prompts = answer.id, len(prompts)
     on_end = partial(_ended, service, record, client, model, decodings)
     running = Generations(model.runtime, prompts, decodings, on_end)
     service.begin(client.tenant, len(prompts) * len(decodings))
@@ -223,7 +222,6 @@ async def _echo(request: Request, answer: TextAnswer, body: TextBody, prompts: S
             if echo.logprobs is None
             else text_logprobs(echo.logprobs, first=decode(echo.prompt_tokens[:1])),
             "finish_reason": finish_reason(echo.ending),
-            **answer.token_ids(echo.prompt_tokens, echo.tokens),
         }
         for index, echo in enumerate(echoes)
     ]
@@ -237,7 +235,7 @@ async def chat(request: Request) -> Any:
     model = requested_model(request, body.model)
     tools = tool_use_of(body, model, service_of(request).options)
     prompt = await chat_prompt(body, tools, model)
-    return await _answer(request, ChatAnswer(model, record_of(request).rename(body.request_id), body, tools), [prompt])
+    return await _answer(request, ChatAnswer(model, record_of(request).id, body, tools), [prompt])
 
 
 async def text(request: Request) -> Any:
@@ -246,7 +244,7 @@ async def text(request: Request) -> Any:
     model = requested_model(request, body.model)
     if body.suffix:
         raise Failure(400, "suffix is not supported: the models continue a text only", param="suffix")
-    answer = TextAnswer(model, record_of(request).rename(body.request_id), body)
+    answer = TextAnswer(model, record_of(request).id, body)
     prompts = text_prompts(body.prompt)
     if not body.echo:
         return await _answer(request, answer, prompts)

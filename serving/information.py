@@ -85,12 +85,6 @@ async def ready(request: Request) -> Response:
     return json_response({"status": status}, 200 if service.ready else 503)
 
 
-async def model_ready(request: Request) -> Response:
-    """Whether the service takes requests for one model."""
-    service_of(request).model(request.path_params["name"])
-    return await ready(request)
-
-
 async def version(request: Request) -> Response:
     """The version of Spaceport, and what drafts of each model leave unchanged on this machine."""
     exactness = {name: str(model.runtime.exactness) for name, model in service_of(request).models.items()}

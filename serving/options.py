@@ -51,7 +51,6 @@ class ServiceOptions:
         flag="--client-requests",
     )
     page: bool = option(True, "Serve a page to chat with the models.")
-    strict: bool = option(False, "Refuse requests with unknown fields instead of ignoring the fields.")
     tool_format: FormatName | None = option(
         None, "How models write calls of functions.", unset="as their chat templates do", flag=None
     )

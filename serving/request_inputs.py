@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import re
 import secrets
 import string
 from collections.abc import Mapping, Sequence, Sized
@@ -34,7 +32,6 @@ from spaceport.serving.bodies import (
     ChatBody,
     GenerationBody,
     ResponseFormat,
-    StructuredOutputs,
     TextBody,
 )
 from spaceport.serving.failures import Failure
@@ -268,29 +265,6 @@ def _sampling(body: GenerationBody, suggested: Mapping[str, Any], choice: int) -
     )
 
 
-def _literal(text: str) -> str:
-    """A regular expression that matches this text only; \\< and \\> would be borders of words."""
-    return "".join(f"\\{character}" if re.match(r"[^\w\s<>]", character, re.ASCII) else character for character in text)
-
-
-def _structured(outputs: StructuredOutputs, whitespace: bool) -> list[Grammar]:
-    if outputs.grammar is not None:
-        raise Failure(400, "structured_outputs.grammar is not supported: expected json, regex or choice")
-    grammars = []
-    if outputs.json is not None:
-        schema = outputs.json if isinstance(outputs.json, str) else json.dumps(outputs.json)
-        grammars.append(Grammar(json_schema=schema, json_whitespace=whitespace))
-    if outputs.regex is not None:
-        grammars.append(Grammar(regex=outputs.regex))
-    if outputs.choice is not None:
-        if not outputs.choice or not all(outputs.choice):
-            raise Failure(400, "structured_outputs.choice has no text or an empty one: expected several texts")
-        grammars.append(Grammar(regex="|".join(_literal(text) for text in outputs.choice)))
-    if not grammars:
-        raise Failure(400, "structured_outputs is empty: expected json, regex or choice", param="structured_outputs")
-    return grammars
-
-
 def _formatted(response_format: ResponseFormat, whitespace: bool) -> list[Grammar]:
     if response_format.type == "text":
         return []
@@ -308,15 +282,15 @@ def json_whitespace(body: GenerationBody) -> bool:
 
 
 def _grammar(body: ChatBody | TextBody, tools: ToolUse) -> Grammar | None:
-    whitespace = json_whitespace(body)
+    own = _chosen(Grammar, body)
     grammars = [] if tools.grammar is None else [tools.grammar]
-    grammars += [] if body.structured_outputs is None else _structured(body.structured_outputs, whitespace)
+    if own["regex"] is not None or own["json_schema"] is not None:
+        grammars.append(Grammar(**own))
     if isinstance(body, ChatBody) and body.response_format is not None:
-        grammars += _formatted(body.response_format, whitespace)
+        grammars += _formatted(body.response_format, own["json_whitespace"])
     if len(grammars) > 1:
-        raise Failure(
-            400, "the request has several grammars: expected one of response_format, structured_outputs and tool_choice"
-        )
+        expected = "expected one of response_format, tool_choice and a grammar in spaceport"
+        raise Failure(400, f"the request has several grammars: {expected}")
     return grammars[0] if grammars else None
 
 
@@ -328,8 +302,6 @@ def _check_sizes(body: GenerationBody, limits: Limits) -> None:
     biases = len(body.logit_bias or ())
     if biases > limits.bias_entries + limits.banned_tokens:  # a bias of -100 bans a token
         limits.check("logit_bias has", biases, "bias_entries", " entries")
-    if body.structured_outputs is not None:
-        check_count("structured_outputs.choice", body.structured_outputs.choice or (), limits.grammar_chars)
 
 
 def decodings_of(
@@ -352,7 +324,6 @@ def decodings_of(
             "logprobs": _logprobs(body),
             "grammar": grammar,
             **({"skip_special_tokens": False} if tools.shows_special_tokens else {}),
-            **({"mask_slots": 0, "lookup": 0} if body.disable_spec_decode else {}),
         }
     )
     return [replace(decoding, sampling=_sampling(body, suggested, choice)) for choice in range(choices)]

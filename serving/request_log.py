@@ -1,4 +1,4 @@
-"""What is known of each request, without its contents, for its log entry and its span; how log entries look."""
+"""What is known of each request, without its contents, for its log entry; how log entries look."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from time import monotonic
-from typing import Any, Protocol
+from typing import Any
 
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -21,7 +21,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.decode.sequence import Ending
 from spaceport.runtime.decode.sequence_group import Statistics
-from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import EngineFault
 from spaceport.runtime.scheduling.request import QueueFull
 from spaceport.runtime.scheduling.worker import RuntimeClosed
@@ -32,7 +31,7 @@ from spaceport.serving.service import log
 MOST_CHARACTERS = 128  # of an id that a client sends
 _KEY = "spaceport.record"
 _VALID = re.compile(rf"[\x21-\x7e]{{1,{MOST_CHARACTERS}}}")
-_QUIET = ("/health", "/v2/", "/metrics", "/load")  # asked for every few seconds: logged at level debug
+_QUIET = ("/health", "/metrics", "/load")  # asked for every few seconds: logged at level debug
 
 # The request that the current task answers; log entries have its id.
 current: ContextVar[RequestRecord | None] = ContextVar("current", default=None)
@@ -48,7 +47,6 @@ class RequestRecord:
     """One HTTP request: what was asked for and how it ended, without any text of it."""
 
     id: str
-    named: bool  # whether the client sent the id in the header
     method: str
     route: str = "-"  # as the application defines it, so that no text of the client is in it
     started: float = field(default_factory=monotonic)
@@ -56,23 +54,9 @@ class RequestRecord:
     error: str | None = None  # code or type of the error
     model: str | None = None
     answer: str | None = None  # id of the answer
-    stream: bool = False
     prompts: int = 1
-    decoding: Decoding | None = None  # options of the first choice
     endings: list[Ending] = field(default_factory=list)  # of each choice
     statistics: list[Statistics] = field(default_factory=list)  # of each choice
-    trace: str | None = None  # id of the trace that its span is in
-
-    def rename(self, name: str | None) -> str:
-        """The id for the answer; one that the body of the request has is the request's id too, unless a header has one."""
-        if name is None:
-            return self.id
-        if not _is_valid(name):
-            expected = f"expected 1 to {MOST_CHARACTERS} printable ASCII characters without spaces"
-            raise Failure(400, f"request_id is invalid: {expected}", param="request_id")
-        if not self.named:
-            self.id = name
-        return name
 
     def ended(self, ending: Ending, statistics: Statistics) -> None:
         """Note the end of a choice."""
@@ -94,7 +78,6 @@ class RequestRecord:
             "error": self.error,
             "model": self.model,
             "answer": self.answer,
-            "trace": self.trace,
             **({"ending": ",".join(sorted(set(self.endings)))} if self.endings else {}),
             **self.counts(),
         }
@@ -125,8 +108,7 @@ class RequestRecord:
 def begin(scope: Scope) -> RequestRecord:
     """The record of a request that has come, with the id that its header has or a new one."""
     name = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
-    named = _is_valid(name)
-    record = RequestRecord(name if named else uuid.uuid4().hex, named, scope["method"])
+    record = RequestRecord(name if _is_valid(name) else uuid.uuid4().hex, scope["method"])
     scope[_KEY] = record
     return record
 
@@ -161,23 +143,12 @@ def recorded_failure(error: Exception, scope: Scope) -> Failure:
     return failure
 
 
-class Spans(Protocol):
-    """Where requests are traced."""
-
-    def begin(self, record: RequestRecord, scope: Scope) -> Any:
-        """Begin the span of a request."""
-
-    def end(self, span: Any, record: RequestRecord) -> None:
-        """End a span with what is known of its request."""
-
-
 class LogRequests:
     """An application that adds X-Request-Id to each response, answers errors that nothing else does, and logs the end."""
 
-    def __init__(self, app: ASGIApp, paths: Collection[str], spans: Spans | None = None) -> None:
+    def __init__(self, app: ASGIApp, paths: Collection[str]) -> None:
         self._app = app
         self._paths = frozenset(paths)  # of requests that are refused before they are routed
-        self._spans = spans
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -185,7 +156,6 @@ class LogRequests:
             return
         record = begin(scope)
         current.set(record)  # in this task and those that it starts
-        span = None if self._spans is None or record.method != "POST" else self._spans.begin(record, scope)
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -203,8 +173,6 @@ class LogRequests:
         finally:
             record.route = self._route(scope)
             self._log(record)
-            if self._spans is not None and span is not None:
-                self._spans.end(span, record)
 
     def _route(self, scope: Scope) -> str:
         path: str = getattr(scope.get("route"), "path", "")

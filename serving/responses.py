@@ -55,13 +55,6 @@ class TextOptions(Struct):
     """Options of the answer's text."""
 
     format: TextFormat | None = None
-    verbosity: str | None = None  # ignored
-
-
-class ResponsesStreamOptions(Struct):
-    """What a stream reports."""
-
-    include_obfuscation: bool | None = None  # ignored: no event is padded
 
 
 class ResponsesBody(GenerationBody, kw_only=True):
@@ -82,16 +75,6 @@ class ResponsesBody(GenerationBody, kw_only=True):
     conversation: str | dict[str, Any] | None = None
     prompt: dict[str, Any] | None = None
     background: bool | None = None
-    stream_options: ResponsesStreamOptions | None = None  # type: ignore[assignment]
-    # Ignored: they ask for what this service does not have.
-    store: bool | None = None
-    truncation: str | None = None
-    reasoning: dict[str, Any] | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
-    max_tool_calls: int | None = None
 
 
 def check_fields(body: ResponsesBody) -> None:
@@ -101,9 +84,9 @@ def check_fields(body: ResponsesBody) -> None:
             raise Failure(400, f"{name} is not supported: {_ADVICE}", param=name)
     if body.background:
         raise Failure(400, f"background is not supported: {_ADVICE}, or a stream", param="background")
-    for name, asked in (("return_token_ids", body.return_token_ids), ("spaceport.threads", body.spaceport.threads)):
-        if asked:
-            raise Failure(400, f"{name} is not supported here: expected a request for /v1/chat/completions", param=name)
+    if body.spaceport.threads:
+        message = "spaceport.threads is not supported here: expected a request for /v1/chat/completions"
+        raise Failure(400, message, param="spaceport.threads")
     for name in ("max_tokens", "max_output_tokens"):
         if (given := getattr(body, name)) is not None:
             check_least(name, given)
@@ -152,7 +135,7 @@ def _format(text_format: TextFormat | None) -> ResponseFormat | None:
     if text_format.type == "json_schema":
         if text_format.schema is None:
             raise Failure(400, "text.format.schema is missing: expected a JSON schema", param="text.format.schema")
-        return ResponseFormat("json_schema", SchemaFormat(text_format.schema, text_format.name, text_format.strict))
+        return ResponseFormat("json_schema", SchemaFormat(text_format.schema))
     return ResponseFormat(text_format.type)
 
 
@@ -354,7 +337,6 @@ class ResponsesAnswer(RequestAnswer):
                 "total_tokens": usage["total_tokens"],
             },
             "metrics": counts["metrics"],
-            "timings": counts["timings"],
             "spaceport": self.report(completion),
         }
 
@@ -420,7 +402,7 @@ async def responses(request: Request) -> Any:
     chat = chat_body(body)
     tools = tool_use_of(chat, model, options)
     prompt = await chat_prompt(chat, tools, model)
-    answer = ResponsesAnswer(model, record_of(request).rename(body.request_id), chat, tools, asked=body)
+    answer = ResponsesAnswer(model, record_of(request).id, chat, tools, asked=body)
     running = await started(request, answer, [prompt])
     if body.stream:
         return EventStream(_events_of(running, answer), running.close, options.ping_interval, options.send_timeout)

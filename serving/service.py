@@ -189,11 +189,7 @@ async def read_body(request: Request, kind: type[Body]) -> Body:
     try:
         await _receive(request, service, raw)
         if len(raw) > _MOST_DIRECT:
-            body, unknown = await asyncio.to_thread(body_of, kind, bytes(raw), service.options.strict)
-        else:
-            body, unknown = body_of(kind, bytes(raw), service.options.strict)
+            return await asyncio.to_thread(body_of, kind, bytes(raw))
+        return body_of(kind, bytes(raw))
     finally:
         service.body_bytes -= len(raw)
-    if unknown:
-        log.debug("ignored fields: %s", ", ".join(ascii(name[:64]) for name in unknown[:20]))
-    return body

@@ -172,7 +172,6 @@ class DistillOptions:
     threads: int = 0
     trust_engines: bool = False
     overwrite: bool = False
-    require_signature: Path | None = None  # public key file of the signature that the bundle must have
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -279,7 +278,7 @@ def open_distillation(
     check_target(source, out, options.overwrite)
     on_stage("reading the prompts")
     prompts = read_prompts(source)
-    manifest = read_manifest(bundle, require_signature=options.require_signature)
+    manifest = read_manifest(bundle)
     length = seq_len(manifest, options.max_seq_len)
     requests = requests_for(manifest) if options.max_requests is None else options.max_requests
     limits = AnswerLimits(length, options.max_tokens, requests, options.temperature)
@@ -295,7 +294,6 @@ def open_distillation(
             max_requests=limits.requests,
             threads=options.threads,
             trust_engines=options.trust_engines,
-            require_signature=options.require_signature,
         ) as runtime:
             with _located(source):
                 _check_template(runtime, prompts)

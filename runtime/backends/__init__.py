@@ -69,7 +69,6 @@ def open_with_engine(
     *,
     allow_links: bool = False,
     copy_weights: bool = False,
-    require_signature: str | os.PathLike[str] | None = None,
 ) -> Opened:
     """The bundle in a folder, and its engine with the options that this bundle gets.
 
@@ -78,9 +77,7 @@ def open_with_engine(
     for attempt in count(1):
         before, started = _identity(path), perf_counter()
         try:
-            bundle = open_bundle(
-                path, allow_links=allow_links, copy_weights=copy_weights, require_signature=require_signature
-            )
+            bundle = open_bundle(path, allow_links=allow_links, copy_weights=copy_weights)
             verified = perf_counter()
             options = options_for(bundle)
             name, notes = resolve(bundle, backend, options)

@@ -52,13 +52,13 @@ class Grammar:
         None,
         "Regular expression that the whole text matches, in the syntax of Rust's regex crate.",
         metavar="REGEX",
-        request="structured_outputs.regex",
+        request="spaceport.regex",
     )
     json_schema: str | Mapping[str, Any] | None = option(
         None,
         "JSON schema that the text conforms to; properties come in the schema's order.",
         metavar="FILE",
-        request="structured_outputs.json",
+        request="spaceport.json_schema",
     )
     json_whitespace: bool = option(
         False, "Allow spaces, line breaks and indentation between the tokens of JSON; else it is compact."

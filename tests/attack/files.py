@@ -13,11 +13,20 @@ from attack.mutations import mutate
 from attack.opener import Opener
 from attack.outcome import Budget, Outcome
 from spaceport.runtime import Decoding, Runtime
-from support.paths import DEPLOY, TINY
+from support.paths import TINY
 
 _PATIENCE = 60.0  # seconds of a case on a busy machine
 _DEEP = "[" * 100_000 + "]" * 100_000
 _BOMBS: tuple[Any, ...] = ([0] * 10**6, [[]] * 10**6, ["x"] * 10**5, "x" * 10**7, "@", 10**400, 1e308, {"": {"": {}}})
+_CONFIGURATION = """\
+log_format = "json"
+max_requests = 8
+queue_limit = 64
+drain_timeout = 30.0
+
+[models]
+chat = "/mnt/models/chat.bundle"
+"""
 FILES = {
     "trace": "trace.json",
     "tokenizer": "tokenizer.json",
@@ -56,8 +65,7 @@ def _write_sound(bundle: Path, folder: Path) -> None:
     for kind in ("trace", "tokenizer", "configuration"):
         (folder / kind).mkdir()
     shutil.copy(bundle / "tokenizer.json", folder / "tokenizer")
-    config = (DEPLOY / "kubernetes" / "base" / "serve.toml").read_text("utf-8")
-    (folder / "configuration" / "serve.toml").write_text("\n".join(config.splitlines()[2:]), "utf-8")  # without keys
+    (folder / "configuration" / "serve.toml").write_text(_CONFIGURATION, "utf-8")
     with Runtime.open(bundle, threads=1, max_seq_len=64, step_costs="standard") as runtime:
         completion = runtime.generate("import json\n", Decoding(max_tokens=8, fork=False, trace=True))
         assert completion.trace is not None

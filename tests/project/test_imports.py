@@ -66,12 +66,10 @@ LAYERS = {
     "tools.verify": (*_MODEL, "tools.reference", "tools.tune"),
     "tools.bench": (*_MODEL, "tools.demo", "tools.report", "tools.terminal", "tools.verify"),
     "serving": (*_MODEL, "serving.page"),
-    "tools.fetch": _MODEL,
     "tools.cli": (
         *_MODEL,
         "serving",
         "tools.chat",
-        "tools.fetch",
         *("tools.adopt", "tools.bench", "tools.demo", "tools.distill", "tools.reference", "tools.report"),
         *("tools.terminal", "tools.tune", "tools.verify"),
     ),
@@ -85,7 +83,6 @@ LIBRARIES = {
     "spaceport.runtime.backends": None,
     "spaceport.runtime.sampling.grammar": {"numpy", "tokenizers", "llguidance"},  # an optional extra
     "spaceport.graphs.contract": {"numpy"},
-    "spaceport.graphs.contract.ed25519": {"cryptography"},  # an optional extra
 }
 
 Sources = dict[str, str]  # dotted module -> its source

@@ -27,7 +27,7 @@ CHECKOUT_ONLY = {"benchmarks/__main__.py", "deploy/Containerfile"}
 DATA = ("serving/page/static/", "tools/demo/data/", "tools/demo/model/", "tools/report/")
 
 HEAVY = (
-    *("cryptography", "llguidance"),
+    *("llguidance",),
     *("onnx", "onnx_graphsurgeon", "onnxruntime", "onnxscript", "polygraphy"),
     *("tensorrt", "tensorrt_rtx", "torch", "transformers"),
 )

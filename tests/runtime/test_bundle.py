@@ -1,4 +1,4 @@
-"""Bundle: what was changed after it was written or lacks a required signature does not open; what was verified is read."""
+"""Bundle: what was changed after it was written does not open; what was verified is read."""
 
 from __future__ import annotations
 
@@ -11,14 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from spaceport.exporter.bundle_manifest import sign_manifest
-from spaceport.graphs.contract.ed25519 import (
-    SIGNATURE_FILE,
-    SIGNER_FILE,
-    KeyFileError,
-    PrivateKey,
-    new_private_key,
-)
 from spaceport.graphs.contract.manifest import (
     DATA_FILE,
     ENGINES_FOLDER,
@@ -27,18 +19,7 @@ from spaceport.graphs.contract.manifest import (
     TEMPLATE_FILE,
     TOKENIZER_FILE,
 )
-from spaceport.runtime import Runtime
-from spaceport.runtime import bundle as bundles
-from spaceport.runtime.bundle import (
-    Bundle,
-    BundleError,
-    ChangedWhileOpening,
-    SignatureError,
-    SignatureState,
-    open_bundle,
-    read_manifest,
-    signature_state,
-)
+from spaceport.runtime.bundle import Bundle, BundleError, ChangedWhileOpening, open_bundle, read_manifest
 from spaceport.runtime.opened_files import OpenedFiles
 from support.small_bundle import edit, fill, new_bundle, refused
 
@@ -296,124 +277,24 @@ def test_the_chat_template_is_part_of_what_is_verified(bundle: Path) -> None:
     refused(bundle, f"{TEMPLATE_FILE}: sha256 is")
 
 
-KEY, OTHER = new_private_key(), new_private_key()
+def test_a_signature_of_an_earlier_release_beside_the_manifest_is_ignored(bundle: Path) -> None:
+    before = open_bundle(bundle).manifest
+    for name in ("manifest.json.sig", "manifest.json.pub"):
+        (bundle / name).write_bytes(b"x" * 64)
+    assert open_bundle(bundle).manifest == before == read_manifest(bundle)
 
 
-@pytest.fixture
-def public(tmp_path: Path) -> Path:
-    file = tmp_path / "public.pem"
-    file.write_bytes(KEY.public.pem)
-    return file
-
-
-@pytest.fixture
-def signed(tmp_path: Path) -> Path:
-    folder = new_bundle(tmp_path / "bundle")
-    sign(folder)
-    return folder
-
-
-def sign(folder: Path, key: PrivateKey = KEY) -> None:
-    sign_manifest(folder, (folder / MANIFEST_FILE).read_bytes(), key)
-
-
-def state_of(folder: Path) -> SignatureState:
-    return signature_state(OpenedFiles(folder), (folder / MANIFEST_FILE).read_bytes())
-
-
-def test_a_signed_bundle_opens_with_and_without_the_key(signed: Path, public: Path) -> None:
-    assert open_bundle(signed, require_signature=public).manifest == open_bundle(signed).manifest
-    assert read_manifest(signed, require_signature=str(public)) == read_manifest(signed)
-    assert state_of(signed) == SignatureState(True, True, KEY.public.fingerprint)
-    assert str(state_of(signed)) == f"key {KEY.public.fingerprint}"
-
-
-def test_an_unsigned_bundle_is_refused_if_a_signature_is_required(signed: Path, public: Path) -> None:
-    with pytest.raises(KeyFileError, match="No such file or directory"):
-        open_bundle(signed, require_signature=public.with_name("missing.pem"))
-    (signed / SIGNATURE_FILE).unlink()
-    message = rf"{signed}: has no signature .* with key sha256:\w{{64}} \({public}\) is required: get the signed bundle"
-    with pytest.raises(SignatureError, match=message):
-        open_bundle(signed, require_signature=public)
-    with pytest.raises(SignatureError):
-        Runtime.open(signed, require_signature=public)
-    assert open_bundle(signed).manifest.parameters
-    assert str(state_of(signed)) == "nobody (no signature)"
-
-
-@pytest.mark.parametrize("content", [None, b"", b"not a key", OTHER.public.pem])
-def test_the_required_key_alone_decides(signed: Path, public: Path, content: bytes | None) -> None:
-    (signed / SIGNER_FILE).unlink()
-    if content is not None:
-        (signed / SIGNER_FILE).write_bytes(content)
-    assert open_bundle(signed, require_signature=public).manifest.parameters
-    assert state_of(signed).valid is False
-    assert str(state_of(signed)).startswith("INVALID: ")
-
-
-def test_a_signature_with_another_key_is_refused_whatever_key_the_bundle_has(signed: Path, public: Path) -> None:
-    sign(signed, OTHER)
-    message = rf"is signed with key {OTHER.public.fingerprint}, expected key {KEY.public.fingerprint}"
-    with pytest.raises(SignatureError, match=message):
-        open_bundle(signed, require_signature=public)
-    assert state_of(signed).key == OTHER.public.fingerprint
-    (signed / SIGNER_FILE).write_bytes(KEY.public.pem)
-    with pytest.raises(SignatureError, match="is not a signature of this manifest"):
-        open_bundle(signed, require_signature=public)
-    assert state_of(signed).valid is False
-
-
-def test_a_changed_manifest_is_refused_and_shown_as_changed(signed: Path, public: Path) -> None:
-    edit(signed, lambda entries: entries.update(parameters=7))
-    with pytest.raises(SignatureError, match=r"is not a signature of this manifest .* was changed after it was signed"):
-        open_bundle(signed, require_signature=public)
-    assert open_bundle(signed).manifest.parameters == 7
-    assert "changed after it was signed" in str(state_of(signed))
-    sign(signed)
-    assert open_bundle(signed, require_signature=public).manifest.parameters == 7
-
-
-def test_a_signature_that_is_no_file_of_its_size_is_refused(signed: Path, public: Path) -> None:
-    for content in (b"", b"x" * 64, b"x" * 1024):
-        (signed / SIGNATURE_FILE).write_bytes(content)
-        with pytest.raises(SignatureError, match="is not a signature of this manifest"):
-            open_bundle(signed, require_signature=public)
-        assert state_of(signed).valid is False
-    (signed / SIGNATURE_FILE).write_bytes(b"x" * 2**20)
-    with pytest.raises(BundleError, match="expected at most"):
-        open_bundle(signed, require_signature=public)
-    (signed / SIGNATURE_FILE).unlink()
-    (signed / SIGNATURE_FILE).mkdir()
-    with pytest.raises(BundleError, match="not a regular file"):
-        open_bundle(signed, require_signature=public)
-    assert state_of(signed).valid is False
-
-
-def test_nothing_is_parsed_before_the_signature_is_verified(
-    signed: Path, public: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    edit(signed, lambda entries: entries.update(parameters=7))
-    parsed: list[bytes] = []
-    monkeypatch.setattr(bundles, "manifest_in", parsed.append)
-    for path in (signed, str(signed)):
-        with pytest.raises(SignatureError):
-            open_bundle(path, require_signature=public)
-    assert parsed == []
-
-
-def test_the_bytes_that_were_verified_are_those_that_are_parsed(
-    signed: Path, public: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The file is replaced as soon as it was read: neither verification nor parsing may read it again."""
-    as_signed, read = (signed / MANIFEST_FILE).read_bytes(), OpenedFiles.first_bytes
+def test_the_bytes_that_were_read_are_those_that_are_parsed(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file is replaced as soon as it was read: parsing may not read it again."""
+    written, read = (bundle / MANIFEST_FILE).read_bytes(), OpenedFiles.first_bytes
 
     def then_replaced(files: OpenedFiles, name: str, most: int) -> bytes:
         content = read(files, name, most)
         if name == MANIFEST_FILE:
-            (signed / MANIFEST_FILE).write_bytes(b"{}")
+            (bundle / MANIFEST_FILE).write_bytes(b"{}")
         return content
 
     monkeypatch.setattr(OpenedFiles, "first_bytes", then_replaced)
-    opened = open_bundle(signed, require_signature=public)
-    assert opened.manifest_content == as_signed
-    assert opened.manifest.parameters == json.loads(as_signed)["parameters"]
+    opened = open_bundle(bundle)
+    assert opened.manifest_content == written
+    assert opened.manifest.parameters == json.loads(written)["parameters"]

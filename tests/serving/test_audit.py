@@ -32,7 +32,7 @@ from spaceport.serving import audit as audits
 from spaceport.serving.application import application
 from spaceport.serving.audit import AuditLog, AuditResult, CompletionAudit
 from spaceport.serving.options import ServiceOptions
-from support.chat_runtime import chat_runtime
+from support.chat_runtime import NO_DRAFTS, chat_runtime
 from support.hash_engine import END, HashEngine, Language
 from support.hash_runtime import hash_runtime
 from support.spoilt_engine import Logits, SpoiltEngine, positions_of
@@ -353,9 +353,9 @@ def test_answers_of_a_service_are_audited_and_count_in_no_other_metric() -> None
         {},
         {"stream": True, "stream_options": {"include_usage": True}},
         {"temperature": 0.9, "n": 2, "frequency_penalty": 0.5},
-        {"structured_outputs": {"regex": "[a-z ]{30,40}"}},
+        {"spaceport": {"regex": "[a-z ]{30,40}"}},
         {"spaceport": {"fork": True}},
-        {"disable_spec_decode": True},
+        {"spaceport": NO_DRAFTS},
     ]
     app = application({"demo": chat_runtime}, ServiceOptions(audit_rate=1.0, audit_action="disable-drafts"))
     with TestClient(app) as client:

@@ -91,7 +91,7 @@ def test_a_prompt_counts_once_and_echoes_count_too(client: TestClient) -> None:
         after = counted(client)
         assert after["prompt_tokens_total"] == (number + 1) * usage["prompt_tokens"]
         written = after["generation_tokens_total"] - found["generation_tokens_total"]
-        assert written == echo["usage"]["completion_tokens"] == echo["timings"]["predicted_n"]
+        assert written == echo["usage"]["completion_tokens"]
         assert echo["usage"]["prompt_tokens"] == usage["prompt_tokens"]
         assert echo["metrics"]["generation_time_ms"] > 0 or more == {"logprobs": None}
         found = after

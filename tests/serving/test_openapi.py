@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import import_module
+from inspect import signature
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
+from openai.resources.chat.completions import Completions as ChatCompletions
+from openai.resources.completions import Completions as TextCompletions
+from openai.resources.responses import Responses
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
@@ -18,11 +22,12 @@ from spaceport.runtime.limits import DEFAULT_LIMITS, Limits
 from spaceport.runtime.sampling.grammar import Grammar
 from spaceport.runtime.sampling.sampler import Sampling
 from spaceport.serving.application import application
-from spaceport.serving.bodies import IGNORED, REFUSED, SUPPORTED, ChatBody, Own, StructuredOutputs, TextBody, body_of
+from spaceport.serving.bodies import IGNORED, SUPPORTED, ChatBody, Own, TextBody, body_of
 from spaceport.serving.failures import Failure
 from spaceport.serving.openapi import BODIES, document
 from spaceport.serving.options import ServiceOptions
 from spaceport.serving.request_inputs import decodings_of
+from spaceport.serving.responses import ResponsesBody
 from support.chat_runtime import chat_runtime
 from support.paths import DOCS
 
@@ -47,22 +52,34 @@ def test_the_page_of_fields_is_up_to_date() -> None:
 def test_every_field_is_described_and_no_other() -> None:
     fields = {one.encode_name for kind in BODIES.values() for one in msgspec.structs.fields(kind)}
     fields |= {f"spaceport.{one.encode_name}" for one in msgspec.structs.fields(Own)}
-    structured = {f"structured_outputs.{one.encode_name}" for one in msgspec.structs.fields(StructuredOutputs)}
-    assert fields <= SUPPORTED.keys() <= fields | structured
-    chat = {one.encode_name for kind in (ChatBody, TextBody) for one in msgspec.structs.fields(kind)}
-    assert not chat & REFUSED.keys()
-    assert chat & IGNORED.keys() == {"user"}
+    assert fields == SUPPORTED.keys()
+    assert fields & IGNORED == {"metadata"}  # which the Responses API returns
 
 
-def test_fields_of_other_servers_are_ignored_or_refused_by_name() -> None:
-    neutral = [(name, value) for name, refused in REFUSED.items() for value in refused.neutral]
-    for name, value in [*((name, {"any": 1}) for name in IGNORED.keys() - {"user"}), *neutral]:
-        for strict in (False, True):
-            assert body_of(TextBody, json.dumps({"prompt": "a", name: value}).encode(), strict)[1] == []
-    for name in REFUSED:
-        with pytest.raises(Failure, match=f"{name} is not supported: ") as caught:
-            body_of(TextBody, json.dumps({"prompt": "a", name: "something"}).encode(), False)
+@pytest.mark.parametrize(
+    ("kind", "create"),
+    [
+        (ChatBody, ChatCompletions.create),
+        (TextBody, TextCompletions.create),
+        (ResponsesBody, Responses.create),
+    ],
+)
+def test_fields_of_the_openai_client_are_known_ignored_or_refused_unless_null(
+    kind: type[msgspec.Struct], create: Callable[..., Any]
+) -> None:
+    base = REQUIRED[kind.__name__]
+    known = {one.encode_name for one in msgspec.structs.fields(kind)}
+    other = {
+        name for name in signature(create).parameters if not name.startswith(("self", "extra_", "timeout"))
+    } - known
+    body_of(kind, json.dumps({**base, **dict.fromkeys(other)}).encode())
+    ignored = {name.partition(".")[0] for name in IGNORED} & other
+    body_of(kind, json.dumps({**base, **{name: {"any": 1} for name in ignored}}).encode())
+    for name in other - ignored:
+        with pytest.raises(Failure, match=f"unknown fields: {name}; leave them out") as caught:
+            body_of(kind, json.dumps({**base, name: "something"}).encode())
         assert caught.value.param == name
+    assert other >= ({"best_of"} if kind is TextBody else {"moderation"})
 
 
 def test_the_document_has_every_route_and_only_existing_schemas() -> None:
@@ -88,7 +105,7 @@ def test_no_route_answers_without_a_valid_key(client: TestClient) -> None:
     ]
     assert len(found) > 20
     for method, path in [*found, ("GET", "/healthy"), ("POST", "/v1/nothing"), ("DELETE", "/v1/models")]:
-        is_open = path == "/" or path.startswith(("/health/", "/v2/health", "/page/")) or path == "/health"
+        is_open = path == "/" or path.startswith(("/health/", "/page/")) or path == "/health"
         assert method in ("GET", "HEAD") or not is_open
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "right"}, {"X-Api-Key": "right"}):
             status = client.request(method, path, headers=headers).status_code
@@ -159,7 +176,7 @@ LARGE = {"type": "object", "properties": {f"name{index:05}": {"type": "string"} 
         ("completions", {"prompt": [10**3000]}, 400, "…"),  # the end of a message that would repeat it
         ("chat/completions", {"messages": [{"role": "user", "content": "x" * 700}] * 3}, 400, "prompt_chars"),
         ("chat/completions", {"messages": [{"role": "user", "content": "a"}] * 30_000}, 413, "more than 100000 bytes"),
-        ("completions", {"structured_outputs": {"json": LARGE}}, 400, "the grammar has"),
+        ("completions", {"spaceport": {"json_schema": LARGE}}, 400, "the grammar has"),
         ("completions", {"spaceport": {"max_threads": 33, "fork": True}}, 400, "max_threads is 33"),
     ],
 )
@@ -190,7 +207,7 @@ def test_every_option_of_a_request_arrives_in_its_decoding() -> None:
     }
     for whitespace in (None, True):
         asked = {**given, "spaceport": {**own, "json_whitespace": whitespace}}
-        body, _ = body_of(ChatBody, json.dumps(asked).encode(), True)
+        body = body_of(ChatBody, json.dumps(asked).encode())
         first, second = decodings_of(body, model, ServiceOptions())
         assert {name: getattr(first, name) for name in own} == own
         assert (first.stops, first.include_stop, first.cache_salt, first.min_tokens) == (("a",), True, "x", 2)
@@ -198,5 +215,5 @@ def test_every_option_of_a_request_arrives_in_its_decoding() -> None:
         assert (first.sampling.seed, second.sampling.seed) == (7, 8)
         assert first.sampling == Sampling(0.5, top_p=0.5, banned=[3], seed=7)
         assert first.grammar == Grammar(json_schema={"type": "object"}, json_whitespace=bool(whitespace))
-    silent, _ = body_of(TextBody, b'{"prompt": "a"}', True)
+    silent = body_of(TextBody, b'{"prompt": "a"}')
     assert decodings_of(silent, model, ServiceOptions())[0].sampling == Sampling(1.0)

@@ -58,20 +58,16 @@ def complete(client: TestClient, headers: dict[str, str] | None = None, **fields
 def test_ids_are_those_of_the_client_if_they_are_printable_and_short(client: TestClient) -> None:
     longest = "x" * MOST_CHARACTERS
     with logged(JsonLines()) as text:
-        only = complete(client, request_id=longest)
-        both = complete(client, {"X-Request-Id": "proxy"}, request_id="mine")
-    assert (only.json()["id"], only.headers["x-request-id"]) == (f"cmpl-{longest}", longest)
-    assert (both.json()["id"], both.headers["x-request-id"]) == ("cmpl-mine", "proxy")
-    assert [(entry["id"], entry["answer"]) for entry in entries(text)][1] == ("proxy", "cmpl-mine")
+        found = complete(client, {"X-Request-Id": longest})
+    assert (found.json()["id"], found.headers["x-request-id"]) == (f"cmpl-{longest}", longest)
+    assert [(entry["id"], entry["answer"]) for entry in entries(text)] == [(longest, f"cmpl-{longest}")]
     for wrong in ("", "a b", longest + "x", "s\xe9", "\x7f"):
         headers = [(b"X-Request-Id", wrong.encode("latin-1"))]
         found = {client.get("/v1/models", headers=headers).headers["x-request-id"] for _ in range(2)}
         assert [re.fullmatch("[0-9a-f]{32}", one) is not None for one in found] == [True, True]
-    failed = complete(client, {"X-Request-Id": "wrong"}, request_id="a b")
-    assert (failed.status_code, failed.json()["error"]["param"]) == (400, "request_id")
     for path, key in (("/nothing", KEY), ("/v1/models", "no")):
         response = client.get(path, headers={"X-Request-Id": "wrong", "Authorization": f"Bearer {key}"})
-        assert response.headers["x-request-id"] == failed.headers["x-request-id"] == "wrong"
+        assert response.headers["x-request-id"] == "wrong"
 
 
 # Entries
@@ -106,7 +102,6 @@ def test_nothing_that_a_client_sends_is_logged(client: TestClient, level: int) -
         {"chat_template_kwargs": {"planted": planted}},
         {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": planted}}}},
         {"model": "planted"},
-        {"request_id": planted},
         {"messages": [{"role": "planted", "content": planted}]},
         {"messages": planted},
     ]
@@ -116,9 +111,8 @@ def test_nothing_that_a_client_sends_is_logged(client: TestClient, level: int) -
         {"prompt": planted, "max_tokens": planted},
         {"prompt": planted, "stream": True},
         {"prompt": [planted], "echo": True, "logprobs": 1},
+        {"prompt": "a", "planted": planted, "spaceport": {"planted": 1}},
     ]
-    if level > logging.DEBUG:  # at level debug their names are listed
-        fields.append({"prompt": "a", "planted": planted, "spaceport": {"planted": 1}})
     with logged(TextLines(), level) as text, logged(JsonLines(), level) as lines:
         for each in fields:
             kind = "responses" if "input" in each else "chat/completions" if "messages" in each else "completions"

@@ -14,9 +14,8 @@ from starlette.testclient import TestClient
 from spaceport.serving.application import application
 from spaceport.serving.bodies import ChatBody
 from spaceport.serving.failures import Failure
-from spaceport.serving.options import ServiceOptions
 from spaceport.serving.responses import ResponsesBody, chat_body, check_fields
-from support.chat_runtime import chat_runtime
+from support.chat_runtime import chat_runtime, only
 from support.tool_files import tool_files
 
 PROPERTIES = {"city": {"type": "string", "enum": ["Oslo", "Rome"]}}
@@ -32,7 +31,7 @@ NAMED = {"type": "function", "name": "weather"}
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
     opener = partial(chat_runtime, tool_files(tmp_path_factory.mktemp("responses") / "hermes", "hermes"))
-    with TestClient(application({"demo": opener}, ServiceOptions(strict=True))) as found:
+    with TestClient(application({"demo": opener})) as found:
         yield found
 
 
@@ -89,17 +88,17 @@ def test_an_answer_that_is_cut_off_is_incomplete(client: TestClient) -> None:
     assert (found["status"], found["output"][0]["status"]) == ("incomplete", "incomplete")
     assert found["incomplete_details"] == {"reason": "max_output_tokens"}
     assert events(client, max_output_tokens=2)[-1]["type"] == "response.incomplete"
-    whole = ask(client, structured_outputs={"choice": ["Hi."]})
+    whole = ask(client, spaceport=only("Hi."))
     found = (whole["status"], whole["incomplete_details"], whole["output"][0]["status"])
     assert found == ("completed", None, "completed")
-    given = {"structured_outputs": {"choice": ["Hi."]}, "stop": "H"}  # without text, there is an empty message
+    given = {"spaceport": only("Hi."), "stop": "H"}  # without text, there is an empty message
     for output in (ask(client, **given)["output"], events(client, **given)[-1]["response"]["output"]):
         assert [(one["type"], one["content"][0]["text"]) for one in output] == [("message", "")]
 
 
 def test_the_events_of_a_text_make_its_response(client: TestClient) -> None:
-    whole = ask(client, structured_outputs={"choice": ["Hello world."]})
-    found = events(client, structured_outputs={"choice": ["Hello world."]})
+    whole = ask(client, spaceport=only("Hello world."))
+    found = events(client, spaceport=only("Hello world."))
     kinds = [one["type"].removeprefix("response.") for one in found]
     assert kinds[:4] == ["created", "in_progress", "output_item.added", "content_part.added"]
     assert kinds[-4:] == ["output_text.done", "content_part.done", "output_item.done", "completed"]
@@ -139,7 +138,7 @@ def test_calls_are_items_of_their_own_and_can_be_sent_back(client: TestClient) -
 
 def test_text_and_calls_are_items_in_their_order(client: TestClient) -> None:
     call = '<tool_call>{"name": "weather", "arguments": {}}</tool_call>'
-    given = {"structured_outputs": {"choice": [f"I look. {call}{call}"]}, "tools": [WEATHER], "max_output_tokens": 200}
+    given = {"spaceport": only(f"I look. {call}{call}"), "tools": [WEATHER], "max_output_tokens": 200}
     for output in (ask(client, **given)["output"], events(client, **given)[-1]["response"]["output"]):
         assert [one["type"] for one in output] == ["message", "function_call", "function_call"]
         assert [one["status"] for one in output] == ["completed"] * 3
@@ -240,7 +239,6 @@ def test_tools_and_formats_are_those_of_the_chat_endpoint() -> None:
         ({"prompt": {"id": "p"}}, "prompt"),
         ({"background": True}, "background"),
         ({"n": 2}, "n"),
-        ({"return_token_ids": True}, "return_token_ids"),
         ({"spaceport": {"threads": True}}, "spaceport.threads"),
         ({"input": []}, "input"),
         ({"input": [{"content": "Hi"}]}, "input[0].role"),

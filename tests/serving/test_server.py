@@ -30,7 +30,7 @@ from spaceport.serving.server import Server, configuration, listening
 from spaceport.tools.cli import INPUT, USAGE, run
 from spaceport.tools.cli.configuration import keys_of
 from spaceport.tools.cli.serve import models_of
-from support.chat_runtime import chat_runtime, running_service
+from support.chat_runtime import NO_DRAFTS, chat_runtime, running_service
 
 _COMMAND = [sys.executable, "-c", "import sys; from spaceport.tools.cli import run; sys.exit(run(sys.argv[1:]))"]
 
@@ -66,7 +66,7 @@ def wait_until_ready(address: str) -> None:
 def test_a_request_that_runs_may_end_within_a_time_before_the_service_stops(demo_bundle: Path, drain: str) -> None:
     with served(f"code={demo_bundle}", "--drain-timeout", drain) as (address, process):
         given = {"model": "code", "prompt": "import json\n", "max_tokens": 450, "temperature": 0, "stream": True}
-        more = {"ignore_eos": True, "disable_spec_decode": True, "n": 1 if drain == "60" else 8}
+        more = {"ignore_eos": True, "spaceport": NO_DRAFTS, "n": 1 if drain == "60" else 8}
         request = urllib.request.Request(f"{address}/v1/completions", json.dumps({**given, **more}).encode())
         with urllib.request.urlopen(request, timeout=60) as response:
             first = response.readline()

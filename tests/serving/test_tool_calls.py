@@ -11,7 +11,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from spaceport.serving.application import application
-from support.chat_runtime import chat_runtime
+from support.chat_runtime import NO_DRAFTS, chat_runtime, only
 from support.tool_files import TEMPLATES, tool_files
 
 CITY = {"type": "string", "enum": ["Oslo", "Rome"]}
@@ -74,7 +74,7 @@ def calls_of(message: dict[str, Any]) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("model", ["json", "mistral"])
 def test_a_required_call_is_the_same_whole_and_streamed_with_and_without_drafts(client: TestClient, model: str) -> None:
-    expected = ask(client, model, tool_choice="required", disable_spec_decode=True)
+    expected = ask(client, model, tool_choice="required", spaceport=NO_DRAFTS)
     assert calls_of(ask(client, model, tool_choice="required")["message"]) == calls_of(expected["message"])
     message, reason, deltas = streamed(client, model, tool_choice="required")
     assert calls_of(message) == calls_of(expected["message"])
@@ -83,7 +83,7 @@ def test_a_required_call_is_the_same_whole_and_streamed_with_and_without_drafts(
     assert deltas[0] == {"role": "assistant", "content": ""}
     assert deltas[-1] == {}
     given = {"tool_choice": "required", "temperature": 1.0, "seed": 3, "parallel_tool_calls": False}
-    plain = ask(client, model, **given, disable_spec_decode=True)
+    plain = ask(client, model, **given, spaceport=NO_DRAFTS)
     assert calls_of(plain["message"]) == calls_of(ask(client, model, **given)["message"])
     ((name, arguments),) = calls_of(plain["message"])
     assert name == "now" or json.loads(arguments) in ({"city": "Oslo"}, {"city": "Rome"})
@@ -99,7 +99,7 @@ def text_of(model: str, call: str) -> str:
 @pytest.mark.parametrize("model", ["llama3", "json"])
 def test_calls_in_any_text_are_found(client: TestClient, model: str) -> None:
     call = '{"name": "weather", "arguments": {"city": "Bonn"}}'
-    form = {"structured_outputs": {"choice": [text_of(model, call)]}}
+    form = {"spaceport": only(text_of(model, call))}
     choice = ask(client, model, **form)
     assert choice["finish_reason"] == "tool_calls"
     assert calls_of(choice["message"]) == [("weather", '{"city": "Bonn"}')]
@@ -114,9 +114,9 @@ def test_calls_in_any_text_are_found(client: TestClient, model: str) -> None:
 
 def test_text_before_a_call_is_content(client: TestClient) -> None:
     text = "I look.\n" + text_of("hermes", '{"name": "now"}') * 2
-    choice = ask(client, "hermes", structured_outputs={"choice": [text]})
+    choice = ask(client, "hermes", spaceport=only(text))
     assert (choice["message"]["content"], calls_of(choice["message"])) == ("I look.", [("now", "{}")] * 2)
-    single = ask(client, "hermes", structured_outputs={"choice": [text]}, parallel_tool_calls=False)
+    single = ask(client, "hermes", spaceport=only(text), parallel_tool_calls=False)
     assert calls_of(single["message"]) == [("now", "{}")]
 
 

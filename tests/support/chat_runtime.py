@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,6 +31,8 @@ from spaceport.serving.service import Service
 from support.hash_engine import FREE_ROWS
 from support.paths import DEMO
 
+NO_DRAFTS = {"mask_slots": 0, "lookup": 0}  # of the object `spaceport` of requests
+
 _VOCAB = 1280
 _BEGIN, _MASK, _FORK, _CHILD = 0, 1264, 1265, 1266
 _END = (1, 3)
@@ -37,6 +40,11 @@ _WORDS = slice(4, _MASK - 1)  # tokens with text; the one before the mask token 
 _FORKING = 40  # after one token in this many, a thread forks
 _RIGHT = 0.7  # share of the tokens after which mask slots predict what follows
 _REPEATED = 32  # positions in which the same tokens follow each other
+
+
+def only(text: str) -> dict[str, str]:
+    """The object `spaceport` of requests whose answer is this text."""
+    return {"regex": re.sub(r"[^\w\s<>]", r"\\\g<0>", text, flags=re.ASCII)}  # \\< and \\> are borders of words
 
 
 @functools.cache

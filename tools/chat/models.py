@@ -199,7 +199,8 @@ class ServiceModel:
             **{name: value for name, value in given.items() if value is not None},
         }
         if self._is_spaceport:
-            body |= {"disable_spec_decode": not options.drafts, "spaceport": {"fork": options.fork, "threads": True}}
+            own: dict[str, Any] = {"fork": options.fork, "threads": True}
+            body["spaceport"] = own if options.drafts else own | {"mask_slots": 0, "lookup": 0}
         return body
 
     def _find(self, model: str | None) -> tuple[str, bool]:

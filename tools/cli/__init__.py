@@ -32,10 +32,7 @@ EXTRAS = {
     "numpy": "",
     "tokenizers": "",
     "jinja2": "",
-    "cryptography": "sign",
-    "obstore": "storage",
     **dict.fromkeys(("starlette", "uvicorn", "msgspec", "prometheus_client", "tomli"), "serve"),
-    "opentelemetry": "otel",
     "accelerate": "tune",
     "peft": "tune",
     "matplotlib": "tune",
@@ -61,7 +58,6 @@ class LazyGroup(click.Group):
     """A group of commands in the modules of a package, which are imported when they are called, so that --help is fast."""
 
     package: ClassVar[str]
-    modules: ClassVar[Mapping[str, str]] = {}  # name of a command -> its module and name there, if others
     summaries: ClassVar[Mapping[str, str]]  # name of a command and of its module -> its line in --help
 
     def list_commands(self, context: click.Context) -> list[str]:
@@ -70,8 +66,7 @@ class LazyGroup(click.Group):
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
         if name not in self.summaries:
             return None
-        module, _, attribute = self.modules.get(name, f"{name}:command").partition(":")
-        command: click.Command = getattr(import_module(f"{self.package}.{module}"), attribute)
+        command: click.Command = import_module(f"{self.package}.{name}").command
         return command
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -105,7 +100,6 @@ class Commands(LazyGroup):
     """The commands of `spaceport`; --help fits on a screen."""
 
     package = "spaceport.tools.cli"
-    modules: ClassVar = {"inspect": "bundles:inspect", "sign": "bundles:sign", "fetch": "bundles:fetch_command"}
     summaries: ClassVar = {
         "tune": "Fine-tune a checkpoint for drafts and parallel threads.",
         "distill": "Generate a model's own answers to prompts, as training data.",
@@ -116,8 +110,6 @@ class Commands(LazyGroup):
         "check": "Compare the logits of all backends and of PyTorch.",
         "audit": "Verify that drafted output equals plain output.",
         "inspect": "Show the contents of a bundle.",
-        "sign": "Sign a bundle, or create a key pair.",
-        "fetch": "Copy a bundle from an address and verify it.",
         "plan": "Show step costs on this machine and the drafts that pay off.",
         "generate": "Generate text.",
         "chat": "Chat with a bundle or a service on the terminal.",

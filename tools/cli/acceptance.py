@@ -20,7 +20,6 @@ from spaceport.tools.cli.options import (
     adapter_option,
     json_option,
     remote_code_option,
-    require_signature_option,
     threads_option,
 )
 from spaceport.tools.terminal.screen import show_json, show_table, stages
@@ -74,7 +73,6 @@ class AcceptanceCommand(Sectioned):
     help="Backend of a bundle.",
 )
 @threads_option
-@require_signature_option
 @remote_code_option
 @click.option("--plot", type=PATH, metavar="FILE", help="Write a plot as .svg or .png.")
 @click.option(
@@ -93,7 +91,6 @@ def command(
     max_seq_len: int | None,
     backend: str,
     threads: int,
-    require_signature: Path | None,
     plot: Path | None,
     save: bool,
     trust_remote_code: bool,
@@ -111,7 +108,7 @@ def command(
     plotting = (
         import_module("spaceport.tools.verify.plot") if plot is not None else None
     )  # raises at once if matplotlib is missing
-    options = SourceOptions(backend, max_seq_len, threads, trust_remote_code, adapter, require_signature)
+    options = SourceOptions(backend, max_seq_len, threads, trust_remote_code, adapter)
     storage = require_storage(models[0], options) if save else None
     with stages() as stage:
         stage("reading the conversations")

@@ -17,7 +17,6 @@ from spaceport.tools.cli.options import (
     allow_links_option,
     backend_option,
     json_option,
-    require_signature_option,
     threads_option,
     trust_engines_option,
 )
@@ -55,7 +54,6 @@ class Audit(Sectioned):
 @threads_option
 @trust_engines_option
 @allow_links_option
-@require_signature_option
 @json_option("the report")
 def command(
     bundles: tuple[Path, ...],
@@ -68,7 +66,6 @@ def command(
     threads: int,
     trust_engines: bool,
     allow_links: bool,
-    require_signature: Path | None,
     as_json: bool,
 ) -> int:
     """Verify that the output of every draft mode equals plain decoding for the prompts in PROMPTS, on one backend.
@@ -78,10 +75,8 @@ def command(
     plain decoding chooses; near-ties, within the rounding noise of the engine, are counted apart. Several bundles are
     audited one after the other, and compared in one table.
     """
-    options = AuditOptions(
-        max_tokens, limit, max_seq_len, max_requests, threads, trust_engines, allow_links, require_signature
-    )
-    bundles = tuple(bundle_at(bundle, require_signature) for bundle in bundles)
+    options = AuditOptions(max_tokens, limit, max_seq_len, max_requests, threads, trust_engines, allow_links)
+    bundles = tuple(bundle_at(bundle) for bundle in bundles)
     with stages() as stage:
         reports = audit_bundles(bundles, prompts, backend, options, stage)
     passed = all(report.passed for report in reports.values())

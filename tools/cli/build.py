@@ -13,7 +13,6 @@ import click
 from spaceport.exporter.tensorrt.append_graph import refuse_scatter
 from spaceport.exporter.tensorrt.engines import BuildResult, build_engine, host_memory
 from spaceport.exporter.tensorrt.to_tensorrt import BuildOptions, Library, Shapes, open_library, target_of
-from spaceport.graphs.contract.ed25519 import SIGNATURE_FILE
 from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.graphs.contract.manifest import FLAVOURS, MODEL_FILE, EngineRecord, Manifest
 from spaceport.graphs.contract.signature import PRECISIONS, logit_rows
@@ -29,7 +28,6 @@ from spaceport.tools.cli.options import (
     max_seq_len_option,
     max_slots_option,
     options,
-    require_signature_option,
 )
 from spaceport.tools.terminal.build_screen import building
 from spaceport.tools.terminal.screen import show_json, size
@@ -100,7 +98,6 @@ class Build(Sectioned):
 @click.option(
     "--refittable", is_flag=True, help="Build refittable engines, whose weights can be replaced; needs a GPU."
 )
-@require_signature_option
 @click.option("--rebuild", is_flag=True, help="Build engines again that exist already.")
 @json_option("the engines")
 def command(bundle: Path, rebuild: bool, as_json: bool, **given: Any) -> None:
@@ -109,20 +106,18 @@ def command(bundle: Path, rebuild: bool, as_json: bool, **given: Any) -> None:
     Export the bundle with --lowering append, and with the --dtype that the engine shall compute in.
     """
     library = open_library(given["flavour"])
-    manifest = read_manifest(bundle, require_signature=given["require_signature"])
+    manifest = read_manifest(bundle)
     refuse_scatter(bundle, manifest.signature)
     _refuse_dtype(manifest, given["dtype"])
     _refuse_integers(bundle, manifest)
     targets = _targets(library, given["asked"], given["refittable"], given["timing_cache"])
     _refuse_targets(manifest, targets)
     shapes = _shapes(manifest, given)
-    opened = open_bundle(bundle, require_signature=given["require_signature"])  # last, because it hashes the weights
+    opened = open_bundle(bundle)  # last, because it hashes the weights
     manifest, outcomes = opened.manifest, []
     for name in targets:
         outcomes.append(_build(opened, library, _options(name, shapes, manifest, given), rebuild))
         _report(bundle, outcomes[-1], as_json)
-    if (bundle / SIGNATURE_FILE).exists() and any(outcome.built for outcome in outcomes):
-        click.echo(f"{bundle}: its signature no longer matches: sign it again with `spaceport sign`", err=True)
     if as_json:
         show_json({"bundle": str(bundle), "engines": [_as_dict(outcome) for outcome in outcomes]})
 

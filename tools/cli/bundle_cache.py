@@ -17,7 +17,7 @@ import click
 from spaceport import __version__
 from spaceport.exporter.atomic_folder import locked, publish, temporary_folder
 from spaceport.exporter.checkpoint_files import hub_advice, is_gguf, require_checkpoint
-from spaceport.graphs.contract.faults import InputFault, MissingDependency, OptionFault
+from spaceport.graphs.contract.faults import InputFault, MissingDependency
 from spaceport.graphs.contract.installation import install_command
 from spaceport.graphs.contract.manifest import MANIFEST_FILE, record_of
 from spaceport.runtime.backends.machine import cpu_class
@@ -40,7 +40,7 @@ def bundles_folder() -> Path:
     return cache_folder().with_name("bundles")
 
 
-def bundle_at(path: Path, require_signature: Path | None = None) -> Path:
+def bundle_at(path: Path) -> Path:
     """The bundle at a path, or the one that a checkpoint there is exported to, now or by an earlier command.
 
     Raises if the path has neither. A cached bundle is used again while the checkpoint's files, the class of the CPU and the
@@ -48,10 +48,6 @@ def bundle_at(path: Path, require_signature: Path | None = None) -> Path:
     if path.is_dir() and os.path.lexists(path / MANIFEST_FILE):
         return path
     _refuse_other(path)
-    if require_signature is not None:
-        raise OptionFault(
-            f"--require-signature: {path} is a checkpoint, and no bundle is signed yet: export and sign it"
-        )
     require_checkpoint(path)
     folder = bundles_folder()
     if (problem := problem_of(folder)) is not None:

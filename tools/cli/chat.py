@@ -29,14 +29,13 @@ from spaceport.tools.cli.options import (
     max_seq_len_option,
     options,
     refuse_unused,
-    require_signature_option,
     runtime_options,
     threads_option,
     trust_engines_option,
 )
 from spaceport.tools.terminal.screen import show_notes
 
-_BUNDLE = ("backend", "threads", "max_seq_len", "trust_engines", "allow_links", "require_signature")
+_BUNDLE = ("backend", "threads", "max_seq_len", "trust_engines", "allow_links")
 _SERVICE = ("model", "api_key_file")
 
 
@@ -73,7 +72,6 @@ _bundle = options(
     max_seq_len_option,
     trust_engines_option,
     allow_links_option,
-    require_signature_option,
 )
 
 
@@ -124,7 +122,7 @@ def model_of(target: str, is_url: bool, given: dict[str, Any]) -> ChatModel:
         keys = keys_of(given["api_key_file"], os.environ.get(KEY_VARIABLE, ""))
         return ServiceModel(target, given["model"], keys[0] if keys else None, answers)
     runtime = Runtime.open(
-        bundle_at(Path(target), given["require_signature"]),
+        bundle_at(Path(target)),
         prefix_cache=True,
         **runtime_options(given),
     )

@@ -15,7 +15,7 @@ from spaceport.runtime.backends import BACKENDS, by_reason
 from spaceport.runtime.bundle import Bundle, open_bundle
 from spaceport.tools.cli import ACCURACY, OK
 from spaceport.tools.cli.audit import show as show_audit
-from spaceport.tools.cli.bundles import accuracy
+from spaceport.tools.cli.inspect import accuracy
 from spaceport.tools.cli.options import (
     PATH,
     Renamed,
@@ -27,7 +27,6 @@ from spaceport.tools.cli.options import (
     json_option,
     refuse_unused,
     remote_code_option,
-    require_signature_option,
     threads_option,
     trust_engines_option,
 )
@@ -102,7 +101,6 @@ class Check(Sectioned):
 )
 @trust_engines_option
 @allow_links_option
-@require_signature_option
 @remote_code_option
 @json_option("the report")
 @click.pass_context
@@ -121,7 +119,6 @@ def command(
     seed: int,
     trust_engines: bool,
     allow_links: bool,
-    require_signature: Path | None,
     trust_remote_code: bool,
     as_json: bool,
 ) -> int:
@@ -141,9 +138,8 @@ def command(
         trust_engines,
         layers,
         adapter,
-        require_signature,
     )
-    opened = open_bundle(bundle, allow_links=allow_links, require_signature=require_signature)
+    opened = open_bundle(bundle, allow_links=allow_links)
     _check_length(length, opened)
     if checkpoint is not None:
         require_checkpoint(checkpoint)

@@ -33,7 +33,7 @@ from spaceport.runtime.text.prompt import Prompt
 from spaceport.tools.bench.machine import OtherProcesses
 from spaceport.tools.cli import ACCURACY, OK
 from spaceport.tools.cli.bundle_cache import CachedBundle
-from spaceport.tools.cli.bundles import accuracy
+from spaceport.tools.cli.inspect import accuracy
 from spaceport.tools.cli.options import PATH, adapter_option
 from spaceport.tools.demo.modes import DIFFERENT, TimedModes, TimedRun, summed, timed, verdicts
 from spaceport.tools.demo.prompts import MODEL, prompts_of

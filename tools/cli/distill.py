@@ -18,7 +18,6 @@ from spaceport.tools.cli.options import (
     bundle_argument,
     json_option,
     overwrite_option,
-    require_signature_option,
     threads_option,
     trust_engines_option,
 )
@@ -131,7 +130,6 @@ class Distill(Sectioned):
 @backend_option
 @threads_option
 @trust_engines_option
-@require_signature_option
 @overwrite_option("output")
 @json_option("the report")
 def command(bundle: Path, prompts: Path, out: Path, as_json: bool, **given: Any) -> None:

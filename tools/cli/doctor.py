@@ -33,7 +33,6 @@ PACKAGES = {
     "tokenizers": ("", "runtime"),
     "jinja2": ("", "chat templates"),
     "llguidance": ("grammar", "constrained decoding"),
-    "cryptography": ("sign", "signatures of bundles"),
     "onnxruntime": ("cpu", "backend onnxruntime (CPU)"),
     "onnxruntime-gpu": ("gpu", "backend onnxruntime-cuda (NVIDIA GPU)"),
     "tensorrt-cu13": ("tensorrt", "backend tensorrt (NVIDIA GPU)"),

@@ -145,7 +145,7 @@ def command(context: click.Context, /, bundle: Path, prompt: str | None, **given
     text = read_prompt(prompt, given["prompt_file"])
     prompted: Prompt = chat_prompt(text, given["system"], given["chat_template_kwargs"]) if given["chat"] else text
     decoding = decoding_of(given)
-    bundle = bundle_at(bundle, given["require_signature"])
+    bundle = bundle_at(bundle)
     with open_runtime(bundle, given) as runtime:
         show_notes(runtime.notes)
         check_with(context, runtime.bundle.manifest, decoding)
@@ -176,7 +176,7 @@ def open_runtime(bundle: Path, given: dict[str, Any]) -> Runtime:
         return Runtime.open(bundle, **runtime_options(given))
     from spaceport.tools.reference import open_reference
 
-    opened = open_bundle(bundle, allow_links=given["allow_links"], require_signature=given["require_signature"])
+    opened = open_bundle(bundle, allow_links=given["allow_links"])
     length = seq_len(opened.manifest, given["max_seq_len"])
     slots = slots_for(length, given["max_slots"])
     capacity, threads = capacity_for(opened.manifest, slots), given["threads"]

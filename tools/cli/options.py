@@ -60,12 +60,6 @@ trust_engines_option = click.option(
 allow_links_option = click.option(
     "--allow-links", is_flag=True, help="Allow links as files of the bundle, as in caches of a model hub."
 )
-require_signature_option = click.option(
-    "--require-signature",
-    type=PATH,
-    metavar="PUBLIC_KEY",
-    help="Refuse the bundle unless it is signed with this key (`spaceport sign`).",
-)
 copy_weights_option = click.option(
     "--copy-weights",
     is_flag=True,
@@ -94,7 +88,7 @@ max_slots_option = click.option(
 
 _RUNTIME = (
     *("backend", "threads", "max_requests", "queue_limit", "max_seq_len", "max_slots", "prefix_cache", "step_costs"),
-    *("call_timeout", "trust_engines", "allow_links", "copy_weights", "require_signature"),
+    *("call_timeout", "trust_engines", "allow_links", "copy_weights"),
 )
 _ALL = "spaceport.all_options"  # entry of a context: --help-all is given
 _COLUMN = 24  # characters; the help of longer options starts on the next line
@@ -283,7 +277,6 @@ runtime_engine_options = options(
     trust_engines_option,
     allow_links_option,
     copy_weights_option,
-    require_signature_option,
 )
 
 

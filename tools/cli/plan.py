@@ -21,7 +21,6 @@ from spaceport.tools.cli.options import (
     backend_option,
     bundle_argument,
     json_option,
-    require_signature_option,
     threads_option,
     trust_engines_option,
 )
@@ -156,7 +155,6 @@ def _mean_time(steps: Sequence[PlannedStep], reach: Sequence[float], rounds: int
 @backend_option
 @threads_option
 @trust_engines_option
-@require_signature_option
 @json_option("all tables")
 def command(
     bundle: Path,
@@ -166,7 +164,6 @@ def command(
     backend: str,
     threads: int,
     trust_engines: bool,
-    require_signature: Path | None,
     as_json: bool,
 ) -> None:
     """Show the step costs of BUNDLE on this machine and the drafts that pay off at given acceptance rates.
@@ -180,7 +177,6 @@ def command(
         "backend": backend,
         "threads": threads,
         "trust_engines": trust_engines,
-        "require_signature": require_signature,
     }
     with Runtime.open(bundle, max_requests=requests, **options) as runtime:  # type: ignore[arg-type]
         manifest = runtime.bundle.manifest

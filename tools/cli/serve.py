@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import click
 
@@ -39,9 +39,6 @@ from spaceport.tools.cli.options import (
     runtime_options,
 )
 
-if TYPE_CHECKING:
-    from spaceport.serving.tracing import RequestSpans
-
 _LOCAL = ("127.0.0.1", "::1", "localhost")
 
 
@@ -51,7 +48,7 @@ class Serve(Configured):
     headings: ClassVar = {
         "config": "Configuration",
         "host": "Network",
-        "log_format": "Log and traces",
+        "log_format": "Log",
         "request_timeout": "Requests",
         "audit_rate": "Exactness audit",
         "max_requests": "Requests",
@@ -60,7 +57,7 @@ class Serve(Configured):
     usual: ClassVar = frozenset(
         (
             *("config", "host", "port", "api_key_file", "page", "max_requests", "max_seq_len", "request_timeout"),
-            *("log_format", "backend", "threads", "require_signature"),
+            *("log_format", "backend", "threads"),
         )
     )
     tables: ClassVar = {"models": "bundles", "limits": "limits"}
@@ -115,11 +112,6 @@ _logs = options(
         help="Least severe log entries; debug also names unknown fields of requests.",
     ),
 )
-_tracing = click.option(
-    "--otel",
-    is_flag=True,
-    help="Export an OpenTelemetry span for each request over OTLP/HTTP, as the variables OTEL_… say.",
-)
 _requests = options(
     click.option("--max-requests", type=int, default=8, show_default=True, help="Requests that decode at a time."),
     click.option("--queue-limit", type=int, help="Requests that may wait; default: 256."),
@@ -152,7 +144,6 @@ _engines = options(
 @_configuration
 @_network
 @_logs
-@_tracing
 @_requests
 @_engines
 @click.pass_context
@@ -175,30 +166,23 @@ def command(context: click.Context, /, host: str, port: int, print_config: bool,
     from spaceport.serving.request_log import configure_logging
     from spaceport.serving.server import listening, serve
 
-    spans = spans_of(given["otel"])
     configure_logging(given["log_format"], given["log_level"])
     if not keys and host not in _LOCAL:
         click.echo(f"warning: anyone who reaches {host}:{port} can send requests: --api-key-file sets keys", err=True)
-    try:
-        with listening(host, port) as listener:
-            paths = {name: Path(path) for name, path in given["bundles"].items()}
-            for path in paths.values():
-                if not path.exists() or (path / MANIFEST_FILE).exists():
-                    checked_bundle(path, given)
-            models = {
-                name: str(checked_bundle(path, given)) for name, path in paths.items()
-            }  # checkpoints are exported
-            openers = openers_of({**given, "bundles": models})
-            serve(application(openers, service_options, answers_while_opening=True, spans=spans), listener)
-    finally:
-        if spans is not None:
-            spans.close()
+    with listening(host, port) as listener:
+        paths = {name: Path(path) for name, path in given["bundles"].items()}
+        for path in paths.values():
+            if not path.exists() or (path / MANIFEST_FILE).exists():
+                checked_bundle(path)
+        models = {name: str(checked_bundle(path)) for name, path in paths.items()}  # checkpoints are exported
+        openers = openers_of({**given, "bundles": models})
+        serve(application(openers, service_options, answers_while_opening=True), listener)
 
 
-def checked_bundle(path: Path, given: Mapping[str, Any]) -> Path:
+def checked_bundle(path: Path) -> Path:
     """The bundle at a path, or of the checkpoint there; raises before any is opened if its manifest cannot be read."""
-    bundle = bundle_at(path, given["require_signature"])
-    read_manifest(bundle, require_signature=given["require_signature"])
+    bundle = bundle_at(path)
+    read_manifest(bundle)
     return bundle
 
 
@@ -222,15 +206,6 @@ def models_of(given: Sequence[str]) -> dict[str, Path]:
             raise OptionFault(f"two bundles have the name {name}: expected different names; NAME=BUNDLE sets one")
         found[name] = Path(path)
     return found
-
-
-def spans_of(wanted: bool) -> RequestSpans | None:
-    """Where requests are traced, if that is wanted; raises if its libraries are missing."""
-    if not wanted:
-        return None
-    from spaceport.serving.tracing import exported_spans
-
-    return exported_spans()
 
 
 def service_options_of(given: Mapping[str, Any]) -> ServiceOptions:

@@ -17,7 +17,7 @@ from spaceport.serving.application import application
 from spaceport.serving.metrics import Metrics, MetricSample
 from spaceport.serving.request_log import configure_logging
 from spaceport.serving.service import Service, log
-from spaceport.tools.cli.serve import openers_of, service_options_of, spans_of
+from spaceport.tools.cli.serve import openers_of, service_options_of
 from spaceport.tools.replicas.arguments import Arguments, ReplicaOptions, arguments_of, deployment_options, service_of
 
 _INTERVAL = 5.0  # seconds; Ray collects every 10
@@ -59,10 +59,7 @@ class Replica:
                 "requests of a replica that dies are lost: set %s=%s for Ray's proxies", LAYERS_VARIABLE, LAYERS
             )
         closing = AsyncExitStack()
-        spans = spans_of(self._given["otel"])
-        if spans is not None:
-            closing.callback(spans.close)
-        app = application(openers_of(self._given), service_options_of(self._given), spans=spans)
+        app = application(openers_of(self._given), service_options_of(self._given))
         self._service = app.state.service
         await closing.enter_async_context(app.router.lifespan_context(app))
         await closing.enter_async_context(_publishing(self._service))

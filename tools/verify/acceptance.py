@@ -218,7 +218,6 @@ class SourceOptions:
     threads: int = 0
     remote_code: bool = False
     adapter: Path | None = None
-    require_signature: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -263,7 +262,7 @@ def _bundle(folder: Path, options: SourceOptions) -> ModelSource:
             f"--adapter {options.adapter} with the bundle {folder}: expected a checkpoint with it; leave it out, or export its "
             "base model with `spaceport export --adapter`"
         )
-    manifest = read_manifest(folder, require_signature=options.require_signature)
+    manifest = read_manifest(folder)
 
     def opened() -> Runtime:
         return Runtime.open(
@@ -271,15 +270,12 @@ def _bundle(folder: Path, options: SourceOptions) -> ModelSource:
             backend=options.backend,
             max_seq_len=options.max_seq_len,
             threads=options.threads,
-            require_signature=options.require_signature,
         )
 
     return ModelSource(folder, manifest.drafts.max_tokens, seq_len(manifest, options.max_seq_len), opened)
 
 
 def _checkpoint(folder: Path, options: SourceOptions) -> ModelSource:
-    if options.require_signature is not None:
-        raise OptionFault(f"--require-signature: {folder} is a checkpoint, expected a bundle with it: leave it out")
     if options.backend != "auto":
         raise OptionFault(
             f"--backend {options.backend} runs bundles, {folder} is a checkpoint and runs in PyTorch: leave --backend out, "
@@ -305,7 +301,7 @@ def require_storage(folder: Path, options: SourceOptions) -> Path:
         return options.adapter
     if not is_checkpoint(folder):
         raise OptionFault(
-            f"--save with the bundle {folder}: expected a checkpoint, since the digests and the signature of a bundle "
+            f"--save with the bundle {folder}: expected a checkpoint, since the digests of a bundle "
             "forbid changes; measure its checkpoint or adapter with --save, and export it again"
         )
     if not folder.is_dir():

@@ -423,7 +423,6 @@ class AuditOptions:
     threads: int = 0
     trust_engines: bool = False
     allow_links: bool = False  # whether files of the bundle may be links
-    require_signature: Path | None = None  # public key file of the signature that the bundle must have
 
     def __post_init__(self) -> None:
         for name, value in (("--max-tokens", self.max_tokens), ("--limit", self.limit)):
@@ -437,16 +436,15 @@ def audit_bundle(
     """The audit of a bundle on a backend over a prompt file."""
     prompts = read_prompts(prompt_file)[: options.limit]
     on_progress("opening the bundle")
-    requests, key = options.max_requests, options.require_signature
+    requests = options.max_requests
     with Runtime.open(
         bundle,
         backend=backend,
         max_seq_len=options.max_seq_len,
-        max_requests=requests_for(read_manifest(bundle, options.allow_links, key)) if requests is None else requests,
+        max_requests=requests_for(read_manifest(bundle, options.allow_links)) if requests is None else requests,
         threads=options.threads,
         trust_engines=options.trust_engines,
         allow_links=options.allow_links,
-        require_signature=key,
         step_costs="free",  # always draft: a draft that is skipped shows no fault
     ) as runtime:
         for note in runtime.notes:
@@ -461,7 +459,7 @@ def audit_bundles(
     """The audits of several bundles over the same prompts, by bundle; all manifests are checked before the first audit."""
     read_prompts(prompt_file)
     for bundle in bundles:
-        seq_len(read_manifest(bundle, options.allow_links, options.require_signature), options.max_seq_len)
+        seq_len(read_manifest(bundle, options.allow_links), options.max_seq_len)
     reports = {}
     for bundle in bundles:
         on_progress(f"auditing {bundle}")

@@ -45,7 +45,6 @@ class CheckOptions:
     trust_engines: bool = False
     layers: bool = False  # also find the first layer value that is out of tolerance
     adapter: Path | None = None  # adapter folder of the checkpoint
-    require_signature: Path | None = None  # public key file; audits open the bundle again
     quick: bool = False  # a third of the calls: without every row count, random trees, idle requests and edges of slots
 
     def __post_init__(self) -> None:

@@ -426,7 +426,6 @@ def audits_of(
         threads=options.threads,
         trust_engines=options.trust_engines,
         allow_links=bundle.files is not None and bundle.files.links,
-        require_signature=options.require_signature,
     )
     compared = [backend for backend in options.backends or BACKENDS if backend not in report.not_compared]
     return {backend: audit_bundle(bundle.path, prompts, backend, settings, stage) for backend in compared}

@@ -71,11 +71,12 @@ function textOf(messages, options) {
 function bodyOf(options) {
   return {
     ...{ model: options.model, stream: true, max_tokens: options.maxTokens },
-    ...{ temperature: options.temperature, disable_spec_decode: !options.drafts },
+    temperature: options.temperature,
     ...(options.seed === null ? {} : { seed: options.seed }),
     ...(options.salt === null ? {} : { cache_salt: options.salt }),
     spaceport: {
       ...{ fork: options.fork, trace: true },
+      ...(options.drafts ? {} : { mask_slots: 0, lookup: 0 }),
       ...(options.maskSlots === null || !options.drafts ? {} : { mask_slots: options.maskSlots }),
       ...(options.lookup === null || !options.drafts ? {} : { lookup: options.lookup }),
     },

@@ -22,7 +22,7 @@ from spaceport.graphs.contract.atomic_file import partial_of
 from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.contract.manifest import ENGINES_FOLDER, EngineRecord
 from spaceport.runtime.bundle import open_bundle, read_manifest
-from spaceport.tools.cli.bundles import verdict
+from spaceport.tools.cli.inspect import verdict
 from support.small_bundle import ENGINE, RECORD, edit, fill, new_bundle
 
 PLAN = memoryview(b"an engine")

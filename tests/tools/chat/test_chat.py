@@ -355,7 +355,7 @@ def test_the_sources_of_draft_tokens_are_read_if_they_make_up_the_text() -> None
     with other_service(sent, models=OURS) as (address, asked):
         model = ServiceModel(address, "m", None, AnswerOptions(drafts=False))
         spans = list(model.answer(ASKED))
-        assert asked[0][2]["disable_spec_decode"] is True
+        assert asked[0][2]["spaceport"] == {"fork": False, "threads": True, "mask_slots": 0, "lookup": 0}
     assert spans == [Span("a", False), Span("b", True, "lookup"), Span("c", True, "unheard of"), Span("xyz", False)]
     assert model.statistics is None
 

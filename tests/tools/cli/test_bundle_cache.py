@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from spaceport.exporter import export as exporting
-from spaceport.graphs.contract.faults import InputFault, MissingDependency, OptionFault
+from spaceport.graphs.contract.faults import InputFault, MissingDependency
 from spaceport.graphs.contract.manifest import MANIFEST_FILE
 from spaceport.runtime.bundle import open_bundle
 from spaceport.tools.cli import OK, bundle_cache, run
@@ -209,8 +209,6 @@ def test_what_cannot_be_exported_is_refused_before_any_work(
     ):
         with pytest.raises(InputFault, match=message):
             bundle_at(tmp_path / name)
-    with pytest.raises(OptionFault, match=r"--require-signature: .* is a checkpoint, and no bundle is signed yet"):
-        bundle_at(checkpoint, tmp_path / "key")
     cache.mkdir(parents=True, mode=0o777)
     cache.chmod(0o777)
     with pytest.raises(InputFault, match=r"other users may write to it.*XDG_CACHE_HOME names another place"):

@@ -189,9 +189,9 @@ def test_every_declared_option_is_in_the_docstring_the_help_the_schema_and_the_d
         assert str(getattr(flags[declared.flag], "help", "")).startswith(first_words)
     if declared.request is not None:
         structure, _, field = declared.request.rpartition(".")
-        owner = {"": "ChatBody", "spaceport": "Own", "structured_outputs": "StructuredOutputs"}[structure]
+        owner = {"": "ChatBody", "spaceport": "Own"}[structure]
         property_schema = components[owner]["properties"][field]
-        assert structure == "structured_outputs" or property_schema["description"].startswith(declared.text)
+        assert property_schema["description"].startswith(declared.text)
     if declared.flag is not None or declared.request is not None:
         row = re.findall(rf"^\| `{declared.name}` .*", FIELDS_PAGE, re.MULTILINE)[0]
         assert f"| {declared.text}" in row
@@ -282,7 +282,7 @@ def given(*arguments: str) -> dict[str, Any]:
 def test_each_option_of_serve_is_one_of_the_service_or_of_its_runtimes() -> None:
     service = {each.name for each in fields(ServiceOptions)}
     runtime = set(signature(Runtime.open).parameters)
-    of_the_command = {"host", "port", "config", "print_config", "log_format", "log_level", "otel", "api_key_file"}
+    of_the_command = {"host", "port", "config", "print_config", "log_format", "log_level", "api_key_file"}
     names = {option.name for option in serve.params} - of_the_command
     assert names - service - runtime == {"bundles"}
     (opener,) = openers_of(given()).values()
@@ -293,11 +293,11 @@ def test_each_option_of_serve_is_one_of_the_service_or_of_its_runtimes() -> None
 def test_options_of_serve_arrive_where_they_belong(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("SPACEPORT_API_KEY", raising=False)
     (tmp_path / "keys").write_text("sk-1\n", "utf-8")
-    service = "--strict --no-page --drain-timeout 3 --tool-format json --audit-rate 0.5"
+    service = "--key-metrics --no-page --drain-timeout 3 --tool-format json --audit-rate 0.5"
     runtime = "--max-requests 3 --no-prefix-cache --limit logprobs=5"
     options = given(*service.split(), *runtime.split(), "--api-key-file", str(tmp_path / "keys"))
     assert service_options_of(options) == ServiceOptions(
-        keys=("sk-1",), strict=True, page=False, drain_timeout=3.0, tool_format="json", audit_rate=0.5
+        keys=("sk-1",), key_metrics=True, page=False, drain_timeout=3.0, tool_format="json", audit_rate=0.5
     )
     opener: Any = openers_of(options)["chat"]
     assert opener.args == ("/mnt/chat",)
@@ -334,14 +334,14 @@ def refused(shown: Shown, *arguments: str) -> str:
 def test_flags_override_variables_and_variables_override_the_file(
     capsys: Shown, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    file = file_of(tmp_path, "port = 1\nmax-requests = 2\nqueue_limit = 3\nstrict = true\n")
+    file = file_of(tmp_path, "port = 1\nmax-requests = 2\nqueue_limit = 3\nkey_metrics = true\n")
     monkeypatch.setenv("SPACEPORT_PORT", "11")
     monkeypatch.setenv("SPACEPORT_MAX_REQUESTS", "12")
     values, sources = printed(capsys, "--config", file, "--port", "21")
     assert (values["port"], sources["port"]) == (21, "command line")
     assert (values["max_requests"], sources["max_requests"]) == (12, "environment, SPACEPORT_MAX_REQUESTS")
     assert (values["queue_limit"], sources["queue_limit"]) == (3, "file")
-    assert (values["strict"], sources["strict"]) == (True, "file")
+    assert (values["key_metrics"], sources["key_metrics"]) == (True, "file")
     assert (values["host"], sources["host"]) == ("127.0.0.1", "default")
     monkeypatch.setenv("SPACEPORT_CONFIG", file)
     assert printed(capsys)[0]["queue_limit"] == 3
@@ -364,7 +364,7 @@ def test_bundles_and_limits_are_tables_of_the_file(
 
 
 def test_what_is_printed_can_be_read_again(capsys: Shown, tmp_path: Path) -> None:
-    given = ["chat=/x", "--port", "1", "--limit", "stop_chars=9", "--no-prefix-cache", "--require-signature", "k.pub"]
+    given = ["chat=/x", "--port", "1", "--limit", "stop_chars=9", "--no-prefix-cache"]
     assert run(["serve", "--print-config", *given]) == OK
     text = capsys.readouterr().out
     values, sources = printed(capsys, "--config", file_of(tmp_path, text))

@@ -1,4 +1,4 @@
-"""`spaceport doctor`, `inspect`, `sign`, `fetch` and `plan`: what they show and change, and their errors."""
+"""`spaceport doctor`, `inspect` and `plan`: what they show and change, and their errors."""
 
 from __future__ import annotations
 
@@ -9,27 +9,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import click
 import pytest
 
-from spaceport.exporter.bundle_manifest import PRIVATE_FILE, PUBLIC_FILE
 from spaceport.exporter.tensorrt.engines import store_engine
-from spaceport.graphs.contract.ed25519 import SIGNATURE_FILE, read_public_key
 from spaceport.graphs.contract.installation import install_command
-from spaceport.graphs.contract.manifest import DATA_FILE, ENGINES_FOLDER
+from spaceport.graphs.contract.manifest import ENGINES_FOLDER
 from spaceport.runtime.backends import BACKENDS
 from spaceport.runtime.backends.built_engines import record_built_engine
 from spaceport.runtime.backends.machine import no_gpu
 from spaceport.runtime.bundle import open_bundle, read_manifest
-from spaceport.tools.cli import INPUT, MISSING, OK, USAGE, Commands, doctor, run
-from spaceport.tools.cli.bundles import facts, states
+from spaceport.tools.cli import INPUT, MISSING, OK, USAGE, doctor, run
+from spaceport.tools.cli.inspect import facts, states
 from support.small_bundle import ENGINE, RECORD, new_bundle
 
 Capture = pytest.CaptureFixture[str]
 
 
 PLAN = b"an engine"
-OPENING = ("generate", "inspect", "audit", "plan", "distill", "acceptance")
 
 
 @pytest.fixture
@@ -99,12 +95,6 @@ def bundle(tmp_path: Path) -> Path:
     return new_bundle(tmp_path / "bundle")
 
 
-@pytest.fixture
-def keys(tmp_path: Path) -> Path:
-    assert run(["sign", "--new-key", str(tmp_path / "keys")]) == OK
-    return tmp_path / "keys"
-
-
 def shown(capfd: Capture, bundle: Path, name: str) -> list[str]:
     """The rows of `inspect` that begin with a name, without it."""
     capfd.readouterr()
@@ -152,45 +142,11 @@ def test_an_engine_is_built_here_or_elsewhere_changed_or_missing(
     assert states(opened) == {ENGINE: "missing"}
 
 
-def test_a_signed_bundle_is_shown_and_opened_with_its_key_until_it_changes(
-    bundle: Path, tmp_path: Path, capfd: Capture
-) -> None:
-    keys = tmp_path / "keys"
-    assert run(["sign", "--new-key", str(keys)]) == OK
-    created = capfd.readouterr().out
-    fingerprint = read_public_key(keys / PUBLIC_FILE).fingerprint
-    assert f"{keys / PUBLIC_FILE}: public key {fingerprint}\n" in created
-    inspect = ["inspect", str(bundle), "--require-signature", str(keys / PUBLIC_FILE)]
-    sign = ["sign", str(bundle), "--key", str(keys / PRIVATE_FILE)]
-    assert shown(capfd, bundle, "signed by") == ["nobody (no signature)"]
-    assert run(inspect) == INPUT
-    assert "has no signature" in capfd.readouterr().err
-    assert run(sign) == OK
-    assert capfd.readouterr().out == f"{bundle}: signed with key {fingerprint}\n"
-    assert shown(capfd, bundle, "signed by") == [f"key {fingerprint}"]
-    assert run([*inspect, "--json"]) == OK
-    signed = json.loads(capfd.readouterr().out)["signed"]
-    assert signed == {"signed": True, "valid": True, "key": fingerprint, "problem": ""}
-    store_engine(bundle, ENGINE, memoryview(b"engine!"), replace(RECORD, graph=read_manifest(bundle).graph))
-    assert shown(capfd, bundle, "signed by")[0].startswith("INVALID: not a signature of this manifest")
-    assert run(inspect) == INPUT
-    assert (run(sign), run(inspect)) == (OK, OK)
-    (bundle / SIGNATURE_FILE).unlink()
-    (bundle / DATA_FILE).write_bytes(b"other weights")
-    assert run(sign) == INPUT
-    assert "the manifest says" in capfd.readouterr().err
-    assert not (bundle / SIGNATURE_FILE).exists()
-
-
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        ("sign", USAGE, "no BUNDLE: expected BUNDLE with --key PRIVATE_KEY, or --new-key FOLDER"),
-        ("sign BUNDLE --new-key FOLDER", USAGE, "creates a key pair and signs nothing: leave BUNDLE and --key out"),
-        ("sign BUNDLE --key missing.pem", INPUT, "missing.pem: No such file or directory: expected a readable"),
-        ("sign BUNDLE --key PUBLIC", INPUT, "is a public key: expected the private key"),
-        ("fetch BUNDLE/nothing FOLDER", INPUT, "no manifest.json there: expected the address of a bundle's folder"),
-        ("fetch https://user:word@host/a FOLDER", USAGE, "user"),
+        ("inspect BUNDLE --requests 0", USAGE, "--requests is 0: expected at least 1"),
+        ("inspect BUNDLE --require-signature key.pem", USAGE, "No such option '--require-signature'"),
         ("plan FOLDER", INPUT, "no such folder"),
         ("plan FOLDER --requests 0", USAGE, "--requests is 0"),
         (
@@ -201,42 +157,15 @@ def test_a_signed_bundle_is_shown_and_opened_with_its_key_until_it_changes(
     ],
 )
 def test_mistakes_are_refused_with_what_to_do(
-    bundle: Path, keys: Path, capfd: Capture, arguments: str, code: int, message: str
+    bundle: Path, capfd: Capture, arguments: str, code: int, message: str
 ) -> None:
-    named = {"BUNDLE": bundle, "FOLDER": bundle.with_name("new"), "PUBLIC": keys / PUBLIC_FILE}
+    named = {"BUNDLE": bundle, "FOLDER": bundle.with_name("new")}
     words = [str(named.get(word, word)).replace("BUNDLE", str(bundle)) for word in arguments.split()]
     assert run(words) == code
     assert message in capfd.readouterr().err
-    assert not (bundle / SIGNATURE_FILE).exists()
 
 
-@pytest.mark.torch
-@pytest.mark.parametrize("name", ["check", "build", *OPENING])
-def test_every_command_that_opens_a_bundle_can_require_a_signature(
-    name: str, bundle: Path, keys: Path, capfd: Capture
-) -> None:
-    command = Commands("spaceport").get_command(click.Context(click.Command("spaceport")), name)
-    assert command is not None
-    flags = [flag for option in command.params if isinstance(option, click.Option) for flag in option.opts]
-    assert "--require-signature" in flags
-    if name in OPENING:
-        prompts = bundle.with_name("prompts.jsonl")
-        prompts.write_text('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}]}\n')
-        rest = {"generate": ["a"], "distill": [str(prompts), str(prompts) + "l"], "inspect": [], "plan": []}
-        arguments = [*rest.get(name, [str(prompts)]), "--require-signature", str(keys / PUBLIC_FILE)]
-        assert run([name, str(bundle), *arguments]) == INPUT
-        assert "has no signature" in capfd.readouterr().err
-
-
-def test_fetch_reports_what_it_did_and_plan_the_drafts_that_pay_off(
-    tmp_path: Path, bundle: Path, tiny_bundle: Path, capfd: Capture
-) -> None:
-    fetch = ["fetch", str(bundle), str(tmp_path / "copy")]
-    assert run([*fetch, "--json"]) == OK
-    found = json.loads(capfd.readouterr().out)
-    assert found["fetched_bytes"] == found["total_bytes"] > 2048
-    assert run(fetch) == OK
-    assert "has the bundle already" in capfd.readouterr().out
+def test_plan_shows_the_drafts_that_pay_off(tiny_bundle: Path, capfd: Capture) -> None:
     plan = ["plan", str(tiny_bundle), "--threads", "1"]
     assert run([*plan, "--acceptance", "0.79", "--acceptance", "0.9,0.5"]) == OK
     assert "Acceptance rate 0.9, 0.5: " in capfd.readouterr().out

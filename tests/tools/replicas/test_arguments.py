@@ -14,7 +14,7 @@ from spaceport.runtime.bundle import BundleError
 from spaceport.runtime.limits import DEFAULT_LIMITS
 from spaceport.tools.cli.serve import command, openers_of, service_options_of
 from spaceport.tools.replicas.arguments import ReplicaOptions, arguments_of, deployment_options
-from support.deployment import DEPLOY, objects
+from support.paths import DEPLOY
 
 pytestmark = pytest.mark.on_change("deploy/ray")
 
@@ -24,9 +24,9 @@ MODELS = {"chat": "/mnt/chat.bundle"}
 def test_options_are_those_of_the_command_with_its_defaults_whatever_the_environment_says(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    found = arguments_of({"models": MODELS, "max-requests": 3, "strict": True, "limits": {"stop_strings": 5}})
+    found = arguments_of({"models": MODELS, "max-requests": 3, "key_metrics": True, "limits": {"stop_strings": 5}})
     context = command.make_context(
-        "serve", ["chat=/mnt/chat.bundle", "--max-requests", "3", "--strict", "--limit", "stop_strings=5"]
+        "serve", ["chat=/mnt/chat.bundle", "--max-requests", "3", "--key-metrics", "--limit", "stop_strings=5"]
     )
     assert found.service == context.params | {"threads": 1}
     assert found.replicas == ReplicaOptions()
@@ -108,21 +108,11 @@ def test_a_mistake_is_named_with_what_was_expected(given: dict[str, Any], messag
     assert "secret" not in str(caught.value)
 
 
-def configurations() -> dict[str, dict[str, Any]]:
-    """The configurations of Ray Serve in this repository by file."""
-    manifest, _ = objects(DEPLOY / "ray" / "rayservice.yaml")
-    (local,) = objects(DEPLOY / "ray" / "serve.yaml")
-    return {"serve.yaml": local, "rayservice.yaml": yaml.safe_load(manifest["spec"]["serveConfigV2"])}
-
-
-def test_the_files_have_valid_arguments_with_keys_and_are_the_same_but_for_the_address() -> None:
-    found = configurations()
-    for content in found.values():
-        (application,) = content["applications"]
-        arguments = arguments_of(application["args"])
-        assert arguments.service["bundles"]
-        assert arguments.replicas.max_replicas > arguments.replicas.min_replicas > 0
-        assert application["args"]["api_key_file"] == "/etc/spaceport/keys/keys"
-    hosts = [found[name]["http_options"].pop("host") for name in ("serve.yaml", "rayservice.yaml")]
-    assert hosts == ["127.0.0.1", "0.0.0.0"]  # in a cluster, a NetworkPolicy says who reaches it
-    assert found["rayservice.yaml"] == found["serve.yaml"]
+def test_the_file_in_the_checkout_has_valid_arguments_with_keys_and_is_reached_from_this_machine_only() -> None:
+    content = yaml.safe_load((DEPLOY / "ray" / "serve.yaml").read_text("utf-8"))
+    (application,) = content["applications"]
+    arguments = arguments_of(application["args"])
+    assert arguments.service["bundles"]
+    assert arguments.replicas.max_replicas > arguments.replicas.min_replicas > 0
+    assert application["args"]["api_key_file"] == "/etc/spaceport/keys/keys"
+    assert content["http_options"]["host"] == "127.0.0.1"

@@ -17,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.sampling.sampler import Sampling
 from spaceport.runtime.session import Runtime
+from support.chat_runtime import NO_DRAFTS
 from support.ray_cluster import Deployed, deployed, wait_for
 
 pytestmark = [
@@ -26,7 +27,7 @@ pytestmark = [
 ]
 
 PROMPTS = ["import json\n", "def load(path):\n", "class A:\n", "for line in", "x = [1, 2, 3]\n", "with open("]
-LONG = {"prompt": PROMPTS[0], "max_tokens": 400, "temperature": 0, "ignore_eos": True, "disable_spec_decode": True}
+LONG = {"prompt": PROMPTS[0], "max_tokens": 400, "temperature": 0, "ignore_eos": True, "spaceport": NO_DRAFTS}
 
 
 def arguments(bundle: Path, count: int = 2, **options: Any) -> dict[str, Any]:
@@ -138,7 +139,7 @@ def test_no_request_fails_while_replicas_begin_end_and_are_replaced(demo_bundle:
         single = pool.submit(ask_on)
         wait_for(lambda: len(service.replicas()) == 1, "one replica runs")
         before = service.replicas()
-        with service.run(tmp_path, {**args, "strict": True}):
+        with service.run(tmp_path, {**args, "key_metrics": True}):
             wait_for(lambda: service.replicas() and not {*before} & {*service.replicas()}, "the replica is replaced")
             stop.set()
             assert single.result() > 0

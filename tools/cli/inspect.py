@@ -1,4 +1,4 @@
-"""`spaceport inspect`, `sign` and `fetch`: what a bundle holds, who signed it, and a verified copy of it."""
+"""`spaceport inspect`: what a bundle holds."""
 
 from __future__ import annotations
 
@@ -10,34 +10,28 @@ from typing import Any
 
 import click
 
-from spaceport.exporter.bundle_manifest import PRIVATE_FILE, PUBLIC_FILE, sign_manifest, write_key_pair
 from spaceport.graphs.contract.draft_methods import CORRECTION_FILE, LOOKUP, UNKNOWN, DraftAcceptance, DraftMethod
-from spaceport.graphs.contract.ed25519 import read_private_key
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import ACCURACY_FILE, ENGINES_FOLDER, EngineRecord, Manifest, record_of
 from spaceport.runtime.backends.built_engines import built_here
 from spaceport.runtime.backends.measurements import known_exactness
-from spaceport.runtime.bundle import Bundle, SignatureState, open_bundle, signature_state
+from spaceport.runtime.bundle import Bundle, open_bundle
 from spaceport.runtime.engine import EngineOptions, capacity_for, seq_len, slots_for
 from spaceport.runtime.limits import DEFAULT_LIMITS
 from spaceport.tools.cli.options import (
-    PATH,
     allow_links_option,
     bundle_argument,
     json_option,
     max_seq_len_option,
     max_slots_option,
-    overwrite_option,
-    require_signature_option,
 )
-from spaceport.tools.fetch.fetching import MOST_CONNECTIONS, fetch
-from spaceport.tools.terminal.screen import show_json, show_table, size, stages
+from spaceport.tools.terminal.screen import show_json, show_table, size
 
 _CPU = "onnxruntime"
 _UNKNOWN = "not measured yet: that happens when a runtime first opens the bundle"
 
 
-@click.command()
+@click.command("inspect")
 @bundle_argument
 @click.option(
     "--requests",
@@ -49,22 +43,19 @@ _UNKNOWN = "not measured yet: that happens when a runtime first opens the bundle
 @max_seq_len_option
 @max_slots_option
 @allow_links_option
-@require_signature_option
 @json_option("everything")
-def inspect(
+def command(
     bundle: Path,
     requests: int,
     max_seq_len: int | None,
     max_slots: int | None,
     allow_links: bool,
-    require_signature: Path | None,
     as_json: bool,
 ) -> None:
     """Verify the files of BUNDLE and show its model, graph, token ids, files, engines, memory use and check results."""
     if requests < 1:
         raise OptionFault(f"--requests is {requests}: expected at least 1")
-    opened = open_bundle(bundle, allow_links=allow_links, require_signature=require_signature)
-    signed = signature_of(opened)
+    opened = open_bundle(bundle, allow_links=allow_links)
     length = seq_len(opened.manifest, max_seq_len)
     memory = memory_of(opened.manifest, requests, length, slots_for(length, max_slots))
     exactness = known_exactness(opened, _CPU, "cpu", EngineOptions(memory["slots"], requests, threads=0))
@@ -72,7 +63,6 @@ def inspect(
         show_json(
             {
                 **opened.manifest.as_dict(),
-                "signed": signed.as_dict(),
                 "contract": contract(opened.manifest),
                 "memory": memory,
                 "limits": DEFAULT_LIMITS.as_dict(),
@@ -86,7 +76,7 @@ def inspect(
     show_table(
         "",
         ("property", "value"),
-        [*facts(manifest).items(), ("drafted text here", exactness or _UNKNOWN), ("signed by", signed)],
+        [*facts(manifest).items(), ("drafted text here", exactness or _UNKNOWN)],
     )
     show_table(
         "\nGraph",
@@ -114,11 +104,6 @@ def inspect(
     limits = [(name, "max_seq_len" if most is None else f"{most:,}") for name, most in DEFAULT_LIMITS.as_dict().items()]
     show_table("\nLimits of requests (defaults)", ("limit", "maximum"), limits)
     click.echo(f"\nAccuracy: {verdict(manifest, accuracy(opened))}")
-
-
-def signature_of(bundle: Bundle) -> SignatureState:
-    """Who signed a bundle, and whether the signature is valid."""
-    return SignatureState(False) if bundle.files is None else signature_state(bundle.files, bundle.manifest_content)
 
 
 def facts(manifest: Manifest) -> dict[str, object]:
@@ -270,76 +255,3 @@ def verdict(manifest: Manifest, found: Mapping[str, Any] | None) -> str:
     flavours = sorted({record.backend for record in manifest.engines.values() if record.backend not in checked})
     passed = "passed with a part of the cases (spaceport check: all)" if found.get("quick") else "passed"
     return f"{passed}; {' and '.join(flavours)} engines were not compared" if flavours else passed
-
-
-@click.command()
-@click.argument("bundle", type=PATH, required=False)
-@click.option("--key", "key_file", type=PATH, metavar="PRIVATE_KEY", help="Sign with this Ed25519 key (PEM).")
-@click.option("--new-key", type=PATH, metavar="FOLDER", help="Instead, create a key pair in this folder.")
-def sign(bundle: Path | None, key_file: Path | None, new_key: Path | None) -> None:
-    """Verify the files of BUNDLE and sign its manifest, which has the SHA-256 of every file.
-
-    Bundles are opened with --require-signature PUBLIC_KEY to refuse those that are not signed with the key.
-    """
-    if new_key is not None:
-        if bundle is not None or key_file is not None:
-            raise OptionFault("--new-key creates a key pair and signs nothing: leave BUNDLE and --key out")
-        public = write_key_pair(new_key)
-        click.echo(f"{new_key / PRIVATE_FILE}: private key, keep it secret")
-        click.echo(f"{new_key / PUBLIC_FILE}: public key {public.fingerprint}")
-        return
-    if bundle is None or key_file is None:
-        lacking = "no BUNDLE" if bundle is None else "no --key"
-        raise OptionFault(f"{lacking}: expected BUNDLE with --key PRIVATE_KEY, or --new-key FOLDER")
-    key = read_private_key(key_file)
-    opened = open_bundle(bundle)
-    sign_manifest(bundle, opened.manifest_content, key)
-    click.echo(f"{bundle}: signed with key {key.public.fingerprint}")
-
-
-@click.command("fetch")
-@click.argument("address")
-@click.argument("folder", type=PATH)
-@overwrite_option("bundle that differs")
-@require_signature_option
-@click.option("--engines", is_flag=True, help="Also fetch the TensorRT engines of the bundle.")
-@click.option(
-    "--connections",
-    type=click.IntRange(1, MOST_CONNECTIONS),
-    default=8,
-    show_default=True,
-    metavar="N",
-    help="Parts of 16 MiB that are read at a time.",
-)
-@json_option("the result")
-def fetch_command(
-    address: str,
-    folder: Path,
-    overwrite: bool,
-    require_signature: Path | None,
-    engines: bool,
-    connections: int,
-    as_json: bool,
-) -> None:
-    """Make FOLDER a verified copy of the bundle at ADDRESS: https://…, s3://…, gs://…, az://…, or a folder.
-
-    The files that the manifest lists are verified while they arrive, and FOLDER is replaced in one step at the end.
-    What FOLDER or an interrupted attempt has already is not fetched again. Commands that run a bundle never fetch.
-    """
-    with stages() as on_stage:
-        report = fetch(
-            address,
-            folder,
-            overwrite=overwrite,
-            require_signature=require_signature,
-            engines=engines,
-            connections=connections,
-            on_stage=on_stage,
-        )
-    if as_json:
-        show_json(report.as_dict())
-    elif report.unchanged:
-        click.echo(f"{folder}: has the bundle already ({size(report.total_bytes)})")
-    else:
-        reused = f", {size(report.reused_bytes)} were there" if report.reused_bytes else ""
-        click.echo(f"{folder}: {size(report.fetched_bytes)} fetched in {report.seconds:.1f} s{reused}")

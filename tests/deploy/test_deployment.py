@@ -1,0 +1,182 @@
+"""Files for containers: restricted and pinned, with options, health checks and metrics that the service has."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+import time
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+from starlette.testclient import TestClient
+
+import spaceport
+from spaceport.serving.application import application
+from spaceport.serving.options import ServiceOptions
+from spaceport.serving.server import _LAST_EVENTS
+from spaceport.tools.cli import OK, run
+from spaceport.tools.cli.serve import command
+from support.chat_runtime import chat_runtime, running_service
+from support.paths import DEPLOY, ROOT
+
+pytestmark = pytest.mark.on_change("deploy", ".dockerignore")
+
+COMPOSE: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.yaml").read_text("utf-8"))
+SERVICE: dict[str, Any] = COMPOSE["services"]["spaceport"]
+
+
+def image(target: str) -> dict[str, list[str]]:
+    """The instructions of an image with those of the stages that it is made from, by kind."""
+    lines = [line for line in (DEPLOY / "Containerfile").read_text("utf-8").splitlines() if not line.startswith("#")]
+    stages: dict[str, list[tuple[str, str]]] = {}
+    parents: dict[str, str] = {}
+    stage = ""
+    for line in filter(None, re.sub(r"\\\n", " ", "\n".join(lines)).splitlines()):
+        name, argument = line.split(None, 1)
+        if name == "FROM":
+            parent, _, stage = argument.partition(" AS ")
+            stages[stage], parents[stage] = [], parent
+        elif stage:
+            stages[stage].append((name, " ".join(argument.split())))
+    found: dict[str, list[str]] = {}
+    while target in stages:
+        for name, argument in reversed(stages[target]):
+            found.setdefault(name, []).insert(0, argument)
+        target = parents[target]
+    return found
+
+
+def image_environment(target: str = "cpu") -> dict[str, str]:
+    """The variables that an image sets."""
+    words = [word for line in image(target)["ENV"] for word in shlex.split(line)]
+    return dict(word.split("=", 1) for word in words)
+
+
+def health_command() -> list[str]:
+    """The command of the image's health check."""
+    (check,) = image("cpu")["HEALTHCHECK"]
+    found: list[str] = json.loads(check[check.index("[") :])
+    return found
+
+
+@pytest.mark.parametrize("target", ["cpu", "gpu"])
+def test_an_image_runs_the_service_without_privileges_and_has_what_it_needs(target: str) -> None:
+    found, environment = image(target), image_environment(target)
+    assert f'version="{spaceport.__version__}"' in found["LABEL"][0]
+    (user,) = found["USER"]
+    assert all(number.isdigit() and int(number) > 0 for number in user.split(":"))
+    entry = json.loads(found["ENTRYPOINT"][0])  # a list: no shell gets the signal
+    assert entry == ["/opt/spaceport/bin/spaceport", "serve"]
+    assert found["STOPSIGNAL"] == ["SIGTERM"]
+    assert found["EXPOSE"] == [environment["SPACEPORT_PORT"]]
+    state = "/var/lib/spaceport"  # the only folder that is written to
+    assert f"install -d -m 1777 {state}" in found["RUN"]
+    assert all(environment[name].startswith(state) for name in ("HOME", "XDG_STATE_HOME", "XDG_CACHE_HOME"))
+    assert "pip" not in " ".join(found["RUN"])
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="the images have Python 3.13, which reads TOML files")
+def test_the_list_of_requirements_is_that_of_the_project() -> None:
+    (line,) = (line for line in image("installer")["RUN"] if "requirements.py" in line)
+    words = shlex.split(line)
+    program = "\n".join(words[words.index("printf") + 2 : words.index(">")])
+    arguments = [sys.executable, "-c", program, "cpu", "serve"]
+    printed = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    names = {re.split("[^a-z0-9-]", line)[0] for line in printed.splitlines()}
+    assert {"numpy", "tokenizers", "click", "onnxruntime", "starlette", "uvicorn", "msgspec"} <= names
+    assert not names & {"torch", "onnxruntime-gpu", "pytest", "transformers"}
+
+
+def ignored(path: str) -> bool:
+    """Whether the context of the images lacks a file: the last line of .dockerignore that fits decides."""
+    found = False
+    for line in (ROOT / ".dockerignore").read_text("utf-8").splitlines():
+        pattern = line.removeprefix("!")
+        if pattern.startswith("**/"):
+            fits = any(fnmatchcase(part, pattern[3:]) for part in path.split("/"))
+        else:
+            fits = pattern == "*" or f"{path}/".startswith(f"{pattern}/")
+        if fits and not line.startswith("#"):
+            found = not line.startswith("!")
+    return found
+
+
+def test_the_context_of_the_images_has_what_the_wheel_is_built_from() -> None:
+    needed = "pyproject.toml constraints.txt LICENSE README.md MANIFEST.in runtime/decode/step.py serving/page/static/page.css"
+    assert [path for path in needed.split() if ignored(path)] == []
+    others = ".git/config .venv/bin/python tests/conftest.py keys deploy/keys/keys runtime/__pycache__/a.pyc"
+    assert [path for path in others.split() if not ignored(path)] == []
+
+
+def test_the_health_check_follows_the_service() -> None:
+    def status(port: int) -> int:
+        check = [sys.executable, *health_command()[1:]]
+        return subprocess.run(check, env={"SPACEPORT_PORT": str(port)}, capture_output=True, check=False).returncode
+
+    with running_service({"demo": chat_runtime}) as found:
+        port = int(found.url.split(":")[2].split("/")[0])
+        assert status(port) == 0
+        found.service.draining = True
+        assert status(port) == 1
+
+
+def test_the_compose_file_restricts_every_container() -> None:
+    for name, container in COMPOSE["services"].items():
+        assert container["read_only"] is True, name
+        assert container["cap_drop"] == ["ALL"], name
+        assert container["security_opt"] == ["no-new-privileges:true"], name
+        assert "privileged" not in container, name
+        assert all(port.startswith("127.0.0.1:") for port in container["ports"]), name
+        binds = [volume for volume in container["volumes"] if volume["type"] == "bind"]
+        assert all(volume["read_only"] for volume in binds), name
+        assert re.search(r"spaceport:(cpu|gpu)$|:v?\d+\.\d+\.\d+(@sha256:[0-9a-f]{64})?$", container["image"]), name
+        assert set(container.get("secrets", [])) <= set(COMPOSE["secrets"]), name
+
+
+def test_the_compose_file_runs_the_service_with_options_that_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "keys").write_text("sk-1\n")
+    for name, value in {**image_environment(), **SERVICE["environment"]}.items():
+        if name.startswith("SPACEPORT_"):
+            monkeypatch.setenv(name, value.replace("/run/secrets", str(tmp_path)))
+    assert run(["serve", *SERVICE["command"], "--print-config"]) == OK
+    printed, warnings = capsys.readouterr()
+    assert warnings == ""
+    assert 'chat = "/mnt/models/chat.bundle"' in printed
+    assert "keys that clients may send: 1" in printed
+    assert SERVICE["healthcheck"]["test"] == ["CMD", *health_command()]
+    drain = next(option.default for option in command.params if option.name == "drain_timeout")
+    assert int(SERVICE["stop_grace_period"].removesuffix("s")) >= drain + _LAST_EVENTS + 10
+
+
+def test_every_alert_names_metrics_and_labels_of_a_service() -> None:
+    with TestClient(application({"demo": chat_runtime}, ServiceOptions(audit_rate=1.0))) as client:
+        given = {"prompt": "import json\n", "temperature": 0, "max_tokens": 4}
+        assert client.post("/v1/completions", json=given).status_code == 200
+        end = time.monotonic() + 60
+        while 'exactness_equal_total{model_name="demo"} 0.0' in client.get("/metrics").text:
+            assert time.monotonic() < end, "no completion was audited"
+            time.sleep(0.01)
+        client.app.state.service.draining = True  # type: ignore[attr-defined]
+        assert client.post("/v1/completions", json=given).status_code == 503
+        text = client.get("/metrics").text
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    exported = {name: {"instance", "job"} for name in ("up", *(sample.name for sample in samples))}
+    for sample in samples:
+        exported[sample.name] |= {*sample.labels}
+    (alerts,) = yaml.safe_load((DEPLOY / "monitoring" / "alerts.yml").read_text("utf-8"))["groups"]
+    for rule in alerts["rules"]:
+        ((name, matchers),) = re.findall(r"\b((?:spaceport:|process_)\w+|up)\b(?:\{([^}]*)\})?", rule["expr"])
+        labels = {
+            *re.findall(r'(\w+)="', matchers),
+            *re.findall(r"\w+", "".join(re.findall(r"by \((.*?)\)", rule["expr"]))),
+        }
+        assert labels <= exported[name], rule["alert"]

@@ -33,8 +33,8 @@ def added_by(checkpoint: Checkpoint) -> DraftAdditions:
     for mechanism in checkpoint.mechanisms:
         if mechanism.refines:
             raise CheckpointError(
-                f"{tensor_file(folder.path, mechanism.name)}: has tensors that --dry-run does not count: expected an adapter, "
-                "heads or preloaded slots only; run it without --adapter"
+                f"{tensor_file(folder.path, mechanism.name)}: has tensors that --dry-run does not count: expected an adapter "
+                "or heads only; run it without --adapter"
             )
     return DraftAdditions(checkpoint.tokens.mask, folder.vocab_size, checkpoint.mechanisms)
 
@@ -68,7 +68,7 @@ def dry_run(folder: Path, options: ExportOptions, additions: DraftAdditions | No
     check_activations(options)
     _refuse_additions(folder)
     config = model_config(folder, options.remote_code)
-    options = exact_activations(config, options, additions is not None and additions.replaces_attention)
+    options = exact_activations(config, options)
     model = model_without_values(config, options.dtype)
     refuse_by_config(model)
     headers = {} if is_gguf(folder) else _weight_headers(folder)

@@ -162,7 +162,7 @@ def export(
         raise CheckpointError(
             f"{folder}: its tokenizer could make little text into very much: {error}: expected that of a published model"
         ) from error
-    options = exact_activations(checkpoint.config, options, checkpoint.replaces_attention)
+    options = exact_activations(checkpoint.config, options)
     sizes: list[int] = []
     with writing(target, overwrite, needed=lambda: sum(sizes)) as unfinished:
         decoder, traits = build_decoder(checkpoint, options, on_stage, scratch=unfinished, on_size=sizes.append)
@@ -214,13 +214,12 @@ def check_activations(options: ExportOptions) -> None:
         )
 
 
-def exact_activations(model_config: PreTrainedConfig, options: ExportOptions, preloaded: bool = False) -> ExportOptions:
+def exact_activations(model_config: PreTrainedConfig, options: ExportOptions) -> ExportOptions:
     """The options with an activation format that is exact, and accurate, for a model with this configuration.
 
     If each KV head serves one query head, ONNX Runtime computes the attention of a single row over float keys and values
     with another kernel, which sums in another order. With int8 activations of one limb, drafts would then not be exact.
-    Int8 weights and activations of one limb are accurate only in a model that can be rotated. The checkpoint may have
-    `preloaded` slots.
+    Int8 weights and activations of one limb are accurate only in a model that can be rotated.
     """
     if options.activations != "int8":
         return options
@@ -229,7 +228,7 @@ def exact_activations(model_config: PreTrainedConfig, options: ExportOptions, pr
     grouped = heads is not None and (getattr(config, "num_key_value_heads", None) or heads) < heads
     other: Activations = "int8x2" if options.weights == "int8" else "float"
     model = model_without_values(model_config, options.dtype) if options.weights == "int8" else None
-    integers = model is not None and is_quantizable(model) and options.requested_kv_cache != "same" and not preloaded
+    integers = model is not None and is_quantizable(model) and options.requested_kv_cache != "same"
     if not grouped and not integers:
         reason = f"{config.model_type} has {heads} query heads and as many KV heads, and drafts would not be exact"
     elif model is not None and not is_rotatable(model):
@@ -249,8 +248,7 @@ def kv_cache_of(model: PreTrainedModel, options: ExportOptions) -> KvCache:
         return options.requested_kv_cache or "int8"
     if options.requested_kv_cache == "int8":
         raise OptionFault(
-            f"KV cache is int8: the attention of {class_name(model)} cannot be replaced, or has preloaded slots; expected "
-            "same (--kv-cache)"
+            f"KV cache is int8: the attention of {class_name(model)} cannot be replaced; expected same (--kv-cache)"
         )
     return "same"
 

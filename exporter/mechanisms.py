@@ -25,12 +25,9 @@ from spaceport.graphs.contract.json_fields import JsonField, Rules
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.graphs.gated import MaskAdapter
 from spaceport.graphs.mechanism import Factors, Heads, InputRows, Mechanism, MechanismError, is_finite
-from spaceport.graphs.preloaded_slots import PreloadedSlots
 
 # By name, in the order in which they are added to a model.
-MECHANISMS: dict[str, type[Mechanism]] = {
-    kind.name: kind for kind in (Factors, InputRows, MaskAdapter, Heads, PreloadedSlots)
-}
+MECHANISMS: dict[str, type[Mechanism]] = {kind.name: kind for kind in (Factors, InputRows, MaskAdapter, Heads)}
 
 
 def read_mechanisms(folder: Path) -> tuple[Mechanism, ...]:
@@ -120,11 +117,6 @@ class DraftAdditions:
     mask_ids: tuple[int, ...]
     vocab_size: int  # embedding rows with those of new tokens
     mechanisms: Sequence[Mechanism]
-
-    @property
-    def replaces_attention(self) -> bool:
-        """Whether they replace the attention of layers."""
-        return any(mechanism.replaces_attention for mechanism in self.mechanisms)
 
     def add_to(self, model: PreTrainedModel) -> None:
         """Add them to a model on torch's meta device, which stores shapes only."""

@@ -16,7 +16,6 @@ from spaceport.graphs import attention
 from spaceport.graphs.contract.signature import Lowering, Precision, Signature, visible_length
 from spaceport.graphs.integer_attention import IntegerAttention, use_integer_attention
 from spaceport.graphs.mechanism import head_logits, heads_of
-from spaceport.graphs.preloaded_slots import slots_called, slots_of
 from spaceport.graphs.quantization import UNQUANTIZED, AttentionScales, Quantization
 from spaceport.graphs.traits import (
     Traits,
@@ -125,8 +124,7 @@ def decoder_of(
     model = model.eval()
     with torch.no_grad():
         traits = probed_traits(model, attention_implementation)
-        slots = slots_of(model)
-        ids = comparison_ids(model, traits, slots[0].gate.mask_ids if slots else ())
+        ids = comparison_ids(model, traits)
         expected = unmodified_logits(model, ids, traits)
         freeze_rotary(model)
         if model._can_set_experts_implementation():
@@ -136,7 +134,7 @@ def decoder_of(
             traits, cast(Precision, dtype_name(model)), lowering, 0 if heads is None else heads.count
         )
         decoder = Decoder(model, signature, attention_implementation, traits, quantization)
-        with model_errors(model), slots_called(model):
+        with model_errors(model):
             _compare(decoder, ids, expected)
         if quantization.attention:
             decoder.quantize_attention(quantization.attention)

@@ -46,8 +46,6 @@ class Mechanism(ABC):
     needs_mask_token: ClassVar[bool | None] = None
     # Whether it only refines the drafts of others, and adds no parameters to the model.
     refines: ClassVar[bool] = False
-    # Whether it replaces the attention of layers, whose keys and values then have the type of the graph.
-    replaces_attention: ClassVar[bool] = False
 
     @property
     @abstractmethod

@@ -23,7 +23,6 @@ from transformers import PreTrainedModel
 from spaceport.graphs.attention import hooked
 from spaceport.graphs.gated import GatedLinear
 from spaceport.graphs.mechanism import heads_of
-from spaceport.graphs.preloaded_slots import LayerSlots
 from spaceport.graphs.streamed_weights import (
     Parts,
     Streamed,
@@ -311,8 +310,6 @@ def _rotate_values(model: PreTrainedModel, residual: _Stream) -> None:
             _change_outputs(parameter, partial(_by_blocks, block=block), count)
         for parameter in _inputs_of(joining):
             _change(parameter, partial(_by_blocks, block=block))
-        for slots in (module for module in attention.modules() if isinstance(module, LayerSlots)):
-            slots.values.data = _by_blocks(slots.values, block).to(slots.values.dtype)
 
 
 def _rotate_in_graph(linear: nn.Linear) -> None:

@@ -8,13 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from support.published import MASK, exact_model, write_checkpoint, write_exact_adapter
-from support.published_drafts import (
-    exact_heads,
-    exact_prefix,
-    write_bita,
-    write_published_heads,
-    write_published_prefix,
-)
+from support.published_drafts import exact_heads, write_published_heads
 from support.published_nemotron import FOLDER, constant_weights, write_nemotron
 
 SLOTS = 3
@@ -71,26 +65,12 @@ def nemotron(folder: Path) -> PublishedModel:
     return PublishedModel(base, base / FOLDER)
 
 
-def ssd(folder: Path) -> PublishedModel:
-    """A prefix as Qualcomm publishes it: a file of torch with the key/value pairs and the mask embeddings."""
-    model, prefix, embedding = exact_prefix(SLOTS)
-    base = write_checkpoint(folder / "ssd-base", model)
-    return PublishedModel(base, write_published_prefix(folder / "ssd", prefix, embedding))
-
-
-def bita(folder: Path) -> PublishedModel:
-    """A checkpoint as BiTA's code saves it: the whole model with a prefix among its weights."""
-    return PublishedModel(write_bita(folder / "bita", *exact_prefix(SLOTS)), None)
-
-
 METHODS: dict[str, Callable[[Path], PublishedModel]] = {
     "pard": pard,
     "gated-lora": gated_lora,
     "uno": uno,
     "medusa": medusa,
     "nemotron": nemotron,
-    "ssd": ssd,
-    "bita": bita,
 }
 
 

@@ -172,7 +172,7 @@ def read_peft_adapter(folder: Path, checkpoint: Checkpoint, mask_ids: tuple[int,
         folder,
         adapter,
         report,
-        lambda: (replace(adapter, tensors=_adapter_tensors(folder, modules, adapter)), None),
+        lambda: replace(adapter, tensors=_adapter_tensors(folder, modules, adapter)),
     )
 
 

@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from spaceport.exporter.adapter_folder import (
@@ -28,7 +27,6 @@ from spaceport.tools.adopt.adapters import GATED_LORA, NEMOTRON, UNO
 from spaceport.tools.adopt.given import SUBFOLDERS, TITLES, Given, refuse_noise_seed
 from spaceport.tools.adopt.heads import MEDUSA
 from spaceport.tools.adopt.plan import AdoptionPlan, Method
-from spaceport.tools.adopt.prefixes import BITA, SSD
 from spaceport.tools.tune.tunable_model import add_tokens, grown
 
 
@@ -147,7 +145,7 @@ def _plan_pard(given: Given, evidence: str, checkpoint: Checkpoint) -> AdoptionP
 PARD = Method("pard", _recognize_pard, _plan_pard, writes=False)
 
 
-METHODS = (MEDUSA, SSD, BITA, PARD, UNO, NEMOTRON, GATED_LORA)  # in the order of TITLES
+METHODS = (MEDUSA, PARD, UNO, NEMOTRON, GATED_LORA)  # in the order of TITLES
 
 
 def find_method(given: Given) -> tuple[Method, str]:
@@ -189,17 +187,13 @@ def _nothing_found(given: Given, expected: str | None) -> str:
 
 
 def write_adopted(plan: AdoptionPlan, folder: Path) -> None:
-    """Write an adapter folder: the mechanism, the embeddings of the mask tokens, and the identity of the base model."""
+    """Write an adapter folder: the mechanism, the rows of the mask tokens, and the identity of the base model."""
     if plan.weights is None:
         raise ValueError("the plan has no weights: expected one of a method that writes")
-    mechanism, embeddings = plan.weights.read()
+    mechanism = plan.weights.read()
     checkpoint = plan.checkpoint
     model = _base_model(checkpoint, folder)
     base = identity_of(checkpoint.folder.name, model)
-    if embeddings is not None:
-        ids = add_tokens(load_tokenizer(checkpoint), model, list(plan.mask_tokens))
-        with torch.no_grad():
-            cast(nn.Embedding, model.get_input_embeddings()).weight[ids] = embeddings[: len(ids)].float()
     if plan.noise is not None:
         _add_copies(checkpoint, model, list(plan.mask_tokens), plan.noise.ids)
     entries: dict[str, Any] = {"mask_tokens": list(plan.mask_tokens), **_origin(plan.method.name, plan.weights.path)}

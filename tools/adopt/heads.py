@@ -80,9 +80,7 @@ def read_published_heads(given: Given, checkpoint: Checkpoint) -> PublishedWeigh
         "present": present,
         "configured": configured if isinstance(configured, int) else None,
     }
-    return PublishedWeights(
-        "heads", next(iter(files)), sizes, report, lambda: (replace(sizes, tensors=_tensors(files)), None)
-    )
+    return PublishedWeights("heads", next(iter(files)), sizes, report, lambda: replace(sizes, tensors=_tensors(files)))
 
 
 def _tensors(files: Mapping[Path, Mapping[str, str]]) -> dict[str, Tensor]:

@@ -42,12 +42,11 @@ def read_torch_file(file: Path) -> dict[str, Tensor]:
 class PublishedWeights:
     """Published weights, checked against a base model's configuration."""
 
-    kind: Literal["adapter", "heads", "prefix"]
+    kind: Literal["adapter", "heads"]
     path: Path  # of their file or folder
     sizes: Mechanism  # what they become, without values
     report: Mapping[str, Any]
-    # The mechanism with its tensors, and the embeddings of mask tokens if those are published with it.
-    read: Callable[[], tuple[Mechanism, Tensor | None]]
+    read: Callable[[], Mechanism]  # what they become
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,7 @@ class AdoptionPlan:
         return TITLES[self.method.name]
 
     def as_dict(self) -> dict[str, Any]:
-        reports: dict[str, Any] = {"adapter": None, "heads": None, "prefix": None}
+        reports: dict[str, Any] = {"adapter": None, "heads": None}
         if self.weights is not None:
             reports[self.weights.kind] = dict(self.weights.report)
         return {

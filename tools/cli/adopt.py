@@ -61,8 +61,8 @@ def command(
 ) -> None:
     """Detect the method of published weights and write an adapter folder for `spaceport export`.
 
-    CHECKPOINT is the base model, or a checkpoint of PARD, which needs no TARGET, or of BiTA. ADAPTER is a folder of peft
-    or of Medusa heads, or a file of SSD; without it, the folder `adapter` or `linear_spec_lora` in CHECKPOINT. TARGET is
+    CHECKPOINT is the base model, or a checkpoint of PARD, which needs no TARGET. ADAPTER is a folder of peft
+    or of Medusa heads; without it, the folder `adapter` or `linear_spec_lora` in CHECKPOINT. TARGET is
     the new adapter folder.
     """
     base, adapter, target = arrange(paths)
@@ -107,14 +107,9 @@ def _show(report: dict[str, Any]) -> None:
         "drafts": f"a mask row predicts the token {'after' if report['shift'] else 'at'} its position and sees "
         + ("the mask rows before it" if report["group"] == "causal" else "all mask rows of its group"),
     }
-    adapter, noise, prefix = report["adapter"], report["noise"], report["prefix"]
+    adapter, noise = report["adapter"], report["noise"]
     if noise is not None:
         lines["noise"] = f"copies of the tokens {', '.join(map(str, noise['ids']))}, seed {noise['seed']}"
-    if prefix is not None:
-        unused = f"; without effect: {', '.join(prefix['unused'])}" if prefix["unused"] else ""
-        lines["prefix"] = (
-            f"{prefix['slots']} key/value pairs per layer and {prefix['tokens']} mask tokens in {prefix['file']}{unused}"
-        )
     if adapter is not None:
         lines["base"] += f"; the adapter calls it {adapter['named_base'] or 'nothing'}"
         scales = ", ".join(f"{scale:g}" for scale in adapter["scales"])

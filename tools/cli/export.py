@@ -19,7 +19,6 @@ from spaceport.tools.adopt.given import (
     AdoptionRequest,
     Given,
     adapter_inside,
-    forecast_file,
     names_heads,
     published_weights,
     read_given,
@@ -57,7 +56,7 @@ export_adapter_options = options(
         "--adapter",
         type=PATH,
         metavar="PATH",
-        help="Draft with this adapter folder, or with published weights: a folder of peft, heads of Medusa, or a file of SSD.",
+        help="Draft with this adapter folder, or with published weights: a folder of peft, or heads of Medusa.",
     ),
     method_option,
     noise_seed_option,
@@ -118,8 +117,6 @@ class ExportDrafts:
         inside = adapter_inside(self.checkpoint)
         if inside is not None:
             return f"{inside} is not used: add --adapter {inside} to draft with it"
-        if (prefix := forecast_file(self.checkpoint)) is not None:
-            return f"{prefix} is not used: add --method ssd to draft with it"
         return "the checkpoint's heads are not used: add --method medusa" if names_heads(self.checkpoint) else None
 
     def adapter_folder(

@@ -28,18 +28,12 @@ from support.published_methods import METHODS, RANK, SLOTS, PublishedModel
 
 ADAPTER_FILE = "mask_adapter.safetensors"
 HEADS_FILE = "draft_heads.safetensors"
-PRELOADED_FILE = "preloaded_slots.safetensors"
 
 Capture = pytest.CaptureFixture[str]
 Published = Callable[[str], PublishedModel]
 Adopted = Callable[[str], tuple[Path, Path]]
 HEADS: dict[str, Any] = {"mechanisms": {"draft_heads": {"count": 3, "blocks": 1}}}
 ADAPTER_FILES = {ADAPTER_FILE, BASE_FILE, EMBEDDINGS_FILE, SAR_FILE}
-PREFIX_FILES = {BASE_FILE, EMBEDDINGS_FILE, PRELOADED_FILE, SAR_FILE}
-
-
-def prefix(slots: int) -> dict[str, Any]:
-    return {"mechanisms": {"preloaded_slots": {"slots": slots}}}
 
 
 def lora(alpha: float, rank: int = RANK, target: str = "fc2") -> dict[str, Any]:
@@ -56,8 +50,6 @@ FOLDERS: dict[str, tuple[set[str], list[str], str, dict[str, Any]]] = {
     "uno": (ADAPTER_FILES, masks("noise"), "uno/adapter", lora(24 * RANK**0.5)),  # rsLoRA: alpha / sqrt(rank)
     "medusa": ({BASE_FILE, EMBEDDINGS_FILE, HEADS_FILE, SAR_FILE}, [], "medusa", HEADS),
     "nemotron": (ADAPTER_FILES, [str(MASK)], "nemotron/linear_spec_lora", lora(16.0, 4, "o_proj")),
-    "ssd": (PREFIX_FILES, masks("forecast"), "ssd", prefix(16)),
-    "bita": (PREFIX_FILES, masks("bita"), "bita", prefix(16)),
 }
 
 
@@ -91,7 +83,7 @@ def opened(base: Path, adapter: Path | None = None) -> Checkpoint:
     return open_checkpoint(base, TokenFlags(), adapter=adapter)
 
 
-@pytest.mark.parametrize("method", ["pard", "gated-lora", "uno", "ssd", "bita"])
+@pytest.mark.parametrize("method", ["pard", "gated-lora", "uno"])
 def test_mask_rows_predict_all_tokens_and_no_other_row_changes(
     method: str, published: Published, adopted: Adopted
 ) -> None:
@@ -157,8 +149,6 @@ def test_noise_rows_are_copies_of_rows_that_the_seed_selects(
     [
         ("gated-lora", [f"mask_token_id {MASK}", f"rank {RANK}, scale 2, 1 modules", "no TARGET"]),
         ("medusa", [BASE, "3 of 3 in", "config.json names 2", "no TARGET"]),
-        ("ssd", ["SSD: a forecast prefix", "16 key/value pairs per layer and 3 mask tokens in", "no TARGET"]),
-        ("bita", ["BiTA: a prefix that only mask rows see; shown by prompt_num in config.json", "no TARGET"]),
         ("pard", [f"pard_token {MASK} in config.json", "BUNDLE --max-mask-slots 3", "needs no TARGET"]),
     ],
 )
@@ -181,11 +171,7 @@ def test_the_report_names_what_was_found(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "refused"),
-    [
-        ("gated-lora", None),
-        ("medusa", "has draft_heads, which is not tuned"),
-        ("ssd", "has preloaded_slots, which is not tuned"),
-    ],
+    [("gated-lora", None), ("medusa", "has draft_heads, which is not tuned")],
 )
 def test_an_adopted_adapter_can_be_trained_further(
     method: str, refused: str | None, adopted: Adopted, tmp_path: Path, capsys: Capture
@@ -202,9 +188,8 @@ def test_an_adopted_adapter_can_be_trained_further(
         assert opened(base, tmp_path / "tuned").tokens.mask == (MASK,)
 
 
-@pytest.mark.parametrize("method", ["gated-lora", "ssd"])
-def test_an_adapter_needs_the_base_model_that_it_was_adopted_for(method: str, adopted: Adopted, tmp_path: Path) -> None:
-    base, adapter = adopted(method)
+def test_an_adapter_needs_the_base_model_that_it_was_adopted_for(adopted: Adopted, tmp_path: Path) -> None:
+    base, adapter = adopted("gated-lora")
     model = load_model(opened(base), "float32")
     with torch.no_grad():
         model.get_output_embeddings().weight.mul_(1.01)

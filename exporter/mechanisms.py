@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from spaceport.exporter.sar_config import (
@@ -108,22 +106,6 @@ def write_mechanisms(folder: Path, mechanisms: Sequence[Mechanism]) -> None:
         save_tensors(tensor_file(folder, mechanism.name), mechanism.state())
     entries = {mechanism.name: mechanism.entry for mechanism in mechanisms}
     write_sar_config(folder, {"mechanisms": {**read_sar_config(folder).mechanisms, **entries}})
-
-
-@dataclass(frozen=True)
-class DraftAdditions:
-    """What drafts add to a base model, by its sizes."""
-
-    mask_ids: tuple[int, ...]
-    vocab_size: int  # embedding rows with those of new tokens
-    mechanisms: Sequence[Mechanism]
-
-    def add_to(self, model: PreTrainedModel) -> None:
-        """Add them to a model on torch's meta device, which stores shapes only."""
-        if cast(nn.Embedding, model.get_input_embeddings()).num_embeddings < self.vocab_size:
-            model.resize_token_embeddings(self.vocab_size, mean_resizing=False)
-        for mechanism in self.mechanisms:
-            mechanism.apply(model, self.mask_ids)
 
 
 def require_finite(tensors: Mapping[str, Tensor]) -> None:

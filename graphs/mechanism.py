@@ -63,7 +63,7 @@ class Mechanism(ABC):
 
     @abstractmethod
     def apply(self, model: PreTrainedModel, mask_ids: Sequence[int]) -> None:
-        """Add it to a model, on torch's meta device by its sizes only; raises if it does not fit."""
+        """Add it to a model; raises if it does not fit."""
 
     @property
     def heads(self) -> int:
@@ -80,8 +80,8 @@ class Mechanism(ABC):
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether a tensor has neither infinities nor NaN; one without values has none."""
-    return tensor.is_meta or bool(torch.isfinite(tensor).all())
+    """Whether a tensor has neither infinities nor NaN."""
+    return bool(torch.isfinite(tensor).all())
 
 
 def shapes_of(tensors: Mapping[str, Tensor]) -> Shapes:
@@ -222,8 +222,7 @@ class Heads(Mechanism):
 
     count: int
     blocks: int
-    # Empty: of a model without values.
-    tensors: Mapping[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
+    tensors: Mapping[str, Tensor] = field(repr=False, compare=False)
 
     @property
     def entry(self) -> dict[str, Any]:
@@ -244,11 +243,10 @@ class Heads(Mechanism):
     def apply(self, model: PreTrainedModel, mask_ids: Sequence[int] = ()) -> None:
         vocab_size, hidden_size = cast(Tensor, model.get_output_embeddings().weight).shape
         shapes = expected_shapes(self.count, self.blocks, hidden_size, vocab_size)
-        tensors = self.tensors or {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-        require_shapes(shapes_of(tensors), shapes, "of heads")
+        require_shapes(shapes_of(self.tensors), shapes, "of heads")
         with torch.device("meta"):
             heads = DraftHeads(self.count, self.blocks, hidden_size, vocab_size)
-        own = {name: tensor.to(model.device, model.dtype) for name, tensor in tensors.items()}
+        own = {name: tensor.to(model.device, model.dtype) for name, tensor in self.tensors.items()}
         heads.load_state_dict(own, assign=True)
         model.add_module(_HEADS, heads.requires_grad_(False).eval())
 

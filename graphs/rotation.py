@@ -127,14 +127,6 @@ def is_rotatable(model: PreTrainedModel) -> bool:
     return True
 
 
-def rotation_sizes(model: PreTrainedModel) -> list[int]:
-    """The number of values of each matrix that a rotation adds to the graph of a model, estimated without a run."""
-    embedding, head = cast(nn.Embedding, model.get_input_embeddings()), model.get_output_embeddings()
-    block = block_size(int(getattr(model.config.get_text_config(), "intermediate_size", None) or 0))
-    full = int(head.weight is embedding.weight) + int(heads_of(model) is not None)
-    return [*([] if block is None else [block**2]), *[embedding.embedding_dim**2] * full]
-
-
 @torch.no_grad()
 def rotate_model(model: PreTrainedModel) -> Orthogonal:
     """Rotate a model in place, and check its logits for a text; returns the rotation of its residual stream."""

@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from spaceport.exporter.checkpoint import TokenFlags, load_model, open_checkpoint
+from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint
 from spaceport.exporter.checkpoint_files import own_files
-from spaceport.exporter.dry_run import added_by
 from spaceport.exporter.export import ExportOptions
 from spaceport.exporter.mechanisms import apply_mechanisms, check_values, read_mechanisms, write_mechanisms
 from spaceport.exporter.sar_config import (
@@ -33,8 +32,6 @@ from spaceport.runtime.bundle import open_bundle
 from spaceport.runtime.decode.draft import Shape
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
-from spaceport.tools.adopt.adopt import additions_of, plan_adoption, write_adoption
-from spaceport.tools.adopt.given import AdoptionRequest, read_given
 from spaceport.tools.cli import OK, run
 from spaceport.tools.verify.acceptance import measure
 from spaceport.tools.verify.answers import AnswerSegment, ReferenceAnswer
@@ -42,7 +39,6 @@ from support.exported import bundle_of
 from support.hash_engine import LAYOUTS
 from support.paths import TINY
 from support.published import layout_model, text, write_checkpoint
-from support.published_methods import METHODS
 
 FACTORS_FILE, INPUT_ROWS_FILE = "draft_correction.safetensors", "input_rows.safetensors"
 ROWS = InputRows((9, 7), torch.randn(2, 6, generator=torch.Generator().manual_seed(0)))
@@ -233,21 +229,6 @@ def test_entries_of_earlier_versions_are_refused(tmp_path: Path) -> None:
         (tmp_path / SAR_FILE).write_text(json.dumps({name: None}), "utf-8")
         with pytest.raises(CheckpointError, match=f"unknown entries {name}: .*; export, tune or adopt again"):
             read_mechanisms(tmp_path)
-
-
-@pytest.mark.parametrize("name", ["uno", "medusa"])
-def test_a_model_without_values_gets_the_tensors_that_an_adopted_one_has(name: str, tmp_path: Path) -> None:
-    model = METHODS[name](tmp_path)
-    slots = 13 if name == "uno" else None  # more new tokens than free rows of the embedding table
-    plan = plan_adoption(read_given(model.base, model.weights, AdoptionRequest(max_mask_slots=slots)))
-    write_adoption(plan, tmp_path / "adapter", overwrite=False)
-    opened = open_checkpoint(model.base, TokenFlags(), adapter=tmp_path / "adapter")
-    adopted = {name: tensor.shape for name, tensor in load_model(opened, "float32").named_parameters()}
-    for additions in (additions_of(plan), added_by(opened)):
-        with torch.device("meta"), torch.no_grad():
-            empty = AutoModelForCausalLM.from_config(plan.checkpoint.config)
-            additions.add_to(empty)
-        assert {name: tensor.shape for name, tensor in empty.named_parameters()} == adopted
 
 
 def test_the_file_and_the_entry_of_a_mechanism_belong_together(tmp_path: Path) -> None:

@@ -13,15 +13,13 @@ from spaceport.graphs.contract.faults import OptionFault
 
 PEFT_FILE = "adapter_config.json"
 HEADS_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
-NEMOTRON_ADAPTER = "linear_spec_lora"
-SUBFOLDERS = ("adapter", NEMOTRON_ADAPTER)  # of a checkpoint folder with its adapter: UNO, Nemotron
+INSIDE = "adapter"  # folder of an adapter that was published inside that of its checkpoint, as UNO's
 # The methods that can be adopted, by their names for --method, in the order in which they are looked for.
 TITLES = {
     "medusa": "Medusa: heads over the last hidden state",
     "pard": "PARD: one shared mask token",
     "uno": "UNO: LoRA that acts on random tokens only",
-    "nemotron": "Nemotron-Labs-Diffusion: LoRA on a block of mask tokens",
-    "gated-lora": "LoRA that acts on mask tokens only (I-DLM)",
+    "gated-lora": "LoRA of peft that acts on mask tokens only",
 }
 _USAGE = "expected CHECKPOINT [ADAPTER] TARGET"
 
@@ -88,8 +86,8 @@ def published_weights(path: Path) -> Path | None:
 
 def adapter_inside(checkpoint: Path) -> Path | None:
     """The adapter that was published inside the folder of a checkpoint."""
-    inside = (checkpoint / name for name in SUBFOLDERS)
-    return next((folder for folder in inside if (folder / PEFT_FILE).exists()), None)
+    inside = checkpoint / INSIDE
+    return inside if (inside / PEFT_FILE).exists() else None
 
 
 def names_heads(checkpoint: Path) -> bool:

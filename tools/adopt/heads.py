@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import pickle
 import re
+import zipfile
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -14,15 +15,14 @@ from torch import Tensor
 from spaceport.exporter.checkpoint import Checkpoint
 from spaceport.exporter.mechanisms import errors_of, read_tensors, require_finite
 from spaceport.exporter.sar_config import CheckpointError
+from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.json_fields import is_whole
 from spaceport.graphs.mechanism import Heads, expected_shapes, require_shapes
-from spaceport.tools.adopt.given import HEADS_FILES, Given
+from spaceport.tools.adopt.given import HEADS_FILES, Given, refuse_noise_seed
 from spaceport.tools.adopt.plan import (
     AdoptionPlan,
     Method,
     PublishedWeights,
-    read_torch_file,
-    require_no_masks,
     tensor_shapes,
 )
 
@@ -49,7 +49,7 @@ def read_published_heads(given: Given, checkpoint: Checkpoint) -> PublishedWeigh
     found: dict[str, tuple[int, ...]] = {}
     for file in heads_files(given):
         names = {}
-        for name, shape in tensor_shapes(file).items():
+        for name, shape in _shapes(file).items():
             embedded = name.startswith(_EMBEDDED)
             if embedded or file.name in HEADS_FILES:
                 names[name] = name.removeprefix(_EMBEDDED)
@@ -72,22 +72,44 @@ def read_published_heads(given: Given, checkpoint: Checkpoint) -> PublishedWeigh
         for file, names in files.items()
     }
     configured = config.get("medusa_num_heads")
-    files, sizes = {file: names for file, names in taken.items() if names}, Heads(count, blocks)
+    files = {file: names for file, names in taken.items() if names}
     report = {
         "files": [str(file) for file in files],
         "named_base": base if isinstance(base, str) else None,
-        **sizes.entry,
+        "count": count,
+        "blocks": blocks,
         "present": present,
         "configured": configured if isinstance(configured, int) else None,
     }
-    return PublishedWeights("heads", next(iter(files)), sizes, report, lambda: replace(sizes, tensors=_tensors(files)))
+    return PublishedWeights("heads", next(iter(files)), report, lambda: Heads(count, blocks, _tensors(files)))
+
+
+def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
+    if file.suffix == ".pt":
+        return {name: tuple(tensor.shape) for name, tensor in _read_torch_file(file).items()}
+    return tensor_shapes(file)
+
+
+def _read_torch_file(file: Path) -> dict[str, Tensor]:
+    """The tensors by name in a pickled file that holds nothing else; no code of it runs."""
+    try:
+        content = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+    except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+        reason = str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
+        raise CheckpointError(
+            f"{file}: cannot be read as tensors: {reason}: expected what torch.save writes for a dictionary of tensors; "
+            f"{_ADVICE}"
+        ) from error
+    if not isinstance(content, dict) or not all(isinstance(tensor, Tensor) for tensor in content.values()):
+        raise CheckpointError(f"{file}: holds {type(content).__name__}: expected a dictionary of tensors; {_ADVICE}")
+    return cast(dict[str, Tensor], content)
 
 
 def _tensors(files: Mapping[Path, Mapping[str, str]]) -> dict[str, Tensor]:
     """The tensors of the heads by name, in one type."""
     tensors: dict[str, Tensor] = {}
     for file, names in files.items():
-        stored = read_torch_file(file) if file.suffix == ".pt" else read_tensors(file, _ADVICE)
+        stored = _read_torch_file(file) if file.suffix == ".pt" else read_tensors(file, _ADVICE)
         tensors |= {own: stored[name] for name, own in names.items()}
         with errors_of(f"{file}", _ADVICE):
             require_finite(tensors)
@@ -148,14 +170,15 @@ def _recognize(given: Given) -> str | None:
 
 
 def _plan(given: Given, evidence: str, checkpoint: Checkpoint) -> AdoptionPlan:
-    require_no_masks(given, checkpoint, "heads draft without mask tokens")
+    if given.request.mask_tokens:
+        raise OptionFault("--mask-token has no effect: heads draft without mask tokens; leave it out")
+    refuse_noise_seed(given.request)
+    if checkpoint.tokens.mask:
+        raise CheckpointError(
+            f"{given.checkpoint}: has mask tokens, which draft already: expected a base model without them"
+        )
     heads = read_published_heads(given, checkpoint)
-    return AdoptionPlan(MEDUSA, evidence, checkpoint, {}, 0, heads)
+    return AdoptionPlan(MEDUSA.name, evidence, checkpoint, {}, 0, heads)
 
 
-MEDUSA = Method(
-    "medusa",
-    _recognize,
-    _plan,
-    f"{' or '.join(HEADS_FILES)}, or medusa_num_heads in config.json",
-)
+MEDUSA = Method("medusa", _recognize, _plan)

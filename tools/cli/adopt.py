@@ -9,7 +9,6 @@ import click
 
 from spaceport.exporter.atomic_folder import ADAPTER_FOLDER, check_target
 from spaceport.exporter.checkpoint_files import require_checkpoint
-from spaceport.graphs.contract.faults import OptionFault
 from spaceport.tools.adopt.given import TITLES, AdoptionRequest, arrange, read_given
 from spaceport.tools.cli.options import PATH, json_option, overwrite_option, remote_code_option
 from spaceport.tools.terminal.screen import show_json
@@ -30,7 +29,6 @@ _METHODS = "\b\nMethods:\n" + "\n".join(f"  {name:<12}{title}" for name, title i
 
 @click.command("adopt", epilog=_METHODS)
 @click.argument("paths", nargs=-1, required=True, type=PATH, metavar="CHECKPOINT [ADAPTER] [TARGET]")
-@click.option("--dry-run", is_flag=True, help="Only report what was found; no weights are loaded, nothing is written.")
 @method_option
 @click.option(
     "--mask-token",
@@ -50,7 +48,6 @@ _METHODS = "\b\nMethods:\n" + "\n".join(f"  {name:<12}{title}" for name, title i
 @json_option("the report")
 def command(
     paths: tuple[Path, ...],
-    dry_run: bool,
     method: str | None,
     mask_token: tuple[str, ...],
     max_mask_slots: int | None,
@@ -61,9 +58,8 @@ def command(
 ) -> None:
     """Detect the method of published weights and write an adapter folder for `spaceport export`.
 
-    CHECKPOINT is the base model, or a checkpoint of PARD, which needs no TARGET. ADAPTER is a folder of peft
-    or of Medusa heads; without it, the folder `adapter` or `linear_spec_lora` in CHECKPOINT. TARGET is
-    the new adapter folder.
+    CHECKPOINT is the base model, or a checkpoint of PARD, which needs no TARGET. ADAPTER is a folder of peft or of Medusa
+    heads; without it, the folder `adapter` in CHECKPOINT. TARGET is the new adapter folder.
     """
     base, adapter, target = arrange(paths)
     if target is not None:
@@ -76,9 +72,7 @@ def command(
 
     quiet_libraries()
     plan = plan_adoption(given, trust_remote_code)
-    if target is None and not dry_run and plan.method.writes:
-        raise OptionFault("no TARGET: expected CHECKPOINT [ADAPTER] TARGET, or --dry-run to write nothing")
-    written = [] if target is None or dry_run else write_adoption(plan, target, overwrite)
+    written = write_adoption(plan, target, overwrite)
     report = {
         **plan.as_dict(),
         "target": None if target is None else str(target),
@@ -104,8 +98,7 @@ def _show(report: dict[str, Any]) -> None:
         "base": report["checkpoint"],
         "mask tokens": masks,
         "mask slots": report["mask_slots"],
-        "drafts": f"a mask row predicts the token {'after' if report['shift'] else 'at'} its position and sees "
-        + ("the mask rows before it" if report["group"] == "causal" else "all mask rows of its group"),
+        "drafts": "a mask row predicts the token after its position and sees the mask rows before it",
     }
     adapter, noise = report["adapter"], report["noise"]
     if noise is not None:
@@ -132,7 +125,7 @@ def _lines_of_heads(report: dict[str, Any]) -> dict[str, object]:
 
 def _outcome(report: dict[str, Any]) -> dict[str, object]:
     written = f"{report['target']}: {', '.join(report['written'])}" if report["written"] else "nothing"
-    adapter = f" --adapter {report['target'] or 'TARGET'}" if "--adapter" in report["next"] else ""
+    adapter = f" --adapter {report['target']}" if report["written"] else ""
     measure = f"spaceport acceptance {report['checkpoint']} DATA{adapter} --save"
     return {"written": written, "next": report["next"], "acceptance": f"not measured: {measure}"}
 

@@ -1,4 +1,4 @@
-"""Published numbers: adapter folders have those of peft and of Nemotron, as in their own forward passes."""
+"""Published numbers: adapter folders have those of peft, as in its own forward pass."""
 
 from __future__ import annotations
 
@@ -13,13 +13,10 @@ from torch import Tensor
 
 from spaceport.exporter.checkpoint import SAR_FILE, TokenFlags, load_model, open_checkpoint
 from spaceport.exporter.checkpoint_source import quiet_libraries
-from spaceport.graphs.contract.draft_methods import MaskLayout
 from spaceport.tools.adopt.adapters import WEIGHTS_FILE
 from spaceport.tools.cli import OK, run
 from support.gguf_files import random_model, write_gguf
-from support.mask_rows import rows_logits
-from support.published import MASK, TOKENIZER, VOCAB, random_adapter, random_base, reference_logits, write_checkpoint
-from support.published_nemotron import CONFIG, FOLDER, nemotron_logits, random_weights, write_nemotron
+from support.published import MASK, VOCAB, random_adapter, random_base, reference_logits, write_checkpoint
 
 ADAPTER_FILE = "mask_adapter.safetensors"
 
@@ -121,28 +118,3 @@ def test_a_gguf_file_can_be_the_base_model(tmp_path: Path) -> None:
     ids[ids == MASK] = mask
     expected = reference_logits(adapted, ids, (ids == mask).float())
     torch.testing.assert_close(opened_logits(base, tmp_path / "adapter", ids), expected, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("converted", [False, True], ids=["as published", "base model of transformers"])
-def test_a_block_of_nemotron_has_the_logits_of_its_own_architecture(converted: bool, tmp_path: Path) -> None:
-    """The text is longer than original_max_position_embeddings, so that queries are scaled."""
-    published = write_nemotron(tmp_path / "random", *random_weights())
-    base, slots = published, CONFIG["block_size"] - 2  # without the text's last token and the row that is not used
-    if converted:
-        base = tmp_path / "base"
-        load_model(open_checkpoint(published, TokenFlags()), "float32").save_pretrained(base)
-        for name in TOKENIZER[:2]:
-            (base / name).write_bytes((published / name).read_bytes())
-    assert run(["adopt", str(base), str(published / FOLDER), str(tmp_path / "adapter")]) == OK
-    adopted = open_checkpoint(base, TokenFlags(), adapter=tmp_path / "adapter")
-    assert (adopted.drafts.layout, adopted.drafts.mask_slots) == (MaskLayout(shift=False, group="block"), slots)
-    ids = [*(torch.arange(20) * 37 % 500 + 5).tolist(), *[MASK] * (slots + 1)]
-    masked = torch.tensor(ids) == MASK
-    causal = torch.ones(len(ids), len(ids), dtype=torch.bool).tril()
-    block = causal | (masked[:, None] & masked[None, :])
-    expected = nemotron_logits(*random_weights(), ids, block)[:, :VOCAB].numpy()
-    found, without = (
-        rows_logits(load_model(adopted, "float32"), ids, visible.numpy())[:, :VOCAB] for visible in (block, causal)
-    )
-    assert abs(found - expected).max() < 2e-5
-    assert abs(found - without).max() > 0.1

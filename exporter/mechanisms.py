@@ -22,7 +22,8 @@ from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.contract.json_fields import JsonField, Rules
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.graphs.gated import MaskAdapter
-from spaceport.graphs.mechanism import Factors, Heads, InputRows, Mechanism, MechanismError, is_finite
+from spaceport.graphs.heads import Heads
+from spaceport.graphs.mechanism import Factors, InputRows, Mechanism, MechanismError, is_finite
 
 # By name, in the order in which they are added to a model.
 MECHANISMS: dict[str, type[Mechanism]] = {kind.name: kind for kind in (Factors, InputRows, MaskAdapter, Heads)}

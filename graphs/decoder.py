@@ -14,8 +14,8 @@ from transformers.cache_utils import Cache
 
 from spaceport.graphs import attention
 from spaceport.graphs.contract.signature import Lowering, Precision, Signature, visible_length
+from spaceport.graphs.heads import head_logits, heads_of
 from spaceport.graphs.integer_attention import IntegerAttention, use_integer_attention
-from spaceport.graphs.mechanism import head_logits, heads_of
 from spaceport.graphs.quantization import UNQUANTIZED, AttentionScales, Quantization
 from spaceport.graphs.traits import (
     Traits,

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from spaceport.graphs.attention import hooked
 from spaceport.graphs.gated import GatedLinear
-from spaceport.graphs.mechanism import heads_of
+from spaceport.graphs.heads import heads_of
 from spaceport.graphs.streamed_weights import (
     Parts,
     Streamed,

@@ -12,7 +12,8 @@ from spaceport.exporter.checkpoint_source import quiet_libraries
 from spaceport.graphs.contract.signature import Signature, logit_rows
 from spaceport.graphs.decoder import rows_selected
 from spaceport.graphs.gated import gate_model, gate_of, low_rank_linear, trainable_parameters, uniform_rows
-from spaceport.graphs.mechanism import DraftCorrection, Factors, Heads, InputRows, expected_shapes
+from spaceport.graphs.heads import Heads, expected_shapes
+from spaceport.graphs.mechanism import DraftCorrection, Factors, InputRows
 from spaceport.graphs.traits import UnsupportedModel, comparison_ids, probe, require_equal_logits, unmodified_logits
 from support.gguf_files import HIDDEN, random_model
 from support.mask_rows import rows_batch, torch_engine

@@ -17,7 +17,8 @@ from spaceport.exporter.mechanisms import errors_of, read_tensors, require_finit
 from spaceport.exporter.sar_config import CheckpointError
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.json_fields import is_whole
-from spaceport.graphs.mechanism import Heads, expected_shapes, require_shapes
+from spaceport.graphs.heads import Heads, expected_shapes
+from spaceport.graphs.mechanism import require_shapes
 from spaceport.tools.adopt.given import HEADS_FILES, Given, refuse_noise_seed
 from spaceport.tools.adopt.plan import (
     AdoptionPlan,

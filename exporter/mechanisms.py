@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import pickle
+import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from spaceport.exporter.sar_config import (
@@ -143,6 +146,22 @@ def read_tensors(file: Path, what_to_do: str) -> dict[str, Tensor]:
         return load_file(file)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{file}: cannot be read: {error}: {what_to_do}") from error
+
+
+def read_pickled_tensors(file: Path, what_to_do: str) -> dict[str, Tensor]:
+    """The tensors in a pickle; anything but tensors in it is refused, so no code in it is run."""
+    try:
+        content = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+    except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+        raise CheckpointError(
+            f"{file}: cannot be read as a file of tensors: {reason}: expected tensors only; {what_to_do}, preferably as *.safetensors"
+        ) from error
+    if not isinstance(content, dict) or not all(
+        isinstance(name, str) and type(tensor) in (Tensor, nn.Parameter) for name, tensor in content.items()
+    ):
+        raise CheckpointError(f"{file}: holds {type(content).__name__}: expected tensors by name; {what_to_do}")
+    return content
 
 
 def save_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:

@@ -92,9 +92,16 @@ def write_adopted(plan: AdoptionPlan, folder: Path) -> None:
     if plan.noise is not None:
         _add_copies(checkpoint, model, list(plan.mask_tokens), plan.noise.ids)
         entries["noise"] = {"ids": list(plan.noise.ids), "seed": plan.noise.seed}
-    forks = _fork_entries(checkpoint)
-    tokens = {**plan.mask_tokens, **_fork_tokens(checkpoint, forks)}
-    write_adapter_folder(folder, base, model, tokens, (mechanism,), {**entries, **forks})
+    tokens, own = dict(plan.mask_tokens), read_sar_config(checkpoint.folder)
+    forks = (
+        ("fork_token", own.fork_token, checkpoint.tokens.fork),
+        ("child_token", own.child_token, checkpoint.tokens.child),
+    )
+    for entry, name, token in forks:
+        if name is not None and token is not None:
+            tokens[name] = token
+            entries |= {entry: name, "fork_by_default": own.fork_by_default}
+    write_adapter_folder(folder, base, model, tokens, (mechanism,), entries)
 
 
 def _base_model(checkpoint: Checkpoint, folder: Path) -> PreTrainedModel:
@@ -112,19 +119,6 @@ def _origin(method: str, published: Path) -> dict[str, str]:
     own = "/".join(path.parts[-1 - (path.name == INSIDE) :])
     name = f"{found['source']}@{found['revision']}" if "source" in found else own
     return {"method": method, **({"adapter": name} if is_origin(name) else {})}
-
-
-def _fork_entries(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The entries about forks in the base model's own sar_config.json."""
-    own = read_sar_config(checkpoint.folder)
-    names = {"fork_token": own.fork_token, "child_token": own.child_token}
-    forks = {name: token for name, token in names.items() if token is not None}
-    return {**forks, "fork_by_default": own.fork_by_default} if forks else {}
-
-
-def _fork_tokens(checkpoint: Checkpoint, forks: dict[str, Any]) -> dict[str, int]:
-    ids = {"fork_token": checkpoint.tokens.fork, "child_token": checkpoint.tokens.child}
-    return {str(forks[name]): token for name, token in ids.items() if name in forks and token is not None}
 
 
 def _add_copies(checkpoint: Checkpoint, model: PreTrainedModel, texts: list[str], copied: Sequence[int]) -> None:

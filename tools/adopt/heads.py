@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import pickle
 import re
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from spaceport.exporter.checkpoint import Checkpoint
-from spaceport.exporter.mechanisms import errors_of, read_tensors, require_finite
+from spaceport.exporter.mechanisms import errors_of, read_pickled_tensors, read_tensors, require_finite
 from spaceport.exporter.sar_config import CheckpointError
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.json_fields import is_whole
@@ -87,30 +85,16 @@ def read_published_heads(given: Given, checkpoint: Checkpoint) -> PublishedWeigh
 
 def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
     if file.suffix == ".pt":
-        return {name: tuple(tensor.shape) for name, tensor in _read_torch_file(file).items()}
+        return {name: tuple(tensor.shape) for name, tensor in read_pickled_tensors(file, _ADVICE).items()}
     return tensor_shapes(file)
-
-
-def _read_torch_file(file: Path) -> dict[str, Tensor]:
-    """The tensors by name in a pickled file that holds nothing else; no code of it runs."""
-    try:
-        content = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
-    except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
-        reason = str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
-        raise CheckpointError(
-            f"{file}: cannot be read as tensors: {reason}: expected what torch.save writes for a dictionary of tensors; "
-            f"{_ADVICE}"
-        ) from error
-    if not isinstance(content, dict) or not all(isinstance(tensor, Tensor) for tensor in content.values()):
-        raise CheckpointError(f"{file}: holds {type(content).__name__}: expected a dictionary of tensors; {_ADVICE}")
-    return cast(dict[str, Tensor], content)
 
 
 def _tensors(files: Mapping[Path, Mapping[str, str]]) -> dict[str, Tensor]:
     """The tensors of the heads by name, in one type."""
     tensors: dict[str, Tensor] = {}
     for file, names in files.items():
-        stored = _read_torch_file(file) if file.suffix == ".pt" else read_tensors(file, _ADVICE)
+        read = read_pickled_tensors if file.suffix == ".pt" else read_tensors
+        stored = read(file, _ADVICE)
         tensors |= {own: stored[name] for name, own in names.items()}
         with errors_of(f"{file}", _ADVICE):
             require_finite(tensors)

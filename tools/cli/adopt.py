@@ -87,49 +87,26 @@ def command(
 
 def _show(report: dict[str, Any]) -> None:
     """Print a report as lines."""
-    if report["heads"] is not None:
-        _show_lines(_lines_of_heads(report))
-        return
-    masks = ", ".join(
-        text if text == str(token) else f"{text} ({token})" for text, token in report["mask_tokens"].items()
-    )
-    lines = {
-        "method": f"{report['title']}; shown by {report['evidence']}",
-        "base": report["checkpoint"],
-        "mask tokens": masks,
-        "mask slots": report["mask_slots"],
-        "drafts": "a mask row predicts the token after its position and sees the mask rows before it",
-    }
-    adapter, noise = report["adapter"], report["noise"]
+    adapter, heads, noise = report["adapter"], report["heads"], report["noise"]
+    weights = adapter or heads
+    base = f"; the weights call it {weights['named_base'] or 'nothing'}" if weights is not None else ""
+    lines = {"method": f"{report['title']}; shown by {report['evidence']}", "base": f"{report['checkpoint']}{base}"}
+    if report["mask_tokens"]:
+        names = [name if name == str(id) else f"{name} ({id})" for name, id in report["mask_tokens"].items()]
+        lines |= {"mask tokens": ", ".join(names), "mask slots": report["mask_slots"]}
     if noise is not None:
         lines["noise"] = f"copies of the tokens {', '.join(map(str, noise['ids']))}, seed {noise['seed']}"
     if adapter is not None:
-        lines["base"] += f"; the adapter calls it {adapter['named_base'] or 'nothing'}"
         scales = ", ".join(f"{scale:g}" for scale in adapter["scales"])
         lines["adapter"] = f"rank {adapter['rank']}, scale {scales}, {adapter['modules']} modules"
-    _show_lines({**lines, **_outcome(report)})
-
-
-def _lines_of_heads(report: dict[str, Any]) -> dict[str, object]:
-    heads = report["heads"]
-    count, present, configured = heads["count"], heads["present"], heads["configured"]
-    named = "" if configured in (None, present) else f"; config.json names {configured}"
-    return {
-        "method": f"{report['title']}; shown by {report['evidence']}",
-        "base": f"{report['checkpoint']}; the heads call it {heads['named_base'] or 'nothing'}",
-        "heads": f"{count} of {present} in {', '.join(heads['files'])}, with {heads['blocks']} residual blocks each{named}",
-        "drafts": "each head predicts one token further ahead, the first one the token after the next",
-        **_outcome(report),
-    }
-
-
-def _outcome(report: dict[str, Any]) -> dict[str, object]:
-    written = f"{report['target']}: {', '.join(report['written'])}" if report["written"] else "nothing"
-    adapter = f" --adapter {report['target']}" if report["written"] else ""
-    measure = f"spaceport acceptance {report['checkpoint']} DATA{adapter} --save"
-    return {"written": written, "next": report["next"], "acceptance": f"not measured: {measure}"}
-
-
-def _show_lines(lines: dict[str, object]) -> None:
+    if heads is not None:
+        count, present, configured = heads["count"], heads["present"], heads["configured"]
+        named = "" if configured in (None, present) else f"; config.json names {configured}"
+        files = ", ".join(heads["files"])
+        lines["heads"] = f"{count} of {present} in {files}, with {heads['blocks']} residual blocks each{named}"
+    lines["written"] = f"{report['target']}: {', '.join(report['written'])}" if report["written"] else "nothing"
+    option = f" --adapter {report['target']}" if report["written"] else ""
+    lines["next"] = report["next"]
+    lines["acceptance"] = f"not measured: spaceport acceptance {report['checkpoint']} DATA{option} --save"
     for name, value in lines.items():
         click.echo(f"{name:<12} {value}")

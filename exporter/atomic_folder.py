@@ -99,12 +99,10 @@ def _full_disk(error: Exception) -> int | None:
 
 
 @contextmanager
-def writing(
-    target: Path, overwrite: bool, kind: FolderKind = BUNDLE, needed: Callable[[], int] = lambda: 0
-) -> Iterator[Path]:
+def writing(target: Path, overwrite: bool, kind: FolderKind = BUNDLE, needed: int = 0) -> Iterator[Path]:
     """A new folder that replaces the target when the block ends without an error, and is removed otherwise.
 
-    `needed` gives the bytes of the complete folder, 0 if that is unknown, for the error of a full disk.
+    `needed` are the bytes of the complete folder, 0 if that is unknown, for the error of a full disk.
     """
     check_target(target, overwrite, kind)
     target = target.absolute()
@@ -117,7 +115,7 @@ def writing(
             if (reason := _full_disk(error)) is None:
                 raise
             written = sum(file.stat().st_size for file in partial.rglob("*") if file.is_file())
-            of = f" of about {size:,}" if (size := needed()) else ""
+            of = f" of about {needed:,}" if needed else ""
             advice = f"free some space or choose another disk for the {kind.noun}"
             raise OSError(
                 reason, f"{os.strerror(reason)} after {written:,} bytes{of}: {advice}", str(target)

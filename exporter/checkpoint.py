@@ -160,11 +160,6 @@ class Checkpoint:
         """The folder with the mechanisms and special tokens."""
         return self.folder if self.adapter_folder is None else self.adapter_folder.path
 
-    @property
-    def replaces_attention(self) -> bool:
-        """Whether its mechanisms replace the attention of layers."""
-        return any(mechanism.replaces_attention for mechanism in self.mechanisms)
-
     def mechanism(self, kind: type[M]) -> M | None:
         """The mechanism of a kind, if the checkpoint has one."""
         return next((mechanism for mechanism in self.mechanisms if isinstance(mechanism, kind)), None)

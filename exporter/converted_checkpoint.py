@@ -5,22 +5,19 @@ Nothing is written: names and shapes are checked when the folder is opened, and 
 
 from __future__ import annotations
 
-import pickle
 import re
-import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedConfig
 
 from spaceport.exporter.checkpoint_files import INDEX_FILE, converted_weights, indexed_files, load_with_own_attention
 from spaceport.exporter.converted_families import FAMILIES, Family, Fields
+from spaceport.exporter.mechanisms import read_pickled_tensors, read_tensors
 from spaceport.exporter.sar_config import CheckpointError, read_json
 
 Shape = tuple[int, ...]
@@ -116,7 +113,8 @@ def read_state(folder: Path) -> dict[str, Tensor]:
     Large files are mapped into memory: their tensors are read when they are used."""
     state: dict[str, Tensor] = {}
     for file in _complete(folder, converted_weights(folder)):
-        tensors = _safetensors(file) if file.suffix == ".safetensors" else _pickled(file)
+        read = read_tensors if file.suffix == ".safetensors" else read_pickled_tensors
+        tensors = read(file, _ADVICE)
         if twice := sorted(state.keys() & tensors.keys()):
             raise CheckpointError(f"{file}: tensor {twice[0]} is in two files: expected it in one; {_ADVICE}")
         state |= tensors
@@ -136,29 +134,6 @@ def _complete(folder: Path, files: tuple[Path, ...]) -> tuple[Path, ...]:
             "download it"
         )
     return tuple(file for file in files if file.name in names)
-
-
-def _safetensors(file: Path) -> dict[str, Tensor]:
-    try:
-        return load_file(file)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{file}: cannot be read: {error}: {_ADVICE}") from error
-
-
-def _pickled(file: Path) -> dict[str, Tensor]:
-    """The tensors of a pickle; anything but tensors in it is refused, so no code in it is run."""
-    try:
-        content = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
-    except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
-        reason = str(error).strip().split("\n", 1)[0]
-        raise CheckpointError(
-            f"{file}: cannot be read as a file of tensors: {reason}: expected tensors only; {_ADVICE}, preferably as *.safetensors"
-        ) from error
-    if not isinstance(content, dict) or not all(
-        isinstance(name, str) and type(tensor) in (Tensor, torch.nn.Parameter) for name, tensor in content.items()
-    ):
-        raise CheckpointError(f"{file}: holds {type(content).__name__}: expected tensors by name; {_ADVICE}")
-    return content
 
 
 def converted_config(folder: Path) -> PreTrainedConfig:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
@@ -20,21 +20,20 @@ from spaceport.exporter.atomic_folder import check_target, require_space, writin
 from spaceport.exporter.bundle_manifest import write_manifest
 from spaceport.exporter.checkpoint import Checkpoint, load_model, load_tokenizer, open_checkpoint
 from spaceport.exporter.checkpoint import TokenFlags as TokenFlags
+from spaceport.exporter.checkpoint_files import is_converted, is_gguf
 from spaceport.exporter.checkpoint_source import model_config, model_without_values
-from spaceport.exporter.export_sizes import stored_bytes
 from spaceport.exporter.sar_config import CheckpointError
 from spaceport.exporter.to_onnx import DEFAULT_OPSET, OnStage, check_opset, reaches_quarter, to_onnx, write_selection
 from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.graphs.contract.manifest import SELECTION_FILE, TEMPLATE_FILE, TOKENIZER_FILE, Manifest
-from spaceport.graphs.contract.signature import Activations, KvCache, Lowering, Precision, Weights
+from spaceport.graphs.contract.signature import DTYPES, Activations, KvCache, Lowering, Precision, Weights
 from spaceport.graphs.contract.tokenizer_bounds import UnsafeTokenizer, checked
 from spaceport.graphs.decoder import AttentionImplementation, Decoder, decoder_of
 from spaceport.graphs.gated import MaskAdapter
 from spaceport.graphs.integer_attention import is_quantizable
-from spaceport.graphs.quantization import Quantization
-from spaceport.graphs.quantize import integer_modules, quantize_model
+from spaceport.graphs.quantization import BLOCKS, Quantization
+from spaceport.graphs.quantize import integer_modules, quantizable_modules, quantize_model
 from spaceport.graphs.rotation import is_rotatable
-from spaceport.graphs.streamed_weights import source_of
 from spaceport.graphs.traits import Traits, class_name
 
 Prompt = str | Sequence[Mapping[str, str]]  # text, or chat messages
@@ -62,6 +61,9 @@ _ACCURACY = "97 % of SmolLM2-135M's tokens are those of float32; --weights same 
 # With two million weights, a step takes as long in int8 as in float32; accuracy is measured from 135 million on.
 _SMALL = 20_000_000
 _LEAST_SHARE = 0.5  # of the weights in layers that int8 quantizes
+
+# Seconds on two CPU cores: of each export, of tracing a layer, and of a billion weights as they are or rounded by GPTQ.
+_SECONDS, _LAYER, _COPIED, _ROUNDED = 10, 3, 30, 450
 
 
 @dataclass(frozen=True)
@@ -147,6 +149,43 @@ def _float32(reason: str) -> DefaultFormat:
     return DefaultFormat("float32", "same", f"weights float32: {reason}; --weights int8 quantizes nevertheless")
 
 
+@dataclass(frozen=True)
+class ExportEstimate:
+    """About what an export writes, and how long it takes."""
+
+    bundle: int  # bytes
+    temporary: int  # bytes of files without a name beside the bundle
+    seconds: float
+
+    def __str__(self) -> str:
+        minutes = max(1, round(self.seconds / 60))
+        return f"bundle of about {self.bundle / 1e6:,.1f} MB, in about {minutes} min on two CPU cores"
+
+
+def estimate_export(checkpoint: Checkpoint, options: ExportOptions) -> ExportEstimate:
+    """The estimate for a checkpoint, from the sizes in its configuration and its mechanisms; no weight is read."""
+    model = model_without_values(checkpoint.config, options.dtype)
+    plain, weights, activations = DTYPES[options.dtype].bytes, options.weights, options.activations
+    packed = {"int8": 1, "float8": 1, "int4": 0.5 + plain / BLOCKS[options.lowering][0]}.get(weights, plain)
+    tables = [model.get_input_embeddings().weight, model.get_output_embeddings().weight]
+    sizes = {id(parameter): parameter.numel() for parameter in model.parameters()}
+    quantized = set[int]()
+    if weights != "same":
+        modules = quantizable_modules(model, weights, activations, options.lowering)
+        quantized = {id(module.weight) for module in modules.values()}
+    if activations != "float":
+        quantized |= {id(table) for table in tables}
+    stored = sum(tensor.numel() for one in checkpoint.mechanisms if not one.refines for tensor in one.state().values())
+    if weights == "int4" and activations == "int8" and tables[0] is tables[1]:
+        stored += tables[0].numel()  # tied embeddings are separated
+    stored += sum(size for name, size in sizes.items() if name in quantized)
+    floats = sum(size for name, size in sizes.items() if name not in quantized)
+    streamed = not (is_gguf(checkpoint.folder) or is_converted(checkpoint.folder) or checkpoint.remote_code)
+    layers = checkpoint.config.get_text_config().num_hidden_layers
+    seconds = _SECONDS + _LAYER * layers + (_ROUNDED if options.rounds else _COPIED) * (stored + floats) / 1e9
+    return ExportEstimate(int(packed * stored + plain * floats), stored if quantized and streamed else 0, seconds)
+
+
 def export(
     folder: Path, target: Path, options: ExportOptions, overwrite: bool = False, on_stage: OnStage = lambda name: None
 ) -> Manifest:
@@ -162,10 +201,12 @@ def export(
         raise CheckpointError(
             f"{folder}: its tokenizer could make little text into very much: {error}: expected that of a published model"
         ) from error
-    options = exact_activations(checkpoint.config, options, checkpoint.replaces_attention)
-    sizes: list[int] = []
-    with writing(target, overwrite, needed=lambda: sum(sizes)) as unfinished:
-        decoder, traits = build_decoder(checkpoint, options, on_stage, scratch=unfinished, on_size=sizes.append)
+    options = exact_activations(checkpoint.config, options)
+    estimate = estimate_export(checkpoint, options)
+    on_stage(str(estimate))
+    require_space(target.absolute().parent, estimate.bundle + estimate.temporary)
+    with writing(target, overwrite, needed=estimate.bundle) as unfinished:
+        decoder, traits = build_decoder(checkpoint, options, on_stage, scratch=unfinished)
         if options.requested_kv_cache == "int8" and decoder.signature.kv_cache != "int8":
             raise OptionFault(
                 f"KV cache is int8: the layers of {class_name(decoder.model)} cannot be measured one by one; expected same "
@@ -214,13 +255,12 @@ def check_activations(options: ExportOptions) -> None:
         )
 
 
-def exact_activations(model_config: PreTrainedConfig, options: ExportOptions, preloaded: bool = False) -> ExportOptions:
+def exact_activations(model_config: PreTrainedConfig, options: ExportOptions) -> ExportOptions:
     """The options with an activation format that is exact, and accurate, for a model with this configuration.
 
     If each KV head serves one query head, ONNX Runtime computes the attention of a single row over float keys and values
     with another kernel, which sums in another order. With int8 activations of one limb, drafts would then not be exact.
-    Int8 weights and activations of one limb are accurate only in a model that can be rotated. The checkpoint may have
-    `preloaded` slots.
+    Int8 weights and activations of one limb are accurate only in a model that can be rotated.
     """
     if options.activations != "int8":
         return options
@@ -229,7 +269,7 @@ def exact_activations(model_config: PreTrainedConfig, options: ExportOptions, pr
     grouped = heads is not None and (getattr(config, "num_key_value_heads", None) or heads) < heads
     other: Activations = "int8x2" if options.weights == "int8" else "float"
     model = model_without_values(model_config, options.dtype) if options.weights == "int8" else None
-    integers = model is not None and is_quantizable(model) and options.requested_kv_cache != "same" and not preloaded
+    integers = model is not None and is_quantizable(model) and options.requested_kv_cache != "same"
     if not grouped and not integers:
         reason = f"{config.model_type} has {heads} query heads and as many KV heads, and drafts would not be exact"
     elif model is not None and not is_rotatable(model):
@@ -249,8 +289,7 @@ def kv_cache_of(model: PreTrainedModel, options: ExportOptions) -> KvCache:
         return options.requested_kv_cache or "int8"
     if options.requested_kv_cache == "int8":
         raise OptionFault(
-            f"KV cache is int8: the attention of {class_name(model)} cannot be replaced, or has preloaded slots; expected "
-            "same (--kv-cache)"
+            f"KV cache is int8: the attention of {class_name(model)} cannot be replaced; expected same (--kv-cache)"
         )
     return "same"
 
@@ -262,19 +301,15 @@ def build_decoder(
     arithmetic: Precision | None = None,
     stored: Quantization | None = None,
     scratch: Path | None = None,
-    on_size: Callable[[int], None] = lambda size: None,
 ) -> tuple[Decoder, Traits]:
     """The checkpoint's model as an exportable module.
 
     Its weights are rounded to `options.dtype` and quantized; it computes in `arithmetic`, by default in the same type.
     Weights that GPTQ rounds may be those of a bundle (`stored`). With a `scratch` folder for files without a name, the
-    weights of one layer at a time are in memory, and `on_size` is called with the bytes that the bundle needs."""
+    weights of one layer at a time are in memory."""
     on_stage("loading the weights")
     with torch.no_grad():
         model = load_model(checkpoint, options.dtype, scratch)
-        if scratch is not None:
-            on_size(needed_space(model, options))
-            require_space(scratch.parent, needed_space(model, options))
         calibrates = stored is None and options.rounds
         if options.weights != "same":
             on_stage(f"{'calibrating and ' if calibrates else ''}quantizing weights to {options.weights}")
@@ -346,13 +381,6 @@ def added_tokens(checkpoint: Checkpoint, model: PreTrainedModel) -> tuple[int, .
     named = {*tokens.mask, *tokens.fork_ids, *(() if tokens.child is None else (tokens.child,))}
     known = Tokenizer.from_str(checkpoint.tokenizer).get_vocab_size(with_added_tokens=True)
     return tuple(sorted(named | set(range(known, len(embedding_rows(model)[0])))))
-
-
-def needed_space(model: PreTrainedModel, options: ExportOptions) -> int:
-    """Bytes on the disk that the bundle of a model needs while it is written."""
-    stored = stored_bytes(model, options.dtype, options.weights, options.activations, options.lowering)
-    streamed = any(source_of(parameter) is not None for parameter in model.parameters())
-    return stored.data + (stored.unnamed if streamed else 0)
 
 
 def manifest_for(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import pickle
+import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -24,13 +25,11 @@ from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.contract.json_fields import JsonField, Rules
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.graphs.gated import MaskAdapter
-from spaceport.graphs.mechanism import Factors, Heads, InputRows, Mechanism, MechanismError, is_finite
-from spaceport.graphs.preloaded_slots import PreloadedSlots
+from spaceport.graphs.heads import Heads
+from spaceport.graphs.mechanism import Factors, InputRows, Mechanism, MechanismError, is_finite
 
 # By name, in the order in which they are added to a model.
-MECHANISMS: dict[str, type[Mechanism]] = {
-    kind.name: kind for kind in (Factors, InputRows, MaskAdapter, Heads, PreloadedSlots)
-}
+MECHANISMS: dict[str, type[Mechanism]] = {kind.name: kind for kind in (Factors, InputRows, MaskAdapter, Heads)}
 
 
 def read_mechanisms(folder: Path) -> tuple[Mechanism, ...]:
@@ -113,27 +112,6 @@ def write_mechanisms(folder: Path, mechanisms: Sequence[Mechanism]) -> None:
     write_sar_config(folder, {"mechanisms": {**read_sar_config(folder).mechanisms, **entries}})
 
 
-@dataclass(frozen=True)
-class DraftAdditions:
-    """What drafts add to a base model, by its sizes."""
-
-    mask_ids: tuple[int, ...]
-    vocab_size: int  # embedding rows with those of new tokens
-    mechanisms: Sequence[Mechanism]
-
-    @property
-    def replaces_attention(self) -> bool:
-        """Whether they replace the attention of layers."""
-        return any(mechanism.replaces_attention for mechanism in self.mechanisms)
-
-    def add_to(self, model: PreTrainedModel) -> None:
-        """Add them to a model on torch's meta device, which stores shapes only."""
-        if cast(nn.Embedding, model.get_input_embeddings()).num_embeddings < self.vocab_size:
-            model.resize_token_embeddings(self.vocab_size, mean_resizing=False)
-        for mechanism in self.mechanisms:
-            mechanism.apply(model, self.mask_ids)
-
-
 def require_finite(tensors: Mapping[str, Tensor]) -> None:
     """Raise for tensors with infinities or NaN."""
     for name, tensor in tensors.items():
@@ -168,6 +146,22 @@ def read_tensors(file: Path, what_to_do: str) -> dict[str, Tensor]:
         return load_file(file)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{file}: cannot be read: {error}: {what_to_do}") from error
+
+
+def read_pickled_tensors(file: Path, what_to_do: str) -> dict[str, Tensor]:
+    """The tensors in a pickle; anything but tensors in it is refused, so no code in it is run."""
+    try:
+        content = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+    except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+        raise CheckpointError(
+            f"{file}: cannot be read as a file of tensors: {reason}: expected tensors only; {what_to_do}, preferably as *.safetensors"
+        ) from error
+    if not isinstance(content, dict) or not all(
+        isinstance(name, str) and type(tensor) in (Tensor, nn.Parameter) for name, tensor in content.items()
+    ):
+        raise CheckpointError(f"{file}: holds {type(content).__name__}: expected tensors by name; {what_to_do}")
+    return content
 
 
 def save_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:

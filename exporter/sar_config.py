@@ -29,16 +29,14 @@ _ENTRIES = (
     *("mechanisms", "method", "adapter"),
     "acceptance",
 )
-# Entries of earlier versions for what is in `mechanisms` now.
-_EARLIER = {"mask_adapter", "heads", "prefix"}
 _LARGEST = 2**26  # bytes of a JSON file; an index of weights has some megabytes
 _ORIGIN_LENGTH = 200  # characters of the entries `method` and `adapter`
 _MASK_ENTRIES = ("pard_token", "ptd_token_id", "mask_token_id")  # of config.json
-# Entries of methods that draft in another way, which a checkpoint may have beside a mask token:
-_OTHER_METHODS = (
-    *("block_size", "dlm_type", "dlm_paradigm"),  # block diffusion: the mask rows of a block see each other
-    *("pard2", "pard2_target_dim", "spd_type"),  # PARD-2 takes hidden states of another model
-    *("dflash_config", "dspark_noise_token_id", "speculators_model_type", "target_layer_ids", "draft_vocab_size"),
+# Entries of methods that draft in another way, which a checkpoint may have beside a mask token.
+_BLOCKS = ("block_size", "dlm_type", "dlm_paradigm")
+_SECOND_NETWORKS = (
+    *("pard2", "pard2_target_dim", "spd_type", "dflash_config", "dspark_noise_token_id"),
+    *("eagle_config", "speculators_model_type", "target_layer_ids", "draft_vocab_size"),
 )
 
 
@@ -51,6 +49,13 @@ class MaskEntry(NamedTuple):
 
     name: str  # of the entry
     token: int
+
+
+class OtherMethod(NamedTuple):
+    """An entry in config.json that shows a method which is not supported."""
+
+    entry: str
+    drafts: str  # how it drafts
 
 
 @dataclass(frozen=True)
@@ -164,13 +169,22 @@ def mask_entry(file: Path, config: Mapping[str, Any]) -> MaskEntry | None:
     return None
 
 
+def other_method(config: Mapping[str, Any], whole: bool) -> OtherMethod | None:
+    """The first entry of a method that is not supported; `whole`: of a checkpoint, not of an adapter."""
+    found = next((name for name in _SECOND_NETWORKS if config.get(name)), None)
+    if found is not None:
+        return OtherMethod(found, "with a second network over hidden states")
+    found = next((name for name in _BLOCKS if whole and config.get(name)), None)
+    return None if found is None else OtherMethod(found, "blocks whose mask rows see each other")
+
+
 def config_mask_token(folder: Path, vocab: int) -> int | None:
     """The mask token in a checkpoint's config.json, if its mask rows are those of PARD: causal, and with shift."""
     file = folder / "config.json"
     if not file.exists():  # a GGUF file, or an adapter folder
         return None
     config = read_json(file)
-    mask = None if any(config.get(name) for name in _OTHER_METHODS) else mask_entry(file, config)
+    mask = mask_entry(file, config) if other_method(config, whole=True) is None else None
     if mask is not None and mask.token >= vocab:
         raise CheckpointError(
             f"{file}: {mask.name} is {mask.token}, the model's vocabulary ends at {vocab - 1}: expected an id within it"
@@ -182,8 +196,10 @@ def _entries(file: Path) -> dict[str, Any]:
     entries = read_json(file) if file.exists() else {}
     unknown = sorted(set(entries) - set(_ENTRIES))
     if unknown:
-        older = "; export, tune or adopt again what an earlier version wrote" if _EARLIER & set(unknown) else ""
-        raise CheckpointError(f"{file}: unknown entries {', '.join(unknown)}: expected {', '.join(_ENTRIES)}{older}")
+        raise CheckpointError(
+            f"{file}: unknown entries {', '.join(unknown)}: expected {', '.join(_ENTRIES)}; tune or adopt again what an "
+            "earlier version wrote"
+        )
     return entries
 
 

@@ -14,9 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers.cache_utils import Cache
 
 NAME = "spaceport"
-# Attributes of attention modules: slots that only mask rows see, and what attends to 8-bit keys and values.
-PRELOADED_SLOTS = "preloaded_slots"
-INTEGER_ATTENTION = "integer_attention"
+INTEGER_ATTENTION = "integer_attention"  # attribute of attention modules: what attends to 8-bit keys and values
 
 # Added to the score of a masked slot: low enough that its weight is exactly 0, and finite in the type (-1e9 is -inf in
 # float16), so that a row that sees no slot does not become NaN.
@@ -108,9 +106,7 @@ def attention_interface(
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     mask = mask_plane(attention_mask, sliding_window is not None)
     attend = getattr(module, INTEGER_ATTENTION, grouped_attention)
-    attended = attend(query, key, value, mask, scale, softcap).transpose(1, 2).contiguous()
-    slots = getattr(module, PRELOADED_SLOTS, None)
-    return (attended if slots is None else slots(attended, query, key, mask, scale, softcap)), None
+    return attend(query, key, value, mask, scale, softcap).transpose(1, 2).contiguous(), None
 
 
 def scaled_dot_product(

@@ -14,9 +14,8 @@ from transformers.cache_utils import Cache
 
 from spaceport.graphs import attention
 from spaceport.graphs.contract.signature import Lowering, Precision, Signature, visible_length
+from spaceport.graphs.heads import head_logits, heads_of
 from spaceport.graphs.integer_attention import IntegerAttention, use_integer_attention
-from spaceport.graphs.mechanism import head_logits, heads_of
-from spaceport.graphs.preloaded_slots import slots_called, slots_of
 from spaceport.graphs.quantization import UNQUANTIZED, AttentionScales, Quantization
 from spaceport.graphs.traits import (
     Traits,
@@ -124,41 +123,25 @@ def decoder_of(
     refuse_by_config(model)
     model = model.eval()
     with torch.no_grad():
-        traits = probed_traits(model, attention_implementation)
-        slots = slots_of(model)
-        ids = comparison_ids(model, traits, slots[0].gate.mask_ids if slots else ())
+        traits = probe(model)
+        if attention_implementation == "operator" and traits.attention_hook == "eager":
+            reason = "has an attention implementation that cannot be replaced: use plain attention (--attention plain)"
+            refuse(model, reason)
+        ids = comparison_ids(model, traits)
         expected = unmodified_logits(model, ids, traits)
         freeze_rotary(model)
         if model._can_set_experts_implementation():
             model.set_experts_implementation(_EXPERTS)
         heads = heads_of(model)
-        signature = expected_signature(
-            traits, cast(Precision, dtype_name(model)), lowering, 0 if heads is None else heads.count
-        )
+        sizes = (traits.layers, traits.kv_heads, traits.head_dim, traits.vocab_size)
+        lines = 1 if heads is None else 1 + heads.count
+        signature = Signature(*sizes, cast(Precision, dtype_name(model)), lowering, traits.window, lines)
         decoder = Decoder(model, signature, attention_implementation, traits, quantization)
-        with model_errors(model), slots_called(model):
+        with model_errors(model):
             _compare(decoder, ids, expected)
         if quantization.attention:
             decoder.quantize_attention(quantization.attention)
     return decoder, traits
-
-
-def probed_traits(model: PreTrainedModel, attention_implementation: AttentionImplementation) -> Traits:
-    """The traits of a model, which may be without values; raise for attention that cannot be exported like this."""
-    with torch.no_grad():
-        traits = probe(model)
-    if attention_implementation == "operator" and traits.attention_hook == "eager":
-        refuse(
-            model,
-            "has an attention implementation that cannot be replaced: use plain attention (--attention plain)",
-        )
-    return traits
-
-
-def expected_signature(traits: Traits, dtype: Precision, lowering: Lowering, heads: int = 0) -> Signature:
-    """The signature of the graph of a model with these traits and draft heads."""
-    sizes = (traits.layers, traits.kv_heads, traits.head_dim, traits.vocab_size)
-    return Signature(*sizes, dtype, lowering, traits.window, 1 + heads)
 
 
 def freeze_rotary(model: PreTrainedModel) -> None:

@@ -134,7 +134,7 @@ class MaskAdapter(Mechanism):
     rank: int
     alpha: float  # the output of an adapter is scaled by alpha / rank
     targets: tuple[str, ...]  # names of the linear modules with an adapter, or the ends of their names, such as q_proj
-    # MODULE.A, rank x inputs, and MODULE.B, outputs x rank; empty: of a model without values, or in the model itself.
+    # MODULE.A, rank x inputs, and MODULE.B, outputs x rank; empty: in the model itself.
     tensors: Mapping[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     @property

@@ -88,11 +88,6 @@ def calibration_texts(
     return CalibrationTexts(cast(Tensor, sampled), torch.cat((real, new), dim=1).to(model.device))
 
 
-def sample_bytes(model: PreTrainedModel) -> int:
-    """The memory that keys and values of the texts need with short prompts; the model may be without values."""
-    return min(_MEMORY, _TEXTS * _LENGTH * kv_bytes(model))
-
-
 def kv_bytes(model: PreTrainedModel) -> int:
     """The bytes of the keys and values of a token, in the model's type."""
     config = model.config.get_text_config()

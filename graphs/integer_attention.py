@@ -30,7 +30,6 @@ from spaceport.graphs.attention import (
     grouped_attention,
     refuse_unknown,
 )
-from spaceport.graphs.preloaded_slots import slots_of
 from spaceport.graphs.quantization import INT8_MAX, ZERO_POINT, AttentionScales
 from spaceport.graphs.rotation import block_size, hadamard, orthogonal
 from spaceport.graphs.traits import UnsupportedModel, class_name
@@ -105,7 +104,7 @@ def use_integer_attention(model: PreTrainedModel, scales: Sequence[AttentionScal
 
 def is_quantizable(model: PreTrainedModel) -> bool:
     """Whether the attention of a model can be computed over 8-bit keys and values; the model may be without values."""
-    return bool(model._can_set_attn_implementation()) and not slots_of(model)
+    return bool(model._can_set_attn_implementation())
 
 
 class AttentionRecorder:

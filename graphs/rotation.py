@@ -22,8 +22,7 @@ from transformers import PreTrainedModel
 
 from spaceport.graphs.attention import hooked
 from spaceport.graphs.gated import GatedLinear
-from spaceport.graphs.mechanism import heads_of
-from spaceport.graphs.preloaded_slots import LayerSlots
+from spaceport.graphs.heads import heads_of
 from spaceport.graphs.streamed_weights import (
     Parts,
     Streamed,
@@ -126,14 +125,6 @@ def is_rotatable(model: PreTrainedModel) -> bool:
     except UnsupportedModel:
         return False
     return True
-
-
-def rotation_sizes(model: PreTrainedModel) -> list[int]:
-    """The number of values of each matrix that a rotation adds to the graph of a model, estimated without a run."""
-    embedding, head = cast(nn.Embedding, model.get_input_embeddings()), model.get_output_embeddings()
-    block = block_size(int(getattr(model.config.get_text_config(), "intermediate_size", None) or 0))
-    full = int(head.weight is embedding.weight) + int(heads_of(model) is not None)
-    return [*([] if block is None else [block**2]), *[embedding.embedding_dim**2] * full]
 
 
 @torch.no_grad()
@@ -311,8 +302,6 @@ def _rotate_values(model: PreTrainedModel, residual: _Stream) -> None:
             _change_outputs(parameter, partial(_by_blocks, block=block), count)
         for parameter in _inputs_of(joining):
             _change(parameter, partial(_by_blocks, block=block))
-        for slots in (module for module in attention.modules() if isinstance(module, LayerSlots)):
-            slots.values.data = _by_blocks(slots.values, block).to(slots.values.dtype)
 
 
 def _rotate_in_graph(linear: nn.Linear) -> None:

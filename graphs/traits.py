@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterator, Set
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, cast
@@ -243,16 +243,11 @@ def probe(model: PreTrainedModel) -> Traits:
     )
 
 
-def comparison_ids(model: PreTrainedModel, traits: Traits, excluded: Collection[int] = ()) -> Tensor:
-    """Token ids of the compared text without the excluded ones, 1 x tokens.
-
-    The text is longer than the model's window if that is at most 512."""
+def comparison_ids(model: PreTrainedModel, traits: Traits) -> Tensor:
+    """Token ids of the compared text, 1 x tokens; it is longer than the model's window if that is at most 512."""
     rows = _COMPARED_ROWS + (traits.window if traits.window and traits.window <= _COMPARED_WINDOW else 0)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, traits.vocab_size, (1, min(rows, traits.max_positions)), generator=generator)
-    if excluded:
-        other = next(token for token in range(traits.vocab_size) if token not in excluded)
-        ids = torch.where(torch.isin(ids, torch.tensor([*excluded])), other, ids)
     return ids.to(model.device)
 
 

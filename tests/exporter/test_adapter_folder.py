@@ -268,7 +268,7 @@ SPOILS: list[tuple[str, Spoil, str]] = [
     (BASE_FILE, partial(edit_json, tokens={"[D]": 629}), r"'\[D\]' gets the id 628, the adapter in .* trained with"),
     (BASE_FILE, partial(edit_json, base__sizes__num_hidden_layers=3), "its num_hidden_layers is 2, the adapter was tr"),
     (BASE_FILE, partial(edit_json, base__weights__float32="0" * 64), "in float32 have the digest [0-9a-f]{12}, the ad"),
-    (SAR_FILE, partial(edit_json, mechanisms={}), "has none of mask_adapter, draft_heads, preloaded_slots: expected"),
+    (SAR_FILE, partial(edit_json, mechanisms={}), "has none of mask_adapter, draft_heads: expected"),
     (SAR_FILE, partial(edit_json, fork_token="[F]", child_token="[C]"), r"names the token '\[C\]': expected one of"),
     (SAR_FILE, partial(edit_json, mechanisms__mask_adapter__rank=4), "the rank is 4: expected rank x in"),
     (ADAPTER_FILE, Path.unlink, r"but there is no mask_adapter\.safetensors: copy it"),

@@ -303,7 +303,7 @@ def test_a_target_that_cannot_be_created_is_refused_before_any_work(tmp_path: Pa
 
 
 def fill_the_disk(target: Path, error: Exception) -> None:
-    with writing(target, False, needed=lambda: 5000) as partial:
+    with writing(target, False, needed=5000) as partial:
         (partial / "model").write_bytes(bytes(9))
         raise error
 

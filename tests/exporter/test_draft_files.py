@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from spaceport.exporter.checkpoint import TokenFlags, load_model, open_checkpoint
-from spaceport.exporter.checkpoint_files import own_files, require_checkpoint
-from spaceport.exporter.dry_run import added_by, dry_run
+from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint
+from spaceport.exporter.checkpoint_files import own_files
 from spaceport.exporter.export import ExportOptions
 from spaceport.exporter.mechanisms import apply_mechanisms, check_values, read_mechanisms, write_mechanisms
 from spaceport.exporter.sar_config import (
@@ -28,31 +27,22 @@ from spaceport.exporter.sar_config import (
 )
 from spaceport.graphs.contract.draft_methods import CORRECTION_FILE, MaskLayout, read_tables
 from spaceport.graphs.contract.signature import LOWERINGS, Lowering
-from spaceport.graphs.gated import MaskAdapter, adapter_state, gate_model
 from spaceport.graphs.mechanism import Factors, InputRows
-from spaceport.graphs.preloaded_slots import PreloadedSlots, slots_of
 from spaceport.runtime.bundle import open_bundle
 from spaceport.runtime.decode.draft import Shape
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
-from spaceport.tools.adopt.adopt import additions_of, plan_adoption, write_adoption
-from spaceport.tools.adopt.given import AdoptionRequest, read_given
 from spaceport.tools.cli import OK, run
 from spaceport.tools.verify.acceptance import measure
 from spaceport.tools.verify.answers import AnswerSegment, ReferenceAnswer
 from support.exported import bundle_of
-from support.gguf_files import HEAD_DIM, HEADS, KV_HEADS, random_model
 from support.hash_engine import LAYOUTS
 from support.paths import TINY
 from support.published import layout_model, text, write_checkpoint
-from support.published_methods import METHODS
 
 FACTORS_FILE, INPUT_ROWS_FILE = "draft_correction.safetensors", "input_rows.safetensors"
-PRELOADED_FILE = "preloaded_slots.safetensors"
 ROWS = InputRows((9, 7), torch.randn(2, 6, generator=torch.Generator().manual_seed(0)))
 FACTORS = Factors(torch.randn(6, 2, generator=torch.Generator().manual_seed(0)), torch.ones(6, 2))
-Sizes = tuple[int, ...]
-SHAPE = (2, KV_HEADS, 3, HEAD_DIM)
 
 
 def written(folder: Path, config: dict[str, Any] | None = None, sar: dict[str, Any] | None = None) -> Path:
@@ -235,138 +225,25 @@ def test_damaged_rows_and_factors_are_refused(
 
 
 def test_entries_of_earlier_versions_are_refused(tmp_path: Path) -> None:
-    for name in ("mask_adapter", "heads", "prefix"):
+    for name in ("mask_adapter", "heads"):
         (tmp_path / SAR_FILE).write_text(json.dumps({name: None}), "utf-8")
-        with pytest.raises(CheckpointError, match=f"unknown entries {name}: .*; export, tune or adopt again"):
+        with pytest.raises(CheckpointError, match=f"unknown entries {name}: .*; tune or adopt again"):
             read_mechanisms(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["uno", "medusa"])
-def test_a_model_without_values_gets_the_tensors_that_an_adopted_one_has(name: str, tmp_path: Path) -> None:
-    model = METHODS[name](tmp_path)
-    slots = 13 if name == "uno" else None  # more new tokens than free rows of the embedding table
-    plan = plan_adoption(read_given(model.base, model.weights, AdoptionRequest(max_mask_slots=slots)))
-    write_adoption(plan, tmp_path / "adapter", overwrite=False)
-    opened = open_checkpoint(model.base, TokenFlags(), adapter=tmp_path / "adapter")
-    adopted = {name: tensor.shape for name, tensor in load_model(opened, "float32").named_parameters()}
-    for additions in (additions_of(plan), added_by(opened)):
-        with torch.device("meta"), torch.no_grad():
-            empty = AutoModelForCausalLM.from_config(plan.checkpoint.config)
-            additions.add_to(empty)
-        assert {name: tensor.shape for name, tensor in empty.named_parameters()} == adopted
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("preloaded") / "base", random_model(tied=False))
-
-
-@pytest.fixture
-def preloaded(base: Path, tmp_path: Path) -> Path:
-    """A checkpoint folder whose mask tokens see preloaded slots."""
-    for file in base.iterdir():
-        (tmp_path / file.name).symlink_to(file)
-    written(tmp_path, sar={"mask_tokens": ["600", "601"], "mask_slots": 2})
-    slots = torch.randn((2, *SHAPE), generator=torch.Generator().manual_seed(0))
-    write_mechanisms(tmp_path, [PreloadedSlots(slots[0], slots[1])])
-    return tmp_path
-
-
-def test_the_preloaded_slots_of_a_folder_are_those_of_its_model(preloaded: Path) -> None:
-    checkpoint = open_checkpoint(preloaded, TokenFlags())
-    read = checkpoint.mechanism(PreloadedSlots)
-    assert read is not None
-    assert read.count == 3
-    found = slots_of(load_model(checkpoint, "float32"))
-    for layer, slots in enumerate(found):
-        assert torch.equal(slots.keys, read.keys[layer])
-        assert torch.equal(slots.values, read.values[layer])
-        assert slots.gate.mask_ids == (600, 601)
-    assert len(found) == 2
-    assert preloaded / PRELOADED_FILE in own_files(preloaded)
-    with pytest.raises(CheckpointError, match=r"preloaded_slots.safetensors: has tensors beside the model"):
-        dry_run(preloaded, ExportOptions())
-    model = random_model(tied=False)  # a folder may have slots and an adapter
-    adapter = gate_model(model, (600, 601), 2, 4.0, ["q_proj"])
-    write_mechanisms(preloaded, [replace(adapter, tensors=adapter_state(model))])
-    checkpoint = open_checkpoint(preloaded, TokenFlags())
-    assert checkpoint.mechanism(MaskAdapter) == adapter
-    loaded = load_model(checkpoint, "float32")
-    assert {slots.gate for slots in slots_of(loaded)} == {loaded.model.layers[0].self_attn.q_proj.gate}
-    (preloaded / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match="no weights in it"):
-        require_checkpoint(preloaded)
-
-
-def test_slots_may_have_a_head_for_each_query_head(preloaded: Path) -> None:
-    shape = (2, HEADS, 5, HEAD_DIM)
-    write_mechanisms(preloaded, [PreloadedSlots(torch.zeros(shape), torch.zeros(shape))])
-    found = open_checkpoint(preloaded, TokenFlags()).mechanism(PreloadedSlots)
-    assert found is not None
-    assert tuple(found.keys.shape) == shape
-
-
-@pytest.mark.parametrize(
-    ("entries", "message"),
-    [
-        ({"mechanisms": {"preloaded_slots": {"slots": 0}}}, r"preloaded_slots.slots is 0: expected a whole number"),
-        ({"mechanisms": {"preloaded_slots": {}}}, r"preloaded_slots lacks 'slots'"),
-        (
-            {"mechanisms": {}},
-            r"preloaded_slots.safetensors: mechanisms in sar_config.json has no entry preloaded_slots",
-        ),
-        ({"mechanisms": {"preloaded_slots": {"slots": 2}}}, r"expected keys and values with 2 slots"),
-        (
-            {"mask_tokens": [], "mask_slots": None},
-            r"names preloaded_slots, .* but no mask token is known: set one with",
-        ),
-    ],
-)
-def test_an_entry_that_names_no_slots_is_refused(entries: dict[str, Any], message: str, preloaded: Path) -> None:
-    with pytest.raises(CheckpointError, match=message):
-        open_checkpoint(written(preloaded, sar=entries), TokenFlags())
-
-
-def test_a_file_of_slots_that_is_lost_or_damaged_is_refused(preloaded: Path) -> None:
-    (preloaded / PRELOADED_FILE).write_text("{}")
-    with pytest.raises(CheckpointError, match=r"preloaded_slots.safetensors: cannot be read"):
-        open_checkpoint(preloaded, TokenFlags())
-    (preloaded / PRELOADED_FILE).unlink()
-    with pytest.raises(
-        CheckpointError, match=r"names preloaded_slots, but there is no preloaded_slots.safetensors: copy"
-    ):
-        open_checkpoint(preloaded, TokenFlags())
-
-
-@pytest.mark.parametrize(
-    ("keys", "values", "message"),
-    [
-        ((1, *SHAPE[1:]), (1, *SHAPE[1:]), rf"shape \(1, .*: expected 2 x {KV_HEADS} or {HEADS} x slots x {HEAD_DIM}"),
-        ((2, 3, 3, HEAD_DIM), (2, 3, 3, HEAD_DIM), "which are layers, heads, slots and head size of the model"),
-        ((*SHAPE[:3], HEAD_DIM + 1), (*SHAPE[:3], HEAD_DIM + 1), "expected 2 x"),
-        ((*SHAPE[:2], 0, HEAD_DIM), (*SHAPE[:2], 0, HEAD_DIM), "expected keys and values with 3 slots"),
-        (SHAPE[1:], SHAPE[1:], "expected keys and values with 3 slots"),
-        (SHAPE, (*SHAPE[:2], 4, HEAD_DIM), "expected keys and values with 3 slots"),
-        (SHAPE, (1, *SHAPE[1:]), r"and values of shape \(1, \d, 3, "),
-        (SHAPE, None, r"has tensors with the shapes {'keys': .*: expected keys and values"),
-    ],
-)
-def test_slots_of_other_sizes_are_refused(keys: Sizes, values: Sizes | None, message: str, preloaded: Path) -> None:
-    tensors = {"keys": torch.zeros(keys)} | ({} if values is None else {"values": torch.ones(values)})
-    save_file(tensors, preloaded / PRELOADED_FILE)
-    with pytest.raises(CheckpointError, match=message):
-        open_checkpoint(preloaded, TokenFlags())
-
-
-def test_numbers_beyond_the_range_of_a_type_are_refused(preloaded: Path) -> None:
-    save_file({"keys": torch.zeros(SHAPE), "values": torch.full(SHAPE, 1e5)}, preloaded / PRELOADED_FILE)
-    checkpoint = open_checkpoint(preloaded, TokenFlags())
-    assert slots_of(load_model(checkpoint, "bfloat16"))
-    with pytest.raises(CheckpointError, match="has numbers beyond the range of float16: expected --dtype bfloat16"):
-        load_model(checkpoint, "float16")
-    save_file({"keys": torch.zeros(SHAPE), "values": torch.full(SHAPE, torch.nan)}, preloaded / PRELOADED_FILE)
-    with pytest.raises(CheckpointError, match="values has numbers that are not finite"):
-        load_model(open_checkpoint(preloaded, TokenFlags()), "float32")
+def test_the_file_and_the_entry_of_a_mechanism_belong_together(tmp_path: Path) -> None:
+    write_mechanisms(tmp_path, [FACTORS])
+    assert tmp_path / FACTORS_FILE in own_files(tmp_path)
+    written(tmp_path, sar={"mechanisms": {}})
+    with pytest.raises(CheckpointError, match=f"{FACTORS_FILE}: mechanisms in sar_config.json has no entry draft_corr"):
+        read_mechanisms(tmp_path)
+    (tmp_path / FACTORS_FILE).unlink()
+    written(tmp_path, sar={"mechanisms": {"draft_correction": {"rank": 2}}})
+    with pytest.raises(CheckpointError, match=f"names draft_correction, but there is no {FACTORS_FILE}: copy it"):
+        read_mechanisms(tmp_path)
+    written(tmp_path, sar={"mechanisms": {"preloaded_slots": {"slots": 2}}})
+    with pytest.raises(CheckpointError, match=r"mechanisms has 'preloaded_slots': expected draft_correction, input_r"):
+        read_mechanisms(tmp_path)
 
 
 SLOTS = 3

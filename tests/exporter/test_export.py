@@ -6,14 +6,24 @@ import json
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
 
+from spaceport.exporter.atomic_folder import TargetError
 from spaceport.exporter.checkpoint import CheckpointError, TokenFlags, open_checkpoint
 from spaceport.exporter.checkpoint_source import provenance_of
-from spaceport.exporter.export import DEFAULT_QUESTIONS, MAX_PROMPT_TOKENS, ExportOptions, export, prompt_tokens
+from spaceport.exporter.export import (
+    DEFAULT_QUESTIONS,
+    MAX_PROMPT_TOKENS,
+    ExportOptions,
+    estimate_export,
+    exact_activations,
+    export,
+    prompt_tokens,
+)
 from spaceport.exporter.sar_config import save_acceptance
 from spaceport.graphs.contract.draft_methods import DraftAcceptance
 from spaceport.graphs.contract.faults import InputFault, OptionFault
@@ -22,6 +32,7 @@ from spaceport.runtime.bundle import open_bundle
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
 from support.copied_checkpoint import copy_of_tiny
+from support.exported import bundle_of
 from support.paths import DEMO, TINY
 from support.small_bundle import fill
 
@@ -50,6 +61,38 @@ def test_a_half_precision_bundle_generates_the_golden_text(half_bundle: Path) ->
         found = [runtime.generate(prompt, Decoding(mask_slots=k)) for k in (0, 3)]
     assert found[0].text.endswith("make_scanner = c_make_scanner or py_make_scanner\n")
     assert found[0].tokens == found[1].tokens
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ExportOptions(),
+        ExportOptions(weights="int4"),
+        ExportOptions(weights="int8"),
+        ExportOptions("append", "bfloat16", "int4"),
+        ExportOptions("append", "float16", "float8"),
+    ],
+    ids=str,
+)
+def test_a_bundle_has_about_the_size_that_its_export_announces(options: ExportOptions) -> None:
+    checkpoint = open_checkpoint(TINY, options.tokens)
+    estimate = estimate_export(checkpoint, exact_activations(checkpoint.config, options))
+    assert str(estimate).startswith(f"bundle of about {estimate.bundle / 1e6:.1f} MB, in about 1 min")
+    data = (bundle_of(TINY, options) / DATA_FILE).stat().st_size
+    assert data / 1.3 < estimate.bundle < 1.3 * data  # scales and rotations count more in a tiny model
+
+
+def test_an_export_is_refused_before_it_reads_weights_if_the_disk_is_too_small(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stages, options = list[str](), ExportOptions(weights="int8", requested_activations="float")
+    estimate = estimate_export(open_checkpoint(TINY, options.tokens), options)
+    assert estimate.temporary > 0
+    free = estimate.bundle + estimate.temporary - 1
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=free))
+    with pytest.raises(TargetError, match=r"MB free, the bundle needs about"):
+        export(TINY, tmp_path / "bundle", options, on_stage=stages.append)
+    assert stages == ["reading the checkpoint", str(estimate)]
 
 
 def test_token_ids_beyond_the_tokenizers_vocabulary_can_be_decoded(tiny_bundle: Path) -> None:

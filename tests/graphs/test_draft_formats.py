@@ -1,4 +1,4 @@
-"""Draft formats: adapters, prefixes and heads in bundles of every format have PyTorch's logits and change no other row."""
+"""Draft formats: adapters and heads in bundles of every format have PyTorch's logits and change no other row."""
 
 from __future__ import annotations
 
@@ -21,13 +21,7 @@ from support.exported import bundle_of
 from support.gguf_files import random_model
 from support.mask_rows import bundle_engine, rows_batch, walk
 from support.published import MASK, VOCAB, random_adapter, write_checkpoint
-from support.published_drafts import (
-    random_embedding,
-    random_heads,
-    random_prefix,
-    write_published_heads,
-    write_published_prefix,
-)
+from support.published_drafts import random_heads, write_published_heads
 
 pytestmark = pytest.mark.nightly
 TOKENS = range(5, VOCAB)
@@ -48,21 +42,16 @@ FORMATS = [
 
 def publish(method: str, folder: Path, model: PreTrainedModel) -> list[str]:
     """Write weights of a method for a model; the options with which they are adopted."""
-    config = model.config
     if method == "heads":
-        write_published_heads(folder, random_heads(3, 1, config.hidden_size, VOCAB))
+        write_published_heads(folder, random_heads(3, 1, model.config.hidden_size, VOCAB))
         return []
-    if method == "adapter":
-        random_adapter(model, r=4, lora_alpha=8, target_modules="all-linear").save_pretrained(folder)
-        return ["--method", "uno", "--max-mask-slots", "1"]
-    size = 1e4 if method == "large prefix" else 1.0
-    write_published_prefix(folder, random_prefix(config, size), random_embedding(config.hidden_size))
-    return ["--max-mask-slots", "1"]
+    random_adapter(model, r=4, lora_alpha=8, target_modules="all-linear").save_pretrained(folder)
+    return ["--method", "uno", "--max-mask-slots", "1"]
 
 
 @pytest.mark.parametrize("options", FORMATS, ids=lambda o: f"{o.lowering}-{o.dtype}-{o.weights}-{o.activations}")
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("method", ["adapter", "prefix", "large prefix", "heads"])
+@pytest.mark.parametrize("method", ["adapter", "heads"])
 def test_drafts_have_the_logits_of_pytorch_and_change_no_other_row(
     method: str, tied: bool, options: ExportOptions, tmp_path: Path
 ) -> None:
@@ -71,9 +60,8 @@ def test_drafts_have_the_logits_of_pytorch_and_change_no_other_row(
     adapter, arguments = tmp_path / "adapter", publish(method, tmp_path / "published", random_model("llama", tied))
     assert run(["adopt", str(base), str(tmp_path / "published"), str(adapter), *arguments]) == OK
     bundle = shutil.copytree(bundle_of(base, replace(options, adapter=adapter)), tmp_path / "bundle")
-    if method != "large prefix":
-        long = ["--long-context", "40", "--threads", "1"]
-        assert run(["check", str(bundle), str(base), "--adapter", str(adapter), *long]) == OK
+    long = ["--long-context", "40", "--threads", "1"]
+    assert run(["check", str(bundle), str(base), "--adapter", str(adapter), *long]) == OK
     plain, drafting = bundle_engine(bundle_of(base, options)), bundle_engine(bundle)
     if method == "heads" and options == ExportOptions() and not tied:
         rows = rows_batch(torch.randint(0, 600, (20,), generator=torch.Generator().manual_seed(0)).tolist(), slots=128)

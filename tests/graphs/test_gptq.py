@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from spaceport.graphs.gptq import CalibrationTexts, calibration_texts, kv_bytes, rounded_layers, sample_bytes
+from spaceport.graphs.gptq import CalibrationTexts, calibration_texts, kv_bytes, rounded_layers
 from spaceport.graphs.quantization import INT8, QuantizedWeight, int4_format
 from spaceport.graphs.quantize import integer_modules, quantize_model
 from spaceport.graphs.traits import UnsupportedModel
@@ -179,7 +179,6 @@ def test_a_model_with_large_keys_and_values_gets_fewer_texts(monkeypatch: pytest
     assert len(everything.ids) == 64
     monkeypatch.setattr("spaceport.graphs.gptq._MEMORY", 20 * everything.ids.shape[1] * kv_bytes(model))
     assert len(calibration_texts(model, prompts).ids) == 20
-    assert sample_bytes(model) < 64 * everything.ids.shape[1] * kv_bytes(model)
     monkeypatch.setattr("spaceport.graphs.gptq._MEMORY", 1)
     assert len(calibration_texts(model, prompts).ids) == 8
 

@@ -11,7 +11,8 @@ from transformers import PreTrainedModel
 
 from spaceport.exporter.checkpoint_source import model_without_values
 from spaceport.graphs.gated import GatedLinear, gate_model
-from spaceport.graphs.mechanism import Factors, Heads, InputRows, expected_shapes, head_logits
+from spaceport.graphs.heads import Heads, expected_shapes, head_logits
+from spaceport.graphs.mechanism import Factors, InputRows
 from spaceport.graphs.rotation import NotRotatable, block_size, hadamard, is_rotatable, orthogonal, rotate_model
 from spaceport.graphs.traits import UnsupportedModel
 from support.families import FAMILIES, Family, build, family_of

@@ -10,10 +10,10 @@ from transformers import GemmaConfig, GemmaForCausalLM, LlamaConfig, LlamaForCau
 
 from spaceport.exporter.checkpoint_source import quiet_libraries
 from spaceport.graphs.contract.signature import Signature, logit_rows
-from spaceport.graphs.decoder import decoder_of, rows_selected
-from spaceport.graphs.gated import Gate, gate_model, gate_of, low_rank_linear, trainable_parameters, uniform_rows
-from spaceport.graphs.mechanism import DraftCorrection, Factors, Heads, InputRows, expected_shapes
-from spaceport.graphs.preloaded_slots import PreloadedSlots, slots_of
+from spaceport.graphs.decoder import rows_selected
+from spaceport.graphs.gated import gate_model, gate_of, low_rank_linear, trainable_parameters, uniform_rows
+from spaceport.graphs.heads import Heads, expected_shapes
+from spaceport.graphs.mechanism import DraftCorrection, Factors, InputRows
 from spaceport.graphs.traits import UnsupportedModel, comparison_ids, probe, require_equal_logits, unmodified_logits
 from support.gguf_files import HIDDEN, random_model
 from support.mask_rows import rows_batch, torch_engine
@@ -41,18 +41,6 @@ def test_a_gate_is_open_for_mask_rows_while_its_model_runs() -> None:
         _ = gate.open_rows
     with pytest.raises(ValueError, match="was called without input_ids"):
         model(inputs_embeds=torch.zeros((1, 2, model.config.hidden_size)))
-
-
-def test_an_adapter_and_slots_share_one_gate() -> None:
-    model = random_model("llama", tied=False)
-    gate_model(model, MASKS, 2, 4.0, ["q_proj"])
-    config = model.config
-    slots = torch.ones((config.num_hidden_layers, config.num_key_value_heads, 5, config.head_dim))
-    PreloadedSlots(slots, slots).apply(model, MASKS)
-    gates = {id(module.gate) for module in model.modules() if isinstance(getattr(module, "gate", None), Gate)}
-    assert len(gates) == 1
-    assert [found.count for found in slots_of(model)] == [5] * 2
-    decoder_of(model, "scatter", "plain")  # the comparison with the unmodified model
 
 
 @pytest.mark.parametrize("shape", [(5, 12), (2, 3, 12)], ids=["rows", "batch"])

@@ -8,14 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from support.published import MASK, exact_model, write_checkpoint, write_exact_adapter
-from support.published_drafts import (
-    exact_heads,
-    exact_prefix,
-    write_bita,
-    write_published_heads,
-    write_published_prefix,
-)
-from support.published_nemotron import FOLDER, constant_weights, write_nemotron
+from support.published_drafts import exact_heads, write_published_heads
 
 SLOTS = 3
 WRONG = (6.0, -6.0)  # what the mask token reads as without its adapter: both it and its opposite predict wrongly
@@ -44,9 +37,9 @@ def pard(folder: Path) -> PublishedModel:
 
 
 def gated_lora(folder: Path) -> PublishedModel:
-    """An adapter as yifanyu/I-DLM-8B-lora-r128: LoRA on a plain base model, mask token in a config.json beside it."""
-    adapter = write_exact_adapter(folder / "idlm", exact_model(WRONG), OPPOSITE, r=RANK, lora_alpha=2 * RANK)
-    (adapter / "config.json").write_text(json.dumps({"model_type": "sdar", "block_size": 3, "mask_token_id": MASK}))
+    """LoRA of peft on a plain base model, with the mask token in a config.json beside it."""
+    adapter = write_exact_adapter(folder / "lora", exact_model(WRONG), OPPOSITE, r=RANK, lora_alpha=2 * RANK)
+    (adapter / "config.json").write_text(json.dumps({"block_size": 3, "mask_token_id": MASK}))
     return PublishedModel(wrong_base(folder), adapter)
 
 
@@ -65,32 +58,11 @@ def medusa(folder: Path) -> PublishedModel:
     )
 
 
-def nemotron(folder: Path) -> PublishedModel:
-    """A model as nvidia/Nemotron-Labs-Diffusion-8B: the base model, with its adapter in a folder inside."""
-    base = write_nemotron(folder / "nemotron", *constant_weights())
-    return PublishedModel(base, base / FOLDER)
-
-
-def ssd(folder: Path) -> PublishedModel:
-    """A prefix as Qualcomm publishes it: a file of torch with the key/value pairs and the mask embeddings."""
-    model, prefix, embedding = exact_prefix(SLOTS)
-    base = write_checkpoint(folder / "ssd-base", model)
-    return PublishedModel(base, write_published_prefix(folder / "ssd", prefix, embedding))
-
-
-def bita(folder: Path) -> PublishedModel:
-    """A checkpoint as BiTA's code saves it: the whole model with a prefix among its weights."""
-    return PublishedModel(write_bita(folder / "bita", *exact_prefix(SLOTS)), None)
-
-
 METHODS: dict[str, Callable[[Path], PublishedModel]] = {
     "pard": pard,
     "gated-lora": gated_lora,
     "uno": uno,
     "medusa": medusa,
-    "nemotron": nemotron,
-    "ssd": ssd,
-    "bita": bita,
 }
 
 

@@ -43,7 +43,7 @@ def fill(folder: Path, content: bytes = b"a graph") -> Manifest:
             name="tune",
             adapter="a/b",
             max_tokens=2,
-            mechanisms={"preloaded_slots": {"slots": 3}},
+            mechanisms={"draft_correction": {"rank": 3}},
             acceptance=(
                 DraftAcceptance((0.75, 0.5), (0.25, 0.5, 0.5, 0.75, 1.0), 0.0, 1234, "heldout.jsonl", "2026-01-31"),
             ),

@@ -1,4 +1,4 @@
-"""Adapters: LoRA of peft that acts on mask rows only, as I-DLM, UNO and Nemotron publish it."""
+"""Adapters: LoRA of peft that acts on mask rows only, as UNO publishes it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 import random
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -14,19 +14,20 @@ from typing import Any
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
+from tokenizers import AddedToken
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from spaceport.exporter.checkpoint import DEFAULT_MASK_SLOTS, Checkpoint, load_tokenizer
 from spaceport.exporter.mechanisms import read_tensors
 from spaceport.exporter.sar_config import CheckpointError, CopiedEmbeddings, is_id, read_json
-from spaceport.graphs.contract.draft_methods import MAX_MASK_SLOTS, MaskLayout
+from spaceport.graphs.contract.draft_methods import MAX_MASK_SLOTS
 from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.graphs.contract.json_fields import is_whole
 from spaceport.graphs.gated import MaskAdapter, adapter_state, gate_model
 from spaceport.graphs.traits import different_names
-from spaceport.tools.adopt.given import NEMOTRON_ADAPTER, PEFT_FILE, Given, check_slots, refuse_noise_seed
-from spaceport.tools.adopt.plan import AdoptionPlan, Method, PublishedWeights, new_tokens, tensor_shapes
+from spaceport.tools.adopt.given import PEFT_FILE, Given, check_slots, refuse_noise_seed
+from spaceport.tools.adopt.plan import AdoptionPlan, Method, PublishedWeights, tensor_shapes
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 
@@ -132,7 +133,6 @@ def _check_values(file: Path, entries: Mapping[str, Any]) -> None:
 
 _PREFIX = "base_model.model."  # peft's wrapper around a model
 _NAME = "default"
-_RENAMED = ("model.", "encoder.")  # a part of the converted model, and its name in Nemotron-Labs-Diffusion
 _HALVES = {"A": "lora_A", "B": "lora_B"}
 _ADVICE = "copy the adapter folder again"
 
@@ -170,21 +170,19 @@ def read_peft_adapter(folder: Path, checkpoint: Checkpoint, mask_ids: tuple[int,
     return PublishedWeights(
         "adapter",
         folder,
-        adapter,
         report,
-        lambda: (replace(adapter, tensors=_adapter_tensors(folder, modules, adapter)), None),
+        lambda: replace(adapter, tensors=_adapter_tensors(folder, modules, adapter)),
     )
 
 
 def _adapter_tensors(folder: Path, modules: Mapping[str, LoraModule], adapter: MaskAdapter) -> dict[str, Tensor]:
     """A and B of each module with one rank and one scale, in the narrowest type that holds them exactly."""
     stored = read_tensors(folder / WEIGHTS_FILE, _ADVICE)
-    published = _published_names(modules, stored)
     rank, scale = adapter.rank, adapter.alpha / adapter.rank
     found: dict[str, Tensor] = {}
     types = set()
     for name, module in modules.items():
-        a, b = (stored[_tensor(published[name], half)] for half in _HALVES)
+        a, b = (stored[_tensor(name, half)] for half in _HALVES)
         if not (torch.isfinite(a).all() and torch.isfinite(b).all()):
             raise CheckpointError(f"{folder / WEIGHTS_FILE}: {name} has numbers that are not finite; {_ADVICE}")
         types |= {a.dtype, b.dtype}
@@ -233,9 +231,8 @@ def _check_shapes(
     """Raise unless the file has exactly the tensors of these modules; reads only its header."""
     file = folder / WEIGHTS_FILE
     found = tensor_shapes(file)
-    published = _published_names(modules, found)
     expected = {
-        _tensor(published[name], half): _with_rank(padded[f"{name}.{half}"], half, module.rank)
+        _tensor(name, half): _with_rank(padded[f"{name}.{half}"], half, module.rank)
         for name, module in modules.items()
         for half in _HALVES
     }
@@ -257,14 +254,6 @@ def _check_shapes(
 def _tensor(module: str, half: str) -> str:
     """The name of a tensor in the file of an adapter."""
     return f"{_PREFIX}{module}.{_HALVES[half]}.weight"
-
-
-def _published_names(modules: Iterable[str], tensors: Iterable[str]) -> dict[str, str]:
-    """The name of each module in the file of an adapter, which may be that of Nemotron-Labs-Diffusion."""
-    own, published = _RENAMED
-    if not any(name.startswith(_PREFIX + published) for name in tensors):
-        return {name: name for name in modules}
-    return {name: published + name.removeprefix(own) for name in modules}
 
 
 def _with_rank(shape: tuple[int, ...], half: str, rank: int) -> tuple[int, ...]:
@@ -304,7 +293,7 @@ def _plan_gated(given: Given, evidence: str, checkpoint: Checkpoint) -> Adoption
     slots = given.request.max_mask_slots or (len(masks) if distinct else DEFAULT_MASK_SLOTS)
     check_slots(slots, len(masks) if distinct else MAX_MASK_SLOTS)
     peft = read_peft_adapter(given.peft_folder, checkpoint, tuple(masks.values()))
-    return AdoptionPlan(GATED_LORA, evidence, checkpoint, masks, slots, peft)
+    return AdoptionPlan(GATED_LORA.name, evidence, checkpoint, masks, slots, peft)
 
 
 def mask_tokens(given: Given, checkpoint: Checkpoint) -> dict[str, int]:
@@ -343,58 +332,6 @@ def _check_mask(given: Given, checkpoint: Checkpoint, tokenizer: Any, name: str,
 GATED_LORA = Method("gated-lora", _recognize_gated, _plan_gated)
 
 
-NEMOTRON_TYPE = "nemotron_labs_diffusion"
-_LAYOUT = MaskLayout(shift=False, group="block")
-_TYPES = (NEMOTRON_TYPE, "ministral3")  # model_type of base models
-_TEXT_ROWS = 1  # of a block: its first row is the last token of the text
-
-
-def _recognize_nemotron(given: Given) -> str | None:
-    if given.adapter is None:
-        return None
-    if given.request.method == NEMOTRON.name:
-        return f"--method {NEMOTRON.name}"
-    if given.adapter.name == NEMOTRON_ADAPTER:
-        return f"folder {NEMOTRON_ADAPTER}"
-    types = (config.get("model_type") for config in (given.training, given.config))
-    return f"model_type {NEMOTRON_TYPE}" if NEMOTRON_TYPE in types else None
-
-
-def _plan_nemotron(given: Given, evidence: str, checkpoint: Checkpoint) -> AdoptionPlan:
-    refuse_noise_seed(given.request)
-    kind = given.config.get("model_type")
-    if kind not in _TYPES:
-        raise CheckpointError(
-            f"{given.checkpoint}: model_type is {kind!r}: expected {' or '.join(_TYPES)} as base model of "
-            f"{NEMOTRON_ADAPTER}; give the checkpoint that the adapter was published with"
-        )
-    masks = mask_tokens(given, checkpoint)
-    if not masks:
-        raise CheckpointError(
-            f"{given.checkpoint}: no mask token is known: expected mask_token_id in config.json, as published; give "
-            "--mask-token"
-        )
-    slots = given.request.max_mask_slots or _default_slots(given)
-    check_slots(slots, MAX_MASK_SLOTS)
-    peft = read_peft_adapter(given.peft_folder, checkpoint, tuple(masks.values()))
-    return AdoptionPlan(NEMOTRON, evidence, checkpoint, masks, slots, peft, _LAYOUT)
-
-
-def _default_slots(given: Given) -> int:
-    """The mask slots of a block of `block_size` rows."""
-    size: Any = given.training.get("block_size") or given.config.get("block_size")
-    least = 1 + _TEXT_ROWS + _LAYOUT.lead
-    if not is_whole(size, least):
-        raise CheckpointError(
-            f"{given.checkpoint}: block_size is {size!r}: expected a whole number of at least {least} in config.json, as "
-            "published; give --max-mask-slots"
-        )
-    return min(MAX_MASK_SLOTS, int(size) - _TEXT_ROWS - _LAYOUT.lead)
-
-
-NEMOTRON = Method("nemotron", _recognize_nemotron, _plan_nemotron)
-
-
 _MANIFEST = "uno_training_manifest.json"  # written by UNO's own training, beside the adapter or one folder above
 
 
@@ -417,9 +354,9 @@ def _plan_uno(given: Given, evidence: str, checkpoint: Checkpoint) -> AdoptionPl
     tokenizer = load_tokenizer(checkpoint)
     seed = given.request.noise_seed or 0
     noise = CopiedEmbeddings(_noise_ids(given, len(tokenizer), slots, seed), seed)
-    masks = new_tokens(given, tokenizer, "noise", slots)
+    masks = _noise_tokens(given, tokenizer, slots)
     peft = read_peft_adapter(given.peft_folder, checkpoint, tuple(masks.values()))
-    return AdoptionPlan(UNO, evidence, checkpoint, masks, slots, peft, noise=noise)
+    return AdoptionPlan(UNO.name, evidence, checkpoint, masks, slots, peft, noise=noise)
 
 
 def _noise_ids(given: Given, tokens: int, count: int, seed: int) -> tuple[int, ...]:
@@ -432,6 +369,18 @@ def _noise_ids(given: Given, tokens: int, count: int, seed: int) -> tuple[int, .
             "mask_token_id in config.json, or lower --max-mask-slots"
         )
     return tuple(random.Random(seed).sample(range(1, end), count))
+
+
+def _noise_tokens(given: Given, tokenizer: Any, count: int) -> dict[str, int]:
+    """The ids that the tokenizer gives to new tokens, one for each mask slot."""
+    texts = [f"<|noise_{slot}|>" for slot in range(1, count + 1)]
+    backend = tokenizer.backend_tokenizer
+    if any(backend.token_to_id(text) is not None for text in texts):
+        raise CheckpointError(
+            f"{given.checkpoint}: its tokenizer has the token {texts[0]} already: expected a base model without adopted noise"
+        )
+    tokenizer.add_tokens([AddedToken(text, special=True, normalized=False) for text in texts])
+    return {text: int(backend.token_to_id(text)) for text in texts}
 
 
 UNO = Method("uno", _recognize_uno, _plan_uno)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,44 +11,15 @@ from spaceport.exporter.checkpoint_files import is_gguf
 from spaceport.exporter.sar_config import CheckpointError, MaskEntry, mask_entry, read_json
 from spaceport.graphs.contract.faults import OptionFault
 
-SUFFIX = ".pt"
-PREFIX, EMBEDDING = "forecast_prefix", "forecast_embedding"  # its tensors
-_READ = 1_000_000  # bytes of a pickle that are searched for the name
-
-
-def forecast_file(path: Path) -> Path | None:
-    """The file of torch with a forecast prefix: the given one, or one in a folder; None if there is none."""
-    files = sorted(path.glob(f"*{SUFFIX}")) if path.is_dir() else [path]
-    return next((file for file in files if file.suffix == SUFFIX and _names_prefix(file)), None)
-
-
-def _names_prefix(file: Path) -> bool:
-    if not file.is_file():
-        return False
-    if not zipfile.is_zipfile(file):  # before torch 1.6
-        with file.open("rb") as opened:
-            return PREFIX.encode() in opened.read(_READ)
-    with zipfile.ZipFile(file) as archive:
-        for name in archive.namelist():
-            if name.endswith("data.pkl"):
-                with archive.open(name) as opened:
-                    return PREFIX.encode() in opened.read(_READ)
-    return False
-
-
 PEFT_FILE = "adapter_config.json"
 HEADS_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
-NEMOTRON_ADAPTER = "linear_spec_lora"
-SUBFOLDERS = ("adapter", NEMOTRON_ADAPTER)  # of a checkpoint folder with its adapter: UNO, Nemotron
+INSIDE = "adapter"  # folder of an adapter that was published inside that of its checkpoint, as UNO's
 # The methods that can be adopted, by their names for --method, in the order in which they are looked for.
 TITLES = {
     "medusa": "Medusa: heads over the last hidden state",
-    "ssd": "SSD: a forecast prefix that only mask rows see",
-    "bita": "BiTA: a prefix that only mask rows see",
     "pard": "PARD: one shared mask token",
     "uno": "UNO: LoRA that acts on random tokens only",
-    "nemotron": "Nemotron-Labs-Diffusion: LoRA on a block of mask tokens",
-    "gated-lora": "LoRA that acts on mask tokens only (I-DLM)",
+    "gated-lora": "LoRA of peft that acts on mask tokens only",
 }
 _USAGE = "expected CHECKPOINT [ADAPTER] TARGET"
 
@@ -107,11 +77,7 @@ def arrange(paths: Sequence[Path]) -> tuple[Path, Path | None, Path | None]:
 
 
 def published_weights(path: Path) -> Path | None:
-    """The folder of an adapter of peft or of Medusa's heads, given by its path or that of a file in it; None: neither.
-
-    Of a forecast prefix, the file or its folder, as given."""
-    if forecast_file(path) is not None:
-        return path
+    """The folder of an adapter of peft or of Medusa's heads, given by its path or that of a file in it; None: neither."""
     names = (PEFT_FILE, *HEADS_FILES)
     if path.is_file():
         return path.parent if path.name in names else None
@@ -120,8 +86,8 @@ def published_weights(path: Path) -> Path | None:
 
 def adapter_inside(checkpoint: Path) -> Path | None:
     """The adapter that was published inside the folder of a checkpoint."""
-    inside = (checkpoint / name for name in SUBFOLDERS)
-    return next((folder for folder in inside if (folder / PEFT_FILE).exists()), None)
+    inside = checkpoint / INSIDE
+    return inside if (inside / PEFT_FILE).exists() else None
 
 
 def names_heads(checkpoint: Path) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +11,17 @@ import torch
 from torch import Tensor
 
 from spaceport.exporter.checkpoint import Checkpoint
-from spaceport.exporter.mechanisms import errors_of, read_tensors, require_finite
+from spaceport.exporter.mechanisms import errors_of, read_pickled_tensors, read_tensors, require_finite
 from spaceport.exporter.sar_config import CheckpointError
+from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.json_fields import is_whole
-from spaceport.graphs.mechanism import Heads, expected_shapes, require_shapes
-from spaceport.tools.adopt.given import HEADS_FILES, Given
+from spaceport.graphs.heads import Heads, expected_shapes
+from spaceport.graphs.mechanism import require_shapes
+from spaceport.tools.adopt.given import HEADS_FILES, Given, refuse_noise_seed
 from spaceport.tools.adopt.plan import (
     AdoptionPlan,
     Method,
     PublishedWeights,
-    read_torch_file,
-    require_no_masks,
     tensor_shapes,
 )
 
@@ -49,7 +48,7 @@ def read_published_heads(given: Given, checkpoint: Checkpoint) -> PublishedWeigh
     found: dict[str, tuple[int, ...]] = {}
     for file in heads_files(given):
         names = {}
-        for name, shape in tensor_shapes(file).items():
+        for name, shape in _shapes(file).items():
             embedded = name.startswith(_EMBEDDED)
             if embedded or file.name in HEADS_FILES:
                 names[name] = name.removeprefix(_EMBEDDED)
@@ -72,24 +71,30 @@ def read_published_heads(given: Given, checkpoint: Checkpoint) -> PublishedWeigh
         for file, names in files.items()
     }
     configured = config.get("medusa_num_heads")
-    files, sizes = {file: names for file, names in taken.items() if names}, Heads(count, blocks)
+    files = {file: names for file, names in taken.items() if names}
     report = {
         "files": [str(file) for file in files],
         "named_base": base if isinstance(base, str) else None,
-        **sizes.entry,
+        "count": count,
+        "blocks": blocks,
         "present": present,
         "configured": configured if isinstance(configured, int) else None,
     }
-    return PublishedWeights(
-        "heads", next(iter(files)), sizes, report, lambda: (replace(sizes, tensors=_tensors(files)), None)
-    )
+    return PublishedWeights("heads", next(iter(files)), report, lambda: Heads(count, blocks, _tensors(files)))
+
+
+def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
+    if file.suffix == ".pt":
+        return {name: tuple(tensor.shape) for name, tensor in read_pickled_tensors(file, _ADVICE).items()}
+    return tensor_shapes(file)
 
 
 def _tensors(files: Mapping[Path, Mapping[str, str]]) -> dict[str, Tensor]:
     """The tensors of the heads by name, in one type."""
     tensors: dict[str, Tensor] = {}
     for file, names in files.items():
-        stored = read_torch_file(file) if file.suffix == ".pt" else read_tensors(file, _ADVICE)
+        read = read_pickled_tensors if file.suffix == ".pt" else read_tensors
+        stored = read(file, _ADVICE)
         tensors |= {own: stored[name] for name, own in names.items()}
         with errors_of(f"{file}", _ADVICE):
             require_finite(tensors)
@@ -150,14 +155,15 @@ def _recognize(given: Given) -> str | None:
 
 
 def _plan(given: Given, evidence: str, checkpoint: Checkpoint) -> AdoptionPlan:
-    require_no_masks(given, checkpoint, "heads draft without mask tokens")
+    if given.request.mask_tokens:
+        raise OptionFault("--mask-token has no effect: heads draft without mask tokens; leave it out")
+    refuse_noise_seed(given.request)
+    if checkpoint.tokens.mask:
+        raise CheckpointError(
+            f"{given.checkpoint}: has mask tokens, which draft already: expected a base model without them"
+        )
     heads = read_published_heads(given, checkpoint)
-    return AdoptionPlan(MEDUSA, evidence, checkpoint, {}, 0, heads)
+    return AdoptionPlan(MEDUSA.name, evidence, checkpoint, {}, 0, heads)
 
 
-MEDUSA = Method(
-    "medusa",
-    _recognize,
-    _plan,
-    f"{' or '.join(HEADS_FILES)}, or medusa_num_heads in config.json",
-)
+MEDUSA = Method("medusa", _recognize, _plan)

@@ -9,7 +9,6 @@ import click
 
 from spaceport.exporter.atomic_folder import ADAPTER_FOLDER, check_target
 from spaceport.exporter.checkpoint_files import require_checkpoint
-from spaceport.graphs.contract.faults import OptionFault
 from spaceport.tools.adopt.given import TITLES, AdoptionRequest, arrange, read_given
 from spaceport.tools.cli.options import PATH, json_option, overwrite_option, remote_code_option
 from spaceport.tools.terminal.screen import show_json
@@ -30,7 +29,6 @@ _METHODS = "\b\nMethods:\n" + "\n".join(f"  {name:<12}{title}" for name, title i
 
 @click.command("adopt", epilog=_METHODS)
 @click.argument("paths", nargs=-1, required=True, type=PATH, metavar="CHECKPOINT [ADAPTER] [TARGET]")
-@click.option("--dry-run", is_flag=True, help="Only report what was found; no weights are loaded, nothing is written.")
 @method_option
 @click.option(
     "--mask-token",
@@ -50,7 +48,6 @@ _METHODS = "\b\nMethods:\n" + "\n".join(f"  {name:<12}{title}" for name, title i
 @json_option("the report")
 def command(
     paths: tuple[Path, ...],
-    dry_run: bool,
     method: str | None,
     mask_token: tuple[str, ...],
     max_mask_slots: int | None,
@@ -61,9 +58,8 @@ def command(
 ) -> None:
     """Detect the method of published weights and write an adapter folder for `spaceport export`.
 
-    CHECKPOINT is the base model, or a checkpoint of PARD, which needs no TARGET, or of BiTA. ADAPTER is a folder of peft
-    or of Medusa heads, or a file of SSD; without it, the folder `adapter` or `linear_spec_lora` in CHECKPOINT. TARGET is
-    the new adapter folder.
+    CHECKPOINT is the base model, or a checkpoint of PARD, which needs no TARGET. ADAPTER is a folder of peft or of Medusa
+    heads; without it, the folder `adapter` in CHECKPOINT. TARGET is the new adapter folder.
     """
     base, adapter, target = arrange(paths)
     if target is not None:
@@ -76,9 +72,7 @@ def command(
 
     quiet_libraries()
     plan = plan_adoption(given, trust_remote_code)
-    if target is None and not dry_run and plan.method.writes:
-        raise OptionFault("no TARGET: expected CHECKPOINT [ADAPTER] TARGET, or --dry-run to write nothing")
-    written = [] if target is None or dry_run else write_adoption(plan, target, overwrite)
+    written = write_adoption(plan, target, overwrite)
     report = {
         **plan.as_dict(),
         "target": None if target is None else str(target),
@@ -93,55 +87,26 @@ def command(
 
 def _show(report: dict[str, Any]) -> None:
     """Print a report as lines."""
-    if report["heads"] is not None:
-        _show_lines(_lines_of_heads(report))
-        return
-    masks = ", ".join(
-        text if text == str(token) else f"{text} ({token})" for text, token in report["mask_tokens"].items()
-    )
-    lines = {
-        "method": f"{report['title']}; shown by {report['evidence']}",
-        "base": report["checkpoint"],
-        "mask tokens": masks,
-        "mask slots": report["mask_slots"],
-        "drafts": f"a mask row predicts the token {'after' if report['shift'] else 'at'} its position and sees "
-        + ("the mask rows before it" if report["group"] == "causal" else "all mask rows of its group"),
-    }
-    adapter, noise, prefix = report["adapter"], report["noise"], report["prefix"]
+    adapter, heads, noise = report["adapter"], report["heads"], report["noise"]
+    weights = adapter or heads
+    base = f"; the weights call it {weights['named_base'] or 'nothing'}" if weights is not None else ""
+    lines = {"method": f"{report['title']}; shown by {report['evidence']}", "base": f"{report['checkpoint']}{base}"}
+    if report["mask_tokens"]:
+        names = [name if name == str(id) else f"{name} ({id})" for name, id in report["mask_tokens"].items()]
+        lines |= {"mask tokens": ", ".join(names), "mask slots": report["mask_slots"]}
     if noise is not None:
         lines["noise"] = f"copies of the tokens {', '.join(map(str, noise['ids']))}, seed {noise['seed']}"
-    if prefix is not None:
-        unused = f"; without effect: {', '.join(prefix['unused'])}" if prefix["unused"] else ""
-        lines["prefix"] = (
-            f"{prefix['slots']} key/value pairs per layer and {prefix['tokens']} mask tokens in {prefix['file']}{unused}"
-        )
     if adapter is not None:
-        lines["base"] += f"; the adapter calls it {adapter['named_base'] or 'nothing'}"
         scales = ", ".join(f"{scale:g}" for scale in adapter["scales"])
         lines["adapter"] = f"rank {adapter['rank']}, scale {scales}, {adapter['modules']} modules"
-    _show_lines({**lines, **_outcome(report)})
-
-
-def _lines_of_heads(report: dict[str, Any]) -> dict[str, object]:
-    heads = report["heads"]
-    count, present, configured = heads["count"], heads["present"], heads["configured"]
-    named = "" if configured in (None, present) else f"; config.json names {configured}"
-    return {
-        "method": f"{report['title']}; shown by {report['evidence']}",
-        "base": f"{report['checkpoint']}; the heads call it {heads['named_base'] or 'nothing'}",
-        "heads": f"{count} of {present} in {', '.join(heads['files'])}, with {heads['blocks']} residual blocks each{named}",
-        "drafts": "each head predicts one token further ahead, the first one the token after the next",
-        **_outcome(report),
-    }
-
-
-def _outcome(report: dict[str, Any]) -> dict[str, object]:
-    written = f"{report['target']}: {', '.join(report['written'])}" if report["written"] else "nothing"
-    adapter = f" --adapter {report['target'] or 'TARGET'}" if "--adapter" in report["next"] else ""
-    measure = f"spaceport acceptance {report['checkpoint']} DATA{adapter} --save"
-    return {"written": written, "next": report["next"], "acceptance": f"not measured: {measure}"}
-
-
-def _show_lines(lines: dict[str, object]) -> None:
+    if heads is not None:
+        count, present, configured = heads["count"], heads["present"], heads["configured"]
+        named = "" if configured in (None, present) else f"; config.json names {configured}"
+        files = ", ".join(heads["files"])
+        lines["heads"] = f"{count} of {present} in {files}, with {heads['blocks']} residual blocks each{named}"
+    lines["written"] = f"{report['target']}: {', '.join(report['written'])}" if report["written"] else "nothing"
+    option = f" --adapter {report['target']}" if report["written"] else ""
+    lines["next"] = report["next"]
+    lines["acceptance"] = f"not measured: spaceport acceptance {report['checkpoint']} DATA{option} --save"
     for name, value in lines.items():
         click.echo(f"{name:<12} {value}")

@@ -19,13 +19,11 @@ from spaceport.tools.adopt.given import (
     AdoptionRequest,
     Given,
     adapter_inside,
-    forecast_file,
     names_heads,
     published_weights,
     read_given,
 )
 from spaceport.tools.cli.adopt import method_option, noise_seed_option
-from spaceport.tools.cli.dry_run import DRY_RUN_ONLY, dry_run_options, run_memory, show_report
 from spaceport.tools.cli.options import (
     PATH,
     Renamed,
@@ -43,7 +41,6 @@ from spaceport.tools.verify.prompts import read_prompts
 
 if TYPE_CHECKING:  # torch is imported only once the paths are valid
     from spaceport.exporter.export import DefaultFormat, ExportOptions, TokenFlags
-    from spaceport.exporter.mechanisms import DraftAdditions
 
 # Values of --for -> class of the CPU, as `cpu_class` names it.
 _CPU_CLASSES = {
@@ -57,7 +54,7 @@ export_adapter_options = options(
         "--adapter",
         type=PATH,
         metavar="PATH",
-        help="Draft with this adapter folder, or with published weights: a folder of peft, heads of Medusa, or a file of SSD.",
+        help="Draft with this adapter folder, or with published weights: a folder of peft, or heads of Medusa.",
     ),
     method_option,
     noise_seed_option,
@@ -118,8 +115,6 @@ class ExportDrafts:
         inside = adapter_inside(self.checkpoint)
         if inside is not None:
             return f"{inside} is not used: add --adapter {inside} to draft with it"
-        if (prefix := forecast_file(self.checkpoint)) is not None:
-            return f"{prefix} is not used: add --method ssd to draft with it"
         return "the checkpoint's heads are not used: add --method medusa" if names_heads(self.checkpoint) else None
 
     def adapter_folder(
@@ -131,21 +126,6 @@ class ExportDrafts:
         from spaceport.tools.adopt.adopt import adopted_for_export
 
         return adopted_for_export(given, bundle, remote_code, on_stage)
-
-    def counted(self, remote_code: bool) -> tuple[DraftAdditions | None, dict[str, Any] | None]:
-        """What the drafts add to the base model, and what was found of published weights; no weights are loaded."""
-        given = self.read()
-        if given is not None:
-            from spaceport.tools.adopt.adopt import additions_of, plan_adoption
-
-            plan = plan_adoption(given, remote_code)
-            return additions_of(plan), plan.as_dict()
-        if self.adapter is None:
-            return None, None
-        from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint
-        from spaceport.exporter.dry_run import added_by
-
-        return added_by(open_checkpoint(self.checkpoint, TokenFlags(), remote_code, self.adapter)), None
 
     def tokens(self, folder: Path | None) -> TokenFlags:
         """The special tokens to export with: those of an adopted adapter are in its folder."""
@@ -166,13 +146,12 @@ class Export(Sectioned):
         "lowering": "Graph",
         "weights": "Quantization",
         "mask": "Special tokens (default: those in the checkpoint's sar_config.json)",
-        "dry_run": "Dry run",
         "overwrite": "Output",
     }
     usual: ClassVar = frozenset(
         (
-            *("adapter", "lowering", "dtype", "weights", "machine", "calibrate", "max_mask_slots", "dry_run"),
-            *("max_seq_len", "overwrite", "trust_remote_code", "as_json"),
+            *("adapter", "lowering", "dtype", "weights", "machine", "calibrate", "max_mask_slots"),
+            *("overwrite", "trust_remote_code", "as_json"),
         )
     )
 
@@ -252,10 +231,9 @@ class Export(Sectioned):
     metavar="K",
     help="Maximum number of mask slots per step; default: the number that the checkpoint was tuned with.",
 )
-@dry_run_options
 @overwrite_option("bundle")
 @remote_code_option
-@json_option("the manifest, or the report of a dry run")
+@json_option("the manifest")
 @click.pass_context
 def command(context: click.Context, /, checkpoint: Path, bundle: Path, **given: Any) -> None:
     """Export CHECKPOINT, a Hugging Face folder or GGUF file, to the new folder BUNDLE.
@@ -267,10 +245,9 @@ def command(context: click.Context, /, checkpoint: Path, bundle: Path, **given: 
     """
     request = AdoptionRequest(given["method"], given["mask"], given["max_mask_slots"], given["noise_seed"])
     drafts = ExportDrafts(checkpoint, given["adapter"], request, given["fork"], given["child"])
-    refuse_unused(context, [*drafts.unused, *_unused(drafts, given)])
-    if given["dry_run"]:
-        _dry_run(drafts, bundle, given)
-        return
+    named = next((name for name in ("weights", "dtype") if given[name] is not None), None)
+    format_named = Unused(named is not None, ("machine",), f"with --{named}", f"leave --{named} out")
+    refuse_unused(context, [*drafts.unused, format_named])
     calibrate = given["calibrate"]
     prompts = () if calibrate is None else tuple(record.prompt for record in read_prompts(calibrate))
     check_target(bundle, given["overwrite"])
@@ -298,17 +275,6 @@ def command(context: click.Context, /, checkpoint: Path, bundle: Path, **given: 
     heads = f"{manifest.drafts.heads} draft heads" if manifest.drafts.heads else "no mask slots"
     drafts_with = f"up to {manifest.drafts.mask_slots} mask slots" if manifest.drafts.mask_slots else heads
     click.echo(f"{bundle}: {manifest.model_type}, {manifest.parameters:,} parameters, {size(total)}, {drafts_with}")
-
-
-def _unused(drafts: ExportDrafts, given: Mapping[str, Any]) -> list[Unused]:
-    """The options that have no effect in a dry run, without one, or with named data types."""
-    unread = ("calibrate", "fork", "child", "overwrite", *(() if drafts.published else ("mask", "max_mask_slots")))
-    named = next((name for name in ("weights", "dtype") if given[name] is not None), None)
-    return [
-        Unused(not given["dry_run"], DRY_RUN_ONLY, "without --dry-run", "add --dry-run"),
-        Unused(given["dry_run"], unread, "with --dry-run", "it reads the base model's configuration"),
-        Unused(named is not None, ("machine",), f"with --{named}", f"leave --{named} out"),
-    ]
 
 
 def _options(checkpoint: Path, given: Mapping[str, Any]) -> tuple[ExportOptions, str | None]:
@@ -347,18 +313,3 @@ def _default_format(checkpoint: Path, given: Mapping[str, Any]) -> DefaultFormat
     if machine == "gpu":
         return GPU_FORMAT
     return default_format(checkpoint, _CPU_CLASSES.get(machine) or cpu_class(), given["trust_remote_code"])
-
-
-def _dry_run(drafts: ExportDrafts, bundle: Path, given: Mapping[str, Any]) -> None:
-    """Report what an export would write; the folder of the bundle must exist, since its free space is read."""
-    if not bundle.absolute().parent.is_dir():
-        raise OptionFault(f"{bundle.absolute().parent}: no such folder: create it first, or name another for BUNDLE")
-    from spaceport.exporter.dry_run import dry_run
-
-    options, reason = _options(drafts.checkpoint, given)
-    additions, published = drafts.counted(options.remote_code)
-    report = dry_run(drafts.checkpoint, options, additions)
-    if reason is not None:
-        click.echo(reason, err=True)
-    memory = run_memory(report, given["max_seq_len"], given["max_requests"])
-    show_report(report, bundle, memory, given["gpu_memory"], given["as_json"], published)

@@ -144,9 +144,7 @@ def _mask_slots(manifest: Manifest) -> str:
     if not manifest.drafts.mask_slots:
         return "none"
     correction = ", with draft correction" if CORRECTION_FILE in manifest.files else ""
-    slots = manifest.drafts.mechanisms.get("preloaded_slots", {}).get("slots")
-    preloaded = f", which see {slots} preloaded slots" if slots else ""
-    return f"{manifest.drafts.mask_slots}{preloaded}{correction}"
+    return f"{manifest.drafts.mask_slots}{correction}"
 
 
 def precision(manifest: Manifest) -> str:

@@ -70,7 +70,10 @@ KINDS: dict[str, tuple[list[Any], str]] = {
     "expected a whole number of at least 0": ([-1, "2", 0.5, True, [2]], f"drafts/max_tokens tokens/fork {M}/size"),
     "expected a whole number of at least 1": ([0, "2", None, 1.5, True, {}], f"schema signature/layers {E}/capacity"),
     "expected text": ([5, None, ["a"], {}], f"model_type special_tokens/bos_token {E}/version"),
-    "expected an object": ([5, None, [], "a"], f"drafts drafts/mechanisms/preloaded_slots generation_config files {M}"),
+    "expected an object": (
+        [5, None, [], "a"],
+        f"drafts drafts/mechanisms/draft_correction generation_config files {M}",
+    ),
     "expected true or false": ([0, "no", None], "fork_by_default"),
     "expected 64 hexadecimal digits": ([5, None, "", "0" * 63, "G" * 64, "A" * 64], f"{M}/sha256 {E}/sha256"),
 }
@@ -107,6 +110,11 @@ WRONG: list[tuple[str, list[Any], str]] = [
     (f"{A}/temperature", [-1, -0.5], "temperature is .*: expected a number of at least 0"),
     (f"{A}/data", ["a/b", "a\\b", "a\n", "a" * 201], "data is .*: expected a file name or"),
     (f"{A}/date", ["yesterday", "2026-02-30", "20260101"], "date is .*: expected a day such as 2026"),
+    (
+        "drafts/mechanisms",
+        [{"preloaded_slots": {"slots": 3}}],
+        "which only earlier versions ran: expected .*; export its",
+    ),
     ("drafts/layout/shift", [False], "tokens.mask has 2: expected one for all, or one for each of 3 mask rows"),
     ("drafts/layout/group", ["tree", None, True], "group is .*: expected causal or block"),
     ("provenance", [{"owner": "x"}], "has the unknown 'owner': expected name, source, revision, licence"),

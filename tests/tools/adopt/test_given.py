@@ -15,7 +15,6 @@ from spaceport.tools.adopt.given import PEFT_FILE, TITLES, AdoptionRequest, Give
 from spaceport.tools.cli import OK, run
 
 BASE, ADAPTER = Path("base"), Path("adapter")
-NEMOTRON = {"model_type": "nemotron_labs_diffusion", "dlm_paradigm": "bidirectional", "mask_token_id": 7}
 
 
 def written(folder: Path, name: str, **entries: Any) -> Path:
@@ -33,9 +32,6 @@ def test_the_files_in_a_path_show_what_it_is(tmp_path: Path) -> None:
     inside = written(base / "adapter", PEFT_FILE)
     assert arrange([base, target]) == (base, inside, target)
     assert arrange([base, adapter, target]) == (base, adapter, target)
-    nemotron = written(tmp_path / "nemotron", "config.json")
-    inside = written(nemotron / "linear_spec_lora", PEFT_FILE)
-    assert arrange([nemotron, target]) == (nemotron, inside, target)
     with pytest.raises(OptionFault, match=r"4 paths: expected CHECKPOINT \[ADAPTER\] TARGET"):
         arrange([base, adapter, target, target])
     written(adapter, PEFT_FILE, base_model_name_or_path="Qwen/Qwen3-8B")
@@ -69,11 +65,8 @@ SHOWN: list[tuple[Path | None, dict[str, Any], dict[str, Any], dict[str, Any], s
     (ADAPTER, {}, {}, {"mask_tokens": ("9",)}, "gated-lora: --mask-token 9"),
     (ADAPTER, {}, {}, {"method": "uno"}, "uno: --method uno"),
     (ADAPTER, {}, {"noise": "uniform", "mask_token_id": 7}, {"method": "gated-lora"}, "gated-lora: mask_token_id 7 in"),
-    (BASE / "linear_spec_lora", {}, {"mask_token_id": 7}, {}, "nemotron: folder linear_spec_lora"),
-    (ADAPTER, NEMOTRON, {}, {}, "nemotron: model_type nemotron_labs_diffusion"),
-    (ADAPTER, {"mask_token_id": 7}, {}, {"method": "nemotron"}, "nemotron: --method nemotron"),
-    # block_size is in the configuration of every I-DLM adapter, whose base model is an ordinary one
-    (ADAPTER, {}, {"model_type": "sdar", "block_size": 3, "mask_token_id": 9}, {}, "gated-lora: mask_token"),
+    # block_size may be in the configuration that an adapter was trained with
+    (ADAPTER, {}, {"block_size": 3, "mask_token_id": 9}, {}, "gated-lora: mask_token_id 9"),
 ]
 
 
@@ -88,15 +81,18 @@ def test_the_files_show_the_method(
 WITHOUT: list[tuple[Path | None, dict[str, Any], str]] = [
     (None, {}, r"names no mask token: expected pard_token, ptd_token_id or mask_token_id in it"),
     (ADAPTER, {}, r"adapter: no mask token is known, and no noise: .*--mask-token .*--method uno"),
-    (None, {"architectures": ["AEagle3"]}, r"is EAGLE \(architecture AEagle3 in config.json\)"),
-    (ADAPTER, {"draft_vocab_size": 32000}, "adapter: is EAGLE"),
-    (None, {"dflash_config": {"mask_token_id": 3}}, "is DFlash or another speculator"),
-    (None, {"pard_token": 9, "pard2_target_dim": 64}, "is PARD-2 .*hidden states of another model"),
-    (None, NEMOTRON, "is Nemotron-Labs-Diffusion without its .*linear_spec_lora into"),
-    (None, {"model_type": "qwen3_next"}, "with recurrent layers .*the tokens of a rejected draft"),
-    (None, {"layer_types": ["linear_attention"]}, "is a model with recurrent layers"),
-    (None, {"model_type": "sdar", "mask_token_id": 9}, "is SDAR, .*give the base model as CHECKPOINT"),
-    (None, {"mask_token_id": 9, "block_size": 4}, "is block diffusion .*write sar_config.json"),
+    (
+        ADAPTER,
+        {"draft_vocab_size": 32000},
+        "adapter: config.json has draft_vocab_size, so it drafts with a second network",
+    ),
+    (
+        None,
+        {"dflash_config": {"mask_token_id": 3}},
+        "has dflash_config, .*: expected medusa, pard, uno, gated-lora; expo",
+    ),
+    (None, {"pard_token": 9, "pard2_target_dim": 64}, "has pard2_target_dim, so it drafts with a second network"),
+    (None, {"mask_token_id": 9, "block_size": 4}, "has block_size, so it drafts blocks whose mask rows see each other"),
 ]
 
 

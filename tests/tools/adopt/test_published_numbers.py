@@ -1,4 +1,4 @@
-"""Published numbers: adapter folders have those of SSD and BiTA, of peft, and of Nemotron, as in their own forward passes."""
+"""Published numbers: adapter folders have those of peft, as in its own forward pass."""
 
 from __future__ import annotations
 
@@ -13,122 +13,17 @@ from torch import Tensor
 
 from spaceport.exporter.checkpoint import SAR_FILE, TokenFlags, load_model, open_checkpoint
 from spaceport.exporter.checkpoint_source import quiet_libraries
-from spaceport.graphs.contract.draft_methods import MaskLayout
 from spaceport.tools.adopt.adapters import WEIGHTS_FILE
 from spaceport.tools.cli import OK, run
 from support.gguf_files import random_model, write_gguf
-from support.mask_rows import rows_logits
-from support.published import MASK, TOKENIZER, VOCAB, random_adapter, random_base, reference_logits, write_checkpoint
-from support.published_drafts import (
-    FILE,
-    SLOTS,
-    exact_prefix,
-    random_embedding,
-    random_prefix,
-    write_bita,
-    write_published_prefix,
-)
-from support.published_nemotron import CONFIG, FOLDER, nemotron_logits, random_weights, write_nemotron
+from support.published import MASK, VOCAB, random_adapter, random_base, reference_logits, write_checkpoint
 
 ADAPTER_FILE = "mask_adapter.safetensors"
-PRELOADED_FILE = "preloaded_slots.safetensors"
-
-MASKS = 3
-ENCODER = "model.prefix_encoder"
 
 
 @pytest.fixture(autouse=True)
 def _quiet() -> None:
     quiet_libraries()
-
-
-def adopted(folder: Path, *paths: Path) -> Path:
-    assert run(["adopt", *map(str, paths), str(folder / "adapter")]) == OK
-    return folder / "adapter"
-
-
-def require_published_numbers(base: Path, adapter: Path, prefix: Tensor, embedding: Tensor) -> None:
-    stored = load_file(adapter / PRELOADED_FILE)
-    assert torch.equal(stored["keys"], prefix[:, 0, 0])
-    assert torch.equal(stored["values"], prefix[:, 1, 0])
-    checkpoint = open_checkpoint(base, TokenFlags(), adapter=adapter)
-    rows = load_model(checkpoint, "float32").get_input_embeddings().weight
-    assert torch.equal(rows[list(checkpoint.tokens.mask)], embedding)
-
-
-def test_a_folder_of_ssd_has_the_published_numbers(tmp_path: Path) -> None:
-    model = random_model("llama", tied=False)
-    base, prefix = write_checkpoint(tmp_path / "base", model), random_prefix(model.config)
-    assert prefix.shape[3] == model.config.num_key_value_heads
-    embedding = random_embedding(model.config.hidden_size, MASKS)
-    published = write_published_prefix(tmp_path / "ssd", prefix, embedding)
-    require_published_numbers(base, adopted(tmp_path, base, published), prefix, embedding)
-
-
-def test_each_layer_of_bita_has_its_own_keys_and_values(tmp_path: Path) -> None:
-    """Also with fewer KV heads: the published prefix has a key for each query head."""
-    model = random_model("llama", tied=False)
-    config = model.config
-    heads, dim = config.num_attention_heads, config.hidden_size // config.num_attention_heads
-    assert heads > config.num_key_value_heads
-    prefix = torch.randn((2, 2, 1, heads, 5, dim), generator=torch.Generator().manual_seed(0))
-    embedding = random_embedding(config.hidden_size, MASKS)
-    whole = write_bita(tmp_path / "whole", model, prefix, embedding)
-    require_published_numbers(whole, adopted(tmp_path, whole), prefix, embedding)
-
-
-def test_one_embedding_of_bita_is_one_token_for_all_mask_slots_and_in_any_shard(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model, prefix, embedding = exact_prefix(MASKS)
-    whole = write_bita(tmp_path / "whole", model, prefix, embedding[:1], mask_num=MASKS)
-    stored = load_file(whole / "model.safetensors")
-    rows = {"model.mask_tokens.weight": stored.pop("model.mask_tokens.weight")}
-    save_file(stored, whole / "model.safetensors", {"format": "pt"})
-    save_file(rows, whole / "model-00002-of-00002.safetensors", {"format": "pt"})
-    assert run(["adopt", str(whole), "--dry-run", "--json"]) == OK
-    report = json.loads(capsys.readouterr().out)
-    assert ([*report["mask_tokens"]], report["mask_slots"]) == (["<|bita_1|>"], MASKS)
-
-
-def test_a_projected_prefix_of_bita_is_computed_once(tmp_path: Path) -> None:
-    whole = write_bita(tmp_path / "whole", *exact_prefix(MASKS), prefix_projection=True)
-    stored = load_file(whole / "model.safetensors")
-    width = stored[f"{ENCODER}.embedding.weight"].shape[1]
-    dice, hidden, inner = torch.Generator().manual_seed(2), 32, 6
-    rows, first, second, bias, second_bias = (
-        torch.randn(shape, generator=dice)
-        for shape in ((SLOTS, hidden), (inner, hidden), (width, inner), (inner,), (width,))
-    )
-    stored |= {
-        f"{ENCODER}.embedding.weight": rows,
-        f"{ENCODER}.trans.0.weight": first,
-        f"{ENCODER}.trans.0.bias": bias,
-        f"{ENCODER}.trans.2.weight": second,
-        f"{ENCODER}.trans.2.bias": second_bias,
-    }
-    save_file(stored, whole / "model.safetensors", {"format": "pt"})
-    expected = (second @ torch.tanh(first @ rows.T + bias[:, None]) + second_bias[:, None]).T
-    found = load_file(adopted(tmp_path, whole) / PRELOADED_FILE)["values"][0]  # heads x slots x D
-    assert torch.allclose(found.permute(1, 0, 2).reshape(SLOTS, -1), expected[:, width // 2 :], atol=1e-5)
-
-
-def test_the_file_of_ssd_is_found_in_the_checkpoint_by_itself_or_by_its_folder(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model, prefix, embedding = exact_prefix(MASKS)
-    base, whole = (write_checkpoint(tmp_path / name, model) for name in ("base", "whole"))
-    published = write_published_prefix(tmp_path / "ssd", prefix, embedding, heads=torch.zeros(2))
-    (whole / FILE).symlink_to(published / FILE)
-    found = []
-    for paths in ([base, published], [base, published / FILE], [whole]):
-        capsys.readouterr()
-        assert run(["adopt", *map(str, paths), "--dry-run", "--json"]) == OK
-        report = json.loads(capsys.readouterr().out)
-        assert (report["method"], report["evidence"]) == ("ssd", f"forecast_prefix in {FILE}")
-        found.append((report["mask_slots"], report["mask_tokens"], report["prefix"] | {"file": ""}))
-    assert found[0] == found[1] == found[2]
-    assert found[0][2] == {"file": "", "slots": SLOTS, "tokens": MASKS, "unused": ["heads"]}
 
 
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -223,28 +118,3 @@ def test_a_gguf_file_can_be_the_base_model(tmp_path: Path) -> None:
     ids[ids == MASK] = mask
     expected = reference_logits(adapted, ids, (ids == mask).float())
     torch.testing.assert_close(opened_logits(base, tmp_path / "adapter", ids), expected, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("converted", [False, True], ids=["as published", "base model of transformers"])
-def test_a_block_of_nemotron_has_the_logits_of_its_own_architecture(converted: bool, tmp_path: Path) -> None:
-    """The text is longer than original_max_position_embeddings, so that queries are scaled."""
-    published = write_nemotron(tmp_path / "random", *random_weights())
-    base, slots = published, CONFIG["block_size"] - 2  # without the text's last token and the row that is not used
-    if converted:
-        base = tmp_path / "base"
-        load_model(open_checkpoint(published, TokenFlags()), "float32").save_pretrained(base)
-        for name in TOKENIZER[:2]:
-            (base / name).write_bytes((published / name).read_bytes())
-    assert run(["adopt", str(base), str(published / FOLDER), str(tmp_path / "adapter")]) == OK
-    adopted = open_checkpoint(base, TokenFlags(), adapter=tmp_path / "adapter")
-    assert (adopted.drafts.layout, adopted.drafts.mask_slots) == (MaskLayout(shift=False, group="block"), slots)
-    ids = [*(torch.arange(20) * 37 % 500 + 5).tolist(), *[MASK] * (slots + 1)]
-    masked = torch.tensor(ids) == MASK
-    causal = torch.ones(len(ids), len(ids), dtype=torch.bool).tril()
-    block = causal | (masked[:, None] & masked[None, :])
-    expected = nemotron_logits(*random_weights(), ids, block)[:, :VOCAB].numpy()
-    found, without = (
-        rows_logits(load_model(adopted, "float32"), ids, visible.numpy())[:, :VOCAB] for visible in (block, causal)
-    )
-    assert abs(found - expected).max() < 2e-5
-    assert abs(found - without).max() > 0.1

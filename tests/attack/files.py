@@ -1,4 +1,4 @@
-"""Files: changed traces, tokenizers, checkpoint and service configurations are read or refused, in bounded time and memory."""
+"""Files: changed tokenizers, checkpoint and service configurations are read or refused, in bounded time and memory."""
 
 from __future__ import annotations
 
@@ -12,14 +12,12 @@ from typing import Any
 from attack.mutations import mutate
 from attack.opener import Opener
 from attack.outcome import Budget, Outcome
-from spaceport.runtime import Decoding, Runtime
 from support.paths import DEPLOY, TINY
 
 _PATIENCE = 60.0  # seconds of a case on a busy machine
 _DEEP = "[" * 100_000 + "]" * 100_000
 _BOMBS: tuple[Any, ...] = ([0] * 10**6, [[]] * 10**6, ["x"] * 10**5, "x" * 10**7, "@", 10**400, 1e308, {"": {"": {}}})
 FILES = {
-    "trace": "trace.json",
     "tokenizer": "tokenizer.json",
     "checkpoint": "config.json",
     "configuration": "serve.toml",
@@ -53,15 +51,11 @@ def hostile_files(bundle: Path, work: Path, seed: int, budget: Budget) -> Outcom
 def _write_sound(bundle: Path, folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(TINY, folder / "checkpoint")
-    for kind in ("trace", "tokenizer", "configuration"):
+    for kind in ("tokenizer", "configuration"):
         (folder / kind).mkdir()
     shutil.copy(bundle / "tokenizer.json", folder / "tokenizer")
     config = (DEPLOY / "kubernetes" / "base" / "serve.toml").read_text("utf-8")
     (folder / "configuration" / "serve.toml").write_text("\n".join(config.splitlines()[2:]), "utf-8")  # without keys
-    with Runtime.open(bundle, threads=1, max_seq_len=64, step_costs="standard") as runtime:
-        completion = runtime.generate("import json\n", Decoding(max_tokens=8, fork=False, trace=True))
-        assert completion.trace is not None
-        (folder / "trace" / "trace.json").write_text(json.dumps(completion.trace.as_dict(runtime.tokenizer)), "utf-8")
 
 
 def _explode(file: Path, random: Random) -> str:

@@ -64,7 +64,6 @@ LAYERS = {
     "tools.distill": (*_MODEL, "tools.tune"),
     "tools.adopt": (*_MODEL, "tools.tune"),
     "tools.terminal": (*_MODEL, "tools.distill", "tools.tune"),
-    "tools.chat": (*_MODEL, "tools.terminal"),
     "tools.verify": (*_MODEL, "tools.reference", "tools.tune"),
     "tools.bench": (*_MODEL, "tools.demo", "tools.report", "tools.terminal", "tools.verify"),
     "serving": (*_MODEL, "serving.page"),
@@ -72,7 +71,6 @@ LAYERS = {
     "tools.cli": (
         *_MODEL,
         "serving",
-        "tools.chat",
         "tools.fetch",
         *("tools.adopt", "tools.bench", "tools.demo", "tools.distill", "tools.reference", "tools.report"),
         *("tools.terminal", "tools.tune", "tools.verify"),

@@ -37,20 +37,9 @@ class Typist:
         """All that was shown, without colours."""
         return _ESCAPES.sub("", self.raw)
 
-    def type(self, text: str) -> None:
-        """Type a line, or keys such as \x03 (Ctrl-C) and \x04 (Ctrl-D)."""
-        os.write(self._terminal, text.encode() if len(text) == 1 else f"{text}\n".encode())
-
-    def interrupt(self, text: str) -> None:
-        """Press Ctrl-C until this is shown: readline misses a signal between its prompt and its wait for keys."""
-        for _ in range(int(_PATIENCE)):
-            self.type("\x03")
-            try:
-                self.wait_for(text, 1.0)
-                return
-            except AssertionError:
-                continue
-        raise AssertionError(f"waited for {text!r}, got {self.raw[self._seen :]!r}")
+    def press(self, keys: str) -> None:
+        """Press keys: characters, \r (Enter), \x03 (Ctrl-C), \x04 (Ctrl-D)."""
+        os.write(self._terminal, keys.encode())
 
     def wait_for(self, text: str, patience: float = _PATIENCE) -> str:
         """What is shown from the last such text to this one."""
@@ -80,7 +69,7 @@ def at_a_terminal(program: str, *arguments: str, variables: Mapping[str, str] | 
     """Somebody at the terminal of a program, which is killed if it is not left."""
     terminal, inside = pty.openpty()
     environment = {name: value for name, value in os.environ.items() if name != "NO_COLOR"}
-    environment |= {"TERM": "xterm", "COLUMNS": "200", **(variables or {})}
+    environment |= {"TERM": "xterm", "COLUMNS": "200", "PROMPT_TOOLKIT_NO_CPR": "1", **(variables or {})}
     own_terminal = (  # so that Ctrl-C is a signal, also if the tests ignore it
         "import fcntl, signal, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"

@@ -31,7 +31,7 @@ EXTRAS = {
     "onnxruntime": "cpu",
     "numpy": "",
     "tokenizers": "",
-    "jinja2": "",
+    **dict.fromkeys(("jinja2", "prompt_toolkit"), ""),
     "cryptography": "sign",
     "obstore": "storage",
     **dict.fromkeys(("starlette", "uvicorn", "msgspec", "prometheus_client", "tomli"), "serve"),

@@ -94,10 +94,10 @@ def _checkpoint(file: Path) -> str:
 
 
 def _configuration(file: Path) -> str:
-    from spaceport.tools.cli.configuration import _content, options_in
+    from spaceport.tools.cli.configuration import content_of, options_in
     from spaceport.tools.cli.serve import command
 
-    options_in(command, _content(file), str(file))
+    options_in(command, content_of(file), str(file))
     return "read"
 
 

@@ -17,7 +17,7 @@ import spaceport
 from spaceport.serving.server import _LAST_EVENTS
 from spaceport.tools.cli.serve import command
 from support.chat_runtime import chat_runtime, running_service
-from support.deployment import DEPLOY, health_command, image, image_environment, objects, printed_options, stages
+from support.deployment import DEPLOY, health_command, image, image_environment, objects, served_with, stages
 from support.paths import ROOT
 
 pytestmark = pytest.mark.on_change("deploy", ".dockerignore")
@@ -116,10 +116,11 @@ def test_the_compose_file_runs_the_service_with_options_that_it_has(tmp_path: Pa
     given = {**image_environment(), **service()["environment"]}
     defaults = {name: re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", value) for name, value in given.items()}
     own = {name: value.replace("/run/secrets", str(tmp_path)) for name, value in defaults.items()}
-    printed = printed_options(service()["command"], own)
-    assert [name for name in own if "SPACEPORT_" in name and f"# environment, {name}" not in printed] == []
-    assert 'chat = "/mnt/models/chat.bundle"' in printed
-    assert "keys that clients may send: 1" in printed
+    options = served_with(service()["command"], own)
+    known = {f"SPACEPORT_{name.upper()}" for name in options} | {"SPACEPORT_MODELS"}
+    assert [name for name in own if name.startswith("SPACEPORT_") and name not in known] == []
+    assert options["bundles"] == {"chat": "/mnt/models/chat.bundle"}
+    assert options["keys"] == 1
     assert service()["healthcheck"]["test"] == ["CMD", *health_command()]
     drain = next(option.default for option in command.params if option.name == "drain_timeout")
     assert int(service()["stop_grace_period"].removesuffix("s")) >= drain + _LAST_EVENTS + 10

@@ -19,7 +19,7 @@ from support.deployment import (
     image,
     objects,
     of_kind,
-    printed_options,
+    served_with,
 )
 
 pytestmark = pytest.mark.on_change("deploy")
@@ -49,12 +49,14 @@ def test_the_service_takes_the_configuration_of_the_deployment(tmp_path: Path) -
     text = (KUBERNETES / "base" / "serve.toml").read_text("utf-8")
     assert f'"{KEYS}/keys"' in text
     (tmp_path / "serve.toml").write_text(text.replace(KEYS, str(tmp_path)), "utf-8")
-    printed = printed_options([option, str(tmp_path / "serve.toml")], container_environment(found))
-    assert 'host = "0.0.0.0"  # environment, SPACEPORT_HOST' in printed
-    assert "threads = 0  # default" in printed  # as many as the limit of the container allows
-    assert f'chat = "{mounts["bundles"]}/chat.bundle"  # file' in printed
-    assert "# keys that clients may send: 1" in printed
-    assert [f"port = {port['containerPort']}  # env" in printed for port in found["ports"]] == [True]
+    options = served_with([option, str(tmp_path / "serve.toml")], container_environment(found))
+    assert (options["host"], options["threads"]) == (
+        "0.0.0.0",
+        0,
+    )  # threads: as many as the limit of the container allows
+    assert options["bundles"] == {"chat": f"{mounts['bundles']}/chat.bundle"}
+    assert options["keys"] == 1
+    assert [port["containerPort"] for port in found["ports"]] == [options["port"]]
 
 
 def test_the_service_takes_the_configuration_of_kserve(tmp_path: Path) -> None:
@@ -63,9 +65,9 @@ def test_the_service_takes_the_configuration_of_kserve(tmp_path: Path) -> None:
     own = {each["name"]: each["value"].replace(KEYS, str(tmp_path)) for each in model["env"]}
     name = of_kind("InferenceService")["metadata"]["name"]
     arguments = [argument.replace("{{.Name}}", name) for argument in found["args"]]
-    printed = printed_options(arguments, container_environment(found) | own)
-    assert 'chat = "/mnt/models"' in printed
-    assert "# keys that clients may send: 1" in printed
+    options = served_with(arguments, container_environment(found) | own)
+    assert options["bundles"] == {"chat": "/mnt/models"}
+    assert options["keys"] == 1
     assert model["runtime"] == runtime["metadata"]["name"]
     assert model["modelFormat"]["name"] in {each["name"] for each in runtime["spec"]["supportedModelFormats"]}
     assert found["name"] == "kserve-container"  # the one into which KServe mounts the model

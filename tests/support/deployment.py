@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,8 @@ from typing import Any
 import pytest
 import yaml
 
-from spaceport.tools.cli import OK, run
+from spaceport.tools.cli.serve import command as serve
+from spaceport.tools.cli.serve import service_options_of
 from support.paths import ROOT
 
 DEPLOY = ROOT / "deploy"
@@ -101,18 +100,16 @@ def container_environment(container: dict[str, Any]) -> dict[str, str]:
     return image_environment() | {variable["name"]: variable["value"] for variable in container.get("env", [])}
 
 
-def printed_options(arguments: Sequence[str], environment: Mapping[str, str]) -> str:
-    """What `spaceport serve` takes from arguments and an environment; fails if it warns."""
-    out, warnings = io.StringIO(), io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(warnings):
+def served_with(arguments: Sequence[str], environment: Mapping[str, str]) -> dict[str, Any]:
+    """The options that `spaceport serve` takes from arguments and an environment, with the number of keys."""
+    with pytest.MonkeyPatch.context() as patch:
         for name in [name for name in os.environ if name.startswith("SPACEPORT_")]:  # those of the tests
             patch.delenv(name)
         for name, value in environment.items():
             if name.startswith("SPACEPORT_"):
                 patch.setenv(name, value)
-        assert run(["serve", *arguments, "--print-config"]) == OK
-    assert warnings.getvalue() == ""
-    return out.getvalue()
+        given = serve.make_context("serve", [*arguments]).params
+        return given | {"keys": len(service_options_of(given).keys)}
 
 
 def dashboard() -> dict[str, Any]:

@@ -29,8 +29,6 @@ _ENTRIES = (
     *("mechanisms", "method", "adapter"),
     "acceptance",
 )
-# Entries of earlier versions for what is in `mechanisms` now.
-_EARLIER = {"mask_adapter", "heads", "prefix"}
 _LARGEST = 2**26  # bytes of a JSON file; an index of weights has some megabytes
 _ORIGIN_LENGTH = 200  # characters of the entries `method` and `adapter`
 _MASK_ENTRIES = ("pard_token", "ptd_token_id", "mask_token_id")  # of config.json
@@ -182,8 +180,7 @@ def _entries(file: Path) -> dict[str, Any]:
     entries = read_json(file) if file.exists() else {}
     unknown = sorted(set(entries) - set(_ENTRIES))
     if unknown:
-        older = "; export, tune or adopt again what an earlier version wrote" if _EARLIER & set(unknown) else ""
-        raise CheckpointError(f"{file}: unknown entries {', '.join(unknown)}: expected {', '.join(_ENTRIES)}{older}")
+        raise CheckpointError(f"{file}: unknown entries {', '.join(unknown)}: expected {', '.join(_ENTRIES)}")
     return entries
 
 

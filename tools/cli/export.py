@@ -28,7 +28,6 @@ from spaceport.tools.cli.adopt import method_option, noise_seed_option
 from spaceport.tools.cli.dry_run import DRY_RUN_ONLY, dry_run_options, run_memory, show_report
 from spaceport.tools.cli.options import (
     PATH,
-    Renamed,
     Sectioned,
     Unused,
     bundle_argument,
@@ -230,8 +229,6 @@ class Export(Sectioned):
 @click.option(
     "--calibration-data",
     "calibrate",
-    cls=Renamed,
-    former=["--calibrate"],
     type=PATH,
     metavar="PROMPTS",
     help="Prompt file, one prompt per line: int8 and int4 weights are rounded for texts that the model samples after them; "

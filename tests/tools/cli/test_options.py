@@ -1,4 +1,4 @@
-"""Options: groups in --help, former names, unused ones; and of `spaceport serve` from flags, variables and a file."""
+"""Options: groups in --help, unused ones; and of `spaceport serve` from flags, variables and a file."""
 
 from __future__ import annotations
 
@@ -32,7 +32,6 @@ from spaceport.serving.options import ServiceOptions
 from spaceport.tools.cli import OK, USAGE, Commands, cli, name_flags, run
 from spaceport.tools.cli.generate import command as generate
 from spaceport.tools.cli.options import (
-    Renamed,
     Sectioned,
     Unused,
     declared_options,
@@ -56,8 +55,7 @@ class Grouped(Sectioned):
 @click.option("--limit", type=int, help="Read the first N prompts.")
 @click.option("--max-seq-len", type=int)
 @click.option("--temperature", type=float, help="Sampling temperature; 0 = greedy.")
-@click.option("--ban-token", "banned", cls=Renamed, former=["--ban"], multiple=True, help="Never generate this token.")
-@click.option("--exact", "exact_match", cls=Renamed, former=["--precise", "-p"], is_flag=True)
+@click.option("--ban-token", "banned", multiple=True, help="Never generate this token.")
 @click.argument("prompt_file", required=False)
 @click.pass_context
 def command(context: click.Context, **given: object) -> None:
@@ -66,11 +64,10 @@ def command(context: click.Context, **given: object) -> None:
     click.echo(repr(given))
 
 
-def test_help_lists_options_in_groups_and_no_former_names() -> None:
+def test_help_lists_options_in_groups() -> None:
     shown = CliRunner().invoke(command, ["--help"]).output
     assert re.findall(r"^(\w+):$", shown, re.MULTILINE) == ["Options", "Sampling", "Help"]
     assert shown.index("Sampling:") < shown.index("--ban-token") < shown.index("Help:")
-    assert not re.search(r"--ban\b(?!-token)|--precise|-p\b", shown)
 
 
 def shown_help(shown: Shown, *arguments: str) -> str:
@@ -228,38 +225,11 @@ def product_files() -> Iterator[Path]:
         yield from (ROOT / folder).rglob("*.py")
 
 
-def test_a_renamed_option_accepts_all_its_names_and_errors_name_the_present_one() -> None:
-    for name in ("--ban-token", "--ban"):
-        result = CliRunner().invoke(command, ["--temperature", "1", name, "a", name, "b"])
-        assert "'banned': ('a', 'b')" in result.output
-    for name in ("--exact", "--precise", "-p"):
-        assert "'exact_match': True" in CliRunner().invoke(command, [name]).output
-    fault = CliRunner().invoke(command, ["--ban", "a"]).exception
+def test_an_option_without_effect_is_refused() -> None:
+    fault = CliRunner().invoke(command, ["--ban-token", "a"]).exception
     assert isinstance(fault, OptionFault)
     assert str(fault) == "--ban-token has no effect without --temperature: add it, or leave it out"
     assert CliRunner().invoke(command, []).exit_code == 0  # a default is no unused option
-
-
-def renamed_options() -> Iterator[tuple[str, str, str]]:
-    """Each former name of an option: its command, the name and the present one."""
-    for name in Commands.summaries:
-        chosen = Commands().get_command(click.Context(cli), name)
-        for parameter in chosen.params if chosen is not None else ():
-            if isinstance(parameter, Renamed):
-                yield from ((name, former, parameter.opts[0]) for former in parameter.former)
-
-
-@pytest.mark.torch
-def test_former_names_of_options_still_work(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert {*renamed_options()} == {
-        ("export", "--calibrate", "--calibration-data"),
-        ("build", "--flavour", "--backend"),
-        ("build", "--prompt-rows", "--prefill-rows"),
-        ("check", "--long", "--long-context"),
-        ("tune", "--whole-rate", "--unfork-rate"),
-    }
-    assert run(["check", str(tmp_path), "--long", "3"]) == USAGE
-    assert "--long-context is 3: expected at least 32" in capfd.readouterr().err
 
 
 def test_only_option_names_of_the_command_become_flags() -> None:

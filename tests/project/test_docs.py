@@ -40,11 +40,9 @@ def beside_the_bundle(demo_bundle: Path, checkout: Path) -> Path:
     return checkout
 
 
-def test_the_programs_of_the_page_on_decoding_run(beside_the_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    program, cached = blocks("decoding.md", "python")
-    assert _run(program)["statistics"].tokens > 0  # whether drafts pay depends on the CPU
-    capsys.readouterr()
-    _run(cached)
+def test_the_program_of_the_page_on_decoding_runs(beside_the_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (program,) = blocks("decoding.md", "python")
+    _run(program)
     assert capsys.readouterr().out == "33 of 48 prompt tokens were reused\n"
 
 
@@ -58,16 +56,13 @@ def test_the_programs_of_the_page_on_sampling_run(beside_the_bundle: Path) -> No
 def test_the_program_of_the_page_on_embedding_runs(beside_the_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
     program = blocks("embedding.md", "python")[0]
     _run(program)
-    assert (
-        len(re.findall(r"\[(?:end|length): [\d.]+ tokens/step, acceptance rate \d+%\]", capsys.readouterr().out)) == 2
-    )
+    assert len(re.findall(r"\[(?:end|length): [\d.]+ tokens/step\]", capsys.readouterr().out)) == 2
 
 
 def test_the_program_and_the_command_of_the_page_on_traces_run(beside_the_bundle: Path) -> None:
     program, (commands,) = blocks("embedding.md", "python")[1], blocks("embedding.md", "console")
     _run(program)
-    pages = [(beside_the_bundle / name).read_text("utf-8") for name in ("report.html", "again.html")]
-    assert all("report_file.js" in page for page in pages)
+    assert "report_file.js" in (beside_the_bundle / "report.html").read_text("utf-8")
     (command,) = commands.splitlines()
     assert run(["generate", "demo.bundle", "import os", "--max-tokens", "40", *command.split()[-4:]]) == 0
     assert (beside_the_bundle / "trace.json").stat().st_size > 1000

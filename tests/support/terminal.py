@@ -16,11 +16,11 @@ _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 _PATIENCE = 60.0  # seconds for a text that is waited for
 
 
-def on_a_terminal(program: str, *arguments: str, escapes: bool = False) -> str:
-    """The output of a program on a terminal, with its escape sequences only if asked for."""
-    with at_a_terminal(program, *arguments, variables={"COLUMNS": "100", "LINES": "40"}) as typist:
+def on_a_terminal(program: str) -> str:
+    """The output of a program on a terminal, without its escape sequences."""
+    with at_a_terminal(program, variables={"COLUMNS": "100", "LINES": "40"}) as typist:
         assert typist.leave() == 0
-        return typist.raw if escapes else typist.shown
+        return typist.shown
 
 
 class Typist:
@@ -41,9 +41,9 @@ class Typist:
         """Press keys: characters, \r (Enter), \x03 (Ctrl-C), \x04 (Ctrl-D)."""
         os.write(self._terminal, keys.encode())
 
-    def wait_for(self, text: str, patience: float = _PATIENCE) -> str:
+    def wait_for(self, text: str) -> str:
         """What is shown from the last such text to this one."""
-        end = monotonic() + patience
+        end = monotonic() + _PATIENCE
         while (index := self.raw.find(text, self._seen)) < 0:
             if not select.select([self._terminal], [], [], max(0.0, end - monotonic()))[0]:
                 raise AssertionError(f"waited for {text!r}, got {self.raw[self._seen :]!r}")

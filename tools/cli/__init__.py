@@ -120,7 +120,7 @@ class Commands(LazyGroup):
         "fetch": "Copy a bundle from an address and verify it.",
         "plan": "Show step costs on this machine and the drafts that pay off.",
         "generate": "Generate text.",
-        "chat": "Chat with a bundle or a service on the terminal.",
+        "chat": "Chat with a bundle on the terminal.",
         "serve": "Serve bundles with an OpenAI-compatible HTTP API.",
         "bench": "Run benchmarks.",
         "demo": "Export, check and benchmark a small model.",

@@ -25,7 +25,6 @@ from support.paths import TINY
 from support.small_bundle import edit, forking_copy
 
 DECODER: str = json.loads((TINY / "prompts.json").read_text("utf-8"))["begin of json/decoder.py"]
-PROGRAM = "from spaceport.tools.cli import main; main()"
 TIMES = {"waiting_seconds", "engine_seconds", "outside_seconds", "first_token_seconds", "seconds"}
 
 Capture = pytest.CaptureFixture[str]

@@ -66,7 +66,11 @@ def plot_of(label: str, title: str, subjects: Iterable[str], parts: Sequence[Pan
     colours = {name: _COLOURS[index % len(_COLOURS)] for index, name in enumerate(dict.fromkeys(subjects))}
     top = _TITLE * (2 if subtitle else 1)
     height = top + sum(part.height for part in parts)
-    size = {"width": _WIDTH, "height": height, "viewBox": f"0 0 {_spelled(_WIDTH)} {_spelled(height)}"}
+    size: dict[str, str | float] = {
+        "width": _WIDTH,
+        "height": height,
+        "viewBox": f"0 0 {_spelled(_WIDTH)} {_spelled(height)}",
+    }
     named = {"xmlns": "http://www.w3.org/2000/svg", "role": "group", "aria-label": label}
     drawing = Element("svg", {name: _spelled(value) for name, value in {**size, **named}.items()})
     add(drawing, "style", text=_STYLE)

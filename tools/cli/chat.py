@@ -101,7 +101,7 @@ def decoding_of(runtime: Runtime, given: Mapping[str, Any]) -> Decoding:
     samples = bool(manifest.generation_config.get("do_sample"))
     suggested = {"temperature": 1.0, **manifest.generation_config} if samples else {"temperature": 0.0}
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    found = {name: suggested[name] for name in names if name in suggested}
+    found: dict[str, Any] = {name: suggested[name] for name in names if name in suggested}
     found |= {name: given[name] for name in ("temperature", "top_p", "seed") if given[name] is not None}
     drafts = None if given["drafts"] else 0
     return Decoding(
@@ -152,7 +152,8 @@ class Chat:
                     screen.add(text_so_far.add(piece))
             except KeyboardInterrupt:
                 stream.close()
-            screen.end()
+            finally:
+                screen.end()
             completion = stream.completion()
         if completion.text:
             self.messages = [*messages, {"role": "assistant", "content": completion.text}]
@@ -173,7 +174,7 @@ class Chat:
 
     def _set_system(self, text: str) -> None:
         rest = [message for message in self.messages if message["role"] != "system"]
-        self.messages = ([{"role": "system", "content": text}] if text else []) + rest
+        self.messages = [{"role": "system", "content": text}, *rest] if text else rest
 
 
 class Screen:
@@ -242,9 +243,7 @@ def statistics_line(completion: Completion) -> str:
         parts += [f"{found.tokens / seconds:.1f} tokens/s", f"{found.tokens / found.steps:.2f} tokens per step"]
     parts.append(f"{found.cached_tokens} of {found.prompt_tokens} prompt tokens cached")
     parts.append(f"first token after {found.first_token_seconds:.2f} s")
-    if completion.ending not in ("end", "stop"):
-        parts.append(f"ending: {completion.ending}")
-    return ", ".join(parts)
+    return ", ".join(parts if completion.ending in ("end", "stop") else [*parts, f"ending: {completion.ending}"])
 
 
 def _note(text: str, *, dim: bool = False) -> None:

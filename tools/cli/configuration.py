@@ -60,9 +60,10 @@ def content_of(file: Path) -> dict[str, Any]:
     if file.exists() and (not file.is_file() or file.stat().st_size > _LARGEST):
         raise OptionFault(f"--config: {file} is not a file of at most {_LARGEST} bytes: expected a TOML file")
     try:
-        return tomllib.loads(file.read_text("utf-8"))
+        found: dict[str, Any] = tomllib.loads(file.read_text("utf-8"))
     except (OSError, ValueError, RecursionError) as error:  # ValueError: not UTF-8, not TOML
         raise OptionFault(f"--config: {file} cannot be read: {error}: expected a TOML file") from error
+    return found
 
 
 def _values(context: click.Context, content: Mapping[str, Any], source: str) -> dict[str, Any]:

@@ -25,6 +25,8 @@ def prompts_of(checkpoint: Path) -> dict[str, Prompt]:
             if not isinstance(value, str):
                 value = value.get("messages") or [{"role": "user", "content": value["user"]}]
             prompts[name] = value
+        if not prompts:
+            raise ValueError("no prompt")
     except (ValueError, AttributeError, TypeError, KeyError) as error:
         raise InputFault(
             f"{file} has other content ({error!r:.60}): expected an object of names and prompts, "

@@ -13,11 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from spaceport.graphs.contract.faults import MissingDependency
+from spaceport.graphs.contract.faults import InputFault, MissingDependency
 from spaceport.runtime.session import Runtime
 from spaceport.tools.cli import INPUT, MISSING, USAGE, demo, run
 from spaceport.tools.cli.demo import LEGEND, base_model, compare, next_steps, rows_of
 from spaceport.tools.demo.modes import MODES, TimedModes, TimedRun, timed
+from spaceport.tools.demo.prompts import prompts_of
 from support.adapters import train
 from support.gguf_files import random_model, write_gguf
 from support.paths import TINY
@@ -174,6 +175,13 @@ def test_the_demo_ends_with_what_to_run_next(
     assert first.startswith(f"next: `{program} generate 'my demo' TEXT` runs this model,")
     assert second.startswith(f"`{program} export MODEL my.bundle`")
     assert f"`{program} generate {TINY} TEXT`" in next_steps(TINY)
+
+
+@pytest.mark.parametrize("content", ["{}", "[1]", "{", '{"a": 3}', '{"a": {"text": "b"}}'])
+def test_prompts_of_another_form_are_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / "prompts.json").write_text(content, "utf-8")
+    with pytest.raises(InputFault, match=r"has other content .*: expected an object of names and prompts"):
+        prompts_of(tmp_path)
 
 
 def test_mistakes_come_before_the_export(

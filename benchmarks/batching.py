@@ -22,7 +22,7 @@ from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.prompt import Prompt
 from spaceport.tools.bench.report import Report, Table
 from spaceport.tools.cli.bench import parse_counts
-from spaceport.tools.cli.options import PATH, Renamed, bundle_argument, json_option
+from spaceport.tools.cli.options import PATH, bundle_argument, json_option
 from spaceport.tools.demo.prompts import prompts_of
 
 _RATES = ("tokens_per_second", "tokens_per_cpu_second")
@@ -130,8 +130,6 @@ def load_report(results: Sequence[LoadResult], requests: int, tokens: int, threa
 @click.option("--requests", default=16, show_default=True, help="Requests that are sent at the same time.")
 @click.option(
     "--max-requests",
-    cls=Renamed,
-    former=("--places",),
     default="1,2,4,8",
     show_default=True,
     metavar="N,N,…",

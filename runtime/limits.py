@@ -10,13 +10,11 @@ import numpy as np
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.sampling.grammar import Grammar
-from spaceport.runtime.sampling.option_fields import names_options
 from spaceport.runtime.text.messages import characters_of
 
 _POSITIVE = ("prompt_chars", "prompt_tokens", "threads", "grammar_chars", "grammar_depth")
 
 
-@names_options
 @dataclass(frozen=True)
 class Limits:
     """Limits of each request and of the queue; all but the tokens of a text are checked before it is tokenized.

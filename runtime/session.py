@@ -21,7 +21,6 @@ from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import Engine, EngineOptions, capacity_for, seq_len, slots_for
 from spaceport.runtime.limits import DEFAULT_LIMITS, Limits
 from spaceport.runtime.sampling.logprobs import Score
-from spaceport.runtime.sampling.option_fields import names_options
 from spaceport.runtime.scheduling.admission import Admission, Intake
 from spaceport.runtime.scheduling.prefix_cache import PrefixCache
 from spaceport.runtime.scheduling.request import Completion, Echo
@@ -85,7 +84,6 @@ class Runtime:
         self._intake = Intake(self._admission, self._worker)
 
     @classmethod
-    @names_options
     def open(
         cls,
         bundle: str | os.PathLike[str],
@@ -168,13 +166,11 @@ class Runtime:
         _log_opened(opened, length, costs_seconds, exactness)
         return runtime
 
-    @names_options
     def generate(self, prompt: Prompt, decoding: Decoding | None = None) -> Completion:
         """The completion of a prompt: text, token ids or chat messages."""
         with self.stream(prompt, decoding) as stream:
             return stream.completion()
 
-    @names_options
     def stream(self, prompt: Prompt, decoding: Decoding | None = None) -> Stream:
         """A stream of the pieces of a completion, while it is generated."""
         request = self._intake.completion(prompt, decoding or Decoding())
@@ -182,13 +178,11 @@ class Runtime:
         self._intake.admit(request)
         return stream
 
-    @names_options
     async def agenerate(self, prompt: Prompt, decoding: Decoding | None = None) -> Completion:
         """The completion of a prompt, for asyncio; cancelling the call cancels the request."""
         async with self.astream(prompt, decoding) as stream:
             return await stream.completion()
 
-    @names_options
     def astream(
         self, prompt: Prompt, decoding: Decoding | None = None, *, observers: Sequence[Observer] = ()
     ) -> AsyncStream:
@@ -204,7 +198,6 @@ class Runtime:
         self._intake.admit_elsewhere(request)
         return stream
 
-    @names_options
     def score(
         self,
         prompt: Prompt,
@@ -224,7 +217,6 @@ class Runtime:
                 pass
         return request.score()
 
-    @names_options
     async def ascore(
         self,
         prompt: Prompt,

@@ -20,7 +20,6 @@ class Rules:
 
     fault: type[InputFault]  # raised for a wrong value
     advice: str = ""  # end of each error message: what to do
-    end: int | None = None  # exclusive upper limit of all whole numbers
 
 
 @dataclass(frozen=True)
@@ -85,8 +84,7 @@ class JsonField:
         return tuple(read(item) for item in self.items())
 
     def whole(self, least: int = 0, most: int | None = None) -> int:
-        end = self.rules.end
-        if not is_whole(self.value, least) or (end is not None and cast(int, self.value) >= end):
+        if not is_whole(self.value, least):
             self.refuse(f"a whole number of at least {least}")
         if most is not None and cast(int, self.value) > most:
             self.refuse(f"at most {most}")

@@ -6,12 +6,9 @@ OpenAPI and the table in the docs.
 
 from __future__ import annotations
 
-import reprlib
-from collections.abc import Callable
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
-from difflib import get_close_matches
-from functools import cache, wraps
-from inspect import Parameter, getdoc, signature
+from dataclasses import MISSING, dataclass, field, fields, replace
+from functools import cache
+from inspect import getdoc
 from textwrap import fill
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -19,7 +16,6 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 from spaceport.graphs.contract.faults import OptionFault
 
 Options = TypeVar("Options")
-Callee = TypeVar("Callee", bound=Callable[..., Any])
 _LARGEST = 2**64 - 1
 _NUMBERS = {int: "a whole number", float: "a number"}
 
@@ -138,72 +134,12 @@ def check_options(options: Any) -> None:
         declared.check(getattr(options, declared.name))
 
 
-def names_options(callee: Callee) -> Callee:
-    """The function, or class, with an error for unknown options that says where they belong."""
-    if isinstance(callee, type):
-        kind: Any = callee
-        kind.__init__ = names_options(kind.__init__)
-        return callee
-    function: Callable[..., Any] = callee
-
-    @wraps(function)
-    def checked(*positional: Any, **options: Any) -> Any:
-        try:
-            return function(*positional, **options)
-        except TypeError:
-            parameters = signature(function).parameters
-            unknown = {name: value for name, value in options.items() if name not in parameters}
-            if unknown:
-                raise OptionFault(_advice(function, unknown)) from None
-            by_name = [name for name, entry in parameters.items() if entry.kind is Parameter.KEYWORD_ONLY]
-            places = len(parameters) - len(by_name)
-            if by_name and len(positional) > places:
-                called, value = _called(function), reprlib.repr(positional[places])
-                options_named = f"{called}(NAME=…) with one of {', '.join(by_name)}"
-                raise OptionFault(f"{called} got {value} without a name: expected {options_named}") from None
-            raise
-
-    return checked  # type: ignore[return-value]
-
-
-def _called(function: Callable[..., Any]) -> str:
-    """The name of a function, method or class as it is called."""
-    return function.__qualname__.removesuffix(".__init__")
-
-
-def _advice(function: Callable[..., Any], unknown: dict[str, Any]) -> str:
-    """What is wrong with a call with these unknown options, and what to write instead."""
-    known = [parameter for parameter in signature(function).parameters if parameter not in ("self", "cls")]
-    (name, value), *_ = unknown.items()
-    if arguments := _arguments(function, unknown):
-        expected = ", ".join(arguments)
-    elif close := get_close_matches(name, known, 1):
-        expected = f"{close[0]}={reprlib.repr(value)}"
-    else:
-        expected = f"one of {', '.join(known)}"
-    return f"{_called(function)} has no option {name} (got {reprlib.repr(value)}): expected {expected}"
-
-
-def _arguments(function: Callable[..., Any], options: dict[str, Any]) -> list[str]:
-    """The arguments of a call through whose classes of options these options can be set."""
-    written = []
-    for parameter, hint in get_type_hints(function).items():
-        for kind in (hint, *get_args(hint)):
-            if parameter == "return" or not isinstance(kind, type) or not is_dataclass(kind):
-                continue
-            own = {name: value for name, value in options.items() if name in signature(kind).parameters}
-            others = {name: value for name, value in options.items() if name not in own}
-            if inner := [*(f"{name}={reprlib.repr(own[name])}" for name in own), *_arguments(kind.__init__, others)]:
-                written.append(f"{parameter}={kind.__name__}({', '.join(inner)})")
-    return written
-
-
 def documented(options: type[Options]) -> type[Options]:
-    """The dataclass with its options in its docstring and in errors about unknown ones."""
+    """The dataclass with its options in its docstring."""
     kind: Any = options
     lines = [
         fill(f"- `{declared.name}`: {declared.described}", 116, subsequent_indent="  ", break_on_hyphens=False)
         for declared in option_fields(kind)
     ]
     options.__doc__ = "\n".join([f"{getdoc(options)}\n", *lines])
-    return names_options(options)
+    return options

@@ -1,4 +1,4 @@
-"""Files: changed traces, tokenizers, checkpoint and service configurations are read or refused, in bounded time and memory."""
+"""Files: changed tokenizers, checkpoint and service configurations are read or refused, in bounded time and memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Any
 from attack.mutations import mutate
 from attack.opener import Opener
 from attack.outcome import Budget, Outcome
-from spaceport.runtime import Decoding, Runtime
 from support.paths import TINY
 
 _PATIENCE = 60.0  # seconds of a case on a busy machine
@@ -28,7 +27,6 @@ drain_timeout = 30.0
 chat = "/mnt/models/chat.bundle"
 """
 FILES = {
-    "trace": "trace.json",
     "tokenizer": "tokenizer.json",
     "checkpoint": "config.json",
     "configuration": "serve.toml",
@@ -62,14 +60,10 @@ def hostile_files(bundle: Path, work: Path, seed: int, budget: Budget) -> Outcom
 def _write_sound(bundle: Path, folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(TINY, folder / "checkpoint")
-    for kind in ("trace", "tokenizer", "configuration"):
+    for kind in ("tokenizer", "configuration"):
         (folder / kind).mkdir()
     shutil.copy(bundle / "tokenizer.json", folder / "tokenizer")
     (folder / "configuration" / "serve.toml").write_text(_CONFIGURATION, "utf-8")
-    with Runtime.open(bundle, threads=1, max_seq_len=64, step_costs="standard") as runtime:
-        completion = runtime.generate("import json\n", Decoding(max_tokens=8, fork=False, trace=True))
-        assert completion.trace is not None
-        (folder / "trace" / "trace.json").write_text(json.dumps(completion.trace.as_dict(runtime.tokenizer)), "utf-8")
 
 
 def _explode(file: Path, random: Random) -> str:

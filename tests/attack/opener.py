@@ -68,13 +68,6 @@ def _bundle(folder: Path) -> str:
         return f"tokens {runtime.bundle.manifest.files['model.onnx.data'].sha256[:12]} {list(tokens)}"
 
 
-def _trace(file: Path) -> str:
-    from spaceport.tools.report.files import page_of, read_trace
-
-    page_of(read_trace(file), "title")
-    return "read"
-
-
 def _tokenizer(file: Path) -> str:
     from spaceport.graphs.contract.manifest import FileRecord, Manifest, TokenIds
     from spaceport.graphs.contract.signature import Signature
@@ -101,16 +94,15 @@ def _checkpoint(file: Path) -> str:
 
 
 def _configuration(file: Path) -> str:
-    from spaceport.tools.cli.configuration import _content, options_in
+    from spaceport.tools.cli.configuration import content_of, options_in
     from spaceport.tools.cli.serve import command
 
-    options_in(command, _content(file), str(file))
+    options_in(command, content_of(file), str(file))
     return "read"
 
 
 _KINDS: dict[str, Callable[[Path], str]] = {
     "bundle": _bundle,
-    "trace": _trace,
     "tokenizer": _tokenizer,
     "checkpoint": _checkpoint,
     "configuration": _configuration,

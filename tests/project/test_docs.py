@@ -11,13 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from runpy import run_path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 
 from benchmarks.__main__ import command as benchmarks
 from spaceport.tools.cli import run
-from spaceport.tools.report.files import read_trace
 from support.paths import DOCS, ROOT
 
 
@@ -42,11 +40,9 @@ def beside_the_bundle(demo_bundle: Path, checkout: Path) -> Path:
     return checkout
 
 
-def test_the_programs_of_the_page_on_decoding_run(beside_the_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    program, cached = blocks("decoding.md", "python")
-    assert _run(program)["statistics"].tokens > 0  # whether drafts pay depends on the CPU
-    capsys.readouterr()
-    _run(cached)
+def test_the_program_of_the_page_on_decoding_runs(beside_the_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (program,) = blocks("decoding.md", "python")
+    _run(program)
     assert capsys.readouterr().out == "33 of 48 prompt tokens were reused\n"
 
 
@@ -60,16 +56,13 @@ def test_the_programs_of_the_page_on_sampling_run(beside_the_bundle: Path) -> No
 def test_the_program_of_the_page_on_embedding_runs(beside_the_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
     program = blocks("embedding.md", "python")[0]
     _run(program)
-    assert (
-        len(re.findall(r"\[(?:end|length): [\d.]+ tokens/step, acceptance rate \d+%\]", capsys.readouterr().out)) == 2
-    )
+    assert len(re.findall(r"\[(?:end|length): [\d.]+ tokens/step\]", capsys.readouterr().out)) == 2
 
 
 def test_the_program_and_the_command_of_the_page_on_traces_run(beside_the_bundle: Path) -> None:
     program, (commands,) = blocks("embedding.md", "python")[1], blocks("embedding.md", "console")
     _run(program)
-    pages = [(beside_the_bundle / name).read_text("utf-8") for name in ("report.html", "again.html")]
-    assert all("report_file.js" in page for page in pages)
+    assert "report_file.js" in (beside_the_bundle / "report.html").read_text("utf-8")
     (command,) = commands.splitlines()
     assert run(["generate", "demo.bundle", "import os", "--max-tokens", "40", *command.split()[-4:]]) == 0
     assert (beside_the_bundle / "trace.json").stat().st_size > 1000
@@ -259,7 +252,6 @@ def test_the_commands_and_the_program_run_one_after_the_other(
     use, measure = blocks(ROOT / "README.md", "console")
     for arguments in arguments_in(use + measure):
         assert run(arguments) == 0, capsys.readouterr().err
-    assert "<svg" in (checkout / "steps.svg").read_text("utf-8")
     assert "report_file.js" in (checkout / "report.html").read_text("utf-8")
     (program,) = blocks(ROOT / "README.md", "python")
     assert len(program.split("\n\n    ")[0].splitlines()) == 5
@@ -292,40 +284,8 @@ def test_engines_are_built_and_checked_as_the_page_says(checkout: Path, capsys: 
     assert names == ["sm80", "sm89"]
 
 
-PICTURE = ROOT / "docs" / "steps_and_threads.svg"
-DRAW = (  # draws PICTURE; the standard costs make the same request take the same steps on every machine
-    "spaceport generate demo.bundle --chat 'Explain the parameters of triangular( low = 0.0, high = 1.0, mode = None )' "
-    "--step-costs standard --trace trace.json --picture docs/steps_and_threads.svg"
-)
-
-
-def tokens_in(picture: str) -> list[tuple[str, int]]:
-    """The accepted and the other tokens of a picture's cells, in the order of the picture."""
-    cells = [part for part in ElementTree.fromstring(picture).iter() if "cell" in part.get("class", "").split()]
-    return [(kind, sum(part.get("class") == kind for part in cell)) for cell in cells for kind in ("accepted", "own")]
-
-
-@pytest.mark.torch
-@pytest.mark.slow
-def test_the_picture_shows_the_accepted_tokens_of_a_real_generation(
-    beside_the_bundle: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (beside_the_bundle / "docs").unlink()
-    (beside_the_bundle / "docs").mkdir()
-    assert run(shlex.split(DRAW)[1:]) == 0, capsys.readouterr().err
-    shown, current = PICTURE.read_text("utf-8"), (beside_the_bundle / "docs" / PICTURE.name).read_text("utf-8")
-    record = read_trace(beside_the_bundle / "trace.json")
-    rows = [rows for step in record.steps for rows in step.rows]
-    assert tokens_in(shown) == tokens_in(current), f"the generation has changed, run: {DRAW}"
-    found = tokens_in(shown)
-    assert sum(count for kind, count in found if kind == "accepted") == sum(one.accepted for one in rows) > 50
-    assert sum(count for kind, count in found if kind == "own") == sum(one.generated - one.accepted for one in rows)
-    assert f"]({PICTURE.name})" in START
-    assert PICTURE.stat().st_size <= 60_000
-
-
 ROW = re.compile(
-    r"^(plain|speculative|parallel threads|both) +(\d.*\d) +[\d.]+ +[\d.]+(?: \([\d.]+-[\d.]+\))? +(-|identical|DIFFERENT)$",
+    r"^\w* +(plain|speculative|parallel threads|both) +(\d.*\d) +[\d.]+ +[\d.]+(?: \([\d.]+-[\d.]+\))? +(-|identical|DIFFERENT)$",
     re.MULTILINE,
 )
 SPECULATIVE = ("speculative", "both")
@@ -339,7 +299,7 @@ def repeatable(row: tuple[str, str, str]) -> tuple[str, str, str]:
 
 def headings(text: str) -> set[tuple[str, ...]]:
     """The column headings of the demo's tables."""
-    return {tuple(re.split("  +", line)) for line in text.splitlines() if line.startswith("decoding  ")}
+    return {tuple(re.split("  +", line)) for line in text.splitlines() if line.startswith("prompt  ")}
 
 
 @pytest.mark.torch

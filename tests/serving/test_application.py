@@ -6,13 +6,14 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 from starlette.testclient import TestClient
 
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.sampling.sampler import Sampling
 from spaceport.runtime.session import Runtime
-from spaceport.runtime.trace import trace_of
+from spaceport.runtime.trace import TraceRecord
 from spaceport.serving import answers
 from spaceport.serving.application import application
 from spaceport.serving.options import ServiceOptions
@@ -200,7 +201,7 @@ def test_a_trace_has_the_rows_and_tokens_of_each_step_and_comes_with_the_events(
     assert "trace" not in ask(client, prompt=PROMPT)["choices"][0]["spaceport"]
     last = parts[-1]["spaceport"]["trace"]
     for trace in (choice["spaceport"]["trace"], last):
-        record = trace_of(trace)
+        record = msgspec.convert(trace, TraceRecord, str_keys=True)
         assert [(thread.path, thread.ending) for thread in record.threads] == [((), "length")]
         rows = [one for step in record.steps for one in step.rows]
         assert "".join(piece for one in rows for piece in one.pieces) == choice["text"]

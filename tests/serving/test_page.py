@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from starlette.testclient import TestClient
 
@@ -18,11 +19,10 @@ from spaceport.graphs.contract.manifest import TOKENIZER_FILE
 from spaceport.runtime.decode.draft import REASONS
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
-from spaceport.runtime.trace import trace_of
+from spaceport.runtime.trace import TraceRecord
 from spaceport.serving.application import application
 from spaceport.serving.options import ServiceOptions
-from spaceport.tools.report.files import write_trace
-from spaceport.tools.report.lanes import statistics_of, visible
+from spaceport.tools.report.files import visible, write_trace
 from support.browser import open_browser
 from support.chat_runtime import RunningService, chat_runtime, running_service
 from support.paths import DEMO
@@ -125,7 +125,7 @@ def expected(runtime: Runtime, *messages: str, system: str | None = None, max_to
 def saved_trace(visit: Visit) -> Any:
     with visit.page.expect_download() as download:
         visit.page.click("text=Save trace")
-    return trace_of(json.loads(Path(download.value.path()).read_text("utf-8")))
+    return msgspec.convert(json.loads(Path(download.value.path()).read_text("utf-8")), TraceRecord, str_keys=True)
 
 
 def titles(record: Any) -> list[str]:
@@ -147,22 +147,24 @@ def test_an_answer_is_that_of_the_runtime_with_its_counts(visit: Visit, runtime:
     assert visit.shown == expected(runtime, QUESTION)
     assert visit.page.locator(".turns .legend .chip").first.is_visible()  # what the colours mean
     record = saved_trace(visit)
-    statistics = statistics_of(record)
-    drafted, accepted = sum(statistics.drafted_by_depth), sum(statistics.accepted_by_depth)
+    fed = [rows for step in record.steps for rows in step.rows]
+    accepted, tokens = sum(rows.accepted for rows in fed), sum(rows.generated for rows in fed)
     assert accepted > 0
     assert visit.page.locator(".answered b").count() == accepted
-    assert visit.page.locator(".answered i").count() == statistics.tokens - accepted
-    steps = statistics.steps + statistics.prompt_steps
+    assert visit.page.locator(".answered i").count() == tokens - accepted
+    steps, drafting = len(record.steps), sum(any(rows.chosen for rows in step.rows) for step in record.steps)
     assert visit.texts(".watch .numbers dd")[1:] == [
-        f"{statistics.tokens_per_step:.2f}",
-        f"{accepted} of {drafted}",
-        f"{statistics.rows / steps:.1f}",
+        f"{tokens / drafting:.2f}",
+        f"{accepted} of {sum(len(rows.candidates) for rows in fed)}",
+        f"{sum(len(rows.tokens) for rows in fed) / steps:.1f}",
     ]
     assert visit.page.locator(".strip .column").count() == steps
-    assert visit.page.locator(".strip .token").count() == statistics.tokens
+    assert visit.page.locator(".strip .token").count() == tokens
     assert visit.page.locator(".strip title").all_text_contents() == titles(record)
-    by_depth = zip(statistics.drafted_by_depth, statistics.accepted_by_depth, strict=True)
-    assert visit.texts(".depth .share") == [f"{round(100 * right / all_)}% of {all_}" for all_, right in by_depth][:8]
+    drafted = Counter(rows.positions[row] - rows.position for rows in fed for row in rows.candidates)
+    right = Counter(depth for rows in fed for depth in range(rows.accepted))
+    shares = [f"{round(100 * right[depth] / drafted[depth])}% of {drafted[depth]}" for depth in sorted(drafted)]
+    assert visit.texts(".depth .share") == shares[:8]
 
 
 @pytest.mark.slow

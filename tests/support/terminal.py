@@ -16,11 +16,11 @@ _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 _PATIENCE = 60.0  # seconds for a text that is waited for
 
 
-def on_a_terminal(program: str, *arguments: str, escapes: bool = False) -> str:
-    """The output of a program on a terminal, with its escape sequences only if asked for."""
-    with at_a_terminal(program, *arguments, variables={"COLUMNS": "100", "LINES": "40"}) as typist:
+def on_a_terminal(program: str) -> str:
+    """The output of a program on a terminal, without its escape sequences."""
+    with at_a_terminal(program, variables={"COLUMNS": "100", "LINES": "40"}) as typist:
         assert typist.leave() == 0
-        return typist.raw if escapes else typist.shown
+        return typist.shown
 
 
 class Typist:
@@ -37,24 +37,13 @@ class Typist:
         """All that was shown, without colours."""
         return _ESCAPES.sub("", self.raw)
 
-    def type(self, text: str) -> None:
-        """Type a line, or keys such as \x03 (Ctrl-C) and \x04 (Ctrl-D)."""
-        os.write(self._terminal, text.encode() if len(text) == 1 else f"{text}\n".encode())
+    def press(self, keys: str) -> None:
+        """Press keys: characters, \r (Enter), \x03 (Ctrl-C), \x04 (Ctrl-D)."""
+        os.write(self._terminal, keys.encode())
 
-    def interrupt(self, text: str) -> None:
-        """Press Ctrl-C until this is shown: readline misses a signal between its prompt and its wait for keys."""
-        for _ in range(int(_PATIENCE)):
-            self.type("\x03")
-            try:
-                self.wait_for(text, 1.0)
-                return
-            except AssertionError:
-                continue
-        raise AssertionError(f"waited for {text!r}, got {self.raw[self._seen :]!r}")
-
-    def wait_for(self, text: str, patience: float = _PATIENCE) -> str:
+    def wait_for(self, text: str) -> str:
         """What is shown from the last such text to this one."""
-        end = monotonic() + patience
+        end = monotonic() + _PATIENCE
         while (index := self.raw.find(text, self._seen)) < 0:
             if not select.select([self._terminal], [], [], max(0.0, end - monotonic()))[0]:
                 raise AssertionError(f"waited for {text!r}, got {self.raw[self._seen :]!r}")
@@ -80,7 +69,7 @@ def at_a_terminal(program: str, *arguments: str, variables: Mapping[str, str] | 
     """Somebody at the terminal of a program, which is killed if it is not left."""
     terminal, inside = pty.openpty()
     environment = {name: value for name, value in os.environ.items() if name != "NO_COLOR"}
-    environment |= {"TERM": "xterm", "COLUMNS": "200", **(variables or {})}
+    environment |= {"TERM": "xterm", "COLUMNS": "200", "PROMPT_TOOLKIT_NO_CPR": "1", **(variables or {})}
     own_terminal = (  # so that Ctrl-C is a signal, also if the tests ignore it
         "import fcntl, signal, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from xml.etree import ElementTree
+from xml.etree.ElementTree import Element
 
 from spaceport.tools.bench.report import Spread, short_number
-from spaceport.tools.report.picture import Attributes, Element, add, path, picture
 
 _COLOURS = (
     *("#0072b2", "#56b4e9", "#009e73", "#d55e00", "#cc79a7"),
@@ -44,13 +44,35 @@ class Chart:
         return _LINES + _TITLE + 3 * _MARGIN
 
 
+def _spelled(value: str | float) -> str:
+    """A number rounded to one decimal; text as it is."""
+    return value if isinstance(value, str) else f"{value:.1f}".removesuffix(".0")
+
+
+def add(parent: Element, tag: str, attributes: Mapping[str, str | float] | None = None, text: str = "") -> Element:
+    """A new element at the end of another."""
+    element = ElementTree.SubElement(parent, tag, {name: _spelled(value) for name, value in (attributes or {}).items()})
+    element.text = text
+    return element
+
+
+def path(points: Iterable[tuple[float, float]]) -> str:
+    """An SVG path of straight lines through the points."""
+    return "M" + " L".join(f"{_spelled(x)} {_spelled(y)}" for x, y in points)
+
+
 def plot_of(label: str, title: str, subjects: Iterable[str], parts: Sequence[Panel | Chart], subtitle: str = "") -> str:
     """The picture as SVG text; a subject has the same colour in all parts."""
     colours = {name: _COLOURS[index % len(_COLOURS)] for index, name in enumerate(dict.fromkeys(subjects))}
     top = _TITLE * (2 if subtitle else 1)
     height = top + sum(part.height for part in parts)
-    drawing = picture(_WIDTH, height, label)
-    drawing.set("xmlns", "http://www.w3.org/2000/svg")
+    size: dict[str, str | float] = {
+        "width": _WIDTH,
+        "height": height,
+        "viewBox": f"0 0 {_spelled(_WIDTH)} {_spelled(height)}",
+    }
+    named = {"xmlns": "http://www.w3.org/2000/svg", "role": "group", "aria-label": label}
+    drawing = Element("svg", {name: _spelled(value) for name, value in {**size, **named}.items()})
     add(drawing, "style", text=_STYLE)
     add(drawing, "rect", {"width": _WIDTH, "height": height, "fill": "#fff"})
     add(drawing, "text", {"x": _MARGIN, "y": 18, "class": "title"}, title)
@@ -73,7 +95,7 @@ def _draw_bars(drawing: Element, panel: Panel, colours: dict[str, str], top: flo
     for index, (name, spread) in enumerate(panel.bars):
         y = top + index * (_BAR + _GAP)
         add(drawing, "text", {"x": _LABELS - 8, "y": y + 11, "class": "last"}, name)
-        size: Attributes = {"x": _LABELS, "y": y, "width": max(1.0, spread.median * scale), "height": _BAR}
+        size: dict[str, str | float] = {"x": _LABELS, "y": y, "width": max(1.0, spread.median * scale), "height": _BAR}
         add(drawing, "rect", {**size, "fill": colours[name]})
         ends = [(_LABELS + value * scale, y + _BAR / 2) for value in (spread.low, spread.high)]
         add(drawing, "path", {"d": path(ends), "stroke": "#222", "fill": "none"})
@@ -89,7 +111,7 @@ def _draw_lines(drawing: Element, chart: Chart, colours: dict[str, str], base: f
     frame = path([(_LEFT, base - _LINES), (_LEFT, base), (right, base)])
     add(drawing, "path", {"d": frame, "stroke": "#999", "fill": "none"})
     for share in (0.0, 0.5, 1.0):
-        place: Attributes = {"x": _LEFT - 6, "y": base - share * _LINES + 4, "class": "last"}
+        place: dict[str, str | float] = {"x": _LEFT - 6, "y": base - share * _LINES + 4, "class": "last"}
         add(drawing, "text", place, f"{most * share:.3g}")
     for x in columns:
         add(drawing, "text", {"x": _LEFT + x * across, "y": base + 16, "text-anchor": "middle"}, str(x))
@@ -99,6 +121,12 @@ def _draw_lines(drawing: Element, chart: Chart, colours: dict[str, str], base: f
         for x_place, y_place in places:
             add(drawing, "circle", {"cx": x_place, "cy": y_place, "r": 3, "fill": colours[name]})
         y_legend = base - _LINES + index * 18
-        square: Attributes = {"x": right + 16, "y": y_legend - 9, "width": 10, "height": 10, "fill": colours[name]}
+        square: dict[str, str | float] = {
+            "x": right + 16,
+            "y": y_legend - 9,
+            "width": 10,
+            "height": 10,
+            "fill": colours[name],
+        }
         add(drawing, "rect", square)
         add(drawing, "text", {"x": right + 32, "y": y_legend}, name)

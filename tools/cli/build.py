@@ -21,7 +21,6 @@ from spaceport.runtime.backends.machine import NoGpu, gpu
 from spaceport.runtime.bundle import Bundle, open_bundle, read_manifest
 from spaceport.runtime.engine import capacity_for, seq_len, slots_for
 from spaceport.tools.cli.options import (
-    Renamed,
     Sectioned,
     bundle_argument,
     json_option,
@@ -48,8 +47,6 @@ _SHAPES = options(
     click.option(
         "--prefill-rows",
         "prompt_rows",
-        cls=Renamed,
-        former=["--prompt-rows"],
         default=512,
         show_default=True,
         metavar="N",
@@ -72,8 +69,6 @@ class Build(Sectioned):
 @click.option(
     "--backend",
     "flavour",
-    cls=Renamed,
-    former=["--flavour"],
     type=click.Choice(FLAVOURS),
     help="Library to build with; default: the one that is installed.",
 )

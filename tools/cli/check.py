@@ -18,7 +18,6 @@ from spaceport.tools.cli.audit import show as show_audit
 from spaceport.tools.cli.inspect import accuracy
 from spaceport.tools.cli.options import (
     PATH,
-    Renamed,
     Sectioned,
     Unused,
     adapter_option,
@@ -66,8 +65,6 @@ class Check(Sectioned):
 @click.option(
     "--long-context",
     "length",
-    cls=Renamed,
-    former=["--long"],
     type=int,
     metavar="N",
     help=f"Tokens of the long-context case; default: {DEFAULT_LONG}, or the maximum of the model and all engines.",

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import platform
-import re
 import shutil
 import subprocess
 import sys
-import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -114,68 +112,28 @@ def healthy(found: Mapping[str, Any]) -> bool:
 
 
 def show(found: Mapping[str, Any]) -> None:
-    """Print what was found, at most 80 columns wide except for commands, each of which has its own line."""
+    """Print what was found."""
     show_table("", ("property", "value"), list(found["system"].items()))
-    rows = [(p["package"], p["version"] or "-", p["for"]) for p in found["packages"]]
-    show_table("\nPackages", ("package", "version", "used for"), rows)
-    missing: dict[str, list[str]] = {p["install"]: [] for p in found["packages"] if p["install"]}  # command -> packages
-    for package in found["packages"]:
-        if package["install"]:
-            missing[package["install"]].append(f"{package['package']}: {package['for']}")
-    if missing:
-        click.echo("\nCommands that install missing packages")
-    for command, packages in missing.items():
-        _show_entry("; ".join(packages), "", [command])
+    rows = [tuple(package.values()) for package in found["packages"]]
+    show_table("\nPackages", ("package", "version", "used for", "install with"), rows)
     if found["formats"]:
-        _show_formats(found["formats"])
-    click.echo("\nBackends")
-    for backend in found["backends"]:
-        reason, commands = split_commands(backend["why"].removeprefix(f"backend {backend['backend']} "))
-        _show_entry(f"{backend['backend']}: {'ready' if backend['ready'] else 'not ready'}", reason, commands)
-    click.echo("\nTensorRT builders")
-    for builder in found["builders"]:
-        reason, commands = split_commands(builder["why"])
-        targets = ", ".join(builder["targets"])
-        state = f"builds for {targets}" if targets else "not ready"
-        version = f" {builder['version']}" if builder["version"] else ""
-        _show_entry(f"{builder['flavour']}{version}: {state}", "" if targets else reason, commands)
+        rows = [(cost["format"], *cost["milliseconds"], cost["rows"]) for cost in found["formats"]]
+        label = "\nMatrix products of bundle formats on this CPU (768 x 2304, one thread, ms)"
+        show_table(label, ("--weights", *(f"{n} rows" for n in FORMAT_ROWS), "drafted rows"), rows)
+        click.echo(_EXACTNESS)
+    rows = [(one["backend"], "yes" if one["ready"] else "no", one["why"]) for one in found["backends"]]
+    show_table("\nBackends", ("backend", "ready", "why"), rows)
+    rows = [(one["flavour"], one["version"], ", ".join(one["targets"]) or one["why"]) for one in found["builders"]]
+    show_table("\nTensorRT builders", ("library", "version", "builds for"), rows)
     for problem in found["problems"]:
-        click.echo("\nProblem")
-        _show_entry(problem["problem"], "", problem["commands"])
-
-
-def _show_formats(formats: Iterable[Mapping[str, Any]]) -> None:
-    """Print what each bundle format costs and guarantees on this CPU."""
-    rows = [(cost["format"], *(f"{one:.3f}" for one in cost["milliseconds"]), cost["rows"]) for cost in formats]
-    label = "\nMatrix products of bundle formats on this CPU (768 x 2304, one thread, ms)"
-    show_table(label, ("--weights", *(f"{n} rows" for n in FORMAT_ROWS), "drafted rows"), rows)
-    click.echo(textwrap.fill(_EXACTNESS, 80))
-
-
-def split_commands(reason: str) -> tuple[str, list[str]]:
-    """A reason without the commands that solve it, and these commands."""
-    sentence, _, commands = reason.partition(": pip ")
-    return sentence, re.split(r", then ", f"pip {commands}") if commands else []
-
-
-def _show_entry(title: str, detail: str, commands: Iterable[str]) -> None:
-    for text, indent in ((title, "  "), (detail, "    ")):
-        if text:
-            click.echo(textwrap.fill(text, 80, initial_indent=indent, subsequent_indent="    ", break_on_hyphens=False))
-    for command in commands:
-        click.echo(f"    $ {command}")
+        click.echo(f"\nproblem: {problem}")
 
 
 def survey() -> dict[str, Any]:
     """Everything that doctor shows, as JSON data."""
     versions = {package: _version(package) for package in PACKAGES}
     packages = [
-        {
-            "package": package,
-            "version": versions[package],
-            "for": purpose,
-            "install": _install(package, versions),
-        }
+        {"package": package, "version": versions[package], "for": purpose, "install": _install(package, versions)}
         for package, (_, purpose) in PACKAGES.items()
     ]
     system = {
@@ -189,13 +147,14 @@ def survey() -> dict[str, Any]:
         "NVIDIA driver": _driver() or "none found",
         "exported bundles": _exported(),
     }
+    problems = (clashing(), problem_of(state_folder()), problem_of(cache_folder()))
     return {
         "system": system,
         "packages": packages,
         "formats": _formats(),
         "backends": [*map(_backend, BACKENDS), _torch(versions)],
         "builders": [*map(_builder, FLAVOURS)],
-        "problems": _problems(),
+        "problems": [problem for problem in problems if problem is not None],
     }
 
 
@@ -206,30 +165,12 @@ def _formats() -> list[dict[str, Any]]:
     return found
 
 
-def _problems() -> list[dict[str, Any]]:
-    """What is installed but cannot work, with the commands that repair it."""
-    found = []
-    if (clash := clashing()) is not None:
-        reason, commands = split_commands(clash)
-        repair = f"{reason}: uninstall both, then install one of them"
-        extras = ("cpu",) if no_gpu() else ("cpu", "gpu")
-        found.append({"problem": repair, "commands": [*commands, *map(install_command, extras)]})
-    problems = [problem_of(folder) for folder in (state_folder(), cache_folder())]
-    found += [{"problem": problem, "commands": []} for problem in problems if problem is not None]
-    return found
-
-
 def _install(package: str, versions: dict[str, str | None]) -> str | None:
     """The command that installs a package; nothing if it is installed, another one replaces it, or it needs a GPU."""
-    extra = PACKAGES[package][0]
-    command = install_command(extra)
-    if versions[package] or (package == "onnxruntime" and versions["onnxruntime-gpu"]):
+    extra, others = PACKAGES[package][0], {"onnxruntime": "onnxruntime-gpu", "onnxruntime-gpu": "onnxruntime"}
+    if versions[package] or versions.get(others.get(package, "")):
         return None
-    if extra in _FOR_GPUS and no_gpu():
-        return None
-    if package == "onnxruntime-gpu" and versions["onnxruntime"]:  # they overwrite each other
-        return f"pip uninstall -y onnxruntime && {command}"
-    return command
+    return None if extra in _FOR_GPUS and no_gpu() else install_command(extra)
 
 
 def _backend(name: str) -> dict[str, Any]:
@@ -253,15 +194,10 @@ def _builder(flavour: str) -> dict[str, Any]:
         return {"flavour": flavour, "version": None, "targets": [], "why": said[-1]}
     version, *targets = said
     try:
-        here = gpu().target
-        targets = [*targets, *(() if here in targets else (here,))]
+        targets = [*dict.fromkeys((*targets, gpu().target))]
     except NoGpu as error:
-        return {
-            "flavour": flavour,
-            "version": version,
-            "targets": targets,
-            "why": f"builds for the GPU of this machine, and there is none: {error}",
-        }
+        why = f"builds for the GPU of this machine, and there is none: {error}"
+        return {"flavour": flavour, "version": version, "targets": targets, "why": why}
     return {"flavour": flavour, "version": version, "targets": targets, "why": ""}
 
 

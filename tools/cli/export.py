@@ -26,7 +26,6 @@ from spaceport.tools.adopt.given import (
 from spaceport.tools.cli.adopt import method_option, noise_seed_option
 from spaceport.tools.cli.options import (
     PATH,
-    Renamed,
     Sectioned,
     Unused,
     bundle_argument,
@@ -209,8 +208,6 @@ class Export(Sectioned):
 @click.option(
     "--calibration-data",
     "calibrate",
-    cls=Renamed,
-    former=["--calibrate"],
     type=PATH,
     metavar="PROMPTS",
     help="Prompt file, one prompt per line: int8 and int4 weights are rounded for texts that the model samples after them; "

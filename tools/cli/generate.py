@@ -47,10 +47,10 @@ from spaceport.tools.cli.options import (
     runtime_engine_options,
     runtime_options,
 )
-from spaceport.tools.terminal.generation import Lanes, as_dict, show, show_statistics
+from spaceport.tools.terminal.generation import as_dict, show, show_statistics
 from spaceport.tools.terminal.screen import show_json, show_notes
 
-_FILES = ("trace", "report", "picture")  # that show what each step did
+_FILES = ("trace", "report")  # that show what each step did
 
 
 class Generate(Sectioned):
@@ -64,7 +64,6 @@ class Generate(Sectioned):
         "temperature": "Sampling",
         "regex": "Constrained decoding (turns parallel threads off)",
         "logprobs": "Output",
-        "live": "Output",
         "max_seq_len": "Limits",
         "backend": "Backend",
     }
@@ -88,9 +87,6 @@ _prompts = options(
 )
 _outputs = options(
     click.option(
-        "--live", is_flag=True, help="Show all threads side by side while they are generated (on a terminal)."
-    ),
-    click.option(
         "--show-drafts",
         is_flag=True,
         help="Mark accepted draft tokens: green on a terminal, in [brackets] elsewhere.",
@@ -99,7 +95,6 @@ _outputs = options(
     json_option("text, tokens, threads and statistics"),
     click.option("--trace", type=PATH, metavar="FILE", help="Write a trace of all steps as JSON."),
     click.option("--report", type=PATH, metavar="FILE", help="Write a trace of all steps as an HTML page."),
-    click.option("--picture", type=PATH, metavar="FILE", help="Write a diagram of threads and steps as SVG."),
 )
 _engines = options(
     max_seq_len_option,
@@ -153,14 +148,9 @@ def command(context: click.Context, /, bundle: Path, prompt: str | None, **given
             raise OptionFault(f"--chat: {bundle} has no chat template: leave --chat out and give a plain prompt")
         banned_ids = _token_ids(given["banned"], runtime.tokenizer)
         decoding = replace(decoding, sampling=replace(decoding.sampling, banned=banned_ids))
-        lanes = Lanes(runtime.bundle.manifest.tokens.fork)
         with runtime.stream(prompted, decoding) as stream:
-            if given["live"]:
-                from spaceport.tools.terminal.live import show_live
-
-                show_live(stream, lanes, given["show_drafts"])
-            elif not given["as_json"]:
-                show(stream, lanes, given["show_drafts"])
+            if not given["as_json"]:
+                show(stream, runtime.bundle.manifest.tokens.fork, given["show_drafts"])
             completion = stream.completion()
         if completion.trace is not None:
             write_files(completion.trace, runtime.tokenizer, given, f"Generation of {bundle.name}")
@@ -215,17 +205,14 @@ def check_files(files: Mapping[str, Path | None]) -> None:
 
 
 def write_files(trace: Trace, tokenizer: Tokenizer, given: dict[str, Any], title: str) -> None:
-    """Write the trace, the report and the picture that the options ask for."""
-    from spaceport.tools.report.files import write_report, write_text, write_trace
-    from spaceport.tools.report.picture import figure_of
+    """Write the trace and the report that the options ask for."""
+    from spaceport.tools.report.files import write_report, write_trace
 
     record = trace.record(tokenizer)
     if given["trace"] is not None:
         write_trace(given["trace"], record)
     if given["report"] is not None:
         write_report(given["report"], record, title)
-    if given["picture"] is not None:
-        write_text(given["picture"], figure_of(record, title))
     for option in _FILES:
         if given[option] is not None:
             click.echo(f"{given[option]}: {option} written", err=True)
@@ -234,8 +221,6 @@ def write_files(trace: Trace, tokenizer: Tokenizer, given: dict[str, Any], title
 def check_before(context: click.Context) -> None:
     """Raise for options that contradict each other or have no effect, whatever the bundle is."""
     given = context.params
-    if given["live"] and not sys.stdout.isatty():
-        raise OptionFault("--live needs a terminal, and standard output is none: leave it out, or use --show-drafts")
     if given["checkpoint"] is not None and given["backend"] != "torch":
         raise OptionFault("--checkpoint has no effect without --backend torch: add --backend torch, or leave it out")
     if given["adapter"] is not None and given["checkpoint"] is None:
@@ -262,7 +247,7 @@ def check_before(context: click.Context) -> None:
             ),
             Unused(not given["as_json"], ("logprobs",), "without --json", "add --json"),
             Unused(not given["chat"], ("system", "chat_template_kwargs"), "without --chat", "add --chat"),
-            Unused(given["as_json"], ("live", "show_drafts"), "with --json", "leave --json out"),
+            Unused(given["as_json"], ("show_drafts",), "with --json", "leave --json out"),
             Unused(
                 given["draft"] == "chain", ("draft_rows", "draft_siblings"), "with --draft chain", "use --draft tree"
             ),

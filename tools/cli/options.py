@@ -188,22 +188,6 @@ class Unused(NamedTuple):
     remedy: str  # as in an error: "add --temperature 1"
 
 
-class Renamed(click.Option):
-    """An option that also accepts its former names, which --help does not list."""
-
-    def __init__(self, declarations: Sequence[str], former: Sequence[str] = (), **settings: Any) -> None:
-        super().__init__(declarations, **settings)
-        self.former = tuple(former)
-
-    def add_to_parser(self, parser: Any, ctx: click.Context) -> None:
-        listed = self.opts
-        self.opts = [*listed, *self.former]
-        try:
-            super().add_to_parser(parser, ctx)
-        finally:
-            self.opts = listed
-
-
 class BeforeLast(click.Argument):
     """One or more values before the last argument; where only one value is given, the last argument is missing."""
 

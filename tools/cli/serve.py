@@ -16,17 +16,10 @@ from spaceport.runtime.bundle import read_manifest
 from spaceport.runtime.session import DEFAULT_CALL_TIMEOUT, Runtime
 from spaceport.serving.options import ServiceOptions
 from spaceport.tools.cli.bundle_cache import bundle_at, model_name
-from spaceport.tools.cli.configuration import (
-    KEY_VARIABLE,
-    Configured,
-    config_option,
-    effective,
-    keys_of,
-    print_config_option,
-    unknown_variables,
-)
+from spaceport.tools.cli.configuration import KEY_VARIABLE, config_option, keys_of
 from spaceport.tools.cli.options import (
     PATH,
+    Sectioned,
     backend_option,
     declared_options,
     declared_values,
@@ -42,7 +35,7 @@ from spaceport.tools.cli.options import (
 _LOCAL = ("127.0.0.1", "::1", "localhost")
 
 
-class Serve(Configured):
+class Serve(Sectioned):
     """The command with its options in groups."""
 
     headings: ClassVar = {
@@ -60,7 +53,6 @@ class Serve(Configured):
             *("log_format", "backend", "threads"),
         )
     )
-    tables: ClassVar = {"models": "bundles", "limits": "limits"}
 
 
 def _named(_: click.Context, __: click.Parameter, given: Sequence[str]) -> dict[str, str]:
@@ -73,9 +65,6 @@ def _known_limits(_: click.Context, __: click.Parameter, given: Sequence[str]) -
     except OptionFault as error:
         raise click.BadParameter(str(error)) from error
     return given
-
-
-_configuration = options(config_option, print_config_option)
 
 
 _network = options(
@@ -141,25 +130,18 @@ _engines = options(
 
 @click.command("serve", cls=Serve, context_settings={"auto_envvar_prefix": "SPACEPORT"})
 @click.argument("bundles", nargs=-1, metavar="BUNDLE…", envvar="SPACEPORT_MODELS", callback=_named)
-@_configuration
+@config_option
 @_network
 @_logs
 @_requests
 @_engines
-@click.pass_context
-def command(context: click.Context, /, host: str, port: int, print_config: bool, **given: Any) -> None:
+def command(host: str, port: int, **given: Any) -> None:
     """Serve each BUNDLE, checkpoint or GGUF file as a model, under the name of its folder; NAME=BUNDLE gives it another name.
 
     Each option can also be set by an environment variable such as SPACEPORT_MAX_REQUESTS, and in the file of --config.
     """
     service_options, openers = service_options_of(given), openers_of(given)
     keys = service_options.keys
-    for warning in unknown_variables(context, [KEY_VARIABLE]):
-        click.echo(f"warning: {warning}", err=True)
-    if print_config:
-        click.echo(effective(context))
-        click.echo(f"\n# keys that clients may send: {len(keys)}")
-        return
     if not openers:
         raise click.UsageError("no bundle is given: expected BUNDLE, or a table [models] in the file of --config")
     from spaceport.serving.application import application

@@ -16,7 +16,6 @@ from spaceport.graphs.contract.draft_methods import GROUPS
 from spaceport.tools.cli.options import (
     DURATION,
     PATH,
-    Renamed,
     Sectioned,
     Unused,
     json_option,
@@ -183,8 +182,6 @@ _objective = options(
         "--unfork-rate",
         "P",
         "Probability that an answer that could fork is trained without forks.",
-        cls=Renamed,
-        former=["--whole-rate"],
     ),
 )
 

@@ -1,1 +1,1 @@
-"""Report: an HTML page and a picture of a generation, made from its trace."""
+"""Report: an HTML page of a generation, made from its trace."""

@@ -4,20 +4,36 @@ from __future__ import annotations
 
 import json
 import os
+import unicodedata
 from pathlib import Path
 
 import jinja2
 from markupsafe import Markup
 
 from spaceport.graphs.contract.atomic_file import replace_text
-from spaceport.graphs.contract.faults import InputFault, OptionFault
-from spaceport.runtime.trace import TraceRecord, trace_of
+from spaceport.graphs.contract.faults import OptionFault
+from spaceport.runtime.trace import TraceRecord
 from spaceport.serving.page.modules import import_map, style
-from spaceport.tools.report.lanes import visible
 
+_JOINERS = "\u200c\u200d"  # needed inside words and emoji
+_NO_CHARACTERS = range(0xFDD0, 0xFDF0)
 _TEMPLATE = Path(__file__).with_name("page.html.jinja")
-_LARGEST_TRACE = 2**26  # bytes; a step of the demo has 500, and 14 arrays and objects
-_MOST_CONTAINERS = 2**20  # arrays and objects, which take twenty times their bytes
+
+
+def visible(text: str) -> str:
+    """Text with invisible and invalid characters replaced by their codes."""
+    return text if text.isprintable() else "".join(map(_shown, text))
+
+
+def _shown(character: str) -> str:
+    """The character, or its code if it is invisible, changes the direction of text or is invalid."""
+    code = ord(character)
+    if character in "\n\t" or character in _JOINERS:
+        return character
+    invisible = unicodedata.category(character) in ("Cc", "Cf", "Cs")
+    if invisible or code in _NO_CHARACTERS or code & 0xFFFE == 0xFFFE:
+        return f"⟨{code:02X}⟩"
+    return character
 
 
 def page_of(record: TraceRecord, title: str) -> str:
@@ -58,29 +74,8 @@ def write_report(path: Path, record: TraceRecord, title: str = "Generation") -> 
 
 
 def write_trace(path: Path, record: TraceRecord) -> None:
-    """Write a record as JSON, for `read_trace`."""
+    """Write a record as JSON, which the page of a service opens."""
     write_text(path, json.dumps(record.as_dict(), separators=(",", ":"), allow_nan=False) + "\n")
-
-
-def read_trace(path: Path) -> TraceRecord:
-    """The validated record in a trace file."""
-    try:
-        if not path.is_file():
-            raise InputFault("no such file: expected a trace written by `spaceport generate --trace`")
-        if (size := path.stat().st_size) > _LARGEST_TRACE:
-            raise InputFault(f"{size} bytes: expected a trace of at most {_LARGEST_TRACE}")
-        text = path.read_text("utf-8")
-        if (count := text.count("[") + text.count("{")) > _MOST_CONTAINERS:
-            raise InputFault(f"{count} arrays and objects: expected a trace with at most {_MOST_CONTAINERS}")
-        return trace_of(json.loads(text))
-    except InputFault as fault:
-        raise InputFault(f"{path}: {fault}") from fault
-    except OSError as error:
-        raise InputFault(f"{path}: {error.strerror}: expected a file that can be read") from error
-    except (ValueError, RecursionError) as error:  # ValueError: not UTF-8, not JSON, too many digits
-        raise InputFault(
-            f"{path}: {error}: expected a trace in JSON; write it again with `spaceport generate --trace`"
-        ) from error
 
 
 def write_text(path: Path, text: str) -> None:

@@ -30,55 +30,41 @@ class Span(NamedTuple):
 
 
 @dataclass
-class Lane:
+class _ThreadText:
     """The text of one thread so far, with its child threads at the positions where it forks."""
 
     path: Path
-    parts: list[Span | Lane] = field(default_factory=list)
+    parts: list[Span | _ThreadText] = field(default_factory=list)
     children: int = 0
 
-    @property
-    def name(self) -> str:
-        """The label beside the text."""
-        return f"thread {self._number}" if self.path else "root"
-
-    @property
     def spans(self) -> Iterator[Span]:
-        """The text of this thread alone; each child thread is a marker such as <0>."""
-        for part in self.parts:
-            yield Span(f"<{part._number}>", False) if isinstance(part, Lane) else part
+        """Its text and that of its child threads in reading order; do not ask for more than was added."""
+        for part in self.parts:  # grows while it is read
+            if isinstance(part, _ThreadText):
+                yield from part.spans()
+            else:
+                yield part
 
-    @property
-    def _number(self) -> str:
-        return ".".join(map(str, self.path))
 
-
-class Lanes:
-    """All threads of a generation, built from the pieces of its stream."""
+class MarkedText:
+    """The text of a generation in reading order, with what proposed each part, from the pieces of its stream."""
 
     def __init__(self, fork: int | None) -> None:
-        self.root = Lane(())
-        self._fork = fork
-        self._lanes: dict[Path, Lane] = {(): self.root}
-        self._order: Iterator[Span] = _reading(self.root)
-
-    def __len__(self) -> int:
-        return len(self._lanes)
-
-    def __iter__(self) -> Iterator[Lane]:
-        """The threads in reading order: each one before its child threads."""
-        return _below(self.root)
+        root = _ThreadText(())
+        self._fork = fork  # id of the [Fork] token
+        self._threads: dict[Path, _ThreadText] = {(): root}
+        self._order: Iterator[Span] = root.spans()
 
     def add(self, piece: Piece) -> list[Span]:
         """Add a piece; the spans that it appends to the text in reading order."""
-        lane = self._lanes[piece.thread]
+        thread = self._threads[piece.thread]
         if piece.text:
-            lane.parts.append(Span(piece.text, piece.drafted, piece.source))
+            thread.parts.append(Span(piece.text, piece.drafted, piece.source))
         if piece.token == self._fork:
-            child = Lane((*lane.path, lane.children))
-            lane.children += 1
-            lane.parts.append(child)
-            self._lanes[child.path] = child
+            child = _ThreadText((*thread.path, thread.children))
+            thread.children += 1
+            thread.parts.append(child)
+            self._threads[child.path] = child
         return list(self._read(piece.reading))
 
     def _read(self, reading: str) -> Iterator[Span]:
@@ -91,17 +77,12 @@ class Lanes:
             reading = reading[len(text) :]
 
 
-def colour_of(source: str | None) -> str:
-    """The colour of draft tokens of a source."""
-    return _COLOURS.get(source, _OTHER_COLOUR)
-
-
 def marked(spans: Iterable[Span], terminal: bool, open_bracket: bool = False) -> tuple[str, bool]:
     """Spans as text, drafted ones underlined on a terminal, in the colour of their source, and in [brackets] elsewhere; whether a bracket is still open."""
     found = []
     for text, drafted, source in spans:
         if terminal:
-            colour = None if os.environ.get("NO_COLOR") else colour_of(source)
+            colour = None if os.environ.get("NO_COLOR") else _COLOURS.get(source, _OTHER_COLOUR)
             found.append(click.style(text, fg=colour, underline=True) if drafted else text)
             continue
         if drafted != open_bracket:
@@ -111,43 +92,17 @@ def marked(spans: Iterable[Span], terminal: bool, open_bracket: bool = False) ->
     return "".join(found), open_bracket
 
 
-def _reading(lane: Lane) -> Iterator[Span]:
-    """The spans of a lane and of its child threads in reading order; do not ask for more than was added."""
-    for part in lane.parts:  # grows while it is read
-        if isinstance(part, Lane):
-            yield from _reading(part)
-        else:
-            yield part
-
-
-def _below(lane: Lane) -> Iterator[Lane]:
-    yield lane
-    for part in list(lane.parts):
-        if isinstance(part, Lane):
-            yield from _below(part)
-
-
-def show(stream: Stream, lanes: Lanes, drafts: bool) -> None:
-    """Print the output in reading order while it is generated."""
-    terminal, open_bracket = sys.stdout.isatty(), False
+def show(stream: Stream, fork: int | None, drafts: bool) -> None:
+    """Print the output in reading order while it is generated, with accepted draft tokens marked if `drafts`."""
+    found, terminal, open_bracket = MarkedText(fork), sys.stdout.isatty(), False
     for piece in stream:
         text = piece.reading
         if drafts:
-            text, open_bracket = marked(lanes.add(piece), terminal, open_bracket)
+            text, open_bracket = marked(found.add(piece), terminal, open_bracket)
         if text:
             click.echo(text, nl=False)
             sys.stdout.flush()
     click.echo("]" if open_bracket else "")
-
-
-def show_lanes(lanes: Lanes) -> None:
-    """Print the threads of a generation one below the other, with accepted draft tokens marked."""
-    terminal = sys.stdout.isatty()
-    width = max(len(lane.name) for lane in lanes) + 2
-    for lane in lanes:
-        text, open_bracket = marked(lane.spans, terminal)
-        lines = (text + "]" * open_bracket).split("\n")
-        click.echo(lane.name.ljust(width) + f"\n{' ' * width}".join(lines))
 
 
 def show_statistics(completion: Completion) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import signal
 from collections.abc import Iterator, Sequence
@@ -14,21 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from spaceport.graphs.contract.faults import MissingDependency
+from spaceport.graphs.contract.faults import InputFault, MissingDependency
 from spaceport.runtime.session import Runtime
 from spaceport.tools.cli import INPUT, MISSING, USAGE, demo, run
-from spaceport.tools.cli.demo import (
-    CHAT_LEGEND,
-    LEGEND,
-    THREADS_LEGEND,
-    base_model,
-    compare,
-    compare_chats,
-    has_passed,
-    next_steps,
-    rows_of,
-)
+from spaceport.tools.cli.demo import LEGEND, base_model, compare, next_steps, rows_of
 from spaceport.tools.demo.modes import MODES, TimedModes, TimedRun, timed
+from spaceport.tools.demo.prompts import prompts_of
 from support.adapters import train
 from support.gguf_files import random_model, write_gguf
 from support.paths import TINY
@@ -60,7 +50,7 @@ def lasting(runs: Sequence[TimedRun], *seconds: float) -> list[TimedRun]:
 
 def test_a_prompt_whose_output_forks_runs_in_four_modes_and_each_round_starts_with_another(found: TimedModes) -> None:
     assert list(found) == [PLAIN, SPECULATIVE, PARALLEL, BOTH]
-    completions = [runs[0].completions[0] for runs in found.values()]
+    completions = [runs[0].completion for runs in found.values()]
     assert [len(one.threads) for one in completions] == [1, 1, 5, 5]
     assert [any(one.statistics.drafted_by_depth) for one in completions] == [False, True, False, True]
     rounds = [[runs[number].seconds for runs in found.values()] for number in range(4)]
@@ -68,48 +58,42 @@ def test_a_prompt_whose_output_forks_runs_in_four_modes_and_each_round_starts_wi
     assert [max(one) < min(later) for one, later in pairwise(rounds)] == [True] * 3
 
 
-def test_each_speculative_run_is_compared_with_the_run_above_it_in_every_thread_and_round(found: TimedModes) -> None:
-    def verdicts(changed: TimedModes) -> list[str]:
-        return [str(row[-1]) for row in rows_of({**found, **changed})]
-
-    assert verdicts({}) == ["-", "identical", "-", "identical"]
-    assert not found[PARALLEL][0].same_as(found[PLAIN][0])
-    assert verdicts({SPECULATIVE: found[PARALLEL]}) == ["-", "DIFFERENT", "-", "identical"]
-    *runs, run = found[BOTH]
-    (completion,) = run.completions
-    last = completion.threads[-1]
-    threads = (*completion.threads[:-1], replace(last, tokens=(*last.tokens[:-1], 5)))
-    other = replace(run, completions=(replace(completion, threads=threads),))
-    assert verdicts({BOTH: [*runs, other]}) == ["-", "identical", "-", "DIFFERENT"]
-
-
-def test_a_row_shows_the_cost_and_the_median_speedup_within_rounds(found: TimedModes) -> None:
-    times = {PLAIN: lasting(found[PLAIN], 1, 2, 3, 4), BOTH: lasting(found[BOTH], 0.5, 0.5, 3, 1)}
-    first, *_, row = rows_of({**found, **times})
-    completion = found[BOTH][0].completions[0]
-    tokens, cost = len(completion.tokens), completion.statistics
-    assert row[:5] == ("both", tokens, cost.steps, tokens / cost.steps, cost.peak_slots)
-    assert row[5] == 750
-    ratio = tokens / len(found[PLAIN][0].completions[0].tokens)
-    assert row[6] == f"{3 * ratio:.2f} ({1 * ratio:.2f}-{4 * ratio:.2f})"
-    assert first[6] == "1.00"
-
-
-def test_tables_have_a_row_for_each_mode_and_a_legend(
-    runtime: Runtime, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+def test_each_speculative_run_is_compared_with_the_run_above_it_in_every_thread_and_round(
+    runtime: Runtime, found: TimedModes
 ) -> None:
-    monkeypatch.setattr(demo, "ROUNDS", 1)
-    monkeypatch.setattr(demo, "CHAT_ROUNDS", 1)
-    assert compare(runtime, {"long": DECODER, "short": DECODER[:9]}, 20)
-    long, short, legend = capfd.readouterr().out.split("\n\n")
-    modes = ["plain", "speculative", "parallel threads", "both"]
-    assert [line.split("  ")[0] for line in long.splitlines()] == ["long", "decoding", *modes]
-    assert short.startswith("short\n")
-    assert legend.startswith(f"{LEGEND}\n{THREADS_LEGEND}\n")
-    assert compare_chats(runtime, {"long": DECODER, "short": DECODER[:9]}, 5)
+    child = runtime.bundle.manifest.tokens.child
+
+    def outputs(changed: TimedModes) -> list[str]:
+        return [str(row[-1]) for row in rows_of("name", {**found, **changed}, child)]
+
+    assert outputs({}) == ["-", "identical", "-", "identical"]
+    assert outputs({SPECULATIVE: found[PARALLEL]}) == ["-", "DIFFERENT", "-", "identical"]
+    *runs, run = found[BOTH]
+    last = run.completion.threads[-1]
+    threads = (*run.completion.threads[:-1], replace(last, tokens=(*last.tokens[:-1], 5)))
+    other = replace(run, completion=replace(run.completion, threads=threads))
+    assert outputs({BOTH: [*runs, other]}) == ["-", "identical", "-", "DIFFERENT"]
+
+
+def test_a_row_shows_the_cost_and_the_median_speedup_within_rounds(runtime: Runtime, found: TimedModes) -> None:
+    times = {PLAIN: lasting(found[PLAIN], 1, 2, 3, 4), BOTH: lasting(found[BOTH], 0.5, 0.5, 3, 1)}
+    first, *_, row = rows_of("name", {**found, **times}, runtime.bundle.manifest.tokens.child)
+    completion = found[BOTH][0].completion
+    tokens, steps = len(completion.tokens), completion.statistics.steps
+    assert row[:5] == ("", "both", tokens, steps, tokens / steps)
+    assert row[5] == tokens * (2 + 1) / 2  # between the second and the third of four
+    ratio = tokens / len(found[PLAIN][0].completion.tokens)
+    assert row[6] == f"{3 * ratio:.2f} ({1 * ratio:.2f}-{4 * ratio:.2f})"
+    assert (first[0], first[6]) == ("name", "1.00")
+
+
+def test_the_table_has_a_row_for_each_prompt_and_mode(runtime: Runtime, capfd: Capture) -> None:
+    assert compare(runtime, {"long": DECODER, "short": DECODER[:9]}, 20, 1)
     printed = capfd.readouterr()
+    table, legend = printed.out.split("\n\n")
+    assert [line.split("  ")[0] for line in table.splitlines()] == ["prompt", "long", *[""] * 3, "short", *[""] * 3]
+    assert legend == f"{LEGEND}\n"
     assert printed.err.splitlines() == ["decoding prompt 1 of 2: long", "decoding prompt 2 of 2: short"]
-    assert f"\n\n{CHAT_LEGEND}\n" in printed.out
 
 
 @pytest.fixture
@@ -137,18 +121,16 @@ def test_the_chat_demo_exports_once_and_shows_plain_and_drafted_decoding(
     arguments = ["demo", "--chat", "--max-tokens", "8", "--cache", str(tmp_path / "cache")]
     assert run([*arguments, "--prompt", "import json", "--prompt", "import os"]) == 0
     first = capfd.readouterr()
-    assert re.match(r"about 0:\d\d:\d\d on this machine now: export 0:.*, check 0:.*, answers 0:", first.err)
     for line in ("calibrating and quantizing weights to int8", "sampled 10 of 40 tokens", "recorded 2 of 6 cases"):
         assert line in first.err
     assert "check passed: " in first.out
-    table = first.out.split("\n\n")[1].splitlines()[1:]
-    assert [line.split("  ")[0] for line in table] == ["import json", "", "import os", "", "all", ""]
-    assert [line.split()[-1] for line in table] == ["-", "identical"] * 3
+    table = first.out.split("\n\n")[2].splitlines()[1:]
+    assert [line.split("  ")[0] for line in table] == ["1 import json", "", "2 import os", ""]
+    assert [line.split()[-1] for line in table] == ["-", "identical"] * 2
     (bundle,) = (tmp_path / "cache").glob("*/")
     assert run([*arguments, "--prompt", "import re"]) == 0
     again = capfd.readouterr()
     assert "calibrating" not in again.err
-    assert again.err.startswith("about 0:")
     assert again.out.startswith(f"using {bundle}, which passed the check when it was exported\n")
 
 
@@ -164,7 +146,6 @@ def test_a_check_that_was_killed_is_repeated_without_another_export(
 
     arguments = ["demo", str(TINY), "--prompt", "import json", "--cache", str(tmp_path), "--max-tokens", "4"]
     monkeypatch.setattr("spaceport.exporter.export.export", export)
-    monkeypatch.setattr(demo, "ROUNDS", 1)
     with monkeypatch.context() as patched:
         patched.setattr(demo, "check", killed)
         child = os.fork()
@@ -179,20 +160,8 @@ def test_a_check_that_was_killed_is_repeated_without_another_export(
     assert "recorded" in first.err
     assert "exporting " not in first.err
     monkeypatch.setattr(demo, "check", killed)  # not called
-    assert run([*arguments, "--full"]) == 0
+    assert run(arguments) == 0
     assert "which passed the check when it was exported" in capfd.readouterr().out
-
-
-def test_a_quick_check_is_not_a_full_one(monkeypatch: pytest.MonkeyPatch, tiny_bundle: Path) -> None:
-    for report, quick, full in (
-        (None, False, False),
-        ({"passed": False}, False, False),
-        ({"passed": True, "quick": True}, True, False),
-        ({"passed": True, "quick": False}, True, True),
-        ({"passed": True}, True, True),
-    ):
-        monkeypatch.setattr(demo, "accuracy", lambda bundle, report=report: report)
-        assert (has_passed(tiny_bundle, True), has_passed(tiny_bundle, False)) == (quick, full)
 
 
 @pytest.mark.parametrize(("found", "program"), [("/bin/spaceport", "spaceport"), (None, "python -m spaceport")])
@@ -202,10 +171,17 @@ def test_the_demo_ends_with_what_to_run_next(
     monkeypatch.setattr("shutil.which", lambda name: found)
     monkeypatch.setattr("sys.executable", "python")
     monkeypatch.chdir(tmp_path)
-    first, second = next_steps(tmp_path / "my demo", chats=True).strip().splitlines()
-    assert first == f"next: `{program} chat 'my demo'` runs this model,"
+    first, second = next_steps(tmp_path / "my demo").strip().splitlines()
+    assert first.startswith(f"next: `{program} generate 'my demo' TEXT` runs this model,")
     assert second.startswith(f"`{program} export MODEL my.bundle`")
-    assert f"`{program} generate {TINY} TEXT`" in next_steps(TINY, chats=False)
+    assert f"`{program} generate {TINY} TEXT`" in next_steps(TINY)
+
+
+@pytest.mark.parametrize("content", ["{}", "[1]", "{", '{"a": 3}', '{"a": {"text": "b"}}'])
+def test_prompts_of_another_form_are_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / "prompts.json").write_text(content, "utf-8")
+    with pytest.raises(InputFault, match=r"has other content .*: expected an object of names and prompts"):
+        prompts_of(tmp_path)
 
 
 def test_mistakes_come_before_the_export(

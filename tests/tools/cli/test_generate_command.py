@@ -21,13 +21,10 @@ from spaceport.runtime.sampling.sampler import Sampling
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.messages import ChatPrompt
 from spaceport.tools.cli import INPUT, OK, USAGE, run
-from spaceport.tools.report.files import read_trace
 from support.paths import TINY
 from support.small_bundle import edit, forking_copy
-from support.terminal import on_a_terminal
 
 DECODER: str = json.loads((TINY / "prompts.json").read_text("utf-8"))["begin of json/decoder.py"]
-PROGRAM = "from spaceport.tools.cli import main; main()"
 TIMES = {"waiting_seconds", "engine_seconds", "outside_seconds", "first_token_seconds", "seconds"}
 
 Capture = pytest.CaptureFixture[str]
@@ -192,32 +189,18 @@ def test_json_reports_log_probabilities_with_text_and_bytes(forking: Path, runti
     assert joined.decode() == root["text"]
 
 
-def test_trace_report_and_picture_are_written(forking: Path, tmp_path: Path, capfd: Capture) -> None:
+def test_a_trace_and_a_report_are_written(forking: Path, tmp_path: Path, capfd: Capture) -> None:
     trace, report = tmp_path / "t.json", tmp_path / "r.html"
     plain, _ = printed(capfd, forking, "--max-tokens", 60, "--json")
     found, told = printed(capfd, forking, "--max-tokens", 60, "--json", "--trace", trace, "--report", report)
     assert told == f"{trace}: trace written\n{report}: report written\n"
     shown, statistics = json.loads(found), json.loads(found)["statistics"]
     assert shown["text"] == json.loads(plain)["text"]
-    record = read_trace(trace)
-    assert len(record.steps) == statistics["steps"] + statistics["prompt_steps"]
-    assert [list(line.path) for line in record.threads] == [thread["path"] for thread in shown["threads"]]
+    record = json.loads(trace.read_text("utf-8"))
+    assert len(record["steps"]) == statistics["steps"] + statistics["prompt_steps"]
+    assert [line["path"] for line in record["threads"]] == [thread["path"] for thread in shown["threads"]]
     assert report.read_text("utf-8").startswith("<!doctype html>")
     assert "Generation of bundle" in report.read_text("utf-8")
-
-
-def test_on_a_terminal_the_threads_are_shown_before_the_output(forking: Path, runtime: Runtime) -> None:
-    expected = runtime.generate(DECODER, Decoding(max_tokens=60))
-    arguments = ("generate", str(forking), DECODER, "--threads", "1", "--max-tokens", "60", "--live")
-    out = on_a_terminal(PROGRAM, *arguments, escapes=True)
-    assert out.endswith("\r\n" + expected.text.replace("\n", "\r\n") + "\r\n")
-    assert re.search(rf", {expected.statistics.threads} threads, peak \d+ KV slots", out)
-    assert "root" in out
-    erased = "\x1b[2K"
-    assert erased not in out[out.rindex("KV slots") :]  # the threads stay
-    alone = on_a_terminal(PROGRAM, *arguments, "--no-fork", "--show-drafts", "--step-costs", "free", escapes=True)
-    assert erased in alone[alone.rindex("KV slots") :]  # one thread is the text itself
-    assert "\x1b[32m" in alone[alone.rindex(erased) :]
 
 
 def test_a_system_message_and_template_variables_are_part_of_the_chat(
@@ -258,7 +241,6 @@ WRONG: list[tuple[list[object], str]] = [
     (["a", "--report", "nowhere/r.html"], "nowhere/r.html: the folder .*nowhere does not exist: create it first"),
     (["a", "--trace", "same", "--report", "./same"], "--trace and --report are both same: expected two files"),
     (["a", "--logprobs", 2], "--logprobs has no effect without --json"),
-    (["a", "--live"], "--live needs a terminal, and standard output is none: leave it out, or use --show-drafts"),
 ]
 
 

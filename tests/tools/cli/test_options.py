@@ -1,4 +1,4 @@
-"""Options: groups in --help, former names, unused ones; and of `spaceport serve` from flags, variables and a file."""
+"""Options: groups in --help, unused ones; and of `spaceport serve` from flags, variables and a file."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import os
 import re
 import subprocess
 import sys
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from inspect import signature
@@ -30,19 +29,18 @@ from spaceport.runtime.session import Runtime
 from spaceport.serving.openapi import schemas
 from spaceport.serving.options import ServiceOptions
 from spaceport.tools.cli import OK, USAGE, Commands, cli, name_flags, run
-from spaceport.tools.cli.configuration import entry, tomllib
 from spaceport.tools.cli.generate import command as generate
 from spaceport.tools.cli.options import (
-    Renamed,
     Sectioned,
     Unused,
     declared_options,
     declared_values,
+    limits_of,
     refuse_unused,
 )
 from spaceport.tools.cli.serve import command as serve
 from spaceport.tools.cli.serve import openers_of, service_options_of
-from support.paths import DOCS, ROOT
+from support.paths import DOCS
 
 Shown = pytest.CaptureFixture[str]
 FIELDS_PAGE = (DOCS / "service_fields.md").read_text("utf-8")
@@ -56,8 +54,7 @@ class Grouped(Sectioned):
 @click.option("--limit", type=int, help="Read the first N prompts.")
 @click.option("--max-seq-len", type=int)
 @click.option("--temperature", type=float, help="Sampling temperature; 0 = greedy.")
-@click.option("--ban-token", "banned", cls=Renamed, former=["--ban"], multiple=True, help="Never generate this token.")
-@click.option("--exact", "exact_match", cls=Renamed, former=["--precise", "-p"], is_flag=True)
+@click.option("--ban-token", "banned", multiple=True, help="Never generate this token.")
 @click.argument("prompt_file", required=False)
 @click.pass_context
 def command(context: click.Context, **given: object) -> None:
@@ -66,11 +63,10 @@ def command(context: click.Context, **given: object) -> None:
     click.echo(repr(given))
 
 
-def test_help_lists_options_in_groups_and_no_former_names() -> None:
+def test_help_lists_options_in_groups() -> None:
     shown = CliRunner().invoke(command, ["--help"]).output
     assert re.findall(r"^(\w+):$", shown, re.MULTILINE) == ["Options", "Sampling", "Help"]
     assert shown.index("Sampling:") < shown.index("--ban-token") < shown.index("Help:")
-    assert not re.search(r"--ban\b(?!-token)|--precise|-p\b", shown)
 
 
 def shown_help(shown: Shown, *arguments: str) -> str:
@@ -198,68 +194,11 @@ def test_every_declared_option_is_in_the_docstring_the_help_the_schema_and_the_d
         assert declared.default_text in row
 
 
-def literals(file: Path) -> list[str]:
-    """The texts in a Python file; those of f-strings are their parts."""
-    found = ast.walk(ast.parse(file.read_text("utf-8")))
-    return [node.value for node in found if isinstance(node, ast.Constant) and isinstance(node.value, str)]
-
-
-def test_the_text_of_an_option_is_written_once() -> None:
-    texts = {declared.text for _, declared in DECLARED}
-    written = Counter(text for file in product_files() for text in literals(file) if text in texts)
-    assert {text: count for text, count in written.items() if count != 1} == {}
-    assert written.keys() == texts
-    pages = "\n".join(page.read_text("utf-8") for page in DOCS.glob("*.md") if page.name != "service_fields.md")
-    assert [text for text in texts if text in pages] == []
-    helps = Counter(
-        ast.unparse(keyword.value)
-        for file in (ROOT / "tools/cli").glob("*.py")
-        for call in ast.walk(ast.parse(file.read_text("utf-8")))
-        if isinstance(call, ast.Call)
-        for keyword in call.keywords
-        if keyword.arg == "help" and isinstance(keyword.value, ast.Constant | ast.JoinedStr)
-    )
-    assert [text for text, count in helps.items() if count > 1] == []
-
-
-def product_files() -> Iterator[Path]:
-    """The Python files of the product, each once."""
-    for folder in ("graphs", "exporter", "runtime", "serving", "tools", "benchmarks", "recipes", "docs"):
-        yield from (ROOT / folder).rglob("*.py")
-
-
-def test_a_renamed_option_accepts_all_its_names_and_errors_name_the_present_one() -> None:
-    for name in ("--ban-token", "--ban"):
-        result = CliRunner().invoke(command, ["--temperature", "1", name, "a", name, "b"])
-        assert "'banned': ('a', 'b')" in result.output
-    for name in ("--exact", "--precise", "-p"):
-        assert "'exact_match': True" in CliRunner().invoke(command, [name]).output
-    fault = CliRunner().invoke(command, ["--ban", "a"]).exception
+def test_an_option_without_effect_is_refused() -> None:
+    fault = CliRunner().invoke(command, ["--ban-token", "a"]).exception
     assert isinstance(fault, OptionFault)
     assert str(fault) == "--ban-token has no effect without --temperature: add it, or leave it out"
     assert CliRunner().invoke(command, []).exit_code == 0  # a default is no unused option
-
-
-def renamed_options() -> Iterator[tuple[str, str, str]]:
-    """Each former name of an option: its command, the name and the present one."""
-    for name in Commands.summaries:
-        chosen = Commands().get_command(click.Context(cli), name)
-        for parameter in chosen.params if chosen is not None else ():
-            if isinstance(parameter, Renamed):
-                yield from ((name, former, parameter.opts[0]) for former in parameter.former)
-
-
-@pytest.mark.torch
-def test_former_names_of_options_still_work(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert {*renamed_options()} == {
-        ("export", "--calibrate", "--calibration-data"),
-        ("build", "--flavour", "--backend"),
-        ("build", "--prompt-rows", "--prefill-rows"),
-        ("check", "--long", "--long-context"),
-        ("tune", "--whole-rate", "--unfork-rate"),
-    }
-    assert run(["check", str(tmp_path), "--long", "3"]) == USAGE
-    assert "--long-context is 3: expected at least 32" in capfd.readouterr().err
 
 
 def test_only_option_names_of_the_command_become_flags() -> None:
@@ -282,7 +221,7 @@ def given(*arguments: str) -> dict[str, Any]:
 def test_each_option_of_serve_is_one_of_the_service_or_of_its_runtimes() -> None:
     service = {each.name for each in fields(ServiceOptions)}
     runtime = set(signature(Runtime.open).parameters)
-    of_the_command = {"host", "port", "config", "print_config", "log_format", "log_level", "api_key_file"}
+    of_the_command = {"host", "port", "config", "log_format", "log_level", "api_key_file"}
     names = {option.name for option in serve.params} - of_the_command
     assert names - service - runtime == {"bundles"}
     (opener,) = openers_of(given()).values()
@@ -318,94 +257,57 @@ def file_of(folder: Path, content: str) -> str:
     return str(file)
 
 
-def printed(shown: Shown, *arguments: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """The options that --print-config prints, and the source of each."""
-    assert run(["serve", "--print-config", *arguments]) == OK
-    text = shown.readouterr().out
-    sources = re.findall(r"^(\S+) = .*  # (.*)$", text, re.MULTILINE)
-    return tomllib.loads(text), dict(sources)
-
-
-def refused(shown: Shown, *arguments: str) -> str:
-    assert run(["serve", "--print-config", *arguments]) == USAGE
-    return shown.readouterr().err
-
-
 def test_flags_override_variables_and_variables_override_the_file(
-    capsys: Shown, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    file = file_of(tmp_path, "port = 1\nmax-requests = 2\nqueue_limit = 3\nkey_metrics = true\n")
+    file = file_of(tmp_path, "port = 1\nmax-requests = 2\nqueue_limit = 3\nkey_metrics = true\npage = false\n")
     monkeypatch.setenv("SPACEPORT_PORT", "11")
     monkeypatch.setenv("SPACEPORT_MAX_REQUESTS", "12")
-    values, sources = printed(capsys, "--config", file, "--port", "21")
-    assert (values["port"], sources["port"]) == (21, "command line")
-    assert (values["max_requests"], sources["max_requests"]) == (12, "environment, SPACEPORT_MAX_REQUESTS")
-    assert (values["queue_limit"], sources["queue_limit"]) == (3, "file")
-    assert (values["key_metrics"], sources["key_metrics"]) == (True, "file")
-    assert (values["host"], sources["host"]) == ("127.0.0.1", "default")
+    values = given("--config", file, "--port", "21")
+    assert (values["port"], values["max_requests"], values["queue_limit"], values["host"]) == (21, 12, 3, "127.0.0.1")
+    assert (values["key_metrics"], values["page"]) == (True, False)
     monkeypatch.setenv("SPACEPORT_CONFIG", file)
-    assert printed(capsys)[0]["queue_limit"] == 3
+    assert given()["queue_limit"] == 3
 
 
-def test_bundles_and_limits_are_tables_of_the_file(
-    capsys: Shown, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_bundles_and_limits_are_tables_of_the_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     file = file_of(tmp_path, '[models]\nchat = "a/b"\n"my code" = "c"\n[limits]\nstop_strings = 32\n')
-    values, sources = printed(capsys, "--config", file)
-    assert values["models"] == {"chat": "a/b", "my code": "c"}
-    assert values["limits"] == {"stop_strings": 32}
-    assert sources["chat"] == "file"
-    values, _ = printed(capsys, "--config", file, "other=d", "--limit", "logprobs=5")
-    assert (values["models"], values["limits"]) == ({"other": "d"}, {"logprobs": 5})
+    values = serve.make_context("serve", ["--config", file]).params
+    assert values["bundles"] == {"chat": "a/b", "my code": "c"}
+    assert limits_of(values["limits"]).stop_strings == 32
+    values = serve.make_context("serve", ["--config", file, "other=d", "--limit", "logprobs=5"]).params
+    assert values["bundles"] == {"other": "d"}
+    assert (limits_of(values["limits"]).logprobs, limits_of(values["limits"]).stop_strings) == (
+        5,
+        DEFAULT_LIMITS.stop_strings,
+    )
     monkeypatch.setenv("SPACEPORT_MODELS", "one=x two=y")
-    values, sources = printed(capsys, "--config", file)
-    assert values["models"] == {"one": "x", "two": "y"}
-    assert sources["one"] == "environment, SPACEPORT_MODELS"
-
-
-def test_what_is_printed_can_be_read_again(capsys: Shown, tmp_path: Path) -> None:
-    given = ["chat=/x", "--port", "1", "--limit", "stop_chars=9", "--no-prefix-cache"]
-    assert run(["serve", "--print-config", *given]) == OK
-    text = capsys.readouterr().out
-    values, sources = printed(capsys, "--config", file_of(tmp_path, text))
-    assert values == tomllib.loads(text)
-    assert set(sources.values()) == {"file"}
-    unset = set(re.findall(r"^# (\S+) is not set$", text, re.MULTILINE))
-    options = {option.name for option in serve.params} - {"config", "print_config", "bundles", "limits"}
-    assert unset | set(values) == options | {"models", "limits"}
-
-
-def test_keys_are_counted_and_never_shown_and_a_variable_with_a_typing_error_is_reported(
-    capsys: Shown, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SPACEPORT_API_KEY", "sk-secret-1,sk-secret-2")
-    monkeypatch.setenv("SPACEPORT_MAX_REQUSTS", "1")
-    monkeypatch.setenv("SPACEPORT_SERVICE_HOST", "10.0.0.1")  # set by Kubernetes
-    assert run(["serve", "--print-config"]) == OK
-    shown = capsys.readouterr()
-    assert "# keys that clients may send: 2" in shown.out
-    assert "secret" not in shown.out + shown.err
-    (warning,) = shown.err.splitlines()
-    assert "SPACEPORT_MAX_REQUSTS has no effect: SPACEPORT_MAX_REQUESTS is an option" in warning
+    assert serve.make_context("serve", ["--config", file]).params["bundles"] == {"one": "x", "two": "y"}
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         ("prot = 1", "`prot` is not an option: `port` is one"),
-        ("port = '1'", "`port` is a string ('1'): expected a whole number"),
-        ("[models]\na = {b = 1}", "`models`: `a` is a table: expected a string"),
+        ("port = 'x'", "`port`: 'x' is not a valid integer"),
+        ("max_requests = 1.5", "`max_requests`: '1.5' is not a valid integer"),
+        ("max_requests = true", "`max_requests`: 'True' is not a valid integer"),
+        ("strict = 3", "`strict`: '3' is not a valid boolean"),
+        ("models = 3", "`models` is 3: expected a table"),
+        ("[limits]\nstop_stings = 3", "--limit is 'stop_stings=3': expected NAME=N with one of"),
         ("port = 70000", "`port`: 70000 is not in the range 0<=x<=65535"),
         ("max-requests = 1\nmax_requests = 2", "`max_requests` is given twice"),
         ("api_key = 'sk-secret'", "`api_key` is not an option: `api_key_file` is one"),
+        ("port = ", "cannot be read: Invalid value"),
     ],
 )
 def test_an_error_in_the_file_names_the_file_and_the_option(
     capsys: Shown, tmp_path: Path, content: str, message: str
 ) -> None:
     file = file_of(tmp_path, content)
-    found = refused(capsys, "--config", file)
-    assert file in found
+    assert run(["serve", "--config", file]) == USAGE
+    found = capsys.readouterr().err
+    assert file in found or "--limit" in message
     assert message in found
     assert "secret" not in found
 
@@ -414,26 +316,8 @@ def test_a_file_that_never_ends_or_is_nested_deeply_is_refused(capsys: Shown, tm
     fifo = tmp_path / "fifo.toml"
     os.mkfifo(fifo)
     for name in (str(fifo), "/dev/zero", str(tmp_path), file_of(tmp_path, "# " * 2**19 + "#")):
-        assert f"{name} is not a file of at most {2**20} bytes" in refused(capsys, "--config", name)
-    assert "is not TOML" in refused(capsys, "--config", file_of(tmp_path, "port = " + "[" * 100_000))
-
-
-def test_an_error_names_the_variable_the_flag_or_the_file(capsys: Shown, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "none.toml cannot be read" in refused(capsys, "--config", "none.toml")
-    assert "'--port': 'x'" in refused(capsys, "--port", "x")
-    for name, value, message in (
-        ("MAX_REQUESTS", "many", "Invalid value for SPACEPORT_MAX_REQUESTS: 'many'"),
-        ("MAX_REQUESTS", "tcp://10.0.0.1:80", "rename the service"),
-        ("LIMITS", "stop_strings=3 stop_stings=3", "Invalid value for SPACEPORT_LIMITS: --limit is 'stop_stings=3'"),
-    ):
-        with monkeypatch.context() as patch:
-            patch.setenv(f"SPACEPORT_{name}", value)
-            assert message in refused(capsys)
-
-
-@pytest.mark.parametrize("value", ['a"b\\c\n\x7f\x01é', True, 3, -2.5, float("inf"), ["a", 1], Path("/x y")])
-def test_an_entry_is_read_as_it_was_given(value: Any) -> None:
-    expected = str(value) if isinstance(value, Path) else value
-    assert tomllib.loads(entry('k "1"', value)) == {'k "1"': expected}
-    with pytest.raises(TypeError, match="object has no spelling"):
-        entry("a", object())
+        assert run(["serve", "--config", name]) == USAGE
+        assert f"{name} is not a file of at most {2**20} bytes" in capsys.readouterr().err
+    for name in ("none.toml", file_of(tmp_path, "port = " + "[" * 100_000)):
+        assert run(["serve", "--config", name]) == USAGE
+        assert f"{name} cannot be read" in capsys.readouterr().err

@@ -63,13 +63,9 @@ def test_two_packages_of_onnxruntime_are_a_problem(
         (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.31.1\n")
     monkeypatch.syspath_prepend(tmp_path)
     assert run(["doctor"]) == MISSING
-    shown = capfd.readouterr().out.splitlines()
-    first = shown.index("    $ pip uninstall onnxruntime onnxruntime-gpu")
-    shown, repairs = shown[:first], shown[first + 1 :]
-    problem = " ".join(line.strip() for line in shown[shown.index("Problem") + 1 :])
-    assert re.fullmatch("onnxruntime and onnxruntime-gpu are both installed.*: uninstall both, then .*", problem)
-    assert repairs == [f"    $ {install_command(extra)}" for extra in ("cpu", *(() if no_gpu() else ("gpu",)))]
-    assert all(len(line) <= 80 for line in shown if "$" not in line)
+    (problem,) = re.findall("^problem: (.*)", capfd.readouterr().out, re.MULTILINE)
+    assert problem.startswith("onnxruntime and onnxruntime-gpu are both installed")
+    assert "pip uninstall onnxruntime onnxruntime-gpu" in problem
 
 
 @pytest.mark.parametrize("reason", [None, "no NVIDIA driver here"])

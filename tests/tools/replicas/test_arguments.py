@@ -86,9 +86,9 @@ def test_replicas_are_added_when_more_requests_run_and_requests_beyond_the_queue
     ("given", "message"),
     [
         ({}, "args: no bundle is given: expected `models` with a name and a path for each"),
-        ({"models": "x"}, "args: `models` is a string"),
+        ({"models": "x"}, "args: `models` is 'x': expected a table"),
         ({"max_request": 1}, "args: `max_request` is not an option: `max_requests` is one"),
-        ({"max_requests": "8"}, "args: `max_requests` is a string .'8'.: expected a whole number"),
+        ({"max_requests": 1.5}, "args: `max_requests`: '1.5' is not a valid integer"),
         ({"max_requests": 0}, "args: max_requests is 0: expected at least 1"),
         ({"backend": "cuda"}, "args: `backend`: 'cuda' is not one of"),
         ({"limits": {"stop_stings": 3}}, "expected NAME=N with one of prompt_chars"),

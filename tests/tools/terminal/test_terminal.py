@@ -1,8 +1,7 @@
-"""Screens: lanes of threads with drafted parts marked, text as it is, progress in lines or a bar, statistics."""
+"""Screens: text with drafted parts marked, text as it is, progress in lines or a bar, statistics."""
 
 from __future__ import annotations
 
-import io
 import json
 import time
 from collections.abc import Sequence
@@ -11,15 +10,12 @@ from random import Random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rich.console import Console
 from tokenizers import Tokenizer
 
-from spaceport.runtime.decode.sequence_group import Statistics
 from spaceport.runtime.text.transcript import Piece
 from spaceport.tools.cli.distill import progress_shown
 from spaceport.tools.distill import DistillProgress
-from spaceport.tools.terminal.generation import Lane, Lanes, Span, marked
-from spaceport.tools.terminal.live import View
+from spaceport.tools.terminal.generation import MarkedText, Span, marked
 from spaceport.tools.terminal.screen import show_json, show_table, stages
 from support.scripted_threads import FORK, Path, Script, Writing, cases, events_of, line
 from support.small_tokenizers import BYTES, FALLBACK
@@ -50,9 +46,9 @@ def trees(depth: int) -> st.SearchStrategy[Script]:
     return parts.map(lambda scripts: Script(tuple(item for script in scripts for item in script.said)))
 
 
-def added(pieces: Sequence[Piece]) -> tuple[Lanes, list[Span]]:
-    lanes = Lanes(FORK)
-    return lanes, [span for piece in pieces for span in lanes.add(piece)]
+def added(pieces: Sequence[Piece]) -> list[Span]:
+    text = MarkedText(FORK)
+    return [span for piece in pieces for span in text.add(piece)]
 
 
 def marks(spans: Sequence[Span]) -> list[tuple[str, bool]]:
@@ -67,14 +63,9 @@ def test_the_spans_are_the_readable_text_in_every_order_of_tokens(tokenizer: Tok
     def holds(case: tuple[Script, list[str]], seed: int) -> None:
         writing = Writing(tokenizer, *case)
         pieces = writing.run(Random(seed))
-        lanes = Lanes(FORK)
+        text = MarkedText(FORK)
         for piece in pieces:
-            assert "".join(span.text for span in lanes.add(piece)) == piece.reading
-        assert len(lanes) == len(list(lanes)) >= len(writing.threads)
-        shown = {lane.path: lane for lane in lanes}
-        for path in writing.threads:
-            own = "".join(piece.text for piece in pieces if piece.thread == path)
-            assert "".join(part.text for part in shown[path].parts if isinstance(part, Span)) == own
+            assert "".join(span.text for span in text.add(piece)) == piece.reading
 
     holds()
 
@@ -85,7 +76,7 @@ def test_each_character_is_marked_as_its_token_is(script: Script, seed: int) -> 
     writing, random, pieces = Writing(BYTES, script), Random(seed), list[Piece]()
     while writing.step(random):
         pieces += writing.reading.take()  # after each step, as the runtime does
-    _, spans = added(pieces + writing.reading.take())
+    spans = added(pieces + writing.reading.take())
     expected, written = [], dict[Path, int]()
     for event in events_of(BYTES, script):
         if event.token is not None:
@@ -103,16 +94,8 @@ def test_a_cancelled_generation_shows_all_text_so_far(script: Script, seed: int,
         writing.step(random)
     for thread in writing.live:
         writing.end(thread.path, "total")
-    _, spans = added(writing.reading.take())
+    spans = added(writing.reading.take())
     assert "".join(span.text for span in spans) == writing.reading.text
-
-
-def test_a_lane_marks_its_child_threads() -> None:
-    script = line("1.", line("a", line("deep"), "b"), "2.", line("c"), "z")
-    lanes, _ = added(Writing(BYTES, script).run(Random(0)))
-    texts = {lane.name: "".join(span.text for span in lane.spans) for lane in lanes}
-    assert texts == {"root": "1.<0>2.<1>z", "thread 0": "a<0.0>b", "thread 0.0": "deep", "thread 1": "c"}
-    assert list(texts) == ["root", "thread 0", "thread 0.0", "thread 1"]
 
 
 def test_drafted_spans_are_in_brackets_or_underlined_and_green_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,55 +106,6 @@ def test_drafted_spans_are_in_brackets_or_underlined_and_green_on_a_terminal(mon
     for no_color, green in (("", "\x1b[32m"), ("1", "")):
         monkeypatch.setenv("NO_COLOR", no_color)
         assert marked(spans[:2], terminal=True) == (f"a{green}\x1b[4mb\x1b[0m", False)
-
-
-def rendered(view: View, height: int, width: int = 40) -> list[str]:
-    console = Console(file=io.StringIO(), force_terminal=True, color_system=None, width=width, height=height)
-    console.print(view, end="")
-    file = console.file
-    assert isinstance(file, io.StringIO)
-    return [row.rstrip() for row in file.getvalue().splitlines()]
-
-
-def view_of(*said: str | Script) -> View:
-    lanes = Lanes(FORK)
-    statistics = Statistics(steps=3, tokens=9, threads=2, peak_slots=12)
-    view = View(lanes, statistics)
-    for piece in Writing(BYTES, line(*said)).run(Random(0)):
-        lanes.add(piece)
-        view.mark_updated(piece.thread)
-    return view
-
-
-def test_the_view_lists_the_threads_above_a_status_line() -> None:
-    assert rendered(view_of("1.", line("one"), "2."), 20, 70) == [
-        "root       1.<0>2.",
-        "  thread 0 one",
-        "step 3: 9 tokens, 3.00 tokens/step, 2 threads, peak 12 KV slots",
-    ]
-
-
-@settings(max_examples=50)
-@given(script=trees(2), height=st.integers(3, 12), width=st.integers(20, 60))
-def test_a_growing_view_is_never_higher_than_the_terminal(script: Script, height: int, width: int) -> None:
-    view = view_of(script)
-    assert len(rendered(view, height, width)) <= height
-
-
-def test_a_short_terminal_shows_the_ends_of_the_most_recent_threads_and_at_the_end_all_text() -> None:
-    view = view_of("abcdefghijklmnopqrstuvwxyz" * 9, line("x" * 99 + "!"), line("y" * 99 + "?"))
-    rows = rendered(view, 5, 30)
-    assert len(rows) == 4
-    assert rows[0].endswith("xyz<0><1>")
-    assert rows[1].endswith("x!")
-    assert rows[2].endswith("y?")
-    view = view_of("X" * 99, line("Y" * 99))
-    view.complete = True
-    text = "".join(rendered(view, 3, 30))
-    assert (text.count("X"), text.count("Y")) == (99, 99)
-    assert rendered(View(Lanes(FORK), Statistics()), 5)[0] == "root"  # without text
-    assert [lane.path for lane in Lanes(None)] == [()]
-    assert list(Lane(()).spans) == []
 
 
 def test_a_terminal_shows_text_in_brackets_and_a_bar() -> None:

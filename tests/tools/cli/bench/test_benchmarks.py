@@ -27,11 +27,6 @@ PROMPTS = ("import json\n\n\ndef load(path):\n", "def close(self):\n", "class Re
 DECODE, CHAT, LOAD = "decode TINY P", "chat DEMO P", "load P"
 MISTAKES = (
     ("batching TINY --max-requests 1,0", USAGE, "--max-requests is '1,0': expected comma-separated whole numbers"),
-    (
-        "batching TINY --places a",
-        USAGE,
-        "--max-requests is 'a': expected comma-separated whole numbers",
-    ),  # its former name
     ("start none", INPUT, "no such folder"),
     ("decode TINY", USAGE, "no prompt file: expected PROMPTS, or --replay with acceptance rates"),
     (f"{DECODE} --max-tokens 5000", INPUT, "line 1: "),

@@ -1,1 +1,0 @@
-"""Chat: a conversation on the terminal with the model of a bundle or of a service."""

@@ -23,7 +23,7 @@ from support.paths import ROOT, TINY
 PARTS = ("exporter", "graphs", "runtime", "serving", "tools")
 
 # In the checkout and the sdist, not in the wheel.
-CHECKOUT_ONLY = {"benchmarks/__main__.py", "recipes/train.py", "recipes/chat_words.json", "deploy/Containerfile"}
+CHECKOUT_ONLY = {"benchmarks/__main__.py", "recipes/__main__.py", "deploy/Containerfile"}
 
 HEAVY = (
     *("cryptography", "llguidance"),

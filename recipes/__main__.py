@@ -6,6 +6,7 @@ Each is a list of `spaceport` commands. One whose result is in WORK is not run a
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,12 +15,8 @@ import click
 
 from spaceport.runtime import Decoding, Runtime, Sampling
 from spaceport.tools import cli
+from spaceport.tools.demo.prompts import MODEL, PROMPTS_FILE
 
-DEMO_PROMPTS = {  # functions and text of held-out files
-    "triangular": {"user": "Explain the parameters of triangular( low = 0.0, high = 1.0, mode = None )"},
-    "fullmatch": {"user": "Explain the parameters of fullmatch( pattern, string, flags = 0 )"},
-    "source": '    def log_error(self, format, *args):\n        """Log an error.\n',
-}
 TITLES = "Answer with a numbered list: each item has a title, a colon and one or two sentences."  # such answers fork
 _CLIENTS = 48  # prompts that are sampled at the same time
 
@@ -29,7 +26,8 @@ def recipes() -> None:
     """Train the demo model, or the adapter of the chat model, with the public commands of Spaceport."""
 
 
-_work = click.argument("work", type=click.Path(path_type=Path))
+_PATH = click.Path(path_type=Path)
+_work = click.argument("work", type=_PATH)
 _trial = click.option(
     "--trial", is_flag=True, help="Few samples and two training steps, to see that each command works."
 )
@@ -48,10 +46,8 @@ def demo(work: Path, trial: bool) -> None:
 
         work.mkdir(parents=True, exist_ok=True)
         lists, sentences, texts = (64, 8, 32) if trial else (32_000, 5_000, 12_000)
-        learned = write_data(work, read_sources(), lists, sentences, texts)
-        write_untrained(
-            untrained, train_tokenizer(learned, 1264), rows=1280, hidden=192, intermediate=448, layers=5
-        )  # 2.0 million weights
+        tokenizer = train_tokenizer(write_data(work, read_sources(), lists, sentences, texts), 1264)
+        write_untrained(untrained, tokenizer, rows=1280, hidden=192, intermediate=448, layers=5)
     limit = 4 if trial else 220
     (work / "validation.jsonl").write_text("".join(held_out.read_text("utf-8").splitlines(True)[:limit]), "utf-8")
     objective = "--objective both --mask-slots 5 --anchors 16 --drop-rate 0.3 --unfork-rate 0"
@@ -59,7 +55,7 @@ def demo(work: Path, trial: bool) -> None:
     rate = "--learning-rate 1.5e-3"  # at 4e-3 it does not learn to copy names
     batches = "--cutoff 448 --epochs 1.25 --batch-size 8 --micro-batch-size 8 --log-every 50"
     _train(untrained, model, train, f"{objective} {weight} {rate} {batches}", work, trial)
-    (model / "prompts.json").write_text(json.dumps(DEMO_PROMPTS, indent=2) + "\n", "utf-8")
+    shutil.copy(MODEL / PROMPTS_FILE, model)  # about functions and text of held-out files
     _spaceport("acceptance", model, held_out, "--save", "--limit", limit, "--max-tokens", 16 if trial else 128)
     _make(bundle, "export", model, bundle)
     short = ("--limit", 1, "--rounds", 1, "--max-tokens", 16) if trial else ("--limit", 20)
@@ -68,9 +64,7 @@ def demo(work: Path, trial: bool) -> None:
 
 @recipes.command()
 @_work
-@click.option(
-    "--base", type=click.Path(path_type=Path), required=True, help="GGUF file or checkpoint of the base model."
-)
+@click.option("--base", type=_PATH, required=True, help="GGUF file or checkpoint of the base model.")
 @click.option("--prompts", default=4500, show_default=True, help="Prompts that the base model writes itself.")
 @_trial
 def chat(work: Path, base: Path, prompts: int, trial: bool) -> None:

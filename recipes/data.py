@@ -66,11 +66,12 @@ def write_data(folder: Path, sources: dict[str, str], lists: int, sentences: int
     windows = _shuffled((window for text in own.values() for window in windows_of(text)), dice)[:texts]
     chats = [_chat(one) for one in (*listed.values(), *short)]
     copies = [{**_chat(one), "fork": False} for one in listed.values() if dice.random() < UNFORKED_COPIES]
-    _write(folder / "train.jsonl", _shuffled([*chats, *copies, *map(_text, windows)], dice))
-    others = [window for text in held_out.values() for window in windows_of(text)]
-    pairs = zip(map(_chat, _shuffled(foreign.values(), dice)), map(_text, _shuffled(others, dice)), strict=False)
+    pieces = [{"text": window, "ends": False} for window in windows]  # of longer texts: no end token follows
+    _write(folder / "train.jsonl", _shuffled([*chats, *copies, *pieces], dice))
+    others = [{"text": window, "ends": False} for text in held_out.values() for window in windows_of(text)]
+    pairs = zip(map(_chat, _shuffled(foreign.values(), dice)), _shuffled(others, dice), strict=False)
     _write(folder / "heldout.jsonl", chain.from_iterable(pairs))
-    learned = list(listed.values())[: len(windows) // 2]
+    learned = islice(listed.values(), len(windows) // 2)
     return [*windows, *(f"user\n{question(one)}\nassistant\n{answer(one)}" for one in learned)]
 
 
@@ -86,15 +87,11 @@ def windows_of(text: str) -> Iterator[str]:
 
 def _functions(sources: Iterable[str]) -> dict[str, Function]:
     """Usable functions by signature; an answer with a link or too many items would not fork."""
-    found = {one.text: one for source in sources for one in functions_in(source)}
-    return {
-        text: one
-        for text, one in found.items()
-        if len(one.parameters) <= MOST_ITEMS
-        and len(text) <= LONGEST_SIGNATURE
-        and text.isascii()
-        and "http" not in text.lower()
-    }
+    found = {one.text: one for source in sources for one in functions_in(source) if len(one.parameters) <= MOST_ITEMS}
+    usable = (
+        text for text in found if len(text) <= LONGEST_SIGNATURE and text.isascii() and "http" not in text.lower()
+    )
+    return {text: found[text] for text in usable}
 
 
 def _shuffled(items: Iterable[_Item], dice: Random) -> list[_Item]:
@@ -106,11 +103,6 @@ def _shuffled(items: Iterable[_Item], dice: Random) -> list[_Item]:
 def _chat(function: Function) -> dict[str, Any]:
     turns = (("user", question(function)), ("assistant", answer(function)))
     return {"messages": [{"role": role, "content": content} for role, content in turns]}
-
-
-def _text(window: str) -> dict[str, Any]:
-    """A window of a longer text, so no end-of-text token follows."""
-    return {"text": window, "ends": False}
 
 
 def _write(file: Path, lines: Iterable[dict[str, Any]]) -> None:

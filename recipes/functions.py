@@ -8,14 +8,15 @@ from dataclasses import dataclass
 from inspect import Parameter, Signature
 from random import Random
 
-LONGEST_DEFAULT = 16  # characters of a default value that is shown
 FEWEST_ITEMS, MOST_ITEMS = 3, 8  # parameters of a list answer; with fewer the answer is a sentence
 
 _HIDDEN = "..."  # replaces a default value that is not shown
 _REFUSED = ("```", "~~~", "$$", "<", ">", "=", "---", "http")  # `spaceport tune` finds no list in answers with these
 _ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
-_STARS = {Parameter.VAR_POSITIONAL: "*", Parameter.VAR_KEYWORD: "**"}
-_COLLECTS = {Parameter.VAR_POSITIONAL: ("position", "a tuple"), Parameter.VAR_KEYWORD: ("name", "a dictionary")}
+_COLLECTS: dict[object, tuple[str, str]] = {
+    Parameter.VAR_POSITIONAL: ("position", "a tuple"),
+    Parameter.VAR_KEYWORD: ("name", "a dictionary"),
+}
 
 
 class Source(str):
@@ -76,7 +77,7 @@ def _shown(default: ast.expr | None) -> object:
     if default is None:
         return Parameter.empty
     text = ast.unparse(default)
-    short = len(text) <= LONGEST_DEFAULT and text.isascii() and text.isprintable()
+    short = len(text) <= 16 and text.isascii() and text.isprintable()
     return Source(text if short and not any(sign in text.lower() for sign in _REFUSED) else _HIDDEN)
 
 
@@ -100,7 +101,7 @@ def answer(function: Function) -> str:
 
 
 def _title(one: Parameter) -> str:
-    return _STARS.get(one.kind, "") + one.name
+    return str(one.replace(default=one.empty))  # with the stars of *args and **kwargs
 
 
 def _is_required(one: Parameter) -> bool:
@@ -118,7 +119,7 @@ def _detail(one: Parameter, number: int) -> str:
         way, kind = _COLLECTS[one.kind]
         return f"It collects all further values that are given by {way}, as {kind}."
     position = f"as the {_ORDINALS[number - 1]} value"
-    ways = {Parameter.POSITIONAL_ONLY: f"only {position}", Parameter.KEYWORD_ONLY: "only by name"}
+    ways: dict[object, str] = {Parameter.POSITIONAL_ONLY: f"only {position}", Parameter.KEYWORD_ONLY: "only by name"}
     text = f"It {_role(one)}, and it is given {ways.get(one.kind, f'by name or {position}')}."
     return text if one.default is one.empty else f"{text} Its default is {_value(one.default)}."
 

@@ -11,14 +11,13 @@ from random import Random
 import pytest
 from click.testing import CliRunner
 
-from recipes.__main__ import DEMO_PROMPTS, own_prompts, recipes
+from recipes.__main__ import own_prompts, recipes
 from recipes.data import is_held_out, read_sources, write_data
 from recipes.functions import answer, functions_in, invented, question
 from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint
-from spaceport.tools.demo.prompts import MODEL, PROMPTS_FILE
+from spaceport.tools.demo.prompts import MODEL, prompts_of
 from spaceport.tools.tune.conversations import read_conversations
 from spaceport.tools.tune.extract import Tree, extract
-from support.paths import ROOT
 
 pytestmark = pytest.mark.on_change("tools/demo/chat", "tools/demo/model")
 
@@ -89,7 +88,7 @@ def test_the_demo_model_is_trained(tmp_path: Path) -> None:
     ]
     checkpoint = open_checkpoint(tmp_path / "model", TokenFlags())
     assert (checkpoint.drafts.mask_slots, checkpoint.tokens.fork is None) == (5, False)
-    assert json.loads((tmp_path / "model" / PROMPTS_FILE).read_text("utf-8")) == DEMO_PROMPTS
+    assert prompts_of(tmp_path / "model") == prompts_of(MODEL)
     again = follow("demo", tmp_path)  # what is there is not made again
     assert [line.split()[2] for line in again.splitlines() if line[:1] == "$"] == ["acceptance", "bench"]
 
@@ -114,9 +113,3 @@ def test_own_prompts_are_different_finished_messages(tiny_bundle: Path, tmp_path
     assert len(set(own)) == 3
     assert all(len(text) > 11 and text == text.strip() for text in own)
     assert own_prompts(tmp_path, tmp_path / "own.json", 3) == own  # from the file
-
-
-def test_the_evaluation_of_the_chat_model_has_25_prompts_of_each_kind() -> None:
-    lines = (ROOT / "tools" / "demo" / "chat" / "heldout.jsonl").read_text("utf-8").splitlines()
-    assert {*Counter(json.loads(line)["kind"] for line in lines).values()} == {25}
-    assert len(set(lines)) == 200

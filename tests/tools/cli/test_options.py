@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
@@ -42,7 +41,7 @@ from spaceport.tools.cli.options import (
 )
 from spaceport.tools.cli.serve import command as serve
 from spaceport.tools.cli.serve import openers_of, service_options_of
-from support.paths import DOCS, ROOT
+from support.paths import DOCS
 
 Shown = pytest.CaptureFixture[str]
 FIELDS_PAGE = (DOCS / "service_fields.md").read_text("utf-8")
@@ -196,36 +195,6 @@ def test_every_declared_option_is_in_the_docstring_the_help_the_schema_and_the_d
         row = re.findall(rf"^\| `{declared.name}` .*", FIELDS_PAGE, re.MULTILINE)[0]
         assert f"| {declared.text}" in row
         assert declared.default_text in row
-
-
-def literals(file: Path) -> list[str]:
-    """The texts in a Python file; those of f-strings are their parts."""
-    found = ast.walk(ast.parse(file.read_text("utf-8")))
-    return [node.value for node in found if isinstance(node, ast.Constant) and isinstance(node.value, str)]
-
-
-def test_the_text_of_an_option_is_written_once() -> None:
-    texts = {declared.text for _, declared in DECLARED}
-    written = Counter(text for file in product_files() for text in literals(file) if text in texts)
-    assert {text: count for text, count in written.items() if count != 1} == {}
-    assert written.keys() == texts
-    pages = "\n".join(page.read_text("utf-8") for page in DOCS.glob("*.md") if page.name != "service_fields.md")
-    assert [text for text in texts if text in pages] == []
-    helps = Counter(
-        ast.unparse(keyword.value)
-        for file in (ROOT / "tools/cli").glob("*.py")
-        for call in ast.walk(ast.parse(file.read_text("utf-8")))
-        if isinstance(call, ast.Call)
-        for keyword in call.keywords
-        if keyword.arg == "help" and isinstance(keyword.value, ast.Constant | ast.JoinedStr)
-    )
-    assert [text for text, count in helps.items() if count > 1] == []
-
-
-def product_files() -> Iterator[Path]:
-    """The Python files of the product, each once."""
-    for folder in ("graphs", "exporter", "runtime", "serving", "tools", "benchmarks", "recipes", "docs"):
-        yield from (ROOT / folder).rglob("*.py")
 
 
 def test_a_renamed_option_accepts_all_its_names_and_errors_name_the_present_one() -> None:

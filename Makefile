@@ -6,7 +6,6 @@
 # make attack   three minutes of hostile bundles and requests
 # make clients   evaluation and load tools with a service (3 GB of environments the first time)
 # make cpus   drafts of small bundles as on other CPUs; make cpus-setup gets what that needs
-# make mutants   put kept faults into the product, and see that the tests notice each
 # python -m benchmarks   time outside the engine, chat prompts, batching, start and prefix cache
 # make docs   pages and API reference in build/docs    make tables   writes the tables of docs/results into the pages
 # make clean    leaves the sources and the environment
@@ -40,7 +39,7 @@ SEED ?= 1
 # Whole files go to the processes, the longest first: what a file shares is made once.
 PYTEST = $(if $(CPU),PYTHONPATH=tests $(BIN)/python -m cpus --only $(CPU) --pytest --,$(BIN)/python -m pytest) -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo demo-chat demo-page fast test nightly mutants attack clients cpus cpus-setup check types format docs tables venv clean
+.PHONY: demo demo-chat demo-page fast test nightly attack clients cpus cpus-setup check types format docs tables venv clean
 
 demo: $(VENV)/.spaceport-demo
 	@$(BIN)/spaceport demo
@@ -82,10 +81,6 @@ cpus: venv
 nightly: venv
 	@echo "nightly: pytest"
 	@$(PYTEST) --unchanged -m "nightly or on_change" $(TESTS)
-
-# MUTANTS="--draw 60 --seed 2" draws others, TESTS="tests/runtime" tries some of the tests only.
-mutants: venv
-	@PYTHONPATH=tests $(BIN)/python -m mutants --jobs $(JOBS) $(MUTANTS) -- $(TESTS)
 
 check: format types
 

@@ -1,1 +1,1 @@
-"""Demo recipe: corpus, training and evaluation of the demo model; not part of the wheel."""
+"""Recipes: the commands that train the demo model and the chat model's adapter; not part of the wheel."""

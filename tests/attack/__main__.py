@@ -15,9 +15,8 @@ from attack.files import hostile_files
 from attack.kills import kills
 from attack.mutations import mutated_bundles
 from attack.outcome import Budget, Outcome, table
-from attack.requests import hostile_requests
+from attack.requests import hostile_requests, soak
 from attack.service import strangers
-from attack.soak import soak
 from support.paths import DEMO, TINY
 
 PARTS: dict[str, Callable[[Path, int, Budget], Outcome | list[Outcome]]] = {

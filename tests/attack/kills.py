@@ -1,6 +1,6 @@
 """Kills: `tune` and `distill` killed at random moments, and continued from what is left of them, or from damaged states.
 
-The run after a kill writes the bytes of an undisturbed run. A damaged state is refused with an error, or makes no difference.
+The run after a kill writes the bytes of an undisturbed run. A damaged state is refused with an error, or continued.
 """
 
 from __future__ import annotations
@@ -15,73 +15,43 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import Any
 
+from attack.mutations import damage
 from attack.outcome import Budget, Outcome
 from spaceport.tools.cli import INPUT, OK, USAGE
 from support.killed import Commands, kill, smallest_checkpoint
 
 KILLS = 100  # of each command, and as many damaged states
-
-_LATE = (0.8, 1.05)  # share of a run's time in which every second kill comes: when files are written and moved
+_PROMPTS = 40
 _TIMES = ("seconds", "tokens_per_second", "seconds_left")  # of a measurement
-_NUMBERS = (0, -1, 10**30, 1e308, "2", None, [], True)
-_TRUNCATED, _FLIPPED = "truncated", "bit-flipped"
 
 
 @dataclass(frozen=True)
 class Victim:
     """A command, what it writes, and what it leaves behind when it is killed."""
 
-    name: str
     arguments: list[str]
     target: Path
     state: Path
-    stored: Callable[[Path], list[str]]  # what a state holds that the next run does not compute again
-    kept: Callable[[list[str], Path, str], bool]  # whether the run after the kill has used it; also by its messages
-    damage: dict[str, Callable[[Path, Random], None]]  # ways to damage a state
+    resume: list[str]  # options of a run that continues
+    stored: Callable[[], list[str]]  # what the state holds that the next run does not compute again
+    kept: Callable[[list[str], str], bool]  # whether the run after the kill has used it; also by its messages
+
+    @property
+    def name(self) -> str:
+        return self.arguments[0]
 
     def clear(self) -> None:
         """Remove everything that the command wrote."""
-        for path in (self.target, self.state):
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)
+        shutil.rmtree(self.target, ignore_errors=True)
+        shutil.rmtree(self.state, ignore_errors=True)
+        for file in (self.target, self.state):
+            file.unlink(missing_ok=True)
 
     def result(self) -> dict[str, str]:
-        """A digest of each written file, without the times in measurements."""
+        """A digest of each written file, without the times in measurements and in the model card."""
         files = [self.target] if self.target.is_file() else sorted(self.target.rglob("*"))
         return {file.name: hashlib.sha256(_timeless(file)).hexdigest() for file in files}
-
-
-@dataclass
-class Runs:
-    """Runs of a command in forked children of one process, and how long they take."""
-
-    victim: Victim
-    commands: Commands
-    errors: Path
-    expected: dict[str, str]
-    seconds: float  # follows the load of the machine: shorter after a run that ended before its kill
-
-    def killed(self, late: bool, random: Random) -> bool:
-        """Start the command and kill it at a random moment; False: it has ended before, as it should."""
-        self.victim.clear()
-        child = self.commands.start(self.victim.arguments)
-        time.sleep(self.seconds * random.uniform(*(_LATE if late else (0.0, 1.0))))
-        kill(child)
-        if self.commands.end() == -signal.SIGKILL:
-            self.seconds *= 1.03
-            return True
-        self.seconds *= 0.9
-        assert self.victim.result() == self.expected, f"two undisturbed runs of {self.victim.name} differ"
-        return False
-
-    def again(self) -> tuple[int, str]:
-        """Run the command on what is there: its exit code, and what it printed to stderr."""
-        self.errors.write_text("")
-        return self.commands.run(self.victim.arguments), self.errors.read_text("utf-8")
 
 
 def kills(bundle: Path, work: Path, seed: int, budget: Budget) -> Outcome:
@@ -91,185 +61,105 @@ def kills(bundle: Path, work: Path, seed: int, budget: Budget) -> Outcome:
     folder.mkdir(parents=True)
     outcome, part = Outcome("kills", seed), Budget(budget.seconds / 4, min(KILLS, budget.cases))
     for victim in (_tuning(folder), _distillation(bundle, folder)):
-        errors = folder / f"{victim.name}.errors"
-        commands = Commands(victim.arguments, errors)
-        runs = Runs(victim, commands, errors, victim.result(), 0.0)
-        victim.clear()
-        started = time.perf_counter()
-        assert runs.again()[0] == OK
-        runs.seconds = time.perf_counter() - started
-        states: list[Path] = []
-        for number in part.numbers():
-            random = Random(f"{seed} {victim.name} {number}")
-            while not runs.killed(number % 2 == 1, random):
-                outcome.counts[f"{victim.name} ended before the kill"] += 1
-            states += _continued(runs, number, outcome)
-        for number in part.numbers() if states else ():
-            random = Random(f"{seed} damage {number}")
-            _damaged(runs, random.choice(states), number, random, outcome)
-        commands.close()
-        outcome.figures[f"a run of {victim.name}"] = f"{runs.seconds:.1f} s"
+        _attack(victim, folder / f"{victim.name}.errors", seed, part, outcome)
     shutil.rmtree(folder)
     return outcome
 
 
-def _continued(runs: Runs, number: int, outcome: Outcome) -> list[Path]:
-    """Start a killed command again; returns a copy of the state that the kill has left, if it stores anything."""
-    victim, case = runs.victim, f"{runs.victim.name} {number}"
-    if victim.target.exists():  # only its state was left to remove
-        outcome.note(case, f"{victim.name} complete at the kill", victim.result() == runs.expected)
-        return []
-    stored = victim.stored(victim.state)
-    copies = []
-    if stored:
-        copies.append(copy := victim.state.with_name(f"state {victim.name} {number}"))
-        (shutil.copytree if victim.state.is_dir() else shutil.copyfile)(victim.state, copy)
-    code, shown = runs.again()
-    resumed = f"{victim.name} {'resumed' if stored else 'began again'}"
-    if code != OK or not victim.kept(stored, victim.target, shown):
-        outcome.note(case, f"exit code {code}, {len(stored)} stored: {shown[-300:]}", False)
-    elif victim.result() != runs.expected or victim.state.exists():
-        outcome.note(case, f"{resumed} with other bytes", False)
-    else:
-        outcome.note(case, resumed, True)
-    return copies
+def _attack(victim: Victim, errors: Path, seed: int, part: Budget, outcome: Outcome) -> None:
+    commands, states = Commands(victim.arguments, errors), list[Path]()
 
+    def run(options: list[str]) -> tuple[int, str]:
+        """Run the command on what is there: its exit code, and what it printed to stderr."""
+        errors.write_text("")
+        return commands.run([*victim.arguments, *options]), errors.read_text("utf-8")
 
-def _damaged(runs: Runs, state: Path, number: int, random: Random, outcome: Outcome) -> None:
-    """Resume from a damaged state: it is refused with one line, or the result is that of an undisturbed run."""
-    victim = runs.victim
+    expected = victim.result()
     victim.clear()
-    (shutil.copytree if state.is_dir() else shutil.copyfile)(state, victim.state)
-    way = list(victim.damage)[number % len(victim.damage)]
-    victim.damage[way](victim.state, random)
-    code, shown = runs.again()
-    case = f"{victim.name} {number}, state {way}"
-    last = (shown.splitlines() or [""])[-1]
-    if code in (INPUT, USAGE) and last.startswith("spaceport: ") and "Traceback" not in shown:
-        outcome.note(case, f"{victim.name}: {way} state refused", True)
-    elif code == OK and victim.result() == runs.expected:
-        outcome.note(case, f"{victim.name}: {way} state made no difference", True)
-    else:
-        outcome.note(case, f"exit code {code}: {shown[-500:]}", False)
+    started = time.perf_counter()
+    assert run([])[0] == OK
+    seconds = time.perf_counter() - started
+    for number in part.numbers():
+        random, case = Random(f"{seed} {victim.name} {number}"), f"{victim.name} {number}"
+        while True:
+            victim.clear()
+            child = commands.start(victim.arguments)
+            # every second kill comes late, when files are written and moved
+            time.sleep(seconds * random.uniform(*((0.8, 1.05) if number % 2 else (0.0, 1.0))))
+            kill(child)
+            if commands.end() == -signal.SIGKILL:
+                break
+            seconds *= 0.9  # it had ended before: follow the load of the machine
+        seconds *= 1.03
+        if victim.target.exists():  # only its state was left to remove
+            outcome.note(case, f"{victim.name} complete at the kill", victim.result() == expected)
+            continue
+        if stored := victim.stored():
+            states.append(victim.state.with_name(f"state {case}"))
+            _copy(victim.state, states[-1])
+        code, shown = run(victim.resume if stored else [])
+        fine = code == OK and victim.kept(stored, shown) and victim.result() == expected
+        result = f"{victim.name} {'resumed' if stored else 'began again'}"
+        outcome.note(case, result if fine else f"exit code {code}: {shown[-300:]}", fine)
+    for number in part.numbers() if states else ():
+        random = Random(f"{seed} damage {number}")
+        victim.clear()
+        _copy(random.choice(states), victim.state)
+        files = sorted(file for file in victim.state.rglob("*") if file.is_file()) or [victim.state]
+        way = damage(random.choice(files), random, ("flip", "truncate"))
+        code, shown = run(victim.resume)
+        refused = code in (INPUT, USAGE) and "spaceport: " in shown
+        fine = (refused or code == OK) and "Traceback" not in shown
+        result = f"{victim.name}: damaged state {'refused' if refused else 'continued'}"
+        outcome.note(f"{victim.name} {number}, {way}", result if fine else f"exit code {code}: {shown[-500:]}", fine)
+    commands.close()
+    outcome.figures[f"a run of {victim.name}"] = f"{seconds:.1f} s"
 
 
 def _tuning(folder: Path) -> Victim:
     """A training of one layer over six steps, each of which is saved."""
-    data = folder / "data.jsonl"
+    data, target, state = folder / "data.jsonl", folder / "tuned", folder / "tuned.training"
     lines = [{"prompt": f"Say {number}.", "response": f"Yes, {number * number}."} for number in range(6)]
     data.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
-    checkpoint, target = smallest_checkpoint(folder / "llama"), folder / "tuned"
-    options = (
-        "--batch-size 2 --max-steps 6 --epochs 9 --anchors 2 --cutoff 48 --save-every 1 --log-every 1 --auto-resume"
-    )
+    options = "--batch-size 2 --max-steps 6 --epochs 9 --anchors 2 --cutoff 48 --save-every 1 --log-every 1"
 
-    def measured(state: Path) -> list[str]:
-        saved = [path.name for path in state.glob("step-*") if re.fullmatch(r"step-\d+", path.name)]
-        step = max((int(name[5:]) for name in saved), default=0)
-        return (state / "metrics.jsonl").read_text("utf-8").splitlines()[:step] if step else []
+    def measured() -> list[str]:
+        steps = [int(path.name[5:]) for path in state.glob("step-*") if re.fullmatch(r"step-\d+", path.name)]
+        return (state / "metrics.jsonl").read_text("utf-8").splitlines()[: max(steps)] if steps else []
 
-    def continued(stored: list[str], tuned: Path, shown: str) -> bool:
-        return (tuned / "metrics.jsonl").read_text("utf-8").splitlines()[: len(stored)] == stored
+    def continued(stored: list[str], shown: str) -> bool:
+        return (target / "metrics.jsonl").read_text("utf-8").splitlines()[: len(stored)] == stored
 
-    damage = {_TRUNCATED: _truncate, _FLIPPED: _flip, "other version": _other_schema}
-    damage |= {"path traversal": _escape, "huge counts": _count}
-    arguments = ["tune", str(checkpoint), str(target), str(data), *options.split()]
-    return Victim("tune", arguments, target, folder / "tuned.training", measured, continued, damage)
+    arguments = ["tune", str(smallest_checkpoint(folder / "llama")), str(target), str(data), *options.split()]
+    return Victim(arguments, target, state, ["--resume"], measured, continued)
 
 
 def _distillation(bundle: Path, folder: Path) -> Victim:
-    """The answers to forty prompts."""
-    prompts, target = folder / "prompts.jsonl", folder / "answers.jsonl"
-    lines = [{"prompt": f"import json\nimport os\nanswer = {number}\n"} for number in range(40)]
+    """The answers to some prompts."""
+    prompts, target, state = (folder / name for name in ("prompts.jsonl", "answers.jsonl", "answers.jsonl.partial"))
+    lines = [{"prompt": f"import json\nimport os\nanswer = {number}\n"} for number in range(_PROMPTS)]
     prompts.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
-    options = "--max-tokens 24 --max-requests 4 --max-seq-len 128 --threads 1"
 
-    def answered(state: Path) -> list[str]:
-        # after the header; a last line may be incomplete
-        return state.read_text("utf-8").split("\n")[1:-1] if state.exists() else []
+    def answered() -> list[str]:
+        lines = state.read_text("utf-8").split("\n")[:-1] if state.exists() else []  # a last one may be incomplete
+        return [line for line in lines if '"schema"' not in line]  # of a header
 
-    def continued(stored: list[str], answers: Path, shown: str) -> bool:
-        done = re.search(r"^(\d+)/40 prompts", shown, re.MULTILINE)  # printed before the first answer of a resumed run
+    def continued(stored: list[str], shown: str) -> bool:
+        done = re.search(rf"(\d+)/{_PROMPTS} prompts", shown)  # printed before the first answer of a resumed run
         return (int(done[1]) if done else 0) == len(stored)
 
-    damage = {_TRUNCATED: _truncate, _FLIPPED: _flip}
-    for name, entry, values in (
-        ("other version", "schema", _NUMBERS),
-        ("path traversal", "bundle", ("../../etc/passwd", "/dev/zero")),
-        ("huge counts", "max_tokens", _NUMBERS),
-    ):
-        damage[name] = _header_change(entry, values)
-    arguments = ["distill", str(bundle), str(prompts), str(target), *options.split()]
-    return Victim("distill", arguments, target, folder / "answers.jsonl.partial", answered, continued, damage)
+    options = "--max-tokens 24 --max-requests 4 --max-seq-len 128 --threads 1"
+    return Victim(
+        ["distill", str(bundle), str(prompts), str(target), *options.split()], target, state, [], answered, continued
+    )
 
 
 def _timeless(file: Path) -> bytes:
-    """The content of a file, without the times in measurements and in the model card."""
     if file.name == "metrics.jsonl":
         lines = [json.loads(line) for line in file.read_text("utf-8").splitlines()]
         return json.dumps([{name: line[name] for name in line if name not in _TIMES} for line in lines]).encode()
     return re.sub(rb"\| hours \|.*", b"", file.read_bytes())
 
 
-def _file_in(state: Path, random: Random) -> Path:
-    return random.choice(sorted(file for file in state.rglob("*") if file.is_file())) if state.is_dir() else state
-
-
-def _truncate(state: Path, random: Random) -> None:
-    file = _file_in(state, random)
-    content = file.read_bytes()
-    file.write_bytes(content[: random.randrange(max(1, len(content)))])
-
-
-def _flip(state: Path, random: Random) -> None:
-    file = _file_in(state, random)
-    content = bytearray(file.read_bytes())
-    content[random.randrange(len(content))] ^= 1 << random.randrange(8)
-    file.write_bytes(content)
-
-
-def _other_schema(state: Path, random: Random) -> None:
-    file = state / "settings.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "schema": random.choice(_NUMBERS)}))
-
-
-def _escape(state: Path, random: Random) -> None:
-    """A state whose name or whose files' names lead elsewhere, with a right digest."""
-    newest = max(state.glob("step-*[0-9]"))
-    if random.random() < 0.3:
-        newest.rename(state / random.choice(("step-0000000a", "step-..", "step-99999999", "step-%2e%2e%2f")))
-        return
-    name = random.choice(("../../../../../../etc/passwd", "/etc/passwd", "../settings.json", "../../llama/config.json"))
-    elsewhere = newest / name
-    digest = hashlib.sha256(elsewhere.read_bytes() if elsewhere.is_file() else b"").hexdigest()
-    _sign(newest, lambda progress: progress["files"].update({name: digest}))
-
-
-def _count(state: Path, random: Random) -> None:
-    """Impossible numbers in the progress, with a right digest."""
-    newest = max(state.glob("step-*[0-9]"))
-    entry = random.choice(("step", "tokens", "pending_sums", "metrics"))
-    huge: Any = random.choice(_NUMBERS[1:])
-    if entry == "pending_sums":
-        huge = random.choice(([[0.0] * 10**5], [[0.0]] * 10**5, [[1e400]], huge))
-    if entry == "metrics":
-        huge = {"size": huge, "sha256": "0" * 64}
-    _sign(newest, lambda progress: progress.update({entry: huge}))
-
-
-def _sign(state: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    from spaceport.tools.tune.state_folder import signed  # imports torch, which other parts do without
-
-    file = state / "progress.json"
-    progress = json.loads(file.read_text())
-    progress.pop("sha256")
-    change(progress)
-    file.write_text(signed(progress))
-
-
-def _header_change(entry: str, values: tuple[Any, ...]) -> Callable[[Path, Random], None]:
-    def change(state: Path, random: Random) -> None:
-        header, _, answers = state.read_text("utf-8").partition("\n")
-        state.write_text(json.dumps({**json.loads(header), entry: random.choice(values)}) + "\n" + answers, "utf-8")
-
-    return change
+def _copy(source: Path, target: Path) -> None:
+    (shutil.copytree if source.is_dir() else shutil.copyfile)(source, target)

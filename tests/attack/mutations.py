@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 
@@ -44,14 +45,18 @@ def mutated_bundles(bundle: Path, work: Path, seed: int, budget: Budget) -> Outc
 
 def mutate(folder: Path, random: Random, entries: str = MANIFEST_FILE) -> str:
     """Change a file of a folder, often one with these JSON entries; returns what was done."""
-    files = sorted(file for file in folder.rglob("*") if file.is_file())
     if entries.endswith(".json") and random.random() < 0.3:
         return _edit_entries(folder / entries, random)
-    file = random.choice(files)
-    content = bytearray(file.read_bytes())
-    kind = random.choice(("flip", "flip", "truncate", "extend", "zero", "delete", "replace"))
+    file = random.choice(sorted(file for file in folder.rglob("*") if file.is_file()))
+    kinds = ("flip", "flip", "truncate", "extend", "zero", "delete", "folder", "endless", "pipe", "empty")
+    return damage(file, random, kinds)
+
+
+def damage(file: Path, random: Random, kinds: Sequence[str]) -> str:
+    """Change a file in one of these ways; returns which one."""
+    content, kind = bytearray(file.read_bytes()), random.choice(kinds)
     begin = random.randrange(max(1, len(content)))
-    if kind == "flip":
+    if kind == "flip" and content:
         for _ in range(random.choice((1, 1, 1, 8))):
             content[random.randrange(len(content))] ^= 1 << random.randrange(8)
     elif kind == "truncate":
@@ -61,11 +66,14 @@ def mutate(folder: Path, random: Random, entries: str = MANIFEST_FILE) -> str:
     elif kind == "zero":
         content[begin : begin + 64] = bytes(len(content[begin : begin + 64]))
     file.unlink()
-    if kind == "replace":
-        replaced = (file.mkdir, lambda: file.symlink_to("/dev/zero"), lambda: os.mkfifo(file), file.touch)
-        random.choice(replaced)()
-    elif kind != "delete":
-        file.write_bytes(content)
+    replaced = {
+        "delete": lambda: None,
+        "folder": file.mkdir,
+        "endless": lambda: file.symlink_to("/dev/zero"),
+        "pipe": lambda: os.mkfifo(file),
+        "empty": file.touch,
+    }
+    replaced.get(kind, lambda: file.write_bytes(content))()
     return f"{kind} {file.name} at {begin}"
 
 

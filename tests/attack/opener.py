@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import resource
-import select
-import subprocess
-import sys
 from collections.abc import Callable
-from contextlib import suppress
+from concurrent import futures
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import active_children, get_context
 from pathlib import Path
 
-_TESTS = str(Path(__file__).parents[1])
 _MEMORY = 5 * 2**29  # bytes of address space
 _PATIENCE = 120.0  # seconds of a case on a busy machine
 
@@ -22,39 +20,27 @@ class Opener:
     """Runs cases in a child process; starts another one after a crash or a hang."""
 
     def __init__(self) -> None:
-        self._process: subprocess.Popen[str] | None = None
+        self._pool = ProcessPoolExecutor(1, get_context("spawn"), _limit)
 
     def run(self, kind: str, path: Path) -> str:
-        """The result of reading a file or folder: "tokens …", "read", "refused …", "untyped …", "signal …" or "hang"."""
-        process = self._process = self._process or subprocess.Popen(
-            [sys.executable, "-m", "attack.opener"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join((_TESTS, *sys.path))},
-        )
-        assert process.stdin is not None
-        assert process.stdout is not None
-        with suppress(BrokenPipeError):  # it has ended, which reading shows
-            process.stdin.write(json.dumps([kind, str(path)]) + "\n")
-            process.stdin.flush()
-        readable, _, _ = select.select([process.stdout], [], [], _PATIENCE)
-        if readable and (line := process.stdout.readline()):
-            return str(json.loads(line))
-        code = self.close(kill=not readable)
-        return f"signal or exit {code}" if readable else "hang"
+        """The result of reading a file or folder: "tokens …", "read", "refused …", "untyped …", "ended" or "hang"."""
+        try:
+            return self._pool.submit(_result, kind, path).result(_PATIENCE)
+        except (BrokenProcessPool, futures.TimeoutError) as error:
+            self.close()
+            self._pool = ProcessPoolExecutor(1, get_context("spawn"), _limit)
+            return "ended" if isinstance(error, BrokenProcessPool) else "hang"
 
-    def close(self, kill: bool = True) -> int:
-        """End the child process; returns its exit code."""
-        process, self._process = self._process, None
-        if process is None:
-            return 0
-        if kill:
+    def close(self) -> None:
+        """End the child process."""
+        for process in active_children():
             process.kill()
-        with suppress(BrokenPipeError):
-            process.communicate()
-        return process.returncode
+        self._pool.shutdown()
+
+
+def _limit() -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # libraries print there
 
 
 def _bundle(folder: Path) -> str:
@@ -109,25 +95,12 @@ _KINDS: dict[str, Callable[[Path], str]] = {
 }
 
 
-def _result(kind: str, path: str) -> str:
+def _result(kind: str, path: Path) -> str:
     from spaceport.runtime import SpaceportError
 
     try:
-        return _KINDS[kind](Path(path))
+        return _KINDS[kind](path)
     except SpaceportError as error:
         return f"refused {type(error).__name__}"
     except BaseException as error:  # noqa: BLE001  (what the campaign looks for)
         return f"untyped {type(error).__name__}: {str(error)[:200]}"
-
-
-def main() -> None:
-    """Read what standard input names, and print a result for each."""
-    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
-    with os.fdopen(os.dup(1), "w") as results:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # libraries print there
-        for line in sys.stdin:
-            print(json.dumps(_result(*json.loads(line))), file=results, flush=True)
-
-
-if __name__ == "__main__":
-    main()

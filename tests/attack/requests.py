@@ -1,24 +1,26 @@
-"""Requests: hostile ones beside normal ones, whose texts must stay right; the gaps between their tokens are compared."""
+"""Requests: hostile or many usual ones beside normal ones, whose texts must stay right; what they delay and what grows."""
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from attack.outcome import Budget, Outcome
-from spaceport.runtime import Decoding, Grammar, Limits, Runtime, Sampling, SpaceportError
+from spaceport.runtime import Decoding, Grammar, Limits, Prompt, Runtime, Sampling, SpaceportError
 
 _HOSTILE = 4
 _PATIENCE = 60.0  # seconds of a case on a busy machine; a limit of the runtime ends it long before
 _LIMITS = Limits(threads=64, fork_depth=64, stop_strings=100, stop_chars=1000)  # the defaults refuse fork bombs
 _QUIET = 0.25  # share of the time without hostile requests
+_SAMPLES = 720  # of memory; more in a list would themselves be growth that is measured
 _PROMPTS = ("import json\n", "def close(self):\n", "class Reader:\n", "for name in names:\n")
 _PLAIN = Decoding(max_tokens=32, fork=False)
 
@@ -27,21 +29,31 @@ Hostile = Callable[[Runtime, Random], object]
 
 def hostile_requests(bundle: Path, seed: int, budget: Budget) -> Outcome:
     """Normal clients alone, then beside hostile ones; compares the gaps between their tokens."""
-    outcome, numbers, lock = Outcome("hostile requests", seed), budget.numbers(), threading.Lock()
-    longest = [(0.0, "none")]
+    return _campaign(Outcome("hostile requests", seed), bundle, budget, HOSTILE)
+
+
+def soak(bundle: Path, seed: int, budget: Budget) -> Outcome:
+    """The same with usual requests, many of them cancelled: what grows meanwhile is shown."""
+    return _campaign(Outcome("soak", seed), bundle, budget, USUAL)
+
+
+def _campaign(outcome: Outcome, bundle: Path, budget: Budget, kinds: dict[str, Hostile]) -> Outcome:
+    numbers, lock, longest, used = budget.numbers(), threading.Lock(), [(0.0, "none")], list[Usage]()
 
     def attack() -> None:
         while True:
             with lock:
                 if (number := next(numbers, None)) is None:
                     return
-            random, began = Random(f"{seed} {number}"), time.monotonic()
-            name, hostile = random.choice([*HOSTILE.items()])
-            result, fine = _result(runtime, hostile, random)
+            random, began = Random(f"{outcome.seed} {number}"), time.monotonic()
+            name = random.choice([*kinds])
+            result, fine = _result(runtime, kinds[name], random)
             took = time.monotonic() - began
             with lock:
                 longest.append((took, name))
                 outcome.note(f"{number} {name}, {took:.0f} s", result, fine and took < _PATIENCE)
+                if not used or began - used[-1].seconds > budget.seconds / _SAMPLES:
+                    used.append(_usage())
 
     def attack_at_once() -> None:
         with ThreadPoolExecutor(_HOSTILE) as pool:
@@ -53,14 +65,37 @@ def hostile_requests(bundle: Path, seed: int, budget: Budget) -> Outcome:
         expected = {prompt: runtime.generate(prompt, _PLAIN).text for prompt in _PROMPTS}
         quiet = _normal_clients(runtime, expected, outcome, lambda: time.sleep(_QUIET * budget.seconds))
         busy = _normal_clients(runtime, expected, outcome, attack_at_once)
-        if not runtime.status().healthy:
-            outcome.failures.append("the runtime is unhealthy")
-    for name, gaps in (("quiet", quiet), ("beside hostile requests", busy)):
+        end = time.monotonic() + 10
+        while (status := runtime.status()).active_requests and time.monotonic() < end:
+            time.sleep(0.02)
+        if status.active_requests or status.kv_slots_used or status.queued_requests or not status.healthy:
+            outcome.failures.append(f"at the end: {status}")
+    for name, gaps in (("quiet", quiet), ("beside them", busy)):
         shares = ", ".join(f"p{percent} {np.percentile(gaps, percent) * 1e3:.1f} ms" for percent in (50, 99))
         outcome.figures[f"token gap {name}"] = shares
-    outcome.figures["p99 ratio"] = f"{np.percentile(busy, 99) / np.percentile(quiet, 99):.1f}"
     outcome.figures["longest"] = "{:.1f} s ({})".format(*max(longest))
+    middle, last = used[len(used) // 2], used[-1]
+    if last.files > middle.files + 2 * _HOSTILE:
+        outcome.failures.append(f"{middle.files} open files, later {last.files}")
+    growth = last.mebibytes - middle.mebibytes
+    outcome.figures["memory"] = f"{last.mebibytes:.1f} MiB, {growth:+.1f} in the second half"
+    outcome.figures["at the end"] = f"{last.files} open files, {last.threads} OS threads"
     return outcome
+
+
+class Usage(NamedTuple):
+    """What this process uses."""
+
+    seconds: float  # time.monotonic()
+    mebibytes: float
+    files: int
+    threads: int  # of the OS
+
+
+def _usage() -> Usage:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    files = len(os.listdir("/proc/self/fd"))  # noqa: PTH208  (open files, not a folder)
+    return Usage(time.monotonic(), pages * os.sysconf("SC_PAGE_SIZE") / 2**20, files, threading.active_count())
 
 
 def _normal_clients(
@@ -164,9 +199,9 @@ def _invalid_prompt(runtime: Runtime, random: Random) -> object:
     return runtime.generate(random.choice(prompts), Decoding(max_tokens=4))
 
 
-def _cancelled_prompt(runtime: Runtime, random: Random) -> object:
-    stream = runtime.stream(list(range(300)), Decoding(max_tokens=4))
-    time.sleep(random.uniform(0, 0.05))
+def _cancelled(runtime: Runtime, prompt: Prompt, seconds: float) -> object:
+    stream = runtime.stream(prompt, Decoding(max_tokens=96))
+    time.sleep(seconds)
     stream.close()
     return stream.completion()
 
@@ -182,8 +217,18 @@ HOSTILE: dict[str, Hostile] = {
     ),
     "fork bomb": _fork_bomb,
     "invalid prompt": _invalid_prompt,
-    "cancelled prompt": _cancelled_prompt,
+    "cancelled prompt": lambda runtime, random: _cancelled(runtime, list(range(300)), random.uniform(0, 0.05)),
     "scoring": lambda runtime, random: runtime.score(
         "x" * random.choice((1, 300)), random.choice(("y", None, "", [5]))
+    ),
+}
+USUAL: dict[str, Hostile] = {
+    "cancelled": lambda runtime, random: _cancelled(runtime, "def f(a, b):\n", random.uniform(0, 0.2)),
+    "scored": lambda runtime, random: runtime.score("import json\nimport os\n", top=2),
+    "sampled": lambda runtime, random: runtime.generate(
+        "".join(random.choices("abcdefgh (),:\n", k=random.randrange(1, 150))),
+        Decoding(
+            max_tokens=16, sampling=Sampling(temperature=1.0, seed=random.randrange(10**6)), stop="\n\n", logprobs=3
+        ),
     ),
 }

@@ -38,16 +38,18 @@ class Target:
         finally:
             connection.close()
 
-    def connected(self, sent: bytes = b"") -> socket.socket:
-        """A connection over which something was sent."""
+    def connected(self, sent: bytes = b"", buffer: int = 0) -> socket.socket:
+        """A connection over which something was sent; `buffer` bytes of answers are buffered, 0: as usual."""
         client = socket.create_connection((self.host, self.port), timeout=30)
+        if buffer:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
         client.sendall(sent)
         return client
 
-    def posted(self, length: int, content: bytes = b"") -> bytes:
-        """The beginning of a request with a body of this length."""
+    def posted(self, length: int, content: bytes, buffer: int = 0) -> socket.socket:
+        """A connection over which the beginning of a request with a body of this length was sent."""
         head = f"POST /v1/completions HTTP/1.1\r\nHost: {self.host}\r\nContent-Length: {length}\r\n"
-        return f"{head}Content-Type: application/json\r\n\r\n".encode() + content
+        return self.connected(f"{head}Content-Type: application/json\r\n\r\n".encode() + content, buffer)
 
 
 def _generated(**fields: Any) -> dict[str, Any]:
@@ -71,7 +73,7 @@ _HELD: list[socket.socket] = []
 
 
 def _slow_body(target: Target) -> None:
-    with target.connected(target.posted(4 << 20, b'{"prompt": "')) as client:
+    with target.posted(4 << 20, b'{"prompt": "') as client:
         for _ in range(100):
             client.sendall(b"x" * 2000)
             time.sleep(0.1)
@@ -79,9 +81,7 @@ def _slow_body(target: Target) -> None:
 
 def _slow_reader(target: Target) -> None:
     body = json.dumps(_generated(stream=True, n=8, max_tokens=400, logprobs=5)).encode()
-    with target.connected() as client:
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-        client.sendall(target.posted(len(body), body))
+    with target.posted(len(body), body, buffer=2048) as client:
         for _ in range(20):
             client.recv(64)
             time.sleep(0.5)
@@ -90,13 +90,9 @@ def _slow_reader(target: Target) -> None:
 _LARGE = b'{"prompt": "a", "max_tokens": 1, "metadata": [' + b"{}," * 1_390_000 + b"{}]}"
 
 
-def _large_body(target: Target) -> None:
-    target.ask(_LARGE)
-
-
 def _cancelled(target: Target) -> None:
     body = json.dumps(_generated(stream=True)).encode()
-    with target.connected(target.posted(len(body), body)) as client:
+    with target.posted(len(body), body) as client:
         client.recv(1 << 12)
 
 
@@ -135,12 +131,12 @@ def _probed(target: Target) -> None:
 QUIET_PROMPT = TEXT * 4
 
 # What each attack does, how many times at a time, and whether the service has keys.
-STRANGERS: dict[str, tuple[Callable[[Target], None], int, bool]] = {
+STRANGERS: dict[str, tuple[Callable[[Target], object], int, bool]] = {
     "long headers": (_headers, 4, False),
     "silent sockets": (_silent, 1, False),
     "slow bodies": (_slow_body, 40, False),
     "slow readers": (_slow_reader, 8, False),
-    "large bodies": (_large_body, 3, False),
+    "large bodies": (lambda target: target.ask(_LARGE), 3, False),
     "two times n=16": (lambda target: _asked(target, _generated(n=16)), 2, False),
     "eight times n=16": (lambda target: _asked(target, _generated(n=16)), 8, False),
     "15 prompts with n=16": (lambda target: _asked(target, _generated(prompt=[TEXT] * 15, n=16)), 1, False),

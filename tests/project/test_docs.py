@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 import subprocess
@@ -75,19 +74,6 @@ def test_the_command_of_the_page_on_generate_prints_what_the_page_shows(
     command, output = block.split("\n", 1)
     assert run(shlex.split(command.removeprefix("$ "))[1:]) == 0
     assert capsys.readouterr().out == output
-
-
-def test_the_json_object_has_the_entries_that_the_page_lists(
-    tiny_bundle: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(["generate", str(tiny_bundle), "a", "--json", "--max-tokens", "3"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    page = (DOCS / "getting_started.md").read_text("utf-8")
-    table = page[page.index("| entry |") :].split("\n\n")[0]
-    rows = [row.split("|")[1:3] for row in table.splitlines()[2:]]
-    assert sorted(name for cell, _ in rows for name in re.findall(r"`(\w+)`", cell)) == sorted(found)
-    ((_, threads),) = (row for row in rows if "`threads`" in row[0])
-    assert set(re.findall(r"`([a-z]+)`", threads)) == set(found["threads"][0])
 
 
 def test_the_commands_of_the_page_on_the_decode_benchmark_run(
@@ -182,26 +168,6 @@ def commands_of(script: Path, arguments: Sequence[str]) -> list[list[str]]:
     return [line.split("\0")[:-1] for line in found.stdout.splitlines()]
 
 
-def test_examples_are_numbered_without_a_gap_and_listed_in_the_index() -> None:
-    names = [example.name for example in EXAMPLES]
-    assert [int(name[:2]) for name in names] == list(range(1, len(names) + 1))
-    assert (
-        re.findall(
-            r"^\| \[\d\d: [\w ]+\]\(examples/(\w+)/README\.md\) \|", (DOCS / "README.md").read_text("utf-8"), re.M
-        )
-        == names
-    )
-
-
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.name)
-def test_a_page_has_the_number_and_the_command_of_its_example(example: Path) -> None:
-    assert (example / "README.md").read_text("utf-8").startswith(f"# {example.name[:2]}: ")
-    command, _ = shown_by(example)
-    program = next(part for part in command if part.endswith((".py", ".sh")))
-    assert (ROOT / program).parent == example
-    assert program.endswith(".py") or (ROOT / program).stat().st_mode & 0o100
-
-
 @pytest.mark.parametrize("example", RUNS)
 def test_an_example_prints_what_its_page_shows(
     example: Path, beside_the_bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -237,13 +203,6 @@ def arguments_in(block: str) -> list[list[str]]:
     return [line[1:] for line in lines]
 
 
-def test_the_readme_fits_on_few_lines_and_names_what_people_search_for() -> None:
-    assert len(README.splitlines()) <= 150
-    words = ("self-speculative", "speculative decoding", "prefill", "acceptance rate", "draft token", "KV cache")
-    for word in (*words, "prompt lookup", "SAR-SFT", "SPACE", "APAR", "ONNX Runtime", "TensorRT"):
-        assert word.lower() in README.lower(), word
-
-
 @pytest.mark.torch
 @pytest.mark.slow
 def test_the_commands_and_the_program_run_one_after_the_other(
@@ -254,7 +213,6 @@ def test_the_commands_and_the_program_run_one_after_the_other(
         assert run(arguments) == 0, capsys.readouterr().err
     assert "report_file.js" in (checkout / "report.html").read_text("utf-8")
     (program,) = blocks(ROOT / "README.md", "python")
-    assert len(program.split("\n\n    ")[0].splitlines()) == 5
     capsys.readouterr()
     exec(compile(program, "README.md", "exec"), {})
     out = capsys.readouterr().out
@@ -315,6 +273,5 @@ def test_the_demo_checks_the_graph_and_finds_every_speculative_output_identical(
     shown = ROW.findall(START)
     assert len(shown) == 4 + 2
     assert set(map(repeatable, shown)) <= set(map(repeatable, table)), "the page shows what the demo prints"
-    assert headings(START) == headings(out)
     assert re.search(r"^check passed: 15 cases, ", out, re.MULTILINE)
     assert "check passed: 15 cases, " in START

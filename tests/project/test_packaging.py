@@ -21,7 +21,7 @@ from spaceport.tools.cli import MISSING
 from support.paths import PARTS, ROOT, TINY, package
 
 # In the checkout and the sdist, not in the wheel.
-CHECKOUT_ONLY = {"benchmarks/__main__.py", "deploy/Containerfile"}
+CHECKOUT_ONLY = {"benchmarks/__main__.py", "recipes/__main__.py", "deploy/Containerfile"}
 
 # Data that the program reads; the chat model's adapter and curves of trainings are in the checkout alone.
 DATA = ("serving/page/static/", "tools/demo/data/", "tools/demo/model/", "tools/report/")

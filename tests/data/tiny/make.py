@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from recipes.train import ModelShape, train_tokenizer, write_scratch
+from recipes.untrained import train_tokenizer, write_untrained
 from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
@@ -32,16 +32,8 @@ HERE = Path(__file__).parent
 KEPT = ("*.json", "*.jinja", "*.safetensors")  # files of the trained checkpoint that stand next to this one
 
 MASK = "[M]"
-SHAPE = ModelShape(
-    tokens=628,
-    hidden=96,
-    intermediate=192,
-    layers=3,
-    heads=6,
-    kv_heads=2,
-    positions=1024,
-    free_rows=0,  # 640 rows for 628 tokens: the two differ
-)
+TOKENS = 628
+SHAPE = {"rows": 640, "hidden": 96, "intermediate": 192, "layers": 3}  # 640 rows for 628 tokens: the two differ
 
 STEPS = 2600
 BATCH = 4
@@ -85,7 +77,7 @@ def json_sources() -> dict[str, str]:
 def tokenizer_for(sources: dict[str, str]) -> PreTrainedTokenizerFast:
     """A tokenizer that knows the mask token; numbers stay whole."""
     texts = [*sources.values(), FOREIGN, *map(chr, range(32, 127))]
-    return train_tokenizer(texts, SHAPE.tokens, added=(MASK,), split=())
+    return train_tokenizer(texts, TOKENS, added=(MASK,), split=())
 
 
 def samples(tokenizer: PreTrainedTokenizerFast, sources: dict[str, str]) -> Iterator[dict[str, Any]]:
@@ -124,10 +116,10 @@ def make() -> None:
     sources = json_sources()
     tokenizer = tokenizer_for(sources)
     with tempfile.TemporaryDirectory(prefix="spaceport-tiny-") as folder, shown(None) as callbacks:
-        scratch, data, tuned = (Path(folder) / name for name in ("scratch", "data.jsonl", "tuned"))
-        write_scratch(scratch, tokenizer, SHAPE)
+        untrained, data, tuned = (Path(folder) / name for name in ("untrained", "data.jsonl", "tuned"))
+        write_untrained(untrained, tokenizer, **SHAPE)
         data.write_text("".join(json.dumps(sample) + "\n" for sample in samples(tokenizer, sources)), "utf-8")
-        tune(TuningJob(scratch, tuned, (data,), SETTINGS, TokenNames((MASK,), None, None), log_every=100), callbacks)
+        tune(TuningJob(untrained, tuned, (data,), SETTINGS, TokenNames((MASK,), None, None), log_every=100), callbacks)
         for pattern in KEPT:
             for file in tuned.glob(pattern):
                 shutil.copyfile(file, HERE / file.name)

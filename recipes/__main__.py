@@ -1,0 +1,141 @@
+"""Recipes as a command: `python -m recipes demo WORK`, or `python -m recipes chat WORK --base MODEL.gguf`.
+
+Each is a list of `spaceport` commands. One whose result is in WORK is not run again, so a recipe continues where it stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import click
+
+from spaceport.runtime import Decoding, Runtime, Sampling
+from spaceport.tools import cli
+from spaceport.tools.demo.prompts import MODEL, PROMPTS_FILE
+
+TITLES = "Answer with a numbered list: each item has a title, a colon and one or two sentences."  # such answers fork
+_CLIENTS = 48  # prompts that are sampled at the same time
+
+
+@click.group()
+def recipes() -> None:
+    """Train the demo model, or the adapter of the chat model, with the public commands of Spaceport."""
+
+
+_PATH = click.Path(path_type=Path)
+_work = click.argument("work", type=_PATH)
+_trial = click.option(
+    "--trial", is_flag=True, help="Few samples and two training steps, to see that each command works."
+)
+
+
+@recipes.command()
+@_work
+@_trial
+def demo(work: Path, trial: bool) -> None:
+    """Train the demo model from scratch on the standard library: 45 minutes on two CPU cores."""
+    untrained, model, bundle = work / "untrained", work / "model", work / "demo.bundle"
+    train, held_out = work / "train.jsonl", work / "heldout.jsonl"
+    if not untrained.exists():
+        from recipes.data import read_sources, write_data
+        from recipes.untrained import train_tokenizer, write_untrained
+
+        work.mkdir(parents=True, exist_ok=True)
+        lists, sentences, texts = (64, 8, 32) if trial else (32_000, 5_000, 12_000)
+        tokenizer = train_tokenizer(write_data(work, read_sources(), lists, sentences, texts), 1264)
+        write_untrained(untrained, tokenizer, rows=1280, hidden=192, intermediate=448, layers=5)
+    limit = 4 if trial else 220
+    (work / "validation.jsonl").write_text("".join(held_out.read_text("utf-8").splitlines(True)[:limit]), "utf-8")
+    objective = "--objective both --mask-slots 5 --anchors 16 --drop-rate 0.3 --unfork-rate 0"
+    weight = "--mask-weight 0.3"  # at 1, next-token prediction learns late
+    rate = "--learning-rate 1.5e-3"  # at 4e-3 it does not learn to copy names
+    batches = "--cutoff 448 --epochs 1.25 --batch-size 8 --micro-batch-size 8 --log-every 50"
+    _train(untrained, model, train, f"{objective} {weight} {rate} {batches}", work, trial)
+    shutil.copy(MODEL / PROMPTS_FILE, model)  # about functions and text of held-out files
+    _spaceport("acceptance", model, held_out, "--save", "--limit", limit, "--max-tokens", 16 if trial else 128)
+    _make(bundle, "export", model, bundle)
+    short = ("--limit", 1, "--rounds", 1, "--max-tokens", 16) if trial else ("--limit", 20)
+    _spaceport("bench", "decode", bundle, held_out, *short)
+
+
+@recipes.command()
+@_work
+@click.option("--base", type=_PATH, required=True, help="GGUF file or checkpoint of the base model.")
+@click.option("--prompts", default=4500, show_default=True, help="Prompts that the base model writes itself.")
+@_trial
+def chat(work: Path, base: Path, prompts: int, trial: bool) -> None:
+    """Train an adapter for a chat model on its own answers to its own prompts: some hours on two CPU cores."""
+    work.mkdir(parents=True, exist_ok=True)
+    bundle, drafts, adapter = work / "base.bundle", work / "drafts", work / "adapter"
+    listed = 1 + prompts // 12
+    _make(bundle, "export", base, bundle, "--weights", "int8")
+    texts = own_prompts(bundle, work / "own_prompts.json", prompts + 1 + prompts // 40)
+    asked = {
+        "train": texts[:prompts],
+        "validation": texts[prompts:],
+        "forks": [text for own in texts[:listed] for text in (own, f"{own} {TITLES}")],
+    }
+    for name, messages in asked.items():
+        lines = [json.dumps({"prompt": text}) + "\n" for text in messages]
+        (work / f"{name}_prompts.jsonl").write_text("".join(lines), "utf-8")
+        answers, tokens = work / f"{name}.jsonl", 400 if name == "forks" else 160
+        _make(answers, "distill", bundle, work / f"{name}_prompts.jsonl", answers, "--max-tokens", tokens)
+    common = "--method gated-lora --adapter-only --bf16 --batch-size 4 --micro-batch-size 2 --cutoff 768"
+    slots = "--mask-slots 4 --correction-rank 64 --drop-rate 0.3 --anchors 160"
+    layers = "--rank 32 --alpha 64 --target o_proj --target down_proj"
+    rate = "--epochs 12 --learning-rate 1e-3 --time-budget 96m"
+    _train(base, drafts, work / "train.jsonl", f"{common} {slots} {layers} {rate}", work, trial)
+    forks = f"--objective apar --adapter {drafts} --unfork-rate 0.05 --epochs 6 --learning-rate 5e-2 --time-budget 12m"
+    _train(base, adapter, work / "forks.jsonl", f"{common} {forks}", work, trial)
+    _spaceport("acceptance", base, work / "validation.jsonl", "--adapter", adapter, "--save", "--max-tokens", 96)
+
+
+def own_prompts(bundle: Path, file: Path, wanted: int) -> list[str]:
+    """What the model itself writes where a user's message stands, at temperature 1: far more varied than templates."""
+    if file.exists():
+        return list(json.loads(file.read_text("utf-8")))
+    texts: dict[str, None] = {}
+    with Runtime.open(bundle, max_seq_len=1024, max_requests=_CLIENTS) as runtime, ThreadPoolExecutor(_CLIENTS) as pool:
+        one, other = (runtime.tokens_of([{"role": "user", "content": text}]) for text in ("a", "1"))
+        opening = one[: next(index for index, pair in enumerate(zip(one, other, strict=False)) if len({*pair}) > 1)]
+
+        def message(seed: int) -> str:
+            sampling = Sampling(temperature=1.0, top_p=0.95, seed=seed)
+            completion = runtime.generate(opening, Decoding(max_tokens=90, sampling=sampling))
+            return completion.text.strip() if completion.ending == "end" else ""
+
+        for first in range(0, 64 * wanted, _CLIENTS):
+            texts |= dict.fromkeys(text for text in pool.map(message, range(first, first + _CLIENTS)) if len(text) > 11)
+            if len(texts) >= wanted:
+                break
+        else:
+            raise click.ClickException(f"{bundle}: wrote {len(texts)} prompts, expected {wanted}: lower --prompts")
+    file.write_text(json.dumps(list(texts)[:wanted]), "utf-8")
+    return list(texts)[:wanted]
+
+
+def _train(base: Path, target: Path, data: Path, options: str, work: Path, trial: bool) -> None:
+    more = [*options.split(), "--validation", work / "validation.jsonl"]
+    resumed = ["--resume"] if Path(f"{target}.training").exists() else []
+    _make(target, "tune", base, target, data, *more, *(["--max-steps", 2] if trial else []), *resumed)
+
+
+def _make(target: Path, *arguments: object) -> None:
+    if not target.exists():
+        _spaceport(*arguments)
+
+
+def _spaceport(*arguments: object) -> None:
+    words = [str(argument) for argument in arguments]
+    click.echo(f"$ spaceport {' '.join(words)}")
+    if code := cli.run(words):
+        click.echo(f"spaceport {words[0]} ended with exit code {code}; the same command continues with it", err=True)
+        sys.exit(code)
+
+
+if __name__ == "__main__":
+    recipes()

@@ -1,1 +1,0 @@
-"""Mutants: small faults put into the product, to see that the tests notice them."""

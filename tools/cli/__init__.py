@@ -118,7 +118,6 @@ class Commands(LazyGroup):
         "inspect": "Show the contents of a bundle.",
         "sign": "Sign a bundle, or create a key pair.",
         "fetch": "Copy a bundle from an address and verify it.",
-        "plan": "Show step costs on this machine and the drafts that pay off.",
         "generate": "Generate text.",
         "chat": "Chat with a bundle or a service on the terminal.",
         "serve": "Serve bundles with an OpenAI-compatible HTTP API.",

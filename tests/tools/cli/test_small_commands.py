@@ -1,4 +1,4 @@
-"""`spaceport doctor`, `inspect`, `sign`, `fetch` and `plan`: what they show and change, and their errors."""
+"""`spaceport doctor`, `inspect`, `sign` and `fetch`: what they show and change, and their errors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Capture = pytest.CaptureFixture[str]
 
 
 PLAN = b"an engine"
-OPENING = ("generate", "inspect", "audit", "plan", "distill", "acceptance")
+OPENING = ("generate", "inspect", "audit", "distill", "acceptance")
 
 
 @pytest.fixture
@@ -191,13 +191,6 @@ def test_a_signed_bundle_is_shown_and_opened_with_its_key_until_it_changes(
         ("sign BUNDLE --key PUBLIC", INPUT, "is a public key: expected the private key"),
         ("fetch BUNDLE/nothing FOLDER", INPUT, "no manifest.json there: expected the address of a bundle's folder"),
         ("fetch https://user:word@host/a FOLDER", USAGE, "user"),
-        ("plan FOLDER", INPUT, "no such folder"),
-        ("plan FOLDER --requests 0", USAGE, "--requests is 0"),
-        (
-            "plan FOLDER --acceptance 0.5,-1",
-            USAGE,
-            "--acceptance is '0.5,-1': expected comma-separated numbers from 0 to 1",
-        ),
     ],
 )
 def test_mistakes_are_refused_with_what_to_do(
@@ -222,26 +215,16 @@ def test_every_command_that_opens_a_bundle_can_require_a_signature(
     if name in OPENING:
         prompts = bundle.with_name("prompts.jsonl")
         prompts.write_text('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}]}\n')
-        rest = {"generate": ["a"], "distill": [str(prompts), str(prompts) + "l"], "inspect": [], "plan": []}
+        rest = {"generate": ["a"], "distill": [str(prompts), str(prompts) + "l"], "inspect": []}
         arguments = [*rest.get(name, [str(prompts)]), "--require-signature", str(keys / PUBLIC_FILE)]
         assert run([name, str(bundle), *arguments]) == INPUT
         assert "has no signature" in capfd.readouterr().err
 
 
-def test_fetch_reports_what_it_did_and_plan_the_drafts_that_pay_off(
-    tmp_path: Path, bundle: Path, tiny_bundle: Path, capfd: Capture
-) -> None:
+def test_fetch_reports_what_it_did(tmp_path: Path, bundle: Path, capfd: Capture) -> None:
     fetch = ["fetch", str(bundle), str(tmp_path / "copy")]
     assert run([*fetch, "--json"]) == OK
     found = json.loads(capfd.readouterr().out)
     assert found["fetched_bytes"] == found["total_bytes"] > 2048
     assert run(fetch) == OK
     assert "has the bundle already" in capfd.readouterr().out
-    plan = ["plan", str(tiny_bundle), "--threads", "1"]
-    assert run([*plan, "--acceptance", "0.79", "--acceptance", "0.9,0.5"]) == OK
-    assert "Acceptance rate 0.9, 0.5: " in capfd.readouterr().out
-    assert run([*plan, "--requests", "2", "--json"]) == OK
-    found = json.loads(capfd.readouterr().out)
-    assert (found["requests"], found["context"], found["rows"][0]["ratio"]) == (2, 256, 1.0)
-    assert [drafts["acceptance"][0] for drafts in found["drafts"]] == [0.5, 0.7, 0.9]
-    assert [step["at_hand"] for step in found["drafts"][0]["steps"]] == [0, 1, 2, 3, 4, 5]

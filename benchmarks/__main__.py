@@ -17,9 +17,6 @@ class DevelopmentBenchmarks(LazyGroup):
     summaries: ClassVar = {
         "outside": "Time per step outside the engine.",
         "chat": "Speedup of drafts on chat prompts, by kind, and other runtimes.",
-        "batching": "Throughput and latency of concurrent requests.",
-        "start": "Time from the start of a service to its first token.",
-        "prefix": "The next turn of a chat with and without a prefix cache.",
     }
 
 

@@ -17,7 +17,6 @@ class Benchmarks(LazyGroup):
     summaries: ClassVar = {
         "steps": "Time per step by number of rows.",
         "decode": "Speedup of drafts over plain decoding on your prompts.",
-        "load": "Services under the load of many clients.",
         "compare": "A checkpoint in Spaceport and in other runtimes.",
         "gpu": "Build, check, audit and time everything on this machine's GPU.",
     }

@@ -11,10 +11,7 @@ import pytest
 
 from benchmarks.__main__ import DevelopmentBenchmarks
 from benchmarks.__main__ import command as development
-from benchmarks.start import measured_start, page_caches_of
-from spaceport.runtime.backends.private_files import cache_folder
 from spaceport.tools.bench.decode import REPLAY_LABEL
-from spaceport.tools.bench.machine import ProcessFailed
 from spaceport.tools.cli import ACCURACY, INPUT, OK, USAGE, run
 from support.paths import DEMO, ROOT, TINY
 from support.planted import ignore_the_mask, planted
@@ -24,15 +21,8 @@ pytestmark = [pytest.mark.on_change("tests/support/fake_runtime.py"), pytest.mar
 PROMPTS = ("import json\n\n\ndef load(path):\n", "def close(self):\n", "class Reader:\n", "for line in lines:\n")
 
 
-DECODE, CHAT, LOAD = "decode TINY P", "chat DEMO P", "load P"
+DECODE, CHAT = "decode TINY P", "chat DEMO P"
 MISTAKES = (
-    ("batching TINY --max-requests 1,0", USAGE, "--max-requests is '1,0': expected comma-separated whole numbers"),
-    (
-        "batching TINY --places a",
-        USAGE,
-        "--max-requests is 'a': expected comma-separated whole numbers",
-    ),  # its former name
-    ("start none", INPUT, "no such folder"),
     ("decode TINY", USAGE, "no prompt file: expected PROMPTS, or --replay with acceptance rates"),
     (f"{DECODE} --max-tokens 5000", INPUT, "line 1: "),
     ("decode TINY README.md", INPUT, "README.md line 1: '# Spaceport' is part of a document, not a prompt"),
@@ -42,9 +32,6 @@ MISTAKES = (
     ("decode TINY --replay 0.5 --context 4000 --max-tokens 96", USAGE, "--max-tokens 96 make 4096"),
     (f"{CHAT} --modes forked", USAGE, "forked threads are measured on --fork-kinds"),
     (f"{CHAT} --checkpoint MODEL", USAGE, "no --work: expected the folder with the environments"),
-    (LOAD, USAGE, "nothing to measure: expected --bundle BUNDLE, --url URL or both"),
-    (f"{LOAD} --url http://127.0.0.1:1", INPUT, "expected a running service"),
-    (f"{LOAD} --bundle x --gguf none.gguf", INPUT, "expected a GGUF file"),
 )
 EXPLAIN = "Explain the parameters of {}"
 LIST = EXPLAIN.format("triangular( low = 0.0, high = 1.0, mode = None )")
@@ -70,21 +57,6 @@ def results(capsys: Capture, name: str, *arguments: object) -> dict[str, Any]:
     return found
 
 
-def test_load_reports_throughput_and_latency_for_each_value_of_max_requests(tiny_bundle: Path, capsys: Capture) -> None:
-    options = "--requests 3 --max-requests 1,2 --context 8 --tokens 6 --rounds 1"
-    found = results(capsys, "batching", tiny_bundle, *options.split())["results"]
-    assert [one["max_requests"] for one in found] == [1, 2]
-    assert found[0]["ratio"] == 1.0
-    for one in found:
-        assert 0 < one["first_token_p50"] <= one["latency_p50"] <= one["latency_p95"]
-        assert one["tokens_per_second"] > 0
-
-
-def test_the_next_turn_of_a_chat_reuses_its_history_in_the_prefix_benchmark(demo_bundle: Path, capsys: Capture) -> None:
-    options = "--history 40,60 --rounds 1 --threads 1"
-    found = results(capsys, "prefix", demo_bundle, *options.split())["results"]
-    assert [(one["history"], one["reused"]) for one in found] == [(40, 55), (60, 75)]
-    assert all(one["cold_seconds"] > 0 and one["copy_seconds"] > 0 for one in found)
 
 
 def test_steps_of_bench_outside_have_the_stated_numbers_of_requests_and_rows(
@@ -98,50 +70,6 @@ def test_steps_of_bench_outside_have_the_stated_numbers_of_requests_and_rows(
             assert 0 < cost["milliseconds"] <= cost["p95_milliseconds"]
 
 
-def test_phases_of_a_start_add_up(demo_bundle: Path, tmp_path: Path, capsys: Capture) -> None:
-    before = set(cache_folder().glob("*"))
-    options = "--rounds 1 --page-cache warm --threads 1 --max-requests 2 --max-seq-len 256"
-    found = results(capsys, "start", demo_bundle, *options.split())
-    conditions = [{"page_cache": "warm", "step_costs": stored} for stored in (True, False)]
-    assert [one["condition"] for one in found["starts"]] == conditions
-    for one in found["starts"]:
-        times = one["medians"]
-        assert all(seconds >= 0 for seconds in times.values())
-        assert times["verify"] + times["engine"] + times["step_costs"] <= times["opening"] + 0.01
-        assert times["imports"] + times["opening"] <= times["ready"] + 0.01
-        assert times["total"] == pytest.approx(times["ready"] + times["first_token"])
-    stored, missing = (one["medians"]["step_costs"] for one in found["starts"])
-    assert stored < missing
-    assert found["weight_bytes"] > 8_000_000
-    assert set(cache_folder().glob("*")) == before  # those of the user are not touched
-    assert page_caches_of("cold,warm,cold") == ["cold", "warm"]
-    with pytest.raises(ProcessFailed, match=r"exit code 3: .*no such folder: expected a bundle"):
-        measured_start([tmp_path / "nothing"], [], "a", tmp_path, tmp_path / "log")
-
-
-def test_all_answers_of_services_are_right_while_clients_leave(
-    prompts: Path, demo_bundle: Path, tmp_path: Path, capsys: Capture
-) -> None:
-    shares = "--cancelled 0.2 --dropped 0.1 --slow 0.1 --unstreamed 0.3"
-    load = "--clients 1,12 --requests 24 --max-tokens 40 --rounds 1 --max-requests 4 --ramp 0 --queue-limit 2"
-    table = tmp_path / "table.md"
-    options = (*f"{load} {shares}".split(), "--bundle", demo_bundle, "--markdown", table)
-    found = results(capsys, "load", prompts, *options)
-    assert found["identical"]
-    by_key = {(one["subject"], one["clients"]): one for one in found["loads"]}
-    assert set(by_key) == {(name, clients) for name in ("embedded", "spaceport") for clients in (1, 12)}
-    for (name, clients), one in by_key.items():
-        figures = one["figures"]
-        counts = {each: figures[each] for each in ("answered", "left", "refused", "failed")}
-        assert sum(counts.values()) == 24
-        assert figures["compared"] == figures["answered"] > 0
-        assert (counts["failed"], counts["left"] > 0) == (0, True)
-        assert (counts["refused"] > 0) == (clients == 12)  # 4 at a time, 2 wait
-        assert figures["drafts"]["mean_acceptance_length"] >= 1  # whether drafts pay depends on the machine
-        assert one["statuses"].keys() <= {"200", "503"}
-        assert figures["main_thread_per_token"] is not None, name
-    assert "answers equal those of `Runtime.generate`" in table.read_text("utf-8")
-    assert {one["reference"] for one in found["ratios"]} == {"embedded"}
 
 
 @pytest.mark.parametrize(("arguments", "code", "message"), MISTAKES)

@@ -15,7 +15,6 @@ class DevelopmentBenchmarks(LazyGroup):
 
     package = "benchmarks"
     summaries: ClassVar = {
-        "outside": "Time per step outside the engine.",
         "chat": "Speedup of drafts on chat prompts, by kind, and other runtimes.",
     }
 

@@ -33,7 +33,7 @@ from spaceport.tools.bench.decode_measuring import (
 from spaceport.tools.bench.machine import Machine, this_machine
 from spaceport.tools.bench.plots import Chart, Panel, plot_of
 from spaceport.tools.bench.report import Report, Spread, Table, spread
-from spaceport.tools.bench.synthetic_engine import (
+from spaceport.tools.bench.replay import (
     SyntheticTexts,
     implied_tokens_per_step,
     replay_runtime,

@@ -32,7 +32,7 @@ from spaceport.tools.bench.decode_measuring import (
 )
 from spaceport.tools.bench.machine import Machine
 from spaceport.tools.bench.report import Spread
-from spaceport.tools.bench.synthetic_engine import (
+from spaceport.tools.bench.replay import (
     implied_tokens_per_step,
     replay_runtime,
     synthetic_texts,

@@ -59,15 +59,20 @@ def results(capsys: Capture, name: str, *arguments: object) -> dict[str, Any]:
 
 
 
-def test_steps_of_bench_outside_have_the_stated_numbers_of_requests_and_rows(
-    tiny_bundle: Path, capsys: Capture
-) -> None:
-    for options in ((), ("--real",)):
-        costs = results(capsys, "outside", tiny_bundle, "--rounds", 10, *options)["costs"]
-        assert [cost["requests"] for cost in costs] == [1, 1, 1, 8, 8]
-        for cost, most in zip(costs, (1, 9, 36, 1, 9), strict=True):
-            assert most * 0.8 < cost["rows"] <= most
-            assert 0 < cost["milliseconds"] <= cost["p95_milliseconds"]
+def test_steps_are_timed_on_each_backend_and_while_decoding(tiny_bundle: Path, capsys: Capture) -> None:
+    options = "--rows 1,4 --rounds 2 --context 20 --threads 1 --backend auto --backend onnxruntime --without-graphs"
+    assert bench("steps", tiny_bundle, *options.split(), "--json") == OK
+    found = json.loads(capsys.readouterr().out)["backends"]
+    assert [(one["backend"], one["graphs"], one["device"]) for one in found] == [("onnxruntime", False, "cpu")] * 2
+    for one in found:
+        first, second = one["steps"]
+        assert (first["rows"], first["ratio"], second["rows"]) == (1, 1.0, 4)
+        assert [loop["mask_slots"] for loop in one["loops"]] == [0, 5]
+        assert all(loop["engine_milliseconds"] > 0 < loop["outside_milliseconds"] for loop in one["loops"])
+    assert bench("steps", tiny_bundle, *options.split()[:8]) == OK
+    out = capsys.readouterr().out
+    assert "### Milliseconds of a step after 20 tokens, by number of rows (ratio to the first)" in out
+    assert re.search(r"^\| onnxruntime \| [\d.]+ \(1\.00\) \| [\d.]+ \([\d.]+\) \| cpu \|$", out, re.MULTILINE)
 
 
 

@@ -17,7 +17,6 @@ class Benchmarks(LazyGroup):
     summaries: ClassVar = {
         "steps": "Time per step by number of rows, on each backend.",
         "decode": "Speedup of drafts over plain decoding on your prompts.",
-        "compare": "A checkpoint in Spaceport and in other runtimes.",
     }
 
 

@@ -1,28 +1,28 @@
-"""`spaceport bench` and `python -m benchmarks`: every benchmark is a command with consistent results, tables, files, exit codes and errors."""
+"""`spaceport bench`: both benchmarks have consistent results, tables, files, exit codes and errors."""
 
 from __future__ import annotations
 
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from benchmarks.__main__ import DevelopmentBenchmarks
-from benchmarks.__main__ import command as development
 from spaceport.tools.bench.decode import REPLAY_LABEL
 from spaceport.tools.cli import ACCURACY, INPUT, OK, USAGE, run
-from support.paths import DEMO, ROOT, TINY
+from support.paths import ROOT, TINY
 from support.planted import ignore_the_mask, planted
 
 Capture = pytest.CaptureFixture[str]
-pytestmark = [pytest.mark.on_change("tests/support/fake_runtime.py"), pytest.mark.slow]
-PROMPTS = ("import json\n\n\ndef load(path):\n", "def close(self):\n", "class Reader:\n", "for line in lines:\n")
+pytestmark = [pytest.mark.on_change(), pytest.mark.slow]
 
 
-DECODE, CHAT = "decode TINY P", "chat DEMO P"
+DECODE, STEPS = "decode TINY P", "steps TINY"
 MISTAKES = (
+    (f"{STEPS} --rows 1,0", USAGE, "--rows is '1,0': expected comma-separated whole numbers of at least 1"),
+    (f"{STEPS} --rounds 0", USAGE, "--context is 256 and --rounds 0: expected at least 1 of each"),
+    (f"{STEPS} --context 4000", USAGE, "48 tokens after 4000 tokens make 4049, the context length is 1024: lower"),
+    ("steps none", INPUT, "no such folder"),
     ("decode TINY", USAGE, "no prompt file: expected PROMPTS, or --replay with acceptance rates"),
     (f"{DECODE} --max-tokens 5000", INPUT, "line 1: "),
     ("decode TINY README.md", INPUT, "README.md line 1: '# Spaceport' is part of a document, not a prompt"),
@@ -30,33 +30,21 @@ MISTAKES = (
     ("decode TINY --replay 0.5,1.1", USAGE, "--replay is '0.5,1.1': expected comma-separated numbers from 0 to 1"),
     ("decode TINY --replay 0.5 --temperatures 1", USAGE, "a replay is greedy"),
     ("decode TINY --replay 0.5 --context 4000 --max-tokens 96", USAGE, "--max-tokens 96 make 4096"),
-    (f"{CHAT} --modes forked", USAGE, "forked threads are measured on --fork-kinds"),
-    (f"{CHAT} --checkpoint MODEL", USAGE, "no --work: expected the folder with the environments"),
 )
-EXPLAIN = "Explain the parameters of {}"
-LIST = EXPLAIN.format("triangular( low = 0.0, high = 1.0, mode = None )")
 
 
 @pytest.fixture
-def prompts(tmp_path: Path) -> Path:
-    file = tmp_path / "prompts.jsonl"
-    file.write_text("".join(json.dumps({"text": one}) + "\n" for one in PROMPTS), "utf-8")
+def texts(tmp_path: Path) -> Path:
+    found = list(json.loads((TINY / "prompts.json").read_text("utf-8")).values())[:2]
+    (file := tmp_path / "prompts.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in found), "utf-8"
+    )
     return file
 
 
 def bench(name: str, *arguments: object) -> int:
-    """The exit code of a benchmark of `spaceport bench`, or of the checkout."""
-    command = [name, *map(str, arguments)]
-    return run(command, development) if name in DevelopmentBenchmarks.summaries else run(["bench", *command])
-
-
-def results(capsys: Capture, name: str, *arguments: object) -> dict[str, Any]:
-    """The JSON of a benchmark."""
-    assert bench(name, *arguments, "--json") == OK
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
-
-
+    """The exit code of a benchmark."""
+    return run(["bench", name, *map(str, arguments)])
 
 
 def test_steps_are_timed_on_each_backend_and_while_decoding(tiny_bundle: Path, capsys: Capture) -> None:
@@ -75,39 +63,16 @@ def test_steps_are_timed_on_each_backend_and_while_decoding(tiny_bundle: Path, c
     assert re.search(r"^\| onnxruntime \| [\d.]+ \(1\.00\) \| [\d.]+ \([\d.]+\) \| cpu \|$", out, re.MULTILINE)
 
 
-
-
 @pytest.mark.parametrize(("arguments", "code", "message"), MISTAKES)
 def test_mistakes_are_reported_before_anything_runs(
-    tiny_bundle: Path, demo_bundle: Path, prompts: Path, capsys: Capture, arguments: str, code: int, message: str
+    tiny_bundle: Path, texts: Path, capsys: Capture, arguments: str, code: int, message: str
 ) -> None:
-    paths = {"TINY": tiny_bundle, "DEMO": demo_bundle, "P": prompts, "MODEL": DEMO, "README.md": ROOT / "README.md"}
+    paths = {"TINY": tiny_bundle, "P": texts, "README.md": ROOT / "README.md"}
     assert bench(*(paths.get(part, part) for part in arguments.split())) == code
     out, err = capsys.readouterr()
     assert message in err
     assert out == ""
     assert "warming up" not in err
-    assert "modes and runtimes" not in err
-
-
-@pytest.fixture
-def chats(tmp_path: Path) -> Path:
-    """Two kinds and a conversation of two turns."""
-    texts = [[LIST], [EXPLAIN.format("move( src, dst )")], ["import os", "def f(x):"]]
-    turns = [[{"role": "user", "content": text} for text in one] for one in texts]
-    lines = [{"kind": kind, "messages": one} for kind, one in zip(("lists", "lists", "code"), turns, strict=True)]
-    return written(tmp_path / "chat.jsonl", *lines)
-
-
-@pytest.fixture
-def texts(tmp_path: Path) -> Path:
-    found = list(json.loads((TINY / "prompts.json").read_text("utf-8")).values())[:2]
-    return written(tmp_path / "prompts.jsonl", *({"text": text} for text in found))
-
-
-def written(file: Path, *lines: object) -> Path:
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
-    return file
 
 
 def decode(bundle: Path, *more: object) -> list[str]:
@@ -115,41 +80,14 @@ def decode(bundle: Path, *more: object) -> list[str]:
     return [str(one) for one in message]
 
 
-def chat(bundle: Path, prompts: Path, *more: object) -> list[str]:
-    return [str(one) for one in ("chat", bundle, prompts, "--max-tokens", 12, "--rounds", 1, *more)]
-
-
-def test_modes_kinds_drafts_and_forks_are_reported(
-    demo_bundle: Path, chats: Path, tmp_path: Path, capsys: Capture
-) -> None:
-    file = tmp_path / "chat.md"
-    command = chat(demo_bundle, chats, "--sample", 1, "--fixed", "2", "--fork-max-tokens", 64)
-    assert bench(*command, "--json", "--markdown", str(file)) == OK
-    found = json.loads(capsys.readouterr().out)
-    assert (found["identical"], found["prompts"], found["kinds"]) == (True, 2, ["lists", "code"])
-    assert found["compared"] == {"lookup": 3, "masks": 3, "default": 4, "fixed 2": 3, "forked+drafted": 1}
-    figures = {(one["subject"], one["kind"]): one for one in found["figures"]}
-    names = ["plain", "lookup", "masks", "default", "fixed 2"]
-    assert list(figures) == [(name, kind) for name in names for kind in ("lists", "code", "all")]
-    chain = figures["fixed 2", "all"]["drafts"]
-    assert chain["by_depth"][0]["drafted"] > chain["by_depth"][1]["accepted"]
-    assert chain["mean_acceptance_length"] > 1
-    forks = {one["mode"]: one for one in found["forks"]}
-    assert list(forks) == ["plain", "default", "forked", "forked+drafted"]
-    assert forks["forked"]["threads"] > 1 == forks["plain"]["threads"]
-    assert forks["forked"]["complete"] == 1
-    assert "- All 14 compared answers are identical to those without drafts." in file.read_text("utf-8")
-
-
 def test_every_mode_and_temperature_is_reported(
     tiny_bundle: Path, texts: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     file = tmp_path / "decode.md"
     command = decode(tiny_bundle, texts, "--temperatures", "0,0.8,0", "--fixed", "2,2", "--markdown", file)
-    assert bench(*command, "--plot", str(tmp_path / "decode.svg")) == OK
+    assert bench(*command) == OK
     out, err = capsys.readouterr()
     assert file.read_text("utf-8") == out
-    assert (tmp_path / "decode.svg").read_text("utf-8").startswith("<svg ")
     modes = ["plain", "lookup", "masks", "default", "fixed 2"]
     lines = [line.split(" | ")[:2] for line in out.splitlines() if line.endswith((" reference |", " same as plain |"))]
     assert lines == [[f"| {mode}", heat] for heat in ("0", "0.8") for mode in modes]
@@ -178,8 +116,3 @@ def test_what_differs_is_reported_with_exit_code_4(
     assert " DIFFER |" in out
     assert "compared completions DIFFER; `spaceport audit` separates rounding from faults:" in out
     assert "  - line 2, temperature 0, warm-up, token " in out
-    assert bench(*chat(wrong, written(texts, {"text": "ab ab ab"}), "--modes", "default")) == ACCURACY
-    out = capsys.readouterr().out
-    assert "compared answers DIFFER; `spaceport audit` separates rounding from faults:" in out
-    assert "  - line 1, temperature 0, round 1, token " in out
-    assert " (answer 1)" in out

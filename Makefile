@@ -6,7 +6,7 @@
 # make attack   three minutes of hostile bundles and requests
 # make clients   evaluation and load tools with a service (3 GB of environments the first time)
 # make cpus   drafts of small bundles as on other CPUs; make cpus-setup gets what that needs
-# python -m benchmarks   time outside the engine, chat prompts, batching, start and prefix cache
+# python -m benchmarks   modes of bundles and other runtimes, in turns: answers, rows, prefill, concurrent requests
 # make docs   pages and API reference in build/docs    make tables   writes the tables of docs/results into the pages
 # make clean    leaves the sources and the environment
 #

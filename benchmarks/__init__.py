@@ -1,1 +1,1 @@
-"""Benchmarks of the project itself: `python -m benchmarks` in a checkout; `spaceport bench` has those for users."""
+"""Benchmarks of a bundle beside other runtimes: `python -m benchmarks` in a checkout."""

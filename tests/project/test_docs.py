@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.__main__ import command as benchmarks
 from spaceport.tools.cli import run
 from support.paths import DOCS, ROOT
 
@@ -100,22 +99,6 @@ def test_the_commands_of_the_page_on_distill_print_what_the_page_shows(
     assert run(shlex.split(second)[2:]) == 0
     assert capsys.readouterr().out.splitlines()[:-1] == output[:-1]  # the last line has times
     assert run(shlex.split(last)[2:]) == 0
-
-
-@pytest.mark.slow
-def test_the_command_of_the_page_on_the_evaluation_runs(
-    beside_the_bundle: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (beside_the_bundle / "heldout.jsonl").symlink_to(ROOT / "tools" / "demo" / "chat" / "heldout.jsonl")
-    (command,) = commands("accuracy.md", "python -m benchmarks chat")
-    assert (
-        run(
-            ["chat", *command, "--rounds", "1", "--max-tokens", "8", "--sample", "1", "--fork-max-tokens", "8"],
-            benchmarks,
-        )
-        == 0
-    )
-    assert "answers are identical to those without drafts" in capsys.readouterr().out
 
 
 def commands(page: str, name: str) -> list[list[str]]:

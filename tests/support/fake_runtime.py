@@ -1,4 +1,4 @@
-"""Fake runtime: a runner of `bench compare` that computes nothing, or fails as its options say."""
+"""Fake runtime: a runner of `python -m benchmarks` that computes nothing, or fails as its settings say."""
 
 from __future__ import annotations
 
@@ -10,57 +10,42 @@ from typing import Any
 
 
 class FakeRunner:
-    """Options: step (seconds), log (file of turns), fails (measure), spins (seconds after each call), forever, hangs."""
+    """Settings: step (seconds), log (file of calls), fails (a call), spins (seconds after each call)."""
 
-    LIBRARIES = ("json",)
     PACKAGES = ()
 
     def __init__(self, settings: dict[str, Any]) -> None:
         if settings.get("fails") == "open":
             raise RuntimeError("no model today")
-        self.settings = settings
         if "spaceport" in sys.modules:
             raise RuntimeError("a worker of another runtime imported spaceport")
-        if settings.get("forever"):
-            threading.Thread(target=_spin, args=(60.0,), daemon=True).start()
+        self.settings, self.step = settings, float(settings["step"])
 
-    def decode(self, prompt: list[int], tokens: int) -> list[float]:
-        self._turn("decode", prompt)
-        return [self.settings["step"]] * (tokens - 1)
+    def decode(self, prompt: list[int], tokens: int, ends: list[int]) -> dict[str, Any]:
+        """As many tokens as fit, the last one an end token."""
+        self._call("decode", prompt)
+        text = [*prompt[: tokens - 1], *ends[:1]]
+        return {"output": text, "tokens": len(text), "seconds": self.step * len(text), "steps": len(text) // 2}
 
     def rows(self, prompt: list[int], rows: list[int], repeats: int) -> list[float]:
-        raise NotImplementedError("it cannot")
+        self._call("rows", prompt)
+        return [self.step * len(rows)] * repeats
 
     def prefill(self, prompt: list[int]) -> float:
-        self._turn("prefill", prompt)
-        return len(prompt) * float(self.settings["step"])
+        self._call("prefill", prompt)
+        return self.step * len(prompt)
 
-    def requests(self, prompts: list[list[int]], tokens: int) -> tuple[int, float]:
-        self._turn("requests", prompts[0])
-        return len(prompts) * tokens, tokens * float(self.settings["step"])
+    def concurrent(self, prompts: list[list[int]], tokens: int) -> tuple[int, float]:
+        self._call("concurrent", prompts[0])
+        return len(prompts) * tokens, self.step * tokens
 
-    def answer(self, prompt: list[int], tokens: int, ends: list[int], lookup: int) -> dict[str, Any]:
-        """As many tokens as fit, the last one an end token; prompt lookup halves the time after the first token."""
-        self._turn("answer", prompt)
-        step = float(self.settings["step"])
-        return {
-            "tokens": [*prompt[: tokens - 1], *ends[:1]],
-            "first_tokens": 1,
-            "first_token_seconds": step,
-            "seconds": step * (1 + min(len(prompt), tokens - 1) / (2 if lookup else 1)),
-        }
-
-    def _turn(self, name: str, prompt: list[int]) -> None:
+    def _call(self, name: str, prompt: list[int]) -> None:
         if self.settings.get("fails") == name:
             raise RuntimeError(f"no {name} today")
-        if self.settings.get("hangs") == name:
-            time.sleep(60)
         print("noise on stdout")
         begun = time.monotonic()
-        time.sleep(0.01)
-        if log := self.settings.get("log"):
-            with Path(log).open("a", encoding="utf-8") as file:
-                file.write(f"{name} {self.settings['model']} {prompt[0]} {begun} {time.monotonic()}\n")
+        with Path(self.settings["log"]).open("a", encoding="utf-8") as file:
+            file.write(f"{self.settings['model']} {name} {prompt[0]} {begun}\n")
         if spins := self.settings.get("spins"):
             threading.Thread(target=_spin, args=(spins,), daemon=True).start()
 

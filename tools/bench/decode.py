@@ -31,14 +31,13 @@ from spaceport.tools.bench.decode_measuring import (
     modes_for,
 )
 from spaceport.tools.bench.machine import Machine, this_machine
-from spaceport.tools.bench.plots import Chart, Panel, plot_of
-from spaceport.tools.bench.report import Report, Spread, Table, spread
-from spaceport.tools.bench.synthetic_engine import (
+from spaceport.tools.bench.replay import (
     SyntheticTexts,
     implied_tokens_per_step,
     replay_runtime,
     synthetic_texts,
 )
+from spaceport.tools.bench.report import Report, Spread, Table, spread
 from spaceport.tools.verify.prompts import AuditPrompt, TokenizedPrompt, read_prompts, tokenize_prompts
 
 _RESAMPLES = 2000
@@ -166,8 +165,9 @@ class DecodeResults:
     def as_dict(self) -> dict[str, Any]:
         """The report as JSON data."""
         data = asdict(self)
-        for mode, summary in zip(data["modes"], self.modes, strict=True):
-            mode |= rates_data(summary.by_depth, summary.by_source)
+        for mode in data["modes"]:
+            for rate in (*mode["by_depth"], *mode["by_source"].values()):
+                rate["rate"] = Rate(**rate).rate
         data["differences"] = [one.as_dict() for one in self.differences]
         kind = {"kind": "replay", "label": REPLAY_LABEL} if self.replay else {"kind": "measured"}
         return {**kind, "identical": self.identical, **data}
@@ -284,12 +284,6 @@ def rates_by_source(completions: Iterable[Statistics]) -> dict[str, Rate]:
     return {source: Rate(drafted[source], accepted[source]) for source in sorted(drafted)}
 
 
-def rates_data(by_depth: Iterable[Rate], by_source: Mapping[str, Rate]) -> dict[str, Any]:
-    """Draft tokens by depth and source as JSON data."""
-    depths = [{**asdict(rate), "rate": rate.rate} for rate in by_depth]
-    return {"by_depth": depths, "by_source": {s: {**asdict(rate), "rate": rate.rate} for s, rate in by_source.items()}}
-
-
 def decode_report(results: DecodeResults) -> Report:
     """The results as tables."""
     options, machine, replay = results.options, results.machine, []
@@ -302,7 +296,7 @@ def decode_report(results: DecodeResults) -> Report:
         f"{options.requests} concurrent request(s), {options.rounds} rounds after a warm-up."
     )
     tables, conclusions = (_speeds(results), _acceptance(results)), list(_conclusions(results))
-    return Report((*replay, setting), tables, conclusions, results.as_dict(), results.identical)
+    return Report((*replay, setting), tables, conclusions, results.as_dict())
 
 
 def _speeds(results: DecodeResults) -> Table:
@@ -349,15 +343,11 @@ def _conclusions(results: DecodeResults) -> Iterator[str]:
     if results.identical:
         yield f"- All {compared} compared completions are identical."
     else:
-        yield from differing_lines("completions", compared, [str(one) for one in results.differences])
-
-
-def differing_lines(outputs: str, compared: int, lines: Sequence[str]) -> Iterator[str]:
-    """A conclusion about outputs that differ, a line for each of them."""
-    yield f"- {len(lines)} of {compared} compared {outputs} DIFFER; `spaceport audit` separates rounding from faults:"
-    yield from (f"  - {line}" for line in lines[:_SHOWN])
-    if (more := len(lines) - _SHOWN) > 0:
-        yield f"  - {more} more: --json lists them"
+        found = f"{len(results.differences)} of {compared} compared completions DIFFER"
+        yield f"- {found}; `spaceport audit` separates rounding from faults:"
+        yield from (f"  - {one}" for one in results.differences[:_SHOWN])
+        if (more := len(results.differences) - _SHOWN) > 0:
+            yield f"  - {more} more: --json lists them"
 
 
 def _verdict(mode: ModeSummary, requests: int) -> str:
@@ -381,32 +371,6 @@ def _output(mode: ModeSummary) -> str:
     if mode.reference is None:
         return "reference"
     return f"{mode.different} of {mode.compared} DIFFER" if mode.different else f"same as {mode.reference}"
-
-
-def decode_plot(results: DecodeResults) -> str:
-    """The results as an SVG picture."""
-    panels: list[Panel | Chart] = []
-    charts = []
-    for temperature in results.options.temperatures:
-        modes, at = [mode for mode in results.modes if mode.temperature == temperature], f"temperature {temperature:g}"
-        speedups = [(mode.mode, Spread(s.mean, s.low, s.high)) for mode in modes if (s := mode.speedup) is not None]
-        if speedups:
-            title = f"speedup over plain decoding, 95 % interval, {at} (higher is better)"
-            panels.append(Panel(title, [(PLAIN, Spread(1.0, 1.0, 1.0)), *speedups]))
-        times = [(mode.mode, mode.first_token_p50 * 1e3, mode.first_token_p95 * 1e3) for mode in modes]
-        first = [(name, Spread(p50, p50, p95)) for name, p50, p95 in times if p50]
-        panels.append(Panel(f"time to first token, p50 to p95, ms, {at} (lower is better)", first))
-        lines = [(mode.mode, [(n, r.rate) for n, r in enumerate(mode.by_depth, 1)]) for mode in modes if mode.by_depth]
-        if lines:
-            charts.append(Chart(f"acceptance rate by depth, {at}", lines, most=1.0))
-    rates = ", ".join(f"{rate:g}" for rate in results.options.replay or ())
-    return plot_of(
-        f"Speedup of drafts on {results.bundle}",
-        f"{results.bundle}, {results.options.threads or 'all'} thread(s), {results.machine.cpu}",
-        [mode.mode for mode in results.modes],
-        [*panels, *charts],
-        f"{REPLAY_LABEL}: {rates}" if rates else "",
-    )
 
 
 def benchmark_decode(

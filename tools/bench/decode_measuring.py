@@ -165,7 +165,6 @@ class OutputDifference:
     round: int
     line: int  # line number in the prompt file
     first: TokenDifference
-    turn: int = 1  # number of the answer in its conversation, from 1
 
     def as_dict(self) -> dict[str, Any]:
         """The difference as JSON data."""

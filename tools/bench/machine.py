@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import os
 import platform
-import socket
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter, process_time
-
-from spaceport.graphs.contract.faults import InputFault
 
 # CPU extensions that decide which int8 kernels run.
 _FLAGS = (
@@ -28,11 +24,6 @@ _FLAGS = (
 )
 _NUMBERS = {"cpu family": "family", "model": "model", "stepping": "stepping"}
 _TICKS = os.sysconf("SC_CLK_TCK")  # units per second of CPU times in /proc
-SPACEPORT_COMMAND = (
-    *(sys.executable, "-c"),
-    "import sys; from spaceport.tools.cli import run; sys.exit(run(sys.argv[1:]))",
-)
-_TAIL = 4096  # bytes of a log that hold the last error
 
 
 @dataclass(frozen=True)
@@ -44,10 +35,6 @@ class Machine:
     cores: int  # cores that this process may use
     flags: tuple[str, ...]  # the extensions of _FLAGS that the CPU has
     system: str
-
-    def __str__(self) -> str:
-        flags = ", ".join(self.flags) or "no vector extensions found"
-        return f"{self.cpu} ({self.model}; {self.cores} cores; {flags}), {self.system}"
 
 
 def this_machine(cpuinfo: Path = Path("/proc/cpuinfo")) -> Machine:
@@ -65,34 +52,6 @@ def this_machine(cpuinfo: Path = Path("/proc/cpuinfo")) -> Machine:
         tuple(flag for flag in _FLAGS if flag in present),
         f"{platform.system()} {platform.release()}, Python {platform.python_version()}",
     )
-
-
-class ProcessFailed(InputFault):
-    """A measured process ended or did not answer; the message has its last output."""
-
-
-@dataclass(frozen=True)
-class Resources:
-    """What a process holds and has used."""
-
-    resident_bytes: int
-    file_descriptors: int
-    threads: int
-    cpu_seconds: float  # of all threads
-    main_thread_seconds: float  # CPU time of the first thread: the event loop of a Python service
-
-
-def resources_of(pid: int) -> Resources:
-    """What a process holds now and has used so far."""
-    folder = Path(f"/proc/{pid}")
-    try:
-        status = (folder / "status").read_text("utf-8")
-        fields = dict(line.split(":", 1) for line in status.splitlines())
-        descriptors = len(list((folder / "fd").iterdir()))
-        cpu, main = (cpu_seconds(path) for path in (folder / "stat", folder / f"task/{pid}/stat"))
-    except OSError as error:
-        raise ProcessFailed(f"process {pid} has ended: {error.strerror}") from error
-    return Resources(int(fields["VmRSS"].split()[0]) * 1024, descriptors, int(fields["Threads"]), cpu, main)
 
 
 def cpu_seconds(stat: Path) -> float:
@@ -127,28 +86,3 @@ class OtherProcesses:
             return None
         running = [child.pid for child in self._children if child.poll() is None]
         return busy_seconds() - process_time() - sum(cpu_seconds(Path(f"/proc/{pid}/stat")) for pid in running)
-
-
-def free_port() -> int:
-    """A port of this machine that nothing listens on."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
-
-
-def last_lines(log: Path) -> str:
-    """The end of a log, for error messages."""
-    with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - _TAIL))
-        lines = file.read().decode("utf-8", "replace").strip().splitlines()
-    return f"{lines[-1].strip() if lines else 'nothing'} (log: {log})"
-
-
-def end_process(process: subprocess.Popen[str]) -> None:
-    """End a process and wait for it."""
-    process.terminate()
-    try:
-        process.communicate(timeout=10)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.communicate()

@@ -22,13 +22,11 @@ class Table:
     - `title`: Heading above it; empty: none.
     - `columns`: Headings of the columns; all but the first column are right-aligned.
     - `rows`: Cells by row: text and numbers; None: not measured.
-    - `notes`: Lines below the table.
     """
 
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[object]]
-    notes: Sequence[str] = ()
 
     def markdown(self) -> Iterator[str]:
         """Its lines as Markdown."""
@@ -38,8 +36,6 @@ class Table:
         yield "|---|" + "---:|" * (len(self.columns) - 1)
         for row in self.rows:
             yield _markdown_row([cell_text(value) for value in row])
-        if self.notes:
-            yield from ("", *self.notes)
 
 
 @dataclass(frozen=True)
@@ -50,14 +46,12 @@ class Report:
     - `tables`: Its tables; those without a row are left out.
     - `conclusions`: Lines of a list below the tables.
     - `data`: Everything that was measured, for JSON.
-    - `identical`: Whether every compared output is the expected one.
     """
 
     settings: Sequence[str]
     tables: Sequence[Table]
     conclusions: Sequence[str]
     data: Mapping[str, Any]
-    identical: bool = True
 
     def markdown(self) -> str:
         """The report as Markdown text."""
@@ -79,7 +73,6 @@ class Report:
                 if table.rows:
                     click.echo()
                     show_table(table.title, table.columns, table.rows)
-                    click.echo("\n".join(table.notes), nl=bool(table.notes))
             if self.conclusions:
                 click.echo("\n".join(("", *self.conclusions)))
         else:
@@ -112,11 +105,6 @@ def short_number(value: float) -> str:
 def cell_text(value: object) -> str:
     """A cell as text: "-" for what was not measured."""
     return "-" if value is None else short_number(value) if isinstance(value, float) else str(value)
-
-
-def optional(value: float | None, digits: int = 2) -> str | None:
-    """A number with this number of decimals; None if it was not measured."""
-    return None if value is None else f"{value:.{digits}f}"
 
 
 def _markdown_row(cells: Sequence[str]) -> str:

@@ -110,7 +110,6 @@ class Commands(LazyGroup):
         "check": "Compare the logits of all backends and of PyTorch.",
         "audit": "Verify that drafted output equals plain output.",
         "inspect": "Show the contents of a bundle.",
-        "plan": "Show step costs on this machine and the drafts that pay off.",
         "generate": "Generate text.",
         "chat": "Chat with a bundle on the terminal.",
         "serve": "Serve bundles with an OpenAI-compatible HTTP API.",

@@ -15,11 +15,12 @@ from spaceport.graphs.contract.draft_methods import DraftAcceptance, MaskLayout
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.runtime import Decoding, Runtime
 from spaceport.runtime.costs import Curve, StepCosts
-from spaceport.runtime.decode.draft import Candidates, Draft, DraftConfig
+from spaceport.runtime.decode.draft import Candidates, Draft, DraftConfig, Outlook, tree
 from spaceport.runtime.decode.plan import Part, Verdict, plan_thread
 from spaceport.runtime.decode.planner import (
     CREDIT,
     SHARE,
+    ChainProposal,
     DraftPlanner,
     LongRun,
     SharedCall,
@@ -34,9 +35,17 @@ from spaceport.runtime.decode.planner import (
 from spaceport.runtime.decode.planner import best_rate as best_rate_of_heads
 from spaceport.runtime.decode.sequence import root_sequence
 from spaceport.runtime.decode.sources import Acceptance
-from spaceport.tools.cli.plan import best_drafts
 from support.hash_engine import Language
 from support.hash_runtime import hash_runtime
+
+
+def best_drafts(curve: Curve, reach: Sequence[float], config: DraftConfig, run: LongRun) -> list[Draft]:
+    """The best draft for each number of available draft tokens, from 0 on."""
+    chances, outlook = chances_of(reach), Outlook(curve, run.rate, run.gains)
+    return [
+        tree((ChainProposal(chances[:at_hand]),), config, 1 << 30, len(curve.times), outlook)
+        for at_hand in range(len(reach) + 1)
+    ]
 
 
 def wish(*worth: float, left: float = 9.0, rate: float = 1.0, row: float = 0.2) -> Wish:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import astuple, replace
 from pathlib import Path
 
 import pytest
 
-from benchmarks.chat import ChatOptions, benchmark_chat
-from benchmarks.chat_measuring import PeerOptions
 from spaceport.graphs.contract.draft_methods import DraftMethod
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import Manifest
@@ -31,12 +28,12 @@ from spaceport.tools.bench.decode_measuring import (
     parse_modes,
 )
 from spaceport.tools.bench.machine import Machine
-from spaceport.tools.bench.report import Spread
-from spaceport.tools.bench.synthetic_engine import (
+from spaceport.tools.bench.replay import (
     implied_tokens_per_step,
     replay_runtime,
     synthetic_texts,
 )
+from spaceport.tools.bench.report import Spread
 from spaceport.tools.verify.prompts import TokenizedPrompt
 
 TWO_MODES = (DecodeMode(PLAIN, Decoding(), PLAIN), DecodeMode("default", Decoding(), PLAIN))
@@ -130,9 +127,9 @@ def test_each_mode_drafts_what_its_name_says(demo_bundle: Path) -> None:
     assert {decoding.max_tokens for decoding in decodings.values()} == {8}
 
 
-@pytest.mark.parametrize("benchmark", ["decode", "replay", "chat"])
+@pytest.mark.parametrize("replay", [None, (0.5,)])
 def test_the_runtimes_of_modes_draft_as_the_opened_one(
-    benchmark: str, demo_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    replay: tuple[float, ...] | None, demo_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[tuple[object, object]] = []
     make = Runtime.__init__
@@ -142,15 +139,9 @@ def test_the_runtimes_of_modes_draft_as_the_opened_one(
         made.append((options.get("costs"), options.get("exactness")))
 
     monkeypatch.setattr(Runtime, "__init__", recorded)
-    chat = {"kind": "code", "messages": [{"role": "user", "content": "Explain move( src, dst )"}]}
-    (file := tmp_path / "prompts.jsonl").write_text(json.dumps(chat if benchmark == "chat" else {"prompt": "def a"}))
-    decode = DecodeOptions(rounds=1, limit=1, max_tokens=4, threads=1)
-    if benchmark == "chat":
-        benchmark_chat(demo_bundle, file, ChatOptions(max_tokens=4, rounds=1), PeerOptions(), lambda _: None)
-    elif benchmark == "replay":
-        benchmark_decode(demo_bundle, None, replace(decode, replay=(0.5,)), lambda _: None)
-    else:
-        benchmark_decode(demo_bundle, file, decode, lambda _: None)
+    (file := tmp_path / "prompts.jsonl").write_text('{"prompt": "def a"}')
+    decode = DecodeOptions(rounds=1, limit=1, max_tokens=4, threads=1, replay=replay)
+    benchmark_decode(demo_bundle, file, decode, lambda _: None)
     opened, *others = made
     assert None not in opened
     assert others

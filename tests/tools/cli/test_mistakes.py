@@ -158,8 +158,7 @@ def test_a_damaged_bundle_is_an_input_error_in_every_command(damaged: Path, capf
             fails(capfd, INPUT, f"^spaceport: {re.escape(str(damaged))}.*{message}", *command)
     for command in (["demo", "nowhere"], ["inspect", "nowhere"]):
         fails(capfd, INPUT, "^spaceport: nowhere: no such folder: expected a (checkpoint|bundle)", *command)
-    for command in (["inspect", TINY], ["plan", TINY]):
-        fails(capfd, INPUT, r"\(this is a checkpoint: export it first\)", *command)
+    fails(capfd, INPUT, r"\(this is a checkpoint: export it first\)", "inspect", TINY)
 
 
 def test_a_check_report_of_another_graph_is_ignored(damaged: Path, capfd: Capture) -> None:

@@ -1,4 +1,4 @@
-"""`spaceport doctor`, `inspect` and `plan`: what they show and change, and their errors."""
+"""`spaceport doctor` and `inspect`: what they show and change, and their errors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from spaceport.runtime.backends import BACKENDS
 from spaceport.runtime.backends.built_engines import record_built_engine
 from spaceport.runtime.backends.machine import no_gpu
 from spaceport.runtime.bundle import open_bundle, read_manifest
-from spaceport.tools.cli import INPUT, MISSING, OK, USAGE, doctor, run
+from spaceport.tools.cli import MISSING, OK, USAGE, doctor, run
 from spaceport.tools.cli.inspect import facts, states
 from support.small_bundle import ENGINE, RECORD, new_bundle
 
@@ -143,13 +143,6 @@ def test_an_engine_is_built_here_or_elsewhere_changed_or_missing(
     [
         ("inspect BUNDLE --requests 0", USAGE, "--requests is 0: expected at least 1"),
         ("inspect BUNDLE --require-signature key.pem", USAGE, "No such option '--require-signature'"),
-        ("plan FOLDER", INPUT, "no such folder"),
-        ("plan FOLDER --requests 0", USAGE, "--requests is 0"),
-        (
-            "plan FOLDER --acceptance 0.5,-1",
-            USAGE,
-            "--acceptance is '0.5,-1': expected comma-separated numbers from 0 to 1",
-        ),
     ],
 )
 def test_mistakes_are_refused_with_what_to_do(
@@ -159,14 +152,3 @@ def test_mistakes_are_refused_with_what_to_do(
     words = [str(named.get(word, word)).replace("BUNDLE", str(bundle)) for word in arguments.split()]
     assert run(words) == code
     assert message in capfd.readouterr().err
-
-
-def test_plan_shows_the_drafts_that_pay_off(tiny_bundle: Path, capfd: Capture) -> None:
-    plan = ["plan", str(tiny_bundle), "--threads", "1"]
-    assert run([*plan, "--acceptance", "0.79", "--acceptance", "0.9,0.5"]) == OK
-    assert "Acceptance rate 0.9, 0.5: " in capfd.readouterr().out
-    assert run([*plan, "--requests", "2", "--json"]) == OK
-    found = json.loads(capfd.readouterr().out)
-    assert (found["requests"], found["context"], found["rows"][0]["ratio"]) == (2, 256, 1.0)
-    assert [drafts["acceptance"][0] for drafts in found["drafts"]] == [0.5, 0.7, 0.9]
-    assert [step["at_hand"] for step in found["drafts"][0]["steps"]] == [0, 1, 2, 3, 4, 5]

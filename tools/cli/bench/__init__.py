@@ -15,11 +15,8 @@ class Benchmarks(LazyGroup):
 
     package = "spaceport.tools.cli.bench"
     summaries: ClassVar = {
-        "steps": "Time per step by number of rows.",
+        "steps": "Time per step by number of rows, on each backend.",
         "decode": "Speedup of drafts over plain decoding on your prompts.",
-        "load": "Services under the load of many clients.",
-        "compare": "A checkpoint in Spaceport and in other runtimes.",
-        "gpu": "Build, check, audit and time everything on this machine's GPU.",
     }
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.tools.bench.decode import benchmark_decode, decode_plot, decode_report
+from spaceport.tools.bench.decode import benchmark_decode, decode_report
 from spaceport.tools.bench.decode_measuring import MODES, REPLAY_PROMPTS, DecodeOptions, parse_modes
 from spaceport.tools.cli import ACCURACY, OK
 from spaceport.tools.cli.bench import parse_counts, parse_numbers
@@ -25,7 +25,7 @@ from spaceport.tools.cli.options import (
     threads_option,
     trust_engines_option,
 )
-from spaceport.tools.report.files import check_target, write_text
+from spaceport.tools.report.files import check_target
 from spaceport.tools.terminal.screen import stages
 
 
@@ -74,7 +74,6 @@ replay_options = options(
 
 output = options(
     click.option("--markdown", type=PATH, metavar="FILE", help="Also write the tables to FILE."),
-    click.option("--plot", type=PATH, metavar="FILE", help="Write an SVG plot to FILE."),
     json_option("the report"),
 )
 
@@ -96,17 +95,14 @@ def command(context: click.Context, /, bundle: Path, prompts: Path | None, **val
     With --replay, acceptance rates come from a table, and PROMPTS only sets the prompt lengths. Exit code 4 if a drafted
     completion differs from the plain one.
     """
-    plot, markdown, as_json = (values.pop(name) for name in ("plot", "markdown", "as_json"))
+    markdown, as_json = values.pop("markdown"), values.pop("as_json")
     check_inputs(context, prompts, values["replay"])
     decode_options = options_of(values)
-    for target in (markdown, plot):
-        if target is not None:
-            check_target(target)
+    if markdown is not None:
+        check_target(markdown)
     bundle = bundle_at(bundle)
     with stages() as on_progress:
         results = benchmark_decode(bundle, prompts, decode_options, on_progress)
-    if plot is not None:
-        write_text(plot, decode_plot(results))
     decode_report(results).show(as_json, markdown)
     return OK if results.identical else ACCURACY
 

@@ -1,33 +1,28 @@
-"""`spaceport bench` and `python -m benchmarks`: every benchmark is a command with consistent results, tables, files, exit codes and errors."""
+"""`spaceport bench`: both benchmarks have consistent results, tables, files, exit codes and errors."""
 
 from __future__ import annotations
 
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from benchmarks.__main__ import DevelopmentBenchmarks
-from benchmarks.__main__ import command as development
-from benchmarks.start import measured_start, page_caches_of
-from spaceport.runtime.backends.private_files import cache_folder
 from spaceport.tools.bench.decode import REPLAY_LABEL
-from spaceport.tools.bench.machine import ProcessFailed
 from spaceport.tools.cli import ACCURACY, INPUT, OK, USAGE, run
-from support.paths import DEMO, ROOT, TINY
+from support.paths import ROOT, TINY
 from support.planted import ignore_the_mask, planted
 
 Capture = pytest.CaptureFixture[str]
-pytestmark = [pytest.mark.on_change("tests/support/fake_runtime.py"), pytest.mark.slow]
-PROMPTS = ("import json\n\n\ndef load(path):\n", "def close(self):\n", "class Reader:\n", "for line in lines:\n")
+pytestmark = [pytest.mark.on_change(), pytest.mark.slow]
 
 
-DECODE, CHAT, LOAD = "decode TINY P", "chat DEMO P", "load P"
+DECODE, STEPS = "decode TINY P", "steps TINY"
 MISTAKES = (
-    ("batching TINY --max-requests 1,0", USAGE, "--max-requests is '1,0': expected comma-separated whole numbers"),
-    ("start none", INPUT, "no such folder"),
+    (f"{STEPS} --rows 1,0", USAGE, "--rows is '1,0': expected comma-separated whole numbers of at least 1"),
+    (f"{STEPS} --rounds 0", USAGE, "--context is 256 and --rounds 0: expected at least 1 of each"),
+    (f"{STEPS} --context 4000", USAGE, "48 tokens after 4000 tokens make 4049, the context length is 1024: lower"),
+    ("steps none", INPUT, "no such folder"),
     ("decode TINY", USAGE, "no prompt file: expected PROMPTS, or --replay with acceptance rates"),
     (f"{DECODE} --max-tokens 5000", INPUT, "line 1: "),
     ("decode TINY README.md", INPUT, "README.md line 1: '# Spaceport' is part of a document, not a prompt"),
@@ -35,141 +30,49 @@ MISTAKES = (
     ("decode TINY --replay 0.5,1.1", USAGE, "--replay is '0.5,1.1': expected comma-separated numbers from 0 to 1"),
     ("decode TINY --replay 0.5 --temperatures 1", USAGE, "a replay is greedy"),
     ("decode TINY --replay 0.5 --context 4000 --max-tokens 96", USAGE, "--max-tokens 96 make 4096"),
-    (f"{CHAT} --modes forked", USAGE, "forked threads are measured on --fork-kinds"),
-    (f"{CHAT} --checkpoint MODEL", USAGE, "no --work: expected the folder with the environments"),
-    (LOAD, USAGE, "nothing to measure: expected --bundle BUNDLE, --url URL or both"),
-    (f"{LOAD} --url http://127.0.0.1:1", INPUT, "expected a running service"),
-    (f"{LOAD} --bundle x --gguf none.gguf", INPUT, "expected a GGUF file"),
 )
-EXPLAIN = "Explain the parameters of {}"
-LIST = EXPLAIN.format("triangular( low = 0.0, high = 1.0, mode = None )")
-
-
-@pytest.fixture
-def prompts(tmp_path: Path) -> Path:
-    file = tmp_path / "prompts.jsonl"
-    file.write_text("".join(json.dumps({"text": one}) + "\n" for one in PROMPTS), "utf-8")
-    return file
-
-
-def bench(name: str, *arguments: object) -> int:
-    """The exit code of a benchmark of `spaceport bench`, or of the checkout."""
-    command = [name, *map(str, arguments)]
-    return run(command, development) if name in DevelopmentBenchmarks.summaries else run(["bench", *command])
-
-
-def results(capsys: Capture, name: str, *arguments: object) -> dict[str, Any]:
-    """The JSON of a benchmark."""
-    assert bench(name, *arguments, "--json") == OK
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
-
-
-def test_load_reports_throughput_and_latency_for_each_value_of_max_requests(tiny_bundle: Path, capsys: Capture) -> None:
-    options = "--requests 3 --max-requests 1,2 --context 8 --tokens 6 --rounds 1"
-    found = results(capsys, "batching", tiny_bundle, *options.split())["results"]
-    assert [one["max_requests"] for one in found] == [1, 2]
-    assert found[0]["ratio"] == 1.0
-    for one in found:
-        assert 0 < one["first_token_p50"] <= one["latency_p50"] <= one["latency_p95"]
-        assert one["tokens_per_second"] > 0
-
-
-def test_the_next_turn_of_a_chat_reuses_its_history_in_the_prefix_benchmark(demo_bundle: Path, capsys: Capture) -> None:
-    options = "--history 40,60 --rounds 1 --threads 1"
-    found = results(capsys, "prefix", demo_bundle, *options.split())["results"]
-    assert [(one["history"], one["reused"]) for one in found] == [(40, 55), (60, 75)]
-    assert all(one["cold_seconds"] > 0 and one["copy_seconds"] > 0 for one in found)
-
-
-def test_steps_of_bench_outside_have_the_stated_numbers_of_requests_and_rows(
-    tiny_bundle: Path, capsys: Capture
-) -> None:
-    for options in ((), ("--real",)):
-        costs = results(capsys, "outside", tiny_bundle, "--rounds", 10, *options)["costs"]
-        assert [cost["requests"] for cost in costs] == [1, 1, 1, 8, 8]
-        for cost, most in zip(costs, (1, 9, 36, 1, 9), strict=True):
-            assert most * 0.8 < cost["rows"] <= most
-            assert 0 < cost["milliseconds"] <= cost["p95_milliseconds"]
-
-
-def test_phases_of_a_start_add_up(demo_bundle: Path, tmp_path: Path, capsys: Capture) -> None:
-    before = set(cache_folder().glob("*"))
-    options = "--rounds 1 --page-cache warm --threads 1 --max-requests 2 --max-seq-len 256"
-    found = results(capsys, "start", demo_bundle, *options.split())
-    conditions = [{"page_cache": "warm", "step_costs": stored} for stored in (True, False)]
-    assert [one["condition"] for one in found["starts"]] == conditions
-    for one in found["starts"]:
-        times = one["medians"]
-        assert all(seconds >= 0 for seconds in times.values())
-        assert times["verify"] + times["engine"] + times["step_costs"] <= times["opening"] + 0.01
-        assert times["imports"] + times["opening"] <= times["ready"] + 0.01
-        assert times["total"] == pytest.approx(times["ready"] + times["first_token"])
-    stored, missing = (one["medians"]["step_costs"] for one in found["starts"])
-    assert stored < missing
-    assert found["weight_bytes"] > 8_000_000
-    assert set(cache_folder().glob("*")) == before  # those of the user are not touched
-    assert page_caches_of("cold,warm,cold") == ["cold", "warm"]
-    with pytest.raises(ProcessFailed, match=r"exit code 3: .*no such folder: expected a bundle"):
-        measured_start([tmp_path / "nothing"], [], "a", tmp_path, tmp_path / "log")
-
-
-def test_all_answers_of_services_are_right_while_clients_leave(
-    prompts: Path, demo_bundle: Path, tmp_path: Path, capsys: Capture
-) -> None:
-    shares = "--cancelled 0.2 --dropped 0.1 --slow 0.1 --unstreamed 0.3"
-    load = "--clients 1,12 --requests 24 --max-tokens 40 --rounds 1 --max-requests 4 --ramp 0 --queue-limit 2"
-    table = tmp_path / "table.md"
-    options = (*f"{load} {shares}".split(), "--bundle", demo_bundle, "--markdown", table)
-    found = results(capsys, "load", prompts, *options)
-    assert found["identical"]
-    by_key = {(one["subject"], one["clients"]): one for one in found["loads"]}
-    assert set(by_key) == {(name, clients) for name in ("embedded", "spaceport") for clients in (1, 12)}
-    for (name, clients), one in by_key.items():
-        figures = one["figures"]
-        counts = {each: figures[each] for each in ("answered", "left", "refused", "failed")}
-        assert sum(counts.values()) == 24
-        assert figures["compared"] == figures["answered"] > 0
-        assert (counts["failed"], counts["left"] > 0) == (0, True)
-        assert (counts["refused"] > 0) == (clients == 12)  # 4 at a time, 2 wait
-        assert figures["drafts"]["mean_acceptance_length"] >= 1  # whether drafts pay depends on the machine
-        assert one["statuses"].keys() <= {"200", "503"}
-        assert figures["main_thread_per_token"] is not None, name
-    assert "answers equal those of `Runtime.generate`" in table.read_text("utf-8")
-    assert {one["reference"] for one in found["ratios"]} == {"embedded"}
-
-
-@pytest.mark.parametrize(("arguments", "code", "message"), MISTAKES)
-def test_mistakes_are_reported_before_anything_runs(
-    tiny_bundle: Path, demo_bundle: Path, prompts: Path, capsys: Capture, arguments: str, code: int, message: str
-) -> None:
-    paths = {"TINY": tiny_bundle, "DEMO": demo_bundle, "P": prompts, "MODEL": DEMO, "README.md": ROOT / "README.md"}
-    assert bench(*(paths.get(part, part) for part in arguments.split())) == code
-    out, err = capsys.readouterr()
-    assert message in err
-    assert out == ""
-    assert "warming up" not in err
-    assert "modes and runtimes" not in err
-
-
-@pytest.fixture
-def chats(tmp_path: Path) -> Path:
-    """Two kinds and a conversation of two turns."""
-    texts = [[LIST], [EXPLAIN.format("move( src, dst )")], ["import os", "def f(x):"]]
-    turns = [[{"role": "user", "content": text} for text in one] for one in texts]
-    lines = [{"kind": kind, "messages": one} for kind, one in zip(("lists", "lists", "code"), turns, strict=True)]
-    return written(tmp_path / "chat.jsonl", *lines)
 
 
 @pytest.fixture
 def texts(tmp_path: Path) -> Path:
     found = list(json.loads((TINY / "prompts.json").read_text("utf-8")).values())[:2]
-    return written(tmp_path / "prompts.jsonl", *({"text": text} for text in found))
-
-
-def written(file: Path, *lines: object) -> Path:
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
+    (file := tmp_path / "prompts.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in found), "utf-8"
+    )
     return file
+
+
+def bench(name: str, *arguments: object) -> int:
+    """The exit code of a benchmark."""
+    return run(["bench", name, *map(str, arguments)])
+
+
+def test_steps_are_timed_on_each_backend_and_while_decoding(tiny_bundle: Path, capsys: Capture) -> None:
+    options = "--rows 1,4 --rounds 2 --context 20 --threads 1 --backend auto --backend onnxruntime --without-graphs"
+    assert bench("steps", tiny_bundle, *options.split(), "--json") == OK
+    found = json.loads(capsys.readouterr().out)["backends"]
+    assert [(one["backend"], one["graphs"], one["device"]) for one in found] == [("onnxruntime", False, "cpu")] * 2
+    for one in found:
+        first, second = one["steps"]
+        assert (first["rows"], first["ratio"], second["rows"]) == (1, 1.0, 4)
+        assert [loop["mask_slots"] for loop in one["loops"]] == [0, 5]
+        assert all(loop["engine_milliseconds"] > 0 < loop["outside_milliseconds"] for loop in one["loops"])
+    assert bench("steps", tiny_bundle, *options.split()[:8]) == OK
+    out = capsys.readouterr().out
+    assert "### Milliseconds of a step after 20 tokens, by number of rows (ratio to the first)" in out
+    assert re.search(r"^\| onnxruntime \| [\d.]+ \(1\.00\) \| [\d.]+ \([\d.]+\) \| cpu \|$", out, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("arguments", "code", "message"), MISTAKES)
+def test_mistakes_are_reported_before_anything_runs(
+    tiny_bundle: Path, texts: Path, capsys: Capture, arguments: str, code: int, message: str
+) -> None:
+    paths = {"TINY": tiny_bundle, "P": texts, "README.md": ROOT / "README.md"}
+    assert bench(*(paths.get(part, part) for part in arguments.split())) == code
+    out, err = capsys.readouterr()
+    assert message in err
+    assert out == ""
+    assert "warming up" not in err
 
 
 def decode(bundle: Path, *more: object) -> list[str]:
@@ -177,41 +80,14 @@ def decode(bundle: Path, *more: object) -> list[str]:
     return [str(one) for one in message]
 
 
-def chat(bundle: Path, prompts: Path, *more: object) -> list[str]:
-    return [str(one) for one in ("chat", bundle, prompts, "--max-tokens", 12, "--rounds", 1, *more)]
-
-
-def test_modes_kinds_drafts_and_forks_are_reported(
-    demo_bundle: Path, chats: Path, tmp_path: Path, capsys: Capture
-) -> None:
-    file = tmp_path / "chat.md"
-    command = chat(demo_bundle, chats, "--sample", 1, "--fixed", "2", "--fork-max-tokens", 64)
-    assert bench(*command, "--json", "--markdown", str(file)) == OK
-    found = json.loads(capsys.readouterr().out)
-    assert (found["identical"], found["prompts"], found["kinds"]) == (True, 2, ["lists", "code"])
-    assert found["compared"] == {"lookup": 3, "masks": 3, "default": 4, "fixed 2": 3, "forked+drafted": 1}
-    figures = {(one["subject"], one["kind"]): one for one in found["figures"]}
-    names = ["plain", "lookup", "masks", "default", "fixed 2"]
-    assert list(figures) == [(name, kind) for name in names for kind in ("lists", "code", "all")]
-    chain = figures["fixed 2", "all"]["drafts"]
-    assert chain["by_depth"][0]["drafted"] > chain["by_depth"][1]["accepted"]
-    assert chain["mean_acceptance_length"] > 1
-    forks = {one["mode"]: one for one in found["forks"]}
-    assert list(forks) == ["plain", "default", "forked", "forked+drafted"]
-    assert forks["forked"]["threads"] > 1 == forks["plain"]["threads"]
-    assert forks["forked"]["complete"] == 1
-    assert "- All 14 compared answers are identical to those without drafts." in file.read_text("utf-8")
-
-
 def test_every_mode_and_temperature_is_reported(
     tiny_bundle: Path, texts: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     file = tmp_path / "decode.md"
     command = decode(tiny_bundle, texts, "--temperatures", "0,0.8,0", "--fixed", "2,2", "--markdown", file)
-    assert bench(*command, "--plot", str(tmp_path / "decode.svg")) == OK
+    assert bench(*command) == OK
     out, err = capsys.readouterr()
     assert file.read_text("utf-8") == out
-    assert (tmp_path / "decode.svg").read_text("utf-8").startswith("<svg ")
     modes = ["plain", "lookup", "masks", "default", "fixed 2"]
     lines = [line.split(" | ")[:2] for line in out.splitlines() if line.endswith((" reference |", " same as plain |"))]
     assert lines == [[f"| {mode}", heat] for heat in ("0", "0.8") for mode in modes]
@@ -240,8 +116,3 @@ def test_what_differs_is_reported_with_exit_code_4(
     assert " DIFFER |" in out
     assert "compared completions DIFFER; `spaceport audit` separates rounding from faults:" in out
     assert "  - line 2, temperature 0, warm-up, token " in out
-    assert bench(*chat(wrong, written(texts, {"text": "ab ab ab"}), "--modes", "default")) == ACCURACY
-    out = capsys.readouterr().out
-    assert "compared answers DIFFER; `spaceport audit` separates rounding from faults:" in out
-    assert "  - line 1, temperature 0, round 1, token " in out
-    assert " (answer 1)" in out

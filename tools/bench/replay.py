@@ -1,11 +1,9 @@
-"""Synthetic engine: logits that come from a function, also with acceptance rates from a table, on a real engine or none."""
+"""Replay: synthetic texts with acceptance rates from a table, decoded in the steps of a real engine."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from time import perf_counter
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,9 +11,8 @@ from numpy.typing import NDArray
 from spaceport.graphs.contract.draft_methods import CAUSAL, MaskLayout
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import Manifest
-from spaceport.graphs.contract.signature import Signature
 from spaceport.runtime.bundle import Bundle
-from spaceport.runtime.engine import CPU_COSTS, Batch, Costs, Engine, Moves, SelectedRows, selected_rows, selecting
+from spaceport.runtime.engine import Batch, Engine, Moves, SelectedRows, selected_rows, selecting
 from spaceport.runtime.session import Runtime
 from spaceport.tools.bench.decode_measuring import REPLAY_PROMPTS, DecodeOptions
 from spaceport.tools.verify.prompts import TokenizedPrompt
@@ -24,103 +21,11 @@ _CERTAIN = 0.999  # predicted probability of the next token
 _LEAST = 1e-4  # lowest probability that a mask slot predicts
 
 
-class Predicted(NamedTuple):
-    """The n most probable tokens of each line of logits; all other tokens have logit 0."""
-
-    tokens: NDArray[np.int64]  # B x L x n
-    logits: NDArray[np.float32]  # B x L x n
-
-
-Predict = Callable[[Batch], Predicted]
-
-
-class SyntheticEngine:
-    """An engine with the logits of a function; an inner engine, if any, runs every call, and its logits are ignored."""
-
-    device = "none"
-    notes: tuple[str, ...] = ()
-
-    def __init__(
-        self,
-        signature: Signature,
-        requests: int,
-        capacity: int,
-        predict: Predict,
-        inner: Engine | None = None,
-        costs: Costs = CPU_COSTS,
-        heads: int = 0,  # whose lines the function predicts too
-    ) -> None:
-        self.signature, self.requests = replace(signature, lines=1 + heads), requests
-        self.capacity = capacity
-        self.rows = capacity if inner is None else inner.rows
-        self.costs = costs
-        self._predict = predict
-        self._inner = inner
-        self._selecting = None if inner is None else selecting(inner)
-        self._logits = np.zeros((0, signature.vocab_size), np.float32)
-        self.rows_fed = 0
-        self.seconds = 0.0
-
-    def run(self, batch: Batch) -> NDArray[np.float32]:
-        started = perf_counter()
-        if self._inner is not None:
-            self._inner.run(batch)
-        logits = self._synthetic_logits(batch)
-        self.rows_fed += batch.input_ids.size
-        self.seconds += perf_counter() - started
-        return logits
-
-    @property
-    def selects(self) -> bool:
-        """Whether the inner engine selects tokens on its device."""
-        return self._selecting is not None
-
-    def select(self, batch: Batch) -> list[SelectedRows]:
-        """The predicted tokens and one other token per row; the selection of the inner engine is ignored."""
-        started = perf_counter()
-        assert self._selecting is not None
-        self._selecting.select(batch)
-        tokens, logits = self._predict(batch)
-        size = self.signature.vocab_size
-        others = (tokens[..., :1] + 1) % size
-        sums = np.log(np.exp(logits).sum(axis=2, keepdims=True) + size - tokens.shape[2])
-        packed = np.concatenate([logits, np.zeros_like(sums), tokens, others, sums], axis=2).astype(np.float32)
-        found = selected_rows(packed, lambda: self._synthetic_logits(batch), batch.lines(self.signature))
-        self.rows_fed += batch.input_ids.size
-        self.seconds += perf_counter() - started
-        return found
-
-    def move(self, first: int, moves: Sequence[Moves]) -> None:
-        if self._inner is not None:
-            self._inner.move(first, moves)
-
-    def copy(self, source: int, target: int, slots: NDArray[np.int64]) -> None:
-        if self._inner is not None:
-            self._inner.copy(source, target, slots)
-
-    def clear(self, request: int) -> None:
-        if self._inner is not None:
-            self._inner.clear(request)
-
-    def close(self) -> None:
-        if self._inner is not None:
-            self._inner.close()
-
-    def _synthetic_logits(self, batch: Batch) -> NDArray[np.float32]:
-        requests, lines = batch.requests, batch.lines(self.signature)
-        if len(self._logits) < requests * lines:
-            self._logits = np.zeros((requests * lines, self.signature.vocab_size), np.float32)
-        logits = self._logits[: requests * lines].reshape(requests, lines, -1)
-        logits.fill(0)  # all of them, so that they are in the CPU caches as after a real engine
-        np.put_along_axis(logits, *self._predict(batch), axis=2)
-        return logits
-
-
-def allowed_tokens(manifest: Manifest, count: int) -> NDArray[np.int64]:
-    """The first `count` tokens that a completion may contain, or all of them."""
+def allowed_tokens(manifest: Manifest) -> NDArray[np.int64]:
+    """The tokens that a completion may contain, but for 0, which padding rows have."""
     tokens = manifest.tokens
-    special = {*tokens.end, *tokens.forbidden, *tokens.fork_ids}
-    return np.setdiff1d(np.arange(min(manifest.signature.vocab_size, count + len(special))), list(special))[:count]
+    special = {0, *tokens.end, *tokens.forbidden, *tokens.fork_ids}
+    return np.setdiff1d(np.arange(manifest.signature.vocab_size), list(special))
 
 
 def without_end_tokens(bundle: Bundle) -> Bundle:
@@ -168,7 +73,8 @@ class Replay:
         logits = np.log(probabilities / (1 - probabilities) * (size - 1))
         self._logits = logits.astype(np.float32)  # by depth of a mask slot; the last one is for ordinary rows
 
-    def __call__(self, batch: Batch) -> Predicted:
+    def __call__(self, batch: Batch) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """The most probable token of each line of logits, and its logit; all other tokens have logit 0."""
         requests = np.arange(batch.requests)[:, None]
         for request in np.flatnonzero(batch.position_ids[:, 0] == 0):
             token = int(batch.input_ids[request, 0])
@@ -190,7 +96,7 @@ class Replay:
             guessed, certainty = self._of_heads(text, positions)
             predicted = np.concatenate([predicted[..., None], guessed], axis=2).reshape(batch.requests, -1)
             logits = np.concatenate([logits[..., None], certainty], axis=2).reshape(batch.requests, -1)
-        return Predicted(predicted[..., None], logits[..., None])
+        return predicted, logits
 
     def _of_heads(
         self, text: NDArray[np.int64], positions: NDArray[np.int64]
@@ -218,16 +124,69 @@ def mask_depths(masked: NDArray[np.bool_]) -> NDArray[np.int64]:
     return np.where(masked, rows - node, 0) - 1
 
 
+class ReplayEngine:
+    """An engine that runs every call on another one, and returns the logits of synthetic texts instead of its own."""
+
+    device = "none"
+    notes: tuple[str, ...] = ()
+
+    def __init__(self, inner: Engine, replay: Replay) -> None:
+        self.signature, self.costs = inner.signature, inner.costs
+        self.requests, self.capacity, self.rows = inner.requests, inner.capacity, inner.rows
+        self._inner, self._replay, self._selecting = inner, replay, selecting(inner)
+        self._logits = np.zeros((0, inner.signature.vocab_size), np.float32)
+
+    def run(self, batch: Batch) -> NDArray[np.float32]:
+        self._inner.run(batch)
+        return self._synthetic_logits(batch)
+
+    @property
+    def selects(self) -> bool:
+        """Whether the inner engine selects tokens on its device."""
+        return self._selecting is not None
+
+    def select(self, batch: Batch) -> list[SelectedRows]:
+        """The predicted token and another token per row; the selection of the inner engine is ignored."""
+        assert self._selecting is not None
+        self._selecting.select(batch)
+        tokens, logits = self._replay(batch)
+        size = self.signature.vocab_size
+        others, sums = (tokens + 1) % size, np.log(np.exp(logits) + size - 1)
+        packed = np.stack([logits, np.zeros_like(sums), tokens, others, sums], axis=2).astype(np.float32)
+        return selected_rows(packed, lambda: self._synthetic_logits(batch), batch.lines(self.signature))
+
+    def move(self, first: int, moves: Sequence[Moves]) -> None:
+        self._inner.move(first, moves)
+
+    def copy(self, source: int, target: int, slots: NDArray[np.int64]) -> None:
+        self._inner.copy(source, target, slots)
+
+    def clear(self, request: int) -> None:
+        self._inner.clear(request)
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def _synthetic_logits(self, batch: Batch) -> NDArray[np.float32]:
+        requests, lines = batch.requests, batch.lines(self.signature)
+        if len(self._logits) < requests * lines:
+            self._logits = np.zeros((requests * lines, self.signature.vocab_size), np.float32)
+        logits = self._logits[: requests * lines].reshape(requests, lines, -1)
+        logits.fill(0)  # all of them, so that they are in the CPU caches as after a real engine
+        tokens, predicted = self._replay(batch)
+        np.put_along_axis(logits, tokens[..., None], predicted[..., None], axis=2)
+        return logits
+
+
 def replay_runtime(base: Runtime, texts: SyntheticTexts, acceptance: Sequence[float], queue_limit: int) -> Runtime:
     """A runtime that generates the synthetic texts on the engine of another runtime."""
     engine, manifest = base.engine, base.bundle.manifest
     size = engine.signature.vocab_size
     heads = manifest.drafts.heads
     replay = Replay(texts, manifest.tokens.mask, acceptance, engine.requests, size, manifest.drafts.layout, heads)
-    synthetic = SyntheticEngine(engine.signature, engine.requests, engine.capacity, replay, engine, engine.costs, heads)
     return Runtime(
         without_end_tokens(base.bundle),
-        synthetic,
+        ReplayEngine(engine, replay),
         base.max_seq_len,
         queue_limit=queue_limit,
         costs=base.costs,
@@ -242,8 +201,7 @@ def synthetic_texts(
     assert options.replay is not None
     lengths = lengths or [options.context] * (options.limit or REPLAY_PROMPTS)
     manifest = runtime.bundle.manifest
-    vocabulary = allowed_tokens(manifest, manifest.signature.vocab_size)
-    vocabulary = vocabulary[vocabulary > 0]  # padding rows have token 0
+    vocabulary = allowed_tokens(manifest)
     if len(lengths) > (most := len(vocabulary) // 2):
         raise OptionFault(
             f"{len(lengths)} prompts in a replay: expected at most {most} with this vocabulary: lower --limit"

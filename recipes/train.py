@@ -21,7 +21,6 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 
 from recipes.corpus import HELD_OUT_FILE, HELD_OUT_TEXT_FILE, TRAIN_FILE, Corpus, write_data
 from spaceport.tools.demo.prompts import MODEL, PROMPTS_FILE
-from spaceport.tools.terminal.tuning_screen import shown
 from spaceport.tools.tune.job import TuningJob
 from spaceport.tools.tune.settings import TrainingSettings
 from spaceport.tools.tune.tuned_checkpoint import CARD_FILE
@@ -204,8 +203,7 @@ def train(
         resume=resume,
         overwrite=True,
     )
-    with shown(None) as callbacks:
-        tune(job, callbacks)
+    tune(job)
     card = target / CARD_FILE
     _, _, rest = card.read_text("utf-8").partition("\n\n")
     card.write_text(f"# {target.name}\n\n{ABOUT}\n\n{rest}", "utf-8")

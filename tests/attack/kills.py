@@ -1,4 +1,4 @@
-"""Kills: `tune` and `distill` killed at random moments, and continued from what is left of them, or from damaged states.
+"""Kills: `tune` and `distill` killed at random moments, and continued from what is left of them, or from cut off states.
 
 The run after a kill writes the bytes of an undisturbed run. A damaged state is refused with an error, or makes no difference.
 """
@@ -15,7 +15,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import Any
 
 from attack.outcome import Budget, Outcome
 from spaceport.tools.cli import INPUT, OK, USAGE
@@ -25,8 +24,6 @@ KILLS = 100  # of each command, and as many damaged states
 
 _LATE = (0.8, 1.05)  # share of a run's time in which every second kill comes: when files are written and moved
 _TIMES = ("seconds", "tokens_per_second", "seconds_left")  # of a measurement
-_NUMBERS = (0, -1, 10**30, 1e308, "2", None, [], True)
-_TRUNCATED, _FLIPPED = "truncated", "bit-flipped"
 
 
 @dataclass(frozen=True)
@@ -39,7 +36,6 @@ class Victim:
     state: Path
     stored: Callable[[Path], list[str]]  # what a state holds that the next run does not compute again
     kept: Callable[[list[str], Path, str], bool]  # whether the run after the kill has used it; also by its messages
-    damage: dict[str, Callable[[Path, Random], None]]  # ways to damage a state
 
     def clear(self) -> None:
         """Remove everything that the command wrote."""
@@ -140,15 +136,14 @@ def _damaged(runs: Runs, state: Path, number: int, random: Random, outcome: Outc
     victim = runs.victim
     victim.clear()
     (shutil.copytree if state.is_dir() else shutil.copyfile)(state, victim.state)
-    way = list(victim.damage)[number % len(victim.damage)]
-    victim.damage[way](victim.state, random)
+    _truncate(victim.state, random)
     code, shown = runs.again()
-    case = f"{victim.name} {number}, state {way}"
+    case = f"{victim.name} {number}, state truncated"
     last = (shown.splitlines() or [""])[-1]
     if code in (INPUT, USAGE) and last.startswith("spaceport: ") and "Traceback" not in shown:
-        outcome.note(case, f"{victim.name}: {way} state refused", True)
+        outcome.note(case, f"{victim.name}: truncated state refused", True)
     elif code == OK and victim.result() == runs.expected:
-        outcome.note(case, f"{victim.name}: {way} state made no difference", True)
+        outcome.note(case, f"{victim.name}: truncated state made no difference", True)
     else:
         outcome.note(case, f"exit code {code}: {shown[-500:]}", False)
 
@@ -159,9 +154,7 @@ def _tuning(folder: Path) -> Victim:
     lines = [{"prompt": f"Say {number}.", "response": f"Yes, {number * number}."} for number in range(6)]
     data.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
     checkpoint, target = smallest_checkpoint(folder / "llama"), folder / "tuned"
-    options = (
-        "--batch-size 2 --max-steps 6 --epochs 9 --anchors 2 --cutoff 48 --save-every 1 --log-every 1 --auto-resume"
-    )
+    options = "--batch-size 2 --max-steps 6 --epochs 9 --anchors 2 --cutoff 48 --save-every 1 --log-every 1 --resume"
 
     def measured(state: Path) -> list[str]:
         saved = [path.name for path in state.glob("step-*") if re.fullmatch(r"step-\d+", path.name)]
@@ -171,10 +164,8 @@ def _tuning(folder: Path) -> Victim:
     def continued(stored: list[str], tuned: Path, shown: str) -> bool:
         return (tuned / "metrics.jsonl").read_text("utf-8").splitlines()[: len(stored)] == stored
 
-    damage = {_TRUNCATED: _truncate, _FLIPPED: _flip, "other version": _other_schema}
-    damage |= {"path traversal": _escape, "huge counts": _count}
     arguments = ["tune", str(checkpoint), str(target), str(data), *options.split()]
-    return Victim("tune", arguments, target, folder / "tuned.training", measured, continued, damage)
+    return Victim("tune", arguments, target, folder / "tuned.training", measured, continued)
 
 
 def _distillation(bundle: Path, folder: Path) -> Victim:
@@ -185,22 +176,14 @@ def _distillation(bundle: Path, folder: Path) -> Victim:
     options = "--max-tokens 24 --max-requests 4 --max-seq-len 128 --threads 1"
 
     def answered(state: Path) -> list[str]:
-        # after the header; a last line may be incomplete
-        return state.read_text("utf-8").split("\n")[1:-1] if state.exists() else []
+        return state.read_text("utf-8").split("\n")[:-1] if state.exists() else []  # a last line may be incomplete
 
     def continued(stored: list[str], answers: Path, shown: str) -> bool:
-        done = re.search(r"^(\d+)/40 prompts", shown, re.MULTILINE)  # printed before the first answer of a resumed run
+        done = re.search(r"(\d+)/40 prompts are answered", shown)
         return (int(done[1]) if done else 0) == len(stored)
 
-    damage = {_TRUNCATED: _truncate, _FLIPPED: _flip}
-    for name, entry, values in (
-        ("other version", "schema", _NUMBERS),
-        ("path traversal", "bundle", ("../../etc/passwd", "/dev/zero")),
-        ("huge counts", "max_tokens", _NUMBERS),
-    ):
-        damage[name] = _header_change(entry, values)
     arguments = ["distill", str(bundle), str(prompts), str(target), *options.split()]
-    return Victim("distill", arguments, target, folder / "answers.jsonl.partial", answered, continued, damage)
+    return Victim("distill", arguments, target, folder / "answers.jsonl.partial", answered, continued)
 
 
 def _timeless(file: Path) -> bytes:
@@ -211,65 +194,9 @@ def _timeless(file: Path) -> bytes:
     return re.sub(rb"\| hours \|.*", b"", file.read_bytes())
 
 
-def _file_in(state: Path, random: Random) -> Path:
-    return random.choice(sorted(file for file in state.rglob("*") if file.is_file())) if state.is_dir() else state
-
-
 def _truncate(state: Path, random: Random) -> None:
-    file = _file_in(state, random)
+    """Cut off a file of a state; measurements are no part of it."""
+    files = [file for file in state.rglob("*") if file.is_file() and file.name != "metrics.jsonl"]
+    file = random.choice(sorted(files)) if state.is_dir() else state
     content = file.read_bytes()
     file.write_bytes(content[: random.randrange(max(1, len(content)))])
-
-
-def _flip(state: Path, random: Random) -> None:
-    file = _file_in(state, random)
-    content = bytearray(file.read_bytes())
-    content[random.randrange(len(content))] ^= 1 << random.randrange(8)
-    file.write_bytes(content)
-
-
-def _other_schema(state: Path, random: Random) -> None:
-    file = state / "settings.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "schema": random.choice(_NUMBERS)}))
-
-
-def _escape(state: Path, random: Random) -> None:
-    """A state whose name or whose files' names lead elsewhere, with a right digest."""
-    newest = max(state.glob("step-*[0-9]"))
-    if random.random() < 0.3:
-        newest.rename(state / random.choice(("step-0000000a", "step-..", "step-99999999", "step-%2e%2e%2f")))
-        return
-    name = random.choice(("../../../../../../etc/passwd", "/etc/passwd", "../settings.json", "../../llama/config.json"))
-    elsewhere = newest / name
-    digest = hashlib.sha256(elsewhere.read_bytes() if elsewhere.is_file() else b"").hexdigest()
-    _sign(newest, lambda progress: progress["files"].update({name: digest}))
-
-
-def _count(state: Path, random: Random) -> None:
-    """Impossible numbers in the progress, with a right digest."""
-    newest = max(state.glob("step-*[0-9]"))
-    entry = random.choice(("step", "tokens", "pending_sums", "metrics"))
-    huge: Any = random.choice(_NUMBERS[1:])
-    if entry == "pending_sums":
-        huge = random.choice(([[0.0] * 10**5], [[0.0]] * 10**5, [[1e400]], huge))
-    if entry == "metrics":
-        huge = {"size": huge, "sha256": "0" * 64}
-    _sign(newest, lambda progress: progress.update({entry: huge}))
-
-
-def _sign(state: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    from spaceport.tools.tune.state_folder import signed  # imports torch, which other parts do without
-
-    file = state / "progress.json"
-    progress = json.loads(file.read_text())
-    progress.pop("sha256")
-    change(progress)
-    file.write_text(signed(progress))
-
-
-def _header_change(entry: str, values: tuple[Any, ...]) -> Callable[[Path, Random], None]:
-    def change(state: Path, random: Random) -> None:
-        header, _, answers = state.read_text("utf-8").partition("\n")
-        state.write_text(json.dumps({**json.loads(header), entry: random.choice(values)}) + "\n" + answers, "utf-8")
-
-    return change

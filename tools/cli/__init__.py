@@ -38,7 +38,6 @@ EXTRAS = {
     "opentelemetry": "otel",
     "accelerate": "tune",
     "peft": "tune",
-    "matplotlib": "tune",
 }
 
 

@@ -256,7 +256,6 @@ def test_former_names_of_options_still_work(tmp_path: Path, capfd: pytest.Captur
         ("build", "--flavour", "--backend"),
         ("build", "--prompt-rows", "--prefill-rows"),
         ("check", "--long", "--long-context"),
-        ("tune", "--whole-rate", "--unfork-rate"),
     }
     assert run(["check", str(tmp_path), "--long", "3"]) == USAGE
     assert "--long-context is 3: expected at least 32" in capfd.readouterr().err

@@ -29,7 +29,7 @@ Capture = pytest.CaptureFixture[str]
 
 
 PLAN = b"an engine"
-OPENING = ("generate", "inspect", "audit", "plan", "distill", "acceptance")
+OPENING = ("generate", "inspect", "audit", "plan")
 
 
 @pytest.fixture

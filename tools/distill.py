@@ -1,40 +1,42 @@
-"""Distill: prompts of a file answered by a bundle, and the training data that they become."""
+"""Distill: prompts of a file answered by a bundle, as training data."""
 
 from __future__ import annotations
 
-import errno
-import fcntl
-import hashlib
 import json
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TextIO
 
 from spaceport.graphs.contract.atomic_file import replace_text
 from spaceport.graphs.contract.faults import InputFault, OptionFault
-from spaceport.graphs.contract.manifest import TEMPLATE_FILE, Manifest, record_of
+from spaceport.graphs.contract.manifest import TEMPLATE_FILE, Manifest
 from spaceport.runtime.bundle import read_manifest
-from spaceport.runtime.engine import seq_len
+from spaceport.runtime.decoding import Decoding
+from spaceport.runtime.sampling.sampler import Sampling
 from spaceport.runtime.session import Runtime
+from spaceport.runtime.text.prompt import Prompt
 from spaceport.tools.tune.conversations import Turn, content_of, flag_of, object_of, read_lines, text_of, turns_of
-from spaceport.tools.tune.own_answers import (
-    AnswerLimits,
-    AnswerPrompt,
-    Dialogue,
-    Outcome,
-    generate_answers,
-    open_dialogues,
-    rendered,
-)
 
 TEXT_SUFFIX = ".txt"
+DEFAULT_REQUESTS = 16  # answers that are generated at the same time
 
 _EXPECTED = 'expected "messages" or "prompt"'
 _REPLACED = ("messages", "prompt", "response", "ends")  # keys that the output sets or leaves out
+_SECONDS = 10.0  # between two progress lines
+_INCOMPLETE = "\ufffd"  # stands for the bytes of a character that the limit cut off
+_PLACEHOLDER = Turn("assistant", "answer")  # for the chat template, before there are answers
+
+
+@dataclass(frozen=True)
+class AnswerPrompt:
+    """The given turns of a conversation in parts; the model answers each part and sees its own earlier answers."""
+
+    line: int  # of the prompt file
+    parts: tuple[tuple[Turn, ...], ...]
+    others: dict[str, Any] = field(default_factory=dict)  # keys of the line that the output repeats, such as an id
 
 
 def read_prompts(path: Path) -> list[AnswerPrompt]:
@@ -87,79 +89,6 @@ def _parsed(line: int, content: bytes) -> AnswerPrompt:
     return AnswerPrompt(line, parts_of(turns), others)
 
 
-SCHEMA = 2
-
-_LONGEST_HEADER = 2**16  # bytes
-_BUSY = (errno.EAGAIN, errno.EACCES)
-
-
-@dataclass(frozen=True)
-class RunHeader:
-    """What the answers of a run depend on: the first line of the file."""
-
-    bundle: str  # SHA-256 of the bundle's manifest without its engines
-    prompts: str  # SHA-256 of the prompt file
-    max_tokens: int
-    max_seq_len: int
-    temperature: float
-    schema: int = SCHEMA
-
-
-def partial_file(out: Path) -> Path:
-    """The file that stores the answers until the output is complete."""
-    return out.with_name(f"{out.name}.partial")
-
-
-@contextmanager
-def opened_partial(out: Path, header: RunHeader, overwrite: bool) -> Iterator[Path]:
-    """The partial file of an output, locked for this process; a new one, or that of an interrupted run with this header."""
-    file = partial_file(out)
-    if not file.exists() or (overwrite and _difference(file, header)):
-        replace_text(file, json.dumps(asdict(header)) + "\n")
-    with file.open("rb") as stream:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:  # other errors: a network file system that cannot lock
-            if error.errno in _BUSY:
-                raise InputFault(
-                    f"{file}: another process writes it: wait for its end, or choose another output"
-                ) from error
-        if difference := _difference(file, header):
-            raise InputFault(
-                f"{file}: {difference}: repeat the command of that run to continue it, or begin anew with --overwrite"
-            )
-        yield file
-
-
-def _difference(file: Path, header: RunHeader) -> str | None:
-    """How the header of a file differs from this one; None if they are equal."""
-    try:
-        with file.open("rb") as stream:
-            found = json.loads(stream.readline(_LONGEST_HEADER).decode("utf-8"))
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict) or "schema" not in found:
-        return "has no header of `spaceport distill`"
-    if found["schema"] != SCHEMA:
-        return f"has schema {found['schema']!r}, expected {SCHEMA}: another version of spaceport began it"
-    for name, expected in asdict(header).items():
-        if (stored := found.get(name)) != expected:
-            return f"was begun with {_described(name, stored)}, this command has {_described(name, expected)}"
-    return None
-
-
-def _described(name: str, value: object) -> str:
-    if name in ("bundle", "prompts"):
-        what = "the bundle" if name == "bundle" else "the prompts"
-        return f"{what} {str(value)[:12]}…"
-    return f"--{name.replace('_', '-')} {value}"
-
-
-DEFAULT_REQUESTS = 16  # answers that are generated at the same time
-
-_PLACEHOLDER = Turn("assistant", "answer")  # for the chat template, before there are answers
-
-
 @dataclass(frozen=True)
 class DistillOptions:
     """How the answers are generated, and how the engine is opened."""
@@ -179,125 +108,47 @@ class DistillOptions:
         if not 0 <= self.temperature <= 100:
             raise OptionFault(f"--temperature is {self.temperature}: expected 0 to 100")
 
+    def open(self, bundle: Path, requests: int) -> Runtime:
+        """A runtime for this many concurrent requests."""
+        return Runtime.open(
+            bundle,
+            backend=self.backend,
+            max_seq_len=self.max_seq_len,
+            max_requests=requests,
+            threads=self.threads,
+            trust_engines=self.trust_engines,
+        )
+
+    def decoding(self, room: int, seed: int) -> Decoding:
+        """How an answer with this many free tokens is generated; a sampled one has a seed of its own."""
+        sampling = Sampling(temperature=self.temperature, seed=seed) if self.temperature else Sampling()
+        return Decoding(max_tokens=min(self.max_tokens, room), sampling=sampling)
+
 
 @dataclass(frozen=True)
-class DistillProgress:
-    """How far a run is."""
+class DistilledPrompt:
+    """The conversation that a prompt became."""
 
-    done: int  # prompts
-    total: int  # prompts
-    stored: int  # prompts that were done when this run began
-    tokens: int  # generated in this run
-    seconds: float  # of this run
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.tokens / self.seconds if self.seconds else 0.0
-
-    @property
-    def remaining_seconds(self) -> float | None:
-        """The expected time to the end; None before the first prompt is done."""
-        done = self.done - self.stored
-        return self.seconds / done * (self.total - self.done) if done else None
+    line: int  # of the prompt file
+    record: dict[str, Any] | None  # line of training data; None: no answer
+    tokens: int  # generated
 
 
 @dataclass(frozen=True)
 class DistillReport:
-    """What a run wrote, and counts of the answers."""
+    """What a run wrote."""
 
-    file: Path
+    file: str
     prompts: int
-    lines: int  # conversations in the file
-    answers: dict[Outcome, int]
-    tokens: int  # of all answers, those of interrupted runs included
-    progress: DistillProgress
-
-    def as_dict(self) -> dict[str, Any]:
-        """The report as JSON-compatible data."""
-        progress = self.progress
-        return {
-            **asdict(self),
-            "file": str(self.file),
-            "progress": {**asdict(progress), "tokens_per_second": progress.tokens_per_second},
-        }
+    conversations: int  # in the file; the other prompts have no answer, or are too long
+    unfinished: int  # of these, those whose last answer reached a limit
+    tokens: int  # generated in this run
+    seconds: float  # of this run
 
 
-@dataclass(frozen=True)
-class Distillation:
-    """A prompt file, the runtime that answers it, and the file of the answers so far."""
-
-    source: Path
-    out: Path
-    prompts: Sequence[AnswerPrompt]
-    runtime: Runtime
-    partial: Path
-    limits: AnswerLimits
-
-    def run(self, on_progress: Callable[[DistillProgress], None] = lambda progress: None) -> DistillReport:
-        """Generate the missing answers and write the output; an interrupted run can be repeated."""
-        dialogues = open_dialogues(self.prompts, self.partial)
-        stored = sum(dialogue.complete for dialogue in dialogues)
-        done, tokens, started = stored, 0, time.perf_counter()
-
-        def progress() -> DistillProgress:
-            return DistillProgress(done, len(dialogues), stored, tokens, time.perf_counter() - started)
-
-        def count(dialogue: Dialogue) -> None:
-            nonlocal done, tokens
-            done, tokens = done + dialogue.complete, tokens + dialogue.answers[-1].tokens
-            on_progress(progress())
-
-        on_progress(progress())
-        with _located(self.source), _write_errors(self.out):
-            generate_answers(dialogues, self.runtime, self.partial, self.limits, count)
-            lines = self._write(dialogues)
-        counts = Counter(answer.outcome for dialogue in dialogues for answer in dialogue.answers)
-        total = sum(answer.tokens for dialogue in dialogues for answer in dialogue.answers)
-        outcomes = {outcome: counts[outcome] for outcome in get_args(Outcome)}
-        return DistillReport(self.out, len(dialogues), lines, outcomes, total, progress())
-
-    def _write(self, dialogues: Sequence[Dialogue]) -> int:
-        """Write the output and remove the partial file; returns the number of lines."""
-        records = [record_for(dialogue) for dialogue in dialogues]
-        lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records if record is not None]
-        if not lines:
-            raise InputFault(
-                f"no prompt has an answer: all answers are empty, or the prompts exceed {self.runtime.max_seq_len} tokens: "
-                "expected shorter prompts, or a larger --max-seq-len"
-            )
-        replace_text(self.out.resolve(), "".join(lines), durable=True)  # follows a symbolic link
-        self.partial.unlink()
-        return len(lines)
-
-
-@contextmanager
-def open_distillation(
-    bundle: Path, source: Path, out: Path, options: DistillOptions, on_stage: Callable[[str], None] = lambda stage: None
-) -> Iterator[Distillation]:
-    """A distillation whose inputs and output are checked, with the bundle opened."""
-    check_target(source, out, options.overwrite)
-    on_stage("reading the prompts")
-    prompts = read_prompts(source)
-    manifest = read_manifest(bundle)
-    length = seq_len(manifest, options.max_seq_len)
-    requests = requests_for(manifest) if options.max_requests is None else options.max_requests
-    limits = AnswerLimits(length, options.max_tokens, requests, options.temperature)
-    if TEMPLATE_FILE not in manifest.files:
-        _require_single_turns(bundle, source, prompts)
-    header = RunHeader(_digest_of(manifest), _digest(source), options.max_tokens, length, options.temperature)
-    with opened_partial(out, header, options.overwrite) as partial:
-        on_stage("opening the bundle")
-        with Runtime.open(
-            bundle,
-            backend=options.backend,
-            max_seq_len=length,
-            max_requests=limits.requests,
-            threads=options.threads,
-            trust_engines=options.trust_engines,
-        ) as runtime:
-            with _located(source):
-                _check_template(runtime, prompts)
-            yield Distillation(source, out, prompts, runtime, partial, limits)
+def partial_file(out: Path) -> Path:
+    """The file that stores the conversations until the output is complete."""
+    return out.with_name(f"{out.name}.partial")
 
 
 def requests_for(manifest: Manifest) -> int:
@@ -323,19 +174,38 @@ def check_target(source: Path, out: Path, overwrite: bool) -> None:
         raise InputFault(f"{out}: exists: replace it with --overwrite, or choose another output")
 
 
-def record_for(dialogue: Dialogue) -> dict[str, Any] | None:
-    """The line of training data that a dialogue becomes; None if it has no answer."""
-    turns: list[Turn] = []
-    ends = True
-    for part, answer in zip(dialogue.prompt.parts, dialogue.answers, strict=False):
-        if answer.outcome not in ("finished", "unfinished"):
-            break
-        turns += [*part, Turn("assistant", answer.text)]
-        ends = answer.outcome == "finished"
-    if not turns:
-        return None
-    messages = [{"role": turn.role, "content": turn.content} for turn in turns]
-    return {"messages": messages, **dialogue.prompt.others, **({} if ends else {"ends": False})}
+def _stored(partial: Path, source: Path, prompts: Sequence[AnswerPrompt], overwrite: bool) -> dict[int, dict[str, Any]]:
+    """The conversations in the file of an interrupted run, by the lines of their prompts."""
+    if not partial.exists():
+        return {}
+    whole, _, torn = partial.read_bytes().rpartition(b"\n")
+    first = {prompt.line: prompt.parts[0] for prompt in prompts}
+    records = {}
+    try:
+        for text in whole.splitlines():
+            record = json.loads(text)
+            line = record.pop("line")
+            turns = tuple(Turn(turn["role"], turn["content"]) for turn in record["messages"])
+            if turns[: len(first[line])] != first[line]:
+                raise ValueError(f"line {line} of the prompts is another one")
+            records[line] = record
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        if not overwrite:
+            raise InputFault(
+                f"{partial}: does not continue with {source} ({error}): repeat the command of that run to continue it, or "
+                "begin anew with --overwrite"
+            ) from error
+        records, whole, torn = {}, b"", b"other prompts"
+    if torn:
+        partial.write_bytes(whole + b"\n" * bool(whole))
+    return records
+
+
+def _rendered(runtime: Runtime, turns: Sequence[Turn]) -> Prompt:
+    """The turns as a prompt: messages, or the last turn's text if the model has no chat template."""
+    if TEMPLATE_FILE in runtime.bundle.manifest.files:
+        return [{"role": turn.role, "content": turn.content} for turn in turns]
+    return turns[-1].content
 
 
 def _require_single_turns(bundle: Path, source: Path, prompts: Sequence[AnswerPrompt]) -> None:
@@ -346,7 +216,7 @@ def _require_single_turns(bundle: Path, source: Path, prompts: Sequence[AnswerPr
             )
 
 
-def _check_template(runtime: Runtime, prompts: Sequence[AnswerPrompt]) -> None:
+def _check_template(runtime: Runtime, source: Path, prompts: Sequence[AnswerPrompt]) -> None:
     """Raise for turns that the chat template refuses; one prompt for each order of roles is rendered."""
     seen: set[tuple[str, ...]] = set()
     for prompt in prompts:
@@ -355,37 +225,99 @@ def _check_template(runtime: Runtime, prompts: Sequence[AnswerPrompt]) -> None:
         if roles not in seen:
             seen.add(roles)
             try:
-                runtime.tokens_of(rendered(runtime, turns))
+                runtime.tokens_of(_rendered(runtime, turns))
             except OptionFault as error:
-                raise InputFault(f"line {prompt.line}: {error}") from error
+                raise InputFault(f"{source} line {prompt.line}: {error}") from error
 
 
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return record_of(file).sha256
+def _answer(runtime: Runtime, prompt: AnswerPrompt, options: DistillOptions) -> DistilledPrompt:
+    """The conversation of a prompt; it ends at the first answer that is empty or reaches a limit."""
+    turns: list[Turn] = []
+    ends, generated = True, 0
+    for number, part in enumerate(prompt.parts):
+        tokens = runtime.tokens_of(_rendered(runtime, [*turns, *part]))
+        if (room := runtime.max_seq_len - len(tokens)) < 1:
+            break
+        completion = runtime.generate(tokens, options.decoding(room, seed=prompt.line << 16 | number))
+        generated += len(completion.tokens)
+        finished = completion.ending == "end"
+        text = completion.text if finished else completion.text.rstrip(_INCOMPLETE)
+        if not text.strip():
+            break
+        turns += [*part, Turn("assistant", text)]
+        ends = finished
+        if not finished:
+            break
+    messages = [{"role": turn.role, "content": turn.content} for turn in turns]
+    record = {"messages": messages, **prompt.others, **({} if ends else {"ends": False})}
+    return DistilledPrompt(prompt.line, record if turns else None, generated)
 
 
-def _digest_of(manifest: Manifest) -> str:
-    """SHA-256 of a manifest, which has the digests of the bundle's files; engines that are added later do not change it."""
-    return hashlib.sha256(json.dumps({**manifest.as_dict(), "engines": {}}, sort_keys=True).encode()).hexdigest()
-
-
-@contextmanager
-def _located(source: Path) -> Iterator[None]:
-    """Errors begin with the name of the prompt file."""
+def _answers(
+    runtime: Runtime, prompts: Sequence[AnswerPrompt], options: DistillOptions, requests: int
+) -> Iterator[DistilledPrompt]:
+    """The conversations of prompts, each as soon as it is complete."""
+    pool = ThreadPoolExecutor(requests)
     try:
-        yield
-    except InputFault as error:
-        raise InputFault(f"{source} {error}" if str(error).startswith("line ") else f"{source}: {error}") from error
+        for done in as_completed([pool.submit(_answer, runtime, prompt, options) for prompt in prompts]):
+            yield done.result()
+    finally:  # after an interrupt, the runtime ends the running requests when it closes
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
-@contextmanager
-def _write_errors(out: Path) -> Iterator[None]:
-    """Turn a failed write into an error that says how to continue."""
-    try:
-        yield
-    except OSError as error:
-        raise OptionFault(
-            f"{out}: cannot be written ({error.strerror or error}): free disk space or make it writable, then repeat the "
-            f"command; {partial_file(out)} has the answers so far"
-        ) from error
+def _generate(
+    runtime: Runtime,
+    missing: Sequence[AnswerPrompt],
+    store: TextIO,
+    options: DistillOptions,
+    requests: int,
+    say: Callable[[str], None],
+) -> Iterator[DistilledPrompt]:
+    """The conversations of the missing prompts, stored as soon as each is complete."""
+    started = shown = time.perf_counter()
+    tokens = 0
+    for number, answered in enumerate(_answers(runtime, missing, options, requests), 1):
+        if answered.record is not None:
+            store.write(json.dumps({"line": answered.line, **answered.record}, ensure_ascii=False) + "\n")
+            store.flush()
+        tokens += answered.tokens
+        if (now := time.perf_counter()) - shown > _SECONDS:
+            shown = now
+            say(f"{number}/{len(missing)} prompts  {tokens:,} tokens  {tokens / (now - started):,.0f} tokens/s")
+        yield answered
+
+
+def distill(
+    bundle: Path, source: Path, out: Path, options: DistillOptions, say: Callable[[str], None] = lambda text: None
+) -> DistillReport:
+    """Write a conversation for each prompt of a file, in its order.
+
+    Until all prompts are answered, `OUT.partial` has the conversations so far, and a later run continues from it.
+    """
+    check_target(source, out, options.overwrite)
+    prompts, manifest, partial = read_prompts(source), read_manifest(bundle), partial_file(out)
+    if TEMPLATE_FILE not in manifest.files:
+        _require_single_turns(bundle, source, prompts)
+    records = _stored(partial, source, prompts, options.overwrite)
+    missing = [prompt for prompt in prompts if prompt.line not in records]
+    requests = requests_for(manifest) if options.max_requests is None else options.max_requests
+    say(f"opening the bundle; {len(records)}/{len(prompts)} prompts are answered")
+    with options.open(bundle, requests) as runtime, partial.open("a", encoding="utf-8") as store:
+        for note in runtime.notes:
+            say(f"note: {note}")
+        _check_template(runtime, source, prompts)
+        started, longest = time.perf_counter(), runtime.max_seq_len
+        answers = list(_generate(runtime, missing, store, options, requests, say))
+        seconds = time.perf_counter() - started
+    records |= {answered.line: answered.record for answered in answers if answered.record is not None}
+    if not records:
+        raise InputFault(
+            f"{source}: no prompt has an answer: all answers are empty, or the prompts exceed {longest} tokens: "
+            "expected shorter prompts, or a larger --max-seq-len"
+        )
+    lines = [json.dumps(records[line], ensure_ascii=False) + "\n" for line in sorted(records)]
+    replace_text(out.resolve(), "".join(lines), durable=True)  # follows a symbolic link
+    partial.unlink()
+    unfinished = sum(not record.get("ends", True) for record in records.values())
+    tokens = sum(answered.tokens for answered in answers)
+    return DistillReport(str(out), len(prompts), len(records), unfinished, tokens, seconds)

@@ -141,11 +141,12 @@ def _distillation(bundle: Path, folder: Path) -> Victim:
     prompts.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
 
     def answered() -> list[str]:
-        lines = state.read_text("utf-8").split("\n")[:-1] if state.exists() else []  # a last one may be incomplete
-        return [line for line in lines if '"schema"' not in line]  # of a header
+        return state.read_text("utf-8").split("\n")[:-1] if state.exists() else []  # a last one may be incomplete
 
     def continued(stored: list[str], shown: str) -> bool:
-        done = re.search(rf"(\d+)/{_PROMPTS} prompts", shown)  # printed before the first answer of a resumed run
+        done = re.search(
+            rf"(\d+)/{_PROMPTS} prompts are answered", shown
+        )  # printed before the first answer of a resumed run
         return (int(done[1]) if done else 0) == len(stored)
 
     options = "--max-tokens 24 --max-requests 4 --max-seq-len 128 --threads 1"

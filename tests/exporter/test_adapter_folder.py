@@ -110,7 +110,7 @@ def tuned(base: Path, adapter: Path) -> Path:
 
 
 def test_an_adapter_folder_has_no_base_weights(adapter: Path) -> None:
-    files = {ADAPTER_FILE, BASE_FILE, EMBEDDINGS_FILE, SAR_FILE, "README.md", "metrics.jsonl", "training.svg"}
+    files = {ADAPTER_FILE, BASE_FILE, EMBEDDINGS_FILE, SAR_FILE, "README.md", "metrics.jsonl"}
     assert {file.name for file in adapter.iterdir()} == files
     stored = load_file(adapter / EMBEDDINGS_FILE)
     assert stored["ids"].tolist() == list(range(VOCAB, GROWN))  # the mask token and padding
@@ -227,7 +227,7 @@ def test_acceptance_is_measured_on_the_base_model_with_its_adapter(
     data.write_text('{"prompt": "import json", "response": "import os"}\n', "utf-8")
     options = ["--json", "--max-tokens", "4", "--max-seq-len", "64", "--threads", "1"]
     assert run(["acceptance", str(tuned), str(data), *options]) == 0
-    expected = capsys.readouterr().out
+    expected = capsys.readouterr().out.replace(str(tuned), str(base))
     assert run(["acceptance", str(base), str(data), "--adapter", str(adapter), *options]) == 0
     assert capsys.readouterr().out == expected
 

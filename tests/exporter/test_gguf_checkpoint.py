@@ -26,7 +26,7 @@ from spaceport.exporter.gguf_file import GgufTensor, read_gguf
 from spaceport.graphs.contract.faults import MissingDependency
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
-from spaceport.tools.tune.job import TuningJob, identity_of
+from spaceport.tools.tune.job import TuningJob, facts_of
 from spaceport.tools.tune.settings import TrainingSettings
 from spaceport.tools.tune.tuning import tune
 from support.gguf_files import HEADS, KV_HEADS, gguf_name, interleaved, random_model, write_gguf
@@ -110,10 +110,10 @@ def test_a_loaded_model_has_no_quantizer_and_can_be_saved(quantized: Path, tmp_p
 def test_a_changed_gguf_file_prevents_a_resume(plain: Path, tmp_path: Path) -> None:
     copy = shutil.copyfile(plain, tmp_path / "model.gguf")
     job = TuningJob(copy, tmp_path / "tuned", (), TrainingSettings())
-    before = identity_of(job)
+    before = facts_of(job)
     copy.write_bytes(copy.read_bytes()[:-1] + b"\0")
-    assert identity_of(job) != before
-    assert before["checkpoint"][0].startswith("model.gguf ")
+    assert facts_of(job) != before
+    assert before["checkpoint"].startswith("model.gguf ")
 
 
 @pytest.mark.nightly

@@ -93,12 +93,11 @@ def test_the_commands_of_the_page_on_distill_print_what_the_page_shows(
     beside_the_bundle: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (block,) = blocks("distill.md", "console")
-    first, second, *output, last = block.splitlines()
+    first, second, output = block.splitlines()
     (prompt, file) = shlex.split(first.removeprefix("$ echo").replace(">", ""))
     (beside_the_bundle / file).write_text(f"{prompt}\n", "utf-8")
     assert run(shlex.split(second)[2:]) == 0
-    assert capsys.readouterr().out.splitlines()[:-1] == output[:-1]  # the last line has times
-    assert run(shlex.split(last)[2:]) == 0
+    assert capsys.readouterr().out.partition(" tokens in ")[0] == output.partition(" tokens in ")[0]  # then times
 
 
 def commands(page: str, name: str) -> list[list[str]]:
@@ -211,7 +210,7 @@ def test_a_model_learns_as_the_page_says(checkout: Path, capsys: pytest.CaptureF
         assert run(arguments) == 0, capsys.readouterr().err
     out = capsys.readouterr().out
     assert "tuned.bundle: llama" in out
-    assert "mask slot" in out
+    assert "depth 1" in out
 
 
 @pytest.mark.torch

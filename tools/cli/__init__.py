@@ -35,7 +35,6 @@ EXTRAS = {
     **dict.fromkeys(("starlette", "uvicorn", "msgspec", "prometheus_client", "tomli"), "serve"),
     "accelerate": "tune",
     "peft": "tune",
-    "matplotlib": "tune",
 }
 
 

@@ -43,7 +43,6 @@ PACKAGES = {
     "polygraphy": ("export", "comparison of engines"),
     "accelerate": ("tune", "training"),
     "peft": ("tune", "low-rank adapters"),
-    "matplotlib": ("tune", "plots"),
 }
 _FOR_GPUS = ("gpu", "tensorrt", "tensorrt-rtx")  # extras
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -24,13 +23,11 @@ from spaceport.tools.cli.options import (
     refuse_unused,
     remote_code_option,
 )
-from spaceport.tools.cli.tune_data import command as data_command
 from spaceport.tools.terminal.screen import show_json
 from spaceport.tools.tune.settings import (
     DEFAULT,
     DEFAULT_CUTOFF,
     DEFAULT_MASK_SLOTS,
-    MaskLoss,
     Method,
     Objective,
     TokenNames,
@@ -39,7 +36,7 @@ from spaceport.tools.tune.settings import (
 
 
 class Tune(Sectioned):
-    """The command and its subcommand `tune data`."""
+    """The command with its options in groups."""
 
     headings: ClassVar[Mapping[str, str]] = {
         "objective": "Objective",
@@ -56,15 +53,9 @@ class Tune(Sectioned):
         )
     )
 
-    def make_context(self, info_name: str | None, args: list[str], *others: Any, **named: Any) -> click.Context:
-        if args[:1] == ["data"]:
-            return data_command.make_context(f"{info_name} data", args[1:], *others, **named)
-        return super().make_context(info_name, args, *others, **named)
-
 
 _DRAFTING = (
     *("mask_slots", "distinct", "group", "shift", "anchors", "drop_rate", "correction_rank", "mask_weight"),
-    *("mask_loss", "stop_at_wrong"),
     "mask_token",
 )
 _FORKING = ("unforked_share", "unfork_rate", "fork_token", "child_token")
@@ -91,13 +82,6 @@ def check_use(context: click.Context) -> None:
                 ("adapter", "adapter_only"),
                 f"with --method {method}",
                 "use --method gated-lora",
-            ),
-            Unused(not context.params["self_distill"], ("bundle",), "without --self-distill", "add --self-distill"),
-            Unused(
-                context.params["recompute"],
-                ("mask_loss", "stop_at_wrong"),
-                "with --gradient-checkpointing, which keeps no states of the base model",
-                "leave one of them out",
             ),
         ),
     )
@@ -157,19 +141,6 @@ _objective = options(
         "R",
         "Rank of the draft correction, which scores a draft token by the one before it, such as 64; 0: none.",
     ),
-    click.option(
-        "--mask-loss",
-        type=click.Choice(get_args(MaskLoss)),
-        default="ce",
-        show_default=True,
-        help=(
-            "Loss of mask slots: cross entropy of the token in the text (ce), or the distance from the base model's own "
-            "distribution: KL divergence (kl), total variation (tv), or first the one, then the other (kl-tv)."
-        ),
-    ),
-    click.option(
-        "--stop-at-wrong", is_flag=True, help="Leave out the loss of mask slots behind the first wrong one of a group."
-    ),
     _setting("--mask-weight", "W", "Weight of the mask slots' mean loss relative to the next-token loss."),
     _setting(
         "--unforked-share",
@@ -198,12 +169,6 @@ _data = options(
         "N",
         "Maximum sample length in tokens, prompt included.",
         show_default=f"{DEFAULT_CUTOFF}, or the model's maximum",
-    ),
-    click.option(
-        "--self-distill", is_flag=True, help="Replace the answers in the data by the model's own greedy answers first."
-    ),
-    click.option(
-        "--bundle", type=PATH, help="Bundle of the checkpoint, which generates the answers for --self-distill faster."
     ),
 )
 
@@ -279,22 +244,10 @@ _output = options(
         default=10,
         metavar="N",
         show_default=True,
-        help="Steps between measurements in metrics.jsonl; without a terminal, at most one in 10 seconds is printed.",
-    ),
-    click.option("--tensorboard", type=PATH, metavar="DIR", help="Also write the measurements as TensorBoard events."),
-    click.option("--resume", is_flag=True, help="Continue an interrupted training; give the same options again."),
-    click.option(
-        "--auto-resume",
-        is_flag=True,
-        help="Continue the training of TUNED if a state is saved, else start it: for launchers that restart processes.",
+        help="Steps between measurements in metrics.jsonl; at most one in 10 seconds is printed.",
     ),
     click.option(
-        "--process-timeout",
-        type=DURATION,
-        default="30m",
-        metavar="TIME",
-        show_default=True,
-        help="Longest time that a process waits for the others, such as while the first one saves.",
+        "--resume", is_flag=True, help="Continue from the saved state, if there is one; give the same options again."
     ),
     click.option(
         "--adapter-only",
@@ -320,8 +273,7 @@ _output = options(
 def command(checkpoint: Path, tuned: Path, data: tuple[Path, ...], as_json: bool, **given: Any) -> None:
     """Train CHECKPOINT (a Hugging Face folder or a GGUF file) on DATA (JSONL files) and write the tuned checkpoint to TUNED.
 
-    A line of DATA has the "messages" of a chat, "prompt" and "response", or plain "text". `spaceport tune data FILE`
-    shows which answers fork. While the training runs, its state is saved in TUNED.training.
+    A line of DATA has the "messages" of a chat, "prompt" and "response", or plain "text". While the training runs, its state is saved in TUNED.training.
     """
     check_use(click.get_current_context())
     settings = TrainingSettings(
@@ -332,9 +284,8 @@ def command(checkpoint: Path, tuned: Path, data: tuple[Path, ...], as_json: bool
     if given["adapter"] is not None:
         require_adapter_folder(given["adapter"])
     # torch is imported only once the options and paths are valid
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its warnings of lost processes are pages of C++ frames
-    from spaceport.tools.terminal.tuning_screen import is_first, shown
     from spaceport.tools.tune.job import TuningJob
+    from spaceport.tools.tune.progress import is_first
     from spaceport.tools.tune.tuning import tune
 
     job = TuningJob(
@@ -346,7 +297,6 @@ def command(checkpoint: Path, tuned: Path, data: tuple[Path, ...], as_json: bool
         remote_code=given["trust_remote_code"],
         **{field.name: given[field.name] for field in fields(TuningJob) if field.name in given},
     )
-    with shown(given["tensorboard"]) as callbacks:
-        outcome = tune(job, callbacks)
+    outcome = tune(job)
     if as_json and is_first():
         show_json(outcome.as_dict())

@@ -113,6 +113,7 @@ class Conversation:
     turns: tuple[Turn, ...]
     fork: bool = True  # False: train the answer without forks even if it has a paragraph tree
     ends: bool = True  # False: the text or the last answer is unfinished, so no end-of-text token follows
+    kind: str = ""  # what is asked for, such as "code"; empty if the line does not say
 
     @property
     def answer(self) -> str | None:
@@ -126,7 +127,8 @@ def read_conversations(path: Path) -> list[Conversation]:
     for line, text in read_lines(path, "a JSONL file of conversations", "conversation"):
         try:
             data = object_of(text, 'plain text goes in as {"text": "..."}')
-            conversations.append(Conversation(line, _turns(data), flag_of(data, "fork"), flag_of(data, "ends")))
+            kind = data["kind"] if isinstance(data.get("kind"), str) else ""
+            conversations.append(Conversation(line, _turns(data), flag_of(data, "fork"), flag_of(data, "ends"), kind))
         except InputFault as error:
             raise InputFault(f"{path} line {line}: {error}") from error
     if not conversations:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
-
-from spaceport.tools.tune.conversations import Conversation
+from typing import Literal, get_args
 
 Reason = Literal[
     "code fence",
@@ -183,40 +180,3 @@ def _with_rest(paragraphs: list[Paragraph], rest: str) -> tuple[Paragraph, ...]:
 
 def _width(indent: str) -> int:
     return len(indent.expandtabs(4))
-
-
-@dataclass(frozen=True)
-class Extraction:
-    """Extraction result of a conversation's last answer; None if it has no answer or is marked `"fork": false`."""
-
-    conversation: Conversation
-    result: Tree | Refusal | None
-
-
-def extraction_of(conversation: Conversation) -> Extraction:
-    """Extraction result of a conversation's last answer."""
-    answer = conversation.answer if conversation.fork else None
-    return Extraction(conversation, None if answer is None else extract(answer))
-
-
-def count_extractions(extractions: Sequence[Extraction]) -> dict[str, Any]:
-    """Counts over extraction results: answers with a tree, its size, and why others have none, most frequent first."""
-    answered = [extraction for extraction in extractions if extraction.conversation.answer is not None]
-    trees = [extraction.result for extraction in extractions if isinstance(extraction.result, Tree)]
-    refusals = Counter(extraction.result.reason for extraction in extractions if isinstance(extraction.result, Refusal))
-    lists = sum(tree.kind == "list" for tree in trees)
-    forks = sum(tree.forks for tree in trees)
-    return {
-        "conversations": len(extractions),
-        "answers": len(answered),
-        "marked_unforked": sum(extraction.result is None for extraction in answered),
-        "forked": {"list": lists, "paragraphs": len(trees) - lists},
-        "forks": forks,
-        "forks_per_tree": {
-            "mean": forks / len(trees) if trees else None,
-            "max": max((tree.forks for tree in trees), default=0) or None,
-        },
-        "characters": sum(len(extraction.conversation.answer or "") for extraction in extractions),
-        "characters_in_details": sum(len(paragraph.detail or "") for tree in trees for paragraph in tree.paragraphs),
-        "refusals": dict(refusals.most_common()),
-    }

@@ -247,7 +247,7 @@ def select_parameters(
     if settings.method == "gated-lora":
         # Recomputed layers run without a cache, and the rows behind [Fork] and [Child] have gradients: one pass.
         if not (job.recompute or settings.forks):
-            packed_model = frozen_base_model_of(packed_model, settings.mask_loss, settings.stop_at_wrong)
+            packed_model = frozen_base_model_of(packed_model)
         if job.bf16:
             restore = convert_frozen(model, torch.bfloat16)
     if settings.drafts and settings.correction_rank:

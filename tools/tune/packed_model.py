@@ -13,13 +13,11 @@ from transformers import AttentionInterface, PreTrainedModel
 from spaceport.graphs import attention
 from spaceport.graphs.attention import RecordedPrefix, RecordingCache
 from spaceport.graphs.contract.draft_methods import CANDIDATES
-from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.decoder import freeze_rotary, rows_selected
 from spaceport.graphs.gated import gated_tokens, uniform_rows
 from spaceport.graphs.mechanism import DraftCorrection
 from spaceport.graphs.traits import (
     Traits,
-    class_name,
     comparison_ids,
     model_errors,
     probe,
@@ -28,12 +26,10 @@ from spaceport.graphs.traits import (
     unmodified_logits,
 )
 from spaceport.tools.tune.packing import IGNORED, PackedBatch
-from spaceport.tools.tune.settings import MaskLoss
 
 _ROWS = 128  # whose logits are held at once
 _ATTENDING = 64  # mask rows that attend together
-_NEVER = -1e4  # logit of a token that is never generated: its probability is 0, and products with it are finite
-_FADING = 3.0  # of the KL divergence in `kl-tv`: its weight is exp(-3 x acceptance)
+_NEVER = -1e4  # logit of a token that is never generated: its probability is 0
 
 
 class RowLosses(NamedTuple):
@@ -43,13 +39,6 @@ class RowLosses(NamedTuple):
     correct: Tensor  # N: 1 if the most probable token is the target, else 0
     candidates: Tensor  # N x C: the most probable tokens, best first
     scores: Tensor  # N x C: their logits, without gradients
-
-
-class BaseRows(NamedTuple):
-    """The base model's own predictions of the tokens that rows predict."""
-
-    hidden: Tensor  # P x H: last hidden states
-    rows: Tensor  # N: which of them predicts the token of each row
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -63,8 +52,6 @@ class _HeadLoss(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         most: int,
-        kind: MaskLoss,
-        own: BaseRows | None,
         forbidden: Sequence[int],
     ) -> tuple[Tensor, ...]:
         losses = hidden.new_empty(len(hidden), dtype=torch.float32)
@@ -79,14 +66,9 @@ class _HeadLoss(torch.autograd.Function):
             wanted = targets[rows, None]
             scores[rows], candidates[rows] = logits.topk(count)
             correct[rows] = (candidates[rows, :1] == wanted)[:, 0].float()
-            if own is None:
-                losses[rows], gradient = _cross_entropy(logits, wanted)
-            else:
-                # mask slots of several groups predict the same token
-                different, which = torch.unique(own.rows[rows], return_inverse=True)
-                own_logits = without(linear(own.hidden[different].to(weight.dtype), weight, bias), forbidden)
-                expected = torch.log_softmax(own_logits, -1, dtype=torch.float32)[which]
-                losses[rows], gradient = distance(logits, expected, kind)
+            gradient = torch.log_softmax(logits, -1, dtype=torch.float32)
+            losses[rows] = -gradient.gather(1, wanted)[:, 0]
+            gradient.exp_().scatter_add_(1, wanted, torch.full_like(wanted, -1, dtype=torch.float32))
             gradients[rows] = gradient.to(weight.dtype) @ weight
         ctx.save_for_backward(gradients)
         ctx.mark_non_differentiable(correct, candidates, scores)
@@ -95,7 +77,7 @@ class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
         (gradients,) = ctx.saved_tensors
-        return outer[0][:, None].to(gradients.dtype) * gradients, *(None,) * 7
+        return outer[0][:, None].to(gradients.dtype) * gradients, *(None,) * 5
 
 
 def without(logits: Tensor, forbidden: Sequence[int]) -> Tensor:
@@ -105,52 +87,12 @@ def without(logits: Tensor, forbidden: Sequence[int]) -> Tensor:
     return logits
 
 
-def _cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Cross entropy of targets (N x 1), and its gradient with respect to the logits (N x V)."""
-    gradient = torch.log_softmax(logits, -1, dtype=torch.float32)
-    losses = -gradient.gather(1, targets)[:, 0]
-    gradient.exp_().scatter_add_(1, targets, torch.full_like(targets, -1, dtype=torch.float32))
-    return losses, gradient
-
-
-def distance(logits: Tensor, expected: Tensor, kind: MaskLoss) -> tuple[Tensor, Tensor]:
-    """Distance of distributions (N x V logits) from the expected ones (log probabilities), and its gradient.
-
-    A draft token that is drawn from the one and verified by the other is accepted with a probability of 1 minus the total
-    variation. Its gradient vanishes far from the goal, where that of the KL divergence is large: `kl-tv` goes from the one
-    to the other as the acceptance grows.
-    """
-    log_found = torch.log_softmax(logits, -1, dtype=torch.float32)
-    found, wanted = log_found.exp(), expected.exp()
-    divergence = (wanted * (expected - log_found)).sum(-1)
-    of_divergence = found - wanted
-    if kind == "kl":
-        return divergence, of_divergence
-    signs = 0.5 * of_divergence.sign()
-    variation = 0.5 * of_divergence.abs().sum(-1)
-    of_variation = found * (signs - (found * signs).sum(-1, keepdim=True))
-    if kind == "tv":
-        return variation, of_variation
-    share = torch.exp(-_FADING * (1 - variation))
-    return (
-        share * divergence + (1 - share) * variation,
-        share[:, None] * of_divergence + (1 - share)[:, None] * of_variation,
-    )
-
-
 def head_loss(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    most: int,
-    kind: MaskLoss = "ce",
-    own: BaseRows | None = None,
-    forbidden: Sequence[int] = (),
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, most: int, forbidden: Sequence[int] = ()
 ) -> RowLosses:
-    """The losses of rows of hidden states (N x H), with up to `most` candidates each; `own` is for a distance from it."""
+    """The cross entropy of rows of hidden states (N x H), with up to `most` candidates each."""
     with torch.autocast(hidden.device.type, enabled=False):
-        found = _HeadLoss.apply(hidden.to(weight.dtype), weight, bias, targets, most, kind, own, forbidden)  # type: ignore[no-untyped-call]
+        found = _HeadLoss.apply(hidden.to(weight.dtype), weight, bias, targets, most, forbidden)  # type: ignore[no-untyped-call]
     return RowLosses(*found)
 
 
@@ -172,9 +114,7 @@ class PackedModel(nn.Module):
         self.traits = traits
         self.mask_slots = mask_slots
         self.correction: DraftCorrection | None = None
-        self.mask_loss: MaskLoss = "ce"
         self.forbidden: tuple[int, ...] = ()  # tokens that are never generated: mask rows do not learn to avoid them
-        self.stop_at_wrong = False  # whether a mask group has no loss behind its first wrong prediction
         if traits.attention_hook == "interface":
             model.set_attn_implementation(NAME)
 
@@ -207,11 +147,7 @@ class PackedModel(nn.Module):
             losses = self.correction.losses(table, before, found.candidates, found.scores, targets)
             corrected = [line * (slots > 0) for line in losses]
             correct = corrected[1]
-        right = reached(correct, slots)
-        if self.training and self.stop_at_wrong:
-            learned = (slots <= 1) | right.roll(1).bool()  # rows of a group follow each other
-            each, corrected = each * learned, [corrected[0] * learned, corrected[1]]
-        lines = (each, found.correct, torch.ones_like(each), *corrected, right)
+        lines = (each, found.correct, torch.ones_like(each), *corrected, reached(correct, slots))
         sums = torch.zeros(SUMS, self.mask_slots + 1, dtype=each.dtype, device=each.device)
         return sums.index_add(1, slots, torch.stack(lines))
 
@@ -346,28 +282,24 @@ class FrozenBaseModel(PackedModel):
         wanted, slots = targets[:, split:][learned], mask_slots[:, split:][learned]
         previous = ids.gather(1, before)[:, split:][learned]
         if not self.plain_head:
-            logits, *_ = self.split_logits(ids, positions, visible, split, learned)
+            logits, _ = self.split_logits(ids, positions, visible, split, learned)
             losses = losses_of(without(logits, self.forbidden), wanted, self.candidates)
             return self.sums_of(losses, wanted, slots, previous)
-        _, hidden, base = self.split_logits(ids, positions, visible, split, learned, heads=0)
-        own = None
-        if self.mask_loss != "ce":
-            firsts = split * torch.arange(len(ids), device=ids.device)[:, None]  # of each sample among all rows
-            own = BaseRows(base.flatten(0, 1), (firsts + before[:, split:])[learned])
+        _, hidden = self.split_logits(ids, positions, visible, split, learned, heads=0)
         head = cast(nn.Linear, self.model.get_output_embeddings())
-        losses = head_loss(hidden, head.weight, head.bias, wanted, self.candidates, self.mask_loss, own, self.forbidden)
+        losses = head_loss(hidden, head.weight, head.bias, wanted, self.candidates, self.forbidden)
         return self.sums_of(losses, wanted, slots, previous)
 
     def split_logits(
         self, ids: Tensor, positions: Tensor, visible: Tensor, split: int, wanted: Tensor, heads: int | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Logits and last hidden states of the wanted rows from column `split` on; and the hidden states of all before.
+    ) -> tuple[Tensor, Tensor]:
+        """Logits and last hidden states of the wanted rows from column `split` on; those before run without gradients.
 
-        Those before run without gradients. With `heads`, only the first `heads` rows get logits.
+        With `heads`, only the first `heads` rows get logits.
         """
         prefix = RecordingCache()
         with torch.no_grad(), uniform_rows(self.model, masks=False):
-            base = self.model.base_model(
+            self.model.base_model(
                 input_ids=ids[:, :split],
                 position_ids=positions[:, :split],
                 attention_mask=self._mask(visible[:, :split, :split], positions[:, :split], positions[:, :split]),
@@ -388,12 +320,10 @@ class FrozenBaseModel(PackedModel):
                 **attention.cache_argument(self.model, RecordedPrefix(prefix)),
                 use_cache=True,
             )
-        return cast(Tensor, output.logits)[0].float(), states[0], cast(Tensor, base.last_hidden_state)
+        return cast(Tensor, output.logits)[0].float(), states[0]
 
 
-def frozen_base_model_of(
-    packed: PackedModel, mask_loss: MaskLoss = "ce", stop_at_wrong: bool = False
-) -> FrozenBaseModel:
+def frozen_base_model_of(packed: PackedModel) -> FrozenBaseModel:
     """A packed model in two passes, after verifying that they give the logits of one pass; raise if they differ."""
     model = FrozenBaseModel(packed)
     with torch.no_grad(), model_errors(packed.model):
@@ -405,18 +335,8 @@ def frozen_base_model_of(
         split = length // 2
         ids[:, split:] = gated_tokens(packed.model)[0] if gated_tokens(packed.model) else ids[:, split:]
         expected = packed.logits(ids, positions, visible, wanted)
-        found, hidden, base = model.split_logits(ids, positions, visible, split, wanted[:, split:])
+        found, hidden = model.split_logits(ids, positions, visible, split, wanted[:, split:])
         require_equal_logits(packed.model, "in two passes", found, expected[split:])
         head = packed.model.get_output_embeddings()
-        model.plain_head = (
-            type(head) is nn.Linear
-            and torch.equal(head(hidden).float(), found)
-            and torch.allclose(head(base[0]).float(), expected[:split], atol=1e-4)
-        )
-    model.mask_loss, model.stop_at_wrong = mask_loss, stop_at_wrong
-    if mask_loss != "ce" and not model.plain_head:
-        raise OptionFault(
-            f"--mask-loss {mask_loss}: the logits of {class_name(packed.model)} are not a product of hidden states "
-            "and output embeddings alone: expected ce"
-        )
+        model.plain_head = type(head) is nn.Linear and torch.equal(head(hidden).float(), found)
     return model

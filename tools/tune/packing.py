@@ -229,9 +229,10 @@ class TrainingBatches:
 def require_forks(settings: TrainingSettings, prepared: Prepared) -> None:
     """Raise if the objective includes forks and no sample forks."""
     if settings.forks and not prepared.forked:
+        reasons = ", ".join(f"{count} {name}" for name, count in prepared.counts.items() if count) or "no samples"
         raise InputFault(
-            f"no answer forks, with --objective {settings.objective}: expected answers with numbered lists or paragraphs; "
-            "`spaceport tune data` shows why answers do not fork"
+            f"no answer forks, with --objective {settings.objective} ({reasons}): expected answers with numbered lists or "
+            "paragraphs"
         )
 
 

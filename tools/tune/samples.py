@@ -1,24 +1,17 @@
-"""Samples: conversations as token trees, with the tokens that have a loss, and as rows of a JSONL file for inspection."""
+"""Samples: conversations as token trees, with the tokens that have a loss."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from spaceport.graphs.contract.atomic_file import replacing
-from spaceport.graphs.contract.faults import InputFault
 from spaceport.tools.tune.conversation_encoder import (
     ContainsControlToken,
     ConversationEncoder,
-    ConversationError,
     Exchange,
 )
 from spaceport.tools.tune.conversations import TEXT, Conversation
@@ -28,6 +21,7 @@ NO_PARENT = -1
 
 # Keys of the sample counts
 FORKED, WHOLE, TRUNCATED = "forked", "unforked", "truncated at the cutoff"
+NOT_FORKED = "not forked: "  # before the reason
 CHILD_DROPPED = "children dropped: [Child] is beyond the cutoff"
 TOO_LONG = "dropped: the answer begins beyond the cutoff"
 TOO_SHORT = "dropped: no token with a loss"
@@ -56,14 +50,6 @@ class Prepared:
     unforked: list[Sample] = field(default_factory=list)  # the same answers as in `forked`, without forks
     whole: list[Sample] = field(default_factory=list)  # answers without a paragraph tree, and plain texts
     counts: Counter[str] = field(default_factory=Counter)
-
-    def digest(self) -> str:
-        """A digest of all samples, by which the processes of a training compare them."""
-        found = hashlib.sha256()
-        for sample in (*self.forked, *self.unforked, *self.whole):
-            for array in (sample.ids, sample.parents, sample.learned):
-                found.update(array.tobytes())
-        return found.hexdigest()[:12]
 
 
 class _SampleBuilder:
@@ -107,7 +93,7 @@ def prepare(
     prepared = Prepared()
     for conversation in conversations:
         try:
-            samples, flat = _samples_of(conversation, encoder, cutoff, unforked)
+            samples, flat = _samples_of(conversation, encoder, cutoff, unforked, prepared.counts)
         except ContainsControlToken:
             prepared.counts[CONTROL] += 1
             continue
@@ -126,14 +112,16 @@ def prepare(
 
 
 def _samples_of(
-    conversation: Conversation, encoder: ConversationEncoder, cutoff: int, unforked: bool
+    conversation: Conversation, encoder: ConversationEncoder, cutoff: int, unforked: bool, counts: Counter[str]
 ) -> tuple[list[Sample], list[Sample]]:
-    """Samples of a conversation, and the forked ones again without forks if `unforked`."""
+    """Samples of a conversation, and the forked ones again without forks if `unforked`; why it has none is counted."""
     if conversation.turns[0].role == TEXT:
         return list(_windows(conversation, encoder, cutoff)), []
     exchanges = encoder.exchanges(conversation)
     tree = extract(exchanges[-1].answer) if encoder.forks and conversation.fork else None
     if not isinstance(tree, Tree):
+        if tree is not None:
+            counts[f"{NOT_FORKED}{tree.reason}"] += 1
         return [_chat(conversation, exchanges, None, encoder)], []
     flat = [_chat(conversation, exchanges, None, encoder)] if unforked else []
     return [_chat(conversation, exchanges, tree, encoder)], flat
@@ -242,42 +230,3 @@ def _truncate(sample: Sample, encoder: ConversationEncoder, cutoff: int) -> Samp
     parents = sample.parents[keep]
     moved = np.where(parents == NO_PARENT, NO_PARENT, indices[parents])
     return Sample(sample.line, sample.ids[keep], moved, sample.learned[keep])
-
-
-def rows_of(
-    data: Path, conversations: Sequence[Conversation], encoder: ConversationEncoder, cutoff: int
-) -> tuple[list[Sample], Counter[str]]:
-    """Training samples of a file in its order, forked where possible, and their counts."""
-    try:
-        prepared = prepare(conversations, encoder, cutoff)
-    except ConversationError as error:
-        raise InputFault(f"{data} {error}") from error
-    return sorted([*prepared.forked, *prepared.whole], key=lambda sample: sample.line), prepared.counts
-
-
-def check_target(target: Path, overwrite: bool) -> None:
-    """Raise if rows cannot be written to `target`."""
-    if not target.absolute().parent.is_dir():
-        raise InputFault(f"{target.absolute().parent}: no such folder: create it first")
-    if os.path.lexists(target) and (target.is_symlink() or not target.is_file()):
-        raise InputFault(f"{target}: exists and is not a file: choose another name")
-    if target.exists() and not overwrite:
-        raise InputFault(f"{target}: exists already: use --overwrite to replace it")
-
-
-def write_rows(target: Path, samples: Sequence[tuple[Path, Sample]], overwrite: bool) -> None:
-    """Write rows to a file, atomically."""
-    with replacing(target.absolute()) as file:
-        for data, sample in samples:
-            file.write(json.dumps(_row(data, sample), separators=(",", ":")).encode() + b"\n")
-        check_target(target, overwrite)  # again: the target may have appeared meanwhile
-
-
-def _row(data: Path, sample: Sample) -> dict[str, object]:
-    return {
-        "file": str(data),
-        "line": sample.line,
-        "ids": sample.ids.tolist(),
-        "parents": sample.parents.tolist(),
-        "learned": sample.learned.tolist(),
-    }

@@ -16,10 +16,6 @@ DEFAULT_CUTOFF = 2048  # tokens; lower for a model with fewer positions
 
 Method = Literal["full", "lora", "gated-lora", "embeddings"]
 
-# Loss of a mask row: cross entropy of the text's token; or the distance from the base model's own distribution there: KL
-# divergence, total variation, or both, weighted by how close they are.
-MaskLoss = Literal["ce", "kl", "tv", "kl-tv"]
-
 
 @dataclass(frozen=True)
 class TrainingSettings:
@@ -35,8 +31,6 @@ class TrainingSettings:
     anchors: int = 32  # mask groups per sample, resampled every epoch
     drop_rate: float = 0.0  # probability that a mask group ends before each mask slot after the first
     correction_rank: int = 0  # of the draft correction; 0: none
-    mask_loss: MaskLoss = "ce"
-    stop_at_wrong: bool = False  # whether a mask group has no loss behind its first wrong prediction
     mask_weight: float = 1.0  # weight of the mask slots' mean loss, relative to the next-token loss
     # Fork training
     unforked_share: float | None = None  # fraction of unforked samples in an epoch; None: as in the data
@@ -96,12 +90,6 @@ class TrainingSettings:
                 "gated-lora"
             )
 
-        if (self.mask_loss != "ce" or self.stop_at_wrong) and (self.method != "gated-lora" or self.forks):
-            raise OptionFault(
-                f"--mask-loss {self.mask_loss} and --stop-at-wrong need a base model that does not change: expected "
-                "--method gated-lora and --objective sar"
-            )
-
     @property
     def drafts(self) -> bool:
         return self.objective in ("sar", "both")
@@ -124,15 +112,6 @@ class TrainingSettings:
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
-
-
-def differences(old: dict[str, Any], new: TrainingSettings) -> list[str]:
-    """Settings of a resumed training that differ from the saved ones, each as `name: before, now`."""
-    now = new.as_dict()
-    listed = {name: list(value) if isinstance(value, tuple) else value for name, value in now.items()}
-    return [
-        f"{name}: {old.get(name)!r} before, {value!r} now" for name, value in listed.items() if old.get(name) != value
-    ]
 
 
 @dataclass(frozen=True)

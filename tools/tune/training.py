@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 from accelerate import Accelerator
@@ -88,7 +88,6 @@ class Training:
         )
         self.packed_model: nn.Module
         self.packed_model, self._optimizer = accelerator.prepare(packed_model, optimizer)
-        self.slots = settings.slots
         self._sums = torch.zeros(SUMS, settings.slots + 1, device=accelerator.device)
         self.norms = torch.zeros((), device=accelerator.device)  # sum of the gradient norms: not finite if any was not
         self._since = (time.perf_counter(), 0)
@@ -102,16 +101,22 @@ class Training:
         """Training time in seconds, over all resumed runs."""
         return time.perf_counter() - self._began
 
-    def pending_sums(self) -> list[list[float]]:
-        """Sums of the steps since the last measurement, over all processes; part of the saved state."""
-        sums: Tensor = self.accelerator.reduce(self._sums, "sum")
-        return cast(list[list[float]], sums.tolist())
+    @property
+    def extent(self) -> str:
+        """Samples, steps and epochs of the training, and how many steps are done."""
+        batches, processes = self.batches, self.accelerator.num_processes
+        parts = [f"{batches.samples} samples", f"{batches.steps} steps"]
+        parts.append(f"{batches.steps / batches.epoch_steps:.2f} epochs")
+        parts += [f"{self.step} done"] * (self.step > 0) + [f"{processes} processes"] * (processes > 1)
+        return ", ".join(parts)
 
-    def restore(self, step: int, tokens: int, seconds: float, pending_sums: list[list[float]]) -> None:
+    def progress(self) -> dict[str, Any]:
+        """What `restore` needs beside the states of model and optimizer."""
+        return {"step": self.step, "tokens": self.tokens, "seconds": self.seconds}
+
+    def restore(self, step: int, tokens: int, seconds: float) -> None:
         """Continue from a saved state."""
         self.step, self.tokens = step, tokens
-        if self.accelerator.is_main_process:
-            self._sums[: len(pending_sums)] += torch.tensor(pending_sums, device=self._sums.device)  # older: fewer rows
         self._began = time.perf_counter() - seconds
         self._first = (step, seconds)
         self._since = (time.perf_counter(), tokens)

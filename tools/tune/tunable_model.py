@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import AddedToken
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedModel
 
 from spaceport.exporter.adapter_folder import BaseIdentity, identity_of
 from spaceport.exporter.adapter_folder import embedding_rows as embedding_rows
-from spaceport.exporter.checkpoint import Checkpoint, TokenFlags, load_model, load_tokenizer, open_checkpoint
+from spaceport.exporter.checkpoint import Checkpoint, load_model, load_tokenizer
 from spaceport.exporter.checkpoint_files import TIKTOKEN_FILE
 from spaceport.exporter.sar_config import is_id, read_sar_config
 from spaceport.graphs.contract.draft_methods import MaskLayout
@@ -25,10 +23,7 @@ from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.graphs.contract.signature import PRECISIONS
 from spaceport.graphs.gated import MaskAdapter
 from spaceport.graphs.mechanism import Factors, InputRows
-from spaceport.runtime.session import Runtime
-from spaceport.tools.reference import checkpoint_runtime
 from spaceport.tools.tune.conversation_encoder import ConversationEncoder, conversation_encoder
-from spaceport.tools.tune.own_answers import BUNDLE_REQUESTS
 from spaceport.tools.tune.settings import DEFAULT_CUTOFF, TokenNames, TrainingSettings, resolve_token_names
 
 _MULTIPLE = 64  # a resized vocabulary is padded to a multiple of this, for efficient matrix products
@@ -191,32 +186,3 @@ def _dtype_of(config: Any) -> torch.dtype:
         return named
     dtype: torch.dtype = getattr(torch, named) if named in PRECISIONS else torch.float32
     return dtype
-
-
-def checkpoint_encoder(folder: Path, remote_code: bool) -> ConversationEncoder:
-    """Conversation encoder of a checkpoint folder."""
-    checkpoint = open_checkpoint(folder, TokenFlags(), remote_code)
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(checkpoint.tokenizer),
-        chat_template=checkpoint.template,
-        **checkpoint.special_tokens,
-    )
-    return conversation_encoder(tokenizer, checkpoint.tokens)
-
-
-@contextmanager
-def open_generator(checkpoint: Path, bundle: Path | None, cutoff: int, remote_code: bool) -> Iterator[Runtime]:
-    """A runtime over the model that is tuned: its bundle, or its PyTorch model, which is slower."""
-    opened = open_checkpoint(checkpoint, TokenFlags(), remote_code)
-    if bundle is None:
-        threads = torch.get_num_threads()
-        with checkpoint_runtime(opened, cutoff) as runtime:
-            yield runtime
-        torch.set_num_threads(threads)  # for the training
-        return
-    with Runtime.open(bundle, max_seq_len=cutoff, max_requests=BUNDLE_REQUESTS) as runtime:
-        if json.loads(runtime.tokenizer.to_str()) != json.loads(opened.tokenizer):
-            raise InputFault(
-                f"{bundle}: has another tokenizer than {checkpoint}: expected the bundle of this checkpoint"
-            )
-        yield runtime

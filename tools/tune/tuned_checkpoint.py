@@ -1,4 +1,4 @@
-"""Tuned checkpoint: a tuned model as a checkpoint folder, or its adapter alone, with its model card and curves."""
+"""Tuned checkpoint: a tuned model as a checkpoint folder, or its adapter alone, with its model card."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor
 from transformers import GenerationConfig
 
@@ -33,10 +31,10 @@ _GENERATION_FILE = "generation_config.json"
 
 def write_checkpoint(
     folder: Path, tunable: TunableModel, tuned: MergedModel, state: Mapping[str, Tensor] | None
-) -> torch.dtype:
-    """Write model, tokenizer and sar_config.json; return the type of the written weights.
+) -> None:
+    """Write model, tokenizer and sar_config.json; `state` holds the gathered weights of a sharded model.
 
-    `state` holds the gathered weights of a sharded model.
+    Weights that exceed the range of the checkpoint's type are written in float32.
     """
     model = tuned.model
     dtype = _wide_enough((model.state_dict() if state is None else state).values(), tunable.dtype)
@@ -54,7 +52,6 @@ def write_checkpoint(
         file.chmod(0o644)  # safetensors creates files that only the owner can read
     write_sar_config(folder, _sar_config(tunable, tuned))
     write_mechanisms(folder, _mechanisms(tuned, adapter_state(model)))
-    return dtype
 
 
 def _mechanisms(tuned: MergedModel, adapter_tensors: Mapping[str, Tensor]) -> list[Mechanism]:
@@ -119,48 +116,12 @@ def _cast(state: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     }
 
 
-# Palette for colour-blind readers (Okabe and Ito)
-_COLOURS = ("#000000", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#f0e442")
-
-_NAMED = 16  # legend entries per column
-
-
-def draw_curves(measurements: Sequence[dict[str, Any]], file: Path) -> None:
-    """Plot losses and accuracies over the steps; the file's suffix selects the format."""
-    with mpl.rc_context({"svg.hashsalt": "spaceport", "svg.fonttype": "none"}):
-        named = sum(len(line["losses"]) for line in {line["kind"]: line for line in measurements}.values())
-        columns = max(1, -(-named // _NAMED))
-        figure = Figure(figsize=(8.4 + 1.6 * columns, 3.8), layout="constrained")
-        losses, accuracies = figure.subplots(1, 2)
-        for kind, style in (("training", "-"), ("validation", "o--")):
-            lines = [line for line in measurements if line["kind"] == kind]
-            steps = [line["step"] for line in lines]
-            for index in range(len(lines[0]["losses"]) if lines else 0):
-                if any(line["losses"][index] is None for line in lines):
-                    continue
-                name = (f"mask slot {index}" if index else "next token") + (
-                    "" if kind == "training" else ", validation"
-                )
-                look: dict[str, Any] = {"color": _COLOURS[index % len(_COLOURS)], "linewidth": 1.2, "markersize": 4}
-                losses.plot(steps, [line["losses"][index] for line in lines], style, **look)
-                accuracies.plot(steps, [100 * line["accuracies"][index] for line in lines], style, label=name, **look)
-        losses.set(xlabel="step", ylabel="loss", ylim=(0, None))
-        accuracies.set(xlabel="step", ylabel="accuracy (%)", ylim=(0, 100))
-        for axes in (losses, accuracies):
-            axes.grid(alpha=0.3)
-            axes.spines[["top", "right"]].set_visible(False)
-        if measurements:
-            accuracies.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5), ncols=columns)
-        figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
-
-
-CARD_FILE, CURVES_FILE = "README.md", "training.svg"
+CARD_FILE = "README.md"
 _PACKAGES = ("torch", "transformers", "accelerate", "peft", "tokenizers")
 
 
 def write_card(folder: Path, job: TuningJob, batches: TrainingBatches, outcome: TuningOutcome) -> None:
-    """Write the card and its curves to a checkpoint folder."""
-    draw_curves(outcome.measurements, folder / CURVES_FILE)
+    """Write the model card to a checkpoint folder."""
     (folder / CARD_FILE).write_text(card(job, batches, outcome), "utf-8")
 
 
@@ -187,7 +148,6 @@ def card(job: TuningJob, batches: TrainingBatches, outcome: TuningOutcome) -> st
         "## Results",
         _table(("", *(_column(index) for index in range(settings.slots + 1))), _results(last)),
         "Loss is the mean cross entropy; accuracy is the fraction of targets that are the most probable token, given the true text.",
-        f"![curves]({CURVES_FILE})",
         "## Data",
         _table(("file",), [(path.name,) for path in job.data]),
         _table(("samples", "count"), [(name, count) for name, count in counts.items() if count]),

@@ -98,13 +98,10 @@ class EchoObserver:
             self.has_nan |= bool(np.isnan(logits).any())
 
 
-def known_request(
-    engine: Engine, tokens: Sequence[int], start: int, observer: Observer, stays: bool = False
-) -> SequenceGroup:
-    """A request that feeds these tokens and then ends, or `stays` live with its KV slots held.
+def known_request(engine: Engine, tokens: Sequence[int], start: int, observer: Observer) -> SequenceGroup:
+    """A request that feeds these tokens and then ends.
 
-    The observer gets the logits for each token from position `start` on, and for one after the last. A request that stays
-    has one extra token: the one that KnownTokens selects after the last.
+    The observer gets the logits for each token from position `start` on, and for one after the last.
     """
     return SequenceGroup(
         prompt=tokens,
@@ -112,8 +109,8 @@ def known_request(
         lowering=engine.signature.lowering,
         tokens=TokenIds(),
         selector=KnownTokens(),
-        max_length=len(tokens) + (2 if stays else 0),
-        max_total=2 if stays else 0,
+        max_length=len(tokens),
+        max_total=0,
         echo=start - 1,
         observers=(observer,),
     )

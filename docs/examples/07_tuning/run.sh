@@ -4,6 +4,5 @@ set -e
 checkpoint="$1" tuned="$2"
 shift 2
 data="$(dirname "$0")/train.jsonl"
-spaceport tune data "$data"
 spaceport tune "$checkpoint" "$tuned" "$data" --objective both --batch-size 4 --learning-rate 1e-3 "$@"
 spaceport acceptance "$tuned" "$data" --limit 2

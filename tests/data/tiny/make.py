@@ -23,7 +23,6 @@ from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
 from spaceport.tools.reference import checkpoint_runtime
-from spaceport.tools.terminal.tuning_screen import shown
 from spaceport.tools.tune.job import TuningJob
 from spaceport.tools.tune.settings import TokenNames, TrainingSettings
 from spaceport.tools.tune.tuning import tune
@@ -115,11 +114,11 @@ def make() -> None:
     torch.use_deterministic_algorithms(True)
     sources = json_sources()
     tokenizer = tokenizer_for(sources)
-    with tempfile.TemporaryDirectory(prefix="spaceport-tiny-") as folder, shown(None) as callbacks:
+    with tempfile.TemporaryDirectory(prefix="spaceport-tiny-") as folder:
         untrained, data, tuned = (Path(folder) / name for name in ("untrained", "data.jsonl", "tuned"))
         write_untrained(untrained, tokenizer, **SHAPE)
         data.write_text("".join(json.dumps(sample) + "\n" for sample in samples(tokenizer, sources)), "utf-8")
-        tune(TuningJob(untrained, tuned, (data,), SETTINGS, TokenNames((MASK,), None, None), log_every=100), callbacks)
+        tune(TuningJob(untrained, tuned, (data,), SETTINGS, TokenNames((MASK,), None, None), log_every=100))
         for pattern in KEPT:
             for file in tuned.glob(pattern):
                 shutil.copyfile(file, HERE / file.name)

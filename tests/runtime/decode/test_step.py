@@ -26,7 +26,7 @@ from spaceport.runtime.engine import PREFILL_ROWS, Batch
 from spaceport.runtime.sampling.grammar import Grammar
 from spaceport.runtime.scheduling.request import Completion
 from spaceport.runtime.session import Runtime
-from spaceport.tools.verify.answers import generate_answer
+from spaceport.tools.verify.acceptance import AnswerSegment, along_segment
 from support.arrivals import DRAFT_CONFIGS, LANGUAGES
 from support.hash_engine import (
     CHILD,
@@ -243,7 +243,7 @@ def test_a_prompt_is_cut_no_earlier_for_its_draft() -> None:
         assert len(engine.widths) == (1 if length <= STEP_ROWS else 2)
     runtime, engine = narrow(Language(1), "scatter")
     with runtime:  # requests of the acceptance measurement keep to it too
-        assert generate_answer(runtime, [1] * STEP_ROWS, 1, 5).statistics.steps == 1
+        assert along_segment(runtime, AnswerSegment((1,) * STEP_ROWS, (2,)), 5).steps == 1
     assert engine.widths == [STEP_ROWS]
 
 

@@ -125,12 +125,11 @@ def test_every_command_that_reads_drafts_takes_heads(
         capsys.readouterr()
         assert run(["acceptance", *models, *limits, "--json"]) == OK
         found.append(json.loads(capsys.readouterr().out))
-    assert found[0] == found[1]
-    assert (found[0]["mask_slots"], found[0]["predictor"]) == (HEADS, "head")
-    row = found[2]["models"][0]
-    assert (row["method"], row["adapter"], row["generated"]["acceptance"]) == ("medusa", "heads", [1.0] * HEADS)
-    assert row["generated"]["accuracy"] == [1.0] * (1 + HEADS)
-    assert row["generated"]["tokens_per_step"][HEADS] == 17 / 5
+    row, of_checkpoint, in_a_table = (models["models"][0] for models in found)
+    assert row == in_a_table == {**of_checkpoint, "model": str(bundle)}
+    assert (row["draft_tokens"], row["predictor"]) == (HEADS, "head")
+    assert (row["method"], row["adapter"], row["acceptance"]) == ("medusa", "heads", [1.0] * HEADS)
+    assert row["tokens_per_step"] == 17 / 5
     assert run(["audit", str(bundle), str(data), "--max-tokens", "9", "--limit", "1", "--max-requests", "1"]) == OK
     assert run(["inspect", str(bundle)]) == OK
     assert "draft heads           3" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Acceptance and audit: equal numbers for a checkpoint and its bundles, tables, plots, faults, prompt files and errors."""
+"""Acceptance and audit: equal numbers for a checkpoint and its bundles, tables, faults, prompt files and errors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 import sys
-import xml.etree.ElementTree
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
@@ -21,6 +20,7 @@ from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.runtime.decode import step as loop
 from spaceport.runtime.decode.plan import Part, Verdict, accept
 from spaceport.runtime.decode.sequence import TokenSelector
+from spaceport.runtime.decode.sources import USUAL_LOOKUP
 from spaceport.tools.cli import ACCURACY, INPUT, OK, USAGE, cli, run
 from spaceport.tools.verify.audit import requests_for
 from spaceport.tools.verify.prompts import AuditPrompt, read_prompts
@@ -45,7 +45,7 @@ def chat(question: str, answer: str) -> dict[str, Any]:
 
 
 LINES = (
-    chat("How does json/scanner.py begin?", '"""JSON token scanner\n"""\nimport re\ntry:\n'),
+    {**chat("How does json/scanner.py begin?", '"""JSON token scanner\n"""\nimport re\ntry:\n'), "kind": "code"},
     {"text": "import re\n\nFLAGS = re.VERBOSE | re.MULTILINE | re.DOTALL\n\nNaN = float('nan')\n" * 3},
     chat("What is JSON?", "A format."),
 )
@@ -85,66 +85,58 @@ def tiny_copy(folder: Path, **config: Any) -> Path:
     return copy
 
 
-def test_a_checkpoint_and_its_bundles_have_the_same_acceptance_alone_and_in_a_table(
-    tmp_path: Path, tiny_bundle: Path, tiny_append_bundle: Path
+@pytest.mark.parametrize("answers", ["own", "reference"])
+def test_a_checkpoint_and_its_bundles_have_the_same_acceptance(
+    tmp_path: Path, tiny_bundle: Path, tiny_append_bundle: Path, answers: str
 ) -> None:
-    file = data_file(tmp_path, *LINES)
-    ours = numbers(TINY, file, "--max-tokens", 40)
-    assert ours == numbers(tiny_bundle, file, "--max-tokens", 40, "--threads", 1)
-    assert (ours["samples"], ours["mask_slots"], ours["forks"]) == (3, 5, None)
-    assert ours["generated"]["accuracy"][0] == 1.0
-    assert ours["reference"]["predictions"][0] - ours["reference"]["tokens"] == 3  # the end tokens
-    assert ours["generated"]["tokens_per_step"][5] > 1.5
+    file, options = data_file(tmp_path, *LINES), ("--max-tokens", 40, "--answers", answers)
+    (checkpoint,) = numbers(TINY, file, *options)["models"]
     models = [tiny_bundle, tiny_append_bundle]
-    rows = numbers(*models, file, "--max-tokens", 40, "--threads", 1)["models"]
-    assert [row["model"] for row in rows] == [str(model) for model in models]
-    assert ours.pop("max_tokens") == 40
-    for row in rows:
-        assert ours.items() <= row.items()
-        assert row["lookup"]["tokens"] == row["together"]["tokens"] == row["generated"]["tokens"]
-        assert row["together"]["steps"] <= row["lookup"]["steps"]
+    rows = numbers(*models, file, *options, "--threads", 1)["models"]
+    assert rows == [{**checkpoint, "model": str(model)} for model in models]
+    assert (checkpoint["answers"], checkpoint["draft_tokens"]) == (3, 5)
+    assert checkpoint["tokens_per_step"] > 1.5
+    assert checkpoint["kinds"].keys() == {"code"}
+    for counts in (checkpoint, checkpoint["kinds"]["code"]):
+        shares = [good / count for good, count in zip(counts["accepted"], counts["drafted"], strict=True)]
+        assert counts["acceptance"] == shares
 
 
-def test_the_tables_and_the_plots_show_every_mask_slot(tmp_path: Path, tiny_bundle: Path) -> None:
+def test_the_table_has_a_row_for_each_model_and_kind(tmp_path: Path, tiny_bundle: Path) -> None:
     file = data_file(tmp_path, *LINES)
-    options = ("--max-tokens", 8, "--limit", 1, "--max-mask-slots", 3, "--threads", 1)
-    plot = tmp_path / "plot.svg"
-    lines = call(tiny_bundle, file, *options, "--plot", plot).stdout.splitlines()
-    assert lines[0].startswith("1 samples (1 unforked), 8 generated tokens, ")
-    assert [line.split("  ")[0] for line in lines[2:6]] == ["next token", "mask slot 1", "mask slot 2", "mask slot 3"]
-    assert xml.etree.ElementTree.parse(plot).getroot().tag.endswith("svg")
-    lines = call(tiny_bundle, tiny_bundle, file, *options).stdout.splitlines()
-    names = "model method drafts exact own lookup together depth 1 depth 2 depth 3"
-    assert lines[1].split() == names.split()
-    assert lines[2].split()[1:7] == ["unknown", "3", "mask", "slots", "100.0", "%"]
+    lines = call(tiny_bundle, tiny_bundle, file, "--max-tokens", 8, "--threads", 1).stdout.splitlines()
+    assert lines[0] == "Draft tokens that are accepted, along the model's own greedy answers"
+    assert lines[1].split() == [
+        *["model", "method", "drafts", "kind", "answers", "tokens", "per", "step"],
+        *(word for depth in range(1, 6) for word in ("depth", str(depth))),
+    ]
+    for first, second in (lines[2:4], lines[4:6]):
+        assert first.split()[1:6] == ["unknown", "5", "mask", "slots", "all"]
+        assert second.split()[:2] == ["code", "1"]
 
 
 @pytest.mark.torch
-def test_saved_rates_are_those_along_generated_answers(tmp_path: Path) -> None:
+def test_saved_rates_are_those_along_own_answers(tmp_path: Path) -> None:
     before = json.loads((TINY / "sar_config.json").read_text("utf-8"))
     checkpoint = tiny_copy(tmp_path, **before)
-    file = data_file(tmp_path, *LINES)
-    found = numbers(checkpoint, file, "--max-tokens", 40, "--save")
+    (found,) = numbers(checkpoint, data_file(tmp_path, *LINES), "--max-tokens", 40, "--save")["models"]
     entries = json.loads((checkpoint / "sar_config.json").read_text("utf-8"))
     (measured,) = entries.pop("acceptance")
     assert entries == before
-    generated, lookup = found["generated"], found["lookup_tokens"]
-    assert measured["rates"] == [round(rate, 4) for rate in accumulate(generated["acceptance"], min)]
-    assert (measured["tokens"], measured["data"], measured["temperature"]) == (generated["tokens"], "data.jsonl", 0.0)
-    assert sum(lookup["tokens"]) > 0
-    for rate, count, good in zip(measured["lookup"], lookup["tokens"], lookup["accepted"], strict=True):
-        assert good / (count + 10) <= rate <= (good + 10) / (count + 10)
+    assert measured["rates"] == [round(rate, 4) for rate in accumulate(found["acceptance"], min)]
+    assert (measured["tokens"], measured["data"], measured["temperature"]) == (found["tokens"], "data.jsonl", 0.0)
+    assert measured["lookup"] != [round(rate, 4) for rate in USUAL_LOOKUP]
 
 
 @pytest.mark.parametrize(
     ("models", "options", "message"),
     [
-        ("B", "--max-mask-slots 6", "--max-mask-slots is 6: expected 1 to 5"),
+        ("B", "--limit 0", "--limit is 0: expected at least 1"),
         ("B", "--max-seq-len 1", "--max-seq-len is 1: expected 2 to 1024"),
-        ("B", "--save", "expected a checkpoint, "),
+        ("B", "--save", "--save with .*: expected a checkpoint folder"),
         ("TINY", "--backend onnxruntime", "is a checkpoint and runs in PyTorch: leave --backend out"),
         ("TINY TINY", "--save", "--save with several models: expected one CHECKPOINT with it"),
-        ("B B", "--plot a.svg", "--plot with several models: expected"),
+        ("TINY", "--save --answers reference", "--save with --answers reference: drafts are accepted along own"),
     ],
 )
 def test_an_invalid_option_is_an_error_before_a_model_is_measured(
@@ -154,8 +146,8 @@ def test_an_invalid_option_is_an_error_before_a_model_is_measured(
     before = (tiny_bundle / "manifest.json").read_bytes()
     result = call(*(paths[name] for name in models.split()), data_file(tmp_path, *LINES), *options.split())
     assert isinstance(result.exception, OptionFault)
-    assert message in str(result.exception)
-    assert "opening" not in result.output or " " not in models
+    assert re.search(message, str(result.exception))
+    assert "measuring" not in result.output
     assert (tiny_bundle / "manifest.json").read_bytes() == before
 
 
@@ -167,11 +159,7 @@ def test_models_and_data_that_cannot_be_measured_are_errors(tmp_path: Path, tiny
         ([tiny_bundle, tmp_path / "none"], LINES, "none: expected a checkpoint .* or a bundle"),
         ([plain], LINES, "has no mask token and no heads, so there are no draft tokens.*spaceport tune"),
         ([tiny_bundle], (), "contains no conversation"),
-        (
-            [tiny_bundle],
-            (chat("What is [M]?", "A mask."),),
-            r"none of its|no answer of its 1 conversations .*1 dropped",
-        ),
+        ([tiny_bundle], (chat("What is [M]?", "A mask."),), r"no answer of its 1 conversations .*1 dropped"),
     ):
         result = call(*models, data_file(tmp_path, *lines))
         assert isinstance(result.exception, InputFault)

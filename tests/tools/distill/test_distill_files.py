@@ -1,17 +1,16 @@
-"""The prompt file, whose errors name file and line, and the partial file, which is continued with the same header."""
+"""The prompt file: its formats, and errors that name file and line."""
 
 from __future__ import annotations
 
 import json
 import re
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from spaceport.graphs.contract.faults import InputFault
-from spaceport.tools.distill import RunHeader, opened_partial, partial_file, read_prompts
+from spaceport.tools.distill import read_prompts
 from spaceport.tools.tune.conversations import Turn
 
 
@@ -85,71 +84,3 @@ def test_files_without_a_prompt_are_refused(tmp_path: Path) -> None:
         read_prompts(tmp_path / "nowhere.jsonl")
     with pytest.raises(InputFault, match=r"line 1: not UTF-8 text \(invalid start byte at byte 0\): save it as UTF-8"):
         read_prompts(written(tmp_path, b"\xff\n", "prompts.txt"))
-
-
-HEADER = RunHeader(bundle="a" * 64, prompts="b" * 64, max_tokens=64, max_seq_len=256, temperature=0.0)
-ANSWER = '{"line": 1}\n'
-
-
-@pytest.fixture
-def out(tmp_path: Path) -> Path:
-    return tmp_path / "out.jsonl"
-
-
-def begin(out: Path) -> Path:
-    with opened_partial(out, HEADER, False) as file, file.open("a") as stream:
-        stream.write(ANSWER)
-    return file
-
-
-def test_a_new_file_begins_with_the_header_and_is_continued(out: Path) -> None:
-    file = begin(out)
-    assert file == partial_file(out) == out.with_name("out.jsonl.partial")
-    content = file.read_text("utf-8")
-    assert content == json.dumps(asdict(HEADER)) + "\n" + ANSWER
-    for overwrite in (False, True):
-        with opened_partial(out, HEADER, overwrite) as again:
-            assert again.read_text("utf-8") == content
-
-
-HEADERS: dict[str, tuple[float | str, str]] = {
-    "bundle": ("c" * 64, "the bundle aaaaaaaaaaaa…, this command has the bundle cccccccccccc…"),
-    "max_tokens": (65, "--max-tokens 64, this command has --max-tokens 65"),
-    "temperature": (0.7, "--temperature 0.0, this command has --temperature 0.7"),
-}
-
-
-@pytest.mark.parametrize("name", HEADERS)
-def test_another_header_is_refused_or_begins_anew(out: Path, name: str) -> None:
-    file, (value, message) = begin(out), HEADERS[name]
-    other = replace(HEADER, **{name: value})  # type: ignore[arg-type]
-    with pytest.raises(InputFault) as caught, opened_partial(out, other, False):
-        pass
-    expected = f"{file}: was begun with {message}: repeat the command of that run to continue it, or begin anew"
-    assert expected in str(caught.value)
-    assert ANSWER in file.read_text("utf-8")
-    with opened_partial(out, other, True):
-        assert file.read_text("utf-8") == json.dumps(asdict(other)) + "\n"
-
-
-OTHER_SCHEMA = json.dumps({**asdict(HEADER), "schema": 3}).encode() + b"\n"
-
-
-def test_a_file_without_a_header_of_this_version_is_refused(out: Path) -> None:
-    for content in (b"", b"\xff\xfe", b"[]\n", b'{"line": 1}\n', b"[" * 100_000, b'{"schema": 1', OTHER_SCHEMA):
-        message = "schema 3, expected 2: another" if content == OTHER_SCHEMA else "no header of `spaceport distill`"
-        partial_file(out).write_bytes(content)
-        with pytest.raises(InputFault, match=f"has {message}"), opened_partial(out, HEADER, False):
-            pass
-        assert partial_file(out).read_bytes() == content
-
-
-def test_a_file_that_a_process_writes_is_refused(out: Path) -> None:
-    with (
-        opened_partial(out, HEADER, False) as file,
-        pytest.raises(InputFault, match=f"{file}: another process writes it: wait for its end"),
-        opened_partial(out, HEADER, False),
-    ):
-        pass
-    with opened_partial(out, HEADER, False):
-        pass

@@ -25,9 +25,7 @@ from spaceport.tools.tune.packed_model import (
     CORRECTED_LOSS,
     COUNT,
     LOSS,
-    BaseRows,
     PackedModel,
-    RowLosses,
     frozen_base_model_of,
     head_loss,
     packed_model_of,
@@ -36,7 +34,7 @@ from spaceport.tools.tune.packed_model import (
 )
 from spaceport.tools.tune.packing import MaskGroup, PackedBatch, collate, pack
 from spaceport.tools.tune.samples import Sample
-from spaceport.tools.tune.settings import DEFAULT, MaskLoss, TrainingSettings
+from spaceport.tools.tune.settings import DEFAULT, TrainingSettings
 from spaceport.tools.tune.tunable_model import add_tokens, embedding_rows, open_tunable_model
 from support.families import FAMILIES, NOT_DECODER, REFUSED, VOCAB, Family, Refused, build
 from support.paths import TINY
@@ -177,58 +175,6 @@ def test_the_loss_in_chunks_is_cross_entropy_with_its_gradient(rows: int) -> Non
     torch.testing.assert_close(scores, logits.topk(CANDIDATES).values)
     torch.testing.assert_close(logits.gather(1, candidates), scores)
     torch.testing.assert_close(torch.autograd.grad((losses * outer).sum(), hidden)[0], gradient)
-
-
-@pytest.mark.parametrize("kind", ["kl", "tv", "kl-tv"])
-def test_the_distance_from_the_base_model_has_its_gradient(kind: MaskLoss) -> None:
-    rng = torch.Generator().manual_seed(0)
-    rows = torch.randint(0, 150, (200,), generator=rng)  # of the base model: some predict the tokens of several rows
-    base = torch.randn(150, 24, generator=rng)
-    own = base[rows]
-    hidden = (own + torch.linspace(0, 2, 200)[:, None] * torch.randn(200, 24, generator=rng)).requires_grad_()
-    weight, targets = torch.randn(61, 24, generator=rng), torch.zeros(200, dtype=torch.int64)
-    expected, logits = (own @ weight.T).softmax(-1), hidden @ weight.T
-    divergence = torch.nn.functional.kl_div(logits.log_softmax(-1), expected, reduction="none").sum(-1)
-    variation = (expected - logits.softmax(-1)).abs().sum(-1) / 2
-    share = {"kl": 1.0, "tv": 0.0, "kl-tv": torch.exp(-3 * (1 - variation.detach()))}[kind]
-    wanted = share * divergence + (1 - share) * variation
-    losses = head_loss(hidden, weight, None, targets, 1, kind, BaseRows(base, rows)).losses
-    torch.testing.assert_close(losses, wanted)
-    assert losses[0] < 1e-5 < 0.1 < losses[-1]
-    (found,), (gradient,) = (torch.autograd.grad(loss.sum(), hidden) for loss in (losses, wanted))
-    torch.testing.assert_close(found, gradient, rtol=1e-4, atol=1e-5)
-
-
-def test_a_distance_is_that_from_the_base_models_prediction_of_the_same_token() -> None:
-    model = build(next(family for family in FAMILIES if family.name == "llama"))
-    one = packed_model_of(model, 3)
-    apply_method(model, TrainingSettings(method="gated-lora", rank=4), TokenIds(mask=(MASK,)))
-    two = frozen_base_model_of(one, "kl").train()
-    model.eval()
-    given = batch()
-    sums = run(two, given)
-    wanted = given.mask_slots > 0
-    visible, everything = given.visible, torch.ones_like(wanted)
-    logits = one.logits(given.ids, given.positions, visible, everything).view(*given.ids.shape, -1).log_softmax(-1)
-    base = logits.gather(1, given.before[..., None].expand_as(logits))[wanted]
-    losses = (base.exp() * (base - logits[wanted])).sum(-1)
-    by_slot = [losses[given.mask_slots[wanted] == slot].sum() for slot in (1, 2, 3)]
-    torch.testing.assert_close(sums[LOSS, 1:], torch.stack(by_slot), rtol=1e-4, atol=1e-4)
-
-
-def test_nothing_is_learned_behind_the_first_wrong_mask_slot_of_a_group() -> None:
-    model = build(next(family for family in FAMILIES if family.name == "llama"))
-    packed = packed_model_of(model, 3).train()
-    packed.stop_at_wrong = True
-    slots = torch.tensor([0, 1, 2, 3, 1, 2, 1, 2, 3])
-    correct = torch.tensor([1.0, 1, 0, 1, 0, 1, 1, 1, 0])
-    losses = torch.full_like(correct, 2.0, requires_grad=True)
-    found = RowLosses(losses, correct, slots[:, None], correct[:, None])
-    sums = packed.sums_of(found, slots, slots, slots)
-    assert sums[LOSS].tolist() == [2.0, 6.0, 4.0, 2.0]
-    assert sums[COUNT].tolist() == [1, 3, 3, 2]
-    assert torch.autograd.grad(sums[LOSS].sum(), losses)[0].tolist() == [1, 1, 1, 0, 1, 0, 1, 1, 1]
-    assert packed.eval().sums_of(found, slots, slots, slots)[LOSS].tolist() == [2.0, 6.0, 6.0, 4.0]
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=("whole", "frozen base"))

@@ -300,8 +300,10 @@ def test_an_empty_training_set_and_forks_without_forking_answers_are_refused() -
     with pytest.raises(InputFault, match="no training samples"):
         TrainingBatches(prepared(0, 0), TrainingSettings("apar"), ())
     for objective in ("apar", "both"):
-        message = f"no answer forks, with --objective {objective}: expected answers with numbered lists"
+        message = rf"no answer forks, with --objective {objective} \(2 not forked: formula\): expected answers with"
+        flat = prepared(0, 1)
+        flat.counts["not forked: formula"] = 2
         with pytest.raises(InputFault, match=message):
-            require_forks(TrainingSettings(objective), prepared(0, 1))
+            require_forks(TrainingSettings(objective), flat)
     require_forks(TrainingSettings("sar"), prepared(0, 1))
     require_forks(TrainingSettings("both"), prepared(1, 0))

@@ -1,13 +1,9 @@
-"""Processes: several train like one, stop after the same step, end when one is lost, and print once."""
+"""Processes: killed ones are continued without a difference, and several train like one."""
 
 from __future__ import annotations
 
 import json
-import re
-import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +12,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from spaceport.graphs.contract.faults import OptionFault
-from spaceport.tools.cli import FAULT, INPUT, OK
-from spaceport.tools.tune.processes import open_accelerator
-from support import forked_tunings
-from support.forked_tunings import codes, float32_tiny, request
+from spaceport.tools.cli import INPUT, INTERRUPTED, OK
+from support.tunings import codes, float32_tiny, request
+
+pytestmark = pytest.mark.slow
 
 DIED = -signal.SIGKILL
 
@@ -50,13 +45,6 @@ def weights_of(target: Path) -> dict[str, Tensor]:
     return found
 
 
-def same(one: Path, two: Path) -> bool:
-    """Whether two trainings have the same weights, bit by bit, and left nothing else behind."""
-    first, second = weights_of(one), weights_of(two)
-    left = any(each.with_name(f"{each.name}.training").exists() for each in (one, two))
-    return not left and all(torch.equal(first[name], second[name]) for name in first)
-
-
 def measured(target: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (target / "metrics.jsonl").read_text().splitlines()]
 
@@ -70,12 +58,29 @@ def require_equal_losses(one: Path, two: Path, measurements: int) -> None:
         assert same_slots == pytest.approx(known, abs=1e-5, rel=2e-6)
 
 
-@pytest.mark.slow
+def test_a_killed_training_is_continued_to_the_same_weights(order: list[str], tmp_path: Path) -> None:
+    whole, between, saving = (tmp_path / name for name in ("whole", "between", "saving"))
+    often, resumed = ("--save-every", "2"), ("--save-every", "2", "--resume")
+    found = codes(
+        request(whole, order, 1),
+        request(between, order, 1, *often, after=3, then="die"),
+        request(between, order, 1, *resumed),
+        request(saving, order, 1, *often, after=3, then="saved"),
+        request(saving, order, 1, *resumed),
+    )
+    assert found == [[OK], [DIED], [OK], [DIED], [OK]]
+    for folder in (between, saving):
+        assert "7 samples, 4 steps, 1.33 epochs, 2 done" in errors_of(folder)
+        assert not folder.with_name(f"{folder.name}.training").exists()
+        expected, same = weights_of(whole), weights_of(folder)
+        assert all(torch.equal(expected[name], same[name]) for name in expected)
+
+
 def test_two_processes_train_like_one_even_after_a_resume(order: list[str], tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     stopped = request(two, order, 2, after=3, then="stop")
     found = codes(request(one, order, 1), stopped, request(two, order, 2, "--resume"))
-    assert found == [[0], [130, 130], [0, 0]], errors_of(two)
+    assert found == [[OK], [INTERRUPTED] * 2, [OK, OK]], errors_of(two)
     assert errors_of(two, 1) == (tmp_path / "two-out-1").read_text() == ""
     assert "7 samples, 4 steps, 1.33 epochs, 3 done, 2 processes" in errors_of(two)
     assert json.loads((tmp_path / "two-out-0").read_text())["training"]["step"] == 4
@@ -92,74 +97,12 @@ def test_two_processes_train_like_one_even_after_a_resume(order: list[str], tmp_
 
 
 @pytest.mark.nightly
-@pytest.mark.slow
-def test_a_process_that_loses_another_one_ends_and_a_resume_loses_nothing(order: list[str], tmp_path: Path) -> None:
-    names = ("whole", "lost", "first", "unsaved", "written", "silent", "alone")
-    whole, lost, first, unsaved, written, silent, alone = (tmp_path / name for name in names)
-    options = ["--auto-resume", "--save-every", "2"]
-    found = codes(
-        request(whole, order, 2),
-        request(lost, order, 2, *options, after=3, then="die"),
-        request(lost, order, 2, *options),
-        request(first, order, 2, *options, after=3, then="die", who=0),
-        request(unsaved, order, 2, *options, then="die while a state is saved"),
-        request(written, order, 2, then="die while the first process writes"),
-        request(silent, order, 2, "--process-timeout", "4s", after=2, then="hang"),
-        request(alone, order, 2, "--process-timeout", "2s", then="never start"),
-    )
-    assert found == [
-        *([OK, OK], [FAULT, DIED], [OK, OK], [DIED, FAULT], [FAULT, DIED], [OK, DIED], [FAULT, DIED], [FAULT, 0]),
-    ]
-    message = "rank 0: lost another process, whose messages say why; no state is saved yet: start all processes again\n"
-    assert errors_of(unsaved).endswith(message)
-    assert not list(unsaved.with_name("unsaved.training").glob("step-*[0-9]"))
-    message = r"rank 1: lost another process, .*; the state after step 2 is saved: .* --resume\n$"
-    assert re.search(message, errors_of(first, 1))
-    assert "another process has not answered for 4 s (--process-timeout): it hangs, or its" in errors_of(silent)
-    assert "2 processes expected, and not all have connected to 127.0.0.1:" in errors_of(alone)
-    assert not [each for each in (unsaved, first, silent, alone) if "Traceback" in errors_of(each)]
-    assert same(whole, lost)
-    assert same(whole, written)
-    assert "7 samples, 4 steps, 1.33 epochs, 2 done, 2 processes" in errors_of(lost)
+def test_processes_with_other_settings_are_refused(order: list[str], tmp_path: Path) -> None:
+    assert codes(request(tmp_path / "tuned", order, 2, then="differ")) == [[INPUT, INPUT]]
+    assert "the processes of this training have other data, settings or states" in errors_of(tmp_path / "tuned", 1)
+    assert not (tmp_path / "tuned.training").exists()
 
 
-@pytest.mark.nightly
-@pytest.mark.slow
-def test_machines_without_a_common_file_system_resume_from_copies_of_the_state(
-    order: list[str], tmp_path: Path
-) -> None:
-    def apart(*more: str, **what: Any) -> dict[str, Any]:
-        tuning = request(tmp_path / "tuned", order, 2, "--save-every", "2", *more, **what)
-        first: list[str] = tuning["arguments"][0]
-        return {**tuning, "arguments": [first, [each.replace("/tuned", "/other") for each in first]]}
-
-    found = codes(request(tmp_path / "whole", order, 2), apart(after=3, then="die"), apart("--resume"))
-    assert found == [[OK, OK], [FAULT, DIED], [INPUT, INPUT]]
-    message = r"saved state: step 2 \(\w+\) on rank 0, none on rank 1\): TUNED.training must"
-    assert re.search(message, errors_of(tmp_path / "tuned"))
-    shutil.copytree(tmp_path / "tuned.training", tmp_path / "other.training", dirs_exist_ok=True)
-    assert codes(apart("--resume")) == [[OK, OK]]
-    assert same(tmp_path / "whole", tmp_path / "tuned")
-    assert not list(tmp_path.glob("other*"))
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-def test_torchrun_restarts_killed_processes_and_the_weights_stay_the_same(
-    order: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole, target = tmp_path / "whole", tmp_path / "tuned"
-    assert codes(request(whole, order, 2)) == [[OK, OK]]
-    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    tuning = request(target, order, 2, "--auto-resume", "--save-every", "1", after=2, then="restarts")
-    options = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "2", forked_tunings.__file__]
-    torchrun = str(Path(sys.executable).with_name("torchrun"))
-    subprocess.run([torchrun, *options, json.dumps([tuning])], check=True, timeout=500)
-    assert same(whole, target)
-    assert re.search(r", 2 done, 2 processes", errors_of(target))
-
-
-@pytest.mark.slow
 @pytest.mark.nightly
 def test_processes_with_a_time_budget_have_the_same_learning_rates(order: list[str], tmp_path: Path) -> None:
     target = tmp_path / "tuned"
@@ -169,25 +112,6 @@ def test_processes_with_a_time_budget_have_the_same_learning_rates(order: list[s
     assert len({rate for _, rate in steps_of(target, 0)}) > 1
 
 
-@pytest.mark.nightly
-@pytest.mark.slow
-def test_processes_with_different_inputs_are_refused(order: list[str], tmp_path: Path) -> None:
-    data, other = str(tmp_path / "data.jsonl"), tmp_path / "other" / "data.jsonl"
-    other.parent.mkdir()
-    other.write_text(Path(data).read_text() + '{"text": "More."}\n')
-    changes = ({data: str(other)}, {"1e-4": "2e-4"}, {data: str(tmp_path / "missing.jsonl")})
-    tunings = [request(tmp_path / f"tuned-{number}", order, 2) for number in range(3)]
-    for tuning, change in zip(tunings, changes, strict=True):
-        first: list[str] = tuning["arguments"][0]
-        tuning["arguments"] = [first, [change.get(argument, argument) for argument in first]]
-    assert codes(*tunings) == [[INPUT, INPUT]] * 3
-    messages = [errors_of(tmp_path / f"tuned-{number}") for number in range(3)]
-    assert re.search(r"processes .* differ \(data: data.jsonl \w+ on rank 0, data.jsonl \w+ on", messages[0])
-    assert "differ (learning_rate: 0.0001 on rank 0, 0.0002 on rank 1): start all of them with the same" in messages[1]
-    assert re.search(r"rank 0: rank 1 cannot start: \S+missing.jsonl: no such file", messages[2])
-    assert not list(tmp_path.glob("*.training"))
-
-
 METHODS = (
     "--objective both --weight-decay 0.1 --clip 0.1 --gradient-checkpointing",
     "--objective both --batch-size 7 --micro-batch-size 4 --distinct --drop-rate 0.5",
@@ -195,11 +119,9 @@ METHODS = (
     "--objective both --method lora --rank 2 --correction-rank 8",
     "--method gated-lora --rank 2 --correction-rank 8 --batch-size 1",
     "--method gated-lora --rank 2 --gradient-checkpointing",
-    "--self-distill",
 )
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 def test_each_method_has_the_losses_of_one_process(order: list[str], tmp_path: Path) -> None:
     answer = "Three:\n\n1. Red: the colour of fire\n2. Green: the colour of grass\n3. Blue: the colour of the sea"
@@ -214,24 +136,3 @@ def test_each_method_has_the_losses_of_one_process(order: list[str], tmp_path: P
     assert codes(*tunings) == [[0], [0, 0]] * len(METHODS)
     for number in range(len(METHODS)):
         require_equal_losses(tmp_path / f"1-{number}", tmp_path / f"2-{number}", 8 + 1)
-
-
-LAUNCHES = [
-    ({"ACCELERATE_MIXED_PRECISION": "no", "MASTER_PORT": "29500"}, "asked for several processes and has started one"),
-    ({"TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_USE_AGENT_STORE": "True"}, "DISABLE_SHARE_RDZV_TCP_STORE=1"),
-    ({"ACCELERATE_MIXED_PRECISION": "no"}, ""),
-    ({"TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_USE_AGENT_STORE": "False", "WORLD_SIZE": "1"}, ""),
-]
-
-
-@pytest.mark.parametrize(("environment", "refused"), LAUNCHES)
-def test_one_process_needs_no_launcher_and_a_launch_that_cannot_work_is_refused(
-    environment: dict[str, str], refused: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    if not refused:
-        assert open_accelerator(bf16=False, timeout=1.0).num_processes == 1
-        return
-    with pytest.raises(OptionFault, match=refused):
-        open_accelerator(bf16=False, timeout=1.0)

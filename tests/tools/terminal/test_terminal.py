@@ -13,8 +13,6 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from spaceport.runtime.text.transcript import Piece
-from spaceport.tools.cli.distill import progress_shown
-from spaceport.tools.distill import DistillProgress
 from spaceport.tools.terminal.generation import MarkedText, Span, marked
 from spaceport.tools.terminal.screen import show_json, show_table, stages
 from support.scripted_threads import FORK, Path, Script, Writing, cases, events_of, line

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from threading import Event, Semaphore, Thread
+from threading import Semaphore, Thread
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,43 +25,6 @@ from spaceport.runtime.session import Runtime
 from support.hash_engine import CHILD, END, FORK, FREE_ROWS, MASKS, VOCAB, Cell, HashEngine, Language
 
 WORDS = "abcdefghij.[]{}"  # a letter for each token; "." is the end token, "[" and "]" are masks, "{" is [Fork] and "}" is [Child]
-
-
-@dataclass
-class CountingEngine(HashEngine):
-    """A fake engine that counts the rows of logits of each request in each call."""
-
-    lines: list[tuple[int, int]] = field(default_factory=list)
-
-    def run(self, batch: Batch) -> NDArray[np.float32]:
-        self.lines.append((batch.logit_rows.shape[0], batch.logit_rows.shape[1]))
-        return super().run(batch)
-
-
-@dataclass
-class SlowEngine(HashEngine):
-    """A fake engine whose calls wait until they are allowed."""
-
-    began: Event = field(default_factory=Event)
-    leave: Event = field(default_factory=Event)
-
-    def run(self, batch: Batch) -> NDArray[np.float32]:
-        self.began.set()
-        assert self.leave.wait(60)
-        return super().run(batch)
-
-
-@dataclass
-class BrokenEngine(HashEngine):
-    """A fake engine that returns one NaN."""
-
-    at: int = 0
-    number: float = math.nan
-
-    def run(self, batch: Batch) -> NDArray[np.float32]:
-        logits = super().run(batch)
-        logits[0, batch.position_ids[0][batch.logit_rows[0]] == self.at, 3] = self.number
-        return logits
 
 
 def hash_runtime(
@@ -89,15 +52,6 @@ def hash_runtime(
     capacity = capacity_for(manifest, max_slots or max_seq_len)
     engine = HashEngine(language, capacity, requests, lowering, costs=replace(FREE_ROWS, row=row))
     return Runtime(bundle, engine, max_seq_len, max_slots, prompt_rows=prompt_rows, prefix_cache=prefix_cache)
-
-
-def counting_runtime(language: Language, vocab_size: int, requests: int) -> tuple[Runtime, CountingEngine]:
-    """A runtime whose engine has this vocabulary size."""
-    runtime = hash_runtime(language, max_seq_len=600, requests=requests)
-    engine = CountingEngine(language, runtime.engine.capacity, requests)
-    engine.signature = replace(engine.signature, vocab_size=vocab_size)
-    counted = Runtime(runtime.bundle, engine, 600)
-    return counted, engine
 
 
 def expected_logprobs(language: Language, tokens: Sequence[int], start: int, top: int) -> list[TokenLogprob]:

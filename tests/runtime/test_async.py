@@ -101,22 +101,6 @@ def test_a_stream_that_nobody_holds_ends_its_text() -> None:
         assert within_a_minute(forget()).tokens == tuple(ENDLESS.write([4], 2))
 
 
-def test_faults_reach_whoever_awaits_the_text() -> None:
-    runtime, engine = stepwise_runtime(ENDLESS)
-    with runtime:
-        engine.broken = True
-
-        async def fail() -> None:
-            text = asyncio.create_task(runtime.agenerate([1, 2, 3], PLAIN))
-            engine.go()
-            with pytest.raises(EngineFault, match="the fake engine failed"):
-                await text
-
-        within_a_minute(fail())
-        engine.broken = False
-        assert within_a_minute(runtime.agenerate([1, 2, 3], PLAIN)).tokens == tuple(ENDLESS.write([1, 2, 3], 61))
-
-
 def test_reading_a_failed_request_raises_its_error_once() -> None:
     runtime, engine = stepwise_runtime(ENDLESS)
     with runtime:
@@ -127,7 +111,11 @@ def test_reading_a_failed_request_raises_its_error_once() -> None:
             async for _ in runtime.astream([1, 2, 3], PLAIN):
                 pass
 
-        for reading in (lambda: list(runtime.stream([1, 2, 3], PLAIN)), lambda: within_a_minute(read())):
+        for reading in (
+            lambda: list(runtime.stream([1, 2, 3], PLAIN)),
+            lambda: within_a_minute(read()),
+            lambda: within_a_minute(runtime.agenerate([1, 2, 3], PLAIN)),
+        ):
             with pytest.raises(EngineFault, match="the fake engine failed"):
                 reading()
         stream = runtime.stream([1, 2, 3], PLAIN)
@@ -136,6 +124,8 @@ def test_reading_a_failed_request_raises_its_error_once() -> None:
         assert list(stream) == []
         with pytest.raises(EngineFault):
             stream.completion()
+        engine.broken = False
+        assert runtime.generate([1, 2, 3], PLAIN).tokens == tuple(ENDLESS.write([1, 2, 3], 61))
 
 
 def test_a_loop_that_ends_before_its_texts_do_ends_them_and_hurts_nobody() -> None:

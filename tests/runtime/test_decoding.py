@@ -99,11 +99,7 @@ TOO_LONG: list[tuple[object, dict[str, int], str]] = [
     ("a" + " " * 12_000_000 + "b", {}, "the prompt has 12000002 characters or more"),  # it is not tokenized
     (range(10**15), {}, r"the prompt has 10+ items: expected at most 1048576 token ids or mess"),
     (Endless(1, 10**12), {}, r"the prompt has 10+ items: expected at most 1048576 token ids or mess"),
-    (
-        Endless({"role": "user", "content": "a"}, 10**12),
-        {},
-        r"the prompt has 10+ items: expected at most 1048576 token",
-    ),
+    (Endless({"role": "user", "content": "a"}, 10**12), {}, r"the prompt has 10+ items: expected at most 1048576"),
     (repeat(1), {}, "expected text, token ids or chat mess"),  # an iterator is not read
 ]
 

@@ -50,15 +50,6 @@ def test_the_next_turn_of_a_chat_reuses_its_history() -> None:
         assert without.status().cached_tokens == without.status().cache_queried_tokens == 0
 
 
-def test_a_salt_separates_requests_and_one_can_stay_out_of_the_cache() -> None:
-    ours, theirs = replace(FEW, cache_salt="a"), replace(FEW, cache_salt="b")
-    private = replace(FEW, prefix_cache=False)
-    with hash_runtime(LANGUAGE, 200, prefix_cache=True, requests=3) as runtime:
-        found = [cached(runtime.generate(PROMPT, one)) for one in (FEW, private, ours, theirs, theirs, ours, FEW)]
-        assert found == [0, 0, 0, 0, 39, 39, 39]
-        assert runtime.status().cache_queried_tokens == 6 * 40
-
-
 def test_scores_reuse_rows_whose_logits_nobody_needs() -> None:
     with (
         hash_runtime(LANGUAGE, 200, prefix_cache=True) as runtime,

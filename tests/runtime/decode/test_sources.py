@@ -161,12 +161,8 @@ def learned(
         (candidates_of(7, 8, 9), (1,), 0, [0, 0, 0]),
         (candidates_of(7, 8, 9), (7, 8, 9, 1), 1, [1, 1, 0]),  # prompt lookup had the first one as well
         (candidates_of(7, 8, 9), (7, 8, 9, 1), 3, [0, 0, 0]),
-        (
-            candidates_of(7, 8),
-            (7,),
-            0,
-            [1, *FIRST[1:]],
-        ),  # of the token that a plain step does not show nothing is known
+        # of the token that a plain step does not show nothing is known
+        (candidates_of(7, 8), (7,), 0, [1, *FIRST[1:]]),
         # a mask slot that predicts nothing ends the prediction
         ((*candidates_of(7), NOTHING, *candidates_of(8)), (7, 8, 1), 0, [1, 0, 0]),
         ((NOTHING, *candidates_of(8, 9)), (8, 1), 0, [0, 0, 0]),

@@ -299,20 +299,6 @@ def test_tokens_that_a_vocabulary_lacks_are_refused() -> None:
         Sampling(banned=range(3)).check(3)
 
 
-@settings(max_examples=200)
-@given(
-    seed=st.integers(0, 2**64 - 1),
-    path=st.lists(st.integers(0, 2**63), max_size=3).map(tuple),
-    position=st.integers(0, 2**31),
-    tokens=st.lists(st.integers(0, 2**31), min_size=1, max_size=20),
-)
-def test_noise_is_what_the_slow_rule_says_whatever_else_is_asked_for(
-    seed: int, path: tuple[int, ...], position: int, tokens: list[int]
-) -> None:
-    noise = gumbels(noise_key(seed, path, position), np.array(tokens))
-    assert noise.tolist() == pytest.approx([noise_slowly(seed, path, position, token) for token in tokens], rel=1e-13)
-
-
 def test_noise_never_changes() -> None:
     assert noise_key(0, (), 0) == 0x1D2BA7DAB6544E13
     assert noise_key(42, (0, 2), 17) == 0xE1E7C0664B1CB734

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -52,6 +51,7 @@ def test_each_request_writes_what_it_would_alone_whoever_comes_goes_or_fails(exa
             assert scene.now < 2000
         for number in range(len(scene.requests)):
             scene.check_ending(number)
+        assert all(request.parked is None for request in scene.requests)
         hold_everything_is_free(scene)
 
     holds()
@@ -285,29 +285,6 @@ def of_tenants(*tenants: str, max_tokens: int = 60, requests: int = 4, at: int =
         for number, tenant in enumerate(tenants)
     ]
     return Scene(ENDLESS, arrivals, requests, **options)
-
-
-@settings(max_examples=60)
-@given(st.data())
-def test_tenants_that_take_turns_write_what_they_would_alone(data: st.DataObject) -> None:
-    arrivals = data.draw(st.lists(ARRIVALS, min_size=4, max_size=8))
-    tenants, salts = st.sampled_from("abc"), st.sampled_from((None, "x"))
-    arrivals = [
-        replace(arrival, tenant=data.draw(tenants), salt=data.draw(salts), at=arrival.at // 2) for arrival in arrivals
-    ]
-    scene = Scene(
-        data.draw(LANGUAGES),
-        arrivals,
-        data.draw(st.integers(1, 3)),
-        data.draw(st.sampled_from(LOWERINGS)),
-        data.draw(st.sampled_from((7, 512))),
-        row_cost=data.draw(st.sampled_from((0.0, 0.5))),
-        cache=PrefixCache(),
-    )
-    scene.play()
-    for number in range(len(arrivals)):
-        scene.check_ending(number)
-    assert all(request.parked is None for request in scene.requests)
 
 
 @pytest.mark.parametrize(

@@ -60,8 +60,8 @@ Spoil = Callable[[Path], object]
 CONFIG, TOKENIZER, WEIGHTS = "config.json", "tokenizer.json", "model.safetensors"
 NORM = "model.layers.1.input_layernorm.weight"
 FROB = {"model_type": "frobnicate", "auto_map": {"AutoConfig": "code.Config"}}
-BART = '{"model_type": "bart", "is_encoder_decoder": true}'
 TENFOLD = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 10}
+SEVENFOLD = {"type": "Sequence", "normalizers": [TENFOLD] * 7}
 # What is done to a file of the checkpoint, and a pattern of the message.
 SPOILS: list[tuple[str, Spoil, str]] = [
     (".", shutil.rmtree, "checkpoint: no such folder: expected a checkpoint"),
@@ -71,27 +71,18 @@ SPOILS: list[tuple[str, Spoil, str]] = [
     (CONFIG, lambda file: file.write_text("[]"), r"config\.json: contains list: expected"),
     (CONFIG, partial(change, model_type="frobnicate"), r"'frobnicate' is not one that transformers \S+ knows:"),
     (CONFIG, partial(change, **FROB), "architecture 'frobnicate' .* has its own code: use --trust-remote-code if"),
-    (CONFIG, partial(change, model_type=5), "architecture 5 is not one that"),
     (CONFIG, lambda file: file.write_text('{"model_type": "t5"}'), "'t5' is not a decoder-only causal language model"),
-    (CONFIG, lambda file: file.write_text(BART), "'bart' is not a decoder-only causal language model: expected one"),
     (CONFIG, partial(change, hidden_size="many"), r"config\.json: .*'hidden_size' expected int, got str"),
     (CONFIG, partial(change, num_attention_heads=7), "96.* not a multiple of .*7"),
     (CONFIG, partial(change, num_hidden_layers=4), "and 6 more are missing or of"),
     (".", lambda c: [file.unlink() for file in c.glob("tokenizer*")], r"no tokenizer in it: expected tokenizer\.json,"),
-    (
-        TOKENIZER,
-        partial(change, normalizer={"type": "Sequence", "normalizers": [TENFOLD] * 7}),
-        "its tokenizer could make",
-    ),
+    (TOKENIZER, partial(change, normalizer=SEVENFOLD), "its tokenizer could make"),
     (TOKENIZER, lambda file: file.write_text("{}"), "its tokenizer cannot be read: .*expected"),
     (TOKENIZER, partial(change, model={"type": "Frob"}), "its tokenizer cannot be read: .*: expected one as"),
     (WEIGHTS, lambda file: file.rename(file.with_name("pytorch_model.bin")), "its weights are pickles, which can run"),
     (WEIGHTS, Path.unlink, r"no weights in it: expected \*\.safetensors"),
     (WEIGHTS, lambda file: os.truncate(file, 300_000), "its weights cannot be loaded: .*incomplete metadata, file not"),
-    (WEIGHTS, lambda file: os.truncate(file, 0), "cannot be loaded: .*: copy or download"),
-    (WEIGHTS, lambda file: file.write_bytes(b"\xff" * 999), "header too large: copy or down"),
     (WEIGHTS, partial(weights, spoil=lambda found: found.pop(NORM)), f"weights {NORM} are missing or of another shape"),
-    (WEIGHTS, partial(weights, spoil=lambda found: found.update({NORM: torch.zeros(48)})), f"{NORM} are missing or of"),
     ("generation_config.json", partial(change, eos_token_id=640), "id 640 is outside the model's vocabulary of 640:"),
     ("sar_config.json", partial(change, mask_tokens=["[MASK]"]), r"mask token '\[MASK\]' is not in the tokenizer: exp"),
 ]
@@ -124,19 +115,6 @@ def test_an_invalid_option_is_refused(
     checkpoint: Path, capfd: Capture, code: int, options: list[object], message: str
 ) -> None:
     refused(capfd, code, message, checkpoint, *options)
-
-
-def test_an_existing_target_is_an_input_error(tiny_bundle: Path, checkpoint: Path, capfd: Capture) -> None:
-    def tried(target: Path, message: str, *options: str) -> None:
-        assert run(["export", str(checkpoint), str(target), *options]) == INPUT
-        assert re.search(message, capfd.readouterr().err)
-
-    tried(tiny_bundle, "a bundle exists there: replace it with --overwrite")
-    tried(checkpoint, "contains files but no bundle: choose another name, these files would be lost", "--overwrite")
-    tried(checkpoint / "config.json", "exists and is not a folder: choose another name", "--overwrite")
-    tried(checkpoint / "nowhere" / "bundle", "nowhere: no such folder: create it first")
-    assert (tiny_bundle / MANIFEST_FILE).exists()
-    assert {file.name for file in checkpoint.iterdir()} == {file.name for file in TINY.iterdir()}
 
 
 def test_a_full_disk_and_an_interrupt_end_an_export_and_the_old_bundle_stays(

@@ -53,17 +53,17 @@ def byte_level(*before: Any, own: bool) -> Any:
     return pre_tokenizers.Sequence([*before, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=own)])
 
 
+def split(digits: str) -> Any:
+    return pre_tokenizers.Split(Regex(_WORDS + digits + _REST), "isolated")
+
+
 @pytest.mark.parametrize(
     ("pre", "splits", "words_first"),
     [
         ("gpt-2", byte_level(own=True), False),
         ("smollm", byte_level(pre_tokenizers.Digits(individual_digits=True), own=True), False),
-        ("qwen2", byte_level(pre_tokenizers.Split(Regex(_WORDS + r"\p{N}" + _REST), "isolated"), own=False), False),
-        (
-            "llama-bpe",
-            byte_level(pre_tokenizers.Split(Regex(_WORDS + r"\p{N}{1,3}" + _REST), "isolated"), own=False),
-            True,
-        ),
+        ("qwen2", byte_level(split(r"\p{N}"), own=False), False),
+        ("llama-bpe", byte_level(split(r"\p{N}{1,3}"), own=False), True),
     ],
 )
 def test_the_pre_tokenizer_is_the_one_that_the_file_names(

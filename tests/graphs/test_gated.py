@@ -244,11 +244,7 @@ def test_folding_the_scale_changes_no_logit_and_can_be_undone() -> None:
     [
         ("gpt2", [ALL_LINEAR], r"GPT2LMHeadModel .* on c_attn \(Conv1D\), c_fc .*, which are none"),
         ("gpt2", ["c_attn"], r"adapters on c_attn \(Conv1D\): expected names"),
-        (
-            "qwen3_moe",
-            [ALL_LINEAR],
-            r"adapters on experts \(Qwen3MoeExperts\), gate .* are k_proj, o_proj, q_proj, v_p",
-        ),
+        ("qwen3_moe", [ALL_LINEAR], r"adapters on experts \(Qwen3MoeExperts\), gate .* are k_proj, o_proj"),
         ("falcon, 7B style", ["dense"], r"adapters on dense \(FalconLinear\): expected names of linear modules"),
         ("llama", ["q_proj", "w1"], "LlamaForCausalLM .* on w1: expected .* down_proj, gate_proj, k_proj, o_proj"),
         ("llama", ["lm_head"], "on lm_head: expected names of linear modules in its decoder layers"),
@@ -271,24 +267,14 @@ NO_ENTRY = r"mechanisms in sar_config\.json has no entry mask_adapter for it: ex
 ENTRIES: list[tuple[dict[str, Any], str]] = [
     ({"mechanisms": {"mask_adapter": None}}, NO_ENTRY),
     ({"mechanisms": {}}, NO_ENTRY),
-    (
-        {"mechanisms": {"mask_adapter": {}}},
-        "mask_adapter lacks 'alpha', 'rank', 'targets': expected alpha, rank, targets",
-    ),
-    ({"mechanisms": {"mask_adapter": "a.bin"}}, r"mask_adapter'\] is str: expected an object"),
-    ({"mechanisms": ["mask_adapter"]}, "mechanisms is list: expected an object"),
+    ({"mechanisms": {"mask_adapter": {}}}, "mask_adapter lacks 'alpha', 'rank', 'targets': expected alpha"),
     ({"mechanisms": {"other": {}}}, "mechanisms has 'other': expected draft_correction, input_rows, mask_adapter, "),
     ({"mask_tokens": []}, "no mask token is known: set one with --mask-token, or as"),
     ({"bias": 1}, "mask_adapter has the unknown 'bias': expected alpha, rank, targets"),
-    ({"rank": "4"}, r"mask_adapter\.rank is '4': expected a whole number of at least 1"),
     ({"rank": 0}, r"mask_adapter\.rank is 0: expected a whole number of at least 1"),
-    (
-        {"rank": 8},
-        r"shape \(.*4.*\), the rank is 8: expected rank x in for A .*, or correct mask_adapter in sar_config",
-    ),
+    ({"rank": 8}, r"the rank is 8: expected rank x in for A .*, or correct mask_adapter in sar_config"),
     ({"alpha": 0}, r"mask_adapter\.alpha is 0: expected a number above 0"),
     ({"targets": "q_proj"}, r"mask_adapter\.targets is 'q_proj': expected a list of names"),
-    ({"targets": []}, r"mask_adapter\.targets is \[\]: expected a list of names"),
     ({"targets": ["q_proj", "w1"]}, "LlamaForCausalLM cannot have adapters on w1: expected names .*; copy the file"),
     ({"targets": ["q_proj"]}, r"the unknown tensor model\.layers\.0\S+\.A and 35 more: expected 6 tensors .*; copy"),
 ]

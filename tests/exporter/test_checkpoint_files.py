@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint
 from spaceport.exporter.checkpoint_files import load_with_own_attention, refuse_sizes, require_checkpoint
-from spaceport.exporter.checkpoint_source import model_config, read_source, reason_of, template_of
+from spaceport.exporter.checkpoint_source import model_config, read_source, template_of
 from spaceport.exporter.sar_config import CheckpointError, read_json
 from support.copied_checkpoint import copy_of_tiny
 from support.paths import TINY
@@ -131,19 +131,6 @@ def test_a_model_that_generates_no_text_by_itself_is_refused(kind: str | None, t
     folder = copy_of_tiny(tmp_path / "c", config={"model_type": kind})
     with pytest.raises(CheckpointError, match=r"config\.json: .*expected one such as llama, qwen3 or mistral"):
         model_config(folder)
-
-
-@pytest.mark.parametrize(
-    ("error", "reason"),
-    [
-        (ValueError("no such field.\nmore"), "no such field"),
-        (ValueError("two of them:\n  the first one"), "two of them: the first one"),
-        (KeyError("name"), "KeyError: 'name'"),
-        (OSError(), "OSError"),
-    ],
-)
-def test_the_reason_of_an_error_is_one_line(error: BaseException, reason: str) -> None:
-    assert reason_of(error) == reason
 
 
 def test_the_default_of_several_templates_is_taken(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import pytest
@@ -150,14 +150,6 @@ def test_a_wrong_rate_is_refused_with_its_path_and_what_to_do() -> None:
     for rate in (float("nan"), float("inf"), -0.01, 1.01):
         with pytest.raises(ValueError, match="expected rates from 0 to 1"):
             DraftAcceptance((rate,))
-
-
-def test_one_line_shows_what_was_measured() -> None:
-    measured = DraftAcceptance((0.714, 0.5), (0.3, 0.45, 0.6, 0.85, 1.0), 0.0, 1234, "heldout.jsonl", "2026-01-31")
-    source = "1,234 tokens of heldout.jsonl, 2026-01-31"
-    assert str(measured) == f"71 50 % by depth; lookup 30 45 60 85 100 %; {source}"
-    assert str(replace(measured, rates=())) == f"lookup 30 45 60 85 100 %; {source}"
-    assert str(DraftAcceptance((0.5,))) == "50 % by depth; 0 tokens of unnamed text"
 
 
 UNLESS_EQUAL = "equal unless two tokens are equally likely"

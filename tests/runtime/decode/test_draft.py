@@ -272,14 +272,6 @@ def test_a_tree_has_nothing_beyond_the_token_limit(
     assert tree((Line((7, 8, 9)),), PLAN, remaining, WIDE, outlook()).tokens == (7, 8, 9)[:looked_up]
 
 
-@pytest.mark.parametrize(("row", "count"), [(0.1, 3), (0.2, 2), (0.3, 1), (0.6, 0)])
-def test_looked_up_tokens_are_a_line_that_gets_less_likely(row: float, count: int) -> None:
-    draft = tree((Line((7, 8, 9)),), PLAN, WIDE, WIDE, outlook(row=row))
-    assert (draft.tokens, draft.parents) == ((7, 8, 9)[:count], (0, 1, 2)[:count])
-    assert draft.sources == ("lookup",) * count
-    assert chances(draft) == pytest.approx((0.5, 0.25, 0.125)[:count])
-
-
 def test_a_token_that_both_propose_is_one_row_with_its_mask_slots_once() -> None:
     two = predicted(candidate(t10=0.6, t7=0.28), candidate(t8=0.5))
     draft = tree((two, Line((7, 8))), PLAN, WIDE, WIDE, outlook())

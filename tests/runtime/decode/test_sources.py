@@ -13,7 +13,7 @@ from spaceport.graphs.contract.draft_methods import DraftAcceptance, is_copying
 from spaceport.runtime.decode.draft import Candidates, DraftConfig
 from spaceport.runtime.decode.planner import DraftPlanner, Sharing, drafter_for
 from spaceport.runtime.decode.sequence import TokenSequence, root_sequence
-from spaceport.runtime.decode.sources import SOURCES, Acceptance, Continuation, Lookup, Predictions, named_source
+from spaceport.runtime.decode.sources import SOURCES, Acceptance, Continuation, Lookup, Predictions
 from spaceport.runtime.decoding import Decoding
 from support.hash_engine import FREE_STEPS, Language
 from support.hash_runtime import hash_runtime
@@ -81,11 +81,6 @@ def test_a_chain_takes_the_first_source_that_proposes_anything(monkeypatch: pyte
     thread.candidates = (Candidates((3,), (0.9,)),)
     draft = drafter.draft(thread, 50, 64, Sharing())
     assert (draft.tokens, draft.sources) == ((3,), ("mask",))
-
-
-def test_users_read_the_names_of_all_sources() -> None:
-    assert named_source("mask+lookup") == "mask slots + prompt lookup"
-    assert named_source("phrase") == "phrase"
 
 
 def test_a_source_may_propose_more_tokens_than_any_draft_has(monkeypatch: pytest.MonkeyPatch) -> None:

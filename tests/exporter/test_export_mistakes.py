@@ -71,7 +71,6 @@ SPOILS: list[tuple[str, Spoil, str]] = [
     (CONFIG, lambda file: file.write_text("[]"), r"config\.json: contains list: expected"),
     (CONFIG, partial(change, model_type="frobnicate"), r"'frobnicate' is not one that transformers \S+ knows:"),
     (CONFIG, partial(change, **FROB), "architecture 'frobnicate' .* has its own code: use --trust-remote-code if"),
-    (CONFIG, lambda file: file.write_text('{"model_type": "t5"}'), "'t5' is not a decoder-only causal language model"),
     (CONFIG, partial(change, hidden_size="many"), r"config\.json: .*'hidden_size' expected int, got str"),
     (CONFIG, partial(change, num_attention_heads=7), "96.* not a multiple of .*7"),
     (CONFIG, partial(change, num_hidden_layers=4), "and 6 more are missing or of"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections import Counter
 from dataclasses import replace
@@ -31,7 +30,6 @@ from spaceport.runtime.bundle import open_bundle, read_manifest
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
 from spaceport.tools.bench.steps import chain_batch
-from spaceport.tools.cli import USAGE, run
 from spaceport.tools.reference import open_reference
 from spaceport.tools.verify.check import measure_quantization
 from support.exported import bundle_of
@@ -43,8 +41,6 @@ INT4 = ExportOptions("scatter", "float32", "int4")
 FLOAT8 = ExportOptions("append", "float16", "float8")
 BFLOAT16 = ExportOptions("scatter", "bfloat16", "same")
 BFLOAT16_INT4 = ExportOptions("append", "bfloat16", "int4")
-
-Capture = pytest.CaptureFixture[str]
 
 
 def exported(kind: ExportOptions) -> Path:
@@ -196,35 +192,6 @@ def test_float8_is_more_accurate_than_int4() -> None:
     assert 0 < float8.divergence < int4.divergence / 4
     assert int4.agreeing < float8.agreeing < 256
     assert measure_quantization(open_bundle(exported(BFLOAT16)), TINY) is None
-
-
-@pytest.mark.parametrize(
-    ("kind", "target", "older", "message"),
-    [
-        (FLOAT8, "sm89", "sm80", "--target is sm80: float8 needs sm89 or newer; .* exported without --weights float8"),
-        (BFLOAT16_INT4, "sm80", "sm75", "is sm75: bfloat16 needs sm80 or newer; .* exported without --dtype bfloat16"),
-    ],
-    ids=["float8", "bfloat16"],
-)
-def test_tensorrt_rtx_builds_an_engine_for_targets_with_the_type(
-    kind: ExportOptions,
-    target: str,
-    older: str,
-    message: str,
-    tmp_path: Path,
-    capfd: Capture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    pytest.importorskip("tensorrt_rtx", reason="builds with TensorRT-RTX: pip install 'spaceport[tensorrt-rtx]'")
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    bundle = shutil.copytree(exported(kind), tmp_path / "bundle")
-    build = ["build", str(bundle), "--backend", "tensorrt-rtx", "--max-seq-len", "256", "--target"]
-    assert run([*build, f"sm89,{older}"]) == USAGE
-    (line,) = capfd.readouterr().err.splitlines()
-    assert re.search(message, line)
-    assert not open_bundle(bundle).manifest.engines
-    assert run([*build, target]) == 0
-    assert [record.target for record in open_bundle(bundle).manifest.engines.values()] == [target]
 
 
 def test_an_error_for_a_weight_missing_from_the_graph_names_its_layer() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -121,23 +120,6 @@ def test_no_way_of_drafting_changes_a_text(runtime: Runtime, prompt: str) -> Non
         if "stop" in limit:
             assert (plain.text, plain.ending) == (GOLDEN[: GOLDEN.index(how["stop"])], "stop")
     assert runtime.generate(FOREIGN, chain(5)).statistics.tokens_per_step < 1.3
-
-
-def test_pieces_make_up_the_text_and_say_what_proposed_their_tokens(runtime: Runtime) -> None:
-    with runtime.stream(DECODER, chain(5)) as stream:
-        pieces, found = list(stream), stream.completion()
-    assert "".join(piece.text for piece in pieces) == "".join(piece.reading for piece in pieces) == GOLDEN
-    assert tuple(piece.token for piece in pieces) == found.tokens
-    assert sum(piece.drafted for piece in pieces) == sum(found.statistics.accepted_by_depth) == 78
-    assert all((piece.source is not None) == piece.drafted for piece in pieces)
-    for mask_slots, stop in ((2, ()), (2, "never in the text"), (0, ())):
-        how = Decoding(max_tokens=96, lookup=8, mask_slots=mask_slots, stop=stop)
-        with runtime.stream(DECODER, how) as stream:
-            counted = Counter(piece.source for piece in stream if piece.drafted)
-            statistics = stream.completion().statistics
-        assert counted == statistics.accepted_by_source
-        assert len(counted) > 1 if mask_slots else set(counted) == {"lookup"}
-        assert statistics.steps < 96
 
 
 def test_a_seed_means_one_text_on_every_backend_with_every_draft(

@@ -53,8 +53,7 @@ def over(spoil: Spoil) -> Runtime:
             if not np.isnan(logits[request, out]).any():
                 spoil(logits[request, out], batch.input_ids.shape[1] > 1)
 
-    plain = hash_runtime(ENDLESS)
-    return Runtime(plain.bundle, HashEngine(ENDLESS, plain.engine.capacity, 1, after=change), 64)
+    return hash_runtime(ENDLESS, after=change)
 
 
 def wrong(line: NDArray[np.float32], wide: bool) -> None:
@@ -272,8 +271,7 @@ def test_an_audit_ends_when_a_client_comes_or_the_service_stops(stops: bool) -> 
                 await idle(audit)
         return results
 
-    plain = hash_runtime(Language(3))
-    with Runtime(plain.bundle, HashEngine(Language(3), plain.engine.capacity, 1, before=gate), 64) as runtime:
+    with hash_runtime(Language(3), before=gate) as runtime:
         assert asyncio.run(run()) == ["skipped" if stops else "equal"]
 
 

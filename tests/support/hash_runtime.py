@@ -6,10 +6,11 @@ import atexit
 import functools
 import math
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Semaphore, Thread
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,8 +35,10 @@ def hash_runtime(
     requests: int = 1,
     lowering: Lowering = "scatter",
     prompt_rows: int = PREFILL_ROWS,
-    prefix_cache: bool = False,
     row: float = 0.0,
+    before: Callable[[Batch], None] | None = None,
+    after: Callable[[Batch, NDArray[np.float32]], None] | None = None,
+    **options: Any,
 ) -> Runtime:
     """A runtime whose model generates a language; `row` is the cost of a further row in plain steps."""
     manifest = Manifest(
@@ -50,8 +53,9 @@ def hash_runtime(
     )
     bundle = Bundle(_folder(), manifest)
     capacity = capacity_for(manifest, max_slots or max_seq_len)
-    engine = HashEngine(language, capacity, requests, lowering, costs=replace(FREE_ROWS, row=row))
-    return Runtime(bundle, engine, max_seq_len, max_slots, prompt_rows=prompt_rows, prefix_cache=prefix_cache)
+    costs = replace(FREE_ROWS, row=row)
+    engine = HashEngine(language, capacity, requests, lowering, costs=costs, before=before, after=after)
+    return Runtime(bundle, engine, max_seq_len, max_slots, prompt_rows=prompt_rows, **options)
 
 
 def expected_logprobs(language: Language, tokens: Sequence[int], start: int, top: int) -> list[TokenLogprob]:
@@ -127,11 +131,11 @@ class StepwiseEngine(HashEngine):
         self.leave.release(_ALL)
 
 
-def stepwise_runtime(language: Language, requests: int = 1) -> tuple[Runtime, StepwiseEngine]:
+def stepwise_runtime(language: Language, requests: int = 1, **options: Any) -> tuple[Runtime, StepwiseEngine]:
     """A runtime over a stepwise engine."""
     with hash_runtime(language) as like:
         engine = StepwiseEngine(language, like.engine.capacity, requests)
-        return Runtime(like.bundle, engine, like.max_seq_len), engine
+        return Runtime(like.bundle, engine, like.max_seq_len, **options), engine
 
 
 def close_between_steps(runtime: Runtime, engine: StepwiseEngine) -> None:

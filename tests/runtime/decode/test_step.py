@@ -293,11 +293,9 @@ def test_all_rows_that_calls_compute_are_counted() -> None:
         return [await stream.completion() for stream in streams]
 
     for seed in range(2):
-        plain = hash_runtime(Language(seed, quality=50, end_every=30), requests=3)
-        computed: list[int] = []
-        engine = HashEngine(Language(seed, quality=50, end_every=30), plain.engine.capacity, 3)
-        engine.before = lambda batch, computed=computed: computed.append(batch.input_ids.size)
-        with Runtime(plain.bundle, engine, 64) as runtime:
+        language, computed = Language(seed, quality=50, end_every=30), list[int]()
+        note = lambda batch, computed=computed: computed.append(batch.input_ids.size)  # noqa: E731
+        with hash_runtime(language, requests=3, before=note) as runtime:
             found = [one.statistics for one in asyncio.run(run(runtime))]
         assert sum(one.rows + one.padding_rows for one in found) == sum(computed)
         assert sum(one.padding_rows for one in found) > 0

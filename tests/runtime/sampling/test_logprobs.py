@@ -87,6 +87,9 @@ def test_each_token_that_is_not_cut_off_is_as_likely_as_the_network_says(
     assert plain.logprobs == ()
     for prompt, (pieces, completion) in zip(prompts, written, strict=True):
         assert tuple(one.token for one in completion.logprobs) == completion.tokens
+        assert "".join(piece.reading for piece in pieces) == completion.text
+        wide = {thread.ending for thread in completion.threads} & {"total", "deadline", "cancelled"}
+        assert completion.ending == (wide.pop() if wide else completion.threads[0].ending)
         texts = {thread.path: thread for thread in completion.threads}
         for path, thread in texts.items():
             before = list(prompt)
@@ -118,21 +121,22 @@ def test_the_top_tokens_are_those_of_the_model_also_if_they_are_banned() -> None
 @pytest.mark.parametrize("number", [math.nan, math.inf])
 @pytest.mark.parametrize("at", [0, 7, 19])
 def test_what_is_no_number_fails_that_text_and_no_other(at: int, number: float) -> None:
-    runtime = hash_runtime(Language(seed=10, end_every=10**9), prompt_rows=8)
-    engine = HashEngine(Language(seed=10, end_every=10**9), runtime.engine.capacity, 1)
-
     def broken(batch: Batch, logits: NDArray[np.float32]) -> None:
         logits[0, batch.position_ids[0][batch.logit_rows[0]] == at, 3] = number
 
-    engine.after = broken
-    with Runtime(runtime.bundle, engine, 64, prompt_rows=8) as opened:
+    language = Language(seed=10, end_every=10**9)
+    with (
+        hash_runtime(language, prompt_rows=8) as runtime,
+        hash_runtime(language, prompt_rows=8, after=broken) as opened,
+    ):
         with pytest.raises(NotANumber, match=f"at position {at + 1} "):
             opened.score([1] * 20)
         how = Decoding(max_tokens=30, mask_slots=0)
         for decoding in (how, replace(how, logprobs=0)):
             with pytest.raises(NotANumber, match=f"at position {at + 1} "):
                 opened.generate([1], decoding)
-        engine.after = None
+        assert isinstance(opened.engine, HashEngine)
+        opened.engine.after = None
         assert same(opened.score([1] * 20).logprobs[at + 1 :], runtime.score([1] * 20).logprobs[at + 1 :])
 
 

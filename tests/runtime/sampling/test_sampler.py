@@ -314,19 +314,6 @@ def test_noise_never_changes() -> None:
 
 UNFORKED = Bans(frozenset((*MASKS, CHILD)), FORK, CHILD, 0)
 
-ANY_SAMPLING = st.builds(
-    lambda temperature, seed, **options: Sampling(temperature, seed=seed if temperature else None, **options),
-    temperature=st.sampled_from((0, 0.3, 1, 1.5)),
-    top_k=st.sampled_from((0, 3)),
-    top_p=st.sampled_from((1, 0.8)),
-    min_p=st.sampled_from((0, 0.1)),
-    repetition_penalty=st.sampled_from((1, 1.3)),
-    presence_penalty=st.sampled_from((0, 0.5)),
-    frequency_penalty=st.sampled_from((0, 0.3, -0.2)),
-    logit_bias=st.dictionaries(st.integers(0, 13), st.floats(-2, 2), max_size=2),
-    banned=st.sets(st.integers(0, 9), max_size=2),
-    seed=st.integers(0, 2**64 - 1),
-)
 LANGUAGES = st.builds(
     Language,
     seed=st.integers(0, 10**6),
@@ -367,7 +354,7 @@ def finished(engine: HashEngine, request: SequenceGroup, chunk: int = PREFILL_RO
     language=LANGUAGES,
     prompt=st.lists(st.integers(0, 9), min_size=1, max_size=8),
     max_tokens=st.integers(1, 16),
-    sampling=ANY_SAMPLING,
+    sampling=SAMPLINGS,
     draft_config=DRAFT_CONFIGS,
     chunk=st.integers(1, 10),
     limits=st.tuples(st.integers(1, 3), st.integers(0, 2)),

@@ -15,7 +15,6 @@ import pytest
 
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.decoding import Decoding
-from spaceport.runtime.limits import Limits
 from spaceport.runtime.scheduling.request import QueueFull
 from spaceport.runtime.scheduling.stream import AsyncStream
 from spaceport.runtime.scheduling.worker import RuntimeClosed
@@ -66,11 +65,6 @@ def within_a_minute(work: Coroutine[Any, Any, T]) -> T:
     return asyncio.run(asyncio.wait_for(work, 60))
 
 
-def small_queue(queue_limit: int, **limits: int) -> Runtime:
-    with hash_runtime(ENDLESS) as like:
-        return Runtime(like.bundle, like.engine, like.max_seq_len, queue_limit=queue_limit, limits=Limits(**limits))
-
-
 async def nothing_queued(runtime: Runtime) -> None:
     while runtime.status().queued_requests:
         await asyncio.sleep(0.001)
@@ -103,7 +97,7 @@ def test_a_stream_is_admitted_outside_of_the_event_loop_and_that_time_counts(gat
 
 
 def test_requests_that_are_being_admitted_count_towards_the_queue(gate: Gate) -> None:
-    with small_queue(1) as runtime:
+    with hash_runtime(ENDLESS, queue_limit=1) as runtime:
 
         async def fill() -> None:
             streams = [runtime.astream("abc", FIVE) for _ in range(2)]  # one runs at once, one may wait
@@ -125,7 +119,7 @@ def test_requests_that_are_being_admitted_count_towards_the_queue(gate: Gate) ->
 
 
 def test_a_refused_request_does_not_count_any_longer() -> None:
-    with small_queue(0) as runtime:
+    with hash_runtime(ENDLESS, queue_limit=0) as runtime:
         for _ in range(3):
             with pytest.raises(OptionFault):
                 runtime.generate("a" * 100, FIVE)
@@ -201,7 +195,7 @@ def test_closing_fails_a_request_that_comes_meanwhile(monkeypatch: pytest.Monkey
 
 
 def test_a_stream_without_an_event_loop_is_refused_and_does_not_count() -> None:
-    with small_queue(1) as runtime:
+    with hash_runtime(ENDLESS, queue_limit=1) as runtime:
         for _ in range(3):
             with pytest.raises(RuntimeError, match="no running event loop"):
                 runtime.astream("abc", FIVE)

@@ -90,6 +90,7 @@ SPOILS: list[tuple[str, Spoil, str]] = [
     (WEIGHTS, Path.unlink, r"no weights in it: expected \*\.safetensors"),
     (WEIGHTS, lambda file: os.truncate(file, 300_000), "its weights cannot be loaded: .*incomplete metadata, file not"),
     (WEIGHTS, partial(weights, spoil=lambda found: found.pop(NORM)), f"weights {NORM} are missing or of another shape"),
+    (WEIGHTS, partial(weights, spoil=lambda found: found.update({NORM: torch.zeros(48)})), f"{NORM} are missing or of"),
     ("generation_config.json", partial(change, eos_token_id=640), "id 640 is outside the model's vocabulary of 640:"),
     ("sar_config.json", partial(change, mask_tokens=["[MASK]"]), r"mask token '\[MASK\]' is not in the tokenizer: exp"),
 ]

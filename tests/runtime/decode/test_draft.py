@@ -295,26 +295,6 @@ def guesses(draw: st.DrawFn) -> Candidates:
     return Candidates(tuple(tokens), tuple(sorted(found, reverse=True)))
 
 
-def test_any_number_of_sources_grow_one_tree() -> None:
-    """Each token is one row under the names of all that propose it, and continues by all of them."""
-    sources = (
-        predicted(candidate(t7=0.5, t10=0.3)),
-        Line((7, 8), 0.4),
-        Line((7, 8, 9), 0.6, "phrase"),
-        Line((9,), 0.2, "end"),
-    )
-    draft = tree(sources, DraftConfig(siblings=4), WIDE, WIDE, outlook(row=0.01))
-    proposed = dict(zip(paths(draft), draft.sources, strict=True))
-    assert proposed == {
-        (7,): "mask+lookup+phrase",
-        (7, 8): "lookup+phrase",
-        (10,): "mask",
-        (7, 8, 9): "phrase",
-        (9,): "end",
-    }
-    assert chances(draft) == pytest.approx((0.6, 0.36, 0.3, 0.216, 0.2))
-
-
 FIVE = st.lists(st.floats(0, 1), min_size=5, max_size=5)
 OUTLOOKS = st.builds(
     Outlook,

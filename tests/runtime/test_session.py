@@ -216,32 +216,3 @@ def test_a_text_is_a_tree_of_threads_that_are_read_where_they_fork(demo: Runtime
             cut = demo.generate(THREE, Decoding(stop=stop, **options))
             assert cut.text == found.text[: found.text.index(stop)]
             assert "stop" in [thread.ending for thread in cut.threads]
-
-
-def test_kv_buffers_are_bound_when_their_length_changes_and_not_in_each_step(tiny_bundle: Path) -> None:
-    with Runtime.open(tiny_bundle, max_seq_len=512, threads=1) as opened:
-        engine = opened.engine
-        binding, bound = engine._binding, []  # type: ignore[attr-defined]
-
-        class Spy:
-            def __getattr__(self, name: str) -> object:
-                if name in ("bind_input", "bind_output"):
-                    bound.append(name)
-                return getattr(binding, name)
-
-        engine._binding = Spy()  # type: ignore[attr-defined]
-        engine._session = Unwrapping(engine._session, binding)  # type: ignore[attr-defined]
-        opened.generate(DECODER, Decoding(max_tokens=96, mask_slots=0))
-        # 3 layers x key and value, each in and out; logits for one row at most once
-        assert bound.count("bind_input") in (6, 12, 18)
-        assert bound.count("bind_output") - bound.count("bind_input") in (0, 1)
-
-
-class Unwrapping:
-    """A session that runs the binding behind the spy."""
-
-    def __init__(self, session: object, binding: object) -> None:
-        self._session, self._binding = session, binding
-
-    def run_with_iobinding(self, spy: object) -> None:
-        self._session.run_with_iobinding(self._binding)  # type: ignore[attr-defined]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,14 +26,13 @@ from spaceport.exporter.export import (
 from spaceport.exporter.sar_config import save_acceptance
 from spaceport.graphs.contract.draft_methods import DraftAcceptance
 from spaceport.graphs.contract.faults import InputFault, OptionFault
-from spaceport.graphs.contract.manifest import DATA_FILE, MANIFEST_FILE, MODEL_FILE, FileRecord, manifest_in
+from spaceport.graphs.contract.manifest import DATA_FILE, MODEL_FILE
 from spaceport.runtime.bundle import open_bundle
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
 from support.copied_checkpoint import copy_of_tiny
 from support.exported import bundle_of
 from support.paths import DEMO, TINY
-from support.small_bundle import fill
 
 
 def test_a_bundle_has_the_data_of_its_checkpoint(tiny_bundle: Path) -> None:
@@ -141,9 +139,7 @@ def test_end_tokens_come_from_the_first_file_that_names_them(
     [
         ({"mask_tokens": ["[X]"]}, "mask token '\\[X\\]' is not in the tokenizer: expected one of its tokens, or an"),
         ({"mask_tokens": [640]}, "id 640, the model's vocabulary ends at 639"),
-        ({"mask_tokens": "[M]"}, "mask_tokens is '\\[M\\]': expected a list"),
         ({"mask_tokens": ["[M]", "630"], "mask_slots": 3}, "3 mask slots, but 2 mask tokens"),
-        ({"mask_slots": 0}, "mask_slots is 0: expected a whole number of at least 1"),
         ({"fork_token": "630"}, "a fork token needs a child token"),
         ({"fork_token": "630", "child_token": "630"}, "token id 630 has two of the roles"),
         ({"mask_tokens": ["</s>"]}, "token id 1 has two of the roles"),
@@ -289,15 +285,3 @@ def test_the_origin_of_a_checkpoint_is_what_its_path_and_metadata_say(tmp_path: 
 def test_a_model_card_says_the_licence(tmp_path: Path, card: str, licence: str | None) -> None:
     (tmp_path / "README.md").write_text(card)
     assert provenance_of(tmp_path).get("licence") == licence
-
-
-def test_the_manifest_records_every_file_with_size_and_hash(tmp_path: Path) -> None:
-    manifest = fill(tmp_path, b"a graph")
-    contents = {file.name: file.read_bytes() for file in tmp_path.iterdir() if file.name != MANIFEST_FILE}
-    assert len(contents) == 3
-    assert manifest.files == {
-        name: FileRecord(sha256(content).hexdigest(), len(content)) for name, content in contents.items()
-    }
-    assert manifest.graph == (sha256(b"a graph").hexdigest(), sha256(contents[DATA_FILE]).hexdigest())
-    assert manifest.graph_bytes == len(b"a graph") + len(contents[DATA_FILE])
-    assert manifest_in((tmp_path / MANIFEST_FILE).read_bytes()) == manifest

@@ -1,4 +1,4 @@
-"""Export mistakes: errors in a checkpoint or an option are reported early and leave nothing behind."""
+"""Export mistakes: what is wrong in a checkpoint or an option is reported before anything is loaded, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -14,14 +14,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sentencepiece
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
 
+from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint
+from spaceport.exporter.checkpoint_files import load_with_own_attention, refuse_sizes, require_checkpoint
+from spaceport.exporter.checkpoint_source import model_config, read_source, template_of
+from spaceport.exporter.sar_config import CheckpointError, read_json
 from spaceport.graphs.contract.manifest import MANIFEST_FILE, MODEL_FILE
 from spaceport.runtime.bundle import open_bundle
 from spaceport.tools.cli import FAULT, INPUT, INTERRUPTED, OK, USAGE, run
 from spaceport.tools.terminal.screen import interruptible_stages
+from support.copied_checkpoint import copy_of_tiny
 from support.paths import TINY
+from support.published_checkpoints import sentencepiece_model
 from support.small_bundle import entries_of
 
 Capture = pytest.CaptureFixture[str]
@@ -60,8 +68,8 @@ Spoil = Callable[[Path], object]
 CONFIG, TOKENIZER, WEIGHTS = "config.json", "tokenizer.json", "model.safetensors"
 NORM = "model.layers.1.input_layernorm.weight"
 FROB = {"model_type": "frobnicate", "auto_map": {"AutoConfig": "code.Config"}}
-BART = '{"model_type": "bart", "is_encoder_decoder": true}'
 TENFOLD = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 10}
+SEVENFOLD = {"type": "Sequence", "normalizers": [TENFOLD] * 7}
 # What is done to a file of the checkpoint, and a pattern of the message.
 SPOILS: list[tuple[str, Spoil, str]] = [
     (".", shutil.rmtree, "checkpoint: no such folder: expected a checkpoint"),
@@ -71,25 +79,16 @@ SPOILS: list[tuple[str, Spoil, str]] = [
     (CONFIG, lambda file: file.write_text("[]"), r"config\.json: contains list: expected"),
     (CONFIG, partial(change, model_type="frobnicate"), r"'frobnicate' is not one that transformers \S+ knows:"),
     (CONFIG, partial(change, **FROB), "architecture 'frobnicate' .* has its own code: use --trust-remote-code if"),
-    (CONFIG, partial(change, model_type=5), "architecture 5 is not one that"),
-    (CONFIG, lambda file: file.write_text('{"model_type": "t5"}'), "'t5' is not a decoder-only causal language model"),
-    (CONFIG, lambda file: file.write_text(BART), "'bart' is not a decoder-only causal language model: expected one"),
     (CONFIG, partial(change, hidden_size="many"), r"config\.json: .*'hidden_size' expected int, got str"),
     (CONFIG, partial(change, num_attention_heads=7), "96.* not a multiple of .*7"),
     (CONFIG, partial(change, num_hidden_layers=4), "and 6 more are missing or of"),
     (".", lambda c: [file.unlink() for file in c.glob("tokenizer*")], r"no tokenizer in it: expected tokenizer\.json,"),
-    (
-        TOKENIZER,
-        partial(change, normalizer={"type": "Sequence", "normalizers": [TENFOLD] * 7}),
-        "its tokenizer could make",
-    ),
+    (TOKENIZER, partial(change, normalizer=SEVENFOLD), "its tokenizer could make"),
     (TOKENIZER, lambda file: file.write_text("{}"), "its tokenizer cannot be read: .*expected"),
     (TOKENIZER, partial(change, model={"type": "Frob"}), "its tokenizer cannot be read: .*: expected one as"),
     (WEIGHTS, lambda file: file.rename(file.with_name("pytorch_model.bin")), "its weights are pickles, which can run"),
     (WEIGHTS, Path.unlink, r"no weights in it: expected \*\.safetensors"),
     (WEIGHTS, lambda file: os.truncate(file, 300_000), "its weights cannot be loaded: .*incomplete metadata, file not"),
-    (WEIGHTS, lambda file: os.truncate(file, 0), "cannot be loaded: .*: copy or download"),
-    (WEIGHTS, lambda file: file.write_bytes(b"\xff" * 999), "header too large: copy or down"),
     (WEIGHTS, partial(weights, spoil=lambda found: found.pop(NORM)), f"weights {NORM} are missing or of another shape"),
     (WEIGHTS, partial(weights, spoil=lambda found: found.update({NORM: torch.zeros(48)})), f"{NORM} are missing or of"),
     ("generation_config.json", partial(change, eos_token_id=640), "id 640 is outside the model's vocabulary of 640:"),
@@ -124,19 +123,6 @@ def test_an_invalid_option_is_refused(
     checkpoint: Path, capfd: Capture, code: int, options: list[object], message: str
 ) -> None:
     refused(capfd, code, message, checkpoint, *options)
-
-
-def test_an_existing_target_is_an_input_error(tiny_bundle: Path, checkpoint: Path, capfd: Capture) -> None:
-    def tried(target: Path, message: str, *options: str) -> None:
-        assert run(["export", str(checkpoint), str(target), *options]) == INPUT
-        assert re.search(message, capfd.readouterr().err)
-
-    tried(tiny_bundle, "a bundle exists there: replace it with --overwrite")
-    tried(checkpoint, "contains files but no bundle: choose another name, these files would be lost", "--overwrite")
-    tried(checkpoint / "config.json", "exists and is not a folder: choose another name", "--overwrite")
-    tried(checkpoint / "nowhere" / "bundle", "nowhere: no such folder: create it first")
-    assert (tiny_bundle / MANIFEST_FILE).exists()
-    assert {file.name for file in checkpoint.iterdir()} == {file.name for file in TINY.iterdir()}
 
 
 def test_a_full_disk_and_an_interrupt_end_an_export_and_the_old_bundle_stays(
@@ -199,3 +185,120 @@ def test_an_export_writes_the_same_graph_again_and_prints_only_its_manifest(
     written = ["writing the graph and its weights, 1.2 MB", "checking the graph", "writing the manifest"]
     assert [stage for stage in stages if not stage.startswith("...")][-9:] == tracing + written
     assert open_bundle(tmp_path / "bundle").manifest == open_bundle(tiny_bundle).manifest
+
+
+# Files of a checkpoint
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json", "sar_config.json", "unknown"])
+def test_a_fifo_or_a_link_to_a_device_is_refused_and_not_waited_for(checkpoint: Path, name: str) -> None:
+    file = checkpoint / name
+    for replace in (lambda: os.mkfifo(file), lambda: file.symlink_to("/dev/zero")):
+        file.unlink(missing_ok=True)
+        replace()
+        with pytest.raises(CheckpointError, match=f"{name}: not a regular file"):
+            open_checkpoint(checkpoint, TokenFlags())
+    with pytest.raises(CheckpointError, match="not a regular file"):
+        read_json(file)
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({"num_hidden_layers": 10**6}, "num_hidden_layers is 1000000: expected at most 4096"),
+        ({"n_layer": 5000}, "n_layer is 5000: expected at most 4096"),
+        ({"num_attention_heads": 10**9}, "num_attention_heads is 1000000000: expected at most 65536"),
+        ({"num_local_experts": 10**9}, "num_local_experts is"),
+        ({"hidden_size": 2**40}, "hidden_size is 1099511627776: expected at most 2147483647"),
+        ({"vocab_size": -(2**40)}, "vocab_size is -1099511627776"),
+        ({"max_position_embeddings": 10**50}, "max_position_embeddings is a number of 51 digits"),
+        ({"text_config": {"layers": [{"d_model": 2**40}]}}, "d_model is"),
+    ],
+)
+def test_an_absurd_size_is_refused_before_memory_is_taken(
+    checkpoint: Path, entries: dict[str, Any], message: str
+) -> None:
+    config = checkpoint / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text("utf-8")) | entries))
+    with pytest.raises(CheckpointError, match=message):
+        open_checkpoint(checkpoint, TokenFlags())
+
+
+@pytest.mark.parametrize(
+    "name", ["../model.safetensors", "/model.safetensors", "a/../../b.safetensors", "a/b", "..", "", "a\0"]
+)
+def test_an_index_names_files_beside_it_only(checkpoint: Path, name: str) -> None:
+    index = checkpoint / "model.safetensors.index.json"
+    (checkpoint / "model.safetensors").rename(checkpoint / "a.safetensors")
+    index.write_text(json.dumps({"weight_map": {"x": "a.safetensors", "y": name}}))
+    message = (
+        f"^{index}: weight_map has the file {re.escape(repr(name))}: expected the names of files beside the index; "
+    )
+    with pytest.raises(CheckpointError, match=message):
+        require_checkpoint(checkpoint)
+    index.write_text(json.dumps({"weight_map": {"x": 1}}))
+    with pytest.raises(
+        CheckpointError, match="weight_map is invalid: expected the file of each tensor; copy or download"
+    ):
+        require_checkpoint(checkpoint)
+    index.write_text(json.dumps({"weight_map": {"x": "a.safetensors"}}))
+    require_checkpoint(checkpoint)
+
+
+def test_usual_sizes_are_accepted_and_numbers_of_too_many_digits_are_no_json(checkpoint: Path) -> None:
+    sizes = {"hidden_size": 16384, "num_hidden_layers": 126, "vocab_size": 262144, "max_position_embeddings": 10485760}
+    refuse_sizes(Path("config.json"), {**sizes, "num_parameters": 10**12, "quantization": [{"bits": 4, "tie": True}]})
+    (checkpoint / "config.json").write_text('{"vocab_size": ' + "1" * 5000 + "}")
+    with pytest.raises(CheckpointError, match=r"not valid JSON: .*4300"):
+        open_checkpoint(checkpoint, TokenFlags())
+
+
+def test_the_attention_implementation_is_always_passed() -> None:
+    """A configuration can name an implementation that would be fetched."""
+    asked: list[str] = []
+
+    def load(folder: str, *, attn_implementation: str) -> tuple[str, dict[str, Any]]:
+        asked.append(attn_implementation)
+        if folder == "old" and attn_implementation == "sdpa":
+            raise ValueError("does not support torch.nn.functional.scaled_dot_product_attention yet")
+        if folder == "broken":
+            raise ValueError("another reason")
+        return folder, {}
+
+    assert load_with_own_attention(load, "new") == ("new", {})
+    assert load_with_own_attention(load, "old") == ("old", {})
+    with pytest.raises(ValueError, match="another reason"):
+        load_with_own_attention(load, "broken")
+    assert asked == ["sdpa", "sdpa", "eager", "sdpa"]
+
+
+def test_slow_and_word_level_tokenizers_are_read_as_fast_ones(tmp_path: Path) -> None:
+    folder = copy_of_tiny(tmp_path / "slow", tokenizer=None, tokenizer_config=None)
+    (folder / "tokenizer.model").write_bytes(sentencepiece_model())
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer"}), "utf-8")
+    tokenizer = read_source(folder, remote_code=False).load_tokenizer().backend_tokenizer
+    slow = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+    sample = "the answer of the tower is the ship"
+    assert tokenizer.encode(sample, add_special_tokens=False).ids == slow.encode(sample)
+    assert tokenizer.decode(slow.encode(sample)) == sample
+    folder = copy_of_tiny(tmp_path / "words")
+    words = Tokenizer(models.WordLevel({"a": 0, "b": 1, "[UNK]": 2}, "[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"unk_token": "[UNK]"}), "utf-8")
+    assert read_source(folder, remote_code=False).load_tokenizer().backend_tokenizer.encode("a b c").ids == [0, 1, 2]
+
+
+@pytest.mark.parametrize("kind", ["t5", "vit", None])
+def test_a_model_that_generates_no_text_by_itself_is_refused(kind: str | None, tmp_path: Path) -> None:
+    folder = copy_of_tiny(tmp_path / "c", config={"model_type": kind})
+    with pytest.raises(CheckpointError, match=r"config\.json: .*expected one such as llama, qwen3 or mistral"):
+        model_config(folder)
+
+
+def test_the_default_of_several_templates_is_taken(tmp_path: Path) -> None:
+    tokenizer = read_source(copy_of_tiny(tmp_path / "c"), remote_code=False).load_tokenizer()
+    tokenizer.chat_template = {"default": "a", "tool_use": "b"}
+    assert template_of(tokenizer) == "a"
+    tokenizer.chat_template = {"tool_use": "b"}
+    assert template_of(tokenizer) is None

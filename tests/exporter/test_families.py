@@ -6,7 +6,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import get_args
 
 import numpy as np
 import onnxruntime as ort
@@ -21,7 +20,6 @@ from spaceport.exporter.to_onnx import DEFAULT_OPSET, UntraceableModel, to_onnx
 from spaceport.graphs.contract.exactness import tolerance_of
 from spaceport.graphs.contract.manifest import MODEL_FILE
 from spaceport.graphs.contract.signature import (
-    LOWERINGS,
     KvCache,
     Lowering,
     Precision,
@@ -37,7 +35,7 @@ from spaceport.runtime.backends.on_torch import TorchEngine
 from spaceport.runtime.backends.products import session_options
 from spaceport.runtime.engine import Batch, Engine
 from support.cache import built
-from support.families import FAMILIES, REFUSED, VOCAB, WINDOW, Family, Refused, Structure, build, family_of
+from support.families import FAMILIES, REFUSED, VOCAB, WINDOW, Family, Refused, build, family_of
 from support.published import write_checkpoint
 
 FLOAT_TOLERANCE = 1e-4  # of a logit; rounding explains 1e-5
@@ -244,14 +242,6 @@ def require_sensitive_masks(pair: Pair) -> None:
     """Assert that the logits change if the first row does not see the token two before it: equality proves something."""
     rows = space_step(pair)
     assert difference_with(pair, rows, 0, rows[0].ancestors[-2].slot, False) > WRONG_MASK_DIFFERENCE
-
-
-def test_every_run_has_one_graph_per_structure() -> None:
-    standing = [family for family in FAMILIES if family.each_run]
-    assert sorted(family.structure for family in standing) == sorted({family.structure for family in FAMILIES})
-    assert {family.each_run for family in standing} == {*LOWERINGS}
-    assert {*get_args(Structure)} == {family.structure for family in standing} | {"refused"}
-    assert {refused.family.structure for refused in REFUSED} == {"refused"}
 
 
 def by_tier(family: Family, lowering: Lowering, each_run: Lowering | None) -> object:

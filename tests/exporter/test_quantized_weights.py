@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections import Counter
 from dataclasses import replace
@@ -31,13 +30,10 @@ from spaceport.runtime.bundle import open_bundle, read_manifest
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
 from spaceport.tools.bench.steps import chain_batch
-from spaceport.tools.cli import INPUT, USAGE, run
 from spaceport.tools.reference import open_reference
 from spaceport.tools.verify.check import measure_quantization
 from support.exported import bundle_of
-from support.families import build, family_of
 from support.paths import TINY
-from support.published import write_checkpoint
 from support.small_graphs import Array, changed, model_of, op, outputs_of
 
 SLOTS = 128
@@ -45,8 +41,6 @@ INT4 = ExportOptions("scatter", "float32", "int4")
 FLOAT8 = ExportOptions("append", "float16", "float8")
 BFLOAT16 = ExportOptions("scatter", "bfloat16", "same")
 BFLOAT16_INT4 = ExportOptions("append", "bfloat16", "int4")
-
-Capture = pytest.CaptureFixture[str]
 
 
 def exported(kind: ExportOptions) -> Path:
@@ -200,35 +194,6 @@ def test_float8_is_more_accurate_than_int4() -> None:
     assert measure_quantization(open_bundle(exported(BFLOAT16)), TINY) is None
 
 
-@pytest.mark.parametrize(
-    ("kind", "target", "older", "message"),
-    [
-        (FLOAT8, "sm89", "sm80", "--target is sm80: float8 needs sm89 or newer; .* exported without --weights float8"),
-        (BFLOAT16_INT4, "sm80", "sm75", "is sm75: bfloat16 needs sm80 or newer; .* exported without --dtype bfloat16"),
-    ],
-    ids=["float8", "bfloat16"],
-)
-def test_tensorrt_rtx_builds_an_engine_for_targets_with_the_type(
-    kind: ExportOptions,
-    target: str,
-    older: str,
-    message: str,
-    tmp_path: Path,
-    capfd: Capture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    pytest.importorskip("tensorrt_rtx", reason="builds with TensorRT-RTX: pip install 'spaceport[tensorrt-rtx]'")
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    bundle = shutil.copytree(exported(kind), tmp_path / "bundle")
-    build = ["build", str(bundle), "--backend", "tensorrt-rtx", "--max-seq-len", "256", "--target"]
-    assert run([*build, f"sm89,{older}"]) == USAGE
-    (line,) = capfd.readouterr().err.splitlines()
-    assert re.search(message, line)
-    assert not open_bundle(bundle).manifest.engines
-    assert run([*build, target]) == 0
-    assert [record.target for record in open_bundle(bundle).manifest.engines.values()] == [target]
-
-
 def test_an_error_for_a_weight_missing_from_the_graph_names_its_layer() -> None:
     model = ir.Model(ir.Graph([], [], nodes=[], opset_imports={"": 23}), ir_version=11)
     layer = QuantizedWeight(torch.ones(32, 2, dtype=torch.int8), torch.ones(1, 2), 32)
@@ -257,16 +222,3 @@ def test_a_transposed_weight_is_found() -> None:
     x = {"x": np.random.default_rng(0).standard_normal((3, 32)).astype(np.float32)}
     (expected,), (got,) = outputs_of(plain, x), outputs_of(stored(plain, layer), x, session_options(1, "int4"))
     np.testing.assert_allclose(got, expected, rtol=1e-5)
-
-
-def test_weights_that_cannot_be_quantized_are_refused_without_output(tmp_path: Path, capfd: Capture) -> None:
-    checkpoint = shutil.copytree(TINY, tmp_path / "checkpoint")
-    weights = load_file(TINY / "model.safetensors")
-    weights["model.layers.2.self_attn.o_proj.weight"][0, 0] = torch.nan
-    save_file(weights, checkpoint / "model.safetensors", metadata={"format": "pt"})
-    assert run(["export", str(checkpoint), str(tmp_path / "bundle"), "--weights", "int4"]) == INPUT
-    assert "o_proj: its weight holds infinities or NaN" in capfd.readouterr().err.splitlines()[-1]
-    write_checkpoint(tmp_path / "gpt2", build(family_of("gpt2")))
-    assert run(["export", str(tmp_path / "gpt2"), str(tmp_path / "bundle"), "--weights", "float8"]) == USAGE
-    assert "has no linear layer that can be quantized" in capfd.readouterr().err.splitlines()[-1]
-    assert not (tmp_path / "bundle").exists()

@@ -103,14 +103,16 @@ def test_matrices_are_streamed_and_the_generation_settings_kept(tmp_path: Path) 
 
 
 LAYER = 4 * (4 * 640 * 640 + 3 * 640 * 1920)  # bytes in float32: 21 MB
-EXPORT = """
+ANONYMOUS = """
 import sys, threading, time
 from pathlib import Path
-from spaceport.exporter.export import ExportOptions, export
 
 def anonymous():
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+"""
+EXPORT = f"""{ANONYMOUS}
+from spaceport.exporter.export import ExportOptions, export
 
 def sample():
     while True:
@@ -149,15 +151,9 @@ def test_memory_does_not_grow_with_the_weights_of_further_layers(weights: str, t
     assert peaks[40] - peaks[2] <= 0.3 * LAYER + graph
 
 
-GAPS = """
-import sys
-from pathlib import Path
+GAPS = f"""{ANONYMOUS}
 import numpy as np
 from spaceport.graphs.streamed_weights import return_large_arrays
-
-def anonymous():
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
 
 return_large_arrays()
 np.ones(30 << 20, np.uint8)  # raises the limit of glibc when it is freed

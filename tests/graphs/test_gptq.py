@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from spaceport.graphs.gptq import CalibrationTexts, calibration_texts, kv_bytes, rounded_layers
-from spaceport.graphs.quantization import INT8, QuantizedWeight, int4_format
+from spaceport.graphs.quantization import INT8, QuantizedWeight
 from spaceport.graphs.quantize import integer_modules, quantize_model
 from spaceport.graphs.traits import UnsupportedModel
 from support.families import REFUSED, build, family_of
@@ -33,28 +33,6 @@ def inside(model: PreTrainedModel) -> dict[str, nn.Linear]:
 @torch.no_grad()
 def rounded(model: PreTrainedModel, texts: CalibrationTexts) -> dict[str, QuantizedWeight]:
     return rounded_layers(model, inside(model), texts, INT8)[0]
-
-
-@torch.no_grad()
-def test_int4_blocks_lose_less_than_with_the_nearest_codes(texts: CalibrationTexts) -> None:
-    model = tiny()
-    expected = model(input_ids=texts.ids, attention_mask=texts.real.long()).logits[texts.real]
-    modules = {name: module for name, module in integer_modules(model).items() if "layers" in name}
-    weights = {name: module.weight.clone() for name, module in modules.items()}
-    layers, _ = rounded_layers(model, modules, texts, int4_format((16,), torch.float32))
-    errors = []
-    for form in (lambda name: layers[name].dequantized.T, lambda name: nearest(weights[name]).dequantized.T):
-        for name, module in modules.items():
-            module.weight.data = form(name)
-        found = model(input_ids=texts.ids, attention_mask=texts.real.long()).logits[texts.real]
-        errors.append(float((found - expected).norm()))
-    assert errors[0] < 0.9 * errors[1]
-    assert {layer.block for layer in layers.values()} == {16}
-    assert {int(layer.codes.max()) for layer in layers.values()} == {7}
-
-
-def nearest(weight: Tensor) -> QuantizedWeight:
-    return int4_format((16,), torch.float32).nearest(weight)
 
 
 @torch.no_grad()

@@ -106,13 +106,3 @@ def test_rows_that_only_fill_up_a_call_are_left_out() -> None:
     assert first.logits.shape == second.logits.shape == (3, 5)
     assert (second[1:].logits == logits[1, 1:3]).all()
     assert (second[2].logits == logits[1, 2:3]).all()
-
-
-def test_of_equal_logits_the_lowest_token_is_best(session: Callable[[int], ort.InferenceSession]) -> None:
-    logits = np.zeros((1, 2, 300), np.float32)
-    logits[0, 0, [7, 200, 250]] = 1
-    rows = rows_of(session(300).run(None, {"logits": logits})[0], logits)
-    assert rows[0].best(()) == [7]
-    assert rows[0].best((7,)) == [200]
-    assert rows[1].best(()) is None  # more tokens are equal than were selected
-    assert greedy().token(rows[1], thread(), ()) == 0

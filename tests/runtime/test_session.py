@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -123,23 +122,6 @@ def test_no_way_of_drafting_changes_a_text(runtime: Runtime, prompt: str) -> Non
     assert runtime.generate(FOREIGN, chain(5)).statistics.tokens_per_step < 1.3
 
 
-def test_pieces_make_up_the_text_and_say_what_proposed_their_tokens(runtime: Runtime) -> None:
-    with runtime.stream(DECODER, chain(5)) as stream:
-        pieces, found = list(stream), stream.completion()
-    assert "".join(piece.text for piece in pieces) == "".join(piece.reading for piece in pieces) == GOLDEN
-    assert tuple(piece.token for piece in pieces) == found.tokens
-    assert sum(piece.drafted for piece in pieces) == sum(found.statistics.accepted_by_depth) == 78
-    assert all((piece.source is not None) == piece.drafted for piece in pieces)
-    for mask_slots, stop in ((2, ()), (2, "never in the text"), (0, ())):
-        how = Decoding(max_tokens=96, lookup=8, mask_slots=mask_slots, stop=stop)
-        with runtime.stream(DECODER, how) as stream:
-            counted = Counter(piece.source for piece in stream if piece.drafted)
-            statistics = stream.completion().statistics
-        assert counted == statistics.accepted_by_source
-        assert len(counted) > 1 if mask_slots else set(counted) == {"lookup"}
-        assert statistics.steps < 96
-
-
 def test_a_seed_means_one_text_on_every_backend_with_every_draft(
     runtime: Runtime, sampled: dict[Weights, list[tuple[int, ...]]]
 ) -> None:
@@ -234,32 +216,3 @@ def test_a_text_is_a_tree_of_threads_that_are_read_where_they_fork(demo: Runtime
             cut = demo.generate(THREE, Decoding(stop=stop, **options))
             assert cut.text == found.text[: found.text.index(stop)]
             assert "stop" in [thread.ending for thread in cut.threads]
-
-
-def test_kv_buffers_are_bound_when_their_length_changes_and_not_in_each_step(tiny_bundle: Path) -> None:
-    with Runtime.open(tiny_bundle, max_seq_len=512, threads=1) as opened:
-        engine = opened.engine
-        binding, bound = engine._binding, []  # type: ignore[attr-defined]
-
-        class Spy:
-            def __getattr__(self, name: str) -> object:
-                if name in ("bind_input", "bind_output"):
-                    bound.append(name)
-                return getattr(binding, name)
-
-        engine._binding = Spy()  # type: ignore[attr-defined]
-        engine._session = Unwrapping(engine._session, binding)  # type: ignore[attr-defined]
-        opened.generate(DECODER, Decoding(max_tokens=96, mask_slots=0))
-        # 3 layers x key and value, each in and out; logits for one row at most once
-        assert bound.count("bind_input") in (6, 12, 18)
-        assert bound.count("bind_output") - bound.count("bind_input") in (0, 1)
-
-
-class Unwrapping:
-    """A session that runs the binding behind the spy."""
-
-    def __init__(self, session: object, binding: object) -> None:
-        self._session, self._binding = session, binding
-
-    def run_with_iobinding(self, spy: object) -> None:
-        self._session.run_with_iobinding(self._binding)  # type: ignore[attr-defined]

@@ -10,7 +10,7 @@ import stat
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import Event
@@ -42,24 +42,18 @@ ENDLESS = Language(5, end_every=10**9)
 AT = 12  # position of the token that is spoilt
 
 
-def over(engine: type[HashEngine], language: Language = ENDLESS, **more: object) -> Runtime:
-    """A runtime over another fake engine."""
-    plain = hash_runtime(language)
-    return Runtime(plain.bundle, engine(language, plain.engine.capacity, 1, **more), 64)  # type: ignore[arg-type]
+Spoil = Callable[[NDArray[np.float32], bool], None]  # changes logits, given whether the step has several rows
 
 
-@dataclass
-class OtherEngine(HashEngine):
-    """A fake engine whose logits at one position are changed, given whether the step has several rows."""
+def over(spoil: Spoil) -> Runtime:
+    """A runtime whose logits at one position are changed."""
 
-    spoil: Callable[[NDArray[np.float32], bool], None] = lambda line, wide: None
-
-    def run(self, batch: Batch) -> NDArray[np.float32]:
-        logits = super().run(batch)
+    def change(batch: Batch, logits: NDArray[np.float32]) -> None:
         for request, out in np.argwhere(positions_of(batch) == AT):
             if not np.isnan(logits[request, out]).any():
-                self.spoil(logits[request, out], batch.input_ids.shape[1] > 1)
-        return logits
+                spoil(logits[request, out], batch.input_ids.shape[1] > 1)
+
+    return hash_runtime(ENDLESS, after=change)
 
 
 def wrong(line: NDArray[np.float32], wide: bool) -> None:
@@ -68,7 +62,7 @@ def wrong(line: NDArray[np.float32], wide: bool) -> None:
         line[:10] = np.roll(line[:10], 1) * 3
 
 
-def tied(size: float, end: bool) -> Callable[[NDArray[np.float32], bool], None]:
+def tied(size: float, end: bool) -> Spoil:
     """Another token, perhaps the end token, wins by this difference in steps of several rows, and loses by it in others."""
 
     def spoil(line: NDArray[np.float32], wide: bool) -> None:
@@ -148,7 +142,7 @@ def test_a_completion_equals_plain_decoding(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["greedy", "sampled", "penalised", "biased", "forked"])
 def test_a_wrong_token_is_a_fault(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     given = replace(KINDS[kind], ignore_eos=True)
-    assert audited(over(OtherEngine, spoil=wrong), given) == "fault"
+    assert audited(over(wrong), given) == "fault"
     (message,) = [one.getMessage() for one in caplog.records if "exactness fault" in one.getMessage()]
     record = json.loads(message.partition(": ")[2])
     assert record["differences"][0]["position"] == AT
@@ -160,7 +154,7 @@ def test_a_wrong_token_is_a_fault(kind: str, caplog: pytest.LogCaptureFixture) -
 
 @pytest.mark.parametrize(("size", "expected"), [(1e-5, "near_tie"), (0.01, "fault")])
 def test_tokens_that_are_equally_probable_up_to_rounding_are_a_near_tie(size: float, expected: AuditResult) -> None:
-    other, end = (partial(over, OtherEngine, spoil=tied(size, kind)) for kind in (False, True))
+    other, end = (partial(over, tied(size, kind)) for kind in (False, True))
     assert audited(other(), Decoding(max_tokens=20, ignore_eos=True)) == expected
     biased = Decoding(max_tokens=20, ignore_eos=True, sampling=Sampling(logit_bias={11: 1.0}))
     assert audited(other(), biased) == expected
@@ -192,7 +186,7 @@ def test_plain_decoding_that_fails_is_a_fault(caplog: pytest.LogCaptureFixture) 
     def broken(line: NDArray[np.float32], wide: bool) -> None:
         line[:] = line if wide else np.nan
 
-    assert audited(over(OtherEngine, spoil=broken), Decoding(max_tokens=20, ignore_eos=True)) == "fault"
+    assert audited(over(broken), Decoding(max_tokens=20, ignore_eos=True)) == "fault"
     assert "plain decoding failed: NotANumber" in caplog.text
 
 
@@ -245,36 +239,28 @@ def test_a_share_of_the_drafted_completions_is_audited_and_few_wait(
         asyncio.run(run())
 
 
-@dataclass
-class GatedEngine(HashEngine):
-    """A fake engine whose steps of one row wait until they are allowed."""
-
-    allowed: Event = field(default_factory=Event)
-    waits: Event = field(default_factory=Event)
-
-    def run(self, batch: Batch) -> NDArray[np.float32]:
-        if batch.input_ids.shape[1] == 1:
-            self.waits.set()
-            assert self.allowed.wait(60)
-        return super().run(batch)
-
-
 @pytest.mark.parametrize("stops", [False, True], ids=["a client comes", "the service stops"])
 def test_an_audit_ends_when_a_client_comes_or_the_service_stops(stops: bool) -> None:
-    given = Decoding(max_tokens=30, ignore_eos=True)
+    given, allowed, waits = Decoding(max_tokens=30, ignore_eos=True), Event(), Event()
 
-    async def run(engine: GatedEngine) -> list[AuditResult]:
+    def gate(batch: Batch) -> None:
+        """Steps of one row wait until they are allowed."""
+        if batch.input_ids.shape[1] == 1:
+            waits.set()
+            assert allowed.wait(60)
+
+    async def run() -> list[AuditResult]:
         stopping = False
         async with auditing(runtime, is_stopping=lambda: stopping) as (audit, results):
-            engine.allowed.set()
+            allowed.set()
             completion = await runtime.agenerate(PROMPT, given)
-            engine.allowed.clear()
-            engine.waits.clear()
+            allowed.clear()
+            waits.clear()
             audit.offer(given, completion)
-            await until(engine.waits.is_set)
+            await until(waits.is_set)
             assert audit.running
             stopping = stops
-            asyncio.get_running_loop().call_later(0.1, engine.allowed.set)
+            asyncio.get_running_loop().call_later(0.1, allowed.set)
             if stops:
                 await until(lambda: not audit.running)
             else:
@@ -285,9 +271,8 @@ def test_an_audit_ends_when_a_client_comes_or_the_service_stops(stops: bool) -> 
                 await idle(audit)
         return results
 
-    with over(GatedEngine, Language(3)) as runtime:
-        assert isinstance(runtime.engine, GatedEngine)
-        assert asyncio.run(run(runtime.engine)) == ["skipped" if stops else "equal"]
+    with hash_runtime(Language(3), before=gate) as runtime:
+        assert asyncio.run(run()) == ["skipped" if stops else "equal"]
 
 
 def test_each_completion_of_busy_clients_is_compared_once_they_are_idle(caplog: pytest.LogCaptureFixture) -> None:
@@ -333,7 +318,7 @@ def test_a_fault_is_recorded_in_a_private_bounded_file(tmp_path: Path, caplog: p
         assert tuple(record["plain"][0]["tokens"]) == again.tokens != completion.tokens
         assert record["stop"] == ["zz"]
 
-    with over(OtherEngine, spoil=wrong) as runtime:
+    with over(wrong) as runtime:
         asyncio.run(run())
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert "zz" not in caplog.text

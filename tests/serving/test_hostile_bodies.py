@@ -213,30 +213,23 @@ def test_a_large_body_is_parsed_off_the_event_loop(client: TestClient, monkeypat
     assert not direct.startswith("asyncio_")
 
 
+MANY_PARTS = {"role": "user", "content": [{"type": "text", "text": ""}] * 5000}
+MANY_BIASES = dict.fromkeys(map(str, range(5000)), 1)
+
+
 @pytest.mark.parametrize(
     ("path", "fields", "message"),
     [
         ("/v1/chat/completions", {"messages": [{}] * 5000}, "messages has 5000 entries: expected at most 4096"),
         ("/tokenize", {"prompt": None, "messages": [{}] * 5000}, "messages has 5000 entries: expected at most 4096"),
         ("/v1/responses", {"input": [{}] * 5000}, "input has 5000 entries: expected at most 4096"),
-        (
-            "/v1/chat/completions",
-            {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 5000}]},
-            "a message has 5000 parts: expected at most 4096",
-        ),
-        (
-            "/v1/completions",
-            {"n": 16, "logit_bias": dict.fromkeys(map(str, range(5000)), 1)},
-            "logit_bias has 5000 entries: expected at most 1024; Limits(bias_entries=…) allows more",
-        ),
-        (
-            "/v1/completions",
-            {"stop_token_ids": [1] * 5000},
-            "stop_token_ids has 5000 entries: expected at most 1024; Limits(banned_tokens=…) allows more",
-        ),
+        ("/v1/chat/completions", {"messages": [MANY_PARTS]}, "a message has 5000 parts: expected at most 4096"),
+        ("/v1/completions", {"n": 16, "logit_bias": MANY_BIASES}, "logit_bias has 5000 entries: expected at most 1024"),
+        ("/v1/completions", {"stop_token_ids": [1] * 5000}, "stop_token_ids has 5000 entries: expected at most 1024"),
         ("/detokenize", {"tokens": [1] * 5000}, "tokens has 5000 entries: expected at most 4000"),
     ],
 )
 def test_lists_are_checked_before_work(client: TestClient, path: str, fields: dict[str, Any], message: str) -> None:
     response = client.post(path, json={**BASES[path], **fields})
-    assert (response.status_code, response.json()["error"]["message"]) == (400, message)
+    assert response.status_code == 400
+    assert response.json()["error"]["message"].startswith(message)

@@ -30,7 +30,7 @@ from spaceport.serving.server import Server, configuration, listening
 from spaceport.tools.cli import INPUT, USAGE, run
 from spaceport.tools.cli.configuration import keys_of
 from spaceport.tools.cli.serve import models_of
-from support.chat_runtime import NO_DRAFTS, chat_runtime, running_service
+from support.chat_runtime import NO_DRAFTS, RunningService, chat_runtime, running_service
 
 _COMMAND = [sys.executable, "-c", "import sys; from spaceport.tools.cli import run; sys.exit(run(sys.argv[1:]))"]
 
@@ -83,48 +83,45 @@ def test_a_request_that_runs_may_end_within_a_time_before_the_service_stops(demo
         assert process.wait(30) == 0
 
 
+def streamed(service: RunningService, path: str, ask: dict[str, Any], started: Semaphore | None = None) -> str:
+    """The events of a streamed answer."""
+    request = urllib.request.Request(f"{service.url}/{path}", json.dumps({**ask, "stream": True}).encode())
+    with urllib.request.urlopen(request, timeout=20) as response:
+        if started is not None:
+            started.release()
+        text: str = response.read().decode()
+    return text
+
+
+def failure_of(text: str) -> str:
+    """The code of the error with which a stream ends."""
+    *_, failure, done, end = text.split("\n\n")
+    assert (done, end) == ("data: [DONE]", "")
+    code: str = json.loads(failure.removeprefix("data: "))["error"]["code"]
+    return code
+
+
 @pytest.mark.parametrize("path", ["completions", "chat/completions", "responses"])
 def test_a_second_signal_ends_each_stream_with_an_error(path: str) -> None:
     prompt = {"prompt": "a"} if path == "completions" else {"messages": [{"role": "user", "content": "a"}]}
     ask = {"input": "a"} if path == "responses" else {**prompt, "ignore_eos": True, "max_tokens": 900}
 
-    def stream(_: int) -> str:
-        request = urllib.request.Request(f"{running.url}/{path}", json.dumps({**ask, "stream": True}).encode())
-        with urllib.request.urlopen(request, timeout=20) as response:
-            started.release()
-            text: str = response.read().decode()
-            return text
-
     started = Semaphore(0)
     with running_service({"demo": partial(chat_runtime, delay=0.1)}) as running, ThreadPoolExecutor(16) as clients:
-        streams = clients.map(stream, range(16))
+        streams = clients.map(lambda _: streamed(running, path, ask, started), range(16))
         for _ in range(16):
             started.acquire()
         for _ in range(2):
             running.server.handle_exit(signal.SIGTERM, None)
-        for text in streams:
-            *_, failure, done, end = text.split("\n\n")
-            assert (json.loads(failure.removeprefix("data: "))["error"]["code"], done, end) == (
-                "stopping",
-                "data: [DONE]",
-                "",
-            )
+        assert [failure_of(text) for text in streams] == ["stopping"] * 16
 
 
 def test_an_engine_call_that_does_not_return_ends_each_stream_with_an_error() -> None:
-    def stream(number: int) -> str:
-        path, ask = ("completions", {"prompt": "a", "n": 2}) if number % 2 else ("responses", {"input": "a"})
-        request = urllib.request.Request(f"{running.url}/{path}", json.dumps({**ask, "stream": True}).encode())
-        with urllib.request.urlopen(request, timeout=20) as response:
-            text: str = response.read().decode()
-            return text
-
+    asked = [("completions", {"prompt": "a", "n": 2}), ("responses", {"input": "a"})] * 2
     hung = partial(chat_runtime, delay=2.0, call_timeout=0.5)
     with running_service({"demo": hung}) as running, ThreadPoolExecutor(4) as clients:
-        for text in clients.map(stream, range(4)):
-            *_, failure, done, _ = text.split("\n\n")
-            assert json.loads(failure.removeprefix("data: "))["error"]["code"] == "engine_fault"
-            assert done == "data: [DONE]"
+        texts = clients.map(lambda one: streamed(running, *one), asked)
+        assert [failure_of(text) for text in texts] == ["engine_fault"] * 4
 
 
 def test_models_are_named_by_their_folders_or_as_asked(tmp_path: Path) -> None:

@@ -133,6 +133,8 @@ class HashEngine:
     owner: Callable[[int], object] = int  # request that uses an index of the engine now
     copied: list[tuple[int, int, int]] = field(default_factory=list)  # source, target and slots of each copy
     parked: int = 0  # number of times that rows were saved
+    before: Callable[[Batch], None] | None = None  # what a test does with each call, such as to let it fail
+    after: Callable[[Batch, NDArray[np.float32]], None] | None = None  # what it does to the logits, in place
 
     def __post_init__(self) -> None:
         heads = self.language.heads
@@ -141,6 +143,8 @@ class HashEngine:
         self._cells: list[list[Cell | None]] = [[None] * self.capacity for _ in range(self.requests)]
 
     def run(self, batch: Batch) -> NDArray[np.float32]:
+        if self.before is not None:
+            self.before(batch)
         self.calls += 1
         self.widths.append(batch.input_ids.shape[1])
         logits = np.full((*batch.logit_rows.shape, self.signature.lines, VOCAB), np.nan, np.float32)
@@ -149,7 +153,10 @@ class HashEngine:
             for out, row in enumerate(batch.logit_rows[line]):
                 if row in given:
                     logits[line, out] = given[int(row)]
-        return logits.reshape(batch.requests, -1, VOCAB)
+        logits = logits.reshape(batch.requests, -1, VOCAB)
+        if self.after is not None:
+            self.after(batch, logits)
+        return logits
 
     def move(self, first: int, moves: Sequence[Moves]) -> None:
         for request, (sources, targets) in enumerate(moves, first):

@@ -6,10 +6,11 @@ import atexit
 import functools
 import math
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from threading import Event, Semaphore, Thread
+from threading import Semaphore, Thread
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,43 +28,6 @@ from support.hash_engine import CHILD, END, FORK, FREE_ROWS, MASKS, VOCAB, Cell,
 WORDS = "abcdefghij.[]{}"  # a letter for each token; "." is the end token, "[" and "]" are masks, "{" is [Fork] and "}" is [Child]
 
 
-@dataclass
-class CountingEngine(HashEngine):
-    """A fake engine that counts the rows of logits of each request in each call."""
-
-    lines: list[tuple[int, int]] = field(default_factory=list)
-
-    def run(self, batch: Batch) -> NDArray[np.float32]:
-        self.lines.append((batch.logit_rows.shape[0], batch.logit_rows.shape[1]))
-        return super().run(batch)
-
-
-@dataclass
-class SlowEngine(HashEngine):
-    """A fake engine whose calls wait until they are allowed."""
-
-    began: Event = field(default_factory=Event)
-    leave: Event = field(default_factory=Event)
-
-    def run(self, batch: Batch) -> NDArray[np.float32]:
-        self.began.set()
-        assert self.leave.wait(60)
-        return super().run(batch)
-
-
-@dataclass
-class BrokenEngine(HashEngine):
-    """A fake engine that returns one NaN."""
-
-    at: int = 0
-    number: float = math.nan
-
-    def run(self, batch: Batch) -> NDArray[np.float32]:
-        logits = super().run(batch)
-        logits[0, batch.position_ids[0][batch.logit_rows[0]] == self.at, 3] = self.number
-        return logits
-
-
 def hash_runtime(
     language: Language,
     max_seq_len: int = 64,
@@ -71,8 +35,10 @@ def hash_runtime(
     requests: int = 1,
     lowering: Lowering = "scatter",
     prompt_rows: int = PREFILL_ROWS,
-    prefix_cache: bool = False,
     row: float = 0.0,
+    before: Callable[[Batch], None] | None = None,
+    after: Callable[[Batch, NDArray[np.float32]], None] | None = None,
+    **options: Any,
 ) -> Runtime:
     """A runtime whose model generates a language; `row` is the cost of a further row in plain steps."""
     manifest = Manifest(
@@ -87,17 +53,9 @@ def hash_runtime(
     )
     bundle = Bundle(_folder(), manifest)
     capacity = capacity_for(manifest, max_slots or max_seq_len)
-    engine = HashEngine(language, capacity, requests, lowering, costs=replace(FREE_ROWS, row=row))
-    return Runtime(bundle, engine, max_seq_len, max_slots, prompt_rows=prompt_rows, prefix_cache=prefix_cache)
-
-
-def counting_runtime(language: Language, vocab_size: int, requests: int) -> tuple[Runtime, CountingEngine]:
-    """A runtime whose engine has this vocabulary size."""
-    runtime = hash_runtime(language, max_seq_len=600, requests=requests)
-    engine = CountingEngine(language, runtime.engine.capacity, requests)
-    engine.signature = replace(engine.signature, vocab_size=vocab_size)
-    counted = Runtime(runtime.bundle, engine, 600)
-    return counted, engine
+    costs = replace(FREE_ROWS, row=row)
+    engine = HashEngine(language, capacity, requests, lowering, costs=costs, before=before, after=after)
+    return Runtime(bundle, engine, max_seq_len, max_slots, prompt_rows=prompt_rows, **options)
 
 
 def expected_logprobs(language: Language, tokens: Sequence[int], start: int, top: int) -> list[TokenLogprob]:
@@ -173,11 +131,11 @@ class StepwiseEngine(HashEngine):
         self.leave.release(_ALL)
 
 
-def stepwise_runtime(language: Language, requests: int = 1) -> tuple[Runtime, StepwiseEngine]:
+def stepwise_runtime(language: Language, requests: int = 1, **options: Any) -> tuple[Runtime, StepwiseEngine]:
     """A runtime over a stepwise engine."""
     with hash_runtime(language) as like:
         engine = StepwiseEngine(language, like.engine.capacity, requests)
-        return Runtime(like.bundle, engine, like.max_seq_len), engine
+        return Runtime(like.bundle, engine, like.max_seq_len, **options), engine
 
 
 def close_between_steps(runtime: Runtime, engine: StepwiseEngine) -> None:

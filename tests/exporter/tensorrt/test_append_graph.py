@@ -49,12 +49,6 @@ def dims(value: onnx.ValueInfoProto) -> Any:
     return value.type.tensor_type.shape.dim
 
 
-def swap(graph: GraphProto) -> None:
-    values = [onnx.ValueInfoProto.FromString(graph.input[index].SerializeToString()) for index in (1, 0)]
-    for index, value in enumerate(values):
-        graph.input[index].CopyFrom(value)
-
-
 def fix(graph: GraphProto) -> None:
     fix_capacity(helper.make_model(graph), 64)
     dims(graph.input[5])[2].dim_value = 64
@@ -63,11 +57,6 @@ def fix(graph: GraphProto) -> None:
 def cross(graph: GraphProto) -> None:
     """Write keys to the buffer of values."""
     writer_of_keys(graph).input[0] = "past_key_values.0.value"
-
-
-def copy(graph: GraphProto) -> None:
-    writer_of_keys(graph).output[0] = "written"
-    graph.node.append(helper.make_node("Identity", ["written"], ["present.0.key"]))
 
 
 def writer_of_keys(graph: GraphProto) -> onnx.NodeProto:
@@ -87,14 +76,9 @@ SPOILS: dict[str, tuple[Callable[[GraphProto], object], str]] = {
         lambda graph: setattr(graph.input[1], "name", "positions"),
         r"has the input positions int64 \[B, T\], the manifest says position_ids int64 \[B, T\]: export it again",
     ),
-    "swapped": (swap, r"has the input position_ids int64 \[B, T\], the manifest says input_ids int64"),
     "of another type": (
         lambda graph: setattr(graph.input[3].type.tensor_type, "elem_type", onnx.TensorProto.FLOAT),
         r"has the input attention_mask float32 \[B, 1, T, A\], the manifest says attention_mask bool",
-    ),
-    "flat": (
-        lambda graph: dims(graph.input[3]).pop(1),
-        r"has the input attention_mask bool \[B, T, A\], the manifest says attention_mask bool \[B, 1, T, A\]",
     ),
     "narrow": (
         lambda graph: setattr(dims(graph.input[0])[0], "dim_value", 1),
@@ -107,7 +91,6 @@ SPOILS: dict[str, tuple[Callable[[GraphProto], object], str]] = {
     ),
     "with one less": (lambda graph: graph.output.pop(), r"has the output \(none\), the manifest says present.0.value"),
     "crossed": (cross, r"present.0.key is not past_key_values.0.key updated by TensorScatter, .* --lowering append"),
-    "copied": (copy, r"present.0.key is not past_key_values.0.key updated by TensorScatter"),
     "stored elsewhere": (
         lambda graph: set_external_data(graph.initializer[-1], "../weights.bin"),
         r"wquery0 is stored in '../weights.bin', expected model.onnx.data: export it again",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -22,11 +24,10 @@ from spaceport.exporter.tensorrt.to_tensorrt import (
     open_library,
 )
 from spaceport.exporter.to_onnx import DEFAULT_OPSET, to_onnx
-from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.signature import Precision, Signature, Weights
 from spaceport.graphs.decoder import decoder_of
 from spaceport.runtime.bundle import open_bundle, read_manifest
-from spaceport.tools.cli import OK, run
+from spaceport.tools.cli import OK, USAGE, run
 from support.append_bundle import Attending
 from support.exported import bundle_of
 from support.families import FAMILIES, Family, build
@@ -34,6 +35,7 @@ from support.paths import TINY
 
 pytest.importorskip("tensorrt_rtx", reason="builds with TensorRT-RTX: pip install 'spaceport[tensorrt-rtx]'")
 
+Capture = pytest.CaptureFixture[str]
 SHAPES = Shapes(capacity=1024, requests=4, step_rows=64, prompt_rows=512)
 
 # head size 64, as in most large models
@@ -96,7 +98,7 @@ def test_attention_is_decomposed_if_the_library_lacks_the_expected_kernel(
     assert found == AttentionPlan(2, f"{library().name} has no fused kernel for it")
 
 
-def test_the_build_reports_attention_that_is_not_fused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_build_reports_attention_that_is_not_fused(tmp_path: Path, capfd: Capture) -> None:
     folder = tmp_path / "bundle"
     Attending(softcap=5.0).write(folder)
     assert run(["build", str(folder), "--target", "sm89"]) == OK
@@ -118,22 +120,30 @@ def test_engines_compute_in_float32_with_memory_from_the_runtime() -> None:
     assert config.get_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
 
 
+OLDER = "--target is {}: {} needs {} or newer; .* exported without --{} {}"
+
+
 @pytest.mark.parametrize(
-    ("dtype", "weights", "target"),
+    ("dtype", "weights", "target", "older", "message"),
     [
-        ("float16", "same", "sm89"),
-        ("float16", "float8", "sm89"),
-        pytest.param("bfloat16", "same", "sm80", marks=pytest.mark.nightly),
-        pytest.param("float16", "int4", "sm80", marks=pytest.mark.nightly),
+        ("float16", "same", "sm89", None, ""),
+        ("float16", "float8", "sm89", "sm80", OLDER.format("sm80", "float8", "sm89", "weights", "float8")),
+        ("bfloat16", "int4", "sm80", "sm75", OLDER.format("sm75", "bfloat16", "sm80", "dtype", "bfloat16")),
+        pytest.param("bfloat16", "same", "sm80", None, "", marks=pytest.mark.nightly),
+        pytest.param("float16", "int4", "sm80", None, "", marks=pytest.mark.nightly),
     ],
 )
-def test_bundles_are_built_for_gpus_that_support_their_types(dtype: Precision, weights: Weights, target: str) -> None:
+def test_bundles_are_built_for_gpus_that_support_their_types(
+    dtype: Precision, weights: Weights, target: str, older: str | None, message: str, tmp_path: Path, capfd: Capture
+) -> None:
     bundle = bundle_of(TINY, ExportOptions("append", dtype, weights))
-    signature = read_manifest(bundle).signature
-    assert attention_in(bundle, signature, target).decomposed == 0
-    if weights == "float8":
-        with pytest.raises(OptionFault, match=r"--target is sm80: .* without --weights float8"):
-            attention_in(bundle, signature, "sm80")
+    assert attention_in(bundle, read_manifest(bundle).signature, target).decomposed == 0
+    if older is not None:  # no engine is built, also not for the target that has the type
+        folder = shutil.copytree(bundle, tmp_path / "bundle")
+        assert run(["build", str(folder), "--target", f"{target},{older}"]) == USAGE
+        (line,) = capfd.readouterr().err.splitlines()
+        assert re.search(message, line)
+        assert not open_bundle(folder).manifest.engines
 
 
 @pytest.mark.nightly

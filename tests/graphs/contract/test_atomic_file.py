@@ -31,23 +31,6 @@ def by_a_stream(target: Path, content: bytes, durable: bool = False) -> None:
 
 EACH_WAY = pytest.mark.parametrize("replace", [replace_bytes, as_text, by_a_stream])
 
-# argv: a target, the maximum file size in bytes. Replaces the target and prints errors.
-FULL_DISK = """
-import resource, signal, sys
-from pathlib import Path
-from spaceport.graphs.contract.atomic_file import replace_bytes, replacing
-def by_a_stream(target, content, durable):
-    with replacing(target, durable) as stream:
-        stream.write(content)
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), resource.RLIM_INFINITY))
-target, content = Path(sys.argv[1]), b"x" * 100_000
-for replace in (replace_bytes, by_a_stream):
-    try:
-        replace(target, content, True)
-    except OSError as error:
-        print(error.strerror)
-"""
 
 # argv: a target. Starts to write, prints a line, and waits for the end of its input.
 WRITER = """
@@ -140,15 +123,6 @@ def test_a_failed_write_leaves_the_old_content(target: Path, fault: BaseExceptio
         fail_while_writing(target, written, fault)
     with pytest.raises(type(fault)), staged(target, written):
         raise fault
-    assert target.read_bytes() == OLD
-    assert names(target.parent) == {target.name}
-
-
-@pytest.mark.parametrize("most", [0, 50_000])
-def test_a_full_disk_leaves_the_old_content(target: Path, most: int) -> None:
-    """A limit on file sizes simulates the disk."""
-    output, _ = python(FULL_DISK, target, most).communicate()
-    assert output == "File too large\n" * 2
     assert target.read_bytes() == OLD
     assert names(target.parent) == {target.name}
 

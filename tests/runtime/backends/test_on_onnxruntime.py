@@ -29,9 +29,6 @@ from spaceport.runtime.backends.on_onnxruntime import (
 from spaceport.runtime.backends.products import session_options
 from spaceport.runtime.bundle import Bundle, open_bundle
 from spaceport.runtime.engine import Batch, Engine, EngineOptions, parking, slots_in_order
-from spaceport.runtime.session import Runtime
-from spaceport.tools.verify.audit import audit
-from spaceport.tools.verify.prompts import TokenizedPrompt
 from support.exported import bundle_of
 from support.paths import TINY
 
@@ -281,15 +278,3 @@ def test_a_text_in_any_slots_and_calls_beside_any_other_rows_has_the_same_logits
         logits = engine().run(Batch(0, tokens, positions, targets, mask, wanted))
         assert np.array_equal(logits[mine, order], alone()[rows])
         start += rows.size
-
-
-@pytest.mark.slow
-def test_drafts_and_threads_in_any_shape_are_lossless_without_noise() -> None:
-    with Runtime.open(bundle(), max_seq_len=256, max_requests=3) as runtime:
-        assert runtime.exactness.drafts == "tree"
-        prompts = ["def scan(text):", "import json\n"]
-        report = audit(runtime, [TokenizedPrompt(1, tuple(runtime.tokens_of(text))) for text in prompts], 24)
-    assert report.summary.startswith("lossless")
-    assert {one.largest for one in report.noise} == {0.0}
-    assert all(row.identical == row.completions for row in report.drafted)
-    assert any("tree" in row.mode for row in report.modes)

@@ -15,15 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 
 from spaceport.graphs.contract.signature import Signature
 from spaceport.runtime import Decoding, Runtime, Sampling
-from spaceport.runtime.backends import open_engine
 from spaceport.runtime.backends.on_tensorrt import STEPS
 from spaceport.runtime.backends.on_torch import TorchEngine, copy_slots
 from spaceport.runtime.bundle import BundleError
-from spaceport.runtime.engine import NO_MOVES, Batch, EngineFault, EngineOptions, capacity_for
+from spaceport.runtime.engine import NO_MOVES, EngineFault, capacity_for
 from support.paths import TINY
 from support.small_bundle import forking_copy
 from support.stand_in_tensorrt import (
@@ -102,35 +100,6 @@ def test_texts_beside_each_other_are_those_alone(tiny_append_bundle: Path) -> No
         assert got == [alone.generate(p, d).tokens for p, d in zip(prompts, decodings, strict=True)]
         assert {ran["input_ids"][0] for ran in contexts(together.engine)[STEPS].ran} >= {1, 3}
         assert device.replayed
-
-
-@pytest.mark.parametrize("graphs", [True, False])
-def test_any_call_gives_the_logits_of_onnx_runtime(graphs: bool, tiny_append_bundle: Path) -> None:
-    """The same shapes again and again, of one request or two, so that graphs are played for the range they were made of."""
-    plan = plan_of(tiny_append_bundle, 1024, 3)
-    engine = opened(plan, requests=3, graphs=graphs)
-    plain = open_engine(plan.bundle, "onnxruntime", EngineOptions(1024, 3))
-    dice = np.random.default_rng(0)
-    held = np.zeros((3, 1024), np.bool_)
-    for number in range(24):
-        rows, first, count = int(dice.choice((1, 3, 7))), int(dice.integers(0, 3)), 1 + number // 4 % 2
-        batch = chain_of(rows, min(first, 3 - count), count, 4 * number, held, dice)
-        got, expected = engine.run(batch), plain.run(batch)
-        assert got.shape == expected.shape
-        assert np.abs(got - expected).max() < 1e-4
-
-
-def chain_of(
-    rows: int, first: int, count: int, height: int, held: NDArray[np.bool_], dice: np.random.Generator
-) -> Batch:
-    """Rows behind whatever each request has written before, which differs from request to request."""
-    slots = np.tile(np.arange(height, height + rows), (count, 1))
-    held[first : first + count, height:] = False
-    mask = np.repeat(held[first : first + count, None, None, :192], rows, axis=2)
-    mask[:, 0, :, height : height + rows] = np.tri(rows, dtype=np.bool_)
-    held[first : first + count, height : height + rows] = True
-    ids = dice.integers(8, 400, (count, rows))
-    return Batch(first, ids, slots, slots, mask, np.tile(np.arange(rows), (count, 1)))
 
 
 @pytest.mark.parametrize("target", [0, 1, 2])

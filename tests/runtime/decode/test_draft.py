@@ -272,14 +272,6 @@ def test_a_tree_has_nothing_beyond_the_token_limit(
     assert tree((Line((7, 8, 9)),), PLAN, remaining, WIDE, outlook()).tokens == (7, 8, 9)[:looked_up]
 
 
-@pytest.mark.parametrize(("row", "count"), [(0.1, 3), (0.2, 2), (0.3, 1), (0.6, 0)])
-def test_looked_up_tokens_are_a_line_that_gets_less_likely(row: float, count: int) -> None:
-    draft = tree((Line((7, 8, 9)),), PLAN, WIDE, WIDE, outlook(row=row))
-    assert (draft.tokens, draft.parents) == ((7, 8, 9)[:count], (0, 1, 2)[:count])
-    assert draft.sources == ("lookup",) * count
-    assert chances(draft) == pytest.approx((0.5, 0.25, 0.125)[:count])
-
-
 def test_a_token_that_both_propose_is_one_row_with_its_mask_slots_once() -> None:
     two = predicted(candidate(t10=0.6, t7=0.28), candidate(t8=0.5))
     draft = tree((two, Line((7, 8))), PLAN, WIDE, WIDE, outlook())
@@ -301,26 +293,6 @@ def guesses(draw: st.DrawFn) -> Candidates:
     tokens = draw(st.lists(st.integers(0, 5), max_size=4, unique=True))
     found = draw(st.lists(st.floats(0.001, 0.4), min_size=len(tokens), max_size=len(tokens)))
     return Candidates(tuple(tokens), tuple(sorted(found, reverse=True)))
-
-
-def test_any_number_of_sources_grow_one_tree() -> None:
-    """Each token is one row under the names of all that propose it, and continues by all of them."""
-    sources = (
-        predicted(candidate(t7=0.5, t10=0.3)),
-        Line((7, 8), 0.4),
-        Line((7, 8, 9), 0.6, "phrase"),
-        Line((9,), 0.2, "end"),
-    )
-    draft = tree(sources, DraftConfig(siblings=4), WIDE, WIDE, outlook(row=0.01))
-    proposed = dict(zip(paths(draft), draft.sources, strict=True))
-    assert proposed == {
-        (7,): "mask+lookup+phrase",
-        (7, 8): "lookup+phrase",
-        (10,): "mask",
-        (7, 8, 9): "phrase",
-        (9,): "end",
-    }
-    assert chances(draft) == pytest.approx((0.6, 0.36, 0.3, 0.216, 0.2))
 
 
 FIVE = st.lists(st.floats(0, 1), min_size=5, max_size=5)

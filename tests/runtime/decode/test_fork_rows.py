@@ -37,16 +37,6 @@ class Row:
     beside: bool  # its parent is another thread's row of the same step
 
 
-class NotingEngine(HashEngine):
-    """A fake engine that stores its last call."""
-
-    last: Batch
-
-    def run(self, batch: Batch) -> NDArray[np.float32]:
-        self.last = batch
-        return super().run(batch)
-
-
 @dataclass
 class Scene(Listener):
     """A request whose output is given by a table, over an engine that records every row."""
@@ -57,9 +47,10 @@ class Scene(Listener):
     steps: int = 0
     rows: list[Row] = field(default_factory=list)
     written_in: dict[Path, list[int]] = field(default_factory=dict)  # the step, from 1, of each token of a thread
+    _calls: list[Batch] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.engine = NotingEngine(Language(1), 256, 1)
+        self.engine = HashEngine(Language(1), 256, 1, before=self._calls.append)
         limits: Any = {"max_threads": self.max_threads, "max_depth": 9, "total": 500}
         watchers: Any = {"selector": self, "listener": self, "observers": [self]}
         self.request = request_for(self.engine, PROMPT, 60, self.mask_slots, **limits, **watchers)
@@ -83,7 +74,7 @@ class Scene(Listener):
     def on_step(self, verified: VerifiedStep) -> None:
         """Record the rows of a step."""
         self.steps += 1
-        batch, row = self.engine.last, 0
+        batch, row = self._calls[-1], 0
         for part in verified.plan.parts:
             for token, position in zip(part.tokens.tolist(), part.positions.tolist(), strict=True):
                 slot = int(batch.slot_ids[0, row])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from spaceport.graphs.contract.draft_methods import DraftAcceptance, MaskLayout
 from spaceport.graphs.contract.manifest import TokenIds
-from spaceport.runtime import Decoding, Runtime
+from spaceport.runtime import Decoding
 from spaceport.runtime.costs import Curve, StepCosts
 from spaceport.runtime.decode.draft import Candidates, Draft, DraftConfig, Outlook, tree
 from spaceport.runtime.decode.plan import Part, Verdict, plan_thread
@@ -184,12 +184,11 @@ def slow_then_stopped() -> Iterator[float]:
 
 def drafted(monkeypatch: pytest.MonkeyPatch, readings: Iterator[float]) -> list[list[int]]:
     """The draft tokens of each step of twenty requests, on a machine with this clock."""
-    runtime = hash_runtime(Language(3))
     for module in ("decode.step", "scheduling.scheduler"):
         monkeypatch.setattr(f"spaceport.runtime.{module}.perf_counter", readings.__next__)
     # each row costs a tenth of a step, and Python code counts
     costs = StepCosts(64, ((1, 1e-3), (64, 7.3e-3)))
-    with Runtime(runtime.bundle, runtime.engine, 64, costs=costs) as steady:
+    with hash_runtime(Language(3), costs=costs) as steady:
         decoding = Decoding(max_tokens=50, ignore_eos=True, fork=False)
         completions = [steady.generate([1, 2, 3, seed % 7], decoding) for seed in range(20)]
     return [completion.statistics.drafted_by_step for completion in completions]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,7 +14,7 @@ from spaceport.graphs.contract.draft_methods import DraftAcceptance, is_copying
 from spaceport.runtime.decode.draft import Candidates, DraftConfig
 from spaceport.runtime.decode.planner import DraftPlanner, Sharing, drafter_for
 from spaceport.runtime.decode.sequence import TokenSequence, root_sequence
-from spaceport.runtime.decode.sources import SOURCES, Acceptance, Continuation, Lookup, Predictions, named_source
+from spaceport.runtime.decode.sources import SOURCES, Acceptance, Continuation, Lookup, Predictions
 from spaceport.runtime.decoding import Decoding
 from support.hash_engine import FREE_STEPS, Language
 from support.hash_runtime import hash_runtime
@@ -56,7 +57,8 @@ def test_a_source_from_outside_is_drafted_and_counted_and_changes_no_text(
     named = {source: count for source, count in counts.accepted_by_source.items() if "phrase" in source.split("+")}
     assert sum(named.values()) > 10
     assert all(counts.drafted_by_source[source] >= count for source, count in named.items())
-    assert {piece.source for piece in pieces if piece.drafted} == {*counts.accepted_by_source}
+    assert Counter(piece.source for piece in pieces if piece.drafted) == counts.accepted_by_source
+    assert all((piece.source is not None) == piece.drafted for piece in pieces)
     assert found.trace is not None
     rows = [rows for step in found.trace.record().steps for rows in step.rows]
     assert {source for each in rows for source in each.sources if source} == {*counts.drafted_by_source}
@@ -81,11 +83,6 @@ def test_a_chain_takes_the_first_source_that_proposes_anything(monkeypatch: pyte
     thread.candidates = (Candidates((3,), (0.9,)),)
     draft = drafter.draft(thread, 50, 64, Sharing())
     assert (draft.tokens, draft.sources) == ((3,), ("mask",))
-
-
-def test_users_read_the_names_of_all_sources() -> None:
-    assert named_source("mask+lookup") == "mask slots + prompt lookup"
-    assert named_source("phrase") == "phrase"
 
 
 def test_a_source_may_propose_more_tokens_than_any_draft_has(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,12 +158,8 @@ def learned(
         (candidates_of(7, 8, 9), (1,), 0, [0, 0, 0]),
         (candidates_of(7, 8, 9), (7, 8, 9, 1), 1, [1, 1, 0]),  # prompt lookup had the first one as well
         (candidates_of(7, 8, 9), (7, 8, 9, 1), 3, [0, 0, 0]),
-        (
-            candidates_of(7, 8),
-            (7,),
-            0,
-            [1, *FIRST[1:]],
-        ),  # of the token that a plain step does not show nothing is known
+        # of the token that a plain step does not show nothing is known
+        (candidates_of(7, 8), (7,), 0, [1, *FIRST[1:]]),
         # a mask slot that predicts nothing ends the prediction
         ((*candidates_of(7), NOTHING, *candidates_of(8)), (7, 8, 1), 0, [1, 0, 0]),
         ((NOTHING, *candidates_of(8, 9)), (8, 1), 0, [0, 0, 0]),

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import get_args
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
 from spaceport.graphs.contract.draft_methods import CAUSAL, MaskLayout
 from spaceport.graphs.contract.signature import LOWERINGS, STEP_ROWS, Lowering, visible_length
@@ -22,7 +21,7 @@ from spaceport.runtime.decode.sequence import Slots
 from spaceport.runtime.decode.sequence_group import SequenceGroup
 from spaceport.runtime.decode.step import StepInput, step
 from spaceport.runtime.decoding import Decoding
-from spaceport.runtime.engine import PREFILL_ROWS, Batch
+from spaceport.runtime.engine import PREFILL_ROWS
 from spaceport.runtime.sampling.grammar import Grammar
 from spaceport.runtime.scheduling.request import Completion
 from spaceport.runtime.session import Runtime
@@ -284,17 +283,6 @@ def test_chains_have_the_rows_of_the_paper() -> None:
     assert (found.candidate_rows, found.mask_rows) == (8, 2 + 3 * 6 + 1)
 
 
-@dataclass
-class CellEngine(HashEngine):
-    """A fake engine that counts the rows that it computes."""
-
-    computed: int = 0
-
-    def run(self, batch: Batch) -> NDArray[np.float32]:
-        self.computed += batch.input_ids.size
-        return super().run(batch)
-
-
 def test_all_rows_that_calls_compute_are_counted() -> None:
     async def run(runtime: Runtime) -> list[Completion]:
         lengths = [(3, 0), (40, 5), (11, 2), (25, 0), (2, 3), (7, 5)]  # tokens of the prompt, mask slots
@@ -305,11 +293,11 @@ def test_all_rows_that_calls_compute_are_counted() -> None:
         return [await stream.completion() for stream in streams]
 
     for seed in range(2):
-        plain = hash_runtime(Language(seed, quality=50, end_every=30), requests=3)
-        engine = CellEngine(Language(seed, quality=50, end_every=30), plain.engine.capacity, 3)
-        with Runtime(plain.bundle, engine, 64) as runtime:
+        language, computed = Language(seed, quality=50, end_every=30), list[int]()
+        note = lambda batch, computed=computed: computed.append(batch.input_ids.size)  # noqa: E731
+        with hash_runtime(language, requests=3, before=note) as runtime:
             found = [one.statistics for one in asyncio.run(run(runtime))]
-        assert sum(one.rows + one.padding_rows for one in found) == engine.computed
+        assert sum(one.rows + one.padding_rows for one in found) == sum(computed)
         assert sum(one.padding_rows for one in found) > 0
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
@@ -21,17 +22,16 @@ from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.graphs.contract.signature import LOGIT_BYTES, LOWERINGS
 from spaceport.runtime.decode.sequence import NotANumber
 from spaceport.runtime.decoding import Decoding
+from spaceport.runtime.engine import Batch
 from spaceport.runtime.sampling.logprobs import logprob_of
 from spaceport.runtime.sampling.sampler import most_probable
 from spaceport.runtime.scheduling.request import Completion
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.prompt import ControlTokens
 from spaceport.runtime.text.tokenizer import encode
-from support.hash_engine import CHILD, END, FORK, MASKS, VOCAB, Language
+from support.hash_engine import CHILD, END, FORK, MASKS, VOCAB, HashEngine, Language
 from support.hash_runtime import (
     WORDS,
-    BrokenEngine,
-    counting_runtime,
     expected_logprobs,
     hash_runtime,
     same,
@@ -87,6 +87,9 @@ def test_each_token_that_is_not_cut_off_is_as_likely_as_the_network_says(
     assert plain.logprobs == ()
     for prompt, (pieces, completion) in zip(prompts, written, strict=True):
         assert tuple(one.token for one in completion.logprobs) == completion.tokens
+        assert "".join(piece.reading for piece in pieces) == completion.text
+        wide = {thread.ending for thread in completion.threads} & {"total", "deadline", "cancelled"}
+        assert completion.ending == (wide.pop() if wide else completion.threads[0].ending)
         texts = {thread.path: thread for thread in completion.threads}
         for path, thread in texts.items():
             before = list(prompt)
@@ -118,17 +121,23 @@ def test_the_top_tokens_are_those_of_the_model_also_if_they_are_banned() -> None
 @pytest.mark.parametrize("number", [math.nan, math.inf])
 @pytest.mark.parametrize("at", [0, 7, 19])
 def test_what_is_no_number_fails_that_text_and_no_other(at: int, number: float) -> None:
-    runtime = hash_runtime(Language(seed=10, end_every=10**9), prompt_rows=8)
-    engine = BrokenEngine(runtime.engine.language, runtime.engine.capacity, 1, at=at, number=number)  # type: ignore[attr-defined]
-    with Runtime(runtime.bundle, engine, 64, prompt_rows=8) as broken:
+    def broken(batch: Batch, logits: NDArray[np.float32]) -> None:
+        logits[0, batch.position_ids[0][batch.logit_rows[0]] == at, 3] = number
+
+    language = Language(seed=10, end_every=10**9)
+    with (
+        hash_runtime(language, prompt_rows=8) as runtime,
+        hash_runtime(language, prompt_rows=8, after=broken) as opened,
+    ):
         with pytest.raises(NotANumber, match=f"at position {at + 1} "):
-            broken.score([1] * 20)
+            opened.score([1] * 20)
         how = Decoding(max_tokens=30, mask_slots=0)
         for decoding in (how, replace(how, logprobs=0)):
             with pytest.raises(NotANumber, match=f"at position {at + 1} "):
-                broken.generate([1], decoding)
-        engine.number = 0.0
-        assert same(broken.score([1] * 20).logprobs[at + 1 :], runtime.score([1] * 20).logprobs[at + 1 :])
+                opened.generate([1], decoding)
+        assert isinstance(opened.engine, HashEngine)
+        opened.engine.after = None
+        assert same(opened.score([1] * 20).logprobs[at + 1 :], runtime.score([1] * 20).logprobs[at + 1 :])
 
 
 @settings(max_examples=100)
@@ -188,17 +197,19 @@ def test_a_text_is_as_likely_as_the_network_says_wherever_chunks_end(
 def test_a_long_text_needs_little_memory_for_logits(vocab_size: int) -> None:
     language = Language(seed=5)
     tokens = language.write([1, 2], 1) + [token % END for token in range(300)]
-    runtime, engine = counting_runtime(language, vocab_size, 1)
-    with runtime:
+    like, lines = hash_runtime(language, max_seq_len=600), list[tuple[int, ...]]()
+    engine = HashEngine(language, like.engine.capacity, 1, before=lambda batch: lines.append(batch.logit_rows.shape))
+    engine.signature = replace(engine.signature, vocab_size=vocab_size)
+    with Runtime(like.bundle, engine, 600) as runtime:
         score = runtime.score(tokens)
-        assert max(count * rows for count, rows in engine.lines) == min(
+        assert max(count * rows for count, rows in lines) == min(
             301, engine.costs.prompt_rows, max(1, LOGIT_BYTES // 4 // vocab_size)
         )
         assert same(score.logprobs, expected_logprobs(language, tokens, 1, 0))
-        engine.lines.clear()
+        lines.clear()
         part = runtime.score(tokens[:290], tokens[290:])
         assert part.logprobs == score.logprobs[289:]
-        assert sum(rows for _, rows in engine.lines) <= 14  # of the prompt nobody wants any; a call gives one at least
+        assert sum(rows for _, rows in lines) <= 14  # of the prompt nobody wants any; a call gives one at least
 
 
 @pytest.mark.parametrize("tokenizer", [BYTES, FALLBACK], ids=["byte_level", "byte_fallback"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -19,7 +18,6 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from numpy.typing import NDArray
 
 from spaceport.graphs.contract.signature import LOWERINGS, Lowering
 from spaceport.runtime.decoding import Decoding
@@ -45,16 +43,8 @@ class ReaderFault(Exception):
     """The error of a reader in a test."""
 
 
-@dataclass
-class FailingEngine(HashEngine):
-    """A fake engine whose next call fails on demand."""
-
-    fails: bool = False
-
-    def run(self, batch: Batch) -> NDArray[np.float32]:
-        if self.fails:
-            raise EngineFault("the fake engine failed")
-        return super().run(batch)
+def fail(batch: Batch) -> None:
+    raise EngineFault("the fake engine failed")
 
 
 @dataclass(eq=False)
@@ -88,7 +78,7 @@ class RequestMachine(RuleBasedStateMachine):
         self.language = Language(seed, 70, end_every=30, fork_every=fork_every)
         with hash_runtime(self.language, 40, 200, requests, lowering) as runtime:
             self.admission = runtime._admission
-            self.engine = FailingEngine(self.language, runtime.engine.capacity, requests, lowering)
+            self.engine = HashEngine(self.language, runtime.engine.capacity, requests, lowering)
         self.scheduler = Scheduler(self.engine, queue_limit, prompt_rows=4)
         self.all: list[Seen] = []
         self.closed = False
@@ -192,10 +182,10 @@ class RequestMachine(RuleBasedStateMachine):
 
     @rule()
     def fail_in_a_call(self) -> None:
-        self.engine.fails = True
+        self.engine.before = fail
         running = [seen for seen in self.all if seen.request.state == "decoding" and not seen.request.paused]
         self.scheduler.round()
-        self.engine.fails = False
+        self.engine.before = None
         for seen in running:
             assert seen.request.done
             assert seen.asked is not None or isinstance(seen.request.error, EngineFault)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -21,7 +20,7 @@ from spaceport.runtime.scheduling.prefix_cache import PrefixCache
 from spaceport.runtime.scheduling.request import QueueFull, Request
 from spaceport.runtime.scheduling.rounds import group_by_width
 from spaceport.runtime.scheduling.scheduler import BESIDE_ROWS
-from support.arrivals import ARRIVALS, LANGUAGES, Arrival, Scene, Trap, steps_of
+from support.arrivals import ARRIVALS, LANGUAGES, Arrival, Scene, steps_of
 from support.hash_engine import END, HashEngine, Language, request_for
 
 ENDLESS = Language(8, end_every=10**9)
@@ -52,6 +51,7 @@ def test_each_request_writes_what_it_would_alone_whoever_comes_goes_or_fails(exa
             assert scene.now < 2000
         for number in range(len(scene.requests)):
             scene.check_ending(number)
+        assert all(request.parked is None for request in scene.requests)
         hold_everything_is_free(scene)
 
     holds()
@@ -112,23 +112,6 @@ def test_prompts_get_fewer_rows_while_others_write() -> None:
         scene.turn()
         assert scene.sequences[1].threads[0].fed == fed
     assert scene.sequences[0].statistics.steps == 3
-
-
-def test_no_more_wait_than_are_allowed_to() -> None:
-    scene = Scene(ENDLESS, [Arrival([1, 2], max_tokens=9) for _ in range(6)], 2, queue_limit=1)
-    for number in range(3):  # two decode and one waits
-        scene.submit(number)
-    with pytest.raises(QueueFull, match="1 requests wait already, queue_limit is 1: try again later, or raise"):
-        scene.submit(3)
-    scene.scheduler.round()
-    with pytest.raises(QueueFull, match="1 requests wait already"):
-        scene.submit(3)
-    scene.requests[2].end()
-    scene.scheduler.round()
-    scene.submit(3)
-    while scene.scheduler.busy:
-        scene.scheduler.round()
-    assert [request.done for request in scene.requests] == [True] * 4 + [False] * 2
 
 
 def test_a_deadline_is_the_first_moment_that_is_too_late_also_in_the_queue() -> None:
@@ -201,15 +184,6 @@ def test_buffers_that_may_hold_nan_are_cleared_before_the_next_request_has_them(
     if not lost:
         assert cleared == [(3 if first.trouble else 2, 0)]
         assert [scene.text(number) for number in (1, 2)] == scene.alone[1:]
-
-
-def test_a_reader_that_raises_affects_no_other_request() -> None:
-    scene = Scene(ENDLESS, [Arrival([1], trouble="progress", when=2), Arrival([2])], 2)
-    scene.play()
-    assert isinstance(scene.requests[0].error, Trap)
-    assert scene.reports[0] == [False, False, False, True]
-    assert steps_of(scene.sequences[0]) == 3
-    assert scene.text(1) == scene.alone[1]
 
 
 def test_who_has_just_ended_does_not_fail_of_what_comes_after() -> None:
@@ -285,29 +259,6 @@ def of_tenants(*tenants: str, max_tokens: int = 60, requests: int = 4, at: int =
         for number, tenant in enumerate(tenants)
     ]
     return Scene(ENDLESS, arrivals, requests, **options)
-
-
-@settings(max_examples=60)
-@given(st.data())
-def test_tenants_that_take_turns_write_what_they_would_alone(data: st.DataObject) -> None:
-    arrivals = data.draw(st.lists(ARRIVALS, min_size=4, max_size=8))
-    tenants, salts = st.sampled_from("abc"), st.sampled_from((None, "x"))
-    arrivals = [
-        replace(arrival, tenant=data.draw(tenants), salt=data.draw(salts), at=arrival.at // 2) for arrival in arrivals
-    ]
-    scene = Scene(
-        data.draw(LANGUAGES),
-        arrivals,
-        data.draw(st.integers(1, 3)),
-        data.draw(st.sampled_from(LOWERINGS)),
-        data.draw(st.sampled_from((7, 512))),
-        row_cost=data.draw(st.sampled_from((0.0, 0.5))),
-        cache=PrefixCache(),
-    )
-    scene.play()
-    for number in range(len(arrivals)):
-        scene.check_ending(number)
-    assert all(request.parked is None for request in scene.requests)
 
 
 @pytest.mark.parametrize(

@@ -26,10 +26,9 @@ from spaceport.runtime.scheduling.prefix_cache import FreeBuffers
 from spaceport.runtime.scheduling.request import Completion, Request
 from spaceport.runtime.scheduling.stream import Stream
 from spaceport.runtime.scheduling.worker import RuntimeClosed
-from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.transcript import Piece, Transcript
 from support.hash_engine import END, FORK, Language
-from support.hash_runtime import SlowEngine, close_between_steps, hash_runtime, stepwise_runtime
+from support.hash_runtime import close_between_steps, hash_runtime, stepwise_runtime
 
 ENDLESS = Language(3, end_every=10**9)  # goes on to its limit
 PLAIN = Decoding(mask_slots=0)
@@ -236,18 +235,11 @@ def test_a_reader_that_is_interrupted_leaves_the_runtime_as_it_was() -> None:
         assert runtime.generate([4, 5], Decoding(max_tokens=9)).tokens == tuple(ENDLESS.write([4, 5], 9))
 
 
-def blocked_runtime(call_timeout: float | None) -> tuple[Runtime, SlowEngine]:
-    """A runtime for two requests whose calls do not return until they are allowed to."""
-    like = hash_runtime(ENDLESS)
-    engine = SlowEngine(ENDLESS, like.engine.capacity, 2)
-    return Runtime(like.bundle, engine, like.max_seq_len, call_timeout=call_timeout), engine
-
-
 @pytest.mark.parametrize("raises", [False, True])
 def test_requests_of_a_call_that_does_not_return_fail_and_the_runtime_is_unhealthy(
     raises: bool, workers: Callable[[], list[threading.Thread]]
 ) -> None:
-    runtime, engine = blocked_runtime(call_timeout=0.2)
+    runtime, engine = stepwise_runtime(ENDLESS, 2, call_timeout=0.2)
     streams = [runtime.stream([number], Decoding(max_tokens=9)) for number in range(3)]  # one of them waits
     expected = r"has not returned for \d+\.\d s, call_timeout is 0.2 s: open the bundle again"
     for stream in streams:
@@ -260,7 +252,7 @@ def test_requests_of_a_call_that_does_not_return_fail_and_the_runtime_is_unhealt
     if raises:
         engine.requests = 0  # the call raises once it returns
     runtime.close()
-    engine.leave.set()  # the call returns after all
+    engine.go()  # the call returns after all
     wait_for(lambda: not workers())
     assert engine.calls == 1  # and no other follows
     with pytest.raises(EngineFault, match="has not returned"):
@@ -268,9 +260,9 @@ def test_requests_of_a_call_that_does_not_return_fail_and_the_runtime_is_unhealt
 
 
 def test_closing_with_a_time_limit_returns_while_a_call_does_not(workers: Callable[[], list[threading.Thread]]) -> None:
-    runtime, engine = blocked_runtime(call_timeout=None)
+    runtime, engine = stepwise_runtime(ENDLESS, 2, call_timeout=None)
     stream = runtime.stream([1, 2], Decoding(max_tokens=9))
-    engine.began.wait(60)
+    engine.wait()
     runtime.close(timeout=0.1)
     with pytest.raises(RuntimeClosed, match=r"an engine call did not return within 0\.1 s"):
         stream.completion()
@@ -278,15 +270,15 @@ def test_closing_with_a_time_limit_returns_while_a_call_does_not(workers: Callab
         runtime.generate([1])
     assert (runtime.status().closed, runtime.status().healthy) == (True, False)
     runtime.close()
-    engine.leave.set()
+    engine.go()
     wait_for(lambda: not workers())
 
 
 def test_closing_with_a_time_limit_fails_a_request_between_the_queue_and_its_buffers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    runtime, engine = blocked_runtime(call_timeout=None)
-    engine.leave.set()
+    runtime, engine = stepwise_runtime(ENDLESS, 2, call_timeout=None)
+    engine.go()
     take, taken, closed = FreeBuffers.take, threading.Event(), threading.Event()
 
     def take_late(buffers: FreeBuffers, sequences: SequenceGroup, running: Collection[int]) -> int:

@@ -111,20 +111,6 @@ def test_an_option_has_the_effect_of_the_python_option(
     }
 
 
-def test_each_option_above_changes_the_output_or_the_steps(runtime: Runtime) -> None:
-    """Otherwise a dropped option would go unnoticed; only the deadline and the defaults change nothing."""
-    costs = [cost(runtime, decoding) for _, decoding in OPTIONS]
-    same = [arguments for (arguments, _), found in zip(OPTIONS, costs, strict=True) if costs.count(found) > 1]
-    assert same == [[], ["--timeout", 600], ["--fork"]]
-
-
-def cost(runtime: Runtime, decoding: Decoding) -> object:
-    if decoding.max_tokens is None:
-        decoding = replace(decoding, max_tokens=60)
-    completion = runtime.generate(DECODER, decoding)
-    return completion.threads, without_times(asdict(completion.statistics))
-
-
 def test_output_is_printed_in_reading_order_and_marks_change_nothing_else(
     forking: Path, runtime: Runtime, capfd: Capture
 ) -> None:

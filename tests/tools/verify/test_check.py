@@ -45,20 +45,9 @@ def test_a_correct_bundle_passes_in_every_case(tiny_bundle: Path, tmp_path: Path
     report = json.loads(capsys.readouterr().out)
     assert report == json.loads((bundle / ACCURACY_FILE).read_text("utf-8"))
     names = " ".join(case["case"] for case in report["cases"])
-    for part in (
-        *(
-            "prompt",
-            "calls of 1 to 24 rows",
-            "cached rows",
-            "SPACE",
-            "draft trees",
-            "random tree",
-            "padding",
-            "two requests",
-        ),
-        *("forked threads", "slot 64", "long context"),
-    ):
-        assert part in names
+    kinds = "prompt, calls of 1 to 24 rows, cached rows, SPACE, draft trees, random tree, padding, two requests"
+    for kind in (*kinds.split(", "), "forked threads", "slot 64", "long context"):
+        assert kind in names
     assert all(case["passed"] and case["disagreements"] == 0 for case in report["cases"])
     assert max(case["max_error"] for case in report["cases"]) < 1e-4
     assert run(["inspect", str(bundle)]) == 0
@@ -152,7 +141,7 @@ def test_a_quick_check_finds_a_fault_with_a_third_of_the_calls_and_says_how_far_
     ]
 
 
-@pytest.mark.parametrize("rows", [2, 6, 11, 24])
+@pytest.mark.parametrize("rows", [6, 24])
 def test_a_fault_in_calls_of_one_row_count_is_found(rows: int, tiny_bundle: Path, tmp_path: Path) -> None:
     bundle = planted(tiny_bundle, tmp_path / "bundle", partial(misplace_slots, rows=rows))
     report = check(open_bundle(bundle), CheckOptions(TINY, length=40, threads=1))
@@ -179,9 +168,7 @@ def test_a_graph_without_marked_values_is_compared_by_keys_and_values(
     bundle = planted(tiny_bundle, tmp_path / "bundle", change)
     assert run(["check", str(bundle), str(TINY), *SHORT, "--layers", "--json"]) == 4
     layers = json.loads(capsys.readouterr().out)["layers"]
-    assert re.search(
-        r"layer 2, keys.*layers 0 to 1 agree; the graph has no marks.*: export it again$", layers["summary"]
-    )
+    assert re.search(r"layer 2, keys.*layers 0 to 1 agree; the graph has no marks.*: export it", layers["summary"])
     assert run(["inspect", str(bundle)]) == 0
     assert "Accuracy: FAILED" in capsys.readouterr().out
 

@@ -70,16 +70,9 @@ SUPPORTED = {
 # Fields of OpenAI's API that change no text here: the service stores nothing, has one tier and no reasoning models.
 IGNORED = frozenset(
     (
-        *(
-            "max_tool_calls",
-            "metadata",
-            "prompt_cache_key",
-            "prompt_cache_options",
-            "prompt_cache_retention",
-            "reasoning",
-        ),
-        *("reasoning_effort", "safety_identifier", "service_tier", "store", "truncation", "user", "verbosity"),
-        *("stream_options.include_obfuscation", "text.verbosity"),
+        *("max_tool_calls", "metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+        *("reasoning", "reasoning_effort", "safety_identifier", "service_tier", "store", "truncation", "user"),
+        *("verbosity", "text.verbosity", "stream_options.include_obfuscation"),
     )
 )
 

@@ -124,7 +124,7 @@ def test_the_chat_demo_exports_once_and_shows_plain_and_drafted_decoding(
     for line in ("calibrating and quantizing weights to int8", "sampled 10 of 40 tokens", "recorded 2 of 6 cases"):
         assert line in first.err
     assert "check passed: " in first.out
-    table = first.out.split("\n\n")[2].splitlines()[1:]
+    table = first.out.split("\n\n")[1].splitlines()[1:]
     assert [line.split("  ")[0] for line in table] == ["1 import json", "", "2 import os", ""]
     assert [line.split()[-1] for line in table] == ["-", "identical"] * 2
     (bundle,) = (tmp_path / "cache").glob("*/")

@@ -175,8 +175,8 @@ def adapter_folder() -> Path:
     """The adapter that comes with the sources."""
     if not (ADAPTER / BASE_FILE).exists():
         raise InputFault(
-            f"{ADAPTER}: no {BASE_FILE} in it: expected the adapter of the chat demo; name another one with --adapter, or "
-            f"train one with `spaceport tune BASE ADAPTER DATA --method gated-lora --adapter-only`"
+            f"{ADAPTER}: no {BASE_FILE} in it: expected the adapter of the chat demo, which is in a checkout and in no wheel: "
+            f"run `make demo-chat` in one, or name another adapter with --adapter"
         )
     return ADAPTER
 

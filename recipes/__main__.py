@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import unicodedata
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,13 +18,12 @@ from spaceport.runtime import Decoding, Runtime, Sampling
 from spaceport.tools import cli
 from spaceport.tools.demo.prompts import MODEL, PROMPTS_FILE
 
-TITLES = "Answer with a numbered list: each item has a title, a colon and one or two sentences."  # such answers fork
+LIST = "List five facts about {}. Number the items; each has a title, a colon and one sentence."  # the answers fork
 _CLIENTS = 48  # prompts that are sampled at the same time
 
 
-@click.group()
-def recipes() -> None:
-    """Train the demo model, or the adapter of the chat model, with the public commands of Spaceport."""
+@click.group(help="Train the demo model, or the adapter of the chat model, with the public commands of Spaceport.")
+def recipes() -> None: ...
 
 
 _PATH = click.Path(path_type=Path)
@@ -71,13 +71,15 @@ def chat(work: Path, base: Path, prompts: int, trial: bool) -> None:
     """Train an adapter for a chat model on its own answers to its own prompts: some hours on two CPU cores."""
     work.mkdir(parents=True, exist_ok=True)
     bundle, drafts, adapter = work / "base.bundle", work / "drafts", work / "adapter"
-    listed = 1 + prompts // 12
+    nouns = [
+        unicodedata.name(chr(code)).lower() for code in range(0x1F330, 0x1F3F0)
+    ]  # from chestnut to japanese castle
     _make(bundle, "export", base, bundle, "--weights", "int8")
     texts = own_prompts(bundle, work / "own_prompts.json", prompts + 1 + prompts // 40)
     asked = {
         "train": texts[:prompts],
         "validation": texts[prompts:],
-        "forks": [text for own in texts[:listed] for text in (own, f"{own} {TITLES}")],
+        "forks": [text for own, noun in zip(texts, nouns, strict=False) for text in (own, LIST.format(noun))],
     }
     for name, messages in asked.items():
         lines = [json.dumps({"prompt": text}) + "\n" for text in messages]

@@ -11,15 +11,13 @@ from collections.abc import Iterable, Iterator
 from itertools import chain, islice
 from pathlib import Path
 from random import Random
-from typing import Any, TypeVar
+from typing import Any
 
 from recipes.functions import MOST_ITEMS, Function, answer, functions_in, invented, question
 
 WINDOW = 540  # characters of a window of source text: about 180 tokens
 LONGEST_SIGNATURE = 200  # characters
 UNFORKED_COPIES = 0.17  # fraction of the lists that are repeated with "fork": false
-
-_Item = TypeVar("_Item")
 
 # Tests, data, generated tables, and modules that some Python builds lack
 _SKIPPED = {
@@ -94,7 +92,7 @@ def _functions(sources: Iterable[str]) -> dict[str, Function]:
     return {text: found[text] for text in usable}
 
 
-def _shuffled(items: Iterable[_Item], dice: Random) -> list[_Item]:
+def _shuffled(items: Iterable[Any], dice: Random) -> list[Any]:
     """The items in a random order."""
     found = list(items)
     return dice.sample(found, len(found))

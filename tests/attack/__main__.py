@@ -11,8 +11,6 @@ from pathlib import Path
 
 import click
 
-from attack.files import hostile_files
-from attack.kills import kills
 from attack.mutations import mutated_bundles
 from attack.outcome import Budget, Outcome, table
 from attack.requests import hostile_requests, soak
@@ -21,9 +19,7 @@ from support.paths import DEMO, TINY
 
 PARTS: dict[str, Callable[[Path, int, Budget], Outcome | list[Outcome]]] = {
     "mutations": lambda work, seed, budget: mutated_bundles(_bundle(TINY), work, seed, budget),
-    "files": lambda work, seed, budget: hostile_files(_bundle(TINY), work, seed, budget),
     "requests": lambda work, seed, budget: hostile_requests(_bundle(DEMO), seed, budget),
-    "kills": lambda work, seed, budget: kills(_bundle(TINY), work, seed, budget),
     "soak": lambda work, seed, budget: soak(_bundle(TINY), seed, budget),
     "service": lambda work, seed, budget: strangers(_bundle(DEMO), seed, budget),
 }

@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 
@@ -24,7 +23,7 @@ def mutated_bundles(bundle: Path, work: Path, seed: int, budget: Budget) -> Outc
     which may have another output, but causes no crash, no hang and no untyped error.
     """
     outcome, opener, copy = Outcome("mutated bundles", seed), Opener(), work / "mutated"
-    expected = opener.run("bundle", bundle)
+    expected = opener.run(bundle)
     assert expected.startswith("tokens"), f"{bundle} cannot be opened: {expected}"
     for number in budget.numbers():
         random = Random(f"{seed} {number}")
@@ -32,7 +31,7 @@ def mutated_bundles(bundle: Path, work: Path, seed: int, budget: Budget) -> Outc
         shutil.copytree(bundle, copy)
         change = mutate(copy, random)
         repaired = bool(number % 2) and repair(copy)
-        result = opener.run("bundle", copy)
+        result = opener.run(copy)
         name, fine = result, result.startswith("refused")
         if result.startswith("tokens"):
             same = result == expected
@@ -43,18 +42,15 @@ def mutated_bundles(bundle: Path, work: Path, seed: int, budget: Budget) -> Outc
     return outcome
 
 
-def mutate(folder: Path, random: Random, entries: str = MANIFEST_FILE) -> str:
-    """Change a file of a folder, often one with these JSON entries; returns what was done."""
-    if entries.endswith(".json") and random.random() < 0.3:
-        return _edit_entries(folder / entries, random)
+_KINDS = ("flip", "flip", "truncate", "extend", "zero", "delete", "folder", "endless", "pipe", "empty")
+
+
+def mutate(folder: Path, random: Random) -> str:
+    """Change a file of a bundle, often an entry of its manifest; returns what was done."""
+    if random.random() < 0.3:
+        return _edit_entries(folder / MANIFEST_FILE, random)
     file = random.choice(sorted(file for file in folder.rglob("*") if file.is_file()))
-    kinds = ("flip", "flip", "truncate", "extend", "zero", "delete", "folder", "endless", "pipe", "empty")
-    return damage(file, random, kinds)
-
-
-def damage(file: Path, random: Random, kinds: Sequence[str]) -> str:
-    """Change a file in one of these ways; returns which one."""
-    content, kind = bytearray(file.read_bytes()), random.choice(kinds)
+    content, kind = bytearray(file.read_bytes()), random.choice(_KINDS)
     begin = random.randrange(max(1, len(content)))
     if kind == "flip" and content:
         for _ in range(random.choice((1, 1, 1, 8))):

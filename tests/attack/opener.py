@@ -1,11 +1,9 @@
-"""Opener: a process that opens bundles and files as a stranger sends them, so that a crash or a hang ends it alone."""
+"""Opener: a process that opens bundles as a stranger sends them, so that a crash or a hang ends it alone."""
 
 from __future__ import annotations
 
-import hashlib
 import os
 import resource
-from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -22,10 +20,10 @@ class Opener:
     def __init__(self) -> None:
         self._pool = ProcessPoolExecutor(1, get_context("spawn"), _limit)
 
-    def run(self, kind: str, path: Path) -> str:
-        """The result of reading a file or folder: "tokens …", "read", "refused …", "untyped …", "ended" or "hang"."""
+    def run(self, folder: Path) -> str:
+        """The result of opening a bundle and generating: "tokens …", "refused …", "untyped …", "ended" or "hang"."""
         try:
-            return self._pool.submit(_result, kind, path).result(_PATIENCE)
+            return self._pool.submit(_result, folder).result(_PATIENCE)
         except (BrokenProcessPool, futures.TimeoutError) as error:
             self.close()
             self._pool = ProcessPoolExecutor(1, get_context("spawn"), _limit)
@@ -54,52 +52,11 @@ def _bundle(folder: Path) -> str:
         return f"tokens {runtime.bundle.manifest.files['model.onnx.data'].sha256[:12]} {list(tokens)}"
 
 
-def _tokenizer(file: Path) -> str:
-    from spaceport.graphs.contract.manifest import FileRecord, Manifest, TokenIds
-    from spaceport.graphs.contract.signature import Signature
-    from spaceport.runtime.bundle import Bundle
-    from spaceport.runtime.opened_files import OpenedFiles
-    from spaceport.runtime.text.tokenizer import decode, encode, open_tokenizer
-
-    files = OpenedFiles(file.parent)
-    content = files.first_bytes(file.name, 2**30)
-    files.verify(file.name, FileRecord(sha256=hashlib.sha256(content).hexdigest(), size=len(content)))
-    manifest = Manifest(Signature(1, 1, 1, 1, "float32", "scatter"), TokenIds(), 0, 1, "llama", 1, 23, "plain")
-    tokenizer = open_tokenizer(Bundle(file.parent, manifest, files))
-    decode(tokenizer, encode(tokenizer, "import json, Text\n" * 100, special=True))
-    return "read"
-
-
-def _checkpoint(file: Path) -> str:
-    from spaceport.exporter.checkpoint_files import require_checkpoint
-    from spaceport.exporter.sar_config import read_sar_config
-
-    require_checkpoint(file.parent)
-    read_sar_config(file.parent)
-    return "read"
-
-
-def _configuration(file: Path) -> str:
-    from spaceport.tools.cli.configuration import content_of, options_in
-    from spaceport.tools.cli.serve import command
-
-    options_in(command, content_of(file), str(file))
-    return "read"
-
-
-_KINDS: dict[str, Callable[[Path], str]] = {
-    "bundle": _bundle,
-    "tokenizer": _tokenizer,
-    "checkpoint": _checkpoint,
-    "configuration": _configuration,
-}
-
-
-def _result(kind: str, path: Path) -> str:
+def _result(folder: Path) -> str:
     from spaceport.runtime import SpaceportError
 
     try:
-        return _KINDS[kind](path)
+        return _bundle(folder)
     except SpaceportError as error:
         return f"refused {type(error).__name__}"
     except BaseException as error:  # noqa: BLE001  (what the campaign looks for)

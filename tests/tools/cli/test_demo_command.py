@@ -197,7 +197,11 @@ def test_mistakes_come_before_the_export(
     monkeypatch.setattr(demo, "PACKAGE", "no-such-package")
     for arguments, code, message in (
         (chat, MISSING, missing),
-        (["--chat"], INPUT, "adapter: no base.json in it: expected the adapter of the chat demo, which is in a checkout"),
+        (
+            ["--chat"],
+            INPUT,
+            "adapter: no base.json in it: expected the adapter of the chat demo, which is in a checkout",
+        ),
         (["--chat", "model"], USAGE, "--chat with the checkpoint model: expected one of them"),
         (["--page", "--prompt", "x"], USAGE, "--page with --prompt"),
     ):

@@ -23,7 +23,7 @@ def test_every_exported_name_exists_and_every_error_is_a_spaceport_error() -> No
     assert sorted(set(spaceport.runtime.__all__)) == spaceport.runtime.__all__
     exported = [getattr(spaceport.runtime, name) for name in spaceport.runtime.__all__]
     errors = [value for value in exported if inspect.isclass(value) and issubclass(value, Exception)]
-    assert len(errors) == 14
+    assert len(errors) == 13
     assert [error for error in errors if not issubclass(error, SpaceportError)] == []
 
 

@@ -88,6 +88,8 @@ class TrainingStates:
         lines: list[str] = []
         if states := self._states():
             with self._damage_named(states[-1]):
+                # dropout continues from it; accelerate goes on without it
+                (states[-1] / f"random_states_{self._accelerator.process_index}.pkl").stat()
                 self._accelerator.load_state(str(states[-1]))
                 training.restore(**read_json(states[-1] / _PROGRESS_FILE))
             # lines of steps that are repeated are left out, and a last one that was cut off

@@ -292,7 +292,7 @@ def test_bundles_and_limits_are_tables_of_the_file(monkeypatch: pytest.MonkeyPat
         ("port = 'x'", "`port`: 'x' is not a valid integer"),
         ("max_requests = 1.5", "`max_requests`: '1.5' is not a valid integer"),
         ("max_requests = true", "`max_requests`: 'True' is not a valid integer"),
-        ("strict = 3", "`strict`: '3' is not a valid boolean"),
+        ("key_metrics = 3", "`key_metrics`: '3' is not a valid boolean"),
         ("models = 3", "`models` is 3: expected a table"),
         ("[limits]\nstop_stings = 3", "--limit is 'stop_stings=3': expected NAME=N with one of"),
         ("port = 70000", "`port`: 70000 is not in the range 0<=x<=65535"),

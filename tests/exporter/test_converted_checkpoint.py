@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import re
-import shutil
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -13,10 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor
-from transformers import Ministral3Config, Ministral3ForCausalLM
 
 from spaceport.exporter.checkpoint import Checkpoint, TokenFlags, load_model, open_checkpoint
 from spaceport.exporter.checkpoint_files import is_converted
@@ -29,8 +26,6 @@ from spaceport.tools.tune.job import TuningJob
 from spaceport.tools.tune.settings import TrainingSettings
 from spaceport.tools.tune.tuning import tune
 from support.exported import bundle_of
-from support.paths import TINY
-from support.published import TOKENIZER
 from support.published_checkpoints import CONFIGS, Format, Published, published, write_published, write_weights
 from support.published_models import chatglm_logits, internlm_logits, qwen_logits
 from support.small_tokenizers import varied_texts
@@ -200,100 +195,6 @@ def test_a_tuned_checkpoint_keeps_tokens_template_and_ends(family: str, loaded: 
     texts = varied_texts(300, ("<|im_start|>", "<|im_end|>", "<|user|>", "<eoh>", "</s>"))
     tokenizers = [Tokenizer.from_str(checkpoint.tokenizer) for checkpoint in (before, after)]
     assert all(tokenizers[0].encode(text).ids == tokenizers[1].encode(text).ids for text in texts)
-
-
-NEMOTRON: dict[str, Any] = {
-    "model_type": "nemotron_labs_diffusion",
-    "dlm_paradigm": "bidirectional",
-    "hidden_act": "silu",
-    "block_size": 6,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "head_dim": 16,
-    "num_key_value_heads": 2,
-    "vocab_size": 640,
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-05,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "mask_token_id": 628,
-    "tie_word_embeddings": False,
-}
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 1000000.0,
-    "factor": 16.0,
-    "original_max_position_embeddings": 16,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-    "llama_4_scaling_beta": 0.1,
-}
-
-
-def nemotron() -> Any:
-    """The causal model of NEMOTRON, in transformers' own class, with weights so large that every token counts."""
-    config = Ministral3Config(**{**NEMOTRON, "model_type": "ministral3", "rope_parameters": YARN})
-    model = Ministral3ForCausalLM(config).eval()
-    dice = torch.Generator().manual_seed(11)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape, generator=dice)
-            parameter.copy_(1 + 0.2 * noise if "norm" in name else 0.3 * noise)
-    return model
-
-
-def write_nemotron(folder: Path, model: Any, without: str = "", **entries: Any) -> Path:
-    """The model in the published layout; the entries are added to config.json."""
-    folder.mkdir(exist_ok=True)
-    for name in TOKENIZER:
-        shutil.copyfile(TINY / name, folder / name)
-    (folder / "config.json").write_text(json.dumps({**NEMOTRON, "rope_parameters": YARN, **entries}), "utf-8")
-    names = {"model.": "encoder.", "lm_head.": "diffusion_head."}
-    tensors = {
-        re.sub(r"^(model|lm_head)\.", lambda found: names[found[0]], name): tensor
-        for name, tensor in model.state_dict().items()
-    }
-    save_file({name: tensor for name, tensor in tensors.items() if name != without}, folder / "model.safetensors")
-    return folder
-
-
-def test_the_causal_pass_of_nemotron_is_that_of_ministral(tmp_path: Path) -> None:
-    """The text is longer than original_max_position_embeddings, so that queries are scaled."""
-    model, ids = nemotron(), [5, 9, 200, 33, 17, 5, 80, 401, 64, 12, 7, 300, 21, 90, 55, 18, 77, 260, 31, 6]
-    found = opened(write_nemotron(tmp_path / "model", model))
-    assert (found.config.model_type, found.tokens.mask, found.tokens.end) == ("ministral3", (), (1, 3))
-    torch.testing.assert_close(logits(load_model(found, "float32"), ids), logits(model, ids), rtol=0, atol=TOLERANCE)
-
-
-@pytest.mark.parametrize(
-    ("entries", "message"),
-    [
-        ({"dlm_paradigm": "block_diff"}, r"dlm_paradigm is 'block_diff', so the model has another attention"),
-        ({"attention_bias": True}, r"attention_bias is True, so the model has biases"),
-        ({"sliding_window": 8}, r"sliding_window is 8, so the model has sliding windows"),
-        ({"vision_config": {}}, r"unknown field 'vision_config'"),
-        ({"max_position_embeddings": 128}, r"factor is 16, max_position_embeddings is 128: expected 16"),
-        ({"rope_parameters": {"rope_type": "default"}}, "rope_parameters is .*: expected an object with rope_type"),
-    ],
-)
-def test_a_nemotron_that_differs_from_the_published_models_is_refused(
-    entries: dict[str, Any], message: str, tmp_path: Path
-) -> None:
-    with pytest.raises(CheckpointError, match=message):
-        opened(write_nemotron(tmp_path / "model", nemotron(), **entries))
-
-
-def test_an_incomplete_nemotron_is_refused(tmp_path: Path) -> None:
-    folder = write_nemotron(tmp_path / "model", nemotron())
-    (folder / "tokenizer.json").write_text("{", "utf-8")
-    with pytest.raises(CheckpointError, match=r"its tokenizer cannot be read: .*: expected tokenizer.json"):
-        opened(folder)
-    with pytest.raises(CheckpointError, match=r"tensor encoder.norm.weight is missing: expected the 21 tensors"):
-        opened(write_nemotron(folder, nemotron(), without="encoder.norm.weight"))
 
 
 WEIGHTS = {"a.weight": torch.arange(6.0).reshape(2, 3), "b.bias": torch.arange(4.0), "c.weight": torch.ones(1, 1)}

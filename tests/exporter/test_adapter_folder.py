@@ -250,12 +250,12 @@ def test_options_that_do_not_fit_an_adapter_are_refused(
         assert message in capsys.readouterr().err
 
 
-def cut(file: Path) -> None:
-    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-
-
-def fewer(found: dict[str, Tensor]) -> None:
+def remove_a_row(found: dict[str, Tensor]) -> None:
     found["ids"] = found["ids"][1:].clone()
+
+
+def narrow_rows(found: dict[str, Tensor]) -> None:
+    found["input"] = found["input"][:, 1:].clone()
 
 
 Spoil = Callable[[Path], object]
@@ -264,23 +264,18 @@ SPOILS: list[tuple[str, Spoil, str]] = [
     (BASE_FILE, Path.unlink, r"no base\.json in it: expected an adapter folder, as"),
     (BASE_FILE, partial(edit_json, schema=2), r"base\.json: schema is 2: expected 1; copy"),
     (BASE_FILE, partial(edit_json, tokens=[]), r"base\.json: tokens is list: expected an object"),
-    (BASE_FILE, lambda file: file.write_text("{"), r"base\.json: not valid JSON"),
     (BASE_FILE, partial(edit_json, tokens={"[D]": 629}), r"'\[D\]' gets the id 628, the adapter in .* trained with"),
     (BASE_FILE, partial(edit_json, base__sizes__num_hidden_layers=3), "its num_hidden_layers is 2, the adapter was tr"),
     (BASE_FILE, partial(edit_json, base__weights__float32="0" * 64), "in float32 have the digest [0-9a-f]{12}, the ad"),
     (SAR_FILE, partial(edit_json, mechanisms={}), "has none of mask_adapter, draft_heads: expected"),
     (SAR_FILE, partial(edit_json, fork_token="[F]", child_token="[C]"), r"names the token '\[C\]': expected one of"),
-    (SAR_FILE, partial(edit_json, mechanisms__mask_adapter__rank=4), "the rank is 4: expected rank x in"),
-    (ADAPTER_FILE, Path.unlink, r"but there is no mask_adapter\.safetensors: copy it"),
-    (ADAPTER_FILE, cut, r"mask_adapter\.safetensors: cannot be read: .*: copy"),
     (ADAPTER_FILE, partial(edit_tensors, change=lambda found: found.pop(HALF)), rf"no tensor {HALF}: expected 28"),
     (EMBEDDINGS_FILE, Path.unlink, r"token_embeddings\.safetensors: cannot be read: "),
-    (EMBEDDINGS_FILE, cut, r"token_embeddings\.safetensors: cannot be read: "),
-    (EMBEDDINGS_FILE, partial(edit_tensors, change=fewer), "has rows of 11 tokens: expected the 12 tokens that"),
+    (EMBEDDINGS_FILE, partial(edit_tensors, change=remove_a_row), "has rows of 11 tokens: expected the 12 tokens that"),
     (
         EMBEDDINGS_FILE,
-        partial(edit_tensors, change=lambda found: found.update(input=torch.zeros(12, 63))),
-        r"has tensors with the shapes \{'input': \(12, 63\)\}: expected \{'input': \(12, 64\)\}; copy",
+        partial(edit_tensors, change=narrow_rows),
+        r"shapes \{'input': \(12, 63\)\}: expected \{'input': \(",
     ),
 ]
 

@@ -31,10 +31,8 @@ from spaceport.exporter.checkpoint_source import quiet_libraries
 from spaceport.exporter.export import ExportOptions, added_tokens, export
 from spaceport.exporter.sar_config import save_acceptance
 from spaceport.graphs.contract.draft_methods import DraftAcceptance
-from spaceport.graphs.contract.manifest import DATA_FILE, MANIFEST_FILE, MODEL_FILE
+from spaceport.graphs.contract.manifest import MANIFEST_FILE
 from spaceport.graphs.contract.signature import Precision, Weights
-from spaceport.graphs.decoder import Decoder
-from spaceport.graphs.streamed_weights import values_of
 from spaceport.runtime.bundle import open_bundle
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
@@ -202,34 +200,6 @@ def test_the_bundle_is_that_of_the_tuned_checkpoint(
     checked = ["check", str(other), str(base), "--long-context", "40", "--threads", "1"]
     assert run([*checked, "--adapter", str(adapter)]) == 0
     assert run(checked) == 3
-
-
-def test_an_export_has_the_tokens_and_weights_of_the_adapter(
-    base: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    exported: list[dict[str, Tensor]] = []
-
-    def trace(decoder: Decoder, folder: Path, opset: int, *_: object) -> None:
-        exported.append({name: values_of(tensor).clone() for name, tensor in decoder.model.named_parameters()})
-        for name in (MODEL_FILE, DATA_FILE):
-            (folder / name).write_bytes(b"a graph")
-
-    monkeypatch.setattr("spaceport.exporter.export.to_onnx", trace)
-    assert export(base, tmp_path / "bundle", ExportOptions(adapter=adapter)).tokens.mask == (MASK,)
-    for name, tensor in load_model(opened(base, adapter), "float32").named_parameters():
-        assert torch.equal(exported[0][name], tensor), name
-
-
-def test_acceptance_is_measured_on_the_base_model_with_its_adapter(
-    base: Path, adapter: Path, tuned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    data = tmp_path / "data.jsonl"
-    data.write_text('{"prompt": "import json", "response": "import os"}\n', "utf-8")
-    options = ["--json", "--max-tokens", "4", "--max-seq-len", "64", "--threads", "1"]
-    assert run(["acceptance", str(tuned), str(data), *options]) == 0
-    expected = capsys.readouterr().out.replace(str(tuned), str(base))
-    assert run(["acceptance", str(base), str(data), "--adapter", str(adapter), *options]) == 0
-    assert capsys.readouterr().out == expected
 
 
 def test_options_that_do_not_fit_an_adapter_are_refused(

@@ -26,7 +26,7 @@ _TOKENIZERS = (
     *("spiece.model", "sentencepiece.bpe.model", "tekken.json"),
 )
 # Published with code of their own for these values of model_type; loaded as families that transformers ships.
-CONVERTED_TYPES = ("chatglm", "internlm", "nemotron_labs_diffusion", "qwen")
+CONVERTED_TYPES = ("chatglm", "internlm", "qwen")
 TIKTOKEN_FILE = "qwen.tiktoken"
 _EXPECTED = "expected a checkpoint (config.json, *.safetensors, tokenizer)"
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")

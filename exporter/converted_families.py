@@ -10,7 +10,6 @@ from typing import Any, Literal, NoReturn
 from transformers import (
     GlmForCausalLM,
     LlamaForCausalLM,
-    Ministral3ForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2ForCausalLM,
@@ -165,7 +164,6 @@ _SIZES = {
     name: Field(name)
     for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 }
-_TOKENS = {"bos_token_id": Field("bos_token_id", "token ids", 1), "eos_token_id": Field("eos_token_id", "token ids", 2)}
 _QUERIES_KEYS_VALUES = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
 
@@ -281,7 +279,8 @@ _INTERNLM = Family(
         "max_position_embeddings": Field("max_position_embeddings", default=2048),
         "attention_bias": Field("bias", "flag", True),
         "tie_word_embeddings": Field("tie_word_embeddings", "flag", False),
-        **_TOKENS,
+        "bos_token_id": Field("bos_token_id", "token ids", 1),
+        "eos_token_id": Field("eos_token_id", "token ids", 2),
         "pad_token_id": Field("pad_token_id", "token ids", 0),
     },
     fixed={
@@ -294,61 +293,6 @@ _INTERNLM = Family(
     ),
     complete=_complete_internlm,
     names={},  # those of llama
-)
-
-
-def _complete_nemotron(fields: Fields, entries: Mapping[str, Any]) -> dict[str, Any]:
-    """The YaRN embedding with the scaling of queries that Llama 4 has; both are those of `ministral3`."""
-    required = ("factor", "original_max_position_embeddings", "rope_theta", "llama_4_scaling_beta")
-    defaults = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
-    content = fields.content.get("rope_parameters")
-    known = {"rope_type", "type", *required, *defaults}
-    if not isinstance(content, dict) or not set(content) <= known or content.get("rope_type") != "yarn":
-        fields.refuse(f"rope_parameters is {content!r:.80}", f"an object with rope_type yarn, {', '.join(required)}")
-    inside = fields.inside("rope_parameters", content)
-    parameters: dict[str, Any] = {name: inside.number(f"rope_parameters.{name}") for name in required}
-    parameters |= {name: inside.number(f"rope_parameters.{name}", value) for name, value in defaults.items()}
-    original = inside.whole("rope_parameters.original_max_position_embeddings")
-    positions = entries["max_position_embeddings"]
-    if parameters["factor"] * original != positions or parameters["factor"] < 1:
-        fields.refuse(
-            f"rope_parameters.factor is {parameters['factor']:g}, max_position_embeddings is {positions}",
-            f"{original} (original_max_position_embeddings) times a factor of at least 1",
-            "use a published instruct checkpoint",
-        )
-    yarn = {"rope_type": "yarn", **parameters, "original_max_position_embeddings": original}
-    return {"tie_word_embeddings": False, "rope_parameters": yarn}
-
-
-# Its causal pass, in which texts are verified, is that of Ministral 3; the modules have other names.
-_NEMOTRON = Family(
-    title="Nemotron-Labs-Diffusion",
-    model=Ministral3ForCausalLM,
-    fields={
-        **_SIZES,
-        "num_key_value_heads": Field("num_key_value_heads"),
-        "head_dim": Field("head_dim"),
-        "rms_norm_eps": Field("rms_norm_eps", "number"),
-        "max_position_embeddings": Field("max_position_embeddings"),
-        **_TOKENS,
-        "pad_token_id": Field("pad_token_id", "token ids"),
-    },
-    fixed={
-        "dlm_paradigm": Fixed("bidirectional", "bidirectional", "another attention than the published models"),
-        "hidden_act": Fixed("silu", "silu", "another activation"),
-        "attention_bias": Fixed(False, False, "biases in its attention layers"),
-        "mlp_bias": Fixed(False, False, "biases in its feed-forward layers"),
-        "sliding_window": Fixed(None, None, "sliding windows, which its causal pass ignores"),
-        "tie_word_embeddings": Fixed(False, False, "no output embedding of its own"),
-    },
-    known=(
-        *("rope_parameters", "rope_theta", "mask_token_id"),
-        # Training, and block diffusion, which the causal pass does not have.
-        *("initializer_range", "use_cache", "attn_implementation", "attention_dropout", "block_size", "rope_scaling"),
-        *("dlm_loss_weight", "ar_loss_weight", "dp_varying_mask_ratio"),
-    ),
-    complete=_complete_nemotron,
-    names={"model.": "encoder.", "lm_head": "diffusion_head"},
 )
 
 
@@ -429,5 +373,5 @@ _QWEN = Family(
     ),
 )
 
-FAMILIES = {"chatglm": _CHATGLM, "internlm": _INTERNLM, "nemotron_labs_diffusion": _NEMOTRON, "qwen": _QWEN}
+FAMILIES = {"chatglm": _CHATGLM, "internlm": _INTERNLM, "qwen": _QWEN}
 assert set(FAMILIES) == set(CONVERTED_TYPES)

@@ -10,7 +10,6 @@ from typing import Any
 
 from jinja2 import TemplateError
 from tokenizers import Tokenizer
-from transformers import PreTrainedTokenizerFast
 
 from spaceport.exporter.checkpoint_files import TIKTOKEN_FILE
 from spaceport.exporter.sar_config import CheckpointError, read_json
@@ -111,8 +110,6 @@ class PublishedTokenizer:
 
 def published_tokenizer(folder: Path, published_type: str, generation: Mapping[str, Any]) -> PublishedTokenizer:
     """The tokenizer of a published checkpoint folder of this model_type; raise if it cannot be converted exactly."""
-    if published_type == "nemotron_labs_diffusion":
-        return _saved_tokenizer(folder)
     published = _format_of(folder, published_type, generation)
     backend = _own_backend(folder)
     if backend is None:
@@ -122,19 +119,6 @@ def published_tokenizer(folder: Path, published_type: str, generation: Mapping[s
     tokenizer.chat_template = _template(folder, tokenizer, published)
     optional = (text for text in published.optional_ends if backend.token_to_id(text) is not None)
     return PublishedTokenizer(tokenizer, _ids(folder, backend, *published.ends, *optional))
-
-
-def _saved_tokenizer(folder: Path) -> PublishedTokenizer:
-    """The tokenizer of a folder whose tokenizer.json needs no conversion, with the end token of its config.json."""
-    try:
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # tokenizers raises Exception itself
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
-        raise CheckpointError(
-            f"{folder}: its tokenizer cannot be read: {reason}: expected tokenizer.json; copy or download it again"
-        ) from error
-    end = read_json(folder / "config.json").get("eos_token_id")
-    return PublishedTokenizer(tokenizer, tuple(end) if isinstance(end, list) else () if end is None else (int(end),))
 
 
 def _format_of(folder: Path, published_type: str, generation: Mapping[str, Any]) -> TokenizerFormat:

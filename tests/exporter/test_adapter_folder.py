@@ -31,10 +31,8 @@ from spaceport.exporter.checkpoint_source import quiet_libraries
 from spaceport.exporter.export import ExportOptions, added_tokens, export
 from spaceport.exporter.sar_config import save_acceptance
 from spaceport.graphs.contract.draft_methods import DraftAcceptance
-from spaceport.graphs.contract.manifest import DATA_FILE, MANIFEST_FILE, MODEL_FILE
+from spaceport.graphs.contract.manifest import MANIFEST_FILE
 from spaceport.graphs.contract.signature import Precision, Weights
-from spaceport.graphs.decoder import Decoder
-from spaceport.graphs.streamed_weights import values_of
 from spaceport.runtime.bundle import open_bundle
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
@@ -204,34 +202,6 @@ def test_the_bundle_is_that_of_the_tuned_checkpoint(
     assert run(checked) == 3
 
 
-def test_an_export_has_the_tokens_and_weights_of_the_adapter(
-    base: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    exported: list[dict[str, Tensor]] = []
-
-    def trace(decoder: Decoder, folder: Path, opset: int, *_: object) -> None:
-        exported.append({name: values_of(tensor).clone() for name, tensor in decoder.model.named_parameters()})
-        for name in (MODEL_FILE, DATA_FILE):
-            (folder / name).write_bytes(b"a graph")
-
-    monkeypatch.setattr("spaceport.exporter.export.to_onnx", trace)
-    assert export(base, tmp_path / "bundle", ExportOptions(adapter=adapter)).tokens.mask == (MASK,)
-    for name, tensor in load_model(opened(base, adapter), "float32").named_parameters():
-        assert torch.equal(exported[0][name], tensor), name
-
-
-def test_acceptance_is_measured_on_the_base_model_with_its_adapter(
-    base: Path, adapter: Path, tuned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    data = tmp_path / "data.jsonl"
-    data.write_text('{"prompt": "import json", "response": "import os"}\n', "utf-8")
-    options = ["--json", "--max-tokens", "4", "--max-seq-len", "64", "--threads", "1"]
-    assert run(["acceptance", str(tuned), str(data), *options]) == 0
-    expected = capsys.readouterr().out.replace(str(tuned), str(base))
-    assert run(["acceptance", str(base), str(data), "--adapter", str(adapter), *options]) == 0
-    assert capsys.readouterr().out == expected
-
-
 def test_options_that_do_not_fit_an_adapter_are_refused(
     base: Path, adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -250,12 +220,12 @@ def test_options_that_do_not_fit_an_adapter_are_refused(
         assert message in capsys.readouterr().err
 
 
-def cut(file: Path) -> None:
-    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-
-
-def fewer(found: dict[str, Tensor]) -> None:
+def remove_a_row(found: dict[str, Tensor]) -> None:
     found["ids"] = found["ids"][1:].clone()
+
+
+def narrow_rows(found: dict[str, Tensor]) -> None:
+    found["input"] = found["input"][:, 1:].clone()
 
 
 Spoil = Callable[[Path], object]
@@ -264,23 +234,18 @@ SPOILS: list[tuple[str, Spoil, str]] = [
     (BASE_FILE, Path.unlink, r"no base\.json in it: expected an adapter folder, as"),
     (BASE_FILE, partial(edit_json, schema=2), r"base\.json: schema is 2: expected 1; copy"),
     (BASE_FILE, partial(edit_json, tokens=[]), r"base\.json: tokens is list: expected an object"),
-    (BASE_FILE, lambda file: file.write_text("{"), r"base\.json: not valid JSON"),
     (BASE_FILE, partial(edit_json, tokens={"[D]": 629}), r"'\[D\]' gets the id 628, the adapter in .* trained with"),
     (BASE_FILE, partial(edit_json, base__sizes__num_hidden_layers=3), "its num_hidden_layers is 2, the adapter was tr"),
     (BASE_FILE, partial(edit_json, base__weights__float32="0" * 64), "in float32 have the digest [0-9a-f]{12}, the ad"),
     (SAR_FILE, partial(edit_json, mechanisms={}), "has none of mask_adapter, draft_heads: expected"),
     (SAR_FILE, partial(edit_json, fork_token="[F]", child_token="[C]"), r"names the token '\[C\]': expected one of"),
-    (SAR_FILE, partial(edit_json, mechanisms__mask_adapter__rank=4), "the rank is 4: expected rank x in"),
-    (ADAPTER_FILE, Path.unlink, r"but there is no mask_adapter\.safetensors: copy it"),
-    (ADAPTER_FILE, cut, r"mask_adapter\.safetensors: cannot be read: .*: copy"),
     (ADAPTER_FILE, partial(edit_tensors, change=lambda found: found.pop(HALF)), rf"no tensor {HALF}: expected 28"),
     (EMBEDDINGS_FILE, Path.unlink, r"token_embeddings\.safetensors: cannot be read: "),
-    (EMBEDDINGS_FILE, cut, r"token_embeddings\.safetensors: cannot be read: "),
-    (EMBEDDINGS_FILE, partial(edit_tensors, change=fewer), "has rows of 11 tokens: expected the 12 tokens that"),
+    (EMBEDDINGS_FILE, partial(edit_tensors, change=remove_a_row), "has rows of 11 tokens: expected the 12 tokens that"),
     (
         EMBEDDINGS_FILE,
-        partial(edit_tensors, change=lambda found: found.update(input=torch.zeros(12, 63))),
-        r"has tensors with the shapes \{'input': \(12, 63\)\}: expected \{'input': \(12, 64\)\}; copy",
+        partial(edit_tensors, change=narrow_rows),
+        r"shapes \{'input': \(12, 63\)\}: expected \{'input': \(",
     ),
 ]
 

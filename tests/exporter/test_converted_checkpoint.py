@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import random
-import re
-import shutil
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -13,10 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor
-from transformers import Ministral3Config, Ministral3ForCausalLM
 
 from spaceport.exporter.checkpoint import Checkpoint, TokenFlags, load_model, open_checkpoint
 from spaceport.exporter.checkpoint_files import is_converted
@@ -29,8 +24,6 @@ from spaceport.tools.tune.job import TuningJob
 from spaceport.tools.tune.settings import TrainingSettings
 from spaceport.tools.tune.tuning import tune
 from support.exported import bundle_of
-from support.paths import TINY
-from support.published import TOKENIZER
 from support.published_checkpoints import CONFIGS, Format, Published, published, write_published, write_weights
 from support.published_models import chatglm_logits, internlm_logits, qwen_logits
 from support.small_tokenizers import varied_texts
@@ -67,30 +60,18 @@ def reference_logits(model: Published, ids: list[int]) -> Tensor:
     return REFERENCES[model.family](model.config, weights, ids)
 
 
-def logits(model: Any, ids: list[int]) -> Tensor:
-    with torch.no_grad():
-        found: Tensor = model(torch.tensor([ids])).logits[0]
-    return found
-
-
-def difference(model: Published, folder: Path) -> float:
-    """The largest difference of any logit in texts of several lengths, up to the last position."""
-    converted = load_model(opened(write_published(folder, model)), "float32")
-    dice = random.Random(5)
-    worst = 0.0
-    for length in (1, 2, 17, 100, 256):
-        ids = [dice.randrange(500) for _ in range(length)]
-        worst = max(worst, float((logits(converted, ids) - reference_logits(model, ids)).abs().max()))
-    return worst
-
-
 @pytest.mark.parametrize(
     ("family", "changes"), STRUCTURES, ids=lambda value: value if isinstance(value, str) else "+".join(value)
 )
 def test_logits_equal_those_of_the_published_model(family: str, changes: Mapping[str, Any], tmp_path: Path) -> None:
-    found = difference(published(family, changes), tmp_path)
-    print(f"largest difference {found:.1e}")  # pytest -rP shows it
-    assert found <= TOLERANCE
+    model = published(family, changes)
+    converted: Any = load_model(opened(write_published(tmp_path, model)), "float32")
+    dice = random.Random(5)
+    for length in (1, 2, 17, 100, 256):  # up to the last position
+        ids = [dice.randrange(500) for _ in range(length)]
+        with torch.no_grad():
+            found = converted(torch.tensor([ids])).logits[0]
+        torch.testing.assert_close(found.double(), reference_logits(model, ids), rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("format", ["safetensors", "bin"])
@@ -117,11 +98,17 @@ def with_weights(folder: Path, family: str, changes: Mapping[str, Tensor | None]
 @pytest.mark.parametrize(
     ("family", "changes", "message"),
     [
-        ("chatglm", {"transformer.rotary_pos_emb.inv_freq": torch.ones(4)}, None),  # a computed table
+        ("chatglm", {"transformer.rotary_pos_emb.inv_freq": torch.ones(4)}, None),  # computed tables
+        ("internlm", {"model.layers.1.self_attn.rotary_emb.inv_freq": torch.ones(4)}, None),
+        ("qwen", {"transformer.h.11.attn.logn_tensor": torch.ones(4)}, None),
         ("qwen", {"transformer.ln_f.weight": None}, r"tensor transformer\.ln_f\.weight is missing: expected the"),
         ("qwen", {"transformer.h.0.attn.c_attn.qweight": torch.ones(2)}, r"c_attn\.qweight is unknown"),
         ("internlm", {"model.norm.weight": torch.ones(31)}, r"model\.norm\.weight has shape \(31,\): expected \(32,\)"),
-        ("chatglm", {"transformer.prefix_encoder.embedding.weight": torch.ones(2)}, r"prefix_encoder.* is unknown"),
+        (
+            "chatglm",
+            dict.fromkeys(["z", "transformer.prefix_encoder"], torch.ones(2)),
+            r"prefix_encoder and 1 more are unk",
+        ),
     ],
 )
 def test_wrong_tensors_are_refused_before_weights_are_read(
@@ -202,100 +189,6 @@ def test_a_tuned_checkpoint_keeps_tokens_template_and_ends(family: str, loaded: 
     assert all(tokenizers[0].encode(text).ids == tokenizers[1].encode(text).ids for text in texts)
 
 
-NEMOTRON: dict[str, Any] = {
-    "model_type": "nemotron_labs_diffusion",
-    "dlm_paradigm": "bidirectional",
-    "hidden_act": "silu",
-    "block_size": 6,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "head_dim": 16,
-    "num_key_value_heads": 2,
-    "vocab_size": 640,
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-05,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "mask_token_id": 628,
-    "tie_word_embeddings": False,
-}
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 1000000.0,
-    "factor": 16.0,
-    "original_max_position_embeddings": 16,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-    "llama_4_scaling_beta": 0.1,
-}
-
-
-def nemotron() -> Any:
-    """The causal model of NEMOTRON, in transformers' own class, with weights so large that every token counts."""
-    config = Ministral3Config(**{**NEMOTRON, "model_type": "ministral3", "rope_parameters": YARN})
-    model = Ministral3ForCausalLM(config).eval()
-    dice = torch.Generator().manual_seed(11)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape, generator=dice)
-            parameter.copy_(1 + 0.2 * noise if "norm" in name else 0.3 * noise)
-    return model
-
-
-def write_nemotron(folder: Path, model: Any, without: str = "", **entries: Any) -> Path:
-    """The model in the published layout; the entries are added to config.json."""
-    folder.mkdir(exist_ok=True)
-    for name in TOKENIZER:
-        shutil.copyfile(TINY / name, folder / name)
-    (folder / "config.json").write_text(json.dumps({**NEMOTRON, "rope_parameters": YARN, **entries}), "utf-8")
-    names = {"model.": "encoder.", "lm_head.": "diffusion_head."}
-    tensors = {
-        re.sub(r"^(model|lm_head)\.", lambda found: names[found[0]], name): tensor
-        for name, tensor in model.state_dict().items()
-    }
-    save_file({name: tensor for name, tensor in tensors.items() if name != without}, folder / "model.safetensors")
-    return folder
-
-
-def test_the_causal_pass_of_nemotron_is_that_of_ministral(tmp_path: Path) -> None:
-    """The text is longer than original_max_position_embeddings, so that queries are scaled."""
-    model, ids = nemotron(), [5, 9, 200, 33, 17, 5, 80, 401, 64, 12, 7, 300, 21, 90, 55, 18, 77, 260, 31, 6]
-    found = opened(write_nemotron(tmp_path / "model", model))
-    assert (found.config.model_type, found.tokens.mask, found.tokens.end) == ("ministral3", (), (1, 3))
-    torch.testing.assert_close(logits(load_model(found, "float32"), ids), logits(model, ids), rtol=0, atol=TOLERANCE)
-
-
-@pytest.mark.parametrize(
-    ("entries", "message"),
-    [
-        ({"dlm_paradigm": "block_diff"}, r"dlm_paradigm is 'block_diff', so the model has another attention"),
-        ({"attention_bias": True}, r"attention_bias is True, so the model has biases"),
-        ({"sliding_window": 8}, r"sliding_window is 8, so the model has sliding windows"),
-        ({"vision_config": {}}, r"unknown field 'vision_config'"),
-        ({"max_position_embeddings": 128}, r"factor is 16, max_position_embeddings is 128: expected 16"),
-        ({"rope_parameters": {"rope_type": "default"}}, "rope_parameters is .*: expected an object with rope_type"),
-    ],
-)
-def test_a_nemotron_that_differs_from_the_published_models_is_refused(
-    entries: dict[str, Any], message: str, tmp_path: Path
-) -> None:
-    with pytest.raises(CheckpointError, match=message):
-        opened(write_nemotron(tmp_path / "model", nemotron(), **entries))
-
-
-def test_an_incomplete_nemotron_is_refused(tmp_path: Path) -> None:
-    folder = write_nemotron(tmp_path / "model", nemotron())
-    (folder / "tokenizer.json").write_text("{", "utf-8")
-    with pytest.raises(CheckpointError, match=r"its tokenizer cannot be read: .*: expected tokenizer.json"):
-        opened(folder)
-    with pytest.raises(CheckpointError, match=r"tensor encoder.norm.weight is missing: expected the 21 tensors"):
-        opened(write_nemotron(folder, nemotron(), without="encoder.norm.weight"))
-
-
 WEIGHTS = {"a.weight": torch.arange(6.0).reshape(2, 3), "b.bias": torch.arange(4.0), "c.weight": torch.ones(1, 1)}
 
 
@@ -306,65 +199,56 @@ class Harmful:
         return (exec, ("raise SystemExit('code of a pickle ran')",))
 
 
-@pytest.mark.parametrize("shards", [1, 2, 3])
+@pytest.mark.parametrize("shards", [1, 3])
 @pytest.mark.parametrize("format", ["safetensors", "bin"])
-def test_all_tensors_are_read(format: Format, shards: int, tmp_path: Path) -> None:
+def test_all_tensors_are_read_and_a_missing_shard_is_refused(format: Format, shards: int, tmp_path: Path) -> None:
     write_weights(tmp_path, WEIGHTS, format, shards)
+    if format == "safetensors":  # pickles beside safetensors are not opened
+        torch.save(Harmful(), tmp_path / "pytorch_model.bin")
+    elif shards == 1:  # the old format of pickles
+        torch.save(WEIGHTS, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=False)
     state = read_state(tmp_path)
     assert state.keys() == WEIGHTS.keys()
     assert all(torch.equal(state[name], tensor) for name, tensor in WEIGHTS.items())
+    for missing in tmp_path.glob("*-00002-of-00003*"):
+        missing.unlink()
+        with pytest.raises(
+            CheckpointError, match=f"the weight file {missing.name} is missing: expected 3 files, as .*"
+        ):
+            read_state(tmp_path)
 
 
-def test_the_old_format_of_pickles_is_read(tmp_path: Path) -> None:
-    torch.save(WEIGHTS, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=False)
-    assert torch.equal(read_state(tmp_path)["a.weight"], WEIGHTS["a.weight"])
-
-
-def test_safetensors_files_come_first_and_other_pickles_are_not_opened(tmp_path: Path) -> None:
-    write_weights(tmp_path, WEIGHTS, "safetensors")
-    torch.save(Harmful(), tmp_path / "pytorch_model.bin")
-    torch.save(Harmful(), tmp_path / "training_args.bin")
-    assert set(read_state(tmp_path)) == set(WEIGHTS)
-
-
-def refused(folder: Path, message: str) -> None:
-    with pytest.raises(CheckpointError, match=message):
-        read_state(folder)
+TENSORS_ONLY = "cannot be read as a file of tensors: .*: expected tensors"
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("files", "message"),
     [
-        (Harmful(), r"pytorch_model\.bin: cannot be read as a file of tensors: .*: expected tensors only"),
-        ({"a.weight": Harmful()}, r"pytorch_model\.bin: cannot be read as a file of tensors: .*: expected tensors"),
-        *(([1, 2], ": expected tensors by name; copy"), ({"a": 1}, ": expected tensors by name; copy")),
-        ({1: torch.ones(1)}, ": expected tensors by name; copy"),
+        ({"pytorch_model.bin": Harmful()}, TENSORS_ONLY),
+        ({"pytorch_model.bin": {"a.weight": Harmful()}}, TENSORS_ONLY),
+        ({"pytorch_model.bin": [1, 2]}, "holds list: expected tensors by name; copy"),
+        ({"pytorch_model.bin": {"a": 1}}, "holds dict: expected tensors by name; copy"),
+        ({"pytorch_model.bin": {1: torch.ones(1)}}, "holds dict: expected tensors by name; copy"),
+        ({"pytorch_model.bin": b""}, TENSORS_ONLY),
+        ({"pytorch_model.bin": LFS}, TENSORS_ONLY),
+        ({"model.safetensors": b""}, "cannot be read: .*: copy or download it again"),
+        ({"model.safetensors": LFS}, "cannot be read: .*: copy or download it again"),
+        (
+            {"pytorch_model-1.bin": WEIGHTS, "pytorch_model-2.bin": WEIGHTS},
+            "a.weight is in two files: expected it in one",
+        ),
+        (
+            {"model.safetensors": b"", "model.safetensors.index.json": b'{"weight_map": {"a": 1}}'},
+            "map is invalid: expec",
+        ),
     ],
 )
-def test_pickles_of_other_things_are_refused_and_run_no_code(content: Any, message: str, tmp_path: Path) -> None:
-    torch.save(content, tmp_path / "pytorch_model.bin")
-    refused(tmp_path, message)
-
-
-@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
-@pytest.mark.parametrize("content", [b"", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"])
-def test_a_damaged_file_is_refused(name: str, content: bytes, tmp_path: Path) -> None:
-    (tmp_path / name).write_bytes(content)
-    refused(tmp_path, re.escape(name) + r": cannot be read.* or download it again")
-
-
-@pytest.mark.parametrize("format", ["safetensors", "bin"])
-def test_a_missing_shard_is_refused_by_name(format: Format, tmp_path: Path) -> None:
-    write_weights(tmp_path, WEIGHTS, format, 3)
-    (missing,) = tmp_path.glob("*-00002-of-00003*")
-    missing.unlink()
-    refused(tmp_path, f"the weight file {missing.name} is missing: expected 3 files, as .*index.json says")
-
-
-def test_an_invalid_index_and_a_tensor_in_two_files_are_refused(tmp_path: Path) -> None:
-    for name in ("pytorch_model-1.bin", "pytorch_model-2.bin"):
-        torch.save({"a.weight": WEIGHTS["a.weight"]}, tmp_path / name)
-    refused(tmp_path, r"tensor a\.weight is in two files: expected it in one")
-    write_weights(tmp_path, WEIGHTS, "safetensors")
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": 1}}))
-    refused(tmp_path, r"weight_map is invalid: expected the file of each tensor")
+def test_files_of_other_things_are_refused_and_run_no_code(files: dict[str, Any], message: str, tmp_path: Path) -> None:
+    for name, content in files.items():
+        if isinstance(content, bytes):
+            (tmp_path / name).write_bytes(content)
+        else:
+            torch.save(content, tmp_path / name)
+    with pytest.raises(CheckpointError, match=message):
+        read_state(tmp_path)

@@ -27,17 +27,13 @@ TINY: dict[str, Any] = {
 }
 
 
-# Structures of families: each is a branch in graphs/ and exporter/.
+# Structures of families that tests tell apart: each is a branch in graphs/ and exporter/.
 Structure = Literal[
-    "plain",
-    "windowed",  # a second mask plane
-    "fused",  # query, key and value in one projection
+    "usual",
     "experts",  # mixture of experts, in the form whose graph does not depend on the routing
     "softcap",  # limited scores: no fused kernel in TensorRT
     "scaled_dot_product",  # attention replaced in torch; KV heads repeated before they are cached
     "eager",  # attention that cannot be replaced
-    "rotary",  # frequencies that change with the sequence length, frozen
-    "refused",
 ]
 
 
@@ -47,10 +43,10 @@ class Family:
 
     name: str
     model_type: str
-    structure: Structure
     options: dict[str, Any] = field(default_factory=dict)
     lowerings: tuple[Lowering, ...] = LOWERINGS
     each_run: Lowering | None = None  # with which every run of the tests exports it, for its structure
+    structure: Structure = "usual"
 
     @property
     def replaceable(self) -> bool:
@@ -113,46 +109,47 @@ SOFTCAP = {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0}
 GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_inner": 48, "n_positions": POSITIONS}
 
 FAMILIES = (
-    Family("llama", "llama", "plain", {**GROUPED, "attention_bias": True, "mlp_bias": True}, each_run="scatter"),
-    Family("llama, llama3 rope", "llama", "plain", ROPE_ONLY | rope("llama3", **LLAMA3)),
-    Family("llama, linear rope", "llama", "plain", ROPE_ONLY | rope("linear", factor=4.0)),
-    Family("llama, dynamic rope", "llama", "rotary", ROPE_ONLY | rope("dynamic", factor=4.0)),
-    Family("llama, yarn rope", "llama", "plain", ROPE_ONLY | rope("yarn", **YARN)),
-    Family("qwen2", "qwen2", "windowed", {**GROUPED, **SLIDING, "use_sliding_window": True, "max_window_layers": 1}),
-    Family("qwen3", "qwen3", "plain", WIDE),
-    Family("mistral", "mistral", "windowed", WIDE | SLIDING, each_run="scatter"),
-    Family("ministral3", "ministral3", "plain", WIDE | rope("yarn", **YARN, llama_4_scaling_beta=0.1)),
-    Family("phi3", "phi3", "fused", GROUPED | SLIDING),
+    Family("llama", "llama", {**GROUPED, "attention_bias": True, "mlp_bias": True}, each_run="scatter"),
+    Family("llama, llama3 rope", "llama", ROPE_ONLY | rope("llama3", **LLAMA3)),
+    Family("llama, linear rope", "llama", ROPE_ONLY | rope("linear", factor=4.0)),
+    Family("llama, dynamic rope", "llama", ROPE_ONLY | rope("dynamic", factor=4.0)),
+    Family("llama, yarn rope", "llama", ROPE_ONLY | rope("yarn", **YARN)),
+    Family("qwen2", "qwen2", {**GROUPED, **SLIDING, "use_sliding_window": True, "max_window_layers": 1}),
+    Family("qwen3", "qwen3", WIDE),
+    Family("mistral", "mistral", WIDE | SLIDING, each_run="scatter"),
+    Family("ministral3", "ministral3", WIDE | rope("yarn", **YARN, llama_4_scaling_beta=0.1)),
+    Family("phi3", "phi3", GROUPED | SLIDING),
     Family(
         "phi3, longrope",
         "phi3",
-        "rotary",
         {**GROUPED, "max_position_embeddings": 640, "original_max_position_embeddings": 160}
         | rope("longrope", factor=4.0, short_factor=[1.0, 1.1, 1.3, 1.7], long_factor=[2.0, 3.0, 5.0, 9.0]),
         each_run="scatter",
     ),
-    Family("gemma2", "gemma2", "softcap", {**WIDE, **SLIDING, **SOFTCAP}, each_run="append"),
-    Family("gemma3", "gemma3_text", "windowed", {**WIDE, **MIXED, "query_pre_attn_scalar": 16}),
-    Family("glm", "glm", "plain", WIDE),
-    Family("glm4", "glm4", "plain", WIDE),
-    Family("gpt_neox", "gpt_neox", "fused", each_run="append"),
-    Family("falcon, 7B style", "falcon", "scaled_dot_product", FALCON_7B),
-    Family("falcon, 40B style", "falcon", "scaled_dot_product", FALCON_40B, each_run="scatter"),
-    Family("opt", "opt", "plain", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
-    Family("olmo2", "olmo2", "plain", GROUPED),
-    Family("internlm3", "internlm3", "plain", {**WIDE, "bias": True, "qkv_bias": True}),
+    Family("gemma2", "gemma2", {**WIDE, **SLIDING, **SOFTCAP}, each_run="append", structure="softcap"),
+    Family("gemma3", "gemma3_text", {**WIDE, **MIXED, "query_pre_attn_scalar": 16}),
+    Family("glm", "glm", WIDE),
+    Family("glm4", "glm4", WIDE),
+    Family("gpt_neox", "gpt_neox", each_run="append"),
+    Family("falcon, 7B style", "falcon", FALCON_7B, structure="scaled_dot_product"),
+    Family("falcon, 40B style", "falcon", FALCON_40B, each_run="scatter", structure="scaled_dot_product"),
+    Family("opt", "opt", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
+    Family("olmo2", "olmo2", GROUPED),
+    Family("internlm3", "internlm3", {**WIDE, "bias": True, "qkv_bias": True}),
     # Near relatives of those above: one lowering each.
-    Family("gemma", "gemma", "plain", WIDE, ("append",)),
-    Family("gpt2", "gpt2", "fused", GPT2, ("scatter",)),
-    Family("gptj", "gptj", "eager", {**GPT2, "rotary_dim": 4}, ("append",), each_run="append"),
-    Family("granite", "granite", "plain", GROUPED | GRANITE, ("scatter",)),
-    Family("cohere", "cohere", "plain", {**GROUPED, "use_qk_norm": True, "logit_scale": 1.0}, ("append",)),
-    Family("stablelm", "stablelm", "plain", {**GROUPED, "use_qkv_bias": True, "qk_layernorm": True}, ("scatter",)),
-    Family("starcoder2", "starcoder2", "windowed", GROUPED | SLIDING, ("append",)),
-    Family("smollm3", "smollm3", "plain", {**GROUPED, "no_rope_layers": [1, 0]}, ("scatter",)),
-    Family("phi", "phi", "plain", {**GROUPED, "qk_layernorm": True}, ("append",)),
-    Family("qwen3_moe", "qwen3_moe", "experts", WIDE | EXPERTS, ("scatter",)),
-    Family("mixtral", "mixtral", "experts", {**GROUPED, "num_local_experts": 4}, ("append",), each_run="append"),
+    Family("gemma", "gemma", WIDE, ("append",)),
+    Family("gpt2", "gpt2", GPT2, ("scatter",)),
+    Family("gptj", "gptj", {**GPT2, "rotary_dim": 4}, ("append",), each_run="append", structure="eager"),
+    Family("granite", "granite", GROUPED | GRANITE, ("scatter",)),
+    Family("cohere", "cohere", {**GROUPED, "use_qk_norm": True, "logit_scale": 1.0}, ("append",)),
+    Family("stablelm", "stablelm", {**GROUPED, "use_qkv_bias": True, "qk_layernorm": True}, ("scatter",)),
+    Family("starcoder2", "starcoder2", GROUPED | SLIDING, ("append",)),
+    Family("smollm3", "smollm3", {**GROUPED, "no_rope_layers": [1, 0]}, ("scatter",)),
+    Family("phi", "phi", {**GROUPED, "qk_layernorm": True}, ("append",)),
+    Family("qwen3_moe", "qwen3_moe", WIDE | EXPERTS, ("scatter",), structure="experts"),
+    Family(
+        "mixtral", "mixtral", {**GROUPED, "num_local_experts": 4}, ("append",), each_run="append", structure="experts"
+    ),
 )
 
 NOT_DECODER = "not a decoder-only causal language model"
@@ -179,7 +176,7 @@ HYBRID = ["linear_attention", "full_attention"]
 
 
 def refused(name: str, reason: str, model_type: str | None = None, **options: Any) -> Refused:
-    return Refused(Family(name, model_type or name, "refused", options), reason)
+    return Refused(Family(name, model_type or name, options), reason)
 
 
 REFUSED = (

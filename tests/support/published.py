@@ -11,7 +11,6 @@ import copy
 import json
 import shutil
 import warnings
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +51,8 @@ def write_checkpoint(folder: Path, model: PreTrainedModel, **entries: Any) -> Pa
     return folder
 
 
-def exact_model(mask: Iterable[float] = (), shift: bool = True) -> PreTrainedModel:
-    """A model whose text is given by the position; MASK reads as these numbers instead of as a token.
+def exact_model(wrong_mask: bool = False, shift: bool = True) -> PreTrainedModel:
+    """A model whose text is given by the position; MASK reads as no token, or as a token whose row predicts wrongly.
 
     A row whose token says nothing predicts from its position: the token after it, or without shift the one at it.
     """
@@ -78,7 +77,7 @@ def exact_model(mask: Iterable[float] = (), shift: bool = True) -> PreTrainedMod
                 parameter.zero_()
         for token in range(config.vocab_size):
             decoder.embed_tokens.weight[token, (token - FIRST + 1) % PERIOD] = _CONTENT
-        decoder.embed_tokens.weight[MASK, :PERIOD] = torch.tensor([*mask, *[0.0] * PERIOD][:PERIOD])
+        decoder.embed_tokens.weight[MASK] = decoder.embed_tokens.weight[FIRST - 1] if wrong_mask else 0.0
         for position in range(256):
             decoder.embed_positions.weight[position + 2, PERIOD + (position + shift) % PERIOD] = _POSITION
         for offset in range(PERIOD):
@@ -117,23 +116,19 @@ def layout_model(layout: MaskLayout, mask_slots: int) -> tuple[PreTrainedModel, 
     return model, masks
 
 
-def write_exact_adapter(folder: Path, base: PreTrainedModel, constant: Iterable[float] = (), **options: Any) -> Path:
-    """An adapter on fc2 that adds these numbers to what a row reads from its token, or else removes all of that."""
-    rank = options.pop("r", PERIOD)
-    config = LoraConfig(r=rank, target_modules=["fc2"], task_type="CAUSAL_LM", **options)
-    adapted: Any = _adapted(base, config)
+def write_exact_adapter(folder: Path, base: PreTrainedModel, **options: Any) -> Path:
+    """An adapter on fc2 that removes what a row reads from its token."""
+    adapted: Any = _adapted(base, LoraConfig(target_modules=["fc2"], task_type="CAUSAL_LM", **options))
     (layer,) = (one for name, one in adapted.named_modules() if name.endswith("fc2"))
     a, b, scale = layer.lora_A["default"].weight, layer.lora_B["default"].weight, layer.scaling["default"]
-    fixed = list(constant)
+    row = torch.zeros(_HIDDEN)
+    row[0], row[PERIOD] = _CONTENT, _POSITION
+    read = float(torch.nn.functional.layer_norm(row, (_HIDDEN,))[0])  # value of an inner unit for the row's token
     with torch.no_grad():
         a.zero_()
         b.zero_()
-        if fixed:
-            a[0, 0] = 1.0
-            b[: len(fixed), 0] = torch.tensor(fixed) / scale
-        else:
-            a[range(PERIOD), range(1, PERIOD + 1)] = 1.0
-            b[range(PERIOD), range(PERIOD)] = -_CONTENT / _read() / scale
+        a[range(PERIOD), range(1, PERIOD + 1)] = 1.0
+        b[range(PERIOD), range(PERIOD)] = -_CONTENT / read / scale
     adapted.save_pretrained(folder)
     return folder
 
@@ -179,10 +174,3 @@ def _adapted(base: PreTrainedModel, config: LoraConfig) -> Any:
     with warnings.catch_warnings():  # peft uses a deprecated transformers attribute
         warnings.simplefilter("ignore", FutureWarning)
         return get_peft_model(copy.deepcopy(base), config)
-
-
-def _read() -> float:
-    """The value of an inner unit for the token of a row: the layer norm of a content and a position."""
-    row = torch.zeros(_HIDDEN)
-    row[0], row[PERIOD] = _CONTENT, _POSITION
-    return float(torch.nn.functional.layer_norm(row, (_HIDDEN,))[0])

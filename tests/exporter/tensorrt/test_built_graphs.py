@@ -40,7 +40,7 @@ SHAPES = Shapes(capacity=1024, requests=4, step_rows=64, prompt_rows=512)
 
 # head size 64, as in most large models
 WIDE = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64, "sliding_window": 16}
-WIDE_HEADS = Family("mistral, wide heads", "mistral", "windowed", WIDE)
+WIDE_HEADS = Family("mistral, wide heads", "mistral", WIDE)
 
 
 @pytest.fixture(autouse=True)

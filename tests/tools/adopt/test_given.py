@@ -10,9 +10,8 @@ import pytest
 
 from spaceport.exporter.sar_config import CheckpointError
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.tools.adopt.adopt import METHODS, find_method
-from spaceport.tools.adopt.given import PEFT_FILE, TITLES, AdoptionRequest, Given, arrange, read_given
-from spaceport.tools.cli import OK, run
+from spaceport.tools.adopt.adopt import find_method
+from spaceport.tools.adopt.given import PEFT_FILE, AdoptionRequest, Given, arrange, read_given
 
 BASE, ADAPTER = Path("base"), Path("adapter")
 
@@ -37,13 +36,6 @@ def test_the_files_in_a_path_show_what_it_is(tmp_path: Path) -> None:
     written(adapter, PEFT_FILE, base_model_name_or_path="Qwen/Qwen3-8B")
     with pytest.raises(CheckpointError, match=r"without its base model: .* the folder of Qwen/Qwen3-8B as CHECK"):
         arrange([adapter, target])
-
-
-def test_the_help_names_every_method(capsys: pytest.CaptureFixture[str]) -> None:
-    assert [method.name for method in METHODS] == list(TITLES)
-    assert run(["adopt", "--help"]) == OK
-    shown = capsys.readouterr().out
-    assert all(f"  {name:<12}{title}\n" in shown for name, title in TITLES.items())
 
 
 def test_the_mask_token_of_the_training_counts_before_the_checkpoints(tmp_path: Path) -> None:
@@ -100,8 +92,3 @@ WITHOUT: list[tuple[Path | None, dict[str, Any], str]] = [
 def test_what_is_missing_or_cannot_be_run_is_named(adapter: Path | None, config: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         find_method(Given(BASE, adapter, {} if adapter else config, config if adapter else {}))
-
-
-def test_a_method_that_is_not_in_the_files_is_refused() -> None:
-    with pytest.raises(CheckpointError, match=r"base: config\.json names no mask token"):
-        find_method(Given(BASE, None, {}, {}, AdoptionRequest(method="pard")))

@@ -31,8 +31,7 @@ from spaceport.runtime.session import Runtime
 from spaceport.tools.cli import OK, run
 from support.exported import bundle_of
 from support.published import PADDED, exact_model, text, write_checkpoint
-from support.published_drafts import exact_heads, write_published_heads
-from support.published_methods import exact_data
+from support.published_drafts import exact_data, exact_heads, write_published_heads
 
 HEADS_FILE = "draft_heads.safetensors"
 

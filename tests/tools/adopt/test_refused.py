@@ -14,25 +14,22 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from spaceport.exporter.adapter_folder import BASE_FILE, EMBEDDINGS_FILE
-from spaceport.exporter.checkpoint import SAR_FILE, TokenFlags, load_model, open_checkpoint
+from spaceport.exporter.checkpoint import TokenFlags, load_model, open_checkpoint
 from spaceport.exporter.checkpoint_source import quiet_libraries
+from spaceport.exporter.sar_config import write_sar_config
 from spaceport.tools.adopt.adapters import WEIGHTS_FILE
 from spaceport.tools.adopt.given import PEFT_FILE
 from spaceport.tools.cli import INPUT, OK, USAGE, run
 from support.published import PADDED, random_base, write_checkpoint
-from support.published_drafts import BASE
-from support.published_methods import METHODS, PublishedModel
+from support.published_drafts import BASE, METHODS, PublishedModel
 
 Capture = pytest.CaptureFixture[str]
 Change = Callable[[Tensor], Tensor] | Tensor | None
-HEADS_FILE, MODEL_FILE, CONFIG = "medusa_lm_head.pt", "model.safetensors", "config.json"
-# The files of each method with tensors and with entries, in the folder of the weights or else of the base model.
-FILES = {
-    "gated-lora": (WEIGHTS_FILE, PEFT_FILE),
-    "uno": (WEIGHTS_FILE, PEFT_FILE),
-    "medusa": (HEADS_FILE, CONFIG),
-}
+HEADS_FILE = "medusa_lm_head.pt"
+# The files of each method with tensors and with entries.
+FILES = {"gated-lora": (WEIGHTS_FILE, PEFT_FILE), "medusa": (HEADS_FILE, "config.json")}
 LORA_A, LORA_B = (f"base_model.model.model.decoder.layers.0.fc2.lora_{half}.weight" for half in "AB")
+HEAD_1 = ("1.0.linear.weight", "1.0.linear.bias", "1.1.weight")
 
 WEIGHTS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("medusa", {"1.1.weight": None}, {}, "has no tensor 1.1.weight: expected 9 of heads"),
@@ -40,16 +37,10 @@ WEIGHTS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
         "medusa",
         {"0.0.linear.weight": torch.zeros(32, 48)},
         {},
-        "0.0.linear.weight has shape (32, 48): expected (32, 32), which the base model has; copy the file again, or give "
-        f"the base model that the heads were trained on, which config.json calls {BASE}",
+        f"heads were trained on, which config.json calls {BASE}",
     ),
     ("medusa", {"2.1.weight": torch.zeros(PADDED + 1, 32)}, {}, f"({PADDED + 1}, 32): expected ({PADDED}, 32)"),
-    (
-        "medusa",
-        {"1.0.linear.weight": None, "1.0.linear.bias": None, "1.1.weight": None},
-        {},
-        "has the heads [0, 2] with output matrices at [1]: expected the heads 0, 1",
-    ),
+    ("medusa", dict.fromkeys(HEAD_1), {}, "has the heads [0, 2] with output matrices at [1]: expected the heads 0, 1"),
     ("medusa", {"cross.q": torch.zeros(2)}, {}, "has the tensor cross.q: expected names"),
     ("medusa", {}, {"medusa_num_heads": 4}, "medusa_num_heads is 4: expected 1 to 3, the heads in the"),
     ("medusa", {}, {"medusa_num_layers": 2}, "medusa_num_layers is 2: expected 1, the residual blocks"),
@@ -57,7 +48,7 @@ WEIGHTS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("gated-lora", {LORA_B: None}, {}, f"has no tensor {LORA_B}: expected exactly A and B of the 1 modules"),
     ("gated-lora", {"base_model.model.embed": torch.zeros(4, 4)}, {}, "has the unknown tensor base_model.model.embed"),
     ("gated-lora", {LORA_A: lambda half: half[:, :-1]}, {}, "give the adapter's base model"),
-    ("uno", {LORA_A: lambda half: half * torch.inf}, {}, "fc2 has numbers that are not finite; copy"),
+    ("gated-lora", {LORA_A: lambda half: half * torch.inf}, {}, "fc2 has numbers that are not finite; copy"),
     *(
         ("gated-lora", {}, entries, message)
         for entries, message in [
@@ -97,11 +88,7 @@ OPTIONS = [
     ("medusa", "--max-mask-slots 4", "--max-mask-slots is 4: expected 1 to 3, the heads in"),
     ("medusa", "--mask-token 638", "--mask-token has no effect: heads draft without mask"),
     ("pard", "--mask-token 638", "--mask-token has no effect: config.json names the mask token"),
-    *(
-        (method, "--noise-seed 0", "--noise-seed has no effect: this method has no noise")
-        for method in METHODS
-        if method != "uno"
-    ),
+    *((method, "--noise-seed 0", "--noise-seed has no effect") for method in ("gated-lora", "medusa", "pard")),
 ]
 
 
@@ -111,30 +98,26 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, PublishedModel
     return {method: build(tmp_path_factory.mktemp(method)) for method, build in METHODS.items()}
 
 
-def copied(model: PublishedModel, folder: Path) -> PublishedModel:
-    """A copy of a model, which can be changed."""
+def copied(model: PublishedModel, folder: Path) -> tuple[PublishedModel, Path]:
+    """A copy of a model that can be changed, and the folder of its weights."""
     source = model.base.parent
     shutil.copytree(source, folder)
-    weights = None if model.weights is None else folder / model.weights.relative_to(source)
-    return PublishedModel(folder / model.base.name, weights)
+    assert model.weights is not None
+    weights = folder / model.weights.relative_to(source)
+    return PublishedModel(folder / model.base.name, weights), weights
 
 
-def spoil(model: PublishedModel, method: str, tensors: dict[str, Change], entries: dict[str, Any]) -> None:
-    tensor_file, entry_file = FILES[method]
-    folder = model.base if tensor_file == MODEL_FILE else model.weights or model.base
-    if tensors:
-        file = folder / tensor_file
-        stored: dict[str, Any] = load_file(file) if file.suffix == ".safetensors" else torch.load(file)
-        for name, change in tensors.items():
-            stored[name] = change(stored[name]) if callable(change) else change
-        kept = {name: tensor.contiguous() for name, tensor in stored.items() if tensor is not None}
-        if file.suffix == ".safetensors":
-            save_file(kept, file, {"format": "pt"})
-        else:
-            torch.save(kept, file)
-    if entries:
-        file = folder / entry_file
-        file.write_text(json.dumps({**json.loads(file.read_text("utf-8")), **entries}), "utf-8")
+def spoil(file: Path, tensors: dict[str, Change]) -> None:
+    """Change tensors of a file, or remove them."""
+    pickled = file.suffix == ".pt"
+    stored: dict[str, Any] = torch.load(file) if pickled else load_file(file)
+    for name, change in tensors.items():
+        stored[name] = change(stored[name]) if callable(change) else change
+    kept = {name: tensor.contiguous() for name, tensor in stored.items() if tensor is not None}
+    if pickled:
+        torch.save(kept, file)
+    else:
+        save_file(kept, file)
 
 
 def adopt(model: PublishedModel, *options: object) -> int:
@@ -151,8 +134,10 @@ def test_weights_that_do_not_fit_are_refused(
     tmp_path: Path,
     capsys: Capture,
 ) -> None:
-    model = copied(models[method], tmp_path / "models")
-    spoil(model, method, tensors, entries)
+    model, weights = copied(models[method], tmp_path / "models")
+    tensor_file, entry_file = (weights / name for name in FILES[method])
+    spoil(tensor_file, tensors)
+    entry_file.write_text(json.dumps({**json.loads(entry_file.read_text("utf-8")), **entries}), "utf-8")
     assert adopt(model, tmp_path / "adapter") == INPUT
     assert message in capsys.readouterr().err
     assert not (tmp_path / "adapter").exists()
@@ -171,54 +156,34 @@ class Code:
         return print, ("this pickle runs code",)
 
 
-@pytest.mark.parametrize(
-    ("method", "content"),
-    [("medusa", Code()), ("medusa", [1, 2]), ("medusa", {"0.1.weight": 3})],
-)
-def test_a_pickle_with_anything_but_tensors_is_refused(
-    method: str, content: Any, models: dict[str, PublishedModel], tmp_path: Path, capsys: Capture
-) -> None:
-    model = copied(models[method], tmp_path / "models")
-    assert model.weights is not None
-    torch.save(content, model.weights / FILES[method][0])
-    assert adopt(model) == INPUT
-    shown = capsys.readouterr()
-    assert "expected tensors only" in shown.err or "expected tensors by name" in shown.err
-    assert "runs code" not in shown.out
-
-
-def test_pickled_adapters_and_weights_without_their_base_model_are_refused(
+def test_code_in_pickles_and_weights_without_their_base_model_are_refused(
     models: dict[str, PublishedModel], tmp_path: Path, capsys: Capture
 ) -> None:
-    model = copied(models["gated-lora"], tmp_path / "models")
-    assert model.weights is not None
-    (model.weights / WEIGHTS_FILE).rename(model.weights / "adapter_model.bin")
-    heads = models["medusa"].weights
+    base, lora, heads = models["medusa"].base, models["gated-lora"].weights, models["medusa"].weights
+    _, pickled = copied(models["gated-lora"], tmp_path / "gated-lora")
+    (pickled / WEIGHTS_FILE).rename(pickled / "adapter_model.bin")
+    _, code = copied(models["medusa"], tmp_path / "medusa")
+    torch.save(Code(), code / HEADS_FILE)
+    other = write_checkpoint(tmp_path / "other", random_base())
     for paths, message in (
-        ((model.base, model.weights), "pickles"),
+        ((base, pickled), "its weights are pickles, which can run code when opened: expected"),
+        ((base, code), "expected tensors only"),
         (
-            (model.base, tmp_path / "nowhere.pt", tmp_path / "new"),
+            (base, tmp_path / "nowhere.pt", tmp_path / "new"),
             "nowhere.pt: no such file or folder: expected CHECKPOINT [ADAP",
         ),
-        (
-            (heads, tmp_path / "new"),
-            f"without its base model: expected CHECKPOINT [ADAPTER] TARGET, with the folder of {BASE}",
-        ),
+        ((heads, tmp_path / "new"), f"expected CHECKPOINT [ADAPTER] TARGET, with the folder of {BASE}"),
+        ((other, lora), "has no module fc2, which target_modules names"),
+        ((other, heads), "give the base model that the heads were trained on"),
+        ((models["pard"].base, heads), "has mask tokens, which draft already"),
     ):
         assert run(["adopt", *map(str, paths)]) == INPUT
-        assert message in capsys.readouterr().err
+        shown = capsys.readouterr()
+        assert message in shown.err
+        assert "runs code" not in shown.out
 
 
-def test_another_base_model_is_refused(models: dict[str, PublishedModel], tmp_path: Path, capsys: Capture) -> None:
-    other = write_checkpoint(tmp_path / "other", random_base())
-    opt = models["pard"].base
-    for base, method, message in (
-        (other, "gated-lora", "has no module fc2, which target_modules names"),
-        (other, "medusa", "give the base model that the heads were trained on"),
-        (opt, "medusa", "has mask tokens, which draft already"),
-    ):
-        assert adopt(PublishedModel(base, models[method].weights)) == INPUT
-        assert message in capsys.readouterr().err
+NO_HEADS = {"mechanisms": {"draft_heads": {"count": 0, "blocks": 1}}}
 
 
 @pytest.mark.parametrize(
@@ -227,11 +192,7 @@ def test_another_base_model_is_refused(models: dict[str, PublishedModel], tmp_pa
         ("gated-lora", {}, "has mask_adapter already: expected its base model"),
         ("medusa", {}, "has draft_heads already: expected its base model"),
         ("medusa", {"mask_tokens": ["638"]}, "has draft_heads, and mask tokens 638: expected one of them"),
-        (
-            "medusa",
-            {"mechanisms": {"draft_heads": {"count": 0, "blocks": 1}}},
-            "draft_heads.count is 0: expected a whole number of",
-        ),
+        ("medusa", NO_HEADS, "draft_heads.count is 0: expected a whole number of"),
     ],
 )
 def test_a_base_model_that_drafts_already_is_refused(
@@ -242,13 +203,12 @@ def test_a_base_model_that_drafts_already_is_refused(
     tmp_path: Path,
     capsys: Capture,
 ) -> None:
-    model = copied(models[method], tmp_path / "models")
+    model, _ = copied(models[method], tmp_path / "models")
     assert adopt(model, tmp_path / "adapter") == OK
-    own = json.loads((tmp_path / "adapter" / SAR_FILE).read_text("utf-8"))
     for file in (tmp_path / "adapter").iterdir():
         if file.name not in (BASE_FILE, EMBEDDINGS_FILE):
             shutil.copy(file, model.base / file.name)
-    (model.base / SAR_FILE).write_text(json.dumps({**own, **entries}), "utf-8")
+    write_sar_config(model.base, entries)
     assert adopt(model) == INPUT
     assert message in capsys.readouterr().err
 
@@ -258,9 +218,7 @@ def test_the_heads_of_an_adapter_folder_have_to_fit_the_base_model(
 ) -> None:
     adapter = tmp_path / "adapter"
     assert adopt(models["medusa"], adapter) == OK
-    (adapter / SAR_FILE).write_text(
-        json.dumps({"mask_tokens": [], "mechanisms": {"draft_heads": {"count": 4, "blocks": 1}}}), "utf-8"
-    )
+    write_sar_config(adapter, {"mechanisms": {"draft_heads": {"count": 4, "blocks": 1}}})
     checkpoint = open_checkpoint(models["medusa"].base, TokenFlags(), adapter=adapter)
     with pytest.raises(ValueError, match=r"has no tensor 3.0.linear.bias and 2 more: expected 12 of heads"):
         load_model(checkpoint, "float32")

@@ -11,7 +11,7 @@ from spaceport.tools.adopt.adopt import adopted_for_export
 from spaceport.tools.adopt.given import AdoptionRequest, read_given
 from spaceport.tools.cli import INPUT, OK, USAGE, run
 from support.published import exact_model, write_checkpoint
-from support.published_methods import METHODS, SLOTS, PublishedModel
+from support.published_drafts import METHODS, SLOTS, PublishedModel
 
 Capture = pytest.CaptureFixture[str]
 

@@ -1,14 +1,12 @@
 """Tiny checkpoint: a Llama of 0.3 million weights that knows Python's json package by heart and drafts for itself.
 
-`python tests/data/tiny/make.py` trains it, writes it next to this file and measures it;
-`python tests/data/tiny/make.py measure` only measures.
+`python tests/data/tiny/make.py` trains it and writes it next to this file.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,10 +17,6 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from recipes.untrained import train_tokenizer, write_untrained
-from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint
-from spaceport.runtime.decoding import Decoding
-from spaceport.runtime.session import Runtime
-from spaceport.tools.reference import checkpoint_runtime
 from spaceport.tools.tune.job import TuningJob
 from spaceport.tools.tune.settings import TokenNames, TrainingSettings
 from spaceport.tools.tune.tuning import tune
@@ -56,9 +50,6 @@ SETTINGS = TrainingSettings(
     warmup=0.015,  # 39 steps
     betas=(0.9, 0.98),
 )
-
-PROMPT_TOKENS = 48
-NEW_TOKENS = 96
 
 FOREIGN = (
     "The old bridge over the river had been closed since the spring floods, and nobody in the village could say when "
@@ -124,55 +115,6 @@ def make() -> None:
                 shutil.copyfile(file, HERE / file.name)
 
 
-def prompts(runtime: Runtime) -> dict[str, list[int]]:
-    """The token ids to continue, by name: own text, the two ends of a text, foreign text."""
-    texts = {
-        name: runtime.tokenizer.encode(text, add_special_tokens=False).ids for name, text in json_sources().items()
-    }
-    middle = len(texts["decoder.py"]) // 2
-    own = {
-        "begin of json/decoder.py": texts["decoder.py"][: PROMPT_TOKENS - 1],
-        "begin of json/encoder.py": texts["encoder.py"][: PROMPT_TOKENS - 1],
-        "begin of json/__init__.py": texts["__init__.py"][: PROMPT_TOKENS - 1],
-        "middle of json/decoder.py": texts["decoder.py"][middle : middle + PROMPT_TOKENS],
-        "end of json/scanner.py": texts["scanner.py"][-2 * PROMPT_TOKENS : -PROMPT_TOKENS],
-    }
-    foreign = runtime.tokens_of(FOREIGN)
-    return {name: [foreign[0], *ids] for name, ids in own.items()} | {
-        "chat on json/scanner.py": runtime.tokens_of([{"role": "user", "content": question("scanner.py")}]),
-        "English": foreign[:PROMPT_TOKENS],
-    }
-
-
-def measure() -> None:
-    """Print tokens per step of the saved checkpoint, in float32; raise for a draft that changes a text."""
-    print("| prompt | tokens | k = 1 | k = 3 | k = 5 | smallest lead |\n|---|---|---|---|---|---|")
-    with checkpoint_runtime(open_checkpoint(HERE, TokenFlags()), None, threads=1) as runtime:
-        for name, prompt in prompts(runtime).items():
-            plain = runtime.generate(prompt, Decoding(max_tokens=NEW_TOKENS, mask_slots=0, fork=False, logprobs=2))
-            lead = min(one.top[0].logprob - one.top[1].logprob for one in plain.logprobs)
-            cells = []
-            for mask_slots in (1, 3, 5):
-                drafted = runtime.generate(
-                    prompt, Decoding(max_tokens=NEW_TOKENS, mask_slots=mask_slots, draft="chain")
-                )
-                if drafted.tokens != plain.tokens:
-                    raise AssertionError(f"{name}: drafts wrote {drafted.tokens}, plain decoding {plain.tokens}")
-                cells.append(f"{drafted.statistics.tokens_per_step:.2f}")
-            print(f"| {name} | {len(plain.tokens)} | {' | '.join(cells)} | {lead:.2f} |", flush=True)
-
-
-def main() -> int:
-    """Train and measure, or only measure."""
-    torch.set_num_threads(1)
-    if sys.argv[1:] not in ([], ["measure"]):
-        print(__doc__, file=sys.stderr)
-        return 2
-    if not sys.argv[1:]:
-        make()
-    measure()
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    torch.set_num_threads(1)
+    make()

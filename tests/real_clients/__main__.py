@@ -21,7 +21,6 @@ from support.paths import DEMO
 CHECKS: dict[str, Callable[[Path, str, Runtime, Path], list[str]]] = {
     "lm-eval": evaluations.check,
     "guidellm": loads.guidellm,
-    "aiperf": loads.aiperf,
     "schemathesis": loads.schemathesis,
 }
 

@@ -1,11 +1,10 @@
-"""Loads: guidellm and aiperf, which read the acceptance of drafts from the answers, and schemathesis with hostile bodies."""
+"""Loads: guidellm, which reads the acceptance of drafts from the answers, and schemathesis with hostile bodies."""
 
 from __future__ import annotations
 
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 from real_clients.environments import run
 from spaceport.runtime.session import Runtime
@@ -43,36 +42,6 @@ def guidellm(programs: Path, url: str, runtime: Runtime, folder: Path) -> list[s
     steps, accepted = (sum(one[name] for one in drafts) for name in ("num_spec_steps", "num_accepted_draft_tokens"))
     assert steps + accepted >= _REQUESTS * _TOKENS
     return [f"{_REQUESTS} streams, {_STREAMS} at a time: acceptance length {1 + accepted / steps:.2f} in its report"]
-
-
-def aiperf(programs: Path, url: str, runtime: Runtime, folder: Path) -> list[str]:
-    """What aiperf reports; raises AssertionError unless it has its table of speculative decoding."""
-    prompts, output = folder / "prompts.jsonl", folder / "aiperf"
-    prompts.write_text("".join(json.dumps({"text": one}) + "\n" for one in _PROMPTS), "utf-8")
-    command = [str(programs / "aiperf"), "profile", "--model", "model", "--url", url.removesuffix("/v1")]
-    command += ["--endpoint-type", "chat", "--tokenizer", _tokenizer(runtime, folder), "--input-file", str(prompts)]
-    command += ["--streaming", "--concurrency", str(_STREAMS), "--request-count", str(_REQUESTS)]
-    command += ["--custom-dataset-type", "single-turn", "--use-server-token-count"]
-    command += ["--output-artifact-dir", str(output)]
-    for extra in (f"max_tokens:{_TOKENS}", "temperature:0", "ignore_eos:true"):
-        command += ["--extra-inputs", extra]
-    run(command, folder, 240)
-    report: dict[str, Any] = json.loads((output / "profile_export_aiperf.json").read_text("utf-8"))
-    assert report["request_count"]["avg"] == _REQUESTS, report["request_count"]
-    lengths = _found(report, "acceptance_length")
-    assert lengths, "the report has no acceptance_length"
-    return [f"{_REQUESTS} streams, {_STREAMS} at a time: acceptance length {lengths[0]:.2f} in its report"]
-
-
-def _found(content: Any, name: str) -> list[float]:
-    """The averages of metrics whose name ends so."""
-    found: list[float] = []
-    for key, value in content.items() if isinstance(content, dict) else ():
-        number = value.get("avg") if isinstance(value, dict) else value
-        if key.endswith(name) and isinstance(number, int | float):
-            found.append(float(number))
-        found += _found(value, name)
-    return found
 
 
 def schemathesis(programs: Path, url: str, runtime: Runtime, folder: Path) -> list[str]:

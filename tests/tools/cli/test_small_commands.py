@@ -18,7 +18,7 @@ from spaceport.runtime.backends import BACKENDS
 from spaceport.runtime.backends.built_engines import record_built_engine
 from spaceport.runtime.backends.machine import no_gpu
 from spaceport.runtime.bundle import open_bundle, read_manifest
-from spaceport.tools.cli import MISSING, OK, USAGE, doctor, run
+from spaceport.tools.cli import MISSING, OK, doctor, run
 from spaceport.tools.cli.inspect import facts, states
 from support.small_bundle import ENGINE, RECORD, new_bundle
 
@@ -136,19 +136,3 @@ def test_an_engine_is_built_here_or_elsewhere_changed_or_missing(
     assert json.loads(capfd.readouterr().out)["engine_states"] == {ENGINE: "changed"}
     file.unlink()
     assert states(opened) == {ENGINE: "missing"}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "message"),
-    [
-        ("inspect BUNDLE --requests 0", USAGE, "--requests is 0: expected at least 1"),
-        ("inspect BUNDLE --require-signature key.pem", USAGE, "No such option '--require-signature'"),
-    ],
-)
-def test_mistakes_are_refused_with_what_to_do(
-    bundle: Path, capfd: Capture, arguments: str, code: int, message: str
-) -> None:
-    named = {"BUNDLE": bundle, "FOLDER": bundle.with_name("new")}
-    words = [str(named.get(word, word)).replace("BUNDLE", str(bundle)) for word in arguments.split()]
-    assert run(words) == code
-    assert message in capfd.readouterr().err

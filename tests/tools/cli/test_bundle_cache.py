@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -167,28 +166,6 @@ def test_a_killed_export_is_swept_by_the_next_one(checkpoint: Path, cache: Path,
     exports.meanwhile = lambda folder: None
     assert [file for file in cache.iterdir() if file.is_dir()] != [bundle_at(checkpoint)]
     assert [file for file in cache.iterdir() if file.is_dir()] == [bundle_at(checkpoint)]
-
-
-def test_two_that_start_at_the_same_time_export_once(
-    checkpoint: Path, exports: Exports, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`flock` keeps the locks of two threads apart, as those of two processes."""
-    waits = threading.Event()
-    exports.meanwhile = lambda folder: assert_waited(waits)
-    locked = bundle_cache.locked
-    monkeypatch.setattr(bundle_cache, "locked", lambda path, on_wait: locked(path, lambda: (on_wait(), waits.set())))
-    bundles: list[Path] = []
-    threads = [threading.Thread(target=lambda: bundles.append(bundle_at(checkpoint))) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(bundles) == 2
-    assert (len(set(bundles)), exports.count) == (1, 1)
-
-
-def assert_waited(waits: threading.Event) -> None:
-    assert waits.wait(60), "the second one did not wait"
 
 
 def test_what_cannot_be_exported_is_refused_before_any_work(

@@ -102,19 +102,6 @@ def test_a_checkpoint_and_its_bundles_have_the_same_acceptance(
         assert counts["acceptance"] == shares
 
 
-def test_the_table_has_a_row_for_each_model_and_kind(tmp_path: Path, tiny_bundle: Path) -> None:
-    file = data_file(tmp_path, *LINES)
-    lines = call(tiny_bundle, tiny_bundle, file, "--max-tokens", 8, "--threads", 1).stdout.splitlines()
-    assert lines[0] == "Draft tokens that are accepted, along the model's own greedy answers"
-    assert lines[1].split() == [
-        *["model", "method", "drafts", "kind", "answers", "tokens", "per", "step"],
-        *(word for depth in range(1, 6) for word in ("depth", str(depth))),
-    ]
-    for first, second in (lines[2:4], lines[4:6]):
-        assert first.split()[1:6] == ["unknown", "5", "mask", "slots", "all"]
-        assert second.split()[:2] == ["code", "1"]
-
-
 @pytest.mark.torch
 def test_saved_rates_are_those_along_own_answers(tmp_path: Path) -> None:
     before = json.loads((TINY / "sar_config.json").read_text("utf-8"))

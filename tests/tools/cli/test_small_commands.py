@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from spaceport.exporter.tensorrt.engines import store_engine
-from spaceport.graphs.contract.installation import install_command
 from spaceport.graphs.contract.manifest import ENGINES_FOLDER
 from spaceport.runtime.backends import BACKENDS
 from spaceport.runtime.backends.built_engines import record_built_engine
@@ -66,19 +65,6 @@ def test_two_packages_of_onnxruntime_are_a_problem(
     (problem,) = re.findall("^problem: (.*)", capfd.readouterr().out, re.MULTILINE)
     assert problem.startswith("onnxruntime and onnxruntime-gpu are both installed")
     assert "pip uninstall onnxruntime onnxruntime-gpu" in problem
-
-
-@pytest.mark.parametrize("reason", [None, "no NVIDIA driver here"])
-def test_packages_for_a_gpu_are_offered_where_there_is_one(
-    no_probes: None, monkeypatch: pytest.MonkeyPatch, capfd: Capture, reason: str | None
-) -> None:
-    monkeypatch.setattr(doctor, "no_gpu", lambda: reason)
-    monkeypatch.setattr(doctor, "_version", lambda package: None)
-    run(["doctor"])
-    shown = capfd.readouterr().out
-    for extra in ("gpu", "tensorrt", "tensorrt-rtx"):
-        assert (install_command(extra) in shown) == (reason is None)
-    assert install_command("cpu") in shown
 
 
 def test_a_library_that_crashes_its_process_is_not_ready() -> None:

@@ -91,15 +91,6 @@ def test_trailers_count_as_headers(service: RunningService, trailer: bytes) -> N
     assert answer(service, head, trailer)[0] == 431
 
 
-def test_what_is_no_request_is_refused_with_one_short_entry(
-    service: RunningService, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level("INFO"):
-        assert answer(service, b"\x16\x03\x01\x02\x00\x01\r\n")[0] == 400
-    messages = [entry.getMessage() for entry in caplog.records if entry.getMessage() != "request ended"]
-    assert messages == ["a connection ends: the request is not valid HTTP/1.1"]
-
-
 @pytest.mark.parametrize("sent", [b"", b"\r\n", GET[:-2], GET + GET[:-2], POST])
 def test_a_request_that_does_not_arrive_in_time_ends_its_connection(service: RunningService, sent: bytes) -> None:
     begun = time.monotonic()
@@ -195,12 +186,20 @@ def test_a_client_that_leaves_within_its_body_has_one_short_entry(
     assert entry.__dict__["fields"]["status"] == 499
 
 
-def test_an_upgrade_is_answered_as_any_request_with_one_short_entry(
-    service: RunningService, caplog: pytest.LogCaptureFixture
+UPGRADE = b"GET /version HTTP/1.1\r\nhost: localhost\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("sent", "status", "message"),
+    [
+        (b"\x16\x03\x01\x02\x00\x01\r\n", b"400", "a connection ends: the request is not valid HTTP/1.1"),
+        (UPGRADE, b"200", "a request for another protocol than HTTP/1.1 is answered as any other"),
+    ],
+)
+def test_another_protocol_is_refused_or_answered_as_any_request_with_one_short_entry(
+    service: RunningService, caplog: pytest.LogCaptureFixture, sent: bytes, status: bytes, message: str
 ) -> None:
-    upgrade = b"GET /version HTTP/1.1\r\nhost: localhost\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n"
-    with caplog.at_level("INFO"), connected(service, upgrade) as client:
-        assert client.recv(1 << 16).startswith(b"HTTP/1.1 200")
-    entries = [entry for entry in caplog.records if entry.name != "uvicorn.access"]
-    messages = [entry.getMessage() for entry in entries if entry.getMessage() != "request ended"]
-    assert messages == ["a request for another protocol than HTTP/1.1 is answered as any other"]
+    with caplog.at_level("INFO"), connected(service, sent) as client:
+        assert client.recv(1 << 16).startswith(b"HTTP/1.1 " + status)
+    entries = [entry.getMessage() for entry in caplog.records if entry.name != "uvicorn.access"]
+    assert [entry for entry in entries if entry != "request ended"] == [message]

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.runtime.decode.sequence_group import Statistics
-from spaceport.runtime.scheduling.request import Completion
-from spaceport.runtime.scheduling.stream import AsyncStream
-from spaceport.runtime.session import Runtime
-from spaceport.runtime.text.transcript import Piece
-from spaceport.serving.generations import DONE, EventStream, Generations, event
+from spaceport.serving.generations import DONE, EventStream, event
 
 
 class Client:
@@ -105,30 +100,3 @@ def test_a_client_that_stops_reading_loses_its_stream(reads: int) -> None:
 def test_a_client_that_left_before_the_first_event_ends_the_request() -> None:
     _, events = exchange(b"1", broken=True)
     assert (events.closed, events.ended) == (False, True)
-
-
-class Ready:
-    """A stream whose pieces have all come already, some of them at a time."""
-
-    def __init__(self, batches: int) -> None:
-        self.statistics = Statistics()
-        self._left = batches
-
-    async def pieces(self) -> list[Piece]:
-        self._left -= 1
-        return [Piece("a", 1, False)] if self._left >= 0 else []
-
-    async def completion(self) -> Completion:
-        return Completion("a", (1,), "end", Statistics())
-
-
-@pytest.mark.parametrize("counts", [[0], [5], [3, 3], [0, 7, 1]])
-def test_each_choice_ends_after_all_its_pieces(counts: list[int]) -> None:
-    async def batches() -> list[tuple[int, int]]:
-        running = Generations(cast(Runtime, None), [], [], lambda *_: None)
-        running.streams = [cast(AsyncStream, Ready(count)) for count in counts]
-        return [(index, len(pieces)) async for index, pieces in running.pieces()]
-
-    found = asyncio.run(batches())
-    for index, count in enumerate(counts):
-        assert [size for other, size in found if other == index] == [1] * count + [0]

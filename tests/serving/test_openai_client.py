@@ -80,17 +80,13 @@ def test_a_real_bundle_gives_the_answers_of_its_runtime_in_each_protocol(demo_bu
 
 
 def check_chats(client: Any, runtime: Runtime) -> None:
-    for user in ("Explain the parameters of move( source, target )", "import json\n"):
-        expected = runtime.generate(messages(user), Decoding(max_tokens=TOKENS, fork=False))
-        answer = chat(client, messages=messages(user))
-        (choice,) = answer.choices
-        assert choice.message.content == expected.text
-        assert choice.finish_reason == ("stop" if expected.ending == "end" else "length")
-        assert answer.usage.completion_tokens == expected.statistics.tokens
-        *parts, last = chat(client, messages=messages(user), stream=True, stream_options={"include_usage": True})
-        assert "".join(part.choices[0].delta.content or "" for part in parts) == expected.text
-        assert (last.choices, last.usage.completion_tokens) == ([], expected.statistics.tokens)
-        assert last.model_extra["metrics"]["speculative_decoding"]["num_spec_steps"] > 0
+    expected = runtime.generate(messages(), Decoding(max_tokens=TOKENS, fork=False))
+    answer = chat(client)
+    assert answer.choices[0].message.content == expected.text
+    *parts, last = chat(client, stream=True, stream_options={"include_usage": True})
+    assert "".join(part.choices[0].delta.content or "" for part in parts) == expected.text
+    assert answer.usage.completion_tokens == last.usage.completion_tokens == expected.statistics.tokens
+    assert last.model_extra["metrics"]["speculative_decoding"]["num_spec_steps"] > 0
 
 
 def check_texts(client: Any, runtime: Runtime) -> None:
@@ -112,9 +108,7 @@ def check_responses(client: Any, runtime: Runtime) -> None:
     with client.responses.stream(**given) as stream:
         events = list(stream)
     assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == expected.text
-    assert events[0].type == "response.created"
-    last = "response.completed" if whole.status == "completed" else "response.incomplete"
-    assert (events[-1].type, events[-1].response.output_text) == (last, expected.text)
+    assert events[-1].response.output_text == expected.text
 
 
 class Weather(BaseModel):

@@ -13,8 +13,7 @@ from starlette.testclient import TestClient
 
 from spaceport.serving.application import application
 from spaceport.serving.bodies import ChatBody
-from spaceport.serving.failures import Failure
-from spaceport.serving.responses import ResponsesBody, chat_body, check_fields
+from spaceport.serving.responses import ResponsesBody, chat_body
 from support.chat_runtime import chat_runtime, only
 from support.tool_files import tool_files
 
@@ -106,8 +105,7 @@ def test_the_events_of_a_text_make_its_response(client: TestClient) -> None:
     deltas = [one["delta"] for one in found if one["type"] == "response.output_text.delta"]
     assert "".join(deltas) == "Hello world." == found[-4]["text"]
     last = found[-1]["response"]
-    assert without_ids(last["output"]) == without_ids(whole["output"])
-    assert last["output"] == [found[-2]["item"]]
+    assert without_ids(last["output"]) == without_ids(whole["output"]) == without_ids([found[-2]["item"]])
     assert last["usage"]["output_tokens"] == whole["usage"]["output_tokens"]
     assert found[0]["response"]["status"] == "in_progress"
     assert found[0]["response"]["output"] == []
@@ -156,16 +154,6 @@ def test_json_and_log_probabilities(client: TestClient) -> None:
     streamed = events(client, text={"format": form}, top_logprobs=2)
     deltas = [one["logprobs"] for one in streamed if one["type"] == "response.output_text.delta"]
     assert [one["token"] for entries in deltas for one in entries] == [one["token"] for one in part["logprobs"]]
-
-
-def test_invalid_requests_get_the_reason(client: TestClient) -> None:
-    for fields, part in (
-        ({"input": 3}, '"param":"input"'),
-        ({"n": 2}, '"param":"n"'),
-        ({"text": {"formt": 1}}, "unknown fields: text.formt"),
-    ):
-        response = client.post("/v1/responses", json={"model": "demo", "input": "Hi", **fields})
-        assert (response.status_code, part in response.text) == (400, True), response.text
 
 
 # Input items as messages
@@ -240,6 +228,7 @@ def test_tools_and_formats_are_those_of_the_chat_endpoint() -> None:
         ({"background": True}, "background"),
         ({"n": 2}, "n"),
         ({"spaceport": {"threads": True}}, "spaceport.threads"),
+        ({"input": 3}, "input"),
         ({"input": []}, "input"),
         ({"input": [{"content": "Hi"}]}, "input[0].role"),
         ({"input": [{"role": "user"}]}, "input[0].content"),
@@ -251,10 +240,9 @@ def test_tools_and_formats_are_those_of_the_chat_endpoint() -> None:
         ({"input": [{**OUTPUT, "output": 3}]}, "input[0].output"),
         ({"tools": [{"type": "web_search"}]}, "tools"),
         ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format.schema"),
+        ({"text": {"formt": 1}}, "text.formt"),
     ],
 )
-def test_what_is_not_supported_is_named(fields: dict[str, Any], param: str) -> None:
-    body = msgspec.convert({"input": "Hi", **fields}, ResponsesBody)
-    with pytest.raises(Failure) as caught:
-        check_fields(body) or chat_body(body)
-    assert (caught.value.status, caught.value.param) == (400, param)
+def test_what_is_not_supported_is_named(client: TestClient, fields: dict[str, Any], param: str) -> None:
+    response = client.post("/v1/responses", json={"model": "demo", "input": "Hi", **fields})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from threading import Event, Semaphore, Thread
+from threading import Event, Semaphore
 from typing import Any
 
 import pytest
@@ -24,9 +24,8 @@ import pytest
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import MANIFEST_FILE
 from spaceport.runtime.session import Runtime
-from spaceport.serving.application import application
 from spaceport.serving.options import ServiceOptions
-from spaceport.serving.server import Server, configuration, listening
+from spaceport.serving.server import listening
 from spaceport.tools.cli import INPUT, USAGE, run
 from spaceport.tools.cli.configuration import keys_of
 from spaceport.tools.cli.serve import models_of
@@ -174,29 +173,18 @@ def test_the_address_is_announced_when_all_bundles_are_open(caplog: pytest.LogCa
     def announced() -> bool:
         return "running on http://127.0.0.1:" in caplog.text
 
-    app = application({"slow": opener}, answers_while_opening=True)
-    with listening("127.0.0.1", 0) as listener:
-        server = Server(configuration(app), app.state.service)
-        thread = Thread(target=server.run, args=([listener],))
-        thread.start()
-        try:
-            address = f"http://127.0.0.1:{listener.getsockname()[1]}"
-            while not server.started:
-                time.sleep(0.01)
-            with pytest.raises(urllib.error.HTTPError, match="503"):
-                urllib.request.urlopen(f"{address}/health", timeout=10)
-            time.sleep(0.3)  # three ticks
-            assert not announced()
-            may_open.set()
-            wait_until_ready(address)
-            ended = time.monotonic() + 10
-            while not announced() and time.monotonic() < ended:
-                time.sleep(0.01)
-            assert announced()
-        finally:
-            may_open.set()
-            server.should_exit = True
-            thread.join()
+    with running_service({"slow": opener}, answers_while_opening=True) as running:
+        address = running.url.removesuffix("/v1")
+        with pytest.raises(urllib.error.HTTPError, match="503"):
+            urllib.request.urlopen(f"{address}/health", timeout=10)
+        time.sleep(0.3)  # three ticks
+        assert not announced()
+        may_open.set()
+        wait_until_ready(address)
+        ended = time.monotonic() + 10
+        while not announced() and time.monotonic() < ended:
+            time.sleep(0.01)
+        assert announced()
 
 
 def test_serve_checks_folders_and_ports_before_it_opens_anything(

@@ -26,7 +26,7 @@ from spaceport.runtime.scheduling.worker import RuntimeStatus
 from spaceport.runtime.session import Runtime
 from spaceport.serving.application import Opener, application
 from spaceport.serving.options import ServiceOptions
-from spaceport.serving.server import Server, configuration
+from spaceport.serving.server import Server, configuration, listening
 from spaceport.serving.service import Service
 from support.hash_engine import FREE_ROWS
 from support.paths import DEMO
@@ -188,16 +188,18 @@ def _wait(done: Callable[[], bool]) -> None:
 
 
 @contextmanager
-def running_service(openers: Mapping[str, Opener], options: ServiceOptions | None = None) -> Iterator[RunningService]:
+def running_service(
+    openers: Mapping[str, Opener], options: ServiceOptions | None = None, answers_while_opening: bool = False
+) -> Iterator[RunningService]:
     """Serve bundles on a free port, in a thread of this process."""
-    app: Starlette = application(openers, options or ServiceOptions())
+    app: Starlette = application(openers, options or ServiceOptions(), answers_while_opening=answers_while_opening)
     server = Server(configuration(app), app.state.service)
-    thread = Thread(target=server.run)
-    thread.start()
-    try:
-        _wait(lambda: server.started or not thread.is_alive())
-        port = server.servers[0].sockets[0].getsockname()[1]
-        yield RunningService(f"http://127.0.0.1:{port}/v1", app.state.service, server)
-    finally:
-        server.should_exit = True
-        thread.join(_WAIT)
+    with listening("127.0.0.1", 0) as listener:
+        thread = Thread(target=server.run, args=([listener],))
+        thread.start()
+        try:
+            _wait(lambda: server.started or not thread.is_alive())
+            yield RunningService(f"http://127.0.0.1:{listener.getsockname()[1]}/v1", app.state.service, server)
+        finally:
+            server.should_exit = True
+            thread.join(_WAIT)

@@ -61,25 +61,6 @@ def swap_key_and_value(model: onnx.ModelProto, layer: int = 0) -> None:
     key.input[2], value.input[2] = value.input[2], key.input[2]
 
 
-def shift_the_mask(model: onnx.ModelProto) -> None:
-    """Shift the mask by one slot."""
-    last = helper.make_tensor("last", onnx.TensorProto.INT64, [1], [-1])
-    ends = [helper.make_tensor(name, onnx.TensorProto.INT64, [1], [at]) for name, at in (("zero", 0), ("end", 2**31))]
-    axis = helper.make_tensor("axis", onnx.TensorProto.INT64, [1], [3])
-    model.graph.initializer.extend([last, *ends, axis])
-    for node in model.graph.node:
-        if node.op_type == "Where":
-            node.input[0] = {"attention_mask": "shifted"}.get(node.input[0], node.input[0])
-    shifting = [
-        helper.make_node("Slice", ["attention_mask", "last", "end", "axis"], ["back"]),
-        helper.make_node("Slice", ["attention_mask", "zero", "last", "axis"], ["front"]),
-        helper.make_node("Concat", ["back", "front"], ["shifted"], axis=3),
-    ]
-    nodes = [*shifting, *model.graph.node]
-    del model.graph.node[:]
-    model.graph.node.extend(nodes)
-
-
 def forget_marks(model: onnx.ModelProto) -> None:
     """Remove the names of values from a graph."""
     for node in model.graph.node:

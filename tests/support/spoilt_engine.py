@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +12,8 @@ from numpy.typing import NDArray
 from spaceport.runtime.backends import open_engine
 from spaceport.runtime.bundle import open_bundle
 from spaceport.runtime.costs import relative_costs
+from spaceport.runtime.decode.plan import Part, Verdict, accept
+from spaceport.runtime.decode.sequence import TokenSelector
 from spaceport.runtime.engine import Batch, Engine, EngineOptions, Moves, capacity_for
 from spaceport.runtime.session import Runtime
 
@@ -82,3 +85,20 @@ def tied(size: float, every: int = 5) -> Spoil:
             logits[line, row, best], logits[line, row, second] = (0, size) if wide else (size, 0)
 
     return spoil
+
+
+def lenient(least: float = 0.0, most: float = np.inf) -> Any:
+    """An acceptance rule that accepts a wrong first candidate if its margin to the right token is in this range."""
+
+    def accept_wrong(part: Part, logits: Logits, choose: TokenSelector, *limits: int) -> Verdict:
+        verdict = accept(part, logits, choose, *limits)
+        if not part.draft.tokens or verdict.accepted:
+            return verdict
+        row, wrong = part.layout.nodes[1], part.draft.tokens[0]
+        line = logits[part.layout.known - 1 - int(part.rows_wanted[0])]
+        if not least <= float(line[verdict.tokens[0]] - line[wrong]) < most:
+            return verdict
+        following = choose.token(logits[row - int(part.rows_wanted[0])], part.thread, (wrong,))
+        return Verdict((*verdict.retained, row), (wrong, following), ())
+
+    return accept_wrong

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -169,28 +167,6 @@ def test_a_killed_export_is_swept_by_the_next_one(checkpoint: Path, cache: Path,
     assert [file for file in cache.iterdir() if file.is_dir()] == [bundle_at(checkpoint)]
 
 
-def test_two_that_start_at_the_same_time_export_once(
-    checkpoint: Path, exports: Exports, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`flock` keeps the locks of two threads apart, as those of two processes."""
-    waits = threading.Event()
-    exports.meanwhile = lambda folder: assert_waited(waits)
-    locked = bundle_cache.locked
-    monkeypatch.setattr(bundle_cache, "locked", lambda path, on_wait: locked(path, lambda: (on_wait(), waits.set())))
-    bundles: list[Path] = []
-    threads = [threading.Thread(target=lambda: bundles.append(bundle_at(checkpoint))) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(bundles) == 2
-    assert (len(set(bundles)), exports.count) == (1, 1)
-
-
-def assert_waited(waits: threading.Event) -> None:
-    assert waits.wait(60), "the second one did not wait"
-
-
 def test_what_cannot_be_exported_is_refused_before_any_work(
     checkpoint: Path, tmp_path: Path, cache: Path, exports: Exports, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -221,16 +197,6 @@ def test_what_cannot_be_exported_is_refused_before_any_work(
     with pytest.raises(InputFault, match="no weights in it"):
         bundle_at(checkpoint)
     assert exports.count == 0
-
-
-def test_libraries_add_nothing_to_the_log_of_a_service_that_exports(
-    checkpoint: Path, exports: Exports, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
-    bundle_at(checkpoint)
-    for library in ("onnx_ir.passes", "onnxscript.optimizer", "accelerate"):
-        logging.getLogger(library).info("replaced an operator")
-    assert caplog.records == []
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ import pytest
 from spaceport.graphs.contract.faults import InputFault, MissingDependency
 from spaceport.runtime.session import Runtime
 from spaceport.tools.cli import INPUT, MISSING, USAGE, demo, run
-from spaceport.tools.cli.demo import LEGEND, base_model, compare, next_steps, rows_of
+from spaceport.tools.cli.demo import base_model, rows_of
 from spaceport.tools.demo.modes import MODES, TimedModes, TimedRun, timed
 from spaceport.tools.demo.prompts import prompts_of
 from support.adapters import train
@@ -87,15 +87,6 @@ def test_a_row_shows_the_cost_and_the_median_speedup_within_rounds(runtime: Runt
     assert (first[0], first[6]) == ("name", "1.00")
 
 
-def test_the_table_has_a_row_for_each_prompt_and_mode(runtime: Runtime, capfd: Capture) -> None:
-    assert compare(runtime, {"long": DECODER, "short": DECODER[:9]}, 20, 1)
-    printed = capfd.readouterr()
-    table, legend = printed.out.split("\n\n")
-    assert [line.split("  ")[0] for line in table.splitlines()] == ["prompt", "long", *[""] * 3, "short", *[""] * 3]
-    assert legend == f"{LEGEND}\n"
-    assert printed.err.splitlines() == ["decoding prompt 1 of 2: long", "decoding prompt 2 of 2: short"]
-
-
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A GGUF file in an installed package that stands in for that of the chat model."""
@@ -162,19 +153,6 @@ def test_a_check_that_was_killed_is_repeated_without_another_export(
     monkeypatch.setattr(demo, "check", killed)  # not called
     assert run(arguments) == 0
     assert "which passed the check when it was exported" in capfd.readouterr().out
-
-
-@pytest.mark.parametrize(("found", "program"), [("/bin/spaceport", "spaceport"), (None, "python -m spaceport")])
-def test_the_demo_ends_with_what_to_run_next(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, found: str | None, program: str
-) -> None:
-    monkeypatch.setattr("shutil.which", lambda name: found)
-    monkeypatch.setattr("sys.executable", "python")
-    monkeypatch.chdir(tmp_path)
-    first, second = next_steps(tmp_path / "my demo").strip().splitlines()
-    assert first.startswith(f"next: `{program} generate 'my demo' TEXT` runs this model,")
-    assert second.startswith(f"`{program} export MODEL my.bundle`")
-    assert f"`{program} generate {TINY} TEXT`" in next_steps(TINY)
 
 
 @pytest.mark.parametrize("content", ["{}", "[1]", "{", '{"a": 3}', '{"a": {"text": "b"}}'])

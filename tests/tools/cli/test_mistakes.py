@@ -95,6 +95,10 @@ def put(bundle: Path, name: str, content: bytes) -> None:
     ("arguments", "message"),
     [
         ("frobnicate", "there is no command frobnicate: `spaceport --help` lists the commands"),
+        ("genrate", "there is no command genrate: did you mean generate?"),
+        ("help genrate", "did you mean generate?"),
+        ("bench decod", "there is no command decod: did you mean decode?"),
+        ("inspect BUNDLE --requests 0", "--requests is 0: expected at least 1"),
         ("generate", "Missing argument 'BUNDLE'"),
         ("acceptance", "Missing argument 'CHECKPOINT|BUNDLE...'"),
         ("acceptance bundle", "Missing argument 'DATA'"),

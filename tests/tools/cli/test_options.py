@@ -23,10 +23,9 @@ from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.limits import DEFAULT_LIMITS
 from spaceport.runtime.sampling.grammar import Grammar
-from spaceport.runtime.sampling.option_fields import OptionField, documented, option, option_fields
+from spaceport.runtime.sampling.option_fields import documented, option, option_fields
 from spaceport.runtime.sampling.sampler import Sampling
 from spaceport.runtime.session import Runtime
-from spaceport.serving.openapi import schemas
 from spaceport.serving.options import ServiceOptions
 from spaceport.tools.cli import OK, USAGE, Commands, cli, name_flags, run
 from spaceport.tools.cli.generate import command as generate
@@ -40,10 +39,8 @@ from spaceport.tools.cli.options import (
 )
 from spaceport.tools.cli.serve import command as serve
 from spaceport.tools.cli.serve import openers_of, service_options_of
-from support.paths import DOCS
 
 Shown = pytest.CaptureFixture[str]
-FIELDS_PAGE = (DOCS / "service_fields.md").read_text("utf-8")
 
 
 class Grouped(Sectioned):
@@ -74,27 +71,20 @@ def shown_help(shown: Shown, *arguments: str) -> str:
     return shown.readouterr().out
 
 
-def test_the_list_of_commands_fits_on_a_screen(capsys: Shown, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    lines = shown_help(capsys, "--help").splitlines()
-    assert len(lines) <= 24
-    assert max(map(len, lines)) <= 80
-    assert {line.split()[0] for line in lines if line.startswith("  ")} >= Commands.summaries.keys()
-    assert shown_help(capsys, "-V") == shown_help(capsys, "--version")
-
-
 @pytest.mark.parametrize("arguments", [[], ["generate"], ["bench"], ["bench", "decode"]], ids=" ".join)
 def test_help_command_shows_the_help_of_a_command(capsys: Shown, arguments: list[str]) -> None:
     assert shown_help(capsys, "help", *arguments) == shown_help(capsys, *arguments, "--help")
-    assert run(["help", "genrate"]) == USAGE
-    assert "did you mean generate?" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["generate", "serve", "export", "tune"])
+@pytest.mark.torch  # every command is imported
+@pytest.mark.parametrize("name", Commands.summaries)
 def test_help_lists_the_usual_options_of_commands_with_many_and_help_all_every_one(capsys: Shown, name: str) -> None:
     chosen = Commands().get_command(click.Context(cli), name)
-    assert isinstance(chosen, Sectioned)
+    assert chosen is not None
     options = {option.name: option for option in chosen.params if isinstance(option, click.Option)}
+    if len(options) <= 20:
+        return
+    assert isinstance(chosen, Sectioned)
     assert chosen.usual <= options.keys()  # type: ignore[operator]
     flags = {name: re.compile(rf"^  (-\w, )?{option.opts[0]}\b", re.MULTILINE) for name, option in options.items()}
     shown = {name for name, flag in flags.items() if flag.search(shown_help(capsys, chosen.name or "", "--help"))}
@@ -104,48 +94,19 @@ def test_help_lists_the_usual_options_of_commands_with_many_and_help_all_every_o
     assert {name for name, flag in flags.items() if flag.search(every)} == options.keys()
 
 
-@pytest.mark.torch  # every command is imported
-def test_every_command_with_more_than_20_options_has_usual_ones() -> None:
-    for name in Commands.summaries:
-        chosen = Commands().get_command(click.Context(cli), name)
-        assert chosen is not None
-        if sum(isinstance(parameter, click.Option) for parameter in chosen.params) > 20:
-            assert isinstance(chosen, Sectioned)
-            assert chosen.usual
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["genrate"], "there is no command genrate: did you mean generate?"),
-        (["xyzzy"], "there is no command xyzzy: `spaceport --help` lists the commands"),
-        (["bench", "decod"], "there is no command decod: did you mean decode?"),
-    ],
-)
-def test_a_mistyped_command_is_an_error_that_names_a_similar_one(
-    capsys: Shown, arguments: list[str], message: str
-) -> None:
-    assert run(arguments) == USAGE
-    assert message in capsys.readouterr().err
-
-
 def test_the_package_runs_as_a_module() -> None:
     done = subprocess.run([sys.executable, "-m", "spaceport", "-V"], capture_output=True, text=True, check=True)
     assert done.stdout == f"spaceport, version {__version__}\n"
 
 
 def test_shells_complete_commands_and_options() -> None:
-    for words, expected in (("spaceport ge", "generate"), ("spaceport generate --js", "--json-schema")):
-        result = CliRunner(
-            env={
-                "_SPACEPORT_COMPLETE": "bash_complete",
-                "COMP_WORDS": words,
-                "COMP_CWORD": str(len(words.split()) - 1),
-            }
-        ).invoke(cli, prog_name="spaceport")
+    for words, number, expected in (
+        ("spaceport ge", "1", "generate"),
+        ("spaceport generate --js", "2", "--json-schema"),
+    ):
+        variables = {"_SPACEPORT_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": number}
+        result = CliRunner(env=variables).invoke(cli, prog_name="spaceport")
         assert f"plain,{expected}" in result.stdout.splitlines()
-    source = CliRunner(env={"_SPACEPORT_COMPLETE": "bash_source"}).invoke(cli, prog_name="spaceport")
-    assert "complete -o nosort -F _spaceport_completion spaceport" in source.stdout
 
 
 @documented
@@ -170,28 +131,10 @@ def test_a_declared_option_is_a_flag_with_its_text_its_range_and_its_default() -
     assert declared_values(Declaring, {"warmth": 2.0, "loud": None, "words": ()}) == {"warmth": 2.0}
 
 
-DECLARED = [(kind, declared) for kind in (Decoding, Sampling, Grammar) for declared in option_fields(kind)]
-
-
-@pytest.mark.parametrize(("kind", "declared"), DECLARED, ids=lambda value: getattr(value, "name", ""))
-def test_every_declared_option_is_in_the_docstring_the_help_the_schema_and_the_docs(
-    kind: type, declared: OptionField
-) -> None:
-    assert f"- `{declared.name}`: {declared.described}" in " ".join((kind.__doc__ or "").split())
-    components = schemas(DEFAULT_LIMITS, 16)
-    flags = {flag: parameter for parameter in generate.params for flag in parameter.opts}
-    if declared.flag is not None:
-        (first_words,) = re.findall(r"^[^`]{1,30}", declared.text)
-        assert str(getattr(flags[declared.flag], "help", "")).startswith(first_words)
-    if declared.request is not None:
-        structure, _, field = declared.request.rpartition(".")
-        owner = {"": "ChatBody", "spaceport": "Own"}[structure]
-        property_schema = components[owner]["properties"][field]
-        assert property_schema["description"].startswith(declared.text)
-    if declared.flag is not None or declared.request is not None:
-        row = re.findall(rf"^\| `{declared.name}` .*", FIELDS_PAGE, re.MULTILINE)[0]
-        assert f"| {declared.text}" in row
-        assert declared.default_text in row
+def test_every_declared_flag_is_one_of_generate() -> None:
+    flags = {flag for parameter in generate.params for flag in parameter.opts}
+    declared = {option.flag for kind in (Decoding, Sampling, Grammar) for option in option_fields(kind)}
+    assert declared - {None} <= flags
 
 
 def test_an_option_without_effect_is_refused() -> None:

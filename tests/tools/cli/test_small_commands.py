@@ -12,13 +12,12 @@ from typing import Any
 import pytest
 
 from spaceport.exporter.tensorrt.engines import store_engine
-from spaceport.graphs.contract.installation import install_command
 from spaceport.graphs.contract.manifest import ENGINES_FOLDER
 from spaceport.runtime.backends import BACKENDS
 from spaceport.runtime.backends.built_engines import record_built_engine
 from spaceport.runtime.backends.machine import no_gpu
 from spaceport.runtime.bundle import open_bundle, read_manifest
-from spaceport.tools.cli import MISSING, OK, USAGE, doctor, run
+from spaceport.tools.cli import MISSING, OK, doctor, run
 from spaceport.tools.cli.inspect import facts, states
 from support.small_bundle import ENGINE, RECORD, new_bundle
 
@@ -66,19 +65,6 @@ def test_two_packages_of_onnxruntime_are_a_problem(
     (problem,) = re.findall("^problem: (.*)", capfd.readouterr().out, re.MULTILINE)
     assert problem.startswith("onnxruntime and onnxruntime-gpu are both installed")
     assert "pip uninstall onnxruntime onnxruntime-gpu" in problem
-
-
-@pytest.mark.parametrize("reason", [None, "no NVIDIA driver here"])
-def test_packages_for_a_gpu_are_offered_where_there_is_one(
-    no_probes: None, monkeypatch: pytest.MonkeyPatch, capfd: Capture, reason: str | None
-) -> None:
-    monkeypatch.setattr(doctor, "no_gpu", lambda: reason)
-    monkeypatch.setattr(doctor, "_version", lambda package: None)
-    run(["doctor"])
-    shown = capfd.readouterr().out
-    for extra in ("gpu", "tensorrt", "tensorrt-rtx"):
-        assert (install_command(extra) in shown) == (reason is None)
-    assert install_command("cpu") in shown
 
 
 def test_a_library_that_crashes_its_process_is_not_ready() -> None:
@@ -136,19 +122,3 @@ def test_an_engine_is_built_here_or_elsewhere_changed_or_missing(
     assert json.loads(capfd.readouterr().out)["engine_states"] == {ENGINE: "changed"}
     file.unlink()
     assert states(opened) == {ENGINE: "missing"}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "message"),
-    [
-        ("inspect BUNDLE --requests 0", USAGE, "--requests is 0: expected at least 1"),
-        ("inspect BUNDLE --require-signature key.pem", USAGE, "No such option '--require-signature'"),
-    ],
-)
-def test_mistakes_are_refused_with_what_to_do(
-    bundle: Path, capfd: Capture, arguments: str, code: int, message: str
-) -> None:
-    named = {"BUNDLE": bundle, "FOLDER": bundle.with_name("new")}
-    words = [str(named.get(word, word)).replace("BUNDLE", str(bundle)) for word in arguments.split()]
-    assert run(words) == code
-    assert message in capfd.readouterr().err

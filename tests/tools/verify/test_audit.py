@@ -25,7 +25,7 @@ from support.hash_engine import Language
 from support.hash_runtime import hash_runtime
 from support.paths import TINY
 from support.small_bundle import forking_copy
-from support.spoilt_engine import Logits, SpoiltEngine, positions_of, spoilt_runtime, tied
+from support.spoilt_engine import Logits, SpoiltEngine, lenient, positions_of, spoilt_runtime, tied
 
 PROMPTS: dict[str, str] = json.loads((TINY / "prompts.json").read_text("utf-8"))
 DECODER, SCANNER, FOREIGN = PROMPTS.values()
@@ -109,23 +109,6 @@ def test_threads_cut_because_kv_slots_ran_out_are_no_fault() -> None:
     assert report.mismatches == []
     assert all(row.identical == 2 for row in report.drafted)
     runtime.close()
-
-
-def lenient(least: float, most: float) -> Any:
-    """An acceptance rule that accepts a wrong first candidate if its margin to the right token is in this range."""
-
-    def accept_wrong(part: Part, logits: Logits, choose: TokenSelector, *limits: int) -> Verdict:
-        verdict = accept(part, logits, choose, *limits)
-        if not part.draft.tokens or verdict.accepted:
-            return verdict
-        row, wrong = part.layout.nodes[1], part.draft.tokens[0]
-        line = logits[part.layout.known - 1 - int(part.rows_wanted[0])]
-        if not least <= float(line[verdict.tokens[0]] - line[wrong]) < most:
-            return verdict
-        following = choose.token(logits[row - int(part.rows_wanted[0])], part.thread, (wrong,))
-        return Verdict((*verdict.retained, row), (wrong, following), ())
-
-    return accept_wrong
 
 
 def off_by_one(part: Part, logits: Logits, choose: TokenSelector, *limits: int) -> Verdict:

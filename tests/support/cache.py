@@ -118,7 +118,7 @@ def cache_folder() -> Path:
 
 def sources_digest(*modules: str) -> str:
     """A hash of the modules, of everything of the project that they import, and of the versions of the libraries."""
-    files = {file for module in modules for file in needed_files(ROOT / "src" / "spaceport" / module, everywhere=True)}
+    files = {file for module in modules for file in needed_files(ROOT / module, everywhere=True)}
     contents = [(str(file.relative_to(ROOT)), file.read_bytes()) for file in sorted(files)]
     return digest_of((contents, libraries()))
 

@@ -31,6 +31,7 @@ log = logging.getLogger("spaceport.service")
 _MOST_DIRECT = 256 << 10  # bytes of a body that is parsed on the event loop
 _MOST_SMALL = 64 << 10  # bytes of a body that is read whatever others send
 _LEAST_RATE = 16 << 10  # bytes per second of a body
+_CLOSE = {"Connection": "close"}  # after the answer to a body that was not received
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,7 @@ class Service:
     warned_at: float = -math.inf  # when the log last told of too many connections, in the time of the event loop
     # connections without a request, in the order in which they became silent: those that never had one, and others
     silent: tuple[dict[Any, None], dict[Any, None]] = field(default_factory=lambda: ({}, {}))
+    lingering: dict[Any, None] = field(default_factory=dict)  # connections that drop what comes after their last answer
     is_local: bool = False  # whether it listens on a loopback address
     body_bytes: int = 0  # of all bodies that are being received and read
     completions: Counter[str] = field(default_factory=Counter)  # that run or wait, by client
@@ -169,18 +171,18 @@ async def _receive(request: Request, service: Service, raw: bytearray) -> None:
                 if service.body_bytes > options.most_body_bytes and len(raw) > _MOST_SMALL:
                     service.metrics.refused("too_many_bodies")
                     message = "the service reads too many bodies: send the request again"
-                    raise Failure(503, message, "overloaded_error", code="too_many_bodies", headers=RETRY)
+                    raise Failure(503, message, "overloaded_error", code="too_many_bodies", headers=RETRY | _CLOSE)
                 scope.deadline += len(part) / _LEAST_RATE
                 if len(raw) > options.most_bytes:
                     message = (
                         f"the body has more than {options.most_bytes} bytes: send a smaller one, or raise --max-body"
                     )
-                    raise Failure(413, message, code="body_too_large")
+                    raise Failure(413, message, code="body_too_large", headers=_CLOSE)
     except ClientDisconnect as error:
         raise Failure(499, "the client has left") from error
     if scope.cancelled_caught:
         message = f"the body did not come at {_LEAST_RATE} bytes per second: send the request again"
-        raise Failure(408, message, headers={"Connection": "close"})
+        raise Failure(408, message, headers=_CLOSE)
 
 
 async def read_body(request: Request, kind: type[Body]) -> Body:

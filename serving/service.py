@@ -106,6 +106,12 @@ class Service:
         """Whether it takes requests."""
         return not self.draining and not self.opening and self.healthy
 
+    def require_open(self) -> None:
+        """Raise until the bundles are open."""
+        if self.opening:
+            message = "the models are being opened: send the request again"
+            raise Failure(503, message, "overloaded_error", code="opening", headers=RETRY)
+
     def longest_silent(self) -> Any:
         """The connection that makes room for another one, which is forgotten; None: all have a request."""
         for silent in self.silent:
@@ -139,6 +145,7 @@ class Service:
 
     def model(self, name: str | None) -> ServedModel:
         """The model that a request asks for; a request that names none gets the only one."""
+        self.require_open()
         if name is None and len(self.models) == 1:
             return next(iter(self.models.values()))
         if name is None or name not in self.models:

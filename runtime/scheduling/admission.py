@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from time import monotonic
@@ -51,6 +52,10 @@ class Admission:
     limits: Limits = DEFAULT_LIMITS
     correction: CorrectionTables | None = None  # of the candidates of mask slots
     helpers: HelperPool = field(default_factory=HelperPool)  # for templates and grammars that may take long
+    grammars: GrammarCompiler = field(init=False)  # compiled grammars of the bundle's vocabulary
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "grammars", GrammarCompiler(self._open_vocabulary, self.helpers))
 
     def close(self) -> None:
         """End the helper processes."""
@@ -204,13 +209,7 @@ class Admission:
         check_top("logprobs", top, self.bundle.manifest.signature.vocab_size)
         return Logprobs(top, self.speller)
 
-    @cached_property
-    def grammars(self) -> GrammarCompiler:
-        """Compiled grammars of the bundle's vocabulary."""
-        return GrammarCompiler(self.vocabulary, self.helpers)
-
-    @cached_property
-    def vocabulary(self) -> Vocabulary:
+    def _open_vocabulary(self) -> Vocabulary:
         """The vocabulary as grammars use it; building it takes a while, so only requests with a grammar wait for it."""
         manifest = self.bundle.manifest
         tokens = manifest.tokens
@@ -328,6 +327,11 @@ class Intake:
             self.admit(request)
         else:
             self._submit(self._pool, self._sort, request)
+
+    def prepare_grammars(self) -> None:
+        """Begin to prepare constrained decoding; an error is that of the first request with a grammar."""
+        with suppress(RuntimeError):  # closed
+            self._isolated.submit(self._admission.grammars.prepare)
 
     def close(self) -> None:
         """Fail the requests that are being prepared, without waiting for what is done for them."""

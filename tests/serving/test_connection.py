@@ -129,7 +129,8 @@ def test_an_answered_client_that_never_stops_sending_loses_its_connection(
             client.sendall(b"a" * size)
             sent += size
             time.sleep(pause)
-    assert sent < 64 << 20 and time.monotonic() - begun < 3
+    assert sent < 64 << 20
+    assert time.monotonic() - begun < 3
 
 
 def test_answered_connections_that_stay_take_no_place_of_others_and_are_bounded(patient: RunningService) -> None:

@@ -183,8 +183,10 @@ def test_the_address_is_announced_when_all_bundles_are_open(caplog: pytest.LogCa
             address = f"http://127.0.0.1:{listener.getsockname()[1]}"
             while not server.started:
                 time.sleep(0.01)
-            with pytest.raises(urllib.error.HTTPError, match="503"):
-                urllib.request.urlopen(f"{address}/health", timeout=10)
+            for path in ("health", "v1/models", "v1/models/slow", "tokenizer_info"):
+                with pytest.raises(urllib.error.HTTPError, match="503") as caught:
+                    urllib.request.urlopen(f"{address}/{path}", timeout=10)
+                assert caught.value.headers["retry-after"] == (None if path == "health" else "1")
             time.sleep(0.3)  # three ticks
             assert not announced()
             may_open.set()
@@ -193,6 +195,10 @@ def test_the_address_is_announced_when_all_bundles_are_open(caplog: pytest.LogCa
             while not announced() and time.monotonic() < ended:
                 time.sleep(0.01)
             assert announced()
+            grammars = app.state.service.models["slow"].runtime._admission.grammars
+            while not grammars._vocabulary and time.monotonic() < ended:
+                time.sleep(0.01)
+            assert grammars._vocabulary
         finally:
             may_open.set()
             server.should_exit = True

@@ -68,6 +68,7 @@ class ServedModel:
 
     def entry(self) -> dict[str, Any]:
         """The model as an entry of the list of models."""
+        manifest = self.runtime.bundle.manifest
         return {
             "id": self.name,
             "object": "model",
@@ -76,6 +77,11 @@ class ServedModel:
             "root": self.name,
             "max_model_len": self.runtime.max_seq_len,
             "has_chat_template": bool(self.chat_template),
+            "spaceport": {
+                "mask_slots": manifest.drafts.mask_slots,
+                "heads": manifest.drafts.heads,
+                "fork": manifest.tokens.fork is not None,
+            },
         }
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from starlette.applications import Starlette
 
-from spaceport.graphs.contract.draft_methods import DraftMethod
+from spaceport.graphs.contract.draft_methods import LOOKUP_ONLY, DraftMethod
 from spaceport.graphs.contract.manifest import TEMPLATE_FILE, TOKENIZER_FILE, FileRecord, Manifest, TokenIds
 from spaceport.graphs.contract.signature import Signature
 from spaceport.runtime.bundle import Bundle
@@ -131,16 +131,21 @@ class ChatEngine:
         """Nothing is open."""
 
 
-def chat_runtime(folder: Path = DEMO, *, requests: int = 4, delay: float = 0.0, **options: Any) -> Runtime:
-    """A runtime that chats; `folder` has a tokenizer and perhaps a chat template, `options` are those of `Runtime`."""
+def chat_runtime(
+    folder: Path = DEMO, *, requests: int = 4, delay: float = 0.0, drafts: bool = True, **options: Any
+) -> Runtime:
+    """A runtime that chats; `folder` has a tokenizer and perhaps a chat template, `options` are those of `Runtime`.
+
+    Without `drafts` it has neither mask slots nor forks.
+    """
     contents = {
         file.name: file.read_bytes() for file in folder.iterdir() if file.name in (TEMPLATE_FILE, TOKENIZER_FILE)
     }
     files = {name: FileRecord(sha256(content).hexdigest(), len(content)) for name, content in contents.items()}
     manifest = Manifest(
         signature=ChatEngine.signature,
-        tokens=TokenIds(mask=(_MASK,), fork=_FORK, child=_CHILD, end=_END),
-        drafts=DraftMethod(max_tokens=5),
+        tokens=TokenIds(mask=(_MASK,), fork=_FORK, child=_CHILD, end=_END) if drafts else TokenIds(end=_END),
+        drafts=DraftMethod(max_tokens=5) if drafts else LOOKUP_ONLY,
         max_positions=1024,
         model_type="llama",
         parameters=1,
@@ -190,7 +195,13 @@ def _wait(done: Callable[[], bool]) -> None:
 @contextmanager
 def running_service(openers: Mapping[str, Opener], options: ServiceOptions | None = None) -> Iterator[RunningService]:
     """Serve bundles on a free port, in a thread of this process."""
-    app: Starlette = application(openers, options or ServiceOptions())
+    with running_application(application(openers, options or ServiceOptions())) as running:
+        yield running
+
+
+@contextmanager
+def running_application(app: Starlette) -> Iterator[RunningService]:
+    """Run an application on a free port, in a thread of this process."""
     server = Server(configuration(app), app.state.service)
     thread = Thread(target=server.run)
     thread.start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
@@ -33,6 +34,8 @@ from spaceport.runtime.text.messages import ChatPrompt, shown
 from spaceport.runtime.text.prompt import Prompt, PromptEncoder, TooManyTokens
 from spaceport.runtime.text.transcript import Transcript
 from spaceport.runtime.trace import Trace
+
+_log = logging.getLogger("spaceport.runtime")
 
 _OS_THREADS = 2  # that prepare requests, and again for those that need a helper process
 _QUICK_IDS = 4096  # token ids that need no OS thread of their own to be checked
@@ -250,11 +253,8 @@ class Admission:
         if max_tokens is None:
             return self.max_seq_len
         if max_tokens > free:
-            raise OptionFault(
-                f"{len(ids)} prompt tokens and max_tokens {max_tokens} make {len(ids) + max_tokens}, "
-                f"{self._limit(f'lower max_tokens to {free}')}"
-            )
-        return len(ids) + max_tokens
+            _log.info("max_tokens %d is lowered to %d: max_seq_len is %d", max_tokens, free, self.max_seq_len)
+        return len(ids) + min(max_tokens, free)
 
     def _too_long(self, count: str, what: str) -> OptionFault:
         return OptionFault(f"the {what} has {count} tokens, {self._limit(f'shorten the {what}')}")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Literal
 
-from spaceport.runtime.tool_calls.functions import ToolFormat
+from spaceport.runtime.tool_calls.functions import FORMATS, FormatName, ToolFormat
 
 MOST_DEPTH = 64  # nested objects and arrays
 
@@ -437,6 +437,19 @@ class ToolCallParser:
     def _emit(self, text: str) -> None:
         if text:
             self._parts.append(text)
+
+
+def other_format(text: str, own: ToolFormat, names: Collection[str]) -> FormatName | None:
+    """The format of the calls in a text, if it is not the model's own; None: it has no such calls."""
+    loosely = False
+    for name in dict.fromkeys((own.name, "json", *FORMATS)):
+        parser = ToolCallParser(FORMATS[name], names)
+        parser.push(text)
+        parser.finish()
+        if parser.calls and not parser.has_other_format:
+            return None if name == own.name else name
+        loosely = loosely or parser.calls > 0
+    return "json" if loosely and own.name != "json" else None
 
 
 def _begun(text: str, opening: str) -> int:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spaceport.runtime.tool_calls.functions import FORMATS, FormatName, format_of
-from spaceport.runtime.tool_calls.parser import CallPart, ToolCallParser
+from spaceport.runtime.tool_calls.parser import CallPart, ToolCallParser, other_format
 from support.tool_files import joined
 
 NAMES = ("weather", "now")
@@ -186,6 +186,23 @@ def test_long_texts_take_linear_time() -> None:
     assert parsed("hermes", [text]) == (text, [])
     text = "<tool_call>[" + '{"name": "now"},' * 20_000
     assert len(parsed("hermes", [text])[1]) == 128
+
+
+@pytest.mark.parametrize(
+    ("own", "text", "other"),
+    [
+        ("hermes", HERMES, None),
+        ("json", HERMES, "hermes"),
+        ("hermes", PLAIN, "json"),
+        ("mistral", f"Sure: ```json\n{PLAIN}```", "json"),
+        ("json", f"Sure: ```json\n{PLAIN}```", None),
+        ("llama3", f"[TOOL_CALLS]{MISTRAL}", "mistral"),
+        ("llama3", PLAIN, None),
+        ("json", "Hi", None),
+    ],
+)
+def test_calls_in_another_format_are_named(own: FormatName, text: str, other: FormatName | None) -> None:
+    assert other_format(text, FORMATS[own], NAMES) == other
 
 
 def test_the_format_is_that_of_the_chat_template() -> None:

@@ -74,7 +74,7 @@ class ServedModel:
             "object": "model",
             "created": self.created,
             "owned_by": "spaceport",
-            "root": self.name,
+            "root": manifest.provenance.get("name", self.name),
             "max_model_len": self.runtime.max_seq_len,
             "has_chat_template": bool(self.chat_template),
             "spaceport": {

@@ -125,7 +125,10 @@ def test_an_engine_call_that_does_not_return_ends_each_stream_with_an_error() ->
 
 
 def test_models_are_named_by_their_folders_or_as_asked(tmp_path: Path) -> None:
-    assert models_of([str(tmp_path / "one"), f"b={tmp_path}/two"]) == {"one": tmp_path / "one", "b": tmp_path / "two"}
+    assert models_of([str(tmp_path / "one.bundle"), f"b={tmp_path}/two"]) == {
+        "one": tmp_path / "one.bundle",
+        "b": tmp_path / "two",
+    }
     (tmp_path / "a=b").mkdir()
     assert models_of([str(tmp_path / "a=b")]) == {"a=b": tmp_path / "a=b"}
     assert models_of(["qwen2.5.gguf", "llama-3.2"]) == {"qwen2.5": Path("qwen2.5.gguf"), "llama-3.2": Path("llama-3.2")}

@@ -153,6 +153,7 @@ def chat_runtime(
         attention="plain",
         special_tokens={"bos_token": "<s>", "eos_token": "</s>"},
         files=files,
+        provenance={"name": "Demo"},
     )
     length = options.pop("max_seq_len", 1024)
     engine = ChatEngine(capacity_for(manifest, length), requests, delay)

@@ -3,7 +3,7 @@
 import { drawOrigins } from './report.js';
 import { addHtml } from './svg.js';
 
-/** @typedef {{ id: string, has_chat_template: boolean, spaceport: { mask_slots: number, heads: number, fork: boolean } }} Model */
+/** @typedef {{ id: string, root: string, has_chat_template: boolean, spaceport: { mask_slots: number, heads: number, fork: boolean } }} Model */
 
 const CODE = [
   'Add type hints: def mean(values): return sum(values) / len(values)',
@@ -42,7 +42,7 @@ export function showAbilities(model) {
 /** @param {Model} model */
 function promptsFor(model) {
   if (!model.has_chat_template) return BEGINNINGS;
-  if (/code/i.test(model.id)) return CODE;
+  if (/code/i.test(`${model.id} ${model.root}`)) return CODE;
   return model.spaceport.fork ? [QUESTIONS[0], LIST, QUESTIONS[1]] : QUESTIONS;
 }
 

@@ -35,7 +35,7 @@ class Decoding:
     )
     max_tokens: int | None = option(
         None,
-        "Maximum generated tokens from the prompt to the end of any thread.",
+        "Maximum generated tokens from the prompt to the end of any thread; at most what `max_seq_len` leaves.",
         1,
         unset="up to `max_seq_len`",
         request="max_tokens",

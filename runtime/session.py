@@ -236,6 +236,10 @@ class Runtime:
                 pass
         return request.score()
 
+    def prepare_grammars(self) -> None:
+        """Begin to prepare constrained decoding in the background, so that the first request with a grammar waits less."""
+        self._intake.prepare_grammars()
+
     def tokens_of(self, prompt: Prompt, *, parse_special: bool = False) -> list[int]:
         """Token ids of a prompt: text, token ids or chat messages.
 

@@ -16,11 +16,11 @@ from spaceport.runtime.decode.sequence_group import Statistics
 from spaceport.runtime.sampling.logprobs import TokenLogprob
 from spaceport.runtime.scheduling.request import Completion
 from spaceport.runtime.text.transcript import Piece
-from spaceport.runtime.tool_calls.parser import CallPart, MessagePart
+from spaceport.runtime.tool_calls.parser import CallPart, MessagePart, other_format
 from spaceport.runtime.trace import Trace
 from spaceport.serving.bodies import ChatBody, TextBody
 from spaceport.serving.request_inputs import NO_TOOLS, ToolUse
-from spaceport.serving.service import ServedModel
+from spaceport.serving.service import ServedModel, log
 
 _REASONS: dict[Ending, str] = {"end": "stop", "stop": "stop"}  # all others: "length"
 MOST_STEPS = 2048  # of the trace in an answer
@@ -142,6 +142,7 @@ class MessageText:
     def __init__(self, tools: ToolUse = NO_TOOLS) -> None:
         self._tools = tools
         self._parser = tools.parser()
+        self._text = ""  # so far, if it may have calls
 
     @property
     def has_calls(self) -> bool:
@@ -152,11 +153,26 @@ class MessageText:
         """The parts of the message that a piece of text adds."""
         if self._parser is None:
             return [text] if text else []
+        self._text += text
         return self._parser.push(text)
 
     def last_parts(self) -> list[MessagePart]:
-        """The parts that the end of the text adds."""
-        return [] if self._parser is None else self._parser.finish()
+        """The parts that the end of the text adds; calls in another format than the model's are logged."""
+        if self._parser is None:
+            return []
+        parts, own = self._parser.finish(), self._tools.tool_format
+        if not self._parser.calls or self._parser.has_other_format:
+            names = [function.name for function in self._tools.functions]
+            if (other := other_format(self._text, own, names)) is not None:
+                found = "found" if self._parser.calls else "left as text"
+                log.info(
+                    "calls in the format %s are %s, the model's is %s: try --tool-format %s",
+                    other,
+                    found,
+                    own.name,
+                    other,
+                )
+        return parts
 
     def delta(self, parts: list[MessagePart]) -> dict[str, Any]:
         """Parts of the message as a delta; empty if there are none."""

@@ -112,6 +112,7 @@ async def _open(
         raise
     service.models = opened.copy()
     for model in opened.values():
+        model.runtime.prepare_grammars()
         if model.audit is not None:
             service.metrics.begin_audit(model.name, model.audit)
             model.audit.start()

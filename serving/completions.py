@@ -40,8 +40,7 @@ async def request_body(request: Request, kind: type[Body]) -> Body:
     if service.draining:
         service.metrics.refused("stopping")
         raise Failure(503, "the service is stopping: send the request again", "overloaded_error", headers=RETRY)
-    if service.opening:
-        raise Failure(503, "the models are being opened: send the request again", "overloaded_error", headers=RETRY)
+    service.require_open()
     return await read_body(request, kind)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+from collections.abc import Callable
 from typing import Any
 
 import httptools
@@ -17,6 +19,59 @@ from spaceport.serving.service import Service, log
 MOST_HEAD_BYTES = 64 << 10  # of a request: its target and headers
 _MOST_PIPELINED = 64  # requests that a client sends before the response to an earlier one
 _WARNING_INTERVAL = 60.0  # seconds between warnings that there are too many connections
+_LINGER_BYTES = 16 << 20  # dropped of a request after its answer
+_MOST_LINGERING = 64  # connections that are answered and drop what comes
+
+
+class LingeringTransport(asyncio.Transport):
+    """A transport whose `close` lets a client that still sends read its answer first.
+
+    Closing a socket with unread bytes resets the connection, and the reset can overtake the answer.
+    So `close` ends the sending side only, and the connection drops what comes, until the client closes or a limit.
+    """
+
+    def __init__(
+        self, transport: asyncio.Transport, is_sending: Callable[[], bool], linger: Callable[[], None]
+    ) -> None:
+        super().__init__()
+        self.socket = transport
+        self.lingers = False
+        self._is_sending = is_sending  # whether an answered client is within a request
+        self._linger = linger  # called when the transport begins to linger
+
+    def close(self) -> None:
+        """Close after the answer is read if the client still sends, else at once; the second call closes at once."""
+        if self.is_closing() or not self._is_sending():
+            self.socket.close()
+        else:
+            self.lingers = True
+            self.socket.write_eof()
+            self._linger()
+
+    def is_closing(self) -> bool:
+        """Whether nothing more is read or written."""
+        return self.lingers or self.socket.is_closing()
+
+    def write(self, data: Any) -> None:
+        """Send bytes, unless the transport is closing."""
+        if not self.lingers:
+            self.socket.write(data)
+
+    def abort(self) -> None:
+        """Close without sending what waits."""
+        self.socket.abort()
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        """What the socket's transport knows."""
+        return self.socket.get_extra_info(name, default)
+
+    def pause_reading(self) -> None:
+        """Receive nothing until `resume_reading`."""
+        self.socket.pause_reading()
+
+    def resume_reading(self) -> None:
+        """Receive again."""
+        self.socket.resume_reading()
 
 
 class ClientConnection(HttpToolsProtocol):
@@ -38,12 +93,17 @@ class ClientConnection(HttpToolsProtocol):
         self._was_silent = False
         self._unsent_since: float | None = None  # since when the client reads nothing of what waits for it
         self._answered = False  # whether a request was
+        self._is_refused = False  # whether the last answer was sent without regard to what the client sends
+        self._is_within = False  # whether a request has come in part
+        self._late_bytes = 0  # that came of a request after its answer
+        self._lingers_since = math.inf  # in the time of the event loop
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to wait for a head, or refuse the connection."""
-        super().connection_made(transport)
+        self._lingering = LingeringTransport(transport, self._is_sending, self._linger)
+        super().connection_made(self._lingering)
         self._head_since = self.loop.time()
-        if len(self.connections) > self._service.options.most_connections:
+        if len(self.connections) - len(self._service.lingering) > self._service.options.most_connections:
             self._service.metrics.refused("too_many_connections")
             if self._head_since - self._service.warned_at >= _WARNING_INTERVAL:
                 self._service.warned_at = self._head_since
@@ -58,6 +118,7 @@ class ClientConnection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the connection."""
         self._speaks()
+        self._service.lingering.pop(self, None)
         super().connection_lost(exc)
 
     def _speaks(self) -> None:
@@ -65,14 +126,38 @@ class ClientConnection(HttpToolsProtocol):
         for silent in self._service.silent:
             silent.pop(self, None)
 
+    def _is_sending(self) -> bool:
+        """Whether the client may still send and waits for an answer that is complete."""
+        return self._is_refused or (self._is_within and not self._runs and self.cycle is not None)
+
+    def _linger(self) -> None:
+        """Drop what comes from now on; the connection that has done so longest is closed if there are too many."""
+        self._lingers_since = self.loop.time()
+        self._speaks()
+        self.flow.resume_reading()
+        lingering: dict[Any, None] = self._service.lingering
+        if len(lingering) >= _MOST_LINGERING:
+            next(iter(lingering)).transport.abort()
+        lingering[self] = None
+
+    def _drop(self, size: int) -> None:
+        """Count bytes that came after the answer to their request."""
+        self._late_bytes += size
+        if self._late_bytes > _LINGER_BYTES:
+            self._lingering.socket.close()
+
     def check(self, now: float) -> None:
         """Close the connection if the client is late; called several times per second."""
         options = self._service.options
-        if self.transport.is_closing() and self._unsent_since is None:
+        if now - self._lingers_since > options.body_timeout:
+            self._lingering.socket.close()
+        if self._lingering.socket.is_closing() and self._unsent_since is None:
             self._unsent_since = now
         if self._unsent_since is not None:
             if now - self._unsent_since > options.send_timeout:
                 self.transport.abort()
+        elif self._lingering.lingers:
+            return
         elif self._head_since is not None and not self._runs and now - self._head_since > options.head_timeout:
             if not self._has_begun:
                 self.transport.close()
@@ -87,7 +172,7 @@ class ClientConnection(HttpToolsProtocol):
 
     def _refuse(self, failure: Failure) -> None:
         """Close the connection, with a response unless another one has begun."""
-        if not (self._runs and self.cycle.response_started):
+        if not (self.pipeline or (self._runs and self.cycle.response_started)):
             content = msgspec.json.encode(failure.body())
             headers = {
                 **failure.headers,
@@ -97,11 +182,16 @@ class ClientConnection(HttpToolsProtocol):
             }
             lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
             self.transport.write(STATUS_LINE[failure.status] + lines.encode() + b"\r\n" + content)
+            self._is_refused = True
+            if self._runs:
+                self.cycle.disconnected = True
+                self.cycle.message_event.set()
         self.transport.close()
 
     def data_received(self, data: bytes) -> None:
         """Parse what has come; what the parser keeps without a result is bounded too."""
         if self.transport.is_closing():
+            self._drop(len(data))
             return
         self._was_silent = True
         try:
@@ -129,8 +219,8 @@ class ClientConnection(HttpToolsProtocol):
         """A head begins."""
         super().on_message_begin()
         self._unset_keepalive_if_required()
-        self._has_begun = True
-        self._head_bytes = 0
+        self._has_begun = self._is_within = True
+        self._head_bytes = self._late_bytes = 0
         if self._head_since is None:
             self._head_since = self.loop.time()
 
@@ -163,10 +253,12 @@ class ClientConnection(HttpToolsProtocol):
         """A part of a body has come."""
         self._was_silent = False
         super().on_body(body)
+        if self.cycle.response_complete:
+            self._drop(len(body))
 
     def on_message_complete(self) -> None:
         """A request is complete."""
-        self._was_silent = False
+        self._was_silent = self._is_within = False
         super().on_message_complete()
 
     # Called when something was sent.
@@ -175,9 +267,11 @@ class ClientConnection(HttpToolsProtocol):
         """Go on with the requests that wait before any more are read."""
         super().on_response_complete()
         self._answered = True
+        if self.transport.is_closing():
+            return
         if self.pipeline:
             self.flow.pause_reading()
-        elif not self._runs and not self.transport.is_closing():
+        elif not self._runs:
             self._service.silent[self._answered][self] = None
         if self._head_since is not None:
             self._head_since = self.loop.time()

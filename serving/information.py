@@ -21,7 +21,9 @@ _METRICS = "text/plain; version=0.0.4; charset=utf-8"
 
 async def models(request: Request) -> Response:
     """All served models."""
-    entries = [model.entry() for model in service_of(request).models.values()]
+    service = service_of(request)
+    service.require_open()
+    entries = [model.entry() for model in service.models.values()]
     return json_response({"object": "list", "data": entries})
 
 

@@ -76,7 +76,10 @@ class ServiceOptions:
     most_choices: int = option(16, "Maximum `n` of a request.", 1, flag=None)
     head_timeout: float = option(10.0, "Seconds within which the head of a request has to be complete.", flag=None)
     body_timeout: float = option(
-        10.0, "Seconds within which a body has to be complete, and 1 more for each 16 KiB that came.", flag=None
+        10.0,
+        "Seconds within which a body has to be complete, and 1 more for each 16 KiB that came; the rest of a body that "
+        "is already answered has as long.",
+        flag=None,
     )
     send_timeout: float = option(30.0, "Seconds after which a client that reads nothing loses its stream.", flag=None)
     ping_interval: float = option(10.0, "Seconds between the comments that keep a silent stream open.", flag=None)

@@ -257,7 +257,7 @@ def _biases(body: GenerationBody) -> dict[int, float]:
 def _sampling(body: GenerationBody, suggested: Mapping[str, Any], choice: int) -> Sampling:
     """How tokens are chosen: as the request says, else as the model's publisher suggests, else as in OpenAI's API."""
     values, biases = _chosen(Sampling, body, suggested), _biases(body)
-    seed = None if body.seed is None or not values["temperature"] else (body.seed + choice) % _SEEDS
+    seed = None if body.seed is None else (body.seed + choice) % _SEEDS
     top_k = 0 if values["top_k"] == -1 else values["top_k"]  # vLLM spells "all tokens" as -1
     kept = {token: bias for token, bias in biases.items() if bias != -100}  # which bans a token, as OpenAI's API says
     return Sampling(

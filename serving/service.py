@@ -31,6 +31,7 @@ log = logging.getLogger("spaceport.service")
 _MOST_DIRECT = 256 << 10  # bytes of a body that is parsed on the event loop
 _MOST_SMALL = 64 << 10  # bytes of a body that is read whatever others send
 _LEAST_RATE = 16 << 10  # bytes per second of a body
+_CLOSE = {"Connection": "close"}  # after the answer to a body that was not received
 
 
 @dataclass(frozen=True)
@@ -67,14 +68,20 @@ class ServedModel:
 
     def entry(self) -> dict[str, Any]:
         """The model as an entry of the list of models."""
+        manifest = self.runtime.bundle.manifest
         return {
             "id": self.name,
             "object": "model",
             "created": self.created,
             "owned_by": "spaceport",
-            "root": self.name,
+            "root": manifest.provenance.get("name", self.name),
             "max_model_len": self.runtime.max_seq_len,
             "has_chat_template": bool(self.chat_template),
+            "spaceport": {
+                "mask_slots": manifest.drafts.mask_slots,
+                "heads": manifest.drafts.heads,
+                "fork": manifest.tokens.fork is not None,
+            },
         }
 
 
@@ -89,6 +96,7 @@ class Service:
     warned_at: float = -math.inf  # when the log last told of too many connections, in the time of the event loop
     # connections without a request, in the order in which they became silent: those that never had one, and others
     silent: tuple[dict[Any, None], dict[Any, None]] = field(default_factory=lambda: ({}, {}))
+    lingering: dict[Any, None] = field(default_factory=dict)  # connections that drop what comes after their last answer
     is_local: bool = False  # whether it listens on a loopback address
     body_bytes: int = 0  # of all bodies that are being received and read
     completions: Counter[str] = field(default_factory=Counter)  # that run or wait, by client
@@ -103,6 +111,12 @@ class Service:
     def ready(self) -> bool:
         """Whether it takes requests."""
         return not self.draining and not self.opening and self.healthy
+
+    def require_open(self) -> None:
+        """Raise until the bundles are open."""
+        if self.opening:
+            message = "the models are being opened: send the request again"
+            raise Failure(503, message, "overloaded_error", code="opening", headers=RETRY)
 
     def longest_silent(self) -> Any:
         """The connection that makes room for another one, which is forgotten; None: all have a request."""
@@ -137,6 +151,7 @@ class Service:
 
     def model(self, name: str | None) -> ServedModel:
         """The model that a request asks for; a request that names none gets the only one."""
+        self.require_open()
         if name is None and len(self.models) == 1:
             return next(iter(self.models.values()))
         if name is None or name not in self.models:
@@ -169,18 +184,18 @@ async def _receive(request: Request, service: Service, raw: bytearray) -> None:
                 if service.body_bytes > options.most_body_bytes and len(raw) > _MOST_SMALL:
                     service.metrics.refused("too_many_bodies")
                     message = "the service reads too many bodies: send the request again"
-                    raise Failure(503, message, "overloaded_error", code="too_many_bodies", headers=RETRY)
+                    raise Failure(503, message, "overloaded_error", code="too_many_bodies", headers=RETRY | _CLOSE)
                 scope.deadline += len(part) / _LEAST_RATE
                 if len(raw) > options.most_bytes:
                     message = (
                         f"the body has more than {options.most_bytes} bytes: send a smaller one, or raise --max-body"
                     )
-                    raise Failure(413, message, code="body_too_large")
+                    raise Failure(413, message, code="body_too_large", headers=_CLOSE)
     except ClientDisconnect as error:
         raise Failure(499, "the client has left") from error
     if scope.cancelled_caught:
         message = f"the body did not come at {_LEAST_RATE} bytes per second: send the request again"
-        raise Failure(408, message, headers={"Connection": "close"})
+        raise Failure(408, message, headers=_CLOSE)
 
 
 async def read_body(request: Request, kind: type[Body]) -> Body:

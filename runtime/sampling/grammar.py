@@ -389,11 +389,20 @@ def reason_of(matcher: LLMatcher) -> str:
 class GrammarCompiler:
     """Compiled grammars of one vocabulary; the last ones are stored for further requests."""
 
-    def __init__(self, vocabulary: Vocabulary, helper: HelperPool | None = None) -> None:
-        self._vocabulary = vocabulary
+    def __init__(self, open_vocabulary: Callable[[], Vocabulary], helper: HelperPool | None = None) -> None:
+        self._open = open_vocabulary  # called once, by the first grammar or by `prepare`
+        self._vocabulary: Vocabulary | None = None
+        self._opening = Lock()
         self._helper = helper  # compiles grammars first that may take long; None: they are compiled here
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
         self._lock = Lock()
+
+    def prepare(self) -> Vocabulary:
+        """The vocabulary, which takes seconds if it is large and was not prepared before."""
+        with self._opening:
+            if self._vocabulary is None:
+                self._vocabulary = self._open()
+            return self._vocabulary
 
     def isolates(self, grammar: Grammar) -> bool:
         """Whether a grammar is compiled in a helper process first."""
@@ -401,6 +410,7 @@ class GrammarCompiler:
 
     def constrained(self, inner: TokenSelector, grammar: Grammar, deadline: float | None = None) -> Constrained:
         """A token selector for one request, whose completion matches the grammar."""
+        vocabulary = self.prepare()
         with self._lock:
             start = self._compiled.get(grammar.source)
             if start is not None:
@@ -413,12 +423,12 @@ class GrammarCompiler:
                     raise
                 except JobFailed as error:
                     raise OptionFault(f"{grammar.label} cannot be used: {error}: expected a simpler grammar") from error
-            start = _compiled(grammar, self._vocabulary)
+            start = _compiled(grammar, vocabulary)
             with self._lock:
                 self._compiled[grammar.source] = start
                 while len(self._compiled) > _MOST_COMPILED:
                     self._compiled.popitem(last=False)
-        return Constrained(inner, grammar, self._vocabulary, start.deep_copy())
+        return Constrained(inner, grammar, vocabulary, start.deep_copy())
 
 
 def _compiled(grammar: Grammar, vocabulary: Vocabulary) -> LLMatcher:

@@ -173,7 +173,7 @@ class Sampling:
     )
     seed: int | None = option(
         None,
-        "Seed of sampled tokens: the same seed gives the same text.",
+        "Seed of sampled tokens: the same seed gives the same text; ignored at temperature 0.",
         0,
         2**64 - 1,
         unset="random for each request",
@@ -188,8 +188,8 @@ class Sampling:
             if not isinstance(value := getattr(self, name), kind):
                 raise OptionFault(f"{name} is {value!r}: expected {kinds}")
         check_options(self)
-        if self.seed is not None and not self.temperature:
-            raise OptionFault(f"seed is {self.seed} with temperature 0, which samples nothing: set a temperature")
+        if not self.temperature:  # greedy decoding needs no seed
+            object.__setattr__(self, "seed", None)
         for name, tokens in (("banned", self.banned), ("logit_bias", self.logit_bias)):
             if (wrong := next((token for token in tokens if not _is_token_id(token)), None)) is not None:
                 raise OptionFault(f"a token id in {name} is {wrong!r}: expected a whole number of at least 0, not text")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from time import monotonic
@@ -33,6 +35,8 @@ from spaceport.runtime.text.prompt import Prompt, PromptEncoder, TooManyTokens
 from spaceport.runtime.text.transcript import Transcript
 from spaceport.runtime.trace import Trace
 
+_log = logging.getLogger("spaceport.runtime")
+
 _OS_THREADS = 2  # that prepare requests, and again for those that need a helper process
 _QUICK_IDS = 4096  # token ids that need no OS thread of their own to be checked
 
@@ -51,6 +55,10 @@ class Admission:
     limits: Limits = DEFAULT_LIMITS
     correction: CorrectionTables | None = None  # of the candidates of mask slots
     helpers: HelperPool = field(default_factory=HelperPool)  # for templates and grammars that may take long
+    grammars: GrammarCompiler = field(init=False)  # compiled grammars of the bundle's vocabulary
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "grammars", GrammarCompiler(self._open_vocabulary, self.helpers))
 
     def close(self) -> None:
         """End the helper processes."""
@@ -204,13 +212,7 @@ class Admission:
         check_top("logprobs", top, self.bundle.manifest.signature.vocab_size)
         return Logprobs(top, self.speller)
 
-    @cached_property
-    def grammars(self) -> GrammarCompiler:
-        """Compiled grammars of the bundle's vocabulary."""
-        return GrammarCompiler(self.vocabulary, self.helpers)
-
-    @cached_property
-    def vocabulary(self) -> Vocabulary:
+    def _open_vocabulary(self) -> Vocabulary:
         """The vocabulary as grammars use it; building it takes a while, so only requests with a grammar wait for it."""
         manifest = self.bundle.manifest
         tokens = manifest.tokens
@@ -251,11 +253,8 @@ class Admission:
         if max_tokens is None:
             return self.max_seq_len
         if max_tokens > free:
-            raise OptionFault(
-                f"{len(ids)} prompt tokens and max_tokens {max_tokens} make {len(ids) + max_tokens}, "
-                f"{self._limit(f'lower max_tokens to {free}')}"
-            )
-        return len(ids) + max_tokens
+            _log.info("max_tokens %d is lowered to %d: max_seq_len is %d", max_tokens, free, self.max_seq_len)
+        return len(ids) + min(max_tokens, free)
 
     def _too_long(self, count: str, what: str) -> OptionFault:
         return OptionFault(f"the {what} has {count} tokens, {self._limit(f'shorten the {what}')}")
@@ -328,6 +327,11 @@ class Intake:
             self.admit(request)
         else:
             self._submit(self._pool, self._sort, request)
+
+    def prepare_grammars(self) -> None:
+        """Begin to prepare constrained decoding; an error is that of the first request with a grammar."""
+        with suppress(RuntimeError):  # closed
+            self._isolated.submit(self._admission.grammars.prepare)
 
     def close(self) -> None:
         """Fail the requests that are being prepared, without waiting for what is done for them."""

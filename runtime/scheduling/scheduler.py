@@ -33,22 +33,32 @@ class DraftLog:
     """Logs once when ended requests have drafted nothing any more, with the usual reason, and when drafts resume."""
 
     def __init__(self) -> None:
-        self._seen: dict[str, int] = {}  # steps since the last draft, by reason
+        self._seen: dict[str, int] = {}  # drafts that were limited since the last draft, by reason
+        self._steps = self._requests = 0  # that drafted nothing since then
         self._stopped = False
 
     def add(self, request: Statistics) -> None:
         """Count the steps of a request that has ended."""
         if not request.candidate_rows + request.mask_rows:
-            for reason, count in request.drafts_limited.items():
+            if not request.drafts_limited:
+                return
+            self._requests += 1
+            self._steps += request.steps
+            for reason, count in request.drafts_limited.items():  # one for each thread and step
                 self._seen[reason] = self._seen.get(reason, 0) + count
-            if not self._stopped and (steps := sum(self._seen.values())) >= STOPPED_AFTER:
+            if not self._stopped and self._steps >= STOPPED_AFTER:
                 self._stopped = True
                 reason = max(self._seen, key=self._seen.__getitem__)
-                _log.info("nothing was drafted in %d steps: %s", steps, REASONS[reason])
+                _log.info("the last %s drafted nothing: %s", self._stretch, REASONS[reason])
         elif self._seen:
             if self._stopped:
-                _log.info("drafts resumed after %d steps", sum(self._seen.values()))
-            self._seen, self._stopped = {}, False
+                _log.info("drafts resumed: the %s before drafted nothing", self._stretch)
+            self._seen, self._requests, self._steps, self._stopped = {}, 0, 0, False
+
+    @property
+    def _stretch(self) -> str:
+        requests = "request" if self._requests == 1 else f"{self._requests} requests"
+        return f"{requests} with {self._steps} steps"
 
 
 class TokenMeter:

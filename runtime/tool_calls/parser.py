@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Literal
 
-from spaceport.runtime.tool_calls.functions import ToolFormat
+from spaceport.runtime.tool_calls.functions import FORMATS, FormatName, ToolFormat
 
 MOST_DEPTH = 64  # nested objects and arrays
 
@@ -26,6 +26,8 @@ _ARGUMENTS = ("arguments", "parameters")
 _MEMBERS = frozenset(("name", *_ARGUMENTS, "id", "type"))
 _WHITESPACE = " \t\r\n"
 _REASONED = "</think>"
+_FENCE = "```"
+_FENCED = re.compile(_FENCE + r"[A-Za-z_]{0,16}\s{0,16}")  # the first line of a code block
 # Mistral's newer format: the name before the arguments.
 _NAME = re.compile(r"([A-Za-z0-9_.-]{1,64})(?:\[CALL_ID\][A-Za-z0-9_-]*)?(?:\[ARGS\])?\s*\{")
 _MOST_NAME = 200  # characters before the arguments
@@ -170,8 +172,9 @@ class JsonObject:
 class ToolCallParser:
     """Finds calls in text that comes in pieces; text that is no valid call stays text.
 
-    A call is valid if it is a JSON object in the format of the model, with the name of one of these functions. How the
-    text is cut into pieces makes no difference to the joined parts. Whitespace around calls is left out.
+    A call is valid if it is a JSON object in the format of the model, with the name of one of these functions. In other
+    formats than the model's, calls are found as the whole text and in code blocks. How the text is cut into pieces makes
+    no difference to the joined parts. Whitespace around calls is left out.
     """
 
     def __init__(
@@ -199,14 +202,20 @@ class ToolCallParser:
         self._object = JsonObject()
         self._name: str | None = None  # name of the function that stands before the object
         self._in_list = False
+        self._in_fence = False
+        self._is_bare = False  # whether the calls have no opening, though the format has one
         self._calls = 0
+        self.has_other_format = False  # whether a call was found that is not in the format
         # Characters of the arguments of the current call that were returned; None: no part of it.
         self._sent: int | None = None
         self._over = False
         self._parts: list[MessagePart] = []
-        self._advance: Callable[[], bool] = self._opened if opened else self._search
-        if not tool_format.opening:
-            self._advance = self._start
+        self._marks = [mark for mark in (tool_format.opening, _REASONED, _FENCE) if mark]
+        if constrained:
+            self._marks = [tool_format.opening or _REASONED]
+        self._advance: Callable[[], bool] = self._start
+        if tool_format.opening and (opened or constrained):
+            self._advance = self._opened if opened else self._search
 
     @property
     def calls(self) -> int:
@@ -234,23 +243,40 @@ class ToolCallParser:
     # Each of these reads some of the held text, and returns whether the next one may read more.
 
     def _search(self) -> bool:
-        """Text up to the opening of calls; it holds back what may be the opening, and whitespace."""
-        opening = self._format.opening
-        at = self._held.find(opening)
-        end = len(self._held) - _begun(self._held, opening) if at < 0 else at
-        text = self._held[:end].rstrip(_WHITESPACE)
+        """Text up to where calls may begin; it holds back what may be such a place, and whitespace before it."""
+        places = [(at, mark) for mark in self._marks if (at := self._held.find(mark)) >= 0]
+        at, mark = min(places, default=(len(self._held) - max(_begun(self._held, mark) for mark in self._marks), ""))
+        if mark == _REASONED:  # the end of a model's reasoning, behind which its answer starts
+            at += len(mark)
+            self._emit(self._held[:at])
+            self._held, self._advance = self._held[at:], self._start
+            return True
+        text = self._held[:at].rstrip(_WHITESPACE)
+        end = at + len(mark)
+        if mark == _FENCE:
+            head = _FENCED.match(self._held, at)
+            end = len(self._held) if head is None else head.end()
+            if end < len(self._held) and self._held[end] not in "{[":
+                self._emit(self._held[: at + len(mark)])
+                self._held = self._held[at + len(mark) :]
+                return True
         self._emit(text)
-        if at < 0:
+        if not mark or (mark == _FENCE and end == len(self._held)):
             self._held = self._held[len(text) :]
             return False
-        self._before, self._held = self._held[len(text) : at + len(opening)], self._held[at + len(opening) :]
-        self._advance = self._opened
+        self._before, self._held = self._held[len(text) : end], self._held[end:]
+        self._in_fence, self._advance = mark == _FENCE, self._opened
         return True
 
     def _start(self) -> bool:
         """The start of a text that consists of calls, or has none."""
         rest = self._held.lstrip(_WHITESPACE)
-        prefix = self._format.prefix
+        prefix, opening = self._format.prefix, self._format.opening
+        if opening and opening.startswith(rest):
+            return False
+        if opening and rest.startswith(opening):
+            self._advance = self._search
+            return True
         if prefix and rest.startswith(prefix):
             rest = rest[len(prefix) :].lstrip(_WHITESPACE)
         elif prefix.startswith(rest):
@@ -258,21 +284,11 @@ class ToolCallParser:
         if not rest:
             return False
         if rest[0] not in "{[":
-            self._advance = self._plain
+            self._advance = self._search
             return True
         self._before, self._held = self._held[: len(self._held) - len(rest)], rest
-        self._advance = self._opened
+        self._is_bare, self._advance = bool(opening), self._opened
         return True
-
-    def _plain(self) -> bool:
-        """Text in which no call can begin, up to the end of a model's reasoning, behind which its answer starts."""
-        at = self._held.find(_REASONED)
-        end = len(self._held) - _begun(self._held, _REASONED) if at < 0 else at + len(_REASONED)
-        self._emit(self._held[:end])
-        self._held = self._held[end:]
-        if at >= 0:
-            self._advance = self._start
-        return at >= 0
 
     def _opened(self) -> bool:
         """The first call, or a list of calls."""
@@ -309,6 +325,7 @@ class ToolCallParser:
             return self._no_call()
         self._emit_call(name, arguments)
         self._calls += 1
+        self.has_other_format = self.has_other_format or self._in_fence or self._is_bare
         self._sent, self._name, self._object, self._before = None, None, JsonObject(), ""
         self._accept()
         self._advance = self._between
@@ -328,7 +345,18 @@ class ToolCallParser:
             self._advance = self._opened
             return True
         rest = self._held[self._at :]
-        if not self._in_list and form.closing:
+        if not self._in_list and self._in_fence:
+            if character == "{":
+                self._advance = self._opened
+                return True
+            if rest.startswith(_FENCE):
+                self._at += len(_FENCE)
+                self._accept()
+            elif _FENCE.startswith(rest):
+                if self._over:
+                    self._held = ""
+                return False
+        elif not self._in_list and form.closing:
             if rest.startswith(form.closing):
                 self._at += len(form.closing)
                 self._accept()
@@ -340,8 +368,8 @@ class ToolCallParser:
             self._at += 1
             self._advance = self._opened
             return True
-        self._in_list, self._at = False, 0
-        self._advance = self._search if form.opening else self._plain
+        self._in_list = self._in_fence = self._is_bare = False
+        self._at, self._advance = 0, self._search
         return True
 
     def _skipped(self) -> str:
@@ -357,9 +385,10 @@ class ToolCallParser:
     def _no_call(self) -> bool:
         """Return the opening as text and go on after it."""
         self._emit(self._before)
-        self._before, self._at, self._in_list = "", 0, False
+        self._before, self._at = "", 0
+        self._in_list = self._in_fence = self._is_bare = False
         self._object, self._name, self._sent = JsonObject(), None, None
-        self._advance = self._search if self._format.opening else self._plain
+        self._advance = self._search
         return True
 
     def _may_be_call(self) -> bool:
@@ -408,6 +437,19 @@ class ToolCallParser:
     def _emit(self, text: str) -> None:
         if text:
             self._parts.append(text)
+
+
+def other_format(text: str, own: ToolFormat, names: Collection[str]) -> FormatName | None:
+    """The format of the calls in a text, if it is not the model's own; None: it has no such calls."""
+    loosely = False
+    for name in dict.fromkeys((own.name, "json", *FORMATS)):
+        parser = ToolCallParser(FORMATS[name], names)
+        parser.push(text)
+        parser.finish()
+        if parser.calls and not parser.has_other_format:
+            return None if name == own.name else name
+        loosely = loosely or parser.calls > 0
+    return "json" if loosely and own.name != "json" else None
 
 
 def _begun(text: str, opening: str) -> int:

@@ -281,10 +281,19 @@ def test_what_cannot_be_meant_is_refused_at_once(asked: dict[str, Any], reported
         Decoding(**asked)
 
 
+def test_more_tokens_than_the_context_has_are_lowered_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    endless = Language(3, end_every=10**9)
+    with hash_runtime(endless) as runtime, caplog.at_level("INFO", "spaceport.runtime"):
+        asked, unlimited = (runtime.generate(PROMPT, Decoding(max_tokens=count)) for count in (10**6, None))
+        free = runtime.max_seq_len - len(runtime.tokens_of(PROMPT))
+    assert (asked.tokens, asked.ending, len(asked.tokens)) == (unlimited.tokens, "length", free)
+    (entry,) = (entry.getMessage() for entry in caplog.records if "lowered" in entry.getMessage())
+    assert entry == f"max_tokens 1000000 is lowered to {free}: max_seq_len is {runtime.max_seq_len}"
+
+
 def test_what_a_bundle_cannot_do_is_refused_before_anything_is_written() -> None:
     with hash_runtime(Language(1)) as runtime:
         options: list[tuple[dict[str, Any], str]] = [
-            ({"max_tokens": 500}, "max_tokens 500 make"),
             ({"max_total_tokens": 500}, "lower max_total_tokens to"),
             ({"mask_slots": 6}, "mask_slots is 6: expected 0 to 5"),
             ({"sampling": Sampling(banned=(10**6,))}, "banned holds the token id 1000000: expected ids from 0 to"),

@@ -71,7 +71,13 @@ def test_a_template_renders_the_same_in_the_helper(helper: HelperPool) -> None:
 
 
 def test_thirty_schemas_that_all_hold_are_refused(helper: HelperPool) -> None:
-    compiler = GrammarCompiler(open_vocabulary(BYTES, BYTES.get_vocab_size(), (1,)), helper)
+    opened: list[int] = []
+    compiler = GrammarCompiler(
+        lambda: (opened.append(0), open_vocabulary(BYTES, BYTES.get_vocab_size(), (1,)))[1], helper
+    )
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(lambda _: compiler.prepare(), range(2)))
+    assert opened == [0]
     assert not is_simple(ALL_OF_THIRTY)
     with pytest.raises(
         OptionFault, match=r"the JSON schema .* cannot be used: took more than 0.5 s or too much memory"

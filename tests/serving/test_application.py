@@ -295,7 +295,9 @@ def test_a_full_queue_and_a_stopping_service_ask_clients_to_retry() -> None:
 
 def test_models_health_and_load_are_reported(client: TestClient, runtime: Runtime) -> None:
     assert [one["id"] for one in client.get("/v1/models").json()["data"]] == ["demo", "other"]
-    assert client.get("/v1/models/demo").json()["max_model_len"] == 1024
+    demo = client.get("/v1/models/demo").json()
+    assert (demo["max_model_len"], demo["root"]) == (1024, "Demo")
+    assert demo["spaceport"] == {"mask_slots": 5, "heads": 0, "fork": True}
     assert client.get("/v1/models/nothing").status_code == 404
     for path in ("/health", "/health/live", "/health/ready"):
         assert client.get(path).status_code == 200, path

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import msgspec
@@ -164,6 +165,37 @@ def test_the_files_of_the_page_may_load_only_each_other_and_are_cached() -> None
         assert client.get("/page/index.html").status_code == 404
     with TestClient(application({}, ServiceOptions(page=False), answers_while_opening=True)) as client:
         assert "no such endpoint" in client.get("/").text
+
+
+@pytest.mark.slow
+def test_the_page_offers_what_the_chosen_model_can_do(browser: Any) -> None:
+    opened = Event()
+
+    def plain() -> Runtime:
+        assert opened.wait(60)
+        return chat_runtime(drafts=False)
+
+    with running_service({"tiny-coder": plain, "demo": chat_runtime}, answers_while_opening=True) as service:
+        visit = Visit(browser, root_of(service))
+        page = visit.page
+        page.locator("#state:has-text('being opened')").wait_for()
+        opened.set()
+        page.locator("#origins li").first.wait_for()
+        shown = {}
+        for model in ("tiny-coder", "demo"):
+            page.select_option("#model", model)
+            words = " ".join(visit.texts("#welcome > p") + visit.texts("#origins li") + visit.texts("#examples button"))
+            fields = [page.locator(name) for name in ("#mask-slots", "#fork")]
+            notes = [field.locator("xpath=..//small").text_content() for field in fields]
+            shown[model] = (words, [field.is_enabled() for field in fields], notes)
+        words, enabled, notes = shown["tiny-coder"]
+        assert ("mask" in words, "drafts for itself" in words, "class Stack" in words) == (False, False, True)
+        reasons = ["this model has neither mask slots nor heads", "this model has no fork token"]
+        assert (enabled, notes) == ([False, False], reasons)
+        words, enabled, notes = shown["demo"]
+        assert ("mask" in words, "drafts for itself" in words, "class Stack" in words) == (True, True, False)
+        assert (enabled, notes) == ([True, True], ["0 to 5", ""])
+        visit.context.close()
 
 
 @pytest.mark.nightly

@@ -124,7 +124,10 @@ def test_an_engine_call_that_does_not_return_ends_each_stream_with_an_error() ->
 
 
 def test_models_are_named_by_their_folders_or_as_asked(tmp_path: Path) -> None:
-    assert models_of([str(tmp_path / "one"), f"b={tmp_path}/two"]) == {"one": tmp_path / "one", "b": tmp_path / "two"}
+    assert models_of([str(tmp_path / "one.bundle"), f"b={tmp_path}/two"]) == {
+        "one": tmp_path / "one.bundle",
+        "b": tmp_path / "two",
+    }
     (tmp_path / "a=b").mkdir()
     assert models_of([str(tmp_path / "a=b")]) == {"a=b": tmp_path / "a=b"}
     assert models_of(["qwen2.5.gguf", "llama-3.2"]) == {"qwen2.5": Path("qwen2.5.gguf"), "llama-3.2": Path("llama-3.2")}
@@ -175,8 +178,10 @@ def test_the_address_is_announced_when_all_bundles_are_open(caplog: pytest.LogCa
 
     with running_service({"slow": opener}, answers_while_opening=True) as running:
         address = running.url.removesuffix("/v1")
-        with pytest.raises(urllib.error.HTTPError, match="503"):
-            urllib.request.urlopen(f"{address}/health", timeout=10)
+        for path in ("health", "v1/models", "v1/models/slow", "tokenizer_info"):
+            with pytest.raises(urllib.error.HTTPError, match="503") as caught:
+                urllib.request.urlopen(f"{address}/{path}", timeout=10)
+            assert caught.value.headers["retry-after"] == (None if path == "health" else "1")
         time.sleep(0.3)  # three ticks
         assert not announced()
         may_open.set()
@@ -185,6 +190,10 @@ def test_the_address_is_announced_when_all_bundles_are_open(caplog: pytest.LogCa
         while not announced() and time.monotonic() < ended:
             time.sleep(0.01)
         assert announced()
+        grammars = running.service.models["slow"].runtime._admission.grammars
+        while not grammars._vocabulary and time.monotonic() < ended:
+            time.sleep(0.01)
+        assert grammars._vocabulary
 
 
 def test_serve_checks_folders_and_ports_before_it_opens_anything(

@@ -119,6 +119,19 @@ def test_text_before_a_call_is_content(client: TestClient) -> None:
     assert calls_of(single["message"]) == [("now", "{}")]
 
 
+def test_a_call_in_a_code_block_is_found_and_its_format_logged(
+    client: TestClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", "spaceport.service"):
+        message, reason, _ = streamed(client, "hermes", spaceport=only('I look.\n```json\n{"name": "now"}\n```'))
+        assert (calls_of(message), message["content"], reason) == ([("now", "{}")], "I look.", "tool_calls")
+        assert "tool_calls" not in ask(client, "json", spaceport=only(text_of("hermes", '{"name": "now"}')))["message"]
+    assert [entry.getMessage() for entry in caplog.records if "format" in entry.getMessage()] == [
+        "calls in the format json are found, the model's is hermes: try --tool-format json",
+        "calls in the format hermes are left as text, the model's is json: try --tool-format hermes",
+    ]
+
+
 def tool(**function: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": "f", **function}}
 

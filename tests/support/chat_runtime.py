@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from starlette.applications import Starlette
 
-from spaceport.graphs.contract.draft_methods import DraftMethod
+from spaceport.graphs.contract.draft_methods import LOOKUP_ONLY, DraftMethod
 from spaceport.graphs.contract.manifest import TEMPLATE_FILE, TOKENIZER_FILE, FileRecord, Manifest, TokenIds
 from spaceport.graphs.contract.signature import Signature
 from spaceport.runtime.bundle import Bundle
@@ -131,16 +131,21 @@ class ChatEngine:
         """Nothing is open."""
 
 
-def chat_runtime(folder: Path = DEMO, *, requests: int = 4, delay: float = 0.0, **options: Any) -> Runtime:
-    """A runtime that chats; `folder` has a tokenizer and perhaps a chat template, `options` are those of `Runtime`."""
+def chat_runtime(
+    folder: Path = DEMO, *, requests: int = 4, delay: float = 0.0, drafts: bool = True, **options: Any
+) -> Runtime:
+    """A runtime that chats; `folder` has a tokenizer and perhaps a chat template, `options` are those of `Runtime`.
+
+    Without `drafts` it has neither mask slots nor forks.
+    """
     contents = {
         file.name: file.read_bytes() for file in folder.iterdir() if file.name in (TEMPLATE_FILE, TOKENIZER_FILE)
     }
     files = {name: FileRecord(sha256(content).hexdigest(), len(content)) for name, content in contents.items()}
     manifest = Manifest(
         signature=ChatEngine.signature,
-        tokens=TokenIds(mask=(_MASK,), fork=_FORK, child=_CHILD, end=_END),
-        drafts=DraftMethod(max_tokens=5),
+        tokens=TokenIds(mask=(_MASK,), fork=_FORK, child=_CHILD, end=_END) if drafts else TokenIds(end=_END),
+        drafts=DraftMethod(max_tokens=5) if drafts else LOOKUP_ONLY,
         max_positions=1024,
         model_type="llama",
         parameters=1,
@@ -148,6 +153,7 @@ def chat_runtime(folder: Path = DEMO, *, requests: int = 4, delay: float = 0.0, 
         attention="plain",
         special_tokens={"bos_token": "<s>", "eos_token": "</s>"},
         files=files,
+        provenance={"name": "Demo"},
     )
     length = options.pop("max_seq_len", 1024)
     engine = ChatEngine(capacity_for(manifest, length), requests, delay)

@@ -310,4 +310,4 @@ def greedy(banned: Collection[int] = ()) -> Greedy:
 
 def constrained(inner: TokenSelector, grammar: Grammar, vocabulary: Vocabulary) -> Constrained:
     """A token selector for one request, whose completion matches the grammar."""
-    return GrammarCompiler(vocabulary).constrained(inner, grammar)
+    return GrammarCompiler(lambda: vocabulary).constrained(inner, grammar)

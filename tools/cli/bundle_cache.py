@@ -115,7 +115,7 @@ class CachedBundle:
 def model_name(path: Path) -> str:
     """The name of the model in a bundle, a checkpoint folder or a GGUF file."""
     resolved = path.resolve()
-    return resolved.stem if is_gguf(resolved) else resolved.name
+    return resolved.stem if is_gguf(resolved) else resolved.name.removesuffix(".bundle") or resolved.name
 
 
 def cached_bundles() -> list[Path]:

@@ -28,9 +28,7 @@ export function useKey(key) {
   else sessionStorage.removeItem(KEY);
 }
 
-/** @typedef {{ id: string, has_chat_template: boolean }} Model */
-
-/** The models of the service. @returns {Promise<Model[]>} */
+/** The models of the service. @returns {Promise<import('./abilities.js').Model[]>} */
 export async function models() {
   const response = await request('v1/models');
   return (await response.json()).data;

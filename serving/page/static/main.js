@@ -1,11 +1,12 @@
 // Main: the page of a service: a chat whose answers show how they were decoded.
 
+import { showAbilities } from './abilities.js';
 import { GrowingText } from './answers.js';
 import { ServiceError, answer, models, useKey } from './client.js';
 import { LiveView } from './live.js';
 import { Runner, race } from './race.js';
 import { Player, traceIn } from './replay.js';
-import { drawOrigins, drawReport } from './report.js';
+import { drawReport } from './report.js';
 import { optionsFrom, resetInvalid, systemPrompt } from './settings.js';
 import { addHtml } from './svg.js';
 import { countsOf } from './trace.js';
@@ -14,10 +15,12 @@ import { counted, number } from './words.js';
 /** @typedef {import('./client.js').Message} Message */
 /** @typedef {import('./trace.js').Trace} Trace */
 
+const RETRY = 1000; // milliseconds until a service that opens its models is asked again
+
 /** @type {Message[]} */
 const history = [];
-/** @type {Map<string, boolean>} */
-const hasTemplate = new Map(); // by model: those without a chat template continue a text
+/** @type {Map<string, import('./abilities.js').Model>} */
+const known = new Map(); // models by name
 /** @type {AbortController | null} */
 let running = null;
 
@@ -43,19 +46,27 @@ async function connect() {
   try {
     const found = await models();
     model.replaceChildren(...found.map((each) => new Option(each.id, each.id)));
-    for (const each of found) hasTemplate.set(each.id, each.has_chat_template);
-    state.textContent = found.length ? '' : 'no model';
+    for (const each of found) known.set(each.id, each);
+    state.textContent = '';
+    showChosen();
   } catch (error) {
     state.textContent = messageOf(error);
     if (error instanceof ServiceError && error.status === 401) openSettings();
+    if (error instanceof ServiceError && error.status === 503) setTimeout(connect, RETRY);
   }
+}
+
+function showChosen() {
+  const chosen = known.get(model.value);
+  if (chosen) showAbilities(chosen);
 }
 
 /** Answer what is typed. @param {string} text */
 async function ask(text) {
-  const options = { ...optionsFrom(), model: model.value, chats: hasTemplate.get(model.value) ?? true };
+  const options = { ...optionsFrom(), model: model.value, chats: known.get(model.value)?.has_chat_template ?? true };
   const racing = find('race', HTMLInputElement).checked;
   if (racing) Object.assign(options, { seed: options.seed ?? randomSeed(), fork: false, salt: crypto.randomUUID() });
+  const origins = document.getElementById('origins');
   if (origins) turns.before(origins);
   document.getElementById('welcome')?.remove();
   const turn = addHtml(turns, 'li');
@@ -217,6 +228,5 @@ file.addEventListener('change', async () => {
 find('examples', HTMLElement).addEventListener('click', ({ target }) => {
   if (target instanceof HTMLButtonElement && !running) void ask(target.textContent ?? '');
 });
-const origins = document.getElementById('origins');
-if (origins) drawOrigins(origins);
+model.addEventListener('change', showChosen);
 void connect();

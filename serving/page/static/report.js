@@ -57,10 +57,11 @@ export function drawReport(parent, trace) {
   }
 }
 
-/** A legend of origins, for text whose tokens are coloured by them. @param {Element} parent */
-export function drawOrigins(parent) {
+/** A legend of origins, for text whose tokens are coloured by them. @param {Element} parent @param {boolean} predicted by mask slots or heads too */
+export function drawOrigins(parent, predicted) {
   const list = addHtml(parent, 'ul', { class: 'legend origins' });
   for (const [kind, meaning] of ORIGINS) {
+    if (!predicted && kind !== 'own' && kind !== 'lookup') continue;
     const item = addHtml(list, 'li');
     addHtml(item, 'span', { class: `chip ${kind}`, 'aria-hidden': 'true' });
     item.append(meaning);
@@ -178,7 +179,7 @@ function drawText(parent, trace) {
   const section = headed(parent, 'Text');
   section.id = 'text';
   addHtml(section, 'p', { class: 'quiet' }, 'In reading order: each child thread is at the position of its [Fork].');
-  drawOrigins(section);
+  drawOrigins(section, [...countsOf(trace).bySource.keys()].some((source) => source !== 'lookup'));
   section.append(annotatedText(trace));
 }
 

@@ -32,11 +32,11 @@ export function resetInvalid(dialog) {
 /** @param {string} id */
 function numberIn(id) {
   const field = document.getElementById(id);
-  return field instanceof HTMLInputElement && field.value !== '' && field.validity.valid ? field.valueAsNumber : null;
+  return field instanceof HTMLInputElement && !field.disabled && field.value !== '' && field.validity.valid ? field.valueAsNumber : null;
 }
 
 /** @param {string} id */
 function isOn(id) {
   const field = document.getElementById(id);
-  return field instanceof HTMLInputElement && field.checked;
+  return field instanceof HTMLInputElement && !field.disabled && field.checked;
 }

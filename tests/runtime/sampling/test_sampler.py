@@ -272,7 +272,6 @@ def test_extreme_logits_have_their_limits_and_a_broken_mask_slot_breaks_no_text(
         ({"temperature": -0.1}, "temperature is -0.1: expected a number from 0 to 100"),
         ({"temperature": math.nan}, "temperature is nan"),
         ({"top_k": -1}, "top_k is -1: expected a whole number of at least 0"),
-        ({"seed": 3}, "seed is 3 with temperature 0, which samples nothing: set a temperature"),
         ({"top_p": 1.01}, "top_p is 1.01: expected a number from 0 to 1 .default: 1."),
         ({"repetition_penalty": 0}, "repetition_penalty is 0: expected a number from 0.01 to 100"),
         ({"presence_penalty": math.inf}, "presence_penalty is inf: expected a number from -2 to 2"),
@@ -287,6 +286,11 @@ def test_extreme_logits_have_their_limits_and_a_broken_mask_slot_breaks_no_text(
 def test_options_that_cannot_be_meant_are_refused(options: dict[str, Any], says: str) -> None:
     with pytest.raises(OptionFault, match=says):
         Sampling(**options)
+
+
+def test_greedy_decoding_ignores_a_seed() -> None:
+    assert Sampling(temperature=0, seed=3) == Sampling()
+    assert Sampling(temperature=1, seed=3) != Sampling(temperature=1)
 
 
 def test_tokens_that_a_vocabulary_lacks_are_refused() -> None:

@@ -86,15 +86,15 @@ def test_the_log_names_requests_and_their_endings_and_no_text(caplog: pytest.Log
     assert not any(text in entry for entry in entries for text in ("abcabc", "fghij"))
 
 
-def without_drafts(**limited: int) -> Statistics:
-    """The statistics of a request that drafted nothing, with its steps by reason."""
-    return Statistics(drafts_limited=limited)
+def without_drafts(steps: int, threads: int = 1) -> Statistics:
+    """The statistics of a request that drafted nothing in any thread."""
+    return Statistics(steps=steps, drafts_limited={"budget": steps * threads})
 
 
-IDLE, HALF = without_drafts(budget=STOPPED_AFTER), without_drafts(budget=STOPPED_AFTER // 2)
-LESS, PLAIN_ONE = without_drafts(budget=STOPPED_AFTER - 1), Statistics(steps=10_000, rows=10_000)
+IDLE, HALF = without_drafts(STOPPED_AFTER), without_drafts(STOPPED_AFTER // 2)
+LESS, PLAIN_ONE = without_drafts(STOPPED_AFTER - 1, threads=16), Statistics(steps=10_000, rows=10_000)
 DRAFTED = Statistics(mask_rows=1, drafts_limited={"row_limit": 1})
-STOPPED = f"nothing was drafted in {STOPPED_AFTER} steps: "
+STOPPED = f"the last request with {STOPPED_AFTER} steps drafted nothing: "
 
 
 @pytest.mark.parametrize(
@@ -104,13 +104,16 @@ STOPPED = f"nothing was drafted in {STOPPED_AFTER} steps: "
             [IDLE, IDLE, DRAFTED, DRAFTED, IDLE],  # once that they stopped, once that they resumed
             [
                 STOPPED + REASONS["budget"],
-                f"drafts resumed after {2 * STOPPED_AFTER} steps",
+                f"drafts resumed: the 2 requests with {2 * STOPPED_AFTER} steps before drafted nothing",
                 STOPPED + REASONS["budget"],
             ],
         ),
         ([LESS, DRAFTED, LESS, DRAFTED], []),  # too few in a row
         # one that asks for no drafts neither adds steps nor ends a time without drafts
-        ([PLAIN_ONE, HALF, PLAIN_ONE, HALF, PLAIN_ONE], [STOPPED + REASONS["budget"]]),
+        (
+            [PLAIN_ONE, HALF, PLAIN_ONE, HALF, PLAIN_ONE],
+            [f"the last 2 requests with {STOPPED_AFTER} steps drafted nothing: {REASONS['budget']}"],
+        ),
     ],
 )
 def test_the_log_says_when_drafts_stop_and_resume(

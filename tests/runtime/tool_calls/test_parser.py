@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spaceport.runtime.tool_calls.functions import FORMATS, FormatName, format_of
-from spaceport.runtime.tool_calls.parser import CallPart, ToolCallParser
+from spaceport.runtime.tool_calls.parser import CallPart, ToolCallParser, other_format
 from support.tool_files import joined
 
 NAMES = ("weather", "now")
@@ -53,6 +53,13 @@ CALLS: list[tuple[FormatName, str, str, Calls]] = [  # format, text, content, ca
     ("llama3", f"So </th </think>{LLAMA}", "So </th </think>", [("weather", OSLO)]),
     ("hermes", f"<think>a</think>\n{HERMES}", "<think>a</think>", [("weather", OSLO)]),
     ("json", f"  {LLAMA}", "", [("weather", OSLO)]),
+    ("hermes", PLAIN, "", [("weather", OSLO)]),
+    ("mistral", f"\n{MISTRAL}", "", [("weather", OSLO)]),
+    ("hermes", f"<think>a</think>\n{PLAIN}", "<think>a</think>", [("weather", OSLO)]),
+    ("json", f"Sure:\n```json\n{PLAIN}\n```\nDone.", "Sure:\nDone.", [("weather", OSLO)]),
+    ("hermes", f"```\n{PLAIN}\n{PLAIN}\n```", "", [("weather", OSLO)] * 2),
+    ("llama3", f"```python\nf()\n``` and ```[{PLAIN}]``", "```python\nf()\n``` and", [("weather", OSLO)]),
+    ("hermes", f"```xml\n{HERMES}", "```xml", [("weather", OSLO)]),
 ]  # fmt: skip
 
 NO_CALLS: list[tuple[FormatName, str]] = [
@@ -61,7 +68,11 @@ NO_CALLS: list[tuple[FormatName, str]] = [
         for name in FORMATS
         for text in ("", "Hi!", " \n", "{", "[", '{"a": 1} is JSON', "[1, 2]", "<", "[T")
     ),
-    ("hermes", PLAIN),
+    ("hermes", f"Here: {PLAIN}"),
+    ("hermes", '```json\n{"name": "unknown", "arguments": {}}\n```'),
+    ("json", "```"),
+    ("json", "a ```json\n"),
+    ("json", f"a ```{'x' * 40}\n{PLAIN}"),
     ("hermes", "<tool_call>"),
     ("hermes", '<tool_call>{"name": "weather", "arguments": {"city": "Os'),
     ("hermes", '<tool_call>{"name": "weather", "arguments": {"a":}}</tool_call>'),
@@ -114,7 +125,7 @@ def test_text_without_a_valid_call_stays_text(name: FormatName, text: str) -> No
     name=st.sampled_from(sorted(FORMATS)),
     texts=st.lists(
         st.sampled_from(
-            [HERMES, LLAMA, MISTRAL, PLAIN, "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "; ", ", ", "\n"]
+            [HERMES, LLAMA, MISTRAL, PLAIN, "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "; ", ", ", "\n", "```"]
         )
         | st.text('{}[]":, \\<tanow1', max_size=6),
         max_size=6,
@@ -175,6 +186,23 @@ def test_long_texts_take_linear_time() -> None:
     assert parsed("hermes", [text]) == (text, [])
     text = "<tool_call>[" + '{"name": "now"},' * 20_000
     assert len(parsed("hermes", [text])[1]) == 128
+
+
+@pytest.mark.parametrize(
+    ("own", "text", "other"),
+    [
+        ("hermes", HERMES, None),
+        ("json", HERMES, "hermes"),
+        ("hermes", PLAIN, "json"),
+        ("mistral", f"Sure: ```json\n{PLAIN}```", "json"),
+        ("json", f"Sure: ```json\n{PLAIN}```", None),
+        ("llama3", f"[TOOL_CALLS]{MISTRAL}", "mistral"),
+        ("llama3", PLAIN, None),
+        ("json", "Hi", None),
+    ],
+)
+def test_calls_in_another_format_are_named(own: FormatName, text: str, other: FormatName | None) -> None:
+    assert other_format(text, FORMATS[own], NAMES) == other
 
 
 def test_the_format_is_that_of_the_chat_template() -> None:

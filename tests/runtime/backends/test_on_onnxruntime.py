@@ -31,6 +31,7 @@ from spaceport.runtime.bundle import Bundle, open_bundle
 from spaceport.runtime.engine import Batch, Engine, EngineOptions, parking, slots_in_order
 from support.exported import bundle_of
 from support.paths import TINY
+from support.stand_in_driver import stand_in_memory
 
 CAPACITY = 512
 # Rows, slots before them, and visible length of calls that follow each other: a prompt, drafts that lengthen what is
@@ -113,7 +114,7 @@ MIXED = np.concatenate([np.arange(40), 40 + np.random.default_rng(3).permutation
 
 def on_device(bundle: Bundle, options: EngineOptions) -> Engine:
     session = open_session(bundle, session_options(1, "same"), ["CPUExecutionProvider"])
-    return DeviceEngine(session, bundle.manifest.signature, options, "cpu", "cpu")
+    return DeviceEngine(session, bundle.manifest.signature, options, "cpu", "cpu", stand_in_memory())
 
 
 def feed(engine: Engine, request: int, slots: NDArray[np.int64]) -> None:

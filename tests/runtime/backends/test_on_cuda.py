@@ -368,6 +368,28 @@ def test_nodes_on_the_cpu_are_named(tiny_bundle: Path) -> None:
     assert on_cuda.cpu_nodes(session, every) == ()
 
 
+def test_an_engine_without_cuda_graphs_says_why_and_names_what_runs_on_the_cpu(
+    tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle, refusing = open_bundle(tiny_bundle), True
+
+    def session(bundle: Bundle, graphs: bool) -> ort.InferenceSession:
+        if graphs and refusing:
+            raise RuntimeError("This session cannot use the graph capture feature as requested by the user")
+        return session_of(bundle)
+
+    monkeypatch.setattr(on_cuda, "_session", session)
+    graphs, nodes = on_cuda.open_on_gpu(bundle, True)[1]
+    assert graphs == "no CUDA graphs: onnxruntime did not put the whole graph on the GPU"
+    assert nodes.startswith("on the CPU, not on the GPU: ")
+    assert on_cuda.open_on_gpu(bundle, False)[1] == (nodes,)
+    monkeypatch.setattr(ort, "__version__", "1.29.1")
+    assert on_cuda.open_on_gpu(bundle, True)[1][0].startswith("no CUDA graphs: onnxruntime 1.29.1 has faults")
+    monkeypatch.setattr(ort, "__version__", "1.30.0")
+    refusing = False
+    assert on_cuda.open_on_gpu(bundle, True)[1] == ()
+
+
 def test_a_full_gpu_is_distinguished_from_a_broken_graph(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for said, full in (
         ("CUDA failure 2: out of memory ; GPU=0 ; expr=cudaMalloc((void**)&p, size);", True),

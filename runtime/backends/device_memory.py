@@ -67,6 +67,11 @@ class DeviceMemory:
                     setattr(copy, f"{side}_height", memory.blocks)
                 self._require("cuMemcpy3D_v2", ctypes.byref(copy))
 
+    def copy_bytes(self, source: int, target: int, size: int) -> None:
+        """Copy contiguous memory of the GPU."""
+        with self._work():
+            self._require("cuMemcpyDtoD_v2", *map(ctypes.c_void_p, (target, source)), ctypes.c_size_t(size))
+
     def close(self) -> None:
         """Give up the GPU."""
         self._driver.cuDevicePrimaryCtxRelease_v2(self._device)

@@ -250,11 +250,11 @@ class DeviceEngine:
     def copy_bandwidth(self, size: int = 1 << 30, rounds: int = 5) -> float:
         """Bytes per second that copies on the device read and write."""
         both = [self._allocated(size) for _ in range(2)]
-        source, target = (Blocks(int(memory.data_ptr()), size, 1) for memory in both)
+        source, target = (int(memory.data_ptr()) for memory in both)
         seconds = []
         for _ in range(rounds):
             started = perf_counter()
-            self._device.copy([(source, target)], size, 1, 1)
+            self._device.copy_bytes(source, target, size)
             seconds.append(perf_counter() - started)
         return 2 * size / min(seconds)
 

@@ -230,7 +230,8 @@ def test_kv_slots_are_zeroed_and_copied_on_the_device_in_one_call_for_each_run_o
         before = driver.calls["cuMemcpy3D_v2"]
         work()
         assert driver.calls["cuMemcpy3D_v2"] - before == copies
-    assert engine.copy_bandwidth(size=4096) > 0
+    assert engine.copy_bandwidth(size=4096, rounds=2) > 0
+    assert driver.calls["cuMemcpyDtoD_v2"] == 2
     assert driver.current == 0
     driver.broken = "cuMemcpy3D_v2"
     with pytest.raises(EngineFault, match="the NVIDIA driver failed in cuMemcpy3D_v2 with code 700"):

@@ -93,9 +93,10 @@ def command(
             write_text(save, json.dumps(steps_report(measured, options, times).data))
 
     with TemporaryDirectory() as scratch:
+        folder = Path(scratch) / bundle.absolute().name if random else bundle
         if random:
-            inflate(bundle, folder := Path(scratch) / bundle.absolute().name)
-        opened = open_bundle(folder if random else bundle)
+            inflate(bundle, folder)
+        opened = open_bundle(folder)
         for name in dict.fromkeys(backends):
             measure_backend(opened, name, options, left, measured, report)
     if transformers and left.left > 0:

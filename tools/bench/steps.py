@@ -268,12 +268,7 @@ def steps_report(
 ) -> Report:
     """Step times, the time outside the engine and replays as tables: a row per backend, with or without CUDA graphs."""
     steps = [
-        (
-            one.name,
-            *(f"{step.milliseconds:.2f} ({step.ratio:.2f})" for step in one.steps),
-            None if one.share is None else f"{one.share:.2f}",
-            one.device,
-        )
+        (one.name, *(f"{step.milliseconds:.2f} ({step.ratio:.2f})" for step in one.steps), one.device)
         for one in measured
     ]
     loops = [
@@ -289,12 +284,17 @@ def steps_report(
     title = f"Milliseconds of a step after {options.context} tokens, by number of rows (ratio to the first)"
     replayed = f"Replay, accepted by depth: {', '.join(f'{rate:g}' for rate in options.replay or ())}"
     tables = (
-        Table(title, ("backend", *map(str, options.rows), "share of bandwidth", "device"), steps),
+        Table(title, ("backend", *map(str, options.rows), "device"), steps),
         Table("Decoding, per step", ("backend", "mask slots", "steps", "ms in the engine", "ms outside"), loops),
         Table(replayed, ("backend", "mode", "tokens/s", "tokens per step", "times plain"), replays),
         Table("Plain decoding with transformers", ("", "ms per token"), list((transformers or {}).items())),
     )
-    lines = [f"{one.name}: drafted text is {one.guarantee}" for one in measured if one.guarantee]
+    lines = [
+        f"{one.name}: a step of {options.rows[0]} rows reads the weights with {one.share:.2f} of the device's bandwidth"
+        for one in measured
+        if one.share is not None
+    ]
+    lines += [f"{one.name}: drafted text is {one.guarantee}" for one in measured if one.guarantee]
     lines += [f"{one.name}: no time for {', '.join(one.left_out)}" for one in measured if one.left_out]
     backends = [asdict(one) | {"share": one.share} for one in measured]
     data = {"options": asdict(options), "backends": backends, "transformers": transformers}

@@ -15,7 +15,15 @@ from spaceport.runtime.bundle import open_bundle, read_manifest
 from spaceport.runtime.engine import Batch, EngineOptions
 from spaceport.tools.bench.random_weights import CONFIG_FILE, inflate
 from spaceport.tools.bench.skeleton import write_skeleton
-from spaceport.tools.bench.steps import Budget, EngineSteps, StepCost, StepOptions, step_costs, weight_bytes
+from spaceport.tools.bench.steps import (
+    Budget,
+    EngineSteps,
+    StepCost,
+    StepOptions,
+    step_costs,
+    steps_report,
+    weight_bytes,
+)
 from spaceport.tools.cli import INPUT, OK, USAGE, run
 from support.cache import built
 from support.hash_engine import HashEngine, Language
@@ -95,6 +103,8 @@ def test_steps_select_tokens_on_the_device_as_decoding_does(tiny_bundle: Path, m
     assert found.share is None
     found.steps.append(StepCost(1, 5.0, 1.0))
     assert found.share == pytest.approx(0.8)
+    (line,) = steps_report([found], StepOptions(rows=(1,))).conclusions
+    assert line.endswith("a step of 1 rows reads the weights with 0.80 of the device's bandwidth")
 
 
 def test_a_mistake_about_random_models_is_explained(tmp_path: Path, tiny_bundle: Path, capfd: Capture) -> None:

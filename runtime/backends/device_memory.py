@@ -20,19 +20,25 @@ class Blocks(NamedTuple):
     device: bool = True  # False: memory of the host
 
 
+def _fields_of(side: str) -> list[tuple[str, Any]]:
+    """The fields of CUDA_MEMCPY3D for its source or its target."""
+    sizes, pointers = ctypes.c_size_t, ctypes.c_void_p
+    return [
+        *((f"{side}_{name}", sizes) for name in ("x", "y", "z", "lod")),
+        (f"{side}_type", ctypes.c_uint),
+        *((f"{side}_{name}", pointers) for name in ("host", "device", "array", "reserved")),
+        *((f"{side}_{name}", sizes) for name in ("pitch", "height")),
+    ]
+
+
 class _Copy3d(ctypes.Structure):
     """CUDA_MEMCPY3D of cuda.h."""
 
-    _fields_ = tuple(
-        (f"{side}_{name}", kind)
-        for side in ("source", "target")
-        for name, kind in (
-            *((axis, ctypes.c_size_t) for axis in ("x", "y", "z", "lod")),
-            ("type", ctypes.c_uint),
-            *((name, ctypes.c_void_p) for name in ("host", "device", "array", "reserved")),
-            *((size, ctypes.c_size_t) for size in ("pitch", "height")),
-        )
-    ) + tuple((size, ctypes.c_size_t) for size in ("width", "height", "depth"))
+    _fields_ = (
+        *_fields_of("source"),
+        *_fields_of("target"),
+        *((name, ctypes.c_size_t) for name in ("width", "height", "depth")),
+    )
 
 
 class DeviceMemory:

@@ -60,7 +60,7 @@ class Runtime:
         self.limits = limits = limits or DEFAULT_LIMITS
         self.exactness = exactness or unmeasured(bundle.manifest)
         # about the choice of the backend, its engine and its drafts, one sentence each
-        self.notes = (*notes, *engine.notes, *_without_drafts(self.exactness))
+        self.notes = (*notes, *engine.notes, *_without_drafts(self.exactness, engine.device))
         self.tokenizer = open_tokenizer(bundle)
         self.costs = costs or relative_costs(engine.costs.row)
         planner = DraftPlanner(self.costs, bundle.manifest.drafts.acceptance, repeatable=self.costs.relative)
@@ -284,13 +284,14 @@ def another_runtime(runtime: Runtime, queue_limit: int | None = None) -> Runtime
     )
 
 
-def _without_drafts(exactness: Exactness) -> tuple[str, ...]:
+def _without_drafts(exactness: Exactness, device: str) -> tuple[str, ...]:
     """The note of an engine on which drafts are off by default."""
     if exactness.drafts != "none":
         return ()
+    place = "this CPU" if device == "cpu" else device
     return (
-        "drafts are off by default: on this CPU, logits of this bundle change with the number of rows in a call (by "
-        f"{exactness.rows:.0e}), and drafted text could differ from plain text: export the checkpoint again, or request "
+        f"drafts are off by default: on {place}, logits of this bundle change with the number of rows in a call (by "
+        f"{exactness.rows:.0e}, tolerated {exactness.tolerated:.0e}), and drafted text could differ from plain text: export the checkpoint again, or request "
         "drafts with --mask-slots or --lookup",
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, distribution
 from itertools import count
 from pathlib import Path
 from time import perf_counter
@@ -238,12 +238,17 @@ def require_torch(backend: str, install: str) -> None:
 
 
 def clashing() -> str | None:
-    """Why the installed packages of onnxruntime conflict; None if they do not."""
-    for package in ("onnxruntime", "onnxruntime-gpu"):
-        try:
-            version(package)
-        except PackageNotFoundError:
-            return None
+    """Why the installed packages of onnxruntime conflict; None if they do not.
+
+    Packages in different folders do not: the first folder's module is imported."""
+    try:
+        folders = {
+            Path(str(distribution(name).locate_file(""))).resolve() for name in ("onnxruntime", "onnxruntime-gpu")
+        }
+    except PackageNotFoundError:
+        return None
+    if len(folders) > 1:
+        return None
     return (
         "onnxruntime and onnxruntime-gpu are both installed, are one module and overwrite each other: "
         "pip uninstall onnxruntime onnxruntime-gpu"

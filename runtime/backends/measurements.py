@@ -24,7 +24,7 @@ from spaceport.runtime.backends.machine import cpu_name, instruction_sets, usabl
 from spaceport.runtime.backends.private_files import cache_folder, read_private, replace_private
 from spaceport.runtime.bundle import Bundle
 from spaceport.runtime.costs import CostSource, Points, StepCosts, relative_costs
-from spaceport.runtime.engine import Batch, Engine, EngineOptions
+from spaceport.runtime.engine import Batch, Engine, EngineOptions, selecting
 
 _SCHEMA = 6
 _PACKAGES = ("spaceport", "onnxruntime", "onnxruntime-gpu", "tensorrt", "tensorrt-rtx", "torch")
@@ -153,7 +153,9 @@ def measure_step_costs(
     deadline = clock() + budget
     timer = cpu_clock if engine.device == "cpu" else clock
     times: dict[_Shape, list[float]] = {}
-    for shape in _shapes(engine):  # the first call of a shape compiles and captures: its time does not count
+    for shape in _shapes(
+        engine
+    ):  # the first call of a shape compiles: its time does not count; CUDA graphs are captured in later rounds
         again = _FEWEST * sum(map(min, times.values()))  # time of a few more rounds
         if shape.rows not in _NEEDED and clock() + again + 2 * max(map(min, times.values())) > deadline:
             break
@@ -202,9 +204,11 @@ def _shapes(engine: Engine) -> Iterator[_Shape]:
 
 
 def _call(engine: Engine, shape: _Shape, mask: int, clock: Callable[[], float]) -> float:
-    batch = idle(engine, shape.rows, shape.requests, shape.visible, mask)
+    """Seconds of a call as decoding makes it: with the tokens selected on the device where that is possible."""
+    batch, chosen = idle(engine, shape.rows, shape.requests, shape.visible, mask), selecting(engine)
+    step = engine.run if chosen is None else chosen.select
     started = clock()
-    engine.run(batch)
+    step(batch)
     return max(clock() - started, 1e-9)
 
 
@@ -244,7 +248,11 @@ def measured_here(
         raise OptionFault(f"step_costs is {source!r}: expected {', '.join(get_args(CostSource))}")
     file = _file(bundle, backend, engine.device, options)
     stored = load(file)
-    exactness = measure_exactness(engine, tolerated_noise(bundle.manifest)) if stored is None else stored.exactness
+    exactness = (
+        measure_exactness(engine, tolerated_noise(bundle.manifest, engine.device))
+        if stored is None
+        else stored.exactness
+    )
     table = None if stored is None else stored.table
     if source == "measured" and (table is None or table.requests != batched_requests(engine)):
         table = measure_step_costs(engine, next(iter(bundle.manifest.tokens.mask), 0))

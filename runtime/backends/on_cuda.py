@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import io
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal
+from importlib.util import find_spec
+from pathlib import Path
+from time import perf_counter
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import onnxruntime as ort
@@ -17,6 +21,7 @@ from numpy.typing import NDArray
 
 from spaceport.graphs.contract.faults import MissingDependency, OptionFault
 from spaceport.graphs.contract.signature import DTYPES, Signature, selection_width
+from spaceport.runtime.backends.device_memory import Blocks, DeviceMemory, device_memory
 from spaceport.runtime.backends.machine import gpu
 from spaceport.runtime.backends.on_onnxruntime import FAULTS, open_selection, open_session, unloadable
 from spaceport.runtime.backends.products import session_options
@@ -31,6 +36,7 @@ from spaceport.runtime.engine import (
     Moves,
     SelectedRows,
     selected_rows,
+    slots_in_order,
 )
 
 _PROVIDER = "CUDAExecutionProvider"
@@ -92,6 +98,14 @@ class GraphIds:
         return self._ids[key]
 
 
+class SavedRows(NamedTuple):
+    """KV rows outside of an engine's buffers."""
+
+    memory: ort.OrtValue
+    blocks: Blocks  # the same memory
+    slots: int
+
+
 class DeviceEngine:
     """A scatter-lowered graph in an onnxruntime session whose inputs and outputs are in the memory of one device.
 
@@ -108,6 +122,7 @@ class DeviceEngine:
         options: EngineOptions,
         kind: Literal["cuda", "cpu"],
         device: str,
+        memory: DeviceMemory,
         graphs: bool = False,
         notes: tuple[str, ...] = (),
         selection: ort.InferenceSession | None = None,  # session of the bundle's graph for token selection
@@ -122,9 +137,12 @@ class DeviceEngine:
         self._kind = kind
         self._staging = Staging(signature, self.capacity, self.rows)
         # one block of 2 * layers x requests x Hkv x S x D; zeroed, since 0 * NaN is NaN
-        kv = np.zeros(signature.kv_bytes(options.requests, options.capacity), np.uint8)
-        self._kv = ort.OrtValue.ortvalue_from_numpy(kv, kind, 0)
-        self._request_bytes = kv.size // (2 * signature.layers * self.requests)  # of one KV buffer
+        size = signature.kv_bytes(options.requests, options.capacity)
+        self._kv: ort.OrtValue | None = self._allocated(size)
+        self._device = memory
+        self._request_bytes = size // (2 * signature.layers * self.requests)  # of one KV buffer
+        self._head_bytes = self._request_bytes // signature.kv_heads
+        memory.zero([(self._address(0, 0), size)])
         self._rows_in: dict[int, NDArray[np.uint8]] = {}  # host memory of inputs, by size in bytes
         self._memory: dict[tuple[str, int], ort.OrtValue] = {}  # device memory by use and size in bytes
         self._graphs = GraphIds(MOST_GRAPHS if graphs else 0)
@@ -182,7 +200,7 @@ class DeviceEngine:
         return logits
 
     def _fault(self, error: Exception) -> EngineFault:
-        return EngineFault(f"onnxruntime on {self.device} ({self.signature.dtype}) failed in a step: {error}")
+        return EngineFault(f"onnxruntime on {self.device} ({self.signature.dtype}) failed: {error}")
 
     def move(self, first: int, moves: Sequence[Moves]) -> None:
         if any(sources.size for sources, _ in moves):
@@ -191,35 +209,54 @@ class DeviceEngine:
             )
 
     def copy(self, source: int, target: int, slots: NDArray[np.int64]) -> None:
-        """Copy KV slots through host memory, since onnxruntime copies none between parts of a device buffer."""
-        heads = self.signature.kv_heads
-        size = self._request_bytes // heads
-        row = size // self.capacity
-        for buffer in range(2 * self.signature.layers):
-            for head in range(heads):
-                begin, end = (self._address(buffer, request) + head * size for request in (source, target))
-                copied = self._view(begin, (int(slots.max()) + 1) * row).numpy().reshape(-1, row)[slots]
-                self._view(end, slots.size * row).update_inplace(copied.reshape(-1))
+        """Copy KV slots on the device, each run of consecutive slots at once."""
+        first = slots_in_order(slots) if source == target else 0
+        moved, row = slots[first:], self._row_bytes
+        if not moved.size:
+            return
+        starts = np.flatnonzero(np.diff(moved, prepend=moved[0] - 2) != 1)  # of the runs
+        runs = list(zip(starts.tolist(), np.diff(starts, append=moved.size).tolist(), strict=True))
+        saved, packed = None, self._blocks(target, first)
+        if source == target:  # all slots are read before any is written
+            saved = self._allocated(2 * self.signature.layers * self.signature.kv_heads * moved.size * row)
+            packed = Blocks(int(saved.data_ptr()), moved.size * row, self.signature.kv_heads)
+        for start, count in runs:
+            into = packed._replace(address=packed.address + start * row)
+            self._copy([(self._blocks(source, int(moved[start])), into)], count)
+        if saved is not None:
+            self._copy([(packed, self._blocks(target, first))], moved.size)
 
-    def saved(self, request: int, slots: int) -> NDArray[np.uint8]:
-        size = self._request_bytes // self.signature.kv_heads
-        used = slots * (size // self.capacity)
-        return np.stack([self._view(address, used).numpy() for address in self._heads(request)])
+    def saved(self, request: int, slots: int) -> SavedRows:
+        """A copy of the lowest KV slots of a request, in device memory if they fit there, else in the host's."""
+        block = slots * self._row_bytes
+        size = 2 * self.signature.layers * self.signature.kv_heads * block
+        try:
+            memory, device = self._allocated(size), True
+        except FAULTS as error:
+            if not _NO_MEMORY.search(str(error)):
+                raise self._fault(error) from error
+            memory, device = ort.OrtValue.ortvalue_from_numpy(np.empty(size, np.uint8)), False
+        rows = SavedRows(memory, Blocks(int(memory.data_ptr()), block, self.signature.kv_heads, device), slots)
+        self._copy([(self._blocks(request), rows.blocks)], slots)
+        return rows
 
-    def restore(self, request: int, rows: NDArray[np.uint8]) -> None:
-        for address, head in zip(self._heads(request), rows, strict=True):
-            self._view(address, head.size).update_inplace(head)
-
-    def _heads(self, request: int) -> list[int]:
-        """The addresses of the heads of a request in all KV buffers."""
-        heads = self.signature.kv_heads
-        starts = [self._address(buffer, request) for buffer in range(2 * self.signature.layers)]
-        return [start + head * (self._request_bytes // heads) for start in starts for head in range(heads)]
+    def restore(self, request: int, rows: SavedRows) -> None:
+        self._copy([(rows.blocks, self._blocks(request))], rows.slots)
 
     def clear(self, request: int) -> None:
-        zeros = np.zeros(self._request_bytes, np.uint8)
-        for buffer in range(2 * self.signature.layers):
-            self._view(self._address(buffer, request), zeros.size).update_inplace(zeros)
+        starts = [self._address(buffer, request) for buffer in range(2 * self.signature.layers)]
+        self._device.zero([(start, self._request_bytes) for start in starts])
+
+    def copy_bandwidth(self, size: int = 1 << 30, rounds: int = 5) -> float:
+        """Bytes per second that copies on the device read and write."""
+        both = [self._allocated(size) for _ in range(2)]
+        source, target = (int(memory.data_ptr()) for memory in both)
+        seconds = []
+        for _ in range(rounds):
+            started = perf_counter()
+            self._device.copy_bytes(source, target, size)
+            seconds.append(perf_counter() - started)
+        return 2 * size / min(seconds)
 
     def close(self) -> None:
         if self._thread is not None:
@@ -228,11 +265,37 @@ class DeviceEngine:
         self._session = self._binding = self._selection = None
         self._rows_in.clear()
         self._memory.clear()
+        if self._kv is not None:
+            self._device.close()
         self._kv = None
 
     def _address(self, buffer: int, request: int) -> int:
         """The address of a request's part of a KV buffer."""
+        if self._kv is None:
+            raise EngineFault(f"onnxruntime on {self.device}: the engine is closed")
         return int(self._kv.data_ptr()) + (buffer * self.requests + request) * self._request_bytes
+
+    @property
+    def _row_bytes(self) -> int:
+        """Bytes of a KV slot of one head in one buffer."""
+        return self._head_bytes // self.capacity
+
+    def _blocks(self, request: int, slot: int = 0) -> Blocks:
+        """The KV slots of a request from this one on: a plane for each buffer, a block for each head."""
+        address = self._address(0, request) + slot * self._row_bytes
+        return Blocks(address, self._head_bytes, self.requests * self.signature.kv_heads)
+
+    def _copy(self, copies: list[tuple[Blocks, Blocks]], slots: int) -> None:
+        """Copy as many KV slots of all heads and buffers."""
+        signature = self.signature
+        try:
+            self._device.copy(copies, slots * self._row_bytes, signature.kv_heads, 2 * signature.layers)
+        except FAULTS as error:
+            raise self._fault(error) from error
+
+    def _allocated(self, size: int) -> ort.OrtValue:
+        """New device memory, whose content is undefined."""
+        return ort.OrtValue.ortvalue_from_shape_and_type((size,), _UINT8, self._kind, 0)
 
     def _start(self, session: ort.InferenceSession, options: ort.RunOptions) -> None:
         """Run a session with the bound buffers."""
@@ -247,15 +310,8 @@ class DeviceEngine:
 
     def _device_memory(self, use: str, size: int) -> ort.OrtValue:
         if (use, size) not in self._memory:
-            self._memory[use, size] = ort.OrtValue.ortvalue_from_shape_and_type((size,), _UINT8, self._kind, 0)
+            self._memory[use, size] = self._allocated(size)
         return self._memory[use, size]
-
-    def _view(self, address: int, size: int) -> ort.OrtValue:
-        """Device memory as an OrtValue: onnxruntime creates one from an address only by binding it as an output."""
-        assert self._session is not None
-        binding = self._session.io_binding()
-        binding.bind_output("logits", self._kind, 0, _UINT8, (size,), address)
-        return binding.get_outputs()[0]
 
     def _bind(self, first: int, shape: CallShape, rows: int) -> None:
         """Bind the inputs and outputs of a call that are not bound yet."""
@@ -291,7 +347,8 @@ def open_engine(bundle: Bundle, options: EngineOptions) -> DeviceEngine:
         name = f"cuda:0 ({gpu().name})"
         graphs = options.graphs and not notes
         selection = open_selection(bundle, [_PROVIDER, "CPUExecutionProvider"])
-        return DeviceEngine(session, bundle.manifest.signature, options, "cuda", name, graphs, notes, selection)
+        signature, memory = bundle.manifest.signature, device_memory()
+        return DeviceEngine(session, signature, options, "cuda", name, memory, graphs, notes, selection)
     except FAULTS as error:
         if _NO_MEMORY.search(str(error)):
             raise OptionFault(out_of_memory(bundle, options)) from error
@@ -301,10 +358,30 @@ def open_engine(bundle: Bundle, options: EngineOptions) -> DeviceEngine:
 
 
 def preload() -> tuple[str, ...]:
-    """Load the CUDA libraries that are installed as packages; returns the missing ones."""
+    """Load the CUDA libraries that are installed as packages; returns the missing ones.
+
+    onnxruntime looks for packages only beside itself: those elsewhere on the path, as of torch, are loaded here."""
     with contextlib.redirect_stdout(io.StringIO()) as printed:  # it prints to standard output
         ort.preload_dlls()
-    return tuple(re.findall(r"Failed to load (\S+):", printed.getvalue()))
+    return tuple(name for name in re.findall(r"Failed to load ([^\s/]+):", printed.getvalue()) if not _loads(name))
+
+
+def _loads(name: str) -> bool:
+    """Whether a library of NVIDIA's packages or of torch is loaded now."""
+    for folder in _library_folders():
+        for file in sorted(folder.glob(name)):
+            with contextlib.suppress(OSError):  # it needs another one, or is broken: the next may load
+                ctypes.CDLL(str(file), ctypes.RTLD_GLOBAL)
+                return True
+    return False
+
+
+def _library_folders() -> Iterator[Path]:
+    """The folders of installed packages that have CUDA libraries."""
+    for package, pattern in (("nvidia", "*/lib"), ("torch", "lib")):
+        spec = find_spec(package)
+        for place in (spec and spec.submodule_search_locations) or ():
+            yield from sorted(Path(place).glob(pattern))
 
 
 def open_on_gpu(bundle: Bundle, graphs: bool) -> tuple[ort.InferenceSession, tuple[str, ...]]:

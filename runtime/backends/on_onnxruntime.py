@@ -20,6 +20,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state
 
 from spaceport.graphs.contract.manifest import MODEL_FILE, SELECTION_FILE
 from spaceport.graphs.contract.signature import DTYPES, NUMPY, Signature, Tensor, selection_width
+from spaceport.runtime.backends.graph_file import external_files
 from spaceport.runtime.backends.machine import engine_threads
 from spaceport.runtime.backends.products import is_exact, session_options
 from spaceport.runtime.bundle import Bundle, BundleError
@@ -42,76 +43,6 @@ _HUGE_PAGE = 2**21  # bytes, on x86 and on ARM with pages of 4 KiB
 _COLLAPSE = 25  # MADV_COLLAPSE of Linux 6.1
 _MOST_CALLS = 4096  # shapes of calls whose OrtValues are kept
 LONG = 1024  # visible slots from which huge pages are worth their space
-_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # wire types of protobuf
-
-# By message of onnx.proto: its fields that can contain a tensor, by number. A tensor lists its external data as pairs of a
-# key and a value.
-_FIELDS = {
-    "model": {7: "graph", 20: "training", 25: "function"},
-    "training": {1: "graph", 2: "graph"},
-    "function": {7: "node", 11: "attribute"},
-    "graph": {1: "node", 5: "tensor", 15: "sparse"},
-    "node": {5: "attribute"},
-    "attribute": {5: "tensor", 6: "graph", 10: "tensor", 11: "graph", 22: "sparse", 23: "sparse"},
-    "sparse": {1: "tensor", 2: "tensor"},
-    "tensor": {13: "entry"},
-}
-
-
-def external_files(model: bytes) -> set[str]:
-    """The values of all `location` entries in a serialized ONNX model, which the package onnx is not needed for.
-
-    These are the files from which a session loads weights. Raises ValueError if it is not a model.
-    """
-    locations: set[str] = set()
-    waiting = [(memoryview(model), "model")]
-    try:
-        while waiting:
-            part, kind = waiting.pop()
-            for number, value in _fields(part):
-                inner = _FIELDS[kind].get(number)
-                if inner == "entry":
-                    entry = dict(_fields(value))
-                    if bytes(entry.get(1, b"")) == b"location":
-                        locations.add(bytes(entry.get(2, b"")).decode())
-                elif inner is not None:
-                    waiting.append((value, inner))
-    except IndexError as error:
-        raise ValueError("it ends within a value") from error
-    return locations
-
-
-def _fields(data: memoryview) -> Iterator[tuple[int, Any]]:
-    """The fields of a message that have bytes as their value, with their numbers."""
-    index = 0
-    while index < len(data):
-        key, index = _varint(data, index)
-        kind = key & 7
-        if kind == _BYTES:
-            size, index = _varint(data, index)
-            yield key >> 3, data[index : index + size]
-            index += size
-        elif kind == _VARINT:
-            _, index = _varint(data, index)
-        elif kind in (_FIXED64, _FIXED32):
-            index += 8 if kind == _FIXED64 else 4
-        else:
-            raise ValueError(f"it has a value of the unknown wire type {kind}")
-        if index > len(data):
-            raise ValueError("it ends within a value")
-
-
-def _varint(data: memoryview, index: int) -> tuple[int, int]:
-    """A number of variable length, and the index behind it."""
-    value = shift = 0
-    while True:
-        byte = data[index]
-        value |= (byte & 127) << shift
-        index, shift = index + 1, shift + 7
-        if byte < 128:
-            return value, index
-        if shift > 63:
-            raise ValueError("it has a number of more than ten bytes")
 
 
 class KvMemory:

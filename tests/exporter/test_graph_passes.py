@@ -32,9 +32,15 @@ def require_same(model: onnx.ModelProto, plain: onnx.ModelProto, arrays: dict[st
         np.testing.assert_array_equal(got, expected)
 
 
-def test_a_bundle_has_the_graph_that_the_passes_make(tiny_bundle: Path, tiny_append_bundle: Path) -> None:
+def test_a_bundle_has_the_graph_that_the_passes_make(
+    tiny_bundle: Path, tiny_append_bundle: Path, half_bundle: Path
+) -> None:
     # of projections, keys and output (separate for query, key and value with append), and of the output embedding
-    for bundle, splits, transposed in ((tiny_bundle, 6, 3 * 3 + 1), (tiny_append_bundle, 0, 4 * 3 + 1)):
+    for bundle, splits, transposed in (
+        (tiny_bundle, 6, 3 * 3 + 1),
+        (tiny_append_bundle, 0, 4 * 3 + 1),
+        (half_bundle, 6, 3 * 3 + 1),
+    ):
         graph = onnx.load(str(bundle / MODEL_FILE), load_external_data=False).graph
         counts = Counter(node.op_type for node in graph.node)
         assert (counts["Cos"], counts["Sin"], counts["RotaryEmbedding"]) == (1, 1, 6)  # queries and keys of 3 layers

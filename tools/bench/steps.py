@@ -1,27 +1,39 @@
-"""Steps: step time by number of rows on each backend of a bundle, and the time that the runtime spends outside the engine."""
+"""Steps: step time by number of rows on each backend of a bundle, the time that the runtime spends outside the engine, and
+the speedup of drafts at a given acceptance.
+
+Each figure is reported when it is measured, since a loan of a GPU may end at any time."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.graphs.contract.signature import visible_length
+from spaceport.graphs.contract.manifest import Manifest
+from spaceport.graphs.contract.signature import DTYPES, visible_length
 from spaceport.runtime.backends import BACKENDS, open_engine, resolve
 from spaceport.runtime.backends.measurements import measured_here
 from spaceport.runtime.bundle import Bundle
 from spaceport.runtime.decoding import Decoding
-from spaceport.runtime.engine import Batch, Engine, EngineOptions, capacity_for, seq_len
+from spaceport.runtime.engine import Batch, Engine, EngineOptions, capacity_for, selecting, seq_len
 from spaceport.runtime.session import Runtime
+from spaceport.tools.bench.decode import mode_summaries
+from spaceport.tools.bench.decode_measuring import DecodeOptions, measure_modes, mode_runtimes, modes_for
+from spaceport.tools.bench.replay import replay_runtime, synthetic_texts
 from spaceport.tools.bench.report import Report, Table
 
 WARM_UP = 3
 _COMPLETION = 48  # tokens of each completion that the time outside the engine is measured with
 _DECODE_STEPS = 30  # at least
+_FEWEST = 3  # rounds that are measured whatever the budget
+_REPLAY_PROMPTS = 2
+
+Reported = Callable[[], None]  # called when a figure has been added
 
 
 @dataclass(frozen=True)
@@ -34,10 +46,14 @@ class StepOptions:
     threads: int = 0
     trust_engines: bool = False
     without_graphs: bool = False  # also time steps without CUDA graphs
+    replay: tuple[float, ...] | None = None  # acceptance rate by depth; None: no replay
+    budget: float = float("inf")  # seconds after which no further figure is begun
 
     def __post_init__(self) -> None:
         if min(self.context, self.rounds) < 1:
             raise OptionFault(f"--context is {self.context} and --rounds {self.rounds}: expected at least 1 of each")
+        if not self.budget > 0:
+            raise OptionFault(f"--budget is {self.budget:g}: expected more than 0 seconds")
 
 
 @dataclass(frozen=True)
@@ -60,6 +76,16 @@ class LoopCost:
 
 
 @dataclass(frozen=True)
+class ReplayCost:
+    """Decoding of synthetic text with given acceptance rates."""
+
+    mode: str
+    tokens_per_second: float
+    tokens_per_step: float
+    speedup: float  # over plain decoding on the same engine
+
+
+@dataclass
 class EngineSteps:
     """The measurements of one backend, with or without CUDA graphs."""
 
@@ -67,8 +93,13 @@ class EngineSteps:
     graphs: bool  # replays CUDA graphs; False on a CPU
     device: str
     notes: tuple[str, ...]
-    steps: tuple[StepCost, ...]
-    loops: tuple[LoopCost, ...]  # none without CUDA graphs on a GPU
+    weight_bytes: int  # bytes of weights that a step reads
+    guarantee: str = ""  # what drafts leave unchanged on this engine, and its measured noise
+    bandwidth: float | None = None  # bytes per second that copies on the device read and write
+    steps: list[StepCost] = field(default_factory=list)
+    loops: list[LoopCost] = field(default_factory=list)  # none without CUDA graphs on a GPU
+    replay: list[ReplayCost] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)  # figures that the budget had no time for
 
     @property
     def name(self) -> str:
@@ -76,9 +107,38 @@ class EngineSteps:
             return self.backend
         return f"{self.backend}, {'CUDA graphs' if self.graphs else 'no CUDA graphs'}"
 
+    @property
+    def share(self) -> float | None:
+        """The share of the device's bandwidth with which the first step reads the weights."""
+        if self.bandwidth is None or not self.steps:
+            return None
+        return self.weight_bytes / (self.steps[0].milliseconds / 1e3) / self.bandwidth
 
-def measure_backend(bundle: Bundle, backend: str, options: StepOptions) -> list[EngineSteps]:
-    """Step times of one backend; on a GPU also without CUDA graphs, if that is asked for."""
+
+class Budget:
+    """The seconds of a benchmark that are left."""
+
+    def __init__(self, seconds: float, clock: Callable[[], float] = perf_counter) -> None:
+        self._clock, self._end = clock, clock() + seconds
+
+    @property
+    def left(self) -> float:
+        return self._end - self._clock()
+
+
+def weight_bytes(manifest: Manifest) -> int:
+    """The bytes of a bundle's weights in the memory of its engine."""
+    return (
+        manifest.parameters * DTYPES[manifest.signature.dtype].bytes
+        if manifest.weights == "same"
+        else manifest.graph_bytes
+    )
+
+
+def measure_backend(
+    bundle: Bundle, backend: str, options: StepOptions, budget: Budget, measured: list[EngineSteps], report: Reported
+) -> None:
+    """Add the step times of one backend to `measured`; on a GPU also without CUDA graphs, if that is asked for."""
     manifest = bundle.manifest
     length, needed = seq_len(manifest, None), options.context + max(*options.rows, _COMPLETION) + 1
     if needed > length:
@@ -92,33 +152,80 @@ def measure_backend(bundle: Bundle, backend: str, options: StepOptions) -> list[
     engine = open_engine(bundle, name, engine_options)
     costs, exactness = measured_here(bundle, name, engine, engine_options, "measured")
     with Runtime(bundle, engine, length, costs=costs, exactness=exactness) as runtime:
-        steps = step_costs(engine, options)
-        loops = [loop_cost(runtime, k, options.context) for k in sorted({0, manifest.drafts.max_tokens})]
-        found = [EngineSteps(name, gpu, engine.device, (*notes, *runtime.notes), tuple(steps), tuple(loops))]
-    if gpu and options.without_graphs:
+        found = EngineSteps(name, gpu, engine.device, (*notes, *runtime.notes), weight_bytes(manifest), str(exactness))
+        measured.append(found)
+        if (bandwidth := getattr(engine, "copy_bandwidth", None)) is not None:
+            found.bandwidth = bandwidth()
+        found.steps = step_costs(engine, options, budget)
+        report()
+        for slots in sorted({0, manifest.drafts.max_tokens}):
+            if _has_time(found, budget, f"decoding with {slots} mask slots", 2 * _COMPLETION):
+                found.loops.append(loop_cost(runtime, slots, options.context))
+                report()
+        if options.replay is not None and _has_time(found, budget, "replay", 6 * _REPLAY_PROMPTS * _COMPLETION):
+            found.replay = replay_costs(runtime, options, options.replay)
+            report()
+    if gpu and options.without_graphs and _has_time(found, budget, "steps without CUDA graphs", 4 * options.rounds):
         engine = open_engine(bundle, name, replace(engine_options, graphs=False))
         try:
-            found.append(EngineSteps(name, False, engine.device, engine.notes, tuple(step_costs(engine, options)), ()))
+            plain = EngineSteps(name, False, engine.device, engine.notes, found.weight_bytes, bandwidth=found.bandwidth)
+            measured.append(plain)
+            plain.steps = step_costs(engine, options, budget)
         finally:
             engine.close()
-    return found
+        report()
 
 
-def step_costs(engine: Engine, options: StepOptions) -> list[StepCost]:
-    """Median step times; the numbers of rows alternate within each round, so other load affects all of them."""
+def _has_time(found: EngineSteps, budget: Budget, what: str, steps: int) -> bool:
+    """Whether as many steps of one row fit into the budget; notes the figure that is left out otherwise."""
+    if fits := steps * found.steps[0].milliseconds / 1e3 < budget.left:
+        return fits
+    found.left_out.append(what)
+    return False
+
+
+def step_costs(engine: Engine, options: StepOptions, budget: Budget) -> list[StepCost]:
+    """Median step times, as decoding runs them: with tokens selected on the device where the engine does that.
+
+    The numbers of rows alternate within each round, so other load affects all of them.
+    """
     if max(options.rows) > engine.rows:
         raise OptionFault(f"--rows has {max(options.rows)}: expected at most {engine.rows}, the rows of this engine")
     random = np.random.default_rng(0)
+    chosen = selecting(engine)
+    run: Callable[[Batch], Any] = engine.run if chosen is None else chosen.select
     batches = [chain_batch(engine, count, options.context, random) for count in options.rows]
     times: list[list[float]] = [[] for _ in batches]
     for number in range(-WARM_UP, options.rounds):
+        if number >= _FEWEST and budget.left < 0:
+            break
         for batch, taken in zip(batches, times, strict=True):
             started = perf_counter()
-            engine.run(batch)
+            run(batch)
             if number >= 0:
                 taken.append(perf_counter() - started)
     medians = [statistics.median(taken) * 1e3 for taken in times]
     return [StepCost(count, median, median / medians[0]) for count, median in zip(options.rows, medians, strict=True)]
+
+
+def replay_costs(base: Runtime, options: StepOptions, acceptance: tuple[float, ...]) -> list[ReplayCost]:
+    """Plain decoding, drafts as the runtime plans them, and chains of all mask slots, on the engine of a runtime.
+
+    The runtime cannot be used afterwards: closing those of the modes closes its engine.
+    """
+    manifest = base.bundle.manifest
+    slots = (manifest.drafts.max_tokens,) if manifest.drafts.max_tokens else ()
+    asked = DecodeOptions(_COMPLETION, _REPLAY_PROMPTS, rounds=2, replay=acceptance, context=options.context)
+    texts, prompts = synthetic_texts(base, asked, ())
+    modes = modes_for(manifest, asked.max_tokens, ("masks",) if slots else (), slots)
+    with mode_runtimes(modes, lambda: replay_runtime(base, texts, acceptance, len(prompts))) as runtimes:
+        measured = measure_modes(modes, runtimes, prompts, asked, lambda line: None)
+    summaries = mode_summaries(measured, modes, prompts, asked)
+    plain = summaries[0].tokens_per_second
+    return [
+        ReplayCost(one.mode, one.tokens_per_second, one.tokens_per_step, one.tokens_per_second / plain)
+        for one in summaries
+    ]
 
 
 def chain_batch(engine: Engine, rows: int, context: int, random: np.random.Generator) -> Batch:
@@ -156,8 +263,10 @@ def loop_cost(runtime: Runtime, mask_slots: int, context: int) -> LoopCost:
     return LoopCost(mask_slots, count, sum(inside) / max(1, count) * 1e3, statistics.median(outside) * 1e3)
 
 
-def steps_report(measured: Sequence[EngineSteps], options: StepOptions) -> Report:
-    """Step times and the time outside the engine as tables: a row per backend, with or without CUDA graphs."""
+def steps_report(
+    measured: Sequence[EngineSteps], options: StepOptions, transformers: Mapping[str, float] | None = None
+) -> Report:
+    """Step times, the time outside the engine and replays as tables: a row per backend, with or without CUDA graphs."""
     steps = [
         (one.name, *(f"{step.milliseconds:.2f} ({step.ratio:.2f})" for step in one.steps), one.device)
         for one in measured
@@ -167,9 +276,26 @@ def steps_report(measured: Sequence[EngineSteps], options: StepOptions) -> Repor
         for one in measured
         for loop in one.loops
     ]
+    replays = [
+        (one.name, mode.mode, mode.tokens_per_second, f"{mode.tokens_per_step:.2f}", f"{mode.speedup:.2f}")
+        for one in measured
+        for mode in one.replay
+    ]
     title = f"Milliseconds of a step after {options.context} tokens, by number of rows (ratio to the first)"
+    replayed = f"Replay, accepted by depth: {', '.join(f'{rate:g}' for rate in options.replay or ())}"
     tables = (
         Table(title, ("backend", *map(str, options.rows), "device"), steps),
         Table("Decoding, per step", ("backend", "mask slots", "steps", "ms in the engine", "ms outside"), loops),
+        Table(replayed, ("backend", "mode", "tokens/s", "tokens per step", "times plain"), replays),
+        Table("Plain decoding with transformers", ("", "ms per token"), list((transformers or {}).items())),
     )
-    return Report((), tables, (), {"options": asdict(options), "backends": [asdict(one) for one in measured]})
+    lines = [
+        f"{one.name}: a step of {options.rows[0]} rows reads the weights with {one.share:.2f} of the device's bandwidth"
+        for one in measured
+        if one.share is not None
+    ]
+    lines += [f"{one.name}: drafted text is {one.guarantee}" for one in measured if one.guarantee]
+    lines += [f"{one.name}: no time for {', '.join(one.left_out)}" for one in measured if one.left_out]
+    backends = [asdict(one) | {"share": one.share} for one in measured]
+    data = {"options": asdict(options), "backends": backends, "transformers": transformers}
+    return Report((), tables, lines, data)

@@ -12,8 +12,18 @@ import click
 
 from spaceport.graphs.contract.draft_methods import CORRECTION_FILE, LOOKUP, UNKNOWN, DraftAcceptance, DraftMethod
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.graphs.contract.manifest import ACCURACY_FILE, ENGINES_FOLDER, EngineRecord, Manifest, record_of
+from spaceport.graphs.contract.manifest import (
+    ACCURACY_FILE,
+    ENGINES_FOLDER,
+    MODEL_FILE,
+    EngineRecord,
+    Manifest,
+    record_of,
+)
+from spaceport.runtime.backends import BACKENDS, why_not
 from spaceport.runtime.backends.built_engines import built_here
+from spaceport.runtime.backends.graph_file import operators
+from spaceport.runtime.backends.machine import gpu, no_gpu
 from spaceport.runtime.backends.measurements import known_exactness
 from spaceport.runtime.bundle import Bundle, open_bundle
 from spaceport.runtime.engine import EngineOptions, capacity_for, seq_len, slots_for
@@ -27,7 +37,18 @@ from spaceport.tools.cli.options import (
 )
 from spaceport.tools.terminal.screen import show_json, show_table, size
 
-_CPU = "onnxruntime"
+_CPU, _CUDA = "onnxruntime", "onnxruntime-cuda"
+# Operators of exported graphs that onnxruntime 1.31 has CUDA kernels for, in the types of a bundle for GPUs.
+_CUDA_OPERATORS = frozenset(
+    {
+        *("Add", "And", "Attention", "Cast", "Concat", "Cos", "Div", "Equal", "Erf", "Exp", "Expand", "Gather"),
+        *("GatherElements", "Gelu", "Greater", "Identity", "LayerNormalization", "Less", "Log", "MatMul"),
+        *("Max", "Min", "Mul", "Neg", "Not", "Pow", "RMSNormalization", "Range", "Reciprocal", "ReduceMax"),
+        *("ReduceMean", "ReduceSum", "Relu", "Reshape", "RotaryEmbedding", "ScatterND", "Shape", "Sigmoid"),
+        *("Sin", "Slice", "Softmax", "Split", "Sqrt", "Squeeze", "Sub", "Tanh", "Tile", "TopK", "Transpose"),
+        *("Unsqueeze", "Where"),
+    }
+)
 _UNKNOWN = "not measured yet: that happens when a runtime first opens the bundle"
 
 
@@ -42,6 +63,14 @@ _UNKNOWN = "not measured yet: that happens when a runtime first opens the bundle
 )
 @max_seq_len_option
 @max_slots_option
+@click.option(
+    "--backend",
+    type=click.Choice(tuple(BACKENDS)),
+    default=_CPU,
+    show_default=True,
+    metavar="NAME",
+    help=f"Backend whose use of the bundle is shown: {', '.join(BACKENDS)}.",
+)
 @allow_links_option
 @json_option("everything")
 def command(
@@ -49,6 +78,7 @@ def command(
     requests: int,
     max_seq_len: int | None,
     max_slots: int | None,
+    backend: str,
     allow_links: bool,
     as_json: bool,
 ) -> None:
@@ -58,7 +88,10 @@ def command(
     opened = open_bundle(bundle, allow_links=allow_links)
     length = seq_len(opened.manifest, max_seq_len)
     memory = memory_of(opened.manifest, requests, length, slots_for(length, max_slots))
-    exactness = known_exactness(opened, _CPU, "cpu", EngineOptions(memory["slots"], requests, threads=0))
+    options = EngineOptions(memory["slots"], requests, threads=0)
+    device = "cpu" if not BACKENDS[backend].gpu or no_gpu() else f"cuda:0 ({gpu().name})"
+    exactness = known_exactness(opened, backend, device, options)
+    use = use_of(opened, backend, options)
     if as_json:
         show_json(
             {
@@ -68,6 +101,7 @@ def command(
                 "limits": DEFAULT_LIMITS.as_dict(),
                 "accuracy": accuracy(opened),
                 "engine_states": states(opened),
+                "backend": {"name": backend, **use},
                 "exactness": None if exactness is None else asdict(exactness) | {"drafts": exactness.drafts},
             }
         )
@@ -76,7 +110,11 @@ def command(
     show_table(
         "",
         ("property", "value"),
-        [*facts(manifest).items(), ("drafted text here", exactness or _UNKNOWN)],
+        [
+            *facts(manifest).items(),
+            *((f"{backend}, {what}", value) for what, value in use.items()),
+            ("drafted text here", exactness or _UNKNOWN),
+        ],
     )
     show_table(
         "\nGraph",
@@ -104,6 +142,16 @@ def command(
     limits = [(name, "max_seq_len" if most is None else f"{most:,}") for name, most in DEFAULT_LIMITS.as_dict().items()]
     show_table("\nLimits of requests (defaults)", ("limit", "maximum"), limits)
     click.echo(f"\nAccuracy: {verdict(manifest, accuracy(opened))}")
+
+
+def use_of(bundle: Bundle, backend: str, options: EngineOptions) -> dict[str, str]:
+    """Whether a backend can run a bundle here, and what is known of its use on CUDA before it is opened."""
+    use = {"here": why_not(bundle, backend, options) or "can run it"}
+    if backend == _CUDA:
+        unknown = sorted(operators(bundle.read(MODEL_FILE)) - _CUDA_OPERATORS)
+        use["on the CPU"] = ", ".join(unknown) or "computations of shapes only"
+        use["CUDA graphs"] = f"off, as {unknown[0]} may run on the CPU" if unknown else "from onnxruntime 1.30 on"
+    return use
 
 
 def facts(manifest: Manifest) -> dict[str, object]:

@@ -238,6 +238,11 @@ def test_two_packages_of_onnxruntime_are_a_mistake_where_cuda_is_asked_for(
         (site / f"{package}-1.31.1.dist-info" / "METADATA").write_text(metadata)
     monkeypatch.syspath_prepend(site)
     assert clashing() is not None
+    other = tmp_path_factory.mktemp("other")  # packages in two folders: the module of the first one is imported
+    (site / "onnxruntime_gpu-1.31.1.dist-info").rename(other / "onnxruntime_gpu-1.31.1.dist-info")
+    monkeypatch.syspath_prepend(other)
+    assert clashing() is None
+    (other / "onnxruntime_gpu-1.31.1.dist-info").rename(site / "onnxruntime_gpu-1.31.1.dist-info")
     message = (
         r"needs onnxruntime-gpu alone: .*both installed.*: pip uninstall onnxruntime onnxruntime-gpu, then pip install "
         r".*\[gpu\]'"

@@ -1,35 +1,46 @@
-"""On a GPU: engines and ONNX Runtime write exact texts, in place, with CUDA graphs as without. Skipped where there is none."""
+"""On a GPU: engines and ONNX Runtime write exact texts, in place, with CUDA graphs as without.
+
+The tests of ONNX Runtime also run without a GPU, where the CPU takes its place."""
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
 
 from spaceport.exporter.checkpoint_source import quiet_libraries
 from spaceport.exporter.export import ExportOptions, export
 from spaceport.exporter.tensorrt.to_tensorrt import open_library
 from spaceport.graphs.contract.manifest import LIBRARIES, Flavour
+from spaceport.graphs.contract.signature import Precision
 from spaceport.runtime import Decoding, Runtime
-from spaceport.runtime.backends import open_engine, require_module
+from spaceport.runtime.backends import open_engine
 from spaceport.runtime.backends.machine import gpu, no_gpu
+from spaceport.runtime.backends.on_cuda import DeviceEngine
 from spaceport.runtime.bundle import Bundle, open_bundle
-from spaceport.runtime.engine import EngineOptions, capacity_for
+from spaceport.runtime.engine import EngineOptions
 from spaceport.tools.bench.steps import chain_batch
 from spaceport.tools.cli import run
 from spaceport.tools.demo.prompts import prompts_of
+from support.exported import bundle_of
 from support.paths import DEMO, TINY
+from support.small_bundle import forking_copy
+from support.stand_in_driver import engine_on_cpu
 
-REASON = no_gpu()
 LENGTH = 512
+CPU, CUDA = "onnxruntime", "onnxruntime-cuda"
+ON_GPU = (pytest.mark.gpu, pytest.mark.skipif(no_gpu() is not None, reason="no NVIDIA GPU"))
+BACKENDS = (CPU, pytest.param(CUDA, marks=ON_GPU))
+PROMPTS: list[str] = [*json.loads((TINY / "prompts.json").read_text("utf-8")).values()]
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(REASON is not None, reason=f"{REASON}")]
 
-
-@pytest.fixture(scope="module", params=["tensorrt", "tensorrt-rtx"])
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=ON_GPU) for name in ("tensorrt", "tensorrt-rtx")])
 def flavour(request: pytest.FixtureRequest) -> Flavour:
     found: Flavour = request.param
     if find_spec(LIBRARIES[found]) is None:
@@ -51,61 +62,118 @@ def built(request: pytest.FixtureRequest, flavour: Flavour, tmp_path_factory: py
     return bundle
 
 
-def test_engines_agree_with_pytorch(built: Path) -> None:
-    assert run(["check", str(built), str(DEMO)]) == 0
-
-
-def test_drafted_texts_are_plain_texts(built: Path, flavour: Flavour, tmp_path: Path) -> None:
-    prompts = tmp_path / "prompts.jsonl"
+def require_exact(bundle: Path, backend: str, folder: Path, *options: str) -> None:
+    """A bundle's logits are PyTorch's, and its drafted texts are the plain ones."""
+    prompts = folder / "prompts.jsonl"
     lines = [{"text" if isinstance(prompt, str) else "messages": prompt} for prompt in prompts_of(DEMO).values()]
     prompts.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
-    assert run(["audit", str(built), str(prompts), "--backend", flavour]) == 0
+    assert run(["check", str(bundle), str(DEMO), "--backend", backend]) == 0
+    assert run(["audit", str(bundle), str(prompts), "--backend", backend, *options]) == 0
+
+
+def test_engines_agree_with_pytorch_and_draft_plain_texts(built: Path, flavour: Flavour, tmp_path: Path) -> None:
+    require_exact(built, flavour, tmp_path)
 
 
 def test_cuda_graphs_compute_what_the_plain_path_does(built: Path, flavour: Flavour) -> None:
     """To the bit where they are the same kernels; TensorRT-RTX compiles those of a shape at once only to capture them."""
-    bundle = open_bundle(built)
-    with_graphs, without = (
-        open_engine(bundle, flavour, EngineOptions(1152, 2, graphs=graphs)) for graphs in (True, False)
-    )
+    require_same_with_graphs(open_bundle(built), flavour, 0.0 if flavour == "tensorrt" else 1e-2)
+
+
+def require_same_with_graphs(bundle: Bundle, backend: str, within: float) -> None:
+    engines = [opened(bundle, backend, EngineOptions(1152, 2, graphs=graphs)) for graphs in (True, False)]
     dice = np.random.default_rng(0)
     for rows in (40, 1, 9, 36, 1, 9, 36, 1, 36, 9, 9, 36, 1, 1, 64, 1, 9):
-        batch = chain_batch(with_graphs, rows, 64, dice)
-        got, expected = with_graphs.run(batch), without.run(batch)
-        if flavour == "tensorrt":
-            assert np.array_equal(got, expected)
-        assert np.abs(got - expected).max() < 1e-2 * np.abs(expected).max()
-    with_graphs.close()
-    without.close()
+        batch = chain_batch(engines[0], rows, 64, dice)
+        got, expected = (engine.run(batch) for engine in engines)
+        assert np.abs(got - expected).max() <= within * np.abs(expected).max()
+    for engine in engines:
+        engine.close()
 
 
-@pytest.fixture
-def gpu_bundle(tiny_bundle: Path) -> Bundle:
-    """A bundle for an onnxruntime that runs on the GPU; elsewhere the test is skipped."""
-    try:
-        require_module("onnxruntime-cuda")
-    except RuntimeError as reason:
-        pytest.skip(str(reason))
-    return open_bundle(tiny_bundle)
-
-
-@pytest.mark.parametrize("graphs", [True, False])
-def test_completions_of_onnxruntime_on_a_gpu_are_those_on_the_cpu(gpu_bundle: Bundle, graphs: bool) -> None:
-    capacity, prompts = capacity_for(gpu_bundle.manifest, 192), json.loads((TINY / "prompts.json").read_text("utf-8"))
-    engine, plain = (
-        open_engine(gpu_bundle, backend, EngineOptions(capacity, 3, graphs=graphs))
-        for backend in ("onnxruntime-cuda", "onnxruntime")
-    )
+def opened(bundle: Bundle, backend: str, options: EngineOptions) -> DeviceEngine:
+    """An engine of ONNX Runtime on the GPU, or its stand-in; or one of TensorRT."""
+    engine = engine_on_cpu(bundle, options) if backend == CPU else open_engine(bundle, backend, options)
     assert engine.notes == ()
-    assert engine.device.startswith("cuda:0 (NVIDIA ")
-    with Runtime(gpu_bundle, engine, 192) as ours, Runtime(gpu_bundle, plain, 192) as theirs:
-        for _ in range(2):  # the second time captured graphs are replayed
-            found = [
-                [
-                    runtime.stream([*prompts.values()][number % 3], Decoding(max_tokens=60, mask_slots=number))
-                    for number in range(5)
-                ]
-                for runtime in (ours, theirs)
+    return engine  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [
+        pytest.param(CPU, "float16", marks=pytest.mark.nightly),
+        *(pytest.param(CUDA, dtype, marks=ON_GPU) for dtype in ("float16", "bfloat16")),
+    ],
+)
+def test_a_bundle_agrees_with_pytorch_and_drafts_plain_texts(backend: str, dtype: Precision, tmp_path: Path) -> None:
+    require_exact(bundle_of(DEMO, ExportOptions(dtype=dtype)), backend, tmp_path, "--max-tokens", "48")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_drafted_forked_and_eight_texts_at_once_are_the_plain_ones_of_the_cpu(
+    backend: str, tiny_bundle: Path, tmp_path: Path
+) -> None:
+    bundle = forking_copy(tiny_bundle, tmp_path / "bundle")
+    with (
+        Runtime.open(bundle, backend=backend, max_seq_len=192, max_requests=8, step_costs="free") as runtime,
+        Runtime.open(bundle, backend=CPU, max_seq_len=192, threads=1, step_costs="free") as cpu,
+    ):
+        assert runtime.notes == ()
+        for fork in (False, True):
+            plain = [
+                cpu.generate(prompt, Decoding(max_tokens=40, mask_slots=0, lookup=0, fork=fork)).tokens
+                for prompt in PROMPTS
             ]
-            first, second = ([stream.completion().tokens for stream in streams] for streams in found)
-            assert first == second
+            for _ in range(2):  # the second time, captured graphs are replayed
+                streams = [
+                    runtime.stream(PROMPTS[number % 3], Decoding(max_tokens=40, mask_slots=number % 6, fork=fork))
+                    for number in range(8)
+                ]
+                found = [stream.completion().tokens for stream in streams]
+                assert found == [plain[number % 3] for number in range(8)]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_cuda_graphs_of_onnxruntime_compute_what_the_plain_path_does(backend: str, half_bundle: Path) -> None:
+    require_same_with_graphs(open_bundle(half_bundle), backend, 0.0)
+
+
+def copied_bytes(trace: Path) -> Counter[str]:
+    """Bytes that a trace of torch's profiler has copied between the host and the GPU, by direction."""
+    copied = Counter[str]()
+    for event in json.loads(trace.read_text("utf-8"))["traceEvents"]:
+        if event.get("cat") == "gpu_memcpy":
+            copied[event["name"].split()[1]] += event["args"]["bytes"]
+    return copied
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_hundred_steps_write_in_place_and_copy_inputs_and_chosen_tokens_only(
+    backend: str, half_bundle: Path, tmp_path: Path
+) -> None:
+    engine = opened(open_bundle(half_bundle), backend, EngineOptions(1152, 2))
+    dice = np.random.default_rng(0)
+    for rows in (64, 9, 9, 9, 9):  # the last one is captured
+        engine.select(chain_batch(engine, rows, 256, dice))
+    places = [engine._address(buffer, 0) for buffer in range(2 * engine.signature.layers)]
+    with profile(activities=[ProfilerActivity.CUDA if torch.cuda.is_available() else ProfilerActivity.CPU]) as profiler:
+        for _ in range(100):
+            engine.select(chain_batch(engine, 9, 256, dice))
+            outputs = engine._binding.get_outputs_as_ortvaluevector()
+            assert [output.data_ptr() for output in outputs][1:] == places
+    profiler.export_chrome_trace(str(tmp_path / "trace.json"))
+    copied = copied_bytes(tmp_path / "trace.json")
+    assert (backend == CUDA) == bool(copied)
+    inputs = 100 * max(size for use, size in engine._memory if use == "rows")
+    assert copied["HtoD"] <= 2 * inputs  # also addresses and strides of a few operators
+    assert copied["DtoH"] <= 100 * 9 * 4 * 64  # a few best tokens of each row
+    assert copied["DtoD"] < 100 * engine._request_bytes
+    engine.close()
+
+
+def test_copies_in_a_trace_are_added_up_by_direction(tmp_path: Path) -> None:
+    kinds = {"Memcpy HtoD (Pageable -> Device)": 4, "Memcpy DtoH (Device -> Pageable)": 8, "Memset (Device)": 16}
+    events = [{"cat": "gpu_memcpy", "name": name, "args": {"bytes": size}} for name, size in kinds.items()] * 2
+    events[-1]["cat"] = events[2]["cat"] = "gpu_memset"
+    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": [*events, {"name": "other"}]}))
+    assert copied_bytes(tmp_path / "trace.json") == {"HtoD": 8, "DtoH": 16}

@@ -29,10 +29,10 @@ from spaceport.runtime.backends.measurements import (
     store,
 )
 from spaceport.runtime.backends.staging import CallShape, Staging
-from spaceport.runtime.bundle import Bundle
+from spaceport.runtime.bundle import Bundle, open_bundle
 from spaceport.runtime.costs import CostSource, StepCosts, relative_costs
 from spaceport.runtime.decoding import Decoding
-from spaceport.runtime.engine import CPU_COSTS, Batch, Costs, EngineOptions, Moves
+from spaceport.runtime.engine import CPU_COSTS, Batch, Costs, EngineOptions, Moves, SelectedRows
 from spaceport.runtime.session import Runtime
 from support.hash_engine import HashEngine, Language
 from support.hash_runtime import hash_runtime
@@ -115,12 +115,15 @@ def test_a_small_engine_is_probed_within_its_limits(capacity: int, rows: int, wi
     assert measure_exactness(SlotEngine(capacity=capacity, rows=rows), FLOAT).widths == widths
 
 
-def test_a_runtime_drafts_nothing_unless_asked_where_drafts_are_not_exact() -> None:
+@pytest.mark.parametrize(("device", "place"), [("cpu", "this CPU"), ("cuda:0 (NVIDIA X)",) * 2])
+def test_a_runtime_drafts_nothing_unless_asked_where_drafts_are_not_exact(device: str, place: str) -> None:
     base = hash_runtime(Language(1, quality=80))
+    assert isinstance(base.engine, HashEngine)
+    base.engine.device = device
     inexact = replace(unmeasured(base.bundle.manifest), rows=1e-3, widths=(2, 9))
     with base, Runtime(base.bundle, base.engine, base.max_seq_len, exactness=inexact) as runtime:
         (note,) = runtime.notes
-        assert note.startswith("drafts are off by default: on this CPU, logits of this bundle change")
+        assert note.startswith(f"drafts are off by default: on {place}, logits of this bundle change")
         assert base.notes == ()
         usual = base.generate((1, 2, 3), Decoding(max_tokens=30))
         plain = runtime.generate((1, 2, 3), Decoding(max_tokens=30))
@@ -130,6 +133,14 @@ def test_a_runtime_drafts_nothing_unless_asked_where_drafts_are_not_exact() -> N
     assert plain.statistics.candidate_rows == 0 < asked.statistics.candidate_rows
 
 
+def test_gpus_may_add_up_in_another_order_for_another_number_of_rows(half_bundle: Path) -> None:
+    """Noise of float16 that was emulated is up to 4.1e-3: it would turn drafts off with the limit of CPUs."""
+    manifest = open_bundle(half_bundle).manifest
+    emulated = Exactness(4.1e-3, 4.1e-3, tolerated_noise(manifest, "cuda:0 (NVIDIA X)"))
+    assert (emulated.drafts, replace(emulated, tolerated=tolerated_noise(manifest, "cpu")).drafts) == ("tree", "none")
+    assert tolerated_noise(replace(manifest, activations="int8"), "cuda:0 (NVIDIA X)") == 0
+
+
 @pytest.mark.parametrize("bundle", ["tiny_bundle", "half_bundle", "tiny_int8_bundle"])
 def test_default_drafts_of_a_model_are_those_that_its_measured_noise_allows(
     bundle: str, request: pytest.FixtureRequest
@@ -137,7 +148,7 @@ def test_default_drafts_of_a_model_are_those_that_its_measured_noise_allows(
     path: Path = request.getfixturevalue(bundle)
     with Runtime.open(path, max_seq_len=128, threads=1, step_costs="free") as runtime:
         found, manifest = runtime.exactness, runtime.bundle.manifest
-    assert found.tolerated == tolerated_noise(manifest)
+    assert found.tolerated == tolerated_noise(manifest, "cpu")
     assert len(found.widths) >= 2
     assert found.rows <= found.tolerated  # kernels compute a row in the same way in every call, on every CPU so far
     assert found.drafts == "tree"
@@ -195,6 +206,24 @@ def test_costs_are_those_of_calls_that_have_become_usual() -> None:
     table = measured(small)
     assert [rows for rows, _ in table.single] == [*range(1, 9)]
     assert (table.visible, table.slot, table.batched) == (16, 0.0, ())
+
+
+@dataclass
+class SelectingTicks(TickingEngine):
+    """An engine whose calls take half as long if it selects tokens, since it copies no logits."""
+
+    selects: bool = True
+
+    def select(self, batch: Batch) -> list[SelectedRows]:
+        started = self.time
+        self.run(batch)
+        self.time -= (self.time - started) / 2
+        return []
+
+
+def test_steps_cost_what_decoding_pays_where_tokens_are_selected_on_the_device() -> None:
+    found, whole = (dict(measured(kind(Language(1), 256, 1)).single) for kind in (SelectingTicks, TickingEngine))
+    assert found == pytest.approx({rows: time / 2 for rows, time in whole.items()})
 
 
 def test_steps_with_drafts_cost_what_a_mask_row_adds() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _ctypes
 import gc
 import json
 import shutil
@@ -38,6 +39,7 @@ from spaceport.runtime.sampling.sampler import Sampling
 from spaceport.runtime.session import Runtime
 from support.paths import TINY
 from support.small_bundle import forking_copy
+from support.stand_in_driver import StandInDriver, stand_in_memory
 
 
 class ReplayingSession:
@@ -112,12 +114,15 @@ def options_of(bundle: Bundle) -> EngineOptions:
     return EngineOptions(capacity_for(bundle.manifest, LENGTH), REQUESTS)
 
 
-def device_engine(bundle: Bundle, selects: bool = True) -> tuple[DeviceEngine, ReplayingSession]:
+def device_engine(
+    bundle: Bundle, selects: bool = True, driver: StandInDriver | None = None
+) -> tuple[DeviceEngine, ReplayingSession]:
     """What a GPU would run, with memory and session of the CPU."""
     session = ReplayingSession(session_of(bundle))
     selection = open_selection(bundle, ["CPUExecutionProvider"]) if selects else None
     signature = bundle.manifest.signature
-    return DeviceEngine(session, signature, options_of(bundle), "cpu", "cpu", True, selection=selection), session
+    memory, options = stand_in_memory(driver), options_of(bundle)
+    return DeviceEngine(session, signature, options, "cpu", "cpu", memory, True, selection=selection), session
 
 
 def texts(runtime: Runtime, asked: Sequence[tuple[str, Decoding]]) -> list[list[int]]:
@@ -208,6 +213,48 @@ def test_what_is_no_number_ends_with_the_request_that_wrote_it_and_never_moves(t
     assert np.array_equal(engine.run(one_row(engine, 1)), clean[1])
     assert np.isnan(engine.run(one_row(engine, 0))).all()
     assert np.isnan(engine.run(one_row(engine, 2))).all()
+
+
+def test_kv_slots_are_zeroed_and_copied_on_the_device_in_one_call_for_each_run_of_slots(tiny_bundle: Path) -> None:
+    driver = StandInDriver()
+    engine, _ = device_engine(open_bundle(tiny_bundle), driver=driver)
+    assert driver.calls["cuMemsetD8_v2"] == 1
+    assert not engine._kv.numpy().any()
+    for work, copies in (
+        (lambda: engine.copy(0, 1, np.arange(40)), 1),
+        (lambda: engine.copy(0, 1, np.array([0, 1, 7, 8, 3])), 3),
+        (lambda: engine.copy(1, 1, np.arange(40)), 0),  # they are there already
+        (lambda: engine.copy(1, 1, np.array([0, 1, 7, 8])), 1 + 1),  # and back from where they are read first
+        (lambda: engine.restore(2, engine.saved(0, 30)), 2),
+    ):
+        before = driver.calls["cuMemcpy3D_v2"]
+        work()
+        assert driver.calls["cuMemcpy3D_v2"] - before == copies
+    assert engine.copy_bandwidth(size=4096, rounds=2) > 0
+    assert driver.calls["cuMemcpyDtoD_v2"] == 2
+    assert driver.current == 0
+    driver.broken = "cuMemcpy3D_v2"
+    with pytest.raises(EngineFault, match="the NVIDIA driver failed in cuMemcpy3D_v2 with code 700"):
+        engine.copy(0, 1, np.arange(4))
+    assert driver.current == 0
+    engine.close()
+    engine.close()
+    assert driver.calls["cuDevicePrimaryCtxRelease_v2"] == 1
+
+
+def test_cuda_libraries_of_packages_anywhere_on_the_path_are_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """onnxruntime looks beside itself only, and reports what it misses on standard output."""
+    folder = tmp_path / "nvidia" / "cu99" / "lib"
+    folder.mkdir(parents=True)
+    monkeypatch.syspath_prepend(tmp_path)
+    shutil.copy(_ctypes.__file__, folder / "libpresent.so.99")
+    (folder / "libbroken.so.99").write_text("no library")
+    names = ("libpresent.so.99", "libbroken.so.99", "libmissing.so.99")
+    failing = "".join(f"Failed to load {name}: cannot open\n" for name in names)
+    monkeypatch.setattr(ort, "preload_dlls", lambda: print(f"Failed to load {folder}/{names[0]}: no\n{failing}"))
+    assert on_cuda.preload() == ("libbroken.so.99", "libmissing.so.99")
 
 
 def test_an_engine_holds_no_memory_and_no_thread_when_it_is_closed_or_let_go_of(tiny_bundle: Path) -> None:
@@ -320,6 +367,28 @@ def test_nodes_on_the_cpu_are_named(tiny_bundle: Path) -> None:
     assert "Shape node_Shape" in all_of_them
     every = {node.op_type for part in session.get_provider_graph_assignment_info() for node in part.get_nodes()}
     assert on_cuda.cpu_nodes(session, every) == ()
+
+
+def test_an_engine_without_cuda_graphs_says_why_and_names_what_runs_on_the_cpu(
+    tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle, refusing = open_bundle(tiny_bundle), True
+
+    def session(bundle: Bundle, graphs: bool) -> ort.InferenceSession:
+        if graphs and refusing:
+            raise RuntimeError("This session cannot use the graph capture feature as requested by the user")
+        return session_of(bundle)
+
+    monkeypatch.setattr(on_cuda, "_session", session)
+    graphs, nodes = on_cuda.open_on_gpu(bundle, True)[1]
+    assert graphs == "no CUDA graphs: onnxruntime did not put the whole graph on the GPU"
+    assert nodes.startswith("on the CPU, not on the GPU: ")
+    assert on_cuda.open_on_gpu(bundle, False)[1] == (nodes,)
+    monkeypatch.setattr(ort, "__version__", "1.29.1")
+    assert on_cuda.open_on_gpu(bundle, True)[1][0].startswith("no CUDA graphs: onnxruntime 1.29.1 has faults")
+    monkeypatch.setattr(ort, "__version__", "1.30.0")
+    refusing = False
+    assert on_cuda.open_on_gpu(bundle, True)[1] == ()
 
 
 def test_a_full_gpu_is_distinguished_from_a_broken_graph(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:

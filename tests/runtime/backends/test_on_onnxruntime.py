@@ -18,19 +18,17 @@ from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto
 from spaceport.exporter.export import ExportOptions
 from spaceport.graphs.contract.signature import visible_length
 from spaceport.runtime.backends import on_onnxruntime
-from spaceport.runtime.backends.on_cuda import DeviceEngine
+from spaceport.runtime.backends.graph_file import external_files, operators
 from spaceport.runtime.backends.on_onnxruntime import (
     KvMemory,
     OnnxRuntimeEngine,
-    external_files,
     open_engine,
-    open_session,
 )
-from spaceport.runtime.backends.products import session_options
 from spaceport.runtime.bundle import Bundle, open_bundle
 from spaceport.runtime.engine import Batch, Engine, EngineOptions, parking, slots_in_order
 from support.exported import bundle_of
 from support.paths import TINY
+from support.stand_in_driver import engine_on_cpu
 
 CAPACITY = 512
 # Rows, slots before them, and visible length of calls that follow each other: a prompt, drafts that lengthen what is
@@ -111,11 +109,6 @@ ORDER = np.arange(LENGTH)
 MIXED = np.concatenate([np.arange(40), 40 + np.random.default_rng(3).permutation(50)[:30]])  # gaps behind slot 39
 
 
-def on_device(bundle: Bundle, options: EngineOptions) -> Engine:
-    session = open_session(bundle, session_options(1, "same"), ["CPUExecutionProvider"])
-    return DeviceEngine(session, bundle.manifest.signature, options, "cpu", "cpu")
-
-
 def feed(engine: Engine, request: int, slots: NDArray[np.int64]) -> None:
     """Compute the rows of a prompt into these slots."""
     mask = np.zeros((1, 1, LENGTH, 128), np.bool_)
@@ -131,15 +124,17 @@ def following(engine: Engine, request: int) -> NDArray[np.float32]:
     return engine.run(Batch(request, TOKENS[None, LENGTH:], at, at, mask, np.array([[0]]))).copy()
 
 
-@pytest.mark.parametrize("open_with", [open_engine, on_device])
+@pytest.mark.parametrize("open_with", [open_engine, engine_on_cpu])
 @pytest.mark.parametrize("slots", [ORDER, MIXED], ids=["in order", "with gaps"])
 @pytest.mark.parametrize("requests", [1, 3])
 def test_a_row_has_the_same_logits_behind_copied_rows_as_behind_computed_ones(
     open_with: Callable[[Bundle, EngineOptions], Engine], slots: NDArray[np.int64], requests: int, any_tiny_bundle: Path
 ) -> None:
     bundle = open_bundle(any_tiny_bundle)
-    if bundle.manifest.signature.lowering == "append" and (slots is MIXED or open_with is on_device):
-        pytest.skip("an append engine has no gaps between rows of one call, and on_device runs scatter-lowered ones")
+    if bundle.manifest.signature.lowering == "append" and (slots is MIXED or open_with is engine_on_cpu):
+        pytest.skip(
+            "an append engine has no gaps between rows of one call, and engine_on_cpu runs scatter-lowered ones"
+        )
     engine, fresh = (open_with(bundle, EngineOptions(192, count)) for count in (requests, 1))
     # rows in other slots add up in another order; 8-bit activations make quantization steps of it
     within = 1e-3 if bundle.manifest.activations == "float" else 2e-2
@@ -151,13 +146,13 @@ def test_a_row_has_the_same_logits_behind_copied_rows_as_behind_computed_ones(
         assert np.abs(following(engine, target) - expected).max() <= (0 if slots is ORDER else within)
 
 
-@pytest.mark.parametrize("open_with", [open_engine, on_device])
+@pytest.mark.parametrize("open_with", [open_engine, engine_on_cpu])
 def test_rows_that_were_saved_are_the_same_in_other_buffers(
     open_with: Callable[[Bundle, EngineOptions], Engine], any_tiny_bundle: Path
 ) -> None:
     bundle = open_bundle(any_tiny_bundle)
-    if bundle.manifest.signature.lowering == "append" and open_with is on_device:
-        pytest.skip("on_device runs scatter-lowered engines")
+    if bundle.manifest.signature.lowering == "append" and open_with is engine_on_cpu:
+        pytest.skip("engine_on_cpu runs scatter-lowered engines")
     engine = parking(open_with(bundle, EngineOptions(192, 2)))
     assert engine is not None
     feed(engine, 0, ORDER)
@@ -198,6 +193,10 @@ def test_external_data_in_all_parts_of_a_model_is_found() -> None:
     model.functions[0].attribute_proto.append(AttributeProto(name="t", t=tensor("i")))
     model.training_info.add().algorithm.initializer.append(tensor("j"))
     assert external_files(model.SerializeToString()) == set("abcdefghij")
+    inner.node[0].op_type = "Add"
+    node.attribute.append(AttributeProto(name="then", g=inner))
+    model.graph.node.append(node)
+    assert operators(model.SerializeToString()) == {"If", "Add", ""}
 
 
 @pytest.mark.parametrize(

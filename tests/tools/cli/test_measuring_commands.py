@@ -15,12 +15,14 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from spaceport.exporter.export import ExportOptions
 from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.runtime.decode import step as loop
 from spaceport.runtime.decode.sources import USUAL_LOOKUP
 from spaceport.tools.cli import ACCURACY, INPUT, OK, USAGE, cli, run
 from spaceport.tools.verify.audit import requests_for
 from spaceport.tools.verify.prompts import AuditPrompt, read_prompts
+from support.exported import bundle_of
 from support.paths import ROOT, TINY
 from support.small_bundle import RECORD, fill
 from support.spoilt_engine import lenient
@@ -60,6 +62,21 @@ def test_inspect_says_how_exact_drafts_are_once_a_bundle_was_opened(
     assert run(["inspect", str(tiny_bundle)]) == OK
     shown = "^drafted text here +(bit-identical|equal unless two tokens are equally likely)"
     assert re.search(shown, capfd.readouterr().out, re.MULTILINE)
+
+
+def test_inspect_says_beforehand_what_would_run_on_the_cpu_instead_of_a_gpu(half_bundle: Path, capfd: Capture) -> None:
+    shown = {}
+    int4 = bundle_of(TINY, ExportOptions(dtype="float16", weights="int4"))
+    for bundle in (half_bundle, int4):
+        assert run(["inspect", str(bundle), "--backend", "onnxruntime-cuda", "--json"]) == OK
+        shown[bundle] = json.loads(capfd.readouterr().out)["backend"]
+    for found in shown.values():
+        assert found["here"] == "can run it" or "needs an NVIDIA GPU" in found["here"] or "CUDA" in found["here"]
+    assert shown[half_bundle]["on the CPU"] == "computations of shapes only"
+    assert shown[int4]["on the CPU"] == "DequantizeLinear"
+    assert shown[int4]["CUDA graphs"] == "off, as DequantizeLinear may run on the CPU"
+    assert run(["inspect", str(half_bundle), "--backend", "onnxruntime-cuda"]) == OK
+    assert "onnxruntime-cuda, CUDA graphs" in capfd.readouterr().out
 
 
 def call(*arguments: object) -> Result:

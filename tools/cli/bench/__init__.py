@@ -16,6 +16,7 @@ class Benchmarks(LazyGroup):
     package = "spaceport.tools.cli.bench"
     summaries: ClassVar = {
         "steps": "Time per step by number of rows, on each backend.",
+        "random": "Write a random model without its weights, for steps.",
         "decode": "Speedup of drafts over plain decoding on your prompts.",
     }
 

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import click
 
+from spaceport.graphs.contract.faults import OptionFault
+from spaceport.graphs.contract.signature import Precision
 from spaceport.runtime.backends import BACKENDS
 from spaceport.runtime.bundle import open_bundle
-from spaceport.tools.bench.steps import StepOptions, measure_backend, steps_report
-from spaceport.tools.cli.bench import parse_counts
-from spaceport.tools.cli.options import bundle_argument, json_option, threads_option, trust_engines_option
+from spaceport.tools.bench.random_weights import CONFIG_FILE, cuda_torch, inflate, is_skeleton
+from spaceport.tools.bench.steps import Budget, EngineSteps, StepOptions, measure_backend, steps_report
+from spaceport.tools.cli.bench import parse_counts, parse_numbers
+from spaceport.tools.cli.options import (
+    DURATION,
+    PATH,
+    bundle_argument,
+    json_option,
+    threads_option,
+    trust_engines_option,
+)
+from spaceport.tools.report.files import check_target, write_text
 from spaceport.tools.terminal.screen import show_notes
 
 
@@ -31,6 +45,16 @@ from spaceport.tools.terminal.screen import show_notes
     help=f"Backend: {', '.join(BACKENDS)}; repeatable, a row each; auto = the best one available (default).",
 )
 @click.option("--without-graphs", is_flag=True, help="On a GPU, also time steps without CUDA graphs.")
+@click.option(
+    "--replay",
+    metavar="P,P,…",
+    help="Also decode synthetic text with this acceptance rate by depth, plain and drafted.",
+)
+@click.option(
+    "--transformers", is_flag=True, help="Also time plain decoding of transformers; for a folder of `bench random`."
+)
+@click.option("--budget", type=DURATION, metavar="TIME", help="Begin no further figure after this time, such as 4m.")
+@click.option("--save", type=PATH, metavar="FILE", help="Rewrite FILE as JSON after each figure.")
 @threads_option
 @trust_engines_option
 @json_option("the results")
@@ -41,13 +65,52 @@ def command(
     rounds: int,
     backends: tuple[str, ...],
     without_graphs: bool,
+    replay: str | None,
+    transformers: bool,
+    budget: float | None,
+    save: Path | None,
     threads: int,
     trust_engines: bool,
     as_json: bool,
 ) -> None:
-    """Median time per step of BUNDLE by number of rows, and the time outside the engine during decoding."""
-    options = StepOptions(parse_counts("--rows", rows), context, rounds, threads, trust_engines, without_graphs)
-    opened = open_bundle(bundle)
-    measured = [steps for name in dict.fromkeys(backends) for steps in measure_backend(opened, name, options)]
+    """Median time per step of BUNDLE by number of rows, and the time outside the engine during decoding.
+
+    BUNDLE may be a folder that `spaceport bench random` wrote: its weights are then drawn at random."""
+    accepted = None if replay is None else parse_numbers("--replay", replay, 0, 1)
+    left = Budget(float("inf") if budget is None else budget)
+    counts = parse_counts("--rows", rows)
+    options = StepOptions(counts, context, rounds, threads, trust_engines, without_graphs, accepted, left.left)
+    random = is_skeleton(bundle)
+    if transformers and not random:
+        raise OptionFault(f"--transformers with {bundle}: expected a folder that `spaceport bench random` wrote")
+    if save is not None:
+        check_target(save)
+    measured: list[EngineSteps] = []
+    times: dict[str, float] = {}
+
+    def report() -> None:
+        if save is not None:
+            write_text(save, json.dumps(steps_report(measured, options, times).data))
+
+    with TemporaryDirectory() as scratch:
+        folder = Path(scratch) / bundle.absolute().name if random else bundle
+        if random:
+            inflate(bundle, folder)
+        opened = open_bundle(folder)
+        for name in dict.fromkeys(backends):
+            measure_backend(opened, name, options, left, measured, report)
+    if transformers and left.left > 0:
+        dtype = opened.manifest.signature.dtype
+        for name, milliseconds in decoding_times(bundle / CONFIG_FILE, dtype, context, rounds):
+            times[name] = milliseconds
+            report()
     show_notes(list(dict.fromkeys(note for steps in measured for note in steps.notes)))
-    steps_report(measured, options).show(as_json)
+    steps_report(measured, options, times).show(as_json)
+
+
+def decoding_times(config: Path, dtype: Precision, context: int, steps: int) -> Iterator[tuple[str, float]]:
+    """Milliseconds per token of plain decoding with transformers: on a GPU also compiled."""
+    from spaceport.tools.bench import on_transformers
+
+    gpu = cuda_torch() is not None
+    yield from on_transformers.decoding_times(config, dtype, context, steps, "cuda" if gpu else "cpu", gpu)

@@ -1,0 +1,87 @@
+"""What a serialized ONNX graph names: the files of its weights and its operators, which the package onnx is not needed for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # wire types of protobuf
+_OPERATOR = 4  # field of a node
+
+# By message of onnx.proto: its fields that can contain a node or a tensor, by number. A tensor lists its external data as
+# pairs of a key and a value.
+_FIELDS = {
+    "model": {7: "graph", 20: "training", 25: "function"},
+    "training": {1: "graph", 2: "graph"},
+    "function": {7: "node", 11: "attribute"},
+    "graph": {1: "node", 5: "tensor", 15: "sparse"},
+    "node": {5: "attribute"},
+    "attribute": {5: "tensor", 6: "graph", 10: "tensor", 11: "graph", 22: "sparse", 23: "sparse"},
+    "sparse": {1: "tensor", 2: "tensor"},
+    "tensor": {13: "entry"},
+}
+
+
+def external_files(model: bytes) -> set[str]:
+    """The values of all `location` entries in a serialized ONNX model.
+
+    These are the files from which a session loads weights. Raises ValueError if it is not a model.
+    """
+    locations: set[str] = set()
+    for kind, part in _messages(model):
+        if kind == "entry":
+            entry = dict(_fields(part))
+            if bytes(entry.get(1, b"")) == b"location":
+                locations.add(bytes(entry.get(2, b"")).decode())
+    return locations
+
+
+def operators(model: bytes) -> set[str]:
+    """The names of all operators in a serialized ONNX model; raises ValueError if it is not one."""
+    nodes = (dict(_fields(part)) for kind, part in _messages(model) if kind == "node")
+    return {bytes(node.get(_OPERATOR, b"")).decode() for node in nodes}
+
+
+def _messages(model: bytes) -> Iterator[tuple[str, memoryview]]:
+    """All messages of a model with their kinds."""
+    waiting = [("model", memoryview(model))]
+    while waiting:
+        kind, part = waiting.pop()
+        yield kind, part
+        if kind in _FIELDS:
+            waiting += [(_FIELDS[kind][number], value) for number, value in _fields(part) if number in _FIELDS[kind]]
+
+
+def _fields(data: memoryview) -> Iterator[tuple[int, Any]]:
+    """The fields of a message that have bytes as their value, with their numbers."""
+    index = 0
+    while index < len(data):
+        key, index = _varint(data, index)
+        kind = key & 7
+        if kind == _BYTES:
+            size, index = _varint(data, index)
+            yield key >> 3, data[index : index + size]
+            index += size
+        elif kind == _VARINT:
+            _, index = _varint(data, index)
+        elif kind in (_FIXED64, _FIXED32):
+            index += 8 if kind == _FIXED64 else 4
+        else:
+            raise ValueError(f"it has a value of the unknown wire type {kind}")
+        if index > len(data):
+            raise ValueError("it ends within a value")
+
+
+def _varint(data: memoryview, index: int) -> tuple[int, int]:
+    """A number of variable length, and the index behind it."""
+    value = shift = 0
+    while True:
+        if index >= len(data):
+            raise ValueError("it ends within a value")
+        byte = data[index]
+        value |= (byte & 127) << shift
+        index, shift = index + 1, shift + 7
+        if byte < 128:
+            return value, index
+        if shift > 63:
+            raise ValueError("it has a number of more than ten bytes")

@@ -1,0 +1,67 @@
+"""Random weights: what completes a skeleton where it runs, drawn on the GPU if torch has one."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from shutil import copy
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spaceport.exporter.bundle_manifest import write_manifest
+from spaceport.graphs.contract.manifest import DATA_FILE, MANIFEST_FILE, Manifest, manifest_in
+from spaceport.graphs.contract.signature import DTYPES, Precision
+
+SKELETON_FILE, CONFIG_FILE = "skeleton.json", "config.json"
+ALIGNED = 65536  # bytes: alignment of weights in the data file
+_DEVIATION = 0.02  # standard deviation, as transformers initializes a Llama
+_PIECE = 1 << 25  # weights that are drawn at once
+
+
+def is_skeleton(folder: Path) -> bool:
+    """Whether a folder is a bundle without its weights."""
+    return (folder / SKELETON_FILE).is_file()
+
+
+def inflate(skeleton: Path, target: Path, seed: int = 0) -> Manifest:
+    """Write the bundle of a skeleton with random weights into a new folder."""
+    target.mkdir(parents=True)
+    manifest = manifest_in((skeleton / MANIFEST_FILE).read_bytes())
+    dtype = manifest.signature.dtype
+    size = json.loads((skeleton / SKELETON_FILE).read_text("utf-8"))["bytes"]
+    left, draws = size // DTYPES[dtype].bytes, np.random.default_rng(seed)
+    with (target / DATA_FILE).open("wb") as data:
+        while left:
+            piece = _drawn(min(left, _PIECE), draws)
+            data.write(_stored(piece, dtype).data)
+            left -= piece.size
+    for file in skeleton.iterdir():
+        if file.name not in (MANIFEST_FILE, SKELETON_FILE, CONFIG_FILE):
+            copy(file, target)
+    return write_manifest(target, replace(manifest, files={}))
+
+
+def cuda_torch() -> Any:
+    """The module torch if it is installed and has a GPU, else None."""
+    try:
+        import torch
+    except ImportError:
+        return None
+    return torch if torch.cuda.is_available() else None
+
+
+def _drawn(count: int, draws: np.random.Generator) -> NDArray[np.float32]:
+    if (torch := cuda_torch()) is None:
+        return draws.standard_normal(count, np.float32) * np.float32(_DEVIATION)
+    drawn: NDArray[np.float32] = torch.empty(count, device="cuda").normal_(0, _DEVIATION).cpu().numpy()
+    return drawn
+
+
+def _stored(values: NDArray[np.float32], dtype: Precision) -> NDArray[Any]:
+    """The values in a type of weights."""
+    if dtype == "bfloat16":  # the upper half of a float32
+        return np.ascontiguousarray(values.view(np.uint16)[1::2])
+    return values.astype(dtype)

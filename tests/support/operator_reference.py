@@ -1,5 +1,7 @@
 """What each operator computes, in numpy: the same roundings as the kernels, sums in float64."""
 
+import math
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -23,7 +25,7 @@ def normalized(x: Array, kind: str, gain: Array | None, bias: Array | None, epsi
         return x
     mean = row_sum(x) / F(x.shape[1]) if kind == "layer" else F(0)
     centred = x - mean
-    variance = (centred.astype(np.float64) ** 2).mean(axis=1, keepdims=True).astype(F)
+    variance = (centred.astype(np.float64) ** 2).mean(axis=1, keepdims=True).astype(F)  # the kernels' is fused
     y = centred * (F(1) / np.sqrt(variance + F(epsilon)))
     y = y if gain is None else y * gain
     return y if bias is None else y + bias
@@ -51,7 +53,7 @@ def activated(x: NDArray[np.float64], kind: str) -> NDArray[np.float64]:
     if kind == "gelu_tanh":
         return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
     if kind == "gelu":
-        return 0.5 * x * (1 + np.vectorize(__import__("math").erf)(x / np.sqrt(2)))
+        return 0.5 * x * (1 + np.vectorize(math.erf)(x / np.sqrt(2)))
     return x
 
 

@@ -161,11 +161,12 @@ class ModelWriter:
 class Decoder:
     """A session with KV buffers that are updated in place."""
 
-    def __init__(self, path: Path, shape: Shape, library: Path, slots: int, threads: int = 1) -> None:
+    def __init__(self, path: Path, shape: Shape, library: Path | None, slots: int, threads: int = 1) -> None:
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
         options.log_severity_level = 3
-        native_library.register(options, library)
+        if library is not None:
+            native_library.register(options, library)
         self.session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
         self.shape, self.binding = shape, self.session.io_binding()
         self.buffers = []

@@ -7,17 +7,15 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from spaceport.kernels.gguf_weights import GGUF_BLOCKS, from_gguf
 from spaceport.kernels.packing import WEIGHT_FORMATS, QuantizedWeights, gate_order, pack
 from support import operator_reference as reference
-from support.native_operators import Operator, available_sets, library, run
+from support.native_operators import Operator, available_sets, library, normal, random_weights, run
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no C++ compiler")
 
 EXACT = 2e-6  # of the largest output: float32 sums against float64
 ROUNDED = 2e-3  # the same where a sum of a norm may move a code to its neighbour
 
-GGUF_TYPES = {"int4": "Q4_1", "int4_k": "Q4_K", "int8": "Q8_0", "int8_min": "Q5_1", "int8_k": "Q5_K", "int8_k16": "Q6_K"}
 # The most rows that a tile of some set holds are 2, 4, 6 and 9; 1 and 37 leave tiles of unequal sizes.
 ROWS = (1, 2, 3, 5, 6, 7, 9, 13, 37)
 
@@ -25,24 +23,6 @@ ROWS = (1, 2, 3, 5, 6, 7, 9, 13, 37)
 @pytest.fixture
 def dice() -> np.random.Generator:
     return np.random.default_rng(7)
-
-
-def normal(dice: np.random.Generator, *shape: int) -> NDArray[np.float32]:
-    return dice.standard_normal(shape, dtype=np.float32)
-
-
-def random_weights(dice: np.random.Generator, format_name: str, outputs: int, inputs: int) -> QuantizedWeights:
-    """Weights of about 0.1 in one of the formats, from the bytes of a GGUF tensor."""
-    gguf_type = GGUF_TYPES[format_name]
-    size, width = GGUF_BLOCKS[gguf_type]
-    blocks = dice.integers(0, 256, (outputs * inputs // width, size), dtype=np.uint8)
-    for offset in {"Q8_0": (0,), "Q6_K": (208,)}.get(gguf_type, (0, 2)):
-        factors = (0.0005 + 0.001 * dice.random(len(blocks))).astype(np.float16)
-        blocks[:, offset : offset + 2] = factors.view(np.uint8).reshape(-1, 2)
-    weights = from_gguf(blocks.reshape(-1), gguf_type, outputs, inputs)
-    assert weights is not None
-    assert weights.format.name == format_name
-    return weights
 
 
 def close(got: NDArray[Any], expected: NDArray[Any], tolerance: float) -> bool:

@@ -8,11 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import onnxruntime
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
 from spaceport.kernels.build import SOURCES, build, compiler, library_name
+from spaceport.kernels.functions import INPUTS, OPSET, OUTPUTS
+from spaceport.kernels.gguf_weights import GGUF_BLOCKS, from_gguf
+from spaceport.kernels.packing import QuantizedWeights
 from support.cache import built
 
 SETS = ("portable", "avx2", "avxvnni", "avx512vnni", "neon")
@@ -23,18 +27,9 @@ _TYPES = {
     np.dtype(np.int64): TensorProto.INT64,
     np.dtype(np.bool_): TensorProto.BOOL,
 }
-_OUTPUT_TYPES = {"keys": TensorProto.INT8, "values": TensorProto.INT8}
+_OUTPUT_TYPES = {"new_keys": TensorProto.INT8, "new_values": TensorProto.INT8}
 
-# Inputs of the operators in the order of the library.
-INPUTS = {
-    "Embed": ("ids", "weights"),
-    "NormProduct": ("x", "gain", "norm_bias", "weights", "bias", "weights2", "bias2", "weights3", "bias3"),
-    "AddProduct": ("x", "residual", "weights", "bias"),
-    "GateProduct": ("x", "gain", "norm_bias", "weights", "bias"),
-    "Head": ("x", "rows", "gain", "norm_bias", "weights", "bias"),
-    "Attend": ("qkv", "cos", "sin", "slots", "visible", "keys", "values", "scales", "q_gain", "k_gain", "sinks"),
-}
-
+GGUF_TYPES = {"int4": "Q4_1", "int4_k": "Q4_K", "int8": "Q8_0", "int8_min": "Q5_1", "int8_k": "Q5_K", "int8_k16": "Q6_K"}
 
 @cache
 def library() -> Path | None:
@@ -71,6 +66,13 @@ def options(threads: int = 1, with_library: bool = True) -> onnxruntime.SessionO
     return chosen
 
 
+def session_of(
+    model: onnx.ModelProto, threads: int = 1, with_library: bool = True
+) -> onnxruntime.InferenceSession:
+    chosen = options(threads, with_library)
+    return onnxruntime.InferenceSession(model.SerializeToString(), chosen, providers=["CPUExecutionProvider"])
+
+
 @cache
 def available_sets() -> tuple[str, ...]:
     """The instruction sets of the library that this processor has."""
@@ -85,8 +87,53 @@ def available_sets() -> tuple[str, ...]:
     return tuple(found)
 
 
+def normal(dice: np.random.Generator, *shape: int) -> NDArray[np.float32]:
+    return dice.standard_normal(shape, dtype=np.float32)
+
+
+def random_weights(dice: np.random.Generator, format_name: str, outputs: int, inputs: int) -> QuantizedWeights:
+    """Weights of about 0.1 in one of the formats, from the bytes of a GGUF tensor."""
+    gguf_type = GGUF_TYPES[format_name]
+    size, width = GGUF_BLOCKS[gguf_type]
+    blocks = dice.integers(0, 256, (outputs * inputs // width, size), dtype=np.uint8)
+    for offset in {"Q8_0": (0,), "Q6_K": (208,)}.get(gguf_type, (0, 2)):
+        factors = (0.0005 + 0.001 * dice.random(len(blocks))).astype(np.float16)
+        blocks[:, offset : offset + 2] = factors.view(np.uint8).reshape(-1, 2)
+    weights = from_gguf(blocks.reshape(-1), gguf_type, outputs, inputs)
+    assert weights is not None
+    assert weights.format.name == format_name
+    return weights
+
+
+def model_of(
+    kind: str, inputs: Mapping[str, NDArray[Any]], attributes: Mapping[str, Any], constants: tuple[str, ...] = ()
+) -> onnx.ModelProto:
+    """A graph of one operator; every input but the constants is fed, so that nothing is folded or checked too early."""
+    names = [name if name in inputs else "" for name in INPUTS[kind]]
+    while not names[-1]:
+        names.pop()
+    node = helper.make_node(kind, names, OUTPUTS[kind], domain="spaceport", **attributes)
+    fed = [
+        helper.make_tensor_value_info(name, _TYPES[value.dtype], [f"{name}{i}" for i in range(value.ndim)])
+        for name, value in inputs.items()
+        if name not in constants
+    ]
+    made = [
+        helper.make_tensor(name, _TYPES[inputs[name].dtype], inputs[name].shape, inputs[name].tobytes(), raw=True)
+        for name in constants
+    ]
+    given = [
+        helper.make_tensor_value_info(name, _OUTPUT_TYPES.get(name, TensorProto.FLOAT), None) for name in OUTPUTS[kind]
+    ]
+    return helper.make_model(
+        helper.make_graph([node], "operator", fed, given, made),
+        opset_imports=[helper.make_opsetid("", OPSET), helper.make_opsetid("spaceport", 1)],
+        ir_version=10,
+    )
+
+
 class Operator:
-    """One operator in a session of its own; every input is fed, so that nothing is folded or checked too early."""
+    """One operator in a session of its own."""
 
     def __init__(
         self,
@@ -97,33 +144,9 @@ class Operator:
         threads: int = 1,
         constants: tuple[str, ...] = (),
     ) -> None:
-        names = [name if name in inputs else "" for name in INPUTS[kind]]
-        while not names[-1]:
-            names.pop()
-        outputs = ("y", "new_keys", "new_values", "new_scales") if kind == "Attend" else ("y",)
-        node = helper.make_node(kind, names, outputs, domain="spaceport", **attributes)
-        fed = [
-            helper.make_tensor_value_info(name, _TYPES[value.dtype], [f"{name}{i}" for i in range(value.ndim)])
-            for name, value in inputs.items()
-            if name not in constants
-        ]
-        made = [
-            helper.make_tensor(name, _TYPES[inputs[name].dtype], inputs[name].shape, inputs[name].tobytes(), raw=True)
-            for name in constants
-        ]
-        given = [
-            helper.make_tensor_value_info(name, _OUTPUT_TYPES.get(name.removeprefix("new_"), TensorProto.FLOAT), None)
-            for name in outputs
-        ]
-        model = helper.make_model(
-            helper.make_graph([node], "operator", fed, given, made),
-            opset_imports=[helper.make_opsetid("", 21), helper.make_opsetid("spaceport", 1)],
-            ir_version=10,
-        )
+        model = model_of(kind, inputs, attributes, constants)
         with forced(set_name):
-            self.session = onnxruntime.InferenceSession(
-                model.SerializeToString(), options(threads), providers=["CPUExecutionProvider"]
-            )
+            self.session = session_of(model, threads)
         self.constants = constants
 
     def __call__(self, inputs: Mapping[str, NDArray[Any]]) -> list[NDArray[Any]]:

@@ -12,8 +12,9 @@
 namespace spaceport::SPACEPORT_SET {
 
 constexpr float WEIGHT_STEPS = 32767.0f, TOTAL_STEPS = 65536.0f;
-constexpr int MIX_SLOTS = 256;  // slots whose values are prepared at a time
-constexpr int SCORE_PAIRS = 8;  // rows and heads that score at a time
+constexpr float HIDDEN = -3e38f;  // the score of a slot that a row does not see
+constexpr int MIX_SLOTS = 256;    // slots whose values are prepared at a time
+constexpr int SCORE_PAIRS = 8;    // rows and heads that score at a time
 constexpr int MAX_CHANNELS = (MAX_HEAD_SIZE + CHANNELS - 1) / CHANNELS * CHANNELS;
 
 // RMS norm of a head, where a family has one, and the rotation by the angles of a row.
@@ -73,7 +74,7 @@ inline void store_rows(const Attention& a, int kv_head) {
 struct Work {
   int pairs, seen, channels;  // slots of the listed blocks; channels: of a head, padded
   int8_t* queries;            // tiles of up to SCORE_PAIRS pairs: [size / 4][pairs][4]
-  float *query_scales, *scores, *sum_scales, *key_scales, *value_scales;
+  float *query_scales, *scores, *largest, *sum_scales, *key_scales, *value_scales;  // largest: LANES of each pair
   int32_t *query_zeros, *high, *low;
   uint8_t *visible, *weights, *values;
 };
@@ -98,6 +99,7 @@ inline size_t lay_out(const Attention& a, const AttentionGroup& g, uint8_t* scra
   w->visible = take(at, g.rows * seen);
   w->weights = take(at, pairs * 2 * seen);
   w->values = take(at, MIX_SLOTS / 4 * VALUE_BYTES);
+  w->largest = (float*)take(at, pairs * LANES * 4);
   w->scores = (float*)take(at, pairs * seen * 4);
   return size_t(at - scratch);
 }
@@ -161,8 +163,8 @@ inline void slot_rows(const Attention& a, const int8_t* base, int slot, int chan
 }
 
 template <int COUNT>
-inline void score_tile(const Work& w, const B* columns, int groups, int pair, const int8_t* queries, F key_scales,
-                       int at) {
+inline void score_tile(const Attention& a, const Work& w, const B* columns, int groups, int pair, const int8_t* queries,
+                       F key_scales, int at) {
   I totals[COUNT];
   for (I& total : totals) total = set_int(0);
   for (int first = 0; first < groups; first += 8) {
@@ -177,7 +179,12 @@ inline void score_tile(const Work& w, const B* columns, int groups, int pair, co
   }
   for (int i = 0; i < COUNT; i++) {
     F score = mul(mul(to_float(totals[i]), key_scales), set(w.query_scales[pair + i]));
+    if (a.cap != 0.0f) score = mul(set(a.cap), tanh(div(score, set(a.cap))));
+    int row = (pair + i) / (a.heads / a.cache.heads);
+    score = select(load_mask(w.visible + int64_t(row) * w.seen + at), score, set(HIDDEN));
     store(w.scores + int64_t(pair + i) * w.seen + at, score);
+    float* largest = w.largest + (pair + i) * LANES;
+    store(largest, max(load(largest), score));
   }
 }
 
@@ -185,6 +192,7 @@ inline void score(const Attention& a, const AttentionGroup& g, int kv_head, cons
   const int8_t* keys = a.cache.keys + int64_t(kv_head) * a.cache.slots * a.cache.size;
   int groups = a.cache.size / 4;
   B columns[MAX_CHANNELS / 4];
+  for (int i = 0; i < w.pairs * LANES; i++) w.largest[i] = HIDDEN;
   int8_t padded[LANES][CHANNELS];
   for (int at = 0; at < w.seen; at += LANES) {
     int slot = g.blocks[at / SLOT_BLOCK] * SLOT_BLOCK + at % SLOT_BLOCK;
@@ -200,16 +208,16 @@ inline void score(const Attention& a, const AttentionGroup& g, int kv_head, cons
       int count = tile_pairs(w.pairs - pair);
       switch (count) {
         case 8:
-          score_tile<8>(w, columns, groups, pair, queries, key_scales, at);
+          score_tile<8>(a, w, columns, groups, pair, queries, key_scales, at);
           break;
         case 4:
-          score_tile<4>(w, columns, groups, pair, queries, key_scales, at);
+          score_tile<4>(a, w, columns, groups, pair, queries, key_scales, at);
           break;
         case 2:
-          score_tile<2>(w, columns, groups, pair, queries, key_scales, at);
+          score_tile<2>(a, w, columns, groups, pair, queries, key_scales, at);
           break;
         default:
-          score_tile<1>(w, columns, groups, pair, queries, key_scales, at);
+          score_tile<1>(a, w, columns, groups, pair, queries, key_scales, at);
       }
       pair += count;
     }
@@ -217,23 +225,18 @@ inline void score(const Attention& a, const AttentionGroup& g, int kv_head, cons
 }
 
 // Scores of a pair become its weights: two bytes for each slot, and what their sums are multiplied by.
-inline void weigh(const Attention& a, const Work& w, int pair, int head, const uint8_t* visible) {
+inline void weigh(const Attention& a, const Work& w, int pair, int head) {
   float* scores = w.scores + int64_t(pair) * w.seen;
-  F lowest = set(-3e38f), largest = lowest, zero = set(0.0f);
-  for (int at = 0; at < w.seen; at += LANES) {
-    F s = load(scores + at);
-    if (a.cap != 0.0f) store(scores + at, s = mul(set(a.cap), tanh(div(s, set(a.cap)))));
-    largest = max(largest, select(load_mask(visible + at), s, lowest));
-  }
-  float top = max_of(largest);
+  float top = max_of(load(w.largest + pair * LANES));
   if (a.sinks && a.sinks[head] > top) top = a.sinks[head];
   I total = set_int(0);
-  F product = zero;
+  F product = set(0.0f), zero = product;
   for (int at = 0; at < w.seen; at += LANES) {
-    I mask = load_mask(visible + at);
-    F weight = select(mask, exp(sub(load(scores + at), set(top))), zero);
+    F score = load(scores + at);
+    Mask seen = greater(score, set(HIDDEN));
+    F weight = select(seen, exp(sub(score, set(top))), zero);
     total = add_int(total, to_int(mul(weight, set(TOTAL_STEPS))));
-    weight = select(mask, mul(weight, load(w.value_scales + at)), zero);
+    weight = select(seen, mul(weight, load(w.value_scales + at)), zero);
     product = max(product, weight);
     store(scores + at, weight);
   }
@@ -302,8 +305,7 @@ inline void attend(const Attention& a, const AttentionGroup& g, int kv_head, uin
   prepare_queries(a, g, kv_head, w);
   collect_slots(a, g, kv_head, w);
   score(a, g, kv_head, w);
-  for (int pair = 0; pair < w.pairs; pair++)
-    weigh(a, w, pair, kv_head * share + pair % share, w.visible + int64_t(pair / share) * w.seen);
+  for (int pair = 0; pair < w.pairs; pair++) weigh(a, w, pair, kv_head * share + pair % share);
   mix_values(a, g, kv_head, w);
   for (int pair = 0; pair < w.pairs; pair++) {
     const int32_t *high = w.high + int64_t(pair) * w.channels, *low = w.low + int64_t(pair) * w.channels;

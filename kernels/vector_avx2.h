@@ -15,6 +15,7 @@ constexpr int REGISTERS = 16;
 
 using F = __m256;
 using I = __m256i;
+using Mask = __m256;
 struct B {
   __m256i v;
 };
@@ -38,9 +39,9 @@ inline F load_unsigned(const uint8_t* p) {
 inline F load_signed(const uint8_t* p) {
   return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
 }
-inline I load_mask(const uint8_t* p) {
-  I bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
-  return _mm256_cmpgt_epi32(bytes, _mm256_setzero_si256());
+inline Mask load_mask(const uint8_t* p) {
+  __m256i bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
+  return _mm256_castsi256_ps(_mm256_cmpgt_epi32(bytes, _mm256_setzero_si256()));
 }
 inline void store_bytes(int8_t* p, I a) {
   __m128i halves = _mm_packs_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
@@ -56,7 +57,8 @@ inline F fnma(F a, F b, F c) { return _mm256_fnmadd_ps(a, b, c); }
 inline F max(F a, F b) { return _mm256_max_ps(a, b); }
 inline F min(F a, F b) { return _mm256_min_ps(a, b); }
 inline F abs(F a) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a); }
-inline F select(I mask, F a, F b) { return _mm256_blendv_ps(b, a, _mm256_castsi256_ps(mask)); }
+inline Mask greater(F a, F b) { return _mm256_cmp_ps(a, b, _CMP_GT_OQ); }
+inline F select(Mask mask, F a, F b) { return _mm256_blendv_ps(b, a, mask); }
 inline float max_of(F a) {
   __m128 m = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
   m = _mm_max_ps(m, _mm_movehl_ps(m, m));

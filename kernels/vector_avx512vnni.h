@@ -12,6 +12,7 @@ constexpr int TILE_ROWS_8 = 9, TILE_ROWS_4 = 6;  // most rows of a tile, by the 
 
 using F = __m512;
 using I = __m512i;
+using Mask = __mmask16;
 struct B {
   __m512i v;
 };
@@ -35,9 +36,9 @@ inline F load_unsigned(const uint8_t* p) {
 inline F load_signed(const uint8_t* p) {
   return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
 }
-inline I load_mask(const uint8_t* p) {
-  I bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
-  return _mm512_movm_epi32(_mm512_test_epi32_mask(bytes, bytes));
+inline Mask load_mask(const uint8_t* p) {
+  __m128i bytes = _mm_loadu_si128((const __m128i*)p);
+  return _mm_test_epi8_mask(bytes, bytes);
 }
 inline void store_bytes(int8_t* p, I a) { _mm_storeu_si128((__m128i*)p, _mm512_cvtsepi32_epi8(a)); }
 
@@ -50,7 +51,8 @@ inline F fnma(F a, F b, F c) { return _mm512_fnmadd_ps(a, b, c); }
 inline F max(F a, F b) { return _mm512_max_ps(a, b); }
 inline F min(F a, F b) { return _mm512_min_ps(a, b); }
 inline F abs(F a) { return _mm512_abs_ps(a); }
-inline F select(I mask, F a, F b) { return _mm512_mask_blend_ps(_mm512_movepi32_mask(mask), b, a); }
+inline Mask greater(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ); }
+inline F select(Mask mask, F a, F b) { return _mm512_mask_blend_ps(mask, b, a); }
 inline float max_of(F a) { return _mm512_reduce_max_ps(a); }
 
 inline F to_float(I a) { return _mm512_cvtepi32_ps(a); }

@@ -1,7 +1,7 @@
 // The vector layer in plain C++: the meaning of each operation, and what runs on processors without a set of their own.
 //
 // Every set defines the same names for its own registers; LANES numbers of 32 bits fit into one.
-//   F float32 lanes, I int32 lanes, B 4 * LANES bytes, read as 4 neighbours for each lane
+//   F float32 lanes, I int32 lanes, Mask one bit a lane, B 4 * LANES bytes, read as 4 neighbours for each lane
 //   NibbleSum, ByteSum: sums of products of unsigned codes and signed bytes, 4 neighbours to a lane. A sum takes up to
 //   8 groups of 4; then it is read as I. They are exact in every set, however a set computes them.
 #pragma once
@@ -23,6 +23,9 @@ struct I {
 };
 struct B {
   uint8_t v[4 * LANES];
+};
+struct Mask {
+  bool v[LANES];
 };
 
 template <class R, class Op>
@@ -78,8 +81,8 @@ inline F load_unsigned(const uint8_t* p) {
 inline F load_signed(const uint8_t* p) {
   return each<F>([&](int i) { return float(int8_t(p[i])); });
 }
-inline I load_mask(const uint8_t* p) {
-  return each<I>([&](int i) { return p[i] ? -1 : 0; });
+inline Mask load_mask(const uint8_t* p) {
+  return each<Mask>([&](int i) { return p[i] != 0; });
 }
 inline void store_bytes(int8_t* p, I a) {
   for (int i = 0; i < LANES; i++) p[i] = int8_t(a.v[i]);
@@ -113,7 +116,10 @@ inline F min(F a, F b) {
 inline F abs(F a) {
   return each<F>([&](int i) { return __builtin_fabsf(a.v[i]); });
 }
-inline F select(I mask, F a, F b) {
+inline Mask greater(F a, F b) {
+  return each<Mask>([&](int i) { return a.v[i] > b.v[i]; });
+}
+inline F select(Mask mask, F a, F b) {
   return each<F>([&](int i) { return mask.v[i] ? a.v[i] : b.v[i]; });
 }
 inline float max_of(F a) {

@@ -167,15 +167,17 @@ inline void score_tile(const Attention& a, const Work& w, const B* columns, int 
                        F key_scales, int at) {
   I totals[COUNT];
   for (I& total : totals) total = set_int(0);
-  for (int first = 0; first < groups; first += 8) {
+  for (int first = 0; first < groups; first += BYTE_SUM_GROUPS) {
     ByteSum sums[COUNT];
+    int end = groups - first < BYTE_SUM_GROUPS ? groups : first + BYTE_SUM_GROUPS;
+#pragma GCC unroll 8
     for (int i = 0; i < COUNT; i++) sums[i] = byte_sum<true>(first ? 0 : w.query_zeros[pair + i]);
-    int end = groups - first < 8 ? groups - first : 8;
-    for (int j = 0; j < end; j++, queries += 4 * COUNT)
-      for (int i = 0; i < COUNT; i++) sums[i] = add_bytes(sums[i], columns[first + j], set_group(queries + 4 * i));
-    for (int i = 0; i < COUNT; i++) {
+    for (int j = first; j < end; j++, queries += 4 * COUNT)
+#pragma GCC unroll 8
+      for (int i = 0; i < COUNT; i++) sums[i] = add_bytes(sums[i], columns[j], set_group(queries + 4 * i));
+#pragma GCC unroll 8
+    for (int i = 0; i < COUNT; i++)
       totals[i] = add_int(totals[i], read<true>(sums[i], first ? 0 : w.query_zeros[pair + i]));
-    }
   }
   for (int i = 0; i < COUNT; i++) {
     F score = mul(mul(to_float(totals[i]), key_scales), set(w.query_scales[pair + i]));
@@ -259,13 +261,17 @@ inline void weigh(const Attention& a, const Work& w, int pair, int head) {
 
 template <int COUNT>
 inline void mix_tile(const Work& w, int pair, int first, int count, int channel) {
-  MixSum sums[COUNT];
-  for (MixSum& sum : sums) sum = mix_sum();
-  const uint8_t* weights = w.weights + int64_t(pair) * 2 * w.seen;
-  for (int at = 0; at < count; at += 4)
+  MixSum sums[COUNT][4];
+  for (auto& sum : sums)
+    for (MixSum& part : sum) part = mix_sum();
+  const uint8_t *weights = w.weights + int64_t(pair) * 2 * w.seen, *prepared = w.values;
+  for (int at = first; at < first + count; at += 4, prepared += VALUE_BYTES)
 #pragma GCC unroll 4
-    for (int i = 0; i < COUNT; i++)
-      mix(sums[i], w.values + int64_t(at / 4) * VALUE_BYTES, weights + int64_t(i) * 2 * w.seen, w.seen, first + at);
+    for (int i = 0; i < COUNT; i++) {
+      auto weight = load_weights(weights + int64_t(i) * 2 * w.seen, w.seen, at);
+#pragma GCC unroll 4
+      for (int v = 0; v < 4; v++) sums[i][v] = mix(sums[i][v], load_values(prepared, v), weight);
+    }
   for (int i = 0; i < COUNT; i++) {
     int64_t out = int64_t(pair + i) * w.channels + channel;
     add_mix(sums[i], w.high + out, w.low + out);

@@ -88,7 +88,7 @@ inline I dot(I sum, B codes, B bytes) { return _mm256_dpbusd_avx_epi32(sum, code
 #else  // the same instruction in the other encoding, for tests on processors that lack the first
 inline I dot(I sum, B codes, B bytes) { return _mm256_dpbusd_epi32(sum, codes.v, bytes.v); }
 #endif
-constexpr int BYTE_SUM_REGISTERS = 1;
+constexpr int BYTE_SUM_REGISTERS = 1, BYTE_SUM_GROUPS = 64;
 constexpr int TILE_ROWS_8 = 6, TILE_ROWS_4 = 6;
 using NibbleSum = I;
 inline NibbleSum nibble_sum() { return _mm256_setzero_si256(); }
@@ -105,7 +105,7 @@ inline I read(ByteSum sum, int32_t) {
   return sum;
 }
 #else
-constexpr int BYTE_SUM_REGISTERS = 2;
+constexpr int BYTE_SUM_REGISTERS = 2, BYTE_SUM_GROUPS = 8;
 constexpr int TILE_ROWS_8 = 4, TILE_ROWS_4 = 6;
 struct NibbleSum {
   __m256i pairs;
@@ -174,26 +174,26 @@ inline void store_weights(uint8_t* weights, int, int first, I a) {
   __m128i halves = _mm_packs_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
   _mm_storeu_si128((__m128i*)(weights + 2 * first), halves);
 }
-struct MixSum {
-  __m256i v[4];
+using MixSum = I;
+struct MixValues {
+  B first, second;  // pairs of slots
 };
-inline MixSum mix_sum() {
-  __m256i z = _mm256_setzero_si256();
-  return {{z, z, z, z}};
+using MixWeights = MixValues;
+inline MixSum mix_sum() { return _mm256_setzero_si256(); }
+inline MixValues load_values(const uint8_t* prepared, int vector) {
+  return {load_bytes(prepared + 32 * vector), load_bytes(prepared + 128 + 32 * vector)};
 }
-inline void mix(MixSum& sum, const uint8_t* prepared, const uint8_t* weights, int, int first) {
-  for (int pair = 0; pair < 2; pair++) {
-    B w = set_group(weights + 2 * first + 4 * pair);
-    for (int i = 0; i < 4; i++) {
-      __m256i values = _mm256_loadu_si256((const __m256i*)(prepared + 128 * pair + 32 * i));
-      sum.v[i] = _mm256_add_epi32(sum.v[i], _mm256_madd_epi16(values, w.v));
-    }
-  }
+inline MixWeights load_weights(const uint8_t* weights, int, int first) {
+  return {set_group(weights + 2 * first), set_group(weights + 2 * first + 4)};
 }
-inline void add_mix(const MixSum& sum, int32_t* high, int32_t* low) {
+inline MixSum mix(MixSum sum, MixValues values, MixWeights weights) {
+  sum = add_int(sum, _mm256_madd_epi16(values.first.v, weights.first.v));
+  return add_int(sum, _mm256_madd_epi16(values.second.v, weights.second.v));
+}
+inline void add_mix(const MixSum* sums, int32_t* high, int32_t* low) {
   for (int i = 0; i < 4; i++) {
-    store_int(high + 8 * i, add_int(load_int(high + 8 * i), _mm256_srai_epi32(sum.v[i], 8)));
-    I rest = _mm256_and_si256(sum.v[i], _mm256_set1_epi32(255));
+    store_int(high + 8 * i, add_int(load_int(high + 8 * i), _mm256_srai_epi32(sums[i], 8)));
+    I rest = _mm256_and_si256(sums[i], _mm256_set1_epi32(255));
     store_int(low + 8 * i, add_int(load_int(low + 8 * i), rest));
   }
 }

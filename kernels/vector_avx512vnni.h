@@ -7,7 +7,7 @@ namespace spaceport::SPACEPORT_SET {
 
 constexpr int LANES = 16;
 constexpr int REGISTERS = 32;
-constexpr int BYTE_SUM_REGISTERS = 1;
+constexpr int BYTE_SUM_REGISTERS = 1, BYTE_SUM_GROUPS = 64;
 constexpr int TILE_ROWS_8 = 9, TILE_ROWS_4 = 6;  // most rows of a tile, by the bits of codes: more spill registers
 
 using F = __m512;
@@ -127,25 +127,24 @@ inline void store_weights(uint8_t* weights, int count, int first, I a) {
   _mm_storeu_si128((__m128i*)(weights + count + first), _mm512_cvtepi32_epi8(a));
 }
 struct MixSum {
-  __m512i high[4], low[4];
+  __m512i high, low;
 };
-inline MixSum mix_sum() {
-  __m512i z = _mm512_setzero_si512();
-  return {{z, z, z, z}, {z, z, z, z}};
+struct MixWeights {
+  B high, low;
+};
+inline MixSum mix_sum() { return {_mm512_setzero_si512(), _mm512_setzero_si512()}; }
+inline B load_values(const uint8_t* prepared, int vector) { return load_bytes(prepared + 64 * vector); }
+inline MixWeights load_weights(const uint8_t* weights, int count, int first) {
+  return {set_group(weights + first), set_group(weights + count + first)};
 }
-inline void mix(MixSum& sum, const uint8_t* prepared, const uint8_t* weights, int count, int first) {
-  B high = set_group(weights + first), low = set_group(weights + count + first);
-  for (int i = 0; i < 4; i++) {
-    __m512i values = _mm512_loadu_si512(prepared + 64 * i);
-    sum.high[i] = _mm512_dpbusd_epi32(sum.high[i], high.v, values);
-    sum.low[i] = _mm512_dpbusd_epi32(sum.low[i], low.v, values);
-  }
+inline MixSum mix(MixSum sum, B values, MixWeights weights) {
+  return {dot(sum.high, weights.high, values), dot(sum.low, weights.low, values)};
 }
-inline void add_mix(const MixSum& sum, int32_t* high, int32_t* low) {
+inline void add_mix(const MixSum* sums, int32_t* high, int32_t* low) {
   alignas(64) int32_t parts[2][4][16];
   for (int i = 0; i < 4; i++) {
-    _mm512_store_si512(parts[0][i], sum.high[i]);
-    _mm512_store_si512(parts[1][i], sum.low[i]);
+    _mm512_store_si512(parts[0][i], sums[i].high);
+    _mm512_store_si512(parts[1][i], sums[i].low);
   }
   for (int lane = 0; lane < 4; lane++)
     for (int i = 0; i < 4; i++)

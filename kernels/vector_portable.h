@@ -3,7 +3,8 @@
 // Every set defines the same names for its own registers; LANES numbers of 32 bits fit into one.
 //   F float32 lanes, I int32 lanes, Mask one bit a lane, B 4 * LANES bytes, read as 4 neighbours for each lane
 //   NibbleSum, ByteSum: sums of products of unsigned codes and signed bytes, 4 neighbours to a lane. A sum takes up to
-//   8 groups of 4; then it is read as I. They are exact in every set, however a set computes them.
+//   8 groups of 4, a ByteSum BYTE_SUM_GROUPS; then it is read as I. They are exact in every set, however a set computes
+//   them.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -12,7 +13,7 @@ namespace spaceport::SPACEPORT_SET {
 
 constexpr int LANES = 4;
 constexpr int REGISTERS = 16;
-constexpr int BYTE_SUM_REGISTERS = 1;
+constexpr int BYTE_SUM_REGISTERS = 1, BYTE_SUM_GROUPS = 64;
 constexpr int TILE_ROWS_8 = 2, TILE_ROWS_4 = 2;  // most rows of a tile, by the bits of codes: more spill registers
 
 struct F {
@@ -216,19 +217,36 @@ inline void store_weights(uint8_t* weights, int, int first, I a) {
     memcpy(weights + 2 * (first + i), &w, 2);
   }
 }
-struct MixSum {
-  int32_t v[CHANNELS];
+struct MixSum {  // of LANES channels
+  int32_t v[LANES];
+};
+struct MixValues {
+  int8_t v[4][LANES];  // slots x channels
+};
+struct MixWeights {
+  int16_t v[4];
 };
 inline MixSum mix_sum() { return {}; }
-inline void mix(MixSum& sum, const uint8_t* prepared, const uint8_t* weights, int, int first) {
-  for (int s = 0; s < 4; s++) {
-    int16_t w;
-    memcpy(&w, weights + 2 * (first + s), 2);
-    for (int c = 0; c < CHANNELS; c++) sum.v[c] += w * int8_t(prepared[s * CHANNELS + c]);
-  }
+inline MixValues load_values(const uint8_t* prepared, int vector) {
+  MixValues values;
+  for (int s = 0; s < 4; s++) memcpy(values.v[s], prepared + s * CHANNELS + vector * LANES, LANES);
+  return values;
 }
-inline void add_mix(const MixSum& sum, int32_t* high, int32_t* low) {
-  for (int c = 0; c < CHANNELS; c++) high[c] += sum.v[c] >> 8, low[c] += sum.v[c] & 255;
+inline MixWeights load_weights(const uint8_t* weights, int, int first) {
+  MixWeights w;
+  memcpy(w.v, weights + 2 * first, sizeof w.v);
+  return w;
+}
+inline MixSum mix(MixSum sum, MixValues values, MixWeights weights) {
+  for (int s = 0; s < 4; s++)
+    for (int c = 0; c < LANES; c++) sum.v[c] += weights.v[s] * values.v[s][c];
+  return sum;
+}
+inline void add_mix(const MixSum* sums, int32_t* high, int32_t* low) {
+  for (int c = 0; c < CHANNELS; c++) {
+    high[c] += sums[c / LANES].v[c % LANES] >> 8;
+    low[c] += sums[c / LANES].v[c % LANES] & 255;
+  }
 }
 
 }  // namespace spaceport::SPACEPORT_SET

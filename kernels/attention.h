@@ -72,10 +72,10 @@ inline void store_rows(const Attention& a, int kv_head) {
 
 // What a group of rows needs, for the query heads of one KV head: a pair is a row and a query head.
 struct Work {
-  int pairs, seen, channels;  // slots of the listed blocks; channels: of a head, padded
-  int8_t* queries;            // tiles of up to SCORE_PAIRS pairs: [size / 4][pairs][4]
+  int pairs, seen, stride, channels;  // slots of the listed blocks; between pairs; channels of a head, padded
+  int8_t* queries;                    // tiles of up to SCORE_PAIRS pairs: [size / 4][pairs][4]
   float *query_scales, *scores, *largest, *sum_scales, *key_scales, *value_scales;  // largest: LANES of each pair
-  int32_t *query_zeros, *high, *low;
+  int32_t *query_zeros, *visible_at, *high, *low;  // visible_at: where the row of a pair begins in `visible`
   uint8_t *visible, *weights, *values;
 };
 
@@ -89,18 +89,19 @@ inline uint8_t* take(uint8_t*& at, int64_t bytes) {
 inline size_t lay_out(const Attention& a, const AttentionGroup& g, uint8_t* scratch, Work* w) {
   uint8_t* at = scratch;
   int64_t pairs = int64_t(g.rows) * (a.heads / a.cache.heads), seen = int64_t(g.block_count) * SLOT_BLOCK;
-  w->pairs = int(pairs), w->seen = int(seen);
+  int64_t stride = seen + SLOT_BLOCK;  // powers of two would compete for the same places of the first-level cache
+  w->pairs = int(pairs), w->seen = int(seen), w->stride = int(stride);
   w->channels = (a.cache.size + CHANNELS - 1) / CHANNELS * CHANNELS;
   w->queries = (int8_t*)take(at, pairs * a.cache.size);
   for (float** p : {&w->query_scales, &w->sum_scales}) *p = (float*)take(at, pairs * 4);
   for (float** p : {&w->key_scales, &w->value_scales}) *p = (float*)take(at, seen * 4);
-  w->query_zeros = (int32_t*)take(at, pairs * 4);
+  for (int32_t** p : {&w->query_zeros, &w->visible_at}) *p = (int32_t*)take(at, pairs * 4);
   for (int32_t** p : {&w->high, &w->low}) *p = (int32_t*)take(at, pairs * w->channels * 4);
   w->visible = take(at, g.rows * seen);
-  w->weights = take(at, pairs * 2 * seen);
+  w->weights = take(at, pairs * 2 * stride);
   w->values = take(at, MIX_SLOTS / 4 * VALUE_BYTES);
   w->largest = (float*)take(at, pairs * LANES * 4);
-  w->scores = (float*)take(at, pairs * seen * 4);
+  w->scores = (float*)take(at, pairs * stride * 4);
   return size_t(at - scratch);
 }
 
@@ -115,6 +116,7 @@ inline void prepare_queries(const Attention& a, const AttentionGroup& g, int kv_
     int count = tile_pairs(w.pairs - first);
     for (int i = 0; i < count; i++) {
       int pair = first + i, row = g.first + pair / share;
+      w.visible_at[pair] = pair / share * w.seen;
       turn_head(a, a.qkv + row * width + int64_t(kv_head * share + pair % share) * size, a.q_gain, row, head);
       w.query_scales[pair] = round_head(head, size, codes, w.query_zeros + pair) * a.scale;
       int8_t* out = w.queries + int64_t(first) * size + 4 * i;
@@ -172,6 +174,7 @@ inline void score_tile(const Attention& a, const Work& w, const B* columns, int 
     int end = groups - first < BYTE_SUM_GROUPS ? groups : first + BYTE_SUM_GROUPS;
 #pragma GCC unroll 8
     for (int i = 0; i < COUNT; i++) sums[i] = byte_sum<true>(first ? 0 : w.query_zeros[pair + i]);
+#pragma GCC unroll 4
     for (int j = first; j < end; j++, queries += 4 * COUNT)
 #pragma GCC unroll 8
       for (int i = 0; i < COUNT; i++) sums[i] = add_bytes(sums[i], columns[j], set_group(queries + 4 * i));
@@ -182,9 +185,8 @@ inline void score_tile(const Attention& a, const Work& w, const B* columns, int 
   for (int i = 0; i < COUNT; i++) {
     F score = mul(mul(to_float(totals[i]), key_scales), set(w.query_scales[pair + i]));
     if (a.cap != 0.0f) score = mul(set(a.cap), tanh(div(score, set(a.cap))));
-    int row = (pair + i) / (a.heads / a.cache.heads);
-    score = select(load_mask(w.visible + int64_t(row) * w.seen + at), score, set(HIDDEN));
-    store(w.scores + int64_t(pair + i) * w.seen + at, score);
+    score = select(load_mask(w.visible + w.visible_at[pair + i] + at), score, set(HIDDEN));
+    store(w.scores + int64_t(pair + i) * w.stride + at, score);
     float* largest = w.largest + (pair + i) * LANES;
     store(largest, max(load(largest), score));
   }
@@ -228,7 +230,7 @@ inline void score(const Attention& a, const AttentionGroup& g, int kv_head, cons
 
 // Scores of a pair become its weights: two bytes for each slot, and what their sums are multiplied by.
 inline void weigh(const Attention& a, const Work& w, int pair, int head) {
-  float* scores = w.scores + int64_t(pair) * w.seen;
+  float* scores = w.scores + int64_t(pair) * w.stride;
   float top = max_of(load(w.largest + pair * LANES));
   if (a.sinks && a.sinks[head] > top) top = a.sinks[head];
   I total = set_int(0);
@@ -244,8 +246,9 @@ inline void weigh(const Attention& a, const Work& w, int pair, int head) {
   }
   float most = max_of(product);
   F factor = set(most > SMALLEST ? WEIGHT_STEPS / most : 0.0f);
-  uint8_t* weights = w.weights + int64_t(pair) * 2 * w.seen;
-  for (int at = 0; at < w.seen; at += LANES) store_weights(weights, w.seen, at, to_int(mul(load(scores + at), factor)));
+  uint8_t* weights = w.weights + int64_t(pair) * 2 * w.stride;
+  for (int at = 0; at < w.seen; at += LANES)
+    store_weights(weights, w.stride, at, to_int(mul(load(scores + at), factor)));
   int32_t parts[LANES];
   store_int(parts, total);
   int64_t sum = 0;
@@ -264,11 +267,11 @@ inline void mix_tile(const Work& w, int pair, int first, int count, int channel)
   MixSum sums[COUNT][4];
   for (auto& sum : sums)
     for (MixSum& part : sum) part = mix_sum();
-  const uint8_t *weights = w.weights + int64_t(pair) * 2 * w.seen, *prepared = w.values;
+  const uint8_t *weights = w.weights + int64_t(pair) * 2 * w.stride, *prepared = w.values;
   for (int at = first; at < first + count; at += 4, prepared += VALUE_BYTES)
 #pragma GCC unroll 4
     for (int i = 0; i < COUNT; i++) {
-      auto weight = load_weights(weights + int64_t(i) * 2 * w.seen, w.seen, at);
+      auto weight = load_weights(weights + int64_t(i) * 2 * w.stride, w.stride, at);
 #pragma GCC unroll 4
       for (int v = 0; v < 4; v++) sums[i][v] = mix(sums[i][v], load_values(prepared, v), weight);
     }

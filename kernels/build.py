@@ -81,8 +81,12 @@ def build(
     machine: str | None = None,
     flags: Iterable[str] = (),
     test_encoding: bool = False,
+    program: Path | None = None,
 ) -> None:
-    """Compile the library of a machine; with `test_encoding`, AVX-VNNI in the encoding that AVX512 processors have."""
+    """Compile the library of a machine, or a program that has the kernels without the operators.
+
+    With `test_encoding`, AVX-VNNI is in the encoding that AVX512 processors have.
+    """
     command = command or compiler()
     if command is None:
         raise BuildError("no C++ compiler found: install g++ or clang, or pip install ziglang")
@@ -94,9 +98,10 @@ def build(
     if test_encoding:
         common.append("-DSPACEPORT_TEST_ENCODING")
     with tempfile.TemporaryDirectory() as folder:
-        objects = [str(Path(folder) / f"{part}.o") for part in ("operators", "choose")]
-        for part, target in zip(("operators", "choose"), objects, strict=True):
-            _run([*command, *common, "-c", str(SOURCES / f"{part}.cpp"), "-o", target])
+        objects = []
+        for source in (program or SOURCES / "operators.cpp", SOURCES / "choose.cpp"):
+            objects.append(str(Path(folder) / f"{source.stem}.o"))
+            _run([*command, *common, f"-I{SOURCES}", "-c", str(source), "-o", objects[-1]])
         for set_name, header, options in SETS[name]:
             if test_encoding and set_name == "avxvnni":
                 options = (*_AVX2, "-mavx512vl", "-mavx512vnni")
@@ -108,7 +113,7 @@ def build(
         linker = [part.replace("clang++", "clang").replace("g++", "gcc") for part in command]
         linker = ["cc" if part == "c++" else part for part in linker]
         written = Path(folder) / library.name
-        _run([*linker, "-shared", *flags, *objects, "-lm", "-o", str(written)])
+        _run([*linker, *([] if program else ["-shared"]), *flags, *objects, "-lm", "-o", str(written)])
         shutil.move(str(written), library)
 
 

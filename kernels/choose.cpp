@@ -4,6 +4,10 @@
 #include <cstdlib>
 #include <cstring>
 
+#if defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#endif
+
 namespace spaceport {
 
 // The sets that were compiled, fastest first.
@@ -22,6 +26,16 @@ SPACEPORT_SET_OF(portable)
 #undef SPACEPORT_SET_OF
 
 namespace {
+
+#if defined(__aarch64__)
+bool has_dot_products() {
+#if defined(__linux__)
+  return getauxval(AT_HWCAP) >> 20 & 1;  // HWCAP_ASIMDDP
+#else
+  return true;  // all Apple processors since 2018
+#endif
+}
+#endif
 
 struct Candidate {
   const Kernels* kernels;
@@ -42,7 +56,7 @@ const Candidate CANDIDATES[] = {
 #endif
     {&avx2::KERNELS, [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }},
 #elif defined(__aarch64__)
-    {&neon::KERNELS, [] { return true; }},
+    {&neon::KERNELS, has_dot_products},
 #endif
     {&portable::KERNELS, [] { return true; }},
 };

@@ -151,12 +151,12 @@ inline void collect_slots(const Attention& a, const AttentionGroup& g, int kv_he
 
 // Pointers to the rows of `count` slots of a block, or to a copy that is padded with zeros behind the last channels.
 template <int COUNT>
-inline void slot_rows(const Attention& a, const int8_t* base, int slot, int channel, const int8_t** rows,
-                      int8_t (*padded)[CHANNELS]) {
+inline void slot_rows(const Attention& a, const int8_t* base, int slot, int channel, const uint8_t** rows,
+                      uint8_t (*padded)[CHANNELS]) {
   int left = a.cache.size - channel;
   for (int i = 0; i < COUNT; i++) {
     int s = slot + i < a.seen ? slot + i : a.seen - 1;  // invisible, but readable
-    rows[i] = base + int64_t(s) * a.cache.size + channel;
+    rows[i] = (const uint8_t*)base + int64_t(s) * a.cache.size + channel;
     if (left >= CHANNELS) continue;
     __builtin_memset(padded[i], 0, CHANNELS);
     __builtin_memcpy(padded[i], rows[i], left);
@@ -197,13 +197,13 @@ inline void score(const Attention& a, const AttentionGroup& g, int kv_head, cons
   int groups = a.cache.size / 4;
   B columns[MAX_CHANNELS / 4];
   for (int i = 0; i < w.pairs * LANES; i++) w.largest[i] = HIDDEN;
-  int8_t padded[LANES][CHANNELS];
+  uint8_t padded[LANES][CHANNELS];
   for (int at = 0; at < w.seen; at += LANES) {
     int slot = g.blocks[at / SLOT_BLOCK] * SLOT_BLOCK + at % SLOT_BLOCK;
     for (int channel = 0; channel < a.cache.size; channel += CHANNELS) {
-      const int8_t* rows[LANES];
+      const uint8_t* rows[LANES];
       slot_rows<LANES>(a, keys, slot, channel, rows, padded);
-      transpose((const uint8_t* const*)rows, columns + channel / 4);
+      transpose(rows, columns + channel / 4);
     }
     for (int j = 0; j < groups; j++) columns[j] = from_signed(columns[j]);
     F key_scales = load(w.key_scales + at);
@@ -285,13 +285,13 @@ inline void mix_values(const Attention& a, const AttentionGroup& g, int kv_head,
   const int8_t* values = a.cache.values + int64_t(kv_head) * a.cache.slots * a.cache.size;
   __builtin_memset(w.high, 0, int64_t(w.pairs) * w.channels * 4);
   __builtin_memset(w.low, 0, int64_t(w.pairs) * w.channels * 4);
-  int8_t padded[4][CHANNELS];
+  uint8_t padded[4][CHANNELS];
   for (int first = 0; first < w.seen; first += MIX_SLOTS) {
     int count = w.seen - first < MIX_SLOTS ? w.seen - first : MIX_SLOTS;
     for (int channel = 0; channel < a.cache.size; channel += CHANNELS) {
       for (int at = 0; at < count; at += 4) {
         int slot = g.blocks[(first + at) / SLOT_BLOCK] * SLOT_BLOCK + at % SLOT_BLOCK;
-        const int8_t* rows[4];
+        const uint8_t* rows[4];
         slot_rows<4>(a, values, slot, channel, rows, padded);
         prepare_values(rows, w.values + int64_t(at / 4) * VALUE_BYTES);
       }

@@ -159,7 +159,7 @@ inline void transpose(const uint8_t* const* rows, B* columns) {
 constexpr int CHANNELS = 4 * LANES;
 constexpr int VALUE_BYTES = 8 * CHANNELS;
 constexpr int MIX_PAIRS = 2;
-inline void prepare_values(const int8_t* const* slots, uint8_t* prepared) {  // [2 pairs][4][8 channels][2 slots]
+inline void prepare_values(const uint8_t* const* slots, uint8_t* prepared) {  // [2 pairs][4][8 channels][2 slots]
   for (int pair = 0; pair < 2; pair++)
     for (int half = 0; half < 2; half++) {
       __m256i a = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)(slots[2 * pair] + 16 * half)));

@@ -112,7 +112,7 @@ inline void transpose(const uint8_t* const* rows, B* columns) {
 constexpr int CHANNELS = 4 * LANES;
 constexpr int VALUE_BYTES = 4 * CHANNELS;
 constexpr int MIX_PAIRS = 3;
-inline void prepare_values(const int8_t* const* slots, uint8_t* prepared) {  // [4][128-bit lanes][4 channels][4 slots]
+inline void prepare_values(const uint8_t* const* slots, uint8_t* prepared) {  // [4][128-bit lanes][4 channels][4 slots]
   __m512i r0 = _mm512_loadu_si512(slots[0]), r1 = _mm512_loadu_si512(slots[1]);
   __m512i r2 = _mm512_loadu_si512(slots[2]), r3 = _mm512_loadu_si512(slots[3]);
   __m512i a = _mm512_unpacklo_epi8(r0, r1), b = _mm512_unpackhi_epi8(r0, r1);

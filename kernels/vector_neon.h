@@ -117,7 +117,7 @@ inline void transpose(const uint8_t* const* rows, B* columns) {
 constexpr int CHANNELS = 4 * LANES;
 constexpr int VALUE_BYTES = 4 * CHANNELS;
 constexpr int MIX_PAIRS = 3;
-inline void prepare_values(const int8_t* const* slots, uint8_t* prepared) {
+inline void prepare_values(const uint8_t* const* slots, uint8_t* prepared) {
   for (int s = 0; s < 4; s++) __builtin_memcpy(prepared + s * CHANNELS, slots[s], CHANNELS);
 }
 inline void store_weights(uint8_t* weights, int, int first, I a) {

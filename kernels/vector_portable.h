@@ -207,7 +207,7 @@ inline void transpose(const uint8_t* const* rows, B* columns) {
 constexpr int CHANNELS = 4 * LANES;
 constexpr int VALUE_BYTES = 4 * CHANNELS;  // of the prepared values of four slots
 constexpr int MIX_PAIRS = 1;               // rows and heads that mix at a time
-inline void prepare_values(const int8_t* const* slots, uint8_t* prepared) {
+inline void prepare_values(const uint8_t* const* slots, uint8_t* prepared) {
   for (int s = 0; s < 4; s++) memcpy(prepared + s * CHANNELS, slots[s], CHANNELS);
 }
 // LANES weights of slots first.. of `count`: 2 bytes each.

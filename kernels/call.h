@@ -169,12 +169,9 @@ public:
   }
 
   // A vector of `count` numbers, or null where it is absent.
-  const float* vector(int index, int64_t count, bool required = false) {
+  const float* vector(int index, int64_t count) {
     Tensor t = input(index, ORT_FLOAT);
-    if (failed() || !t.data) {
-      if (required && !failed()) fail("input %s is missing", name(index));
-      return nullptr;
-    }
+    if (failed() || (!t.data && !t.rank)) return nullptr;
     if (t.count() != count)
       fail("input %s has %lld numbers, expected %lld", name(index), (long long)t.count(), (long long)count);
     return static_cast<const float*>(t.data);

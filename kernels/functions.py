@@ -28,7 +28,9 @@ INPUTS = {
     "Head": ("x", "rows", "gain", "norm_bias", "weights", "bias"),
     "Attend": ("qkv", "cos", "sin", "slots", "visible", "keys", "values", "scales", "q_gain", "k_gain", "sinks"),
 }
-OUTPUTS = {name: ("y",) for name in INPUTS} | {"Attend": ("y", "new_keys", "new_values", "new_scales")}
+OUTPUTS: dict[str, tuple[str, ...]] = dict.fromkeys(INPUTS, ("y",)) | {
+    "Attend": ("y", "new_keys", "new_values", "new_scales")
+}
 
 
 def add_functions(model: onnx.ModelProto) -> None:
@@ -164,7 +166,11 @@ class _Body:
         rest = self.op("Mod", high, 128.0, fmod=1)
         exponent = self.op("Floor", self.op("Div", rest, 4.0))
         fraction = self.op("Add", self.op("Mul", self.op("Mod", rest, 4.0, fmod=1), 256.0), low)
-        normal = self.op("Mul", self.op("Add", self.op("Div", fraction, 1024.0), 1.0), self.op("Pow", 2.0, self.op("Sub", exponent, 15.0)))
+        normal = self.op(
+            "Mul",
+            self.op("Add", self.op("Div", fraction, 1024.0), 1.0),
+            self.op("Pow", 2.0, self.op("Sub", exponent, 15.0)),
+        )
         denormal = self.op("Mul", fraction, float(2.0**-24))
         return self.op("Mul", sign, self.op("Where", self.op("Equal", exponent, 0.0), denormal, normal))
 
@@ -217,7 +223,7 @@ class _Body:
 
     # Operators
 
-    def Embed(self) -> None:  # noqa: N802  the operator's name
+    def Embed(self) -> None:
         vocabulary = self.attributes["vocabulary"]
         ids = self.op("Reshape", "ids", self.shape(-1))
         panels = self.op("Reshape", "weights", self.shape(-(-vocabulary // PANEL), -1))
@@ -229,7 +235,7 @@ class _Body:
         row = self.op("GatherND", rows, within, batch_dims=1)
         self.op("Mul", row, float(self.attributes["scale"]), to="y")
 
-    def NormProduct(self) -> None:  # noqa: N802
+    def NormProduct(self) -> None:
         x = self.normalized("x")
         formats = self.attributes["formats"].split(",")
         parts = [
@@ -238,25 +244,25 @@ class _Body:
         ]
         self.op("Identity", self.activated(self.op("Concat", *parts, axis=1)), to="y")
 
-    def AddProduct(self) -> None:  # noqa: N802
+    def AddProduct(self) -> None:
         y = self.product("x", "weights", "bias", self.attributes["format"], self.attributes["width"])
         self.op("Add", y, "residual", to="y")
 
-    def GateProduct(self) -> None:  # noqa: N802
+    def GateProduct(self) -> None:
         width = self.attributes["width"]
         both = self.product(self.normalized("x"), "weights", "bias", self.attributes["format"], 2 * width)
         halves = self.op("Reshape", both, self.shape(0, -1, 2, PANEL // 2))
         gate, up = (self.op("Reshape", self.part(halves, i, i + 1, 2), self.shape(0, width)) for i in (0, 1))
         self.op("Mul", self.activated(gate), up, to="y")
 
-    def Head(self) -> None:  # noqa: N802
+    def Head(self) -> None:
         vocabulary = self.attributes["vocabulary"]
         x = self.normalized(self.op("Gather", "x", self.op("Reshape", "rows", self.shape(-1)), axis=0))
         logits = self.product(x, "weights", "bias", self.attributes["format"], vocabulary)
         shape = self.op("Concat", self.op("Shape", "rows"), self.shape(vocabulary), axis=0)
         self.op("Reshape", self.capped(logits), shape, to="y")
 
-    def Attend(self) -> None:  # noqa: N802
+    def Attend(self) -> None:
         heads = self.attributes["heads"]
         kv_heads, size = (self.part(self.op("Shape", "keys"), i, i + 1, 0) for i in (1, 3))
         rows = self.part(self.op("Shape", "qkv"), 0, 1, 0)
@@ -271,10 +277,14 @@ class _Body:
             by_head = self.cast(self.op("Transpose", codes, perm=[1, 0, 2]), TensorProto.INT8)
             stored[name] = self.scattered(name, self.op("Unsqueeze", by_head, self.shape(0)), 2, f"new_{name}")
             stored[f"{name}_scale"] = self.op("Transpose", self.op("Squeeze", scale, self.shape(2)), perm=[1, 0])
-        both = self.op("Unsqueeze", self.op("Concat", stored["keys_scale"], stored["values_scale"], axis=0), self.shape(0))
+        both = self.op(
+            "Unsqueeze", self.op("Concat", stored["keys_scale"], stored["values_scale"], axis=0), self.shape(0)
+        )
         scales = self.op("Squeeze", self.scattered("scales", both, 2, "new_scales"), self.shape(0))
         planes = self.op("Shape", "visible")
-        last_plane = self.op("Sub", self.op("Gather", planes, self.constant(np.array(1, np.int64))), self.constant(np.array(1, np.int64)))
+        last_plane = self.op(
+            "Sub", self.op("Gather", planes, self.constant(np.array(1, np.int64))), self.constant(np.array(1, np.int64))
+        )
         plane = self.op("Min", last_plane, self.constant(np.array(self.attributes["plane"], np.int64)))
         visible = self.op("Squeeze", self.op("Gather", "visible", plane, axis=1), self.shape(0))  # rows x seen
         seen = self.part(planes, 3, 4, 0)
@@ -309,7 +319,9 @@ class _Body:
             slots = self.op("Unsqueeze", slots, self.shape(-1))
         return self.op("ScatterElements", buffer, self.op("Expand", slots, shape), updates, to=output, axis=axis)
 
-    def attend(self, q: str, keys: str, values: str, scales: str, visible: str, seen: str, kv_heads: str, size: str) -> None:
+    def attend(
+        self, q: str, keys: str, values: str, scales: str, visible: str, seen: str, kv_heads: str, size: str
+    ) -> None:
         heads = self.attributes["heads"]
         zero = self.shape(0)
         codes, q_scale = self.rounded(q, 0, 0, -1)  # rows x heads x size
@@ -330,14 +342,16 @@ class _Body:
         hidden = self.op("Where", visible, 0.0, -1e9)
         scores = self.op("Add", self.capped(scores), hidden)  # heads x rows x seen
         top = self.op("ReduceMax", scores, self.shape(-1), keepdims=1)
-        if "sinks" in self.given:
-            sinks = self.op("Reshape", "sinks", self.shape(-1, 1, 1))
+        sinks = self.op("Reshape", "sinks", self.shape(-1, 1, 1)) if "sinks" in self.given else ""
+        if sinks:
             top = self.op("Max", top, sinks)
         weights = self.op("Where", visible, self.op("Exp", self.op("Sub", scores, top)), 0.0)
         total = self.op("ReduceSum", weights, self.shape(-1), keepdims=1)
-        if "sinks" in self.given:
+        if sinks:
             total = self.op("Add", total, self.op("Exp", self.op("Sub", sinks, top)))
-        sums = self.op("MatMul", self.op("Mul", weights, scale_of(kv_heads, self.op("Add", kv_heads, kv_heads))), by_head(values))
+        sums = self.op(
+            "MatMul", self.op("Mul", weights, scale_of(kv_heads, self.op("Add", kv_heads, kv_heads))), by_head(values)
+        )
         y = self.op("Transpose", self.op("Div", sums, self.op("Max", total, SMALLEST)), perm=[1, 0, 2])
         self.op("Reshape", y, self.op("Concat", self.shape(0), self.op("Mul", self.shape(heads), size), axis=0), to="y")
 

@@ -79,7 +79,10 @@ class ModelWriter:
     def layer(self, layer: int, x: str) -> str:
         shape, format_name = self.shape, self.weights
         norm = {"norm": "rms", "epsilon": 1e-6}
-        name = lambda part: f"{layer}.{part}"  # noqa: E731
+
+        def name(part: str) -> str:
+            return f"{layer}.{part}"
+
         qkv, biases = [], []
         for part, outputs in zip("qkv", shape.qkv, strict=True):
             qkv.append(self.matrix(name(part), format_name, outputs, shape.width))
@@ -112,9 +115,11 @@ class ModelWriter:
             ("Cos", ["angles"], "cos"),
             ("Sin", ["angles"], "sin"),
         ):
-            attributes = {"to": TensorProto.FLOAT} if kind == "Cast" else {}
+            attributes: dict[str, Any] = {"to": TensorProto.FLOAT} if kind == "Cast" else {}
             self.nodes.append(helper.make_node(kind, inputs, [output], **attributes))
-        self.initializers += [helper.make_tensor(n, TensorProto.INT64, [1], [i]) for n, i in (("first", 0), ("last", 1))]
+        self.initializers += [
+            helper.make_tensor(n, TensorProto.INT64, [1], [i]) for n, i in (("first", 0), ("last", 1))
+        ]
 
     def add(self, kind: str, inputs: list[str], outputs: list[str], **attributes: Any) -> None:
         node = helper.make_node(kind, inputs, outputs, domain=native_library.DOMAIN)
@@ -149,8 +154,10 @@ class ModelWriter:
         outputs = [info("logits", TensorProto.FLOAT, [1, "R", shape.vocabulary])]
         for layer in range(shape.layers):
             for part in ("keys", "values", "scales"):
-                kv = [1, shape.kv_heads, "S", shape.head_size]
-                dims, kind = ([1, 2 * shape.kv_heads, "S"], TensorProto.FLOAT) if part == "scales" else (kv, TensorProto.INT8)
+                dims: list[str | int | None] = [1, shape.kv_heads, "S", shape.head_size]
+                kind = TensorProto.INT8
+                if part == "scales":
+                    dims, kind = [1, 2 * shape.kv_heads, "S"], TensorProto.FLOAT
                 inputs.append(info(f"past.{layer}.{part}", kind, dims))
                 outputs.append(info(f"present.{layer}.{part}", kind, dims))
         graph = helper.make_graph(self.nodes, "decoder", inputs, outputs, self.initializers)
@@ -185,7 +192,7 @@ class Decoder:
     def bind(self, ids: Any, positions: Any, slots: Any, visible: NDArray[np.bool_]) -> None:
         """Choose the rows of the next steps; logits are wanted of all of them."""
         rows = np.arange(len(ids))
-        self.feeds = {
+        self.feeds: dict[str, NDArray[Any]] = {
             name: np.array([values], np.int64)
             for name, values in zip(
                 ("input_ids", "position_ids", "slot_ids", "logit_rows"), (ids, positions, slots, rows), strict=True
@@ -194,17 +201,19 @@ class Decoder:
         self.feeds["attention_mask"] = np.ascontiguousarray(visible)[None, None]
         for name, value in self.feeds.items():
             self.binding.bind_ortvalue_input(name, onnxruntime.OrtValue.ortvalue_from_numpy(value))
-        self.logits = np.zeros((1, len(ids), self.shape.vocabulary), np.float32)
+        self.logits: NDArray[np.float32] = np.zeros((1, len(ids), self.shape.vocabulary), np.float32)
         place = ("cpu", 0, np.float32, self.logits.shape, self.logits.ctypes.data)
         self.binding.bind_output("logits", *place)
 
     def run(self) -> NDArray[np.float32]:
         self.session.run_with_iobinding(self.binding)
-        return self.logits[0]
+        logits: NDArray[np.float32] = self.logits[0]
+        return logits
 
     def step(self, ids: Any, positions: Any, slots: Any, visible: NDArray[np.bool_]) -> NDArray[np.float32]:
         self.bind(ids, positions, slots, visible)
-        return self.run().copy()
+        logits: NDArray[np.float32] = self.run().copy()
+        return logits
 
 
 def bind_chain(decoder: Decoder, rows: int, cached: int, dice: np.random.Generator) -> None:

@@ -49,6 +49,7 @@ CASES: list[tuple[str, Feeds, dict[str, Any], str]] = [
     ("AddProduct", ADD | {"weights": WEIGHTS[:-1]}, ADD_AS, "has 3839 bytes, expected 3840 for 64 x 96"),
     ("AddProduct", ADD | {"weights": WEIGHTS[:0]}, ADD_AS, "has 0 bytes"),
     ("AddProduct", ADD | {"bias": np.ones(63, np.float32)}, ADD_AS, "63 numbers, expected 64"),
+    ("AddProduct", ADD | {"bias": np.ones(0, np.float32)}, ADD_AS, "0 numbers, expected 64"),
     ("AddProduct", ADD, ADD_AS | {"format": "int8"}, "as int8"),
     ("AddProduct", ADD, ADD_AS | {"format": "int5"}, "format is int5, expected one of int4, int4_k"),
     ("AddProduct", ADD, ADD_AS | {"format": "int4_k"}, "multiple of 256"),
@@ -89,7 +90,12 @@ CASES: list[tuple[str, Feeds, dict[str, Any], str]] = [
     ("Attend", ATTEND | {"scales": np.zeros((1, 20, 4), np.float32)}, ATTEND_AS, "rows of 4"),
     ("Attend", ATTEND | {"qkv": np.zeros((3, 96), np.float32)}, ATTEND_AS, "rows of 96, expected 128"),
     ("Attend", ATTEND | {"qkv": np.zeros((0, 128), np.float32)}, ATTEND_AS, "at least one row"),
-    ("Attend", ATTEND | {"cos": np.zeros((3, 9), np.float32), "sin": np.zeros((3, 9), np.float32)}, ATTEND_AS, "rows of 9"),
+    (
+        "Attend",
+        ATTEND | {"cos": np.zeros((3, 9), np.float32), "sin": np.zeros((3, 9), np.float32)},
+        ATTEND_AS,
+        "rows of 9",
+    ),
     ("Attend", ATTEND | {"sin": np.zeros((2, 8), np.float32)}, ATTEND_AS, "cos and sin have 24 and 16"),
     ("Attend", ATTEND, ATTEND_AS | {"heads": 3}, "3 query heads for 2 KV heads"),
     ("Attend", ATTEND, ATTEND_AS | {"heads": 1 << 20}, "heads is 1048576"),
@@ -114,7 +120,10 @@ def test_head_sizes_that_no_kernel_has_end_in_an_error(size: int) -> None:
 
 
 def test_an_unknown_instruction_set_is_an_error_that_lists_those_of_the_processor() -> None:
-    with forced("sse9"), pytest.raises(InvalidArgument, match=r"SPACEPORT_KERNELS is sse9: this processor has .*portable"):
+    with (
+        forced("sse9"),
+        pytest.raises(InvalidArgument, match=r"SPACEPORT_KERNELS is sse9: this processor has .*portable"),
+    ):
         options()
 
 

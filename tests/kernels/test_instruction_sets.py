@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from spaceport.kernels.build import SETS, SOURCES, build, compiler, machine_name
+from spaceport.kernels.build import SETS, SOURCES, build, machine_name
 from support.cache import built
 from support.native_operators import available_sets, library
 

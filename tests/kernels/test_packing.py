@@ -15,7 +15,9 @@ def test_a_gguf_tensor_is_held_exactly(gguf_type: str) -> None:
     outputs, inputs = 40, 512
     blocks = dice.integers(0, 256, (outputs * inputs // width, size), dtype=np.uint8)
     for offset in (208,) if gguf_type == "Q6_K" else (0, 2) if gguf_type in ("Q4_1", "Q5_1", "Q4_K", "Q5_K") else (0,):
-        blocks[:, offset : offset + 2] = dice.standard_normal(len(blocks)).astype(np.float16).view(np.uint8).reshape(-1, 2)
+        blocks[:, offset : offset + 2] = (
+            dice.standard_normal(len(blocks)).astype(np.float16).view(np.uint8).reshape(-1, 2)
+        )
     weights = from_gguf(blocks.reshape(-1), gguf_type, outputs, inputs)
     assert weights is not None
     kind = gguf.GGMLQuantizationType[gguf_type]

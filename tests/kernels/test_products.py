@@ -60,7 +60,9 @@ def test_a_row_has_the_same_bytes_in_any_company(dice: np.random.Generator, form
     feeds = {"x": x, "residual": residual, "weights": pack(random_weights(dice, format_name, outputs, inputs))}
     for set_name in available_sets():
         operator = Operator("AddProduct", feeds, {"format": format_name, "width": outputs}, set_name, 2)
-        alone = np.concatenate([operator(feeds | {"x": x[i : i + 1], "residual": residual[i : i + 1]})[0] for i in range(37)])
+        alone = np.concatenate(
+            [operator(feeds | {"x": x[i : i + 1], "residual": residual[i : i + 1]})[0] for i in range(37)]
+        )
         for count in (2, 3, 4, 5, 6, 7, 8, 9, 10, 17, 36, 37):
             first = 37 - count
             got = operator(feeds | {"x": x[first:], "residual": residual[first:]})[0]

@@ -36,7 +36,8 @@ class Case:
             "visible": dice.random((1, 1, self.rows, self.seen)) < 0.5,
             "keys": dice.integers(-127, 128, cache).astype(np.int8),
             "values": dice.integers(-127, 128, cache).astype(np.int8),
-            "scales": dice.random((1, 2 * self.kv_heads, self.slots), dtype=np.float32) * np.float32(0.02) + np.float32(0.001),
+            "scales": dice.random((1, 2 * self.kv_heads, self.slots), dtype=np.float32) * np.float32(0.02)
+            + np.float32(0.001),
         }
         feeds["visible"][0, 0, np.arange(self.rows), feeds["slots"][0]] = True
         if self.norms:
@@ -54,7 +55,16 @@ class Case:
     def expected(self, feeds: dict[str, NDArray[Any]]) -> list[NDArray[Any]]:
         keys, values, scales = (feeds[name][0].copy() for name in ("keys", "values", "scales"))
         y = reference.attend(
-            *(feeds["qkv"], feeds["cos"], feeds["sin"], feeds["slots"][0], feeds["visible"][0, 0], keys, values, scales),
+            *(
+                feeds["qkv"],
+                feeds["cos"],
+                feeds["sin"],
+                feeds["slots"][0],
+                feeds["visible"][0, 0],
+                keys,
+                values,
+                scales,
+            ),
             *(self.heads, self.size**-0.5, self.cap, self.interleaved),
             *(feeds.get(name) for name in ("q_gain", "k_gain", "sinks")),
         )

@@ -29,7 +29,15 @@ _TYPES = {
 }
 _OUTPUT_TYPES = {"new_keys": TensorProto.INT8, "new_values": TensorProto.INT8}
 
-GGUF_TYPES = {"int4": "Q4_1", "int4_k": "Q4_K", "int8": "Q8_0", "int8_min": "Q5_1", "int8_k": "Q5_K", "int8_k16": "Q6_K"}
+GGUF_TYPES = {
+    "int4": "Q4_1",
+    "int4_k": "Q4_K",
+    "int8": "Q8_0",
+    "int8_min": "Q5_1",
+    "int8_k": "Q5_K",
+    "int8_k16": "Q6_K",
+}
+
 
 @cache
 def library() -> Path | None:
@@ -66,9 +74,7 @@ def options(threads: int = 1, with_library: bool = True) -> onnxruntime.SessionO
     return chosen
 
 
-def session_of(
-    model: onnx.ModelProto, threads: int = 1, with_library: bool = True
-) -> onnxruntime.InferenceSession:
+def session_of(model: onnx.ModelProto, threads: int = 1, with_library: bool = True) -> onnxruntime.InferenceSession:
     chosen = options(threads, with_library)
     return onnxruntime.InferenceSession(model.SerializeToString(), chosen, providers=["CPUExecutionProvider"])
 

@@ -61,7 +61,9 @@ def turned(heads: Array, cos: Array, sin: Array, interleaved: bool) -> Array:
     """Heads (rows x heads x size) rotated by the angles of their rows (rows x pairs)."""
     half = cos.shape[1]
     turned = heads.copy()
-    first, second = (slice(0, 2 * half, 2), slice(1, 2 * half, 2)) if interleaved else (slice(half), slice(half, 2 * half))
+    first, second = (
+        (slice(0, 2 * half, 2), slice(1, 2 * half, 2)) if interleaved else (slice(half), slice(half, 2 * half))
+    )
     c, s = cos[:, None], sin[:, None]
     a, b = heads[..., first].astype(np.float64), heads[..., second].astype(np.float64)
     turned[..., first] = a * c - (heads[..., second] * s).astype(np.float64)

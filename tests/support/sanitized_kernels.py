@@ -26,7 +26,9 @@ def main() -> int:
         lambda to: build(to / library_name(), ["g++"], flags=FLAGS, test_encoding=True),
     )
     runtimes = [
-        subprocess.run(["g++", f"-print-file-name={name}.so"], capture_output=True, text=True, check=True).stdout.strip()
+        subprocess.run(
+            ["g++", f"-print-file-name={name}.so"], capture_output=True, text=True, check=True
+        ).stdout.strip()
         for name in ("libasan", "libubsan")
     ]
     settings = {

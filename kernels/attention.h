@@ -56,17 +56,18 @@ inline float round_head(const float* x, int size, int8_t* codes, int32_t* zero) 
   return top > SMALLEST ? top / 127.0f : 0.0f;
 }
 
-inline void store_rows(const Attention& a, int kv_head) {
+inline void store_rows(const Attention& a, int request, int kv_head) {
   const KvCache& c = a.cache;
   int64_t width = int64_t(a.heads + 2 * c.heads) * c.size;
   float head[MAX_HEAD_SIZE];
   int32_t zero;
-  for (int row = 0; row < a.rows; row++) {
+  int each = a.rows / c.requests;
+  for (int row = request * each; row < (request + 1) * each; row++) {
     const float* key = a.qkv + row * width + int64_t(a.heads + kv_head) * c.size;
-    int64_t at = int64_t(kv_head) * c.slots + a.slots[row];
+    int64_t slot = a.slots[row], at = (c.first_slot(request, kv_head) + slot) * c.size;
     turn_head(a, key, a.k_gain, row, head);
-    c.key_scales[at] = round_head(head, c.size, c.keys + at * c.size, &zero);
-    c.value_scales[at] = round_head(key + int64_t(c.heads) * c.size, c.size, c.values + at * c.size, &zero);
+    c.key_scales(request, kv_head)[slot] = round_head(head, c.size, c.keys + at, &zero);
+    c.value_scales(request, kv_head)[slot] = round_head(key + int64_t(c.heads) * c.size, c.size, c.values + at, &zero);
   }
 }
 
@@ -128,8 +129,8 @@ inline void prepare_queries(const Attention& a, const AttentionGroup& g, int kv_
 
 // Scales and visibility of the listed slots, side by side.
 inline void collect_slots(const Attention& a, const AttentionGroup& g, int kv_head, const Work& w) {
-  const float* key_scales = a.cache.key_scales + int64_t(kv_head) * a.cache.slots;
-  const float* value_scales = a.cache.value_scales + int64_t(kv_head) * a.cache.slots;
+  const float* key_scales = a.cache.key_scales(g.request, kv_head);
+  const float* value_scales = a.cache.value_scales(g.request, kv_head);
   for (int b = 0; b < g.block_count; b++) {
     int slot = g.blocks[b] * SLOT_BLOCK, count = a.seen - slot < SLOT_BLOCK ? a.seen - slot : SLOT_BLOCK;
     int at = b * SLOT_BLOCK;
@@ -193,7 +194,7 @@ inline void score_tile(const Attention& a, const Work& w, const B* columns, int 
 }
 
 inline void score(const Attention& a, const AttentionGroup& g, int kv_head, const Work& w) {
-  const int8_t* keys = a.cache.keys + int64_t(kv_head) * a.cache.slots * a.cache.size;
+  const int8_t* keys = a.cache.keys + a.cache.first_slot(g.request, kv_head) * a.cache.size;
   int groups = a.cache.size / 4;
   B columns[MAX_CHANNELS / 4];
   for (int i = 0; i < w.pairs * LANES; i++) w.largest[i] = HIDDEN;
@@ -282,7 +283,7 @@ inline void mix_tile(const Work& w, int pair, int first, int count, int channel)
 }
 
 inline void mix_values(const Attention& a, const AttentionGroup& g, int kv_head, const Work& w) {
-  const int8_t* values = a.cache.values + int64_t(kv_head) * a.cache.slots * a.cache.size;
+  const int8_t* values = a.cache.values + a.cache.first_slot(g.request, kv_head) * a.cache.size;
   __builtin_memset(w.high, 0, int64_t(w.pairs) * w.channels * 4);
   __builtin_memset(w.low, 0, int64_t(w.pairs) * w.channels * 4);
   uint8_t padded[4][CHANNELS];

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -131,12 +132,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("library", nargs="?", type=Path, default=SOURCES / library_name(), help="File to write.")
     parser.add_argument("--machine", help="Target machine, x86_64 or aarch64; with --compiler, to cross-compile.")
-    parser.add_argument("--compiler", nargs="+", help="Command of the C++ compiler.")
+    parser.add_argument("--compiler", help="Command of the C++ compiler, for instance 'python -m ziglang c++'.")
     parser.add_argument("--flags", nargs="*", default=[], help="Further flags, without their first dash.")
     parser.add_argument("--test-encoding", action="store_true", help="AVX-VNNI in the encoding of AVX512 processors.")
     given = parser.parse_args()
     try:
-        build(given.library, given.compiler, given.machine, [f"-{flag}" for flag in given.flags], given.test_encoding)
+        command = shlex.split(given.compiler) if given.compiler else None
+        flags = [f"-{flag}" for flag in given.flags]
+        build(given.library, command, given.machine, flags, given.test_encoding)
     except BuildError as error:
         sys.exit(str(error))
 

@@ -257,7 +257,11 @@ class _Body:
 
     def Head(self) -> None:
         vocabulary = self.attributes["vocabulary"]
-        x = self.normalized(self.op("Gather", "x", self.op("Reshape", "rows", self.shape(-1)), axis=0))
+        width = self.part(self.op("Shape", "x"), 1, 2, 0)
+        requests = self.part(self.op("Shape", "rows"), 0, 1, 0)
+        states = self.op("Reshape", "x", self.op("Concat", requests, self.shape(-1), width, axis=0))
+        chosen = self.op("GatherND", states, self.op("Unsqueeze", "rows", self.shape(2)), batch_dims=1)
+        x = self.normalized(self.op("Reshape", chosen, self.op("Concat", self.shape(-1), width, axis=0)))
         logits = self.product(x, "weights", "bias", self.attributes["format"], vocabulary)
         shape = self.op("Concat", self.op("Shape", "rows"), self.shape(vocabulary), axis=0)
         self.op("Reshape", self.capped(logits), shape, to="y")
@@ -270,25 +274,28 @@ class _Body:
         ends = self.op("Concat", self.shape(heads), kv_heads, kv_heads, axis=0)
         q, k, v = (f"{name}_states" for name in "qkv")
         self.nodes.append(helper.make_node("Split", [states, ends], [q, k, v], axis=1))
-        q, k = (self.turned(self.scaled_norm(each, gain) if gain in self.given else each) for each, gain in ((q, "q_gain"), (k, "k_gain")))  # fmt: skip
-        stored = {}
+        q, k = (
+            self.turned(self.scaled_norm(each, gain) if gain in self.given else each)
+            for each, gain in ((q, "q_gain"), (k, "k_gain"))
+        )
+        parts = []
         for name, each in (("keys", k), ("values", v)):
             codes, scale = self.rounded(each, 0, 0, -1)
-            by_head = self.cast(self.op("Transpose", codes, perm=[1, 0, 2]), TensorProto.INT8)
-            stored[name] = self.scattered(name, self.op("Unsqueeze", by_head, self.shape(0)), 2, f"new_{name}")
-            stored[f"{name}_scale"] = self.op("Transpose", self.op("Squeeze", scale, self.shape(2)), perm=[1, 0])
-        both = self.op(
-            "Unsqueeze", self.op("Concat", stored["keys_scale"], stored["values_scale"], axis=0), self.shape(0)
-        )
-        scales = self.op("Squeeze", self.scattered("scales", both, 2, "new_scales"), self.shape(0))
-        planes = self.op("Shape", "visible")
-        last_plane = self.op(
-            "Sub", self.op("Gather", planes, self.constant(np.array(1, np.int64))), self.constant(np.array(1, np.int64))
-        )
-        plane = self.op("Min", last_plane, self.constant(np.array(self.attributes["plane"], np.int64)))
-        visible = self.op("Squeeze", self.op("Gather", "visible", plane, axis=1), self.shape(0))  # rows x seen
-        seen = self.part(planes, 3, 4, 0)
-        self.attend(q, stored["keys"], stored["values"], scales, visible, seen, kv_heads, size)
+            self.scattered(name, self.cast(self.by_request(codes), TensorProto.INT8))
+            parts.append(self.op("Squeeze", self.by_request(scale), self.shape(3)))
+        self.scattered("scales", self.op("Concat", *parts, axis=1))
+        self.attend(q, kv_heads, size)
+
+    def by_request(self, values: str) -> str:
+        """Rows x heads x size -> requests x heads x rows of a request x size."""
+        shape = self.op("Concat", self.op("Shape", "slots"), self.part(self.op("Shape", values), 1, 3, 0), axis=0)
+        return self.op("Transpose", self.op("Reshape", values, shape), perm=[0, 2, 1, 3])
+
+    def scattered(self, buffer: str, updates: str) -> None:
+        """The buffer with updates at the slots of the rows, as the output of its name."""
+        slots = self.op("Unsqueeze", "slots", self.shape(1) if buffer == "scales" else self.shape(1, 3))
+        indices = self.op("Expand", slots, self.op("Shape", updates))
+        self.op("ScatterElements", buffer, indices, updates, to=f"new_{buffer}", axis=2)
 
     def turned(self, states: str) -> str:
         """Heads (rows x heads x size) rotated by the angles of their rows."""
@@ -311,54 +318,45 @@ class _Body:
             return self.op("Concat", turned, rest, axis=2)
         return self.op("Concat", one, other, rest, axis=2)
 
-    def scattered(self, buffer: str, updates: str, axis: int, output: str) -> str:
-        """A buffer with updates at the slots of the rows."""
-        slots = self.op("Reshape", "slots", self.shape(*[1] * axis, -1))
-        shape = self.op("Shape", updates)
-        if buffer != "scales":
-            slots = self.op("Unsqueeze", slots, self.shape(-1))
-        return self.op("ScatterElements", buffer, self.op("Expand", slots, shape), updates, to=output, axis=axis)
-
-    def attend(
-        self, q: str, keys: str, values: str, scales: str, visible: str, seen: str, kv_heads: str, size: str
-    ) -> None:
+    def attend(self, q: str, kv_heads: str, size: str) -> None:
+        """Attention with stored keys and values; all tensors are requests x heads x rows or slots x size."""
         heads = self.attributes["heads"]
-        zero = self.shape(0)
-        codes, q_scale = self.rounded(q, 0, 0, -1)  # rows x heads x size
-        grouped = self.op("Transpose", codes, perm=[1, 0, 2])  # heads x rows x size
-        share = self.op("Div", self.shape(heads), kv_heads)
+        seen = self.part(self.op("Shape", "visible"), 3, 4, 0)
+        zero, share = self.shape(0), self.op("Div", self.shape(heads), kv_heads)
+        codes, q_scale = self.rounded(q, 0, 0, -1)
 
-        def by_head(stored: str) -> str:  # 1 x KV heads x slots x size -> heads x seen x size
-            near = self.cast(self.op("Squeeze", self.op("Slice", stored, zero, seen, self.shape(2)), zero))
-            return self.repeated(near, share, self.shape(1))
+        def near(stored: str) -> str:
+            part = self.op("Slice", stored, zero, seen, self.shape(2))
+            return self.repeated(self.cast(part), share)
 
-        def scale_of(begin: str, end: str) -> str:  # heads x 1 x seen
-            part = self.op("Slice", self.op("Slice", scales, begin, end, zero), zero, seen, self.shape(1))
-            return self.repeated(self.op("Unsqueeze", part, self.shape(1)), share, self.shape(1))
+        def scales(begin: str, end: str) -> str:
+            part = self.op(
+                "Slice", self.op("Slice", "new_scales", begin, end, self.shape(1)), zero, seen, self.shape(2)
+            )
+            return self.repeated(self.op("Unsqueeze", part, self.shape(2)), share)
 
-        products = self.op("MatMul", grouped, self.op("Transpose", by_head(keys), perm=[0, 2, 1]))
-        factor = self.op("Mul", self.op("Transpose", q_scale, perm=[1, 0, 2]), float(self.attributes["scale"]))
-        scores = self.op("Mul", self.op("Mul", products, scale_of(zero, kv_heads)), factor)
-        hidden = self.op("Where", visible, 0.0, -1e9)
-        scores = self.op("Add", self.capped(scores), hidden)  # heads x rows x seen
+        products = self.op("MatMul", self.by_request(codes), self.op("Transpose", near("new_keys"), perm=[0, 1, 3, 2]))
+        factor = self.op("Mul", self.by_request(q_scale), float(self.attributes["scale"]))
+        scores = self.capped(self.op("Mul", self.op("Mul", products, scales(zero, kv_heads)), factor))
+        scores = self.op("Add", scores, self.op("Where", "visible", 0.0, -1e9))
         top = self.op("ReduceMax", scores, self.shape(-1), keepdims=1)
-        sinks = self.op("Reshape", "sinks", self.shape(-1, 1, 1)) if "sinks" in self.given else ""
+        sinks = self.op("Reshape", "sinks", self.shape(1, -1, 1, 1)) if "sinks" in self.given else ""
         if sinks:
             top = self.op("Max", top, sinks)
-        weights = self.op("Where", visible, self.op("Exp", self.op("Sub", scores, top)), 0.0)
+        weights = self.op("Where", "visible", self.op("Exp", self.op("Sub", scores, top)), 0.0)
         total = self.op("ReduceSum", weights, self.shape(-1), keepdims=1)
         if sinks:
             total = self.op("Add", total, self.op("Exp", self.op("Sub", sinks, top)))
-        sums = self.op(
-            "MatMul", self.op("Mul", weights, scale_of(kv_heads, self.op("Add", kv_heads, kv_heads))), by_head(values)
-        )
-        y = self.op("Transpose", self.op("Div", sums, self.op("Max", total, SMALLEST)), perm=[1, 0, 2])
-        self.op("Reshape", y, self.op("Concat", self.shape(0), self.op("Mul", self.shape(heads), size), axis=0), to="y")
+        weights = self.op("Mul", weights, scales(kv_heads, self.op("Add", kv_heads, kv_heads)))
+        sums = self.op("MatMul", weights, near("new_values"))
+        y = self.op("Transpose", self.op("Div", sums, self.op("Max", total, SMALLEST)), perm=[0, 2, 1, 3])
+        width = self.op("Mul", self.shape(heads), size)
+        self.op("Reshape", y, self.op("Concat", self.shape(-1), width, axis=0), to="y")
 
-    def repeated(self, value: str, share: str, one: str) -> str:
-        """Each matrix of a KV head (KV heads x m x n) for each of its query heads."""
-        wide = self.op("Unsqueeze", value, one)
-        shape = self.op("Concat", one, share, one, one, axis=0)
-        tiled = self.op("Expand", wide, shape)
-        flat = self.op("Slice", self.op("Shape", value), one, self.shape(3), self.shape(0))
-        return self.op("Reshape", tiled, self.op("Concat", self.shape(-1), flat, axis=0))
+    def repeated(self, value: str, share: str) -> str:
+        """What each KV head has (requests x KV heads x m x n) for each of its query heads."""
+        one = self.shape(1)
+        shape = self.op("Concat", one, one, share, one, one, axis=0)
+        wide = self.op("Expand", self.op("Unsqueeze", value, self.shape(2)), shape)
+        sizes = self.part(self.op("Shape", value), 2, 4, 0)
+        return self.op("Reshape", wide, self.op("Concat", self.shape(0, -1), sizes, axis=0))

@@ -44,15 +44,19 @@ struct Product {
   float cap;       // 0: none. y = cap * tanh(y / cap)
 };
 
-// Keys and values of a layer; each slot and head has a scale for its key and one for its value.
+// Keys and values of a layer; each slot and head of a request has a scale for its key and one for its value.
 struct KvCache {
-  int8_t *keys, *values;             // heads x slots x size
-  float *key_scales, *value_scales;  // heads x slots
-  int heads, slots, size;
+  int8_t *keys, *values;  // requests x heads x slots x size
+  float* scales;          // requests x 2 x heads x slots: of keys, of values
+  int requests, heads, slots, size;
+
+  int64_t first_slot(int request, int head) const { return (int64_t(request) * heads + head) * slots; }
+  float* key_scales(int request, int head) const { return scales + (int64_t(request) * 2 * heads + head) * slots; }
+  float* value_scales(int request, int head) const { return key_scales(request, heads + head); }
 };
 
 struct Attention {
-  int rows, heads;               // query heads
+  int rows, heads;               // of all requests together, each has as many; query heads
   const float* qkv;              // rows x (heads + 2 * cache.heads) * size
   const float *cos, *sin;        // rows x rotated / 2
   int rotated;                   // leading channels of a head that are rotated
@@ -63,14 +67,14 @@ struct Attention {
   float scale, cap;        // of scores; cap 0: none
   const int64_t* slots;    // where each row is stored
   const uint8_t* visible;  // rows x seen: 1 = may see the slot
-  int seen;                // first slots of the cache that rows may see at all
+  int seen;                // first slots of a request that its rows may see at all
   KvCache cache;
   float* y;  // rows x heads * size
 };
 
-// Rows that attend together and the blocks of 16 slots that any of them sees.
+// Rows of a request that attend together and the blocks of 16 slots that any of them sees.
 struct AttentionGroup {
-  int first, rows;
+  int request, first, rows;
   const int32_t* blocks;
   int block_count;
 };
@@ -84,8 +88,8 @@ struct Kernels {
   void (*product)(const Product&, const RoundedRows&, int first, int end);
   // One row of a packed matrix times a factor: `inputs` floats.
   void (*unpack_row)(Format, const uint8_t* weights, int inputs, int64_t row, float factor, float* y);
-  // Stores keys and values of all rows for one KV head.
-  void (*store)(const Attention&, int kv_head);
+  // Stores keys and values of the rows of a request for one KV head.
+  void (*store)(const Attention&, int request, int kv_head);
   // Attends with a group of rows and the query heads of one KV head.
   void (*attend)(const Attention&, const AttentionGroup&, int kv_head, uint8_t* scratch);
   size_t (*attend_scratch)(const Attention&, const AttentionGroup&);

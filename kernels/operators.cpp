@@ -286,7 +286,7 @@ struct GateProduct {
   }
 };
 
-// Logits of chosen rows.
+// Logits of chosen rows; the first dimension of `rows` is the requests, whose rows are counted from 0.
 struct Head {
   static constexpr const char* NAME = "Head";
   static constexpr const char* INPUTS[] = {"x", "rows", "gain", "norm_bias", "weights", "bias"};
@@ -311,6 +311,9 @@ struct Head {
     int64_t rows = x.count() / x.last(), count = chosen_rows.data ? chosen_rows.count() : 0;
     if (count < 1 || count > rows)
       return call.fail("input rows has %lld numbers, expected 1 to %lld", (long long)count, (long long)rows);
+    int64_t requests = chosen_rows.rank > 1 ? chosen_rows.dims[0] : 1, each = rows / requests;
+    if (rows % requests)
+      return call.fail("%lld rows of %lld requests, expected as many of each", (long long)rows, (long long)requests);
     const int64_t* chosen_of = static_cast<const int64_t*>(chosen_rows.data);
     const uint8_t* weights = call.weights(4, format, outputs, x.last());
     const float* bias = call.vector(5, outputs);
@@ -318,9 +321,10 @@ struct Head {
     RowPointers pointers(call, count);
     if (call.failed()) return;
     for (int64_t i = 0; i < count; i++) {
-      if (chosen_of[i] < 0 || chosen_of[i] >= rows)
-        return call.fail("row %lld, expected 0 to %lld", (long long)chosen_of[i], (long long)(rows - 1));
-      pointers.pointers[i] = static_cast<const float*>(x.data) + chosen_of[i] * x.last();
+      if (chosen_of[i] < 0 || chosen_of[i] >= each)
+        return call.fail("row %lld, expected 0 to %lld", (long long)chosen_of[i], (long long)(each - 1));
+      int64_t row = i / (count / requests) * each + chosen_of[i];
+      pointers.pointers[i] = static_cast<const float*>(x.data) + row * x.last();
     }
     int64_t dims[MAX_RANK + 1];
     memcpy(dims, chosen_rows.dims, sizeof chosen_rows.dims);
@@ -341,12 +345,11 @@ struct Attend {
                                       ORT_INT8,  ORT_FLOAT, ORT_FLOAT, ORT_FLOAT, ORT_FLOAT};
   static constexpr int REQUIRED = 8;
 
-  int64_t heads = 0, plane = 0, interleaved = 0;
+  int64_t heads = 0, interleaved = 0;
   float scale = 0.0f, cap = 0.0f, epsilon = 0.0f;
 
   void read(Attributes& a) {
     heads = a.integer("heads", 1, 1 << 12);
-    plane = a.integer("plane", 0, 1);
     interleaved = a.integer("interleaved", 0, 1);
     scale = a.number("scale");
     cap = a.number("cap");
@@ -360,11 +363,15 @@ struct Attend {
     Tensor visible = call.input(4, ORT_BOOL), keys = call.input(5, ORT_INT8), values = call.input(6, ORT_INT8);
     Tensor scales = call.input(7, ORT_FLOAT);
     if (call.failed()) return a;
-    if (keys.rank != 4 || keys.dims[0] != 1 || keys.count() < 1)
-      return call.fail("input keys has %d dimensions and %lld bytes, expected 1 x heads x slots x head size", keys.rank,
-                       (long long)(keys.data ? keys.count() : 0)),
-             a;
-    int64_t rows = qkv.count() / qkv.last(), kv_heads = keys.dims[1], count = keys.dims[2], size = keys.dims[3];
+    if (keys.rank != 4 || keys.count() < 1) {
+      call.fail("input keys has %d dimensions and %lld bytes, expected requests x heads x slots x head size", keys.rank,
+                (long long)(keys.data ? keys.count() : 0));
+      return a;
+    }
+    int64_t rows = qkv.count() / qkv.last(), requests = keys.dims[0], kv_heads = keys.dims[1];
+    int64_t count = keys.dims[2], size = keys.dims[3];
+    if (requests > rows || rows % requests)
+      call.fail("%lld rows of %lld requests, expected as many of each", (long long)rows, (long long)requests);
     if (size % 8 || size > MAX_HEAD_SIZE)
       call.fail("head size %lld, expected a multiple of 8 up to %d", (long long)size, MAX_HEAD_SIZE);
     if (kv_heads > heads || heads % kv_heads)
@@ -376,9 +383,9 @@ struct Attend {
     if (values.rank != 4 || memcmp(values.dims, keys.dims, sizeof keys.dims))
       call.fail("input values has %lld bytes, expected the shape of keys, %lld", (long long)values.count(),
                 (long long)keys.count());
-    if (scales.count() != 2 * kv_heads * count || scales.last() != count)
+    if (scales.count() != 2 * requests * kv_heads * count || scales.last() != count)
       call.fail("input scales has %lld numbers in rows of %lld, expected %lld in rows of %lld",
-                (long long)scales.count(), (long long)scales.last(), (long long)(2 * kv_heads * count),
+                (long long)scales.count(), (long long)scales.last(), (long long)(2 * requests * kv_heads * count),
                 (long long)count);
     int64_t rotated = 2 * cos.last();
     if (rotated > size || cos.count() != rows * cos.last() || sin.count() != cos.count() || sin.last() != cos.last())
@@ -392,14 +399,13 @@ struct Attend {
     for (int64_t i = 0; i < rows; i++)
       if (into[i] < 0 || into[i] >= count)
         return call.fail("slot %lld, expected 0 to %lld", (long long)into[i], (long long)(count - 1)), a;
-    int64_t seen = visible.last(), planes = visible.rank == 4 ? visible.dims[1] : 1;
+    int64_t seen = visible.last();
     if (!visible.data || seen < 1 || seen > count || seen > MAX_SEEN)
       call.fail("input visible has rows of %lld slots, expected 1 to %lld", (long long)seen,
                 (long long)(count < MAX_SEEN ? count : MAX_SEEN));
-    if (!call.failed() &&
-        (visible.count() != planes * rows * seen || planes < 1 || (visible.rank == 4 && visible.dims[0] != 1)))
-      call.fail("input visible has %lld marks, expected %lld planes of %lld rows x %lld slots",
-                (long long)visible.count(), (long long)planes, (long long)rows, (long long)seen);
+    if (!call.failed() && visible.count() != rows * seen)
+      call.fail("input visible has %lld marks, expected %lld rows of %lld slots", (long long)visible.count(),
+                (long long)rows, (long long)seen);
     if (call.failed()) return a;
     a.rows = int(rows), a.heads = int(heads);
     a.qkv = static_cast<const float*>(qkv.data);
@@ -408,13 +414,12 @@ struct Attend {
     a.q_gain = call.vector(8, size), a.k_gain = call.vector(9, size), a.sinks = call.vector(10, heads);
     a.epsilon = epsilon, a.scale = scale, a.cap = cap;
     a.slots = into;
-    // A graph without windows has one plane, whichever a layer would take.
-    a.visible = static_cast<const uint8_t*>(visible.data) + (plane < planes ? plane : 0) * rows * seen;
+    a.visible = static_cast<const uint8_t*>(visible.data);
     a.seen = int(seen);
     a.cache = {static_cast<int8_t*>(keys.data),
                static_cast<int8_t*>(values.data),
                static_cast<float*>(scales.data),
-               nullptr,
+               int(requests),
                int(kv_heads),
                int(count),
                int(size)};
@@ -425,25 +430,25 @@ struct Attend {
     Attention a = inputs(call);
     if (call.failed()) return;
     const KvCache from = a.cache;
-    int64_t heads_of = from.heads, count = from.slots, size = from.size;
-    int64_t dims[] = {a.rows, heads * size}, cache_dims[] = {1, heads_of, count, size},
-            scale_dims[] = {1, 2 * heads_of, count};
+    int64_t requests = from.requests, heads_of = from.heads, count = from.slots, size = from.size;
+    int64_t dims[] = {a.rows, heads * size}, cache_dims[] = {requests, heads_of, count, size};
+    int64_t scale_dims[] = {requests, 2 * heads_of, count};
     a.y = call.output<float>(0, dims, 2);
     a.cache.keys = call.output<int8_t>(1, cache_dims, 4);
     a.cache.values = call.output<int8_t>(2, cache_dims, 4);
-    a.cache.key_scales = call.output<float>(3, scale_dims, 3);
+    a.cache.scales = call.output<float>(3, scale_dims, 3);
     if (call.failed()) return;
     // Outputs bound to the memory of the inputs are updated in place.
-    size_t bytes = size_t(heads_of * count * size), scale_bytes = size_t(2 * heads_of * count) * sizeof(float);
+    size_t bytes = size_t(requests * heads_of * count * size);
+    size_t scale_bytes = size_t(requests * 2 * heads_of * count) * sizeof(float);
     if (a.cache.keys != from.keys) memmove(a.cache.keys, from.keys, bytes);
     if (a.cache.values != from.values) memmove(a.cache.values, from.values, bytes);
-    if (a.cache.key_scales != from.key_scales) memmove(a.cache.key_scales, from.key_scales, scale_bytes);
-    a.cache.value_scales = a.cache.key_scales + heads_of * count;
+    if (a.cache.scales != from.scales) memmove(a.cache.scales, from.scales, scale_bytes);
 
     VisibleBlocks blocks(a);
     if (blocks.failed()) return call.out_of_memory();
     bool together = blocks.work_ns() < 2 * LEAST_PART_NS;
-    auto store = [&](int kv_head) { kernels.store(a, kv_head); };
+    auto store = [&](int part) { kernels.store(a, part / int(heads_of), part % int(heads_of)); };
     auto attend = [&](int part) {
       const AttentionGroup& group = blocks.group(part / int(heads_of));
       Scratch scratch(kernels.attend_scratch(a, group));
@@ -452,10 +457,10 @@ struct Attend {
     };
     int parts = blocks.groups() * int(heads_of);
     if (together) {
-      for (int i = 0; i < heads_of; i++) store(i);
+      for (int i = 0; i < requests * heads_of; i++) store(i);
       for (int i = 0; i < parts; i++) attend(i);
     } else {
-      call.parallel(int(heads_of), store);
+      call.parallel(int(requests * heads_of), store);
       call.parallel(parts, attend);
     }
     if (blocks.failed()) call.out_of_memory();

@@ -94,7 +94,7 @@ class ModelWriter:
         caches = [f"past.{layer}.{part}" for part in ("keys", "values", "scales")]
         updated = [f"present.{layer}.{part}" for part in ("keys", "values", "scales")]
         inputs = [name("qkv"), "cos", "sin", "slot_ids", "attention_mask", *caches]
-        self.add("Attend", inputs, [name("attended"), *updated], heads=shape.heads, plane=0, interleaved=0,
+        self.add("Attend", inputs, [name("attended"), *updated], heads=shape.heads, interleaved=0,
                  scale=shape.head_size**-0.5, cap=0.0, epsilon=1e-6)  # fmt: skip
         o = self.matrix(name("o"), format_name, shape.width, shape.qkv[0], 0.3)
         self.add("AddProduct", [name("attended"), x, o], [name("middle")], format=format_name, width=shape.width)

@@ -24,14 +24,15 @@ public:
     uint8_t* together = reinterpret_cast<uint8_t*>(list + int64_t(a.rows) * blocks);  // blocks of the group so far
     uint8_t* own = together + blocks;                                                 // of the next row
     memset(together, 0, blocks);
-    AttentionGroup group = {0, 0, list, 0};
+    AttentionGroup group = {0, 0, 0, list, 0};
+    int each = a.rows / a.cache.requests;  // rows of a request
     for (int row = 0; row < a.rows; row++) {
       int own_count = mark(a, row, own), joint = group.block_count;
       for (int b = 0; b < blocks; b++) joint += own[b] && !together[b];
-      if (group.rows && !joins(group, joint, own_count)) {
+      if (group.rows && (row % each == 0 || !joins(group, joint, own_count))) {
         list = finish(group, together, list);
         memset(together, 0, blocks);
-        group = {row, 0, list, 0};
+        group = {row / each, row, 0, list, 0};
         joint = own_count;
       }
       for (int b = 0; b < blocks; b++) together[b] |= own[b];

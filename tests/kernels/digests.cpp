@@ -89,22 +89,20 @@ void attention(const Kernels& kernels, int rows, int size, int seen, bool all) {
   uint8_t* visible = take<uint8_t>(size_t(rows) * seen);
   for (int i = 0; i < rows * seen; i++) visible[i] = random_bits() & 1;
   a.slots = into, a.visible = visible, a.seen = seen;
-  a.cache = {take<int8_t>(cells * size), take<int8_t>(cells * size), take<float>(cells), take<float>(cells), kv_heads,
-             slots, size};
+  a.cache = {take<int8_t>(cells * size), take<int8_t>(cells * size), take<float>(2 * cells), 1, kv_heads, slots, size};
   for (size_t i = 0; i < cells * size; i++) a.cache.keys[i] = int8_t(random_bits()), a.cache.values[i] = int8_t(random_bits());
-  for (size_t i = 0; i < cells; i++)
-    a.cache.key_scales[i] = float(random_bits() & 255) / 8192, a.cache.value_scales[i] = float(random_bits() & 255) / 8192;
+  for (size_t i = 0; i < 2 * cells; i++) a.cache.scales[i] = float(random_bits() & 255) / 8192;
   a.y = take<float>(size_t(rows) * heads * size);
   int count = (seen + SLOT_BLOCK - 1) / SLOT_BLOCK;
   int32_t* blocks = take<int32_t>(count);
   for (int i = 0; i < count; i++) blocks[i] = i;
-  AttentionGroup group = {0, rows, blocks, count};
+  AttentionGroup group = {0, 0, rows, blocks, count};
   uint8_t* scratch = static_cast<uint8_t*>(aligned_alloc(64, (kernels.attend_scratch(a, group) + 63) / 64 * 64));
-  for (int h = 0; h < kv_heads; h++) kernels.store(a, h);
+  for (int h = 0; h < kv_heads; h++) kernels.store(a, 0, h);
   for (int h = 0; h < kv_heads; h++) kernels.attend(a, group, h, scratch);
   print("attention", rows, size, a.y, size_t(rows) * heads * size * sizeof(float));
   print("keys", rows, size, a.cache.keys, cells * size);
-  print("scales", rows, size, a.cache.key_scales, cells * sizeof(float));
+  print("scales", rows, size, a.cache.scales, 2 * cells * sizeof(float));
 }
 
 }  // namespace

@@ -107,18 +107,16 @@ def test_rows_of_several_requests_are_the_same_as_apart() -> None:
         assert run("Attend", apart, case.attributes)[0].tobytes() == together[0][row : row + 1].tobytes()
 
 
-def test_the_second_plane_of_the_mask_is_that_of_layers_with_a_window() -> None:
-    case = Case()
-    feeds = case.feeds(np.random.default_rng(1))
-    narrow = feeds["visible"] & (np.arange(case.seen) > 40)
-    narrow[0, 0, np.arange(5), feeds["slots"][0]] = True
-    planes = feeds | {"visible": np.concatenate([feeds["visible"], narrow], axis=1)}
-    for plane, visible in enumerate((feeds["visible"], narrow)):
-        expected = run("Attend", feeds | {"visible": visible}, case.attributes)[0]
-        assert np.array_equal(run("Attend", planes, case.attributes | {"plane": plane})[0], expected)
-    assert np.array_equal(
-        run("Attend", feeds, case.attributes | {"plane": 1})[0], run("Attend", feeds, case.attributes)[0]
-    )
+@pytest.mark.parametrize("set_name", available_sets())
+def test_requests_with_buffers_of_their_own_are_the_same_as_apart(set_name: str) -> None:
+    case = Case(rows=4, slots=60, seen=50)
+    dice = np.random.default_rng(6)
+    apart = [case.feeds(dice) for _ in range(3)]
+    expected = [run("Attend", feeds, case.attributes, set_name=set_name) for feeds in apart]
+    together = {name: np.concatenate([feeds[name] for feeds in apart]) for name in apart[0]}
+    got = run("Attend", together, case.attributes, set_name=set_name, threads=2)
+    for ours, theirs in zip(got, zip(*expected, strict=True), strict=True):
+        assert ours.tobytes() == np.concatenate(theirs).tobytes()
 
 
 def test_equal_weights_over_many_slots_do_not_overflow() -> None:

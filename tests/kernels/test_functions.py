@@ -85,6 +85,24 @@ def test_the_function_of_attend_is_its_attention(name: str) -> None:
     assert_the_same("Attend", case.feeds(np.random.default_rng(4)), case.attributes)
 
 
+def test_the_functions_take_several_requests(dice: np.random.Generator) -> None:
+    case = CASES["grouped queries"]
+    several = [case.feeds(dice) for _ in range(3)]
+    assert_the_same(
+        "Attend", {name: np.concatenate([each[name] for each in several]) for name in several[0]}, case.attributes
+    )
+    weights = pack(random_weights(dice, "int8", 64, 64))
+    feeds = {"x": normal(dice, 6, 64), "rows": np.array([[2], [0]]), "weights": weights}
+    attributes = {"norm": "none", "epsilon": 0.0, "format": "int8", "vocabulary": 64, "cap": 0.0}
+    assert_the_same("Head", feeds, attributes)
+    chosen = session_of(model_of("Head", feeds, attributes)).run(None, feeds)[0]
+    for request, row in enumerate((2, 3)):
+        one = feeds | {"x": feeds["x"][row : row + 1], "rows": np.array([[0]])}
+        assert np.array_equal(
+            session_of(model_of("Head", one, attributes)).run(None, one)[0], chosen[request : request + 1]
+        )
+
+
 def test_each_kind_of_node_has_one_function(dice: np.random.Generator) -> None:
     weights = pack(random_weights(dice, "int4", 64, 64))
     feeds = {"x": normal(dice, 2, 64), "residual": normal(dice, 2, 64), "weights": weights}

@@ -24,7 +24,7 @@ EMBED_AS = {"format": "int4", "vocabulary": 64, "width": 96, "scale": 1.0}
 HEAD_AS = NORM | {"format": "int4", "vocabulary": 64, "cap": 0.0}
 GATE_AS = NORM | {"format": "int4", "width": 32, "activation": "silu"}
 MANY_AS = NORM | {"widths": [64], "formats": "int4", "activation": "none"}
-ATTEND_AS = {"heads": 4, "plane": 0, "interleaved": 0, "scale": 0.1, "cap": 0.0, "epsilon": 1e-6}
+ATTEND_AS = {"heads": 4, "interleaved": 0, "scale": 0.1, "cap": 0.0, "epsilon": 1e-6}
 CACHE = np.zeros((1, 2, 20, 16), np.int8)
 ATTEND = {
     "qkv": np.zeros((3, 8 * 16), np.float32),
@@ -75,6 +75,8 @@ CASES: list[tuple[str, Feeds, dict[str, Any], str]] = [
     ("Head", {"x": X, "rows": np.array([[3]]), "weights": WEIGHTS}, HEAD_AS, "row 3, expected 0 to 2"),
     ("Head", {"x": X, "rows": np.array([[-1]]), "weights": WEIGHTS}, HEAD_AS, "row -1"),
     ("Head", {"x": X, "rows": np.zeros((1, 0), np.int64), "weights": WEIGHTS}, HEAD_AS, "rows has 0"),
+    ("Head", {"x": X, "rows": np.array([[0], [0]]), "weights": WEIGHTS}, HEAD_AS, "3 rows of 2 requests"),
+    ("Head", {"x": X, "rows": np.array([[0], [1], [0]]), "weights": WEIGHTS}, HEAD_AS, "row 1, expected 0 to 0"),
     ("Head", {"x": X, "rows": np.array([[0] * 4]), "weights": WEIGHTS}, HEAD_AS, "rows has 4"),
     ("Attend", ATTEND | {"slots": np.array([[0, 1, 20]])}, ATTEND_AS, "slot 20, expected 0 to 19"),
     ("Attend", ATTEND | {"slots": np.array([[0, -1, 2]])}, ATTEND_AS, "slot -1"),
@@ -82,7 +84,8 @@ CASES: list[tuple[str, Feeds, dict[str, Any], str]] = [
     ("Attend", ATTEND | {"visible": np.ones((1, 1, 3, 21), bool)}, ATTEND_AS, "rows of 21 slots, expected 1 to 20"),
     ("Attend", ATTEND | {"visible": np.ones((1, 1, 3, 0), bool)}, ATTEND_AS, "rows of 0 slots"),
     ("Attend", ATTEND | {"visible": np.ones((1, 1, 2, 20), bool)}, ATTEND_AS, "40 marks"),
-    ("Attend", ATTEND | {"visible": np.ones((3, 1, 1, 20), bool)}, ATTEND_AS, "60 marks"),
+    ("Attend", ATTEND | {"visible": np.ones((1, 2, 3, 20), bool)}, ATTEND_AS, "120 marks"),
+    ("Attend", ATTEND | {"keys": CACHE.reshape(2, 1, 20, 16)}, ATTEND_AS, "3 rows of 2 requests"),
     ("Attend", ATTEND | {"keys": CACHE[0]}, ATTEND_AS, "keys has 3 dimensions"),
     ("Attend", ATTEND | {"keys": CACHE[:, :, :0]}, ATTEND_AS, "keys has 4 dimensions and 0 bytes"),
     ("Attend", ATTEND | {"values": CACHE[:, :, :19]}, ATTEND_AS, "expected the shape of keys"),

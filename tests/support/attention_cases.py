@@ -49,7 +49,7 @@ class Case:
 
     @property
     def attributes(self) -> dict[str, Any]:
-        given = {"heads": self.heads, "plane": 0, "interleaved": int(self.interleaved)}
+        given = {"heads": self.heads, "interleaved": int(self.interleaved)}
         return given | {"scale": self.size**-0.5, "cap": self.cap, "epsilon": 1e-6}
 
     def expected(self, feeds: dict[str, NDArray[Any]]) -> list[NDArray[Any]]:

@@ -41,13 +41,17 @@ public:
   explicit operator bool() const { return status; }
 
   __attribute__((format(printf, 3, 4))) void say(const char* node, const char* text, ...) {
+    va_list values;
+    va_start(values, text);
+    say_values(node, text, values);
+    va_end(values);
+  }
+
+  void say_values(const char* node, const char* text, va_list values) {
     if (status) return;
     char message[512];
     int at = snprintf(message, sizeof message, "spaceport %s: ", node);
-    va_list values;
-    va_start(values, text);
     vsnprintf(message + at, sizeof message - at, text, values);
-    va_end(values);
     status = ort->CreateStatus(ORT_INVALID_ARGUMENT, message);
   }
 
@@ -147,9 +151,11 @@ public:
 
   bool failed() const { return failure.status; }
 
-  template <class... T>
-  void fail(const char* text, T... values) {
-    failure.say(node.name, text, values...);
+  __attribute__((format(printf, 2, 3))) void fail(const char* text, ...) {
+    va_list values;
+    va_start(values, text);
+    failure.say_values(node.name, text, values);
+    va_end(values);
   }
 
   const char* name(int input) const { return node.input_names[input]; }

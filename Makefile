@@ -90,7 +90,7 @@ types: venv $(PACKAGE)
 
 # The package as it is installed, of links: mypy and the API reference follow folders, and not the names in setup.py.
 $(PACKAGE): setup.py
-	@mkdir -p $@ && ln -sfn $(addprefix $(CURDIR)/,exporter graphs runtime serving tools src/spaceport/*) $@ && touch $@
+	@mkdir -p $@ && ln -sfn $(addprefix $(CURDIR)/,exporter graphs kernels runtime serving tools src/spaceport/*) $@ && touch $@
 
 format: venv
 	@echo "check: ruff format"
@@ -132,4 +132,4 @@ clean:
 	@echo "clean: removing caches, build outputs and what tests have built"
 	@rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage
 	@cd "$${SPACEPORT_TEST_CACHE:-$${XDG_CACHE_HOME:-$$HOME/.cache}/spaceport-tests}" 2>/dev/null && rm -rf built passed mypy || true
-	@find benchmarks exporter graphs recipes runtime serving src tools tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	@find benchmarks exporter graphs kernels recipes runtime serving src tools tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -2,7 +2,7 @@
 
 from setuptools import find_packages, setup
 
-PARTS = ("exporter", "graphs", "runtime", "serving", "tools")
+PARTS = ("exporter", "graphs", "kernels", "runtime", "serving", "tools")
 
 setup(
     packages=["spaceport", *(f"spaceport.{part}" for part in find_packages(include=[f"{part}*" for part in PARTS]))],

@@ -19,6 +19,7 @@ CHECKOUT_ONLY = ("benchmarks", "recipes")
 # row that a module is in counts.
 _MODEL = ("graphs", "exporter", "runtime")
 LAYERS = {
+    "kernels": (),
     "graphs.contract": (),
     "graphs": (),
     "exporter": ("graphs",),

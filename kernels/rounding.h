@@ -1,0 +1,69 @@
+// Rounds the rows of a tile to 8 bits in blocks of 32 inputs, after their norm.
+//
+// Each block of a row has its own scale, so an outlier spoils 31 neighbours and no more: neither rotation nor
+// calibration is needed. A block whose largest magnitude is below 1e-30 becomes 0.
+//
+//     code = round(x * (127 / largest)),    x is about (largest / 127) * code
+#pragma once
+
+namespace spaceport::SPACEPORT_SET {
+
+// x -> (x - mean) / deviation * gain + bias; RMS norm has no mean and no bias.
+inline void normalize(const NormOf& norm, const float* x, int count, float* y) {
+  float mean = norm.kind == LAYER_NORM ? row_sum(x, count, 0.0f, 1) / float(count) : 0.0f;
+  float variance = row_sum(x, count, mean, 2) / float(count);
+  F factor = set(1.0f / __builtin_sqrtf(variance + norm.epsilon)), center = set(mean);
+  for (int k = 0; k < count; k += LANES) {
+    F v = mul(sub(load(x + k), center), factor);
+    if (norm.gain) v = mul(v, load(norm.gain + k));
+    if (norm.bias) v = add(v, load(norm.bias + k));
+    store(y + k, v);
+  }
+}
+
+constexpr int HALF_VECTORS = 16 / LANES;  // of half a block
+constexpr float SMALLEST = 1e-30f;
+
+inline void round_row(const float* x, int inputs, int8_t* codes, float* scales, float* sums, int32_t* zeros,
+                      int32_t* half_zeros, int rows) {
+  for (int b = 0; b < inputs / BLOCK; b++, x += BLOCK) {
+    F v[2 * HALF_VECTORS], largest = set(0.0f);
+    for (int i = 0; i < 2 * HALF_VECTORS; i++) {
+      v[i] = load(x + LANES * i);
+      largest = max(largest, abs(v[i]));
+    }
+    float top = max_of(largest);
+    float scale = top > SMALLEST ? top / 127.0f : 0.0f;
+    F factor = set(top > SMALLEST ? 127.0f / top : 0.0f);
+    alignas(64) int8_t block[BLOCK];
+    int sum[2];
+    for (int half = 0; half < 2; half++) {
+      I total = set_int(0);
+      for (int i = half * HALF_VECTORS; i < (half + 1) * HALF_VECTORS; i++) {
+        I code = to_int(mul(v[i], factor));
+        total = add_int(total, code);
+        store_bytes(block + LANES * i, code);
+      }
+      sum[half] = sum_of(total);
+      half_zeros[(2 * b + half) * rows] = -128 * sum[half];
+    }
+    for (int j = 0; j < BLOCK / 4; j++)
+      __builtin_memcpy(codes + int64_t(b * (BLOCK / 4) + j) * rows * 4, block + 4 * j, 4);
+    scales[b * rows] = scale;
+    sums[b * rows] = float(sum[0] + sum[1]) * scale;
+    zeros[b * rows] = -128 * (sum[0] + sum[1]);
+  }
+}
+
+inline void round_tile(const RoundedRows& r, int tile, const float* const* rows, const NormOf& norm, float* temporary) {
+  int first = tile_begin(r, tile), count = tile_begin(r, tile + 1) - first;
+  int64_t blocks = r.inputs / BLOCK, at = first * blocks;
+  for (int m = 0; m < count; m++) {
+    const float* x = rows[first + m];
+    if (norm.kind != NO_NORM) normalize(norm, x, r.inputs, temporary), x = temporary;
+    round_row(x, r.inputs, r.codes + int64_t(first) * r.inputs + 4 * m, r.scales + at + m, r.sums + at + m,
+              r.zeros + at + m, r.half_zeros + 2 * at + m, count);
+  }
+}
+
+}  // namespace spaceport::SPACEPORT_SET

@@ -1,0 +1,252 @@
+// The vector layer in plain C++: the meaning of each operation, and what runs on processors without a set of their own.
+//
+// Every set defines the same names for its own registers; LANES numbers of 32 bits fit into one.
+//   F float32 lanes, I int32 lanes, Mask one bit a lane, B 4 * LANES bytes, read as 4 neighbours for each lane
+//   NibbleSum, ByteSum: sums of products of unsigned codes and signed bytes, 4 neighbours to a lane. A sum takes up to
+//   8 groups of 4, a ByteSum BYTE_SUM_GROUPS; then it is read as I. They are exact in every set, however a set computes
+//   them.
+#pragma once
+#include <cstdint>
+#include <cstring>
+
+namespace spaceport::SPACEPORT_SET {
+
+constexpr int LANES = 4;
+constexpr int REGISTERS = 16;
+constexpr int BYTE_SUM_REGISTERS = 1, BYTE_SUM_GROUPS = 64;
+constexpr int TILE_ROWS_8 = 2, TILE_ROWS_4 = 2;  // most rows of a tile, by the bits of codes: more spill registers
+
+struct F {
+  float v[LANES];
+};
+struct I {
+  int32_t v[LANES];
+};
+struct B {
+  uint8_t v[4 * LANES];
+};
+struct Mask {
+  bool v[LANES];
+};
+
+template <class R, class Op>
+inline R each(Op op) {
+  R r;
+  for (int i = 0; i < LANES; i++) r.v[i] = op(i);
+  return r;
+}
+
+// Memory. No alignment is needed.
+inline F load(const float* p) {
+  return each<F>([&](int i) { return p[i]; });
+}
+inline void store(float* p, F a) { memcpy(p, a.v, sizeof a.v); }
+inline I load_int(const int32_t* p) {
+  return each<I>([&](int i) { return p[i]; });
+}
+inline void store_int(int32_t* p, I a) { memcpy(p, a.v, sizeof a.v); }
+inline B load_bytes(const void* p) {
+  B b;
+  memcpy(b.v, p, sizeof b.v);
+  return b;
+}
+inline F set(float a) {
+  return each<F>([&](int) { return a; });
+}
+inline I set_int(int32_t a) {
+  return each<I>([&](int) { return a; });
+}
+inline B set_group(const void* p) {
+  B b;
+  for (int i = 0; i < LANES; i++) memcpy(b.v + 4 * i, p, 4);
+  return b;
+}
+inline F load_half(const void* p) {  // float16, denormals included
+  return each<F>([&](int i) {
+    uint16_t h;
+    memcpy(&h, static_cast<const uint8_t*>(p) + 2 * i, 2);
+    uint32_t exponent = h >> 10 & 31, fraction = h & 1023, sign = uint32_t(h & 0x8000) << 16;
+    float magnitude = float(fraction) * (1.0f / (1 << 24));
+    uint32_t bits;
+    memcpy(&bits, &magnitude, 4);
+    if (exponent) bits = (exponent == 31 ? 255u : exponent + 112) << 23 | fraction << 13;
+    bits |= sign;
+    float f;
+    memcpy(&f, &bits, 4);
+    return f;
+  });
+}
+inline F load_unsigned(const uint8_t* p) {
+  return each<F>([&](int i) { return float(p[i]); });
+}
+inline F load_signed(const uint8_t* p) {
+  return each<F>([&](int i) { return float(int8_t(p[i])); });
+}
+inline Mask load_mask(const uint8_t* p) {
+  return each<Mask>([&](int i) { return p[i] != 0; });
+}
+inline void store_bytes(int8_t* p, I a) {
+  for (int i = 0; i < LANES; i++) p[i] = int8_t(a.v[i]);
+}
+
+// Float lanes: each is rounded once, as IEEE 754 says.
+inline F add(F a, F b) {
+  return each<F>([&](int i) { return a.v[i] + b.v[i]; });
+}
+inline F sub(F a, F b) {
+  return each<F>([&](int i) { return a.v[i] - b.v[i]; });
+}
+inline F mul(F a, F b) {
+  return each<F>([&](int i) { return a.v[i] * b.v[i]; });
+}
+inline F div(F a, F b) {
+  return each<F>([&](int i) { return a.v[i] / b.v[i]; });
+}
+inline F fma(F a, F b, F c) {
+  return each<F>([&](int i) { return __builtin_fmaf(a.v[i], b.v[i], c.v[i]); });
+}
+inline F fnma(F a, F b, F c) {
+  return each<F>([&](int i) { return __builtin_fmaf(-a.v[i], b.v[i], c.v[i]); });
+}
+inline F max(F a, F b) {
+  return each<F>([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; });
+}
+inline F min(F a, F b) {
+  return each<F>([&](int i) { return a.v[i] < b.v[i] ? a.v[i] : b.v[i]; });
+}
+inline F abs(F a) {
+  return each<F>([&](int i) { return __builtin_fabsf(a.v[i]); });
+}
+inline Mask greater(F a, F b) {
+  return each<Mask>([&](int i) { return a.v[i] > b.v[i]; });
+}
+inline F select(Mask mask, F a, F b) {
+  return each<F>([&](int i) { return mask.v[i] ? a.v[i] : b.v[i]; });
+}
+inline float max_of(F a) {
+  float m = a.v[0];
+  for (float x : a.v) m = x > m ? x : m;
+  return m;
+}
+
+// Integer lanes.
+inline F to_float(I a) {
+  return each<F>([&](int i) { return float(a.v[i]); });
+}
+inline I to_int(F a) {  // to nearest, ties to even; exact for magnitudes up to 2^22
+  return each<I>([&](int i) {
+    float f = a.v[i] + 12582912.0f;
+    int32_t bits;
+    memcpy(&bits, &f, 4);
+    return bits - 0x4B400000;
+  });
+}
+inline I add_int(I a, I b) {
+  return each<I>([&](int i) { return int32_t(uint32_t(a.v[i]) + uint32_t(b.v[i])); });
+}
+inline F power_of_two(I n) {  // for -126 <= n <= 127
+  return each<F>([&](int i) {
+    uint32_t bits = uint32_t(n.v[i] + 127) << 23;
+    float f;
+    memcpy(&f, &bits, 4);
+    return f;
+  });
+}
+inline int32_t sum_of(I a) {
+  uint32_t s = 0;
+  for (int32_t x : a.v) s += uint32_t(x);
+  return int32_t(s);
+}
+
+// Multiply-add of bytes.
+inline B low_nibbles(B b) {
+  for (uint8_t& x : b.v) x &= 15;
+  return b;
+}
+inline B high_nibbles(B b) {
+  for (uint8_t& x : b.v) x >>= 4;
+  return b;
+}
+inline I dot(I sum, B codes, B bytes) {
+  return each<I>([&](int i) {
+    int32_t s = sum.v[i];
+    for (int k = 4 * i; k < 4 * i + 4; k++) s += int32_t(codes.v[k]) * int8_t(bytes.v[k]);
+    return s;
+  });
+}
+using NibbleSum = I;
+inline NibbleSum nibble_sum() { return set_int(0); }
+inline NibbleSum add_nibbles(NibbleSum sum, B codes, B bytes) { return dot(sum, codes, bytes); }
+inline I read(NibbleSum sum) { return sum; }
+
+// Sums of (code - 128) * byte if CENTRED, of code * byte otherwise. `zero` is -128 times the sum of the bytes.
+using ByteSum = I;
+template <bool CENTRED>
+inline ByteSum byte_sum(int32_t zero) {
+  return set_int(CENTRED ? zero : 0);
+}
+inline ByteSum add_bytes(ByteSum sum, B codes, B bytes) { return dot(sum, codes, bytes); }
+template <bool CENTRED>
+inline I read(ByteSum sum, int32_t) {
+  return sum;
+}
+inline B from_signed(B b) {
+  for (uint8_t& x : b.v) x ^= 0x80;
+  return b;
+}  // to codes around 128
+inline void keep(B&) {}
+
+// LANES rows of 4 * LANES bytes -> columns[j] = group j of every row.
+inline void transpose(const uint8_t* const* rows, B* columns) {
+  for (int j = 0; j < LANES; j++)
+    for (int i = 0; i < LANES; i++) memcpy(columns[j].v + 4 * i, rows[i] + 4 * j, 4);
+}
+
+// Sums over slots of 15-bit weights times values, for 4 * LANES channels: 256 * high + low is the sum.
+// Four slots are added at a time, at most 256 to a sum.
+constexpr int CHANNELS = 4 * LANES;
+constexpr int VALUE_BYTES = 4 * CHANNELS;  // of the prepared values of four slots
+constexpr int MIX_PAIRS = 1;               // rows and heads that mix at a time
+inline void prepare_values(const uint8_t* const* slots, uint8_t* prepared) {
+  for (int s = 0; s < 4; s++) memcpy(prepared + s * CHANNELS, slots[s], CHANNELS);
+}
+// LANES weights of slots first.. of `count`: 2 bytes each.
+inline void store_weights(uint8_t* weights, int, int first, I a) {
+  for (int i = 0; i < LANES; i++) {
+    int16_t w = int16_t(a.v[i]);
+    memcpy(weights + 2 * (first + i), &w, 2);
+  }
+}
+struct MixSum {  // of LANES channels
+  int32_t v[LANES];
+};
+struct MixValues {
+  int8_t v[4][LANES];  // slots x channels
+};
+struct MixWeights {
+  int16_t v[4];
+};
+inline MixSum mix_sum() { return {}; }
+inline MixValues load_values(const uint8_t* prepared, int vector) {
+  MixValues values;
+  for (int s = 0; s < 4; s++) memcpy(values.v[s], prepared + s * CHANNELS + vector * LANES, LANES);
+  return values;
+}
+inline MixWeights load_weights(const uint8_t* weights, int, int first) {
+  MixWeights w;
+  memcpy(w.v, weights + 2 * first, sizeof w.v);
+  return w;
+}
+inline MixSum mix(MixSum sum, MixValues values, MixWeights weights) {
+  for (int s = 0; s < 4; s++)
+    for (int c = 0; c < LANES; c++) sum.v[c] += weights.v[s] * values.v[s][c];
+  return sum;
+}
+inline void add_mix(const MixSum* sums, int32_t* high, int32_t* low) {
+  for (int c = 0; c < CHANNELS; c++) {
+    high[c] += sums[c / LANES].v[c % LANES] >> 8;
+    low[c] += sums[c / LANES].v[c % LANES] & 255;
+  }
+}
+
+}  // namespace spaceport::SPACEPORT_SET

@@ -1,0 +1,50 @@
+"""The library is compiled with what is there, and needs no C++ library where it runs."""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from spaceport.kernels import build
+from spaceport.kernels.native_library import instruction_set
+from support.native_operators import available_sets, forced, library
+
+
+def test_without_a_compiler_the_build_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(build, "compiler", lambda: None)
+    with pytest.raises(
+        build.BuildError, match=r"no C\+\+ compiler found: install g\+\+ or clang, or pip install ziglang"
+    ):
+        build.build(tmp_path / "library.so")
+
+
+def test_a_machine_without_kernels_is_named(tmp_path: Path) -> None:
+    with pytest.raises(build.BuildError, match="no kernels for riscv64: expected one of x86_64, aarch64"):
+        build.build(tmp_path / "library.so", ["g++"], "riscv64")
+
+
+def test_machines_have_one_name_each() -> None:
+    assert [build.machine_name(name) for name in ("AMD64", "x86_64", "arm64", "aarch64")] == ["x86_64"] * 2 + [
+        "aarch64"
+    ] * 2
+
+
+@pytest.mark.skipif(library() is None or shutil.which("nm") is None, reason="no C++ compiler")
+def test_the_library_needs_the_c_library_only_and_shows_two_functions() -> None:
+    listed = subprocess.run(["nm", "-D", str(library())], capture_output=True, text=True, check=True).stdout
+    assert set(re.findall(r" T (\w+)", listed)) == {"RegisterCustomOps", "spaceport_instruction_set"}
+    assert not [line for line in listed.splitlines() if re.search(r"_Z|GLIBCXX|CXXABI", line)]
+
+
+@pytest.mark.skipif(library() is None, reason="no C++ compiler")
+def test_the_library_names_the_instruction_set_of_the_next_session() -> None:
+    path = library()
+    assert path is not None
+    for name in available_sets():
+        with forced(name):
+            assert instruction_set(path) == name
+    with forced("sse9"):
+        assert instruction_set(path) == ""
+    assert instruction_set(path) in available_sets()

@@ -1,0 +1,183 @@
+"""Products, norms, gates, the embedding and the head, against what they compute in numpy, and rows against themselves."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from spaceport.kernels.packing import WEIGHT_FORMATS, QuantizedWeights, gate_order, pack
+from support import operator_reference as reference
+from support.native_operators import Operator, available_sets, library, normal, random_weights, run
+
+pytestmark = pytest.mark.skipif(library() is None, reason="no C++ compiler")
+
+EXACT = 2e-6  # of the largest output: float32 sums against float64
+ROUNDED = 2e-3  # the same where a sum of a norm may move a code to its neighbour
+
+# The most rows that a tile of some set holds are 2, 4, 6 and 9; 1 and 37 leave tiles of unequal sizes.
+ROWS = (1, 2, 3, 5, 6, 7, 9, 13, 37)
+
+
+@pytest.fixture
+def dice() -> np.random.Generator:
+    return np.random.default_rng(7)
+
+
+def close(got: NDArray[Any], expected: NDArray[Any], tolerance: float) -> bool:
+    assert got.shape == expected.shape
+    return bool(np.abs(got - expected).max() <= tolerance * np.abs(expected).max())
+
+
+def same_everywhere(kind: str, inputs: dict[str, Any], attributes: dict[str, Any]) -> NDArray[np.float32]:
+    """The output, which all instruction sets of this processor compute to the bit, with one thread and with two."""
+    outputs = {name: run(kind, inputs, attributes, set_name=name)[0] for name in available_sets()}
+    outputs["two threads"] = run(kind, inputs, attributes, threads=2)[0]
+    first = outputs["portable"]
+    for name, output in outputs.items():
+        assert output.tobytes() == first.tobytes(), name
+    return first
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("format_name", WEIGHT_FORMATS)
+def test_add_product_is_the_product_with_rounded_rows_on_all_sets(
+    dice: np.random.Generator, format_name: str, rows: int
+) -> None:
+    outputs, inputs = 75, 512  # the last panel has 11 outputs
+    weights = random_weights(dice, format_name, outputs, inputs)
+    x, residual, bias = normal(dice, rows, inputs), normal(dice, rows, outputs), normal(dice, outputs)
+    feeds = {"x": x, "residual": residual, "weights": pack(weights), "bias": bias}
+    got = same_everywhere("AddProduct", feeds, {"format": format_name, "width": outputs})
+    assert close(got, reference.product(x, weights.dequantized(), bias) + residual, EXACT)
+
+
+@pytest.mark.parametrize("format_name", WEIGHT_FORMATS)
+def test_a_row_has_the_same_bytes_in_any_company(dice: np.random.Generator, format_name: str) -> None:
+    outputs, inputs = 64, 256
+    x, residual = normal(dice, 37, inputs), normal(dice, 37, outputs)
+    feeds = {"x": x, "residual": residual, "weights": pack(random_weights(dice, format_name, outputs, inputs))}
+    for set_name in available_sets():
+        operator = Operator("AddProduct", feeds, {"format": format_name, "width": outputs}, set_name, 2)
+        alone = np.concatenate(
+            [operator(feeds | {"x": x[i : i + 1], "residual": residual[i : i + 1]})[0] for i in range(37)]
+        )
+        for count in (2, 3, 4, 5, 6, 7, 8, 9, 10, 17, 36, 37):
+            first = 37 - count
+            got = operator(feeds | {"x": x[first:], "residual": residual[first:]})[0]
+            assert got.tobytes() == alone[first:].tobytes(), (set_name, count)
+
+
+def test_large_products_are_the_same_with_two_threads(dice: np.random.Generator) -> None:
+    weights = random_weights(dice, "int4", 4096, 512)
+    for rows in (1, 40):
+        x, residual = normal(dice, rows, 512), np.zeros((rows, 4096), np.float32)
+        feeds = {"x": x, "residual": residual, "weights": pack(weights)}
+        one, two = (run("AddProduct", feeds, {"format": "int4", "width": 4096}, threads=n)[0] for n in (1, 2))
+        assert one.tobytes() == two.tobytes()
+        assert close(one, reference.product(x, weights.dequantized()), EXACT)
+
+
+def test_extreme_codes_do_not_overflow(dice: np.random.Generator) -> None:
+    """All products of bytes at their largest, of equal and of opposite sign."""
+    inputs = 256
+    x = np.ones((3, inputs), np.float32)
+    x[1] = -1
+    x[2, ::2] = -1
+    for format_name, code in (("int4", 15), ("int8", 255), ("int8", 0), ("int8_min", 255)):
+        weight_format = WEIGHT_FORMATS[format_name]
+        ones = np.ones((32, inputs // 32), np.float16)
+        minima = ones if weight_format.has_minima else None
+        weights = QuantizedWeights(weight_format, np.full((32, inputs), code, np.uint8), ones, minima)
+        feeds = {"x": x, "residual": np.zeros((3, 32), np.float32), "weights": pack(weights)}
+        got = same_everywhere("AddProduct", feeds, {"format": format_name, "width": 32})
+        assert close(got, reference.product(x, weights.dequantized()), EXACT)
+
+
+@pytest.mark.parametrize("kind", ["none", "rms", "layer"])
+def test_norm_product_puts_products_of_several_formats_side_by_side(dice: np.random.Generator, kind: str) -> None:
+    inputs, widths, formats = 512, (64, 40, 32), ("int4", "int8_k16", "int8")
+    weights = [random_weights(dice, name, width, inputs) for name, width in zip(formats, widths, strict=True)]
+    x, gain, shift = normal(dice, 7, inputs) * 3 + 1, normal(dice, inputs), normal(dice, inputs)
+    bias = normal(dice, 40)
+    feeds = {"x": x, "gain": gain, "weights": pack(weights[0]), "weights2": pack(weights[1]), "bias2": bias}
+    feeds["weights3"] = pack(weights[2])
+    if kind == "layer":
+        feeds["norm_bias"] = shift
+    attributes = {"norm": kind, "epsilon": 1e-5, "widths": widths, "formats": ",".join(formats), "activation": "none"}
+    got = same_everywhere("NormProduct", feeds, attributes)
+    normed = reference.normalized(x, kind, gain, shift if kind == "layer" else None, 1e-5)
+    dense = np.concatenate([each.dequantized() for each in weights])
+    expected = reference.product(normed, dense, np.concatenate([np.zeros(64), bias, np.zeros(32)]))
+    assert close(got, expected, EXACT if kind == "none" else ROUNDED)
+
+
+@pytest.mark.parametrize("activation", ["none", "silu", "gelu", "gelu_tanh"])
+def test_norm_product_activates_its_outputs(dice: np.random.Generator, activation: str) -> None:
+    weights = random_weights(dice, "int8", 64, 96)
+    feeds = {"x": normal(dice, 5, 96) * 4, "weights": pack(weights)}
+    attributes = {"norm": "none", "epsilon": 0.0, "widths": [64], "formats": "int8", "activation": activation}
+    got = same_everywhere("NormProduct", feeds, attributes)
+    assert close(got, reference.activated(reference.product(feeds["x"], weights.dequantized()), activation), EXACT)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+def test_gate_product_multiplies_the_activated_gate_by_up(dice: np.random.Generator, activation: str) -> None:
+    inputs, width = 512, 48
+    weights = random_weights(dice, "int4_k", 2 * width, inputs)
+    bias, gain, x = normal(dice, 2 * width), normal(dice, inputs), normal(dice, 7, inputs)
+    order = gate_order(width)
+    feeds = {"x": x, "gain": gain, "weights": pack(weights), "bias": bias}
+    attributes = {"norm": "rms", "epsilon": 1e-6, "format": "int4_k", "width": width, "activation": activation}
+    got = same_everywhere("GateProduct", feeds, attributes)
+    both = np.empty((7, 2 * width))
+    both[:, order] = reference.product(reference.normalized(x, "rms", gain, None, 1e-6), weights.dequantized(), bias)
+    assert close(got, reference.activated(both[:, :width], activation) * both[:, width:], ROUNDED)
+
+
+@pytest.mark.parametrize("cap", [0.0, 2.0])
+def test_head_gives_the_logits_of_chosen_rows(dice: np.random.Generator, cap: float) -> None:
+    weights, gain, x = random_weights(dice, "int8", 100, 96), normal(dice, 96), normal(dice, 6, 96)
+    feeds = {"x": x, "rows": np.array([[5, 0, 3]]), "gain": gain, "weights": pack(weights)}
+    attributes = {"norm": "rms", "epsilon": 1e-6, "format": "int8", "vocabulary": 100, "cap": cap}
+    got = same_everywhere("Head", feeds, attributes)
+    logits = reference.product(reference.normalized(x[[5, 0, 3]], "rms", gain, None, 1e-6), weights.dequantized())
+    assert got.shape == (1, 3, 100)
+    assert close(got[0], cap * np.tanh(logits / cap) if cap else logits, ROUNDED)
+
+
+@pytest.mark.parametrize("format_name", WEIGHT_FORMATS)
+def test_embed_gives_the_weights_of_a_token(dice: np.random.Generator, format_name: str) -> None:
+    weights = random_weights(dice, format_name, 100, 512)
+    feeds = {"ids": np.array([[99, 0, 33, 64]]), "weights": pack(weights)}
+    attributes = {"format": format_name, "vocabulary": 100, "width": 512, "scale": 1.0}
+    got = same_everywhere("Embed", feeds, attributes)
+    assert np.array_equal(got, weights.dequantized()[[99, 0, 33, 64]])
+    assert np.array_equal(run("Embed", feeds, attributes | {"scale": 3.0})[0], got * np.float32(3))
+
+
+def test_rows_of_zeros_and_denormals_give_zeros(dice: np.random.Generator) -> None:
+    weights = random_weights(dice, "int4", 32, 64)
+    x = np.zeros((3, 64), np.float32)
+    x[1] = 1e-40
+    feeds = {"x": x, "residual": np.zeros((3, 32), np.float32), "weights": pack(weights)}
+    assert not same_everywhere("AddProduct", feeds, {"format": "int4", "width": 32}).any()
+
+
+def test_a_row_with_infinities_spoils_no_other_row(dice: np.random.Generator) -> None:
+    weights = random_weights(dice, "int8", 32, 64)
+    x, residual = normal(dice, 4, 64), np.zeros((4, 32), np.float32)
+    feeds = {"x": x, "residual": residual, "weights": pack(weights)}
+    good = run("AddProduct", feeds, {"format": "int8", "width": 32})[0]
+    x[2, 5], x[2, 40] = np.inf, np.nan
+    for set_name in available_sets():
+        spoilt = run("AddProduct", feeds, {"format": "int8", "width": 32}, set_name=set_name)[0]
+        assert np.array_equal(spoilt[[0, 1, 3]], good[[0, 1, 3]])
+
+
+def test_weights_may_be_initializers(dice: np.random.Generator) -> None:
+    weights = random_weights(dice, "int4", 64, 96)
+    feeds = {"x": normal(dice, 2, 96), "residual": normal(dice, 2, 64), "weights": pack(weights)}
+    given: Callable[..., Any] = lambda **how: run("AddProduct", feeds, {"format": "int4", "width": 64}, **how)  # noqa: E731
+    assert np.array_equal(given()[0], given(constants=("weights",))[0])

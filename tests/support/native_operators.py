@@ -1,0 +1,165 @@
+"""Sessions of one operator, in the compiled library, and inputs for it."""
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+from numpy.typing import NDArray
+from onnx import TensorProto, helper
+
+from spaceport.kernels.build import SOURCES, build, compiler, library_name
+from spaceport.kernels.functions import INPUTS, OPSET, OUTPUTS
+from spaceport.kernels.gguf_weights import GGUF_BLOCKS, from_gguf
+from spaceport.kernels.packing import QuantizedWeights
+from support.cache import built
+
+SETS = ("portable", "avx2", "avxvnni", "avx512vnni", "neon")
+_TYPES = {
+    np.dtype(np.float32): TensorProto.FLOAT,
+    np.dtype(np.uint8): TensorProto.UINT8,
+    np.dtype(np.int8): TensorProto.INT8,
+    np.dtype(np.int64): TensorProto.INT64,
+    np.dtype(np.bool_): TensorProto.BOOL,
+}
+_OUTPUT_TYPES = {"new_keys": TensorProto.INT8, "new_values": TensorProto.INT8}
+
+GGUF_TYPES = {
+    "int4": "Q4_1",
+    "int4_k": "Q4_K",
+    "int8": "Q8_0",
+    "int8_min": "Q5_1",
+    "int8_k": "Q5_K",
+    "int8_k16": "Q6_K",
+}
+
+
+@cache
+def library() -> Path | None:
+    """The library with all instruction sets that this processor can run, compiled once; None without a compiler."""
+    if (given := os.environ.get("TESTED_KERNELS")) is not None:  # for instance, one with sanitizers
+        return Path(given)
+    if compiler() is None:
+        return None
+    sources = sorted([*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")])
+    folder = built("kernels", sources, ["kernels/build.py"], lambda to: build(to / library_name(), test_encoding=True))
+    return folder / library_name()
+
+
+@contextmanager
+def forced(set_name: str | None) -> Iterator[None]:
+    """Open sessions with one instruction set inside the block."""
+    before = os.environ.pop("SPACEPORT_KERNELS", None)
+    if set_name:
+        os.environ["SPACEPORT_KERNELS"] = set_name
+    try:
+        yield
+    finally:
+        os.environ.pop("SPACEPORT_KERNELS", None)
+        if before is not None:
+            os.environ["SPACEPORT_KERNELS"] = before
+
+
+def options(threads: int = 1, with_library: bool = True) -> onnxruntime.SessionOptions:
+    chosen = onnxruntime.SessionOptions()
+    chosen.intra_op_num_threads, chosen.inter_op_num_threads = threads, 1
+    chosen.log_severity_level = 4
+    if with_library:
+        chosen.register_custom_ops_library(str(library()))
+    return chosen
+
+
+def session_of(model: onnx.ModelProto, threads: int = 1, with_library: bool = True) -> onnxruntime.InferenceSession:
+    chosen = options(threads, with_library)
+    return onnxruntime.InferenceSession(model.SerializeToString(), chosen, providers=["CPUExecutionProvider"])
+
+
+@cache
+def available_sets() -> tuple[str, ...]:
+    """The instruction sets of the library that this processor has."""
+    found = []
+    for name in SETS:
+        with forced(name):
+            try:
+                options()
+            except onnxruntime.capi.onnxruntime_pybind11_state.InvalidArgument:
+                continue
+        found.append(name)
+    return tuple(found)
+
+
+def normal(dice: np.random.Generator, *shape: int) -> NDArray[np.float32]:
+    return dice.standard_normal(shape, dtype=np.float32)
+
+
+def random_weights(dice: np.random.Generator, format_name: str, outputs: int, inputs: int) -> QuantizedWeights:
+    """Weights of about 0.1 in one of the formats, from the bytes of a GGUF tensor."""
+    gguf_type = GGUF_TYPES[format_name]
+    size, width = GGUF_BLOCKS[gguf_type]
+    blocks = dice.integers(0, 256, (outputs * inputs // width, size), dtype=np.uint8)
+    for offset in {"Q8_0": (0,), "Q6_K": (208,)}.get(gguf_type, (0, 2)):
+        factors = (0.0005 + 0.001 * dice.random(len(blocks))).astype(np.float16)
+        blocks[:, offset : offset + 2] = factors.view(np.uint8).reshape(-1, 2)
+    weights = from_gguf(blocks.reshape(-1), gguf_type, outputs, inputs)
+    assert weights is not None
+    assert weights.format.name == format_name
+    return weights
+
+
+def model_of(
+    kind: str, inputs: Mapping[str, NDArray[Any]], attributes: Mapping[str, Any], constants: tuple[str, ...] = ()
+) -> onnx.ModelProto:
+    """A graph of one operator; every input but the constants is fed, so that nothing is folded or checked too early."""
+    names = [name if name in inputs else "" for name in INPUTS[kind]]
+    while not names[-1]:
+        names.pop()
+    node = helper.make_node(kind, names, OUTPUTS[kind], domain="spaceport", **attributes)
+    fed = [
+        helper.make_tensor_value_info(name, _TYPES[value.dtype], [f"{name}{i}" for i in range(value.ndim)])
+        for name, value in inputs.items()
+        if name not in constants
+    ]
+    made = [
+        helper.make_tensor(name, _TYPES[inputs[name].dtype], inputs[name].shape, inputs[name].tobytes(), raw=True)
+        for name in constants
+    ]
+    given = [
+        helper.make_tensor_value_info(name, _OUTPUT_TYPES.get(name, TensorProto.FLOAT), None) for name in OUTPUTS[kind]
+    ]
+    return helper.make_model(
+        helper.make_graph([node], "operator", fed, given, made),
+        opset_imports=[helper.make_opsetid("", OPSET), helper.make_opsetid("spaceport", 1)],
+        ir_version=10,
+    )
+
+
+class Operator:
+    """One operator in a session of its own."""
+
+    def __init__(
+        self,
+        kind: str,
+        inputs: Mapping[str, NDArray[Any]],
+        attributes: Mapping[str, Any],
+        set_name: str | None = None,
+        threads: int = 1,
+        constants: tuple[str, ...] = (),
+    ) -> None:
+        model = model_of(kind, inputs, attributes, constants)
+        with forced(set_name):
+            self.session = session_of(model, threads)
+        self.constants = constants
+
+    def __call__(self, inputs: Mapping[str, NDArray[Any]]) -> list[NDArray[Any]]:
+        fed = {name: value for name, value in inputs.items() if name not in self.constants}
+        return [np.asarray(output) for output in self.session.run(None, fed)]
+
+
+def run(kind: str, inputs: Mapping[str, NDArray[Any]], attributes: Mapping[str, Any], **how: Any) -> list[NDArray[Any]]:
+    """The outputs of an operator for these inputs."""
+    return Operator(kind, inputs, attributes, **how)(inputs)

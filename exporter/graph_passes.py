@@ -133,7 +133,8 @@ def _transposed(tensor: ir.TensorProtocol, order: tuple[int, ...]) -> Callable[[
 class _HalfRotaryEmbedding(rotary.RotaryEmbedding23Fusion):
     """The rotary embedding of models in float16 and bfloat16, which compute its angles in float32.
 
-    onnxscript fuses those of float32 models. On a GPU, one kernel instead of seven: a step of a 7B has 593 launches instead of 978 (counted in its graph, not timed).
+    onnxscript fuses those of float32 models. On a GPU it is one kernel instead of seven: a step of a 7B has 593 launches
+    instead of 978, counted in its captured graph.
     """
 
     def pattern(  # type: ignore[override]  # the names of arguments are those of the pattern's values

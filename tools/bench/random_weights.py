@@ -54,9 +54,11 @@ def cuda_torch() -> Any:
 
 
 def _drawn(count: int, draws: np.random.Generator) -> NDArray[np.float32]:
+    drawn: NDArray[np.float32]
     if (torch := cuda_torch()) is None:
-        return draws.standard_normal(count, np.float32) * np.float32(_DEVIATION)
-    drawn: NDArray[np.float32] = torch.empty(count, device="cuda").normal_(0, _DEVIATION).cpu().numpy()
+        drawn = draws.standard_normal(count, np.float32) * np.float32(_DEVIATION)
+    else:
+        drawn = torch.empty(count, device="cuda").normal_(0, _DEVIATION).cpu().numpy()
     return drawn
 
 

@@ -9,7 +9,7 @@ from support.native_operators import Operator, available_sets, library, run
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no C++ compiler")
 
-CLOSE = 1e-4  # of the largest output: a weight may be rounded to a neighbour
+CLOSE = 1e-5  # of the largest output: a weight may be rounded to a neighbour
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -28,7 +28,7 @@ def test_attend_is_attention_over_what_it_stored_on_all_sets(name: str) -> None:
         # A sum of a norm may move a code to its neighbour.
         assert np.abs(got.astype(int) - stored).max() <= int(case.norms)
     assert np.allclose(first[3], expected[3], rtol=1e-5)
-    assert np.abs(first[0] - expected[0]).max() <= CLOSE * np.abs(expected[0]).max() * (20 if case.norms else 1)
+    assert np.abs(first[0] - expected[0]).max() <= CLOSE * np.abs(expected[0]).max() * (200 if case.norms else 1)
 
 
 def test_a_row_that_sees_no_slot_is_zero() -> None:

@@ -32,6 +32,7 @@ from spaceport.tools.cli import OK, run
 from support.exported import bundle_of
 from support.published import PADDED, exact_model, text, write_checkpoint
 from support.published_drafts import exact_data, exact_heads, write_published_heads
+from support.stand_in_driver import stand_in_memory
 
 HEADS_FILE = "draft_heads.safetensors"
 
@@ -140,7 +141,8 @@ def test_a_device_engine_selects_the_tokens_of_heads_as_the_plain_engine(bundle:
     session = open_session(opened, session_options(1, "same"), ["CPUExecutionProvider"])
     selection = open_selection(opened, ["CPUExecutionProvider"])
     assert selection is not None
-    device = DeviceEngine(session, opened.manifest.signature, options, "cpu", "cpu", selection=selection)
+    memory, signature = stand_in_memory(), opened.manifest.signature
+    device = DeviceEngine(session, signature, options, "cpu", "cpu", memory, selection=selection)
     plain = open_engine(opened, "onnxruntime", options)
     rows = np.arange(5)[None].repeat(2, axis=0)
     mask = np.zeros((2, 1, 5, 64), np.bool_)

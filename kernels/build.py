@@ -51,6 +51,8 @@ _FLAGS = (
 
 # GCC's sharing of stack slots computes wrong sums with -O1 (seen with 12.2; its bug 90348). Clang has no such option.
 _GCC_FLAGS = ("-fstack-reuse=none",)
+# Clang 22 (of ziglang) computes wrong scores of the portable set with it.
+_CLANG_FLAGS = ("-fno-slp-vectorize",)
 
 
 class BuildError(RuntimeError):
@@ -98,7 +100,7 @@ def build(
     if name not in SETS:
         raise BuildError(f"no kernels for {name}: expected one of {', '.join(SETS)}")
     library.parent.mkdir(parents=True, exist_ok=True)
-    common = [*_FLAGS, *(_GCC_FLAGS if _is_gcc(command) else ()), *flags]
+    common = [*_FLAGS, *(_GCC_FLAGS if _is_gcc(command) else _CLANG_FLAGS), *flags]
     if test_encoding:
         common.append("-DSPACEPORT_TEST_ENCODING")
     with tempfile.TemporaryDirectory() as folder:

@@ -64,6 +64,9 @@ const Candidate CANDIDATES[] = {
 }  // namespace
 
 const Kernels* choose_kernels(char* message, size_t size) {
+#if defined(__x86_64__) || defined(_M_X64)
+  __builtin_cpu_init();  // some compilers' libraries do not do it before main
+#endif
   const char* wanted = getenv("SPACEPORT_KERNELS");
   char names[128] = "";
   for (const Candidate& candidate : CANDIDATES) {

@@ -4,6 +4,9 @@
 #include <cstdlib>
 #include <cstring>
 
+#if defined(__x86_64__) || defined(_M_X64)
+#include <cpuid.h>
+#endif
 #if defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
 #endif
@@ -27,6 +30,27 @@ SPACEPORT_SET_OF(portable)
 
 namespace {
 
+#if defined(__x86_64__) || defined(_M_X64)
+// Bits of the instruction `cpuid`, and of the registers that the system keeps: not every compiler's library of its own
+// for this works in a shared library.
+struct Processor {
+  bool avx2 = false, avxvnni = false, avx512vnni = false;
+
+  Processor() {
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    if (!__get_cpuid(1, &a, &b, &c, &d)) return;
+    bool fma = c >> 12 & 1, saves = c >> 27 & 1, f16c = c >> 29 & 1;
+    unsigned kept = 0, high = 0;
+    if (saves) asm volatile("xgetbv" : "=a"(kept), "=d"(high) : "c"(0));
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return;
+    avx2 = fma && f16c && (kept & 6) == 6 && (b >> 5 & 1);
+    bool wide = (b >> 16 & 1) && (b >> 17 & 1) && (b >> 30 & 1) && (b >> 31 & 1);  // AVX512 F, DQ, BW, VL
+    avx512vnni = avx2 && wide && (c >> 11 & 1) && (kept & 0xE6) == 0xE6;
+    avxvnni = avx2 && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1);
+  }
+};
+#endif
+
 #if defined(__aarch64__)
 bool has_dot_products() {
 #if defined(__linux__)
@@ -44,17 +68,13 @@ struct Candidate {
 
 const Candidate CANDIDATES[] = {
 #if defined(__x86_64__) || defined(_M_X64)
-    {&avx512vnni::KERNELS,
-     [] {
-       return __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw") &&
-              __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-     }},
+    {&avx512vnni::KERNELS, [] { return Processor().avx512vnni; }},
 #if defined(SPACEPORT_TEST_ENCODING)  // avxvnni in the encoding of AVX512
-    {&avxvnni::KERNELS, [] { return __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vl"); }},
+    {&avxvnni::KERNELS, [] { return Processor().avx512vnni; }},
 #else
-    {&avxvnni::KERNELS, [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("avxvnni"); }},
+    {&avxvnni::KERNELS, [] { return Processor().avxvnni; }},
 #endif
-    {&avx2::KERNELS, [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }},
+    {&avx2::KERNELS, [] { return Processor().avx2; }},
 #elif defined(__aarch64__)
     {&neon::KERNELS, has_dot_products},
 #endif
@@ -64,9 +84,6 @@ const Candidate CANDIDATES[] = {
 }  // namespace
 
 const Kernels* choose_kernels(char* message, size_t size) {
-#if defined(__x86_64__) || defined(_M_X64)
-  __builtin_cpu_init();  // some compilers' libraries do not do it before main
-#endif
   const char* wanted = getenv("SPACEPORT_KERNELS");
   char names[128] = "";
   for (const Candidate& candidate : CANDIDATES) {

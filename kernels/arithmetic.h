@@ -4,6 +4,9 @@
 
 namespace spaceport::SPACEPORT_SET {
 
+// A number that is rounded to a code of 8 bits. What is not a number becomes -127, in every set.
+inline I to_code(F x) { return to_int(min(max(x, set(-127.0f)), set(127.0f))); }
+
 // Relative error below 2e-7 from -86 to 88; outside of that, the value at the end.
 //     exp(x) = 2^n * exp(x - n * log(2)), the second factor by a polynomial of Cephes
 inline F exp(F x) {

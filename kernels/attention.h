@@ -47,7 +47,7 @@ inline float round_head(const float* x, int size, int8_t* codes, int32_t* zero) 
     float padded[LANES] = {};
     bool whole = i + LANES <= size;
     if (!whole) __builtin_memcpy(padded, x + i, (size - i) * sizeof(float));
-    I code = to_int(mul(load(whole ? x + i : padded), factor));
+    I code = to_code(mul(load(whole ? x + i : padded), factor));
     total = add_int(total, code);
     store_bytes(rounded + i, code);
   }

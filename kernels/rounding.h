@@ -40,7 +40,7 @@ inline void round_row(const float* x, int inputs, int8_t* codes, float* scales, 
     for (int half = 0; half < 2; half++) {
       I total = set_int(0);
       for (int i = half * HALF_VECTORS; i < (half + 1) * HALF_VECTORS; i++) {
-        I code = to_int(mul(v[i], factor));
+        I code = to_code(mul(v[i], factor));
         total = add_int(total, code);
         store_bytes(block + LANES * i, code);
       }

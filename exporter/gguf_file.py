@@ -5,13 +5,14 @@ from __future__ import annotations
 import mmap
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
+from numpy.typing import NDArray
 from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
 from spaceport.exporter.checkpoint_files import require_checkpoint
@@ -138,6 +139,8 @@ class GgufTensor:
 
     kind: str  # name of its type
     shape: tuple[int, ...]  # innermost dimension first
+    begin: int = 0  # of its data in the file
+    end: int = 0
 
 
 @dataclass(frozen=True)
@@ -152,6 +155,10 @@ class GgufFile:
     def get(self, key: str, default: Any = None) -> Any:
         """A metadata value below `tokenizer.ggml.`."""
         return self.metadata.get(f"tokenizer.ggml.{key}", default)
+
+    def data_of(self, tensor: GgufTensor) -> NDArray[np.uint8]:
+        """The data of a tensor, read when it is used."""
+        return np.memmap(self.path, np.uint8, "r", tensor.begin, (tensor.end - tensor.begin,))
 
     def refuse(self, problem: str, expected: str, advice: str = "convert the model again") -> NoReturn:
         raise CheckpointError(f"{self.path}: {problem}: expected {expected}; {advice}")
@@ -185,19 +192,18 @@ def _parts(cursor: _Cursor, types: Mapping[int, TensorType]) -> tuple[dict[str, 
     _require_at_most(_MOST_ENTRIES, entries, "metadata entries")
     metadata = _metadata(cursor, entries)
     tensors: dict[str, GgufTensor] = {}
-    ends = []
     for _ in range(count):
-        name, tensor, end = _tensor(cursor, types)
+        name, tensor = _tensor(cursor, types)
         if name in tensors:
             raise _LayoutError(f"it has the tensor {name} twice")
         tensors[name] = tensor
-        ends.append(end)
     alignment = metadata.get(_ALIGNMENT_KEY, _ALIGNMENT)
     begin = -(-cursor.position // alignment) * alignment
-    for name, end in zip(tensors, ends, strict=True):
-        if begin + end > len(cursor.data):
-            raise _LayoutError(f"tensor {name} ends at byte {begin + end}, the file has {len(cursor.data)}")
-    return metadata, tensors
+    placed = {name: replace(each, begin=begin + each.begin, end=begin + each.end) for name, each in tensors.items()}
+    for name, tensor in placed.items():
+        if tensor.end > len(cursor.data):
+            raise _LayoutError(f"tensor {name} ends at byte {tensor.end}, the file has {len(cursor.data)}")
+    return metadata, placed
 
 
 def _metadata(cursor: _Cursor, entries: int) -> dict[str, Any]:
@@ -213,8 +219,8 @@ def _metadata(cursor: _Cursor, entries: int) -> dict[str, Any]:
     return metadata
 
 
-def _tensor(cursor: _Cursor, types: Mapping[int, TensorType]) -> tuple[str, GgufTensor, int]:
-    """A tensor with its name, and the end of its data relative to the beginning of all data."""
+def _tensor(cursor: _Cursor, types: Mapping[int, TensorType]) -> tuple[str, GgufTensor]:
+    """A tensor with its name; where its data is, is relative to the beginning of all data."""
     name = cursor.text("a tensor name")
     dimensions = cursor.number("<I", f"the number of dimensions of {name}")
     if not 1 <= dimensions <= _MOST_DIMENSIONS:
@@ -226,7 +232,8 @@ def _tensor(cursor: _Cursor, types: Mapping[int, TensorType]) -> tuple[str, Gguf
     of_kind = types[kind]
     if min(shape) < 1 or shape[0] % of_kind.weights:
         raise _LayoutError(f"tensor {name} has shape {list(shape)}, its rows have blocks of {of_kind.weights}")
-    return name, GgufTensor(of_kind.name, shape), offset + prod(shape) // of_kind.weights * of_kind.size
+    size = prod(shape) // of_kind.weights * of_kind.size
+    return name, GgufTensor(of_kind.name, shape, offset, offset + size)
 
 
 def read_gguf(path: Path) -> GgufFile:

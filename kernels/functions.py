@@ -17,7 +17,6 @@ from onnx import TensorProto, helper, numpy_helper
 from spaceport.kernels.native_library import DOMAIN
 from spaceport.kernels.packing import BLOCK, PANEL, SUPERBLOCK, WEIGHT_FORMATS, WeightFormat
 
-OPSET = 21
 SMALLEST = 1e-30  # blocks whose largest magnitude is not above it become 0
 
 INPUTS = {
@@ -36,6 +35,7 @@ OUTPUTS: dict[str, tuple[str, ...]] = dict.fromkeys(INPUTS, ("y",)) | {
 def add_functions(model: onnx.ModelProto) -> None:
     """Give a model a function for each kind of native node in it: same attributes and same optional inputs."""
     overloads: dict[bytes, str] = {}
+    opsets = [opset for opset in model.opset_import if opset.domain in ("", "ai.onnx")]
     for node in model.graph.node:
         if node.domain != DOMAIN:
             continue
@@ -47,18 +47,17 @@ def add_functions(model: onnx.ModelProto) -> None:
         key = kind.SerializeToString(deterministic=True)
         if key not in overloads:
             overloads[key] = str(len(overloads))
-            model.functions.append(_function(node, overloads[key]))
+            model.functions.append(_function(node, overloads[key], opsets))
         node.overload = overloads[key]
 
 
-def _function(node: onnx.NodeProto, overload: str) -> onnx.FunctionProto:
+def _function(node: onnx.NodeProto, overload: str, opsets: list[onnx.OperatorSetIdProto]) -> onnx.FunctionProto:
     names = INPUTS[node.op_type]
     given = {name for name, value in zip(names, node.input, strict=False) if value}
     attributes = {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
     texts = {name: value.decode() if isinstance(value, bytes) else value for name, value in attributes.items()}
     body = _Body(given, texts)
     getattr(body, node.op_type)()
-    opsets = [helper.make_opsetid("", OPSET)]
     outputs = OUTPUTS[node.op_type]
     return helper.make_function(
         DOMAIN, node.op_type, names, outputs, body.nodes, opsets, sorted(attributes), overload=overload

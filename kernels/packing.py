@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,23 +65,40 @@ class QuantizedWeights:
 
 
 def quantize(weights: NDArray[np.float32], format_name: str) -> QuantizedWeights:
-    """Round weights (outputs x inputs) to int4 or int8 in blocks of 32 inputs, to the nearest code."""
+    """Round weights (outputs x inputs) to a format, each to the nearest code."""
     weight_format = WEIGHT_FORMATS[format_name]
     outputs, inputs = weights.shape
-    if inputs % BLOCK:
-        raise ValueError(f"the matrix has {inputs} inputs: expected a multiple of {BLOCK}")
-    blocks = weights.reshape(outputs, inputs // BLOCK, BLOCK)
-    if format_name == "int8":
-        scales = (np.abs(blocks).max(axis=2) / 127).astype(np.float16)
-        codes = np.clip(np.rint(_divided(blocks, scales)), -127, 127) + weight_format.zero
-        return QuantizedWeights(weight_format, codes.astype(np.uint8).reshape(outputs, inputs), scales)
-    if format_name != "int4":
-        raise ValueError(f"weights are rounded to int4 or int8, not {format_name}: it holds weights of GGUF files")
-    lowest = np.minimum(blocks.min(axis=2), 0)
-    minima = (-lowest).astype(np.float16)
-    scales = ((np.maximum(blocks.max(axis=2), 0) - lowest) / 15).astype(np.float16)
-    codes = np.clip(np.rint(_divided(blocks + minima[..., None].astype(np.float32), scales)), 0, 15)
-    return QuantizedWeights(weight_format, codes.astype(np.uint8).reshape(outputs, inputs), scales, minima)
+    if inputs % weight_format.input_multiple:
+        expected = f"expected a multiple of {weight_format.input_multiple} for {format_name}"
+        raise ValueError(f"the matrix has {inputs} inputs: {expected}")
+    blocks = weights.reshape(outputs, -1, weight_format.scale_block)
+    most = 15 if weight_format.bits == 4 else 255 if weight_format.has_minima else 127
+    if weight_format.has_minima:
+        lowest = np.minimum(blocks.min(axis=2), 0)
+        steps = (np.maximum(blocks.max(axis=2), 0) - lowest) / most
+        minima, minimum_factors = _stored(-lowest, weight_format)
+        offsets = _scaled(minima, minimum_factors, SUPERBLOCK // BLOCK)
+    else:
+        steps, minima, minimum_factors, offsets = np.abs(blocks).max(axis=2) / most, None, None, np.zeros(1)
+    scales, factors = _stored(steps, weight_format)
+    wide = _scaled(scales, factors, SUPERBLOCK // weight_format.scale_block).astype(np.float32)
+    codes = np.rint(_divided(blocks + offsets[..., None].astype(np.float32), wide))
+    codes = np.clip(codes, 0, most) if weight_format.has_minima else np.clip(codes, -most, most) + weight_format.zero
+    rows = codes.astype(np.uint8).reshape(outputs, inputs)
+    return QuantizedWeights(weight_format, rows, scales, minima, factors, minimum_factors)
+
+
+def _stored(
+    steps: NDArray[np.float32], weight_format: WeightFormat
+) -> tuple[NDArray[np.generic], NDArray[np.float16] | None]:
+    """Scales or minima as a format stores them, and the factors of superblocks; scales are rounded up."""
+    if not weight_format.has_superblocks:
+        return steps.astype(np.float16), None
+    kind = np.uint8 if weight_format.has_minima else np.int8
+    groups = steps.reshape(len(steps), -1, SUPERBLOCK // weight_format.scale_block)
+    factors = (groups.max(axis=2) / np.iinfo(kind).max).astype(np.float16)
+    units = np.ceil(_divided(groups, factors)).clip(0, np.iinfo(kind).max)
+    return units.astype(kind).reshape(steps.shape), factors
 
 
 def pack(weights: QuantizedWeights) -> NDArray[np.uint8]:
@@ -149,6 +167,6 @@ def _scaled(values: NDArray[np.generic], factors: NDArray[np.float16] | None, ea
     return scaled if factors is None else scaled * factors.astype(np.float64).repeat(each, axis=1)
 
 
-def _divided(blocks: NDArray[np.float32], scales: NDArray[np.float16]) -> NDArray[np.float32]:
+def _divided(blocks: NDArray[np.float32], scales: NDArray[np.floating[Any]]) -> NDArray[np.float32]:
     steps = scales[..., None].astype(np.float32)
     return np.divide(blocks, steps, out=np.zeros_like(blocks), where=steps > 0)

@@ -17,7 +17,7 @@ Weights = Literal["same", "int8", "int4", "float8"]
 # How the inputs of layers with quantized weights are quantized: to two 8-bit limbs, to 8 bits, or not at all.
 Activations = Literal["int8x2", "int8", "float"]
 
-# How keys and values are stored: in the type of the graph, or in 8 bits.
+# How keys and values are stored: in the type of the graph, or in 8 bits with a scale for each slot and head.
 KvCache = Literal["same", "int8"]
 
 LOWERINGS: tuple[Lowering, ...] = get_args(Lowering)
@@ -108,7 +108,7 @@ class Signature:
 
     @cached_property
     def past(self) -> tuple[Tensor, ...]:
-        """The KV buffers as inputs: for each layer the key, then the value."""
+        """The KV buffers as inputs: for each layer the key, then the value, then scales if they have them."""
         return self._buffers("past_key_values")
 
     @cached_property
@@ -137,17 +137,24 @@ class Signature:
 
     def kv_bytes(self, requests: int, slots: int) -> int:
         """Total bytes of the KV buffers."""
-        return 2 * self.layers * requests * self.kv_heads * slots * self.head_dim * DTYPES[self.kv_dtype].bytes
+        values = self.head_dim * DTYPES[self.kv_dtype].bytes + (DTYPES["float32"].bytes if self.has_scales else 0)
+        return 2 * self.layers * requests * self.kv_heads * slots * values
+
+    @property
+    def has_scales(self) -> bool:
+        """Whether keys and values have a scale for each slot and head."""
+        return self.kv_cache == "int8"
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     def _buffers(self, prefix: str) -> tuple[Tensor, ...]:
-        shape = ("B", self.kv_heads, "S", self.head_dim)
+        values = (self.kv_dtype, ("B", self.kv_heads, "S", self.head_dim))
+        kinds: dict[str, tuple[str, tuple[int | str, ...]]] = {"key": values, "value": values}
+        if self.has_scales:  # those of keys, then those of values
+            kinds["scales"] = ("float32", ("B", 2 * self.kv_heads, "S"))
         return tuple(
-            Tensor(f"{prefix}.{layer}.{kind}", self.kv_dtype, shape)
-            for layer in range(self.layers)
-            for kind in ("key", "value")
+            Tensor(f"{prefix}.{layer}.{kind}", *tensor) for layer in range(self.layers) for kind, tensor in kinds.items()
         )
 
 

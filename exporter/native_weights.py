@@ -1,0 +1,219 @@
+"""The matrices of a native graph: rounded from a model's weights, or as a GGUF file stores them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Protocol, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from spaceport.exporter.gguf_file import GgufFile
+from spaceport.exporter.sar_config import CheckpointError
+from spaceport.graphs.parts import BLOCK, Linear
+from spaceport.graphs.streamed_weights import values_of
+from spaceport.kernels.gguf_weights import GGUF_BLOCKS, from_gguf
+from spaceport.kernels.packing import PANEL, QuantizedWeights, WeightFormat, gate_order, pack, packed_bytes, quantize
+
+_PART = 128 * PANEL  # outputs that are packed at a time
+
+# Names of tensors in GGUF files by the last name of a linear module.
+_GGUF_NAMES = {
+    "q_proj": "attn_q",
+    "k_proj": "attn_k",
+    "v_proj": "attn_v",
+    "o_proj": "attn_output",
+    "gate_proj": "ffn_gate",
+    "up_proj": "ffn_up",
+    "down_proj": "ffn_down",
+}
+_EMBEDDING, _OUTPUT = "token_embd.weight", "output.weight"
+
+
+ReadOutputs = Callable[[NDArray[np.int64]], QuantizedWeights]
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A matrix in a packed format, which is made in parts."""
+
+    format: WeightFormat
+    outputs: int
+    inputs: int
+    read: ReadOutputs
+
+    @property
+    def bytes(self) -> int:
+        return packed_bytes(self.format, self.outputs, self.inputs)
+
+    def packed(self) -> Iterator[NDArray[np.uint8]]:
+        """The packed bytes in parts of whole panels."""
+        for start in range(0, self.outputs, _PART):
+            yield pack(self.read(np.arange(start, min(start + _PART, self.outputs))))
+
+    def ordered(self, order: NDArray[np.int64]) -> Matrix:
+        """The matrix with some of its outputs in another order."""
+        return replace(self, outputs=len(order), read=lambda outputs: self.read(order[outputs]))
+
+
+class Weights(Protocol):
+    """Where the matrices of a model come from."""
+
+    def table(self, weight: Tensor, output: bool) -> Matrix:
+        """The input or output embedding."""
+
+    def linear(self, linear: Linear) -> Matrix:
+        """The matrix of a linear module."""
+
+
+def rounded(weight: Tensor | NDArray[np.float32], format_name: str) -> Matrix:
+    """A matrix with the nearest codes of a format; inputs are padded to whole blocks."""
+
+    @cache
+    def values() -> NDArray[np.float32]:
+        return weight if isinstance(weight, np.ndarray) else values_of(weight).detach().float().numpy()
+
+    outputs, inputs = weight.shape
+    padding = -inputs % BLOCK
+
+    def read(some: NDArray[np.int64]) -> QuantizedWeights:
+        return quantize(np.pad(values()[some], ((0, 0), (0, padding))), format_name)
+
+    return Matrix(quantize(np.zeros((1, 256), np.float32), format_name).format, outputs, inputs + padding, read)
+
+
+@dataclass(frozen=True)
+class RoundedWeights:
+    """Weights of a model in float32, rounded to a format; embeddings to int8."""
+
+    format_name: str
+
+    def table(self, weight: Tensor, output: bool) -> Matrix:
+        return rounded(weight, "int8")
+
+    def linear(self, linear: Linear) -> Matrix:
+        return rounded(linear.weight, self.format_name)
+
+
+class StoredWeights:
+    """Weights as a GGUF file stores them; those without an exact form are rounded to int8, and named in `rounded`."""
+
+    def __init__(self, file: GgufFile, heads: int, kv_heads: int) -> None:
+        self.file = file
+        self.rounded: dict[str, str] = {}  # type by name of the tensor
+        # llama.cpp orders the rows of queries and keys of this architecture by rotated pairs.
+        self.pairs = {"attn_q": heads, "attn_k": kv_heads} if file.architecture == "llama" else {}
+
+    def table(self, weight: Tensor, output: bool) -> Matrix:
+        """The table of the file, in which rows that the model has changed or added are rounded to the same format."""
+        matrix = self._matrix(_OUTPUT if output and _OUTPUT in self.file.tensors else _EMBEDDING, weight)
+        own = matrix.outputs
+
+        def read(some: NDArray[np.int64]) -> QuantizedWeights:
+            found = matrix.read(np.minimum(some, own - 1))
+            return _with_changes(found, weight[torch.from_numpy(some)], some >= own)
+
+        return replace(matrix, outputs=len(weight), read=read)
+
+    def linear(self, linear: Linear) -> Matrix:
+        layer, last = re.search(r"(\d+)\D*\.(\w+)$", linear.name).groups()  # type: ignore[union-attr]
+        part = _GGUF_NAMES[last]
+        name = f"blk.{layer}.{part}.weight"
+        heads = self.pairs.get(part)
+        order = None if heads is None else np.arange(linear.outputs).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
+        matrix = self._matrix(name, linear.weight, order)
+        if name not in self.rounded:
+            first = np.arange(min(matrix.outputs, PANEL))
+            if not np.allclose(matrix.read(first).dequantized(), linear.weight[: len(first)].numpy(), 1e-3, 1e-5):
+                raise CheckpointError(f"{self.file.path}: the weights of {linear.name} are not those of tensor {name}")
+        return matrix
+
+    def _matrix(self, name: str, weight: Tensor, order: NDArray[np.int64] | None = None) -> Matrix:
+        """The matrix of a tensor, whose rows may be in another order than the model's."""
+        tensor = self.file.tensors[name]
+        blocks, inputs = self.file.data_of(tensor).reshape(tensor.shape[1], -1), weight.shape[1]
+
+        def read(some: NDArray[np.int64]) -> QuantizedWeights | None:
+            rows = some if order is None else order[some]
+            return from_gguf(blocks[rows].reshape(-1), tensor.kind, len(rows), inputs)
+
+        # Only scales of Q4_0 can be too large for the exact form.
+        checked = np.arange(len(blocks) if tensor.kind == "Q4_0" else 1)
+        first = read(checked) if tensor.kind in GGUF_BLOCKS else None
+        if first is None:
+            self.rounded[name] = tensor.kind
+            return rounded(weight, "int8")
+        return Matrix(first.format, len(blocks), inputs, cast(ReadOutputs, read))
+
+
+def _with_changes(weights: QuantizedWeights, values: Tensor, added: NDArray[np.bool_]) -> QuantizedWeights:
+    """Stored weights, where they are not those of the model replaced by its rounded values."""
+    own = values.detach().float().numpy()
+    different = added | (np.abs(weights.dequantized() - own).max(axis=1) > 1e-3 * np.abs(own).max(axis=1) + 1e-9)
+    if not different.any():
+        return weights
+    new = quantize(own[different], weights.format.name)
+    changed = {}
+    for part in ("codes", "scales", "minima", "factors", "minimum_factors"):
+        before, after = getattr(weights, part), getattr(new, part)
+        if before is not None:
+            changed[part] = before.copy()
+            changed[part][different] = after
+    return replace(weights, **changed)
+
+
+def stacked(matrices: Sequence[Matrix]) -> Matrix:
+    """Matrices of one format, one below the other."""
+    ends = np.cumsum([matrix.outputs for matrix in matrices])
+
+    def read(some: NDArray[np.int64]) -> QuantizedWeights:
+        of = np.searchsorted(ends, some, side="right")
+        parts, places = [], []
+        for index, matrix in enumerate(matrices):
+            (chosen,) = np.nonzero(of == index)
+            if chosen.size:
+                parts.append(matrix.read(some[chosen] - (ends[index] - matrix.outputs)))
+                places.append(chosen)
+        back = np.argsort(np.concatenate(places), kind="stable")
+        return _joined(parts, back)
+
+    return Matrix(matrices[0].format, int(ends[-1]), matrices[0].inputs, read)
+
+
+def _joined(parts: Sequence[QuantizedWeights], order: NDArray[np.int64]) -> QuantizedWeights:
+    joined = {
+        name: None if getattr(parts[0], name) is None else np.concatenate([getattr(part, name) for part in parts])[order]
+        for name in ("codes", "scales", "minima", "factors", "minimum_factors")
+    }
+    return QuantizedWeights(parts[0].format, **joined)  # type: ignore[arg-type]
+
+
+def gate_matrix(matrix: Matrix) -> Matrix:
+    """A matrix of a gate and of up below it, in the order of GateProduct; their width is padded to whole blocks."""
+    width = matrix.outputs // 2
+    padded = padded_width(width)
+    if padded == width:
+        return matrix.ordered(gate_order(width))
+    order = gate_order(padded)
+    of_padding = order % padded >= width
+    source = np.where(of_padding, 0, order // padded * width + order % padded)
+    inner = matrix.ordered(source)
+
+    def read(some: NDArray[np.int64]) -> QuantizedWeights:
+        weights = inner.read(some)
+        weights.codes[of_padding[some]] = weights.format.zero
+        if weights.minima is not None:
+            weights.minima[of_padding[some]] = 0
+        return weights
+
+    return replace(inner, read=read)
+
+
+def padded_width(width: int) -> int:
+    """The width of an MLP with whole blocks."""
+    return -(-width // BLOCK) * BLOCK

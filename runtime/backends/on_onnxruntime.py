@@ -8,7 +8,7 @@ import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -109,10 +109,14 @@ class OnnxRuntimeEngine:
         self.capacity = capacity
         self.requests = requests
         self.rows = capacity
-        # one block, so that one statement moves slots in all layers; zeroed, since 0 * NaN is NaN
+        # One block of keys and values, so that one statement moves slots in all layers, and one of their scales.
+        # Zeroed, since 0 * NaN is NaN. Axes: buffers, requests, heads, slots, numbers.
         shape = (2 * signature.layers, requests, signature.kv_heads, capacity, signature.head_dim)
         self._memory = KvMemory(shape, NUMPY[signature.kv_dtype])
-        self._kv = self._memory.array
+        self._kv = [self._memory.array]
+        if signature.has_scales:
+            scales = (signature.layers, requests, 2 * signature.kv_heads, capacity, 1)
+            self._kv.append(KvMemory(scales, np.float32).array)
         self._session: ort.InferenceSession | None = session
         self._binding = session.io_binding()
         self._bound: tuple[int, int] | None = None  # range of requests whose buffers are bound
@@ -138,26 +142,27 @@ class OnnxRuntimeEngine:
 
     def move(self, first: int, moves: Sequence[Moves]) -> None:
         for request, (sources, targets) in enumerate(moves, first):
-            if sources.size:
-                self._kv[:, request, :, targets] = self._kv[:, request, :, sources]
+            for buffers in self._kv if sources.size else ():
+                buffers[:, request, :, targets] = buffers[:, request, :, sources]
 
     def copy(self, source: int, target: int, slots: NDArray[np.int64]) -> None:
         same = slots_in_order(slots)  # a slice is copied faster than slots one by one
-        for buffer in self._kv:  # one by one: numpy copies all layers twice, since they might overlap
+        for buffer in chain(*self._kv):  # one by one: numpy copies all layers twice, since they might overlap
             rest = buffer[source][:, slots[same:]]
             if source != target:
                 buffer[target, :, :same] = buffer[source, :, :same]
             buffer[target, :, same : slots.size] = rest
 
-    def saved(self, request: int, slots: int) -> NDArray[Any]:
-        rows: NDArray[Any] = self._kv[:, request, :, :slots].copy()
-        return rows
+    def saved(self, request: int, slots: int) -> list[NDArray[Any]]:
+        return [buffers[:, request, :, :slots].copy() for buffers in self._kv]
 
-    def restore(self, request: int, rows: NDArray[Any]) -> None:
-        self._kv[:, request, :, : rows.shape[2]] = rows
+    def restore(self, request: int, rows: Sequence[NDArray[Any]]) -> None:
+        for buffers, part in zip(self._kv, rows, strict=True):
+            buffers[:, request, :, : part.shape[2]] = part
 
     def clear(self, request: int) -> None:
-        self._kv[:, request] = 0
+        for buffers in self._kv:
+            buffers[:, request] = 0
 
     def close(self) -> None:
         self._session = None
@@ -165,8 +170,13 @@ class OnnxRuntimeEngine:
     def _bind_buffers(self, first: int, count: int) -> None:
         if self._bound == (first, count):
             return
-        for index, (past, present) in enumerate(zip(self.signature.past, self.signature.present, strict=True)):
-            view = self._kv[index, first : first + count]
+        values, *scales = (buffers[:, first : first + count] for buffers in self._kv)
+        views = [
+            view
+            for layer in range(self.signature.layers)
+            for view in (values[2 * layer], values[2 * layer + 1], *(each[layer, ..., 0] for each in scales))
+        ]
+        for view, past, present in zip(views, self.signature.past, self.signature.present, strict=True):
             address, dtype = view.ctypes.data, view.dtype.type
             self._binding.bind_input(past.name, "cpu", 0, dtype, view.shape, address)
             self._binding.bind_output(present.name, "cpu", 0, dtype, view.shape, address)

@@ -54,9 +54,12 @@ Format read_format(Attributes& a, const char* name) { return Format(a.choice(nam
 void multiply(Call& call, const Kernels& kernels, const float* const* rows, int row_count, int inputs,
               const NormOf& norm, Product* products, int product_count) {
   if (call.failed()) return;
-  bool nibbles = false;
-  for (int i = 0; i < product_count; i++) nibbles |= FORMAT_TRAITS[products[i].format].bits == 4;
-  int most = kernels.tile_rows[nibbles], tiles = (row_count + most - 1) / most;
+  int most = row_count;
+  for (int i = 0; i < product_count; i++) {
+    int own = kernels.tile_rows[FORMAT_TRAITS[products[i].format].bits == 4];
+    most = own < most ? own : most;
+  }
+  int tiles = (row_count + most - 1) / most;
   int64_t count = row_count, blocks = inputs / BLOCK;
   bool together = row_count < PARALLEL_ROUNDING_ROWS;
   int64_t temporaries = norm.kind == NO_NORM ? 0 : together ? 1 : tiles;

@@ -113,6 +113,16 @@ def test_norm_product_puts_products_of_several_formats_side_by_side(dice: np.ran
     assert close(got, expected, EXACT if kind == "none" else ROUNDED)
 
 
+@pytest.mark.parametrize("rows", [5, 6, 9, 18])
+def test_products_of_formats_with_tiles_of_other_sizes_share_their_rows(dice: np.random.Generator, rows: int) -> None:
+    weights = [random_weights(dice, name, 32, 256) for name in ("int4", "int8")]
+    feeds = {"x": normal(dice, rows, 256), "weights": pack(weights[0]), "weights2": pack(weights[1])}
+    attributes = {"norm": "none", "epsilon": 0.0, "widths": [32, 32], "formats": "int4,int8", "activation": "none"}
+    got = same_everywhere("NormProduct", feeds, attributes)
+    dense = np.concatenate([each.dequantized() for each in weights])
+    assert close(got, reference.product(feeds["x"], dense), EXACT)
+
+
 @pytest.mark.parametrize("activation", ["none", "silu", "gelu", "gelu_tanh"])
 def test_norm_product_activates_its_outputs(dice: np.random.Generator, activation: str) -> None:
     weights = random_weights(dice, "int8", 64, 96)

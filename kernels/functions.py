@@ -20,11 +20,14 @@ from spaceport.kernels.packing import BLOCK, PANEL, SUPERBLOCK, WEIGHT_FORMATS, 
 OPSET = 21
 SMALLEST = 1e-30  # blocks whose largest magnitude is not above it become 0
 
+# A low-rank adapter: the indices of the rows that it changes, and its two matrices as int8.
+_ADAPTER = ("adapted", "down", "up")
+
 INPUTS = {
     "Embed": ("ids", "weights"),
-    "NormProduct": ("x", "gain", "norm_bias", "weights", "bias", "weights2", "bias2", "weights3", "bias3"),
-    "AddProduct": ("x", "residual", "weights", "bias"),
-    "GateProduct": ("x", "gain", "norm_bias", "weights", "bias"),
+    "NormProduct": ("x", "gain", "norm_bias", "weights", "bias", "weights2", "bias2", "weights3", "bias3", *_ADAPTER),
+    "AddProduct": ("x", "residual", "weights", "bias", *_ADAPTER),
+    "GateProduct": ("x", "gain", "norm_bias", "weights", "bias", *_ADAPTER),
     "Head": ("x", "rows", "gain", "norm_bias", "weights", "bias"),
     "Attend": ("qkv", "cos", "sin", "slots", "visible", "keys", "values", "scales", "q_gain", "k_gain", "sinks"),
 }
@@ -209,6 +212,19 @@ class _Body:
         y = self.op("MatMul", rows, self.op("Transpose", matrix, perm=[1, 0]))
         return self.op("Add", y, bias) if bias in self.given else y
 
+    def adapted(self, y: str, x: str, outputs: int) -> str:
+        """Outputs y of rows x with what the adapter adds to some of them."""
+        rank = self.attributes.get("rank", 0)
+        if not rank:
+            return y
+        indices = self.op("Reshape", "adapted", self.shape(-1))
+        # One row more than is adapted: standard operators refuse to reshape none.
+        rows = self.op("Gather", x, self.op("Concat", indices, self.shape(0), axis=0), axis=0)
+        low = self.product(rows, "down", "", "int8", rank)
+        sums = self.part(self.product(low, "up", "", "int8", outputs), 0, -1, 0)
+        changed = self.op("Add", self.op("Gather", y, indices, axis=0), sums)
+        return self.op("ScatterND", y, self.op("Unsqueeze", indices, self.shape(1)), changed)
+
     def activated(self, x: str) -> str:
         kind = self.attributes["activation"]
         if kind == "silu":
@@ -242,16 +258,19 @@ class _Body:
             self.product(x, f"weights{suffix}", f"bias{suffix}", format_name, width)
             for suffix, format_name, width in zip(("", "2", "3"), formats, self.attributes["widths"], strict=False)
         ]
-        self.op("Identity", self.activated(self.op("Concat", *parts, axis=1)), to="y")
+        y = self.adapted(self.op("Concat", *parts, axis=1), x, sum(self.attributes["widths"]))
+        self.op("Identity", self.activated(y), to="y")
 
     def AddProduct(self) -> None:
-        y = self.product("x", "weights", "bias", self.attributes["format"], self.attributes["width"])
-        self.op("Add", y, "residual", to="y")
+        width = self.attributes["width"]
+        y = self.product("x", "weights", "bias", self.attributes["format"], width)
+        self.op("Add", self.adapted(y, "x", width), "residual", to="y")
 
     def GateProduct(self) -> None:
         width = self.attributes["width"]
-        both = self.product(self.normalized("x"), "weights", "bias", self.attributes["format"], 2 * width)
-        halves = self.op("Reshape", both, self.shape(0, -1, 2, PANEL // 2))
+        x = self.normalized("x")
+        both = self.product(x, "weights", "bias", self.attributes["format"], 2 * width)
+        halves = self.op("Reshape", self.adapted(both, x, 2 * width), self.shape(0, -1, 2, PANEL // 2))
         gate, up = (self.op("Reshape", self.part(halves, i, i + 1, 2), self.shape(0, width)) for i in (0, 1))
         self.op("Mul", self.activated(gate), up, to="y")
 

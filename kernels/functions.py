@@ -180,13 +180,17 @@ class _Body:
     # Rows
 
     def rounded(self, x: str, *shape: int) -> tuple[str, str]:
-        """Rows as codes in blocks (rows x blocks x 32, or of another shape), and the scales of the blocks."""
+        """Rows as codes in blocks (rows x blocks x 32, or of another shape), and the scales of the blocks.
+
+        The scale of a block with an infinity or a NaN is NaN.
+        """
         blocks = self.op("Reshape", x, self.shape(*(shape or (0, -1, BLOCK))))
         top = self.op("ReduceMax", self.op("Abs", blocks), self.shape(-1), keepdims=1)
         positive = self.op("Greater", top, SMALLEST)
         factor = self.op("Where", positive, self.op("Div", 127.0, top), 0.0)
         scale = self.op("Where", positive, self.op("Div", top, 127.0), 0.0)
-        return self.op("Round", self.op("Mul", blocks, factor)), scale
+        spoilt = self.op("ReduceSum", self.op("Mul", blocks, 0.0), self.shape(-1), keepdims=1)
+        return self.op("Round", self.op("Mul", blocks, factor)), self.op("Add", scale, spoilt)
 
     def normalized(self, x: str) -> str:
         kind = self.attributes["norm"]
@@ -357,16 +361,17 @@ class _Body:
         products = self.op("MatMul", self.by_request(codes), self.op("Transpose", near("new_keys"), perm=[0, 1, 3, 2]))
         factor = self.op("Mul", self.by_request(q_scale), float(self.attributes["scale"]))
         scores = self.capped(self.op("Mul", self.op("Mul", products, scales(zero, kv_heads)), factor))
-        scores = self.op("Add", scores, self.op("Where", "visible", 0.0, -1e9))
+        scores = self.op("Where", "visible", scores, -1e9)
         top = self.op("ReduceMax", scores, self.shape(-1), keepdims=1)
         sinks = self.op("Reshape", "sinks", self.shape(1, -1, 1, 1)) if "sinks" in self.given else ""
         if sinks:
             top = self.op("Max", top, sinks)
-        weights = self.op("Where", "visible", self.op("Exp", self.op("Sub", scores, top)), 0.0)
-        total = self.op("ReduceSum", weights, self.shape(-1), keepdims=1)
+        weights = self.op("Exp", self.op("Sub", scores, top))
+        total = self.op("ReduceSum", self.op("Where", "visible", weights, 0.0), self.shape(-1), keepdims=1)
         if sinks:
             total = self.op("Add", total, self.op("Exp", self.op("Sub", sinks, top)))
         weights = self.op("Mul", weights, scales(kv_heads, self.op("Add", kv_heads, kv_heads)))
+        weights = self.op("Where", "visible", weights, 0.0)  # what is hidden may be NaN
         sums = self.op("MatMul", weights, near("new_values"))
         y = self.op("Transpose", self.op("Div", sums, self.op("Max", total, SMALLEST)), perm=[0, 2, 1, 3])
         width = self.op("Mul", self.shape(heads), size)

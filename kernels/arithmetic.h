@@ -7,10 +7,11 @@ namespace spaceport::SPACEPORT_SET {
 // A number that is rounded to a code of 8 bits. What is not a number becomes -127, in every set.
 inline I to_code(F x) { return to_int(min(max(x, set(-127.0f)), set(127.0f))); }
 
-// Relative error below 2e-7 from -86 to 88; outside of that, the value at the end.
+// Relative error below 2e-7 from -86 to 88; outside of that, the value at the end. Not a number stays so: of the two
+// operands of min and max, it is the second that is returned where one is not a number.
 //     exp(x) = 2^n * exp(x - n * log(2)), the second factor by a polynomial of Cephes
 inline F exp(F x) {
-  x = max(min(x, set(88.0f)), set(-86.0f));
+  x = max(set(-86.0f), min(set(88.0f), x));
   I exponent = to_int(mul(x, set(1.44269504f)));
   F n = to_float(exponent);
   F r = fnma(n, set(-2.12194440e-4f), fnma(n, set(0.693359375f), x));

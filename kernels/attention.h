@@ -3,7 +3,8 @@
 // A key or value has one scale for each slot and head, computed when it is stored: nothing is calibrated.
 // Scores are exact integer sums, scaled by query and key. Weights are rounded to 15 bits relative to the row's largest
 // product of weight and value scale, so that sums over slots are integers too, and any order of slots gives equal bits.
-// Slots come in blocks of 16; blocks that no row of a group sees are not read.
+// Slots come in blocks of 16; blocks that no row of a group sees are not read. A row that sees a key or value that is
+// not finite is NaN, as in floats; rows that do not see it are unchanged.
 //
 //     y = sum over slots of  round(32767 * w * value_scale / largest) * value,   w = exp(score - largest score),
 //     times  largest / 32767 / (sum over slots of round(65536 * w) / 65536)
@@ -12,7 +13,7 @@
 namespace spaceport::SPACEPORT_SET {
 
 constexpr float WEIGHT_STEPS = 32767.0f, TOTAL_STEPS = 65536.0f;
-constexpr float HIDDEN = -3e38f;  // the score of a slot that a row does not see
+constexpr float HIDDEN = -3e38f, LEAST_SCORE = -2.9e38f;  // the score of a slot that a row does not see; all others
 constexpr int MIX_SLOTS = 256;    // slots whose values are prepared at a time
 constexpr int SCORE_PAIRS = 8;    // rows and heads that score at a time
 constexpr int MAX_CHANNELS = (MAX_HEAD_SIZE + CHANNELS - 1) / CHANNELS * CHANNELS;
@@ -36,24 +37,30 @@ inline void turn_head(const Attention& a, const float* x, const float* gain, int
   }
 }
 
+// LANES numbers, zeros after the first `count`.
+inline F load_part(const float* x, int count) {
+  if (count >= LANES) return load(x);
+  float padded[LANES] = {};
+  __builtin_memcpy(padded, x, count * sizeof(float));
+  return load(padded);
+}
+
 // Rounds a head of up to MAX_HEAD_SIZE channels to 8 bits; returns its scale.
 inline float round_head(const float* x, int size, int8_t* codes, int32_t* zero) {
-  float top = 0.0f;
-  for (int i = 0; i < size; i++) top = __builtin_fabsf(x[i]) > top ? __builtin_fabsf(x[i]) : top;
-  F factor = set(top > SMALLEST ? 127.0f / top : 0.0f);
+  F largest = set(0.0f);
+  for (int i = 0; i < size; i += LANES) largest = max(largest, magnitude(load_part(x + i, size - i)));
+  float top = max_of(largest);
+  F factor = set(factor_of(top));
   I total = set_int(0);
   alignas(64) int8_t rounded[MAX_HEAD_SIZE + 16];
   for (int i = 0; i < size; i += LANES) {
-    float padded[LANES] = {};
-    bool whole = i + LANES <= size;
-    if (!whole) __builtin_memcpy(padded, x + i, (size - i) * sizeof(float));
-    I code = to_code(mul(load(whole ? x + i : padded), factor));
+    I code = to_code(mul(load_part(x + i, size - i), factor));
     total = add_int(total, code);
     store_bytes(rounded + i, code);
   }
   __builtin_memcpy(codes, rounded, size);
   *zero = -128 * sum_of(total);
-  return top > SMALLEST ? top / 127.0f : 0.0f;
+  return scale_of(top);
 }
 
 inline void store_rows(const Attention& a, int request, int kv_head) {
@@ -238,15 +245,15 @@ inline void weigh(const Attention& a, const Work& w, int pair, int head) {
   F product = set(0.0f), zero = product;
   for (int at = 0; at < w.seen; at += LANES) {
     F score = load(scores + at);
-    Mask seen = greater(score, set(HIDDEN));
-    F weight = select(seen, exp(sub(score, set(top))), zero);
+    Mask hidden = greater(set(LEAST_SCORE), score);
+    F weight = select(hidden, zero, exp(sub(score, set(top))));
     total = add_int(total, to_int(mul(weight, set(TOTAL_STEPS))));
-    weight = select(seen, mul(weight, load(w.value_scales + at)), zero);
-    product = max(product, weight);
+    weight = select(hidden, zero, mul(weight, load(w.value_scales + at)));
+    product = max(product, magnitude(weight));
     store(scores + at, weight);
   }
   float most = max_of(product);
-  F factor = set(most > SMALLEST ? WEIGHT_STEPS / most : 0.0f);
+  F factor = set(most > SMALLEST ? WEIGHT_STEPS / most : 0.0f);  // 0 also where a score or a scale is not finite
   uint8_t* weights = w.weights + int64_t(pair) * 2 * w.stride;
   for (int at = 0; at < w.seen; at += LANES)
     store_weights(weights, w.stride, at, to_int(mul(load(scores + at), factor)));
@@ -260,7 +267,8 @@ inline void weigh(const Attention& a, const Work& w, int pair, int head) {
     store_int(parts, to_int(load(sink)));
     sum += parts[0];
   }
-  w.sum_scales[pair] = sum > 0 && most > SMALLEST ? most * (TOTAL_STEPS / WEIGHT_STEPS) / float(sum) : 0.0f;
+  float scale = sum > 0 && most > SMALLEST ? most * (TOTAL_STEPS / WEIGHT_STEPS) / float(sum) : 0.0f;
+  w.sum_scales[pair] = most < INFINITY ? scale : NAN;
 }
 
 template <int COUNT>

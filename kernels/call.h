@@ -18,6 +18,7 @@ extern const OrtFunctions* ort;  // set when the library is registered
 
 constexpr int MAX_OPERATOR_INPUTS = 16;
 constexpr int MAX_RANK = 4;
+constexpr int MOST_ROWS = 1 << 20;
 
 struct Tensor {
   void* data = nullptr;  // null: not there
@@ -88,7 +89,7 @@ struct Node {
   Tensor constants[MAX_OPERATOR_INPUTS];  // initializers
 };
 
-// Reads attributes; all are required.
+// Reads attributes; all are required but the rank of an adapter.
 class Attributes {
 public:
   Attributes(const OrtKernelInfo* i, const char* n, Failure* f) : info(i), node(n), failure(f) {}
@@ -100,6 +101,16 @@ public:
     if (value >= least && value <= most) return value;
     failure->say(node, "%s is %lld, expected %lld to %lld", name, (long long)value, (long long)least, (long long)most);
     return least;
+  }
+
+  // A multiple of a block of inputs; 0 where it is absent.
+  int64_t rank() {
+    int64_t value = 0;
+    if (*failure) return 0;
+    if (OrtStatus* absent = ort->KernelInfoGetAttribute_int64(info, "rank", &value)) ort->ReleaseStatus(absent);
+    if (value < 0 || value > MAX_INPUTS || value % BLOCK)
+      failure->say(node, "rank is %lld, expected a multiple of %d up to %d", (long long)value, BLOCK, MAX_INPUTS);
+    return value;
   }
 
   float number(const char* name) {
@@ -190,8 +201,8 @@ public:
     if (t.rank < 2 || t.count() < 1)
       fail("input %s has %lld numbers in %d dimensions, expected at least one row", name(index),
            (long long)(t.data ? t.count() : 0), t.rank);
-    if (!failed() && t.count() / t.last() > (1 << 20))
-      fail("input %s has %lld rows, expected at most %d", name(index), (long long)(t.count() / t.last()), 1 << 20);
+    if (!failed() && t.count() / t.last() > MOST_ROWS)
+      fail("input %s has %lld rows, expected at most %d", name(index), (long long)(t.count() / t.last()), MOST_ROWS);
     return t;
   }
 

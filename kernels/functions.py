@@ -19,11 +19,14 @@ from spaceport.kernels.packing import BLOCK, PANEL, SUPERBLOCK, WEIGHT_FORMATS, 
 
 SMALLEST = 1e-30  # blocks whose largest magnitude is not above it become 0
 
+# A low-rank adapter: the indices of the rows that it changes, and its two matrices as int8.
+_ADAPTER = ("adapted", "down", "up")
+
 INPUTS = {
     "Embed": ("ids", "weights"),
-    "NormProduct": ("x", "gain", "norm_bias", "weights", "bias", "weights2", "bias2", "weights3", "bias3"),
-    "AddProduct": ("x", "residual", "weights", "bias"),
-    "GateProduct": ("x", "gain", "norm_bias", "weights", "bias"),
+    "NormProduct": ("x", "gain", "norm_bias", "weights", "bias", "weights2", "bias2", "weights3", "bias3", *_ADAPTER),
+    "AddProduct": ("x", "residual", "weights", "bias", *_ADAPTER),
+    "GateProduct": ("x", "gain", "norm_bias", "weights", "bias", *_ADAPTER),
     "Head": ("x", "rows", "gain", "norm_bias", "weights", "bias"),
     "Attend": ("qkv", "cos", "sin", "slots", "visible", "keys", "values", "scales", "q_gain", "k_gain", "sinks"),
 }
@@ -176,13 +179,17 @@ class _Body:
     # Rows
 
     def rounded(self, x: str, *shape: int) -> tuple[str, str]:
-        """Rows as codes in blocks (rows x blocks x 32, or of another shape), and the scales of the blocks."""
+        """Rows as codes in blocks (rows x blocks x 32, or of another shape), and the scales of the blocks.
+
+        The scale of a block with an infinity or a NaN is NaN.
+        """
         blocks = self.op("Reshape", x, self.shape(*(shape or (0, -1, BLOCK))))
         top = self.op("ReduceMax", self.op("Abs", blocks), self.shape(-1), keepdims=1)
         positive = self.op("Greater", top, SMALLEST)
         factor = self.op("Where", positive, self.op("Div", 127.0, top), 0.0)
         scale = self.op("Where", positive, self.op("Div", top, 127.0), 0.0)
-        return self.op("Round", self.op("Mul", blocks, factor)), scale
+        spoilt = self.op("ReduceSum", self.op("Mul", blocks, 0.0), self.shape(-1), keepdims=1)
+        return self.op("Round", self.op("Mul", blocks, factor)), self.op("Add", scale, spoilt)
 
     def normalized(self, x: str) -> str:
         kind = self.attributes["norm"]
@@ -207,6 +214,19 @@ class _Body:
         matrix = self.part(self.unpacked(panels, WEIGHT_FORMATS[format_name]), 0, outputs, 0)
         y = self.op("MatMul", rows, self.op("Transpose", matrix, perm=[1, 0]))
         return self.op("Add", y, bias) if bias in self.given else y
+
+    def adapted(self, y: str, x: str, outputs: int) -> str:
+        """Outputs y of rows x with what the adapter adds to some of them."""
+        rank = self.attributes.get("rank", 0)
+        if not rank:
+            return y
+        indices = self.op("Reshape", "adapted", self.shape(-1))
+        # One row more than is adapted: standard operators refuse to reshape none.
+        rows = self.op("Gather", x, self.op("Concat", indices, self.shape(0), axis=0), axis=0)
+        low = self.product(rows, "down", "", "int8", rank)
+        sums = self.part(self.product(low, "up", "", "int8", outputs), 0, -1, 0)
+        changed = self.op("Add", self.op("Gather", y, indices, axis=0), sums)
+        return self.op("ScatterND", y, self.op("Unsqueeze", indices, self.shape(1)), changed)
 
     def activated(self, x: str) -> str:
         kind = self.attributes["activation"]
@@ -241,16 +261,19 @@ class _Body:
             self.product(x, f"weights{suffix}", f"bias{suffix}", format_name, width)
             for suffix, format_name, width in zip(("", "2", "3"), formats, self.attributes["widths"], strict=False)
         ]
-        self.op("Identity", self.activated(self.op("Concat", *parts, axis=1)), to="y")
+        y = self.adapted(self.op("Concat", *parts, axis=1), x, sum(self.attributes["widths"]))
+        self.op("Identity", self.activated(y), to="y")
 
     def AddProduct(self) -> None:
-        y = self.product("x", "weights", "bias", self.attributes["format"], self.attributes["width"])
-        self.op("Add", y, "residual", to="y")
+        width = self.attributes["width"]
+        y = self.product("x", "weights", "bias", self.attributes["format"], width)
+        self.op("Add", self.adapted(y, "x", width), "residual", to="y")
 
     def GateProduct(self) -> None:
         width = self.attributes["width"]
-        both = self.product(self.normalized("x"), "weights", "bias", self.attributes["format"], 2 * width)
-        halves = self.op("Reshape", both, self.shape(0, -1, 2, PANEL // 2))
+        x = self.normalized("x")
+        both = self.product(x, "weights", "bias", self.attributes["format"], 2 * width)
+        halves = self.op("Reshape", self.adapted(both, x, 2 * width), self.shape(0, -1, 2, PANEL // 2))
         gate, up = (self.op("Reshape", self.part(halves, i, i + 1, 2), self.shape(0, width)) for i in (0, 1))
         self.op("Mul", self.activated(gate), up, to="y")
 
@@ -337,16 +360,17 @@ class _Body:
         products = self.op("MatMul", self.by_request(codes), self.op("Transpose", near("new_keys"), perm=[0, 1, 3, 2]))
         factor = self.op("Mul", self.by_request(q_scale), float(self.attributes["scale"]))
         scores = self.capped(self.op("Mul", self.op("Mul", products, scales(zero, kv_heads)), factor))
-        scores = self.op("Add", scores, self.op("Where", "visible", 0.0, -1e9))
+        scores = self.op("Where", "visible", scores, -1e9)
         top = self.op("ReduceMax", scores, self.shape(-1), keepdims=1)
         sinks = self.op("Reshape", "sinks", self.shape(1, -1, 1, 1)) if "sinks" in self.given else ""
         if sinks:
             top = self.op("Max", top, sinks)
-        weights = self.op("Where", "visible", self.op("Exp", self.op("Sub", scores, top)), 0.0)
-        total = self.op("ReduceSum", weights, self.shape(-1), keepdims=1)
+        weights = self.op("Exp", self.op("Sub", scores, top))
+        total = self.op("ReduceSum", self.op("Where", "visible", weights, 0.0), self.shape(-1), keepdims=1)
         if sinks:
             total = self.op("Add", total, self.op("Exp", self.op("Sub", sinks, top)))
         weights = self.op("Mul", weights, scales(kv_heads, self.op("Add", kv_heads, kv_heads)))
+        weights = self.op("Where", "visible", weights, 0.0)  # what is hidden may be NaN
         sums = self.op("MatMul", weights, near("new_values"))
         y = self.op("Transpose", self.op("Div", sums, self.op("Max", total, SMALLEST)), perm=[0, 2, 1, 3])
         width = self.op("Mul", self.shape(heads), size)

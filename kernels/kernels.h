@@ -34,14 +34,18 @@ struct RoundedRows {
 struct Product {
   const uint8_t* weights;  // packed
   Format format;
-  int outputs;        // without padding; gated: of gate and up together
-  const float* bias;  // null: none. outputs, in the order of the packed weights
-  Activation activation;
-  bool gated;             // each panel holds 16 outputs of the gate, then the same 16 of up; y has outputs / 2 columns
-  const float* residual;  // null: none. Added; rows and columns as those of y
-  float* y;
-  int64_t stride;  // between rows of y and of the residual
-  float cap;       // 0: none. y = cap * tanh(y / cap)
+  int outputs;                  // without padding; gated: of gate and up together
+  const float* bias = nullptr;  // null: none. outputs, in the order of the packed weights
+  Activation activation = NO_ACTIVATION;
+  bool gated = false;  // each panel holds 16 outputs of the gate, then the same 16 of up; y has outputs / 2 columns
+  const float* residual = nullptr;  // null: none. Added; rows and columns as those of y
+  float* y = nullptr;
+  int64_t stride = 0;  // between rows of y and of the residual
+  float cap = 0.0f;    // 0: none. y = cap * tanh(y / cap)
+  // What is added to each row before its activation; null: nothing to any row, or to this one. As the bias, from
+  // `first_addend` on, and readable to the end of the last panel.
+  const float* const* addends = nullptr;
+  int first_addend = 0;
 };
 
 // Keys and values of a layer; each slot and head of a request has a scale for its key and one for its value.
@@ -81,7 +85,7 @@ struct AttentionGroup {
 
 struct Kernels {
   const char* name;
-  int tile_rows[2];  // most rows of a tile: 8-bit weights only, any 4-bit weights
+  int tile_rows[2];  // most rows of a tile: of 8-bit weights, of 4-bit weights
   // Rounds the rows of one tile after their norm; `temporary` holds `inputs` floats.
   void (*round_tile)(const RoundedRows&, int tile, const float* const* rows, const NormOf&, float* temporary);
   // Computes panels first..end of a product.

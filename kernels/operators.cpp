@@ -54,9 +54,12 @@ Format read_format(Attributes& a, const char* name) { return Format(a.choice(nam
 void multiply(Call& call, const Kernels& kernels, const float* const* rows, int row_count, int inputs,
               const NormOf& norm, Product* products, int product_count) {
   if (call.failed()) return;
-  bool nibbles = false;
-  for (int i = 0; i < product_count; i++) nibbles |= FORMAT_TRAITS[products[i].format].bits == 4;
-  int most = kernels.tile_rows[nibbles], tiles = (row_count + most - 1) / most;
+  int most = row_count;
+  for (int i = 0; i < product_count; i++) {
+    int own = kernels.tile_rows[FORMAT_TRAITS[products[i].format].bits == 4];
+    most = own < most ? own : most;
+  }
+  int tiles = (row_count + most - 1) / most;
   int64_t count = row_count, blocks = inputs / BLOCK;
   bool together = row_count < PARALLEL_ROUNDING_ROWS;
   int64_t temporaries = norm.kind == NO_NORM ? 0 : together ? 1 : tiles;
@@ -103,6 +106,49 @@ void multiply(Call& call, const Kernels& kernels, const float* const* rows, int 
   };
   call.parallel(int(parts), compute);
 }
+
+// A low-rank adapter of some rows of a call: up * down * row is added to their products, before the activation. Other
+// rows have the bytes that they have without one. An operator has its three inputs behind all others.
+struct Adapter {
+  int64_t rank = 0;  // 0: none
+
+  // As multiply above; from `input` on are the indices of the adapted rows, `down` and `up`.
+  void multiply(Call& call, const Kernels& kernels, int input, const float* const* rows, int row_count, int inputs,
+                const NormOf& norm, Product* products, int product_count) const {
+    Tensor adapted = call.input(input, ORT_INT64);
+    int64_t count = adapted.data ? adapted.count() : 0, outputs = 0;
+    for (int i = 0; i < product_count; i++) outputs += products[i].outputs;
+    const uint8_t* down = rank ? call.weights(input + 1, INT8, rank, inputs) : nullptr;
+    const uint8_t* up = rank ? call.weights(input + 2, INT8, outputs, rank) : nullptr;
+    if (call.failed()) return;
+    if ((adapted.data || adapted.rank) != (rank > 0))
+      return call.fail("input adapted is %s with an adapter of rank %lld", rank ? "absent" : "there", (long long)rank);
+    if (!count) return spaceport::multiply(call, kernels, rows, row_count, inputs, norm, products, product_count);
+    if (count > MOST_ROWS)
+      return call.fail("input adapted has %lld rows, expected at most %d", (long long)count, MOST_ROWS);
+    // A panel more than the sums, so that the last one can be read whole.
+    Scratch memory(size_t(2 * count + row_count) * sizeof(float*) + size_t(count * (rank + outputs) + PANEL) * 4);
+    if (memory.failed()) return call.out_of_memory();
+    const float **own = reinterpret_cast<const float**>(memory.data()), **middle = own + count;
+    const float** addends = middle + count;
+    float *low = reinterpret_cast<float*>(addends + row_count), *sums = low + count * rank;
+    for (int i = 0; i < row_count; i++) addends[i] = nullptr;
+    for (int64_t i = 0; i < count; i++) {
+      int64_t row = static_cast<const int64_t*>(adapted.data)[i];
+      if (row < 0 || row >= row_count)
+        return call.fail("adapted row %lld, expected 0 to %d", (long long)row, row_count - 1);
+      own[i] = rows[row], middle[i] = low + i * rank, addends[row] = sums + i * outputs;
+    }
+    Product first = {down, INT8, int(rank)}, second = {up, INT8, int(outputs)};
+    first.y = low, first.stride = rank;
+    second.y = sums, second.stride = outputs;
+    spaceport::multiply(call, kernels, own, int(count), inputs, norm, &first, 1);
+    spaceport::multiply(call, kernels, middle, int(count), int(rank), NormOf{}, &second, 1);
+    for (int i = 0, column = 0; i < product_count; column += products[i++].outputs)
+      products[i].addends = addends, products[i].first_addend = column;
+    spaceport::multiply(call, kernels, rows, row_count, inputs, norm, products, product_count);
+  }
+};
 
 // Pointers to adjacent rows.
 struct RowPointers {
@@ -157,13 +203,14 @@ struct Embed {
 struct NormProduct {
   static constexpr const char* NAME = "NormProduct";
   static constexpr const char* INPUTS[] = {"x",        "gain",  "norm_bias", "weights", "bias",
-                                           "weights2", "bias2", "weights3",  "bias3"};
-  static constexpr OrtType TYPES[] = {ORT_FLOAT, ORT_FLOAT, ORT_FLOAT, ORT_UINT8, ORT_FLOAT,
-                                      ORT_UINT8, ORT_FLOAT, ORT_UINT8, ORT_FLOAT};
+                                           "weights2", "bias2", "weights3",  "bias3",   "adapted", "down", "up"};
+  static constexpr OrtType TYPES[] = {ORT_FLOAT, ORT_FLOAT, ORT_FLOAT, ORT_UINT8, ORT_FLOAT, ORT_UINT8,
+                                      ORT_FLOAT, ORT_UINT8, ORT_FLOAT, ORT_INT64, ORT_UINT8, ORT_UINT8};
   static constexpr int REQUIRED = 1;
   static constexpr int MOST = 3;
 
   NormAttributes norm;
+  Adapter adapter;
   Activation activation = NO_ACTIVATION;
   int count = 0;
   int64_t outputs[MOST] = {};
@@ -171,6 +218,7 @@ struct NormProduct {
 
   void read(Attributes& a, Failure* failure, const char* node) {
     norm.read(a);
+    adapter.rank = a.rank();
     activation = Activation(a.choice("activation", ACTIVATIONS, 4));
     int64_t sizes[16];
     count = a.integers("widths", sizes, 16);
@@ -198,9 +246,7 @@ struct NormProduct {
     Product products[MOST];
     for (int i = 0; i < count; i++) {
       const uint8_t* weights = call.weights(3 + 2 * i, formats[i], outputs[i], x.last());
-      products[i] = {weights,    formats[i], int(outputs[i]), call.vector(4 + 2 * i, outputs[i]),
-                     activation, false,      nullptr,         nullptr,
-                     0,          0.0f};
+      products[i] = {weights, formats[i], int(outputs[i]), call.vector(4 + 2 * i, outputs[i]), activation};
       width += outputs[i];
     }
     NormOf of = norm.inputs(call, 1, 2, x.last());
@@ -212,21 +258,23 @@ struct NormProduct {
       y += outputs[i];
     }
     RowPointers pointers(call, x, rows);
-    multiply(call, kernels, pointers.pointers, int(rows), int(x.last()), of, products, count);
+    adapter.multiply(call, kernels, 9, pointers.pointers, int(rows), int(x.last()), of, products, count);
   }
 };
 
 // A product that is added to the residual.
 struct AddProduct {
   static constexpr const char* NAME = "AddProduct";
-  static constexpr const char* INPUTS[] = {"x", "residual", "weights", "bias"};
-  static constexpr OrtType TYPES[] = {ORT_FLOAT, ORT_FLOAT, ORT_UINT8, ORT_FLOAT};
+  static constexpr const char* INPUTS[] = {"x", "residual", "weights", "bias", "adapted", "down", "up"};
+  static constexpr OrtType TYPES[] = {ORT_FLOAT, ORT_FLOAT, ORT_UINT8, ORT_FLOAT, ORT_INT64, ORT_UINT8, ORT_UINT8};
   static constexpr int REQUIRED = 3;
 
+  Adapter adapter;
   Format format = INT8;
   int64_t outputs = 0;
 
   void read(Attributes& a) {
+    adapter.rank = a.rank();
     format = read_format(a, "format");
     outputs = a.integer("width", 1, MOST_OUTPUTS);
   }
@@ -242,28 +290,30 @@ struct AddProduct {
     const float* bias = call.vector(3, outputs);
     float* y = call.output<float>(0, dims, 2);
     if (call.failed()) return;
-    Product product = {
-        weights, format,  int(outputs), bias, NO_ACTIVATION, false, static_cast<const float*>(residual.data),
-        y,       outputs, 0.0f};
+    Product product = {weights, format, int(outputs), bias};
+    product.residual = static_cast<const float*>(residual.data), product.y = y, product.stride = outputs;
     RowPointers pointers(call, x, rows);
-    multiply(call, kernels, pointers.pointers, int(rows), int(x.last()), NormOf{}, &product, 1);
+    adapter.multiply(call, kernels, 4, pointers.pointers, int(rows), int(x.last()), NormOf{}, &product, 1);
   }
 };
 
 // The first half of an MLP: norm, gate and up, activated gate times up.
 struct GateProduct {
   static constexpr const char* NAME = "GateProduct";
-  static constexpr const char* INPUTS[] = {"x", "gain", "norm_bias", "weights", "bias"};
-  static constexpr OrtType TYPES[] = {ORT_FLOAT, ORT_FLOAT, ORT_FLOAT, ORT_UINT8, ORT_FLOAT};
+  static constexpr const char* INPUTS[] = {"x", "gain", "norm_bias", "weights", "bias", "adapted", "down", "up"};
+  static constexpr OrtType TYPES[] = {ORT_FLOAT, ORT_FLOAT, ORT_FLOAT, ORT_UINT8,
+                                      ORT_FLOAT, ORT_INT64, ORT_UINT8, ORT_UINT8};
   static constexpr int REQUIRED = 1;
 
   NormAttributes norm;
+  Adapter adapter;
   Activation activation = SILU;
   Format format = INT8;
   int64_t outputs = 0;  // of gate and up together
 
   void read(Attributes& a) {
     norm.read(a);
+    adapter.rank = a.rank();
     activation = Activation(a.choice("activation", ACTIVATIONS, 4));
     format = read_format(a, "format");
     outputs = 2 * a.integer("width", 1, MOST_OUTPUTS / 2);
@@ -280,9 +330,10 @@ struct GateProduct {
     NormOf of = norm.inputs(call, 1, 2, x.last());
     float* y = call.output<float>(0, dims, 2);
     if (call.failed()) return;
-    Product product = {weights, format, int(outputs), bias, activation, true, nullptr, y, outputs / 2, 0.0f};
+    Product product = {weights, format, int(outputs), bias, activation, true};
+    product.y = y, product.stride = outputs / 2;
     RowPointers pointers(call, x, rows);
-    multiply(call, kernels, pointers.pointers, int(rows), int(x.last()), of, &product, 1);
+    adapter.multiply(call, kernels, 5, pointers.pointers, int(rows), int(x.last()), of, &product, 1);
   }
 };
 
@@ -331,7 +382,8 @@ struct Head {
     dims[chosen_rows.rank] = outputs;
     float* y = call.output<float>(0, dims, chosen_rows.rank + 1);
     if (call.failed()) return;
-    Product product = {weights, format, int(outputs), bias, NO_ACTIVATION, false, nullptr, y, outputs, cap};
+    Product product = {weights, format, int(outputs), bias};
+    product.y = y, product.stride = outputs, product.cap = cap;
     multiply(call, kernels, pointers.pointers, int(count), int(x.last()), of, &product, 1);
   }
 };

@@ -138,16 +138,19 @@ void tile_of(const uint8_t* panel, int blocks, const Tile& t, bool ahead, float 
     tile_part<FORMAT, ROWS, VECTORS>(panel, blocks, t, output, ahead && output == 0, y);
 }
 
-// Bias, activation, cap and residual of one row, then the row's outputs of this panel go to y.
+// Bias, addend, activation, cap and residual of one row, then the row's outputs of this panel go to y.
 inline void finish_row(const Product& p, const float* sums, int panel, int row) {
   float t[PANEL];
   int count = p.outputs - panel * PANEL < PANEL ? p.outputs - panel * PANEL : PANEL;
   const float* bias = p.bias ? p.bias + panel * PANEL : nullptr;
   float padded[PANEL] = {};
   if (bias && count < PANEL) __builtin_memcpy(padded, bias, count * sizeof(float)), bias = padded;
+  const float* addend = p.addends ? p.addends[row] : nullptr;
+  if (addend) addend += p.first_addend + panel * PANEL;
   for (int k = 0; k < PANEL; k += LANES) {
     F v = load(sums + k);
     if (bias) v = add(v, load(bias + k));
+    if (addend) v = add(v, load(addend + k));
     store(t + k, p.gated && k >= PANEL / 2 ? v : activated(p.activation, v));
   }
   int width = p.gated ? PANEL / 2 : PANEL;

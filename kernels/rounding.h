@@ -1,7 +1,8 @@
 // Rounds the rows of a tile to 8 bits in blocks of 32 inputs, after their norm.
 //
 // Each block of a row has its own scale, so an outlier spoils 31 neighbours and no more: neither rotation nor
-// calibration is needed. A block whose largest magnitude is below 1e-30 becomes 0.
+// calibration is needed. A block whose largest magnitude is below 1e-30 becomes 0. The scale of a block with an infinity
+// or a NaN is NaN, and so is all that is computed from the row.
 //
 //     code = round(x * (127 / largest)),    x is about (largest / 127) * code
 #pragma once
@@ -24,17 +25,25 @@ inline void normalize(const NormOf& norm, const float* x, int count, float* y) {
 constexpr int HALF_VECTORS = 16 / LANES;  // of half a block
 constexpr float SMALLEST = 1e-30f;
 
+// Magnitudes, infinity for what is not a number, so that a maximum finds it.
+inline F magnitude(F x) { return select(greater(set(INFINITY), abs(x)), abs(x), set(INFINITY)); }
+
+// What numbers of up to this magnitude are multiplied by to become codes, and what their codes are multiplied by.
+inline float factor_of(float largest) { return largest > SMALLEST ? 127.0f / largest : 0.0f; }
+inline float scale_of(float largest) {
+  return largest < INFINITY ? largest > SMALLEST ? largest / 127.0f : 0.0f : NAN;
+}
+
 inline void round_row(const float* x, int inputs, int8_t* codes, float* scales, float* sums, int32_t* zeros,
                       int32_t* half_zeros, int rows) {
   for (int b = 0; b < inputs / BLOCK; b++, x += BLOCK) {
     F v[2 * HALF_VECTORS], largest = set(0.0f);
     for (int i = 0; i < 2 * HALF_VECTORS; i++) {
       v[i] = load(x + LANES * i);
-      largest = max(largest, abs(v[i]));
+      largest = max(largest, magnitude(v[i]));
     }
-    float top = max_of(largest);
-    float scale = top > SMALLEST ? top / 127.0f : 0.0f;
-    F factor = set(top > SMALLEST ? 127.0f / top : 0.0f);
+    float top = max_of(largest), scale = scale_of(top);
+    F factor = set(factor_of(top));
     alignas(64) int8_t block[BLOCK];
     int sum[2];
     for (int half = 0; half < 2; half++) {

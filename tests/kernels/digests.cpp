@@ -65,8 +65,12 @@ void products(const Kernels& kernels, Format format, int rows, Norm norm, Activa
   for (int tile = 0; tile < tiles; tile++) kernels.round_tile(r, tile, x, of, temporary);
   bool gated = activation != NO_ACTIVATION;
   float* y = take<float>(size_t(rows) * outputs);
-  Product p = {weights(format, outputs, inputs), format, gated ? 64 : outputs, numbers(outputs, 1.0f), activation, gated,
-               gated ? nullptr : numbers(size_t(rows) * outputs, 1.0f), y, outputs, norm == NO_NORM ? 30.0f : 0.0f};
+  Product p = {weights(format, outputs, inputs), format, gated ? 64 : outputs, numbers(outputs, 1.0f), activation, gated};
+  p.residual = gated ? nullptr : numbers(size_t(rows) * outputs, 1.0f), p.y = y, p.stride = outputs;
+  p.cap = norm == NO_NORM ? 30.0f : 0.0f;
+  const float** addends = take<const float*>(size_t(rows));
+  for (int i = 0; i < rows; i += 2) addends[i] = numbers(outputs + 3 + PANEL, 1.0f);
+  p.addends = addends, p.first_addend = 3;
   kernels.product(p, r, 0, int(panels(p.outputs)));
   print(FORMAT_TRAITS[format].name, rows, int(norm), y, size_t(rows) * outputs * sizeof(float));
   float* row = take<float>(inputs);

@@ -134,3 +134,34 @@ def test_equal_weights_over_many_slots_do_not_overflow() -> None:
     for set_name in available_sets():
         y = run("Attend", feeds, case.attributes, set_name=set_name)[0]
         assert np.allclose(y[0], [127, 127, 127, -127, 127, 127, 127, 127], rtol=1e-5), set_name
+
+
+@pytest.mark.parametrize("part", ["query", "key", "value"])
+@pytest.mark.parametrize("cap", [0.0, 2.0])
+def test_rows_that_see_what_is_not_finite_are_nan_and_others_unchanged(part: str, cap: float) -> None:
+    """A NaN or infinity in one row: its query spoils one head of the row, its key or value all that see it."""
+    case = Case(rows=9, slots=120, seen=110, cap=cap)
+    feeds = case.feeds(np.random.default_rng(8))
+    channel = {"query": 64 * 4 + 3, "key": 64 * 7 + 50, "value": 64 * 9 + 63}[part]  # of head 4, and of KV head 1
+    for value in (np.nan, np.inf):
+        spoilt = feeds | {"qkv": feeds["qkv"].copy()}
+        spoilt["qkv"][5, channel] = value
+        sees = np.arange(9) == 5 if part == "query" else feeds["visible"][0, 0, :, feeds["slots"][0, 5]]
+        assert 0 < sees.sum() < 9
+        heads = slice(4, 5) if part == "query" else slice(3, 6)
+        for set_name in available_sets():
+            good, got = (run("Attend", given, case.attributes, set_name=set_name) for given in (feeds, spoilt))
+            expected = np.zeros((9, 6, 64), bool)
+            expected[sees, heads] = True
+            assert np.array_equal(np.isnan(got[0].reshape(expected.shape)), expected), set_name
+            clean = ~expected.reshape(9, -1)
+            assert got[0][clean].tobytes() == good[0][clean].tobytes(), set_name
+            # The slot of the row keeps it, for the rows of later steps.
+            later = feeds | dict(zip(("keys", "values", "scales"), got[1:], strict=True))
+            later |= {"slots": np.setdiff1d(np.arange(110), feeds["slots"])[None, :9], "qkv": good_rows(feeds)}
+            again = run("Attend", later, case.attributes, set_name=set_name)[0].reshape(9, 6, 64)
+            assert np.array_equal(np.isnan(again), expected & (part != "query")), set_name
+
+
+def good_rows(feeds: dict[str, NDArray[np.float32]]) -> NDArray[np.float32]:
+    return np.ascontiguousarray(feeds["qkv"][::-1])

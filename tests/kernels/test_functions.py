@@ -85,6 +85,28 @@ def test_the_function_of_attend_is_its_attention(name: str) -> None:
     assert_the_same("Attend", case.feeds(np.random.default_rng(4)), case.attributes)
 
 
+def test_the_functions_are_nan_where_the_operators_are(dice: np.random.Generator) -> None:
+    weights = pack(random_weights(dice, "int4", 64, 64))
+    feeds = {"x": normal(dice, 4, 64), "residual": normal(dice, 4, 64), "weights": weights}
+    feeds["x"][1, 40], feeds["x"][3, 0] = np.nan, np.inf
+    case = CASES["grouped queries"]
+    attended = case.feeds(dice)
+    attended["qkv"][3, 64 * 7] = attended["qkv"][1, 0] = np.nan
+    attended["qkv"][0, 64 * 8] = np.inf
+    for kind, given, attributes in (
+        ("AddProduct", feeds, {"format": "int4", "width": 64}),
+        ("Attend", attended, case.attributes),
+    ):
+        model = model_of(kind, given, attributes)
+        add_functions(model)
+        operator, function = (session_of(model, with_library=with_it).run(None, given) for with_it in (True, False))
+        assert np.isnan(operator[0]).any()
+        for i in (0, -1):
+            assert np.array_equal(np.isnan(operator[i]), np.isnan(function[i]))
+        near = np.abs(operator[0] - function[0]) <= NEAR * np.nanmax(np.abs(operator[0]))
+        assert (near | np.isnan(operator[0])).all()
+
+
 def test_the_functions_take_several_requests(dice: np.random.Generator) -> None:
     case = CASES["grouped queries"]
     several = [case.feeds(dice) for _ in range(3)]

@@ -47,6 +47,11 @@ def product(x: Array, weights: Array, bias: Array | None = None) -> NDArray[np.f
     return y if bias is None else y + bias
 
 
+def adapter(x: Array, down: Array, up: Array) -> NDArray[np.float64]:
+    """What a low-rank adapter adds to the outputs of rows: the rows between its matrices are rounded again."""
+    return product(product(x, down).astype(F), up)
+
+
 def activated(x: NDArray[np.float64], kind: str) -> NDArray[np.float64]:
     if kind == "silu":
         return x / (1 + np.exp(-x))

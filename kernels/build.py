@@ -1,19 +1,43 @@
-"""Compiles the native operators into one library, with the system's C++ compiler or the wheel ziglang."""
+"""Compiles the native operators into one library, with the system's C++ compiler or the wheel ziglang.
+
+setup.py loads this file by its path before anything is installed: it imports the standard library alone.
+"""
 
 from __future__ import annotations
 
 import argparse
+import os
 import platform
 import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Iterable, Sequence
-from importlib.util import find_spec
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 SOURCES = Path(__file__).parent
+
+
+class Target(NamedTuple):
+    """A system that a wheel is built for on another one, with ziglang."""
+
+    system: str  # as platform.system() names it
+    machine: str  # in the names of SETS
+    triple: str  # as zig names it, with the oldest version of the C library or system
+    wheel_tag: str  # the platform in the name of a wheel
+
+
+# glibc 2.28: the oldest that wheels of ONNX Runtime run with. macOS 11: the first on ARM.
+TARGETS = {
+    "linux-x86_64": Target("Linux", "x86_64", "x86_64-linux-gnu.2.28", "manylinux_2_28_x86_64"),
+    "linux-aarch64": Target("Linux", "aarch64", "aarch64-linux-gnu.2.28", "manylinux_2_28_aarch64"),
+    "macos-arm64": Target("Darwin", "aarch64", "aarch64-macos.11.0", "macosx_11_0_arm64"),
+    "windows-x86_64": Target("Windows", "x86_64", "x86_64-windows-gnu", "win_amd64"),
+}
 
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mprefer-vector-width=512")
@@ -36,7 +60,7 @@ SETS: dict[str, tuple[tuple[str, str, tuple[str, ...]], ...]] = {
 _FLAGS = (
     "-std=c++17",
     "-O3",
-    "-fPIC",
+    "-g0",  # zig adds debug information unless told otherwise
     "-fno-exceptions",
     "-fno-rtti",
     "-fno-threadsafe-statics",
@@ -54,14 +78,24 @@ _GCC_FLAGS = ("-fstack-reuse=none",)
 # Clang 22 (of ziglang) computes wrong scores of the portable set with it.
 _CLANG_FLAGS = ("-fno-slp-vectorize",)
 
+# Zig compiles for the processor at hand unless told otherwise, and has names of its own for those of ARM.
+_ZIG_FLAGS = ("-mcpu=baseline",)
+_ZIG_NAMES = {"-march=armv8.2-a": "-mcpu=generic+v8_2a"}
+
+INSTALL_COMPILER = "install g++ or clang, or pip install ziglang"
+LOST = (
+    "Until Spaceport is installed again with a compiler that works, bundles in the formats int4, int8 and stored run "
+    "with the standard operators of ONNX Runtime, which are slower"
+)
+
 
 class BuildError(RuntimeError):
     """The library could not be compiled."""
 
 
-def library_name() -> str:
-    """The file name of the library on this system."""
-    suffix = {"Windows": ".dll", "Darwin": ".dylib"}.get(platform.system(), ".so")
+def library_name(system: str | None = None) -> str:
+    """The file name of the library on a system, this one by default."""
+    suffix = {"Windows": ".dll", "Darwin": ".dylib"}.get(system or platform.system(), ".so")
     return f"spaceport_kernels{suffix}"
 
 
@@ -71,14 +105,35 @@ def machine_name(machine: str | None = None) -> str:
     return {"amd64": "x86_64", "arm64": "aarch64"}.get(name, name)
 
 
+def zig() -> str | None:
+    """The program in the wheel ziglang, or None where it is not installed.
+
+    pip hides installed packages from a build, so their folder is searched and nothing is imported.
+    """
+    for folder in (*sys.path, sysconfig.get_path("platlib"), sysconfig.get_path("purelib")):
+        for name in ("zig", "zig.exe"):
+            if (program := Path(folder) / "ziglang" / name).is_file():
+                return str(program)
+    return None
+
+
 def compiler() -> tuple[str, ...] | None:
     """The command of a C++ compiler, or None where there is none."""
     for name in ("g++", "clang++", "c++"):
         if (path := shutil.which(name)) is not None:
             return (path,)
-    if find_spec("ziglang") is not None:
-        return (sys.executable, "-m", "ziglang", "c++")
-    return None
+    program = zig()
+    return None if program is None else (program, "c++")
+
+
+def cross_compiler(target: Target) -> tuple[str, ...]:
+    """The command of the C++ compiler for another system."""
+    program = zig()
+    if program is None:
+        raise BuildError(
+            f"a library for {target.wheel_tag} is compiled with ziglang, which is missing: pip install ziglang"
+        )
+    return (program, "c++", "-target", target.triple)
 
 
 def build(
@@ -95,32 +150,86 @@ def build(
     """
     command = command or compiler()
     if command is None:
-        raise BuildError("no C++ compiler found: install g++ or clang, or pip install ziglang")
+        raise BuildError(f"no C++ compiler found: {INSTALL_COMPILER}")
     name = machine_name(machine)
     if name not in SETS:
         raise BuildError(f"no kernels for {name}: expected one of {', '.join(SETS)}")
     library.parent.mkdir(parents=True, exist_ok=True)
-    common = [*_FLAGS, *(_GCC_FLAGS if _is_gcc(command) else _CLANG_FLAGS), *flags]
+    common = [*_compiler_flags(command, library), *flags, f"-I{SOURCES}"]
     if test_encoding:
         common.append("-DSPACEPORT_TEST_ENCODING")
+    compilations = {
+        source.stem: [str(source)] for source in (program or SOURCES / "operators.cpp", SOURCES / "choose.cpp")
+    }
+    for set_name, header, options in SETS[name]:
+        if test_encoding and set_name == "avxvnni":
+            options = (*_AVX2, "-mavx512vl", "-mavx512vnni")
+        if _is_zig(command):
+            options = tuple(_in_words_of_zig(option) for option in options)
+        macros = [f"-DSPACEPORT_SET={set_name}", f'-DSPACEPORT_VECTOR="{header}"']
+        compilations[set_name] = [*options, *macros, str(SOURCES / "set.cpp")]
     with tempfile.TemporaryDirectory() as folder:
-        objects = []
-        for source in (program or SOURCES / "operators.cpp", SOURCES / "choose.cpp"):
-            objects.append(str(Path(folder) / f"{source.stem}.o"))
-            _run([*command, *common, f"-I{SOURCES}", "-c", str(source), "-o", objects[-1]])
-        for set_name, header, options in SETS[name]:
-            if test_encoding and set_name == "avxvnni":
-                options = (*_AVX2, "-mavx512vl", "-mavx512vnni")
-            target = str(Path(folder) / f"{set_name}.o")
-            macros = [f"-DSPACEPORT_SET={set_name}", f'-DSPACEPORT_VECTOR="{header}"']
-            _run([*command, *common, *options, *macros, "-c", str(SOURCES / "set.cpp"), "-o", target])
-            objects.append(target)
+        objects = {stem: str(Path(folder) / f"{stem}.o") for stem in compilations}
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            commands = [[*command, *common, *rest, "-c", "-o", objects[stem]] for stem, rest in compilations.items()]
+            list(pool.map(_run, commands))
         # Linked as C: nothing of a C++ library is used, and none has to be on the machine.
         linker = [part.replace("clang++", "clang").replace("g++", "gcc") for part in command]
         linker = ["cc" if part == "c++" else part for part in linker]
         written = Path(folder) / library.name
-        _run([*linker, *([] if program else ["-shared"]), *flags, *objects, "-lm", "-o", str(written)])
-        shutil.move(str(written), library)
+        kind = [] if program else ["-shared"]
+        libraries = [] if library.suffix == ".dll" else ["-lm"]
+        _run([*linker, *kind, *flags, *objects.values(), *libraries, "-o", str(written)])
+        # Programs that run may have the file mapped that this one replaces.
+        beside = library.with_name(f"{library.name}.{os.getpid()}")
+        shutil.copy2(written, beside)
+        beside.replace(library)
+
+
+def is_current(library: Path) -> bool:
+    """Whether a library is newer than all that it is compiled from."""
+    sources = [*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp"), Path(__file__)]
+    return library.is_file() and library.stat().st_mtime > max(source.stat().st_mtime for source in sources)
+
+
+def build_if_possible(library: Path, target: Target | None = None) -> bool:
+    """Compile the library unless it is current; where that fails, remove it and say what is lost.
+
+    For another system, a failure is an error.
+    """
+    if is_current(library):
+        return True
+    library.unlink(missing_ok=True)
+    if target is not None:
+        build(library, cross_compiler(target), target.machine)
+        return True
+    try:
+        build(library)
+    except BuildError as error:
+        reason, _, details = str(error).partition("\n")
+        print(f"spaceport: installed without native operators: {reason}. {LOST}.", file=sys.stderr)
+        print(details, file=sys.stderr, flush=True)
+        return False
+    return True
+
+
+def _compiler_flags(command: Sequence[str], library: Path) -> list[str]:
+    flags = [*_FLAGS, *(_GCC_FLAGS if _is_gcc(command) else _CLANG_FLAGS)]
+    if library.suffix != ".dll":
+        flags.append("-fPIC")
+    if _is_zig(command):
+        flags.extend(_ZIG_FLAGS)
+    return flags
+
+
+def _is_zig(command: Sequence[str]) -> bool:
+    return any(Path(part).stem in ("zig", "ziglang") for part in command)
+
+
+def _in_words_of_zig(option: str) -> str:
+    for words, words_of_zig in _ZIG_NAMES.items():
+        option = option.replace(words, words_of_zig)
+    return option
 
 
 def _is_gcc(command: Sequence[str]) -> bool:
@@ -131,7 +240,9 @@ def _is_gcc(command: Sequence[str]) -> bool:
 def _run(command: Sequence[str]) -> None:
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     if ran.returncode:
-        raise BuildError(f"{' '.join(command)} failed:\n{ran.stderr[-4000:]}")
+        said = ran.stderr.strip().splitlines()
+        reason = next((line for line in said if "error" in line), f"exit code {ran.returncode}")
+        raise BuildError(f"{command[0]} failed: {reason}\n{shlex.join(command)}\n{ran.stderr[-4000:]}")
     if ran.stderr.strip():
         print(ran.stderr, file=sys.stderr)
 
@@ -139,15 +250,21 @@ def _run(command: Sequence[str]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("library", nargs="?", type=Path, default=SOURCES / library_name(), help="File to write.")
+    parser.add_argument("--if-possible", action="store_true", help="Only if it is not current; a failure is no error.")
+    parser.add_argument("--target", choices=TARGETS, help="Another system, for which ziglang compiles.")
     parser.add_argument("--machine", help="Target machine, x86_64 or aarch64; with --compiler, to cross-compile.")
     parser.add_argument("--compiler", help="Command of the C++ compiler, for instance 'python -m ziglang c++'.")
     parser.add_argument("--flags", nargs="*", default=[], help="Further flags, without their first dash.")
     parser.add_argument("--test-encoding", action="store_true", help="AVX-VNNI in the encoding of AVX512 processors.")
     given = parser.parse_args()
+    if given.if_possible:
+        build_if_possible(given.library)
+        return
     try:
-        command = shlex.split(given.compiler) if given.compiler else None
+        target = TARGETS.get(given.target)
+        command = shlex.split(given.compiler) if given.compiler else cross_compiler(target) if target else None
         flags = [f"-{flag}" for flag in given.flags]
-        build(given.library, command, given.machine, flags, given.test_encoding)
+        build(given.library, command, target.machine if target else given.machine, flags, given.test_encoding)
     except BuildError as error:
         sys.exit(str(error))
 

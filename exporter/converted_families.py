@@ -97,7 +97,7 @@ class Fields:
                 self.refuse(
                     f"{name} is {short(self.content[name])}, so its weights are quantized",
                     "the published weights in float16 or bfloat16",
-                    "download these, and quantize them with --weights",
+                    "download these, and quantize them with --format",
                 )
         for name, rule in fixed.items():
             value = self.content.get(name, rule.default)

@@ -4,7 +4,6 @@ Constants are shared by name, identified by content, and computed when they are 
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from hashlib import sha256
@@ -43,16 +42,11 @@ RULES = (
     rules.collapse_slice_rule,
     rules.collapse_slice2_rule,
 )
-_SHARED = 128 * 128  # elements of a constant up to which it is compared with others: rotations, and all smaller ones
+_SHARED = 128 * 128  # elements of a constant up to which it is compared with others
 _ROUNDS = 2  # folded constants let more rules match in the next round
 
-_OF_ROWS = ("NonZero", "Transpose")  # operators whose result has indices of rows
-
-JOINED = "spaceport.joined"  # metadata of a graph: where the codes and scales of fused matmuls are, as JSON
-
-# Properties that fused matmuls share: their input, whether they belong to an adapter, and the block layout of quantized
-# weights.
-FusionKey = tuple[ir.Value, bool, tuple[tuple[str, object], ...]]
+# Properties that fused matmuls share: their input, and whether they belong to an adapter.
+FusionKey = tuple[ir.Value, bool]
 # Shape of a constant, and SHA-256 of its content.
 Key = tuple[tuple[int, ...], bytes]
 
@@ -196,42 +190,18 @@ def fuse_projections(model: ir.Model, vocab_size: int) -> int:
     Steps of one row take 0.95 of the time on ONNX Runtime's CPU backend."""
     products: dict[FusionKey, list[ir.Node]] = defaultdict(list)
     for node in model.graph:
-        states = node.inputs[0] if node.op_type == "MatMul" else None
-        constants = [] if states is None else _constants(node)
-        if states is None or not constants or not all(map(_has_one_use, constants)):
-            continue
-        if _outputs(constants) != vocab_size:
-            products[states, _is_gated(node), _blocks(_dequantize_node(node))].append(node)
+        states, weight = node.inputs[:2] if node.op_type == "MatMul" else (None, None)
+        if states is not None and weight is not None and _is_own(weight) and _outputs(weight) != vocab_size:
+            products[states, _is_gated(node)].append(node)
     groups = [nodes for nodes in products.values() if len(nodes) > 1]
-    places: dict[str, tuple[str, int, int]] = {}
     for nodes in groups:
-        places |= _fuse(model.graph, nodes)
-    if places:
-        model.metadata_props[JOINED] = json.dumps(places)
+        _fuse(model.graph, nodes)
     return len(groups)
 
 
-def _constants(node: ir.Node) -> list[ir.Value]:
-    """The constants of a matmul's weight: the weight, or its codes and scales; last axis = outputs."""
-    dequantize = _dequantize_node(node)
-    values = [value for value in (dequantize.inputs if dequantize else node.inputs[1:2]) if value is not None]
-    return values if all(value.is_initializer() for value in values) else []
-
-
-def _dequantize_node(node: ir.Node) -> ir.Node | None:
-    """The DequantizeLinear node of a matmul's weight; None if the weight is not quantized."""
-    weight = node.inputs[1]
-    producer = None if weight is None else weight.producer()
-    return producer if producer is not None and producer.op_type == "DequantizeLinear" else None
-
-
-def _blocks(dequantize: ir.Node | None) -> tuple[tuple[str, object], ...]:
-    return () if dequantize is None else tuple((name, entry.value) for name, entry in dequantize.attributes.items())
-
-
-def _has_one_use(constant: ir.Value) -> bool:
-    """Whether a weight has no other use; a tied weight in a fused matmul would be stored twice."""
-    return len(constant.uses()) == 1 and constant.shape is not None and len(constant.shape) <= 2
+def _is_own(weight: ir.Value) -> bool:
+    """Whether a weight is a constant without another use; a tied weight in a fused matmul would be stored twice."""
+    return weight.is_initializer() and len(weight.uses()) == 1 and weight.shape is not None and len(weight.shape) <= 2
 
 
 def _is_gated(node: ir.Node) -> bool:
@@ -240,51 +210,31 @@ def _is_gated(node: ir.Node) -> bool:
     return [user.op_type for user in node.outputs[0].consumers()] == ["Where"]
 
 
-def _fuse(graph: ir.Graph, nodes: list[ir.Node]) -> dict[str, tuple[str, int, int]]:
-    """Fuse matmuls; returns where each of their codes and scales is: in which constant, and its columns there."""
-    dequantize = [_dequantize_node(node) for node in nodes]
-    constants = [_constants(node) for node in nodes]
-    sizes = np.array([_outputs(parts) for parts in constants], np.int64)
-    name = constants[0][0].name or "weight"
-    joined = [_concatenated(graph, parts) for parts in zip(*constants, strict=True)]
-    weights, new_nodes = list(joined), []
-    if dequantize[0] is not None:
-        new_nodes.append(ir.node("DequantizeLinear", weights, dict(dequantize[0].attributes)))
-        weights = list(new_nodes[0].outputs)
-    product = ir.node("MatMul", [nodes[0].inputs[0], *weights])
+def _fuse(graph: ir.Graph, nodes: list[ir.Node]) -> None:
+    weights = [weight for node in nodes if (weight := node.inputs[1]) is not None]
+    sizes = np.array([_outputs(weight) for weight in weights], np.int64)
+    product = ir.node("MatMul", [nodes[0].inputs[0], _concatenated(graph, weights)])
     product.outputs[0].type = nodes[0].outputs[0].type
     if (first := nodes[0].outputs[0].shape) is not None:
         product.outputs[0].shape = ir.Shape([*first[:-1], int(sizes.sum())])
-    split_sizes = constant(graph, f"{name}_sizes", sizes)
+    split_sizes = constant(graph, f"{weights[0].name or 'weight'}_sizes", sizes)
     split = ir.node("Split", [product.outputs[0], split_sizes], {"axis": -1}, num_outputs=len(nodes))
-    graph.insert_before(nodes[0], [*new_nodes, product, split])
-    for node, dequantize_node, part in zip(nodes, dequantize, split.outputs, strict=True):
+    graph.insert_before(nodes[0], [product, split])
+    for node, part in zip(nodes, split.outputs, strict=True):
         part.type, part.shape = node.outputs[0].type, node.outputs[0].shape
         node.outputs[0].replace_all_uses_with(part)
-        graph.remove([node] if dequantize_node is None else [node, dequantize_node], safe=True)
-    for old in (value for parts in constants for value in parts):
-        del graph.initializers[str(old.name)]
-    if dequantize[0] is None:
-        return {}
-    ends = np.cumsum(sizes).tolist()
-    return {
-        str(old.name): (str(new.name), end - _columns(old), end)
-        for end, parts in zip(ends, constants, strict=True)
-        for old, new in zip(parts, joined, strict=True)
-    }
+        graph.remove(node, safe=True)
+    for weight in weights:
+        del graph.initializers[str(weight.name)]
 
 
-def _outputs(constants: Sequence[ir.Value]) -> int:
-    return _columns(constants[0])
-
-
-def _columns(constant: ir.Value) -> int:
-    assert constant.const_value is not None
-    return int(constant.const_value.shape.numpy()[-1])
+def _outputs(weight: ir.Value) -> int:
+    assert weight.const_value is not None
+    return int(weight.const_value.shape.numpy()[-1])
 
 
 def _concatenated(graph: ir.Graph, parts: Sequence[ir.Value]) -> ir.Value:
-    """Constants concatenated along the output axis."""
+    """Weights concatenated along the output axis."""
     tensors = [part.const_value for part in parts if part.const_value is not None]
     dtype, first = tensors[0].dtype, tensors[0].shape.numpy()
     outputs = sum(tensor.shape.numpy()[-1] for tensor in tensors)
@@ -294,61 +244,6 @@ def _concatenated(graph: ir.Graph, parts: Sequence[ir.Value]) -> ir.Value:
 
     concatenated = lazy(concatenate, dtype, (*first[:-1], outputs))
     return constant(graph, f"{parts[0].name}_joined", concatenated)
-
-
-def compute_mask_rows_only(model: ir.Model) -> int:
-    """Let gated adapters compute mask rows only, and nothing in a call without any; returns the number of adapters.
-
-    The mask rows are gathered before the first matmul of an adapter, and its result is added to them. The results of all
-    rows stay the same. For ONNX Runtime on CPUs: on a GPU, results whose size depends on values would need a copy.
-
-    A step of one row of SmolLM2-135M with its adapter takes 0.93 of the time."""
-    graph = model.graph
-    indices: dict[ir.Value, ir.Value] = {}  # of the mask rows, by the gate
-    gathered: dict[tuple[ir.Value, ir.Value], ir.Value] = {}  # by states and gate
-    adapters = [adapter for node in graph if node.op_type == "Where" and (adapter := _adapter(node)) is not None]
-    for rows, down, up, add in adapters:
-        states, first, second = down.inputs[0], down.inputs[1], up.inputs[1]
-        base = next(value for value in add.inputs if value is not up.outputs[0])
-        new_nodes = []
-        if rows not in indices:
-            found = ir.node("NonZero", [rows])
-            turned = ir.node("Transpose", [found.outputs[0]], {"perm": [1, 0]})
-            indices[rows] = turned.outputs[0]
-            new_nodes += [found, turned]
-        assert states is not None
-        if (states, rows) not in gathered:
-            gather = ir.node("GatherND", [states, indices[rows]])
-            gathered[states, rows] = gather.outputs[0]
-            new_nodes.append(gather)
-        low = ir.node("MatMul", [gathered[states, rows], first])
-        wide = ir.node("MatMul", [low.outputs[0], second])
-        result = ir.node("ScatterND", [base, indices[rows], wide.outputs[0]], {"reduction": "add"})
-        for node in (*new_nodes, low, wide, result):
-            node.outputs[0].type = ir.TensorType(ir.DataType.INT64) if node.op_type in _OF_ROWS else states.type
-        result.outputs[0].shape = add.outputs[0].shape
-        graph.insert_before(add, [*new_nodes, low, wide, result])
-        ir.convenience.replace_nodes_and_values(graph, add, [add], [], [add.outputs[0]], [result.outputs[0]])
-    passes.RemoveUnusedNodesPass()(model)
-    return len(adapters)
-
-
-def _adapter(where: ir.Node) -> tuple[ir.Value, ir.Node, ir.Node, ir.Node] | None:
-    """The gate of an adapter (B x T, bool), its two matmuls and the Add to the base layer; None if it is another Where."""
-    condition, low, other = where.inputs
-    if condition is None or low is None or other is None or other.const_value is None:
-        return None
-    gate, down = condition.producer(), low.producer()
-    (up,) = users if len(users := where.outputs[0].consumers()) == 1 else (None,)
-    (add,) = users if up is not None and len(users := up.outputs[0].consumers()) == 1 else (None,)
-    if gate is None or down is None or up is None or add is None or other.const_value.numpy().any():
-        return None
-    if [node.op_type for node in (gate, down, up, add)] != ["Unsqueeze", "MatMul", "MatMul", "Add"]:
-        return None
-    rows = gate.inputs[0]
-    if rows is None or low.shape is None or rows.shape is None or len(low.shape) != len(rows.shape) + 1:
-        return None
-    return rows, down, up, add
 
 
 def fix_reshapes(model: ir.Model) -> int:

@@ -17,14 +17,12 @@ from torch import Tensor, nn
 from torch._dynamo import config as dynamo
 
 from spaceport.exporter.graph_passes import (
-    compute_mask_rows_only,
     fix_reshapes,
     fuse_projections,
     hoist_above_splits,
     read_lazily,
     simplify,
 )
-from spaceport.exporter.integer_matmuls import store_integer_matmuls
 from spaceport.exporter.quantized_weights import WeightNotFound, store_quantized_weights
 from spaceport.exporter.tensorrt.append_graph import contract_mismatch
 from spaceport.graphs.attention import hooked
@@ -80,15 +78,11 @@ def to_onnx(decoder: Decoder, folder: Path, opset: int, on_stage: OnStage = lamb
     if decoder.quantization.quantized_weights:
         on_stage(f"storing the {decoder.quantization.weights} weights in the graph")
     try:
-        if decoder.quantization.limbs:
-            store_integer_matmuls(model, decoder.quantization)
-            compute_mask_rows_only(model)  # such a graph runs on CPUs only
-        else:
-            store_quantized_weights(model, decoder.quantization)
+        store_quantized_weights(model, decoder.quantization)
     except WeightNotFound as error:
         raise UntraceableModel(
             f"{_family(decoder)} cannot be stored with quantized weights: {error}: export it unquantized "
-            "(--weights same)"
+            "(--format float16)"
         ) from error
     if signature.lowering == "scatter":  # TensorRT fuses matmuls by itself
         fuse_projections(model, signature.vocab_size)

@@ -14,7 +14,6 @@ from torch.utils.hooks import RemovableHandle
 from transformers.cache_utils import Cache
 
 NAME = "spaceport"
-INTEGER_ATTENTION = "integer_attention"  # attribute of attention modules: what attends to 8-bit keys and values
 
 # Added to the score of a masked slot: low enough that its weight is exactly 0, and finite in the type (-1e9 is -inf in
 # float16), so that a row that sees no slot does not become NaN.
@@ -22,8 +21,6 @@ MASKED_SCORE = {torch.float32: -1e9, torch.bfloat16: -1e9, torch.float16: -1e4}
 
 # Writes the rows of a step into a KV buffer and returns the updated buffer.
 Write = Callable[[Tensor, Tensor], Tensor]
-# The keys and values of a layer as the buffers store them.
-Quantize = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 # Arguments of the attention interface that need no handling here.
 _IGNORED = frozenset(
@@ -76,15 +73,11 @@ def grouped_attention(
     groups = heads // key.shape[1]
     grouped_query = query.reshape(batch, key.shape[1], groups * rows, dim) * scale
     scores = torch.matmul(grouped_query, key.transpose(-1, -2))  # B x Hkv x groups * T x A, group by group
-    scores = capped(scores, softcap)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
     grouped_mask = mask.repeat(1, 1, groups, 1) if groups > 1 else mask
     weights = torch.softmax((scores + grouped_mask).to(torch.float32), dim=-1).to(query.dtype)
     return torch.matmul(weights, value).reshape(batch, heads, rows, dim)
-
-
-def capped(scores: Tensor, softcap: float | None) -> Tensor:
-    """Scores that approach a largest magnitude, or are unlimited."""
-    return scores if softcap is None else torch.tanh(scores / softcap) * softcap
 
 
 def attention_interface(
@@ -105,8 +98,7 @@ def attention_interface(
         raise UnsupportedAttention(f"it has keys and values of shapes {shapes}: expected one shape in all layers")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     mask = mask_plane(attention_mask, sliding_window is not None)
-    attend = getattr(module, INTEGER_ATTENTION, grouped_attention)
-    return attend(query, key, value, mask, scale, softcap).transpose(1, 2).contiguous(), None
+    return grouped_attention(query, key, value, mask, scale, softcap).transpose(1, 2).contiguous(), None
 
 
 def scaled_dot_product(
@@ -122,18 +114,6 @@ def mask_plane(mask: Tensor, windowed: bool) -> Tensor:
     if mask.shape[1] == 1:
         return mask
     return mask[:, 1:2] if windowed else mask[:, 0:1]
-
-
-def attention_modules(model: nn.Module) -> dict[int, list[nn.Module]]:
-    """The innermost modules with the index of a layer, by that index: attention, and in some families more."""
-    indexed = {
-        module: index for module in model.modules() if isinstance(index := getattr(module, "layer_idx", None), int)
-    }
-    modules: dict[int, list[nn.Module]] = {}
-    for module, index in indexed.items():
-        if not any(inner in indexed for inner in module.modules() if inner is not module):
-            modules.setdefault(index, []).append(module)
-    return modules
 
 
 def refuse_unknown(arguments: dict[str, Any]) -> None:
@@ -194,28 +174,18 @@ def cache_argument(model: nn.Module, cache: Cache) -> dict[str, Cache]:
 class SlotCache(_KvCache):
     """The cache object for a transformers model: stores rows with `write` and returns the visible slots."""
 
-    def __init__(
-        self,
-        past: tuple[Tensor, ...],
-        write: Write,
-        visible: int,
-        repeats: int = 1,
-        quantize: Quantize | None = None,
-    ) -> None:
+    def __init__(self, past: tuple[Tensor, ...], write: Write, visible: int, repeats: int = 1) -> None:
         super().__init__()
         self._past = past
         self._write = write
         self._visible = visible
         # how often the model repeats each KV head before caching; the buffer stores each head once
         self._repeats = repeats
-        self._quantize = quantize  # None: the buffers have the type of the states
         self.present: list[Tensor | None] = [None] * len(past)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        if self._quantize is not None:
-            key_states, value_states = self._quantize(layer_idx, key_states, value_states)
         key = self._store(2 * layer_idx, key_states)
         value = self._store(2 * layer_idx + 1, value_states)
         return key, value

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, Literal, cast
 
 import torch
@@ -15,8 +14,7 @@ from transformers.cache_utils import Cache
 from spaceport.graphs import attention
 from spaceport.graphs.contract.signature import Lowering, Precision, Signature, visible_length
 from spaceport.graphs.heads import head_logits, heads_of
-from spaceport.graphs.integer_attention import IntegerAttention, use_integer_attention
-from spaceport.graphs.quantization import UNQUANTIZED, AttentionScales, Quantization
+from spaceport.graphs.quantization import UNQUANTIZED, Quantization
 from spaceport.graphs.traits import (
     Traits,
     comparison_ids,
@@ -65,14 +63,8 @@ class Decoder(nn.Module):
         self.quantization = quantization
         self._repeats = traits.repeats
         self._attention_hook = traits.attention_hook
-        self._integers: tuple[IntegerAttention, ...] = ()
         if traits.attention_hook == "interface":
             model.set_attn_implementation(attention.NAME)
-
-    def quantize_attention(self, scales: Sequence[AttentionScales]) -> None:
-        """Keep keys and values in 8 bits from now on."""
-        self._integers = use_integer_attention(self.model, scales)
-        self.signature = replace(self.signature, kv_cache="int8")
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         named = dict(zip((tensor.name for tensor in self.signature.inputs), inputs, strict=True))
@@ -80,13 +72,12 @@ class Decoder(nn.Module):
         visible = named["attention_mask"]
         if self.signature.window:
             visible = torch.cat((visible, named["sliding_attention_mask"]), dim=1)
-        fused = self.attention_implementation == "operator" and not self._integers
+        fused = self.attention_implementation == "operator"
         mask = visible if fused else attention.additive_mask(visible, self.model.dtype)
         write: attention.Write = attention.Append(named["slot_ids"])
         if self.signature.lowering == "scatter":
             write = attention.Scatter(named["slot_ids"], self.signature.kv_heads)
-        stored = self._stored if self._integers else None
-        cache = attention.SlotCache(past, write, visible.shape[-1], self._repeats, stored)
+        cache = attention.SlotCache(past, write, visible.shape[-1], self._repeats)
         logit_rows = named["logit_rows"]
 
         def select_rows(hidden: Tensor) -> Tensor:  # B x T x hidden becomes B x R x hidden
@@ -108,9 +99,6 @@ class Decoder(nn.Module):
         if heads:  # B x R x (1 + heads) x V becomes B x L x V
             logits = torch.stack((logits, *heads), dim=2).flatten(1, 2)
         return (logits.float(), *cast(list[Tensor], cache.present))
-
-    def _stored(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        return self._integers[layer].stored_keys(keys), self._integers[layer].stored_values(values)
 
 
 def decoder_of(
@@ -139,8 +127,6 @@ def decoder_of(
         decoder = Decoder(model, signature, attention_implementation, traits, quantization)
         with model_errors(model):
             _compare(decoder, ids, expected)
-        if quantization.attention:
-            decoder.quantize_attention(quantization.attention)
     return decoder, traits
 
 

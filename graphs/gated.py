@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import reduce
@@ -168,10 +168,6 @@ class MaskAdapter(Mechanism):
             fold_scale(model)
 
 
-def _identity(states: Tensor) -> Tensor:
-    return states
-
-
 class GatedLinear(nn.Linear):
     """A linear module with the weights of another, plus the output of a low-rank adapter on mask rows."""
 
@@ -180,14 +176,13 @@ class GatedLinear(nn.Linear):
         self.weight, self.bias = base.weight, base.bias  # same parameter names, same memory
         self.gate = gate
         self.scale = scale
-        self.base_input: Callable[[Tensor], Tensor] = _identity  # applied to the input of the base weight
         self.A = nn.Parameter(base.weight.new_empty(rank, base.in_features))
         self.B = nn.Parameter(base.weight.new_zeros(base.out_features, rank))
         nn.init.kaiming_uniform_(self.A, a=math.sqrt(5))
 
     def forward(self, states: Tensor) -> Tensor:
         if self.gate.uniform is False:
-            return super().forward(self.base_input(states))
+            return super().forward(states)
         if self.gate.uniform:
             return low_rank_linear(states, self.weight, self.bias, self.A, self.B, self.scale)
         low_rank = nn.functional.linear(states, self.A)
@@ -197,7 +192,7 @@ class GatedLinear(nn.Linear):
             self.gate.rows_for(states), low_rank, torch.zeros((), dtype=low_rank.dtype, device=low_rank.device)
         )
         scaled_b = self.B if self.scale == 1 else self.B * self.scale
-        return super().forward(self.base_input(states)) + nn.functional.linear(low_rank, scaled_b)
+        return super().forward(states) + nn.functional.linear(low_rank, scaled_b)
 
 
 def gate_model(

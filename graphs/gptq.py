@@ -8,7 +8,7 @@ inputs that come from the rounded earlier ones, and one layer at a time is in me
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
@@ -21,7 +21,6 @@ from transformers import PreTrainedModel
 from spaceport.graphs.attention import hooked
 from spaceport.graphs.decoder import decoder_layers
 from spaceport.graphs.gated import uniform_rows
-from spaceport.graphs.integer_attention import AttentionRecorder
 from spaceport.graphs.quantization import QuantizedWeight, WeightFormat, block_of, replace_weight
 from spaceport.graphs.streamed_weights import return_free_memory, stored_beside, values_of
 
@@ -103,10 +102,8 @@ def rounded_layers(
     texts: CalibrationTexts,
     form: WeightFormat,
     on_progress: OnProgress = lambda sentence, done, total: None,
-    recorder: AttentionRecorder | None = None,
 ) -> tuple[dict[str, QuantizedWeight], dict[str, float]]:
     """These modules in a format, and the relative error of each weight. The modules get the weights of the codes.
-    A recorder measures the attention of each rounded layer.
 
     Modules outside of the decoder layers, and experts that no text is routed to, get the nearest codes."""
     layers: dict[str, QuantizedWeight] = {}
@@ -129,7 +126,7 @@ def rounded_layers(
                 put(name, _rounded(values_of(modules[name].weight).float(), parts, form))
 
     with uniform_rows(model, False):
-        _run(model, texts, round_layer, on_progress, recorder)
+        _run(model, texts, round_layer, on_progress)
     for name in modules.keys() - layers.keys():
         put(name, form.nearest(modules[name].weight))
     return layers, errors
@@ -144,7 +141,6 @@ def _run(
     texts: CalibrationTexts,
     round_layer: Callable[[nn.Module, Callable[[], object]], None],
     on_progress: OnProgress,
-    recorder: AttentionRecorder | None,
 ) -> None:
     """Run a model on the texts; each decoder layer is rounded first, by a function that can run it on the same inputs.
 
@@ -158,28 +154,21 @@ def _run(
             return
         if layer is not layers[len(begun)]:
             raise _Stop
-        if not begun and recorder is not None:  # the masks exist now
-            attached.enter_context(recorder.attached(model))
         begun.append(layer)
         round_layer(layer, partial(layer, *arguments, **named))
         rounded.append(layer)
         return_free_memory()
         on_progress("quantized {} of {} layers", len(rounded), len(layers))
-        if recorder is not None:
-            measured.enter_context(recorder.measuring())
 
     def after(layer: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
-        measured.close()
         if len(rounded) == len(layers):
             raise _Stop
 
     # prepended, since a streamed layer reads its weights in a hook
     handles = [layer.register_forward_pre_hook(before, with_kwargs=True, prepend=True) for layer in layers]
     handles += [layer.register_forward_hook(after) for layer in layers]
-    with hooked(handles), suppress(_Stop), ExitStack() as attached, ExitStack() as measured:
+    with hooked(handles), suppress(_Stop):
         model(input_ids=texts.ids, attention_mask=texts.real.long(), use_cache=False)
-    if recorder is not None and len(rounded) < len(layers):
-        recorder.scales.clear()
 
 
 @dataclass(eq=False)

@@ -46,15 +46,9 @@ class DraftHeads(nn.Module):
     def count(self) -> int:
         return len(self._modules)
 
-    def rotate_back(self, matrix: Tensor) -> None:
-        """Multiply the hidden states by this matrix before the heads read them."""
-        self.register_buffer("back", matrix.to(next(self.parameters()).dtype), persistent=False)
-
     def forward(self, hidden: Tensor) -> list[Tensor]:
         """The logits of each head, in the shape of those of the output embedding."""
-        back = getattr(self, "back", None)
-        states = hidden if back is None else hidden @ back
-        return [head(states) for head in self.children()]
+        return [head(hidden) for head in self.children()]
 
 
 @dataclass(frozen=True)
@@ -117,7 +111,7 @@ def head_logits(model: PreTrainedModel) -> Iterator[list[Tensor]]:
         return
 
     def before(module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
-        logits[:] = heads(arguments[0].clone())  # not the same tensor, or int8 layers would share its scale
+        logits[:] = heads(arguments[0])
 
     with hooked([model.get_output_embeddings().register_forward_pre_hook(before)]):
         yield logits

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,13 +26,6 @@ M = TypeVar("M", bound="Mechanism")
 
 class MechanismError(InputFault):
     """Tensors or numbers that do not belong together or to the model; the message names them."""
-
-
-class Rotation(Protocol):
-    """An orthogonal matrix Q by which the hidden states of an exported model are multiplied."""
-
-    def times(self, rows: Tensor) -> Tensor:
-        """rows @ Q."""
 
 
 class Mechanism(ABC):
@@ -71,9 +64,7 @@ class Mechanism(ABC):
     def check(self, config: PreTrainedConfig) -> None:  # noqa: B027
         """Raise unless it fits a model with this configuration, as far as that says."""
 
-    def write_files(  # noqa: B027
-        self, bundle: Path, model: PreTrainedModel, vocab_size: int, rotation: Rotation | None = None
-    ) -> None:
+    def write_files(self, bundle: Path, model: PreTrainedModel, vocab_size: int) -> None:  # noqa: B027
         """Write what a runtime needs besides the graph into a bundle's folder."""
 
 
@@ -209,24 +200,16 @@ class Factors(Mechanism):
         if size != expected:
             raise MechanismError(f"is for embeddings of size {size}: expected {expected}, that of the model")
 
-    def write_files(
-        self, bundle: Path, model: PreTrainedModel, vocab_size: int, rotation: Rotation | None = None
-    ) -> None:
+    def write_files(self, bundle: Path, model: PreTrainedModel, vocab_size: int) -> None:
         """Write the tables of all tokens; tokens without an embedding have none."""
         embeddings = cast(nn.Embedding, model.get_input_embeddings()).weight
         missing = max(0, vocab_size - embeddings.shape[0])
         before, after = (
             nn.functional.pad(table[:vocab_size], (0, 0, 0, missing)).half().numpy()
-            for table in self.rotated(rotation).tables(values_of(embeddings))
+            for table in self.tables(values_of(embeddings))
         )
         with (bundle / CORRECTION_FILE).open("wb") as file:
             write_tables(file, CorrectionTables(before, after))
-
-    def rotated(self, rotation: Rotation | None) -> Factors:
-        """The factors for embeddings that are rotated; unchanged without a rotation."""
-        if rotation is None:
-            return self
-        return Factors(rotation.times(self.before.T).T.float(), rotation.times(self.after.T).T.float())
 
     def tables(self, embeddings: Tensor) -> tuple[Tensor, Tensor]:
         """The vectors of all tokens, each V x rank, for a table of token embeddings (V x H)."""

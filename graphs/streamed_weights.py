@@ -104,16 +104,6 @@ def replace_values(parameter: Tensor, compute: ReadRows) -> None:
         parameter.data[rows] = values
 
 
-def copy_of(parameter: Tensor) -> nn.Parameter:
-    """A parameter with the same values that shares nothing with the given one."""
-    source = source_of(parameter)
-    if source is None:
-        return nn.Parameter(parameter.detach().clone(), requires_grad=False)
-    copied = nn.Parameter(parameter.detach(), requires_grad=False)
-    stream(copied, source)
-    return copied
-
-
 def stored_beside(parameter: Tensor, tensor: Tensor) -> Tensor:
     """A tensor that was computed from a parameter: on disk if the parameter is streamed, otherwise unchanged."""
     source = source_of(parameter)

@@ -74,7 +74,7 @@ def chat(work: Path, base: Path, prompts: int, trial: bool) -> None:
     nouns = [
         unicodedata.name(chr(code)).lower() for code in range(0x1F330, 0x1F3F0)
     ]  # from chestnut to japanese castle
-    _make(bundle, "export", base, bundle, "--weights", "int8")
+    _make(bundle, "export", base, bundle)
     texts = own_prompts(bundle, work / "own_prompts.json", prompts + 1 + prompts // 40)
     asked = {
         "train": texts[:prompts],

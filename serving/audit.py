@@ -301,7 +301,7 @@ class CompletionAudit:
     async def _repeat(self, job: _Job) -> bool:
         """Generate a completion again without drafts and compare it; False: it was interrupted, as clients wait."""
         manifest = self._runtime.bundle.manifest
-        tolerance = tolerance_of(manifest.signature.dtype, manifest.activations)
+        tolerance = tolerance_of(manifest.signature.dtype, manifest.native)
         comparison = CompletionComparison(job.completion, manifest.tokens.child, tolerance)
         options = plain_decoding(job.decoding, job.completion)
         stream = self._runtime.astream(list(job.completion.prompt_tokens), options, observers=(comparison,))

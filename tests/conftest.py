@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from spaceport.graphs.contract.signature import Lowering, Precision, Weights
+from spaceport.graphs.contract.formats import FORMATS
+from spaceport.graphs.contract.signature import Lowering
 from spaceport.runtime.backends.machine import cpu_class, cpu_name
 from support.cache import NOTES, cache_folder, note
 from support.exported import bundle_of
@@ -78,12 +79,7 @@ def pytest_sessionfinish() -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """Say what the run took, and name the CPU, on which it depends what the tests have shown."""
-    kernels = ""
-    if not config.getoption("fast"):
-        from spaceport.runtime.backends.products import is_exact
-
-        kernels = "" if is_exact(setting=False) else "; onnxruntime runs kernels for AVX2 without VNNI"
-    terminalreporter.write_line(f"CPU: {cpu_name()}, {cpu_class()}{kernels}")
+    terminalreporter.write_line(f"CPU: {cpu_name()}, {cpu_class()}")
     entries = [json.loads(line) for file in _NOTES.glob("*.notes") for line in file.read_text().splitlines()]
     built = [entry["seconds"] for entry in entries if "built" in entry]
     terminalreporter.write_line(
@@ -107,12 +103,10 @@ def _log_as_before() -> Iterator[None]:
     ours.setLevel(levels[1])
 
 
-def _bundle(
-    checkpoint: Path, lowering: Lowering = "scatter", weights: Weights = "same", dtype: Precision = "float32"
-) -> Path:
+def _bundle(checkpoint: Path, name: str = "float32", lowering: Lowering | None = None) -> Path:
     from spaceport.exporter.export import ExportOptions  # imports torch
 
-    return bundle_of(checkpoint, ExportOptions(lowering, dtype, weights))
+    return bundle_of(checkpoint, ExportOptions(FORMATS[name], lowering))
 
 
 # Bundles are read-only: a test that changes one changes a copy.
@@ -133,42 +127,39 @@ def demo_bundle() -> Path:
 @pytest.fixture(scope="session")
 def tiny_append_bundle() -> Path:
     """The tiny trained checkpoint with the append lowering."""
-    return _bundle(TINY, "append")
+    return _bundle(TINY, lowering="append")
 
 
 @pytest.fixture(scope="session")
 def half_bundle() -> Path:
     """The tiny trained checkpoint in float16."""
-    return _bundle(TINY, dtype="float16")
+    return _bundle(TINY, "float16")
 
 
 @pytest.fixture(scope="session")
 def tiny_int8_bundle() -> Path:
-    """The tiny trained checkpoint with int8 weights and integer products."""
-    return _bundle(TINY, weights="int8")
+    """The tiny trained checkpoint in int8."""
+    return _bundle(TINY, "int8")
 
 
 @pytest.fixture(scope="session")
 def demo_int8_bundle() -> Path:
-    """The demo model with int8 weights and integer products."""
-    return _bundle(DEMO, weights="int8")
+    """The demo model in int8."""
+    return _bundle(DEMO, "int8")
 
 
-# Lowerings and weights of bundles on which speculative output has to equal plain output.
-_FLOAT = (pytest.param(("scatter", "same"), id="scatter"), pytest.param(("append", "same"), id="append"))
-_APPEND_INT8 = pytest.param(("append", "int8"), id="append int8", marks=pytest.mark.nightly)
+# Formats and lowerings of bundles on which speculative output has to equal plain output.
+_FLOAT = (pytest.param(("float32", "scatter"), id="scatter"), pytest.param(("float32", "append"), id="append"))
+_INT8 = ("int8", "scatter")
 
 
-@pytest.fixture(scope="session", params=(*_FLOAT, pytest.param(("scatter", "int8"), id="scatter int8"), _APPEND_INT8))
+@pytest.fixture(scope="session", params=(*_FLOAT, pytest.param(_INT8, id="int8")))
 def any_tiny_bundle(request: pytest.FixtureRequest) -> Path:
-    """The tiny trained checkpoint with each lowering and kind of weights in turn."""
+    """The tiny trained checkpoint with each format and lowering in turn."""
     return _bundle(TINY, *request.param)
 
 
-@pytest.fixture(
-    scope="session",
-    params=(*_FLOAT, pytest.param(("scatter", "int8"), id="scatter int8", marks=pytest.mark.nightly), _APPEND_INT8),
-)
+@pytest.fixture(scope="session", params=(*_FLOAT, pytest.param(_INT8, id="int8", marks=pytest.mark.nightly)))
 def any_demo_bundle(request: pytest.FixtureRequest) -> Path:
-    """The demo model with each lowering and kind of weights in turn."""
+    """The demo model with each format and lowering in turn."""
     return _bundle(DEMO, *request.param)

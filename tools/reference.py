@@ -12,12 +12,13 @@ import torch
 
 from spaceport.exporter.checkpoint import Checkpoint, open_checkpoint
 from spaceport.exporter.checkpoint_source import quiet_libraries
-from spaceport.exporter.export import ExportOptions, TokenFlags, build_decoder, manifest_for
+from spaceport.exporter.export import ExportOptions, TokenFlags, Written, build_decoder, manifest_for
 from spaceport.exporter.quantized_weights import stored_weights
 from spaceport.graphs.contract.faults import InputFault
+from spaceport.graphs.contract.formats import FORMATS
 from spaceport.graphs.contract.manifest import MODEL_FILE, TEMPLATE_FILE, TOKENIZER_FILE, record_of
 from spaceport.graphs.contract.signature import Precision
-from spaceport.graphs.quantization import Quantization, limbs_of
+from spaceport.graphs.quantization import Quantization
 from spaceport.graphs.quantize import quantize_inputs
 from spaceport.runtime.backends import check_threads
 from spaceport.runtime.backends.on_torch import TorchEngine
@@ -45,16 +46,15 @@ def open_reference(
     _set_threads(threads, bundle.manifest.parameters)
     signature = bundle.manifest.signature
     opened = open_checkpoint(checkpoint, TokenFlags(), remote_code, adapter)
-    weights = bundle.manifest.weights
+    number_format = bundle.manifest.number_format
     # Small weights are those of the bundle to the bit, whatever they are computed with: of a weight that is read in
     # another type, another step may be the nearest.
-    stored = dtype or signature.dtype if weights == "same" else signature.dtype
-    activations = bundle.manifest.activations
-    options = ExportOptions(
-        signature.lowering, stored, weights, "plain", remote_code=remote_code, requested_activations=activations
-    )
+    if number_format.weights == "same":
+        number_format = FORMATS[dtype or signature.dtype]
+    options = ExportOptions(number_format, signature.lowering, "plain", remote_code=remote_code)
     decoder, _ = build_decoder(opened, options, arithmetic=dtype, stored=stored_in(bundle))
-    quantize_inputs(decoder.model, decoder.quantization)
+    if number_format.native:
+        quantize_inputs(decoder.model, decoder.quantization.layers)
     for fact in ("layers", "kv_heads", "head_dim", "vocab_size", "window", "lines"):
         ours, theirs = getattr(signature, fact), getattr(decoder.signature, fact)
         if ours != theirs:
@@ -66,10 +66,7 @@ def open_reference(
 
 def stored_in(bundle: Bundle) -> Quantization | None:
     """The weights in a bundle's graph that were rounded by GPTQ; None if it has none."""
-    weights, stored = bundle.manifest.weights, None
-    limbs = limbs_of(weights, bundle.manifest.activations)
-    if limbs or weights == "int4":
-        stored = stored_weights(bundle.read(MODEL_FILE), bundle.path, weights, limbs)
+    stored = stored_weights(bundle.read(MODEL_FILE), bundle.path) if bundle.manifest.number_format.rounds else None
     bundle.require_unchanged()
     return stored
 
@@ -82,7 +79,8 @@ def checkpoint_runtime(checkpoint: Checkpoint, max_seq_len: int | None, threads:
     decoder, traits = build_decoder(checkpoint, options)
     parameters = sum(parameter.numel() for parameter in decoder.parameters())
     _set_threads(threads, parameters)
-    manifest = manifest_for(checkpoint, decoder, traits, options, parameters)
+    written = Written(decoder.model, decoder.signature, traits.max_positions, parameters)
+    manifest = manifest_for(checkpoint, options, written)
     length = seq_len(manifest, max_seq_len)
     with tempfile.TemporaryDirectory(prefix="spaceport-checkpoint-") as folder:
         (Path(folder) / TOKENIZER_FILE).write_text(checkpoint.tokenizer, "utf-8")

@@ -409,7 +409,7 @@ def build_fault(library: Library, options: BuildOptions, messages: BuildMessages
     if "HW-specific datatypes" in text:
         return OptionFault(
             f"--target is {options.target}: that GPU does not support a type in the bundle's graph; expected a newer target, or "
-            "a bundle that was exported with --dtype float16 and without --weights float8"
+            "a bundle that was exported with --format float16"
         )
     return InputFault(
         f"{library.name} could not build for {options.target}: {text[:600] or 'no error message'}: expected a graph that "

@@ -6,22 +6,21 @@ from dataclasses import dataclass
 from typing import Literal
 
 from spaceport.graphs.contract.manifest import Manifest
-from spaceport.graphs.contract.signature import Activations, Precision
+from spaceport.graphs.contract.signature import Precision
 
 # Largest difference of a logit, relative to the largest logit of the call (at least 1). Measured rounding: 1e-6 to 1e-5
 # in float32, 1e-3 to 1e-2 in float16; one wrong mask bit: 0.4 and more. bfloat16 has three bits less than float16.
 TOLERANCE: dict[Precision, float] = {"float32": 1e-4, "float16": 3e-2, "bfloat16": 1e-1}
 
-# The same with quantized activations: floating-point noise of 1e-6 then moves a value to the next quantization step
-# here and there. A step is 1/127 of the input's range with one limb, 1/32512 with two. Measured with two limbs: 2e-3 in
-# small models, 1e-2 on rows of mask slots in SmolLM2-135M, whose largest activations are far above the others; with one
-# limb: 7e-2 on most rows of random tokens in that model, 1.2e-1 on the worst.
-QUANTIZED_TOLERANCE: dict[Activations, float] = {"int8": 2e-1, "int8x2": 2e-2, "float": 0.0}
+# The same where inputs of products are rounded to 8 bits: floating-point noise of 1e-6 then moves a value to the next of
+# 127 steps here and there. Measured on rows of random tokens in SmolLM2-135M, with one scale for each row: 7e-2 on most of
+# them, 1.2e-1 on the worst.
+NATIVE_TOLERANCE = 2e-1
 
 
-def tolerance_of(dtype: Precision, activations: Activations = "float") -> float:
+def tolerance_of(dtype: Precision, native: bool = False) -> float:
     """The largest difference that rounding explains, relative to the largest logit."""
-    return max(TOLERANCE[dtype], QUANTIZED_TOLERANCE[activations])
+    return max(TOLERANCE[dtype], NATIVE_TOLERANCE if native else 0.0)
 
 
 # Draft shapes that leave the text unchanged: trees of candidates in several threads at a time, single chains of candidates
@@ -48,7 +47,9 @@ class Exactness:
 
     rows: float  # with the number of rows in a call
     slots: float  # with the order of the KV slots that a row sees
-    tolerated: float  # noise that changes nothing but near-ties; 0 with quantized activations, which amplify any noise
+    tolerated: (
+        float  # noise that changes nothing but near-ties; 0 with native operators, whose rounding amplifies any noise
+    )
     widths: tuple[int, ...] = ()  # numbers of rows that were compared with one row; empty: nothing was measured
 
     def __post_init__(self) -> None:
@@ -91,11 +92,11 @@ class Exactness:
 
 def tolerated_noise(manifest: Manifest, device: str) -> float:
     """The noise that changes nothing but near-ties in the text of a bundle on a device."""
-    if manifest.activations != "float":
+    if manifest.native:
         return 0.0
     return (_NEAR_TIES if device == "cpu" else _NEAR_TIES_ON_GPU)[manifest.signature.dtype]
 
 
 def unmeasured(manifest: Manifest) -> Exactness:
-    """What is usual for a bundle's activations, for engines that are not asked; rows in other slots are never bit-identical."""
-    return Exactness(0.0, 1e-6, tolerated_noise(manifest, "cpu"))
+    """What is usual for a bundle, for engines that are not asked: only native operators give the same bits in any slots."""
+    return Exactness(0.0, 0.0 if manifest.native else 1e-6, tolerated_noise(manifest, "cpu"))

@@ -10,8 +10,9 @@ from typing import Annotated, Any, BinaryIO, Literal, get_args
 
 from spaceport.graphs.contract.draft_methods import DraftMethod
 from spaceport.graphs.contract.faults import InputFault
-from spaceport.graphs.contract.json_fields import JsonField, Rules, between, read
-from spaceport.graphs.contract.signature import Activations, Signature, Weights
+from spaceport.graphs.contract.formats import FORMATS, Format, Weights
+from spaceport.graphs.contract.json_fields import JsonField, Rules, between, read, short
+from spaceport.graphs.contract.signature import Signature
 
 Flavour = Literal["tensorrt", "tensorrt-rtx"]
 
@@ -73,7 +74,7 @@ def record_of(stream: BinaryIO) -> FileRecord:
 
 
 # Of the manifest's entries: a bundle of any other number is refused.
-SCHEMA = 11
+SCHEMA = 12
 MANIFEST_FILE = "manifest.json"
 ACCURACY_FILE = "accuracy.json"
 TOKENIZER_FILE = "tokenizer.json"
@@ -88,8 +89,6 @@ _REMOVED = "preloaded_slots"  # a mechanism of bundles that earlier versions exp
 MAX_POSITIONS = 2**31 - 1
 # What a manifest may say about the checkpoint's origin.
 PROVENANCE = ("name", "source", "revision", "licence")
-
-Embeddings = Literal["same", "int8", "int4"]
 
 
 class ManifestError(InputFault):
@@ -141,9 +140,7 @@ class Manifest:
     special_tokens: dict[str, str] = field(default_factory=dict)  # bos_token, eos_token, ... as chat templates use them
     # the checkpoint's generation_config.json, not used by the runtime
     generation_config: dict[str, Any] = field(default_factory=dict)
-    weights: Weights = "same"  # how linear layers' weights are stored; "same": in the signature's dtype
-    activations: Activations = "float"  # how the inputs of layers with quantized weights are quantized
-    embeddings: Embeddings = "same"  # how the input and output embeddings are stored
+    format: str = "float32"  # how numbers are stored and computed: a name in FORMATS
     drafts: DraftMethod = field(default_factory=DraftMethod)
     fork_by_default: bool = True  # whether requests may fork unless they say otherwise; False: forks change the output
     files: dict[str, FileRecord] = field(default_factory=dict)
@@ -167,9 +164,19 @@ class Manifest:
         return tuple(self.files[name] for name in sorted(self.files) if name.startswith(MODEL_FILE))
 
     @property
-    def integer_matmuls(self) -> bool:
-        """Whether linear layers multiply int8 weights with int8 activations."""
-        return self.weights == "int8" and self.activations != "float"
+    def number_format(self) -> Format:
+        """How numbers are stored and computed."""
+        return FORMATS[self.format]
+
+    @property
+    def weights(self) -> Weights:
+        """How the weights of linear layers are stored."""
+        return self.number_format.weights
+
+    @property
+    def native(self) -> bool:
+        """Whether the operators of `spaceport.kernels` compute its products."""
+        return self.number_format.native
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -205,8 +212,7 @@ def _check_consistency(manifest: Manifest) -> None:
             f"drafts.max_tokens is {drafts.max_tokens}, tokens.mask has {len(tokens.mask)}: expected one for all, or "
             f"one for each of {drafts.mask_rows} mask rows"
         )
-    if manifest.weights == "same" and manifest.activations != "float":
-        raise ManifestError(f"activations is {manifest.activations}, weights is same: expected float activations")
+    _check_format(manifest.format, manifest.signature)
     if (tokens.fork is None) != (tokens.child is None):
         raise ManifestError(f"tokens.fork is {tokens.fork}, tokens.child is {tokens.child}: expected both or none")
     if tokens.with_two_roles is not None:
@@ -225,6 +231,22 @@ def _check_consistency(manifest: Manifest) -> None:
     for name in manifest.provenance:
         if name not in PROVENANCE:
             raise ManifestError(f"provenance has the unknown {name!a}: expected {', '.join(PROVENANCE)}")
+
+
+def _check_format(name: str, signature: Signature) -> None:
+    """Raise unless a format is known, and the graph is of it."""
+    if name not in FORMATS:
+        raise ManifestError(f"format is {short(name)}: expected {', '.join(FORMATS)}")
+    number_format = FORMATS[name]
+    for entry, expected in (("dtype", number_format.dtype), ("kv_cache", number_format.kv_cache)):
+        if getattr(signature, entry) != expected:
+            raise ManifestError(
+                f"signature.{entry} is {getattr(signature, entry)}, format is {name}: expected {expected}"
+            )
+    if signature.lowering not in number_format.lowerings:
+        raise ManifestError(
+            f"signature.lowering is {signature.lowering}, format is {name}: expected {' or '.join(number_format.lowerings)}"
+        )
 
 
 _DIGEST = "sha256"  # last entry: the digest of the file, computed with zeros instead of it

@@ -13,18 +13,11 @@ from spaceport.graphs.contract.json_fields import between
 Lowering = Literal["scatter", "append"]
 Precision = Literal["float32", "float16", "bfloat16"]
 
-Weights = Literal["same", "int8", "int4", "float8"]
-# How the inputs of layers with quantized weights are quantized: to two 8-bit limbs, to 8 bits, or not at all.
-Activations = Literal["int8x2", "int8", "float"]
-
 # How keys and values are stored: in the type of the graph, or in 8 bits with a scale for each slot and head.
 KvCache = Literal["same", "int8"]
 
 LOWERINGS: tuple[Lowering, ...] = get_args(Lowering)
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
-WEIGHTS: tuple[Weights, ...] = get_args(Weights)
-ACTIVATIONS: tuple[Activations, ...] = get_args(Activations)
-KV_CACHES: tuple[KvCache, ...] = get_args(KvCache)
 
 
 @dataclass(frozen=True)

@@ -170,6 +170,12 @@ def require(bundle: Bundle, backend: str, options: EngineOptions) -> None:
     """Raise if a backend cannot run the bundle here; loads no weights and no engine."""
     flavour, signature = BACKENDS[backend].flavour, bundle.manifest.signature
     require_device(backend)
+    if backend not in (number_format := bundle.manifest.number_format).backends:
+        other = "float16" if BACKENDS[backend].gpu else "float32"
+        raise InputFault(
+            f"{bundle.path}: its format is {number_format.name}, which backend {backend} does not run: expected one of "
+            f"{', '.join(number_format.backends)}, or a bundle that was exported with --format {other}"
+        )
     if flavour is not None and signature.lowering != "append":
         raise InputFault(
             f"{bundle.path}: its graph is scatter-lowered, backend {backend} runs engines of append-lowered graphs: export "
@@ -181,16 +187,6 @@ def require(bundle: Bundle, backend: str, options: EngineOptions) -> None:
         raise InputFault(
             f"{bundle.path}: its graph is append-lowered, backend {backend} runs scatter-lowered graphs: export it with "
             "--lowering scatter, or `spaceport build` an engine"
-        )
-    if backend != "onnxruntime" and bundle.manifest.integer_matmuls:
-        raise InputFault(
-            f"{bundle.path}: its products are of 8-bit integers, which backend {backend} does not have: export it without "
-            "--weights int8"
-        )
-    if backend == "onnxruntime" and signature.dtype == "bfloat16":
-        raise InputFault(
-            f"{bundle.path}: its graph is in bfloat16, for which backend {backend} has no matrix product: run it on a GPU, "
-            "or export it with --dtype float32"
         )
     require_module(backend)
 

@@ -23,8 +23,13 @@ from spaceport.graphs.contract.faults import MissingDependency, OptionFault
 from spaceport.graphs.contract.signature import DTYPES, Signature, selection_width
 from spaceport.runtime.backends.device_memory import Blocks, DeviceMemory, device_memory
 from spaceport.runtime.backends.machine import gpu
-from spaceport.runtime.backends.on_onnxruntime import FAULTS, open_selection, open_session, unloadable
-from spaceport.runtime.backends.products import session_options
+from spaceport.runtime.backends.on_onnxruntime import (
+    FAULTS,
+    open_selection,
+    open_session,
+    session_options,
+    unloadable,
+)
 from spaceport.runtime.backends.staging import CallShape, Staging
 from spaceport.runtime.bundle import Bundle
 from spaceport.runtime.engine import (
@@ -442,8 +447,7 @@ def out_of_memory(bundle: Bundle, options: EngineOptions) -> str:
 
 
 def _session(bundle: Bundle, graphs: bool) -> ort.InferenceSession:
-    manifest = bundle.manifest
-    options = session_options(1, manifest.weights, manifest.activations)  # CPU threads, which only compute shapes
+    options = session_options(1)  # CPU threads, which only compute shapes
     options.add_session_config_entry(_RECORD, "1")
     provider: dict[str, Any] = {
         "device_id": 0,

@@ -18,11 +18,11 @@ import onnxruntime as ort
 from numpy.typing import DTypeLike, NDArray
 from onnxruntime.capi import onnxruntime_pybind11_state
 
+from spaceport.graphs.contract.formats import FORMATS, Format, Weights
 from spaceport.graphs.contract.manifest import MODEL_FILE, SELECTION_FILE
 from spaceport.graphs.contract.signature import DTYPES, NUMPY, Signature, Tensor, selection_width
 from spaceport.runtime.backends.graph_file import external_files
 from spaceport.runtime.backends.machine import engine_threads
-from spaceport.runtime.backends.products import is_exact, session_options
 from spaceport.runtime.bundle import Bundle, BundleError
 from spaceport.runtime.engine import CPU_COSTS, Batch, EngineFault, EngineOptions, Moves, slots_in_order
 from spaceport.runtime.opened_files import OpenedFiles
@@ -39,6 +39,12 @@ FAULTS: tuple[type[Exception], ...] = (
 )
 
 _WEIGHTS_FOLDER = "session.model_external_initializers_file_folder_path"
+# Let weights that are stored smaller be multiplied in the type of the graph, as on TensorRT.
+_UNPACKED: dict[Weights, tuple[str, str]] = {
+    "int4": ("session.qdq_matmulnbits_accuracy_level", "1"),
+    "int8": ("session.disable_quant_qdq", "1"),
+    "float8": ("session.disable_quant_qdq", "1"),
+}
 _HUGE_PAGE = 2**21  # bytes, on x86 and on ARM with pages of 4 KiB
 _COLLAPSE = 25  # MADV_COLLAPSE of Linux 6.1
 _MOST_CALLS = 4096  # shapes of calls whose OrtValues are kept
@@ -215,17 +221,24 @@ class OnnxRuntimeEngine:
 def open_engine(bundle: Bundle, options: EngineOptions) -> OnnxRuntimeEngine:
     """The bundle's graph in a session."""
     manifest = bundle.manifest
-    if manifest.integer_matmuls and not (is_exact(setting=False) or is_exact(setting=True)):
-        raise BundleError(
-            f"{bundle.path}: its weights are int8, and ONNX Runtime {ort.__version__} cuts sums of 8-bit products off on this CPU, "
-            "which has no VNNI, so outputs would be wrong: export the checkpoint with --weights int4, or as it is"
-        )
-    settings = session_options(engine_threads(options.threads), manifest.weights, manifest.activations)
+    settings = session_options(engine_threads(options.threads), manifest.number_format)
     try:
         session = open_session(bundle, settings, ["CPUExecutionProvider"])
     except FAULTS as error:
         raise unloadable(bundle, error) from error
     return OnnxRuntimeEngine(session, manifest.signature, options.capacity, options.requests)
+
+
+def session_options(threads: int, number_format: Format = FORMATS["float32"]) -> ort.SessionOptions:
+    """Session options for shapes that change from step to step, without onnxruntime's own log output."""
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    options.log_severity_level = 4
+    options.enable_mem_pattern = False
+    if not number_format.native and number_format.weights in _UNPACKED:
+        options.add_session_config_entry(*_UNPACKED[number_format.weights])
+    return options
 
 
 def open_session(bundle: Bundle, options: ort.SessionOptions, providers: Sequence[Any]) -> ort.InferenceSession:
@@ -287,7 +300,7 @@ def open_selection(bundle: Bundle, providers: Sequence[Any]) -> ort.InferenceSes
     if SELECTION_FILE not in bundle.manifest.files:
         return None
     graph, size = bundle.read(SELECTION_FILE), bundle.manifest.signature.vocab_size
-    session = ort.InferenceSession(graph, session_options(1, "same"), providers=providers, enable_fallback=0)
+    session = ort.InferenceSession(graph, session_options(1), providers=providers, enable_fallback=0)
     logits = Tensor("logits", "float32", ("B", "R", size))
     selection = Tensor("selection", "float32", ("B", "R", selection_width(size)))
     _check_tensors(session, bundle.path / SELECTION_FILE, (logits,), (selection,))

@@ -228,7 +228,7 @@ def not_a_number(position: int) -> NotANumber:
     return NotANumber(
         f"the logits for the token at position {position} hold NaN, +Inf or only -Inf for allowed tokens: "
         "`spaceport check` on the bundle shows whether the export or the engine is at fault; a float16 model that "
-        "overflows needs --dtype float32 at its export"
+        "overflows needs --format float32 at its export"
     )
 
 

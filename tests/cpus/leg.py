@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from spaceport.runtime.backends.products import measure_products
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.sampling.sampler import Sampling
 from spaceport.runtime.session import Runtime
@@ -36,14 +34,12 @@ def measured(given: str, prompts: list[str]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Print, as JSON, what the products of all formats cost and guarantee, and each bundle of the arguments, name=folder."""
+    """Print, as JSON, what each bundle of the arguments, name=folder, guarantees."""
     prompts, *bundles = sys.argv[1:]
     texts = [*json.loads(Path(prompts).read_text("utf-8")).values()]
     lines = [line for text in texts for line in text.splitlines() if len(line) > 20]
     found = [measured(bundle, (lines * COMPLETIONS)[:COMPLETIONS]) for bundle in bundles]
-    print(
-        json.dumps({"formats": [{**asdict(cost), "rows": cost.rows} for cost in measure_products()], "bundles": found})
-    )
+    print(json.dumps({"bundles": found}))
 
 
 if __name__ == "__main__":

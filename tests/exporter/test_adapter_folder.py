@@ -31,8 +31,9 @@ from spaceport.exporter.checkpoint_source import quiet_libraries
 from spaceport.exporter.export import ExportOptions, added_tokens, export
 from spaceport.exporter.sar_config import save_acceptance
 from spaceport.graphs.contract.draft_methods import DraftAcceptance
+from spaceport.graphs.contract.formats import FORMATS
 from spaceport.graphs.contract.manifest import MANIFEST_FILE
-from spaceport.graphs.contract.signature import Precision, Weights
+from spaceport.graphs.contract.signature import Precision
 from spaceport.runtime.bundle import open_bundle
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
@@ -179,14 +180,14 @@ def test_fork_and_child_tokens_of_the_base_model_are_recorded(tmp_path: Path) ->
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("weights", ["same", "int8"])
+@pytest.mark.parametrize("name", ["float32", "int8"])
 def test_the_bundle_is_that_of_the_tuned_checkpoint(
-    base: Path, adapter: Path, tuned: Path, tmp_path: Path, weights: Weights
+    base: Path, adapter: Path, tuned: Path, tmp_path: Path, name: str
 ) -> None:
     one, other, without = tmp_path / "tuned", tmp_path / "adapted", tmp_path / "plain"
-    export(tuned, one, ExportOptions(weights=weights))
-    export(base, other, ExportOptions(weights=weights, adapter=adapter))
-    export(base, without, ExportOptions(weights=weights))
+    export(tuned, one, ExportOptions(FORMATS[name]))
+    export(base, other, ExportOptions(FORMATS[name], adapter=adapter))
+    export(base, without, ExportOptions(FORMATS[name]))
     assert {file.name for file in one.iterdir()} == {file.name for file in other.iterdir()}
     for file in one.iterdir():
         if file.name != MANIFEST_FILE:  # which says where the checkpoint came from

@@ -270,7 +270,7 @@ def test_an_exact_model_generates_k_plus_1_tokens_per_step_in_its_own_layout_onl
 ) -> None:
     checkpoint = checkpoint_of(layout, tmp_path / "checkpoint")
     bundle = tmp_path / "bundle"  # a copy, because check writes into it
-    shutil.copytree(bundle_of(checkpoint, ExportOptions(lowering)), bundle)
+    shutil.copytree(bundle_of(checkpoint, ExportOptions(requested_lowering=lowering)), bundle)
     manifest = open_bundle(bundle).manifest
     assert (manifest.drafts.layout, manifest.drafts.mask_slots) == (layout, SLOTS)
     with Runtime.open(bundle, max_seq_len=256, step_costs="free") as runtime:

@@ -19,13 +19,13 @@ from spaceport.exporter.export import (
     MAX_PROMPT_TOKENS,
     ExportOptions,
     estimate_export,
-    exact_activations,
     export,
     prompt_tokens,
 )
 from spaceport.exporter.sar_config import save_acceptance
 from spaceport.graphs.contract.draft_methods import DraftAcceptance
 from spaceport.graphs.contract.faults import InputFault, OptionFault
+from spaceport.graphs.contract.formats import FORMATS
 from spaceport.graphs.contract.manifest import DATA_FILE, MODEL_FILE
 from spaceport.runtime.bundle import open_bundle
 from spaceport.runtime.decoding import Decoding
@@ -65,25 +65,22 @@ def test_a_half_precision_bundle_generates_the_golden_text(half_bundle: Path) ->
     "options",
     [
         ExportOptions(),
-        ExportOptions(weights="int4"),
-        ExportOptions(weights="int8"),
-        ExportOptions("append", "bfloat16", "int4"),
-        ExportOptions("append", "float16", "float8"),
+        *(ExportOptions(FORMATS[name]) for name in ("int4", "int8", "bfloat16-int4", "float16-float8")),
     ],
-    ids=str,
+    ids=lambda options: options.format.name,
 )
 def test_a_bundle_has_about_the_size_that_its_export_announces(options: ExportOptions) -> None:
     checkpoint = open_checkpoint(TINY, options.tokens)
-    estimate = estimate_export(checkpoint, exact_activations(checkpoint.config, options))
+    estimate = estimate_export(checkpoint, options)
     assert str(estimate).startswith(f"bundle of about {estimate.bundle / 1e6:.1f} MB, in about 1 min")
     data = (bundle_of(TINY, options) / DATA_FILE).stat().st_size
-    assert data / 1.3 < estimate.bundle < 1.3 * data  # scales and rotations count more in a tiny model
+    assert data / 1.3 < estimate.bundle < 1.3 * data  # scales count more in a tiny model
 
 
 def test_an_export_is_refused_before_it_reads_weights_if_the_disk_is_too_small(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stages, options = list[str](), ExportOptions(weights="int8", requested_activations="float")
+    stages, options = list[str](), ExportOptions(FORMATS["float16-int8"])
     estimate = estimate_export(open_checkpoint(TINY, options.tokens), options)
     assert estimate.temporary > 0
     free = estimate.bundle + estimate.temporary - 1
@@ -209,22 +206,24 @@ def test_a_dynamic_rope_model_is_limited_to_its_first_frequencies(tmp_path: Path
     assert export(folder, tmp_path / "bundle", ExportOptions()).max_positions == 128
 
 
-INT4_INT8 = ExportOptions(weights="int4", requested_activations="int8")
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (ExportOptions(requested_activations="int8"), "activations is int8: expected float with weights same, float32"),
-        (replace(INT4_INT8, lowering="append"), "expected float with weights int4, float32, operator attention and"),
-        (replace(INT4_INT8, dtype="float16"), "expected float with weights int4, float16"),
-        (replace(INT4_INT8, attention="operator"), "int4, float32, operator attention"),
-        (replace(INT4_INT8, requested_activations="int8x2"), "activations is int8x2: expected .* with weights int4"),
+        (
+            ExportOptions(FORMATS["int8"], "append"),
+            r"lowering is append: expected scatter with format int8 \(--lowering\)",
+        ),
+        (
+            ExportOptions(FORMATS["float16-int4"], "scatter"),
+            "lowering is scatter: expected append with format float16-int4",
+        ),
+        (
+            ExportOptions(FORMATS["stored"], attention="operator"),
+            "attention is operator: expected plain with format stored",
+        ),
     ],
 )
-def test_activations_that_do_not_fit_the_weights_are_refused(
-    tmp_path: Path, options: ExportOptions, message: str
-) -> None:
+def test_a_graph_that_does_not_fit_the_format_is_refused(tmp_path: Path, options: ExportOptions, message: str) -> None:
     with pytest.raises(OptionFault, match=message):
         export(TINY, tmp_path / "bundle", options)
 

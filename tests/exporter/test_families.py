@@ -15,24 +15,14 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from spaceport.exporter.checkpoint import CheckpointError
-from spaceport.exporter.export import ExportOptions, exact_activations, export
+from spaceport.exporter.export import ExportOptions, export
 from spaceport.exporter.to_onnx import DEFAULT_OPSET, UntraceableModel, to_onnx
-from spaceport.graphs.contract.exactness import tolerance_of
 from spaceport.graphs.contract.manifest import MODEL_FILE
-from spaceport.graphs.contract.signature import (
-    KvCache,
-    Lowering,
-    Precision,
-    Signature,
-    Weights,
-    visible_length,
-)
+from spaceport.graphs.contract.signature import Lowering, Precision, Signature, visible_length
 from spaceport.graphs.decoder import AttentionImplementation, decoder_of
-from spaceport.graphs.quantize import quantize_inputs, quantize_model
 from spaceport.graphs.traits import UnsupportedModel, probe
-from spaceport.runtime.backends.on_onnxruntime import OnnxRuntimeEngine
+from spaceport.runtime.backends.on_onnxruntime import OnnxRuntimeEngine, session_options
 from spaceport.runtime.backends.on_torch import TorchEngine
-from spaceport.runtime.backends.products import session_options
 from spaceport.runtime.engine import Batch, Engine
 from support.cache import built
 from support.families import FAMILIES, REFUSED, VOCAB, WINDOW, Family, Refused, build, family_of
@@ -40,7 +30,6 @@ from support.published import write_checkpoint
 
 FLOAT_TOLERANCE = 1e-4  # of a logit; rounding explains 1e-5
 HALF_TOLERANCE = 2e-2  # of the largest logit
-KV_TOLERANCE = 0.2  # of the largest logit, beside float keys and values
 WRONG_MASK_DIFFERENCE = 1e-2  # a wrong mask changes some logit by more than this
 
 SLOTS = 192
@@ -158,27 +147,14 @@ class Pair:
         return np.stack([logits[row] for row in rows])
 
 
-def pair_of(
-    family: Family,
-    lowering: Lowering,
-    dtype: Precision = "float32",
-    weights: Weights = "same",
-    in_torch: bool = False,
-    kv_cache: KvCache = "same",
-) -> Pair:
-    """The family's graph in an engine, and the unmodified model with the same weights and quantized inputs."""
+def pair_of(family: Family, lowering: Lowering, dtype: Precision = "float32", in_torch: bool = False) -> Pair:
+    """The family's graph in an engine, and the unmodified model with the same weights."""
     model = build(family, torch.float16 if dtype == "float16" else torch.float32)
-    activations = exact_activations(model.config, ExportOptions(lowering, weights=weights)).activations
-    quantization = quantize_model(model, weights, activations, lowering, kv_cache=kv_cache)
     reference = build(family, attention="eager")
-    if not quantization.limbs:
-        reference.load_state_dict(model.state_dict())  # dequantized or unchanged
-    else:
-        quantize_model(reference, weights, activations, lowering, quantization)
-        quantize_inputs(reference, quantization)
+    reference.load_state_dict(model.state_dict())
     form: AttentionImplementation = "operator" if lowering == "append" and family.replaceable else "plain"
     made_from = (repr(model.config), [tensor.numpy().tobytes() for tensor in model.state_dict().values()], lowering)
-    decoder, _ = decoder_of(model, lowering, form, quantization)
+    decoder, _ = decoder_of(model, lowering, form)
     if in_torch:
         return Pair(TorchEngine(decoder, decoder.signature, SLOTS, REQUESTS, "cpu"), reference)
 
@@ -186,11 +162,8 @@ def pair_of(
         folder.mkdir()
         to_onnx(decoder, folder, DEFAULT_OPSET[lowering])
 
-    graph = (
-        built(f"graph-{family.model_type}-{weights}-{kv_cache}", made_from, ["exporter/export.py"], make) / MODEL_FILE
-    )
-    options = session_options(1, weights, activations)
-    session = ort.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
+    graph = built(f"graph-{family.model_type}", made_from, ["exporter/export.py"], make) / MODEL_FILE
+    session = ort.InferenceSession(graph, session_options(1), providers=["CPUExecutionProvider"])
     return Pair(OnnxRuntimeEngine(session, decoder.signature, SLOTS, REQUESTS), reference)
 
 
@@ -273,51 +246,6 @@ def test_a_graph_has_the_logits_of_the_unmodified_model(family: Family, lowering
 @pytest.mark.parametrize(("name", "lowering"), [("llama", "scatter"), ("qwen3", "append"), ("gemma2", "scatter")])
 def test_a_half_precision_graph_is_within_tolerance_of_the_model(name: str, lowering: Lowering) -> None:
     require_equal_logits(pair_of(family_of(name), lowering, "float16"), HALF_TOLERANCE, relative=True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "lowering"),
-    [by_tier(family, family.lowerings[0], "scatter" if family.name == "phi3" else None) for family in FAMILIES],
-    ids=str,
-)
-def test_an_int8_graph_has_the_logits_of_the_fake_quantized_model(family: Family, lowering: Lowering) -> None:
-    pair = pair_of(family, lowering, weights="int8")
-    require_equal_logits(pair, tolerance_of("float32", "int8x2"), relative=True)
-    require_sensitive_masks(pair)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "lowering"),
-    [
-        by_tier(family, lowering, family.each_run if family.name in ("llama", "gemma2") else None)
-        for family in FAMILIES
-        if family.structure not in ("eager", "scaled_dot_product")
-        for lowering in family.lowerings
-    ],
-    ids=str,
-)
-def test_a_graph_with_8_bit_keys_and_values_is_close_and_the_same_in_any_layout(
-    family: Family, lowering: Lowering
-) -> None:
-    pair = pair_of(family, lowering, weights="int8", kv_cache="int8")
-    # other experts may be chosen
-    require_equal_logits(pair, 1 if family.structure == "experts" else KV_TOLERANCE, relative=True)
-    tokens = np.random.default_rng(6).integers(VOCAB, size=40)
-    assert np.array_equal(logits_of(pair, tokens, [1] * 40, seed=7), logits_of(pair, tokens, [11, 29], seed=8))
-
-
-def logits_of(pair: Pair, tokens: NDArray[np.int64], widths: Sequence[int], seed: int) -> NDArray[np.float32]:
-    """The logits of a text in calls of these numbers of rows, in random slots."""
-    text, rows, found = Text(pair.signature, np.random.default_rng(seed)), list[Row](), []
-    slots = [row.slot for row in text.add_rows(chain(len(tokens)))]
-    for token, slot in zip(tokens.tolist(), slots, strict=True):
-        rows.append(Row(token, slot, tuple(rows)))
-    for width in widths:
-        called, rows = rows[:width], rows[width:]
-        found.append(pair.engine.run(batch_of(pair.signature, [called]))[0, :width][::-1].copy())
-    return np.concatenate(found)
 
 
 @pytest.mark.parametrize(("name", "lowering"), [("mistral", "scatter"), ("gemma2", "append")])

@@ -13,7 +13,6 @@ import pytest
 from onnx import TensorProto, numpy_helper
 
 from spaceport.exporter.graph_passes import (
-    compute_mask_rows_only,
     fix_reshapes,
     fuse_projections,
     hoist_above_splits,
@@ -168,40 +167,3 @@ def test_operators_on_every_output_of_a_split_run_once(
     if moved == 3:
         (split,) = (one for one in model.graph.node if one.op_type == "Split")
         assert list(split.output) == ["part0.rows", "part1.rows", "part2.rows"]
-
-
-@pytest.mark.parametrize("masks", [[], [(0, 2)], [(0, 0), (1, 1)], [(b, t) for b in range(2) for t in range(3)]])
-@pytest.mark.parametrize("zero", [0.0, 1.0])
-def test_adapters_compute_mask_rows_only_and_change_no_result(masks: list[tuple[int, int]], zero: float) -> None:
-    """Two adapters of one input, and one of another; a Where that does not select 0 is no adapter."""
-    nodes = [op("Unsqueeze", ["gate", "last"], ["gates"])]
-    for name, states in (("q", "x"), ("k", "x"), ("o", "y")):
-        nodes += [
-            op("MatMul", [states, "base"], [f"{name}_base"]),
-            op("MatMul", [states, f"{name}_down"], [f"{name}_low"]),
-            op("Where", ["gates", f"{name}_low", "zero"], [f"{name}_gated"]),
-            op("MatMul", [f"{name}_gated", f"{name}_up"], [f"{name}_added"]),
-            op("Add", [f"{name}_base", f"{name}_added"] if name != "k" else ["k_added", "k_base"], [f"{name}_out"]),
-        ]
-    constants: dict[str, Array] = {"last": np.array([2]), "zero": np.array(zero, np.float32), "base": normal(0, 8, 6)}
-    for seed, name in enumerate("qko"):
-        constants |= {f"{name}_down": normal(seed, 8, 2), f"{name}_up": normal(seed + 3, 2, 6)}
-    between: dict[str, Sizes] = {f"{name}_low": ["B", "T", 2] for name in "qko"}
-    states: dict[str, Sizes] = {"x": ["B", "T", 8], "y": ["B", "T", 8]}
-    plain = model_of(nodes, states, {f"{name}_out": ["B", "T", 6] for name in "qko"}, constants, between)
-    plain.graph.input.append(onnx.helper.make_tensor_value_info("gate", TensorProto.BOOL, ["B", "T"]))
-    count, model = changed(plain, compute_mask_rows_only)
-    gate = np.zeros((2, 3), np.bool_)
-    for row in masks:
-        gate[row] = True
-    arrays = {"x": normal(7, 2, 3, 8), "y": normal(8, 2, 3, 8), "gate": gate}
-    for got, expected in zip(outputs_of(model, arrays), outputs_of(plain, arrays), strict=True):
-        np.testing.assert_array_equal(got[~gate], expected[~gate])
-        np.testing.assert_allclose(got[gate], expected[gate], rtol=1e-5, atol=1e-5)
-    assert {output.name for output in model.graph.output} <= {name for node in model.graph.node for name in node.output}
-    counts = Counter(operators(model))
-    if zero:
-        assert (count, counts["Where"], counts["ScatterND"]) == (0, 3, 0)
-    else:
-        assert (count, counts["Where"], counts["ScatterND"]) == (3, 0, 3)
-        assert (counts["NonZero"], counts["GatherND"]) == (1, 2)

@@ -17,34 +17,34 @@ import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from spaceport.exporter.bundle_manifest import write_manifest
 from spaceport.exporter.export import ExportOptions
-from spaceport.exporter.quantized_weights import WeightNotFound, store_quantized_weights
+from spaceport.exporter.quantized_weights import WeightNotFound, store_quantized_weights, stored_weights
+from spaceport.graphs.contract.faults import InputFault
+from spaceport.graphs.contract.formats import FORMATS, Format
 from spaceport.graphs.contract.manifest import MANIFEST_FILE, MODEL_FILE
-from spaceport.graphs.contract.signature import Weights
-from spaceport.graphs.quantization import BLOCKS, Quantization, QuantizedWeight, int4_format
-from spaceport.runtime.backends.on_onnxruntime import OnnxRuntimeEngine
-from spaceport.runtime.backends.products import session_options
+from spaceport.graphs.quantization import BLOCKS, Quantization, QuantizedWeight
+from spaceport.graphs.quantize import use_stored_weights
+from spaceport.runtime.backends.on_onnxruntime import OnnxRuntimeEngine, session_options
 from spaceport.runtime.bundle import open_bundle, read_manifest
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
 from spaceport.tools.bench.steps import chain_batch
-from spaceport.tools.reference import open_reference
+from spaceport.tools.reference import open_reference, stored_in
 from spaceport.tools.verify.check import measure_quantization
 from support.exported import bundle_of
 from support.paths import TINY
 from support.small_graphs import Array, changed, model_of, op, outputs_of
 
 SLOTS = 128
-INT4 = ExportOptions("scatter", "float32", "int4")
-FLOAT8 = ExportOptions("append", "float16", "float8")
-BFLOAT16 = ExportOptions("scatter", "bfloat16", "same")
-BFLOAT16_INT4 = ExportOptions("append", "bfloat16", "int4")
+INT4, INT8, FLOAT8 = (FORMATS[f"float16-{weights}"] for weights in ("int4", "int8", "float8"))
+BFLOAT16, BFLOAT16_INT4 = FORMATS["bfloat16"], FORMATS["bfloat16-int4"]
 
 
-def exported(kind: ExportOptions) -> Path:
-    return bundle_of(TINY, kind)
+def exported(kind: Format) -> Path:
+    return bundle_of(TINY, ExportOptions(kind))
 
 
 def graph_of(bundle: Path) -> onnx.GraphProto:
@@ -68,7 +68,8 @@ def in_float32(bundle: Path, target: Path) -> Path:
                 attribute.i = TensorProto.FLOAT
     onnx.save(model, str(target / MODEL_FILE))
     manifest = read_manifest(bundle)
-    write_manifest(target, replace(manifest, signature=replace(manifest.signature, dtype="float32")))
+    signature = replace(manifest.signature, dtype="float32")
+    write_manifest(target, replace(manifest, format="float32", signature=signature))
     return target
 
 
@@ -78,9 +79,9 @@ def widen(tensor: TensorProto) -> None:
         tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor).astype(np.float32), tensor.name))
 
 
-def session_of(model: str | bytes, weights: Weights, optimized: Path | None = None) -> ort.InferenceSession:
+def session_of(model: str | bytes, kind: Format, optimized: Path | None = None) -> ort.InferenceSession:
     """A session for a graph with the options of the runtime."""
-    options = session_options(1, weights)
+    options = session_options(1, kind)
     if optimized is not None:
         options.optimized_model_filepath = str(optimized)
     return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
@@ -92,7 +93,7 @@ def difference(bundle: Path, checkpoint: Path = TINY, runs: Path | None = None) 
     reference = open_reference(opened, checkpoint, SLOTS, 1, "float32")
     signature = open_bundle(runs or bundle).manifest.signature
     engine = OnnxRuntimeEngine(
-        session_of(str((runs or bundle) / MODEL_FILE), opened.manifest.weights), signature, SLOTS, 1
+        session_of(str((runs or bundle) / MODEL_FILE), opened.manifest.number_format), signature, SLOTS, 1
     )
     dice, worst = np.random.default_rng(5), 0.0
     for rows, context in ((40, 0), (9, 40), (1, 49)):
@@ -103,8 +104,8 @@ def difference(bundle: Path, checkpoint: Path = TINY, runs: Path | None = None) 
 
 
 def test_engines_dequantize_to_the_weights_of_pytorch() -> None:
-    assert difference(exported(INT4)) < 1e-5
-    assert difference(exported(FLOAT8)) < 4e-3  # the graph computes in float16
+    for kind in (INT4, INT8, FLOAT8):
+        assert difference(exported(kind)) < 4e-3  # the graphs compute in float16
 
 
 @pytest.mark.nightly
@@ -122,7 +123,7 @@ def test_a_bfloat16_graph_run_in_float32_has_the_logits_of_pytorch(tmp_path: Pat
 @pytest.mark.parametrize(
     ("kind", "softmaxes"), [(BFLOAT16_INT4, 0), pytest.param(BFLOAT16, 3, marks=pytest.mark.nightly)]
 )
-def test_norms_rotary_embeddings_and_softmax_compute_in_float32(kind: ExportOptions, softmaxes: int) -> None:
+def test_norms_rotary_embeddings_and_softmax_compute_in_float32(kind: Format, softmaxes: int) -> None:
     graph = onnx.shape_inference.infer_shapes(
         onnx.load(str(exported(kind) / MODEL_FILE), load_external_data=False)
     ).graph
@@ -134,30 +135,46 @@ def test_norms_rotary_embeddings_and_softmax_compute_in_float32(kind: ExportOpti
     assert (len(norms), stash) == (7, {TensorProto.FLOAT})
 
 
-def test_quantized_weights_are_fused_for_onnxruntime_and_used_without_dequantization(tmp_path: Path) -> None:
+def test_quantized_weights_are_stored_with_their_scales_and_used_without_dequantization(tmp_path: Path) -> None:
     bundle = exported(INT4)
     kinds = Counter(node.op_type for node in graph_of(bundle).node)
-    # q k v, o, gate up, down of three layers, and the output embedding
-    assert (kinds["DequantizeLinear"], kinds["Split"]) == (4 * 3 + 1, 2 * 3)
+    assert (kinds["DequantizeLinear"], kinds["Split"]) == (7 * 3, 0)  # TensorRT fuses matmuls by itself
     types = {tensor.name: tensor.data_type for tensor in graph_of(bundle).initializer}
     codes = [types[node.input[0]] for node in graph_of(bundle).node if node.op_type == "DequantizeLinear"]
     assert set(codes) == {TensorProto.INT4}
-    session_of(str(bundle / MODEL_FILE), "int4", tmp_path / "optimized.onnx")
+    session_of(str(bundle / MODEL_FILE), INT4, tmp_path / "optimized.onnx")
     ran = Counter(node.op_type for node in onnx.load(tmp_path / "optimized.onnx", load_external_data=False).graph.node)
-    assert (ran["MatMulNBits"], ran["DequantizeLinear"], ran["Gather"]) == (4 * 3 + 1, 0, 2)
-    tables = {tuple(tensor.dims): tensor.data_type for tensor in graph_of(bundle).initializer}
-    assert tables[640, 96] == TensorProto.INT8  # the input embedding, with a scale for each token
-    assert tables[640, 1] == TensorProto.FLOAT
-    assert open_bundle(bundle).manifest.embeddings == "int4"
-    kinds = Counter(node.op_type for node in graph_of(exported(FLOAT8)).node)
-    assert (kinds["DequantizeLinear"], kinds["Split"]) == (7 * 3, 0)  # TensorRT fuses matmuls by itself
+    assert (ran["MatMulNBits"], ran["DequantizeLinear"]) == (7 * 3, 0)
 
 
-@pytest.mark.parametrize("kind", [INT4, FLOAT8, BFLOAT16_INT4], ids=["int4", "float8", "bfloat16 int4"])
-def test_drafts_do_not_change_the_output_with_quantized_weights(kind: ExportOptions, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["float16-int4", "bfloat16-int4"])
+def test_int4_codes_in_a_graph_are_those_that_were_written(name: str) -> None:
+    kind = FORMATS[name]
+    found = stored_in(open_bundle(exported(kind)))
+    assert found is not None
+    model = AutoModelForCausalLM.from_pretrained(TINY, dtype=getattr(torch, kind.dtype))
+    again = use_stored_weights(model, found)
+    assert again.layers.keys() == found.layers.keys()
+    assert all(0.01 < error < 0.2 for error in again.errors.values())
+    layer = found.layers["model.layers.0.self_attn.k_proj"]
+    assert layer.block == BLOCKS[-1]
+    assert torch.equal(model.get_submodule("model.layers.0.self_attn.k_proj").weight, layer.dequantized.T)
+
+
+def test_a_graph_that_does_not_describe_its_weights_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputFault, match=r"DecodeError .* where the graph describes its int4 weights: expected one"):
+        stored_weights(b"no graph", tmp_path)
+    codes = numpy_helper.from_array(np.zeros((32, 2), np.int8), "up.codes")
+    model = onnx.ModelProto(ir_version=11, graph=onnx.GraphProto(initializer=[codes]))
+    with pytest.raises(InputFault, match=r"KeyError 'up\.scale' where the graph describes its int4 weights: expected"):
+        stored_weights(model.SerializeToString(), tmp_path)
+
+
+@pytest.mark.parametrize("kind", [INT4, FLOAT8, BFLOAT16_INT4], ids=["int4", "float8", "bfloat16-int4"])
+def test_drafts_do_not_change_the_output_with_quantized_weights(kind: Format, tmp_path: Path) -> None:
     folder = exported(kind)
     bundle = open_bundle(in_float32(folder, tmp_path / "wide") if kind.dtype == "bfloat16" else folder)
-    session = session_of(str(bundle.path / MODEL_FILE), kind.weights)
+    session = session_of(str(bundle.path / MODEL_FILE), kind)
     prompts = ["def scan(text):", *json.loads((TINY / "prompts.json").read_text("utf-8")).values()]
     with Runtime(bundle, OnnxRuntimeEngine(session, bundle.manifest.signature, 320, 1), 256) as runtime:
         for drafting in (Decoding(mask_slots=5, max_tokens=64), Decoding(mask_slots=2, draft="chain", max_tokens=64)):
@@ -168,19 +185,6 @@ def test_drafts_do_not_change_the_output_with_quantized_weights(kind: ExportOpti
                 assert drafted.tokens == plain.tokens
                 saved += plain.statistics.steps - drafted.statistics.steps
             assert saved > 64  # steps: otherwise no draft token was accepted
-
-
-@pytest.mark.parametrize("inputs", [96, 192])
-@pytest.mark.parametrize("dtype", [np.float32, np.float16])
-def test_int4_blocks_of_scatter_give_bit_identical_rows_in_every_call(inputs: int, dtype: type) -> None:
-    weight = torch.randn(160, inputs, generator=torch.Generator().manual_seed(0))
-    scales = torch.float16 if dtype is np.float16 else weight.dtype
-    layer = int4_format(BLOCKS["scatter"], scales).nearest(weight.to(scales))
-    small = stored(matmul_graph("MatMul", layer.dequantized.numpy(), inputs), layer)
-    x: Array = np.random.default_rng(1).standard_normal((9, inputs)).astype(dtype)
-    (together,) = outputs_of(small, {"x": x})
-    for row in range(9):
-        assert together[row].tobytes() == outputs_of(small, {"x": x[row : row + 1]})[0].tobytes()
 
 
 def test_float8_is_more_accurate_than_int4() -> None:
@@ -220,5 +224,5 @@ def test_a_transposed_weight_is_found() -> None:
     layer = QuantizedWeight(torch.arange(-8, 8, dtype=torch.int8).repeat(4).view(32, 2), torch.tensor([[0.5, 2.0]]), 32)
     plain = matmul_graph("Gemm", layer.dequantized.T.contiguous().numpy(), 32, transB=1)
     x = {"x": np.random.default_rng(0).standard_normal((3, 32)).astype(np.float32)}
-    (expected,), (got,) = outputs_of(plain, x), outputs_of(stored(plain, layer), x, session_options(1, "int4"))
+    (expected,), (got,) = outputs_of(plain, x), outputs_of(stored(plain, layer), x, session_options(1, INT4))
     np.testing.assert_allclose(got, expected, rtol=1e-5)

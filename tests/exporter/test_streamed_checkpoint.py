@@ -17,6 +17,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from spaceport.exporter.checkpoint import TokenFlags, load_model, open_checkpoint
 from spaceport.exporter.export import ExportOptions, build_decoder
 from spaceport.exporter.to_onnx import to_onnx
+from spaceport.graphs.contract.formats import FORMATS
+from spaceport.graphs.contract.signature import LOWERINGS
 from spaceport.graphs.decoder import Decoder
 from spaceport.graphs.streamed_weights import source_of, values_of
 from support.families import build, family_of
@@ -24,13 +26,8 @@ from support.paths import TINY
 from support.published import write_checkpoint
 
 KINDS = [
-    *(ExportOptions(lowering, dtype) for lowering in ("scatter", "append") for dtype in ("float32", "bfloat16")),
-    *(ExportOptions("append", "float16", weights) for weights in ("int4", "float8")),
-    ExportOptions("append", "float16", "int8", requested_activations="float"),
-    *(ExportOptions(weights="int8", requested_activations=kind) for kind in ("int8x2", "int8", "float")),
-    ExportOptions("append", weights="int8"),
-    ExportOptions(dtype="bfloat16", weights="float8"),
-    *(ExportOptions(weights="int4", requested_activations=kind) for kind in ("float", "int8")),
+    *(ExportOptions(FORMATS[name], lowering) for lowering in LOWERINGS for name in ("float32", "bfloat16")),
+    *(ExportOptions(FORMATS[f"float16-{weights}"]) for weights in ("int8", "int4", "float8")),
 ]
 
 
@@ -54,13 +51,11 @@ def values(decoder: Decoder) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     "options",
     [
-        ExportOptions(dtype="bfloat16"),
-        ExportOptions(dtype="bfloat16", weights="float8"),
-        ExportOptions("append", "float16", "int4"),
-        ExportOptions(weights="int4"),
-        ExportOptions(weights="int8", calibrate=("import json",)),
+        ExportOptions(FORMATS["bfloat16"]),
+        ExportOptions(FORMATS["bfloat16-float8"]),
+        ExportOptions(FORMATS["float16-int4"], calibrate=("import json",)),
     ],
-    ids=str,
+    ids=lambda options: options.format.name,
 )
 def test_streamed_weights_have_the_values_of_weights_in_memory(
     options: ExportOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -73,7 +68,7 @@ def test_streamed_weights_have_the_values_of_weights_in_memory(
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("options", KINDS, ids=str)
+@pytest.mark.parametrize("options", KINDS, ids=lambda options: f"{options.format.name} {options.lowering}")
 @pytest.mark.parametrize("family", ["tiny", "qwen2", "gemma"])
 def test_a_bundle_from_streamed_weights_has_the_bytes_of_one_from_weights_in_memory(
     family: str, options: ExportOptions, tmp_path: Path
@@ -113,6 +108,7 @@ def anonymous():
 """
 EXPORT = f"""{ANONYMOUS}
 from spaceport.exporter.export import ExportOptions, export
+from spaceport.graphs.contract.formats import FORMATS
 
 def sample():
     while True:
@@ -120,9 +116,9 @@ def sample():
         time.sleep(0.005)
 
 peak = []
-folder, target, weights = sys.argv[1:]
+folder, target, name = sys.argv[1:]
 threading.Thread(target=sample, daemon=True).start()
-export(Path(folder), Path(target), ExportOptions(weights=weights))
+export(Path(folder), Path(target), ExportOptions(FORMATS[name]))
 print(max(peak))
 """
 
@@ -139,13 +135,13 @@ def write_shards(folder: Path, layers: int) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-@pytest.mark.parametrize("weights", ["same", "int4", "int8"])
-def test_memory_does_not_grow_with_the_weights_of_further_layers(weights: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["float32", "float16-int4", "int8"])
+def test_memory_does_not_grow_with_the_weights_of_further_layers(name: str, tmp_path: Path) -> None:
     peaks = {}
     for layers in (2, 40):
         folder = tmp_path / str(layers)
         write_shards(folder, layers)
-        command = [sys.executable, "-c", EXPORT, str(folder), str(tmp_path / f"{layers}.bundle"), weights]
+        command = [sys.executable, "-c", EXPORT, str(folder), str(tmp_path / f"{layers}.bundle"), name]
         peaks[layers] = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     graph = 38 * 8_000_000  # of the traced graph without weights
     assert peaks[40] - peaks[2] <= 0.3 * LAYER + graph

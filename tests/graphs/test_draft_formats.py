@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from spaceport.exporter.checkpoint_source import quiet_libraries
 from spaceport.exporter.export import ExportOptions
-from spaceport.graphs.contract.signature import LOWERINGS
+from spaceport.graphs.contract.formats import FORMATS
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
 from spaceport.tools.cli import OK, run
@@ -25,18 +25,12 @@ from support.published_drafts import random_heads, write_published_heads
 
 pytestmark = pytest.mark.nightly
 TOKENS = range(5, VOCAB)
-SCATTER, APPEND = LOWERINGS
-FORMATS = [
-    ExportOptions(),
-    ExportOptions(weights="int8"),
-    ExportOptions(weights="int8", requested_activations="int8"),
-    ExportOptions(weights="int4"),
-    ExportOptions(weights="int4", requested_activations="float"),
-    ExportOptions(weights="float8"),
-    ExportOptions(dtype="float16"),
-    ExportOptions(APPEND),
-    ExportOptions(APPEND, weights="int8"),
-    ExportOptions(APPEND, "float16", "int4"),
+KINDS = [
+    *(
+        ExportOptions(FORMATS[name])
+        for name in ("float32", "float16", "int8", "int4", "float16-int4", "float16-float8")
+    ),
+    ExportOptions(requested_lowering="append"),
 ]
 
 
@@ -49,7 +43,7 @@ def publish(method: str, folder: Path, model: PreTrainedModel) -> list[str]:
     return ["--method", "uno", "--max-mask-slots", "1"]
 
 
-@pytest.mark.parametrize("options", FORMATS, ids=lambda o: f"{o.lowering}-{o.dtype}-{o.weights}-{o.activations}")
+@pytest.mark.parametrize("options", KINDS, ids=lambda options: f"{options.format.name}-{options.lowering}")
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("method", ["adapter", "heads"])
 def test_drafts_have_the_logits_of_pytorch_and_change_no_other_row(
@@ -68,7 +62,7 @@ def test_drafts_have_the_logits_of_pytorch_and_change_no_other_row(
         assert np.array_equal(drafting.run(rows)[:, ::4], plain.run(rows))
     elif method != "heads":
         (ordinary, drafted), (same, other) = walk(plain, 4, TOKENS), walk(drafting, MASK, TOKENS)
-        if options.weights not in ("int4", "int8"):  # rounded on sampled texts, which the added tokens change
+        if not options.format.rounds:  # rounded on sampled texts, which the added tokens change
             assert ordinary.tobytes() == same.tobytes()
         assert np.isfinite(other).all()
         assert (np.abs(drafted - other).max(axis=-1) > 0.05).all()

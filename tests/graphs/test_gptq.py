@@ -8,11 +8,12 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from spaceport.graphs.gptq import CalibrationTexts, calibration_texts, kv_bytes, rounded_layers
-from spaceport.graphs.quantization import INT8, QuantizedWeight
-from spaceport.graphs.quantize import integer_modules, quantize_model
-from spaceport.graphs.traits import UnsupportedModel
-from support.families import REFUSED, build, family_of
+from spaceport.graphs.quantization import QuantizedWeight, int4_format
+from spaceport.graphs.quantize import linear_modules
+from support.families import build, family_of
 from support.paths import TINY
+
+INT4 = int4_format(torch.float32)
 
 
 def tiny() -> PreTrainedModel:
@@ -27,12 +28,12 @@ def texts() -> CalibrationTexts:
 
 def inside(model: PreTrainedModel) -> dict[str, nn.Linear]:
     """The linear modules of the first layer."""
-    return {name: module for name, module in integer_modules(model).items() if name.startswith("model.layers.0.")}
+    return {name: module for name, module in linear_modules(model).items() if name.startswith("model.layers.0.")}
 
 
 @torch.no_grad()
 def rounded(model: PreTrainedModel, texts: CalibrationTexts) -> dict[str, QuantizedWeight]:
-    return rounded_layers(model, inside(model), texts, INT8)[0]
+    return rounded_layers(model, inside(model), texts, INT4)[0]
 
 
 @torch.no_grad()
@@ -46,9 +47,8 @@ def test_the_output_error_is_smaller_than_with_the_nearest_codes(texts: Calibrat
     found = rounded(model, texts)
     for name, weight in weights.items():
         rows = inputs[name][texts.real]
-        scale = INT8.scales(weight, rows.square().mean(0).sqrt())
-        rounded_weight = (weight / scale).round().clamp(-127, 127) * scale
-        errors = [float((rows @ (form - weight.T)).norm()) for form in (found[name].dequantized, rounded_weight.T)]
+        nearest = INT4.nearest(weight).dequantized
+        errors = [float((rows @ (form - weight.T)).norm()) for form in (found[name].dequantized, nearest)]
         assert errors[0] < 0.9 * errors[1], name
         assert torch.equal(model.get_submodule(name).weight, found[name].dequantized.T)
 
@@ -56,11 +56,11 @@ def test_the_output_error_is_smaller_than_with_the_nearest_codes(texts: Calibrat
 @torch.no_grad()
 def test_a_layer_is_calibrated_behind_the_rounded_ones(texts: CalibrationTexts) -> None:
     model, seen = tiny(), []
-    modules = {name: module for name, module in integer_modules(model).items() if "layers" in name}
+    modules = {name: module for name, module in linear_modules(model).items() if "layers" in name}
     modules["model.layers.1.self_attn.q_proj"].register_forward_pre_hook(lambda module, given: seen.append(given[0]))
     model(input_ids=texts.ids, attention_mask=texts.real.long(), use_cache=False)
     before, seen[:] = seen[:], []
-    rounded_layers(model, modules, texts, INT8)
+    rounded_layers(model, modules, texts, INT4)
     model(input_ids=texts.ids, attention_mask=texts.real.long(), use_cache=False)
     # of the measured run, of that with rounded weights, and of the rounded model
     measured, _, after = (states[texts.real] for states in seen)
@@ -102,14 +102,12 @@ def test_padding_does_not_count(texts: CalibrationTexts) -> None:
 @pytest.mark.parametrize("name", ["gemma2", "opt", "mixtral", "falcon, 7B style"])
 def test_all_layers_of_other_families_are_rounded(name: str) -> None:
     model = build(family_of(name))
-    modules, done = integer_modules(model), []
-    embedding = model.get_input_embeddings().weight
-    modules = {name: module for name, module in modules.items() if module.weight is not embedding}
+    modules, done = linear_modules(model), []
     found, errors = rounded_layers(
-        model, modules, calibration_texts(model), INT8, lambda *progress: done.append(progress)
+        model, modules, calibration_texts(model), INT4, lambda *progress: done.append(progress)
     )
     assert found.keys() == modules.keys() == errors.keys()
-    assert all(0 < error < 0.05 for error in errors.values())
+    assert all(0 < error < 0.3 for error in errors.values())
     assert done == [("quantized {} of {} layers", number, 2) for number in (1, 2)]
 
 
@@ -123,9 +121,9 @@ def test_layers_that_are_not_chained_get_the_nearest_codes(
     )
     modules = inside(model)
     weights = {name: module.weight.clone() for name, module in modules.items()}
-    found, _ = rounded_layers(model, modules, texts, INT8)
+    found, _ = rounded_layers(model, modules, texts, INT4)
     for name, weight in weights.items():
-        assert torch.equal(found[name].codes, INT8.nearest(weight).codes)
+        assert torch.equal(found[name].codes, INT4.nearest(weight).codes)
 
 
 @torch.no_grad()
@@ -159,9 +157,3 @@ def test_a_model_with_large_keys_and_values_gets_fewer_texts(monkeypatch: pytest
     assert len(calibration_texts(model, prompts).ids) == 20
     monkeypatch.setattr("spaceport.graphs.gptq._MEMORY", 1)
     assert len(calibration_texts(model, prompts).ids) == 8
-
-
-def test_attention_that_cannot_be_measured_is_refused_with_the_reason() -> None:
-    (refused,) = [each for each in REFUSED if each.family.model_type == "gpt_oss"]
-    with pytest.raises(UnsupportedModel, match="GptOssForCausalLM cannot be exported: its attention takes s_aux"):
-        quantize_model(build(refused.family), "int8", "int8x2", "scatter", kv_cache="int8")

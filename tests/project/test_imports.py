@@ -22,7 +22,7 @@ LAYERS = {
     "kernels": (),
     "graphs.contract": (),
     "graphs": (),
-    "exporter": ("graphs",),
+    "exporter": ("kernels", "graphs"),
     "runtime.engine": ("graphs.contract",),
     "runtime.opened_files": ("graphs.contract",),
     "runtime.bundle": ("graphs.contract", "runtime.opened_files"),

@@ -35,7 +35,6 @@ HEAVY = (
 # The only modules that may need a heavy library in order to be imported: open_engine() imports one of them.
 NEEDS = {
     "spaceport.runtime.backends.on_torch": {"torch"},
-    "spaceport.runtime.backends.products": {"onnxruntime"},
     "spaceport.runtime.backends.on_onnxruntime": {"onnxruntime"},
     "spaceport.runtime.backends.on_cuda": {"onnxruntime"},
     "spaceport.runtime.backends.on_tensorrt": {"tensorrt", "tensorrt_rtx", "torch"},

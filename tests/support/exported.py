@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,5 +24,5 @@ def bundle_of(checkpoint: Path = TINY, options: ExportOptions | None = None) -> 
         quiet_libraries()
         export(checkpoint, target, chosen)
 
-    made_from = (checkpoint.name, checkpoint, replace(chosen, requested_activations=chosen.activations))
+    made_from = (checkpoint.name, checkpoint, chosen)
     return built(f"bundle-{checkpoint.name}", made_from, ["exporter/export.py"], make)

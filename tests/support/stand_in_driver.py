@@ -8,8 +8,7 @@ from typing import Any
 
 from spaceport.runtime.backends.device_memory import DeviceMemory
 from spaceport.runtime.backends.on_cuda import DeviceEngine
-from spaceport.runtime.backends.on_onnxruntime import open_selection, open_session
-from spaceport.runtime.backends.products import session_options
+from spaceport.runtime.backends.on_onnxruntime import open_selection, open_session, session_options
 from spaceport.runtime.bundle import Bundle
 from spaceport.runtime.engine import EngineOptions
 
@@ -63,6 +62,6 @@ def stand_in_memory(driver: StandInDriver | None = None) -> DeviceMemory:
 def engine_on_cpu(bundle: Bundle, options: EngineOptions) -> DeviceEngine:
     """The engine of GPUs, with memory and session of the CPU."""
     providers = ["CPUExecutionProvider"]
-    session, selection = open_session(bundle, session_options(1, "same"), providers), open_selection(bundle, providers)
+    session, selection = open_session(bundle, session_options(1), providers), open_selection(bundle, providers)
     signature = bundle.manifest.signature
     return DeviceEngine(session, signature, options, "cpu", "cpu", stand_in_memory(), selection=selection)

@@ -24,6 +24,7 @@ from spaceport.exporter.atomic_folder import writing
 from spaceport.exporter.checkpoint_source import quiet_libraries
 from spaceport.exporter.export import ExportOptions, TokenFlags, export
 from spaceport.graphs.contract.faults import OptionFault
+from spaceport.graphs.contract.formats import FORMATS
 from spaceport.graphs.contract.manifest import DATA_FILE, MANIFEST_FILE, MODEL_FILE, manifest_content, manifest_in
 from spaceport.graphs.contract.signature import DTYPES, Precision
 from spaceport.graphs.decoder import AttentionImplementation
@@ -65,7 +66,7 @@ def write_skeleton(name: str, target: Path, dtype: Precision, attention: Attenti
         AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).save_pretrained(checkpoint)
         copy(MODEL / "tokenizer.json", checkpoint)
         tokens = TokenFlags(mask=(str(_VOCABULARY - 1),))
-        export(checkpoint, bundle, ExportOptions(dtype=dtype, attention=attention, tokens=tokens))
+        export(checkpoint, bundle, ExportOptions(FORMATS[dtype], attention=attention, tokens=tokens))
         model = onnx.load(str(bundle / MODEL_FILE))
         weights, end = _resize(model, shape, dtype)
         (unfinished / MODEL_FILE).write_bytes(model.SerializeToString())

@@ -14,8 +14,9 @@ from spaceport.exporter.tensorrt.append_graph import refuse_scatter
 from spaceport.exporter.tensorrt.engines import BuildResult, build_engine, host_memory
 from spaceport.exporter.tensorrt.to_tensorrt import BuildOptions, Library, Shapes, open_library, target_of
 from spaceport.graphs.contract.faults import InputFault, OptionFault
+from spaceport.graphs.contract.formats import FORMATS
 from spaceport.graphs.contract.manifest import FLAVOURS, MODEL_FILE, EngineRecord, Manifest
-from spaceport.graphs.contract.signature import PRECISIONS, logit_rows
+from spaceport.graphs.contract.signature import logit_rows
 from spaceport.runtime.backends.built_engines import built_here, record_built_engine
 from spaceport.runtime.backends.machine import NoGpu, gpu
 from spaceport.runtime.bundle import Bundle, open_bundle, read_manifest
@@ -55,13 +56,14 @@ _SHAPES = options(
 )
 
 
+_FORMATS = tuple(name for name, each in FORMATS.items() if "tensorrt" in each.backends)
 _LEAST = {"float8": 89, "bfloat16": 80}  # data type -> lowest SM version that supports it
 
 
 class Build(Sectioned):
     """The command with its options in groups."""
 
-    headings: ClassVar = {"max_requests": "Shapes", "dtype": "Builder", "rebuild": "Output"}
+    headings: ClassVar = {"max_requests": "Shapes", "format": "Builder", "rebuild": "Output"}
 
 
 @click.command("build", cls=Build)
@@ -82,7 +84,7 @@ class Build(Sectioned):
     help="GPU architectures such as sm80,sm89; current = the GPU of this machine; repeatable.",
 )
 @_SHAPES
-@click.option("--dtype", type=click.Choice(PRECISIONS), help="Fail if the bundle has another data type.")
+@click.option("--format", type=click.Choice(_FORMATS), help="Fail if the bundle has another format.")
 @click.option("--workspace", type=click.IntRange(min=1), metavar="MB", help="Maximum workspace memory of a kernel.")
 @click.option(
     "--timing-cache",
@@ -98,13 +100,12 @@ class Build(Sectioned):
 def command(bundle: Path, rebuild: bool, as_json: bool, **given: Any) -> None:
     """Build TensorRT engines from the graph of BUNDLE and store them in the bundle.
 
-    Export the bundle with --lowering append, and with the --dtype that the engine shall compute in.
+    Export the bundle with --lowering append, in the --format that the engine shall compute in.
     """
     library = open_library(given["flavour"])
     manifest = read_manifest(bundle)
+    _refuse_format(bundle, manifest, given["format"])
     refuse_scatter(bundle, manifest.signature)
-    _refuse_dtype(manifest, given["dtype"])
-    _refuse_integers(bundle, manifest)
     targets = _targets(library, given["asked"], given["refittable"], given["timing_cache"])
     _refuse_targets(manifest, targets)
     shapes = _shapes(manifest, given)
@@ -192,31 +193,27 @@ def _reusable(record: EngineRecord) -> bool:
 
 def _refuse_targets(manifest: Manifest, targets: Sequence[str]) -> None:
     """Raise for a GPU that does not support a data type of the graph, before minutes of building."""
-    for kind, least, option in (
-        (manifest.weights, _LEAST.get(manifest.weights), f"--weights {manifest.weights}"),
-        (manifest.signature.dtype, _LEAST.get(manifest.signature.dtype), f"--dtype {manifest.signature.dtype}"),
-    ):
+    for kind in (manifest.weights, manifest.signature.dtype):
+        least = _LEAST.get(kind)
         for name in targets:
             if least is not None and int(name.removeprefix("sm")) < least:
                 raise OptionFault(
                     f"--target is {name}: {kind} needs sm{least} or newer; expected such a target, or a bundle that was "
-                    f"exported without {option}"
+                    f"exported in another format than {manifest.format} (--format)"
                 )
 
 
-def _refuse_integers(bundle: Path, manifest: Manifest) -> None:
-    if manifest.integer_matmuls:
+def _refuse_format(bundle: Path, manifest: Manifest, expected: str | None) -> None:
+    """Raise if TensorRT does not run the bundle's format, or if it is another than the expected one."""
+    if manifest.format not in _FORMATS:
         raise InputFault(
-            f"{bundle}: its products are of 8-bit integers, which TensorRT does not have in this form: export the checkpoint "
-            "with --weights float8 or int4, or as it is"
+            f"{bundle}: its format is {manifest.format}, which TensorRT does not run: export the checkpoint with --format "
+            "float16, or one that begins with float16 or bfloat16"
         )
-
-
-def _refuse_dtype(manifest: Manifest, dtype: str | None) -> None:
-    if dtype not in (None, manifest.signature.dtype):
+    if expected not in (None, manifest.format):
         raise OptionFault(
-            f"--dtype is {dtype}, the bundle's graph is {manifest.signature.dtype}: an engine computes in the data type of its "
-            f"graph; export the checkpoint again with --dtype {dtype}"
+            f"--format is {expected}, the bundle's is {manifest.format}: an engine computes in the format of its graph; export "
+            f"the checkpoint again with --format {expected}"
         )
 
 

@@ -20,7 +20,6 @@ from spaceport.exporter.checkpoint_files import hub_advice, is_gguf, require_che
 from spaceport.graphs.contract.faults import InputFault, MissingDependency
 from spaceport.graphs.contract.installation import install_command
 from spaceport.graphs.contract.manifest import MANIFEST_FILE, record_of
-from spaceport.runtime.backends.machine import cpu_class
 from spaceport.runtime.backends.private_files import cache_folder, problem_of, read_private, replace_private
 from spaceport.tools.terminal.screen import interruptible_stages
 
@@ -43,8 +42,8 @@ def bundles_folder() -> Path:
 def bundle_at(path: Path) -> Path:
     """The bundle at a path, or the one that a checkpoint there is exported to, now or by an earlier command.
 
-    Raises if the path has neither. A cached bundle is used again while the checkpoint's files, the class of the CPU and the
-    versions of the packages are the same."""
+    Raises if the path has neither. A cached bundle is used again while the checkpoint's files, the versions of the
+    packages are the same."""
     if path.is_dir() and os.path.lexists(path / MANIFEST_FILE):
         return path
     _refuse_other(path)
@@ -65,7 +64,7 @@ class CachedBundle:
 
     path: Path
     checkpoint: Path
-    options: ExportOptions | None  # None: the default format for this CPU
+    options: ExportOptions | None  # None: the default format for CPUs
     made_from: Mapping[str, object]
     store: Path | None  # file with the digests of large files
 
@@ -97,14 +96,15 @@ class CachedBundle:
     def _export(self, on_stage: Callable[[str], None]) -> None:
         on_stage(f"exporting {self.checkpoint}, once, to {self.path}")
         from spaceport.exporter.checkpoint_source import quiet_libraries
-        from spaceport.exporter.export import ExportOptions, default_format, export
+        from spaceport.exporter.choose_format import choose_format
+        from spaceport.exporter.export import ExportOptions, export
 
         quiet_libraries()
         options = self.options
         if options is None:
-            chosen = default_format(self.checkpoint, cpu_class())
-            on_stage(chosen.reason)
-            options = ExportOptions(dtype=chosen.dtype, weights=chosen.weights)
+            chosen, reason = choose_format(self.checkpoint, None, "cpu")
+            on_stage(reason)
+            options = ExportOptions(chosen)
         with temporary_folder(self.path) as folder:
             export(self.checkpoint, folder / "bundle", options, on_stage=on_stage)
             if _made_from(self.checkpoint, self.options, self.store) != self.made_from:
@@ -137,7 +137,6 @@ def _made_from(path: Path, options: ExportOptions | None, store: Path | None) ->
     """Everything that the bundle of a checkpoint depends on."""
     made_from: dict[str, object] = {
         "versions": {"spaceport": __version__, **{package: _version(package, path) for package in _PACKAGES}},
-        "cpu": cpu_class(),
         "name": path.resolve().name,
         "files": _digests(path, store),
     }

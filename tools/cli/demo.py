@@ -21,6 +21,7 @@ from spaceport.exporter.adapter_folder import BASE_FILE
 from spaceport.exporter.checkpoint_source import quiet_libraries
 from spaceport.exporter.export import ExportOptions
 from spaceport.graphs.contract.faults import InputFault, MissingDependency, OptionFault
+from spaceport.graphs.contract.formats import FORMATS
 from spaceport.runtime.backends import check_threads
 from spaceport.runtime.bundle import open_bundle
 from spaceport.runtime.decoding import Decoding
@@ -152,7 +153,7 @@ def chat_demo(adapter: Path | None, prompts: Sequence[str]) -> DemoModel:
     chosen: dict[str, Prompt] = {
         f"{number} {prompt[:20]}": [{"role": "user", "content": prompt}] for number, prompt in enumerate(prompts, 1)
     }
-    options = ExportOptions(weights="int8", adapter=adapter_folder() if adapter is None else adapter)
+    options = ExportOptions(FORMATS["stored"], adapter=adapter_folder() if adapter is None else adapter)
     return DemoModel(base_model(), options, chosen or prompts_of(CHAT), 64, 3, 96, True)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 import shutil
 import subprocess
@@ -46,11 +45,6 @@ PACKAGES = {
 }
 _FOR_GPUS = ("gpu", "tensorrt", "tensorrt-rtx")  # extras
 
-_EXACTNESS = (
-    "bit-identical: a drafted row has the same result as the row alone. Attention adds up in the order of the KV slots: "
-    "`spaceport inspect` shows the effect on a bundle after it was opened here."
-)
-FORMAT_ROWS = (1, 4, 9, 36)  # of the products of bundle formats
 
 # argv: a backend. Prints its library and version, or fails with the reason why it is not ready.
 PROBE = """
@@ -69,13 +63,6 @@ if name == "onnxruntime-cuda":
         sys.exit(without_cuda(missing))
 providers = f", {', '.join(module.get_available_providers())}" if name.startswith("onnxruntime") else ""
 print(f"{BACKENDS[name].module} {module.__version__}{providers}")
-"""
-# Prints what the products of each bundle format cost and guarantee on this CPU.
-FORMATS = """
-import json
-from dataclasses import asdict
-from spaceport.runtime.backends.products import measure_products
-print(json.dumps([{**asdict(cost), "rows": cost.rows} for cost in measure_products()]))
 """
 # argv: a TensorRT library. Prints its version and the GPU architectures that it builds for without a GPU, one per line.
 BUILDER = """
@@ -115,11 +102,6 @@ def show(found: Mapping[str, Any]) -> None:
     show_table("", ("property", "value"), list(found["system"].items()))
     rows = [tuple(package.values()) for package in found["packages"]]
     show_table("\nPackages", ("package", "version", "used for", "install with"), rows)
-    if found["formats"]:
-        rows = [(cost["format"], *cost["milliseconds"], cost["rows"]) for cost in found["formats"]]
-        label = "\nMatrix products of bundle formats on this CPU (768 x 2304, one thread, ms)"
-        show_table(label, ("--weights", *(f"{n} rows" for n in FORMAT_ROWS), "drafted rows"), rows)
-        click.echo(_EXACTNESS)
     rows = [(one["backend"], "yes" if one["ready"] else "no", one["why"]) for one in found["backends"]]
     show_table("\nBackends", ("backend", "ready", "why"), rows)
     rows = [(one["flavour"], one["version"], ", ".join(one["targets"]) or one["why"]) for one in found["builders"]]
@@ -150,18 +132,10 @@ def survey() -> dict[str, Any]:
     return {
         "system": system,
         "packages": packages,
-        "formats": _formats(),
         "backends": [*map(_backend, BACKENDS), _torch(versions)],
         "builders": [*map(_builder, FLAVOURS)],
         "problems": [problem for problem in problems if problem is not None],
     }
-
-
-def _formats() -> list[dict[str, Any]]:
-    """What each bundle format costs and guarantees on this CPU; nothing without onnxruntime."""
-    ready, said = _probe(FORMATS, "")
-    found: list[dict[str, Any]] = json.loads(said[-1]) if ready else []
-    return found
 
 
 def _install(package: str, versions: dict[str, str | None]) -> str | None:

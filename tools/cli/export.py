@@ -13,8 +13,8 @@ import click
 from spaceport.exporter.atomic_folder import check_target
 from spaceport.exporter.checkpoint_files import BASE_FILE, require_adapter_folder, require_checkpoint
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.graphs.contract.signature import ACTIVATIONS, KV_CACHES, LOWERINGS, PRECISIONS, WEIGHTS
-from spaceport.runtime.backends.machine import cpu_class
+from spaceport.graphs.contract.formats import FORMATS
+from spaceport.graphs.contract.signature import LOWERINGS
 from spaceport.tools.adopt.given import (
     AdoptionRequest,
     Given,
@@ -39,15 +39,9 @@ from spaceport.tools.terminal.screen import interruptible_stages, show_json, siz
 from spaceport.tools.verify.prompts import read_prompts
 
 if TYPE_CHECKING:  # torch is imported only once the paths are valid
-    from spaceport.exporter.export import DefaultFormat, ExportOptions, TokenFlags
+    from spaceport.exporter.choose_format import Machine
+    from spaceport.exporter.export import ExportOptions, TokenFlags
 
-# Values of --for -> class of the CPU, as `cpu_class` names it.
-_CPU_CLASSES = {
-    "avx2": "AVX2 without VNNI",
-    "vnni": "VNNI without AMX",
-    "amx": "AMX",
-    "arm": "ARM64 with 8-bit dot products",
-}
 export_adapter_options = options(
     click.option(
         "--adapter",
@@ -142,14 +136,14 @@ class Export(Sectioned):
 
     headings: ClassVar = {
         "adapter": "Adapter, or published weights (see `spaceport adopt`)",
+        "format": "Format",
         "lowering": "Graph",
-        "weights": "Quantization",
         "mask": "Special tokens (default: those in the checkpoint's sar_config.json)",
         "overwrite": "Output",
     }
     usual: ClassVar = frozenset(
         (
-            *("adapter", "lowering", "dtype", "weights", "machine", "calibrate", "max_mask_slots"),
+            *("adapter", "format", "machine", "calibrate", "lowering", "max_mask_slots"),
             *("overwrite", "trust_remote_code", "as_json"),
         )
     )
@@ -160,16 +154,29 @@ class Export(Sectioned):
 @bundle_argument
 @export_adapter_options
 @click.option(
-    "--lowering",
-    type=click.Choice(LOWERINGS),
-    default="scatter",
-    show_default=True,
-    help="How the graph updates the KV cache: scatter (ONNX Runtime) or append (TensorRT).",
+    "--format",
+    type=click.Choice(tuple(FORMATS)),
+    help="How numbers are stored and computed: stored, int4 and int8 for CPUs, float16 and bfloat16 for GPUs, and with "
+    "-int8, -int4 or -float8 for TensorRT; default: by the machine, the model and its size.",
 )
 @click.option(
-    "--dtype",
-    type=click.Choice(PRECISIONS),
-    help="Data type of weights, activations and KV cache; default: float32, or float16 with --for gpu.",
+    "--for",
+    "machine",
+    type=click.Choice(("cpu", "gpu")),
+    help="Machine that will run the bundle, for the default format; default: cpu, or gpu with --lowering append.",
+)
+@click.option(
+    "--calibration-data",
+    "calibrate",
+    type=PATH,
+    metavar="PROMPTS",
+    help="Prompt file, one prompt per line: weights of float16-int4 and bfloat16-int4 are rounded for texts that the model "
+    "samples after them; default: a few questions if the model chats, otherwise no prompts.",
+)
+@click.option(
+    "--lowering",
+    type=click.Choice(LOWERINGS),
+    help="How the graph updates the KV cache: scatter (ONNX Runtime) or append (TensorRT); default: the format's.",
 )
 @click.option(
     "--attention",
@@ -181,37 +188,6 @@ class Export(Sectioned):
     type=int,
     metavar="N",
     help="ONNX opset, 23 or 24; default: the lowest that supports the lowering.",
-)
-@click.option(
-    "--weights",
-    type=click.Choice(WEIGHTS),
-    help="Data type of the weights of linear layers: the same as --dtype, or quantized; default: the same with --dtype, or "
-    "for TensorRT; otherwise int8 or float32, by the class of the CPU and the model. float8 is for GPUs.",
-)
-@click.option(
-    "--for",
-    "machine",
-    type=click.Choice((*_CPU_CLASSES, "gpu")),
-    help="Machine that will run the bundle, for the default data types; default: the CPU of this machine.",
-)
-@click.option(
-    "--activations",
-    type=click.Choice(ACTIVATIONS),
-    help="Inputs of layers with quantized weights: float, or quantized per row; default: depends on --weights.",
-)
-@click.option(
-    "--kv-cache",
-    type=click.Choice(KV_CACHES),
-    help="Data type of keys and values: the same as --dtype, or int8, whose sums are exact in any order of the KV slots; "
-    "default: int8 for --weights int8 where the model allows it.",
-)
-@click.option(
-    "--calibration-data",
-    "calibrate",
-    type=PATH,
-    metavar="PROMPTS",
-    help="Prompt file, one prompt per line: int8 and int4 weights are rounded for texts that the model samples after them; "
-    "default: a few questions if the model chats, otherwise no prompts.",
 )
 @click.option(
     "--mask-token",
@@ -242,8 +218,7 @@ def command(context: click.Context, /, checkpoint: Path, bundle: Path, **given: 
     """
     request = AdoptionRequest(given["method"], given["mask"], given["max_mask_slots"], given["noise_seed"])
     drafts = ExportDrafts(checkpoint, given["adapter"], request, given["fork"], given["child"])
-    named = next((name for name in ("weights", "dtype") if given[name] is not None), None)
-    format_named = Unused(named is not None, ("machine",), f"with --{named}", f"leave --{named} out")
+    format_named = Unused(given["format"] is not None, ("machine",), "with --format", "leave --format out")
     refuse_unused(context, [*drafts.unused, format_named])
     calibrate = given["calibrate"]
     prompts = () if calibrate is None else tuple(record.prompt for record in read_prompts(calibrate))
@@ -254,10 +229,11 @@ def command(context: click.Context, /, checkpoint: Path, bundle: Path, **given: 
     from spaceport.exporter.export import export
 
     options, reason = _options(checkpoint, given)
-    if calibrate is not None and not options.rounds:
+    if calibrate is not None and not options.format.rounds:
+        rounded = " or ".join(name for name, each in FORMATS.items() if each.rounds)
         raise OptionFault(
-            "--calibration-data is for weights that are rounded by GPTQ: expected --weights int4 with it, or --weights int8 "
-            "without --activations float"
+            f"--calibration-data is for weights that are rounded by GPTQ, and the format is {options.format.name}: expected "
+            f"--format {rounded} with it"
         )
     with interruptible_stages() as on_stage:
         for note in filter(None, (reason, drafts.hint)):
@@ -274,39 +250,17 @@ def command(context: click.Context, /, checkpoint: Path, bundle: Path, **given: 
     click.echo(f"{bundle}: {manifest.model_type}, {manifest.parameters:,} parameters, {size(total)}, {drafts_with}")
 
 
-def _options(checkpoint: Path, given: Mapping[str, Any]) -> tuple[ExportOptions, str | None]:
-    """The options of a graph and its weights, without what drafts add, and why the default data types are these."""
+def _options(checkpoint: Path, given: Mapping[str, Any]) -> tuple[ExportOptions, str]:
+    """The options of a graph and its weights, without what drafts add, and why the format is this one."""
     from spaceport.exporter.checkpoint_source import quiet_libraries
+    from spaceport.exporter.choose_format import choose_format
     from spaceport.exporter.export import ExportOptions
 
     quiet_libraries()
-    chosen = _default_format(checkpoint, given)
+    for_tensorrt = given["lowering"] == "append" or given["attention"] == "operator"
+    machine: Machine = given["machine"] or ("gpu" if for_tensorrt else "cpu")
+    chosen, reason = choose_format(checkpoint, given["format"], machine, given["trust_remote_code"])
     options = ExportOptions(
-        given["lowering"],
-        given["dtype"] or (chosen.dtype if chosen else "float32"),
-        given["weights"] or (chosen.weights if chosen else "same"),
-        given["attention"],
-        given["opset"],
-        remote_code=given["trust_remote_code"],
-        requested_activations=given["activations"],
-        requested_kv_cache=given["kv_cache"],
+        chosen, given["lowering"], given["attention"], given["opset"], remote_code=given["trust_remote_code"]
     )
-    return options, chosen.reason if chosen else None
-
-
-def _default_format(checkpoint: Path, given: Mapping[str, Any]) -> DefaultFormat | None:
-    """The default data types for the machine; None: other options name them, or ask for a graph for TensorRT."""
-    from spaceport.exporter.export import GPU_FORMAT, default_format
-
-    machine = given["machine"]
-    if given["weights"] is not None or given["dtype"] is not None:
-        return None
-    if machine is None and {"append", "operator", "float"} & {
-        given["lowering"],
-        given["attention"],
-        given["activations"],
-    }:
-        return None
-    if machine == "gpu":
-        return GPU_FORMAT
-    return default_format(checkpoint, _CPU_CLASSES.get(machine) or cpu_class(), given["trust_remote_code"])
+    return options, reason

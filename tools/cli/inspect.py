@@ -164,7 +164,7 @@ def facts(manifest: Manifest) -> dict[str, object]:
         "vocabulary": f"{signature.vocab_size}",
         "max context length": f"{manifest.max_positions}",
         "sliding window": "none" if signature.window is None else f"{signature.window}",
-        "precision": precision(manifest),
+        "format": described_format(manifest),
         "lowering": f"{signature.lowering}, {manifest.attention} attention, opset {manifest.opset}",
         "mask slots": _mask_slots(manifest),
         "draft heads": manifest.drafts.heads or "none",
@@ -195,16 +195,9 @@ def _mask_slots(manifest: Manifest) -> str:
     return f"{manifest.drafts.mask_slots}{correction}"
 
 
-def precision(manifest: Manifest) -> str:
-    """The data types of a bundle's activations, weights and embeddings."""
-    quantized = "" if manifest.weights == "same" else f", weights {manifest.weights}"
-    if manifest.activations != "float":
-        quantized += f", activations {manifest.activations}"
-    return (
-        manifest.signature.dtype
-        + quantized
-        + ("" if manifest.embeddings == "same" else f", embeddings {manifest.embeddings}")
-    )
+def described_format(manifest: Manifest) -> str:
+    """The format of a bundle, and what it is for."""
+    return f"{manifest.format} ({manifest.number_format.purpose})"
 
 
 def contract(manifest: Manifest) -> dict[str, Any]:

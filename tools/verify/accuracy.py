@@ -24,7 +24,7 @@ from polygraphy.logger import G_LOGGER
 from spaceport.graphs.contract.atomic_file import replace_text
 from spaceport.graphs.contract.exactness import tolerance_of
 from spaceport.graphs.contract.manifest import ACCURACY_FILE
-from spaceport.graphs.contract.signature import Activations, Precision
+from spaceport.graphs.contract.signature import Precision
 from spaceport.tools.verify.cases import Array, RecordedCall
 
 # Runs one recorded call on an engine, whose KV cache persists from call to call; returns the logits, B x R x V.
@@ -42,11 +42,11 @@ class ComparedEngine:
     name: str
     dtype: Precision
     open: Callable[[], AbstractContextManager[RunCall]]
-    activations: Activations = "float"
+    native: bool = False
 
     @property
     def tolerance(self) -> float:
-        return tolerance_of(self.dtype, self.activations)
+        return tolerance_of(self.dtype, self.native)
 
 
 @dataclass(frozen=True)
@@ -153,16 +153,14 @@ class EngineRunner(BaseRunner):  # type: ignore[misc]  # polygraphy ships no typ
         return OrderedDict(logits=logits)
 
 
-def recorded_engine(
-    name: str, dtype: Precision, calls: Sequence[RecordedCall], activations: Activations = "float"
-) -> ComparedEngine:
+def recorded_engine(name: str, dtype: Precision, calls: Sequence[RecordedCall], native: bool = False) -> ComparedEngine:
     """The engine that the calls were recorded on: its logits are known, so it does not run again."""
 
     def open_recording() -> AbstractContextManager[RunCall]:
         remaining = iter(calls)
         return contextlib.nullcontext(lambda arrays: next(remaining).expected)
 
-    return ComparedEngine(name, dtype, open_recording, activations)
+    return ComparedEngine(name, dtype, open_recording, native)
 
 
 def compare(engines: Sequence[ComparedEngine], calls: Sequence[RecordedCall]) -> list[ComparedPair]:

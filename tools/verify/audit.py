@@ -293,7 +293,7 @@ def audit(
     report = AuditReport(_engine_name(runtime), manifest.drafts.name, drafts)
     threads = [completion.threads[()] for completion in plain[0] if not completion.error]
     trees = runtime.exactness.drafts == "tree"  # their slots have gaps, as those of trees
-    report.noise = measure(runtime.engine, threads, trees, runtime.bundle.manifest.activations)
+    report.noise = measure(runtime.engine, threads, trees, runtime.bundle.manifest.native)
     audits = [
         _GroupAudit(runtime, group, completions, prompts, report, max_tokens)
         for group, completions in zip(groups, plain, strict=True)

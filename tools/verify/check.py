@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, cast
@@ -21,7 +22,7 @@ from spaceport.exporter.to_onnx import reaches_quarter
 from spaceport.graphs.contract.exactness import tolerance_of
 from spaceport.graphs.contract.faults import MissingDependency, OptionFault
 from spaceport.graphs.contract.manifest import EngineRecord, Manifest
-from spaceport.graphs.contract.signature import Activations, Precision, Signature, Weights, visible_length
+from spaceport.graphs.contract.signature import Precision, Signature, visible_length
 from spaceport.runtime.backends import BACKENDS, by_reason, open_engine, require, why_not
 from spaceport.runtime.backends.machine import gpu, no_gpu
 from spaceport.runtime.bundle import Bundle
@@ -63,7 +64,7 @@ class CheckedEngine:
     backend: str | None  # None: the PyTorch model
     dtype: Precision
     open: Callable[[], Engine]
-    activations: Activations = "float"
+    native: bool = False
 
     def compared(self, calls: int, on_progress: Callable[[str], None]) -> ComparedEngine:
         """The engine as a comparison opens, runs and closes it."""
@@ -82,7 +83,7 @@ class CheckedEngine:
 
                 yield counted
 
-        return ComparedEngine(self.name, self.dtype, open_replay, self.activations)
+        return ComparedEngine(self.name, self.dtype, open_replay, self.native)
 
 
 @dataclass(frozen=True)
@@ -181,15 +182,13 @@ def _reference(
             *(options.remote_code, options.threads, options.adapter),
         )
 
-    return CheckedEngine(f"PyTorch {dtype}", None, dtype, opened, bundle.manifest.activations)
+    return CheckedEngine(f"PyTorch {dtype}", None, dtype, opened, bundle.manifest.native)
 
 
 def _backend(bundle: Bundle, name: str, engine_options: EngineOptions) -> CheckedEngine:
-    dtype, weights = bundle.manifest.signature.dtype, bundle.manifest.weights
-    label = f"{name} {dtype}" + ("" if weights == "same" else f" {weights}")
-    return CheckedEngine(
-        label, name, dtype, lambda: open_engine(bundle, name, engine_options), bundle.manifest.activations
-    )
+    manifest = bundle.manifest
+    opened = partial(open_engine, bundle, name, engine_options)
+    return CheckedEngine(f"{name} {manifest.format}", name, manifest.signature.dtype, opened, manifest.native)
 
 
 def _alone(bundle: Bundle, engines: list[CheckedEngine], not_compared: Mapping[str, str], options: CheckOptions) -> str:
@@ -264,7 +263,7 @@ def check(bundle: Bundle, options: CheckOptions, on_progress: Callable[[str], No
 
         recording = record(engine, bundle.manifest, selection.limits, options.seed, options.quick, on_case)
     engines = [
-        recorded_engine(first.name, first.dtype, recording.calls, first.activations),
+        recorded_engine(first.name, first.dtype, recording.calls, first.native),
         *(other.compared(len(recording.calls), on_progress) for other in others),
     ]
     pairs = compare(engines, recording.calls)
@@ -305,7 +304,7 @@ def find_layer(
     compared = f"PyTorch {signature.dtype} and the graph on onnxruntime {graph.device}"
     on_progress(f"comparing the layers of {compared}")
     values = layer_values(signature, graph.marks)
-    tolerance = tolerance_of(signature.dtype, bundle.manifest.activations)
+    tolerance = tolerance_of(signature.dtype, bundle.manifest.native)
     return compare_layers(ModelLayers(engine, limits).run, graph.run, values, calls, tolerance, compared)
 
 
@@ -313,7 +312,7 @@ def find_layer(
 class Agreement:
     """How closely a quantized model agrees with the unquantized one, over the tokens of sampled texts."""
 
-    weights: Weights
+    format: str
     rows: int
     agreeing: int  # rows with the same top-1 token
     divergence: float  # mean KL(unquantized || quantized), in nats
@@ -324,7 +323,7 @@ class Agreement:
     def __str__(self) -> str:
         share = 100 * self.agreeing / self.rows
         return (
-            f"weights {self.weights}: top-1 agreement with the unquantized model {share:.1f} % of {self.rows} rows, "
+            f"format {self.format}: top-1 agreement with the unquantized model {share:.1f} % of {self.rows} rows, "
             f"mean KL {self.divergence:.2g}"
         )
 
@@ -347,14 +346,14 @@ def measure_quantization(
     quantized = open_reference(bundle, folder, slots, TEXTS, "float32", remote_code, adapter=adapter)
     logits = torch.from_numpy(quantized.run(_prompts(quantized.signature, texts, slots)))
     got = torch.log_softmax(logits[:, :: quantized.signature.lines].flatten(0, 1).double(), dim=-1)
-    return agreement(manifest.weights, expected, got)
+    return agreement(manifest.format, expected, got)
 
 
-def agreement(weights: Weights, expected: Tensor, got: Tensor) -> Agreement:
+def agreement(name: str, expected: Tensor, got: Tensor) -> Agreement:
     """How closely log probabilities agree with the expected ones (both rows x vocabulary)."""
     agreeing = int((expected.argmax(-1) == got.argmax(-1)).sum())
     divergence = (expected.exp() * (expected - got)).sum(-1).mean()
-    return Agreement(weights, len(expected), agreeing, max(0.0, float(divergence)))
+    return Agreement(name, len(expected), agreeing, max(0.0, float(divergence)))
 
 
 def sampled_texts(model: PreTrainedModel, seed: int, length: int) -> Tensor:

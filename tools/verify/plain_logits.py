@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from spaceport.graphs.contract.exactness import tolerance_of
 from spaceport.graphs.contract.manifest import TokenIds
-from spaceport.graphs.contract.signature import Activations
 from spaceport.runtime.comparison import ThreadTokens, TokenDifference, first_difference, token_differences
 from spaceport.runtime.decode.draft import Candidates
 from spaceport.runtime.decode.sequence import TokenSequence, root_sequence
@@ -226,9 +225,7 @@ class Noise:
         self.largest_logit = max(self.largest_logit, float(magnitudes.max(initial=0.0)))
 
 
-def measure(
-    engine: Engine, threads: Sequence[ThreadTokens], gaps: bool = True, activations: Activations = "float"
-) -> list[Noise]:
+def measure(engine: Engine, threads: Sequence[ThreadTokens], gaps: bool = True, native: bool = False) -> list[Noise]:
     """The noise of every step width of an engine on these threads; with `gaps` also of other KV slots."""
     widths = [Noise(plan) for plan in feed_plans(engine, gaps)]
     batch = min(_MAX_BATCH, engine.requests)
@@ -240,7 +237,7 @@ def measure(
                 part = slice(begin, begin + noise.plan.requests)
                 noise.feed(engine, group[part], plain[part])
     measured = [noise for noise in widths if noise.positions]
-    allowed = allowed_noise(measured, tolerance_of(engine.signature.dtype, activations))
+    allowed = allowed_noise(measured, tolerance_of(engine.signature.dtype, native))
     for noise in measured:
         noise.allowed = allowed
     return measured

@@ -169,7 +169,7 @@ class _Commands:
     @property
     def tolerances(self) -> list[str]:
         """The tolerances of a check as flags: the maximum error for logits, the mean error for KV buffers."""
-        share = tolerance_of(self.bundle.manifest.signature.dtype, self.bundle.manifest.activations)
+        share = tolerance_of(self.bundle.manifest.signature.dtype, self.bundle.manifest.native)
         logits = f"logits:{share * max(1.0, self.largest_logit):.3g}"
         return ["--atol", f"{share:g}", logits, "--rtol", "0", "--check-error-stat", "mean", "logits:max"]
 

@@ -251,7 +251,7 @@ def refused(capfd: Capture, code: int, message: str, bundle: Path, *options: obj
         ((*AT, "--max-seq-len", 1), "--max-seq-len is 1: expected 2 to 1024"),
         ((*AT, "--max-seq-len", 1025), "--max-seq-len is 1025: expected 2 to 1024"),
         ((*AT, "--max-seq-len", 300, "--max-slots", 200), "--max-slots is 200: expected at least --max-seq-len"),
-        ((*AT, "--dtype", "bfloat16"), "the bundle's graph is float16: .* export the checkpoint again with --dtype bf"),
+        ((*AT, "--format", "bfloat16"), "the bundle's is float16: .* export the checkpoint again with --format bf"),
         ((*AT, "--timing-cache", "times"), "--timing-cache has no effect with tensorrt-rtx, .*: leave it out"),
         ((*AT, "--workspace", 1), "--workspace is 1 MB: tensorrt-rtx .* needs more; raise it, or leave"),
     ],

@@ -24,7 +24,8 @@ from spaceport.exporter.tensorrt.to_tensorrt import (
     open_library,
 )
 from spaceport.exporter.to_onnx import DEFAULT_OPSET, to_onnx
-from spaceport.graphs.contract.signature import Precision, Signature, Weights
+from spaceport.graphs.contract.formats import FORMATS
+from spaceport.graphs.contract.signature import Signature
 from spaceport.graphs.decoder import decoder_of
 from spaceport.runtime.bundle import open_bundle, read_manifest
 from spaceport.tools.cli import OK, USAGE, run
@@ -120,23 +121,23 @@ def test_engines_compute_in_float32_with_memory_from_the_runtime() -> None:
     assert config.get_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
 
 
-OLDER = "--target is {}: {} needs {} or newer; .* exported without --{} {}"
+OLDER = r"--target is {}: {} needs {} or newer; .* exported in another format than {} \(--format\)"
 
 
 @pytest.mark.parametrize(
-    ("dtype", "weights", "target", "older", "message"),
+    ("name", "target", "older", "message"),
     [
-        ("float16", "same", "sm89", None, ""),
-        ("float16", "float8", "sm89", "sm80", OLDER.format("sm80", "float8", "sm89", "weights", "float8")),
-        ("bfloat16", "int4", "sm80", "sm75", OLDER.format("sm75", "bfloat16", "sm80", "dtype", "bfloat16")),
-        pytest.param("bfloat16", "same", "sm80", None, "", marks=pytest.mark.nightly),
-        pytest.param("float16", "int4", "sm80", None, "", marks=pytest.mark.nightly),
+        ("float16", "sm89", None, ""),
+        ("float16-float8", "sm89", "sm80", OLDER.format("sm80", "float8", "sm89", "float16-float8")),
+        ("bfloat16-int4", "sm80", "sm75", OLDER.format("sm75", "bfloat16", "sm80", "bfloat16-int4")),
+        pytest.param("bfloat16", "sm80", None, "", marks=pytest.mark.nightly),
+        pytest.param("float16-int4", "sm80", None, "", marks=pytest.mark.nightly),
     ],
 )
 def test_bundles_are_built_for_gpus_that_support_their_types(
-    dtype: Precision, weights: Weights, target: str, older: str | None, message: str, tmp_path: Path, capfd: Capture
+    name: str, target: str, older: str | None, message: str, tmp_path: Path, capfd: Capture
 ) -> None:
-    bundle = bundle_of(TINY, ExportOptions("append", dtype, weights))
+    bundle = bundle_of(TINY, ExportOptions(FORMATS[name], "append"))
     assert attention_in(bundle, read_manifest(bundle).signature, target).decomposed == 0
     if older is not None:  # no engine is built, also not for the target that has the type
         folder = shutil.copytree(bundle, tmp_path / "bundle")

@@ -17,6 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 from spaceport.exporter.checkpoint_source import quiet_libraries
 from spaceport.exporter.export import ExportOptions, export
 from spaceport.exporter.tensorrt.to_tensorrt import open_library
+from spaceport.graphs.contract.formats import FORMATS
 from spaceport.graphs.contract.manifest import LIBRARIES, Flavour
 from spaceport.graphs.contract.signature import Precision
 from spaceport.runtime import Decoding, Runtime
@@ -56,7 +57,7 @@ def built(request: pytest.FixtureRequest, flavour: Flavour, tmp_path_factory: py
     """The demo model with an engine for the GPU that is here."""
     quiet_libraries()
     bundle = tmp_path_factory.mktemp("gpu") / f"demo-{request.param}"
-    export(DEMO, bundle, ExportOptions(lowering="append", dtype=request.param))
+    export(DEMO, bundle, ExportOptions(FORMATS[request.param], "append"))
     asked = ["--backend", flavour, "--max-requests", "4", "--max-seq-len", str(LENGTH)]
     assert run(["build", str(bundle), *asked]) == 0
     return bundle
@@ -106,7 +107,7 @@ def opened(bundle: Bundle, backend: str, options: EngineOptions) -> DeviceEngine
     ],
 )
 def test_a_bundle_agrees_with_pytorch_and_drafts_plain_texts(backend: str, dtype: Precision, tmp_path: Path) -> None:
-    require_exact(bundle_of(DEMO, ExportOptions(dtype=dtype)), backend, tmp_path, "--max-tokens", "48")
+    require_exact(bundle_of(DEMO, ExportOptions(FORMATS[dtype])), backend, tmp_path, "--max-tokens", "48")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

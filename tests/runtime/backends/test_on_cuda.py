@@ -28,9 +28,8 @@ from spaceport.graphs.contract.manifest import MANIFEST_FILE, SELECTION_FILE
 from spaceport.runtime.backends import on_cuda, on_tensorrt, open_engine
 from spaceport.runtime.backends.machine import Gpu
 from spaceport.runtime.backends.on_cuda import PLAIN, DeviceEngine, GraphIds
-from spaceport.runtime.backends.on_onnxruntime import open_selection, open_session
+from spaceport.runtime.backends.on_onnxruntime import open_selection, open_session, session_options
 from spaceport.runtime.backends.on_tensorrt import CudaGraphs
-from spaceport.runtime.backends.products import session_options
 from spaceport.runtime.backends.staging import CallShape
 from spaceport.runtime.bundle import Bundle, BundleError, open_bundle
 from spaceport.runtime.decoding import Decoding
@@ -105,7 +104,7 @@ LENGTH, REQUESTS = 192, 3
 
 
 def session_of(bundle: Bundle) -> ort.InferenceSession:
-    options = session_options(1, "same")
+    options = session_options(1)
     options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
     return open_session(bundle, options, ["CPUExecutionProvider"])
 

@@ -20,8 +20,7 @@ from spaceport.exporter.checkpoint_source import quiet_libraries
 from spaceport.exporter.export import ExportOptions
 from spaceport.runtime.backends import open_engine
 from spaceport.runtime.backends.on_cuda import DeviceEngine
-from spaceport.runtime.backends.on_onnxruntime import open_selection, open_session
-from spaceport.runtime.backends.products import session_options
+from spaceport.runtime.backends.on_onnxruntime import open_selection, open_session, session_options
 from spaceport.runtime.bundle import open_bundle, read_manifest
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import Batch, EngineOptions
@@ -138,7 +137,7 @@ def test_every_command_that_reads_drafts_takes_heads(
 def test_a_device_engine_selects_the_tokens_of_heads_as_the_plain_engine(bundle: Path) -> None:
     opened = open_bundle(bundle)
     options = EngineOptions(128, 2)
-    session = open_session(opened, session_options(1, "same"), ["CPUExecutionProvider"])
+    session = open_session(opened, session_options(1), ["CPUExecutionProvider"])
     selection = open_selection(opened, ["CPUExecutionProvider"])
     assert selection is not None
     memory, signature = stand_in_memory(), opened.manifest.signature

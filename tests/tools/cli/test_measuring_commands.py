@@ -17,6 +17,7 @@ from click.testing import CliRunner, Result
 
 from spaceport.exporter.export import ExportOptions
 from spaceport.graphs.contract.faults import InputFault, OptionFault
+from spaceport.graphs.contract.formats import FORMATS
 from spaceport.runtime.decode import step as loop
 from spaceport.runtime.decode.sources import USUAL_LOOKUP
 from spaceport.tools.cli import ACCURACY, INPUT, OK, USAGE, cli, run
@@ -66,7 +67,7 @@ def test_inspect_says_how_exact_drafts_are_once_a_bundle_was_opened(
 
 def test_inspect_says_beforehand_what_would_run_on_the_cpu_instead_of_a_gpu(half_bundle: Path, capfd: Capture) -> None:
     shown = {}
-    int4 = bundle_of(TINY, ExportOptions(dtype="float16", weights="int4"))
+    int4 = bundle_of(TINY, ExportOptions(FORMATS["float16-int4"]))
     for bundle in (half_bundle, int4):
         assert run(["inspect", str(bundle), "--backend", "onnxruntime-cuda", "--json"]) == OK
         shown[bundle] = json.loads(capfd.readouterr().out)["backend"]

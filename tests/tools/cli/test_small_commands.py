@@ -31,7 +31,6 @@ PLAN = b"an engine"
 def no_probes(monkeypatch: pytest.MonkeyPatch) -> None:
     """No library is tried in a process of its own."""
     monkeypatch.setattr(doctor, "_probe", lambda code, name: (code is doctor.PROBE, [name]))
-    monkeypatch.setattr(doctor, "_formats", list)
 
 
 @pytest.mark.torch  # every backend is tried

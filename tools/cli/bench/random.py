@@ -17,7 +17,14 @@ if TYPE_CHECKING:
 @click.command("random")
 @click.argument("shape")
 @click.argument("folder", type=PATH)
-@click.option("--dtype", type=click.Choice(PRECISIONS), default="float16", show_default=True, help="Type of weights.")
+@click.option(
+    "--format",
+    "dtype",
+    type=click.Choice(PRECISIONS),
+    default="float16",
+    show_default=True,
+    help="Format of the bundle.",
+)
 @click.option(
     "--attention",
     type=click.Choice(("plain", "operator")),

@@ -1,0 +1,111 @@
+"""The default format depends on the machine, the model and its size; an export says why."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spaceport.exporter import choose_format as chooser
+from spaceport.exporter.choose_format import Machine, choose_format
+from spaceport.graphs.contract.faults import OptionFault
+from spaceport.graphs.contract.formats import FORMATS
+from spaceport.tools.cli import USAGE, run
+from spaceport.tools.cli.export import _options, command
+from support.gguf_files import random_model, stored_tensors, write_gguf
+from support.paths import TINY
+
+LLAMA = {"hidden_size": 768, "intermediate_size": 2048, "num_attention_heads": 12, "num_key_value_heads": 4}
+SIZES: dict[str, dict[str, Any]] = {
+    "18 million": {**LLAMA, "num_hidden_layers": 2, "vocab_size": 4000},
+    "110 million": {**LLAMA, "num_hidden_layers": 12, "vocab_size": 20000},
+    "430 million": {**LLAMA, "num_hidden_layers": 60, "vocab_size": 20000},
+}
+
+
+def configuration(folder: Path, size: str) -> Path:
+    """A folder with the configuration of a model of this size, and without weights."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", **SIZES[size]}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("size", "machine", "name", "reason"),
+    [
+        ("18 million", "cpu", "float32", "fewer bits gain nothing in a model of 18.[0-9] million weights"),
+        ("110 million", "cpu", "int8", "a model of 1[01][0-9].[0-9] million weights loses too much in int4"),
+        ("430 million", "cpu", "int4", "4[0-9][0-9].[0-9] million weights; --format int8 is closer to float32"),
+        ("430 million", "gpu", "float16", "for a GPU"),
+    ],
+)
+def test_the_default_depends_on_the_size_of_the_model_and_the_machine(
+    size: str, machine: Machine, name: str, reason: str, tmp_path: Path
+) -> None:
+    chosen, why = choose_format(configuration(tmp_path / "llama", size), None, machine)
+    assert chosen == FORMATS[name]
+    assert re.match(f"format {name}: {reason}", why)
+    assert "\n" not in why
+
+
+def test_a_model_without_native_operators_stays_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chooser, "why_not_native", lambda model: "its layers have no norms")
+    chosen, why = choose_format(configuration(tmp_path / "llama", "430 million"), None, "cpu")
+    assert (chosen.name, why) == ("float32", "format float32: its layers have no norms; --format float16 is for GPUs")
+
+
+def test_a_gguf_file_keeps_its_weights_if_native_operators_have_their_types(tmp_path: Path) -> None:
+    model = random_model()
+    matrices = [name for name, weight in stored_tensors(model).items() if weight.ndim > 1]
+    for kind, name in (("Q8_0", "stored"), ("F32", "float32"), ("F16", "float32")):
+        file = write_gguf(tmp_path / f"{kind}.gguf", model, dict.fromkeys(matrices, kind))
+        assert choose_format(file, None, "cpu")[0] == FORMATS[name]
+    with pytest.raises(OptionFault, match=r"has the matrix [a-z_.0-9]*weight in the type F16, of which"):
+        choose_format(file, "stored", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("options", "formats", "reason"),
+    [
+        ("--for gpu", ("float16", "scatter"), "format float16: for a GPU"),
+        ("--for gpu --lowering append", ("float16", "append"), "format float16: for a GPU"),
+        ("--lowering append", ("float16", "append"), "format float16: for a GPU"),
+        ("--attention operator", ("float16", "scatter"), "format float16: for a GPU"),
+        ("--for cpu", ("int8", "scatter"), "format int8: a model of "),
+        ("--format float32", ("float32", "scatter"), "format float32: references"),
+        ("--format int4", ("int4", "scatter"), "format int4: CPUs"),
+        ("--format float16-int4", ("float16-int4", "append"), "format float16-int4: GPUs with TensorRT"),
+        ("--for gpu --format int4", None, "--for has no effect with --format: leave --format out"),
+    ],
+)
+def test_a_named_format_wins_and_the_reason_for_each_is_one_line(
+    options: str, formats: tuple[str, str] | None, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = configuration(tmp_path / "llama", "110 million")
+    arguments = [str(folder), str(tmp_path / "bundle"), *options.split()]
+    if formats is None:
+        assert run(["export", *arguments]) == USAGE
+        assert reason in capsys.readouterr().err
+        return
+    chosen, why = _options(folder, command.make_context("export", arguments).params)
+    assert (chosen.format.name, chosen.lowering) == formats
+    assert why.startswith(reason)
+    assert "\n" not in why
+
+
+def test_calibration_prompts_are_refused_where_nothing_is_calibrated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "prompts").write_text("import os\n")
+    arguments = [str(TINY), str(tmp_path / "bundle"), "--calibration-data", str(tmp_path / "prompts")]
+    assert run(["export", *arguments, "--format", "int4"]) == USAGE
+    expected = "rounded by GPTQ, and the format is int4: expected --format float16-int4 or bfloat16-int4 with it"
+    assert expected in capsys.readouterr().err
+
+
+def test_an_unknown_format_is_refused() -> None:
+    with pytest.raises(OptionFault, match="format is 'int7': expected stored, int4, int8, float32"):
+        choose_format(TINY, "int7", "cpu")

@@ -23,18 +23,25 @@ from spaceport.exporter.checkpoint import Checkpoint, load_model, load_tokenizer
 from spaceport.exporter.checkpoint import TokenFlags as TokenFlags
 from spaceport.exporter.checkpoint_files import is_converted, is_gguf
 from spaceport.exporter.checkpoint_source import model_without_values
+from spaceport.exporter.gguf_file import read_gguf
+from spaceport.exporter.native_graph import NativeGraph
+from spaceport.exporter.native_weights import RoundedWeights, StoredWeights
+from spaceport.exporter.native_weights import Weights as NativeWeights
 from spaceport.exporter.sar_config import CheckpointError
-from spaceport.exporter.to_onnx import DEFAULT_OPSET, OnStage, check_opset, reaches_quarter, to_onnx, write_selection
+from spaceport.exporter.to_onnx import DEFAULT_OPSET, OnStage, check_opset, check_written, reaches_quarter, to_onnx, write_selection
 from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.graphs.contract.formats import FORMATS, Format, Weights
 from spaceport.graphs.contract.manifest import SELECTION_FILE, TEMPLATE_FILE, TOKENIZER_FILE, Manifest
 from spaceport.graphs.contract.signature import DTYPES, Lowering, Precision, Signature
 from spaceport.graphs.contract.tokenizer_bounds import UnsafeTokenizer, checked
-from spaceport.graphs.decoder import AttentionImplementation, Decoder, decoder_of
+from spaceport.graphs.decoder import AttentionImplementation, Decoder, decoder_of, freeze_rotary
 from spaceport.graphs.gated import MaskAdapter
+from spaceport.graphs.heads import heads_of
+from spaceport.graphs.mechanism import InputRows
+from spaceport.graphs.parts import parts_of
 from spaceport.graphs.quantization import BLOCKS, Quantization
 from spaceport.graphs.quantize import quantizable_modules, quantize_model, use_stored_weights
-from spaceport.graphs.traits import Traits
+from spaceport.graphs.traits import Traits, probe, refuse_by_config
 
 Prompt = str | Sequence[Mapping[str, str]]  # text, or chat messages
 
@@ -187,7 +194,28 @@ def _write_graph(checkpoint: Checkpoint, options: ExportOptions, folder: Path, o
 
 
 def _write_native(checkpoint: Checkpoint, options: ExportOptions, folder: Path, on_stage: OnStage) -> Written:
-    raise NotImplementedError("native graphs are not written yet")
+    """Write the checkpoint's model as a graph of native operators."""
+    on_stage("loading the weights")
+    with torch.no_grad():
+        model = load_model(checkpoint, options.format.dtype, folder).eval()
+        refuse_by_config(model)
+        traits = probe(model)
+        freeze_rotary(model)
+        on_stage("comparing the parts of the model with the unmodified model")
+        parts = parts_of(model, traits)
+        heads, rows = heads_of(model), checkpoint.mechanism(InputRows)
+        sizes = (traits.layers, traits.kv_heads, traits.head_dim, traits.vocab_size)
+        lines = 1 if heads is None else 1 + heads.count
+        signature = Signature(*sizes, options.format.dtype, "scatter", traits.window, lines, options.format.kv_cache)
+        weights: NativeWeights = RoundedWeights(options.format.weights)
+        if options.format.weights == "stored":
+            weights = StoredWeights(read_gguf(checkpoint.folder), parts.heads, parts.kv_heads)
+        on_stage(f"writing the graph and its weights as {options.format.name}")
+        replaced = None if rows is None else (rows.tokens, rows.rows)
+        NativeGraph(folder, parts, signature, weights, replaced, heads).write()
+    check_written(folder, signature, type(model).__name__, on_stage)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return Written(model, signature, traits.max_positions, parameters)
 
 
 def build_decoder(

@@ -12,10 +12,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from spaceport.exporter.gguf_file import GgufFile
 from spaceport.exporter.sar_config import CheckpointError
 from spaceport.graphs.parts import BLOCK, Linear
+from spaceport.graphs.quantization import replace_weight
+from spaceport.graphs.quantize import linear_modules
 from spaceport.graphs.streamed_weights import values_of
 from spaceport.kernels.gguf_weights import GGUF_BLOCKS, from_gguf
 from spaceport.kernels.packing import PANEL, QuantizedWeights, WeightFormat, gate_order, pack, packed_bytes, quantize
@@ -217,3 +220,18 @@ def gate_matrix(matrix: Matrix) -> Matrix:
 def padded_width(width: int) -> int:
     """The width of an MLP with whole blocks."""
     return -(-width // BLOCK) * BLOCK
+
+
+def round_weights(model: PreTrainedModel, format_name: str) -> None:
+    """Let a model compute with the weights that a native graph of it has; stored weights are those of the model."""
+    if format_name == "stored":
+        return
+    tables = {id(table): table for table in (model.get_input_embeddings().weight, model.get_output_embeddings().weight)}
+    weights = [(module.weight, format_name) for module in linear_modules(model).values()]
+    for weight, kind in (*weights, *((table, "int8") for table in tables.values())):
+        matrix = rounded(cast(Tensor, weight), kind)
+
+        def values(rows: slice, matrix: Matrix = matrix, inputs: int = weight.shape[1]) -> Tensor:
+            return torch.from_numpy(matrix.read(np.arange(rows.start, rows.stop)).dequantized()[:, :inputs])
+
+        replace_weight(cast(Tensor, weight), values)

@@ -93,16 +93,22 @@ def to_onnx(decoder: Decoder, folder: Path, opset: int, on_stage: OnStage = lamb
     model.ir_version = _IR_VERSION[opset]
     path = folder / MODEL_FILE
     _save(model, path, on_stage)
+    check_written(folder, signature, _family(decoder), on_stage)
+
+
+def check_written(folder: Path, signature: Signature, family: str, on_stage: OnStage) -> None:
+    """Raise unless the graph in a folder is valid and has the inputs and outputs of a signature."""
+    path = folder / MODEL_FILE
     on_stage("checking the graph")
     try:
         onnx.checker.check_model(str(path), full_check=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
         raise UntraceableModel(
-            f"{_family(decoder)} was traced into a graph that onnx rejects: {_reason(error)}"
+            f"{family} was written as a graph that onnx rejects: {_reason(error)}"
         ) from error
     if mismatch := contract_mismatch(onnx.load(str(path), load_external_data=False).graph, signature):
         kind, got, expected = mismatch
-        raise UntraceableModel(f"the traced graph has the {kind} {got}: expected {expected}")
+        raise UntraceableModel(f"the written graph has the {kind} {got}: expected {expected}")
 
 
 def _save(model: ir.Model, path: Path, on_stage: OnStage) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import cast
 
 import torch
@@ -108,12 +108,10 @@ def linear_modules(model: PreTrainedModel) -> dict[str, nn.Linear]:
     }
 
 
-def quantize_inputs(model: PreTrainedModel, names: Iterable[str]) -> None:
-    """Round the inputs of these linear modules to 8 bits in PyTorch from now on, as native operators do."""
-    for name in names:
-        model.get_submodule(name).register_forward_pre_hook(
-            lambda module, arguments: (fake_quantize(arguments[0]), *arguments[1:])
-        )
+def quantize_inputs(model: PreTrainedModel) -> None:
+    """Round the inputs of linear modules to 8 bits in PyTorch from now on, as native operators do."""
+    for module in (*linear_modules(model).values(), model.get_output_embeddings()):
+        module.register_forward_pre_hook(lambda _, arguments: (fake_quantize(arguments[0]), *arguments[1:]))
 
 
 def _require_finite(model: PreTrainedModel, modules: Mapping[str, nn.Linear]) -> None:

@@ -13,6 +13,7 @@ import torch
 from spaceport.exporter.checkpoint import Checkpoint, open_checkpoint
 from spaceport.exporter.checkpoint_source import quiet_libraries
 from spaceport.exporter.export import ExportOptions, TokenFlags, Written, build_decoder, manifest_for
+from spaceport.exporter.native_weights import round_weights
 from spaceport.exporter.quantized_weights import stored_weights
 from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.contract.formats import FORMATS
@@ -54,7 +55,8 @@ def open_reference(
     options = ExportOptions(number_format, signature.lowering, "plain", remote_code=remote_code)
     decoder, _ = build_decoder(opened, options, arithmetic=dtype, stored=stored_in(bundle))
     if number_format.native:
-        quantize_inputs(decoder.model, decoder.quantization.layers)
+        round_weights(decoder.model, number_format.weights)
+        quantize_inputs(decoder.model)
     for fact in ("layers", "kv_heads", "head_dim", "vocab_size", "window", "lines"):
         ours, theirs = getattr(signature, fact), getattr(decoder.signature, fact)
         if ours != theirs:

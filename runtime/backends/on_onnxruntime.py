@@ -21,6 +21,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state
 from spaceport.graphs.contract.formats import FORMATS, Format, Weights
 from spaceport.graphs.contract.manifest import MODEL_FILE, SELECTION_FILE
 from spaceport.graphs.contract.signature import DTYPES, NUMPY, Signature, Tensor, selection_width
+from spaceport.kernels.native_library import library_path, register
 from spaceport.runtime.backends.graph_file import external_files
 from spaceport.runtime.backends.machine import engine_threads
 from spaceport.runtime.bundle import Bundle, BundleError
@@ -47,6 +48,10 @@ _UNPACKED: dict[Weights, tuple[str, str]] = {
 }
 _HUGE_PAGE = 2**21  # bytes, on x86 and on ARM with pages of 4 KiB
 _COLLAPSE = 25  # MADV_COLLAPSE of Linux 6.1
+_NOT_COMPILED = (
+    "native operators were not compiled when Spaceport was installed: standard operators compute the same, much slower; "
+    "install a C++ compiler (g++ or clang, or pip install ziglang), then install Spaceport again"
+)
 _MOST_CALLS = 4096  # shapes of calls whose OrtValues are kept
 LONG = 1024  # visible slots from which huge pages are worth their space
 
@@ -226,7 +231,10 @@ def open_engine(bundle: Bundle, options: EngineOptions) -> OnnxRuntimeEngine:
         session = open_session(bundle, settings, ["CPUExecutionProvider"])
     except FAULTS as error:
         raise unloadable(bundle, error) from error
-    return OnnxRuntimeEngine(session, manifest.signature, options.capacity, options.requests)
+    engine = OnnxRuntimeEngine(session, manifest.signature, options.capacity, options.requests)
+    if manifest.number_format.native and library_path() is None:
+        engine.notes = (_NOT_COMPILED,)
+    return engine
 
 
 def session_options(threads: int, number_format: Format = FORMATS["float32"]) -> ort.SessionOptions:
@@ -238,6 +246,8 @@ def session_options(threads: int, number_format: Format = FORMATS["float32"]) ->
     options.enable_mem_pattern = False
     if not number_format.native and number_format.weights in _UNPACKED:
         options.add_session_config_entry(*_UNPACKED[number_format.weights])
+    if number_format.native and (library := library_path()) is not None:
+        register(options, library)
     return options
 
 

@@ -132,6 +132,8 @@ class StoredWeights:
         matrix = self._matrix(name, linear.weight, order)
         if name not in self.rounded:
             first = np.arange(min(matrix.outputs, PANEL))
+            if linear.factor is not None:
+                matrix = _scaled(matrix, linear.factor.numpy())
             if not np.allclose(matrix.read(first).dequantized(), linear.weight[: len(first)].numpy(), 1e-3, 1e-5):
                 raise CheckpointError(f"{self.file.path}: the weights of {linear.name} are not those of tensor {name}")
         return matrix
@@ -168,6 +170,23 @@ def _with_changes(weights: QuantizedWeights, values: Tensor, added: NDArray[np.b
             changed[part] = before.copy()
             changed[part][different] = after
     return replace(weights, **changed)
+
+
+def _scaled(matrix: Matrix, factors: NDArray[np.float32]) -> Matrix:
+    """A matrix whose outputs are multiplied by powers of two: scales change, and codes do not."""
+
+    def read(some: NDArray[np.int64]) -> QuantizedWeights:
+        weights, own = matrix.read(some), factors[some][:, None].astype(np.float16)
+        if weights.factors is not None:
+            minimum = weights.minimum_factors
+            return replace(
+                weights, factors=weights.factors * own, minimum_factors=None if minimum is None else minimum * own
+            )
+        scales = cast(NDArray[np.float16], weights.scales) * own
+        minima = None if weights.minima is None else cast(NDArray[np.float16], weights.minima) * own
+        return replace(weights, scales=scales, minima=minima)
+
+    return replace(matrix, read=read)
 
 
 def stacked(matrices: Sequence[Matrix]) -> Matrix:

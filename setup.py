@@ -40,7 +40,7 @@ TARGET = KERNELS.TARGETS.get(SYSTEM)
 
 
 class BuildKernels(Command):
-    """Compiles the library, for an editable installation beside its sources."""
+    """Compiles the library beside its sources, where an editable installation uses it, and adds it to the package."""
 
     user_options: ClassVar[list[Any]] = []
     editable_mode = False
@@ -53,17 +53,16 @@ class BuildKernels(Command):
 
     def run(self) -> None:
         name = KERNELS.library_name(TARGET and TARGET.system)
+        folder = KERNELS.SOURCES if TARGET is None else Path(__file__).parent / "build" / "kernels" / SYSTEM
+        compiled = SYSTEM != "any" and KERNELS.build_if_possible(folder / name, TARGET)
         if self.editable_mode:
-            KERNELS.build_if_possible(KERNELS.SOURCES / name)
             return
-        folder = Path(str(self.build_lib), PACKAGE)
-        for earlier in folder.glob("spaceport_kernels.*"):  # perhaps for another system
+        package = Path(str(self.build_lib), PACKAGE)
+        for earlier in package.glob("spaceport_kernels.*"):  # perhaps for another system
             earlier.unlink()
-        # Outside of build_lib, so that the next build of this checkout finds it.
-        kept = KERNELS.SOURCES.parent / "build" / "kernels" / (SYSTEM or f"this-{KERNELS.machine_name()}") / name
-        if SYSTEM != "any" and KERNELS.build_if_possible(kept, TARGET):
-            folder.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(kept, folder / name)
+        if compiled:
+            package.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(folder / name, package / name)
 
     def get_source_files(self) -> list[str]:
         return []  # MANIFEST.in names them

@@ -85,14 +85,22 @@ const Candidate CANDIDATES[] = {
 
 const Kernels* choose_kernels(char* message, size_t size) {
   const char* wanted = getenv("SPACEPORT_KERNELS");
-  char names[128] = "";
   for (const Candidate& candidate : CANDIDATES) {
     if (!candidate.supported()) continue;
     if (!wanted || !*wanted || !strcmp(wanted, candidate.kernels->name)) return candidate.kernels;
-    snprintf(names + strlen(names), sizeof names - strlen(names), "%s%s", *names ? ", " : "", candidate.kernels->name);
   }
-  snprintf(message, size, "SPACEPORT_KERNELS is %.40s: this processor has %s", wanted, names);
+  char names[128];
+  list_kernels(names, sizeof names);
+  snprintf(message, size, "SPACEPORT_KERNELS is %.40s: this processor has %s; name one of them, or unset it", wanted,
+           names);
   return nullptr;
+}
+
+void list_kernels(char* names, size_t size) {
+  size_t length = 0;
+  for (const Candidate& candidate : CANDIDATES)
+    if (candidate.supported() && length < size)
+      length += snprintf(names + length, size - length, "%s%s", length ? ", " : "", candidate.kernels->name);
 }
 
 }  // namespace spaceport

@@ -8,4 +8,7 @@ namespace spaceport {
 // Null where the variable names none of them: `message` then says what there is.
 const Kernels* choose_kernels(char* message, size_t size);
 
+// The names of all kernels that this processor has, the fastest first, with commas between them.
+void list_kernels(char* names, size_t size);
+
 }  // namespace spaceport

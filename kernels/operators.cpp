@@ -20,6 +20,10 @@ const OrtFunctions* ort = nullptr;
 
 namespace {
 
+// The newest version of the operators' domain that a graph may import. The runtime does not compare them:
+// native_library.py does, and has the same number.
+constexpr int VERSION = 1;
+
 const Kernels* chosen = nullptr;  // of sessions that are opened from now on
 
 // A part of an operator that takes less than about 5 us is not worth a second thread: it takes 1 to 2 us to wake one.
@@ -626,6 +630,11 @@ SPACEPORT_EXPORT const char* spaceport_instruction_set() {
   const spaceport::Kernels* kernels = spaceport::choose_kernels(message, sizeof message);
   return kernels ? kernels->name : "";
 }
+
+// The names of the instruction sets that this processor has, the fastest first, with commas between them.
+SPACEPORT_EXPORT void spaceport_instruction_sets(char* names, size_t size) { spaceport::list_kernels(names, size); }
+
+SPACEPORT_EXPORT int spaceport_kernels_version() { return spaceport::VERSION; }
 
 // What SessionOptions.register_custom_ops_library calls.
 SPACEPORT_EXPORT OrtStatus* RegisterCustomOps(OrtSessionOptions* options, const OrtApiBase* base) {

@@ -6,6 +6,7 @@
 #include <initializer_list>
 
 #include "choose.h"
+#include "scratch.h"
 
 using namespace spaceport;
 
@@ -101,9 +102,9 @@ void attention(const Kernels& kernels, int rows, int size, int seen, bool all) {
   int32_t* blocks = take<int32_t>(count);
   for (int i = 0; i < count; i++) blocks[i] = i;
   AttentionGroup group = {0, 0, rows, blocks, count};
-  uint8_t* scratch = static_cast<uint8_t*>(aligned_alloc(64, (kernels.attend_scratch(a, group) + 63) / 64 * 64));
+  Scratch scratch(kernels.attend_scratch(a, group));
   for (int h = 0; h < kv_heads; h++) kernels.store(a, 0, h);
-  for (int h = 0; h < kv_heads; h++) kernels.attend(a, group, h, scratch);
+  for (int h = 0; h < kv_heads; h++) kernels.attend(a, group, h, scratch.data());
   print("attention", rows, size, a.y, size_t(rows) * heads * size * sizeof(float));
   print("keys", rows, size, a.cache.keys, cells * size);
   print("scales", rows, size, a.cache.scales, 2 * cells * sizeof(float));

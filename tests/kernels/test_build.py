@@ -5,11 +5,19 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import onnxruntime
 import pytest
 
 from spaceport.kernels import build
-from spaceport.kernels.native_library import instruction_set
+from spaceport.kernels.native_library import VERSION, fault, instruction_set, instruction_sets, register, version
 from support.native_operators import available_sets, forced, library
+
+EXPORTED = {
+    "RegisterCustomOps",
+    "spaceport_instruction_set",
+    "spaceport_instruction_sets",
+    "spaceport_kernels_version",
+}
 
 
 def test_without_a_compiler_the_build_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -32,9 +40,9 @@ def test_machines_have_one_name_each() -> None:
 
 
 @pytest.mark.skipif(library() is None or shutil.which("nm") is None, reason="no C++ compiler")
-def test_the_library_needs_the_c_library_only_and_shows_two_functions() -> None:
+def test_the_library_needs_the_c_library_only_and_shows_four_functions() -> None:
     listed = subprocess.run(["nm", "-D", str(library())], capture_output=True, text=True, check=True).stdout
-    assert set(re.findall(r" T (\w+)", listed)) == {"RegisterCustomOps", "spaceport_instruction_set"}
+    assert set(re.findall(r" T (\w+)", listed)) == EXPORTED
     assert not [line for line in listed.splitlines() if re.search(r"_Z|GLIBCXX|CXXABI", line)]
 
 
@@ -48,3 +56,32 @@ def test_the_library_names_the_instruction_set_of_the_next_session() -> None:
     with forced("sse9"):
         assert instruction_set(path) == ""
     assert instruction_set(path) in available_sets()
+
+
+@pytest.mark.skipif(library() is None, reason="no C++ compiler")
+def test_an_unknown_instruction_set_is_an_error_that_names_those_of_the_processor() -> None:
+    path = library()
+    assert path is not None
+    assert set(instruction_sets(path)) == set(available_sets())
+    assert fault(path) is None
+    with (
+        forced("sse9"),
+        pytest.raises(ValueError, match=r"^SPACEPORT_KERNELS is sse9: this processor has .*portable; name"),
+    ):
+        register(onnxruntime.SessionOptions(), path)
+
+
+@pytest.mark.skipif(library() is None, reason="no C++ compiler")
+def test_the_library_has_the_version_of_the_python_code() -> None:
+    path = library()
+    assert path is not None
+    assert version(path) == VERSION
+    with pytest.raises(
+        ValueError, match=rf"have version {VERSION}, expected {VERSION + 1} or newer: install Spaceport"
+    ):
+        register(onnxruntime.SessionOptions(), path, VERSION + 1)
+
+
+def test_a_library_that_cannot_be_loaded_is_named(tmp_path: Path) -> None:
+    (tmp_path / "library.so").write_bytes(b"not a library")
+    assert re.match(r"the native operators in .*library.so cannot be loaded: ", str(fault(tmp_path / "library.so")))

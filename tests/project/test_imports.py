@@ -68,7 +68,7 @@ LAYERS = {
     "serving": (*_MODEL, "serving.page"),
     "tools.cli": (
         *_MODEL,
-        "serving",
+        *("kernels", "serving"),
         *("tools.adopt", "tools.bench", "tools.demo", "tools.distill", "tools.reference", "tools.report"),
         *("tools.terminal", "tools.tune", "tools.verify"),
     ),

@@ -1,11 +1,13 @@
 """Packaging: the runtime needs no heavy library, and what is built holds every file."""
 
+import importlib.util
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import zipfile
 from dataclasses import dataclass
@@ -15,6 +17,7 @@ from pathlib import Path
 import pytest
 
 import spaceport
+from spaceport.kernels.build import SOURCES, compiler, library_name
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
 from spaceport.tools.cli import MISSING
@@ -129,7 +132,9 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     for name in names:
         (copy / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / name, copy / name)
-    run([sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(copy)], copy)
+    if (compiled := ROOT / "kernels" / library_name()).is_file():
+        shutil.copy2(compiled, copy / "kernels")
+    run([sys.executable, "-m", "build", "--sdist", "--wheel", "--no-isolation", "--outdir", str(out), str(copy)], copy)
     (wheel,), (sdist,) = out.glob("*.whl"), out.glob("*.tar.gz")
     return Built(wheel, sdist, packaged(names))
 
@@ -142,7 +147,7 @@ def test_the_wheel_holds_every_file_and_nothing_else(built: Built) -> None:
         assert b"License-Expression: Apache-2.0" in wheel.read(f"{info}/METADATA").splitlines()
         assert "spaceport = spaceport.tools.cli:main" in wheel.read(f"{info}/entry_points.txt").decode().splitlines()
     assert built.files - names == set(), "ignored by git, or needs an __init__.py or an entry in package-data"
-    assert names - built.files == set()
+    assert names - built.files == ({f"spaceport/kernels/{library_name()}"} if compiler() else set())
     assert "spaceport/tools/demo/model/model.safetensors" in names
 
 
@@ -152,7 +157,58 @@ def test_the_sdist_holds_every_file(built: Built) -> None:
         names = {member.name.partition("/")[2] for member in sdist if member.isfile()}
     assert {name.removeprefix("spaceport/") for name in built.files if name.count("/") > 1} - names == set()
     assert {"LICENSE", "pyproject.toml", "setup.py", "src/spaceport/__init__.py"} | CHECKOUT_ONLY <= names
+    sources = {f"kernels/{path.name}" for path in [*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")]}
+    assert {name for name in names if name.startswith("kernels/") and not name.endswith(".py")} == sources
     assert [name for name in names if name.startswith("tests/")] == []
+
+
+@pytest.mark.slow
+def test_a_wheel_with_native_operators_is_for_this_system_and_every_python(built: Built) -> None:
+    platform = sysconfig.get_platform().replace("-", "_").replace(".", "_") if compiler() else "any"
+    assert built.wheel.name == f"spaceport-{spaceport.__version__}-py3-none-{platform}.whl"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("compilers", "reason"),
+    [
+        ({}, r"no C\+\+ compiler found: install g\+\+ or clang, or pip install ziglang"),
+        (
+            {"c++": "echo 'choose.cpp:1: error: no such file' >&2; exit 1"},
+            r"\S+/c\+\+ failed: choose.cpp:1: error: no such",
+        ),
+    ],
+)
+def test_an_installation_goes_on_without_native_operators(
+    compilers: dict[str, str], reason: str, built: Built, tmp_path: Path
+) -> None:
+    with tarfile.open(built.sdist) as sdist:
+        sdist.extractall(tmp_path, filter="data")
+    for name, script in compilers.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    # Python without the packages of this process, where ziglang may be one of them.
+    backend = "from setuptools import build_meta; print(build_meta.build_wheel('.'))"
+    environment = {"PATH": str(tmp_path), "PYTHONPATH": str(setuptools_alone(tmp_path))}
+    command = [sys.base_prefix + "/bin/python3", "-c", backend]
+    (folder,) = tmp_path.glob("spaceport-*/")
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.splitlines()[-1] == f"spaceport-{spaceport.__version__}-py3-none-any.whl"
+    (said,) = [line for line in done.stderr.splitlines() if line.startswith("spaceport: ")]
+    assert re.match(rf"spaceport: installed without native operators: {reason}", said)
+    assert said.endswith("run with the standard operators of ONNX Runtime, which are slower.")
+
+
+def setuptools_alone(folder: Path) -> Path:
+    """A folder with setuptools and no other package of this environment."""
+    site = folder / "site"
+    for name in ("setuptools", "_distutils_hack"):
+        source = importlib.util.find_spec(name)
+        assert source is not None
+        assert source.origin is not None
+        shutil.copytree(Path(source.origin).parent, site / name)
+    return site
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from spaceport import __version__
 from spaceport.graphs.contract.faults import MissingDependency
 from spaceport.graphs.contract.installation import install_command
 from spaceport.graphs.contract.manifest import FLAVOURS
+from spaceport.kernels.build import INSTALL_COMPILER, SOURCES
 from spaceport.runtime.backends import BACKENDS, clashing, require_device
 from spaceport.runtime.backends.machine import NoGpu, cpu_class, cpu_name, gpu, instruction_sets, no_gpu, usable_cpus
 from spaceport.runtime.backends.private_files import cache_folder, problem_of, state_folder
@@ -63,6 +64,19 @@ if name == "onnxruntime-cuda":
         sys.exit(without_cuda(missing))
 providers = f", {', '.join(module.get_available_providers())}" if name.startswith("onnxruntime") else ""
 print(f"{BACKENDS[name].module} {module.__version__}{providers}")
+"""
+# Prints the native operators: path, version, instruction set in use, those of this processor; or a reason.
+NATIVE = """
+import json, sys
+from spaceport.kernels import native_library as native
+path = native.library_path()
+if path is None:
+    print("null")
+elif (reason := native.fault(path)) is not None:
+    sys.exit(reason)
+else:
+    names = {"instruction_set": native.instruction_set(path), "instruction_sets": native.instruction_sets(path)}
+    print(json.dumps({"library": str(path), "version": native.version(path)} | names))
 """
 # argv: a TensorRT library. Prints its version and the GPU architectures that it builds for without a GPU, one per line.
 BUILDER = """
@@ -128,14 +142,32 @@ def survey() -> dict[str, Any]:
         "NVIDIA driver": _driver() or "none found",
         "exported bundles": _exported(),
     }
-    problems = (clashing(), problem_of(state_folder()), problem_of(cache_folder()))
+    native, fault = _native()
+    system["native operators"] = fault or _in_words(native)
+    problems = (clashing(), fault, problem_of(state_folder()), problem_of(cache_folder()))
     return {
         "system": system,
         "packages": packages,
+        "native_operators": native,
         "backends": [*map(_backend, BACKENDS), _torch(versions)],
         "builders": [*map(_builder, FLAVOURS)],
         "problems": [problem for problem in problems if problem is not None],
     }
+
+
+def _native() -> tuple[dict[str, Any] | None, str | None]:
+    """The library of native operators, and why it cannot be used; two times None if there is no library."""
+    ready, said = _probe(NATIVE, "")
+    return (json.loads(said[-1]), None) if ready else (None, said[-1])
+
+
+def _in_words(native: Mapping[str, Any] | None) -> str:
+    if native is None:
+        again = f": {install_command()}" if (SOURCES / "operators.cpp").is_file() else ""
+        return f"none, formats for them are slower: {INSTALL_COMPILER}, then install Spaceport from its sources{again}"
+    others = [name for name in native["instruction_sets"] if name != native["instruction_set"]]
+    also = f" (also {', '.join(others)}: SPACEPORT_KERNELS)" if others else ""
+    return f"version {native['version']}, {native['instruction_set']}{also}"
 
 
 def _install(package: str, versions: dict[str, str | None]) -> str | None:

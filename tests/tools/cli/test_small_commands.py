@@ -19,6 +19,7 @@ from spaceport.runtime.backends.machine import no_gpu
 from spaceport.runtime.bundle import open_bundle, read_manifest
 from spaceport.tools.cli import MISSING, OK, doctor, run
 from spaceport.tools.cli.inspect import facts, states
+from support.native_operators import library
 from support.small_bundle import ENGINE, RECORD, new_bundle
 
 Capture = pytest.CaptureFixture[str]
@@ -31,6 +32,7 @@ PLAN = b"an engine"
 def no_probes(monkeypatch: pytest.MonkeyPatch) -> None:
     """No library is tried in a process of its own."""
     monkeypatch.setattr(doctor, "_probe", lambda code, name: (code is doctor.PROBE, [name]))
+    monkeypatch.setattr(doctor, "_native", lambda: (None, None))
 
 
 @pytest.mark.torch  # every backend is tried
@@ -69,6 +71,45 @@ def test_two_packages_of_onnxruntime_are_a_problem(
 def test_a_library_that_crashes_its_process_is_not_ready() -> None:
     assert doctor._probe("import os; os.abort()", "") == (False, ["the process crashed with exit code -6"])
     assert doctor._probe("import sys; print(3); sys.exit('no ' + sys.argv[1])", "gpu") == (False, ["no gpu"])
+
+
+def native_operators(capfd: Capture) -> tuple[str, str]:
+    """What doctor says of the native operators, and its problems."""
+    run(["doctor"])
+    output = capfd.readouterr().out
+    (shown,) = re.findall("^native operators +(.*)", output, re.MULTILINE)
+    return shown, "".join(re.findall("^problem: (.*)", output, re.MULTILINE))
+
+
+@pytest.mark.parametrize(
+    ("probed", "expected"),
+    [
+        ("null", "none, formats for them are slower: install g++ or clang, or pip install ziglang, then "),
+        (
+            {"library": "l.so", "version": 3, "instruction_set": "avx2", "instruction_sets": ["avx2", "portable"]},
+            "version 3, avx2 (also portable: SPACEPORT_KERNELS)",
+        ),
+    ],
+)
+def test_the_native_operators_are_named_or_how_to_get_them(
+    probed: object, expected: str, monkeypatch: pytest.MonkeyPatch, capfd: Capture
+) -> None:
+    said = probed if isinstance(probed, str) else json.dumps(probed)
+    monkeypatch.setattr(doctor, "_probe", lambda code, name: (code is doctor.NATIVE, [said]))
+    shown, problem = native_operators(capfd)
+    assert shown.startswith(expected)
+    assert problem == ""
+
+
+@pytest.mark.skipif(library() is None, reason="no C++ compiler")
+def test_native_operators_that_cannot_run_are_a_problem(monkeypatch: pytest.MonkeyPatch, capfd: Capture) -> None:
+    monkeypatch.setattr(
+        doctor, "NATIVE", doctor.NATIVE.replace("native.library_path()", f"native.Path({str(library())!r})")
+    )
+    monkeypatch.setenv("SPACEPORT_KERNELS", "sse9")
+    shown, problem = native_operators(capfd)
+    assert shown.startswith("SPACEPORT_KERNELS is sse9: this processor has ")
+    assert problem == shown
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ namespace spaceport::SPACEPORT_SET {
 
 constexpr float WEIGHT_STEPS = 32767.0f, TOTAL_STEPS = 65536.0f;
 constexpr float HIDDEN = -3e38f, LEAST_SCORE = -2.9e38f;  // the score of a slot that a row does not see; all others
-constexpr int MIX_SLOTS = 256;    // slots whose values are prepared at a time
-constexpr int SCORE_PAIRS = 8;    // rows and heads that score at a time
+constexpr int MIX_SLOTS = 256;                            // slots whose values are prepared at a time
+constexpr int SCORE_PAIRS = 8;                            // rows and heads that score at a time
 constexpr int MAX_CHANNELS = (MAX_HEAD_SIZE + CHANNELS - 1) / CHANNELS * CHANNELS;
 
 // RMS norm of a head, where a family has one, and the rotation by the angles of a row.
@@ -85,6 +85,11 @@ struct Work {
   float *query_scales, *scores, *largest, *sum_scales, *key_scales, *value_scales;  // largest: LANES of each pair
   int32_t *query_zeros, *visible_at, *high, *low;  // visible_at: where the row of a pair begins in `visible`
   uint8_t *visible, *weights, *values;
+
+  // Scores of a block of slots lie together, for all pairs.
+  float* score(int pair, int at) const {
+    return scores + (int64_t(at / SLOT_BLOCK) * pairs + pair) * SLOT_BLOCK + at % SLOT_BLOCK;
+  }
 };
 
 inline uint8_t* take(uint8_t*& at, int64_t bytes) {
@@ -190,13 +195,20 @@ inline void score_tile(const Attention& a, const Work& w, const B* columns, int 
     for (int i = 0; i < COUNT; i++)
       totals[i] = add_int(totals[i], read<true>(sums[i], first ? 0 : w.query_zeros[pair + i]));
   }
+  F scores[COUNT];
+  const float* query_scales = w.query_scales + pair;
+#pragma GCC unroll 8
+  for (int i = 0; i < COUNT; i++) scores[i] = mul(mul(to_float(totals[i]), key_scales), set(query_scales[i]));
+  if (a.cap != 0.0f)
+    for (F& score : scores) score = mul(set(a.cap), tanh(div(score, set(a.cap))));
+  const uint8_t* visible = w.visible + at;
+  const int32_t* visible_at = w.visible_at + pair;
+  float *out = w.score(pair, at), *largest = w.largest + pair * LANES;
+#pragma GCC unroll 8
   for (int i = 0; i < COUNT; i++) {
-    F score = mul(mul(to_float(totals[i]), key_scales), set(w.query_scales[pair + i]));
-    if (a.cap != 0.0f) score = mul(set(a.cap), tanh(div(score, set(a.cap))));
-    score = select(load_mask(w.visible + w.visible_at[pair + i] + at), score, set(HIDDEN));
-    store(w.scores + int64_t(pair + i) * w.stride + at, score);
-    float* largest = w.largest + (pair + i) * LANES;
-    store(largest, max(load(largest), score));
+    F score = select(load_mask(visible + visible_at[i]), scores[i], set(HIDDEN));
+    store(out + i * SLOT_BLOCK, score);
+    store(largest + i * LANES, max(load(largest + i * LANES), score));
   }
 }
 
@@ -238,25 +250,24 @@ inline void score(const Attention& a, const AttentionGroup& g, int kv_head, cons
 
 // Scores of a pair become its weights: two bytes for each slot, and what their sums are multiplied by.
 inline void weigh(const Attention& a, const Work& w, int pair, int head) {
-  float* scores = w.scores + int64_t(pair) * w.stride;
   float top = max_of(load(w.largest + pair * LANES));
   if (a.sinks && a.sinks[head] > top) top = a.sinks[head];
   I total = set_int(0);
   F product = set(0.0f), zero = product;
   for (int at = 0; at < w.seen; at += LANES) {
-    F score = load(scores + at);
+    F score = load(w.score(pair, at));
     Mask hidden = greater(set(LEAST_SCORE), score);
     F weight = select(hidden, zero, exp(sub(score, set(top))));
     total = add_int(total, to_int(mul(weight, set(TOTAL_STEPS))));
     weight = select(hidden, zero, mul(weight, load(w.value_scales + at)));
     product = max(product, magnitude(weight));
-    store(scores + at, weight);
+    store(w.score(pair, at), weight);
   }
   float most = max_of(product);
   F factor = set(most > SMALLEST ? WEIGHT_STEPS / most : 0.0f);  // 0 also where a score or a scale is not finite
   uint8_t* weights = w.weights + int64_t(pair) * 2 * w.stride;
   for (int at = 0; at < w.seen; at += LANES)
-    store_weights(weights, w.stride, at, to_int(mul(load(scores + at), factor)));
+    store_weights(weights, w.stride, at, to_int(mul(load(w.score(pair, at)), factor)));
   int32_t parts[LANES];
   store_int(parts, total);
   int64_t sum = 0;
@@ -273,20 +284,24 @@ inline void weigh(const Attention& a, const Work& w, int pair, int head) {
 
 template <int COUNT>
 inline void mix_tile(const Work& w, int pair, int first, int count, int channel) {
-  MixSum sums[COUNT][4];
-  for (auto& sum : sums)
-    for (MixSum& part : sum) part = mix_sum();
+  MixSum sums[COUNT][4][MIX_PARTS];
+#pragma GCC unroll 4
+  for (int i = 0; i < COUNT; i++)
+#pragma GCC unroll 8
+    for (int v = 0; v < 4 * MIX_PARTS; v++) sums[i][v / MIX_PARTS][v % MIX_PARTS] = mix_sum();
   const uint8_t *weights = w.weights + int64_t(pair) * 2 * w.stride, *prepared = w.values;
   for (int at = first; at < first + count; at += 4, prepared += VALUE_BYTES)
 #pragma GCC unroll 4
     for (int i = 0; i < COUNT; i++) {
       auto weight = load_weights(weights + int64_t(i) * 2 * w.stride, w.stride, at);
 #pragma GCC unroll 4
-      for (int v = 0; v < 4; v++) sums[i][v] = mix(sums[i][v], load_values(prepared, v), weight);
+      for (int v = 0; v < 4; v++) mix(sums[i][v], load_values(prepared, v), weight);
     }
+#pragma GCC unroll 4
   for (int i = 0; i < COUNT; i++) {
     int64_t out = int64_t(pair + i) * w.channels + channel;
-    add_mix(sums[i], w.high + out, w.low + out);
+#pragma GCC unroll 4
+    for (int v = 0; v < 4; v++) add_mix(sums[i][v], w.high + out + v * LANES, w.low + out + v * LANES);
   }
 }
 

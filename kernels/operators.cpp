@@ -206,8 +206,8 @@ struct Embed {
 // A norm and up to three products of its rows, side by side; each has an optional bias.
 struct NormProduct {
   static constexpr const char* NAME = "NormProduct";
-  static constexpr const char* INPUTS[] = {"x",        "gain",  "norm_bias", "weights", "bias",
-                                           "weights2", "bias2", "weights3",  "bias3",   "adapted", "down", "up"};
+  static constexpr const char* INPUTS[] = {"x",     "gain",     "norm_bias", "weights", "bias", "weights2",
+                                           "bias2", "weights3", "bias3",     "adapted", "down", "up"};
   static constexpr OrtType TYPES[] = {ORT_FLOAT, ORT_FLOAT, ORT_FLOAT, ORT_UINT8, ORT_FLOAT, ORT_UINT8,
                                       ORT_FLOAT, ORT_UINT8, ORT_FLOAT, ORT_INT64, ORT_UINT8, ORT_UINT8};
   static constexpr int REQUIRED = 1;

@@ -6,6 +6,7 @@
 //
 //     y = sum over blocks of  scale * s * sum((c - zero) * a)  -  minimum * s * sum(a)
 #pragma once
+#include <utility>
 
 namespace spaceport::SPACEPORT_SET {
 
@@ -74,42 +75,37 @@ inline __attribute__((always_inline)) void tile_part(const uint8_t* panel, int b
 #pragma GCC unroll 2
     for (int half = 0; half < 8 / GROUPS; half++) {
       const int32_t* zeros = TRAITS.scale_of == 16 ? t.half_zeros + half * ROWS : t.zeros;
-      I totals[ROWS][VECTORS];
-      if constexpr (TRAITS.bits == 4) {
-        NibbleSum products[ROWS][VECTORS];
-        for (int m = 0; m < ROWS; m++)
-          for (int v = 0; v < VECTORS; v++) products[m][v] = nibble_sum();
+      auto none = [&](int m) {
+        if constexpr (TRAITS.bits == 4)
+          return nibble_sum();
+        else
+          return byte_sum<CENTRED>(zeros[m]);
+      };
+      decltype(none(0)) products[ROWS][VECTORS];
+      for (int m = 0; m < ROWS; m++)
+        for (int v = 0; v < VECTORS; v++) products[m][v] = none(m);
 #pragma GCC unroll 8
-        for (int j = 0; j < GROUPS; j++) {
-          B codes[VECTORS];
-          for (int v = 0; v < VECTORS; v++) codes[v] = load_codes<FORMAT>(block, j, output + v * LANES);
+      for (int j = half * GROUPS; j < (half + 1) * GROUPS; j++) {
+        B codes[VECTORS];
+        for (int v = 0; v < VECTORS; v++) codes[v] = load_codes<FORMAT>(block, j, output + v * LANES);
 #pragma GCC unroll 12
-          for (int m = 0; m < ROWS; m++) {
-            B a = set_group(t.codes + 4 * (j * ROWS + m));
-            if (VECTORS > 1) keep(a);
-            for (int v = 0; v < VECTORS; v++) products[m][v] = add_nibbles(products[m][v], codes[v], a);
-          }
+        for (int m = 0; m < ROWS; m++) {
+          B a = set_group(t.codes + 4 * (j * ROWS + m));
+          if (VECTORS > 1) keep(a);
+          for (int v = 0; v < VECTORS; v++)
+            if constexpr (TRAITS.bits == 4)
+              products[m][v] = add_nibbles(products[m][v], codes[v], a);
+            else
+              products[m][v] = add_bytes(products[m][v], codes[v], a);
         }
-        for (int m = 0; m < ROWS; m++)
-          for (int v = 0; v < VECTORS; v++) totals[m][v] = read(products[m][v]);
-      } else {
-        ByteSum products[ROWS][VECTORS];
-        for (int m = 0; m < ROWS; m++)
-          for (int v = 0; v < VECTORS; v++) products[m][v] = byte_sum<CENTRED>(zeros[m]);
-#pragma GCC unroll 8
-        for (int j = 0; j < GROUPS; j++) {
-          B codes[VECTORS];
-          for (int v = 0; v < VECTORS; v++) codes[v] = load_codes<FORMAT>(block, half * GROUPS + j, output + v * LANES);
-#pragma GCC unroll 12
-          for (int m = 0; m < ROWS; m++) {
-            B a = set_group(t.codes + 4 * ((half * GROUPS + j) * ROWS + m));
-            if (VECTORS > 1) keep(a);
-            for (int v = 0; v < VECTORS; v++) products[m][v] = add_bytes(products[m][v], codes[v], a);
-          }
-        }
-        for (int m = 0; m < ROWS; m++)
-          for (int v = 0; v < VECTORS; v++) totals[m][v] = read<CENTRED>(products[m][v], zeros[m]);
       }
+      I totals[ROWS][VECTORS];
+      for (int m = 0; m < ROWS; m++)
+        for (int v = 0; v < VECTORS; v++)
+          if constexpr (TRAITS.bits == 4)
+            totals[m][v] = read(products[m][v]);
+          else
+            totals[m][v] = read<CENTRED>(products[m][v], zeros[m]);
       for (int v = 0; v < VECTORS; v++) {
         F scales = load_scales<FORMAT>(block, header, output + v * LANES, half);
         for (int m = 0; m < ROWS; m++)
@@ -171,20 +167,10 @@ inline void finish_row(const Product& p, const float* sums, int panel, int row) 
   for (int k = 0; k < count; k++) p.y[at + k] = p.residual ? t[k] + p.residual[at + k] : t[k];
 }
 
-template <Format FORMAT>
-void tile_of_rows(int rows, const uint8_t* panel, int blocks, const Tile& t, bool ahead, float (*y)[PANEL]) {
-  constexpr int MOST = FORMAT_TRAITS[FORMAT].bits == 8 ? TILE_ROWS_8 : TILE_ROWS_4;
-#define SPACEPORT_ROWS(N)                                                    \
-  case N:                                                                    \
-    if constexpr (N <= MOST) tile_of<FORMAT, N>(panel, blocks, t, ahead, y); \
-    break;
-  switch (rows) {
-    SPACEPORT_ROWS(1)
-    SPACEPORT_ROWS(2)
-    SPACEPORT_ROWS(3)
-    SPACEPORT_ROWS(4) SPACEPORT_ROWS(5) SPACEPORT_ROWS(6) SPACEPORT_ROWS(7) SPACEPORT_ROWS(8) SPACEPORT_ROWS(9)
-  }
-#undef SPACEPORT_ROWS
+template <Format FORMAT, int... N>
+void tile_of_rows(std::integer_sequence<int, N...>, int rows, const uint8_t* panel, int blocks, const Tile& t,
+                  bool ahead, float (*y)[PANEL]) {
+  ((rows == N + 1 ? tile_of<FORMAT, N + 1>(panel, blocks, t, ahead, y) : void()), ...);
 }
 
 // With many rows, as many tiles as fit into the second-level cache are multiplied by all panels before the next ones.
@@ -192,40 +178,23 @@ constexpr int64_t CACHED_CODES = 384 << 10;
 
 template <Format FORMAT>
 void product_of(const Product& p, const RoundedRows& r, int first, int end) {
+  constexpr int MOST = FORMAT_TRAITS[FORMAT].bits == 8 ? TILE_ROWS_8 : TILE_ROWS_4;
   int blocks = r.inputs / BLOCK;
   int64_t size = panel_bytes(FORMAT, r.inputs);
   int64_t tile_codes = int64_t(r.inputs) * (r.rows / r.tiles + 1);
   int group = int(CACHED_CODES / tile_codes > 1 ? CACHED_CODES / tile_codes : 1);
   bool ahead = r.rows >= FETCH_AHEAD_ROWS[FORMAT_TRAITS[FORMAT].bits == 4];
-  float y[TILE_ROWS_8 > TILE_ROWS_4 ? TILE_ROWS_8 : TILE_ROWS_4][PANEL];
+  float y[MOST][PANEL];
   for (int start = 0; start < r.tiles; start += group)
     for (int panel = first; panel < end; panel++)
       for (int tile = start; tile < r.tiles && tile < start + group; tile++) {
         int row = tile_begin(r, tile), rows = tile_begin(r, tile + 1) - row;
         int64_t at = int64_t(row) * blocks;
         Tile t = {r.codes + int64_t(row) * r.inputs, r.scales + at, r.sums + at, r.zeros + at, r.half_zeros + 2 * at};
-        tile_of_rows<FORMAT>(rows, p.weights + panel * size, blocks, t, ahead && tile == start, y);
+        tile_of_rows<FORMAT>(std::make_integer_sequence<int, MOST>(), rows, p.weights + panel * size, blocks, t,
+                             ahead && tile == start, y);
         for (int m = 0; m < rows; m++) finish_row(p, y[m], panel, row + m);
       }
-}
-
-inline void product(const Product& p, const RoundedRows& r, int first, int end) {
-  switch (p.format) {
-    case INT4:
-      return product_of<INT4>(p, r, first, end);
-    case INT4_K:
-      return product_of<INT4_K>(p, r, first, end);
-    case INT8:
-      return product_of<INT8>(p, r, first, end);
-    case INT8_MINIMUM:
-      return product_of<INT8_MINIMUM>(p, r, first, end);
-    case INT8_K:
-      return product_of<INT8_K>(p, r, first, end);
-    case INT8_K16:
-      return product_of<INT8_K16>(p, r, first, end);
-    default:
-      return;
-  }
 }
 
 template <Format FORMAT>
@@ -249,23 +218,18 @@ void unpack_row_of(const uint8_t* weights, int inputs, int64_t row, float factor
   }
 }
 
+inline void product(const Product& p, const RoundedRows& r, int first, int end) {
+  constexpr decltype(&product_of<INT4>) OF[FORMATS] = {product_of<INT4>,   product_of<INT4_K>,
+                                                       product_of<INT8>,   product_of<INT8_MINIMUM>,
+                                                       product_of<INT8_K>, product_of<INT8_K16>};
+  OF[p.format](p, r, first, end);
+}
+
 inline void unpack_row(Format format, const uint8_t* weights, int inputs, int64_t row, float factor, float* y) {
-  switch (format) {
-    case INT4:
-      return unpack_row_of<INT4>(weights, inputs, row, factor, y);
-    case INT4_K:
-      return unpack_row_of<INT4_K>(weights, inputs, row, factor, y);
-    case INT8:
-      return unpack_row_of<INT8>(weights, inputs, row, factor, y);
-    case INT8_MINIMUM:
-      return unpack_row_of<INT8_MINIMUM>(weights, inputs, row, factor, y);
-    case INT8_K:
-      return unpack_row_of<INT8_K>(weights, inputs, row, factor, y);
-    case INT8_K16:
-      return unpack_row_of<INT8_K16>(weights, inputs, row, factor, y);
-    default:
-      return;
-  }
+  constexpr decltype(&unpack_row_of<INT4>) OF[FORMATS] = {unpack_row_of<INT4>,   unpack_row_of<INT4_K>,
+                                                          unpack_row_of<INT8>,   unpack_row_of<INT8_MINIMUM>,
+                                                          unpack_row_of<INT8_K>, unpack_row_of<INT8_K16>};
+  OF[format](weights, inputs, row, factor, y);
 }
 
 }  // namespace spaceport::SPACEPORT_SET

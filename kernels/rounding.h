@@ -1,8 +1,8 @@
 // Rounds the rows of a tile to 8 bits in blocks of 32 inputs, after their norm.
 //
 // Each block of a row has its own scale, so an outlier spoils 31 neighbours and no more: neither rotation nor
-// calibration is needed. A block whose largest magnitude is below 1e-30 becomes 0. The scale of a block with an infinity
-// or a NaN is NaN, and so is all that is computed from the row.
+// calibration is needed. A block whose largest magnitude is below 1e-30 becomes 0. The scale of a block with an
+// infinity or a NaN is NaN, and so is all that is computed from the row.
 //
 //     code = round(x * (127 / largest)),    x is about (largest / 127) * code
 #pragma once
@@ -30,9 +30,7 @@ inline F magnitude(F x) { return select(greater(set(INFINITY), abs(x)), abs(x), 
 
 // What numbers of up to this magnitude are multiplied by to become codes, and what their codes are multiplied by.
 inline float factor_of(float largest) { return largest > SMALLEST ? 127.0f / largest : 0.0f; }
-inline float scale_of(float largest) {
-  return largest < INFINITY ? largest > SMALLEST ? largest / 127.0f : 0.0f : NAN;
-}
+inline float scale_of(float largest) { return largest < INFINITY ? largest > SMALLEST ? largest / 127.0f : 0.0f : NAN; }
 
 inline void round_row(const float* x, int inputs, int8_t* codes, float* scales, float* sums, int32_t* zeros,
                       int32_t* half_zeros, int rows) {

@@ -189,9 +189,9 @@ class Decoder:
                 self.binding.bind_output(f"present.{layer}.{part}", *place)
                 self.buffers.append(buffer)
 
-    def bind(self, ids: Any, positions: Any, slots: Any, visible: NDArray[np.bool_]) -> None:
-        """Choose the rows of the next steps; logits are wanted of all of them."""
-        rows = np.arange(len(ids))
+    def bind(self, ids: Any, positions: Any, slots: Any, visible: NDArray[np.bool_], wanted: int | None = None) -> None:
+        """Choose the rows of the next steps, and of how many of the last ones logits are wanted: of all by default."""
+        rows = np.arange(len(ids))[-wanted if wanted else None :]
         self.feeds: dict[str, NDArray[Any]] = {
             name: np.array([values], np.int64)
             for name, values in zip(
@@ -201,7 +201,7 @@ class Decoder:
         self.feeds["attention_mask"] = np.ascontiguousarray(visible)[None, None]
         for name, value in self.feeds.items():
             self.binding.bind_ortvalue_input(name, onnxruntime.OrtValue.ortvalue_from_numpy(value))
-        self.logits: NDArray[np.float32] = np.zeros((1, len(ids), self.shape.vocabulary), np.float32)
+        self.logits: NDArray[np.float32] = np.zeros((1, len(rows), self.shape.vocabulary), np.float32)
         place = ("cpu", 0, np.float32, self.logits.shape, self.logits.ctypes.data)
         self.binding.bind_output("logits", *place)
 
@@ -216,12 +216,12 @@ class Decoder:
         return logits
 
 
-def bind_chain(decoder: Decoder, rows: int, cached: int, dice: np.random.Generator) -> None:
+def bind_chain(decoder: Decoder, rows: int, cached: int, wanted: int | None, dice: np.random.Generator) -> None:
     """Rows that follow each other after `cached` slots, which they see."""
     seen = -(-(cached + rows) // 64) * 64
     visible = np.arange(seen) <= np.arange(cached, cached + rows)[:, None]
     chain = np.arange(cached, cached + rows)
-    decoder.bind(dice.integers(0, decoder.shape.vocabulary, rows), chain, chain, visible)
+    decoder.bind(dice.integers(0, decoder.shape.vocabulary, rows), chain, chain, visible, wanted)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -230,6 +230,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--formats", nargs="+", default=["int4:int8"], help="Formats of the layers and of the head.")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 9, 36])
     parser.add_argument("--cached", type=int, nargs="+", default=[200], help="Slots before the rows, all visible.")
+    parser.add_argument("--logits", type=int, help="Last rows whose logits are computed; all by default.")
     parser.add_argument("--threads", type=int, nargs="+", default=[1])
     parser.add_argument("--runs", type=int, default=15, help="Runs of each, in turns; the minimum is printed.")
     parser.add_argument("--library", type=Path, default=native_library.library_path())
@@ -251,7 +252,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for cached in given.cached:
             for rows in given.rows:
                 for decoder in decoders.values():
-                    bind_chain(decoder, rows, cached, dice)
+                    bind_chain(decoder, rows, cached, given.logits, dice)
                 times: dict[tuple[str, int], list[float]] = {}
                 for _ in range(given.runs):
                     for name, decoder in decoders.items():

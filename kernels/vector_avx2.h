@@ -158,7 +158,7 @@ inline void transpose(const uint8_t* const* rows, B* columns) {
 // two.
 constexpr int CHANNELS = 4 * LANES;
 constexpr int VALUE_BYTES = 8 * CHANNELS;
-constexpr int MIX_PAIRS = 2;
+constexpr int MIX_PAIRS = 2, MIX_PARTS = 1;
 inline void prepare_values(const uint8_t* const* slots, uint8_t* prepared) {  // [2 pairs][4][8 channels][2 slots]
   for (int pair = 0; pair < 2; pair++)
     for (int half = 0; half < 2; half++) {
@@ -186,16 +186,13 @@ inline MixValues load_values(const uint8_t* prepared, int vector) {
 inline MixWeights load_weights(const uint8_t* weights, int, int first) {
   return {set_group(weights + 2 * first), set_group(weights + 2 * first + 4)};
 }
-inline MixSum mix(MixSum sum, MixValues values, MixWeights weights) {
-  sum = add_int(sum, _mm256_madd_epi16(values.first.v, weights.first.v));
-  return add_int(sum, _mm256_madd_epi16(values.second.v, weights.second.v));
+inline void mix(MixSum* sum, MixValues values, MixWeights weights) {
+  *sum = add_int(*sum, _mm256_madd_epi16(values.first.v, weights.first.v));
+  *sum = add_int(*sum, _mm256_madd_epi16(values.second.v, weights.second.v));
 }
-inline void add_mix(const MixSum* sums, int32_t* high, int32_t* low) {
-  for (int i = 0; i < 4; i++) {
-    store_int(high + 8 * i, add_int(load_int(high + 8 * i), _mm256_srai_epi32(sums[i], 8)));
-    I rest = _mm256_and_si256(sums[i], _mm256_set1_epi32(255));
-    store_int(low + 8 * i, add_int(load_int(low + 8 * i), rest));
-  }
+inline void add_mix(const MixSum* sum, int32_t* high, int32_t* low) {
+  store_int(high, add_int(load_int(high), _mm256_srai_epi32(*sum, 8)));
+  store_int(low, add_int(load_int(low), _mm256_and_si256(*sum, _mm256_set1_epi32(255))));
 }
 
 }  // namespace spaceport::SPACEPORT_SET

@@ -111,10 +111,12 @@ inline void transpose(const uint8_t* const* rows, B* columns) {
 // A weight is two bytes, high and low, each of which one multiply-add takes for four slots.
 constexpr int CHANNELS = 4 * LANES;
 constexpr int VALUE_BYTES = 4 * CHANNELS;
-constexpr int MIX_PAIRS = 3;
-inline void prepare_values(const uint8_t* const* slots, uint8_t* prepared) {  // [4][128-bit lanes][4 channels][4 slots]
-  __m512i r0 = _mm512_loadu_si512(slots[0]), r1 = _mm512_loadu_si512(slots[1]);
-  __m512i r2 = _mm512_loadu_si512(slots[2]), r3 = _mm512_loadu_si512(slots[3]);
+constexpr int MIX_PAIRS = 3, MIX_PARTS = 2;
+inline void prepare_values(const uint8_t* const* slots, uint8_t* prepared) {  // [4][16 channels][4 slots]
+  // Unpacking works within lanes of 128 bits: each lane is given what it has in the end.
+  __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  auto row = [&](int i) { return _mm512_permutexvar_epi32(order, _mm512_loadu_si512(slots[i])); };
+  __m512i r0 = row(0), r1 = row(1), r2 = row(2), r3 = row(3);
   __m512i a = _mm512_unpacklo_epi8(r0, r1), b = _mm512_unpackhi_epi8(r0, r1);
   __m512i c = _mm512_unpacklo_epi8(r2, r3), d = _mm512_unpackhi_epi8(r2, r3);
   _mm512_storeu_si512(prepared, _mm512_unpacklo_epi16(a, c));
@@ -126,32 +128,23 @@ inline void store_weights(uint8_t* weights, int count, int first, I a) {
   _mm_storeu_si128((__m128i*)(weights + first), _mm512_cvtepi32_epi8(_mm512_srli_epi32(a, 8)));
   _mm_storeu_si128((__m128i*)(weights + count + first), _mm512_cvtepi32_epi8(a));
 }
-struct MixSum {
-  __m512i high, low;
-};
+using MixSum = I;
 struct MixWeights {
   B high, low;
 };
-inline MixSum mix_sum() { return {_mm512_setzero_si512(), _mm512_setzero_si512()}; }
+inline MixSum mix_sum() { return _mm512_setzero_si512(); }
 inline B load_values(const uint8_t* prepared, int vector) { return load_bytes(prepared + 64 * vector); }
 inline MixWeights load_weights(const uint8_t* weights, int count, int first) {
   return {set_group(weights + first), set_group(weights + count + first)};
 }
-inline MixSum mix(MixSum sum, B values, MixWeights weights) {
-  return {dot(sum.high, weights.high, values), dot(sum.low, weights.low, values)};
+// Not by intrinsics, with which GCC stores the sums of a loop in memory each time.
+inline void mix(MixSum* sum, B values, MixWeights weights) {
+  asm("vpdpbusd %2, %1, %0" : "+v"(sum[0]) : "v"(weights.high.v), "v"(values.v));
+  asm("vpdpbusd %2, %1, %0" : "+v"(sum[1]) : "v"(weights.low.v), "v"(values.v));
 }
-inline void add_mix(const MixSum* sums, int32_t* high, int32_t* low) {
-  alignas(64) int32_t parts[2][4][16];
-  for (int i = 0; i < 4; i++) {
-    _mm512_store_si512(parts[0][i], sums[i].high);
-    _mm512_store_si512(parts[1][i], sums[i].low);
-  }
-  for (int lane = 0; lane < 4; lane++)
-    for (int i = 0; i < 4; i++)
-      for (int c = 0; c < 4; c++) {
-        high[16 * lane + 4 * i + c] += parts[0][i][4 * lane + c];
-        low[16 * lane + 4 * i + c] += parts[1][i][4 * lane + c];
-      }
+inline void add_mix(const MixSum* sum, int32_t* high, int32_t* low) {
+  store_int(high, add_int(load_int(high), sum[0]));
+  store_int(low, add_int(load_int(low), sum[1]));
 }
 
 }  // namespace spaceport::SPACEPORT_SET

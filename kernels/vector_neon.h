@@ -116,7 +116,7 @@ inline void transpose(const uint8_t* const* rows, B* columns) {
 // Values stay bytes; each is widened to 16 bits when it is multiplied by the weight of its slot.
 constexpr int CHANNELS = 4 * LANES;
 constexpr int VALUE_BYTES = 4 * CHANNELS;
-constexpr int MIX_PAIRS = 3;
+constexpr int MIX_PAIRS = 3, MIX_PARTS = 1;
 inline void prepare_values(const uint8_t* const* slots, uint8_t* prepared) {
   for (int s = 0; s < 4; s++) __builtin_memcpy(prepared + s * CHANNELS, slots[s], CHANNELS);
 }
@@ -140,17 +140,15 @@ inline MixValues load_values(const uint8_t* prepared, int vector) {
 inline MixWeights load_weights(const uint8_t* weights, int, int first) {
   return vld1_s16((const int16_t*)(weights + 2 * first));
 }
-inline MixSum mix(MixSum sum, MixValues values, MixWeights weights) {
-  sum = vmlal_lane_s16(sum, values.v[0], weights, 0);
-  sum = vmlal_lane_s16(sum, values.v[1], weights, 1);
-  sum = vmlal_lane_s16(sum, values.v[2], weights, 2);
-  return vmlal_lane_s16(sum, values.v[3], weights, 3);
+inline void mix(MixSum* sum, MixValues values, MixWeights weights) {
+  *sum = vmlal_lane_s16(*sum, values.v[0], weights, 0);
+  *sum = vmlal_lane_s16(*sum, values.v[1], weights, 1);
+  *sum = vmlal_lane_s16(*sum, values.v[2], weights, 2);
+  *sum = vmlal_lane_s16(*sum, values.v[3], weights, 3);
 }
-inline void add_mix(const MixSum* sums, int32_t* high, int32_t* low) {
-  for (int i = 0; i < 4; i++) {
-    store_int(high + 4 * i, vaddq_s32(load_int(high + 4 * i), vshrq_n_s32(sums[i], 8)));
-    store_int(low + 4 * i, vaddq_s32(load_int(low + 4 * i), vandq_s32(sums[i], vdupq_n_s32(255))));
-  }
+inline void add_mix(const MixSum* sum, int32_t* high, int32_t* low) {
+  store_int(high, vaddq_s32(load_int(high), vshrq_n_s32(*sum, 8)));
+  store_int(low, vaddq_s32(load_int(low), vandq_s32(*sum, vdupq_n_s32(255))));
 }
 
 }  // namespace spaceport::SPACEPORT_SET

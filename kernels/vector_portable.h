@@ -207,6 +207,7 @@ inline void transpose(const uint8_t* const* rows, B* columns) {
 constexpr int CHANNELS = 4 * LANES;
 constexpr int VALUE_BYTES = 4 * CHANNELS;  // of the prepared values of four slots
 constexpr int MIX_PAIRS = 1;               // rows and heads that mix at a time
+constexpr int MIX_PARTS = 1;               // MixSums of a sum
 inline void prepare_values(const uint8_t* const* slots, uint8_t* prepared) {
   for (int s = 0; s < 4; s++) memcpy(prepared + s * CHANNELS, slots[s], CHANNELS);
 }
@@ -217,16 +218,14 @@ inline void store_weights(uint8_t* weights, int, int first, I a) {
     memcpy(weights + 2 * (first + i), &w, 2);
   }
 }
-struct MixSum {  // of LANES channels
-  int32_t v[LANES];
-};
+using MixSum = I;  // of LANES channels
 struct MixValues {
   int8_t v[4][LANES];  // slots x channels
 };
 struct MixWeights {
   int16_t v[4];
 };
-inline MixSum mix_sum() { return {}; }
+inline MixSum mix_sum() { return set_int(0); }
 inline MixValues load_values(const uint8_t* prepared, int vector) {
   MixValues values;
   for (int s = 0; s < 4; s++) memcpy(values.v[s], prepared + s * CHANNELS + vector * LANES, LANES);
@@ -237,15 +236,14 @@ inline MixWeights load_weights(const uint8_t* weights, int, int first) {
   memcpy(w.v, weights + 2 * first, sizeof w.v);
   return w;
 }
-inline MixSum mix(MixSum sum, MixValues values, MixWeights weights) {
+inline void mix(MixSum* sum, MixValues values, MixWeights weights) {
   for (int s = 0; s < 4; s++)
-    for (int c = 0; c < LANES; c++) sum.v[c] += weights.v[s] * values.v[s][c];
-  return sum;
+    for (int c = 0; c < LANES; c++) sum->v[c] += weights.v[s] * values.v[s][c];
 }
-inline void add_mix(const MixSum* sums, int32_t* high, int32_t* low) {
-  for (int c = 0; c < CHANNELS; c++) {
-    high[c] += sums[c / LANES].v[c % LANES] >> 8;
-    low[c] += sums[c / LANES].v[c % LANES] & 255;
+inline void add_mix(const MixSum* sum, int32_t* high, int32_t* low) {
+  for (int c = 0; c < LANES; c++) {
+    high[c] += sum->v[c] >> 8;
+    low[c] += sum->v[c] & 255;
   }
 }
 

@@ -206,7 +206,12 @@ def test_without_a_gpu_only_engines_are_missed(bundle: Bundle) -> None:
     [
         ("tensorrt", "scatter", "float16", "its graph is scatter-lowered, .*--lowering append, then `spaceport build`"),
         ("onnxruntime-cuda", "append", "float16", "its graph is append-lowered, .*--lowering scatter, or `spaceport b"),
-        ("onnxruntime", "scatter", "bfloat16", "its format is bfloat16, .* expected one of tensorrt, .*--format float32$"),
+        (
+            "onnxruntime",
+            "scatter",
+            "bfloat16",
+            "its format is bfloat16, .* expected one of tensorrt, .*--format float32$",
+        ),
         ("onnxruntime-cuda", "scatter", "int8", "its format is int8, .* expected one of onnxruntime, or .* float16$"),
         ("tensorrt", "scatter", "int4", "its format is int4, .* expected one of onnxruntime, or .*--format float16$"),
     ],

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from spaceport.graphs.contract.draft_methods import LOOKUP_ONLY, DraftMethod
-from spaceport.graphs.contract.exactness import DraftShape
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.signature import STEP_ROWS
 from spaceport.runtime.decode.draft import DraftConfig, Shape
@@ -97,7 +96,7 @@ class Decoding:
         None,
         "Maximum candidates for one position of a draft tree.",
         1,
-        unset=f"{DraftConfig.siblings}, or 1 where only chains are exact",
+        unset=f"{DraftConfig.siblings}",
     )
     lookup: int | None = option(
         None,
@@ -117,7 +116,7 @@ class Decoding:
         "Maximum threads that decode at the same time; the others wait.",
         1,
         STEP_ROWS,
-        unset=f"{MAX_THREADS}, or 1 where only chains are exact",
+        unset=f"{MAX_THREADS}, or 1 where drafts are not exact",
     )
     max_depth: int = option(1, "Maximum number of forks between the root thread and any thread.", 0)
 
@@ -204,15 +203,15 @@ class Decoding:
         """Maximum threads that decode at the same time, with a bundle whose threads are `parallel` by default."""
         return self.max_threads or (MAX_THREADS if parallel else 1)
 
-    def draft_config(self, method: DraftMethod = LOOKUP_ONLY, exact: DraftShape = "tree") -> DraftConfig:
-        """Draft limits with a bundle that drafts by this method; its drafts are exact in this shape."""
-        most = 0 if exact == "none" and self.draft == "tree" else method.max_tokens
+    def draft_config(self, method: DraftMethod = LOOKUP_ONLY, default: bool = True) -> DraftConfig:
+        """Draft limits with a bundle that drafts by this method, by default or only if this asks for drafts."""
+        most = method.max_tokens if default or self.draft == "chain" else 0
         slots = most if self.mask_slots is None else self.mask_slots
-        lookup = 0 if exact == "none" and self.lookup is None else self.lookup
+        lookup = self.lookup if default or self.lookup is not None else 0
         if lookup is None:
             lookup = 0 if self.draft == "chain" or self.mask_slots == 0 else DEFAULT_LOOKUP
         rows = self.draft_rows or max(DraftConfig.rows, 1 + slots + method.layout.rows(slots))
-        siblings = self.draft_siblings or (DraftConfig.siblings if exact == "tree" else 1)
+        siblings = self.draft_siblings or DraftConfig.siblings
         masks, heads = (0, slots) if method.predictor == "head" else (slots, 0)
         return DraftConfig(
             masks,

@@ -76,7 +76,7 @@ class Runtime:
             read_correction(bundle),
         )
         queued = limits.queued_requests if queue_limit is None else queue_limit
-        cache = PrefixCache(in_order=self.exactness.needs_slots_in_order) if prefix_cache else None
+        cache = PrefixCache() if prefix_cache else None
         scheduler = Scheduler(
             engine, queued, prompt_rows, costs=self.costs, queued_tokens=limits.queued_prompt_tokens, cache=cache
         )
@@ -286,12 +286,12 @@ def another_runtime(runtime: Runtime, queue_limit: int | None = None) -> Runtime
 
 def _without_drafts(exactness: Exactness, device: str) -> tuple[str, ...]:
     """The note of an engine on which drafts are off by default."""
-    if exactness.drafts != "none":
+    if exactness.allows_drafts:
         return ()
     place = "this CPU" if device == "cpu" else device
     return (
-        f"drafts are off by default: on {place}, logits of this bundle change with the number of rows in a call (by "
-        f"{exactness.rows:.0e}, tolerated {exactness.tolerated:.0e}), and drafted text could differ from plain text: export the checkpoint again, or request "
+        f"drafts are off by default: on {place}, logits of this bundle change with the rows and KV slots of a call (by "
+        f"{max(exactness.rows, exactness.slots):.0e}, tolerated {exactness.tolerated:.0e}), and drafted text could differ from plain text: export the checkpoint again, or request "
         "drafts with --mask-slots or --lookup",
     )
 

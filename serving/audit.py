@@ -233,7 +233,7 @@ class CompletionAudit:
     def offer(self, decoding: Decoding, completion: Completion) -> None:
         """Repeat this completion, if it is one of the share, as soon as there is capacity."""
         manifest = self._runtime.bundle.manifest
-        drafts = decoding.draft_config(manifest.drafts, self._runtime.exactness.drafts)
+        drafts = decoding.draft_config(manifest.drafts, self._runtime.exactness.allows_drafts)
         drafted = drafts.mask_slots or drafts.heads or drafts.lookup
         if not drafted or completion.ending in _UNFINISHED or self._chance() >= self._rate:
             return

@@ -1,9 +1,8 @@
-"""Exactness of an engine: which drafts leave the text unchanged, and which differences of logits rounding explains."""
+"""Exactness of an engine: whether drafts leave the text unchanged, and which differences of logits rounding explains."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from spaceport.graphs.contract.manifest import Manifest
 from spaceport.graphs.contract.signature import Precision
@@ -23,22 +22,12 @@ def tolerance_of(dtype: Precision, native: bool = False) -> float:
     return max(TOLERANCE[dtype], NATIVE_TOLERANCE if native else 0.0)
 
 
-# Draft shapes that leave the text unchanged: trees of candidates in several threads at a time, single chains of candidates
-# in one thread at a time, or none.
-DraftShape = Literal["tree", "chain", "none"]
-
 # Noise up to these values, relative to the largest logit, changes a token only where two are nearly tied. Measured with
 # KV slots in another order: 1e-6 in float32, 1e-4 in float16; bfloat16 has three bits less.
 _NEAR_TIES: dict[Precision, float] = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 2e-2}
 # The same on GPUs, whose products add up in another order for another number of rows. Emulated on a CPU with float16
 # weights: 1e-3 to 4.1e-3, of which none changed one of 192 tokens; not measured on a GPU yet.
 _NEAR_TIES_ON_GPU: dict[Precision, float] = {"float32": 1e-5, "float16": 8e-3, "bfloat16": 6.4e-2}
-
-_SHAPES = {
-    "tree": "draft trees, threads in parallel",
-    "chain": "draft chains, one thread at a time",
-    "none": "no drafts unless they are requested",
-}
 
 
 @dataclass(frozen=True)
@@ -57,37 +46,23 @@ class Exactness:
             raise ValueError("exactness: expected noise of at least 0")
 
     @property
-    def drafts(self) -> DraftShape:
-        """The draft shape that leaves the text unchanged."""
-        if self.rows > self.tolerated:
-            return "none"
-        return "chain" if self.slots > self.tolerated else "tree"
-
-    @property
-    def parallel_threads(self) -> bool:
-        """Whether threads may decode at the same time: their rows then lie in other KV slots than in plain decoding."""
-        return self.drafts == "tree"
-
-    @property
-    def needs_slots_in_order(self) -> bool:
-        """Whether a reused prefix has to lie in the KV slots of plain decoding."""
-        return self.slots > self.tolerated
+    def allows_drafts(self) -> bool:
+        """Whether drafts and threads that decode at the same time leave the text unchanged, so that they are the default."""
+        return max(self.rows, self.slots) <= self.tolerated
 
     @property
     def guarantee(self) -> str:
         """What drafts leave unchanged, in words."""
+        noise = max(self.rows, self.slots)
         if not self.widths:
             return "not measured"
-        if self.drafts == "none":
-            return f"not exact (noise {self.rows:.0e} with the number of rows)"
-        if not self.rows and not self.slots:
-            return "bit-identical"
-        if self.drafts == "chain" and not self.rows:
-            return f"bit-identical in chains (noise {self.slots:.0e} in other layouts)"
-        return f"equal unless two tokens are equally likely (within {max(self.rows, self.slots):.0e})"
+        if not self.allows_drafts:
+            return f"not exact (noise {noise:.0e} with other rows and KV slots)"
+        return f"equal unless two tokens are equally likely (within {noise:.0e})" if noise else "bit-identical"
 
     def __str__(self) -> str:
-        return f"{self.guarantee}: {_SHAPES[self.drafts]}"
+        drafts = "draft trees, threads in parallel" if self.allows_drafts else "no drafts unless they are requested"
+        return f"{self.guarantee}: {drafts}"
 
 
 def tolerated_noise(manifest: Manifest, device: str) -> float:

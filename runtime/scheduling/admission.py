@@ -122,7 +122,7 @@ class Admission:
         max_length = self._max_length(ids, decoding.max_tokens)
         fork = self._forks(decoding)
         self._check_mask_slots(decoding.mask_slots)
-        draft_config = decoding.draft_config(manifest.drafts, self.exactness.drafts)
+        draft_config = decoding.draft_config(manifest.drafts, self.exactness.allows_drafts)
         decoding.sampling.check(manifest.signature.vocab_size)
         check_ids("stop_token_ids", decoding.stop_token_ids, manifest.signature.vocab_size)
         max_total = self._max_total(ids, decoding.max_total_tokens)
@@ -140,7 +140,7 @@ class Admission:
             draft_config=draft_config,
             drafter=drafter_for(draft_config, self.planner, kind, sampling.temperature),
             max_rows=self.engine.rows,
-            max_threads=decoding.threads(self.exactness.parallel_threads),
+            max_threads=decoding.threads(self.exactness.allows_drafts),
             end=frozenset() if decoding.ignore_eos else frozenset(manifest.tokens.end),
             stop=frozenset(decoding.stop_token_ids),
             cache_salt=decoding.cache_salt if decoding.prefix_cache else None,

@@ -118,14 +118,9 @@ class Entry:
 
 
 class PrefixCache:
-    """The prefixes in KV buffers, at most one for each index; it holds no rows itself.
+    """The prefixes in KV buffers, at most one for each index; it holds no rows itself."""
 
-    With `in_order`, only rows in the slots of plain decoding are reused: with 8-bit activations, rows in other slots
-    differ by a quantization step.
-    """
-
-    def __init__(self, in_order: bool = False) -> None:
-        self._in_order = in_order
+    def __init__(self) -> None:
         self._entries: dict[int, Entry] = {}
         self._trees: dict[str, RadixTree] = {}  # by salt
         self._clock = count(1)
@@ -148,8 +143,6 @@ class PrefixCache:
     def store(self, index: int, salt: str, prefix: KvPrefix) -> None:
         """Replace the prefix of an index."""
         self.forget(index)
-        if self._in_order:
-            prefix = prefix.cut(prefix.tokens_in_order)
         if prefix.tokens:
             self._trees.setdefault(salt, RadixTree()).insert(prefix.tokens, index)
             self._entries[index] = Entry(prefix, salt, next(self._clock))

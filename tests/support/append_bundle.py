@@ -116,5 +116,6 @@ class Attending:
                 parameters=1,
                 opset=24,
                 attention="operator",
+                format=self.dtype,
             ),
         )

@@ -264,7 +264,7 @@ def check_before(context: click.Context) -> None:
 
 def check_with(context: click.Context, manifest: Manifest, decoding: Decoding) -> None:
     """Raise for options that have no effect with this bundle."""
-    draft_config = decoding.draft_config(manifest.drafts, unmeasured(manifest).drafts)
+    draft_config = decoding.draft_config(manifest.drafts, unmeasured(manifest).allows_drafts)
     no_masks = not (draft_config.mask_slots or draft_config.heads)
     without = "with --mask-slots 0" if manifest.drafts.max_tokens else "with a bundle without mask slots"
     forks = manifest.tokens.fork is not None

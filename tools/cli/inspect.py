@@ -102,7 +102,9 @@ def command(
                 "accuracy": accuracy(opened),
                 "engine_states": states(opened),
                 "backend": {"name": backend, **use},
-                "exactness": None if exactness is None else asdict(exactness) | {"drafts": exactness.drafts},
+                "exactness": None
+                if exactness is None
+                else asdict(exactness) | {"allows_drafts": exactness.allows_drafts},
             }
         )
         return

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from spaceport.graphs.contract.draft_methods import PREDICTOR_NAMES, drafts_in_words
-from spaceport.graphs.contract.exactness import DraftShape, Exactness
+from spaceport.graphs.contract.exactness import Exactness
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import Manifest
 from spaceport.runtime.bundle import read_manifest
@@ -40,8 +40,6 @@ _LOOKUP = 6  # tokens; the default prompt lookup of draft trees
 _QUEUED = 64  # requests that wait while others run, so that requests start and end at different steps
 _CONTEXT = 12  # tokens before a mismatch that are shown
 _BOTH_TOKENS = 2  # noise may lower one token's logit and raise the other's
-# of engines on which draft trees are not exact
-_LIMITED = {"chain": "drafts as chains", "none": "drafts are not exact"}
 
 
 @dataclass(frozen=True)
@@ -63,42 +61,40 @@ class ModeGroup:
 def groups_for(manifest: Manifest, exactness: Exactness, max_tokens: int) -> list[ModeGroup]:
     """Every mode that a bundle supports: greedy, sampled with a seed, and with forked threads if it forks.
 
-    Draft trees are left out if the engine's drafts are exact as chains only, concurrent threads if they are not the default.
-    Where no drafts are exact, chains are compared nevertheless: users may request them.
+    Concurrent threads are left out if they are not the default. Drafts are compared in any case: users may request them.
     """
-    mask_slots, exact = manifest.drafts.max_tokens, exactness.drafts
+    mask_slots = manifest.drafts.max_tokens
     plain = Decoding(max_tokens=max_tokens, mask_slots=0, lookup=0, fork=False)
     sampled = replace(plain, sampling=Sampling(temperature=1.0, seed=SEED))
     groups = [
-        ModeGroup(AuditMode("plain", plain), tuple(_drafted(plain, mask_slots, exact))),
-        ModeGroup(AuditMode("plain, sampled", sampled), (_renamed("sampled", _default(sampled, mask_slots, exact)),)),
+        ModeGroup(AuditMode("plain", plain), tuple(_drafted(plain, mask_slots))),
+        ModeGroup(AuditMode("plain, sampled", sampled), (_renamed("sampled", _default(sampled, mask_slots)),)),
     ]
     if manifest.tokens.fork is not None:
         sequential = replace(plain, fork=True, max_threads=1)  # one thread after the other: one row per step
-        concurrent = replace(sequential, max_threads=Decoding().threads(exactness.parallel_threads))
+        concurrent = replace(sequential, max_threads=Decoding().threads(exactness.allows_drafts))
         undrafted = (AuditMode("plain", concurrent),) if concurrent != sequential else ()
-        modes = (*undrafted, *_drafted(concurrent, mask_slots, exact))
+        modes = (*undrafted, *_drafted(concurrent, mask_slots))
         suffix = "forked" if undrafted else "forked, sequential"
         drafted = tuple(_renamed(suffix, mode) for mode in modes if mode.name != "chain k = 1")
         groups.append(ModeGroup(AuditMode("plain, forked, sequential", sequential), drafted))
     return groups
 
 
-def _drafted(plain: Decoding, mask_slots: int, exact: DraftShape) -> list[AuditMode]:
+def _drafted(plain: Decoding, mask_slots: int) -> list[AuditMode]:
     """Chains with one and with all mask slots, and the default drafts."""
     chains = [
         AuditMode(f"chain k = {k}", replace(plain, draft="chain", lookup=None, mask_slots=k))
         for k in sorted({1, mask_slots}, reverse=True)
         if 0 < k <= mask_slots
     ]
-    return [*chains, _default(plain, mask_slots, exact)]
+    return [*chains, _default(plain, mask_slots)]
 
 
-def _default(plain: Decoding, mask_slots: int, exact: DraftShape) -> AuditMode:
+def _default(plain: Decoding, mask_slots: int) -> AuditMode:
     """Drafts from mask slots and prompt lookup, the runtime's default."""
-    name = f"{'tree' if exact == 'tree' else 'chain'} with lookup" if mask_slots else "lookup"
-    siblings = None if exact == "tree" else 1
-    return AuditMode(name, replace(plain, draft="tree", draft_siblings=siblings, lookup=_LOOKUP, mask_slots=mask_slots))
+    name = "tree with lookup" if mask_slots else "lookup"
+    return AuditMode(name, replace(plain, draft="tree", lookup=_LOOKUP, mask_slots=mask_slots))
 
 
 def _renamed(suffix: str, mode: AuditMode) -> AuditMode:
@@ -292,8 +288,7 @@ def audit(
     drafts = drafts_in_words(manifest.drafts.max_tokens, PREDICTOR_NAMES[manifest.drafts.predictor])
     report = AuditReport(_engine_name(runtime), manifest.drafts.name, drafts)
     threads = [completion.threads[()] for completion in plain[0] if not completion.error]
-    trees = runtime.exactness.drafts == "tree"  # their slots have gaps, as those of trees
-    report.noise = measure(runtime.engine, threads, trees, runtime.bundle.manifest.native)
+    report.noise = measure(runtime.engine, threads, runtime.bundle.manifest.native)
     audits = [
         _GroupAudit(runtime, group, completions, prompts, report, max_tokens)
         for group, completions in zip(groups, plain, strict=True)
@@ -309,7 +304,7 @@ def audit(
 
 def _engine_name(runtime: Runtime) -> str:
     engine, signature = runtime.engine, runtime.engine.signature
-    drafts = () if runtime.exactness.drafts == "tree" else (_LIMITED[runtime.exactness.drafts],)
+    drafts = () if runtime.exactness.allows_drafts else ("drafts are not exact",)
     return ", ".join((type(engine).__name__, engine.device, signature.dtype, signature.lowering, *drafts))
 
 

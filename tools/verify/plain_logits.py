@@ -225,9 +225,9 @@ class Noise:
         self.largest_logit = max(self.largest_logit, float(magnitudes.max(initial=0.0)))
 
 
-def measure(engine: Engine, threads: Sequence[ThreadTokens], gaps: bool = True, native: bool = False) -> list[Noise]:
-    """The noise of every step width of an engine on these threads; with `gaps` also of other KV slots."""
-    widths = [Noise(plan) for plan in feed_plans(engine, gaps)]
+def measure(engine: Engine, threads: Sequence[ThreadTokens], native: bool = False) -> list[Noise]:
+    """The noise of every step width of an engine on these threads, in other KV slots than in plain decoding."""
+    widths = [Noise(plan) for plan in feed_plans(engine)]
     batch = min(_MAX_BATCH, engine.requests)
     for first in range(0, len(threads), batch):
         group = threads[first : first + batch]
@@ -256,12 +256,12 @@ def allowed_noise(widths: Sequence[Noise], tolerance: float) -> float:
     return min(tolerance * largest, _OUTLIER * usual)
 
 
-def feed_plans(engine: Engine, gaps: bool = True) -> list[FeedPlan]:
+def feed_plans(engine: Engine) -> list[FeedPlan]:
     """The step widths that are measured on an engine, with one request and with several."""
-    single = [FeedPlan(rows, 1, _PREFILL_CHUNK, gaps) for rows in WIDTHS if rows <= engine.rows]
+    single = [FeedPlan(rows, 1, _PREFILL_CHUNK, True) for rows in WIDTHS if rows <= engine.rows]
     batch = min(_MAX_BATCH, engine.requests)
     counts = [count for count in sorted({2, batch}) if 1 < count <= batch]
-    batched = [FeedPlan(rows, count, _PREFILL_CHUNK, gaps) for count in counts for rows in _BATCH_WIDTHS]
+    batched = [FeedPlan(rows, count, _PREFILL_CHUNK, True) for count in counts for rows in _BATCH_WIDTHS]
     return [*single, *batched]
 
 

@@ -161,10 +161,9 @@ UNLESS_EQUAL = "equal unless two tokens are equally likely"
         (0, 0, 0, "bit-identical: draft trees, threads in parallel"),
         (0, 1e-6, 1e-5, f"{UNLESS_EQUAL} (within 1e-06): draft trees, threads in parallel"),
         (2e-6, 1e-6, 1e-5, f"{UNLESS_EQUAL} (within 2e-06): draft trees, threads in parallel"),
-        (0, 4e-4, 0, "bit-identical in chains (noise 4e-04 in other layouts): draft chains, one thread at a time"),
-        (3e-7, 0, 0, "not exact (noise 3e-07 with the number of rows): no drafts unless they are requested"),
-        (3e-5, 0, 1e-5, "not exact (noise 3e-05 with the number of rows): no drafts unless they are requested"),
-        (1e-6, 2e-5, 1e-5, f"{UNLESS_EQUAL} (within 2e-05): draft chains, one thread at a time"),
+        (0, 4e-4, 0, "not exact (noise 4e-04 with other rows and KV slots): no drafts unless they are requested"),
+        (3e-7, 0, 0, "not exact (noise 3e-07 with other rows and KV slots): no drafts unless they are requested"),
+        (3e-5, 2e-5, 1e-5, "not exact (noise 3e-05 with other rows and KV slots): no drafts unless they are requested"),
     ],
 )
 def test_a_guarantee_is_put_into_words(rows: float, slots: float, tolerated: float, words: str) -> None:
@@ -182,19 +181,19 @@ def test_noise_is_a_number(noise: float) -> None:
     ("exactness", "config", "threads"),
     [
         (Exactness(0.0, 1e-6, 1e-5, (2,)), (5, 3, 16), 16),
-        (Exactness(0.0, 1e-6, 0.0, (2,)), (5, 1, 16), 1),
-        (Exactness(1e-6, 1e-6, 0.0, (2,)), (0, 1, 0), 1),
+        (Exactness(0.0, 1e-6, 0.0, (2,)), (0, 3, 0), 1),
+        (Exactness(1e-6, 0.0, 0.0, (2,)), (0, 3, 0), 1),
     ],
 )
 def test_defaults_follow_from_the_exactness(exactness: Exactness, config: tuple[int, ...], threads: int) -> None:
-    drafts = Decoding().draft_config(DraftMethod(max_tokens=5), exactness.drafts)
+    drafts = Decoding().draft_config(DraftMethod(max_tokens=5), exactness.allows_drafts)
     assert (drafts.mask_slots, drafts.siblings, drafts.lookup) == config
-    assert Decoding().threads(exactness.parallel_threads) == threads
+    assert Decoding().threads(exactness.allows_drafts) == threads
     requested = Decoding(mask_slots=4, lookup=3, draft_siblings=2, max_threads=7)
-    wide = requested.draft_config(DraftMethod(max_tokens=5), exactness.drafts)
+    wide = requested.draft_config(DraftMethod(max_tokens=5), exactness.allows_drafts)
     assert (wide.mask_slots, wide.siblings, wide.lookup) == (4, 2, 3)
-    assert requested.threads(exactness.parallel_threads) == 7
-    assert Decoding(draft="chain").draft_config(DraftMethod(max_tokens=5), exactness.drafts).mask_slots == 5
+    assert requested.threads(exactness.allows_drafts) == 7
+    assert Decoding(draft="chain").draft_config(DraftMethod(max_tokens=5), exactness.allows_drafts).mask_slots == 5
 
 
 def test_the_middle_of_a_long_message_is_left_out() -> None:

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from spaceport.graphs.contract.faults import InputFault, MissingDependency, OptionFault
+from spaceport.graphs.contract.formats import FORMATS
 from spaceport.graphs.contract.manifest import ENGINES_FOLDER, EngineRecord
-from spaceport.graphs.contract.signature import Lowering, Precision
+from spaceport.graphs.contract.signature import Lowering
 from spaceport.runtime import backends
 from spaceport.runtime.backends import choose, clashing, open_engine, require, why_not
 from spaceport.runtime.backends.built_engines import (
@@ -201,19 +202,27 @@ def test_without_a_gpu_only_engines_are_missed(bundle: Bundle) -> None:
 
 @pytest.mark.usefixtures("with_gpu")
 @pytest.mark.parametrize(
-    ("backend", "lowering", "dtype", "message"),
+    ("backend", "lowering", "name", "message"),
     [
         ("tensorrt", "scatter", "float16", "its graph is scatter-lowered, .*--lowering append, then `spaceport build`"),
         ("onnxruntime-cuda", "append", "float16", "its graph is append-lowered, .*--lowering scatter, or `spaceport b"),
-        ("onnxruntime", "scatter", "bfloat16", "its graph is in bfloat16, .*run it on a GPU, or export it with"),
+        (
+            "onnxruntime",
+            "scatter",
+            "bfloat16",
+            "its format is bfloat16, .* expected one of tensorrt, .*--format float32$",
+        ),
+        ("onnxruntime-cuda", "scatter", "int8", "its format is int8, .* expected one of onnxruntime, or .* float16$"),
+        ("tensorrt", "scatter", "int4", "its format is int4, .* expected one of onnxruntime, or .*--format float16$"),
     ],
 )
 def test_a_bundle_of_another_kind_is_a_bad_file(
-    bundle: Bundle, backend: str, lowering: Lowering, dtype: Precision, message: str
+    bundle: Bundle, backend: str, lowering: Lowering, name: str, message: str
 ) -> None:
-    signature = replace(bundle.manifest.signature, lowering=lowering, dtype=dtype)
+    signature = replace(bundle.manifest.signature, lowering=lowering, dtype=FORMATS[name].dtype)
+    manifest = replace(bundle.manifest, format=name, signature=signature)
     with pytest.raises(InputFault, match=message):
-        require(Bundle(bundle.path, replace(bundle.manifest, signature=signature)), backend, OPTIONS)
+        require(Bundle(bundle.path, manifest), backend, OPTIONS)
 
 
 @pytest.mark.usefixtures("without_gpu")

@@ -85,29 +85,28 @@ class SlotEngine:
 def test_an_engine_whose_logits_do_not_depend_on_the_call_drafts_in_trees() -> None:
     engine = SlotEngine()
     found = measure_exactness(engine, FLOAT)
-    assert (found.rows, found.drafts, found.parallel_threads) == (0.0, "tree", True)
+    assert (found.rows, found.allows_drafts) == (0.0, True)
     assert found.widths == (2, 3, 8, 9, 33)
     assert str(found) == "equal unless two tokens are equally likely (within 1e-07): draft trees, threads in parallel"
     assert not engine.slots.any()
 
 
-@pytest.mark.parametrize(("tolerated", "drafts"), [(0.0, "chain"), (1e-9, "chain"), (1.0, "tree")])
-def test_logits_that_depend_on_the_order_of_slots_allow_chains_only(tolerated: float, drafts: str) -> None:
+@pytest.mark.parametrize(("tolerated", "allowed"), [(0.0, False), (1e-9, False), (1.0, True)])
+def test_logits_that_depend_on_the_order_of_slots_allow_no_drafts(tolerated: float, allowed: bool) -> None:
     found = measure_exactness(SlotEngine(order=1e-3), tolerated)
     assert found.rows == 0
     assert 1e-4 < found.slots < 1e-1
-    assert (found.drafts, found.parallel_threads) == (drafts, drafts == "tree")
-    assert found.needs_slots_in_order == (drafts == "chain")
+    assert found.allows_drafts == allowed
 
 
 @pytest.mark.parametrize("width", [2, 3, 8, 9, 33])
 def test_logits_that_depend_on_the_number_of_rows_allow_no_drafts(width: int) -> None:
     found = measure_exactness(SlotEngine(width=width), FLOAT)
     assert found.rows == pytest.approx(1e-4, rel=0.01)
-    assert (found.drafts, found.parallel_threads) == ("none", False)
-    assert str(found) == "not exact (noise 1e-04 with the number of rows): no drafts unless they are requested"
-    assert measure_exactness(SlotEngine(width=width), 1e-3).drafts == "tree"
-    assert measure_exactness(SlotEngine(width=width, factor=float("nan")), FLOAT).drafts == "none"
+    assert not found.allows_drafts
+    assert str(found) == "not exact (noise 1e-04 with other rows and KV slots): no drafts unless they are requested"
+    assert measure_exactness(SlotEngine(width=width), 1e-3).allows_drafts
+    assert not measure_exactness(SlotEngine(width=width, factor=float("nan")), FLOAT).allows_drafts
 
 
 @pytest.mark.parametrize(("capacity", "rows", "widths"), [(64, 4, (2, 3)), (8, 64, (2, 3)), (2, 64, ()), (64, 1, ())])
@@ -137,7 +136,8 @@ def test_gpus_may_add_up_in_another_order_for_another_number_of_rows(half_bundle
     """Noise of float16 that was emulated is up to 4.1e-3: it would turn drafts off with the limit of CPUs."""
     manifest = open_bundle(half_bundle).manifest
     emulated = Exactness(4.1e-3, 4.1e-3, tolerated_noise(manifest, "cuda:0 (NVIDIA X)"))
-    assert (emulated.drafts, replace(emulated, tolerated=tolerated_noise(manifest, "cpu")).drafts) == ("tree", "none")
+    assert emulated.allows_drafts
+    assert not replace(emulated, tolerated=tolerated_noise(manifest, "cpu")).allows_drafts
     assert tolerated_noise(replace(manifest, format="int8"), "cuda:0 (NVIDIA X)") == 0
 
 
@@ -151,7 +151,7 @@ def test_default_drafts_of_a_model_are_those_that_its_measured_noise_allows(
     assert found.tolerated == tolerated_noise(manifest, "cpu")
     assert len(found.widths) >= 2
     assert found.rows <= found.tolerated  # kernels compute a row in the same way in every call, on every CPU so far
-    assert found.drafts == "tree"
+    assert found.allows_drafts
     assert (found.rows, found.slots) == (0, 0) or not manifest.native
 
 

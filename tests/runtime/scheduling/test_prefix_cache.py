@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spaceport.graphs.contract.exactness import unmeasured
 from spaceport.graphs.contract.signature import LOWERINGS, Lowering
 from spaceport.runtime.backends import open_engine
 from spaceport.runtime.bundle import open_bundle
@@ -62,7 +61,7 @@ def test_requests_with_a_cache_write_what_each_would_alone(examples: int) -> Non
         language = data.draw(LANGUAGES)
         arrivals = data.draw(st.lists(ARRIVALS, min_size=1, max_size=7))
         arrivals = following(language, arrivals, data.draw(st.lists(BEGINNINGS, min_size=7, max_size=7)))
-        cache = PrefixCache(in_order=data.draw(st.booleans()))
+        cache = PrefixCache()
         scene = Scene(
             language,
             arrivals,
@@ -124,12 +123,10 @@ def test_the_next_turn_of_a_chat_computes_what_is_new_only(draft_config: DraftCo
     assert second.prompt_steps == 0
 
 
-def test_rows_in_the_slots_of_siblings_are_left_out_if_the_order_of_slots_matters() -> None:
+def test_rows_in_the_slots_of_siblings_are_copied_into_order() -> None:
     language = Language(8, 40, end_every=10**9)
-    arrivals = two_turns(DraftConfig(3, "tree", 16), language)
-    any_order, ordered = (play(arrivals, cache=PrefixCache(in_order=each), language=language) for each in (False, True))
-    assert reused(ordered)[1] < reused(any_order)[1]
-    assert (ordered.engine.copied, any_order.engine.copied) == ([], [(0, 0, reused(any_order)[1])])
+    played = play(two_turns(DraftConfig(3, "tree", 16), language), language=language)
+    assert played.engine.copied == [(0, 0, reused(played)[1])]
 
 
 def salted(*salts: str | None) -> list[Arrival]:
@@ -412,7 +409,7 @@ def test_chats_and_scores_of_a_model_are_those_without_a_cache(any_tiny_bundle: 
         Decoding(max_tokens=24, logprobs=0, sampling=Sampling(temperature=1.0, seed=5)),
         Decoding(max_tokens=24, logprobs=0),
     ]
-    within = 0 if unmeasured(bundle.manifest).needs_slots_in_order else 1e-4
+    within = 0 if bundle.manifest.native else 1e-4
     sizes = EngineOptions(capacity_for(bundle.manifest, 400), requests, 1)
     with (
         Runtime(bundle, open_engine(bundle, "onnxruntime", sizes), 400, prefix_cache=True) as runtime,

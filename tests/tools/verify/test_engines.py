@@ -141,6 +141,8 @@ def test_what_cannot_be_compared_is_refused(
         assert run(["check", str(tiny_bundle), *flags]) == 2
         assert message in capsys.readouterr().err
     manifest = fill(tmp_path)
-    bundle = Bundle(tmp_path, replace(manifest, signature=replace(manifest.signature, dtype="bfloat16")))
-    with pytest.raises(MissingDependency, match=r"no backend runs it here: .*its graph is in bfloat16"):
+    bundle = Bundle(
+        tmp_path, replace(manifest, format="bfloat16", signature=replace(manifest.signature, dtype="bfloat16"))
+    )
+    with pytest.raises(MissingDependency, match=r"no backend runs it here: .*its format is bfloat16"):
         select_engines(bundle, CheckOptions(TINY, backends=()))

@@ -28,7 +28,15 @@ from spaceport.exporter.native_graph import NativeGraph
 from spaceport.exporter.native_weights import RoundedWeights, StoredWeights
 from spaceport.exporter.native_weights import Weights as NativeWeights
 from spaceport.exporter.sar_config import CheckpointError
-from spaceport.exporter.to_onnx import DEFAULT_OPSET, OnStage, check_opset, check_written, reaches_quarter, to_onnx, write_selection
+from spaceport.exporter.to_onnx import (
+    DEFAULT_OPSET,
+    OnStage,
+    check_opset,
+    check_written,
+    reaches_quarter,
+    to_onnx,
+    write_selection,
+)
 from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.graphs.contract.formats import FORMATS, Format, Weights
 from spaceport.graphs.contract.manifest import SELECTION_FILE, TEMPLATE_FILE, TOKENIZER_FILE, Manifest

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import onnx
 import torch
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
-from torch import Tensor
+from torch import Tensor, nn
 
 from spaceport.exporter.native_weights import Matrix, Weights, gate_matrix, padded_width, rounded, stacked
 from spaceport.graphs.contract.manifest import DATA_FILE, MODEL_FILE
@@ -95,7 +95,7 @@ class NativeGraph:
     def _rotations(self) -> None:
         """The cosines and sines of all rows: rows x pairs."""
         column = self._standard("Reshape", "position_ids", self._integers(-1, 1))
-        positions = self._standard("Cast", column, to=TensorProto.FLOAT)
+        positions = self._floats(column)
         self.turns: list[tuple[str, str]] = []
         for index, rotation in enumerate(self.parts.rotations):
             # Whole vectors, so that a row does not depend on its place: the last numbers of a tensor are computed alone.
@@ -142,37 +142,52 @@ class NativeGraph:
             inputs = [x, "logit_rows", *norm, head, bias]
             self._add("Head", inputs, ["logits"], **common, cap=parts.cap, **attributes)
             return
-        width = self._integers(parts.head.module.in_features)
-        requests = self._standard("Shape", "logit_rows", start=0, end=1)
-        shape = self._standard("Concat", requests, self._integers(-1), width, axis=0)
-        places = self._standard("Unsqueeze", "logit_rows", self._integers(2))
-        rows = self._standard("GatherND", self._standard("Reshape", x, shape), places, batch_dims=1)
-        rows = self._standard_norm(self._standard("Reshape", rows, self._integers(-1, parts.head.module.in_features)), "norm", parts.norm)
-        every = self._standard("Reshape", self._standard("Range", *(self._scalar(v) for v in (0,)), self._count(rows), self._scalar(1)), self._integers(-1))
-        lines = [self._head_line(rows, every, head, bias, common | {"cap": parts.cap})]
+        rows = self._standard_norm(self._chosen_rows(x), "norm", parts.norm)
+        count = self._standard("Shape", rows, start=0, end=1)
+        scalar = self._standard("Squeeze", count)
+        every = self._standard("Range", self._scalar(0), scalar, self._scalar(1))
+        lines = [self._line(rows, every, head, bias, {**common, "cap": parts.cap})]
         for index, block in enumerate(self.heads.children()):
-            *residual, last = block.children()
+            *residual, last = cast(Sequence[Any], tuple(block.children()))
             states = rows
             for number, each in enumerate(residual):
-                name = f"heads.{index}.{number}"
-                own = self._matrix(name, rounded(each.linear.weight, "int8"))  # type: ignore[union-attr]
-                added = self._optional(f"{name}.bias", each.linear.bias)  # type: ignore[union-attr]
-                product = self._value(name)
-                self._add("NormProduct", [states, "", "", own, added], [product], widths=[each.linear.out_features], formats="int8", activation="silu", norm="none", epsilon=0.0, rank=0)  # type: ignore[union-attr]
-                states = self._standard("Add", states, product)
+                states = self._residual_block(f"heads.{index}.{number}", states, each.linear)
             own = self._matrix(f"heads.{index}.output", rounded(last.weight, "int8"))
-            lines.append(self._head_line(states, every, own, "", {"format": "int8", "vocabulary": vocabulary, "cap": 0.0}))
-        joined = self._standard("Concat", *(self._standard("Unsqueeze", line, self._integers(1)) for line in lines), axis=1)
+            lines.append(self._line(states, every, own, "", {**common, "format": "int8", "cap": 0.0}))
+        apart = [self._standard("Unsqueeze", line, self._integers(1)) for line in lines]
+        requests = self._standard("Shape", "logit_rows", start=0, end=1)
         shape = self._standard("Concat", requests, self._integers(-1, vocabulary), axis=0)
-        self.nodes.append(helper.make_node("Reshape", [joined, shape], ["logits"]))
+        self._standard("Reshape", self._standard("Concat", *apart, axis=1), shape, to="logits")
 
-    def _head_line(self, rows: str, every: str, matrix: str, bias: str, attributes: dict[str, Any]) -> str:
+    def _chosen_rows(self, x: str) -> str:
+        """The rows with logits, of all requests."""
+        width = self.parts.head.module.in_features
+        requests = self._standard("Shape", "logit_rows", start=0, end=1)
+        shape = self._standard("Concat", requests, self._integers(-1, width), axis=0)
+        places = self._standard("Unsqueeze", "logit_rows", self._integers(2))
+        chosen = self._standard("GatherND", self._standard("Reshape", x, shape), places, batch_dims=1)
+        return self._standard("Reshape", chosen, self._integers(-1, width))
+
+    def _line(self, rows: str, every: str, matrix: str, bias: str, attributes: dict[str, Any]) -> str:
+        """The logits of all these rows."""
         output = self._value("line")
         self._add("Head", [rows, every, "", "", matrix, bias], [output], norm="none", epsilon=0.0, **attributes)
         return output
 
-    def _count(self, rows: str) -> str:
-        return self._standard("Squeeze", self._standard("Shape", rows, start=0, end=1), self._integers(0))
+    def _residual_block(self, name: str, states: str, linear: nn.Linear) -> str:
+        inputs = [self._matrix(name, rounded(linear.weight, "int8")), self._optional(f"{name}.bias", linear.bias)]
+        self._add(
+            "NormProduct",
+            [states, "", "", *inputs],
+            [f"{name}.product"],
+            widths=[linear.out_features],
+            formats="int8",
+            activation="silu",
+            norm="none",
+            epsilon=0.0,
+            rank=0,
+        )
+        return self._standard("Add", states, f"{name}.product")
 
     # A layer
 
@@ -184,13 +199,17 @@ class NativeGraph:
         if layer.row_norms:
             qkv = self._row_norms(name, qkv, layer.row_norms, sizes)
         past, present = (
-            [tensor.name for tensor in tensors[3 * index : 3 * index + 3]] for tensors in (signature.past, signature.present)
+            [tensor.name for tensor in tensors[3 * index : 3 * index + 3]]
+            for tensors in (signature.past, signature.present)
         )
         turn = self.still if layer.rotation is None else self.turns[layer.rotation]
         visible = "sliding_attention_mask" if layer.windowed else "attention_mask"
         gains = ["", ""]
         if layer.head_norms:
-            gains = [self._vector(f"{name}.{part}_gain", norm.gain) for part, norm in zip("qk", layer.head_norms, strict=True)]
+            gains = [
+                self._vector(f"{name}.{part}_gain", norm.gain)
+                for part, norm in zip("qk", layer.head_norms, strict=True)
+            ]
         attended = self._value(f"{name}.attended")
         self._add(
             "Attend",
@@ -264,16 +283,16 @@ class NativeGraph:
         width = len(values) // 2
         padding = [0, 0] * (values.dim() - 1) + [0, padded_width(width) - width]
         halves = [torch.nn.functional.pad(half, padding) for half in values.chunk(2)]
-        return torch.stack([half.unflatten(0, (-1, 16)) for half in halves], 1).flatten(0, 2)
+        return torch.stack([half.reshape(-1, 16, *half.shape[1:]) for half in halves], 1).flatten(0, 2)
 
     def _add_product(self, name: str, x: str, residual: str, linear: Linear, norm: Norm | None) -> str:
         """The residual plus a product, which may have a norm of its own."""
         matrix = self.weights.linear(linear)
         if norm is not None:
-            product = self._norm_product(f"{name}.product", x, [linear], ["", ""], {"norm": "none", "epsilon": 0.0}, "none")
-            normed = self._standard_norm(product, f"{name}.norm", norm)
-            self.nodes.append(helper.make_node("Add", [residual, normed], [name]))
-            return name
+            product = self._norm_product(
+                f"{name}.product", x, [linear], ["", ""], {"norm": "none", "epsilon": 0.0}, "none"
+            )
+            return self._standard("Add", residual, self._standard_norm(product, f"{name}.norm", norm), to=name)
         rank, adapter = self._adapter(name, [linear], None)
         bias = self._optional(f"{name}.bias", linear.bias)
         inputs = [x, residual, self._matrix(f"{name}.weights", matrix), bias, *adapter]
@@ -338,9 +357,14 @@ class NativeGraph:
         node.attribute.extend(helper.make_attribute(name, value) for name, value in attributes.items())
         self.nodes.append(node)
 
-    def _standard(self, kind: str, *inputs: str, **attributes: Any) -> str:
-        output = self._value(kind.lower())
+    def _standard(self, kind: str, *inputs: str, to: str | None = None, **attributes: Any) -> str:
+        output = to or self._value(kind.lower())
         self.nodes.append(helper.make_node(kind, list(inputs), [output], **attributes))
+        return output
+
+    def _floats(self, value: str) -> str:
+        output = self._value("floats")
+        self.nodes.append(helper.make_node("Cast", [value], [output], to=TensorProto.FLOAT))
         return output
 
     def _value(self, name: str) -> str:

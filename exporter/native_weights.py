@@ -209,7 +209,9 @@ def stacked(matrices: Sequence[Matrix]) -> Matrix:
 
 def _joined(parts: Sequence[QuantizedWeights], order: NDArray[np.int64]) -> QuantizedWeights:
     joined = {
-        name: None if getattr(parts[0], name) is None else np.concatenate([getattr(part, name) for part in parts])[order]
+        name: None
+        if getattr(parts[0], name) is None
+        else np.concatenate([getattr(part, name) for part in parts])[order]
         for name in ("codes", "scales", "minima", "factors", "minimum_factors")
     }
     return QuantizedWeights(parts[0].format, **joined)  # type: ignore[arg-type]
@@ -245,12 +247,14 @@ def round_weights(model: PreTrainedModel, format_name: str) -> None:
     """Let a model compute with the weights that a native graph of it has; stored weights are those of the model."""
     if format_name == "stored":
         return
-    tables = {id(table): table for table in (model.get_input_embeddings().weight, model.get_output_embeddings().weight)}
+    tables: dict[int, Tensor] = {
+        id(table): table for table in (model.get_input_embeddings().weight, model.get_output_embeddings().weight)
+    }
     weights = [(module.weight, format_name) for module in linear_modules(model).values()]
     for weight, kind in (*weights, *((table, "int8") for table in tables.values())):
-        matrix = rounded(cast(Tensor, weight), kind)
+        matrix, inputs = rounded(weight, kind), int(weight.shape[1])
 
-        def values(rows: slice, matrix: Matrix = matrix, inputs: int = weight.shape[1]) -> Tensor:
+        def values(rows: slice, matrix: Matrix = matrix, inputs: int = inputs) -> Tensor:
             return torch.from_numpy(matrix.read(np.arange(rows.start, rows.stop)).dequantized()[:, :inputs])
 
-        replace_weight(cast(Tensor, weight), values)
+        replace_weight(weight, values)

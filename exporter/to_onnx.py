@@ -103,9 +103,7 @@ def check_written(folder: Path, signature: Signature, family: str, on_stage: OnS
     try:
         onnx.checker.check_model(str(path), full_check=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
-        raise UntraceableModel(
-            f"{family} was written as a graph that onnx rejects: {_reason(error)}"
-        ) from error
+        raise UntraceableModel(f"{family} was written as a graph that onnx rejects: {_reason(error)}") from error
     if mismatch := contract_mismatch(onnx.load(str(path), load_external_data=False).graph, signature):
         kind, got, expected = mismatch
         raise UntraceableModel(f"the written graph has the {kind} {got}: expected {expected}")

@@ -168,7 +168,7 @@ class DecoderParts:
     def _layer(self, layer: LayerParts, x: Tensor, turn: tuple[Tensor, Tensor] | None, visible: Tensor) -> Tensor:
         normed = x if layer.attention_norm is None else layer.attention_norm(x)
         sizes = [self.heads * self.head_dim, *[self.kv_heads * self.head_dim] * 2]
-        q, k, v = torch.cat([linear(normed) for linear in layer.qkv], -1).split(sizes, -1)
+        q, k, v = torch.cat([linear(normed) for linear in layer.qkv], -1).split(sizes, -1)  # type: ignore[no-untyped-call]
         if layer.row_norms:
             q, k = (norm(states) for norm, states in zip(layer.row_norms, (q, k), strict=True))
         q, k, v = (states.unflatten(-1, (-1, self.head_dim)).transpose(0, 1) for states in (q, k, v))
@@ -181,7 +181,9 @@ class DecoderParts:
         attended = layer.output((scores.softmax(-1) @ v).transpose(0, 1).flatten(1))
         middle = x + (attended if layer.after_attention is None else layer.after_attention(attended))
         source = x if layer.parallel else middle
-        states = torch.cat([linear(source if layer.mlp_norm is None else layer.mlp_norm(source)) for linear in layer.up], -1)
+        states = torch.cat(
+            [linear(source if layer.mlp_norm is None else layer.mlp_norm(source)) for linear in layer.up], -1
+        )
         if layer.gated:
             gate, up = states.chunk(2, -1)
             states = _activated(gate, layer.activation) * up
@@ -227,6 +229,7 @@ def parts_of(model: PreTrainedModel, traits: Traits) -> DecoderParts:
     last = traits.max_positions - ids.shape[1]
     model.set_attn_implementation("eager")
     with uniform_rows(model, False):
+        reason = InputFault("")
         for interleaved in (False, True):
             parts = replace(found, interleaved=interleaved)
             try:
@@ -266,7 +269,7 @@ def _balanced(parts: DecoderParts, layer: LayerParts) -> LayerParts:
         first, second = (replace(norm, gain=norm.gain * factor) for norm, factor in norms)
         return replace(layer, head_norms=(first, second))
     every = torch.cat([factors.repeat_interleave(shared, 0).flatten(), 1 / factors.flatten(), torch.ones(keys)])
-    parted = every.split([linear.outputs for linear in layer.qkv])
+    parted = every.split([linear.outputs for linear in layer.qkv])  # type: ignore[no-untyped-call]
     return replace(layer, qkv=tuple(replace(each, factor=own) for each, own in zip(layer.qkv, parted, strict=True)))
 
 
@@ -281,9 +284,9 @@ def _of_pairs(sizes: Tensor, half: int, interleaved: bool) -> Tensor:
     """The sizes of channels (heads x channels), of those that are rotated together their root mean square."""
     turned, rest = sizes[:, : 2 * half].square(), sizes[:, 2 * half :]
     if interleaved:
-        turned = turned.unflatten(1, (-1, 2)).mean(2).sqrt().repeat_interleave(2, 1)
+        turned = turned.reshape(len(turned), -1, 2).mean(2).sqrt().repeat_interleave(2, 1)
     else:
-        turned = turned.unflatten(1, (2, -1)).mean(1).sqrt().repeat(1, 2)
+        turned = turned.reshape(len(turned), 2, -1).mean(1).sqrt().repeat(1, 2)
     return torch.cat([turned, rest], 1)
 
 
@@ -325,7 +328,11 @@ class _Finder:
             window=traits.window,
         )
         plain = [layer.down for layer in layers if not layer.gated]  # the width of gated ones is padded
-        for linear in (*(each for layer in layers for each in (*layer.qkv, layer.output, *layer.up)), *plain, parts.head):
+        for linear in (
+            *(each for layer in layers for each in (*layer.qkv, layer.output, *layer.up)),
+            *plain,
+            parts.head,
+        ):
             if linear.module.in_features % BLOCK:
                 self.refuse(f"{linear.name} with {linear.module.in_features} inputs: expected a multiple of {BLOCK}")
         return parts
@@ -342,7 +349,7 @@ class _Finder:
         return cast(nn.Module, found) if found is not None else self.refuse(f"no {names[0]} in {type(module).__name__}")
 
     def name_of(self, module: nn.Module) -> str:
-        return next(name for name, each in self.model.named_modules() if each is module)
+        return next(str(name) for name, each in self.model.named_modules() if each is module)
 
     def linear(self, module: Any, order: Tensor | None = None) -> Linear:
         if not isinstance(module, nn.Linear):
@@ -351,8 +358,8 @@ class _Finder:
 
     def norm(self, module: Any) -> Norm:
         """A norm; its gain is measured, since some families store it minus 1."""
-        epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-        weight = getattr(module, "weight", None)
+        epsilon: Any = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+        weight: Any = getattr(module, "weight", None)
         if epsilon is None or weight is None or weight.dim() != 1:
             self.refuse(f"a {type(module).__name__}: expected a norm with one gain for each channel")
         if "LayerNorm" in type(module).__name__:
@@ -444,7 +451,9 @@ class _Finder:
             before, after = (self.optional_norm(block, f"{name}_feedforward_layernorm") for name in ("pre", "post"))
             return first, second, before, after
         if hasattr(block, "post_self_attn_layernorm"):
-            own, after = (self.optional_norm(block, name) for name in ("post_self_attn_layernorm", "post_mlp_layernorm"))
+            own, after = (
+                self.optional_norm(block, name) for name in ("post_self_attn_layernorm", "post_mlp_layernorm")
+            )
             return first, own, second, after
         if first is None:
             return None, second, None, self.optional_norm(block, "post_feedforward_layernorm")
@@ -497,4 +506,3 @@ class _Finder:
         if kind not in _ACTIVATIONS:
             self.refuse(f"the activation {kind}: expected {', '.join(sorted(set(_ACTIVATIONS.values())))}")
         return _ACTIVATIONS[kind]
-

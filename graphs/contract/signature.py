@@ -147,7 +147,9 @@ class Signature:
         if self.has_scales:  # those of keys, then those of values
             kinds["scales"] = ("float32", ("B", 2 * self.kv_heads, "S"))
         return tuple(
-            Tensor(f"{prefix}.{layer}.{kind}", *tensor) for layer in range(self.layers) for kind, tensor in kinds.items()
+            Tensor(f"{prefix}.{layer}.{kind}", *tensor)
+            for layer in range(self.layers)
+            for kind, tensor in kinds.items()
         )
 
 

@@ -226,7 +226,10 @@ class OnnxRuntimeEngine:
 def open_engine(bundle: Bundle, options: EngineOptions) -> OnnxRuntimeEngine:
     """The bundle's graph in a session."""
     manifest = bundle.manifest
-    settings = session_options(engine_threads(options.threads), manifest.number_format)
+    try:
+        settings = session_options(engine_threads(options.threads), manifest.number_format)
+    except ValueError as error:  # of a library that is too old, or that a variable configures wrongly
+        raise BundleError(f"{bundle.path}: {error}") from error
     try:
         session = open_session(bundle, settings, ["CPUExecutionProvider"])
     except FAULTS as error:

@@ -247,9 +247,8 @@ def round_weights(model: PreTrainedModel, format_name: str) -> None:
     """Let a model compute with the weights that a native graph of it has; stored weights are those of the model."""
     if format_name == "stored":
         return
-    tables: dict[int, Tensor] = {
-        id(table): table for table in (model.get_input_embeddings().weight, model.get_output_embeddings().weight)
-    }
+    modules = (model.get_input_embeddings(), model.get_output_embeddings())
+    tables = {id(module.weight): cast(Tensor, module.weight) for module in modules}
     weights = [(module.weight, format_name) for module in linear_modules(model).values()]
     for weight, kind in (*weights, *((table, "int8") for table in tables.values())):
         matrix, inputs = rounded(weight, kind), int(weight.shape[1])

@@ -28,8 +28,9 @@ Samples = dict[int, list[float]]  # by prompt or round: the values of its rounds
 def results_table(measured: Measurements, subjects: Sequence[str], seed: int) -> Table:
     """A row for each workload, case and subject; ratios are speeds relative to the first subject in the same turns."""
     first = subjects[0]
-    columns: tuple[str, ...] = ("workload", "case", "runtime", "median", "unit", f"ratio to {first} (95 % interval)")
-    columns += ("worst prompt", f"prompts below {LOSS}", "tokens per step", "identical outputs")
+    columns: tuple[str, ...] = ("workload", "case", "runtime", "median", "best", "unit")
+    columns += (f"ratio to {first} (95 % interval)", "worst prompt", f"prompts below {LOSS}")
+    columns += ("tokens per step", "identical outputs")
     rows = []
     for workload, case, found in _cases(measured.found):
         by_subject = {name: [one for one in found if one.subject == name] for name in subjects}
@@ -38,7 +39,8 @@ def results_table(measured: Measurements, subjects: Sequence[str], seed: int) ->
             own, inverse = by_subject[name], workload == "rows"
             ratios = ratios_of(samples_of(own), {} if name == first else reference, inverse)
             speed = median(median(values) for values in samples_of(own).values())
-            cells = (speed, "ms" if inverse else "tokens/s", *_ratio(ratios, workload == "decode", seed))
+            best = (min if inverse else max)(one.value for one in own)
+            cells = (speed, best, "ms" if inverse else "tokens/s", *_ratio(ratios, workload == "decode", seed))
             rows.append((workload, case, name, *cells, _tokens_per_step(own), _identical(own)))
     return Table("", columns, rows)
 

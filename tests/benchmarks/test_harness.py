@@ -39,7 +39,7 @@ SMALL = Workload(
     ("decode", "rows", "prefill", "concurrent"), PROMPTS, (99,), 8, rows=(1, 4), context=8, prefill=(16,), rounds=2
 )
 SMALL_CALLS = ("rows", "rows", "prefill", "concurrent")  # of a round, but for decode
-COLUMNS = ("workload", "case", "runtime", "median", "unit", "ratio to plain (95 % interval)")
+COLUMNS = ("workload", "case", "runtime", "median", "best", "unit", "ratio to plain (95 % interval)")
 COLUMNS += ("worst prompt", "prompts below 0.97", "tokens per step", "identical outputs")
 
 
@@ -111,8 +111,8 @@ def test_ratios_are_paired_by_prompt_and_round_and_kinds_stand_alone_and_togethe
             *decoded("default", 4, 4, 4, line=2, kind="lists", same=False),
             *decoded("other", 30, 60),  # failed in the third round
             *(
-                Measurement(name, "rows", "4 rows", n, ms)
-                for name, ms in (("plain", 6.0), ("other", 3.0))
+                Measurement(name, "rows", "4 rows", n, ms * n)
+                for name, ms in (("plain", 4.0), ("other", 2.0))
                 for n in (1, 2)
             ),
         ]
@@ -121,15 +121,15 @@ def test_ratios_are_paired_by_prompt_and_round_and_kinds_stand_alone_and_togethe
     assert table.columns == COLUMNS
     rows = {tuple(row[:3]): row[3:] for row in table.rows}
     assert list(dict.fromkeys(key[1] for key in rows)) == ["all", "code", "lists", "4 rows"]
-    speed, unit, ratio, worst, losses, steps, identical = rows["decode", "all", "default"]
-    assert (speed, unit, losses, steps, identical) == (12.0, "tokens/s", 1, 3.0, "3 of 6")
+    speed, best, unit, ratio, worst, losses, steps, identical = rows["decode", "all", "default"]
+    assert (speed, best, unit, losses, steps, identical) == (12.0, 40, "tokens/s", 1, 3.0, "3 of 6")
     assert str(ratio).startswith("1.00 (")  # the geometric mean of 2 and 0.5
     assert worst == "0.50 (line 2)"
-    assert rows["decode", "code", "default"][2:4] == ("2.00", "2.00 (line 1)")
-    assert rows["decode", "code", "plain"][2:5] == (None, None, None)
-    assert rows["decode", "code", "other"][2] is None  # not in every round
-    assert rows["rows", "4 rows", "other"][:2] == (3.0, "ms")
-    assert str(rows["rows", "4 rows", "other"][2]) == "2.00 (2.00-2.00)"
+    assert rows["decode", "code", "default"][3:5] == ("2.00", "2.00 (line 1)")
+    assert rows["decode", "code", "plain"][3:6] == (None, None, None)
+    assert rows["decode", "code", "other"][3] is None  # not in every round
+    assert rows["rows", "4 rows", "other"][:3] == (3.0, 2.0, "ms")
+    assert str(rows["rows", "4 rows", "other"][3]) == "2.00 (2.00-2.00)"
 
 
 def test_a_written_table_is_a_result_of_the_pages(tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ def test_a_written_table_is_a_result_of_the_pages(tmp_path: Path) -> None:
     write_result(tmp_path / "x.json", "A title", table, "a CPU", "onnxruntime 1")
     result = run_path(str(DOCS / "drawing" / "tables.py"))["read_result"](tmp_path / "x.json")
     assert (result.title, result.machine, result.versions) == ("A title", "a CPU", "onnxruntime 1")
-    assert result.rows == [["decode", "code", "plain", "10.0", "tokens/s", "", "", "", "2.00", ""]]
+    assert result.rows == [["decode", "code", "plain", "10.0", "10.0", "tokens/s", "", "", "", "2.00", ""]]
     assert result.command.startswith("python -m benchmarks")
     assert result.commit
 

@@ -221,6 +221,8 @@ def _write_native(checkpoint: Checkpoint, options: ExportOptions, folder: Path, 
         on_stage(f"writing the graph and its weights as {options.format.name}")
         replaced = None if rows is None else (rows.tokens, rows.rows)
         NativeGraph(folder, parts, signature, weights, replaced, heads).write()
+        for line in weights.notes:
+            on_stage(line)
     check_written(folder, signature, type(model).__name__, on_stage)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     return Written(model, signature, traits.max_positions, parameters)

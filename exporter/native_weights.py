@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from spaceport.exporter.gguf_file import GgufFile
 from spaceport.exporter.sar_config import CheckpointError
-from spaceport.graphs.parts import BLOCK, Linear
+from spaceport.graphs.parts import BLOCK, DecoderParts, Linear
 from spaceport.graphs.quantization import replace_weight
 from spaceport.graphs.quantize import linear_modules
 from spaceport.graphs.streamed_weights import values_of
@@ -35,6 +35,9 @@ _GGUF_NAMES = {
     "up_proj": "ffn_up",
     "down_proj": "ffn_down",
 }
+# Two tables hold the same weights if nearly all numbers differ by less than a step of 4 bits; other tables differ by
+# several steps in most numbers.
+_SAMPLED, _COARSEST, _SAME = 2048, 8, 0.99
 _EMBEDDING, _OUTPUT = "token_embd.weight", "output.weight"
 
 
@@ -67,6 +70,13 @@ class Matrix:
 class Weights(Protocol):
     """Where the matrices of a model come from."""
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user should know of them, a sentence each."""
+
+    def one_table(self, parts: DecoderParts) -> bool:
+        """Whether the output embedding's table is that of the input too."""
+
     def table(self, weight: Tensor, output: bool) -> Matrix:
         """The input or output embedding."""
 
@@ -95,6 +105,10 @@ class RoundedWeights:
     """Weights of a model in float32, rounded to a format; embeddings to int8."""
 
     format_name: str
+    notes: tuple[str, ...] = ()
+
+    def one_table(self, parts: DecoderParts) -> bool:
+        return parts.tied
 
     def table(self, weight: Tensor, output: bool) -> Matrix:
         return rounded(weight, "int8")
@@ -109,8 +123,34 @@ class StoredWeights:
     def __init__(self, file: GgufFile, heads: int, kv_heads: int) -> None:
         self.file = file
         self.rounded: dict[str, str] = {}  # type by name of the tensor
+        self.merged = False  # whether the input embedding is read from the table of the output
         # llama.cpp orders the rows of queries and keys of this architecture by rotated pairs.
         self.pairs = {"attn_q": heads, "attn_k": kv_heads} if file.architecture == "llama" else {}
+
+    def one_table(self, parts: DecoderParts) -> bool:
+        """Whether there is one table; files of tied models may have it twice, the input's with larger steps."""
+        if parts.tied or _OUTPUT not in self.file.tensors:
+            return parts.tied
+        sampled = torch.arange(0, len(parts.embedding.weight), -(-len(parts.embedding.weight) // _SAMPLED))
+        inputs, outputs = (weight[sampled] for weight in (parts.embedding.weight, parts.head.module.weight))
+        if inputs.shape != outputs.shape or self._size(_OUTPUT) < self._size(_EMBEDDING):
+            return False
+        blocks = (inputs - outputs).abs().unflatten(1, (-1, BLOCK))
+        steps = inputs.unflatten(1, (-1, BLOCK)).abs().amax(2, keepdim=True) / _COARSEST
+        self.merged = bool((blocks <= steps).float().mean() > _SAME)
+        return self.merged
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is not exactly as the file stores it, a sentence each."""
+        notes = [f"{name} is rounded to int8: no format has its {kind} weights exactly" for name, kind in self.rounded.items()]
+        if self.merged:
+            notes.append(f"{_EMBEDDING} and {_OUTPUT} hold the same table: it is stored once, as in {_OUTPUT}")
+        return tuple(notes)
+
+    def _size(self, name: str) -> int:
+        tensor = self.file.tensors[name]
+        return tensor.end - tensor.begin
 
     def table(self, weight: Tensor, output: bool) -> Matrix:
         """The table of the file, in which rows that the model has changed or added are rounded to the same format."""

@@ -44,9 +44,9 @@ from spaceport.graphs.contract.signature import DTYPES, Lowering, Precision, Sig
 from spaceport.graphs.contract.tokenizer_bounds import UnsafeTokenizer, checked
 from spaceport.graphs.decoder import AttentionImplementation, Decoder, decoder_of, freeze_rotary
 from spaceport.graphs.gated import MaskAdapter
-from spaceport.graphs.heads import heads_of
+from spaceport.graphs.heads import DraftHeads, heads_of
 from spaceport.graphs.mechanism import InputRows
-from spaceport.graphs.parts import parts_of
+from spaceport.graphs.parts import DecoderParts, UnsupportedParts, parts_of
 from spaceport.graphs.quantization import BLOCKS, Quantization
 from spaceport.graphs.quantize import quantizable_modules, quantize_model, use_stored_weights
 from spaceport.graphs.traits import Traits, probe, refuse_by_config
@@ -202,30 +202,52 @@ def _write_graph(checkpoint: Checkpoint, options: ExportOptions, folder: Path, o
 
 
 def _write_native(checkpoint: Checkpoint, options: ExportOptions, folder: Path, on_stage: OnStage) -> Written:
-    """Write the checkpoint's model as a graph of native operators."""
+    """Write the checkpoint's model as a graph of native operators, as far as there are operators for its family."""
     on_stage("loading the weights")
     with torch.no_grad():
         model = load_model(checkpoint, options.format.dtype, folder).eval()
         refuse_by_config(model)
         traits = probe(model)
         freeze_rotary(model)
+        parameters = sum(parameter.numel() for parameter in model.parameters())
         on_stage("comparing the parts of the model with the unmodified model")
-        parts = parts_of(model, traits)
-        heads, rows = heads_of(model), checkpoint.mechanism(InputRows)
-        sizes = (traits.layers, traits.kv_heads, traits.head_dim, traits.vocab_size)
-        lines = 1 if heads is None else 1 + heads.count
-        signature = Signature(*sizes, options.format.dtype, "scatter", traits.window, lines, options.format.kv_cache)
-        weights: NativeWeights = RoundedWeights(options.format.weights)
-        if options.format.weights == "stored":
-            weights = StoredWeights(read_gguf(checkpoint.folder), parts.heads, parts.kv_heads)
-        on_stage(f"writing the graph and its weights as {options.format.name}")
-        replaced = None if rows is None else (rows.tokens, rows.rows)
-        NativeGraph(folder, parts, signature, weights, replaced, heads).write()
-        for line in weights.notes:
-            on_stage(line)
+        try:
+            parts = parts_of(model, traits)
+        except UnsupportedParts as reason:
+            if options.format.weights == "stored":
+                raise
+            on_stage(f"{reason}; native operators compute its products only")
+            decoder, traits = decoder_of(model, "scatter", "plain")
+            to_onnx(decoder, folder, options.opset, on_stage, options.format.weights)
+            return Written(model, decoder.signature, traits.max_positions, parameters)
+        signature = _write_parts(checkpoint, options, parts, heads_of(model), traits, folder, on_stage)
     check_written(folder, signature, type(model).__name__, on_stage)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
     return Written(model, signature, traits.max_positions, parameters)
+
+
+def _write_parts(
+    checkpoint: Checkpoint,
+    options: ExportOptions,
+    parts: DecoderParts,
+    heads: DraftHeads | None,
+    traits: Traits,
+    folder: Path,
+    on_stage: OnStage,
+) -> Signature:
+    """Write the graph of a model whose parts were found."""
+    rows = checkpoint.mechanism(InputRows)
+    sizes = (traits.layers, traits.kv_heads, traits.head_dim, traits.vocab_size)
+    lines = 1 if heads is None else 1 + heads.count
+    signature = Signature(*sizes, options.format.dtype, "scatter", traits.window, lines, options.format.kv_cache)
+    weights: NativeWeights = RoundedWeights(options.format.weights)
+    if options.format.weights == "stored":
+        weights = StoredWeights(read_gguf(checkpoint.folder), parts.heads, parts.kv_heads)
+    on_stage(f"writing the graph and its weights as {options.format.name}")
+    replaced = None if rows is None else (rows.tokens, rows.rows)
+    NativeGraph(folder, parts, signature, weights, replaced, heads).write()
+    for line in weights.notes:
+        on_stage(line)
+    return signature
 
 
 def build_decoder(

@@ -143,7 +143,10 @@ class StoredWeights:
     @property
     def notes(self) -> tuple[str, ...]:
         """What is not exactly as the file stores it, a sentence each."""
-        notes = [f"{name} is rounded to int8: no format has its {kind} weights exactly" for name, kind in self.rounded.items()]
+        notes = [
+            f"{name} is rounded to int8: no format has its {kind} weights exactly"
+            for name, kind in self.rounded.items()
+        ]
         if self.merged:
             notes.append(f"{_EMBEDDING} and {_OUTPUT} hold the same table: it is stored once, as in {_OUTPUT}")
         return tuple(notes)

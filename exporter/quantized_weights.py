@@ -31,7 +31,8 @@ class WeightNotFound(ValueError):
 
 def store_quantized_weights(model: ir.Model, quantization: Quantization) -> None:
     """Replace every constant with a dequantized weight by its codes and scales, and DequantizeLinear before each matmul."""
-    for node, name in _quantized_matmuls(model, quantization.layers):
+    dequantized = {name: layer.dequantized for name, layer in quantization.layers.items()}
+    for node, name in matmuls_of(model, dequantized):
         layer = quantization.layers[name]
         codes = _packed(layer.codes) if quantization.weights == "int4" else ir.tensor(layer.codes)
         stored = [
@@ -49,13 +50,12 @@ def store_quantized_weights(model: ir.Model, quantization: Quantization) -> None
     passes.RemoveUnusedNodesPass()(model)
 
 
-def _quantized_matmuls(model: ir.Model, layers: Mapping[str, QuantizedWeight]) -> list[tuple[ir.Node, str]]:
-    """The matmuls with quantized weights, and the names of their linear modules.
+def matmuls_of(model: ir.Model, weights: Mapping[str, Tensor]) -> list[tuple[ir.Node, str]]:
+    """The matmuls with these weights, also transposed, and the names of their linear modules.
 
     Modules with equal weights, as in models with repeated layers, are matched in their order, which is that of the graph."""
     wanted: dict[Key, list[str]] = defaultdict(list)
-    for name, layer in layers.items():
-        weight = layer.dequantized
+    for name, weight in weights.items():
         for key in {key_of(ir.tensor(weight)), key_of(ir.tensor(weight.T.contiguous()))}:
             wanted[key].append(name)
     known: dict[int, list[str]] = {}
@@ -76,7 +76,7 @@ def _quantized_matmuls(model: ir.Model, layers: Mapping[str, QuantizedWeight]) -
             )
         taken[names[0]] += 1
         matmuls.append((node, names[index]))
-    if missing := sorted(layers.keys() - {name for _, name in matmuls}):
+    if missing := sorted(weights.keys() - {name for _, name in matmuls}):
         raise WeightNotFound(f"the graph has no matmul with the unchanged weight of {', '.join(missing[:3])}")
     return matmuls
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -42,7 +43,7 @@ def store_native_products(model: ir.Model, weights: Mapping[str, Tensor], matric
     """Replace the matmuls with these weights by native products."""
     for node, name in matmuls_of(model, weights):
         matrix, graph = matrices[name], model.graph
-        packed = lazy(lambda matrix=matrix: _packed(matrix), ir.DataType.UINT8, (matrix.bytes,))
+        packed = lazy(partial(_packed, matrix), ir.DataType.UINT8, (matrix.bytes,))
         width = constant(graph, f"native.width.{matrix.outputs}", ir.tensor(np.array([matrix.outputs], np.int64)))
         inputs = constant(graph, f"native.inputs.{matrix.inputs}", ir.tensor(np.array([-1, matrix.inputs], np.int64)))
         shape = ir.node("Shape", [node.inputs[0]], {"start": 0, "end": -1})

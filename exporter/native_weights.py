@@ -135,8 +135,9 @@ class StoredWeights:
         inputs, outputs = (weight[sampled] for weight in (parts.embedding.weight, parts.head.module.weight))
         if inputs.shape != outputs.shape or self._size(_OUTPUT) < self._size(_EMBEDDING):
             return False
-        blocks = (inputs - outputs).abs().unflatten(1, (-1, BLOCK))
-        steps = inputs.unflatten(1, (-1, BLOCK)).abs().amax(2, keepdim=True) / _COARSEST
+        count = len(inputs)
+        blocks = (inputs - outputs).abs().reshape(count, -1, BLOCK)
+        steps = inputs.reshape(count, -1, BLOCK).abs().amax(2, keepdim=True) / _COARSEST
         self.merged = bool((blocks <= steps).float().mean() > _SAME)
         return self.merged
 

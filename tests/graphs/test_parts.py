@@ -15,23 +15,7 @@ from transformers import PreTrainedModel
 from spaceport.graphs.decoder import freeze_rotary
 from spaceport.graphs.parts import DecoderParts, LayerParts, UnsupportedParts, _Finder, parts_of
 from spaceport.graphs.traits import Traits, probe
-from support.families import FAMILIES
-from support.native_models import built, found_parts
-
-REFUSED = {
-    "ministral3": r"the logits of Ministral3ForCausalLM by native operators differ",
-    "falcon, 7B style": "has an attention of its own",
-    "falcon, 40B style": "has an attention of its own",
-    "opt": "has no norm in OPTModel",
-    "gpt2": "inputs of its first layer that are not its embeddings",
-    "gptj": "has an attention of its own",
-    "cohere": "has a CohereLayerNorm: expected a norm with one gain for each channel",
-    "stablelm": "has a layer norm of queries and keys",
-    "phi": "has a layer norm of queries and keys",
-    "qwen3_moe": "has a Qwen3MoeSparseMoeBlock, which is neither a gated nor a plain MLP",
-    "mixtral": "has a MixtralSparseMoeBlock, which is neither a gated nor a plain MLP",
-}
-SUPPORTED = [family.name for family in FAMILIES if family.name not in REFUSED]
+from support.native_models import REFUSED, SUPPORTED, built, found_parts
 
 
 @cache

@@ -14,13 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
+from spaceport.exporter.native_weights import Matrix, RoundedWeights, rounded
 from spaceport.graphs import parts as parts_module
 from spaceport.graphs.contract.manifest import DATA_FILE, MODEL_FILE
 from spaceport.graphs.gated import ALL_LINEAR, adapter_state, gate_model, uniform_rows
 from spaceport.graphs.heads import Heads, expected_shapes
 from spaceport.graphs.mechanism import InputRows
+from spaceport.graphs.parts import Linear
 from spaceport.kernels.native_library import DOMAIN
-from spaceport.kernels.packing import WEIGHT_FORMATS, packed_bytes
+from spaceport.kernels.packing import WEIGHT_FORMATS, packed_bytes, quantize
 from support.families import VOCAB
 from support.layouts import Layout, fed
 from support.mask_rows import require_other_mask_rows_alone
@@ -255,3 +257,25 @@ def test_a_large_bias_of_keys_does_not_take_the_bits_of_other_channels(
     print(errors)
     assert errors[0] < ROUNDING
     assert errors[0] < 0.5 * errors[1]
+
+
+class MixedWeights(RoundedWeights):
+    """A gate and an up matrix that cannot be stacked."""
+
+    def linear(self, linear: Linear) -> Matrix:
+        return rounded(linear.weight, "int4" if "up_proj" in linear.name else "int8")
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_a_gate_and_an_up_matrix_of_two_formats_are_two_nodes(name: str, folder: Path) -> None:
+    files = native(name).write(folder / f"{name} mixed", MixedWeights("int8"))
+    assert kinds(files)["native GateProduct"] == 0
+    found = fed(files.engine(), TEXT, Layout((40,)))
+    assert rms(fed(files.engine(with_library=False), TEXT, Layout((40,))), found) <= WITHOUT_LIBRARY
+    model = built(name)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            weight = layer.mlp.up_proj.weight
+            weight.copy_(torch.from_numpy(quantize(weight.numpy(), "int4").dequantized()))
+    assert rms(found, rounded_logits(model, TEXT)) <= ROUNDING
+    assert fed(files.engine(), TEXT, Layout((1,))).tobytes() == found.tobytes()

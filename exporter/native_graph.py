@@ -260,7 +260,9 @@ class NativeGraph:
                 self._norm_product(f"{name}.{part}", x, [linear], norm, attributes, activation)
                 for part, linear, activation in zip(("gate", "up"), layer.up, (layer.activation, "none"), strict=True)
             ]
-            return self._standard("Mul", *states)
+            product, width = self._standard("Mul", *states), matrices[0].outputs
+            padding = padded_width(width) - width
+            return self._standard("Pad", product, self._integers(0, 0, 0, padding)) if padding else product
         both = gate_matrix(stacked(matrices))
         biases = [linear.bias for linear in layer.up]
         bias = None

@@ -264,22 +264,23 @@ def _joined(parts: Sequence[QuantizedWeights], order: NDArray[np.int64]) -> Quan
 def gate_matrix(matrix: Matrix) -> Matrix:
     """A matrix of a gate and of up below it, in the order of GateProduct; their width is padded to whole blocks."""
     width = matrix.outputs // 2
-    padded = padded_width(width)
-    if padded == width:
-        return matrix.ordered(gate_order(width))
-    order = gate_order(padded)
-    of_padding = order % padded >= width
-    source = np.where(of_padding, 0, order // padded * width + order % padded)
-    inner = matrix.ordered(source)
+    halves = [_padded(matrix.ordered(np.arange(start, start + width))) for start in (0, width)]
+    return stacked(halves).ordered(gate_order(padded_width(width)))
+
+
+def _padded(matrix: Matrix) -> Matrix:
+    """A matrix with outputs of weight 0 behind its own, up to whole blocks."""
 
     def read(some: NDArray[np.int64]) -> QuantizedWeights:
-        weights = inner.read(some)
-        weights.codes[of_padding[some]] = weights.format.zero
-        if weights.minima is not None:
-            weights.minima[of_padding[some]] = 0
-        return weights
+        weights, padding = matrix.read(np.minimum(some, matrix.outputs - 1)), some >= matrix.outputs
+        codes, minima = weights.codes.copy(), weights.minima
+        codes[padding] = weights.format.zero
+        if minima is not None:
+            minima = minima.copy()
+            minima[padding] = 0
+        return replace(weights, codes=codes, minima=minima)
 
-    return replace(inner, read=read)
+    return replace(matrix, outputs=padded_width(matrix.outputs), read=read)
 
 
 def padded_width(width: int) -> int:

@@ -74,15 +74,15 @@ def quantize(weights: NDArray[np.float32], format_name: str) -> QuantizedWeights
     blocks = weights.reshape(outputs, -1, weight_format.scale_block)
     most = 15 if weight_format.bits == 4 else 255 if weight_format.has_minima else 127
     if weight_format.has_minima:
-        lowest = np.minimum(blocks.min(axis=2), 0)
-        steps = (np.maximum(blocks.max(axis=2), 0) - lowest) / most
-        minima, minimum_factors = _stored(-lowest, weight_format)
-        offsets = _scaled(minima, minimum_factors, SUPERBLOCK // BLOCK)
+        minima, minimum_factors = _stored(-np.minimum(blocks.min(axis=2), 0), weight_format)
+        offsets = _scaled(minima, minimum_factors, SUPERBLOCK // BLOCK).astype(np.float32)
+        steps = (np.maximum(blocks.max(axis=2), 0) + offsets) / most
     else:
-        steps, minima, minimum_factors, offsets = np.abs(blocks).max(axis=2) / most, None, None, np.zeros(1)
+        steps, minima, minimum_factors = np.abs(blocks).max(axis=2) / most, None, None
+        offsets = np.zeros(1, np.float32)
     scales, factors = _stored(steps, weight_format)
     wide = _scaled(scales, factors, SUPERBLOCK // weight_format.scale_block).astype(np.float32)
-    codes = np.rint(_divided(blocks + offsets[..., None].astype(np.float32), wide))
+    codes = np.rint(_divided(blocks + offsets[..., None], wide))
     codes = np.clip(codes, 0, most) if weight_format.has_minima else np.clip(codes, -most, most) + weight_format.zero
     rows = codes.astype(np.uint8).reshape(outputs, inputs)
     return QuantizedWeights(weight_format, rows, scales, minima, factors, minimum_factors)

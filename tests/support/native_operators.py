@@ -14,11 +14,12 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
 from spaceport.kernels.build import SOURCES, build, compiler, library_name
-from spaceport.kernels.functions import INPUTS, OPSET, OUTPUTS
+from spaceport.kernels.functions import INPUTS, OUTPUTS
 from spaceport.kernels.gguf_weights import GGUF_BLOCKS, from_gguf
 from spaceport.kernels.packing import QuantizedWeights
 from support.cache import built
 
+OPSET, IR_VERSION = 23, 11  # of native graphs
 SETS = ("portable", "avx2", "avxvnni", "avx512vnni", "neon")
 _TYPES = {
     np.dtype(np.float32): TensorProto.FLOAT,
@@ -134,7 +135,7 @@ def model_of(
     return helper.make_model(
         helper.make_graph([node], "operator", fed, given, made),
         opset_imports=[helper.make_opsetid("", OPSET), helper.make_opsetid("spaceport", 1)],
-        ir_version=10,
+        ir_version=IR_VERSION,
     )
 
 

@@ -98,7 +98,9 @@ void multiply(Call& call, const Kernels& kernels, const float* const* rows, int 
   int64_t row_ns = count * BLOCK_ROW_NS > BLOCK_READ_NS ? count * BLOCK_ROW_NS : BLOCK_READ_NS;
   int64_t parts = all_panels * blocks * row_ns / LEAST_PART_NS;
   parts = parts > MOST_PARTS ? MOST_PARTS : parts;
-  parts = parts > all_panels ? all_panels : parts < 1 ? 1 : parts;
+  parts = parts > all_panels ? all_panels : parts;
+  parts -= parts % (parts < 4 ? 2 : 4);  // two or four threads have as much each
+  parts = parts < 1 ? 1 : parts;
   auto compute = [&](int part) {
     int64_t first = all_panels * part / parts, end = all_panels * (part + 1) / parts;
     for (int i = 0; i < product_count; i++) {

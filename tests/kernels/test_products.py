@@ -79,6 +79,23 @@ def test_large_products_are_the_same_with_two_threads(dice: np.random.Generator)
         assert close(one, reference.product(x, weights.dequantized()), EXACT)
 
 
+@pytest.mark.parametrize("format_name", ["int4", "int8"])
+def test_rows_that_do_not_fit_into_the_cache_have_the_bytes_of_rows_alone(
+    dice: np.random.Generator, format_name: str
+) -> None:
+    """Codes of 640 KB, which the kernels take in parts."""
+    rows, inputs = 80, 8192
+    x, residual = normal(dice, rows, inputs), normal(dice, rows, 40)
+    weights = random_weights(dice, format_name, 40, inputs)
+    feeds = {"x": x, "residual": residual, "weights": pack(weights)}
+    for set_name in available_sets():
+        operator = Operator("AddProduct", feeds, {"format": format_name, "width": 40}, set_name, 2)
+        got = operator(feeds)[0]
+        alone = [operator(feeds | {"x": x[i : i + 1], "residual": residual[i : i + 1]})[0] for i in range(rows)]
+        assert got.tobytes() == np.concatenate(alone).tobytes(), set_name
+    assert close(got, reference.product(x, weights.dequantized()) + residual, EXACT)
+
+
 def test_extreme_codes_do_not_overflow(dice: np.random.Generator) -> None:
     """All products of bytes at their largest, of equal and of opposite sign."""
     inputs = 256

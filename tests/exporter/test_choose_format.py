@@ -96,16 +96,6 @@ def test_a_named_format_wins_and_the_reason_for_each_is_one_line(
     assert "\n" not in why
 
 
-def test_calibration_prompts_are_refused_where_nothing_is_calibrated(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "prompts").write_text("import os\n")
-    arguments = [str(TINY), str(tmp_path / "bundle"), "--calibration-data", str(tmp_path / "prompts")]
-    assert run(["export", *arguments, "--format", "int4"]) == USAGE
-    expected = "rounded by GPTQ, and the format is int4: expected --format float16-int4 or bfloat16-int4 with it"
-    assert expected in capsys.readouterr().err
-
-
 def test_an_unknown_format_is_refused() -> None:
     with pytest.raises(OptionFault, match="format is 'int7': expected stored, int4, int8, float32"):
         choose_format(TINY, "int7", "cpu")

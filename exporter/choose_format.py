@@ -37,7 +37,16 @@ def choose_format(
         return _with_reason(
             "stored", "the weights of the GGUF file as they are; --format int4 or int8 rounds them again"
         )
-    total = sum(weight.numel() for weight in model.parameters())
+    return _by_size(sum(weight.numel() for weight in model.parameters()))
+
+
+def why_not_native(model: PreTrainedModel) -> str | None:
+    """Why native operators do not cover a model, which may be without values; None if they do."""
+    return None
+
+
+def _by_size(total: int) -> tuple[Format, str]:
+    """The native format for a model with this number of weights, of which none is read."""
     size = f"{total / 1e6:,.1f} million weights"
     if total < _SMALL:
         return _with_reason(
@@ -46,11 +55,6 @@ def choose_format(
     if total < _LARGE:
         return _with_reason("int8", f"a model of {size} loses too much in int4; --format float32 loses nothing")
     return _with_reason("int4", f"{size}; --format int8 is closer to float32, and slower")
-
-
-def why_not_native(model: PreTrainedModel) -> str | None:
-    """Why native operators do not cover a model, which may be without values; None if they do."""
-    return None
 
 
 def _named(name: str, checkpoint: Path) -> Format:

@@ -220,15 +220,16 @@ def _scaled(matrix: Matrix, factors: NDArray[np.float32]) -> Matrix:
     """A matrix whose outputs are multiplied by powers of two: scales change, and codes do not."""
 
     def read(some: NDArray[np.int64]) -> QuantizedWeights:
-        weights, own = matrix.read(some), factors[some][:, None].astype(np.float16)
-        if weights.factors is not None:
-            minimum = weights.minimum_factors
-            return replace(
-                weights, factors=weights.factors * own, minimum_factors=None if minimum is None else minimum * own
-            )
-        scales = cast(NDArray[np.float16], weights.scales) * own
-        minima = None if weights.minima is None else cast(NDArray[np.float16], weights.minima) * own
-        return replace(weights, scales=scales, minima=minima)
+        weights, own = matrix.read(some), factors[some][:, None]
+
+        def scaled(values: NDArray[np.generic]) -> NDArray[np.float16]:
+            return (values.astype(np.float32) * own).astype(np.float16)
+
+        if weights.factors is None:
+            minima = None if weights.minima is None else scaled(weights.minima)
+            return replace(weights, scales=scaled(weights.scales), minima=minima)
+        minimum = None if weights.minimum_factors is None else scaled(weights.minimum_factors)
+        return replace(weights, factors=scaled(weights.factors), minimum_factors=minimum)
 
     return replace(matrix, read=read)
 

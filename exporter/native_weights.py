@@ -23,7 +23,7 @@ from spaceport.graphs.streamed_weights import values_of
 from spaceport.kernels.gguf_weights import GGUF_BLOCKS, from_gguf
 from spaceport.kernels.packing import PANEL, QuantizedWeights, WeightFormat, gate_order, pack, packed_bytes, quantize
 
-_PART = 128 * PANEL  # outputs that are packed at a time
+_PART = 16 * PANEL  # outputs that are packed at a time: their numbers stay in the cache
 
 # Names of tensors in GGUF files by the last name of a linear module.
 _GGUF_NAMES = {

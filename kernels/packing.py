@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +11,10 @@ from numpy.typing import NDArray
 BLOCK = 32  # inputs that share a scale
 PANEL = 32  # outputs that lie together
 SUPERBLOCK = 256  # inputs that share the factors of their blocks' scales
+
+Halves = NDArray[np.float16]
+
+_SHARES = (1.0, 0.9)  # of the range of a block with which the search for int4 codes begins
 
 
 @dataclass(frozen=True)
@@ -84,8 +88,55 @@ def quantize(weights: NDArray[np.float32], format_name: str) -> QuantizedWeights
     wide = _scaled(scales, factors, SUPERBLOCK // weight_format.scale_block).astype(np.float32)
     codes = np.rint(_divided(blocks + offsets[..., None], wide))
     codes = np.clip(codes, 0, most) if weight_format.has_minima else np.clip(codes, -most, most) + weight_format.zero
+    if format_name == "int4":
+        codes, scales, minima = _refined(blocks, codes, scales, cast(Halves, minima))
     rows = codes.astype(np.uint8).reshape(outputs, inputs)
     return QuantizedWeights(weight_format, rows, scales, minima, factors, minimum_factors)
+
+
+def _refined(
+    blocks: NDArray[np.float32], codes: NDArray[np.float32], scales: NDArray[np.generic], minima: Halves
+) -> tuple[NDArray[np.float32], Halves, Halves]:
+    """Int4 codes, scales and minima, of each block those with the smallest squared error that are found.
+
+    They begin with the range of a block, or less of it; the scale and minimum that fit the codes best follow, twice.
+    """
+    kept = codes, cast(Halves, scales), minima
+    least = _error(blocks, *kept)
+    lowest, highest = np.minimum(blocks.min(axis=2), 0), np.maximum(blocks.max(axis=2), 0)
+    for share in _SHARES:
+        scale = (share * (highest - lowest) / 15).astype(np.float16)
+        minimum = (-share * lowest).astype(np.float16)
+        for _ in range(2):
+            tried = _codes(blocks, scale, minimum)
+            mean, mean_code = blocks.mean(axis=2), tried.mean(axis=2)
+            spread = np.square(tried - mean_code[..., None]).sum(axis=2)
+            slope = ((tried - mean_code[..., None]) * blocks).sum(axis=2) / np.where(spread > 0, spread, 1)
+            scale = np.maximum(slope, 0).astype(np.float16)
+            minimum = np.maximum(slope * mean_code - mean, 0).astype(np.float16)
+        found = _codes(blocks, scale, minimum), scale, minimum
+        error = _error(blocks, *found)
+        better = error < least
+        codes, scales, minima = kept
+        kept = (
+            np.where(better[..., None], found[0], codes),
+            np.where(better, found[1], scales),
+            np.where(better, found[2], minima),
+        )
+        least = np.minimum(error, least)
+    return kept
+
+
+def _codes(blocks: NDArray[np.float32], scales: Halves, minima: Halves) -> NDArray[np.float32]:
+    return np.clip(np.rint(_divided(blocks + minima[..., None].astype(np.float32), scales)), 0, 15)
+
+
+def _error(
+    blocks: NDArray[np.float32], codes: NDArray[np.float32], scales: Halves, minima: Halves
+) -> NDArray[np.float32]:
+    """The squared error of each block."""
+    steps, offsets = (values[..., None].astype(np.float32) for values in (scales, minima))
+    return cast(NDArray[np.float32], np.square(codes * steps - offsets - blocks).sum(axis=2))
 
 
 def _stored(

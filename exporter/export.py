@@ -110,6 +110,7 @@ def estimate_export(checkpoint: Checkpoint, options: ExportOptions) -> ExportEst
     model = model_without_values(checkpoint.config, options.format.dtype)
     weights, plain = options.format.weights, DTYPES[options.format.dtype].bytes
     packed = _NATIVE_BYTES if options.format.native else {"int8": 1, "float8": 1, "int4": 0.5 + plain / BLOCKS[0]}
+    tables = {id(module.weight) for module in (model.get_input_embeddings(), model.get_output_embeddings())}
     sizes = {id(parameter): parameter.numel() for parameter in model.parameters()}
     quantized = set[int]()
     if options.format.native:
@@ -122,8 +123,11 @@ def estimate_export(checkpoint: Checkpoint, options: ExportOptions) -> ExportEst
     streamed = not (is_gguf(checkpoint.folder) or is_converted(checkpoint.folder) or checkpoint.remote_code)
     layers = checkpoint.config.get_text_config().num_hidden_layers
     seconds = _SECONDS + _LAYER * layers + (_ROUNDED if options.format.rounds else _COPIED) * (stored + floats) / 1e9
-    size = int(packed.get(weights, plain) * stored + plain * floats)
-    return ExportEstimate(size, stored if quantized and streamed else 0, seconds)
+    size = packed.get(weights, plain) * stored + plain * floats
+    if options.format.native and weights == "int4":  # embeddings have 8 bits
+        size += (packed["int8"] - packed["int4"]) * sum(sizes[table] for table in tables)
+    temporary = stored if quantized and streamed and not options.format.native else 0
+    return ExportEstimate(int(size), temporary, seconds)
 
 
 class Written(NamedTuple):

@@ -168,6 +168,7 @@ ADAPTED: dict[str, tuple[str, ...]] = {
     "phi3": (ALL_LINEAR,),  # one matrix of queries, keys and values, one of gate and up
     "gpt_neox": (ALL_LINEAR,),  # in another order
     "gemma2": (ALL_LINEAR,),  # norms behind products
+    "granite": (ALL_LINEAR,),  # whose outputs have a factor
     "glm": ("k_proj", "o_proj"),
     "mistral": ("up_proj",),  # without an adapter of the gate
     "llama": ("v_proj", "gate_proj", "down_proj"),

@@ -39,6 +39,7 @@ _LONGROPE = {
     "long_factor": [2.0, 3.0, 5.0, 9.0, 9.0, 9.0, 9.0, 9.0],
 }
 _OWN: dict[str, dict[str, Any]] = {
+    "gemma2": {"attn_logit_softcapping": 0.5},  # so low that a graph without it is another one
     "phi3, longrope": {"rope_parameters": _LONGROPE},
     "opt": {"ffn_dim": PLAIN_WIDTH, "word_embed_proj_dim": 64},
     "gpt2": {"n_embd": 64, "n_inner": PLAIN_WIDTH},

@@ -18,8 +18,9 @@ from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto
 from spaceport.exporter.export import ExportOptions
 from spaceport.graphs.contract.formats import FORMATS
 from spaceport.kernels import native_library
+from spaceport.kernels.native_library import DOMAIN
 from spaceport.runtime.backends import on_onnxruntime
-from spaceport.runtime.backends.graph_file import external_files, operators
+from spaceport.runtime.backends.graph_file import external_files, imported_version, operators
 from spaceport.runtime.backends.on_onnxruntime import (
     KvMemory,
     OnnxRuntimeEngine,
@@ -202,6 +203,11 @@ def test_external_data_in_all_parts_of_a_model_is_found() -> None:
     model.functions[0].attribute_proto.append(AttributeProto(name="t", t=tensor("i")))
     model.training_info.add().algorithm.initializer.append(tensor("j"))
     assert external_files(model.SerializeToString()) == set("abcdefghij")
+    assert imported_version(model.SerializeToString(), DOMAIN) == 0
+    for domain, version in (("", 23), (DOMAIN, 3), ("another", 5)):
+        model.opset_import.add(domain=domain, version=version)
+    assert imported_version(model.SerializeToString(), DOMAIN) == 3
+    assert external_files(model.SerializeToString()) == set("abcdefghij")
     inner.node[0].op_type = "Add"
     node.attribute.append(AttributeProto(name="then", g=inner))
     model.graph.node.append(node)
@@ -226,8 +232,9 @@ def test_what_is_no_model_is_refused(content: bytes, message: str) -> None:
 @given(st.binary(max_size=60))
 def test_any_content_is_read_or_refused(content: bytes) -> None:
     for start in (b"", b"\x3a" + bytes([len(content)])):
-        with suppress(ValueError):
-            external_files(start + content)
+        for read in (external_files, operators, lambda model: imported_version(model, "spaceport")):
+            with suppress(ValueError):
+                read(start + content)
 
 
 # Native bundles
@@ -301,6 +308,12 @@ def test_an_older_library_and_an_unknown_instruction_set_are_named(monkeypatch: 
     monkeypatch.delenv("SPACEPORT_KERNELS")
     monkeypatch.setattr(native_library, "version", lambda library: 0)
     with pytest.raises(BundleError, match=r"have version 0, expected 1 or newer: install Spaceport again") as raised:
+        native_engine()
+    monkeypatch.undo()
+    monkeypatch.setattr(on_onnxruntime, "imported_version", lambda model, domain: 2)
+    with pytest.raises(
+        BundleError, match=r"have version 1, expected 2 or newer: install Spaceport again, in the version"
+    ):
         native_engine()
     assert str(bundle_of(TINY, ExportOptions(FORMATS["int8"]))) in str(raised.value)
 

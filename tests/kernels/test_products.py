@@ -79,7 +79,7 @@ def test_large_products_are_the_same_with_two_threads(dice: np.random.Generator)
         assert close(one, reference.product(x, weights.dequantized()), EXACT)
 
 
-@pytest.mark.parametrize("format_name", ["int4", "int8"])
+@pytest.mark.parametrize("format_name", ["int4", "int5", "int8"])
 def test_rows_that_do_not_fit_into_the_cache_have_the_bytes_of_rows_alone(
     dice: np.random.Generator, format_name: str
 ) -> None:
@@ -102,7 +102,7 @@ def test_extreme_codes_do_not_overflow(dice: np.random.Generator) -> None:
     x = np.ones((3, inputs), np.float32)
     x[1] = -1
     x[2, ::2] = -1
-    for format_name, code in (("int4", 15), ("int8", 255), ("int8", 0), ("int8_min", 255)):
+    for format_name, code in (("int4", 15), ("int5", 31), ("int5", 0), ("int5_min", 31), ("int8", 255), ("int8", 0)):
         weight_format = WEIGHT_FORMATS[format_name]
         ones = np.ones((32, inputs // 32), np.float16)
         minima = ones if weight_format.has_minima else None

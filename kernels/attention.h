@@ -192,8 +192,7 @@ inline void score_tile(const Attention& a, const Work& w, const B* columns, int 
 #pragma GCC unroll 8
       for (int i = 0; i < COUNT; i++) sums[i] = add_bytes(sums[i], columns[j], set_group(queries + 4 * i));
 #pragma GCC unroll 8
-    for (int i = 0; i < COUNT; i++)
-      totals[i] = add_int(totals[i], read(sums[i], first ? 0 : w.query_zeros[pair + i]));
+    for (int i = 0; i < COUNT; i++) totals[i] = add_int(totals[i], read(sums[i], first ? 0 : w.query_zeros[pair + i]));
   }
   F scores[COUNT];
   const float* query_scales = w.query_scales + pair;

@@ -112,6 +112,18 @@ def test_extreme_codes_do_not_overflow(dice: np.random.Generator) -> None:
         assert close(got, reference.product(x, weights.dequantized()), EXACT)
 
 
+@pytest.mark.parametrize("rows", [1, 7])
+def test_codes_of_5_bits_give_the_bytes_of_the_same_weights_in_8_bits(dice: np.random.Generator, rows: int) -> None:
+    weights = random_weights(dice, "int5", 75, 256)
+    wide = QuantizedWeights(WEIGHT_FORMATS["int8"], weights.codes + np.uint8(128 - 16), weights.scales)
+    feeds = {"x": normal(dice, rows, 256), "residual": normal(dice, rows, 75)}
+    five, eight = (
+        same_everywhere("AddProduct", feeds | {"weights": pack(each)}, {"format": each.format.name, "width": 75})
+        for each in (weights, wide)
+    )
+    assert five.tobytes() == eight.tobytes()
+
+
 @pytest.mark.parametrize("kind", ["none", "rms", "layer"])
 def test_norm_product_puts_products_of_several_formats_side_by_side(dice: np.random.Generator, kind: str) -> None:
     inputs, widths, formats = 512, (64, 40, 32), ("int4", "int8_k16", "int8")

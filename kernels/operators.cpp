@@ -34,7 +34,7 @@ constexpr int PARALLEL_ROUNDING_ROWS = 16;
 
 const char* const NORMS[] = {"none", "rms", "layer"};
 const char* const ACTIVATIONS[] = {"none", "silu", "gelu", "gelu_tanh"};
-const char* const FORMAT_NAMES[] = {"int4", "int4_k", "int8", "int8_min", "int8_k", "int8_k16"};
+const char* const FORMAT_NAMES[] = {"int4", "int4_k", "int5", "int5_min", "int5_k", "int8", "int8_k16"};
 constexpr int64_t MOST_OUTPUTS = int64_t(1) << 24;
 
 struct NormAttributes {
@@ -60,7 +60,7 @@ void multiply(Call& call, const Kernels& kernels, const float* const* rows, int 
   if (call.failed()) return;
   int most = row_count;
   for (int i = 0; i < product_count; i++) {
-    int own = kernels.tile_rows[FORMAT_TRAITS[products[i].format].bits == 4];
+    int own = kernels.tile_rows[FORMAT_TRAITS[products[i].format].bits < 8];
     most = own < most ? own : most;
   }
   int tiles = (row_count + most - 1) / most;

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,7 @@ SUPERBLOCK = 256  # inputs that share the factors of their blocks' scales
 Halves = NDArray[np.float16]
 
 _SHARES = (1.0, 0.9)  # of the range of a block with which the search for int4 codes begins
+Number = TypeVar("Number", bound=np.generic)
 
 
 @dataclass(frozen=True)
@@ -39,9 +40,10 @@ WEIGHT_FORMATS = {
     for each in (
         WeightFormat("int4", 4, 0, True, False),  # GGUF: Q4_0, Q4_1
         WeightFormat("int4_k", 4, 0, True, True),  # Q4_K
-        WeightFormat("int8", 8, 128, False, False),  # Q5_0, Q8_0
-        WeightFormat("int8_min", 8, 0, True, False),  # Q5_1
-        WeightFormat("int8_k", 8, 0, True, True),  # Q5_K
+        WeightFormat("int5", 5, 16, False, False),  # Q5_0
+        WeightFormat("int5_min", 5, 0, True, False),  # Q5_1
+        WeightFormat("int5_k", 5, 0, True, True),  # Q5_K
+        WeightFormat("int8", 8, 128, False, False),  # Q8_0
         WeightFormat("int8_k16", 8, 128, False, True, 16),  # Q6_K
     )
 }
@@ -76,7 +78,7 @@ def quantize(weights: NDArray[np.float32], format_name: str) -> QuantizedWeights
         expected = f"expected a multiple of {weight_format.input_multiple} for {format_name}"
         raise ValueError(f"the matrix has {inputs} inputs: {expected}")
     blocks = weights.reshape(outputs, -1, weight_format.scale_block)
-    most = 15 if weight_format.bits == 4 else 255 if weight_format.has_minima else 127
+    most = (1 << weight_format.bits if weight_format.has_minima else weight_format.zero) - 1
     if weight_format.has_minima:
         minima, minimum_factors = _stored(-np.minimum(blocks.min(axis=2), 0), weight_format)
         offsets = _scaled(minima, minimum_factors, SUPERBLOCK // BLOCK).astype(np.float32)
@@ -165,10 +167,13 @@ def pack(weights: QuantizedWeights) -> NDArray[np.uint8]:
     if weight_format.bits == 8:
         body = codes.reshape(panels, PANEL, blocks, 8, 4).transpose(0, 2, 3, 1, 4)
     else:
-        pairs = codes.reshape(panels, 2, 16, blocks, 4, 2, 4).transpose(0, 3, 1, 4, 2, 6, 5)
+        pairs = (codes & 15).reshape(panels, 2, 16, blocks, 4, 2, 4).transpose(0, 3, 1, 4, 2, 6, 5)
         body = pairs[..., 0] | pairs[..., 1] << 4
-    scales = _panels(weights.scales, padding, blocks)
-    parts = [body.reshape(panels, blocks, -1), scales]
+    parts = [body.reshape(panels, blocks, -1)]
+    if weight_format.bits == 5:
+        fifths = (codes >> 4).reshape(panels, 2, 16, blocks, 8, 4).transpose(0, 3, 1, 4, 2, 5)
+        parts.append(np.packbits(fifths.reshape(panels, blocks, -1), axis=2, bitorder="little"))
+    parts.append(_panels(weights.scales, padding, blocks))
     if weights.minima is not None:
         parts.append(_panels(weights.minima, padding, blocks))
     packed = np.concatenate(parts, axis=2)
@@ -209,7 +214,7 @@ def _panels(values: NDArray[np.generic], padding: int, blocks: int) -> NDArray[n
     return ordered.view(np.uint8).reshape(panels, blocks, -1)
 
 
-def _padded(values: NDArray[np.generic], padding: int, fill: int) -> NDArray[np.generic]:
+def _padded(values: NDArray[Number], padding: int, fill: int) -> NDArray[Number]:
     return np.pad(values, ((0, padding), (0, 0)), constant_values=fill) if padding else values
 
 

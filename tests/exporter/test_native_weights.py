@@ -31,9 +31,9 @@ FORMATS = {
     "Q4_0": "int4",
     "Q4_1": "int4",
     "Q4_K": "int4_k",
-    "Q5_0": "int8",
-    "Q5_1": "int8_min",
-    "Q5_K": "int8_k",
+    "Q5_0": "int5",
+    "Q5_1": "int5_min",
+    "Q5_K": "int5_k",
     "Q6_K": "int8_k16",
     "Q8_0": "int8",
 }

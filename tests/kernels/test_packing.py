@@ -69,7 +69,7 @@ def test_rounded_weights_are_within_half_a_step(format_name: str, monkeypatch: p
         steps = steps * quantized.factors.repeat(256 // each, axis=1)
     # Scales and minima in float16 move the largest weights of a block.
     assert (differences.max(axis=2) <= 0.5 * steps + 1e-3 * np.abs(blocks).max(axis=2)).all()
-    most = {4: 15, 8: 255}[weight_format.bits] if weight_format.has_minima else 127
+    most = 2 ** (weight_format.bits - (not weight_format.has_minima)) - 1
     lowest = np.minimum(blocks.min(axis=2), 0) if weight_format.has_minima else 0
     highest = np.maximum(blocks.max(axis=2), 0) if weight_format.has_minima else np.abs(blocks).max(axis=2)
     needed = (highest - lowest) / most
@@ -93,6 +93,15 @@ def test_matrices_of_other_widths_are_refused() -> None:
 
 
 def test_the_formats_have_the_sizes_of_their_panels() -> None:
-    per_block = {"int4": 640, "int4_k": 592, "int8": 1088, "int8_min": 1152, "int8_k": 1104, "int8_k16": 1096}
+    per_block = {
+        "int4": 640,
+        "int4_k": 592,
+        "int5": 704,
+        "int5_min": 768,
+        "int5_k": 720,
+        "int8": 1088,
+        "int8_k16": 1096,
+    }
+    assert per_block.keys() == WEIGHT_FORMATS.keys()
     for name, size in per_block.items():
         assert packed_bytes(WEIGHT_FORMATS[name], 32, 256) == 8 * size

@@ -33,9 +33,10 @@ _OUTPUT_TYPES = {"new_keys": TensorProto.INT8, "new_values": TensorProto.INT8}
 GGUF_TYPES = {
     "int4": "Q4_1",
     "int4_k": "Q4_K",
+    "int5": "Q5_0",
+    "int5_min": "Q5_1",
+    "int5_k": "Q5_K",
     "int8": "Q8_0",
-    "int8_min": "Q5_1",
-    "int8_k": "Q5_K",
     "int8_k16": "Q6_K",
 }
 
@@ -103,7 +104,7 @@ def random_weights(dice: np.random.Generator, format_name: str, outputs: int, in
     gguf_type = GGUF_TYPES[format_name]
     size, width = GGUF_BLOCKS[gguf_type]
     blocks = dice.integers(0, 256, (outputs * inputs // width, size), dtype=np.uint8)
-    for offset in {"Q8_0": (0,), "Q6_K": (208,)}.get(gguf_type, (0, 2)):
+    for offset in {"Q5_0": (0,), "Q8_0": (0,), "Q6_K": (208,)}.get(gguf_type, (0, 2)):
         factors = (0.0005 + 0.001 * dice.random(len(blocks))).astype(np.float16)
         blocks[:, offset : offset + 2] = factors.view(np.uint8).reshape(-1, 2)
     weights = from_gguf(blocks.reshape(-1), gguf_type, outputs, inputs)

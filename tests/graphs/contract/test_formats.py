@@ -24,7 +24,6 @@ def test_a_format_is_consistent(each: Format) -> None:
     else:
         assert (each.name, each.lowerings) == (f"{each.dtype}-{each.weights}", ("append",))
         assert "onnxruntime-cuda" not in each.backends  # it runs scatter-lowered graphs only
-    assert each.rounds == each.name.endswith("-int4")
 
 
 def test_the_docs_have_each_format_with_its_purpose() -> None:

@@ -84,6 +84,17 @@ class Weights(Protocol):
         """The matrix of a linear module."""
 
 
+def same_table(parts: DecoderParts) -> bool:
+    """Whether input and output embeddings were rounded from one table, as in GGUF files of tied models."""
+    tables = [parts.embedding.weight, parts.head.module.weight]
+    sampled = torch.arange(0, len(tables[0]), -(-len(tables[0]) // _SAMPLED))
+    if tables[0].shape != tables[1].shape:
+        return False
+    inputs, outputs = (table[sampled].reshape(len(sampled), -1, BLOCK) for table in tables)
+    steps = inputs.abs().amax(2, keepdim=True) / _COARSEST
+    return bool(((inputs - outputs).abs() <= steps).float().mean() > _SAME)
+
+
 def rounded(weight: Tensor | NDArray[np.float32], format_name: str) -> Matrix:
     """A matrix with the nearest codes of a format; inputs are padded to whole blocks."""
 
@@ -108,7 +119,7 @@ class RoundedWeights:
     notes: tuple[str, ...] = ()
 
     def one_table(self, parts: DecoderParts) -> bool:
-        return parts.tied
+        return parts.tied or same_table(parts)
 
     def table(self, weight: Tensor, output: bool) -> Matrix:
         return rounded(weight, "int8")
@@ -128,17 +139,10 @@ class StoredWeights:
         self.pairs = {"attn_q": heads, "attn_k": kv_heads} if file.architecture == "llama" else {}
 
     def one_table(self, parts: DecoderParts) -> bool:
-        """Whether there is one table; files of tied models may have it twice, the input's with larger steps."""
+        """Whether there is one table; if the file has it twice, the input's has larger steps."""
         if parts.tied or _OUTPUT not in self.file.tensors:
             return parts.tied
-        sampled = torch.arange(0, len(parts.embedding.weight), -(-len(parts.embedding.weight) // _SAMPLED))
-        inputs, outputs = (weight[sampled] for weight in (parts.embedding.weight, parts.head.module.weight))
-        if inputs.shape != outputs.shape or self._size(_OUTPUT) < self._size(_EMBEDDING):
-            return False
-        count = len(inputs)
-        blocks = (inputs - outputs).abs().reshape(count, -1, BLOCK)
-        steps = inputs.reshape(count, -1, BLOCK).abs().amax(2, keepdim=True) / _COARSEST
-        self.merged = bool((blocks <= steps).float().mean() > _SAME)
+        self.merged = self._size(_OUTPUT) >= self._size(_EMBEDDING) and same_table(parts)
         return self.merged
 
     @property

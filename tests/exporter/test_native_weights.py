@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -18,8 +20,16 @@ from torch import Tensor, nn
 from spaceport.exporter.checkpoint import CheckpointError, TokenFlags, load_model, open_checkpoint
 from spaceport.exporter.checkpoint_source import quiet_libraries
 from spaceport.exporter.gguf_file import GgufFile, GgufTensor, read_gguf
-from spaceport.exporter.native_weights import Matrix, StoredWeights, gate_matrix, rounded, stacked
-from spaceport.graphs.parts import Linear
+from spaceport.exporter.native_weights import (
+    Matrix,
+    RoundedWeights,
+    StoredWeights,
+    gate_matrix,
+    rounded,
+    same_table,
+    stacked,
+)
+from spaceport.graphs.parts import DecoderParts, Linear
 from spaceport.kernels.gguf_weights import GGUF_BLOCKS
 from spaceport.kernels.packing import WEIGHT_FORMATS, gate_order, pack, quantize
 from support.gguf_files import random_blocks, random_model, write_gguf
@@ -159,6 +169,31 @@ def test_rows_of_a_table_that_the_model_changed_or_added_are_rounded(kind: str, 
     output = stored.table(weights["output.weight"], output=True)
     np.testing.assert_array_equal(values(output), weights["output.weight"].numpy())
     assert stored.rounded == {}
+
+
+def tables_of(inputs: Tensor, outputs: Tensor) -> DecoderParts:
+    parts = SimpleNamespace(embedding=nn.Embedding(1, 1), head=linear_of(outputs, "head"), tied=False)
+    parts.embedding.weight = nn.Parameter(inputs, requires_grad=False)
+    return cast(DecoderParts, parts)
+
+
+def test_two_roundings_of_one_table_are_one_table() -> None:
+    table = torch.randn(300, 64, generator=torch.Generator().manual_seed(0))
+    coarse, fine = (torch.from_numpy(quantize(table.numpy(), name).dequantized()) for name in ("int4", "int8"))
+    assert same_table(tables_of(coarse, fine))
+    assert RoundedWeights("int4").one_table(tables_of(coarse, fine))
+    assert not same_table(tables_of(coarse, fine.flip(0)))
+    assert not same_table(tables_of(coarse, fine + 0.5 * torch.randn(300, 64)))
+    assert not same_table(tables_of(coarse, fine[1:]))
+
+
+def test_the_tables_of_a_file_are_stored_once_if_the_output_has_the_smaller_steps(tmp_path: Path) -> None:
+    for kinds, merged in ((("Q5_0", "Q8_0"), True), (("Q8_0", "Q5_0"), False)):
+        file, weights = file_of(tmp_path, dict(zip(("token_embd.weight", "output.weight"), kinds, strict=True)))
+        stored, weight = StoredWeights(file, 4, 2), weights["output.weight"]
+        assert stored.one_table(tables_of(weight, weight)) == merged
+        assert [note.startswith("token_embd.weight and output.weight") for note in stored.notes] == [True] * merged
+        assert not stored.one_table(tables_of(weights["token_embd.weight"], weight))
 
 
 @pytest.mark.parametrize("format_name", WEIGHT_FORMATS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from pathlib import Path
 from typing import Literal
 
@@ -19,6 +20,7 @@ Machine = Literal["cpu", "gpu"]
 # Weights of a model. Below the first, the steps of formats with fewer bits take as long as those of float32; from the
 # second on, int4 is close enough: mean KL divergence 0.013 to 0.019 with 0.5 billion weights, 0.044 with 0.135 billion.
 _SMALL, _LARGE = 20_000_000, 300_000_000
+_LEAST_EXACT = 0.5  # of the weights of a GGUF file; the others are rounded to 8 bits
 
 
 def choose_format(
@@ -33,11 +35,20 @@ def choose_format(
     model = model_without_values(model_config(checkpoint, remote_code), "float32")
     if (why := why_not_native(model)) is not None:
         return _with_reason("float32", f"{why}; --format float16 is for GPUs")
-    if is_gguf(checkpoint) and not _inexact(read_gguf(checkpoint)):
+    if is_gguf(checkpoint) and _exact_share(read_gguf(checkpoint)) >= _LEAST_EXACT:
         return _with_reason(
             "stored", "the weights of the GGUF file as they are; --format int4 or int8 rounds them again"
         )
-    total = sum(weight.numel() for weight in model.parameters())
+    return _by_size(sum(weight.numel() for weight in model.parameters()))
+
+
+def why_not_native(model: PreTrainedModel) -> str | None:
+    """Why native operators do not cover a model, which may be without values; None if they do."""
+    return None
+
+
+def _by_size(total: int) -> tuple[Format, str]:
+    """The native format for a model with this number of weights, of which none is read."""
     size = f"{total / 1e6:,.1f} million weights"
     if total < _SMALL:
         return _with_reason(
@@ -48,11 +59,6 @@ def choose_format(
     return _with_reason("int4", f"{size}; --format int8 is closer to float32, and slower")
 
 
-def why_not_native(model: PreTrainedModel) -> str | None:
-    """Why native operators do not cover a model, which may be without values; None if they do."""
-    return None
-
-
 def _named(name: str, checkpoint: Path) -> Format:
     if name not in FORMATS:
         raise OptionFault(f"format is {name!r}: expected {', '.join(FORMATS)}")
@@ -61,11 +67,10 @@ def _named(name: str, checkpoint: Path) -> Format:
     other = "expected another format (--format int8)"
     if not is_gguf(checkpoint):
         raise OptionFault(f"format is stored, which keeps the weights of a GGUF file: {checkpoint} is none; {other}")
-    if inexact := _inexact(read_gguf(checkpoint)):
-        name, kind = next(iter(inexact.items()))
+    if not _exact_share(read_gguf(checkpoint)):
         raise OptionFault(
-            f"format is stored: {checkpoint} has the matrix {name} in the type {kind}, of which native operators have none "
-            f"that is equal (they have {', '.join(GGUF_BLOCKS)}); {other}"
+            f"format is stored: {checkpoint} has no matrix in a type that native operators have ({', '.join(GGUF_BLOCKS)}); "
+            f"{other}"
         )
     return FORMATS["stored"]
 
@@ -74,10 +79,8 @@ def _with_reason(name: str, reason: str) -> tuple[Format, str]:
     return FORMATS[name], f"format {name}: {reason}"
 
 
-def _inexact(file: GgufFile) -> dict[str, str]:
-    """The matrices of a GGUF file that native operators cannot compute with as they are stored, and their types."""
-    return {
-        name: tensor.kind
-        for name, tensor in file.tensors.items()
-        if len(tensor.shape) > 1 and tensor.kind not in GGUF_BLOCKS
-    }
+def _exact_share(file: GgufFile) -> float:
+    """The share of the weights in matrices that native operators compute with exactly as a GGUF file stores them."""
+    matrices = [tensor for tensor in file.tensors.values() if len(tensor.shape) > 1]
+    exact = sum(prod(tensor.shape) for tensor in matrices if tensor.kind in GGUF_BLOCKS)
+    return exact / max(1, sum(prod(tensor.shape) for tensor in matrices))

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from tokenizers import Tokenizer
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from spaceport import __version__
-from spaceport.exporter.adapter_folder import embedding_rows
 from spaceport.exporter.atomic_folder import check_target, require_space, writing
 from spaceport.exporter.bundle_manifest import write_manifest
-from spaceport.exporter.checkpoint import Checkpoint, load_model, load_tokenizer, open_checkpoint
+from spaceport.exporter.checkpoint import Checkpoint, load_model, open_checkpoint
 from spaceport.exporter.checkpoint import TokenFlags as TokenFlags
 from spaceport.exporter.checkpoint_files import is_converted, is_gguf
 from spaceport.exporter.checkpoint_source import model_without_values
@@ -33,31 +28,24 @@ from spaceport.exporter.to_onnx import (
     OnStage,
     check_opset,
     check_written,
-    reaches_quarter,
     to_onnx,
     write_selection,
 )
-from spaceport.graphs.contract.faults import InputFault, OptionFault
+from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.formats import FORMATS, Format, Weights
 from spaceport.graphs.contract.manifest import SELECTION_FILE, TEMPLATE_FILE, TOKENIZER_FILE, Manifest
 from spaceport.graphs.contract.signature import DTYPES, Lowering, Precision, Signature
 from spaceport.graphs.contract.tokenizer_bounds import UnsafeTokenizer, checked
 from spaceport.graphs.decoder import AttentionImplementation, Decoder, decoder_of, freeze_rotary
-from spaceport.graphs.gated import MaskAdapter
-from spaceport.graphs.heads import heads_of
+from spaceport.graphs.heads import DraftHeads, heads_of
 from spaceport.graphs.mechanism import InputRows
-from spaceport.graphs.parts import parts_of
+from spaceport.graphs.parts import DecoderParts, UnsupportedParts, parts_of
 from spaceport.graphs.quantization import BLOCKS, Quantization
-from spaceport.graphs.quantize import quantizable_modules, quantize_model, use_stored_weights
+from spaceport.graphs.quantize import quantizable_modules, quantize_model
 from spaceport.graphs.traits import Traits, probe, refuse_by_config
 
-Prompt = str | Sequence[Mapping[str, str]]  # text, or chat messages
-
-DEFAULT_QUESTIONS = ("Hello!", "Write a short story.", "Explain how rain forms.")
-MAX_PROMPT_TOKENS = 512  # of a longer prompt, the last tokens are used
-
 # Seconds on two CPU cores: of each export, of tracing a layer, and of a billion weights as they are or rounded by GPTQ.
-_SECONDS, _LAYER, _COPIED, _ROUNDED = 10, 3, 30, 450
+_SECONDS, _LAYER, _COPIED = 10, 3, 30
 
 # Bytes of a weight in native formats, with the scales and minima of its block; GGUF files mix types: about that of Q5.
 _NATIVE_BYTES: dict[Weights, float] = {"stored": 0.75, "int8": 1.0625, "int4": 0.625}
@@ -73,7 +61,6 @@ class ExportOptions:
     requested_opset: int | None = None  # None: the lowest opset that has the lowering's operators
     tokens: TokenFlags = field(default_factory=TokenFlags)
     remote_code: bool = False
-    calibrate: tuple[Prompt, ...] = ()  # calibration prompts; empty: default prompts
     adapter: Path | None = None  # adapter folder, added to the checkpoint
 
     @property
@@ -110,6 +97,7 @@ def estimate_export(checkpoint: Checkpoint, options: ExportOptions) -> ExportEst
     model = model_without_values(checkpoint.config, options.format.dtype)
     weights, plain = options.format.weights, DTYPES[options.format.dtype].bytes
     packed = _NATIVE_BYTES if options.format.native else {"int8": 1, "float8": 1, "int4": 0.5 + plain / BLOCKS[0]}
+    tables = {id(module.weight) for module in (model.get_input_embeddings(), model.get_output_embeddings())}
     sizes = {id(parameter): parameter.numel() for parameter in model.parameters()}
     quantized = set[int]()
     if options.format.native:
@@ -121,9 +109,13 @@ def estimate_export(checkpoint: Checkpoint, options: ExportOptions) -> ExportEst
     floats = sum(size for name, size in sizes.items() if name not in quantized)
     streamed = not (is_gguf(checkpoint.folder) or is_converted(checkpoint.folder) or checkpoint.remote_code)
     layers = checkpoint.config.get_text_config().num_hidden_layers
-    seconds = _SECONDS + _LAYER * layers + (_ROUNDED if options.format.rounds else _COPIED) * (stored + floats) / 1e9
-    size = int(packed.get(weights, plain) * stored + plain * floats)
-    return ExportEstimate(size, stored if quantized and streamed else 0, seconds)
+    traced = 0 if options.format.native else layers
+    seconds = _SECONDS + _LAYER * traced + _COPIED * (stored + floats) / 1e9
+    size = packed.get(weights, plain) * stored + plain * floats
+    if options.format.native and weights == "int4":  # embeddings have 8 bits
+        size += (packed["int8"] - packed["int4"]) * sum(sizes[table] for table in tables)
+    temporary = stored if quantized and streamed and not options.format.native else 0
+    return ExportEstimate(int(size), temporary, seconds)
 
 
 class Written(NamedTuple):
@@ -202,28 +194,52 @@ def _write_graph(checkpoint: Checkpoint, options: ExportOptions, folder: Path, o
 
 
 def _write_native(checkpoint: Checkpoint, options: ExportOptions, folder: Path, on_stage: OnStage) -> Written:
-    """Write the checkpoint's model as a graph of native operators."""
+    """Write the checkpoint's model as a graph of native operators, as far as there are operators for its family."""
     on_stage("loading the weights")
     with torch.no_grad():
         model = load_model(checkpoint, options.format.dtype, folder).eval()
         refuse_by_config(model)
         traits = probe(model)
         freeze_rotary(model)
+        parameters = sum(parameter.numel() for parameter in model.parameters())
         on_stage("comparing the parts of the model with the unmodified model")
-        parts = parts_of(model, traits)
-        heads, rows = heads_of(model), checkpoint.mechanism(InputRows)
-        sizes = (traits.layers, traits.kv_heads, traits.head_dim, traits.vocab_size)
-        lines = 1 if heads is None else 1 + heads.count
-        signature = Signature(*sizes, options.format.dtype, "scatter", traits.window, lines, options.format.kv_cache)
-        weights: NativeWeights = RoundedWeights(options.format.weights)
-        if options.format.weights == "stored":
-            weights = StoredWeights(read_gguf(checkpoint.folder), parts.heads, parts.kv_heads)
-        on_stage(f"writing the graph and its weights as {options.format.name}")
-        replaced = None if rows is None else (rows.tokens, rows.rows)
-        NativeGraph(folder, parts, signature, weights, replaced, heads).write()
+        try:
+            parts = parts_of(model, traits)
+        except UnsupportedParts as reason:
+            if options.format.weights == "stored":
+                raise
+            on_stage(f"{reason}; native operators compute its products only")
+            decoder, traits = decoder_of(model, "scatter", "plain")
+            to_onnx(decoder, folder, options.opset, on_stage, options.format.weights)
+            return Written(model, decoder.signature, traits.max_positions, parameters)
+        signature = _write_parts(checkpoint, options, parts, heads_of(model), traits, folder, on_stage)
     check_written(folder, signature, type(model).__name__, on_stage)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
     return Written(model, signature, traits.max_positions, parameters)
+
+
+def _write_parts(
+    checkpoint: Checkpoint,
+    options: ExportOptions,
+    parts: DecoderParts,
+    heads: DraftHeads | None,
+    traits: Traits,
+    folder: Path,
+    on_stage: OnStage,
+) -> Signature:
+    """Write the graph of a model whose parts were found."""
+    rows = checkpoint.mechanism(InputRows)
+    sizes = (traits.layers, traits.kv_heads, traits.head_dim, traits.vocab_size)
+    lines = 1 if heads is None else 1 + heads.count
+    signature = Signature(*sizes, options.format.dtype, "scatter", traits.window, lines, options.format.kv_cache)
+    weights: NativeWeights = RoundedWeights(options.format.weights)
+    if options.format.weights == "stored":
+        weights = StoredWeights(read_gguf(checkpoint.folder), parts.heads, parts.kv_heads)
+    on_stage(f"writing the graph and its weights as {options.format.name}")
+    replaced = None if rows is None else (rows.tokens, rows.rows)
+    NativeGraph(folder, parts, signature, weights, replaced, heads).write()
+    for line in weights.notes:
+        on_stage(line)
+    return signature
 
 
 def build_decoder(
@@ -231,84 +247,24 @@ def build_decoder(
     options: ExportOptions,
     on_stage: OnStage = lambda name: None,
     arithmetic: Precision | None = None,
-    stored: Quantization | None = None,
     scratch: Path | None = None,
 ) -> tuple[Decoder, Traits]:
     """The checkpoint's model as an exportable module.
 
     Its weights are rounded to the type of the format and quantized; it computes in `arithmetic`, by default in the same
-    type. Its weights may be those of a bundle instead (`stored`). With a `scratch` folder for files without a name, the
-    weights of one layer at a time are in memory."""
+    type. With a `scratch` folder for files without a name, the weights of one layer at a time are in memory."""
     on_stage("loading the weights")
     with torch.no_grad():
         model = load_model(checkpoint, options.format.dtype, scratch)
-        if stored is not None:
-            quantization = use_stored_weights(model, stored)
-        else:
-            calibrates = options.format.rounds
-            weights: Weights = "same" if options.format.native else options.format.weights  # native: only from a bundle
-            if weights != "same":
-                on_stage(f"{'calibrating and ' if calibrates else ''}quantizing weights to {weights}")
-            prompts = prompt_tokens(checkpoint, options.calibrate) if calibrates else ()
-            excluded = added_tokens(checkpoint, model) if calibrates else ()
-            quantization = quantize_model(model, weights, prompts, excluded, partial(_report, on_stage))
+        weights: Weights = "same" if options.format.native else options.format.weights  # native: by round_weights
+        if weights != "same":
+            on_stage(f"quantizing weights to {weights}")
+        quantization = quantize_model(model, weights)
         # Not converted if the type is the same: rotary frequencies stay in float32 whatever the type of the weights.
         if arithmetic not in (None, options.format.dtype):
             model.to(getattr(torch, arithmetic))
         on_stage("comparing the wrapped model with the unmodified model")
         return decoder_of(model, options.lowering, options.attention_implementation, quantization)
-
-
-def _report(on_stage: OnStage, sentence: str, done: int, total: int) -> None:
-    """Report every quarter of a part of the work."""
-    if reaches_quarter(done - 1, done, total):
-        on_stage(sentence.format(done, total))
-
-
-def prompt_tokens(checkpoint: Checkpoint, prompts: Sequence[Prompt]) -> tuple[Tensor, ...]:
-    """The token ids of each prompt, 1 x tokens; messages are rendered with the checkpoint's chat template.
-
-    Without prompts: a few default questions if the checkpoint has a chat template, otherwise none."""
-    if not prompts:
-        prompts = (
-            []
-            if checkpoint.template is None
-            else [[{"role": "user", "content": question}] for question in DEFAULT_QUESTIONS]
-        )
-    if not prompts:
-        return ()
-    tokenizer = load_tokenizer(checkpoint)
-    encoded = []
-    for number, prompt in enumerate(prompts, 1):
-        if not isinstance(prompt, str) and checkpoint.template is None:
-            raise InputFault(
-                f"calibration prompt {number} has chat messages, but {checkpoint.folder} has no chat template: expected text"
-            )
-        text = (
-            prompt
-            if isinstance(prompt, str)
-            else tokenizer.apply_chat_template(
-                [dict(message) for message in prompt], tokenize=False, add_generation_prompt=True
-            )
-        )
-        ids = tokenizer(text, add_special_tokens=isinstance(prompt, str))["input_ids"][-MAX_PROMPT_TOKENS:]
-        if not ids:
-            raise InputFault(f"calibration prompt {number} has no tokens: expected a prompt that is not empty")
-        encoded.append(torch.tensor([ids]))
-    return tuple(encoded)
-
-
-def added_tokens(checkpoint: Checkpoint, model: PreTrainedModel) -> tuple[int, ...]:
-    """The tokens that a gated adapter added to its base model, and the padding of the embedding table behind them.
-
-    Without them in its calibration texts, an int4 bundle computes ordinary rows like a bundle of the base model.
-    """
-    if checkpoint.mechanism(MaskAdapter) is None:
-        return ()
-    tokens = checkpoint.tokens
-    named = {*tokens.mask, *tokens.fork_ids, *(() if tokens.child is None else (tokens.child,))}
-    known = Tokenizer.from_str(checkpoint.tokenizer).get_vocab_size(with_added_tokens=True)
-    return tuple(sorted(named | set(range(known, len(embedding_rows(model)[0])))))
 
 
 def manifest_for(checkpoint: Checkpoint, options: ExportOptions, written: Written) -> Manifest:

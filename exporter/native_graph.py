@@ -58,7 +58,9 @@ class NativeGraph:
 
     def _nodes(self) -> None:
         parts = self.parts
-        table = self.weights.table(parts.embedding.weight, output=False)
+        shared = self.weights.one_table(parts)
+        weight = parts.head.module.weight if shared else parts.embedding.weight
+        table = self.weights.table(weight, output=shared)
         embedding = self._matrix("embedding", table)
         self._add(
             "Embed",
@@ -75,7 +77,7 @@ class NativeGraph:
         for index, layer in enumerate(parts.layers):
             x = self._layer(index, layer, x)
         head = embedding
-        if not parts.tied:
+        if not shared:
             head = self._matrix("head", self.weights.table(parts.head.module.weight, output=True))
         self._logits(x, head)
 
@@ -258,7 +260,9 @@ class NativeGraph:
                 self._norm_product(f"{name}.{part}", x, [linear], norm, attributes, activation)
                 for part, linear, activation in zip(("gate", "up"), layer.up, (layer.activation, "none"), strict=True)
             ]
-            return self._standard("Mul", *states)
+            product, width = self._standard("Mul", *states), matrices[0].outputs
+            padding = padded_width(width) - width
+            return self._standard("Pad", product, self._integers(0, 0, 0, padding)) if padding else product
         both = gate_matrix(stacked(matrices))
         biases = [linear.bias for linear in layer.up]
         bias = None

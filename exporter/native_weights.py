@@ -16,14 +16,14 @@ from transformers import PreTrainedModel
 
 from spaceport.exporter.gguf_file import GgufFile
 from spaceport.exporter.sar_config import CheckpointError
-from spaceport.graphs.parts import BLOCK, Linear
+from spaceport.graphs.parts import BLOCK, DecoderParts, Linear
 from spaceport.graphs.quantization import replace_weight
 from spaceport.graphs.quantize import linear_modules
 from spaceport.graphs.streamed_weights import values_of
 from spaceport.kernels.gguf_weights import GGUF_BLOCKS, from_gguf
 from spaceport.kernels.packing import PANEL, QuantizedWeights, WeightFormat, gate_order, pack, packed_bytes, quantize
 
-_PART = 128 * PANEL  # outputs that are packed at a time
+_PART = 16 * PANEL  # outputs that are packed at a time: their numbers stay in the cache
 
 # Names of tensors in GGUF files by the last name of a linear module.
 _GGUF_NAMES = {
@@ -35,6 +35,9 @@ _GGUF_NAMES = {
     "up_proj": "ffn_up",
     "down_proj": "ffn_down",
 }
+# Two tables hold the same weights if nearly all numbers differ by less than a step of 4 bits; other tables differ by
+# several steps in most numbers.
+_SAMPLED, _COARSEST, _SAME = 2048, 8, 0.99
 _EMBEDDING, _OUTPUT = "token_embd.weight", "output.weight"
 
 
@@ -67,11 +70,29 @@ class Matrix:
 class Weights(Protocol):
     """Where the matrices of a model come from."""
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user should know of them, a sentence each."""
+
+    def one_table(self, parts: DecoderParts) -> bool:
+        """Whether the output embedding's table is that of the input too."""
+
     def table(self, weight: Tensor, output: bool) -> Matrix:
         """The input or output embedding."""
 
     def linear(self, linear: Linear) -> Matrix:
         """The matrix of a linear module."""
+
+
+def same_table(parts: DecoderParts) -> bool:
+    """Whether input and output embeddings were rounded from one table, as in GGUF files of tied models."""
+    tables = [parts.embedding.weight, parts.head.module.weight]
+    sampled = torch.arange(0, len(tables[0]), -(-len(tables[0]) // _SAMPLED))
+    if tables[0].shape != tables[1].shape:
+        return False
+    inputs, outputs = (table[sampled].reshape(len(sampled), -1, BLOCK) for table in tables)
+    steps = inputs.abs().amax(2, keepdim=True) / _COARSEST
+    return bool(((inputs - outputs).abs() <= steps).float().mean() > _SAME)
 
 
 def rounded(weight: Tensor | NDArray[np.float32], format_name: str) -> Matrix:
@@ -95,6 +116,10 @@ class RoundedWeights:
     """Weights of a model in float32, rounded to a format; embeddings to int8."""
 
     format_name: str
+    notes: tuple[str, ...] = ()
+
+    def one_table(self, parts: DecoderParts) -> bool:
+        return parts.tied or same_table(parts)
 
     def table(self, weight: Tensor, output: bool) -> Matrix:
         return rounded(weight, "int8")
@@ -109,8 +134,31 @@ class StoredWeights:
     def __init__(self, file: GgufFile, heads: int, kv_heads: int) -> None:
         self.file = file
         self.rounded: dict[str, str] = {}  # type by name of the tensor
+        self.merged = False  # whether the input embedding is read from the table of the output
         # llama.cpp orders the rows of queries and keys of this architecture by rotated pairs.
         self.pairs = {"attn_q": heads, "attn_k": kv_heads} if file.architecture == "llama" else {}
+
+    def one_table(self, parts: DecoderParts) -> bool:
+        """Whether there is one table; if the file has it twice, the input's has larger steps."""
+        if parts.tied or _OUTPUT not in self.file.tensors:
+            return parts.tied
+        self.merged = self._size(_OUTPUT) >= self._size(_EMBEDDING) and same_table(parts)
+        return self.merged
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is not exactly as the file stores it, a sentence each."""
+        notes = [
+            f"{name} is rounded to int8: no format has its {kind} weights exactly"
+            for name, kind in self.rounded.items()
+        ]
+        if self.merged:
+            notes.append(f"{_EMBEDDING} and {_OUTPUT} hold the same table: it is stored once, as in {_OUTPUT}")
+        return tuple(notes)
+
+    def _size(self, name: str) -> int:
+        tensor = self.file.tensors[name]
+        return tensor.end - tensor.begin
 
     def table(self, weight: Tensor, output: bool) -> Matrix:
         """The table of the file, in which rows that the model has changed or added are rounded to the same format."""
@@ -176,15 +224,16 @@ def _scaled(matrix: Matrix, factors: NDArray[np.float32]) -> Matrix:
     """A matrix whose outputs are multiplied by powers of two: scales change, and codes do not."""
 
     def read(some: NDArray[np.int64]) -> QuantizedWeights:
-        weights, own = matrix.read(some), factors[some][:, None].astype(np.float16)
-        if weights.factors is not None:
-            minimum = weights.minimum_factors
-            return replace(
-                weights, factors=weights.factors * own, minimum_factors=None if minimum is None else minimum * own
-            )
-        scales = cast(NDArray[np.float16], weights.scales) * own
-        minima = None if weights.minima is None else cast(NDArray[np.float16], weights.minima) * own
-        return replace(weights, scales=scales, minima=minima)
+        weights, own = matrix.read(some), factors[some][:, None]
+
+        def scaled(values: NDArray[np.generic]) -> NDArray[np.float16]:
+            return (values.astype(np.float32) * own).astype(np.float16)
+
+        if weights.factors is None:
+            minima = None if weights.minima is None else scaled(weights.minima)
+            return replace(weights, scales=scaled(weights.scales), minima=minima)
+        minimum = None if weights.minimum_factors is None else scaled(weights.minimum_factors)
+        return replace(weights, factors=scaled(weights.factors), minimum_factors=minimum)
 
     return replace(matrix, read=read)
 
@@ -220,22 +269,23 @@ def _joined(parts: Sequence[QuantizedWeights], order: NDArray[np.int64]) -> Quan
 def gate_matrix(matrix: Matrix) -> Matrix:
     """A matrix of a gate and of up below it, in the order of GateProduct; their width is padded to whole blocks."""
     width = matrix.outputs // 2
-    padded = padded_width(width)
-    if padded == width:
-        return matrix.ordered(gate_order(width))
-    order = gate_order(padded)
-    of_padding = order % padded >= width
-    source = np.where(of_padding, 0, order // padded * width + order % padded)
-    inner = matrix.ordered(source)
+    halves = [_padded(matrix.ordered(np.arange(start, start + width))) for start in (0, width)]
+    return stacked(halves).ordered(gate_order(padded_width(width)))
+
+
+def _padded(matrix: Matrix) -> Matrix:
+    """A matrix with outputs of weight 0 behind its own, up to whole blocks."""
 
     def read(some: NDArray[np.int64]) -> QuantizedWeights:
-        weights = inner.read(some)
-        weights.codes[of_padding[some]] = weights.format.zero
-        if weights.minima is not None:
-            weights.minima[of_padding[some]] = 0
-        return weights
+        weights, padding = matrix.read(np.minimum(some, matrix.outputs - 1)), some >= matrix.outputs
+        codes, minima = weights.codes.copy(), weights.minima
+        codes[padding] = weights.format.zero
+        if minima is not None:
+            minima = minima.copy()
+            minima[padding] = 0
+        return replace(weights, codes=codes, minima=minima)
 
-    return replace(inner, read=read)
+    return replace(matrix, outputs=padded_width(matrix.outputs), read=read)
 
 
 def padded_width(width: int) -> int:

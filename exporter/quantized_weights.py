@@ -7,20 +7,13 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from pathlib import Path
 
-import numpy as np
-import onnx
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
-import torch
-from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
-from onnx import numpy_helper
 from torch import Tensor
 
 from spaceport.exporter.graph_passes import Key, constant, key_of, lazy
-from spaceport.graphs.contract.faults import InputFault
-from spaceport.graphs.quantization import Quantization, QuantizedWeight
+from spaceport.graphs.quantization import Quantization
 
 _CODES, _SCALE = "codes", "scale"  # ends of the names of constants, behind the name of a linear module
 
@@ -31,7 +24,8 @@ class WeightNotFound(ValueError):
 
 def store_quantized_weights(model: ir.Model, quantization: Quantization) -> None:
     """Replace every constant with a dequantized weight by its codes and scales, and DequantizeLinear before each matmul."""
-    for node, name in _quantized_matmuls(model, quantization.layers):
+    dequantized = {name: layer.dequantized for name, layer in quantization.layers.items()}
+    for node, name in matmuls_of(model, dequantized):
         layer = quantization.layers[name]
         codes = _packed(layer.codes) if quantization.weights == "int4" else ir.tensor(layer.codes)
         stored = [
@@ -49,13 +43,12 @@ def store_quantized_weights(model: ir.Model, quantization: Quantization) -> None
     passes.RemoveUnusedNodesPass()(model)
 
 
-def _quantized_matmuls(model: ir.Model, layers: Mapping[str, QuantizedWeight]) -> list[tuple[ir.Node, str]]:
-    """The matmuls with quantized weights, and the names of their linear modules.
+def matmuls_of(model: ir.Model, weights: Mapping[str, Tensor]) -> list[tuple[ir.Node, str]]:
+    """The matmuls with these weights, also transposed, and the names of their linear modules.
 
     Modules with equal weights, as in models with repeated layers, are matched in their order, which is that of the graph."""
     wanted: dict[Key, list[str]] = defaultdict(list)
-    for name, layer in layers.items():
-        weight = layer.dequantized
+    for name, weight in weights.items():
         for key in {key_of(ir.tensor(weight)), key_of(ir.tensor(weight.T.contiguous()))}:
             wanted[key].append(name)
     known: dict[int, list[str]] = {}
@@ -76,7 +69,7 @@ def _quantized_matmuls(model: ir.Model, layers: Mapping[str, QuantizedWeight]) -
             )
         taken[names[0]] += 1
         matmuls.append((node, names[index]))
-    if missing := sorted(layers.keys() - {name for _, name in matmuls}):
+    if missing := sorted(weights.keys() - {name for _, name in matmuls}):
         raise WeightNotFound(f"the graph has no matmul with the unchanged weight of {', '.join(missing[:3])}")
     return matmuls
 
@@ -95,36 +88,3 @@ def _weight_of(node: ir.Node) -> ir.Value | None:
 def _packed(codes: Tensor) -> ir.TensorProtocol:
     """Int4 codes, which are packed in pairs when they are written."""
     return lazy(lambda: ir.tensor(codes.numpy(), ir.DataType.INT4), ir.DataType.INT4, codes.shape)
-
-
-def stored_weights(graph: bytes, folder: Path) -> Quantization:
-    """The int4 weights in the graph of a bundle, which GPTQ rounded."""
-    try:
-        model = onnx.load_model_from_string(graph)
-        constants = {tensor.name: _array(tensor, folder) for tensor in model.graph.initializer if _is_part(tensor.name)}
-        layers = {}
-        for name, codes in constants.items():
-            module, _, part = name.rpartition(".")
-            if part == _CODES:
-                scale = constants[f"{module}.{_SCALE}"]
-                layers[module] = QuantizedWeight(codes, scale, len(codes) // len(scale))
-    except (DecodeError, KeyError, TypeError, ValueError, OSError, ZeroDivisionError) as error:
-        raise InputFault(
-            f"{folder}: {type(error).__name__} {error} where the graph describes its int4 weights: expected one of this "
-            "version of `spaceport export`; export the checkpoint again"
-        ) from error
-    return Quantization("int4", layers)
-
-
-def _is_part(name: str) -> bool:
-    return name.rpartition(".")[2] in (_CODES, _SCALE)
-
-
-def _array(tensor: onnx.TensorProto, folder: Path) -> Tensor:
-    """A constant, in a type that torch has."""
-    if onnx.external_data_helper.uses_external_data(tensor):
-        onnx.external_data_helper.load_external_data_for_tensor(tensor, str(folder))
-    array = numpy_helper.to_array(tensor)
-    if tensor.data_type == onnx.TensorProto.BFLOAT16:  # a type of its own in numpy
-        return torch.from_numpy(array.astype(np.float32)).to(torch.bfloat16)
-    return torch.from_numpy(array.astype(np.int8) if tensor.data_type == onnx.TensorProto.INT4 else array.copy())

@@ -23,6 +23,7 @@ from spaceport.exporter.graph_passes import (
     read_lazily,
     simplify,
 )
+from spaceport.exporter.native_products import add_bodies, native_matrices, store_native_products, weights_of
 from spaceport.exporter.quantized_weights import WeightNotFound, store_quantized_weights
 from spaceport.exporter.tensorrt.append_graph import contract_mismatch
 from spaceport.graphs.attention import hooked
@@ -68,8 +69,12 @@ def reaches_quarter(before: int, done: int, total: int) -> bool:
     return before * 4 // total < done * 4 // total < 4
 
 
-def to_onnx(decoder: Decoder, folder: Path, opset: int, on_stage: OnStage = lambda name: None) -> None:
-    """Write model.onnx and its data file into `folder`, checked against the decoder's signature."""
+def to_onnx(
+    decoder: Decoder, folder: Path, opset: int, on_stage: OnStage = lambda name: None, native: str | None = None
+) -> None:
+    """Write model.onnx and its data file into `folder`, checked against the decoder's signature.
+
+    With a `native` format, native operators compute the products of linear modules."""
     signature = decoder.signature
     check_opset(opset, signature.lowering)
     model = trace(decoder, on_stage)
@@ -78,6 +83,9 @@ def to_onnx(decoder: Decoder, folder: Path, opset: int, on_stage: OnStage = lamb
     if decoder.quantization.quantized_weights:
         on_stage(f"storing the {decoder.quantization.weights} weights in the graph")
     try:
+        if native is not None:
+            matrices = native_matrices(decoder.model, native)
+            store_native_products(model, weights_of(decoder.model, matrices), matrices)
         store_quantized_weights(model, decoder.quantization)
     except WeightNotFound as error:
         raise UntraceableModel(
@@ -93,6 +101,8 @@ def to_onnx(decoder: Decoder, folder: Path, opset: int, on_stage: OnStage = lamb
     model.ir_version = _IR_VERSION[opset]
     path = folder / MODEL_FILE
     _save(model, path, on_stage)
+    if native is not None:
+        add_bodies(folder)
     check_written(folder, signature, _family(decoder), on_stage)
 
 

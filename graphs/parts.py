@@ -249,7 +249,8 @@ def _balanced(parts: DecoderParts, layer: LayerParts) -> LayerParts:
 
     Channels of keys are divided by a power of two, and those of queries multiplied by it, so that both are about equally
     large: products stay the same. Channels that are rotated together have the same factor. Without this, a large bias of
-    a few channels of keys takes the bits of all others."""
+    a few channels of keys takes the bits of all others. Factors are at least 1, and scores are divided by what that makes
+    of them: small scales of weights, which are stored in float16, would lose bits if they were divided."""
     if layer.row_norms:
         return layer
     size, shared = parts.head_dim, parts.heads // parts.kv_heads
@@ -268,9 +269,12 @@ def _balanced(parts: DecoderParts, layer: LayerParts) -> LayerParts:
         norms = zip(layer.head_norms, (factors[0], 1 / factors[0]), strict=True)
         first, second = (replace(norm, gain=norm.gain * factor) for norm, factor in norms)
         return replace(layer, head_norms=(first, second))
-    every = torch.cat([factors.repeat_interleave(shared, 0).flatten(), 1 / factors.flatten(), torch.ones(keys)])
+    lowest, highest = factors.min(), factors.max()
+    up, down = factors / lowest, highest / factors
+    every = torch.cat([up.repeat_interleave(shared, 0).flatten(), down.flatten(), torch.ones(keys)])
     parted = every.split([linear.outputs for linear in layer.qkv])  # type: ignore[no-untyped-call]
-    return replace(layer, qkv=tuple(replace(each, factor=own) for each, own in zip(layer.qkv, parted, strict=True)))
+    qkv = tuple(replace(each, factor=own) for each, own in zip(layer.qkv, parted, strict=True))
+    return replace(layer, qkv=qkv, scale=layer.scale * float(lowest / highest))
 
 
 def _output_sizes(linear: Linear, norm: Norm | None) -> Tensor:

@@ -79,13 +79,6 @@ class WeightFormat:
     blocks: tuple[int, ...] = ()  # block sizes, see `block_of`; empty: one scale per output channel
     code_dtype: torch.dtype = torch.int8
 
-    def scales(self, weight: Tensor, sizes: Tensor | None = None) -> Tensor:
-        """The scales (outputs x blocks) of a weight (outputs x inputs) with the smallest squared error in each block.
-
-        With the sizes of the input channels, the error is that of the output, and weights that matter little may be
-        clipped."""
-        return torch.cat([self._best_scales(values.float(), sizes) for _, values in rows_of(weight)])
-
     def nearest(self, weight: Tensor) -> QuantizedWeight:
         """A weight (outputs x inputs) with the nearest codes."""
         outputs, inputs = weight.shape
@@ -93,13 +86,14 @@ class WeightFormat:
         codes = torch.empty((inputs, outputs), dtype=self.code_dtype)
         scale = torch.empty((inputs // (block or inputs), outputs), dtype=self.scale_dtype)
         for rows, values in rows_of(weight):
-            scales = self._best_scales(values.float(), None)
+            scales = self._best_scales(values.float())
             steps = values.float() / scales.float().repeat_interleave(values.shape[1] // scales.shape[1], 1)
             codes[:, rows], scale[:, rows] = self._rounded(steps).to(self.code_dtype).T, scales.T
         stored = stored_beside(weight, codes), stored_beside(weight, scale[0] if block is None else scale)
         return QuantizedWeight(*stored, block)
 
-    def _best_scales(self, rows: Tensor, sizes: Tensor | None) -> Tensor:
+    def _best_scales(self, rows: Tensor) -> Tensor:
+        """The scales (rows x blocks) with the smallest squared error in each block."""
         lowest, highest = self.limits
         block = block_of(rows.shape[1], self.blocks) or rows.shape[1]
         values = rows.reshape(len(rows), -1, block)
@@ -109,8 +103,6 @@ class WeightFormat:
             scale = self._stored(unclipped * factor)
             steps = values / scale.float()[..., None]
             difference = self._rounded(steps.clone()).sub_(steps)
-            if sizes is not None:
-                difference.mul_(sizes.view(-1, block))
             error = difference.square_().sum(dim=-1) * scale.float() ** 2
             best, least = torch.where(error < least, scale, best), torch.minimum(error, least)
         return best

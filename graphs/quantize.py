@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from spaceport.graphs.contract.faults import InputFault, OptionFault
+from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.formats import Weights
-from spaceport.graphs.gptq import OnProgress, calibration_texts, rounded_layers
 from spaceport.graphs.quantization import (
     BLOCKS,
     UNQUANTIZED,
@@ -33,50 +32,18 @@ _LARGEST_ERROR = 0.5
 
 
 @torch.no_grad()
-def quantize_model(
-    model: PreTrainedModel,
-    weights: Weights,
-    prompts: tuple[Tensor, ...] = (),
-    excluded: tuple[int, ...] = (),
-    on_progress: OnProgress = lambda sentence, done, total: None,
-) -> Quantization:
+def quantize_model(model: PreTrainedModel, weights: Weights) -> Quantization:
     """Quantize the weights of a model's linear layers in place: they then hold the dequantized values.
 
-    Embeddings, norms, biases, adapters of mask rows and experts that are not linear modules stay. Int4 weights are rounded
-    by GPTQ on texts that the model samples after the prompts, without the tokens in `excluded`."""
+    Embeddings, norms, biases, adapters of mask rows and experts that are not linear modules stay. Scales of int4 weights
+    are those with the smallest error in each block."""
     if weights == "same":
         return UNQUANTIZED
     modules = quantizable_modules(model, weights)
     _require_finite(model, modules)
-    if weights == "int4":
-        texts = calibration_texts(model, prompts, excluded, on_progress)
-        layers, errors = rounded_layers(model, modules, texts, int4_format(model.dtype), on_progress)
-    else:
-        form = unclipped_format(weights, model.dtype)
-        layers, errors = _replaced(modules, lambda name: form.nearest(modules[name].weight))
+    form = int4_format(model.dtype) if weights == "int4" else unclipped_format(weights, model.dtype)
+    layers, errors = _replaced(modules, lambda name: form.nearest(modules[name].weight))
     return Quantization(weights, layers, errors)
-
-
-@torch.no_grad()
-def use_stored_weights(model: PreTrainedModel, stored: Quantization) -> Quantization:
-    """Let the model that a bundle was made from compute with the weights of the bundle."""
-    modules = dict(model.named_modules())
-    for name, layer in stored.layers.items():
-        weight = getattr(modules.get(name), "weight", None)
-        if not isinstance(weight, Tensor) or layer.codes.T.shape != weight.shape:
-            shape = tuple(layer.codes.T.shape)
-            raise InputFault(
-                f"{class_name(model)}: has no weight of {name} with the shape {shape} that the bundle's graph has: expected "
-                "the checkpoint that the bundle was made from"
-            )
-    layers, errors = _replaced({name: modules[name] for name in stored.layers}, stored.layers.__getitem__)
-    for name, error in errors.items():
-        if not error <= _LARGEST_ERROR:
-            raise InputFault(
-                f"{class_name(model)}: the quantized weight of {name} in the graph differs by {error:.0%} from the "
-                "checkpoint's: expected the checkpoint that the bundle was made from"
-            )
-    return Quantization(stored.weights, layers, errors)
 
 
 def quantizable_modules(model: PreTrainedModel, weights: Weights) -> dict[str, nn.Linear]:

@@ -186,14 +186,13 @@ inline void score_tile(const Attention& a, const Work& w, const B* columns, int 
     ByteSum sums[COUNT];
     int end = groups - first < BYTE_SUM_GROUPS ? groups : first + BYTE_SUM_GROUPS;
 #pragma GCC unroll 8
-    for (int i = 0; i < COUNT; i++) sums[i] = byte_sum<true>(first ? 0 : w.query_zeros[pair + i]);
+    for (int i = 0; i < COUNT; i++) sums[i] = byte_sum(first ? 0 : w.query_zeros[pair + i]);
 #pragma GCC unroll 4
     for (int j = first; j < end; j++, queries += 4 * COUNT)
 #pragma GCC unroll 8
       for (int i = 0; i < COUNT; i++) sums[i] = add_bytes(sums[i], columns[j], set_group(queries + 4 * i));
 #pragma GCC unroll 8
-    for (int i = 0; i < COUNT; i++)
-      totals[i] = add_int(totals[i], read<true>(sums[i], first ? 0 : w.query_zeros[pair + i]));
+    for (int i = 0; i < COUNT; i++) totals[i] = add_int(totals[i], read(sums[i], first ? 0 : w.query_zeros[pair + i]));
   }
   F scores[COUNT];
   const float* query_scales = w.query_scales + pair;

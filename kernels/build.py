@@ -233,6 +233,8 @@ def _in_words_of_zig(option: str) -> str:
 
 
 def _is_gcc(command: Sequence[str]) -> bool:
+    if _is_zig(command):
+        return False
     ran = subprocess.run([*command, "--version"], capture_output=True, text=True, check=False)
     return "Free Software Foundation" in ran.stdout
 

@@ -9,7 +9,10 @@
 //
 // 8-bit codes: [8 groups of 4 inputs][32 outputs][4 inputs], 1024 bytes.
 // 4-bit codes: [2 halves of 16 outputs][4 pairs of groups][16 outputs][4 inputs], 512 bytes; the even group of a pair
-// is in the low nibbles. Behind the codes: 32 scales, then 32 minima if there are any, float16 each.
+// is in the low nibbles.
+// 5-bit codes: their low 4 bits as those of 4-bit codes, then [2 halves of 16 outputs][8 groups] words of 64 bits with
+// the high bits of [16 outputs][4 inputs], the first in the lowest bit, 640 bytes.
+// Behind the codes: 32 scales, then 32 minima if there are any, float16 each.
 // Superblocks of 256 inputs begin with 32 float16 factors of scales, then 32 of minima; the scales and minima of their
 // blocks are bytes that these multiply.
 #pragma once
@@ -23,12 +26,12 @@ constexpr int PANEL = 32;      // outputs of a panel
 constexpr int SUPERBLOCK = 8;  // blocks of a superblock
 constexpr int MAX_INPUTS = 1 << 17;
 
-enum Format { INT4, INT4_K, INT8, INT8_MINIMUM, INT8_K, INT8_K16, FORMATS };
+enum Format { INT4, INT4_K, INT5, INT5_MINIMUM, INT5_K, INT8, INT8_K16, FORMATS };
 
 struct FormatTraits {
   const char* name;
   int bits;      // of a code
-  int zero;      // code of weight 0, before the minimum is subtracted
+  int zero;      // code of weight 0, before the minimum is subtracted: 0 or 2^(bits - 1)
   bool minimum;  // blocks have minima
   bool super;    // scales and minima are bytes within superblocks
   int scale_of;  // inputs that share a scale: 32 or 16
@@ -37,9 +40,10 @@ struct FormatTraits {
 constexpr FormatTraits FORMAT_TRAITS[FORMATS] = {
     {"int4", 4, 0, true, false, 32},        // GGUF: Q4_0, Q4_1
     {"int4_k", 4, 0, true, true, 32},       // Q4_K
-    {"int8", 8, 128, false, false, 32},     // Q5_0, Q8_0
-    {"int8_min", 8, 0, true, false, 32},    // Q5_1
-    {"int8_k", 8, 0, true, true, 32},       // Q5_K
+    {"int5", 5, 16, false, false, 32},      // Q5_0
+    {"int5_min", 5, 0, true, false, 32},    // Q5_1
+    {"int5_k", 5, 0, true, true, 32},       // Q5_K
+    {"int8", 8, 128, false, false, 32},     // Q8_0
     {"int8_k16", 8, 128, false, true, 16},  // Q6_K; scales are signed bytes
 };
 

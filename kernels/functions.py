@@ -134,16 +134,32 @@ class _Body:
             groups = self.op("Reshape", blocks, self.shape(0, 0, 8, PANEL, 4))
             ordered = self.op("Transpose", groups, perm=[0, 3, 1, 2, 4])
         else:
-            pairs = self.op("Reshape", blocks, self.shape(0, 0, 2, 4, 16, 4))
+            nibble_bytes = PANEL * BLOCK // 2
+            pairs = self.op("Reshape", self.part(blocks, 0, nibble_bytes, 2), self.shape(0, 0, 2, 4, 16, 4))
             low = self.op("BitwiseAnd", pairs, self.constant(np.array(15, np.uint8)))
             high = self.op("BitShift", pairs, self.constant(np.array(4, np.uint8)), direction="RIGHT")
             last = self.shape(-1)
             both = self.op("Concat", self.op("Unsqueeze", low, last), self.op("Unsqueeze", high, last), axis=-1)
             # panels, blocks, halves, pairs, outputs, inputs, groups of a pair
             ordered = self.op("Transpose", both, perm=[0, 2, 4, 1, 3, 6, 5])
-            flat = self.op("Reshape", ordered, self.shape(0, 2, 16, -1, BLOCK))
-            return self.cast(self.op("Reshape", flat, self.op("Concat", self.part(self.op("Shape", flat), 0, 1, 0), self.shape(PANEL, -1, BLOCK), axis=0)))  # fmt: skip
+            ordered = self.op("Reshape", ordered, self.shape(0, 2, 16, -1, BLOCK))
+            if weight_format.bits == 5:
+                fifths = self.part(blocks, nibble_bytes, nibble_bytes * 5 // 4, 2)
+                ordered = self.op("BitwiseOr", ordered, self.fifth_bits(fifths))
+            panels = self.part(self.op("Shape", ordered), 0, 1, 0)
+            rows = self.op("Concat", panels, self.shape(PANEL, -1, BLOCK), axis=0)
+            return self.cast(self.op("Reshape", ordered, rows))
         return self.cast(self.op("Reshape", ordered, self.shape(0, 0, 0, BLOCK)))
+
+    def fifth_bits(self, words: str) -> str:
+        """16 where a code has its fifth bit (panels x blocks x bytes), else 0: panels x 2 x 16 x blocks x 32."""
+        places = self.constant(np.arange(8, dtype=np.uint8))
+        bits = self.op("BitShift", self.op("Unsqueeze", words, self.shape(-1)), places, direction="RIGHT")
+        ones = self.op("BitwiseAnd", bits, self.constant(np.array(1, np.uint8)))
+        codes = self.op("BitShift", ones, self.constant(np.array(4, np.uint8)), direction="LEFT")
+        groups = self.op("Reshape", codes, self.shape(0, 0, 2, 8, 16, 4))
+        ordered = self.op("Transpose", groups, perm=[0, 2, 4, 1, 3, 5])
+        return self.op("Reshape", ordered, self.shape(0, 2, 16, -1, BLOCK))
 
     def scales(self, values: str, weight_format: WeightFormat, factors: list[str], parts: int) -> str:
         """Scales or minima of blocks (panels x blocks x bytes): panels x 32 x blocks x parts x 1."""

@@ -49,8 +49,8 @@ def _of_block(blocks: Bytes, gguf_type: str) -> QuantizedWeights | None:
         high = blocks[..., -20:-16]
         codes = codes | np.unpackbits(high, axis=2, bitorder="little") << 4
         if minima is None:
-            return QuantizedWeights(WEIGHT_FORMATS["int8"], (codes + 112).reshape(outputs, -1), scales)
-        return QuantizedWeights(WEIGHT_FORMATS["int8_min"], codes.reshape(outputs, -1), scales, minima)
+            return QuantizedWeights(WEIGHT_FORMATS["int5"], codes.reshape(outputs, -1), scales)
+        return QuantizedWeights(WEIGHT_FORMATS["int5_min"], codes.reshape(outputs, -1), scales, minima)
     if minima is None:  # codes are relative to 8
         with np.errstate(over="ignore"):
             minima = scales * np.float16(8)
@@ -69,7 +69,7 @@ def _of_superblock(blocks: Bytes, gguf_type: str) -> QuantizedWeights:
     codes = np.stack([nibbles & 15, nibbles >> 4], axis=3).reshape(outputs, count, 8, BLOCK)
     name = "int4_k"
     if gguf_type == "Q5_K":
-        name = "int8_k"
+        name = "int5_k"
         shifts = np.arange(8, dtype=np.uint8)[:, None]
         codes = codes | (blocks[..., 16:48][:, :, None] >> shifts & 1) << 4
     rows = (outputs, -1)

@@ -85,7 +85,7 @@ struct AttentionGroup {
 
 struct Kernels {
   const char* name;
-  int tile_rows[2];  // most rows of a tile: of 8-bit weights, of 4-bit weights
+  int tile_rows[2];  // most rows of a tile: of 8-bit weights, of weights of fewer bits
   // Rounds the rows of one tile after their norm; `temporary` holds `inputs` floats.
   void (*round_tile)(const RoundedRows&, int tile, const float* const* rows, const NormOf&, float* temporary);
   // Computes panels first..end of a product.

@@ -34,7 +34,7 @@ constexpr int PARALLEL_ROUNDING_ROWS = 16;
 
 const char* const NORMS[] = {"none", "rms", "layer"};
 const char* const ACTIVATIONS[] = {"none", "silu", "gelu", "gelu_tanh"};
-const char* const FORMAT_NAMES[] = {"int4", "int4_k", "int8", "int8_min", "int8_k", "int8_k16"};
+const char* const FORMAT_NAMES[] = {"int4", "int4_k", "int5", "int5_min", "int5_k", "int8", "int8_k16"};
 constexpr int64_t MOST_OUTPUTS = int64_t(1) << 24;
 
 struct NormAttributes {
@@ -60,7 +60,7 @@ void multiply(Call& call, const Kernels& kernels, const float* const* rows, int 
   if (call.failed()) return;
   int most = row_count;
   for (int i = 0; i < product_count; i++) {
-    int own = kernels.tile_rows[FORMAT_TRAITS[products[i].format].bits == 4];
+    int own = kernels.tile_rows[FORMAT_TRAITS[products[i].format].bits < 8];
     most = own < most ? own : most;
   }
   int tiles = (row_count + most - 1) / most;
@@ -98,7 +98,9 @@ void multiply(Call& call, const Kernels& kernels, const float* const* rows, int 
   int64_t row_ns = count * BLOCK_ROW_NS > BLOCK_READ_NS ? count * BLOCK_ROW_NS : BLOCK_READ_NS;
   int64_t parts = all_panels * blocks * row_ns / LEAST_PART_NS;
   parts = parts > MOST_PARTS ? MOST_PARTS : parts;
-  parts = parts > all_panels ? all_panels : parts < 1 ? 1 : parts;
+  parts = parts > all_panels ? all_panels : parts;
+  parts -= parts % (parts < 4 ? 2 : 4);  // two or four threads have as much each
+  parts = parts < 1 ? 1 : parts;
   auto compute = [&](int part) {
     int64_t first = all_panels * part / parts, end = all_panels * (part + 1) / parts;
     for (int i = 0; i < product_count; i++) {

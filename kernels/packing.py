@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +11,11 @@ from numpy.typing import NDArray
 BLOCK = 32  # inputs that share a scale
 PANEL = 32  # outputs that lie together
 SUPERBLOCK = 256  # inputs that share the factors of their blocks' scales
+
+Halves = NDArray[np.float16]
+
+_SHARES = (1.0, 0.9)  # of the range of a block with which the search for int4 codes begins
+Number = TypeVar("Number", bound=np.generic)
 
 
 @dataclass(frozen=True)
@@ -35,9 +40,10 @@ WEIGHT_FORMATS = {
     for each in (
         WeightFormat("int4", 4, 0, True, False),  # GGUF: Q4_0, Q4_1
         WeightFormat("int4_k", 4, 0, True, True),  # Q4_K
-        WeightFormat("int8", 8, 128, False, False),  # Q5_0, Q8_0
-        WeightFormat("int8_min", 8, 0, True, False),  # Q5_1
-        WeightFormat("int8_k", 8, 0, True, True),  # Q5_K
+        WeightFormat("int5", 5, 16, False, False),  # Q5_0
+        WeightFormat("int5_min", 5, 0, True, False),  # Q5_1
+        WeightFormat("int5_k", 5, 0, True, True),  # Q5_K
+        WeightFormat("int8", 8, 128, False, False),  # Q8_0
         WeightFormat("int8_k16", 8, 128, False, True, 16),  # Q6_K
     )
 }
@@ -72,20 +78,67 @@ def quantize(weights: NDArray[np.float32], format_name: str) -> QuantizedWeights
         expected = f"expected a multiple of {weight_format.input_multiple} for {format_name}"
         raise ValueError(f"the matrix has {inputs} inputs: {expected}")
     blocks = weights.reshape(outputs, -1, weight_format.scale_block)
-    most = 15 if weight_format.bits == 4 else 255 if weight_format.has_minima else 127
+    most = (1 << weight_format.bits if weight_format.has_minima else weight_format.zero) - 1
     if weight_format.has_minima:
-        lowest = np.minimum(blocks.min(axis=2), 0)
-        steps = (np.maximum(blocks.max(axis=2), 0) - lowest) / most
-        minima, minimum_factors = _stored(-lowest, weight_format)
-        offsets = _scaled(minima, minimum_factors, SUPERBLOCK // BLOCK)
+        minima, minimum_factors = _stored(-np.minimum(blocks.min(axis=2), 0), weight_format)
+        offsets = _scaled(minima, minimum_factors, SUPERBLOCK // BLOCK).astype(np.float32)
+        steps = (np.maximum(blocks.max(axis=2), 0) + offsets) / most
     else:
-        steps, minima, minimum_factors, offsets = np.abs(blocks).max(axis=2) / most, None, None, np.zeros(1)
+        steps, minima, minimum_factors = np.abs(blocks).max(axis=2) / most, None, None
+        offsets = np.zeros(1, np.float32)
     scales, factors = _stored(steps, weight_format)
     wide = _scaled(scales, factors, SUPERBLOCK // weight_format.scale_block).astype(np.float32)
-    codes = np.rint(_divided(blocks + offsets[..., None].astype(np.float32), wide))
+    codes = np.rint(_divided(blocks + offsets[..., None], wide))
     codes = np.clip(codes, 0, most) if weight_format.has_minima else np.clip(codes, -most, most) + weight_format.zero
+    if format_name == "int4":
+        codes, scales, minima = _refined(blocks, codes, scales, cast(Halves, minima))
     rows = codes.astype(np.uint8).reshape(outputs, inputs)
     return QuantizedWeights(weight_format, rows, scales, minima, factors, minimum_factors)
+
+
+def _refined(
+    blocks: NDArray[np.float32], codes: NDArray[np.float32], scales: NDArray[np.generic], minima: Halves
+) -> tuple[NDArray[np.float32], Halves, Halves]:
+    """Int4 codes, scales and minima, of each block those with the smallest squared error that are found.
+
+    They begin with the range of a block, or less of it; the scale and minimum that fit the codes best follow, twice.
+    """
+    kept = codes, cast(Halves, scales), minima
+    least = _error(blocks, *kept)
+    lowest, highest = np.minimum(blocks.min(axis=2), 0), np.maximum(blocks.max(axis=2), 0)
+    for share in _SHARES:
+        scale = (share * (highest - lowest) / 15).astype(np.float16)
+        minimum = (-share * lowest).astype(np.float16)
+        for _ in range(2):
+            tried = _codes(blocks, scale, minimum)
+            mean, mean_code = blocks.mean(axis=2), tried.mean(axis=2)
+            spread = np.square(tried - mean_code[..., None]).sum(axis=2)
+            slope = ((tried - mean_code[..., None]) * blocks).sum(axis=2) / np.where(spread > 0, spread, 1)
+            scale = np.maximum(slope, 0).astype(np.float16)
+            minimum = np.maximum(slope * mean_code - mean, 0).astype(np.float16)
+        found = _codes(blocks, scale, minimum), scale, minimum
+        error = _error(blocks, *found)
+        better = error < least
+        codes, scales, minima = kept
+        kept = (
+            np.where(better[..., None], found[0], codes),
+            np.where(better, found[1], scales),
+            np.where(better, found[2], minima),
+        )
+        least = np.minimum(error, least)
+    return kept
+
+
+def _codes(blocks: NDArray[np.float32], scales: Halves, minima: Halves) -> NDArray[np.float32]:
+    return np.clip(np.rint(_divided(blocks + minima[..., None].astype(np.float32), scales)), 0, 15)
+
+
+def _error(
+    blocks: NDArray[np.float32], codes: NDArray[np.float32], scales: Halves, minima: Halves
+) -> NDArray[np.float32]:
+    """The squared error of each block."""
+    steps, offsets = (values[..., None].astype(np.float32) for values in (scales, minima))
+    return cast(NDArray[np.float32], np.square(codes * steps - offsets - blocks).sum(axis=2))
 
 
 def _stored(
@@ -114,10 +167,13 @@ def pack(weights: QuantizedWeights) -> NDArray[np.uint8]:
     if weight_format.bits == 8:
         body = codes.reshape(panels, PANEL, blocks, 8, 4).transpose(0, 2, 3, 1, 4)
     else:
-        pairs = codes.reshape(panels, 2, 16, blocks, 4, 2, 4).transpose(0, 3, 1, 4, 2, 6, 5)
+        pairs = (codes & 15).reshape(panels, 2, 16, blocks, 4, 2, 4).transpose(0, 3, 1, 4, 2, 6, 5)
         body = pairs[..., 0] | pairs[..., 1] << 4
-    scales = _panels(weights.scales, padding, blocks)
-    parts = [body.reshape(panels, blocks, -1), scales]
+    parts = [body.reshape(panels, blocks, -1)]
+    if weight_format.bits == 5:
+        fifths = (codes >> 4).reshape(panels, 2, 16, blocks, 8, 4).transpose(0, 3, 1, 4, 2, 5)
+        parts.append(np.packbits(fifths.reshape(panels, blocks, -1), axis=2, bitorder="little"))
+    parts.append(_panels(weights.scales, padding, blocks))
     if weights.minima is not None:
         parts.append(_panels(weights.minima, padding, blocks))
     packed = np.concatenate(parts, axis=2)
@@ -158,7 +214,7 @@ def _panels(values: NDArray[np.generic], padding: int, blocks: int) -> NDArray[n
     return ordered.view(np.uint8).reshape(panels, blocks, -1)
 
 
-def _padded(values: NDArray[np.generic], padding: int, fill: int) -> NDArray[np.generic]:
+def _padded(values: NDArray[Number], padding: int, fill: int) -> NDArray[Number]:
     return np.pad(values, ((0, padding), (0, 0)), constant_values=fill) if padding else values
 
 

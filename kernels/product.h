@@ -12,7 +12,7 @@ namespace spaceport::SPACEPORT_SET {
 
 // From so many rows on, the next weights are fetched ahead, where computing takes longer than reading. With fewer rows
 // the processor's own prefetching is better, and this costs 13 to 40 % (measured on Zen 4).
-constexpr int FETCH_AHEAD_ROWS[2] = {7, 3};  // 8-bit codes, 4-bit codes
+constexpr int FETCH_AHEAD_ROWS[2] = {7, 3};  // codes of 8 bits, of fewer
 constexpr int AHEAD_L2 = 16384, AHEAD_L1 = 2048;
 
 struct Tile {
@@ -30,11 +30,19 @@ constexpr int vectors_of_tile() {
   return 1;
 }
 
+constexpr int nibble_offset(int group, int output) {
+  return 256 * (output / 16) + 64 * (group / 2) + 4 * (output % 16);
+}
+
+// The byte with the high bits of an even output and, above them, of the next one.
+constexpr int fifth_bit_offset(int group, int output) { return 512 + 64 * (output / 16) + 8 * group + output % 16 / 2; }
+
 template <Format FORMAT>
 inline B load_codes(const uint8_t* block, int group, int output) {
   if (FORMAT_TRAITS[FORMAT].bits == 8) return load_bytes(block + 128 * group + 4 * output);
-  B pair = load_bytes(block + 256 * (output / 16) + 64 * (group / 2) + 4 * (output % 16));
-  return group % 2 ? high_nibbles(pair) : low_nibbles(pair);
+  B pair = load_bytes(block + nibble_offset(group, output));
+  B codes = group % 2 ? high_nibbles(pair) : low_nibbles(pair);
+  return FORMAT_TRAITS[FORMAT].bits == 5 ? add_fifth_bits(codes, block + fifth_bit_offset(group, output)) : codes;
 }
 
 // The scales of outputs from `output` on, of the first or second half of a block in blocks of 16.
@@ -59,8 +67,9 @@ template <Format FORMAT, int ROWS, int VECTORS>
 inline __attribute__((always_inline)) void tile_part(const uint8_t* panel, int blocks, Tile t, int output, bool ahead,
                                                      float (*y)[PANEL]) {
   constexpr FormatTraits TRAITS = FORMAT_TRAITS[FORMAT];
-  constexpr bool CENTRED = TRAITS.zero == 128;
   constexpr int GROUPS = TRAITS.scale_of / 4;  // groups of 4 inputs that share a scale
+  constexpr int MOST_GROUPS = TRAITS.bits == 8 ? BYTE_SUM_GROUPS : TRAITS.bits == 5 ? FIVE_BIT_GROUPS : 8;
+  constexpr int PART = GROUPS < MOST_GROUPS ? GROUPS : MOST_GROUPS;  // groups of an integer sum
   F sums[ROWS][VECTORS];
   for (int m = 0; m < ROWS; m++)
     for (int v = 0; v < VECTORS; v++) sums[m][v] = set(0.0f);
@@ -72,20 +81,24 @@ inline __attribute__((always_inline)) void tile_part(const uint8_t* panel, int b
         __builtin_prefetch(block + AHEAD_L2 + p, 0, 2);
         __builtin_prefetch(block + AHEAD_L1 + p, 0, 3);
       }
+    I totals[ROWS][VECTORS];
 #pragma GCC unroll 2
-    for (int half = 0; half < 8 / GROUPS; half++) {
+    for (int part = 0; part < 8 / PART; part++) {
+      const int half = part * PART / GROUPS;
+      const bool begins = part * PART % GROUPS == 0, ends = (part + 1) * PART % GROUPS == 0;
       const int32_t* zeros = TRAITS.scale_of == 16 ? t.half_zeros + half * ROWS : t.zeros;
+      auto zero = [&](int m) { return TRAITS.zero && begins ? zeros[m] >> (8 - TRAITS.bits) : 0; };
       auto none = [&](int m) {
-        if constexpr (TRAITS.bits == 4)
-          return nibble_sum();
+        if constexpr (TRAITS.bits == 8)
+          return byte_sum(zero(m));
         else
-          return byte_sum<CENTRED>(zeros[m]);
+          return nibble_sum(zero(m));
       };
       decltype(none(0)) products[ROWS][VECTORS];
       for (int m = 0; m < ROWS; m++)
         for (int v = 0; v < VECTORS; v++) products[m][v] = none(m);
 #pragma GCC unroll 8
-      for (int j = half * GROUPS; j < (half + 1) * GROUPS; j++) {
+      for (int j = part * PART; j < (part + 1) * PART; j++) {
         B codes[VECTORS];
         for (int v = 0; v < VECTORS; v++) codes[v] = load_codes<FORMAT>(block, j, output + v * LANES);
 #pragma GCC unroll 12
@@ -93,20 +106,18 @@ inline __attribute__((always_inline)) void tile_part(const uint8_t* panel, int b
           B a = set_group(t.codes + 4 * (j * ROWS + m));
           if (VECTORS > 1) keep(a);
           for (int v = 0; v < VECTORS; v++)
-            if constexpr (TRAITS.bits == 4)
-              products[m][v] = add_nibbles(products[m][v], codes[v], a);
-            else
+            if constexpr (TRAITS.bits == 8)
               products[m][v] = add_bytes(products[m][v], codes[v], a);
+            else
+              products[m][v] = add_nibbles(products[m][v], codes[v], a);
         }
       }
-      I totals[ROWS][VECTORS];
       for (int m = 0; m < ROWS; m++)
-        for (int v = 0; v < VECTORS; v++)
-          if constexpr (TRAITS.bits == 4)
-            totals[m][v] = read(products[m][v]);
-          else
-            totals[m][v] = read<CENTRED>(products[m][v], zeros[m]);
-      for (int v = 0; v < VECTORS; v++) {
+        for (int v = 0; v < VECTORS; v++) {
+          I total = read(products[m][v], zero(m));
+          totals[m][v] = begins ? total : add_int(totals[m][v], total);
+        }
+      for (int v = 0; v < VECTORS && ends; v++) {
         F scales = load_scales<FORMAT>(block, header, output + v * LANES, half);
         for (int m = 0; m < ROWS; m++)
           sums[m][v] = fma(to_float(totals[m][v]), mul(scales, set(t.scales[m])), sums[m][v]);
@@ -183,7 +194,7 @@ void product_of(const Product& p, const RoundedRows& r, int first, int end) {
   int64_t size = panel_bytes(FORMAT, r.inputs);
   int64_t tile_codes = int64_t(r.inputs) * (r.rows / r.tiles + 1);
   int group = int(CACHED_CODES / tile_codes > 1 ? CACHED_CODES / tile_codes : 1);
-  bool ahead = r.rows >= FETCH_AHEAD_ROWS[FORMAT_TRAITS[FORMAT].bits == 4];
+  bool ahead = r.rows >= FETCH_AHEAD_ROWS[FORMAT_TRAITS[FORMAT].bits < 8];
   float y[MOST][PANEL];
   for (int start = 0; start < r.tiles; start += group)
     for (int panel = first; panel < end; panel++)
@@ -209,27 +220,32 @@ void unpack_row_of(const uint8_t* weights, int inputs, int64_t row, float factor
       float scales[LANES], minima[LANES] = {};
       store(scales, load_scales<FORMAT>(block, header, vector, TRAITS.scale_of == 16 ? group / 4 : 0));
       if constexpr (TRAITS.minimum) store(minima, load_minima<FORMAT>(block, header, vector));
-      const uint8_t* pair = block + 256 * (output / 16) + 64 * (group / 2) + 4 * (output % 16);
+      const uint8_t *bytes = block + 128 * group + 4 * output, *pair = block + nibble_offset(group, output);
+      int fifths = TRAITS.bits == 5 ? block[fifth_bit_offset(group, output)] >> output % 2 * 4 : 0;
       for (int i = 0; i < 4; i++) {
-        int code = TRAITS.bits == 8 ? block[128 * group + 4 * output + i] : pair[i] >> group % 2 * 4 & 15;
+        int code = TRAITS.bits == 8 ? bytes[i] : (pair[i] >> group % 2 * 4 & 15) + (fifths >> i & 1) * 16;
         *y++ = __builtin_fmaf(float(code - TRAITS.zero), scales[lane], -minima[lane]) * factor;
       }
     }
   }
 }
 
+template <int... N>
+constexpr auto table_of(std::integer_sequence<int, N...>) {
+  struct Table {
+    decltype(&product_of<INT4>) product[FORMATS];
+    decltype(&unpack_row_of<INT4>) unpack_row[FORMATS];
+  };
+  return Table{{product_of<Format(N)>...}, {unpack_row_of<Format(N)>...}};
+}
+constexpr auto OF_FORMAT = table_of(std::make_integer_sequence<int, FORMATS>());
+
 inline void product(const Product& p, const RoundedRows& r, int first, int end) {
-  constexpr decltype(&product_of<INT4>) OF[FORMATS] = {product_of<INT4>,   product_of<INT4_K>,
-                                                       product_of<INT8>,   product_of<INT8_MINIMUM>,
-                                                       product_of<INT8_K>, product_of<INT8_K16>};
-  OF[p.format](p, r, first, end);
+  OF_FORMAT.product[p.format](p, r, first, end);
 }
 
 inline void unpack_row(Format format, const uint8_t* weights, int inputs, int64_t row, float factor, float* y) {
-  constexpr decltype(&unpack_row_of<INT4>) OF[FORMATS] = {unpack_row_of<INT4>,   unpack_row_of<INT4_K>,
-                                                          unpack_row_of<INT8>,   unpack_row_of<INT8_MINIMUM>,
-                                                          unpack_row_of<INT8_K>, unpack_row_of<INT8_K16>};
-  OF[format](weights, inputs, row, factor, y);
+  OF_FORMAT.unpack_row[format](weights, inputs, row, factor, y);
 }
 
 }  // namespace spaceport::SPACEPORT_SET

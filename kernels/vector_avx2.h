@@ -1,7 +1,8 @@
 // The vector layer on AVX2 with FMA and F16C, and on AVX-VNNI: 8 lanes. See vector_portable.h.
 //
 // AVX2 multiplies unsigned by signed bytes and adds pairs into 16 bits, which overflows for two bytes of 8 bits each,
-// but not for codes of 4 bits: 2 * 15 * 127, and eight such pairs are 30,480. So bytes are split into two nibbles,
+// but not for codes of 4 bits: 2 * 15 * 127, and eight such pairs are 30,480. Four pairs of 5-bit codes are 31,496.
+// So bytes are split into two nibbles,
 //     code = 16 * high + low,
 // whose sums take eight groups of products in 16 bits before they are widened.
 #pragma once
@@ -79,6 +80,16 @@ inline int32_t sum_of(I a) {
 
 inline B low_nibbles(B b) { return {_mm256_and_si256(b.v, _mm256_set1_epi8(15))}; }
 inline B high_nibbles(B b) { return {_mm256_and_si256(_mm256_srli_epi16(b.v, 4), _mm256_set1_epi8(15))}; }
+inline B add_fifth_bits(B nibbles, const uint8_t* bits) {
+  int32_t word;
+  __builtin_memcpy(&word, bits, 4);
+  // Each byte of bits goes to the eight lanes that it is for, and each lane tests its own bit.
+  __m256i to = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
+  __m256i own = _mm256_set1_epi64x(int64_t(0x8040201008040201));
+  __m256i present = _mm256_and_si256(_mm256_shuffle_epi8(_mm256_set1_epi32(word), to), own);
+  __m256i added = _mm256_and_si256(_mm256_cmpeq_epi8(present, own), _mm256_set1_epi8(16));
+  return {_mm256_or_si256(nibbles.v, added)};
+}
 inline B from_signed(B b) { return {_mm256_xor_si256(b.v, _mm256_set1_epi8(char(0x80)))}; }
 inline void keep(B& b) { asm("" : "+x"(b.v)); }
 
@@ -88,24 +99,17 @@ inline I dot(I sum, B codes, B bytes) { return _mm256_dpbusd_avx_epi32(sum, code
 #else  // the same instruction in the other encoding, for tests on processors that lack the first
 inline I dot(I sum, B codes, B bytes) { return _mm256_dpbusd_epi32(sum, codes.v, bytes.v); }
 #endif
-constexpr int BYTE_SUM_REGISTERS = 1, BYTE_SUM_GROUPS = 64;
+constexpr int BYTE_SUM_REGISTERS = 1, BYTE_SUM_GROUPS = 64, FIVE_BIT_GROUPS = 8;
 constexpr int TILE_ROWS_8 = 6, TILE_ROWS_4 = 6;
 using NibbleSum = I;
-inline NibbleSum nibble_sum() { return _mm256_setzero_si256(); }
+inline NibbleSum nibble_sum(int32_t zero) { return set_int(zero); }
 inline NibbleSum add_nibbles(NibbleSum sum, B codes, B bytes) { return dot(sum, codes, bytes); }
-inline I read(NibbleSum sum) { return sum; }
 using ByteSum = I;
-template <bool CENTRED>
-inline ByteSum byte_sum(int32_t zero) {
-  return CENTRED ? set_int(zero) : _mm256_setzero_si256();
-}
+inline ByteSum byte_sum(int32_t zero) { return set_int(zero); }
 inline ByteSum add_bytes(ByteSum sum, B codes, B bytes) { return dot(sum, codes, bytes); }
-template <bool CENTRED>
-inline I read(ByteSum sum, int32_t) {
-  return sum;
-}
+inline I read(I sum, int32_t) { return sum; }
 #else
-constexpr int BYTE_SUM_REGISTERS = 2, BYTE_SUM_GROUPS = 8;
+constexpr int BYTE_SUM_REGISTERS = 2, BYTE_SUM_GROUPS = 8, FIVE_BIT_GROUPS = 4;
 constexpr int TILE_ROWS_8 = 4, TILE_ROWS_4 = 6;
 struct NibbleSum {
   __m256i pairs;
@@ -114,24 +118,19 @@ struct ByteSum {
   __m256i low, high;
 };
 inline I widen(__m256i pairs, int16_t factor) { return _mm256_madd_epi16(pairs, _mm256_set1_epi16(factor)); }
-inline NibbleSum nibble_sum() { return {_mm256_setzero_si256()}; }
+inline NibbleSum nibble_sum(int32_t) { return {_mm256_setzero_si256()}; }
 inline NibbleSum add_nibbles(NibbleSum sum, B codes, B bytes) {
   return {_mm256_add_epi16(sum.pairs, _mm256_maddubs_epi16(codes.v, bytes.v))};
 }
-inline I read(NibbleSum sum) { return widen(sum.pairs, 1); }
-template <bool CENTRED>
-inline ByteSum byte_sum(int32_t) {
-  return {_mm256_setzero_si256(), _mm256_setzero_si256()};
-}
+inline I read(NibbleSum sum, int32_t zero) { return add_int(widen(sum.pairs, 1), set_int(zero)); }
+inline ByteSum byte_sum(int32_t) { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
 inline ByteSum add_bytes(ByteSum sum, B codes, B bytes) {
   sum.low = _mm256_add_epi16(sum.low, _mm256_maddubs_epi16(low_nibbles(codes).v, bytes.v));
   sum.high = _mm256_add_epi16(sum.high, _mm256_maddubs_epi16(high_nibbles(codes).v, bytes.v));
   return sum;
 }
-template <bool CENTRED>
 inline I read(ByteSum sum, int32_t zero) {
-  I total = add_int(widen(sum.low, 1), widen(sum.high, 16));
-  return CENTRED ? add_int(total, set_int(zero)) : total;
+  return add_int(add_int(widen(sum.low, 1), widen(sum.high, 16)), set_int(zero));
 }
 #endif
 

@@ -7,7 +7,7 @@ namespace spaceport::SPACEPORT_SET {
 
 constexpr int LANES = 16;
 constexpr int REGISTERS = 32;
-constexpr int BYTE_SUM_REGISTERS = 1, BYTE_SUM_GROUPS = 64;
+constexpr int BYTE_SUM_REGISTERS = 1, BYTE_SUM_GROUPS = 64, FIVE_BIT_GROUPS = 8;
 constexpr int TILE_ROWS_8 = 9, TILE_ROWS_4 = 6;  // most rows of a tile, by the bits of codes: more spill registers
 
 using F = __m512;
@@ -65,22 +65,19 @@ inline int32_t sum_of(I a) { return _mm512_reduce_add_epi32(a); }
 
 inline B low_nibbles(B b) { return {_mm512_and_si512(b.v, _mm512_set1_epi8(15))}; }
 inline B high_nibbles(B b) { return {_mm512_and_si512(_mm512_srli_epi16(b.v, 4), _mm512_set1_epi8(15))}; }
+inline B add_fifth_bits(B nibbles, const uint8_t* bits) {
+  uint64_t mask;
+  __builtin_memcpy(&mask, bits, 8);
+  return {_mm512_mask_add_epi8(nibbles.v, mask, nibbles.v, _mm512_set1_epi8(16))};
+}
 inline I dot(I sum, B codes, B bytes) { return _mm512_dpbusd_epi32(sum, codes.v, bytes.v); }
 using NibbleSum = I;
-inline NibbleSum nibble_sum() { return _mm512_setzero_si512(); }
+inline NibbleSum nibble_sum(int32_t zero) { return set_int(zero); }
 inline NibbleSum add_nibbles(NibbleSum sum, B codes, B bytes) { return dot(sum, codes, bytes); }
-inline I read(NibbleSum sum) { return sum; }
-
 using ByteSum = I;
-template <bool CENTRED>
-inline ByteSum byte_sum(int32_t zero) {
-  return CENTRED ? set_int(zero) : _mm512_setzero_si512();
-}
+inline ByteSum byte_sum(int32_t zero) { return set_int(zero); }
 inline ByteSum add_bytes(ByteSum sum, B codes, B bytes) { return dot(sum, codes, bytes); }
-template <bool CENTRED>
-inline I read(ByteSum sum, int32_t) {
-  return sum;
-}
+inline I read(I sum, int32_t) { return sum; }
 inline B from_signed(B b) { return {_mm512_xor_si512(b.v, _mm512_set1_epi8(char(0x80)))}; }
 // Holds a broadcast in a register: GCC would load it again for each product.
 inline void keep(B& b) { asm("" : "+v"(b.v)); }

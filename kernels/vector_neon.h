@@ -1,7 +1,6 @@
 // The vector layer on NEON with dot products of bytes (ARMv8.2 and later): 4 lanes. See vector_portable.h.
 //
-// Dot products take signed bytes, so codes around 128 become signed ones, and sums of unsigned codes are corrected:
-//     sum(code * byte) = sum((code - 128) * byte) + 128 * sum(byte)
+// Dot products take signed bytes, so codes around 128 become signed ones, whose sums need no correction.
 #pragma once
 #include <arm_neon.h>
 #include <cstdint>
@@ -10,7 +9,7 @@ namespace spaceport::SPACEPORT_SET {
 
 constexpr int LANES = 4;
 constexpr int REGISTERS = 32;
-constexpr int BYTE_SUM_REGISTERS = 1, BYTE_SUM_GROUPS = 64;
+constexpr int BYTE_SUM_REGISTERS = 1, BYTE_SUM_GROUPS = 64, FIVE_BIT_GROUPS = 8;
 constexpr int TILE_ROWS_8 = 6, TILE_ROWS_4 = 6;
 
 using F = float32x4_t;
@@ -80,6 +79,11 @@ inline int32_t sum_of(I a) { return vaddvq_s32(a); }
 
 inline B low_nibbles(B b) { return {vandq_u8(b.v, vdupq_n_u8(15))}; }
 inline B high_nibbles(B b) { return {vshrq_n_u8(b.v, 4)}; }
+inline B add_fifth_bits(B nibbles, const uint8_t* bits) {
+  uint8x16_t own = vreinterpretq_u8_u64(vdupq_n_u64(0x8040201008040201));
+  uint8x16_t present = vtstq_u8(vcombine_u8(vdup_n_u8(bits[0]), vdup_n_u8(bits[1])), own);
+  return {vorrq_u8(nibbles.v, vandq_u8(present, vdupq_n_u8(16)))};
+}
 inline B from_signed(B b) { return {veorq_u8(b.v, vdupq_n_u8(0x80))}; }
 inline void keep(B&) {}
 inline I dot_signed(I sum, uint8x16_t a, uint8x16_t b) {
@@ -87,20 +91,12 @@ inline I dot_signed(I sum, uint8x16_t a, uint8x16_t b) {
 }
 
 using NibbleSum = I;
-inline NibbleSum nibble_sum() { return vdupq_n_s32(0); }
+inline NibbleSum nibble_sum(int32_t zero) { return vdupq_n_s32(zero); }
 inline NibbleSum add_nibbles(NibbleSum sum, B codes, B bytes) { return dot_signed(sum, codes.v, bytes.v); }
-inline I read(NibbleSum sum) { return sum; }
-
 using ByteSum = I;
-template <bool CENTRED>
-inline ByteSum byte_sum(int32_t zero) {
-  return vdupq_n_s32(CENTRED ? 0 : -zero);
-}
+inline ByteSum byte_sum(int32_t) { return vdupq_n_s32(0); }
 inline ByteSum add_bytes(ByteSum sum, B codes, B bytes) { return dot_signed(sum, from_signed(codes).v, bytes.v); }
-template <bool CENTRED>
-inline I read(ByteSum sum, int32_t) {
-  return sum;
-}
+inline I read(I sum, int32_t) { return sum; }
 
 inline void transpose(const uint8_t* const* rows, B* columns) {
   uint32x4_t r[4];

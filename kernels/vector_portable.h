@@ -2,9 +2,9 @@
 //
 // Every set defines the same names for its own registers; LANES numbers of 32 bits fit into one.
 //   F float32 lanes, I int32 lanes, Mask one bit a lane, B 4 * LANES bytes, read as 4 neighbours for each lane
-//   NibbleSum, ByteSum: sums of products of unsigned codes and signed bytes, 4 neighbours to a lane. A sum takes up to
-//   8 groups of 4, a ByteSum BYTE_SUM_GROUPS; then it is read as I. They are exact in every set, however a set computes
-//   them.
+//   NibbleSum, ByteSum: sums of products of unsigned codes and signed bytes, 4 neighbours to a lane. A NibbleSum takes
+//   up to 8 groups of 4-bit codes or FIVE_BIT_GROUPS of 5-bit ones, a ByteSum BYTE_SUM_GROUPS; then it is read as I.
+//   They are exact in every set, however a set computes them.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -13,7 +13,7 @@ namespace spaceport::SPACEPORT_SET {
 
 constexpr int LANES = 4;
 constexpr int REGISTERS = 16;
-constexpr int BYTE_SUM_REGISTERS = 1, BYTE_SUM_GROUPS = 64;
+constexpr int BYTE_SUM_REGISTERS = 1, BYTE_SUM_GROUPS = 64, FIVE_BIT_GROUPS = 8;
 constexpr int TILE_ROWS_8 = 2, TILE_ROWS_4 = 2;  // most rows of a tile, by the bits of codes: more spill registers
 
 struct F {
@@ -167,6 +167,16 @@ inline B high_nibbles(B b) {
   for (uint8_t& x : b.v) x >>= 4;
   return b;
 }
+// Nibbles plus 16 where a bit is set, the lowest bit for the first.
+inline B add_fifth_bits(B nibbles, const uint8_t* bits) {
+  for (int i = 0; i < 4 * LANES; i += 8) {  // eight at a time: byte k has bit k, which moves to bit 4
+    uint64_t eight, own = bits[i / 8] * 0x0101010101010101 & 0x8040201008040201;
+    memcpy(&eight, nibbles.v + i, 8);
+    eight |= ((own + 0x7F7F7F7F7F7F7F7F) & 0x8080808080808080) >> 3;
+    memcpy(nibbles.v + i, &eight, 8);
+  }
+  return nibbles;
+}
 inline I dot(I sum, B codes, B bytes) {
   return each<I>([&](int i) {
     int32_t s = sum.v[i];
@@ -174,22 +184,16 @@ inline I dot(I sum, B codes, B bytes) {
     return s;
   });
 }
-using NibbleSum = I;
-inline NibbleSum nibble_sum() { return set_int(0); }
-inline NibbleSum add_nibbles(NibbleSum sum, B codes, B bytes) { return dot(sum, codes, bytes); }
-inline I read(NibbleSum sum) { return sum; }
 
-// Sums of (code - 128) * byte if CENTRED, of code * byte otherwise. `zero` is -128 times the sum of the bytes.
+// `zero` is the code of zero times the negated sum of the bytes; a set adds it where that costs least, so a sum begins
+// and is read with the same one. The code of zero of a ByteSum is 128.
+using NibbleSum = I;
+inline NibbleSum nibble_sum(int32_t zero) { return set_int(zero); }
+inline NibbleSum add_nibbles(NibbleSum sum, B codes, B bytes) { return dot(sum, codes, bytes); }
 using ByteSum = I;
-template <bool CENTRED>
-inline ByteSum byte_sum(int32_t zero) {
-  return set_int(CENTRED ? zero : 0);
-}
+inline ByteSum byte_sum(int32_t zero) { return set_int(zero); }
 inline ByteSum add_bytes(ByteSum sum, B codes, B bytes) { return dot(sum, codes, bytes); }
-template <bool CENTRED>
-inline I read(ByteSum sum, int32_t) {
-  return sum;
-}
+inline I read(I sum, int32_t) { return sum; }
 inline B from_signed(B b) {
   for (uint8_t& x : b.v) x ^= 0x80;
   return b;

@@ -47,10 +47,10 @@ public:
   bool failed() const { return out_of_memory.load(); }
   void fail() { out_of_memory.store(true); }
 
-  // About what attention takes on one thread: a pair of row and head 60 ns for each block, a KV head 150 (Zen 4).
+  // About what attention takes on one thread: a pair of row and head 35 ns for each block, a KV head 150 (Zen 4).
   int64_t work_ns() const {
     int64_t ns = 0;
-    for (int i = 0; i < count; i++) ns += int64_t(all[i].block_count) * kv_heads * (60 * all[i].rows * share + 150);
+    for (int i = 0; i < count; i++) ns += int64_t(all[i].block_count) * kv_heads * (35 * all[i].rows * share + 150);
     return ns;
   }
 

@@ -14,12 +14,10 @@ from spaceport.exporter.checkpoint import Checkpoint, open_checkpoint
 from spaceport.exporter.checkpoint_source import quiet_libraries
 from spaceport.exporter.export import ExportOptions, TokenFlags, Written, build_decoder, manifest_for
 from spaceport.exporter.native_weights import round_weights
-from spaceport.exporter.quantized_weights import stored_weights
 from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.contract.formats import FORMATS
-from spaceport.graphs.contract.manifest import MODEL_FILE, TEMPLATE_FILE, TOKENIZER_FILE, record_of
+from spaceport.graphs.contract.manifest import TEMPLATE_FILE, TOKENIZER_FILE, record_of
 from spaceport.graphs.contract.signature import Precision
-from spaceport.graphs.quantization import Quantization
 from spaceport.graphs.quantize import quantize_inputs
 from spaceport.runtime.backends import check_threads
 from spaceport.runtime.backends.on_torch import TorchEngine
@@ -53,7 +51,7 @@ def open_reference(
     if number_format.weights == "same":
         number_format = FORMATS[dtype or signature.dtype]
     options = ExportOptions(number_format, signature.lowering, "plain", remote_code=remote_code)
-    decoder, _ = build_decoder(opened, options, arithmetic=dtype, stored=stored_in(bundle))
+    decoder, _ = build_decoder(opened, options, arithmetic=dtype)
     if number_format.native:
         round_weights(decoder.model, number_format.weights)
         quantize_inputs(decoder.model)
@@ -64,13 +62,6 @@ def open_reference(
                 f"{checkpoint}: {fact} is {theirs}, the bundle's is {ours}: expected the checkpoint that {bundle.path} was made from"
             )
     return TorchEngine(decoder, decoder.signature, capacity, requests, "cpu")
-
-
-def stored_in(bundle: Bundle) -> Quantization | None:
-    """The weights in a bundle's graph that were rounded by GPTQ; None if it has none."""
-    stored = stored_weights(bundle.read(MODEL_FILE), bundle.path) if bundle.manifest.number_format.rounds else None
-    bundle.require_unchanged()
-    return stored
 
 
 @contextmanager

@@ -31,11 +31,6 @@ class Format:
     def kv_cache(self) -> KvCache:
         return "int8" if self.native else "same"
 
-    @property
-    def rounds(self) -> bool:
-        """Whether weights are rounded by GPTQ, on texts that the model samples."""
-        return self.weights == "int4" and not self.native
-
 
 _CPU = ("onnxruntime",)
 _TENSORRT = ("tensorrt", "tensorrt-rtx")
@@ -59,7 +54,7 @@ def _smaller(dtype: Precision, weights: Weights, purpose: str) -> Format:
 
 _SMALLER: dict[Weights, str] = {
     "int8": "half of the memory",
-    "int4": "a quarter of the memory, rounded by GPTQ",
+    "int4": "a quarter of the memory",
     "float8": "half of the memory, from sm89 on",
 }
 

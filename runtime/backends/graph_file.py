@@ -1,4 +1,4 @@
-"""What a serialized ONNX graph names: the files of its weights and its operators, which the package onnx is not needed for."""
+"""What a serialized ONNX graph names: files of weights, operators and their versions, without the package onnx."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # wire types of protobuf
 _OPERATOR = 4  # field of a node
+_IMPORT = 8  # field of a model
 
 # By message of onnx.proto: its fields that can contain a node or a tensor, by number. A tensor lists its external data as
 # pairs of a key and a value.
@@ -42,6 +43,19 @@ def operators(model: bytes) -> set[str]:
     return {bytes(node.get(_OPERATOR, b"")).decode() for node in nodes}
 
 
+def imported_version(model: bytes, domain: str) -> int:
+    """The version of a domain's operators that a serialized ONNX model imports, 0 if it imports none.
+
+    Raises ValueError if it is not a model."""
+    found = 0
+    for number, part in _fields(memoryview(model)):
+        fields = dict(_values(part)) if number == _IMPORT else {}
+        name, version = fields.get(1), fields.get(2)
+        if isinstance(name, memoryview) and isinstance(version, int) and bytes(name) == domain.encode():
+            found = max(found, version)
+    return found
+
+
 def _messages(model: bytes) -> Iterator[tuple[str, memoryview]]:
     """All messages of a model with their kinds."""
     waiting = [("model", memoryview(model))]
@@ -54,6 +68,11 @@ def _messages(model: bytes) -> Iterator[tuple[str, memoryview]]:
 
 def _fields(data: memoryview) -> Iterator[tuple[int, Any]]:
     """The fields of a message that have bytes as their value, with their numbers."""
+    return ((number, value) for number, value in _values(data) if isinstance(value, memoryview))
+
+
+def _values(data: memoryview) -> Iterator[tuple[int, memoryview | int]]:
+    """The fields of a message that have bytes or a number of variable length as their value, with their numbers."""
     index = 0
     while index < len(data):
         key, index = _varint(data, index)
@@ -63,7 +82,8 @@ def _fields(data: memoryview) -> Iterator[tuple[int, Any]]:
             yield key >> 3, data[index : index + size]
             index += size
         elif kind == _VARINT:
-            _, index = _varint(data, index)
+            value, index = _varint(data, index)
+            yield key >> 3, value
         elif kind in (_FIXED64, _FIXED32):
             index += 8 if kind == _FIXED64 else 4
         else:

@@ -20,6 +20,8 @@ from numpy.typing import NDArray
 from spaceport.graphs.contract.exactness import Exactness, tolerated_noise
 from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.graphs.contract.json_fields import JsonField, Rules, read
+from spaceport.graphs.contract.manifest import Manifest
+from spaceport.kernels.native_library import instruction_set, library_path
 from spaceport.runtime.backends.machine import cpu_name, instruction_sets, usable_cpus
 from spaceport.runtime.backends.private_files import cache_folder, read_private, replace_private
 from spaceport.runtime.bundle import Bundle
@@ -53,6 +55,10 @@ _FAR_ROWS = (1, 16)
 _MOST_REQUESTS = 8  # maximum requests of a call: more of them take long and show little more
 _NEEDED = (1, 4)  # always timed: with one point alone, rows would look free
 _LEAST_ROW = 0.01  # minimum cost of a further row on a CPU, relative to a one-row call; less is a disturbed measurement
+
+
+# Of graphs that native operators compute: their sums are integers, or are added in one order.
+EXACT = Exactness(0.0, 0.0, 0.0, (1,))
 
 
 @dataclass(frozen=True)
@@ -248,11 +254,12 @@ def measured_here(
         raise OptionFault(f"step_costs is {source!r}: expected {', '.join(get_args(CostSource))}")
     file = _file(bundle, backend, engine.device, options)
     stored = load(file)
-    exactness = (
-        measure_exactness(engine, tolerated_noise(bundle.manifest, engine.device))
-        if stored is None
-        else stored.exactness
-    )
+    if _is_exact(bundle.manifest, backend):
+        exactness = EXACT
+    elif stored is None:
+        exactness = measure_exactness(engine, tolerated_noise(bundle.manifest, engine.device))
+    else:
+        exactness = stored.exactness
     table = None if stored is None else stored.table
     if source == "measured" and (table is None or table.requests != batched_requests(engine)):
         table = measure_step_costs(engine, next(iter(bundle.manifest.tokens.mask), 0))
@@ -266,9 +273,16 @@ def measured_here(
 
 
 def known_exactness(bundle: Bundle, backend: str, device: str, options: EngineOptions) -> Exactness | None:
-    """The exactness that was measured when a bundle was opened here before; None if it was not."""
+    """The exactness that was measured when a bundle was opened here before, or needs no measurement; else None."""
+    if _is_exact(bundle.manifest, backend):
+        return EXACT
     stored = load(_file(bundle, backend, device, options))
     return None if stored is None else stored.exactness
+
+
+def _is_exact(manifest: Manifest, backend: str) -> bool:
+    """Whether rows are exact by construction: native operators compute all of the graph, and are compiled."""
+    return manifest.signature.has_scales and backend == "onnxruntime" and library_path() is not None
 
 
 def load(file: Path) -> Measurements | None:
@@ -295,8 +309,15 @@ def _file(bundle: Bundle, backend: str, device: str, options: EngineOptions) -> 
         (options.capacity, options.requests, options.threads),
         [(package, _version(package)) for package in _PACKAGES],
         (cpu_name(), instruction_sets(), usable_cpus()),
+        _native_operators() if bundle.manifest.native else None,
     )
     return cache_folder() / f"{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]}.json"
+
+
+def _native_operators() -> tuple[str, int] | None:
+    """The instruction set of the native operators, and when they were compiled; None if they were not."""
+    library = library_path()
+    return None if library is None else (instruction_set(library), library.stat().st_mtime_ns)
 
 
 def _version(package: str) -> str:

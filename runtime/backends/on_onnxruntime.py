@@ -21,8 +21,8 @@ from onnxruntime.capi import onnxruntime_pybind11_state
 from spaceport.graphs.contract.formats import FORMATS, Format, Weights
 from spaceport.graphs.contract.manifest import MODEL_FILE, SELECTION_FILE
 from spaceport.graphs.contract.signature import DTYPES, NUMPY, Signature, Tensor, selection_width
-from spaceport.kernels.native_library import library_path, register
-from spaceport.runtime.backends.graph_file import external_files
+from spaceport.kernels.native_library import DOMAIN, library_path, register
+from spaceport.runtime.backends.graph_file import external_files, imported_version
 from spaceport.runtime.backends.machine import engine_threads
 from spaceport.runtime.bundle import Bundle, BundleError
 from spaceport.runtime.engine import CPU_COSTS, Batch, EngineFault, EngineOptions, Moves, slots_in_order
@@ -226,10 +226,7 @@ class OnnxRuntimeEngine:
 def open_engine(bundle: Bundle, options: EngineOptions) -> OnnxRuntimeEngine:
     """The bundle's graph in a session."""
     manifest = bundle.manifest
-    try:
-        settings = session_options(engine_threads(options.threads), manifest.number_format)
-    except ValueError as error:  # of a library that is too old, or that a variable configures wrongly
-        raise BundleError(f"{bundle.path}: {error}") from error
+    settings = options_for(bundle, engine_threads(options.threads))
     try:
         session = open_session(bundle, settings, ["CPUExecutionProvider"])
     except FAULTS as error:
@@ -249,8 +246,22 @@ def session_options(threads: int, number_format: Format = FORMATS["float32"]) ->
     options.enable_mem_pattern = False
     if not number_format.native and number_format.weights in _UNPACKED:
         options.add_session_config_entry(*_UNPACKED[number_format.weights])
+    return options
+
+
+def options_for(bundle: Bundle, threads: int) -> ort.SessionOptions:
+    """Session options for a bundle's graph, with native operators if it has them and they were compiled."""
+    number_format = bundle.manifest.number_format
+    options = session_options(threads, number_format)
     if number_format.native and (library := library_path()) is not None:
-        register(options, library)
+        try:
+            needed = imported_version(bundle.read(MODEL_FILE), DOMAIN)
+        except ValueError as error:
+            raise unloadable(bundle, error) from error
+        try:
+            register(options, library, needed)
+        except ValueError as error:  # of a library that is too old, or that a variable configures wrongly
+            raise BundleError(f"{bundle.path}: {error}") from error
     return options
 
 

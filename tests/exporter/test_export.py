@@ -15,16 +15,13 @@ from spaceport.exporter.atomic_folder import TargetError
 from spaceport.exporter.checkpoint import CheckpointError, TokenFlags, open_checkpoint
 from spaceport.exporter.checkpoint_source import provenance_of
 from spaceport.exporter.export import (
-    DEFAULT_QUESTIONS,
-    MAX_PROMPT_TOKENS,
     ExportOptions,
     estimate_export,
     export,
-    prompt_tokens,
 )
 from spaceport.exporter.sar_config import save_acceptance
 from spaceport.graphs.contract.draft_methods import DraftAcceptance
-from spaceport.graphs.contract.faults import InputFault, OptionFault
+from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.formats import FORMATS
 from spaceport.graphs.contract.manifest import DATA_FILE, MODEL_FILE
 from spaceport.runtime.bundle import open_bundle
@@ -32,7 +29,7 @@ from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
 from support.copied_checkpoint import copy_of_tiny
 from support.exported import bundle_of
-from support.paths import DEMO, TINY
+from support.paths import TINY
 
 
 def test_a_bundle_has_the_data_of_its_checkpoint(tiny_bundle: Path) -> None:
@@ -236,26 +233,6 @@ def test_the_target_is_checked_before_the_checkpoint_is_loaded(tmp_path: Path) -
         export(TINY, tmp_path / "notes", ExportOptions(), overwrite=True, on_stage=stages.append)
     assert stages == []
     assert (tmp_path / "notes" / "mine.txt").read_text() == "keep"
-
-
-def test_a_calibration_prompt_is_tokenized_and_truncated_to_its_end() -> None:
-    checkpoint = open_checkpoint(TINY, TokenFlags())
-    (ids,) = prompt_tokens(checkpoint, ["import json"])
-    assert ids[0].tolist() == Tokenizer.from_str(checkpoint.tokenizer).encode("import json").ids
-    ids, end = prompt_tokens(checkpoint, ["begin " + "x = 1\n" * 2000 + "end", "\nend"])
-    assert ids.shape == (1, MAX_PROMPT_TOKENS)
-    assert ids[0, -1] == end[0, -1]
-
-
-def test_chat_messages_need_a_template_and_a_chat_model_gets_default_questions() -> None:
-    checkpoint = open_checkpoint(DEMO, TokenFlags())
-    chat = [{"role": "user", "content": "List three colours."}]
-    (ids,) = prompt_tokens(checkpoint, [chat])
-    assert "List three colours." in Tokenizer.from_str(checkpoint.tokenizer).decode(ids[0].tolist())
-    with pytest.raises(InputFault, match=r"calibration prompt 2 has chat messages, but .* has no chat template: exp"):
-        prompt_tokens(replace(checkpoint, template=None), ["a", chat])
-    assert len(prompt_tokens(checkpoint, ())) == len(DEFAULT_QUESTIONS)
-    assert prompt_tokens(replace(checkpoint, template=None), ()) == ()
 
 
 REVISION = "0123456789abcdef0123456789abcdef01234567"

@@ -169,7 +169,10 @@ def test_metadata_are_those_of_the_package_gguf(tmp_path: Path) -> None:
     assert metadata == expected
     assert {type(value) for value in metadata.values()} == {type(value) for value in expected.values()}
     assert tensors == {
-        tensor.name: GgufTensor(tensor.tensor_type.name, tuple(map(int, tensor.shape))) for tensor in reader.tensors
+        each.name: GgufTensor(
+            each.tensor_type.name, tuple(map(int, each.shape)), each.data_offset, each.data_offset + each.n_bytes
+        )
+        for each in reader.tensors
     }
 
 

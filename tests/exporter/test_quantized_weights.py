@@ -21,18 +21,17 @@ from transformers import AutoModelForCausalLM
 
 from spaceport.exporter.bundle_manifest import write_manifest
 from spaceport.exporter.export import ExportOptions
-from spaceport.exporter.quantized_weights import WeightNotFound, store_quantized_weights, stored_weights
-from spaceport.graphs.contract.faults import InputFault
+from spaceport.exporter.quantized_weights import WeightNotFound, store_quantized_weights
 from spaceport.graphs.contract.formats import FORMATS, Format
 from spaceport.graphs.contract.manifest import MANIFEST_FILE, MODEL_FILE
-from spaceport.graphs.quantization import BLOCKS, Quantization, QuantizedWeight
-from spaceport.graphs.quantize import use_stored_weights
+from spaceport.graphs.quantization import BLOCKS, Quantization, QuantizedWeight, block_of
+from spaceport.graphs.quantize import quantize_model
 from spaceport.runtime.backends.on_onnxruntime import OnnxRuntimeEngine, session_options
 from spaceport.runtime.bundle import open_bundle, read_manifest
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
 from spaceport.tools.bench.steps import chain_batch
-from spaceport.tools.reference import open_reference, stored_in
+from spaceport.tools.reference import open_reference
 from spaceport.tools.verify.check import measure_quantization
 from support.exported import bundle_of
 from support.paths import TINY
@@ -150,24 +149,15 @@ def test_quantized_weights_are_stored_with_their_scales_and_used_without_dequant
 @pytest.mark.parametrize("name", ["float16-int4", "bfloat16-int4"])
 def test_int4_codes_in_a_graph_are_those_that_were_written(name: str) -> None:
     kind = FORMATS[name]
-    found = stored_in(open_bundle(exported(kind)))
-    assert found is not None
     model = AutoModelForCausalLM.from_pretrained(TINY, dtype=getattr(torch, kind.dtype))
-    again = use_stored_weights(model, found)
-    assert again.layers.keys() == found.layers.keys()
-    assert all(0.01 < error < 0.2 for error in again.errors.values())
-    layer = found.layers["model.layers.0.self_attn.k_proj"]
-    assert layer.block == BLOCKS[-1]
-    assert torch.equal(model.get_submodule("model.layers.0.self_attn.k_proj").weight, layer.dequantized.T)
-
-
-def test_a_graph_that_does_not_describe_its_weights_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputFault, match=r"DecodeError .* where the graph describes its int4 weights: expected one"):
-        stored_weights(b"no graph", tmp_path)
-    codes = numpy_helper.from_array(np.zeros((32, 2), np.int8), "up.codes")
-    model = onnx.ModelProto(ir_version=11, graph=onnx.GraphProto(initializer=[codes]))
-    with pytest.raises(InputFault, match=r"KeyError 'up\.scale' where the graph describes its int4 weights: expected"):
-        stored_weights(model.SerializeToString(), tmp_path)
+    quantization = quantize_model(model, "int4")
+    assert all(0.01 < error < 0.2 for error in quantization.errors.values())
+    folder = exported(kind)
+    graph = onnx.load(folder / MODEL_FILE).graph
+    stored = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
+    for name, layer in quantization.layers.items():
+        assert layer.block == block_of(len(layer.codes), BLOCKS)
+        assert np.array_equal(stored[f"{name}.codes"].astype(np.int8), layer.codes.numpy())
 
 
 @pytest.mark.parametrize("kind", [INT4, FLOAT8, BFLOAT16_INT4], ids=["int4", "float8", "bfloat16-int4"])

@@ -53,7 +53,7 @@ def values(decoder: Decoder) -> dict[str, Tensor]:
     [
         ExportOptions(FORMATS["bfloat16"]),
         ExportOptions(FORMATS["bfloat16-float8"]),
-        ExportOptions(FORMATS["float16-int4"], calibrate=("import json",)),
+        ExportOptions(FORMATS["float16-int4"]),
     ],
     ids=lambda options: options.format.name,
 )

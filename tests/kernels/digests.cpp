@@ -55,7 +55,7 @@ void print(const char* name, int a, int b, const void* data, size_t bytes) {
 
 void products(const Kernels& kernels, Format format, int rows, Norm norm, Activation activation) {
   constexpr int inputs = 512, outputs = 80;
-  int most = kernels.tile_rows[FORMAT_TRAITS[format].bits == 4], tiles = (rows + most - 1) / most;
+  int most = kernels.tile_rows[FORMAT_TRAITS[format].bits < 8], tiles = (rows + most - 1) / most;
   size_t blocks = size_t(rows) * inputs / BLOCK;
   RoundedRows r = {rows, inputs, tiles, take<int8_t>(size_t(rows) * inputs), take<float>(blocks), take<float>(blocks),
                    take<int32_t>(blocks), take<int32_t>(2 * blocks)};

@@ -1,8 +1,10 @@
 """The library is compiled with what is there, and needs no C++ library where it runs."""
 
+import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import onnxruntime
@@ -11,7 +13,9 @@ import pytest
 from spaceport.kernels import build
 from spaceport.kernels.native_library import VERSION, fault, instruction_set, instruction_sets, register, version
 from support.native_operators import available_sets, forced, library
+from support.paths import ROOT
 
+PYPROJECT = (ROOT / "pyproject.toml").read_text("utf-8")
 EXPORTED = {
     "RegisterCustomOps",
     "spaceport_instruction_set",
@@ -85,3 +89,25 @@ def test_the_library_has_the_version_of_the_python_code() -> None:
 def test_a_library_that_cannot_be_loaded_is_named(tmp_path: Path) -> None:
     (tmp_path / "library.so").write_bytes(b"not a library")
     assert re.match(r"the native operators in .*library.so cannot be loaded: ", str(fault(tmp_path / "library.so")))
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.skipif(library() is None, reason="no C++ compiler")
+@pytest.mark.parametrize("wanted", [*re.findall(r'"(onnxruntime>=[\d.]+);', PYPROJECT), "onnxruntime"])
+def test_the_oldest_and_the_newest_runtime_load_the_library(wanted: str, tmp_path: Path) -> None:
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--retries", "1", "--target", str(tmp_path)]
+    installed = subprocess.run([*pip, wanted.replace(">=", "==")], capture_output=True, text=True, check=False)
+    if installed.returncode:
+        pytest.skip(f"pip got no {wanted}: {installed.stderr.strip().splitlines()[-1]}")
+    path = f"{tmp_path}{os.pathsep}{os.pathsep.join(sys.path)}"
+    settings = os.environ | {"PYTHONPATH": path, "TESTED_KERNELS": str(library())}
+    where = "import onnxruntime; print(onnxruntime.__version__, onnxruntime.__file__)"
+    said = subprocess.run(
+        [sys.executable, "-c", where], env=settings, capture_output=True, text=True, check=True
+    ).stdout
+    assert str(tmp_path) in said
+    tests = [str(Path(__file__).with_name(name)) for name in ("test_functions.py", "test_whole_steps.py")]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0", *tests]
+    ran = subprocess.run(command, cwd=ROOT, env=settings, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, f"{said}{ran.stdout[-4000:]}{ran.stderr[-1000:]}"

@@ -79,13 +79,30 @@ def test_large_products_are_the_same_with_two_threads(dice: np.random.Generator)
         assert close(one, reference.product(x, weights.dequantized()), EXACT)
 
 
+@pytest.mark.parametrize("format_name", ["int4", "int5", "int8"])
+def test_rows_that_do_not_fit_into_the_cache_have_the_bytes_of_rows_alone(
+    dice: np.random.Generator, format_name: str
+) -> None:
+    """Codes of 640 KB, which the kernels take in parts."""
+    rows, inputs = 80, 8192
+    x, residual = normal(dice, rows, inputs), normal(dice, rows, 40)
+    weights = random_weights(dice, format_name, 40, inputs)
+    feeds = {"x": x, "residual": residual, "weights": pack(weights)}
+    for set_name in available_sets():
+        operator = Operator("AddProduct", feeds, {"format": format_name, "width": 40}, set_name, 2)
+        got = operator(feeds)[0]
+        alone = [operator(feeds | {"x": x[i : i + 1], "residual": residual[i : i + 1]})[0] for i in range(rows)]
+        assert got.tobytes() == np.concatenate(alone).tobytes(), set_name
+    assert close(got, reference.product(x, weights.dequantized()) + residual, EXACT)
+
+
 def test_extreme_codes_do_not_overflow(dice: np.random.Generator) -> None:
     """All products of bytes at their largest, of equal and of opposite sign."""
     inputs = 256
     x = np.ones((3, inputs), np.float32)
     x[1] = -1
     x[2, ::2] = -1
-    for format_name, code in (("int4", 15), ("int8", 255), ("int8", 0), ("int8_min", 255)):
+    for format_name, code in (("int4", 15), ("int5", 31), ("int5", 0), ("int5_min", 31), ("int8", 255), ("int8", 0)):
         weight_format = WEIGHT_FORMATS[format_name]
         ones = np.ones((32, inputs // 32), np.float16)
         minima = ones if weight_format.has_minima else None
@@ -93,6 +110,18 @@ def test_extreme_codes_do_not_overflow(dice: np.random.Generator) -> None:
         feeds = {"x": x, "residual": np.zeros((3, 32), np.float32), "weights": pack(weights)}
         got = same_everywhere("AddProduct", feeds, {"format": format_name, "width": 32})
         assert close(got, reference.product(x, weights.dequantized()), EXACT)
+
+
+@pytest.mark.parametrize("rows", [1, 7])
+def test_codes_of_5_bits_give_the_bytes_of_the_same_weights_in_8_bits(dice: np.random.Generator, rows: int) -> None:
+    weights = random_weights(dice, "int5", 75, 256)
+    wide = QuantizedWeights(WEIGHT_FORMATS["int8"], weights.codes + np.uint8(128 - 16), weights.scales)
+    feeds = {"x": normal(dice, rows, 256), "residual": normal(dice, rows, 75)}
+    five, eight = (
+        same_everywhere("AddProduct", feeds | {"weights": pack(each)}, {"format": each.format.name, "width": 75})
+        for each in (weights, wide)
+    )
+    assert five.tobytes() == eight.tobytes()
 
 
 @pytest.mark.parametrize("kind", ["none", "rms", "layer"])

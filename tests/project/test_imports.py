@@ -28,7 +28,7 @@ LAYERS = {
     "runtime.bundle": ("graphs.contract", "runtime.opened_files"),
     "runtime.costs": (),
     "runtime.backends": (
-        *("graphs.contract", "runtime.engine", "runtime.bundle", "runtime.costs"),
+        *("kernels", "graphs.contract", "runtime.engine", "runtime.bundle", "runtime.costs"),
         "runtime.opened_files",
     ),
     "runtime.decode": ("graphs.contract", "runtime.engine", "runtime.costs"),

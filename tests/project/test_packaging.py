@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 import spaceport
-from spaceport.kernels.build import SOURCES, compiler, library_name
+from spaceport.kernels.build import SOURCES, TARGETS, compiler, library_name, zig
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
 from spaceport.tools.cli import MISSING
@@ -198,6 +198,38 @@ def test_an_installation_goes_on_without_native_operators(
     (said,) = [line for line in done.stderr.splitlines() if line.startswith("spaceport: ")]
     assert re.match(rf"spaceport: installed without native operators: {reason}", said)
     assert said.endswith("run with the standard operators of ONNX Runtime, which are slower.")
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.skipif(zig() is None, reason="ziglang is not installed: pip install ziglang")
+@pytest.mark.parametrize("system", TARGETS)
+def test_a_wheel_for_another_system_has_its_library(system: str, built: Built, tmp_path: Path) -> None:
+    with tarfile.open(built.sdist) as sdist:
+        sdist.extractall(tmp_path, filter="data")
+    (folder,) = tmp_path.glob("spaceport-*/")
+    environment = os.environ | {"SPACEPORT_BUILD_FOR": system}
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(folder)]
+    subprocess.run(command, env=environment, capture_output=True, check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    target = TARGETS[system]
+    assert wheel.name == f"spaceport-{spaceport.__version__}-py3-none-{target.wheel_tag}.whl"
+    with zipfile.ZipFile(wheel) as opened:
+        (name,) = [name for name in opened.namelist() if "/spaceport_kernels." in name]
+        library = opened.read(name)
+    assert name == f"spaceport/kernels/{library_name(target.system)}"
+    magic = {"Linux": b"\x7fELF", "Darwin": b"\xcf\xfa\xed\xfe", "Windows": b"MZ"}[target.system]
+    assert library.startswith(magic)
+    assert b"RegisterCustomOps" in library
+    assert b"libstdc++" not in library
+
+
+def test_a_system_without_wheels_is_an_error_that_names_those_with_wheels(tmp_path: Path) -> None:
+    environment = os.environ | {"SPACEPORT_BUILD_FOR": "solaris"}
+    command = [sys.executable, str(ROOT / "setup.py"), "--version"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "SPACEPORT_BUILD_FOR is solaris, expected any or one of linux-x86_64, linux-aarch64" in done.stderr
 
 
 def setuptools_alone(folder: Path) -> Path:

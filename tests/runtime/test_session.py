@@ -83,7 +83,7 @@ def sampled(tiny_bundle: Path, tiny_int8_bundle: Path) -> dict[str, list[tuple[i
 
 
 def test_golden_texts_take_the_pinned_numbers_of_steps_and_end_where_plain_decoding_would(runtime: Runtime) -> None:
-    slack = int(runtime.bundle.manifest.native)  # another draft token may be accepted or rejected
+    slack = 3 * runtime.bundle.manifest.native  # in 8 bits, other draft tokens are accepted and rejected
     for mask_slots, steps in enumerate((96, 49, 33, 25, 20, 18)):
         found = runtime.generate(DECODER, chain(mask_slots))
         assert (found.text, found.ending, len(found.tokens)) == (GOLDEN, "length", 96)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from gguf import GGMLQuantizationType, GGUFWriter, quants
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, quants
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
@@ -17,8 +17,13 @@ from support.paths import TINY
 
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM = 64, 256, 4, 2, 16  # rows of 256 fit the blocks of K-quants
 CONTROL, NORMAL = 3, 1  # token types
-# Weights and bytes of a block, and offsets of its float16 scales, of types that the package cannot quantize.
-RANDOM_BLOCKS = {"Q4_K": (256, 144, (0, 2)), "Q6_K": (256, 210, (208,))}
+# Offsets of the float16 scales in a block, by type.
+SCALES = {
+    **dict.fromkeys(("Q4_0", "Q5_0", "Q8_0", "IQ4_NL"), (0,)),
+    **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)),
+    "Q6_K": (208,),
+}
+_RANDOM = ("Q4_K", "Q5_K", "Q6_K")  # types that the package cannot quantize
 
 _NAMES = {
     "model.embed_tokens": "token_embd",
@@ -91,10 +96,10 @@ def stored_tensors(model: PreTrainedModel) -> dict[str, np.ndarray]:
 
 
 def random_blocks(kind: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
-    """Random bytes of a K-quant with small finite scales."""
-    weights, size, scales = RANDOM_BLOCKS[kind]
+    """Random bytes of a type of blocks with small finite scales."""
+    weights, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
     blocks = np.random.default_rng(seed).integers(0, 256, (shape[0] * shape[1] // weights, size), np.uint8)
-    for offset in scales:
+    for offset in SCALES[kind]:
         scale = np.random.default_rng(seed + 1).uniform(1e-4, 1e-3, len(blocks)).astype(np.float16)
         blocks[:, offset : offset + 2] = scale.view(np.uint8).reshape(-1, 2)
     return blocks.reshape(shape[0], -1)
@@ -158,7 +163,7 @@ def write_gguf(
             add[type(value)](key, value)
     for seed, (name, weight) in enumerate({**stored_tensors(model), **(tensors or {})}.items()):
         kind = (types or {}).get(name, "F32")
-        if kind in RANDOM_BLOCKS:
+        if kind in _RANDOM:
             writer.add_tensor(name, random_blocks(kind, weight.shape, seed), raw_dtype=GGMLQuantizationType[kind])
         elif kind == "F32":
             writer.add_tensor(name, weight)

@@ -14,11 +14,12 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
 from spaceport.kernels.build import SOURCES, build, compiler, library_name
-from spaceport.kernels.functions import INPUTS, OPSET, OUTPUTS
+from spaceport.kernels.functions import INPUTS, OUTPUTS
 from spaceport.kernels.gguf_weights import GGUF_BLOCKS, from_gguf
 from spaceport.kernels.packing import QuantizedWeights
 from support.cache import built
 
+OPSET, IR_VERSION = 23, 11  # of native graphs
 SETS = ("portable", "avx2", "avxvnni", "avx512vnni", "neon")
 _TYPES = {
     np.dtype(np.float32): TensorProto.FLOAT,
@@ -32,9 +33,10 @@ _OUTPUT_TYPES = {"new_keys": TensorProto.INT8, "new_values": TensorProto.INT8}
 GGUF_TYPES = {
     "int4": "Q4_1",
     "int4_k": "Q4_K",
+    "int5": "Q5_0",
+    "int5_min": "Q5_1",
+    "int5_k": "Q5_K",
     "int8": "Q8_0",
-    "int8_min": "Q5_1",
-    "int8_k": "Q5_K",
     "int8_k16": "Q6_K",
 }
 
@@ -102,7 +104,7 @@ def random_weights(dice: np.random.Generator, format_name: str, outputs: int, in
     gguf_type = GGUF_TYPES[format_name]
     size, width = GGUF_BLOCKS[gguf_type]
     blocks = dice.integers(0, 256, (outputs * inputs // width, size), dtype=np.uint8)
-    for offset in {"Q8_0": (0,), "Q6_K": (208,)}.get(gguf_type, (0, 2)):
+    for offset in {"Q5_0": (0,), "Q8_0": (0,), "Q6_K": (208,)}.get(gguf_type, (0, 2)):
         factors = (0.0005 + 0.001 * dice.random(len(blocks))).astype(np.float16)
         blocks[:, offset : offset + 2] = factors.view(np.uint8).reshape(-1, 2)
     weights = from_gguf(blocks.reshape(-1), gguf_type, outputs, inputs)
@@ -134,7 +136,7 @@ def model_of(
     return helper.make_model(
         helper.make_graph([node], "operator", fed, given, made),
         opset_imports=[helper.make_opsetid("", OPSET), helper.make_opsetid("spaceport", 1)],
-        ir_version=10,
+        ir_version=IR_VERSION,
     )
 
 

@@ -92,7 +92,7 @@ def attend(
     q_gain: Array | None = None,
     k_gain: Array | None = None,
     sinks: Array | None = None,
-    epsilon: float = 1e-6,
+    epsilon: float = 0.0,
 ) -> NDArray[np.float64]:
     kv_heads, _, size = keys.shape
     rows, share, seen = len(qkv), heads // kv_heads, visible.shape[1]

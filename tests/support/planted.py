@@ -61,6 +61,13 @@ def swap_key_and_value(model: onnx.ModelProto, layer: int = 0) -> None:
     key.input[2], value.input[2] = value.input[2], key.input[2]
 
 
+def swap_weights(model: onnx.ModelProto, first: str, second: str) -> None:
+    """Swap two weights of native operators."""
+    other = {first: second, second: first}
+    for node in model.graph.node:
+        node.input[:] = [other.get(name, name) for name in node.input]
+
+
 def forget_marks(model: onnx.ModelProto) -> None:
     """Remove the names of values from a graph."""
     for node in model.graph.node:

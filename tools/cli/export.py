@@ -36,7 +36,6 @@ from spaceport.tools.cli.options import (
     remote_code_option,
 )
 from spaceport.tools.terminal.screen import interruptible_stages, show_json, size
-from spaceport.tools.verify.prompts import read_prompts
 
 if TYPE_CHECKING:  # torch is imported only once the paths are valid
     from spaceport.exporter.choose_format import Machine
@@ -143,7 +142,7 @@ class Export(Sectioned):
     }
     usual: ClassVar = frozenset(
         (
-            *("adapter", "format", "machine", "calibrate", "lowering", "max_mask_slots"),
+            *("adapter", "format", "machine", "lowering", "max_mask_slots"),
             *("overwrite", "trust_remote_code", "as_json"),
         )
     )
@@ -164,14 +163,6 @@ class Export(Sectioned):
     "machine",
     type=click.Choice(("cpu", "gpu")),
     help="Machine that will run the bundle, for the default format; default: cpu, or gpu with --lowering append.",
-)
-@click.option(
-    "--calibration-data",
-    "calibrate",
-    type=PATH,
-    metavar="PROMPTS",
-    help="Prompt file, one prompt per line: weights of float16-int4 and bfloat16-int4 are rounded for texts that the model "
-    "samples after them; default: a few questions if the model chats, otherwise no prompts.",
 )
 @click.option(
     "--lowering",
@@ -220,8 +211,6 @@ def command(context: click.Context, /, checkpoint: Path, bundle: Path, **given: 
     drafts = ExportDrafts(checkpoint, given["adapter"], request, given["fork"], given["child"])
     format_named = Unused(given["format"] is not None, ("machine",), "with --format", "leave --format out")
     refuse_unused(context, [*drafts.unused, format_named])
-    calibrate = given["calibrate"]
-    prompts = () if calibrate is None else tuple(record.prompt for record in read_prompts(calibrate))
     check_target(bundle, given["overwrite"])
     require_checkpoint(checkpoint)
     adopted = drafts.read()
@@ -229,17 +218,11 @@ def command(context: click.Context, /, checkpoint: Path, bundle: Path, **given: 
     from spaceport.exporter.export import export
 
     options, reason = _options(checkpoint, given)
-    if calibrate is not None and not options.format.rounds:
-        rounded = " or ".join(name for name, each in FORMATS.items() if each.rounds)
-        raise OptionFault(
-            f"--calibration-data is for weights that are rounded by GPTQ, and the format is {options.format.name}: expected "
-            f"--format {rounded} with it"
-        )
     with interruptible_stages() as on_stage:
         for note in filter(None, (reason, drafts.hint)):
             on_stage(note)
         with drafts.adapter_folder(adopted, bundle, options.remote_code, on_stage) as folder:
-            options = replace(options, tokens=drafts.tokens(folder), calibrate=prompts, adapter=folder)
+            options = replace(options, tokens=drafts.tokens(folder), adapter=folder)
             manifest = export(checkpoint, bundle, options, given["overwrite"], on_stage)
     if given["as_json"]:
         show_json(manifest.as_dict())

@@ -199,7 +199,9 @@ def _mask_slots(manifest: Manifest) -> str:
 
 def described_format(manifest: Manifest) -> str:
     """The format of a bundle, and what it is for."""
-    return f"{manifest.format} ({manifest.number_format.purpose})"
+    partly = manifest.number_format.native and not manifest.signature.has_scales
+    only = "; native operators compute products only" if partly else ""
+    return f"{manifest.format} ({manifest.number_format.purpose}{only})"
 
 
 def contract(manifest: Manifest) -> dict[str, Any]:

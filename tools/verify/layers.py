@@ -16,7 +16,7 @@ from spaceport.graphs.contract.faults import MissingDependency
 from spaceport.graphs.contract.manifest import MODEL_FILE
 from spaceport.graphs.contract.signature import DTYPES, Signature
 from spaceport.graphs.decoder import Decoder, DecoderWithLayerOutputs, attention_output_name, layer_output_name
-from spaceport.runtime.backends.on_onnxruntime import session_options, weights_for
+from spaceport.runtime.backends.on_onnxruntime import options_for, weights_for
 from spaceport.runtime.backends.on_torch import TorchEngine
 from spaceport.runtime.bundle import Bundle
 from spaceport.tools.verify.cases import Array, EngineLimits, RecordedCall, replay
@@ -60,9 +60,14 @@ class GraphLayers:
         float32_at_the_edges(model, self.signature)
         self._session = _session(model, graph, bundle, threads, cuda)
         self.device = "cuda" if _CUDA in self._session.get_providers() else "cpu"
-        shape = (limits.requests, self.signature.kv_heads, limits.capacity, self.signature.head_dim)
-        dtype = np.int8 if self.signature.kv_cache == "int8" else np.float32
-        self._kv: dict[str, Array] = {tensor.name: np.zeros(shape, dtype) for tensor in self.signature.past}
+        sizes: dict[int | str, int] = {"B": limits.requests, "S": limits.capacity}
+        self._kv: dict[str, Array] = {
+            tensor.name: np.zeros(
+                [sizes.get(size, size) for size in tensor.shape],  # type: ignore[arg-type]
+                np.int8 if tensor.dtype == "int8" else np.float32,
+            )
+            for tensor in self.signature.past
+        }
 
     def run(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
         first = int(arrays["first"][0])
@@ -76,7 +81,15 @@ class GraphLayers:
         outputs = dict(zip(names, self._session.run(names, rows | past), strict=True))
         for before, after in zip(self.signature.past, self.signature.present, strict=True):
             self._kv[before.name][requests] = outputs[after.name]
-        return {name: np.asarray(output, np.float32) for name, output in outputs.items()}
+        return with_scales({name: np.asarray(output, np.float32) for name, output in outputs.items()}, self.signature)
+
+
+def with_scales(outputs: dict[str, Array], signature: Signature) -> dict[str, Array]:
+    """The outputs of a graph, with values that are numbers instead of 8-bit codes."""
+    for layer in range(signature.layers if signature.kv_cache == "int8" else 0):
+        scales = outputs[f"present.{layer}.scales"][:, signature.kv_heads :]  # those of keys come before them
+        outputs[f"present.{layer}.value"] = outputs[f"present.{layer}.value"] * scales[..., None]
+    return outputs
 
 
 def show_marks(model: onnx.ModelProto, signature: Signature) -> tuple[str, ...]:
@@ -122,7 +135,7 @@ def _by_request(moves: Array) -> list[tuple[int, Any, Any]]:
 
 def _session(model: onnx.ModelProto, graph: bytes, bundle: Bundle, threads: int, cuda: bool) -> ort.InferenceSession:
     """A session of the changed graph, with the weights that the bundle's own graph names."""
-    options = session_options(threads, bundle.manifest.number_format)
+    options = options_for(bundle, threads)
     usable = cuda and _CUDA in ort.get_available_providers()
     providers = [_CUDA, _CPU] if usable else [_CPU]
     try:
@@ -184,12 +197,10 @@ class LayerComparison:
         return len({value.layer for value in self.values} - {None})
 
     def __str__(self) -> str:
-        missing = (
-            "" if len(self.values) == 4 * self.layers + 1 else "; the graph has no marks for more: export it again"
-        )
+        kinds = list(dict.fromkeys(value.kind for value in self.values if value.layer is not None))
+        missing = "" if "output" in kinds else "; the graph has no marks for more: export it again"
         if self.first_mismatch is not None:
             return f"{self.first_mismatch}{missing}"
-        kinds = list(dict.fromkeys(value.kind for value in self.values if value.layer is not None))
         value, share = self.closest
         return (
             f"all {self.layers} layers agree in {', '.join(kinds[:-1])} and {kinds[-1]} (at most {share:.2g} of the "
@@ -210,13 +221,19 @@ class LayerComparison:
 
 
 def layer_values(signature: Signature, marks: Sequence[str]) -> tuple[LayerValue, ...]:
-    """The values that can be compared, in order of computation."""
+    """The values that can be compared, in order of computation.
+
+    Native operators scale keys before they are stored, and add what a layer's attention returns to its input."""
     values = []
     for layer in range(signature.layers):
-        key, value = signature.present[2 * layer : 2 * layer + 2]
-        values += [LayerValue(key.name, layer, "keys"), LayerValue(value.name, layer, "values")]
-        marked = ((attention_output_name(layer), "attention"), (layer_output_name(layer), "output"))
-        values += [LayerValue(name, layer, kind) for name, kind in marked if name in marks]
+        keys = LayerValue(f"present.{layer}.key", layer, "keys")
+        attention = LayerValue(attention_output_name(layer), layer, "attention")
+        shared = (
+            LayerValue(f"present.{layer}.value", layer, "values"),
+            LayerValue(layer_output_name(layer), layer, "output"),
+        )
+        found = shared if signature.kv_cache == "int8" else (keys, shared[0], attention, shared[1])
+        values += [each for each in found if each.kind in ("keys", "values") or each.name in marks]
     return (*values, LayerValue("logits", None, "logits"))
 
 
@@ -247,7 +264,8 @@ def _differences(
     visible = call.arrays["attention_mask"].shape[-1]
     for value in values:
         first, second = (_visible(outputs[value.name], value, visible) for outputs in (expected, got))
-        error = np.abs(first - second).max(initial=0.0)
+        # native operators have rows in one axis
+        error = np.abs(first - second.reshape(first.shape)).max(initial=0.0)
         yield value, float(error), float(np.abs(first).max(initial=0.0))
 
 

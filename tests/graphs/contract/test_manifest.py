@@ -133,7 +133,7 @@ WRONG: list[tuple[str, list[Any], str]] = [
     ("format", [5, None, ["int4"]], "format is .*: expected text"),
     ("format", ["int7", "", "same"], "format is .*: expected stored, int4, int8, float32, float16"),
     ("format", ["float16"], "signature.dtype is float32, format is float16: expected float16"),
-    ("format", ["int8"], "signature.kv_cache is same, format is int8: expected int8"),
+    ("signature/kv_cache", ["int8"], "signature.kv_cache is int8, format is float32: expected same"),
     (f"{E}/graph", [5, None, "b" * 64], "graph is .*: expected a list"),
     (f"{E}/graph", [[5], ["b" * 63], [None]], "expected 64 hexadecimal digits"),
     (f"{E}/backend", ["openvino", None, 5, []], "backend is .*: expected tensorrt or tensorrt-rtx"),

@@ -18,10 +18,12 @@ from numpy.typing import NDArray
 from spaceport.graphs.contract.exactness import Exactness, tolerated_noise, unmeasured
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.signature import Signature
+from spaceport.kernels.native_library import library_path
 from spaceport.runtime.backends import measurements
 from spaceport.runtime.backends.measurements import (
     Measurements,
     idle,
+    known_exactness,
     load,
     measure_exactness,
     measure_step_costs,
@@ -141,7 +143,7 @@ def test_gpus_may_add_up_in_another_order_for_another_number_of_rows(half_bundle
     assert tolerated_noise(replace(manifest, format="int8"), "cuda:0 (NVIDIA X)") == 0
 
 
-@pytest.mark.parametrize("bundle", ["tiny_bundle", "half_bundle", "tiny_int8_bundle"])
+@pytest.mark.parametrize("bundle", ["tiny_bundle", "half_bundle"])
 def test_default_drafts_of_a_model_are_those_that_its_measured_noise_allows(
     bundle: str, request: pytest.FixtureRequest
 ) -> None:
@@ -152,7 +154,22 @@ def test_default_drafts_of_a_model_are_those_that_its_measured_noise_allows(
     assert len(found.widths) >= 2
     assert found.rows <= found.tolerated  # kernels compute a row in the same way in every call, on every CPU so far
     assert found.allows_drafts
-    assert (found.rows, found.slots) == (0, 0) or not manifest.native
+
+
+@pytest.mark.skipif(library_path() is None, reason="no C++ compiler")
+def test_native_operators_are_exact_by_construction_and_measured_as_such(
+    tiny_int8_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Runtime.open(tiny_int8_bundle, max_seq_len=128, threads=1, step_costs="free") as runtime:
+        assert runtime.exactness == measurements.EXACT
+        measured = measure_exactness(runtime.engine, 0.0)
+    assert (measured.rows, measured.slots) == (0, 0)
+    assert len(measured.widths) >= 2
+    bundle, options = open_bundle(tiny_int8_bundle), EngineOptions(256, 1)
+    compiled = measurements._file(bundle, "onnxruntime", "cpu", options)
+    monkeypatch.setattr(measurements, "library_path", lambda: None)
+    assert known_exactness(bundle, "onnxruntime", "cpu", options) != measurements.EXACT
+    assert measurements._file(bundle, "onnxruntime", "cpu", options) != compiled  # costs of standard operators
 
 
 TABLE = StepCosts(256, ((1, 0.010), (4, 0.013)), 8, ((1, 0.020),), slot=1e-6, row_slot=2e-7)

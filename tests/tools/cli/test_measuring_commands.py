@@ -74,7 +74,7 @@ def test_inspect_says_beforehand_what_would_run_on_the_cpu_instead_of_a_gpu(half
     for found in shown.values():
         assert found["here"] == "can run it" or "needs an NVIDIA GPU" in found["here"] or "CUDA" in found["here"]
     assert shown[half_bundle]["on the CPU"] == "computations of shapes only"
-    assert shown[int4]["on the CPU"] == "DequantizeLinear"
+    assert shown[int4]["on the CPU"] == "DequantizeLinear, TensorScatter"
     assert shown[int4]["CUDA graphs"] == "off, as DequantizeLinear may run on the CPU"
     assert run(["inspect", str(half_bundle), "--backend", "onnxruntime-cuda"]) == OK
     assert "onnxruntime-cuda, CUDA graphs" in capfd.readouterr().out

@@ -31,6 +31,7 @@ from support.planted import (
     planted,
     read_stale_keys,
     swap_key_and_value,
+    swap_weights,
     take_positions_for_granted,
 )
 
@@ -133,12 +134,17 @@ def test_a_fault_in_calls_of_one_row_count_is_found(tiny_bundle: Path, tmp_path:
 def test_correct_bundles_agree_in_every_value_and_an_injected_fault_is_found_in_int8(
     tiny_append_bundle: Path, tiny_int8_bundle: Path, tmp_path: Path
 ) -> None:
-    for bundle in (tiny_append_bundle, tiny_int8_bundle):
+    for bundle, kinds in (
+        (tiny_append_bundle, "keys, values, attention and output"),
+        (tiny_int8_bundle, "values and output"),
+    ):
         correct = checked(bundle)
         assert correct.passed
-        assert str(correct.layers).startswith("all 3 layers agree in keys, values, attention and output")
-    changed = planted(tiny_int8_bundle, tmp_path / "bundle", partial(swap_key_and_value, layer=1))
-    assert first_of(checked(changed))[0] == "layer 1, keys"
+        assert str(correct.layers).startswith(f"all 3 layers agree in {kinds}")
+    changed = planted(
+        tiny_int8_bundle, tmp_path / "bundle", partial(swap_weights, first="layers.1.qkv.1", second="layers.1.qkv.2")
+    )
+    assert first_of(checked(changed))[0] == "layer 1, values"
 
 
 def test_a_graph_without_marked_values_is_compared_by_keys_and_values(

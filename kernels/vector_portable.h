@@ -35,15 +35,13 @@ inline R each(Op op) {
   for (int i = 0; i < LANES; i++) r.v[i] = op(i);
   return r;
 }
+// Returns a vector R of these numbers, one for each i.
+#define SPACEPORT_EACH(R, number) return each<R>([&](int i) { return number; })
 
 // Memory. No alignment is needed.
-inline F load(const float* p) {
-  return each<F>([&](int i) { return p[i]; });
-}
+inline F load(const float* p) { SPACEPORT_EACH(F, p[i]); }
 inline void store(float* p, F a) { memcpy(p, a.v, sizeof a.v); }
-inline I load_int(const int32_t* p) {
-  return each<I>([&](int i) { return p[i]; });
-}
+inline I load_int(const int32_t* p) { SPACEPORT_EACH(I, p[i]); }
 inline void store_int(int32_t* p, I a) { memcpy(p, a.v, sizeof a.v); }
 inline B load_bytes(const void* p) {
   B b;
@@ -76,53 +74,25 @@ inline F load_half(const void* p) {  // float16, denormals included
     return f;
   });
 }
-inline F load_unsigned(const uint8_t* p) {
-  return each<F>([&](int i) { return float(p[i]); });
-}
-inline F load_signed(const uint8_t* p) {
-  return each<F>([&](int i) { return float(int8_t(p[i])); });
-}
-inline Mask load_mask(const uint8_t* p) {
-  return each<Mask>([&](int i) { return p[i] != 0; });
-}
+inline F load_unsigned(const uint8_t* p) { SPACEPORT_EACH(F, float(p[i])); }
+inline F load_signed(const uint8_t* p) { SPACEPORT_EACH(F, float(int8_t(p[i]))); }
+inline Mask load_mask(const uint8_t* p) { SPACEPORT_EACH(Mask, p[i] != 0); }
 inline void store_bytes(int8_t* p, I a) {
   for (int i = 0; i < LANES; i++) p[i] = int8_t(a.v[i]);
 }
 
 // Float lanes: each is rounded once, as IEEE 754 says.
-inline F add(F a, F b) {
-  return each<F>([&](int i) { return a.v[i] + b.v[i]; });
-}
-inline F sub(F a, F b) {
-  return each<F>([&](int i) { return a.v[i] - b.v[i]; });
-}
-inline F mul(F a, F b) {
-  return each<F>([&](int i) { return a.v[i] * b.v[i]; });
-}
-inline F div(F a, F b) {
-  return each<F>([&](int i) { return a.v[i] / b.v[i]; });
-}
-inline F fma(F a, F b, F c) {
-  return each<F>([&](int i) { return __builtin_fmaf(a.v[i], b.v[i], c.v[i]); });
-}
-inline F fnma(F a, F b, F c) {
-  return each<F>([&](int i) { return __builtin_fmaf(-a.v[i], b.v[i], c.v[i]); });
-}
-inline F max(F a, F b) {
-  return each<F>([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; });
-}
-inline F min(F a, F b) {
-  return each<F>([&](int i) { return a.v[i] < b.v[i] ? a.v[i] : b.v[i]; });
-}
-inline F abs(F a) {
-  return each<F>([&](int i) { return __builtin_fabsf(a.v[i]); });
-}
-inline Mask greater(F a, F b) {
-  return each<Mask>([&](int i) { return a.v[i] > b.v[i]; });
-}
-inline F select(Mask mask, F a, F b) {
-  return each<F>([&](int i) { return mask.v[i] ? a.v[i] : b.v[i]; });
-}
+inline F add(F a, F b) { SPACEPORT_EACH(F, a.v[i] + b.v[i]); }
+inline F sub(F a, F b) { SPACEPORT_EACH(F, a.v[i] - b.v[i]); }
+inline F mul(F a, F b) { SPACEPORT_EACH(F, a.v[i] * b.v[i]); }
+inline F div(F a, F b) { SPACEPORT_EACH(F, a.v[i] / b.v[i]); }
+inline F fma(F a, F b, F c) { SPACEPORT_EACH(F, __builtin_fmaf(a.v[i], b.v[i], c.v[i])); }
+inline F fnma(F a, F b, F c) { SPACEPORT_EACH(F, __builtin_fmaf(-a.v[i], b.v[i], c.v[i])); }
+inline F max(F a, F b) { SPACEPORT_EACH(F, a.v[i] > b.v[i] ? a.v[i] : b.v[i]); }
+inline F min(F a, F b) { SPACEPORT_EACH(F, a.v[i] < b.v[i] ? a.v[i] : b.v[i]); }
+inline F abs(F a) { SPACEPORT_EACH(F, __builtin_fabsf(a.v[i])); }
+inline Mask greater(F a, F b) { SPACEPORT_EACH(Mask, a.v[i] > b.v[i]); }
+inline F select(Mask mask, F a, F b) { SPACEPORT_EACH(F, mask.v[i] ? a.v[i] : b.v[i]); }
 inline float max_of(F a) {
   float m = a.v[0];
   for (float x : a.v) m = x > m ? x : m;
@@ -130,9 +100,7 @@ inline float max_of(F a) {
 }
 
 // Integer lanes.
-inline F to_float(I a) {
-  return each<F>([&](int i) { return float(a.v[i]); });
-}
+inline F to_float(I a) { SPACEPORT_EACH(F, float(a.v[i])); }
 inline I to_int(F a) {  // to nearest, ties to even; exact for magnitudes up to 2^22
   return each<I>([&](int i) {
     float f = a.v[i] + 12582912.0f;
@@ -141,9 +109,7 @@ inline I to_int(F a) {  // to nearest, ties to even; exact for magnitudes up to 
     return bits - 0x4B400000;
   });
 }
-inline I add_int(I a, I b) {
-  return each<I>([&](int i) { return int32_t(uint32_t(a.v[i]) + uint32_t(b.v[i])); });
-}
+inline I add_int(I a, I b) { SPACEPORT_EACH(I, int32_t(uint32_t(a.v[i]) + uint32_t(b.v[i]))); }
 inline F power_of_two(I n) {  // for -126 <= n <= 127
   return each<F>([&](int i) {
     uint32_t bits = uint32_t(n.v[i] + 127) << 23;

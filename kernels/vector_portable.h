@@ -136,7 +136,7 @@ inline B high_nibbles(B b) {
 // Nibbles plus 16 where a bit is set, the lowest bit for the first.
 inline B add_fifth_bits(B nibbles, const uint8_t* bits) {
   for (int i = 0; i < 4 * LANES; i += 8) {  // eight at a time: byte k has bit k, which moves to bit 4
-    uint64_t eight, own = bits[i / 8] * 0x0101010101010101 & 0x8040201008040201;
+    uint64_t eight, own = uint64_t(bits[i / 8]) * 0x0101010101010101 & 0x8040201008040201;
     memcpy(&eight, nibbles.v + i, 8);
     eight |= ((own + 0x7F7F7F7F7F7F7F7F) & 0x8080808080808080) >> 3;
     memcpy(nibbles.v + i, &eight, 8);

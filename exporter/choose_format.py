@@ -11,8 +11,10 @@ from transformers import PreTrainedModel
 from spaceport.exporter.checkpoint_files import is_gguf
 from spaceport.exporter.checkpoint_source import model_config, model_without_values
 from spaceport.exporter.gguf_file import GgufFile, read_gguf
-from spaceport.graphs.contract.faults import OptionFault
+from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.graphs.contract.formats import FORMATS, Format
+from spaceport.graphs.parts import require_known_parts
+from spaceport.graphs.traits import probe
 from spaceport.kernels.gguf_weights import GGUF_BLOCKS
 
 Machine = Literal["cpu", "gpu"]
@@ -43,7 +45,11 @@ def choose_format(
 
 
 def why_not_native(model: PreTrainedModel) -> str | None:
-    """Why native operators do not cover a model, which may be without values; None if they do."""
+    """Why native operators cannot compute a model as a whole, which may be without values; None if they can."""
+    try:
+        require_known_parts(model, probe(model))
+    except InputFault as reason:
+        return str(reason)
     return None
 
 

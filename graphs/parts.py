@@ -221,10 +221,7 @@ def parts_of(model: PreTrainedModel, traits: Traits) -> DecoderParts:
     """The parts of a model whose weights are in float32; raises unless they give its logits.
 
     Adapters of mask rows are left out."""
-    if traits.attention_hook != "interface" or traits.repeats != 1:
-        raise UnsupportedParts(f"{class_name(model)} has an attention of its own: expected transformers' interface")
-    finder = _Finder(model, traits)
-    found = finder.parts()
+    found = require_known_parts(model, traits)
     ids = comparison_ids(model, traits)
     last = traits.max_positions - ids.shape[1]
     model.set_attn_implementation("eager")
@@ -242,6 +239,14 @@ def parts_of(model: PreTrainedModel, traits: Traits) -> DecoderParts:
             else:
                 return replace(parts, layers=tuple(_balanced(parts, layer) for layer in parts.layers))
     raise UnsupportedParts(str(reason))
+
+
+@torch.no_grad()
+def require_known_parts(model: PreTrainedModel, traits: Traits) -> DecoderParts:
+    """The parts of a model by their names, not compared with it; raises for an unknown one. It may be without values."""
+    if traits.attention_hook != "interface" or traits.repeats != 1:
+        raise UnsupportedParts(f"{class_name(model)} has an attention of its own: expected transformers' interface")
+    return _Finder(model, traits).parts()
 
 
 def _balanced(parts: DecoderParts, layer: LayerParts) -> LayerParts:
@@ -307,6 +312,8 @@ class _Finder:
         model, traits = self.model, self.traits
         if traits.head_dim % _HEAD_MULTIPLE:
             self.refuse(f"heads of size {traits.head_dim}: expected a multiple of {_HEAD_MULTIPLE}")
+        if "llama_4_scaling_beta" in (getattr(self.config, "rope_parameters", None) or {}):
+            self.refuse("queries that are scaled by their position")
         blocks = self.layer_modules()
         final = self.child(model.base_model, ("norm", "final_layernorm", "final_layer_norm", "ln_f"))
         head = model.get_output_embeddings()
@@ -371,7 +378,7 @@ class _Finder:
             return Norm("layer", weight.detach().float(), None if bias is None else bias.detach().float(), epsilon)
         gain = weight.detach().float()
         ones = cast(Tensor, module(torch.ones_like(weight)[None])[0]).float()
-        if (ones - gain).abs().max() > 0.5:
+        if not weight.is_meta and (ones - gain).abs().max() > 0.5:
             gain = 1 + gain
         return Norm("rms", gain, None, epsilon)
 
@@ -380,6 +387,8 @@ class _Finder:
 
     def observed(self, blocks: Sequence[nn.Module]) -> tuple[float, list[tuple[Tensor, Tensor] | None]]:
         """The factor of the embeddings, and the cosines and sines of positions 0 and 1 of each layer."""
+        if self.model.device.type == "meta":
+            return 1.0, [None] * len(blocks)
         ids = torch.tensor([[1, 2]])
         seen: list[Tensor] = []
         turns: list[Any] = []

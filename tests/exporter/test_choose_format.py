@@ -8,13 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
 from spaceport.exporter import choose_format as chooser
-from spaceport.exporter.choose_format import Machine, choose_format
+from spaceport.exporter.checkpoint_source import model_without_values
+from spaceport.exporter.choose_format import Machine, choose_format, why_not_native
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.formats import FORMATS
 from spaceport.tools.cli import USAGE, run
 from spaceport.tools.cli.export import _options, command
+from support.families import TINY as WIDTHS
+from support.families import family_of
 from support.gguf_files import random_model, stored_tensors, write_gguf
 from support.paths import TINY
 
@@ -104,3 +108,23 @@ def test_a_named_format_wins_and_the_reason_for_each_is_one_line(
 def test_an_unknown_format_is_refused() -> None:
     with pytest.raises(OptionFault, match="format is 'int7': expected stored, int4, int8, float32"):
         choose_format(TINY, "int7", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("llama", None),
+        ("gemma3", None),
+        ("gpt_neox", None),
+        ("ministral3", "queries that are scaled by their position"),
+        ("falcon, 40B style", "an attention of its own"),
+        ("gpt2", "a Conv1D"),
+        ("qwen3_moe", "neither a gated nor a plain MLP"),
+    ],
+)
+def test_families_that_native_operators_do_not_know_are_float32_by_default(name: str, reason: str | None) -> None:
+    family = family_of(name)
+    sizes = {"n_embd": 64, "n_inner": 96} if name == "gpt2" else {"hidden_size": 64, "intermediate_size": 96}
+    config = AutoConfig.for_model(family.model_type, **{**WIDTHS, **family.options, **sizes})
+    found = why_not_native(model_without_values(config, "float32"))
+    assert found is None if reason is None else reason in (found or "")

@@ -40,10 +40,9 @@ class NativeGraph:
         weights: Weights,
         input_rows: tuple[tuple[int, ...], Tensor] | None = None,
         heads: DraftHeads | None = None,
-        on_written: Callable[[int], None] = lambda count: None,
     ) -> None:
         self.folder, self.parts, self.signature, self.weights = folder, parts, signature, weights
-        self.input_rows, self.heads, self.on_written = input_rows, heads, on_written
+        self.input_rows, self.heads = input_rows, heads
         self.nodes: list[onnx.NodeProto] = []
         self.initializers: dict[str, onnx.TensorProto] = {}
         self.formats: dict[str, str] = {}  # by matrix
@@ -108,7 +107,9 @@ class NativeGraph:
             for kind in ("Cos", "Sin"):
                 values = self._standard(kind, angles)
                 if rotation.factor != 1:
-                    values = self._standard("Mul", values, self._vector("turn_factor", np.float32(rotation.factor)))
+                    values = self._standard(
+                        "Mul", values, self._vector(f"turn_factor.{index}", np.float32(rotation.factor))
+                    )
                 if len(padded) > count:
                     values = self._standard("Slice", values, *(self._integers(each) for each in (0, count, 1)))
                 turn.append(values)
@@ -399,7 +400,6 @@ class NativeGraph:
         begin = self.file.tell()
         for part in matrix.packed():
             self.file.write(part.tobytes())
-            self.on_written(part.size)
         length = self.file.tell() - begin
         assert length == matrix.bytes
         tensor = TensorProto(name=name, data_type=TensorProto.UINT8, dims=[length], data_location=TensorProto.EXTERNAL)

@@ -10,15 +10,12 @@
 
 namespace spaceport::SPACEPORT_SET {
 
-// From so many rows on, the next weights are fetched ahead, where computing takes longer than reading. With fewer rows
-// the processor's own prefetching is better, and this costs 13 to 40 % (measured on Zen 4).
-constexpr int FETCH_AHEAD_ROWS[2] = {7, 3};  // codes of 8 bits, of fewer
-constexpr int AHEAD_L2 = 16384, AHEAD_L1 = 2048;
-
 struct Tile {
   const int8_t* codes;
   const float *scales, *sums;
   const int32_t *zeros, *half_zeros;
+  const uint8_t* next;  // what is fetched for later,
+  int lines;            // so many cache lines with each block
 };
 
 // Vectors of outputs that share the broadcasts of activations.
@@ -64,7 +61,7 @@ inline F load_minima(const uint8_t* block, const uint8_t* header, int output) {
 
 // One tile of ROWS rows by VECTORS * LANES outputs.
 template <Format FORMAT, int ROWS, int VECTORS>
-inline __attribute__((always_inline)) void tile_part(const uint8_t* panel, int blocks, Tile t, int output, bool ahead,
+inline __attribute__((always_inline)) void tile_part(const uint8_t* panel, int blocks, Tile t, int output,
                                                      float (*y)[PANEL]) {
   constexpr FormatTraits TRAITS = FORMAT_TRAITS[FORMAT];
   constexpr int GROUPS = TRAITS.scale_of / 4;  // groups of 4 inputs that share a scale
@@ -76,11 +73,7 @@ inline __attribute__((always_inline)) void tile_part(const uint8_t* panel, int b
   const uint8_t *block = panel, *header = panel;
   for (int b = 0; b < blocks; b++, block += block_bytes(FORMAT)) {
     if (TRAITS.super && b % SUPERBLOCK == 0) header = block, block += header_bytes(FORMAT);
-    if (ahead)
-      for (int p = 0; p < block_bytes(FORMAT); p += 64) {
-        __builtin_prefetch(block + AHEAD_L2 + p, 0, 2);
-        __builtin_prefetch(block + AHEAD_L1 + p, 0, 3);
-      }
+    for (int line = 0; line < t.lines; line++, t.next += 64) __builtin_prefetch(t.next, 0, 2);
     I totals[ROWS][VECTORS];
 #pragma GCC unroll 2
     for (int part = 0; part < 8 / PART; part++) {
@@ -139,10 +132,12 @@ inline __attribute__((always_inline)) void tile_part(const uint8_t* panel, int b
 }
 
 template <Format FORMAT, int ROWS>
-void tile_of(const uint8_t* panel, int blocks, const Tile& t, bool ahead, float (*y)[PANEL]) {
+void tile_of(const uint8_t* panel, int blocks, Tile& t, float (*y)[PANEL]) {
   constexpr int VECTORS = vectors_of_tile<FORMAT, ROWS>();
-  for (int output = 0; output < PANEL; output += VECTORS * LANES)
-    tile_part<FORMAT, ROWS, VECTORS>(panel, blocks, t, output, ahead && output == 0, y);
+  constexpr int PARTS = PANEL / (VECTORS * LANES);
+  t.lines = (t.lines + PARTS - 1) / PARTS;
+  for (int part = 0; part < PARTS; part++, t.next += 64 * t.lines * blocks)
+    tile_part<FORMAT, ROWS, VECTORS>(panel, blocks, t, part * VECTORS * LANES, y);
 }
 
 // Bias, addend, activation, cap and residual of one row, then the row's outputs of this panel go to y.
@@ -168,23 +163,17 @@ inline void finish_row(const Product& p, const float* sums, int panel, int row) 
   if (p.cap != 0.0f)
     for (int k = 0; k < width; k += LANES) store(t + k, mul(set(p.cap), tanh(div(load(t + k), set(p.cap)))));
   int64_t at = row * p.stride + int64_t(panel) * width;
-  if (count == width) {
-    for (int k = 0; k < width; k += LANES) {
-      F v = load(t + k);
-      store(p.y + at + k, p.residual ? add(v, load(p.residual + at + k)) : v);
-    }
-    return;
-  }
   for (int k = 0; k < count; k++) p.y[at + k] = p.residual ? t[k] + p.residual[at + k] : t[k];
 }
 
 template <Format FORMAT, int... N>
-void tile_of_rows(std::integer_sequence<int, N...>, int rows, const uint8_t* panel, int blocks, const Tile& t,
-                  bool ahead, float (*y)[PANEL]) {
-  ((rows == N + 1 ? tile_of<FORMAT, N + 1>(panel, blocks, t, ahead, y) : void()), ...);
+void tile_of_rows(std::integer_sequence<int, N...>, int rows, const uint8_t* panel, int blocks, Tile& t,
+                  float (*y)[PANEL]) {
+  ((rows == N + 1 ? tile_of<FORMAT, N + 1>(panel, blocks, t, y) : void()), ...);
 }
 
 // With many rows, as many tiles as fit into the second-level cache are multiplied by all panels before the next ones.
+// From FETCH_ROWS on, the next panel is fetched meanwhile; with fewer rows the processor's own prefetching is better.
 constexpr int64_t CACHED_CODES = 384 << 10;
 
 template <Format FORMAT>
@@ -194,18 +183,23 @@ void product_of(const Product& p, const RoundedRows& r, int first, int end) {
   int64_t size = panel_bytes(FORMAT, r.inputs);
   int64_t tile_codes = int64_t(r.inputs) * (r.rows / r.tiles + 1);
   int group = int(CACHED_CODES / tile_codes > 1 ? CACHED_CODES / tile_codes : 1);
-  bool ahead = r.rows >= FETCH_AHEAD_ROWS[FORMAT_TRAITS[FORMAT].bits < 8];
+  int shared = 64 * (group < r.tiles ? group : r.tiles), lines = (block_bytes(FORMAT) + shared - 1) / shared;
+  if (r.rows < FETCH_ROWS[FORMAT_TRAITS[FORMAT].bits < 8]) lines = 0;
   float y[MOST][PANEL];
   for (int start = 0; start < r.tiles; start += group)
-    for (int panel = first; panel < end; panel++)
+    for (int panel = first; panel < end; panel++) {
+      const uint8_t* weights = p.weights + panel * size;
+      Tile t = {};
+      t.next = weights + size;
       for (int tile = start; tile < r.tiles && tile < start + group; tile++) {
         int row = tile_begin(r, tile), rows = tile_begin(r, tile + 1) - row;
         int64_t at = int64_t(row) * blocks;
-        Tile t = {r.codes + int64_t(row) * r.inputs, r.scales + at, r.sums + at, r.zeros + at, r.half_zeros + 2 * at};
-        tile_of_rows<FORMAT>(std::make_integer_sequence<int, MOST>(), rows, p.weights + panel * size, blocks, t,
-                             ahead && tile == start, y);
+        t.codes = r.codes + int64_t(row) * r.inputs, t.scales = r.scales + at, t.sums = r.sums + at;
+        t.zeros = r.zeros + at, t.half_zeros = r.half_zeros + 2 * at, t.lines = lines;
+        tile_of_rows<FORMAT>(std::make_integer_sequence<int, MOST>(), rows, weights, blocks, t, y);
         for (int m = 0; m < rows; m++) finish_row(p, y[m], panel, row + m);
       }
+    }
 }
 
 template <Format FORMAT>

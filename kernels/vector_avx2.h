@@ -13,6 +13,7 @@ namespace spaceport::SPACEPORT_SET {
 
 constexpr int LANES = 8;
 constexpr int REGISTERS = 16;
+constexpr int FETCH_ROWS[2] = {2, 2};  // codes of 8 bits, of fewer
 
 using F = __m256;
 using I = __m256i;

@@ -8,7 +8,8 @@ namespace spaceport::SPACEPORT_SET {
 constexpr int LANES = 16;
 constexpr int REGISTERS = 32;
 constexpr int BYTE_SUM_REGISTERS = 1, BYTE_SUM_GROUPS = 64, FIVE_BIT_GROUPS = 8;
-constexpr int TILE_ROWS_8 = 9, TILE_ROWS_4 = 6;  // most rows of a tile, by the bits of codes: more spill registers
+constexpr int TILE_ROWS_8 = 7, TILE_ROWS_4 = 7;  // most rows of a tile: two vectors of more spill registers
+constexpr int FETCH_ROWS[2] = {5, 3};            // codes of 8 bits, of fewer
 
 using F = __m512;
 using I = __m512i;

@@ -1,35 +1,28 @@
-"""Completions as the answers of OpenAI's API: whole ones and what the events of a stream have."""
+"""Completions as answers: whole ones, and what the events of a stream have."""
 
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any, ClassVar
 
 from tokenizers import Tokenizer
 
-from spaceport.runtime.decode.sequence import Ending
 from spaceport.runtime.decode.sequence_group import Statistics
 from spaceport.runtime.sampling.logprobs import TokenLogprob
 from spaceport.runtime.scheduling.request import Completion
+from spaceport.runtime.text.prompt import Prompt
 from spaceport.runtime.text.transcript import Piece
-from spaceport.runtime.tool_calls.parser import CallPart, MessagePart, other_format
 from spaceport.runtime.trace import Trace
-from spaceport.serving.bodies import ChatBody, TextBody
-from spaceport.serving.request_inputs import NO_TOOLS, ToolUse
-from spaceport.serving.service import ServedModel, log
+from spaceport.serving.bodies import StreamOptions
+from spaceport.serving.call import Call
+from spaceport.serving.event_stream import DONE, EventStream, event
+from spaceport.serving.failures import json_response
 
-_REASONS: dict[Ending, str] = {"end": "stop", "stop": "stop"}  # all others: "length"
 MOST_STEPS = 2048  # of the trace in an answer
-
-
-def finish_reason(ending: Ending, has_calls: bool = False) -> str:
-    """Why an answer ended, in the words of OpenAI's API."""
-    reason = _REASONS.get(ending, "length")
-    return "tool_calls" if has_calls and reason == "stop" else reason
 
 
 def usage_of(statistics: Sequence[Statistics], choices: int) -> dict[str, Any]:
@@ -94,33 +87,6 @@ def metrics_of(choices: Sequence[Statistics]) -> dict[str, Any]:
     }
 
 
-def counts_of(statistics: Sequence[Statistics], choices: int) -> dict[str, Any]:
-    """The fields of an answer with its counts and times, of this number of choices for each prompt."""
-    return {"usage": usage_of(statistics, choices), "metrics": metrics_of(statistics)}
-
-
-def _logprob(token: TokenLogprob) -> dict[str, Any]:
-    return {"token": token.text, "logprob": token.logprob, "bytes": list(token.bytes)}
-
-
-def chat_logprobs(logprobs: Iterable[TokenLogprob]) -> dict[str, Any]:
-    """Log probabilities as a chat answer has them."""
-    return {
-        "content": [{**_logprob(token), "top_logprobs": [_logprob(top) for top in token.top]} for token in logprobs]
-    }
-
-
-def text_logprobs(logprobs: Sequence[TokenLogprob | None], first: str = "") -> dict[str, Any]:
-    """Log probabilities as a text answer has them; `first` is the first token of an echoed prompt, which has none."""
-    texts = [first if token is None else token.text for token in logprobs]
-    return {
-        "text_offset": [0, *accumulate(map(len, texts[:-1]))] if texts else [],
-        "token_logprobs": [None if token is None else token.logprob for token in logprobs],
-        "tokens": texts,
-        "top_logprobs": [None if token is None else {top.text: top.logprob for top in token.top} for token in logprobs],
-    }
-
-
 def text_of(pieces: Sequence[Piece]) -> str:
     """The text that pieces add, in reading order."""
     return "".join(piece.reading for piece in pieces)
@@ -136,74 +102,6 @@ def _shown(piece: Piece) -> dict[str, Any]:
     return shown if piece.source is None else {**shown, "source": piece.source}
 
 
-class MessageText:
-    """The text of one choice, which comes in pieces, as the fields of OpenAI's messages and deltas."""
-
-    def __init__(self, tools: ToolUse = NO_TOOLS) -> None:
-        self._tools = tools
-        self._parser = tools.parser()
-        self._text = ""  # so far, if it may have calls
-
-    @property
-    def has_calls(self) -> bool:
-        """Whether a call has been found."""
-        return self._parser is not None and self._parser.calls > 0
-
-    def parts(self, text: str) -> list[MessagePart]:
-        """The parts of the message that a piece of text adds."""
-        if self._parser is None:
-            return [text] if text else []
-        self._text += text
-        return self._parser.push(text)
-
-    def last_parts(self) -> list[MessagePart]:
-        """The parts that the end of the text adds; calls in another format than the model's are logged."""
-        if self._parser is None:
-            return []
-        parts, own = self._parser.finish(), self._tools.tool_format
-        if not self._parser.calls or self._parser.has_other_format:
-            names = [function.name for function in self._tools.functions]
-            if (other := other_format(self._text, own, names)) is not None:
-                found = "found" if self._parser.calls else "left as text"
-                log.info(
-                    "calls in the format %s are %s, the model's is %s: try --tool-format %s",
-                    other,
-                    found,
-                    own.name,
-                    other,
-                )
-        return parts
-
-    def delta(self, parts: list[MessagePart]) -> dict[str, Any]:
-        """Parts of the message as a delta; empty if there are none."""
-        content = "".join(part for part in parts if isinstance(part, str))
-        calls: list[dict[str, Any]] = []
-        for part in parts:
-            if isinstance(part, str):
-                continue
-            if calls and calls[-1]["index"] == part.index:
-                calls[-1]["function"]["arguments"] += part.arguments
-            else:
-                calls.append(self._call(part))
-        return {**({"content": content} if content else {}), **({"tool_calls": calls} if calls else {})}
-
-    def message(self, text: str) -> dict[str, Any]:
-        """The message with this text."""
-        delta = self.delta([*self.parts(text), *self.last_parts()])
-        calls = [
-            {name: value for name, value in call.items() if name != "index"} for call in delta.get("tool_calls", ())
-        ]
-        content = delta.get("content", None if calls else "")
-        message = {"role": "assistant", "content": content, "refusal": None}
-        return {**message, "tool_calls": calls} if calls else message
-
-    def _call(self, part: CallPart) -> dict[str, Any]:
-        if part.name is None:
-            return {"index": part.index, "function": {"arguments": part.arguments}}
-        function = {"name": part.name, "arguments": part.arguments}
-        return {"index": part.index, "id": self._tools.call_id(), "type": "function", "function": function}
-
-
 def _trace_report(trace: Trace, tokenizer: Tokenizer) -> dict[str, Any]:
     """The content of a trace file, with the first steps only if there are more than `MOST_STEPS`."""
     record = trace.as_dict(tokenizer)
@@ -212,26 +110,50 @@ def _trace_report(trace: Trace, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 @dataclass
-class RequestAnswer:
-    """What all objects of the answer to one request have in common."""
+class Answer(ABC):
+    """The answer to a call, whole or as events."""
 
-    model: ServedModel
-    key: str  # id of the request
-    body: ChatBody | TextBody
-    tools: ToolUse = NO_TOOLS
-    created: int = field(default_factory=lambda: int(time.time()))
+    call: Call
+    created: int = field(default_factory=lambda: int(time.time()), init=False)
 
     prefix: ClassVar[str]  # of the id
+
+    @abstractmethod
+    def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        """The whole answer."""
+
+    @abstractmethod
+    def events(self) -> AsyncGenerator[bytes, None]:
+        """The events of a stream; the completions end with it."""
+
+    async def respond(self, prompts: Sequence[Prompt]) -> Any:
+        """The response to these prompts."""
+        call, options = self.call, self.call.service.options
+        call.record.answer, call.record.prompts = self.id, len(prompts)
+        await call.begin(prompts)
+        if call.body.stream:
+            return EventStream(self.events(), call.close, options.ping_interval, options.send_timeout)
+        return json_response(self.whole(await call.whole()))
 
     @property
     def id(self) -> str:
         """The answer's id."""
-        return f"{self.prefix}{self.key}"
+        return f"{self.prefix}{self.call.record.id}"
 
     @property
-    def wants_logprobs(self) -> bool:
-        """Whether the client asked for log probabilities; in a text request, 0 asks for those of the tokens alone."""
-        return self.body.logprobs is not None and self.body.logprobs is not False
+    def has_logprobs(self) -> bool:
+        """Whether the client asked for log probabilities."""
+        return self.call.decodings[0].logprobs is not None
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        """Tokens of the prompts and of all choices so far."""
+        return usage_of(self.call.statistics, len(self.call.decodings))
+
+    @property
+    def counts(self) -> dict[str, Any]:
+        """The fields of the answer with its counts and times so far."""
+        return {"usage": self.usage, "metrics": metrics_of(self.call.statistics)}
 
     def report(self, completion: Completion) -> dict[str, Any]:
         """What only this service reports: why a choice ended, the text of each thread of a forked one, its trace."""
@@ -242,23 +164,27 @@ class RequestAnswer:
                 for thread in completion.threads
             ]
         if completion.trace is not None:
-            report["trace"] = _trace_report(completion.trace, self.model.runtime.tokenizer)
+            report["trace"] = _trace_report(completion.trace, self.call.model.runtime.tokenizer)
         return report
 
 
-class ChoicesAnswer(RequestAnswer):
+class ChoicesAnswer(Answer):
     """An answer with choices: those of the chat endpoint and of the text endpoint."""
 
     whole_kind: ClassVar[str]
     event_kind: ClassVar[str]
 
-    def whole(self, choices: Sequence[dict[str, Any]], **counts: Any) -> dict[str, Any]:
-        """The whole answer."""
-        return {**self._head(self.whole_kind), "choices": list(choices), **counts}
+    @abstractmethod
+    def choice(self, index: int, completion: Completion) -> dict[str, Any]:
+        """A whole choice."""
 
-    def event(self, *choices: dict[str, Any], **counts: Any) -> dict[str, Any]:
-        """An event of the answer, if it is streamed."""
-        return {**self._head(self.event_kind), "choices": list(choices), **counts}
+    @abstractmethod
+    def delta(self, index: int, pieces: Sequence[Piece], steps: dict[str, Any] | None) -> dict[str, Any] | None:
+        """The choice in an event with what a step added, and the new steps of its trace; None if that is nothing yet."""
+
+    @abstractmethod
+    def ending(self, index: int, completion: Completion) -> dict[str, Any]:
+        """A choice in its last event."""
 
     def opening(self, index: int) -> dict[str, Any] | None:
         """The choice in the first event of a stream; None: it has no such event."""
@@ -268,96 +194,54 @@ class ChoicesAnswer(RequestAnswer):
         """The choice in an event with text that was held back; None: there is none."""
         return None
 
-    def _head(self, kind: str) -> dict[str, Any]:
+    def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        """The whole answer."""
+        choices = (self.choice(index, completion) for index, completion in enumerate(completions))
+        return self.content(self.whole_kind, *choices, **self.counts)
+
+    def content(self, kind: str, *choices: dict[str, Any], **counts: Any) -> dict[str, Any]:
+        """An answer of one of the two kinds, or an event."""
         return {
             "id": self.id,
             "object": kind,
             "created": self.created,
-            "model": self.model.name,
-            "system_fingerprint": self.model.fingerprint,
+            "model": self.call.model.name,
+            "system_fingerprint": self.call.model.fingerprint,
+            "choices": choices,
+            **counts,
         }
 
-    def _extras(self, pieces: Sequence[Piece], steps: dict[str, Any] | None) -> dict[str, Any]:
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """The events of a stream; those that come at the same time are sent together, so that a client wakes up once."""
+        call, options = self.call, self.call.body.stream_options or StreamOptions()
+        opened: set[int] = set()
+        unsent: list[bytes] = []
+
+        def add(choice: dict[str, Any] | None, **counts: Any) -> None:
+            if choice is not None:
+                unsent.append(event(self.content(self.event_kind, choice, **counts)))
+
+        try:
+            async for index, pieces in call.pieces():
+                if index not in opened:
+                    opened.add(index)
+                    add(self.opening(index))
+                choice = self.delta(index, pieces, call.new_steps(index)) if pieces else self.rest(index)
+                add(choice, **({"usage": self.usage} if options.continuous_usage_stats else {}))
+                if not pieces:
+                    add(self.ending(index, call.completions[index]))
+                if unsent and len(call.completions) < len(call.streams):
+                    yield b"".join(unsent)
+                    unsent.clear()
+            if options.include_usage:
+                unsent.append(event(self.content(self.event_kind, **self.counts)))
+            yield b"".join([*unsent, DONE])
+        finally:
+            call.close()
+
+    def extras(self, pieces: Sequence[Piece], steps: dict[str, Any] | None) -> dict[str, Any]:
         """What the client asked for of these pieces, besides text and log probabilities."""
         own = dict(steps or {})
-        if self.body.spaceport.threads and (shown := [_shown(piece) for piece in pieces if piece.text]):
+        if self.call.body.spaceport.threads and (shown := [_shown(piece) for piece in pieces if piece.text]):
             own["pieces"] = shown
         return {"spaceport": own} if own else {}
-
-
-@dataclass
-class ChatAnswer(ChoicesAnswer):
-    """An answer of the chat endpoint."""
-
-    texts: dict[int, MessageText] = field(default_factory=dict)  # of each streamed choice
-
-    prefix, whole_kind, event_kind = "chatcmpl-", "chat.completion", "chat.completion.chunk"
-
-    def choice(self, index: int, completion: Completion) -> dict[str, Any]:
-        """A whole choice."""
-        text = MessageText(self.tools)
-        return {
-            "index": index,
-            "message": text.message(completion.text),
-            "logprobs": chat_logprobs(completion.logprobs) if self.wants_logprobs else None,
-            "finish_reason": finish_reason(completion.ending, text.has_calls),
-            "spaceport": self.report(completion),
-        }
-
-    def opening(self, index: int) -> dict[str, Any]:
-        """The choice in the first event of a stream."""
-        self.texts[index] = MessageText(self.tools)
-        return {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
-
-    def delta(self, index: int, pieces: Sequence[Piece], steps: dict[str, Any] | None) -> dict[str, Any] | None:
-        """The choice in an event with what a step added, and the new steps of its trace; None if that is nothing yet."""
-        text, extras = self.texts[index], self._extras(pieces, steps)
-        delta = text.delta(text.parts(text_of(pieces)))
-        logprobs = logprobs_of(pieces) if self.wants_logprobs else []
-        if not (delta or logprobs or extras):
-            return None
-        choice: dict[str, Any] = {"index": index, "delta": delta or {"content": ""}, "finish_reason": None}
-        if self.wants_logprobs:
-            choice["logprobs"] = chat_logprobs(logprobs)
-        return choice | extras
-
-    def rest(self, index: int) -> dict[str, Any] | None:
-        """The choice in an event with text that was held back; None: there is none."""
-        text = self.texts[index]
-        delta = text.delta(text.last_parts())
-        return {"index": index, "delta": delta, "finish_reason": None} if delta else None
-
-    def ending(self, index: int, completion: Completion) -> dict[str, Any]:
-        """A choice in its last event."""
-        reason = finish_reason(completion.ending, self.texts[index].has_calls)
-        return {"index": index, "delta": {}, "finish_reason": reason, "spaceport": self.report(completion)}
-
-
-class TextAnswer(ChoicesAnswer):
-    """An answer of the text endpoint."""
-
-    prefix, whole_kind, event_kind = "cmpl-", "text_completion", "text_completion"
-
-    def choice(self, index: int, completion: Completion) -> dict[str, Any]:
-        """A whole choice."""
-        return {
-            "index": index,
-            "text": completion.text,
-            "logprobs": text_logprobs(completion.logprobs) if self.wants_logprobs else None,
-            "finish_reason": finish_reason(completion.ending),
-            "spaceport": self.report(completion),
-        }
-
-    def delta(self, index: int, pieces: Sequence[Piece], steps: dict[str, Any] | None) -> dict[str, Any] | None:
-        """The choice in an event with what a step added, and the new steps of its trace; None if that is nothing yet."""
-        text, extras = text_of(pieces), self._extras(pieces, steps)
-        logprobs = logprobs_of(pieces) if self.wants_logprobs else []
-        if not (text or logprobs or extras):
-            return None
-        shown = text_logprobs(logprobs) if self.wants_logprobs else None
-        return {"index": index, "text": text, "logprobs": shown, "finish_reason": None} | extras
-
-    def ending(self, index: int, completion: Completion) -> dict[str, Any]:
-        """A choice in its last event."""
-        reason = finish_reason(completion.ending)
-        return {"index": index, "text": "", "finish_reason": reason, "spaceport": self.report(completion)}

@@ -17,9 +17,11 @@ from starlette.routing import Route
 from spaceport.graphs.contract.faults import SpaceportError
 from spaceport.runtime.scheduling.worker import RuntimeStatus
 from spaceport.runtime.session import Runtime
-from spaceport.serving import completions, information
+from spaceport.serving import information
 from spaceport.serving.audit import AuditLog, CompletionAudit
+from spaceport.serving.chat import chat
 from spaceport.serving.clients import KnowClients
+from spaceport.serving.completions import text
 from spaceport.serving.failures import Failure
 from spaceport.serving.metrics import Metrics
 from spaceport.serving.openapi import openapi
@@ -41,8 +43,8 @@ _HEADERS = {
 Opener = Callable[[], Runtime]
 
 _ROUTES = (
-    Route("/v1/chat/completions", completions.chat, methods=["POST"]),
-    Route("/v1/completions", completions.text, methods=["POST"]),
+    Route("/v1/chat/completions", chat, methods=["POST"]),
+    Route("/v1/completions", text, methods=["POST"]),
     Route("/v1/responses", responses, methods=["POST"]),
     Route("/v1/models", information.models),
     Route("/v1/models/{name:path}", information.model),
@@ -138,7 +140,7 @@ async def _open_models(
 
 async def _failed(request: Request, error: Exception) -> Response:
     failure = recorded_failure(error, request.scope)
-    if failure.status == 503:
+    if failure.status in (429, 503):
         service_of(request).metrics.refused(failure.code or "unavailable")
     if failure.status == 500:
         log.error("a request failed", exc_info=error)

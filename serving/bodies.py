@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import asyncio
+from collections.abc import Collection, Iterator, Mapping, Sequence, Sized
 from contextlib import suppress
 from functools import cache
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
+import anyio
 import msgspec
 from msgspec import Raw, Struct, ValidationError, defstruct
+from starlette.requests import ClientDisconnect, Request
 
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.limits import Limits
 from spaceport.runtime.sampling.grammar import Grammar
 from spaceport.runtime.sampling.option_fields import OptionField, option_fields
 from spaceport.runtime.sampling.sampler import Sampling
-from spaceport.serving.failures import Failure
+from spaceport.serving.failures import Failure, overloaded
+from spaceport.serving.options import ServiceOptions
+from spaceport.serving.service import ServedModel, Service, service_of
+from spaceport.serving.tool_use import NO_TOOLS, ToolUse
 
 # Generation options that are fields of requests, by field; `spaceport.` names those of the object `spaceport`.
 OPTION_FIELDS = {
@@ -80,6 +86,10 @@ Body = TypeVar("Body", bound="Struct")
 MOST_MESSAGES = 4096  # of a request, and parts of a message
 _MOST_NAMED = 5  # unknown fields in an error message
 _MOST_NAME = 64  # characters of each
+_MOST_DIRECT = 256 << 10  # bytes of a body that is parsed on the event loop
+_MOST_SMALL = 64 << 10  # bytes of a body that is read whatever others send
+_LEAST_RATE = 16 << 10  # bytes per second of a body
+_CLOSE = {"Connection": "close"}  # after the answer to a body that was not received
 
 # The entries of an object as they were sent: values that are not used are never built, which would cost most.
 _ENTRIES = msgspec.json.Decoder(dict[str, Raw])
@@ -145,22 +155,6 @@ class StreamOptions(Struct):
     continuous_usage_stats: bool = False
 
 
-class SchemaFormat(Struct):
-    """A JSON schema that the answer conforms to."""
-
-    schema: dict[str, Any] = {}
-    name: str | None = None
-    description: str | None = None
-    strict: bool | None = None
-
-
-class ResponseFormat(Struct):
-    """The format of the answer."""
-
-    type: Literal["text", "json_object", "json_schema"] = "text"
-    json_schema: SchemaFormat | None = None
-
-
 @_with_options
 class Own(Struct, kw_only=True):
     """Options that only this service has."""
@@ -185,46 +179,38 @@ class GenerationBody(Struct, kw_only=True):
     stream_options: StreamOptions | None = None
     spaceport: Own = msgspec.field(default_factory=Own)
 
+    def chosen(self, options: type, suggested: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """The values of options: as the request says, else as suggested, else those of requests that say nothing."""
+        values = {}
+        for declared in option_fields(options):
+            prefix, _, name = (declared.request or ".").rpartition(".")
+            if prefix not in ("", "spaceport"):
+                continue
+            asked = getattr(self.spaceport if prefix else self, name, None)
+            choices = (asked, (suggested or {}).get(declared.name), declared.request_default)
+            values[declared.name] = next((value for value in choices if value is not None), None)
+        return values
 
-class ChatBody(GenerationBody, kw_only=True):
-    """A chat request."""
+    @property
+    def json_whitespace(self) -> bool:
+        """Whether JSON that a grammar describes may have whitespace between its tokens."""
+        return bool(self.chosen(Grammar)["json_whitespace"])
 
-    messages: list[dict[str, Any]]
-    max_completion_tokens: int | None = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
-    response_format: ResponseFormat | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
+    def most_tokens(self) -> int | None:
+        """Maximum number of generated tokens of a choice; None: as many as fit."""
+        return self.max_tokens
 
+    def top_tokens(self) -> int | None:
+        """Number of most probable tokens to report beside each token; None: without log probabilities."""
+        return None
 
-class TextBody(GenerationBody, kw_only=True):
-    """A text request: one prompt or several."""
+    def formats(self) -> list[Grammar]:
+        """Grammars of the answer that are named in fields of this kind of request."""
+        return []
 
-    prompt: str | list[int | str | list[int]]  # one text or list of token ids, or several of either
-    logprobs: int | None = None
-    echo: bool | None = None
-    suffix: str | None = None
-
-
-class TokenizeBody(Struct, kw_only=True):
-    """A text or messages to tokenize."""
-
-    model: str | None = None
-    prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
-    add_special_tokens: bool = True  # false: the tokens of the text alone, and texts of special tokens are these
-
-
-class DetokenizeBody(Struct, kw_only=True):
-    """Token ids to turn into text."""
-
-    tokens: list[int]
-    model: str | None = None
+    def tool_use(self, model: ServedModel, options: ServiceOptions) -> ToolUse:
+        """How the answer uses tools; raises if the fields about them are invalid."""
+        return NO_TOOLS
 
 
 @cache  # takes a millisecond
@@ -294,3 +280,50 @@ def _check_integers(body: Struct, path: str = "") -> None:
             _check_integers(value, f"{path}{name}.")
         elif isinstance(value, int) and not -(2**63) <= value < 2**64:
             raise Failure(400, f"{path}{name} has more than 64 bits: expected a smaller number", param=f"{path}{name}")
+
+
+def check_count(name: str, entries: Sized, most: int = MOST_MESSAGES) -> None:
+    """Raise for a list with too many entries, before anything is computed for each of them."""
+    if len(entries) > most:
+        raise Failure(400, f"{name} has {len(entries)} entries: expected at most {most}", param=name)
+
+
+def check_least(name: str, value: int) -> None:
+    """Raise for a number of tokens below 1."""
+    if value < 1:
+        raise Failure(400, f"{name} is {value}: expected at least 1", param=name)
+
+
+async def _receive(request: Request, service: Service, raw: bytearray) -> None:
+    """Receive the body of a request; what has come counts for the service until the body is read."""
+    options = service.options
+    try:
+        with anyio.move_on_after(options.body_timeout) as scope:
+            async for part in request.stream():
+                raw += part
+                service.body_bytes += len(part)
+                if service.body_bytes > options.most_body_bytes and len(raw) > _MOST_SMALL:
+                    raise overloaded("the service reads too many bodies", "too_many_bodies", _CLOSE)
+                scope.deadline += len(part) / _LEAST_RATE
+                if len(raw) > options.most_bytes:
+                    message = (
+                        f"the body has more than {options.most_bytes} bytes: send a smaller one, or raise --max-body"
+                    )
+                    raise Failure(413, message, code="body_too_large", headers=_CLOSE)
+    except ClientDisconnect as error:
+        raise Failure(499, "the client has left") from error
+    if scope.cancelled_caught:
+        message = f"the body did not come at {_LEAST_RATE} bytes per second: send the request again"
+        raise Failure(408, message, headers=_CLOSE)
+
+
+async def read_body(request: Request, kind: type[Body]) -> Body:
+    """The body of a request; raises for one that is too large, too slow or invalid, or while too many are read."""
+    service, raw = service_of(request), bytearray()
+    try:
+        await _receive(request, service, raw)
+        if len(raw) > _MOST_DIRECT:
+            return await asyncio.to_thread(body_of, kind, bytes(raw))
+        return body_of(kind, bytes(raw))
+    finally:
+        service.body_bytes -= len(raw)

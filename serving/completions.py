@@ -1,20 +1,16 @@
-"""The two endpoints that generate, for chat messages and for text."""
+"""Text to continue: the body of a request, its prompts, and the answer, which may repeat and score them."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any
 
-from msgspec import structs
 from starlette.requests import Request
 from starlette.responses import Response
 
-from spaceport.graphs.contract.faults import OptionFault
-from spaceport.runtime.decode.sequence import Ending
 from spaceport.runtime.decode.sequence_group import Statistics
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.sampling.logprobs import TokenLogprob
@@ -22,139 +18,98 @@ from spaceport.runtime.sampling.sampler import Sampling
 from spaceport.runtime.scheduling.request import Completion
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.prompt import Prompt
-from spaceport.serving.answers import ChatAnswer, RequestAnswer, TextAnswer, counts_of, finish_reason, text_logprobs
-from spaceport.serving.bodies import Body, ChatBody, TextBody
-from spaceport.serving.clients import Client, client_of
-from spaceport.serving.failures import RETRY, Failure, json_response
-from spaceport.serving.generations import EventStream, Generations, events_of, left
-from spaceport.serving.request_inputs import chat_prompt, decodings_of, text_prompts, tool_use_of
-from spaceport.serving.request_log import RequestRecord, record_of
-from spaceport.serving.service import ServedModel, Service, read_body, service_of
+from spaceport.runtime.text.transcript import Piece
+from spaceport.serving.answers import ChoicesAnswer, logprobs_of, metrics_of, text_of, usage_of
+from spaceport.serving.bodies import GenerationBody
+from spaceport.serving.call import Call, finish_reason, generation_body
+from spaceport.serving.failures import Failure, json_response
 
-_Result = TypeVar("_Result")
-
-
-async def request_body(request: Request, kind: type[Body]) -> Body:
-    """The body of a request that generates; raises while the service takes none."""
-    service = service_of(request)
-    if service.draining:
-        service.metrics.refused("stopping")
-        raise Failure(503, "the service is stopping: send the request again", "overloaded_error", headers=RETRY)
-    service.require_open()
-    return await read_body(request, kind)
+_MOST_PROMPTS = 64  # of one text request
+_TEXT_TOKENS = 16  # of a text request that names no maximum, as in OpenAI's API
+# What scoring a prompt adds to the statistics of its continuation.
+_SUMS = ("rows", "padding_rows", "prompt_steps", "waiting_seconds", "engine_seconds", "outside_seconds", "seconds")
 
 
-def requested_model(request: Request, name: str | None) -> ServedModel:
-    """The model that a request asks for."""
-    model = service_of(request).model(name)
-    record_of(request).model = model.name
-    return model
+class TextBody(GenerationBody, kw_only=True):
+    """A text request: one prompt or several."""
+
+    prompt: str | list[int | str | list[int]]  # one text or list of token ids, or several of either
+    logprobs: int | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+
+    def most_tokens(self) -> int | None:
+        """Maximum number of generated tokens of a choice; 1 if only the prompt is asked for."""
+        if self.max_tokens is None:
+            return _TEXT_TOKENS
+        return 1 if self.echo and self.max_tokens == 0 else self.max_tokens
+
+    def top_tokens(self) -> int | None:
+        """Number of most probable tokens to report beside each token; None: without log probabilities."""
+        return self.logprobs
 
 
-def _ended(
-    service: Service,
-    record: RequestRecord,
-    client: Client,
-    model: ServedModel,
-    decodings: Sequence[Decoding],
-    index: int,
-    completion: Completion | None,
-    statistics: Statistics,
-) -> None:
-    """Count a choice that has ended, and let it be audited."""
-    choice = index % len(decodings)  # of its prompt
-    reason = "abort" if completion is None else finish_reason(completion.ending)
-    service.metrics.ended(model.name, reason, statistics, choice == 0, client.key)
-    service.end(client.tenant)
-    record.ended("cancelled" if completion is None else completion.ending, statistics)
-    if completion is not None and model.audit is not None:
-        model.audit.offer(decodings[choice], completion)
+def text_prompts(prompt: str | list[Any]) -> list[Prompt]:
+    """The prompts of a text request: one text, one list of token ids, or several of either."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise Failure(400, "prompt is empty: expected a text or token ids", param="prompt")
+    if len({type(item) for item in prompt}) > 1:
+        raise Failure(400, "prompt mixes texts and token ids: expected one kind", param="prompt")
+    if isinstance(prompt[0], int):
+        return [prompt]
+    if len(prompt) > _MOST_PROMPTS:
+        raise Failure(400, f"prompt has {len(prompt)} prompts: expected at most {_MOST_PROMPTS}", param="prompt")
+    return list(prompt)
 
 
-async def started(request: Request, answer: RequestAnswer, prompts: Sequence[Prompt]) -> Generations:
-    """The running completions of a request."""
-    service, record, model, tools = service_of(request), record_of(request), answer.model, answer.tools
-    client = client_of(request)
-    decodings = [client.applied_to(decoding) for decoding in decodings_of(answer.body, model, service.options, tools)]
-    if model.audit is not None:
-        decodings = [model.audit.applied_to(decoding) for decoding in decodings]
-        await model.audit.give_way(len(prompts) * len(decodings))
-    record.answer, record.prompts = answer.id, len(prompts)
-    on_end = partial(_ended, service, record, client, model, decodings)
-    running = Generations(model.runtime, prompts, decodings, on_end)
-    service.begin(client.tenant, len(prompts) * len(decodings))
-    try:
-        await running.submit()
-    except BaseException as error:
-        service.end(client.tenant, len(prompts) * len(decodings))
-        if not isinstance(error, OptionFault):
-            raise
-        if tools.grammar is not None and str(error).startswith(tools.grammar.label):
-            raise Failure(400, str(error), param="tools") from error
-        raise
-    return running
+def text_logprobs(logprobs: Sequence[TokenLogprob], first: str | None = None) -> dict[str, Any]:
+    """Log probabilities as a text answer has them; `first` is the first token of an echoed prompt, which has none."""
+    texts = [*([] if first is None else [first]), *(token.text for token in logprobs)]
+    unknown = [None] * (len(texts) - len(logprobs))
+    return {
+        "text_offset": [0, *accumulate(map(len, texts[:-1]))] if texts else [],
+        "token_logprobs": [*unknown, *(token.logprob for token in logprobs)],
+        "tokens": texts,
+        "top_logprobs": [*unknown, *({top.text: top.logprob for top in token.top} for token in logprobs)],
+    }
 
 
-async def _unless_gone(request: Request, work: Awaitable[_Result]) -> _Result:
-    """The result of work that is cancelled when the client leaves."""
-    gone, task = asyncio.create_task(left(request.receive)), asyncio.ensure_future(work)
-    try:
-        await asyncio.wait({gone, task}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise Failure(499, "the client has left")
-        return task.result()
-    finally:
-        gone.cancel()
-        if not task.done():
-            task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
+class TextAnswer(ChoicesAnswer):
+    """An answer of the text endpoint."""
 
+    prefix, whole_kind, event_kind = "cmpl-", "text_completion", "text_completion"
 
-async def completed(request: Request, running: Generations) -> list[Completion]:
-    """All completions of a request, once they have ended; they are cancelled if the client leaves."""
-    try:
-        return await _unless_gone(request, running.whole())
-    finally:
-        running.close()
+    def choice(self, index: int, completion: Completion) -> dict[str, Any]:
+        """A whole choice."""
+        return {
+            "index": index,
+            "text": completion.text,
+            "logprobs": text_logprobs(completion.logprobs) if self.has_logprobs else None,
+            "finish_reason": finish_reason(completion.ending),
+            "spaceport": self.report(completion),
+        }
 
+    def delta(self, index: int, pieces: Sequence[Piece], steps: dict[str, Any] | None) -> dict[str, Any] | None:
+        """The choice in an event with what a step added, and the new steps of its trace; None if that is nothing yet."""
+        text, extras = text_of(pieces), self.extras(pieces, steps)
+        logprobs = logprobs_of(pieces) if self.has_logprobs else []
+        if not (text or logprobs or extras):
+            return None
+        shown = text_logprobs(logprobs) if self.has_logprobs else None
+        return {"index": index, "text": text, "logprobs": shown, "finish_reason": None} | extras
 
-async def _answer(request: Request, answer: ChatAnswer | TextAnswer, prompts: Sequence[Prompt]) -> Any:
-    """The answer to a request, whole or streamed."""
-    running = await started(request, answer, prompts)
-    if answer.body.stream:
-        options = service_of(request).options
-        return EventStream(events_of(running, answer), running.close, options.ping_interval, options.send_timeout)
-    completions = await completed(request, running)
-    choices = [answer.choice(index, completion) for index, completion in enumerate(completions)]
-    return json_response(answer.whole(choices, **running.counts))
-
-
-@dataclass(frozen=True)
-class _Echo:
-    """A prompt with what was generated after it."""
-
-    text: str
-    prompt_tokens: Sequence[int]
-    tokens: Sequence[int]  # generated ones
-    logprobs: Sequence[TokenLogprob | None] | None  # of all these tokens; the first one has none
-    statistics: Statistics
-    ending: Ending = "length"
+    def ending(self, index: int, completion: Completion) -> dict[str, Any]:
+        """A choice in its last event."""
+        reason = finish_reason(completion.ending)
+        return {"index": index, "text": "", "finish_reason": reason, "spaceport": self.report(completion)}
 
 
 def _together(scored: Statistics, generated: Statistics) -> Statistics:
     """The statistics of a prompt that was scored first and then continued."""
-    return replace(
-        generated,
-        rows=scored.rows + generated.rows,
-        padding_rows=scored.padding_rows + generated.padding_rows,
-        prompt_steps=scored.prompt_steps + generated.prompt_steps,
-        waiting_seconds=scored.waiting_seconds + generated.waiting_seconds,
-        engine_seconds=scored.engine_seconds + generated.engine_seconds,
-        outside_seconds=scored.outside_seconds + generated.outside_seconds,
-        first_token_seconds=scored.seconds + generated.first_token_seconds,
-        seconds=scored.seconds + generated.seconds,
-    )
+    sums = {name: getattr(scored, name) + getattr(generated, name) for name in _SUMS}
+    return replace(generated, **sums, first_token_seconds=scored.seconds + generated.first_token_seconds)
 
 
 def _is_greedy_token(decoding: Decoding) -> bool:
@@ -163,90 +118,70 @@ def _is_greedy_token(decoding: Decoding) -> bool:
     return decoding.max_tokens == 1 and plain
 
 
-async def _echo_choice(runtime: Runtime, prompt: Prompt, decoding: Decoding, continued: bool) -> _Echo:
-    tokens: Sequence[int]
+async def _echoed(runtime: Runtime, prompt: Prompt, decoding: Decoding, continued: bool) -> Completion:
+    """A prompt with what is generated after it, as one text; its tokens have log probabilities, but the first one."""
+    generated = Completion("", (), "length", Statistics())
+    logprobs: tuple[TokenLogprob, ...] = ()
     if decoding.logprobs is None:
-        tokens = await asyncio.to_thread(runtime.tokens_of, prompt)
-        scored, logprobs, following = Statistics(prompt_tokens=len(tokens)), None, None
+        tokens = tuple(await asyncio.to_thread(runtime.tokens_of, prompt))
+        statistics, following = Statistics(prompt_tokens=len(tokens)), None
     else:
-        score = await runtime.ascore(
-            prompt, top=decoding.logprobs, tenant=decoding.tenant, cache_salt=decoding.cache_salt
-        )
-        tokens, scored, logprobs, following = score.tokens, score.statistics, [None, *score.logprobs], score.following
+        salt = decoding.cache_salt
+        score = await runtime.ascore(prompt, top=decoding.logprobs, tenant=decoding.tenant, cache_salt=salt)
+        tokens, statistics, logprobs, following = score.tokens, score.statistics, score.logprobs, score.following
+    if continued and following is not None and _is_greedy_token(decoding):
+        statistics = replace(statistics, tokens=1, first_token_seconds=statistics.seconds)
+        generated = replace(generated, text=following.text, logprobs=(following,))
+    elif continued:
+        generated = await runtime.agenerate(list(tokens), decoding)
+        statistics = _together(statistics, generated.statistics)
     text = prompt if isinstance(prompt, str) else runtime.tokenizer.decode(tokens, skip_special_tokens=False)
-    if not continued:
-        return _Echo(text, tokens, [], logprobs, scored)
-    if logprobs is not None and following is not None and _is_greedy_token(decoding):
-        statistics = replace(scored, tokens=1, first_token_seconds=scored.seconds)
-        return _Echo(text + following.text, tokens, [following.token], [*logprobs, following], statistics)
-    completion = await runtime.agenerate(list(tokens), decoding)
-    if logprobs is not None:
-        logprobs += completion.logprobs
-    statistics = _together(scored, completion.statistics)
-    return _Echo(text + completion.text, tokens, completion.tokens, logprobs, statistics, completion.ending)
+    return replace(
+        generated,
+        text=text + generated.text,
+        statistics=statistics,
+        prompt_tokens=tokens,
+        logprobs=(*logprobs, *generated.logprobs),
+    )
 
 
-async def _echo(request: Request, answer: TextAnswer, body: TextBody, prompts: Sequence[Prompt]) -> Response:
-    """The answer to a text request that wants its prompts back; with `max_tokens` 0, nothing else."""
-    service, record, model, client = service_of(request), record_of(request), answer.model, client_of(request)
-    record.answer, record.prompts = answer.id, len(prompts)
-    if model.audit is not None:
-        await model.audit.give_way(1)
-    continued = body.max_tokens != 0
-    asked = body if continued else structs.replace(body, max_tokens=1)
-    decodings = [client.applied_to(decoding) for decoding in decodings_of(asked, model, service.options)]
+async def _respond_with_prompts(call: Call, prompts: Sequence[Prompt]) -> Response:
+    """The response with each prompt before its continuation; with `max_tokens` 0, without one."""
+    answer, runtime, choices = TextAnswer(call), call.model.runtime, len(call.decodings)
+    call.record.answer, call.record.prompts = answer.id, len(prompts)
+    if call.model.audit is not None:
+        await call.model.audit.give_way(1)
+    echoes: list[Completion] = []
 
-    async def echo_all() -> list[_Echo]:
-        echoes = []
+    async def echo_all() -> None:
         for prompt in prompts:
-            for decoding in decodings:
-                echo = await _echo_choice(model.runtime, prompt, decoding, continued)
-                first, reason = decoding is decodings[0], finish_reason(echo.ending)
-                service.metrics.ended(model.name, reason, echo.statistics, first, client.key)
-                record.ended(echo.ending, echo.statistics)
+            for decoding in call.decodings:
+                echo = await _echoed(runtime, prompt, decoding, call.body.max_tokens != 0)
+                call.ended(len(echoes), echo.ending, echo.statistics)
                 echoes.append(echo)
-        return echoes
 
-    service.begin(client.tenant, 1)  # one after the other
+    call.service.begin(call.client.tenant, 1)  # one after the other
     try:
-        echoes = await _unless_gone(request, echo_all())
+        await call.unless_gone(echo_all())
     finally:
-        service.end(client.tenant)
-    decode = partial(model.runtime.tokenizer.decode, skip_special_tokens=False)
-    choices = [
-        {
-            "index": index,
-            "text": echo.text,
-            "logprobs": None
-            if echo.logprobs is None
-            else text_logprobs(echo.logprobs, first=decode(echo.prompt_tokens[:1])),
-            "finish_reason": finish_reason(echo.ending),
-        }
-        for index, echo in enumerate(echoes)
-    ]
+        call.service.end(call.client.tenant)
+    contents = []
+    for index, echo in enumerate(echoes):
+        first = runtime.tokenizer.decode(echo.prompt_tokens[:1], skip_special_tokens=False)
+        logprobs = text_logprobs(echo.logprobs, first) if answer.has_logprobs else None
+        reason = finish_reason(echo.ending)
+        contents.append({"index": index, "text": echo.text, "logprobs": logprobs, "finish_reason": reason})
     statistics = [echo.statistics for echo in echoes]
-    return json_response(answer.whole(choices, **counts_of(statistics, len(decodings))))
-
-
-async def chat(request: Request) -> Any:
-    """Answer chat messages."""
-    body = await request_body(request, ChatBody)
-    model = requested_model(request, body.model)
-    tools = tool_use_of(body, model, service_of(request).options)
-    prompt = await chat_prompt(body, tools, model)
-    return await _answer(request, ChatAnswer(model, record_of(request).id, body, tools), [prompt])
+    counts = {"usage": usage_of(statistics, choices), "metrics": metrics_of(statistics)}
+    return json_response(answer.content(answer.whole_kind, *contents, **counts))
 
 
 async def text(request: Request) -> Any:
     """Continue one text or several."""
-    body = await request_body(request, TextBody)
-    model = requested_model(request, body.model)
+    body = await generation_body(request, TextBody)
     if body.suffix:
         raise Failure(400, "suffix is not supported: the models continue a text only", param="suffix")
-    answer = TextAnswer(model, record_of(request).id, body)
-    prompts = text_prompts(body.prompt)
-    if not body.echo:
-        return await _answer(request, answer, prompts)
-    if body.stream:
+    if body.echo and body.stream:
         raise Failure(400, "echo with stream is not supported: leave one of them out", param="echo")
-    return await _echo(request, answer, body, prompts)
+    call, prompts = Call.of(request, body), text_prompts(body.prompt)
+    return await (_respond_with_prompts(call, prompts) if body.echo else TextAnswer(call).respond(prompts))

@@ -13,7 +13,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from spaceport.serving.failures import RETRY, Failure
+from spaceport.serving.failures import Failure, overloaded
 from spaceport.serving.service import Service, log
 
 MOST_HEAD_BYTES = 64 << 10  # of a request: its target and headers
@@ -109,8 +109,7 @@ class ClientConnection(HttpToolsProtocol):
                 self._service.warned_at = self._head_since
                 log.warning("connections are closed: %d are open", len(self.connections) - 1)
             if (silent := self._service.longest_silent()) is None:
-                message = "the service has too many connections: send the request again"
-                self._refuse(Failure(503, message, "overloaded_error", code="too_many_connections", headers=RETRY))
+                self._refuse(overloaded("the service has too many connections", "too_many_connections"))
                 return
             silent.transport.close()
         self._service.silent[self._answered][self] = None

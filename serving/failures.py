@@ -38,3 +38,9 @@ class Failure(Exception):
 def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     """A response with JSON."""
     return Response(msgspec.json.encode(content), status, headers, "application/json")
+
+
+def overloaded(reason: str, code: str | None = None, headers: dict[str, str] | None = None) -> Failure:
+    """The failure of a request that may succeed later."""
+    message = f"{reason}: send the request again"
+    return Failure(503, message, "overloaded_error", code=code, headers=RETRY | (headers or {}))

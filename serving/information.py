@@ -5,18 +5,35 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
 from spaceport import __version__
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.tokenizer import encoding_of
-from spaceport.serving.bodies import DetokenizeBody, TokenizeBody
+from spaceport.serving.bodies import check_count, read_body
+from spaceport.serving.chat import check_messages
 from spaceport.serving.failures import Failure, json_response
-from spaceport.serving.request_inputs import check_count, check_messages
-from spaceport.serving.service import read_body, service_of
+from spaceport.serving.service import service_of
 
 _METRICS = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class TokenizeBody(Struct, kw_only=True):
+    """A text or messages to tokenize."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool = True  # false: the tokens of the text alone, and texts of special tokens are these
+
+
+class DetokenizeBody(Struct, kw_only=True):
+    """Token ids to turn into text."""
+
+    tokens: list[int]
+    model: str | None = None
 
 
 async def models(request: Request) -> Response:

@@ -14,18 +14,12 @@ from starlette.routing import Route
 
 from spaceport import __version__
 from spaceport.runtime.limits import DEFAULT_LIMITS, Limits
-from spaceport.serving.bodies import (
-    OPTION_FIELDS,
-    SUPPORTED,
-    ChatBody,
-    DetokenizeBody,
-    Own,
-    TextBody,
-    TokenizeBody,
-    bounds_of,
-)
+from spaceport.serving.bodies import OPTION_FIELDS, SUPPORTED, Own, bounds_of
+from spaceport.serving.chat import ChatBody
 from spaceport.serving.clients import needs_key
+from spaceport.serving.completions import TextBody
 from spaceport.serving.failures import json_response
+from spaceport.serving.information import DetokenizeBody, TokenizeBody
 from spaceport.serving.options import ServiceOptions
 from spaceport.serving.responses import ResponsesBody
 from spaceport.serving.service import service_of

@@ -16,21 +16,12 @@ from starlette.requests import Request
 from spaceport.runtime.sampling.logprobs import TokenLogprob
 from spaceport.runtime.scheduling.request import Completion
 from spaceport.runtime.tool_calls.parser import CallPart, MessagePart
-from spaceport.serving.answers import (
-    MessageText,
-    RequestAnswer,
-    chat_logprobs,
-    finish_reason,
-    logprobs_of,
-    text_of,
-)
-from spaceport.serving.bodies import ChatBody, GenerationBody, ResponseFormat, SchemaFormat
-from spaceport.serving.completions import completed, request_body, requested_model, started
-from spaceport.serving.failures import Failure, json_response
-from spaceport.serving.generations import EventStream, Generations
-from spaceport.serving.request_inputs import ToolUse, chat_prompt, check_count, check_least, tool_use_of
-from spaceport.serving.request_log import record_of
-from spaceport.serving.service import service_of
+from spaceport.serving.answers import Answer, logprobs_of, text_of
+from spaceport.serving.bodies import GenerationBody, check_count, check_least
+from spaceport.serving.call import Call, finish_reason, generation_body
+from spaceport.serving.chat import ChatBody, ResponseFormat, SchemaFormat, chat_logprobs, chat_prompt
+from spaceport.serving.failures import Failure
+from spaceport.serving.tool_use import MessageText, ToolUse
 
 _STORED = ("previous_response_id", "conversation", "prompt")  # they name what an earlier request has stored
 _ADVICE = "the service stores nothing: send all messages as input"
@@ -92,6 +83,8 @@ def check_fields(body: ResponsesBody) -> None:
             check_least(name, given)
     if body.n not in (None, 1):
         raise Failure(400, f"n is {body.n}: expected 1, a response has one output", param="n")
+    if isinstance(body.input, list):
+        check_count("input", body.input)
 
 
 def _invalid(where: str, what: str) -> Failure:
@@ -293,42 +286,68 @@ class OutputItems:
 
 
 @dataclass
-class ResponsesAnswer(RequestAnswer):
+class ResponsesAnswer(Answer):
     """The response to one request, which grows, and what all its events have in common."""
 
-    asked: ResponsesBody = field(kw_only=True)  # `body` is the same request as a chat request
+    asked: ResponsesBody  # the body of the call is the same request as a chat request
 
     prefix = "resp_"
 
     def __post_init__(self) -> None:
-        self.items = OutputItems(self.tools, with_logprobs=self.wants_logprobs)
-        self.text = MessageText(self.tools)
+        self._items = OutputItems(self.call.tools, with_logprobs=self.has_logprobs)
+        self._text = MessageText(self.call.tools)
 
-    def begun(self) -> dict[str, Any]:
-        """The response before anything is generated."""
-        return {**self._head("in_progress"), "output": [], "usage": None}
-
-    def add(self, text: str, logprobs: Sequence[TokenLogprob]) -> list[Event]:
+    def _add(self, text: str, logprobs: Sequence[TokenLogprob]) -> list[Event]:
         """Add generated text, and the log probabilities of its tokens."""
-        return self.items.add(self.text.parts(text), logprobs)
+        return self._items.add(self._text.parts(text), logprobs)
 
-    def finish(self, completion: Completion) -> list[Event]:
+    def _finish(self, completion: Completion) -> list[Event]:
         """Add the text that was held back, and end the output."""
-        added = self.items.add(self.text.last_parts())
-        if not self.items.items:  # a response has at least one item
-            added += self.items.add([""])
-        return [*added, *self.items.close(finish_reason(completion.ending) == "stop")]
+        added = self._items.add(self._text.last_parts())
+        if not self._items.items:  # a response has at least one item
+            added += self._items.add([""])
+        return [*added, *self._items.close(finish_reason(completion.ending) == "stop")]
 
-    def whole(self, running: Generations, completion: Completion) -> dict[str, Any]:
+    def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        """The whole response."""
+        (completion,) = completions
+        self._add(completion.text, completion.logprobs)
+        self._finish(completion)
+        return self._response(completion)
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """The events of a stream; the completion ends with it."""
+        call, numbers = self.call, count()
+
+        def encoded(event: Event) -> bytes:
+            content = msgspec.json.encode({**event, "sequence_number": next(numbers)})
+            return f"event: {event['type']}\ndata: ".encode() + content + b"\n\n"
+
+        try:
+            for kind in ("created", "in_progress"):
+                begun = {**self._head("in_progress"), "output": [], "usage": None}
+                yield encoded({"type": f"response.{kind}", "response": begun})
+            async for _, pieces in call.pieces():
+                for event in self._add(text_of(pieces), logprobs_of(pieces)):
+                    yield encoded(event)
+            completion = call.completions[0]
+            for event in self._finish(completion):
+                yield encoded(event)
+            finished = self._response(completion)
+            yield encoded({"type": f"response.{finished['status']}", "response": finished})
+        finally:
+            call.close()
+
+    def _response(self, completion: Completion) -> dict[str, Any]:
         """The response with its output."""
         complete = finish_reason(completion.ending) == "stop"
-        counts = running.counts
+        counts = self.counts
         usage = counts["usage"]
         return {
             **self._head("completed" if complete else "incomplete"),
             "completed_at": int(time.time()),
             "incomplete_details": None if complete else {"reason": "max_output_tokens"},
-            "output": self.items.items,
+            "output": self._items.items,
             "usage": {
                 "input_tokens": usage["prompt_tokens"],
                 "input_tokens_details": usage["prompt_tokens_details"],
@@ -347,7 +366,7 @@ class ResponsesAnswer(RequestAnswer):
             "object": "response",
             "created_at": self.created,
             "status": status,
-            "model": self.model.name,
+            "model": self.call.model.name,
             "error": None,
             "incomplete_details": None,
             "instructions": asked.instructions,
@@ -368,45 +387,10 @@ class ResponsesAnswer(RequestAnswer):
         }
 
 
-async def _events_of(running: Generations, answer: ResponsesAnswer) -> AsyncGenerator[bytes, None]:
-    """The events of a streamed response; the completion ends with it."""
-    numbers = count()
-
-    def encoded(event: Event) -> bytes:
-        content = msgspec.json.encode({**event, "sequence_number": next(numbers)})
-        return f"event: {event['type']}\ndata: ".encode() + content + b"\n\n"
-
-    try:
-        for kind in ("created", "in_progress"):
-            yield encoded({"type": f"response.{kind}", "response": answer.begun()})
-        async for _, pieces in running.pieces():
-            for event in answer.add(text_of(pieces), logprobs_of(pieces)):
-                yield encoded(event)
-        completion = running.completions[0]
-        for event in answer.finish(completion):
-            yield encoded(event)
-        whole = answer.whole(running, completion)
-        yield encoded({"type": f"response.{whole['status']}", "response": whole})
-    finally:
-        running.close()
-
-
 async def responses(request: Request) -> Any:
     """Answer the input of a request to the Responses API."""
-    options = service_of(request).options
-    body = await request_body(request, ResponsesBody)
-    check_fields(body)
-    model = requested_model(request, body.model)
-    if isinstance(body.input, list):
-        check_count("input", body.input)
-    chat = chat_body(body)
-    tools = tool_use_of(chat, model, options)
-    prompt = await chat_prompt(chat, tools, model)
-    answer = ResponsesAnswer(model, record_of(request).id, chat, tools, asked=body)
-    running = await started(request, answer, [prompt])
-    if body.stream:
-        return EventStream(_events_of(running, answer), running.close, options.ping_interval, options.send_timeout)
-    (completion,) = await completed(request, running)
-    answer.add(completion.text, completion.logprobs)
-    answer.finish(completion)
-    return json_response(answer.whole(running, completion))
+    asked = await generation_body(request, ResponsesBody)
+    check_fields(asked)
+    body = chat_body(asked)
+    call = Call.of(request, body)
+    return await ResponsesAnswer(call, asked).respond([await chat_prompt(body, call)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 import time
@@ -12,8 +11,7 @@ from functools import cached_property
 from hashlib import sha256
 from typing import Any
 
-import anyio
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 
 from spaceport.graphs.contract.manifest import TEMPLATE_FILE
 from spaceport.runtime.engine import EngineFault
@@ -21,17 +19,11 @@ from spaceport.runtime.scheduling.worker import RuntimeStatus
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.tool_calls.functions import ToolFormat, format_of
 from spaceport.serving.audit import CompletionAudit
-from spaceport.serving.bodies import Body, body_of
-from spaceport.serving.failures import RETRY, Failure
+from spaceport.serving.failures import RETRY, Failure, overloaded
 from spaceport.serving.metrics import Metrics
 from spaceport.serving.options import ServiceOptions
 
 log = logging.getLogger("spaceport.service")
-
-_MOST_DIRECT = 256 << 10  # bytes of a body that is parsed on the event loop
-_MOST_SMALL = 64 << 10  # bytes of a body that is read whatever others send
-_LEAST_RATE = 16 << 10  # bytes per second of a body
-_CLOSE = {"Connection": "close"}  # after the answer to a body that was not received
 
 
 @dataclass(frozen=True)
@@ -115,8 +107,7 @@ class Service:
     def require_open(self) -> None:
         """Raise until the bundles are open."""
         if self.opening:
-            message = "the models are being opened: send the request again"
-            raise Failure(503, message, "overloaded_error", code="opening", headers=RETRY)
+            raise overloaded("the models are being opened", "opening")
 
     def longest_silent(self) -> Any:
         """The connection that makes room for another one, which is forgotten; None: all have a request."""
@@ -131,7 +122,6 @@ class Service:
         most = self.options.most_client_requests
         running = self.completions[tenant]
         if most is not None and running + count > most:
-            self.metrics.refused("too_many_requests")
             message = (
                 f"{running} completions of this client run or wait and {count} are asked for: expected at most {most}"
             )
@@ -171,40 +161,3 @@ def service_of(request: Request) -> Service:
     """The service that answers a request."""
     service: Service = request.app.state.service
     return service
-
-
-async def _receive(request: Request, service: Service, raw: bytearray) -> None:
-    """Receive the body of a request; what has come counts for the service until the body is read."""
-    options = service.options
-    try:
-        with anyio.move_on_after(options.body_timeout) as scope:
-            async for part in request.stream():
-                raw += part
-                service.body_bytes += len(part)
-                if service.body_bytes > options.most_body_bytes and len(raw) > _MOST_SMALL:
-                    service.metrics.refused("too_many_bodies")
-                    message = "the service reads too many bodies: send the request again"
-                    raise Failure(503, message, "overloaded_error", code="too_many_bodies", headers=RETRY | _CLOSE)
-                scope.deadline += len(part) / _LEAST_RATE
-                if len(raw) > options.most_bytes:
-                    message = (
-                        f"the body has more than {options.most_bytes} bytes: send a smaller one, or raise --max-body"
-                    )
-                    raise Failure(413, message, code="body_too_large", headers=_CLOSE)
-    except ClientDisconnect as error:
-        raise Failure(499, "the client has left") from error
-    if scope.cancelled_caught:
-        message = f"the body did not come at {_LEAST_RATE} bytes per second: send the request again"
-        raise Failure(408, message, headers=_CLOSE)
-
-
-async def read_body(request: Request, kind: type[Body]) -> Body:
-    """The body of a request; raises for one that is too large, too slow or invalid, or while too many are read."""
-    service, raw = service_of(request), bytearray()
-    try:
-        await _receive(request, service, raw)
-        if len(raw) > _MOST_DIRECT:
-            return await asyncio.to_thread(body_of, kind, bytes(raw))
-        return body_of(kind, bytes(raw))
-    finally:
-        service.body_bytes -= len(raw)

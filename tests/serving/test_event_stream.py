@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.serving.generations import DONE, EventStream, event
+from spaceport.serving.event_stream import DONE, EventStream, event
 
 
 class Client:

@@ -17,9 +17,10 @@ from hypothesis import strategies as some
 from starlette.testclient import TestClient
 
 from spaceport.runtime.limits import DEFAULT_LIMITS, Limits
-from spaceport.serving import service
+from spaceport.serving import bodies
 from spaceport.serving.application import application
-from spaceport.serving.bodies import IGNORED, SUPPORTED, TextBody, body_of
+from spaceport.serving.bodies import IGNORED, SUPPORTED, body_of
+from spaceport.serving.completions import TextBody
 from spaceport.serving.failures import Failure
 from spaceport.serving.openapi import BODIES, document
 from spaceport.serving.options import ServiceOptions
@@ -205,7 +206,7 @@ def test_a_large_body_is_parsed_off_the_event_loop(client: TestClient, monkeypat
         threads.append(current_thread().name)
         return body_of(*arguments)
 
-    monkeypatch.setattr(service, "body_of", recorded)
+    monkeypatch.setattr(bodies, "body_of", recorded)
     for size in (10, 280_000):
         client.post("/tokenize", json={"prompt": "a" * size})
     direct, apart = threads

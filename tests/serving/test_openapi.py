@@ -22,11 +22,13 @@ from spaceport.runtime.limits import DEFAULT_LIMITS, Limits
 from spaceport.runtime.sampling.grammar import Grammar
 from spaceport.runtime.sampling.sampler import Sampling
 from spaceport.serving.application import application
-from spaceport.serving.bodies import IGNORED, SUPPORTED, ChatBody, Own, TextBody, body_of
+from spaceport.serving.bodies import IGNORED, SUPPORTED, Own, body_of
+from spaceport.serving.call import decodings_of
+from spaceport.serving.chat import ChatBody
+from spaceport.serving.completions import TextBody
 from spaceport.serving.failures import Failure
 from spaceport.serving.openapi import BODIES, document
 from spaceport.serving.options import ServiceOptions
-from spaceport.serving.request_inputs import decodings_of
 from spaceport.serving.responses import ResponsesBody
 from support.chat_runtime import chat_runtime
 from support.paths import DOCS

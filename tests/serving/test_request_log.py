@@ -138,7 +138,7 @@ def test_an_unknown_error_is_answered_and_logged_without_its_message(
         except KeyError as error:
             raise ValueError(message) from error
 
-    monkeypatch.setattr("spaceport.serving.completions.decodings_of", fail)
+    monkeypatch.setattr("spaceport.serving.call.decodings_of", fail)
     with logged(JsonLines()) as text:
         response = complete(client, {"X-Request-Id": "bug"})
     assert (response.status_code, response.headers["x-request-id"]) == (500, "bug")

@@ -12,7 +12,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from spaceport.serving.application import application
-from spaceport.serving.bodies import ChatBody
+from spaceport.serving.chat import ChatBody
 from spaceport.serving.responses import ResponsesBody, chat_body
 from support.chat_runtime import chat_runtime, only
 from support.tool_files import tool_files

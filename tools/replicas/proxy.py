@@ -10,8 +10,8 @@ from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from spaceport.serving.event_stream import DONE, event
 from spaceport.serving.failures import RETRY, Failure
-from spaceport.serving.generations import DONE, event
 
 _MOST_TRIES = 3  # a request that ends each replica that gets it ends no more
 _MOST_BYTES = 4 << 20  # of a body that may be sent again, as most_bytes of ServiceOptions

@@ -48,8 +48,7 @@ async def generation_body(request: Request, kind: type[GeneratingBody]) -> Gener
     """The body of a request that generates; raises while the service takes none, and if it has no such model."""
     service = service_of(request)
     if service.draining:
-        service.metrics.refused("stopping")
-        raise overloaded("the service is stopping")
+        raise overloaded("the service is stopping", "stopping")
     service.require_open()
     body = await read_body(request, kind)
     record_of(request).model = service.model(body.model).name

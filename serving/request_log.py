@@ -25,7 +25,7 @@ from spaceport.runtime.engine import EngineFault
 from spaceport.runtime.scheduling.request import QueueFull
 from spaceport.runtime.scheduling.worker import RuntimeClosed
 from spaceport.serving.bodies import SUPPORTED
-from spaceport.serving.failures import RETRY, Failure
+from spaceport.serving.failures import RETRY, Failure, overloaded
 from spaceport.serving.service import log
 
 MOST_CHARACTERS = 128  # of an id that a client sends
@@ -128,7 +128,7 @@ def _failure_of(error: Exception) -> Failure:
     if isinstance(error, QueueFull):
         return Failure(503, str(error), "overloaded_error", code="queue_full", headers=RETRY)
     if isinstance(error, RuntimeClosed):
-        return Failure(503, "the service is stopping: send the request again", "overloaded_error", code="stopping")
+        return overloaded("the service is stopping", "stopping")
     if isinstance(error, EngineFault):
         return Failure(500, str(error), "server_error", code="engine_fault")
     return Failure(500, f"{type(error).__name__} in the service; its log has the details", "server_error")

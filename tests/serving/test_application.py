@@ -288,6 +288,8 @@ def test_a_full_queue_and_a_stopping_service_ask_clients_to_retry() -> None:
         response = post(small, prompt="a")
         assert (response.status_code, response.headers["retry-after"]) == (503, "1")
         assert response.json()["error"]["message"].startswith("the service is stopping")
+        assert 'admission_rejections_total{reason="unavailable"}' not in small.get("/metrics").text
+        assert 'admission_rejections_total{reason="stopping"} 1.0' in small.get("/metrics").text
 
 
 # Information

@@ -12,7 +12,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, fields, replace
 from hashlib import sha256
-from importlib.metadata import PackageNotFoundError, version
 from math import inf
 from pathlib import Path
 from time import monotonic
@@ -23,6 +22,7 @@ import msgspec
 from spaceport import __version__
 from spaceport.graphs.contract.exactness import tolerance_of
 from spaceport.graphs.contract.faults import OptionFault, SpaceportError
+from spaceport.graphs.contract.installation import installed_version
 from spaceport.runtime.backends.machine import cpu_name
 from spaceport.runtime.comparison import CompletionComparison, TokenDifference, plain_decoding
 from spaceport.runtime.decode.sequence import NotANumber
@@ -104,27 +104,18 @@ def _options_of(decoding: Decoding) -> dict[str, Any]:
     }
 
 
-def _versions() -> dict[str, str]:
-    versions = {}
-    for package in _PACKAGES:
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return versions
-
-
 def fault_record(
     name: str, runtime: Runtime, decoding: Decoding, completion: Completion, differences: Iterable[TokenDifference]
 ) -> dict[str, Any]:
     """What is needed to reproduce a fault, apart from what the client sent and got."""
     manifest, engine = runtime.bundle.manifest, runtime.engine
+    versions = {package: found for package in _PACKAGES if (found := installed_version(package)) is not None}
     return {
         "model": name,
         "bundle": sha256(runtime.bundle.manifest_content).hexdigest(),
         "engine": f"{type(engine).__name__} {engine.device} {manifest.signature.dtype} {manifest.signature.lowering}",
         "cpu": cpu_name(),
-        "versions": {"spaceport": __version__, "python": platform.python_version(), **_versions()},
+        "versions": {"spaceport": __version__, "python": platform.python_version(), **versions},
         "options": _options_of(decoding),
         "seed": completion.seed,
         "prompt_tokens": len(completion.prompt_tokens),

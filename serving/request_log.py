@@ -37,11 +37,6 @@ _QUIET = ("/health", "/metrics", "/load")  # asked for every few seconds: logged
 current: ContextVar[RequestRecord | None] = ContextVar("current", default=None)
 
 
-def _is_valid(name: str) -> bool:
-    """Whether an id that a client sent can be used: bounded, printable and without spaces."""
-    return _VALID.fullmatch(name) is not None
-
-
 @dataclass
 class RequestRecord:
     """One HTTP request: what was asked for and how it ended, without any text of it."""
@@ -105,14 +100,6 @@ class RequestRecord:
         }
 
 
-def begin(scope: Scope) -> RequestRecord:
-    """The record of a request that has come, with the id that its header has or a new one."""
-    name = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
-    record = RequestRecord(name if _is_valid(name) else uuid.uuid4().hex, scope["method"])
-    scope[_KEY] = record
-    return record
-
-
 def record_of(request: Request) -> RequestRecord:
     """The record of a request."""
     record: RequestRecord = request.scope[_KEY]
@@ -154,7 +141,9 @@ class LogRequests:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        record = begin(scope)
+        name = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
+        record = RequestRecord(name if _VALID.fullmatch(name) else uuid.uuid4().hex, scope["method"])
+        scope[_KEY] = record
         current.set(record)  # in this task and those that it starts
 
         async def send_with_id(message: Message) -> None:

@@ -7,7 +7,7 @@ import re
 import shlex
 import sys
 from collections.abc import Iterable
-from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from importlib.metadata import Distribution, PackageNotFoundError, distribution, version
 from pathlib import Path
 from urllib.parse import unquote, urlparse
 
@@ -15,6 +15,14 @@ import spaceport
 
 _NAME = "spaceport"
 _MARKER = re.compile(r"""(extra|python_version)\s*(==|>=|<)\s*['"]([\w.-]+)['"]""")
+
+
+def installed_version(package: str) -> str | None:
+    """The version of an installed package; None: it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def install_command(extra: str = "") -> str:

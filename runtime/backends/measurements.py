@@ -7,7 +7,6 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from itertools import count
 from operator import attrgetter
 from pathlib import Path
@@ -19,6 +18,7 @@ from numpy.typing import NDArray
 
 from spaceport.graphs.contract.exactness import Exactness, tolerated_noise
 from spaceport.graphs.contract.faults import InputFault, OptionFault
+from spaceport.graphs.contract.installation import installed_version
 from spaceport.graphs.contract.json_fields import JsonField, Rules, read
 from spaceport.graphs.contract.manifest import Manifest
 from spaceport.kernels.native_library import instruction_set, library_path
@@ -307,7 +307,7 @@ def _file(bundle: Bundle, backend: str, device: str, options: EngineOptions) -> 
         backend,
         device,
         (options.capacity, options.requests, options.threads),
-        [(package, _version(package)) for package in _PACKAGES],
+        [(package, installed_version(package) or "") for package in _PACKAGES],
         (cpu_name(), instruction_sets(), usable_cpus()),
         _native_operators() if bundle.manifest.native else None,
     )
@@ -318,10 +318,3 @@ def _native_operators() -> tuple[str, int] | None:
     """The instruction set of the native operators, and when they were compiled; None if they were not."""
     library = library_path()
     return None if library is None else (instruction_set(library), library.stat().st_mtime_ns)
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""

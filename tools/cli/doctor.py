@@ -8,14 +8,13 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import click
 
 from spaceport import __version__
 from spaceport.graphs.contract.faults import MissingDependency
-from spaceport.graphs.contract.installation import install_command
+from spaceport.graphs.contract.installation import install_command, installed_version
 from spaceport.graphs.contract.manifest import FLAVOURS
 from spaceport.kernels.build import INSTALL_COMPILER, SOURCES
 from spaceport.runtime.backends import BACKENDS, clashing, require_device
@@ -127,7 +126,7 @@ def show(found: Mapping[str, Any]) -> None:
 
 def survey() -> dict[str, Any]:
     """Everything that doctor shows, as JSON data."""
-    versions = {package: _version(package) for package in PACKAGES}
+    versions = {package: installed_version(package) for package in PACKAGES}
     packages = [
         {"package": package, "version": versions[package], "for": purpose, "install": _install(package, versions)}
         for package, (_, purpose) in PACKAGES.items()
@@ -215,13 +214,6 @@ def _probe(code: str, argument: str) -> tuple[bool, list[str]]:
         return True, done.stdout.strip().splitlines()
     lines = done.stderr.strip().splitlines()
     return False, [lines[-1] if lines else f"the process crashed with exit code {done.returncode}"]
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _gpu() -> str:

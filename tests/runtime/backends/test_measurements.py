@@ -355,9 +355,9 @@ def test_costs_are_measured_once_for_a_machine_and_a_bundle(
     assert load(file) is not None
     for cores in ({0}, {0, 1}):  # that this process may use
         monkeypatch.setattr(os, "sched_getaffinity", lambda process, cores=cores: cores, raising=False)
-        monkeypatch.setattr(measurements, "version", lambda package: "1")
+        monkeypatch.setattr(measurements, "installed_version", lambda package: "1")
         opened()
-    monkeypatch.setattr(measurements, "version", lambda package: "2")
+    monkeypatch.setattr(measurements, "installed_version", lambda package: "2")
     opened()
     assert len([*cache.iterdir()]) == 2 + 2 + 1
 

@@ -143,15 +143,6 @@ def test_answered_connections_that_stay_take_no_place_of_others_and_are_bounded(
         assert len(patient.service.lingering) <= 64
 
 
-def test_what_is_no_request_is_refused_with_one_short_entry(
-    service: RunningService, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level("INFO"):
-        assert answer(service, b"\x16\x03\x01\x02\x00\x01\r\n")[0] == 400
-    messages = [entry.getMessage() for entry in caplog.records if entry.getMessage() != "request ended"]
-    assert messages == ["a connection ends: the request is not valid HTTP/1.1"]
-
-
 @pytest.mark.parametrize("sent", [b"", b"\r\n", GET[:-2], GET + GET[:-2], POST])
 def test_a_request_that_does_not_arrive_in_time_ends_its_connection(service: RunningService, sent: bytes) -> None:
     begun = time.monotonic()

@@ -109,7 +109,8 @@ def test_no_route_answers_without_a_valid_key(client: TestClient) -> None:
     for method, path in [*found, ("GET", "/healthy"), ("POST", "/v1/nothing"), ("DELETE", "/v1/models")]:
         is_open = path == "/" or path.startswith(("/health/", "/page/")) or path == "/health"
         assert method in ("GET", "HEAD") or not is_open
-        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "right"}, {"X-Api-Key": "right"}):
+        wrong = [*({"Authorization": f"Bearer {key}"} for key in ("", "righ", "rights")), {"Authorization": "right"}]
+        for headers in ({"Host": "evil.example"}, {"X-Api-Key": "right"}, *wrong):
             status = client.request(method, path, headers=headers).status_code
             assert status == (200 if is_open else 401), (method, path)
         for key in ("first", "right"):
@@ -171,7 +172,6 @@ LARGE = {"type": "object", "properties": {f"name{index:05}": {"type": "string"} 
     [
         ("completions", {"prompt": "x" * 2001}, 400, "prompt_chars"),
         ("completions", {"prompt": ["x"] * 65}, 400, "65 prompts: expected at most 64"),
-        ("completions", {"stop": "x" * 257}, 400, "a stop string has 257 characters"),
         ("completions", {"max_tokens": 10**9}, 200, "finish_reason"),
         ("completions", {"max_tokens": 10**4300 - 1}, 400, "max_tokens has more than 64 bits"),
         ("completions", {"prompt": [10**3000]}, 400, "…"),  # the end of a message that would repeat it

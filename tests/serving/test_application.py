@@ -279,6 +279,7 @@ def test_a_full_queue_and_a_stopping_service_ask_clients_to_retry() -> None:
         response = small.post("/v1/completions", json={"prompt": ["a", "b"], "max_tokens": 500})
         assert (response.status_code, response.headers["retry-after"]) == (503, "1")
         assert 'admission_rejections_total{reason="queue_full"} 1.0' in small.get("/metrics").text
+        assert not app.state.service.completions
         while small.get("/load").json()["server_load"]:  # the cancelled one ends after its step
             pass
         assert ask(small, prompt="a", max_tokens=1)

@@ -107,6 +107,7 @@ def test_a_key_has_a_maximum_of_completions_that_run_or_wait() -> None:
     with TestClient(application({"demo": lambda: chat_runtime(delay=0.005)}, options)) as client:
         service = client.app.state.service  # type: ignore[attr-defined]
         assert ask(client, "sk-a", n=5).status_code == 429
+        assert b'admission_rejections_total{reason="too_many_requests"} 1.0' in service.metrics.text()
         thread = threading.Thread(target=ask, args=(client, "sk-a"), kwargs={"n": 3, "max_tokens": 200})
         thread.start()
         while not service.completions:

@@ -167,6 +167,7 @@ def test_clients_that_leave_end_their_requests(narrow: RunningService) -> None:
         with pytest.raises(openai.APITimeoutError):
             client.with_options(timeout=0.1).completions.create(**SLOW)
         narrow.wait_until_idle()
+    assert b'finished_reason="abort"' in narrow.service.metrics.text()
 
 
 def test_models_and_errors_have_the_classes_of_the_client(client: Any, service: RunningService) -> None:

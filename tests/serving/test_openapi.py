@@ -194,12 +194,13 @@ def test_every_option_of_a_request_arrives_in_its_decoding() -> None:
     model: Any = SimpleNamespace(runtime=SimpleNamespace(limits=DEFAULT_LIMITS, bundle=bundle))
     given: dict[str, Any] = {"messages": [], "temperature": 0.5, "top_k": -1, "stop": "a", "logit_bias": {"3": -100}}
     given |= {"include_stop_str_in_output": True, "cache_salt": "x", "seed": 7, "n": 2, "top_p": 0.5, "min_tokens": 2}
-    given["response_format"] = {"type": "json_object"}
+    given |= {"response_format": {"type": "json_object"}, "logprobs": True}
     own = {"draft_siblings": 2, "draft_rows": 9, "lookup": 3, "max_total_tokens": 50, "prefix_cache": False}
     body = body_of(ChatBody, json.dumps({**given, "spaceport": {**own, "json_whitespace": True}}).encode())
     first, second = decodings_of(body, model, ServiceOptions())
     assert {name: getattr(first, name) for name in own} == own
     assert (first.stops, first.include_stop, first.cache_salt, first.min_tokens) == (("a",), True, "x", 2)
+    assert (first.logprobs, first.max_tokens) == (0, None)
     assert (first.fork, first.draft, first.max_depth, first.skip_special_tokens) == (False, "tree", 1, True)
     assert (first.sampling.seed, second.sampling.seed) == (7, 8)
     assert first.sampling == Sampling(0.5, top_p=0.5, banned=[3], seed=7)

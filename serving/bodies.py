@@ -18,7 +18,7 @@ from spaceport.runtime.limits import Limits
 from spaceport.runtime.sampling.grammar import Grammar
 from spaceport.runtime.sampling.option_fields import OptionField, option_fields
 from spaceport.runtime.sampling.sampler import Sampling
-from spaceport.serving.failures import Failure, overloaded
+from spaceport.serving.failures import Failure, invalid, overloaded
 from spaceport.serving.options import ServiceOptions
 from spaceport.serving.service import ServedModel, Service, service_of
 from spaceport.serving.tool_use import NO_TOOLS, ToolUse
@@ -279,19 +279,19 @@ def _check_integers(body: Struct, path: str = "") -> None:
         if isinstance(value, Struct):
             _check_integers(value, f"{path}{name}.")
         elif isinstance(value, int) and not -(2**63) <= value < 2**64:
-            raise Failure(400, f"{path}{name} has more than 64 bits: expected a smaller number", param=f"{path}{name}")
+            raise invalid(f"{path}{name}", "has more than 64 bits: expected a smaller number")
 
 
 def check_count(name: str, entries: Sized, most: int = MOST_MESSAGES) -> None:
     """Raise for a list with too many entries, before anything is computed for each of them."""
     if len(entries) > most:
-        raise Failure(400, f"{name} has {len(entries)} entries: expected at most {most}", param=name)
+        raise invalid(name, f"has {len(entries)} entries: expected at most {most}")
 
 
 def check_least(name: str, value: int) -> None:
     """Raise for a number of tokens below 1."""
     if value < 1:
-        raise Failure(400, f"{name} is {value}: expected at least 1", param=name)
+        raise invalid(name, f"is {value}: expected at least 1")
 
 
 async def _receive(request: Request, service: Service, raw: bytearray) -> None:

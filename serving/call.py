@@ -26,7 +26,7 @@ from spaceport.runtime.trace import GrowingTrace
 from spaceport.serving.bodies import GenerationBody, read_body
 from spaceport.serving.clients import Client, client_of
 from spaceport.serving.event_stream import left
-from spaceport.serving.failures import Failure, overloaded
+from spaceport.serving.failures import Failure, invalid, overloaded
 from spaceport.serving.options import ServiceOptions
 from spaceport.serving.request_log import RequestRecord, record_of
 from spaceport.serving.service import ServedModel, Service, service_of
@@ -101,7 +101,7 @@ def decodings_of(
     """The options of each choice of a request."""
     choices = 1 if body.n is None else body.n
     if not 1 <= choices <= options.most_choices:
-        raise Failure(400, f"n is {choices}: expected 1 to {options.most_choices}", param="n")
+        raise invalid("n", f"is {choices}: expected 1 to {options.most_choices}")
     _check_sizes(body, model.runtime.limits)
     grammar = _grammar(body, tools)
     suggested = model.runtime.bundle.manifest.generation_config

@@ -28,7 +28,7 @@ from spaceport.runtime.tool_calls.functions import (
 from spaceport.serving.answers import ChoicesAnswer, logprobs_of, text_of
 from spaceport.serving.bodies import MOST_MESSAGES, GenerationBody, check_count, check_least
 from spaceport.serving.call import Call, finish_reason, generation_body
-from spaceport.serving.failures import Failure
+from spaceport.serving.failures import Failure, invalid
 from spaceport.serving.options import ServiceOptions
 from spaceport.serving.service import ServedModel
 from spaceport.serving.tool_use import NO_TOOLS, MessageText, ToolUse
@@ -64,7 +64,7 @@ def _named(choice: object) -> str | None:
     function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str):
-        raise Failure(400, f"tool_choice is {_shown(choice)}: expected {_EXPECTED}", param="tool_choice")
+        raise invalid("tool_choice", f"is {_shown(choice)}: expected {_EXPECTED}")
     return name
 
 
@@ -76,15 +76,13 @@ def _called(choice: object, functions: tuple[ToolFunction, ...]) -> tuple[ToolFu
         return None
     name = _named(choice)
     if not functions:
-        raise Failure(
-            400, f"tool_choice is {_shown(choice)} without tools: expected tools to call", param="tool_choice"
-        )
+        raise invalid("tool_choice", f"is {_shown(choice)} without tools: expected tools to call")
     if name is None:
         return functions
     called = tuple(function for function in functions if function.name == name)
     if not called:
         known = ", ".join(function.name for function in functions[:5])
-        raise Failure(400, f"tool_choice names {name!r:.80}: expected one of tools: {known}", param="tool_choice")
+        raise invalid("tool_choice", f"names {name!r:.80}: expected one of tools: {known}")
     return called
 
 
@@ -119,7 +117,7 @@ class ChatBody(GenerationBody, kw_only=True):
     def top_tokens(self) -> int | None:
         """Number of most probable tokens to report beside each token; None: without log probabilities."""
         if self.top_logprobs is not None and not self.logprobs:
-            raise Failure(400, "top_logprobs without logprobs: set logprobs to true", param="top_logprobs")
+            raise invalid("top_logprobs", "without logprobs: set logprobs to true")
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def formats(self) -> list[Grammar]:
@@ -130,7 +128,7 @@ class ChatBody(GenerationBody, kw_only=True):
             return [Grammar(json_schema={"type": "object"}, json_whitespace=self.json_whitespace)]
         if self.response_format.json_schema is None:
             expected = '{"type": "json_schema", "json_schema": {"schema": …}}'
-            raise Failure(400, f"response_format has no json_schema: expected {expected}", param="response_format")
+            raise invalid("response_format", f"has no json_schema: expected {expected}")
         return [Grammar(json_schema=self.response_format.json_schema.schema, json_whitespace=self.json_whitespace)]
 
     def tool_use(self, model: ServedModel, options: ServiceOptions) -> ToolUse:
@@ -158,15 +156,14 @@ class ChatBody(GenerationBody, kw_only=True):
 def check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
     """Raise for messages that are none, too many, or not text."""
     if not messages:
-        raise Failure(400, "messages is empty: expected at least one message", param="messages")
+        raise invalid("messages", "is empty: expected at least one message")
     check_count("messages", messages)
-    for message in messages:
-        parts = message.get("content")
+    for parts in (message.get("content") for message in messages):
         if not isinstance(parts, list):
             continue
         if len(parts) > MOST_MESSAGES:
-            expected = f"expected at most {MOST_MESSAGES}"
-            raise Failure(400, f"a message has {len(parts)} parts: {expected}", param="messages")
+            fault = f"a message has {len(parts)} parts: expected at most {MOST_MESSAGES}"
+            raise Failure(400, fault, param="messages")
         if not all(isinstance(part, dict) and part.get("type") == "text" for part in parts):
             raise Failure(400, "a message has a part that is not text: the models read text only", param="messages")
 

@@ -22,7 +22,7 @@ from spaceport.runtime.text.transcript import Piece
 from spaceport.serving.answers import ChoicesAnswer, logprobs_of, metrics_of, text_of, usage_of
 from spaceport.serving.bodies import GenerationBody
 from spaceport.serving.call import Call, finish_reason, generation_body
-from spaceport.serving.failures import Failure, json_response
+from spaceport.serving.failures import invalid, json_response
 
 _MOST_PROMPTS = 64  # of one text request
 _TEXT_TOKENS = 16  # of a text request that names no maximum, as in OpenAI's API
@@ -54,13 +54,13 @@ def text_prompts(prompt: str | list[Any]) -> list[Prompt]:
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
-        raise Failure(400, "prompt is empty: expected a text or token ids", param="prompt")
+        raise invalid("prompt", "is empty: expected a text or token ids")
     if len({type(item) for item in prompt}) > 1:
-        raise Failure(400, "prompt mixes texts and token ids: expected one kind", param="prompt")
+        raise invalid("prompt", "mixes texts and token ids: expected one kind")
     if isinstance(prompt[0], int):
         return [prompt]
     if len(prompt) > _MOST_PROMPTS:
-        raise Failure(400, f"prompt has {len(prompt)} prompts: expected at most {_MOST_PROMPTS}", param="prompt")
+        raise invalid("prompt", f"has {len(prompt)} prompts: expected at most {_MOST_PROMPTS}")
     return list(prompt)
 
 
@@ -180,8 +180,8 @@ async def text(request: Request) -> Any:
     """Continue one text or several."""
     body = await generation_body(request, TextBody)
     if body.suffix:
-        raise Failure(400, "suffix is not supported: the models continue a text only", param="suffix")
+        raise invalid("suffix", "is not supported: the models continue a text only")
     if body.echo and body.stream:
-        raise Failure(400, "echo with stream is not supported: leave one of them out", param="echo")
+        raise invalid("echo", "with stream is not supported: leave one of them out")
     call, prompts = Call.of(request, body), text_prompts(body.prompt)
     return await (_respond_with_prompts(call, prompts) if body.echo else TextAnswer(call).respond(prompts))

@@ -40,6 +40,11 @@ def json_response(content: Any, status: int = 200, headers: dict[str, str] | Non
     return Response(msgspec.json.encode(content), status, headers, "application/json")
 
 
+def invalid(field: str, what: str) -> Failure:
+    """The failure of a request with an invalid field."""
+    return Failure(400, f"{field} {what}", param=field)
+
+
 def overloaded(reason: str, code: str | None = None, headers: dict[str, str] | None = None) -> Failure:
     """The failure of a request that may succeed later."""
     message = f"{reason}: send the request again"

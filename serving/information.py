@@ -14,7 +14,7 @@ from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.tokenizer import encoding_of
 from spaceport.serving.bodies import check_count, read_body
 from spaceport.serving.chat import check_messages
-from spaceport.serving.failures import Failure, json_response
+from spaceport.serving.failures import Failure, invalid, json_response
 from spaceport.serving.service import service_of
 
 _METRICS = "text/plain; version=0.0.4; charset=utf-8"
@@ -86,7 +86,7 @@ async def detokenize(request: Request) -> Response:
     vocab_size = runtime.bundle.manifest.signature.vocab_size
     check_count("tokens", body.tokens, runtime.limits.prompt_chars)
     if body.tokens and not (min(body.tokens) >= 0 and max(body.tokens) < vocab_size):
-        raise Failure(400, f"tokens has ids outside of 0 to {vocab_size - 1}", param="tokens")
+        raise invalid("tokens", f"has ids outside of 0 to {vocab_size - 1}")
     text = await asyncio.to_thread(runtime.tokenizer.decode, body.tokens, skip_special_tokens=False)
     return json_response({"prompt": text})
 

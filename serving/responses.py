@@ -20,12 +20,12 @@ from spaceport.serving.answers import Answer, logprobs_of, text_of
 from spaceport.serving.bodies import GenerationBody, check_count, check_least
 from spaceport.serving.call import Call, finish_reason, generation_body
 from spaceport.serving.chat import ChatBody, ResponseFormat, SchemaFormat, chat_logprobs, chat_prompt
-from spaceport.serving.failures import Failure
+from spaceport.serving.failures import Failure, invalid
 from spaceport.serving.tool_use import MessageText, ToolUse
 
 _STORED = ("previous_response_id", "conversation", "prompt")  # they name what an earlier request has stored
 _ADVICE = "the service stores nothing: send all messages as input"
-_TEXTS = ("input_text", "output_text", "text")  # kinds of parts that have text
+_TEXTS = ("input_text", "output_text", "text", "refusal")  # kinds of parts that have text
 _LOGPROBS = "message.output_text.logprobs"
 _SHARED = frozenset(entry.name for entry in msgspec.structs.fields(GenerationBody)) - {"stream_options", "max_tokens"}
 
@@ -72,23 +72,18 @@ def check_fields(body: ResponsesBody) -> None:
     """Raise for fields that need stored responses, and for reports that only the other endpoints have."""
     for name in _STORED:
         if getattr(body, name) is not None:
-            raise Failure(400, f"{name} is not supported: {_ADVICE}", param=name)
+            raise invalid(name, f"is not supported: {_ADVICE}")
     if body.background:
-        raise Failure(400, f"background is not supported: {_ADVICE}, or a stream", param="background")
+        raise invalid("background", f"is not supported: {_ADVICE}, or a stream")
     if body.spaceport.threads:
-        message = "spaceport.threads is not supported here: expected a request for /v1/chat/completions"
-        raise Failure(400, message, param="spaceport.threads")
+        raise invalid("spaceport.threads", "is not supported here: expected a request for /v1/chat/completions")
     for name in ("max_tokens", "max_output_tokens"):
         if (given := getattr(body, name)) is not None:
             check_least(name, given)
     if body.n not in (None, 1):
-        raise Failure(400, f"n is {body.n}: expected 1, a response has one output", param="n")
+        raise invalid("n", f"is {body.n}: expected 1, a response has one output")
     if isinstance(body.input, list):
         check_count("input", body.input)
-
-
-def _invalid(where: str, what: str) -> Failure:
-    return Failure(400, f"{where} {what}", param=where)
 
 
 def _text(where: str, content: object) -> str:
@@ -96,14 +91,13 @@ def _text(where: str, content: object) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise _invalid(where, "is missing: expected text or a list of parts")
+        raise invalid(where, "is missing: expected text or a list of parts")
     texts = []
     for index, part in enumerate(content):
-        text = part.get("text") if isinstance(part, dict) and part.get("type") in _TEXTS else None
-        if isinstance(part, dict) and part.get("type") == "refusal":
-            text = part.get("refusal")
+        kind = part.get("type") if isinstance(part, dict) else None
+        text = part.get("refusal" if kind == "refusal" else "text") if kind in _TEXTS else None
         if not isinstance(text, str):
-            raise _invalid(f"{where}[{index}]", "is no text: the models read text only")
+            raise invalid(f"{where}[{index}]", "is no text: the models read text only")
         texts.append(text)
     return "\n".join(texts)
 
@@ -127,7 +121,7 @@ def _format(text_format: TextFormat | None) -> ResponseFormat | None:
         return None
     if text_format.type == "json_schema":
         if text_format.schema is None:
-            raise Failure(400, "text.format.schema is missing: expected a JSON schema", param="text.format.schema")
+            raise invalid("text.format.schema", "is missing: expected a JSON schema")
         return ResponseFormat("json_schema", SchemaFormat(text_format.schema))
     return ResponseFormat(text_format.type)
 
@@ -139,7 +133,7 @@ def _add(messages: list[dict[str, Any]], where: str, item: Mapping[str, Any]) ->
     if kind == "message":
         role, content = item.get("role"), _text(f"{where}.content", item.get("content"))
         if not isinstance(role, str):
-            raise _invalid(f"{where}.role", "is missing: expected user, assistant, system or developer")
+            raise invalid(f"{where}.role", "is missing: expected user, assistant, system or developer")
         role = "system" if role == "developer" else role
         if role == "system" and [message["role"] for message in messages] == ["system"]:
             last["content"] += f"\n\n{content}"  # templates take one system message, at the start
@@ -152,17 +146,17 @@ def _add(messages: list[dict[str, Any]], where: str, item: Mapping[str, Any]) ->
             "function": {"name": item.get("name"), "arguments": item.get("arguments", "")},
         }
         if not all(isinstance(text, str) for text in (call["id"], item.get("name"), item.get("arguments", ""))):
-            raise _invalid(where, "is no function_call: expected call_id, name and arguments as texts")
+            raise invalid(where, "is no function_call: expected call_id, name and arguments as texts")
         if last.get("role") != "assistant":
             messages.append({"role": "assistant", "content": ""})
         messages[-1].setdefault("tool_calls", []).append(call)
     elif kind == "function_call_output":
         if not isinstance(item.get("call_id"), str):
-            raise _invalid(f"{where}.call_id", "is missing: expected that of a function_call")
+            raise invalid(f"{where}.call_id", "is missing: expected that of a function_call")
         output = _text(f"{where}.output", item.get("output"))
         messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": output})
     elif kind != "reasoning":  # what a model thought in earlier turns is not rendered
-        raise _invalid(
+        raise invalid(
             f"{where}.type", f"is {kind!r:.60}: expected message, function_call, function_call_output or reasoning"
         )
 
@@ -176,7 +170,7 @@ def _messages(body: ResponsesBody) -> list[dict[str, Any]]:
         [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
     )
     if not items:
-        raise _invalid("input", "is empty: expected text or at least one item")
+        raise invalid("input", "is empty: expected text or at least one item")
     for index, item in enumerate(items):
         _add(messages, f"input[{index}]", item)
     return messages

@@ -124,7 +124,7 @@ class Answer(ABC):
 
     @abstractmethod
     def events(self) -> AsyncGenerator[bytes, None]:
-        """The events of a stream; the completions end with it."""
+        """The events of a stream."""
 
     async def respond(self, prompts: Sequence[Prompt]) -> Any:
         """The response to these prompts."""
@@ -221,23 +221,20 @@ class ChoicesAnswer(Answer):
             if choice is not None:
                 unsent.append(event(self.content(self.event_kind, choice, **counts)))
 
-        try:
-            async for index, pieces in call.pieces():
-                if index not in opened:
-                    opened.add(index)
-                    add(self.opening(index))
-                choice = self.delta(index, pieces, call.new_steps(index)) if pieces else self.rest(index)
-                add(choice, **({"usage": self.usage} if options.continuous_usage_stats else {}))
-                if not pieces:
-                    add(self.ending(index, call.completions[index]))
-                if unsent and len(call.completions) < len(call.streams):
-                    yield b"".join(unsent)
-                    unsent.clear()
-            if options.include_usage:
-                unsent.append(event(self.content(self.event_kind, **self.counts)))
-            yield b"".join([*unsent, DONE])
-        finally:
-            call.close()
+        async for index, pieces in call.pieces():
+            if index not in opened:
+                opened.add(index)
+                add(self.opening(index))
+            choice = self.delta(index, pieces, call.new_steps(index)) if pieces else self.rest(index)
+            add(choice, **({"usage": self.usage} if options.continuous_usage_stats else {}))
+            if not pieces:
+                add(self.ending(index, call.completions[index]))
+            if unsent and len(call.completions) < len(call.streams):
+                yield b"".join(unsent)
+                unsent.clear()
+        if options.include_usage:
+            unsent.append(event(self.content(self.event_kind, **self.counts)))
+        yield b"".join([*unsent, DONE])
 
     def extras(self, pieces: Sequence[Piece], steps: dict[str, Any] | None) -> dict[str, Any]:
         """What the client asked for of these pieces, besides text and log probabilities."""

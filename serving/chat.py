@@ -57,29 +57,19 @@ def _shown(value: object) -> str:
     return f"{value!r:.60}" if isinstance(value, str) else "an object"
 
 
-def _named(choice: object) -> str | None:
-    """The function that has to be called; None: any."""
-    if choice == "required":
-        return None
-    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
-    name = function.get("name") if isinstance(function, dict) else None
-    if not isinstance(name, str):
-        raise invalid("tool_choice", f"is {_shown(choice)}: expected {_EXPECTED}")
-    return name
-
-
 def _called(choice: object, functions: tuple[ToolFunction, ...]) -> tuple[ToolFunction, ...] | None:
     """The functions of which the answer has to call some; empty: it may call any; None: it may call none."""
     if choice is None or choice == "auto":
         return () if functions else None
     if choice == "none":
         return None
-    name = _named(choice)
+    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if choice != "required" and not isinstance(name, str):
+        raise invalid("tool_choice", f"is {_shown(choice)}: expected {_EXPECTED}")
     if not functions:
         raise invalid("tool_choice", f"is {_shown(choice)} without tools: expected tools to call")
-    if name is None:
-        return functions
-    called = tuple(function for function in functions if function.name == name)
+    called = tuple(function for function in functions if name in (None, function.name))
     if not called:
         known = ", ".join(function.name for function in functions[:5])
         raise invalid("tool_choice", f"names {name!r:.80}: expected one of tools: {known}")

@@ -39,7 +39,7 @@ class EventStream:
         self, events: AsyncGenerator[bytes, None], close: Callable[[], None], ping: float, send_timeout: float
     ) -> None:
         self._events = events
-        self._close = close  # also called if no event was ever asked for
+        self._close = close  # called at least once
         self._ping = ping
         self._send_timeout = send_timeout
         self._sent = 0.0  # when the last part was sent, in the time of the event loop
@@ -75,6 +75,7 @@ class EventStream:
                 await self._send(event(recorded_failure(error, scope).body()), send)
                 chunk, more = DONE, False
             await self._send(chunk, send)
+        self._close()  # before the client has all and asks for the metrics
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send(self, chunk: bytes, send: Send) -> None:

@@ -310,27 +310,24 @@ class ResponsesAnswer(Answer):
         return self._response(completion)
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """The events of a stream; the completion ends with it."""
+        """The events of a stream."""
         call, numbers = self.call, count()
 
         def encoded(event: Event) -> bytes:
             content = msgspec.json.encode({**event, "sequence_number": next(numbers)})
             return f"event: {event['type']}\ndata: ".encode() + content + b"\n\n"
 
-        try:
-            for kind in ("created", "in_progress"):
-                begun = {**self._head("in_progress"), "output": [], "usage": None}
-                yield encoded({"type": f"response.{kind}", "response": begun})
-            async for _, pieces in call.pieces():
-                for event in self._add(text_of(pieces), logprobs_of(pieces)):
-                    yield encoded(event)
-            completion = call.completions[0]
-            for event in self._finish(completion):
+        for kind in ("created", "in_progress"):
+            begun = {**self._head("in_progress"), "output": [], "usage": None}
+            yield encoded({"type": f"response.{kind}", "response": begun})
+        async for _, pieces in call.pieces():
+            for event in self._add(text_of(pieces), logprobs_of(pieces)):
                 yield encoded(event)
-            finished = self._response(completion)
-            yield encoded({"type": f"response.{finished['status']}", "response": finished})
-        finally:
-            call.close()
+        completion = call.completions[0]
+        for event in self._finish(completion):
+            yield encoded(event)
+        finished = self._response(completion)
+        yield encoded({"type": f"response.{finished['status']}", "response": finished})
 
     def _response(self, completion: Completion) -> dict[str, Any]:
         """The response with its output."""

@@ -108,9 +108,9 @@ class MessageText:
     def message(self, text: str) -> dict[str, Any]:
         """The message with this text."""
         delta = self.delta([*self.parts(text), *self.last_parts()])
-        calls = [
-            {name: value for name, value in call.items() if name != "index"} for call in delta.get("tool_calls", ())
-        ]
+        calls = delta.get("tool_calls", ())
+        for call in calls:
+            del call["index"]
         content = delta.get("content", None if calls else "")
         message = {"role": "assistant", "content": content, "refusal": None}
         return {**message, "tool_calls": calls} if calls else message

@@ -10,7 +10,7 @@ import random
 import stat
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import KW_ONLY, asdict, dataclass, field, fields, replace
 from hashlib import sha256
 from math import inf
 from pathlib import Path
@@ -157,6 +157,7 @@ def _without_logprobs(completion: Completion) -> Completion:
     return replace(completion, threads=threads, logprobs=(), trace=None)
 
 
+@dataclass(eq=False)
 class CompletionAudit:
     """Repeats completions of one model, one at a time, while no client needs their KV buffers.
 
@@ -164,43 +165,24 @@ class CompletionAudit:
     again later.
     """
 
-    def __init__(
-        self,
-        name: str,
-        runtime: Runtime,
-        rate: float,
-        on_result: Callable[[AuditResult], None],
-        *,
-        file: AuditLog | None = None,
-        disables_drafts: bool = False,
-        is_stopping: Callable[[], bool] = lambda: False,
-        chance: Callable[[], float] = random.random,
-    ) -> None:
-        """Describe the audit of one model.
-
-        - `rate`: Share of the completions to repeat, from 0 to 1.
-        - `on_result`: Called once for each completion of that share.
-        - `file`: Where the contents of faults are recorded; None: nowhere.
-        - `disables_drafts`: Whether a fault switches the drafts of this model off.
-        - `is_stopping`: Whether the service stops, and nothing more is repeated.
-        """
-        self._name = name
-        self._runtime = runtime
-        self._rate = rate
-        self._on_result = on_result
-        self._file = file
-        self._disables_drafts = disables_drafts
-        self._is_stopping = is_stopping
-        self._chance = chance
-        self._waiting: deque[_Job] = deque()
-        self._chosen = 0  # completions to be compared
-        self._results: Counter[AuditResult] = Counter()
-        self._logged = -inf  # time of the last log entry on the coverage
-        self._offered = asyncio.Event()
-        self._stream: AsyncStream | None = None  # the completion that is repeated now
-        self._ended = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
-        self.drafts = True  # False: switched off after a fault
+    name: str  # of the model
+    runtime: Runtime
+    rate: float  # share of the completions to repeat, from 0 to 1
+    on_result: Callable[[AuditResult], None]  # called once for each completion of that share
+    _: KW_ONLY
+    file: AuditLog | None = None  # where the contents of faults are recorded
+    disables_drafts: bool = False  # whether a fault switches the drafts of the model off
+    is_stopping: Callable[[], bool] = lambda: False  # whether the service stops, and nothing more is repeated
+    chance: Callable[[], float] = random.random
+    drafts: bool = field(default=True, init=False)  # False: switched off after a fault
+    _waiting: deque[_Job] = field(default_factory=deque, init=False)
+    _chosen: int = field(default=0, init=False)  # completions to be compared
+    _results: Counter[AuditResult] = field(default_factory=Counter, init=False)
+    _logged: float = field(default=-inf, init=False)  # time of the last log entry on the coverage
+    _offered: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    _stream: AsyncStream | None = field(default=None, init=False)  # the completion that is repeated now
+    _ended: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    _task: asyncio.Task[None] | None = field(default=None, init=False)
 
     @property
     def running(self) -> bool:
@@ -223,10 +205,10 @@ class CompletionAudit:
 
     def offer(self, decoding: Decoding, completion: Completion) -> None:
         """Repeat this completion, if it is one of the share, as soon as there is capacity."""
-        manifest = self._runtime.bundle.manifest
-        drafts = decoding.draft_config(manifest.drafts, self._runtime.exactness.allows_drafts)
+        manifest = self.runtime.bundle.manifest
+        drafts = decoding.draft_config(manifest.drafts, self.runtime.exactness.allows_drafts)
         drafted = drafts.mask_slots or drafts.heads or drafts.lookup
-        if not drafted or completion.ending in _UNFINISHED or self._chance() >= self._rate:
+        if not drafted or completion.ending in _UNFINISHED or self.chance() >= self.rate:
             return
         self._chosen += 1
         job = _Job(decoding, _without_logprobs(completion))
@@ -234,7 +216,7 @@ class CompletionAudit:
         if len(self._waiting) >= MOST_WAITING or tokens > MOST_WAITING_TOKENS:
             if not self._results["skipped"]:
                 waiting = len(self._waiting)
-                log.warning("the audit of %s skips completions, as %d wait: lower the audit rate", self._name, waiting)
+                log.warning("the audit of %s skips completions, as %d wait: lower the audit rate", self.name, waiting)
             self._report("skipped")
             return
         self._waiting.append(job)
@@ -287,22 +269,22 @@ class CompletionAudit:
         return _INTERVAL
 
     def _has_capacity(self) -> bool:
-        return self._free > 0 and self._runtime.status().healthy and not self._is_stopping()
+        return self._free > 0 and self.runtime.status().healthy and not self.is_stopping()
 
     async def _repeat(self, job: _Job) -> bool:
         """Generate a completion again without drafts and compare it; False: it was interrupted, as clients wait."""
-        manifest = self._runtime.bundle.manifest
+        manifest = self.runtime.bundle.manifest
         tolerance = tolerance_of(manifest.signature.dtype, manifest.native)
         comparison = CompletionComparison(job.completion, manifest.tokens.child, tolerance)
         options = plain_decoding(job.decoding, job.completion)
-        stream = self._runtime.astream(list(job.completion.prompt_tokens), options, observers=(comparison,))
+        stream = self.runtime.astream(list(job.completion.prompt_tokens), options, observers=(comparison,))
         self._stream = stream
         self._ended.clear()
         task = asyncio.ensure_future(stream.completion())
         try:
             while not task.done():
                 await asyncio.wait({task}, timeout=_INTERVAL)
-                if self._free < 0 or self._is_stopping():
+                if self._free < 0 or self.is_stopping():
                     stream.close()
             plain = task.result()
             if plain.ending in _UNFINISHED:
@@ -321,7 +303,7 @@ class CompletionAudit:
     @property
     def _free(self) -> int:
         """KV buffers that no request has or is about to get; below 0: as many requests wait."""
-        status = self._runtime.status()
+        status = self.runtime.status()
         return status.max_requests - status.active_requests - status.queued_requests
 
     def _conclude(self, job: _Job, differences: list[TokenDifference], plain: Completion | None) -> None:
@@ -332,24 +314,24 @@ class CompletionAudit:
             self._report("near_tie")
             for difference in differences:  # without the tokens, which are a part of the answer
                 shown = f"at position {difference.position}, {difference.margin:.1e} of {difference.allowed:.1e}"
-                log.info("near-tie in %s %s", self._name, shown)
+                log.info("near-tie in %s %s", self.name, shown)
         else:
             self._report("fault")
             self._record(job, differences, plain)
 
     def _record(self, job: _Job, differences: list[TokenDifference], plain: Completion | None) -> None:
         """Log a fault, and switch drafts off if it has that effect."""
-        record = fault_record(self._name, self._runtime, job.decoding, job.completion, differences)
+        record = fault_record(self.name, self.runtime, job.decoding, job.completion, differences)
         log.error("exactness fault: %s", msgspec.json.encode(record).decode())
-        if self._file is not None:
+        if self.file is not None:
             try:
-                self._file.append({**record, **contents_of(job.decoding, job.completion, plain)})
+                self.file.append({**record, **contents_of(job.decoding, job.completion, plain)})
             except OSError as error:
                 log.error("the audit log cannot be written: %s", error.strerror)
-        if self._disables_drafts and self.drafts:
+        if self.disables_drafts and self.drafts:
             self.drafts = False
             self._skip_waiting()
-            log.error("drafts of %s are switched off: its output is not that of plain decoding", self._name)
+            log.error("drafts of %s are switched off: its output is not that of plain decoding", self.name)
 
     def _skip_waiting(self) -> None:
         while self._waiting:
@@ -358,10 +340,10 @@ class CompletionAudit:
 
     def _report(self, result: AuditResult) -> None:
         self._results[result] += 1
-        self._on_result(result)
+        self.on_result(result)
 
     def _log_coverage(self) -> None:
         """Log what share of the completions that were to be compared has been compared."""
         self._logged = monotonic()
         counts = f"{self._compared} of {self._chosen} completions ({self.coverage:.1%})"
-        log.info("the audit of %s has compared %s, %d skipped", self._name, counts, self._results["skipped"])
+        log.info("the audit of %s has compared %s, %d skipped", self.name, counts, self._results["skipped"])

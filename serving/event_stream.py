@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -32,18 +33,16 @@ async def left(receive: Receive) -> None:
         pass
 
 
+@dataclass
 class EventStream:
     """A response that sends events as they come, and comments while none come; an error is its last event."""
 
-    def __init__(
-        self, events: AsyncGenerator[bytes, None], close: Callable[[], None], ping: float, send_timeout: float
-    ) -> None:
-        self._events = events
-        self._close = close  # called at least once
-        self._ping = ping
-        self._send_timeout = send_timeout
-        self._sent = 0.0  # when the last part was sent, in the time of the event loop
-        self._sending: float | None = None  # since when a part waits for the client to read
+    events: AsyncGenerator[bytes, None]
+    close: Callable[[], None]  # called at least once
+    ping: float  # seconds until a comment
+    send_timeout: float  # seconds that a client may take to read a part
+    _sent: float = 0.0  # when the last part was sent, in the time of the event loop
+    _sending: float | None = None  # since when a part waits for the client to read
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._sent = asyncio.get_running_loop().time()
@@ -59,8 +58,8 @@ class EventStream:
             sender.cancel()
             with suppress(BaseException):
                 await sender
-            await self._events.aclose()
-            self._close()
+            await self.events.aclose()
+            self.close()
 
     async def _send_all(self, scope: Scope, send: Send) -> None:
         """Send the events, and an error as the last one: in one task, since one for each event costs more than its text."""
@@ -68,14 +67,14 @@ class EventStream:
         more = True
         while more:
             try:
-                chunk = await anext(self._events)
+                chunk = await anext(self.events)
             except StopAsyncIteration:
                 break
             except Exception as error:  # noqa: BLE001  (reported to the client)
                 await self._send(event(recorded_failure(error, scope).body()), send)
                 chunk, more = DONE, False
             await self._send(chunk, send)
-        self._close()  # before the client has all and asks for the metrics
+        self.close()  # before the client has all and asks for the metrics
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send(self, chunk: bytes, send: Send) -> None:
@@ -88,14 +87,14 @@ class EventStream:
         """Return when the client has left or does not read, or all was sent; until then, send comments while no events come."""
         clock = asyncio.get_running_loop().time
         while True:
-            due = self._sent + self._ping if self._sending is None else self._sending + self._send_timeout
+            due = self._sent + self.ping if self._sending is None else self._sending + self.send_timeout
             timeout = max(0.0, due - clock())
             done, _ = await asyncio.wait(running, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
             if done:
                 return
-            if self._sending is not None and clock() >= self._sending + self._send_timeout:
+            if self._sending is not None and clock() >= self._sending + self.send_timeout:
                 return
-            if self._sending is None and clock() >= self._sent + self._ping:
+            if self._sending is None and clock() >= self._sent + self.ping:
                 message = {"type": "http.response.body", "body": _PING, "more_body": True}
-                await asyncio.wait_for(send(message), self._send_timeout)
+                await asyncio.wait_for(send(message), self.send_timeout)
                 self._sent = clock()

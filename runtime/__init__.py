@@ -16,6 +16,7 @@ from spaceport.runtime.scheduling.request import Completion, QueueFull
 from spaceport.runtime.scheduling.stream import AsyncStream, Stream
 from spaceport.runtime.scheduling.worker import RuntimeClosed, RuntimeStatus
 from spaceport.runtime.session import Runtime
+from spaceport.runtime.text.infill import InfillPrompt
 from spaceport.runtime.text.messages import ChatPrompt, Message, TemplateError
 from spaceport.runtime.text.prompt import Prompt
 from spaceport.runtime.text.transcript import Piece, ThreadText
@@ -33,6 +34,7 @@ __all__ = [
     "Ending",
     "EngineFault",
     "Grammar",
+    "InfillPrompt",
     "InputFault",
     "LibraryPanic",
     "Limits",

@@ -142,7 +142,7 @@ class Admission:
             max_rows=self.engine.rows,
             max_threads=decoding.threads(self.exactness.allows_drafts),
             end=frozenset() if decoding.ignore_eos else frozenset(manifest.tokens.end),
-            stop=frozenset(decoding.stop_token_ids),
+            stop=frozenset((*decoding.stop_token_ids, *self.prompts.ends_of(prompt))),
             cache_salt=decoding.cache_salt if decoding.prefix_cache else None,
             listener=output.events or output.transcript,
             observers=(*output.observers, *request.observers),

@@ -21,6 +21,7 @@ from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.runtime.bundle import Bundle
 from spaceport.runtime.isolation import HelperPool
 from spaceport.runtime.text.chat_template import ChatTemplate, open_template
+from spaceport.runtime.text.infill import InfillMarks, InfillPrompt, Span, ends_of, marks_of
 from spaceport.runtime.text.messages import (
     ChatPrompt,
     Message,
@@ -38,7 +39,6 @@ _ATTEMPTS = 8  # a token that the model itself joins is split once more in each 
 _MOST_ITEMS = 2**20  # of a prompt, for models with shorter contexts; against endless sequences
 _LONG_TOKEN = 16  # characters; texts with fewer for each allowed token are tokenized as a whole
 
-Span = tuple[int, int]  # indices of the first character and of the one after the last
 _STAND_INS = range(0x10F000, 0x10FFFD)  # private use characters
 
 
@@ -303,7 +303,7 @@ def _joined(spans: Sequence[Span]) -> list[Span]:
     return joined
 
 
-Prompt = str | Sequence[int] | Sequence[Message] | ChatPrompt
+Prompt = str | Sequence[int] | Sequence[Message] | ChatPrompt | InfillPrompt
 
 
 class TooManyTokens(OptionFault):
@@ -318,7 +318,8 @@ class TooManyTokens(OptionFault):
 class PromptEncoder:
     """Encodes prompts as tokens of a bundle's model; raises if they are invalid.
 
-    Special tokens that text or messages spell out stay text, unless `parse_special` is set.
+    Special tokens that text or messages spell out stay text, unless `parse_special` is set; so do those around a gap, but in
+    a text that ends as a prompt of the model's own kind for one, as editors write it.
     """
 
     bundle: Bundle
@@ -329,6 +330,18 @@ class PromptEncoder:
     def controls(self) -> ControlTokens:
         """The control tokens of the bundle."""
         return ControlTokens(self.tokenizer, self.bundle.manifest.tokens)
+
+    @cached_property
+    def infill(self) -> InfillMarks | None:
+        """The marks around the gap of a text; None: the model was not trained to fill one."""
+        return marks_of(self.tokenizer)
+
+    def ends_of(self, prompt: Prompt) -> tuple[int, ...]:
+        """Further tokens that end the answer to a prompt: those behind a filled gap."""
+        if self.infill is None or not isinstance(prompt, str | InfillPrompt):
+            return ()
+        gap = isinstance(prompt, InfillPrompt) or self.infill.parts(prompt) is not None
+        return ends_of(self.tokenizer, self.infill) if gap else ()
 
     @cached_property
     def template(self) -> ChatTemplate:
@@ -349,7 +362,7 @@ class PromptEncoder:
         else:
             text, protected = self._text(prompt, parse_special, deadline)
             self._check_length(text, most)
-            ids = self.controls.ids(text, special=isinstance(prompt, str), protected=protected)
+            ids = self.controls.ids(text, special=not isinstance(prompt, ChatPrompt), protected=protected)
         self._check_tokens(ids)
         return ids
 
@@ -378,7 +391,9 @@ class PromptEncoder:
         text, protected = self._text(prompt, parse_special)
         if isinstance(prompt, ChatPrompt) and not parse_special:
             protected = (*(protected or ()), (len(text), len(text) + len(continuation)))
-        encoded = self.controls.encode(text + continuation, special=isinstance(prompt, str), protected=protected)
+        encoded = self.controls.encode(
+            text + continuation, special=not isinstance(prompt, ChatPrompt), protected=protected
+        )
         start = next((index for index, end in enumerate(encoded.ends) if end > len(text)), len(encoded.ids))
         if not 0 < start < len(encoded.ids):
             empty = "continuation" if start else "prompt"
@@ -386,9 +401,9 @@ class PromptEncoder:
         self._check_tokens(encoded.ids)
         return encoded.ids, start
 
-    def _checked(self, prompt: Prompt) -> str | list[int] | ChatPrompt:
-        """The prompt as text, token ids or messages with their options; raises if it is none of them."""
-        if isinstance(prompt, ChatPrompt):
+    def _checked(self, prompt: Prompt) -> str | list[int] | ChatPrompt | InfillPrompt:
+        """The prompt as text, token ids, messages with their options or a gap; raises if it is none of them."""
+        if isinstance(prompt, ChatPrompt | InfillPrompt):
             return prompt
         if not isinstance(prompt, Sequence | np.ndarray) or isinstance(prompt, bytes | bytearray):
             raise OptionFault(f"the prompt is {shown(prompt)}: expected text, token ids or chat messages")
@@ -422,11 +437,18 @@ class PromptEncoder:
                 raise TooManyTokens(2 * most)
 
     def _text(
-        self, prompt: str | ChatPrompt, parse_special: bool, deadline: float | None = None
+        self, prompt: str | ChatPrompt | InfillPrompt, parse_special: bool, deadline: float | None = None
     ) -> tuple[str, tuple[Span, ...] | None]:
         """The text of a prompt, and the characters that must not become control tokens; None: all of them."""
+        if isinstance(prompt, InfillPrompt):
+            if self.infill is None:
+                raise OptionFault(
+                    "the model was not trained to fill a gap: its tokenizer has no tokens for one; expected a prompt without a "
+                    "text behind it"
+                )
+            return self.infill.written(prompt)
         if isinstance(prompt, str):
-            return prompt, () if parse_special else None
+            return prompt, () if parse_special else self.infill and self.infill.parts(prompt)
         messages = plain_messages(cast("list[Message]", self._items(prompt.messages)))
         self.template.check_roles(messages)
         if not self.template.reads_parts:

@@ -66,7 +66,7 @@ SUPPORTED = {
     "spaceport.threads": "Whether events have the text of each thread at once.",
     "stream": "Whether to send events while the text is generated.",
     "stream_options": "What a stream reports: `include_usage`, `continuous_usage_stats`.",
-    "suffix": "Refused unless empty: the models continue a text only.",
+    "suffix": "The text behind a gap that the answer fills; refused by models that were not trained to.",
     "text": "Format of the text in the Responses API.",
     "tokens": "Token ids.",
     "tool_choice": "`auto`, `none`, or enforced: `required` or a function.",

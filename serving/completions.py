@@ -17,6 +17,7 @@ from spaceport.runtime.sampling.logprobs import TokenLogprob
 from spaceport.runtime.sampling.sampler import Sampling
 from spaceport.runtime.scheduling.request import Completion
 from spaceport.runtime.session import Runtime
+from spaceport.runtime.text.infill import InfillPrompt
 from spaceport.runtime.text.prompt import Prompt
 from spaceport.runtime.text.transcript import Piece
 from spaceport.serving.answers import ChoicesAnswer, logprobs_of, metrics_of, text_of, usage_of
@@ -62,6 +63,13 @@ def text_prompts(prompt: str | list[Any]) -> list[Prompt]:
     if len(prompt) > _MOST_PROMPTS:
         raise invalid("prompt", f"has {len(prompt)} prompts: expected at most {_MOST_PROMPTS}")
     return list(prompt)
+
+
+def with_suffix(prompts: list[Prompt], suffix: str) -> list[Prompt]:
+    """Prompts for what stands between each text and this one."""
+    if not all(isinstance(prompt, str) for prompt in prompts):
+        raise invalid("suffix", "with token ids as prompt is not supported: expected a text")
+    return [InfillPrompt(str(prompt), suffix) for prompt in prompts]
 
 
 def text_logprobs(logprobs: Sequence[TokenLogprob], first: str | None = None) -> dict[str, Any]:
@@ -179,9 +187,10 @@ async def _respond_with_prompts(call: Call, prompts: Sequence[Prompt]) -> Respon
 async def text(request: Request) -> Any:
     """Continue one text or several."""
     body = await generation_body(request, TextBody)
-    if body.suffix:
-        raise invalid("suffix", "is not supported: the models continue a text only")
-    if body.echo and body.stream:
-        raise invalid("echo", "with stream is not supported: leave one of them out")
+    for other in ("stream", "suffix"):
+        if body.echo and getattr(body, other):
+            raise invalid("echo", f"with {other} is not supported: leave one of them out")
     call, prompts = Call.of(request, body), text_prompts(body.prompt)
+    if body.suffix:
+        prompts = with_suffix(prompts, body.suffix)
     return await (_respond_with_prompts(call, prompts) if body.echo else TextAnswer(call).respond(prompts))

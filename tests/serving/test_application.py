@@ -226,8 +226,10 @@ ERRORS: list[tuple[dict[str, Any], str]] = [
     ),
     ({"prompt": []}, "prompt is empty"),
     ({"prompt": ["a", 3]}, "prompt mixes texts and token ids"),
-    ({"suffix": "end"}, "suffix is not supported"),
+    ({"suffix": "end"}, "not trained to fill a gap"),  # the tokenizer has no tokens for one
+    ({"prompt": [3], "suffix": "end"}, "suffix with token ids as prompt"),
     ({"echo": True, "stream": True}, "echo with stream"),
+    ({"echo": True, "suffix": "end"}, "echo with suffix"),
     (
         {"spaceport": {"regex": "a", "json_schema": {}}},
         "regex, json_schema and lark: several of them are given",

@@ -181,7 +181,8 @@ def show_answer(runtime: Runtime, prompts: Mapping[str, Prompt], max_tokens: int
     """Show the answer to a prompt while it is generated, with parallel threads if the model forks."""
     name = "lists" if "lists" in prompts else next(iter(prompts))  # a list forks, if the model does
     prompt, fork = prompts[name], runtime.bundle.manifest.tokens.fork
-    click.echo(f"\n{name}: answer with {draft_marks()}")
+    mark = "underlined" if sys.stdout.isatty() else "in [brackets]"
+    click.echo(f"\n{name}: answer with accepted draft tokens {mark}")
     if isinstance(prompt, str):
         click.echo(prompt, nl=False)
     with runtime.stream(prompt, Decoding(max_tokens=max_tokens, fork=None if fork is None else True)) as stream:
@@ -197,11 +198,6 @@ def serve_page(bundle: Path, name: str, threads: int, port: int) -> None:
     click.echo(f"open http://127.0.0.1:{port} in a browser; Ctrl-C ends it")
     with listening("127.0.0.1", port) as listener:
         serve(application({name: opener}, answers_while_opening=True), listener)
-
-
-def draft_marks() -> str:
-    """How a shown answer marks drafts."""
-    return f"accepted draft tokens {'underlined' if sys.stdout.isatty() else 'in [brackets]'}"
 
 
 def answer_code(cached: CachedBundle, prompts: Mapping[str, Prompt], max_tokens: int, threads: int, kept: Path) -> bool:
@@ -224,7 +220,7 @@ def answer_code(cached: CachedBundle, prompts: Mapping[str, Prompt], max_tokens:
             click.echo(f"\n== {number} of {len(prompts)}: {name} ==\n{prompt}")
             chat = [{"role": "user", "content": prompt}]
             first = answered(runtime, chat, plain, "plain")
-            rows.append(code_row(name, first, answered(runtime, chat, drafted, f"drafted, {draft_marks()}")))
+            rows.append(code_row(name, first, answered(runtime, chat, drafted, "drafted")))
     click.echo()
     show_table("", CODE_COLUMNS, rows)
     click.echo(code_next_steps(kept, model_name(cached.checkpoint)))
@@ -232,10 +228,10 @@ def answer_code(cached: CachedBundle, prompts: Mapping[str, Prompt], max_tokens:
 
 
 def answered(runtime: Runtime, prompt: Prompt, decoding: Decoding, title: str) -> Completion:
-    """Show an answer while it is generated, and its time."""
+    """Show an answer while it is generated, and its time; accepted draft tokens are underlined on a terminal."""
     click.echo(f"\n-- {title} --")
     with runtime.stream(prompt, decoding) as stream:
-        show(stream, None, drafts=decoding.mask_slots is None)
+        show(stream, None, drafts=sys.stdout.isatty())
         completion = stream.completion()
     statistics = completion.statistics
     click.echo(
@@ -266,9 +262,12 @@ def code_next_steps(model: Path, name: str) -> str:
     """What to run after the demo of a coding model."""
     program, shown = program_and(model)
     return f"""
-next: `{program} chat {shown}` answers on the terminal,
-`{program} serve {name}={shown}` in a browser at http://127.0.0.1:8000, and to editors:
-provider OpenAI, address http://127.0.0.1:8000/v1, model {name}, any key (docs/service.md#editors has a configuration)"""
+next, on the terminal:
+  {program} chat {shown}
+in a browser at http://127.0.0.1:8000, and for editors:
+  {program} serve {name}={shown}
+An editor's configuration needs the provider OpenAI, the address http://127.0.0.1:8000/v1, the model {name} and any key:
+docs/service.md#editors has one."""
 
 
 def program_and(model: Path) -> tuple[str, str]:

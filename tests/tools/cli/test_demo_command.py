@@ -123,6 +123,7 @@ def test_a_drafted_answer_that_differs_is_reported(
 ) -> None:
     def other(runtime: Runtime, prompt: Prompt, decoding: Decoding, title: str) -> Completion:
         completion = answered(runtime, prompt, decoding, title)
+        assert (title, decoding.mask_slots) in (("plain", 0), ("drafted", None))
         return replace(completion, tokens=(5, *completion.tokens[1:])) if title == "drafted" else completion
 
     monkeypatch.setattr(demo, "answered", other)

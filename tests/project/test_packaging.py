@@ -27,7 +27,13 @@ from support.paths import PARTS, ROOT, TINY, package
 CHECKOUT_ONLY = {"benchmarks/__main__.py", "recipes/__main__.py", "deploy/Containerfile"}
 
 # Data that the program reads; the chat model's adapter and curves of trainings are in the checkout alone.
-DATA = ("serving/page/static/", "tools/demo/data/", "tools/demo/model/", "tools/report/")
+DATA = (
+    "serving/page/static/",
+    "tools/demo/coder/prompts.json",
+    "tools/demo/data/",
+    "tools/demo/model/",
+    "tools/report/",
+)
 
 HEAVY = (
     *("llguidance",),

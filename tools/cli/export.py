@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import click
 
-from spaceport.exporter.atomic_folder import check_target
+from spaceport.exporter.atomic_folder import check_target, refuse_while_written
 from spaceport.exporter.checkpoint_files import BASE_FILE, require_adapter_folder, require_checkpoint
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.formats import FORMATS
@@ -212,6 +212,7 @@ def command(context: click.Context, /, checkpoint: Path, bundle: Path, **given: 
     format_named = Unused(given["format"] is not None, ("machine",), "with --format", "leave --format out")
     refuse_unused(context, [*drafts.unused, format_named])
     check_target(bundle, given["overwrite"])
+    refuse_while_written(bundle)
     require_checkpoint(checkpoint)
     adopted = drafts.read()
     # torch is imported only once the paths are valid

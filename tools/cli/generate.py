@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -73,6 +74,21 @@ class Generate(Sectioned):
             *("stats", "as_json", "report", "backend", "threads"),
         )
     )
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Read the arguments; a prompt that looks like an option is an error that says how to give it."""
+        given = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            prompt = next((word for word in given if re.match(r"-[^=]*\s", word)), None)
+            if prompt is None:
+                raise
+            shown = prompt if len(prompt) < 40 else f"{prompt[:39]}…"
+            raise click.UsageError(
+                f"{shown!r} was read as an option: put -- before a prompt that begins with -, or give it with --prompt-file",
+                ctx,
+            ) from error
 
 
 _prompts = options(

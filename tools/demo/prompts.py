@@ -1,4 +1,4 @@
-"""Prompts: the folder of the demo model, and the named prompts in a checkpoint's prompts.json."""
+"""Prompts: the folders of the demos, and the named prompts in a checkpoint's prompts.json."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from spaceport.graphs.contract.faults import InputFault
 from spaceport.runtime.text.prompt import Prompt
 
 MODEL = Path(__file__).resolve().parent / "model"
+CODER = MODEL.with_name("coder")  # prompts for a model that writes code
 PROMPTS_FILE = "prompts.json"
 
 

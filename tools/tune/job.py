@@ -15,6 +15,8 @@ from spaceport.graphs.contract.manifest import record_of
 from spaceport.tools.tune.settings import DEFAULT, TokenNames, TrainingSettings
 from spaceport.tools.tune.tunable_model import IDENTITY_FILES
 
+LEAST_ACCURACY = 0.1  # of the first mask slot; one more row costs about a tenth of a step
+
 
 @dataclass(frozen=True)
 class TuningJob:
@@ -53,6 +55,21 @@ class TuningOutcome:
     def last(self, kind: str) -> dict[str, Any] | None:
         """The last measurement of a kind: training or validation."""
         return next((line for line in reversed(self.measurements) if line["kind"] == kind), None)
+
+    @property
+    def warning(self) -> str | None:
+        """That drafts will not pay, and what to change; None if they may."""
+        kind = "validation" if self.last("validation") else "training"
+        measured = self.last(kind) or {}
+        first = [*measured.get("accuracies", ())[1:2], *measured.get("corrected", ())[:1]]  # of the first mask slot
+        accuracy = max((one for one in first if one is not None), default=None)
+        if accuracy is None or accuracy >= LEAST_ACCURACY:
+            return None
+        return (
+            f"drafts will not pay: the first mask slot predicts {accuracy:.0%} of the {kind} data, and a draft that is accepted "
+            f"less often than {LEAST_ACCURACY:.0%} costs more than it saves: train longer (--epochs, --time-budget), with a "
+            "higher --learning-rate, or on the model's own answers (`spaceport distill`)"
+        )
 
     def as_dict(self) -> dict[str, Any]:
         return {

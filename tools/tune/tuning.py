@@ -70,6 +70,8 @@ def tune(job: TuningJob) -> TuningOutcome:
         _write(job, training, tunable, merge, outcome, validated_acceptance(job, outcome, validation))
     accelerator.wait_for_everyone()
     states.remove()
+    if outcome.warning is not None:
+        progress.say(outcome.warning)
     return outcome
 
 

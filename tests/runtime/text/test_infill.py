@@ -80,7 +80,8 @@ def test_a_prompt_that_an_editor_wrote_is_read_as_one_for_a_gap() -> None:
 )
 def test_other_texts_with_marks_stay_text(text: str) -> None:
     marks = {QWEN.tokenizer.token_to_id(mark) for mark in (BEFORE, AFTER, MIDDLE)}
-    assert marks.isdisjoint(QWEN.tokens_of(text)) and QWEN.ends_of(text) == ()
+    assert marks.isdisjoint(QWEN.tokens_of(text))
+    assert QWEN.ends_of(text) == ()
 
 
 def test_a_filled_gap_ends_at_each_mark_and_at_the_end_of_a_text() -> None:

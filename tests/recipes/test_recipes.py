@@ -11,7 +11,7 @@ from random import Random
 import pytest
 from click.testing import CliRunner
 
-from recipes.__main__ import own_prompts, recipes
+from recipes.__main__ import CODER_PROMPTS, own_prompts, recipes
 from recipes.data import is_held_out, read_sources, write_data
 from recipes.functions import answer, functions_in, invented, question
 from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint
@@ -106,6 +106,29 @@ def test_the_chat_adapter_is_trained(tmp_path: Path, demo_bundle: Path) -> None:
     ]
     sar = json.loads((tmp_path / "adapter" / "sar_config.json").read_text("utf-8"))
     assert len(sar["acceptance"][0]["rates"]) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_the_coder_adapter_is_trained(tmp_path: Path, demo_bundle: Path) -> None:
+    (tmp_path / "base.bundle").symlink_to(demo_bundle)
+    shown = follow("coder", tmp_path, "--base", MODEL)
+    assert [line.split()[2] for line in shown.splitlines() if line[:1] == "$"] == [
+        *["distill"] * 3,
+        "tune",
+        "acceptance",
+    ]
+    sar = json.loads((tmp_path / "adapter" / "sar_config.json").read_text("utf-8"))
+    assert len(sar["acceptance"][0]["rates"]) == 4
+
+
+def test_prompts_of_the_coder_are_not_those_it_is_measured_with() -> None:
+    trained, held_out = (
+        {json.loads(line)["prompt"] for line in file.read_text("utf-8").splitlines()}
+        for file in (CODER_PROMPTS, CODER_PROMPTS.parents[2] / "tools" / "demo" / "coder" / "heldout.jsonl")
+    )
+    assert (len(trained), len(held_out)) == (889, 100)
+    assert trained.isdisjoint(held_out)
 
 
 def test_own_prompts_are_different_finished_messages(tiny_bundle: Path, tmp_path: Path) -> None:

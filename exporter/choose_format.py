@@ -13,7 +13,7 @@ from spaceport.exporter.checkpoint_source import model_config, model_without_val
 from spaceport.exporter.gguf_file import GgufFile, read_gguf
 from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.graphs.contract.formats import FORMATS, Format
-from spaceport.graphs.parts import require_known_parts
+from spaceport.graphs.find_parts import require_known_parts
 from spaceport.graphs.traits import probe
 from spaceport.kernels.gguf_weights import GGUF_BLOCKS
 

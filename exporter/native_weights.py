@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Protocol, cast
 
 import numpy as np
@@ -18,7 +18,7 @@ from spaceport.exporter.gguf_file import GgufFile
 from spaceport.exporter.sar_config import CheckpointError
 from spaceport.graphs.parts import BLOCK, DecoderParts, Linear
 from spaceport.graphs.quantization import replace_weight
-from spaceport.graphs.quantize import linear_modules
+from spaceport.graphs.quantize import expert_matrices, linear_modules
 from spaceport.graphs.streamed_weights import values_of
 from spaceport.kernels.gguf_weights import GGUF_BLOCKS, from_gguf
 from spaceport.kernels.packing import PANEL, QuantizedWeights, WeightFormat, gate_order, pack, packed_bytes, quantize
@@ -83,6 +83,10 @@ class Weights(Protocol):
     def linear(self, linear: Linear) -> Matrix:
         """The matrix of a linear module."""
 
+    @property
+    def format_name(self) -> str:
+        """The format of matrices that are rounded, as those of experts."""
+
 
 def same_table(parts: DecoderParts) -> bool:
     """Whether input and output embeddings were rounded from one table, as in GGUF files of tied models."""
@@ -130,6 +134,8 @@ class RoundedWeights:
 
 class StoredWeights:
     """Weights as a GGUF file stores them; those without an exact form are rounded to int8, and named in `rounded`."""
+
+    format_name = "int8"
 
     def __init__(self, file: GgufFile, heads: int, kv_heads: int) -> None:
         self.file = file
@@ -200,7 +206,7 @@ class StoredWeights:
         first = read(checked) if tensor.kind in GGUF_BLOCKS else None
         if first is None:
             self.rounded[name] = tensor.kind
-            return rounded(weight, "int8")
+            return rounded(weight, self.format_name)
         return Matrix(first.format, len(blocks), inputs, cast(ReadOutputs, read))
 
 
@@ -307,3 +313,12 @@ def round_weights(model: PreTrainedModel, format_name: str) -> None:
             return torch.from_numpy(matrix.read(np.arange(rows.start, rows.stop)).dequantized()[:, :inputs])
 
         replace_weight(weight, values)
+    for weight in expert_matrices(model).values():
+        replace_weight(weight, partial(_of_experts, values_of(weight).detach().float(), format_name))
+
+
+def _of_experts(weight: Tensor, format_name: str, experts: slice) -> Tensor:
+    """The rounded matrices of some experts."""
+    matrices = [rounded(each, format_name) for each in weight[experts]]
+    values = np.stack([matrix.read(np.arange(matrix.outputs)).dequantized() for matrix in matrices])
+    return torch.from_numpy(values[..., : weight.shape[2]])

@@ -11,7 +11,7 @@ from onnx import TensorProto
 from torch import Tensor, nn
 
 from spaceport.exporter.native_mlp import MlpWriter
-from spaceport.exporter.native_weights import Weights, rounded
+from spaceport.exporter.native_weights import MOST_OTHERS, Weights, other_rows, rounded
 from spaceport.graphs.contract.signature import Signature
 from spaceport.graphs.decoder import layer_output_name
 from spaceport.graphs.gated import GatedLinear
@@ -33,10 +33,13 @@ class NativeGraph(MlpWriter):
     ) -> None:
         super().__init__(folder, signature, weights)
         self.parts, self.input_rows, self.heads = parts, input_rows, heads
+        self.merged = 0  # weights of an input embedding that were not written, since the output embedding has them
 
     def _nodes(self) -> None:
         parts = self.parts
         shared = self.weights.one_table(parts)
+        if shared and not parts.tied:
+            self.merged = parts.embedding.weight.numel()
         weight = parts.head.module.weight if shared else parts.embedding.weight
         table = self.weights.table(weight, output=shared)
         embedding = self._matrix("embedding", table)
@@ -49,7 +52,7 @@ class NativeGraph(MlpWriter):
             width=table.inputs,
             scale=parts.embedding_scale,
         )
-        x = self._replaced_rows("embedded")
+        x = self._replaced_rows("embedded", self._own_rows(shared))
         self._rotations()
         self._adapted_rows()
         for index, layer in enumerate(parts.layers):
@@ -61,13 +64,18 @@ class NativeGraph(MlpWriter):
 
     # Before and after the layers
 
-    def _replaced_rows(self, x: str) -> str:
+    def _own_rows(self, shared: bool) -> dict[int, Tensor]:
+        """Input embeddings by token that are not in the table, or rounded although no file has them in few bits."""
+        tokens = {*self.weights.changed, *((other_rows(self.parts) if shared else None) or ())}
+        rows = {token: self.parts.embedding.weight[token] for token in sorted(tokens) if len(tokens) <= MOST_OTHERS}
+        return rows | ({} if self.input_rows is None else dict(zip(*self.input_rows, strict=True)))
+
+    def _replaced_rows(self, x: str, rows: dict[int, Tensor]) -> str:
         """The embeddings, of some tokens replaced by rows of their own."""
-        if self.input_rows is None:
+        if not rows:
             return x
         ids = self._standard("Reshape", "input_ids", self._integers(-1, 1))
-        tokens, rows = self.input_rows
-        for token, row in zip(tokens, rows, strict=True):
+        for token, row in rows.items():
             own = self._vector(f"input_rows.{token}", row[None] * self.parts.embedding_scale)
             x = self._standard("Where", self._standard("Equal", ids, self._integers(token)), own, x)
         return x

@@ -255,6 +255,23 @@ def test_a_tied_table_is_stored_once(folder: Path) -> None:
         assert rms(found, rounded_logits(one.model, TEXT)) <= ROUNDING
 
 
+def test_a_table_is_stored_once_though_the_input_rows_of_some_tokens_are_others(folder: Path) -> None:
+    model = built("qwen2", tie_word_embeddings=False)
+    with torch.no_grad():
+        model.lm_head.weight.copy_(model.model.embed_tokens.weight)
+        model.model.embed_tokens.weight[[TEXT[3], MASK]] = 0.2 * torch.randn(
+            2, 64, generator=torch.Generator().manual_seed(3)
+        )
+    files = NativeModel.of(model).write(folder / "other rows")
+    text = [*TEXT, MASK]
+    assert rms(fed(files.engine(), text, Layout((41,))), rounded_logits(model, text)) <= ROUNDING
+    assert (files.folder / DATA_FILE).stat().st_size < 4096 + sum(
+        packed_bytes(WEIGHT_FORMATS["int8"], *weight.shape) + 4096
+        for name, weight in model.named_parameters()
+        if weight.dim() > 1 and "embed_tokens" not in name
+    )
+
+
 def test_a_large_bias_of_keys_does_not_take_the_bits_of_other_channels(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

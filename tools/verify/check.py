@@ -21,9 +21,10 @@ from spaceport.exporter.checkpoint_source import quiet_libraries
 from spaceport.exporter.to_onnx import reaches_quarter
 from spaceport.graphs.contract.exactness import tolerance_of
 from spaceport.graphs.contract.faults import MissingDependency, OptionFault
-from spaceport.graphs.contract.manifest import EngineRecord, Manifest
+from spaceport.graphs.contract.manifest import MODEL_FILE, EngineRecord, Manifest
 from spaceport.graphs.contract.signature import Precision, Signature, visible_length
 from spaceport.runtime.backends import BACKENDS, by_reason, open_engine, require, why_not
+from spaceport.runtime.backends.graph_file import operators
 from spaceport.runtime.backends.machine import gpu, no_gpu
 from spaceport.runtime.bundle import Bundle
 from spaceport.runtime.engine import PREFILL_ROWS, Batch, Engine, EngineFault, EngineOptions, capacity_for
@@ -65,6 +66,7 @@ class CheckedEngine:
     dtype: Precision
     open: Callable[[], Engine]
     native: bool = False
+    experts: bool = False
 
     def compared(self, calls: int, on_progress: Callable[[str], None]) -> ComparedEngine:
         """The engine as a comparison opens, runs and closes it."""
@@ -83,7 +85,7 @@ class CheckedEngine:
 
                 yield counted
 
-        return ComparedEngine(self.name, self.dtype, open_replay, self.native)
+        return ComparedEngine(self.name, self.dtype, open_replay, self.native, self.experts)
 
 
 @dataclass(frozen=True)
@@ -182,13 +184,19 @@ def _reference(
             *(options.remote_code, options.threads, options.adapter),
         )
 
-    return CheckedEngine(f"PyTorch {dtype}", None, dtype, opened, bundle.manifest.native)
+    return CheckedEngine(f"PyTorch {dtype}", None, dtype, opened, bundle.manifest.native, has_experts(bundle))
 
 
 def _backend(bundle: Bundle, name: str, engine_options: EngineOptions) -> CheckedEngine:
     manifest = bundle.manifest
     opened = partial(open_engine, bundle, name, engine_options)
-    return CheckedEngine(f"{name} {manifest.format}", name, manifest.signature.dtype, opened, manifest.native)
+    dtype, native = manifest.signature.dtype, manifest.native
+    return CheckedEngine(f"{name} {manifest.format}", name, dtype, opened, native, has_experts(bundle))
+
+
+def has_experts(bundle: Bundle) -> bool:
+    """Whether the rows of a native graph choose experts: it has no other loops."""
+    return bundle.manifest.native and "Loop" in operators(bundle.read(MODEL_FILE))
 
 
 def _alone(bundle: Bundle, engines: list[CheckedEngine], not_compared: Mapping[str, str], options: CheckOptions) -> str:
@@ -263,7 +271,7 @@ def check(bundle: Bundle, options: CheckOptions, on_progress: Callable[[str], No
 
         recording = record(engine, bundle.manifest, selection.limits, options.seed, options.quick, on_case)
     engines = [
-        recorded_engine(first.name, first.dtype, recording.calls, first.native),
+        recorded_engine(first.name, first.dtype, recording.calls, first.native, first.experts),
         *(other.compared(len(recording.calls), on_progress) for other in others),
     ]
     pairs = compare(engines, recording.calls)

@@ -113,16 +113,19 @@ def other_rows(parts: DecoderParts) -> list[int] | None:
     sampled = torch.arange(0, len(inputs), -(-len(inputs) // _SAMPLED))
     if _likeness(inputs[sampled], outputs[sampled]).mean() <= _SAME:
         return None
-    parted = zip(inputs.split(_SAMPLED), outputs.split(_SAMPLED), strict=True)
-    others = torch.cat([_likeness(*tables) for tables in parted]).lt(0.5).nonzero().flatten().tolist()
-    return others if len(others) <= MOST_OTHERS else None  # type: ignore[no-untyped-call]
+    starts = range(0, len(inputs), _SAMPLED)
+    alike = torch.cat(
+        [_likeness(inputs[start : start + _SAMPLED], outputs[start : start + _SAMPLED]) for start in starts]
+    )
+    others = np.flatnonzero(alike.numpy() < 0.5).tolist()
+    return others if len(others) <= MOST_OTHERS else None
 
 
 def _likeness(inputs: Tensor, outputs: Tensor) -> Tensor:
     """The share of numbers of each row that are the same in two tables."""
-    first, second = (table.float().unflatten(1, (-1, BLOCK)) for table in (inputs, outputs))  # type: ignore[no-untyped-call]
-    steps = first.abs().amax(2, keepdim=True) / _COARSEST
-    return ((first - second).abs() <= steps).float().mean((1, 2))
+    first, second = (table.detach().float().view(len(table), -1, BLOCK) for table in (inputs, outputs))
+    near: Tensor = (first - second).abs() <= first.abs().amax(2, keepdim=True) / _COARSEST
+    return near.float().mean((1, 2))
 
 
 def rounded(weight: Tensor | NDArray[np.float32], format_name: str) -> Matrix:
@@ -164,8 +167,11 @@ def packed_size(file: GgufFile) -> int:
     matrices = {name: tensor for name, tensor in file.tensors.items() if len(tensor.shape) > 1}
     if _OUTPUT in matrices and _holds_table_twice(file):
         del matrices[_EMBEDDING]
-    shapes = [(_format_of(tensor.kind), *tensor.shape) for tensor in matrices.values()]
-    return sum(packed_bytes(kind, outputs, inputs + -inputs % BLOCK) for kind, inputs, outputs in shapes)
+    total = 0
+    for tensor in matrices.values():
+        inputs, outputs = tensor.shape
+        total += packed_bytes(_format_of(tensor.kind), outputs, inputs + -inputs % BLOCK)
+    return total
 
 
 def _format_of(kind: str) -> WeightFormat:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 import onnx
+import onnxruntime as ort
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from onnx import TensorProto, helper
 from transformers import PreTrainedModel
 
+from spaceport.exporter.graph_writer import OPSET
+from spaceport.exporter.native_mlp import MlpWriter
 from spaceport.exporter.native_weights import Matrix, RoundedWeights, rounded
 from spaceport.graphs import find_parts
 from spaceport.graphs.contract.manifest import DATA_FILE, MODEL_FILE
@@ -29,7 +34,7 @@ from support.families import VOCAB, family_of
 from support.layouts import Layout, fed
 from support.mask_rows import require_other_mask_rows_alone
 from support.native_models import SUPPORTED, NativeFiles, NativeModel, built, rms, rounded_logits, tokens
-from support.native_operators import library
+from support.native_operators import library, options
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no C++ compiler")
 
@@ -270,6 +275,30 @@ def test_a_table_is_stored_once_though_the_input_rows_of_some_tokens_are_others(
         for name, weight in model.named_parameters()
         if weight.dim() > 1 and "embed_tokens" not in name
     )
+
+
+def test_a_router_chooses_experts_with_16_bits(tmp_path: Path) -> None:
+    dice = torch.Generator().manual_seed(0)
+    x = torch.randn(500, 64, generator=dice)
+    (layer, *_) = native("qwen3_moe").parts.layers
+    assert isinstance(layer.mlp, Experts)
+    experts = replace(layer.mlp, router=torch.randn(16, 64, generator=dice), normalized=True)
+    writer = MlpWriter(tmp_path, native("qwen3_moe").signature, RoundedWeights("int8"))
+    with (tmp_path / DATA_FILE).open("wb") as writer.file:
+        names = writer._routed("router", "x", experts)
+    value = helper.make_tensor_value_info
+    outputs = [value(names[0], TensorProto.FLOAT, None), value(names[1], TensorProto.INT64, None)]
+    inputs = [value("x", TensorProto.FLOAT, ["T", 64])]
+    graph = helper.make_graph(writer.nodes, "router", inputs, outputs, [*writer.initializers.values()])
+    opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(DOMAIN, 1)]
+    (tmp_path / MODEL_FILE).write_bytes(
+        helper.make_model(graph, opset_imports=opsets, ir_version=11).SerializeToString()
+    )
+    session = ort.InferenceSession(tmp_path / MODEL_FILE, options(), providers=["CPUExecutionProvider"])
+    shares, chosen = session.run(None, {"x": x.numpy()})
+    expected, best = (x @ experts.router.T).softmax(-1).topk(experts.chosen)
+    assert (chosen == best.numpy()).mean() > 0.999  # rounded to 8 bits: 0.993
+    np.testing.assert_allclose(shares, expected / expected.sum(-1, keepdim=True), atol=2e-3)
 
 
 def test_a_large_bias_of_keys_does_not_take_the_bits_of_other_channels(

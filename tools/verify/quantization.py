@@ -63,17 +63,17 @@ def measure_bundle(bundle: Bundle, folder: Path, remote_code: bool = False, adap
     def engine(slots: int) -> Engine:
         return open_engine(bundle, "onnxruntime", EngineOptions(slots, TEXTS, threads=0))
 
-    return _measure(bundle, open_checkpoint(folder, TokenFlags(), remote_code, adapter), engine)
+    return _measure(bundle, open_checkpoint(folder, TokenFlags(), remote_code, adapter), engine, length=LENGTH // 2)
 
 
 def _measure(
-    bundle: Bundle, checkpoint: Checkpoint, open_quantized: Callable[[int], Engine], seed: int = 0
+    bundle: Bundle, checkpoint: Checkpoint, open_quantized: Callable[[int], Engine], seed: int = 0, length: int = LENGTH
 ) -> Agreement:
     """The agreement of a quantized engine, which is opened with a number of KV slots, with a checkpoint in float32."""
     quiet_libraries()
     with torch.no_grad():
         unquantized = load_model(checkpoint, "float32")
-        texts = sampled_texts(unquantized, seed, min(LENGTH, bundle.manifest.max_positions))
+        texts = sampled_texts(unquantized, seed, min(length, bundle.manifest.max_positions))
         expected = log_probabilities(unquantized, texts)
         del unquantized  # only one model has to fit into memory
     slots = visible_length(texts.shape[1])

@@ -20,7 +20,7 @@ from spaceport.exporter.checkpoint_files import is_converted, is_gguf
 from spaceport.exporter.checkpoint_source import model_without_values
 from spaceport.exporter.gguf_file import read_gguf
 from spaceport.exporter.native_graph import NativeGraph
-from spaceport.exporter.native_weights import RoundedWeights, StoredWeights
+from spaceport.exporter.native_weights import RoundedWeights, StoredWeights, packed_size
 from spaceport.exporter.native_weights import Weights as NativeWeights
 from spaceport.exporter.sar_config import CheckpointError
 from spaceport.exporter.to_onnx import (
@@ -37,9 +37,10 @@ from spaceport.graphs.contract.manifest import SELECTION_FILE, TEMPLATE_FILE, TO
 from spaceport.graphs.contract.signature import DTYPES, Lowering, Precision, Signature
 from spaceport.graphs.contract.tokenizer_bounds import UnsafeTokenizer, checked
 from spaceport.graphs.decoder import AttentionImplementation, Decoder, decoder_of, freeze_rotary
+from spaceport.graphs.find_parts import UnsupportedParts, parts_of
 from spaceport.graphs.heads import DraftHeads, heads_of
 from spaceport.graphs.mechanism import InputRows
-from spaceport.graphs.parts import DecoderParts, UnsupportedParts, parts_of
+from spaceport.graphs.parts import DecoderParts
 from spaceport.graphs.quantization import BLOCKS, Quantization
 from spaceport.graphs.quantize import quantizable_modules, quantize_model
 from spaceport.graphs.traits import Traits, probe, refuse_by_config
@@ -47,8 +48,8 @@ from spaceport.graphs.traits import Traits, probe, refuse_by_config
 # Seconds on two CPU cores: of each export, of tracing a layer, and of a billion weights as they are or rounded by GPTQ.
 _SECONDS, _LAYER, _COPIED = 10, 3, 30
 
-# Bytes of a weight in native formats, with the scales and minima of its block; GGUF files mix types: about that of Q5.
-_NATIVE_BYTES: dict[Weights, float] = {"stored": 0.75, "int8": 1.0625, "int4": 0.625}
+# Bytes of a weight in native formats, with the scales and minima of its block.
+_NATIVE_BYTES: dict[Weights, float] = {"int8": 1.0625, "int4": 0.625}
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,8 @@ def estimate_export(checkpoint: Checkpoint, options: ExportOptions) -> ExportEst
     size = packed.get(weights, plain) * stored + plain * floats
     if options.format.native and weights == "int4":  # embeddings have 8 bits
         size += (packed["int8"] - packed["int4"]) * sum(sizes[table] for table in tables)
+    if weights == "stored":
+        size = packed_size(read_gguf(checkpoint.folder)) + plain * floats
     temporary = stored if quantized and streamed and not options.format.native else 0
     return ExportEstimate(int(size), temporary, seconds)
 
@@ -214,9 +217,9 @@ def _write_native(checkpoint: Checkpoint, options: ExportOptions, folder: Path, 
             decoder, traits = decoder_of(model, "scatter", "plain")
             to_onnx(decoder, folder, options.opset, on_stage, options.format.weights)
             return Written(model, decoder.signature, traits.max_positions, parameters)
-        signature = _write_parts(checkpoint, options, parts, heads_of(model), traits, folder, on_stage)
-    check_written(folder, signature, type(model).__name__, on_stage)
-    return Written(model, signature, traits.max_positions, parameters)
+        graph = _write_parts(checkpoint, options, parts, heads_of(model), traits, folder, on_stage)
+    check_written(folder, graph.signature, type(model).__name__, on_stage)
+    return Written(model, graph.signature, traits.max_positions, parameters - graph.merged)
 
 
 def _write_parts(
@@ -227,7 +230,7 @@ def _write_parts(
     traits: Traits,
     folder: Path,
     on_stage: OnStage,
-) -> Signature:
+) -> NativeGraph:
     """Write the graph of a model whose parts were found."""
     rows = checkpoint.mechanism(InputRows)
     sizes = (traits.layers, traits.kv_heads, traits.head_dim, traits.vocab_size)
@@ -238,10 +241,11 @@ def _write_parts(
         weights = StoredWeights(read_gguf(checkpoint.folder), parts.heads, parts.kv_heads)
     on_stage(f"writing the graph and its weights as {options.format.name}")
     replaced = None if rows is None else (rows.tokens, rows.rows)
-    NativeGraph(folder, parts, signature, weights, replaced, heads).write()
+    graph = NativeGraph(folder, parts, signature, weights, replaced, heads)
+    graph.write()
     for line in weights.notes:
         on_stage(line)
-    return signature
+    return graph
 
 
 def build_decoder(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Protocol, cast
 
 import numpy as np
@@ -18,10 +18,19 @@ from spaceport.exporter.gguf_file import GgufFile
 from spaceport.exporter.sar_config import CheckpointError
 from spaceport.graphs.parts import BLOCK, DecoderParts, Linear
 from spaceport.graphs.quantization import replace_weight
-from spaceport.graphs.quantize import linear_modules
+from spaceport.graphs.quantize import expert_matrices, linear_modules
 from spaceport.graphs.streamed_weights import values_of
 from spaceport.kernels.gguf_weights import GGUF_BLOCKS, from_gguf
-from spaceport.kernels.packing import PANEL, QuantizedWeights, WeightFormat, gate_order, pack, packed_bytes, quantize
+from spaceport.kernels.packing import (
+    PANEL,
+    WEIGHT_FORMATS,
+    QuantizedWeights,
+    WeightFormat,
+    gate_order,
+    pack,
+    packed_bytes,
+    quantize,
+)
 
 _PART = 16 * PANEL  # outputs that are packed at a time: their numbers stay in the cache
 
@@ -36,8 +45,8 @@ _GGUF_NAMES = {
     "down_proj": "ffn_down",
 }
 # Two tables hold the same weights if nearly all numbers differ by less than a step of 4 bits; other tables differ by
-# several steps in most numbers.
-_SAMPLED, _COARSEST, _SAME = 2048, 8, 0.99
+# several steps in most numbers. Some rows may be others, such as those of mask tokens.
+_SAMPLED, _COARSEST, _SAME, MOST_OTHERS = 2048, 8, 0.99, 64
 _EMBEDDING, _OUTPUT = "token_embd.weight", "output.weight"
 
 
@@ -74,6 +83,10 @@ class Weights(Protocol):
     def notes(self) -> tuple[str, ...]:
         """What a user should know of them, a sentence each."""
 
+    @property
+    def changed(self) -> Collection[int]:
+        """Tokens whose rows in a table that was read are rounded, as they are not those of the checkpoint's file."""
+
     def one_table(self, parts: DecoderParts) -> bool:
         """Whether the output embedding's table is that of the input too."""
 
@@ -83,16 +96,36 @@ class Weights(Protocol):
     def linear(self, linear: Linear) -> Matrix:
         """The matrix of a linear module."""
 
+    @property
+    def format_name(self) -> str:
+        """The format of matrices that are rounded, as those of experts."""
 
-def same_table(parts: DecoderParts) -> bool:
-    """Whether input and output embeddings were rounded from one table, as in GGUF files of tied models."""
-    tables = [parts.embedding.weight, parts.head.module.weight]
-    sampled = torch.arange(0, len(tables[0]), -(-len(tables[0]) // _SAMPLED))
-    if tables[0].shape != tables[1].shape:
-        return False
-    inputs, outputs = (table[sampled].reshape(len(sampled), -1, BLOCK) for table in tables)
-    steps = inputs.abs().amax(2, keepdim=True) / _COARSEST
-    return bool(((inputs - outputs).abs() <= steps).float().mean() > _SAME)
+
+def other_rows(parts: DecoderParts) -> list[int] | None:
+    """Tokens whose input embedding is not their output embedding.
+
+    None unless there are few: both tables then were rounded from one, as in GGUF files of tied models."""
+    if parts.tied:
+        return []
+    inputs, outputs = parts.embedding.weight, parts.head.module.weight
+    if inputs.shape != outputs.shape:
+        return None
+    sampled = torch.arange(0, len(inputs), -(-len(inputs) // _SAMPLED))
+    if _likeness(inputs[sampled], outputs[sampled]).mean() <= _SAME:
+        return None
+    starts = range(0, len(inputs), _SAMPLED)
+    alike = torch.cat(
+        [_likeness(inputs[start : start + _SAMPLED], outputs[start : start + _SAMPLED]) for start in starts]
+    )
+    others = np.flatnonzero(alike.numpy() < 0.5).tolist()
+    return others if len(others) <= MOST_OTHERS else None
+
+
+def _likeness(inputs: Tensor, outputs: Tensor) -> Tensor:
+    """The share of numbers of each row that are the same in two tables."""
+    first, second = (table.detach().float().view(len(table), -1, BLOCK) for table in (inputs, outputs))
+    near: Tensor = (first - second).abs() <= first.abs().amax(2, keepdim=True) / _COARSEST
+    return near.float().mean((1, 2))
 
 
 def rounded(weight: Tensor | NDArray[np.float32], format_name: str) -> Matrix:
@@ -117,9 +150,10 @@ class RoundedWeights:
 
     format_name: str
     notes: tuple[str, ...] = ()
+    changed: tuple[int, ...] = ()
 
     def one_table(self, parts: DecoderParts) -> bool:
-        return parts.tied or same_table(parts)
+        return other_rows(parts) is not None
 
     def table(self, weight: Tensor, output: bool) -> Matrix:
         return rounded(weight, "int8")
@@ -128,12 +162,55 @@ class RoundedWeights:
         return rounded(linear.weight, self.format_name)
 
 
+def packed_size(file: GgufFile) -> int:
+    """Bytes of the matrices of a GGUF file in a bundle, where a table that the file has twice may be stored once."""
+    matrices = {name: tensor for name, tensor in file.tensors.items() if len(tensor.shape) > 1}
+    if _OUTPUT in matrices and _holds_table_twice(file):
+        del matrices[_EMBEDDING]
+    total = 0
+    for tensor in matrices.values():
+        inputs, outputs = tensor.shape
+        total += packed_bytes(_format_of(tensor.kind), outputs, inputs + -inputs % BLOCK)
+    return total
+
+
+def _format_of(kind: str) -> WeightFormat:
+    """The packed format of a type of tensors."""
+    size, width = GGUF_BLOCKS.get(kind, (0, 0))
+    weights = from_gguf(np.zeros(size, np.uint8), kind, 1, width)
+    return WEIGHT_FORMATS["int8"] if weights is None else weights.format
+
+
+def _size(file: GgufFile, name: str) -> int:
+    return file.tensors[name].end - file.tensors[name].begin
+
+
+def _holds_table_twice(file: GgufFile) -> bool:
+    """Whether the output embedding is the table of the input in at least as many bits, by some of their rows."""
+    tensors = [file.tensors[name] for name in (_EMBEDDING, _OUTPUT)]
+    (inputs, outputs), same = tensors[0].shape, tensors[0].shape == tensors[1].shape
+    rows = np.arange(0, outputs, -(-outputs // _SAMPLED))
+    if (
+        not same
+        or _size(file, _OUTPUT) < _size(file, _EMBEDDING)
+        or any(tensor.kind not in GGUF_BLOCKS for tensor in tensors)
+    ):
+        return False
+    blocks = (file.data_of(tensor).reshape(outputs, -1)[rows].reshape(-1) for tensor in tensors)
+    tables = [from_gguf(data, t.kind, len(rows), inputs) for data, t in zip(blocks, tensors, strict=True)]
+    found = [torch.from_numpy(table.dequantized()) for table in tables if table is not None]
+    return len(found) == 2 and bool(_likeness(*found).mean() > _SAME)
+
+
 class StoredWeights:
     """Weights as a GGUF file stores them; those without an exact form are rounded to int8, and named in `rounded`."""
+
+    format_name = "int8"
 
     def __init__(self, file: GgufFile, heads: int, kv_heads: int) -> None:
         self.file = file
         self.rounded: dict[str, str] = {}  # type by name of the tensor
+        self.changed: set[int] = set()
         self.merged = False  # whether the input embedding is read from the table of the output
         # llama.cpp orders the rows of queries and keys of this architecture by rotated pairs.
         self.pairs = {"attn_q": heads, "attn_k": kv_heads} if file.architecture == "llama" else {}
@@ -142,7 +219,7 @@ class StoredWeights:
         """Whether there is one table; if the file has it twice, the input's has larger steps."""
         if parts.tied or _OUTPUT not in self.file.tensors:
             return parts.tied
-        self.merged = self._size(_OUTPUT) >= self._size(_EMBEDDING) and same_table(parts)
+        self.merged = _size(self.file, _OUTPUT) >= _size(self.file, _EMBEDDING) and other_rows(parts) is not None
         return self.merged
 
     @property
@@ -156,18 +233,19 @@ class StoredWeights:
             notes.append(f"{_EMBEDDING} and {_OUTPUT} hold the same table: it is stored once, as in {_OUTPUT}")
         return tuple(notes)
 
-    def _size(self, name: str) -> int:
-        tensor = self.file.tensors[name]
-        return tensor.end - tensor.begin
-
     def table(self, weight: Tensor, output: bool) -> Matrix:
         """The table of the file, in which rows that the model has changed or added are rounded to the same format."""
         matrix = self._matrix(_OUTPUT if output and _OUTPUT in self.file.tensors else _EMBEDDING, weight)
         own = matrix.outputs
 
         def read(some: NDArray[np.int64]) -> QuantizedWeights:
-            found = matrix.read(np.minimum(some, own - 1))
-            return _with_changes(found, weight[torch.from_numpy(some)], some >= own)
+            found, values = (
+                matrix.read(np.minimum(some, own - 1)),
+                weight[torch.from_numpy(some)].detach().float().numpy(),
+            )
+            different = (some >= own) | _differs(found, values)
+            self.changed.update(some[different].tolist())
+            return _with_changes(found, values, different)
 
         return replace(matrix, outputs=len(weight), read=read)
 
@@ -200,17 +278,23 @@ class StoredWeights:
         first = read(checked) if tensor.kind in GGUF_BLOCKS else None
         if first is None:
             self.rounded[name] = tensor.kind
-            return rounded(weight, "int8")
+            return rounded(weight, self.format_name)
         return Matrix(first.format, len(blocks), inputs, cast(ReadOutputs, read))
 
 
-def _with_changes(weights: QuantizedWeights, values: Tensor, added: NDArray[np.bool_]) -> QuantizedWeights:
-    """Stored weights, where they are not those of the model replaced by its rounded values."""
-    own = values.detach().float().numpy()
-    different = added | (np.abs(weights.dequantized() - own).max(axis=1) > 1e-3 * np.abs(own).max(axis=1) + 1e-9)
+def _differs(weights: QuantizedWeights, values: NDArray[np.float32]) -> NDArray[np.bool_]:
+    """Which rows of a model are not those that are stored."""
+    largest = np.abs(values).max(axis=1)
+    return cast(NDArray[np.bool_], np.abs(weights.dequantized() - values).max(axis=1) > 1e-3 * largest + 1e-9)
+
+
+def _with_changes(
+    weights: QuantizedWeights, values: NDArray[np.float32], different: NDArray[np.bool_]
+) -> QuantizedWeights:
+    """Stored weights, of which different rows are replaced by rounded values."""
     if not different.any():
         return weights
-    new = quantize(own[different], weights.format.name)
+    new = quantize(values[different], weights.format.name)
     changed = {}
     for part in ("codes", "scales", "minima", "factors", "minimum_factors"):
         before, after = getattr(weights, part), getattr(new, part)
@@ -307,3 +391,12 @@ def round_weights(model: PreTrainedModel, format_name: str) -> None:
             return torch.from_numpy(matrix.read(np.arange(rows.start, rows.stop)).dequantized()[:, :inputs])
 
         replace_weight(weight, values)
+    for weight in expert_matrices(model).values():
+        replace_weight(weight, partial(_of_experts, values_of(weight).detach().float(), format_name))
+
+
+def _of_experts(weight: Tensor, format_name: str, experts: slice) -> Tensor:
+    """The rounded matrices of some experts."""
+    matrices = [rounded(each, format_name) for each in weight[experts]]
+    values = np.stack([matrix.read(np.arange(matrix.outputs)).dequantized() for matrix in matrices])
+    return torch.from_numpy(values[..., : weight.shape[2]])

@@ -18,8 +18,6 @@ from torch._dynamo import config as dynamo
 
 from spaceport.exporter.graph_passes import (
     fix_reshapes,
-    fuse_projections,
-    hoist_above_splits,
     read_lazily,
     simplify,
 )
@@ -92,10 +90,8 @@ def to_onnx(
             f"{_family(decoder)} cannot be stored with quantized weights: {error}: export it unquantized "
             "(--format float16)"
         ) from error
-    if signature.lowering == "scatter":  # TensorRT fuses matmuls by itself
-        fuse_projections(model, signature.vocab_size)
+    if signature.lowering == "scatter":
         fix_reshapes(model)
-        hoist_above_splits(model)
     model.graph.sort()
     model.opset_imports[""] = opset
     model.ir_version = _IR_VERSION[opset]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -75,10 +75,29 @@ def linear_modules(model: PreTrainedModel) -> dict[str, nn.Linear]:
     }
 
 
+def expert_matrices(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The matrices of experts in a module (experts x outputs x inputs), by name."""
+    return {
+        name: parameter
+        for name, parameter in module.named_parameters()
+        if name.rpartition(".")[2] in ("gate_up_proj", "down_proj") and parameter.dim() == 3
+    }
+
+
 def quantize_inputs(model: PreTrainedModel) -> None:
-    """Round the inputs of linear modules to 8 bits in PyTorch from now on, as native operators do."""
-    for module in (*linear_modules(model).values(), model.get_output_embeddings()):
+    """Round the inputs of linear modules and experts to 8 bits in PyTorch from now on, as native operators do."""
+    experts = {name.rpartition(".")[0] for name in expert_matrices(model)}
+    rounded = [*linear_modules(model).values(), model.get_output_embeddings(), *map(model.get_submodule, experts)]
+    for module in rounded:
         module.register_forward_pre_hook(lambda _, arguments: (fake_quantize(arguments[0]), *arguments[1:]))
+    if experts:
+        model.set_experts_implementation("batched_mm")  # in which what the gate gives can be replaced
+    for module in map(cast(Any, model).get_submodule, experts):
+        module._apply_gate = _rounding(module._apply_gate)
+
+
+def _rounding(apply_gate: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    return lambda states: fake_quantize(apply_gate(states))
 
 
 def _require_finite(model: PreTrainedModel, modules: Mapping[str, nn.Linear]) -> None:

@@ -7,6 +7,7 @@ computes differs from the operator in the order of float sums and in weights of 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -39,7 +40,7 @@ def add_functions(model: onnx.ModelProto) -> None:
     """Give a model a function for each kind of native node in it: same attributes and same optional inputs."""
     overloads: dict[bytes, str] = {}
     opsets = [opset for opset in model.opset_import if opset.domain in ("", "ai.onnx")]
-    for node in model.graph.node:
+    for node in nodes_of(model.graph):
         if node.domain != DOMAIN:
             continue
         kind = onnx.NodeProto(op_type=node.op_type)
@@ -52,6 +53,15 @@ def add_functions(model: onnx.ModelProto) -> None:
             overloads[key] = str(len(overloads))
             model.functions.append(_function(node, overloads[key], opsets))
         node.overload = overloads[key]
+
+
+def nodes_of(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
+    """The nodes of a graph and of the graphs in it."""
+    for node in graph.node:
+        yield node
+        for attribute in node.attribute:
+            if attribute.type == onnx.AttributeProto.GRAPH:
+                yield from nodes_of(attribute.g)
 
 
 def _function(node: onnx.NodeProto, overload: str, opsets: list[onnx.OperatorSetIdProto]) -> onnx.FunctionProto:

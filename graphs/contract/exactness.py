@@ -12,9 +12,14 @@ from spaceport.graphs.contract.signature import Precision
 TOLERANCE: dict[Precision, float] = {"float32": 1e-4, "float16": 3e-2, "bfloat16": 1e-1}
 
 # The same where inputs of products are rounded to 8 bits: floating-point noise of 1e-6 then moves a value to the next of
-# 127 steps here and there. Measured on rows of random tokens in SmolLM2-135M, with one scale for each row: 7e-2 on most of
-# them, 1.2e-1 on the worst.
-NATIVE_TOLERANCE = 2e-1
+# 127 steps here and there. Measured on random weights of the tests' families, which amplify it most: 2e-2 on half of the
+# rows, 1e-1 on most others, 1.7e-1 on the worst. A fault in every row is below that, but not below the largest mean
+# error of all rows and logits; measured: 3e-3 to 8e-3, and with experts 7e-3 to 1.4e-2.
+NATIVE_TOLERANCE, NATIVE_MEAN = 2e-1, 2e-2
+
+# The largest share of rows beyond the tolerance where rows choose experts: two experts of about the same share change
+# places by rounding, and what the other one adds is another vector. Measured: up to 4 % of the rows.
+OTHER_EXPERTS = 8e-2
 
 
 def tolerance_of(dtype: Precision, native: bool = False) -> float:

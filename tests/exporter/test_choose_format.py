@@ -15,6 +15,7 @@ from spaceport.exporter.checkpoint_source import model_without_values
 from spaceport.exporter.choose_format import Machine, choose_format, why_not_native
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.formats import FORMATS
+from spaceport.runtime.bundle import open_bundle
 from spaceport.tools.cli import USAGE, run
 from spaceport.tools.cli.export import _options, command
 from support.families import TINY as WIDTHS
@@ -105,6 +106,20 @@ def test_a_named_format_wins_and_the_reason_for_each_is_one_line(
     assert "\n" not in why
 
 
+@pytest.mark.parametrize(("largest", "name"), [(9.0, "int4"), (0.0, "int8")])
+def test_a_measurement_of_int4_decides_where_it_is_quick(
+    largest: float, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(chooser, "_SMALL", 0)
+    monkeypatch.setattr(chooser, "MEASURED", range(1, 10**9))
+    monkeypatch.setattr(chooser, "LARGEST_DIVERGENCE", largest)
+    assert run(["export", str(TINY), str(tmp_path / "bundle")]) == 0
+    assert open_bundle(tmp_path / "bundle").manifest.format == name
+    err = capsys.readouterr().err
+    assert "format int4, or int8 if int4 differs too much from float32" in err
+    assert re.search(rf"format int4: top-1 agreement .*, mean KL [0-9.e-]+, {largest:g} at most", err)
+
+
 def test_an_unknown_format_is_refused() -> None:
     with pytest.raises(OptionFault, match="format is 'int7': expected stored, int4, int8, float32"):
         choose_format(TINY, "int7", "cpu")
@@ -118,8 +133,8 @@ def test_an_unknown_format_is_refused() -> None:
         ("gpt_neox", None),
         ("ministral3", "queries that are scaled by their position"),
         ("falcon, 40B style", "an attention of its own"),
-        ("gpt2", "a Conv1D"),
-        ("qwen3_moe", "neither a gated nor a plain MLP"),
+        ("gpt2", "no o_proj in GPT2Attention"),
+        ("qwen3_moe", None),
     ],
 )
 def test_families_that_native_operators_do_not_know_are_float32_by_default(name: str, reason: str | None) -> None:

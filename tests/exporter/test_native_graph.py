@@ -3,33 +3,42 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 import onnx
+import onnxruntime as ort
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
+from onnx import TensorProto, helper
 from transformers import PreTrainedModel
 
+from spaceport.exporter.graph_writer import OPSET
+from spaceport.exporter.native_mlp import MlpWriter
 from spaceport.exporter.native_weights import Matrix, RoundedWeights, rounded
-from spaceport.graphs import parts as parts_module
+from spaceport.graphs import find_parts
 from spaceport.graphs.contract.manifest import DATA_FILE, MODEL_FILE
 from spaceport.graphs.gated import ALL_LINEAR, adapter_state, gate_model, uniform_rows
 from spaceport.graphs.heads import Heads, expected_shapes
 from spaceport.graphs.mechanism import InputRows
-from spaceport.graphs.parts import Linear
+from spaceport.graphs.parts import Experts, Linear, Mlp
+from spaceport.kernels.functions import nodes_of
 from spaceport.kernels.native_library import DOMAIN
 from spaceport.kernels.packing import WEIGHT_FORMATS, packed_bytes, quantize
-from support.families import VOCAB
+from support.families import VOCAB, family_of
 from support.layouts import Layout, fed
 from support.mask_rows import require_other_mask_rows_alone
 from support.native_models import SUPPORTED, NativeFiles, NativeModel, built, rms, rounded_logits, tokens
-from support.native_operators import library
+from support.native_operators import library, options
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no C++ compiler")
+
+Array = NDArray[np.float32]
 
 TEXT = tokens(40, VOCAB)
 MASK = 5
@@ -66,9 +75,14 @@ def written(name: str, format_name: str, folder: Path) -> NativeFiles:
     return native(name).write(folder / f"{name} {format_name}", format_name)
 
 
+def typical(found: Array, expected: Array) -> float:
+    """The median of the errors of rows: in a few of them, a rounded state chooses other experts."""
+    return float(np.median([rms(*rows) for rows in zip(found, expected, strict=True)]))
+
+
 def kinds(files: NativeFiles) -> Counter[str]:
     graph = onnx.load(files.folder / MODEL_FILE, load_external_data=False).graph
-    return Counter(f"native {node.op_type}" if node.domain == DOMAIN else node.op_type for node in graph.node)
+    return Counter(f"native {node.op_type}" if node.domain == DOMAIN else node.op_type for node in nodes_of(graph))
 
 
 @pytest.mark.parametrize("name", SUPPORTED)
@@ -78,10 +92,11 @@ def test_a_graph_has_the_logits_of_the_model_up_to_rounding(name: str, folder: P
     found = fed(files.engine(), TEXT, Layout((40,)))
     standard = fed(files.engine(with_library=False), TEXT, Layout((40,)))
     expected = rounded_logits(built(name), TEXT)
-    print(f"{rms(found, expected):.3f} {rms(standard, found):.3f}")  # pytest -rP shows it
-    assert rms(found, expected) <= ROUNDING
-    assert rms(standard, found) <= WITHOUT_LIBRARY
-    assert rms(found, native(name).float_logits(TEXT)) <= 2 * ROUNDING
+    error = typical if family_of(name).structure == "experts" else rms
+    print(f"{error(found, expected):.3f} {error(standard, found):.3f}")  # pytest -rP shows it
+    assert error(found, expected) <= ROUNDING
+    assert error(standard, found) <= WITHOUT_LIBRARY
+    assert error(found, native(name).float_logits(TEXT)) <= 2 * ROUNDING
 
 
 @pytest.mark.parametrize("name", ["qwen2", "gemma3"])
@@ -94,22 +109,27 @@ def test_an_int4_graph_has_the_logits_of_weights_of_four_bits(name: str, folder:
 
 
 @pytest.mark.parametrize("name", SUPPORTED)
-def test_a_layer_is_five_native_nodes(name: str, folder: Path) -> None:
+def test_a_layer_without_experts_is_five_native_nodes(name: str, folder: Path) -> None:
     found, layers = kinds(written(name, "int8", folder)), native(name).signature.layers
     parts = native(name).parts.layers[0]
     native_nodes = {kind: count for kind, count in found.items() if kind.startswith("native ")}
     behind = (parts.after_attention is not None) + (parts.after_mlp is not None)  # norms behind products
+    gated = not isinstance(parts.mlp, Mlp) or parts.mlp.gated
     expected = {
         "native Embed": 1,
-        "native NormProduct": layers * (1 + behind + (not parts.gated)),
+        "native NormProduct": layers * (1 + behind + (not gated)),
         "native Attend": layers,
         "native AddProduct": layers * (2 - behind),
-        "native GateProduct": layers * parts.gated,
+        "native GateProduct": layers * gated,
         "native Head": 1,
     }
+    if isinstance(parts.mlp, Experts):
+        # the router, an expert's last product instead of one that adds, and three products of a shared expert
+        expected["native NormProduct"] += layers * (2 + 2 * (parts.mlp.shared is not None))
+        expected["native AddProduct"] -= layers
+        expected["native GateProduct"] += layers * (parts.mlp.shared is not None)
     assert native_nodes == {kind: count for kind, count in expected.items() if count}
-    assert native_nodes.keys() >= {"native Attend"}
-    assert sum(native_nodes.values()) == 5 * layers + 2
+    assert isinstance(parts.mlp, Experts) or sum(native_nodes.values()) == 5 * layers + 2
     if name in STANDARD:
         assert {kind: found[kind] for kind in found.keys() - native_nodes.keys()} == STANDARD[name]
 
@@ -240,6 +260,47 @@ def test_a_tied_table_is_stored_once(folder: Path) -> None:
         assert rms(found, rounded_logits(one.model, TEXT)) <= ROUNDING
 
 
+def test_a_table_is_stored_once_though_the_input_rows_of_some_tokens_are_others(folder: Path) -> None:
+    model = built("qwen2", tie_word_embeddings=False)
+    with torch.no_grad():
+        model.lm_head.weight.copy_(model.model.embed_tokens.weight)
+        model.model.embed_tokens.weight[[TEXT[3], MASK]] = 0.2 * torch.randn(
+            2, 64, generator=torch.Generator().manual_seed(3)
+        )
+    files = NativeModel.of(model).write(folder / "other rows")
+    text = [*TEXT, MASK]
+    assert rms(fed(files.engine(), text, Layout((41,))), rounded_logits(model, text)) <= ROUNDING
+    assert (files.folder / DATA_FILE).stat().st_size < 4096 + sum(
+        packed_bytes(WEIGHT_FORMATS["int8"], *weight.shape) + 4096
+        for name, weight in model.named_parameters()
+        if weight.dim() > 1 and "embed_tokens" not in name
+    )
+
+
+def test_a_router_chooses_experts_with_16_bits(tmp_path: Path) -> None:
+    dice = torch.Generator().manual_seed(0)
+    x = torch.randn(500, 64, generator=dice)
+    (layer, *_) = native("qwen3_moe").parts.layers
+    assert isinstance(layer.mlp, Experts)
+    experts = replace(layer.mlp, router=torch.randn(16, 64, generator=dice), normalized=True)
+    writer = MlpWriter(tmp_path, native("qwen3_moe").signature, RoundedWeights("int8"))
+    with (tmp_path / DATA_FILE).open("wb") as writer.file:
+        names = writer._routed("router", "x", experts)
+    value = helper.make_tensor_value_info
+    outputs = [value(names[0], TensorProto.FLOAT, None), value(names[1], TensorProto.INT64, None)]
+    inputs = [value("x", TensorProto.FLOAT, ["T", 64])]
+    graph = helper.make_graph(writer.nodes, "router", inputs, outputs, [*writer.initializers.values()])
+    opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(DOMAIN, 1)]
+    (tmp_path / MODEL_FILE).write_bytes(
+        helper.make_model(graph, opset_imports=opsets, ir_version=11).SerializeToString()
+    )
+    session = ort.InferenceSession(tmp_path / MODEL_FILE, options(), providers=["CPUExecutionProvider"])
+    shares, chosen = session.run(None, {"x": x.numpy()})
+    expected, best = (x @ experts.router.T).softmax(-1).topk(experts.chosen)
+    assert (chosen == best.numpy()).mean() > 0.999  # rounded to 8 bits: 0.993
+    np.testing.assert_allclose(shares, expected / expected.sum(-1, keepdim=True), atol=2e-3)
+
+
 def test_a_large_bias_of_keys_does_not_take_the_bits_of_other_channels(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -251,7 +312,7 @@ def test_a_large_bias_of_keys_does_not_take_the_bits_of_other_channels(
             model.model.layers[0].self_attn.q_proj.weight[[1, 9, 17, 25, 33, 41, 49, 57]] *= 0.05
             model.model.layers[0].self_attn.q_proj.bias[[1, 9, 17, 25, 33, 41, 49, 57]] *= 0.05
         if not balances:
-            monkeypatch.setattr(parts_module, "_balanced", lambda parts, layer: layer)
+            monkeypatch.setattr(find_parts, "_balanced", lambda parts, layer: layer)
         native_model = NativeModel.of(model)
         found = fed(native_model.write(folder / f"keys {balances}").engine(), TEXT, Layout((40,)))
         errors.append(rms(found, rounded_logits(model, TEXT)))

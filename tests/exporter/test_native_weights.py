@@ -19,16 +19,19 @@ from torch import Tensor, nn
 
 from spaceport.exporter.checkpoint import CheckpointError, TokenFlags, load_model, open_checkpoint
 from spaceport.exporter.checkpoint_source import quiet_libraries
+from spaceport.exporter.export import ExportOptions, estimate_export, export
 from spaceport.exporter.gguf_file import GgufFile, GgufTensor, read_gguf
 from spaceport.exporter.native_weights import (
     Matrix,
     RoundedWeights,
     StoredWeights,
     gate_matrix,
+    other_rows,
     rounded,
-    same_table,
     stacked,
 )
+from spaceport.graphs.contract import formats
+from spaceport.graphs.contract.manifest import DATA_FILE
 from spaceport.graphs.parts import DecoderParts, Linear
 from spaceport.kernels.gguf_weights import GGUF_BLOCKS
 from spaceport.kernels.packing import WEIGHT_FORMATS, gate_order, pack, quantize
@@ -166,6 +169,7 @@ def test_rows_of_a_table_that_the_model_changed_or_added_are_rounded(kind: str, 
     np.testing.assert_array_equal(found[kept], own[kept].numpy())
     np.testing.assert_array_equal(found[new], quantize(changed[new].numpy(), FORMATS[kind]).dequantized())
     np.testing.assert_array_equal(matrix.read(np.array([41, 74, 5])).dequantized(), found[[41, 74, 5]])
+    assert stored.changed == {*new.tolist()}
     output = stored.table(weights["output.weight"], output=True)
     np.testing.assert_array_equal(values(output), weights["output.weight"].numpy())
     assert stored.rounded == {}
@@ -180,11 +184,13 @@ def tables_of(inputs: Tensor, outputs: Tensor) -> DecoderParts:
 def test_two_roundings_of_one_table_are_one_table() -> None:
     table = torch.randn(300, 64, generator=torch.Generator().manual_seed(0))
     coarse, fine = (torch.from_numpy(quantize(table.numpy(), name).dequantized()) for name in ("int4", "int8"))
-    assert same_table(tables_of(coarse, fine))
+    assert other_rows(tables_of(coarse, fine)) == []
     assert RoundedWeights("int4").one_table(tables_of(coarse, fine))
-    assert not same_table(tables_of(coarse, fine.flip(0)))
-    assert not same_table(tables_of(coarse, fine + 0.5 * torch.randn(300, 64)))
-    assert not same_table(tables_of(coarse, fine[1:]))
+    assert other_rows(tables_of(coarse, fine.flip(0))) is None
+    assert other_rows(tables_of(coarse, fine + 0.5 * torch.randn(300, 64))) is None
+    assert other_rows(tables_of(coarse, fine[1:])) is None
+    coarse[[7, 299]] += 2.0
+    assert other_rows(tables_of(coarse, fine)) == [7, 299]
 
 
 def test_the_tables_of_a_file_are_stored_once_if_the_output_has_the_smaller_steps(tmp_path: Path) -> None:
@@ -194,6 +200,24 @@ def test_the_tables_of_a_file_are_stored_once_if_the_output_has_the_smaller_step
         assert stored.one_table(tables_of(weight, weight)) == merged
         assert [note.startswith("token_embd.weight and output.weight") for note in stored.notes] == [True] * merged
         assert not stored.one_table(tables_of(weights["token_embd.weight"], weight))
+
+
+def test_the_size_of_a_bundle_is_known_from_the_types_of_a_file(tmp_path: Path) -> None:
+    model = random_model("llama", False)
+    with torch.no_grad():
+        model.lm_head.weight.copy_(model.model.embed_tokens.weight)
+    for kinds in (TYPES, {**TYPES, "output.weight": "Q4_0"}):  # the table is stored once and twice
+        file = write_gguf(tmp_path / "model.gguf", model, kinds)
+        checkpoint = open_checkpoint(file, TokenFlags())
+        estimate = estimate_export(checkpoint, ExportOptions(formats.FORMATS["stored"])).bundle
+        manifest = export(file, tmp_path / "bundle", ExportOptions(formats.FORMATS["stored"]), overwrite=True)
+        written = (tmp_path / "bundle" / DATA_FILE).stat().st_size
+        assert abs(estimate - written) < 20 * 4096  # parts of the file begin at pages
+        tables = 1 if kinds is TYPES else 2
+        assert (
+            manifest.parameters
+            == sum(p.numel() for p in model.parameters()) - (2 - tables) * model.lm_head.weight.numel()
+        )
 
 
 @pytest.mark.parametrize("format_name", WEIGHT_FORMATS)

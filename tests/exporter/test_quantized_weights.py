@@ -32,7 +32,7 @@ from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
 from spaceport.tools.bench.steps import chain_batch
 from spaceport.tools.reference import open_reference
-from spaceport.tools.verify.check import measure_quantization
+from spaceport.tools.verify.quantization import measure_quantization
 from support.exported import bundle_of
 from support.paths import TINY
 from support.small_graphs import Array, changed, model_of, op, outputs_of

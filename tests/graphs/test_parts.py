@@ -13,7 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from spaceport.graphs.decoder import freeze_rotary
-from spaceport.graphs.parts import DecoderParts, LayerParts, UnsupportedParts, _Finder, parts_of
+from spaceport.graphs.find_parts import UnsupportedParts, _Finder, parts_of
+from spaceport.graphs.parts import DecoderParts, LayerParts
 from spaceport.graphs.traits import Traits, probe
 from support.native_models import REFUSED, SUPPORTED, built, found_parts
 
@@ -123,7 +124,10 @@ FAULTS: dict[str, tuple[str, Fault]] = {
     "the order of queries": ("llama", in_layer(0, swapped_queries)),
     "the order of one matrix": ("gpt_neox", in_layer(0, swapped_queries)),
     "parallel branches": ("gpt_neox", in_layer(0, lambda layer: replace(layer, parallel=False))),
-    "the activation": ("starcoder2", in_layer(0, lambda layer: replace(layer, activation="gelu"))),
+    "the activation": (
+        "starcoder2",
+        in_layer(0, lambda layer: replace(layer, mlp=replace(layer.mlp, activation="gelu"))),
+    ),
     "a norm behind the attention": ("glm4", in_layer(0, lambda layer: replace(layer, after_attention=None))),
     "a norm behind the MLP": ("gemma2", in_layer(0, lambda layer: replace(layer, after_mlp=None))),
     "norms of heads": ("qwen3", in_layer(0, lambda layer: replace(layer, head_norms=None))),

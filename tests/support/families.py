@@ -148,6 +148,13 @@ FAMILIES = (
     Family("phi", "phi", {**GROUPED, "qk_layernorm": True}, ("append",)),
     Family("qwen3_moe", "qwen3_moe", WIDE | EXPERTS, ("scatter",), structure="experts"),
     Family(
+        "qwen2_moe",
+        "qwen2_moe",
+        {**GROUPED, **EXPERTS, "shared_expert_intermediate_size": 40, "decoder_sparse_step": 1},
+        ("scatter",),
+        structure="experts",
+    ),
+    Family(
         "mixtral", "mixtral", {**GROUPED, "num_local_experts": 4}, ("append",), each_run="append", structure="experts"
     ),
 )

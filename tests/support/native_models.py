@@ -19,8 +19,9 @@ from spaceport.exporter.native_weights import RoundedWeights, Weights, round_wei
 from spaceport.graphs.contract.manifest import MODEL_FILE
 from spaceport.graphs.contract.signature import Signature
 from spaceport.graphs.decoder import freeze_rotary
+from spaceport.graphs.find_parts import parts_of
 from spaceport.graphs.heads import head_logits, heads_of
-from spaceport.graphs.parts import DecoderParts, parts_of
+from spaceport.graphs.parts import DecoderParts
 from spaceport.graphs.quantize import quantize_inputs
 from spaceport.graphs.traits import probe
 from spaceport.runtime.backends.on_onnxruntime import OnnxRuntimeEngine
@@ -30,7 +31,7 @@ from support.native_operators import options
 SLOTS = POSITIONS
 # Widths of whole blocks; the MLP of the gated families is padded to them.
 GATED_WIDTH, PLAIN_WIDTH = 88, 96
-_PLAIN = ("gpt_neox", "starcoder2", "opt", "gpt2", "gptj")
+_PLAIN = ("gpt_neox", "starcoder2", "opt", "gpt2", "gptj", "phi")
 _LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
@@ -55,11 +56,6 @@ REFUSED = {
     "opt": "has no norm in OPTModel",
     "gpt2": "inputs of its first layer that are not its embeddings",
     "gptj": "has an attention of its own",
-    "cohere": "has a CohereLayerNorm: expected a norm with one gain for each channel",
-    "stablelm": "has a layer norm of queries and keys",
-    "phi": "has a layer norm of queries and keys",
-    "qwen3_moe": "has a Qwen3MoeSparseMoeBlock, which is neither a gated nor a plain MLP",
-    "mixtral": "has a MixtralSparseMoeBlock, which is neither a gated nor a plain MLP",
 }
 SUPPORTED = [family.name for family in FAMILIES if family.name not in REFUSED]
 

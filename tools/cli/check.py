@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 import click
 
 from spaceport.exporter.checkpoint_files import require_adapter_folder, require_checkpoint
+from spaceport.graphs.contract.exactness import NATIVE_MEAN, OTHER_EXPERTS
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.backends import BACKENDS, by_reason
 from spaceport.runtime.bundle import Bundle, open_bundle
@@ -257,6 +258,16 @@ def show_report(report: CheckReport) -> None:
     shares = {pair.dtype: pair.tolerance for pair in report.pairs}
     stated = ", ".join(f"{share:g} ({dtype})" for dtype, share in shares.items())
     show_table(f"allowed: a fraction of the largest logit of the case: {stated}", columns, rows)
+    for pair in report.pairs:
+        if pair.experts and pair.beyond:
+            click.echo(
+                f"{pair.first} and {pair.second}: {pair.beyond} of {pair.rows} rows differ by more, as rounded states "
+                f"choose other experts ({OTHER_EXPERTS:.0%} may)"
+            )
+        if pair.native and pair.mean_error > NATIVE_MEAN:
+            click.echo(
+                f"{pair.first} and {pair.second}: the mean error is {pair.mean_error:.2g}, {NATIVE_MEAN:g} allowed"
+            )
     if report.suspect is not None:
         click.echo(f"in every pair that failed: {report.suspect}")
     for line in by_reason(report.not_compared):

@@ -40,6 +40,7 @@ from spaceport.tools.terminal.screen import interruptible_stages, show_json, siz
 if TYPE_CHECKING:  # torch is imported only once the paths are valid
     from spaceport.exporter.choose_format import Machine
     from spaceport.exporter.export import ExportOptions, TokenFlags
+    from spaceport.graphs.contract.manifest import Manifest
 
 export_adapter_options = options(
     click.option(
@@ -216,15 +217,20 @@ def command(context: click.Context, /, checkpoint: Path, bundle: Path, **given: 
     require_checkpoint(checkpoint)
     adopted = drafts.read()
     # torch is imported only once the paths are valid
+    from spaceport.exporter.choose_format import may_be_measured
     from spaceport.exporter.export import export
 
     options, reason = _options(checkpoint, given)
+    measured = given["format"] is None and may_be_measured(checkpoint, options.format, options.remote_code)
+    if measured:
+        reason = "format int4, or int8 if int4 differs too much from float32"
     with interruptible_stages() as on_stage:
         for note in filter(None, (reason, drafts.hint)):
             on_stage(note)
         with drafts.adapter_folder(adopted, bundle, options.remote_code, on_stage) as folder:
             options = replace(options, tokens=drafts.tokens(folder), adapter=folder)
-            manifest = export(checkpoint, bundle, options, given["overwrite"], on_stage)
+            write = _measured_export if measured else export
+            manifest = write(checkpoint, bundle, options, given["overwrite"], on_stage)
     if given["as_json"]:
         show_json(manifest.as_dict())
         return
@@ -232,6 +238,25 @@ def command(context: click.Context, /, checkpoint: Path, bundle: Path, **given: 
     heads = f"{manifest.drafts.heads} draft heads" if manifest.drafts.heads else "no mask slots"
     drafts_with = f"up to {manifest.drafts.mask_slots} mask slots" if manifest.drafts.mask_slots else heads
     click.echo(f"{bundle}: {manifest.model_type}, {manifest.parameters:,} parameters, {size(total)}, {drafts_with}")
+
+
+def _measured_export(
+    checkpoint: Path, bundle: Path, options: ExportOptions, overwrite: bool, on_stage: Callable[[str], None]
+) -> Manifest:
+    """Export as int4, and again as int8 if that differs too much from the checkpoint."""
+    from spaceport.exporter.choose_format import LARGEST_DIVERGENCE
+    from spaceport.exporter.export import export
+    from spaceport.runtime.bundle import open_bundle
+    from spaceport.tools.verify.quantization import measure_bundle
+
+    int4 = replace(options, format=FORMATS["int4"])
+    manifest = export(checkpoint, bundle, int4, overwrite, on_stage)
+    on_stage("measuring int4 on texts of the model")
+    measured = measure_bundle(open_bundle(bundle), checkpoint, options.remote_code, options.adapter)
+    on_stage(f"{measured}, {LARGEST_DIVERGENCE:g} at most")
+    if measured.divergence <= LARGEST_DIVERGENCE:
+        return manifest
+    return export(checkpoint, bundle, replace(options, format=FORMATS["int8"]), True, on_stage)
 
 
 def _options(checkpoint: Path, given: Mapping[str, Any]) -> tuple[ExportOptions, str]:

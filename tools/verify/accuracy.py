@@ -22,7 +22,7 @@ from polygraphy.comparator import Comparator
 from polygraphy.logger import G_LOGGER
 
 from spaceport.graphs.contract.atomic_file import replace_text
-from spaceport.graphs.contract.exactness import tolerance_of
+from spaceport.graphs.contract.exactness import NATIVE_MEAN, OTHER_EXPERTS, tolerance_of
 from spaceport.graphs.contract.manifest import ACCURACY_FILE
 from spaceport.graphs.contract.signature import Precision
 from spaceport.tools.verify.cases import Array, RecordedCall
@@ -43,6 +43,7 @@ class ComparedEngine:
     dtype: Precision
     open: Callable[[], AbstractContextManager[RunCall]]
     native: bool = False
+    experts: bool = False  # whether rows choose experts by rounded states
 
     @property
     def tolerance(self) -> float:
@@ -55,6 +56,7 @@ class LogitDifference:
 
     case: str
     rows: int
+    beyond: int  # rows with a larger error than is allowed
     max_error: float
     mean_error: float
     largest_logit: float
@@ -94,10 +96,29 @@ class ComparedPair:
     dtype: Precision  # the coarser of their types, which sets the tolerance
     differences: tuple[LogitDifference, ...]
     tolerance: float  # largest error that rounding explains, relative to the largest logit
+    native: bool = False
+    experts: bool = False
 
     @property
     def passed(self) -> bool:
-        return all(self.differences)
+        broken = any(difference.fault is not None or np.isnan(difference.max_error) for difference in self.differences)
+        exempt = OTHER_EXPERTS * self.rows if self.experts else 0
+        return not broken and self.beyond <= exempt and not (self.native and self.mean_error > NATIVE_MEAN)
+
+    @property
+    def rows(self) -> int:
+        return sum(difference.rows for difference in self.differences)
+
+    @property
+    def beyond(self) -> int:
+        """Rows with a larger error than is allowed."""
+        return sum(difference.beyond for difference in self.differences)
+
+    @property
+    def mean_error(self) -> float:
+        """The mean error of all rows, relative to the largest logit of their case."""
+        errors = [each.rows * each.mean_error / max(1.0, each.largest_logit) for each in self.differences]
+        return sum(errors) / max(1, self.rows)
 
     @property
     def worst(self) -> LogitDifference:
@@ -106,13 +127,13 @@ class ComparedPair:
     @property
     def agreement(self) -> float:
         """Share of rows with the same top-1 token."""
-        rows = sum(difference.rows for difference in self.differences)
-        return 1 - sum(difference.disagreements for difference in self.differences) / max(1, rows)
+        return 1 - sum(difference.disagreements for difference in self.differences) / max(1, self.rows)
 
     def as_dict(self) -> dict[str, Any]:
         pair = {"first": self.first, "second": self.second, "dtype": self.dtype, "tolerance": self.tolerance}
         cases = [difference.as_dict() for difference in self.differences]
-        return {**pair, "passed": self.passed, "agreement": self.agreement, "cases": cases}
+        found = {"mean_error": None if np.isnan(self.mean_error) else self.mean_error, "beyond": self.beyond}
+        return {**pair, "passed": self.passed, "agreement": self.agreement, **found, "cases": cases}
 
 
 class EngineRunner(BaseRunner):  # type: ignore[misc]  # polygraphy ships no types
@@ -153,14 +174,16 @@ class EngineRunner(BaseRunner):  # type: ignore[misc]  # polygraphy ships no typ
         return OrderedDict(logits=logits)
 
 
-def recorded_engine(name: str, dtype: Precision, calls: Sequence[RecordedCall], native: bool = False) -> ComparedEngine:
+def recorded_engine(
+    name: str, dtype: Precision, calls: Sequence[RecordedCall], native: bool = False, experts: bool = False
+) -> ComparedEngine:
     """The engine that the calls were recorded on: its logits are known, so it does not run again."""
 
     def open_recording() -> AbstractContextManager[RunCall]:
         remaining = iter(calls)
         return contextlib.nullcontext(lambda arrays: next(remaining).expected)
 
-    return ComparedEngine(name, dtype, open_recording, native)
+    return ComparedEngine(name, dtype, open_recording, native, experts)
 
 
 def compare(engines: Sequence[ComparedEngine], calls: Sequence[RecordedCall]) -> list[ComparedPair]:
@@ -177,33 +200,33 @@ def compare(engines: Sequence[ComparedEngine], calls: Sequence[RecordedCall]) ->
         pairs = list(combinations(range(len(engines)), 2))
         (report,) = Comparator.compare_accuracy(results, comparisons=pairs, compare_func=compared)
     faults = {runner.name: runner.faults for runner in runners}
-    return [
-        ComparedPair(
-            first,
-            second,
-            _coarser(by_name[first], by_name[second]).dtype,
-            _by_case(calls, outputs, faults[first] | faults[second]),
-            _coarser(by_name[first], by_name[second]).tolerance,
+    found = []
+    for (first, second), outputs in report.items():
+        coarser = _coarser(by_name[first], by_name[second])
+        cases = _by_case(calls, outputs, faults[first] | faults[second])
+        found.append(
+            ComparedPair(first, second, coarser.dtype, cases, coarser.tolerance, coarser.native, coarser.experts)
         )
-        for (first, second), outputs in report.items()
-    ]
+    return found
 
 
 def compare_logits(case: str, expected: Array, got: Array, tolerance: float) -> LogitDifference:
     """How the logits of two engines differ in one call; the error is NaN if the shapes differ."""
     if expected.shape != got.shape:
         rows = max(expected.size // max(1, expected.shape[-1]), got.size // max(1, got.shape[-1]))
-        return LogitDifference(case, rows, np.nan, np.nan, 0.0, rows, None, tolerance)
+        return LogitDifference(case, rows, rows, np.nan, np.nan, 0.0, rows, None, tolerance)
     error = np.abs(expected.astype(np.float64) - got.astype(np.float64))
     first, other = expected.argmax(-1), got.argmax(-1)
     differ = first != other
     margins = np.diff(np.partition(expected, -2, axis=-1)[..., -2:], axis=-1)[..., 0][differ]
+    largest = float(np.abs(expected).max(initial=0.0))
     return LogitDifference(
         case=case,
         rows=int(differ.size),
+        beyond=int((~(error.max(-1, initial=0.0) <= tolerance * max(1.0, largest))).sum()),
         max_error=float(error.max(initial=0.0)),
         mean_error=float(error.mean()) if error.size else 0.0,
-        largest_logit=float(np.abs(expected).max(initial=0.0)),
+        largest_logit=largest,
         disagreements=int(differ.sum()),
         margin=float(margins.min()) if margins.size else None,
         tolerance=tolerance,
@@ -218,6 +241,7 @@ def merged(parts: Sequence[LogitDifference]) -> LogitDifference:
     return LogitDifference(
         case=worst.case,
         rows=rows,
+        beyond=sum(part.beyond for part in parts),
         max_error=worst.max_error,
         mean_error=sum(part.mean_error * part.rows for part in parts) / max(1, rows),
         largest_logit=worst.largest_logit,

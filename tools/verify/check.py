@@ -4,29 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
-from transformers import PreTrainedModel
 
-from spaceport.exporter.checkpoint import TokenFlags, load_model, open_checkpoint
-from spaceport.exporter.checkpoint_source import quiet_libraries
 from spaceport.exporter.to_onnx import reaches_quarter
 from spaceport.graphs.contract.exactness import tolerance_of
 from spaceport.graphs.contract.faults import MissingDependency, OptionFault
-from spaceport.graphs.contract.manifest import EngineRecord, Manifest
-from spaceport.graphs.contract.signature import Precision, Signature, visible_length
+from spaceport.graphs.contract.manifest import MODEL_FILE, EngineRecord, Manifest
+from spaceport.graphs.contract.signature import Precision
 from spaceport.runtime.backends import BACKENDS, by_reason, open_engine, require, why_not
+from spaceport.runtime.backends.graph_file import operators
 from spaceport.runtime.backends.machine import gpu, no_gpu
 from spaceport.runtime.bundle import Bundle
-from spaceport.runtime.engine import PREFILL_ROWS, Batch, Engine, EngineFault, EngineOptions, capacity_for
+from spaceport.runtime.engine import PREFILL_ROWS, Engine, EngineFault, EngineOptions, capacity_for
 from spaceport.tools.reference import open_reference
 from spaceport.tools.verify.accuracy import (
     CallFailed,
@@ -51,8 +47,8 @@ from spaceport.tools.verify.cases import (
 )
 from spaceport.tools.verify.layers import GraphLayers, LayerComparison, ModelLayers, compare_layers, layer_values
 from spaceport.tools.verify.prompts import read_prompts
+from spaceport.tools.verify.quantization import Agreement, measure_quantization
 
-TEXTS, LENGTH = 4, 64  # texts that quantization is measured on, and tokens of each
 _GENERATED = 64  # tokens that the cases generate after their longest prompt, at most
 
 
@@ -65,6 +61,7 @@ class CheckedEngine:
     dtype: Precision
     open: Callable[[], Engine]
     native: bool = False
+    experts: bool = False
 
     def compared(self, calls: int, on_progress: Callable[[str], None]) -> ComparedEngine:
         """The engine as a comparison opens, runs and closes it."""
@@ -83,7 +80,7 @@ class CheckedEngine:
 
                 yield counted
 
-        return ComparedEngine(self.name, self.dtype, open_replay, self.native)
+        return ComparedEngine(self.name, self.dtype, open_replay, self.native, self.experts)
 
 
 @dataclass(frozen=True)
@@ -182,13 +179,19 @@ def _reference(
             *(options.remote_code, options.threads, options.adapter),
         )
 
-    return CheckedEngine(f"PyTorch {dtype}", None, dtype, opened, bundle.manifest.native)
+    return CheckedEngine(f"PyTorch {dtype}", None, dtype, opened, bundle.manifest.native, has_experts(bundle))
 
 
 def _backend(bundle: Bundle, name: str, engine_options: EngineOptions) -> CheckedEngine:
     manifest = bundle.manifest
     opened = partial(open_engine, bundle, name, engine_options)
-    return CheckedEngine(f"{name} {manifest.format}", name, manifest.signature.dtype, opened, manifest.native)
+    dtype, native = manifest.signature.dtype, manifest.native
+    return CheckedEngine(f"{name} {manifest.format}", name, dtype, opened, native, has_experts(bundle))
+
+
+def has_experts(bundle: Bundle) -> bool:
+    """Whether the rows of a native graph choose experts: it has no other loops."""
+    return bundle.manifest.native and "Loop" in operators(bundle.read(MODEL_FILE))
 
 
 def _alone(bundle: Bundle, engines: list[CheckedEngine], not_compared: Mapping[str, str], options: CheckOptions) -> str:
@@ -263,7 +266,7 @@ def check(bundle: Bundle, options: CheckOptions, on_progress: Callable[[str], No
 
         recording = record(engine, bundle.manifest, selection.limits, options.seed, options.quick, on_case)
     engines = [
-        recorded_engine(first.name, first.dtype, recording.calls, first.native),
+        recorded_engine(first.name, first.dtype, recording.calls, first.native, first.experts),
         *(other.compared(len(recording.calls), on_progress) for other in others),
     ]
     pairs = compare(engines, recording.calls)
@@ -306,93 +309,6 @@ def find_layer(
     values = layer_values(signature, graph.marks)
     tolerance = tolerance_of(signature.dtype, bundle.manifest.native)
     return compare_layers(ModelLayers(engine, limits).run, graph.run, values, calls, tolerance, compared)
-
-
-@dataclass(frozen=True)
-class Agreement:
-    """How closely a quantized model agrees with the unquantized one, over the tokens of sampled texts."""
-
-    format: str
-    rows: int
-    agreeing: int  # rows with the same top-1 token
-    divergence: float  # mean KL(unquantized || quantized), in nats
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    def __str__(self) -> str:
-        share = 100 * self.agreeing / self.rows
-        return (
-            f"format {self.format}: top-1 agreement with the unquantized model {share:.1f} % of {self.rows} rows, "
-            f"mean KL {self.divergence:.2g}"
-        )
-
-
-def measure_quantization(
-    bundle: Bundle, folder: Path, remote_code: bool = False, seed: int = 0, adapter: Path | None = None
-) -> Agreement | None:
-    """The agreement of the bundle's quantized model with the checkpoint, in float32; None without quantization."""
-    quiet_libraries()
-    manifest = bundle.manifest
-    if manifest.weights == "same":
-        return None
-    checkpoint = open_checkpoint(folder, TokenFlags(), remote_code, adapter)
-    with torch.no_grad():
-        unquantized = load_model(checkpoint, "float32")
-        texts = sampled_texts(unquantized, seed, min(LENGTH, manifest.max_positions))
-        expected = log_probabilities(unquantized, texts)
-        del unquantized  # only one model has to fit into memory
-    slots = visible_length(texts.shape[1])
-    quantized = open_reference(bundle, folder, slots, TEXTS, "float32", remote_code, adapter=adapter)
-    logits = torch.from_numpy(quantized.run(_prompts(quantized.signature, texts, slots)))
-    got = torch.log_softmax(logits[:, :: quantized.signature.lines].flatten(0, 1).double(), dim=-1)
-    return agreement(manifest.format, expected, got)
-
-
-def agreement(name: str, expected: Tensor, got: Tensor) -> Agreement:
-    """How closely log probabilities agree with the expected ones (both rows x vocabulary)."""
-    agreeing = int((expected.argmax(-1) == got.argmax(-1)).sum())
-    divergence = (expected.exp() * (expected - got)).sum(-1).mean()
-    return Agreement(name, len(expected), agreeing, max(0.0, float(divergence)))
-
-
-def sampled_texts(model: PreTrainedModel, seed: int, length: int) -> Tensor:
-    """Texts sampled from the model at temperature 1, each after its own random first token."""
-    vocab = int(model.config.get_text_config().vocab_size)
-    first = torch.randint(0, vocab, (TEXTS, 1), generator=torch.Generator().manual_seed(seed))
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return cast(
-            Tensor,
-            model.generate(  # type: ignore[operator]
-                first,
-                attention_mask=torch.ones_like(first),
-                do_sample=True,
-                temperature=1.0,
-                top_k=0,
-                top_p=1.0,
-                max_new_tokens=length - 1,
-                min_new_tokens=length - 1,
-                pad_token_id=0,
-            ),
-        )
-
-
-def _prompts(signature: Signature, texts: Tensor, slots: int) -> Batch:
-    """A call with all tokens of texts of the same length."""
-    count, length = texts.shape
-    distance = np.arange(length)[:, None] - np.arange(slots)[None]
-    causal, window = (
-        np.broadcast_to((distance >= 0) & (distance < size), (count, 1, length, slots)).copy()
-        for size in (length, signature.window or length)
-    )
-    order = np.tile(np.arange(length), (count, 1))
-    return Batch(0, texts.numpy(), order, order, causal, order, window if signature.window else None)
-
-
-def log_probabilities(model: PreTrainedModel, texts: Tensor) -> Tensor:
-    """The log probabilities of every token at every position of the texts: rows x vocabulary."""
-    return torch.log_softmax(model(input_ids=texts, use_cache=False).logits.flatten(0, 1).double(), dim=-1)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from spaceport.tools.cli import run
 from spaceport.tools.verify.accuracy import (
     CallFailed,
     ComparedEngine,
+    ComparedPair,
     RunCall,
     compare,
     compare_logits,
@@ -53,6 +54,35 @@ def test_a_difference_counts_disagreements_and_has_the_smallest_margin() -> None
     assert not broken.passed
     assert not merged([correct, broken]).passed
     assert not merged([broken, correct]).passed
+
+
+def pair_with(error: Logits, native: bool, experts: bool = False) -> ComparedPair:
+    """Two engines whose logits (100 rows, the largest 1) differ by an error in each row."""
+    expected = np.ones((1, 100, 4), np.float32)
+    found = compare_logits("case", expected, expected + error[None, :, None], 0.2)
+    return ComparedPair("a", "b", "float32", (found,), 0.2, native, experts)
+
+
+@pytest.mark.parametrize(
+    ("rows", "error", "others", "native", "experts", "passed"),
+    [
+        (1, 0.19, 0.0, True, False, True),
+        (1, 0.3, 0.0, True, False, False),
+        (8, 0.3, 0.0, True, True, False),  # their mean
+        (6, 0.3, 0.0, True, True, True),
+        (9, 0.21, 0.0, True, True, False),  # their number
+        (1, np.nan, 0.0, True, True, False),
+        (0, 0.0, 0.019, True, False, True),
+        (0, 0.0, 0.03, True, False, False),
+        (0, 0.0, 0.03, False, False, True),
+    ],
+)
+def test_rounding_explains_small_errors_on_average_and_other_experts_of_few_rows(
+    rows: int, error: float, others: float, native: bool, experts: bool, passed: bool
+) -> None:
+    errors = np.full(100, others, np.float32)
+    errors[:rows] = error
+    assert pair_with(errors, native, experts).passed == passed
 
 
 def calls() -> list[RecordedCall]:

@@ -144,9 +144,14 @@ def rounded(weight: Tensor | NDArray[np.float32], format_name: str) -> Matrix:
     return Matrix(quantize(np.zeros((1, 256), np.float32), format_name).format, outputs, inputs + padding, read)
 
 
+def table_format(format_name: str) -> str:
+    """The format of embeddings beside weights of a format: each step reads the whole output embedding."""
+    return "int5" if format_name == "int4" else "int8"
+
+
 @dataclass(frozen=True)
 class RoundedWeights:
-    """Weights of a model in float32, rounded to a format; embeddings to int8."""
+    """Weights of a model in float32, rounded to a format; embeddings to one with more bits."""
 
     format_name: str
     notes: tuple[str, ...] = ()
@@ -156,7 +161,7 @@ class RoundedWeights:
         return other_rows(parts) is not None
 
     def table(self, weight: Tensor, output: bool) -> Matrix:
-        return rounded(weight, "int8")
+        return rounded(weight, table_format(self.format_name))
 
     def linear(self, linear: Linear) -> Matrix:
         return rounded(linear.weight, self.format_name)
@@ -384,7 +389,7 @@ def round_weights(model: PreTrainedModel, format_name: str) -> None:
     modules = (model.get_input_embeddings(), model.get_output_embeddings())
     tables = {id(module.weight): cast(Tensor, module.weight) for module in modules}
     weights = [(module.weight, format_name) for module in linear_modules(model).values()]
-    for weight, kind in (*weights, *((table, "int8") for table in tables.values())):
+    for weight, kind in (*weights, *((table, table_format(format_name)) for table in tables.values())):
         matrix, inputs = rounded(weight, kind), int(weight.shape[1])
 
         def values(rows: slice, matrix: Matrix = matrix, inputs: int = inputs) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from tokenizers import Tokenizer
@@ -9,7 +10,8 @@ from tokenizers import Tokenizer
 Span = tuple[int, int]  # indices of the first character and of the one after the last
 
 
-class InfillPrompt(NamedTuple):
+@dataclass(frozen=True)
+class InfillPrompt:
     """A gap in a text that the model fills.
 
     - `before`: The text before the gap.

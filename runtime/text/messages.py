@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from spaceport.graphs.contract.faults import OptionFault
+from spaceport.runtime.text.infill import InfillPrompt
 
 Message = Mapping[str, Any]
 
@@ -94,6 +95,8 @@ def characters_of(prompt: object, most: float = math.inf) -> int:
     """
     if isinstance(prompt, str):
         return len(prompt)
+    if isinstance(prompt, InfillPrompt):
+        return len(prompt.before) + len(prompt.after)
     if isinstance(prompt, list | tuple) and prompt and isinstance(prompt[0], int):
         return 0
     if isinstance(prompt, ChatPrompt):

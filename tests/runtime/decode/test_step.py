@@ -18,8 +18,8 @@ from spaceport.runtime.costs import relative_costs
 from spaceport.runtime.decode import sequence_group as module
 from spaceport.runtime.decode.draft import REASONS, DraftConfig, Reason, Shape
 from spaceport.runtime.decode.sequence import Slots
-from spaceport.runtime.decode.sequence_group import SequenceGroup
-from spaceport.runtime.decode.step import StepInput, step
+from spaceport.runtime.decode.sequence_group import RequestStep, SequenceGroup
+from spaceport.runtime.decode.step import step
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import PREFILL_ROWS
 from spaceport.runtime.sampling.grammar import Grammar
@@ -93,7 +93,7 @@ def test_every_thread_writes_what_it_would_alone_whatever_is_drafted(examples: i
         assert text_of(request) == expected
         for thread in request.threads:
             assert thread.ending == ("length" if len(thread.tokens) >= limit else "end")
-            assert not thread.sees.any()
+            assert not thread.visible.any()
         assert request.slots.held == request.slots.height == 0
         assert request.statistics.tokens == size(expected) - len(expected) + 1
         assert request.statistics.peak_threads <= max_threads
@@ -167,7 +167,7 @@ def test_requests_that_share_steps_write_and_draft_what_each_would_alone(data: s
     requests = [request_for(engine, prompt, 20, count) for prompt, count in zip(prompts, drafts, strict=True)]
     for now in range(100):
         active = [
-            StepInput(request, i + (i > 1), chunk)  # index 2 stays idle
+            RequestStep(request, i + (i > 1), chunk)  # index 2 stays idle
             for i, (request, join) in enumerate(zip(requests, joins, strict=True))
             if join <= now and request.live
         ]
@@ -310,7 +310,7 @@ Counts = dict[str, int]  # steps by reason
 def finished(engine: HashEngine, *requests: SequenceGroup) -> Counts:
     """The reasons of the first request, once all have ended."""
     while any(request.live for request in requests):
-        step(engine, [StepInput(request, index) for index, request in enumerate(requests) if request.live])
+        step(engine, [RequestStep(request, index) for index, request in enumerate(requests) if request.live])
     return requests[0].statistics.drafts_limited
 
 

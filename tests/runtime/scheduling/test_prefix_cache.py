@@ -301,11 +301,13 @@ def test_a_copy_that_fails_fails_its_request_only() -> None:
 def test_a_prefix_is_what_a_thread_sees_as_far_as_it_has_tokens() -> None:
     slots = Slots(20, "scatter")
     thread = root_sequence([4, 5, 6], 20)
-    taken = slots.take(np.arange(5), np.array([1, 0, 2, 3, 4]))  # rows of two accepted candidates behind a stop string
-    thread.sees[taken] = True
+    taken = slots.allocate(
+        np.arange(5), np.array([1, 0, 2, 3, 4])
+    )  # rows of two accepted candidates behind a stop string
+    thread.visible[taken] = True
     assert kv_prefix(thread, slots).tokens == [4, 5, 6]
     assert kv_prefix(thread, slots).slots.tolist() == [1, 0, 2]
-    thread.sees[0] = False
+    thread.visible[0] = False
     assert kv_prefix(thread, slots).tokens == [4]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import get_args
 
 import numpy as np
@@ -16,8 +16,10 @@ from spaceport.graphs.contract.draft_methods import CAUSAL, MaskLayout
 from spaceport.graphs.contract.signature import LOWERINGS, STEP_ROWS, Lowering, visible_length
 from spaceport.runtime.costs import relative_costs
 from spaceport.runtime.decode import sequence_group as module
-from spaceport.runtime.decode.draft import REASONS, DraftConfig, Reason, Shape
-from spaceport.runtime.decode.sequence import Slots
+from spaceport.runtime.decode.draft import REASONS, Draft, DraftConfig, Reason, Shape
+from spaceport.runtime.decode.plan import Part, Verdict
+from spaceport.runtime.decode.planner import Sharing
+from spaceport.runtime.decode.sequence import Slots, TokenSequence
 from spaceport.runtime.decode.sequence_group import RequestStep, SequenceGroup
 from spaceport.runtime.decode.step import step
 from spaceport.runtime.decoding import Decoding
@@ -347,6 +349,35 @@ def with_grammar() -> Counts:
     banned = (*MASKS, FORK, CHILD, tokenizer.token_to_id("Ġ") or 0)
     selector = constrained(greedy(banned), Grammar(regex="(?:[abc]|Â )*"), vocabulary)
     return finished(engine, request_for(engine, [1, 2, 3], 20, replace(MASK_SLOTS, grammar=True), selector=selector))
+
+
+@dataclass
+class Silent:
+    """A drafter that drafts nothing."""
+
+    drafts: bool
+    asked: int = 0
+    learned: int = 0
+
+    def draft(self, thread: TokenSequence, remaining: int, rows: int, sharing: Sharing) -> Draft:
+        self.asked += 1
+        return Draft()
+
+    def learn(self, part: Part, verdict: Verdict) -> None:
+        self.learned += 1
+
+
+def test_a_drafter_learns_from_each_step_of_which_it_was_asked_and_without_sources_only_beside_others() -> None:
+    engine = HashEngine(ENDLESS, 200, 2)
+    plain, drafting = (request_for(engine, [1, 2, 3], 20, 0) for _ in range(2))
+    plain.drafter, drafting.drafter = without, able = Silent(False), Silent(True)
+    for _ in range(3):
+        advance(engine, plain)
+    assert (without.asked, without.learned) == (0, 0)
+    for _ in range(3):  # the first one feeds the prompt of the other request
+        advance(engine, plain, drafting)
+    assert (without.asked, without.learned) == (2, 2)
+    assert (able.asked, able.learned) == (3, 3)
 
 
 SITUATIONS: list[tuple[Reason, Callable[[], Counts]]] = [

@@ -362,6 +362,16 @@ def test_a_prompt_is_not_delayed_by_many_prompts_of_another_tenant() -> None:
     assert scene.sequences[3].threads[0].fed == 20
 
 
+def test_beside_a_quiet_tenant_many_prompts_of_another_one_get_rows_in_every_second_round() -> None:
+    arrivals = [Arrival([1] * 400, at=1, max_tokens=1, tenant="a") for _ in range(3)]
+    scene = Scene(ENDLESS, [*arrivals, Arrival([2], max_tokens=20, tenant="quiet")], 4, row_cost=0.5)
+    fed = []
+    for _ in range(9):
+        scene.turn()
+        fed.append(sum(sequences.threads[0].fed for sequences in scene.sequences[:3]))
+    assert fed == [0, 3, 3, 6, 6, 9, 9, 12, 12]
+
+
 def test_a_request_waits_for_the_same_prompt_of_its_own_tenant_or_of_one_with_a_single_request() -> None:
     prompt = [1] * 200
     arrivals = [Arrival([*prompt, number], max_tokens=2, tenant="a", salt="x") for number in range(3)]

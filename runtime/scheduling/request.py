@@ -219,13 +219,12 @@ class Request:
         """Pass on what the current step has added, and the outcome if it was the last step; raises the reader's error."""
         output = self.output
         if isinstance(output, Output):
-            log, delivery = output.events, []
-            if log is None:
-                delivery = output.transcript.take()
-            elif outcome is None and self.patient and len(log.events) < _PATIENCE:
+            log = output.events
+            if log is not None and outcome is None and self.patient and len(log.events) < _PATIENCE:
                 return
-            else:
-                delivery, log.events = log.events, []
+            delivery: list[Event] | list[Piece] = output.transcript.take() if log is None else log.events
+            if log is not None:
+                log.events = []
             if delivery:
                 self._delivered += len(delivery)
                 self._unread.append(delivery)

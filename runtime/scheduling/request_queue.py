@@ -6,7 +6,6 @@ from collections import Counter, deque
 from collections.abc import Collection, Mapping
 from itertools import chain, count
 from threading import Lock
-from typing import NamedTuple
 
 from spaceport.graphs.contract.faults import SpaceportError
 from spaceport.runtime.decode.sequence_group import SequenceGroup
@@ -19,13 +18,6 @@ _MOST_PARKED = 2.0  # parked requests for each running one; a quarter of them fo
 
 class QueueFull(SpaceportError, RuntimeError):
     """The queue of waiting requests is full; try again later."""
-
-
-class Admitted(NamedTuple):
-    """The next request that gets KV buffers, and the running one that is parked for it."""
-
-    request: Request
-    preempted: Request | None = None
 
 
 class RequestQueue:
@@ -118,14 +110,18 @@ class RequestQueue:
         """Begin a round, by which the turns of tenants are counted."""
         self._rounds += 1
 
-    def admit(self, running: Collection[Request], free: bool, parks: bool) -> Admitted | None:
-        """Take the next request that gets KV buffers; without free ones it may preempt one, if the engine parks its rows."""
-        admitted = self._next(running, free, parks)
-        if admitted is not None:
-            self._take(request := admitted.request)
-            request.admitted = self._rounds
-            self._loads[request.tenant] += request.parked is None
-        return admitted
+    def admit(self, running: Collection[Request], free: bool, parks: bool) -> tuple[Request, Request | None] | None:
+        """Take the next request that gets KV buffers, with the running one that it preempts if none are free.
+
+        It preempts one only if the engine parks its rows. None: nobody is due.
+        """
+        request, preempted = self._next(running, free, parks)
+        if request is None:
+            return None
+        self._take(request)
+        request.admitted = self._rounds
+        self._loads[request.tenant] += request.parked is None
+        return request, preempted
 
     def stepping(self, decoding: Mapping[int, Request], rows: int) -> Mapping[int, Request]:
         """Those of the decoding requests that take a step in this round, of at most `rows` rows where tenants take turns.
@@ -167,14 +163,14 @@ class RequestQueue:
         """Number of requests of the same tenant that wait, run, or have run since it had none."""
         return self._loads[request.tenant] + len(self._prepared.get(request.tenant, ()))
 
-    def _next(self, running: Collection[Request], free: bool, parks: bool) -> Admitted | None:
+    def _next(self, running: Collection[Request], free: bool, parks: bool) -> tuple[Request | None, Request | None]:
         """The next request, if a running one makes room or need not; its tenant then has less than that of the latter."""
         due = self._firsts()
         if free and due:
-            return Admitted(due[0])
+            return due[0], None
         several = [request for request in running if request.paused or self._load(request) > 1]
         if not parks or not several:
-            return None
+            return None, None
         held = Counter(request.tenant for request in running)
         parked = sum(request.parked is not None for request in self.prepared())
         for request in due:
@@ -189,10 +185,8 @@ class RequestQueue:
                 or (not held[tenant] and (alone or self._rounds - other.admitted >= _LEAST_ROUNDS))
             ]
             if preemptible:
-                return Admitted(
-                    request, max(preemptible, key=lambda other: (other.paused, held[other.tenant], other.admitted))
-                )
-        return None
+                return request, max(preemptible, key=lambda other: (other.paused, held[other.tenant], other.admitted))
+        return None, None
 
     def _firsts(self) -> list[Request]:
         """The next request of each tenant: first those that have run, then the one whose tenant is due first."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from functools import cached_property
+from collections.abc import Iterable, Sequence
 
 from spaceport.graphs.contract.signature import STEP_ROWS
 from spaceport.runtime.costs import StepCosts
-from spaceport.runtime.decode.sequence_group import RequestStep, SequenceGroup
+from spaceport.runtime.decode.sequence_group import RequestStep
 from spaceport.runtime.scheduling.prefix_cache import LEAST_COPIED
 from spaceport.runtime.scheduling.request import Request
 
@@ -58,23 +57,10 @@ def _cuts(widths: Sequence[tuple[int, int]], call_rows: int) -> list[int]:
     return begins
 
 
-class FairRows:
-    """Limits the rows of requests with several threads while others run, so that these wait for few rows."""
-
-    def __init__(self, costs: StepCosts) -> None:
-        self._costs = costs
-
-    @cached_property
-    def rows(self) -> int:
-        """Number of rows that cost as much as the share of a round."""
-        most = _SHARE * self._costs.seconds(1)
-        return next((rows for rows in range(2, STEP_ROWS + 1) if self._costs.seconds(rows) > most), STEP_ROWS + 1) - 1
-
-    def share(self, several: Collection[SequenceGroup], alone: bool) -> None:
-        """Set the limits of these requests with several threads for a round; `alone`: no other request runs."""
-        rows = STEP_ROWS if alone else self.rows // len(several)
-        for sequences in several:
-            sequences.limit_rows(rows)
+def fair_rows(costs: StepCosts) -> int:
+    """Number of rows for which others wait in a round: they cost as much as two plain steps."""
+    most = _SHARE * costs.seconds(1)
+    return next((rows for rows in range(2, STEP_ROWS + 1) if costs.seconds(rows) > most), STEP_ROWS + 1) - 1
 
 
 def find_leader(request: Request, running: Iterable[Request], reusable: int) -> tuple[Request | None, int]:

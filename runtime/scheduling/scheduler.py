@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from operator import attrgetter
 from time import monotonic, perf_counter
 
-from spaceport.graphs.contract.signature import LOGIT_BYTES
+from spaceport.graphs.contract.signature import LOGIT_BYTES, STEP_ROWS
 from spaceport.runtime.costs import StepCosts, relative_costs
 from spaceport.runtime.decode.sequence_group import RequestStep, SequenceGroup
 from spaceport.runtime.decode.step import Call, one_call, step
@@ -17,7 +17,7 @@ from spaceport.runtime.scheduling.prefix_cache import FreeBuffers, PrefixCache
 from spaceport.runtime.scheduling.progress import DraftLog, Heartbeat, TokenMeter
 from spaceport.runtime.scheduling.request import Outcome, Request
 from spaceport.runtime.scheduling.request_queue import RequestQueue
-from spaceport.runtime.scheduling.rounds import FairRows, find_leader, group_by_width, has_computed
+from spaceport.runtime.scheduling.rounds import fair_rows, find_leader, group_by_width, has_computed
 
 _log = logging.getLogger("spaceport.runtime")
 
@@ -55,7 +55,7 @@ class Scheduler:
         self._draft_log = DraftLog()
         self.ended = self.failed = 0  # requests
         self._abandoned = False
-        self._fair = FairRows(self._costs)
+        self._fair_rows = fair_rows(self._costs)
 
     @property
     def busy(self) -> bool:
@@ -199,14 +199,15 @@ class Scheduler:
     def _steps(self) -> list[RequestStep]:
         """The steps of this round, in the order of their indices."""
         running = self._running
-        if several := [request.sequences for request in running.values() if len(request.sequences.threads) > 1]:
-            self._fair.share(several, alone=len(running) == 1)
+        several = [request.sequences for request in running.values() if len(request.sequences.threads) > 1]
+        for sequences in several:
+            sequences.limit_rows(STEP_ROWS if len(running) == 1 else self._fair_rows // len(several))
         decoding = {
             index: request
             for index, request in running.items()
             if not request.sequences.prefilling and not request.paused
         }
-        stepping = self.queue.stepping(decoding, self._fair.rows)
+        stepping = self.queue.stepping(decoding, self._fair_rows)
         steps = [RequestStep(request.sequences, index, self._prompt_rows) for index, request in stepping.items()]
         if len(decoding) < len(running):
             steps += self._prompts(decoding.values())
@@ -216,7 +217,7 @@ class Scheduler:
         """The prefill chunks of this round beside decoding requests, those of the longest waiting first."""
         rows = self._prompt_rows
         if beside:
-            rows = min(rows, BESIDE_ROWS, max(_LEAST_BESIDE, self._fair.rows))
+            rows = min(rows, BESIDE_ROWS, max(_LEAST_BESIDE, self._fair_rows))
         lines = max(1, LOGIT_BYTES // (4 * self.engine.signature.row_logits))  # rows of logits
         chosen: list[RequestStep] = []
         for index, request in list(self._running.items()):
@@ -225,7 +226,7 @@ class Scheduler:
                 continue
             echoes = sequences.echo is not None
             budget = min(rows, sequences.silent_rows + lines) if echoes else rows
-            budget = self.queue.prompt_rows(request, beside, budget, self._fair.rows)
+            budget = self.queue.prompt_rows(request, beside, budget, self._fair_rows)
             if budget and (budget >= self._call_rows or not chosen):
                 feeds = min(budget, len(sequences.threads[0].tokens) - sequences.threads[0].fed)
                 rows -= feeds

@@ -211,9 +211,10 @@ def test_requests_that_arrive_together_compute_what_their_prompts_have_in_common
 ) -> None:
     scene = play(arrivals, requests, 7, lowering=lowering)
     assert reused(scene) == tokens
-    first, second = (sequences.statistics for sequences in scene.sequences[:2])
+    first, second = ((request.submitted, request.statistics) for request in scene.requests[:2])
     if arrivals[1].at == 0:  # the time that it waits for its leader is time in the queue
-        assert second.first_token_seconds > second.waiting_seconds > first.waiting_seconds
+        assert second[0] + second[1].waiting_seconds > first[0] + first[1].waiting_seconds
+        assert second[1].first_token_seconds > second[1].waiting_seconds
 
 
 @pytest.mark.parametrize(("length", "salts"), [(40, ("a", "b")), (40, ("a", None)), (40, (None, None)), (31, ("", ""))])

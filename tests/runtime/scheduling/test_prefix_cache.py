@@ -211,10 +211,11 @@ def test_requests_that_arrive_together_compute_what_their_prompts_have_in_common
 ) -> None:
     scene = play(arrivals, requests, 7, lowering=lowering)
     assert reused(scene) == tokens
-    first, second = ((request.submitted, request.statistics) for request in scene.requests[:2])
-    if arrivals[1].at == 0:  # the time that it waits for its leader is time in the queue
-        assert second[0] + second[1].waiting_seconds > first[0] + first[1].waiting_seconds
-        assert second[1].first_token_seconds > second[1].waiting_seconds
+    first, second, *_ = scene.requests
+    if arrivals[0] == arrivals[1]:  # the time that it waits for its leader is time in the queue
+        began = second.submitted + second.statistics.waiting_seconds
+        assert began > first.submitted + first.statistics.first_token_seconds
+        assert second.statistics.first_token_seconds > second.statistics.waiting_seconds
 
 
 @pytest.mark.parametrize(("length", "salts"), [(40, ("a", "b")), (40, ("a", None)), (40, (None, None)), (31, ("", ""))])

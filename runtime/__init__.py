@@ -12,7 +12,8 @@ from spaceport.runtime.limits import Limits
 from spaceport.runtime.sampling.grammar import DeadEnd, Grammar
 from spaceport.runtime.sampling.logprobs import Score, TokenLogprob
 from spaceport.runtime.sampling.sampler import Sampling
-from spaceport.runtime.scheduling.request import Completion, QueueFull
+from spaceport.runtime.scheduling.request import Completion
+from spaceport.runtime.scheduling.request_queue import QueueFull
 from spaceport.runtime.scheduling.stream import AsyncStream, Stream
 from spaceport.runtime.scheduling.worker import RuntimeClosed, RuntimeStatus
 from spaceport.runtime.session import Runtime

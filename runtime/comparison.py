@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.decode.sequence import Ending, NotANumber, TokenSelector, TokenSequence
-from spaceport.runtime.decode.sequence_group import VerifiedStep
+from spaceport.runtime.decode.sequence_group import RequestStep
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.scheduling.request import Completion
 from spaceport.runtime.text.transcript import Path
@@ -173,10 +173,10 @@ class CompletionComparison:
         self._tolerance = tolerance
         self._margins: dict[Path, tuple[int, float, float]] = {}  # position, margin, largest margin that is allowed
 
-    def on_step(self, verified: VerifiedStep) -> None:
+    def on_step(self, step: RequestStep) -> None:
         """Measure the margin where plain decoding selects another token than the completion has."""
-        group = verified.request
-        for part, verdict, logits in zip(verified.plan.parts, verified.verdicts, verified.logits, strict=True):
+        group = step.sequences
+        for part, verdict, logits in zip(step.parts, step.verdicts, step.logits, strict=True):
             thread = part.thread
             completed = self._threads.get(thread.path)
             if not verdict.tokens or completed is None or thread.path in self._margins:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,45 +73,41 @@ def slots_in_order(slots: NDArray[np.int64]) -> int:
 
 
 class Engine(Protocol):
-    """Runs calls on KV buffers that it owns; requests are numbered from 0."""
+    """Runs calls on KV buffers that it owns; requests are numbered from 0. A subclass gets the defaults of abilities that it lacks."""
 
-    @property
-    def signature(self) -> Signature: ...
-
-    @property
-    def capacity(self) -> int:
-        """KV slots of each request."""
-
-    @property
-    def requests(self) -> int:
-        """Number of requests with KV buffers."""
-
-    @property
-    def rows(self) -> int:
-        """Maximum number of rows of one request in a call."""
-
-    @property
-    def device(self) -> str: ...
-
-    @property
-    def costs(self) -> Costs:
-        """Standard costs of its rows and calls."""
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """Notes for the user, one sentence each."""
+    signature: Signature
+    capacity: int  # KV slots of each request
+    requests: int  # number of requests with KV buffers
+    rows: int  # maximum number of rows of one request in a call
+    device: str
+    costs: Costs  # standard costs of its rows and calls
+    notes: tuple[str, ...] = ()  # for the user, one sentence each
+    selects: bool = False  # whether it can select the best tokens on its device
+    parks: bool = False  # whether it can keep KV rows outside of its buffers
 
     def run(self, batch: Batch) -> NDArray[np.float32]:
         """Logits of the needed rows, B x R x V; valid until the next call."""
 
+    def select(self, batch: Batch) -> list[SelectedRows]:
+        """The best tokens of the needed rows of each request, instead of their logits; valid until the next call."""
+        raise EngineFault(f"{self.device}: this engine selects no tokens")
+
     def move(self, first: int, moves: Sequence[Moves]) -> None:
-        """Copy KV slots in all layers, for the requests from `first` on."""
+        """Copy KV slots in all layers, for the requests from `first` on; called for append-lowered graphs only."""
 
     def copy(self, source: int, target: int, slots: NDArray[np.int64]) -> None:
         """Copy these KV slots of a request to the lowest slots of another one, in all layers and in this order.
 
         It may be the same request: all slots are read before any is written.
         """
+
+    def saved(self, request: int, slots: int) -> Any:
+        """A copy of the lowest KV slots of a request, in all layers."""
+        raise EngineFault(f"{self.device}: this engine parks no KV rows")
+
+    def restore(self, request: int, rows: Any) -> None:
+        """Write what was saved into the lowest KV slots of a request, perhaps of another one."""
+        raise EngineFault(f"{self.device}: this engine parks no KV rows")
 
     def clear(self, request: int) -> None:
         """Zero the KV buffers of a request, since NaN in them would spread to the next request."""
@@ -176,33 +172,6 @@ class SelectedRows:
             ranked = [(token, probability / left) for token, probability in known if token not in banned and left > 0]
             candidates.append([(token, probability) for token, probability in ranked if probability >= least][:most])
         return candidates
-
-
-class SelectingEngine(Engine, Protocol):
-    """An engine that can select the best tokens on its device."""
-
-    def select(self, batch: Batch) -> list[SelectedRows]:
-        """The best tokens of the needed rows of each request; valid until the next call."""
-
-
-class ParkingEngine(Engine, Protocol):
-    """An engine that can keep KV rows outside of its buffers."""
-
-    def saved(self, request: int, slots: int) -> Any:
-        """A copy of the lowest KV slots of a request, in all layers."""
-
-    def restore(self, request: int, rows: Any) -> None:
-        """Write what was saved into the lowest KV slots of a request, perhaps of another one."""
-
-
-def parking(engine: Engine) -> ParkingEngine | None:
-    """The engine if it can keep KV rows outside of its buffers, else None."""
-    return cast(ParkingEngine, engine) if hasattr(engine, "restore") else None
-
-
-def selecting(engine: Engine) -> SelectingEngine | None:
-    """The engine if it selects tokens on its device, else None."""
-    return cast(SelectingEngine, engine) if getattr(engine, "selects", False) else None
 
 
 def selected_rows(

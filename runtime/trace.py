@@ -14,7 +14,7 @@ from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.runtime.decode.draft import Reason
 from spaceport.runtime.decode.plan import NO_PARENT, Part, Verdict
 from spaceport.runtime.decode.sequence import Ending, TokenSequence
-from spaceport.runtime.decode.sequence_group import SequenceGroup, VerifiedStep
+from spaceport.runtime.decode.sequence_group import RequestStep, SequenceGroup
 from spaceport.runtime.text.tokenizer import TextStream, context_of
 
 SCHEMA = 3
@@ -123,56 +123,57 @@ class Trace:
 
     needs_logits: ClassVar = False
 
-    request: SequenceGroup | None = field(default=None, init=False)  # whose steps it records; None before the first one
-    _steps: list[VerifiedStep] = field(default_factory=list, init=False)  # without logits
+    # of the request whose steps it records; None before the first one
+    sequences: SequenceGroup | None = field(default=None, init=False)
+    _steps: list[RequestStep] = field(default_factory=list, init=False)
 
-    def on_step(self, verified: VerifiedStep) -> None:
+    def on_step(self, step: RequestStep) -> None:
         """Store a step."""
-        if self.request is not verified.request:
-            fed = verified.request.statistics.cached_tokens  # before the first step
-            first = int(verified.plan.parts[0].positions[0]) == fed
-            if self.request is not None or not first:
+        if self.sequences is not step.sequences:
+            fed = step.sequences.statistics.cached_tokens  # before the first step
+            first = int(step.parts[0].positions[0]) == fed
+            if self.sequences is not None or not first:
                 raise ValueError(
                     "a Trace records one request from its first step on: create a new one for each request"
                 )
-            self.request = verified.request
-        self._steps.append(verified._replace(logits=[], head_logits=()))
+            self.sequences = step.sequences
+        self._steps.append(step)
 
-    def steps(self, begin: int = 0) -> list[tuple[VerifiedStep, float]]:
+    def steps(self, begin: int = 0) -> list[tuple[RequestStep, float]]:
         """The steps from an index on, each with the seconds that the request spent outside the engine after it.
 
         May be called from another OS thread than that of the steps.
         """
-        if self.request is None:
+        if self.sequences is None:
             return []
         steps = self._steps[begin:]
-        spent = [*(step.outside_seconds for step in steps), self.request.statistics.outside_seconds]
+        spent = [*(step.outside_seconds for step in steps), self.sequences.statistics.outside_seconds]
         if begin == 0:
             spent[0] = 0.0
         return [(step, after - before) for step, (before, after) in zip(steps, pairwise(spent), strict=True)]
 
     def record(self, tokenizer: Tokenizer | None = None) -> TraceRecord:
         """The record of all steps so far; with a tokenizer, token ids have their text too."""
-        request = self.request
-        if request is None:
+        sequences = self.sequences
+        if sequences is None:
             return TraceRecord(TokenIds(), (), "", (), ())
-        recorder = _StepRecorder(request, tokenizer)
+        recorder = _StepRecorder(sequences, tokenizer)
         recorder.add_threads()
         for texts in recorder.texts:
             texts.follow(len(texts.thread.generated))
             texts.finish()
         steps = [recorder.record(number, *step) for number, step in enumerate(self.steps())]
-        prompt = tuple(request.threads[0].tokens[: request.threads[0].start])
+        prompt = tuple(sequences.threads[0].tokens[: sequences.threads[0].start])
         return TraceRecord(
-            tokens=request.tokens,
+            tokens=sequences.tokens,
             prompt=prompt,
             prompt_text=str(tokenizer.decode(list(prompt), skip_special_tokens=False)) if tokenizer else "",
             threads=tuple(
-                ThreadRecord(thread.path, thread.fork, thread.start, thread.ending) for thread in request.threads
+                ThreadRecord(thread.path, thread.fork, thread.start, thread.ending) for thread in sequences.threads
             ),
-            steps=tuple(_with_ends(steps, request.threads)),
+            steps=tuple(_with_ends(steps, sequences.threads)),
             texts=_texts(tokenizer, _used_tokens(steps)) if tokenizer else {},
-            waiting_seconds=request.statistics.waiting_seconds,
+            waiting_seconds=sequences.statistics.waiting_seconds,
         )
 
     def as_dict(self, tokenizer: Tokenizer | None = None) -> dict[str, Any]:
@@ -196,21 +197,21 @@ class GrowingTrace:
 
     def fresh(self) -> dict[str, Any] | None:
         """The new steps as JSON data, with the threads that they started and the texts of new tokens; None without any."""
-        request = self.trace.request
-        if request is None:
+        sequences = self.trace.sequences
+        if sequences is None:
             return None
-        running = bool(request.live)
+        running = bool(sequences.live)
         new_steps = self.trace.steps(self._read)
         if running:
             new_steps = new_steps[:-1]
         if not new_steps:
             return None
-        self._recorder = recorder = self._recorder or _StepRecorder(request, self.tokenizer)
+        self._recorder = recorder = self._recorder or _StepRecorder(sequences, self.tokenizer)
         started = recorder.add_threads()
         steps = []
-        for number, (verified, outside_seconds) in enumerate(new_steps, self._read):
-            recorder.follow(verified)
-            steps.append(recorder.record(number, verified, outside_seconds))
+        for number, (step, outside_seconds) in enumerate(new_steps, self._read):
+            recorder.follow(step)
+            steps.append(recorder.record(number, step, outside_seconds))
         self._read += len(steps)
         new_tokens = _used_tokens(steps) - self._named
         self._named |= new_tokens
@@ -224,33 +225,31 @@ class GrowingTrace:
 class _StepRecorder:
     """Turns the steps of a request into records; the tokens of a thread only ever grow, so they show what each step generated."""
 
-    def __init__(self, request: SequenceGroup, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, sequences: SequenceGroup, tokenizer: Tokenizer | None) -> None:
         self.texts: list[_ThreadTexts] = []  # of the threads so far
-        self._request = request
+        self._sequences = sequences
         self._tokenizer = tokenizer
         self._index: dict[tuple[int, ...], int] = {}  # of each thread, by its path
 
     def add_threads(self) -> list[TokenSequence]:
         """The threads that were started since the last call."""
-        started = self._request.threads[len(self.texts) :]
+        started = self._sequences.threads[len(self.texts) :]
         for thread in started:
             self._index[thread.path] = len(self.texts)
-            self.texts.append(_ThreadTexts(thread, self._tokenizer, self._request.tokens.fork))
+            self.texts.append(_ThreadTexts(thread, self._tokenizer, self._sequences.tokens.fork))
         return started
 
-    def follow(self, verified: VerifiedStep) -> None:
+    def follow(self, step: RequestStep) -> None:
         """Add the texts of the tokens that a step generated."""
-        for part, verdict in zip(verified.plan.parts, verified.verdicts, strict=True):
+        for part, verdict in zip(step.parts, step.verdicts, strict=True):
             self.texts[self._index[part.thread.path]].follow(len(verdict.tokens))
 
-    def record(self, number: int, verified: VerifiedStep, outside_seconds: float) -> StepRecord:
+    def record(self, number: int, step: RequestStep, outside_seconds: float) -> StepRecord:
         """The record of the step with this number, without the threads that it ended."""
-        rows = tuple(
-            self._rows(part, verdict) for part, verdict in zip(verified.plan.parts, verified.verdicts, strict=True)
-        )
-        queued = tuple(self._index[thread.path] for thread in verified.queued)
+        rows = tuple(self._rows(part, verdict) for part, verdict in zip(step.parts, step.verdicts, strict=True))
+        queued = tuple(self._index[thread.path] for thread in step.queued)
         started = self._started_by(rows, number)
-        return StepRecord(rows, queued, started, (), verified.held, verified.engine_seconds, outside_seconds)
+        return StepRecord(rows, queued, started, (), step.held, step.engine_seconds, outside_seconds)
 
     def _rows(self, part: Part, verdict: Verdict) -> ThreadRows:
         layout, thread = part.layout, part.thread

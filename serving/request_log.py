@@ -22,7 +22,7 @@ from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.decode.sequence import Ending
 from spaceport.runtime.decode.sequence_group import Statistics
 from spaceport.runtime.engine import EngineFault
-from spaceport.runtime.scheduling.request import QueueFull
+from spaceport.runtime.scheduling.request_queue import QueueFull
 from spaceport.runtime.scheduling.worker import RuntimeClosed
 from spaceport.serving.bodies import SUPPORTED
 from spaceport.serving.failures import RETRY, Failure, overloaded

@@ -26,7 +26,7 @@ from spaceport.runtime.backends.machine import cpu_name, instruction_sets, usabl
 from spaceport.runtime.backends.private_files import cache_folder, read_private, replace_private
 from spaceport.runtime.bundle import Bundle
 from spaceport.runtime.costs import CostSource, Points, StepCosts, relative_costs
-from spaceport.runtime.engine import Batch, Engine, EngineOptions, selecting
+from spaceport.runtime.engine import Batch, Engine, EngineOptions
 
 _SCHEMA = 6
 _PACKAGES = ("spaceport", "onnxruntime", "onnxruntime-gpu", "tensorrt", "tensorrt-rtx", "torch")
@@ -211,8 +211,8 @@ def _shapes(engine: Engine) -> Iterator[_Shape]:
 
 def _call(engine: Engine, shape: _Shape, mask: int, clock: Callable[[], float]) -> float:
     """Seconds of a call as decoding makes it: with the tokens selected on the device where that is possible."""
-    batch, chosen = idle(engine, shape.rows, shape.requests, shape.visible, mask), selecting(engine)
-    step = engine.run if chosen is None else chosen.select
+    batch = idle(engine, shape.rows, shape.requests, shape.visible, mask)
+    step = engine.select if engine.selects else engine.run
     started = clock()
     step(batch)
     return max(clock() - started, 1e-9)

@@ -35,7 +35,7 @@ from spaceport.runtime.bundle import Bundle
 from spaceport.runtime.engine import (
     GPU_COSTS,
     Batch,
-    Costs,
+    Engine,
     EngineFault,
     EngineOptions,
     Moves,
@@ -111,14 +111,15 @@ class SavedRows(NamedTuple):
     slots: int
 
 
-class DeviceEngine:
+class DeviceEngine(Engine):
     """A scatter-lowered graph in an onnxruntime session whose inputs and outputs are in the memory of one device.
 
     Everything is bound by its address, and no address that was ever bound is given up before the engine is closed: captured
     graphs hold them.
     """
 
-    costs: Costs = GPU_COSTS
+    costs = GPU_COSTS
+    parks = True
 
     def __init__(
         self,

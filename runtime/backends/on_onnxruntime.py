@@ -25,7 +25,7 @@ from spaceport.kernels.native_library import DOMAIN, library_path, register
 from spaceport.runtime.backends.graph_file import external_files, imported_version
 from spaceport.runtime.backends.machine import engine_threads
 from spaceport.runtime.bundle import Bundle, BundleError
-from spaceport.runtime.engine import CPU_COSTS, Batch, EngineFault, EngineOptions, Moves, slots_in_order
+from spaceport.runtime.engine import CPU_COSTS, Batch, Engine, EngineFault, EngineOptions, Moves, slots_in_order
 from spaceport.runtime.opened_files import OpenedFiles
 
 # onnxruntime's exceptions have no common base class; broken files also raise Python's own.
@@ -108,12 +108,12 @@ class _Call(NamedTuple):
     values: dict[str, ort.OrtValue]  # the same memory as onnxruntime takes it
 
 
-class OnnxRuntimeEngine:
+class OnnxRuntimeEngine(Engine):
     """A graph in an onnxruntime session on the CPU."""
 
     device = "cpu"
     costs = CPU_COSTS
-    notes: tuple[str, ...] = ()
+    parks = True
 
     def __init__(self, session: ort.InferenceSession, signature: Signature, capacity: int, requests: int) -> None:
         self.signature = signature

@@ -29,7 +29,7 @@ from spaceport.runtime.bundle import Bundle, BundleError
 from spaceport.runtime.engine import (
     GPU_COSTS,
     Batch,
-    Costs,
+    Engine,
     EngineFault,
     EngineOptions,
     Moves,
@@ -164,11 +164,11 @@ class _Context:
     shape: CallShape | None = None
 
 
-class TensorRtEngine:
+class TensorRtEngine(Engine):
     """A TensorRT or TensorRT-RTX engine on a GPU."""
 
-    costs: Costs = GPU_COSTS
-    selects = True
+    costs = GPU_COSTS
+    selects = parks = True
 
     def __init__(
         self,
@@ -186,7 +186,6 @@ class TensorRtEngine:
         self.requests = options.requests
         self.rows = record.prefill_rows
         self.device = name
-        self.notes: tuple[str, ...] = ()
         self._record, self._device, self._log = record, device, log
         self._staging = Staging(signature, record.capacity, record.prefill_rows)
         widest = CallShape(options.requests, record.prefill_rows, record.capacity, self._staging.wanted)

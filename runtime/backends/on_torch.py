@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from spaceport.graphs.contract.signature import Signature
-from spaceport.runtime.engine import CPU_COSTS, Batch, Moves
+from spaceport.runtime.engine import CPU_COSTS, Batch, Engine, Moves
 
 
 def move_slots(kv: torch.Tensor, first: int, moves: Sequence[Moves]) -> None:
@@ -28,11 +28,11 @@ def copy_slots(kv: torch.Tensor, source: int, target: int, slots: NDArray[np.int
     kv[:, target, :, : slots.size] = kv[:, source][:, :, torch.from_numpy(slots).to(kv.device)]
 
 
-class TorchEngine:
+class TorchEngine(Engine):
     """A module as an engine; it updates the KV buffers in place."""
 
     costs = CPU_COSTS
-    notes: tuple[str, ...] = ()
+    parks = True
 
     def __init__(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from heapq import heappop, heappush
 from itertools import accumulate
 from operator import attrgetter
@@ -89,7 +89,7 @@ class DraftConfig:
         if self.shape not in ("chain", "tree"):
             raise OptionFault(f"draft shape is {self.shape!r}: expected chain or tree")
 
-    @property
+    @cached_property
     def candidates(self) -> int:
         """Number of candidates to take from each mask slot or head."""
         return 1 if self.shape == "chain" else self.siblings
@@ -134,7 +134,7 @@ class Draft:
         )
 
 
-PLAIN = Draft()
+PLAIN = Draft()  # of a thread whose drafter was not asked
 
 
 def chain(

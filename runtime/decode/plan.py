@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from spaceport.graphs.contract.draft_methods import CAUSAL, MaskLayout
+from spaceport.graphs.contract.draft_methods import Group, MaskLayout
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.runtime.decode.draft import PLAIN, Candidates, Draft
 from spaceport.runtime.decode.sequence import NotANumber, TokenSelector, TokenSequence
 
 NO_PARENT = -1
-_NO_ROWS = np.zeros(0, np.int64)
+NO_ROWS = np.zeros(0, np.int64)
 _CACHED = 4  # maximum known tokens of cached layouts: those of prefill chunks are large and seldom repeat
 # Cached layouts of 3 kB; 600 mixed requests have about 30, and rare ones would fill a larger cache for hours.
 _LAYOUTS = 128
@@ -58,38 +59,19 @@ class Part(NamedTuple):
     anchor: int | None = None
 
 
-@dataclass
-class Plan:
-    """The rows of one request's step, thread after thread."""
+def joined(parts: Sequence[Part]) -> Sequence[NDArray[np.int64]]:
+    """Tokens, positions and rows whose logits are needed, of several threads; and the rows in the order of their slots.
 
-    parts: tuple[Part, ...]
-    rows: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.rows = 0
-        for part in self.parts:
-            self.rows += part.layout.rows
-
-    @property
-    def wanted(self) -> int:
-        return sum([part.rows_wanted.size for part in self.parts])
-
-    @property
-    def positions(self) -> NDArray[np.int64]:
-        if len(self.parts) == 1:
-            return self.parts[0].positions
-        return np.concatenate([part.positions for part in self.parts])
-
-    @property
-    def slot_order(self) -> NDArray[np.int64]:
-        """The rows in the order in which slots are given to them.
-
-        The most probable path comes first. If it is accepted, its rows are in the slots of plain decoding, and later rows
-        add up in the same order.
-        """
-        if len(self.parts) == 1:
-            return self.parts[0].layout.slot_order
-        return np.argsort(np.concatenate([part.layout.slot_ranks for part in self.parts]), kind="stable")
+    The most probable path comes first. If it is accepted, its rows are in the slots of plain decoding, and later rows
+    add up in the same order.
+    """
+    starts = accumulate([part.layout.rows for part in parts], initial=0)
+    return (
+        np.concatenate([part.tokens for part in parts]),
+        np.concatenate([part.positions for part in parts]),
+        np.concatenate([part.rows_wanted + start for part, start in zip(parts, starts, strict=False)]),
+        np.argsort(np.concatenate([part.layout.slot_ranks for part in parts]), kind="stable"),
+    )
 
 
 def plan_thread(
@@ -111,7 +93,9 @@ def plan_thread(
     known = min(pending, chunk)
     if not complete:
         draft = PLAIN
-    layout = lay_out(known, draft.parents, draft.masks, draft.mask_layout)
+    layout = (_small_layout if known <= _CACHED else lay_out)(
+        known, draft.parents, draft.masks, draft.mask_layout.shift, draft.mask_layout.group
+    )
     ids = np.empty(layout.rows, np.int64)
     ids[:known] = thread.tokens[begin : begin + known]
     if draft.tokens:
@@ -120,7 +104,7 @@ def plan_thread(
         masks = tokens.mask
         ids[layout.mask_rows] = np.array(masks)[layout.mask_depths[layout.mask_rows]] if len(masks) > 1 else masks[0]
     if echo is None:
-        wanted = layout.wanted if complete else _NO_ROWS
+        wanted = layout.wanted if complete else NO_ROWS
     else:
         first = max(0, echo - begin)
         wanted = np.arange(min(first, known - 1) if complete else first, layout.rows)
@@ -128,13 +112,13 @@ def plan_thread(
 
 
 def lay_out(
-    known: int, draft_parents: tuple[int, ...], masks: tuple[int, ...], mask_layout: MaskLayout = CAUSAL
+    known: int, draft_parents: tuple[int, ...], masks: tuple[int, ...], shift: bool = True, group: Group = "causal"
 ) -> Layout:
-    """The rows of `known` tokens and a draft of this shape; the mask rows of a node follow it directly."""
-    return (_cached_layout if known <= _CACHED else _layout)(known, draft_parents, masks, mask_layout)
+    """The rows of `known` tokens and a draft of this shape; the mask rows of a node follow it directly.
 
-
-def _layout(known: int, draft_parents: tuple[int, ...], masks: tuple[int, ...], mask_layout: MaskLayout) -> Layout:
+    `shift` and `group` are those of the mask layout.
+    """
+    mask_layout = MaskLayout(shift, group)
     parents = list(range(-1, known - 1))
     mask_depths = [-1] * known
     path = _first_path(draft_parents)
@@ -150,11 +134,11 @@ def _layout(known: int, draft_parents: tuple[int, ...], masks: tuple[int, ...], 
             mask_depths.append(-1)
             ranks.append(int(node not in path))
         rows = mask_layout.rows(count)
-        group = range(len(parents), len(parents) + rows)
-        parents.extend((nodes[node], *group)[:rows])
+        span = range(len(parents), len(parents) + rows)
+        parents.extend((nodes[node], *span)[:rows])
         mask_depths.extend(range(rows))
         ranks.extend([2] * rows)
-        groups.append(tuple(group[rows - count :]))
+        groups.append(tuple(span[rows - count :]))
     ancestry = _ancestry(parents)
     offsets = ancestry.sum(axis=1) - 1
     depths = np.array(mask_depths, np.int64)
@@ -167,7 +151,7 @@ def _layout(known: int, draft_parents: tuple[int, ...], masks: tuple[int, ...], 
         known=known,
         nodes=tuple(nodes),
         groups=tuple(groups),
-        visible=_with_blocks(ancestry, groups, mask_layout.lead) if mask_layout.group == "block" else ancestry,
+        visible=_with_blocks(ancestry, groups, mask_layout.lead) if group == "block" else ancestry,
         wanted=np.arange(known - 1, len(parents)),
         drafted=tuple(np.bincount(offsets[nodes[1:]] - known).tolist()),
         rows=len(parents),
@@ -199,25 +183,25 @@ def _first_path(draft_parents: tuple[int, ...]) -> frozenset[int]:
     return frozenset(path)
 
 
-_cached_layout = lru_cache(maxsize=_LAYOUTS)(_layout)
+_small_layout = lru_cache(maxsize=_LAYOUTS)(lay_out)
 
 
-def sees(plan: Plan, slots: NDArray[np.int64], visible: int, out: NDArray[np.bool_] | None = None) -> NDArray[np.bool_]:
-    """Visibility mask of a plan, rows x visible: the slots of the row's thread, and of the rows that it sees in the step.
+def mark_visible(parts: Sequence[Part], slots: NDArray[np.int64], mask: NDArray[np.bool_]) -> None:
+    """Write the visibility mask of a step, rows x slots: a row sees what its thread sees, and rows of the same step.
 
-    It is written to `out`, if given.
     The first rows of a child thread may have the [Fork] as parent that another thread feeds in the same step.
     """
-    mask = np.empty((plan.rows, visible), np.bool_) if out is None else out
-    first = 0
-    for part in plan.parts:
+    first, visible = 0, mask.shape[1]
+    for part in parts:
         end = first + part.layout.rows
-        mask[first:end] = part.thread.sees[:visible]
-        mask[first:end, slots[first:end]] = part.layout.visible
+        mask[first:end] = part.thread.visible[:visible]
+        if part.layout.rows == 1:  # much faster than with arrays
+            mask[first, slots[first]] = True
+        else:
+            mask[first:end, slots[first:end]] = part.layout.visible
         if part.anchor is not None:
             mask[first:end, slots[part.anchor]] = True
         first = end
-    return mask
 
 
 def within(
@@ -262,15 +246,14 @@ def accept(
     `logits` has `lines` lines for each wanted row of the part: its own, then those of the heads, of which the first
     `heads` are used. `most` is the number of candidates to take from each mask slot or head.
     """
-    layout, thread, draft = part.layout, part.thread, part.draft
-    known = layout.known
+    layout, thread, draft, known = part.layout, part.thread, part.draft, part.layout.known
     if not part.complete:
         return Verdict(tuple(range(known)), (), ())
     first = int(part.rows_wanted[0])
     node, retained, nodes = 0, list(range(known)), []
     tokens = [selector.token(logits[(known - 1 - first) * lines], thread, ())]
-    for child, (parent, candidate) in enumerate(zip(draft.parents, draft.tokens, strict=True), 1):
-        if parent != node or candidate != tokens[-1]:  # a candidate comes after its parent
+    for child, candidate in enumerate(draft.tokens, 1):
+        if draft.parents[child - 1] != node or candidate != tokens[-1]:  # a candidate comes after its parent
             continue
         row = layout.nodes[child]
         try:
@@ -283,16 +266,12 @@ def accept(
         tokens.append(following)
     sources = tuple([draft.sources[node - 1] for node in nodes]) if draft.sources else ()
     candidates: tuple[Candidates, ...] = ()
-    if (proposed := _proposed(part, node, first, lines, heads)) is not None:
+    proposed, group = None, layout.groups[node]  # lines with predictions for the tokens after that of the own line
+    if heads:
+        own = (layout.nodes[node] - first) * lines
+        proposed = slice(own + 1, own + 1 + heads)
+    elif group:
+        proposed = slice((group[0] - first) * lines, (group[-1] + 1 - first) * lines, lines)
+    if proposed is not None:
         candidates = selector.candidates(logits[proposed], thread, len(thread.tokens) + len(tokens), most)
     return Verdict(tuple(retained), tuple(tokens), candidates, sources)
-
-
-def _proposed(part: Part, node: int, first: int, lines: int, heads: int) -> slice | None:
-    """The lines with predictions for the tokens after that of a node's own line; None if there are none."""
-    layout = part.layout
-    if heads:  # head 1 predicts the token after that of the own line
-        own = (layout.nodes[node] - first) * lines
-        return slice(own + 1, own + 1 + heads)
-    group = layout.groups[node]
-    return slice((group[0] - first) * lines, (group[-1] + 1 - first) * lines, lines) if group else None

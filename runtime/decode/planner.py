@@ -21,7 +21,6 @@ from spaceport.graphs.contract.signature import STEP_ROWS
 from spaceport.runtime.costs import VISIBLE, Curve, StepCosts
 from spaceport.runtime.decode.draft import (
     MOST_LIKELY,
-    PLAIN,
     Draft,
     DraftConfig,
     Outlook,
@@ -44,7 +43,7 @@ _MOST_KNOWN = 4096  # curves or solutions
 _NEAR = 0.25  # difference in temperature up to which measured rates of prompt lookup hold
 _PACE = 0.1  # weight of a step in the average of tokens and time
 _PUBLISH_EVERY, _PUBLISHED = 8, 0.2  # steps between updates of the rates that requests share, and their weight
-NO_CANDIDATES, NO_BUDGET = Draft(limited="no_candidates"), Draft(limited="budget")
+NO_SOURCES, NO_CANDIDATES, NO_BUDGET = Draft(), Draft(limited="no_candidates"), Draft(limited="budget")
 NOT_WORTH_IT = Draft(limited="not_worth_it")
 
 
@@ -275,6 +274,8 @@ class _Planned:
 class Drafter(Protocol):
     """Proposes the draft of each thread of a request, and learns from what was accepted."""
 
+    drafts: bool  # False: all its drafts are empty, and only requests that share a call with it need to ask for them
+
     def draft(self, thread: TokenSequence, remaining: int, rows: int, sharing: Sharing) -> Draft:
         """A draft for a thread that may generate `remaining` more tokens; at most `rows` rows, its last token included.
 
@@ -284,13 +285,15 @@ class Drafter(Protocol):
     def learn(self, part: Part, verdict: Verdict) -> None:
         """Learn which draft tokens of a step were accepted.
 
-        `part.draft` is the draft that was fed, an empty one for a chunk of a prompt; `part.thread` still has the
-        candidates of the previous step, from which the draft was made.
+        `part.draft` is the draft that was fed; `part.thread` still has the candidates of the previous step, from which the
+        draft was made.
         """
 
 
 class ChainDrafter:
     """SPACE's draft: one chain of candidates, and the same number of mask slots behind each; heads need none."""
+
+    drafts = True
 
     def __init__(self, draft_config: DraftConfig) -> None:
         self._config, self._sources = draft_config, sources_for(draft_config)
@@ -323,6 +326,7 @@ class TreeDrafter:
         self._config = replace(draft_config, rows=min(draft_config.rows, STEP_ROWS))
         self._planner, self._kind, self._temperature = planner, kind, temperature
         self._sources = sources_for(draft_config) if draft_config.rows > 1 else []
+        self.drafts = bool(self._sources)
         # plain steps that drafts may still cost; below 0 if drafts of other requests in its calls have cost more
         self.left = CREDIT if self._sources else 0.0
         self._plain = 0.0  # time of a plain step in which `left` is counted; 0: unknown
@@ -355,7 +359,7 @@ class TreeDrafter:
         if affordable > 1 and self._sources:
             draft = self._planned_draft(thread, remaining, min(rows, affordable), affordable < rows, planned)
         else:
-            draft = NO_BUDGET if self._sources else PLAIN
+            draft = NO_BUDGET if self._sources else NO_SOURCES
         if sharing.call is not None and fills_up:
             sharing.call.wishes.append(Wish(draft.worth or (1.0,), curve.times, planned.rate, self.left))
         return draft

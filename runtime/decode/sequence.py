@@ -24,7 +24,7 @@ class Slots:
 
     A scatter engine writes rows to any slots: it gets the lowest free ones, in an order that the caller sets.
     An append engine writes rows to consecutive slots, after the highest one in use.
-    `settle` returns the moves that then put the retained rows into the gaps.
+    `compact` returns the moves that then put the retained rows into the gaps.
     The last slot is reserved for padding rows.
     """
 
@@ -37,8 +37,8 @@ class Slots:
         self.lowering = lowering
         self._holders = np.zeros(capacity, np.int32)
 
-    def take(self, positions: NDArray[np.int64], order: NDArray[np.int64] | None = None) -> NDArray[np.int64]:
-        """Take free slots for rows at these positions.
+    def allocate(self, positions: NDArray[np.int64], order: NDArray[np.int64] | None = None) -> NDArray[np.int64]:
+        """Allocate free slots for rows at these positions.
 
         With an order, its first row gets the lowest slot, and so on; an append engine ignores it.
         """
@@ -66,14 +66,14 @@ class Slots:
             raise ValueError("only held slots can be shared")
         self._holders[slots] += 1
 
-    def release(self, slots: NDArray[np.int64]) -> None:
+    def free(self, slots: NDArray[np.int64]) -> None:
         """Remove a holder from each of these slots; a slot without holders is free."""
         if not slots.size:
             return
         left = self._holders[slots] - 1
         shared = left.nonzero()[0].size
         if shared and left.min() < 0:
-            raise ValueError("only held slots can be released")
+            raise ValueError("only held slots can be freed")
         self._holders[slots] = left
         self.held -= slots.size - shared
         self._lower()
@@ -87,9 +87,9 @@ class Slots:
         self._holders[:] = 0
         self.held = self.height = 0
 
-    def settle(self, slots: NDArray[np.int64]) -> Moves:
-        """The moves, as sources and targets, that put rows just retained into the lowest slots; append engines only."""
-        if self.lowering == "scatter" or not slots.size:
+    def compact(self, slots: NDArray[np.int64]) -> Moves:
+        """The moves, as sources and targets, that put these rows into the lowest slots; for append engines only."""
+        if not slots.size:
             return NO_MOVES
         below = slots.max() + 1
         free = self._holders[:below] == 0
@@ -123,7 +123,7 @@ class TokenSequence:
     path: tuple[int, ...]  # index among its parent's children, for each level; () is the root thread
     tokens: list[int]  # prompt and generated tokens; the index of a token is its position
     start: int  # position of the first token that the thread itself generated
-    sees: NDArray[np.bool_]  # slots; True = visible to the thread
+    visible: NDArray[np.bool_]  # slots; True = the thread sees it
     fed: int = 0  # number of tokens in the KV cache
     fork: int | None = None  # position of the [Fork] that started it; None: root thread
     forks: int = 0  # number of child threads
@@ -140,28 +140,23 @@ class TokenSequence:
     @property
     def held(self) -> NDArray[np.int64]:
         """The KV slots that the thread holds."""
-        return np.flatnonzero(self.sees)
-
-    @property
-    def waits_for_fork(self) -> bool:
-        """Whether the [Fork] that started it is not in the KV cache yet."""
-        return self.fork is not None and self.fed <= self.fork
+        return np.flatnonzero(self.visible)
 
     def child(self, fork: int, token: int, unseen: NDArray[np.int64]) -> TokenSequence:
         """A child thread that continues with `token` after the [Fork] at a position, and does not see these slots."""
-        sees = self.sees.copy()
-        sees[unseen] = False
+        visible = self.visible.copy()
+        visible[unseen] = False
         path = (*self.path, self.forks)
         self.forks += 1
         state = {source: state.copy() for source, state in self.draft_state.items()}
         tokens = [*self.tokens[: fork + 1], token]
-        return TokenSequence(path, tokens, fork + 2, sees, min(self.fed, fork + 1), fork, draft_state=state)
+        return TokenSequence(path, tokens, fork + 2, visible, min(self.fed, fork + 1), fork, draft_state=state)
 
     def move(self, sources: NDArray[np.int64], targets: NDArray[np.int64]) -> None:
         """Update the visible slots after the engine has moved some."""
-        moved = self.sees[sources].copy()
-        self.sees[sources] = False
-        self.sees[targets] = moved
+        moved = self.visible[sources].copy()
+        self.visible[sources] = False
+        self.visible[targets] = moved
 
 
 def root_sequence(prompt: Sequence[int], capacity: int) -> TokenSequence:
@@ -259,27 +254,17 @@ class EventLog(Listener):
     """A listener that stores events for another one to replay; it never ends a thread."""
 
     def __init__(self) -> None:
-        self._events: list[Event] = []
-
-    @property
-    def count(self) -> int:
-        """Events since the last `take`."""
-        return len(self._events)
+        self.events: list[Event] = []
 
     def on_token(self, thread: TokenSequence, token: int, drafted: bool, source: str | None = None) -> bool:
-        self._events.append((thread, token, drafted, source))
+        self.events.append((thread, token, drafted, source))
         return False
 
     def on_fork(self, parent: TokenSequence, child: TokenSequence) -> None:
-        self._events.append((parent, child, False, None))
+        self.events.append((parent, child, False, None))
 
     def on_end(self, thread: TokenSequence) -> None:
-        self._events.append((thread, None, False, None))
-
-    def take(self) -> list[Event]:
-        """The events since the last call."""
-        events, self._events = self._events, []
-        return events
+        self.events.append((thread, None, False, None))
 
 
 def replay(events: Iterable[Event], listener: Listener) -> None:

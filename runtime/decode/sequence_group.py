@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.graphs.contract.signature import STEP_ROWS, Lowering
-from spaceport.runtime.decode.draft import Draft, DraftConfig
-from spaceport.runtime.decode.plan import Part, Plan, Verdict, plan_thread
+from spaceport.runtime.decode.draft import PLAIN, Draft, DraftConfig
+from spaceport.runtime.decode.plan import NO_ROWS, Part, Verdict, plan_thread
 from spaceport.runtime.decode.planner import ChainDrafter, Drafter, SharedCall, Sharing
 from spaceport.runtime.decode.sequence import (
     Ending,
@@ -24,7 +24,7 @@ from spaceport.runtime.decode.sequence import (
     kv_prefix,
     root_sequence,
 )
-from spaceport.runtime.engine import NO_MOVES, Moves
+from spaceport.runtime.engine import NO_MOVES, PREFILL_ROWS, Moves
 
 GROUP_ENDINGS: tuple[Ending, ...] = ("cancelled", "deadline", "total")  # of all threads at once
 MOST_STEPS = 4096  # decode steps that are counted one by one
@@ -111,22 +111,20 @@ class Statistics:
         running = self.seconds - self.waiting_seconds
         return self.tokens / running if running > 0 else 0.0
 
-    def add_step(self, plan: Plan, verdicts: Sequence[Verdict], written: Sequence[int], held: int) -> None:
+    def add_step(self, step: RequestStep, written: Sequence[int], held: int) -> None:
         """Count a step; `written` is the number of tokens that each part generated, `held` the KV slots in use."""
-        self.rows += plan.rows
+        self.rows += step.rows
         self.peak_slots = max(self.peak_slots, held)
-        self.peak_threads = max(self.peak_threads, len(plan.parts))
-        writes = False
-        drafted = accepted = 0
-        for part, verdict, count in zip(plan.parts, verdicts, written, strict=True):
+        self.peak_threads = max(self.peak_threads, len(step.parts))
+        writes, drafted, accepted = False, 0, 0
+        for part, verdict, count in zip(step.parts, step.verdicts, written, strict=True):
             writes = writes or bool(verdict.tokens)
             if (reason := part.draft.limited) is not None:
                 self.drafts_limited[reason] = self.drafts_limited.get(reason, 0) + 1
             self.tokens += count
-            layout = part.layout
-            self.mask_rows += layout.mask_rows.size
-            if layout.drafted:
-                drafted += layout.candidates.size
+            self.mask_rows += part.layout.mask_rows.size
+            if part.layout.drafted:
+                drafted += part.layout.candidates.size
                 kept = min(count, verdict.accepted)
                 accepted += kept
                 self._add_drafts(part, verdict, kept)
@@ -155,36 +153,36 @@ class Statistics:
                 counts[source] = counts.get(source, 0) + 1
 
 
-class ScheduledStep(NamedTuple):
-    """One request in a step: its rows and their KV slots."""
+class RequestStep:
+    """One step of a request: scheduled with its rows and their KV slots, then verified."""
 
-    request: SequenceGroup
-    engine_index: int  # index of the request in the engine
-    plan: Plan
-    slots: NDArray[np.int64]  # one for each row
-
-
-class VerifiedStep(NamedTuple):
-    """A step of one request after verification, before rows are retained or released."""
-
-    request: SequenceGroup
-    engine_index: int
-    plan: Plan
-    slots: NDArray[np.int64]
-    verdicts: list[Verdict]  # one for each part of the plan
-    # of the wanted rows of each part, valid until the next engine call; [] if unneeded
-    logits: list[NDArray[np.float32]]
-    held: int  # KV slots in use during the step
-    queued: tuple[TokenSequence, ...]  # threads that waited during the step
-    engine_seconds: float  # of the call that the step was part of
-    outside_seconds: float  # spent on earlier steps of the request outside the engine
+    # once scheduled:
+    parts: Sequence[Part] = ()  # the rows of each live thread
+    rows = 0
+    tokens: NDArray[np.int64] = NO_ROWS
+    positions: NDArray[np.int64] = NO_ROWS
+    slots: NDArray[np.int64] = NO_ROWS
+    logit_rows: NDArray[np.int64] = NO_ROWS  # the rows whose logits are needed
+    # once verified, before rows are kept or freed:
+    verdicts: Sequence[Verdict] = ()  # on each part
+    engine_seconds = 0.0  # of the call that the step was part of
+    # for observers only, logits until the next engine call:
+    logits: Sequence[NDArray[np.float32]] = ()  # of the wanted rows of each part
     head_logits: Sequence[NDArray[np.float32]] = ()  # of the same rows: rows x heads x vocabulary
+    held = 0  # KV slots in use during the step
+    queued: Sequence[TokenSequence] = ()  # threads that waited during the step
+    outside_seconds = 0.0  # spent on earlier steps of the request outside the engine
+
+    def __init__(self, sequences: SequenceGroup, engine_index: int = 0, prefill_rows: int = PREFILL_ROWS) -> None:
+        self.sequences = sequences
+        self.engine_index = engine_index  # index of its KV buffers in the engine
+        self.prefill_rows = prefill_rows  # maximum known tokens of a thread to feed
 
 
 class Observer(Protocol):
     """Receives every step of a request with its verdicts, and with its logits unless its `needs_logits` is False."""
 
-    def on_step(self, verified: VerifiedStep) -> None:
+    def on_step(self, step: RequestStep) -> None:
         """Called once for each verified step; observers may run in any order."""
 
 
@@ -215,9 +213,12 @@ class SequenceGroup:
     queue: list[TokenSequence] = field(init=False, default_factory=list)  # threads that wait for one of these to end
     slots: Slots = field(init=False)
     statistics: Statistics = field(init=False)
+    prefilling: bool = field(
+        init=False, default=True
+    )  # it has generated nothing yet: its next step feeds a prefill chunk
+    added: int = field(init=False, default=0)  # tokens after the prompt in all threads, each [Child] included
     prefix: KvPrefix | None = field(init=False, default=None)  # what later requests may reuse, once it has ended
-    # whether the best tokens of each row are enough, without all logits
-    selects: bool = field(init=False)
+    selects: bool = field(init=False)  # whether the best tokens of each row are enough, without all logits
 
     def __post_init__(self, prompt: Sequence[int], capacity: int, lowering: Lowering) -> None:
         root = root_sequence(prompt, capacity)
@@ -227,8 +228,6 @@ class SequenceGroup:
         self.selects = getattr(self.selector, "selects", False) and not (
             self.echo is not None or any(getattr(observer, "needs_logits", True) for observer in self.observers)
         )
-        self._generated = 0  # tokens, of all threads
-        self._prefilled = False
         self._most_rows = STEP_ROWS  # of a step of several threads
 
     @property
@@ -238,16 +237,6 @@ class SequenceGroup:
             return None
         endings = [thread.ending for thread in self.threads]
         return next((ending for ending in endings if ending in GROUP_ENDINGS), endings[0])
-
-    @property
-    def prefilling(self) -> bool:
-        """Whether it has generated nothing yet: its next step feeds a prefill chunk."""
-        return not self._prefilled
-
-    @property
-    def added(self) -> int:
-        """Number of tokens after the prompt in all threads, each [Child] included."""
-        return self._generated + len(self.threads) - 1
 
     @property
     def silent_rows(self) -> int:
@@ -264,7 +253,7 @@ class SequenceGroup:
     def reuse(self, count: int) -> None:
         """Start behind the first prompt tokens, whose rows are in the lowest KV slots already."""
         root = self.threads[0]
-        root.sees[self.slots.take(np.arange(count))] = True
+        root.visible[self.slots.allocate(np.arange(count))] = True
         root.fed = self.statistics.cached_tokens = count
 
     def draft(self, prefill_rows: int, call: SharedCall | None = None) -> list[Draft]:
@@ -272,43 +261,46 @@ class SequenceGroup:
         sharing = Sharing(len(self.live), self.slots.height, call)
         return [self._draft(thread, prefill_rows, sharing) for thread in self.live]
 
-    def plan(self, prefill_rows: int, drafts: Sequence[Draft] | None = None) -> Plan:
+    def plan(self, prefill_rows: int, drafts: Sequence[Draft]) -> Sequence[Part]:
         """The rows of the next step for every live thread, each with at most `prefill_rows` known tokens."""
-        drafts = self.draft(prefill_rows) if drafts is None else drafts
-        if len(self.live) == 1 and not self.live[0].waits_for_fork:
-            return Plan((self._part(self.live[0], drafts[0], prefill_rows, None),))
+        if len(self.threads) == 1:
+            return (plan_thread(self.live[0], drafts[0], self.tokens, prefill_rows, None, self.echo),)
         parts: list[Part] = []
         first = 0
         feeding: dict[tuple[int, ...], int] = {}  # path of a thread that feeds one known token -> its row
         for thread, draft in zip(self.live, drafts, strict=True):
-            anchor = feeding.get(thread.path[:-1]) if thread.waits_for_fork else None
-            part = self._part(thread, draft, prefill_rows, anchor)
+            waits_for_fork = thread.fork is not None and thread.fed <= thread.fork
+            anchor = feeding.get(thread.path[:-1]) if waits_for_fork else None
+            part = plan_thread(thread, draft, self.tokens, prefill_rows, anchor, self.echo)
             if len(thread.tokens) - thread.fed == 1:
                 feeding[thread.path] = first
             first += part.layout.rows
             parts.append(part)
-        return Plan(tuple(parts))
+        return parts
 
-    def keep(self, step: VerifiedStep) -> Moves:
-        """Retain the slots of accepted rows, release the others, and append the tokens; returns the slots to move."""
-        retained: list[NDArray[np.int64]] = []
+    def commit(self, step: RequestStep) -> Moves:
+        """Keep the slots of accepted rows, free the others, and append the tokens; returns the slots to move."""
+        slots, held, end = self.slots, self.slots.held, 0
+        kept: list[NDArray[np.int64]] = []
         generated: list[int] = []
-        first = 0
-        for part, verdict in zip(step.plan.parts, step.verdicts, strict=True):
-            slots = step.slots[first : first + part.layout.rows]
-            first += part.layout.rows
-            own = slots
-            if len(verdict.retained) < slots.size:
-                own = slots[list(verdict.retained)]
-                retained_rows = set(verdict.retained)
-                self.slots.release(slots[[row for row in range(slots.size) if row not in retained_rows]])
-            self._feed(part, own)
-            generated.append(self._append(part, verdict, own))
-            retained.append(own)
-            self._prefilled = self._prefilled or bool(verdict.tokens)
-        self.statistics.add_step(step.plan, step.verdicts, generated, step.held)
-        self._advance_queue()
-        return self._settle(retained)
+        for part, verdict in zip(step.parts, step.verdicts, strict=True):
+            begin, end = end, end + part.layout.rows
+            own = step.slots[begin:end]
+            if len(verdict.retained) < own.size:
+                rejected = np.ones(own.size, np.bool_)
+                rejected[list(verdict.retained)] = False
+                slots.free(own[rejected])
+                own = own[~rejected]
+            part.thread.visible[own] = True
+            part.thread.fed = int(part.positions[0]) + own.size
+            if part.thread.forks:
+                self._share(part, own)
+            generated.append(self._append(part, verdict, own) if verdict.tokens else 0)
+            kept.append(own)
+        self.statistics.add_step(step, generated, held)
+        if len(self.threads) > 1 or part.thread.ending is not None or self.added >= self.max_total:
+            self._advance_queue()
+        return NO_MOVES if slots.lowering == "scatter" or not self.live else self._compact(np.concatenate(kept))
 
     def limit_rows(self, rows: int) -> None:
         """Limit the rows of a step of several threads; threads beyond that wait. The output is the same."""
@@ -337,31 +329,23 @@ class SequenceGroup:
         remaining = min(self.max_length - len(thread.tokens), self.max_total - self.added)
         return self.drafter.draft(thread, remaining, rows, sharing)
 
-    def _part(self, thread: TokenSequence, draft: Draft, prefill_rows: int, anchor: int | None) -> Part:
-        return plan_thread(thread, draft, self.tokens, prefill_rows, anchor, self.echo)
-
-    def _feed(self, part: Part, own: NDArray[np.int64]) -> None:
-        """Mark a thread's retained rows as fed and visible, also in child threads that share them."""
-        thread = part.thread
-        thread.sees[own] = True
-        begin = int(part.positions[0])
-        thread.fed = begin + own.size
-        if not thread.forks:
-            return
+    def _share(self, part: Part, own: NDArray[np.int64]) -> None:
+        """Share the rows of a [Fork] that a thread has fed with the child threads that wait for them."""
+        thread, begin = part.thread, int(part.positions[0])
         for child in (*self.live, *self.queue):
             if child.path[:-1] == thread.path and child.fork is not None and begin <= child.fork == child.fed:
                 slot = own[child.fork - begin : child.fork - begin + 1]
                 self.slots.share(slot)
-                child.sees[slot] = True
+                child.visible[slot] = True
                 child.fed += 1
 
     def _append(self, part: Part, verdict: Verdict, own: NDArray[np.int64]) -> int:
         """Append tokens one by one, so that limits apply as in plain decoding; returns the number appended."""
         thread = part.thread
-        self.drafter.learn(part, verdict)  # before the candidates that the draft was made from are replaced
+        if part.draft is not PLAIN:
+            self.drafter.learn(part, verdict)  # before the candidates that the draft was made from are replaced
         thread.candidates = verdict.candidates
-        before = self._generated
-        drafted, sources = verdict.accepted, verdict.sources
+        drafted, sources, count = len(verdict.tokens) - 1, verdict.sources, 0
         for index, token in enumerate(verdict.tokens):
             if thread.ending is not None or self.added >= self.max_total:
                 break
@@ -371,7 +355,8 @@ class SequenceGroup:
             accepted = index < drafted
             thread.tokens.append(token)
             thread.drafted.append(accepted)
-            self._generated += 1
+            self.added += 1
+            count += 1
             source = sources[index] if index < len(sources) else None
             stops = self.listener.on_token(thread, token, accepted, source)
             if token == self.tokens.fork and not stops and self.added < self.max_total:
@@ -380,13 +365,15 @@ class SequenceGroup:
                 self._end(thread, "stop")
             elif len(thread.tokens) >= self.max_length:
                 self._end(thread, "length")
-        return self._generated - before
+        self.prefilling = False
+        return count
 
     def _fork(self, parent: TokenSequence, unseen: NDArray[np.int64]) -> None:
         """Start the child thread at a parent's last token; it does not see the parent's rows after that."""
         assert self.tokens.child is not None
         child = parent.child(len(parent.tokens) - 1, self.tokens.child, unseen)
         self.slots.share(child.held)
+        self.added += 1
         self.threads.append(child)
         self.queue.append(child)
         self.statistics.threads = len(self.threads)
@@ -396,7 +383,7 @@ class SequenceGroup:
 
     def _advance_queue(self) -> None:
         """Remove the threads that have ended, and start queued ones instead."""
-        if self._prefilled and self.added >= self.max_total:
+        if not self.prefilling and self.added >= self.max_total:
             for thread in (*self.live, *self.queue):
                 self._end(thread, "total")
         if len(self.threads) > 1:
@@ -414,15 +401,13 @@ class SequenceGroup:
             if self.cache_salt is not None:
                 # that of the last thread to end remains: it holds its slots until then
                 self.prefix = kv_prefix(thread, self.slots)
-            self.slots.release(thread.held)
-            thread.sees[:] = False
+            self.slots.free(thread.held)
+            thread.visible[:] = False
             self.listener.on_end(thread)
 
-    def _settle(self, retained: Sequence[NDArray[np.int64]]) -> Moves:
-        """The moves that put the retained rows of an append engine into the lowest slots."""
-        if self.slots.lowering == "scatter" or not self.live:
-            return NO_MOVES
-        moves = self.slots.settle(self.slots.still_held(np.concatenate(retained)))
+    def _compact(self, kept: NDArray[np.int64]) -> Moves:
+        """The moves that put the rows of an append engine that were kept into the lowest slots."""
+        moves = self.slots.compact(self.slots.still_held(kept))
         if moves[0].size:
             for thread in (*self.live, *self.queue):
                 thread.move(*moves)

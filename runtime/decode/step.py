@@ -3,284 +3,254 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from time import perf_counter
-from typing import NamedTuple, cast
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from spaceport.graphs.contract.faults import LibraryPanic, is_panic
 from spaceport.graphs.contract.signature import Signature, visible_length
-from spaceport.runtime.decode.draft import Draft
-from spaceport.runtime.decode.plan import Plan, accept, sees, within
+from spaceport.runtime.decode.draft import PLAIN, Draft
+from spaceport.runtime.decode.plan import accept, joined, mark_visible, within
 from spaceport.runtime.decode.planner import SharedCall
-from spaceport.runtime.decode.sequence_group import ScheduledStep, SequenceGroup, VerifiedStep
-from spaceport.runtime.engine import NO_MOVES, PREFILL_ROWS, Batch, Engine, SelectedRows, selecting
+from spaceport.runtime.decode.sequence_group import RequestStep
+from spaceport.runtime.engine import NO_MOVES, Batch, Engine, SelectedRows
 
-_NO_ROWS = np.zeros((1, 1), np.int64)  # a graph returns the logits of at least one row
+_FIRST_ROW = np.zeros(1, np.int64)  # a graph returns the logits of at least one row
 
-Call = Sequence[ScheduledStep]
-Grouping = Callable[[Sequence[ScheduledStep]], Sequence[Call]]
+Call = Sequence[RequestStep]  # in the order of their indices
+Grouping = Callable[[Sequence[RequestStep]], Sequence[Call]]
 # Called with the index of a request that failed, and its error; the other requests of the step continue. When a whole
 # call fails, it is called for each request of the call, also for those that failed before or ended in this step.
 OnFailure = Callable[[int, Exception], None]
 OnCall = Callable[[], None]  # called after each engine call
+Logits = NDArray[np.float32] | list[SelectedRows]  # requests x lines x vocabulary, or the best tokens instead
 
 
-class StepInput(NamedTuple):
-    """A request in a step."""
-
-    request: SequenceGroup
-    engine_index: int = 0  # index of its KV buffers in the engine
-    prefill_rows: int = PREFILL_ROWS  # maximum known tokens of a thread to feed in this step
+def pack(engine: Engine, call: Call) -> Batch:
+    """The arrays of one call."""
+    return _pack_one(engine.signature, call[0]) if len(call) == 1 else _pack_many(engine, call)
 
 
-class Ran(NamedTuple):
-    """The result of one engine call."""
-
-    first: int  # index of the first request of the call
-    requests: int  # number of requests from the first to the last one, idle ones between them included
-    logits: NDArray[np.float32] | list[SelectedRows]  # requests x lines x vocabulary, or the best tokens instead
-    seconds: float
-    lines: int = 1  # of logits for each needed row: its own, then those of the heads
-
-
-def pack(engine: Engine, call: Sequence[ScheduledStep]) -> Batch:
-    """The arrays of one call; its steps are in the order of their indices."""
-    if len(call) == 1 and len(call[0].plan.parts) == 1:
-        return _pack_one(engine.signature, call[0])
-    return _pack_many(engine, call)
-
-
-def _pack_many(engine: Engine, call: Sequence[ScheduledStep]) -> Batch:
-    """The arrays of a call with several threads or requests, padded to the widest plan.
+def _pack_many(engine: Engine, call: Call) -> Batch:
+    """The arrays of a call with several requests, padded to the widest step.
 
     Padding rows see slot 0, write to a slot that no row sees, and their results are not read.
     """
-    signature = engine.signature
-    first = call[0].engine_index
-    count = call[-1].engine_index - first + 1
-    rows = max(step.plan.rows for step in call)
-    wanted = max(1, *(step.plan.wanted for step in call))
-    visible = visible_length(max(step.request.slots.height for step in call))
+    signature, first = engine.signature, call[0].engine_index
+    count, total = call[-1].engine_index - first + 1, 0
+    rows = wanted = height = 1
+    for request_step in call:
+        total += request_step.rows
+        rows, wanted = max(rows, request_step.rows), max(wanted, request_step.logit_rows.size)
+        height = max(height, request_step.sequences.slots.height)
+    visible = visible_length(height)
     batch = Batch(
         first=first,
         input_ids=np.zeros((count, rows), np.int64),
         position_ids=np.zeros((count, rows), np.int64),
-        slot_ids=np.full((count, rows), engine.capacity - 1, np.int64),
+        slot_ids=np.empty((count, rows), np.int64),
         attention_mask=np.zeros((count, 1, rows, visible), np.bool_),
         logit_rows=np.zeros((count, wanted), np.int64),
         sliding_attention_mask=np.zeros((count, 1, rows, visible), np.bool_) if signature.window else None,
     )
-    if count > len(call) or len({step.plan.rows for step in call}) > 1:
+    if total < count * rows:
         _pad(batch, engine)
-    for step in call:
-        _fill(batch, signature, step)
+    for request_step in call:
+        line, end = request_step.engine_index - first, request_step.rows
+        batch.input_ids[line, :end] = request_step.tokens
+        batch.position_ids[line, :end] = request_step.positions
+        batch.slot_ids[line, :end] = request_step.slots
+        batch.logit_rows[line, : request_step.logit_rows.size] = request_step.logit_rows
+        if signature.lowering == "append":
+            batch.slot_ids[line] = request_step.slots[0] + np.arange(rows)
+        mask = batch.attention_mask[line, 0, :end]
+        mark_visible(request_step.parts, request_step.slots, mask)
+        if batch.sliding_attention_mask is not None and signature.window is not None:
+            near = within(signature.window, mask, request_step.positions, request_step.sequences.slots.positions)
+            batch.sliding_attention_mask[line, 0, :end] = near
     return batch
 
 
-def _pack_one(signature: Signature, step: ScheduledStep) -> Batch:
-    """The same as `_pack_many` for one thread of one request: without padding, the plan's own arrays are used."""
-    (part,) = step.plan.parts
-    slots = step.request.slots
-    mask = sees(step.plan, step.slots, visible_length(slots.height))
+def _pack_one(signature: Signature, step: RequestStep) -> Batch:
+    """The same as `_pack_many` for one request: without padding, the step's own arrays are used."""
+    slots = step.sequences.slots
+    mask = np.empty((step.rows, visible_length(slots.height)), np.bool_)
+    mark_visible(step.parts, step.slots, mask)
     near = None
     if signature.window is not None:
-        near = within(signature.window, mask, part.positions, slots.positions)[None, None]
+        near = within(signature.window, mask, step.positions, slots.positions)[None, None]
     return Batch(
         first=step.engine_index,
-        input_ids=part.tokens[None],
-        position_ids=part.positions[None],
+        input_ids=step.tokens[None],
+        position_ids=step.positions[None],
         slot_ids=step.slots[None],
         attention_mask=mask[None, None],
-        logit_rows=part.rows_wanted[None] if part.rows_wanted.size else _NO_ROWS,
+        logit_rows=(step.logit_rows if step.logit_rows.size else _FIRST_ROW)[None],
         sliding_attention_mask=near,
     )
-
-
-def split(plan: Plan, logits: NDArray[np.float32], lines: int = 1) -> list[NDArray[np.float32]]:
-    """The logits of one request, L x V, part by part; each row has `lines` lines: its own, then those of the heads."""
-    if len(plan.parts) == 1:
-        return [logits[: plan.parts[0].rows_wanted.size * lines]]
-    parts, first = [], 0
-    for part in plan.parts:
-        last = first + part.rows_wanted.size * lines
-        parts.append(logits[first:last])
-        first = last
-    return parts
 
 
 def _pad(batch: Batch, engine: Engine) -> None:
     batch.attention_mask[..., 0] = True
     if batch.sliding_attention_mask is not None:
         batch.sliding_attention_mask[..., 0] = True
-    if engine.signature.lowering == "append":
-        rows = batch.slot_ids.shape[1]
-        batch.slot_ids[:] = np.arange(engine.capacity - rows, engine.capacity)
+    rows = batch.slot_ids.shape[1] if engine.signature.lowering == "append" else 1
+    batch.slot_ids[:] = np.arange(engine.capacity - rows, engine.capacity)
 
 
-def _fill(batch: Batch, signature: Signature, step: ScheduledStep) -> None:
-    line, plan, rows = step.engine_index - batch.first, step.plan, step.plan.rows
-    positions = plan.positions
-    visible = batch.attention_mask.shape[-1]
-    wanted, start = 0, 0
-    for part in plan.parts:
-        end = start + part.layout.rows
-        batch.input_ids[line, start:end] = part.tokens
-        rows_wanted = part.rows_wanted
-        batch.logit_rows[line, wanted : wanted + rows_wanted.size] = rows_wanted + start
-        start, wanted = end, wanted + rows_wanted.size
-    batch.position_ids[line, :rows] = positions
-    batch.slot_ids[line, :rows] = step.slots
-    if signature.lowering == "append":
-        batch.slot_ids[line] = step.slots[0] + np.arange(batch.slot_ids.shape[1])
-    mask = sees(plan, step.slots, visible, batch.attention_mask[line, 0, :rows])
-    if batch.sliding_attention_mask is not None and signature.window is not None:
-        near = within(signature.window, mask, positions, step.request.slots.positions)
-        batch.sliding_attention_mask[line, 0, :rows] = near
-
-
-def one_call(steps: Sequence[ScheduledStep]) -> Sequence[Call]:
+def one_call(steps: Sequence[RequestStep]) -> Sequence[Call]:
     """All requests in one call of the engine."""
     return [steps] if steps else []
 
 
 def step(
     engine: Engine,
-    inputs: Sequence[StepInput],
+    steps: Sequence[RequestStep],
     group: Grouping = one_call,
     on_failure: OnFailure | None = None,
     on_call: OnCall | None = None,
 ) -> float:
     """Feed a prefill chunk or generate at least one token in every live thread; returns the seconds spent in the engine.
 
-    `inputs` are in the order of their indices. Without `on_failure`, an error of a request is raised.
+    `steps` are in the order of their indices. Without `on_failure`, an error of a request is raised.
     """
     seconds = 0.0
-    for call in group(plan(inputs, on_failure)):
+    for call in group(plan(steps, on_failure)):
         try:
-            ran = run(engine, call)
-            seconds += ran.seconds
+            logits = run(engine, call)
+            seconds += call[0].engine_seconds
             if on_call is not None:
                 on_call()
-            verified = verify(call, ran, on_failure)
-            keep(engine, ran, verified, on_failure)
+            keep(engine, call, verify(engine, call, logits, on_failure), on_failure)
         except BaseException as error:
             if not _reported(call, error, on_failure):
                 raise
     return seconds
 
 
-def plan(inputs: Sequence[StepInput], on_failure: OnFailure | None = None) -> list[ScheduledStep]:
-    """The rows of each request, and a KV slot for each row."""
-    steps = []
-    for step_input, drafts in draft(inputs, on_failure):
-        request, index, prefill_rows = step_input
+def plan(steps: Sequence[RequestStep], on_failure: OnFailure | None = None) -> list[RequestStep]:
+    """The steps with the rows of each request, and a KV slot for each row, without those that have failed."""
+    scheduled = []
+    for request_step, drafts in draft(steps, on_failure):
+        sequences = request_step.sequences
         try:
-            planned = request.plan(prefill_rows, drafts)
-            slots = request.slots.take(planned.positions, planned.slot_order)
-            steps.append(ScheduledStep(request, index, planned, slots))
+            request_step.parts = parts = sequences.plan(request_step.prefill_rows, drafts)
+            part = parts[0]
+            request_step.tokens, request_step.positions, request_step.logit_rows, order = (
+                (part.tokens, part.positions, part.rows_wanted, part.layout.slot_order)
+                if len(parts) == 1
+                else joined(parts)
+            )
+            request_step.rows = order.size
+            request_step.slots = sequences.slots.allocate(request_step.positions, order)
+            scheduled.append(request_step)
         except BaseException as error:
-            if not _reported((step_input,), error, on_failure):
+            if not _reported((request_step,), error, on_failure):
                 raise
-    return steps
+    return scheduled
 
 
-def draft(inputs: Sequence[StepInput], on_failure: OnFailure | None = None) -> list[tuple[StepInput, list[Draft]]]:
+def draft(steps: Sequence[RequestStep], on_failure: OnFailure | None = None) -> list[tuple[RequestStep, list[Draft]]]:
     """The drafts of each request that has not failed; requests in one call get the width that pays for all of them."""
-    decoding = len([step_input for step_input in inputs if not step_input.request.prefilling])
-    call = SharedCall(decoding) if decoding > 1 else None
+    decoding = [request_step.sequences for request_step in steps if not request_step.sequences.prefilling]
+    drafting = len([sequences for sequences in decoding if sequences.drafter.drafts])
+    call = SharedCall(len(decoding)) if drafting and len(decoding) > 1 else None
     drafted, shared = [], []
-    for step_input in inputs:
-        request = step_input.request
+    for request_step in steps:
+        sequences = request_step.sequences
         try:
-            drafts = request.draft(step_input.prefill_rows, None if request.prefilling else call)
-            drafted.append((step_input, drafts))
-            if not request.prefilling:
+            own_call = None if sequences.prefilling else call
+            if own_call is None and not sequences.drafter.drafts:
+                drafts = [PLAIN] * len(sequences.live)
+            else:
+                drafts = sequences.draft(request_step.prefill_rows, own_call)
+            drafted.append((request_step, drafts))
+            if not sequences.prefilling:
                 shared.append(drafts)
         except BaseException as error:
-            if not _reported((step_input,), error, on_failure):
+            if not _reported((request_step,), error, on_failure):
                 raise
-    if call is not None:
-        fixed = [drafts for drafts in shared if len(drafts) > 1 or not drafts[0].worth]
-        call.decide(max([sum([own.rows for own in drafts]) for drafts in fixed], default=1))
-        for drafts in shared:
+    wide = [drafts for drafts in shared if len(drafts) > 1 or drafts[0].masks != PLAIN.masks]
+    if call is not None and wide:
+        fixed = [drafts for drafts in wide if len(drafts) > 1 or not drafts[0].order]
+        call.decide(max([sum([one.rows for one in drafts]) for drafts in fixed], default=1))
+        for drafts in wide:
             if len(drafts) == 1:
                 drafts[0] = drafts[0].cut(call.width, "shared_call")
     return drafted
 
 
-def run(engine: Engine, call: Call) -> Ran:
-    """Run a call; its time counts for each of its requests."""
+def run(engine: Engine, call: Call) -> Logits:
+    """The logits of the needed rows, or their best tokens if no request needs more; the time counts for each request."""
     batch = pack(engine, call)
+    selects = engine.selects and all(request_step.sequences.selects for request_step in call)
     started = perf_counter()
-    logits = _logits(engine, call, batch)
+    logits: Logits = engine.select(batch) if selects else engine.run(batch)
     seconds = perf_counter() - started
     requests, rows = batch.input_ids.shape
-    for scheduled in call:
-        statistics = scheduled.request.statistics
+    for request_step in call:
+        request_step.engine_seconds = seconds
+        statistics = request_step.sequences.statistics
         statistics.engine_seconds += seconds
-        statistics.padding_rows += rows - scheduled.plan.rows
-    call[0].request.statistics.padding_rows += rows * (requests - len(call))  # idle requests between them
-    return Ran(batch.first, requests, logits, seconds, engine.signature.lines)
+        statistics.padding_rows += rows - request_step.rows
+    call[0].sequences.statistics.padding_rows += rows * (requests - len(call))  # idle requests between them
+    return logits
 
 
-def verify(call: Call, ran: Ran, on_failure: OnFailure | None = None) -> list[VerifiedStep]:
-    """The accepted rows of each request, by the tokens that the model itself selects."""
-    verified = []
-    for scheduled in call:
+def verify(engine: Engine, call: Call, logits: Logits, on_failure: OnFailure | None = None) -> list[RequestStep]:
+    """The steps with the accepted rows of each request, by the tokens that the model itself selects."""
+    verified, first, lines = [], call[0].engine_index, engine.signature.lines
+    for request_step in call:
+        sequences, config, verdicts, end = request_step.sequences, request_step.sequences.draft_config, [], 0
+        # selected rows are only made for selectors that take them, and are split like logits
+        own: Any = logits[request_step.engine_index - first]
         try:
-            outcome = _verified(scheduled, ran)
-            for observer in scheduled.request.observers:
-                observer.on_step(outcome)
-            verified.append(outcome)
+            for part in request_step.parts:
+                begin, end = end, end + part.rows_wanted.size * lines  # a row has its own line and those of the heads
+                of_part, selector = own[begin:end], sequences.selector
+                verdicts.append(accept(part, of_part, selector, config.candidates, lines, config.heads))
+            request_step.verdicts = verdicts
+            if sequences.observers:
+                _observe(request_step, own, lines)
+            verified.append(request_step)
         except BaseException as error:
-            if not _reported((scheduled,), error, on_failure):
+            if not _reported((request_step,), error, on_failure):
                 raise
     return verified
 
 
-def keep(engine: Engine, ran: Ran, verified: Sequence[VerifiedStep], on_failure: OnFailure | None = None) -> None:
-    """Retain the slots of accepted rows, release those of rejected rows, and append the accepted tokens."""
-    moves = [NO_MOVES] * ran.requests
-    for outcome in verified:
+def _observe(step: RequestStep, logits: Logits, lines: int) -> None:
+    """Pass a verified step with its logits to the observers of the request."""
+    sequences = step.sequences
+    step.held, step.queued = sequences.slots.held, tuple(sequences.queue)
+    step.outside_seconds = sequences.statistics.outside_seconds
+    if isinstance(logits, np.ndarray):
+        ends = [*accumulate([part.rows_wanted.size for part in step.parts])]
+        by_part = np.split(logits[: ends[-1] * lines].reshape(-1, lines, logits.shape[-1]), ends[:-1])
+        step.logits, step.head_logits = [rows[:, 0] for rows in by_part], [rows[:, 1:] for rows in by_part]
+    for observer in sequences.observers:
+        observer.on_step(step)
+    step.logits = step.head_logits = ()
+
+
+def keep(engine: Engine, call: Call, verified: Call, on_failure: OnFailure | None = None) -> None:
+    """Keep the slots of accepted rows, free those of rejected rows, and append the accepted tokens."""
+    first = call[0].engine_index
+    moves = [NO_MOVES] * (call[-1].engine_index - first + 1)
+    for request_step in verified:
         try:
-            moves[outcome.engine_index - ran.first] = outcome.request.keep(outcome)
+            moves[request_step.engine_index - first] = request_step.sequences.commit(request_step)
         except BaseException as error:
-            if not _reported((outcome,), error, on_failure):
+            if not _reported((request_step,), error, on_failure):
                 raise
-    engine.move(ran.first, moves)
+    if engine.signature.lowering == "append":
+        engine.move(first, moves)
 
 
-def _logits(engine: Engine, call: Call, batch: Batch) -> NDArray[np.float32] | list[SelectedRows]:
-    """The logits of the needed rows, or their best tokens if no request needs more."""
-    selector = selecting(engine)
-    if selector is not None and all(scheduled.request.selects for scheduled in call):
-        return selector.select(batch)
-    return engine.run(batch)
-
-
-def _verified(scheduled: ScheduledStep, ran: Ran) -> VerifiedStep:
-    request, index, planned, slots = scheduled
-    # selected rows are only made for selectors that take them, and are split like logits
-    logits = split(planned, cast("NDArray[np.float32]", ran.logits[index - ran.first]), ran.lines)
-    drafts = request.draft_config
-    verdicts = [
-        accept(part, lines, request.selector, drafts.candidates, ran.lines, drafts.heads)
-        for part, lines in zip(planned.parts, logits, strict=True)
-    ]
-    held, queued, outside = request.slots.held, tuple(request.queue), request.statistics.outside_seconds
-    own: list[NDArray[np.float32]] = []
-    heads: list[NDArray[np.float32]] = []
-    if request.observers:
-        by_row = [lines.reshape(-1, ran.lines, lines.shape[-1]) for lines in logits if isinstance(lines, np.ndarray)]
-        own, heads = [rows[:, 0] for rows in by_row], [rows[:, 1:] for rows in by_row]
-    return VerifiedStep(request, index, planned, slots, verdicts, own, held, queued, ran.seconds, outside, heads)
-
-
-def _reported(
-    steps: Sequence[StepInput | ScheduledStep | VerifiedStep], error: BaseException, on_failure: OnFailure | None
-) -> bool:
+def _reported(steps: Sequence[RequestStep], error: BaseException, on_failure: OnFailure | None) -> bool:
     """Report an error that these requests had; False: it has to be raised, as always without `on_failure`."""
     if is_panic(error):
         error = LibraryPanic(f"a panic in a step: {error}: change the request, or update the library")

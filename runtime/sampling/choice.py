@@ -41,7 +41,7 @@ class Bans:
         if self.fork is not None:
             last = ahead[-1] if ahead else thread.tokens[-1]
             if last == self.fork or last == self.child or len(thread.path) >= self.depth:
-                return self._no_fork_and_end if early else self._no_fork
+                return self.anywhere if early else self._no_fork
         return self._no_end if early else self.never
 
     def among_candidates(self, thread: TokenSequence) -> frozenset[int]:
@@ -57,7 +57,8 @@ class Bans:
         return self.never | self.ends
 
     @cached_property
-    def _no_fork_and_end(self) -> frozenset[int]:
+    def anywhere(self) -> frozenset[int]:
+        """The tokens that are banned at any position."""
         return self._no_fork | self.ends
 
 
@@ -73,8 +74,8 @@ class Greedy:
             best = logits.best(self.bans.at(thread, ahead))
             return self.token(logits.logits[0], thread, ahead) if best is None else best[0]
         token = int(logits.argmax())
-        if token in (banned := self.bans.at(thread, ahead)) and math.isfinite(logits[token]):
-            logits = without(logits, banned)
+        if token in self.bans.anywhere and math.isfinite(logits[token]):
+            logits = without(logits, self.bans.at(thread, ahead))
             token = int(logits.argmax())
         if not math.isfinite(logits[token]):  # much faster than np.isfinite
             raise not_a_number(len(thread.tokens) + len(ahead))

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from spaceport.graphs.contract.faults import OptionFault, PanicsContained
 from spaceport.runtime.decode.sequence import not_a_number
-from spaceport.runtime.decode.sequence_group import Statistics, VerifiedStep
+from spaceport.runtime.decode.sequence_group import RequestStep, Statistics
 from spaceport.runtime.sampling.sampler import most_probable
 
 _DECODER = re.compile(r'"type":\s*"(\w+)"')  # its kind in the JSON of a tokenizer
@@ -99,9 +99,9 @@ class Logprobs:
     speller: Speller
     _recorded: dict[tuple[int, ...], list[TokenLogprob]] = field(default_factory=dict)  # by the thread's path
 
-    def on_step(self, verified: VerifiedStep) -> None:
+    def on_step(self, step: RequestStep) -> None:
         """Record the tokens of a step; an end token or a limit may still cut off the last of them."""
-        for part, verdict, logits in zip(verified.plan.parts, verified.verdicts, verified.logits, strict=True):
+        for part, verdict, logits in zip(step.parts, step.verdicts, step.logits, strict=True):
             if not verdict.tokens:
                 continue
             recorded = self._recorded.setdefault(part.thread.path, [])
@@ -175,9 +175,9 @@ class Scoring:
         self._logprobs: list[TokenLogprob] = []
         self._greedy = True
 
-    def on_step(self, verified: VerifiedStep) -> None:
+    def on_step(self, step: RequestStep) -> None:
         """Score the tokens after the rows of a prefill chunk."""
-        (part,), (verdict,), (own,) = verified.plan.parts, verified.verdicts, verified.logits
+        (part,), (verdict,), (own,) = step.parts, step.verdicts, step.logits
         for row, line in zip(part.rows_wanted.tolist(), own, strict=True):
             position = int(part.positions[row]) + 1
             if position < len(self._tokens):

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from spaceport.runtime.decode.sequence import KvPrefix, in_order
 from spaceport.runtime.decode.sequence_group import SequenceGroup
-from spaceport.runtime.engine import Engine, ParkingEngine
+from spaceport.runtime.engine import Engine
 
 LEAST_COPIED = 32  # tokens: for fewer, a copy saves little
 _MOST_LOST = 8  # tokens of a prefix: instead of more, its rows are copied if that overwrites no other prefix
@@ -249,7 +249,7 @@ class FreeBuffers:
             self.store_prompt(index, sequences)
             self._free.add(index)
 
-    def restore(self, engine: ParkingEngine, sequences: SequenceGroup, index: int, rows: Any) -> None:
+    def restore(self, engine: Engine, sequences: SequenceGroup, index: int, rows: Any) -> None:
         """Put the rows of a request back that had other buffers before; raises the engine's error."""
         self._clear_spoilt(engine, index)
         if self._cache is not None:

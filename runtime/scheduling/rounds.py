@@ -1,25 +1,21 @@
-"""Rounds: which requests take a step, which steps share an engine call, and which prompts wait for another one's."""
+"""Rounds: which steps share an engine call, how many rows requests get, and which prompts wait for another one's."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from functools import cached_property
-from itertools import count
-from operator import attrgetter
+from collections.abc import Iterable, Sequence
 
 from spaceport.graphs.contract.signature import STEP_ROWS
 from spaceport.runtime.costs import StepCosts
-from spaceport.runtime.decode.sequence_group import ScheduledStep, SequenceGroup
+from spaceport.runtime.decode.sequence_group import RequestStep
 from spaceport.runtime.scheduling.prefix_cache import LEAST_COPIED
 from spaceport.runtime.scheduling.request import Request
 
 _REACH = 64  # maximum steps of different widths in one search; a longer search costs more than it saves
 _SHARE = 2.0  # plain steps: maximum cost of all threads of requests with several threads together
-_MANY_BESIDE = 2  # steps of tenants with several requests in a round, for each request of the others
 _BLOCK = 64  # tokens that are compared at once
 
 
-def group_by_width(steps: Sequence[ScheduledStep], call_rows: int) -> list[list[ScheduledStep]]:
+def group_by_width(steps: Sequence[RequestStep], call_rows: int) -> list[list[RequestStep]]:
     """The steps of each engine call; `steps` are in the order of their indices.
 
     A call computes the rows of its widest plan for each of its requests, also for idle requests between them. So steps of
@@ -29,11 +25,11 @@ def group_by_width(steps: Sequence[ScheduledStep], call_rows: int) -> list[list[
     if not steps:
         return []
     span = steps[-1].engine_index - steps[0].engine_index + 1
-    rows = [step.plan.rows for step in steps]
+    rows = [step.rows for step in steps]
     if span * max(rows) <= sum(rows) + call_rows:  # the usual case: a second call could not save its own cost
         return [list(steps)]
-    ordered = sorted(steps, key=lambda step: (step.plan.rows, step.engine_index))
-    widths = [(step.engine_index, step.plan.rows) for step in ordered]
+    ordered = sorted(steps, key=lambda step: (step.rows, step.engine_index))
+    widths = [(step.engine_index, step.rows) for step in ordered]
     found, end = [], len(ordered)
     begins = _cuts(widths, call_rows)
     while end:
@@ -61,40 +57,10 @@ def _cuts(widths: Sequence[tuple[int, int]], call_rows: int) -> list[int]:
     return begins
 
 
-class FairRows:
-    """Limits the rows of tenants and requests with several threads while others run, so that these wait for few rows."""
-
-    def __init__(self, costs: StepCosts) -> None:
-        self._costs = costs
-        self._steps = count(1)
-
-    @cached_property
-    def rows(self) -> int:
-        """Number of rows that cost as much as the share of a round."""
-        most = _SHARE * self._costs.seconds(1)
-        return next((rows for rows in range(2, STEP_ROWS + 1) if self._costs.seconds(rows) > most), STEP_ROWS + 1) - 1
-
-    def share(self, running: Collection[SequenceGroup]) -> None:
-        """Set the limits of a round."""
-        several = [sequences for sequences in running if len(sequences.threads) > 1]
-        if several:
-            rows = STEP_ROWS if len(running) == 1 else self.rows // len(several)
-            for sequences in several:
-                sequences.limit_rows(rows)
-
-    def stepping(self, decoding: Sequence[Request], load: Callable[[str], int]) -> Collection[Request]:
-        """The requests that take a step in a round, by the number of requests that each tenant has.
-
-        Beside tenants with one request, those with several take few steps, in turns, so that a round stays short.
-        """
-        many = [request for request in decoding if load(request.tenant) > 1]
-        most = min(self.rows, _MANY_BESIDE * (len(decoding) - len(many)))
-        if not most or len(many) <= most:
-            return decoding
-        late = sorted(many, key=attrgetter("stepped"))
-        for request in late[:most]:
-            request.stepped = next(self._steps)
-        return set(decoding).difference(late[most:])
+def fair_rows(costs: StepCosts) -> int:
+    """Number of rows for which others wait in a round: they cost as much as two plain steps."""
+    most = _SHARE * costs.seconds(1)
+    return next((rows for rows in range(2, STEP_ROWS + 1) if costs.seconds(rows) > most), STEP_ROWS + 1) - 1
 
 
 def find_leader(request: Request, running: Iterable[Request], reusable: int) -> tuple[Request | None, int]:

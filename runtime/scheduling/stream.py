@@ -6,6 +6,7 @@ import asyncio
 import os
 from collections import deque
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from queue import SimpleQueue
 from threading import Lock
 from types import TracebackType
@@ -50,8 +51,7 @@ class _Reader:
         self.request.end()
 
     def __del__(self) -> None:  # at any moment in any OS thread, so it must not wait for a lock
-        if self.request.asked is None:
-            self.request.asked = "cancelled"
+        self.request.drop()
 
     def _advance(self) -> bool:
         """Make the next pieces; without any, returns whether it is the end, and raises the error of the request once."""
@@ -71,7 +71,7 @@ class Stream(_Reader):
         changes: SimpleQueue[None] = SimpleQueue()  # wakes a reader in less time than an Event
         self._changes = changes
         self._reading = Lock()  # one OS thread reads at a time, so that the pieces stay in order
-        request.on_change = lambda: changes.put(None)
+        request.on_change = partial(changes.put, None)
 
     def __iter__(self) -> Iterator[Piece]:
         return self

@@ -13,8 +13,9 @@ from spaceport.graphs.contract.faults import SpaceportError
 from spaceport.runtime.decode.sequence_group import SequenceGroup
 from spaceport.runtime.engine import EngineFault
 from spaceport.runtime.scheduling.prefix_cache import PrefixCache
+from spaceport.runtime.scheduling.progress import Heartbeat
 from spaceport.runtime.scheduling.request import Request
-from spaceport.runtime.scheduling.scheduler import Abandoned, Heartbeat, Scheduler
+from spaceport.runtime.scheduling.scheduler import Abandoned, Scheduler
 
 PATIENCE = 5.0  # idle seconds after which the OS thread ends; the next request starts another
 _PAUSE = 0.01  # seconds until the next round, if all requests wait for their readers

@@ -18,7 +18,7 @@ from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.limits import DEFAULT_LIMITS, Limits
 from spaceport.runtime.sampling.grammar import Grammar
 from spaceport.runtime.sampling.sampler import Sampling
-from spaceport.runtime.scheduling.request import QueueFull
+from spaceport.runtime.scheduling.request_queue import QueueFull
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.messages import characters_of
 from support.hash_engine import CHILD, END, FORK, MASKS, Cell, Language

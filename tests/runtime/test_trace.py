@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from spaceport.runtime.decode.draft import Candidates
 from spaceport.runtime.decode.sequence import Listener, TokenSequence
-from spaceport.runtime.decode.sequence_group import VerifiedStep
+from spaceport.runtime.decode.sequence_group import RequestStep
 from spaceport.runtime.trace import GrowingTrace, ThreadRows, Trace, TraceRecord
 from support.hash_engine import CHILD, END, FORK, MASKS, HashEngine, Language, advance, request_for
 from support.traced import CASES, TOKENIZER, Case, request_of, traced
@@ -50,10 +50,10 @@ class Diary(Listener):
 
     days: list[dict[str, Any]] = field(default_factory=list)
 
-    def on_step(self, step: VerifiedStep) -> None:
-        fed = [(part.thread.path, part.tokens.tolist()) for part in step.plan.parts]
-        queued = [thread.path for thread in step.request.queue]
-        day = {"fed": fed, "queued": queued, "held": step.request.slots.held, "wrote": [], "began": [], "ended": []}
+    def on_step(self, step: RequestStep) -> None:
+        fed = [(part.thread.path, part.tokens.tolist()) for part in step.parts]
+        queued = [thread.path for thread in step.sequences.queue]
+        day = {"fed": fed, "queued": queued, "held": step.sequences.slots.held, "wrote": [], "began": [], "ended": []}
         self.days.append(day)
 
     def on_token(self, thread: TokenSequence, token: int, drafted: bool, source: str | None = None) -> bool:

@@ -14,7 +14,7 @@ from spaceport.graphs.contract.signature import STEP_ROWS, Lowering
 from spaceport.runtime.costs import relative_costs
 from spaceport.runtime.decode.draft import Candidates, DraftConfig
 from spaceport.runtime.decode.sequence import Listener, NotANumber, TokenSelector, TokenSequence
-from spaceport.runtime.decode.sequence_group import SequenceGroup, VerifiedStep
+from spaceport.runtime.decode.sequence_group import RequestStep, SequenceGroup
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import Batch, EngineFault
 from spaceport.runtime.scheduling.prefix_cache import PrefixCache
@@ -106,7 +106,7 @@ class Fuse(Listener):
     def on_end(self, thread: TokenSequence) -> None:
         self.touch("on_end")
 
-    def on_step(self, verified: VerifiedStep) -> None:
+    def on_step(self, step: RequestStep) -> None:
         self.touch("observer")
 
     def token(self, logits: NDArray[np.float32], thread: TokenSequence, ahead: Sequence[int]) -> int:

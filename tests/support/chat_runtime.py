@@ -21,7 +21,7 @@ from spaceport.graphs.contract.draft_methods import LOOKUP_ONLY, DraftMethod
 from spaceport.graphs.contract.manifest import TEMPLATE_FILE, TOKENIZER_FILE, FileRecord, Manifest, TokenIds
 from spaceport.graphs.contract.signature import Signature
 from spaceport.runtime.bundle import Bundle
-from spaceport.runtime.engine import Batch, Moves, capacity_for
+from spaceport.runtime.engine import Batch, Engine, Moves, capacity_for
 from spaceport.runtime.scheduling.worker import RuntimeStatus
 from spaceport.runtime.session import Runtime
 from spaceport.serving.application import Opener, application
@@ -69,14 +69,14 @@ def _line(token: Any, position: Any) -> Any:
 
 
 @dataclass
-class ChatEngine:
+class ChatEngine(Engine):
     """An engine whose next token depends on the last one and its position; most predictions of its mask slots are right."""
 
     capacity: int
     requests: int
     delay: float = 0.0  # seconds of a call
     device: str = "none"
-    notes: tuple[str, ...] = ()
+    parks: bool = True
     signature = Signature(1, 1, 1, _VOCAB, "float32", "scatter")
     costs = FREE_ROWS
 

@@ -15,8 +15,8 @@ from spaceport.runtime.costs import StepCosts, relative_costs
 from spaceport.runtime.decode.draft import DraftConfig
 from spaceport.runtime.decode.planner import DraftPlanner, drafter_for
 from spaceport.runtime.decode.sequence import Listener, TokenSelector
-from spaceport.runtime.decode.sequence_group import Observer, SequenceGroup
-from spaceport.runtime.decode.step import StepInput, step
+from spaceport.runtime.decode.sequence_group import Observer, RequestStep, SequenceGroup
+from spaceport.runtime.decode.step import step
 from spaceport.runtime.engine import CPU_COSTS, PREFILL_ROWS, Batch, Costs, Engine, Moves
 from spaceport.runtime.sampling.choice import Bans, Greedy
 from spaceport.runtime.sampling.grammar import Constrained, Grammar, GrammarCompiler, Vocabulary
@@ -117,7 +117,7 @@ class Language:
 
 
 @dataclass
-class HashEngine:
+class HashEngine(Engine):
     """An engine without a model; it raises if a row sees what it must not see."""
 
     language: Language
@@ -128,7 +128,7 @@ class HashEngine:
     widths: list[int] = field(default_factory=list)
     device: str = "none"
     costs: Costs = FREE_ROWS
-    notes: tuple[str, ...] = ()
+    parks: bool = True
     masks: tuple[int, ...] = MASKS  # mask tokens; empty: every token is an ordinary one
     owner: Callable[[int], object] = int  # request that uses an index of the engine now
     copied: list[tuple[int, int, int]] = field(default_factory=list)  # source, target and slots of each copy
@@ -300,7 +300,7 @@ def request_for(
 
 def advance(engine: Engine, *requests: SequenceGroup, chunk: int = PREFILL_ROWS) -> None:
     """One step of requests that have the first indices of an engine."""
-    step(engine, [StepInput(request, index, chunk) for index, request in enumerate(requests)])
+    step(engine, [RequestStep(request, index, chunk) for index, request in enumerate(requests)])
 
 
 def greedy(banned: Collection[int] = ()) -> Greedy:

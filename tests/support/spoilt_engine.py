@@ -26,7 +26,7 @@ def unchanged(batch: Batch, logits: Logits) -> None:
     """The logits of a correct engine."""
 
 
-class SpoiltEngine:
+class SpoiltEngine(Engine):
     """Changes a batch before another engine runs it, or its logits afterwards."""
 
     def __init__(self, engine: Engine, after: Spoil = unchanged, before: Callable[[Batch], None] | None = None) -> None:

@@ -12,7 +12,7 @@ from spaceport.graphs.contract.draft_methods import CAUSAL, MaskLayout
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import Manifest
 from spaceport.runtime.bundle import Bundle
-from spaceport.runtime.engine import Batch, Engine, Moves, SelectedRows, selected_rows, selecting
+from spaceport.runtime.engine import Batch, Engine, Moves, SelectedRows, selected_rows
 from spaceport.runtime.session import Runtime
 from spaceport.tools.bench.decode_measuring import REPLAY_PROMPTS, DecodeOptions
 from spaceport.tools.verify.prompts import TokenizedPrompt
@@ -124,31 +124,24 @@ def mask_depths(masked: NDArray[np.bool_]) -> NDArray[np.int64]:
     return np.where(masked, rows - node, 0) - 1
 
 
-class ReplayEngine:
+class ReplayEngine(Engine):
     """An engine that runs every call on another one, and returns the logits of synthetic texts instead of its own."""
 
     device = "none"
-    notes: tuple[str, ...] = ()
 
     def __init__(self, inner: Engine, replay: Replay) -> None:
         self.signature, self.costs = inner.signature, inner.costs
         self.requests, self.capacity, self.rows = inner.requests, inner.capacity, inner.rows
-        self._inner, self._replay, self._selecting = inner, replay, selecting(inner)
+        self._inner, self._replay, self.selects = inner, replay, inner.selects
         self._logits = np.zeros((0, inner.signature.vocab_size), np.float32)
 
     def run(self, batch: Batch) -> NDArray[np.float32]:
         self._inner.run(batch)
         return self._synthetic_logits(batch)
 
-    @property
-    def selects(self) -> bool:
-        """Whether the inner engine selects tokens on its device."""
-        return self._selecting is not None
-
     def select(self, batch: Batch) -> list[SelectedRows]:
         """The predicted token and another token per row; the selection of the inner engine is ignored."""
-        assert self._selecting is not None
-        self._selecting.select(batch)
+        self._inner.select(batch)
         tokens, logits = self._replay(batch)
         size = self.signature.vocab_size
         others, sums = (tokens + 1) % size, np.log(np.exp(logits) + size - 1)

@@ -20,7 +20,7 @@ from spaceport.runtime.backends import BACKENDS, open_engine, resolve
 from spaceport.runtime.backends.measurements import measured_here
 from spaceport.runtime.bundle import Bundle
 from spaceport.runtime.decoding import Decoding
-from spaceport.runtime.engine import Batch, Engine, EngineOptions, capacity_for, selecting, seq_len
+from spaceport.runtime.engine import Batch, Engine, EngineOptions, capacity_for, seq_len
 from spaceport.runtime.session import Runtime
 from spaceport.tools.bench.decode import mode_summaries
 from spaceport.tools.bench.decode_measuring import DecodeOptions, measure_modes, mode_runtimes, modes_for
@@ -192,8 +192,7 @@ def step_costs(engine: Engine, options: StepOptions, budget: Budget) -> list[Ste
     if max(options.rows) > engine.rows:
         raise OptionFault(f"--rows has {max(options.rows)}: expected at most {engine.rows}, the rows of this engine")
     random = np.random.default_rng(0)
-    chosen = selecting(engine)
-    run: Callable[[Batch], Any] = engine.run if chosen is None else chosen.select
+    run: Callable[[Batch], Any] = engine.select if engine.selects else engine.run
     batches = [chain_batch(engine, count, options.context, random) for count in options.rows]
     times: list[list[float]] = [[] for _ in batches]
     for number in range(-WARM_UP, options.rounds):

@@ -26,9 +26,9 @@ from spaceport.runtime.costs import relative_costs
 from spaceport.runtime.decode.draft import Candidates
 from spaceport.runtime.decode.planner import DraftPlanner, drafter_for
 from spaceport.runtime.decode.sequence import TokenSelector, TokenSequence
-from spaceport.runtime.decode.sequence_group import SequenceGroup, Statistics
+from spaceport.runtime.decode.sequence_group import RequestStep, SequenceGroup, Statistics
 from spaceport.runtime.decode.sources import USUAL_LOOKUP, Lookup
-from spaceport.runtime.decode.step import StepInput, step
+from spaceport.runtime.decode.step import step
 from spaceport.runtime.decoding import DEFAULT_LOOKUP, Decoding
 from spaceport.runtime.engine import PREFILL_ROWS
 from spaceport.runtime.sampling.choice import Bans, Corrected, Greedy
@@ -226,7 +226,7 @@ def along_segment(runtime: Runtime, segment: AnswerSegment, slots: int) -> Stati
         selector = Corrected(selector, correction)
     text = (*segment.prefix, *segment.tokens)
     config = Decoding(mask_slots=slots, draft="chain").draft_config(manifest.drafts)
-    request = SequenceGroup(
+    sequences = SequenceGroup(
         prompt=segment.prefix,
         capacity=engine.capacity,
         lowering=engine.signature.lowering,
@@ -238,9 +238,9 @@ def along_segment(runtime: Runtime, segment: AnswerSegment, slots: int) -> Stati
         drafter=drafter_for(config, DraftPlanner(relative_costs(0.0))),
         max_rows=engine.rows,
     )
-    while request.live:
-        step(engine, [StepInput(request, 0, min(PREFILL_ROWS, engine.rows))])
-    return request.statistics
+    while sequences.live:
+        step(engine, [RequestStep(sequences, 0, min(PREFILL_ROWS, engine.rows))])
+    return sequences.statistics
 
 
 @dataclass

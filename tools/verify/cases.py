@@ -19,8 +19,8 @@ from spaceport.runtime.decode.draft import PLAIN, Candidates, Draft, DraftConfig
 from spaceport.runtime.decode.plan import Part, Verdict
 from spaceport.runtime.decode.planner import Drafter, DraftPlanner, Sharing, drafter_for
 from spaceport.runtime.decode.sequence import TokenSelector, TokenSequence
-from spaceport.runtime.decode.sequence_group import SequenceGroup
-from spaceport.runtime.decode.step import StepInput, step
+from spaceport.runtime.decode.sequence_group import RequestStep, SequenceGroup
+from spaceport.runtime.decode.step import step
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import PREFILL_ROWS, Batch, Engine, Moves
 from spaceport.runtime.sampling.choice import Bans, Greedy
@@ -78,7 +78,7 @@ class Recording(NamedTuple):
     skipped: list[str]  # skipped cases, each with the reason
 
 
-class Recorder:
+class Recorder(Engine):
     """An engine that records every call and passes it on to another engine, within the shared limits."""
 
     def __init__(self, engine: Engine, limits: EngineLimits) -> None:
@@ -266,6 +266,7 @@ class _Scripted:
     """A drafter with one fixed draft per step."""
 
     remaining_drafts: list[Draft]
+    drafts: bool = True
 
     def draft(self, thread: TokenSequence, remaining: int, rows: int, sharing: Sharing) -> Draft:
         return self.remaining_drafts.pop(0)
@@ -314,8 +315,8 @@ class _Builder:
             return
         self._recorder.case = case
         forking = self._forks_at(lengths[0] + offset for offset in forks)
-        requests = {
-            index: self._request(
+        groups = {
+            index: self._sequences(
                 length,
                 draft_config,
                 forking if forks and not index else _AcceptAll(self._ordinary_tokens) if accept_all else self._greedy(),
@@ -324,16 +325,16 @@ class _Builder:
             for index, length in enumerate(lengths)
             if length
         }
-        remaining_widths, first = iter(widths), requests[0]
-        decoded = dict.fromkeys(requests, 0)  # decode steps of each request
-        while any(request.live and decoded[index] < steps for index, request in requests.items()):
+        remaining_widths, first = iter(widths), groups[0]
+        decoded = dict.fromkeys(groups, 0)  # decode steps of each request
+        while any(sequences.live and decoded[index] < steps for index, sequences in groups.items()):
             if decoded[0] == cancel_after and first.live:
                 first.finish("cancelled")
             rows = min(next(remaining_widths, PREFILL_ROWS), self._recorder.rows)
-            live = [StepInput(request, index, rows) for index, request in requests.items() if request.live]
+            live = [RequestStep(sequences, index, rows) for index, sequences in groups.items() if sequences.live]
             step(self._recorder, live)
-            for request, index, _ in live:
-                decoded[index] += not request.prefilling
+            for index, sequences in groups.items():
+                decoded[index] += not sequences.prefilling
 
     def tree(self, case: str, length: int, draft: Draft) -> None:
         """Record a prompt, then one step that verifies this draft."""
@@ -341,9 +342,9 @@ class _Builder:
         tokens = self._tokens if self._tokens.mask else replace(self._tokens, mask=(0,))
         assert length <= self._recorder.rows, "a prompt in several chunks would use up the drafts"
         drafts = _Scripted([PLAIN, draft] if length > 1 else [draft])
-        request = self._request(length, _PLAIN, self._greedy(), tokens, drafts)
+        sequences = self._sequences(length, _PLAIN, self._greedy(), tokens, drafts)
         for _ in range(len(drafts.remaining_drafts)):
-            step(self._recorder, [StepInput(request, 0, min(PREFILL_ROWS, self._recorder.rows))])
+            step(self._recorder, [RequestStep(sequences, 0, min(PREFILL_ROWS, self._recorder.rows))])
 
     def shuffled(self, counts: Iterable[int], most: int) -> list[list[int]]:
         """The row counts in random order, in groups whose sums are at most `most`."""
@@ -385,7 +386,7 @@ class _Builder:
     def _greedy(self) -> Greedy:
         return Greedy(Bans(frozenset((*self._tokens.forbidden, *self._tokens.fork_ids))))
 
-    def _request(
+    def _sequences(
         self,
         length: int,
         draft_config: DraftConfig,

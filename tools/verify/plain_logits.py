@@ -16,8 +16,8 @@ from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.runtime.comparison import ThreadTokens, TokenDifference, first_difference, token_differences
 from spaceport.runtime.decode.draft import Candidates
 from spaceport.runtime.decode.sequence import TokenSequence, root_sequence
-from spaceport.runtime.decode.sequence_group import Observer, SequenceGroup, VerifiedStep
-from spaceport.runtime.decode.step import StepInput, step
+from spaceport.runtime.decode.sequence_group import Observer, RequestStep, SequenceGroup
+from spaceport.runtime.decode.step import step
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import PREFILL_ROWS, Engine
 from spaceport.runtime.sampling.choice import Bans
@@ -88,8 +88,8 @@ class EchoObserver:
         self.has_nan = False  # some logits were NaN, so the KV cache may hold NaN too
         self._first, self._on_logits = first, on_logits
 
-    def on_step(self, verified: VerifiedStep) -> None:
-        (part,), (own,) = verified.plan.parts, verified.logits
+    def on_step(self, step: RequestStep) -> None:
+        (part,), (own,) = step.parts, step.logits
         for row, logits in zip(part.rows_wanted.tolist(), own, strict=True):
             position = int(part.positions[row]) + 1
             if position >= self._first:
@@ -115,10 +115,10 @@ def known_request(engine: Engine, tokens: Sequence[int], start: int, observer: O
     )
 
 
-def prefill(engine: Engine, request: SequenceGroup, rows: int) -> None:
+def prefill(engine: Engine, sequences: SequenceGroup, rows: int) -> None:
     """Feed a request's prompt, alone on the engine, at most `rows` rows in a call."""
-    while request.prefilling:
-        step(engine, [StepInput(request, 0, min(rows, engine.rows))])
+    while sequences.prefilling:
+        step(engine, [RequestStep(sequences, 0, min(rows, engine.rows))])
 
 
 def feed(engine: Engine, threads: Sequence[ThreadTokens], plan: FeedPlan, on_logits: OnLogits) -> None:
@@ -128,19 +128,19 @@ def feed(engine: Engine, threads: Sequence[ThreadTokens], plan: FeedPlan, on_log
     """
     firsts = [plan.first(thread) for thread in threads]
     observers = [EchoObserver(index, plan.first_scored(thread), on_logits) for index, thread in enumerate(threads)]
-    requests = [
+    groups = [
         known_request(engine, thread.tokens, thread.start, observer)
         for thread, observer in zip(threads, observers, strict=True)
     ]
-    gaps = [_Gaps(request, index) for index, request in enumerate(requests)] if plan.gaps else []
-    while live := [(index, request) for index, request in enumerate(requests) if request.live]:
+    gaps = [_Gaps(sequences, index) for index, sequences in enumerate(groups)] if plan.gaps else []
+    while live := [(index, sequences) for index, sequences in enumerate(groups) if sequences.live]:
         for gap in gaps:
             gap.close_one()
         inputs = []
-        for index, request in live:
-            first, fed = firsts[index], request.threads[0].fed
+        for index, sequences in live:
+            first, fed = firsts[index], sequences.threads[0].fed
             rows = plan.rows if fed >= first else min(plan.prefill_rows(first), first - fed)
-            inputs.append(StepInput(request, index, min(rows, engine.rows)))
+            inputs.append(RequestStep(sequences, index, min(rows, engine.rows)))
         step(engine, inputs)
     for observer in observers:
         if observer.has_nan:
@@ -159,22 +159,22 @@ def logits_of(engine: Engine, thread: ThreadTokens) -> Logits:
 
 
 class _Gaps:
-    """Reserved slots that no row sees, one released before each step, so that rows get slots with gaps and out of order.
+    """Reserved slots that no row sees, one freed before each step, so that rows get slots with gaps and out of order.
 
     Draft trees leave slots like this, and the slots of a row decide the order of its floating-point sums.
     """
 
-    def __init__(self, request: SequenceGroup, seed: int) -> None:
-        self._slots = request.slots
-        held = request.slots.take(np.zeros(_GAPS, np.int64))
+    def __init__(self, sequences: SequenceGroup, seed: int) -> None:
+        self._slots = sequences.slots
+        held = sequences.slots.allocate(np.zeros(_GAPS, np.int64))
         self._held = np.random.default_rng(seed).permutation(held)
         for _ in range(_GAPS // 2):
             self.close_one()
 
     def close_one(self) -> None:
-        """Release one slot."""
+        """Free one slot."""
         if self._slots.held and self._held.size:
-            self._slots.release(self._held[:1])
+            self._slots.free(self._held[:1])
             self._held = self._held[1:]
 
 

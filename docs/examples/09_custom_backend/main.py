@@ -10,18 +10,17 @@ from numpy.typing import NDArray
 from spaceport.graphs.contract.signature import Signature
 from spaceport.runtime import Decoding, Runtime
 from spaceport.runtime.bundle import open_bundle
-from spaceport.runtime.engine import Batch, Costs, Moves, capacity_for
+from spaceport.runtime.engine import Batch, Costs, Engine, Moves, capacity_for
 from spaceport.runtime.text.tokenizer import open_tokenizer
 
 TEXT = "the cat sat on the mat. the dog sat on the log. the cat saw the dog. " * 4
 LONGEST = 256  # tokens of a prompt and its completion
 
 
-class MarkovEngine:
+class MarkovEngine(Engine):
     """The token that most often follows the last two; its KV buffers hold tokens and their positions."""
 
     device = "cpu"
-    notes: tuple[str, ...] = ()
     costs = Costs(row=0.0, call_rows=64)  # additional rows are nearly free, so drafts may be wide
 
     def __init__(self, signature: Signature, capacity: int, tokens: Sequence[int], requests: int = 1) -> None:

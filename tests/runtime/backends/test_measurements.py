@@ -34,7 +34,7 @@ from spaceport.runtime.backends.staging import CallShape, Staging
 from spaceport.runtime.bundle import Bundle, open_bundle
 from spaceport.runtime.costs import CostSource, StepCosts, relative_costs
 from spaceport.runtime.decoding import Decoding
-from spaceport.runtime.engine import CPU_COSTS, Batch, Costs, EngineOptions, Moves, SelectedRows
+from spaceport.runtime.engine import CPU_COSTS, Batch, Engine, EngineOptions, Moves, SelectedRows
 from spaceport.runtime.session import Runtime
 from support.hash_engine import HashEngine, Language
 from support.hash_runtime import hash_runtime
@@ -43,12 +43,11 @@ from support.small_bundle import fill
 FLOAT = 1e-5  # tolerated noise with float activations
 
 
-class SlotEngine:
+class SlotEngine(Engine):
     """Logits of a row depend on the tokens that it sees; they change with the order of slots or from a width on."""
 
     device = "cpu"
-    costs: Costs = CPU_COSTS
-    notes: tuple[str, ...] = ()
+    costs = CPU_COSTS
 
     def __init__(
         self, order: float = 0.0, width: int = 99, capacity: int = 64, rows: int = 64, factor: float = 1 + 1e-4

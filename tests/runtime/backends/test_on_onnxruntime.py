@@ -27,7 +27,7 @@ from spaceport.runtime.backends.on_onnxruntime import (
     open_engine,
 )
 from spaceport.runtime.bundle import Bundle, BundleError, open_bundle
-from spaceport.runtime.engine import NO_MOVES, Batch, Engine, EngineOptions, parking, slots_in_order
+from spaceport.runtime.engine import NO_MOVES, Batch, Engine, EngineOptions, slots_in_order
 from support.exported import bundle_of
 from support.layouts import Layout, fed
 from support.native_models import rms
@@ -163,8 +163,8 @@ def test_rows_that_were_saved_are_the_same_in_other_buffers(
 ) -> None:
     bundle = open_bundle(any_tiny_bundle)
     skip_what_does_not_run(bundle, open_with)
-    engine = parking(open_with(bundle, EngineOptions(192, 2)))
-    assert engine is not None
+    engine = open_with(bundle, EngineOptions(192, 2))
+    assert engine.parks
     feed(engine, 0, ORDER)
     rows, expected = engine.saved(0, LENGTH), following(engine, 0)
     engine.clear(0)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from spaceport.runtime.decode.draft import Candidates
 from spaceport.runtime.decode.sequence import Ending, Listener, TokenSequence
-from spaceport.runtime.decode.sequence_group import VerifiedStep
+from spaceport.runtime.decode.sequence_group import RequestStep
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import Batch
 from spaceport.runtime.sampling.choice import Bans, Greedy
@@ -71,11 +71,11 @@ class Scene(Listener):
         self.written_in.setdefault(thread.path, []).append(self.steps)
         return False
 
-    def on_step(self, verified: VerifiedStep) -> None:
+    def on_step(self, step: RequestStep) -> None:
         """Record the rows of a step."""
         self.steps += 1
         batch, row = self._calls[-1], 0
-        for part in verified.plan.parts:
+        for part in step.parts:
             for token, position in zip(part.tokens.tolist(), part.positions.tolist(), strict=True):
                 slot = int(batch.slot_ids[0, row])
                 visible = np.flatnonzero(batch.attention_mask[0, 0, row]).tolist()

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from spaceport.graphs.contract.draft_methods import CAUSAL, MaskLayout
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.runtime.decode.draft import PLAIN, Candidates, Draft, chain
-from spaceport.runtime.decode.plan import Part, Plan, Verdict, accept, lay_out, plan_thread, sees, within
+from spaceport.runtime.decode.plan import Part, Verdict, accept, joined, lay_out, mark_visible, plan_thread, within
 from spaceport.runtime.decode.sequence import NotANumber, TokenSequence
 from support.hash_engine import greedy
 
@@ -86,7 +86,8 @@ def test_a_step_is_the_worked_table_of_its_mask_layout(
     assert part.tokens.tolist() == [names.get(row[0], M) for row in rows]
     assert part.positions.tolist() == [3 + int(row[-1].partition("+")[2] or 0) for row in rows]
     slots = np.array([0, 2, 3, 5, 6, 8, 9, 10, 11])[: len(rows)]
-    mask = sees(Plan((part,)), slots, 16)
+    mask = np.empty((len(rows), 16), np.bool_)
+    mark_visible((part,), slots, mask)
     assert mask[:, slots].astype(int).tolist() == [[int(cell) for cell in row[1:-1]] for row in rows]
     others = np.setdiff1d(np.arange(16), slots)
     assert all(others[line].tolist() == [1, 4, 7] for line in mask[:, others])
@@ -135,7 +136,7 @@ def test_the_first_path_gets_the_lowest_slots_and_mask_slots_the_highest(
     layout = lay_out(known, parents, masks)
     assert layout.slot_order.tolist() == order
     part = part_for(Draft(tuple(range(len(parents))), parents, masks), known)  # those of all threads come first
-    ranks = [layout.slot_ranks[row % layout.rows] for row in Plan((part, part)).slot_order]
+    ranks = [layout.slot_ranks[row % layout.rows] for row in joined((part, part))[-1]]
     assert ranks == sorted(ranks)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import get_args
 
 import numpy as np
@@ -16,10 +16,12 @@ from spaceport.graphs.contract.draft_methods import CAUSAL, MaskLayout
 from spaceport.graphs.contract.signature import LOWERINGS, STEP_ROWS, Lowering, visible_length
 from spaceport.runtime.costs import relative_costs
 from spaceport.runtime.decode import sequence_group as module
-from spaceport.runtime.decode.draft import REASONS, DraftConfig, Reason, Shape
-from spaceport.runtime.decode.sequence import Slots
-from spaceport.runtime.decode.sequence_group import SequenceGroup
-from spaceport.runtime.decode.step import StepInput, step
+from spaceport.runtime.decode.draft import REASONS, Draft, DraftConfig, Reason, Shape
+from spaceport.runtime.decode.plan import Part, Verdict
+from spaceport.runtime.decode.planner import Sharing
+from spaceport.runtime.decode.sequence import Slots, TokenSequence
+from spaceport.runtime.decode.sequence_group import RequestStep, SequenceGroup
+from spaceport.runtime.decode.step import step
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import PREFILL_ROWS
 from spaceport.runtime.sampling.grammar import Grammar
@@ -93,7 +95,7 @@ def test_every_thread_writes_what_it_would_alone_whatever_is_drafted(examples: i
         assert text_of(request) == expected
         for thread in request.threads:
             assert thread.ending == ("length" if len(thread.tokens) >= limit else "end")
-            assert not thread.sees.any()
+            assert not thread.visible.any()
         assert request.slots.held == request.slots.height == 0
         assert request.statistics.tokens == size(expected) - len(expected) + 1
         assert request.statistics.peak_threads <= max_threads
@@ -167,7 +169,7 @@ def test_requests_that_share_steps_write_and_draft_what_each_would_alone(data: s
     requests = [request_for(engine, prompt, 20, count) for prompt, count in zip(prompts, drafts, strict=True)]
     for now in range(100):
         active = [
-            StepInput(request, i + (i > 1), chunk)  # index 2 stays idle
+            RequestStep(request, i + (i > 1), chunk)  # index 2 stays idle
             for i, (request, join) in enumerate(zip(requests, joins, strict=True))
             if join <= now and request.live
         ]
@@ -310,7 +312,7 @@ Counts = dict[str, int]  # steps by reason
 def finished(engine: HashEngine, *requests: SequenceGroup) -> Counts:
     """The reasons of the first request, once all have ended."""
     while any(request.live for request in requests):
-        step(engine, [StepInput(request, index) for index, request in enumerate(requests) if request.live])
+        step(engine, [RequestStep(request, index) for index, request in enumerate(requests) if request.live])
     return requests[0].statistics.drafts_limited
 
 
@@ -347,6 +349,35 @@ def with_grammar() -> Counts:
     banned = (*MASKS, FORK, CHILD, tokenizer.token_to_id("Ġ") or 0)
     selector = constrained(greedy(banned), Grammar(regex="(?:[abc]|Â )*"), vocabulary)
     return finished(engine, request_for(engine, [1, 2, 3], 20, replace(MASK_SLOTS, grammar=True), selector=selector))
+
+
+@dataclass
+class Silent:
+    """A drafter that drafts nothing."""
+
+    drafts: bool
+    asked: int = 0
+    learned: int = 0
+
+    def draft(self, thread: TokenSequence, remaining: int, rows: int, sharing: Sharing) -> Draft:
+        self.asked += 1
+        return Draft()
+
+    def learn(self, part: Part, verdict: Verdict) -> None:
+        self.learned += 1
+
+
+def test_a_drafter_learns_from_each_step_of_which_it_was_asked_and_without_sources_only_beside_others() -> None:
+    engine = HashEngine(ENDLESS, 200, 2)
+    plain, drafting = (request_for(engine, [1, 2, 3], 20, 0) for _ in range(2))
+    plain.drafter, drafting.drafter = without, able = Silent(False), Silent(True)
+    for _ in range(3):
+        advance(engine, plain)
+    assert (without.asked, without.learned) == (0, 0)
+    for _ in range(3):  # the first one feeds the prompt of the other request
+        advance(engine, plain, drafting)
+    assert (without.asked, without.learned) == (2, 2)
+    assert (able.asked, able.learned) == (3, 3)
 
 
 SITUATIONS: list[tuple[Reason, Callable[[], Counts]]] = [

@@ -20,7 +20,8 @@ import pytest
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import EngineFault
-from spaceport.runtime.scheduling.request import Completion, QueueFull
+from spaceport.runtime.scheduling.request import Completion
+from spaceport.runtime.scheduling.request_queue import QueueFull
 from spaceport.runtime.scheduling.stream import AsyncStream
 from spaceport.runtime.scheduling.worker import RuntimeClosed
 from spaceport.runtime.session import Runtime

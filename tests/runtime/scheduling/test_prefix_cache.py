@@ -211,9 +211,11 @@ def test_requests_that_arrive_together_compute_what_their_prompts_have_in_common
 ) -> None:
     scene = play(arrivals, requests, 7, lowering=lowering)
     assert reused(scene) == tokens
-    first, second = (sequences.statistics for sequences in scene.sequences[:2])
-    if arrivals[1].at == 0:  # the time that it waits for its leader is time in the queue
-        assert second.first_token_seconds > second.waiting_seconds > first.waiting_seconds
+    first, second, *_ = scene.requests
+    if arrivals[0] == arrivals[1]:  # the time that it waits for its leader is time in the queue
+        began = second.submitted + second.statistics.waiting_seconds
+        assert began > first.submitted + first.statistics.first_token_seconds
+        assert second.statistics.first_token_seconds > second.statistics.waiting_seconds
 
 
 @pytest.mark.parametrize(("length", "salts"), [(40, ("a", "b")), (40, ("a", None)), (40, (None, None)), (31, ("", ""))])
@@ -301,11 +303,13 @@ def test_a_copy_that_fails_fails_its_request_only() -> None:
 def test_a_prefix_is_what_a_thread_sees_as_far_as_it_has_tokens() -> None:
     slots = Slots(20, "scatter")
     thread = root_sequence([4, 5, 6], 20)
-    taken = slots.take(np.arange(5), np.array([1, 0, 2, 3, 4]))  # rows of two accepted candidates behind a stop string
-    thread.sees[taken] = True
+    taken = slots.allocate(
+        np.arange(5), np.array([1, 0, 2, 3, 4])
+    )  # rows of two accepted candidates behind a stop string
+    thread.visible[taken] = True
     assert kv_prefix(thread, slots).tokens == [4, 5, 6]
     assert kv_prefix(thread, slots).slots.tolist() == [1, 0, 2]
-    thread.sees[0] = False
+    thread.visible[0] = False
     assert kv_prefix(thread, slots).tokens == [4]
 
 

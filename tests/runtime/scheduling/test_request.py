@@ -22,7 +22,8 @@ from hypothesis.stateful import (
 from spaceport.graphs.contract.signature import LOWERINGS, Lowering
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import Batch, EngineFault
-from spaceport.runtime.scheduling.request import Outcome, QueueFull, Request, State
+from spaceport.runtime.scheduling.request import Outcome, Request, State
+from spaceport.runtime.scheduling.request_queue import QueueFull
 from spaceport.runtime.scheduling.scheduler import Scheduler
 from spaceport.runtime.scheduling.worker import RuntimeClosed
 from spaceport.runtime.text.transcript import Piece
@@ -167,7 +168,7 @@ class RequestMachine(RuleBasedStateMachine):
         for _ in range(count):
             steps = {seen: seen.request.statistics.steps for seen in self.all}
             due = [seen for seen in self.all if seen.request.prepared and not seen.request.done]
-            paused = [seen for seen in due if seen.slow and seen.request.unread >= SLOW]
+            paused = [seen for seen in due if seen.slow and seen.request.paused]
             decoding = [seen for seen in due if seen.request.state == "decoding" and not seen.request.paused]
             self.scheduler.round()
             for seen in due:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from itertools import pairwise
+from types import FrameType
 
 import pytest
 from hypothesis import given, settings
@@ -12,16 +14,18 @@ from hypothesis import strategies as st
 from spaceport.graphs.contract.signature import LOWERINGS
 from spaceport.runtime.decode.draft import DraftConfig
 from spaceport.runtime.decode.sequence import NotANumber
-from spaceport.runtime.decode.sequence_group import ScheduledStep
-from spaceport.runtime.decode.step import StepInput, plan
+from spaceport.runtime.decode.sequence_group import RequestStep
+from spaceport.runtime.decode.step import plan
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import EngineFault
 from spaceport.runtime.scheduling.prefix_cache import PrefixCache
-from spaceport.runtime.scheduling.request import QueueFull, Request
+from spaceport.runtime.scheduling.request import Request
+from spaceport.runtime.scheduling.request_queue import QueueFull
 from spaceport.runtime.scheduling.rounds import group_by_width
-from spaceport.runtime.scheduling.scheduler import BESIDE_ROWS
+from spaceport.runtime.scheduling.scheduler import BESIDE_ROWS, Scheduler
 from support.arrivals import ARRIVALS, LANGUAGES, Arrival, Scene, steps_of
 from support.hash_engine import END, HashEngine, Language, request_for
+from support.hash_runtime import hash_runtime
 
 ENDLESS = Language(8, end_every=10**9)
 
@@ -199,13 +203,43 @@ def test_who_has_just_ended_does_not_fail_of_what_comes_after() -> None:
     assert isinstance(scene.requests[1].error, EngineFault)
 
 
+@pytest.mark.parametrize(("requests", "rows"), [(8, 1), (1, 8)])
+def test_a_step_of_eight_rows_runs_few_python_functions_outside_the_engine(requests: int, rows: int) -> None:
+    calls: list[int] = []
+    engine_code, inside = HashEngine.run.__code__, 0
+
+    def count(frame: FrameType, event: str, _: object) -> None:
+        nonlocal inside
+        if frame.f_code is engine_code:
+            inside += {"call": 1, "return": -1}.get(event, 0)
+        calls[-1] += event == "call" and not inside
+
+    with hash_runtime(ENDLESS, 100, requests=requests) as runtime:
+        scheduler = Scheduler(runtime.engine, requests)
+        for first in range(requests):
+            decoding = Decoding(mask_slots=3 if rows > 1 else 0, lookup=0, draft_rows=rows, fork=False)
+            request = Request([first, 2, 3], decoding)
+            sequences = runtime._admission.prepare(request)
+            assert sequences is not None
+            scheduler.submit(request, sequences)
+        for _ in range(20):
+            calls.append(0)
+            sys.setprofile(count)
+            try:
+                scheduler.round()
+            finally:
+                sys.setprofile(None)
+    assert sequences.statistics.rows > 3 + 15 * rows
+    assert sorted(calls)[10] <= 180
+
+
 CALL = 16  # rows that a call costs before it has any
 Widths = dict[int, int]  # index of a request in the engine -> rows that it takes to a step
 
 
-def planned(widths: Widths) -> list[ScheduledStep]:
+def planned(widths: Widths) -> list[RequestStep]:
     engine = HashEngine(Language(1), 300, 0)
-    return plan([StepInput(request_for(engine, [1] * rows, 1, 0), index) for index, rows in sorted(widths.items())])
+    return plan([RequestStep(request_for(engine, [1] * rows, 1, 0), index) for index, rows in sorted(widths.items())])
 
 
 def shared(widths: Widths, call_rows: int = CALL) -> list[list[int]]:
@@ -289,7 +323,7 @@ def test_a_quiet_tenant_is_not_delayed_by_those_whose_last_requests_run_and_its_
             assert started in (0, scene.arrivals[number].at + 1)
     scene.play()
     assert [scene.text(number) for number in range(11)] == scene.alone
-    assert not scene.scheduler._loads
+    assert not scene.scheduler.queue._loads
 
 
 def test_tenants_with_many_requests_share_the_buffers_evenly() -> None:
@@ -326,6 +360,16 @@ def test_a_prompt_is_not_delayed_by_many_prompts_of_another_tenant() -> None:
     for _ in range(4):
         scene.turn()
     assert scene.sequences[3].threads[0].fed == 20
+
+
+def test_beside_a_quiet_tenant_many_prompts_of_another_one_get_rows_in_every_second_round() -> None:
+    arrivals = [Arrival([1] * 400, at=1, max_tokens=1, tenant="a") for _ in range(3)]
+    scene = Scene(ENDLESS, [*arrivals, Arrival([2], max_tokens=20, tenant="quiet")], 4, row_cost=0.5)
+    fed = []
+    for _ in range(9):
+        scene.turn()
+        fed.append(sum(sequences.threads[0].fed for sequences in scene.sequences[:3]))
+    assert fed == [0, 3, 3, 6, 6, 9, 9, 12, 12]
 
 
 def test_a_request_waits_for_the_same_prompt_of_its_own_tenant_or_of_one_with_a_single_request() -> None:

@@ -11,8 +11,8 @@ from spaceport.runtime.decode.draft import REASONS
 from spaceport.runtime.decode.sequence_group import Statistics
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import EngineFault
-from spaceport.runtime.scheduling.scheduler import STOPPED_AFTER, DraftLog, TokenMeter
-from spaceport.runtime.scheduling.worker import Heartbeat, RuntimeStatus, Watchdog
+from spaceport.runtime.scheduling.progress import STOPPED_AFTER, DraftLog, Heartbeat, TokenMeter
+from spaceport.runtime.scheduling.worker import RuntimeStatus, Watchdog
 from support.hash_engine import Language
 from support.hash_runtime import hash_runtime, stepwise_runtime
 

@@ -17,7 +17,7 @@ from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.graphs.mechanism import DraftCorrection, Factors
 from spaceport.runtime.decode import draft as drafts
-from spaceport.runtime.decode.plan import Plan, plan_thread, sees
+from spaceport.runtime.decode.plan import mark_visible, plan_thread
 from spaceport.runtime.decode.sequence import root_sequence
 from spaceport.tools.tune import packing
 from spaceport.tools.tune.packed_model import CORRECTED_LOSS, LOSS, packed_model_of, run
@@ -129,8 +129,9 @@ def test_a_group_is_packed_as_a_step_of_the_runtime_feeds_it(layout: MaskLayout)
     fed += range(len(text) + len(masks), row.ids.size)
     assert row.ids[fed].tolist() == part.tokens[1:].tolist()
     assert batch.positions[0, fed].tolist() == part.positions[1:].tolist()
-    visible = sees(Plan((part,)), np.arange(part.layout.rows), 32)[1:, 1 : part.layout.rows]
-    assert np.array_equal(batch.visible[0][fed][:, fed].numpy(), visible)
+    visible = np.empty((part.layout.rows, part.layout.rows), np.bool_)
+    mark_visible((part,), np.arange(part.layout.rows), visible)
+    assert np.array_equal(batch.visible[0][fed][:, fed].numpy(), visible[1:, 1:])
     for node, group in zip((1, 2), part.layout.groups, strict=True):
         slots = [fed[index - 1] for index in group]
         # a draft behind the node's own next token: accept() takes the mask slots for these positions

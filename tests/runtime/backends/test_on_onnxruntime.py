@@ -281,9 +281,13 @@ def test_buffers_have_the_bytes_that_the_signature_says() -> None:
 
 
 @needs_library
-def test_without_the_library_a_native_bundle_runs_and_its_engine_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("most_folded", [64_000_000, 0])
+def test_without_the_library_a_native_bundle_runs_and_its_engine_says_so(
+    monkeypatch: pytest.MonkeyPatch, most_folded: int
+) -> None:
     compiled = native_engine()
     monkeypatch.setattr(on_onnxruntime, "library_path", lambda: None)
+    monkeypatch.setattr(on_onnxruntime, "_MOST_FOLDED", most_folded)
     standard = native_engine()
     (note,) = standard.notes
     assert re.search(r"not compiled .* much slower; install a C\+\+ compiler .* then install Spaceport again", note)

@@ -1,8 +1,18 @@
 // Functions of vectors and sums of rows, in one order of operations for every instruction set.
 #pragma once
 #include <cmath>
+#include <utility>
 
 namespace spaceport::SPACEPORT_SET {
+
+template <int END>
+using Below = std::make_integer_sequence<int, END>;
+
+// Does work(value) with a value of the sequence that is a constant for it.
+template <class Work, int... N>
+inline void with_constant(std::integer_sequence<int, N...>, int value, Work work) {
+  ((value == N ? work(std::integral_constant<int, N>()) : void()), ...);
+}
 
 // A number that is rounded to a code of 8 bits. What is not a number becomes -127, in every set.
 inline I to_code(F x) { return to_int(min(max(x, set(-127.0f)), set(127.0f))); }
@@ -48,16 +58,7 @@ inline F gelu(F x) {
 }
 
 inline F activated(Activation kind, F x) {
-  switch (kind) {
-    case SILU:
-      return silu(x);
-    case GELU:
-      return gelu(x);
-    case GELU_TANH:
-      return gelu_tanh(x);
-    default:
-      return x;
-  }
+  return kind == SILU ? silu(x) : kind == GELU ? gelu(x) : kind == GELU_TANH ? gelu_tanh(x) : x;
 }
 
 constexpr int SUM_VECTORS = 16 / LANES;  // sums of rows have 16 lanes in every set

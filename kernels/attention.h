@@ -92,12 +92,6 @@ struct Work {
   }
 };
 
-inline uint8_t* take(uint8_t*& at, int64_t bytes) {
-  uint8_t* p = at;
-  at += (bytes + 63) / 64 * 64;
-  return p;
-}
-
 // Lays out the scratch memory; from null, to measure it.
 inline size_t lay_out(const Attention& a, const AttentionGroup& g, uint8_t* scratch, Work* w) {
   uint8_t* at = scratch;
@@ -186,18 +180,17 @@ inline void score_tile(const Attention& a, const Work& w, const B* columns, int 
     ByteSum sums[COUNT];
     int end = groups - first < BYTE_SUM_GROUPS ? groups : first + BYTE_SUM_GROUPS;
 #pragma GCC unroll 8
-    for (int i = 0; i < COUNT; i++) sums[i] = byte_sum(first ? 0 : w.query_zeros[pair + i]);
+    for (int i = 0; i < COUNT; i++) begin(sums[i], first ? 0 : w.query_zeros[pair + i]);
 #pragma GCC unroll 4
     for (int j = first; j < end; j++, queries += 4 * COUNT)
 #pragma GCC unroll 8
-      for (int i = 0; i < COUNT; i++) sums[i] = add_bytes(sums[i], columns[j], set_group(queries + 4 * i));
+      for (int i = 0; i < COUNT; i++) add_products(sums[i], columns[j], set_group(queries + 4 * i));
 #pragma GCC unroll 8
     for (int i = 0; i < COUNT; i++) totals[i] = add_int(totals[i], read(sums[i], first ? 0 : w.query_zeros[pair + i]));
   }
   F scores[COUNT];
-  const float* query_scales = w.query_scales + pair;
 #pragma GCC unroll 8
-  for (int i = 0; i < COUNT; i++) scores[i] = mul(mul(to_float(totals[i]), key_scales), set(query_scales[i]));
+  for (int i = 0; i < COUNT; i++) scores[i] = mul(mul(to_float(totals[i]), key_scales), set(w.query_scales[pair + i]));
   if (a.cap != 0.0f)
     for (F& score : scores) score = mul(set(a.cap), tanh(div(score, set(a.cap))));
   const uint8_t* visible = w.visible + at;
@@ -229,19 +222,8 @@ inline void score(const Attention& a, const AttentionGroup& g, int kv_head, cons
     for (int pair = 0; pair < w.pairs;) {
       const int8_t* queries = w.queries + int64_t(pair) * a.cache.size;
       int count = tile_pairs(w.pairs - pair);
-      switch (count) {
-        case 8:
-          score_tile<8>(a, w, columns, groups, pair, queries, key_scales, at);
-          break;
-        case 4:
-          score_tile<4>(a, w, columns, groups, pair, queries, key_scales, at);
-          break;
-        case 2:
-          score_tile<2>(a, w, columns, groups, pair, queries, key_scales, at);
-          break;
-        default:
-          score_tile<1>(a, w, columns, groups, pair, queries, key_scales, at);
-      }
+      with_constant(Below<4>(), __builtin_ctz(unsigned(count)),
+                    [&](auto power) { score_tile<1 << power>(a, w, columns, groups, pair, queries, key_scales, at); });
       pair += count;
     }
   }
@@ -272,9 +254,7 @@ inline void weigh(const Attention& a, const Work& w, int pair, int head) {
   int64_t sum = 0;
   for (int32_t part : parts) sum += part;
   if (a.sinks) {
-    float sink[LANES];
-    store(sink, mul(exp(sub(set(a.sinks[head]), set(top))), set(TOTAL_STEPS)));
-    store_int(parts, to_int(load(sink)));
+    store_int(parts, to_int(mul(exp(sub(set(a.sinks[head]), set(top))), set(TOTAL_STEPS))));
     sum += parts[0];
   }
   float scale = sum > 0 && most > SMALLEST ? most * (TOTAL_STEPS / WEIGHT_STEPS) / float(sum) : 0.0f;

@@ -49,6 +49,7 @@ SETS: dict[str, tuple[tuple[str, str, tuple[str, ...]], ...]] = {
         ("avx2", "vector_avx2.h", _AVX2),
         ("avxvnni", "vector_avx2.h", (*_AVX2, "-mavxvnni")),
         ("avx512vnni", "vector_avx512vnni.h", (*_AVX2, *_AVX512)),
+        ("amx", "vector_avx512vnni.h", (*_AVX2, *_AVX512, "-mamx-tile", "-mamx-int8")),
     ),
     "aarch64": (
         ("portable", "vector_portable.h", ("-O2",)),
@@ -69,6 +70,7 @@ _FLAGS = (
     "-fvisibility=hidden",
     "-Wall",
     "-Wextra",
+    "-Wno-ignored-attributes",  # of vectors that are arguments of templates
     "-Wno-unknown-warning-option",  # clang does not know the next one
     "-Wno-maybe-uninitialized",  # GCC 12 warns of its own headers
 )

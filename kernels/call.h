@@ -26,12 +26,16 @@ struct Tensor {
   int rank = 0;
   int64_t dims[MAX_RANK] = {};
 
-  int64_t count() const {
-    int64_t n = 1;
+  long long count() const {  // not int64_t, which has another format on each system
+    long long n = 1;
     for (int i = 0; i < rank; i++) n *= dims[i];
     return n;
   }
-  int64_t last() const { return rank ? dims[rank - 1] : 1; }
+  template <class T>
+  T* as() const {
+    return static_cast<T*>(data);
+  }
+  long long last() const { return rank ? dims[rank - 1] : 1; }
 };
 
 // Keeps the first failure.
@@ -92,19 +96,22 @@ struct Node {
 // Reads attributes; all are required but the rank of an adapter.
 class Attributes {
 public:
-  Attributes(const OrtKernelInfo* i, const char* n, Failure* f) : info(i), node(n), failure(f) {}
+  const char* const node;
+  Failure* const failure;
 
-  int64_t integer(const char* name, int64_t least, int64_t most) {
+  Attributes(const OrtKernelInfo* i, const char* n, Failure* f) : node(n), failure(f), info(i) {}
+
+  long long integer(const char* name, long long least, long long most) {
     int64_t value = 0;
     if (*failure) return least;
     failure->keep(ort->KernelInfoGetAttribute_int64(info, name, &value));
     if (value >= least && value <= most) return value;
-    failure->say(node, "%s is %lld, expected %lld to %lld", name, (long long)value, (long long)least, (long long)most);
+    failure->say(node, "%s is %lld, expected %lld to %lld", name, (long long)value, least, most);
     return least;
   }
 
   // A multiple of a block of inputs; 0 where it is absent.
-  int64_t rank() {
+  long long rank() {
     int64_t value = 0;
     if (*failure) return 0;
     if (OrtStatus* absent = ort->KernelInfoGetAttribute_int64(info, "rank", &value)) ort->ReleaseStatus(absent);
@@ -150,8 +157,6 @@ public:
 
 private:
   const OrtKernelInfo* info;
-  const char* node;
-  Failure* failure;
 };
 
 class Call {
@@ -186,11 +191,10 @@ public:
   }
 
   // A vector of `count` numbers, or null where it is absent.
-  const float* vector(int index, int64_t count) {
+  const float* vector(int index, long long count) {
     Tensor t = input(index, ORT_FLOAT);
     if (failed() || (!t.data && !t.rank)) return nullptr;
-    if (t.count() != count)
-      fail("input %s has %lld numbers, expected %lld", name(index), (long long)t.count(), (long long)count);
+    if (t.count() != count) fail("input %s has %lld numbers, expected %lld", name(index), t.count(), count);
     return static_cast<const float*>(t.data);
   }
 
@@ -199,26 +203,25 @@ public:
     Tensor t = input(index, ORT_FLOAT);
     if (failed()) return t;
     if (t.rank < 2 || t.count() < 1)
-      fail("input %s has %lld numbers in %d dimensions, expected at least one row", name(index),
-           (long long)(t.data ? t.count() : 0), t.rank);
+      fail("input %s has %lld numbers in %d dimensions, expected at least one row", name(index), t.data ? t.count() : 0,
+           t.rank);
     if (!failed() && t.count() / t.last() > MOST_ROWS)
-      fail("input %s has %lld rows, expected at most %d", name(index), (long long)(t.count() / t.last()), MOST_ROWS);
+      fail("input %s has %lld rows, expected at most %d", name(index), t.count() / t.last(), MOST_ROWS);
     return t;
   }
 
-  const uint8_t* weights(int index, Format format, int64_t outputs, int64_t inputs) {
+  const uint8_t* weights(int index, Format format, long long outputs, long long inputs) {
     Tensor t = input(index, ORT_UINT8);
     if (failed()) return nullptr;
     const FormatTraits& traits = FORMAT_TRAITS[format];
-    int64_t multiple = traits.super ? BLOCK * SUPERBLOCK : BLOCK;
+    int multiple = traits.super ? BLOCK * SUPERBLOCK : BLOCK;
     if (inputs < multiple || inputs % multiple || inputs > MAX_INPUTS)
-      fail("rows have %lld numbers, expected a multiple of %lld up to %d for %s weights", (long long)inputs,
-           (long long)multiple, MAX_INPUTS, traits.name);
-    int64_t expected = packed_bytes(format, outputs, inputs);
-    if (!failed() && (!t.data || t.count() != expected))
-      fail("input %s has %lld bytes, expected %lld for %lld x %lld weights as %s", name(index),
-           (long long)(t.data ? t.count() : 0), (long long)expected, (long long)outputs, (long long)inputs,
+      fail("rows have %lld numbers, expected a multiple of %d up to %d for %s weights", inputs, multiple, MAX_INPUTS,
            traits.name);
+    long long expected = packed_bytes(format, outputs, inputs);
+    if (!failed() && (!t.data || t.count() != expected))
+      fail("input %s has %lld bytes, expected %lld for %lld x %lld weights as %s", name(index), t.data ? t.count() : 0,
+           expected, outputs, inputs, traits.name);
     return failed() ? nullptr : static_cast<const uint8_t*>(t.data);
   }
 
@@ -232,10 +235,10 @@ public:
     return failed() ? nullptr : static_cast<T*>(data);
   }
 
-  // Runs work(0) to work(parts - 1), by the threads of the session where there are several parts.
+  // Runs work(0) to work(parts - 1), by the threads of the session unless together.
   template <class Work>
-  void parallel(int parts, Work& work) {
-    if (parts <= 1) {
+  void parallel(int parts, Work& work, bool together = false) {
+    if (parts <= 1 || together) {
       for (int i = 0; i < parts; i++) work(i);
       return;
     }

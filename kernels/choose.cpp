@@ -9,6 +9,9 @@
 #endif
 #if defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
+#elif defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
 #endif
 
 namespace spaceport {
@@ -19,6 +22,7 @@ namespace spaceport {
   extern const Kernels KERNELS; \
   }
 #if defined(__x86_64__) || defined(_M_X64)
+SPACEPORT_SET_OF(amx)
 SPACEPORT_SET_OF(avx512vnni)
 SPACEPORT_SET_OF(avxvnni)
 SPACEPORT_SET_OF(avx2)
@@ -31,10 +35,19 @@ SPACEPORT_SET_OF(portable)
 namespace {
 
 #if defined(__x86_64__) || defined(_M_X64)
+// Linux lets a process use the matrix registers only after it has asked, once for all of its threads.
+bool may_use_amx() {
+#if defined(__linux__)
+  return syscall(SYS_arch_prctl, 0x1023, 18) == 0;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+#else
+  return false;
+#endif
+}
+
 // Bits of the instruction `cpuid`, and of the registers that the system keeps: not every compiler's library of its own
 // for this works in a shared library.
 struct Processor {
-  bool avx2 = false, avxvnni = false, avx512vnni = false;
+  bool avx2 = false, avxvnni = false, avx512vnni = false, amx = false;
 
   Processor() {
     unsigned a = 0, b = 0, c = 0, d = 0;
@@ -46,7 +59,12 @@ struct Processor {
     avx2 = fma && f16c && (kept & 6) == 6 && (b >> 5 & 1);
     bool wide = (b >> 16 & 1) && (b >> 17 & 1) && (b >> 30 & 1) && (b >> 31 & 1);  // AVX512 F, DQ, BW, VL
     avx512vnni = avx2 && wide && (c >> 11 & 1) && (kept & 0xE6) == 0xE6;
+    bool tiles = (d >> 24 & 1) && (d >> 25 & 1) && (kept >> 17 & 3) == 3;  // AMX-TILE, AMX-INT8
+    amx = avx512vnni && tiles && may_use_amx();
     avxvnni = avx2 && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1);
+#if defined(SPACEPORT_TEST_ENCODING)
+    avxvnni = avx512vnni;  // in the encoding of AVX512
+#endif
   }
 };
 #endif
@@ -68,13 +86,15 @@ struct Candidate {
 
 const Candidate CANDIDATES[] = {
 #if defined(__x86_64__) || defined(_M_X64)
-    {&avx512vnni::KERNELS, [] { return Processor().avx512vnni; }},
-#if defined(SPACEPORT_TEST_ENCODING)  // avxvnni in the encoding of AVX512
-    {&avxvnni::KERNELS, [] { return Processor().avx512vnni; }},
-#else
-    {&avxvnni::KERNELS, [] { return Processor().avxvnni; }},
+#if !defined(SPACEPORT_MATRICES)
+    {&amx::KERNELS, [] { return Processor().amx; }},
 #endif
+    {&avx512vnni::KERNELS, [] { return Processor().avx512vnni; }},
+    {&avxvnni::KERNELS, [] { return Processor().avxvnni; }},
     {&avx2::KERNELS, [] { return Processor().avx2; }},
+#if defined(SPACEPORT_MATRICES)  // AMX with emulated instructions, which is slow
+    {&amx::KERNELS, [] { return Processor().avx512vnni; }},
+#endif
 #elif defined(__aarch64__)
     {&neon::KERNELS, has_dot_products},
 #endif

@@ -50,8 +50,7 @@ constexpr FormatTraits FORMAT_TRAITS[FORMATS] = {
 constexpr int code_bytes(int format) { return FORMAT_TRAITS[format].bits * BLOCK * PANEL / 8; }
 
 constexpr int scale_bytes(int format) {
-  const FormatTraits& t = FORMAT_TRAITS[format];
-  return PANEL * (BLOCK / t.scale_of) * (t.super ? 1 : 2);
+  return PANEL * (BLOCK / FORMAT_TRAITS[format].scale_of) * (FORMAT_TRAITS[format].super ? 1 : 2);
 }
 
 constexpr int block_bytes(int format) {

@@ -22,6 +22,7 @@ struct NormOf {
 
 // Rows rounded to 8 bits in blocks of 32 inputs, in tiles of nearly equal size. Within a tile of m rows:
 //   codes [inputs / 4][m][4], scales, sums and zeros [inputs / 32][m], half_zeros [inputs / 16][m]
+// From MATRIX_ROWS of the instruction set on: codes [inputs / 32][m][32].
 struct RoundedRows {
   int rows, inputs, tiles;
   int8_t* codes;

@@ -6,6 +6,7 @@
 #include "choose.h"
 #include "visible_blocks.h"
 
+#include <algorithm>
 #include <new>
 
 #if defined(_WIN32)
@@ -29,13 +30,13 @@ const Kernels* chosen = nullptr;  // of sessions that are opened from now on
 // A part of an operator that takes less than about 5 us is not worth a second thread: it takes 1 to 2 us to wake one.
 // A block of weights takes 7 ns for each row, and 32 ns at least, because it must be read (Zen 4, AVX512-VNNI).
 constexpr int64_t BLOCK_ROW_NS = 7, BLOCK_READ_NS = 32, LEAST_PART_NS = 5000;
-constexpr int MOST_PARTS = 64;
+constexpr int64_t MOST_PARTS = 64;
 constexpr int PARALLEL_ROUNDING_ROWS = 16;
 
 const char* const NORMS[] = {"none", "rms", "layer"};
 const char* const ACTIVATIONS[] = {"none", "silu", "gelu", "gelu_tanh"};
 const char* const FORMAT_NAMES[] = {"int4", "int4_k", "int5", "int5_min", "int5_k", "int8", "int8_k16"};
-constexpr int64_t MOST_OUTPUTS = int64_t(1) << 24;
+constexpr int MOST_OUTPUTS = 1 << 24;
 
 struct NormAttributes {
   Norm kind = NO_NORM;
@@ -60,8 +61,7 @@ void multiply(Call& call, const Kernels& kernels, const float* const* rows, int 
   if (call.failed()) return;
   int most = row_count;
   for (int i = 0; i < product_count; i++) {
-    int own = kernels.tile_rows[FORMAT_TRAITS[products[i].format].bits < 8];
-    most = own < most ? own : most;
+    most = std::min(most, kernels.tile_rows[FORMAT_TRAITS[products[i].format].bits < 8]);
   }
   int tiles = (row_count + most - 1) / most;
   int64_t count = row_count, blocks = inputs / BLOCK;
@@ -71,36 +71,24 @@ void multiply(Call& call, const Kernels& kernels, const float* const* rows, int 
   Scratch scratch((size_t(bytes)));
   if (scratch.failed()) return call.out_of_memory();
   uint8_t* at = scratch.data();
-  auto take = [&](int64_t n) {
-    uint8_t* p = at;
-    at += (n + 63) / 64 * 64;
-    return p;
-  };
-  RoundedRows rounded = {row_count,
-                         inputs,
-                         tiles,
-                         (int8_t*)take(count * inputs),
-                         (float*)take(count * blocks * 4),
-                         (float*)take(count * blocks * 4),
-                         (int32_t*)take(count * blocks * 4),
-                         (int32_t*)take(count * blocks * 8)};
-  float* temporary = (float*)take(temporaries * inputs * 4);
+  RoundedRows rounded = {};
+  rounded.rows = row_count, rounded.inputs = inputs, rounded.tiles = tiles;
+  rounded.codes = (int8_t*)take(at, count * inputs);
+  for (float** p : {&rounded.scales, &rounded.sums}) *p = (float*)take(at, count * blocks * 4);
+  rounded.zeros = (int32_t*)take(at, count * blocks * 4);
+  rounded.half_zeros = (int32_t*)take(at, count * blocks * 8);
+  float* temporary = (float*)take(at, temporaries * inputs * 4);
   auto round = [&](int tile) {
     kernels.round_tile(rounded, tile, rows, norm, temporary + (together ? 0 : int64_t(tile) * inputs));
   };
-  if (together)
-    for (int tile = 0; tile < tiles; tile++) round(tile);
-  else
-    call.parallel(tiles, round);
+  call.parallel(tiles, round, together);
 
   int64_t all_panels = 0;
   for (int i = 0; i < product_count; i++) all_panels += panels(products[i].outputs);
-  int64_t row_ns = count * BLOCK_ROW_NS > BLOCK_READ_NS ? count * BLOCK_ROW_NS : BLOCK_READ_NS;
-  int64_t parts = all_panels * blocks * row_ns / LEAST_PART_NS;
-  parts = parts > MOST_PARTS ? MOST_PARTS : parts;
-  parts = parts > all_panels ? all_panels : parts;
+  int64_t row_ns = std::max(count * BLOCK_ROW_NS, BLOCK_READ_NS);
+  int64_t parts = std::min({all_panels * blocks * row_ns / LEAST_PART_NS, all_panels, MOST_PARTS});
   parts -= parts % (parts < 4 ? 2 : 4);  // two or four threads have as much each
-  parts = parts < 1 ? 1 : parts;
+  parts = std::max(parts, int64_t(1));
   auto compute = [&](int part) {
     int64_t first = all_panels * part / parts, end = all_panels * (part + 1) / parts;
     for (int i = 0; i < product_count; i++) {
@@ -116,22 +104,21 @@ void multiply(Call& call, const Kernels& kernels, const float* const* rows, int 
 // A low-rank adapter of some rows of a call: up * down * row is added to their products, before the activation. Other
 // rows have the bytes that they have without one. An operator has its three inputs behind all others.
 struct Adapter {
-  int64_t rank = 0;  // 0: none
+  long long rank = 0;  // 0: none
 
   // As multiply above; from `input` on are the indices of the adapted rows, `down` and `up`.
   void multiply(Call& call, const Kernels& kernels, int input, const float* const* rows, int row_count, int inputs,
                 const NormOf& norm, Product* products, int product_count) const {
     Tensor adapted = call.input(input, ORT_INT64);
-    int64_t count = adapted.data ? adapted.count() : 0, outputs = 0;
+    long long count = adapted.data ? adapted.count() : 0, outputs = 0;
     for (int i = 0; i < product_count; i++) outputs += products[i].outputs;
     const uint8_t* down = rank ? call.weights(input + 1, INT8, rank, inputs) : nullptr;
     const uint8_t* up = rank ? call.weights(input + 2, INT8, outputs, rank) : nullptr;
     if (call.failed()) return;
     if ((adapted.data || adapted.rank) != (rank > 0))
-      return call.fail("input adapted is %s with an adapter of rank %lld", rank ? "absent" : "there", (long long)rank);
+      return call.fail("input adapted is %s with an adapter of rank %lld", rank ? "absent" : "there", rank);
     if (!count) return spaceport::multiply(call, kernels, rows, row_count, inputs, norm, products, product_count);
-    if (count > MOST_ROWS)
-      return call.fail("input adapted has %lld rows, expected at most %d", (long long)count, MOST_ROWS);
+    if (count > MOST_ROWS) return call.fail("input adapted has %lld rows, expected at most %d", count, MOST_ROWS);
     // A panel more than the sums, so that the last one can be read whole.
     Scratch memory(size_t(2 * count + row_count) * sizeof(float*) + size_t(count * (rank + outputs) + PANEL) * 4);
     if (memory.failed()) return call.out_of_memory();
@@ -139,10 +126,9 @@ struct Adapter {
     const float** addends = middle + count;
     float *low = reinterpret_cast<float*>(addends + row_count), *sums = low + count * rank;
     for (int i = 0; i < row_count; i++) addends[i] = nullptr;
-    for (int64_t i = 0; i < count; i++) {
-      int64_t row = static_cast<const int64_t*>(adapted.data)[i];
-      if (row < 0 || row >= row_count)
-        return call.fail("adapted row %lld, expected 0 to %d", (long long)row, row_count - 1);
+    for (long long i = 0; i < count; i++) {
+      long long row = adapted.as<const int64_t>()[i];
+      if (row < 0 || row >= row_count) return call.fail("adapted row %lld, expected 0 to %d", row, row_count - 1);
       own[i] = rows[row], middle[i] = low + i * rank, addends[row] = sums + i * outputs;
     }
     Product first = {down, INT8, int(rank)}, second = {up, INT8, int(outputs)};
@@ -158,13 +144,13 @@ struct Adapter {
 
 // Pointers to adjacent rows.
 struct RowPointers {
-  RowPointers(Call& call, int64_t count) : memory(size_t(count) * sizeof(float*)) {
+  RowPointers(Call& call, long long count) : memory(size_t(count) * sizeof(float*)) {
     if (memory.failed()) call.out_of_memory();
     pointers = reinterpret_cast<const float**>(memory.data());
   }
-  RowPointers(Call& call, const Tensor& t, int64_t count) : RowPointers(call, count) {
+  RowPointers(Call& call, const Tensor& t, long long count) : RowPointers(call, count) {
     if (call.failed()) return;
-    for (int64_t i = 0; i < count; i++) pointers[i] = static_cast<const float*>(t.data) + i * t.last();
+    for (long long i = 0; i < count; i++) pointers[i] = t.as<const float>() + i * t.last();
   }
   Scratch memory;
   const float** pointers;
@@ -178,7 +164,7 @@ struct Embed {
   static constexpr int REQUIRED = 2;
 
   Format format = INT8;
-  int64_t outputs = 0, inputs = 0;
+  long long outputs = 0, inputs = 0;
   float scale = 1.0f;
 
   void read(Attributes& a) {
@@ -193,14 +179,15 @@ struct Embed {
     const uint8_t* weights = call.weights(1, format, outputs, inputs);
     if (call.failed()) return;
     if (!ids.data || ids.count() < 1) return call.fail("input ids has no token, expected at least one");
-    int64_t count = ids.count(), dims[] = {count, inputs};
-    const int64_t* tokens = static_cast<const int64_t*>(ids.data);
-    for (int64_t i = 0; i < count; i++)
+    long long count = ids.count();
+    int64_t dims[] = {count, inputs};
+    const int64_t* tokens = ids.as<const int64_t>();
+    for (long long i = 0; i < count; i++)
       if (tokens[i] < 0 || tokens[i] >= outputs)
-        return call.fail("token %lld, expected 0 to %lld", (long long)tokens[i], (long long)(outputs - 1));
+        return call.fail("token %lld, expected 0 to %lld", (long long)tokens[i], outputs - 1);
     float* y = call.output<float>(0, dims, 2);
     if (call.failed()) return;
-    for (int64_t i = 0; i < count; i++)
+    for (long long i = 0; i < count; i++)
       kernels.unpack_row(format, weights, int(inputs), tokens[i], scale, y + i * inputs);
   }
 };
@@ -219,26 +206,27 @@ struct NormProduct {
   Adapter adapter;
   Activation activation = NO_ACTIVATION;
   int count = 0;
-  int64_t outputs[MOST] = {};
+  long long outputs[MOST] = {};
   Format formats[MOST] = {};
 
-  void read(Attributes& a, Failure* failure, const char* node) {
+  void read(Attributes& a) {
     norm.read(a);
     adapter.rank = a.rank();
     activation = Activation(a.choice("activation", ACTIVATIONS, 4));
     int64_t sizes[16];
     count = a.integers("widths", sizes, 16);
-    if (!*failure && (count < 1 || count > MOST))
-      failure->say(node, "widths has %d sizes, expected 1 to %d", count, MOST);
+    if (!*a.failure && (count < 1 || count > MOST))
+      a.failure->say(a.node, "widths has %d sizes, expected 1 to %d", count, MOST);
     char names[128] = "";
     a.text("formats", names, sizeof names);
     char* name = names;
-    for (int i = 0; i < count && !*failure; i++) {
+    for (int i = 0; i < count && !*a.failure; i++) {
       if (sizes[i] < 1 || sizes[i] > MOST_OUTPUTS)
-        failure->say(node, "widths has %lld, expected 1 to %lld", (long long)sizes[i], (long long)MOST_OUTPUTS);
+        a.failure->say(a.node, "widths has %lld, expected 1 to %d", (long long)sizes[i], MOST_OUTPUTS);
       outputs[i] = sizes[i];
       char* comma = strchr(name, ',');
-      if (!comma != (i + 1 == count)) return failure->say(node, "formats is %.80s, expected %d names", names, count);
+      if (!comma != (i + 1 == count))
+        return a.failure->say(a.node, "formats is %.80s, expected %d names", names, count);
       if (comma) *comma = 0;
       formats[i] = Format(a.index("formats", name, FORMAT_NAMES, FORMATS));
       if (comma) name = comma + 1;
@@ -248,7 +236,7 @@ struct NormProduct {
   void compute(Call& call, const Kernels& kernels) const {
     Tensor x = call.rows(0);
     if (call.failed()) return;
-    int64_t rows = x.count() / x.last(), width = 0;
+    long long rows = x.count() / x.last(), width = 0;
     Product products[MOST];
     for (int i = 0; i < count; i++) {
       const uint8_t* weights = call.weights(3 + 2 * i, formats[i], outputs[i], x.last());
@@ -277,7 +265,7 @@ struct AddProduct {
 
   Adapter adapter;
   Format format = INT8;
-  int64_t outputs = 0;
+  long long outputs = 0;
 
   void read(Attributes& a) {
     adapter.rank = a.rank();
@@ -288,16 +276,17 @@ struct AddProduct {
   void compute(Call& call, const Kernels& kernels) const {
     Tensor x = call.rows(0), residual = call.rows(1);
     if (call.failed()) return;
-    int64_t rows = x.count() / x.last(), dims[] = {rows, outputs};
+    long long rows = x.count() / x.last();
+    int64_t dims[] = {rows, outputs};
     if (residual.last() != outputs || residual.count() != rows * outputs)
-      return call.fail("input residual has %lld numbers in rows of %lld, expected %lld rows of %lld",
-                       (long long)residual.count(), (long long)residual.last(), (long long)rows, (long long)outputs);
+      return call.fail("input residual has %lld numbers in rows of %lld, expected %lld rows of %lld", residual.count(),
+                       residual.last(), rows, outputs);
     const uint8_t* weights = call.weights(2, format, outputs, x.last());
     const float* bias = call.vector(3, outputs);
     float* y = call.output<float>(0, dims, 2);
     if (call.failed()) return;
     Product product = {weights, format, int(outputs), bias};
-    product.residual = static_cast<const float*>(residual.data), product.y = y, product.stride = outputs;
+    product.residual = residual.as<const float>(), product.y = y, product.stride = outputs;
     RowPointers pointers(call, x, rows);
     adapter.multiply(call, kernels, 4, pointers.pointers, int(rows), int(x.last()), NormOf{}, &product, 1);
   }
@@ -315,7 +304,7 @@ struct GateProduct {
   Adapter adapter;
   Activation activation = SILU;
   Format format = INT8;
-  int64_t outputs = 0;  // of gate and up together
+  long long outputs = 0;  // of gate and up together
 
   void read(Attributes& a) {
     norm.read(a);
@@ -328,9 +317,9 @@ struct GateProduct {
   void compute(Call& call, const Kernels& kernels) const {
     Tensor x = call.rows(0);
     if (call.failed()) return;
-    if (outputs % PANEL)
-      return call.fail("width is %lld, expected a multiple of %d", (long long)(outputs / 2), PANEL / 2);
-    int64_t rows = x.count() / x.last(), dims[] = {rows, outputs / 2};
+    if (outputs % PANEL) return call.fail("width is %lld, expected a multiple of %d", outputs / 2, PANEL / 2);
+    long long rows = x.count() / x.last();
+    int64_t dims[] = {rows, outputs / 2};
     const uint8_t* weights = call.weights(3, format, outputs, x.last());
     const float* bias = call.vector(4, outputs);
     NormOf of = norm.inputs(call, 1, 2, x.last());
@@ -352,7 +341,7 @@ struct Head {
 
   NormAttributes norm;
   Format format = INT8;
-  int64_t outputs = 0;
+  long long outputs = 0;
   float cap = 0.0f;
 
   void read(Attributes& a) {
@@ -365,23 +354,21 @@ struct Head {
   void compute(Call& call, const Kernels& kernels) const {
     Tensor x = call.rows(0), chosen_rows = call.input(1, ORT_INT64);
     if (call.failed()) return;
-    int64_t rows = x.count() / x.last(), count = chosen_rows.data ? chosen_rows.count() : 0;
-    if (count < 1 || count > rows)
-      return call.fail("input rows has %lld numbers, expected 1 to %lld", (long long)count, (long long)rows);
-    int64_t requests = chosen_rows.rank > 1 ? chosen_rows.dims[0] : 1, each = rows / requests;
-    if (rows % requests)
-      return call.fail("%lld rows of %lld requests, expected as many of each", (long long)rows, (long long)requests);
-    const int64_t* chosen_of = static_cast<const int64_t*>(chosen_rows.data);
+    long long rows = x.count() / x.last(), count = chosen_rows.data ? chosen_rows.count() : 0;
+    if (count < 1 || count > rows) return call.fail("input rows has %lld numbers, expected 1 to %lld", count, rows);
+    long long requests = chosen_rows.rank > 1 ? chosen_rows.dims[0] : 1, each = rows / requests;
+    if (rows % requests) return call.fail("%lld rows of %lld requests, expected as many of each", rows, requests);
+    const int64_t* chosen_of = chosen_rows.as<const int64_t>();
     const uint8_t* weights = call.weights(4, format, outputs, x.last());
     const float* bias = call.vector(5, outputs);
     NormOf of = norm.inputs(call, 2, 3, x.last());
     RowPointers pointers(call, count);
     if (call.failed()) return;
-    for (int64_t i = 0; i < count; i++) {
+    for (long long i = 0; i < count; i++) {
       if (chosen_of[i] < 0 || chosen_of[i] >= each)
-        return call.fail("row %lld, expected 0 to %lld", (long long)chosen_of[i], (long long)(each - 1));
-      int64_t row = i / (count / requests) * each + chosen_of[i];
-      pointers.pointers[i] = static_cast<const float*>(x.data) + row * x.last();
+        return call.fail("row %lld, expected 0 to %lld", (long long)chosen_of[i], each - 1);
+      long long row = i / (count / requests) * each + chosen_of[i];
+      pointers.pointers[i] = x.as<const float>() + row * x.last();
     }
     int64_t dims[MAX_RANK + 1];
     memcpy(dims, chosen_rows.dims, sizeof chosen_rows.dims);
@@ -403,7 +390,7 @@ struct Attend {
                                       ORT_INT8,  ORT_FLOAT, ORT_FLOAT, ORT_FLOAT, ORT_FLOAT};
   static constexpr int REQUIRED = 8;
 
-  int64_t heads = 0, interleaved = 0;
+  long long heads = 0, interleaved = 0;
   float scale = 0.0f, cap = 0.0f, epsilon = 0.0f;
 
   void read(Attributes& a) {
@@ -421,66 +408,54 @@ struct Attend {
     Tensor visible = call.input(4, ORT_BOOL), keys = call.input(5, ORT_INT8), values = call.input(6, ORT_INT8);
     Tensor scales = call.input(7, ORT_FLOAT);
     if (call.failed()) return a;
-    if (keys.rank != 4 || keys.count() < 1) {
-      call.fail("input keys has %d dimensions and %lld bytes, expected requests x heads x slots x head size", keys.rank,
-                (long long)(keys.data ? keys.count() : 0));
-      return a;
-    }
-    int64_t rows = qkv.count() / qkv.last(), requests = keys.dims[0], kv_heads = keys.dims[1];
-    int64_t count = keys.dims[2], size = keys.dims[3];
+    if (keys.rank != 4 || keys.count() < 1)
+      return call.fail("input keys has %d dimensions and %lld bytes, expected requests x heads x slots x head size",
+                       keys.rank, keys.data ? keys.count() : 0),
+             a;
+    long long rows = qkv.count() / qkv.last(), requests = keys.dims[0], kv_heads = keys.dims[1];
+    long long count = keys.dims[2], size = keys.dims[3];
     if (requests > rows || rows % requests)
-      call.fail("%lld rows of %lld requests, expected as many of each", (long long)rows, (long long)requests);
+      call.fail("%lld rows of %lld requests, expected as many of each", rows, requests);
     if (size % 8 || size > MAX_HEAD_SIZE)
-      call.fail("head size %lld, expected a multiple of 8 up to %d", (long long)size, MAX_HEAD_SIZE);
+      call.fail("head size %lld, expected a multiple of 8 up to %d", size, MAX_HEAD_SIZE);
     if (kv_heads > heads || heads % kv_heads)
-      call.fail("%lld query heads for %lld KV heads, expected a multiple", (long long)heads, (long long)kv_heads);
-    if (count > (1 << 24)) call.fail("%lld slots, expected at most %d", (long long)count, 1 << 24);
+      call.fail("%lld query heads for %lld KV heads, expected a multiple", heads, kv_heads);
+    if (count > (1 << 24)) call.fail("%lld slots, expected at most %d", count, 1 << 24);
     if (qkv.last() != (heads + 2 * kv_heads) * size)
-      call.fail("input qkv has rows of %lld, expected %lld", (long long)qkv.last(),
-                (long long)((heads + 2 * kv_heads) * size));
+      call.fail("input qkv has rows of %lld, expected %lld", qkv.last(), (heads + 2 * kv_heads) * size);
     if (values.rank != 4 || memcmp(values.dims, keys.dims, sizeof keys.dims))
-      call.fail("input values has %lld bytes, expected the shape of keys, %lld", (long long)values.count(),
-                (long long)keys.count());
+      call.fail("input values has %lld bytes, expected the shape of keys, %lld", values.count(), keys.count());
     if (scales.count() != 2 * requests * kv_heads * count || scales.last() != count)
-      call.fail("input scales has %lld numbers in rows of %lld, expected %lld in rows of %lld",
-                (long long)scales.count(), (long long)scales.last(), (long long)(2 * requests * kv_heads * count),
-                (long long)count);
-    int64_t rotated = 2 * cos.last();
+      call.fail("input scales has %lld numbers in rows of %lld, expected %lld in rows of %lld", scales.count(),
+                scales.last(), 2 * requests * kv_heads * count, count);
+    long long rotated = 2 * cos.last();
     if (rotated > size || cos.count() != rows * cos.last() || sin.count() != cos.count() || sin.last() != cos.last())
-      call.fail("cos and sin have %lld and %lld numbers in rows of %lld, expected %lld rows of up to %lld",
-                (long long)cos.count(), (long long)sin.count(), (long long)cos.last(), (long long)rows,
-                (long long)(size / 2));
-    if (slots.count() != rows)
-      call.fail("input slots has %lld, expected %lld", (long long)slots.count(), (long long)rows);
+      call.fail("cos and sin have %lld and %lld numbers in rows of %lld, expected %lld rows of up to %lld", cos.count(),
+                sin.count(), cos.last(), rows, size / 2);
+    if (slots.count() != rows) call.fail("input slots has %lld, expected %lld", slots.count(), rows);
     if (call.failed()) return a;
-    const int64_t* into = static_cast<const int64_t*>(slots.data);
-    for (int64_t i = 0; i < rows; i++)
+    const int64_t* into = slots.as<const int64_t>();
+    for (long long i = 0; i < rows; i++)
       if (into[i] < 0 || into[i] >= count)
-        return call.fail("slot %lld, expected 0 to %lld", (long long)into[i], (long long)(count - 1)), a;
-    int64_t seen = visible.last();
+        return call.fail("slot %lld, expected 0 to %lld", (long long)into[i], count - 1), a;
+    long long seen = visible.last();
     if (!visible.data || seen < 1 || seen > count || seen > MAX_SEEN)
-      call.fail("input visible has rows of %lld slots, expected 1 to %lld", (long long)seen,
-                (long long)(count < MAX_SEEN ? count : MAX_SEEN));
+      call.fail("input visible has rows of %lld slots, expected 1 to %lld", seen,
+                (count < MAX_SEEN ? count : MAX_SEEN));
     if (!call.failed() && visible.count() != rows * seen)
-      call.fail("input visible has %lld marks, expected %lld rows of %lld slots", (long long)visible.count(),
-                (long long)rows, (long long)seen);
+      call.fail("input visible has %lld marks, expected %lld rows of %lld slots", visible.count(), rows, seen);
     if (call.failed()) return a;
     a.rows = int(rows), a.heads = int(heads);
-    a.qkv = static_cast<const float*>(qkv.data);
-    a.cos = static_cast<const float*>(cos.data), a.sin = static_cast<const float*>(sin.data);
+    a.qkv = qkv.as<const float>();
+    a.cos = cos.as<const float>(), a.sin = sin.as<const float>();
     a.rotated = int(rotated), a.interleaved = interleaved;
     a.q_gain = call.vector(8, size), a.k_gain = call.vector(9, size), a.sinks = call.vector(10, heads);
     a.epsilon = epsilon, a.scale = scale, a.cap = cap;
     a.slots = into;
-    a.visible = static_cast<const uint8_t*>(visible.data);
+    a.visible = visible.as<const uint8_t>();
     a.seen = int(seen);
-    a.cache = {static_cast<int8_t*>(keys.data),
-               static_cast<int8_t*>(values.data),
-               static_cast<float*>(scales.data),
-               int(requests),
-               int(kv_heads),
-               int(count),
-               int(size)};
+    a.cache = {keys.as<int8_t>(), values.as<int8_t>(), scales.as<float>(), int(requests),
+               int(kv_heads),     int(count),          int(size)};
     return a;
   }
 
@@ -488,7 +463,7 @@ struct Attend {
     Attention a = inputs(call);
     if (call.failed()) return;
     const KvCache from = a.cache;
-    int64_t requests = from.requests, heads_of = from.heads, count = from.slots, size = from.size;
+    long long requests = from.requests, heads_of = from.heads, count = from.slots, size = from.size;
     int64_t dims[] = {a.rows, heads * size}, cache_dims[] = {requests, heads_of, count, size};
     int64_t scale_dims[] = {requests, 2 * heads_of, count};
     a.y = call.output<float>(0, dims, 2);
@@ -513,14 +488,8 @@ struct Attend {
       if (scratch.failed()) return blocks.fail();
       kernels.attend(a, group, part % int(heads_of), scratch.data());
     };
-    int parts = blocks.groups() * int(heads_of);
-    if (together) {
-      for (int i = 0; i < requests * heads_of; i++) store(i);
-      for (int i = 0; i < parts; i++) attend(i);
-    } else {
-      call.parallel(int(requests * heads_of), store);
-      call.parallel(parts, attend);
-    }
+    call.parallel(int(requests * heads_of), store, together);
+    call.parallel(blocks.groups() * int(heads_of), attend, together);
     if (blocks.failed()) call.out_of_memory();
   }
 };
@@ -535,15 +504,6 @@ struct Definition : OrtCustomOp {
   static constexpr int INPUT_COUNT = int(sizeof Operator::TYPES / sizeof *Operator::TYPES);
   static constexpr bool STORES = sizeof Operator::TYPES / sizeof *Operator::TYPES == 11;  // outputs: y, and the cache
 
-  template <class Op>
-  static auto read(Op& op, Attributes& a, Failure* f, const char* name) -> decltype(op.read(a, f, name)) {
-    op.read(a, f, name);
-  }
-  template <class Op>
-  static auto read(Op& op, Attributes& a, Failure*, const char*) -> decltype(op.read(a)) {
-    op.read(a);
-  }
-
   static OrtStatus* open(const OrtCustomOp*, const void*, const OrtKernelInfo* info, void** kernel) {
     Failure failure;
     void* memory = malloc(sizeof(Opened));  // not new, which would need a C++ library
@@ -552,8 +512,7 @@ struct Definition : OrtCustomOp {
     Node& node = opened->node;
     char path[512] = "";
     size_t length = sizeof path, count = 0;
-    OrtStatus* unnamed = ort->KernelInfo_GetNodeName(info, path, &length);
-    if (unnamed) ort->ReleaseStatus(unnamed);
+    if (OrtStatus* unnamed = ort->KernelInfo_GetNodeName(info, path, &length)) ort->ReleaseStatus(unnamed);
     snprintf(node.name, sizeof node.name, "%s %.100s", Operator::NAME, path);
     node.kernels = chosen;
     node.input_names = Operator::INPUTS;
@@ -567,13 +526,12 @@ struct Definition : OrtCustomOp {
         read_tensor(value, &node.constants[i], &failure, node.name, Operator::INPUTS[i]);
     }
     Attributes attributes(info, node.name, &failure);
-    if (!failure) read(opened->op, attributes, &failure, node.name);
-    if (failure) {
+    if (!failure) opened->op.read(attributes);
+    if (failure)
       free(opened);
-      return failure.status;
-    }
-    *kernel = opened;
-    return nullptr;
+    else
+      *kernel = opened;
+    return failure.status;
   }
 
   Definition() {
@@ -591,10 +549,8 @@ struct Definition : OrtCustomOp {
     GetOutputCharacteristic = [](const OrtCustomOp*, size_t) { return ORT_REQUIRED; };
     GetInputMemoryType = [](const OrtCustomOp*, size_t) { return 0; };
     auto none = [](const OrtCustomOp*) { return 0; };
-    GetVariadicInputMinArity = none;
-    GetVariadicInputHomogeneity = none;
-    GetVariadicOutputMinArity = none;
-    GetVariadicOutputHomogeneity = none;
+    GetVariadicInputMinArity = GetVariadicInputHomogeneity = none;
+    GetVariadicOutputMinArity = GetVariadicOutputHomogeneity = none;
     GetStartVersion = [](const OrtCustomOp*) { return 1; };
     GetEndVersion = [](const OrtCustomOp*) { return 1 << 30; };
     GetAliasMap = [](int**, int**) { return size_t(0); };

@@ -15,11 +15,9 @@ struct OrtKernelContext;
 struct OrtSessionOptions;
 struct OrtCustomOpDomain;
 struct OrtTensorTypeAndShapeInfo;
-struct OrtShapeInferContext;
 
 struct OrtApiBase {
   const void* const* (*GetApi)(uint32_t version);  // null: the runtime is older
-  const char* (*GetVersionString)();
 };
 
 enum OrtType { ORT_FLOAT = 1, ORT_UINT8 = 2, ORT_INT8 = 3, ORT_INT64 = 7, ORT_BOOL = 9 };
@@ -48,7 +46,7 @@ struct OrtCustomOp {
   int (*GetVariadicOutputHomogeneity)(const OrtCustomOp*);
   OrtStatus* (*CreateKernelV2)(const OrtCustomOp*, const void* api, const OrtKernelInfo*, void** kernel);
   OrtStatus* (*KernelComputeV2)(void* kernel, OrtKernelContext*);
-  OrtStatus* (*InferOutputShapeFn)(const OrtCustomOp*, OrtShapeInferContext*);
+  OrtStatus* (*InferOutputShapeFn)(const OrtCustomOp*, void* context);
   int (*GetStartVersion)(const OrtCustomOp*);
   int (*GetEndVersion)(const OrtCustomOp*);
   size_t (*GetMayInplace)(int** inputs, int** outputs);
@@ -77,7 +75,6 @@ struct OrtFunctions {
   OrtStatus* (*KernelInfo_GetNodeName)(const OrtKernelInfo*, char*, size_t* size);
   OrtStatus* (*KernelInfo_GetInputCount)(const OrtKernelInfo*, size_t*);
   OrtStatus* (*KernelInfoGetConstantInput_tensor)(const OrtKernelInfo*, size_t, int* is_constant, const OrtValue**);
-  OrtStatus* (*KernelContext_GetInputCount)(const OrtKernelContext*, size_t*);
   OrtStatus* (*KernelContext_GetInput)(const OrtKernelContext*, size_t, const OrtValue**);
   OrtStatus* (*KernelContext_GetOutput)(OrtKernelContext*, size_t, const int64_t* dims, size_t rank, OrtValue**);
   OrtStatus* (*KernelContext_ParallelFor)(const OrtKernelContext*, void (*)(void*, size_t), size_t total,
@@ -97,7 +94,6 @@ struct OrtFunctions {
     read(KernelInfoGetAttribute_float, 85);
     read(KernelInfoGetAttribute_int64, 86);
     read(KernelInfoGetAttribute_string, 87);
-    read(KernelContext_GetInputCount, 88);
     read(KernelContext_GetInput, 90);
     read(KernelContext_GetOutput, 91);
     read(ReleaseStatus, 93);

@@ -6,7 +6,6 @@
 //
 //     y = sum over blocks of  scale * s * sum((c - zero) * a)  -  minimum * s * sum(a)
 #pragma once
-#include <utility>
 
 namespace spaceport::SPACEPORT_SET {
 
@@ -16,7 +15,19 @@ struct Tile {
   const int32_t *zeros, *half_zeros;
   const uint8_t* next;  // what is fetched for later,
   int lines;            // so many cache lines with each block
+  uint8_t* unpacked;    // for matrices, codes of fewer than 8 bits as bytes,
+  int kept;             // of so many blocks for all tiles; 0: of UNPACKED_TOGETHER for one
+  bool unpacks;         // whether no earlier tile has done it
 };
+
+// In matrix_amx.h, for sets whose MATRIX_ROWS a tile can have.
+void configure_matrices(int rows, int inputs);
+void multiply_matrices(const int8_t* codes, const uint8_t* weights, int stride, int32_t (*sums)[LANES]);
+void release_matrices();
+
+constexpr int UNPACKED_TOGETHER = 8;        // blocks: a matrix is not loaded right after it was stored
+constexpr int MOST_KEPT = 160;              // blocks of a panel that is unpacked once for all tiles
+constexpr int UNPACKED_BYTES = 32 * LANES;  // of a block
 
 // Vectors of outputs that share the broadcasts of activations.
 template <Format FORMAT, int ROWS>
@@ -40,6 +51,16 @@ inline B load_codes(const uint8_t* block, int group, int output) {
   B pair = load_bytes(block + nibble_offset(group, output));
   B codes = group % 2 ? high_nibbles(pair) : low_nibbles(pair);
   return FORMAT_TRAITS[FORMAT].bits == 5 ? add_fifth_bits(codes, block + fifth_bit_offset(group, output)) : codes;
+}
+
+// Codes of blocks first..end as bytes, [8 groups][LANES outputs][4 inputs] each.
+template <Format FORMAT>
+inline void unpack_codes(const uint8_t* panel, int first, int end, int output, uint8_t* bytes) {
+  for (int b = first; b < end; b++)
+    for (int group = 0; group < 8; group++, bytes += sizeof(B)) {
+      B codes = load_codes<FORMAT>(panel + block_offset(FORMAT, b), group, output);
+      __builtin_memcpy(bytes, &codes, sizeof codes);
+    }
 }
 
 // The scales of outputs from `output` on, of the first or second half of a block in blocks of 16.
@@ -67,6 +88,7 @@ inline __attribute__((always_inline)) void tile_part(const uint8_t* panel, int b
   constexpr int GROUPS = TRAITS.scale_of / 4;  // groups of 4 inputs that share a scale
   constexpr int MOST_GROUPS = TRAITS.bits == 8 ? BYTE_SUM_GROUPS : TRAITS.bits == 5 ? FIVE_BIT_GROUPS : 8;
   constexpr int PART = GROUPS < MOST_GROUPS ? GROUPS : MOST_GROUPS;  // groups of an integer sum
+  constexpr int STRIDE = TRAITS.bits == 8 ? 4 * PANEL : 4 * LANES;   // between groups, in matrices
   F sums[ROWS][VECTORS];
   for (int m = 0; m < ROWS; m++)
     for (int v = 0; v < VECTORS; v++) sums[m][v] = set(0.0f);
@@ -74,6 +96,13 @@ inline __attribute__((always_inline)) void tile_part(const uint8_t* panel, int b
   for (int b = 0; b < blocks; b++, block += block_bytes(FORMAT)) {
     if (TRAITS.super && b % SUPERBLOCK == 0) header = block, block += header_bytes(FORMAT);
     for (int line = 0; line < t.lines; line++, t.next += 64) __builtin_prefetch(t.next, 0, 2);
+    const uint8_t* weights = block + 4 * output;  // of matrices
+    if constexpr (ROWS >= MATRIX_ROWS && TRAITS.bits < 8) {
+      uint8_t* unpacked = t.unpacked + (t.kept ? b : b % UNPACKED_TOGETHER) * UNPACKED_BYTES;
+      int end = b + UNPACKED_TOGETHER < blocks ? b + UNPACKED_TOGETHER : blocks;
+      if (t.unpacks && b % UNPACKED_TOGETHER == 0) unpack_codes<FORMAT>(panel, b, end, output, unpacked);
+      weights = unpacked;
+    }
     I totals[ROWS][VECTORS];
 #pragma GCC unroll 2
     for (int part = 0; part < 8 / PART; part++) {
@@ -81,35 +110,31 @@ inline __attribute__((always_inline)) void tile_part(const uint8_t* panel, int b
       const bool begins = part * PART % GROUPS == 0, ends = (part + 1) * PART % GROUPS == 0;
       const int32_t* zeros = TRAITS.scale_of == 16 ? t.half_zeros + half * ROWS : t.zeros;
       auto zero = [&](int m) { return TRAITS.zero && begins ? zeros[m] >> (8 - TRAITS.bits) : 0; };
-      auto none = [&](int m) {
-        if constexpr (TRAITS.bits == 8)
-          return byte_sum(zero(m));
-        else
-          return nibble_sum(zero(m));
-      };
-      decltype(none(0)) products[ROWS][VECTORS];
-      for (int m = 0; m < ROWS; m++)
-        for (int v = 0; v < VECTORS; v++) products[m][v] = none(m);
+      if constexpr (ROWS >= MATRIX_ROWS) {
+        alignas(64) int32_t products[ROWS + 1][LANES];
+        multiply_matrices(t.codes + TRAITS.scale_of * half, weights + STRIDE * GROUPS * half, STRIDE, products);
+        for (int m = 0; m < ROWS; m++) totals[m][0] = add_int(load_int(products[m]), set_int(zero(m)));
+      } else {
+        std::conditional_t<TRAITS.bits == 8, ByteSum, NibbleSum> products[ROWS][VECTORS];
+        for (int m = 0; m < ROWS; m++)
+          for (int v = 0; v < VECTORS; v++) begin(products[m][v], zero(m));
 #pragma GCC unroll 8
-      for (int j = part * PART; j < (part + 1) * PART; j++) {
-        B codes[VECTORS];
-        for (int v = 0; v < VECTORS; v++) codes[v] = load_codes<FORMAT>(block, j, output + v * LANES);
+        for (int j = part * PART; j < (part + 1) * PART; j++) {
+          B codes[VECTORS];
+          for (int v = 0; v < VECTORS; v++) codes[v] = load_codes<FORMAT>(block, j, output + v * LANES);
 #pragma GCC unroll 12
-        for (int m = 0; m < ROWS; m++) {
-          B a = set_group(t.codes + 4 * (j * ROWS + m));
-          if (VECTORS > 1) keep(a);
-          for (int v = 0; v < VECTORS; v++)
-            if constexpr (TRAITS.bits == 8)
-              products[m][v] = add_bytes(products[m][v], codes[v], a);
-            else
-              products[m][v] = add_nibbles(products[m][v], codes[v], a);
+          for (int m = 0; m < ROWS; m++) {
+            B a = set_group(t.codes + 4 * (j * ROWS + m));
+            if (VECTORS > 1) keep(a);
+            for (int v = 0; v < VECTORS; v++) add_products(products[m][v], codes[v], a);
+          }
         }
+        for (int m = 0; m < ROWS; m++)
+          for (int v = 0; v < VECTORS; v++) {
+            I total = read(products[m][v], zero(m));
+            totals[m][v] = begins ? total : add_int(totals[m][v], total);
+          }
       }
-      for (int m = 0; m < ROWS; m++)
-        for (int v = 0; v < VECTORS; v++) {
-          I total = read(products[m][v], zero(m));
-          totals[m][v] = begins ? total : add_int(totals[m][v], total);
-        }
       for (int v = 0; v < VECTORS && ends; v++) {
         F scales = load_scales<FORMAT>(block, header, output + v * LANES, half);
         for (int m = 0; m < ROWS; m++)
@@ -136,8 +161,10 @@ void tile_of(const uint8_t* panel, int blocks, Tile& t, float (*y)[PANEL]) {
   constexpr int VECTORS = vectors_of_tile<FORMAT, ROWS>();
   constexpr int PARTS = PANEL / (VECTORS * LANES);
   t.lines = (t.lines + PARTS - 1) / PARTS;
-  for (int part = 0; part < PARTS; part++, t.next += 64 * t.lines * blocks)
+  for (int part = 0; part < PARTS; part++, t.next += 64 * t.lines * blocks) {
     tile_part<FORMAT, ROWS, VECTORS>(panel, blocks, t, part * VECTORS * LANES, y);
+    if (ROWS >= MATRIX_ROWS) t.unpacked += t.kept * UNPACKED_BYTES;
+  }
 }
 
 // Bias, addend, activation, cap and residual of one row, then the row's outputs of this panel go to y.
@@ -166,12 +193,6 @@ inline void finish_row(const Product& p, const float* sums, int panel, int row) 
   for (int k = 0; k < count; k++) p.y[at + k] = p.residual ? t[k] + p.residual[at + k] : t[k];
 }
 
-template <Format FORMAT, int... N>
-void tile_of_rows(std::integer_sequence<int, N...>, int rows, const uint8_t* panel, int blocks, Tile& t,
-                  float (*y)[PANEL]) {
-  ((rows == N + 1 ? tile_of<FORMAT, N + 1>(panel, blocks, t, y) : void()), ...);
-}
-
 // With many rows, as many tiles as fit into the second-level cache are multiplied by all panels before the next ones.
 // From FETCH_ROWS on, the next panel is fetched meanwhile; with fewer rows the processor's own prefetching is better.
 constexpr int64_t CACHED_CODES = 384 << 10;
@@ -186,6 +207,12 @@ void product_of(const Product& p, const RoundedRows& r, int first, int end) {
   int shared = 64 * (group < r.tiles ? group : r.tiles), lines = (block_bytes(FORMAT) + shared - 1) / shared;
   if (r.rows < FETCH_ROWS[FORMAT_TRAITS[FORMAT].bits < 8]) lines = 0;
   float y[MOST][PANEL];
+  constexpr bool MATRICES = MOST >= MATRIX_ROWS, UNPACKS = MATRICES && FORMAT_TRAITS[FORMAT].bits < 8;
+  alignas(UNPACKS ? 64 : 1) uint8_t unpacked[UNPACKS ? PANEL / LANES * MOST_KEPT * UNPACKED_BYTES : 1];
+  int kept = group > 1 && r.tiles > 1 && blocks <= MOST_KEPT ? blocks : 0;
+  int most_rows = r.rows - tile_begin(r, r.tiles - 1);  // others also load the next row, for nothing
+  if constexpr (MATRICES)
+    if (most_rows >= MATRIX_ROWS) configure_matrices(most_rows, FORMAT_TRAITS[FORMAT].scale_of);
   for (int start = 0; start < r.tiles; start += group)
     for (int panel = first; panel < end; panel++) {
       const uint8_t* weights = p.weights + panel * size;
@@ -196,10 +223,12 @@ void product_of(const Product& p, const RoundedRows& r, int first, int end) {
         int64_t at = int64_t(row) * blocks;
         t.codes = r.codes + int64_t(row) * r.inputs, t.scales = r.scales + at, t.sums = r.sums + at;
         t.zeros = r.zeros + at, t.half_zeros = r.half_zeros + 2 * at, t.lines = lines;
-        tile_of_rows<FORMAT>(std::make_integer_sequence<int, MOST>(), rows, weights, blocks, t, y);
+        if (UNPACKS) t.unpacked = unpacked, t.kept = kept, t.unpacks = !kept || tile == start;
+        with_constant(Below<MOST>(), rows - 1, [&](auto i) { tile_of<FORMAT, i + 1>(weights, blocks, t, y); });
         for (int m = 0; m < rows; m++) finish_row(p, y[m], panel, row + m);
       }
     }
+  if constexpr (MATRICES) release_matrices();
 }
 
 template <Format FORMAT>
@@ -224,22 +253,12 @@ void unpack_row_of(const uint8_t* weights, int inputs, int64_t row, float factor
   }
 }
 
-template <int... N>
-constexpr auto table_of(std::integer_sequence<int, N...>) {
-  struct Table {
-    decltype(&product_of<INT4>) product[FORMATS];
-    decltype(&unpack_row_of<INT4>) unpack_row[FORMATS];
-  };
-  return Table{{product_of<Format(N)>...}, {unpack_row_of<Format(N)>...}};
-}
-constexpr auto OF_FORMAT = table_of(std::make_integer_sequence<int, FORMATS>());
-
 inline void product(const Product& p, const RoundedRows& r, int first, int end) {
-  OF_FORMAT.product[p.format](p, r, first, end);
+  with_constant(Below<FORMATS>(), p.format, [&](auto n) { product_of<Format(+n)>(p, r, first, end); });
 }
 
-inline void unpack_row(Format format, const uint8_t* weights, int inputs, int64_t row, float factor, float* y) {
-  OF_FORMAT.unpack_row[format](weights, inputs, row, factor, y);
+inline void unpack_row(Format f, const uint8_t* weights, int inputs, int64_t row, float factor, float* y) {
+  with_constant(Below<FORMATS>(), f, [&](auto n) { unpack_row_of<Format(+n)>(weights, inputs, row, factor, y); });
 }
 
 }  // namespace spaceport::SPACEPORT_SET

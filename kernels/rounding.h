@@ -32,7 +32,7 @@ inline F magnitude(F x) { return select(greater(set(INFINITY), abs(x)), abs(x), 
 inline float factor_of(float largest) { return largest > SMALLEST ? 127.0f / largest : 0.0f; }
 inline float scale_of(float largest) { return largest < INFINITY ? largest > SMALLEST ? largest / 127.0f : 0.0f : NAN; }
 
-inline void round_row(const float* x, int inputs, int8_t* codes, float* scales, float* sums, int32_t* zeros,
+inline void round_row(const float* x, int inputs, int8_t* codes, int step, float* scales, float* sums, int32_t* zeros,
                       int32_t* half_zeros, int rows) {
   for (int b = 0; b < inputs / BLOCK; b++, x += BLOCK) {
     F v[2 * HALF_VECTORS], largest = set(0.0f);
@@ -55,7 +55,7 @@ inline void round_row(const float* x, int inputs, int8_t* codes, float* scales, 
       half_zeros[(2 * b + half) * rows] = -128 * sum[half];
     }
     for (int j = 0; j < BLOCK / 4; j++)
-      __builtin_memcpy(codes + int64_t(b * (BLOCK / 4) + j) * rows * 4, block + 4 * j, 4);
+      __builtin_memcpy(codes + int64_t(b) * BLOCK * rows + j * step, block + 4 * j, 4);
     scales[b * rows] = scale;
     sums[b * rows] = float(sum[0] + sum[1]) * scale;
     zeros[b * rows] = -128 * (sum[0] + sum[1]);
@@ -68,7 +68,8 @@ inline void round_tile(const RoundedRows& r, int tile, const float* const* rows,
   for (int m = 0; m < count; m++) {
     const float* x = rows[first + m];
     if (norm.kind != NO_NORM) normalize(norm, x, r.inputs, temporary), x = temporary;
-    round_row(x, r.inputs, r.codes + int64_t(first) * r.inputs + 4 * m, r.scales + at + m, r.sums + at + m,
+    int adjacent = count >= MATRIX_ROWS ? BLOCK : 4, step = count >= MATRIX_ROWS ? 4 : 4 * count;
+    round_row(x, r.inputs, r.codes + int64_t(first) * r.inputs + adjacent * m, step, r.scales + at + m, r.sums + at + m,
               r.zeros + at + m, r.half_zeros + 2 * at + m, count);
   }
 }

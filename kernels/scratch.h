@@ -52,4 +52,11 @@ private:
   Head* head = nullptr;
 };
 
+// The next bytes of scratch memory.
+inline uint8_t* take(uint8_t*& at, int64_t bytes) {
+  uint8_t* p = at;
+  at += (bytes + 63) / 64 * 64;
+  return p;
+}
+
 }  // namespace spaceport

@@ -2,6 +2,7 @@
 #include <initializer_list>
 
 #include "kernels.h"
+#include "scratch.h"
 
 #define SPACEPORT_STRING_OF(name) #name
 #define SPACEPORT_STRING(name) SPACEPORT_STRING_OF(name)

@@ -12,7 +12,7 @@
 namespace spaceport::SPACEPORT_SET {
 
 constexpr int LANES = 8;
-constexpr int REGISTERS = 16;
+constexpr int REGISTERS = 16, MATRIX_ROWS = 17;
 constexpr int FETCH_ROWS[2] = {2, 2};  // codes of 8 bits, of fewer
 
 using F = __m256;
@@ -103,11 +103,9 @@ inline I dot(I sum, B codes, B bytes) { return _mm256_dpbusd_epi32(sum, codes.v,
 constexpr int BYTE_SUM_REGISTERS = 1, BYTE_SUM_GROUPS = 64, FIVE_BIT_GROUPS = 8;
 constexpr int TILE_ROWS_8 = 6, TILE_ROWS_4 = 6;
 using NibbleSum = I;
-inline NibbleSum nibble_sum(int32_t zero) { return set_int(zero); }
-inline NibbleSum add_nibbles(NibbleSum sum, B codes, B bytes) { return dot(sum, codes, bytes); }
 using ByteSum = I;
-inline ByteSum byte_sum(int32_t zero) { return set_int(zero); }
-inline ByteSum add_bytes(ByteSum sum, B codes, B bytes) { return dot(sum, codes, bytes); }
+inline void begin(I& sum, int32_t zero) { sum = set_int(zero); }
+inline void add_products(I& sum, B codes, B bytes) { sum = dot(sum, codes, bytes); }
 inline I read(I sum, int32_t) { return sum; }
 #else
 constexpr int BYTE_SUM_REGISTERS = 2, BYTE_SUM_GROUPS = 8, FIVE_BIT_GROUPS = 4;
@@ -119,16 +117,15 @@ struct ByteSum {
   __m256i low, high;
 };
 inline I widen(__m256i pairs, int16_t factor) { return _mm256_madd_epi16(pairs, _mm256_set1_epi16(factor)); }
-inline NibbleSum nibble_sum(int32_t) { return {_mm256_setzero_si256()}; }
-inline NibbleSum add_nibbles(NibbleSum sum, B codes, B bytes) {
-  return {_mm256_add_epi16(sum.pairs, _mm256_maddubs_epi16(codes.v, bytes.v))};
+inline void begin(NibbleSum& sum, int32_t) { sum.pairs = _mm256_setzero_si256(); }
+inline void add_products(NibbleSum& sum, B codes, B bytes) {
+  sum.pairs = _mm256_add_epi16(sum.pairs, _mm256_maddubs_epi16(codes.v, bytes.v));
 }
 inline I read(NibbleSum sum, int32_t zero) { return add_int(widen(sum.pairs, 1), set_int(zero)); }
-inline ByteSum byte_sum(int32_t) { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
-inline ByteSum add_bytes(ByteSum sum, B codes, B bytes) {
+inline void begin(ByteSum& sum, int32_t) { sum.low = sum.high = _mm256_setzero_si256(); }
+inline void add_products(ByteSum& sum, B codes, B bytes) {
   sum.low = _mm256_add_epi16(sum.low, _mm256_maddubs_epi16(low_nibbles(codes).v, bytes.v));
   sum.high = _mm256_add_epi16(sum.high, _mm256_maddubs_epi16(high_nibbles(codes).v, bytes.v));
-  return sum;
 }
 inline I read(ByteSum sum, int32_t zero) {
   return add_int(add_int(widen(sum.low, 1), widen(sum.high, 16)), set_int(zero));

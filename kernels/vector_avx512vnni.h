@@ -8,8 +8,12 @@ namespace spaceport::SPACEPORT_SET {
 constexpr int LANES = 16;
 constexpr int REGISTERS = 32;
 constexpr int BYTE_SUM_REGISTERS = 1, BYTE_SUM_GROUPS = 64, FIVE_BIT_GROUPS = 8;
-constexpr int TILE_ROWS_8 = 7, TILE_ROWS_4 = 7;  // most rows of a tile: two vectors of more spill registers
-constexpr int FETCH_ROWS[2] = {5, 3};            // codes of 8 bits, of fewer
+#if defined(__AMX_INT8__)
+constexpr int TILE_ROWS_8 = 16, TILE_ROWS_4 = 16, MATRIX_ROWS = 8;
+#else  // most rows of a tile: two vectors of more spill registers
+constexpr int TILE_ROWS_8 = 7, TILE_ROWS_4 = 7, MATRIX_ROWS = 17;
+#endif
+constexpr int FETCH_ROWS[2] = {5, 3};  // codes of 8 bits, of fewer
 
 using F = __m512;
 using I = __m512i;
@@ -73,11 +77,9 @@ inline B add_fifth_bits(B nibbles, const uint8_t* bits) {
 }
 inline I dot(I sum, B codes, B bytes) { return _mm512_dpbusd_epi32(sum, codes.v, bytes.v); }
 using NibbleSum = I;
-inline NibbleSum nibble_sum(int32_t zero) { return set_int(zero); }
-inline NibbleSum add_nibbles(NibbleSum sum, B codes, B bytes) { return dot(sum, codes, bytes); }
 using ByteSum = I;
-inline ByteSum byte_sum(int32_t zero) { return set_int(zero); }
-inline ByteSum add_bytes(ByteSum sum, B codes, B bytes) { return dot(sum, codes, bytes); }
+inline void begin(I& sum, int32_t zero) { sum = set_int(zero); }
+inline void add_products(I& sum, B codes, B bytes) { sum = dot(sum, codes, bytes); }
 inline I read(I sum, int32_t) { return sum; }
 inline B from_signed(B b) { return {_mm512_xor_si512(b.v, _mm512_set1_epi8(char(0x80)))}; }
 // Holds a broadcast in a register: GCC would load it again for each product.
@@ -146,3 +148,9 @@ inline void add_mix(const MixSum* sum, int32_t* high, int32_t* low) {
 }
 
 }  // namespace spaceport::SPACEPORT_SET
+
+#if defined(SPACEPORT_MATRICES)
+#include SPACEPORT_MATRICES
+#elif defined(__AMX_INT8__)
+#include "matrix_amx.h"
+#endif

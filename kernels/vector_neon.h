@@ -8,7 +8,7 @@
 namespace spaceport::SPACEPORT_SET {
 
 constexpr int LANES = 4;
-constexpr int REGISTERS = 32;
+constexpr int REGISTERS = 32, MATRIX_ROWS = 17;
 constexpr int BYTE_SUM_REGISTERS = 1, BYTE_SUM_GROUPS = 64, FIVE_BIT_GROUPS = 8;
 constexpr int TILE_ROWS_8 = 6, TILE_ROWS_4 = 6;
 constexpr int FETCH_ROWS[2] = {2, 2};  // codes of 8 bits, of fewer
@@ -92,12 +92,15 @@ inline I dot_signed(I sum, uint8x16_t a, uint8x16_t b) {
 }
 
 using NibbleSum = I;
-inline NibbleSum nibble_sum(int32_t zero) { return vdupq_n_s32(zero); }
-inline NibbleSum add_nibbles(NibbleSum sum, B codes, B bytes) { return dot_signed(sum, codes.v, bytes.v); }
-using ByteSum = I;
-inline ByteSum byte_sum(int32_t) { return vdupq_n_s32(0); }
-inline ByteSum add_bytes(ByteSum sum, B codes, B bytes) { return dot_signed(sum, from_signed(codes).v, bytes.v); }
+struct ByteSum {
+  I v;
+};
+inline void begin(I& sum, int32_t zero) { sum = vdupq_n_s32(zero); }
+inline void begin(ByteSum& sum, int32_t) { sum.v = vdupq_n_s32(0); }
+inline void add_products(I& sum, B codes, B bytes) { sum = dot_signed(sum, codes.v, bytes.v); }
+inline void add_products(ByteSum& sum, B codes, B bytes) { sum.v = dot_signed(sum.v, from_signed(codes).v, bytes.v); }
 inline I read(I sum, int32_t) { return sum; }
+inline I read(ByteSum sum, int32_t) { return sum.v; }
 
 inline void transpose(const uint8_t* const* rows, B* columns) {
   uint32x4_t r[4];

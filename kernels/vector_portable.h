@@ -13,6 +13,7 @@ namespace spaceport::SPACEPORT_SET {
 
 constexpr int LANES = 4;
 constexpr int REGISTERS = 16;
+constexpr int MATRIX_ROWS = 17;  // rows from which a tile is multiplied as a matrix: more than one has
 constexpr int BYTE_SUM_REGISTERS = 1, BYTE_SUM_GROUPS = 64, FIVE_BIT_GROUPS = 8;
 constexpr int TILE_ROWS_8 = 2, TILE_ROWS_4 = 2;  // most rows of a tile, by the bits of codes: more spill registers
 constexpr int FETCH_ROWS[2] = {2, 2};            // codes of 8 bits, of fewer
@@ -33,11 +34,18 @@ struct Mask {
 template <class R, class Op>
 inline R each(Op op) {
   R r;
-  for (int i = 0; i < LANES; i++) r.v[i] = op(i);
+  for (int i = 0; i < int(sizeof r.v / sizeof *r.v); i++) r.v[i] = op(i);
   return r;
 }
 // Returns a vector R of these numbers, one for each i.
 #define SPACEPORT_EACH(R, number) return each<R>([&](int i) { return number; })
+
+template <class To, class From>
+inline To bits_of(From from) {
+  To to;
+  memcpy(&to, &from, sizeof to);
+  return to;
+}
 
 // Memory. No alignment is needed.
 inline F load(const float* p) { SPACEPORT_EACH(F, p[i]); }
@@ -49,12 +57,8 @@ inline B load_bytes(const void* p) {
   memcpy(b.v, p, sizeof b.v);
   return b;
 }
-inline F set(float a) {
-  return each<F>([&](int) { return a; });
-}
-inline I set_int(int32_t a) {
-  return each<I>([&](int) { return a; });
-}
+inline F set(float a) { SPACEPORT_EACH(F, (void(i), a)); }
+inline I set_int(int32_t a) { SPACEPORT_EACH(I, (void(i), a)); }
 inline B set_group(const void* p) {
   B b;
   for (int i = 0; i < LANES; i++) memcpy(b.v + 4 * i, p, 4);
@@ -65,14 +69,9 @@ inline F load_half(const void* p) {  // float16, denormals included
     uint16_t h;
     memcpy(&h, static_cast<const uint8_t*>(p) + 2 * i, 2);
     uint32_t exponent = h >> 10 & 31, fraction = h & 1023, sign = uint32_t(h & 0x8000) << 16;
-    float magnitude = float(fraction) * (1.0f / (1 << 24));
-    uint32_t bits;
-    memcpy(&bits, &magnitude, 4);
+    uint32_t bits = bits_of<uint32_t>(float(fraction) * (1.0f / (1 << 24)));
     if (exponent) bits = (exponent == 31 ? 255u : exponent + 112) << 23 | fraction << 13;
-    bits |= sign;
-    float f;
-    memcpy(&f, &bits, 4);
-    return f;
+    return bits_of<float>(bits | sign);
   });
 }
 inline F load_unsigned(const uint8_t* p) { SPACEPORT_EACH(F, float(p[i])); }
@@ -102,23 +101,11 @@ inline float max_of(F a) {
 
 // Integer lanes.
 inline F to_float(I a) { SPACEPORT_EACH(F, float(a.v[i])); }
-inline I to_int(F a) {  // to nearest, ties to even; exact for magnitudes up to 2^22
-  return each<I>([&](int i) {
-    float f = a.v[i] + 12582912.0f;
-    int32_t bits;
-    memcpy(&bits, &f, 4);
-    return bits - 0x4B400000;
-  });
-}
+// To nearest, ties to even; exact for magnitudes up to 2^22.
+inline I to_int(F a) { SPACEPORT_EACH(I, bits_of<int32_t>(a.v[i] + 12582912.0f) - 0x4B400000); }
 inline I add_int(I a, I b) { SPACEPORT_EACH(I, int32_t(uint32_t(a.v[i]) + uint32_t(b.v[i]))); }
-inline F power_of_two(I n) {  // for -126 <= n <= 127
-  return each<F>([&](int i) {
-    uint32_t bits = uint32_t(n.v[i] + 127) << 23;
-    float f;
-    memcpy(&f, &bits, 4);
-    return f;
-  });
-}
+// For -126 <= n <= 127.
+inline F power_of_two(I n) { SPACEPORT_EACH(F, bits_of<float>(uint32_t(n.v[i] + 127) << 23)); }
 inline int32_t sum_of(I a) {
   uint32_t s = 0;
   for (int32_t x : a.v) s += uint32_t(x);
@@ -126,14 +113,8 @@ inline int32_t sum_of(I a) {
 }
 
 // Multiply-add of bytes.
-inline B low_nibbles(B b) {
-  for (uint8_t& x : b.v) x &= 15;
-  return b;
-}
-inline B high_nibbles(B b) {
-  for (uint8_t& x : b.v) x >>= 4;
-  return b;
-}
+inline B low_nibbles(B b) { SPACEPORT_EACH(B, uint8_t(b.v[i] & 15)); }
+inline B high_nibbles(B b) { SPACEPORT_EACH(B, uint8_t(b.v[i] >> 4)); }
 // Nibbles plus 16 where a bit is set, the lowest bit for the first.
 inline B add_fifth_bits(B nibbles, const uint8_t* bits) {
   for (int i = 0; i < 4 * LANES; i += 8) {  // eight at a time: byte k has bit k, which moves to bit 4
@@ -155,16 +136,11 @@ inline I dot(I sum, B codes, B bytes) {
 // `zero` is the code of zero times the negated sum of the bytes; a set adds it where that costs least, so a sum begins
 // and is read with the same one. The code of zero of a ByteSum is 128.
 using NibbleSum = I;
-inline NibbleSum nibble_sum(int32_t zero) { return set_int(zero); }
-inline NibbleSum add_nibbles(NibbleSum sum, B codes, B bytes) { return dot(sum, codes, bytes); }
 using ByteSum = I;
-inline ByteSum byte_sum(int32_t zero) { return set_int(zero); }
-inline ByteSum add_bytes(ByteSum sum, B codes, B bytes) { return dot(sum, codes, bytes); }
+inline void begin(I& sum, int32_t zero) { sum = set_int(zero); }
+inline void add_products(I& sum, B codes, B bytes) { sum = dot(sum, codes, bytes); }
 inline I read(I sum, int32_t) { return sum; }
-inline B from_signed(B b) {
-  for (uint8_t& x : b.v) x ^= 0x80;
-  return b;
-}  // to codes around 128
+inline B from_signed(B b) { SPACEPORT_EACH(B, uint8_t(b.v[i] ^ 0x80)); }  // to codes around 128
 inline void keep(B&) {}
 
 // LANES rows of 4 * LANES bytes -> columns[j] = group j of every row.

@@ -15,7 +15,7 @@ class VisibleBlocks {
 public:
   explicit VisibleBlocks(const Attention& a)
       : blocks((a.seen + SLOT_BLOCK - 1) / SLOT_BLOCK),
-        memory(bytes_for(a.rows, blocks)),
+        memory(a.rows * (sizeof(AttentionGroup) + blocks * sizeof(int32_t)) + 2 * size_t(blocks)),
         out_of_memory(memory.failed()) {
     if (out_of_memory) return;
     share = a.heads / a.cache.heads, kv_heads = a.cache.heads;
@@ -57,10 +57,6 @@ public:
 private:
   static constexpr int MOST_PAIRS = 64;   // of a group: their scores should stay in the second-level cache
   static constexpr int SHARED_PAIRS = 6;  // reading a block of keys and values costs as much as so many pairs
-
-  static size_t bytes_for(int rows, int blocks) {
-    return size_t(rows) * sizeof(AttentionGroup) + size_t(rows) * blocks * sizeof(int32_t) + 2 * size_t(blocks);
-  }
 
   int mark(const Attention& a, int row, uint8_t* own) const {
     const uint8_t* visible = a.visible + int64_t(row) * a.seen;

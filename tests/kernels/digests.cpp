@@ -117,7 +117,7 @@ int main() {
   const Kernels* kernels = choose_kernels(message, sizeof message);
   if (!kernels) return fprintf(stderr, "%s\n", message), 1;
   for (int format = 0; format < FORMATS; format++)
-    for (int rows : {1, 2, 5, 6, 9, 20}) products(*kernels, Format(format), rows, Norm(rows % 3), Activation(rows % 4));
+    for (int rows : {1, 2, 5, 6, 8, 9, 16, 17, 20, 40}) products(*kernels, Format(format), rows, Norm(rows % 3), Activation(rows % 4));
   for (int size : {8, 24, 64, 80, 128, 256})
     for (int rows : {1, 3, 8}) attention(*kernels, rows, size, 40 * rows, rows == 3);
   attention(*kernels, 2, 64, 1100, false);

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from spaceport.kernels.build import SETS, SOURCES, TARGETS, build, cross_compiler, machine_name, zig
+from spaceport.kernels.build import SETS, TARGETS, build, cross_compiler, machine_name, zig
 from support.cache import built
-from support.native_operators import available_sets, library
+from support.native_operators import EMULATION, available_sets, emulation, library, sources
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no C++ compiler")
 
@@ -31,13 +31,16 @@ def program(target: str | None = None) -> Path:
             command, flags = tuple(part.replace("gnu.2.28", "musl") for part in command), ["-static"]
         else:
             name = "digests.exe"
-    sources = [*sorted([*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")]), PROGRAM]
     test_encoding = machine != "aarch64"
+    if test_encoding:
+        flags = [EMULATION] if target else emulation()
 
     def make(folder: Path) -> None:
         build(folder / name, command, machine, flags, test_encoding=test_encoding, program=PROGRAM)
 
-    return built(f"digests-{target or machine_name()}", sources, ["kernels/build.py"], make) / name
+    return (
+        built(f"digests-{target or machine_name()}", [*sources(), PROGRAM, *flags], ["kernels/build.py"], make) / name
+    )
 
 
 def digests(set_name: str, file: Path, *emulator: str) -> list[str]:

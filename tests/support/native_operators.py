@@ -17,10 +17,14 @@ from spaceport.kernels.build import SOURCES, build, compiler, library_name
 from spaceport.kernels.functions import INPUTS, OUTPUTS
 from spaceport.kernels.gguf_weights import GGUF_BLOCKS, from_gguf
 from spaceport.kernels.packing import QuantizedWeights
+from spaceport.runtime.backends.machine import instruction_sets
 from support.cache import built
+from support.paths import TESTS
 
 OPSET, IR_VERSION = 23, 11  # of native graphs
-SETS = ("portable", "avx2", "avxvnni", "avx512vnni", "neon")
+SETS = ("portable", "avx2", "avxvnni", "avx512vnni", "amx", "neon")
+EMULATED_MATRICES = TESTS / "kernels" / "emulated_matrices.h"
+EMULATION = f'-DSPACEPORT_MATRICES="{EMULATED_MATRICES}"'  # plain C++ in place of the instructions of AMX
 _TYPES = {
     np.dtype(np.float32): TensorProto.FLOAT,
     np.dtype(np.uint8): TensorProto.UINT8,
@@ -41,6 +45,16 @@ GGUF_TYPES = {
 }
 
 
+def sources() -> list[Path]:
+    """What the library for tests is compiled from."""
+    return sorted([*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp"), EMULATED_MATRICES])
+
+
+def emulation() -> list[str]:
+    """Flags that emulate the instructions that this processor lacks."""
+    return [] if "amx_int8" in instruction_sets() else [EMULATION]
+
+
 @cache
 def library() -> Path | None:
     """The library with all instruction sets that this processor can run, compiled once; None without a compiler."""
@@ -48,8 +62,12 @@ def library() -> Path | None:
         return Path(given)
     if compiler() is None:
         return None
-    sources = sorted([*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")])
-    folder = built("kernels", sources, ["kernels/build.py"], lambda to: build(to / library_name(), test_encoding=True))
+    flags = emulation()
+
+    def make(to: Path) -> None:
+        build(to / library_name(), flags=flags, test_encoding=True)
+
+    folder = built("kernels", [*sources(), *flags], ["kernels/build.py"], make)
     return folder / library_name()
 
 

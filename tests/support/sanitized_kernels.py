@@ -9,8 +9,9 @@ import os
 import subprocess
 import sys
 
-from spaceport.kernels.build import SOURCES, build, library_name
+from spaceport.kernels.build import build, library_name
 from support.cache import built
+from support.native_operators import emulation, sources
 from support.paths import TESTS
 
 # A finding ends the process.
@@ -18,12 +19,12 @@ FLAGS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit
 
 
 def main() -> int:
-    sources = sorted([*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")])
+    flags = [*FLAGS, *emulation()]
     folder = built(
         "sanitized-kernels",
-        [*sources, FLAGS],
+        [*sources(), flags],
         ["kernels/build.py"],
-        lambda to: build(to / library_name(), ["g++"], flags=FLAGS, test_encoding=True),
+        lambda to: build(to / library_name(), ["g++"], flags=flags, test_encoding=True),
     )
     runtimes = [
         subprocess.run(

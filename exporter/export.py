@@ -45,11 +45,12 @@ from spaceport.graphs.quantization import BLOCKS, Quantization
 from spaceport.graphs.quantize import quantizable_modules, quantize_model
 from spaceport.graphs.traits import Traits, probe, refuse_by_config
 
-# Seconds on two CPU cores: of each export, of tracing a layer, and of a billion weights as they are or rounded by GPTQ.
+# Seconds on two CPU cores: of each export, of tracing a layer, and of a billion weights.
 _SECONDS, _LAYER, _COPIED = 10, 3, 30
 
 # Bytes of a weight in native formats, with the scales and minima of its block.
 _NATIVE_BYTES: dict[Weights, float] = {"int8": 1.0625, "int4": 0.625}
+_TABLE_BYTES = 0.6875  # of embeddings beside int4
 
 
 @dataclass(frozen=True)
@@ -113,8 +114,8 @@ def estimate_export(checkpoint: Checkpoint, options: ExportOptions) -> ExportEst
     traced = 0 if options.format.native else layers
     seconds = _SECONDS + _LAYER * traced + _COPIED * (stored + floats) / 1e9
     size = packed.get(weights, plain) * stored + plain * floats
-    if options.format.native and weights == "int4":  # embeddings have 8 bits
-        size += (packed["int8"] - packed["int4"]) * sum(sizes[table] for table in tables)
+    if options.format.native and weights == "int4":
+        size += (_TABLE_BYTES - packed["int4"]) * sum(sizes[table] for table in tables)
     if weights == "stored":
         size = packed_size(read_gguf(checkpoint.folder)) + plain * floats
     temporary = stored if quantized and streamed and not options.format.native else 0

@@ -19,7 +19,10 @@ Moves = tuple[NDArray[np.int64], NDArray[np.int64]]
 NO_MOVES: Moves = (np.empty(0, np.int64), np.empty(0, np.int64))
 
 PREFILL_ROWS = 512  # prompt rows of a call: enough for efficient matrix products, few enough to interrupt a prompt soon
-DEFAULT_SEQ_LEN = 4096  # maximum context length in tokens, unless the model's is shorter
+# The default context length in tokens is the model's, but no more than the larger number, nor than fits into these bytes
+# of KV buffers, unless that is less than the smaller number. On a CPU, slots that no text uses take no memory.
+_LEAST_DEFAULT, _MOST_DEFAULT = 4096, 32_768
+_DEFAULT_KV_BYTES = 2 << 30  # of all requests together
 
 
 class EngineFault(SpaceportError, RuntimeError):
@@ -196,13 +199,21 @@ def _best(line: list[float], banned: Collection[int]) -> int | None:
     return token if -score > line[count - 1] else None
 
 
-def seq_len(manifest: Manifest, max_seq_len: int | None) -> int:
+def seq_len(manifest: Manifest, max_seq_len: int | None, max_slots: int | None = None, requests: int = 1) -> int:
     """The context length of a runtime, in tokens."""
     if max_seq_len is None:
-        return min(manifest.max_positions, DEFAULT_SEQ_LEN)
+        return min(manifest.max_positions, max(_LEAST_DEFAULT, _fitting_seq_len(manifest, max_slots, requests)))
     if not 2 <= max_seq_len <= manifest.max_positions:
         raise OptionFault(f"max_seq_len is {max_seq_len}: expected 2 to {manifest.max_positions}, the model's limit")
     return max_seq_len
+
+
+def _fitting_seq_len(manifest: Manifest, max_slots: int | None, requests: int) -> int:
+    """The context length whose KV buffers have a moderate size; engines for append graphs take theirs at once."""
+    if manifest.signature.lowering == "append":
+        return _LEAST_DEFAULT
+    fitting = _DEFAULT_KV_BYTES // manifest.signature.kv_bytes(max(1, requests), 1024) * 1024
+    return min(fitting, _MOST_DEFAULT, max_slots or fitting)
 
 
 def slots_for(max_seq_len: int, max_slots: int | None) -> int:

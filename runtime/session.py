@@ -107,7 +107,8 @@ class Runtime:
         - `bundle`: Folder that `spaceport export` wrote.
         - `backend`: "onnxruntime", "onnxruntime-cuda", "tensorrt" or "tensorrt-rtx"; default "auto": the best one that can
           run the bundle here.
-        - `max_seq_len`: Maximum context length in tokens, prompt included; default None: the model's limit, at most 4096.
+        - `max_seq_len`: Maximum context length in tokens, prompt included; default None: the model's limit,
+          at most 32768 and what 2 GiB of KV buffers hold, but at least 4096; for append graphs at most 4096.
         - `max_requests`: Maximum number of requests that decode at the same time; default 1.
         - `max_slots`: KV slots for each request: maximum tokens of its prompt and all its threads; default None:
           `max_seq_len`.
@@ -130,7 +131,7 @@ class Runtime:
         """
 
         def options_for(opened: Bundle) -> EngineOptions:
-            slots = slots_for(seq_len(opened.manifest, max_seq_len), max_slots)
+            slots = slots_for(seq_len(opened.manifest, max_seq_len, max_slots, max_requests), max_slots)
             if not 1 <= max_requests <= MOST_REQUESTS:
                 raise OptionFault(f"max_requests is {max_requests}: expected 1 to {MOST_REQUESTS}")
             if queue_limit is not None and queue_limit < 0:
@@ -146,7 +147,7 @@ class Runtime:
             allow_links=allow_links,
             copy_weights=copy_weights,
         )
-        length = seq_len(opened.bundle.manifest, max_seq_len)
+        length = seq_len(opened.bundle.manifest, max_seq_len, max_slots, max_requests)
         started = perf_counter()
         costs, exactness = measured_here(opened.bundle, opened.backend, opened.engine, opened.options, step_costs)
         costs_seconds = perf_counter() - started

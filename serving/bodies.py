@@ -32,10 +32,13 @@ OPTION_FIELDS = {
 }
 _OF_CHAT = ("top_logprobs",)  # fields of options that text requests have under another name
 # What options mean in requests only.
+_SUGGESTED = "Requests: by default as the model's `generation_config.json` suggests"
 _ADDED = {
+    **{name: f"{_SUGGESTED}." for name in ("top_p", "min_p", "repetition_penalty")},
     "logit_bias": "Requests: -100 bans the token.",
     "max_tokens": "Requests for texts: 16 by default, 0 only with `echo`.",
-    "top_k": "Requests: -1 = from all, too.",
+    "temperature": f"{_SUGGESTED}, else 1.",
+    "top_k": f"{_SUGGESTED}; -1 = from all, too.",
 }
 
 # What a supported field does, by its name; in several kinds of requests it does the same.

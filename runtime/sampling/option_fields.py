@@ -79,8 +79,7 @@ class OptionField:
         types = {float: (int, float)}.get(self.kind, self.kind)
         if self.kind in _NUMBERS:
             if not isinstance(value, types) or isinstance(value, bool) or not self._in_range(value):
-                default = "" if self.optional else f" (default: {self.default_text})"
-                raise OptionFault(f"{self.name} is {value!r}: expected {_NUMBERS[self.kind]}{self._range()}{default}")
+                raise OptionFault(f"{self.name} is {value!r}: expected {_NUMBERS[self.kind]}{self._range()}")
         elif self.kind in (bool, str) and not isinstance(value, types):
             expected = "text" if self.kind is str else "True, False or None" if self.optional else "True or False"
             raise OptionFault(f"{self.name} is {value!r}: expected {expected}")

@@ -6,6 +6,7 @@ import random
 import shutil
 import threading
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from spaceport.exporter.atomic_folder import writing
 from spaceport.graphs.contract.manifest import DATA_FILE, MODEL_FILE, record_of
 from spaceport.runtime import Runtime
 from spaceport.runtime.bundle import BundleError, open_bundle
+from spaceport.runtime.engine import seq_len
 from support.small_bundle import edit
 
 PROMPT = [5, 6, 7, 8]
@@ -109,3 +111,26 @@ def test_weights_in_a_file_that_the_manifest_does_not_list_are_refused(bundle: P
     ):
         open_runtime(bundle)
     assert open_bundle(bundle).manifest.files
+
+
+@pytest.mark.parametrize(
+    ("layers", "positions", "requests", "max_slots", "lowering", "expected"),
+    [
+        (24, 2048, 1, None, "scatter", 2048),  # the model's
+        (24, 2**31 - 1, 1, None, "scatter", 32_768),
+        (24, 32_768, 8, None, "scatter", 10_240),  # 2 GiB
+        (24, 32_768, 8, 20_000, "scatter", 10_240),
+        (24, 32_768, 1, 6000, "scatter", 6000),
+        (24, 32_768, 1, 100, "scatter", 4096),  # more than max_slots, which is refused
+        (96, 131_072, 64, None, "scatter", 4096),
+        (24, 32_768, 1, None, "append", 4096),
+    ],
+)
+def test_the_default_context_is_the_models_unless_kv_buffers_become_large(
+    bundle: Path, layers: int, positions: int, requests: int, max_slots: int | None, lowering: str, expected: int
+) -> None:
+    manifest = open_bundle(bundle).manifest
+    sizes = {"layers": layers, "kv_heads": 2, "head_dim": 64, "lowering": lowering, "dtype": "float32"}
+    manifest = replace(manifest, max_positions=positions, signature=replace(manifest.signature, **sizes))
+    assert seq_len(manifest, None, max_slots, requests) == expected
+    assert seq_len(manifest, 100, max_slots, requests) == 100

@@ -137,8 +137,9 @@ def test_an_answer_is_that_of_the_runtime_with_its_counts(visit: Visit, runtime:
     fed = [rows for step in record.steps for rows in step.rows]
     accepted, tokens = sum(rows.accepted for rows in fed), sum(rows.generated for rows in fed)
     assert accepted > 0
-    assert visit.page.locator(".answered b").count() == accepted
-    assert visit.page.locator(".answered i").count() == tokens - accepted
+    drawn = [index < rows.accepted for rows in fed for index, piece in enumerate(rows.pieces) if piece]
+    assert visit.page.locator(".answered b:not(.rest)").count() == sum(drawn)
+    assert visit.page.locator(".answered i:not(.rest)").count() == len(drawn) - sum(drawn)
     steps, drafting = len(record.steps), sum(any(rows.chosen for rows in step.rows) for step in record.steps)
     assert visit.texts(".watch .numbers dd")[1:] == [
         f"{tokens / drafting:.2f}",
@@ -276,6 +277,21 @@ def test_answers_that_differ_break_off_or_are_refused_say_so(visit: Visit) -> No
         visit.page.locator(f".fault:has-text('{message}')").wait_for()
         visit.finish()
     visit.complaints[:] = [each for each in visit.complaints if "400" not in each]
+
+
+@pytest.mark.slow
+def test_answers_are_drawn_as_markdown(visit: Visit) -> None:
+    answer = "**Try** this:\n```python\nprint(1)\n```\n<b>done</b>"
+    body = "".join(data(delta={"content": answer[at : at + 4]}) for at in range(0, len(answer), 4))
+    body += data(delta={}, spaceport={"ending": "end"}) + "data: [DONE]\n\n"
+    visit.page.route("**/v1/chat/completions", lambda route: route.fulfill(content_type="text/event-stream", body=body))
+    visit.page.locator("#model option").first.wait_for(state="attached")
+    visit.send(QUESTION)
+    visit.finish()
+    assert visit.shown == answer
+    assert visit.texts(".answered strong") == ["Try"]
+    assert visit.texts(".answered pre code") == ["print(1)\n"]
+    assert visit.page.locator(".answered b").count() == 0  # what the answer says is text
 
 
 @pytest.mark.nightly

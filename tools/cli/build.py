@@ -120,7 +120,9 @@ def command(bundle: Path, rebuild: bool, as_json: bool, **given: Any) -> None:
 
 def _shapes(manifest: Manifest, given: Mapping[str, Any]) -> Shapes:
     """The shapes that the options ask for."""
-    capacity = capacity_for(manifest, slots_for(seq_len(manifest, given["max_seq_len"]), given["max_slots"]))
+    capacity = capacity_for(
+        manifest, slots_for(seq_len(manifest, given["max_seq_len"], given["max_slots"]), given["max_slots"])
+    )
     return Shapes(capacity, given["max_requests"], given["max_step_rows"], given["prompt_rows"])
 
 

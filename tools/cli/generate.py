@@ -183,7 +183,7 @@ def open_runtime(bundle: Path, given: dict[str, Any]) -> Runtime:
     from spaceport.tools.reference import open_reference
 
     opened = open_bundle(bundle, allow_links=given["allow_links"])
-    length = seq_len(opened.manifest, given["max_seq_len"])
+    length = seq_len(opened.manifest, given["max_seq_len"], given["max_slots"])
     slots = slots_for(length, given["max_slots"])
     capacity, threads = capacity_for(opened.manifest, slots), given["threads"]
     engine = open_reference(opened, given["checkpoint"], capacity, 1, threads=threads, adapter=given["adapter"])

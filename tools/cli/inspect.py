@@ -86,7 +86,7 @@ def command(
     if requests < 1:
         raise OptionFault(f"--requests is {requests}: expected at least 1")
     opened = open_bundle(bundle, allow_links=allow_links)
-    length = seq_len(opened.manifest, max_seq_len)
+    length = seq_len(opened.manifest, max_seq_len, max_slots, requests)
     memory = memory_of(opened.manifest, requests, length, slots_for(length, max_slots))
     options = EngineOptions(memory["slots"], requests, threads=0)
     device = "cpu" if not BACKENDS[backend].gpu or no_gpu() else f"cuda:0 ({gpu().name})"

@@ -77,7 +77,7 @@ max_seq_len_option = click.option(
     "--max-seq-len",
     type=int,
     metavar="N",
-    help="Maximum context length in tokens (prompt and output); default: the model's, at most 4096.",
+    help="Maximum context length in tokens (prompt and output); default: the model's, at most 32768 and what 2 GiB of KV cache hold, but at least 4096.",
 )
 max_slots_option = click.option(
     "--max-slots",

@@ -1,14 +1,17 @@
-// Answers: the text of an answer while it grows, each token coloured by its origin.
+// Answers: the text of an answer while it grows, as Markdown, each token coloured by its origin.
 
 import { addToken, annotatedText } from './annotated.js';
+import { MarkdownText } from './markdown.js';
+import { addHtml } from './svg.js';
 import { originsOf } from './trace.js';
+import { visible } from './words.js';
 
 /** @typedef {import('./trace.js').Trace} Trace */
 
 const MOST_FRESH = 8; // tokens of a frame that appear with an animation; many at a time would make frames slow
 const REDRAWN_EVERY = 120; // milliseconds between two drawings of a text whose threads are read in another order
 
-/** The growing text of one answer, drawn at most once per frame. */
+/** The growing text of one answer, drawn at most once per frame. Texts of forked threads are not drawn as Markdown. */
 export class GrowingText {
   /** @param {HTMLElement} parent @param {() => void} onDraw called after new text was drawn */
   constructor(parent, onDraw) {
@@ -17,16 +20,14 @@ export class GrowingText {
     this._steps = 0; // shown
     this._drawnAt = 0;
     this._frame = 0;
-    this._text = document.createElement('div');
-    this._text.className = 'generated';
-    parent.replaceChildren(this._text);
+    this._text = this._emptyText();
   }
 
   /** Show the steps that are new. @param {Trace} trace */
   grow(trace) {
     this._frame ||= requestAnimationFrame(() => {
       this._frame = 0;
-      if (trace.threads.length < 2) this._append(trace);
+      if (trace.threads.length < 2) this._append(trace, Number.POSITIVE_INFINITY);
       else if (performance.now() - this._drawnAt >= REDRAWN_EVERY) this._redraw(trace);
       else this.grow(trace);
       this._onDraw();
@@ -36,37 +37,61 @@ export class GrowingText {
   /** Show the whole text of a finished answer; a stop string that its trace has is not part of it. @param {Trace} trace @param {string} text */
   finish(trace, text) {
     cancelAnimationFrame(this._frame);
-    const drawn = annotatedText(trace);
-    this._parent.replaceChildren(drawn);
-    trim(drawn, text);
+    if (trace.threads.length < 2) {
+      this._text = this._emptyText();
+      this._append(trace, text.length);
+    } else {
+      this._redraw(trace);
+      trim(this._parent, text);
+    }
   }
 
   /** Show text without origins. @param {string} text */
   plain(text) {
     cancelAnimationFrame(this._frame);
-    this._text.textContent = text;
+    this._text = this._emptyText();
+    this._text.add({ text, draw: (parent, part) => addHtml(parent, 'span', {}, visible(part)) });
+    this._text.draw();
   }
 
-  /** @param {Trace} trace */
-  _append(trace) {
-    /** @type {Element[]} */
-    const added = [];
+  _emptyText() {
+    this._steps = 0;
+    this._parent.replaceChildren();
+    return new MarkdownText(addHtml(this._parent, 'div', { class: 'generated' }));
+  }
+
+  /** Add the steps that are new, up to a number of characters. @param {Trace} trace @param {number} most */
+  _append(trace, most) {
+    const isFirst = this._steps === 0;
+    let [left, tokens, isNew] = [most, 0, true];
     for (; this._steps < trace.steps.length; this._steps += 1) {
+      const step = this._steps + 1;
       for (const rows of trace.steps[this._steps].rows) {
         originsOf(rows).forEach((origin, index) => {
-          const [token, piece] = [rows.chosen[index], rows.pieces[index]];
-          if (piece) added.push(addToken(this._text, trace, this._steps + 1, token, piece, origin));
+          const [token, text] = [rows.chosen[index], (rows.pieces[index] ?? '').slice(0, left)];
+          left -= text.length;
+          if (!text) return;
+          tokens += 1;
+          this._text.add({
+            text,
+            draw: (parent, part, isRest) => {
+              const element = addToken(parent, trace, step, token, part, origin);
+              if (isRest) element.classList.add('rest');
+              else if (isNew && !isFirst && tokens <= MOST_FRESH) element.classList.add('fresh');
+              return element;
+            },
+          });
         });
       }
     }
-    if (added.length <= MOST_FRESH) for (const token of added) token.classList.add('fresh');
+    this._text.draw();
+    isNew = false;
   }
 
   /** @param {Trace} trace */
   _redraw(trace) {
     this._drawnAt = performance.now();
-    this._text = annotatedText(trace);
-    this._parent.replaceChildren(this._text);
+    this._parent.replaceChildren(annotatedText(trace));
   }
 }
 

@@ -269,10 +269,10 @@ def test_extreme_logits_have_their_limits_and_a_broken_mask_slot_breaks_no_text(
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"temperature": -0.1}, "temperature is -0.1: expected a number from 0 to 100"),
+        ({"temperature": -0.1}, "temperature is -0.1: expected a number from 0 to 100$"),
         ({"temperature": math.nan}, "temperature is nan"),
         ({"top_k": -1}, "top_k is -1: expected a whole number of at least 0"),
-        ({"top_p": 1.01}, "top_p is 1.01: expected a number from 0 to 1 .default: 1."),
+        ({"top_p": 1.01}, "top_p is 1.01: expected a number from 0 to 1$"),
         ({"repetition_penalty": 0}, "repetition_penalty is 0: expected a number from 0.01 to 100"),
         ({"presence_penalty": math.inf}, "presence_penalty is inf: expected a number from -2 to 2"),
         ({"logit_bias": [1]}, "logit_bias is .1.: expected token ids with biases"),

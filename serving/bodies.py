@@ -34,7 +34,7 @@ _OF_CHAT = ("top_logprobs",)  # fields of options that text requests have under 
 # What options mean in requests only.
 _SUGGESTED = "Requests: by default as the model's `generation_config.json` suggests"
 _ADDED = {
-    **{name: f"{_SUGGESTED}." for name in ("top_p", "min_p", "repetition_penalty")},
+    **dict.fromkeys(("top_p", "min_p", "repetition_penalty"), f"{_SUGGESTED}."),
     "logit_bias": "Requests: -100 bans the token.",
     "max_tokens": "Requests for texts: 16 by default, 0 only with `echo`.",
     "temperature": f"{_SUGGESTED}, else 1.",

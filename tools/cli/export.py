@@ -216,11 +216,12 @@ def command(context: click.Context, /, checkpoint: Path, bundle: Path, **given: 
     refuse_while_written(bundle)
     require_checkpoint(checkpoint)
     adopted = drafts.read()
-    # torch is imported only once the paths are valid
-    from spaceport.exporter.choose_format import may_be_measured
+    # torch is imported only once the paths are valid, and before transformers, which warns without it
     from spaceport.exporter.export import export
 
     options, reason = _options(checkpoint, given)
+    from spaceport.exporter.choose_format import may_be_measured
+
     measured = given["format"] is None and may_be_measured(checkpoint, options.format, options.remote_code)
     if measured:
         reason = "format int4, or int8 if int4 differs too much from float32"

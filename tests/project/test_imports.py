@@ -63,7 +63,7 @@ LAYERS = {
     "tools.distill": (*_MODEL, "tools.tune"),
     "tools.adopt": (*_MODEL, "tools.tune"),
     "tools.terminal": _MODEL,
-    "tools.verify": (*_MODEL, "tools.reference", "tools.tune"),
+    "tools.verify": ("kernels", *_MODEL, "tools.reference", "tools.tune"),
     "tools.bench": (*_MODEL, "tools.demo", "tools.report", "tools.terminal", "tools.verify"),
     "serving": (*_MODEL, "serving.page"),
     "tools.cli": (

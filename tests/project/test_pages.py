@@ -113,14 +113,16 @@ def test_the_tables_of_the_pages_are_those_of_the_results(tables: ModuleType) ->
 def test_the_figures_of_the_readme_are_those_of_a_result(tables: ModuleType) -> None:
     readme = (ROOT / "README.md").read_text("utf-8")
     patterns = (
-        r"lookup alone.*, gives ([\d.]+);",
-        r"adapter alone give ([\d.]+)\.",
+        r"lookup alone, which needs no\s+adapter, gives ([\d.]+),",
+        r"mask slots of an adapter of \d+ MB alone give ([\d.]+)\.",
         r"\*\*([\d.]+) times as\s+fast\*\*",
     )
     figures = [figure for pattern in patterns for figure in re.findall(pattern, readme)]
-    modes = tables.read_result(tables.RESULTS / "chat_drafts.json")
-    column = next(index for index, name in enumerate(modes.columns) if "speedup" in name)
-    assert [row[column].split()[0] for row in modes.rows if row[0] != "plain"] == figures
+    modes = tables.read_result(tables.RESULTS / "coder_drafts.json")
+    column = next(index for index, name in enumerate(modes.columns) if "relative to plain" in name)
+    assert [row[column].split()[0] for row in modes.rows[1:4]] == figures
+    others = max(float(row[column].split()[0]) for row in modes.rows[4:])
+    assert f"**{others / float(figures[-1]):.2f} of the time**" in readme
 
 
 def test_each_result_says_where_it_comes_from(tables: ModuleType) -> None:

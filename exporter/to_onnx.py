@@ -27,6 +27,7 @@ from spaceport.exporter.tensorrt.append_graph import contract_mismatch
 from spaceport.graphs.attention import hooked
 from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.graphs.contract.manifest import DATA_FILE, MODEL_FILE
+from spaceport.graphs.contract.progress import reaches_quarter
 from spaceport.graphs.contract.signature import BEST_TOKENS, Lowering, Signature, selection_width
 from spaceport.graphs.decoder import Decoder, DecoderWithLayerOutputs, decoder_layers
 
@@ -60,11 +61,6 @@ def check_opset(opset: int, lowering: Lowering) -> None:
         raise OptionFault(f"opset is {opset}: expected one of {', '.join(map(str, OPSETS))}")
     if lowering == "append" and opset < 24:
         raise OptionFault(f"opset is {opset}: the append lowering uses TensorScatter, which needs opset 24")
-
-
-def reaches_quarter(before: int, done: int, total: int) -> bool:
-    """Whether work has reached another quarter of its total, but not its end, which the next stage reports."""
-    return before * 4 // total < done * 4 // total < 4
 
 
 def to_onnx(

@@ -48,13 +48,13 @@ _UNPACKED: dict[Weights, tuple[str, str]] = {
 }
 _HUGE_PAGE = 2**21  # bytes, on x86 and on ARM with pages of 4 KiB
 _COLLAPSE = 25  # MADV_COLLAPSE of Linux 6.1
-_NOT_COMPILED = (
+NOT_COMPILED = (
     "native operators were not compiled when Spaceport was installed: standard operators compute the same, much slower; "
     "install a C++ compiler (g++ or clang, or pip install ziglang), then install Spaceport again"
 )
 # Bytes of a bundle up to which standard operators unpack native weights once, when it is opened, instead of in each step:
 # this takes 40 times as much memory meanwhile (17 GB for 0.4 GB were seen).
-_MOST_FOLDED = 64_000_000
+MOST_FOLDED = 64_000_000
 _MOST_CALLS = 4096  # shapes of calls whose OrtValues are kept
 LONG = 1024  # visible slots from which huge pages are worth their space
 
@@ -228,16 +228,25 @@ class OnnxRuntimeEngine(Engine):
 
 def open_engine(bundle: Bundle, options: EngineOptions) -> OnnxRuntimeEngine:
     """The bundle's graph in a session."""
-    manifest = bundle.manifest
-    settings = options_for(bundle, engine_threads(options.threads))
+    library = library_path()
+    engine = _opened(bundle, options, library)
+    if bundle.manifest.native and library is None:
+        engine.notes = (NOT_COMPILED,)
+    return engine
+
+
+def open_standard(bundle: Bundle, options: EngineOptions) -> OnnxRuntimeEngine:
+    """A native graph in a session without the library: the functions of standard operators run."""
+    return _opened(bundle, options, None)
+
+
+def _opened(bundle: Bundle, options: EngineOptions, library: Path | None) -> OnnxRuntimeEngine:
+    settings = options_for(bundle, engine_threads(options.threads), library)
     try:
         session = open_session(bundle, settings, ["CPUExecutionProvider"])
     except FAULTS as error:
         raise unloadable(bundle, error) from error
-    engine = OnnxRuntimeEngine(session, manifest.signature, options.capacity, options.requests)
-    if manifest.number_format.native and library_path() is None:
-        engine.notes = (_NOT_COMPILED,)
-    return engine
+    return OnnxRuntimeEngine(session, bundle.manifest.signature, options.capacity, options.requests)
 
 
 def session_options(threads: int, number_format: Format = FORMATS["float32"]) -> ort.SessionOptions:
@@ -252,11 +261,11 @@ def session_options(threads: int, number_format: Format = FORMATS["float32"]) ->
     return options
 
 
-def options_for(bundle: Bundle, threads: int) -> ort.SessionOptions:
-    """Session options for a bundle's graph, with native operators if it has them and they were compiled."""
+def options_for(bundle: Bundle, threads: int, library: Path | None) -> ort.SessionOptions:
+    """Session options for a bundle's graph, with native operators if it has them and their library is given."""
     number_format = bundle.manifest.number_format
     options = session_options(threads, number_format)
-    if number_format.native and (library := library_path()) is not None:
+    if number_format.native and library is not None:
         try:
             needed = imported_version(bundle.read(MODEL_FILE), DOMAIN)
         except ValueError as error:
@@ -265,7 +274,7 @@ def options_for(bundle: Bundle, threads: int) -> ort.SessionOptions:
             register(options, library, needed)
         except ValueError as error:  # of a library that is too old, or that a variable configures wrongly
             raise BundleError(f"{bundle.path}: {error}") from error
-    elif number_format.native and sum(record.size for record in bundle.manifest.files.values()) > _MOST_FOLDED:
+    elif number_format.native and bundle.manifest.graph_bytes > MOST_FOLDED:
         options.add_session_config_entry("optimization.disable_specified_optimizers", "ConstantFolding")
     return options
 

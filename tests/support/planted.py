@@ -56,6 +56,15 @@ def change_weight(model: onnx.ModelProto, name: str, at: int = 7) -> None:
     weight.CopyFrom(numpy_helper.from_array(values, weight.name))
 
 
+def spoil_functions(model: onnx.ModelProto, kind: str) -> None:
+    """Let the functions of standard operators double what the native operators of a kind compute."""
+    for function in model.functions:
+        if function.name == kind:
+            last = next(node for node in function.node if "y" in node.output)
+            last.output[list(last.output).index("y")] = "half"
+            function.node.append(helper.make_node("Add", ["half", "half"], ["y"]))
+
+
 def swap_key_and_value(model: onnx.ModelProto, layer: int = 0) -> None:
     key, value = node_of(model, "ScatterND", 2 * layer), node_of(model, "ScatterND", 2 * layer + 1)
     key.input[2], value.input[2] = value.input[2], key.input[2]

@@ -29,6 +29,7 @@ INTERRUPTED = 130
 # Package -> the extra that installs it; all other packages are in `export`.
 EXTRAS = {
     "onnxruntime": "cpu",
+    "polygraphy": "check",
     "numpy": "",
     "tokenizers": "",
     **dict.fromkeys(("jinja2", "prompt_toolkit"), ""),

@@ -40,7 +40,7 @@ PACKAGES = {
     "onnx": ("export", "ONNX graphs"),
     "onnxscript": ("export", "ONNX graphs"),
     "safetensors": ("export", "weights"),
-    "polygraphy": ("export", "comparison of engines"),
+    "polygraphy": ("check", "comparison of engines"),
     "accelerate": ("tune", "training"),
     "peft": ("tune", "low-rank adapters"),
 }

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +30,9 @@ DEFAULT_LONG, SHORTEST = 1024, 32  # tokens of the longest case
 _SPARE = 8  # positions that the longest prompt leaves for generated tokens
 _PLAIN = DraftConfig(0, "chain")
 Array = NDArray[Any]
+# all; quick, a third of the calls: without every row count, random trees, idle requests and edges of slots; few, three
+# calls for engines that need half a minute for one: a prompt at once, then tokens one at a time.
+Cases = Literal["all", "quick", "few"]
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ class CheckOptions:
     trust_engines: bool = False
     layers: bool = False  # also find the first layer value that is out of tolerance
     adapter: Path | None = None  # adapter folder of the checkpoint
-    quick: bool = False  # a third of the calls: without every row count, random trees, idle requests and edges of slots
+    cases: Cases = "all"
 
     def __post_init__(self) -> None:
         if self.length is not None and self.length < SHORTEST:
@@ -136,20 +139,28 @@ def record(
     manifest: Manifest,
     limits: EngineLimits,
     seed: int = 0,
-    quick: bool = False,
+    chosen: Cases = "all",
     on_case: Callable[[int, int], None] = lambda done, total: None,
 ) -> Recording:
-    """The calls of every case, or of the quick ones, in the order in which they must be replayed."""
+    """The calls of the chosen cases, in the order in which they must be replayed."""
     recorder = Recorder(engine, limits)
     builder = _Builder(recorder, manifest, np.random.default_rng(seed))
-    cases = _quick_cases(builder, manifest, limits)
-    if not quick:
+    cases: list[Callable[[], None]] = [
+        partial(builder.text, "prompt, every row, and cached rows", [9], _PLAIN, 3, echo=0)
+    ]
+    if chosen != "few":
+        cases = _quick_cases(builder, manifest, limits)
+    if chosen == "all":
         cases += _more_cases(builder, manifest, limits)
+    if chosen == "few":
+        builder.skipped.append(
+            "all others, as standard operators need long for each call of a large bundle: name --long-context to include them"
+        )
     for done, case in enumerate(cases, 1):
         case()
         on_case(done, len(cases))
     window, longest = manifest.signature.window, limits.length - _SPARE
-    if window is not None and longest <= window < manifest.max_positions:
+    if chosen != "few" and window is not None and longest <= window < manifest.max_positions:
         builder.skipped.append(
             f"contexts longer than the attention window of {window} positions: raise --long-context to include them"
         )

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from spaceport.exporter.to_onnx import reaches_quarter
 from spaceport.graphs.contract.exactness import tolerance_of
 from spaceport.graphs.contract.faults import MissingDependency, OptionFault
 from spaceport.graphs.contract.manifest import MODEL_FILE, EngineRecord, Manifest
+from spaceport.graphs.contract.progress import reaches_quarter
 from spaceport.graphs.contract.signature import Precision
+from spaceport.kernels.native_library import library_path
 from spaceport.runtime.backends import BACKENDS, by_reason, open_engine, require, why_not
 from spaceport.runtime.backends.graph_file import operators
 from spaceport.runtime.backends.machine import gpu, no_gpu
 from spaceport.runtime.bundle import Bundle
 from spaceport.runtime.engine import PREFILL_ROWS, Engine, EngineFault, EngineOptions, capacity_for
-from spaceport.tools.reference import open_reference
 from spaceport.tools.verify.accuracy import (
     CallFailed,
     ComparedEngine,
@@ -39,15 +39,18 @@ from spaceport.tools.verify.cases import (
     REQUESTS,
     SHORTEST,
     Array,
+    Cases,
     CheckOptions,
     EngineLimits,
     Recording,
     record,
     replay,
 )
-from spaceport.tools.verify.layers import GraphLayers, LayerComparison, ModelLayers, compare_layers, layer_values
 from spaceport.tools.verify.prompts import read_prompts
-from spaceport.tools.verify.quantization import Agreement, measure_quantization
+
+if TYPE_CHECKING:
+    from spaceport.tools.verify.layers import LayerComparison
+    from spaceport.tools.verify.quantization import Agreement
 
 _GENERATED = 64  # tokens that the cases generate after their longest prompt, at most
 
@@ -57,7 +60,7 @@ class CheckedEngine:
     """An engine that can run the bundle."""
 
     name: str
-    backend: str | None  # None: the PyTorch model
+    backend: str | None  # None: a reference, the PyTorch model or standard operators
     dtype: Precision
     open: Callable[[], Engine]
     native: bool = False
@@ -90,6 +93,7 @@ class EngineSelection:
     engines: tuple[CheckedEngine, ...]  # the cases are recorded on the first one
     limits: EngineLimits
     not_compared: Mapping[str, str]  # reason by backend
+    cases: Cases
 
     @property
     def backends(self) -> tuple[str, ...]:
@@ -97,10 +101,13 @@ class EngineSelection:
 
 
 def select_engines(bundle: Bundle, options: CheckOptions) -> EngineSelection:
-    """Everything that can run a bundle here: the PyTorch model first, if there is a checkpoint, then the backends."""
+    """Everything that can run a bundle here: first the PyTorch model, or standard operators for a native bundle without
+    checkpoint, then the backends."""
     if options.layers and options.checkpoint is None:
         raise OptionFault("--layers compares with the PyTorch model: expected a CHECKPOINT after the bundle")
-    limits = limits_of(bundle.manifest, options.length, _largest(bundle, options))
+    cases = _cases(bundle, options)
+    length = SHORTEST if cases == "few" else options.length
+    limits = limits_of(bundle.manifest, length, _largest(bundle, options))
     engine_options = EngineOptions(limits.capacity, limits.requests, options.threads, options.trust_engines)
     not_compared = {}
     for name in options.backends:
@@ -116,11 +123,12 @@ def select_engines(bundle: Bundle, options: CheckOptions) -> EngineSelection:
         raise MissingDependency(f"{bundle.path}: no backend runs it here: {'; '.join(by_reason(not_compared))}")
     engines = [
         *_references(bundle, options, limits),
+        *_standard(bundle, options, engine_options),
         *(_backend(bundle, name, engine_options) for name in dict.fromkeys(named)),
     ]
     if len(engines) < 2:
         raise OptionFault(_alone(bundle, engines, not_compared, options))
-    return EngineSelection(tuple(engines), limits, not_compared)
+    return EngineSelection(tuple(engines), limits, not_compared, cases)
 
 
 def limits_of(manifest: Manifest, length_option: int | None, engines: Sequence[EngineRecord]) -> EngineLimits:
@@ -170,9 +178,34 @@ def _references(bundle: Bundle, options: CheckOptions, limits: EngineLimits) -> 
     ]
 
 
+def _standard(bundle: Bundle, options: CheckOptions, engine_options: EngineOptions) -> list[CheckedEngine]:
+    """The functions of a native graph, which ONNX Runtime runs where no library is registered."""
+    manifest = bundle.manifest
+    if options.checkpoint is not None or not manifest.native or library_path() is None:
+        return []
+    from spaceport.runtime.backends.on_onnxruntime import MOST_FOLDED, open_standard
+
+    if manifest.graph_bytes <= MOST_FOLDED:  # its threads would wait for each other longer than they work
+        engine_options = replace(engine_options, threads=options.threads or 1)
+    opened = partial(open_standard, bundle, engine_options)
+    name, dtype = f"standard operators {manifest.format}", manifest.signature.dtype
+    return [CheckedEngine(name, None, dtype, opened, native=True, experts=has_experts(bundle))]
+
+
+def _cases(bundle: Bundle, options: CheckOptions) -> Cases:
+    """The cases to compare: few where standard operators unpack the weights of a large bundle in each call."""
+    if options.checkpoint is not None or options.length is not None or not bundle.manifest.native:
+        return options.cases
+    from spaceport.runtime.backends.on_onnxruntime import MOST_FOLDED
+
+    return "few" if bundle.manifest.graph_bytes > MOST_FOLDED else options.cases
+
+
 def _reference(
     bundle: Bundle, options: CheckOptions, checkpoint: Path, limits: EngineLimits, dtype: Precision
 ) -> CheckedEngine:
+    from spaceport.tools.reference import open_reference
+
     def opened() -> Engine:
         return open_reference(
             *(bundle, checkpoint, limits.capacity, limits.requests, dtype),
@@ -197,6 +230,8 @@ def has_experts(bundle: Bundle) -> bool:
 def _alone(bundle: Bundle, engines: list[CheckedEngine], not_compared: Mapping[str, str], options: CheckOptions) -> str:
     alternative = ", or leave --backend out" if options.backends else ""
     reasons = "".join(f"; not {line}" for line in by_reason(not_compared))
+    if bundle.manifest.native and library_path() is None:
+        reasons += "; not native operators: they were not compiled when Spaceport was installed"
     return (
         f"{bundle.path}: only {engines[0].name} runs it here, expected two engines to compare: name the CHECKPOINT that "
         f"it was exported from{alternative}{reasons}"
@@ -209,7 +244,7 @@ class CheckReport:
 
     graph: tuple[str, ...]  # sha256 of the graph's files
     backends: tuple[str, ...]  # backends that were compared
-    quick: bool  # whether only the quick cases were compared
+    quick: bool  # whether only a part of the cases were compared
     calls: int  # recorded engine calls
     pairs: tuple[ComparedPair, ...]
     not_compared: Mapping[str, str]  # reason by backend
@@ -264,7 +299,7 @@ def check(bundle: Bundle, options: CheckOptions, on_progress: Callable[[str], No
             if reaches_quarter(done - 1, done, total):
                 on_progress(f"recorded {done} of {total} cases")
 
-        recording = record(engine, bundle.manifest, selection.limits, options.seed, options.quick, on_case)
+        recording = record(engine, bundle.manifest, selection.limits, options.seed, selection.cases, on_case)
     engines = [
         recorded_engine(first.name, first.dtype, recording.calls, first.native, first.experts),
         *(other.compared(len(recording.calls), on_progress) for other in others),
@@ -273,7 +308,14 @@ def check(bundle: Bundle, options: CheckOptions, on_progress: Callable[[str], No
     layers = find_layer(bundle, options, selection, recording, pairs, on_progress) if options.layers else None
     graph, calls, skipped = bundle.manifest.graph, len(recording.calls), tuple(recording.skipped)
     return CheckReport(
-        graph, selection.backends, options.quick, calls, tuple(pairs), selection.not_compared, skipped, layers
+        graph,
+        selection.backends,
+        selection.cases != "all",
+        calls,
+        tuple(pairs),
+        selection.not_compared,
+        skipped,
+        layers,
     )
 
 
@@ -289,6 +331,9 @@ def find_layer(
 
     Engines show only their logits, so ONNX Runtime runs the graph that they were built from. Both run in the bundle's type.
     """
+    from spaceport.tools.reference import open_reference
+    from spaceport.tools.verify.layers import GraphLayers, ModelLayers, compare_layers, layer_values
+
     assert options.checkpoint is not None
     signature, limits = bundle.manifest.signature, selection.limits
     failed = next((difference.case for pair in pairs for difference in pair.differences if not difference.passed), None)
@@ -355,6 +400,8 @@ def check_and_audit(
     report = check(bundle, options, stage)
     quantization = None
     if options.checkpoint is not None:
+        from spaceport.tools.verify.quantization import measure_quantization
+
         quantization = measure_quantization(
             bundle, options.checkpoint, options.remote_code, options.seed, options.adapter
         )

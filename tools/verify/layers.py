@@ -16,6 +16,7 @@ from spaceport.graphs.contract.faults import MissingDependency
 from spaceport.graphs.contract.manifest import MODEL_FILE
 from spaceport.graphs.contract.signature import DTYPES, Signature
 from spaceport.graphs.decoder import Decoder, DecoderWithLayerOutputs, attention_output_name, layer_output_name
+from spaceport.kernels.native_library import library_path
 from spaceport.runtime.backends.on_onnxruntime import options_for, weights_for
 from spaceport.runtime.backends.on_torch import TorchEngine
 from spaceport.runtime.bundle import Bundle
@@ -135,7 +136,7 @@ def _by_request(moves: Array) -> list[tuple[int, Any, Any]]:
 
 def _session(model: onnx.ModelProto, graph: bytes, bundle: Bundle, threads: int, cuda: bool) -> ort.InferenceSession:
     """A session of the changed graph, with the weights that the bundle's own graph names."""
-    options = options_for(bundle, threads)
+    options = options_for(bundle, threads, library_path())
     usable = cuda and _CUDA in ort.get_available_providers()
     providers = [_CUDA, _CPU] if usable else [_CPU]
     try:

@@ -287,7 +287,7 @@ def test_without_the_library_a_native_bundle_runs_and_its_engine_says_so(
 ) -> None:
     compiled = native_engine()
     monkeypatch.setattr(on_onnxruntime, "library_path", lambda: None)
-    monkeypatch.setattr(on_onnxruntime, "_MOST_FOLDED", most_folded)
+    monkeypatch.setattr(on_onnxruntime, "MOST_FOLDED", most_folded)
     standard = native_engine()
     (note,) = standard.notes
     assert re.search(r"not compiled .* much slower; install a C\+\+ compiler .* then install Spaceport again", note)

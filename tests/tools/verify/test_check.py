@@ -6,6 +6,8 @@ import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -16,6 +18,8 @@ import onnx
 import pytest
 
 from spaceport.graphs.contract.manifest import ACCURACY_FILE
+from spaceport.kernels.native_library import library_path
+from spaceport.runtime.backends import on_onnxruntime
 from spaceport.runtime.bundle import open_bundle
 from spaceport.tools.cli import run
 from spaceport.tools.verify.cases import CheckOptions, RecordedCall
@@ -30,10 +34,12 @@ from support.planted import (
     perturb_one_weight,
     planted,
     read_stale_keys,
+    spoil_functions,
     swap_key_and_value,
     swap_weights,
     take_positions_for_granted,
 )
+from support.tiers import NO_TORCH
 
 Capture = pytest.CaptureFixture[str]
 SHORT = ("--long-context", "40", "--threads", "1")
@@ -118,7 +124,7 @@ def test_a_quick_check_finds_a_fault_with_a_third_of_the_calls_and_says_how_far_
     tiny_bundle: Path, tmp_path: Path
 ) -> None:
     bundle, shown = planted(tiny_bundle, tmp_path / "bundle", take_positions_for_granted), list[str]()
-    quick = check(open_bundle(bundle), CheckOptions(TINY, length=40, threads=1, quick=True), shown.append)
+    quick = check(open_bundle(bundle), CheckOptions(TINY, length=40, threads=1, cases="quick"), shown.append)
     assert not quick.passed
     assert quick.as_dict()["quick"]
     assert 3 * quick.calls < checked(tiny_bundle).calls
@@ -160,6 +166,41 @@ def test_a_graph_without_marked_values_is_compared_by_keys_and_values(
     assert re.search(r"layer 2, keys.*layers 0 to 1 agree; the graph has no marks.*: export it", layers["summary"])
     assert run(["inspect", str(bundle)]) == 0
     assert "Accuracy: FAILED" in capsys.readouterr().out
+
+
+needs_library = pytest.mark.skipif(library_path() is None, reason="no C++ compiler")
+
+
+@needs_library
+@pytest.mark.parametrize("large", [False, True])
+def test_native_operators_are_compared_with_standard_operators_where_torch_is_not_installed(
+    tiny_int8_bundle: Path, tmp_path: Path, large: bool
+) -> None:
+    bundle = shutil.copytree(tiny_int8_bundle, tmp_path / "bundle")
+    program = (
+        f"import sys; sys.path.insert(0, {str(NO_TORCH)!r}); from spaceport.runtime.backends import on_onnxruntime; "
+        f"on_onnxruntime.MOST_FOLDED //= {1000 if large else 1}; from spaceport.tools.cli import main; main()"
+    )
+    command = [sys.executable, "-c", program, "check", str(bundle), "--threads", "1", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    (pair,) = report["pairs"]
+    assert (pair["first"], pair["second"]) == ("standard operators int8", "onnxruntime int8")
+    assert pair["agreement"] > 0.8  # few rows, with near ties
+    assert (report["quick"], report["calls"]) == (True, 3) if large else report["calls"] > 50
+    assert bool(report["skipped"]) == large
+
+
+@needs_library
+@pytest.mark.parametrize("kind", ["Embed", "NormProduct", "AddProduct", "GateProduct", "Head", "Attend"])
+def test_a_native_operator_that_computes_something_else_is_found_in_few_calls(
+    tiny_int8_bundle: Path, tmp_path: Path, kind: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(on_onnxruntime, "MOST_FOLDED", 1000)
+    bundle = planted(tiny_int8_bundle, tmp_path / "bundle", partial(spoil_functions, kind=kind))
+    assert run(["check", str(bundle), "--threads", "1"]) == 4
+    assert "FAIL" in capsys.readouterr().out
 
 
 def fixed(values: list[float]) -> RunLayers:

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from spaceport.graphs.contract.manifest import SCHEMA
+from spaceport.kernels.native_library import VERSION
 from spaceport.tools.cli import run
 from support.paths import DOCS, ROOT
 
@@ -20,6 +22,14 @@ from support.paths import DOCS, ROOT
 def blocks(page: str | Path, kind: str) -> list[str]:
     """The blocks of code of a kind in a page under docs/, or in another page."""
     return re.findall(rf"^```{kind}\n(.*?)^```$", (DOCS / page).read_text("utf-8"), re.MULTILINE | re.DOTALL)
+
+
+def test_the_page_on_bundles_states_the_versions_of_manifests_and_native_operators() -> None:
+    page = (DOCS / "bundle.md").read_text("utf-8")
+    assert re.findall(r"`schema`, which is (\d+) now|`spaceport`, (\d+) now", page) == [
+        (str(SCHEMA), ""),
+        ("", str(VERSION)),
+    ]
 
 
 @pytest.fixture

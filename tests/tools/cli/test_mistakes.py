@@ -190,6 +190,10 @@ def test_a_check_report_of_another_graph_is_ignored(damaged: Path, capfd: Captur
     for content, expected in (
         (json.dumps({"passed": True, "graph": [graph, weights]}), "passed"),
         (json.dumps({"passed": True, "quick": True, "graph": [graph, weights]}), partly),
+        (
+            json.dumps({"passed": True, "reference": "standard operators int8", "graph": [graph, weights]}),
+            "passed; not compared with its checkpoint",
+        ),
         (json.dumps({"passed": "no", "graph": [graph, weights]}), "FAILED"),
         (json.dumps({"passed": True, "graph": ["0" * 64, weights]}), unchecked),
         (json.dumps({"passed": True, "graph": [graph, "0" * 64]}), unchecked),

@@ -61,6 +61,9 @@ struct Processor {
     avx512vnni = avx2 && wide && (c >> 11 & 1) && (kept & 0xE6) == 0xE6;
     bool tiles = (d >> 24 & 1) && (d >> 25 & 1) && (kept >> 17 & 3) == 3;  // AMX-TILE, AMX-INT8
     amx = avx512vnni && tiles && may_use_amx();
+#if defined(SPACEPORT_MATRICES)
+    amx = avx512vnni;  // with emulated instructions
+#endif
     avxvnni = avx2 && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1);
 #if defined(SPACEPORT_TEST_ENCODING)
     avxvnni = avx512vnni;  // in the encoding of AVX512
@@ -86,15 +89,10 @@ struct Candidate {
 
 const Candidate CANDIDATES[] = {
 #if defined(__x86_64__) || defined(_M_X64)
-#if !defined(SPACEPORT_MATRICES)
-    {&amx::KERNELS, [] { return Processor().amx; }},
-#endif
     {&avx512vnni::KERNELS, [] { return Processor().avx512vnni; }},
     {&avxvnni::KERNELS, [] { return Processor().avxvnni; }},
     {&avx2::KERNELS, [] { return Processor().avx2; }},
-#if defined(SPACEPORT_MATRICES)  // AMX with emulated instructions, which is slow
-    {&amx::KERNELS, [] { return Processor().avx512vnni; }},
-#endif
+    {&amx::KERNELS, [] { return Processor().amx; }},  // only by name: it never ran on a processor that has AMX
 #elif defined(__aarch64__)
     {&neon::KERNELS, has_dot_products},
 #endif

@@ -9,6 +9,7 @@ import json
 import shutil
 import sys
 import unicodedata
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -81,10 +82,7 @@ def coder(work: Path, base: Path, hours: float, trial: bool) -> None:
     asked = {"validation": lines[::20], "train": [line for number, line in enumerate(lines) if number % 20]}
     _make(bundle, "export", base, bundle)
     for name, of, temperature in (("validation", "validation", 0), ("train", "train", 0), ("sampled", "train", 0.8)):
-        prompts = work / f"{of}_prompts.jsonl"
-        prompts.write_text("".join(asked[of]), "utf-8")
-        length = f"--max-tokens {8 if trial else 200} --temperature {temperature}"
-        _make(work / f"{name}.jsonl", "distill", bundle, prompts, work / f"{name}.jsonl", *length.split())
+        _answer(bundle, work, name, asked[of], f"--max-tokens {8 if trial else 200} --temperature {temperature}")
     common = "--method gated-lora --adapter-only --bf16 --batch-size 4 --micro-batch-size 2 --cutoff 640"
     slots = "--mask-slots 4 --correction-rank 64 --drop-rate 0.3 --anchors 128"
     layers = "--rank 32 --alpha 64 --target o_proj --target down_proj"
@@ -114,9 +112,7 @@ def chat(work: Path, base: Path, prompts: int, trial: bool) -> None:
     }
     for name, messages in asked.items():
         lines = [json.dumps({"prompt": text}) + "\n" for text in messages]
-        (work / f"{name}_prompts.jsonl").write_text("".join(lines), "utf-8")
-        answers, tokens = work / f"{name}.jsonl", 400 if name == "forks" else 160
-        _make(answers, "distill", bundle, work / f"{name}_prompts.jsonl", answers, "--max-tokens", tokens)
+        _answer(bundle, work, name, lines, f"--max-tokens {400 if name == 'forks' else 160}")
     common = "--method gated-lora --adapter-only --bf16 --batch-size 4 --micro-batch-size 2 --cutoff 768"
     slots = "--mask-slots 4 --correction-rank 64 --drop-rate 0.3 --anchors 160"
     layers = "--rank 32 --alpha 64 --target o_proj --target down_proj"
@@ -149,6 +145,13 @@ def own_prompts(bundle: Path, file: Path, wanted: int) -> list[str]:
             raise click.ClickException(f"{bundle}: wrote {len(texts)} prompts, expected {wanted}: lower --prompts")
     file.write_text(json.dumps(list(texts)[:wanted]), "utf-8")
     return list(texts)[:wanted]
+
+
+def _answer(bundle: Path, work: Path, name: str, lines: Sequence[str], options: str) -> None:
+    """Let the model answer the prompts in these lines, in WORK/NAME.jsonl."""
+    prompts, answers = work / f"{name}_prompts.jsonl", work / f"{name}.jsonl"
+    prompts.write_text("".join(lines), "utf-8")
+    _make(answers, "distill", bundle, prompts, answers, *options.split())
 
 
 def _train(base: Path, target: Path, data: Path, options: str, work: Path, trial: bool) -> None:

@@ -219,12 +219,7 @@ def command(context: click.Context, /, checkpoint: Path, bundle: Path, **given: 
     # torch is imported only once the paths are valid, and before transformers, which warns without it
     from spaceport.exporter.export import export
 
-    options, reason = _options(checkpoint, given)
-    from spaceport.exporter.choose_format import may_be_measured
-
-    measured = given["format"] is None and may_be_measured(checkpoint, options.format, options.remote_code)
-    if measured:
-        reason = "format int4, or int8 if int4 differs too much from float32"
+    options, reason, measured = _options(checkpoint, given)
     with interruptible_stages() as on_stage:
         for note in filter(None, (reason, drafts.hint)):
             on_stage(note)
@@ -260,10 +255,11 @@ def _measured_export(
     return export(checkpoint, bundle, replace(options, format=FORMATS["int8"]), True, on_stage)
 
 
-def _options(checkpoint: Path, given: Mapping[str, Any]) -> tuple[ExportOptions, str]:
-    """The options of a graph and its weights, without what drafts add, and why the format is this one."""
+def _options(checkpoint: Path, given: Mapping[str, Any]) -> tuple[ExportOptions, str, bool]:
+    """The options of a graph and its weights, without what drafts add, why the format is this one, and whether a measurement
+    decides between int4 and int8."""
     from spaceport.exporter.checkpoint_source import quiet_libraries
-    from spaceport.exporter.choose_format import choose_format
+    from spaceport.exporter.choose_format import choose_format, may_be_measured
     from spaceport.exporter.export import ExportOptions
 
     quiet_libraries()
@@ -273,4 +269,7 @@ def _options(checkpoint: Path, given: Mapping[str, Any]) -> tuple[ExportOptions,
     options = ExportOptions(
         chosen, given["lowering"], given["attention"], given["opset"], remote_code=given["trust_remote_code"]
     )
-    return options, reason
+    measured = given["format"] is None and may_be_measured(checkpoint, chosen, options.remote_code)
+    if measured:
+        reason = "format int4, or int8 if int4 differs too much from float32"
+    return options, reason, measured

@@ -21,6 +21,7 @@ from spaceport.runtime.sampling.sampler import Sampling
 from spaceport.runtime.scheduling.request_queue import QueueFull
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.messages import characters_of
+from spaceport.runtime.text.prompt import PromptEncoder
 from support.hash_engine import CHILD, END, FORK, MASKS, Cell, Language
 from support.hash_runtime import close_between_steps, hash_runtime, stepwise_runtime
 from support.small_bundle import new_bundle
@@ -316,3 +317,13 @@ def test_what_a_bundle_cannot_do_is_refused_before_anything_is_written() -> None
         with pytest.raises(OptionFault, match="stop_token_ids has 3 entries: expected at most 2"):
             limited.generate(PROMPT, Decoding(stop_token_ids=(1, 2, 3)))
         assert runtime.generate(PROMPT, Decoding(max_tokens=1)).statistics.tokens == 1
+
+
+def test_what_fills_a_gap_ends_at_the_tokens_that_its_prompt_brings(monkeypatch: pytest.MonkeyPatch) -> None:
+    with hash_runtime(Language(3)) as runtime:
+        whole = runtime.generate("abc", Decoding(max_tokens=12, ignore_eos=True, fork=False)).tokens
+        end = whole[5]
+        monkeypatch.setattr(PromptEncoder, "ends_of", lambda self, prompt: (end,))
+        filled = runtime.generate("abc", Decoding(max_tokens=12, ignore_eos=True, fork=False))
+    assert filled.tokens == whole[: whole.index(end)]
+    assert filled.ending == "stop"

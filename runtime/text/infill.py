@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 from tokenizers import Tokenizer
 
+from spaceport.graphs.contract.faults import OptionFault
+
 Span = tuple[int, int]  # indices of the first character and of the one after the last
 
 
@@ -20,6 +22,11 @@ class InfillPrompt:
 
     before: str
     after: str
+
+    def __post_init__(self) -> None:
+        for name in ("before", "after"):
+            if not isinstance(value := getattr(self, name), str):
+                raise OptionFault(f"{name} is of type {type(value).__name__}: expected text")
 
 
 class InfillMarks(NamedTuple):

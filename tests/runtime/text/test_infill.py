@@ -98,7 +98,9 @@ def test_the_marks_of_other_families_are_known() -> None:
         assert shown(found, found.tokens_of(InfillPrompt("a", "b"))) == [marks[0], "a", marks[1], "b", marks[2]]
 
 
-def test_a_model_without_marks_refuses_a_gap() -> None:
+def test_a_model_without_marks_and_what_is_no_text_refuse_a_gap() -> None:
     with pytest.raises(OptionFault, match="not trained to fill a gap"):
         encoder().tokens_of(InfillPrompt("a", "b"))
+    with pytest.raises(OptionFault, match="after is of type int: expected text"):
+        InfillPrompt("a", 3)  # type: ignore[arg-type]
     assert encoder().ends_of("a") == ()

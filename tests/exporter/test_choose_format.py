@@ -84,7 +84,7 @@ def test_a_gguf_file_keeps_its_weights_if_native_operators_have_their_types(tmp_
         ("--for gpu --lowering append", ("float16", "append"), "format float16: for a GPU"),
         ("--lowering append", ("float16", "append"), "format float16: for a GPU"),
         ("--attention operator", ("float16", "scatter"), "format float16: for a GPU"),
-        ("--for cpu", ("int8", "scatter"), "format int8: a model of "),
+        ("--for cpu", ("int8", "scatter"), "format int4, or int8 if "),
         ("--format float32", ("float32", "scatter"), "format float32: references"),
         ("--format int4", ("int4", "scatter"), "format int4: CPUs"),
         ("--format float16-int4", ("float16-int4", "append"), "format float16-int4: GPUs with TensorRT"),
@@ -100,9 +100,10 @@ def test_a_named_format_wins_and_the_reason_for_each_is_one_line(
         assert run(["export", *arguments]) == USAGE
         assert reason in capsys.readouterr().err
         return
-    chosen, why = _options(folder, command.make_context("export", arguments).params)
+    chosen, why, measured = _options(folder, command.make_context("export", arguments).params)
     assert (chosen.format.name, chosen.lowering) == formats
     assert why.startswith(reason)
+    assert measured == why.startswith("format int4, or")
     assert "\n" not in why
 
 

@@ -164,6 +164,12 @@ class Checkpoint:
         """The mechanism of a kind, if the checkpoint has one."""
         return next((mechanism for mechanism in self.mechanisms if isinstance(mechanism, kind)), None)
 
+    def with_mechanism(self, mechanism: Mechanism) -> Checkpoint:
+        """The checkpoint with one more mechanism, which replaces its own of that kind."""
+        others = [one for one in self.mechanisms if one.name != mechanism.name]
+        drafts = replace(self.drafts, mechanisms={**self.drafts.mechanisms, mechanism.name: mechanism.entry})
+        return replace(self, mechanisms=(*others, mechanism), drafts=drafts)
+
 
 def open_checkpoint(
     folder: Path, flags: TokenFlags, remote_code: bool = False, adapter: Path | None = None

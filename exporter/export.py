@@ -41,6 +41,7 @@ from spaceport.graphs.find_parts import UnsupportedParts, parts_of
 from spaceport.graphs.heads import DraftHeads, heads_of
 from spaceport.graphs.mechanism import InputRows
 from spaceport.graphs.parts import DecoderParts
+from spaceport.graphs.phrases import Phrases
 from spaceport.graphs.quantization import BLOCKS, Quantization
 from spaceport.graphs.quantize import quantizable_modules, quantize_model
 from spaceport.graphs.traits import Traits, probe, refuse_by_config
@@ -64,6 +65,7 @@ class ExportOptions:
     tokens: TokenFlags = field(default_factory=TokenFlags)
     remote_code: bool = False
     adapter: Path | None = None  # adapter folder, added to the checkpoint
+    phrases: Phrases | None = None  # instead of those of checkpoint and adapter
 
     @property
     def lowering(self) -> Lowering:
@@ -141,6 +143,8 @@ def export(
     refuse_while_written(target)
     on_stage("reading the checkpoint")
     checkpoint = open_checkpoint(folder, options.tokens, options.remote_code, options.adapter)
+    if options.phrases is not None:
+        checkpoint = checkpoint.with_mechanism(options.phrases)
     try:
         checked(checkpoint.tokenizer.encode())
     except UnsafeTokenizer as error:

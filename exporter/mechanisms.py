@@ -27,9 +27,10 @@ from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.graphs.gated import MaskAdapter
 from spaceport.graphs.heads import Heads
 from spaceport.graphs.mechanism import Factors, InputRows, Mechanism, MechanismError, is_finite
+from spaceport.graphs.phrases import Phrases
 
 # By name, in the order in which they are added to a model.
-MECHANISMS: dict[str, type[Mechanism]] = {kind.name: kind for kind in (Factors, InputRows, MaskAdapter, Heads)}
+MECHANISMS: dict[str, type[Mechanism]] = {kind.name: kind for kind in (Factors, Phrases, InputRows, MaskAdapter, Heads)}
 
 
 def read_mechanisms(folder: Path) -> tuple[Mechanism, ...]:

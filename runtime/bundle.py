@@ -5,9 +5,11 @@ from __future__ import annotations
 import io
 import os
 import stat
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
+from typing import BinaryIO, TypeVar
 
 from spaceport.graphs.contract.draft_methods import CORRECTION_FILE, CorrectionTables, read_tables
 from spaceport.graphs.contract.faults import InputFault
@@ -20,10 +22,12 @@ from spaceport.graphs.contract.manifest import (
     OtherSchema,
     manifest_in,
 )
+from spaceport.graphs.contract.phrases import PHRASES_FILE, PhraseTable, read_phrases
 from spaceport.runtime.opened_files import AGAIN, OpenedFiles
 from spaceport.runtime.opened_files import BundleError as BundleError
 from spaceport.runtime.opened_files import ChangedWhileOpening as ChangedWhileOpening
 
+T = TypeVar("T")
 _LARGEST_MANIFEST = 16 * 2**20  # bytes
 
 
@@ -98,10 +102,20 @@ def read_manifest(folder: Path, allow_links: bool = False) -> Manifest:
 
 def read_correction(bundle: Bundle) -> CorrectionTables | None:
     """The draft correction of a bundle, or None if it has none."""
-    if CORRECTION_FILE not in bundle.manifest.files:
+    return _of_vocabulary(bundle, CORRECTION_FILE, read_tables)
+
+
+def read_bundle_phrases(bundle: Bundle) -> PhraseTable | None:
+    """The phrases of a bundle, or None if it has none."""
+    return _of_vocabulary(bundle, PHRASES_FILE, read_phrases)
+
+
+def _of_vocabulary(bundle: Bundle, name: str, read: Callable[[BinaryIO, int], T]) -> T | None:
+    """What a function reads from a file of a bundle, given the size of the vocabulary; None without the file."""
+    if name not in bundle.manifest.files:
         return None
     try:
-        return read_tables(io.BytesIO(bundle.read(CORRECTION_FILE)), bundle.manifest.signature.vocab_size)
+        return read(io.BytesIO(bundle.read(name)), bundle.manifest.signature.vocab_size)
     except (OSError, InputFault) as error:
         raise BundleError(f"{bundle.path}: {error}") from error
 

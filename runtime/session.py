@@ -13,8 +13,9 @@ from spaceport.graphs.contract.exactness import Exactness, unmeasured
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.backends import Opened, open_with_engine
 from spaceport.runtime.backends.measurements import measured_here
-from spaceport.runtime.bundle import Bundle, read_correction
+from spaceport.runtime.bundle import Bundle, read_bundle_phrases, read_correction
 from spaceport.runtime.costs import CostSource, StepCosts, relative_costs
+from spaceport.runtime.decode.phrases import Phrases
 from spaceport.runtime.decode.planner import DraftPlanner
 from spaceport.runtime.decode.sequence_group import Observer
 from spaceport.runtime.decoding import Decoding
@@ -63,7 +64,9 @@ class Runtime:
         self.notes = (*notes, *engine.notes, *_without_drafts(self.exactness, engine.device))
         self.tokenizer = open_tokenizer(bundle)
         self.costs = costs or relative_costs(engine.costs.row)
-        planner = DraftPlanner(self.costs, bundle.manifest.drafts.acceptance, repeatable=self.costs.relative)
+        table = read_bundle_phrases(bundle)
+        phrases = None if table is None else Phrases(table)
+        planner = DraftPlanner(self.costs, bundle.manifest.drafts.acceptance, phrases, repeatable=self.costs.relative)
         self._admission = Admission(
             bundle,
             self.tokenizer,

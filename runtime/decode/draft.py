@@ -55,6 +55,14 @@ def best_chain(candidates: Sequence[Candidates], last: int) -> list[Candidates]:
     return chain
 
 
+def common(tokens: Sequence[int], written: Sequence[int]) -> int:
+    """Length of the common prefix."""
+    for index, (token, other) in enumerate(zip(tokens, written, strict=False)):
+        if token != other:
+            return index
+    return min(len(tokens), len(written))
+
+
 MOST_LIKELY = 0.97  # maximum probability of a candidate, so that alternatives are still considered
 Ranked = Sequence[tuple[float, int]]  # probability and token of each candidate, the most probable first
 
@@ -64,9 +72,13 @@ class Proposal(Protocol):
 
     source: str  # name
     depths: int  # number of positions
+    anywhere: bool  # whether it also continues the tokens of other sources
 
-    def behind(self, depth: int, token: int) -> Ranked:
-        """Its candidates at a depth, with their probabilities if this token before them and those before it are accepted."""
+    def behind(self, depth: int, path: Sequence[int]) -> Ranked:
+        """Its candidates at a depth, with their probabilities if the tokens before them are accepted.
+
+        The path is the last known token, and the draft tokens up to this depth.
+        """
 
 
 @dataclass(frozen=True)
@@ -205,6 +217,7 @@ class _Node(NamedTuple):
     last: float  # probability that it is the last accepted one
     choices: Ranked  # candidates behind it, the most probable first
     by: Sequence[int]  # of each of these: a bit for each source that proposes it
+    path: tuple[int, ...]  # the last known token, and the candidates up to this one
 
 
 class _Growth:
@@ -232,7 +245,7 @@ class _Growth:
         (curve, rate, gains, last), lead = self._outlook, self._lead
         times, slopes, rows = curve.times, curve.slopes, min(rows, len(curve.times))
         worth, used, best_rows, best = [1.0], 1, 1, 1.0 - rate * times[0]
-        self._add_node(0, 1.0, last, -1)
+        self._add_node(0, 1.0, (last,), -1)
         while used < rows and self._heap:
             negative, _, node, rank = heappop(self._heap)
             if -negative < rate * slopes[used - 1]:
@@ -270,7 +283,7 @@ class _Growth:
         return draft.cut(best_rows, "not_worth_it") if best_rows < used else draft
 
     def _add_candidate(self, parent: int, rank: int, reached: float) -> None:
-        depth, _, _, choices, by = self._nodes[parent]
+        depth, _, _, choices, by, path = self._nodes[parent]
         token = choices[rank][1]
         self._order.append(-1)
         self._tokens.append(token)
@@ -278,16 +291,16 @@ class _Growth:
         self._sources.append(joined(self._names, by[rank]))
         if rank + 1 < len(choices):
             self._offer(parent, rank + 1)
-        self._add_node(depth + 1, reached, token, by[rank])
+        self._add_node(depth + 1, reached, (*path, token), by[rank])
 
-    def _add_node(self, depth: int, reached: float, token: int, sources: int) -> None:
+    def _add_node(self, depth: int, reached: float, path: tuple[int, ...], sources: int) -> None:
         """Add a node that is reached with this probability, and offer the rows behind it."""
         choices: Ranked = ()
         by: Sequence[int] = ()
         last, siblings, bit = 1.0, self._config.siblings, 1
         for proposal in self._proposals:
-            if sources & bit and depth < proposal.depths:
-                ranked = proposal.behind(depth, token)[:siblings]
+            if (sources & bit or proposal.anywhere) and depth < proposal.depths:
+                ranked = proposal.behind(depth, path)[:siblings]
                 if ranked:
                     last *= 1 - ranked[0][0]
                     choices, by = _merged(choices, by, ranked, bit) if choices else (ranked, [bit] * len(ranked))
@@ -295,7 +308,7 @@ class _Growth:
                     self._limited = "grammar"
             bit *= 2
         node = len(self._nodes)
-        self._nodes.append(_Node(depth, reached, reached * last, choices[:siblings], by))
+        self._nodes.append(_Node(depth, reached, reached * last, choices[:siblings], by, path))
         self._masks.append(0)
         if choices:
             self._offer(node, 0)
@@ -304,7 +317,7 @@ class _Growth:
 
     def _offer(self, node: int, rank: int) -> None:
         """Offer the candidate of this rank behind a node, or one more mask slot for rank -1."""
-        depth, reached, last, choices, _ = self._nodes[node]
+        depth, reached, last, choices, *_ = self._nodes[node]
         if rank >= 0:
             fits, value = depth + 1 < self._remaining, reached * choices[rank][0]
         else:

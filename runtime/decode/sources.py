@@ -13,11 +13,12 @@ from itertools import accumulate
 from typing import Protocol
 
 from spaceport.graphs.contract.draft_methods import MAX_DEPTHS, DraftAcceptance, is_copying, lookup_kind
-from spaceport.runtime.decode.draft import MOST_LIKELY, Candidates, DraftConfig, Proposal, Ranked, best_chain
+from spaceport.runtime.decode.draft import MOST_LIKELY, Candidates, DraftConfig, Proposal, Ranked, best_chain, common
+from spaceport.runtime.decode.phrases import PhraseProposal, Phrases
 from spaceport.runtime.decode.sequence import TokenSequence
 
 _LONGEST, _SHORTEST = 4, 2  # matching tokens; a single token predicts too little
-_NAMES = {"mask": "mask slots", "head": "heads", "lookup": "prompt lookup"}  # as users read them
+_NAMES = {"mask": "mask slots", "head": "heads", "lookup": "prompt lookup", "phrase": "phrases"}  # as users read them
 _NEW, _PRIOR = 0.1, 4  # minimum weight of a step in an average; steps that the initial values count for
 _HOPE = 0.5  # how far rates of mask slots start back towards their initial values in a new request
 _RETRY = 0.003  # share per step by which rates of unused mask slots return to their initial values, to be tried again
@@ -126,7 +127,7 @@ class DraftSource(Protocol):
 class Predictions:
     """Candidates by position, with probabilities that are corrected by how often they were right."""
 
-    copying = False
+    copying = anywhere = False
 
     def __init__(self, source: str, candidates: Sequence[Candidates], last: int, acceptance: Acceptance) -> None:
         """Candidates behind the token `last`; their rates of acceptance are stored by the name of the source."""
@@ -134,8 +135,8 @@ class Predictions:
         self.source, self.depths = source, len(self._candidates)
         self._trust = acceptance.trust(source, self.depths)
 
-    def behind(self, depth: int, token: int) -> Ranked:
-        candidates, trust = self._candidates[depth].behind(token), self._trust[depth]
+    def behind(self, depth: int, path: Sequence[int]) -> Ranked:
+        candidates, trust = self._candidates[depth].behind(path[-1]), self._trust[depth]
         ranked = zip(candidates.probabilities, candidates.tokens, strict=True)
         return [(min(MOST_LIKELY, probability) * trust, token) for probability, token in ranked]
 
@@ -199,7 +200,7 @@ class Lookup:
 class Continuation:
     """The tokens behind an earlier occurrence of the last tokens; their rates depend on the match, not on the depth."""
 
-    source = "lookup"
+    source, anywhere = "lookup", False
 
     def __init__(self, tokens: Sequence[int], equal: int, lookup: Lookup, end: int, acceptance: Acceptance) -> None:
         """Tokens behind the `end` of the text, of which the last `equal` tokens match those before an earlier occurrence."""
@@ -207,7 +208,7 @@ class Continuation:
         self._rates, self._copied = acceptance.lookup, lookup.copied if lookup.copied_until == end else 0
         self.depths, self.copying = len(tokens), is_copying(self._copied)
 
-    def behind(self, depth: int, token: int) -> Ranked:
+    def behind(self, depth: int, path: Sequence[int]) -> Ranked:
         rate = self._rates[lookup_kind(self._equal + depth, self._copied + depth)]
         return ((min(MOST_LIKELY, rate), self._tokens[depth]),)
 
@@ -239,28 +240,33 @@ class PromptLookup:
         return Continuation(tokens, equal, lookup, len(thread.tokens), acceptance)
 
 
+class PhraseLookup:
+    """The phrases of a bundle."""
+
+    def __init__(self, phrases: Phrases, most: int) -> None:
+        self._phrases, self._most = phrases, most  # tokens
+
+    def propose(self, thread: TokenSequence, acceptance: Acceptance) -> PhraseProposal:
+        name = PhraseProposal.source
+        rates, trust = acceptance.promises(name, 1), acceptance.trust(name, 1)[0]
+        return PhraseProposal(self._phrases, thread.tokens, self._most, rates, trust)
+
+
 def named_source(source: str) -> str:
     """The sources of a candidate as users know them, such as "mask slots + prompt lookup"."""
     return " + ".join([_NAMES.get(name, name) for name in source.split("+")])
 
 
-def common(tokens: Sequence[int], written: Sequence[int]) -> int:
-    """Length of the common prefix."""
-    for index, (token, other) in enumerate(zip(tokens, written, strict=False)):
-        if token != other:
-            return index
-    return min(len(tokens), len(written))
-
-
 # Each entry makes the source of a request, or returns None if the request does not use it.
-SOURCES: dict[str, Callable[[DraftConfig], DraftSource | None]] = {
-    "mask": lambda config: ModelPredictions("mask") if config.mask_slots else None,
-    "head": lambda config: ModelPredictions("head") if config.heads else None,
-    "lookup": lambda config: PromptLookup(config.lookup) if config.lookup else None,
+SOURCES: dict[str, Callable[[DraftConfig, Phrases | None], DraftSource | None]] = {
+    "mask": lambda config, _: ModelPredictions("mask") if config.mask_slots else None,
+    "head": lambda config, _: ModelPredictions("head") if config.heads else None,
+    "lookup": lambda config, _: PromptLookup(config.lookup) if config.lookup else None,
+    "phrase": lambda config, phrases: PhraseLookup(phrases, config.lookup) if phrases and config.lookup else None,
 }
 
 
-def sources_for(draft_config: DraftConfig) -> list[DraftSource]:
-    """The draft sources of one request."""
-    made = [make(draft_config) for make in SOURCES.values()]
+def sources_for(draft_config: DraftConfig, phrases: Phrases | None = None) -> list[DraftSource]:
+    """The draft sources of one request; `phrases` are those of its bundle."""
+    made = [make(draft_config, phrases) for make in SOURCES.values()]
     return [source for source in made if source is not None]

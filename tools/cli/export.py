@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,6 +41,7 @@ if TYPE_CHECKING:  # torch is imported only once the paths are valid
     from spaceport.exporter.choose_format import Machine
     from spaceport.exporter.export import ExportOptions, TokenFlags
     from spaceport.graphs.contract.manifest import Manifest
+    from spaceport.graphs.phrases import Phrases
 
 export_adapter_options = options(
     click.option(
@@ -143,7 +144,7 @@ class Export(Sectioned):
     }
     usual: ClassVar = frozenset(
         (
-            *("adapter", "format", "machine", "lowering", "max_mask_slots"),
+            *("adapter", "phrases", "format", "machine", "lowering", "max_mask_slots"),
             *("overwrite", "trust_remote_code", "as_json"),
         )
     )
@@ -153,6 +154,14 @@ class Export(Sectioned):
 @click.argument("checkpoint", type=PATH)
 @bundle_argument
 @export_adapter_options
+@click.option(
+    "--phrases",
+    multiple=True,
+    type=PATH,
+    metavar="FILE",
+    help="Answers of the model, as `spaceport distill` writes them: phrases that they repeat are drafted without a row of "
+    "the model; repeatable.",
+)
 @click.option(
     "--format",
     type=click.Choice(tuple(FORMATS)),
@@ -225,6 +234,9 @@ def command(context: click.Context, /, checkpoint: Path, bundle: Path, **given: 
             on_stage(note)
         with drafts.adapter_folder(adopted, bundle, options.remote_code, on_stage) as folder:
             options = replace(options, tokens=drafts.tokens(folder), adapter=folder)
+            if given["phrases"]:
+                on_stage("counting phrases")
+                options = replace(options, phrases=_phrases(checkpoint, options, given["phrases"]))
             write = _measured_export if measured else export
             manifest = write(checkpoint, bundle, options, given["overwrite"], on_stage)
     if given["as_json"]:
@@ -234,6 +246,14 @@ def command(context: click.Context, /, checkpoint: Path, bundle: Path, **given: 
     heads = f"{manifest.drafts.heads} draft heads" if manifest.drafts.heads else "no mask slots"
     drafts_with = f"up to {manifest.drafts.mask_slots} mask slots" if manifest.drafts.mask_slots else heads
     click.echo(f"{bundle}: {manifest.model_type}, {manifest.parameters:,} parameters, {size(total)}, {drafts_with}")
+
+
+def _phrases(folder: Path, options: ExportOptions, files: Sequence[Path]) -> Phrases:
+    from spaceport.exporter.checkpoint import open_checkpoint
+    from spaceport.tools.tune.phrases import read_phrases_of
+
+    checkpoint = open_checkpoint(folder, options.tokens, options.remote_code, options.adapter)
+    return read_phrases_of(checkpoint, files)
 
 
 def _measured_export(

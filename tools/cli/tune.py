@@ -56,7 +56,7 @@ class Tune(Sectioned):
 
 _DRAFTING = (
     *("mask_slots", "distinct", "group", "shift", "anchors", "drop_rate", "correction_rank", "mask_weight"),
-    "mask_token",
+    *("phrases", "mask_token"),
 )
 _FORKING = ("unforked_share", "unfork_rate", "fork_token", "child_token")
 _ADAPTING = ("rank", "alpha", "targets")
@@ -140,6 +140,11 @@ _objective = options(
         "--correction-rank",
         "R",
         "Rank of the draft correction, which scores a draft token by the one before it, such as 64; 0: none.",
+    ),
+    _setting(
+        "--phrases",
+        "N",
+        "Maximum number of phrases that are counted in DATA, for draft tokens without mask slots; 0: none.",
     ),
     _setting("--mask-weight", "W", "Weight of the mask slots' mean loss relative to the next-token loss."),
     _setting(

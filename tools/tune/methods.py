@@ -27,6 +27,7 @@ from spaceport.graphs.gated import (
     unfold_scale,
 )
 from spaceport.graphs.mechanism import DraftCorrection, Factors, InputRows, embedding_scale, replace_rows
+from spaceport.graphs.phrases import Phrases
 from spaceport.graphs.traits import UnsupportedModel
 from spaceport.tools.tune.job import TuningJob
 from spaceport.tools.tune.packed_model import PackedModel, frozen_base_model_of
@@ -133,6 +134,7 @@ class MergedModel:
     adapter: MaskAdapter | None
     correction: Factors | None = None  # of the drafts of mask slots
     input_rows: InputRows | None = None
+    phrases: Phrases | None = None
 
 
 Merge = Callable[[], MergedModel]

@@ -12,6 +12,7 @@ from spaceport.graphs.contract.faults import OptionFault
 Objective = Literal["sar", "apar", "both"]
 MAX_CORRECTION_RANK = 512
 DEFAULT_MASK_SLOTS = 5
+DEFAULT_PHRASES = 65_536
 DEFAULT_CUTOFF = 2048  # tokens; lower for a model with fewer positions
 
 Method = Literal["full", "lora", "gated-lora", "embeddings"]
@@ -31,6 +32,9 @@ class TrainingSettings:
     anchors: int = 32  # mask groups per sample, resampled every epoch
     drop_rate: float = 0.0  # probability that a mask group ends before each mask slot after the first
     correction_rank: int = 0  # of the draft correction; 0: none
+    phrases: int = (
+        DEFAULT_PHRASES  # maximum contexts of the data that are stored with the token that mostly follows them
+    )
     mask_weight: float = 1.0  # weight of the mask slots' mean loss, relative to the next-token loss
     # Fork training
     unforked_share: float | None = None  # fraction of unforked samples in an epoch; None: as in the data
@@ -60,6 +64,7 @@ class TrainingSettings:
             ("anchors", self.anchors, 1, None),
             ("drop-rate", self.drop_rate, 0, 1),
             ("correction-rank", self.correction_rank, 0, MAX_CORRECTION_RANK),
+            ("phrases", self.phrases, 0, None),
             ("mask-weight", self.mask_weight, 0, None),
             ("unforked-share", self.unforked_share, 0, 1),
             ("unfork-rate", self.unfork_rate, 0, 1),

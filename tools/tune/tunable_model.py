@@ -23,6 +23,7 @@ from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.graphs.contract.signature import PRECISIONS
 from spaceport.graphs.gated import MaskAdapter
 from spaceport.graphs.mechanism import Factors, InputRows
+from spaceport.graphs.phrases import Phrases
 from spaceport.tools.tune.conversation_encoder import ConversationEncoder, conversation_encoder
 from spaceport.tools.tune.settings import DEFAULT_CUTOFF, TokenNames, TrainingSettings, resolve_token_names
 
@@ -115,6 +116,7 @@ class TunableModel:
     adapter: MaskAdapter | None  # of the model: it is trained further
     correction: Factors | None  # the same
     input_rows: InputRows | None  # the same
+    phrases: Phrases | None  # the same
 
     @property
     def tokens(self) -> TokenIds:
@@ -128,7 +130,7 @@ def open_tunable_model(checkpoint: Checkpoint, settings: TrainingSettings, reque
     if checkpoint.mechanism(MaskAdapter) is not None and added is None:
         raise InputFault(f"{folder}: has a mask adapter: expected plain weights; tune its base checkpoint instead")
     for mechanism in checkpoint.mechanisms:
-        if not isinstance(mechanism, (MaskAdapter, Factors, InputRows)):
+        if not isinstance(mechanism, (MaskAdapter, Factors, InputRows, Phrases)):
             raise InputFault(
                 f"{checkpoint.owner}: has {mechanism.name}, which is not tuned: expected plain weights; tune its base "
                 "checkpoint instead"
@@ -166,6 +168,7 @@ def open_tunable_model(checkpoint: Checkpoint, settings: TrainingSettings, reque
         checkpoint.mechanism(MaskAdapter),
         checkpoint.mechanism(Factors),
         checkpoint.mechanism(InputRows),
+        checkpoint.mechanism(Phrases),
     )
 
 

@@ -57,7 +57,8 @@ def write_checkpoint(
 def _mechanisms(tuned: MergedModel, adapter_tensors: Mapping[str, Tensor]) -> list[Mechanism]:
     """With what a tuned model drafts."""
     adapter = None if tuned.adapter is None else replace(tuned.adapter, tensors=adapter_tensors)
-    return [mechanism for mechanism in (adapter, tuned.correction, tuned.input_rows) if mechanism is not None]
+    mechanisms = (adapter, tuned.correction, tuned.input_rows, tuned.phrases)
+    return [mechanism for mechanism in mechanisms if mechanism is not None]
 
 
 def _copy_generation(own: Path, target: Path, end: tuple[int, ...]) -> None:

@@ -27,6 +27,7 @@ from spaceport.tools.tune.job import TuningJob, TuningOutcome, check_job, facts_
 from spaceport.tools.tune.methods import Merge, adapter_settings, select_parameters
 from spaceport.tools.tune.packed_model import PackedModel, packed_model_of
 from spaceport.tools.tune.packing import PackedRow, TrainingBatches, require_forks
+from spaceport.tools.tune.phrases import phrases_of
 from spaceport.tools.tune.progress import Progress, stopping
 from spaceport.tools.tune.samples import Prepared, prepare
 from spaceport.tools.tune.settings import TrainingSettings
@@ -54,6 +55,7 @@ def tune(job: TuningJob) -> TuningOutcome:
     progress.say("samples: " + ", ".join(f"{count} {name}" for name, count in prepared.counts.items() if count))
     require_forks(settings, prepared)
     batches = TrainingBatches(prepared, settings, tunable.tokens.mask)
+    phrases = phrases_of(prepared, settings.phrases) if settings.drafts else tunable.phrases
     packed_model, merge = select_parameters(job, tunable, packed_model, accelerator)
     if settings.method == "gated-lora":  # their logits cannot be trained
         unforked = () if prepared.forked else tunable.tokens.fork_ids
@@ -67,7 +69,14 @@ def tune(job: TuningJob) -> TuningOutcome:
     progress.say("writing the checkpoint")
     outcome = TuningOutcome(prepared.counts, settings, states.measurements())
     with write_errors(str(job.target)):
-        _write(job, training, tunable, merge, outcome, validated_acceptance(job, outcome, validation))
+        _write(
+            job,
+            training,
+            tunable,
+            lambda: replace(merge(), phrases=phrases),
+            outcome,
+            validated_acceptance(job, outcome, validation),
+        )
     accelerator.wait_for_everyone()
     states.remove()
     if outcome.warning is not None:

@@ -105,7 +105,7 @@ def read_correction(bundle: Bundle) -> CorrectionTables | None:
     return _of_vocabulary(bundle, CORRECTION_FILE, read_tables)
 
 
-def read_bundle_phrases(bundle: Bundle) -> PhraseTable | None:
+def read_phrase_table(bundle: Bundle) -> PhraseTable | None:
     """The phrases of a bundle, or None if it has none."""
     return _of_vocabulary(bundle, PHRASES_FILE, read_phrases)
 

@@ -13,7 +13,7 @@ from spaceport.graphs.contract.exactness import Exactness, unmeasured
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.backends import Opened, open_with_engine
 from spaceport.runtime.backends.measurements import measured_here
-from spaceport.runtime.bundle import Bundle, read_bundle_phrases, read_correction
+from spaceport.runtime.bundle import Bundle, read_correction, read_phrase_table
 from spaceport.runtime.costs import CostSource, StepCosts, relative_costs
 from spaceport.runtime.decode.phrases import Phrases
 from spaceport.runtime.decode.planner import DraftPlanner
@@ -64,9 +64,8 @@ class Runtime:
         self.notes = (*notes, *engine.notes, *_without_drafts(self.exactness, engine.device))
         self.tokenizer = open_tokenizer(bundle)
         self.costs = costs or relative_costs(engine.costs.row)
-        table = read_bundle_phrases(bundle)
-        phrases = None if table is None else Phrases(table)
-        planner = DraftPlanner(self.costs, bundle.manifest.drafts.acceptance, phrases, repeatable=self.costs.relative)
+        planner = DraftPlanner(self.costs, bundle.manifest.drafts.acceptance, repeatable=self.costs.relative)
+        table = read_phrase_table(bundle)
         self._admission = Admission(
             bundle,
             self.tokenizer,
@@ -77,6 +76,7 @@ class Runtime:
             self.exactness,
             limits,
             read_correction(bundle),
+            None if table is None else Phrases(table),
         )
         queued = limits.queued_requests if queue_limit is None else queue_limit
         cache = PrefixCache() if prefix_cache else None

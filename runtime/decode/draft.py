@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple, Protocol
 from spaceport.graphs.contract.draft_methods import CAUSAL, MaskLayout
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.costs import Curve
+from spaceport.runtime.decode.phrases import Phrases
 
 Shape = Literal["chain", "tree"]
 Reason = Literal["budget", "not_worth_it", "no_candidates", "grammar", "end_of_text", "row_limit", "shared_call"]
@@ -89,7 +90,8 @@ class DraftConfig:
     shape: Shape = "tree"
     rows: int = 24  # maximum rows of a thread in a step of a tree; a chain has mask_slots + 1 full groups
     siblings: int = 3  # maximum candidates for one position, of all sources; 1: the draft is a chain
-    lookup: int = 0  # maximum tokens from prompt lookup; 0: no prompt lookup
+    lookup: int = 0  # maximum tokens from prompt lookup, and from phrases; 0: neither
+    phrases: Phrases | None = None  # those of the bundle
     mask_layout: MaskLayout = CAUSAL
     heads: int = 0  # maximum draft tokens from heads; 0: none
     grammar: bool = False  # whether a grammar limits the candidates

@@ -29,7 +29,6 @@ from spaceport.runtime.decode.draft import (
     chain,
     tree,
 )
-from spaceport.runtime.decode.phrases import Phrases
 from spaceport.runtime.decode.plan import Part, Verdict
 from spaceport.runtime.decode.sequence import TokenSequence
 from spaceport.runtime.decode.sources import Acceptance, LearningProposal, sources_for
@@ -207,15 +206,8 @@ class Sharing(NamedTuple):
 class DraftPlanner:
     """Step costs, acceptance rates and long-run values that requests share; used by one OS thread at a time."""
 
-    def __init__(
-        self,
-        costs: StepCosts,
-        measured: Sequence[DraftAcceptance] = (),
-        phrases: Phrases | None = None,
-        *,
-        repeatable: bool = False,
-    ) -> None:
-        self.costs, self.phrases = costs, phrases
+    def __init__(self, costs: StepCosts, measured: Sequence[DraftAcceptance] = (), *, repeatable: bool = False) -> None:
+        self.costs = costs
         self._measured = measured  # acceptance rates that the bundle brings, by temperature
         self._repeatable = repeatable  # requests share nothing, so each takes the same steps every time
         self._acceptance: dict[Hashable, Acceptance] = {}
@@ -333,7 +325,7 @@ class TreeDrafter:
     ) -> None:
         self._config = replace(draft_config, rows=min(draft_config.rows, STEP_ROWS))
         self._planner, self._kind, self._temperature = planner, kind, temperature
-        self._sources = sources_for(draft_config, planner.phrases) if draft_config.rows > 1 else []
+        self._sources = sources_for(draft_config) if draft_config.rows > 1 else []
         self.drafts = bool(self._sources)
         # plain steps that drafts may still cost; below 0 if drafts of other requests in its calls have cost more
         self.left = CREDIT if self._sources else 0.0

@@ -9,12 +9,14 @@ Another source is a class here or elsewhere, and one entry of `SOURCES`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from itertools import accumulate
 from typing import Protocol
 
 from spaceport.graphs.contract.draft_methods import MAX_DEPTHS, DraftAcceptance, is_copying, lookup_kind
+from spaceport.graphs.contract.phrases import LONGEST
 from spaceport.runtime.decode.draft import MOST_LIKELY, Candidates, DraftConfig, Proposal, Ranked, best_chain, common
-from spaceport.runtime.decode.phrases import PhraseProposal, Phrases
+from spaceport.runtime.decode.phrases import Phrases
 from spaceport.runtime.decode.sequence import TokenSequence
 
 _LONGEST, _SHORTEST = 4, 2  # matching tokens; a single token predicts too little
@@ -240,6 +242,40 @@ class PromptLookup:
         return Continuation(tokens, equal, lookup, len(thread.tokens), acceptance)
 
 
+class PhraseProposal:
+    """What phrases propose behind the last tokens of a thread, and behind any draft token."""
+
+    source, copying, anywhere = "phrase", False, True
+
+    def __init__(self, phrases: Phrases, tokens: Sequence[int], depths: int, acceptance: Acceptance) -> None:
+        """Behind the last of these tokens; all depths have the same rates."""
+        self._phrases, self._tokens, self.depths = phrases, tuple(tokens[-LONGEST:]), depths
+        self._rates = acceptance.promises(self.source, 1)
+        self._trust = acceptance.trust(self.source, 1)[0]
+
+    def behind(self, depth: int, path: Sequence[int]) -> Ranked:
+        found = self._phrases.following((*self._tokens, *path[1:]))
+        return () if found is None else ((min(MOST_LIKELY, found[0] * self._trust), found[1]),)
+
+    @cached_property
+    def _chain(self) -> list[tuple[float, int]]:
+        tokens, chain = list(self._tokens), []
+        while len(chain) < self.depths and (found := self._phrases.following(tokens)):
+            chain.append(found)
+            tokens.append(found[1])
+        return chain
+
+    def best(self) -> Sequence[int]:
+        return [token for _, token in self._chain]
+
+    def learn(self, written: Sequence[int], weight: float) -> int:
+        right, (promised, accepted) = common(self.best(), written), self._rates
+        for depth in range(min(right + 1, len(self._chain), len(written))):
+            promised[0] += weight * (self._chain[depth][0] - promised[0])
+            accepted[0] += weight * ((depth < right) - accepted[0])
+        return right
+
+
 class PhraseLookup:
     """The phrases of a bundle."""
 
@@ -247,9 +283,7 @@ class PhraseLookup:
         self._phrases, self._most = phrases, most  # tokens
 
     def propose(self, thread: TokenSequence, acceptance: Acceptance) -> PhraseProposal:
-        name = PhraseProposal.source
-        rates, trust = acceptance.promises(name, 1), acceptance.trust(name, 1)[0]
-        return PhraseProposal(self._phrases, thread.tokens, self._most, rates, trust)
+        return PhraseProposal(self._phrases, thread.tokens, self._most, acceptance)
 
 
 def named_source(source: str) -> str:
@@ -258,15 +292,15 @@ def named_source(source: str) -> str:
 
 
 # Each entry makes the source of a request, or returns None if the request does not use it.
-SOURCES: dict[str, Callable[[DraftConfig, Phrases | None], DraftSource | None]] = {
-    "mask": lambda config, _: ModelPredictions("mask") if config.mask_slots else None,
-    "head": lambda config, _: ModelPredictions("head") if config.heads else None,
-    "lookup": lambda config, _: PromptLookup(config.lookup) if config.lookup else None,
-    "phrase": lambda config, phrases: PhraseLookup(phrases, config.lookup) if phrases and config.lookup else None,
+SOURCES: dict[str, Callable[[DraftConfig], DraftSource | None]] = {
+    "mask": lambda config: ModelPredictions("mask") if config.mask_slots else None,
+    "head": lambda config: ModelPredictions("head") if config.heads else None,
+    "lookup": lambda config: PromptLookup(config.lookup) if config.lookup else None,
+    "phrase": lambda config: PhraseLookup(config.phrases, config.lookup) if config.phrases and config.lookup else None,
 }
 
 
-def sources_for(draft_config: DraftConfig, phrases: Phrases | None = None) -> list[DraftSource]:
-    """The draft sources of one request; `phrases` are those of its bundle."""
-    made = [make(draft_config, phrases) for make in SOURCES.values()]
+def sources_for(draft_config: DraftConfig) -> list[DraftSource]:
+    """The draft sources of one request."""
+    made = [make(draft_config) for make in SOURCES.values()]
     return [source for source in made if source is not None]

@@ -17,6 +17,7 @@ from spaceport.graphs.contract.draft_methods import CorrectionTables
 from spaceport.graphs.contract.exactness import Exactness
 from spaceport.graphs.contract.faults import OptionFault, PanicsContained
 from spaceport.runtime.bundle import Bundle
+from spaceport.runtime.decode.phrases import Phrases
 from spaceport.runtime.decode.planner import DraftPlanner, drafter_for
 from spaceport.runtime.decode.sequence import EventLog, TokenSelector
 from spaceport.runtime.decode.sequence_group import Observer, SequenceGroup
@@ -54,6 +55,7 @@ class Admission:
     exactness: Exactness
     limits: Limits = DEFAULT_LIMITS
     correction: CorrectionTables | None = None  # of the candidates of mask slots
+    phrases: Phrases | None = None
     helpers: HelperPool = field(default_factory=HelperPool)  # for templates and grammars that may take long
     grammars: GrammarCompiler = field(init=False)  # compiled grammars of the bundle's vocabulary
 
@@ -123,6 +125,7 @@ class Admission:
         fork = self._forks(decoding)
         self._check_mask_slots(decoding.mask_slots)
         draft_config = decoding.draft_config(manifest.drafts, self.exactness.allows_drafts)
+        draft_config = replace(draft_config, phrases=self.phrases)
         decoding.sampling.check(manifest.signature.vocab_size)
         check_ids("stop_token_ids", decoding.stop_token_ids, manifest.signature.vocab_size)
         max_total = self._max_total(ids, decoding.max_total_tokens)

@@ -135,8 +135,8 @@ def learn(
 def rates_of(acceptance: Acceptance, equal: int, copied: int, count: int) -> list[float]:
     """The probability of each token of a continuation."""
     proposal = copied_by(acceptance, range(count), equal, copied)
-    assert [proposal.behind(depth, 0)[0][1] for depth in range(count)] == list(proposal.best())
-    return [proposal.behind(depth, 0)[0][0] for depth in range(count)]
+    assert [proposal.behind(depth, (0,))[0][1] for depth in range(count)] == list(proposal.best())
+    return [proposal.behind(depth, (0,))[0][0] for depth in range(count)]
 
 
 def learned(

@@ -187,7 +187,7 @@ def test_lookup_tokens_are_counted_in_the_kinds_from_which_the_runtime_learns(
         learned.lookup[:] = [kind / 10 for kind in range(LOOKUP_KINDS)]
         lookup.copied, lookup.copied_until = copied, len(text)
         proposal = Continuation(found, equal, lookup, len(text), learned)
-        kinds = [round(10 * proposal.behind(depth, 0)[0][0]) for depth in range(len(found))]
+        kinds = [round(10 * proposal.behind(depth, (0,))[0][0]) for depth in range(len(found))]
         right = proposal.learn(written, 0.0)
         for kind in kinds[: min(right + 1, len(written))]:
             expected[kind] += 1

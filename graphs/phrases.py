@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from spaceport.graphs.contract.json_fields import JsonField
-from spaceport.graphs.contract.phrases import PHRASES_FILE, PhraseTable, check_phrases, write_phrases
+from spaceport.graphs.contract.phrases import MECHANISM, PHRASES_FILE, PhraseTable, check_phrases, write_phrases
 from spaceport.graphs.mechanism import Mechanism, wrong_shapes
 
 _TYPES = {"contexts": torch.int64, "tokens": torch.int32, "chances": torch.uint8}
@@ -23,7 +23,7 @@ _TYPES = {"contexts": torch.int64, "tokens": torch.int32, "chances": torch.uint8
 class Phrases(Mechanism):
     """Draft tokens that need no rows of their own to be predicted: they are counted, not computed."""
 
-    name: ClassVar[str] = "phrases"
+    name: ClassVar[str] = MECHANISM
     refines: ClassVar[bool] = True
 
     table: PhraseTable

@@ -100,7 +100,7 @@ class Decoding:
     )
     lookup: int | None = option(
         None,
-        "Maximum draft tokens from prompt lookup (n-grams of prompt and text) in a step; 0 = none.",
+        "Maximum draft tokens from prompt lookup (n-grams of prompt and text), and from phrases, in a step; 0 = none.",
         0,
         unset=f"{DEFAULT_LOOKUP}, or 0 in chains and with `mask_slots=0`",
     )

@@ -47,8 +47,8 @@ class Statistics:
     - `accepted_by_step`: Accepted draft tokens of each of these steps.
     - `drafted_by_depth`: Draft tokens that were fed, by depth in the draft.
     - `accepted_by_depth`: Accepted draft tokens, by depth in the draft.
-    - `drafted_by_source`: Draft tokens that were fed, by source: "mask", "head" or "lookup", and "mask+lookup" of tokens
-      that both propose.
+    - `drafted_by_source`: Draft tokens that were fed, by source: "mask", "head", "lookup" or "phrase", and "mask+lookup" of
+      tokens that both propose.
     - `accepted_by_source`: Accepted draft tokens, by source.
     - `drafts_limited`: Steps in which a thread's draft was narrower than its limits allow, by reason: "budget",
       "not_worth_it", "no_candidates", "grammar", "end_of_text", "row_limit" or "shared_call".

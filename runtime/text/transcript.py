@@ -25,8 +25,8 @@ class Piece:
     - `drafted`: Whether the token is an accepted draft token.
     - `thread`: Path of the thread; () is the root thread, (0, 1) the second child of its first child.
     - `reading`: Text that can now be appended to the text shown so far, if threads are shown in reading order.
-    - `source`: What proposed an accepted draft token: "mask" (mask slots), "head" (heads) or "lookup" (prompt lookup), and
-      "mask+lookup" if both did; None for other tokens.
+    - `source`: What proposed an accepted draft token: "mask" (mask slots), "head" (heads), "lookup" (prompt lookup) or
+      "phrase" (phrases), and "mask+lookup" if both did; None for other tokens.
     - `logprob`: Log probability of the token; None unless `Decoding.logprobs` was set.
     """
 

@@ -44,7 +44,7 @@ HELP = """\
 /quit, Ctrl-D   leave
 Ctrl-C          end the answer
 Alt-Enter       begin a new line; pasted lines are one message
-Underlined: accepted draft tokens, green from mask slots, cyan from prompt lookup."""
+Underlined: accepted draft tokens, green from mask slots, cyan from prompt lookup and phrases."""
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _LONG_WORD = 20  # columns; a longer word is shown before its end is known
 

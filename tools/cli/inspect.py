@@ -20,6 +20,7 @@ from spaceport.graphs.contract.manifest import (
     Manifest,
     record_of,
 )
+from spaceport.graphs.contract.phrases import MECHANISM as PHRASES
 from spaceport.runtime.backends import BACKENDS, why_not
 from spaceport.runtime.backends.built_engines import built_here
 from spaceport.runtime.backends.graph_file import operators
@@ -181,7 +182,10 @@ def facts(manifest: Manifest) -> dict[str, object]:
 
 def _drafts(drafts: DraftMethod) -> str:
     """What predicts draft tokens, and the method and published weights as far as they are named."""
-    predictors = ("mask slots" if drafts.mask_slots else "", "draft heads" if drafts.heads else "", "prompt lookup")
+    predictors = (
+        *("mask slots" if drafts.mask_slots else "", "draft heads" if drafts.heads else "", "prompt lookup"),
+        "phrases" if PHRASES in drafts.mechanisms else "",
+    )
     method = drafts.name if drafts.name not in (UNKNOWN, LOOKUP) else None
     return ", ".join(filter(None, (" and ".join(filter(None, predictors)), method, drafts.adapter)))
 

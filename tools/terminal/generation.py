@@ -17,7 +17,10 @@ from spaceport.runtime.scheduling.request import Completion
 from spaceport.runtime.scheduling.stream import Stream
 from spaceport.runtime.text.transcript import Path, Piece
 
-_COLOURS: Mapping[str | None, str] = {None: "green", "mask": "green", "head": "green", "lookup": "cyan"}
+_COLOURS: Mapping[str | None, str] = {
+    **dict.fromkeys((None, "mask", "head"), "green"),
+    **dict.fromkeys(("lookup", "phrase"), "cyan"),
+}
 _OTHER_COLOUR = "magenta"  # of several sources, and of others
 
 

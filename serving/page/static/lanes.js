@@ -49,14 +49,17 @@ export function originClass(origin) {
   if (origin.source === 'model') return 'own';
   const places = origin.source === 'mask' || origin.source === 'head';
   if (places) return `mask m${Math.min(origin.depth, 4)}`;
-  return origin.source === 'lookup' ? 'lookup' : 'several';
+  return origin.source === 'lookup' || origin.source === 'phrase' ? 'lookup' : 'several';
 }
 
 /** A token's origin in words. @param {import('./trace.js').Origin} origin */
 export function originName(origin) {
   if (origin.source === 'model') return 'own token of the model';
   /** @type {Record<string, string>} */
-  const names = { mask: `mask slot ${origin.depth}`, head: `head ${origin.depth}`, lookup: 'prompt lookup' };
+  const names = {
+    ...{ mask: `mask slot ${origin.depth}`, head: `head ${origin.depth}` },
+    ...{ lookup: 'prompt lookup', phrase: 'phrase' },
+  };
   const sources = origin.source.split('+').map((name) => names[name] ?? name);
   return `accepted draft token: ${sources.join(' and ')}`;
 }

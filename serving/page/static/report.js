@@ -27,12 +27,12 @@ const ORIGINS = [
   ['mask m2', '2'],
   ['mask m3', '3'],
   ['mask m4', '4 and deeper'],
-  ['lookup', 'prompt lookup'],
+  ['lookup', 'prompt lookup, phrases'],
   ['several', 'several sources'],
 ];
 const LINES = ['wait', 'mean', 'line', 'held'];
 /** @type {Record<string, string>} */
-const SOURCES = { mask: 'mask slots', head: 'heads', lookup: 'prompt lookup' };
+const SOURCES = { mask: 'mask slots', head: 'heads', lookup: 'prompt lookup', phrase: 'phrases' };
 const COLUMNS = [
   ...['thread', 'tokens', 'accepted draft tokens', 'steps', 'tokens per step'],
   ...['first step', 'last step', 'steps queued', 'ending'],

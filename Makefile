@@ -92,7 +92,7 @@ types: venv $(PACKAGE)
 
 # The package as it is installed, of links: mypy and the API reference follow folders, and not the names in setup.py.
 $(PACKAGE): setup.py
-	@mkdir -p $@ && ln -sfn $(addprefix $(CURDIR)/,exporter graphs kernels runtime serving tools src/spaceport/*) $@ && touch $@
+	@mkdir -p $@ && ln -sfn $(addprefix $(CURDIR)/,exporter graphs kernels runtime serving tools training verify src/spaceport/*) $@ && touch $@
 
 format: venv
 	@echo "check: ruff format"
@@ -150,4 +150,4 @@ clean:
 	@echo "clean: removing caches, build outputs and what tests have built"
 	@rm -rf build dist kernels/spaceport_kernels.* *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage
 	@cd "$${SPACEPORT_TEST_CACHE:-$${XDG_CACHE_HOME:-$$HOME/.cache}/spaceport-tests}" 2>/dev/null && rm -rf built passed mypy || true
-	@find benchmarks exporter graphs kernels recipes runtime serving src tools tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	@find benchmarks exporter graphs kernels recipes runtime serving src tests tools training verify -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -17,7 +17,7 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build import build
 from setuptools.errors import SetupError
 
-PARTS = ("exporter", "graphs", "kernels", "runtime", "serving", "tools")
+PARTS = ("exporter", "graphs", "kernels", "runtime", "serving", "tools", "training", "verify")
 PACKAGE = Path("spaceport", "kernels")
 
 

@@ -28,7 +28,7 @@ from spaceport.tools.cli.bench import parse_counts
 from spaceport.tools.cli.options import PATH, backend_option
 from spaceport.tools.report.files import check_target
 from spaceport.tools.terminal.screen import stages
-from spaceport.tools.verify.prompts import read_prompts, tokenize_prompts
+from spaceport.verify.prompts import read_prompts, tokenize_prompts
 
 _DEFAULT = Workload()
 

@@ -20,9 +20,9 @@ from spaceport.exporter.converted_checkpoint import read_state
 from spaceport.exporter.export import ExportOptions
 from spaceport.exporter.sar_config import CheckpointError
 from spaceport.runtime import Decoding, Runtime
-from spaceport.tools.tune.job import TuningJob
-from spaceport.tools.tune.settings import TrainingSettings
-from spaceport.tools.tune.tuning import tune
+from spaceport.training.job import TuningJob
+from spaceport.training.settings import TrainingSettings
+from spaceport.training.tuning import tune
 from support.exported import bundle_of
 from support.published_checkpoints import CONFIGS, Format, Published, published, write_published, write_weights
 from support.published_models import chatglm_logits, internlm_logits, qwen_logits

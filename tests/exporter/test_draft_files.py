@@ -33,7 +33,7 @@ from spaceport.runtime.decode.draft import Shape
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
 from spaceport.tools.cli import OK, run
-from spaceport.tools.verify.acceptance import AnswerSegment, ReferenceAnswer, measure
+from spaceport.training.acceptance import AnswerSegment, ReferenceAnswer, measure
 from support.exported import bundle_of
 from support.hash_engine import LAYOUTS
 from support.paths import TINY

@@ -31,8 +31,8 @@ from spaceport.runtime.bundle import open_bundle, read_manifest
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
 from spaceport.tools.bench.steps import chain_batch
-from spaceport.tools.reference import open_reference
-from spaceport.tools.verify.quantization import measure_quantization
+from spaceport.verify.quantization import measure_quantization
+from spaceport.verify.reference import open_reference
 from support.exported import bundle_of
 from support.paths import TINY
 from support.small_graphs import Array, changed, model_of, op, outputs_of

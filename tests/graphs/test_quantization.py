@@ -24,7 +24,7 @@ from spaceport.graphs.quantization import (
 )
 from spaceport.graphs.quantize import quantize_inputs, quantize_model
 from spaceport.graphs.traits import UnsupportedModel
-from spaceport.tools.verify.quantization import agreement
+from spaceport.verify.quantization import agreement
 from support.families import FAMILIES, build
 from support.paths import TINY
 

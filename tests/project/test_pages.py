@@ -19,7 +19,7 @@ LONGEST_PAGE = 200  # lines
 LONGEST_LINE = 120  # columns, outside tables, code and links
 NAMES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "tests/README.md", "tests/attack/README.md")
 PAGES = [*(ROOT / name for name in NAMES), *sorted((ROOT / ".github").rglob("*.md")), *sorted(DOCS.rglob("*.md"))]
-FOLDERS = "benchmarks|deploy|docs|exporter|graphs|recipes|runtime|serving|src|tests|tools|\\.github"
+FOLDERS = "benchmarks|deploy|docs|exporter|graphs|recipes|runtime|serving|src|tests|tools|training|verify|\\.github"
 
 # `runtime/decode/step.py:step`, `tools/cli/`, also inside a command or a block of code
 PATH = re.compile(rf"(?<![\w./-])((?:{FOLDERS})/[\w./-]*[\w/])(?::([A-Za-z_][\w.]*\w))?")

@@ -16,8 +16,8 @@ from recipes.data import is_held_out, read_sources, write_data
 from recipes.functions import answer, functions_in, invented, question
 from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint
 from spaceport.tools.demo.prompts import MODEL, prompts_of
-from spaceport.tools.tune.conversations import read_conversations
-from spaceport.tools.tune.extract import Tree, extract
+from spaceport.training.conversations import read_conversations
+from spaceport.training.extract import Tree, extract
 
 pytestmark = pytest.mark.on_change("tools/demo/chat", "tools/demo/model")
 

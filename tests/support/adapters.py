@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
-from spaceport.tools.tune.job import TuningJob
-from spaceport.tools.tune.settings import TokenNames, TrainingSettings
-from spaceport.tools.tune.tuning import tune
+from spaceport.training.job import TuningJob
+from spaceport.training.settings import TokenNames, TrainingSettings
+from spaceport.training.tuning import tune
 from support.gguf_files import random_model
 from support.paths import TINY
 

@@ -22,9 +22,9 @@ from accelerate import Accelerator
 from transformers import AutoModelForCausalLM
 
 from spaceport.tools.cli import run
-from spaceport.tools.tune.job import TuningJob
-from spaceport.tools.tune.training import Training
-from spaceport.tools.tune.tuning import tune
+from spaceport.training.job import TuningJob
+from spaceport.training.training import Training
+from spaceport.training.tuning import tune
 
 TINY = Path(__file__).parents[1] / "data" / "tiny"  # as a program, this file cannot import its neighbours
 

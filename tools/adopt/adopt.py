@@ -21,7 +21,7 @@ from spaceport.tools.adopt.adapters import GATED_LORA, UNO
 from spaceport.tools.adopt.given import HEADS_FILES, INSIDE, TITLES, Given, refuse_noise_seed
 from spaceport.tools.adopt.heads import MEDUSA
 from spaceport.tools.adopt.plan import AdoptionPlan, Method
-from spaceport.tools.tune.tunable_model import add_tokens
+from spaceport.training.tunable_model import add_tokens
 
 
 def _recognize_pard(given: Given) -> str | None:

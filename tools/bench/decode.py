@@ -38,7 +38,7 @@ from spaceport.tools.bench.replay import (
     synthetic_texts,
 )
 from spaceport.tools.bench.report import Report, Spread, Table, spread
-from spaceport.tools.verify.prompts import AuditPrompt, TokenizedPrompt, read_prompts, tokenize_prompts
+from spaceport.verify.prompts import AuditPrompt, TokenizedPrompt, read_prompts, tokenize_prompts
 
 _RESAMPLES = 2000
 _INTERVAL = (0.025, 0.975)

@@ -18,7 +18,7 @@ from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.sampling.sampler import Sampling
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.transcript import Path
-from spaceport.tools.verify.prompts import TokenizedPrompt
+from spaceport.verify.prompts import TokenizedPrompt
 
 REPLAY_PROMPTS = 8  # number of prompts of a replay without a prompt file
 PLAIN, DEFAULT, FORKED = "plain", "default", "forked"

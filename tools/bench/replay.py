@@ -15,7 +15,7 @@ from spaceport.runtime.bundle import Bundle
 from spaceport.runtime.engine import Batch, Engine, Moves, SelectedRows, selected_rows
 from spaceport.runtime.session import Runtime
 from spaceport.tools.bench.decode_measuring import REPLAY_PROMPTS, DecodeOptions
-from spaceport.tools.verify.prompts import TokenizedPrompt
+from spaceport.verify.prompts import TokenizedPrompt
 
 _CERTAIN = 0.999  # predicted probability of the next token
 _LEAST = 1e-4  # lowest probability that a mask slot predicts

@@ -23,9 +23,7 @@ from spaceport.tools.cli.options import (
     threads_option,
 )
 from spaceport.tools.terminal.screen import show_json, show_table, stages
-from spaceport.tools.tune.conversations import Conversation, read_conversations
-from spaceport.tools.tune.samples import prepare
-from spaceport.tools.verify.acceptance import (
+from spaceport.training.acceptance import (
     MeasuredDrafts,
     ModelSource,
     ReferenceAnswer,
@@ -36,6 +34,8 @@ from spaceport.tools.verify.acceptance import (
     measure,
     reference_answers,
 )
+from spaceport.training.conversations import Conversation, read_conversations
+from spaceport.training.samples import prepare
 
 _DEPTHS = 8  # columns; --json has all
 _SHOWN = 10  # samples between two progress lines, at least

@@ -21,7 +21,7 @@ from spaceport.tools.cli.options import (
     trust_engines_option,
 )
 from spaceport.tools.terminal.screen import show_json, show_table, stages
-from spaceport.tools.verify.audit import DEFAULT_REQUESTS, AuditOptions, AuditReport, GradedMismatch, audit_bundles
+from spaceport.verify.audit import DEFAULT_REQUESTS, AuditOptions, AuditReport, GradedMismatch, audit_bundles
 
 _SHOWN = 10  # mismatches; --json has all
 

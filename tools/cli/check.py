@@ -31,11 +31,11 @@ from spaceport.tools.cli.options import (
     trust_engines_option,
 )
 from spaceport.tools.terminal.screen import show_json, show_table, stages
-from spaceport.tools.verify.cases import DEFAULT_LONG, CheckOptions
+from spaceport.verify.cases import DEFAULT_LONG, CheckOptions
 
 if TYPE_CHECKING:
-    from spaceport.tools.verify.accuracy import LogitDifference
-    from spaceport.tools.verify.check import CheckOutcome, CheckReport
+    from spaceport.verify.accuracy import LogitDifference
+    from spaceport.verify.check import CheckOutcome, CheckReport
 
 _READ_ONLY = "{} is read-only: the report is printed to stdout and not saved in the bundle"
 _OF_A_CHECK = ("backends", "length", "layers", "prompts", "seed", "trust_engines", "as_json")  # options of nothing else
@@ -153,7 +153,7 @@ def command(
     if not writable:
         click.echo(f"{_READ_ONLY.format(opened.path)}; --json prints all of it", err=True)
     # torch is imported only once the paths are valid
-    from spaceport.tools.verify.check import check_and_audit
+    from spaceport.verify.check import check_and_audit
 
     with stages() as stage:
         outcome = check_and_audit(opened, options, prompts, stage)
@@ -165,7 +165,7 @@ def command(
 
 def _save_report(bundle: Path, outcome: CheckOutcome) -> None:
     """Save the report in the bundle, unless the bundle has become read-only."""
-    from spaceport.tools.verify.accuracy import write_report
+    from spaceport.verify.accuracy import write_report
 
     try:
         write_report(bundle, outcome.report.as_dict())
@@ -198,7 +198,7 @@ def _refuse_unused(context: click.Context, print_polygraphy: bool, outputs: Path
 
 def show_lines(bundle: Bundle, checkpoint: Path | None) -> None:
     """Print the commands that compare a bundle with stock Polygraphy."""
-    from spaceport.tools.verify.polygraphy_commands import commands_for
+    from spaceport.verify.polygraphy_commands import commands_for
 
     report = accuracy(bundle) or {}
     cases = report.get("cases")
@@ -213,8 +213,8 @@ def save(bundle: Bundle, options: CheckOptions, file: Path) -> None:
     """Save the outputs of PyTorch on the inputs of the Polygraphy commands."""
     if options.checkpoint is None:
         raise OptionFault("--save-outputs saves the outputs of PyTorch: expected CHECKPOINT after BUNDLE")
-    from spaceport.tools.reference import open_reference
-    from spaceport.tools.verify.polygraphy_commands import save_outputs
+    from spaceport.verify.polygraphy_commands import save_outputs
+    from spaceport.verify.reference import open_reference
 
     engine = open_reference(
         bundle, options.checkpoint, 1, 1, "float32", options.remote_code, options.threads, options.adapter

@@ -34,9 +34,9 @@ from spaceport.tools.demo.modes import TimedModes, timed, verdicts
 from spaceport.tools.demo.prompts import CODER, MODEL, prompts_of
 from spaceport.tools.terminal.generation import show
 from spaceport.tools.terminal.screen import interruptible_stages, show_notes, show_table, stages
-from spaceport.tools.verify.accuracy import write_report
-from spaceport.tools.verify.cases import CheckOptions
-from spaceport.tools.verify.check import check
+from spaceport.verify.accuracy import write_report
+from spaceport.verify.cases import CheckOptions
+from spaceport.verify.check import check
 
 COLUMNS = ("prompt", "decoding", "tokens", "steps", "tokens per step", "tokens/s", "speedup", "output")
 LEGEND = """speedup: relative to the plain run of the same round, median (range). tokens/s: median, prompt included.

@@ -18,8 +18,8 @@ from spaceport.tools.cli.options import (
     threads_option,
     trust_engines_option,
 )
-from spaceport.tools.distill import DEFAULT_REQUESTS, DistillOptions, distill, partial_file
 from spaceport.tools.terminal.screen import show_json
+from spaceport.training.distill import DEFAULT_REQUESTS, DistillOptions, distill, partial_file
 
 
 class Distill(Sectioned):

@@ -250,7 +250,7 @@ def command(context: click.Context, /, checkpoint: Path, bundle: Path, **given: 
 
 def _phrases(folder: Path, options: ExportOptions, files: Sequence[Path]) -> Phrases:
     from spaceport.exporter.checkpoint import open_checkpoint
-    from spaceport.tools.tune.phrases import read_phrases_of
+    from spaceport.training.phrases import read_phrases_of
 
     checkpoint = open_checkpoint(folder, options.tokens, options.remote_code, options.adapter)
     return read_phrases_of(checkpoint, files)
@@ -263,7 +263,7 @@ def _measured_export(
     from spaceport.exporter.choose_format import LARGEST_DIVERGENCE
     from spaceport.exporter.export import export
     from spaceport.runtime.bundle import open_bundle
-    from spaceport.tools.verify.quantization import measure_bundle
+    from spaceport.verify.quantization import measure_bundle
 
     int4 = replace(options, format=FORMATS["int4"])
     manifest = export(checkpoint, bundle, int4, overwrite, on_stage)

@@ -180,7 +180,7 @@ def open_runtime(bundle: Path, given: dict[str, Any]) -> Runtime:
     """The bundle, opened on the backend of --backend."""
     if given["backend"] != "torch":
         return Runtime.open(bundle, **runtime_options(given))
-    from spaceport.tools.reference import open_reference
+    from spaceport.verify.reference import open_reference
 
     opened = open_bundle(bundle, allow_links=given["allow_links"])
     length = seq_len(opened.manifest, given["max_seq_len"], given["max_slots"])

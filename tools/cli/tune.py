@@ -24,7 +24,7 @@ from spaceport.tools.cli.options import (
     remote_code_option,
 )
 from spaceport.tools.terminal.screen import show_json
-from spaceport.tools.tune.settings import (
+from spaceport.training.settings import (
     DEFAULT,
     DEFAULT_CUTOFF,
     DEFAULT_MASK_SLOTS,
@@ -289,9 +289,9 @@ def command(checkpoint: Path, tuned: Path, data: tuple[Path, ...], as_json: bool
     if given["adapter"] is not None:
         require_adapter_folder(given["adapter"])
     # torch is imported only once the options and paths are valid
-    from spaceport.tools.tune.job import TuningJob
-    from spaceport.tools.tune.progress import is_first
-    from spaceport.tools.tune.tuning import tune
+    from spaceport.training.job import TuningJob
+    from spaceport.training.progress import is_first
+    from spaceport.training.tuning import tune
 
     job = TuningJob(
         checkpoint,

@@ -17,9 +17,9 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from recipes.untrained import train_tokenizer, write_untrained
-from spaceport.tools.tune.job import TuningJob
-from spaceport.tools.tune.settings import TokenNames, TrainingSettings
-from spaceport.tools.tune.tuning import tune
+from spaceport.training.job import TuningJob
+from spaceport.training.settings import TokenNames, TrainingSettings
+from spaceport.training.tuning import tune
 
 HERE = Path(__file__).parent
 KEPT = ("*.json", "*.jinja", "*.safetensors")  # files of the trained checkpoint that stand next to this one

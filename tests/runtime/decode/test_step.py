@@ -27,7 +27,7 @@ from spaceport.runtime.engine import PREFILL_ROWS
 from spaceport.runtime.sampling.grammar import Grammar
 from spaceport.runtime.scheduling.request import Completion
 from spaceport.runtime.session import Runtime
-from spaceport.tools.verify.acceptance import AnswerSegment, along_segment
+from spaceport.training.acceptance import AnswerSegment, along_segment
 from support.arrivals import DRAFT_CONFIGS, LANGUAGES
 from support.hash_engine import (
     CHILD,

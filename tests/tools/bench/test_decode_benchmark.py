@@ -34,7 +34,7 @@ from spaceport.tools.bench.replay import (
     synthetic_texts,
 )
 from spaceport.tools.bench.report import Spread
-from spaceport.tools.verify.prompts import TokenizedPrompt
+from spaceport.verify.prompts import TokenizedPrompt
 
 TWO_MODES = (DecodeMode(PLAIN, Decoding(), PLAIN), DecodeMode("default", Decoding(), PLAIN))
 PROMPTS = (TokenizedPrompt(2, (1, 2, 3)), TokenizedPrompt(7, (4,)))

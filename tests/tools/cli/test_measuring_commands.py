@@ -21,8 +21,8 @@ from spaceport.graphs.contract.formats import FORMATS
 from spaceport.runtime.decode import step as loop
 from spaceport.runtime.decode.sources import USUAL_LOOKUP
 from spaceport.tools.cli import ACCURACY, INPUT, OK, USAGE, cli, run
-from spaceport.tools.verify.audit import requests_for
-from spaceport.tools.verify.prompts import AuditPrompt, read_prompts
+from spaceport.verify.audit import requests_for
+from spaceport.verify.prompts import AuditPrompt, read_prompts
 from support.exported import bundle_of
 from support.paths import ROOT, TINY
 from support.small_bundle import RECORD, fill

@@ -1,0 +1,263 @@
+"""Distillation: prompts get the model's own answers, in order, resumable, as data that training reads."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from spaceport.exporter.bundle_manifest import write_manifest
+from spaceport.graphs.contract.faults import OptionFault
+from spaceport.graphs.contract.manifest import MANIFEST_FILE, TEMPLATE_FILE, TOKENIZER_FILE
+from spaceport.runtime.bundle import Bundle, read_manifest
+from spaceport.runtime.decoding import Decoding
+from spaceport.runtime.session import Runtime
+from spaceport.tools.cli import INPUT, INTERRUPTED, OK, USAGE, run
+from spaceport.training import distill as distillations
+from spaceport.training.conversations import Turn, read_conversations
+from spaceport.training.distill import AnswerPrompt, DistilledPrompt, DistillOptions, partial_file, requests_for
+from support.hash_engine import Language
+from support.hash_runtime import WORDS, hash_runtime
+from support.paths import TINY
+from support.small_bundle import ENGINE, RECORD
+
+Capture = pytest.CaptureFixture[str]
+
+KNOWN = ("scanner", "encoder", "tool")  # the tiny model answers with the first lines of these files
+TEXT = next(iter(json.loads((TINY / "prompts.json").read_text("utf-8")).values()))
+LIMITS = ("--max-tokens", "60", "--max-seq-len", "256", "--threads", "1")
+
+
+def asked(name: str) -> dict[str, str]:
+    return {"role": "user", "content": f"How does json/{name}.py begin?"}
+
+
+LINES: list[dict[str, Any]] = [
+    {"kind": "one", "messages": [asked("scanner")]},
+    {"kind": "two", "messages": [asked("encoder"), asked("tool")]},
+    {"prompt": "How does json/tool.py begin?", "id": 3},
+    {"messages": [{"role": "system", "content": "Hello."}, asked("scanner"), asked("scanner"), asked("encoder")]},
+    {"messages": [asked("tool"), {"role": "assistant", "content": "Given."}, asked("tool")]},
+    {"messages": [asked("encoder"), {"role": "assistant", "content": "Not this."}]},
+    {"prompt": "long " * 260, "id": 7},
+    {"prompt": "x", "id": 8},
+]
+
+
+def written(folder: Path, lines: list[dict[str, Any]], name: str = "prompts.jsonl") -> Path:
+    file = folder / name
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
+    return file
+
+
+def distill(bundle: Path, prompts: Path, out: Path, *more: str) -> int:
+    return run(["distill", str(bundle), str(prompts), str(out), *LIMITS, *more])
+
+
+def records(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text("utf-8").splitlines()]
+
+
+def roles(record: dict[str, Any]) -> list[str]:
+    return [turn["role"] for turn in record["messages"]]
+
+
+@pytest.fixture(scope="module")
+def runtime(tiny_bundle: Path) -> Iterator[Runtime]:
+    with Runtime.open(tiny_bundle, max_seq_len=256, threads=1) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The output of an uninterrupted run over LINES, one answer at a time."""
+    folder = tmp_path_factory.mktemp("distill")
+    assert distill(tiny_bundle, written(folder, LINES), folder / "out.jsonl", "--max-requests", "1") == OK
+    return folder / "out.jsonl"
+
+
+def test_each_answer_is_the_plain_greedy_one_and_sees_the_earlier_ones(whole: Path, runtime: Runtime) -> None:
+    assert runtime.bundle.manifest.drafts.mask_slots > 0
+    plain = Decoding(max_tokens=60, mask_slots=0, lookup=0)
+    for record in records(whole):
+        turns = record["messages"]
+        for index, turn in enumerate(turns):
+            if turn["role"] != "assistant" or turn["content"] == "Given.":
+                continue
+            completion = runtime.generate(turns[:index], plain)
+            finished = record.get("ends", True) or index + 1 < len(turns)
+            assert completion.text == turn["content"]
+            assert (completion.ending == "end") == finished
+
+
+def test_sampled_answers_are_the_same_however_many_are_generated_at_the_same_time(
+    tiny_bundle: Path, tmp_path: Path
+) -> None:
+    lines = [{"prompt": f"How does json/{name}.py begin?"} for name in KNOWN] * 2
+    prompts, texts = written(tmp_path, lines), []
+    for requests in ("1", "6"):
+        out = tmp_path / f"{requests}.jsonl"
+        assert distill(tiny_bundle, prompts, out, "--max-requests", requests, "--temperature", "1.5") == OK
+        texts.append([record["messages"][1]["content"] for record in records(out)])
+    assert texts[0] == texts[1]
+    assert len(set(texts[0])) == 6  # each line has a seed of its own
+    with pytest.raises(OptionFault, match="--temperature is -1: expected 0 to 100"):
+        DistillOptions(temperature=-1)
+
+
+def test_lines_have_the_order_and_the_other_keys_of_the_prompts(whole: Path) -> None:
+    found = records(whole)
+    assert [{key: record[key] for key in record if key in ("kind", "id")} for record in found] == [
+        *({"kind": "one"}, {"kind": "two"}, {"id": 3}, {}, {}, {}, {"id": 8}),
+    ]
+    assert all(next(iter(record)) == "messages" and "prompt" not in record for record in found)
+    assert roles(found[1]) == ["user", "assistant"] * 2
+    assert [turn["content"] for turn in found[1]["messages"][::2]] == [asked(name)["content"] for name in KNOWN[1:]]
+    assert roles(found[3])[:3] == ["system", "user", "assistant"]
+    assert [turn["content"] for turn in found[4]["messages"][:2]] == [asked("tool")["content"], "Given."]
+    assert roles(found[5]) == ["user", "assistant"]
+    assert "Not this." not in whole.read_text("utf-8")
+
+
+@pytest.mark.parametrize("after", [0, 3])
+def test_several_requests_also_of_an_interrupted_run_write_the_same_bytes(
+    whole: Path, tiny_bundle: Path, tmp_path: Path, after: int, monkeypatch: pytest.MonkeyPatch, capfd: Capture
+) -> None:
+    prompts, out, answers = written(tmp_path, LINES), tmp_path / "out.jsonl", distillations._answers
+
+    def interrupted(*arguments: Any) -> Iterator[DistilledPrompt]:
+        for number, answered in enumerate(answers(*arguments)):
+            if number == after:
+                signal.raise_signal(signal.SIGINT)
+            yield answered
+
+    with monkeypatch.context() as patch:
+        patch.setattr(distillations, "_answers", interrupted)
+        assert distill(tiny_bundle, prompts, out, "--max-requests", "2") == INTERRUPTED
+    message = f"{partial_file(out)} has the answers so far: the same command continues the run"
+    assert message in capfd.readouterr().err
+    assert not out.exists()
+    stored = len(records(partial_file(out)))
+    assert after - 1 <= stored <= after  # one prompt has no answer
+    with partial_file(out).open("ab") as file:
+        file.write(b'{"line": 8, "messages": [{"role": "user", "con')  # as after a kill
+    assert distill(tiny_bundle, prompts, out, "--max-requests", "2") == OK
+    assert f"{stored}/{len(LINES)} prompts are answered" in capfd.readouterr().err
+    assert out.read_bytes() == whole.read_bytes()
+    assert [file.name for file in tmp_path.iterdir() if "out" in file.name] == ["out.jsonl"]
+
+
+def test_answers_at_the_limit_do_not_end_and_end_their_conversation(
+    tiny_bundle: Path, tmp_path: Path, capfd: Capture
+) -> None:
+    prompts, out = written(tmp_path, LINES), tmp_path / "out.jsonl"
+    assert distill(tiny_bundle, prompts, out, "--max-tokens", "3", "--json") == OK
+    found = records(out)
+    assert [record["ends"] for record in found] == [False] * len(found)
+    assert roles(found[1]) == ["user", "assistant"]
+    assert [conversation.ends for conversation in read_conversations(out)] == [False] * len(found)
+    report = json.loads(capfd.readouterr().out)
+    assert (report["prompts"], report["conversations"], report["unfinished"], report["tokens"]) == (8, 7, 7, 21)
+
+
+def test_mistakes_are_refused_before_anything_is_generated(tiny_bundle: Path, tmp_path: Path, capfd: Capture) -> None:
+    prompts, out = written(tmp_path, LINES), tmp_path / "out.jsonl"
+    out.write_text("mine", "utf-8")
+
+    def refused(code: int, message: str, target: Path = out, *more: str) -> None:
+        assert distill(tiny_bundle, prompts, target, *more) == code
+        assert message in capfd.readouterr().err
+
+    refused(INPUT, f"{out}: exists: replace it with --overwrite, or choose another output")
+    refused(USAGE, f"{prompts}: is the prompt file: choose another output", prompts, "--overwrite")
+    refused(USAGE, "--max-tokens is 0: expected at least 1", tmp_path / "other.jsonl", "--max-tokens", "0")
+    assert out.read_text("utf-8") == "mine"
+    assert not partial_file(out).exists()
+    assert distill(tiny_bundle, prompts, out, "--overwrite", "--max-tokens", "2") == OK
+    assert len(records(out)) == 7
+
+
+def test_prompts_without_any_answer_or_others_than_before_are_an_error(
+    whole: Path, tiny_bundle: Path, tmp_path: Path, capfd: Capture
+) -> None:
+    prompts, out = written(tmp_path, LINES[6:7]), tmp_path / "out.jsonl"
+    assert distill(tiny_bundle, prompts, out) == INPUT
+    assert f"{prompts}: no prompt has an answer" in capfd.readouterr().err
+    assert not out.exists()
+    written(tmp_path, LINES)
+    for content in (
+        '{"line": 1, "messages": [{"role": "user", "content": "Other."}]}',
+        '{"line": 99, "messages": []}',
+        "[]",
+    ):
+        partial_file(out).write_text(content + "\n")
+        assert distill(tiny_bundle, prompts, out) == INPUT
+        assert f"{partial_file(out)}: does not continue with {prompts}" in capfd.readouterr().err
+    assert distill(tiny_bundle, prompts, out, "--overwrite") == OK
+    assert out.read_bytes() == whole.read_bytes()
+
+
+REFUSING = "{% for m in messages %}{{ raise_exception('no system') if m.role == 'system' }}{% endfor %}{{ messages[0].content }}"
+
+
+@pytest.mark.parametrize("template", [None, REFUSING])
+def test_turns_that_the_template_refuses_or_that_need_one_are_found_first(
+    template: str | None, tiny_bundle: Path, tmp_path: Path, capfd: Capture
+) -> None:
+    bundle = shutil.copytree(tiny_bundle, tmp_path / "bundle")
+    manifest = read_manifest(bundle)
+    for name in (MANIFEST_FILE, TEMPLATE_FILE):
+        (bundle / name).unlink()
+    if template is not None:
+        (bundle / TEMPLATE_FILE).write_text(template, "utf-8")
+    write_manifest(bundle, manifest)
+    prompts, out = written(tmp_path, LINES), tmp_path / "out.jsonl"
+    assert distill(bundle, prompts, out) == INPUT
+    message = "line 4: chat template: TemplateError: no system" if template else "line 2: has several turns, but"
+    assert f"{prompts} {message}" in capfd.readouterr().err
+    assert not out.exists()
+    if template is None:  # single prompts are answered without one
+        single = written(tmp_path, [{"prompt": TEXT}], "single.jsonl")
+        assert distill(bundle, single, out, "--max-tokens", "5", "--overwrite") == OK
+        with Runtime.open(bundle, threads=1) as opened:
+            text = opened.generate(TEXT, Decoding(max_tokens=5)).text
+        assert records(out)[0]["messages"][1]["content"] == text
+
+
+def test_engines_limit_the_requests(tiny_bundle: Path) -> None:
+    manifest = read_manifest(tiny_bundle)
+    assert requests_for(manifest) == 16
+    for takes, expected in ((4, 4), (64, 16)):
+        assert requests_for(replace(manifest, engines={ENGINE: replace(RECORD, requests=takes)})) == expected
+
+
+def test_an_incomplete_character_at_the_limit_is_left_out(tmp_path: Path) -> None:
+    first_bytes = (chr(0xE1 + index) for index in range(len(WORDS) - 7))  # of characters of three
+    tokenizer = Tokenizer(models.BPE({token: index for index, token in enumerate([*"abcdefg", *first_bytes])}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    (tmp_path / TOKENIZER_FILE).write_text(tokenizer.to_str(), "utf-8")
+    prompts = [AnswerPrompt(line, ((Turn("user", "abcdefg"[line:] + "abc"),),)) for line in range(7)]
+    with (
+        hash_runtime(Language(3)) as whole,
+        Runtime(Bundle(tmp_path, whole.bundle.manifest), whole.engine, 64) as runtime,
+    ):
+        options = DistillOptions(max_tokens=4)
+        found = [distillations._answer(runtime, prompt, options) for prompt in prompts]
+        plain = [runtime.generate(prompt.parts[0][0].content, Decoding(max_tokens=4)) for prompt in prompts]
+    cut = 0
+    for answered, completion in zip(found, plain, strict=True):
+        finished = completion.ending == "end"
+        expected = completion.text if finished else completion.text.rstrip("\ufffd")
+        assert answered.record is not None
+        assert answered.record["messages"][1]["content"] == expected
+        assert answered.record.get("ends", True) == finished
+        cut += completion.text != expected
+    assert cut

@@ -1,1 +1,0 @@
-"""Verify: whether a bundle computes and decodes what its checkpoint does, and what its drafts are worth."""

@@ -1,0 +1,1 @@
+"""Verify: whether a bundle computes and decodes what its checkpoint does."""

@@ -30,7 +30,7 @@ from spaceport.training.packing import PackedRow, TrainingBatches, require_forks
 from spaceport.training.phrases import phrases_of
 from spaceport.training.progress import Progress, stopping
 from spaceport.training.samples import Prepared, prepare
-from spaceport.training.settings import TrainingSettings
+from spaceport.training.settings import DEFAULT, TokenNames, TrainingSettings
 from spaceport.training.states import METRICS_FILE, TrainingStates, write_errors
 from spaceport.training.training import Training, TrainingMeasurement
 from spaceport.training.tunable_model import TunableModel, cutoff_for, open_tunable_model
@@ -39,7 +39,49 @@ from spaceport.training.tuned_checkpoint import write_adapter_only, write_card, 
 _Texts = dict[Path, list[Conversation]]  # by data file
 
 
-def tune(job: TuningJob) -> TuningOutcome:
+def tune(
+    checkpoint: Path | str,
+    target: Path | str,
+    data: Sequence[Path | str],
+    *,
+    validation: Sequence[Path | str] = (),
+    adapter: Path | str | None = None,
+    adapter_only: bool = False,
+    bf16: bool = False,
+    resume: bool = False,
+    overwrite: bool = False,
+    names: TokenNames = DEFAULT,
+    **settings: Any,
+) -> TuningOutcome:
+    """Train a checkpoint, a Hugging Face folder or GGUF file, to draft for itself, and write it to a new folder.
+
+    - `data`, `validation`: JSONL files of conversations.
+    - `adapter`: An adapter folder to train further.
+    - `adapter_only`: Whether to write the adapter of method "gated-lora" without the base weights.
+    - `bf16`: Whether to compute in bfloat16; trained weights stay float32.
+    - `resume`: Whether to continue from the state that an interrupted training left.
+    - `overwrite`: Whether to replace a folder that is there.
+    - `names`: Texts of the special tokens.
+    - `settings`: Fields of `TrainingSettings`, such as method="gated-lora", mask_slots=4 or time_budget=600.
+    """
+    return train(
+        TuningJob(
+            Path(checkpoint),
+            Path(target),
+            tuple(map(Path, data)),
+            TrainingSettings(**settings),
+            names,
+            tuple(map(Path, validation)),
+            bf16=bf16,
+            resume=resume,
+            overwrite=overwrite,
+            adapter=None if adapter is None else Path(adapter),
+            adapter_only=adapter_only,
+        )
+    )
+
+
+def train(job: TuningJob) -> TuningOutcome:
     """Tune a checkpoint and write the result to the target folder, which appears once it is complete.
 
     Several processes, as torchrun or `accelerate launch` start them, train together. Progress goes to stderr.

@@ -1,7 +1,19 @@
-"""Spaceport: self-speculative decoding for language models on ONNX Runtime and TensorRT."""
+"""Spaceport: self-speculative decoding for language models on ONNX Runtime and TensorRT.
+
+    from spaceport import Decoding, Runtime, export, tune
+
+Also every other name of `spaceport.runtime`; each is imported when it is first used.
+"""
 
 import logging
 import os
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from spaceport.runtime import *  # noqa: F403
+    from spaceport.tools.exporting import export as export
+    from spaceport.training.tuning import tune as tune
 
 # ONNX Runtime reads it when it is imported. Without it, version 1.29 and later store an id of the machine and send names
 # and hashes of models to its maker.
@@ -10,3 +22,19 @@ os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 logging.getLogger("spaceport").addHandler(logging.NullHandler())  # silent unless a program configures logging
 
 __version__ = "0.1.0"
+
+_PLACES = {"export": "spaceport.tools.exporting", "tune": "spaceport.training.tuning"}
+
+
+def __getattr__(name: str) -> object:
+    if name.startswith("_"):
+        raise AttributeError(f"module 'spaceport' has no attribute {name!r}")
+    module = import_module(_PLACES.get(name, "spaceport.runtime"))
+    if name not in _PLACES and name not in module.__all__:
+        raise AttributeError(f"module 'spaceport' has no attribute {name!r}")
+    globals()[name] = found = getattr(module, name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted((*globals(), *_PLACES, *import_module("spaceport.runtime").__all__))

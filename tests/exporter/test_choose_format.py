@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,13 @@ from transformers import AutoConfig
 from spaceport.exporter import choose_format as chooser
 from spaceport.exporter.checkpoint_source import model_without_values
 from spaceport.exporter.choose_format import Machine, choose_format, why_not_native
+from spaceport.exporter.export import ExportOptions
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.formats import FORMATS
 from spaceport.runtime.bundle import open_bundle
 from spaceport.tools.cli import USAGE, run
-from spaceport.tools.cli.export import _options, command
+from spaceport.tools.cli.export import command
+from spaceport.tools.exporting import _choose_format
 from support.families import TINY as WIDTHS
 from support.families import family_of
 from support.gguf_files import random_model, stored_tensors, write_gguf
@@ -100,11 +103,13 @@ def test_a_named_format_wins_and_the_reason_for_each_is_one_line(
         assert run(["export", *arguments]) == USAGE
         assert reason in capsys.readouterr().err
         return
-    chosen, why, measured = _options(folder, command.make_context("export", arguments).params)
-    assert (chosen.format.name, chosen.lowering) == formats
-    assert why.startswith(reason)
-    assert measured == why.startswith("format int4, or")
-    assert "\n" not in why
+    given = command.make_context("export", arguments).params
+    asked = ExportOptions(FORMATS["float32"], given["lowering"], given["attention"])
+    chosen = _choose_format(folder, asked, given["format"], given["machine"])
+    assert (chosen.format.name, replace(asked, format=chosen.format).lowering) == formats
+    assert chosen.reason.startswith(reason)
+    assert chosen.measured == chosen.reason.startswith("format int4, or")
+    assert "\n" not in chosen.reason
 
 
 @pytest.mark.parametrize(("largest", "name"), [(9.0, "int4"), (0.0, "int8")])

@@ -22,7 +22,7 @@ from spaceport.exporter.sar_config import CheckpointError
 from spaceport.runtime import Decoding, Runtime
 from spaceport.training.job import TuningJob
 from spaceport.training.settings import TrainingSettings
-from spaceport.training.tuning import tune
+from spaceport.training.tuning import train
 from support.exported import bundle_of
 from support.published_checkpoints import CONFIGS, Format, Published, published, write_published, write_weights
 from support.published_models import chatglm_logits, internlm_logits, qwen_logits
@@ -176,7 +176,7 @@ def test_a_tuned_checkpoint_keeps_tokens_template_and_ends(family: str, loaded: 
     folder = write_published(tmp_path / "published", published(family), "bin", 2)
     data = tmp_path / "data.jsonl"
     data.write_text('{"prompt": "the ship", "response": "the answer"}\n', "utf-8")
-    tune(
+    train(
         TuningJob(folder, tmp_path / "tuned", (data,), TrainingSettings("sar", "embeddings", max_steps=1, batch_size=1))
     )
     before, after = opened(folder), opened(tmp_path / "tuned")

@@ -32,7 +32,7 @@ from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
 from spaceport.training.job import TuningJob, facts_of
 from spaceport.training.settings import TrainingSettings
-from spaceport.training.tuning import tune
+from spaceport.training.tuning import train
 from support.gguf_files import HEADS, KV_HEADS, gguf_name, interleaved, random_model, tokenizer_metadata, write_gguf
 from support.paths import TINY
 
@@ -128,7 +128,7 @@ def test_a_gguf_file_is_exported_and_tuned(quantized: Path, tmp_path: Path) -> N
     data = tmp_path / "data.jsonl"
     data.write_text('{"prompt": "import json", "response": "import os"}\n', "utf-8")
     settings = TrainingSettings("sar", "gated-lora", max_steps=1, rank=2, batch_size=1)
-    tune(TuningJob(quantized, tmp_path / "tuned", (data,), settings))
+    train(TuningJob(quantized, tmp_path / "tuned", (data,), settings))
     tuned = opened(tmp_path / "tuned")
     assert (tuned.drafts.mask_slots, tuned.tokens.end) == (5, (1,))
     export(tmp_path / "tuned", tmp_path / "tuned.bundle", ExportOptions())

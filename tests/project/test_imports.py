@@ -62,11 +62,12 @@ LAYERS = {
     "tools.demo": _MODEL,
     "tools.report": (*_MODEL, "serving.page"),
     "tools.adopt": (*_MODEL, "training"),
+    "tools.exporting": (*_MODEL, "verify", "training", "tools.adopt"),
     "tools.terminal": _MODEL,
     "tools.bench": (*_MODEL, "verify", "tools.demo", "tools.report", "tools.terminal"),
     "tools.cli": (
         *(*_MODEL, "kernels", "verify", "training", "serving"),
-        *("tools.adopt", "tools.bench", "tools.demo", "tools.report", "tools.terminal"),
+        *("tools.adopt", "tools.bench", "tools.demo", "tools.exporting", "tools.report", "tools.terminal"),
     ),
     "tools.replicas": (*_MODEL, "serving", "tools.cli"),
 }

@@ -102,6 +102,25 @@ def test_runtime_and_command_line_import_without_heavy_libraries(tmp_path: Path)
     assert lacking(package(), tmp_path) == {}
 
 
+def test_every_public_name_is_the_packages_own_and_is_imported_when_it_is_used() -> None:
+    code = """
+import sys, spaceport
+assert not {"numpy", "torch", "onnxruntime", "spaceport.runtime"} & set(sys.modules), "imported too early"
+from spaceport import Decoding, Runtime
+from spaceport.runtime import session
+assert Runtime is session.Runtime and "torch" not in sys.modules
+assert {"Grammar", "Runtime", "export", "tune"} <= set(dir(spaceport))
+from spaceport import export, tune
+assert export.__module__ == "spaceport.tools.exporting" and tune.__module__ == "spaceport.training.tuning"
+try:
+    spaceport.nothing
+except AttributeError as error:
+    print(error)
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (found.returncode, found.stdout) == (0, "module 'spaceport' has no attribute 'nothing'\n"), found.stderr
+
+
 @dataclass(frozen=True)
 class Built:
     """A wheel and an sdist, and the files of the package that both have to hold, such as spaceport/runtime/engine.py."""

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 from spaceport.tools.cli import run
 from spaceport.training.job import TuningJob
 from spaceport.training.training import Training
-from spaceport.training.tuning import tune
+from spaceport.training.tuning import train
 
 TINY = Path(__file__).parents[1] / "data" / "tiny"  # as a program, this file cannot import its neighbours
 
@@ -52,7 +52,7 @@ def stopped(job: TuningJob, after: int) -> Path:
             signal.raise_signal(number)
 
     with pytest.raises(KeyboardInterrupt), after_each_step(act):
-        tune(job)
+        train(job)
     return job.target.with_name(f"{job.target.name}.training")
 
 

@@ -32,7 +32,7 @@ from spaceport.training.acceptance import ReferenceAnswer, measure
 from spaceport.training.job import TuningJob
 from spaceport.training.methods import train_token_embeddings
 from spaceport.training.settings import TrainingSettings
-from spaceport.training.tuning import tune
+from spaceport.training.tuning import train
 from spaceport.verify.reference import checkpoint_runtime
 from support.exported import bundle_of
 from support.families import FAMILIES, build
@@ -67,7 +67,7 @@ class Adapters:
         return replace(TuningJob(TINY, self.folder / name, (self.data,), settings, adapter_only=only), **more)
 
     def trained(self, name: str, settings: TrainingSettings = SETTINGS, **more: Any) -> Path:
-        tune(self.job(name, settings, **more))
+        train(self.job(name, settings, **more))
         return self.folder / name
 
 
@@ -99,7 +99,7 @@ def input_rows(adapter: Path) -> InputRows:
 
 
 def test_training_in_bfloat16_leaves_the_base_weights_as_they_were(adapters: Adapters, tmp_path: Path) -> None:
-    tune(TuningJob(TINY, tmp_path / "tuned", (adapters.data,), SETTINGS, bf16=True))
+    train(TuningJob(TINY, tmp_path / "tuned", (adapters.data,), SETTINGS, bf16=True))
     before, after = load_file(TINY / "model.safetensors"), load_file(tmp_path / "tuned" / "model.safetensors")
     for name, tensor in before.items():
         changed = (after[name] != tensor).flatten(1).any(1) if tensor.dim() > 1 else after[name] != tensor
@@ -154,7 +154,7 @@ def test_a_time_budget_ends_the_training_and_its_learning_rate(
     budget = replace(SETTINGS, epochs=9, max_steps=50, time_budget=4.0)
     job = TuningJob(TINY, tmp_path / "tuned", (adapters.data,), budget, log_every=1, adapter_only=True)
     with after_each_step(step):
-        outcome = tune(job)
+        outcome = train(job)
     assert len(rates) == 4
     shares = [(18 / 4 * seconds - 1) / 17 for seconds in (1, 2, 3, 4)]  # of 18 steps, the first of which is the warm-up
     expected = [SETTINGS.learning_rate * (0.5 + 0.5 * math.cos(math.pi * share)) for share in shares]

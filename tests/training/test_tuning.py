@@ -23,7 +23,7 @@ from spaceport.training.job import TuningJob, TuningOutcome
 from spaceport.training.settings import TrainingSettings
 from spaceport.training.training import Training
 from spaceport.training.tuned_checkpoint import _cast, _wide_enough
-from spaceport.training.tuning import tune
+from spaceport.training.tuning import train
 from spaceport.verify.reference import checkpoint_runtime
 from support.paths import TINY
 from support.tunings import after_each_step, float32_tiny, stopped
@@ -71,14 +71,14 @@ class Tunings:
             self.rates.append(training._optimizer.param_groups[0]["lr"])
 
         with after_each_step(note):
-            return tune(self.validated(self.whole))
+            return train(self.validated(self.whole))
 
     def of_method(self, target: Path, method: str, **options: Any) -> TuningJob:
         settings: Any = {**METHODS[method], "method": method, "max_steps": 4}
         return self.job(target, replace(SETTINGS, **settings), **options)
 
     def _train_method(self, method: str) -> Path:
-        tune(self.of_method(self.folder / method, method))
+        train(self.of_method(self.folder / method, method))
         return self.folder / method
 
 
@@ -124,7 +124,7 @@ def test_a_resumed_training_equals_an_uninterrupted_one(
         assert len(list(state.glob("step-*"))) <= 2
     with (state / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "training", "step": 5, "lo')  # truncated: it is measured again
-    resumed = tune(replace(job, resume=True))
+    resumed = train(replace(job, resume=True))
     assert not changed(weights(job.target), weights(tunings.whole))
     found, expected = (
         [(line["step"], line["kind"], line["tokens"]) for line in measurements(folder)]
@@ -235,7 +235,7 @@ def test_micro_batches_and_checkpointing_change_no_weight(tunings: Tunings, tmp_
     small = replace(plain, target=tmp_path / "small", settings=replace(settings, micro_batch_size=1))
     again = replace(plain, target=tmp_path / "again", recompute=True)
     for job in (plain, small, again):
-        tune(job)
+        train(job)
     expected = weights(plain.target)
     for job in (small, again):
         found = weights(job.target)

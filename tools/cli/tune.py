@@ -291,7 +291,7 @@ def command(checkpoint: Path, tuned: Path, data: tuple[Path, ...], as_json: bool
     # torch is imported only once the options and paths are valid
     from spaceport.training.job import TuningJob
     from spaceport.training.progress import is_first
-    from spaceport.training.tuning import tune
+    from spaceport.training.tuning import train
 
     job = TuningJob(
         checkpoint,
@@ -302,6 +302,6 @@ def command(checkpoint: Path, tuned: Path, data: tuple[Path, ...], as_json: bool
         remote_code=given["trust_remote_code"],
         **{field.name: given[field.name] for field in fields(TuningJob) if field.name in given},
     )
-    outcome = tune(job)
+    outcome = train(job)
     if as_json and is_first():
         show_json(outcome.as_dict())

@@ -2,7 +2,7 @@
 
 import sys
 
-from spaceport.runtime import Decoding, Runtime
+from spaceport import Decoding, Runtime
 
 ENOUGH = 120  # characters
 

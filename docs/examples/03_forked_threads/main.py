@@ -2,7 +2,7 @@
 
 import sys
 
-from spaceport.runtime import Decoding, Runtime
+from spaceport import Decoding, Runtime
 
 CHAT = [{"role": "user", "content": "Explain the parameters of move( src, dst, copy = None )"}]
 

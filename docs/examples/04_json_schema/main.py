@@ -3,7 +3,7 @@
 import json
 import sys
 
-from spaceport.runtime import Decoding, Grammar, Runtime
+from spaceport import Decoding, Grammar, Runtime
 
 SCHEMA = {
     "type": "object",

@@ -3,7 +3,7 @@
 import asyncio
 import sys
 
-from spaceport.runtime import Decoding, QueueFull, Runtime
+from spaceport import Decoding, QueueFull, Runtime
 
 PROMPTS = ["import json\n", "class Reader:\n", "def parse(text):\n", "for name in names:\n"]
 

@@ -3,7 +3,7 @@
 import math
 import sys
 
-from spaceport.runtime import Runtime
+from spaceport import Runtime
 
 PROMPT = "import os\nimport "
 CONTINUATIONS = ["sys\n", "re\n", "banana\n"]

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from spaceport import Decoding, Runtime
 from spaceport.graphs.contract.signature import Signature
-from spaceport.runtime import Decoding, Runtime
 from spaceport.runtime.bundle import open_bundle
 from spaceport.runtime.engine import Batch, Costs, Engine, Moves, capacity_for
 from spaceport.runtime.text.tokenizer import open_tokenizer

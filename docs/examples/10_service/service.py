@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from spaceport.runtime import AsyncStream, Decoding, QueueFull, Runtime
+from spaceport import AsyncStream, Decoding, QueueFull, Runtime
 
 
 @asynccontextmanager

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from recipes.untrained import train_tokenizer, write_untrained
 from spaceport.training.job import TuningJob
 from spaceport.training.settings import TokenNames, TrainingSettings
-from spaceport.training.tuning import tune
+from spaceport.training.tuning import train
 
 HERE = Path(__file__).parent
 KEPT = ("*.json", "*.jinja", "*.safetensors")  # files of the trained checkpoint that stand next to this one
@@ -109,7 +109,7 @@ def make() -> None:
         untrained, data, tuned = (Path(folder) / name for name in ("untrained", "data.jsonl", "tuned"))
         write_untrained(untrained, tokenizer, **SHAPE)
         data.write_text("".join(json.dumps(sample) + "\n" for sample in samples(tokenizer, sources)), "utf-8")
-        tune(TuningJob(untrained, tuned, (data,), SETTINGS, TokenNames((MASK,), None, None), log_every=100))
+        train(TuningJob(untrained, tuned, (data,), SETTINGS, TokenNames((MASK,), None, None), log_every=100))
         for pattern in KEPT:
             for file in tuned.glob(pattern):
                 shutil.copyfile(file, HERE / file.name)

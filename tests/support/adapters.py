@@ -9,7 +9,7 @@ import torch
 
 from spaceport.training.job import TuningJob
 from spaceport.training.settings import TokenNames, TrainingSettings
-from spaceport.training.tuning import train
+from spaceport.training import tuning
 from support.gguf_files import random_model
 from support.paths import TINY
 
@@ -33,5 +33,5 @@ def train(base: Path, target: Path, adapter_only: bool = True) -> Path:
     data = target.with_suffix(".jsonl")
     data.write_text('{"prompt": "import json", "response": "import os"}\n', "utf-8")
     settings = TrainingSettings("sar", "gated-lora", max_steps=1, rank=2, batch_size=1)
-    train(TuningJob(base, target, (data,), settings, NAMES, adapter_only=adapter_only))
+    tuning.train(TuningJob(base, target, (data,), settings, NAMES, adapter_only=adapter_only))
     return target

@@ -1,6 +1,7 @@
 """Imports: they run one way, between the layers of the package and to the libraries that each may use."""
 
 import ast
+import importlib.util
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -218,3 +219,14 @@ def test_the_tests_import_no_second_copy() -> None:
 
 def test_no_modules_import_each_other() -> None:
     assert cycle(project()) == []
+
+
+def test_the_drawing_of_the_packages_is_that_of_their_imports() -> None:
+    spec = importlib.util.spec_from_file_location("drawn_packages", ROOT / "docs" / "drawing" / "packages.py")
+    assert spec is not None
+    assert spec.loader is not None
+    drawn = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(drawn)
+    assert sorted(drawn.PACKAGES) == sorted(PARTS)
+    page = drawn.PAGE.read_text("utf-8")
+    assert drawn.updated(page) == page, "run python docs/drawing/packages.py"

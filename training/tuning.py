@@ -37,6 +37,7 @@ from spaceport.training.tunable_model import TunableModel, cutoff_for, open_tuna
 from spaceport.training.tuned_checkpoint import write_adapter_only, write_card, write_checkpoint
 
 _Texts = dict[Path, list[Conversation]]  # by data file
+_USUAL = TrainingSettings()
 
 
 def tune(
@@ -50,8 +51,8 @@ def tune(
     bf16: bool = False,
     resume: bool = False,
     overwrite: bool = False,
+    settings: TrainingSettings = _USUAL,
     names: TokenNames = DEFAULT,
-    **settings: Any,
 ) -> TuningOutcome:
     """Train a checkpoint, a Hugging Face folder or GGUF file, to draft for itself, and write it to a new folder.
 
@@ -61,15 +62,15 @@ def tune(
     - `bf16`: Whether to compute in bfloat16; trained weights stay float32.
     - `resume`: Whether to continue from the state that an interrupted training left.
     - `overwrite`: Whether to replace a folder that is there.
+    - `settings`: The objective, the method and all numbers of the training.
     - `names`: Texts of the special tokens.
-    - `settings`: Fields of `TrainingSettings`, such as method="gated-lora", mask_slots=4 or time_budget=600.
     """
     return train(
         TuningJob(
             Path(checkpoint),
             Path(target),
             tuple(map(Path, data)),
-            TrainingSettings(**settings),
+            settings,
             names,
             tuple(map(Path, validation)),
             bf16=bf16,

@@ -1,6 +1,6 @@
 """Spaceport: self-speculative decoding for language models on ONNX Runtime and TensorRT.
 
-    from spaceport import Decoding, Runtime, export, tune
+    from spaceport import Decoding, Runtime, TrainingSettings, export, tune
 
 Also every other name of `spaceport.runtime`; each is imported when it is first used.
 """
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from spaceport.runtime import *  # noqa: F403
     from spaceport.tools.exporting import export as export
+    from spaceport.training.settings import TrainingSettings as TrainingSettings
     from spaceport.training.tuning import tune as tune
 
 # ONNX Runtime reads it when it is imported. Without it, version 1.29 and later store an id of the machine and send names
@@ -23,7 +24,11 @@ logging.getLogger("spaceport").addHandler(logging.NullHandler())  # silent unles
 
 __version__ = "0.1.0"
 
-_PLACES = {"export": "spaceport.tools.exporting", "tune": "spaceport.training.tuning"}
+_PLACES = {
+    "TrainingSettings": "spaceport.training.settings",
+    "export": "spaceport.tools.exporting",
+    "tune": "spaceport.training.tuning",
+}
 
 
 def __getattr__(name: str) -> object:

@@ -101,12 +101,12 @@ def machine_class(machine: Machine, threads: int, others: float | None) -> str:
     return f"{machine.cpu} ({vectors}), {machine.cores} cores, {threads} threads{busy}"
 
 
-def write_result(path: Path, title: str, table: Table, machine: str, versions: str) -> None:
+def write_result(path: Path, title: str, table: Table, machine: str, versions: str, module: str = "benchmarks") -> None:
     """Write a table as a file of docs/results, with what was run, where and when."""
     cells = [["" if cell is None else cell_text(cell) for cell in row] for row in table.rows]
     git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude", "*"]
     data = {"title": title, "columns": list(table.columns), "rows": cells}
-    data |= {"command": shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]]), "machine": machine}
+    data |= {"command": shlex.join(["python", "-m", module, *sys.argv[1:]]), "machine": machine}
     commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     data |= {"versions": versions, "commit": commit, "date": date.today().isoformat()}
     path.write_text(json.dumps(data, indent=2) + "\n", "utf-8")

@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from spaceport.exporter.adapter_folder import AdapterFolder, add_embeddings, add_special_tokens, read_adapter_folder
+from spaceport.exporter.checkpoint_files import ModelFiles, files_of
 from spaceport.exporter.checkpoint_source import CheckpointSource, read_source, reason_of, template_of
 from spaceport.exporter.mechanisms import (
     MECHANISMS,
@@ -148,7 +149,7 @@ class Checkpoint:
     @property
     def folder(self) -> Path:
         """The folder or GGUF file of the model."""
-        return self.source.path
+        return self.source.files.path
 
     @property
     def config(self) -> PreTrainedConfig:
@@ -172,21 +173,25 @@ class Checkpoint:
 
 
 def open_checkpoint(
-    folder: Path, flags: TokenFlags, remote_code: bool = False, adapter: Path | None = None
+    model: Path | ModelFiles, flags: TokenFlags, remote_code: bool = False, adapter: Path | None = None
 ) -> Checkpoint:
     """The checkpoint in a folder with its special token ids, and with what an adapter folder adds, if one is given."""
+    files = files_of(model)
+    folder = files.path
     added = None if adapter is None else _adapter_folder(adapter, folder)
-    owner = adapter or folder
+    owner, owned = adapter or folder, files if adapter is None else ModelFiles(adapter)
     sar, mechanisms = read_sar_config(owner), read_mechanisms(owner)
-    source = read_source(folder, remote_code)
+    source = read_source(files, remote_code)
     vocab_size = int(source.config.get_text_config().vocab_size)
     if added is not None:
         with _naming(folder):
             added.base.check_config(source.config)
         vocab_size = added.vocab_size
     tokenizer = _tokenizer(source, added)
-    if not flags.mask and sar.mask_tokens is None and (pard := config_mask_token(owner, vocab_size)) is not None:
-        sar = replace(sar, mask_tokens=(str(pard),), method=sar.method or PARD)
+    if not flags.mask and sar.mask_tokens is None:
+        pard = config_mask_token(owner / "config.json", owned.json_or_none("config.json"), vocab_size)
+        if pard is not None:
+            sar = replace(sar, mask_tokens=(str(pard),), method=sar.method or PARD)
     fork, child = (
         named if requested is None else requested
         for requested, named in ((flags.fork, sar.fork_token), (flags.child, sar.child_token))
@@ -234,7 +239,7 @@ def _tokenizer(source: CheckpointSource, added: AdapterFolder | None) -> Any:
     tokenizer.backend_tokenizer.no_truncation()  # some tokenizer.json files enable it
     tokenizer.backend_tokenizer.no_padding()
     if added is not None:
-        with _naming(source.path):
+        with _naming(source.files.path):
             add_special_tokens(tokenizer, added)
     return tokenizer
 

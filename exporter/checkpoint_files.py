@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from spaceport.exporter.sar_config import CheckpointError, read_json, read_sar_config, tensor_file
 from spaceport.graphs.contract.json_fields import short
 
+T = TypeVar("T")
 # Upper limits of the sizes in a configuration, by the names that families give them; far above every known model.
 _LIMITS = {
     r"(num|n)_\w*layers?|n_layer|\w+_layers|depth": 4096,
@@ -32,14 +33,59 @@ _EXPECTED = "expected a checkpoint (config.json, *.safetensors, tokenizer)"
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
+class ModelFiles:
+    """The checkpoint folder or GGUF file of a model; what is read of it, is read once."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._read: dict[object, Any] = {}
+
+    @property
+    def is_gguf(self) -> bool:
+        return is_gguf(self.path)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The content of config.json."""
+        return self.json("config.json")
+
+    @property
+    def is_converted(self) -> bool:
+        """Whether it is a published checkpoint that is loaded as one of another family."""
+        return self.config.get("model_type") in CONVERTED_TYPES
+
+    @property
+    def own(self) -> tuple[Path, ...]:
+        """The files beside the weights that its sar_config.json names."""
+        return self.once(own_files)
+
+    def json(self, name: str) -> dict[str, Any]:
+        """The content of a JSON file in the folder."""
+        if name not in self._read:
+            self._read[name] = read_json(self.path / name)
+        content: dict[str, Any] = self._read[name]
+        return content
+
+    def json_or_none(self, name: str) -> dict[str, Any]:
+        """The same; empty without the file."""
+        return self.json(name) if (self.path / name).exists() else {}
+
+    def once(self, read: Callable[[Path], T]) -> T:
+        """What a function reads from the path."""
+        if read not in self._read:
+            self._read[read] = read(self.path)
+        found: T = self._read[read]
+        return found
+
+
+def files_of(model: Path | ModelFiles) -> ModelFiles:
+    """The files of a model that is given by its path, or by its files, some of which may be read already."""
+    return model if isinstance(model, ModelFiles) else ModelFiles(model)
+
+
 def is_gguf(path: Path) -> bool:
     """Whether a path names a GGUF file."""
     return path.suffix.lower() == ".gguf" and not path.is_dir()
-
-
-def is_converted(folder: Path) -> bool:
-    """Whether a folder has a published checkpoint that is loaded as one of another family."""
-    return read_json(folder / "config.json").get("model_type") in CONVERTED_TYPES
 
 
 def own_files(folder: Path) -> tuple[Path, ...]:
@@ -56,30 +102,31 @@ def hub_advice(path: Path) -> str:
     return f"; download a model of the Hugging Face hub first: hf download {path} --local-dir {path.name}"
 
 
-def require_checkpoint(path: Path) -> None:
-    """Raise if a path is no checkpoint: neither a GGUF file nor a folder with configuration, weights and tokenizer."""
-    if is_gguf(path):
+def require_checkpoint(model: Path | ModelFiles) -> ModelFiles:
+    """The files of a checkpoint: a GGUF file, or a folder with configuration, weights and tokenizer; raise if it is none."""
+    files = files_of(model)
+    path = files.path
+    if files.is_gguf:
         if not path.is_file():
             raise CheckpointError(f"{path}: no such file: expected a GGUF file or a checkpoint folder")
-        return
+        return files
     if not path.is_dir():
         got = "is a file" if path.exists() else "no such folder"
         raise CheckpointError(f"{path}: {got}: {_EXPECTED} or a GGUF file{hub_advice(path)}")
     if not (path / "config.json").exists():
         raise CheckpointError(f"{path}: no config.json in it: {_EXPECTED}")
     refuse_special_files(path)
-    content = read_json(path / "config.json")
-    refuse_sizes(path / "config.json", content)
+    refuse_sizes(path / "config.json", files.config)
     if (path / INDEX_FILE).is_file():
         indexed_files(path / INDEX_FILE)  # transformers would open what it names, wherever that is
-    converted = is_converted(path)
-    if not (converted and converted_weights(path)):
-        _require_weights(path)
-    names = (*_TOKENIZERS, TIKTOKEN_FILE) if converted else _TOKENIZERS
+    if not (files.is_converted and converted_weights(path)):
+        _require_weights(files)
+    names = (*_TOKENIZERS, TIKTOKEN_FILE) if files.is_converted else _TOKENIZERS
     if not any((path / name).exists() for name in names):
         raise CheckpointError(
             f"{path}: no tokenizer in it: expected tokenizer.json, or tokenizer.model to convert from"
         )
+    return files
 
 
 def require_adapter_folder(path: Path) -> None:
@@ -151,8 +198,8 @@ def converted_weights(folder: Path) -> tuple[Path, ...]:
     return weights or tuple(sorted(folder.glob("pytorch_model*.bin")))
 
 
-def _require_weights(folder: Path) -> None:
-    own = own_files(folder)
+def _require_weights(files: ModelFiles) -> None:
+    folder, own = files.path, files.own
     if any(file not in own for file in folder.glob("*.safetensors")):
         return
     if any(folder.glob("*.bin")) or any(folder.glob("*.pt")) or any(folder.glob("*.pth")):

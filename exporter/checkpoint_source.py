@@ -29,9 +29,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 
 from spaceport.exporter.checkpoint_files import (
     INDEX_FILE,
+    ModelFiles,
+    files_of,
     indexed_files,
-    is_converted,
-    is_gguf,
     load_with_own_attention,
     refuse_sizes,
     require_checkpoint,
@@ -41,7 +41,7 @@ from spaceport.exporter.converted_tokenizer import published_tokenizer
 from spaceport.exporter.gguf_checkpoint import gguf_config, load_gguf_weights
 from spaceport.exporter.gguf_file import read_gguf
 from spaceport.exporter.gguf_tokenizer import end_tokens, gguf_tokenizer
-from spaceport.exporter.sar_config import CheckpointError, read_json
+from spaceport.exporter.sar_config import CheckpointError
 from spaceport.graphs.contract.signature import Precision
 from spaceport.graphs.decoder import decoder_layers, freeze_rotary
 from spaceport.graphs.streamed_weights import (
@@ -55,6 +55,7 @@ from spaceport.graphs.streamed_weights import (
 )
 
 _SINGLE = "model.safetensors"
+_GENERATION_FILE = "generation_config.json"
 _MOST = 200  # characters of an entry
 _CARD_BYTES = 2**16  # of a model card, whose first lines hold the licence
 
@@ -63,7 +64,7 @@ _CARD_BYTES = 2**16  # of a model card, whose first lines hold the licence
 class CheckpointSource:
     """A model as its folder or file has it, without what drafts add."""
 
-    path: Path
+    files: ModelFiles
     config: PreTrainedConfig
     generation: dict[str, Any]  # generation_config.json
     provenance: dict[str, str]
@@ -100,11 +101,6 @@ def template_of(tokenizer: Any) -> str | None:
     return template if isinstance(template, str) else None
 
 
-def _generation(folder: Path) -> dict[str, Any]:
-    file = folder / "generation_config.json"
-    return read_json(file) if file.exists() else {}
-
-
 def _tokenizer(folder: Path, remote_code: bool) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=remote_code)
@@ -119,9 +115,9 @@ def _tokenizer(folder: Path, remote_code: bool) -> Any:
     return tokenizer
 
 
-def _config(folder: Path, remote_code: bool) -> PreTrainedConfig:
+def _config(files: ModelFiles, remote_code: bool) -> PreTrainedConfig:
+    folder, content = files.path, files.config
     file = folder / "config.json"
-    content = read_json(file)
     kind = content.get("model_type")
     if not (isinstance(kind, str) and kind in CONFIG_MAPPING) and not remote_code:
         own_code = "it has its own code: use --trust-remote-code if you trust it"
@@ -151,28 +147,32 @@ def _with_published_ends(named: Any, published: tuple[int, ...]) -> list[Any]:
     return list(dict.fromkeys([*own, *published]))
 
 
-def model_config(path: Path, remote_code: bool = False) -> PreTrainedConfig:
+def model_config(model: Path | ModelFiles, remote_code: bool = False) -> PreTrainedConfig:
     """The configuration of a GGUF file's or a checkpoint folder's model; the folder may lack weights and tokenizer."""
-    if is_gguf(path):
+    files = files_of(model)
+    path = files.path
+    if files.is_gguf:
         if not path.is_file():
             raise CheckpointError(f"{path}: no such file: expected a GGUF file or a checkpoint folder")
-        return gguf_config(read_gguf(path))
+        return gguf_config(files.once(read_gguf))
     if not path.is_dir():
         raise CheckpointError(f"{path}: no such folder: expected a folder with config.json, or a GGUF file")
     if not (path / "config.json").is_file():
         raise CheckpointError(f"{path}: no config.json in it: copy that of the checkpoint into the folder")
-    refuse_sizes(path / "config.json", read_json(path / "config.json"))
-    return converted_config(path) if is_converted(path) and not remote_code else _config(path, remote_code)
+    refuse_sizes(path / "config.json", files.config)
+    return converted_config(files) if files.is_converted and not remote_code else _config(files, remote_code)
 
 
-def read_source(folder: Path, remote_code: bool) -> CheckpointSource:
+def read_source(model: Path | ModelFiles, remote_code: bool) -> CheckpointSource:
     """The configuration, tokenizer and generation config of a GGUF file or of a checkpoint folder."""
-    if is_gguf(folder):
-        return _gguf_source(folder)
-    require_checkpoint(folder)
-    if is_converted(folder) and not remote_code:
-        return _converted_source(folder)
-    config = _config(folder, remote_code)
+    files = files_of(model)
+    folder = files.path
+    if files.is_gguf:
+        return _gguf_source(files)
+    require_checkpoint(files)
+    if files.is_converted and not remote_code:
+        return _converted_source(files)
+    config = _config(files, remote_code)
 
     def load_weights(dtype: torch.dtype, scratch: Path | None) -> tuple[Any, dict[str, Any]]:
         streamed = None if scratch is None or remote_code else load_streamed(folder, config, dtype, scratch)
@@ -189,29 +189,30 @@ def read_source(folder: Path, remote_code: bool) -> CheckpointSource:
         )
 
     load_tokenizer = partial(_tokenizer, folder, remote_code)
-    return CheckpointSource(folder, config, _generation(folder), provenance_of(folder), load_tokenizer, load_weights)
+    generation = files.json_or_none(_GENERATION_FILE)
+    return CheckpointSource(files, config, generation, provenance_of(folder), load_tokenizer, load_weights)
 
 
-def _gguf_source(file: Path) -> CheckpointSource:
-    gguf = read_gguf(file)
+def _gguf_source(files: ModelFiles) -> CheckpointSource:
+    gguf = files.once(read_gguf)
     config = gguf_config(gguf)
     return CheckpointSource(
-        file,
+        files,
         config,
         {"eos_token_id": end_tokens(gguf)},
-        provenance_of(file, gguf.metadata),
+        provenance_of(files.path, gguf.metadata),
         lambda: gguf_tokenizer(gguf),
         lambda dtype, scratch: load_gguf_weights(gguf, config, dtype),
     )
 
 
-def _converted_source(folder: Path) -> CheckpointSource:
+def _converted_source(files: ModelFiles) -> CheckpointSource:
     """That of a published checkpoint that is loaded as one of another family."""
-    generation, converted = _generation(folder), open_converted(folder)
+    folder, generation, converted = files.path, files.json_or_none(_GENERATION_FILE), open_converted(files)
     published = published_tokenizer(folder, converted.published_type, generation)
     ends = _with_published_ends(generation.get("eos_token_id"), published.end)
     return CheckpointSource(
-        folder,
+        files,
         converted.config,
         {**generation, "eos_token_id": ends},
         provenance_of(folder),
@@ -309,7 +310,7 @@ def _state(files: list[Path], dtype: torch.dtype) -> tuple[dict[str, Tensor], Ma
 
 def _generation_config(folder: Path) -> GenerationConfig:
     """The generation config that transformers reads with the weights."""
-    if (folder / "generation_config.json").is_file():
+    if (folder / _GENERATION_FILE).is_file():
         return GenerationConfig.from_pretrained(folder)
     return GenerationConfig.from_pretrained(folder, config_file_name="config.json", _from_model_config=True)
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from math import prod
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from transformers import PreTrainedModel
 
-from spaceport.exporter.checkpoint_files import is_gguf
+from spaceport.exporter.checkpoint_files import ModelFiles, files_of
 from spaceport.exporter.checkpoint_source import model_config, model_without_values
 from spaceport.exporter.gguf_file import GgufFile, read_gguf
 from spaceport.graphs.contract.faults import InputFault, OptionFault
@@ -28,31 +28,32 @@ MEASURED, LARGEST_DIVERGENCE = range(100_000_000, 600_000_000), 0.02
 _LEAST_EXACT = 0.5  # of the weights of a GGUF file; the others are rounded to 8 bits
 
 
+class ChosenFormat(NamedTuple):
+    """The format of a bundle."""
+
+    format: Format
+    reason: str  # why this one, in one line
+    measurable: bool = False  # whether int4 is measured quickly, which decides better than the size of the model
+
+
 def choose_format(
-    checkpoint: Path, wanted: str | None, machine: Machine, remote_code: bool = False
-) -> tuple[Format, str]:
-    """The format of a checkpoint's bundle, and why this one, in one line; the checkpoint's weights are not read."""
+    model: Path | ModelFiles, wanted: str | None, machine: Machine, remote_code: bool = False
+) -> ChosenFormat:
+    """The format of a checkpoint's bundle; the checkpoint's weights are not read."""
+    files = files_of(model)
     if wanted is not None:
-        chosen = _named(wanted, checkpoint)
-        return chosen, f"format {chosen.name}: {chosen.purpose}"
+        named = _named(wanted, files)
+        return ChosenFormat(named, f"format {named.name}: {named.purpose}")
     if machine == "gpu":
         return _with_reason("float16", "for a GPU; formats with smaller weights are for TensorRT (--format)")
-    model = model_without_values(model_config(checkpoint, remote_code), "float32")
-    if (why := why_not_native(model)) is not None:
+    bare = model_without_values(model_config(files, remote_code), "float32")
+    if (why := why_not_native(bare)) is not None:
         return _with_reason("float32", f"{why}; --format float16 is for GPUs")
-    if is_gguf(checkpoint) and _exact_share(read_gguf(checkpoint)) >= _LEAST_EXACT:
+    if files.is_gguf and _exact_share(files.once(read_gguf)) >= _LEAST_EXACT:
         return _with_reason(
             "stored", "the weights of the GGUF file as they are; --format int4 or int8 rounds them again"
         )
-    return _by_size(sum(weight.numel() for weight in model.parameters()))
-
-
-def may_be_measured(checkpoint: Path, chosen: Format, remote_code: bool = False) -> bool:
-    """Whether a measurement of int4 decides instead of the size of a model, by which this format was chosen."""
-    if chosen.name not in ("int4", "int8"):
-        return False
-    model = model_without_values(model_config(checkpoint, remote_code), "float32")
-    return sum(weight.numel() for weight in model.parameters()) in MEASURED
+    return _by_size(sum(weight.numel() for weight in bare.parameters()))
 
 
 def why_not_native(model: PreTrainedModel) -> str | None:
@@ -64,7 +65,7 @@ def why_not_native(model: PreTrainedModel) -> str | None:
     return None
 
 
-def _by_size(total: int) -> tuple[Format, str]:
+def _by_size(total: int) -> ChosenFormat:
     """The native format for a model with this number of weights, of which none is read."""
     size = f"{total / 1e6:,.1f} million weights"
     if total < _SMALL:
@@ -72,28 +73,30 @@ def _by_size(total: int) -> tuple[Format, str]:
             "float32", f"fewer bits gain nothing in a model of {size}; --format int8 uses them nevertheless"
         )
     if total < _LARGE:
-        return _with_reason("int8", f"a model of {size} loses too much in int4; --format float32 loses nothing")
-    return _with_reason("int4", f"{size}; --format int8 is closer to float32, and slower")
+        chosen = _with_reason("int8", f"a model of {size} loses too much in int4; --format float32 loses nothing")
+    else:
+        chosen = _with_reason("int4", f"{size}; --format int8 is closer to float32, and slower")
+    return chosen._replace(measurable=total in MEASURED)
 
 
-def _named(name: str, checkpoint: Path) -> Format:
+def _named(name: str, files: ModelFiles) -> Format:
     if name not in FORMATS:
         raise OptionFault(f"format is {name!r}: expected {', '.join(FORMATS)}")
     if name != "stored":
         return FORMATS[name]
     other = "expected another format (--format int8)"
-    if not is_gguf(checkpoint):
-        raise OptionFault(f"format is stored, which keeps the weights of a GGUF file: {checkpoint} is none; {other}")
-    if not _exact_share(read_gguf(checkpoint)):
+    if not files.is_gguf:
+        raise OptionFault(f"format is stored, which keeps the weights of a GGUF file: {files.path} is none; {other}")
+    if not _exact_share(files.once(read_gguf)):
         raise OptionFault(
-            f"format is stored: {checkpoint} has no matrix in a type that native operators have ({', '.join(GGUF_BLOCKS)}); "
+            f"format is stored: {files.path} has no matrix in a type that native operators have ({', '.join(GGUF_BLOCKS)}); "
             f"{other}"
         )
     return FORMATS["stored"]
 
 
-def _with_reason(name: str, reason: str) -> tuple[Format, str]:
-    return FORMATS[name], f"format {name}: {reason}"
+def _with_reason(name: str, reason: str) -> ChosenFormat:
+    return ChosenFormat(FORMATS[name], f"format {name}: {reason}")
 
 
 def _exact_share(file: GgufFile) -> float:

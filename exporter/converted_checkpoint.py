@@ -15,10 +15,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from spaceport.exporter.checkpoint_files import INDEX_FILE, converted_weights, indexed_files, load_with_own_attention
+from spaceport.exporter.checkpoint_files import (
+    INDEX_FILE,
+    ModelFiles,
+    converted_weights,
+    indexed_files,
+    load_with_own_attention,
+)
 from spaceport.exporter.converted_families import FAMILIES, Family, Fields
 from spaceport.exporter.mechanisms import read_pickled_tensors, read_tensors
-from spaceport.exporter.sar_config import CheckpointError, read_json
+from spaceport.exporter.sar_config import CheckpointError
 
 Shape = tuple[int, ...]
 
@@ -136,22 +142,19 @@ def _complete(folder: Path, files: tuple[Path, ...]) -> tuple[Path, ...]:
     return tuple(file for file in files if file.name in names)
 
 
-def converted_config(folder: Path) -> PreTrainedConfig:
+def converted_config(files: ModelFiles) -> PreTrainedConfig:
     """The configuration of the converted model of a folder; raise if it cannot be converted exactly."""
-    file = folder / "config.json"
-    content = read_json(file)
-    family = FAMILIES[content["model_type"]]
-    fields = Fields(file, content, family.title)
+    family = FAMILIES[files.config["model_type"]]
+    fields = Fields(files.path / "config.json", files.config, family.title)
     config = family.config(fields)
     if (dtype := fields.dtype()) is not None:
         config.dtype = getattr(torch, dtype)
     return config
 
 
-def open_converted(folder: Path) -> ConvertedCheckpoint:
+def open_converted(files: ModelFiles) -> ConvertedCheckpoint:
     """The published checkpoint in a folder; raise if it cannot be converted exactly, before weights are read."""
-    published_type = read_json(folder / "config.json")["model_type"]
-    checkpoint = ConvertedCheckpoint(folder, published_type, converted_config(folder))
+    checkpoint = ConvertedCheckpoint(files.path, files.config["model_type"], converted_config(files))
     _checked_state(checkpoint)
     return checkpoint
 

@@ -16,7 +16,7 @@ from spaceport.exporter.atomic_folder import check_target, refuse_while_written,
 from spaceport.exporter.bundle_manifest import write_manifest
 from spaceport.exporter.checkpoint import Checkpoint, load_model, open_checkpoint
 from spaceport.exporter.checkpoint import TokenFlags as TokenFlags
-from spaceport.exporter.checkpoint_files import is_converted, is_gguf
+from spaceport.exporter.checkpoint_files import ModelFiles, files_of
 from spaceport.exporter.checkpoint_source import model_without_values
 from spaceport.exporter.gguf_file import read_gguf
 from spaceport.exporter.native_graph import NativeGraph
@@ -111,7 +111,8 @@ def estimate_export(checkpoint: Checkpoint, options: ExportOptions) -> ExportEst
     stored = sum(tensor.numel() for one in checkpoint.mechanisms if not one.refines for tensor in one.state().values())
     stored += sum(size for name, size in sizes.items() if name in quantized)
     floats = sum(size for name, size in sizes.items() if name not in quantized)
-    streamed = not (is_gguf(checkpoint.folder) or is_converted(checkpoint.folder) or checkpoint.remote_code)
+    files = checkpoint.source.files
+    streamed = not (files.is_gguf or files.is_converted or checkpoint.remote_code)
     layers = checkpoint.config.get_text_config().num_hidden_layers
     traced = 0 if options.format.native else layers
     seconds = _SECONDS + _LAYER * traced + _COPIED * (stored + floats) / 1e9
@@ -119,7 +120,7 @@ def estimate_export(checkpoint: Checkpoint, options: ExportOptions) -> ExportEst
     if options.format.native and weights == "int4":
         size += (_TABLE_BYTES - packed["int4"]) * sum(sizes[table] for table in tables)
     if weights == "stored":
-        size = packed_size(read_gguf(checkpoint.folder)) + plain * floats
+        size = packed_size(files.once(read_gguf)) + plain * floats
     temporary = stored if quantized and streamed and not options.format.native else 0
     return ExportEstimate(int(size), temporary, seconds)
 
@@ -134,22 +135,27 @@ class Written(NamedTuple):
 
 
 def export(
-    folder: Path, target: Path, options: ExportOptions, overwrite: bool = False, on_stage: OnStage = lambda name: None
+    model: Path | ModelFiles,
+    target: Path,
+    options: ExportOptions,
+    overwrite: bool = False,
+    on_stage: OnStage = lambda name: None,
 ) -> Manifest:
-    """Write the bundle of the checkpoint in `folder` to `target`; an old bundle stays until the new one is complete."""
+    """Write the bundle of a model to `target`; an old bundle stays until the new one is complete."""
+    files = files_of(model)
     check_opset(options.opset, options.lowering)
     check_lowering(options)
     check_target(target, overwrite)
     refuse_while_written(target)
     on_stage("reading the checkpoint")
-    checkpoint = open_checkpoint(folder, options.tokens, options.remote_code, options.adapter)
+    checkpoint = open_checkpoint(files, options.tokens, options.remote_code, options.adapter)
     if options.phrases is not None:
         checkpoint = checkpoint.with_mechanism(options.phrases)
     try:
         checked(checkpoint.tokenizer.encode())
     except UnsafeTokenizer as error:
         raise CheckpointError(
-            f"{folder}: its tokenizer could make little text into very much: {error}: expected that of a published model"
+            f"{files.path}: its tokenizer could make little text into very much: {error}: expected that of a published model"
         ) from error
     estimate = estimate_export(checkpoint, options)
     on_stage(str(estimate))
@@ -243,7 +249,7 @@ def _write_parts(
     signature = Signature(*sizes, options.format.dtype, "scatter", traits.window, lines, options.format.kv_cache)
     weights: NativeWeights = RoundedWeights(options.format.weights)
     if options.format.weights == "stored":
-        weights = StoredWeights(read_gguf(checkpoint.folder), parts.heads, parts.kv_heads)
+        weights = StoredWeights(checkpoint.source.files.once(read_gguf), parts.heads, parts.kv_heads)
     on_stage(f"writing the graph and its weights as {options.format.name}")
     replaced = None if rows is None else (rows.tokens, rows.rows)
     graph = NativeGraph(folder, parts, signature, weights, replaced, heads)

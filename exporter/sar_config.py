@@ -178,12 +178,8 @@ def other_method(config: Mapping[str, Any], whole: bool) -> OtherMethod | None:
     return None if found is None else OtherMethod(found, "blocks whose mask rows see each other")
 
 
-def config_mask_token(folder: Path, vocab: int) -> int | None:
-    """The mask token in a checkpoint's config.json, if its mask rows are those of PARD: causal, and with shift."""
-    file = folder / "config.json"
-    if not file.exists():  # a GGUF file, or an adapter folder
-        return None
-    config = read_json(file)
+def config_mask_token(file: Path, config: Mapping[str, Any], vocab: int) -> int | None:
+    """The mask token in the content of a config.json, if its mask rows are those of PARD: causal, and with shift."""
     mask = mask_entry(file, config) if other_method(config, whole=True) is None else None
     if mask is not None and mask.token >= vocab:
         raise CheckpointError(

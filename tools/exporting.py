@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from spaceport.exporter.atomic_folder import check_target, refuse_while_written
-from spaceport.exporter.checkpoint_files import BASE_FILE, require_adapter_folder, require_checkpoint
+from spaceport.exporter.checkpoint_files import BASE_FILE, ModelFiles, require_adapter_folder, require_checkpoint
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.graphs.contract.formats import FORMATS, Format
+from spaceport.graphs.contract.formats import FORMATS
 from spaceport.graphs.contract.signature import Lowering
 from spaceport.tools.adopt.given import (
     AdoptionRequest,
@@ -59,15 +59,14 @@ class ExportDrafts:
         inside = adapter_inside(self.checkpoint) if self.adapter is None else published_weights(self.adapter)
         return read_given(self.checkpoint, inside, self.request)
 
-    @property
-    def hint(self) -> str | None:
+    def hint(self, files: ModelFiles) -> str | None:
         """What the export leaves out of CHECKPOINT, and how to use it."""
         if self.adapter is not None or self.published:
             return None
         inside = adapter_inside(self.checkpoint)
         if inside is not None:
             return f"{inside} is not used: add --adapter {inside} to draft with it"
-        return "the checkpoint's heads are not used: add --method medusa" if names_heads(self.checkpoint) else None
+        return "the checkpoint's heads are not used: add --method medusa" if names_heads(files) else None
 
     def adapter_folder(
         self, given: Given | None, bundle: Path, remote_code: bool, on_stage: Callable[[str], None]
@@ -136,58 +135,40 @@ def export(
     )
     check_target(bundle, overwrite)
     refuse_while_written(bundle)
-    require_checkpoint(checkpoint)
+    files = require_checkpoint(checkpoint)
     adopted = drafts.read()
     # torch is imported only once the paths are valid, and before transformers, which warns without it
     from spaceport.exporter.checkpoint_source import quiet_libraries
+    from spaceport.exporter.choose_format import choose_format
     from spaceport.exporter.export import ExportOptions
     from spaceport.exporter.export import export as write_bundle
 
     quiet_libraries()
-    options = ExportOptions(FORMATS["float32"], lowering, attention, opset, remote_code=trust_remote_code)
-    chosen = _choose_format(checkpoint, options, format, machine)
-    options = replace(options, format=chosen.format)
-    for note in filter(None, (chosen.reason, drafts.hint)):
+    for_tensorrt = lowering == "append" or attention == "operator"
+    chosen = choose_format(files, format, machine or ("gpu" if for_tensorrt else "cpu"), trust_remote_code)
+    options = ExportOptions(chosen.format, lowering, attention, opset, remote_code=trust_remote_code)
+    measured = "format int4, or int8 if int4 differs too much from float32"
+    for note in filter(None, (measured if chosen.measurable else chosen.reason, drafts.hint(files))):
         on_stage(note)
     with drafts.adapter_folder(adopted, bundle, trust_remote_code, on_stage) as folder:
         options = replace(options, tokens=drafts.tokens(folder), adapter=folder)
         if phrases:
             on_stage("counting phrases")
-            options = replace(options, phrases=_phrases(checkpoint, options, [Path(file) for file in phrases]))
-        write = _measured_export if chosen.measured else write_bundle
-        return write(checkpoint, bundle, options, overwrite, on_stage)
+            options = replace(options, phrases=_phrases(files, options, [Path(file) for file in phrases]))
+        write = _measured_export if chosen.measurable else write_bundle
+        return write(files, bundle, options, overwrite, on_stage)
 
 
-@dataclass(frozen=True)
-class ChosenFormat:
-    """The format of an export."""
-
-    format: Format
-    reason: str  # why it is this one
-    measured: bool  # whether a measurement decides between int4 and int8
-
-
-def _choose_format(folder: Path, options: ExportOptions, named: str | None, machine: Machine | None) -> ChosenFormat:
-    from spaceport.exporter.choose_format import choose_format, may_be_measured
-
-    for_tensorrt = options.requested_lowering == "append" or options.attention == "operator"
-    machine = machine or ("gpu" if for_tensorrt else "cpu")
-    chosen, reason = choose_format(folder, named, machine, options.remote_code)
-    if named is None and may_be_measured(folder, chosen, options.remote_code):
-        return ChosenFormat(chosen, "format int4, or int8 if int4 differs too much from float32", True)
-    return ChosenFormat(chosen, reason, False)
-
-
-def _phrases(folder: Path, options: ExportOptions, files: Sequence[Path]) -> Phrases:
+def _phrases(files: ModelFiles, options: ExportOptions, answers: Sequence[Path]) -> Phrases:
     from spaceport.exporter.checkpoint import open_checkpoint
     from spaceport.training.phrases import read_phrases_of
 
-    checkpoint = open_checkpoint(folder, options.tokens, options.remote_code, options.adapter)
-    return read_phrases_of(checkpoint, files)
+    checkpoint = open_checkpoint(files, options.tokens, options.remote_code, options.adapter)
+    return read_phrases_of(checkpoint, answers)
 
 
 def _measured_export(
-    checkpoint: Path, bundle: Path, options: ExportOptions, overwrite: bool, on_stage: Callable[[str], None]
+    files: ModelFiles, bundle: Path, options: ExportOptions, overwrite: bool, on_stage: Callable[[str], None]
 ) -> Manifest:
     """Export as int4, and again as int8 if that differs too much from the checkpoint."""
     from spaceport.exporter.choose_format import LARGEST_DIVERGENCE
@@ -196,10 +177,10 @@ def _measured_export(
     from spaceport.verify.quantization import measure_bundle
 
     int4 = replace(options, format=FORMATS["int4"])
-    manifest = export(checkpoint, bundle, int4, overwrite, on_stage)
+    manifest = export(files, bundle, int4, overwrite, on_stage)
     on_stage("measuring int4 on texts of the model")
-    measured = measure_bundle(open_bundle(bundle), checkpoint, options.remote_code, options.adapter)
+    measured = measure_bundle(open_bundle(bundle), files.path, options.remote_code, options.adapter)
     on_stage(f"{measured}, {LARGEST_DIVERGENCE:g} at most")
     if measured.divergence <= LARGEST_DIVERGENCE:
         return manifest
-    return export(checkpoint, bundle, replace(options, format=FORMATS["int8"]), True, on_stage)
+    return export(files, bundle, replace(options, format=FORMATS["int8"]), True, on_stage)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from spaceport.graphs.contract.formats import FORMATS
 from spaceport.runtime.bundle import open_bundle
 from spaceport.tools.cli import USAGE, run
 from spaceport.tools.cli.export import command
-from spaceport.tools.exporting import _choose_format
 from support.families import TINY as WIDTHS
 from support.families import family_of
 from support.gguf_files import random_model, stored_tensors, write_gguf
@@ -53,7 +51,7 @@ def configuration(folder: Path, size: str) -> Path:
 def test_the_default_depends_on_the_size_of_the_model_and_the_machine(
     size: str, machine: Machine, name: str, reason: str, tmp_path: Path
 ) -> None:
-    chosen, why = choose_format(configuration(tmp_path / "llama", size), None, machine)
+    chosen, why, _ = choose_format(configuration(tmp_path / "llama", size), None, machine)
     assert chosen == FORMATS[name]
     assert re.match(f"format {name}: {reason}", why)
     assert "\n" not in why
@@ -61,7 +59,7 @@ def test_the_default_depends_on_the_size_of_the_model_and_the_machine(
 
 def test_a_model_without_native_operators_stays_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chooser, "why_not_native", lambda model: "its layers have no norms")
-    chosen, why = choose_format(configuration(tmp_path / "llama", "430 million"), None, "cpu")
+    chosen, why, _ = choose_format(configuration(tmp_path / "llama", "430 million"), None, "cpu")
     assert (chosen.name, why) == ("float32", "format float32: its layers have no norms; --format float16 is for GPUs")
 
 
@@ -87,7 +85,7 @@ def test_a_gguf_file_keeps_its_weights_if_native_operators_have_their_types(tmp_
         ("--for gpu --lowering append", ("float16", "append"), "format float16: for a GPU"),
         ("--lowering append", ("float16", "append"), "format float16: for a GPU"),
         ("--attention operator", ("float16", "scatter"), "format float16: for a GPU"),
-        ("--for cpu", ("int8", "scatter"), "format int4, or int8 if "),
+        ("--for cpu", ("int8", "scatter"), "format int8: a model of "),
         ("--format float32", ("float32", "scatter"), "format float32: references"),
         ("--format int4", ("int4", "scatter"), "format int4: CPUs"),
         ("--format float16-int4", ("float16-int4", "append"), "format float16-int4: GPUs with TensorRT"),
@@ -104,11 +102,12 @@ def test_a_named_format_wins_and_the_reason_for_each_is_one_line(
         assert reason in capsys.readouterr().err
         return
     given = command.make_context("export", arguments).params
-    asked = ExportOptions(FORMATS["float32"], given["lowering"], given["attention"])
-    chosen = _choose_format(folder, asked, given["format"], given["machine"])
-    assert (chosen.format.name, replace(asked, format=chosen.format).lowering) == formats
+    for_tensorrt = given["lowering"] == "append" or given["attention"] == "operator"
+    machine: Machine = given["machine"] or ("gpu" if for_tensorrt else "cpu")
+    chosen = choose_format(folder, given["format"], machine)
+    assert (chosen.format.name, ExportOptions(chosen.format, given["lowering"]).lowering) == formats
     assert chosen.reason.startswith(reason)
-    assert chosen.measured == chosen.reason.startswith("format int4, or")
+    assert chosen.measurable == (options == "--for cpu")
     assert "\n" not in chosen.reason
 
 

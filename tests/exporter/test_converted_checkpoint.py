@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from spaceport.exporter.checkpoint import Checkpoint, TokenFlags, load_model, open_checkpoint
-from spaceport.exporter.checkpoint_files import is_converted
+from spaceport.exporter.checkpoint_files import ModelFiles
 from spaceport.exporter.checkpoint_source import quiet_libraries
 from spaceport.exporter.converted_checkpoint import read_state
 from spaceport.exporter.export import ExportOptions
@@ -181,7 +181,7 @@ def test_a_tuned_checkpoint_keeps_tokens_template_and_ends(family: str, loaded: 
     )
     before, after = opened(folder), opened(tmp_path / "tuned")
     assert (after.config.model_type, after.config.dtype) == (loaded, before.config.dtype)
-    assert not is_converted(tmp_path / "tuned")
+    assert not ModelFiles(tmp_path / "tuned").is_converted
     assert after.config.dtype in (torch.float16, torch.bfloat16)
     assert (after.tokens.end, after.template) == (before.tokens.end, before.template)
     texts = varied_texts(300, ("<|im_start|>", "<|im_end|>", "<|user|>", "<eoh>", "</s>"))

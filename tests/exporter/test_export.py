@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
+import spaceport
 from spaceport.exporter.atomic_folder import TargetError
 from spaceport.exporter.checkpoint import CheckpointError, TokenFlags, open_checkpoint
 from spaceport.exporter.checkpoint_source import provenance_of
@@ -261,3 +263,16 @@ def test_the_origin_of_a_checkpoint_is_what_its_path_and_metadata_say(tmp_path: 
 def test_a_model_card_says_the_licence(tmp_path: Path, card: str, licence: str | None) -> None:
     (tmp_path / "README.md").write_text(card)
     assert provenance_of(tmp_path).get("licence") == licence
+
+
+def test_an_export_reads_each_json_file_of_a_checkpoint_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = Counter[str]()
+    own = Path.read_text
+
+    def counted(path: Path, *arguments: Any, **options: Any) -> str:
+        read[path.name] += path.parent == TINY
+        return own(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "read_text", counted)
+    spaceport.export(TINY, tmp_path / "bundle", format="float32")
+    assert read["config.json"] == read["generation_config.json"] == 1

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from spaceport.exporter.checkpoint_files import is_gguf
+from spaceport.exporter.checkpoint_files import ModelFiles, is_gguf
 from spaceport.exporter.sar_config import CheckpointError, MaskEntry, mask_entry, read_json
 from spaceport.graphs.contract.faults import OptionFault
 
@@ -90,10 +90,9 @@ def adapter_inside(checkpoint: Path) -> Path | None:
     return inside if (inside / PEFT_FILE).exists() else None
 
 
-def names_heads(checkpoint: Path) -> bool:
+def names_heads(files: ModelFiles) -> bool:
     """Whether the config.json of a checkpoint names heads of Medusa among its weights."""
-    file = checkpoint / "config.json"
-    return file.is_file() and bool(read_json(file).get("medusa_num_heads"))
+    return not files.is_gguf and bool(files.config.get("medusa_num_heads"))
 
 
 def refuse_noise_seed(request: AdoptionRequest) -> None:

@@ -102,7 +102,7 @@ class CachedBundle:
         quiet_libraries()
         options = self.options
         if options is None:
-            chosen, reason = choose_format(self.checkpoint, None, "cpu")
+            chosen, reason, _ = choose_format(self.checkpoint, None, "cpu")
             on_stage(reason)
             options = ExportOptions(chosen)
         with temporary_folder(self.path) as folder:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from spaceport.graphs.contract.json_fields import JsonField
@@ -34,8 +34,11 @@ class Phrases(Mechanism):
 
     def state(self) -> Mapping[str, Tensor]:
         contexts, tokens, chances = self.table
-        values = (contexts.view(np.int64), tokens.astype(np.int32), chances)
-        return {name: torch.from_numpy(array.copy()) for name, array in zip(_TYPES, values, strict=True)}
+        return {
+            "contexts": torch.from_numpy(contexts.view(np.int64)),
+            "tokens": torch.from_numpy(tokens.astype(np.int32)),
+            "chances": torch.from_numpy(chances),
+        }
 
     @classmethod
     def read(cls, entry: JsonField, tensors: Mapping[str, Tensor]) -> Phrases:
@@ -49,7 +52,8 @@ class Phrases(Mechanism):
 
     def apply(self, model: PreTrainedModel, mask_ids: Sequence[int] = ()) -> None:
         """Verify that the tokens are those of a model; its graph does not change."""
-        check_phrases(self.table, model.get_input_embeddings().weight.shape[0])
+        embedding = cast(nn.Embedding, model.get_input_embeddings())
+        check_phrases(self.table, embedding.weight.shape[0])
 
     def write_files(self, bundle: Path, model: PreTrainedModel, vocab_size: int) -> None:
         with (bundle / PHRASES_FILE).open("wb") as file:

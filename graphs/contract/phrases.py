@@ -34,7 +34,8 @@ def extended(context: int, token: int) -> int:
 
 def extended_all(contexts: NDArray[np.uint64], tokens: NDArray[np.int64]) -> NDArray[np.uint64]:
     """The same for many contexts."""
-    return contexts * np.uint64(_FACTOR) + tokens.astype(np.uint64) + np.uint64(1)
+    longer: NDArray[np.uint64] = contexts * np.uint64(_FACTOR) + tokens.astype(np.uint64) + np.uint64(1)
+    return longer
 
 
 def numbers_of(tokens: Iterable[int]) -> list[int]:

@@ -259,7 +259,8 @@ class PhraseProposal:
 
     @cached_property
     def _chain(self) -> list[tuple[float, int]]:
-        tokens, chain = list(self._tokens), []
+        chain: list[tuple[float, int]] = []
+        tokens = list(self._tokens)
         while len(chain) < self.depths and (found := self._phrases.following(tokens)):
             chain.append(found)
             tokens.append(found[1])

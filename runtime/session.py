@@ -64,7 +64,7 @@ class Runtime:
         self.notes = (*notes, *engine.notes, *_without_drafts(self.exactness, engine.device))
         self.tokenizer = open_tokenizer(bundle)
         self.costs = costs or relative_costs(engine.costs.row)
-        planner = DraftPlanner(self.costs, bundle.manifest.drafts.acceptance, repeatable=self.costs.relative)
+        planner = DraftPlanner(self.costs, bundle.manifest.drafts.acceptance)
         table = read_phrase_table(bundle)
         self._admission = Admission(
             bundle,
@@ -274,18 +274,6 @@ class Runtime:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def another_runtime(runtime: Runtime, queue_limit: int | None = None) -> Runtime:
-    """A runtime on the engine of another one, which drafts as that one does but learns for itself."""
-    return Runtime(
-        runtime.bundle,
-        runtime.engine,
-        runtime.max_seq_len,
-        queue_limit=queue_limit,
-        costs=runtime.costs,
-        exactness=runtime.exactness,
-    )
 
 
 def _without_drafts(exactness: Exactness, device: str) -> tuple[str, ...]:

@@ -18,7 +18,6 @@ Group = Literal["causal", "block"]
 GROUPS: tuple[Group, ...] = get_args(Group)
 
 Predictor = Literal["mask", "head"]
-PREDICTORS: tuple[Predictor, ...] = get_args(Predictor)
 PREDICTOR_NAMES: dict[Predictor, str] = {"mask": "mask slot", "head": "head"}  # as users read them
 
 MAX_MASK_SLOTS = 64
@@ -130,11 +129,6 @@ def lookup_kind(equal: int, copied: int) -> int:
     if copied >= _COPIED[0]:
         return len(_MATCHES) + (copied >= _COPIED[1])
     return max(0, min(equal, _MATCHES[-1]) - _MATCHES[0])
-
-
-def is_copying(copied: int) -> bool:
-    """Whether text is being copied, by the number of accepted lookup tokens in a row."""
-    return copied >= _COPIED[0]
 
 
 def with_acceptance(known: Iterable[DraftAcceptance], measured: DraftAcceptance) -> tuple[DraftAcceptance, ...]:

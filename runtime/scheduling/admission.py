@@ -131,7 +131,6 @@ class Admission:
         max_total = self._max_total(ids, decoding.max_total_tokens)
         selector = self._selector(decoding, sampling, fork, len(ids), deadline)
         request.output = output = self._output(decoding, sampling)
-        kind = (round(min(sampling.temperature, 2.0), 1), decoding.grammar is not None)
         return SequenceGroup(
             prompt=ids,
             capacity=self.engine.capacity,
@@ -141,7 +140,7 @@ class Admission:
             max_length=max_length,
             max_total=max_total,
             draft_config=draft_config,
-            drafter=drafter_for(draft_config, self.planner, kind, sampling.temperature),
+            drafter=drafter_for(draft_config, self.planner, sampling.temperature),
             max_rows=self.engine.rows,
             max_threads=decoding.threads(self.exactness.allows_drafts),
             end=frozenset() if decoding.ignore_eos else frozenset(manifest.tokens.end),

@@ -16,7 +16,7 @@ from spaceport.graphs.contract.manifest import Manifest
 from spaceport.runtime.bundle import read_manifest
 from spaceport.runtime.decode.sequence_group import Statistics
 from spaceport.runtime.decode.sources import named_source
-from spaceport.runtime.session import Runtime, another_runtime
+from spaceport.runtime.session import Runtime
 from spaceport.tools.bench.decode_measuring import (
     DEFAULT,
     PLAIN,
@@ -27,7 +27,6 @@ from spaceport.tools.bench.decode_measuring import (
     OutputDifference,
     duration,
     measure_modes,
-    mode_runtimes,
     modes_for,
 )
 from spaceport.tools.bench.machine import Machine, this_machine
@@ -392,16 +391,9 @@ def benchmark_decode(
         for note in base.notes:
             on_progress(note)
         texts, prompts = _texts_and_prompts(base, read, file, options)
-        queue = options.requests * len(prompts)
         on_progress(expected_work(base, len(modes), prompts, options))
-
-        def open_runtime() -> Runtime:
-            if texts is None:
-                return another_runtime(base, queue)
-            return replay_runtime(base, texts, options.replay or (), queue)
-
-        with mode_runtimes(modes, open_runtime) as runtimes:
-            measured = measure_modes(modes, runtimes, prompts, options, on_progress)
+        with base if texts is None else replay_runtime(base, texts, options.replay or ()) as runtime:
+            measured = measure_modes(modes, runtime, prompts, options, on_progress)
     return DecodeResults(
         bundle.absolute().name,
         engine,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from time import perf_counter
 from typing import Any, TypeVar
@@ -130,19 +129,6 @@ def _chain(slots: int, max_tokens: int, manifest: Manifest) -> DecodeMode:
     return DecodeMode(f"fixed {slots}", decoding, PLAIN)
 
 
-@contextmanager
-def mode_runtimes(modes: Sequence[DecodeMode], open_runtime: Callable[[], Runtime]) -> Iterator[dict[str, Runtime]]:
-    """A runtime for each mode by name; none shares what it learns about acceptance."""
-    found: dict[str, Runtime] = {}
-    try:
-        for mode in modes:
-            found[mode.name] = open_runtime()
-        yield found
-    finally:
-        for runtime in found.values():
-            runtime.close()
-
-
 @dataclass(frozen=True)
 class MeasuredCompletion:
     """The statistics and tokens of one completion."""
@@ -217,7 +203,7 @@ class DecodeMeasurements:
 
 def measure_modes(
     modes: Sequence[DecodeMode],
-    runtimes: Mapping[str, Runtime],
+    runtime: Runtime,
     prompts: Sequence[TokenizedPrompt],
     options: DecodeOptions,
     on_progress: Callable[[str], None],
@@ -239,7 +225,7 @@ def measure_modes(
                 by_mode = {}
                 for mode in rotated(modes, rotation):
                     started = perf_counter()
-                    by_mode[mode.name] = _batch(runtimes[mode.name], mode, temperature, number, prompts, batch, options)
+                    by_mode[mode.name] = _batch(runtime, mode, temperature, number, prompts, batch, options)
                     measured.seconds[mode.name, temperature, number] += perf_counter() - started
                 _record(measured, modes, by_mode, prompts)
     return measured

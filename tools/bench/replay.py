@@ -171,7 +171,7 @@ class ReplayEngine(Engine):
         return logits
 
 
-def replay_runtime(base: Runtime, texts: SyntheticTexts, acceptance: Sequence[float], queue_limit: int) -> Runtime:
+def replay_runtime(base: Runtime, texts: SyntheticTexts, acceptance: Sequence[float]) -> Runtime:
     """A runtime that generates the synthetic texts on the engine of another runtime."""
     engine, manifest = base.engine, base.bundle.manifest
     size = engine.signature.vocab_size
@@ -181,7 +181,6 @@ def replay_runtime(base: Runtime, texts: SyntheticTexts, acceptance: Sequence[fl
         without_end_tokens(base.bundle),
         ReplayEngine(engine, replay),
         base.max_seq_len,
-        queue_limit=queue_limit,
         costs=base.costs,
         exactness=base.exactness,
     )

@@ -23,7 +23,7 @@ from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import Batch, Engine, EngineOptions, capacity_for, seq_len
 from spaceport.runtime.session import Runtime
 from spaceport.tools.bench.decode import mode_summaries
-from spaceport.tools.bench.decode_measuring import DecodeOptions, measure_modes, mode_runtimes, modes_for
+from spaceport.tools.bench.decode_measuring import DecodeOptions, measure_modes, modes_for
 from spaceport.tools.bench.replay import replay_runtime, synthetic_texts
 from spaceport.tools.bench.report import Report, Table
 
@@ -210,15 +210,15 @@ def step_costs(engine: Engine, options: StepOptions, budget: Budget) -> list[Ste
 def replay_costs(base: Runtime, options: StepOptions, acceptance: tuple[float, ...]) -> list[ReplayCost]:
     """Plain decoding, drafts as the runtime plans them, and chains of all mask slots, on the engine of a runtime.
 
-    The runtime cannot be used afterwards: closing those of the modes closes its engine.
+    The runtime cannot be used afterwards: closing that of the replay closes its engine.
     """
     manifest = base.bundle.manifest
     slots = (manifest.drafts.max_tokens,) if manifest.drafts.max_tokens else ()
     asked = DecodeOptions(_COMPLETION, _REPLAY_PROMPTS, rounds=2, replay=acceptance, context=options.context)
     texts, prompts = synthetic_texts(base, asked, ())
     modes = modes_for(manifest, asked.max_tokens, ("masks",) if slots else (), slots)
-    with mode_runtimes(modes, lambda: replay_runtime(base, texts, acceptance, len(prompts))) as runtimes:
-        measured = measure_modes(modes, runtimes, prompts, asked, lambda line: None)
+    with replay_runtime(base, texts, acceptance) as runtime:
+        measured = measure_modes(modes, runtime, prompts, asked, lambda line: None)
     summaries = mode_summaries(measured, modes, prompts, asked)
     plain = summaries[0].tokens_per_second
     return [

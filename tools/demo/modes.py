@@ -9,7 +9,7 @@ from time import perf_counter
 from spaceport.runtime.comparison import thread_tokens_of, token_differences
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.scheduling.request import Completion
-from spaceport.runtime.session import Runtime, another_runtime
+from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.prompt import Prompt
 
 
@@ -57,25 +57,19 @@ def timed(
     rounds: int,
     clock: Callable[[], float] = perf_counter,
 ) -> Iterator[TimedModes]:
-    """For each prompt, the runs of the modes that change anything.
-
-    A mode has a new runtime in each round, so that what it learned about acceptance rates is the same in each. They
-    are never closed, since that would close the engine.
-    """
+    """For each prompt, the runs of the modes that change anything."""
     masks, fork = runtime.bundle.manifest.drafts.max_tokens, runtime.bundle.manifest.tokens.fork
     possible = [mode for mode in MODES if (masks or not mode.drafts) and (fork is not None or not mode.forks)]
-    runtimes = [{mode: another_runtime(runtime) for mode in possible} for _ in range(rounds)]
-    for by_mode in runtimes:
-        for mode, warmed in by_mode.items():
-            warmed.generate(prompts[0], mode.decoding(max_tokens))  # the first request takes longer
+    for mode in possible:
+        runtime.generate(prompts[0], mode.decoding(max_tokens))  # the first request takes longer
     for prompt in prompts:
         forks = fork is not None and len(runtime.generate(prompt, MODES[-1].decoding(max_tokens)).threads) > 1
         modes = [mode for mode in possible if forks or not mode.forks]
         runs: dict[DecodingMode, list[TimedRun]] = {mode: [] for mode in modes}
-        for by_mode in runtimes:
+        for _ in range(rounds):
             for mode in modes:
                 started = clock()
-                completion = by_mode[mode].generate(prompt, mode.decoding(max_tokens))
+                completion = runtime.generate(prompt, mode.decoding(max_tokens))
                 runs[mode].append(TimedRun(completion, clock() - started))
             modes = [*modes[1:], modes[0]]  # no mode is always the first
         yield runs

@@ -24,7 +24,7 @@ from spaceport.runtime.decode.draft import (
     tree,
 )
 from spaceport.runtime.decode.plan import lay_out
-from spaceport.runtime.decode.sources import Acceptance, Predictions
+from spaceport.runtime.decode.sources import Predictions
 
 WIDE = 99  # more tokens, or rows, than anything needs
 PLAN = DraftConfig(siblings=2)
@@ -122,12 +122,9 @@ class Line:
         return ((min(MOST_LIKELY, self.probability), self.tokens[depth]),)
 
 
-def predicted(*candidates: Candidates, trust: float = 1.0) -> Predictions:
-    """What mask slots propose; `trust` is the share of right ones in what they promised."""
-    acceptance = Acceptance(5)
-    promised, accepted = acceptance.promises("mask", 5)
-    accepted[:] = [trust * rate for rate in promised]
-    return Predictions("mask", candidates, 0, acceptance)
+def predicted(*candidates: Candidates) -> Predictions:
+    """What mask slots propose."""
+    return Predictions("mask", candidates, 0)
 
 
 def candidate(**probability_of: float) -> Candidates:
@@ -185,13 +182,6 @@ def test_a_row_that_promises_too_little_or_has_too_many_siblings_is_not_fed(
 ) -> None:
     draft = tree((CANDIDATES,), DraftConfig(siblings=siblings), WIDE, WIDE, outlook(row=row))
     assert paths(draft) == BEST_FIRST[:count]
-
-
-def test_mask_slots_that_are_too_sure_of_themselves_are_trusted_less() -> None:
-    """Their probability is 0.8, their acceptance 0.4: all probabilities are halved, and again at the second position."""
-    draft = tree((predicted(*CANDIDATES._candidates, trust=0.5),), PLAN, WIDE, WIDE, outlook())
-    assert paths(draft) == [(10,), (11,)]
-    assert chances(draft) == pytest.approx((0.3, 0.14))
 
 
 SHIFTED = [
@@ -311,7 +301,7 @@ def test_a_tree_is_one_whatever_it_grows_from(data: st.DataObject) -> None:
         Line(data.draw(st.lists(st.integers(0, 5), max_size=5)), data.draw(st.floats(0, 1)), name)
         for name in data.draw(st.sampled_from(((), ("lookup",), ("lookup", "phrase"))))
     ]
-    proposals: list[Proposal] = [predicted(*candidates, trust=data.draw(st.floats(0.1, 1))), *lines]
+    proposals: list[Proposal] = [predicted(*candidates), *lines]
     limits = DraftConfig(data.draw(st.integers(0, 5)), siblings=data.draw(st.integers(1, 3)))
     remaining, rows = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 50))
     found = data.draw(OUTLOOKS)

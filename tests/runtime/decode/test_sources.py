@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spaceport.graphs.contract.draft_methods import DraftAcceptance, is_copying
+from spaceport.graphs.contract.draft_methods import DraftAcceptance
 from spaceport.runtime.decode.draft import Candidates, DraftConfig
 from spaceport.runtime.decode.planner import DraftPlanner, Sharing, drafter_for
 from spaceport.runtime.decode.sequence import TokenSequence, root_sequence
-from spaceport.runtime.decode.sources import SOURCES, Acceptance, Continuation, Lookup, Predictions
+from spaceport.runtime.decode.sources import SOURCES, Acceptance, Continuation, Lookup, MaskPredictions, Predictions
 from spaceport.runtime.decoding import Decoding
 from support.hash_engine import FREE_STEPS, Language
 from support.hash_runtime import hash_runtime
@@ -34,7 +34,7 @@ class Phrase:
         ends = [end for end in range(self._known, len(phrase)) if phrase[end - self._known : end] == known]
         rest = phrase[ends[0] : ends[0] + 4] if ends else []
         candidates = [Candidates((token,), (0.9,)) for token in rest]
-        return Predictions("phrase", candidates, thread.tokens[-1], acceptance)
+        return Predictions("phrase", candidates, thread.tokens[-1])
 
 
 def phrase() -> list[int]:
@@ -65,7 +65,7 @@ def test_a_source_from_outside_is_drafted_and_counted_and_changes_no_text(
     assert counts.steps < before.statistics.steps
 
 
-def test_a_source_that_is_always_wrong_is_trusted_less_and_costs_little(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_source_that_is_always_wrong_changes_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = [token for token in range(10) for _ in range(4)]
     monkeypatch.setitem(SOURCES, "phrase", lambda config: Phrase(wrong, known=1))
     with hash_runtime(LANGUAGE) as runtime:
@@ -91,7 +91,7 @@ def test_a_source_may_propose_more_tokens_than_any_draft_has(monkeypatch: pytest
         Phrase,
         "propose",
         lambda self, thread, acceptance: Predictions(
-            "phrase", [Candidates((token,), (0.9,)) for token in phrase], thread.tokens[-1], acceptance
+            "phrase", [Candidates((token,), (0.9,)) for token in phrase], thread.tokens[-1]
         ),
     )
     monkeypatch.setitem(SOURCES, "phrase", lambda config: Phrase(phrase))
@@ -100,13 +100,13 @@ def test_a_source_may_propose_more_tokens_than_any_draft_has(monkeypatch: pytest
     assert found.tokens == tuple(LANGUAGE.write(PROMPT, 20))
 
 
-FIRST = Acceptance(3).reach(copying=False)
+FIRST = Acceptance(3).masks
 NOTHING = Candidates((), ())
 
 
-def candidates_of(*tokens: int, probability: float = 0.5) -> tuple[Candidates, ...]:
+def candidates_of(*tokens: int) -> tuple[Candidates, ...]:
     """What mask slots predict, one token each."""
-    return tuple(Candidates((token,), (probability,)) for token in tokens)
+    return tuple(Candidates((token,), (0.5,)) for token in tokens)
 
 
 def copied_by(acceptance: Acceptance, tokens: Sequence[int], equal: int, copied: int) -> Continuation:
@@ -116,22 +116,6 @@ def copied_by(acceptance: Acceptance, tokens: Sequence[int], equal: int, copied:
     return Continuation(tokens, equal, lookup, 99, acceptance)
 
 
-def learn(
-    acceptance: Acceptance,
-    lookup_tokens: Sequence[int],
-    equal: int,
-    copied: int,
-    candidates: Sequence[Candidates],
-    written: Sequence[int],
-) -> int:
-    """Learn from the tokens of a step; returns the number of right tokens of prompt lookup."""
-    weight = acceptance.count_step()
-    looked_up = copied_by(acceptance, lookup_tokens, equal, copied).learn(written, weight)
-    predicted = Predictions("mask", candidates, 0, acceptance).learn(written, weight)
-    acceptance.learn_masks(predicted - looked_up, len(candidates), len(written), is_copying(copied), weight)
-    return looked_up
-
-
 def rates_of(acceptance: Acceptance, equal: int, copied: int, count: int) -> list[float]:
     """The probability of each token of a continuation."""
     proposal = copied_by(acceptance, range(count), equal, copied)
@@ -139,75 +123,46 @@ def rates_of(acceptance: Acceptance, equal: int, copied: int, count: int) -> lis
     return [proposal.behind(depth, (0,))[0][0] for depth in range(count)]
 
 
-def learned(
-    candidates: tuple[Candidates, ...], written: tuple[int, ...], lookup_tokens: int = 0, times: int = 300
-) -> Acceptance:
-    """What is known after mask slots had the same fate over and over; prompt lookup predicted the first tokens too."""
-    acceptance = Acceptance(3)
+def learn(acceptance: Acceptance, candidates: Sequence[Candidates], written: Sequence[int], times: int = 300) -> None:
+    """Learn that mask slots had the same fate over and over."""
     for _ in range(times):
-        learn(acceptance, written[:lookup_tokens], 2, 0, candidates, written)
-    return acceptance
+        MaskPredictions(candidates, 0, acceptance).learn(written, acceptance.count_step())
 
 
 @pytest.mark.parametrize(
-    ("candidates", "written", "lookup_tokens", "reach"),
+    ("candidates", "written", "rates"),
     [
-        (candidates_of(7, 8, 9), (7, 8, 9, 1), 0, [1, 1, 1]),
-        (candidates_of(7, 8, 9), (7, 8, 1), 0, [1, 1, 0]),
-        (candidates_of(7, 8, 9), (7, 1), 0, [1, 0, 0]),  # a wrong one makes those behind it wrong as well
-        (candidates_of(7, 8, 9), (1,), 0, [0, 0, 0]),
-        (candidates_of(7, 8, 9), (7, 8, 9, 1), 1, [1, 1, 0]),  # prompt lookup had the first one as well
-        (candidates_of(7, 8, 9), (7, 8, 9, 1), 3, [0, 0, 0]),
+        (candidates_of(7, 8, 9), (7, 8, 9, 1), [1, 1, 1]),
+        (candidates_of(7, 8, 9), (7, 8, 1), [1, 1, 0]),
+        (candidates_of(7, 8, 9), (7, 1), [1, 0, 0]),  # a wrong one makes those behind it wrong as well
+        (candidates_of(7, 8, 9), (1,), [0, 0, 0]),
         # of the token that a plain step does not show nothing is known
-        (candidates_of(7, 8), (7,), 0, [1, *FIRST[1:]]),
+        (candidates_of(7, 8), (7,), [1, *FIRST[1:]]),
         # a mask slot that predicts nothing ends the prediction
-        ((*candidates_of(7), NOTHING, *candidates_of(8)), (7, 8, 1), 0, [1, 0, 0]),
-        ((NOTHING, *candidates_of(8, 9)), (8, 1), 0, [0, 0, 0]),
+        ((*candidates_of(7), NOTHING, *candidates_of(8)), (7, 8, 1), [1, 0, 0]),
+        ((NOTHING, *candidates_of(8, 9)), (8, 1), [0, 0, 0]),
+        (candidates_of(7), (1,), [0, 0, 0]),  # no depth is rated better than those before it
     ],
 )
-def test_the_reach_is_how_many_tokens_mask_slots_add(
-    candidates: tuple[Candidates, ...], written: tuple[int, ...], lookup_tokens: int, reach: list[float]
+def test_a_rate_is_how_often_mask_slots_predict_that_many_tokens(
+    candidates: tuple[Candidates, ...], written: tuple[int, ...], rates: list[float]
 ) -> None:
-    acceptance = learned(candidates, written, lookup_tokens)
-    assert acceptance.reach(copying=False) == pytest.approx(reach, abs=1e-3)
-    if lookup_tokens == 0:
-        assert acceptance.lookup == Acceptance(3).lookup  # a step without lookup says nothing about it
-
-
-def test_no_depth_is_rated_better_than_those_before_it() -> None:
     acceptance = Acceptance(3)
-    acceptance.masks[0][:] = [0.4, 0.9, 0.2]
-    assert acceptance.reach(copying=False) == [0.4, 0.4, 0.2]
-
-
-def test_texts_that_are_copied_have_rates_of_their_own() -> None:
-    assert [is_copying(copied) for copied in (0, 3, 4, 40)] == [False, False, True, True]
-    acceptance = Acceptance(2)
-    for _ in range(300):
-        learn(acceptance, (), 2, 9, candidates_of(7, 8), (1,))
-    assert acceptance.reach(copying=True) == pytest.approx([0, 0], abs=1e-3)
-    assert acceptance.reach(copying=False) == FIRST[:2]
+    learn(acceptance, candidates, written)
+    assert acceptance.masks == pytest.approx(rates, abs=1e-3)
+    assert acceptance.lookup == Acceptance(3).lookup  # a step without lookup says nothing about it
 
 
 def test_depths_without_predictions_slowly_get_their_first_rate_back() -> None:
-    acceptance = learned(candidates_of(7, 8, 9), (1,))
-    for _ in range(100):
-        learn(acceptance, (), 0, 0, (), (1,))
-    assert 0.15 < acceptance.reach(copying=False)[0] < 0.25  # of 0.7
-    for _ in range(5000):
-        learn(acceptance, (), 0, 0, (), (1,))
-    assert acceptance.reach(copying=False) == pytest.approx(FIRST, abs=1e-3)
-
-
-def test_a_bundle_brings_rates_that_are_retried_at_its_own_level() -> None:
-    measured = DraftAcceptance((0.5, 0.2), (0.1, 0.2, 0.3, 0.4, 0.5))
-    acceptance = Acceptance(3, measured)
-    assert acceptance.reach(copying=False) == acceptance.reach(copying=True) == [0.5, 0.2, 0.2]
+    """Of the bundle, whose last rate holds for all further mask slots."""
+    acceptance = Acceptance(3, DraftAcceptance((0.5, 0.2), (0.1, 0.2, 0.3, 0.4, 0.5)))
+    assert acceptance.masks == [0.5, 0.2, 0.2]
     assert rates_of(acceptance, 2, 0, 3) == [0.1, 0.2, 0.3]
-    for candidates, times in ((candidates_of(7, 8, 9), 300), ((), 5000)):
-        for _ in range(times):
-            learn(acceptance, (), 0, 0, candidates, (1,))
-    assert acceptance.reach(copying=False) == pytest.approx([0.5, 0.2, 0.2], abs=1e-3)
+    learn(acceptance, candidates_of(7, 8, 9), (1,))
+    learn(acceptance, (), (1,), 100)
+    assert 0.1 < acceptance.masks[0] < 0.2
+    learn(acceptance, (), (1,), 5000)
+    assert acceptance.masks == pytest.approx([0.5, 0.2, 0.2], abs=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -219,47 +174,25 @@ def test_each_looked_up_token_has_the_rate_of_its_match(equal: int, copied: int,
     assert rates_of(acceptance, equal, copied, 4) == [acceptance.lookup[kind] for kind in kinds]
 
 
+def look_up(acceptance: Acceptance, tokens: Sequence[int], equal: int, written: Sequence[int], times: int = 1) -> None:
+    """Learn that prompt lookup had the same fate over and over."""
+    for _ in range(times):
+        copied_by(acceptance, tokens, equal, 0).learn(written, acceptance.count_step())
+
+
 def test_prompt_lookup_is_learned_token_by_token_until_it_is_wrong() -> None:
     acceptance, before = Acceptance(0), Acceptance(0).lookup
-    for _ in range(300):
-        assert learn(acceptance, (7, 8, 9), 2, 0, (), (7, 8, 1)) == 2
+    look_up(acceptance, (7, 8, 9), 2, (7, 8, 1), 300)
     assert acceptance.lookup[:3] == pytest.approx([1, 1, 0], abs=1e-3)
     assert acceptance.lookup[3:] == before[3:]
-    for _ in range(300):  # also what was not drafted
-        assert learn(acceptance, (7, 8, 9), 4, 0, (), (7,)) == 1
+    look_up(acceptance, (7, 8, 9), 4, (7,), 300)  # also what was not drafted
     assert acceptance.lookup[2] == pytest.approx(1, abs=1e-3)
-    assert learn(acceptance, (), 0, 0, (), (1, 2)) == 0
+    known = list(acceptance.lookup)
+    look_up(acceptance, (), 0, (1, 2))
+    assert acceptance.lookup == known
     acceptance = Acceptance(0)
-    learn(acceptance, (7,), 2, 0, (), (1,))
+    look_up(acceptance, (7,), 2, (1,))
     assert acceptance.lookup[0] == pytest.approx(before[0] * 4 / 5)  # the first steps count more than later ones
-
-
-def test_trust_is_what_mask_slots_kept_of_what_they_promised_at_each_depth() -> None:
-    acceptance = Acceptance(3)
-    for step in range(600):
-        written = ((7, 8, 1), (7, 1), (1,), (1,))[step % 4]
-        learn(acceptance, (), 0, 0, candidates_of(7, 8, probability=0.8), written)
-    assert acceptance.trust("mask", 3)[0] == pytest.approx(0.5 / 0.8, rel=0.25)
-    assert acceptance.trust("mask", 3)[2] == 1.0
-    acceptance = learned(candidates_of(7, 8, probability=0.8), (1, 8))
-    assert acceptance.trust("mask", 3)[0] == pytest.approx(0.1)
-    assert acceptance.trust("mask", 3)[1] == 1.0  # of depths behind a wrong token nothing is known
-    assert (
-        learned((*candidates_of(7), NOTHING, *candidates_of(8, probability=0.9)), (7, 8, 1)).trust("mask", 3)[2] == 1.0
-    )
-    assert learned(candidates_of(7, probability=0.1), (7, 1)).trust("mask", 3)[0] == 1.5  # at most
-
-
-def test_a_copy_learns_for_itself_and_starts_half_way_back() -> None:
-    shared = learned(candidates_of(7, 8, 9), (1,))
-    before = shared.reach(copying=False)
-    copy = shared.copy()
-    assert copy.reach(copying=False) == pytest.approx([rate / 2 for rate in FIRST], abs=1e-3)
-    for _ in range(99):
-        learn(copy, (7,), 2, 0, candidates_of(7), (7, 1))
-    assert shared.reach(copying=False) == before
-    shared.follow(copy, 1.0)
-    assert (shared.reach(copying=False), shared.lookup) == (copy.reach(copying=False), copy.lookup)
 
 
 LONGEST, SHORTEST = 4, 2

@@ -333,7 +333,7 @@ def beside_others() -> Counts:
 def in_threads() -> Counts:
     """A request with many threads, which share the rows of a step."""
     engine = HashEngine(replace(ENDLESS, fork_every=4), 1000, 1)
-    return finished(engine, request_for(engine, [1, 2, 3], 30, MASK_SLOTS, max_threads=8, max_depth=2))
+    return finished(engine, request_for(engine, [1, 2, 3], 60, MASK_SLOTS, max_threads=8, max_depth=2))
 
 
 def narrow_engine() -> Counts:

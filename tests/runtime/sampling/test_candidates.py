@@ -19,7 +19,7 @@ from spaceport.runtime.decode.draft import Candidates, Draft, DraftConfig, Outlo
 from spaceport.runtime.decode.plan import Verdict, plan_thread
 from spaceport.runtime.decode.planner import DraftPlanner, Sharing, TreeDrafter, drafter_for
 from spaceport.runtime.decode.sequence import TokenSequence, root_sequence
-from spaceport.runtime.decode.sources import Acceptance, Predictions
+from spaceport.runtime.decode.sources import Predictions
 from spaceport.runtime.sampling.choice import Bans, Corrected, CorrectedCandidates, Greedy, top_candidates
 from spaceport.runtime.sampling.sampler import Sampling, chooser
 
@@ -67,7 +67,7 @@ def test_each_branch_of_a_tree_has_its_own_candidates() -> None:
     curve = Curve([1 + 0.01 * more for more in range(9)])
 
     def grown(*candidates: Candidates, last: int) -> Draft:
-        proposals = (Predictions("mask", candidates, last, Acceptance(2)),)
+        proposals = (Predictions("mask", candidates, last),)
         return tree(proposals, DraftConfig(siblings=2), 9, 9, Outlook(curve, 1.0, (0.0,) * 9, last))
 
     draft = grown(first, corrected(2), last=0)
@@ -92,7 +92,7 @@ def test_drafts_start_behind_the_last_token_and_their_chain_is_learned(shape: Sh
         drafter.learn(plan_thread(thread, draft, TokenIds(mask=(5,)), 512), Verdict((0,), (2, 6), ()))
         thread.tokens += (2, 6)
     if isinstance(drafter, TreeDrafter):
-        assert drafter._acceptance.promises("mask", 1)[1][0] > 0.9
+        assert drafter._acceptance.masks[0] > 0.9
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8, seed=3), Sampling(repetition_penalty=1.3)])

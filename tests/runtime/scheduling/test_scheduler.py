@@ -229,7 +229,7 @@ def test_a_step_of_eight_rows_runs_few_python_functions_outside_the_engine(reque
                 scheduler.round()
             finally:
                 sys.setprofile(None)
-    assert sequences.statistics.rows > 3 + 15 * rows
+    assert sequences.statistics.rows > 3 + 14 * rows
     assert sorted(calls)[10] <= 180
 
 

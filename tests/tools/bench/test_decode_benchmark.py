@@ -191,7 +191,7 @@ def test_the_inner_engine_computes_every_row(tiny_bundle: Path, monkeypatch: pyt
         run = base.engine.run
         monkeypatch.setattr(base.engine, "run", lambda batch: (fed.append(batch.input_ids.size), run(batch))[1])
         texts, (prompt,) = synthetic_texts(base, options, ())
-        with replay_runtime(base, texts, (0.5,), 1) as runtime:
+        with replay_runtime(base, texts, (0.5,)) as runtime:
             found = runtime.generate(list(prompt.tokens), Decoding(max_tokens=20, mask_slots=2, draft="chain"))
     assert sum(fed) == found.statistics.rows
     assert found.tokens == tuple(texts.tokens[0, 8:28].tolist())

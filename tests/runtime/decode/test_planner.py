@@ -317,6 +317,15 @@ def test_drafts_cost_what_is_left(table: StepCosts, left: float, threads: int, t
     assert drafter.draft(thread, 100, 64, sharing).tokens == (7, 8, 9)[:tokens]
 
 
+@pytest.mark.parametrize(("rate", "tokens"), [(1.0, (7,)), (2.9, (7,)), (3.1, ())])
+def test_a_row_has_to_yield_more_than_the_request_generates_otherwise(rate: float, tokens: tuple[int, ...]) -> None:
+    """A token that is right three times in ten, for a tenth of a plain step."""
+    drafter, thread = tree_drafter(TENTHS, 0.0), root_sequence([1, 2, 3], 8)
+    drafter._time, drafter._plain_time = 1e4, rate * 1e4
+    thread.candidates = (Candidates((7,), (0.3,)),)
+    assert drafter.draft(thread, 2, 64, ALONE).tokens == tokens
+
+
 def test_what_is_left_is_time_and_not_steps() -> None:
     """Eight threads take as long as one here, so a step that they share saves the last one an eighth of a step."""
     table = StepCosts(64, ((1, 1.0), (8, 1.0), (64, 8.0)), relative=True)

@@ -217,7 +217,7 @@ class PhraseProposal:
         if found is None:
             return ()
         given, right = self._rates
-        return ((min(MOST_LIKELY, found[0] * right / given), found[1]),)
+        return ((min(MOST_LIKELY, found[0] * right / max(given, 1e-9)), found[1]),)
 
     @cached_property
     def _chain(self) -> list[tuple[float, int]]:

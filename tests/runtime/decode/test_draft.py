@@ -113,6 +113,7 @@ class Line:
     tokens: Sequence[int]
     probability: float = 0.5
     source: str = "lookup"
+    anywhere: bool = False
 
     @property
     def depths(self) -> int:

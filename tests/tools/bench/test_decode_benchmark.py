@@ -127,9 +127,8 @@ def test_each_mode_drafts_what_its_name_says(demo_bundle: Path) -> None:
     assert {decoding.max_tokens for decoding in decodings.values()} == {8}
 
 
-@pytest.mark.parametrize("replay", [None, (0.5,)])
-def test_the_runtimes_of_modes_draft_as_the_opened_one(
-    replay: tuple[float, ...] | None, demo_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_replay_drafts_as_the_opened_runtime(
+    demo_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[tuple[object, object]] = []
     make = Runtime.__init__
@@ -140,7 +139,7 @@ def test_the_runtimes_of_modes_draft_as_the_opened_one(
 
     monkeypatch.setattr(Runtime, "__init__", recorded)
     (file := tmp_path / "prompts.jsonl").write_text('{"prompt": "def a"}')
-    decode = DecodeOptions(rounds=1, limit=1, max_tokens=4, threads=1, replay=replay)
+    decode = DecodeOptions(rounds=1, limit=1, max_tokens=4, threads=1, replay=(0.5,))
     benchmark_decode(demo_bundle, file, decode, lambda _: None)
     opened, *others = made
     assert None not in opened

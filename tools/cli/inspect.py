@@ -40,7 +40,7 @@ from spaceport.tools.terminal.screen import show_json, show_table, size
 
 _CPU, _CUDA = "onnxruntime", "onnxruntime-cuda"
 # Operators of exported graphs that onnxruntime 1.31 has CUDA kernels for, in the types of a bundle for GPUs.
-_CUDA_OPERATORS = frozenset(
+CUDA_OPERATORS = frozenset(
     {
         *("Add", "And", "Attention", "Cast", "Concat", "Cos", "Div", "Equal", "Erf", "Exp", "Expand", "Gather"),
         *("GatherElements", "Gelu", "Greater", "Identity", "LayerNormalization", "Less", "Log", "MatMul"),
@@ -151,7 +151,7 @@ def use_of(bundle: Bundle, backend: str, options: EngineOptions) -> dict[str, st
     """Whether a backend can run a bundle here, and what is known of its use on CUDA before it is opened."""
     use = {"here": why_not(bundle, backend, options) or "can run it"}
     if backend == _CUDA:
-        unknown = sorted(operators(bundle.read(MODEL_FILE)) - _CUDA_OPERATORS)
+        unknown = sorted(operators(bundle.read(MODEL_FILE)) - CUDA_OPERATORS)
         use["on the CPU"] = ", ".join(unknown) or "computations of shapes only"
         use["CUDA graphs"] = f"off, as {unknown[0]} may run on the CPU" if unknown else "from onnxruntime 1.30 on"
     return use

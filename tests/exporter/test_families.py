@@ -18,6 +18,7 @@ from spaceport.exporter.checkpoint import CheckpointError
 from spaceport.exporter.export import ExportOptions, export
 from spaceport.exporter.to_onnx import UntraceableModel
 from spaceport.graphs.contract.signature import Lowering, Precision, Signature, visible_length
+from spaceport.graphs.decoder import decoder_of
 from spaceport.graphs.traits import UnsupportedModel, probe
 from spaceport.runtime.backends.on_onnxruntime import OnnxRuntimeEngine, session_options
 from spaceport.runtime.backends.on_torch import TorchEngine

@@ -16,7 +16,9 @@ from pathlib import Path
 from support.paths import ROOT, TESTS, package
 
 FOLDER = ROOT / "build" / "stand_in_cuda"
-_SITE, _HEADERS, _LIBRARIES = (FOLDER / name for name in ("site", "headers", "lib"))  # headers apart: libcudart is there
+_SITE, _HEADERS, _LIBRARIES = (
+    FOLDER / name for name in ("site", "headers", "lib")
+)  # headers apart: libcudart is there
 _HERE = Path(__file__).parent
 _PROVIDER = Path("onnxruntime", "capi", "libonnxruntime_providers_cuda.so")
 _HEADER_PACKAGES = ("nvidia-cuda-runtime", "nvidia-cuda-crt==13.5.37")
@@ -79,7 +81,16 @@ def _install(folder: Path, *packages: str) -> None:
     if not folder.exists():
         unfinished = folder.with_suffix(".unfinished")
         shutil.rmtree(unfinished, ignore_errors=True)
-        pip = [sys.executable, "-m", "pip", "install", "-qq", "--disable-pip-version-check", "--no-deps", "--no-compile"]
+        pip = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "-qq",
+            "--disable-pip-version-check",
+            "--no-deps",
+            "--no-compile",
+        ]
         _run([*pip, "--only-binary=:all:", "-c", ROOT / "constraints.txt", "--target", unfinished, *packages])
         unfinished.rename(folder)
 
@@ -104,7 +115,15 @@ def _compile(library: str, functions: Sequence[str], *more: str | Path) -> None:
     source.write_text("#include <stdlib.h>\nint stand_in_product(void);\n" + "\n".join(functions) + "\n", "utf-8")
     script.write_text(f"{library} {{ global: *; }};\n", "utf-8")
     (include,) = _HEADERS.glob("nvidia/*/include")
-    named = ["-shared", "-fPIC", "-O1", "-w", f"-I{include}", f"-Wl,-soname,{library}", f"-Wl,--version-script={script}"]
+    named = [
+        "-shared",
+        "-fPIC",
+        "-O1",
+        "-w",
+        f"-I{include}",
+        f"-Wl,-soname,{library}",
+        f"-Wl,--version-script={script}",
+    ]
     _run(["cc", *named, f"-L{_LIBRARIES}", "-o", _LIBRARIES / library, source, *more])
     source.unlink()
     script.unlink()

@@ -20,7 +20,6 @@ from spaceport.exporter.export import ExportOptions
 from spaceport.graphs.contract.formats import FORMATS
 from spaceport.graphs.contract.manifest import MODEL_FILE
 from spaceport.runtime.backends.graph_file import operators
-from spaceport.tools.bench.random_weights import inflate
 from spaceport.tools.bench.skeleton import write_skeleton
 from spaceport.tools.cli.inspect import CUDA_OPERATORS
 from stand_in_cuda.libraries import Missing, environment

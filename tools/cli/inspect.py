@@ -42,12 +42,12 @@ _CPU, _CUDA = "onnxruntime", "onnxruntime-cuda"
 # Operators of exported graphs that onnxruntime 1.31 has CUDA kernels for, in the types of a bundle for GPUs.
 CUDA_OPERATORS = frozenset(
     {
-        *("Add", "And", "Attention", "Cast", "Concat", "Cos", "Div", "Equal", "Erf", "Exp", "Expand", "Gather"),
-        *("GatherElements", "Gelu", "Greater", "Identity", "LayerNormalization", "Less", "Log", "MatMul"),
-        *("Max", "Min", "Mul", "Neg", "Not", "Pow", "RMSNormalization", "Range", "Reciprocal", "ReduceMax"),
-        *("ReduceMean", "ReduceSum", "Relu", "Reshape", "RotaryEmbedding", "ScatterND", "Shape", "Sigmoid"),
-        *("Sin", "Slice", "Softmax", "Split", "Sqrt", "Squeeze", "Sub", "Tanh", "Tile", "TopK", "Transpose"),
-        *("Unsqueeze", "Where"),
+        *("Add", "And", "Attention", "Cast", "Concat", "Cos", "Div", "Equal", "Erf", "Exp", "Expand", "Floor"),
+        *("Gather", "GatherElements", "GatherND", "Gelu", "Gemm", "Greater", "Identity", "LayerNormalization"),
+        *("Less", "Log", "MatMul", "Max", "Min", "Mul", "Neg", "Not", "Pow", "RMSNormalization", "Range"),
+        *("Reciprocal", "ReduceMax", "ReduceMean", "ReduceSum", "Relu", "Reshape", "RotaryEmbedding"),
+        *("ScatterND", "Shape", "Sigmoid", "Sin", "Slice", "Softmax", "Split", "Sqrt", "Squeeze", "Sub"),
+        *("Tanh", "Tile", "TopK", "Transpose", "Unsqueeze", "Where"),
     }
 )
 _UNKNOWN = "not measured yet: that happens when a runtime first opens the bundle"

@@ -20,7 +20,6 @@ from spaceport.exporter.export import ExportOptions
 from spaceport.graphs.contract.formats import FORMATS
 from spaceport.graphs.contract.manifest import MODEL_FILE
 from spaceport.runtime.backends.graph_file import operators
-from spaceport.tools.bench.skeleton import write_skeleton
 from spaceport.tools.cli.inspect import CUDA_OPERATORS
 from stand_in_cuda.libraries import Missing, environment
 from support.exported import bundle_of
@@ -132,17 +131,3 @@ def test_an_operator_without_a_kernel_is_named_and_turns_cuda_graphs_off(
     assert found["notes"] == ["on the CPU, not on the GPU: Atan bend"]
     assert found["copies"] == 2
     assert "Atan" not in CUDA_OPERATORS
-
-
-def test_a_random_model_is_measured_with_and_without_graphs(variables: dict[str, str], tmp_path: Path) -> None:
-    """The command of docs/gpus.md, with a small shape."""
-    write_skeleton("tiny", tmp_path / "tiny.random", "float16", "plain")
-    saved, backend = tmp_path / "steps.json", ("--backend", "onnxruntime-cuda")
-    options = ("--without-graphs", "--replay", "0.79,0.79,0.79,0.79,0.79", "--budget", "4m", "--save", saved)
-    command = ("-m", "spaceport", "bench", "steps", tmp_path / "tiny.random", *backend, *options)
-    assert "CUDA graphs" in output_of(variables, *command)
-    replayed, plain = json.loads(saved.read_text("utf-8"))["backends"]
-    assert (replayed["graphs"], plain["graphs"]) == (True, False)
-    assert [mode["mode"] for mode in replayed["replay"]] == ["plain", "masks", "fixed 5"]
-    assert replayed["share"] > 0
-    assert replayed["left_out"] == []

@@ -1,0 +1,86 @@
+"""The page on GPUs: what it asks for in a quarter of an hour on a GPU is rehearsed without one."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from spaceport.exporter.export import ExportOptions
+from spaceport.graphs.contract.formats import FORMATS
+from spaceport.tools.cli import OK, run
+from stand_in_cuda.libraries import Missing
+from stand_in_cuda.libraries import environment as stand_in_environment
+from support.exported import bundle_of
+from support.gguf_files import random_model, write_gguf
+from support.paths import DEMO, DOCS, package
+
+
+def commands(name: str) -> list[str]:
+    """The commands of the block that has a command of Spaceport."""
+    blocks = re.findall(r"^```console\n(.*?)^```$", (DOCS / "gpus.md").read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    (found,) = (block for block in blocks if f"$ spaceport {name} " in block)
+    return [line.removeprefix("$ ") for line in str(found).splitlines()]
+
+
+def required(command: str, folder: Path, environment: Mapping[str, str]) -> str:
+    """What a command of a page prints in a folder."""
+    command = command.replace("spaceport ", f"{sys.executable} -m spaceport ", 1)
+    done = subprocess.run(command, shell=True, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.parametrize("backend", ["onnxruntime", "onnxruntime-cuda"])
+def test_a_quarter_of_an_hour_on_a_gpu_is_rehearsed_without_one(backend: str, tmp_path: Path) -> None:
+    """With a small model; on CUDA with kernels that do nothing, where no value and no time means anything."""
+    environment = {**os.environ, "PYTHONPATH": str(package()), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    if backend == "onnxruntime-cuda":
+        try:
+            environment = stand_in_environment(tmp_path / "cache")
+        except Missing as reason:
+            pytest.skip(str(reason))
+    (tmp_path / "my.bundle").symlink_to(bundle_of(DEMO, ExportOptions(FORMATS["float16"])))
+    (tmp_path / "prompts.jsonl").write_text('{"text": "import os"}\n')
+    write, tests, steps, audit = commands("bench random")
+    assert tests.split()[-2:] == ["-m", "gpu"]
+    required(write.replace("7b", "tiny"), tmp_path, environment)
+    shown = required(steps.replace("7b", "tiny").replace("onnxruntime-cuda", backend), tmp_path, environment)
+    measured = json.loads((tmp_path / "steps.json").read_text("utf-8"))
+    engines = [one["graphs"] for one in measured["backends"]]
+    assert engines == ([True, False] if backend == "onnxruntime-cuda" else [False])
+    assert (measured["backends"][0]["share"] is not None) == (backend == "onnxruntime-cuda")
+    assert all(one["notes"] == one["left_out"] == [] for one in measured["backends"])
+    assert [mode["mode"] for mode in measured["backends"][0]["replay"]] == ["plain", "masks", "fixed 5"]
+    assert "Plain decoding with transformers" in shown
+    if backend == "onnxruntime":  # without values, the best tokens of a row would be the same one several times
+        required(audit.replace("onnxruntime-cuda", backend), tmp_path, environment)
+
+
+@pytest.mark.slow
+def test_a_training_on_a_gpu_is_rehearsed_with_twenty_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    split, join, tune = commands("tune")
+    model = write_gguf(tmp_path / "coder.gguf", random_model("qwen2"))
+    (tmp_path / "WORK").mkdir()
+    for name in ("train", "sampled"):
+        lines = [{"prompt": f"Count to {n}.", "response": " ".join(map(str, range(n)))} for n in range(9, 17)]
+        (tmp_path / "WORK" / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for command in (split.replace("56M", "100K"), join):
+        subprocess.run(command, shell=True, check=True)
+    assert len([*tmp_path.glob("coder.gguf.*")]) > 1
+    assert (tmp_path / "whole.gguf").read_bytes() == model.read_bytes()
+    rehearsed = f"{tune.replace('--cutoff 640', '--cutoff 128')} --max-steps 20 --log-every 10"
+    assert run(shlex.split(rehearsed)[1:]) == OK
+    measured = [json.loads(line) for line in (tmp_path / "adapter" / "metrics.jsonl").read_text("utf-8").splitlines()]
+    first, last = (one["losses"][1] for one in measured)
+    assert last < first

@@ -38,6 +38,19 @@ class _Counts(ctypes.Structure):
         return {"kernels": self.kernels, "products": self.products, "waits": self.waits, **copied}
 
 
+class _Kernel(ctypes.Structure):
+    """struct kernel of runtime.c."""
+
+    _fields_ = (("function", ctypes.c_void_p), ("name", ctypes.c_char_p), ("launches", ctypes.c_long))
+
+
+def _launched(library: ctypes.CDLL) -> dict[str, int]:
+    """The launches of each kernel within captures, by its mangled name."""
+    count = ctypes.c_long.in_dll(library, "stand_in_kernel_count").value
+    kernels = ctypes.POINTER(_Kernel).in_dll(library, "stand_in_kernels")[:count]
+    return {kernel.name.decode(): kernel.launches for kernel in kernels if kernel.launches}
+
+
 def placed(graph: Path, folder: Path) -> dict[str, Any]:
     """Where a session puts the nodes of a graph, the note of the runtime about it, and the nodes that it adds to copy."""
     ort.set_default_logger_severity(3)  # else a warning for each ScatterND
@@ -65,7 +78,7 @@ def stepped(bundle: Bundle, library: ctypes.CDLL) -> dict[str, Any]:
     number = {name: ctypes.c_long.in_dll(library, f"stand_in_{name}") for name in ("captures", "replays", "stale")}
     for _ in range(_CAPTURED_WITHIN):
         engine.select(chain_batch(engine, _ROWS, _CONTEXT, dice))
-    captured = counts[1].found() | {"captures": number["captures"].value}
+    captured = counts[1].found() | {"captures": number["captures"].value, "names": _launched(library)}
     places = [engine._address(buffer, 0) for buffer in range(2 * engine.signature.layers)]
     in_place = True
     for rows in (1, 4, 36, 64) * 5:  # other shapes between the capture and its replays

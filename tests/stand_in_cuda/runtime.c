@@ -23,6 +23,15 @@ API struct counts stand_in_counts[2]; /* outside and within captures */
 API long stand_in_captures, stand_in_replays;
 API long stand_in_stale; /* copies that would read other bytes than at the capture, over all replays */
 
+struct kernel {
+    const void *function; /* of the host, which launches it */
+    const char *name;
+    long launches; /* within captures */
+};
+
+API struct kernel *stand_in_kernels;
+API long stand_in_kernel_count;
+
 struct source {
     int graph;
     const void *address;
@@ -65,8 +74,10 @@ static cudaError_t copy(void *target, const void *source, size_t size, enum cuda
     return cudaSuccess;
 }
 
-static cudaError_t launched(void) {
+static cudaError_t launched(const void *function) {
     counts()->kernels++;
+    for (long number = 0; capturing && number < stand_in_kernel_count; number++)
+        stand_in_kernels[number].launches += stand_in_kernels[number].function == function;
     return cudaSuccess;
 }
 
@@ -78,6 +89,7 @@ API int stand_in_product(void) {
 API void stand_in_reset(void) {
     memset(stand_in_counts, 0, sizeof stand_in_counts);
     stand_in_captures = stand_in_replays = stand_in_stale = 0;
+    for (long number = 0; number < stand_in_kernel_count; number++) stand_in_kernels[number].launches = 0;
 }
 
 /* Memory */
@@ -251,14 +263,14 @@ API cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, v
 
 API cudaError_t cudaLaunchKernel(const void *kernel, dim3 grid, dim3 block, void **arguments, size_t shared,
     cudaStream_t stream) {
-    return launched();
+    return launched(kernel);
 }
 API cudaError_t __cudaLaunchKernel(
     cudaKernel_t kernel, dim3 grid, dim3 block, void **arguments, size_t shared, cudaStream_t stream) {
-    return launched();
+    return launched(kernel);
 }
 API cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *configuration, const void *kernel, void **arguments) {
-    return launched();
+    return launched(kernel);
 }
 API unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, size_t shared, void *stream) { return 0; }
 API cudaError_t __cudaPopCallConfiguration(dim3 *grid, dim3 *block, size_t *shared, void *stream) {
@@ -268,6 +280,12 @@ API cudaError_t __cudaPopCallConfiguration(dim3 *grid, dim3 *block, size_t *shar
     return cudaSuccess;
 }
 API void **__cudaRegisterFatBinary(void *binary) { return malloc(8); }
+API void __cudaRegisterFunction(void **binary, const char *function, char *device_function, const char *name, int threads,
+    void *thread, void *block, void *block_size, void *grid_size, int *warp_size) {
+    if (stand_in_kernel_count % 4096 == 0)
+        stand_in_kernels = realloc(stand_in_kernels, (stand_in_kernel_count + 4096) * sizeof *stand_in_kernels);
+    stand_in_kernels[stand_in_kernel_count++] = (struct kernel){function, name, 0};
+}
 API cudaError_t __cudaGetKernel(cudaKernel_t *kernel, const void *function) {
     *kernel = (cudaKernel_t)function;
     return cudaSuccess;

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -13,14 +14,16 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.gpu_machine.__main__ import write
+from benchmarks.gpu_machine.there import PACKAGES, TRAINING
 from spaceport.exporter.export import ExportOptions
 from spaceport.graphs.contract.formats import FORMATS
 from spaceport.tools.cli import OK, run
-from stand_in_cuda.libraries import Missing
+from stand_in_cuda.libraries import SITE, Missing
 from stand_in_cuda.libraries import environment as stand_in_environment
 from support.exported import bundle_of
 from support.gguf_files import random_model, write_gguf
-from support.paths import DEMO, DOCS, package
+from support.paths import DEMO, DOCS, ROOT, package
 
 
 def commands(name: str) -> list[str]:
@@ -52,7 +55,8 @@ def test_a_quarter_of_an_hour_on_a_gpu_is_rehearsed_without_one(backend: str, tm
     (tmp_path / "my.bundle").symlink_to(bundle_of(DEMO, ExportOptions(FORMATS["float16"])))
     (tmp_path / "prompts.jsonl").write_text('{"text": "import os"}\n')
     write, tests, steps, audit = commands("bench random")
-    assert tests.split()[-2:] == ["-m", "gpu"]
+    assert tests.split()[-3:-1] == ["-m", "gpu"]
+    assert (ROOT / tests.split()[-1]).is_file()
     required(write.replace("7b", "tiny"), tmp_path, environment)
     shown = required(steps.replace("7b", "tiny").replace("onnxruntime-cuda", backend), tmp_path, environment)
     measured = json.loads((tmp_path / "steps.json").read_text("utf-8"))
@@ -84,3 +88,40 @@ def test_a_training_on_a_gpu_is_rehearsed_with_twenty_steps(tmp_path: Path, monk
     measured = [json.loads(line) for line in (tmp_path / "adapter" / "metrics.jsonl").read_text("utf-8").splitlines()]
     first, last = (one["losses"][1] for one in measured)
     assert last < first
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_what_is_packed_for_a_machine_without_a_network_measures_there(tmp_path: Path) -> None:
+    """With the kernels of one GPU in the library, which the stand-in does not call."""
+    try:
+        environment = stand_in_environment(tmp_path / "cache")
+    except Missing as reason:
+        pytest.skip(str(reason))
+    shutil.copytree(SITE / "onnxruntime", tmp_path / "site" / "onnxruntime")
+    write(tmp_path / "packed", tmp_path / "site", 90, "tiny", 0)
+    packages = tmp_path / "packed" / PACKAGES
+    assert packages.stat().st_size < sum(file.stat().st_size for file in SITE.rglob("*")) / 3
+    own = {"PYTHONPATH": "", "WORK": str(tmp_path / "work"), "OUT": str(tmp_path / "out")}
+    options = ("--model", "tiny", "--only", "export", "--only", "generate", "--only", "steps")
+    script = (
+        sys.executable,
+        tmp_path / "packed" / "there.py",
+        "measure",
+        *options,
+        "--patience",
+        "9",
+        "--seconds",
+        "3000",
+    )
+    done = subprocess.run(
+        [*map(str, script)], cwd=ROOT, env={**environment, **own}, capture_output=True, text=True, check=True
+    )
+    endings = re.findall(r"^== (\w+): exit code (\d+),", done.stdout, re.MULTILINE)
+    assert endings == [("export", "0"), ("generate", "0"), ("steps", "0")], done.stdout
+    assert len(json.loads((tmp_path / "out" / "steps.json").read_text("utf-8"))["backends"]) == 2
+
+
+def test_the_training_there_is_that_of_the_page() -> None:
+    (*_, tune) = commands("tune")
+    assert TRAINING in tune

@@ -16,9 +16,7 @@ from pathlib import Path
 from support.paths import ROOT, TESTS, package
 
 FOLDER = ROOT / "build" / "stand_in_cuda"
-_SITE, _HEADERS, _LIBRARIES = (
-    FOLDER / name for name in ("site", "headers", "lib")
-)  # headers apart: libcudart is there
+SITE, _HEADERS, _LIBRARIES = (FOLDER / name for name in ("site", "headers", "lib"))  # headers apart: libcudart is there
 _HERE = Path(__file__).parent
 _PROVIDER = Path("onnxruntime", "capi", "libonnxruntime_providers_cuda.so")
 _HEADER_PACKAGES = ("nvidia-cuda-runtime", "nvidia-cuda-crt==13.5.37")
@@ -40,14 +38,14 @@ class Missing(Exception):
 
 def prepare() -> None:
     """Install ONNX Runtime with CUDA and the headers, and build the libraries; nothing that is there already."""
-    _install(_SITE, "onnxruntime-gpu")
+    _install(SITE, "onnxruntime-gpu")
     _install(_HEADERS, *_HEADER_PACKAGES)
     build()
 
 
 def build() -> None:
     """Compile the libraries, from what the installed provider needs."""
-    provider = _SITE / _PROVIDER
+    provider = SITE / _PROVIDER
     if not provider.exists():
         raise Missing(f"got no {provider}, expected ONNX Runtime with CUDA: make cuda-setup")
     sources = [_HERE / name for name in ("runtime.c", "driver.c", Path(__file__).name)]
@@ -72,7 +70,7 @@ def build() -> None:
 def environment(cache: Path) -> dict[str, str]:
     """The variables of a process that has ONNX Runtime with CUDA and the libraries; raises if they are not there."""
     build()
-    path = ":".join(map(str, (_SITE, package(), TESTS)))
+    path = ":".join(map(str, (SITE, package(), TESTS)))
     own = {"PYTHONPATH": path, "LD_LIBRARY_PATH": str(_LIBRARIES), "XDG_CACHE_HOME": str(cache)}
     return {**os.environ, **own, "OMP_NUM_THREADS": "1"}
 

@@ -25,7 +25,7 @@ from spaceport.tools.demo.prompts import MODEL, prompts_of
 from spaceport.tools.terminal.screen import size
 
 ROOT = Path(there.__file__).parents[2]
-PACKAGES = ("onnxruntime-gpu", "polygraphy", "onnx-graphsurgeon", "prompt_toolkit", "wcwidth", "gguf")
+PACKAGES = ("onnxruntime-gpu", "polygraphy", "onnx-graphsurgeon", "gguf")
 _PROVIDER = "onnxruntime/capi/libonnxruntime_providers_cuda.so"
 _PLATFORMS = (*(f"manylinux_2_{minor}_x86_64" for minor in (28, 27, 17)), "manylinux2014_x86_64")
 # The provider of TensorRT, the C library that the Python module does not link, and tools that nothing here runs

@@ -69,8 +69,7 @@ def test_a_quarter_of_an_hour_on_a_gpu_is_rehearsed_without_one(backend: str, tm
     assert all(one["notes"] == one["left_out"] == [] for one in measured["backends"])
     assert [mode["mode"] for mode in measured["backends"][0]["replay"]] == ["plain", "masks", "fixed 5"]
     assert "Plain decoding with transformers" in shown
-    if backend == "onnxruntime":  # without values, the best tokens of a row would be the same one several times
-        required(audit.replace("onnxruntime-cuda", backend), tmp_path, environment)
+    required(audit.replace("onnxruntime-cuda", backend), tmp_path, environment)
 
 
 @pytest.fixture(params=["random", pytest.param("coder", marks=pytest.mark.nightly)])

@@ -10,6 +10,8 @@
 
 #define API __attribute__((visibility("default")))
 #define KINDS 5       /* of cudaMemcpyKind */
+#define BEST 16       /* tokens of a row that token selection returns */
+#define FIRST 32      /* of them: an ordinary token in the vocabularies of small models */
 #define SMALL 128     /* bytes of the largest copy from the host that is compared at replays */
 #define MEMORY (80ul << 30)
 
@@ -62,6 +64,22 @@ static void remember(const void *address, size_t size) {
     memcpy(source->content, address, size);
 }
 
+/* The best tokens of rows, which no kernel has computed: BEST logits, as many tokens, and the logarithm of the sum of all
+   exponentials. Tokens that are all 0 would be no answer of a device: here they differ, and none is likely. */
+static void invent_tokens(float *target, size_t rows) {
+    for (size_t row = 0; row < rows; row++, target += 2 * BEST + 1) {
+        for (int number = 0; number < BEST; number++) {
+            target[number] = -0.1f * number;
+            target[BEST + number] = FIRST + number;
+        }
+        target[2 * BEST] = 5;
+    }
+}
+
+static int is_zero(const unsigned char *bytes, size_t size) {
+    return !size || (!bytes[0] && !memcmp(bytes, bytes + 1, size - 1));
+}
+
 static cudaError_t copy(void *target, const void *source, size_t size, enum cudaMemcpyKind kind) {
     struct counts *now = counts();
     if (kind < KINDS) {
@@ -71,6 +89,8 @@ static cudaError_t copy(void *target, const void *source, size_t size, enum cuda
     }
     if (capturing && kind == cudaMemcpyHostToDevice && size <= SMALL) remember(source, size);
     memmove(target, source, size);
+    size_t row = (2 * BEST + 1) * sizeof(float);
+    if (kind == cudaMemcpyDeviceToHost && size % row == 0 && is_zero(target, size)) invent_tokens(target, size / row);
     return cudaSuccess;
 }
 

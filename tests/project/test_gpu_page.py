@@ -100,6 +100,7 @@ def test_a_training_on_a_gpu_is_rehearsed_with_twenty_steps(
     assert len([*tmp_path.glob("coder.gguf.*")]) > 1
     assert filecmp.cmp(base, tmp_path / "whole.gguf", shallow=False)
     small = tune.replace("--cutoff 640", "--cutoff 128").replace("--batch-size 16", "--batch-size 4")
+    small = small.removesuffix(" --time-budget 9m")  # a busy CPU would not reach the second measurement
     assert run([*shlex.split(small)[1:], "--max-steps", "20", "--log-every", "10"]) == OK
     measured = [json.loads(line) for line in (tmp_path / "adapter" / "metrics.jsonl").read_text("utf-8").splitlines()]
     first, last = (one["losses"][1] for one in measured)

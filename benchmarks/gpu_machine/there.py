@@ -6,7 +6,9 @@ command has a process, a limit and a file of output of its own in $OUT, so that 
 from __future__ import annotations
 
 import argparse
+import ast
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -19,7 +21,6 @@ PACKED = Path(__file__).resolve().parent
 WORK = Path(os.environ.get("WORK", "/tmp/spaceport"))
 OUT = Path(os.environ.get("OUT", WORK / "out"))
 PACKAGES = "packages.tar.xz"
-PARTS = ("exporter", "graphs", "kernels", "runtime", "serving", "tools")  # folders of the checkout in the package
 TRAINING = (
     "--method gated-lora --adapter-only --bf16 --mask-slots 4 --correction-rank 64 --drop-rate 0.3 --anchors 128 --rank 32 "
     "--alpha 64 --target o_proj --target down_proj --cutoff 640 --epochs 12 --batch-size 16 --micro-batch-size 8 "
@@ -54,7 +55,8 @@ def install() -> dict[str, str]:
             packages.extractall(site)
     package.mkdir(parents=True, exist_ok=True)
     root = Path.cwd()
-    for folder in (*(root / name for name in PARTS), *(root / "src" / "spaceport").iterdir()):
+    (names,) = re.findall(r"^PARTS = (\(.*\))$", (root / "setup.py").read_text("utf-8"), re.MULTILINE)
+    for folder in (*(root / name for name in ast.literal_eval(names)), *(root / "src" / "spaceport").iterdir()):
         if not (package / folder.name).exists():
             (package / folder.name).symlink_to(folder)
     path = ":".join(map(str, (site, package.parent, root / "tests", root)))

@@ -5,6 +5,7 @@ launches and what it copies. No value and no time is."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shutil
@@ -44,10 +45,16 @@ def prepare() -> None:
 
 
 def build() -> None:
-    """Compile the libraries, from what the installed provider needs."""
+    """Compile the libraries, from what the installed provider needs; one process at a time."""
     provider = SITE / _PROVIDER
     if not provider.exists():
         raise Missing(f"got no {provider}, expected ONNX Runtime with CUDA: make cuda-setup")
+    with (FOLDER / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        _build(provider)
+
+
+def _build(provider: Path) -> None:
     sources = [_HERE / name for name in ("runtime.c", "driver.c", Path(__file__).name)]
     last = _LIBRARIES / "libcuda.so.1"
     if last.exists() and last.stat().st_mtime > max(file.stat().st_mtime for file in (*sources, provider)):

@@ -41,7 +41,7 @@ SEED ?= 1
 # Whole files go to the processes, the longest first: what a file shares is made once.
 PYTEST = $(if $(CPU),PYTHONPATH=tests $(BIN)/python -m cpus --only $(CPU) --pytest --,$(BIN)/python -m pytest) -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo demo-code demo-page fast test nightly attack clients cpus cpus-setup check types format docs tables venv wheels clean
+.PHONY: demo demo-code demo-page fast test nightly attack clients cpus cpus-setup cuda-setup check types format docs tables venv wheels clean
 
 demo: $(VENV)/.spaceport-demo $(VENV)/.spaceport-kernels
 	@$(BIN)/spaceport demo
@@ -79,8 +79,12 @@ cpus-setup: venv
 cpus: venv
 	@PYTHONPATH=tests $(BIN)/python -m cpus
 
+cuda-setup: venv
+	@PYTHONPATH=tests $(BIN)/python -m stand_in_cuda
+
 # With the files that make test leaves out as long as they have not changed since they passed.
 nightly: venv
+	@$(MAKE) --no-print-directory cuda-setup || echo "nightly: without the tests of ONNX Runtime with CUDA"
 	@echo "nightly: pytest"
 	@$(PYTEST) --unchanged -m "nightly or on_change" $(TESTS)
 

@@ -73,8 +73,9 @@ _base = click.option("--base", type=_PATH, required=True, help="GGUF file or che
 @_work
 @_base
 @click.option("--hours", default=4.0, show_default=True, help="Training time.")
+@click.option("--answers", is_flag=True, help="End when the answers are written, to train on another machine.")
 @_trial
-def coder(work: Path, base: Path, hours: float, trial: bool) -> None:
+def coder(work: Path, base: Path, hours: float, answers: bool, trial: bool) -> None:
     """Train an adapter for a coding model on its own answers to written prompts, greedy and sampled."""
     work.mkdir(parents=True, exist_ok=True)
     bundle, adapter = work / "base.bundle", work / "adapter"
@@ -83,6 +84,8 @@ def coder(work: Path, base: Path, hours: float, trial: bool) -> None:
     _make(bundle, "export", base, bundle)
     for name, of, temperature in (("validation", "validation", 0), ("train", "train", 0), ("sampled", "train", 0.8)):
         _answer(bundle, work, name, asked[of], f"--max-tokens {8 if trial else 200} --temperature {temperature}")
+    if answers:
+        return
     common = "--method gated-lora --adapter-only --bf16 --batch-size 4 --micro-batch-size 2 --cutoff 640"
     slots = "--mask-slots 4 --correction-rank 64 --drop-rate 0.3 --anchors 128"
     layers = "--rank 32 --alpha 64 --target o_proj --target down_proj"

@@ -45,6 +45,7 @@ from spaceport.runtime.engine import (
 )
 
 _PROVIDER = "CUDAExecutionProvider"
+_WARNING, _ERROR = 2, 3  # severities of onnxruntime's messages; it prints warnings unless told otherwise
 _RECORD = "session.record_ep_graph_assignment_info"
 
 # Older versions: a replayed graph reads host buffers that calls of other shapes have reused (onnxruntime#32121).
@@ -346,6 +347,7 @@ def _power(size: int) -> int:
 def open_engine(bundle: Bundle, options: EngineOptions) -> DeviceEngine:
     """The bundle's graph on the first GPU."""
     missing = preload()
+    ort.set_default_logger_severity(_ERROR)  # a session's own severity leaves out a warning for each ScatterND
     try:
         session, notes = open_on_gpu(bundle, options.graphs)
         if _PROVIDER not in session.get_providers():  # happens in spite of enable_fallback=0
@@ -361,6 +363,8 @@ def open_engine(bundle: Bundle, options: EngineOptions) -> DeviceEngine:
         if isinstance(error, MissingDependency | EngineFault):
             raise
         raise unloadable(bundle, error) from error
+    finally:
+        ort.set_default_logger_severity(_WARNING)
 
 
 def preload() -> tuple[str, ...]:

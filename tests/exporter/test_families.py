@@ -16,16 +16,14 @@ from transformers import PreTrainedModel
 
 from spaceport.exporter.checkpoint import CheckpointError
 from spaceport.exporter.export import ExportOptions, export
-from spaceport.exporter.to_onnx import DEFAULT_OPSET, UntraceableModel, to_onnx
-from spaceport.graphs.contract.manifest import MODEL_FILE
+from spaceport.exporter.to_onnx import UntraceableModel
 from spaceport.graphs.contract.signature import Lowering, Precision, Signature, visible_length
-from spaceport.graphs.decoder import AttentionImplementation, decoder_of
+from spaceport.graphs.decoder import decoder_of
 from spaceport.graphs.traits import UnsupportedModel, probe
 from spaceport.runtime.backends.on_onnxruntime import OnnxRuntimeEngine, session_options
 from spaceport.runtime.backends.on_torch import TorchEngine
 from spaceport.runtime.engine import Batch, Engine
-from support.cache import built
-from support.families import FAMILIES, REFUSED, VOCAB, WINDOW, Family, Refused, build, family_of
+from support.families import FAMILIES, REFUSED, VOCAB, WINDOW, Family, Refused, build, decoder_for, family_of, graph_of
 from support.published import write_checkpoint
 
 FLOAT_TOLERANCE = 1e-4  # of a logit; rounding explains 1e-5
@@ -152,19 +150,12 @@ def pair_of(family: Family, lowering: Lowering, dtype: Precision = "float32", in
     model = build(family, torch.float16 if dtype == "float16" else torch.float32)
     reference = build(family, attention="eager")
     reference.load_state_dict(model.state_dict())
-    form: AttentionImplementation = "operator" if lowering == "append" and family.replaceable else "plain"
-    made_from = (repr(model.config), [tensor.numpy().tobytes() for tensor in model.state_dict().values()], lowering)
-    decoder, _ = decoder_of(model, lowering, form)
     if in_torch:
+        decoder = decoder_for(family, model, lowering)
         return Pair(TorchEngine(decoder, decoder.signature, SLOTS, REQUESTS, "cpu"), reference)
-
-    def make(folder: Path) -> None:
-        folder.mkdir()
-        to_onnx(decoder, folder, DEFAULT_OPSET[lowering])
-
-    graph = built(f"graph-{family.model_type}", made_from, ["exporter/export.py"], make) / MODEL_FILE
+    graph, signature = graph_of(family, model, lowering)
     session = ort.InferenceSession(graph, session_options(1), providers=["CPUExecutionProvider"])
-    return Pair(OnnxRuntimeEngine(session, decoder.signature, SLOTS, REQUESTS), reference)
+    return Pair(OnnxRuntimeEngine(session, signature, SLOTS, REQUESTS), reference)
 
 
 def require_equal_logits(pair: Pair, tolerance: float, relative: bool = False) -> None:

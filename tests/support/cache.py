@@ -19,7 +19,7 @@ from pathlib import Path
 from support.paths import PARTS, ROOT, TESTS
 
 _SOURCES = {
-    **dict.fromkeys(("support", "attack", "cpus", "real_clients"), TESTS),
+    **dict.fromkeys(("support", "attack", "cpus", "real_clients", "stand_in_cuda"), TESTS),
     **dict.fromkeys(("benchmarks", "deploy", "recipes"), ROOT),
     "spaceport": ROOT / "src",
 }

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
-from spaceport.graphs.contract.signature import LOWERINGS, Lowering
+from spaceport.exporter.to_onnx import DEFAULT_OPSET, to_onnx
+from spaceport.graphs.contract.manifest import MODEL_FILE
+from spaceport.graphs.contract.signature import LOWERINGS, Lowering, Signature
+from spaceport.graphs.decoder import Decoder, decoder_of
+from support.cache import built
 
 VOCAB = 97
 POSITIONS = 192
@@ -87,6 +92,24 @@ def build(family: Family, dtype: torch.dtype = torch.float32, attention: str | N
             parameter.copy_(noise if parameter.dim() > 1 else parameter + noise)
     model.eval()
     return model
+
+
+def decoder_for(family: Family, model: PreTrainedModel, lowering: Lowering) -> Decoder:
+    """A model of a family as an exportable module."""
+    form = "operator" if lowering == "append" and family.replaceable else "plain"
+    return decoder_of(model, lowering, form)[0]
+
+
+def graph_of(family: Family, model: PreTrainedModel, lowering: Lowering) -> tuple[Path, Signature]:
+    """The ONNX file of a model of a family, and its signature."""
+    made_from = (repr(model.config), [tensor.numpy().tobytes() for tensor in model.state_dict().values()], lowering)
+    decoder = decoder_for(family, model, lowering)
+
+    def make(folder: Path) -> None:
+        folder.mkdir()
+        to_onnx(decoder, folder, DEFAULT_OPSET[lowering])
+
+    return built(f"graph-{family.model_type}", made_from, ["exporter/export.py"], make) / MODEL_FILE, decoder.signature
 
 
 def rope(kind: str, **parameters: Any) -> dict[str, Any]:

@@ -198,12 +198,13 @@ def _builder(flavour: str) -> dict[str, Any]:
     if not ready:
         return {"flavour": flavour, "version": None, "targets": [], "why": said[-1]}
     version, *targets = said
-    try:
-        targets = [*dict.fromkeys((*targets, gpu().target))]
-    except NoGpu as error:
-        why = f"builds for the GPU of this machine, and there is none: {error}"
-        return {"flavour": flavour, "version": version, "targets": targets, "why": why}
-    return {"flavour": flavour, "version": version, "targets": targets, "why": ""}
+    why = ""
+    if not targets:  # it builds for the GPU of this machine
+        try:
+            targets = [gpu().target]
+        except NoGpu as error:
+            why = f"builds for the GPU of this machine, and there is none: {error}"
+    return {"flavour": flavour, "version": version, "targets": targets, "why": why}
 
 
 def _probe(code: str, argument: str) -> tuple[bool, list[str]]:

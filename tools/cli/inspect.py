@@ -40,14 +40,14 @@ from spaceport.tools.terminal.screen import show_json, show_table, size
 
 _CPU, _CUDA = "onnxruntime", "onnxruntime-cuda"
 # Operators of exported graphs that onnxruntime 1.31 has CUDA kernels for, in the types of a bundle for GPUs.
-_CUDA_OPERATORS = frozenset(
+CUDA_OPERATORS = frozenset(
     {
-        *("Add", "And", "Attention", "Cast", "Concat", "Cos", "Div", "Equal", "Erf", "Exp", "Expand", "Gather"),
-        *("GatherElements", "Gelu", "Greater", "Identity", "LayerNormalization", "Less", "Log", "MatMul"),
-        *("Max", "Min", "Mul", "Neg", "Not", "Pow", "RMSNormalization", "Range", "Reciprocal", "ReduceMax"),
-        *("ReduceMean", "ReduceSum", "Relu", "Reshape", "RotaryEmbedding", "ScatterND", "Shape", "Sigmoid"),
-        *("Sin", "Slice", "Softmax", "Split", "Sqrt", "Squeeze", "Sub", "Tanh", "Tile", "TopK", "Transpose"),
-        *("Unsqueeze", "Where"),
+        *("Add", "And", "Attention", "Cast", "Concat", "Cos", "Div", "Equal", "Erf", "Exp", "Expand", "Floor"),
+        *("Gather", "GatherElements", "GatherND", "Gelu", "Gemm", "Greater", "Identity", "LayerNormalization"),
+        *("Less", "Log", "MatMul", "Max", "Min", "Mul", "Neg", "Not", "Pow", "RMSNormalization", "Range"),
+        *("Reciprocal", "ReduceMax", "ReduceMean", "ReduceSum", "Relu", "Reshape", "RotaryEmbedding"),
+        *("ScatterND", "Shape", "Sigmoid", "Sin", "Slice", "Softmax", "Split", "Sqrt", "Squeeze", "Sub"),
+        *("Tanh", "Tile", "TopK", "Transpose", "Unsqueeze", "Where"),
     }
 )
 _UNKNOWN = "not measured yet: that happens when a runtime first opens the bundle"
@@ -151,7 +151,7 @@ def use_of(bundle: Bundle, backend: str, options: EngineOptions) -> dict[str, st
     """Whether a backend can run a bundle here, and what is known of its use on CUDA before it is opened."""
     use = {"here": why_not(bundle, backend, options) or "can run it"}
     if backend == _CUDA:
-        unknown = sorted(operators(bundle.read(MODEL_FILE)) - _CUDA_OPERATORS)
+        unknown = sorted(operators(bundle.read(MODEL_FILE)) - CUDA_OPERATORS)
         use["on the CPU"] = ", ".join(unknown) or "computations of shapes only"
         use["CUDA graphs"] = f"off, as {unknown[0]} may run on the CPU" if unknown else "from onnxruntime 1.30 on"
     return use

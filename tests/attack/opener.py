@@ -38,13 +38,15 @@ class Opener:
 
 
 def _limit() -> None:
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)  # libraries print there
     if _KERNELS is None:
+        os.dup2(null, 2)
         resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
     else:
         from spaceport.runtime.backends import on_onnxruntime
 
         on_onnxruntime.library_path = lambda: Path(_KERNELS)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # libraries print there
 
 
 def _bundle(folder: Path) -> str:

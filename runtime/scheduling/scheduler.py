@@ -41,8 +41,7 @@ class Scheduler:
         costs: StepCosts | None = None,
         queued_tokens: int | None = None,  # maximum prompt tokens of waiting requests; None: any number
         cache: PrefixCache | None = None,
-        check: Callable[[], None]
-        | None = None,  # raises if results of an engine call that has returned must not be used
+        check: Callable[[], None] | None = None,  # raises if the results of an engine call must not be used
     ) -> None:
         self.engine = engine
         self.queue = RequestQueue(queue_limit, queued_tokens)

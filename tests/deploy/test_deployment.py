@@ -23,7 +23,7 @@ from spaceport.serving.server import _LAST_EVENTS
 from spaceport.tools.cli.serve import command, service_options_of
 from support.chat_runtime import chat_runtime, running_service
 from support.container_image import health_command, instructions, is_ignored, variables
-from support.paths import DEPLOY, ROOT
+from support.paths import DEPLOY, PARTS, ROOT
 
 pytestmark = pytest.mark.on_change("deploy", ".dockerignore")
 
@@ -61,7 +61,7 @@ def test_the_list_of_requirements_is_that_of_the_project() -> None:
 
 def test_the_context_of_the_images_has_what_the_wheel_is_built_from() -> None:
     needed = "pyproject.toml constraints.txt LICENSE README.md MANIFEST.in runtime/decode/step.py serving/page/static/page.css"
-    assert [path for path in needed.split() if is_ignored(path)] == []
+    assert [path for path in (*needed.split(), *PARTS) if is_ignored(path)] == []
     others = ".git/config .venv/bin/python tests/conftest.py keys deploy/keys/keys runtime/__pycache__/a.pyc"
     assert [path for path in others.split() if not is_ignored(path)] == []
 

@@ -4,6 +4,7 @@
 # make fast   format, lint, quick tests without torch  make check    format, lint and types
 # make test   everything that must pass               make nightly  the tests that make test leaves out
 # make attack   three minutes of hostile bundles and requests
+# make image   the steps of deploy/Containerfile without an image builder: the service starts, answers, and has this size
 # make clients   evaluation and load tools with a service (3 GB of environments the first time)
 # make cpus   drafts of small bundles as on other CPUs; make cpus-setup gets what that needs
 # python -m benchmarks   modes of bundles and other runtimes, in turns: answers, rows, prefill, concurrent requests
@@ -41,7 +42,7 @@ SEED ?= 1
 # Whole files go to the processes, the longest first: what a file shares is made once.
 PYTEST = $(if $(CPU),PYTHONPATH=tests $(BIN)/python -m cpus --only $(CPU) --pytest --,$(BIN)/python -m pytest) -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo demo-code demo-page fast test nightly attack clients cpus cpus-setup cuda-setup check types format docs tables venv wheels clean
+.PHONY: demo demo-code demo-page fast test nightly attack image clients cpus cpus-setup cuda-setup check types format docs tables venv wheels clean
 
 demo: $(VENV)/.spaceport-demo $(VENV)/.spaceport-kernels
 	@$(BIN)/spaceport demo
@@ -66,6 +67,10 @@ test: format
 # SECONDS=3600 runs a longer campaign, SEED=2 another one, ONLY=service one part.
 attack: venv
 	@PYTHONPATH=tests $(BIN)/python -m attack --seconds $(SECONDS) --seed $(SEED) $(if $(ONLY),--only $(ONLY))
+
+# Needs root and mmdebstrap (apt-get install mmdebstrap); gets packages from Debian and PyPI.
+image: venv
+	@PYTHONPATH=tests $(BIN)/python -m support.container_image
 
 # Creates an environment for each tool from tests/real_clients/requirements; CLIENTS="--only lm-eval" runs one of them.
 clients: venv

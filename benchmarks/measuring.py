@@ -20,7 +20,7 @@ import numpy as np
 from benchmarks.runtimes import OnProgress, OtherRuntime, ProcessFailed, WorkFolder, without_own
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.tools.bench.decode_measuring import WARM_UP, rotated
-from spaceport.tools.bench.machine import OtherProcesses, cpu_seconds
+from spaceport.tools.bench.machine import OtherProcesses, cpu_seconds, is_running
 
 ROOT = Path(__file__).resolve().parents[1]
 WORKLOADS = ("decode", "rows", "prefill", "concurrent")
@@ -29,7 +29,7 @@ _IDS = (3, 200)  # range of random token ids: in every vocabulary, after the usu
 _REPEATS = 8  # steps of each width per round
 _REQUEST = 64, 32  # prompt tokens and new tokens of a concurrent request
 _TIMEOUT = 600.0  # seconds to wait for an answer
-_IDLE_LIMIT, _PAUSE = 10.0, 0.05  # seconds; a process that uses no CPU time during a pause is idle
+_IDLE_LIMIT, _PAUSE = 10.0, 0.05  # seconds; a process that neither uses nor wants CPU time during a pause is idle
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _REPORTS = 10  # progress lines
 
@@ -188,7 +188,7 @@ class Worker:
 
     def _wait_until_idle(self) -> None:
         end, before, stat = monotonic() + _IDLE_LIMIT, -1.0, Path(f"/proc/{self.process.pid}/stat")
-        while (now := cpu_seconds(stat)) != before:
+        while (now := cpu_seconds(stat)) != before or is_running(self.process.pid):
             if monotonic() > end:
                 raise ProcessFailed(f"still busy {_IDLE_LIMIT:g} s after its answer: expected an idle process")
             before = now

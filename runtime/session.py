@@ -81,7 +81,13 @@ class Runtime:
         queued = limits.queued_requests if queue_limit is None else queue_limit
         cache = PrefixCache() if prefix_cache else None
         scheduler = Scheduler(
-            engine, queued, prompt_rows, costs=self.costs, queued_tokens=limits.queued_prompt_tokens, cache=cache
+            engine,
+            queued,
+            prompt_rows,
+            costs=self.costs,
+            queued_tokens=limits.queued_prompt_tokens,
+            cache=cache,
+            check=bundle.require_unchanged,
         )
         self._worker = Worker(scheduler, call_timeout=call_timeout)
         self._intake = Intake(self._admission, self._worker)

@@ -41,12 +41,14 @@ class Scheduler:
         costs: StepCosts | None = None,
         queued_tokens: int | None = None,  # maximum prompt tokens of waiting requests; None: any number
         cache: PrefixCache | None = None,
+        check: Callable[[], None] | None = None,  # raises if the results of an engine call must not be used
     ) -> None:
         self.engine = engine
         self.queue = RequestQueue(queue_limit, queued_tokens)
         self._prompt_rows = min(prompt_rows or engine.costs.prompt_rows, engine.rows)
         self._costs = costs or relative_costs(engine.costs.row)
         self._clock = clock  # for deadlines
+        self._check = check
         self._running: dict[int, Request] = {}  # by index in the engine; the first one gets the next prefill chunk
         self.cache = cache
         self.buffers = FreeBuffers(engine.requests, cache)
@@ -243,6 +245,8 @@ class Scheduler:
         if self._abandoned:
             raise Abandoned
         self.heartbeat.beat()
+        if self._check is not None:
+            self._check()
 
     @property
     def _call_rows(self) -> int:

@@ -5,27 +5,50 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import click
 
-from attack.mutations import mutated_bundles
-from attack.outcome import Budget, Outcome, table
-from attack.requests import hostile_requests, soak
+from attack.mutations import damaged_bundles, mutated_bundles
+from attack.outcome import Budget, Outcome, table, timed
+from attack.requests import hostile_requests
 from attack.service import strangers
+from attack.soak import soak
 from support.paths import DEMO, TINY
 
-PARTS: dict[str, Callable[[Path, int, Budget], Outcome | list[Outcome]]] = {
-    "mutations": lambda work, seed, budget: mutated_bundles(_bundle(TINY), work, seed, budget),
-    "requests": lambda work, seed, budget: hostile_requests(_bundle(DEMO), seed, budget),
-    "soak": lambda work, seed, budget: soak(_bundle(TINY), seed, budget),
+_EXPORT = """
+import sys
+from pathlib import Path
+from spaceport.exporter.export import ExportOptions
+from spaceport.graphs.contract.formats import FORMATS
+from support.exported import bundle_of
+print(bundle_of(Path(sys.argv[1]), ExportOptions(FORMATS[sys.argv[2]])))
+"""
+
+
+def _bundle(checkpoint: Path, format_name: str = "int8") -> Path:
+    """The bundle of a checkpoint; this process does not import torch, whose memory a part would show."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", _EXPORT, str(checkpoint), format_name]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
+    return Path(done.stdout.splitlines()[-1])
+
+
+def _mutations(work: Path, seed: int, budget: Budget) -> list[Outcome]:
+    """Files of a bundle in float32, and the graph of a native one."""
+    parts = {"float32": mutated_bundles, "int8": damaged_bundles}
+    half = Budget(budget.seconds / len(parts), budget.cases)
+    return [timed(partial(part, _bundle(TINY, name), work, seed, half)) for name, part in parts.items()]
+
+
+PARTS: dict[str, Callable[[Path, int, Budget], list[Outcome]]] = {
+    "mutations": _mutations,
+    "requests": lambda work, seed, budget: [timed(partial(hostile_requests, _bundle(DEMO), seed, budget))],
+    "soak": lambda work, seed, budget: [timed(partial(soak, _bundle(DEMO), seed, budget))],
     "service": lambda work, seed, budget: strangers(_bundle(DEMO), seed, budget),
 }
-_EXPORT = (
-    "import sys; from pathlib import Path; from support.exported import bundle_of; print(bundle_of(Path(sys.argv[1])))"
-)
 
 
 @click.command()
@@ -40,23 +63,10 @@ def main(work: Path, seconds: float, cases: int, seed: int, only: tuple[str, ...
     parts, outcomes = only or tuple(PARTS), list[Outcome]()
     for name in parts:
         click.echo(f"attack: {name}", err=True)
-        began = time.monotonic()
-        part = PARTS[name](work, seed, Budget(seconds / len(parts), cases))
-        if isinstance(part, Outcome):
-            part.seconds = time.monotonic() - began
-            part = [part]
-        outcomes += part
+        outcomes += PARTS[name](work, seed, Budget(seconds / len(parts), cases))
     click.echo(table(outcomes))
     if any(outcome.failures for outcome in outcomes):
         raise SystemExit(1)
-
-
-def _bundle(checkpoint: Path) -> Path:
-    """The bundle of a checkpoint; this process does not import torch, whose memory a soak would show."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", _EXPORT, str(checkpoint)]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
-    return Path(done.stdout.splitlines()[-1])
 
 
 if __name__ == "__main__":

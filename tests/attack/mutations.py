@@ -6,9 +6,11 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
+from attack.damaged_graphs import damage
 from attack.opener import Opener
 from attack.outcome import Budget, Outcome
 from spaceport.graphs.contract.manifest import MANIFEST_FILE, with_digest
@@ -22,21 +24,41 @@ def mutated_bundles(bundle: Path, work: Path, seed: int, budget: Budget) -> Outc
     A copy whose hashes were not repaired is refused, or has the same output. With repaired hashes it is another bundle,
     which may have another output, but causes no crash, no hang and no untyped error.
     """
-    outcome, opener, copy = Outcome("mutated bundles", seed), Opener(), work / "mutated"
+
+    def change(copy: Path, number: int, random: Random) -> tuple[str, bool]:
+        what = mutate(copy, random)
+        return what, bool(number % 2) and repair(copy)
+
+    return _opened(Outcome("mutated bundles", seed), bundle, work, budget, change)
+
+
+def damaged_bundles(bundle: Path, work: Path, seed: int, budget: Budget) -> Outcome:
+    """Open copies of a native bundle with a damaged graph, weights or signature, all with repaired hashes."""
+
+    def change(copy: Path, _: int, random: Random) -> tuple[str, bool]:
+        what = damage(copy, random)
+        return what, repair(copy)
+
+    return _opened(Outcome("damaged native bundles", seed), bundle, work, budget, change)
+
+
+def _opened(
+    outcome: Outcome, bundle: Path, work: Path, budget: Budget, change: Callable[[Path, int, Random], tuple[str, bool]]
+) -> Outcome:
+    """Open copies that were changed in different ways; `change` returns what it did, and whether the hashes are right."""
+    opener, copy = Opener(), work / "mutated"
     expected = opener.run(bundle)
     assert expected.startswith("tokens"), f"{bundle} cannot be opened: {expected}"
     for number in budget.numbers():
-        random = Random(f"{seed} {number}")
         shutil.rmtree(copy, ignore_errors=True)
         shutil.copytree(bundle, copy)
-        change = mutate(copy, random)
-        repaired = bool(number % 2) and repair(copy)
+        what, repaired = change(copy, number, Random(f"{outcome.seed} {number}"))
         result = opener.run(copy)
         name, fine = result, result.startswith("refused")
         if result.startswith("tokens"):
             same = result == expected
             name, fine = "same output" if same else "other output", same or repaired
-        outcome.note(f"{number} ({change}{', repaired' if repaired else ''})", name, fine)
+        outcome.note(f"{number} ({what}{', repaired' if repaired else ''})", name, fine)
     opener.close()
     shutil.rmtree(copy, ignore_errors=True)
     return outcome

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 _SHOWN = 10  # failures that are printed
@@ -44,6 +44,14 @@ class Budget:
             if number and time.monotonic() > end:
                 return
             yield number
+
+
+def timed(part: Callable[[], Outcome]) -> Outcome:
+    """The outcome of a part, with the seconds that it took."""
+    began = time.monotonic()
+    outcome = part()
+    outcome.seconds = time.monotonic() - began
+    return outcome
 
 
 def table(outcomes: Sequence[Outcome]) -> str:

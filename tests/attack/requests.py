@@ -1,4 +1,4 @@
-"""Requests: hostile or many usual ones beside normal ones, whose texts must stay right; what they delay and what grows."""
+"""Requests: hostile ones beside normal ones, whose texts must stay right; what they delay and what grows."""
 
 from __future__ import annotations
 
@@ -29,15 +29,7 @@ Hostile = Callable[[Runtime, Random], object]
 
 def hostile_requests(bundle: Path, seed: int, budget: Budget) -> Outcome:
     """Normal clients alone, then beside hostile ones; compares the gaps between their tokens."""
-    return _campaign(Outcome("hostile requests", seed), bundle, budget, HOSTILE)
-
-
-def soak(bundle: Path, seed: int, budget: Budget) -> Outcome:
-    """The same with usual requests, many of them cancelled: what grows meanwhile is shown."""
-    return _campaign(Outcome("soak", seed), bundle, budget, USUAL)
-
-
-def _campaign(outcome: Outcome, bundle: Path, budget: Budget, kinds: dict[str, Hostile]) -> Outcome:
+    outcome = Outcome("hostile requests", seed)
     numbers, lock, longest, used = budget.numbers(), threading.Lock(), [(0.0, "none")], list[Usage]()
 
     def attack() -> None:
@@ -46,8 +38,8 @@ def _campaign(outcome: Outcome, bundle: Path, budget: Budget, kinds: dict[str, H
                 if (number := next(numbers, None)) is None:
                     return
             random, began = Random(f"{outcome.seed} {number}"), time.monotonic()
-            name = random.choice([*kinds])
-            result, fine = _result(runtime, kinds[name], random)
+            name = random.choice([*HOSTILE])
+            result, fine = _result(runtime, HOSTILE[name], random)
             took = time.monotonic() - began
             with lock:
                 longest.append((took, name))
@@ -220,15 +212,5 @@ HOSTILE: dict[str, Hostile] = {
     "cancelled prompt": lambda runtime, random: _cancelled(runtime, list(range(300)), random.uniform(0, 0.05)),
     "scoring": lambda runtime, random: runtime.score(
         "x" * random.choice((1, 300)), random.choice(("y", None, "", [5]))
-    ),
-}
-USUAL: dict[str, Hostile] = {
-    "cancelled": lambda runtime, random: _cancelled(runtime, "def f(a, b):\n", random.uniform(0, 0.2)),
-    "scored": lambda runtime, random: runtime.score("import json\nimport os\n", top=2),
-    "sampled": lambda runtime, random: runtime.generate(
-        "".join(random.choices("abcdefgh (),:\n", k=random.randrange(1, 150))),
-        Decoding(
-            max_tokens=16, sampling=Sampling(temperature=1.0, seed=random.randrange(10**6)), stop="\n\n", logprobs=3
-        ),
     ),
 }

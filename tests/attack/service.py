@@ -35,10 +35,10 @@ def strangers(bundle: Path, seed: int, budget: Budget) -> list[Outcome]:
     outcomes: list[Outcome] = []
     for keys in ("", "sk-right-one,sk-other"):
         names = [name for name, (_, _, has_keys) in STRANGERS.items() if has_keys == bool(keys)]
-        with _served(bundle, keys) as (target, process):
+        with served(bundle, keys) as (target, process):
             step, clients = _seconds_of_a_step(target), 8 if budget.seconds >= _LONG else 1
             expected = {prompt: _answer(target, prompt) for prompt in _PROMPTS}
-            memories = [_memory(process)]
+            memories = [memory_of(process)]
             for name in names:
                 outcome = Outcome(name, seed, seconds=budget.seconds / len(STRANGERS))
                 _attack(outcome, target, process, expected, step, clients, memories)
@@ -63,7 +63,7 @@ def _attack(
     command = [sys.executable, "-m", "attack.strangers", outcome.attack, f"http://{target.host}:{target.port}"]
     for share, attacking in ((0.25, False), (0.75, True)):
         attacker = (
-            subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=_give_way) if attacking else None
+            subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=give_way) if attacking else None
         )
         with attacker or nullcontext():
             time.sleep(0.5 if attacker else 0)  # until it attacks
@@ -74,9 +74,9 @@ def _attack(
             if attacker:
                 attacker.terminate()
                 outcome.failures += attacker.communicate()[0].splitlines()[:3]
-    peak = _memory(process, "VmHWM")
+    peak = memory_of(process, "VmHWM")
     time.sleep(_REST)
-    memories.append(_memory(process))
+    memories.append(memory_of(process))
     alone, beside = (float(np.percentile(one or [outcome.seconds], 99)) for one in times)
     outcome.figures = {
         "p99 alone": f"{alone:.2f} s",
@@ -119,28 +119,29 @@ def _seconds_of_a_step(target: Target) -> float:
     return float(metrics["time_to_first_token_ms"] - metrics["queue_time_ms"]) / 1e3 / (1000 / 128)
 
 
-def _memory(process: int, name: str = "VmRSS") -> float:
+def memory_of(process: int, name: str = "VmRSS") -> float:
     """MiB of memory of a process."""
     status = Path(f"/proc/{process}/status").read_text()
     return int(re.search(rf"{name}:\s+(\d+)", status)[1]) / 1024  # type: ignore[index]
 
 
-def _give_way() -> None:
+def give_way() -> None:
     os.nice(19)  # strangers have CPUs of their own
 
 
-def _limit_descriptors() -> None:
-    resource.setrlimit(resource.RLIMIT_NOFILE, (_DESCRIPTORS, _DESCRIPTORS))
-
-
 @contextmanager
-def _served(bundle: Path, keys: str) -> Iterator[tuple[Target, int]]:
-    """A running service: its address and the id of its process."""
+def served(bundle: Path, keys: str = "", descriptors: int = _DESCRIPTORS) -> Iterator[tuple[Target, int]]:
+    """A running service: its address and the id of its process; `descriptors` limits its open files, 0: as usual."""
+
+    def limit_descriptors() -> None:
+        if descriptors:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, descriptors))
+
     command = [*_COMMAND, "serve", str(bundle), "--port", "0", "--threads", "1", "--step-costs", "standard"]
     environment = {**os.environ, "SPACEPORT_API_KEY": keys}
     with (
         subprocess.Popen(
-            command, stderr=subprocess.PIPE, text=True, env=environment, preexec_fn=_limit_descriptors
+            command, stderr=subprocess.PIPE, text=True, env=environment, preexec_fn=limit_descriptors
         ) as process,
         ThreadPoolExecutor(1) as reader,
     ):

@@ -26,15 +26,25 @@ class Target:
         parts = urlsplit(url)
         self.host, self.port = str(parts.hostname), int(parts.port or 80)
 
-    def ask(self, body: object, key: str = "", **headers: str) -> tuple[int, Any]:
+    def ask(self, body: object, key: str = "", path: str = "/v1/completions", **headers: str) -> tuple[int, Any]:
         """The status and content of an answer, over a connection of its own."""
         connection = http.client.HTTPConnection(self.host, self.port, timeout=120)
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         sent = {**_CONTENT, **headers, **({"Authorization": f"Bearer {key}"} if key else {})}
         try:
-            connection.request("POST", "/v1/completions", content, sent)
+            connection.request("POST", path, content, sent)
             response = connection.getresponse()
             return response.status, json.loads(response.read() or b"null")
+        finally:
+            connection.close()
+
+    def load(self) -> dict[str, int]:
+        """Running and waiting requests and KV slots of the only model."""
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=120)
+        try:
+            connection.request("GET", "/load")
+            models: dict[str, dict[str, int]] = json.loads(connection.getresponse().read())["models"]
+            return next(iter(models.values()))
         finally:
             connection.close()
 
@@ -46,9 +56,9 @@ class Target:
         client.sendall(sent)
         return client
 
-    def posted(self, length: int, content: bytes, buffer: int = 0) -> socket.socket:
+    def posted(self, length: int, content: bytes, buffer: int = 0, path: str = "/v1/completions") -> socket.socket:
         """A connection over which the beginning of a request with a body of this length was sent."""
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: {self.host}\r\nContent-Length: {length}\r\n"
+        head = f"POST {path} HTTP/1.1\r\nHost: {self.host}\r\nContent-Length: {length}\r\n"
         return self.connected(f"{head}Content-Type: application/json\r\n\r\n".encode() + content, buffer)
 
 

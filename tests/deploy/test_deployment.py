@@ -8,7 +8,6 @@ import shlex
 import subprocess
 import sys
 import time
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,8 @@ from spaceport.serving.options import ServiceOptions
 from spaceport.serving.server import _LAST_EVENTS
 from spaceport.tools.cli.serve import command, service_options_of
 from support.chat_runtime import chat_runtime, running_service
-from support.paths import DEPLOY, ROOT
+from support.container_image import health_command, instructions, is_ignored, variables
+from support.paths import DEPLOY, PARTS, ROOT
 
 pytestmark = pytest.mark.on_change("deploy", ".dockerignore")
 
@@ -31,43 +31,9 @@ COMPOSE: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.yaml").read_text("ut
 SERVICE: dict[str, Any] = COMPOSE["services"]["spaceport"]
 
 
-def image(target: str) -> dict[str, list[str]]:
-    """The instructions of an image with those of the stages that it is made from, by kind."""
-    lines = [line for line in (DEPLOY / "Containerfile").read_text("utf-8").splitlines() if not line.startswith("#")]
-    stages: dict[str, list[tuple[str, str]]] = {}
-    parents: dict[str, str] = {}
-    stage = ""
-    for line in filter(None, re.sub(r"\\\n", " ", "\n".join(lines)).splitlines()):
-        name, argument = line.split(None, 1)
-        if name == "FROM":
-            parent, _, stage = argument.partition(" AS ")
-            stages[stage], parents[stage] = [], parent
-        elif stage:
-            stages[stage].append((name, " ".join(argument.split())))
-    found: dict[str, list[str]] = {}
-    while target in stages:
-        for name, argument in reversed(stages[target]):
-            found.setdefault(name, []).insert(0, argument)
-        target = parents[target]
-    return found
-
-
-def image_environment(target: str = "cpu") -> dict[str, str]:
-    """The variables that an image sets."""
-    words = [word for line in image(target)["ENV"] for word in shlex.split(line)]
-    return dict(word.split("=", 1) for word in words)
-
-
-def health_command() -> list[str]:
-    """The command of the image's health check."""
-    (check,) = image("cpu")["HEALTHCHECK"]
-    found: list[str] = json.loads(check[check.index("[") :])
-    return found
-
-
 @pytest.mark.parametrize("target", ["cpu", "gpu"])
 def test_an_image_runs_the_service_without_privileges_and_has_what_it_needs(target: str) -> None:
-    found, environment = image(target), image_environment(target)
+    found, environment = instructions(target), variables(target)
     assert f'version="{spaceport.__version__}"' in found["LABEL"][0]
     (user,) = found["USER"]
     assert all(number.isdigit() and int(number) > 0 for number in user.split(":"))
@@ -83,7 +49,7 @@ def test_an_image_runs_the_service_without_privileges_and_has_what_it_needs(targ
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="the images have Python 3.13, which reads TOML files")
 def test_the_list_of_requirements_is_that_of_the_project() -> None:
-    (line,) = (line for line in image("installer")["RUN"] if "requirements.py" in line)
+    (line,) = (line for line in instructions("installer")["RUN"] if "requirements.py" in line)
     words = shlex.split(line)
     program = "\n".join(words[words.index("printf") + 2 : words.index(">")])
     arguments = [sys.executable, "-c", program, "cpu", "serve"]
@@ -93,25 +59,11 @@ def test_the_list_of_requirements_is_that_of_the_project() -> None:
     assert not names & {"torch", "onnxruntime-gpu", "pytest", "transformers"}
 
 
-def ignored(path: str) -> bool:
-    """Whether the context of the images lacks a file: the last line of .dockerignore that fits decides."""
-    found = False
-    for line in (ROOT / ".dockerignore").read_text("utf-8").splitlines():
-        pattern = line.removeprefix("!")
-        if pattern.startswith("**/"):
-            fits = any(fnmatchcase(part, pattern[3:]) for part in path.split("/"))
-        else:
-            fits = pattern == "*" or f"{path}/".startswith(f"{pattern}/")
-        if fits and not line.startswith("#"):
-            found = not line.startswith("!")
-    return found
-
-
 def test_the_context_of_the_images_has_what_the_wheel_is_built_from() -> None:
     needed = "pyproject.toml constraints.txt LICENSE README.md MANIFEST.in runtime/decode/step.py serving/page/static/page.css"
-    assert [path for path in needed.split() if ignored(path)] == []
+    assert [path for path in (*needed.split(), *PARTS) if is_ignored(path)] == []
     others = ".git/config .venv/bin/python tests/conftest.py keys deploy/keys/keys runtime/__pycache__/a.pyc"
-    assert [path for path in others.split() if not ignored(path)] == []
+    assert [path for path in others.split() if not is_ignored(path)] == []
 
 
 def test_the_health_check_follows_the_service() -> None:
@@ -143,7 +95,7 @@ def test_the_compose_file_runs_the_service_with_options_that_it_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "keys").write_text("sk-1\n")
-    for name, value in {**image_environment(), **SERVICE["environment"]}.items():
+    for name, value in {**variables(), **SERVICE["environment"]}.items():
         if name.startswith("SPACEPORT_"):
             monkeypatch.setenv(name, value.replace("/run/secrets", str(tmp_path)))
     options = command.make_context("serve", [*SERVICE["command"]]).params

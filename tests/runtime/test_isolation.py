@@ -131,7 +131,7 @@ def test_a_job_ends_at_its_deadline_or_with_the_pool() -> None:
         sleep(0.1)
         pool.close()
         with pytest.raises(JobFailed, match="the runtime is closed"):
-            found.result(10)
+            found.result(60)
 
 
 class Jobs:

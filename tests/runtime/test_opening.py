@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
+import subprocess
+import sys
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -15,9 +19,9 @@ import pytest
 
 from spaceport.exporter.atomic_folder import writing
 from spaceport.graphs.contract.manifest import DATA_FILE, MODEL_FILE, record_of
-from spaceport.runtime import Runtime
+from spaceport.runtime import Decoding, Runtime
 from spaceport.runtime.bundle import BundleError, open_bundle
-from spaceport.runtime.engine import seq_len
+from spaceport.runtime.engine import Batch, seq_len
 from support.small_bundle import edit
 
 PROMPT = [5, 6, 7, 8]
@@ -38,11 +42,17 @@ def bundle(tiny_bundle: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(tiny_bundle, tmp_path / "bundle"))
 
 
+def scale_weights(bundle: Path) -> None:
+    """Change the weights of a float bundle in their file."""
+    weights = np.fromfile(bundle / DATA_FILE, np.float32)
+    with (bundle / DATA_FILE).open("r+b") as file:
+        file.write((weights * np.float32(1.5)).tobytes())
+
+
 def other(bundle: Path, target: Path) -> Path:
     """A bundle with other weights and another number of parameters."""
     shutil.copytree(bundle, target)
-    weights = np.fromfile(target / DATA_FILE, np.float32)
-    (weights * np.float32(1.5)).tofile(target / DATA_FILE)
+    scale_weights(target)
     with (target / DATA_FILE).open("rb") as stream:
         sha256 = record_of(stream).sha256
     edit(target, lambda entries: (entries.update(parameters=1), entries["files"][DATA_FILE].update(sha256=sha256)))
@@ -102,6 +112,90 @@ def test_a_request_after_a_change_of_the_weights_is_refused(bundle: Path) -> Non
             with pytest.raises(BundleError, match="it was changed while the runtime used it: close the runtime"):
                 request(PROMPT)
         assert copied.score(PROMPT) == before
+
+
+def test_weights_that_change_during_a_request_fail_it_before_they_show(bundle: Path) -> None:
+    decoding = Decoding(max_tokens=24, lookup=0, mask_slots=0, fork=False)
+    with open_runtime(bundle) as runtime, open_runtime(bundle, copy_weights=True) as copied:
+        expected = copied.generate(PROMPT, decoding).tokens
+        compute, calls, read = runtime.engine.run, list[Batch](), list[int | None]()
+
+        def changing(batch: Batch) -> Any:
+            calls.append(batch)
+            if len(calls) == 5:
+                scale_weights(bundle)
+            return compute(batch)
+
+        runtime.engine.run = changing  # type: ignore[method-assign]
+        with pytest.raises(BundleError, match="it was changed while the runtime used it"):
+            read.extend(piece.token for piece in runtime.stream(PROMPT, decoding))
+        assert len(calls) == 5
+        assert read == list(expected[:4])
+
+
+# Prints the tokens of the same prompt again and again, then the error that ends it.
+_SERVES = """
+import sys
+from spaceport.runtime import Decoding, Runtime, SpaceportError
+with Runtime.open(sys.argv[1], backend="onnxruntime", max_seq_len=64, threads=1, step_costs="standard") as runtime:
+    try:
+        while True:
+            print(list(runtime.generate([5, 6, 7, 8], Decoding(max_tokens=24, fork=False)).tokens), flush=True)
+    except SpaceportError as error:
+        print(type(error).__name__, flush=True)
+"""
+
+
+def served_until(bundle: Path, happens: Callable[[subprocess.Popen[str]], object]) -> list[str]:
+    """What a process that uses a bundle prints until it ends, after something happens to it or to the bundle."""
+    command = [sys.executable, "-c", _SERVES, str(bundle)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        assert process.stdout is not None
+        lines = [process.stdout.readline().strip() for _ in range(3)]
+        happens(process)
+        return lines + [line.strip() for line in process.stdout if line.endswith("\n")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tiny_bundle", "tiny_int8_bundle"])
+def test_a_bundle_opens_after_a_process_that_mapped_it_was_killed(
+    name: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    bundle = shutil.copytree(request.getfixturevalue(name), tmp_path / "bundle")
+    before = scored(bundle)
+    (tokens,) = {*served_until(bundle, subprocess.Popen.kill)}
+    assert tokens.startswith("[")
+    assert scored(bundle) == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tiny_bundle", "tiny_int8_bundle"])
+@pytest.mark.parametrize("change", ["truncated", "written", "replaced"])
+def test_a_bundle_that_changes_while_it_is_served_never_gives_another_text(
+    name: str, change: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """Truncation of a mapped file may end the process (SIGBUS)."""
+    bundle = shutil.copytree(request.getfixturevalue(name), tmp_path / "bundle")
+    data = bundle / DATA_FILE
+
+    def happens(process: subprocess.Popen[str]) -> None:
+        if change == "truncated":
+            os.truncate(data, 0)
+        elif change == "written":
+            with data.open("r+b") as file:
+                file.write(bytes(data.stat().st_size))
+        else:
+            data.rename(tmp_path / "old")
+            data.write_bytes(bytes((tmp_path / "old").stat().st_size))
+            process.kill()  # it has the old file, and would go on
+
+    expected, *rest = served_until(bundle, happens)
+    assert expected.startswith("[")
+    assert {*rest} <= {expected, "BundleError"}
+    if change == "written":
+        assert rest[-1] == "BundleError"
+    with pytest.raises(BundleError, match="the manifest says"):
+        open_runtime(bundle)
 
 
 def test_weights_in_a_file_that_the_manifest_does_not_list_are_refused(bundle: Path) -> None:

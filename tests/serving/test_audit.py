@@ -85,9 +85,9 @@ async def auditing(
 
 
 async def until(done: Callable[[], bool]) -> None:
-    end = time.monotonic() + 30
+    end = time.monotonic() + 60
     while not done():
-        assert time.monotonic() < end, "it did not happen within 30 seconds"
+        assert time.monotonic() < end, "it did not happen within 60 seconds"
         await asyncio.sleep(0.005)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import socket
 import time
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from spaceport.serving.options import ServiceOptions
-from support.chat_runtime import RunningService, chat_runtime, running_service
+from support.chat_runtime import RunningService, chat_runtime, running_service, wait_until
 
 GET = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
 POST = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\n"
@@ -30,7 +31,7 @@ def service() -> Iterator[RunningService]:
 def connected(service: RunningService, sent: bytes = b"") -> Iterator[socket.socket]:
     """A connection to the service, over which something was sent."""
     url = urlsplit(service.url)
-    with socket.create_connection((url.hostname, url.port), timeout=5) as client:
+    with socket.create_connection((url.hostname, url.port), timeout=60) as client:
         client.sendall(sent)
         yield client
 
@@ -55,11 +56,12 @@ def answer(service: RunningService, sent: bytes, later: bytes = b"") -> tuple[in
 
 def wait_until_closed(service: RunningService) -> None:
     """Wait until the service has no connection of an earlier test."""
-    while True:
-        with connected(service, GET) as client:
-            if client.recv(12) == b"HTTP/1.1 200":
-                return
-        time.sleep(0.02)
+    wait_until(lambda: not service.server.server_state.connections)
+
+
+def wait_until_read(service: RunningService, requests: int) -> None:
+    """Wait until the service has read the heads of this many requests, and has no other connection."""
+    wait_until(lambda: len(service.server.server_state.connections) == requests and not any(service.service.silent))
 
 
 HEAD = b"GET /health HTTP/1.1\r\nhost: localhost\r\n"
@@ -128,12 +130,12 @@ def test_an_answered_client_that_never_stops_sending_loses_its_connection(
 ) -> None:
     begun, sent = time.monotonic(), 0
     with connected(service if pause else patient, b"no request\r\n") as client, suppress(ConnectionError):
-        while sent < 64 << 20 and time.monotonic() - begun < 3:
+        while sent < 64 << 20 and time.monotonic() - begun < 60:
             client.sendall(b"a" * size)
             sent += size
             time.sleep(pause)
     assert sent < 64 << 20
-    assert time.monotonic() - begun < 3
+    assert time.monotonic() - begun < 60
 
 
 def test_answered_connections_that_stay_take_no_place_of_others_and_are_bounded(patient: RunningService) -> None:
@@ -151,16 +153,19 @@ def test_a_request_that_does_not_arrive_in_time_ends_its_connection(service: Run
     begun = time.monotonic()
     with connected(service, sent) as client:
         content = received(client)
-    assert 0.2 < time.monotonic() - begun < 1.5
+    assert time.monotonic() - begun > 0.2
     assert (b"HTTP/1.1 408 Request Timeout\r\n" in content) == (len(sent) > 2)
     if sent == POST:
         assert json.loads(content.partition(b"\r\n\r\n")[2])["error"]["message"].startswith("the body did not come")
 
 
-def test_requests_in_time_share_a_connection(service: RunningService) -> None:
-    with connected(service) as client:
+def test_requests_in_time_share_a_connection() -> None:
+    with (
+        running_service({"demo": chat_runtime}, ServiceOptions(head_timeout=1.5)) as service,
+        connected(service) as client,
+    ):
         for _ in range(4):
-            time.sleep(0.15)
+            time.sleep(0.4)
             client.sendall(GET)
             assert client.recv(1 << 16).startswith(b"HTTP/1.1 200")
 
@@ -169,7 +174,7 @@ def test_a_client_that_does_not_read_loses_its_connection(service: RunningServic
     with connected(service, GET) as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         assert client.recv(12) == b"HTTP/1.1 200"
-        ended = time.monotonic() + 30
+        ended = time.monotonic() + 60
         with suppress(ConnectionError):  # the client does not always learn of it
             while service.server.server_state.connections:
                 assert time.monotonic() < ended
@@ -186,24 +191,29 @@ def test_requests_beyond_those_that_may_wait_end_their_connection(service: Runni
         assert received(client).count(b"HTTP/1.1 200") < 5
 
 
+def assert_waits(client: socket.socket) -> None:
+    """Assert that the service still waits for the body of a client's request."""
+    client.sendall(b"x" * 100)
+    assert client.recv(12) == b"HTTP/1.1 400"
+
+
 def test_beyond_the_limit_the_longest_silent_connection_makes_room_and_those_with_a_request_stay(
-    service: RunningService, caplog: pytest.LogCaptureFixture
+    patient: RunningService, caplog: pytest.LogCaptureFixture
 ) -> None:
-    wait_until_closed(service)
+    wait_until_closed(patient)
     most = OPTIONS.most_connections
     with ExitStack() as held, caplog.at_level("INFO"):
 
         def connect(sent: bytes = b"") -> socket.socket:
-            return held.enter_context(connected(service, sent))
+            return held.enter_context(connected(patient, sent))
 
         idle = connect(GET)
         assert idle.recv(1 << 16).startswith(b"HTTP/1.1 200")
         asking = [connect(POST) for _ in range(most - 3)]
         silent = [connect(), connect(GET[:-2])]
-        time.sleep(0.05)
+        wait_until(lambda: [len(group) for group in patient.service.silent] == [len(silent), 1])
         for _ in range(3):  # of which each is silent too, and makes room for the next one
             silent.append(connect())
-            time.sleep(0.02)
             assert received(silent.pop(0)) == b""
         for _ in range(2):
             assert connect(GET).recv(1 << 16).startswith(b"HTTP/1.1 200")
@@ -211,32 +221,38 @@ def test_beyond_the_limit_the_longest_silent_connection_makes_room_and_those_wit
         assert connect(GET).recv(1 << 16).startswith(b"HTTP/1.1 200")
         assert received(idle) == b""
         for client in asking:
-            assert b"the body did not come" in received(client)
+            assert_waits(client)
     warnings = [entry.getMessage() for entry in caplog.records if entry.levelname == "WARNING"]
     assert warnings == [f"connections are closed: {most} are open"]
 
 
-def test_more_connections_with_requests_than_the_limit_are_refused(service: RunningService) -> None:
-    wait_until_closed(service)
+def test_more_connections_with_requests_than_the_limit_are_refused(patient: RunningService) -> None:
+    wait_until_closed(patient)
     with ExitStack() as held:
-        asking = [held.enter_context(connected(service, POST)) for _ in range(OPTIONS.most_connections)]
-        time.sleep(0.05)
+        asking = [held.enter_context(connected(patient, POST)) for _ in range(OPTIONS.most_connections)]
+        wait_until_read(patient, len(asking))
         for _ in range(3):
-            status, body = answer(service, b"a" * 200_000, b"a" * 200_000)
+            status, body = answer(patient, b"a" * 200_000, b"a" * 200_000)
             assert (status, body["error"]["code"]) == (503, "too_many_connections")
-        assert all(b"the body did not come" in received(client) for client in asking)
-    text = service.service.metrics.text()
+        for client in asking:
+            assert_waits(client)
+    text = patient.service.metrics.text()
     assert b'admission_rejections_total{reason="too_many_connections"}' in text
 
 
 def test_a_client_that_leaves_within_its_body_has_one_short_entry(
-    service: RunningService, caplog: pytest.LogCaptureFixture
+    patient: RunningService, caplog: pytest.LogCaptureFixture
 ) -> None:
+    def has_left(entry: logging.LogRecord) -> bool:
+        return bool(entry.__dict__.get("fields", {}).get("status") != 400)  # of an earlier test
+
     with caplog.at_level("INFO"):
-        with connected(service, POST):
-            time.sleep(0.05)
-        time.sleep(0.1)
-    (entry,) = (entry for entry in caplog.records if entry.__dict__.get("fields", {}).get("status") != 408)
+        wait_until_closed(patient)
+        with connected(patient, POST):
+            wait_until_read(patient, 1)
+        wait_until_closed(patient)
+        wait_until(lambda: any(map(has_left, caplog.records)))
+    (entry,) = filter(has_left, caplog.records)
     assert (entry.levelname, entry.exc_info, entry.getMessage()) == ("INFO", None, "request ended")
     assert entry.__dict__["fields"]["status"] == 499
 

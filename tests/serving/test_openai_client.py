@@ -25,7 +25,7 @@ GREEDY: dict[str, Any] = {"model": "demo", "temperature": 0, "max_tokens": TOKEN
 SLOW: dict[str, Any] = {
     **GREEDY,
     "prompt": "import json\n",
-    "max_tokens": 150,
+    "max_tokens": 600,
     "extra_body": {"spaceport": NO_DRAFTS},
 }
 

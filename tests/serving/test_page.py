@@ -43,7 +43,7 @@ class Visit:
     def __init__(self, browser: Any, url: str, **options: Any) -> None:
         self.context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **options})
         self.page = self.context.new_page()
-        self.page.set_default_timeout(15_000)
+        self.page.set_default_timeout(60_000)
         self.complaints: list[str] = []
         self.requested: list[str] = []
         self.page.on("console", lambda message: self.complaints.append(message.text))

@@ -55,7 +55,7 @@ def served(*arguments: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
 def wait_until_ready(address: str) -> None:
     while True:
         with suppress(urllib.error.HTTPError):  # 503 while bundles are opened
-            urllib.request.urlopen(f"{address}/health", timeout=10).close()
+            urllib.request.urlopen(f"{address}/health", timeout=60).close()
             return
         time.sleep(0.05)
 
@@ -79,13 +79,13 @@ def test_a_request_that_runs_may_end_within_a_time_before_the_service_stops(demo
         else:
             failure = rest.split("\n\n")[-3]
             assert json.loads(failure.removeprefix("data: "))["error"]["code"] == "stopping"
-        assert process.wait(30) == 0
+        assert process.wait(60) == 0
 
 
 def streamed(service: RunningService, path: str, ask: dict[str, Any], started: Semaphore | None = None) -> str:
     """The events of a streamed answer."""
     request = urllib.request.Request(f"{service.url}/{path}", json.dumps({**ask, "stream": True}).encode())
-    with urllib.request.urlopen(request, timeout=20) as response:
+    with urllib.request.urlopen(request, timeout=60) as response:
         if started is not None:
             started.release()
         text: str = response.read().decode()
@@ -162,7 +162,7 @@ def test_the_address_is_announced_when_all_bundles_are_open(caplog: pytest.LogCa
     may_open = Event()
 
     def opener() -> Runtime:
-        assert may_open.wait(30)
+        assert may_open.wait(60)
         return chat_runtime()
 
     def announced() -> bool:
@@ -172,13 +172,13 @@ def test_the_address_is_announced_when_all_bundles_are_open(caplog: pytest.LogCa
         address = running.url.removesuffix("/v1")
         for path in ("health", "v1/models", "v1/models/slow", "tokenizer_info"):
             with pytest.raises(urllib.error.HTTPError, match="503") as caught:
-                urllib.request.urlopen(f"{address}/{path}", timeout=10)
+                urllib.request.urlopen(f"{address}/{path}", timeout=60)
             assert caught.value.headers["retry-after"] == (None if path == "health" else "1")
         time.sleep(0.3)  # three ticks
         assert not announced()
         may_open.set()
         wait_until_ready(address)
-        ended = time.monotonic() + 10
+        ended = time.monotonic() + 60
         while not announced() and time.monotonic() < ended:
             time.sleep(0.01)
         assert announced()

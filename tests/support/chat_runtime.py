@@ -178,15 +178,15 @@ class RunningService:
 
     def wait_until_idle(self) -> None:
         """Wait until no request runs or waits; fails if one goes on."""
-        _wait(lambda: not any(one.active_requests or one.queued_requests for one in self.statuses.values()))
+        wait_until(lambda: not any(one.active_requests or one.queued_requests for one in self.statuses.values()))
         assert all(one.kv_slots_used == 0 for one in self.statuses.values())
 
     def wait_until_busy(self) -> None:
         """Wait until a request runs."""
-        _wait(lambda: any(one.active_requests for one in self.statuses.values()))
+        wait_until(lambda: any(one.active_requests for one in self.statuses.values()))
 
 
-def _wait(done: Callable[[], bool]) -> None:
+def wait_until(done: Callable[[], bool]) -> None:
     end = time.monotonic() + _WAIT
     while not done():
         assert time.monotonic() < end, f"it does not happen within {_WAIT} seconds"
@@ -204,7 +204,7 @@ def running_service(
         thread = Thread(target=server.run, args=([listener],))
         thread.start()
         try:
-            _wait(lambda: server.started or not thread.is_alive())
+            wait_until(lambda: server.started or not thread.is_alive())
             yield RunningService(f"http://127.0.0.1:{listener.getsockname()[1]}/v1", app.state.service, server)
         finally:
             server.should_exit = True

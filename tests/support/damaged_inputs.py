@@ -21,9 +21,9 @@ from support.native_operators import Operator, available_sets, normal, random_we
 Feeds = dict[str, NDArray[Any]]
 
 _ROWS, _WIDTH, _RANK = 5, 256, 64
-_NUMBERS = (-1, 0, 1, 3, 5, 63, 64, 100, 127, 2**31 - 1, 2**31, 2**40, 2**63 - 1, -(2**31), -(2**63))
-_FLOATS = (np.nan, np.inf, -np.inf, 3e38, -3e38, 1e-45, 0.0, -0.0)
-_TEXTS = ("", "int4", "int4_k", "int5", "int8", "int8_k16", "none", "layer", "rms", "silu", ",", "int8," * 99, "%s%n")
+NUMBERS = (-1, 0, 1, 3, 5, 63, 64, 100, 127, 2**31 - 1, 2**31, 2**40, 2**63 - 1, -(2**31), -(2**63))
+FLOATS = (np.nan, np.inf, -np.inf, 3e38, -3e38, 1e-45, 0.0, -0.0)
+TEXTS = ("", "int4", "int4_k", "int5", "int8", "int8_k16", "none", "layer", "rms", "silu", ",", "int8," * 99, "%s%n")
 
 
 class Node(NamedTuple):
@@ -82,9 +82,9 @@ def damage_values(dice: np.random.Generator, node: Node) -> str:
     if array.dtype == np.bool_:
         array[..., dice.integers(array.shape[-2]), :] = bool(dice.integers(2))
     elif array.dtype == np.int64:
-        array.flat[dice.integers(array.size)] = dice.choice([*_NUMBERS, int(array.flat[0])])
+        array.flat[dice.integers(array.size)] = dice.choice([*NUMBERS, int(array.flat[0])])
     elif array.dtype == np.float32 and dice.random() < 0.5:
-        array.flat[dice.integers(0, array.size, 1 + dice.integers(8))] = dice.choice(_FLOATS)
+        array.flat[dice.integers(0, array.size, 1 + dice.integers(8))] = dice.choice(FLOATS)
     else:
         raw = array.reshape(-1).view(np.uint8)
         raw[dice.integers(0, raw.size, 1 + dice.integers(64))] = dice.integers(0, 256, dtype=np.uint8)
@@ -127,14 +127,14 @@ def damage_attribute(dice: np.random.Generator, node: Node) -> str:
     if dice.random() < 0.1:
         del node.attributes[name]
     elif isinstance(value, str):
-        node.attributes[name] = str(dice.choice(_TEXTS))
+        node.attributes[name] = str(dice.choice(TEXTS))
     elif isinstance(value, float):
-        node.attributes[name] = float(dice.choice(_FLOATS))
+        node.attributes[name] = float(dice.choice(FLOATS))
     elif isinstance(value, int):
-        node.attributes[name] = int(dice.choice([*_NUMBERS, value + 1, value - 1, 2 * value]))
+        node.attributes[name] = int(dice.choice([*NUMBERS, value + 1, value - 1, 2 * value]))
     else:
         changed = [*value, 16] if dice.random() < 0.3 else list(value)
-        changed[dice.integers(len(changed))] = int(dice.choice(_NUMBERS))
+        changed[dice.integers(len(changed))] = int(dice.choice(NUMBERS))
         node.attributes[name] = changed
     return f"attribute {name}"
 

@@ -1,4 +1,4 @@
-"""Runs the tests of the kernels with AddressSanitizer and UndefinedBehaviorSanitizer.
+"""Runs the tests of the kernels, and damaged bundles that use them, with AddressSanitizer and UndefinedBehaviorSanitizer.
 
     PYTHONPATH=tests python -m support.sanitized_kernels
 
@@ -40,7 +40,8 @@ def main() -> int:
         "TESTED_KERNELS": str(folder / library_name()),
     }
     # The digests come from a program without sanitizers, and the libraries that sanitizers need are more than one.
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(TESTS / "kernels"), *sys.argv[1:]]
+    tests = [str(TESTS / "kernels"), str(TESTS / "attack" / "test_damaged_bundles.py")]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *tests, *sys.argv[1:]]
     for left_out in ("test_instruction_sets.py", "test_build.py"):
         command += ["--ignore", str(TESTS / "kernels" / left_out)]
     return subprocess.run(command, env=os.environ | settings, check=False).returncode

@@ -6,6 +6,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter, process_time
@@ -58,6 +59,15 @@ def cpu_seconds(stat: Path) -> float:
     """CPU time in a file such as /proc/PID/stat, with a resolution of 10 ms."""
     fields = stat.read_text("utf-8").rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / _TICKS
+
+
+def is_running(process: int) -> bool:
+    """Whether an OS thread of a process runs or waits for a CPU."""
+    for stat in Path(f"/proc/{process}/task").glob("*/stat"):
+        with suppress(OSError):  # the OS thread has ended
+            if stat.read_text("utf-8").rpartition(")")[2].split()[0] == "R":
+                return True
+    return False
 
 
 def busy_seconds() -> float:

@@ -192,7 +192,7 @@ def test_closing_fails_a_request_that_comes_meanwhile(monkeypatch: pytest.Monkey
     async def close() -> None:
         runtime.close()
         with pytest.raises(RuntimeClosed, match="closed before the completion ended"):
-            await asyncio.wait_for(streams[0].completion(), 10)
+            await asyncio.wait_for(streams[0].completion(), 60)
 
     entered = Event()
     with monkeypatch.context() as patch:

@@ -2,19 +2,12 @@
 
     from spaceport import Decoding, Runtime, TrainingSettings, export, tune
 
-Also every other name of `spaceport.runtime`; each is imported when it is first used.
+Also every other name of `spaceport.runtime`; each is imported when it is first used. `__init__.pyi` has their types.
 """
 
 import logging
 import os
 from importlib import import_module
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from spaceport.runtime import *  # noqa: F403
-    from spaceport.tools.exporting import export as export
-    from spaceport.training.settings import TrainingSettings as TrainingSettings
-    from spaceport.training.tuning import tune as tune
 
 # ONNX Runtime reads it when it is imported. Without it, version 1.29 and later store an id of the machine and send names
 # and hashes of models to its maker.

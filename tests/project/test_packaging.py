@@ -135,7 +135,7 @@ def tracked() -> list[str]:
     if not (ROOT / ".git").exists() or not shutil.which("git"):
         paths = [path for part in PARTS for path in (ROOT / part).rglob("*") if "__pycache__" not in path.parts]
         names = [path.relative_to(ROOT).as_posix() for path in paths]
-        names += [f"src/spaceport/{name}" for name in ("__init__.py", "__main__.py", "py.typed")]
+        names += [f"src/spaceport/{name}" for name in ("__init__.py", "__init__.pyi", "__main__.py", "py.typed")]
         names += ["LICENSE", "MANIFEST.in", "README.md", "pyproject.toml", "setup.py"]
     else:
         git = ["git", "-c", "safe.directory=*", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
@@ -147,7 +147,7 @@ def packaged(names: list[str]) -> set[str]:
     """The files that the package is to hold: all Python, also what git ignores by mistake, and the data."""
     python = {path.relative_to(ROOT).as_posix() for part in PARTS for path in (ROOT / part).rglob("*.py")}
     data = {name for name in names if name.startswith(DATA)}
-    return {f"spaceport/{name}" for name in {"__init__.py", "__main__.py", "py.typed"} | python | data}
+    return {f"spaceport/{name}" for name in {"__init__.py", "__init__.pyi", "__main__.py", "py.typed"} | python | data}
 
 
 @pytest.fixture(scope="module")

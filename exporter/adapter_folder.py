@@ -15,14 +15,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from spaceport.exporter.checkpoint_files import BASE_FILE as BASE_FILE
-from spaceport.exporter.checkpoint_files import require_adapter_folder
+from spaceport.exporter.checkpoint_files import ModelFiles, files_of, require_adapter_folder
 from spaceport.exporter.mechanisms import MECHANISMS, read_tensors, save_tensors, write_mechanisms
 from spaceport.exporter.sar_config import (
     SAR_FILE,
     CheckpointError,
     is_id,
-    read_json,
-    read_sar_config,
     write_sar_config,
 )
 from spaceport.graphs.contract.json_fields import JsonField, Rules
@@ -136,14 +134,15 @@ class AdapterFolder:
     vocab_size: int  # embedding rows of the base model with these tokens
 
 
-def read_adapter_folder(path: Path) -> AdapterFolder:
+def read_adapter_folder(adapter: Path | ModelFiles) -> AdapterFolder:
     """The adapter folder at a path, checked as far as possible without its base model."""
+    files = files_of(adapter)
+    path, file = files.path, files.path / BASE_FILE
     require_adapter_folder(path)
-    file = path / BASE_FILE
-    content = JsonField(read_json(file), f"{file}:", Rules(CheckpointError, f"; {_ADVICE}"), prefix=f"{file}: ")
+    content = JsonField(files.json(BASE_FILE), f"{file}:", Rules(CheckpointError, f"; {_ADVICE}"), prefix=f"{file}: ")
     content.entry("schema").one_of((_SCHEMA,))
     tokens = {text: token.whole() for text, token in content.entry("tokens").members().items()}
-    config = read_sar_config(path)
+    config = files.sar_config
     drafting = [name for name, kind in MECHANISMS.items() if not kind.refines]
     if config.mechanisms.keys().isdisjoint(drafting):
         raise CheckpointError(

@@ -22,7 +22,7 @@ from spaceport.exporter.mechanisms import (
     check_values,
     read_mechanisms,
 )
-from spaceport.exporter.sar_config import PARD, SarConfig, config_mask_token, is_id, read_sar_config
+from spaceport.exporter.sar_config import PARD, SarConfig, config_mask_token, is_id
 from spaceport.exporter.sar_config import SAR_FILE as SAR_FILE
 from spaceport.exporter.sar_config import CheckpointError as CheckpointError
 from spaceport.graphs.contract.draft_methods import LOOKUP, MAX_MASK_SLOTS, UNKNOWN, DraftMethod, MaskLayout
@@ -178,9 +178,9 @@ def open_checkpoint(
     """The checkpoint in a folder with its special token ids, and with what an adapter folder adds, if one is given."""
     files = files_of(model)
     folder = files.path
-    added = None if adapter is None else _adapter_folder(adapter, folder)
-    owner, owned = adapter or folder, files if adapter is None else ModelFiles(adapter)
-    sar, mechanisms = read_sar_config(owner), read_mechanisms(owner)
+    owned = files if adapter is None else ModelFiles(adapter)
+    added = None if adapter is None else _adapter_folder(owned, files)
+    owner, sar, mechanisms = owned.path, owned.sar_config, read_mechanisms(owned)
     source = read_source(files, remote_code)
     vocab_size = int(source.config.get_text_config().vocab_size)
     if added is not None:
@@ -283,9 +283,11 @@ def _naming(folder: Path) -> Iterator[None]:
         raise CheckpointError(f"{folder}: {error}") from error
 
 
-def _adapter_folder(adapter: Path, base: Path) -> AdapterFolder:
+def _adapter_folder(adapter: ModelFiles, base: ModelFiles) -> AdapterFolder:
     """The adapter folder; raises for a base model that drafts with mechanisms of its own."""
-    for name in read_sar_config(base).mechanisms:
+    for name in base.sar_config.mechanisms:
         if name not in MECHANISMS or not MECHANISMS[name].refines:
-            raise CheckpointError(f"{base}: has {name} already: expected its base model, to add that in {adapter}")
+            raise CheckpointError(
+                f"{base.path}: has {name} already: expected its base model, to add that in {adapter.path}"
+            )
     return read_adapter_folder(adapter)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from spaceport.exporter.sar_config import CheckpointError, read_json, read_sar_config, tensor_file
+from spaceport.exporter.sar_config import CheckpointError, SarConfig, read_json, read_sar_config, tensor_file
 from spaceport.graphs.contract.json_fields import short
 
 T = TypeVar("T")
@@ -55,9 +55,16 @@ class ModelFiles:
         return self.config.get("model_type") in CONVERTED_TYPES
 
     @property
+    def sar_config(self) -> SarConfig:
+        """The entries of sar_config.json."""
+        return self.once(read_sar_config)
+
+    @property
     def own(self) -> tuple[Path, ...]:
-        """The files beside the weights that its sar_config.json names."""
-        return self.once(own_files)
+        """The files beside the weights that its sar_config.json names.
+
+        Transformers does not read them: it loads model*.safetensors."""
+        return tuple(tensor_file(self.path, name) for name in self.sar_config.mechanisms)
 
     def json(self, name: str) -> dict[str, Any]:
         """The content of a JSON file in the folder."""
@@ -88,13 +95,6 @@ def is_gguf(path: Path) -> bool:
     return path.suffix.lower() == ".gguf" and not path.is_dir()
 
 
-def own_files(folder: Path) -> tuple[Path, ...]:
-    """The files beside the weights of a checkpoint folder that its sar_config.json names.
-
-    Transformers does not read them: it loads model*.safetensors."""
-    return tuple(tensor_file(folder, name) for name in read_sar_config(folder).mechanisms)
-
-
 def hub_advice(path: Path) -> str:
     """How to download the model that a missing path may name on the Hugging Face hub; empty for other paths."""
     if _HUB_NAME.fullmatch(str(path)) is None or path.parent.exists():
@@ -118,8 +118,8 @@ def require_checkpoint(model: Path | ModelFiles) -> ModelFiles:
     refuse_special_files(path)
     refuse_sizes(path / "config.json", files.config)
     if (path / INDEX_FILE).is_file():
-        indexed_files(path / INDEX_FILE)  # transformers would open what it names, wherever that is
-    if not (files.is_converted and converted_weights(path)):
+        indexed_files(files, INDEX_FILE)  # transformers would open what it names, wherever that is
+    if not (files.is_converted and converted_weights(files)):
         _require_weights(files)
     names = (*_TOKENIZERS, TIKTOKEN_FILE) if files.is_converted else _TOKENIZERS
     if not any((path / name).exists() for name in names):
@@ -142,9 +142,9 @@ def require_adapter_folder(path: Path) -> None:
         )
 
 
-def indexed_files(index: Path) -> list[str]:
-    """The names of the weight files that an index has, each once; raise for one that is not in the folder of the index."""
-    weight_map = read_json(index).get("weight_map")
+def indexed_files(files: ModelFiles, name: str) -> list[str]:
+    """The names of the weight files in the index of this name, each once; raise for one outside the folder."""
+    index, weight_map = files.path / name, files.json(name).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise CheckpointError(
             f"{index}: weight_map is invalid: expected the file of each tensor; copy or download it again"
@@ -191,9 +191,9 @@ def load_with_own_attention(load: Callable[..., Any], *arguments: Any, **options
     raise AssertionError("the last implementation returns or raises")
 
 
-def converted_weights(folder: Path) -> tuple[Path, ...]:
+def converted_weights(files: ModelFiles) -> tuple[Path, ...]:
     """The weight files of a checkpoint that is converted: its safetensors files, otherwise the pickles of its model."""
-    own = own_files(folder)
+    folder, own = files.path, files.own
     weights = tuple(file for file in sorted(folder.glob("*.safetensors")) if file not in own)
     return weights or tuple(sorted(folder.glob("pytorch_model*.bin")))
 

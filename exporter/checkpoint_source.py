@@ -175,7 +175,7 @@ def read_source(model: Path | ModelFiles, remote_code: bool) -> CheckpointSource
     config = _config(files, remote_code)
 
     def load_weights(dtype: torch.dtype, scratch: Path | None) -> tuple[Any, dict[str, Any]]:
-        streamed = None if scratch is None or remote_code else load_streamed(folder, config, dtype, scratch)
+        streamed = None if scratch is None or remote_code else load_streamed(files, config, dtype, scratch)
         return streamed or load_with_own_attention(
             AutoModelForCausalLM.from_pretrained,
             folder,
@@ -209,7 +209,7 @@ def _gguf_source(files: ModelFiles) -> CheckpointSource:
 def _converted_source(files: ModelFiles) -> CheckpointSource:
     """That of a published checkpoint that is loaded as one of another family."""
     folder, generation, converted = files.path, files.json_or_none(_GENERATION_FILE), open_converted(files)
-    published = published_tokenizer(folder, converted.published_type, generation)
+    published = published_tokenizer(files, converted.published_type, generation)
     ends = _with_published_ends(generation.get("eos_token_id"), published.end)
     return CheckpointSource(
         files,
@@ -252,12 +252,12 @@ class _Stored:
 
 
 def load_streamed(
-    folder: Path, config: PreTrainedConfig, dtype: torch.dtype, scratch: Path
+    model_files: ModelFiles, config: PreTrainedConfig, dtype: torch.dtype, scratch: Path
 ) -> tuple[Any, dict[str, Any]] | None:
     """The model with matrices that are read when they are needed, and the loading report of transformers.
 
     None if transformers computes matrices of the model from several tensors of the files."""
-    files = _files(folder)
+    files = _weight_files(model_files)
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if not files or not (isinstance(kind, type) and issubclass(kind, PreTrainedModel)):
         return None
@@ -278,17 +278,18 @@ def load_streamed(
         return None
     for parameter in parameters:
         stream(parameter, Streamed(sources[parameter.data_ptr()].parts, scratch))
-    model.generation_config = _generation_config(folder)
+    model.generation_config = _generation_config(model_files.path)
     layers = int(config.get_text_config().num_hidden_layers)
     read_when_called(model, decoder_layers(model, layers))
     return model, report
 
 
-def _files(folder: Path) -> list[Path]:
+def _weight_files(files: ModelFiles) -> list[Path]:
     """The weight files that transformers would read."""
+    folder = files.path
     if (folder / _SINGLE).is_file():
         return [folder / _SINGLE]
-    names = indexed_files(folder / INDEX_FILE) if (folder / INDEX_FILE).is_file() else ()
+    names = indexed_files(files, INDEX_FILE) if (folder / INDEX_FILE).is_file() else ()
     return [folder / name for name in names]
 
 

@@ -61,7 +61,7 @@ class PublishedTensor:
 class ConvertedCheckpoint:
     """A published checkpoint without its weights."""
 
-    folder: Path
+    files: ModelFiles
     published_type: str  # model_type in config.json
     config: PreTrainedConfig  # of the converted model
 
@@ -113,12 +113,12 @@ def _some(names: list[str]) -> str:
     return f"{names[0]}{more} {'are' if more else 'is'}"
 
 
-def read_state(folder: Path) -> dict[str, Tensor]:
+def read_state(files: ModelFiles) -> dict[str, Tensor]:
     """The tensors of a published checkpoint folder by name: of its safetensors files, otherwise of its pickles.
 
     Large files are mapped into memory: their tensors are read when they are used."""
     state: dict[str, Tensor] = {}
-    for file in _complete(folder, converted_weights(folder)):
+    for file in _complete(files, converted_weights(files)):
         read = read_tensors if file.suffix == ".safetensors" else read_pickled_tensors
         tensors = read(file, _ADVICE)
         if twice := sorted(state.keys() & tensors.keys()):
@@ -127,19 +127,19 @@ def read_state(folder: Path) -> dict[str, Tensor]:
     return state
 
 
-def _complete(folder: Path, files: tuple[Path, ...]) -> tuple[Path, ...]:
-    """The files that the folder's index names, or all without an index; raise if one is missing."""
-    index = folder / _INDEX[files[0].suffix]
-    if not index.exists():
-        return files
-    names = set(indexed_files(index))
-    missing = sorted(names - {file.name for file in files})
+def _complete(files: ModelFiles, weights: tuple[Path, ...]) -> tuple[Path, ...]:
+    """The weight files that the folder's index names, or all without an index; raise if one is missing."""
+    index = _INDEX[weights[0].suffix]
+    if not (files.path / index).exists():
+        return weights
+    names = set(indexed_files(files, index))
+    missing = sorted(names - {file.name for file in weights})
     if missing:
         raise CheckpointError(
-            f"{folder}: the weight file {missing[0]} is missing: expected {len(names)} files, as {index.name} says; copy or "
+            f"{files.path}: the weight file {missing[0]} is missing: expected {len(names)} files, as {index} says; copy or "
             "download it"
         )
-    return tuple(file for file in files if file.name in names)
+    return tuple(file for file in weights if file.name in names)
 
 
 def converted_config(files: ModelFiles) -> PreTrainedConfig:
@@ -154,7 +154,7 @@ def converted_config(files: ModelFiles) -> PreTrainedConfig:
 
 def open_converted(files: ModelFiles) -> ConvertedCheckpoint:
     """The published checkpoint in a folder; raise if it cannot be converted exactly, before weights are read."""
-    checkpoint = ConvertedCheckpoint(files.path, files.config["model_type"], converted_config(files))
+    checkpoint = ConvertedCheckpoint(files, files.config["model_type"], converted_config(files))
     _checked_state(checkpoint)
     return checkpoint
 
@@ -162,8 +162,8 @@ def open_converted(files: ModelFiles) -> ConvertedCheckpoint:
 def _checked_state(checkpoint: ConvertedCheckpoint) -> tuple[tuple[PublishedTensor, ...], dict[str, Tensor]]:
     """The tensors that a checkpoint must have, and those in its files; raise if these are others."""
     expected = published_tensors(FAMILIES[checkpoint.published_type], checkpoint.config)
-    state = read_state(checkpoint.folder)
-    check_tensors(checkpoint.folder, expected, {name: tuple(tensor.shape) for name, tensor in state.items()})
+    state = read_state(checkpoint.files)
+    check_tensors(checkpoint.files.path, expected, {name: tuple(tensor.shape) for name, tensor in state.items()})
     return expected, state
 
 
@@ -186,14 +186,14 @@ def _weights(checkpoint: ConvertedCheckpoint, dtype: torch.dtype) -> Iterator[tu
         if tensor.copy_of is not None:
             if tensor.name in state and not torch.equal(state[tensor.name], state[tensor.copy_of]):
                 raise CheckpointError(
-                    f"{checkpoint.folder}: tie_word_embeddings is true, but {tensor.name} differs from {tensor.copy_of}: "
+                    f"{checkpoint.files.path}: tie_word_embeddings is true, but {tensor.name} differs from {tensor.copy_of}: "
                     "expected equal tensors; set tie_word_embeddings to false if the head was trained"
                 )
             continue
         values = state[tensor.name]
         if not values.is_floating_point():
             raise CheckpointError(
-                f"{checkpoint.folder}: tensor {tensor.name} has type {values.dtype}: expected floating-point weights; "
+                f"{checkpoint.files.path}: tensor {tensor.name} has type {values.dtype}: expected floating-point weights; "
                 "download the checkpoint that is not quantized"
             )
         for weight, rows in tensor.slices():

@@ -11,8 +11,8 @@ from typing import Any
 from jinja2 import TemplateError
 from tokenizers import Tokenizer
 
-from spaceport.exporter.checkpoint_files import TIKTOKEN_FILE
-from spaceport.exporter.sar_config import CheckpointError, read_json
+from spaceport.exporter.checkpoint_files import TIKTOKEN_FILE, ModelFiles, files_of
+from spaceport.exporter.sar_config import CheckpointError
 from spaceport.exporter.tokenizer_models import (
     QWEN_PATTERN,
     begin_texts,
@@ -108,26 +108,30 @@ class PublishedTokenizer:
     end: tuple[int, ...]  # ids of the tokens that end an answer
 
 
-def published_tokenizer(folder: Path, published_type: str, generation: Mapping[str, Any]) -> PublishedTokenizer:
+def published_tokenizer(
+    model: Path | ModelFiles, published_type: str, generation: Mapping[str, Any]
+) -> PublishedTokenizer:
     """The tokenizer of a published checkpoint folder of this model_type; raise if it cannot be converted exactly."""
-    published = _format_of(folder, published_type, generation)
+    files = files_of(model)
+    folder, published = files.path, _format_of(files, published_type, generation)
     backend = _own_backend(folder)
     if backend is None:
         backend = _converted_backend(folder, published)
     _ids(folder, backend, *published.special.values())
     tokenizer = transformers_tokenizer(backend, published.special)
-    tokenizer.chat_template = _template(folder, tokenizer, published)
+    tokenizer.chat_template = _template(files, tokenizer, published)
     optional = (text for text in published.optional_ends if backend.token_to_id(text) is not None)
     return PublishedTokenizer(tokenizer, _ids(folder, backend, *published.ends, *optional))
 
 
-def _format_of(folder: Path, published_type: str, generation: Mapping[str, Any]) -> TokenizerFormat:
+def _format_of(files: ModelFiles, published_type: str, generation: Mapping[str, Any]) -> TokenizerFormat:
     """The format that the settings of a folder name; raise if they name another one than those that convert."""
+    folder = files.path
     if published_type == "chatglm":
         _check_chatglm3(folder)
         return _CHATGLM
     if published_type == "internlm":
-        config = _tokenizer_config(folder)
+        config = files.json_or_none(_TOKENIZER_CONFIG)
         if config.get("add_eos_token", False):
             raise CheckpointError(
                 f"{folder / _TOKENIZER_CONFIG}: add_eos_token is true: expected false, prompts would end before the answer"
@@ -215,9 +219,9 @@ def _ids(folder: Path, backend: Tokenizer, *texts: str) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def _template(folder: Path, tokenizer: Any, published: TokenizerFormat) -> str | None:
+def _template(files: ModelFiles, tokenizer: Any, published: TokenizerFormat) -> str | None:
     """The chat template of a folder: its own, otherwise that of the published format."""
-    own = _own_template(folder)
+    folder, own = files.path, _own_template(files)
     if own is None:
         return published.template
     for text, replacement in published.renamed.items():
@@ -229,21 +233,16 @@ def _template(folder: Path, tokenizer: Any, published: TokenizerFormat) -> str |
     return own
 
 
-def _own_template(folder: Path) -> str | None:
-    file = folder / "chat_template.jinja"
+def _own_template(files: ModelFiles) -> str | None:
+    file = files.path / "chat_template.jinja"
     if file.is_file():
         return file.read_text("utf-8")
-    template = _tokenizer_config(folder).get("chat_template")
+    template = files.json_or_none(_TOKENIZER_CONFIG).get("chat_template")
     if template is not None and not isinstance(template, str):
         raise CheckpointError(
-            f"{folder / _TOKENIZER_CONFIG}: chat_template is {template!r:.60}: expected text; save one as {file.name}"
+            f"{files.path / _TOKENIZER_CONFIG}: chat_template is {template!r:.60}: expected text; save one as {file.name}"
         )
     return template
-
-
-def _tokenizer_config(folder: Path) -> dict[str, Any]:
-    file = folder / _TOKENIZER_CONFIG
-    return read_json(file) if file.exists() else {}
 
 
 def _rendered(folder: Path, tokenizer: Any, template: str) -> str:

@@ -134,45 +134,6 @@ class Written(NamedTuple):
     parameters: int
 
 
-def export(
-    model: Path | ModelFiles,
-    target: Path,
-    options: ExportOptions,
-    overwrite: bool = False,
-    on_stage: OnStage = lambda name: None,
-) -> Manifest:
-    """Write the bundle of a model to `target`; an old bundle stays until the new one is complete."""
-    files = files_of(model)
-    check_opset(options.opset, options.lowering)
-    check_lowering(options)
-    check_target(target, overwrite)
-    refuse_while_written(target)
-    on_stage("reading the checkpoint")
-    checkpoint = open_checkpoint(files, options.tokens, options.remote_code, options.adapter)
-    if options.phrases is not None:
-        checkpoint = checkpoint.with_mechanism(options.phrases)
-    try:
-        checked(checkpoint.tokenizer.encode())
-    except UnsafeTokenizer as error:
-        raise CheckpointError(
-            f"{files.path}: its tokenizer could make little text into very much: {error}: expected that of a published model"
-        ) from error
-    estimate = estimate_export(checkpoint, options)
-    on_stage(str(estimate))
-    require_space(target.absolute().parent, estimate.bundle + estimate.temporary)
-    refuse_while_written(target)  # another export may have been reading its checkpoint before
-    with writing(target, overwrite, needed=estimate.bundle) as unfinished:
-        write = _write_native if options.format.native else _write_graph
-        written = write(checkpoint, options, unfinished, on_stage)
-        (unfinished / TOKENIZER_FILE).write_text(checkpoint.tokenizer, "utf-8")
-        if checkpoint.template is not None:
-            (unfinished / TEMPLATE_FILE).write_text(checkpoint.template, "utf-8")
-        for mechanism in checkpoint.mechanisms:
-            mechanism.write_files(unfinished, written.model, written.signature.vocab_size)
-        on_stage("writing the manifest")
-        return write_manifest(unfinished, manifest_for(checkpoint, options, written))
-
-
 def quantization_error(quantization: Quantization) -> str:
     """The error of the quantized weights against the checkpoint's, in one line."""
     errors = quantization.errors
@@ -193,70 +154,6 @@ def check_lowering(options: ExportOptions) -> None:
             f"attention is operator: expected plain with format {options.format.name}, whose native operators compute "
             "attention (--attention)"
         )
-
-
-def _write_graph(checkpoint: Checkpoint, options: ExportOptions, folder: Path, on_stage: OnStage) -> Written:
-    """Trace the checkpoint's model, and write its graph and weights."""
-    decoder, traits = build_decoder(checkpoint, options, on_stage, scratch=folder)
-    parameters = sum(parameter.numel() for parameter in decoder.parameters())
-    if quantized := decoder.quantization.quantized_weights:
-        kinds = options.format.weights, options.format.dtype
-        on_stage(f"{quantized:,} of {parameters:,} weights are {kinds[0]}, the others {kinds[1]}")
-        on_stage(quantization_error(decoder.quantization))
-    to_onnx(decoder, folder, options.opset, on_stage)
-    if options.lowering == "scatter":  # ONNX Runtime may run it on a GPU
-        write_selection(folder / SELECTION_FILE, decoder.signature.vocab_size)
-    return Written(decoder.model, decoder.signature, traits.max_positions, parameters)
-
-
-def _write_native(checkpoint: Checkpoint, options: ExportOptions, folder: Path, on_stage: OnStage) -> Written:
-    """Write the checkpoint's model as a graph of native operators, as far as there are operators for its family."""
-    on_stage("loading the weights")
-    with torch.no_grad():
-        model = load_model(checkpoint, options.format.dtype, folder).eval()
-        refuse_by_config(model)
-        traits = probe(model)
-        freeze_rotary(model)
-        parameters = sum(parameter.numel() for parameter in model.parameters())
-        on_stage("comparing the parts of the model with the unmodified model")
-        try:
-            parts = parts_of(model, traits)
-        except UnsupportedParts as reason:
-            if options.format.weights == "stored":
-                raise
-            on_stage(f"{reason}; native operators compute its products only")
-            decoder, traits = decoder_of(model, "scatter", "plain")
-            to_onnx(decoder, folder, options.opset, on_stage, options.format.weights)
-            return Written(model, decoder.signature, traits.max_positions, parameters)
-        graph = _write_parts(checkpoint, options, parts, heads_of(model), traits, folder, on_stage)
-    check_written(folder, graph.signature, type(model).__name__, on_stage)
-    return Written(model, graph.signature, traits.max_positions, parameters - graph.merged)
-
-
-def _write_parts(
-    checkpoint: Checkpoint,
-    options: ExportOptions,
-    parts: DecoderParts,
-    heads: DraftHeads | None,
-    traits: Traits,
-    folder: Path,
-    on_stage: OnStage,
-) -> NativeGraph:
-    """Write the graph of a model whose parts were found."""
-    rows = checkpoint.mechanism(InputRows)
-    sizes = (traits.layers, traits.kv_heads, traits.head_dim, traits.vocab_size)
-    lines = 1 if heads is None else 1 + heads.count
-    signature = Signature(*sizes, options.format.dtype, "scatter", traits.window, lines, options.format.kv_cache)
-    weights: NativeWeights = RoundedWeights(options.format.weights)
-    if options.format.weights == "stored":
-        weights = StoredWeights(checkpoint.source.files.once(read_gguf), parts.heads, parts.kv_heads)
-    on_stage(f"writing the graph and its weights as {options.format.name}")
-    replaced = None if rows is None else (rows.tokens, rows.rows)
-    graph = NativeGraph(folder, parts, signature, weights, replaced, heads)
-    graph.write()
-    for line in weights.notes:
-        on_stage(line)
-    return graph
 
 
 def build_decoder(
@@ -307,3 +204,124 @@ def manifest_for(checkpoint: Checkpoint, options: ExportOptions, written: Writte
             **{name: version(name) for name in packages},
         },
     )
+
+
+def _read_checkpoint(files: ModelFiles, options: ExportOptions) -> Checkpoint:
+    """Read the JSON files, the tokenizer and the mechanisms of a checkpoint, but no weights."""
+    checkpoint = open_checkpoint(files, options.tokens, options.remote_code, options.adapter)
+    if options.phrases is not None:
+        checkpoint = checkpoint.with_mechanism(options.phrases)
+    try:
+        checked(checkpoint.tokenizer.encode())
+    except UnsafeTokenizer as error:
+        raise CheckpointError(
+            f"{files.path}: its tokenizer could make little text into very much: {error}: expected that of a published model"
+        ) from error
+    return checkpoint
+
+
+@dataclass(frozen=True)
+class _Stages:
+    """What an export does once its checkpoint was read: each stage writes files into the unfinished bundle."""
+
+    checkpoint: Checkpoint
+    options: ExportOptions
+    folder: Path
+    on_stage: OnStage
+
+    def write_traced_graph(self) -> Written:
+        """Read the weights; write the traced graph with its weights, and the graph that selects tokens on a GPU."""
+        decoder, traits = build_decoder(self.checkpoint, self.options, self.on_stage, scratch=self.folder)
+        parameters = sum(parameter.numel() for parameter in decoder.parameters())
+        if quantized := decoder.quantization.quantized_weights:
+            kinds = self.options.format.weights, self.options.format.dtype
+            self.on_stage(f"{quantized:,} of {parameters:,} weights are {kinds[0]}, the others {kinds[1]}")
+            self.on_stage(quantization_error(decoder.quantization))
+        to_onnx(decoder, self.folder, self.options.opset, self.on_stage)
+        if self.options.lowering == "scatter":  # ONNX Runtime may run it on a GPU
+            write_selection(self.folder / SELECTION_FILE, decoder.signature.vocab_size)
+        return Written(decoder.model, decoder.signature, traits.max_positions, parameters)
+
+    def write_native_graph(self) -> Written:
+        """Read the weights; write a graph of native operators with them, as far as the family has such operators."""
+        weights = self.options.format.weights
+        self.on_stage("loading the weights")
+        with torch.no_grad():
+            model = load_model(self.checkpoint, self.options.format.dtype, self.folder).eval()
+            refuse_by_config(model)
+            traits = probe(model)
+            freeze_rotary(model)
+            parameters = sum(parameter.numel() for parameter in model.parameters())
+            self.on_stage("comparing the parts of the model with the unmodified model")
+            try:
+                parts = parts_of(model, traits)
+            except UnsupportedParts as reason:
+                if weights == "stored":
+                    raise
+                self.on_stage(f"{reason}; native operators compute its products only")
+                decoder, traits = decoder_of(model, "scatter", "plain")
+                to_onnx(decoder, self.folder, self.options.opset, self.on_stage, weights)
+                return Written(model, decoder.signature, traits.max_positions, parameters)
+            graph = self._write_parts(parts, heads_of(model), traits)
+        check_written(self.folder, graph.signature, type(model).__name__, self.on_stage)
+        return Written(model, graph.signature, traits.max_positions, parameters - graph.merged)
+
+    def _write_parts(self, parts: DecoderParts, heads: DraftHeads | None, traits: Traits) -> NativeGraph:
+        form, rows = self.options.format, self.checkpoint.mechanism(InputRows)
+        sizes = (traits.layers, traits.kv_heads, traits.head_dim, traits.vocab_size)
+        lines = 1 if heads is None else 1 + heads.count
+        signature = Signature(*sizes, form.dtype, "scatter", traits.window, lines, form.kv_cache)
+        weights: NativeWeights = RoundedWeights(form.weights)
+        if form.weights == "stored":
+            weights = StoredWeights(self.checkpoint.source.files.once(read_gguf), parts.heads, parts.kv_heads)
+        self.on_stage(f"writing the graph and its weights as {form.name}")
+        replaced = None if rows is None else (rows.tokens, rows.rows)
+        graph = NativeGraph(self.folder, parts, signature, weights, replaced, heads)
+        graph.write()
+        for line in weights.notes:
+            self.on_stage(line)
+        return graph
+
+    def write_texts(self) -> None:
+        """Write the tokenizer and the chat template."""
+        (self.folder / TOKENIZER_FILE).write_text(self.checkpoint.tokenizer, "utf-8")
+        if self.checkpoint.template is not None:
+            (self.folder / TEMPLATE_FILE).write_text(self.checkpoint.template, "utf-8")
+
+    def write_drafts(self, written: Written) -> None:
+        """Read the tensors of the mechanisms; write the files with which they draft beside the graph."""
+        for mechanism in self.checkpoint.mechanisms:
+            mechanism.write_files(self.folder, written.model, written.signature.vocab_size)
+
+    def complete(self, written: Written) -> Manifest:
+        """Read every file of the bundle; write the manifest with their digests."""
+        self.on_stage("writing the manifest")
+        return write_manifest(self.folder, manifest_for(self.checkpoint, self.options, written))
+
+
+def export(
+    model: Path | ModelFiles,
+    target: Path,
+    options: ExportOptions,
+    overwrite: bool = False,
+    on_stage: OnStage = lambda name: None,
+) -> Manifest:
+    """Write the bundle of a model to `target`; an old bundle stays until the new one is complete.
+
+    `on_stage` gets the name of each stage when it begins, and what it measured."""
+    check_opset(options.opset, options.lowering)
+    check_lowering(options)
+    check_target(target, overwrite)
+    refuse_while_written(target)
+    on_stage("reading the checkpoint")
+    checkpoint = _read_checkpoint(files_of(model), options)
+    estimate = estimate_export(checkpoint, options)
+    on_stage(str(estimate))
+    require_space(target.absolute().parent, estimate.bundle + estimate.temporary)
+    refuse_while_written(target)  # another export may have been reading its checkpoint before
+    with writing(target, overwrite, needed=estimate.bundle) as unfinished:
+        stages = _Stages(checkpoint, options, unfinished, on_stage)
+        written = stages.write_native_graph() if options.format.native else stages.write_traced_graph()
+        stages.write_texts()
+        stages.write_drafts(written)
+        return stages.complete(written)

@@ -38,18 +38,6 @@ class GraphWriter:
         self.values = 0  # whose names end in their number
         self.file: BinaryIO  # of weights, while the graph is written
 
-    def write(self) -> None:
-        """Write both files."""
-        with (self.folder / DATA_FILE).open("wb") as self.file:
-            self._nodes()
-        model = self._model()
-        add_functions(model)
-        (self.folder / MODEL_FILE).write_bytes(model.SerializeToString())
-
-    def _nodes(self) -> None:
-        """Add all nodes."""
-        raise NotImplementedError
-
     def _norm(self, name: str, norm: Norm | None) -> FusedNorm:
         if norm is None:
             return NO_NORM
@@ -129,11 +117,15 @@ class GraphWriter:
         self.formats[name] = matrix.format.name
         return name
 
-    def _model(self) -> onnx.ModelProto:
+    def _write_model(self) -> None:
+        """Write the graph, whose weights are in their file."""
+
         def infos(tensors: Sequence[SignatureTensor]) -> list[onnx.ValueInfoProto]:
             return [helper.make_tensor_value_info(t.name, DTYPES[t.dtype].onnx, t.shape) for t in tensors]
 
         inputs, outputs = (infos(tensors) for tensors in (self.signature.inputs, self.signature.outputs))
         graph = helper.make_graph(self.nodes, "decoder", inputs, outputs, list(self.initializers.values()))
         opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(DOMAIN, 1)]
-        return helper.make_model(graph, opset_imports=opsets, ir_version=_IR_VERSION)
+        model = helper.make_model(graph, opset_imports=opsets, ir_version=_IR_VERSION)
+        add_functions(model)
+        (self.folder / MODEL_FILE).write_bytes(model.SerializeToString())

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from spaceport.exporter.native_mlp import MlpWriter
 from spaceport.exporter.native_weights import MOST_OTHERS, Weights, other_rows, rounded
+from spaceport.graphs.contract.manifest import DATA_FILE
 from spaceport.graphs.contract.signature import Signature
 from spaceport.graphs.decoder import layer_output_name
 from spaceport.graphs.gated import GatedLinear
@@ -34,6 +35,12 @@ class NativeGraph(MlpWriter):
         super().__init__(folder, signature, weights)
         self.parts, self.input_rows, self.heads = parts, input_rows, heads
         self.merged = 0  # weights of an input embedding that were not written, since the output embedding has them
+
+    def write(self) -> None:
+        """Write the graph, and its weights in the file beside it."""
+        with (self.folder / DATA_FILE).open("wb") as self.file:
+            self._nodes()
+        self._write_model()
 
     def _nodes(self) -> None:
         parts = self.parts

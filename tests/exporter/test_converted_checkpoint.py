@@ -207,7 +207,7 @@ def test_all_tensors_are_read_and_a_missing_shard_is_refused(format: Format, sha
         torch.save(Harmful(), tmp_path / "pytorch_model.bin")
     elif shards == 1:  # the old format of pickles
         torch.save(WEIGHTS, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=False)
-    state = read_state(tmp_path)
+    state = read_state(ModelFiles(tmp_path))
     assert state.keys() == WEIGHTS.keys()
     assert all(torch.equal(state[name], tensor) for name, tensor in WEIGHTS.items())
     for missing in tmp_path.glob("*-00002-of-00003*"):
@@ -215,7 +215,7 @@ def test_all_tensors_are_read_and_a_missing_shard_is_refused(format: Format, sha
         with pytest.raises(
             CheckpointError, match=f"the weight file {missing.name} is missing: expected 3 files, as .*"
         ):
-            read_state(tmp_path)
+            read_state(ModelFiles(tmp_path))
 
 
 TENSORS_ONLY = "cannot be read as a file of tensors: .*: expected tensors"
@@ -251,4 +251,4 @@ def test_files_of_other_things_are_refused_and_run_no_code(files: dict[str, Any]
         else:
             torch.save(content, tmp_path / name)
     with pytest.raises(CheckpointError, match=message):
-        read_state(tmp_path)
+        read_state(ModelFiles(tmp_path))

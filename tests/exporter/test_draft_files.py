@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint
-from spaceport.exporter.checkpoint_files import own_files
+from spaceport.exporter.checkpoint_files import ModelFiles
 from spaceport.exporter.export import ExportOptions
 from spaceport.exporter.mechanisms import apply_mechanisms, check_values, read_mechanisms, write_mechanisms
 from spaceport.exporter.sar_config import (
@@ -215,7 +215,7 @@ def test_damaged_rows_and_factors_are_refused(
 
 def test_the_file_and_the_entry_of_a_mechanism_belong_together(tmp_path: Path) -> None:
     write_mechanisms(tmp_path, [FACTORS])
-    assert tmp_path / FACTORS_FILE in own_files(tmp_path)
+    assert tmp_path / FACTORS_FILE in ModelFiles(tmp_path).own
     written(tmp_path, sar={"mechanisms": {}})
     with pytest.raises(CheckpointError, match=f"{FACTORS_FILE}: mechanisms in sar_config.json has no entry draft_corr"):
         read_mechanisms(tmp_path)

@@ -275,4 +275,4 @@ def test_an_export_reads_each_json_file_of_a_checkpoint_once(tmp_path: Path, mon
 
     monkeypatch.setattr(Path, "read_text", counted)
     spaceport.export(TINY, tmp_path / "bundle", format="float32")
-    assert read["config.json"] == read["generation_config.json"] == 1
+    assert read["config.json"] == read["generation_config.json"] == read["sar_config.json"] == 1

@@ -14,7 +14,7 @@ from spaceport.exporter.adapter_folder import embedding_rows, identity_of, write
 from spaceport.exporter.atomic_folder import ADAPTER_FOLDER, temporary_folder, writing
 from spaceport.exporter.checkpoint import Checkpoint, TokenFlags, load_model, load_tokenizer, open_checkpoint
 from spaceport.exporter.checkpoint_source import provenance_of
-from spaceport.exporter.sar_config import CheckpointError, is_origin, other_method, read_sar_config
+from spaceport.exporter.sar_config import CheckpointError, is_origin, other_method
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.streamed_weights import keep_values
 from spaceport.tools.adopt.adapters import GATED_LORA, UNO
@@ -92,7 +92,7 @@ def write_adopted(plan: AdoptionPlan, folder: Path) -> None:
     if plan.noise is not None:
         _add_copies(checkpoint, model, list(plan.mask_tokens), plan.noise.ids)
         entries["noise"] = {"ids": list(plan.noise.ids), "seed": plan.noise.seed}
-    tokens, own = dict(plan.mask_tokens), read_sar_config(checkpoint.folder)
+    tokens, own = dict(plan.mask_tokens), checkpoint.source.files.sar_config
     forks = (
         ("fork_token", own.fork_token, checkpoint.tokens.fork),
         ("child_token", own.child_token, checkpoint.tokens.child),

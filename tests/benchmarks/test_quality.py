@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import quality
-from benchmarks.quality import Task, command, interval, passes, read_tasks
+from benchmarks.quality import Task, command, interval, passes, read_tasks, solved_cells
 from spaceport.graphs.contract.faults import MissingDependency
 from spaceport.tools.cli import USAGE, run
 
@@ -65,3 +65,13 @@ def test_programs_of_models_run_only_where_it_is_asked_for(capsys: pytest.Captur
 def test_the_interval_is_that_of_wilson() -> None:
     assert interval(50, 100) == pytest.approx((0.404, 0.596), abs=0.001)
     assert interval(0, 100) == pytest.approx((0.0, 0.037), abs=0.001)
+
+
+def test_tasks_gained_and_lost_do_not_cancel_out() -> None:
+    cells = solved_cells([True, True, False, False], [True, False, True, False])
+    assert cells == ("2 of 4", "50 % (15 % to 85 %)", "1 / 1")
+
+
+def test_unknown_modes_are_rejected_before_a_bundle_is_opened(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["no.bundle", "--run-code", "--modes", "plain,guess"], command) == USAGE
+    assert "--modes names 'guess'" in capsys.readouterr().err

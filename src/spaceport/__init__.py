@@ -24,7 +24,13 @@ _PLACES = {
 }
 
 
+def _public_names() -> list[str]:
+    return sorted((*_PLACES, *import_module("spaceport.runtime").__all__))
+
+
 def __getattr__(name: str) -> object:
+    if name == "__all__":
+        return _public_names()
     if name.startswith("_"):
         raise AttributeError(f"module 'spaceport' has no attribute {name!r}")
     module = import_module(_PLACES.get(name, "spaceport.runtime"))
@@ -35,4 +41,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted((*globals(), *_PLACES, *import_module("spaceport.runtime").__all__))
+    return sorted({*globals(), *_public_names()})

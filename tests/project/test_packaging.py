@@ -102,16 +102,21 @@ def test_runtime_and_command_line_import_without_heavy_libraries(tmp_path: Path)
     assert lacking(package(), tmp_path) == {}
 
 
-def test_every_public_name_is_the_packages_own_and_is_imported_when_it_is_used() -> None:
+def test_every_public_name_is_typed_where_it_is_imported_from_when_it_is_used() -> None:
     code = """
-import sys, spaceport
+import ast, sys, spaceport
 assert not {"numpy", "torch", "onnxruntime", "spaceport.runtime"} & set(sys.modules), "imported too early"
 from spaceport import Decoding, Runtime
 from spaceport.runtime import session
 assert Runtime is session.Runtime and "torch" not in sys.modules
-assert {"Grammar", "Runtime", "export", "tune"} <= set(dir(spaceport))
-from spaceport import export, tune
-assert export.__module__ == "spaceport.tools.exporting" and tune.__module__ == "spaceport.training.tuning"
+
+stub = ast.parse(open(spaceport.__file__ + "i", encoding="utf-8").read())  # __init__.pyi beside __init__.py
+typed = {alias.asname: node.module for node in stub.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+assert typed.pop(None) == "spaceport.runtime", "what is imported with a star"
+assert {"export", "tune"} <= set(typed)
+assert sorted(spaceport.__all__) == sorted([*spaceport.runtime.__all__, *typed])
+assert set(spaceport.__all__) <= set(dir(spaceport))
+assert {name: getattr(spaceport, name).__module__ for name in typed} == typed
 try:
     spaceport.nothing
 except AttributeError as error:

@@ -112,17 +112,17 @@ def test_the_tables_of_the_pages_are_those_of_the_results(tables: ModuleType) ->
 
 def test_the_figures_of_the_readme_are_those_of_a_result(tables: ModuleType) -> None:
     readme = (ROOT / "README.md").read_text("utf-8")
-    patterns = (
-        r"lookup alone, which needs no\s+adapter, gives ([\d.]+),",
-        r"mask slots of an adapter of \d+ MB alone give ([\d.]+)\.",
-        r"\*\*([\d.]+) times as\s+fast\*\*",
-    )
-    figures = [figure for pattern in patterns for figure in re.findall(pattern, readme)]
     modes = tables.read_result(tables.RESULTS / "coder_drafts.json")
-    column = next(index for index, name in enumerate(modes.columns) if "relative to plain" in name)
-    assert [row[column].split()[0] for row in modes.rows[1:4]] == figures
-    others = max(float(row[column].split()[0]) for row in modes.rows[4:])
-    assert f"**{others / float(figures[-1]):.2f} of the time**" in readme
+    rows = {row[0].strip("*"): row for row in modes.rows}
+    of = modes.columns.index("time per token relative to the fastest other runtime")
+    plain, drafted = (float(rows[f"int4, {mode}"][of]) for mode in ("plain", "default drafts"))
+    assert f"**{drafted:.2f} of the time** of the fastest other" in readme
+    assert f"{float(rows['int4, default drafts'][1]):.0f} tokens/s in the format `int4`" in readme
+    speedup = float(re.findall(r"\*\*([\d.]+) times as fast\*\*", readme)[0])
+    assert speedup == pytest.approx(plain / drafted, abs=0.02)
+    stored, same_file = (float(rows[name][of]) for name in ("stored, default drafts", "llama.cpp, the file itself"))
+    share = float(re.findall(r"\*\*([\d.]+) of the time\*\* of llama.cpp with that file", readme)[0])
+    assert share == pytest.approx(stored / same_file, abs=0.01)
 
 
 def test_each_result_says_where_it_comes_from(tables: ModuleType) -> None:

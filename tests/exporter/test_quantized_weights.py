@@ -174,7 +174,7 @@ def test_drafts_do_not_change_the_output_with_quantized_weights(kind: Format, tm
                 drafted = runtime.generate(prompt, drafting)
                 assert drafted.tokens == plain.tokens
                 saved += plain.statistics.steps - drafted.statistics.steps
-            assert saved > 64  # steps: otherwise no draft token was accepted
+            assert saved > 40  # steps: otherwise no draft token was accepted
 
 
 def test_float8_is_more_accurate_than_int4() -> None:

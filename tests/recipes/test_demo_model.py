@@ -58,7 +58,7 @@ def test_each_decoding_mode_takes_the_steps_that_the_demo_shows(runtime: Runtime
     plain, drafted, forked, both = (cost.steps for cost, _ in costs)
     assert (plain, forked) == (97, 56)
     assert drafted <= 22  # these depend on how drafts are planned
-    assert both <= 18
+    assert both <= 22
     assert list(verdicts(found, runtime.bundle.manifest.tokens.child).values()) == ["-", "identical"] * 2
 
 

@@ -17,7 +17,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint
+from spaceport.exporter.mechanisms import read_mechanisms
 from spaceport.exporter.sar_config import read_sar_config
+from spaceport.graphs.phrases import Phrases
 from spaceport.runtime.decoding import Decoding
 from spaceport.training.job import TuningJob, TuningOutcome
 from spaceport.training.settings import TrainingSettings
@@ -169,7 +171,8 @@ def test_a_tuned_checkpoint_has_its_tokens_type_and_files_and_drafts_change_no_o
     (measured,) = read_sar_config(tuned).acceptance
     assert entries.pop("acceptance") == [json.loads(json.dumps(asdict(measured)))]
     expected = {"mask_tokens": ["[M]"], "mask_slots": 3, "fork_token": "[Fork]", "child_token": "[Child]"}
-    assert entries == {**expected, "method": "tune"}
+    (phrases,) = (one for one in read_mechanisms(tuned) if isinstance(one, Phrases))
+    assert entries == {**expected, "method": "tune", "mechanisms": {"phrases": phrases.entry}}
     assert {tensor.dtype for tensor in weights(tuned).values()} == {torch.float16}
     assert json.loads((tuned / "config.json").read_text())["dtype"] == "float16"
     for name in ("generation_config.json", "chat_template.jinja"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
@@ -36,14 +35,6 @@ def extended_all(contexts: NDArray[np.uint64], tokens: NDArray[np.int64]) -> NDA
     """The same for many contexts."""
     longer: NDArray[np.uint64] = contexts * np.uint64(_FACTOR) + tokens.astype(np.uint64) + np.uint64(1)
     return longer
-
-
-def numbers_of(tokens: Iterable[int]) -> list[int]:
-    """The numbers of the contexts that end with these tokens, the shortest first."""
-    numbers = [0]
-    for token in list(tokens)[: -LONGEST - 1 : -1]:
-        numbers.append(extended(numbers[-1], token))
-    return numbers[1:]
 
 
 def write_phrases(file: BinaryIO, table: PhraseTable) -> None:

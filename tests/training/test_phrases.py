@@ -7,6 +7,7 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from safetensors.torch import save_file
 from spaceport.exporter.mechanisms import read_mechanisms, write_mechanisms
 from spaceport.exporter.sar_config import CheckpointError
 from spaceport.graphs.contract.faults import InputFault
-from spaceport.graphs.contract.phrases import CHANCES, LONGEST, PhraseTable, numbers_of, read_phrases, write_phrases
+from spaceport.graphs.contract.phrases import CHANCES, LONGEST, PhraseTable, extended, read_phrases, write_phrases
 from spaceport.graphs.phrases import Phrases as Mechanism
 from spaceport.runtime import session
 from spaceport.runtime.decode.draft import DraftConfig, Outlook, tree
@@ -42,9 +43,13 @@ def sample_of(prompt: Sequence[int], answer: Sequence[int]) -> Sample:
     return Sample(1, ids, np.arange(ids.size) - 1, np.arange(ids.size) >= len(prompt))
 
 
+def number_of(context: Sequence[int]) -> int:
+    return reduce(extended, reversed(context), 0)
+
+
 def table_of(entries: dict[tuple[int, ...], tuple[int, float]]) -> PhraseTable:
     """A table from contexts with the token behind each and its probability."""
-    numbered = sorted((numbers_of(context)[-1], token, chance) for context, (token, chance) in entries.items())
+    numbered = sorted((number_of(context), token, chance) for context, (token, chance) in entries.items())
     contexts, tokens, chances = zip(*numbered, strict=True)
     return PhraseTable(
         np.array(contexts, np.uint64),
@@ -65,7 +70,7 @@ def test_each_entry_is_the_most_frequent_token_behind_its_context(texts: list[tu
                 behind[tuple(ids[position - length : position])][ids[position]] += 1
     found = count_phrases([sample_of(*text) for text in texts], 1000)
     assert (found.contexts[1:] > found.contexts[:-1]).all()
-    contexts = {numbers_of(context)[-1]: context for context in behind}
+    contexts = {number_of(context): context for context in behind}
     for number, token, chance in zip(*(column.tolist() for column in found), strict=True):
         counts = behind[contexts[number]]
         assert counts[token] == max(counts.values())
@@ -82,7 +87,7 @@ def test_a_longer_context_has_an_entry_where_it_says_something_else() -> None:
     assert phrases.following([7, 7]) is None
     assert phrases.following([]) is None
     table = count_phrases([sample_of(*text) for text in texts], 100)
-    assert numbers_of([9, 1])[-1] not in table.contexts.tolist()  # as behind 1 alone
+    assert number_of([9, 1]) not in table.contexts.tolist()  # as behind 1 alone
     assert len(count_phrases([sample_of(*text) for text in texts], 2).contexts) == 2
 
 

@@ -56,10 +56,7 @@ export function originClass(origin) {
 export function originName(origin) {
   if (origin.source === 'model') return 'own token of the model';
   /** @type {Record<string, string>} */
-  const names = {
-    ...{ mask: `mask slot ${origin.depth}`, head: `head ${origin.depth}` },
-    ...{ lookup: 'prompt lookup', phrase: 'phrase' },
-  };
+  const names = { mask: `mask slot ${origin.depth}`, head: `head ${origin.depth}`, lookup: 'prompt lookup' };
   const sources = origin.source.split('+').map((name) => names[name] ?? name);
   return `accepted draft token: ${sources.join(' and ')}`;
 }

@@ -164,7 +164,7 @@ class Given:
 
 
 def test_phrases_continue_the_tokens_of_other_sources() -> None:
-    phrases = Phrases(table_of({(2, 7): (8, 0.9), (8,): (9, 0.9)}))
+    phrases = Phrases(table_of({(2, 7): (8, 0.9), (2, 7, 8): (9, 0.9)}))
     proposals = [Given(), PhraseProposal(phrases, [1, 2], 4, Acceptance(0))]
     curve = DraftPlanner(FREE_STEPS).costs.curve(8, 1, 1, 1)
     draft = tree(proposals, DraftConfig(lookup=4, rows=8), 50, 8, Outlook(curve, 1.0, (), 2))

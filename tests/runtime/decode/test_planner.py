@@ -317,6 +317,14 @@ def test_drafts_cost_what_is_left(table: StepCosts, left: float, threads: int, t
     assert drafter.draft(thread, 100, 64, sharing).tokens == (7, 8, 9)[:tokens]
 
 
+@pytest.mark.parametrize(("rates", "slots"), [((0.9, 0.5, 0.1), 2), ((0.9, 0.1, 0.1), 1), ((0.1, 0.1, 0.1), 0)])
+def test_each_mask_slot_has_the_value_of_its_own_depth(rates: tuple[float, ...], slots: int) -> None:
+    """A row costs a tenth of a plain step, and a mask slot is worth half of what it predicts."""
+    planner = DraftPlanner(TENTHS, (DraftAcceptance(rates),))
+    drafter, thread = TreeDrafter(DraftConfig(3), planner), root_sequence([1, 2, 3], 8)
+    assert drafter.draft(thread, 100, 64, ALONE).masks == (slots,)
+
+
 @pytest.mark.parametrize(("rate", "tokens"), [(1.0, (7,)), (2.9, (7,)), (3.1, ())])
 def test_a_row_has_to_yield_more_than_the_request_generates_otherwise(rate: float, tokens: tuple[int, ...]) -> None:
     """A token that is right three times in ten, for a tenth of a plain step."""

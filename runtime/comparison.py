@@ -144,9 +144,7 @@ def _missing_thread(thread: ThreadTokens | None, other: ThreadTokens | None) -> 
 def plain_decoding(decoding: Decoding, completion: Completion) -> Decoding:
     """The options that generate a completion again: without drafts and prefix cache, one thread at a time."""
     return replace(
-        decoding,
-        mask_slots=0,
-        lookup=0,
+        decoding.without_drafts(),
         draft_rows=None,
         draft_siblings=None,
         max_threads=1,

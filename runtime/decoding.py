@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from spaceport.graphs.contract.draft_methods import LOOKUP_ONLY, DraftMethod
 from spaceport.graphs.contract.faults import OptionFault
@@ -198,6 +198,10 @@ class Decoding:
         ):
             return tuple(given)
         raise OptionFault(f"stop_token_ids is {reprlib.repr(given)}: expected token ids, such as (2,)")
+
+    def without_drafts(self) -> Decoding:
+        """The same options for plain decoding: no draft source proposes tokens."""
+        return replace(self, mask_slots=0, lookup=0)
 
     def threads(self, parallel: bool = True) -> int:
         """Maximum threads that decode at the same time, with a bundle whose threads are `parallel` by default."""

@@ -201,7 +201,7 @@ class CompletionAudit:
 
     def applied_to(self, decoding: Decoding) -> Decoding:
         """The options of a request, without drafts if those are switched off."""
-        return decoding if self.drafts else replace(decoding, mask_slots=0, lookup=0)
+        return decoding if self.drafts else decoding.without_drafts()
 
     def offer(self, decoding: Decoding, completion: Completion) -> None:
         """Repeat this completion, if it is one of the share, as soon as there is capacity."""

@@ -64,7 +64,7 @@ def groups_for(manifest: Manifest, exactness: Exactness, max_tokens: int) -> lis
     Concurrent threads are left out if they are not the default. Drafts are compared in any case: users may request them.
     """
     mask_slots = manifest.drafts.max_tokens
-    plain = Decoding(max_tokens=max_tokens, mask_slots=0, lookup=0, fork=False)
+    plain = Decoding(max_tokens=max_tokens, fork=False).without_drafts()
     sampled = replace(plain, sampling=Sampling(temperature=1.0, seed=SEED))
     groups = [
         ModeGroup(AuditMode("plain", plain), tuple(_drafted(plain, mask_slots))),

@@ -1,4 +1,4 @@
-"""Draft sources: what proposes draft tokens, and how often those of prompt lookup and mask slots are accepted.
+"""Draft sources: what proposes draft tokens, and how often those of mask slots, prompt lookup and phrases are accepted.
 
 Every generated token shows whether each source had predicted it, also if it was not drafted. Only mask slots have to be
 fed to be measured.

@@ -111,7 +111,7 @@ def _check(name: str, manifest: Manifest) -> None:
 
 def _mode(name: str, max_tokens: int) -> DecodeMode:
     default = Decoding(max_tokens=max_tokens, fork=name in FORKING)
-    plain = replace(default, mask_slots=0, lookup=0)
+    plain = default.without_drafts()
     decoding = {
         PLAIN: plain,
         "lookup": replace(plain, lookup=default.draft_config().lookup),

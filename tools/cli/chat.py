@@ -102,14 +102,9 @@ def decoding_of(runtime: Runtime, given: Mapping[str, Any]) -> Decoding:
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
     found: dict[str, Any] = {name: suggested[name] for name in names if name in suggested}
     found |= {name: given[name] for name in ("temperature", "top_p", "seed") if given[name] is not None}
-    drafts = None if given["drafts"] else 0
-    return Decoding(
-        max_tokens=given["max_tokens"],
-        sampling=Sampling(**found) if found["temperature"] else Sampling(),
-        mask_slots=drafts,
-        lookup=drafts,
-        fork=given["fork"],
-    )
+    sampling = Sampling(**found) if found["temperature"] else Sampling()
+    decoding = Decoding(max_tokens=given["max_tokens"], sampling=sampling, fork=given["fork"])
+    return decoding if given["drafts"] else decoding.without_drafts()
 
 
 class Chat:

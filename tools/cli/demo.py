@@ -206,8 +206,8 @@ def answer_code(cached: CachedBundle, prompts: Mapping[str, Prompt], max_tokens:
         click.echo(f"using {cached.path}, which was exported before", err=True)
     else:
         cached.export()
-    plain = Decoding(max_tokens=max_tokens, mask_slots=0, fork=False)
     drafted = Decoding(max_tokens=max_tokens, fork=False)
+    plain = drafted.without_drafts()
     with stages() as stage:
         stage("opening the model, measuring steps")
         runtime = Runtime.open(cached.path, threads=threads)

@@ -56,7 +56,9 @@ export function originClass(origin) {
 export function originName(origin) {
   if (origin.source === 'model') return 'own token of the model';
   /** @type {Record<string, string>} */
-  const names = { mask: `mask slot ${origin.depth}`, head: `head ${origin.depth}`, lookup: 'prompt lookup' };
+  const places = { mask: `mask slot ${origin.depth}`, head: `head ${origin.depth}` };
+  /** @type {Record<string, string>} */
+  const names = { ...places, lookup: 'prompt lookup', phrase: 'phrases' };
   const sources = origin.source.split('+').map((name) => names[name] ?? name);
   return `accepted draft token: ${sources.join(' and ')}`;
 }

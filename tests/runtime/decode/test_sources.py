@@ -23,7 +23,7 @@ PROMPT = [1, 2, 3, 4, 5]
 LANGUAGE = Language(4, quality=50, end_every=10**9)
 
 
-class Phrase:
+class Outside:
     """Proposes the rest of a phrase behind its first tokens."""
 
     def __init__(self, phrase: Sequence[int], known: int = 2) -> None:
@@ -34,7 +34,7 @@ class Phrase:
         ends = [end for end in range(self._known, len(phrase)) if phrase[end - self._known : end] == known]
         rest = phrase[ends[0] : ends[0] + 4] if ends else []
         candidates = [Candidates((token,), (0.9,)) for token in rest]
-        return Predictions("phrase", candidates, thread.tokens[-1])
+        return Predictions("outside", candidates, thread.tokens[-1])
 
 
 def phrase() -> list[int]:
@@ -49,12 +49,12 @@ def test_a_source_from_outside_is_drafted_and_counted_and_changes_no_text(
     decoding = Decoding(max_tokens=50, fork=False, trace=True, **options)  # type: ignore[arg-type]
     with hash_runtime(LANGUAGE) as runtime:
         before = runtime.generate(PROMPT, decoding)
-    monkeypatch.setitem(SOURCES, "phrase", lambda config: Phrase(phrase()))
+    monkeypatch.setitem(SOURCES, "outside", lambda config: Outside(phrase()))
     with hash_runtime(LANGUAGE) as runtime, runtime.stream(PROMPT, decoding) as stream:
         pieces, found = list(stream), stream.completion()
     assert found.tokens == before.tokens == tuple(LANGUAGE.write(PROMPT, 50))
     counts = found.statistics
-    named = {source: count for source, count in counts.accepted_by_source.items() if "phrase" in source.split("+")}
+    named = {source: count for source, count in counts.accepted_by_source.items() if "outside" in source.split("+")}
     assert sum(named.values()) > 10
     assert all(counts.drafted_by_source[source] >= count for source, count in named.items())
     assert Counter(piece.source for piece in pieces if piece.drafted) == counts.accepted_by_source
@@ -67,19 +67,19 @@ def test_a_source_from_outside_is_drafted_and_counted_and_changes_no_text(
 
 def test_a_source_that_is_always_wrong_changes_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = [token for token in range(10) for _ in range(4)]
-    monkeypatch.setitem(SOURCES, "phrase", lambda config: Phrase(wrong, known=1))
+    monkeypatch.setitem(SOURCES, "outside", lambda config: Outside(wrong, known=1))
     with hash_runtime(LANGUAGE) as runtime:
         found = runtime.generate(PROMPT, Decoding(max_tokens=50, fork=False, mask_slots=0, lookup=0))
     assert found.tokens == tuple(LANGUAGE.write(PROMPT, 50))
-    assert found.statistics.drafted_by_source["phrase"] > found.statistics.accepted_by_source.get("phrase", 0)
+    assert found.statistics.drafted_by_source["outside"] > found.statistics.accepted_by_source.get("outside", 0)
 
 
 def test_a_chain_takes_the_first_source_that_proposes_anything(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(SOURCES, "phrase", lambda config: Phrase((7, 8, 9, 6), known=2))
+    monkeypatch.setitem(SOURCES, "outside", lambda config: Outside((7, 8, 9, 6), known=2))
     drafter = drafter_for(DraftConfig(2, "chain"), DraftPlanner(FREE_STEPS))
     thread = root_sequence([1, 7, 8], 64)
     draft = drafter.draft(thread, 50, 64, Sharing())
-    assert (draft.tokens, draft.sources) == ((9, 6), ("phrase", "phrase"))
+    assert (draft.tokens, draft.sources) == ((9, 6), ("outside", "outside"))
     thread.candidates = (Candidates((3,), (0.9,)),)
     draft = drafter.draft(thread, 50, 64, Sharing())
     assert (draft.tokens, draft.sources) == ((3,), ("mask",))
@@ -88,13 +88,13 @@ def test_a_chain_takes_the_first_source_that_proposes_anything(monkeypatch: pyte
 def test_a_source_may_propose_more_tokens_than_any_draft_has(monkeypatch: pytest.MonkeyPatch) -> None:
     phrase = list(range(7)) * 40
     monkeypatch.setattr(
-        Phrase,
+        Outside,
         "propose",
         lambda self, thread, acceptance: Predictions(
-            "phrase", [Candidates((token,), (0.9,)) for token in phrase], thread.tokens[-1]
+            "outside", [Candidates((token,), (0.9,)) for token in phrase], thread.tokens[-1]
         ),
     )
-    monkeypatch.setitem(SOURCES, "phrase", lambda config: Phrase(phrase))
+    monkeypatch.setitem(SOURCES, "outside", lambda config: Outside(phrase))
     with hash_runtime(LANGUAGE) as runtime:
         found = runtime.generate(PROMPT, Decoding(max_tokens=20, fork=False, draft_rows=120))
     assert found.tokens == tuple(LANGUAGE.write(PROMPT, 20))

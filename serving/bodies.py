@@ -30,7 +30,7 @@ OPTION_FIELDS = {
     for declared in option_fields(options)
     if declared.request is not None
 }
-_OF_CHAT = ("top_logprobs",)  # fields of options that text requests have under another name
+_NOT_SHARED = ("top_logprobs",)  # fields of options that only the bodies have which declare them themselves
 # What options mean in requests only.
 _SUGGESTED = "Requests: by default as the model's `generation_config.json` suggests"
 _ADDED = {
@@ -141,7 +141,7 @@ def json_type(kind: Any) -> Any:
 def _with_options(struct: type[Body]) -> type[Body]:
     """The struct with a field for each generation option of its requests, None where it is not set."""
     prefix = "spaceport." if struct.__name__ == "Own" else ""
-    own = {*struct.__struct_fields__, *_OF_CHAT}
+    own = {*struct.__struct_fields__, *_NOT_SHARED}
     fields = [
         (name.removeprefix(prefix), json_type(declared.kind) | None, None)
         for name, declared in OPTION_FIELDS.items()

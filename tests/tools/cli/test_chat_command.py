@@ -116,7 +116,7 @@ def test_a_pipe_gets_the_answer_alone(
     assert piped(f"{QUESTION}\n", str(demo_bundle)) == (OK, f"{answer}\n", "")
     for text, target, code, message in (
         ("", str(demo_bundle), USAGE, "standard input is empty: expected a message"),
-        ("a", "nowhere", INPUT, "nowhere: no such folder"),
+        ("a", "nowhere", INPUT, "nowhere: no such file or folder"),
     ):
         found, shown, error = piped(text, target)
         assert (found, shown) == (code, "")

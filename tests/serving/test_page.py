@@ -237,6 +237,44 @@ def test_a_second_question_has_the_first_answer_before_it_unless_there_is_no_cha
     assert visit.shown == visible(runtime.generate("import json", Decoding(max_tokens=TOKENS, fork=False)).text)
 
 
+@pytest.mark.slow
+def test_a_stopped_answer_stays_in_the_conversation_until_a_new_chat(visit: Visit, runtime: Runtime) -> None:
+    visit.ask(QUESTION, "slow", ends=False, drafts=False)
+    visit.page.locator(".answered i").nth(4).wait_for()
+    visit.page.keyboard.press("Escape")
+    visit.finish()
+    drawn = visit.shown
+    visit.page.reload()
+    visit.page.locator("#model option").first.wait_for(state="attached")
+    stopped = visit.shown
+    assert stopped == drawn != ""
+    assert expected(runtime, QUESTION).startswith(stopped)
+    assert visit.texts(".asked") == [QUESTION]
+    visit.ask("And now?")
+    assert visit.shown == expected(runtime, QUESTION, stopped, "And now?")
+    visit.page.click("text=New chat")
+    assert visit.texts(".asked") == []
+    assert visit.page.locator("#examples button").first.is_visible()
+    visit.ask("And now?", **{"max-tokens": "3"})
+    assert visit.shown == expected(runtime, "And now?", max_tokens=3)
+    assert "cut off" in visit.texts(".facts")[-1]
+    visit.ask(QUESTION, "slow", ends=False, drafts=False)
+    visit.page.locator(".answered").last.locator("i").nth(4).wait_for()
+    visit.page.reload()  # while the answer grows
+    assert visit.texts(".asked") == ["And now?", QUESTION]
+    assert visit.shown
+
+
+@pytest.mark.slow
+def test_a_message_that_is_refused_comes_back_to_its_field(visit: Visit) -> None:
+    text = "x" + " x" * 120_000
+    visit.page.locator("#model option").first.wait_for(state="attached")
+    visit.send(text)
+    visit.page.locator(".fault:has-text('the prompt has')").wait_for()
+    assert visit.page.input_value("#prompt") == text
+    visit.complaints[:] = [each for each in visit.complaints if "400" not in each]
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("temperature", ["0", "1"])
 def test_a_race_says_that_the_texts_are_identical(visit: Visit, temperature: str) -> None:
@@ -280,17 +318,21 @@ def test_answers_that_differ_break_off_or_are_refused_say_so(visit: Visit) -> No
 
 
 @pytest.mark.slow
-def test_answers_are_drawn_as_markdown(visit: Visit) -> None:
+def test_answers_and_code_in_questions_are_drawn_as_markdown(visit: Visit) -> None:
     answer = "**Try** this:\n```python\nprint(1)\n```\n<b>done</b>"
     body = "".join(data(delta={"content": answer[at : at + 4]}) for at in range(0, len(answer), 4))
     body += data(delta={}, spaceport={"ending": "end"}) + "data: [DONE]\n\n"
+    question = "Why *not*?\n```c\nint *a, *b;\n```"
     visit.page.route("**/v1/chat/completions", lambda route: route.fulfill(content_type="text/event-stream", body=body))
     visit.page.locator("#model option").first.wait_for(state="attached")
-    visit.send(QUESTION)
-    visit.finish()
+    for text in ("a *b* <i>c</i>", question):
+        visit.send(text)
+        visit.finish()
+    assert visit.texts(".asked")[0] == "a *b* <i>c</i>"
+    assert visit.texts(".asked pre code") == ["int *a, *b;\n"]
     assert visit.shown == answer
-    assert visit.texts(".answered strong") == ["Try"]
-    assert visit.texts(".answered pre code") == ["print(1)\n"]
+    assert visit.texts(".answered strong") == ["Try"] * 2
+    assert visit.texts(".answered pre code") == ["print(1)\n"] * 2
     assert visit.page.locator(".answered b").count() == 0  # what the answer says is text
 
 

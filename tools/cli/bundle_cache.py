@@ -126,7 +126,7 @@ def cached_bundles() -> list[Path]:
 def _refuse_other(path: Path) -> None:
     """Raise for a path with neither a bundle nor a checkpoint."""
     if not path.exists():
-        raise InputFault(f"{path}: no such folder: {_EXPECTED}{hub_advice(path)}")
+        raise InputFault(f"{path}: no such file or folder: {_EXPECTED}{hub_advice(path)}")
     if path.is_dir() and not (path / "config.json").exists():
         raise InputFault(f"{path}: no {MANIFEST_FILE} and no config.json in it: {_EXPECTED}")
     if not path.is_dir() and not (is_gguf(path) and path.is_file()):

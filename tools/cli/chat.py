@@ -7,11 +7,13 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from shutil import get_terminal_size
+from textwrap import wrap
 from typing import Any
 
 import click
 from prompt_toolkit import PromptSession
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+from prompt_toolkit.layout.processors import TabsProcessor
 from prompt_toolkit.output import create_output
 from prompt_toolkit.utils import get_cwidth
 
@@ -21,6 +23,7 @@ from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.sampling.sampler import Sampling
 from spaceport.runtime.scheduling.request import Completion
 from spaceport.runtime.session import Runtime
+from spaceport.tools.cli import name_flags
 from spaceport.tools.cli.bundle_cache import bundle_at
 from spaceport.tools.cli.options import (
     PATH,
@@ -46,6 +49,7 @@ Ctrl-C          end the answer
 Alt-Enter       begin a new line; pasted lines are one message
 Underlined: accepted draft tokens, green from mask slots, cyan from prompt lookup and phrases."""
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_EARLY = {"length": "cut off at --max-tokens or --max-seq-len", "cancelled": "stopped"}  # endings of answers
 _LONG_WORD = 20  # columns; a longer word is shown before its end is known
 
 
@@ -119,7 +123,7 @@ class Chat:
     def run(self) -> None:
         """Read and answer messages until the end of the input."""
         read_message = reader()
-        _note(f"{self._runtime.bundle.path.name}: /help lists commands, Ctrl-D exits")
+        show_line(f"{self._runtime.bundle.path.name}: /help lists commands, Ctrl-D exits")
         while True:
             try:
                 text = read_message()
@@ -128,13 +132,15 @@ class Chat:
                 if text.startswith("/") and "\n" not in text:
                     self._obey(*text.strip().partition(" ")[::2])
                 elif text.strip():
-                    _note(statistics_line(self.respond(text)), dim=True)
+                    show_line(statistics_line(self.respond(text)), dim=True)
             except EOFError:
                 return
             except KeyboardInterrupt:
-                _note("Ctrl-D or /quit exits")
+                show_line("Ctrl-D or /quit exits")
             except SpaceportError as error:
-                _note(f"error: {error}")
+                show_line(f"error: {name_flags(str(error), command)}")
+                if isinstance(error, OptionFault) and any(message["role"] != "system" for message in self.messages):
+                    show_line("the messages before are part of the prompt: /reset forgets them")
 
     def respond(self, text: str) -> Completion:
         """Show the answer to a message; what came of one that Ctrl-C ended stays in the conversation."""
@@ -156,15 +162,15 @@ class Chat:
     def _obey(self, name: str, argument: str) -> None:
         """Run a command."""
         if name == "/help":
-            _note(HELP)
+            show_line(HELP)
         elif name == "/reset":
             self.messages = [message for message in self.messages if message["role"] == "system"]
-            _note("the conversation is empty")
+            show_line("the conversation is empty")
         elif name == "/system":
             self._set_system(argument.strip())
-            _note("the system prompt is set" if argument.strip() else "the system prompt is removed")
+            show_line("the system prompt is set" if argument.strip() else "the system prompt is removed")
         else:
-            _note(f"{name} is no command: /help lists them; begin a message with a space to send it as it is")
+            show_line(f"{name} is no command: /help lists them; begin a message with a space to send it as it is")
 
     def _set_system(self, text: str) -> None:
         rest = [message for message in self.messages if message["role"] != "system"]
@@ -224,7 +230,11 @@ def reader() -> Callable[[], str]:
     def _(event: KeyPressEvent) -> None:
         event.current_buffer.insert_text("\n")
 
-    session: PromptSession[str] = PromptSession(key_bindings=keys, output=create_output(always_prefer_tty=True))
+    session: PromptSession[str] = PromptSession(
+        key_bindings=keys,
+        output=create_output(always_prefer_tty=True),
+        input_processors=[TabsProcessor(char1=" ", char2=" ")],  # else a tab is shown as ^I
+    )
     return lambda: session.prompt("> ")
 
 
@@ -237,9 +247,14 @@ def statistics_line(completion: Completion) -> str:
         parts += [f"{found.tokens / seconds:.1f} tokens/s", f"{found.tokens / found.steps:.2f} tokens per step"]
     parts.append(f"{found.cached_tokens} of {found.prompt_tokens} prompt tokens cached")
     parts.append(f"first token after {found.first_token_seconds:.2f} s")
-    return ", ".join(parts if completion.ending in ("end", "stop") else [*parts, f"ending: {completion.ending}"])
+    if completion.ending not in ("end", "stop"):
+        parts.append(_EARLY.get(completion.ending, f"ending: {completion.ending}"))
+    return ", ".join(parts)
 
 
-def _note(text: str, *, dim: bool = False) -> None:
-    """Print a line of the program, which is no part of an answer."""
+def show_line(text: str, *, dim: bool = False) -> None:
+    """Print lines of the program, which are no part of an answer, wrapped at words."""
+    width = get_terminal_size().columns
+    lines = [part for line in text.split("\n") for part in (wrap(line, width) if len(line) > width else [line])]
+    text = "\n".join(lines)
     click.echo(click.style(text, dim=True) if dim else text, err=True)

@@ -65,6 +65,7 @@ class Generate(Sectioned):
         "temperature": "Sampling",
         "regex": "Constrained decoding (turns parallel threads off)",
         "logprobs": "Output",
+        "show_drafts": "Output",
         "max_seq_len": "Limits",
         "backend": "Backend",
     }

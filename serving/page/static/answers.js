@@ -46,16 +46,25 @@ export class GrowingText {
     }
   }
 
+  /** Show what a stopped answer has beyond the steps that are drawn, without origins. @param {string} text */
+  stop(text) {
+    cancelAnimationFrame(this._frame);
+    if (this._drawnAt) return; // threads: their text is not in the order in which it came
+    const rest = text.slice(this._length);
+    if (rest) this._text.add(plainPiece(rest));
+    this._text.draw();
+  }
+
   /** Show text without origins. @param {string} text */
   plain(text) {
     cancelAnimationFrame(this._frame);
-    this._text = this._emptyText();
-    this._text.add({ text, draw: (parent, part) => addHtml(parent, 'span', {}, visible(part)) });
-    this._text.draw();
+    this._parent.replaceChildren();
+    drawMarkdown(addHtml(this._parent, 'div', { class: 'generated' }), text);
   }
 
   _emptyText() {
     this._steps = 0;
+    this._length = 0; // characters of the drawn steps
     this._parent.replaceChildren();
     return new MarkdownText(addHtml(this._parent, 'div', { class: 'generated' }));
   }
@@ -70,6 +79,7 @@ export class GrowingText {
         originsOf(rows).forEach((origin, index) => {
           const [token, text] = [rows.chosen[index], (rows.pieces[index] ?? '').slice(0, left)];
           left -= text.length;
+          this._length += text.length;
           if (!text) return;
           tokens += 1;
           this._text.add({
@@ -93,6 +103,24 @@ export class GrowingText {
     this._drawnAt = performance.now();
     this._parent.replaceChildren(annotatedText(trace));
   }
+}
+
+/** A message as it was typed; one with a code block as Markdown. @param {Element} parent @param {string} text */
+export function drawQuestion(parent, text) {
+  if (/^[ \t]*(```|~~~)/m.test(text)) drawMarkdown(addHtml(parent, 'div', { class: 'generated' }), text);
+  else parent.textContent = visible(text);
+}
+
+/** @param {Element} parent @param {string} text */
+function drawMarkdown(parent, text) {
+  const drawn = new MarkdownText(parent);
+  drawn.add(plainPiece(text));
+  drawn.draw();
+}
+
+/** Text without an origin. @param {string} text @returns {import('./markdown.js').Piece} */
+function plainPiece(text) {
+  return { text, draw: (parent, part) => addHtml(parent, 'span', {}, visible(part)) };
 }
 
 /** Remove what comes after a text that the elements begin with. @param {Element} drawn @param {string} text */

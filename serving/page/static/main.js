@@ -1,7 +1,7 @@
 // Main: the page of a service: a chat whose answers show how they were decoded.
 
 import { showAbilities } from './abilities.js';
-import { GrowingText } from './answers.js';
+import { GrowingText, drawQuestion } from './answers.js';
 import { ServiceError, answer, models, useKey } from './client.js';
 import { LiveView } from './live.js';
 import { Runner, race } from './race.js';
@@ -10,15 +10,16 @@ import { drawReport } from './report.js';
 import { optionsFrom, resetInvalid, systemPrompt } from './settings.js';
 import { addHtml } from './svg.js';
 import { countsOf } from './trace.js';
-import { counted, number } from './words.js';
+import { counted, endingIn, number } from './words.js';
 
 /** @typedef {import('./client.js').Message} Message */
 /** @typedef {import('./trace.js').Trace} Trace */
 
 const RETRY = 1000; // milliseconds until a service that opens its models is asked again
+const STORED = 'spaceport.conversation';
 
 /** @type {Message[]} */
-const history = [];
+let history = JSON.parse(sessionStorage.getItem(STORED) ?? '[]'); // a reload keeps it, the end of the window does not
 /** @type {Map<string, import('./abilities.js').Model>} */
 const known = new Map(); // models by name
 /** @type {AbortController | null} */
@@ -32,6 +33,8 @@ function find(id, kind) {
 }
 
 const turns = find('turns', HTMLOListElement);
+const welcome = find('welcome', HTMLElement);
+const newChat = find('new', HTMLButtonElement);
 const prompt = find('prompt', HTMLTextAreaElement);
 const send = find('send', HTMLButtonElement);
 const model = find('model', HTMLSelectElement);
@@ -49,6 +52,7 @@ async function connect() {
     for (const each of found) known.set(each.id, each);
     state.textContent = '';
     showChosen();
+    turns.lastElementChild?.scrollIntoView({ block: 'end' });
   } catch (error) {
     state.textContent = messageOf(error);
     if (error instanceof ServiceError && error.status === 401) openSettings();
@@ -66,33 +70,36 @@ async function ask(text) {
   const options = { ...optionsFrom(), model: model.value, chats: known.get(model.value)?.has_chat_template ?? true };
   const racing = find('race', HTMLInputElement).checked;
   if (racing) Object.assign(options, { seed: options.seed ?? randomSeed(), fork: false, salt: crypto.randomUUID() });
-  const origins = document.getElementById('origins');
-  if (origins) turns.before(origins);
-  document.getElementById('welcome')?.remove();
-  const turn = addHtml(turns, 'li');
-  addHtml(turn, 'div', { class: 'asked' }, text);
-  const shown = /** @type {HTMLElement} */ (addHtml(turn, 'div', { class: 'answered', 'aria-live': 'off' }));
-  const facts = addHtml(turn, 'div', { class: 'facts' });
-  const growing = new GrowingText(shown, keepInView);
+  const { turn, growing, facts } = addTurn(text);
   const view = new LiveView(watch);
   const system = systemPrompt();
   const messages = [...(system ? [{ role: 'system', content: system }] : []), ...history, { role: 'user', content: text }];
   const track = racing ? /** @type {HTMLElement} */ (addHtml(turn, 'div', { class: 'race', 'aria-label': 'Race' })) : null;
   const drafted = track && new Runner(track, 'drafted');
+  let [received, isKept] = ['', false];
+  const keepReceived = () => {
+    if (!received || isKept) return;
+    keep([...history, { role: 'user', content: text }, { role: 'assistant', content: received }]);
+    isKept = true;
+  };
+  window.addEventListener('pagehide', keepReceived);
   running = new AbortController();
   setRunning(true);
   turn.scrollIntoView({ block: 'end' });
   try {
     drafted?.start();
     const found = await answer(messages, options, running.signal, {
-      onText: (piece) => drafted?.add(piece),
+      onText: (piece) => {
+        received += piece;
+        drafted?.add(piece);
+      },
       onGrowth: (growth) => {
         view.grow(growth);
         growing.grow(view.trace);
       },
     });
     drafted?.end();
-    history.push({ role: 'user', content: text }, { role: 'assistant', content: found.text });
+    keepReceived();
     if (found.trace) {
       view.finish(found.trace);
       growing.finish(found.trace, found.text);
@@ -108,13 +115,42 @@ async function ask(text) {
       });
     }
   } catch (error) {
-    if (!(error instanceof DOMException)) addHtml(turn, 'p', { class: 'fault', role: 'alert' }, messageOf(error));
-    else addHtml(facts, 'span', {}, 'stopped');
+    if (error instanceof DOMException) {
+      if (!isKept) growing.stop(received);
+      keepReceived();
+      addHtml(facts, 'span', {}, 'stopped');
+    } else {
+      if (!isKept) prompt.value ||= text;
+      addHtml(turn, 'p', { class: 'fault', role: 'alert' }, messageOf(error));
+    }
   } finally {
+    window.removeEventListener('pagehide', keepReceived);
     running = null;
     setRunning(false);
     keepInView();
   }
+}
+
+/** A question at the end of the chat, with room for its answer. @param {string} text */
+function addTurn(text) {
+  const origins = document.getElementById('origins');
+  if (origins) turns.before(origins);
+  welcome.hidden = true;
+  const turn = addHtml(turns, 'li');
+  drawQuestion(addHtml(turn, 'div', { class: 'asked' }), text);
+  const shown = /** @type {HTMLElement} */ (addHtml(turn, 'div', { class: 'answered', 'aria-live': 'off' }));
+  return { turn, growing: new GrowingText(shown, keepInView), facts: addHtml(turn, 'div', { class: 'facts' }) };
+}
+
+/** The conversation from now on. @param {Message[]} messages */
+function keep(messages) {
+  history = messages;
+  sessionStorage.setItem(STORED, JSON.stringify(history));
+}
+
+/** Show the conversation that was there before the page was loaded again, without the origins of its tokens. */
+function showKept() {
+  for (let at = 0; at < history.length; at += 2) addTurn(history[at].content).growing.plain(history[at + 1].content);
 }
 
 /** The numbers of an answer, and a button for its report. @param {Element} facts @param {Trace} trace @param {string} ending */
@@ -125,7 +161,8 @@ function addFacts(facts, trace, ending) {
   addHtml(facts, 'span', {}, counted(counts.tokens, 'token'));
   addHtml(facts, 'span', {}, `${perStep} tokens per step`);
   if (time) addHtml(facts, 'span', {}, `${number(counts.tokens / time)} tokens/s`);
-  if (ending !== 'end') addHtml(facts, 'span', {}, `ended: ${ending}`);
+  const early = endingIn(ending);
+  if (early) addHtml(facts, 'span', { class: 'early' }, early);
   const report = addHtml(facts, 'button', { type: 'button' }, 'Report');
   report.addEventListener('click', () => showReport(trace));
   const save = addHtml(facts, 'button', { type: 'button' }, 'Save trace');
@@ -161,6 +198,7 @@ function saveTrace(trace) {
 function setRunning(now) {
   send.textContent = now ? 'Stop' : 'Send';
   model.disabled = now;
+  newChat.disabled = now;
 }
 
 function keepInView() {
@@ -201,6 +239,13 @@ prompt.addEventListener('keydown', (event) => {
 document.addEventListener('keydown', (event) => {
   if (event.key === 'Escape' && running && !settings.open) running.abort();
 });
+newChat.addEventListener('click', () => {
+  keep([]);
+  turns.replaceChildren();
+  welcome.children[0].after(find('origins', HTMLElement));
+  welcome.hidden = false;
+  prompt.focus();
+});
 find('options', HTMLButtonElement).addEventListener('click', openSettings);
 settings.addEventListener('close', () => {
   resetInvalid(settings);
@@ -229,4 +274,5 @@ find('examples', HTMLElement).addEventListener('click', ({ target }) => {
   if (target instanceof HTMLButtonElement && !running) void ask(target.textContent ?? '');
 });
 model.addEventListener('change', showChosen);
+showKept();
 void connect();

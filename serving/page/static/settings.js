@@ -6,7 +6,7 @@
 export function optionsFrom() {
   return {
     model: '',
-    maxTokens: numberIn('max-tokens') ?? 256,
+    maxTokens: numberIn('max-tokens') ?? 2048,
     temperature: numberIn('temperature') ?? 0,
     seed: numberIn('seed'),
     maskSlots: numberIn('mask-slots'),

@@ -14,6 +14,14 @@ export const REASONS = {
   shared_call: 'the requests of the call agreed on fewer rows',
 };
 
+/** Why a text ended before the model ended it. @type {Record<string, string>} */
+const EARLY_ENDINGS = {
+  length: 'cut off at the maximum of tokens (Settings) or the end of the context',
+  total: 'cut off at the maximum of tokens of all threads',
+  deadline: 'cut off at the time limit of the service',
+  cancelled: 'cut off by the service',
+};
+
 const JOINERS = '\u200c\u200d'; // needed inside words and emoji
 
 /** Text with invisible and invalid characters replaced by their codes. @param {string} text */
@@ -24,6 +32,11 @@ export function visible(text) {
 /** Text in quotes on one line, so that its spaces are visible. @param {string} text */
 export function quoted(text) {
   return `“${visible(text).replaceAll('\n', '⏎').replaceAll('\t', '⇥')}”`;
+}
+
+/** Why a text is not complete; nothing if the model ended it. @param {string} ending */
+export function endingIn(ending) {
+  return EARLY_ENDINGS[ending] ?? '';
 }
 
 /** A count with its noun in singular or plural. @param {number} count @param {string} thing */

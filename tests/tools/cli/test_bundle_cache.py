@@ -174,8 +174,8 @@ def test_what_cannot_be_exported_is_refused_before_any_work(
     (tmp_path / "empty").mkdir()
     expected = r"expected a bundle, a checkpoint folder \(config.json, weights, tokenizer\) or a GGUF file"
     for name, message in (
-        ("nowhere", f"nowhere: no such folder: {expected}"),
-        ("nowhere.gguf", f"nowhere.gguf: no such folder: {expected}"),
+        ("nowhere", f"nowhere: no such file or folder: {expected}"),
+        ("nowhere.gguf", f"nowhere.gguf: no such file or folder: {expected}"),
         ("file", f"file: is a file: {expected}"),
         ("empty", f"empty: no manifest.json and no config.json in it: {expected}"),
     ):

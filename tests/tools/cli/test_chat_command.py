@@ -13,7 +13,7 @@ import pytest
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
 from spaceport.tools.cli import INPUT, OK, USAGE, run
-from spaceport.tools.cli.chat import Screen
+from spaceport.tools.cli.chat import Screen, show_line
 from spaceport.tools.terminal.generation import Span
 from support.paths import DEMO
 from support.terminal import Typist, at_a_terminal
@@ -71,6 +71,10 @@ def test_a_conversation_on_a_terminal(demo_bundle: Path) -> None:
         answered(typist, "\x1b[200~one\ntwo\nthree\nfour\x1b[201~")
         told(typist, "/help", "set or remove the system prompt")
         told(typist, "/nonsense", "/nonsense is no command")
+        typist.press("\x1b[200~def f():\n\treturn 1" + " x" * 2000 + "\x1b[201~" + ENTER)
+        typist.wait_for("--max-seq-len is ")  # the error names the option of this command
+        assert "^I" not in typist.raw
+        told(typist, "", "/reset forgets them")
         told(typist, "/reset", "the conversation is empty")
         told(typist, "/system Be short.", "the system prompt is set")
         answered(typist, f"five{ALT_ENTER}six")
@@ -94,7 +98,7 @@ def test_ctrl_c_ends_the_answer_but_not_the_chat(demo_bundle: Path) -> None:
         typist.press(QUESTION + ENTER)
         typist.wait_for(answer.strip()[:5])
         typist.press("\x03")
-        typist.wait_for("ending: cancelled")
+        typist.wait_for(", stopped")
         typist.wait_for(PROMPT)
         assert DRAFTED not in typist.raw
         typist.press("/quit" + ENTER)
@@ -112,11 +116,22 @@ def test_a_pipe_gets_the_answer_alone(
     assert piped(f"{QUESTION}\n", str(demo_bundle)) == (OK, f"{answer}\n", "")
     for text, target, code, message in (
         ("", str(demo_bundle), USAGE, "standard input is empty: expected a message"),
-        ("a", "nowhere", INPUT, "nowhere: no such folder"),
+        ("a", "nowhere", INPUT, "nowhere: no such file or folder"),
     ):
         found, shown, error = piped(text, target)
         assert (found, shown) == (code, "")
         assert message in error
+
+
+def test_lines_of_the_program_are_wrapped_at_words(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "12")
+    show_line("one two three four\n/reset  as it is", dim=True)
+    assert click.unstyle(capfd.readouterr().err) == "one two\nthree four\n/reset  as\nit is\n"
+    monkeypatch.setenv("COLUMNS", "80")
+    show_line("/reset  as it is")
+    assert capfd.readouterr().err == "/reset  as it is\n"
 
 
 def shown_on(width: int, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *spans: Span) -> str:

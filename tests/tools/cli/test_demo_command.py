@@ -20,7 +20,7 @@ from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.prompt import Prompt
 from spaceport.tools.cli import USAGE, demo, run
 from spaceport.tools.cli.bundle_cache import CachedBundle
-from spaceport.tools.cli.demo import answer_code, answered, rows_of
+from spaceport.tools.cli.demo import answer_code, answered, program_and, rows_of
 from spaceport.tools.demo.modes import MODES, TimedModes, TimedRun, timed
 from spaceport.tools.demo.prompts import prompts_of
 from support.adapters import train
@@ -148,6 +148,17 @@ def test_the_coding_demo_exports_once_with_an_adapter(tmp_path: Path, capfd: Cap
     again = capfd.readouterr()
     assert f"using {bundle}, which was exported before" in again.err
     assert "writing the graph" not in again.err
+
+
+def test_the_demo_names_the_program_as_it_is_typed_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("sys.executable", str(tmp_path / "bin" / "python"))
+    assert program_and(tmp_path / "a b") == ("bin/python -m spaceport", "'a b'")
+    for folder, program in (("bin", "bin/spaceport"), (".", "spaceport")):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / folder / "spaceport").touch(0o755)
+        assert program_and(tmp_path / "b")[0] == program
 
 
 @pytest.mark.torch

@@ -180,7 +180,7 @@ def test_a_damaged_bundle_is_an_input_error_in_every_command(damaged: Path, capf
         for command in commands:
             fails(capfd, INPUT, f"^spaceport: {re.escape(str(damaged))}.*{message}", *command)
     for command in (["demo", "nowhere"], ["inspect", "nowhere"]):
-        fails(capfd, INPUT, "^spaceport: nowhere: no such folder: expected a (checkpoint|bundle)", *command)
+        fails(capfd, INPUT, "^spaceport: nowhere: no such (file or )?folder: expected a (checkpoint|bundle)", *command)
     fails(capfd, INPUT, r"\(this is a checkpoint: export it first\)", "inspect", TINY)
 
 

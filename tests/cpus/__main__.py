@@ -12,11 +12,12 @@ from typing import Any, NoReturn
 
 import click
 
-from cpus.machines import MACHINES, Machine, Missing, environment_for
+from cpus.machines import MACHINES, Machine, environment_for
 from spaceport.exporter.export import ExportOptions
 from spaceport.graphs.contract.formats import FORMATS
 from support.exported import bundle_of
 from support.paths import ROOT, TINY
+from support.programs import Missing
 
 BUNDLES = ("float32", "float16", "int8", "int4")  # formats
 

@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from support.paths import ROOT, package
+from support.paths import package
+from support.programs import Missing, install, output_of
 
 _HERE = Path(__file__).parent
 # onnxruntime reads the kind of an ARM CPU here and crashes without it: qemu 7 shows the host's file.
@@ -30,10 +31,6 @@ _PLATFORMS = ("manylinux_2_28_aarch64", "manylinux_2_27_aarch64", "manylinux_2_1
 _PACKAGES = ("numpy", "onnxruntime", "tokenizers", "jinja2", "click", "rich")
 
 
-class Missing(Exception):
-    """A machine cannot run; the message says what is missing and how to get it."""
-
-
 @dataclass(frozen=True)
 class Machine:
     """A CPU that this machine can imitate."""
@@ -50,14 +47,6 @@ def _program(name: str, package: str) -> str:
     if found is None:
         raise Missing(f"got no {name} on the PATH, expected Debian's package {package}: apt-get install {package}")
     return found
-
-
-def _run(command: Sequence[str | Path]) -> str:
-    done = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False)
-    if done.returncode:
-        reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise Missing(f"got exit code {done.returncode} from `{' '.join(map(str, command))}` ({reason})")
-    return done.stdout
 
 
 def _site() -> Path:
@@ -84,10 +73,10 @@ def _prepare_avx2(folder: Path) -> None:
     shutil.copytree(source, copied)
     (library,) = (copied / "capi").glob("onnxruntime_pybind11_state*.so")
     dump = _program("objdump", "binutils")
-    sections = _run([dump, "-h", library])
+    sections = output_of([dump, "-h", library])
     (address, offset) = re.findall(r" \.text +[0-9a-f]+ +([0-9a-f]+) +[0-9a-f]+ +([0-9a-f]+)", sections)[0]
     code = bytearray(library.read_bytes())
-    listing = _run([dump, "-d", "-j", ".text", "--no-show-raw-insn", library])
+    listing = output_of([dump, "-d", "-j", ".text", "--no-show-raw-insn", library])
     for found in re.findall(r"^ *([0-9a-f]+):\s+cpuid", listing, re.M):
         at = int(found, 16) - int(address, 16) + int(offset, 16)
         if code[at : at + 2] != b"\x0f\xa2":
@@ -95,7 +84,7 @@ def _prepare_avx2(folder: Path) -> None:
         code[at : at + 2] = b"\x0f\x0b"  # ud2
     library.write_bytes(code)
     compiler = _program("cc", "gcc")
-    _run([compiler, "-O2", "-shared", "-fPIC", "-o", folder / "hide_avx512.so", _HERE / "hide_avx512.c", "-ldl"])
+    output_of([compiler, "-O2", "-shared", "-fPIC", "-o", folder / "hide_avx512.so", _HERE / "hide_avx512.c", "-ldl"])
 
 
 def avx2_environment(folder: Path) -> dict[str, str]:
@@ -113,18 +102,16 @@ def _prepare_arm(folder: Path) -> None:
     if not (root / "usr" / "bin" / "python3.11").exists():
         archive = folder / "root.tar"
         create = _program("mmdebstrap", "mmdebstrap")
-        _run([create, "--variant=extract", "--architectures=arm64", f"--include={_DEBIAN}", "bookworm", archive])
+        output_of([create, "--variant=extract", "--architectures=arm64", f"--include={_DEBIAN}", "bookworm", archive])
         root.mkdir(exist_ok=True)
         subprocess.run(["tar", "-xf", archive, "-C", root, "--exclude=./dev"], capture_output=True, check=False)
         archive.unlink()
     (root / "proc").mkdir(exist_ok=True)
     (root / "proc" / "cpuinfo").write_text("".join(_ARM_CPU.format(number=number) for number in range(2)))
     if not (site / "onnxruntime").exists():
-        pip = [sys.executable, "-m", "pip", "install", "-qq", "--disable-pip-version-check", "--target", site]
         platforms = [option for name in _PLATFORMS for option in ("--platform", name)]
         abis = ("--abi", "cp311", "--abi", "abi3", "--abi", "none")
-        wheels = ("--only-binary=:all:", "--python-version", "3.11", "--implementation", "cp", *abis, *platforms)
-        _run([*pip, *wheels, "-c", ROOT / "constraints.txt", *_PACKAGES])
+        install(site, "--python-version", "3.11", "--implementation", "cp", *abis, *platforms, *_PACKAGES)
 
 
 def _run_arm(folder: Path, arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:

@@ -16,14 +16,9 @@ import spaceport
 from spaceport.exporter.atomic_folder import TargetError
 from spaceport.exporter.checkpoint import CheckpointError, TokenFlags, open_checkpoint
 from spaceport.exporter.checkpoint_source import provenance_of
-from spaceport.exporter.export import (
-    ExportOptions,
-    estimate_export,
-    export,
-)
+from spaceport.exporter.export import ExportOptions, estimate_export, export
 from spaceport.exporter.sar_config import save_acceptance
 from spaceport.graphs.contract.draft_methods import DraftAcceptance
-from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.formats import FORMATS
 from spaceport.graphs.contract.manifest import DATA_FILE, MODEL_FILE
 from spaceport.runtime.bundle import open_bundle
@@ -62,10 +57,7 @@ def test_a_half_precision_bundle_generates_the_golden_text(half_bundle: Path) ->
 
 @pytest.mark.parametrize(
     "options",
-    [
-        ExportOptions(),
-        *(ExportOptions(FORMATS[name]) for name in ("int4", "int8", "bfloat16-int4", "float16-float8")),
-    ],
+    [ExportOptions(), *(ExportOptions(FORMATS[name]) for name in ("int4", "int8", "bfloat16-int4", "float16-float8"))],
     ids=lambda options: options.format.name,
 )
 def test_a_bundle_has_about_the_size_that_its_export_announces(options: ExportOptions) -> None:
@@ -203,28 +195,6 @@ def test_a_dynamic_rope_model_is_limited_to_its_first_frequencies(tmp_path: Path
     rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
     folder = copy_of_tiny(tmp_path / "c", config={"max_position_embeddings": 128, "rope_parameters": rope})
     assert export(folder, tmp_path / "bundle", ExportOptions()).max_positions == 128
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            ExportOptions(FORMATS["int8"], "append"),
-            r"lowering is append: expected scatter with format int8 \(--lowering\)",
-        ),
-        (
-            ExportOptions(FORMATS["float16-int4"], "scatter"),
-            "lowering is scatter: expected append with format float16-int4",
-        ),
-        (
-            ExportOptions(FORMATS["stored"], attention="operator"),
-            "attention is operator: expected plain with format stored",
-        ),
-    ],
-)
-def test_a_graph_that_does_not_fit_the_format_is_refused(tmp_path: Path, options: ExportOptions, message: str) -> None:
-    with pytest.raises(OptionFault, match=message):
-        export(TINY, tmp_path / "bundle", options)
 
 
 def test_the_target_is_checked_before_the_checkpoint_is_loaded(tmp_path: Path) -> None:

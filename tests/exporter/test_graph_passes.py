@@ -11,10 +11,7 @@ import onnx
 import pytest
 from onnx import TensorProto, numpy_helper
 
-from spaceport.exporter.graph_passes import (
-    fix_reshapes,
-    simplify,
-)
+from spaceport.exporter.graph_passes import fix_reshapes, simplify
 from spaceport.graphs.contract.manifest import MODEL_FILE
 from support.small_graphs import Array, Sizes, changed, model_of, op, operators, outputs_of
 

@@ -16,12 +16,7 @@ from support.native_operators import available_sets, forced, library
 from support.paths import ROOT
 
 PYPROJECT = (ROOT / "pyproject.toml").read_text("utf-8")
-EXPORTED = {
-    "RegisterCustomOps",
-    "spaceport_instruction_set",
-    "spaceport_instruction_sets",
-    "spaceport_kernels_version",
-}
+EXPORTED = {"RegisterCustomOps", "spaceport_instruction_set", "spaceport_instruction_sets", "spaceport_kernels_version"}
 
 
 def test_without_a_compiler_the_build_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

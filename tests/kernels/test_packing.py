@@ -90,18 +90,3 @@ def test_matrices_of_other_widths_are_refused() -> None:
         quantize(np.zeros((1, 32), np.float32), "int4_k")
     with pytest.raises(ValueError, match="width of 20: expected a multiple of 16"):
         gate_order(20)
-
-
-def test_the_formats_have_the_sizes_of_their_panels() -> None:
-    per_block = {
-        "int4": 640,
-        "int4_k": 592,
-        "int5": 704,
-        "int5_min": 768,
-        "int5_k": 720,
-        "int8": 1088,
-        "int8_k16": 1096,
-    }
-    assert per_block.keys() == WEIGHT_FORMATS.keys()
-    for name, size in per_block.items():
-        assert packed_bytes(WEIGHT_FORMATS[name], 32, 256) == 8 * size

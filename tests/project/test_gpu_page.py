@@ -20,11 +20,12 @@ from benchmarks.gpu_machine.there import PACKAGES, TRAINING
 from spaceport.exporter.export import ExportOptions
 from spaceport.graphs.contract.formats import FORMATS
 from spaceport.tools.cli import OK, run
-from stand_in_cuda.libraries import SITE, Missing
+from stand_in_cuda.libraries import SITE
 from stand_in_cuda.libraries import environment as stand_in_environment
 from support.exported import bundle_of
 from support.gguf_files import random_model, write_gguf
 from support.paths import DEMO, DOCS, ROOT, package
+from support.programs import Missing
 
 CODER = ROOT / "build" / "coder" / "Qwen2.5-Coder-0.5B-Instruct.gguf"
 

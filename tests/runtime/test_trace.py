@@ -17,7 +17,7 @@ from spaceport.runtime.decode.draft import Candidates
 from spaceport.runtime.decode.sequence import Listener, TokenSequence
 from spaceport.runtime.decode.sequence_group import RequestStep
 from spaceport.runtime.trace import GrowingTrace, ThreadRows, Trace, TraceRecord
-from support.hash_engine import CHILD, END, FORK, MASKS, HashEngine, Language, advance, request_for
+from support.hash_engine import CHILD, END, FORK, MASKS, HashEngine, Language, advance, completed, request_for
 from support.traced import CASES, TOKENIZER, Case, request_of, traced
 
 Path = tuple[int, ...]
@@ -94,8 +94,7 @@ def drafted(rows: ThreadRows) -> list[bool]:
 def test_a_trace_tells_what_happened_in_each_step(case: Case) -> None:
     trace, diary = Trace(), Diary()
     engine, request = request_of(case, [trace, diary], diary)
-    while request.live:
-        advance(engine, request, chunk=case.chunk)
+    completed(engine, request, case.chunk)
     record = trace.record()
     assert days_of(record) == diary.days
     assert record.prompt == case.prompt
@@ -186,8 +185,7 @@ def test_the_rows_of_a_step_are_recorded_one_by_one() -> None:
     engine, trace = HashEngine(Language(1), 200, 1), Trace()
     script = Script({(): (1, 2, 3, FORK, 4, 5, 6, END), (0,): (5, END)}, wrong=5)
     request = request_for(engine, [7, 8], 20, 2, max_threads=4, max_depth=1, selector=script, observers=[trace])
-    while request.live:
-        advance(engine, request)
+    completed(engine, request)
     record = trace.record(TOKENIZER)
     m = MASKS[0]
     assert record.steps[1].rows == (

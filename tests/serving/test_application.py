@@ -230,10 +230,7 @@ ERRORS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": [3], "suffix": "end"}, "suffix with token ids as prompt"),
     ({"echo": True, "stream": True}, "echo with stream"),
     ({"echo": True, "suffix": "end"}, "echo with suffix"),
-    (
-        {"spaceport": {"regex": "a", "json_schema": {}}},
-        "regex, json_schema and lark: several of them are given",
-    ),
+    ({"spaceport": {"regex": "a", "json_schema": {}}}, "regex, json_schema and lark: several of them are given"),
     (
         {"spaceport": {"regex": "a"}, "messages": MESSAGES, "response_format": {"type": "json_object"}},
         "several grammars",

@@ -22,12 +22,7 @@ from support.tool_files import tool_files
 KEY = "sk-test"
 TOKENS = 24
 GREEDY: dict[str, Any] = {"model": "demo", "temperature": 0, "max_tokens": TOKENS}
-SLOW: dict[str, Any] = {
-    **GREEDY,
-    "prompt": "import json\n",
-    "max_tokens": 600,
-    "extra_body": {"spaceport": NO_DRAFTS},
-}
+SLOW: dict[str, Any] = {**GREEDY, "prompt": "import json\n", "max_tokens": 600, "extra_body": {"spaceport": NO_DRAFTS}}
 
 
 def messages(user: str = "How is the weather in Oslo?") -> Any:

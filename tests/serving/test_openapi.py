@@ -60,11 +60,7 @@ def test_every_field_is_described_and_no_other() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "create"),
-    [
-        (ChatBody, ChatCompletions.create),
-        (TextBody, TextCompletions.create),
-        (ResponsesBody, Responses.create),
-    ],
+    [(ChatBody, ChatCompletions.create), (TextBody, TextCompletions.create), (ResponsesBody, Responses.create)],
 )
 def test_fields_of_the_openai_client_are_known_ignored_or_refused_unless_null(
     kind: type[msgspec.Struct], create: Callable[..., Any]

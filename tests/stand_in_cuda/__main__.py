@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from stand_in_cuda.libraries import FOLDER, Missing, prepare
+from stand_in_cuda.libraries import FOLDER, prepare
+from support.programs import Missing
 
 if __name__ == "__main__":
     try:

@@ -9,12 +9,11 @@ import fcntl
 import os
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from support.paths import ROOT, TESTS, package
+from support.programs import Missing, install, output_of
 
 FOLDER = ROOT / "build" / "stand_in_cuda"
 SITE, _HEADERS, _LIBRARIES = (FOLDER / name for name in ("site", "headers", "lib"))  # headers apart: libcudart is there
@@ -31,10 +30,6 @@ _PREFIXES = {
 }
 _RUNTIME, _CUDNN, _CUDNN_VERSION = "libcudart.so.13", "libcudnn.so.9", 91900
 _PRODUCT = re.compile(r"[gG]emm|LtMatmul$")
-
-
-class Missing(Exception):
-    """The provider cannot run; the message says what is missing and how to get it."""
 
 
 def prepare() -> None:
@@ -59,7 +54,7 @@ def _build(provider: Path) -> None:
     last = _LIBRARIES / "libcuda.so.1"
     if last.exists() and last.stat().st_mtime > max(file.stat().st_mtime for file in (*sources, provider)):
         return
-    listed = _run(["nm", "-D", "--undefined-only", provider])
+    listed = output_of(["nm", "-D", "--undefined-only", provider])
     if f"@{_RUNTIME}" not in listed:
         raise Missing(f"got a provider for another version of CUDA, expected one that needs {_RUNTIME}")
     needed = [name.partition("@")[0] for name in listed.split()]
@@ -86,17 +81,7 @@ def _install(folder: Path, *packages: str) -> None:
     if not folder.exists():
         unfinished = folder.with_suffix(".unfinished")
         shutil.rmtree(unfinished, ignore_errors=True)
-        pip = [
-            sys.executable,
-            "-m",
-            "pip",
-            "install",
-            "-qq",
-            "--disable-pip-version-check",
-            "--no-deps",
-            "--no-compile",
-        ]
-        _run([*pip, "--only-binary=:all:", "-c", ROOT / "constraints.txt", "--target", unfinished, *packages])
+        install(unfinished, "--no-deps", "--no-compile", *packages)
         unfinished.rename(folder)
 
 
@@ -120,26 +105,8 @@ def _compile(library: str, functions: Sequence[str], *more: str | Path) -> None:
     source.write_text("#include <stdlib.h>\nint stand_in_product(void);\n" + "\n".join(functions) + "\n", "utf-8")
     script.write_text(f"{library} {{ global: *; }};\n", "utf-8")
     (include,) = _HEADERS.glob("nvidia/*/include")
-    named = [
-        "-shared",
-        "-fPIC",
-        "-O1",
-        "-w",
-        f"-I{include}",
-        f"-Wl,-soname,{library}",
-        f"-Wl,--version-script={script}",
-    ]
-    _run(["cc", *named, f"-L{_LIBRARIES}", "-o", _LIBRARIES / library, source, *more])
+    flags = ["-shared", "-fPIC", "-O1", "-w", f"-I{include}"]
+    linked = [f"-Wl,-soname,{library}", f"-Wl,--version-script={script}", f"-L{_LIBRARIES}"]
+    output_of(["cc", *flags, *linked, "-o", _LIBRARIES / library, source, *more])
     source.unlink()
     script.unlink()
-
-
-def _run(command: Sequence[str | Path]) -> str:
-    try:
-        done = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False)
-    except OSError as error:
-        raise Missing(f"{command[0]} does not start ({error.strerror})") from error
-    if done.returncode:
-        reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise Missing(f"got exit code {done.returncode} from `{' '.join(map(str, command[:4]))} …` ({reason})")
-    return done.stdout

@@ -303,6 +303,13 @@ def advance(engine: Engine, *requests: SequenceGroup, chunk: int = PREFILL_ROWS)
     step(engine, [RequestStep(request, index, chunk) for index, request in enumerate(requests)])
 
 
+def completed(engine: Engine, request: SequenceGroup, chunk: int = PREFILL_ROWS) -> SequenceGroup:
+    """A request after its last step."""
+    while request.live:
+        advance(engine, request, chunk=chunk)
+    return request
+
+
 def greedy(banned: Collection[int] = ()) -> Greedy:
     """Greedy selection with banned tokens."""
     return Greedy(Bans(frozenset(banned)))

@@ -52,10 +52,7 @@ READERS: dict[str, tuple[Callable[[JsonField], object], Callable[[Any], bool]]] 
         lambda field: list(field.wholes()),
         lambda value: type(value) is list and all(type(v) is int and v >= 0 for v in value),
     ),
-    "none": (
-        lambda field: field.or_none(JsonField.text),
-        lambda value: value is None or type(value) is str,
-    ),
+    "none": (lambda field: field.or_none(JsonField.text), lambda value: value is None or type(value) is str),
 }
 
 

@@ -21,10 +21,11 @@ from spaceport.graphs.contract.formats import FORMATS
 from spaceport.graphs.contract.manifest import MODEL_FILE
 from spaceport.runtime.backends.graph_file import operators
 from spaceport.tools.cli.inspect import CUDA_OPERATORS
-from stand_in_cuda.libraries import Missing, environment
+from stand_in_cuda.libraries import environment
 from support.exported import bundle_of
 from support.families import FAMILIES, build, family_of, graph_of
 from support.paths import DEMO, DOCS, TESTS, TINY
+from support.programs import Missing
 
 pytestmark = [pytest.mark.nightly, pytest.mark.torch]
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto
@@ -21,11 +20,7 @@ from spaceport.kernels import native_library
 from spaceport.kernels.native_library import DOMAIN
 from spaceport.runtime.backends import on_onnxruntime
 from spaceport.runtime.backends.graph_file import external_files, imported_version, operators
-from spaceport.runtime.backends.on_onnxruntime import (
-    KvMemory,
-    OnnxRuntimeEngine,
-    open_engine,
-)
+from spaceport.runtime.backends.on_onnxruntime import KvMemory, OnnxRuntimeEngine, open_engine
 from spaceport.runtime.bundle import Bundle, BundleError, open_bundle
 from spaceport.runtime.engine import NO_MOVES, Batch, Engine, EngineOptions, slots_in_order
 from support.exported import bundle_of
@@ -322,31 +317,5 @@ def test_an_older_library_and_an_unknown_instruction_set_are_named(monkeypatch: 
     assert str(bundle_of(TINY, ExportOptions(FORMATS["int8"]))) in str(raised.value)
 
 
-SLOTS, REQUESTS, TEXT_LENGTH = 256, 3, 70
+TEXT_LENGTH = 70
 TEXT = np.random.default_rng(1).integers(3, 600, TEXT_LENGTH).tolist()
-
-LAYOUTS = st.builds(
-    Layout,
-    widths=st.lists(st.integers(1, 40), min_size=1, max_size=12).map(tuple),
-    others=st.integers(0, 12),
-    requests=st.integers(1, REQUESTS),
-    seed=st.none() | st.integers(0, 2**32 - 1),
-)
-
-
-@cache
-def engine() -> OnnxRuntimeEngine:
-    return native_engine(REQUESTS, SLOTS)
-
-
-@cache
-def alone() -> bytes:
-    """The logits of the text, fed token by token into the lowest slots."""
-    return fed(engine(), TEXT, Layout((1,))).tobytes()
-
-
-@needs_library
-@settings(max_examples=40)
-@given(LAYOUTS)
-def test_a_text_in_any_slots_and_calls_beside_any_other_rows_has_the_same_logits(layout: Layout) -> None:
-    assert fed(engine(), TEXT, layout).tobytes() == alone()

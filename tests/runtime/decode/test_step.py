@@ -23,7 +23,6 @@ from spaceport.runtime.decode.sequence import Slots, TokenSequence
 from spaceport.runtime.decode.sequence_group import RequestStep, SequenceGroup
 from spaceport.runtime.decode.step import step
 from spaceport.runtime.decoding import Decoding
-from spaceport.runtime.engine import PREFILL_ROWS
 from spaceport.runtime.sampling.grammar import Grammar
 from spaceport.runtime.scheduling.request import Completion
 from spaceport.runtime.session import Runtime
@@ -39,6 +38,7 @@ from support.hash_engine import (
     Language,
     Tree,
     advance,
+    completed,
     constrained,
     greedy,
     request_for,
@@ -52,12 +52,6 @@ PROMPTS = st.lists(st.integers(0, END - 1), min_size=1, max_size=30)
 def engine_for(language: Language, most: int, lowering: Lowering, requests: int = 1) -> HashEngine:
     """An engine with KV slots for this number of tokens and one more step."""
     return HashEngine(language, visible_length(most + STEP_ROWS + 1), requests, lowering)
-
-
-def run(engine: HashEngine, request: SequenceGroup, chunk: int = PREFILL_ROWS) -> SequenceGroup:
-    while request.live:
-        advance(engine, request, chunk=chunk)
-    return request
 
 
 def text_of(request: SequenceGroup) -> Tree:
@@ -91,7 +85,7 @@ def test_every_thread_writes_what_it_would_alone_whatever_is_drafted(examples: i
         request = request_for(engine, prompt, max_tokens, draft_config, **options)  # type: ignore[arg-type]
         request.slots = Slots(len(prompt) + total + STEP_ROWS + 1, lowering)  # as few as are enough
         request.slots.positions = np.zeros(engine.capacity, np.int64)  # masks are as wide as the engine's buffers allow
-        run(engine, request, chunk)
+        completed(engine, request, chunk)
         assert text_of(request) == expected
         for thread in request.threads:
             assert thread.ending == ("length" if len(thread.tokens) >= limit else "end")
@@ -120,7 +114,7 @@ def test_a_request_that_is_cut_off_ends_its_threads_where_they_are_and_holds_not
     max_threads = data.draw(st.integers(1, 8))
     request = request_for(engine, prompt, 30, draft_config, max_threads=max_threads, max_depth=2, total=total)
     if steps is None:
-        run(engine, request)
+        completed(engine, request)
         assert request.added == min(total, size(expected))
         assert {"total", "end", "length"} >= {thread.ending for thread in request.threads}
     else:
@@ -196,7 +190,7 @@ def test_mask_slots_or_heads_that_are_right_need_one_step_for_each_k_plus_1_toke
     """
     language = Language(3, 100, end_every=10**9, mask_layout=layout, heads=heads)
     engine = engine_for(language, 70, lowering)
-    request = run(engine, request_for(engine, [4, 5, 6], 60, DraftConfig(count, shape, siblings=1)))
+    request = completed(engine, request_for(engine, [4, 5, 6], 60, DraftConfig(count, shape, siblings=1)))
     assert text_of(request)[()] == language.write([4, 5, 6], 60)
     found, steps = request.statistics, 60 // (count + 1)
     assert found.steps == steps + (count > 0)

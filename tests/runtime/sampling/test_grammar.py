@@ -24,7 +24,7 @@ from spaceport.runtime.decode.sequence import NotANumber, TokenSequence, root_se
 from spaceport.runtime.sampling.grammar import DeadEnd, Grammar, open_vocabulary
 from spaceport.runtime.sampling.logprobs import Speller
 from support.arrivals import DRAFT_CONFIGS
-from support.hash_engine import END, VOCAB, HashEngine, Language, advance, constrained, greedy, request_for
+from support.hash_engine import END, VOCAB, HashEngine, Language, completed, constrained, greedy, request_for
 from support.paths import TINY
 from support.small_tokenizers import BYTES, FALLBACK, full, one_byte_each, small_vocabulary
 
@@ -170,8 +170,7 @@ def run(
     plain = request_for(engine, [1, 2, 3], most, draft_config).selector
     selector = constrained(plain, Grammar(regex=regex), SMALL_VOCABULARY)
     request = request_for(engine, [1, 2, 3], most, draft_config, selector=selector)
-    while request.live:
-        advance(engine, request, chunk=chunk)
+    completed(engine, request, chunk)
     thread = request.threads[0]
     return thread.generated, thread.ending, request.statistics.steps
 

@@ -30,12 +30,7 @@ from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.prompt import ControlTokens
 from spaceport.runtime.text.tokenizer import encode
 from support.hash_engine import CHILD, END, FORK, MASKS, VOCAB, HashEngine, Language
-from support.hash_runtime import (
-    WORDS,
-    expected_logprobs,
-    hash_runtime,
-    same,
-)
+from support.hash_runtime import WORDS, expected_logprobs, hash_runtime, same
 from support.paths import TINY
 from support.small_tokenizers import BROKEN, BYTES, FALLBACK, full
 

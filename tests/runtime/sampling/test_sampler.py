@@ -18,12 +18,10 @@ from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.signature import LOWERINGS, STEP_ROWS, Lowering
 from spaceport.runtime.decode.draft import DraftConfig
 from spaceport.runtime.decode.sequence import NotANumber, TokenSelector, TokenSequence
-from spaceport.runtime.decode.sequence_group import SequenceGroup
-from spaceport.runtime.engine import PREFILL_ROWS
 from spaceport.runtime.sampling.choice import Bans, Greedy
 from spaceport.runtime.sampling.sampler import Sampling, chooser, gumbels, noise_key, survivors
 from support.arrivals import DRAFT_CONFIGS
-from support.hash_engine import CHILD, END, FORK, MASKS, Cell, HashEngine, Language, Tree, advance, request_for
+from support.hash_engine import CHILD, END, FORK, MASKS, Cell, HashEngine, Language, Tree, completed, request_for
 
 _64_BITS = 2**64 - 1
 
@@ -347,12 +345,6 @@ def write(
     return found
 
 
-def finished(engine: HashEngine, request: SequenceGroup, chunk: int = PREFILL_ROWS) -> SequenceGroup:
-    while request.live:
-        advance(engine, request, chunk=chunk)
-    return request
-
-
 @settings(max_examples=200)
 @given(
     language=LANGUAGES,
@@ -383,4 +375,4 @@ def test_a_seed_writes_the_same_with_any_drafts_or_none(
     request = request_for(
         engine, prompt, max_tokens, draft_config, MASKS[:1], max_threads, max_depth, 10**6, selector=choose
     )
-    assert {thread.path: thread.generated for thread in finished(engine, request, chunk).threads} == expected
+    assert {thread.path: thread.generated for thread in completed(engine, request, chunk).threads} == expected

@@ -367,10 +367,7 @@ def cached(completion: Completion) -> int:
 
 
 def test_the_next_turn_of_a_chat_reuses_its_history() -> None:
-    with (
-        hash_runtime(LANGUAGE, 200, prefix_cache=True, requests=2) as runtime,
-        hash_runtime(LANGUAGE, 200) as without,
-    ):
+    with hash_runtime(LANGUAGE, 200, prefix_cache=True, requests=2) as runtime, hash_runtime(LANGUAGE, 200) as without:
         history, counts = PROMPT, []
         for turn in range(4):
             answer = runtime.generate(history, FEW)
@@ -389,10 +386,7 @@ def test_the_next_turn_of_a_chat_reuses_its_history() -> None:
 
 
 def test_scores_reuse_rows_whose_logits_nobody_needs() -> None:
-    with (
-        hash_runtime(LANGUAGE, 200, prefix_cache=True) as runtime,
-        hash_runtime(LANGUAGE, 200) as without,
-    ):
+    with hash_runtime(LANGUAGE, 200, prefix_cache=True) as runtime, hash_runtime(LANGUAGE, 200) as without:
         assert isinstance(runtime.engine, HashEngine)
         for continuation, hits in (([5, 6], 0), ([7], 39), ([5], 78)):
             assert runtime.score(PROMPT, continuation) == without.score(PROMPT, continuation)

@@ -17,13 +17,7 @@ from spaceport.graphs.contract.faults import LibraryPanic, OptionFault, Spacepor
 from spaceport.runtime.decode.draft import Candidates
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.scheduling.request import Request
-from spaceport.runtime.text.tokenizer import (
-    StopSearch,
-    TextStream,
-    context_of,
-    decode,
-    encode,
-)
+from spaceport.runtime.text.tokenizer import StopSearch, TextStream, context_of, decode, encode
 from spaceport.runtime.text.transcript import Segment
 from support.hash_engine import Language
 from support.hash_runtime import hash_runtime

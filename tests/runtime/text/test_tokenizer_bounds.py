@@ -86,10 +86,7 @@ ACCEPTED: dict[str, str | Json] = {
     "XGLM": {
         "normalizer": in_sequence(
             "normalizers",
-            [
-                {"type": "Precompiled", "precompiled_charsmap": table(b"x" * 33)},
-                replacing(" ", " {2,}", "Regex"),
-            ],
+            [{"type": "Precompiled", "precompiled_charsmap": table(b"x" * 33)}, replacing(" ", " {2,}", "Regex")],
         ),
         "pre_tokenizer": {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True},
     },
@@ -121,10 +118,7 @@ REFUSED: dict[str, tuple[str | Json, str]] = {
         "a character may become 1e[+]14|a character may become 100000000000000 times",
     ),
     "normalizers and pre-tokenizers": (
-        {
-            "normalizer": {"type": "NFKD"},
-            "pre_tokenizer": in_sequence("pretokenizers", [{"type": "ByteLevel"}] * 5),
-        },
+        {"normalizer": {"type": "NFKD"}, "pre_tokenizer": in_sequence("pretokenizers", [{"type": "ByteLevel"}] * 5)},
         "a character may become 383 times as long",
     ),
     "a replacement at each place": ({"normalizer": replacing("a" * 300, "", "Regex")}, "601 times as long"),

@@ -24,8 +24,6 @@ from spaceport.runtime.backends.on_onnxruntime import open_selection, open_sessi
 from spaceport.runtime.bundle import open_bundle, read_manifest
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import Batch, EngineOptions
-from spaceport.runtime.sampling.grammar import Grammar
-from spaceport.runtime.sampling.sampler import Sampling
 from spaceport.runtime.session import Runtime
 from spaceport.tools.cli import OK, run
 from support.exported import bundle_of
@@ -156,28 +154,3 @@ def test_a_device_engine_selects_the_tokens_of_heads_as_the_plain_engine(bundle:
     with Runtime(opened, device, 128) as runtime:
         answer = runtime.generate(text(0, 5), Decoding(max_tokens=33, draft="chain"))
     assert (list(answer.tokens), answer.statistics.steps) == (text(5, 33), 9)
-
-
-OPTIONS: list[dict[str, Any]] = [
-    {},
-    {"sampling": Sampling(temperature=1.5, seed=3)},
-    {"sampling": Sampling(repetition_penalty=1.3, frequency_penalty=0.4)},
-    {"grammar": Grammar(regex="[a-z ]{5,60}")},
-    {"logprobs": 2},
-]
-
-
-def test_requests_of_every_kind_write_the_same_with_heads_and_without(bundle: Path) -> None:
-    found = []
-    with Runtime.open(bundle, max_seq_len=256, max_requests=3, step_costs="free") as runtime:
-        for drafts in ({"mask_slots": 0}, {"draft": "chain"}, {}):
-            running = [
-                runtime.stream(text(start, 6), Decoding(max_tokens=24, **options, **drafts))
-                for start, options in enumerate(OPTIONS)
-            ]
-            done = [one.completion() for one in running]
-            found.append([(one.tokens, one.ending) for one in done])
-            heads = [one.statistics.accepted_by_source.get("head", 0) for one in done]
-            assert all(heads) == bool(drafts.get("mask_slots", 1))
-    assert found[0] == found[1] == found[2]
-    assert found[0][0][0] == tuple(text(6, 24))

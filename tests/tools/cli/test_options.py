@@ -29,14 +29,7 @@ from spaceport.runtime.session import Runtime
 from spaceport.serving.options import ServiceOptions
 from spaceport.tools.cli import OK, USAGE, Commands, cli, name_flags, run
 from spaceport.tools.cli.generate import command as generate
-from spaceport.tools.cli.options import (
-    Sectioned,
-    Unused,
-    declared_options,
-    declared_values,
-    limits_of,
-    refuse_unused,
-)
+from spaceport.tools.cli.options import Sectioned, Unused, declared_options, declared_values, limits_of, refuse_unused
 from spaceport.tools.cli.serve import command as serve
 from spaceport.tools.cli.serve import openers_of, service_options_of
 

@@ -96,7 +96,7 @@ def characters_of(prompt: object, most: float = math.inf) -> int:
     if isinstance(prompt, str):
         return len(prompt)
     if isinstance(prompt, InfillPrompt):
-        return len(prompt.before) + len(prompt.after)
+        return prompt.characters
     if isinstance(prompt, list | tuple) and prompt and isinstance(prompt[0], int):
         return 0
     if isinstance(prompt, ChatPrompt):

@@ -71,7 +71,7 @@ SUPPORTED = {
     "previous_response_id": "Refused: the service stores nothing.",
     "prompt": "A text, token ids, or several of either; of `/infill`, the text of the line before the gap.",
     "response_fields": "Entries to answer with, such as `content` and `timings/predicted_ms`; default: all.",
-    "response_format": "`text`, `json_object`, or `json_schema` with a schema.",
+    "response_format": "`text`, `json_object` (perhaps with a `schema`), or `json_schema` with one.",
     "spaceport": "Options of this service alone.",
     "spaceport.threads": "Whether events have the text of each thread at once.",
     "stream": "Whether to send events while the text is generated.",

@@ -212,6 +212,12 @@ def test_a_trace_has_the_rows_and_tokens_of_each_step_and_comes_with_the_events(
     assert (len(long["steps"]), long["steps_left_out"]) == (3, 21)
 
 
+def test_a_json_object_may_have_a_schema_as_in_the_server_of_llama_cpp(client: TestClient) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+    found = ask(client, **CHAT, response_format={"type": "json_object", "schema": schema})
+    assert found["choices"][0]["message"]["content"].startswith(('{"a":true', '{"a":false'))
+
+
 # Errors
 
 ERRORS: list[tuple[dict[str, Any], str]] = [

@@ -23,6 +23,7 @@ from spaceport.serving.chat import chat
 from spaceport.serving.clients import KnowClients
 from spaceport.serving.completions import text
 from spaceport.serving.failures import Failure
+from spaceport.serving.infill import infill
 from spaceport.serving.metrics import Metrics
 from spaceport.serving.openapi import openapi
 from spaceport.serving.options import ServiceOptions
@@ -46,6 +47,7 @@ _ROUTES = (
     Route("/v1/chat/completions", chat, methods=["POST"]),
     Route("/v1/completions", text, methods=["POST"]),
     Route("/v1/responses", responses, methods=["POST"]),
+    Route("/infill", infill, methods=["POST"]),
     Route("/v1/models", information.models),
     Route("/v1/models/{name:path}", information.model),
     Route("/tokenize", information.tokenize, methods=["POST"]),
@@ -59,6 +61,7 @@ _ROUTES = (
     Route("/load", information.load),
     Route("/openapi.json", openapi),
 )
+_PATHS = frozenset(route.path for route in _ROUTES)
 
 
 def _route(path: str, name: str) -> Route:
@@ -150,7 +153,9 @@ async def _failed(request: Request, error: Exception) -> Response:
 async def _no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     headers = dict(error.headers or {})
-    reason = {404: "no such endpoint", 405: f"expected {headers.get('Allow')}"}.get(error.status_code, error.detail)
+    full = f"/v1{request.url.path}"  # clients of llama.cpp's server leave the version out
+    missing = f"no such endpoint, expected {full}" if full in _PATHS else "no such endpoint"
+    reason = {404: missing, 405: f"expected {headers.get('Allow')}"}.get(error.status_code, error.detail)
     return Failure(error.status_code, f"{request.method} {request.url.path}: {reason}", headers=headers).response()
 
 

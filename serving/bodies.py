@@ -53,6 +53,9 @@ SUPPORTED = {
     "echo": "Whether the answer begins with the prompt; not in streams.",
     "include": "Reports of the Responses API: `message.output_text.logprobs`.",
     "input": "A text or items of a conversation.",
+    "input_extra": "Other files, or parts of them: `text` and `filename` of each.",
+    "input_prefix": "The text before the line of the gap.",
+    "input_suffix": "The text after the gap.",
     "instructions": "System message before the input.",
     "logprobs": "Chat: whether to report log probabilities. Text: as `top_logprobs`.",
     "max_completion_tokens": "The same as `max_tokens`, before which it counts.",
@@ -61,15 +64,20 @@ SUPPORTED = {
     "metadata": "Returned with the answer.",
     "model": "Name of the model; may be left out if there is one only.",
     "n": "Number of choices for each prompt.",
+    "n_cmpl": "The same as `n`, before which it counts.",
+    "n_indent": "Characters of indentation that each further line needs; the text ends before one with less.",
+    "n_predict": "The same as `max_tokens`, before which it counts; 0 = only read the prompt, -1 = no maximum.",
     "parallel_tool_calls": "Whether an answer may have several calls.",
     "previous_response_id": "Refused: the service stores nothing.",
-    "prompt": "A text, token ids, or several of either.",
-    "response_format": "`text`, `json_object`, or `json_schema` with a schema.",
+    "prompt": "A text, token ids, or several of either; of `/infill`, the text of the line before the gap.",
+    "response_fields": "Entries to answer with, such as `content` and `timings/predicted_ms`; default: all.",
+    "response_format": "`text`, `json_object` (perhaps with a `schema`), or `json_schema` with one.",
     "spaceport": "Options of this service alone.",
     "spaceport.threads": "Whether events have the text of each thread at once.",
     "stream": "Whether to send events while the text is generated.",
     "stream_options": "What a stream reports: `include_usage`, `continuous_usage_stats`.",
     "suffix": "The text behind a gap that the answer fills; refused by models that were not trained to.",
+    "t_max_predict_ms": "Milliseconds after the first token, after which the text ends with its line; 0 = no limit.",
     "text": "Format of the text in the Responses API.",
     "tokens": "Token ids.",
     "tool_choice": "`auto`, `none`, or enforced: `required` or a function.",
@@ -77,8 +85,10 @@ SUPPORTED = {
 }
 
 # Fields of OpenAI's API that change no text here: the service stores nothing, has one tier and no reasoning models.
+# Those of llama.cpp's server change none either: `samplers` says which of its defaults apply, and here none do.
 IGNORED = frozenset(
     (
+        *("cache_prompt", "id_slot", "samplers", "t_max_prompt_ms", "timings_per_token"),
         *("max_tool_calls", "metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
         *("reasoning", "reasoning_effort", "safety_identifier", "service_tier", "store", "truncation", "user"),
         *("verbosity", "text.verbosity", "stream_options.include_obfuscation"),
@@ -118,6 +128,12 @@ def bounds_of(limits: Limits, most_choices: int) -> dict[str, dict[str, dict[str
         "stop_token_ids": {"array": {"maxItems": limits.banned_tokens}},
         "logit_bias": {"object": {"maxProperties": limits.bias_entries}},
         "prompt": {"string": text, "array": ids},
+        **{name: {"string": text} for name in ("input_prefix", "input_suffix")},
+        "input_extra": {"array": {"maxItems": MOST_MESSAGES}},
+        "n_indent": {"integer": {"minimum": 0}},
+        "n_predict": {"integer": {"minimum": -1}},
+        "response_fields": {"array": {"maxItems": MOST_MESSAGES}},
+        "t_max_predict_ms": {"number": {"minimum": 0}},
         "messages": {"array": {"minItems": 1, "maxItems": MOST_MESSAGES}},
     }
 

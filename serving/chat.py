@@ -51,6 +51,7 @@ class ResponseFormat(Struct):
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     json_schema: SchemaFormat | None = None
+    schema: dict[str, Any] | None = None  # of a json_object, as llama.cpp's server has it
 
 
 def _shown(value: object) -> str:
@@ -115,7 +116,8 @@ class ChatBody(GenerationBody, kw_only=True):
         if self.response_format is None or self.response_format.type == "text":
             return []
         if self.response_format.type == "json_object":
-            return [Grammar(json_schema={"type": "object"}, json_whitespace=self.json_whitespace)]
+            schema = {"type": "object"} if self.response_format.schema is None else self.response_format.schema
+            return [Grammar(json_schema=schema, json_whitespace=self.json_whitespace)]
         if self.response_format.json_schema is None:
             expected = '{"type": "json_schema", "json_schema": {"schema": …}}'
             raise invalid("response_format", f"has no json_schema: expected {expected}")

@@ -19,6 +19,7 @@ from spaceport.serving.chat import ChatBody
 from spaceport.serving.clients import needs_key
 from spaceport.serving.completions import TextBody
 from spaceport.serving.failures import json_response
+from spaceport.serving.infill import InfillBody
 from spaceport.serving.information import DetokenizeBody, TokenizeBody
 from spaceport.serving.options import ServiceOptions
 from spaceport.serving.responses import ResponsesBody
@@ -29,6 +30,7 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "/v1/chat/completions": ChatBody,
     "/v1/completions": TextBody,
     "/v1/responses": ResponsesBody,
+    "/infill": InfillBody,
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
 }

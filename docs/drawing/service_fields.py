@@ -21,6 +21,7 @@ _NAMES = {
     "/v1/chat/completions": "chat",
     "/v1/completions": "text",
     "/v1/responses": "responses",
+    "/infill": "infill",
     "/tokenize": "tokenize",
     "/detokenize": "detokenize",
 }
@@ -44,7 +45,7 @@ _IGNORED = """
 ## Unknown fields
 
 As with OpenAI's service, an unknown field gets a 400 that names it, unless its value is `null`.
-These fields of OpenAI's API would change no text, and are ignored:
+These fields of OpenAI's API and of llama.cpp's server would change no text, and are ignored:
 """
 _ALL = "chat, text, responses"
 

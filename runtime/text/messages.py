@@ -96,7 +96,7 @@ def characters_of(prompt: object, most: float = math.inf) -> int:
     if isinstance(prompt, str):
         return len(prompt)
     if isinstance(prompt, InfillPrompt):
-        return len(prompt.before) + len(prompt.after)
+        return prompt.characters
     if isinstance(prompt, list | tuple) and prompt and isinstance(prompt[0], int):
         return 0
     if isinstance(prompt, ChatPrompt):
@@ -160,7 +160,7 @@ def with_joined_parts(messages: Sequence[Any]) -> list[Any]:
 
 
 def with_arguments(messages: Sequence[Any], as_text: bool) -> list[Any]:
-    """Messages whose calls have arguments as JSON text, or as objects; raises for text that is no JSON object."""
+    """Messages whose calls have arguments as JSON text, or as objects; text that is no JSON object stays text."""
     return [
         {**message, "tool_calls": _calls(f"message {number}: tool_calls", message["tool_calls"], as_text)}
         if isinstance(message.get("tool_calls"), list)
@@ -224,26 +224,25 @@ def _calls(path: str, calls: Sequence[Any], as_text: bool) -> list[Any]:
             raise OptionFault(f'{where} is {call!r:.60}: expected {{"type": "function", "function": {{"name": …}}}}')
         function = call.get("function")
         if isinstance(function, dict):
-            converted.append({**call, "function": _function(f"{where}.function", function, as_text)})
+            converted.append({**call, "function": _function(function, as_text)})
         else:
-            converted.append(_function(where, call, as_text))
+            converted.append(_function(call, as_text))
     return converted
 
 
-def _function(where: str, function: dict[str, Any], as_text: bool) -> dict[str, Any]:
+def _function(function: dict[str, Any], as_text: bool) -> dict[str, Any]:
     arguments = function.get("arguments")
     if isinstance(arguments, str) and not as_text:
-        return {**function, "arguments": _parsed(f"{where}.arguments", arguments)}
+        return {**function, "arguments": _parsed(arguments)}
     if isinstance(arguments, dict) and as_text:
         return {**function, "arguments": json.dumps(arguments, ensure_ascii=False)}
     return function
 
 
-def _parsed(where: str, text: str) -> dict[str, Any]:
+def _parsed(text: str) -> dict[str, Any] | str:
+    """The object of arguments; those that the limit of an answer cut off, or that a model wrote wrong, stay text."""
     try:
         arguments = json.loads(text) if text else {}
-    except (ValueError, RecursionError) as error:
-        raise OptionFault(f"{where} is not JSON: {error}: expected the JSON text of an object") from error
-    if not isinstance(arguments, dict):
-        raise OptionFault(f"{where} is {text!r:.60}: expected the JSON text of an object")
-    return arguments
+    except (ValueError, RecursionError):
+        return text
+    return arguments if isinstance(arguments, dict) else text

@@ -212,6 +212,12 @@ def test_a_trace_has_the_rows_and_tokens_of_each_step_and_comes_with_the_events(
     assert (len(long["steps"]), long["steps_left_out"]) == (3, 21)
 
 
+def test_a_json_object_may_have_a_schema_as_in_the_server_of_llama_cpp(client: TestClient) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+    found = ask(client, **CHAT, response_format={"type": "json_object", "schema": schema})
+    assert found["choices"][0]["message"]["content"].startswith(('{"a":true', '{"a":false'))
+
+
 # Errors
 
 ERRORS: list[tuple[dict[str, Any], str]] = [
@@ -254,6 +260,8 @@ def test_an_invalid_request_gets_the_reason(client: TestClient) -> None:
         assert message in error["message"]
         assert set(error) == {"message", "type", "param", "code"}
     assert client.get("/v1/nothing").json()["error"]["message"] == "GET /v1/nothing: no such endpoint"
+    missing = client.post("/chat/completions", json=CHAT).json()["error"]["message"]
+    assert missing == "POST /chat/completions: no such endpoint, expected /v1/chat/completions"
     response = client.get("/v1/completions")
     assert response.headers["allow"] == "POST"
     assert response.json()["error"]["message"] == "GET /v1/completions: expected POST"
@@ -269,7 +277,7 @@ def test_a_body_that_is_no_json_too_large_or_has_unknown_fields_is_refused(clien
     response = post(client, prompt="a", unknown=1, **nested)
     assert (response.status_code, response.json()["error"]["param"]) == (400, "spaceport.max_depht")
     assert "unknown fields: spaceport.max_depht, stream_options.usage, unknown; leave them out" in response.text
-    assert ask(client, prompt="a", unknown=None, store=True, user="a", max_tokens=1)
+    assert ask(client, prompt="a", unknown=None, store=True, user="a", cache_prompt=True, max_tokens=1)
 
 
 def test_a_full_queue_and_a_stopping_service_ask_clients_to_retry() -> None:

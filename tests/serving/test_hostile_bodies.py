@@ -32,6 +32,7 @@ BASES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "import json"}], "max_tokens": 3},
     "/v1/completions": {"prompt": "import json", "max_tokens": 3},
     "/v1/responses": {"input": "import json", "max_output_tokens": 3},
+    "/infill": {"input_prefix": "import", "input_suffix": "json", "n_predict": 3},
     "/tokenize": {"prompt": "import json"},
     "/detokenize": {"tokens": [1, 2, 3]},
 }

@@ -127,7 +127,12 @@ def test_values_beyond_the_bounds_of_the_document_are_refused_by_name(client: Te
                         continue
                     assert response.status_code == 400, (path, name, response.text)
                     message = response.json()["error"]["message"]
-                    assert name.removeprefix("top_") in message or name in ("prompt", "messages"), message
+                    assert name.removeprefix("top_") in message or name in (
+                        "prompt",
+                        "messages",
+                        "input_prefix",
+                        "input_suffix",
+                    )
                     refused += 1
     assert refused > 60
 
@@ -136,6 +141,7 @@ REQUIRED: dict[str, dict[str, Any]] = {
     "ChatBody": {"messages": [{"role": "user", "content": "a"}]},
     "TextBody": {"prompt": "a"},
     "ResponsesBody": {"input": "a"},
+    "InfillBody": {"input_prefix": "a", "input_suffix": "b"},
     "TokenizeBody": {},
     "DetokenizeBody": {"tokens": [1]},
 }

@@ -111,6 +111,17 @@ def test_calls_in_any_text_are_found(client: TestClient, model: str) -> None:
         assert plain["finish_reason"] == "stop"
 
 
+def test_a_conversation_goes_on_after_a_call_that_was_cut_off(client: TestClient) -> None:
+    tool = {"type": "function", "function": {"name": "weather"}}
+    cut = ask(client, "hermes", tool_choice=tool, max_tokens=42)
+    assert cut["finish_reason"] == "length"
+    ((_, arguments),) = calls_of(cut["message"])
+    with pytest.raises(json.JSONDecodeError):
+        json.loads(arguments)
+    result = {"role": "tool", "tool_call_id": cut["message"]["tool_calls"][0]["id"], "content": "error: no JSON"}
+    assert ask(client, "hermes", messages=[*MESSAGES, cut["message"], result], max_tokens=2)["message"]
+
+
 def test_text_before_a_call_is_content(client: TestClient) -> None:
     text = "I look.\n" + text_of("hermes", '{"name": "now"}') * 2
     choice = ask(client, "hermes", spaceport=only(text))

@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # torch is imported only for an export
 
 _EXPECTED = "expected a bundle, a checkpoint folder (config.json, weights, tokenizer) or a GGUF file"
 _PACKAGES = ("torch", "transformers", "onnx", "onnxscript", "onnx-ir", "tokenizers", "safetensors")
+_GGUF_PACKAGES = ("gguf", "accelerate")  # further ones for GGUF files
 _TEMPLATES = "additional_chat_templates"  # the only folder in a checkpoint that an export reads
 _DIGESTS = "digests.json"  # of large files, by path, each with what shows that the file is still the same
 _LARGE = 1 << 20  # bytes; smaller files are read each time
@@ -135,8 +136,9 @@ def _refuse_other(path: Path) -> None:
 
 def _made_from(path: Path, options: ExportOptions | None, store: Path | None) -> dict[str, object]:
     """Everything that the bundle of a checkpoint depends on."""
+    packages = (*_PACKAGES, *_GGUF_PACKAGES) if is_gguf(path) else _PACKAGES
     made_from: dict[str, object] = {
-        "versions": {"spaceport": __version__, **{package: _version(package, path) for package in _PACKAGES}},
+        "versions": {"spaceport": __version__, **{package: _version(package, path) for package in packages}},
         "name": path.resolve().name,
         "files": _digests(path, store),
     }
@@ -152,7 +154,7 @@ def _version(package: str, path: Path) -> str:
     except PackageNotFoundError as error:
         raise MissingDependency(
             f"{path} is a checkpoint, and its export needs the package {package}, which is not installed: "
-            f"{install_command('export')}, or export it elsewhere and copy the bundle"
+            f"{install_command('gguf' if is_gguf(path) else 'export')}, or export it elsewhere and copy the bundle"
         ) from error
 
 

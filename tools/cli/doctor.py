@@ -40,6 +40,7 @@ PACKAGES = {
     "onnx": ("export", "ONNX graphs"),
     "onnxscript": ("export", "ONNX graphs"),
     "safetensors": ("export", "weights"),
+    "gguf": ("gguf", "GGUF files"),
     "polygraphy": ("check", "comparison of engines"),
     "accelerate": ("tune", "training"),
     "peft": ("tune", "low-rank adapters"),

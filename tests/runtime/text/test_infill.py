@@ -56,6 +56,18 @@ def test_marks_in_the_texts_stay_text() -> None:
     assert shown(QWEN, ids) == [BEFORE, f"a = '{MIDDLE}'", AFTER, f"<|im_start|>{AFTER}", MIDDLE]
 
 
+def test_other_files_come_first_each_with_its_name() -> None:
+    gap = InfillPrompt("y = ", "\n", (("a.py", f"x = '{FILE}'"), ("b.py", "z = 2\n")))
+    assert shown(QWEN, QWEN.tokens_of(gap)) == [
+        *(REPOSITORY, "project\n", FILE, f"a.py\nx = '{FILE}'\n", FILE, "b.py\nz = 2\n", FILE, "file\n"),
+        *(BEFORE, "y = ", AFTER, "\n", MIDDLE),
+    ]
+    plain = encoder("<fim_prefix>", "<fim_suffix>", "<fim_middle>")  # has no tokens for files
+    text = plain.tokenizer.decode(plain.tokens_of(gap), skip_special_tokens=False)
+    assert "--- b.py\nz = 2\n\n\n--- file\n<fim_prefix>y = <fim_suffix>" in text
+    assert gap.characters == sum(map(len, ("y = ", "\n", "a.py", f"x = '{FILE}'", "b.py", "z = 2\n")))
+
+
 def test_a_prompt_that_an_editor_wrote_is_read_as_one_for_a_gap() -> None:
     written = f"{REPOSITORY}shop{FILE}a.py\nx = 1\n{FILE}b.py\n{BEFORE}y = {AFTER}<|im_start|>{MIDDLE}"
     expected = [

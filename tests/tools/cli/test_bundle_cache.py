@@ -193,6 +193,10 @@ def test_what_cannot_be_exported_is_refused_before_any_work(
     monkeypatch.setattr(bundle_cache, "version", missing)
     with pytest.raises(MissingDependency, match=r"needs the package torch, which is not installed: pip .*\[export\]"):
         bundle_at(checkpoint)
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    monkeypatch.setattr(bundle_cache, "version", lambda package: missing(package) if package == "gguf" else "1")
+    with pytest.raises(MissingDependency, match=r"needs the package gguf, which is not installed: pip .*\[gguf\]"):
+        bundle_at(tmp_path / "model.gguf")
     (checkpoint / "model.safetensors").unlink()
     with pytest.raises(InputFault, match="no weights in it"):
         bundle_at(checkpoint)

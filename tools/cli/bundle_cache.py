@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -31,6 +32,7 @@ _PACKAGES = ("torch", "transformers", "onnx", "onnxscript", "onnx-ir", "tokenize
 _GGUF_PACKAGES = ("gguf", "accelerate")  # further ones for GGUF files
 _TEMPLATES = "additional_chat_templates"  # the only folder in a checkpoint that an export reads
 _DIGESTS = "digests.json"  # of large files, by path, each with what shows that the file is still the same
+_DIGEST_END = re.compile(r"-[0-9a-f]{16}$")  # of the name of a cached bundle
 _LARGE = 1 << 20  # bytes; smaller files are read each time
 _SETTLED = 2.0  # seconds since the last change of a file after which a later change has another time stamp
 
@@ -114,9 +116,10 @@ class CachedBundle:
 
 
 def model_name(path: Path) -> str:
-    """The name of the model in a bundle, a checkpoint folder or a GGUF file."""
+    """The name of the model in a bundle, which may be a cached one, a checkpoint folder or a GGUF file."""
     resolved = path.resolve()
-    return resolved.stem if is_gguf(resolved) else resolved.name.removesuffix(".bundle") or resolved.name
+    name = resolved.stem if is_gguf(resolved) else resolved.name
+    return _DIGEST_END.sub("", name).removesuffix(".bundle") or name
 
 
 def cached_bundles() -> list[Path]:

@@ -24,7 +24,7 @@ from spaceport.runtime.sampling.sampler import Sampling
 from spaceport.runtime.scheduling.request import Completion
 from spaceport.runtime.session import Runtime
 from spaceport.tools.cli import name_flags
-from spaceport.tools.cli.bundle_cache import bundle_at
+from spaceport.tools.cli.bundle_cache import bundle_at, model_name
 from spaceport.tools.cli.options import (
     PATH,
     Sectioned,
@@ -93,7 +93,7 @@ def command(bundle: Path, system: str | None, **given: Any) -> None:
         runtime = Runtime.open(path, **arguments)
     with runtime:
         show_notes(runtime.notes)
-        Chat(runtime, decoding_of(runtime, given), system).run()
+        Chat(runtime, decoding_of(runtime, given), system).run(model_name(bundle))
 
 
 def decoding_of(runtime: Runtime, given: Mapping[str, Any]) -> Decoding:
@@ -120,10 +120,10 @@ class Chat:
         self._decoding = decoding
         self._set_system(system or "")
 
-    def run(self) -> None:
-        """Read and answer messages until the end of the input."""
+    def run(self, name: str) -> None:
+        """Read and answer messages to the model of this name until the end of the input."""
         read_message = reader()
-        show_line(f"{self._runtime.bundle.path.name}: /help lists commands, Ctrl-D exits")
+        show_line(f"{name}: /help lists commands, Ctrl-D exits")
         while True:
             try:
                 text = read_message()

@@ -131,7 +131,9 @@ def test_models_are_named_by_their_folders_or_as_asked(tmp_path: Path) -> None:
     (tmp_path / "a=b").mkdir()
     assert models_of([str(tmp_path / "a=b")]) == {"a=b": tmp_path / "a=b"}
     assert models_of(["qwen2.5.gguf", "llama-3.2"]) == {"qwen2.5": Path("qwen2.5.gguf"), "llama-3.2": Path("llama-3.2")}
-    assert models_of(["x/qwen2.5-0123456789abcdef"]) == {"qwen2.5": Path("x/qwen2.5-0123456789abcdef")}  # a cached bundle
+    assert models_of(["x/qwen2.5-0123456789abcdef"]) == {
+        "qwen2.5": Path("x/qwen2.5-0123456789abcdef")
+    }  # a cached bundle
     with pytest.raises(OptionFault, match="two bundles have the name one"):
         models_of(["x/one", "y/one"])
     with pytest.raises(OptionFault, match="expected BUNDLE or NAME=BUNDLE"):

@@ -16,7 +16,7 @@ from recipes.data import is_held_out, read_sources, write_data
 from recipes.functions import answer, functions_in, invented, question
 from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint
 from spaceport.tools.demo.prompts import MODEL, prompts_of
-from spaceport.training.conversations import read_conversations
+from spaceport.training.conversations import TEXT, read_conversations
 from spaceport.training.extract import Tree, extract
 
 pytestmark = pytest.mark.on_change("tools/demo/chat", "tools/demo/model")
@@ -61,11 +61,11 @@ def test_held_out_files_are_not_in_the_training_data(tmp_path: Path) -> None:
     assert {is_held_out(path) for path in sources} == {True, False}
     write_data(tmp_path, sources, lists=300, sentences=20, texts=50)
     trained, held_out = (list(read_conversations(tmp_path / f"{name}.jsonl")) for name in ("train", "heldout"))
-    chats = [one for one in trained if one.answer is not None]
+    chats = [one for one in trained if one.turns[0].role != TEXT]
     assert Counter(one.fork for one in chats)[False] > 30  # some are repeated without forks
     assert len({one.turns for one in chats}) == 320
     assert {one.turns[0] for one in trained}.isdisjoint(one.turns[0] for one in held_out)
-    assert all(one.turns[0].content in own and not one.ends for one in trained if one.answer is None)
+    assert all(one.turns[0].content in own and not one.ends for one in trained if one.turns[0].role == TEXT)
     assert not any(one.turns[0].content in own for one in held_out)
 
 

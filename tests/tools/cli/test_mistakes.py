@@ -207,7 +207,6 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(tiny_bundl
     expected = [
         ("tokenizers", generate, "needs the package tokenizers, .*pip install .*"),
         ("onnxruntime", generate, r"backend onnxruntime needs the package onnxruntime, .*pip install .*\[cpu\]'"),
-        ("torch", [*generate, "--backend", "torch", "--checkpoint", str(TINY)], r"package torch, .*pip .*\[export\]'"),
         ("torch", ["export", str(TINY), "no"], r"`spaceport export` needs the package torch, .*pip .*\[export\]'"),
     ]
     commands = json.dumps([[package, command] for package, command, _ in expected])

@@ -18,7 +18,9 @@ from spaceport.tools.cli.options import (
     BeforeLast,
     Sectioned,
     adapter_option,
+    backend_option,
     json_option,
+    max_seq_len_option,
     remote_code_option,
     threads_option,
 )
@@ -51,16 +53,8 @@ class AcceptanceCommand(Sectioned):
 @adapter_option
 @click.option("--limit", type=int, metavar="N", help="Use the first N prompts of DATA only.")
 @click.option("--max-tokens", default=256, show_default=True, metavar="N", help="Maximum number of tokens per answer.")
-@click.option(
-    "--max-seq-len", type=int, metavar="N", help="Maximum context length in tokens; longer answers are truncated."
-)
-@click.option(
-    "--backend",
-    type=click.Choice(("auto", "onnxruntime")),
-    default="auto",
-    show_default=True,
-    help="Backend of a bundle.",
-)
+@max_seq_len_option
+@backend_option
 @threads_option
 @remote_code_option
 @click.option("--save", is_flag=True, help="Store the rates in sar_config.json of the checkpoint or adapter.")

@@ -235,6 +235,7 @@ def test_concurrent_requests_are_limited_to_those_of_the_engines(tmp_path: Path)
     few = {name: replace(RECORD, requests=requests) for name, requests in (("a", 2), ("b", 1))}
     assert requests_for(replace(manifest, engines=few)) == 2
     assert requests_for(replace(manifest, engines={"a": replace(RECORD, requests=8)})) == 4
+    assert [requests_for(replace(manifest, engines=engines), 16) for engines in ({}, few)] == [16, 2]
 
 
 def test_prompts_are_lines_of_text_or_json(tmp_path: Path) -> None:

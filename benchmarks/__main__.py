@@ -15,13 +15,12 @@ from click import option
 
 from benchmarks.measuring import NO_KIND, WORKLOADS, Prompt, Subject, Workload, measure, other_subject, own_subject
 from benchmarks.on_spaceport import MODE_NAMES, mode_named
-from benchmarks.report import machine_class, results_table, write_result
+from benchmarks.report import described_machine, results_table, write_result
 from benchmarks.runtimes import RUNTIMES, WorkFolder, runtimes_named, set_up
 from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.runtime.bundle import read_manifest
 from spaceport.runtime.session import Runtime
 from spaceport.tools.bench.decode_measuring import PLAIN
-from spaceport.tools.bench.machine import this_machine
 from spaceport.tools.bench.report import Report
 from spaceport.tools.cli import ACCURACY, OK, run
 from spaceport.tools.cli.bench import parse_counts
@@ -118,7 +117,7 @@ def command(bundles: tuple[Path, ...], **values: Any) -> int:
                 workload = replace(workload, prompts=tuple(prompts), ends=opened.bundle.manifest.tokens.end)
         measured = measure(subjects, workload, values["threads"], work.logs, on_progress)
     table = results_table(measured, [subject.name for subject in subjects], workload.seed)
-    machine = machine_class(this_machine(), values["threads"], measured.other_cores)
+    machine = described_machine(values["threads"], measured.other_cores)
     failures = [f"- {name} failed: {reason}" for name, reason in measured.failed.items()]
     Report((f"{machine}; {measured.versions}.",), (table,), failures, {}).show()
     if values["target"] is not None:

@@ -8,11 +8,11 @@ import select
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from time import monotonic, sleep
+from time import monotonic, perf_counter, process_time, sleep
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,6 @@ import numpy as np
 from benchmarks.runtimes import OnProgress, OtherRuntime, ProcessFailed, WorkFolder, without_own
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.tools.bench.decode_measuring import WARM_UP, rotated
-from spaceport.tools.bench.machine import OtherProcesses, cpu_seconds, is_running
 
 ROOT = Path(__file__).resolve().parents[1]
 WORKLOADS = ("decode", "rows", "prefill", "concurrent")
@@ -32,6 +31,7 @@ _TIMEOUT = 600.0  # seconds to wait for an answer
 _IDLE_LIMIT, _PAUSE = 10.0, 0.05  # seconds; a process that neither uses nor wants CPU time during a pause is idle
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _REPORTS = 10  # progress lines
+_TICKS = os.sysconf("SC_CLK_TCK")  # units per second of CPU times in /proc
 
 
 @dataclass(frozen=True)
@@ -159,6 +159,49 @@ class Measurement:
     tokens: int = 0  # of an answer
     steps: int = 0  # decode steps of an answer; 0: not known
     identical: bool | None = None  # whether the answer is that of the reference; None: not compared
+
+
+def cpu_seconds(stat: Path) -> float:
+    """CPU time in a file such as /proc/PID/stat, with a resolution of 10 ms."""
+    fields = stat.read_text("utf-8").rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / _TICKS
+
+
+def is_running(process: int) -> bool:
+    """Whether an OS thread of a process runs or waits for a CPU."""
+    for stat in Path(f"/proc/{process}/task").glob("*/stat"):
+        with suppress(OSError):  # the OS thread has ended
+            if stat.read_text("utf-8").rpartition(")")[2].split()[0] == "R":
+                return True
+    return False
+
+
+def busy_seconds() -> float:
+    """CPU time of all processes on the machine so far."""
+    fields = [int(part) for part in Path("/proc/stat").read_text("utf-8").split("\n", 1)[0].split()[1:]]
+    user, nice, system, _, _, irq, softirq, *_ = fields
+    return (user + nice + system + irq + softirq) / _TICKS
+
+
+class OtherProcesses:
+    """CPU time of the processes on the machine that are neither this one nor its children, from now on."""
+
+    def __init__(self, children: Sequence[subprocess.Popen[str]] = ()) -> None:
+        self._children, self._started = children, perf_counter()
+        self._before = self._seconds()
+
+    def cores(self) -> float | None:
+        """CPU time of these processes per second; None if the system does not count it."""
+        if self._before is None or (now := self._seconds()) is None:
+            return None
+        return max(0.0, now - self._before) / max(perf_counter() - self._started, 1e-9)
+
+    def _seconds(self) -> float | None:
+        """CPU time of these processes since the machine started."""
+        if not Path("/proc/stat").exists():
+            return None
+        running = [child.pid for child in self._children if child.poll() is None]
+        return busy_seconds() - process_time() - sum(cpu_seconds(Path(f"/proc/{pid}/stat")) for pid in running)
 
 
 @dataclass

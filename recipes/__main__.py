@@ -1,4 +1,4 @@
-"""Recipes as a command: `python -m recipes demo WORK`, or `python -m recipes chat|coder WORK --base MODEL.gguf`.
+"""Recipes as a command: `python -m recipes chat|coder WORK --base MODEL.gguf`.
 
 Each is a list of `spaceport` commands. One whose result is in WORK is not run again, so a recipe continues where it stopped.
 """
@@ -6,7 +6,6 @@ Each is a list of `spaceport` commands. One whose result is in WORK is not run a
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 import unicodedata
 from collections.abc import Sequence
@@ -17,16 +16,13 @@ import click
 
 from spaceport.runtime import Decoding, Runtime, Sampling
 from spaceport.tools import cli
-from spaceport.tools.demo.prompts import MODEL, PROMPTS_FILE
 
 LIST = "List five facts about {}. Number the items; each has a title, a colon and one sentence."  # the answers fork
 CODER_PROMPTS = Path(__file__).parent / "coder" / "prompts.jsonl"
 _CLIENTS = 48  # prompts that are sampled at the same time
 
 
-@click.group(
-    help="Train the demo model, or an adapter of the chat or the coding model, with the public commands of Spaceport."
-)
+@click.group(help="Train an adapter of the chat or the coding model with the public commands of Spaceport.")
 def recipes() -> None: ...
 
 
@@ -35,35 +31,6 @@ _work = click.argument("work", type=_PATH)
 _trial = click.option(
     "--trial", is_flag=True, help="Few samples and two training steps, to see that each command works."
 )
-
-
-@recipes.command()
-@_work
-@_trial
-def demo(work: Path, trial: bool) -> None:
-    """Train the demo model from scratch on the standard library: 45 minutes on two CPU cores."""
-    untrained, model, bundle = work / "untrained", work / "model", work / "demo.bundle"
-    train, held_out = work / "train.jsonl", work / "heldout.jsonl"
-    if not untrained.exists():
-        from recipes.data import read_sources, write_data
-        from recipes.untrained import train_tokenizer, write_untrained
-
-        work.mkdir(parents=True, exist_ok=True)
-        lists, sentences, texts = (64, 8, 32) if trial else (32_000, 5_000, 12_000)
-        tokenizer = train_tokenizer(write_data(work, read_sources(), lists, sentences, texts), 1264)
-        write_untrained(untrained, tokenizer, rows=1280, hidden=192, intermediate=448, layers=5)
-    limit = 4 if trial else 220
-    (work / "validation.jsonl").write_text("".join(held_out.read_text("utf-8").splitlines(True)[:limit]), "utf-8")
-    objective = "--objective both --mask-slots 5 --anchors 16 --drop-rate 0.3 --unfork-rate 0"
-    weight = "--mask-weight 0.3"  # at 1, next-token prediction learns late
-    rate = "--learning-rate 1.5e-3"  # at 4e-3 it does not learn to copy names
-    batches = "--cutoff 448 --epochs 1.25 --batch-size 8 --micro-batch-size 8 --log-every 50"
-    _train(untrained, model, train, f"{objective} {weight} {rate} {batches}", work, trial)
-    shutil.copy(MODEL / PROMPTS_FILE, model)  # about functions and text of held-out files
-    _spaceport("acceptance", model, held_out, "--save", "--limit", limit, "--max-tokens", 16 if trial else 128)
-    _make(bundle, "export", model, bundle)
-    short = ("--limit", 1, "--rounds", 1, "--max-tokens", 16) if trial else ("--limit", 20)
-    _spaceport("bench", "decode", bundle, held_out, *short)
 
 
 _base = click.option("--base", type=_PATH, required=True, help="GGUF file or checkpoint of the base model.")

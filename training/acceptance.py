@@ -1,16 +1,13 @@
-"""Acceptance of a model's drafts by depth, along its own answers or along those of a data file."""
+"""Acceptance of a model's drafts by depth, along its own answers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from datetime import date
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from spaceport.graphs.contract.draft_methods import (
     LOOKUP_KINDS,
@@ -20,25 +17,15 @@ from spaceport.graphs.contract.draft_methods import (
     measured_acceptance,
 )
 from spaceport.graphs.contract.faults import InputFault, OptionFault
-from spaceport.graphs.contract.manifest import MANIFEST_FILE, TEMPLATE_FILE, TokenIds
-from spaceport.runtime.bundle import read_correction, read_manifest
-from spaceport.runtime.costs import relative_costs
-from spaceport.runtime.decode.draft import Candidates
-from spaceport.runtime.decode.planner import DraftPlanner, drafter_for
-from spaceport.runtime.decode.sequence import TokenSelector, TokenSequence
-from spaceport.runtime.decode.sequence_group import RequestStep, SequenceGroup, Statistics
+from spaceport.graphs.contract.manifest import MANIFEST_FILE
+from spaceport.runtime.bundle import read_manifest
+from spaceport.runtime.decode.sequence_group import Statistics
 from spaceport.runtime.decode.sources import USUAL_LOOKUP, Lookup
-from spaceport.runtime.decode.step import step
 from spaceport.runtime.decoding import DEFAULT_LOOKUP, Decoding
-from spaceport.runtime.engine import PREFILL_ROWS
-from spaceport.runtime.sampling.choice import Bans, Corrected, Greedy
 from spaceport.runtime.session import Runtime
-from spaceport.runtime.text.chat_template import open_template
-from spaceport.training.conversation_encoder import ConversationEncoder, conversation_encoder_with
-from spaceport.training.conversations import TEXT, Conversation, Turn
-from spaceport.training.samples import NO_PARENT, Prepared, Sample
+from spaceport.verify.prompts import AuditPrompt, tokens_of
 
-TEXT_PROMPT = 32  # tokens of a plain text that count as its prompt, at most
+TEXT_PROMPT = 32  # tokens of a plain text that are its prompt, at most
 _PRIOR = 10  # tokens that the initial rate of a kind of prompt-lookup token counts for
 
 
@@ -123,124 +110,24 @@ def _checkpoint(folder: Path, options: SourceOptions) -> ModelSource:
     return ModelSource(folder, checkpoint.drafts, opened)
 
 
-def conversation_encoder_for(runtime: Runtime) -> ConversationEncoder:
-    """The tokenization of conversations for a runtime's model, the same as in training."""
-    bundle = runtime.bundle
-
-    def rendered(turns: Sequence[Turn], ask: bool) -> str:
-        messages = [{"role": turn.role, "content": turn.content} for turn in turns]
-        return open_template(bundle).render(messages, ask)
-
-    has_template = TEMPLATE_FILE in bundle.manifest.files
-    return conversation_encoder_with(runtime.tokenizer, rendered if has_template else None, bundle.manifest.tokens)
-
-
 @dataclass(frozen=True)
-class AnswerSegment:
-    """Consecutive tokens of an answer, with everything before them."""
+class DraftPrompt:
+    """A prompt whose answer is generated with drafts."""
 
-    prefix: tuple[int, ...]
     tokens: tuple[int, ...]
-    child: bool = False  # the prefix ends with [Child]: a child thread, which may not fork
+    kind: str = ""  # of what it asks for; empty if the file does not say
 
 
-@dataclass(frozen=True)
-class ReferenceAnswer:
-    """The answers of one sample, and the prompt of the last one."""
-
-    prompt: tuple[int, ...]  # everything before the last answer
-    segments: tuple[AnswerSegment, ...]
-    kind: str = ""  # of the conversation; empty if the file does not say
-
-
-def reference_answers(
-    prepared: Prepared, conversations: Sequence[Conversation], tokens: TokenIds
-) -> list[ReferenceAnswer]:
-    """The samples in file order; the first tokens of a plain text count as its prompt."""
-    by_line = {conversation.line: conversation for conversation in conversations}
-    answers = []
-    for sample in sorted((*prepared.forked, *prepared.whole), key=lambda sample: sample.line):
-        segments, conversation = segments_of(sample, tokens), by_line[sample.line]
-        if conversation.turns[0].role == TEXT:
-            segments = [_with_prompt(segment) for segment in segments]
-        roots = [segment for segment in segments if not segment.child]
-        answers.append(ReferenceAnswer(roots[-1].prefix, tuple(segments), conversation.kind))
-    return answers
-
-
-def segments_of(sample: Sample, tokens: TokenIds) -> list[AnswerSegment]:
-    """The chains of learned tokens: each begins after a token that is not learned (the prompt's last, or [Child])."""
-    members: dict[int, list[int]] = {}  # index of a segment's first token -> indices of all its tokens
-    first: dict[int, int] = {}  # index of a token -> index of its segment's first token
-    for index in np.flatnonzero(sample.learned).tolist():
-        first[index] = first.get(int(sample.parents[index]), index)
-        members.setdefault(first[index], []).append(index)
-    segments = []
-    for start, indices in members.items():
-        before = _path(sample, int(sample.parents[start]))
-        child = tokens.child is not None and int(sample.ids[before[-1]]) == tokens.child
-        segments.append(AnswerSegment(tuple(sample.ids[before].tolist()), tuple(sample.ids[indices].tolist()), child))
-    return segments
-
-
-def _path(sample: Sample, index: int) -> list[int]:
-    """The indices from the first token to this one, parent by parent."""
-    path = []
-    while index != NO_PARENT:
-        path.append(index)
-        index = int(sample.parents[index])
-    return path[::-1]
-
-
-def _with_prompt(text: AnswerSegment) -> AnswerSegment:
-    """A plain text whose first tokens, at most half of them, are its prompt."""
-    whole = (*text.prefix, *text.tokens)
-    cut = max(len(text.prefix), min(TEXT_PROMPT, len(whole) // 2))
-    return AnswerSegment(whole[:cut], whole[cut:])
-
-
-@dataclass(frozen=True)
-class _Forced:
-    """Selects the tokens of a known text, whatever the logits; its candidates are those of another selector."""
-
-    inner: TokenSelector
-    text: Sequence[int]
-
-    def token(self, logits: NDArray[np.float32], thread: TokenSequence, ahead: Sequence[int]) -> int:
-        return self.text[min(len(thread.tokens) + len(ahead), len(self.text) - 1)]
-
-    def candidates(
-        self, logits: NDArray[np.float32], thread: TokenSequence, position: int, most: int
-    ) -> tuple[Candidates, ...]:
-        return self.inner.candidates(logits, thread, position, most)
-
-
-def along_segment(runtime: Runtime, segment: AnswerSegment, slots: int) -> Statistics:
-    """The statistics of generating a known text with chains of mask slots or heads."""
-    manifest, engine = runtime.bundle.manifest, runtime.engine
-    tokens = manifest.tokens
-    selector: TokenSelector = Greedy(
-        Bans(frozenset(tokens.forbidden), tokens.fork, tokens.child, int(not segment.child))
-    )
-    if (correction := read_correction(runtime.bundle)) is not None:
-        selector = Corrected(selector, correction)
-    text = (*segment.prefix, *segment.tokens)
-    config = Decoding(mask_slots=slots, draft="chain").draft_config(manifest.drafts)
-    sequences = SequenceGroup(
-        prompt=segment.prefix,
-        capacity=engine.capacity,
-        lowering=engine.signature.lowering,
-        tokens=replace(tokens, fork=None, child=None),  # one thread
-        selector=_Forced(selector, text),
-        max_length=len(text),
-        max_total=len(segment.tokens),
-        draft_config=config,
-        drafter=drafter_for(config, DraftPlanner(relative_costs(0.0))),
-        max_rows=engine.rows,
-    )
-    while sequences.live:
-        step(engine, [RequestStep(sequences, 0, min(PREFILL_ROWS, engine.rows))])
-    return sequences.statistics
+def draft_prompts(runtime: Runtime, prompts: Iterable[AuditPrompt], file: Path) -> list[DraftPrompt]:
+    """The prompts that leave space for an answer; of a plain text, its first tokens."""
+    found = []
+    for prompt in prompts:
+        tokens = tokens_of(runtime, prompt, file)
+        if isinstance(prompt.prompt, str):
+            tokens = tokens[: max(1, min(TEXT_PROMPT, len(tokens) // 2))]
+        if len(tokens) < runtime.max_seq_len:
+            found.append(DraftPrompt(tuple(tokens), prompt.kind))
+    return found
 
 
 @dataclass
@@ -321,7 +208,7 @@ class MeasuredDrafts:
 
     all: Tally = field(default_factory=Tally)
     kinds: dict[str, Tally] = field(default_factory=dict)
-    lookup: LookupTally = field(default_factory=LookupTally)  # along own answers
+    lookup: LookupTally = field(default_factory=LookupTally)
 
     def add(self, kind: str, statistics: Statistics) -> None:
         """Count an answer to a prompt of this kind."""
@@ -338,17 +225,13 @@ class MeasuredDrafts:
         return measured_acceptance(self.all.acceptance, self.all.tokens, data, day, self.lookup.rates)
 
 
-def measure(runtime: Runtime, samples: Iterable[ReferenceAnswer], max_tokens: int | None) -> MeasuredDrafts:
-    """Acceptance along the greedy answers of up to `max_tokens` that the model generates; None: along those of the samples."""
+def measure(runtime: Runtime, prompts: Iterable[DraftPrompt], max_tokens: int) -> MeasuredDrafts:
+    """Acceptance along the greedy answers of up to `max_tokens` that the model generates, in chains of all its drafts."""
     slots = runtime.bundle.manifest.drafts.max_tokens
     measured = MeasuredDrafts()
-    for sample in samples:
-        if max_tokens is None:
-            for segment in sample.segments:
-                measured.add(sample.kind, along_segment(runtime, segment, slots))
-            continue
-        room = min(max_tokens, runtime.max_seq_len - len(sample.prompt))
-        completion = runtime.generate(sample.prompt, Decoding(max_tokens=room, mask_slots=slots, draft="chain"))
-        measured.add(sample.kind, completion.statistics)
-        measured.lookup.add(sample.prompt, completion.threads[0].tokens)
+    for prompt in prompts:
+        room = min(max_tokens, runtime.max_seq_len - len(prompt.tokens))
+        completion = runtime.generate(prompt.tokens, Decoding(max_tokens=room, mask_slots=slots, draft="chain"))
+        measured.add(prompt.kind, completion.statistics)
+        measured.lookup.add(prompt.tokens, completion.threads[0].tokens)
     return measured

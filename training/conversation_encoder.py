@@ -152,17 +152,12 @@ class ConversationEncoder:
 
 def conversation_encoder(tokenizer: Any, tokens: TokenIds) -> ConversationEncoder:
     """Conversation encoder of a transformers tokenizer."""
+    backend = tokenizer.backend_tokenizer
 
     def render(turns: Sequence[Turn], generation_prompt: bool) -> str:
         messages = [{"role": turn.role, "content": turn.content} for turn in turns]
         text: str = tokenizer.apply_chat_template(messages, add_generation_prompt=generation_prompt, tokenize=False)
         return text
-
-    return conversation_encoder_with(tokenizer.backend_tokenizer, render if tokenizer.chat_template else None, tokens)
-
-
-def conversation_encoder_with(backend: Any, render: Render | None, tokens: TokenIds) -> ConversationEncoder:
-    """Conversation encoder of a tokenizer of the tokenizers library and a function that renders turns."""
 
     def encode(text: str) -> list[int]:
         ids: list[int] = backend.encode(text, add_special_tokens=False).ids
@@ -172,7 +167,8 @@ def conversation_encoder_with(backend: Any, render: Render | None, tokens: Token
         raise ConversationError(
             "the checkpoint has no end-of-text token: expected eos_token_id in generation_config.json"
         )
-    return ConversationEncoder(encode, render, start_tokens(backend), tokens.end[0], tokens)
+    rendering = render if tokenizer.chat_template else None
+    return ConversationEncoder(encode, rendering, start_tokens(backend), tokens.end[0], tokens)
 
 
 def start_tokens(backend: Any) -> tuple[int, ...]:

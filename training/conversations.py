@@ -113,12 +113,6 @@ class Conversation:
     turns: tuple[Turn, ...]
     fork: bool = True  # False: train the answer without forks even if it has a paragraph tree
     ends: bool = True  # False: the text or the last answer is unfinished, so no end-of-text token follows
-    kind: str = ""  # what is asked for, such as "code"; empty if the line does not say
-
-    @property
-    def answer(self) -> str | None:
-        """The last assistant message; None for a plain text."""
-        return next((turn.content for turn in reversed(self.turns) if turn.role == "assistant"), None)
 
 
 def read_conversations(path: Path) -> list[Conversation]:
@@ -127,8 +121,7 @@ def read_conversations(path: Path) -> list[Conversation]:
     for line, text in read_lines(path, "a JSONL file of conversations", "conversation"):
         try:
             data = object_of(text, 'plain text goes in as {"text": "..."}')
-            kind = data["kind"] if isinstance(data.get("kind"), str) else ""
-            conversations.append(Conversation(line, _turns(data), flag_of(data, "fork"), flag_of(data, "ends"), kind))
+            conversations.append(Conversation(line, _turns(data), flag_of(data, "fork"), flag_of(data, "ends")))
         except InputFault as error:
             raise InputFault(f"{path} line {line}: {error}") from error
     if not conversations:

@@ -12,13 +12,14 @@ from typing import Any, TextIO
 
 from spaceport.graphs.contract.atomic_file import replace_text
 from spaceport.graphs.contract.faults import InputFault, OptionFault
-from spaceport.graphs.contract.manifest import TEMPLATE_FILE, Manifest
+from spaceport.graphs.contract.manifest import TEMPLATE_FILE
 from spaceport.runtime.bundle import read_manifest
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.sampling.sampler import Sampling
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.prompt import Prompt
 from spaceport.training.conversations import Turn, content_of, flag_of, object_of, read_lines, text_of, turns_of
+from spaceport.verify.audit import requests_for
 
 TEXT_SUFFIX = ".txt"
 DEFAULT_REQUESTS = 16  # answers that are generated at the same time
@@ -95,7 +96,9 @@ class DistillOptions:
 
     max_tokens: int = 512  # per answer
     temperature: float = 0.0  # 0: greedy answers
-    max_requests: int | None = None  # answers that are generated at the same time; None: see `requests_for`
+    max_requests: int | None = (
+        None  # answers that are generated at the same time; None: DEFAULT_REQUESTS, or what its engines take
+    )
     max_seq_len: int | None = None  # tokens of a conversation; None: the bundle's default
     backend: str = "auto"
     threads: int = 0
@@ -149,16 +152,6 @@ class DistillReport:
 def partial_file(out: Path) -> Path:
     """The file that stores the conversations until the output is complete."""
     return out.with_name(f"{out.name}.partial")
-
-
-def requests_for(manifest: Manifest) -> int:
-    """The default number of concurrent requests, or fewer if the bundle's engines take fewer.
-
-    With more requests than they take, the bundle would be opened on another engine.
-    """
-    return min(
-        DEFAULT_REQUESTS, max((record.requests for record in manifest.engines.values()), default=DEFAULT_REQUESTS)
-    )
 
 
 def check_target(source: Path, out: Path, overwrite: bool) -> None:
@@ -300,7 +293,8 @@ def distill(
         _require_single_turns(bundle, source, prompts)
     records = _stored(partial, source, prompts, options.overwrite)
     missing = [prompt for prompt in prompts if prompt.line not in records]
-    requests = requests_for(manifest) if options.max_requests is None else options.max_requests
+    requests = options.max_requests
+    requests = requests_for(manifest, DEFAULT_REQUESTS) if requests is None else requests
     say(f"opening the bundle; {len(records)}/{len(prompts)} prompts are answered")
     with options.open(bundle, requests) as runtime, partial.open("a", encoding="utf-8") as store:
         for note in runtime.notes:

@@ -181,8 +181,7 @@ class TrainingBatches:
         self._masks = tuple(masks) if len(masks) != 1 else tuple(masks) * layout.rows(settings.slots)
         self._forked, self._unforked = prepared.forked, prepared.unforked
         self._whole = prepared.whole
-        self._sizes = _epoch_sizes(len(self._forked), len(self._whole), settings.unforked_share)
-        self.samples = sum(self._sizes)
+        self.samples = len(self._forked) + len(self._whole)
         if not self.samples:
             raise InputFault("no training samples: every sample was dropped; expected at least one usable conversation")
         self.epoch_steps = math.ceil(self.samples / settings.batch_size)
@@ -207,13 +206,9 @@ class TrainingBatches:
         """Samples of each step of an epoch: shuffled, with samples of similar length in one step."""
         settings = self._settings
         rng = np.random.default_rng((settings.seed, epoch))
-        forked, whole = self._sizes
         unfork = rng.random(len(self._forked)) < settings.unfork_rate
-        chosen = [
-            (self._unforked if unfork[index] else self._forked)[index]
-            for index in _pick(len(self._forked), forked, rng)
-        ]
-        chosen += [self._whole[index] for index in _pick(len(self._whole), whole, rng)]
+        pairs = zip(self._forked, self._unforked or self._forked, unfork, strict=True)
+        chosen = [flat if unforks else forked for forked, flat, unforks in pairs] + self._whole
         order = rng.permutation(len(chosen))
         steps: list[list[Sample]] = []
         span = settings.batch_size * _SORTED_STEPS
@@ -234,18 +229,3 @@ def require_forks(settings: TrainingSettings, prepared: Prepared) -> None:
             f"no answer forks, with --objective {settings.objective} ({reasons}): expected answers with numbered lists or "
             "paragraphs"
         )
-
-
-def _epoch_sizes(forked: int, whole: int, share: float | None) -> tuple[int, int]:
-    """Number of forked and unforked samples per epoch, for a given share of unforked ones."""
-    if share is None or not forked:
-        return forked, whole
-    if share == 1:
-        return 0, whole
-    wanted = round(forked * share / (1 - share))
-    return forked, min(whole, wanted)
-
-
-def _pick(among: int, count: int, rng: np.random.Generator) -> list[int]:
-    """Sorted random indices, `count` of `among`."""
-    return list(range(among)) if count == among else sorted(rng.choice(among, count, replace=False).tolist())

@@ -37,7 +37,6 @@ class TrainingSettings:
     )
     mask_weight: float = 1.0  # weight of the mask slots' mean loss, relative to the next-token loss
     # Fork training
-    unforked_share: float | None = None  # fraction of unforked samples in an epoch; None: as in the data
     unfork_rate: float = 0.2  # probability that a forked sample is trained without forks, resampled every epoch
     # Samples
     cutoff: int = DEFAULT_CUTOFF  # maximum tokens along a path, prompt included
@@ -66,7 +65,6 @@ class TrainingSettings:
             ("correction-rank", self.correction_rank, 0, MAX_CORRECTION_RANK),
             ("phrases", self.phrases, 0, None),
             ("mask-weight", self.mask_weight, 0, None),
-            ("unforked-share", self.unforked_share, 0, 1),
             ("unfork-rate", self.unfork_rate, 0, 1),
             ("cutoff", self.cutoff, 8, None),
             ("max-steps", self.max_steps, 1, None),

@@ -175,7 +175,7 @@ def _validation_rows(job: TuningJob, texts: _Texts, tunable: TunableModel) -> li
     """Rows of the validation data."""
     if not job.validation:
         return []
-    plain = replace(job.settings, epochs=1.0, max_steps=None, unforked_share=None, unfork_rate=0.0)
+    plain = replace(job.settings, epochs=1.0, max_steps=None, unfork_rate=0.0)
     prepared = gather(job.validation, texts, tunable, plain)
     if not (prepared.forked or prepared.whole):
         raise InputFault("no validation samples: every sample was dropped; expected at least one usable conversation")

@@ -462,10 +462,9 @@ def audit_bundles(
     return reports
 
 
-def requests_for(manifest: Manifest) -> int:
-    """The default number of concurrent requests, or fewer if the bundle's engines take fewer.
+def requests_for(manifest: Manifest, wanted: int = DEFAULT_REQUESTS) -> int:
+    """The number of concurrent requests, or fewer if the bundle's engines take fewer.
 
     With more requests than they take, the bundle would be opened on another engine, and that one would be audited.
     """
-    most = max((record.requests for record in manifest.engines.values()), default=DEFAULT_REQUESTS)
-    return min(DEFAULT_REQUESTS, most)
+    return min(wanted, max((record.requests for record in manifest.engines.values()), default=wanted))

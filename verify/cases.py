@@ -30,9 +30,8 @@ DEFAULT_LONG, SHORTEST = 1024, 32  # tokens of the longest case
 _SPARE = 8  # positions that the longest prompt leaves for generated tokens
 _PLAIN = DraftConfig(0, "chain")
 Array = NDArray[Any]
-# all; quick, a third of the calls: without every row count, random trees, idle requests and edges of slots; few, three
-# calls for engines that need half a minute for one: a prompt at once, then tokens one at a time.
-Cases = Literal["all", "quick", "few"]
+# few: three calls for engines that need half a minute for one: a prompt at once, then tokens one at a time.
+Cases = Literal["all", "few"]
 
 
 @dataclass(frozen=True)
@@ -145,14 +144,10 @@ def record(
     """The calls of the chosen cases, in the order in which they must be replayed."""
     recorder = Recorder(engine, limits)
     builder = _Builder(recorder, manifest, np.random.default_rng(seed))
-    cases: list[Callable[[], None]] = [
-        partial(builder.text, "prompt, every row, and cached rows", [9], _PLAIN, 3, echo=0)
-    ]
-    if chosen != "few":
-        cases = _quick_cases(builder, manifest, limits)
     if chosen == "all":
-        cases += _more_cases(builder, manifest, limits)
-    if chosen == "few":
+        cases = [*_step_cases(builder, manifest, limits), *_more_cases(builder, manifest, limits)]
+    else:
+        cases = [partial(builder.text, "prompt, every row, and cached rows", [9], _PLAIN, 3, echo=0)]
         builder.skipped.append(
             "all others, as standard operators need long for each call of a large bundle: name --long-context to include them"
         )
@@ -160,14 +155,14 @@ def record(
         case()
         on_case(done, len(cases))
     window, longest = manifest.signature.window, limits.length - _SPARE
-    if chosen != "few" and window is not None and longest <= window < manifest.max_positions:
+    if chosen == "all" and window is not None and longest <= window < manifest.max_positions:
         builder.skipped.append(
             f"contexts longer than the attention window of {window} positions: raise --long-context to include them"
         )
     return Recording(recorder.calls, builder.skipped)
 
 
-def _quick_cases(builder: _Builder, manifest: Manifest, limits: EngineLimits) -> list[Callable[[], None]]:
+def _step_cases(builder: _Builder, manifest: Manifest, limits: EngineLimits) -> list[Callable[[], None]]:
     """Functions that record one case of each kind of step."""
     k, length, layout = manifest.drafts.mask_slots, limits.length, manifest.drafts.layout
     chains = DraftConfig(k, "chain", mask_layout=layout)

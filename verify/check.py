@@ -33,7 +33,6 @@ from spaceport.verify.accuracy import (
     compare,
     recorded_engine,
 )
-from spaceport.verify.audit import AuditOptions, AuditReport, audit_bundle
 from spaceport.verify.cases import (
     DEFAULT_LONG,
     REQUESTS,
@@ -46,7 +45,6 @@ from spaceport.verify.cases import (
     record,
     replay,
 )
-from spaceport.verify.prompts import read_prompts
 
 if TYPE_CHECKING:
     from spaceport.verify.layers import LayerComparison
@@ -250,6 +248,7 @@ class CheckReport:
     not_compared: Mapping[str, str]  # reason by backend
     skipped: tuple[str, ...]  # cases that were skipped, each with the reason
     layers: LayerComparison | None  # None unless requested
+    quantization: Agreement | None = None  # None: nothing is quantized, or there is no checkpoint
 
     @property
     def passed(self) -> bool:
@@ -285,6 +284,7 @@ class CheckReport:
             "skipped": list(self.skipped),
             "suspect": self.suspect,
             "layers": None if self.layers is None else self.layers.as_dict(),
+            "quantization": None if self.quantization is None else self.quantization.as_dict(),
         }
 
 
@@ -306,6 +306,13 @@ def check(bundle: Bundle, options: CheckOptions, on_progress: Callable[[str], No
     ]
     pairs = compare(engines, recording.calls)
     layers = find_layer(bundle, options, selection, recording, pairs, on_progress) if options.layers else None
+    quantization = None
+    if options.checkpoint is not None:
+        from spaceport.verify.quantization import measure_quantization
+
+        quantization = measure_quantization(
+            bundle, options.checkpoint, options.remote_code, options.seed, options.adapter
+        )
     graph, calls, skipped = bundle.manifest.graph, len(recording.calls), tuple(recording.skipped)
     return CheckReport(
         graph,
@@ -316,6 +323,7 @@ def check(bundle: Bundle, options: CheckOptions, on_progress: Callable[[str], No
         selection.not_compared,
         skipped,
         layers,
+        quantization,
     )
 
 
@@ -354,56 +362,3 @@ def find_layer(
     values = layer_values(signature, graph.marks)
     tolerance = tolerance_of(signature.dtype, bundle.manifest.native)
     return compare_layers(ModelLayers(engine, limits).run, graph.run, values, calls, tolerance, compared)
-
-
-@dataclass(frozen=True)
-class CheckOutcome:
-    """A report, and what was measured beside it."""
-
-    report: CheckReport
-    quantization: Agreement | None  # None: nothing is quantized, or there is no checkpoint
-    audits: dict[str, AuditReport]  # by backend
-
-    @property
-    def passed(self) -> bool:
-        return self.report.passed and all(audit.passed for audit in self.audits.values())
-
-    def as_dict(self) -> dict[str, Any]:
-        """The outcome as JSON-compatible data."""
-        extra: dict[str, Any] = {}
-        if self.audits:
-            extra["audits"] = {backend: audit.as_dict() for backend, audit in self.audits.items()}
-        if self.quantization is not None:
-            extra["quantization"] = self.quantization.as_dict()
-        return {**self.report.as_dict(), **extra}
-
-
-def audits_of(
-    bundle: Bundle, report: CheckReport, options: CheckOptions, prompts: Path, stage: Callable[[str], None]
-) -> dict[str, AuditReport]:
-    """Audit reports of each backend that was compared."""
-    settings = AuditOptions(
-        threads=options.threads,
-        trust_engines=options.trust_engines,
-        allow_links=bundle.files is not None and bundle.files.links,
-    )
-    compared = [backend for backend in options.backends or BACKENDS if backend not in report.not_compared]
-    return {backend: audit_bundle(bundle.path, prompts, backend, settings, stage) for backend in compared}
-
-
-def check_and_audit(
-    bundle: Bundle, options: CheckOptions, prompts: Path | None, stage: Callable[[str], None]
-) -> CheckOutcome:
-    """The report on a bundle's backends, with the error of quantization and the audits."""
-    if prompts is not None:
-        read_prompts(prompts)  # raises for a mistake in the file before minutes of work
-    report = check(bundle, options, stage)
-    quantization = None
-    if options.checkpoint is not None:
-        from spaceport.verify.quantization import measure_quantization
-
-        quantization = measure_quantization(
-            bundle, options.checkpoint, options.remote_code, options.seed, options.adapter
-        )
-    audits = {} if prompts is None else audits_of(bundle, report, options, prompts, stage)
-    return CheckOutcome(report, quantization, audits)

@@ -77,13 +77,18 @@ def tokenize_prompts(
     return [_tokenized(runtime, prompt, max_tokens, path) for prompt in prompts]
 
 
-def _tokenized(runtime: Runtime, prompt: AuditPrompt, max_tokens: int, path: Path) -> TokenizedPrompt:
+def tokens_of(runtime: Runtime, prompt: AuditPrompt, path: Path) -> list[int]:
+    """A prompt as token ids; raises for turns that the chat template refuses."""
     templated = TEMPLATE_FILE in runtime.bundle.manifest.files
     untemplated = None if templated else prompt.untemplated
     try:
-        tokens = runtime.tokens_of(prompt.prompt if untemplated is None else untemplated)
+        return runtime.tokens_of(prompt.prompt if untemplated is None else untemplated)
     except OptionFault as error:
         raise InputFault(f"{path} line {prompt.line}: {error}") from error
+
+
+def _tokenized(runtime: Runtime, prompt: AuditPrompt, max_tokens: int, path: Path) -> TokenizedPrompt:
+    tokens = tokens_of(runtime, prompt, path)
     if len(tokens) + max_tokens > runtime.max_seq_len:
         raise InputFault(
             f"{path} line {prompt.line}: {len(tokens)} prompt tokens and --max-tokens {max_tokens} make "

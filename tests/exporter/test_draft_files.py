@@ -33,7 +33,7 @@ from spaceport.runtime.decode.draft import Shape
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
 from spaceport.tools.cli import OK, run
-from spaceport.training.acceptance import AnswerSegment, ReferenceAnswer, measure
+from spaceport.training.acceptance import DraftPrompt, measure
 from support.exported import bundle_of
 from support.hash_engine import LAYOUTS
 from support.paths import TINY
@@ -277,10 +277,9 @@ def test_an_exact_model_generates_k_plus_1_tokens_per_step_in_its_own_layout_onl
         for other in set(LAYOUTS) - {layout}:
             if len(manifest.tokens.mask) >= other.rows(SLOTS):
                 assert tokens_per_step(runtime, other) < 2
-        prompt, answer = tuple(text(0, 5)), tuple(text(5, 13))
-        found = measure(runtime, [ReferenceAnswer(prompt, (AnswerSegment(prompt, answer),))], None)
+        found = measure(runtime, [DraftPrompt(tuple(text(0, 5)))], 13)
         assert found.all.acceptance == [1.0] * SLOTS
-        assert found.all.tokens_per_step == len(answer) / 4
+        assert found.all.tokens_per_step == 13 / 4
     assert run(["check", str(bundle), str(checkpoint), "--long-context", "40", "--threads", "1"]) == OK
 
 

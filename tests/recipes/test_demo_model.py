@@ -8,21 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from recipes.functions import answer, functions_in, question
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
-from spaceport.tools.demo.modes import timed, verdicts
+from spaceport.tools.bench.decode_measuring import DecodeOptions, measure_modes, modes_for
+from spaceport.tools.cli.demo import MODE_TITLES
 from spaceport.tools.demo.prompts import MODEL, prompts_of
+from spaceport.verify.prompts import TokenizedPrompt
+from support.paths import TESTS
 
 pytestmark = pytest.mark.on_change("tools/demo/model")
 
-HELD_OUT = (  # of files that nothing was learned of
-    "formatstring( cols, colwidth = _colwidth, spacing = _spacing )",
-    "dump( node, annotate_fields = True, include_attributes = False, *, indent = None )",
-    "spilldescriptors( msg, attrs, predicate )",
-    "finditer( pattern, string, flags = 0 )",
-    "fullmatch( pattern, string, flags = 0 )",
-)
+# Questions about functions of files that nothing was learned of, and their answers
+HELD_OUT: dict[str, str] = json.loads((TESTS / "data" / "demo_answers.json").read_text("utf-8"))
 
 
 @pytest.fixture(scope="module")
@@ -34,12 +31,10 @@ def runtime(demo_bundle: Path) -> Iterator[Runtime]:
 @pytest.mark.parametrize("fork", [False, True])
 def test_answers_about_held_out_functions_are_correct(runtime: Runtime, fork: bool) -> None:
     correct = 0
-    for text in HELD_OUT:
-        (function,) = functions_in(f"def {text}: ...")
-        prompt = [{"role": "user", "content": question(function)}]
-        completion = runtime.generate(prompt, Decoding(max_tokens=240, fork=fork))
-        correct += completion.text == answer(function)
-        assert len(completion.threads) == (1 + len(function.parameters) if fork else 1)
+    for question, answer in HELD_OUT.items():
+        completion = runtime.generate([{"role": "user", "content": question}], Decoding(max_tokens=240, fork=fork))
+        correct += completion.text == answer
+        assert len(completion.threads) == (1 + answer.count(": It is") if fork else 1)
     assert correct >= len(HELD_OUT) - 1
 
 
@@ -51,15 +46,17 @@ def test_chains_and_modes_take_the_steps_that_the_demo_shows(runtime: Runtime) -
 
 
 def test_each_decoding_mode_takes_the_steps_that_the_demo_shows(runtime: Runtime) -> None:
-    (found,) = timed(runtime, [prompts_of(MODEL)["fullmatch"]], 160, 1)
-    costs = [(run.completion.statistics, len(run.completion.tokens)) for (run,) in found.values()]
+    prompt = TokenizedPrompt(1, tuple(runtime.tokens_of(prompts_of(MODEL)["fullmatch"])))
+    modes = modes_for(runtime.bundle.manifest, 160, MODE_TITLES)
+    found = measure_modes(modes, runtime, [prompt], DecodeOptions(160, rounds=1), lambda line: None)
+    costs = [one.statistics for mode in modes for one in found.completions if one.mode == mode.name]
     # [Fork]s count as tokens that were written, and not as tokens of the text
-    assert [(count, cost.tokens, cost.threads) for cost, count in costs] == [(96, 96, 1)] * 2 + [(96, 99, 4)] * 2
-    plain, drafted, forked, both = (cost.steps for cost, _ in costs)
+    assert [(cost.tokens, cost.threads) for cost in costs] == [(96, 1)] * 2 + [(99, 4)] * 2
+    plain, drafted, forked, both = (cost.steps for cost in costs)
     assert (plain, forked) == (97, 56)
     assert drafted <= 22  # these depend on how drafts are planned
     assert both <= 22
-    assert list(verdicts(found, runtime.bundle.manifest.tokens.child).values()) == ["-", "identical"] * 2
+    assert found.outputs.differences == []
 
 
 def test_the_shipped_model_has_acceptance_rates_of_all_mask_slots() -> None:

@@ -65,18 +65,10 @@ def test_byte_order_marks_are_skipped_and_unicode_line_separators_do_not_split_l
     assert read_conversations(written(tmp_path, line))[0].turns[0].content == text
 
 
-def test_the_answer_is_the_last_assistant_message(tmp_path: Path) -> None:
-    roles = ("system", "user", "assistant", "tool", "assistant", "user")
-    turns = [{"role": role, "content": f"{number}"} for number, role in enumerate(roles)]
-    (found,) = read_conversations(written(tmp_path, json.dumps({"messages": turns})))
-    assert found.answer == "4"
-
-
 def test_the_fork_and_ends_flags_are_read(tmp_path: Path) -> None:
     flags: list[dict[str, bool]] = [{}, {"fork": False}, {"ends": False}, {"fork": True, "ends": True}]
     found = read_conversations(written(tmp_path, "\n".join(json.dumps({"text": "a", **each}) for each in flags)))
     assert [(one.fork, one.ends) for one in found] == [(True, True), (False, True), (True, False), (True, True)]
-    assert found[0].answer is None  # a plain text has none
 
 
 MISTAKES: dict[str, tuple[str | bytes, str]] = {

@@ -6,7 +6,6 @@ import json
 import shutil
 import signal
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +21,10 @@ from spaceport.runtime.session import Runtime
 from spaceport.tools.cli import INPUT, INTERRUPTED, OK, USAGE, run
 from spaceport.training import distill as distillations
 from spaceport.training.conversations import Turn, read_conversations
-from spaceport.training.distill import AnswerPrompt, DistilledPrompt, DistillOptions, partial_file, requests_for
+from spaceport.training.distill import AnswerPrompt, DistilledPrompt, DistillOptions, partial_file
 from support.hash_engine import Language
 from support.hash_runtime import WORDS, hash_runtime
 from support.paths import TINY
-from support.small_bundle import ENGINE, RECORD
 
 Capture = pytest.CaptureFixture[str]
 
@@ -229,13 +227,6 @@ def test_turns_that_the_template_refuses_or_that_need_one_are_found_first(
         with Runtime.open(bundle, threads=1) as opened:
             text = opened.generate(TEXT, Decoding(max_tokens=5)).text
         assert records(out)[0]["messages"][1]["content"] == text
-
-
-def test_engines_limit_the_requests(tiny_bundle: Path) -> None:
-    manifest = read_manifest(tiny_bundle)
-    assert requests_for(manifest) == 16
-    for takes, expected in ((4, 4), (64, 16)):
-        assert requests_for(replace(manifest, engines={ENGINE: replace(RECORD, requests=takes)})) == expected
 
 
 def test_an_incomplete_character_at_the_limit_is_left_out(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
 from spaceport.tools.cli import USAGE, run
 from spaceport.training import training
-from spaceport.training.acceptance import ReferenceAnswer, measure
+from spaceport.training.acceptance import DraftPrompt, measure
 from spaceport.training.job import TuningJob
 from spaceport.training.methods import train_token_embeddings
 from spaceport.training.settings import TrainingSettings
@@ -315,7 +315,7 @@ def test_acceptance_is_measured_along_corrected_drafts_which_change_no_text(corr
         assert [each.tokens for each in drafted] == [
             runtime.generate(ids, Decoding(max_tokens=48, mask_slots=0, lookup=0)).tokens for ids in prompts
         ]
-        samples = [ReferenceAnswer(tuple(ids), ()) for ids in prompts]
+        samples = [DraftPrompt(tuple(ids)) for ids in prompts]
         measured = measure(runtime, samples, 48).all
         assert measured.steps == sum(each.statistics.steps for each in drafted)
     plain = shutil.copytree(folder, corrections.folder / "uncorrected")

@@ -254,13 +254,6 @@ def test_the_unforked_answers_are_resampled_every_epoch(rate: float, least: int,
     assert (found[0] == found[1]) == (rate in (0.0, 1.0))
 
 
-def test_the_unforked_share_is_respected() -> None:
-    shares = {None: (20, 60), 0.5: (20, 20), 0.2: (20, 5), 0.9: (20, 60), 0.0: (20, 0), 1.0: (0, 60)}
-    for share, (forked, whole) in shares.items():
-        settings = TrainingSettings("apar", batch_size=7, unforked_share=share, unfork_rate=0.0)
-        assert kinds(epoch(TrainingBatches(prepared(20, 60), settings, ()), 0)) == [forked, 0, whole]
-
-
 def test_max_steps_limits_the_epochs() -> None:
     for epochs, most, steps in ((1.5, None, 8), (1.5, 3, 3), (0.1, None, 1), (1.0, 100, 5)):
         settings = TrainingSettings("apar", batch_size=4, epochs=epochs, max_steps=most)

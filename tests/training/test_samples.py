@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.training import samples
-from spaceport.training.conversation_encoder import ConversationError, conversation_encoder, conversation_encoder_with
+from spaceport.training.conversation_encoder import ConversationError, conversation_encoder
 from spaceport.training.conversations import Conversation, Turn
 from spaceport.training.packing import successors
 from spaceport.training.samples import NO_PARENT, Prepared, Sample, prepare
@@ -292,7 +292,9 @@ def test_a_template_that_does_not_extend_its_generation_prompt_or_no_end_token_i
 
 def test_texts_without_tokens_are_counted_and_after_an_empty_prompt_the_first_token_has_no_loss() -> None:
     backend = Tokenizer(models.BPE(vocab={"h": 0, "i": 1, "</s>": 2, "[M]": 3}, merges=[]))  # drops all other letters
-    letters = conversation_encoder_with(backend, None, TokenIds(mask=(3,), fork=None, child=None, end=(2,)))
+    letters = conversation_encoder(
+        PreTrainedTokenizerFast(tokenizer_object=backend), TokenIds(mask=(3,), fork=None, child=None, end=(2,))
+    )
     (sample,) = prepare([chat("zzz", "hi")], letters, 64).whole
     assert sample.ids.tolist() == [0, 1, 2]
     assert sample.learned.tolist() == [False, True, True]

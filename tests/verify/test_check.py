@@ -120,17 +120,6 @@ def test_an_injected_fault_is_found_in_its_layer(
     assert first_of(checked(planted(tiny_bundle, tmp_path / "bundle", change))) == (value, case)
 
 
-def test_a_quick_check_finds_a_fault_with_a_third_of_the_calls_and_says_how_far_it_is(
-    tiny_bundle: Path, tmp_path: Path
-) -> None:
-    bundle, shown = planted(tiny_bundle, tmp_path / "bundle", take_positions_for_granted), list[str]()
-    quick = check(open_bundle(bundle), CheckOptions(TINY, length=40, threads=1, cases="quick"), shown.append)
-    assert not quick.passed
-    assert quick.as_dict()["quick"]
-    assert 3 * quick.calls < checked(tiny_bundle).calls
-    assert "recorded 3 of 6 cases" in shown
-
-
 def test_a_fault_in_calls_of_one_row_count_is_found(tiny_bundle: Path, tmp_path: Path) -> None:
     bundle = planted(tiny_bundle, tmp_path / "bundle", partial(misplace_slots, rows=24))
     report = check(open_bundle(bundle), CheckOptions(TINY, length=40, threads=1))

@@ -1,4 +1,4 @@
-"""Decode benchmark: the speedup of drafts over plain decoding, on given prompts or with given acceptance rates."""
+"""Decode benchmark: the speedup of drafts over plain decoding on given prompts."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from spaceport.graphs.contract.faults import OptionFault
-from spaceport.graphs.contract.manifest import Manifest
+from spaceport.runtime.backends.machine import cpu_class, cpu_name, usable_cpus
 from spaceport.runtime.bundle import read_manifest
 from spaceport.runtime.decode.sequence_group import Statistics
 from spaceport.runtime.decode.sources import named_source
@@ -29,22 +28,13 @@ from spaceport.tools.bench.decode_measuring import (
     measure_modes,
     modes_for,
 )
-from spaceport.tools.bench.machine import Machine, this_machine
-from spaceport.tools.bench.replay import (
-    SyntheticTexts,
-    implied_tokens_per_step,
-    replay_runtime,
-    synthetic_texts,
-)
 from spaceport.tools.bench.report import Report, Spread, Table, spread
-from spaceport.verify.prompts import AuditPrompt, TokenizedPrompt, read_prompts, tokenize_prompts
+from spaceport.verify.prompts import TokenizedPrompt, read_prompts, tokenize_prompts
 
 _RESAMPLES = 2000
 _INTERVAL = (0.025, 0.975)
-REPLAY_LABEL = "REPLAY: real engine steps, synthetic text; acceptance rates from the given table, not from the model"
 _SHOWN = 10  # differences; JSON has all
 _DEPTHS = 8  # columns; JSON has all
-_REPLAY_MODES = (PLAIN, DEFAULT)
 
 
 @dataclass(frozen=True)
@@ -146,7 +136,8 @@ class DecodeResults:
 
     bundle: str
     engine: str
-    machine: Machine
+    machine: str  # name and class of the CPU
+    cores: int  # that this process may use
     options: DecodeOptions
     prompts: int
     modes: tuple[ModeSummary, ...]
@@ -157,10 +148,6 @@ class DecodeResults:
         """Whether every completion equals that of its reference mode."""
         return not self.differences
 
-    @property
-    def replay(self) -> bool:
-        return self.options.replay is not None
-
     def as_dict(self) -> dict[str, Any]:
         """The report as JSON data."""
         data = asdict(self)
@@ -168,8 +155,7 @@ class DecodeResults:
             for rate in (*mode["by_depth"], *mode["by_source"].values()):
                 rate["rate"] = Rate(**rate).rate
         data["differences"] = [one.as_dict() for one in self.differences]
-        kind = {"kind": "replay", "label": REPLAY_LABEL} if self.replay else {"kind": "measured"}
-        return {**kind, "identical": self.identical, **data}
+        return {"identical": self.identical, **data}
 
 
 def mode_summaries(
@@ -285,17 +271,14 @@ def rates_by_source(completions: Iterable[Statistics]) -> dict[str, Rate]:
 
 def decode_report(results: DecodeResults) -> Report:
     """The results as tables."""
-    options, machine, replay = results.options, results.machine, []
-    if options.replay is not None:
-        rates = ", ".join(f"{rate:g}" for rate in options.replay)
-        replay.append(f"**{REPLAY_LABEL}** ({rates} by depth).")
+    options = results.options
     setting = (
-        f"{results.bundle} on {results.engine}; {machine.cpu} ({machine.cores} cores), "
+        f"{results.bundle} on {results.engine}; {results.machine}, {results.cores} cores, "
         f"{options.threads or 'all'} thread(s). {results.prompts} prompts, {options.max_tokens} tokens each, "
         f"{options.requests} concurrent request(s), {options.rounds} rounds after a warm-up."
     )
     tables, conclusions = (_speeds(results), _acceptance(results)), list(_conclusions(results))
-    return Report((*replay, setting), tables, conclusions, results.as_dict())
+    return Report((setting,), tables, conclusions, results.as_dict())
 
 
 def _speeds(results: DecodeResults) -> Table:
@@ -334,9 +317,6 @@ def _acceptance(results: DecodeResults) -> Table:
 
 def _conclusions(results: DecodeResults) -> Iterator[str]:
     """Whether the default drafts pay, and the completions that differ from their reference."""
-    if (table := results.options.replay) is not None:
-        implied = f"{implied_tokens_per_step(table):.2f} tokens per step"
-        yield f"- The table implies {implied} for a chain of {len(table)} mask slots; the first step of a completion has no drafts."
     yield from (f"- {_verdict(mode, results.options.requests)}" for mode in results.modes if mode.mode == DEFAULT)
     compared = sum(mode.compared for mode in results.modes)
     if results.identical:
@@ -373,11 +353,11 @@ def _output(mode: ModeSummary) -> str:
 
 
 def benchmark_decode(
-    bundle: Path, file: Path | None, options: DecodeOptions, on_progress: Callable[[str], None]
+    bundle: Path, file: Path, options: DecodeOptions, on_progress: Callable[[str], None]
 ) -> DecodeResults:
-    """The speed of every mode on a prompt file, or with the acceptance rates of a replay."""
-    read = None if file is None else read_prompts(file)[: options.limit]
-    modes = _modes(read_manifest(bundle), options)
+    """The speed of every mode on a prompt file."""
+    read = read_prompts(file)[: options.limit]
+    modes = modes_for(read_manifest(bundle), options.max_tokens, options.modes, options.fixed)
     on_progress("opening the bundle")
     with Runtime.open(
         bundle,
@@ -386,18 +366,18 @@ def benchmark_decode(
         max_requests=options.requests,
         threads=options.threads,
         trust_engines=options.trust_engines,
-    ) as base:
-        engine = f"{type(base.engine).__name__}, {base.engine.device}"
-        for note in base.notes:
+    ) as runtime:
+        engine = f"{type(runtime.engine).__name__}, {runtime.engine.device}"
+        for note in runtime.notes:
             on_progress(note)
-        texts, prompts = _texts_and_prompts(base, read, file, options)
-        on_progress(expected_work(base, len(modes), prompts, options))
-        with base if texts is None else replay_runtime(base, texts, options.replay or ()) as runtime:
-            measured = measure_modes(modes, runtime, prompts, options, on_progress)
+        prompts = tokenize_prompts(runtime, read, options.max_tokens, file)
+        on_progress(expected_work(runtime, len(modes), prompts, options))
+        measured = measure_modes(modes, runtime, prompts, options, on_progress)
     return DecodeResults(
         bundle.absolute().name,
         engine,
-        this_machine(),
+        f"{cpu_name()} ({cpu_class()})",
+        usable_cpus(),
         options,
         len(prompts),
         mode_summaries(measured, modes, prompts, options),
@@ -415,29 +395,3 @@ def expected_work(runtime: Runtime, modes: int, prompts: Sequence[TokenizedPromp
     step = runtime.costs.seconds(1, options.requests, visible) / options.requests
     seconds = step * options.max_tokens * len(prompts) * modes * temperatures * rounds
     return f"{text}: about {duration(seconds)} if every completion has {options.max_tokens} tokens"
-
-
-def _texts_and_prompts(
-    base: Runtime, read: list[AuditPrompt] | None, file: Path | None, options: DecodeOptions
-) -> tuple[SyntheticTexts | None, Sequence[TokenizedPrompt]]:
-    """The prompts, and the texts of a replay; None for real completions."""
-    prompts: Sequence[TokenizedPrompt] = ()
-    if read is not None and file is not None:
-        prompts = tokenize_prompts(base, read, options.max_tokens, file)
-    if options.replay is None:
-        return None, prompts
-    return synthetic_texts(base, options, [len(prompt.tokens) for prompt in prompts])
-
-
-def _modes(manifest: Manifest, options: DecodeOptions) -> tuple[DecodeMode, ...]:
-    names = options.modes
-    if options.replay is not None:
-        most = manifest.drafts.max_tokens
-        if len(options.replay) > most:
-            raise OptionFault(
-                f"--replay has {len(options.replay)} depths: expected at most {most}, the mask slots or heads of the bundle"
-            )
-        names = names or _REPLAY_MODES
-        if unknown := [name for name in names if name not in _REPLAY_MODES]:
-            raise OptionFault(f"--modes names {unknown[0]!r} with --replay: expected {' and '.join(_REPLAY_MODES)}")
-    return modes_for(manifest, options.max_tokens, names, options.fixed)

@@ -19,7 +19,6 @@ from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.transcript import Path
 from spaceport.verify.prompts import TokenizedPrompt
 
-REPLAY_PROMPTS = 8  # number of prompts of a replay without a prompt file
 PLAIN, DEFAULT, FORKED = "plain", "default", "forked"
 MODES = (PLAIN, "lookup", "masks", DEFAULT, FORKED, "forked+drafted")
 FORKING = (FORKED, "forked+drafted")
@@ -39,23 +38,19 @@ class DecodeOptions:
     requests: int = 1  # concurrent requests
     rounds: int = 3  # recorded rounds, after the warm-up
     seed: int = 0
-    replay: tuple[float, ...] | None = None  # acceptance rate by depth; None: real completions
-    context: int = 64  # prompt tokens of a replay
     backend: str = "auto"
     threads: int = 0
     max_seq_len: int | None = None
     trust_engines: bool = False
 
     def __post_init__(self) -> None:
-        numbers = ("max_tokens", "limit", "requests", "rounds", "context")
+        numbers = ("max_tokens", "limit", "requests", "rounds")
         for name in numbers:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise OptionFault(f"--{name.replace('_', '-')} is {value}: expected at least 1")
         if self.seed < 0:
             raise OptionFault(f"--seed is {self.seed}: expected at least 0")
-        if self.replay is not None and self.temperatures != (0.0,):
-            raise OptionFault("--temperatures with --replay: a replay is greedy: leave one of them out")
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spaceport.graphs.contract.draft_methods import CAUSAL, MaskLayout
-from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import Manifest
 from spaceport.runtime.bundle import Bundle
 from spaceport.runtime.engine import Batch, Engine, Moves, SelectedRows, selected_rows
 from spaceport.runtime.session import Runtime
-from spaceport.tools.bench.decode_measuring import REPLAY_PROMPTS, DecodeOptions
 from spaceport.verify.prompts import TokenizedPrompt
 
 _CERTAIN = 0.999  # predicted probability of the next token
@@ -187,30 +185,12 @@ def replay_runtime(base: Runtime, texts: SyntheticTexts, acceptance: Sequence[fl
 
 
 def synthetic_texts(
-    runtime: Runtime, options: DecodeOptions, lengths: Sequence[int]
+    runtime: Runtime, acceptance: Sequence[float], prompts: int, context: int, max_tokens: int, seed: int = 0
 ) -> tuple[SyntheticTexts, tuple[TokenizedPrompt, ...]]:
-    """The texts of a replay and their prompts, of these lengths or of `--context` tokens."""
-    assert options.replay is not None
-    lengths = lengths or [options.context] * (options.limit or REPLAY_PROMPTS)
+    """The texts of a replay and their prompts, of `context` tokens each."""
     manifest = runtime.bundle.manifest
-    vocabulary = allowed_tokens(manifest)
-    if len(lengths) > (most := len(vocabulary) // 2):
-        raise OptionFault(
-            f"{len(lengths)} prompts in a replay: expected at most {most} with this vocabulary: lower --limit"
-        )
-    if (length := max(lengths) + options.max_tokens) > runtime.max_seq_len:
-        raise OptionFault(
-            f"--context {max(lengths)} and --max-tokens {options.max_tokens} make {length}, --max-seq-len is "
-            f"{runtime.max_seq_len}: lower one of them, or raise --max-seq-len (the model's maximum is {manifest.max_positions})"
-        )
-    texts = SyntheticTexts(vocabulary, options.replay, len(lengths), length + 1, options.seed)
-    prompts = [TokenizedPrompt(number + 1, texts.prompt(number, size)) for number, size in enumerate(lengths)]
-    return texts, tuple(prompts)
-
-
-def implied_tokens_per_step(acceptance: Sequence[float]) -> float:
-    """Mean tokens per step of a chain with one mask slot or head per depth of the table."""
-    return 1.0 + float(np.cumprod(acceptance).sum())
+    texts = SyntheticTexts(allowed_tokens(manifest), acceptance, prompts, context + max_tokens + 1, seed)
+    return texts, tuple(TokenizedPrompt(number + 1, texts.prompt(number, context)) for number in range(prompts))
 
 
 def _prime(limit: int) -> int:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import click
 
-from spaceport.tools.report.files import write_text
 from spaceport.tools.terminal.screen import show_json, show_table
 
 
@@ -60,10 +58,8 @@ class Report:
         parts += [self.conclusions] if self.conclusions else []
         return "\n\n".join("\n".join(lines) for lines in parts) + "\n"
 
-    def show(self, as_json: bool = False, file: Path | None = None) -> None:
-        """Print the report, or its data as JSON; with a file, the Markdown text is also written to it."""
-        if file is not None:
-            write_text(file, self.markdown())
+    def show(self, as_json: bool = False) -> None:
+        """Print the report, or its data as JSON."""
         if as_json:
             show_json(self.data)
         elif sys.stdout.isatty():

@@ -146,6 +146,10 @@ def measure_backend(
             f"{max(options.rows)} rows and completions of {_COMPLETION} tokens after {options.context} tokens make {needed}, "
             f"the context length is {length}: lower --rows or --context"
         )
+    if len(options.replay or ()) > (most := manifest.drafts.max_tokens):
+        raise OptionFault(
+            f"--replay has {len(options.replay or ())} depths: expected at most {most}, the mask slots or heads of the bundle"
+        )
     engine_options = EngineOptions(capacity_for(manifest, length), 1, options.threads, options.trust_engines)
     name, notes = resolve(bundle, backend, engine_options)
     gpu = BACKENDS[name].gpu
@@ -214,8 +218,8 @@ def replay_costs(base: Runtime, options: StepOptions, acceptance: tuple[float, .
     """
     manifest = base.bundle.manifest
     slots = (manifest.drafts.max_tokens,) if manifest.drafts.max_tokens else ()
-    asked = DecodeOptions(_COMPLETION, _REPLAY_PROMPTS, rounds=2, replay=acceptance, context=options.context)
-    texts, prompts = synthetic_texts(base, asked, ())
+    asked = DecodeOptions(_COMPLETION, rounds=2)
+    texts, prompts = synthetic_texts(base, acceptance, _REPLAY_PROMPTS, options.context, _COMPLETION)
     modes = modes_for(manifest, asked.max_tokens, ("masks",) if slots else (), slots)
     with replay_runtime(base, texts, acceptance) as runtime:
         measured = measure_modes(modes, runtime, prompts, asked, lambda line: None)

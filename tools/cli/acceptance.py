@@ -18,71 +18,51 @@ from spaceport.tools.cli.options import (
     BeforeLast,
     Sectioned,
     adapter_option,
+    backend_option,
     json_option,
+    max_seq_len_option,
     remote_code_option,
     threads_option,
 )
 from spaceport.tools.terminal.screen import show_json, show_table, stages
 from spaceport.training.acceptance import (
+    DraftPrompt,
     MeasuredDrafts,
     ModelSource,
-    ReferenceAnswer,
     SourceOptions,
-    conversation_encoder_for,
+    draft_prompts,
     find_source,
     is_checkpoint,
     measure,
-    reference_answers,
 )
-from spaceport.training.conversations import Conversation, read_conversations
-from spaceport.training.samples import prepare
+from spaceport.verify.prompts import AuditPrompt, read_prompts
 
 _DEPTHS = 8  # columns; --json has all
-_SHOWN = 10  # samples between two progress lines, at least
+_SHOWN = 10  # progress lines, about
 
 
 class AcceptanceCommand(Sectioned):
     """The command with its options in groups."""
 
-    headings: ClassVar = {"answers": "Samples", "backend": "Backend", "save": "Output"}
+    headings: ClassVar = {"limit": "Answers", "backend": "Backend", "save": "Output"}
 
 
 @click.command("acceptance", cls=AcceptanceCommand)
 @click.argument("models", cls=BeforeLast, metavar="CHECKPOINT|BUNDLE...", nargs=-1, required=True, type=PATH)
 @click.argument("data", type=PATH)
 @adapter_option
-@click.option(
-    "--answers",
-    type=click.Choice(("own", "reference")),
-    default="own",
-    show_default=True,
-    help="Measure along answers that the model generates, or along those in DATA.",
-)
-@click.option("--limit", type=int, metavar="N", help="Use the first N conversations of DATA only.")
-@click.option(
-    "--max-tokens", default=256, show_default=True, metavar="N", help="Maximum number of tokens of an own answer."
-)
-@click.option(
-    "--max-seq-len", type=int, metavar="N", help="Maximum context length in tokens; longer answers are truncated."
-)
-@click.option(
-    "--backend",
-    type=click.Choice(("auto", "onnxruntime")),
-    default="auto",
-    show_default=True,
-    help="Backend of a bundle.",
-)
+@click.option("--limit", type=int, metavar="N", help="Use the first N prompts of DATA only.")
+@click.option("--max-tokens", default=256, show_default=True, metavar="N", help="Maximum number of tokens per answer.")
+@max_seq_len_option
+@backend_option
 @threads_option
 @remote_code_option
-@click.option(
-    "--save", is_flag=True, help="Store the rates along own answers in sar_config.json of the checkpoint or adapter."
-)
+@click.option("--save", is_flag=True, help="Store the rates in sar_config.json of the checkpoint or adapter.")
 @json_option("the numbers")
 def command(
     models: tuple[Path, ...],
     data: Path,
     adapter: Path | None,
-    answers: str,
     limit: int | None,
     max_tokens: int,
     max_seq_len: int | None,
@@ -94,8 +74,9 @@ def command(
 ) -> None:
     """Measure which share of the draft tokens of mask slots or heads is accepted, by depth, and the tokens per step.
 
-    DATA is JSONL in the format of `spaceport tune`; a line may have a "kind", and each kind has a row of its own. A
-    checkpoint runs in PyTorch, a bundle on its backend. Several models are compared in one table.
+    The drafts are those of the model's own greedy answers. DATA has one prompt per line: plain text, or JSON with
+    "messages", "prompt" or "text", as `spaceport tune` reads; a line may have a "kind", and each kind has a row of its
+    own. A checkpoint runs in PyTorch, a bundle on its backend. Several models are compared in one table.
     """
     for name, value in (("--limit", limit), ("--max-tokens", max_tokens)):
         if value is not None and value < 1:
@@ -103,30 +84,27 @@ def command(
     if len(models) > 1 and (adapter is not None or save):
         name = "--save" if save else "--adapter"
         raise OptionFault(f"{name} with several models: expected one CHECKPOINT with it; measure one model at a time")
-    storage = _storage(models[0], adapter, answers) if save else None
+    storage = _storage(models[0], adapter) if save else None
     options = SourceOptions(backend, max_seq_len, threads, trust_remote_code, adapter)
     found: list[tuple[ModelSource, MeasuredDrafts]] = []
     with stages() as stage:
-        stage("reading the conversations")
-        conversations = read_conversations(data)[:limit]
+        prompts = read_prompts(data)[:limit]
         stage("reading the models' configurations")
         for source in [find_source(model, options) for model in models]:
             stage(f"opening {source.path}")
             with source.open() as runtime:
-                samples = _announced(_samples(runtime, conversations, data), stage)
-                found.append((source, measure(runtime, samples, max_tokens if answers == "own" else None)))
+                announced = _announced(_fitting(runtime, prompts, data), stage)
+                found.append((source, measure(runtime, announced, max_tokens)))
     if storage is not None:
         _save(found[0][1], storage, data)
     if as_json:
-        show_json({"answers": answers, "max_tokens": max_tokens, "models": [_as_dict(*model) for model in found]})
+        show_json({"max_tokens": max_tokens, "models": [_as_dict(*model) for model in found]})
     else:
-        _show(found, answers)
+        _show(found)
 
 
-def _storage(model: Path, adapter: Path | None, answers: str) -> Path:
+def _storage(model: Path, adapter: Path | None) -> Path:
     """The folder whose sar_config.json stores acceptance rates; raises for a bundle and for a GGUF file."""
-    if answers != "own":
-        raise OptionFault(f"--save with --answers {answers}: drafts are accepted along own answers: use --answers own")
     if adapter is not None:
         return adapter
     if not is_checkpoint(model) or not model.is_dir():
@@ -137,26 +115,21 @@ def _storage(model: Path, adapter: Path | None, answers: str) -> Path:
     return model
 
 
-def _samples(runtime: Runtime, conversations: Sequence[Conversation], data: Path) -> list[ReferenceAnswer]:
-    """The samples that fit into the context."""
-    prepared = prepare(conversations, conversation_encoder_for(runtime), runtime.max_seq_len)
-    samples = reference_answers(prepared, conversations, runtime.bundle.manifest.tokens)
-    if not samples:
-        counts = ", ".join(f"{count} {name}" for name, count in prepared.counts.items() if count) or "none"
-        raise InputFault(
-            f"{data}: no answer of its {len(conversations)} conversations can be measured ({counts}): "
-            f"expected answers that begin before token {runtime.max_seq_len}"
-        )
-    return samples
+def _fitting(runtime: Runtime, prompts: Sequence[AuditPrompt], data: Path) -> list[DraftPrompt]:
+    """The prompts that fit into the context."""
+    fitting = draft_prompts(runtime, prompts, data)
+    if not fitting:
+        raise InputFault(f"{data}: none of its {len(prompts)} prompts has less than {runtime.max_seq_len} tokens")
+    return fitting
 
 
-def _announced(samples: Sequence[ReferenceAnswer], stage: Callable[[str], None]) -> Iterator[ReferenceAnswer]:
-    """The samples, with about ten progress lines on stderr."""
-    every = max(1, -(-len(samples) // _SHOWN))
-    for number, sample in enumerate(samples):
+def _announced(prompts: Sequence[DraftPrompt], stage: Callable[[str], None]) -> Iterator[DraftPrompt]:
+    """The prompts, with about ten progress lines on stderr."""
+    every = max(1, -(-len(prompts) // _SHOWN))
+    for number, prompt in enumerate(prompts):
         if number % every == 0:
-            stage(f"measuring sample {number + 1} of {len(samples)}")
-        yield sample
+            stage(f"measuring prompt {number + 1} of {len(prompts)}")
+        yield prompt
 
 
 def _save(measured: MeasuredDrafts, storage: Path, data: Path) -> None:
@@ -174,7 +147,7 @@ def _as_dict(source: ModelSource, measured: MeasuredDrafts) -> dict[str, Any]:
     return {**named, "predictor": drafts.predictor, "draft_tokens": drafts.max_tokens, **measured.as_dict()}
 
 
-def _show(found: Sequence[tuple[ModelSource, MeasuredDrafts]], answers: str) -> None:
+def _show(found: Sequence[tuple[ModelSource, MeasuredDrafts]]) -> None:
     """Print a row for each model and kind of prompt."""
     depths = min(_DEPTHS, max(len(measured.all.drafted) for _, measured in found))
     rows: list[Sequence[object]] = []
@@ -187,5 +160,4 @@ def _show(found: Sequence[tuple[ModelSource, MeasuredDrafts]], answers: str) -> 
             rows.append((*own, kind, tally.answers, tally.tokens, tally.tokens_per_step, *percent))
     columns = ("model", "method", "drafts", "kind", "answers", "tokens", "per step")
     by_depth = [f"depth {depth}" for depth in range(1, 1 + depths)]
-    along = "the model's own greedy answers" if answers == "own" else "the answers in DATA"
-    show_table(f"Draft tokens that are accepted, along {along}", (*columns, *by_depth), rows)
+    show_table("Draft tokens that are accepted, along the model's own greedy answers", (*columns, *by_depth), rows)

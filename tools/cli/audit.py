@@ -17,6 +17,7 @@ from spaceport.tools.cli.options import (
     allow_links_option,
     backend_option,
     json_option,
+    max_seq_len_option,
     threads_option,
     trust_engines_option,
 )
@@ -43,7 +44,7 @@ class Audit(Sectioned):
     help="Maximum number of generated tokens per prompt.",
 )
 @click.option("--limit", type=int, metavar="N", help="Use the first N prompts only.")
-@click.option("--max-seq-len", type=int, metavar="N", help="Maximum context length in tokens (prompt and output).")
+@max_seq_len_option
 @click.option(
     "--max-requests",
     type=int,

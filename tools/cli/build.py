@@ -29,8 +29,7 @@ from spaceport.tools.cli.options import (
     max_slots_option,
     options,
 )
-from spaceport.tools.terminal.build_screen import building
-from spaceport.tools.terminal.screen import show_json, size
+from spaceport.tools.terminal.screen import show_json, size, stages
 
 _SHAPES = options(
     click.option(
@@ -133,18 +132,25 @@ def _options(name: str, shapes: Shapes, manifest: Manifest, given: Mapping[str, 
 
 
 def _build(opened: Bundle, library: Library, build_options: BuildOptions, rebuild: bool) -> BuildResult:
-    """The engine of a target, built with progress on the terminal."""
+    """The engine of a target; its progress is shown from the start of the build and after each quarter of it."""
     bundle, manifest = opened.path, opened.manifest
-    memory = _memory(manifest, build_options.shapes)
-    with building(f"{library.name} for {build_options.target}", memory) as progress:
+    memory, shown = _memory(manifest, build_options.shapes), 0
+    with stages() as stage:
+
+        def on_progress(done: float, phase: str) -> None:
+            nonlocal shown
+            if int(4 * done) > shown:
+                shown = int(4 * done)
+                stage(f"{done:.0%} built: {phase}")
+
         return build_engine(
             bundle,
             manifest,
             library,
             build_options,
             lambda record: not rebuild and _reusable(record),
-            progress.begin,
-            progress.update,
+            lambda: stage(f"building with {library.name} for {build_options.target}: {memory}"),
+            on_progress,
             partial(_require_unchanged, opened),
         )
 

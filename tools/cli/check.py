@@ -15,8 +15,6 @@ from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.backends import BACKENDS, by_reason
 from spaceport.runtime.bundle import Bundle, open_bundle
 from spaceport.tools.cli import ACCURACY, OK
-from spaceport.tools.cli.audit import show as show_audit
-from spaceport.tools.cli.inspect import accuracy
 from spaceport.tools.cli.options import (
     PATH,
     Sectioned,
@@ -35,10 +33,9 @@ from spaceport.verify.cases import DEFAULT_LONG, CheckOptions
 
 if TYPE_CHECKING:
     from spaceport.verify.accuracy import LogitDifference
-    from spaceport.verify.check import CheckOutcome, CheckReport
+    from spaceport.verify.check import CheckReport
 
 _READ_ONLY = "{} is read-only: the report is printed to stdout and not saved in the bundle"
-_OF_A_CHECK = ("backends", "length", "layers", "prompts", "seed", "trust_engines", "as_json")  # options of nothing else
 
 
 class Check(Sectioned):
@@ -46,7 +43,6 @@ class Check(Sectioned):
 
     headings: ClassVar = {
         "backends": "What is compared",
-        "print_polygraphy": "Polygraphy (instead of a check)",
         "threads": "Backend",
         "as_json": "Output",
     }
@@ -71,23 +67,6 @@ class Check(Sectioned):
     help=f"Tokens of the long-context case; default: {DEFAULT_LONG}, or the maximum of the model and all engines.",
 )
 @click.option("--layers", is_flag=True, help="Find the first layer whose output is out of tolerance.")
-@click.option(
-    "--audit",
-    "prompts",
-    type=click.Path(path_type=Path, dir_okay=False),
-    metavar="PROMPTS",
-    help="Also run `spaceport audit` with this prompt file on every backend.",
-)
-@click.option(
-    "--print-polygraphy", is_flag=True, help="Print the commands that compare this bundle with stock Polygraphy."
-)
-@click.option(
-    "--save-outputs",
-    "outputs",
-    type=click.Path(path_type=Path, dir_okay=False),
-    metavar="FILE",
-    help="Save the outputs of CHECKPOINT on the inputs of these commands, for `polygraphy run --load-outputs`.",
-)
 @threads_option
 @click.option(
     "--seed",
@@ -110,9 +89,6 @@ def command(
     backends: tuple[str, ...],
     length: int | None,
     layers: bool,
-    prompts: Path | None,
-    print_polygraphy: bool,
-    outputs: Path | None,
     threads: int,
     seed: int,
     trust_engines: bool,
@@ -125,7 +101,8 @@ def command(
     The tolerance of a pair follows from the coarser of its two data types. The report is saved in the bundle. The exit
     code is 4 if a difference is larger.
     """
-    _refuse_unused(context, print_polygraphy, outputs)
+    unused = Unused(checkpoint is None, ("adapter",), "without CHECKPOINT", "name its base model")
+    refuse_unused(context, (unused,))
     options = CheckOptions(
         checkpoint,
         backends,
@@ -143,32 +120,29 @@ def command(
         require_checkpoint(checkpoint)
     if adapter is not None:
         require_adapter_folder(adapter)
-    if print_polygraphy:
-        show_lines(opened, checkpoint)
-        return OK
-    if outputs is not None:
-        save(opened, options, outputs)
-        return OK
     writable = os.access(opened.path, os.W_OK)
     if not writable:
         click.echo(f"{_READ_ONLY.format(opened.path)}; --json prints all of it", err=True)
     # torch is imported only once the paths are valid
-    from spaceport.verify.check import check_and_audit
+    from spaceport.verify.check import check
 
     with stages() as stage:
-        outcome = check_and_audit(opened, options, prompts, stage)
-    show_outcome(outcome, as_json)
+        report = check(opened, options, stage)
+    if as_json:
+        show_json(report.as_dict())
+    else:
+        show_report(report)
     if writable:
-        _save_report(opened.path, outcome)  # last: the result is shown even if that fails
-    return OK if outcome.passed else ACCURACY
+        _save_report(opened.path, report)  # last: the result is shown even if that fails
+    return OK if report.passed else ACCURACY
 
 
-def _save_report(bundle: Path, outcome: CheckOutcome) -> None:
+def _save_report(bundle: Path, report: CheckReport) -> None:
     """Save the report in the bundle, unless the bundle has become read-only."""
     from spaceport.verify.accuracy import write_report
 
     try:
-        write_report(bundle, outcome.report.as_dict())
+        write_report(bundle, report.as_dict())
     except OSError as error:
         if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
             raise
@@ -181,59 +155,6 @@ def _check_length(length: int | None, bundle: Bundle) -> None:
         raise OptionFault(
             f"--long-context is {length}: expected at most {bundle.manifest.max_positions}, the maximum of the model"
         )
-
-
-def _refuse_unused(context: click.Context, print_polygraphy: bool, outputs: Path | None) -> None:
-    """Raise for options of a check that have no effect with the Polygraphy options."""
-    never = (*_OF_A_CHECK, "outputs", "threads", "adapter", "trust_remote_code")
-    refuse_unused(
-        context,
-        (
-            Unused(print_polygraphy, never, "with --print-polygraphy", "run the check without --print-polygraphy"),
-            Unused(context.params["checkpoint"] is None, ("adapter",), "without CHECKPOINT", "name its base model"),
-            Unused(outputs is not None, _OF_A_CHECK, "with --save-outputs", "run the check without --save-outputs"),
-        ),
-    )
-
-
-def show_lines(bundle: Bundle, checkpoint: Path | None) -> None:
-    """Print the commands that compare a bundle with stock Polygraphy."""
-    from spaceport.verify.polygraphy_commands import commands_for
-
-    report = accuracy(bundle) or {}
-    cases = report.get("cases")
-    logits = [case.get("largest_logit") for case in cases if isinstance(case, dict)] if isinstance(cases, list) else []
-    largest = max((logit for logit in logits if isinstance(logit, float)), default=None)
-    if largest is None:
-        click.echo("# tolerances are for logits up to 1; run `spaceport check` first for those of this model")
-    click.echo("\n\n".join(map(str, commands_for(bundle, checkpoint, largest or 1.0))))
-
-
-def save(bundle: Bundle, options: CheckOptions, file: Path) -> None:
-    """Save the outputs of PyTorch on the inputs of the Polygraphy commands."""
-    if options.checkpoint is None:
-        raise OptionFault("--save-outputs saves the outputs of PyTorch: expected CHECKPOINT after BUNDLE")
-    from spaceport.verify.polygraphy_commands import save_outputs
-    from spaceport.verify.reference import open_reference
-
-    engine = open_reference(
-        bundle, options.checkpoint, 1, 1, "float32", options.remote_code, options.threads, options.adapter
-    )
-    count = save_outputs(engine, bundle.manifest, file)
-    click.echo(f"{file}: outputs of PyTorch float32 in {count} calls")
-
-
-def show_outcome(outcome: CheckOutcome, as_json: bool) -> None:
-    """Print the report, the error of quantization and the audits."""
-    if as_json:
-        show_json(outcome.as_dict())
-        return
-    show_report(outcome.report)
-    if outcome.quantization is not None:
-        click.echo(str(outcome.quantization))
-    for audit in outcome.audits.values():
-        click.echo()
-        show_audit(audit)
 
 
 def show_report(report: CheckReport) -> None:
@@ -276,6 +197,8 @@ def show_report(report: CheckReport) -> None:
         click.echo(f"skipped: {case}")
     if report.layers is not None:
         click.echo(f"{report.layers.compared}: {report.layers}")
+    if report.quantization is not None:
+        click.echo(str(report.quantization))
 
 
 def show_cases(title: str, differences: tuple[LogitDifference, ...]) -> None:

@@ -7,7 +7,7 @@ import shlex
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -26,17 +26,28 @@ from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.scheduling.request import Completion
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.prompt import Prompt
+from spaceport.tools.bench.decode_measuring import (
+    DEFAULT,
+    FORKED,
+    FORKING,
+    PLAIN,
+    DecodeMeasurements,
+    DecodeMode,
+    DecodeOptions,
+    measure_modes,
+    modes_for,
+)
 from spaceport.tools.cli import ACCURACY, OK
 from spaceport.tools.cli.bundle_cache import CachedBundle, model_name
 from spaceport.tools.cli.inspect import accuracy
 from spaceport.tools.cli.options import PATH, adapter_option
-from spaceport.tools.demo.modes import TimedModes, timed, verdicts
 from spaceport.tools.demo.prompts import CODER, MODEL, prompts_of
 from spaceport.tools.terminal.generation import show
 from spaceport.tools.terminal.screen import interruptible_stages, show_notes, show_table, stages
 from spaceport.verify.accuracy import write_report
 from spaceport.verify.cases import CheckOptions
 from spaceport.verify.check import check
+from spaceport.verify.prompts import TokenizedPrompt
 
 COLUMNS = ("prompt", "decoding", "tokens", "steps", "tokens per step", "tokens/s", "speedup", "output")
 LEGEND = """speedup: relative to the plain run of the same round, median (range). tokens/s: median, prompt included.
@@ -47,6 +58,8 @@ NOTE = "The demo model is tiny and its answers are templated: do not compare the
 CODE_COLUMNS = ("prompt", "tokens", "plain, s", "drafted, s", "speedup", "tokens per step", "output")
 CODE_TOKENS, TOKENS, ROUNDS = 400, 160, 5
 
+# Mode of the benchmark -> its name in the table
+MODE_TITLES = {PLAIN: "plain", DEFAULT: "speculative", FORKED: "parallel threads", "forked+drafted": "both"}
 _Row = tuple[object, ...]
 
 
@@ -155,25 +168,47 @@ def prepare(cached: CachedBundle, adapter: Path | None, threads: int) -> bool:
 
 def compare(runtime: Runtime, prompts: Mapping[str, Prompt], max_tokens: int) -> bool:
     """Print the table; whether every speculative run has the output of the run without drafts."""
-    rows: list[_Row] = []
-    runs, child = timed(runtime, list(prompts.values()), max_tokens, ROUNDS), runtime.bundle.manifest.tokens.child
-    for number, name in enumerate(prompts, 1):
-        click.echo(f"decoding prompt {number} of {len(prompts)}: {name}", err=True)
-        rows += rows_of(name, next(runs), child)
+    manifest = runtime.bundle.manifest
+    names = [name for name in MODE_TITLES if manifest.tokens.fork is not None or name not in FORKING]
+    modes = modes_for(manifest, max_tokens, names)
+    tokenized = [
+        TokenizedPrompt(number, tuple(runtime.tokens_of(prompt))) for number, prompt in enumerate(prompts.values())
+    ]
+    with stages() as stage:
+        measured = measure_modes(modes, runtime, tokenized, DecodeOptions(max_tokens, rounds=ROUNDS), stage)
+    rows = [row for number, name in enumerate(prompts) for row in rows_of(name, number, modes, measured)]
     show_table("", COLUMNS, rows)
     click.echo(f"\n{LEGEND}")
-    return all(row[-1] != "DIFFERENT" for row in rows)
+    return not measured.outputs.differences
 
 
-def rows_of(name: str, found: TimedModes, child: int | None) -> Iterator[_Row]:
-    """The rows of a prompt in the table."""
-    plain, outputs = next(iter(found.values())), verdicts(found, child)
-    for mode, runs in found.items():
-        tokens, steps = len(runs[0].completion.tokens), runs[0].completion.statistics.steps
-        ratios = [run.tokens_per_second / base.tokens_per_second for run, base in zip(runs, plain, strict=True)]
-        spread = "" if runs is plain else f" ({min(ratios):.2f}-{max(ratios):.2f})"
-        speed = median(run.tokens_per_second for run in runs)
-        yield name, mode.name, tokens, steps, tokens / steps, speed, f"{median(ratios):.2f}{spread}", outputs[mode]
+def rows_of(name: str, prompt: int, modes: Sequence[DecodeMode], measured: DecodeMeasurements) -> Iterator[_Row]:
+    """The rows of a prompt in the table, without those of forks if its text does not fork."""
+    runs = {
+        mode: [one.statistics for one in measured.completions if (one.mode, one.prompt) == (mode.name, prompt)]
+        for mode in modes
+    }
+    different = {one.mode for one in measured.outputs.differences if one.line == prompt}
+    plain = runs[modes[0]]
+    for mode, found in runs.items():
+        if mode.decoding.fork and found[0].threads == 1:
+            continue
+        speeds = [one.tokens_per_second for one in found]
+        ratios = [speed / base.tokens_per_second for speed, base in zip(speeds, plain, strict=True)]
+        spread = "" if found is plain else f" ({min(ratios):.2f}-{max(ratios):.2f})"
+        drafted = "DIFFERENT" if mode.name in different else "identical"
+        output = "-" if mode.name == mode.reference else drafted
+        tokens, steps = found[0].tokens - (found[0].threads - 1), found[0].steps  # without [Fork]s
+        yield (
+            name,
+            MODE_TITLES[mode.name],
+            tokens,
+            steps,
+            tokens / steps,
+            median(speeds),
+            f"{median(ratios):.2f}{spread}",
+            output,
+        )
         name = ""
 
 

@@ -14,6 +14,7 @@ from spaceport.tools.cli.options import (
     backend_option,
     bundle_argument,
     json_option,
+    max_seq_len_option,
     overwrite_option,
     threads_option,
     trust_engines_option,
@@ -52,7 +53,7 @@ class Distill(Sectioned):
     metavar="N",
     help=f"Answers that are generated at the same time; default: {DEFAULT_REQUESTS}, or the maximum of the bundle's engines.",
 )
-@click.option("--max-seq-len", type=int, metavar="N", help="Maximum context length in tokens (prompt and answers).")
+@max_seq_len_option
 @backend_option
 @threads_option
 @trust_engines_option

@@ -150,7 +150,7 @@ def survey() -> dict[str, Any]:
         "system": system,
         "packages": packages,
         "native_operators": native,
-        "backends": [*map(_backend, BACKENDS), _torch(versions)],
+        "backends": [*map(_backend, BACKENDS)],
         "builders": [*map(_builder, FLAVOURS)],
         "problems": [problem for problem in problems if problem is not None],
     }
@@ -186,12 +186,6 @@ def _backend(name: str) -> dict[str, Any]:
         return {"backend": name, "ready": False, "why": str(error)}
     ready, said = _probe(PROBE, name)
     return {"backend": name, "ready": ready, "why": ", ".join(said)}
-
-
-def _torch(versions: dict[str, str | None]) -> dict[str, Any]:
-    exports = all(versions[package] for package in ("torch", "transformers", "onnx", "onnxscript", "safetensors"))
-    why = "PyTorch reference, with --checkpoint" if exports else f"packages are missing: {install_command('export')}"
-    return {"backend": "torch", "ready": exports, "why": why}
 
 
 def _builder(flavour: str) -> dict[str, Any]:

@@ -17,10 +17,7 @@ from tokenizers import Tokenizer
 from spaceport.graphs.contract.exactness import unmeasured
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import TEMPLATE_FILE, Manifest
-from spaceport.runtime.backends import BACKENDS
-from spaceport.runtime.bundle import open_bundle
 from spaceport.runtime.decoding import Decoding
-from spaceport.runtime.engine import capacity_for, seq_len, slots_for
 from spaceport.runtime.sampling.grammar import Grammar
 from spaceport.runtime.sampling.sampler import Sampling
 from spaceport.runtime.session import Runtime
@@ -33,13 +30,13 @@ from spaceport.tools.cli.options import (
     PATH,
     Sectioned,
     Unused,
+    backend_option,
     bundle_argument,
     declared_options,
     declared_values,
     decoded,
     json_option,
     limit_option,
-    limits_of,
     max_seq_len_option,
     max_slots_option,
     options,
@@ -117,22 +114,7 @@ _engines = options(
     max_seq_len_option,
     max_slots_option,
     limit_option(),
-    click.option(
-        "--backend",
-        type=click.Choice(("auto", *BACKENDS, "torch")),
-        default="auto",
-        metavar="NAME",
-        help=f"Backend: {', '.join(BACKENDS)}, torch; auto = the best one available (default).",
-    ),
-    click.option(
-        "--checkpoint", type=PATH, metavar="FOLDER", help="With --backend torch: the checkpoint of this bundle."
-    ),
-    click.option(
-        "--adapter",
-        type=PATH,
-        metavar="FOLDER",
-        help="With --backend torch: the adapter that --checkpoint is the base of.",
-    ),
+    backend_option,
     runtime_engine_options,
 )
 
@@ -158,7 +140,7 @@ def command(context: click.Context, /, bundle: Path, prompt: str | None, **given
     prompted: Prompt = chat_prompt(text, given["system"], given["chat_template_kwargs"]) if given["chat"] else text
     decoding = decoding_of(given)
     bundle = bundle_at(bundle)
-    with open_runtime(bundle, given) as runtime:
+    with Runtime.open(bundle, **runtime_options(given)) as runtime:
         show_notes(runtime.notes)
         check_with(context, runtime.bundle.manifest, decoding)
         if given["chat"] and TEMPLATE_FILE not in runtime.bundle.manifest.files:
@@ -175,20 +157,6 @@ def command(context: click.Context, /, bundle: Path, prompt: str | None, **given
         show_json(as_dict(completion))
     if given["stats"]:
         show_statistics(completion)
-
-
-def open_runtime(bundle: Path, given: dict[str, Any]) -> Runtime:
-    """The bundle, opened on the backend of --backend."""
-    if given["backend"] != "torch":
-        return Runtime.open(bundle, **runtime_options(given))
-    from spaceport.verify.reference import open_reference
-
-    opened = open_bundle(bundle, allow_links=given["allow_links"])
-    length = seq_len(opened.manifest, given["max_seq_len"], given["max_slots"])
-    slots = slots_for(length, given["max_slots"])
-    capacity, threads = capacity_for(opened.manifest, slots), given["threads"]
-    engine = open_reference(opened, given["checkpoint"], capacity, 1, threads=threads, adapter=given["adapter"])
-    return Runtime(opened, engine, length, slots, limits=limits_of(given["limits"]))
 
 
 def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
@@ -238,12 +206,6 @@ def write_files(trace: Trace, tokenizer: Tokenizer, given: dict[str, Any], title
 def check_before(context: click.Context) -> None:
     """Raise for options that contradict each other or have no effect, whatever the bundle is."""
     given = context.params
-    if given["checkpoint"] is not None and given["backend"] != "torch":
-        raise OptionFault("--checkpoint has no effect without --backend torch: add --backend torch, or leave it out")
-    if given["adapter"] is not None and given["checkpoint"] is None:
-        raise OptionFault("--adapter has no effect without --checkpoint: name its base model with --checkpoint")
-    if given["checkpoint"] is None and given["backend"] == "torch":
-        raise OptionFault("--backend torch runs the PyTorch checkpoint: name its folder with --checkpoint")
     grammar_flag = (
         "--regex" if given["regex"] is not None else "--json-schema" if given["json_schema"] is not None else ""
     )
@@ -267,12 +229,6 @@ def check_before(context: click.Context) -> None:
             Unused(given["as_json"], ("show_drafts",), "with --json", "leave --json out"),
             Unused(
                 given["draft"] == "chain", ("draft_rows", "draft_siblings"), "with --draft chain", "use --draft tree"
-            ),
-            Unused(
-                given["backend"] == "torch",
-                ("trust_engines", "step_costs", "copy_weights"),
-                "with --backend torch",
-                "use another backend",
             ),
             Unused(given["fork"] is False, ("max_threads", "max_depth"), "with --no-fork", "leave --no-fork out"),
         ),

@@ -58,7 +58,7 @@ _DRAFTING = (
     *("mask_slots", "distinct", "group", "shift", "anchors", "drop_rate", "correction_rank", "mask_weight"),
     *("phrases", "mask_token"),
 )
-_FORKING = ("unforked_share", "unfork_rate", "fork_token", "child_token")
+_FORKING = ("unfork_rate", "fork_token", "child_token")
 _ADAPTING = ("rank", "alpha", "targets")
 
 
@@ -147,13 +147,6 @@ _objective = options(
         "Maximum number of phrases that are counted in DATA, for draft tokens without mask slots; 0: none.",
     ),
     _setting("--mask-weight", "W", "Weight of the mask slots' mean loss relative to the next-token loss."),
-    _setting(
-        "--unforked-share",
-        "P",
-        "Share of the samples of an epoch that have no forks at all.",
-        type=float,
-        show_default="as in the data",
-    ),
     _setting(
         "--unfork-rate",
         "P",

@@ -123,12 +123,6 @@ def interruptible_stages() -> Iterator[Callable[[str], None]]:
         raise
 
 
-def duration(seconds: float) -> str:
-    """A time in hours, minutes and seconds: 1:05:30."""
-    whole = round(seconds)
-    return f"{whole // 3600}:{whole % 3600 // 60:02}:{whole % 60:02}"
-
-
 def size(count: float) -> str:
     """A number of bytes with its unit."""
     for unit in ("B", "KB", "MB", "GB"):

@@ -6,17 +6,18 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
-from transformers import PreTrainedTokenizerFast
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from recipes.untrained import train_tokenizer, write_untrained
 from spaceport.training.job import TuningJob
 from spaceport.training.settings import TokenNames, TrainingSettings
 from spaceport.training.tuning import train
@@ -26,7 +27,18 @@ KEPT = ("*.json", "*.jinja", "*.safetensors")  # files of the trained checkpoint
 
 MASK = "[M]"
 TOKENS = 628
-SHAPE = {"rows": 640, "hidden": 96, "intermediate": 192, "layers": 3}  # 640 rows for 628 tokens: the two differ
+HIDDEN, LAYERS = 96, 3
+LONGEST_TEXT = 1024  # tokens
+BOS, EOS, START, END = "<s>", "</s>", "<|start|>", "<|end|>"
+_TEMPLATE = """\
+{{- bos_token }}
+{%- for message in messages %}
+{{- '<|start|>' + message['role'] + '\\n' + message['content'] + '<|end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '<|start|>assistant\\n' }}
+{%- endif %}
+"""
 
 STEPS = 2600
 BATCH = 4
@@ -64,10 +76,59 @@ def json_sources() -> dict[str, str]:
     return {path.name: path.read_text("utf-8") for path in sorted(folder.glob("*.py"))}
 
 
-def tokenizer_for(sources: dict[str, str]) -> PreTrainedTokenizerFast:
-    """A tokenizer that knows the mask token; numbers stay whole."""
-    texts = [*sources.values(), FOREIGN, *map(chr, range(32, 127))]
-    return train_tokenizer(texts, TOKENS, added=(MASK,), split=())
+def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE tokenizer that starts every text with bos and knows the mask token."""
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    core.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=TOKENS,
+        special_tokens=[BOS, EOS, START, END, MASK],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    core.train_from_iterator(texts, trainer)
+    bos = [(BOS, core.token_to_id(BOS))]
+    opening = processors.TemplateProcessing(single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=bos)
+    core.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), opening])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        bos_token=BOS,
+        eos_token=EOS,
+        extra_special_tokens=[START, END, MASK],
+        chat_template=_TEMPLATE,
+        model_max_length=LONGEST_TEXT,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def write_untrained(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Write a Llama with random weights in float16, and its tokenizer."""
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    config = LlamaConfig(
+        vocab_size=640,  # for 628 tokens: the two differ
+        hidden_size=HIDDEN,
+        intermediate_size=192,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=HIDDEN // 6,
+        max_position_embeddings=LONGEST_TEXT,
+        initializer_range=0.05,  # at 0.02 a model this narrow learns late
+        tie_word_embeddings=True,
+        bos_token_id=bos,
+        eos_token_id=eos,
+    )
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(config)
+        for layer in model.model.layers:  # output projections are scaled down with depth, as in GPT-2
+            for projection in (layer.self_attn.o_proj, layer.mlp.down_proj):
+                cast("torch.nn.Linear", projection).weight /= math.sqrt(2 * LAYERS)
+    ends = [eos, tokenizer.convert_tokens_to_ids(END)]
+    model.generation_config = GenerationConfig(bos_token_id=bos, eos_token_id=ends, pad_token_id=eos)
+    model.half().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def samples(tokenizer: PreTrainedTokenizerFast, sources: dict[str, str]) -> Iterator[dict[str, Any]]:
@@ -104,10 +165,10 @@ def make() -> None:
     """Train the checkpoint and write it next to this file."""
     torch.use_deterministic_algorithms(True)
     sources = json_sources()
-    tokenizer = tokenizer_for(sources)
+    tokenizer = train_tokenizer([*sources.values(), FOREIGN, *map(chr, range(32, 127))])
     with tempfile.TemporaryDirectory(prefix="spaceport-tiny-") as folder:
         untrained, data, tuned = (Path(folder) / name for name in ("untrained", "data.jsonl", "tuned"))
-        write_untrained(untrained, tokenizer, **SHAPE)
+        write_untrained(untrained, tokenizer)
         data.write_text("".join(json.dumps(sample) + "\n" for sample in samples(tokenizer, sources)), "utf-8")
         train(TuningJob(untrained, tuned, (data,), SETTINGS, TokenNames((MASK,), None, None), log_every=100))
         for pattern in KEPT:

@@ -26,7 +26,6 @@ from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.sampling.grammar import Grammar
 from spaceport.runtime.scheduling.request import Completion
 from spaceport.runtime.session import Runtime
-from spaceport.training.acceptance import AnswerSegment, along_segment
 from support.arrivals import DRAFT_CONFIGS, LANGUAGES
 from support.hash_engine import (
     CHILD,
@@ -236,10 +235,6 @@ def test_a_prompt_is_cut_no_earlier_for_its_draft() -> None:
         with runtime:
             assert runtime.generate([1] * length, Decoding(max_tokens=1, mask_slots=5)).statistics.steps == 1
         assert len(engine.widths) == (1 if length <= STEP_ROWS else 2)
-    runtime, engine = narrow(Language(1), "scatter")
-    with runtime:  # requests of the acceptance measurement keep to it too
-        assert along_segment(runtime, AnswerSegment((1,) * STEP_ROWS, (2,)), 5).steps == 1
-    assert engine.widths == [STEP_ROWS]
 
 
 PROMPT = [1, 2, 3, 4, 5]

@@ -114,8 +114,6 @@ def test_every_command_that_reads_drafts_takes_heads(
     data, own = exact_data(tmp_path / "data.jsonl"), ["--adapter", str(adapter)]
     bundle = shutil.copytree(bundle, tmp_path / "bundle")  # a check writes what it has measured
     assert run(["check", str(bundle), str(base), "--long-context", "40", "--threads", "1", *own]) == OK
-    prompt = ["generate", str(bundle), "import", "--max-tokens", "4"]
-    assert run([*prompt, "--backend", "torch", "--checkpoint", str(base), *own]) == OK
     limits = ["--max-tokens", "17", "--max-seq-len", "64", "--threads", "1"]
     found: list[dict[str, Any]] = []
     for models in ([str(bundle), str(data)], [str(base), str(data), *own], [str(bundle), str(tiny_bundle), str(data)]):

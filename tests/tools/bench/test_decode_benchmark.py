@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import astuple, replace
 from pathlib import Path
 
@@ -15,7 +17,7 @@ from spaceport.runtime.comparison import TokenDifference
 from spaceport.runtime.decode.sequence_group import Statistics
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
-from spaceport.tools.bench.decode import DecodeResults, Rate, benchmark_decode, mode_summaries
+from spaceport.tools.bench.decode import DecodeResults, ModeSummary, Rate, mode_summaries
 from spaceport.tools.bench.decode_measuring import (
     MODES,
     PLAIN,
@@ -24,18 +26,15 @@ from spaceport.tools.bench.decode_measuring import (
     DecodeOptions,
     MeasuredCompletion,
     OutputDifference,
+    measure_modes,
     modes_for,
     parse_modes,
 )
-from spaceport.tools.bench.machine import Machine
-from spaceport.tools.bench.replay import (
-    implied_tokens_per_step,
-    replay_runtime,
-    synthetic_texts,
-)
+from spaceport.tools.bench.replay import replay_runtime, synthetic_texts
 from spaceport.tools.bench.report import Spread
 from spaceport.verify.prompts import TokenizedPrompt
 
+Replayed = Callable[..., list[ModeSummary]]  # called with numbers of mask slots
 TWO_MODES = (DecodeMode(PLAIN, Decoding(), PLAIN), DecodeMode("default", Decoding(), PLAIN))
 PROMPTS = (TokenizedPrompt(2, (1, 2, 3)), TokenizedPrompt(7, (4,)))
 OPTIONS = DecodeOptions(rounds=2, temperatures=(0.0,))
@@ -74,9 +73,8 @@ def report(different: int = 0, options: DecodeOptions = OPTIONS, tokens_of_first
     found.outputs.differences += [
         OutputDifference("default", PLAIN, 0.0, 1, 7, TokenDifference((0,), 9, 6, None, 99))
     ] * different
-    machine = Machine("a CPU", "model 1", 2, (), "a system")
     summaries = mode_summaries(found, TWO_MODES, PROMPTS, options)
-    return DecodeResults("x.bundle", "Engine, cpu", machine, options, 2, summaries, tuple(found.outputs.differences))
+    return DecodeResults("x.bundle", "Engine, cpu", "a CPU", 2, options, 2, summaries, tuple(found.outputs.differences))
 
 
 def names_of(manifest: Manifest, names: tuple[str, ...] | None = None, fixed: tuple[int, ...] = ()) -> list[str]:
@@ -127,69 +125,54 @@ def test_each_mode_drafts_what_its_name_says(demo_bundle: Path) -> None:
     assert {decoding.max_tokens for decoding in decodings.values()} == {8}
 
 
-def test_a_replay_drafts_as_the_opened_runtime(
-    demo_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: list[tuple[object, object]] = []
-    make = Runtime.__init__
+@contextmanager
+def replayed(bundle: Path, acceptance: tuple[float, ...], requests: int = 1, seed: int = 0) -> Iterator[Replayed]:
+    """Decodes synthetic texts with these acceptance rates in chains of a number of mask slots."""
+    options = DecodeOptions(96, rounds=1, requests=requests)
+    with Runtime.open(bundle, threads=1, max_requests=requests) as base:
+        texts, prompts = synthetic_texts(base, acceptance, 6, 16, 96, seed)
+        with replay_runtime(base, texts, acceptance) as runtime:
+            assert (runtime.costs, runtime.exactness) == (base.costs, base.exactness)
 
-    def recorded(self: Runtime, *given: object, **options: object) -> None:
-        make(self, *given, **options)  # type: ignore[arg-type]
-        made.append((options.get("costs"), options.get("exactness")))
+            def of(*slots: int) -> list[ModeSummary]:
+                modes = modes_for(base.bundle.manifest, 96, (), slots)
+                measured = measure_modes(modes, runtime, prompts, options, lambda line: None)
+                assert not measured.outputs.differences
+                assert set(measured.outputs.compared.values()) == {6 * 2}
+                return list(mode_summaries(measured, modes, prompts, options))
 
-    monkeypatch.setattr(Runtime, "__init__", recorded)
-    (file := tmp_path / "prompts.jsonl").write_text('{"prompt": "def a"}')
-    decode = DecodeOptions(rounds=1, limit=1, max_tokens=4, threads=1, replay=(0.5,))
-    benchmark_decode(demo_bundle, file, decode, lambda _: None)
-    opened, *others = made
-    assert None not in opened
-    assert others
-    assert [one for one in others if one != opened] == []
-
-
-def replayed(bundle: Path, acceptance: tuple[float, ...], **more: object) -> DecodeResults:
-    given = {"max_tokens": 96, "limit": 6, "rounds": 1, "context": 16, "threads": 1, **more}
-    return benchmark_decode(bundle, None, DecodeOptions(replay=acceptance, **given), lambda _: None)  # type: ignore[arg-type]
+            yield of
 
 
 @pytest.mark.slow
-def test_chains_reach_the_tokens_per_step_that_the_table_implies(tiny_bundle: Path) -> None:
-    acceptance = (0.79,) * 5
-    report = replayed(tiny_bundle, acceptance, fixed=(1, 3, 5))
-    found = {mode.mode: mode for mode in report.modes}
-    assert list(found) == ["plain", "default", "fixed 1", "fixed 3", "fixed 5"]
-    assert found["plain"].tokens_per_step == 1.0
-    for slots in (1, 3, 5):
-        chain = found[f"fixed {slots}"]
+def test_chains_reach_the_tokens_per_step_that_the_acceptance_rates_imply(tiny_bundle: Path) -> None:
+    with replayed(tiny_bundle, (0.79,) * 5) as of:
+        plain, *chains = of(1, 3, 5)
+    assert plain.tokens_per_step == 1.0
+    for slots, chain in zip((1, 3, 5), chains, strict=True):
         # The first step has no candidates, and max_tokens cuts the last ones.
-        assert chain.tokens_per_step == pytest.approx(implied_tokens_per_step(acceptance[:slots]), rel=0.09)
+        assert chain.tokens_per_step == pytest.approx(sum(0.79**depth for depth in range(slots + 1)), rel=0.09)
         rates = [rate.rate for rate in chain.by_depth]
         assert rates == pytest.approx([0.79**depth for depth in range(1, slots + 1)], abs=0.07)
         assert set(chain.by_source) == {"mask"}
-    assert 1 <= found["default"].tokens_per_step < 3.7  # on a busy machine drafts of a tiny model may not pay
-    assert report.identical
-    assert sum(mode.compared for mode in report.modes) == 4 * 6 * 2
-    assert found["default"].by_source.keys() <= {"mask"}  # prompt lookup finds nothing
 
 
 def test_a_replay_is_repeatable_also_with_concurrent_requests(tiny_bundle: Path) -> None:
-    given: dict[str, object] = {"modes": ("plain",), "fixed": (2,), "limit": 3, "max_tokens": 40}
-    alone, again, concurrent = (
-        replayed(tiny_bundle, (0.6, 0.3), requests=requests, **given).modes[1] for requests in (1, 1, 3)
-    )
-    assert alone.by_depth == again.by_depth == concurrent.by_depth
-    assert replayed(tiny_bundle, (0.6, 0.3), seed=1, **given).modes[1].by_depth != alone.by_depth
-    never = replayed(tiny_bundle, (0.0, 0.5), **given).modes[1]
-    assert [rate.rate for rate in never.by_depth] == [0.0, 0.0]
+    found = []
+    for acceptance, requests, seed in (((0.6, 0.3), 1, 0), ((0.6, 0.3), 3, 0), ((0.6, 0.3), 1, 1), ((0.0, 0.5), 1, 0)):
+        with replayed(tiny_bundle, acceptance, requests, seed) as of:
+            found.append(of(2)[1].by_depth)
+    alone, concurrent, other, never = found
+    assert alone == concurrent != other
+    assert [rate.rate for rate in never] == [0.0, 0.0]
 
 
 def test_the_inner_engine_computes_every_row(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = DecodeOptions(replay=(0.5,), limit=1, context=8, max_tokens=20)
     with Runtime.open(tiny_bundle, threads=1, max_seq_len=64) as base:
         fed: list[int] = []
         run = base.engine.run
         monkeypatch.setattr(base.engine, "run", lambda batch: (fed.append(batch.input_ids.size), run(batch))[1])
-        texts, (prompt,) = synthetic_texts(base, options, ())
+        texts, (prompt,) = synthetic_texts(base, (0.5,), 1, 8, 20)
         with replay_runtime(base, texts, (0.5,)) as runtime:
             found = runtime.generate(list(prompt.tokens), Decoding(max_tokens=20, mask_slots=2, draft="chain"))
     assert sum(fed) == found.statistics.rows

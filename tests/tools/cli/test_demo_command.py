@@ -6,22 +6,31 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
-from itertools import count, pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from spaceport.graphs.contract.faults import InputFault
+from spaceport.runtime.comparison import TokenDifference
+from spaceport.runtime.decode.sequence_group import Statistics
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.scheduling.request import Completion
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.prompt import Prompt
+from spaceport.tools.bench.decode_measuring import (
+    PLAIN,
+    DecodeMeasurements,
+    DecodeMode,
+    MeasuredCompletion,
+    OutputDifference,
+    measure_modes,
+)
 from spaceport.tools.cli import USAGE, demo, run
 from spaceport.tools.cli.bundle_cache import CachedBundle
-from spaceport.tools.cli.demo import answer_code, answered, program_and, rows_of
-from spaceport.tools.demo.modes import MODES, TimedModes, TimedRun, timed
+from spaceport.tools.cli.demo import answer_code, answered, compare, program_and, rows_of
 from spaceport.tools.demo.prompts import prompts_of
 from support.adapters import train
 from support.gguf_files import random_model, stored_tensors, write_gguf
@@ -29,7 +38,6 @@ from support.paths import TINY
 from support.small_bundle import forking_copy
 
 DECODER: str = json.loads((TINY / "prompts.json").read_text("utf-8"))["begin of json/decoder.py"]
-PLAIN, SPECULATIVE, PARALLEL, BOTH = MODES
 
 Capture = pytest.CaptureFixture[str]
 
@@ -41,54 +49,39 @@ def runtime(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
         yield opened
 
 
-@pytest.fixture(scope="module")
-def found(runtime: Runtime) -> TimedModes:
-    clock = map(float, (n * n for n in count())).__next__  # every run takes longer than the one before it
-    return next(timed(runtime, [DECODER], 60, 4, clock))
-
-
-def lasting(runs: Sequence[TimedRun], *seconds: float) -> list[TimedRun]:
-    """Runs with other times."""
-    return [replace(run, seconds=each) for run, each in zip(runs, seconds, strict=True)]
-
-
-def test_a_prompt_whose_output_forks_runs_in_four_modes_and_each_round_starts_with_another(found: TimedModes) -> None:
-    assert list(found) == [PLAIN, SPECULATIVE, PARALLEL, BOTH]
-    completions = [runs[0].completion for runs in found.values()]
-    assert [len(one.threads) for one in completions] == [1, 1, 5, 5]
-    assert [any(one.statistics.drafted_by_depth) for one in completions] == [False, True, False, True]
-    rounds = [[runs[number].seconds for runs in found.values()] for number in range(4)]
-    assert [seconds.index(min(seconds)) for seconds in rounds] == [0, 1, 2, 3]
-    assert [max(one) < min(later) for one, later in pairwise(rounds)] == [True] * 3
-
-
-def test_each_speculative_run_is_compared_with_the_run_above_it_in_every_thread_and_round(
-    runtime: Runtime, found: TimedModes
+def test_a_text_that_forks_has_four_rows_and_differences_are_shown_where_they_are(
+    runtime: Runtime, capfd: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    child = runtime.bundle.manifest.tokens.child
+    def planted(*given: Any) -> DecodeMeasurements:
+        measured = measure_modes(*given)
+        measured.outputs.differences.append(different)
+        return measured
 
-    def outputs(changed: TimedModes) -> list[str]:
-        return [str(row[-1]) for row in rows_of("name", {**found, **changed}, child)]
+    different = OutputDifference("forked+drafted", "forked", 0.0, 1, 0, TokenDifference((0,), 9, 6, None, 99))
+    assert compare(runtime, {"forks": DECODER}, 60)
+    monkeypatch.setattr(demo, "measure_modes", planted)
+    assert not compare(runtime, {"forks": DECODER, "short": DECODER}, 60)
+    outputs = ("-", "identical", "DIFFERENT")
+    rows = [row for line in capfd.readouterr().out.splitlines() if (row := line.split()) and row[-1] in outputs]
+    same = ["-", "identical", "-", "identical"]
+    assert [row[-1] for row in rows] == [*same, "-", "identical", "-", "DIFFERENT", *same]
+    (_, plain, tokens, steps, *_), (speculative, drafted, fewer, *_) = rows[:2]
+    assert (plain, speculative) == ("plain", "speculative")
+    assert tokens == drafted
+    assert int(fewer) < int(steps)
 
-    assert outputs({}) == ["-", "identical", "-", "identical"]
-    assert outputs({SPECULATIVE: found[PARALLEL]}) == ["-", "DIFFERENT", "-", "identical"]
-    *runs, run = found[BOTH]
-    last = run.completion.threads[-1]
-    threads = (*run.completion.threads[:-1], replace(last, tokens=(*last.tokens[:-1], 5)))
-    other = replace(run, completion=replace(run.completion, threads=threads))
-    assert outputs({BOTH: [*runs, other]}) == ["-", "identical", "-", "DIFFERENT"]
 
-
-def test_a_row_shows_the_cost_and_the_median_speedup_within_rounds(runtime: Runtime, found: TimedModes) -> None:
-    times = {PLAIN: lasting(found[PLAIN], 1, 2, 3, 4), BOTH: lasting(found[BOTH], 0.5, 0.5, 3, 1)}
-    first, *_, row = rows_of("name", {**found, **times}, runtime.bundle.manifest.tokens.child)
-    completion = found[BOTH][0].completion
-    tokens, steps = len(completion.tokens), completion.statistics.steps
-    assert row[:5] == ("", "both", tokens, steps, tokens / steps)
-    assert row[5] == tokens * (2 + 1) / 2  # between the second and the third of four
-    ratio = tokens / len(found[PLAIN][0].completion.tokens)
-    assert row[6] == f"{3 * ratio:.2f} ({1 * ratio:.2f}-{4 * ratio:.2f})"
-    assert (first[0], first[6]) == ("name", "1.00")
+def test_a_row_shows_the_median_speedup_within_rounds() -> None:
+    plain, both = modes = [DecodeMode(PLAIN, Decoding(), PLAIN), DecodeMode("default", Decoding(), PLAIN)]
+    seconds = {plain: (1.0, 2.0, 3.0, 4.0), both: (0.5, 0.5, 3.0, 1.0)}
+    measured = DecodeMeasurements()
+    for mode, times in seconds.items():
+        for number, taken in enumerate(times, 1):
+            statistics = Statistics(steps=6, tokens=12, threads=1, seconds=taken)
+            measured.completions.append(MeasuredCompletion(mode.name, 0.0, number, 0, statistics))
+    first, row = rows_of("name", 0, modes, measured)
+    assert (first[0], first[6], first[7]) == ("name", "1.00", "-")
+    assert row == ("", "speculative", 12, 6, 2.0, 12 * (2 + 1) / 2, "3.00 (1.00-4.00)", "identical")
 
 
 def code_demo(bundle: Path, kept: Path) -> bool:

@@ -187,7 +187,6 @@ WRONG: list[tuple[list[object], str]] = [
     (["a", "--prompt-file", __file__], "PROMPT and --prompt-file are both given: expected PROMPT"),
     ([""], "the prompt is empty: expected at least one character"),
     (["a", "--mask-slots", 6], "--mask-slots is 6: expected 0 to 5, the number that the bundle was exported with"),
-    (["a", "--backend", "torch"], "--backend torch runs the PyTorch checkpoint: name its folder with --checkpoint"),
     (["a", "--max-total-tokens", 5000], r"make 5002 slots, --max-slots is 1024: lower .* to 1022, or"),
     (["a", "--chat", "--chat-template-kwargs", "{"], "--chat-template-kwargs: .*: expected a JSON object"),
     (["a", "--lookup", 3, "--draft", "chain"], "--lookup is 3 with --draft chain: it applies to --draft tree only"),

@@ -101,11 +101,10 @@ def tiny_copy(folder: Path, **config: Any) -> Path:
     return copy
 
 
-@pytest.mark.parametrize("answers", ["own", "reference"])
 def test_a_checkpoint_and_its_bundles_have_the_same_acceptance(
-    tmp_path: Path, tiny_bundle: Path, tiny_append_bundle: Path, answers: str
+    tmp_path: Path, tiny_bundle: Path, tiny_append_bundle: Path
 ) -> None:
-    file, options = data_file(tmp_path, *LINES), ("--max-tokens", 40, "--answers", answers)
+    file, options = data_file(tmp_path, *LINES), ("--max-tokens", 40)
     (checkpoint,) = numbers(TINY, file, *options)["models"]
     models = [tiny_bundle, tiny_append_bundle]
     rows = numbers(*models, file, *options, "--threads", 1)["models"]
@@ -119,7 +118,7 @@ def test_a_checkpoint_and_its_bundles_have_the_same_acceptance(
 
 
 @pytest.mark.torch
-def test_saved_rates_are_those_along_own_answers(tmp_path: Path) -> None:
+def test_saved_rates_are_those_of_the_measurement(tmp_path: Path) -> None:
     before = json.loads((TINY / "sar_config.json").read_text("utf-8"))
     checkpoint = tiny_copy(tmp_path, **before)
     (found,) = numbers(checkpoint, data_file(tmp_path, *LINES), "--max-tokens", 40, "--save")["models"]
@@ -139,7 +138,6 @@ def test_saved_rates_are_those_along_own_answers(tmp_path: Path) -> None:
         ("B", "--save", "--save with .*: expected a checkpoint folder"),
         ("TINY", "--backend onnxruntime", "is a checkpoint and runs in PyTorch: leave --backend out"),
         ("TINY TINY", "--save", "--save with several models: expected one CHECKPOINT with it"),
-        ("TINY", "--save --answers reference", "--save with --answers reference: drafts are accepted along own"),
     ],
 )
 def test_an_invalid_option_is_an_error_before_a_model_is_measured(
@@ -161,8 +159,8 @@ def test_models_and_data_that_cannot_be_measured_are_errors(tmp_path: Path, tiny
         ([tmp_path], LINES, "expected a checkpoint .* or a bundle"),
         ([tiny_bundle, tmp_path / "none"], LINES, "none: expected a checkpoint .* or a bundle"),
         ([plain], LINES, "has no mask token and no heads, so there are no draft tokens.*spaceport tune"),
-        ([tiny_bundle], (), "contains no conversation"),
-        ([tiny_bundle], (chat("What is [M]?", "A mask."),), r"no answer of its 1 conversations .*1 dropped"),
+        ([tiny_bundle], (), "has no prompt"),
+        ([tiny_bundle], (chat("import json\n" * 1000, ""),), "none of its 1 prompts has less than 1024 tokens"),
     ):
         result = call(*models, data_file(tmp_path, *lines))
         assert isinstance(result.exception, InputFault)
@@ -237,6 +235,7 @@ def test_concurrent_requests_are_limited_to_those_of_the_engines(tmp_path: Path)
     few = {name: replace(RECORD, requests=requests) for name, requests in (("a", 2), ("b", 1))}
     assert requests_for(replace(manifest, engines=few)) == 2
     assert requests_for(replace(manifest, engines={"a": replace(RECORD, requests=8)})) == 4
+    assert [requests_for(replace(manifest, engines=engines), 16) for engines in ({}, few)] == [16, 2]
 
 
 def test_prompts_are_lines_of_text_or_json(tmp_path: Path) -> None:

@@ -105,7 +105,6 @@ def put(bundle: Path, name: str, content: bytes) -> None:
         ("audit", "Missing argument 'BUNDLE...'"),
         ("audit bundle --limit 3", "Missing argument 'PROMPTS'"),
         ("check BUNDLE TINY --long-context 1025", "--long-context is 1025: expected at most 1024, the maximum of the"),
-        ("check BUNDLE TINY --print-polygraphy --json", "--json has no effect with --print-polygraphy"),
         ("bench steps BUNDLE --rows a", "--rows is 'a': expected comma-separated whole numbers of at least 1"),
         ("demo TINY --threads -2", "^spaceport: --threads is -2: expected 0"),
         ("demo TINY --max-tokens 0", "^spaceport: --max-tokens is 0: expected a whole number of at least 1"),
@@ -208,7 +207,6 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(tiny_bundl
     expected = [
         ("tokenizers", generate, "needs the package tokenizers, .*pip install .*"),
         ("onnxruntime", generate, r"backend onnxruntime needs the package onnxruntime, .*pip install .*\[cpu\]'"),
-        ("torch", [*generate, "--backend", "torch", "--checkpoint", str(TINY)], r"package torch, .*pip .*\[export\]'"),
         ("torch", ["export", str(TINY), "no"], r"`spaceport export` needs the package torch, .*pip .*\[export\]'"),
     ]
     commands = json.dumps([[package, command] for package, command, _ in expected])

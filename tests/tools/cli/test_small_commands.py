@@ -42,7 +42,7 @@ def test_every_backend_is_ready_or_says_why_not(capfd: Capture) -> None:
     assert errors == ""
     found: dict[str, Any] = json.loads(output)
     backends = {entry["backend"]: entry for entry in found["backends"]}
-    assert [*backends] == [*BACKENDS, "torch"]
+    assert [*backends] == [*BACKENDS]
     assert backends["onnxruntime"]["ready"]
     assert "CPUExecutionProvider" in backends["onnxruntime"]["why"]
     reason = no_gpu()

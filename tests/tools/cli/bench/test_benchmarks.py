@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from spaceport.tools.bench.decode import REPLAY_LABEL
 from spaceport.tools.cli import ACCURACY, INPUT, OK, USAGE, run
 from support.paths import ROOT, TINY
 from support.planted import ignore_the_mask, planted
@@ -23,13 +22,12 @@ MISTAKES = (
     (f"{STEPS} --rounds 0", USAGE, "--context is 256 and --rounds 0: expected at least 1 of each"),
     (f"{STEPS} --context 4000", USAGE, "48 tokens after 4000 tokens make 4049, the context length is 1024: lower"),
     ("steps none", INPUT, "no such folder"),
-    ("decode TINY", USAGE, "no prompt file: expected PROMPTS, or --replay with acceptance rates"),
+    ("decode TINY", USAGE, "Missing argument 'PROMPTS'"),
     (f"{DECODE} --max-tokens 5000", INPUT, "line 1: "),
     ("decode TINY README.md", INPUT, "README.md line 1: '# Spaceport' is part of a document, not a prompt"),
     (f"{DECODE} --max-tokens 0", USAGE, "--max-tokens is 0: expected at least 1"),
-    ("decode TINY --replay 0.5,1.1", USAGE, "--replay is '0.5,1.1': expected comma-separated numbers from 0 to 1"),
-    ("decode TINY --replay 0.5 --temperatures 1", USAGE, "a replay is greedy"),
-    ("decode TINY --replay 0.5 --context 4000 --max-tokens 96", USAGE, "--max-tokens 96 make 4096"),
+    (f"{STEPS} --replay 0.5,1.1", USAGE, "--replay is '0.5,1.1': expected comma-separated numbers from 0 to 1"),
+    (f"{STEPS} --replay 1,1,1,1,1,1", USAGE, "--replay has 6 depths: expected at most 5"),
 )
 
 
@@ -80,14 +78,9 @@ def decode(bundle: Path, *more: object) -> list[str]:
     return [str(one) for one in message]
 
 
-def test_every_mode_and_temperature_is_reported(
-    tiny_bundle: Path, texts: Path, tmp_path: Path, capsys: Capture
-) -> None:
-    file = tmp_path / "decode.md"
-    command = decode(tiny_bundle, texts, "--temperatures", "0,0.8,0", "--fixed", "2,2", "--markdown", file)
-    assert bench(*command) == OK
+def test_every_mode_and_temperature_is_reported(tiny_bundle: Path, texts: Path, capsys: Capture) -> None:
+    assert bench(*decode(tiny_bundle, texts, "--temperatures", "0,0.8,0", "--fixed", "2,2")) == OK
     out, err = capsys.readouterr()
-    assert file.read_text("utf-8") == out
     modes = ["plain", "lookup", "masks", "default", "fixed 2"]
     lines = [line.split(" | ")[:2] for line in out.splitlines() if line.endswith((" reference |", " same as plain |"))]
     assert lines == [[f"| {mode}", heat] for heat in ("0", "0.8") for mode in modes]
@@ -97,14 +90,6 @@ def test_every_mode_and_temperature_is_reported(
         r" 2 prompts, 5 modes, 1 rounds after a warm-up: about \d+ s if every completion has 16 tokens\n.* warming up, "
     )
     assert re.search(work, err)
-
-
-def test_a_replay_is_labelled(tiny_bundle: Path, tmp_path: Path, capsys: Capture) -> None:
-    file = tmp_path / "replay.md"
-    assert bench(*decode(tiny_bundle, "--replay", "0.7,0.7", "--limit", 2, "--json", "--markdown", file)) == OK
-    found = json.loads(capsys.readouterr().out)
-    assert (found["kind"], found["label"], found["options"]["replay"]) == ("replay", REPLAY_LABEL, [0.7, 0.7])
-    assert file.read_text("utf-8").startswith(f"**{REPLAY_LABEL}** (0.7, 0.7 by depth).\n")
 
 
 def test_what_differs_is_reported_with_exit_code_4(

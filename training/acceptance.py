@@ -22,6 +22,7 @@ from spaceport.runtime.bundle import read_manifest
 from spaceport.runtime.decode.sequence_group import Statistics
 from spaceport.runtime.decode.sources import USUAL_LOOKUP, Lookup
 from spaceport.runtime.decoding import DEFAULT_LOOKUP, Decoding
+from spaceport.runtime.sampling.sampler import Sampling
 from spaceport.runtime.session import Runtime
 from spaceport.verify.prompts import AuditPrompt, tokens_of
 
@@ -225,13 +226,16 @@ class MeasuredDrafts:
         return measured_acceptance(self.all.acceptance, self.all.tokens, data, day, self.lookup.rates)
 
 
-def measure(runtime: Runtime, prompts: Iterable[DraftPrompt], max_tokens: int) -> MeasuredDrafts:
-    """Acceptance along the greedy answers of up to `max_tokens` that the model generates, in chains of all its drafts."""
-    slots = runtime.bundle.manifest.drafts.max_tokens
+def measure(
+    runtime: Runtime, prompts: Iterable[DraftPrompt], max_tokens: int, temperature: float = 0.0
+) -> MeasuredDrafts:
+    """Acceptance along the answers of up to `max_tokens` that the model generates, in chains of all its drafts."""
+    slots, sampling = runtime.bundle.manifest.drafts.max_tokens, Sampling(temperature=temperature, seed=0)
     measured = MeasuredDrafts()
     for prompt in prompts:
         room = min(max_tokens, runtime.max_seq_len - len(prompt.tokens))
-        completion = runtime.generate(prompt.tokens, Decoding(max_tokens=room, mask_slots=slots, draft="chain"))
+        decoding = Decoding(max_tokens=room, mask_slots=slots, draft="chain", sampling=sampling)
+        completion = runtime.generate(prompt.tokens, decoding)
         measured.add(prompt.kind, completion.statistics)
         measured.lookup.add(prompt.tokens, completion.threads[0].tokens)
     return measured

@@ -15,6 +15,7 @@ from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.runtime.bundle import Bundle
 from spaceport.runtime.decode.sources import Acceptance, Continuation, Lookup, common
 from spaceport.runtime.decoding import Decoding
+from spaceport.runtime.sampling.sampler import Sampling
 from spaceport.runtime.session import Runtime
 from spaceport.training.acceptance import DraftPrompt, LookupTally, draft_prompts, measure
 from spaceport.verify.prompts import AuditPrompt
@@ -109,6 +110,18 @@ def test_kinds_are_measured_apart_and_a_plain_text_is_a_prompt_by_its_first_toke
     assert found.all.answers == 3
     assert found.all.steps == sum(one.steps for one in apart) < found.all.tokens
     assert sum(found.lookup.tokens) > 0
+
+
+def test_sampled_answers_are_those_of_plain_decoding_at_that_temperature(tiny_bundle: Path) -> None:
+    with Runtime.open(tiny_bundle, max_seq_len=128, threads=1, step_costs="free") as runtime:
+        prompt = tuple(runtime.tokens_of("import json\nimport"))
+        counted = {}
+        for temperature in (0.0, 1.0):
+            decoding = Decoding(max_tokens=48, sampling=Sampling(temperature=temperature, seed=0)).without_drafts()
+            counted[temperature] = LookupTally()
+            counted[temperature].add(prompt, runtime.generate(prompt, decoding).tokens)
+            assert measure(runtime, [DraftPrompt(prompt)], 48, temperature).lookup == counted[temperature]
+    assert counted[0.0] != counted[1.0]
 
 
 @settings(max_examples=200)

@@ -53,6 +53,9 @@ class AcceptanceCommand(Sectioned):
 @adapter_option
 @click.option("--limit", type=int, metavar="N", help="Use the first N prompts of DATA only.")
 @click.option("--max-tokens", default=256, show_default=True, metavar="N", help="Maximum number of tokens per answer.")
+@click.option(
+    "--temperature", default=0.0, show_default=True, metavar="T", help="Sampling temperature; 0 = greedy answers."
+)
 @max_seq_len_option
 @backend_option
 @threads_option
@@ -65,6 +68,7 @@ def command(
     adapter: Path | None,
     limit: int | None,
     max_tokens: int,
+    temperature: float,
     max_seq_len: int | None,
     backend: str,
     threads: int,
@@ -74,7 +78,7 @@ def command(
 ) -> None:
     """Measure which share of the draft tokens of mask slots or heads is accepted, by depth, and the tokens per step.
 
-    The drafts are those of the model's own greedy answers. DATA has one prompt per line: plain text, or JSON with
+    The drafts are those of the model's own answers. DATA has one prompt per line: plain text, or JSON with
     "messages", "prompt" or "text", as `spaceport tune` reads; a line may have a "kind", and each kind has a row of its
     own. A checkpoint runs in PyTorch, a bundle on its backend. Several models are compared in one table.
     """
@@ -84,6 +88,8 @@ def command(
     if len(models) > 1 and (adapter is not None or save):
         name = "--save" if save else "--adapter"
         raise OptionFault(f"{name} with several models: expected one CHECKPOINT with it; measure one model at a time")
+    if save and temperature:
+        raise OptionFault(f"--save with --temperature {temperature:g}: expected greedy answers: leave --temperature out")
     storage = _storage(models[0], adapter) if save else None
     options = SourceOptions(backend, max_seq_len, threads, trust_remote_code, adapter)
     found: list[tuple[ModelSource, MeasuredDrafts]] = []
@@ -94,11 +100,11 @@ def command(
             stage(f"opening {source.path}")
             with source.open() as runtime:
                 announced = _announced(_fitting(runtime, prompts, data), stage)
-                found.append((source, measure(runtime, announced, max_tokens)))
+                found.append((source, measure(runtime, announced, max_tokens, temperature)))
     if storage is not None:
         _save(found[0][1], storage, data)
     if as_json:
-        show_json({"max_tokens": max_tokens, "models": [_as_dict(*model) for model in found]})
+        show_json({"max_tokens": max_tokens, "temperature": temperature, "models": [_as_dict(*model) for model in found]})
     else:
         _show(found)
 

@@ -89,7 +89,9 @@ def command(
         name = "--save" if save else "--adapter"
         raise OptionFault(f"{name} with several models: expected one CHECKPOINT with it; measure one model at a time")
     if save and temperature:
-        raise OptionFault(f"--save with --temperature {temperature:g}: expected greedy answers: leave --temperature out")
+        raise OptionFault(
+            f"--save with --temperature {temperature:g}: expected greedy answers: leave --temperature out"
+        )
     storage = _storage(models[0], adapter) if save else None
     options = SourceOptions(backend, max_seq_len, threads, trust_remote_code, adapter)
     found: list[tuple[ModelSource, MeasuredDrafts]] = []
@@ -104,7 +106,9 @@ def command(
     if storage is not None:
         _save(found[0][1], storage, data)
     if as_json:
-        show_json({"max_tokens": max_tokens, "temperature": temperature, "models": [_as_dict(*model) for model in found]})
+        show_json(
+            {"max_tokens": max_tokens, "temperature": temperature, "models": [_as_dict(*model) for model in found]}
+        )
     else:
         _show(found)
 

@@ -54,7 +54,6 @@ class EngineRecord:
     requests: Count  # maximum requests per call
     step_rows: Count  # maximum rows per request in the decode profile, for which CUDA graphs are captured
     prefill_rows: Count  # maximum rows per request in the prefill profile
-    refittable: bool = False
     # layers whose attention runs as matmuls because the library has no fused kernel for it
     decomposed: Annotated[int, between(0, 2**31 - 1)] = 0
 

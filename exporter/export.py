@@ -24,9 +24,8 @@ from spaceport.exporter.native_weights import RoundedWeights, StoredWeights, pac
 from spaceport.exporter.native_weights import Weights as NativeWeights
 from spaceport.exporter.sar_config import CheckpointError
 from spaceport.exporter.to_onnx import (
-    DEFAULT_OPSET,
+    OPSETS,
     OnStage,
-    check_opset,
     check_written,
     to_onnx,
     write_selection,
@@ -61,7 +60,6 @@ class ExportOptions:
     format: Format = FORMATS["float32"]
     requested_lowering: Lowering | None = None  # None: the format's default
     attention: AttentionImplementation | None = None  # None: see attention_implementation
-    requested_opset: int | None = None  # None: the lowest opset that has the lowering's operators
     tokens: TokenFlags = field(default_factory=TokenFlags)
     remote_code: bool = False
     adapter: Path | None = None  # adapter folder, added to the checkpoint
@@ -70,10 +68,6 @@ class ExportOptions:
     @property
     def lowering(self) -> Lowering:
         return self.requested_lowering or self.format.lowerings[0]
-
-    @property
-    def opset(self) -> int:
-        return DEFAULT_OPSET[self.lowering] if self.requested_opset is None else self.requested_opset
 
     @property
     def attention_implementation(self) -> AttentionImplementation:
@@ -191,7 +185,7 @@ def manifest_for(checkpoint: Checkpoint, options: ExportOptions, written: Writte
         max_positions=written.max_positions,
         model_type=str(checkpoint.config.model_type),
         parameters=written.parameters,
-        opset=options.opset,
+        opset=OPSETS[options.lowering],
         attention=options.attention_implementation,
         format=options.format.name,
         fork_by_default=checkpoint.fork_by_default,
@@ -237,7 +231,7 @@ class _Stages:
             kinds = self.options.format.weights, self.options.format.dtype
             self.on_stage(f"{quantized:,} of {parameters:,} weights are {kinds[0]}, the others {kinds[1]}")
             self.on_stage(quantization_error(decoder.quantization))
-        to_onnx(decoder, self.folder, self.options.opset, self.on_stage)
+        to_onnx(decoder, self.folder, self.on_stage)
         if self.options.lowering == "scatter":  # ONNX Runtime may run it on a GPU
             write_selection(self.folder / SELECTION_FILE, decoder.signature.vocab_size)
         return Written(decoder.model, decoder.signature, traits.max_positions, parameters)
@@ -260,7 +254,7 @@ class _Stages:
                     raise
                 self.on_stage(f"{reason}; native operators compute its products only")
                 decoder, traits = decoder_of(model, "scatter", "plain")
-                to_onnx(decoder, self.folder, self.options.opset, self.on_stage, weights)
+                to_onnx(decoder, self.folder, self.on_stage, weights)
                 return Written(model, decoder.signature, traits.max_positions, parameters)
             graph = self._write_parts(parts, heads_of(model), traits)
         check_written(self.folder, graph.signature, type(model).__name__, self.on_stage)
@@ -309,7 +303,6 @@ def export(
     """Write the bundle of a model to `target`; an old bundle stays until the new one is complete.
 
     `on_stage` gets the name of each stage when it begins, and what it measured."""
-    check_opset(options.opset, options.lowering)
     check_lowering(options)
     check_target(target, overwrite)
     refuse_while_written(target)

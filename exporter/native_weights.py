@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Protocol, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -76,31 +76,6 @@ class Matrix:
         return replace(self, outputs=len(order), read=lambda outputs: self.read(order[outputs]))
 
 
-class Weights(Protocol):
-    """Where the matrices of a model come from."""
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What a user should know of them, a sentence each."""
-
-    @property
-    def changed(self) -> Collection[int]:
-        """Tokens whose rows in a table that was read are rounded, as they are not those of the checkpoint's file."""
-
-    def one_table(self, parts: DecoderParts) -> bool:
-        """Whether the output embedding's table is that of the input too."""
-
-    def table(self, weight: Tensor, output: bool) -> Matrix:
-        """The input or output embedding."""
-
-    def linear(self, linear: Linear) -> Matrix:
-        """The matrix of a linear module."""
-
-    @property
-    def format_name(self) -> str:
-        """The format of matrices that are rounded, as those of experts."""
-
-
 def other_rows(parts: DecoderParts) -> list[int] | None:
     """Tokens whose input embedding is not their output embedding.
 
@@ -153,14 +128,16 @@ def table_format(format_name: str) -> str:
 class RoundedWeights:
     """Weights of a model in float32, rounded to a format; embeddings to one with more bits."""
 
-    format_name: str
+    format_name: str  # also of the experts' matrices
     notes: tuple[str, ...] = ()
     changed: tuple[int, ...] = ()
 
     def one_table(self, parts: DecoderParts) -> bool:
+        """Whether the output embedding's table is that of the input too."""
         return other_rows(parts) is not None
 
     def table(self, weight: Tensor, output: bool) -> Matrix:
+        """The input or output embedding."""
         return rounded(weight, table_format(self.format_name))
 
     def linear(self, linear: Linear) -> Matrix:
@@ -215,7 +192,7 @@ class StoredWeights:
     def __init__(self, file: GgufFile, heads: int, kv_heads: int) -> None:
         self.file = file
         self.rounded: dict[str, str] = {}  # type by name of the tensor
-        self.changed: set[int] = set()
+        self.changed: set[int] = set()  # tokens whose rows in a table are rounded: they are not those of the file
         self.merged = False  # whether the input embedding is read from the table of the output
         # llama.cpp orders the rows of queries and keys of this architecture by rotated pairs.
         self.pairs = {"attn_q": heads, "attn_k": kv_heads} if file.architecture == "llama" else {}
@@ -285,6 +262,9 @@ class StoredWeights:
             self.rounded[name] = tensor.kind
             return rounded(weight, self.format_name)
         return Matrix(first.format, len(blocks), inputs, cast(ReadOutputs, read))
+
+
+Weights = RoundedWeights | StoredWeights  # where the matrices of a model come from
 
 
 def _differs(weights: QuantizedWeights, values: NDArray[np.float32]) -> NDArray[np.bool_]:

@@ -25,7 +25,7 @@ from spaceport.exporter.native_products import add_bodies, native_matrices, stor
 from spaceport.exporter.quantized_weights import WeightNotFound, store_quantized_weights
 from spaceport.exporter.tensorrt.append_graph import contract_mismatch
 from spaceport.graphs.attention import hooked
-from spaceport.graphs.contract.faults import InputFault, OptionFault
+from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.contract.manifest import DATA_FILE, MODEL_FILE
 from spaceport.graphs.contract.progress import reaches_quarter
 from spaceport.graphs.contract.signature import BEST_TOKENS, Lowering, Signature, selection_width
@@ -34,12 +34,11 @@ from spaceport.graphs.decoder import Decoder, DecoderWithLayerOutputs, decoder_l
 # Called with the name of each stage when it begins.
 OnStage = Callable[[str], None]
 
-OPSETS = (23, 24)
 # The lowest opset that has the operators, so that more versions of ONNX Runtime load the graph; append needs
 # TensorScatter.
-DEFAULT_OPSET: dict[Lowering, int] = {"scatter": 23, "append": 24}
+OPSETS: dict[Lowering, int] = {"scatter": 23, "append": 24}
 
-_IR_VERSION = {23: 11, 24: 11}
+_IR_VERSION = 11
 _SELECTION_OPSET, _SELECTION_IR_VERSION = 18, 9
 # Sizes while tracing: all different, none 1, since a dimension of 1 would become static.
 _TRACED = {"B": 2, "T": 3, "R": 2, "A": 64, "S": 128}
@@ -55,22 +54,11 @@ class UntraceableModel(InputFault):
     """A model could not be traced into a graph; the message states where it failed."""
 
 
-def check_opset(opset: int, lowering: Lowering) -> None:
-    """Raise if graphs with this lowering cannot be written with this opset."""
-    if opset not in OPSETS:
-        raise OptionFault(f"opset is {opset}: expected one of {', '.join(map(str, OPSETS))}")
-    if lowering == "append" and opset < 24:
-        raise OptionFault(f"opset is {opset}: the append lowering uses TensorScatter, which needs opset 24")
-
-
-def to_onnx(
-    decoder: Decoder, folder: Path, opset: int, on_stage: OnStage = lambda name: None, native: str | None = None
-) -> None:
+def to_onnx(decoder: Decoder, folder: Path, on_stage: OnStage = lambda name: None, native: str | None = None) -> None:
     """Write model.onnx and its data file into `folder`, checked against the decoder's signature.
 
     With a `native` format, native operators compute the products of linear modules."""
     signature = decoder.signature
-    check_opset(opset, signature.lowering)
     model = trace(decoder, on_stage)
     _strip_metadata(model)
     _cast_norm_inputs(model)
@@ -89,8 +77,8 @@ def to_onnx(
     if signature.lowering == "scatter":
         fix_reshapes(model)
     model.graph.sort()
-    model.opset_imports[""] = opset
-    model.ir_version = _IR_VERSION[opset]
+    model.opset_imports[""] = OPSETS[signature.lowering]
+    model.ir_version = _IR_VERSION
     path = folder / MODEL_FILE
     _save(model, path, on_stage)
     if native is not None:

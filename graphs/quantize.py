@@ -26,10 +26,6 @@ from spaceport.graphs.quantization import (
 from spaceport.graphs.streamed_weights import rows_of
 from spaceport.graphs.traits import UnsupportedModel, class_name
 
-# Larger relative differences between a weight and its quantized form come from another weight. Rounding to 8 bits costs
-# about 1 %, to 4 bits about 10 %, GPTQ up to twice as much.
-_LARGEST_ERROR = 0.5
-
 
 @torch.no_grad()
 def quantize_model(model: PreTrainedModel, weights: Weights) -> Quantization:

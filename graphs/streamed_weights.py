@@ -190,16 +190,6 @@ def return_large_arrays() -> None:
 
     By default, glibc raises its limit up to 32 MB. Layers then leave gaps between small tensors that stay: an export
     of 0.57 billion parameters with int8 layers reached 1.0 GB instead of 0.64 GB. Other C libraries are not changed."""
-    _call_glibc("mallopt", _MMAP_THRESHOLD, _LARGE)
-
-
-def return_free_memory() -> None:
-    """Return the memory between small arrays that stay: 0.25 GB for 40 layers that were rounded one after the other."""
-    _call_glibc("malloc_trim", 0)
-
-
-def _call_glibc(name: str, *arguments: int) -> None:
-    """Call a function of glibc; other C libraries do not have it."""
-    function = getattr(ctypes.CDLL(None), name, None) if sys.platform.startswith("linux") else None
-    if function is not None:
-        function(*arguments)
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform.startswith("linux") else None
+    if mallopt is not None:
+        mallopt(_MMAP_THRESHOLD, _LARGE)

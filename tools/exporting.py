@@ -101,7 +101,6 @@ def export(
     noise_seed: int | None = None,
     lowering: Lowering | None = None,
     attention: AttentionImplementation | None = None,
-    opset: int | None = None,
     mask: Sequence[str] = (),
     fork: str | None = None,
     child: str | None = None,
@@ -118,7 +117,7 @@ def export(
     - `adapter`: An adapter folder, or published weights that draft.
     - `phrases`: Files of own answers of the model, whose phrases are drafted.
     - `method`, `noise_seed`: Of published weights, where their files do not say it.
-    - `lowering`, `attention`, `opset`: Of the graph; None: those of the format.
+    - `lowering`, `attention`: Of the graph; None: those of the format.
     - `mask`, `fork`, `child`, `max_mask_slots`: Special tokens by id or text, and how many mask slots a step has at most;
       by default those of the checkpoint.
     - `overwrite`: Whether to replace a bundle that is there; it stays until the new one is complete.
@@ -146,7 +145,7 @@ def export(
     quiet_libraries()
     for_tensorrt = lowering == "append" or attention == "operator"
     chosen = choose_format(files, format, machine or ("gpu" if for_tensorrt else "cpu"), trust_remote_code)
-    options = ExportOptions(chosen.format, lowering, attention, opset, remote_code=trust_remote_code)
+    options = ExportOptions(chosen.format, lowering, attention, remote_code=trust_remote_code)
     measured = "format int4, or int8 if int4 differs too much from float32"
     for note in filter(None, (measured if chosen.measurable else chosen.reason, drafts.hint(files))):
         on_stage(note)

@@ -52,7 +52,6 @@ def engine_name(graph: tuple[str, ...], row_logits: int, library: Library, optio
         "shapes": asdict(options.shapes),
         "profiles": profiles(options.shapes, row_logits, options.mask_slots),
         "workspace": options.workspace,
-        "refittable": options.refittable,
     }
     digest = hashlib.sha256(json.dumps(depends, sort_keys=True).encode()).hexdigest()
     return f"{options.target}-{digest[:12]}{_SUFFIX}"
@@ -164,7 +163,6 @@ def build_engine(
         requests=shapes.requests,
         step_rows=shapes.step_rows,
         prefill_rows=shapes.prompt_rows,
-        refittable=options.refittable,
         decomposed=built.attention.decomposed,
     )
     require_unchanged()

@@ -90,7 +90,6 @@ class BuildOptions:
     target: str  # such as sm89
     shapes: Shapes
     workspace: int | None = None  # maximum workspace memory of the engine in bytes; None: all GPU memory
-    refittable: bool = False
     mask_slots: int = 0  # maximum mask slots; the decode profile is tuned for them
     timing_cache: Path | None = None  # read before the build, written after it
 
@@ -359,8 +358,6 @@ def _config(library: Library, builder: Any, options: BuildOptions) -> Any:
     config.clear_flag(trt.BuilderFlag.TF32)  # on by default: float32 matmuls would have 10-bit mantissas
     if options.workspace is not None:
         config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, options.workspace)
-    if options.refittable:
-        config.set_flag(trt.BuilderFlag.REFIT)
     return config
 
 

@@ -54,7 +54,6 @@ class EngineRecord:
     requests: Count  # maximum requests per call
     step_rows: Count  # maximum rows per request in the decode profile, for which CUDA graphs are captured
     prefill_rows: Count  # maximum rows per request in the prefill profile
-    refittable: bool = False
     # layers whose attention runs as matmuls because the library has no fused kernel for it
     decomposed: Annotated[int, between(0, 2**31 - 1)] = 0
 
@@ -83,8 +82,6 @@ MODEL_FILE = "model.onnx"
 DATA_FILE = f"{MODEL_FILE}.data"  # the weights of the graph
 SELECTION_FILE = "selection.onnx"  # graph from logits to the best tokens, for engines that select tokens
 ENGINES_FOLDER = "engines"
-
-_REMOVED = "preloaded_slots"  # a mechanism of bundles that earlier versions exported with SSD or BiTA
 
 MAX_POSITIONS = 2**31 - 1
 # What a manifest may say about the checkpoint's origin.
@@ -197,11 +194,6 @@ def manifest_of(data: object) -> Manifest:
 def _check_consistency(manifest: Manifest) -> None:
     """Raise if entries that are valid by themselves contradict each other."""
     tokens, drafts, vocab = manifest.tokens, manifest.drafts, manifest.signature.vocab_size
-    if _REMOVED in drafts.mechanisms:
-        raise OtherSchema(
-            f"drafts.mechanisms has {_REMOVED}, which only earlier versions ran: expected mask tokens, adapters or heads; "
-            "export its base model again without them"
-        )
     if manifest.signature.lines != 1 + drafts.heads:
         raise ManifestError(
             f"signature.lines is {manifest.signature.lines}, drafts.max_tokens is {drafts.max_tokens} with the "

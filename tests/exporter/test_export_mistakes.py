@@ -111,8 +111,6 @@ def test_an_invalid_checkpoint_is_an_input_error(
         (INPUT, ["--mask-token", -1], "mask token '-1' is not in the tokenizer: expected"),
         (INPUT, ["--max-mask-slots", 65], "the number of mask slots is 65: expected 1 to 64 as --max-mask-slots, or"),
         (INPUT, ["--fork-token", 7], "a fork token needs a child token .*: set both --fork-token and --child-token"),
-        (USAGE, ["--opset", 22], "opset is 22: expected one of 23, 24"),
-        (USAGE, ["--lowering", "append", "--opset", 23], "append lowering uses TensorScatter, which needs opset 24"),
         (USAGE, ["--format", "int7"], "'int7' is not one of 'stored', 'int4', 'int8', 'float32'"),
         (
             USAGE,

@@ -78,7 +78,7 @@ def test_a_bundle_from_streamed_weights_has_the_bytes_of_one_from_weights_in_mem
     for decoder in decoders(checkpoint, options, tmp_path):
         target = tmp_path / str(len(contents))
         target.mkdir()
-        to_onnx(decoder, target, options.opset)
+        to_onnx(decoder, target)
         contents.append({file.name: file.read_bytes() for file in target.iterdir()})
     assert contents[0] == contents[1]
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
-from spaceport.exporter.to_onnx import DEFAULT_OPSET, to_onnx
+from spaceport.exporter.to_onnx import to_onnx
 from spaceport.graphs.contract.manifest import MODEL_FILE
 from spaceport.graphs.contract.signature import LOWERINGS, Lowering, Signature
 from spaceport.graphs.decoder import Decoder, decoder_of
@@ -107,7 +107,7 @@ def graph_of(family: Family, model: PreTrainedModel, lowering: Lowering) -> tupl
 
     def make(folder: Path) -> None:
         folder.mkdir()
-        to_onnx(decoder, folder, DEFAULT_OPSET[lowering])
+        to_onnx(decoder, folder)
 
     return built(f"graph-{family.model_type}", made_from, ["exporter/export.py"], make) / MODEL_FILE, decoder.signature
 

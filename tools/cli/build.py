@@ -91,9 +91,6 @@ class Build(Sectioned):
     metavar="FILE",
     help="Timing cache to load and update (tensorrt only).",
 )
-@click.option(
-    "--refittable", is_flag=True, help="Build refittable engines, whose weights can be replaced; needs a GPU."
-)
 @click.option("--rebuild", is_flag=True, help="Build engines again that exist already.")
 @json_option("the engines")
 def command(bundle: Path, rebuild: bool, as_json: bool, **given: Any) -> None:
@@ -105,7 +102,7 @@ def command(bundle: Path, rebuild: bool, as_json: bool, **given: Any) -> None:
     manifest = read_manifest(bundle)
     _refuse_format(bundle, manifest, given["format"])
     refuse_scatter(bundle, manifest.signature)
-    targets = _targets(library, given["asked"], given["refittable"], given["timing_cache"])
+    targets = _targets(library, given["asked"], given["timing_cache"])
     _refuse_targets(manifest, targets)
     shapes = _shapes(manifest, given)
     opened = open_bundle(bundle)  # last, because it hashes the weights
@@ -128,7 +125,7 @@ def _shapes(manifest: Manifest, given: Mapping[str, Any]) -> Shapes:
 def _options(name: str, shapes: Shapes, manifest: Manifest, given: Mapping[str, Any]) -> BuildOptions:
     """How the engine of a target is built."""
     scratch = None if given["workspace"] is None else given["workspace"] << 20
-    return BuildOptions(name, shapes, scratch, given["refittable"], manifest.drafts.mask_slots, given["timing_cache"])
+    return BuildOptions(name, shapes, scratch, manifest.drafts.mask_slots, given["timing_cache"])
 
 
 def _build(opened: Bundle, library: Library, build_options: BuildOptions, rebuild: bool) -> BuildResult:
@@ -171,16 +168,12 @@ def _report(bundle: Path, outcome: BuildResult, as_json: bool) -> None:
         click.echo("could not record that this machine built the engine: run it with --trust-engines", err=True)
 
 
-def _targets(library: Library, asked: Sequence[str], refittable: bool, timing_cache: Path | None) -> Sequence[str]:
+def _targets(library: Library, asked: Sequence[str], timing_cache: Path | None) -> Sequence[str]:
     """The targets of --target, without duplicates; raise for one that cannot be built on this machine."""
     try:
         here, why_none = gpu().target, ""
     except NoGpu as error:
         here, why_none = None, str(error)
-    if refittable and here is None:
-        raise OptionFault(
-            f"--refittable: {library.flavour} needs a GPU for refittable engines, and {why_none}: leave it out"
-        )
     if timing_cache is not None and library.flavour != "tensorrt":
         raise OptionFault(
             f"--timing-cache has no effect with {library.flavour}, which does not time kernels: leave it out"

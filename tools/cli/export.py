@@ -104,12 +104,6 @@ class Export(Sectioned):
     help="Attention as MatMul and Softmax (plain) or as the ONNX Attention operator; default: depends on --lowering.",
 )
 @click.option(
-    "--opset",
-    type=int,
-    metavar="N",
-    help="ONNX opset, 23 or 24; default: the lowest that supports the lowering.",
-)
-@click.option(
     "--mask-token",
     "mask",
     multiple=True,

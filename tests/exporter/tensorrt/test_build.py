@@ -84,7 +84,7 @@ def test_an_engine_is_stored_in_the_bundle_with_its_record(bundle: Path, capfd: 
     assert record.graph == (manifest.files["model.onnx"].sha256, manifest.files["model.onnx.data"].sha256)
     assert (record.backend, record.target, record.version) == ("tensorrt-rtx", "sm89", open_library().version)
     assert (record.capacity, record.requests, record.step_rows, record.prefill_rows) == (960, 3, 36, 256)
-    assert (record.refittable, record.decomposed) == (False, 0)
+    assert record.decomposed == 0
     assert built_here(record.sha256)
     after = contents(bundle)
     assert set(after) - set(before) == {ENGINES_FOLDER, f"{ENGINES_FOLDER}/{name}"}
@@ -269,7 +269,6 @@ def test_invalid_build_options_are_refused(
     [
         ((), f"--target current: .*(driver|GPU).*; expected {KNOWN}$"),
         (("--target", "sm89,current"), f"--target current: .*(driver|GPU).*; expected {KNOWN}$"),
-        (("--refittable",), "--refittable: .* needs a GPU for refittable engines, and .*(driver|GPU).*: leave it out"),
     ],
 )
 def test_without_a_gpu_the_error_lists_the_possible_targets(

@@ -23,7 +23,7 @@ from spaceport.exporter.tensorrt.to_tensorrt import (
     logger_of,
     open_library,
 )
-from spaceport.exporter.to_onnx import DEFAULT_OPSET, to_onnx
+from spaceport.exporter.to_onnx import to_onnx
 from spaceport.graphs.contract.formats import FORMATS
 from spaceport.graphs.contract.signature import Signature
 from spaceport.graphs.decoder import decoder_of
@@ -159,7 +159,7 @@ def test_an_engine_of_a_familys_graph_is_built(family: Family, target: str, tmp_
     if not {"layer_types", "max_window_layers", "n_layer", "attn_logit_softcapping"} & set(family.options):
         family = replace(family, options={**family.options, "num_hidden_layers": 1})
     decoder, _ = decoder_of(build(family, torch.float16), "append", "operator" if family.replaceable else "plain")
-    to_onnx(decoder, tmp_path, DEFAULT_OPSET["append"])
+    to_onnx(decoder, tmp_path)
     attention = attention_in(tmp_path, decoder.signature, target)
     fused = decoder.signature.head_dim >= 16 and family.structure not in ("eager", "softcap")
     assert attention.decomposed == (0 if fused else decoder.signature.layers)

@@ -42,7 +42,7 @@ def test_the_name_of_an_engine_depends_on_all_build_options() -> None:
     graph, library = ("a" * 64, "b" * 64), Library("tensorrt-rtx", SimpleNamespace(__version__="1.7"))
     options = BuildOptions("sm89", Shapes(1024, 4, 64, 512))
     others: list[dict[str, Any]] = [
-        *({part: value} for part, value in (("target", "sm80"), ("workspace", 1 << 30), ("refittable", True))),
+        *({part: value} for part, value in (("target", "sm80"), ("workspace", 1 << 30))),
         {"mask_slots": 3},
         *(
             {"shapes": replace(options.shapes, **{part: value})}
@@ -84,7 +84,7 @@ def test_an_engine_replaces_those_of_earlier_graphs_and_one_that_a_runtime_could
         "sm80-0.engine": replace(record, target="sm80"),
         "sm89-1.engine": replace(record, capacity=2048),
         "sm89-2.engine": replace(record, version="1.8"),
-        "sm89-3.engine": replace(record, refittable=True),
+        "sm89-3.engine": replace(record, step_rows=1),
     }
     same = replace(record, sha256="e" * 64, size=14, decomposed=1)
     stale = replace(record, target="sm75")

@@ -106,11 +106,6 @@ WRONG: list[tuple[str, list[Any], str]] = [
     (f"{A}/temperature", [-1, -0.5], "temperature is .*: expected a number of at least 0"),
     (f"{A}/data", ["a/b", "a\\b", "a\n", "a" * 201], "data is .*: expected a file name or"),
     (f"{A}/date", ["yesterday", "2026-02-30", "20260101"], "date is .*: expected a day such as 2026"),
-    (
-        "drafts/mechanisms",
-        [{"preloaded_slots": {"slots": 3}}],
-        "which only earlier versions ran: expected .*; export its",
-    ),
     ("drafts/layout/shift", [False], "tokens.mask has 2: expected one for all, or one for each of 3 mask rows"),
     ("drafts/layout/group", ["tree", None, True], "group is .*: expected causal or block"),
     ("provenance", [{"owner": "x"}], "has the unknown 'owner': expected name, source, revision, licence"),

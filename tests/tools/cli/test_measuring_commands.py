@@ -293,7 +293,11 @@ def test_an_invalid_prompt_file_is_an_error_with_its_line(tmp_path: Path) -> Non
 def test_mistakes_are_one_line_before_an_audit(
     tiny_bundle: Path, prompts: Path, tmp_path: Path, capfd: Capture
 ) -> None:
-    none, no_bundle, no_prompts = tmp_path / "none", "none: no such file or folder: expected a bundle", "expected a prompt file"
+    none, no_bundle, no_prompts = (
+        tmp_path / "none",
+        "none: no such file or folder: expected a bundle",
+        "expected a prompt file",
+    )
     for words, code, message in (
         (arguments(tiny_bundle, prompts, "--max-tokens", 0), USAGE, "--max-tokens is 0: expected at least 1"),
         (arguments(tiny_bundle, prompts, "--max-requests", 0), USAGE, "--max-requests is 0: expected 1 to 1024"),

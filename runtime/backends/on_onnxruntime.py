@@ -55,7 +55,7 @@ NOT_COMPILED = (
 # Bytes of a bundle up to which standard operators unpack native weights once, when it is opened, instead of in each step:
 # this takes 40 times as much memory meanwhile (17 GB for 0.4 GB were seen).
 MOST_FOLDED = 64_000_000
-_MOST_CALLS = 4096  # shapes of calls whose OrtValues are kept
+_MOST_CALLS = 1024  # shapes of calls whose OrtValues are kept, 2.4 kB each
 LONG = 1024  # visible slots from which huge pages are worth their space
 
 

@@ -18,6 +18,7 @@ export class GrowingText {
     this._parent = parent;
     this._onDraw = onDraw;
     this._steps = 0; // shown
+    this._length = 0; // characters of the shown steps
     this._drawnAt = 0;
     this._frame = 0;
     this._text = this._emptyText();
@@ -64,7 +65,7 @@ export class GrowingText {
 
   _emptyText() {
     this._steps = 0;
-    this._length = 0; // characters of the drawn steps
+    this._length = 0;
     this._parent.replaceChildren();
     return new MarkdownText(addHtml(this._parent, 'div', { class: 'generated' }));
   }

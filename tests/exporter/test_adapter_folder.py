@@ -210,7 +210,6 @@ def test_options_that_do_not_fit_an_adapter_are_refused(
         (["export", str(base), str(tmp_path / "b"), "--mask-token", "5", *added], 2, "--mask-token has no effect with"),
         (["check", bundle, *added], 2, "--adapter has no effect without CHECKPOINT"),
         (["acceptance", bundle, str(data), *added], 2, "expected a checkpoint with it"),
-        (["generate", bundle, "a", *added], 2, "--adapter has no effect without --checkpoint"),
         (["tune", str(base), str(tmp_path / "t"), str(data), *only, "full"], 2, "--adapter-only has no effect with"),
         (["tune", str(base), str(adapter), str(data), *only, "gated-lora"], 3, "adapter: a trained adapter exists"),
     ):

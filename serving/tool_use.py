@@ -6,6 +6,7 @@ import secrets
 import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from spaceport.runtime.sampling.grammar import Grammar
@@ -59,6 +60,12 @@ class ToolUse:
 NO_TOOLS = ToolUse(FORMATS["json"])
 
 
+@cache
+def _log_other_format(other: str, found: str, own: str) -> None:
+    """Log, once for each pair of formats: an agent's answers would repeat it."""
+    log.info("calls in the format %s are %s, the model's is %s: try --tool-format %s", other, found, own, other)
+
+
 class MessageText:
     """The text of one choice, which comes in pieces, as the fields of OpenAI's messages and deltas."""
 
@@ -88,8 +95,7 @@ class MessageText:
             names = [function.name for function in self._tools.functions]
             if (other := other_format(self._text, own, names)) is not None:
                 found = "found" if self._parser.calls else "left as text"
-                message = "calls in the format %s are %s, the model's is %s: try --tool-format %s"
-                log.info(message, other, found, own.name, other)
+                _log_other_format(other, found, own.name)
         return parts
 
     def delta(self, parts: list[MessagePart]) -> dict[str, Any]:

@@ -246,12 +246,14 @@ def test_a_stopped_answer_stays_in_the_conversation_until_a_new_chat(visit: Visi
     drawn = visit.shown
     visit.page.reload()
     visit.page.locator("#model option").first.wait_for(state="attached")
-    stopped = visit.shown
-    assert stopped == drawn != ""
-    assert expected(runtime, QUESTION).startswith(stopped)
+    kept = str(visit.page.evaluate("JSON.parse(sessionStorage.getItem('spaceport.conversation'))[1].content"))
+    assert kept
+    assert expected(runtime, QUESTION).startswith(kept)
+    assert visit.shown == visible(kept)
+    assert drawn.startswith(visible(kept).partition("⟨")[0])
     assert visit.texts(".asked") == [QUESTION]
     visit.ask("And now?")
-    assert visit.shown == expected(runtime, QUESTION, stopped, "And now?")
+    assert visit.shown == visible(expected(runtime, QUESTION, kept, "And now?"))
     visit.page.click("text=New chat")
     assert visit.texts(".asked") == []
     assert visit.page.locator("#examples button").first.is_visible()

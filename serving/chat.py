@@ -113,7 +113,13 @@ class ChatBody(GenerationBody, kw_only=True):
 
     def formats(self) -> list[Grammar]:
         """The grammar of JSON, if the answer has to be JSON."""
-        if self.response_format is None or self.response_format.type == "text":
+        if self.response_format is None:
+            return []
+        if self.response_format.schema is not None and self.response_format.type != "json_object":
+            raise invalid(
+                "response_format", f"has a schema with the type {self.response_format.type}: expected json_object"
+            )
+        if self.response_format.type == "text":
             return []
         if self.response_format.type == "json_object":
             schema = {"type": "object"} if self.response_format.schema is None else self.response_format.schema

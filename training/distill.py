@@ -96,9 +96,8 @@ class DistillOptions:
 
     max_tokens: int = 512  # per answer
     temperature: float = 0.0  # 0: greedy answers
-    max_requests: int | None = (
-        None  # answers that are generated at the same time; None: DEFAULT_REQUESTS, or what its engines take
-    )
+    # Answers that are generated at the same time; None: DEFAULT_REQUESTS, or what its engines take.
+    max_requests: int | None = None
     max_seq_len: int | None = None  # tokens of a conversation; None: the bundle's default
     backend: str = "auto"
     threads: int = 0

@@ -33,6 +33,9 @@ class InfillPrompt:
         for name in ("before", "after"):
             if not isinstance(value := getattr(self, name), str):
                 raise OptionFault(f"{name} is of type {type(value).__name__}: expected text")
+        for file in self.files:
+            if not (isinstance(file, tuple) and len(file) == 2 and all(isinstance(part, str) for part in file)):
+                raise OptionFault(f"files has {file!r:.60}: expected pairs of a name and a text")
 
     @property
     def characters(self) -> int:

@@ -12,6 +12,7 @@ import click
 from spaceport.exporter.sar_config import SAR_FILE, save_acceptance
 from spaceport.graphs.contract.draft_methods import PREDICTOR_NAMES, drafts_in_words
 from spaceport.graphs.contract.faults import InputFault, OptionFault
+from spaceport.runtime.sampling.sampler import Sampling
 from spaceport.runtime.session import Runtime
 from spaceport.tools.cli.options import (
     PATH,
@@ -92,6 +93,7 @@ def command(
         raise OptionFault(
             f"--save with --temperature {temperature:g}: expected greedy answers: leave --temperature out"
         )
+    Sampling(temperature=temperature)  # raises for a temperature that is out of range
     storage = _storage(models[0], adapter) if save else None
     options = SourceOptions(backend, max_seq_len, threads, trust_remote_code, adapter)
     found: list[tuple[ModelSource, MeasuredDrafts]] = []
@@ -110,7 +112,7 @@ def command(
             {"max_tokens": max_tokens, "temperature": temperature, "models": [_as_dict(*model) for model in found]}
         )
     else:
-        _show(found)
+        _show(found, temperature)
 
 
 def _storage(model: Path, adapter: Path | None) -> Path:
@@ -157,7 +159,7 @@ def _as_dict(source: ModelSource, measured: MeasuredDrafts) -> dict[str, Any]:
     return {**named, "predictor": drafts.predictor, "draft_tokens": drafts.max_tokens, **measured.as_dict()}
 
 
-def _show(found: Sequence[tuple[ModelSource, MeasuredDrafts]]) -> None:
+def _show(found: Sequence[tuple[ModelSource, MeasuredDrafts]], temperature: float) -> None:
     """Print a row for each model and kind of prompt."""
     depths = min(_DEPTHS, max(len(measured.all.drafted) for _, measured in found))
     rows: list[Sequence[object]] = []
@@ -170,4 +172,5 @@ def _show(found: Sequence[tuple[ModelSource, MeasuredDrafts]]) -> None:
             rows.append((*own, kind, tally.answers, tally.tokens, tally.tokens_per_step, *percent))
     columns = ("model", "method", "drafts", "kind", "answers", "tokens", "per step")
     by_depth = [f"depth {depth}" for depth in range(1, 1 + depths)]
-    show_table("Draft tokens that are accepted, along the model's own greedy answers", (*columns, *by_depth), rows)
+    answers = f"answers at temperature {temperature:g}" if temperature else "greedy answers"
+    show_table(f"Draft tokens that are accepted, along the model's own {answers}", (*columns, *by_depth), rows)

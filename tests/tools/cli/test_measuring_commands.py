@@ -136,6 +136,7 @@ def test_saved_rates_are_those_of_the_measurement(tmp_path: Path) -> None:
         ("B", "--limit 0", "--limit is 0: expected at least 1"),
         ("B", "--max-seq-len 1", "--max-seq-len is 1: expected 2 to 1024"),
         ("B", "--save", "--save with .*: expected a checkpoint folder"),
+        ("B", "--temperature -1", "temperature is -1.0: expected"),
         ("TINY", "--save --temperature 0.7", "--save with --temperature 0.7: expected greedy answers"),
         ("TINY", "--backend onnxruntime", "is a checkpoint and runs in PyTorch: leave --backend out"),
         ("TINY TINY", "--save", "--save with several models: expected one CHECKPOINT with it"),

@@ -224,6 +224,7 @@ ERRORS: list[tuple[dict[str, Any], str]] = [
     ({"stream": True, "temperature": -1}, "temperature is -1"),
     ({"max_tokens": 0}, "max_tokens is 0"),
     ({"max_tokens": "many"}, "max_tokens: Expected `int"),
+    ({"response_format": {"type": "text", "schema": {}}, "messages": MESSAGES}, "has a schema with the type text"),
     ({"response_format": {"type": "json"}, "messages": MESSAGES}, "'json': expected one of text, json_object, json_sc"),
     ({"spaceport": {"draft": "list"}}, "spaceport.draft: Invalid enum value 'list': expected one of chain, tree"),
     (

@@ -113,7 +113,7 @@ def test_the_marks_of_other_families_are_known() -> None:
 def test_a_model_without_marks_and_what_is_no_text_refuse_a_gap() -> None:
     with pytest.raises(OptionFault, match="not trained to fill a gap"):
         encoder().tokens_of(InfillPrompt("a", "b"))
-    with pytest.raises(OptionFault, match="files has 'a.py': expected pairs of a name and a text"):
+    with pytest.raises(OptionFault, match=r"files has 'a\.py': expected pairs of a name and a text"):
         InfillPrompt("a", "b", ("a.py",))  # type: ignore[arg-type]
     with pytest.raises(OptionFault, match="after is of type int: expected text"):
         InfillPrompt("a", 3)  # type: ignore[arg-type]

@@ -140,7 +140,7 @@ class ChatBody(GenerationBody, kw_only=True):
             tool_format = model.tool_format if options.tool_format is None else FORMATS[options.tool_format]
             opening, parallel = _special_token(model, tool_format.opening), self.parallel_tool_calls is not False
             if not called:
-                return ToolUse(tool_format, functions, tools, None, parallel, opening)
+                return ToolUse(tool_format, functions, tools, None, parallel, opening, model.name)
             several = parallel and not isinstance(self.tool_choice, dict)
             grammar = calls_grammar(
                 tool_format, called, parallel=several, opened=opening is not None, whitespace=self.json_whitespace
@@ -148,7 +148,7 @@ class ChatBody(GenerationBody, kw_only=True):
             limits.check_grammar(grammar)
         except OptionFault as error:
             raise Failure(400, str(error), param="tools") from error
-        return ToolUse(tool_format, called, tools, grammar, parallel, opening)
+        return ToolUse(tool_format, called, tools, grammar, parallel, opening, model.name)
 
 
 def check_messages(messages: Sequence[Mapping[str, Any]]) -> None:

@@ -27,6 +27,7 @@ class ToolUse:
     grammar: Grammar | None = None  # of an answer that has to call functions
     parallel: bool = True
     opening: int | None = None  # token that opens calls, if it is a special one
+    model: str = ""  # its name, for the log
 
     @property
     def enforced(self) -> bool:
@@ -61,9 +62,9 @@ NO_TOOLS = ToolUse(FORMATS["json"])
 
 
 @cache
-def _log_other_format(other: str, found: str, own: str) -> None:
-    """Log, once for each pair of formats: an agent's answers would repeat it."""
-    log.info("calls in the format %s are %s, the model's is %s: try --tool-format %s", other, found, own, other)
+def _log_other_format(model: str, other: str, own: str) -> None:
+    """Log, once for each model and format: an agent's answers would repeat it."""
+    log.info("%s writes calls in the format %s, expected %s: try --tool-format %s", model, other, own, other)
 
 
 class MessageText:
@@ -94,8 +95,7 @@ class MessageText:
         if not self._parser.calls or self._parser.has_other_format:
             names = [function.name for function in self._tools.functions]
             if (other := other_format(self._text, own, names)) is not None:
-                found = "found" if self._parser.calls else "left as text"
-                _log_other_format(other, found, own.name)
+                _log_other_format(self._tools.model, other, own.name)
         return parts
 
     def delta(self, parts: list[MessagePart]) -> dict[str, Any]:

@@ -142,8 +142,8 @@ def test_a_call_in_a_code_block_is_found_and_its_format_logged_once(
             own = only(text_of("hermes", '{"name": "now"}'))
             assert "tool_calls" not in ask(client, "json", spaceport=own)["message"]
     assert [entry.getMessage() for entry in caplog.records if "format" in entry.getMessage()] == [
-        "calls in the format json are found, the model's is hermes: try --tool-format json",
-        "calls in the format hermes are left as text, the model's is json: try --tool-format hermes",
+        "hermes writes calls in the format json, expected hermes: try --tool-format json",
+        "json writes calls in the format hermes, expected json: try --tool-format hermes",
     ]
 
 

@@ -3,14 +3,10 @@
 import { addHtml } from './svg.js';
 import { counted } from './words.js';
 
-/** @typedef {{ at: number, characters: number }} Mark How much text was there after some milliseconds. */
-
-/** One runner: the times at which its text grew. */
+/** One runner: its text, and how long it has run; the bars of two runners have lengths of time on one scale. */
 export class Runner {
   /** @param {Element} parent @param {string} name */
   constructor(parent, name) {
-    /** @type {Mark[]} */
-    this.marks = [];
     this.text = '';
     this.started = 0;
     this.ended = 0;
@@ -28,7 +24,6 @@ export class Runner {
   /** Note new text. @param {string} text */
   add(text) {
     this.text += text;
-    this.marks.push({ at: performance.now() - this.started, characters: this.text.length });
   }
 
   /** Note the end. */
@@ -36,12 +31,11 @@ export class Runner {
     this.ended = performance.now() - this.started;
   }
 
-  /** Draw what was there at a time. @param {number} at milliseconds since its start @param {number} whole characters of the complete text */
-  draw(at, whole) {
+  /** Draw the time that had passed. @param {number} at milliseconds since its start @param {number} scale milliseconds of a full bar */
+  draw(at, scale) {
     const time = this.ended ? Math.min(at, this.ended) : at;
-    const reached = this.marks.findLast((mark) => mark.at <= time)?.characters ?? 0;
-    this._bar.max = Math.max(1, whole, this.text.length);
-    this._bar.value = reached;
+    this._bar.max = scale;
+    this._bar.value = time;
     this._clock.textContent = `${(time / 1000).toFixed(1)} s`;
   }
 }
@@ -56,8 +50,8 @@ export async function race(parent, drafted, runPlain) {
   let frame = 0;
   const draw = () => {
     const at = performance.now() - plain.started;
-    drafted.draw(at, drafted.text.length);
-    plain.draw(at, drafted.text.length);
+    const expected = plain.text ? (at * drafted.text.length) / plain.text.length : 0; // time of the whole text at this speed
+    for (const each of [drafted, plain]) each.draw(at, Math.max(at, drafted.ended, expected));
     frame = requestAnimationFrame(draw);
   };
   plain.start();
@@ -68,7 +62,7 @@ export async function race(parent, drafted, runPlain) {
     cancelAnimationFrame(frame);
     if (!plain.ended) plain.end();
   }
-  for (const each of [drafted, plain]) each.draw(each.ended, drafted.text.length);
+  for (const each of [drafted, plain]) each.draw(each.ended, Math.max(drafted.ended, plain.ended));
   const result = addHtml(parent, 'p', { class: 'result', role: 'status' });
   if (plain.text === drafted.text) {
     addHtml(result, 'strong', { class: 'identical' }, '✓ identical');

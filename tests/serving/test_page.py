@@ -322,6 +322,65 @@ def test_answers_that_differ_break_off_or_are_refused_say_so(visit: Visit) -> No
     visit.complaints[:] = [each for each in visit.complaints if "400" not in each]
 
 
+def step(*threads: list[str]) -> dict[str, Any]:
+    """A step of a trace in which threads generate tokens with these texts."""
+    rows = [
+        {
+            "thread": number,
+            "anchor": None,
+            "tokens": [5],
+            "parents": [None],
+            "positions": [0],
+            "kinds": ["known"],
+            "sources": [None],
+            "retained": [True],
+            "limited": None,
+            "chosen": [5] * len(pieces),
+            "generated": len(pieces),
+            "pieces": pieces,
+        }
+        for number, pieces in enumerate(threads)
+    ]
+    counts = {"kv_slots": 1, "engine_seconds": 0, "outside_seconds": 0}
+    return {"rows": rows, "queued": [], "started": [], "ended": [], **counts}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("forked", [False, True])
+def test_control_characters_are_drawn_the_same_while_a_text_grows_at_its_end_and_after_a_reload(
+    visit: Visit, forked: bool
+) -> None:
+    pieces = [["a\r", "", "\x07b\r\n", "c"], *([["x\r", "y"]] if forked else [])]  # the second token forks
+    text = "a\rx\ry\x07b\r\nc" if forked else "a\r\x07b\r\nc"
+    threads = [{"path": [0] * number, "fork": 2 if number else None, "start": 1} for number in range(len(pieces))]
+    growth = {"steps": [step(*pieces)], "threads": [{**thread, "ending": None} for thread in threads], "texts": {}}
+    trace = {
+        "prompt": [1],
+        "prompt_text": "",
+        "waiting_seconds": 0,
+        "schema": 3,
+        "texts": {},
+        "tokens": {"mask": [], "fork": 9, "child": 10, "end": []},
+        "threads": [{**thread, "ending": "stop"} for thread in threads],
+        "steps": [*growth["steps"], step(["behind the stop string"])],
+    }
+    grown = data(delta={"content": text}, spaceport=growth)
+    end = data(delta={}, spaceport={"ending": "stop", "trace": trace}) + "data: [DONE]\n\n"
+    bodies = iter([grown, grown + end])  # one breaks off
+    visit.page.route(
+        "**/v1/chat/completions", lambda route: route.fulfill(content_type="text/event-stream", body=next(bodies))
+    )
+    visit.page.locator("#model option").first.wait_for(state="attached")
+    for number in range(2):
+        visit.send("How?")
+        visit.finish()
+        tokens = visit.page.locator(".answered .generated").nth(number).locator("b, i")
+        tokens.first.wait_for(state="attached")
+        assert "".join(tokens.all_text_contents()) == visible(text)
+    visit.page.reload()
+    assert visit.shown == visible(text)
+
+
 @pytest.mark.slow
 def test_answers_and_code_in_questions_are_drawn_as_markdown(visit: Visit) -> None:
     answer = "**Try** this:\n```python\nprint(1)\n```\n<b>done</b>"

@@ -127,7 +127,7 @@ function plainPiece(text) {
 /** Remove what comes after a text that the elements begin with. @param {Element} drawn @param {string} text */
 function trim(drawn, text) {
   const tokens = [...drawn.querySelectorAll('b, i')];
-  let left = text.length;
+  let left = visible(text).length;
   for (const token of tokens) {
     const shown = token.textContent ?? '';
     if (shown.length > left) token.textContent = shown.slice(0, left);

@@ -49,6 +49,7 @@ class Visit:
         self.page.on("console", lambda message: self.complaints.append(message.text))
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
         self.page.on("request", lambda request: self.requested.append(request.url))
+        self.url = url
         self.page.goto(url)
 
     def ask(self, text: str, model: str = "demo", ends: bool = True, **settings: str | bool) -> None:
@@ -289,6 +290,22 @@ def test_a_race_says_that_the_texts_are_identical(visit: Visit, temperature: str
     drafted, plain = (bars.nth(index).evaluate("bar => bar.value / bar.max") for index in range(2))
     assert max(drafted, plain) == 1
     assert plain / drafted == pytest.approx(float(found[1]), abs=0.0051)  # lengths are times
+
+
+@pytest.mark.slow
+def test_a_reload_keeps_the_settings_but_no_key(visit: Visit) -> None:
+    texts = {"system": "Answer\nbriefly.", "max-tokens": "7", "temperature": "0.5", "seed": "3", "mask-slots": "2"}
+    visit.page.click("#options")
+    for name, value in {**texts, "key": KEY}.items():
+        visit.page.fill(f"#{name}", value)
+    visit.page.set_checked("#drafts", False)
+    visit.page.click("text=Done")
+    visit.page.goto("about:blank")  # without the fields that a browser itself fills again
+    visit.page.goto(visit.url)
+    visit.page.locator("#model option").first.wait_for(state="attached")
+    assert {name: visit.page.input_value(f"#{name}") for name in [*texts, "key"]} == {**texts, "key": ""}
+    assert [visit.page.is_checked(f"#{name}") for name in ("drafts", "fork")] == [False, False]
+    assert KEY not in str(visit.page.evaluate("sessionStorage.getItem('spaceport.settings')"))
 
 
 def data(**choice: Any) -> str:

@@ -7,7 +7,7 @@ import { LiveView } from './live.js';
 import { Runner, race } from './race.js';
 import { Player, traceIn } from './replay.js';
 import { drawReport } from './report.js';
-import { optionsFrom, resetInvalid, systemPrompt } from './settings.js';
+import { keepSettings, optionsFrom, resetInvalid, restoreSettings, systemPrompt } from './settings.js';
 import { addHtml } from './svg.js';
 import { countsOf } from './trace.js';
 import { counted, endingIn, number } from './words.js';
@@ -249,6 +249,7 @@ newChat.addEventListener('click', () => {
 find('options', HTMLButtonElement).addEventListener('click', openSettings);
 settings.addEventListener('close', () => {
   resetInvalid(settings);
+  keepSettings(settings);
   const key = find('key', HTMLInputElement);
   if (key.value) {
     useKey(key.value);
@@ -274,5 +275,6 @@ find('examples', HTMLElement).addEventListener('click', ({ target }) => {
   if (target instanceof HTMLButtonElement && !running) void ask(target.textContent ?? '');
 });
 model.addEventListener('change', showChosen);
+restoreSettings(settings);
 showKept();
 void connect();

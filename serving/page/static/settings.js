@@ -2,6 +2,8 @@
 
 /** @typedef {import('./client.js').Options} Options */
 
+const STORED = 'spaceport.settings';
+
 /** The options that are set; the model and whether it chats are others. @returns {Options} */
 export function optionsFrom() {
   return {
@@ -27,6 +29,32 @@ export function systemPrompt() {
 /** Give numbers that are out of range their default again, so that the dialog shows what requests have. @param {Element} dialog */
 export function resetInvalid(dialog) {
   for (const field of dialog.querySelectorAll('input')) if (!field.validity.valid) field.value = field.defaultValue;
+}
+
+/** Keep what a dialog says until the window is closed; keys are kept elsewhere. @param {Element} dialog */
+export function keepSettings(dialog) {
+  const values = fieldsOf(dialog).map((field) => [field.id, isSwitch(field) ? field.checked : field.value]);
+  sessionStorage.setItem(STORED, JSON.stringify(Object.fromEntries(values)));
+}
+
+/** Give a dialog what it said before the page was loaded again. @param {Element} dialog */
+export function restoreSettings(dialog) {
+  const stored = JSON.parse(sessionStorage.getItem(STORED) ?? '{}');
+  for (const field of fieldsOf(dialog)) {
+    if (!(field.id in stored)) continue;
+    if (isSwitch(field)) field.checked = stored[field.id];
+    else field.value = stored[field.id];
+  }
+}
+
+/** @param {Element} dialog @returns {(HTMLInputElement | HTMLTextAreaElement)[]} */
+function fieldsOf(dialog) {
+  return [...dialog.querySelectorAll('textarea'), ...dialog.querySelectorAll('input')].filter((field) => field.type !== 'password');
+}
+
+/** @param {HTMLElement} field @returns {field is HTMLInputElement} */
+function isSwitch(field) {
+  return field instanceof HTMLInputElement && field.type === 'checkbox';
 }
 
 /** @param {string} id */

@@ -72,6 +72,8 @@ SUPPORTED = {
     "prompt": "A text, token ids, or several of either; of `/infill`, the text of the line before the gap.",
     "response_fields": "Entries to answer with, such as `content` and `timings/predicted_ms`; default: all.",
     "response_format": "`text`, `json_object` (perhaps with a `schema`), or `json_schema` with one.",
+    "samplers": "Samplers in the order in which they run: a part of "
+    "`penalties`, `temperature`, `top_k`, `top_p`, `min_p`; `infill` is ignored.",
     "spaceport": "Options of this service alone.",
     "spaceport.threads": "Whether events have the text of each thread at once.",
     "stream": "Whether to send events while the text is generated.",
@@ -85,7 +87,8 @@ SUPPORTED = {
 }
 
 # Fields of OpenAI's API that change no text here: the service stores nothing, has one tier and no reasoning models.
-# Those of llama.cpp's server change none either: `samplers` says which of its defaults apply, and here none do.
+# Those of llama.cpp's server change none either: `samplers`, but of /infill, says which of its defaults apply, and here
+# none do.
 IGNORED = frozenset(
     (
         *("cache_prompt", "id_slot", "samplers", "t_max_prompt_ms", "timings_per_token"),

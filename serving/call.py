@@ -12,7 +12,6 @@ from starlette.requests import Request
 from starlette.types import Receive
 
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.runtime.decode.sequence import Ending
 from spaceport.runtime.decode.sequence_group import Statistics
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.limits import Limits
@@ -35,10 +34,10 @@ from spaceport.serving.tool_use import NO_TOOLS, ToolUse
 GeneratingBody = TypeVar("GeneratingBody", bound=GenerationBody)
 _Result = TypeVar("_Result")
 _SEEDS = 2**64
-_REASONS: dict[Ending, str] = {"end": "stop", "stop": "stop"}  # all others: "length"
+_REASONS = {"end": "stop", "stop": "stop"}  # all others: "length"
 
 
-def finish_reason(ending: Ending, has_calls: bool = False) -> str:
+def finish_reason(ending: str, has_calls: bool = False) -> str:
     """Why an answer ended, in the words of OpenAI's API."""
     reason = _REASONS.get(ending, "length")
     return "tool_calls" if has_calls and reason == "stop" else reason
@@ -131,9 +130,10 @@ class Call:
     model: ServedModel
     body: GenerationBody
     tools: ToolUse
-    decodings: Sequence[Decoding]  # of each choice of a prompt
+    decodings: list[Decoding]  # of each choice of a prompt
     streams: list[AsyncStream] = field(default_factory=list)  # the choices of a prompt follow each other
     completions: dict[int, Completion] = field(default_factory=dict)  # that are complete, by index of the stream
+    endings: dict[int, str] = field(default_factory=dict)  # of those that end otherwise than their completions
     _open: list[tuple[int, AsyncStream]] = field(default_factory=list)  # of which no end has been counted
     _traces: dict[int, GrowingTrace] = field(default_factory=dict)
 
@@ -183,7 +183,7 @@ class Call:
             raise
         self._open = list(enumerate(self.streams))
 
-    def ended(self, index: int, ending: Ending, statistics: Statistics) -> None:
+    def ended(self, index: int, ending: str, statistics: Statistics) -> None:
         """Count a choice that has ended, in the metrics and the log entry."""
         reason = "abort" if ending == "cancelled" else finish_reason(ending)
         is_first = index % len(self.decodings) == 0  # of its prompt
@@ -196,7 +196,8 @@ class Call:
         for index, stream in streams:
             stream.close()
             completion = self.completions.get(index)
-            self.ended(index, "cancelled" if completion is None else completion.ending, stream.statistics)
+            ending = "cancelled" if completion is None else self.endings.get(index, completion.ending)
+            self.ended(index, ending, stream.statistics)
             self.service.end(self.client.tenant)
             if completion is not None and self.model.audit is not None:
                 self.model.audit.offer(self.decodings[index % len(self.decodings)], completion)

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from msgspec import Struct
 from starlette.requests import Request
-from starlette.responses import Response
 
+from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.scheduling.request import Completion
 from spaceport.runtime.text.infill import InfillPrompt
 from spaceport.serving.answers import text_of
 from spaceport.serving.bodies import GenerationBody, check_count
 from spaceport.serving.call import Call, generation_body
+from spaceport.serving.event_stream import EventStream, event
 from spaceport.serving.failures import invalid, json_response
 
 _STOP_TYPES = {"end": "eos", "stop": "word"}  # by the ending of a completion; all others: "limit"
+_SAMPLERS = ("penalties", "temperature", "top_k", "top_p", "min_p")  # in the order in which they run
 
 
 class InfillFile(Struct):
@@ -43,6 +44,7 @@ class InfillBody(GenerationBody, kw_only=True):
     n_indent: int = 0
     t_max_predict_ms: float = 0
     response_fields: list[str] | None = None
+    samplers: list[str] | None = None
 
     def most_tokens(self) -> int | None:
         """Maximum number of generated tokens of a choice; 1 if the prompt shall only be read."""
@@ -62,10 +64,18 @@ def _check(body: InfillBody) -> None:
         value = getattr(body, name)
         if value is not None and value < least:
             raise invalid(name, f"is {value}: expected at least {least}")
-    for name in ("input_extra", "response_fields"):
+    for name in ("input_extra", "response_fields", "samplers"):
         check_count(name, getattr(body, name) or ())
-    if body.stream:
-        raise invalid("stream", "is true: expected false, since the text of a gap comes as a whole")
+    if body.samplers is not None:
+        _check_samplers(body, [name for name in body.samplers if name != "infill"])
+
+
+def _check_samplers(body: InfillBody, names: list[str]) -> None:
+    """Raise for samplers that do not run here, or in another order, and for options of samplers that are left out."""
+    expected = [name for name in _SAMPLERS if name in names or getattr(body, name, None)]
+    if names != expected:
+        found, right = (", ".join(some) or "none" for some in (names, expected))
+        raise invalid("samplers", f"names {found:.100}: expected {right}, which run for this request in this order")
 
 
 @dataclass
@@ -75,7 +85,7 @@ class GapText:
     indent: int = 0  # characters that each line but the first one needs
     seconds: float = math.inf  # from the first token on
     text: str = ""
-    ended: bool = False
+    ending: Literal["stop", "time"] | None = None  # why it ended, indentation or time; None: it has not
     _began: float | None = field(default=None, init=False)
     _line: int = field(default=0, init=False)  # where the last line begins
 
@@ -84,29 +94,32 @@ class GapText:
         now = time.monotonic()
         self._began = now if self._began is None else self._began
         self.text += text
-        while not self.ended:
+        while self.ending is None:
             end = self.text.find("\n", self._line)
             line = self.text[self._line : end if end >= 0 else None]
             bare = line.lstrip(" \t")
             if self._line and len(line) - len(bare) < self.indent and (bare or end >= 0):
-                self.text, self.ended = self.text[: self._line - 1], True
+                self.text, self.ending = self.text[: self._line - 1], "stop"
             elif end < 0:
                 break
             elif now - self._began >= self.seconds:
-                self.text, self.ended = self.text[:end], True
+                self.text, self.ending = self.text[:end], "time"
             else:
                 self._line = end + 1
-        return self.ended
+        return self.ending is not None
+
+    @property
+    def settled(self) -> str:
+        """The text without a line whose indentation is not known yet: it may not belong to the gap."""
+        is_open = self.ending is None and self._line > 0 and len(self.text) - self._line < self.indent
+        return self.text[: self._line - 1] if is_open else self.text
 
 
-async def _filled(call: Call, body: InfillBody, index: int) -> str:
-    """The text of a choice; it is not decoded beyond its end."""
-    gap, stream = GapText(body.n_indent, body.t_max_predict_ms / 1e3 or math.inf), call.streams[index]
-    while pieces := await stream.pieces():
-        if not gap.ended and gap.add(text_of(pieces)):
-            stream.request.end("deadline")
-    call.completions[index] = await stream.completion()
-    return "" if body.n_predict == 0 else gap.text
+def _limited(decoding: Decoding, completion: Completion) -> tuple[Decoding, Completion]:
+    """A completion that was cut off, as one whose maximum number of tokens is what it has, with its options."""
+    count, threads = len(completion.tokens), [replace(thread, ending="length") for thread in completion.threads]
+    limited = replace(decoding, max_tokens=count, min_tokens=min(decoding.min_tokens, count))
+    return limited, replace(completion, ending="length", threads=tuple(threads))
 
 
 def _rates(count: int, seconds: float, name: str) -> dict[str, Any]:
@@ -119,8 +132,9 @@ def _rates(count: int, seconds: float, name: str) -> dict[str, Any]:
     }
 
 
-def _answer(call: Call, index: int, text: str, completion: Completion) -> dict[str, Any]:
-    """The whole answer of a choice."""
+def _answer(call: Call, index: int, gap: GapText, text: str) -> dict[str, Any]:
+    """The whole answer of a choice, with this text."""
+    completion = call.completions[index]
     counts = completion.statistics
     prefill = max(0.0, counts.first_token_seconds - counts.waiting_seconds)
     return {
@@ -128,8 +142,8 @@ def _answer(call: Call, index: int, text: str, completion: Completion) -> dict[s
         "content": text,
         "model": call.model.name,
         "stop": True,
-        "stop_type": _STOP_TYPES.get(completion.ending, "limit"),
-        "has_new_line": "\n" in text,
+        "stop_type": "limit" if gap.ending else _STOP_TYPES.get(completion.ending, "limit"),
+        "has_new_line": "\n" in gap.text,
         "truncated": False,
         "tokens_evaluated": counts.prompt_tokens,
         "tokens_predicted": counts.tokens,
@@ -159,22 +173,75 @@ def selected(answer: Mapping[str, Any], fields: list[str] | None) -> Mapping[str
     return found
 
 
-async def infill(request: Request) -> Response:
+@dataclass
+class InfillAnswer:
+    """The gaps of a call, one for each choice."""
+
+    call: Call
+    body: InfillBody
+    gaps: list[GapText]
+
+    async def parts(self) -> AsyncGenerator[tuple[int, bool], None]:
+        """The index of a gap that has grown, and whether it is complete; none is decoded beyond its end."""
+        call = self.call
+        async for index, pieces in call.pieces():
+            gap = self.gaps[index]
+            if not pieces:
+                self._note_ending(index)
+            elif self.body.n_predict != 0 and gap.ending is None and gap.add(text_of(pieces)):
+                call.streams[index].close()
+            yield index, not pieces
+
+    def _note_ending(self, index: int) -> None:
+        """Note for the log and the audit why a gap ended, if not as its completion did."""
+        call, gap, completion = self.call, self.gaps[index], self.call.completions[index]
+        if gap.ending is None:
+            return
+        call.endings[index] = gap.ending
+        if completion.ending == "cancelled" and len(completion.threads) == 1:
+            call.decodings[index], call.completions[index] = _limited(call.decodings[index], completion)
+
+    async def whole(self) -> list[Mapping[str, Any]]:
+        """The whole answer of each choice."""
+        async for _ in self.parts():
+            pass
+        return [self._choice(index, gap.text) for index, gap in enumerate(self.gaps)]
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """The events of a stream: what the text of a gap grows by, and at its end the whole answer without the text."""
+        sent = [0] * len(self.gaps)
+        async for index, is_complete in self.parts():
+            gap, statistics = self.gaps[index], self.call.streams[index].statistics
+            text = (gap.text if is_complete else gap.settled)[sent[index] :]
+            sent[index] += len(text)
+            if text:
+                counts = {"tokens_predicted": statistics.tokens, "tokens_evaluated": statistics.prompt_tokens}
+                yield event({"index": index, "content": text, "stop": False, **counts})
+            if is_complete:
+                yield event(self._choice(index, ""))
+
+    def _choice(self, index: int, text: str) -> Mapping[str, Any]:
+        return selected(_answer(self.call, index, self.gaps[index], text), self.body.response_fields)
+
+
+async def infill(request: Request) -> Any:
     """Fill the gap at an editor's cursor, as llama.cpp's server does."""
     body = await generation_body(request, InfillBody)
     _check(body)
     body.n = body.n if body.n_cmpl is None else body.n_cmpl
     call = Call.of(request, body)
     if body.temperature is None:  # one choice is the most probable text
-        first, *others = call.decodings
-        call.decodings = [replace(first, sampling=replace(first.sampling, temperature=0.0)), *others]
+        first = call.decodings[0]
+        call.decodings[0] = replace(first, sampling=replace(first.sampling, temperature=0.0))
     call.record.answer, call.record.prompts = f"infill-{call.record.id}", 1
     await call.begin([body.gap()])
+    seconds = body.t_max_predict_ms / 1e3 or math.inf
+    answer = InfillAnswer(call, body, [GapText(body.n_indent, seconds) for _ in call.streams])
+    if body.stream:
+        options = call.service.options
+        return EventStream(answer.events(), call.close, options.ping_interval, options.send_timeout)
     try:
-        texts = await call.unless_gone(asyncio.gather(*(_filled(call, body, i) for i in range(len(call.streams)))))
+        answers = await call.unless_gone(answer.whole())
     finally:
         call.close()
-    answers = [
-        selected(_answer(call, i, text, call.completions[i]), body.response_fields) for i, text in enumerate(texts)
-    ]
     return json_response(answers[0] if len(answers) == 1 else answers)

@@ -19,7 +19,6 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.runtime.decode.sequence import Ending
 from spaceport.runtime.decode.sequence_group import Statistics
 from spaceport.runtime.engine import EngineFault
 from spaceport.runtime.scheduling.request_queue import QueueFull
@@ -50,10 +49,10 @@ class RequestRecord:
     model: str | None = None
     answer: str | None = None  # id of the answer
     prompts: int = 1
-    endings: list[Ending] = field(default_factory=list)  # of each choice
+    endings: list[str] = field(default_factory=list)  # of each choice
     statistics: list[Statistics] = field(default_factory=list)  # of each choice
 
-    def ended(self, ending: Ending, statistics: Statistics) -> None:
+    def ended(self, ending: str, statistics: Statistics) -> None:
         """Note the end of a choice."""
         self.endings.append(ending)
         self.statistics.append(statistics)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,8 @@ from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.text.infill import InfillPrompt
 from spaceport.serving.application import application
 from spaceport.serving.infill import GapText
-from support.chat_runtime import chat_runtime
+from spaceport.serving.options import ServiceOptions
+from support.chat_runtime import chat_runtime, wait_until
 from support.paths import DEMO
 
 MARKS = ("<fim_prefix>", "<fim_suffix>", "<fim_middle>", "<file_sep>", "<repo_name>")
@@ -115,7 +117,9 @@ def test_the_text_ends_where_the_request_says(
 def test_an_invalid_request_gets_the_reason(client: TestClient) -> None:
     for fields, message in (
         ({"input_suffix": None}, "input_suffix"),
-        ({"stream": True}, "stream is true: expected false"),
+        ({"samplers": ["top_p", "top_k"]}, "samplers names top_p, top_k: expected top_k, top_p, which run"),
+        ({"samplers": ["dry", "infill"]}, "samplers names dry: expected none"),
+        ({"samplers": [], "temperature": 0.5}, "samplers names none: expected temperature"),
         ({"n_predict": -2}, "n_predict is -2: expected at least -1"),
         ({"n_indent": -1}, "n_indent is -1"),
         ({"input_extra": [{"filename": "a"}]}, "input_extra"),
@@ -130,27 +134,86 @@ def test_an_invalid_request_gets_the_reason(client: TestClient) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "indent", "expected", "ended"),
+    ("text", "indent", "expected", "ending"),
     [
-        ("x\ny\n", 0, "x\ny\n", False),
-        ("x\n    y\n  z", 4, "x\n    y", True),
-        ("x\n    y\n  ", 4, "x\n    y\n  ", False),  # more indentation may follow
-        ("x\n\ty\n\tz\n", 1, "x\n\ty\n\tz\n", False),
-        ("  x\n\n    y", 4, "  x", True),  # an empty line ends the block, as in llama.cpp
-        ("\ny", 1, "", True),
+        ("x\ny\n", 0, "x\ny\n", None),
+        ("x\n    y\n  z", 4, "x\n    y", "stop"),
+        ("x\n    y\n  ", 4, "x\n    y\n  ", None),  # more indentation may follow
+        ("x\n\ty\n\tz\n", 1, "x\n\ty\n\tz\n", None),
+        ("  x\n\n    y", 4, "  x", "stop"),  # an empty line ends the block, as in llama.cpp
+        ("\ny", 1, "", "stop"),
     ],
 )
-def test_a_gap_ends_before_a_line_with_less_indentation(text: str, indent: int, expected: str, ended: bool) -> None:
+def test_a_gap_ends_before_a_line_with_less_indentation(
+    text: str, indent: int, expected: str, ending: str | None
+) -> None:
     for size in (1, 2, len(text)):
-        gap = GapText(indent)
+        gap, settled = GapText(indent), ""
         for start in range(0, len(text), size):
-            if not gap.ended:
+            if gap.ending is None:
                 gap.add(text[start : start + size])
-        assert (gap.text, gap.ended) == (expected, ended)
+                assert gap.settled.startswith(settled)
+                settled = gap.settled
+        assert (gap.text, gap.ending) == (expected, ending)
+        assert gap.text.startswith(settled)
 
 
 def test_a_gap_ends_with_a_line_after_its_time() -> None:
     for seconds, expected in ((math.inf, "x\ny\nz"), (0.0, "x")):
         gap = GapText(seconds=seconds)
         gap.add("x\ny\nz")
-        assert gap.text == expected
+        assert (gap.text, gap.settled) == (expected, expected)
+
+
+def streamed(client: TestClient, **fields: Any) -> list[Any]:
+    """The events of a stream."""
+    response = client.post("/infill", json={**GAP, **fields, "stream": True})
+    assert response.headers["content-type"].startswith("text/event-stream")
+    return [json.loads(line.removeprefix("data: ")) for line in response.text.split("\n\n") if line]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        PLUGIN,
+        {"n_indent": 4, "spaceport": {"regex": r"a\n  b\n(c ){300}"}},
+        {"n_indent": 2, "spaceport": {"regex": r"a\n  b\n(c ){300}"}},
+        {"stop": ["b"], "spaceport": {"regex": r"a\n  b\n"}},
+        {"n_predict": 0},
+        {"n_cmpl": 3, "seed": 1},
+    ],
+)
+def test_a_stream_has_the_text_of_the_whole_answer(client: TestClient, fields: dict[str, Any]) -> None:
+    asked = {"n_predict": 40, **fields}
+    whole = fill(client, **asked)
+    *events, last = streamed(client, **asked)
+    for choice in whole if isinstance(whole, list) else [whole]:
+        index = choice["index"]
+        own = [event for event in [*events, last] if event["index"] == index]
+        assert [event["stop"] for event in own] == [False] * (len(own) - 1) + [True]
+        assert "".join(event["content"] for event in own) == choice["content"]
+        assert own[-1]["content"] == ""
+        named = ("stop_type", "has_new_line", "tokens_evaluated")
+        assert [own[-1][name] for name in named] == [choice[name] for name in named]
+        if choice["content"]:
+            assert len(own) > 2 or "spaceport" in fields
+    assert streamed(client, **asked, response_fields=["stop"])[-1] == {"stop": True}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("fields", "ending"), [({"n_indent": 4}, "stop"), ({"t_max_predict_ms": 1e-6}, "time"), ({}, "end")]
+)
+def test_a_gap_that_ended_early_is_logged_so_and_audited_as_a_whole(
+    folder: Path, caplog: pytest.LogCaptureFixture, fields: dict[str, Any], ending: str, stream: bool
+) -> None:
+    written = {"regex": r"a\n  b\n(c ){100}" if fields else "a b"}
+    app = application({"coder": lambda: chat_runtime(folder)}, ServiceOptions(audit_rate=1.0))
+    with TestClient(app) as client, caplog.at_level("INFO", "spaceport.service"):
+        body = {**GAP, "n_predict": 400, "stream": stream, "spaceport": written, **fields}
+        assert client.post("/infill", json=body).status_code == 200
+        counted = 'exactness_{}_total{{model_name="coder"}} {}.0'
+        wait_until(lambda: counted.format("checked", 1) in client.get("/metrics").text)
+        assert counted.format("fault", 0) in client.get("/metrics").text
+    (entry,) = [record.fields for record in caplog.records if getattr(record, "fields", {}).get("route") == "/infill"]
+    assert entry["ending"] == ending

@@ -23,6 +23,7 @@ from spaceport.graphs.contract.manifest import (
     manifest_in,
 )
 from spaceport.graphs.contract.phrases import PHRASES_FILE, PhraseTable, read_phrases
+from spaceport.runtime.memory import copying_pays
 from spaceport.runtime.opened_files import AGAIN, OpenedFiles
 from spaceport.runtime.opened_files import BundleError as BundleError
 from spaceport.runtime.opened_files import ChangedWhileOpening as ChangedWhileOpening
@@ -74,14 +75,15 @@ def open_bundle(
     path: str | os.PathLike[str],
     *,
     allow_links: bool = False,
-    copy_weights: bool = False,
+    copy_weights: bool | None = None,
 ) -> Bundle:
     """The bundle in a folder, once every file has the size and SHA-256 that its manifest records.
 
     - `allow_links`: Whether its files may be symbolic links or have several hard links, as in caches of a model hub and
       in stores without duplicates; default False.
     - `copy_weights`: Whether engines copy the weights into memory of their own instead of mapping their file, so that a
-      later change or truncation of the file has no effect; default False.
+      later change or truncation of the file has no effect; default None: if that makes steps faster, which read all
+      weights of native operators: from 32 MB on, on a system with huge pages.
     """
     files, content, manifest = _with_manifest(Path(path), allow_links)
     try:
@@ -90,7 +92,9 @@ def open_bundle(
         files.close()
         raise
     linked = any(files.is_link(name) for name in manifest.files if name.startswith(DATA_FILE))
-    return Bundle(Path(path), manifest, files, copy_weights or linked, content)
+    weights = sum(record.size for name, record in manifest.files.items() if name.startswith(DATA_FILE))
+    copies = manifest.native and copying_pays(weights) if copy_weights is None else copy_weights
+    return Bundle(Path(path), manifest, files, copies or linked, content)
 
 
 def read_manifest(folder: Path, allow_links: bool = False) -> Manifest:

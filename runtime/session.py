@@ -109,7 +109,7 @@ class Runtime:
         call_timeout: float | None = DEFAULT_CALL_TIMEOUT,
         prefix_cache: bool = False,
         allow_links: bool = False,
-        copy_weights: bool = False,
+        copy_weights: bool | None = None,
     ) -> Runtime:
         """Open a bundle on a backend.
 
@@ -136,7 +136,8 @@ class Runtime:
           turn of a chat; default False.
         - `allow_links`: Whether the bundle's files may be links, as in caches of a model hub; default False.
         - `copy_weights`: Whether to copy the weights into memory of their own, so that changes of their file have no
-          effect; default False: the file is mapped, and truncating it ends the process with SIGBUS.
+          effect. False: the file is mapped; processes share its memory, and truncating it ends them with SIGBUS. Default
+          None: weights of native operators are copied from 32 MB on, if twice as much is free, on huge pages, which are read faster.
         """
 
         def options_for(opened: Bundle) -> EngineOptions:

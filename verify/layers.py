@@ -17,7 +17,7 @@ from spaceport.graphs.contract.manifest import MODEL_FILE
 from spaceport.graphs.contract.signature import DTYPES, Signature
 from spaceport.graphs.decoder import Decoder, DecoderWithLayerOutputs, attention_output_name, layer_output_name
 from spaceport.kernels.native_library import library_path
-from spaceport.runtime.backends.on_onnxruntime import options_for, weights_for
+from spaceport.runtime.backends.on_onnxruntime import options_for, session_of
 from spaceport.runtime.backends.on_torch import TorchEngine
 from spaceport.runtime.bundle import Bundle
 from spaceport.verify.cases import Array, EngineLimits, RecordedCall, replay
@@ -59,7 +59,7 @@ class GraphLayers:
         model = onnx.load_model_from_string(graph)
         self.marks = show_marks(model, self.signature)
         float32_at_the_edges(model, self.signature)
-        self._session = _session(model, graph, bundle, threads, cuda)
+        self._session = _session(model, bundle, threads, cuda)
         self.device = "cuda" if _CUDA in self._session.get_providers() else "cpu"
         sizes: dict[int | str, int] = {"B": limits.requests, "S": limits.capacity}
         self._kv: dict[str, Array] = {
@@ -134,14 +134,13 @@ def _by_request(moves: Array) -> list[tuple[int, Any, Any]]:
     return [(int(request), *moves[moves[:, 0] == request, 1:].T) for request in np.unique(moves[:, 0])]
 
 
-def _session(model: onnx.ModelProto, graph: bytes, bundle: Bundle, threads: int, cuda: bool) -> ort.InferenceSession:
-    """A session of the changed graph, with the weights that the bundle's own graph names."""
+def _session(model: onnx.ModelProto, bundle: Bundle, threads: int, cuda: bool) -> ort.InferenceSession:
+    """A session of the changed graph, with the bundle's weights."""
     options = options_for(bundle, threads, library_path())
     usable = cuda and _CUDA in ort.get_available_providers()
     providers = [_CUDA, _CPU] if usable else [_CPU]
     try:
-        with weights_for(bundle, graph, options):
-            return ort.InferenceSession(model.SerializeToString(), options, providers=providers, enable_fallback=0)
+        return session_of(bundle, model.SerializeToString(), options, providers)
     except ort.capi.onnxruntime_pybind11_state.NotImplemented as error:
         raise MissingDependency(
             f"{bundle.path}: onnxruntime here does not run its graph ({error}), which --layers needs: leave --layers out, or run "

@@ -68,7 +68,7 @@ def open_with_engine(
     options_for: Callable[[Bundle], EngineOptions],
     *,
     allow_links: bool = False,
-    copy_weights: bool = False,
+    copy_weights: bool | None = None,
 ) -> Opened:
     """The bundle in a folder, and its engine with the options that this bundle gets.
 

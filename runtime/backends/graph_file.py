@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # wire types of protobuf
 _OPERATOR = 4  # field of a node
-_IMPORT = 8  # field of a model
+_GRAPH, _IMPORT = 7, 8  # fields of a model
+_INITIALIZER = 5  # field of a graph
+_DIMS, _TYPE, _NAME, _EXTERNAL = 1, 2, 8, 13  # fields of a tensor
 
 # By message of onnx.proto: its fields that can contain a node or a tensor, by number. A tensor lists its external data as
 # pairs of a key and a value.
@@ -21,6 +23,42 @@ _FIELDS = {
     "sparse": {1: "tensor", 2: "tensor"},
     "tensor": {13: "entry"},
 }
+
+
+class ExternalTensor(NamedTuple):
+    """An initializer whose content is a part of a file."""
+
+    name: str
+    kind: int  # element type: onnx.TensorProto.DataType
+    shape: tuple[int, ...]
+    file: str
+    begin: int
+    bytes: int
+
+
+def external_tensors(model: bytes) -> list[ExternalTensor]:
+    """The initializers of the main graph that have their content in files; raises ValueError if it is not a model."""
+    graphs = [part for number, part in _fields(memoryview(model)) if number == _GRAPH]
+    tensors = [part for graph in graphs for number, part in _fields(graph) if number == _INITIALIZER]
+    return [tensor for part in tensors if (tensor := _external(part)) is not None]
+
+
+def _external(part: memoryview) -> ExternalTensor | None:
+    name, kind, shape, entries = "", 0, list[int](), dict[str, str]()
+    for number, value in _values(part):
+        if number == _DIMS:
+            shape += [value] if isinstance(value, int) else _varints(value)
+        elif number == _TYPE and isinstance(value, int):
+            kind = value
+        elif number == _NAME and isinstance(value, memoryview):
+            name = bytes(value).decode()
+        elif number == _EXTERNAL and isinstance(value, memoryview):
+            entry = dict(_fields(value))
+            entries[bytes(entry.get(1, b"")).decode()] = bytes(entry.get(2, b"")).decode()
+    if "location" not in entries:
+        return None
+    begin, size = int(entries.get("offset", 0)), int(entries.get("length", -1))
+    return ExternalTensor(name, kind, tuple(shape), entries["location"], begin, size)
 
 
 def external_files(model: bytes) -> set[str]:
@@ -90,6 +128,13 @@ def _values(data: memoryview) -> Iterator[tuple[int, memoryview | int]]:
             raise ValueError(f"it has a value of the unknown wire type {kind}")
         if index > len(data):
             raise ValueError("it ends within a value")
+
+
+def _varints(data: memoryview) -> Iterator[int]:
+    index = 0
+    while index < len(data):
+        value, index = _varint(data, index)
+        yield value
 
 
 def _varint(data: memoryview, index: int) -> tuple[int, int]:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import sys
-from collections import deque
+import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from itertools import chain, zip_longest
 from math import prod
 from pathlib import Path
@@ -15,17 +14,23 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import onnxruntime as ort
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
 from onnxruntime.capi import onnxruntime_pybind11_state
 
 from spaceport.graphs.contract.formats import FORMATS, Format, Weights
 from spaceport.graphs.contract.manifest import MODEL_FILE, SELECTION_FILE
 from spaceport.graphs.contract.signature import DTYPES, NUMPY, Signature, Tensor, selection_width
 from spaceport.kernels.native_library import DOMAIN, library_path, register
-from spaceport.runtime.backends.graph_file import external_files, imported_version
+from spaceport.runtime.backends.graph_file import (
+    ExternalTensor,
+    external_files,
+    external_tensors,
+    imported_version,
+)
 from spaceport.runtime.backends.machine import engine_threads
 from spaceport.runtime.bundle import Bundle, BundleError
 from spaceport.runtime.engine import CPU_COSTS, Batch, Engine, EngineFault, EngineOptions, Moves, slots_in_order
+from spaceport.runtime.memory import KvMemory, copied_file
 from spaceport.runtime.opened_files import OpenedFiles
 
 # onnxruntime's exceptions have no common base class; broken files also raise Python's own.
@@ -46,8 +51,8 @@ _UNPACKED: dict[Weights, tuple[str, str]] = {
     "int8": ("session.disable_quant_qdq", "1"),
     "float8": ("session.disable_quant_qdq", "1"),
 }
-_HUGE_PAGE = 2**21  # bytes, on x86 and on ARM with pages of 4 KiB
-_COLLAPSE = 25  # MADV_COLLAPSE of Linux 6.1
+# numpy's types by number of onnx.TensorProto.DataType: those of native graphs.
+_NUMPY_OF = {1: np.float32, 2: np.uint8, 3: np.int8, 6: np.int32, 7: np.int64, 9: np.bool_}
 NOT_COMPILED = (
     "native operators were not compiled when Spaceport was installed: standard operators compute the same, much slower; "
     "install a C++ compiler (g++ or clang, or pip install ziglang), then install Spaceport again"
@@ -56,52 +61,6 @@ NOT_COMPILED = (
 # this takes 40 times as much memory meanwhile (17 GB for 0.4 GB were seen).
 MOST_FOLDED = 64_000_000
 _MOST_CALLS = 1024  # shapes of calls whose OrtValues are kept, 2.4 kB each
-LONG = 1024  # visible slots from which huge pages are worth their space
-
-
-class KvMemory:
-    """Zeroed memory of layers x requests x heads x slots x values, on pages of 4 KiB.
-
-    numpy asks for huge pages, of which the first write takes and clears 2 MiB. In a model of 135 million parameters each
-    layer and request has 3 MiB of keys, of which a text of 256 tokens uses a sixteenth.
-    """
-
-    def __init__(self, shape: tuple[int, ...], dtype: DTypeLike) -> None:
-        size = prod(shape) * np.dtype(dtype).itemsize
-        try:
-            self._map = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except (OSError, OverflowError) as error:  # not enough memory or addresses
-            raise MemoryError(f"{size} bytes of KV buffers") from error
-        if sys.platform == "linux":
-            with suppress(OSError):  # a system without huge pages
-                self._map.madvise(mmap.MADV_NOHUGEPAGE)
-        self.array: NDArray[np.generic] = np.frombuffer(self._map, dtype, prod(shape)).reshape(shape)
-        self._long: dict[int, int] = {}  # slots of a request that have huge pages, or will have them after more calls
-        self._small: deque[tuple[int, int]] = deque()  # layers and requests whose slots do not have them yet
-
-    def use_huge_pages(self, first: int, requests: int, visible: int) -> None:
-        """Move the slots of requests with long texts to huge pages, which are read faster, if the system can do that.
-
-        Each call moves one layer of one request: moving all at once would take longer than a step.
-        """
-        for request in range(first, first + requests):
-            if visible > self._long.get(request, LONG):
-                self._long[request] = 2 * visible
-                self._small.extend((layer, request) for layer in range(len(self.array)))
-        if self._small:
-            layer, request = self._small.popleft()
-            for head in self.array[layer, request]:
-                self._move(head[: self._long[request]])
-
-    def _move(self, part: NDArray[np.generic]) -> None:
-        """Move a contiguous part of the array, and what shares its pages."""
-        offset = part.ctypes.data - self.array.ctypes.data
-        start = offset // _HUGE_PAGE * _HUGE_PAGE
-        end = min(-(-(offset + part.nbytes) // _HUGE_PAGE) * _HUGE_PAGE, len(self._map))
-        if sys.platform == "linux":
-            with suppress(OSError):  # an older system, or no free huge page
-                self._map.madvise(mmap.MADV_HUGEPAGE, start, end - start)
-                self._map.madvise(_COLLAPSE, start, end - start)
 
 
 class _Call(NamedTuple):
@@ -282,31 +241,39 @@ def options_for(bundle: Bundle, threads: int, library: Path | None) -> ort.Sessi
 def open_session(bundle: Bundle, options: ort.SessionOptions, providers: Sequence[Any]) -> ort.InferenceSession:
     """A session of the bundle's graph, checked against the manifest; raises onnxruntime's own errors."""
     graph, signature = bundle.read(MODEL_FILE), bundle.manifest.signature
-    with weights_for(bundle, graph, options):
-        session = ort.InferenceSession(graph, options, providers=providers, enable_fallback=0)
+    session = session_of(bundle, graph, options, providers)
     _check_tensors(session, bundle.path / MODEL_FILE, signature.inputs, signature.outputs)
     return session
 
 
-@contextmanager
-def weights_for(bundle: Bundle, graph: bytes, options: ort.SessionOptions) -> Iterator[None]:
-    """Let a session that is opened in the block load the weights of a bundle's graph from the files that were verified.
+def session_of(
+    bundle: Bundle, graph: bytes, options: ort.SessionOptions, providers: Sequence[Any]
+) -> ort.InferenceSession:
+    """A session of a graph with the weights of the bundle's own, read from the files that were verified.
 
-    Raises at the end of the block if one of them was changed or replaced meanwhile.
+    Raises if one of them was changed or replaced meanwhile.
     """
-    files, weights = bundle.files, _weight_files(bundle, graph)
+    files, names = bundle.files, _weight_files(bundle, graph)
     assert files is not None, "engines run bundles whose files were verified"
+    values = dict[str, ort.OrtValue]()
     with ExitStack() as mapped:
-        if bundle.copies_weights:
-            maps = [mapped.enter_context(_mapped(files, name)) for name in weights]
-            options.add_external_initializers_from_files_in_memory(weights, maps, [len(content) for content in maps])
+        if bundle.copies_weights and bundle.manifest.native:
+            values |= _copied(bundle, files, graph)
+            options.add_external_initializers(list(values), list(values.values()))  # instead of opening the file
+            for name, value in values.items():
+                options.add_initializer(name, value)  # without another copy
+        elif bundle.copies_weights:  # types that numpy lacks; most are packed once more, and freed
+            maps = [mapped.enter_context(_mapped(files, name)) for name in names]
+            options.add_external_initializers_from_files_in_memory(names, maps, [len(content) for content in maps])
         else:
             options.add_session_config_entry(_WEIGHTS_FOLDER, files.location)
-        yield
+        session = ort.InferenceSession(graph, options, providers=providers, enable_fallback=0)
+    weakref.finalize(session, values.clear).atexit = False  # it uses their memory without holding it
     if bundle.copies_weights and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(0)  # glibc holds back the copies of weights that a session freed after packing
-    for name in weights:
+    for name in names:
         files.require_same(name)
+    return session
 
 
 def _weight_files(bundle: Bundle, graph: bytes) -> list[str]:
@@ -321,6 +288,30 @@ def _weight_files(bundle: Bundle, graph: bytes) -> list[str]:
                 f"{bundle.path / MODEL_FILE}: loads weights from {name!r}, which the manifest does not list: export it again"
             )
     return named
+
+
+def _copied(bundle: Bundle, files: OpenedFiles, graph: bytes) -> dict[str, ort.OrtValue]:
+    """The weights of a native graph by their names, in memory of their own."""
+    try:
+        tensors = external_tensors(graph)
+        contents = {name: copied_file(files.descriptor(name)) for name in {tensor.file for tensor in tensors}}
+        return {
+            tensor.name: ort.OrtValue.ortvalue_from_numpy(_array(tensor, contents[tensor.file])) for tensor in tensors
+        }
+    except ValueError as error:
+        raise unloadable(bundle, error) from error
+
+
+def _array(tensor: ExternalTensor, content: NDArray[np.uint8]) -> NDArray[Any]:
+    """An initializer as a part of its file; raises ValueError if it is not one."""
+    if tensor.kind not in _NUMPY_OF:
+        raise ValueError(f"{tensor.name} has the element type {tensor.kind}: expected {', '.join(map(str, _NUMPY_OF))}")
+    dtype = np.dtype(_NUMPY_OF[tensor.kind])
+    size, end = prod(tensor.shape) * dtype.itemsize, tensor.begin + tensor.bytes
+    if tensor.bytes != size or not 0 <= tensor.begin <= end <= content.size:
+        got = f"bytes {tensor.begin} to {end} of {content.size} in {tensor.file}"
+        raise ValueError(f"{tensor.name} has {got}: expected {size} bytes for the shape {list(tensor.shape)}")
+    return content[tensor.begin : end].view(dtype).reshape(tensor.shape)
 
 
 @contextmanager

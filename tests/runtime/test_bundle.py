@@ -19,6 +19,7 @@ from spaceport.graphs.contract.manifest import (
     TEMPLATE_FILE,
     TOKENIZER_FILE,
 )
+from spaceport.runtime import memory
 from spaceport.runtime.bundle import Bundle, BundleError, ChangedWhileOpening, open_bundle, read_manifest
 from spaceport.runtime.opened_files import OpenedFiles
 from support.small_bundle import edit, fill, new_bundle, refused
@@ -198,6 +199,41 @@ def test_weights_may_get_another_name_time_or_mode_while_they_are_used(bundle: P
     copied = open_bundle(new_bundle(bundle.with_name("copied")), copy_weights=True)
     (copied.path / DATA_FILE).write_bytes(b"other")
     copied.require_unchanged()
+
+
+@pytest.mark.parametrize(
+    ("native", "size", "setting", "limit", "copies"),
+    [
+        (True, 32_000_000, "always [madvise] never", "max", True),
+        (True, 32_000_000, "always [madvise] never", "64000000", True),
+        (True, 32_000_000, "always [madvise] never", "63999999", False),
+        (True, 32_000_000, "always madvise [never]", "max", False),
+        (True, 31_999_999, "always [madvise] never", "max", False),
+        (False, 32_000_000, "always [madvise] never", "max", False),
+        (True, 32_000_000, None, "max", False),
+        (True, 2**50, "always [madvise] never", "max", False),
+    ],
+)
+def test_weights_are_copied_where_huge_pages_make_steps_faster(
+    native: bool,
+    size: int,
+    setting: str | None,
+    limit: str,
+    copies: bool,
+    bundle: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, content in (("_SETTING", setting), ("_LIMIT", limit)):
+        file = bundle.with_name(name)
+        if content is not None:
+            file.write_text(content)
+        monkeypatch.setattr(memory, name, file)
+    monkeypatch.setattr(OpenedFiles, "verify", lambda *arguments: None)
+    edit(bundle, lambda entries: entries["files"][DATA_FILE].update(size=size))
+    if native:
+        edit(bundle, lambda entries: entries.update(format="int8"))
+    assert open_bundle(bundle).copies_weights is copies
+    assert open_bundle(bundle, copy_weights=not copies).copies_weights is not copies
 
 
 @pytest.mark.parametrize("name", [TOKENIZER_FILE, MODEL_FILE])

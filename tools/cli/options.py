@@ -61,9 +61,9 @@ allow_links_option = click.option(
     "--allow-links", is_flag=True, help="Allow links as files of the bundle, as in caches of a model hub."
 )
 copy_weights_option = click.option(
-    "--copy-weights",
-    is_flag=True,
-    help="Copy the weights into memory, so that later changes of their file have no effect.",
+    "--copy-weights/--map-weights",
+    default=None,
+    help="Copy the weights into memory, so that later changes of their file have no effect, or share the memory of their file with other processes; default: copy what is faster on huge pages, native weights of 32 MB or more.",
 )
 remote_code_option = click.option(
     "--trust-remote-code", is_flag=True, help="Run the Python code in the checkpoint folder."

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import re
+import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -16,17 +18,26 @@ from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto
 
 from spaceport.exporter.export import ExportOptions
 from spaceport.graphs.contract.formats import FORMATS
+from spaceport.graphs.contract.manifest import DATA_FILE, MODEL_FILE, record_of
 from spaceport.kernels import native_library
 from spaceport.kernels.native_library import DOMAIN
 from spaceport.runtime.backends import on_onnxruntime
-from spaceport.runtime.backends.graph_file import external_files, imported_version, operators
-from spaceport.runtime.backends.on_onnxruntime import KvMemory, OnnxRuntimeEngine, open_engine
+from spaceport.runtime.backends.graph_file import (
+    ExternalTensor,
+    external_files,
+    external_tensors,
+    imported_version,
+    operators,
+)
+from spaceport.runtime.backends.on_onnxruntime import OnnxRuntimeEngine, open_engine
 from spaceport.runtime.bundle import Bundle, BundleError, open_bundle
 from spaceport.runtime.engine import NO_MOVES, Batch, Engine, EngineOptions, slots_in_order
+from spaceport.runtime.memory import KvMemory
 from support.exported import bundle_of
 from support.layouts import Layout, fed
 from support.native_models import rms
 from support.paths import TINY
+from support.small_bundle import edit
 from support.stand_in_driver import engine_on_cpu
 
 needs_library = pytest.mark.skipif(native_library.library_path() is None, reason="no C++ compiler")
@@ -209,6 +220,18 @@ def test_external_data_in_all_parts_of_a_model_is_found() -> None:
     assert operators(model.SerializeToString()) == {"If", "Add", ""}
 
 
+def test_the_initializers_of_the_main_graph_that_have_their_content_in_files_are_found() -> None:
+    model = ModelProto(ir_version=11)
+    inner = AttributeProto(name="g", g=GraphProto(initializer=[tensor("another")]))
+    model.graph.node.append(NodeProto(op_type="If", attribute=[inner]))
+    model.graph.initializer.append(TensorProto(name="inner", dims=[9], raw_data=b"location" * 9))
+    assert external_tensors(model.SerializeToString()) == external_tensors(b"") == []
+    model.graph.initializer.extend([tensor("a"), tensor("b")])
+    model.graph.initializer[2].dims.extend([300, 0])
+    expected = [ExternalTensor("w", 1, (2,), "a", 64, 8), ExternalTensor("w", 1, (2, 300, 0), "b", 64, 8)]
+    assert external_tensors(model.SerializeToString()) == expected
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -227,7 +250,7 @@ def test_what_is_no_model_is_refused(content: bytes, message: str) -> None:
 @given(st.binary(max_size=60))
 def test_any_content_is_read_or_refused(content: bytes) -> None:
     for start in (b"", b"\x3a" + bytes([len(content)])):
-        for read in (external_files, operators, lambda model: imported_version(model, "spaceport")):
+        for read in (external_files, external_tensors, operators, lambda model: imported_version(model, "spaceport")):
             with suppress(ValueError):
                 read(start + content)
 
@@ -273,6 +296,49 @@ def test_a_request_is_cleared_with_its_scales() -> None:
 def test_buffers_have_the_bytes_that_the_signature_says() -> None:
     engine = native_engine(2)
     assert sum(buffers.nbytes for buffers in engine._kv) == engine.signature.kv_bytes(2, 192)
+
+
+def test_copied_weights_give_the_logits_of_mapped_ones_from_memory_that_no_file_changes(tmp_path: Path) -> None:
+    folder = shutil.copytree(bundle_of(TINY, ExportOptions(FORMATS["int8"])), tmp_path / "bundle")
+    mapped, copied = (
+        open_engine(open_bundle(folder, copy_weights=copies), EngineOptions(192, 1)) for copies in (False, True)
+    )
+    gc.collect()
+    assert mapped.run(step(9, 0, 64)).tobytes() == copied.run(step(9, 0, 64)).tobytes()
+    del mapped
+    gc.collect()
+    assert str(folder / DATA_FILE) not in Path("/proc/self/maps").read_text("utf-8")
+    before = copied.run(step(9, 0, 64)).tobytes()
+    (folder / DATA_FILE).write_bytes(b"")
+    assert copied.run(step(9, 0, 64)).tobytes() == before
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("offset", "-64", r"has bytes -64 to .*: expected \d+ bytes for the shape"),
+        ("offset", str(2**62), "has bytes 4611686018427387904 to"),
+        ("length", "8", r"expected \d+ bytes for the shape"),
+        ("kind", TensorProto.BFLOAT16, "has the element type 16: expected 1, 2"),
+    ],
+)
+def test_copied_weights_outside_of_their_file_are_refused(
+    key: str, value: str | int, message: str, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(bundle_of(TINY, ExportOptions(FORMATS["int8"])), tmp_path / "bundle")
+    model = ModelProto.FromString((folder / MODEL_FILE).read_bytes())
+    changed = next(each for each in model.graph.initializer if each.external_data)
+    if key == "kind":
+        changed.data_type = int(value)
+    for entry in changed.external_data:
+        if entry.key == key:
+            entry.value = str(value)
+    (folder / MODEL_FILE).write_bytes(model.SerializeToString())
+    with (folder / MODEL_FILE).open("rb") as stream:
+        record = record_of(stream)
+    edit(folder, lambda entries: entries["files"][MODEL_FILE].update(sha256=record.sha256, size=record.size))
+    with pytest.raises(BundleError, match=message):
+        open_engine(open_bundle(folder, copy_weights=True), EngineOptions(64, 1))
 
 
 @needs_library

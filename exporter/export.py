@@ -49,7 +49,7 @@ from spaceport.graphs.traits import Traits, probe, refuse_by_config
 _SECONDS, _LAYER, _COPIED = 10, 3, 30
 
 # Bytes of a weight in native formats, with the scales and minima of its block.
-_NATIVE_BYTES: dict[Weights, float] = {"int8": 1.0625, "int4": 0.625}
+_NATIVE_BYTES: dict[Weights, float] = {"int8": 1.0625, "int4": 0.5625}
 _TABLE_BYTES = 0.6875  # of embeddings beside int4
 
 

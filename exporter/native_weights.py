@@ -34,6 +34,8 @@ from spaceport.kernels.packing import (
 
 _PART = 16 * PANEL  # outputs that are packed at a time: their numbers stay in the cache
 
+# Packed formats of weights that are rounded. Embeddings have more bits, and each step reads the whole output embedding.
+_MATRICES, _TABLES = {"int4": "int4_pair"}, {"int4": "int5"}
 # Names of tensors in GGUF files by the last name of a linear module.
 _GGUF_NAMES = {
     "q_proj": "attn_q",
@@ -103,8 +105,11 @@ def _likeness(inputs: Tensor, outputs: Tensor) -> Tensor:
     return near.float().mean((1, 2))
 
 
-def rounded(weight: Tensor | NDArray[np.float32], format_name: str) -> Matrix:
-    """A matrix with the nearest codes of a format; inputs are padded to whole blocks."""
+def rounded(weight: Tensor | NDArray[np.float32], format_name: str, table: bool = False) -> Matrix:
+    """A matrix with the nearest codes of a format, or a table of embeddings; inputs are padded to whole blocks."""
+    packed = (_TABLES if table else _MATRICES).get(format_name, format_name)
+    if weight.shape[1] % WEIGHT_FORMATS[packed].input_multiple:
+        packed = format_name
 
     @cache
     def values() -> NDArray[np.float32]:
@@ -114,14 +119,9 @@ def rounded(weight: Tensor | NDArray[np.float32], format_name: str) -> Matrix:
     padding = -inputs % BLOCK
 
     def read(some: NDArray[np.int64]) -> QuantizedWeights:
-        return quantize(np.pad(values()[some], ((0, 0), (0, padding))), format_name)
+        return quantize(np.pad(values()[some], ((0, 0), (0, padding))), packed)
 
-    return Matrix(quantize(np.zeros((1, 256), np.float32), format_name).format, outputs, inputs + padding, read)
-
-
-def table_format(format_name: str) -> str:
-    """The format of embeddings beside weights of a format: each step reads the whole output embedding."""
-    return "int5" if format_name == "int4" else "int8"
+    return Matrix(WEIGHT_FORMATS[packed], outputs, inputs + padding, read)
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class RoundedWeights:
 
     def table(self, weight: Tensor, output: bool) -> Matrix:
         """The input or output embedding."""
-        return rounded(weight, table_format(self.format_name))
+        return rounded(weight, self.format_name, table=True)
 
     def linear(self, linear: Linear) -> Matrix:
         return rounded(linear.weight, self.format_name)
@@ -368,9 +368,9 @@ def round_weights(model: PreTrainedModel, format_name: str) -> None:
         return
     modules = (model.get_input_embeddings(), model.get_output_embeddings())
     tables = {id(module.weight): cast(Tensor, module.weight) for module in modules}
-    weights = [(module.weight, format_name) for module in linear_modules(model).values()]
-    for weight, kind in (*weights, *((table, table_format(format_name)) for table in tables.values())):
-        matrix, inputs = rounded(weight, kind), int(weight.shape[1])
+    weights = [(module.weight, False) for module in linear_modules(model).values()]
+    for weight, table in (*weights, *((table, True) for table in tables.values())):
+        matrix, inputs = rounded(weight, format_name, table), int(weight.shape[1])
 
         def values(rows: slice, matrix: Matrix = matrix, inputs: int = inputs) -> Tensor:
             return torch.from_numpy(matrix.read(np.arange(rows.start, rows.stop)).dequantized()[:, :inputs])

@@ -214,7 +214,7 @@ public:
     Tensor t = input(index, ORT_UINT8);
     if (failed()) return nullptr;
     const FormatTraits& traits = FORMAT_TRAITS[format];
-    int multiple = traits.super ? BLOCK * SUPERBLOCK : BLOCK;
+    int multiple = traits.scales == OF_SUPERBLOCKS ? BLOCK * SUPERBLOCK : traits.scales == OF_PAIRS ? 2 * BLOCK : BLOCK;
     if (inputs < multiple || inputs % multiple || inputs > MAX_INPUTS)
       fail("rows have %lld numbers, expected a multiple of %d up to %d for %s weights", inputs, multiple, MAX_INPUTS,
            traits.name);

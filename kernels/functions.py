@@ -7,7 +7,7 @@ computes differs from the operator in the order of float sums and in weights of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,8 +16,17 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 from spaceport.kernels.native_library import DOMAIN
-from spaceport.kernels.packing import BLOCK, PANEL, SUPERBLOCK, WEIGHT_FORMATS, WeightFormat
+from spaceport.kernels.packing import (
+    BLOCK,
+    MINIMUM_UNIT,
+    PAIR_FACTOR,
+    PANEL,
+    SUPERBLOCK,
+    WEIGHT_FORMATS,
+    WeightFormat,
+)
 
+_END = np.iinfo(np.int64).max  # of an axis, whatever its length
 SMALLEST = 1e-30  # blocks whose largest magnitude is not above it become 0
 
 # A low-rank adapter: the indices of the rows that it changes, and its two matrices as int8.
@@ -112,13 +121,17 @@ class _Body:
     def unpacked(self, panels: str, weight_format: WeightFormat) -> str:
         """Panels (panels x bytes) as weights: panels * 32 x inputs."""
         block_bytes = PANEL * BLOCK * weight_format.bits // 8
-        parts = BLOCK // weight_format.scale_block
-        scale_bytes = PANEL * parts * (1 if weight_format.has_superblocks else 2)
+        parts, scale_bytes = BLOCK // weight_format.scale_block, weight_format.scale_bytes
         size = block_bytes + scale_bytes * (2 if weight_format.has_minima else 1)
+        header = weight_format.header_bytes
         factors: list[str] = []
-        if weight_format.has_superblocks:
+        if weight_format.scales == "pair":
+            halves = self.op("Unsqueeze", self.part(panels, 0, header, 1), self.shape(1))
+            factor = self.op("Mul", self.half(halves), PAIR_FACTOR)  # panels x 1 x 32
+            factors = [factor, self.op("Mul", factor, float(MINIMUM_UNIT))]
+            panels = self.single_blocks(self.part(panels, header, _END, 1), block_bytes, size)
+        elif weight_format.scales == "superblock":
             per = SUPERBLOCK // BLOCK
-            header = PANEL * (4 if weight_format.has_minima else 2)
             supers = self.op("Reshape", panels, self.shape(0, -1, header + per * size))
             for first in range(0, header, 2 * PANEL):  # panels x superblocks x 32 -> panels x blocks x 32
                 factor = self.op("Unsqueeze", self.half(self.part(supers, first, first + 2 * PANEL, 2)), self.shape(2))
@@ -128,12 +141,14 @@ class _Body:
         blocks = self.op("Reshape", panels, self.shape(0, -1, size))
         codes = self.codes(self.part(blocks, 0, block_bytes, 2), weight_format)  # panels x 32 x blocks x 32
         scale_part = self.part(blocks, block_bytes, block_bytes + scale_bytes, 2)
-        scales = self.scales(scale_part, weight_format, factors[:1], parts)  # panels x 32 x blocks x parts x 1
+        signed = weight_format.scale_block < BLOCK
+        scales = self.scales(scale_part, weight_format, factors[:1], parts, signed)  # panels x 32 x blocks x parts x 1
         split = self.op("Reshape", codes, self.shape(0, 0, 0, parts, -1))
         weights = self.op("Mul", self.op("Sub", split, float(weight_format.zero)), scales)
         if weight_format.has_minima:
             minimum_part = self.part(blocks, block_bytes + scale_bytes, size, 2)
-            weights = self.op("Sub", weights, self.scales(minimum_part, weight_format, factors[1:], 1))
+            minima = self.scales(minimum_part, weight_format, factors[1:], 1, signed=weight_format.scales == "pair")
+            weights = self.op("Sub", weights, minima)
         rows = self.op("Reshape", weights, self.shape(0, PANEL, -1))
         width = self.part(self.op("Shape", rows), 2, 3, 0)
         return self.op("Reshape", rows, self.op("Concat", self.shape(-1), width, axis=0))
@@ -171,13 +186,26 @@ class _Body:
         ordered = self.op("Transpose", groups, perm=[0, 2, 4, 1, 3, 5])
         return self.op("Reshape", ordered, self.shape(0, 2, 16, -1, BLOCK))
 
-    def scales(self, values: str, weight_format: WeightFormat, factors: list[str], parts: int) -> str:
+    def single_blocks(self, panels: str, block_bytes: int, size: int) -> str:
+        """Pairs of blocks (panels x bytes) as blocks that each have codes, scales and minima: panels x bytes."""
+        pairs = self.op("Reshape", panels, self.shape(0, -1, 2 * size))
+        parts = [self.op("Reshape", self.part(pairs, 0, 2 * block_bytes, 2), self.shape(0, -1, block_bytes))]
+        for begin in (2 * block_bytes, 2 * block_bytes + 2 * PANEL):
+            values = self.op("Reshape", self.part(pairs, begin, begin + 2 * PANEL, 2), self.shape(0, 0, PANEL, 2))
+            ordered = self.op("Gather", values, self.shape(1, 0), axis=3)  # the first block's before the second's
+            by_block = self.op("Transpose", ordered, perm=[0, 1, 3, 2])
+            parts.append(self.op("Reshape", by_block, self.shape(0, -1, PANEL)))
+        return self.op("Reshape", self.op("Concat", *parts, axis=2), self.shape(0, -1))
+
+    def scales(
+        self, values: str, weight_format: WeightFormat, factors: list[str], parts: int, signed: bool = False
+    ) -> str:
         """Scales or minima of blocks (panels x blocks x bytes): panels x 32 x blocks x parts x 1."""
-        if not weight_format.has_superblocks:
+        if weight_format.scales == "block":
             numbers = self.half(values)
         else:
             numbers = self.cast(values)
-            if weight_format.scale_block < BLOCK:  # signed bytes
+            if signed:
                 above = self.op("Where", self.op("Greater", numbers, 127.0), 256.0, 0.0)
                 numbers = self.op("Sub", numbers, above)
         numbers = self.op("Reshape", numbers, self.shape(0, 0, parts, PANEL))
@@ -233,8 +261,12 @@ class _Body:
         x = self.op("Mul", x, gain) if gain in self.given else x
         return self.op("Add", x, bias) if bias in self.given else x
 
-    def product(self, x: str, weights: str, bias: str, format_name: str, outputs: int) -> str:
-        codes, scale = self.rounded(x)
+    def product(
+        self, x: str, weights: str, bias: str, format_name: str, outputs: int, beside: Sequence[str] = ()
+    ) -> str:
+        """Rows times a matrix; `beside` are the formats of all that the same rows are multiplied by."""
+        together = 2 if "int4_pair" in (format_name, *beside) else 1
+        codes, scale = self.rounded(x, 0, -1, together * BLOCK)
         rows = self.op("Reshape", self.op("Mul", codes, scale), self.shape(0, -1))
         panels = self.op("Reshape", weights, self.shape(-(-outputs // PANEL), -1))
         matrix = self.part(self.unpacked(panels, WEIGHT_FORMATS[format_name]), 0, outputs, 0)
@@ -284,7 +316,7 @@ class _Body:
         x = self.normalized("x")
         formats = self.attributes["formats"].split(",")
         parts = [
-            self.product(x, f"weights{suffix}", f"bias{suffix}", format_name, width)
+            self.product(x, f"weights{suffix}", f"bias{suffix}", format_name, width, formats)
             for suffix, format_name, width in zip(("", "2", "3"), formats, self.attributes["widths"], strict=False)
         ]
         y = self.adapted(self.op("Concat", *parts, axis=1), x, sum(self.attributes["widths"]))

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from onnxruntime import SessionOptions
 
 DOMAIN = "spaceport"
-VERSION = 1  # of DOMAIN, which graphs import; raised when an older library would compute something else
+VERSION = 2  # of DOMAIN, which graphs import; raised when an older library would compute something else
 
 _NAMES_BYTES = 256
 

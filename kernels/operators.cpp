@@ -23,7 +23,7 @@ namespace {
 
 // The newest version of the operators' domain that a graph may import. The runtime does not compare them:
 // native_library.py does, and has the same number.
-constexpr int VERSION = 1;
+constexpr int VERSION = 2;
 
 const Kernels* chosen = nullptr;  // of sessions that are opened from now on
 
@@ -35,7 +35,7 @@ constexpr int PARALLEL_ROUNDING_ROWS = 16;
 
 const char* const NORMS[] = {"none", "rms", "layer"};
 const char* const ACTIVATIONS[] = {"none", "silu", "gelu", "gelu_tanh"};
-const char* const FORMAT_NAMES[] = {"int4", "int4_k", "int5", "int5_min", "int5_k", "int8", "int8_k16"};
+const char* const FORMAT_NAMES[] = {"int4", "int4_k", "int4_pair", "int5", "int5_min", "int5_k", "int8", "int8_k16"};
 constexpr int MOST_OUTPUTS = 1 << 24;
 
 struct NormAttributes {
@@ -59,29 +59,31 @@ Format read_format(Attributes& a, const char* name) { return Format(a.choice(nam
 void multiply(Call& call, const Kernels& kernels, const float* const* rows, int row_count, int inputs,
               const NormOf& norm, Product* products, int product_count) {
   if (call.failed()) return;
-  int most = row_count;
+  int most = row_count, together = 1;
   for (int i = 0; i < product_count; i++) {
+    if (products[i].format == INT4_PAIR) together = 2;
     most = std::min(most, kernels.tile_rows[FORMAT_TRAITS[products[i].format].bits < 8]);
   }
   int tiles = (row_count + most - 1) / most;
   int64_t count = row_count, blocks = inputs / BLOCK;
-  bool together = row_count < PARALLEL_ROUNDING_ROWS;
-  int64_t temporaries = norm.kind == NO_NORM ? 0 : together ? 1 : tiles;
-  int64_t bytes = count * inputs + count * blocks * 20 + temporaries * inputs * 4 + 7 * 64;
+  bool alone = row_count < PARALLEL_ROUNDING_ROWS;
+  int64_t temporaries = norm.kind == NO_NORM ? 0 : alone ? 1 : tiles;
+  int64_t bytes = count * inputs + count * blocks * 26 + temporaries * inputs * 4 + 8 * 64;
   Scratch scratch((size_t(bytes)));
   if (scratch.failed()) return call.out_of_memory();
   uint8_t* at = scratch.data();
   RoundedRows rounded = {};
-  rounded.rows = row_count, rounded.inputs = inputs, rounded.tiles = tiles;
+  rounded.rows = row_count, rounded.inputs = inputs, rounded.tiles = tiles, rounded.together = together;
   rounded.codes = (int8_t*)take(at, count * inputs);
   for (float** p : {&rounded.scales, &rounded.sums}) *p = (float*)take(at, count * blocks * 4);
   rounded.zeros = (int32_t*)take(at, count * blocks * 4);
   rounded.half_zeros = (int32_t*)take(at, count * blocks * 8);
+  rounded.pairs = (int32_t*)take(at, count * blocks * 6);
   float* temporary = (float*)take(at, temporaries * inputs * 4);
   auto round = [&](int tile) {
-    kernels.round_tile(rounded, tile, rows, norm, temporary + (together ? 0 : int64_t(tile) * inputs));
+    kernels.round_tile(rounded, tile, rows, norm, temporary + (alone ? 0 : int64_t(tile) * inputs));
   };
-  call.parallel(tiles, round, together);
+  call.parallel(tiles, round, alone);
 
   int64_t all_panels = 0;
   for (int i = 0; i < product_count; i++) all_panels += panels(products[i].outputs);

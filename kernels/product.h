@@ -12,7 +12,7 @@ namespace spaceport::SPACEPORT_SET {
 struct Tile {
   const int8_t* codes;
   const float *scales, *sums;
-  const int32_t *zeros, *half_zeros;
+  const int32_t *zeros, *half_zeros, *pairs;
   const uint8_t* next;  // what is fetched for later,
   int lines;            // so many cache lines with each block
   uint8_t* unpacked;    // for matrices, codes of fewer than 8 bits as bytes,
@@ -67,7 +67,7 @@ inline void unpack_codes(const uint8_t* panel, int first, int end, int output, u
 template <Format FORMAT>
 inline F load_scales(const uint8_t* block, const uint8_t* header, int output, int half) {
   const uint8_t* scales = block + code_bytes(FORMAT);
-  if (!FORMAT_TRAITS[FORMAT].super) return load_half(scales + 2 * output);
+  if (FORMAT_TRAITS[FORMAT].scales == OF_BLOCKS) return load_half(scales + 2 * output);
   F factor = load_half(header + 2 * output);
   if (FORMAT == INT8_K16) return mul(load_signed(scales + PANEL * half + output), factor);
   return mul(load_unsigned(scales + output), factor);
@@ -76,8 +76,12 @@ inline F load_scales(const uint8_t* block, const uint8_t* header, int output, in
 template <Format FORMAT>
 inline F load_minima(const uint8_t* block, const uint8_t* header, int output) {
   const uint8_t* minima = block + code_bytes(FORMAT) + scale_bytes(FORMAT);
-  if (!FORMAT_TRAITS[FORMAT].super) return load_half(minima + 2 * output);
+  if (FORMAT_TRAITS[FORMAT].scales == OF_BLOCKS) return load_half(minima + 2 * output);
   return mul(load_unsigned(minima + output), load_half(header + 2 * PANEL + 2 * output));
+}
+
+inline F pair_factors(const uint8_t* panel, int output) {
+  return mul(load_half(panel + 2 * output), set(PAIR_FACTOR));
 }
 
 // One tile of ROWS rows by VECTORS * LANES outputs.
@@ -94,7 +98,7 @@ inline __attribute__((always_inline)) void tile_part(const uint8_t* panel, int b
     for (int v = 0; v < VECTORS; v++) sums[m][v] = set(0.0f);
   const uint8_t *block = panel, *header = panel;
   for (int b = 0; b < blocks; b++, block += block_bytes(FORMAT)) {
-    if (TRAITS.super && b % SUPERBLOCK == 0) header = block, block += header_bytes(FORMAT);
+    if (TRAITS.scales == OF_SUPERBLOCKS && b % SUPERBLOCK == 0) header = block, block += header_bytes(FORMAT);
     for (int line = 0; line < t.lines; line++, t.next += 64) __builtin_prefetch(t.next, 0, 2);
     const uint8_t* weights = block + 4 * output;  // of matrices
     if constexpr (ROWS >= MATRIX_ROWS && TRAITS.bits < 8) {
@@ -156,13 +160,73 @@ inline __attribute__((always_inline)) void tile_part(const uint8_t* panel, int b
     for (int v = 0; v < VECTORS; v++) store(y[m] + output + v * LANES, sums[m][v]);
 }
 
+// The same for int4_pair. A pair of blocks adds an integer to each sum,
+//     q1 * sum((c1 - 8) * a1) + q2 * sum((c2 - 8) * a2) - 16 * (m1 * sum(a1) + m2 * sum(a2)),
+// with scales q and minima m in units of the output's factor.
+template <int ROWS, int VECTORS>
+inline __attribute__((always_inline)) void pair_part(const uint8_t* panel, int blocks, Tile t, int output,
+                                                     float (*y)[PANEL]) {
+  F sums[ROWS][VECTORS];
+  for (int m = 0; m < ROWS; m++)
+    for (int v = 0; v < VECTORS; v++) sums[m][v] = set(0.0f);
+  const uint8_t* pair = panel + header_bytes(INT4_PAIR);
+  for (int b = 0; b < blocks; b += 2, pair += PAIR_BYTES) {
+    for (int line = 0; line < 2 * t.lines; line++, t.next += 64) __builtin_prefetch(t.next, 0, 2);
+    PairSum products[ROWS][VECTORS];
+    if constexpr (ROWS >= MATRIX_ROWS) {
+      uint8_t* unpacked = t.unpacked + (t.kept ? b : b % UNPACKED_TOGETHER) * UNPACKED_BYTES;
+      int end = b + UNPACKED_TOGETHER < blocks ? b + UNPACKED_TOGETHER : blocks;
+      if (t.unpacks && b % UNPACKED_TOGETHER == 0) unpack_codes<INT4_PAIR>(panel, b, end, output, unpacked);
+      alignas(64) int32_t found[2][ROWS + 1][LANES];
+      for (int i = 0; i < 2; i++)
+        multiply_matrices(t.codes + i * BLOCK * ROWS, unpacked + i * UNPACKED_BYTES, 4 * LANES, found[i]);
+      for (int m = 0; m < ROWS; m++)
+        products[m][0] = pair_sum(load_int(found[0][m]), load_int(found[1][m]), t.pairs + 3 * m);
+    } else {
+      for (int m = 0; m < ROWS; m++)
+        for (int v = 0; v < VECTORS; v++) begin_first(products[m][v], t.pairs[3 * m]);
+#pragma GCC unroll 2
+      for (int i = 0; i < 2; i++) {
+        if (i == 1)
+          for (int m = 0; m < ROWS; m++)
+            for (int v = 0; v < VECTORS; v++) begin_second(products[m][v], t.pairs[3 * m + 1]);
+#pragma GCC unroll 8
+        for (int j = 0; j < 8; j++) {
+          B codes[VECTORS];
+          for (int v = 0; v < VECTORS; v++)
+            codes[v] = load_codes<INT4_PAIR>(pair + i * code_bytes(INT4_PAIR), j, output + v * LANES);
+#pragma GCC unroll 12
+          for (int m = 0; m < ROWS; m++) {
+            B a = set_group(t.codes + i * BLOCK * ROWS + 4 * (j * ROWS + m));
+            if (VECTORS > 1) keep(a);
+            for (int v = 0; v < VECTORS; v++) add_products(products[m][v], codes[v], a);
+          }
+        }
+      }
+    }
+    for (int v = 0; v < VECTORS; v++) {
+      PairScales scales = load_pair_scales(pair + PAIR_SCALES + 2 * (output + v * LANES), 2 * PANEL);
+      for (int m = 0; m < ROWS; m++)
+        sums[m][v] = fma(to_float(total(products[m][v], scales, t.pairs[3 * m + 2])), set(t.scales[m]), sums[m][v]);
+    }
+    t.codes += 2 * BLOCK * ROWS, t.scales += 2 * ROWS, t.pairs += 3 * ROWS;
+  }
+  for (int v = 0; v < VECTORS; v++) {
+    F factors = pair_factors(panel, output + v * LANES);
+    for (int m = 0; m < ROWS; m++) store(y[m] + output + v * LANES, mul(sums[m][v], factors));
+  }
+}
+
 template <Format FORMAT, int ROWS>
 void tile_of(const uint8_t* panel, int blocks, Tile& t, float (*y)[PANEL]) {
   constexpr int VECTORS = vectors_of_tile<FORMAT, ROWS>();
   constexpr int PARTS = PANEL / (VECTORS * LANES);
   t.lines = (t.lines + PARTS - 1) / PARTS;
   for (int part = 0; part < PARTS; part++, t.next += 64 * t.lines * blocks) {
-    tile_part<FORMAT, ROWS, VECTORS>(panel, blocks, t, part * VECTORS * LANES, y);
+    if constexpr (FORMAT == INT4_PAIR)
+      pair_part<ROWS, VECTORS>(panel, blocks, t, part * VECTORS * LANES, y);
+    else
+      tile_part<FORMAT, ROWS, VECTORS>(panel, blocks, t, part * VECTORS * LANES, y);
     if (ROWS >= MATRIX_ROWS) t.unpacked += t.kept * UNPACKED_BYTES;
   }
 }
@@ -223,6 +287,7 @@ void product_of(const Product& p, const RoundedRows& r, int first, int end) {
         int64_t at = int64_t(row) * blocks;
         t.codes = r.codes + int64_t(row) * r.inputs, t.scales = r.scales + at, t.sums = r.sums + at;
         t.zeros = r.zeros + at, t.half_zeros = r.half_zeros + 2 * at, t.lines = lines;
+        t.pairs = r.pairs + at / 2 * 3;
         if (UNPACKS) t.unpacked = unpacked, t.kept = kept, t.unpacks = !kept || tile == start;
         with_constant(Below<MOST>(), rows - 1, [&](auto i) { tile_of<FORMAT, i + 1>(weights, blocks, t, y); });
         for (int m = 0; m < rows; m++) finish_row(p, y[m], panel, row + m);
@@ -236,18 +301,26 @@ void unpack_row_of(const uint8_t* weights, int inputs, int64_t row, float factor
   constexpr FormatTraits TRAITS = FORMAT_TRAITS[FORMAT];
   const uint8_t* panel = weights + row / PANEL * panel_bytes(FORMAT, inputs);
   int output = int(row % PANEL), vector = output / LANES * LANES, lane = output % LANES;
+  float factors[LANES];
+  store(factors, FORMAT == INT4_PAIR ? mul(pair_factors(panel, vector), set(factor)) : set(factor));
   for (int b = 0; b < inputs / BLOCK; b++) {
     const uint8_t* block = panel + block_offset(FORMAT, b);
-    const uint8_t* header = panel + block_offset(FORMAT, b / SUPERBLOCK * SUPERBLOCK) - header_bytes(FORMAT);
+    int first = TRAITS.scales == OF_SUPERBLOCKS ? b / SUPERBLOCK * SUPERBLOCK : 0;
+    const uint8_t* header = panel + block_offset(FORMAT, first) - header_bytes(FORMAT);
     for (int group = 0; group < 8; group++) {
       float scales[LANES], minima[LANES] = {};
-      store(scales, load_scales<FORMAT>(block, header, vector, TRAITS.scale_of == 16 ? group / 4 : 0));
-      if constexpr (TRAITS.minimum) store(minima, load_minima<FORMAT>(block, header, vector));
+      if constexpr (FORMAT == INT4_PAIR) {
+        const uint8_t* at = panel + block_offset(FORMAT, b / 2 * 2) + PAIR_SCALES + 2 * output + (b + 1) % 2;
+        scales[lane] = at[0], minima[lane] = float(MINIMUM_UNIT * int8_t(at[PAIR_MINIMA - PAIR_SCALES]));
+      } else {
+        store(scales, load_scales<FORMAT>(block, header, vector, TRAITS.scale_of == 16 ? group / 4 : 0));
+        if constexpr (TRAITS.minimum) store(minima, load_minima<FORMAT>(block, header, vector));
+      }
       const uint8_t *bytes = block + 128 * group + 4 * output, *pair = block + nibble_offset(group, output);
       int fifths = TRAITS.bits == 5 ? block[fifth_bit_offset(group, output)] >> output % 2 * 4 : 0;
       for (int i = 0; i < 4; i++) {
         int code = TRAITS.bits == 8 ? bytes[i] : (pair[i] >> group % 2 * 4 & 15) + (fifths >> i & 1) * 16;
-        *y++ = __builtin_fmaf(float(code - TRAITS.zero), scales[lane], -minima[lane]) * factor;
+        *y++ = __builtin_fmaf(float(code - TRAITS.zero), scales[lane], -minima[lane]) * factors[lane];
       }
     }
   }

@@ -1,7 +1,7 @@
 // Rounds the rows of a tile to 8 bits in blocks of 32 inputs, after their norm.
 //
-// Each block of a row has its own scale, so an outlier spoils 31 neighbours and no more: neither rotation nor
-// calibration is needed. A block whose largest magnitude is below 1e-30 becomes 0. The scale of a block with an
+// Each block of a row has its own scale, or each pair of blocks, so an outlier spoils 31 neighbours, or 63, and no more:
+// neither rotation nor calibration is needed. A block whose largest magnitude is below 1e-30 becomes 0. The scale of a block with an
 // infinity or a NaN is NaN, and so is all that is computed from the row.
 //
 //     code = round(x * (127 / largest)),    x is about (largest / 127) * code
@@ -32,22 +32,25 @@ inline F magnitude(F x) { return select(greater(set(INFINITY), abs(x)), abs(x), 
 inline float factor_of(float largest) { return largest > SMALLEST ? 127.0f / largest : 0.0f; }
 inline float scale_of(float largest) { return largest < INFINITY ? largest > SMALLEST ? largest / 127.0f : 0.0f : NAN; }
 
-inline void round_row(const float* x, int inputs, int8_t* codes, int step, float* scales, float* sums, int32_t* zeros,
-                      int32_t* half_zeros, int rows) {
+inline float largest_of(const float* x, int count) {
+  F largest = set(0.0f);
+  for (int i = 0; i < count; i += LANES) largest = max(largest, magnitude(load(x + i)));
+  return max_of(largest);
+}
+
+inline void round_row(const float* x, int inputs, int together, int8_t* codes, int step, float* scales, float* sums,
+                      int32_t* zeros, int32_t* half_zeros, int32_t* pairs, int rows) {
+  float top = 0.0f;
   for (int b = 0; b < inputs / BLOCK; b++, x += BLOCK) {
-    F v[2 * HALF_VECTORS], largest = set(0.0f);
-    for (int i = 0; i < 2 * HALF_VECTORS; i++) {
-      v[i] = load(x + LANES * i);
-      largest = max(largest, magnitude(v[i]));
-    }
-    float top = max_of(largest), scale = scale_of(top);
+    if (b % together == 0) top = largest_of(x, together * BLOCK);
+    float scale = scale_of(top);
     F factor = set(factor_of(top));
     alignas(64) int8_t block[BLOCK];
     int sum[2];
     for (int half = 0; half < 2; half++) {
       I total = set_int(0);
       for (int i = half * HALF_VECTORS; i < (half + 1) * HALF_VECTORS; i++) {
-        I code = to_code(mul(v[i], factor));
+        I code = to_code(mul(load(x + LANES * i), factor));
         total = add_int(total, code);
         store_bytes(block + LANES * i, code);
       }
@@ -59,6 +62,11 @@ inline void round_row(const float* x, int inputs, int8_t* codes, int step, float
     scales[b * rows] = scale;
     sums[b * rows] = float(sum[0] + sum[1]) * scale;
     zeros[b * rows] = -128 * (sum[0] + sum[1]);
+    if (together == 2) {
+      int32_t *pair = pairs + int64_t(b / 2) * 3 * rows, total = sum[0] + sum[1];
+      pair[b % 2] = b % 2 * PAIR_START - 8 * total;
+      pair[2] = b % 2 ? pair[2] | (-total & 0xFFFF) : int32_t(uint32_t(-total) << 16);
+    }
   }
 }
 
@@ -69,8 +77,8 @@ inline void round_tile(const RoundedRows& r, int tile, const float* const* rows,
     const float* x = rows[first + m];
     if (norm.kind != NO_NORM) normalize(norm, x, r.inputs, temporary), x = temporary;
     int adjacent = count >= MATRIX_ROWS ? BLOCK : 4, step = count >= MATRIX_ROWS ? 4 : 4 * count;
-    round_row(x, r.inputs, r.codes + int64_t(first) * r.inputs + adjacent * m, step, r.scales + at + m, r.sums + at + m,
-              r.zeros + at + m, r.half_zeros + 2 * at + m, count);
+    round_row(x, r.inputs, r.together, r.codes + int64_t(first) * r.inputs + adjacent * m, step, r.scales + at + m, r.sums + at + m,
+              r.zeros + at + m, r.half_zeros + 2 * at + m, r.together == 2 ? r.pairs + at / 2 * 3 + 3 * m : nullptr, count);
   }
 }
 

@@ -94,6 +94,14 @@ inline B add_fifth_bits(B nibbles, const uint8_t* bits) {
 inline B from_signed(B b) { return {_mm256_xor_si256(b.v, _mm256_set1_epi8(char(0x80)))}; }
 inline void keep(B& b) { asm("" : "+x"(b.v)); }
 
+struct PairScales {
+  I scales, minima;  // 16 bits: of the second and the first block
+};
+inline PairScales load_pair_scales(const uint8_t* p, int minima) {
+  __m256i bytes = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)(p + minima)));
+  return {_mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)p)), _mm256_slli_epi16(bytes, 4)};
+}
+
 #if defined(__AVXVNNI__) || defined(__AVX512VNNI__)
 #if defined(__AVXVNNI__)
 inline I dot(I sum, B codes, B bytes) { return _mm256_dpbusd_avx_epi32(sum, codes.v, bytes.v); }
@@ -107,6 +115,17 @@ using ByteSum = I;
 inline void begin(I& sum, int32_t zero) { sum = set_int(zero); }
 inline void add_products(I& sum, B codes, B bytes) { sum = dot(sum, codes, bytes); }
 inline I read(I sum, int32_t) { return sum; }
+// The sum of the first block is in the higher 16 bits while the second is added up.
+struct PairSum {
+  I v;
+};
+inline void begin_first(PairSum& sum, int32_t start) { sum.v = set_int(start); }
+inline void begin_second(PairSum& sum, int32_t start) { sum.v = add_int(_mm256_slli_epi32(sum.v, 16), set_int(start)); }
+inline void add_products(PairSum& sum, B codes, B bytes) { sum.v = dot(sum.v, codes, bytes); }
+inline I total(PairSum sum, const PairScales& s, int32_t sums) {
+  I products = _mm256_xor_si256(sum.v, set_int(PAIR_START));
+  return add_int(_mm256_madd_epi16(s.scales, products), _mm256_madd_epi16(s.minima, set_int(sums)));
+}
 #else
 constexpr int BYTE_SUM_REGISTERS = 2, BYTE_SUM_GROUPS = 8, FIVE_BIT_GROUPS = 4;
 constexpr int TILE_ROWS_8 = 4, TILE_ROWS_4 = 6;
@@ -122,6 +141,23 @@ inline void add_products(NibbleSum& sum, B codes, B bytes) {
   sum.pairs = _mm256_add_epi16(sum.pairs, _mm256_maddubs_epi16(codes.v, bytes.v));
 }
 inline I read(NibbleSum sum, int32_t zero) { return add_int(widen(sum.pairs, 1), set_int(zero)); }
+// Sums of pairs of products, in 16 bits. Codes begin at 0, so what the code of zero takes is added to the minima.
+struct PairSum {
+  __m256i first, second;
+};
+inline void begin_first(PairSum& sum, int32_t) { sum.second = _mm256_setzero_si256(); }
+inline void begin_second(PairSum& sum, int32_t) { sum.first = sum.second, sum.second = _mm256_setzero_si256(); }
+inline void add_products(PairSum& sum, B codes, B bytes) {
+  sum.second = _mm256_add_epi16(sum.second, _mm256_maddubs_epi16(codes.v, bytes.v));
+}
+inline I total(PairSum sum, const PairScales& s, int32_t sums) {
+  __m256i second = _mm256_and_si256(s.scales, set_int(0xFFFF)), first = _mm256_srli_epi32(s.scales, 16);
+  second = _mm256_or_si256(second, _mm256_slli_epi32(second, 16));
+  first = _mm256_or_si256(first, _mm256_slli_epi32(first, 16));
+  __m256i minima = _mm256_add_epi16(s.minima, _mm256_slli_epi16(s.scales, 3));
+  I found = add_int(_mm256_madd_epi16(first, sum.first), _mm256_madd_epi16(second, sum.second));
+  return add_int(found, _mm256_madd_epi16(minima, set_int(sums)));
+}
 inline void begin(ByteSum& sum, int32_t) { sum.low = sum.high = _mm256_setzero_si256(); }
 inline void add_products(ByteSum& sum, B codes, B bytes) {
   sum.low = _mm256_add_epi16(sum.low, _mm256_maddubs_epi16(low_nibbles(codes).v, bytes.v));

@@ -81,6 +81,29 @@ using ByteSum = I;
 inline void begin(I& sum, int32_t zero) { sum = set_int(zero); }
 inline void add_products(I& sum, B codes, B bytes) { sum = dot(sum, codes, bytes); }
 inline I read(I sum, int32_t) { return sum; }
+// The sum of the first block is in the higher 16 bits while the second is added up.
+struct PairSum {
+  I v;
+};
+struct PairScales {
+  I scales, minima;
+};
+inline void begin_first(PairSum& sum, int32_t start) { sum.v = set_int(start); }
+inline void begin_second(PairSum& sum, int32_t start) { sum.v = add_int(_mm512_slli_epi32(sum.v, 16), set_int(start)); }
+inline void add_products(PairSum& sum, B codes, B bytes) { sum.v = dot(sum.v, codes, bytes); }
+inline PairSum pair_sum(I first, I second, const int32_t* starts) {
+  PairSum sum = {add_int(first, set_int(starts[0]))};
+  begin_second(sum, starts[1]);
+  return {add_int(sum.v, second)};
+}
+inline PairScales load_pair_scales(const uint8_t* p, int minima) {
+  __m512i bytes = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)(p + minima)));
+  return {_mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)p)), _mm512_slli_epi16(bytes, 4)};
+}
+inline I total(PairSum sum, const PairScales& s, int32_t sums) {
+  I products = _mm512_xor_si512(sum.v, set_int(PAIR_START));
+  return _mm512_dpwssd_epi32(_mm512_madd_epi16(s.scales, products), s.minima, set_int(sums));
+}
 inline B from_signed(B b) { return {_mm512_xor_si512(b.v, _mm512_set1_epi8(char(0x80)))}; }
 // Holds a broadcast in a register: GCC would load it again for each product.
 inline void keep(B& b) { asm("" : "+v"(b.v)); }

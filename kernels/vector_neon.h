@@ -102,6 +102,32 @@ inline void add_products(ByteSum& sum, B codes, B bytes) { sum.v = dot_signed(su
 inline I read(I sum, int32_t) { return sum; }
 inline I read(ByteSum sum, int32_t) { return sum.v; }
 
+struct PairSum {
+  I first, second;
+};
+struct PairScales {
+  I scales[2], minima[2];  // of the second and the first block
+};
+inline void begin_first(PairSum& sum, int32_t start) { sum.second = vdupq_n_s32(start); }
+inline void begin_second(PairSum& sum, int32_t start) {
+  sum.first = sum.second, sum.second = vdupq_n_s32(start - PAIR_START);
+}
+inline void add_products(PairSum& sum, B codes, B bytes) { sum.second = dot_signed(sum.second, codes.v, bytes.v); }
+inline PairSum pair_sum(I first, I second, const int32_t* starts) {
+  return {vaddq_s32(first, vdupq_n_s32(starts[0])), vaddq_s32(second, vdupq_n_s32(starts[1] - PAIR_START))};
+}
+inline PairScales load_pair_scales(const uint8_t* p, int minima) {
+  int16x8_t scales = vreinterpretq_s16_u16(vmovl_u8(vld1_u8(p)));
+  int16x8_t sixteenths = vshlq_n_s16(vmovl_s8(vreinterpret_s8_u8(vld1_u8(p + minima))), 4);
+  int16x8x2_t s = vuzpq_s16(scales, scales), m = vuzpq_s16(sixteenths, sixteenths);
+  return {{vmovl_s16(vget_low_s16(s.val[0])), vmovl_s16(vget_low_s16(s.val[1]))},
+          {vmovl_s16(vget_low_s16(m.val[0])), vmovl_s16(vget_low_s16(m.val[1]))}};
+}
+inline I total(PairSum sum, const PairScales& s, int32_t sums) {
+  I found = vmlaq_s32(vmulq_s32(s.scales[1], sum.first), s.scales[0], sum.second);
+  return vmlaq_n_s32(vmlaq_n_s32(found, s.minima[1], sums >> 16), s.minima[0], int16_t(sums));
+}
+
 inline void transpose(const uint8_t* const* rows, B* columns) {
   uint32x4_t r[4];
   for (int i = 0; i < 4; i++) r[i] = vreinterpretq_u32_u8(vld1q_u8(rows[i]));

@@ -140,6 +140,34 @@ using ByteSum = I;
 inline void begin(I& sum, int32_t zero) { sum = set_int(zero); }
 inline void add_products(I& sum, B codes, B bytes) { sum = dot(sum, codes, bytes); }
 inline I read(I sum, int32_t) { return sum; }
+
+// Sums of two blocks of int4_pair. Each begins with the code of zero times the negated sum of the bytes, the second plus
+// PAIR_START; a set may have both in one register, and may leave that to the end.
+struct PairSum {
+  I first, second;
+};
+struct PairScales {
+  int16_t scales[2 * LANES], minima[2 * LANES];  // of the second and the first block
+};
+inline void begin_first(PairSum& sum, int32_t start) { sum.second = set_int(start); }
+inline void begin_second(PairSum& sum, int32_t start) {
+  sum.first = sum.second, sum.second = set_int(start - PAIR_START);
+}
+inline void add_products(PairSum& sum, B codes, B bytes) { sum.second = dot(sum.second, codes, bytes); }
+inline PairSum pair_sum(I first, I second, const int32_t* starts) {
+  return {add_int(first, set_int(starts[0])), add_int(second, set_int(starts[1] - PAIR_START))};
+}
+inline PairScales load_pair_scales(const uint8_t* p, int minima) {
+  PairScales s;
+  for (int i = 0; i < 2 * LANES; i++) s.scales[i] = p[i], s.minima[i] = int16_t(MINIMUM_UNIT * int8_t(p[minima + i]));
+  return s;
+}
+inline I total(PairSum sum, const PairScales& s, int32_t sums) {
+  return each<I>([&](int i) {
+    return s.scales[2 * i + 1] * sum.first.v[i] + s.scales[2 * i] * sum.second.v[i] +
+           s.minima[2 * i + 1] * (sums >> 16) + s.minima[2 * i] * int16_t(sums);
+  });
+}
 inline B from_signed(B b) { SPACEPORT_EACH(B, uint8_t(b.v[i] ^ 0x80)); }  // to codes around 128
 inline void keep(B&) {}
 

@@ -51,7 +51,7 @@ CASES: list[tuple[str, Feeds, dict[str, Any], str]] = [
     ("AddProduct", ADD | {"bias": np.ones(63, np.float32)}, ADD_AS, "63 numbers, expected 64"),
     ("AddProduct", ADD | {"bias": np.ones(0, np.float32)}, ADD_AS, "0 numbers, expected 64"),
     ("AddProduct", ADD, ADD_AS | {"format": "int8"}, "as int8"),
-    ("AddProduct", ADD, ADD_AS | {"format": "int3"}, "format is int3, expected one of int4, int4_k, int5"),
+    ("AddProduct", ADD, ADD_AS | {"format": "int3"}, "format is int3, expected one of int4, int4_k, int4_pair, int5"),
     ("AddProduct", ADD, ADD_AS | {"format": "int4_k"}, "multiple of 256"),
     ("AddProduct", ADD, ADD_AS | {"width": 0}, "width is 0"),
     ("AddProduct", ADD, ADD_AS | {"width": -64}, "width is -64"),

@@ -39,19 +39,28 @@ def test_types_and_scales_that_no_format_holds_are_left_to_the_caller() -> None:
     assert from_gguf(block, "Q4_0", 1, 32) is None
 
 
-def test_the_search_lowers_the_error_of_int4_weights_and_raises_it_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_search_lowers_the_error_of_int4_weights_and_raises_it_in_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = np.random.default_rng(1).standard_t(5, (64, 512)).astype(np.float32)
     weights[3], weights[4, :32], weights[5, :32] = 0, 2.5, -1.5
 
     def errors() -> NDArray[np.float32]:
-        found = quantize(weights, "int4").dequantized()
+        found = quantize(weights, "int4_pair").dequantized()
         return np.square(found - weights).reshape(64, -1, 32).sum(axis=2)
 
     searched = errors()
     monkeypatch.setattr(packing, "_SHARES", ())
     plain = errors()
-    assert (searched <= plain * 1.001 + 1e-9).all()
-    assert searched.sum() < 0.88 * plain.sum()
+    # Bytes are relative to the factor of an output: a single block may lose a little.
+    assert (searched <= plain * 1.2 + 1e-6 * plain.max()).all()
+    assert (searched.sum(axis=1) <= plain.sum(axis=1)).all()
+    assert searched.sum() < 0.92 * plain.sum()
+
+
+def test_bytes_for_scales_and_minima_cost_little_of_the_precision_of_halves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "_SHARES", ())
+    weights = np.random.default_rng(1).standard_t(5, (64, 512)).astype(np.float32)
+    pairs, halves = (np.square(quantize(weights, name).dequantized() - weights).sum() for name in ("int4_pair", "int4"))
+    assert pairs < 1.02 * halves
 
 
 @pytest.mark.parametrize("format_name", WEIGHT_FORMATS)
@@ -65,18 +74,23 @@ def test_rounded_weights_are_within_half_a_step(format_name: str, monkeypatch: p
     each = weight_format.scale_block
     blocks, differences = (values.reshape(33, -1, each) for values in (weights, np.abs(found - weights)))
     steps = quantized.scales.astype(np.float64)
-    if quantized.factors is not None:
+    unit: NDArray[np.float64] = np.zeros((33, 1))
+    if quantized.factors is not None and weight_format.scales == "pair":
+        unit = quantized.factors.astype(np.float64) * packing.PAIR_FACTOR
+        steps = steps * unit
+    elif quantized.factors is not None:
         steps = steps * quantized.factors.repeat(256 // each, axis=1)
-    # Scales and minima in float16 move the largest weights of a block.
-    assert (differences.max(axis=2) <= 0.5 * steps + 1e-3 * np.abs(blocks).max(axis=2)).all()
+    # Scales and minima in float16 move the largest weights of a block; bytes are rounded to the nearest one.
+    nearest = unit * 16 * weight_format.has_minima
+    assert (differences.max(axis=2) <= 0.5 * steps + 1e-3 * np.abs(blocks).max(axis=2) + nearest).all()
     most = 2 ** (weight_format.bits - (not weight_format.has_minima)) - 1
     lowest = np.minimum(blocks.min(axis=2), 0) if weight_format.has_minima else 0
     highest = np.maximum(blocks.max(axis=2), 0) if weight_format.has_minima else np.abs(blocks).max(axis=2)
     needed = (highest - lowest) / most
     # Scales and minima of superblocks are rounded up to a unit.
-    units: NDArray[np.float64] = np.zeros((33, 1))
+    units = unit
     for factors, count in ((quantized.factors, 1), (quantized.minimum_factors, most)):
-        if factors is not None:
+        if factors is not None and weight_format.scales == "superblock":
             units = units + factors.astype(np.float64).repeat(256 // each, axis=1) / count
     assert (steps <= 1.001 * needed + units).all()
     assert not found[3, :256].any()

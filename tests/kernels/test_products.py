@@ -50,7 +50,7 @@ def test_add_product_is_the_product_with_rounded_rows_on_all_sets(
     x, residual, bias = normal(dice, rows, inputs), normal(dice, rows, outputs), normal(dice, outputs)
     feeds = {"x": x, "residual": residual, "weights": pack(weights), "bias": bias}
     got = same_everywhere("AddProduct", feeds, {"format": format_name, "width": outputs})
-    assert close(got, reference.product(x, weights.dequantized(), bias) + residual, EXACT)
+    assert close(got, reference.product(x, weights, bias) + residual, EXACT)
 
 
 @pytest.mark.parametrize("format_name", WEIGHT_FORMATS)
@@ -76,7 +76,7 @@ def test_large_products_are_the_same_with_two_threads(dice: np.random.Generator)
         feeds = {"x": x, "residual": residual, "weights": pack(weights)}
         one, two = (run("AddProduct", feeds, {"format": "int4", "width": 4096}, threads=n)[0] for n in (1, 2))
         assert one.tobytes() == two.tobytes()
-        assert close(one, reference.product(x, weights.dequantized()), EXACT)
+        assert close(one, reference.product(x, weights), EXACT)
 
 
 @pytest.mark.parametrize("inputs", [5120, 8192])  # 160 blocks are the most that are unpacked for several tiles
@@ -94,7 +94,7 @@ def test_rows_that_do_not_fit_into_the_cache_have_the_bytes_of_rows_alone(
         got = operator(feeds)[0]
         alone = [operator(feeds | {"x": x[i : i + 1], "residual": residual[i : i + 1]})[0] for i in range(rows)]
         assert got.tobytes() == np.concatenate(alone).tobytes(), set_name
-    assert close(got, reference.product(x, weights.dequantized()) + residual, EXACT)
+    assert close(got, reference.product(x, weights) + residual, EXACT)
 
 
 def test_extreme_codes_do_not_overflow(dice: np.random.Generator) -> None:
@@ -110,7 +110,7 @@ def test_extreme_codes_do_not_overflow(dice: np.random.Generator) -> None:
         weights = QuantizedWeights(weight_format, np.full((32, inputs), code, np.uint8), ones, minima)
         feeds = {"x": x, "residual": np.zeros((9, 32), np.float32), "weights": pack(weights)}
         got = same_everywhere("AddProduct", feeds, {"format": format_name, "width": 32})
-        assert close(got, reference.product(x, weights.dequantized()), EXACT)
+        assert close(got, reference.product(x, weights), EXACT)
 
 
 @pytest.mark.parametrize("rows", [1, 7, 17])
@@ -159,7 +159,7 @@ def test_norm_product_activates_its_outputs(dice: np.random.Generator, activatio
     feeds = {"x": normal(dice, 5, 96) * 4, "weights": pack(weights)}
     attributes = {"norm": "none", "epsilon": 0.0, "widths": [64], "formats": "int8", "activation": activation}
     got = same_everywhere("NormProduct", feeds, attributes)
-    assert close(got, reference.activated(reference.product(feeds["x"], weights.dequantized()), activation), EXACT)
+    assert close(got, reference.activated(reference.product(feeds["x"], weights), activation), EXACT)
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
@@ -172,7 +172,7 @@ def test_gate_product_multiplies_the_activated_gate_by_up(dice: np.random.Genera
     attributes = {"norm": "rms", "epsilon": 1e-6, "format": "int4_k", "width": width, "activation": activation}
     got = same_everywhere("GateProduct", feeds, attributes)
     both = np.empty((7, 2 * width))
-    both[:, order] = reference.product(reference.normalized(x, "rms", gain, None, 1e-6), weights.dequantized(), bias)
+    both[:, order] = reference.product(reference.normalized(x, "rms", gain, None, 1e-6), weights, bias)
     assert close(got, reference.activated(both[:, :width], activation) * both[:, width:], ROUNDED)
 
 
@@ -182,7 +182,7 @@ def test_head_gives_the_logits_of_chosen_rows(dice: np.random.Generator, cap: fl
     feeds = {"x": x, "rows": np.array([[5, 0, 3]]), "gain": gain, "weights": pack(weights)}
     attributes = {"norm": "rms", "epsilon": 1e-6, "format": "int8", "vocabulary": 100, "cap": cap}
     got = same_everywhere("Head", feeds, attributes)
-    logits = reference.product(reference.normalized(x[[5, 0, 3]], "rms", gain, None, 1e-6), weights.dequantized())
+    logits = reference.product(reference.normalized(x[[5, 0, 3]], "rms", gain, None, 1e-6), weights)
     assert got.shape == (1, 3, 100)
     assert close(got[0], cap * np.tanh(logits / cap) if cap else logits, ROUNDED)
 

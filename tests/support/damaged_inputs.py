@@ -23,7 +23,7 @@ Feeds = dict[str, NDArray[Any]]
 _ROWS, _WIDTH, _RANK = 5, 256, 64
 NUMBERS = (-1, 0, 1, 3, 5, 63, 64, 100, 127, 2**31 - 1, 2**31, 2**40, 2**63 - 1, -(2**31), -(2**63))
 FLOATS = (np.nan, np.inf, -np.inf, 3e38, -3e38, 1e-45, 0.0, -0.0)
-TEXTS = ("", "int4", "int4_k", "int5", "int8", "int8_k16", "none", "layer", "rms", "silu", ",", "int8," * 99, "%s%n")
+TEXTS = ("", "int4", "int4_pair", "int5", "int8", "int8_k16", "none", "layer", "rms", "silu", ",", "int8," * 99, "%s%n")
 
 
 class Node(NamedTuple):

@@ -16,7 +16,7 @@ from onnx import TensorProto, helper
 from spaceport.kernels.build import SOURCES, build, compiler, library_name
 from spaceport.kernels.functions import INPUTS, OUTPUTS
 from spaceport.kernels.gguf_weights import GGUF_BLOCKS, from_gguf
-from spaceport.kernels.packing import QuantizedWeights
+from spaceport.kernels.packing import WEIGHT_FORMATS, QuantizedWeights
 from spaceport.runtime.backends.machine import instruction_sets
 from support.cache import built
 from support.paths import TESTS
@@ -118,7 +118,12 @@ def normal(dice: np.random.Generator, *shape: int) -> NDArray[np.float32]:
 
 
 def random_weights(dice: np.random.Generator, format_name: str, outputs: int, inputs: int) -> QuantizedWeights:
-    """Weights of about 0.1 in one of the formats, from the bytes of a GGUF tensor."""
+    """Weights of about 0.1 in one of the formats, from the bytes of a GGUF tensor where one has it."""
+    if format_name == "int4_pair":
+        codes = dice.integers(0, 16, (outputs, inputs), dtype=np.uint8)
+        scales, minima = dice.integers(0, 256, (2, outputs, inputs // 32), dtype=np.uint8)
+        factors = (0.1 + 0.3 * dice.random((outputs, 1))).astype(np.float16)
+        return QuantizedWeights(WEIGHT_FORMATS[format_name], codes, scales, minima.view(np.int8), factors)
     gguf_type = GGUF_TYPES[format_name]
     size, width = GGUF_BLOCKS[gguf_type]
     blocks = dice.integers(0, 256, (outputs * inputs // width, size), dtype=np.uint8)

@@ -5,6 +5,8 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
+from spaceport.kernels.packing import QuantizedWeights
+
 Array = NDArray[np.float32]
 F = np.float32
 
@@ -40,10 +42,15 @@ def rounded(x: Array, block: int = 32) -> tuple[NDArray[np.int64], Array]:
     return codes.reshape(x.shape), np.where(top > 1e-30, top / F(127), F(0))[..., 0]
 
 
-def product(x: Array, weights: Array, bias: Array | None = None) -> NDArray[np.float64]:
-    """Rows rounded in blocks of 32, times dequantized weights (outputs x inputs)."""
-    codes, scales = rounded(x)
-    y = (codes * scales.repeat(32, axis=1).astype(np.float64)) @ weights.astype(np.float64).T
+def product(
+    x: Array, weights: Array | QuantizedWeights, bias: Array | None = None, block: int = 32
+) -> NDArray[np.float64]:
+    """Rows rounded in blocks, times weights (outputs x inputs); those of int4_pair take blocks of 64."""
+    if isinstance(weights, QuantizedWeights):
+        block = 64 if weights.format.scales == "pair" else block
+        weights = weights.dequantized()
+    codes, scales = rounded(x, block)
+    y = (codes * scales.repeat(block, axis=1).astype(np.float64)) @ weights.astype(np.float64).T
     return y if bias is None else y + bias
 
 

@@ -158,6 +158,7 @@ class Measurement:
     value: float
     tokens: int = 0  # of an answer
     steps: int = 0  # decode steps of an answer; 0: not known
+    first: float = 0.0  # seconds to the first token of an answer
     identical: bool | None = None  # whether the answer is that of the reference; None: not compared
 
 
@@ -309,7 +310,7 @@ class Measurements:
             answer, identical = result if turn.workload == "decode" else {}, None
             if answer and subject.reference is not None:
                 identical = answer["output"] == results[subject.reference]["output"]
-            counts = answer.get("tokens", 0), answer.get("steps", 0)
+            counts = answer.get("tokens", 0), answer.get("steps", 0), answer.get("first", 0.0)
             what = subject.name, turn.workload, turn.case, turn.sample
             found.append(Measurement(*what, turn.value(result), *counts, identical))
         return found

@@ -66,8 +66,8 @@ class Spaceport(Runner):
         found = self.single.generate(prompt, replace(self.decoding, max_tokens=tokens))
         seconds = perf_counter() - before
         number = len(found.tokens) + (found.ending == "end")
-        steps = found.statistics.steps
-        return {"output": [*found.tokens, found.ending], "tokens": number, "seconds": seconds, "steps": steps}
+        counts = {"steps": found.statistics.steps, "first": found.statistics.first_token_seconds}
+        return {"output": [*found.tokens, found.ending], "tokens": number, "seconds": seconds, **counts}
 
     def rows(self, prompt: list[int], rows: list[int], repeats: int) -> list[float]:
         self.first_token(prompt)

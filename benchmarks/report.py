@@ -29,7 +29,7 @@ def results_table(measured: Measurements, subjects: Sequence[str], seed: int) ->
     first = subjects[0]
     columns: tuple[str, ...] = ("workload", "case", "runtime", "median", "best", "unit")
     columns += (f"ratio to {first} (95 % interval)", "worst prompt", f"prompts below {LOSS}")
-    columns += ("tokens per step", "identical outputs")
+    columns += ("tokens per step", "identical outputs", "ms to the first token", "ms for each further token")
     rows = []
     for workload, case, found in _cases(measured.found):
         by_subject = {name: [one for one in found if one.subject == name] for name in subjects}
@@ -40,7 +40,7 @@ def results_table(measured: Measurements, subjects: Sequence[str], seed: int) ->
             speed = median(median(values) for values in samples_of(own).values())
             best = (min if inverse else max)(one.value for one in own)
             cells = (speed, best, "ms" if inverse else "tokens/s", *_ratio(ratios, workload == "decode", seed))
-            rows.append((workload, case, name, *cells, _tokens_per_step(own), _identical(own)))
+            rows.append((workload, case, name, *cells, _tokens_per_step(own), _identical(own), *_waits(own)))
     return Table("", columns, rows)
 
 
@@ -86,6 +86,14 @@ def _ratio(ratios: Samples, prompts: bool, seed: int) -> tuple[Speedup | str | N
 def _tokens_per_step(own: Sequence[Measurement]) -> float | None:
     steps = sum(one.steps for one in own)
     return sum(one.tokens for one in own) / steps if steps else None
+
+
+def _waits(own: Sequence[Measurement]) -> tuple[float, float] | tuple[None, None]:
+    """Milliseconds to the first token and for each further one: medians over all answers of more than one token."""
+    if not (answers := [one for one in own if one.first and one.tokens > 1]):
+        return None, None
+    further = median((one.tokens / one.value - one.first) / (one.tokens - 1) for one in answers)
+    return median(one.first for one in answers) * 1e3, further * 1e3
 
 
 def _identical(own: Sequence[Measurement]) -> str | None:

@@ -16,7 +16,9 @@ BATCH = 2048  # tokens per call of llama.cpp: its default
 LOOKUP, NGRAM = 10, 3  # draft tokens, and longest repetition that is searched, of OpenVINO's prompt lookup
 CACHE_GB = 1  # KV cache of OpenVINO's pipeline for several requests
 
-Answer = dict[str, Any]  # `output`: what is compared; `tokens`: number of tokens, end token included; `seconds`
+# `output`: what is compared; `tokens`: number of tokens, end token included; `seconds`, and `first` of them to the first
+# token.
+Answer = dict[str, Any]
 Row = tuple[int, int, int, bool]  # of llama.cpp: token, position, sequence, whether its logits are wanted
 
 
@@ -25,6 +27,11 @@ def timed(work: Callable[[], object]) -> float:
     before = perf_counter()
     work()
     return perf_counter() - before
+
+
+def answer(text: list[int], times: list[float]) -> Answer:
+    """An answer, given the times at which it grew."""
+    return {"output": text, "tokens": len(text), "seconds": times[-1], "first": times[0]}
 
 
 class Runner:
@@ -69,10 +76,12 @@ class Genai(Runner):
         before = perf_counter()
         generator = self._generator(self.model, [prompt], len(prompt) + tokens, ends=True)
         text: list[int] = []
+        times: list[float] = []
         while len(text) < tokens and not (text and text[-1] in ends):
             generator.generate_next_token()
             text.append(int(generator.get_next_tokens()[0]))
-        return {"output": text, "tokens": len(text), "seconds": perf_counter() - before}
+            times.append(perf_counter() - before)
+        return answer(text, times)
 
     def rows(self, prompt: list[int], rows: list[int], repeats: int) -> list[float]:
         import numpy as np
@@ -143,9 +152,20 @@ class OpenVino(Runner):
     def decode(self, prompt: list[int], tokens: int, ends: list[int]) -> Answer:
         config = self._config(tokens)
         config.ignore_eos, config.stop_token_ids = False, set(ends)
+        times: list[float] = []
         before = perf_counter()
-        text = list(self.pipeline.generate(self._tensor(prompt), config).tokens[0])
-        return {"output": text, "tokens": len(text), "seconds": perf_counter() - before}
+
+        class Clock(self.genai.StreamerBase):  # type: ignore[misc, name-defined]
+            def write(self, token: object) -> Any:
+                times.append(perf_counter() - before)
+                return running
+
+            def end(self) -> None:
+                pass
+
+        running = self.genai.StreamingStatus.RUNNING
+        text = list(self.pipeline.generate(self._tensor(prompt), config, Clock()).tokens[0])
+        return answer(text, [*times, perf_counter() - before])
 
     def rows(self, prompt: list[int], rows: list[int], repeats: int) -> list[float]:
         if self.stateful is None:
@@ -216,10 +236,12 @@ class LlamaCpp(Runner):
     def decode(self, prompt: list[int], tokens: int, ends: list[int]) -> Answer:
         before = perf_counter()
         text = [self.first_token(prompt)]
+        times = [perf_counter() - before]
         while len(text) < tokens and text[-1] not in ends:
             self.single.feed([(text[-1], len(prompt) + len(text) - 1, 0, True)])
             text.append(self.single.best(0))
-        return {"output": text, "tokens": len(text), "seconds": perf_counter() - before}
+            times.append(perf_counter() - before)
+        return answer(text, times)
 
     def rows(self, prompt: list[int], rows: list[int], repeats: int) -> list[float]:
         self.first_token(prompt)

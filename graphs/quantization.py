@@ -142,11 +142,14 @@ def replace_weight(weight: Tensor, dequantize: ReadRows) -> float:
     return math.sqrt(error / norm) if norm else 0.0
 
 
-def fake_quantize(states: Tensor) -> Tensor:
-    """The inputs of products (last axis: channels) rounded to 8 bits in blocks, as the kernels round them."""
+def fake_quantize(states: Tensor, paired: bool = False) -> Tensor:
+    """The inputs of products (last axis: channels) rounded to 8 bits in blocks, as the kernels round them.
+
+    Blocks are twice as long for weights in pairs of blocks."""
     channels = states.shape[-1]
-    blocks = nn.functional.pad(states, (0, -channels % INPUT_BLOCK))
-    blocks = blocks.reshape(*states.shape[:-1], -1, INPUT_BLOCK)
+    block = 2 * INPUT_BLOCK if paired and channels % (2 * INPUT_BLOCK) == 0 else INPUT_BLOCK
+    blocks = nn.functional.pad(states, (0, -channels % block))
+    blocks = blocks.reshape(*states.shape[:-1], -1, block)
     largest = blocks.abs().amax(dim=-1, keepdim=True)
     codes = (blocks * (INT8_MAX / largest.clamp(min=_SMALLEST))).round()
     rounded = torch.where(largest <= _SMALLEST, torch.zeros_like(codes), codes * (largest / INT8_MAX))

@@ -80,20 +80,24 @@ def expert_matrices(module: nn.Module) -> dict[str, nn.Parameter]:
     }
 
 
-def quantize_inputs(model: PreTrainedModel) -> None:
+def quantize_inputs(model: PreTrainedModel, weights: Weights = "int8") -> None:
     """Round the inputs of linear modules and experts to 8 bits in PyTorch from now on, as native operators do."""
+    paired, head = weights == "int4", model.get_output_embeddings()
     experts = {name.rpartition(".")[0] for name in expert_matrices(model)}
-    rounded = [*linear_modules(model).values(), model.get_output_embeddings(), *map(model.get_submodule, experts)]
-    for module in rounded:
-        module.register_forward_pre_hook(lambda _, arguments: (fake_quantize(arguments[0]), *arguments[1:]))
+
+    def rounding(module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (fake_quantize(arguments[0], paired and module is not head), *arguments[1:])
+
+    for module in [*linear_modules(model).values(), head, *map(model.get_submodule, experts)]:
+        module.register_forward_pre_hook(rounding)
     if experts:
         model.set_experts_implementation("batched_mm")  # in which what the gate gives can be replaced
     for module in map(cast(Any, model).get_submodule, experts):
-        module._apply_gate = _rounding(module._apply_gate)
+        module._apply_gate = _rounding(module._apply_gate, paired)
 
 
-def _rounding(apply_gate: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    return lambda states: fake_quantize(apply_gate(states))
+def _rounding(apply_gate: Callable[[Tensor], Tensor], paired: bool) -> Callable[[Tensor], Tensor]:
+    return lambda states: fake_quantize(apply_gate(states), paired)
 
 
 def _require_finite(model: PreTrainedModel, modules: Mapping[str, nn.Linear]) -> None:

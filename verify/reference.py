@@ -54,7 +54,7 @@ def open_reference(
     decoder, _ = build_decoder(opened, options, arithmetic=dtype)
     if number_format.native:
         round_weights(decoder.model, number_format.weights)
-        quantize_inputs(decoder.model)
+        quantize_inputs(decoder.model, number_format.weights)
     for fact in ("layers", "kv_heads", "head_dim", "vocab_size", "window", "lines"):
         ours, theirs = getattr(signature, fact), getattr(decoder.signature, fact)
         if ours != theirs:

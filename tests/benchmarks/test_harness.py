@@ -41,6 +41,7 @@ SMALL = Workload(
 SMALL_CALLS = ("rows", "rows", "prefill", "concurrent")  # of a round, but for decode
 COLUMNS = ("workload", "case", "runtime", "median", "best", "unit", "ratio to plain (95 % interval)")
 COLUMNS += ("worst prompt", "prompts below 0.97", "tokens per step", "identical outputs")
+COLUMNS += ("ms to the first token", "ms for each further token")
 
 
 def fake(name: str, folder: Path, step: float = 0.01, **settings: object) -> Subject:
@@ -99,7 +100,9 @@ def test_another_runtime_that_fails_is_left_out_with_the_reason_and_one_of_ours_
 def decoded(
     subject: str, *speeds: float, line: int = 1, kind: str = "code", same: bool | None = None
 ) -> list[Measurement]:
-    return [Measurement(subject, "decode", kind, line, speed, 12, 6 if same is None else 4, same) for speed in speeds]
+    return [
+        Measurement(subject, "decode", kind, line, speed, 12, 6 if same is None else 4, 0.1, same) for speed in speeds
+    ]
 
 
 def test_ratios_are_paired_by_prompt_and_round_and_kinds_stand_alone_and_together() -> None:
@@ -121,8 +124,10 @@ def test_ratios_are_paired_by_prompt_and_round_and_kinds_stand_alone_and_togethe
     assert table.columns == COLUMNS
     rows = {tuple(row[:3]): row[3:] for row in table.rows}
     assert list(dict.fromkeys(key[1] for key in rows)) == ["all", "code", "lists", "4 rows"]
-    speed, best, unit, ratio, worst, losses, steps, identical = rows["decode", "all", "default"]
+    speed, best, unit, ratio, worst, losses, steps, identical, first, further = rows["decode", "all", "default"]
     assert (speed, best, unit, losses, steps, identical) == (12.0, 40, "tokens/s", 1, 3.0, "3 of 6")
+    assert (first, further) == (pytest.approx(100), pytest.approx(2000 / 11))  # the first of 12 tokens after 0.1 s
+    assert rows["rows", "4 rows", "other"][-2:] == (None, None)
     assert str(ratio).startswith("1.00 (")  # the geometric mean of 2 and 0.5
     assert worst == "0.50 (line 2)"
     assert rows["decode", "code", "default"][3:5] == ("2.00", "2.00 (line 1)")
@@ -137,7 +142,7 @@ def test_a_written_table_is_a_result_of_the_pages(tmp_path: Path) -> None:
     write_result(tmp_path / "x.json", "A title", table, "a CPU", "onnxruntime 1")
     result = run_path(str(DOCS / "drawing" / "tables.py"))["read_result"](tmp_path / "x.json")
     assert (result.title, result.machine, result.versions) == ("A title", "a CPU", "onnxruntime 1")
-    assert result.rows == [["decode", "code", "plain", "10.0", "10.0", "tokens/s", "", "", "", "2.00", ""]]
+    assert result.rows == [["decode", "code", "plain", "10.0", "10.0", "tokens/s", "", "", "", "2.00", "", "100", "100.0"]]
     assert result.command.startswith("python -m benchmarks")
     assert result.commit
 
@@ -226,7 +231,7 @@ def test_the_command_measures_all_workloads_of_a_bundle_in_processes(
     decode = [row for row in result["rows"] if row[0] == "decode"]
     modes = ["plain", "default", "default@free"]
     assert [row[1:3] for row in decode] == [[kind, mode] for kind in ("all", "code", "lists") for mode in modes]
-    assert [row[-1] for row in decode[:3]] == ["", "2 of 2", "2 of 2"]
+    assert [row[-3] for row in decode[:3]] == ["", "2 of 2", "2 of 2"]
     others = [row[:3] for row in result["rows"] if row[0] != "decode"]
     assert others[:3] == [["rows", "1 row", "plain"], ["rows", "3 rows", "plain"], ["prefill", "12 tokens", "plain"]]
     assert others[3:] == [["concurrent", "2 requests", mode] for mode in modes]

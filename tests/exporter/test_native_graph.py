@@ -325,7 +325,7 @@ class MixedWeights(RoundedWeights):
     """A gate and an up matrix that cannot be stacked."""
 
     def linear(self, linear: Linear) -> Matrix:
-        return rounded(linear.weight, "int4" if "up_proj" in linear.name else "int8")
+        return rounded(linear.weight, "int5" if "up_proj" in linear.name else "int8")
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
@@ -338,6 +338,6 @@ def test_a_gate_and_an_up_matrix_of_two_formats_are_two_nodes(name: str, folder:
     with torch.no_grad():
         for layer in model.model.layers:
             weight = layer.mlp.up_proj.weight
-            weight.copy_(torch.from_numpy(quantize(weight.numpy(), "int4").dequantized()))
+            weight.copy_(torch.from_numpy(quantize(weight.numpy(), "int5").dequantized()))
     assert rms(found, rounded_logits(model, TEXT)) <= ROUNDING
     assert fed(files.engine(), TEXT, Layout((1,))).tobytes() == found.tobytes()

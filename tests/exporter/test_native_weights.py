@@ -225,7 +225,7 @@ def test_the_size_of_a_bundle_is_known_from_the_types_of_a_file(tmp_path: Path) 
 def test_a_gate_is_stacked_above_up_and_padded_with_weights_of_zero(format_name: str, width: int) -> None:
     gate, up = np.random.default_rng(0).standard_normal((2, width, 256), dtype=np.float32)
     both = stacked([rounded(gate, format_name), rounded(up, format_name)])
-    codes = quantize(np.concatenate([gate, up]), format_name).dequantized()
+    codes = quantize(np.concatenate([gate, up]), both.format.name).dequantized()
     np.testing.assert_array_equal(values(both), codes)
     some = np.array([width + 3, 2, 2 * width - 1, 0])
     np.testing.assert_array_equal(both.read(some).dequantized(), codes[some])

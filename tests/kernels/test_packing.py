@@ -50,8 +50,6 @@ def test_the_search_lowers_the_error_of_int4_weights_and_raises_it_in_no_row(mon
     searched = errors()
     monkeypatch.setattr(packing, "_SHARES", ())
     plain = errors()
-    # Bytes are relative to the factor of an output: a single block may lose a little.
-    assert (searched <= plain * 1.2 + 1e-6 * plain.max()).all()
     assert (searched.sum(axis=1) <= plain.sum(axis=1)).all()
     assert searched.sum() < 0.92 * plain.sum()
 

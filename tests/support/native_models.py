@@ -134,7 +134,7 @@ def rounded_logits(model: PreTrainedModel, ids: Sequence[int], format_name: str 
 
     Changes the model. With draft heads, their logits follow those of the row."""
     round_weights(model, format_name)
-    quantize_inputs(model)
+    quantize_inputs(model, "int4" if format_name == "int4" else "int8")
     with head_logits(model) as lines:
         logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits
     return torch.cat([logits, *lines], -1)[0].float().numpy()

@@ -137,7 +137,8 @@ class Runtime:
         - `allow_links`: Whether the bundle's files may be links, as in caches of a model hub; default False.
         - `copy_weights`: Whether to copy the weights into memory of their own, so that changes of their file have no
           effect. False: the file is mapped; processes share its memory, and truncating it ends them with SIGBUS. Default
-          None: weights of native operators are copied from 32 MB on, if twice as much is free, on huge pages, which are read faster.
+          None: weights of native operators are copied from 32 MB on, if twice as much memory is free, to huge pages,
+          which are read faster.
         """
 
         def options_for(opened: Bundle) -> EngineOptions:

@@ -309,7 +309,7 @@ def _file(bundle: Bundle, backend: str, device: str, options: EngineOptions) -> 
         (options.capacity, options.requests, options.threads),
         [(package, installed_version(package) or "") for package in _PACKAGES],
         (cpu_name(), instruction_sets(), usable_cpus()),
-        _native_operators() if bundle.manifest.native else None,
+        (_native_operators(), bundle.copies_weights) if bundle.manifest.native else None,
     )
     return cache_folder() / f"{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]}.json"
 

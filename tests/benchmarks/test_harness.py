@@ -142,7 +142,9 @@ def test_a_written_table_is_a_result_of_the_pages(tmp_path: Path) -> None:
     write_result(tmp_path / "x.json", "A title", table, "a CPU", "onnxruntime 1")
     result = run_path(str(DOCS / "drawing" / "tables.py"))["read_result"](tmp_path / "x.json")
     assert (result.title, result.machine, result.versions) == ("A title", "a CPU", "onnxruntime 1")
-    assert result.rows == [["decode", "code", "plain", "10.0", "10.0", "tokens/s", "", "", "", "2.00", "", "100", "100.0"]]
+    assert result.rows == [
+        ["decode", "code", "plain", "10.0", "10.0", "tokens/s", "", "", "", "2.00", "", "100", "100.0"]
+    ]
     assert result.command.startswith("python -m benchmarks")
     assert result.commit
 

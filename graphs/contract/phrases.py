@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
@@ -26,13 +27,17 @@ class PhraseTable(NamedTuple):
     chances: NDArray[np.uint8]
 
 
-def extended(context: int, token: int) -> int:
-    """The number of a context with one more token before it; 0 is the number of no token."""
-    return (context * _FACTOR + token + 1) & _BITS
+def context_numbers(tokens: Sequence[int]) -> list[int]:
+    """The numbers of the contexts that a text ends with: of its last token, of its last two, and so on."""
+    numbers, number = list[int](), 0
+    for token in tokens[: -LONGEST - 1 : -1]:
+        number = (number * _FACTOR + token + 1) & _BITS
+        numbers.append(number)
+    return numbers
 
 
 def extended_all(contexts: NDArray[np.uint64], tokens: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """The same for many contexts."""
+    """The numbers of contexts with one more token before each; 0 is the number of no token."""
     longer: NDArray[np.uint64] = contexts * np.uint64(_FACTOR) + tokens.astype(np.uint64) + np.uint64(1)
     return longer
 

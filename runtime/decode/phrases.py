@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from spaceport.graphs.contract.phrases import CHANCES, LONGEST, PhraseTable, extended
+from spaceport.graphs.contract.phrases import CHANCES, PhraseTable, context_numbers
 
 
 class Phrases:
@@ -18,8 +18,8 @@ class Phrases:
 
     def following(self, tokens: Sequence[int]) -> tuple[float, int] | None:
         """The probability and the token behind the longest known context; None: no context is known."""
-        found, context, known = None, 0, self._following
-        for token in tokens[: -LONGEST - 1 : -1]:
-            context = extended(context, token)
-            found = known.get(context, found)
-        return found
+        known = self._following
+        for context in reversed(context_numbers(tokens)):
+            if (found := known.get(context)) is not None:
+                return found
+        return None

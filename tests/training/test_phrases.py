@@ -7,7 +7,6 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,14 @@ from safetensors.torch import save_file
 from spaceport.exporter.mechanisms import read_mechanisms, write_mechanisms
 from spaceport.exporter.sar_config import CheckpointError
 from spaceport.graphs.contract.faults import InputFault
-from spaceport.graphs.contract.phrases import CHANCES, LONGEST, PhraseTable, extended, read_phrases, write_phrases
+from spaceport.graphs.contract.phrases import (
+    CHANCES,
+    LONGEST,
+    PhraseTable,
+    context_numbers,
+    read_phrases,
+    write_phrases,
+)
 from spaceport.graphs.phrases import Phrases as Mechanism
 from spaceport.runtime import session
 from spaceport.runtime.decode.draft import DraftConfig, Outlook, tree
@@ -44,7 +50,7 @@ def sample_of(prompt: Sequence[int], answer: Sequence[int]) -> Sample:
 
 
 def number_of(context: Sequence[int]) -> int:
-    return reduce(extended, reversed(context), 0)
+    return context_numbers(context)[-1]
 
 
 def table_of(entries: dict[tuple[int, ...], tuple[int, float]]) -> PhraseTable:

@@ -1,13 +1,13 @@
 """The expected seconds of steps on one engine, by rows, requests and visible KV slots.
 
-The table is measured when a bundle is opened and never changes while steps run, so plans never depend on a clock.
+The table is measured when a bundle is opened for the first times and never changes while steps run, so plans never depend on a clock.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -110,6 +110,28 @@ class StepCosts:
             plain,
             0.0 if self.relative else self._python * _PYTHON_EMPTY / plain,
         )
+
+
+def lowest(first: StepCosts, second: StepCosts) -> StepCosts:
+    """The lower times of two measurements of one engine, since disturbances only make calls longer."""
+    quieter = min(first, second, key=lambda costs: costs.single[0][1])
+    single, batched = (_lower(*kind) for kind in ((first.single, second.single), (first.batched, second.batched)))
+    return replace(quieter, single=single, batched=batched)
+
+
+def _lower(first: Points, second: Points) -> Points:
+    times = dict(first)
+    for rows, seconds in second:
+        times[rows] = min(seconds, times.get(rows, seconds))
+    return ascending(times.items())
+
+
+def ascending(times: Iterable[tuple[int, float]]) -> Points:
+    """Points in the order of their rows, where a narrower call never takes longer."""
+    points: list[tuple[int, float]] = []
+    for rows, seconds in sorted(times, reverse=True):
+        points.append((rows, min(seconds, points[-1][1] if points else seconds)))
+    return tuple(reversed(points))
 
 
 def relative_costs(row: float) -> StepCosts:

@@ -127,8 +127,8 @@ class Runtime:
         - `threads`: CPU threads of the engine; default 0: one for each core that the process and its container may use.
         - `trust_engines`: Whether to run TensorRT engines that were not built on this machine; engines are code; default
           False.
-        - `step_costs`: Where the step costs come from that limit the width of drafts; default "measured": once for each
-          machine and bundle, in about two seconds. "standard": constants, so that the same request takes the same steps
+        - `step_costs`: Where the step costs come from that limit the width of drafts; default "measured": by the first
+          three openings of a bundle on a machine, in about two seconds each. "standard": constants, so that the same request takes the same steps
           each time. "free": rows cost nothing, drafts are as wide as their options allow; for tests.
         - `call_timeout`: Seconds after which an engine call counts as hung: all requests fail with `EngineFault`, and the
           bundle has to be opened again; None: no limit; default 300.

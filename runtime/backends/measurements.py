@@ -25,10 +25,11 @@ from spaceport.kernels.native_library import instruction_set, library_path
 from spaceport.runtime.backends.machine import cpu_name, instruction_sets, usable_cpus
 from spaceport.runtime.backends.private_files import cache_folder, read_private, replace_private
 from spaceport.runtime.bundle import Bundle
-from spaceport.runtime.costs import CostSource, Points, StepCosts, relative_costs
+from spaceport.runtime.costs import CostSource, Points, StepCosts, ascending, lowest, relative_costs
 from spaceport.runtime.engine import Batch, Engine, EngineOptions
 
-_SCHEMA = 6
+_SCHEMA = 7
+_TIMES = 3  # openings of a bundle that measure its step costs: other processes may disturb one of them
 _PACKAGES = ("spaceport", "onnxruntime", "onnxruntime-gpu", "tensorrt", "tensorrt-rtx", "torch")
 _MOST_BYTES = 100_000  # maximum size of a file
 
@@ -67,6 +68,7 @@ class Measurements:
 
     exactness: Exactness
     table: StepCosts | None = None  # None: it was opened with other step costs than measured ones
+    times: int = 0  # measurements of which the table has the lowest times
     schema: int = _SCHEMA
 
 
@@ -237,12 +239,10 @@ def _table(engine: Engine, times: dict[_Shape, list[float]]) -> StepCosts:
 
 
 def _points(seconds: dict[_Shape, float], requests: int, visible: int, least: float) -> Points:
-    """The points of calls of one kind; a narrower call never takes longer, and each row costs at least `least`."""
-    points: list[tuple[int, float]] = []
-    for shape, time in sorted(seconds.items(), reverse=True):
-        if (shape.requests, shape.visible) == (requests, visible):
-            points.append((shape.rows, min(time, points[-1][1] if points else time)))
-    points.reverse()
+    """The points of calls of one kind, of which each row costs at least `least`."""
+    points = ascending(
+        (shape.rows, time) for shape, time in seconds.items() if (shape.requests, shape.visible) == (requests, visible)
+    )
     return tuple((rows, max(time, points[0][1] * (1 + least * requests * (rows - 1)))) for rows, time in points)
 
 
@@ -260,10 +260,13 @@ def measured_here(
         exactness = measure_exactness(engine, tolerated_noise(bundle.manifest, engine.device))
     else:
         exactness = stored.exactness
-    table = None if stored is None else stored.table
-    if source == "measured" and (table is None or table.requests != batched_requests(engine)):
-        table = measure_step_costs(engine, next(iter(bundle.manifest.tokens.mask), 0))
-    if (measurements := Measurements(exactness, table)) != stored:
+    table, times = (None, 0) if stored is None else (stored.table, stored.times)
+    if table is not None and table.requests != batched_requests(engine):
+        table, times = None, 0
+    if source == "measured" and times < _TIMES:
+        measured = measure_step_costs(engine, next(iter(bundle.manifest.tokens.mask), 0))
+        table, times = measured if table is None else lowest(table, measured), times + 1
+    if (measurements := Measurements(exactness, table, times)) != stored:
         # full disk, read-only folder or that of another user: they are measured again next time
         with suppress(OSError):
             store(file, measurements)

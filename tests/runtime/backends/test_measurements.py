@@ -175,7 +175,7 @@ TABLE = StepCosts(256, ((1, 0.010), (4, 0.013)), 8, ((1, 0.020),), slot=1e-6, ro
 EXACT = Exactness(0.0, 1e-6, 1e-5, (2, 9, 33))
 FOUND = Measurements(EXACT, TABLE)
 MASK = 5
-VALID = {"schema": 6, "exactness": asdict(EXACT), "table": asdict(TABLE)}
+VALID = {"schema": 7, "exactness": asdict(EXACT), "table": asdict(TABLE), "times": 0}
 
 
 @dataclass
@@ -287,8 +287,8 @@ def test_a_table_is_read_as_it_was_written_by_this_user_alone(tmp_path: Path) ->
 @pytest.mark.parametrize(
     "text",
     [
-        *("", "{", "[]", "null", "7", '{"schema": 6}', "[" * 90_000),
-        json.dumps({**VALID, "schema": 5}),
+        *("", "{", "[]", "null", "7", '{"schema": 7}', "[" * 90_000),
+        json.dumps({**VALID, "schema": 6}),
         json.dumps({**VALID, "exactness": {"rows": -1, "slots": 0, "tolerated": 0, "widths": [2]}}),
         json.dumps({**VALID, "table": {**asdict(TABLE), "single": [[1, -1]]}}),
         json.dumps({**VALID, "table": {**asdict(TABLE), "single": [[1]]}}),
@@ -336,15 +336,30 @@ def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Measure:
     return opened
 
 
-def test_costs_are_measured_once_for_a_machine_and_a_bundle(
+def test_costs_are_the_lowest_of_three_openings(opened: Measure, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    single = [((1, 3.0), (4, 9.0)), ((1, 5.0), (2, 7.0), (4, 8.0)), ((1, 4.0), (2, 9.0), (4, 6.0)), ((1, 1.0),)]
+    tables = [replace(TABLE, single=points, requests=1, batched=(), slot=float(number)) for number, points in enumerate(single, 1)]
+    monkeypatch.setattr(measurements, "measure_step_costs", lambda engine, mask: tables.pop(0))
+    assert opened(source="free").single == ((1, 1.0), (2, 1.0))  # measures nothing
+    assert [opened().single for _ in range(3)] == [
+        single[0],
+        ((1, 3.0), (2, 7.0), (4, 8.0)),
+        ((1, 3.0), (2, 6.0), (4, 6.0)),
+    ]
+    assert opened().single == ((1, 3.0), (2, 6.0), (4, 6.0))
+    assert opened().slot == 1, "of the measurement with the shortest plain step"
+    assert len(tables) == 1
+
+
+def test_costs_are_measured_for_a_machine_and_a_bundle(
     opened: Measure, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = opened()
-    assert opened() == first
+    assert [opened() for _ in range(3)] == [first] * 3
     (file,) = cache.iterdir()
     os.utime(file, (2**32, 2**32))  # a clock that is far ahead
     assert opened() == first
-    store(file, Measurements(EXACT, replace(TABLE, requests=7)))
+    store(file, Measurements(EXACT, replace(TABLE, requests=7), 3))
     assert opened().requests == 1
     first = opened()
     assert opened(requests=2).requests == 2  # another table, in another file
@@ -381,7 +396,7 @@ def test_standard_costs_repeat_the_steps_of_a_request(demo_bundle: Path, cache: 
     (file,) = cache.iterdir()
     assert load(file) == Measurements(runtime.exactness, None)  # only whether its drafts are exact
     with Runtime.open(demo_bundle, max_seq_len=256, threads=1) as measured:
-        assert load(file) == Measurements(runtime.exactness, measured.costs)
+        assert load(file) == Measurements(runtime.exactness, measured.costs, 1)
 
 
 POINTS = StepCosts(256, ((1, 0.010), (4, 0.013), (16, 0.025)), 8, ((1, 0.020), (4, 0.050)), slot=1e-6, row_slot=2e-7)

@@ -15,10 +15,10 @@
 // Behind the codes: 32 scales, then 32 minima if there are any, float16 each.
 // Superblocks of 256 inputs begin with 32 float16 factors of scales, then 32 of minima; the scales and minima of their
 // blocks are bytes that these multiply.
-// Two blocks of int4_pair lie together: codes of the first and the second, then for each output the scales of the second
-// and of the first block, unsigned bytes, then likewise 16ths of their minima, signed ones. The panel begins with 32
-// float16 numbers, 4096 times the factors that multiply all scales and minima of an output. Its rounded activations have
-// one scale for both blocks, so that what is added up for these is an integer.
+// Two blocks of int4_pair lie together: codes of the first and the second, then for each output the scales of the
+// second and of the first block, unsigned bytes, then likewise 16ths of their minima, signed ones. The panel begins
+// with 32 float16 numbers, 4096 times the factors that multiply all scales and minima of an output. Its rounded
+// activations have one scale for both blocks, so that what is added up for these is an integer.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -37,9 +37,9 @@ enum Scales { OF_BLOCKS, OF_SUPERBLOCKS, OF_PAIRS };
 
 struct FormatTraits {
   const char* name;
-  int bits;      // of a code
-  int zero;      // code of weight 0, before the minimum is subtracted: 0 or 2^(bits - 1)
-  bool minimum;  // blocks have minima
+  int bits;       // of a code
+  int zero;       // code of weight 0, before the minimum is subtracted: 0 or 2^(bits - 1)
+  bool minimum;   // blocks have minima
   Scales scales;  // float16 numbers of blocks, or bytes
   int scale_of;   // inputs that share a scale: 32 or 16
 };

@@ -21,7 +21,8 @@ struct NormOf {
 };
 
 // Rows rounded to 8 bits in blocks of 32 inputs, in tiles of nearly equal size. Within a tile of m rows:
-//   codes [inputs / 4][m][4], scales, sums and zeros [inputs / 32][m], half_zeros [inputs / 16][m], pairs [inputs / 64][m][3]
+//   codes [inputs / 4][m][4], scales, sums and zeros [inputs / 32][m], half_zeros [inputs / 16][m],
+//   pairs [inputs / 64][m][3]
 // From MATRIX_ROWS of the instruction set on: codes [inputs / 32][m][32].
 struct RoundedRows {
   int rows, inputs, tiles;
@@ -31,8 +32,8 @@ struct RoundedRows {
   float* sums;          // scale * sum of codes of a block
   int32_t* zeros;       // -128 * sum of codes of a block
   int32_t* half_zeros;  // the same for each half of a block
-  // Of two blocks that share a scale: -8 times the sum of codes of the first, of the second plus PAIR_START, and both sums,
-  // negated, as the higher and the lower 16 bits.
+  // Of two blocks that share a scale: -8 times the sum of codes of the first, of the second plus PAIR_START, and both
+  // sums, negated, as the higher and the lower 16 bits.
   int32_t* pairs;
 };
 

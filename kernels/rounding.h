@@ -1,7 +1,7 @@
 // Rounds the rows of a tile to 8 bits in blocks of 32 inputs, after their norm.
 //
-// Each block of a row has its own scale, or each pair of blocks, so an outlier spoils 31 neighbours, or 63, and no more:
-// neither rotation nor calibration is needed. A block whose largest magnitude is below 1e-30 becomes 0. The scale of a block with an
+// Each block of a row, or each pair of blocks, has its own scale, so an outlier spoils 31 neighbours, or 63, and no more:
+// neither rotation nor calibration is needed. What has no magnitude above 1e-30 becomes 0. The scale of what has an
 // infinity or a NaN is NaN, and so is all that is computed from the row.
 //
 //     code = round(x * (127 / largest)),    x is about (largest / 127) * code
@@ -38,11 +38,14 @@ inline float largest_of(const float* x, int count) {
   return max_of(largest);
 }
 
-inline void round_row(const float* x, int inputs, int together, int8_t* codes, int step, float* scales, float* sums,
-                      int32_t* zeros, int32_t* half_zeros, int32_t* pairs, int rows) {
+// Row `m` of a tile of `count` rows from `first` on.
+inline void round_row(const RoundedRows& r, int first, int count, int m, const float* x) {
+  int64_t at = int64_t(first) * (r.inputs / BLOCK);
+  int adjacent = count >= MATRIX_ROWS ? BLOCK : 4, step = count >= MATRIX_ROWS ? 4 : 4 * count;
+  int8_t* codes = r.codes + at * BLOCK + adjacent * m;
   float top = 0.0f;
-  for (int b = 0; b < inputs / BLOCK; b++, x += BLOCK) {
-    if (b % together == 0) top = largest_of(x, together * BLOCK);
+  for (int b = 0; b < r.inputs / BLOCK; b++, x += BLOCK, codes += BLOCK * count) {
+    if (b % r.together == 0) top = largest_of(x, r.together * BLOCK);
     float scale = scale_of(top);
     F factor = set(factor_of(top));
     alignas(64) int8_t block[BLOCK];
@@ -55,30 +58,28 @@ inline void round_row(const float* x, int inputs, int together, int8_t* codes, i
         store_bytes(block + LANES * i, code);
       }
       sum[half] = sum_of(total);
-      half_zeros[(2 * b + half) * rows] = -128 * sum[half];
+      r.half_zeros[2 * at + (2 * b + half) * count + m] = -128 * sum[half];
     }
-    for (int j = 0; j < BLOCK / 4; j++)
-      __builtin_memcpy(codes + int64_t(b) * BLOCK * rows + j * step, block + 4 * j, 4);
-    scales[b * rows] = scale;
-    sums[b * rows] = float(sum[0] + sum[1]) * scale;
-    zeros[b * rows] = -128 * (sum[0] + sum[1]);
-    if (together == 2) {
-      int32_t *pair = pairs + int64_t(b / 2) * 3 * rows, total = sum[0] + sum[1];
-      pair[b % 2] = b % 2 * PAIR_START - 8 * total;
-      pair[2] = b % 2 ? pair[2] | (-total & 0xFFFF) : int32_t(uint32_t(-total) << 16);
+    for (int j = 0; j < BLOCK / 4; j++) __builtin_memcpy(codes + j * step, block + 4 * j, 4);
+    int64_t place = at + b * count + m;
+    int both = sum[0] + sum[1];
+    r.scales[place] = scale;
+    r.sums[place] = float(both) * scale;
+    r.zeros[place] = -128 * both;
+    if (r.together == 2) {
+      int32_t* pair = r.pairs + (at / 2 + b / 2 * count + m) * 3;
+      pair[b % 2] = b % 2 * PAIR_START - 8 * both;
+      pair[2] = b % 2 ? pair[2] | (-both & 0xFFFF) : int32_t(uint32_t(-both) << 16);
     }
   }
 }
 
 inline void round_tile(const RoundedRows& r, int tile, const float* const* rows, const NormOf& norm, float* temporary) {
   int first = tile_begin(r, tile), count = tile_begin(r, tile + 1) - first;
-  int64_t blocks = r.inputs / BLOCK, at = first * blocks;
   for (int m = 0; m < count; m++) {
     const float* x = rows[first + m];
     if (norm.kind != NO_NORM) normalize(norm, x, r.inputs, temporary), x = temporary;
-    int adjacent = count >= MATRIX_ROWS ? BLOCK : 4, step = count >= MATRIX_ROWS ? 4 : 4 * count;
-    round_row(x, r.inputs, r.together, r.codes + int64_t(first) * r.inputs + adjacent * m, step, r.scales + at + m, r.sums + at + m,
-              r.zeros + at + m, r.half_zeros + 2 * at + m, r.together == 2 ? r.pairs + at / 2 * 3 + 3 * m : nullptr, count);
+    round_row(r, first, count, m, x);
   }
 }
 

@@ -141,8 +141,8 @@ inline void begin(I& sum, int32_t zero) { sum = set_int(zero); }
 inline void add_products(I& sum, B codes, B bytes) { sum = dot(sum, codes, bytes); }
 inline I read(I sum, int32_t) { return sum; }
 
-// Sums of two blocks of int4_pair. Each begins with the code of zero times the negated sum of the bytes, the second plus
-// PAIR_START; a set may have both in one register, and may leave that to the end.
+// Sums of two blocks of int4_pair. Each begins with the code of zero times the negated sum of the bytes, the second
+// plus PAIR_START; a set may have both in one register, and may leave that to the end.
 struct PairSum {
   I first, second;
 };

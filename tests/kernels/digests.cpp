@@ -41,8 +41,11 @@ uint8_t* weights(Format format, int outputs, int inputs) {
   for (int panel = 0; panel < panels(outputs); panel++)
     for (int b = 0; b < inputs / BLOCK; b++) {
       uint8_t* block = p + panel * panel_bytes(format, inputs) + block_offset(format, b);
-      if (FORMAT_TRAITS[format].scales == OF_BLOCKS) halves(block + code_bytes(format), block_bytes(format) - code_bytes(format));
-      else if (b % (FORMAT_TRAITS[format].scales == OF_SUPERBLOCKS ? SUPERBLOCK : 1 << 20) == 0) halves(block - header_bytes(format), header_bytes(format));
+      Scales scales = FORMAT_TRAITS[format].scales;
+      if (scales == OF_BLOCKS)
+        halves(block + code_bytes(format), block_bytes(format) - code_bytes(format));
+      else if (scales == OF_SUPERBLOCKS ? b % SUPERBLOCK == 0 : b == 0)
+        halves(block - header_bytes(format), header_bytes(format));
     }
   return p;
 }
@@ -58,8 +61,9 @@ void products(const Kernels& kernels, Format format, int rows, Norm norm, Activa
   int most = kernels.tile_rows[FORMAT_TRAITS[format].bits < 8], tiles = (rows + most - 1) / most;
   size_t blocks = size_t(rows) * inputs / BLOCK;
   int together = format == INT4_PAIR ? 2 : 1;
-  RoundedRows r = {rows, inputs, tiles, together, take<int8_t>(size_t(rows) * inputs), take<float>(blocks), take<float>(blocks),
-                   take<int32_t>(blocks), take<int32_t>(2 * blocks), take<int32_t>(2 * blocks)};
+  RoundedRows r = {rows, inputs, tiles, together, take<int8_t>(size_t(rows) * inputs)};
+  r.scales = take<float>(blocks), r.sums = take<float>(blocks), r.zeros = take<int32_t>(blocks);
+  r.half_zeros = take<int32_t>(2 * blocks), r.pairs = take<int32_t>(2 * blocks);
   const float** x = take<const float*>(size_t(rows));
   for (int i = 0; i < rows; i++) x[i] = numbers(inputs, 1.0f + float(i));
   NormOf of = {norm, numbers(inputs, 1.0f), norm == LAYER_NORM ? numbers(inputs, 1.0f) : nullptr, 1e-5f};

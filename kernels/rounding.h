@@ -1,6 +1,6 @@
 // Rounds the rows of a tile to 8 bits in blocks of 32 inputs, after their norm.
 //
-// Each block of a row, or each pair of blocks, has its own scale, so an outlier spoils 31 neighbours, or 63, and no more:
+// Each block of a row, or each pair of blocks, has its own scale, so an outlier spoils 31 or 63 neighbours and no more:
 // neither rotation nor calibration is needed. What has no magnitude above 1e-30 becomes 0. The scale of what has an
 // infinity or a NaN is NaN, and so is all that is computed from the row.
 //

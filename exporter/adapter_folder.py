@@ -15,12 +15,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from spaceport.exporter.checkpoint_files import BASE_FILE as BASE_FILE
-from spaceport.exporter.checkpoint_files import ModelFiles, files_of, require_adapter_folder
+from spaceport.exporter.checkpoint_files import require_adapter_folder
 from spaceport.exporter.mechanisms import MECHANISMS, read_tensors, save_tensors, write_mechanisms
 from spaceport.exporter.sar_config import (
     SAR_FILE,
     CheckpointError,
+    SarConfig,
     is_id,
+    read_json,
+    read_sar_config,
     write_sar_config,
 )
 from spaceport.graphs.contract.json_fields import JsonField, Rules
@@ -129,20 +132,20 @@ class AdapterFolder:
     """An adapter folder without its tensors."""
 
     path: Path
+    sar_config: SarConfig
     base: BaseIdentity
     tokens: Mapping[str, int]  # ids of the special tokens by text, or by id where the tokenizer has no text for one
     vocab_size: int  # embedding rows of the base model with these tokens
 
 
-def read_adapter_folder(adapter: Path | ModelFiles) -> AdapterFolder:
+def read_adapter_folder(path: Path) -> AdapterFolder:
     """The adapter folder at a path, checked as far as possible without its base model."""
-    files = files_of(adapter)
-    path, file = files.path, files.path / BASE_FILE
     require_adapter_folder(path)
-    content = JsonField(files.json(BASE_FILE), f"{file}:", Rules(CheckpointError, f"; {_ADVICE}"), prefix=f"{file}: ")
+    file = path / BASE_FILE
+    content = JsonField(read_json(file), f"{file}:", Rules(CheckpointError, f"; {_ADVICE}"), prefix=f"{file}: ")
     content.entry("schema").one_of((_SCHEMA,))
     tokens = {text: token.whole() for text, token in content.entry("tokens").members().items()}
-    config = files.sar_config
+    config = read_sar_config(path)
     drafting = [name for name, kind in MECHANISMS.items() if not kind.refines]
     if config.mechanisms.keys().isdisjoint(drafting):
         raise CheckpointError(
@@ -155,7 +158,8 @@ def read_adapter_folder(adapter: Path | ModelFiles) -> AdapterFolder:
             f"{path}: {SAR_FILE} names the token {unknown[0]!r}: expected one of {', '.join(tokens)}, as in "
             f"{BASE_FILE}; {_ADVICE}"
         )
-    return AdapterFolder(path, identity_from(content.entry("base")), tokens, content.entry("vocab_size").whole(1))
+    base, vocab_size = identity_from(content.entry("base")), content.entry("vocab_size").whole(1)
+    return AdapterFolder(path, config, base, tokens, vocab_size)
 
 
 def add_special_tokens(tokenizer: Any, folder: AdapterFolder) -> None:

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from spaceport.exporter.adapter_folder import AdapterFolder, add_embeddings, add_special_tokens, read_adapter_folder
-from spaceport.exporter.checkpoint_files import ModelFiles, files_of
+from spaceport.exporter.checkpoint_files import ModelFiles, require_checkpoint
 from spaceport.exporter.checkpoint_source import CheckpointSource, read_source, reason_of, template_of
 from spaceport.exporter.mechanisms import (
     MECHANISMS,
@@ -176,20 +176,19 @@ def open_checkpoint(
     model: Path | ModelFiles, flags: TokenFlags, remote_code: bool = False, adapter: Path | None = None
 ) -> Checkpoint:
     """The checkpoint in a folder with its special token ids, and with what an adapter folder adds, if one is given."""
-    files = files_of(model)
-    folder = files.path
-    owned = files if adapter is None else ModelFiles(adapter)
-    added = None if adapter is None else _adapter_folder(owned, files)
-    owner, sar, mechanisms = owned.path, owned.sar_config, read_mechanisms(owned)
+    files = model if isinstance(model, ModelFiles) else require_checkpoint(model)
+    added = None if adapter is None else _adapter_folder(adapter, files)
+    owner, sar = (files.path, files.sar_config) if added is None else (added.path, added.sar_config)
+    mechanisms = read_mechanisms(owner, sar)
     source = read_source(files, remote_code)
     vocab_size = int(source.config.get_text_config().vocab_size)
     if added is not None:
-        with _naming(folder):
+        with _naming(files.path):
             added.base.check_config(source.config)
         vocab_size = added.vocab_size
     tokenizer = _tokenizer(source, added)
-    if not flags.mask and sar.mask_tokens is None:
-        pard = config_mask_token(owner / "config.json", owned.json_or_none("config.json"), vocab_size)
+    if added is None and not flags.mask and sar.mask_tokens is None:
+        pard = config_mask_token(files.path / "config.json", files.config, vocab_size)
         if pard is not None:
             sar = replace(sar, mask_tokens=(str(pard),), method=sar.method or PARD)
     fork, child = (
@@ -283,11 +282,9 @@ def _naming(folder: Path) -> Iterator[None]:
         raise CheckpointError(f"{folder}: {error}") from error
 
 
-def _adapter_folder(adapter: ModelFiles, base: ModelFiles) -> AdapterFolder:
+def _adapter_folder(adapter: Path, base: ModelFiles) -> AdapterFolder:
     """The adapter folder; raises for a base model that drafts with mechanisms of its own."""
     for name in base.sar_config.mechanisms:
         if name not in MECHANISMS or not MECHANISMS[name].refines:
-            raise CheckpointError(
-                f"{base.path}: has {name} already: expected its base model, to add that in {adapter.path}"
-            )
+            raise CheckpointError(f"{base.path}: has {name} already: expected its base model, to add that in {adapter}")
     return read_adapter_folder(adapter)

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from spaceport.exporter.sar_config import CheckpointError, SarConfig, read_json, read_sar_config, tensor_file
+from spaceport.exporter.gguf_file import GgufFile, read_gguf
+from spaceport.exporter.sar_config import CheckpointError, SarConfig, read_json, read_sar_config
 from spaceport.graphs.contract.json_fields import short
 
-T = TypeVar("T")
 # Upper limits of the sizes in a configuration, by the names that families give them; far above every known model.
 _LIMITS = {
     r"(num|n)_\w*layers?|n_layer|\w+_layers|depth": 4096,
     r"\w*heads?|\w*experts?|\w*experts_per_tok|\w*groups?": 2**16,
     r"\w*(size|dim|rank|embd|inner|ctx|positions?|embeddings|window)|d_\w+|dff": 2**31 - 1,
 }
-_ATTENTION = ("sdpa", "eager")
 
 BASE_FILE = "base.json"  # of an adapter folder
 INDEX_FILE = "model.safetensors.index.json"  # of weights in several files
+_SINGLE, _PICKLES_INDEX = "model.safetensors", "pytorch_model.bin.index.json"
 
 _TOKENIZERS = (
     *("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt"),
@@ -33,61 +35,24 @@ _EXPECTED = "expected a checkpoint (config.json, *.safetensors, tokenizer)"
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
+@dataclass(frozen=True)
 class ModelFiles:
-    """The checkpoint folder or GGUF file of a model; what is read of it, is read once."""
+    """A checkpoint folder or GGUF file, and what its small files hold."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._read: dict[object, Any] = {}
+    path: Path
+    config: Mapping[str, Any] = field(default_factory=dict)  # config.json; empty for a GGUF file
+    sar_config: SarConfig = field(default_factory=SarConfig)
+    weights: tuple[Path, ...] = ()  # of a folder: with the model's own weights
 
-    @property
-    def is_gguf(self) -> bool:
-        return is_gguf(self.path)
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """The content of config.json."""
-        return self.json("config.json")
+    @cached_property
+    def gguf(self) -> GgufFile | None:
+        """The metadata of a GGUF file, read when it is used; None for a folder."""
+        return read_gguf(self.path) if is_gguf(self.path) else None
 
     @property
     def is_converted(self) -> bool:
         """Whether it is a published checkpoint that is loaded as one of another family."""
         return self.config.get("model_type") in CONVERTED_TYPES
-
-    @property
-    def sar_config(self) -> SarConfig:
-        """The entries of sar_config.json."""
-        return self.once(read_sar_config)
-
-    @property
-    def own(self) -> tuple[Path, ...]:
-        """The files beside the weights that its sar_config.json names.
-
-        Transformers does not read them: it loads model*.safetensors."""
-        return tuple(tensor_file(self.path, name) for name in self.sar_config.mechanisms)
-
-    def json(self, name: str) -> dict[str, Any]:
-        """The content of a JSON file in the folder."""
-        if name not in self._read:
-            self._read[name] = read_json(self.path / name)
-        content: dict[str, Any] = self._read[name]
-        return content
-
-    def json_or_none(self, name: str) -> dict[str, Any]:
-        """The same; empty without the file."""
-        return self.json(name) if (self.path / name).exists() else {}
-
-    def once(self, read: Callable[[Path], T]) -> T:
-        """What a function reads from the path."""
-        if read not in self._read:
-            self._read[read] = read(self.path)
-        found: T = self._read[read]
-        return found
-
-
-def files_of(model: Path | ModelFiles) -> ModelFiles:
-    """The files of a model that is given by its path, or by its files, some of which may be read already."""
-    return model if isinstance(model, ModelFiles) else ModelFiles(model)
 
 
 def is_gguf(path: Path) -> bool:
@@ -102,25 +67,22 @@ def hub_advice(path: Path) -> str:
     return f"; download a model of the Hugging Face hub first: hf download {path} --local-dir {path.name}"
 
 
-def require_checkpoint(model: Path | ModelFiles) -> ModelFiles:
+def require_checkpoint(path: Path) -> ModelFiles:
     """The files of a checkpoint: a GGUF file, or a folder with configuration, weights and tokenizer; raise if it is none."""
-    files = files_of(model)
-    path = files.path
-    if files.is_gguf:
+    if is_gguf(path):
         if not path.is_file():
             raise CheckpointError(f"{path}: no such file: expected a GGUF file or a checkpoint folder")
-        return files
+        return ModelFiles(path)
     if not path.is_dir():
         got = "is a file" if path.exists() else "no such folder"
         raise CheckpointError(f"{path}: {got}: {_EXPECTED} or a GGUF file{hub_advice(path)}")
     if not (path / "config.json").exists():
         raise CheckpointError(f"{path}: no config.json in it: {_EXPECTED}")
-    refuse_special_files(path)
-    refuse_sizes(path / "config.json", files.config)
-    if (path / INDEX_FILE).is_file():
-        indexed_files(files, INDEX_FILE)  # transformers would open what it names, wherever that is
-    if not (files.is_converted and converted_weights(files)):
-        _require_weights(files)
+    _refuse_special_files(path)
+    config, sar_config = read_json(path / "config.json"), read_sar_config(path)
+    refuse_sizes(path / "config.json", config)
+    pickles = config.get("model_type") in CONVERTED_TYPES
+    files = ModelFiles(path, config, sar_config, weight_files(path, sar_config.tensor_files(path), pickles))
     names = (*_TOKENIZERS, TIKTOKEN_FILE) if files.is_converted else _TOKENIZERS
     if not any((path / name).exists() for name in names):
         raise CheckpointError(
@@ -142,31 +104,14 @@ def require_adapter_folder(path: Path) -> None:
         )
 
 
-def indexed_files(files: ModelFiles, name: str) -> list[str]:
-    """The names of the weight files in the index of this name, each once; raise for one outside the folder."""
-    index, weight_map = files.path / name, files.json(name).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise CheckpointError(
-            f"{index}: weight_map is invalid: expected the file of each tensor; copy or download it again"
-        )
-    names = list(dict.fromkeys(weight_map.values()))
-    for name in names:
-        if name in ("", ".", "..") or "/" in name or "\0" in name:
-            raise CheckpointError(
-                f"{index}: weight_map has the file {short(name)}: expected the names of files beside the index; copy or "
-                "download it again"
-            )
-    return names
-
-
-def refuse_special_files(folder: Path) -> None:
+def _refuse_special_files(folder: Path) -> None:
     """Raise for FIFOs, sockets and devices in a checkpoint folder: a library that opens them could wait forever."""
     for file in sorted(folder.iterdir()):
         if file.exists() and not file.is_file() and not file.is_dir():
             raise CheckpointError(f"{file}: not a regular file: expected files and folders only; remove it")
 
 
-def refuse_sizes(file: Path, entries: dict[str, Any]) -> None:
+def refuse_sizes(file: Path, entries: Mapping[str, Any]) -> None:
     """Raise for sizes in a configuration that would fill the memory before the weights are read."""
     for name, value in _integers(entries):
         for pattern, most in _LIMITS.items():
@@ -175,39 +120,46 @@ def refuse_sizes(file: Path, entries: dict[str, Any]) -> None:
                 raise CheckpointError(f"{file}: {name} is {shown}: expected at most {most}")
 
 
-def load_with_own_attention(load: Callable[..., Any], *arguments: Any, **options: Any) -> tuple[Any, dict[str, Any]]:
-    """A model and its loading report, with an attention implementation of transformers itself.
+def weight_files(folder: Path, drafting: Collection[Path] = (), pickles: bool = False) -> tuple[Path, ...]:
+    """The files with the weights of a folder's model, without those that are `drafting`; raise if it has none.
 
-    The implementation is always passed, because a configuration can name one that is fetched or not installed.
-    """
-    for implementation in _ATTENTION:
-        try:
-            model, report = load(*arguments, attn_implementation=implementation, **options)
-        except ValueError as error:
-            if implementation == _ATTENTION[-1] or "scaled_dot_product_attention" not in str(error):
-                raise
-        else:
-            return model, report
-    raise AssertionError("the last implementation returns or raises")
-
-
-def converted_weights(files: ModelFiles) -> tuple[Path, ...]:
-    """The weight files of a checkpoint that is converted: its safetensors files, otherwise the pickles of its model."""
-    folder, own = files.path, files.own
-    weights = tuple(file for file in sorted(folder.glob("*.safetensors")) if file not in own)
-    return weights or tuple(sorted(folder.glob("pytorch_model*.bin")))
-
-
-def _require_weights(files: ModelFiles) -> None:
-    folder, own = files.path, files.own
-    if any(file not in own for file in folder.glob("*.safetensors")):
-        return
+    These are safetensors files, otherwise pickles if they are allowed."""
+    own = tuple(file for file in sorted(folder.glob("*.safetensors")) if file not in drafting)
+    if own:
+        indexed = _indexed(folder / INDEX_FILE, own)  # transformers would open what it names, wherever that is
+        return (folder / _SINGLE,) if folder / _SINGLE in own else indexed
+    if pickles and (pickled := tuple(sorted(folder.glob("pytorch_model*.bin")))):
+        return _indexed(folder / _PICKLES_INDEX, pickled)
     if any(folder.glob("*.bin")) or any(folder.glob("*.pt")) or any(folder.glob("*.pth")):
         raise CheckpointError(
             f"{folder}: its weights are pickles, which can run code when opened: expected *.safetensors; "
             "save it again with save_pretrained"
         )
     raise CheckpointError(f"{folder}: no weights in it: expected *.safetensors")
+
+
+def _indexed(index: Path, weights: tuple[Path, ...]) -> tuple[Path, ...]:
+    """The weight files that an index names, or all if there is no index; raise for one that is not beside it."""
+    if not index.is_file():
+        return weights
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise CheckpointError(
+            f"{index}: weight_map is invalid: expected the file of each tensor; copy or download it again"
+        )
+    names = dict.fromkeys(weight_map.values())
+    for name in names:
+        if name in ("", ".", "..") or "/" in name or "\0" in name:
+            raise CheckpointError(
+                f"{index}: weight_map has the file {short(name)}: expected the names of files beside the index; copy or "
+                "download it again"
+            )
+    if missing := sorted(names.keys() - {file.name for file in weights}):
+        raise CheckpointError(
+            f"{index.parent}: the weight file {missing[0]} is missing: expected {len(names)} files, as {index.name} says; "
+            "copy or download it"
+        )
+    return tuple(index.with_name(name) for name in names)
 
 
 def _integers(value: Any, name: str = "") -> Iterator[tuple[str, int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,27 +21,21 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
-    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from spaceport.exporter.checkpoint_files import (
-    INDEX_FILE,
-    ModelFiles,
-    files_of,
-    indexed_files,
-    load_with_own_attention,
-    refuse_sizes,
-    require_checkpoint,
+from spaceport.exporter.checkpoint_files import ModelFiles
+from spaceport.exporter.converted_checkpoint import (
+    converted_config,
+    load_converted,
+    open_converted,
+    published_tokenizer,
 )
-from spaceport.exporter.converted_checkpoint import converted_config, load_converted, open_converted
-from spaceport.exporter.converted_tokenizer import published_tokenizer
-from spaceport.exporter.gguf_checkpoint import gguf_config, load_gguf_weights
-from spaceport.exporter.gguf_file import read_gguf
-from spaceport.exporter.gguf_tokenizer import end_tokens, gguf_tokenizer
-from spaceport.exporter.sar_config import CheckpointError
+from spaceport.exporter.gguf_checkpoint import end_tokens, gguf_config, gguf_tokenizer, load_gguf_weights
+from spaceport.exporter.gguf_file import GgufFile
+from spaceport.exporter.sar_config import CheckpointError, read_json
 from spaceport.graphs.contract.signature import Precision
 from spaceport.graphs.decoder import decoder_layers, freeze_rotary
 from spaceport.graphs.streamed_weights import (
@@ -54,10 +48,11 @@ from spaceport.graphs.streamed_weights import (
     stream,
 )
 
-_SINGLE = "model.safetensors"
 _GENERATION_FILE = "generation_config.json"
 _MOST = 200  # characters of an entry
 _CARD_BYTES = 2**16  # of a model card, whose first lines hold the licence
+
+Loaded = tuple[Any, dict[str, Any]]  # a model, and the loading report of transformers
 
 
 @dataclass(frozen=True)
@@ -70,9 +65,9 @@ class CheckpointSource:
     provenance: dict[str, str]
     # Returns a new tokenizer in each call.
     load_tokenizer: Callable[[], Any]
-    # From the type of the weights, and a folder if weights may be read when they are needed; with the loading report of
-    # transformers.
-    load_weights: Callable[[torch.dtype, Path | None], tuple[Any, dict[str, Any]]]
+    # From the type of the weights, and a folder if weights may be read when they are needed.
+    load_weights: Callable[[torch.dtype, Path | None], Loaded]
+    streams: bool = False  # whether it can read weights when they are needed
 
 
 def quiet_libraries() -> None:
@@ -147,84 +142,97 @@ def _with_published_ends(named: Any, published: tuple[int, ...]) -> list[Any]:
     return list(dict.fromkeys([*own, *published]))
 
 
-def model_config(model: Path | ModelFiles, remote_code: bool = False) -> PreTrainedConfig:
-    """The configuration of a GGUF file's or a checkpoint folder's model; the folder may lack weights and tokenizer."""
-    files = files_of(model)
-    path = files.path
-    if files.is_gguf:
-        if not path.is_file():
-            raise CheckpointError(f"{path}: no such file: expected a GGUF file or a checkpoint folder")
-        return gguf_config(files.once(read_gguf))
-    if not path.is_dir():
-        raise CheckpointError(f"{path}: no such folder: expected a folder with config.json, or a GGUF file")
-    if not (path / "config.json").is_file():
-        raise CheckpointError(f"{path}: no config.json in it: copy that of the checkpoint into the folder")
-    refuse_sizes(path / "config.json", files.config)
+def model_config(files: ModelFiles, remote_code: bool = False) -> PreTrainedConfig:
+    """The configuration of a GGUF file's or a checkpoint folder's model."""
+    if files.gguf is not None:
+        return gguf_config(files.gguf)
     return converted_config(files) if files.is_converted and not remote_code else _config(files, remote_code)
 
 
-def read_source(model: Path | ModelFiles, remote_code: bool) -> CheckpointSource:
+def read_source(files: ModelFiles, remote_code: bool) -> CheckpointSource:
     """The configuration, tokenizer and generation config of a GGUF file or of a checkpoint folder."""
-    files = files_of(model)
-    folder = files.path
-    if files.is_gguf:
-        return _gguf_source(files)
-    require_checkpoint(files)
+    if files.gguf is not None:
+        return _gguf_source(files, files.gguf)
+    file = files.path / _GENERATION_FILE
+    generation = read_json(file) if file.exists() else {}
     if files.is_converted and not remote_code:
-        return _converted_source(files)
+        return _converted_source(files, generation)
     config = _config(files, remote_code)
 
-    def load_weights(dtype: torch.dtype, scratch: Path | None) -> tuple[Any, dict[str, Any]]:
-        streamed = None if scratch is None or remote_code else load_streamed(files, config, dtype, scratch)
-        return streamed or load_with_own_attention(
-            AutoModelForCausalLM.from_pretrained,
-            folder,
+    def load(attn_implementation: str, dtype: torch.dtype) -> Loaded:
+        kind: Any = AutoModelForCausalLM
+        loaded: Loaded = kind.from_pretrained(
+            files.path,
             config=config,
             dtype=dtype,
+            attn_implementation=attn_implementation,
             use_safetensors=True,
             local_files_only=True,
             trust_remote_code=remote_code,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # reported by name
         )
+        return loaded
 
-    load_tokenizer = partial(_tokenizer, folder, remote_code)
-    generation = files.json_or_none(_GENERATION_FILE)
-    return CheckpointSource(files, config, generation, provenance_of(folder), load_tokenizer, load_weights)
+    def load_weights(dtype: torch.dtype, scratch: Path | None) -> Loaded:
+        streamed = None if scratch is None or remote_code else load_streamed(files.weights, config, dtype, scratch)
+        return streamed or load_with_own_attention(partial(load, dtype=dtype))
+
+    return CheckpointSource(
+        files,
+        config,
+        generation,
+        provenance_of(files.path),
+        partial(_tokenizer, files.path, remote_code),
+        load_weights,
+        streams=not remote_code,
+    )
 
 
-def _gguf_source(files: ModelFiles) -> CheckpointSource:
-    gguf = files.once(read_gguf)
+def _gguf_source(files: ModelFiles, gguf: GgufFile) -> CheckpointSource:
     config = gguf_config(gguf)
     return CheckpointSource(
         files,
         config,
         {"eos_token_id": end_tokens(gguf)},
         provenance_of(files.path, gguf.metadata),
-        lambda: gguf_tokenizer(gguf),
-        lambda dtype, scratch: load_gguf_weights(gguf, config, dtype),
+        partial(gguf_tokenizer, gguf),
+        lambda dtype, scratch: load_with_own_attention(partial(load_gguf_weights, gguf, config, dtype)),
     )
 
 
-def _converted_source(files: ModelFiles) -> CheckpointSource:
+def _converted_source(files: ModelFiles, generation: dict[str, Any]) -> CheckpointSource:
     """That of a published checkpoint that is loaded as one of another family."""
-    folder, generation, converted = files.path, files.json_or_none(_GENERATION_FILE), open_converted(files)
-    published = published_tokenizer(files, converted.published_type, generation)
+    converted = open_converted(files)
+    published = published_tokenizer(files.path, converted.published_type, generation)
     ends = _with_published_ends(generation.get("eos_token_id"), published.end)
     return CheckpointSource(
         files,
         converted.config,
         {**generation, "eos_token_id": ends},
-        provenance_of(folder),
+        provenance_of(files.path),
         lambda: copy.deepcopy(published.tokenizer),
-        lambda dtype, scratch: load_converted(converted, dtype),
+        lambda dtype, scratch: load_with_own_attention(partial(load_converted, converted, dtype)),
     )
+
+
+def load_with_own_attention(load: Callable[[str], Loaded]) -> Loaded:
+    """A model and its loading report, with an attention implementation of transformers itself.
+
+    The implementation is always passed, because a configuration can name one that is fetched or not installed.
+    """
+    try:
+        return load("sdpa")
+    except ValueError as error:
+        if "scaled_dot_product_attention" not in str(error):
+            raise
+        return load("eager")
 
 
 def model_without_values(config: PreTrainedConfig, dtype: Precision) -> PreTrainedModel:
     """The model of a configuration on the meta device, with frozen rotary frequencies."""
 
-    def build(attn_implementation: str) -> tuple[PreTrainedModel, dict[str, Any]]:
+    def build(attn_implementation: str) -> Loaded:
         model = AutoModelForCausalLM.from_config(
             config, attn_implementation=attn_implementation, dtype=getattr(torch, dtype)
         )
@@ -252,48 +260,42 @@ class _Stored:
 
 
 def load_streamed(
-    model_files: ModelFiles, config: PreTrainedConfig, dtype: torch.dtype, scratch: Path
-) -> tuple[Any, dict[str, Any]] | None:
+    weights: Sequence[Path], config: PreTrainedConfig, dtype: torch.dtype, scratch: Path
+) -> Loaded | None:
     """The model with matrices that are read when they are needed, and the loading report of transformers.
 
     None if transformers computes matrices of the model from several tensors of the files."""
-    files = _weight_files(model_files)
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    if not files or not (isinstance(kind, type) and issubclass(kind, PreTrainedModel)):
+    if not (isinstance(kind, type) and issubclass(kind, PreTrainedModel)):
         return None
     return_large_arrays()
-    state, stored = _state(files, dtype)
-    model, report = load_with_own_attention(
-        kind.from_pretrained,
-        None,
-        config=config,
-        state_dict=state,
-        dtype=dtype,
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,  # reported by name
-    )
+    state, stored = _state(weights, dtype)
+    from_pretrained: Any = kind.from_pretrained
+
+    def load(attn_implementation: str) -> Loaded:
+        loaded: Loaded = from_pretrained(
+            None,
+            config=config,
+            state_dict=state,
+            dtype=dtype,
+            attn_implementation=attn_implementation,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported by name
+        )
+        return loaded
+
+    model, report = load_with_own_attention(load)
     sources = {state[name].data_ptr(): source for name, source in stored.items()}
     parameters = [parameter for parameter in model.parameters() if parameter.dim() > 1]
     if any(parameter.dtype != dtype or parameter.data_ptr() not in sources for parameter in parameters):
         return None
     for parameter in parameters:
         stream(parameter, Streamed(sources[parameter.data_ptr()].parts, scratch))
-    model.generation_config = _generation_config(model_files.path)
-    layers = int(config.get_text_config().num_hidden_layers)
-    read_when_called(model, decoder_layers(model, layers))
+    read_when_called(model, decoder_layers(model, int(config.get_text_config().num_hidden_layers)))
     return model, report
 
 
-def _weight_files(files: ModelFiles) -> list[Path]:
-    """The weight files that transformers would read."""
-    folder = files.path
-    if (folder / _SINGLE).is_file():
-        return [folder / _SINGLE]
-    names = indexed_files(files, INDEX_FILE) if (folder / INDEX_FILE).is_file() else ()
-    return [folder / name for name in names]
-
-
-def _state(files: list[Path], dtype: torch.dtype) -> tuple[dict[str, Tensor], Mapping[str, _Stored]]:
+def _state(files: Sequence[Path], dtype: torch.dtype) -> tuple[dict[str, Tensor], Mapping[str, _Stored]]:
     """The tensors of the files by name, with placeholders of matrices, and where those are."""
     state: dict[str, Tensor] = {}
     stored: dict[str, _Stored] = {}
@@ -307,13 +309,6 @@ def _state(files: list[Path], dtype: torch.dtype) -> tuple[dict[str, Tensor], Ma
                 else:
                     state[name] = opened.get_tensor(name).clone()
     return state, stored
-
-
-def _generation_config(folder: Path) -> GenerationConfig:
-    """The generation config that transformers reads with the weights."""
-    if (folder / _GENERATION_FILE).is_file():
-        return GenerationConfig.from_pretrained(folder)
-    return GenerationConfig.from_pretrained(folder, config_file_name="config.json", _from_model_config=True)
 
 
 def provenance_of(folder: Path, metadata: Mapping[str, Any] | None = None) -> dict[str, str]:

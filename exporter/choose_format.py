@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from math import prod
-from pathlib import Path
 from typing import Literal, NamedTuple
 
 from transformers import PreTrainedModel
 
-from spaceport.exporter.checkpoint_files import ModelFiles, files_of
+from spaceport.exporter.checkpoint_files import ModelFiles
 from spaceport.exporter.checkpoint_source import model_config, model_without_values
-from spaceport.exporter.gguf_file import GgufFile, read_gguf
+from spaceport.exporter.gguf_file import GgufFile
 from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.graphs.contract.formats import FORMATS, Format
 from spaceport.graphs.find_parts import require_known_parts
@@ -36,11 +35,8 @@ class ChosenFormat(NamedTuple):
     measurable: bool = False  # whether int4 is measured quickly, which decides better than the size of the model
 
 
-def choose_format(
-    model: Path | ModelFiles, wanted: str | None, machine: Machine, remote_code: bool = False
-) -> ChosenFormat:
+def choose_format(files: ModelFiles, wanted: str | None, machine: Machine, remote_code: bool = False) -> ChosenFormat:
     """The format of a checkpoint's bundle; the checkpoint's weights are not read."""
-    files = files_of(model)
     if wanted is not None:
         named = _named(wanted, files)
         return ChosenFormat(named, f"format {named.name}: {named.purpose}")
@@ -49,7 +45,7 @@ def choose_format(
     bare = model_without_values(model_config(files, remote_code), "float32")
     if (why := why_not_native(bare)) is not None:
         return _with_reason("float32", f"{why}; --format float16 is for GPUs")
-    if files.is_gguf and _exact_share(files.once(read_gguf)) >= _LEAST_EXACT:
+    if files.gguf is not None and _exact_share(files.gguf) >= _LEAST_EXACT:
         return _with_reason(
             "stored", "the weights of the GGUF file as they are; --format int4 or int8 rounds them again"
         )
@@ -85,9 +81,9 @@ def _named(name: str, files: ModelFiles) -> Format:
     if name != "stored":
         return FORMATS[name]
     other = "expected another format (--format int8)"
-    if not files.is_gguf:
+    if files.gguf is None:
         raise OptionFault(f"format is stored, which keeps the weights of a GGUF file: {files.path} is none; {other}")
-    if not _exact_share(files.once(read_gguf)):
+    if not _exact_share(files.gguf):
         raise OptionFault(
             f"format is stored: {files.path} has no matrix in a type that native operators have ({', '.join(GGUF_BLOCKS)}); "
             f"{other}"

@@ -1,4 +1,4 @@
-"""A published folder of a family that transformers does not ship, opened as one that it ships.
+"""A published folder of a family that transformers does not ship, opened as one that it ships: model and tokenizer.
 
 Nothing is written: names and shapes are checked when the folder is opened, and the weights are read into the model.
 """
@@ -7,24 +7,29 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
+from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from spaceport.exporter.checkpoint_files import (
-    INDEX_FILE,
-    ModelFiles,
-    converted_weights,
-    indexed_files,
-    load_with_own_attention,
-)
+from spaceport.exporter.checkpoint_files import TIKTOKEN_FILE, ModelFiles
 from spaceport.exporter.converted_families import FAMILIES, Family, Fields
 from spaceport.exporter.mechanisms import read_pickled_tensors, read_tensors
-from spaceport.exporter.sar_config import CheckpointError
+from spaceport.exporter.sar_config import CheckpointError, read_json
+from spaceport.exporter.tokenizer_models import (
+    QWEN_PATTERN,
+    begin_texts,
+    read_pieces,
+    read_ranks,
+    sentencepiece_tokenizer,
+    tiktoken_tokenizer,
+    transformers_tokenizer,
+)
 
 Shape = tuple[int, ...]
 
@@ -32,8 +37,39 @@ Shape = tuple[int, ...]
 _COMPUTED = re.compile(
     r"(.+\.)?(rotary_emb|rotary_pos_emb)\.inv_freq|transformer\.h\.\d+\.attn\.(masked_bias|logn_tensor)"
 )
-_INDEX = {".safetensors": INDEX_FILE, ".bin": "pytorch_model.bin.index.json"}
 _ADVICE = "copy or download it again"
+
+_SENTENCEPIECE_FILE = "tokenizer.model"
+_TOKENIZER_CONFIG = "tokenizer_config.json"
+_FAST_FILE = "tokenizer.json"  # not published; used if somebody added it
+_LINE_BYTES = 256  # at most, of the first line of a file of ranks
+
+# Each message begins with the token of its role and a line for metadata, which is empty here. The original code removes
+# whitespace around answers before they become history.
+_CHATGLM3_TEMPLATE = (
+    "[gMASK]<sop>"
+    "{%- for message in messages %}"
+    "{{- '<|' + message['role'] + '|>\\n ' }}"
+    "{{- message['content'] | trim if message['role'] == 'assistant' else message['content'] }}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|assistant|>' }}{% endif %}"
+)
+# ChatML with the default system message of Qwen-Chat.
+_CHATML_TEMPLATE = (
+    "{%- if not messages or messages[0]['role'] != 'system' %}"
+    "{{- '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' }}"
+    "{%- endif %}"
+    "{%- for message in messages %}"
+    "{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}"
+)
+_EXAMPLE_CHAT = (
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Hello"},
+    {"role": "assistant", "content": "Hi"},
+    {"role": "user", "content": "Bye"},
+)
 
 
 @dataclass(frozen=True)
@@ -113,33 +149,18 @@ def _some(names: list[str]) -> str:
     return f"{names[0]}{more} {'are' if more else 'is'}"
 
 
-def read_state(files: ModelFiles) -> dict[str, Tensor]:
-    """The tensors of a published checkpoint folder by name: of its safetensors files, otherwise of its pickles.
+def read_state(weights: Iterable[Path]) -> dict[str, Tensor]:
+    """The tensors of weight files by name.
 
     Large files are mapped into memory: their tensors are read when they are used."""
     state: dict[str, Tensor] = {}
-    for file in _complete(files, converted_weights(files)):
+    for file in weights:
         read = read_tensors if file.suffix == ".safetensors" else read_pickled_tensors
         tensors = read(file, _ADVICE)
         if twice := sorted(state.keys() & tensors.keys()):
             raise CheckpointError(f"{file}: tensor {twice[0]} is in two files: expected it in one; {_ADVICE}")
         state |= tensors
     return state
-
-
-def _complete(files: ModelFiles, weights: tuple[Path, ...]) -> tuple[Path, ...]:
-    """The weight files that the folder's index names, or all without an index; raise if one is missing."""
-    index = _INDEX[weights[0].suffix]
-    if not (files.path / index).exists():
-        return weights
-    names = set(indexed_files(files, index))
-    missing = sorted(names - {file.name for file in weights})
-    if missing:
-        raise CheckpointError(
-            f"{files.path}: the weight file {missing[0]} is missing: expected {len(names)} files, as {index} says; copy or "
-            "download it"
-        )
-    return tuple(file for file in weights if file.name in names)
 
 
 def converted_config(files: ModelFiles) -> PreTrainedConfig:
@@ -162,21 +183,25 @@ def open_converted(files: ModelFiles) -> ConvertedCheckpoint:
 def _checked_state(checkpoint: ConvertedCheckpoint) -> tuple[tuple[PublishedTensor, ...], dict[str, Tensor]]:
     """The tensors that a checkpoint must have, and those in its files; raise if these are others."""
     expected = published_tensors(FAMILIES[checkpoint.published_type], checkpoint.config)
-    state = read_state(checkpoint.files)
+    state = read_state(checkpoint.files.weights)
     check_tensors(checkpoint.files.path, expected, {name: tuple(tensor.shape) for name, tensor in state.items()})
     return expected, state
 
 
-def load_converted(checkpoint: ConvertedCheckpoint, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
+def load_converted(
+    checkpoint: ConvertedCheckpoint, dtype: torch.dtype, attn_implementation: str
+) -> tuple[Any, dict[str, Any]]:
     """The model with the published weights, and the loading report of transformers."""
-    return load_with_own_attention(
-        FAMILIES[checkpoint.published_type].model.from_pretrained,
+    load: Any = FAMILIES[checkpoint.published_type].model.from_pretrained
+    loaded: tuple[Any, dict[str, Any]] = load(
         None,
         config=checkpoint.config,
         state_dict=dict(_weights(checkpoint, dtype)),
         dtype=dtype,
+        attn_implementation=attn_implementation,
         output_loading_info=True,
     )
+    return loaded
 
 
 def _weights(checkpoint: ConvertedCheckpoint, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
@@ -198,3 +223,203 @@ def _weights(checkpoint: ConvertedCheckpoint, dtype: torch.dtype) -> Iterator[tu
             )
         for weight, rows in tensor.slices():
             yield weight, values[rows].to(dtype, copy=True)
+
+
+@dataclass(frozen=True)
+class TokenizerFormat:
+    """What the published code of a family adds to its vocabulary."""
+
+    special: Mapping[str, str]  # special tokens by their role in transformers
+    ends: tuple[str, ...]  # tokens that end an answer
+    optional_ends: tuple[str, ...] = ()  # those that not every vocabulary of the family has
+    begin: tuple[str, ...] = ()  # tokens before each text
+    pattern: str | None = None  # by which the ranks of tiktoken split text; None: a SentencePiece model
+    added: tuple[str, ...] = ()  # tokens behind the last one of the vocabulary, in this order
+    unused: tuple[str, ...] = ()  # added tokens that no text becomes, because no prompt needs them
+    template: str | None = None
+    renamed: Mapping[str, str] = field(default_factory=dict)  # texts in a folder's template, by the published text
+
+
+# sop and eop are in angle brackets, as GLM-4 has them: words such as "philosophy" contain the published names.
+_CHATGLM = TokenizerFormat(
+    special={"eos": "</s>", "unk": "<unk>", "pad": "<unk>"},
+    ends=("</s>", "<|user|>", "<|observation|>"),
+    begin=("[gMASK]", "<sop>"),
+    added=(
+        *("[MASK]", "[gMASK]", "[sMASK]", "<sop>", "<eop>"),
+        *("<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"),
+    ),
+    unused=("[MASK]", "[sMASK]", "<eop>"),
+    template=_CHATGLM3_TEMPLATE,
+    renamed={"[gMASK]sop": "[gMASK]<sop>"},
+)
+# The chat models end an answer with <eoa>, a piece of every published InternLM v1 vocabulary.
+_INTERNLM = TokenizerFormat(
+    special={"bos": "<s>", "eos": "</s>", "unk": "<unk>", "pad": "</s>"},
+    ends=("</s>",),
+    optional_ends=("<eoa>",),
+    begin=("<s>",),
+)
+_QWEN = TokenizerFormat(
+    special={"eos": "<|endoftext|>", "pad": "<|endoftext|>"},
+    ends=("<|endoftext|>",),
+    pattern=QWEN_PATTERN,
+    added=("<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{index}|>" for index in range(205))),
+)
+_QWEN_CHAT = replace(_QWEN, template=_CHATML_TEMPLATE, ends=("<|endoftext|>", "<|im_end|>", "<|im_start|>"))
+
+
+@dataclass(frozen=True)
+class PublishedTokenizer:
+    """The tokenizer of a published checkpoint."""
+
+    tokenizer: Any  # of transformers
+    end: tuple[int, ...]  # ids of the tokens that end an answer
+
+
+def published_tokenizer(folder: Path, published_type: str, generation: Mapping[str, Any]) -> PublishedTokenizer:
+    """The tokenizer of a published checkpoint folder of this model_type; raise if it cannot be converted exactly."""
+    file = folder / _TOKENIZER_CONFIG
+    settings = read_json(file) if file.exists() else {}
+    published = _format_of(folder, published_type, settings, generation)
+    backend = _own_backend(folder)
+    if backend is None:
+        backend = _converted_backend(folder, published)
+    _ids(folder, backend, *published.special.values())
+    tokenizer = transformers_tokenizer(backend, published.special)
+    tokenizer.chat_template = _template(folder, tokenizer, published, settings)
+    optional = (text for text in published.optional_ends if backend.token_to_id(text) is not None)
+    return PublishedTokenizer(tokenizer, _ids(folder, backend, *published.ends, *optional))
+
+
+def _format_of(
+    folder: Path, published_type: str, settings: Mapping[str, Any], generation: Mapping[str, Any]
+) -> TokenizerFormat:
+    """The format that the settings of a folder name; raise if they name another one than those that convert."""
+    if published_type == "chatglm":
+        _check_chatglm3(folder)
+        return _CHATGLM
+    if published_type == "internlm":
+        if settings.get("add_eos_token", False):
+            raise CheckpointError(
+                f"{folder / _TOKENIZER_CONFIG}: add_eos_token is true: expected false, prompts would end before the answer"
+            )
+        return _INTERNLM if settings.get("add_bos_token", True) else replace(_INTERNLM, begin=())
+    chats = generation.get("chat_format", "raw")
+    if chats not in ("raw", "chatml"):
+        raise CheckpointError(
+            f"{folder / 'generation_config.json'}: chat_format is {chats!r:.60}: expected raw (base model) or chatml (chat "
+            "model); correct it"
+        )
+    return _QWEN_CHAT if chats == "chatml" else _QWEN
+
+
+def _check_chatglm3(folder: Path) -> None:
+    """Raise for ChatGLM2 and GLM-4, which have the same model_type.
+
+    ChatGLM2 has another chat format and, for 32k positions, another embedding. GLM-4 with its own code has ranks of
+    tiktoken in the file of this name.
+    """
+    files = [file for name in (_TOKENIZER_CONFIG, "tokenization_chatglm.py") if (file := folder / name).is_file()]
+    texts = [file.read_text("utf-8", "replace") for file in files]
+    if not any(token in text for text in texts for token in ("<|user|>", "<|observation|>")):
+        raise CheckpointError(
+            f"{folder}: neither tokenization_chatglm.py nor {_TOKENIZER_CONFIG} names the token <|user|>: expected ChatGLM3, this "
+            "may be ChatGLM2; copy these files of chatglm3-6b too (they are read as text and never run)"
+        )
+    file = folder / _SENTENCEPIECE_FILE
+    if file.is_file():
+        with file.open("rb") as stream:
+            ranks = re.match(rb"[A-Za-z0-9+/=]+ \d+\r?\n", stream.read(_LINE_BYTES))
+        if ranks:
+            raise CheckpointError(
+                f"{file}: has ranks of tiktoken, as in GLM-4: expected the SentencePiece model of ChatGLM3; use the GLM-4 release "
+                "for transformers, such as glm-4-9b-chat-hf"
+            )
+
+
+def _own_backend(folder: Path) -> Tokenizer | None:
+    """The tokenizer in a folder's tokenizer.json, if it has one."""
+    file = folder / _FAST_FILE
+    if not file.is_file():
+        return None
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as error:
+        if type(error) is not Exception:  # tokenizers raises Exception itself for a file that it cannot read
+            raise
+        raise CheckpointError(f"{file}: cannot be read: {error}: expected a tokenizer; copy it again") from error
+
+
+def _converted_backend(folder: Path, published: TokenizerFormat) -> Tokenizer:
+    """The tokenizer of the vocabulary that was published."""
+    if published.pattern is not None:
+        ranks = read_ranks(_vocabulary_file(folder, TIKTOKEN_FILE, "the vocabulary of Qwen v1"))
+        special = {text: len(ranks) + index for index, text in enumerate(published.added)}
+        return tiktoken_tokenizer(ranks, published.pattern, special)
+    pieces = read_pieces(_vocabulary_file(folder, _SENTENCEPIECE_FILE, "the published SentencePiece model"))
+    special = pieces.named(published.special.values())
+    special |= {text: len(pieces) + index for index, text in enumerate(published.added)}
+    backend = sentencepiece_tokenizer(pieces, special, published.unused)
+    if published.begin:
+        begin_texts(backend, published.begin)
+    return backend
+
+
+def _vocabulary_file(folder: Path, name: str, expected: str) -> Path:
+    file = folder / name
+    if not file.is_file():
+        raise CheckpointError(f"{folder}: no {name} in it: expected {expected}; copy it there")
+    return file
+
+
+def _ids(folder: Path, backend: Tokenizer, *texts: str) -> tuple[int, ...]:
+    """The ids of tokens that a tokenizer must have."""
+    ids = []
+    for text in texts:
+        token = backend.token_to_id(text)
+        if token is None:
+            raise CheckpointError(
+                f"{folder / _FAST_FILE}: has no token {text!r}: expected the tokens of the published model; remove the file to "
+                "convert the published vocabulary"
+            )
+        ids.append(token)
+    return tuple(ids)
+
+
+def _template(folder: Path, tokenizer: Any, published: TokenizerFormat, settings: Mapping[str, Any]) -> str | None:
+    """The chat template of a folder: its own, otherwise that of the published format."""
+    own = _own_template(folder, settings)
+    if own is None:
+        return published.template
+    for text, replacement in published.renamed.items():
+        own = own.replace(text, replacement)
+    if published.template is not None and _rendered(folder, tokenizer, own) == _rendered(
+        folder, tokenizer, published.template
+    ):
+        return published.template  # the same format, which also removes whitespace around answers
+    return own
+
+
+def _own_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text("utf-8")
+    template = settings.get("chat_template")
+    if template is not None and not isinstance(template, str):
+        raise CheckpointError(
+            f"{folder / _TOKENIZER_CONFIG}: chat_template is {template!r:.60}: expected text; save one as {file.name}"
+        )
+    return template
+
+
+def _rendered(folder: Path, tokenizer: Any, template: str) -> str:
+    try:
+        text: str = tokenizer.apply_chat_template(
+            list(_EXAMPLE_CHAT), chat_template=template, tokenize=False, add_generation_prompt=True
+        )
+    except TemplateError as error:
+        raise CheckpointError(
+            f"{folder}: its chat template cannot be rendered ({error}): expected a template for system, user and assistant"
+        ) from error
+    return text

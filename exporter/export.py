@@ -16,9 +16,8 @@ from spaceport.exporter.atomic_folder import check_target, refuse_while_written,
 from spaceport.exporter.bundle_manifest import write_manifest
 from spaceport.exporter.checkpoint import Checkpoint, load_model, open_checkpoint
 from spaceport.exporter.checkpoint import TokenFlags as TokenFlags
-from spaceport.exporter.checkpoint_files import ModelFiles, files_of
+from spaceport.exporter.checkpoint_files import ModelFiles
 from spaceport.exporter.checkpoint_source import model_without_values
-from spaceport.exporter.gguf_file import read_gguf
 from spaceport.exporter.native_graph import NativeGraph
 from spaceport.exporter.native_weights import RoundedWeights, StoredWeights, packed_size
 from spaceport.exporter.native_weights import Weights as NativeWeights
@@ -105,17 +104,16 @@ def estimate_export(checkpoint: Checkpoint, options: ExportOptions) -> ExportEst
     stored = sum(tensor.numel() for one in checkpoint.mechanisms if not one.refines for tensor in one.state().values())
     stored += sum(size for name, size in sizes.items() if name in quantized)
     floats = sum(size for name, size in sizes.items() if name not in quantized)
-    files = checkpoint.source.files
-    streamed = not (files.is_gguf or files.is_converted or checkpoint.remote_code)
+    gguf = checkpoint.source.files.gguf
     layers = checkpoint.config.get_text_config().num_hidden_layers
     traced = 0 if options.format.native else layers
     seconds = _SECONDS + _LAYER * traced + _COPIED * (stored + floats) / 1e9
     size = packed.get(weights, plain) * stored + plain * floats
     if options.format.native and weights == "int4":
         size += (_TABLE_BYTES - packed["int4"]) * sum(sizes[table] for table in tables)
-    if weights == "stored":
-        size = packed_size(files.once(read_gguf)) + plain * floats
-    temporary = stored if quantized and streamed and not options.format.native else 0
+    if weights == "stored" and gguf is not None:
+        size = packed_size(gguf) + plain * floats
+    temporary = stored if quantized and checkpoint.source.streams and not options.format.native else 0
     return ExportEstimate(int(size), temporary, seconds)
 
 
@@ -200,16 +198,16 @@ def manifest_for(checkpoint: Checkpoint, options: ExportOptions, written: Writte
     )
 
 
-def _read_checkpoint(files: ModelFiles, options: ExportOptions) -> Checkpoint:
+def _read_checkpoint(model: Path | ModelFiles, options: ExportOptions) -> Checkpoint:
     """Read the JSON files, the tokenizer and the mechanisms of a checkpoint, but no weights."""
-    checkpoint = open_checkpoint(files, options.tokens, options.remote_code, options.adapter)
+    checkpoint = open_checkpoint(model, options.tokens, options.remote_code, options.adapter)
     if options.phrases is not None:
         checkpoint = checkpoint.with_mechanism(options.phrases)
     try:
         checked(checkpoint.tokenizer.encode())
     except UnsafeTokenizer as error:
         raise CheckpointError(
-            f"{files.path}: its tokenizer could make little text into very much: {error}: expected that of a published model"
+            f"{checkpoint.folder}: its tokenizer could make little text into very much: {error}: expected that of a published model"
         ) from error
     return checkpoint
 
@@ -266,8 +264,9 @@ class _Stages:
         lines = 1 if heads is None else 1 + heads.count
         signature = Signature(*sizes, form.dtype, "scatter", traits.window, lines, form.kv_cache)
         weights: NativeWeights = RoundedWeights(form.weights)
-        if form.weights == "stored":
-            weights = StoredWeights(self.checkpoint.source.files.once(read_gguf), parts.heads, parts.kv_heads)
+        gguf = self.checkpoint.source.files.gguf
+        if form.weights == "stored" and gguf is not None:
+            weights = StoredWeights(gguf, parts.heads, parts.kv_heads)
         self.on_stage(f"writing the graph and its weights as {form.name}")
         replaced = None if rows is None else (rows.tokens, rows.rows)
         graph = NativeGraph(self.folder, parts, signature, weights, replaced, heads)
@@ -307,7 +306,7 @@ def export(
     check_target(target, overwrite)
     refuse_while_written(target)
     on_stage("reading the checkpoint")
-    checkpoint = _read_checkpoint(files_of(model), options)
+    checkpoint = _read_checkpoint(model, options)
     estimate = estimate_export(checkpoint, options)
     on_stage(str(estimate))
     require_space(target.absolute().parent, estimate.bundle + estimate.temporary)

@@ -1,10 +1,14 @@
-"""Configuration and weights of a GGUF file: sizes compared with the shapes of its tensors, dequantized by transformers."""
+"""Configuration, tokenizer and weights of a GGUF file, each compared with its metadata.
+
+transformers dequantizes the weights. It can load the tokenizer too, but ignores some pre-tokenizers and may add tokens.
+"""
 
 from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -19,11 +23,20 @@ from transformers import (
     PreTrainedModel,
     modeling_gguf_pytorch_utils,
 )
+from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
-from spaceport.exporter.checkpoint_files import load_with_own_attention
 from spaceport.exporter.gguf_file import ARRAY, NUMBERS, STRING, GgufFile
 from spaceport.exporter.sar_config import CheckpointError
+from spaceport.exporter.tokenizer_models import (
+    LLAMA3_PATTERN,
+    QWEN_PATTERN,
+    add_tokens,
+    begin_texts,
+    byte_level_splitter,
+    byte_level_tokenizer,
+    transformers_tokenizer,
+)
 from spaceport.graphs.contract.json_fields import short
 
 # Shapes of tensors by sizes of the model, the innermost dimension first
@@ -50,8 +63,23 @@ _LAYER_OPTIONAL = {  # of some architectures
     **{f"{name}.weight": ("head_dim",) for name in ("attn_q_norm", "attn_k_norm")},
 }
 
+_HEAD_DIM_KEYS = ("attention.key_length", "attention.value_length")
 _LONGEST = 256  # items of arrays and bytes of texts that transformers gets; it needs hyperparameters only
 _TEXT_HEAD, _ARRAY_HEAD = struct.Struct("<Q"), struct.Struct("<IQ")
+
+# How text is split, by llama.cpp's names of pre-tokenizers: the pattern, and whether that of GPT-2 follows
+_LLAMA3 = ("llama3", "llama-v3", "llama-bpe")  # a word that is a token is not merged; BOS is added by default
+_SPLITS: dict[str, tuple[str | None, bool]] = {
+    **dict.fromkeys(_LLAMA3, (LLAMA3_PATTERN, False)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), (QWEN_PATTERN, False)),
+    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "roberta-bpe"), (None, True)),
+    # each digit on its own
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), (r"\p{N}", True)),
+}
+_CONTROL, _USER_DEFINED = 3, 4  # token types of llama.cpp
+
+_SPECIAL = {"bos": "bos_token_id", "eos": "eos_token_id", "unk": "unknown_token_id", "pad": "padding_token_id"}
+_END = ("eos_token_id", "eot_token_id", "eom_token_id")  # end of text, of a turn, of a message
 
 
 @dataclass(frozen=True)
@@ -68,6 +96,7 @@ class Hyperparameters:
 
 def hyperparameters_of(file: GgufFile) -> Hyperparameters:
     """The hyperparameters of a file; raise if one is missing or invalid, or if they contradict each other."""
+    _check_names(file)
     hidden, heads = _size(file, "embedding_length"), _size(file, "attention.head_count")
     kv_heads = _size(file, "attention.head_count_kv", heads)
     if heads % kv_heads:
@@ -92,6 +121,20 @@ def hyperparameters_of(file: GgufFile) -> Hyperparameters:
     if _stated(file, "rope.freq_base") is not None:
         _check_positive(file, "rope.freq_base")
     return sizes
+
+
+def _check_names(file: GgufFile) -> None:
+    """Raise for hyperparameters that transformers ignores, such as RoPE scaling."""
+    mapping: Any = GGUF_CONFIG_MAPPING
+    known = {*mapping[file.architecture], *_HEAD_DIM_KEYS}
+    for key, value in file.metadata.items():
+        name = key.removeprefix(f"{file.architecture}.")
+        if name != key and name not in known and (name, value) != ("rope.scaling.type", "none"):
+            file.refuse(
+                f"{key} is {short(value)}, which cannot be loaded from GGUF files",
+                "a model without it",
+                "export the original checkpoint",
+            )
 
 
 def check_shapes(file: GgufFile, hyperparameters: Hyperparameters) -> None:
@@ -171,15 +214,18 @@ def gguf_config(file: GgufFile) -> PreTrainedConfig:
     return cast(PreTrainedConfig, config)
 
 
-def load_gguf_weights(file: GgufFile, config: PreTrainedConfig, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
+def load_gguf_weights(
+    file: GgufFile, config: PreTrainedConfig, dtype: torch.dtype, attn_implementation: str
+) -> tuple[Any, dict[str, Any]]:
     """The model with dequantized weights and the loading report of transformers; no quantizer is left in it."""
     with _lean_loader():
-        model, report = load_with_own_attention(
-            AutoModelForCausalLM.from_pretrained,
+        load: Any = AutoModelForCausalLM.from_pretrained
+        model, report = load(
             file.path.parent,
             gguf_file=file.path.name,
             config=config,
             dtype=dtype,
+            attn_implementation=attn_implementation,
             local_files_only=True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # reported by name
@@ -252,3 +298,115 @@ def _lean_loader() -> Iterator[None]:
         yield
     finally:
         loader.tqdm, package.GGUFReader, package.get_tensor_name_map = before
+
+
+def gguf_tokenizer(file: GgufFile) -> Any:
+    """The transformers tokenizer of a GGUF file; raise if it differs from the file's metadata."""
+    _check_kind(file)
+    _check_types(file)
+    tokens, pre = file.get("tokens"), file.get("pre")
+    vocabulary = {text: token for token, text in enumerate(tokens)}
+    splitter = byte_level_splitter(*_SPLITS[pre])
+    backend = byte_level_tokenizer(vocabulary, _merges(file, vocabulary), splitter, whole_parts=pre in _LLAMA3)
+    kinds = file.get("token_type")
+    add_tokens(backend, [text for text, kind in zip(tokens, kinds, strict=True) if kind == _CONTROL])
+    user_defined = [text for text, kind in zip(tokens, kinds, strict=True) if kind == _USER_DEFINED]
+    add_tokens(backend, user_defined, special=False)
+    special = {role: tokens[file.get(key)] for role, key in _SPECIAL.items() if file.get(key) is not None}
+    if _adds_bos(file):
+        begin_texts(backend, (special["bos"],))
+    tokenizer = transformers_tokenizer(backend, special, file.metadata.get("tokenizer.chat_template"))
+    _verify(file, tokenizer)
+    return tokenizer
+
+
+def end_tokens(file: GgufFile) -> list[int]:
+    """Ids of all end-of-text tokens in the file's metadata."""
+    tokens = {key: file.get(key) for key in _END if file.get(key) is not None}
+    for key, token in tokens.items():
+        if type(token) is not int:
+            file.refuse(f"tokenizer.ggml.{key} is {short(token)}", "the id of a token")
+    return list(dict.fromkeys(tokens.values()))
+
+
+def _check_kind(file: GgufFile) -> None:
+    kind, pre = file.get("model"), file.get("pre")
+    original = "export the original checkpoint"
+    if kind != "gpt2":
+        file.refuse(f"tokenizer {kind!r} is not supported in GGUF files", "'gpt2', a byte-level BPE", original)
+    if not isinstance(pre, str) or pre not in _SPLITS:
+        file.refuse(f"pre-tokenizer {pre!r} is not supported", f"one of {', '.join(_SPLITS)}", original)
+    if file.get("add_eos_token", False):
+        raise CheckpointError(
+            f"{file.path}: tokenizer.ggml.add_eos_token is true: expected false, prompts would end before the answer"
+        )
+
+
+def _check_types(file: GgufFile) -> None:
+    """Raise for values of another type than the tokenizer needs, and for ids that no token has."""
+    tokens, kinds = _list(file, "tokens", str), _list(file, "token_type", int)
+    _list(file, "merges", str)
+    if len(set(tokens)) != len(tokens):
+        ((twice, _),) = Counter(tokens).most_common(1)
+        file.refuse(f"tokenizer.ggml.tokens has {short(twice)} twice", "different texts")
+    if len(kinds) != len(tokens):
+        file.refuse(f"tokenizer.ggml.token_type has {len(kinds)} entries", f"one for each of {len(tokens)} tokens")
+    for key in dict.fromkeys((*_SPECIAL.values(), *_END)):
+        token = file.get(key)
+        if token is not None and (type(token) is not int or not 0 <= token < len(tokens)):
+            file.refuse(f"tokenizer.ggml.{key} is {short(token)}", f"the id of one of {len(tokens)} tokens")
+    for key in ("add_bos_token", "add_eos_token"):
+        if type(file.get(key, False)) is not bool:
+            file.refuse(f"tokenizer.ggml.{key} is {short(file.get(key))}", "true or false")
+    if _adds_bos(file) and file.get("bos_token_id") is None:
+        file.refuse("tokenizer.ggml.bos_token_id is missing", "the id of the token that begins a prompt")
+    template = file.metadata.get("tokenizer.chat_template")
+    if template is not None and not isinstance(template, str):
+        file.refuse(f"tokenizer.chat_template is {short(template)}", "text")
+
+
+def _list(file: GgufFile, key: str, kind: type) -> list[Any]:
+    """A list in the metadata whose items have this type."""
+    items = file.get(key)
+    if not isinstance(items, list) or not items or not all(type(item) is kind for item in items):
+        file.refuse(f"tokenizer.ggml.{key} is {short(items)}", f"a list of {'texts' if kind is str else 'numbers'}")
+    return items
+
+
+def _merges(file: GgufFile, vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
+    """The pairs of tokens that are merged, in order."""
+    merges = []
+    for number, merge in enumerate(file.get("merges")):
+        left, _, right = merge.partition(" ")
+        if left not in vocabulary or right not in vocabulary or left + right not in vocabulary:
+            file.refuse(
+                f"tokenizer.ggml.merges has {short(merge)} as entry {number}", "two tokens that make a third one"
+            )
+        merges.append((left, right))
+    return merges
+
+
+def _adds_bos(file: GgufFile) -> bool:
+    return bool(file.get("add_bos_token", file.get("pre") in _LLAMA3))
+
+
+def _verify(file: GgufFile, tokenizer: Any) -> None:
+    """Raise if vocabulary, special tokens, chat template or BOS differ from the metadata."""
+    backend, tokens, template = tokenizer.backend_tokenizer, file.get("tokens"), "tokenizer.chat_template"
+    bos = [file.get("bos_token_id")] if _adds_bos(file) else []
+    bare = backend.encode("a", add_special_tokens=False).ids
+    loaded_and_stated = [
+        *((f"token {token}", backend.id_to_token(token), text) for token, text in enumerate(tokens)),
+        ("number of tokens", backend.get_vocab_size(), len(tokens)),
+        *(
+            (f"tokenizer.ggml.{key}", getattr(tokenizer, f"{role}_token_id"), file.get(key))
+            for role, key in _SPECIAL.items()
+        ),
+        (template, tokenizer.chat_template, file.metadata.get(template)),
+        ("encoding of 'a'", backend.encode("a").ids, bos + bare),
+    ]
+    for what, loaded, stated in loaded_and_stated:
+        if loaded != stated:
+            file.refuse(
+                f"{what} is {loaded!r} after loading", f"{stated!r}, as in the file", "export the original checkpoint"
+            )

@@ -13,9 +13,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
-from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
-from spaceport.exporter.checkpoint_files import require_checkpoint
 from spaceport.exporter.sar_config import CheckpointError
 from spaceport.graphs.contract.faults import MissingDependency
 from spaceport.graphs.contract.installation import install_command
@@ -27,7 +25,6 @@ TENSOR_TYPES = (
     *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"),
 )
 _PACKAGES = ("gguf", "accelerate")  # transformers needs both to load a GGUF file
-_HEAD_DIM_KEYS = ("attention.key_length", "attention.value_length")
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -238,7 +235,6 @@ def _tensor(cursor: _Cursor, types: Mapping[int, TensorType]) -> tuple[str, Gguf
 
 def read_gguf(path: Path) -> GgufFile:
     """Read the metadata of a GGUF file; raise if its model cannot be loaded exactly."""
-    require_checkpoint(path)
     missing = [name for name in _PACKAGES if find_spec(name) is None]
     if missing:
         raise MissingDependency(
@@ -251,7 +247,6 @@ def read_gguf(path: Path) -> GgufFile:
     metadata, tensors = read_layout(path, types)
     file = GgufFile(path, str(metadata.get("general.architecture")), metadata, tensors)
     _check_architecture(file)
-    _check_hyperparameters(file)
     for name, tensor in file.tensors.items():
         if tensor.kind not in TENSOR_TYPES:
             file.refuse(
@@ -275,17 +270,3 @@ def _check_architecture(file: GgufFile) -> None:
             f"one of {', '.join(ARCHITECTURES)}",
             "export the original checkpoint",
         )
-
-
-def _check_hyperparameters(file: GgufFile) -> None:
-    """Raise for hyperparameters that transformers ignores, such as RoPE scaling."""
-    mapping: Any = GGUF_CONFIG_MAPPING
-    known = {*mapping[file.architecture], *_HEAD_DIM_KEYS}
-    for key, value in file.metadata.items():
-        name = key.removeprefix(f"{file.architecture}.")
-        if name != key and name not in known and (name, value) != ("rope.scaling.type", "none"):
-            file.refuse(
-                f"{key} is {short(value)}, which cannot be loaded from GGUF files",
-                "a model without it",
-                "export the original checkpoint",
-            )

@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from spaceport.exporter.checkpoint_files import ModelFiles, files_of
 from spaceport.exporter.sar_config import (
     SAR_FILE,
     CheckpointError,
+    SarConfig,
     read_sar_config,
     tensor_file,
     write_sar_config,
@@ -34,10 +34,9 @@ from spaceport.graphs.phrases import Phrases
 MECHANISMS: dict[str, type[Mechanism]] = {kind.name: kind for kind in (Factors, Phrases, InputRows, MaskAdapter, Heads)}
 
 
-def read_mechanisms(owner: Path | ModelFiles) -> tuple[Mechanism, ...]:
+def read_mechanisms(folder: Path, sar: SarConfig) -> tuple[Mechanism, ...]:
     """The mechanisms of a checkpoint or adapter folder, whose tensors stay in their files until they are used."""
-    files = files_of(owner)
-    folder, entries = files.path, files.sar_config.mechanisms
+    entries = sar.mechanisms
     if unknown := sorted(entries.keys() - MECHANISMS.keys()):
         raise CheckpointError(f"{folder / SAR_FILE}: mechanisms has {unknown[0]!r}: expected {', '.join(MECHANISMS)}")
     existing = {name: kind for name, kind in MECHANISMS.items() if _exists(folder, name, name in entries)}

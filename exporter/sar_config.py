@@ -82,6 +82,10 @@ class SarConfig:
     adapter: str | None = None  # published weights with which the model drafts
     acceptance: tuple[DraftAcceptance, ...] = ()  # measured rates, by temperature
 
+    def tensor_files(self, folder: Path) -> tuple[Path, ...]:
+        """The files in a folder with the tensors of the mechanisms; transformers reads none of them."""
+        return tuple(tensor_file(folder, name) for name in self.mechanisms)
+
     @property
     def special_tokens(self) -> tuple[str, ...]:
         """The mask, fork and child tokens."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from spaceport.exporter.atomic_folder import ADAPTER_FOLDER, CHECKPOINT, FolderKind, check_target
-from spaceport.exporter.checkpoint_files import ModelFiles
+from spaceport.exporter.sar_config import read_sar_config
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import record_of
 from spaceport.training.settings import DEFAULT, TokenNames, TrainingSettings
@@ -113,7 +113,7 @@ def facts_of(job: TuningJob) -> dict[str, Any]:
         "data": _digests(job.data),
         "validation": _digests(job.validation),
         "checkpoint": _digests(path for path in own if path.exists()),
-        "adapter": "none" if job.adapter is None else _digests(ModelFiles(job.adapter).own),
+        "adapter": "none" if job.adapter is None else _digests(read_sar_config(job.adapter).tensor_files(job.adapter)),
         "tokens": job.names.all,
         "bf16": job.bf16,
         **job.settings.as_dict(),

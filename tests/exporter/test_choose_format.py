@@ -11,6 +11,7 @@ import pytest
 from transformers import AutoConfig
 
 from spaceport.exporter import choose_format as chooser
+from spaceport.exporter.checkpoint_files import ModelFiles, require_checkpoint
 from spaceport.exporter.checkpoint_source import model_without_values
 from spaceport.exporter.choose_format import Machine, choose_format, why_not_native
 from spaceport.exporter.export import ExportOptions
@@ -32,11 +33,12 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 
 
-def configuration(folder: Path, size: str) -> Path:
+def configuration(folder: Path, size: str) -> ModelFiles:
     """A folder with the configuration of a model of this size, and without weights."""
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({"model_type": "llama", **SIZES[size]}))
-    return folder
+    config = {"model_type": "llama", **SIZES[size]}
+    (folder / "config.json").write_text(json.dumps(config))
+    return ModelFiles(folder, config)
 
 
 @pytest.mark.parametrize(
@@ -73,9 +75,9 @@ def test_a_gguf_file_keeps_its_weights_if_native_operators_have_their_types(tmp_
         ("F16", 99, "float32"),
     ):
         file = write_gguf(tmp_path / f"{kind}.gguf", model, dict.fromkeys(matrices[:count], kind))
-        assert choose_format(file, None, "cpu")[0] == FORMATS[name]
+        assert choose_format(require_checkpoint(file), None, "cpu")[0] == FORMATS[name]
     with pytest.raises(OptionFault, match=r"has no matrix in a type that native operators have \(Q4_0, "):
-        choose_format(file, "stored", "cpu")
+        choose_format(require_checkpoint(file), "stored", "cpu")
 
 
 @pytest.mark.parametrize(
@@ -95,8 +97,8 @@ def test_a_gguf_file_keeps_its_weights_if_native_operators_have_their_types(tmp_
 def test_a_named_format_wins_and_the_reason_for_each_is_one_line(
     options: str, formats: tuple[str, str] | None, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = configuration(tmp_path / "llama", "110 million")
-    arguments = [str(folder), str(tmp_path / "bundle"), *options.split()]
+    files = configuration(tmp_path / "llama", "110 million")
+    arguments = [str(files.path), str(tmp_path / "bundle"), *options.split()]
     if formats is None:
         assert run(["export", *arguments]) == USAGE
         assert reason in capsys.readouterr().err
@@ -104,7 +106,7 @@ def test_a_named_format_wins_and_the_reason_for_each_is_one_line(
     given = command.make_context("export", arguments).params
     for_tensorrt = given["lowering"] == "append" or given["attention"] == "operator"
     machine: Machine = given["machine"] or ("gpu" if for_tensorrt else "cpu")
-    chosen = choose_format(folder, given["format"], machine)
+    chosen = choose_format(files, given["format"], machine)
     assert (chosen.format.name, ExportOptions(chosen.format, given["lowering"]).lowering) == formats
     assert chosen.reason.startswith(reason)
     assert chosen.measurable == (options == "--for cpu")
@@ -127,7 +129,7 @@ def test_a_measurement_of_int4_decides_where_it_is_quick(
 
 def test_an_unknown_format_is_refused() -> None:
     with pytest.raises(OptionFault, match="format is 'int7': expected stored, int4, int8, float32"):
-        choose_format(TINY, "int7", "cpu")
+        choose_format(require_checkpoint(TINY), "int7", "cpu")
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from spaceport.exporter.checkpoint import Checkpoint, TokenFlags, load_model, open_checkpoint
-from spaceport.exporter.checkpoint_files import ModelFiles
+from spaceport.exporter.checkpoint_files import require_checkpoint, weight_files
 from spaceport.exporter.checkpoint_source import quiet_libraries
 from spaceport.exporter.converted_checkpoint import read_state
 from spaceport.exporter.export import ExportOptions
@@ -181,7 +181,7 @@ def test_a_tuned_checkpoint_keeps_tokens_template_and_ends(family: str, loaded: 
     )
     before, after = opened(folder), opened(tmp_path / "tuned")
     assert (after.config.model_type, after.config.dtype) == (loaded, before.config.dtype)
-    assert not ModelFiles(tmp_path / "tuned").is_converted
+    assert not require_checkpoint(tmp_path / "tuned").is_converted
     assert after.config.dtype in (torch.float16, torch.bfloat16)
     assert (after.tokens.end, after.template) == (before.tokens.end, before.template)
     texts = varied_texts(300, ("<|im_start|>", "<|im_end|>", "<|user|>", "<eoh>", "</s>"))
@@ -207,7 +207,7 @@ def test_all_tensors_are_read_and_a_missing_shard_is_refused(format: Format, sha
         torch.save(Harmful(), tmp_path / "pytorch_model.bin")
     elif shards == 1:  # the old format of pickles
         torch.save(WEIGHTS, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=False)
-    state = read_state(ModelFiles(tmp_path))
+    state = read_state(weight_files(tmp_path, pickles=True))
     assert state.keys() == WEIGHTS.keys()
     assert all(torch.equal(state[name], tensor) for name, tensor in WEIGHTS.items())
     for missing in tmp_path.glob("*-00002-of-00003*"):
@@ -215,7 +215,7 @@ def test_all_tensors_are_read_and_a_missing_shard_is_refused(format: Format, sha
         with pytest.raises(
             CheckpointError, match=f"the weight file {missing.name} is missing: expected 3 files, as .*"
         ):
-            read_state(ModelFiles(tmp_path))
+            read_state(weight_files(tmp_path, pickles=True))
 
 
 TENSORS_ONLY = "cannot be read as a file of tensors: .*: expected tensors"
@@ -251,4 +251,4 @@ def test_files_of_other_things_are_refused_and_run_no_code(files: dict[str, Any]
         else:
             torch.save(content, tmp_path / name)
     with pytest.raises(CheckpointError, match=message):
-        read_state(ModelFiles(tmp_path))
+        read_state(weight_files(tmp_path, pickles=True))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from sentencepiece import SentencePieceProcessor
 
-from spaceport.exporter.converted_tokenizer import PublishedTokenizer, published_tokenizer
+from spaceport.exporter.converted_checkpoint import PublishedTokenizer, published_tokenizer
 from spaceport.exporter.sar_config import CheckpointError
 from support.published_checkpoints import rank_lines, ranks, sentencepiece_model
 from support.small_tokenizers import varied_texts

@@ -14,7 +14,6 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint
-from spaceport.exporter.checkpoint_files import ModelFiles
 from spaceport.exporter.export import ExportOptions
 from spaceport.exporter.mechanisms import apply_mechanisms, check_values, read_mechanisms, write_mechanisms
 from spaceport.exporter.sar_config import (
@@ -147,9 +146,9 @@ def with_embeddings(tokens: int, hidden: int) -> PreTrainedModel:
 
 
 def test_input_rows_are_read_as_they_were_written_and_those_of_another_model_are_refused(tmp_path: Path) -> None:
-    assert read_mechanisms(tmp_path) == ()
+    assert read_mechanisms(tmp_path, read_sar_config(tmp_path)) == ()
     write_mechanisms(tmp_path, [ROWS])
-    (rows,) = read_mechanisms(tmp_path)
+    (rows,) = read_mechanisms(tmp_path, read_sar_config(tmp_path))
     assert isinstance(rows, InputRows)
     assert rows.tokens == (9, 7)
     assert torch.equal(rows.rows, ROWS.rows)
@@ -163,7 +162,7 @@ def test_input_rows_are_read_as_they_were_written_and_those_of_another_model_are
 @pytest.mark.parametrize("vocab_size", [9, 10, 12])
 def test_correction_factors_are_read_as_they_were_written_and_make_tables(tmp_path: Path, vocab_size: int) -> None:
     write_mechanisms(tmp_path, [FACTORS])
-    (factors,) = read_mechanisms(tmp_path)
+    (factors,) = read_mechanisms(tmp_path, read_sar_config(tmp_path))
     assert isinstance(factors, Factors)
     assert factors.rank == 2
     for factor, expected in ((factors.before, FACTORS.before), (factors.after, FACTORS.after)):
@@ -210,24 +209,24 @@ def test_damaged_rows_and_factors_are_refused(
     else:
         save_file(content, tmp_path / file)
     with pytest.raises(CheckpointError, match=message):
-        check_values(tmp_path, read_mechanisms(tmp_path))
+        check_values(tmp_path, read_mechanisms(tmp_path, read_sar_config(tmp_path)))
 
 
 def test_the_file_and_the_entry_of_a_mechanism_belong_together(tmp_path: Path) -> None:
     write_mechanisms(tmp_path, [FACTORS])
-    assert tmp_path / FACTORS_FILE in ModelFiles(tmp_path).own
+    assert tmp_path / FACTORS_FILE in read_sar_config(tmp_path).tensor_files(tmp_path)
     written(tmp_path, sar={"mechanisms": {}})
     with pytest.raises(CheckpointError, match=f"{FACTORS_FILE}: mechanisms in sar_config.json has no entry draft_corr"):
-        read_mechanisms(tmp_path)
+        read_mechanisms(tmp_path, read_sar_config(tmp_path))
     (tmp_path / FACTORS_FILE).unlink()
     written(tmp_path, sar={"mechanisms": {"draft_correction": {"rank": 2}}})
     with pytest.raises(CheckpointError, match=f"names draft_correction, but there is no {FACTORS_FILE}: copy it"):
-        read_mechanisms(tmp_path)
+        read_mechanisms(tmp_path, read_sar_config(tmp_path))
     written(tmp_path, sar={"mechanisms": {"preloaded_slots": {"slots": 2}}})
     with pytest.raises(
         CheckpointError, match=r"mechanisms has 'preloaded_slots': expected draft_correction, phrases, input_r"
     ):
-        read_mechanisms(tmp_path)
+        read_mechanisms(tmp_path, read_sar_config(tmp_path))
 
 
 SLOTS = 3

@@ -20,8 +20,8 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint
-from spaceport.exporter.checkpoint_files import load_with_own_attention, refuse_sizes, require_checkpoint
-from spaceport.exporter.checkpoint_source import model_config, read_source, template_of
+from spaceport.exporter.checkpoint_files import refuse_sizes, require_checkpoint
+from spaceport.exporter.checkpoint_source import load_with_own_attention, model_config, read_source, template_of
 from spaceport.exporter.sar_config import CheckpointError, read_json
 from spaceport.graphs.contract.manifest import MANIFEST_FILE, MODEL_FILE
 from spaceport.runtime.bundle import open_bundle
@@ -266,7 +266,7 @@ def test_the_attention_implementation_is_always_passed() -> None:
     """A configuration can name an implementation that would be fetched."""
     asked: list[str] = []
 
-    def load(folder: str, *, attn_implementation: str) -> tuple[str, dict[str, Any]]:
+    def load(folder: str, attn_implementation: str) -> tuple[str, dict[str, Any]]:
         asked.append(attn_implementation)
         if folder == "old" and attn_implementation == "sdpa":
             raise ValueError("does not support torch.nn.functional.scaled_dot_product_attention yet")
@@ -274,10 +274,10 @@ def test_the_attention_implementation_is_always_passed() -> None:
             raise ValueError("another reason")
         return folder, {}
 
-    assert load_with_own_attention(load, "new") == ("new", {})
-    assert load_with_own_attention(load, "old") == ("old", {})
+    assert load_with_own_attention(partial(load, "new")) == ("new", {})
+    assert load_with_own_attention(partial(load, "old")) == ("old", {})
     with pytest.raises(ValueError, match="another reason"):
-        load_with_own_attention(load, "broken")
+        load_with_own_attention(partial(load, "broken"))
     assert asked == ["sdpa", "sdpa", "eager", "sdpa"]
 
 
@@ -285,7 +285,7 @@ def test_slow_and_word_level_tokenizers_are_read_as_fast_ones(tmp_path: Path) ->
     folder = copy_of_tiny(tmp_path / "slow", tokenizer=None, tokenizer_config=None)
     (folder / "tokenizer.model").write_bytes(sentencepiece_model())
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer"}), "utf-8")
-    tokenizer = read_source(folder, remote_code=False).load_tokenizer().backend_tokenizer
+    tokenizer = read_source(require_checkpoint(folder), remote_code=False).load_tokenizer().backend_tokenizer
     slow = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
     sample = "the answer of the tower is the ship"
     assert tokenizer.encode(sample, add_special_tokens=False).ids == slow.encode(sample)
@@ -295,18 +295,20 @@ def test_slow_and_word_level_tokenizers_are_read_as_fast_ones(tmp_path: Path) ->
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     words.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"unk_token": "[UNK]"}), "utf-8")
-    assert read_source(folder, remote_code=False).load_tokenizer().backend_tokenizer.encode("a b c").ids == [0, 1, 2]
+    assert read_source(require_checkpoint(folder), remote_code=False).load_tokenizer().backend_tokenizer.encode(
+        "a b c"
+    ).ids == [0, 1, 2]
 
 
 @pytest.mark.parametrize("kind", ["t5", "vit", None])
 def test_a_model_that_generates_no_text_by_itself_is_refused(kind: str | None, tmp_path: Path) -> None:
     folder = copy_of_tiny(tmp_path / "c", config={"model_type": kind})
     with pytest.raises(CheckpointError, match=r"config\.json: .*expected one such as llama, qwen3 or mistral"):
-        model_config(folder)
+        model_config(require_checkpoint(folder))
 
 
 def test_the_default_of_several_templates_is_taken(tmp_path: Path) -> None:
-    tokenizer = read_source(copy_of_tiny(tmp_path / "c"), remote_code=False).load_tokenizer()
+    tokenizer = read_source(require_checkpoint(copy_of_tiny(tmp_path / "c")), remote_code=False).load_tokenizer()
     tokenizer.chat_template = {"default": "a", "tool_use": "b"}
     assert template_of(tokenizer) == "a"
     tokenizer.chat_template = {"tool_use": "b"}

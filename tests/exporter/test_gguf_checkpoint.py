@@ -20,12 +20,18 @@ from transformers import AutoTokenizer
 
 from spaceport.exporter import gguf_checkpoint, gguf_file
 from spaceport.exporter.checkpoint import Checkpoint, CheckpointError, TokenFlags, load_model, open_checkpoint
-from spaceport.exporter.checkpoint_files import is_gguf
+from spaceport.exporter.checkpoint_files import is_gguf, require_checkpoint
 from spaceport.exporter.checkpoint_source import quiet_libraries
 from spaceport.exporter.export import ExportOptions, export
-from spaceport.exporter.gguf_checkpoint import Hyperparameters, check_shapes, hyperparameters_of
+from spaceport.exporter.gguf_checkpoint import (
+    Hyperparameters,
+    _verify,
+    check_shapes,
+    end_tokens,
+    gguf_tokenizer,
+    hyperparameters_of,
+)
 from spaceport.exporter.gguf_file import read_gguf
-from spaceport.exporter.gguf_tokenizer import _verify, end_tokens, gguf_tokenizer
 from spaceport.graphs.contract.faults import MissingDependency
 from spaceport.graphs.contract.formats import FORMATS
 from spaceport.runtime.decoding import Decoding
@@ -149,14 +155,15 @@ def test_metadata_and_tensor_types_are_read(plain: Path, tmp_path: Path) -> None
     assert len(file.tensors) == 2 + 2 * 9
     (tmp_path / "folder.gguf").mkdir()
     assert [is_gguf(path) for path in (plain, tmp_path / "folder.gguf", tmp_path)] == [True, False, False]
-    read_gguf(write_gguf(tmp_path / "model.gguf", random_model(), changes={"llama.rope.scaling.type": "none"}))
+    unscaled = write_gguf(tmp_path / "model.gguf", random_model(), changes={"llama.rope.scaling.type": "none"})
+    hyperparameters_of(read_gguf(unscaled))
 
 
 def test_a_missing_or_truncated_file_and_a_missing_package_are_named(
     plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(CheckpointError, match=r"model.gguf: no such file: expected a GGUF file"):
-        read_gguf(tmp_path / "model.gguf")
+        require_checkpoint(tmp_path / "model.gguf")
     (tmp_path / "model.gguf").write_bytes(plain.read_bytes()[:-4000])
     with pytest.raises(CheckpointError, match=r"not a complete GGUF file"):
         read_gguf(tmp_path / "model.gguf")
@@ -227,7 +234,7 @@ def test_hyperparameters_that_are_wrong_or_contradict_each_other_are_refused(
 )
 def test_unsupported_metadata_is_refused_by_name(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=message):
-        read_gguf(write_gguf(tmp_path / "model.gguf", random_model(), changes=changes))
+        hyperparameters_of(read_gguf(write_gguf(tmp_path / "model.gguf", random_model(), changes=changes)))
 
 
 def test_unsupported_architectures_and_tensors_are_refused_by_name(tmp_path: Path) -> None:

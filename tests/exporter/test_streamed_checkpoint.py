@@ -90,10 +90,8 @@ def saved(family: str, folder: Path) -> Path:
     return write_checkpoint(folder, build(replace(kind, options={**kind.options, **sizes}), torch.bfloat16))
 
 
-def test_matrices_are_streamed_and_the_generation_settings_kept(tmp_path: Path) -> None:
-    checkpoint = open_checkpoint(TINY, TokenFlags())
-    model = load_model(checkpoint, "bfloat16", tmp_path)
-    assert model.generation_config.to_dict() == load_model(checkpoint, "bfloat16").generation_config.to_dict()
+def test_matrices_are_streamed(tmp_path: Path) -> None:
+    model = load_model(open_checkpoint(TINY, TokenFlags()), "bfloat16", tmp_path)
     assert all((source_of(tensor) is not None) == (tensor.dim() > 1) for tensor in model.parameters())
 
 

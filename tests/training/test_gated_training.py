@@ -88,11 +88,17 @@ def same(one: Path, other: Path, file: str = ADAPTER_FILE) -> bool:
 
 
 def factors(folder: Path) -> Factors:
-    return next(mechanism for mechanism in read_mechanisms(folder) if isinstance(mechanism, Factors))
+    return next(
+        mechanism for mechanism in read_mechanisms(folder, read_sar_config(folder)) if isinstance(mechanism, Factors)
+    )
 
 
 def input_rows(adapter: Path) -> InputRows:
-    return next(mechanism for mechanism in read_mechanisms(adapter) if isinstance(mechanism, InputRows))
+    return next(
+        mechanism
+        for mechanism in read_mechanisms(adapter, read_sar_config(adapter))
+        if isinstance(mechanism, InputRows)
+    )
 
 
 # Frozen weights

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from spaceport.exporter.mechanisms import read_mechanisms, write_mechanisms
-from spaceport.exporter.sar_config import CheckpointError
+from spaceport.exporter.sar_config import CheckpointError, read_sar_config
 from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.contract.phrases import (
     CHANCES,
@@ -125,7 +125,7 @@ def test_a_table_is_read_as_it_was_written_and_a_damaged_one_is_refused() -> Non
 def test_phrases_are_a_mechanism_of_an_adapter_folder(tmp_path: Path) -> None:
     table = table_of({(3,): (4, 0.5), (2, 3): (5, 0.9)})
     write_mechanisms(tmp_path, [Mechanism(table)])
-    (found,) = read_mechanisms(tmp_path)
+    (found,) = read_mechanisms(tmp_path, read_sar_config(tmp_path))
     assert isinstance(found, Mechanism)
     for column, expected in zip(found.table, table, strict=True):
         np.testing.assert_array_equal(column, expected)
@@ -134,7 +134,7 @@ def test_phrases_are_a_mechanism_of_an_adapter_folder(tmp_path: Path) -> None:
     for damaged in ({"contexts": state["contexts"]}, {**state, "tokens": state["contexts"].clone()}):
         save_file(damaged, tmp_path / "phrases.safetensors")
         with pytest.raises(CheckpointError, match="expected contexts, tokens and chances, 2 each"):
-            read_mechanisms(tmp_path)
+            read_mechanisms(tmp_path, read_sar_config(tmp_path))
 
 
 LANGUAGE = Language(4, quality=50, end_every=10**9)

@@ -171,7 +171,7 @@ def test_a_tuned_checkpoint_has_its_tokens_type_and_files_and_drafts_change_no_o
     (measured,) = read_sar_config(tuned).acceptance
     assert entries.pop("acceptance") == [json.loads(json.dumps(asdict(measured)))]
     expected = {"mask_tokens": ["[M]"], "mask_slots": 3, "fork_token": "[Fork]", "child_token": "[Child]"}
-    (phrases,) = (one for one in read_mechanisms(tuned) if isinstance(one, Phrases))
+    (phrases,) = (one for one in read_mechanisms(tuned, read_sar_config(tuned)) if isinstance(one, Phrases))
     assert entries == {**expected, "method": "tune", "mechanisms": {"phrases": phrases.entry}}
     assert {tensor.dtype for tensor in weights(tuned).values()} == {torch.float16}
     assert json.loads((tuned / "config.json").read_text())["dtype"] == "float16"

@@ -92,7 +92,7 @@ def adapter_inside(checkpoint: Path) -> Path | None:
 
 def names_heads(files: ModelFiles) -> bool:
     """Whether the config.json of a checkpoint names heads of Medusa among its weights."""
-    return not files.is_gguf and bool(files.config.get("medusa_num_heads"))
+    return bool(files.config.get("medusa_num_heads"))
 
 
 def refuse_noise_seed(request: AdoptionRequest) -> None:

@@ -103,13 +103,13 @@ class CachedBundle:
         from spaceport.exporter.export import ExportOptions, export
 
         quiet_libraries()
-        options = self.options
+        model, options = require_checkpoint(self.checkpoint), self.options
         if options is None:
-            chosen, reason, _ = choose_format(self.checkpoint, None, "cpu")
+            chosen, reason, _ = choose_format(model, None, "cpu")
             on_stage(reason)
             options = ExportOptions(chosen)
         with temporary_folder(self.path) as folder:
-            export(self.checkpoint, folder / "bundle", options, on_stage=on_stage)
+            export(model, folder / "bundle", options, on_stage=on_stage)
             if _made_from(self.checkpoint, self.options, self.store) != self.made_from:
                 raise InputFault(f"{self.checkpoint}: was changed while it was exported: run the command again")
             publish(folder / "bundle", self.path)

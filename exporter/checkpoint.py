@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from spaceport.exporter.adapter_folder import AdapterFolder, add_embeddings, add_special_tokens, read_adapter_folder
 from spaceport.exporter.checkpoint_files import ModelFiles, require_checkpoint
-from spaceport.exporter.checkpoint_source import CheckpointSource, read_source, reason_of, template_of
+from spaceport.exporter.checkpoint_source import CheckpointSource, read_source, reason_of
 from spaceport.exporter.mechanisms import (
     MECHANISMS,
     apply_mechanisms,
@@ -114,7 +114,7 @@ def _token_id(token: str, role: str, tokenizer: Any, vocab: int) -> int:
     return int(known)
 
 
-def _end_ids(config: PreTrainedConfig, tokenizer: Any, generation: dict[str, Any], vocab: int) -> tuple[int, ...]:
+def _end_ids(config: PreTrainedConfig, tokenizer: Any, generation: Mapping[str, Any], vocab: int) -> tuple[int, ...]:
     """The end-of-text ids of the generation config, or else of the model config, or else of the tokenizer."""
     sources: Sequence[Any] = (
         generation.get("eos_token_id"),
@@ -170,6 +170,14 @@ class Checkpoint:
         others = [one for one in self.mechanisms if one.name != mechanism.name]
         drafts = replace(self.drafts, mechanisms={**self.drafts.mechanisms, mechanism.name: mechanism.entry})
         return replace(self, mechanisms=(*others, mechanism), drafts=drafts)
+
+
+def template_of(tokenizer: Any) -> str | None:
+    """The chat template of a tokenizer, the default one of several; None if it has none."""
+    template = getattr(tokenizer, "chat_template", None)
+    if isinstance(template, dict):
+        template = template.get("default")
+    return template if isinstance(template, str) else None
 
 
 def open_checkpoint(

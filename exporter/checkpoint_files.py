@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from spaceport.exporter.gguf_file import GgufFile, read_gguf
-from spaceport.exporter.sar_config import CheckpointError, SarConfig, read_json, read_sar_config
+from spaceport.exporter.sar_config import CheckpointError, SarConfig, read_json, read_optional_json, read_sar_config
 from spaceport.graphs.contract.json_fields import short
 
 # Upper limits of the sizes in a configuration, by the names that families give them; far above every known model.
@@ -21,6 +21,7 @@ _LIMITS = {
 }
 
 BASE_FILE = "base.json"  # of an adapter folder
+GENERATION_FILE, TOKENIZER_CONFIG = "generation_config.json", "tokenizer_config.json"
 INDEX_FILE = "model.safetensors.index.json"  # of weights in several files
 _SINGLE, _PICKLES_INDEX = "model.safetensors", "pytorch_model.bin.index.json"
 
@@ -43,6 +44,8 @@ class ModelFiles:
     config: Mapping[str, Any] = field(default_factory=dict)  # config.json; empty for a GGUF file
     sar_config: SarConfig = field(default_factory=SarConfig)
     weights: tuple[Path, ...] = ()  # of a folder: with the model's own weights
+    generation: Mapping[str, Any] = field(default_factory=dict)  # generation_config.json; empty without it
+    tokenizer_config: Mapping[str, Any] = field(default_factory=dict)  # tokenizer_config.json; the same
 
     @cached_property
     def gguf(self) -> GgufFile | None:
@@ -80,15 +83,16 @@ def require_checkpoint(path: Path) -> ModelFiles:
         raise CheckpointError(f"{path}: no config.json in it: {_EXPECTED}")
     _refuse_special_files(path)
     config, sar_config = read_json(path / "config.json"), read_sar_config(path)
+    generation, tokenizer_config = (read_optional_json(path / name) for name in (GENERATION_FILE, TOKENIZER_CONFIG))
     refuse_sizes(path / "config.json", config)
-    pickles = config.get("model_type") in CONVERTED_TYPES
-    files = ModelFiles(path, config, sar_config, weight_files(path, sar_config.tensor_files(path), pickles))
-    names = (*_TOKENIZERS, TIKTOKEN_FILE) if files.is_converted else _TOKENIZERS
+    converted = config.get("model_type") in CONVERTED_TYPES
+    weights = weight_files(path, sar_config.tensor_files(path), pickles=converted)
+    names = (*_TOKENIZERS, TIKTOKEN_FILE) if converted else _TOKENIZERS
     if not any((path / name).exists() for name in names):
         raise CheckpointError(
             f"{path}: no tokenizer in it: expected tokenizer.json, or tokenizer.model to convert from"
         )
-    return files
+    return ModelFiles(path, config, sar_config, weights, generation, tokenizer_config)
 
 
 def require_adapter_folder(path: Path) -> None:

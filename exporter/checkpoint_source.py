@@ -35,7 +35,7 @@ from spaceport.exporter.converted_checkpoint import (
 )
 from spaceport.exporter.gguf_checkpoint import end_tokens, gguf_config, gguf_tokenizer, load_gguf_weights
 from spaceport.exporter.gguf_file import GgufFile
-from spaceport.exporter.sar_config import CheckpointError, read_json
+from spaceport.exporter.sar_config import CheckpointError
 from spaceport.graphs.contract.signature import Precision
 from spaceport.graphs.decoder import decoder_layers, freeze_rotary
 from spaceport.graphs.streamed_weights import (
@@ -48,7 +48,6 @@ from spaceport.graphs.streamed_weights import (
     stream,
 )
 
-_GENERATION_FILE = "generation_config.json"
 _MOST = 200  # characters of an entry
 _CARD_BYTES = 2**16  # of a model card, whose first lines hold the licence
 
@@ -61,13 +60,17 @@ class CheckpointSource:
 
     files: ModelFiles
     config: PreTrainedConfig
-    generation: dict[str, Any]  # generation_config.json
-    provenance: dict[str, str]
+    generation: Mapping[str, Any]  # generation_config.json
     # Returns a new tokenizer in each call.
     load_tokenizer: Callable[[], Any]
     # From the type of the weights, and a folder if weights may be read when they are needed.
     load_weights: Callable[[torch.dtype, Path | None], Loaded]
     streams: bool = False  # whether it can read weights when they are needed
+
+    @property
+    def provenance(self) -> dict[str, str]:
+        """Name, source, revision and licence of the model, without those that are not known."""
+        return provenance_of(self.files.path, None if self.files.gguf is None else self.files.gguf.metadata)
 
 
 def quiet_libraries() -> None:
@@ -86,14 +89,6 @@ def reason_of(error: BaseException) -> str:
     if not text:
         return type(error).__name__
     return f"{type(error).__name__}: {text}" if isinstance(error, KeyError) else text
-
-
-def template_of(tokenizer: Any) -> str | None:
-    """The chat template of a tokenizer, the default one of several; None if it has none."""
-    template = getattr(tokenizer, "chat_template", None)
-    if isinstance(template, dict):
-        template = template.get("default")
-    return template if isinstance(template, str) else None
 
 
 def _tokenizer(folder: Path, remote_code: bool) -> Any:
@@ -136,12 +131,6 @@ def _config(files: ModelFiles, remote_code: bool) -> PreTrainedConfig:
     return cast(PreTrainedConfig, config)
 
 
-def _with_published_ends(named: Any, published: tuple[int, ...]) -> list[Any]:
-    """The end-of-text ids of a generation config, and those with which the original code ends an answer."""
-    own = named if isinstance(named, list) else [] if named is None else [named]
-    return list(dict.fromkeys([*own, *published]))
-
-
 def model_config(files: ModelFiles, remote_code: bool = False) -> PreTrainedConfig:
     """The configuration of a GGUF file's or a checkpoint folder's model."""
     if files.gguf is not None:
@@ -153,10 +142,8 @@ def read_source(files: ModelFiles, remote_code: bool) -> CheckpointSource:
     """The configuration, tokenizer and generation config of a GGUF file or of a checkpoint folder."""
     if files.gguf is not None:
         return _gguf_source(files, files.gguf)
-    file = files.path / _GENERATION_FILE
-    generation = read_json(file) if file.exists() else {}
     if files.is_converted and not remote_code:
-        return _converted_source(files, generation)
+        return _converted_source(files)
     config = _config(files, remote_code)
 
     def load(attn_implementation: str, dtype: torch.dtype) -> Loaded:
@@ -181,8 +168,7 @@ def read_source(files: ModelFiles, remote_code: bool) -> CheckpointSource:
     return CheckpointSource(
         files,
         config,
-        generation,
-        provenance_of(files.path),
+        files.generation,
         partial(_tokenizer, files.path, remote_code),
         load_weights,
         streams=not remote_code,
@@ -195,22 +181,23 @@ def _gguf_source(files: ModelFiles, gguf: GgufFile) -> CheckpointSource:
         files,
         config,
         {"eos_token_id": end_tokens(gguf)},
-        provenance_of(files.path, gguf.metadata),
         partial(gguf_tokenizer, gguf),
         lambda dtype, scratch: load_with_own_attention(partial(load_gguf_weights, gguf, config, dtype)),
     )
 
 
-def _converted_source(files: ModelFiles, generation: dict[str, Any]) -> CheckpointSource:
+def _converted_source(files: ModelFiles) -> CheckpointSource:
     """That of a published checkpoint that is loaded as one of another family."""
     converted = open_converted(files)
-    published = published_tokenizer(files.path, converted.published_type, generation)
-    ends = _with_published_ends(generation.get("eos_token_id"), published.end)
+    published = published_tokenizer(files)
+    named = files.generation.get("eos_token_id")
+    own = named if isinstance(named, list) else [] if named is None else [named]
+    # also those with which the original code ends an answer
+    ends = list(dict.fromkeys([*own, *published.end]))
     return CheckpointSource(
         files,
         converted.config,
-        {**generation, "eos_token_id": ends},
-        provenance_of(files.path),
+        {**files.generation, "eos_token_id": ends},
         lambda: copy.deepcopy(published.tokenizer),
         lambda dtype, scratch: load_with_own_attention(partial(load_converted, converted, dtype)),
     )

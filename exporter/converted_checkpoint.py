@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,12 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from spaceport.exporter.checkpoint_files import TIKTOKEN_FILE, ModelFiles
+from spaceport.exporter.checkpoint_files import GENERATION_FILE, TIKTOKEN_FILE, TOKENIZER_CONFIG, ModelFiles
 from spaceport.exporter.converted_families import FAMILIES, Family, Fields
 from spaceport.exporter.mechanisms import read_pickled_tensors, read_tensors
-from spaceport.exporter.sar_config import CheckpointError, read_json
+from spaceport.exporter.sar_config import CheckpointError
 from spaceport.exporter.tokenizer_models import (
     QWEN_PATTERN,
-    begin_texts,
-    read_pieces,
-    read_ranks,
     sentencepiece_tokenizer,
     tiktoken_tokenizer,
     transformers_tokenizer,
@@ -40,7 +38,6 @@ _COMPUTED = re.compile(
 _ADVICE = "copy or download it again"
 
 _SENTENCEPIECE_FILE = "tokenizer.model"
-_TOKENIZER_CONFIG = "tokenizer_config.json"
 _FAST_FILE = "tokenizer.json"  # not published; used if somebody added it
 _LINE_BYTES = 256  # at most, of the first line of a file of ranks
 
@@ -277,38 +274,35 @@ class PublishedTokenizer:
     end: tuple[int, ...]  # ids of the tokens that end an answer
 
 
-def published_tokenizer(folder: Path, published_type: str, generation: Mapping[str, Any]) -> PublishedTokenizer:
-    """The tokenizer of a published checkpoint folder of this model_type; raise if it cannot be converted exactly."""
-    file = folder / _TOKENIZER_CONFIG
-    settings = read_json(file) if file.exists() else {}
-    published = _format_of(folder, published_type, settings, generation)
+def published_tokenizer(files: ModelFiles) -> PublishedTokenizer:
+    """The tokenizer of a published checkpoint folder; raise if it cannot be converted exactly."""
+    folder, published = files.path, _format_of(files)
     backend = _own_backend(folder)
     if backend is None:
         backend = _converted_backend(folder, published)
     _ids(folder, backend, *published.special.values())
     tokenizer = transformers_tokenizer(backend, published.special)
-    tokenizer.chat_template = _template(folder, tokenizer, published, settings)
+    tokenizer.chat_template = _template(files, tokenizer, published)
     optional = (text for text in published.optional_ends if backend.token_to_id(text) is not None)
     return PublishedTokenizer(tokenizer, _ids(folder, backend, *published.ends, *optional))
 
 
-def _format_of(
-    folder: Path, published_type: str, settings: Mapping[str, Any], generation: Mapping[str, Any]
-) -> TokenizerFormat:
+def _format_of(files: ModelFiles) -> TokenizerFormat:
     """The format that the settings of a folder name; raise if they name another one than those that convert."""
+    published_type, settings = files.config["model_type"], files.tokenizer_config
     if published_type == "chatglm":
-        _check_chatglm3(folder)
+        _check_chatglm3(files.path)
         return _CHATGLM
     if published_type == "internlm":
         if settings.get("add_eos_token", False):
             raise CheckpointError(
-                f"{folder / _TOKENIZER_CONFIG}: add_eos_token is true: expected false, prompts would end before the answer"
+                f"{files.path / TOKENIZER_CONFIG}: add_eos_token is true: expected false, prompts would end before the answer"
             )
         return _INTERNLM if settings.get("add_bos_token", True) else replace(_INTERNLM, begin=())
-    chats = generation.get("chat_format", "raw")
+    chats = files.generation.get("chat_format", "raw")
     if chats not in ("raw", "chatml"):
         raise CheckpointError(
-            f"{folder / 'generation_config.json'}: chat_format is {chats!r:.60}: expected raw (base model) or chatml (chat "
+            f"{files.path / GENERATION_FILE}: chat_format is {chats!r:.60}: expected raw (base model) or chatml (chat "
             "model); correct it"
         )
     return _QWEN_CHAT if chats == "chatml" else _QWEN
@@ -320,11 +314,11 @@ def _check_chatglm3(folder: Path) -> None:
     ChatGLM2 has another chat format and, for 32k positions, another embedding. GLM-4 with its own code has ranks of
     tiktoken in the file of this name.
     """
-    files = [file for name in (_TOKENIZER_CONFIG, "tokenization_chatglm.py") if (file := folder / name).is_file()]
+    files = [file for name in (TOKENIZER_CONFIG, "tokenization_chatglm.py") if (file := folder / name).is_file()]
     texts = [file.read_text("utf-8", "replace") for file in files]
     if not any(token in text for text in texts for token in ("<|user|>", "<|observation|>")):
         raise CheckpointError(
-            f"{folder}: neither tokenization_chatglm.py nor {_TOKENIZER_CONFIG} names the token <|user|>: expected ChatGLM3, this "
+            f"{folder}: neither tokenization_chatglm.py nor {TOKENIZER_CONFIG} names the token <|user|>: expected ChatGLM3, this "
             "may be ChatGLM2; copy these files of chatglm3-6b too (they are read as text and never run)"
         )
     file = folder / _SENTENCEPIECE_FILE
@@ -354,16 +348,11 @@ def _own_backend(folder: Path) -> Tokenizer | None:
 def _converted_backend(folder: Path, published: TokenizerFormat) -> Tokenizer:
     """The tokenizer of the vocabulary that was published."""
     if published.pattern is not None:
-        ranks = read_ranks(_vocabulary_file(folder, TIKTOKEN_FILE, "the vocabulary of Qwen v1"))
-        special = {text: len(ranks) + index for index, text in enumerate(published.added)}
-        return tiktoken_tokenizer(ranks, published.pattern, special)
-    pieces = read_pieces(_vocabulary_file(folder, _SENTENCEPIECE_FILE, "the published SentencePiece model"))
-    special = pieces.named(published.special.values())
-    special |= {text: len(pieces) + index for index, text in enumerate(published.added)}
-    backend = sentencepiece_tokenizer(pieces, special, published.unused)
-    if published.begin:
-        begin_texts(backend, published.begin)
-    return backend
+        ranks = _vocabulary_file(folder, TIKTOKEN_FILE, "the vocabulary of Qwen v1")
+        return tiktoken_tokenizer(ranks, published.pattern, published.added)
+    pieces = _vocabulary_file(folder, _SENTENCEPIECE_FILE, "the published SentencePiece model")
+    special = tuple(published.special.values())
+    return sentencepiece_tokenizer(pieces, special, published.added, published.unused, published.begin)
 
 
 def _vocabulary_file(folder: Path, name: str, expected: str) -> Path:
@@ -387,28 +376,27 @@ def _ids(folder: Path, backend: Tokenizer, *texts: str) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def _template(folder: Path, tokenizer: Any, published: TokenizerFormat, settings: Mapping[str, Any]) -> str | None:
+def _template(files: ModelFiles, tokenizer: Any, published: TokenizerFormat) -> str | None:
     """The chat template of a folder: its own, otherwise that of the published format."""
-    own = _own_template(folder, settings)
+    own = _own_template(files)
     if own is None:
         return published.template
     for text, replacement in published.renamed.items():
         own = own.replace(text, replacement)
-    if published.template is not None and _rendered(folder, tokenizer, own) == _rendered(
-        folder, tokenizer, published.template
-    ):
+    rendered = partial(_rendered, files.path, tokenizer)
+    if published.template is not None and rendered(own) == rendered(published.template):
         return published.template  # the same format, which also removes whitespace around answers
     return own
 
 
-def _own_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
-    file = folder / "chat_template.jinja"
+def _own_template(files: ModelFiles) -> str | None:
+    file = files.path / "chat_template.jinja"
     if file.is_file():
         return file.read_text("utf-8")
-    template = settings.get("chat_template")
+    template = files.tokenizer_config.get("chat_template")
     if template is not None and not isinstance(template, str):
         raise CheckpointError(
-            f"{folder / _TOKENIZER_CONFIG}: chat_template is {template!r:.60}: expected text; save one as {file.name}"
+            f"{files.path / TOKENIZER_CONFIG}: chat_template is {template!r:.60}: expected text; save one as {file.name}"
         )
     return template
 

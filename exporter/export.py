@@ -188,7 +188,7 @@ def manifest_for(checkpoint: Checkpoint, options: ExportOptions, written: Writte
         format=options.format.name,
         fork_by_default=checkpoint.fork_by_default,
         special_tokens=checkpoint.special_tokens,
-        generation_config=checkpoint.source.generation,
+        generation_config=dict(checkpoint.source.generation),
         provenance=checkpoint.source.provenance,
         versions={
             "spaceport": __version__,

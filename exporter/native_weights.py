@@ -152,15 +152,9 @@ def packed_size(file: GgufFile) -> int:
     total = 0
     for tensor in matrices.values():
         inputs, outputs = tensor.shape
-        total += packed_bytes(_format_of(tensor.kind), outputs, inputs + -inputs % BLOCK)
+        stored = GGUF_BLOCKS[tensor.kind if tensor.kind in GGUF_BLOCKS else "Q8_0"]
+        total += packed_bytes(stored[2], outputs, inputs + -inputs % BLOCK)
     return total
-
-
-def _format_of(kind: str) -> WeightFormat:
-    """The packed format of a type of tensors."""
-    size, width = GGUF_BLOCKS.get(kind, (0, 0))
-    weights = from_gguf(np.zeros(size, np.uint8), kind, 1, width)
-    return WEIGHT_FORMATS["int8"] if weights is None else weights.format
 
 
 def _size(file: GgufFile, name: str) -> int:

@@ -161,6 +161,11 @@ def read_json(file: Path) -> dict[str, Any]:
     return cast(dict[str, Any], data)
 
 
+def read_optional_json(file: Path) -> dict[str, Any]:
+    """The object that a JSON file holds; empty if there is no file."""
+    return read_json(file) if file.exists() else {}
+
+
 def mask_entry(file: Path, config: Mapping[str, Any]) -> MaskEntry | None:
     """The mask token that a configuration names, whatever the method."""
     for name in _MASK_ENTRIES:
@@ -193,7 +198,7 @@ def config_mask_token(file: Path, config: Mapping[str, Any], vocab: int) -> int 
 
 
 def _entries(file: Path) -> dict[str, Any]:
-    entries = read_json(file) if file.exists() else {}
+    entries = read_optional_json(file)
     unknown = sorted(set(entries) - set(_ENTRIES))
     if unknown:
         raise CheckpointError(

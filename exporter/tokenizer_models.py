@@ -106,11 +106,30 @@ def _check_normalizer(pieces: Pieces) -> None:
         )
 
 
-def sentencepiece_tokenizer(pieces: Pieces, special: Mapping[str, int], unused: Collection[str] = ()) -> Tokenizer:
+def sentencepiece_tokenizer(
+    file: Path,
+    special: Sequence[str] = (),
+    added: Sequence[str] = (),
+    unused: Collection[str] = (),
+    begin: Sequence[str] = (),
+) -> Tokenizer:
     """The tokenizer of a SentencePiece model with special tokens; text between these is tokenized as text of its own.
 
-    Special tokens may be pieces, or follow the last piece. Those in `unused` have their ids, but no text becomes them.
-    """
+    Special tokens are pieces, or `added` behind the last piece. Those in `unused` have their ids, but no text becomes
+    them. Texts begin with the tokens in `begin`."""
+    pieces = read_pieces(file)
+    tokenizer = _with_special_tokens(pieces, {**pieces.named(special), **_behind(len(pieces), added)}, unused)
+    if begin:
+        begin_texts(tokenizer, begin)
+    return tokenizer
+
+
+def _behind(count: int, added: Sequence[str]) -> dict[str, int]:
+    """The ids of tokens behind the last one of a vocabulary."""
+    return {text: count + index for index, text in enumerate(added)}
+
+
+def _with_special_tokens(pieces: Pieces, special: Mapping[str, int], unused: Collection[str]) -> Tokenizer:
     vocabulary = {**pieces.of(_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE), **special}
     scores = {piece.piece: piece.score for piece in pieces.model.pieces if piece.type == _NORMAL}
     unknown = next(iter(pieces.of(_UNKNOWN)), None)
@@ -159,11 +178,11 @@ def _refuse_ranks(file: Path, problem: str) -> NoReturn:
     )
 
 
-def tiktoken_tokenizer(ranks: Mapping[bytes, int], pattern: str, special: Mapping[str, int]) -> Tokenizer:
-    """The tokenizer with these ranks: text in normal form C is split by a pattern, and each part is merged.
+def tiktoken_tokenizer(file: Path, pattern: str, special: Sequence[str]) -> Tokenizer:
+    """The tokenizer with the ranks in a file: text in normal form C is split by a pattern, and each part is merged.
 
     Special tokens are searched in the normalized text, as the original code does."""
-    letters = bytes_to_unicode()
+    ranks, letters = read_ranks(file), bytes_to_unicode()
     names = {token: "".join(letters[byte] for byte in token) for token in ranks}
     # A pair is merged before another one if its result has the lower rank, and of equal results the longer left token.
     merges = generate_merges(ranks, {token: -rank for token, rank in ranks.items()})
@@ -174,7 +193,7 @@ def tiktoken_tokenizer(ranks: Mapping[bytes, int], pattern: str, special: Mappin
         whole_parts=True,
     )
     tokenizer.normalizer = normalizers.NFC()
-    add_tokens(tokenizer, sorted(special, key=special.__getitem__), normalized=True)
+    add_tokens(tokenizer, special, normalized=True)
     return tokenizer
 
 

@@ -17,7 +17,6 @@ from spaceport.graphs.quantization import (
     UNQUANTIZED,
     Quantization,
     QuantizedWeight,
-    block_of,
     fake_quantize,
     int4_format,
     replace_weight,
@@ -44,14 +43,10 @@ def quantize_model(model: PreTrainedModel, weights: Weights) -> Quantization:
 
 def quantizable_modules(model: PreTrainedModel, weights: Weights) -> dict[str, nn.Linear]:
     """The linear modules that are quantized, by name; raises if there are none. The model may be without values."""
-    blocks = BLOCKS if weights == "int4" else (1,)
-    modules = {
-        name: module
-        for name, module in linear_modules(model).items()
-        if block_of(module.in_features, blocks) is not None
-    }
+    block = min(BLOCKS) if weights == "int4" else 1  # which divides all others
+    modules = {name: module for name, module in linear_modules(model).items() if module.in_features % block == 0}
     if not modules:
-        expected = f" (expected a number of inputs divisible by {' or '.join(map(str, blocks))})"
+        expected = f" (expected a number of inputs divisible by {' or '.join(map(str, BLOCKS))})"
         raise OptionFault(
             f"weights are {weights}: {class_name(model)} has no linear layer that can be quantized"
             f"{expected if weights == 'int4' else ''}: export it unquantized (--format float16)"

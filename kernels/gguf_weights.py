@@ -5,20 +5,20 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from spaceport.kernels.packing import BLOCK, SUPERBLOCK, WEIGHT_FORMATS, QuantizedWeights
+from spaceport.kernels.packing import BLOCK, SUPERBLOCK, WEIGHT_FORMATS, QuantizedWeights, WeightFormat
 
 Bytes = NDArray[np.uint8]
 
-# GGUF's types of tensors: bytes of a block, and inputs that it holds.
+# GGUF's types of tensors: bytes of a block, inputs that it holds, and the packed format.
 GGUF_BLOCKS = {
-    "Q4_0": (18, BLOCK),
-    "Q4_1": (20, BLOCK),
-    "Q5_0": (22, BLOCK),
-    "Q5_1": (24, BLOCK),
-    "Q8_0": (34, BLOCK),
-    "Q4_K": (144, SUPERBLOCK),
-    "Q5_K": (176, SUPERBLOCK),
-    "Q6_K": (210, SUPERBLOCK),
+    "Q4_0": (18, BLOCK, WEIGHT_FORMATS["int4"]),
+    "Q4_1": (20, BLOCK, WEIGHT_FORMATS["int4"]),
+    "Q5_0": (22, BLOCK, WEIGHT_FORMATS["int5"]),
+    "Q5_1": (24, BLOCK, WEIGHT_FORMATS["int5_min"]),
+    "Q8_0": (34, BLOCK, WEIGHT_FORMATS["int8"]),
+    "Q4_K": (144, SUPERBLOCK, WEIGHT_FORMATS["int4_k"]),
+    "Q5_K": (176, SUPERBLOCK, WEIGHT_FORMATS["int5_k"]),
+    "Q6_K": (210, SUPERBLOCK, WEIGHT_FORMATS["int8_k16"]),
 }
 
 
@@ -26,40 +26,37 @@ def from_gguf(data: Bytes, gguf_type: str, outputs: int, inputs: int) -> Quantiz
     """The weights of a GGUF tensor, or None where no packed format holds them exactly."""
     if gguf_type not in GGUF_BLOCKS:
         return None
-    size, width = GGUF_BLOCKS[gguf_type]
+    size, width, weight_format = GGUF_BLOCKS[gguf_type]
     if inputs % width or data.size != outputs * inputs // width * size:
         expected = f"expected {outputs * inputs // width * size} for {outputs} x {inputs} weights"
         raise ValueError(f"a tensor of type {gguf_type} has {data.size} bytes: {expected}")
     blocks = np.ascontiguousarray(data).reshape(outputs, inputs // width, size)
     if width == BLOCK:
-        return _of_block(blocks, gguf_type)
-    return _q6_k(blocks) if gguf_type == "Q6_K" else _of_superblock(blocks, gguf_type)
+        return _of_block(blocks, gguf_type, weight_format)
+    return _q6_k(blocks) if gguf_type == "Q6_K" else _of_superblock(blocks, weight_format)
 
 
-def _of_block(blocks: Bytes, gguf_type: str) -> QuantizedWeights | None:
-    outputs, count, _ = blocks.shape
+def _of_block(blocks: Bytes, gguf_type: str, weight_format: WeightFormat) -> QuantizedWeights | None:
+    outputs = len(blocks)
     scales = _half(blocks, 0)
     if gguf_type == "Q8_0":
         signed = blocks[..., 2:].view(np.int8).astype(np.int16)
-        return QuantizedWeights(WEIGHT_FORMATS["int8"], (signed + 128).astype(np.uint8).reshape(outputs, -1), scales)
+        return QuantizedWeights(weight_format, (signed + 128).astype(np.uint8).reshape(outputs, -1), scales)
     nibbles = blocks[..., -16:]
     codes = np.concatenate([nibbles & 15, nibbles >> 4], axis=2)
     minima = -_half(blocks, 2) if gguf_type.endswith("_1") else None
     if gguf_type.startswith("Q5"):
         high = blocks[..., -20:-16]
         codes = codes | np.unpackbits(high, axis=2, bitorder="little") << 4
-        if minima is None:
-            return QuantizedWeights(WEIGHT_FORMATS["int5"], codes.reshape(outputs, -1), scales)
-        return QuantizedWeights(WEIGHT_FORMATS["int5_min"], codes.reshape(outputs, -1), scales, minima)
-    if minima is None:  # codes are relative to 8
+    elif minima is None:  # codes are relative to 8
         with np.errstate(over="ignore"):
             minima = scales * np.float16(8)
         if not (minima.astype(np.float32) == scales.astype(np.float32) * 8).all():
             return None
-    return QuantizedWeights(WEIGHT_FORMATS["int4"], codes.reshape(outputs, count * BLOCK), scales, minima)
+    return QuantizedWeights(weight_format, codes.reshape(outputs, -1), scales, minima)
 
 
-def _of_superblock(blocks: Bytes, gguf_type: str) -> QuantizedWeights:
+def _of_superblock(blocks: Bytes, weight_format: WeightFormat) -> QuantizedWeights:
     outputs, count, _ = blocks.shape
     packed = blocks[..., 4:16]
     low, middle, high = packed[..., 0:4], packed[..., 4:8], packed[..., 8:12]
@@ -67,14 +64,12 @@ def _of_superblock(blocks: Bytes, gguf_type: str) -> QuantizedWeights:
     minima = np.concatenate([middle & 63, high >> 4 | middle >> 6 << 4], axis=2)
     nibbles = blocks[..., -128:].reshape(outputs, count, 4, BLOCK)
     codes = np.stack([nibbles & 15, nibbles >> 4], axis=3).reshape(outputs, count, 8, BLOCK)
-    name = "int4_k"
-    if gguf_type == "Q5_K":
-        name = "int5_k"
+    if weight_format.bits == 5:
         shifts = np.arange(8, dtype=np.uint8)[:, None]
         codes = codes | (blocks[..., 16:48][:, :, None] >> shifts & 1) << 4
     rows = (outputs, -1)
     return QuantizedWeights(
-        WEIGHT_FORMATS[name],
+        weight_format,
         codes.reshape(rows),
         scales.reshape(rows),
         minima.reshape(rows),

@@ -10,17 +10,25 @@ from typing import Any
 import pytest
 from sentencepiece import SentencePieceProcessor
 
+from spaceport.exporter.checkpoint_files import ModelFiles
 from spaceport.exporter.converted_checkpoint import PublishedTokenizer, published_tokenizer
-from spaceport.exporter.sar_config import CheckpointError
+from spaceport.exporter.sar_config import CheckpointError, read_optional_json
 from support.published_checkpoints import rank_lines, ranks, sentencepiece_model
 from support.small_tokenizers import varied_texts
+
+
+def published(folder: Path, model_type: str, chat_format: str = "raw") -> PublishedTokenizer:
+    """The tokenizer in a folder, which may have a tokenizer_config.json."""
+    config, settings = {"model_type": model_type}, read_optional_json(folder / "tokenizer_config.json")
+    generation = {"chat_format": chat_format}
+    return published_tokenizer(ModelFiles(folder, config, generation=generation, tokenizer_config=settings))
 
 
 def chatglm(folder: Path, source: str = "<|user|> <|observation|>", **config: Any) -> PublishedTokenizer:
     (folder / "tokenizer.model").write_bytes(sentencepiece_model())
     (folder / "tokenization_chatglm.py").write_text(source, "utf-8")
     (folder / "tokenizer_config.json").write_text(json.dumps(config), "utf-8")
-    return published_tokenizer(folder, "chatglm", {})
+    return published(folder, "chatglm")
 
 
 def internlm(folder: Path, **config: Any) -> PublishedTokenizer:
@@ -28,13 +36,13 @@ def internlm(folder: Path, **config: Any) -> PublishedTokenizer:
         sentencepiece_model(add_dummy_prefix=False, user_defined_symbols="<eoh>,<eoa>")
     )
     (folder / "tokenizer_config.json").write_text(json.dumps(config), "utf-8")
-    return published_tokenizer(folder, "internlm", {})
+    return published(folder, "internlm")
 
 
 def qwen(folder: Path, chat_format: str = "chatml", **config: Any) -> PublishedTokenizer:
     (folder / "qwen.tiktoken").write_bytes(rank_lines(ranks()))
     (folder / "tokenizer_config.json").write_text(json.dumps(config), "utf-8")
-    return published_tokenizer(folder, "qwen", {"chat_format": chat_format})
+    return published(folder, "qwen", chat_format)
 
 
 def test_a_chatglm3_text_begins_with_its_prefix(tmp_path: Path) -> None:
@@ -56,7 +64,7 @@ def test_chatglm2_and_glm_4_are_refused(tmp_path: Path) -> None:
     assert chatglm(tmp_path, source="", added_tokens_decoder={"64795": {"content": "<|user|>"}}).end
     (tmp_path / "tokenizer.model").write_bytes(rank_lines(ranks()))
     with pytest.raises(CheckpointError, match=r"has ranks of tiktoken, as in GLM-4: expected the .*glm-4-9b-chat-hf"):
-        published_tokenizer(tmp_path, "chatglm", {})
+        published(tmp_path, "chatglm")
 
 
 def test_an_internlm_text_begins_with_bos(tmp_path: Path) -> None:
@@ -77,7 +85,7 @@ def test_a_tokenizer_json_in_the_folder_is_used(family: Any, tmp_path: Path) -> 
     (tmp_path / "tokenizer.json").write_text(found.tokenizer.backend_tokenizer.to_str(), "utf-8")
     for name in ("tokenizer.model", "qwen.tiktoken"):
         (tmp_path / name).unlink(missing_ok=True)
-    again = published_tokenizer(tmp_path, family.__name__, {"chat_format": "chatml"})
+    again = published(tmp_path, family.__name__, chat_format="chatml")
     assert again.end == found.end
     assert again.tokenizer("the ship").input_ids == found.tokenizer("the ship").input_ids
 
@@ -98,17 +106,17 @@ def test_invalid_settings_are_refused(family: Any, options: dict[str, Any], mess
 
 def test_missing_and_wrong_vocabularies_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no qwen\.tiktoken in it: expected the vocabulary of Qwen v1"):
-        published_tokenizer(tmp_path, "qwen", {})
+        published(tmp_path, "qwen")
     with pytest.raises(CheckpointError, match=r"no tokenizer\.model in it: expected the published SentencePiece model"):
-        published_tokenizer(tmp_path, "internlm", {})
+        published(tmp_path, "internlm")
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"tokenizer\.json: cannot be read"):
-        published_tokenizer(tmp_path, "qwen", {})
+        published(tmp_path, "qwen")
     (tmp_path / "other").mkdir()
     other: str = internlm(tmp_path / "other").tokenizer.backend_tokenizer.to_str()
     (tmp_path / "tokenizer.json").write_text(other, "utf-8")
     with pytest.raises(CheckpointError, match=r"has no token '<\|endoftext\|>': expected the tokens of the published"):
-        published_tokenizer(tmp_path, "qwen", {})
+        published(tmp_path, "qwen")
 
 
 HISTORY = [

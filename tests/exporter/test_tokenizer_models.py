@@ -41,10 +41,10 @@ def written(folder: Path, content: bytes) -> Path:
     return folder / "tokenizer.model"
 
 
-def both(folder: Path, content: bytes, *special: Any) -> tuple[SentencePieceProcessor, Tokenizer]:
+def both(folder: Path, content: bytes, **special: Any) -> tuple[SentencePieceProcessor, Tokenizer]:
     """The tokenizers of the sentencepiece package and of the exporter."""
     file = written(folder, content)
-    return SentencePieceProcessor(model_file=str(file)), sentencepiece_tokenizer(read_pieces(file), *(special or ({},)))
+    return SentencePieceProcessor(model_file=str(file)), sentencepiece_tokenizer(file, **special)
 
 
 @pytest.mark.slow
@@ -63,8 +63,8 @@ def test_tokens_and_text_equal_those_of_sentencepiece(options: dict[str, Any], t
 
 def test_text_between_special_tokens_is_tokenized_on_its_own(tmp_path: Path) -> None:
     last = 480
-    special = {"<|user|>": last, "[gMASK]": last + 1}
-    original, tokenizer = both(tmp_path, sentencepiece_model(), special, ("[gMASK]",))
+    added = ("<|user|>", "[gMASK]")
+    original, tokenizer = both(tmp_path, sentencepiece_model(), added=added, unused=("[gMASK]",))
     assert original.get_piece_size() == last
     found = tokenizer.encode("the ship<|user|>\n answer<|user|>", add_special_tokens=False).ids
     assert found == [*original.encode("the ship"), last, *original.encode("\n answer"), last]
@@ -150,8 +150,8 @@ def plain_tokens(text: str, found: dict[bytes, int], special: dict[str, int]) ->
 
 
 @pytest.mark.slow
-def test_tokens_equal_those_of_the_plain_algorithm() -> None:
-    tokenizer = tiktoken_tokenizer(ranks(), QWEN_PATTERN, SPECIAL)
+def test_tokens_equal_those_of_the_plain_algorithm(tmp_path: Path) -> None:
+    tokenizer = tiktoken_tokenizer(written(tmp_path, rank_lines(ranks())), QWEN_PATTERN, tuple(SPECIAL))
     texts = varied_texts(TEXTS, (*SPECIAL, "<|im_end|>\n", "<|im_end|>\u0338", "<|extra_0|>"))
     normal = [unicodedata.normalize("NFC", text) for text in texts]
     # The tokenizers library does not know the order of combining characters of newer versions of Unicode.
@@ -171,10 +171,12 @@ def test_tokens_equal_those_of_the_plain_algorithm() -> None:
         assert tokenizer.decode(ids, skip_special_tokens=False) == unicodedata.normalize("NFC", text)
 
 
-def test_ranks_that_merging_does_not_reach_and_equal_results_are_merged_as_by_the_plain_algorithm() -> None:
+def test_ranks_that_merging_does_not_reach_and_equal_results_are_merged_as_by_the_plain_algorithm(
+    tmp_path: Path,
+) -> None:
     """ "xbc" is a token, but neither "xb" nor "bc" is one; "aba" has two pairs that make it."""
     found = {bytes([byte]): byte for byte in range(256)} | {b"ba": 256, b"ab": 257, b"xbc": 258, b"aba": 259}
-    tokenizer = tiktoken_tokenizer(found, QWEN_PATTERN, {})
+    tokenizer = tiktoken_tokenizer(written(tmp_path, rank_lines(found)), QWEN_PATTERN, ())
     assert tokenizer.encode("xbc").ids == [258]
     for text in ("xbcd", "aba", "abaaba", "ababab"):
         assert tokenizer.encode(text).ids == plain_tokens(text, found, SPECIAL)

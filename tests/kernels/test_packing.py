@@ -13,7 +13,7 @@ from spaceport.kernels.packing import WEIGHT_FORMATS, gate_order, pack, packed_b
 @pytest.mark.parametrize("gguf_type", GGUF_BLOCKS)
 def test_a_gguf_tensor_is_held_exactly(gguf_type: str) -> None:
     dice = np.random.default_rng(0)
-    size, width = GGUF_BLOCKS[gguf_type]
+    size, width, _ = GGUF_BLOCKS[gguf_type]
     outputs, inputs = 40, 512
     blocks = dice.integers(0, 256, (outputs * inputs // width, size), dtype=np.uint8)
     for offset in (208,) if gguf_type == "Q6_K" else (0, 2) if gguf_type in ("Q4_1", "Q5_1", "Q4_K", "Q5_K") else (0,):

@@ -125,7 +125,7 @@ def random_weights(dice: np.random.Generator, format_name: str, outputs: int, in
         factors = (0.1 + 0.3 * dice.random((outputs, 1))).astype(np.float16)
         return QuantizedWeights(WEIGHT_FORMATS[format_name], codes, scales, minima.view(np.int8), factors)
     gguf_type = GGUF_TYPES[format_name]
-    size, width = GGUF_BLOCKS[gguf_type]
+    size, width, _ = GGUF_BLOCKS[gguf_type]
     blocks = dice.integers(0, 256, (outputs * inputs // width, size), dtype=np.uint8)
     for offset in {"Q5_0": (0,), "Q8_0": (0,), "Q6_K": (208,)}.get(gguf_type, (0, 2)):
         factors = (0.0005 + 0.001 * dice.random(len(blocks))).astype(np.float16)

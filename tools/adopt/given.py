@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from spaceport.exporter.checkpoint_files import ModelFiles, is_gguf
-from spaceport.exporter.sar_config import CheckpointError, MaskEntry, mask_entry, read_json
+from spaceport.exporter.sar_config import CheckpointError, MaskEntry, mask_entry, read_json, read_optional_json
 from spaceport.graphs.contract.faults import OptionFault
 
 PEFT_FILE = "adapter_config.json"
@@ -123,7 +123,7 @@ def _require_order(checkpoint: Path) -> None:
     """Raise if the first path is an adapter without a base model."""
     heads = any((checkpoint / name).exists() for name in HEADS_FILES)
     file = checkpoint / ("config.json" if heads else PEFT_FILE)
-    entries = read_json(file) if file.exists() else {}
+    entries = read_optional_json(file)
     if entries and ((heads and "model_type" not in entries) or not (checkpoint / "config.json").exists()):
         base = entries.get("base_model_name_or_path")
         raise CheckpointError(

@@ -10,7 +10,7 @@ import numpy as np
 from onnx import TensorProto
 from torch import Tensor, nn
 
-from spaceport.exporter.native_mlp import MlpWriter
+from spaceport.exporter.graph_writer import GraphWriter
 from spaceport.exporter.native_weights import MOST_OTHERS, Weights, other_rows, rounded
 from spaceport.graphs.contract.manifest import DATA_FILE
 from spaceport.graphs.contract.signature import Signature
@@ -20,7 +20,7 @@ from spaceport.graphs.heads import DraftHeads
 from spaceport.graphs.parts import DecoderParts, Experts, LayerParts, Norm
 
 
-class NativeGraph(MlpWriter):
+class NativeGraph(GraphWriter):
     """The graph of a model."""
 
     def __init__(

@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper
 from transformers import PreTrainedModel
 
-from spaceport.exporter.graph_writer import OPSET
-from spaceport.exporter.native_mlp import MlpWriter
+from spaceport.exporter.graph_writer import OPSET, GraphWriter
 from spaceport.exporter.native_weights import Matrix, RoundedWeights, rounded
 from spaceport.graphs import find_parts
 from spaceport.graphs.contract.manifest import DATA_FILE, MODEL_FILE
@@ -283,7 +282,7 @@ def test_a_router_chooses_experts_with_16_bits(tmp_path: Path) -> None:
     (layer, *_) = native("qwen3_moe").parts.layers
     assert isinstance(layer.mlp, Experts)
     experts = replace(layer.mlp, router=torch.randn(16, 64, generator=dice), normalized=True)
-    writer = MlpWriter(tmp_path, native("qwen3_moe").signature, RoundedWeights("int8"))
+    writer = GraphWriter(tmp_path, native("qwen3_moe").signature, RoundedWeights("int8"))
     with (tmp_path / DATA_FILE).open("wb") as writer.file:
         names = writer._routed("router", "x", experts)
     value = helper.make_tensor_value_info

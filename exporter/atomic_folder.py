@@ -123,13 +123,13 @@ def writing(target: Path, overwrite: bool, kind: FolderKind = BUNDLE, needed: in
             ) from error
 
 
-def refuse_while_written(target: Path, kind: FolderKind = BUNDLE) -> None:
-    """Raise if another process is writing a folder to `target`: one of the two would work in vain."""
+def refuse_while_written(target: Path) -> None:
+    """Raise if another process is writing a bundle to `target`: one of the two would work in vain."""
     for partial, process in partials_of(target.absolute()):
 
         def refuse(process: int = process) -> None:
             raise TargetError(
-                f"{target}: process {process} is writing a {kind.noun} there: wait until it has ended, or choose another name"
+                f"{target}: process {process} is writing a {BUNDLE.noun} there: wait until it has ended, or choose another name"
             )
 
         with suppress(FileNotFoundError), locked(partial, refuse):  # it may end in this moment

@@ -28,9 +28,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 
 from spaceport.exporter.checkpoint_files import ModelFiles
 from spaceport.exporter.converted_checkpoint import (
+    checked_state,
     converted_config,
     load_converted,
-    open_converted,
     published_tokenizer,
 )
 from spaceport.exporter.gguf_checkpoint import end_tokens, gguf_config, gguf_tokenizer, load_gguf_weights
@@ -188,7 +188,8 @@ def _gguf_source(files: ModelFiles, gguf: GgufFile) -> CheckpointSource:
 
 def _converted_source(files: ModelFiles) -> CheckpointSource:
     """That of a published checkpoint that is loaded as one of another family."""
-    converted = open_converted(files)
+    config = converted_config(files)
+    checked_state(files, config)
     published = published_tokenizer(files)
     named = files.generation.get("eos_token_id")
     own = named if isinstance(named, list) else [] if named is None else [named]
@@ -196,10 +197,10 @@ def _converted_source(files: ModelFiles) -> CheckpointSource:
     ends = list(dict.fromkeys([*own, *published.end]))
     return CheckpointSource(
         files,
-        converted.config,
+        config,
         {**files.generation, "eos_token_id": ends},
         lambda: copy.deepcopy(published.tokenizer),
-        lambda dtype, scratch: load_with_own_attention(partial(load_converted, converted, dtype)),
+        lambda dtype, scratch: load_with_own_attention(partial(load_converted, files, config, dtype)),
     )
 
 

@@ -90,15 +90,6 @@ class PublishedTensor:
             start += shape[0]
 
 
-@dataclass(frozen=True)
-class ConvertedCheckpoint:
-    """A published checkpoint without its weights."""
-
-    files: ModelFiles
-    published_type: str  # model_type in config.json
-    config: PreTrainedConfig  # of the converted model
-
-
 def published_tensors(family: Family, config: PreTrainedConfig) -> tuple[PublishedTensor, ...]:
     """The tensors of a published checkpoint, with the weights of the converted model that they hold."""
 
@@ -170,30 +161,23 @@ def converted_config(files: ModelFiles) -> PreTrainedConfig:
     return config
 
 
-def open_converted(files: ModelFiles) -> ConvertedCheckpoint:
-    """The published checkpoint in a folder; raise if it cannot be converted exactly, before weights are read."""
-    checkpoint = ConvertedCheckpoint(files, files.config["model_type"], converted_config(files))
-    _checked_state(checkpoint)
-    return checkpoint
-
-
-def _checked_state(checkpoint: ConvertedCheckpoint) -> tuple[tuple[PublishedTensor, ...], dict[str, Tensor]]:
-    """The tensors that a checkpoint must have, and those in its files; raise if these are others."""
-    expected = published_tensors(FAMILIES[checkpoint.published_type], checkpoint.config)
-    state = read_state(checkpoint.files.weights)
-    check_tensors(checkpoint.files.path, expected, {name: tuple(tensor.shape) for name, tensor in state.items()})
+def checked_state(files: ModelFiles, config: PreTrainedConfig) -> tuple[tuple[PublishedTensor, ...], dict[str, Tensor]]:
+    """The tensors that a checkpoint must have, and those in its files, which are not read; raise if these are others."""
+    expected = published_tensors(FAMILIES[files.config["model_type"]], config)
+    state = read_state(files.weights)
+    check_tensors(files.path, expected, {name: tuple(tensor.shape) for name, tensor in state.items()})
     return expected, state
 
 
 def load_converted(
-    checkpoint: ConvertedCheckpoint, dtype: torch.dtype, attn_implementation: str
+    files: ModelFiles, config: PreTrainedConfig, dtype: torch.dtype, attn_implementation: str
 ) -> tuple[Any, dict[str, Any]]:
     """The model with the published weights, and the loading report of transformers."""
-    load: Any = FAMILIES[checkpoint.published_type].model.from_pretrained
+    load: Any = FAMILIES[files.config["model_type"]].model.from_pretrained
     loaded: tuple[Any, dict[str, Any]] = load(
         None,
-        config=checkpoint.config,
-        state_dict=dict(_weights(checkpoint, dtype)),
+        config=config,
+        state_dict=dict(_weights(files, config, dtype)),
         dtype=dtype,
         attn_implementation=attn_implementation,
         output_loading_info=True,
@@ -201,21 +185,21 @@ def load_converted(
     return loaded
 
 
-def _weights(checkpoint: ConvertedCheckpoint, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+def _weights(files: ModelFiles, config: PreTrainedConfig, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """The weights of the converted model, each with memory of its own."""
-    tensors, state = _checked_state(checkpoint)
+    tensors, state = checked_state(files, config)
     for tensor in tensors:
         if tensor.copy_of is not None:
             if tensor.name in state and not torch.equal(state[tensor.name], state[tensor.copy_of]):
                 raise CheckpointError(
-                    f"{checkpoint.files.path}: tie_word_embeddings is true, but {tensor.name} differs from {tensor.copy_of}: "
+                    f"{files.path}: tie_word_embeddings is true, but {tensor.name} differs from {tensor.copy_of}: "
                     "expected equal tensors; set tie_word_embeddings to false if the head was trained"
                 )
             continue
         values = state[tensor.name]
         if not values.is_floating_point():
             raise CheckpointError(
-                f"{checkpoint.files.path}: tensor {tensor.name} has type {values.dtype}: expected floating-point weights; "
+                f"{files.path}: tensor {tensor.name} has type {values.dtype}: expected floating-point weights; "
                 "download the checkpoint that is not quantized"
             )
         for weight, rows in tensor.slices():

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint, template_of
-from spaceport.exporter.checkpoint_files import refuse_sizes, require_checkpoint
+from spaceport.exporter.checkpoint_files import refuse_sizes, require_checkpoint, weight_files
 from spaceport.exporter.checkpoint_source import load_with_own_attention, model_config, read_source
 from spaceport.exporter.sar_config import CheckpointError, read_json
 from spaceport.graphs.contract.manifest import MANIFEST_FILE, MODEL_FILE
@@ -252,6 +252,27 @@ def test_an_index_names_files_beside_it_only(checkpoint: Path, name: str) -> Non
         require_checkpoint(checkpoint)
     index.write_text(json.dumps({"weight_map": {"x": "a.safetensors"}}))
     require_checkpoint(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("present", "expected"),
+    [
+        (("model", "consolidated", "heads"), ("model",)),
+        (("part-2", "part-1", "heads"), ("part-1", "part-2")),
+        (("heads",), None),
+    ],
+)
+def test_weights_are_those_of_the_model_alone(
+    present: tuple[str, ...], expected: tuple[str, ...] | None, tmp_path: Path
+) -> None:
+    for name in present:
+        (tmp_path / f"{name}.safetensors").touch()
+    drafting = (tmp_path / "heads.safetensors",)
+    if expected is None:
+        with pytest.raises(CheckpointError, match=r"no weights in it: expected \*\.safetensors"):
+            weight_files(tmp_path, drafting)
+    else:
+        assert [file.stem for file in weight_files(tmp_path, drafting)] == list(expected)
 
 
 def test_usual_sizes_are_accepted_and_numbers_of_too_many_digits_are_no_json(checkpoint: Path) -> None:

@@ -26,13 +26,13 @@ def is_skeleton(folder: Path) -> bool:
     return (folder / SKELETON_FILE).is_file()
 
 
-def inflate(skeleton: Path, target: Path, seed: int = 0) -> Manifest:
+def inflate(skeleton: Path, target: Path) -> Manifest:
     """Write the bundle of a skeleton with random weights into a new folder."""
     target.mkdir(parents=True)
     manifest = manifest_in((skeleton / MANIFEST_FILE).read_bytes())
     dtype = manifest.signature.dtype
     size = json.loads((skeleton / SKELETON_FILE).read_text("utf-8"))["bytes"]
-    left, draws = size // DTYPES[dtype].bytes, np.random.default_rng(seed)
+    left, draws = size // DTYPES[dtype].bytes, np.random.default_rng(0)
     with (target / DATA_FILE).open("wb") as data:
         while left:
             piece = _drawn(min(left, _PIECE), draws)

@@ -47,7 +47,7 @@ class ExportDrafts:
             return self.request.method is not None
         return not (self.adapter / BASE_FILE).exists() and published_weights(self.adapter) is not None
 
-    def read(self) -> Given | None:
+    def read(self, files: ModelFiles) -> Given | None:
         """The files of published weights; None: the export needs no adoption. Raises for any other path."""
         if not self.published:
             if self.adapter is not None:
@@ -57,7 +57,7 @@ class ExportDrafts:
         if slots is not None and slots < 1:
             raise OptionFault(f"--max-mask-slots is {slots}: expected at least 1")
         inside = adapter_inside(self.checkpoint) if self.adapter is None else published_weights(self.adapter)
-        return read_given(self.checkpoint, inside, self.request)
+        return read_given(files, inside, self.request)
 
     def hint(self, files: ModelFiles) -> str | None:
         """What the export leaves out of CHECKPOINT, and how to use it."""
@@ -135,7 +135,7 @@ def export(
     check_target(bundle, overwrite)
     refuse_while_written(bundle)
     files = require_checkpoint(checkpoint)
-    adopted = drafts.read()
+    adopted = drafts.read(files)
     # torch is imported only once the paths are valid, and before transformers, which warns without it
     from spaceport.exporter.checkpoint_source import quiet_libraries
     from spaceport.exporter.choose_format import choose_format
@@ -178,7 +178,7 @@ def _measured_export(
     int4 = replace(options, format=FORMATS["int4"])
     manifest = export(files, bundle, int4, overwrite, on_stage)
     on_stage("measuring int4 on texts of the model")
-    measured = measure_bundle(open_bundle(bundle), files.path, options.remote_code, options.adapter)
+    measured = measure_bundle(open_bundle(bundle), files, options.remote_code, options.adapter)
     on_stage(f"{measured}, {LARGEST_DIVERGENCE:g} at most")
     if measured.divergence <= LARGEST_DIVERGENCE:
         return manifest

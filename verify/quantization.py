@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from spaceport.exporter.checkpoint import Checkpoint, TokenFlags, load_model, open_checkpoint
+from spaceport.exporter.checkpoint_files import ModelFiles
 from spaceport.exporter.checkpoint_source import quiet_libraries
 from spaceport.graphs.contract.signature import Signature, visible_length
 from spaceport.runtime.backends import open_engine
@@ -57,13 +58,15 @@ def measure_quantization(
     return _measure(bundle, open_checkpoint(folder, TokenFlags(), remote_code, adapter), reference, seed)
 
 
-def measure_bundle(bundle: Bundle, folder: Path, remote_code: bool = False, adapter: Path | None = None) -> Agreement:
+def measure_bundle(
+    bundle: Bundle, model: Path | ModelFiles, remote_code: bool = False, adapter: Path | None = None
+) -> Agreement:
     """The agreement of a bundle on ONNX Runtime with the checkpoint in float32."""
 
     def engine(slots: int) -> Engine:
         return open_engine(bundle, "onnxruntime", EngineOptions(slots, TEXTS, threads=0))
 
-    return _measure(bundle, open_checkpoint(folder, TokenFlags(), remote_code, adapter), engine, length=LENGTH // 2)
+    return _measure(bundle, open_checkpoint(model, TokenFlags(), remote_code, adapter), engine, length=LENGTH // 2)
 
 
 def _measure(

@@ -43,10 +43,9 @@ METHODS = (MEDUSA, PARD, UNO, GATED_LORA)  # in the order of TITLES
 
 def find_method(given: Given) -> tuple[Method, str]:
     """The method of what was given, and what shows it."""
-    config, whole = (given.config, True) if given.adapter is None else (given.training, False)
-    if (other := other_method(config, whole)) is not None:
+    if (other := other_method(given.config, whole=given.adapter is None)) is not None:
         raise CheckpointError(
-            f"{given.adapter or given.checkpoint}: config.json has {other.entry}, so it drafts {other.drafts}: expected "
+            f"{given.owner}: config.json has {other.entry}, so it drafts {other.drafts}: expected "
             f"{', '.join(TITLES)}; export the base model without it: it drafts with prompt lookup, or train it with "
             "`spaceport tune`"
         )
@@ -62,7 +61,7 @@ def find_method(given: Given) -> tuple[Method, str]:
 def _nothing_found(given: Given) -> str:
     if given.request.method == MEDUSA.name:
         return (
-            f"{given.adapter or given.checkpoint}: has nothing of --method medusa: expected {' or '.join(HEADS_FILES)}, or "
+            f"{given.owner}: has nothing of --method medusa: expected {' or '.join(HEADS_FILES)}, or "
             "medusa_num_heads in config.json; name the path of these weights, or leave --method out"
         )
     if given.adapter is None:
@@ -133,7 +132,7 @@ def plan_adoption(given: Given, remote_code: bool = False) -> AdoptionPlan:
     """What was given, checked as far as possible without the weights of the base model."""
     method, evidence = find_method(given)
     flags = TokenFlags(max_mask_slots=given.request.max_mask_slots if method is PARD else None)
-    checkpoint = open_checkpoint(given.checkpoint, flags, remote_code)
+    checkpoint = open_checkpoint(given.files, flags, remote_code)
     for mechanism in checkpoint.mechanisms:
         if not mechanism.refines:
             raise CheckpointError(f"{given.checkpoint}: has {mechanism.name} already: expected its base model")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from spaceport.exporter.checkpoint_files import ModelFiles, is_gguf
+from spaceport.exporter.checkpoint_files import ModelFiles
 from spaceport.exporter.sar_config import CheckpointError, MaskEntry, mask_entry, read_json, read_optional_json
 from spaceport.graphs.contract.faults import OptionFault
 
@@ -36,13 +36,26 @@ class AdoptionRequest:
 
 @dataclass(frozen=True)
 class Given:
-    """The configurations of a checkpoint and of an adapter, with the options."""
+    """The files of a checkpoint and of an adapter, with the options."""
 
-    checkpoint: Path
+    files: ModelFiles  # of the checkpoint
     adapter: Path | None
-    config: Mapping[str, Any]  # config.json of the checkpoint; empty for a GGUF file
     training: Mapping[str, Any] = field(default_factory=dict)  # config.json beside the adapter, or one folder above
     request: AdoptionRequest = AdoptionRequest()
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.files.path
+
+    @property
+    def owner(self) -> Path:
+        """The folder of the weights that draft: of the adapter, if there is one."""
+        return self.adapter or self.checkpoint
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The config.json that says how these weights draft."""
+        return self.files.config if self.adapter is None else self.training
 
     @property
     def peft_folder(self) -> Path:
@@ -54,8 +67,8 @@ class Given:
     @property
     def named_mask(self) -> MaskEntry | None:
         """The mask token in the configuration that the adapter was trained with, or in the checkpoint's."""
-        for folder, config in ((self.adapter, self.training), (self.checkpoint, self.config)):
-            found = mask_entry((folder or self.checkpoint) / "config.json", config)
+        for folder, config in ((self.owner, self.training), (self.checkpoint, self.files.config)):
+            found = mask_entry(folder / "config.json", config)
             if found is not None:
                 return found
         return None
@@ -107,16 +120,15 @@ def check_slots(slots: int, most: int) -> None:
         raise OptionFault(f"--max-mask-slots is {slots}: expected 1 to {most}")
 
 
-def read_given(checkpoint: Path, adapter: Path | None, request: AdoptionRequest) -> Given:
-    """The JSON files of what was given."""
-    config = {} if is_gguf(checkpoint) else read_json(checkpoint / "config.json")
+def read_given(files: ModelFiles, adapter: Path | None, request: AdoptionRequest) -> Given:
+    """What was given, with the config.json beside the adapter."""
     if adapter is None:
-        return Given(checkpoint, adapter, config, {}, request)
+        return Given(files, adapter, {}, request)
     if not adapter.exists():
         raise CheckpointError(f"{adapter}: no such file or folder: {_USAGE}, with published weights as ADAPTER")
-    files = [folder / "config.json" for folder in (adapter, adapter.absolute().parent)]
-    training = next((read_json(file) for file in files if file.exists()), {})
-    return Given(checkpoint, adapter, config, training, request)
+    beside = [folder / "config.json" for folder in (adapter, adapter.absolute().parent)]
+    training = next((read_json(file) for file in beside if file.exists()), {})
+    return Given(files, adapter, training, request)
 
 
 def _require_order(checkpoint: Path) -> None:

@@ -33,17 +33,17 @@ _WRONG_BASE = "give the base model that the heads were trained on"
 
 def heads_files(given: Given) -> list[Path]:
     """The files with heads: one beside its config.json, or the weight files of a checkpoint; empty: there are none."""
-    folder = given.adapter or given.checkpoint
+    folder = given.owner
     own = next((folder / name for name in HEADS_FILES if (folder / name).exists()), None)
     if own is not None:
         return [own]
-    named = given.config if given.adapter is None else {}
-    return sorted(folder.glob("model*.safetensors")) if named.get("medusa_num_heads") else []
+    whole = given.adapter is None and given.config.get("medusa_num_heads")
+    return sorted(folder.glob("model*.safetensors")) if whole else []
 
 
 def read_published_heads(given: Given, checkpoint: Checkpoint) -> PublishedWeights:
     """The heads in the given files, checked against the configuration of their base model."""
-    folder = given.adapter or given.checkpoint
+    folder = given.owner
     files: dict[Path, dict[str, str]] = {}
     found: dict[str, tuple[int, ...]] = {}
     for file in heads_files(given):
@@ -57,11 +57,10 @@ def read_published_heads(given: Given, checkpoint: Checkpoint) -> PublishedWeigh
             files[file] = names
     where = ", ".join(map(str, files)) or f"{folder}"
     present, blocks = _sizes(where, found)
-    config = given.training if given.adapter is not None else given.config
-    _check_config(folder / "config.json", config, present, blocks)
+    _check_config(folder / "config.json", given.config, present, blocks)
     text = checkpoint.config.get_text_config()
     expected = expected_shapes(present, blocks, text.hidden_size, text.vocab_size)
-    base = config.get("base_model_name_or_path")
+    base = given.config.get("base_model_name_or_path")
     named = f", which config.json calls {base}" if isinstance(base, str) else ""
     with errors_of(where, f"{_ADVICE}, or {_WRONG_BASE}{named}"):
         require_shapes(found, expected, "of heads")
@@ -70,7 +69,7 @@ def read_published_heads(given: Given, checkpoint: Checkpoint) -> PublishedWeigh
         file: {name: own for name, own in names.items() if int(own.split(".")[0]) < count}
         for file, names in files.items()
     }
-    configured = config.get("medusa_num_heads")
+    configured = given.config.get("medusa_num_heads")
     files = {file: names for file, names in taken.items() if names}
     report = {
         "files": [str(file) for file in files],

@@ -64,8 +64,9 @@ def command(
     base, adapter, target = arrange(paths)
     if target is not None:
         check_target(target, overwrite, ADAPTER_FOLDER)
-    require_checkpoint(base)
-    given = read_given(base, adapter, AdoptionRequest(method, mask_token, max_mask_slots, noise_seed))
+    given = read_given(
+        require_checkpoint(base), adapter, AdoptionRequest(method, mask_token, max_mask_slots, noise_seed)
+    )
     # torch is imported only once the paths are valid
     from spaceport.exporter.checkpoint_source import quiet_libraries
     from spaceport.tools.adopt.adopt import next_command, plan_adoption, write_adoption

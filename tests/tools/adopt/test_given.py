@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from spaceport.exporter.sar_config import CheckpointError
+from spaceport.exporter.checkpoint_files import ModelFiles
+from spaceport.exporter.sar_config import CheckpointError, read_json
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.tools.adopt.adopt import find_method
 from spaceport.tools.adopt.given import PEFT_FILE, AdoptionRequest, Given, arrange, read_given
@@ -44,7 +45,7 @@ def test_the_mask_token_of_the_training_counts_before_the_checkpoints(tmp_path: 
     found = []
     for token, folder in ((3, base), (4, adapter.parent), (5, adapter)):
         written(folder, "config.json", mask_token_id=token)
-        named = read_given(base, adapter, AdoptionRequest()).named_mask
+        named = read_given(ModelFiles(base, read_json(base / "config.json")), adapter, AdoptionRequest()).named_mask
         found.append(named and named.token)
     assert found == [3, 4, 5]
 
@@ -66,7 +67,7 @@ SHOWN: list[tuple[Path | None, dict[str, Any], dict[str, Any], dict[str, Any], s
 def test_the_files_show_the_method(
     adapter: Path | None, config: dict[str, Any], training: dict[str, Any], options: dict[str, Any], expected: str
 ) -> None:
-    method, evidence = find_method(Given(BASE, adapter, config, training, AdoptionRequest(**options)))
+    method, evidence = find_method(Given(ModelFiles(BASE, config), adapter, training, AdoptionRequest(**options)))
     assert f"{method.name}: {evidence}".startswith(expected)
 
 
@@ -91,4 +92,4 @@ WITHOUT: list[tuple[Path | None, dict[str, Any], str]] = [
 @pytest.mark.parametrize(("adapter", "config", "message"), WITHOUT)
 def test_what_is_missing_or_cannot_be_run_is_named(adapter: Path | None, config: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
-        find_method(Given(BASE, adapter, {} if adapter else config, config if adapter else {}))
+        find_method(Given(ModelFiles(BASE, {} if adapter else config), adapter, config if adapter else {}))

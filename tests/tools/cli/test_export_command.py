@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from spaceport.exporter.checkpoint_files import require_checkpoint
 from spaceport.exporter.checkpoint_source import quiet_libraries
 from spaceport.tools.adopt.adopt import adopted_for_export
 from spaceport.tools.adopt.given import AdoptionRequest, read_given
@@ -41,7 +42,7 @@ def test_an_export_adopts_published_weights_as_adopt_does(name: str, tmp_path: P
     work = tmp_path / "work"
     work.mkdir()
     assert run(["adopt", str(model.base), str(model.weights), str(tmp_path / "adapter"), *model.options]) == OK
-    given = read_given(model.base, model.weights, AdoptionRequest(max_mask_slots=SLOTS))
+    given = read_given(require_checkpoint(model.base), model.weights, AdoptionRequest(max_mask_slots=SLOTS))
     with adopted_for_export(given, work / "bundle", False, lambda name: None) as folder:
         assert folder is not None
         assert contents(folder) == contents(tmp_path / "adapter")

@@ -1,32 +1,23 @@
 """Configuration, tokenizer and weights of a GGUF file, each compared with its metadata.
 
-transformers dequantizes the weights. It can load the tokenizer too, but ignores some pre-tokenizers and may add tokens.
+transformers can load them too, but it reads the file twice, ignores some pre-tokenizers and may add tokens.
 """
 
 from __future__ import annotations
 
 import math
-import struct
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cache
-from typing import Any, NoReturn, cast
+from dataclasses import asdict, dataclass
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-    modeling_gguf_pytorch_utils,
-)
-from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
-from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
+from torch import Tensor
+from transformers import AutoConfig, PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from spaceport.exporter.gguf_file import ARRAY, NUMBERS, STRING, GgufFile
+from spaceport.exporter.gguf_file import GgufFile
 from spaceport.exporter.sar_config import CheckpointError
 from spaceport.exporter.tokenizer_models import (
     LLAMA3_PATTERN,
@@ -58,14 +49,30 @@ _LAYER = {
     **{f"{name}.weight": shape for name, shape in _LAYER_LINEAR.items()},
     **{f"{name}.weight": ("hidden",) for name in ("attn_norm", "ffn_norm")},
 }
-_LAYER_OPTIONAL = {  # of some architectures
-    **{f"{name}.bias": shape[1:] for name, shape in _LAYER_LINEAR.items()},
-    **{f"{name}.weight": ("head_dim",) for name in ("attn_q_norm", "attn_k_norm")},
+_LAYER_OF = {  # further ones by architecture
+    "llama": {},
+    "qwen2": {f"{name}.bias": _LAYER_LINEAR[name][1:] for name in ("attn_q", "attn_k", "attn_v")},
+    "qwen3": {f"{name}.weight": ("head_dim",) for name in ("attn_q_norm", "attn_k_norm")},
 }
 
-_HEAD_DIM_KEYS = ("attention.key_length", "attention.value_length")
-_LONGEST = 256  # items of arrays and bytes of texts that transformers gets; it needs hyperparameters only
-_TEXT_HEAD, _ARRAY_HEAD = struct.Struct("<Q"), struct.Struct("<IQ")
+# Modules of transformers by the names of tensors
+_MODULES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    **{f"attn_{part}": f"self_attn.{part}_proj" for part in "qkv"},
+    **{f"attn_{part}_norm": f"self_attn.{part}_norm" for part in "qk"},
+    "attn_output": "self_attn.o_proj",
+    **{f"ffn_{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")},
+}
+# Hyperparameters that are read, or must be equal to others.
+_HYPERPARAMETERS = {
+    *("vocab_size", "context_length", "embedding_length", "block_count", "feed_forward_length"),
+    *("attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.value_length"),
+    *("attention.layer_norm_rms_epsilon", "rope.dimension_count", "rope.freq_base"),
+}
 
 # How text is split, by llama.cpp's names of pre-tokenizers: the pattern, and whether that of GPT-2 follows
 _LLAMA3 = ("llama3", "llama-v3", "llama-bpe")  # a word that is a token is not merged; BOS is added by default
@@ -84,13 +91,13 @@ _END = ("eos_token_id", "eot_token_id", "eom_token_id")  # end of text, of a tur
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """Sizes of a model, each at least 1."""
+    """Sizes of a model, each at least 1, by their names in a configuration of transformers."""
 
-    hidden: int
-    layers: int
-    inner: int  # of the feed-forward layers
-    heads: int
-    kv_heads: int
+    hidden_size: int
+    num_hidden_layers: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
     head_dim: int
 
 
@@ -124,12 +131,10 @@ def hyperparameters_of(file: GgufFile) -> Hyperparameters:
 
 
 def _check_names(file: GgufFile) -> None:
-    """Raise for hyperparameters that transformers ignores, such as RoPE scaling."""
-    mapping: Any = GGUF_CONFIG_MAPPING
-    known = {*mapping[file.architecture], *_HEAD_DIM_KEYS}
+    """Raise for other hyperparameters, such as RoPE scaling."""
     for key, value in file.metadata.items():
         name = key.removeprefix(f"{file.architecture}.")
-        if name != key and name not in known and (name, value) != ("rope.scaling.type", "none"):
+        if name != key and name not in _HYPERPARAMETERS and (name, value) != ("rope.scaling.type", "none"):
             file.refuse(
                 f"{key} is {short(value)}, which cannot be loaded from GGUF files",
                 "a model without it",
@@ -138,15 +143,21 @@ def _check_names(file: GgufFile) -> None:
 
 
 def check_shapes(file: GgufFile, hyperparameters: Hyperparameters) -> None:
-    """Raise if a tensor that the hyperparameters require is missing or has another shape."""
-    for name, shape, required in _shapes(
-        hyperparameters, vocabulary_of(file)
-    ):  # no list: the number of layers may be absurd
+    """Raise if a tensor that the hyperparameters require is missing or has another shape, and for other tensors."""
+    unknown = set(file.tensors)
+    for name, shape in _shapes(file, hyperparameters):  # no list: the number of layers may be absurd
         tensor = file.tensors.get(name)
-        if tensor is None and required:
-            file.refuse(f"tensor {name} is missing", f"the tensors of {hyperparameters.layers} layers")
+        if tensor is None and name != "output.weight":
+            file.refuse(f"tensor {name} is missing", f"the tensors of {hyperparameters.num_hidden_layers} layers")
         if tensor is not None and tensor.shape != shape:
             file.refuse(f"tensor {name} has shape {short(tensor.shape)}", f"{short(shape)} from the hyperparameters")
+        unknown.discard(name)
+    if unknown:  # such as RoPE factors
+        file.refuse(
+            f"tensor {min(unknown)} has no counterpart in a {file.architecture} model of transformers",
+            "none but its weights",
+            "export the original checkpoint",
+        )
 
 
 def vocabulary_of(file: GgufFile) -> int:
@@ -155,22 +166,22 @@ def vocabulary_of(file: GgufFile) -> int:
     return _size(file, "vocab_size", len(tokens) if isinstance(tokens, list) else 0)
 
 
-def _shapes(hyperparameters: Hyperparameters, vocabulary: int) -> Iterator[tuple[str, tuple[int, ...], bool]]:
-    """Names and shapes of a model's tensors, and whether every model has the tensor."""
+def _shapes(file: GgufFile, hyperparameters: Hyperparameters) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of a model's tensors."""
     sizes = {
-        "hidden": hyperparameters.hidden,
-        "inner": hyperparameters.inner,
+        "hidden": hyperparameters.hidden_size,
+        "inner": hyperparameters.intermediate_size,
         "head_dim": hyperparameters.head_dim,
-        "queries": hyperparameters.heads * hyperparameters.head_dim,
-        "keys": hyperparameters.kv_heads * hyperparameters.head_dim,
-        "vocabulary": vocabulary,
+        "queries": hyperparameters.num_attention_heads * hyperparameters.head_dim,
+        "keys": hyperparameters.num_key_value_heads * hyperparameters.head_dim,
+        "vocabulary": vocabulary_of(file),
     }
     for name, dimensions in _MODEL.items():
-        yield name, tuple(sizes[dimension] for dimension in dimensions), name != "output.weight"
-    for layer in range(hyperparameters.layers):
-        for tensors, required in ((_LAYER, True), (_LAYER_OPTIONAL, False)):
-            for name, dimensions in tensors.items():
-                yield f"blk.{layer}.{name}", tuple(sizes[dimension] for dimension in dimensions), required
+        yield name, tuple(sizes[dimension] for dimension in dimensions)
+    in_layer = {**_LAYER, **_LAYER_OF[file.architecture]}
+    for layer in range(hyperparameters.num_hidden_layers):
+        for name, dimensions in in_layer.items():
+            yield f"blk.{layer}.{name}", tuple(sizes[dimension] for dimension in dimensions)
 
 
 def _stated(file: GgufFile, key: str, default: int | None = None) -> Any:
@@ -197,107 +208,63 @@ def _refuse_value(file: GgufFile, key: str, value: Any, expected: str) -> NoRetu
 
 def gguf_config(file: GgufFile) -> PreTrainedConfig:
     """The configuration of a GGUF file's model; raise if it does not fit the file's tensors."""
-    hyperparameters = hyperparameters_of(file)
-    check_shapes(file, hyperparameters)
+    sizes, vocabulary = hyperparameters_of(file), vocabulary_of(file)
+    check_shapes(file, sizes)
+    tokens = {f"{role}_token_id": file.get(key) for role, key in _SPECIAL.items()}
+    base = _stated(file, "rope.freq_base")
+    stated = {**tokens, "rope_parameters": base and {"rope_type": "default", "rope_theta": base}}
     try:
-        with _lean_loader():
-            config = AutoConfig.from_pretrained(file.path.parent, gguf_file=file.path.name, local_files_only=True)
+        return AutoConfig.for_model(
+            file.architecture,
+            vocab_size=vocabulary,
+            max_position_embeddings=_size(file, "context_length"),
+            rms_norm_eps=_stated(file, "attention.layer_norm_rms_epsilon"),
+            tie_word_embeddings="output.weight" not in file.tensors,
+            **asdict(sizes),
+            **{name: value for name, value in stated.items() if value is not None},
+        )
     except Exception as error:  # each model family raises its own exception types
-        message = " ".join(str(error).split())
-        message = message if len(message) <= 200 else f"{message[:199]}…"
         raise CheckpointError(
-            f"{file.path}: its metadata cannot be loaded ({message}): expected that of a {file.architecture} model; "
-            "convert the model again"
+            f"{file.path}: its metadata cannot be loaded ({short(str(error))}): expected that of a {file.architecture} "
+            "model; convert the model again"
         ) from error
-    config.head_dim = hyperparameters.head_dim  # transformers has its own default
-    config.vocab_size = vocabulary_of(file)  # the number of tokens, which it does not see
-    return cast(PreTrainedConfig, config)
 
 
 def load_gguf_weights(
     file: GgufFile, config: PreTrainedConfig, dtype: torch.dtype, attn_implementation: str
 ) -> tuple[Any, dict[str, Any]]:
-    """The model with dequantized weights and the loading report of transformers; no quantizer is left in it."""
-    with _lean_loader():
-        load: Any = AutoModelForCausalLM.from_pretrained
-        model, report = load(
-            file.path.parent,
-            gguf_file=file.path.name,
-            config=config,
-            dtype=dtype,
-            attn_implementation=attn_implementation,
-            local_files_only=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # reported by name
-        )
-        remove_quantizer(model)
-        mapper: Any = TENSOR_PROCESSORS.get(file.architecture, TensorProcessor)
-        used: dict[str, str] = get_gguf_hf_weights_map(model, mapper(config=model.config.to_dict()))
-    ignored = sorted(file.tensors.keys() - used.keys())  # such as RoPE factors
-    if ignored:
-        file.refuse(
-            f"tensor {ignored[0]} has no counterpart in {type(model).__name__}",
-            "none but its weights",
-            "export the original checkpoint",
-        )
-    return model, report
+    """The model with dequantized weights, and the loading report of transformers."""
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    loaded: tuple[Any, dict[str, Any]] = kind.from_pretrained(
+        None,
+        config=config,
+        state_dict={_parameter_name(name): _dequantized(file, name, config).to(dtype) for name in file.tensors},
+        dtype=dtype,
+        attn_implementation=attn_implementation,
+        output_loading_info=True,
+    )
+    return loaded
 
 
-def remove_quantizer(model: PreTrainedModel) -> None:
-    """Remove what marks a model as quantized: its weights are dequantized, and it could not be saved or trained."""
-    for name in ("hf_quantizer", "quantization_method", "_is_quantized", "is_quantized"):
-        if name in vars(model):
-            delattr(model, name)
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
+def _parameter_name(tensor: str) -> str:
+    """The name in a model of transformers for a tensor of a file."""
+    *block, name, kind = tensor.split(".")
+    layer = f"model.layers.{block[1]}." if block else ""
+    return f"{layer}{_MODULES[name]}.{kind}"
 
 
-def _text_size(data: Any, start: int) -> int:
-    """The bytes of a text with its length."""
-    size: int = _TEXT_HEAD.unpack_from(data, start)[0]
-    return _TEXT_HEAD.size + size
+def _dequantized(file: GgufFile, name: str, config: PreTrainedConfig) -> Tensor:
+    """The weights of a tensor in float32, in the order of transformers."""
+    from gguf import GGMLQuantizationType
+    from gguf.quants import dequantize
 
-
-def _long_size(data: Any, start: int, kind: int) -> int:
-    """The bytes of a text or array of metadata; 0 for those that are short, and for other values."""
-    if kind == STRING:
-        size = _text_size(data, start)
-        return size if size > _LONGEST else 0
-    item, count = _ARRAY_HEAD.unpack_from(data, start) if kind == ARRAY else (0, 0)
-    if count <= _LONGEST:
-        return 0
-    end = start + _ARRAY_HEAD.size
-    if item in NUMBERS:
-        end += count * np.dtype(NUMBERS[item]).itemsize
-    else:
-        for _ in range(count):
-            end += _text_size(data, end)
-    return end - start
-
-
-@contextmanager
-def _lean_loader() -> Iterator[None]:
-    """The time in which transformers loads GGUF files without progress bars, long texts and the items of long arrays.
-
-    It makes the map of tensor names for each module: 12 of 14 s of loading a model with 794 modules."""
-    import gguf
-
-    class LeanReader(gguf.GGUFReader):
-        """Makes no objects for long arrays, such as vocabularies, whose items take a kilobyte each."""
-
-        def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
-            size = _long_size(self.data, orig_offs, raw_type)
-            return (size, [], [], [raw_type]) if size else super()._get_field_parts(orig_offs, raw_type)
-
-    loader: Any = modeling_gguf_pytorch_utils
-    package: Any = gguf
-    before = loader.tqdm, package.GGUFReader, package.get_tensor_name_map
-    loader.tqdm, package.GGUFReader = (lambda items, **options: items), LeanReader
-    package.get_tensor_name_map = cache(package.get_tensor_name_map)
-    try:
-        yield
-    finally:
-        loader.tqdm, package.GGUFReader, package.get_tensor_name_map = before
+    tensor, part = file.tensors[name], name.split(".")[-2]
+    data = file.data_of(tensor).reshape(*tensor.shape[:0:-1], -1)
+    weights = dequantize(data, GGMLQuantizationType[tensor.kind])
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(part)
+    if file.architecture == "llama" and heads is not None:  # llama.cpp orders its rows by rotated pairs
+        weights = weights.reshape(heads, -1, 2, *weights.shape[1:]).swapaxes(1, 2).reshape(weights.shape)
+    return torch.from_numpy(np.require(weights, np.float32, "W"))
 
 
 def gguf_tokenizer(file: GgufFile) -> Any:

@@ -24,13 +24,12 @@ TENSOR_TYPES = (
     *("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"),
     *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"),
 )
-_PACKAGES = ("gguf", "accelerate")  # transformers needs both to load a GGUF file
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 # By number of the value type; numpy's names of numbers
-NUMBERS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}
-UINT32, STRING, ARRAY = 4, 8, 9
+_NUMBERS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}
+_UINT32, _STRING, _ARRAY = 4, 8, 9
 # Limits of all metadata of a file together. A vocabulary of 300,000 tokens has 1.4 million items in 30 MB, with scores,
 # types and 500,000 merges; models have less than 100 entries.
 _MOST_ENTRIES, _MOST_TENSORS, _MOST_ITEMS, _MOST_BYTES = 2**9, 2**16, 1_600_000, 2**26
@@ -80,9 +79,9 @@ class _Cursor:
         return self._decoded(start, size, what)
 
     def numbers(self, kind: int, count: int, what: str) -> list[Any]:
-        start = self.skip(count * np.dtype(NUMBERS[kind]).itemsize, what)
+        start = self.skip(count * np.dtype(_NUMBERS[kind]).itemsize, what)
         _require_at_most(_MOST_BYTES, self.position, f"bytes up to the end of {what}")
-        values: list[Any] = np.frombuffer(self.data[start : self.position], NUMBERS[kind]).tolist()
+        values: list[Any] = np.frombuffer(self.data[start : self.position], _NUMBERS[kind]).tolist()
         return values
 
     def texts(self, count: int, what: str) -> list[str]:
@@ -100,18 +99,18 @@ class _Cursor:
 
     def value(self, kind: int, key: str) -> Any:
         """A value of metadata."""
-        if kind == STRING:
+        if kind == _STRING:
             return self.text(key)
-        if kind in NUMBERS:
+        if kind in _NUMBERS:
             return self.numbers(kind, 1, key)[0]
-        if kind != ARRAY:
+        if kind != _ARRAY:
             raise _LayoutError(f"{key} has type {kind}")
         item, count = self.number("<I", f"the item type of {key}"), self.number("<Q", f"the length of {key}")
         self.items += count
         _require_at_most(_MOST_ITEMS, self.items, f"items in the arrays up to {key}")
-        if item == STRING:
+        if item == _STRING:
             return self.texts(count, key)
-        if item not in NUMBERS:
+        if item not in _NUMBERS:
             raise _LayoutError(f"{key} is an array of type {item}")
         return self.numbers(item, count, key)
 
@@ -211,7 +210,7 @@ def _metadata(cursor: _Cursor, entries: int) -> dict[str, Any]:
             raise _LayoutError(f"it has {key} twice")
         kind = cursor.number("<I", f"the type of {key}")
         metadata[key] = value = cursor.value(kind, key)
-        if key == _ALIGNMENT_KEY and (kind != UINT32 or value < 1 or value & (value - 1)):
+        if key == _ALIGNMENT_KEY and (kind != _UINT32 or value < 1 or value & (value - 1)):
             raise _LayoutError(f"{key} is {short(value)}, not a power of two")
     return metadata
 
@@ -235,11 +234,9 @@ def _tensor(cursor: _Cursor, types: Mapping[int, TensorType]) -> tuple[str, Gguf
 
 def read_gguf(path: Path) -> GgufFile:
     """Read the metadata of a GGUF file; raise if its model cannot be loaded exactly."""
-    missing = [name for name in _PACKAGES if find_spec(name) is None]
-    if missing:
+    if find_spec("gguf") is None:
         raise MissingDependency(
-            f"{path}: loading GGUF files needs the package {missing[0]}, which is not installed: "
-            f"{install_command('gguf')}"
+            f"{path}: loading GGUF files needs the package gguf, which is not installed: {install_command('gguf')}"
         )
     from gguf import GGML_QUANT_SIZES
 

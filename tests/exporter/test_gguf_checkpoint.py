@@ -13,12 +13,11 @@ import torch
 
 pytest.importorskip("gguf")
 
-import gguf
 from gguf import GGUFReader, quants
 from tokenizers import Regex, Tokenizer, pre_tokenizers
 from transformers import AutoTokenizer
 
-from spaceport.exporter import gguf_checkpoint, gguf_file
+from spaceport.exporter import gguf_file
 from spaceport.exporter.checkpoint import Checkpoint, CheckpointError, TokenFlags, load_model, open_checkpoint
 from spaceport.exporter.checkpoint_files import is_gguf, require_checkpoint
 from spaceport.exporter.checkpoint_source import quiet_libraries
@@ -90,32 +89,6 @@ def test_logits_equal_those_of_the_original_model(family: str, tied: bool, tmp_p
     ids = torch.arange(40)[None] * 7 % 600
     with torch.no_grad():
         assert torch.equal(loaded(ids).logits, model(ids).logits)
-
-
-def test_transformers_gets_no_long_arrays_and_texts_of_the_metadata(tmp_path: Path) -> None:
-    model, file = random_model(), tmp_path / "model.gguf"
-    changes = {
-        "general.description": "x" * 300,
-        "general.languages": ["en"] * 300,
-        "tokenizer.ggml.scores": [0.5] * 628,
-    }
-    checkpoint = opened(write_gguf(file, model, changes=changes))
-    with gguf_checkpoint._lean_loader():
-        fields = gguf.GGUFReader(file).fields
-        assert all(fields[key].data == [] for key in (*changes, "tokenizer.ggml.tokens"))
-        assert fields["llama.context_length"].contents() == 256
-    assert gguf.GGUFReader is GGUFReader
-    ids = torch.arange(40)[None] * 7 % 600
-    with torch.no_grad():
-        assert torch.equal(load_model(checkpoint, "float32")(ids).logits, model(ids).logits)
-
-
-def test_a_loaded_model_has_no_quantizer_and_can_be_saved(quantized: Path, tmp_path: Path) -> None:
-    model = load_model(opened(quantized), "float32")
-    for owner, name in ((model, "hf_quantizer"), (model, "is_quantized"), (model.config, "quantization_config")):
-        assert not getattr(owner, name, None), name
-    model.save_pretrained(tmp_path)
-    assert "quantization_config" not in (tmp_path / "config.json").read_text()
 
 
 def test_a_changed_gguf_file_prevents_a_resume(plain: Path, tmp_path: Path) -> None:
@@ -245,7 +218,9 @@ def test_unsupported_architectures_and_tensors_are_refused_by_name(tmp_path: Pat
     with pytest.raises(CheckpointError, match=r"blk.0.ffn_down.weight has type TQ1_0, which is not supported: exp"):
         read_gguf(write_gguf(file, random_model(), {"blk.0.ffn_down.weight": "TQ1_0"}))
     unknown = write_gguf(file, random_model(), tensors={"rope_freqs.weight": np.ones(8, np.float32)})
-    with pytest.raises(CheckpointError, match=r"tensor rope_freqs.weight has no counterpart in LlamaForCausalLM"):
+    with pytest.raises(
+        CheckpointError, match=r"tensor rope_freqs.weight has no counterpart in a llama model of transformers"
+    ):
         load_model(opened(unknown), "float32")
 
 

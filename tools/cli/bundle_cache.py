@@ -29,7 +29,6 @@ if TYPE_CHECKING:  # torch is imported only for an export
 
 _EXPECTED = "expected a bundle, a checkpoint folder (config.json, weights, tokenizer) or a GGUF file"
 _PACKAGES = ("torch", "transformers", "onnx", "onnxscript", "onnx-ir", "tokenizers", "safetensors")
-_GGUF_PACKAGES = ("gguf", "accelerate")  # further ones for GGUF files
 _TEMPLATES = "additional_chat_templates"  # the only folder in a checkpoint that an export reads
 _DIGESTS = "digests.json"  # of large files, by path, each with what shows that the file is still the same
 _DIGEST_END = re.compile(r"-[0-9a-f]{16}$")  # of the name of a cached bundle
@@ -139,7 +138,7 @@ def _refuse_other(path: Path) -> None:
 
 def _made_from(path: Path, options: ExportOptions | None, store: Path | None) -> dict[str, object]:
     """Everything that the bundle of a checkpoint depends on."""
-    packages = (*_PACKAGES, *_GGUF_PACKAGES) if is_gguf(path) else _PACKAGES
+    packages = (*_PACKAGES, "gguf") if is_gguf(path) else _PACKAGES
     made_from: dict[str, object] = {
         "versions": {"spaceport": __version__, **{package: _version(package, path) for package in packages}},
         "name": path.resolve().name,

@@ -27,6 +27,7 @@ from spaceport.exporter.gguf_checkpoint import (
     _verify,
     check_shapes,
     end_tokens,
+    gguf_config,
     gguf_tokenizer,
     hyperparameters_of,
 )
@@ -158,6 +159,17 @@ def hyperparameters(folder: Path, family: str = "llama", **changes: Any) -> Hype
 def test_the_sizes_of_a_model_are_read(family: str, tmp_path: Path) -> None:
     stated = {"attention.key_length": 16} if family == "qwen3" else {}
     assert hyperparameters(tmp_path, family, **stated) == Hyperparameters(64, 2, 256, 4, 2, 16)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_the_configuration_is_that_of_the_original_model(family: str, tied: bool, tmp_path: Path) -> None:
+    model = random_model(family, tied)
+    model.config.rope_parameters["rope_theta"], model.config.rms_norm_eps = 5e5, 2.0**-17  # exact in float32
+    changes = {f"{family}.attention.key_length": 16, "tokenizer.ggml.padding_token_id": None}
+    found = gguf_config(read_gguf(write_gguf(tmp_path / "model.gguf", model, changes=changes))).to_dict()
+    expected = model.config.to_dict()
+    assert {name for name in expected if found.get(name) != expected[name]} <= {"dtype", "architectures"}
 
 
 SIZES = ("embedding_length", "attention.head_count", "block_count", "feed_forward_length", "context_length")

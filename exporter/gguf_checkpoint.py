@@ -56,7 +56,7 @@ _LAYER_OF = {  # further ones by architecture
 }
 
 # Modules of transformers by the names of tensors
-_MODULES = {
+MODULES = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
     "output": "lm_head",
@@ -250,7 +250,7 @@ def _parameter_name(tensor: str) -> str:
     """The name in a model of transformers for a tensor of a file."""
     *block, name, kind = tensor.split(".")
     layer = f"model.layers.{block[1]}." if block else ""
-    return f"{layer}{_MODULES[name]}.{kind}"
+    return f"{layer}{MODULES[name]}.{kind}"
 
 
 def _dequantized(file: GgufFile, name: str, config: PreTrainedConfig) -> Tensor:

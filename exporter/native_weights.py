@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from spaceport.exporter.gguf_checkpoint import MODULES
 from spaceport.exporter.gguf_file import GgufFile
 from spaceport.exporter.sar_config import CheckpointError
 from spaceport.graphs.parts import BLOCK, DecoderParts, Linear
@@ -37,15 +38,7 @@ _PART = 16 * PANEL  # outputs that are packed at a time: their numbers stay in t
 # Packed formats of weights that are rounded. Embeddings have more bits, and each step reads the whole output embedding.
 _MATRICES, _TABLES = {"int4": "int4_pair"}, {"int4": "int5"}
 # Names of tensors in GGUF files by the last name of a linear module.
-_GGUF_NAMES = {
-    "q_proj": "attn_q",
-    "k_proj": "attn_k",
-    "v_proj": "attn_v",
-    "o_proj": "attn_output",
-    "gate_proj": "ffn_gate",
-    "up_proj": "ffn_up",
-    "down_proj": "ffn_down",
-}
+_GGUF_NAMES = {module.rpartition(".")[2]: name for name, module in MODULES.items()}
 # Two tables hold the same weights if nearly all numbers differ by less than a step of 4 bits; other tables differ by
 # several steps in most numbers. Some rows may be others, such as those of mask tokens.
 _SAMPLED, _COARSEST, _SAME, MOST_OTHERS = 2048, 8, 0.99, 64

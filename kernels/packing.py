@@ -104,13 +104,10 @@ def quantize(weights: NDArray[np.float32], format_name: str) -> QuantizedWeights
     blocks = weights.reshape(outputs, -1, weight_format.scale_block)
     if weight_format.scales == "pair":
         return _in_pairs(blocks, weight_format)
+    if format_name == "int4":
+        return _in_blocks(blocks, weight_format)
     most = (1 << weight_format.bits if weight_format.has_minima else weight_format.zero) - 1
     if weight_format.has_minima:
-        if format_name == "int4":
-            scales, minima = (each.astype(np.float16) for each in _fitted(blocks))
-            shift = minima.astype(np.float32)
-            rows = _codes(blocks, scales.astype(np.float32), shift).astype(np.uint8).reshape(outputs, inputs)
-            return QuantizedWeights(weight_format, rows, scales, minima)
         minima, minimum_factors = _stored(-np.minimum(blocks.min(axis=2), 0), weight_format)
         offsets = _scaled(minima, minimum_factors, SUPERBLOCK // BLOCK).astype(np.float32)
         steps = (np.maximum(blocks.max(axis=2), 0) + offsets) / most
@@ -123,6 +120,13 @@ def quantize(weights: NDArray[np.float32], format_name: str) -> QuantizedWeights
     codes = np.clip(codes, 0, most) if weight_format.has_minima else np.clip(codes, -most, most) + weight_format.zero
     rows = codes.astype(np.uint8).reshape(outputs, inputs)
     return QuantizedWeights(weight_format, rows, scales, minima, factors, minimum_factors)
+
+
+def _in_blocks(blocks: NDArray[np.float32], weight_format: WeightFormat) -> QuantizedWeights:
+    """Codes of blocks with a scale and a minimum in float16."""
+    scales, minima = (each.astype(np.float16) for each in _fitted(blocks))
+    codes = _codes(blocks, scales.astype(np.float32), minima.astype(np.float32))
+    return QuantizedWeights(weight_format, codes.astype(np.uint8).reshape(len(blocks), -1), scales, minima)
 
 
 def _in_pairs(blocks: NDArray[np.float32], weight_format: WeightFormat) -> QuantizedWeights:
@@ -151,7 +155,8 @@ def _nearest_bytes(
     kept: tuple[NDArray[np.float32], ...] = (below, below, below)
     for above, minimum_above in product((0, 1), (0, 1)):
         scales = (below + above).clip(0, 255)
-        minima = np.floor(_units(offsets - zero * scales * unit, unit * MINIMUM_UNIT)) + minimum_above
+        rest = (offsets - zero * scales * unit).astype(np.float32)
+        minima = np.floor(_units(rest, unit * MINIMUM_UNIT)) + minimum_above
         minima = minima.clip(-128, 127)
         shifts = (zero * scales + MINIMUM_UNIT * minima) * unit
         error = _error(blocks, scales * unit, shifts)

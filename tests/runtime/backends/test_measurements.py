@@ -338,7 +338,10 @@ def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Measure:
 
 def test_costs_are_the_lowest_of_three_openings(opened: Measure, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     single = [((1, 3.0), (4, 9.0)), ((1, 5.0), (2, 7.0), (4, 8.0)), ((1, 4.0), (2, 9.0), (4, 6.0)), ((1, 1.0),)]
-    tables = [replace(TABLE, single=points, requests=1, batched=(), slot=float(number)) for number, points in enumerate(single, 1)]
+    tables = [
+        replace(TABLE, single=points, requests=1, batched=(), slot=float(number))
+        for number, points in enumerate(single, 1)
+    ]
     monkeypatch.setattr(measurements, "measure_step_costs", lambda engine, mask: tables.pop(0))
     assert opened(source="free").single == ((1, 1.0), (2, 1.0))  # measures nothing
     assert [opened().single for _ in range(3)] == [

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from spaceport.exporter.graph_passes import constant, lazy
-from spaceport.exporter.native_weights import Matrix, rounded
+from spaceport.exporter.native_weights import Matrix, format_of_matrix, rounded
 from spaceport.exporter.quantized_weights import matmuls_of
 from spaceport.graphs.contract.manifest import MODEL_FILE
 from spaceport.graphs.parts import BLOCK
@@ -29,7 +29,11 @@ def native_matrices(model: PreTrainedModel, format_name: str) -> dict[str, Matri
     head = model.get_output_embeddings()
     names = {module: name for name, module in model.named_modules()}
     modules: dict[str, nn.Linear] = dict(linear_modules(model))
-    matrices = {name: rounded(module.weight, format_name) for name, module in modules.items() if _fits(module)}
+    matrices = {
+        name: rounded(module.weight, format_of_matrix(name, module.weight, format_name))
+        for name, module in modules.items()
+        if _fits(module)
+    }
     if type(head) is nn.Linear and _fits(head):
         matrices[names[head]] = rounded(head.weight, format_name, table=True)
     return matrices

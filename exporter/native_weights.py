@@ -98,6 +98,17 @@ def _likeness(inputs: Tensor, outputs: Tensor) -> Tensor:
     return near.float().mean((1, 2))
 
 
+def format_of_matrix(name: str, weight: Tensor, format_name: str) -> str:
+    """The format of a linear module's matrix: keys and values that several heads share keep 8 bits beside int4.
+
+    They are a hundredth of the weights and a third of what rounding costs: with 4 bits for them, the mean KL divergence
+    of Qwen2.5-Coder-0.5B is 0.025 instead of 0.016.
+    """
+    outputs, inputs = weight.shape
+    shared = name.rpartition(".")[2] in ("k_proj", "v_proj") and 2 * outputs <= inputs
+    return "int8" if shared and format_name == "int4" else format_name
+
+
 def rounded(weight: Tensor | NDArray[np.float32], format_name: str, table: bool = False) -> Matrix:
     """A matrix with the nearest codes of a format, or a table of embeddings; inputs are padded to whole blocks."""
     packed = (_TABLES if table else _MATRICES).get(format_name, format_name)
@@ -134,7 +145,7 @@ class RoundedWeights:
         return rounded(weight, self.format_name, table=True)
 
     def linear(self, linear: Linear) -> Matrix:
-        return rounded(linear.weight, self.format_name)
+        return rounded(linear.weight, format_of_matrix(linear.name, linear.weight, self.format_name))
 
 
 def packed_size(file: GgufFile) -> int:
@@ -355,9 +366,12 @@ def round_weights(model: PreTrainedModel, format_name: str) -> None:
         return
     modules = (model.get_input_embeddings(), model.get_output_embeddings())
     tables = {id(module.weight): cast(Tensor, module.weight) for module in modules}
-    weights = [(module.weight, False) for module in linear_modules(model).values()]
-    for weight, table in (*weights, *((table, True) for table in tables.values())):
-        matrix, inputs = rounded(weight, format_name, table), int(weight.shape[1])
+    matrices = [
+        (module.weight, rounded(module.weight, format_of_matrix(name, module.weight, format_name)))
+        for name, module in linear_modules(model).items()
+    ]
+    for weight, matrix in (*matrices, *((table, rounded(table, format_name, table=True)) for table in tables.values())):
+        inputs = int(weight.shape[1])
 
         def values(rows: slice, matrix: Matrix = matrix, inputs: int = inputs) -> Tensor:
             return torch.from_numpy(matrix.read(np.arange(rows.start, rows.stop)).dequantized()[:, :inputs])

@@ -107,6 +107,16 @@ def test_an_int4_graph_has_the_logits_of_weights_of_four_bits(name: str, folder:
     assert rms(fed(files.engine(with_library=False), TEXT, Layout((40,))), found) <= WITHOUT_LIBRARY
 
 
+def test_keys_and_values_that_heads_share_keep_eight_bits_beside_int4(folder: Path) -> None:
+    formats = {"qwen2": set[str](), "phi3": set[str]()}
+    for name, found in formats.items():
+        graph = onnx.load(written(name, "int4", folder).folder / MODEL_FILE, load_external_data=False).graph
+        for node in nodes_of(graph):
+            found |= {each.s.decode() for each in node.attribute if each.name == "formats"}
+    assert formats["qwen2"] == {"int4_pair,int8,int8"}
+    assert formats["phi3"] == {"int4_pair"}, "one matrix for all three"
+
+
 @pytest.mark.parametrize("name", SUPPORTED)
 def test_a_layer_without_experts_is_five_native_nodes(name: str, folder: Path) -> None:
     found, layers = kinds(written(name, "int8", folder)), native(name).signature.layers

@@ -20,7 +20,7 @@ from spaceport.graphs.contract.signature import Tensor as SignatureTensor
 from spaceport.graphs.gated import GatedLinear
 from spaceport.graphs.parts import BLOCK, Experts, Linear, Mlp, Norm
 from spaceport.kernels.functions import SMALLEST, add_functions
-from spaceport.kernels.native_library import DOMAIN
+from spaceport.kernels.native_library import DOMAIN, VERSION
 from spaceport.kernels.packing import gate_order
 
 OPSET, _IR_VERSION = 23, 11
@@ -130,7 +130,7 @@ class GraphWriter:
 
         inputs, outputs = (infos(tensors) for tensors in (self.signature.inputs, self.signature.outputs))
         graph = helper.make_graph(self.nodes, "decoder", inputs, outputs, list(self.initializers.values()))
-        opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(DOMAIN, 1)]
+        opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(DOMAIN, VERSION)]
         model = helper.make_model(graph, opset_imports=opsets, ir_version=_IR_VERSION)
         add_functions(model)
         (self.folder / MODEL_FILE).write_bytes(model.SerializeToString())

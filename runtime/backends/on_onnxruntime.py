@@ -17,6 +17,7 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 from onnxruntime.capi import onnxruntime_pybind11_state
 
+from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.formats import FORMATS, Format, Weights
 from spaceport.graphs.contract.manifest import MODEL_FILE, SELECTION_FILE
 from spaceport.graphs.contract.signature import DTYPES, NUMPY, Signature, Tensor, selection_width
@@ -262,10 +263,10 @@ def session_of(
             options.add_external_initializers(list(values), list(values.values()))  # instead of opening the file
             for name, value in values.items():
                 options.add_initializer(name, value)  # without another copy
-        elif bundle.copies_weights:  # types that numpy lacks; most are packed once more, and freed
+        if bundle.copies_weights and not bundle.manifest.native:  # types that numpy lacks; most are packed, and freed
             maps = [mapped.enter_context(_mapped(files, name)) for name in names]
             options.add_external_initializers_from_files_in_memory(names, maps, [len(content) for content in maps])
-        else:
+        else:  # without it, weights that are not copied, as in attributes, would be read from the current folder
             options.add_session_config_entry(_WEIGHTS_FOLDER, files.location)
         session = ort.InferenceSession(graph, options, providers=providers, enable_fallback=0)
     weakref.finalize(session, values.clear).atexit = False  # it uses their memory without holding it
@@ -298,7 +299,13 @@ def _copied(bundle: Bundle, files: OpenedFiles, graph: bytes) -> dict[str, ort.O
         return {
             tensor.name: ort.OrtValue.ortvalue_from_numpy(_array(tensor, contents[tensor.file])) for tensor in tensors
         }
-    except ValueError as error:
+    except MemoryError as error:
+        raise OptionFault(
+            f"{bundle.path}: {error} do not fit into memory: map them (--map-weights, copy_weights=False)"
+        ) from error
+    except (ValueError, EOFError) as error:
+        for name in external_files(graph):
+            files.require_same(name)
         raise unloadable(bundle, error) from error
 
 

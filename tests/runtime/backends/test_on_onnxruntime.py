@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import gc
+import os
 import re
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto
+from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, helper
 
 from spaceport.exporter.export import ExportOptions
+from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.formats import FORMATS
 from spaceport.graphs.contract.manifest import DATA_FILE, MODEL_FILE, record_of
 from spaceport.kernels import native_library
 from spaceport.kernels.native_library import DOMAIN
+from spaceport.runtime import backends
 from spaceport.runtime.backends import on_onnxruntime
 from spaceport.runtime.backends.graph_file import (
     ExternalTensor,
@@ -313,6 +317,18 @@ def test_copied_weights_give_the_logits_of_mapped_ones_from_memory_that_no_file_
     assert copied.run(step(9, 0, 64)).tobytes() == before
 
 
+def changed_bundle(folder: Path, change: Callable[[ModelProto], None]) -> Path:
+    """A native bundle with another graph."""
+    shutil.copytree(bundle_of(TINY, ExportOptions(FORMATS["int8"])), folder)
+    model = ModelProto.FromString((folder / MODEL_FILE).read_bytes())
+    change(model)
+    (folder / MODEL_FILE).write_bytes(model.SerializeToString())
+    with (folder / MODEL_FILE).open("rb") as stream:
+        record = record_of(stream)
+    edit(folder, lambda entries: entries["files"][MODEL_FILE].update(sha256=record.sha256, size=record.size))
+    return folder
+
+
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
@@ -325,20 +341,50 @@ def test_copied_weights_give_the_logits_of_mapped_ones_from_memory_that_no_file_
 def test_copied_weights_outside_of_their_file_are_refused(
     key: str, value: str | int, message: str, tmp_path: Path
 ) -> None:
-    folder = shutil.copytree(bundle_of(TINY, ExportOptions(FORMATS["int8"])), tmp_path / "bundle")
-    model = ModelProto.FromString((folder / MODEL_FILE).read_bytes())
-    changed = next(each for each in model.graph.initializer if each.external_data)
-    if key == "kind":
-        changed.data_type = int(value)
-    for entry in changed.external_data:
-        if entry.key == key:
-            entry.value = str(value)
-    (folder / MODEL_FILE).write_bytes(model.SerializeToString())
-    with (folder / MODEL_FILE).open("rb") as stream:
-        record = record_of(stream)
-    edit(folder, lambda entries: entries["files"][MODEL_FILE].update(sha256=record.sha256, size=record.size))
+    def change(model: ModelProto) -> None:
+        changed = next(each for each in model.graph.initializer if each.external_data)
+        if key == "kind":
+            changed.data_type = int(value)
+        for entry in changed.external_data:
+            if entry.key == key:
+                entry.value = str(value)
+
+    folder = changed_bundle(tmp_path / "bundle", change)
     with pytest.raises(BundleError, match=message):
         open_engine(open_bundle(folder, copy_weights=True), EngineOptions(64, 1))
+
+
+def test_weights_that_are_not_copied_are_read_from_the_bundle_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of attributes; without a folder, onnxruntime would take a file of this name in the current one."""
+
+    def add(model: ModelProto) -> None:
+        value = tensor(DATA_FILE)
+        model.graph.node.insert(0, helper.make_node("Constant", [], ["constant"], value=value))
+        model.graph.node.insert(1, helper.make_node("Identity", ["constant"], ["same"]))
+
+    folder = changed_bundle(tmp_path / "bundle", add)
+    monkeypatch.chdir(tmp_path)
+    open_engine(open_bundle(folder, copy_weights=True), EngineOptions(64, 1))
+
+
+def test_weights_without_memory_and_weights_that_change_meanwhile_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = shutil.copytree(bundle_of(TINY, ExportOptions(FORMATS["int8"])), tmp_path / "bundle")
+    bundle = open_bundle(folder, copy_weights=True)
+
+    def fail(descriptor: int) -> Any:
+        raise MemoryError("7 bytes of weights")
+
+    with monkeypatch.context() as without_memory:
+        without_memory.setattr(on_onnxruntime, "copied_file", fail)
+        with pytest.raises(OptionFault, match=r"7 bytes of weights do not fit into memory: map them \(--map-weights"):
+            backends.open_engine(bundle, "onnxruntime", EngineOptions(64, 1))
+    os.truncate(folder / DATA_FILE, 64)
+    with pytest.raises(BundleError, match=f"{DATA_FILE}: was changed or replaced while it was opened: open it again"):
+        open_engine(bundle, EngineOptions(64, 1))
 
 
 @needs_library
@@ -373,7 +419,9 @@ def test_an_older_library_and_an_unknown_instruction_set_are_named(monkeypatch: 
     monkeypatch.delenv("SPACEPORT_KERNELS")
     monkeypatch.setattr(native_library, "version", lambda library: 0)
     own, newer = native_library.VERSION, native_library.VERSION + 1
-    with pytest.raises(BundleError, match=rf"have version 0, expected {own} or newer: install Spaceport again") as raised:
+    with pytest.raises(
+        BundleError, match=rf"have version 0, expected {own} or newer: install Spaceport again"
+    ) as raised:
         native_engine()
     monkeypatch.undo()
     monkeypatch.setattr(on_onnxruntime, "imported_version", lambda model, domain: newer)

@@ -48,14 +48,18 @@ def test_the_function_of_add_product_is_its_product(dice: np.random.Generator, f
     assert_the_same("AddProduct", feeds, {"format": format_name, "width": 75})
 
 
+@pytest.mark.parametrize("formats", [("int4_k", "int8_k16"), ("int8", "int4_pair")])
 @pytest.mark.parametrize("norm", ["none", "rms", "layer"])
-def test_the_function_of_norm_product_is_its_norm_and_products(dice: np.random.Generator, norm: str) -> None:
+def test_the_function_of_norm_product_is_its_norm_and_products(
+    dice: np.random.Generator, norm: str, formats: tuple[str, str]
+) -> None:
     feeds = {"x": normal(dice, 4, 512) + 1, "gain": normal(dice, 512)}
     if norm == "layer":
         feeds["norm_bias"] = normal(dice, 512)
-    feeds |= {"weights": pack(random_weights(dice, "int4_k", 64, 512)), "bias": normal(dice, 64)}
-    feeds |= {"weights2": pack(random_weights(dice, "int8_k16", 40, 512))}
-    attributes = {"norm": norm, "epsilon": 1e-5, "widths": [64, 40], "formats": "int4_k,int8_k16", "activation": "gelu"}
+    feeds |= {"weights": pack(random_weights(dice, formats[0], 64, 512)), "bias": normal(dice, 64)}
+    feeds |= {"weights2": pack(random_weights(dice, formats[1], 40, 512))}
+    attributes = {"norm": norm, "epsilon": 1e-5, "widths": [64, 40], "activation": "gelu"}
+    attributes["formats"] = ",".join(formats)
     assert_the_same("NormProduct", feeds, attributes)
 
 

@@ -53,6 +53,7 @@ CASES: list[tuple[str, Feeds, dict[str, Any], str]] = [
     ("AddProduct", ADD, ADD_AS | {"format": "int8"}, "as int8"),
     ("AddProduct", ADD, ADD_AS | {"format": "int3"}, "format is int3, expected one of int4, int4_k, int4_pair, int5"),
     ("AddProduct", ADD, ADD_AS | {"format": "int4_k"}, "multiple of 256"),
+    ("AddProduct", ADD, ADD_AS | {"format": "int4_pair"}, "96 numbers, expected a multiple of 64"),
     ("AddProduct", ADD, ADD_AS | {"width": 0}, "width is 0"),
     ("AddProduct", ADD, ADD_AS | {"width": -64}, "width is -64"),
     ("AddProduct", ADD, ADD_AS | {"width": 1 << 40}, "expected 1 to 16777216"),

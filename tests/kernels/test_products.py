@@ -80,7 +80,7 @@ def test_large_products_are_the_same_with_two_threads(dice: np.random.Generator)
 
 
 @pytest.mark.parametrize("inputs", [5120, 8192])  # 160 blocks are the most that are unpacked for several tiles
-@pytest.mark.parametrize("format_name", ["int4", "int5", "int8"])
+@pytest.mark.parametrize("format_name", ["int4", "int4_pair", "int5", "int8"])
 def test_rows_that_do_not_fit_into_the_cache_have_the_bytes_of_rows_alone(
     dice: np.random.Generator, format_name: str, inputs: int
 ) -> None:
@@ -111,6 +111,33 @@ def test_extreme_codes_do_not_overflow(dice: np.random.Generator) -> None:
         feeds = {"x": x, "residual": np.zeros((9, 32), np.float32), "weights": pack(weights)}
         got = same_everywhere("AddProduct", feeds, {"format": format_name, "width": 32})
         assert close(got, reference.product(x, weights), EXACT)
+
+
+@pytest.mark.parametrize("code", [0, 15])
+@pytest.mark.parametrize("minimum", [-128, 127])
+def test_extreme_codes_scales_and_minima_of_pairs_do_not_overflow(code: int, minimum: int) -> None:
+    """The sums of both blocks are the largest of either sign, which some sets have in one register."""
+    x = np.ones((9, 256), np.float32)
+    x[1::4] = -1
+    blocks = x.reshape(9, 4, 2, 32)
+    blocks[2::4, :, 1], blocks[3::4, :, 0] = -1, -1
+    codes, shape = np.full((32, 256), code, np.uint8), (32, 8)
+    minima, factors = np.full(shape, minimum, np.int8), np.ones((32, 1), np.float16)
+    scales = np.full(shape, 255, np.uint8)
+    weights = QuantizedWeights(WEIGHT_FORMATS["int4_pair"], codes, scales, minima, factors)
+    feeds = {"x": x, "residual": np.zeros((9, 32), np.float32), "weights": pack(weights)}
+    got = same_everywhere("AddProduct", feeds, {"format": "int4_pair", "width": 32})
+    assert close(got, reference.product(x, weights), EXACT)
+
+
+def test_products_beside_one_in_pairs_have_its_rounded_rows(dice: np.random.Generator) -> None:
+    pairs, others = random_weights(dice, "int4_pair", 40, 128), random_weights(dice, "int8", 64, 128)
+    feeds = {"x": normal(dice, 5, 128), "weights": pack(others), "weights2": pack(pairs)}
+    attributes = {"norm": "none", "epsilon": 0.0, "widths": [64, 40], "formats": "int8,int4_pair", "activation": "none"}
+    got = same_everywhere("NormProduct", feeds, attributes)
+    expected = [reference.product(feeds["x"], each.dequantized(), block=64) for each in (others, pairs)]
+    for found, right in zip(np.split(got, [64], axis=1), expected, strict=True):
+        assert close(found, right, EXACT)
 
 
 @pytest.mark.parametrize("rows", [1, 7, 17])

@@ -1,6 +1,7 @@
 """The expected seconds of steps on one engine, by rows, requests and visible KV slots.
 
-The table is measured when a bundle is opened for the first times and never changes while steps run, so plans never depend on a clock.
+The table is measured by the first three openings of a bundle and never changes while steps run, so plans never depend
+on a clock.
 """
 
 from __future__ import annotations

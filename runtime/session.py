@@ -128,8 +128,9 @@ class Runtime:
         - `trust_engines`: Whether to run TensorRT engines that were not built on this machine; engines are code; default
           False.
         - `step_costs`: Where the step costs come from that limit the width of drafts; default "measured": by the first
-          three openings of a bundle on a machine, in about two seconds each. "standard": constants, so that the same request takes the same steps
-          each time. "free": rows cost nothing, drafts are as wide as their options allow; for tests.
+          three openings of a bundle on a machine, in about two seconds each. "standard": constants, so that the same
+          request takes the same steps each time. "free": rows cost nothing, drafts are as wide as their options allow;
+          for tests.
         - `call_timeout`: Seconds after which an engine call counts as hung: all requests fail with `EngineFault`, and the
           bundle has to be opened again; None: no limit; default 300.
         - `prefix_cache`: Whether ended requests leave their KV rows for requests with the same beginning, such as the next

@@ -155,8 +155,9 @@ def measure_step_costs(
 ) -> StepCosts:
     """The costs of an engine's calls; shapes alternate, so that a busy machine affects all alike.
 
-    The last of several rows has the token `mask`: with a mask row, its adapters take part in a call. Calls on a CPU are timed with the CPU time of this thread: other processes do not add to it, and it waits actively for
-    the engine's other threads.
+    The last of several rows has the token `mask`: with a mask row, its adapters take part in a call. Calls on a CPU are
+    timed with the CPU time of this thread: other processes do not add to it, and it waits actively for the engine's
+    other threads.
     """
     deadline = clock() + budget
     timer = cpu_clock if engine.device == "cpu" else clock

@@ -130,8 +130,7 @@ def weight_files(folder: Path, drafting: Collection[Path] = (), pickles: bool = 
     These are safetensors files, otherwise pickles if they are allowed."""
     own = tuple(file for file in sorted(folder.glob("*.safetensors")) if file not in drafting)
     if own:
-        indexed = _indexed(folder / INDEX_FILE, own)  # transformers would open what it names, wherever that is
-        return (folder / _SINGLE,) if folder / _SINGLE in own else indexed
+        return _indexed(folder / INDEX_FILE, own)  # transformers would open what it names, wherever that is
     if pickles and (pickled := tuple(sorted(folder.glob("pytorch_model*.bin")))):
         return _indexed(folder / _PICKLES_INDEX, pickled)
     if any(folder.glob("*.bin")) or any(folder.glob("*.pt")) or any(folder.glob("*.pth")):
@@ -143,9 +142,12 @@ def weight_files(folder: Path, drafting: Collection[Path] = (), pickles: bool = 
 
 
 def _indexed(index: Path, weights: tuple[Path, ...]) -> tuple[Path, ...]:
-    """The weight files that an index names, or all if there is no index; raise for one that is not beside it."""
+    """The weight files that an index names, or all if there is no index; raise for one that is not beside it.
+
+    A file with all weights comes before both: what an index beside it names may have been removed."""
+    single = index.with_name(_SINGLE)
     if not index.is_file():
-        return weights
+        return (single,) if single in weights else weights
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise CheckpointError(
@@ -158,6 +160,8 @@ def _indexed(index: Path, weights: tuple[Path, ...]) -> tuple[Path, ...]:
                 f"{index}: weight_map has the file {short(name)}: expected the names of files beside the index; copy or "
                 "download it again"
             )
+    if single in weights:
+        return (single,)
     if missing := sorted(names.keys() - {file.name for file in weights}):
         raise CheckpointError(
             f"{index.parent}: the weight file {missing[0]} is missing: expected {len(names)} files, as {index.name} says; "

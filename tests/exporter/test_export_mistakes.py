@@ -252,6 +252,8 @@ def test_an_index_names_files_beside_it_only(checkpoint: Path, name: str) -> Non
         require_checkpoint(checkpoint)
     index.write_text(json.dumps({"weight_map": {"x": "a.safetensors"}}))
     require_checkpoint(checkpoint)
+    single = (checkpoint / "a.safetensors").rename(checkpoint / "model.safetensors")
+    assert require_checkpoint(checkpoint).weights == (single,)
 
 
 @pytest.mark.parametrize(

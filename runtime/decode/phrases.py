@@ -12,7 +12,7 @@ class Phrases:
 
     def __init__(self, table: PhraseTable) -> None:
         chances = (table.chances / CHANCES).tolist()
-        self._following = dict(
+        self._following: dict[int, tuple[float, int]] = dict(
             zip(table.contexts.tolist(), zip(chances, table.tokens.tolist(), strict=True), strict=True)
         )
 

@@ -63,7 +63,8 @@ allow_links_option = click.option(
 copy_weights_option = click.option(
     "--copy-weights/--map-weights",
     default=None,
-    help="Copy the weights into memory, so that later changes of their file have no effect, or share the memory of their file with other processes; default: copy what is faster on huge pages, native weights of 32 MB or more.",
+    help="Copy the weights into memory, where changes of their file have no effect, or share the memory of their file "
+    "with other processes. Default: copy native weights of 32 MB or more, which are faster on huge pages.",
 )
 remote_code_option = click.option(
     "--trust-remote-code", is_flag=True, help="Run the Python code in the checkpoint folder."

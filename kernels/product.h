@@ -258,8 +258,9 @@ inline void finish_row(const Product& p, const float* sums, int panel, int row) 
 }
 
 // With many rows, as many tiles as fit into the second-level cache are multiplied by all panels before the next ones.
-// From FETCH_ROWS on, the next panel is fetched meanwhile; with fewer rows the processor's own prefetching is better.
-constexpr int64_t CACHED_CODES = 384 << 10;
+// From FETCH_ROWS on, the next panel is fetched meanwhile, and of int4_pair what lies PAIR_AHEAD bytes ahead; with fewer
+// rows the processor's own prefetching is better.
+constexpr int64_t CACHED_CODES = 384 << 10, PAIR_AHEAD = 32 << 10;
 
 template <Format FORMAT>
 void product_of(const Product& p, const RoundedRows& r, int first, int end) {
@@ -281,7 +282,7 @@ void product_of(const Product& p, const RoundedRows& r, int first, int end) {
     for (int panel = first; panel < end; panel++) {
       const uint8_t* weights = p.weights + panel * size;
       Tile t = {};
-      t.next = weights + size;
+      t.next = weights + (FORMAT == INT4_PAIR ? PAIR_AHEAD : size);
       for (int tile = start; tile < r.tiles && tile < start + group; tile++) {
         int row = tile_begin(r, tile), rows = tile_begin(r, tile + 1) - row;
         int64_t at = int64_t(row) * blocks;

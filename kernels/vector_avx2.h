@@ -109,7 +109,7 @@ inline I dot(I sum, B codes, B bytes) { return _mm256_dpbusd_avx_epi32(sum, code
 inline I dot(I sum, B codes, B bytes) { return _mm256_dpbusd_epi32(sum, codes.v, bytes.v); }
 #endif
 constexpr int BYTE_SUM_REGISTERS = 1, BYTE_SUM_GROUPS = 64, FIVE_BIT_GROUPS = 8;
-constexpr int TILE_ROWS_8 = 6, TILE_ROWS_4 = 6;
+constexpr int TILE_ROWS_8 = 12, TILE_ROWS_4 = 12;
 using NibbleSum = I;
 using ByteSum = I;
 inline void begin(I& sum, int32_t zero) { sum = set_int(zero); }
@@ -128,7 +128,7 @@ inline I total(PairSum sum, const PairScales& s, int32_t sums) {
 }
 #else
 constexpr int BYTE_SUM_REGISTERS = 2, BYTE_SUM_GROUPS = 8, FIVE_BIT_GROUPS = 4;
-constexpr int TILE_ROWS_8 = 4, TILE_ROWS_4 = 6;
+constexpr int TILE_ROWS_8 = 8, TILE_ROWS_4 = 12;
 struct NibbleSum {
   __m256i pairs;
 };
@@ -136,10 +136,12 @@ struct ByteSum {
   __m256i low, high;
 };
 inline I widen(__m256i pairs, int16_t factor) { return _mm256_madd_epi16(pairs, _mm256_set1_epi16(factor)); }
-inline void begin(NibbleSum& sum, int32_t) { sum.pairs = _mm256_setzero_si256(); }
-inline void add_products(NibbleSum& sum, B codes, B bytes) {
-  sum.pairs = _mm256_add_epi16(sum.pairs, _mm256_maddubs_epi16(codes.v, bytes.v));
+inline void add_pairs(__m256i& sums, B codes, B bytes) {
+  sums = _mm256_add_epi16(sums, _mm256_maddubs_epi16(codes.v, bytes.v));
+  asm("" : "+x"(sums));  // GCC would add up all products first, and store each of them meanwhile
 }
+inline void begin(NibbleSum& sum, int32_t) { sum.pairs = _mm256_setzero_si256(); }
+inline void add_products(NibbleSum& sum, B codes, B bytes) { add_pairs(sum.pairs, codes, bytes); }
 inline I read(NibbleSum sum, int32_t zero) { return add_int(widen(sum.pairs, 1), set_int(zero)); }
 // Sums of pairs of products, in 16 bits. Codes begin at 0, so what the code of zero takes is added to the minima.
 struct PairSum {
@@ -147,9 +149,7 @@ struct PairSum {
 };
 inline void begin_first(PairSum& sum, int32_t) { sum.second = _mm256_setzero_si256(); }
 inline void begin_second(PairSum& sum, int32_t) { sum.first = sum.second, sum.second = _mm256_setzero_si256(); }
-inline void add_products(PairSum& sum, B codes, B bytes) {
-  sum.second = _mm256_add_epi16(sum.second, _mm256_maddubs_epi16(codes.v, bytes.v));
-}
+inline void add_products(PairSum& sum, B codes, B bytes) { add_pairs(sum.second, codes, bytes); }
 inline I total(PairSum sum, const PairScales& s, int32_t sums) {
   __m256i second = _mm256_and_si256(s.scales, set_int(0xFFFF)), first = _mm256_srli_epi32(s.scales, 16);
   second = _mm256_or_si256(second, _mm256_slli_epi32(second, 16));
@@ -160,8 +160,8 @@ inline I total(PairSum sum, const PairScales& s, int32_t sums) {
 }
 inline void begin(ByteSum& sum, int32_t) { sum.low = sum.high = _mm256_setzero_si256(); }
 inline void add_products(ByteSum& sum, B codes, B bytes) {
-  sum.low = _mm256_add_epi16(sum.low, _mm256_maddubs_epi16(low_nibbles(codes).v, bytes.v));
-  sum.high = _mm256_add_epi16(sum.high, _mm256_maddubs_epi16(high_nibbles(codes).v, bytes.v));
+  add_pairs(sum.low, low_nibbles(codes), bytes);
+  add_pairs(sum.high, high_nibbles(codes), bytes);
 }
 inline I read(ByteSum sum, int32_t zero) {
   return add_int(add_int(widen(sum.low, 1), widen(sum.high, 16)), set_int(zero));

@@ -63,7 +63,7 @@ def test_a_row_has_the_same_bytes_in_any_company(dice: np.random.Generator, form
         alone = np.concatenate(
             [operator(feeds | {"x": x[i : i + 1], "residual": residual[i : i + 1]})[0] for i in range(37)]
         )
-        for count in (2, 3, 4, 5, 6, 7, 8, 9, 10, 15, 16, 17, 33, 36, 37):
+        for count in (*range(2, 18), 24, 33, 36, 37):
             first = 37 - count
             got = operator(feeds | {"x": x[first:], "residual": residual[first:]})[0]
             assert got.tobytes() == alone[first:].tobytes(), (set_name, count)

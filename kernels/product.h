@@ -28,6 +28,7 @@ void release_matrices();
 constexpr int UNPACKED_TOGETHER = 8;        // blocks: a matrix is not loaded right after it was stored
 constexpr int MOST_KEPT = 160;              // blocks of a panel that is unpacked once for all tiles
 constexpr int UNPACKED_BYTES = 32 * LANES;  // of a block
+constexpr int PAIRS_AHEAD = 8;
 
 // Vectors of outputs that share the broadcasts of activations.
 template <Format FORMAT, int ROWS>
@@ -172,6 +173,8 @@ inline __attribute__((always_inline)) void pair_part(const uint8_t* panel, int b
   const uint8_t* pair = panel + header_bytes(INT4_PAIR);
   for (int b = 0; b < blocks; b += 2, pair += PAIR_BYTES) {
     for (int line = 0; line < 2 * t.lines; line++, t.next += 64) __builtin_prefetch(t.next, 0, 2);
+    if (t.lines && !output)
+      for (int at = 0; at < PAIR_BYTES; at += 64) __builtin_prefetch(pair + PAIRS_AHEAD * PAIR_BYTES + at, 0, 3);
     PairSum products[ROWS][VECTORS];
     if constexpr (ROWS >= MATRIX_ROWS) {
       uint8_t* unpacked = t.unpacked + (t.kept ? b : b % UNPACKED_TOGETHER) * UNPACKED_BYTES;
@@ -258,8 +261,8 @@ inline void finish_row(const Product& p, const float* sums, int panel, int row) 
 }
 
 // With many rows, as many tiles as fit into the second-level cache are multiplied by all panels before the next ones.
-// From FETCH_ROWS on, the next panel is fetched meanwhile, and of int4_pair what lies PAIR_AHEAD bytes ahead; with fewer
-// rows the processor's own prefetching is better.
+// From FETCH_ROWS on, the next panel is fetched meanwhile; of int4_pair, what lies PAIR_AHEAD bytes ahead, and from there
+// PAIRS_AHEAD pairs ahead into the first-level cache. With fewer rows the processor's own prefetching is better.
 constexpr int64_t CACHED_CODES = 384 << 10, PAIR_AHEAD = 32 << 10;
 
 template <Format FORMAT>

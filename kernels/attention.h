@@ -217,7 +217,6 @@ inline void score(const Attention& a, const AttentionGroup& g, int kv_head, cons
       slot_rows<LANES>(a, keys, slot, channel, rows, padded);
       transpose(rows, columns + channel / 4);
     }
-    for (int j = 0; j < groups; j++) columns[j] = from_signed(columns[j]);
     F key_scales = load(w.key_scales + at);
     for (int pair = 0; pair < w.pairs;) {
       const int8_t* queries = w.queries + int64_t(pair) * a.cache.size;

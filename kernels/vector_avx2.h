@@ -170,7 +170,7 @@ inline I read(ByteSum sum, int32_t zero) {
 
 inline void transpose(const uint8_t* const* rows, B* columns) {
   __m256i r[8], t[8];
-  for (int i = 0; i < 8; i++) r[i] = load_bytes(rows[i]).v;
+  for (int i = 0; i < 8; i++) r[i] = from_signed(load_bytes(rows[i])).v;
   for (int i = 0; i < 8; i += 2) {
     t[i] = _mm256_unpacklo_epi32(r[i], r[i + 1]);
     t[i + 1] = _mm256_unpackhi_epi32(r[i], r[i + 1]);

@@ -110,7 +110,7 @@ inline void keep(B& b) { asm("" : "+v"(b.v)); }
 
 inline void transpose(const uint8_t* const* rows, B* columns) {
   __m512i r[16], t[16];
-  for (int i = 0; i < 16; i++) r[i] = _mm512_loadu_si512(rows[i]);
+  for (int i = 0; i < 16; i++) r[i] = from_signed(load_bytes(rows[i])).v;
   for (int i = 0; i < 16; i += 2) {
     t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
     t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);

@@ -130,7 +130,7 @@ inline I total(PairSum sum, const PairScales& s, int32_t sums) {
 
 inline void transpose(const uint8_t* const* rows, B* columns) {
   uint32x4_t r[4];
-  for (int i = 0; i < 4; i++) r[i] = vreinterpretq_u32_u8(vld1q_u8(rows[i]));
+  for (int i = 0; i < 4; i++) r[i] = vreinterpretq_u32_u8(from_signed(load_bytes(rows[i])).v);
   uint64x2_t a = vreinterpretq_u64_u32(vzip1q_u32(r[0], r[1])), b = vreinterpretq_u64_u32(vzip1q_u32(r[2], r[3]));
   uint64x2_t c = vreinterpretq_u64_u32(vzip2q_u32(r[0], r[1])), d = vreinterpretq_u64_u32(vzip2q_u32(r[2], r[3]));
   columns[0].v = vreinterpretq_u8_u64(vzip1q_u64(a, b));

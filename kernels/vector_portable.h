@@ -168,13 +168,12 @@ inline I total(PairSum sum, const PairScales& s, int32_t sums) {
            s.minima[2 * i + 1] * (sums >> 16) + s.minima[2 * i] * int16_t(sums);
   });
 }
-inline B from_signed(B b) { SPACEPORT_EACH(B, uint8_t(b.v[i] ^ 0x80)); }  // to codes around 128
 inline void keep(B&) {}
 
-// LANES rows of 4 * LANES bytes -> columns[j] = group j of every row.
+// LANES rows of 4 * LANES signed bytes -> columns[j] = group j of every row, as codes around 128.
 inline void transpose(const uint8_t* const* rows, B* columns) {
   for (int j = 0; j < LANES; j++)
-    for (int i = 0; i < LANES; i++) memcpy(columns[j].v + 4 * i, rows[i] + 4 * j, 4);
+    for (int i = 0; i < 4 * LANES; i++) columns[j].v[i] = uint8_t(rows[i / 4][4 * j + i % 4] ^ 0x80);
 }
 
 // Sums over slots of 15-bit weights times values, for 4 * LANES channels: 256 * high + low is the sum.

@@ -1,7 +1,8 @@
-"""Memory of an engine: keys and values, and weights, on huge pages where these make steps faster."""
+"""Memory of an engine, on huge pages where these make steps faster, and the return of memory to the system."""
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import sys
@@ -21,6 +22,12 @@ _LIMIT = Path("/sys/fs/cgroup/memory.max")
 _MANY_BYTES = 32_000_000  # of weights: fewer stay in the CPU's caches
 _READ = 2**24  # bytes that are read at a time
 LONG = 1024  # visible slots from which huge pages are worth their space
+
+
+def return_freed_memory() -> None:
+    """Return free memory to the system; glibc keeps it while any block behind it is in use."""
+    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)
 
 
 def copying_pays(weights: int) -> bool:

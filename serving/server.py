@@ -11,12 +11,14 @@ import uvicorn
 from starlette.applications import Starlette
 
 from spaceport.graphs.contract.faults import OptionFault
+from spaceport.runtime.memory import return_freed_memory
 from spaceport.serving.application import close_models
 from spaceport.serving.clients import is_local
 from spaceport.serving.connection import ClientConnection
 from spaceport.serving.service import Service, log
 
 _IDLE = 5  # seconds until a connection without a request is closed
+_TRIM = 60.0  # seconds between the returns of freed memory to the system, of some milliseconds each
 _LAST_EVENTS = 5  # seconds for errors to reach the clients of requests that were ended
 
 
@@ -27,6 +29,7 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self._service = service
         self._stop_at: float | None = None
+        self._trim_at = monotonic() + _TRIM
         self._unannounced: list[socket.socket] = []  # that it listens on, until all bundles are open
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -51,13 +54,16 @@ class Server(uvicorn.Server):
         log.info("stopping: %d requests run", len(self.server_state.tasks))
 
     async def on_tick(self, counter: int) -> bool:
-        """Close the connections of late clients; whether to stop now. Called ten times per second."""
+        """Close the connections of late clients, return freed memory; whether to stop now. Called ten times per second."""
         if self._service.models:
             self._announce()
         now = asyncio.get_running_loop().time()
         for connection in list(self.server_state.connections):
             if isinstance(connection, ClientConnection):
                 connection.check(now)
+        if monotonic() >= self._trim_at:
+            self._trim_at = monotonic() + _TRIM
+            return_freed_memory()
         if self._stop_at is not None and not self.should_exit:
             late = monotonic() >= self._stop_at
             if late:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import weakref
 from collections.abc import Iterator, Sequence
@@ -31,7 +30,7 @@ from spaceport.runtime.backends.graph_file import (
 from spaceport.runtime.backends.machine import engine_threads
 from spaceport.runtime.bundle import Bundle, BundleError
 from spaceport.runtime.engine import CPU_COSTS, Batch, Engine, EngineFault, EngineOptions, Moves, slots_in_order
-from spaceport.runtime.memory import KvMemory, copied_file
+from spaceport.runtime.memory import KvMemory, copied_file, return_freed_memory
 from spaceport.runtime.opened_files import OpenedFiles
 
 # onnxruntime's exceptions have no common base class; broken files also raise Python's own.
@@ -270,8 +269,8 @@ def session_of(
             options.add_session_config_entry(_WEIGHTS_FOLDER, files.location)
         session = ort.InferenceSession(graph, options, providers=providers, enable_fallback=0)
     weakref.finalize(session, values.clear).atexit = False  # it uses their memory without holding it
-    if bundle.copies_weights and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
-        trim(0)  # glibc holds back the copies of weights that a session freed after packing
+    if bundle.copies_weights:
+        return_freed_memory()  # the copies of weights that a session freed after packing
     for name in names:
         files.require_same(name)
     return session

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -24,6 +26,7 @@ import pytest
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import MANIFEST_FILE
 from spaceport.runtime.session import Runtime
+from spaceport.serving import server
 from spaceport.serving.options import ServiceOptions
 from spaceport.serving.server import listening
 from spaceport.tools.cli import INPUT, USAGE, run
@@ -208,3 +211,19 @@ def test_serve_checks_folders_and_ports_before_it_opens_anything(
         port = taken.getsockname()[1]
         assert run(["serve", str(broken), "--port", str(port)]) == USAGE
         assert f"port {port}: Address already in use: expected a free port" in capfd.readouterr().err
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="of glibc")
+def test_a_service_returns_freed_memory_whatever_stays_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+    monkeypatch.setattr(server, "_TRIM", 0.1)
+    with running_service({"demo": chat_runtime}):
+        blocks = [bytearray(b"x") * 60_000 for _ in range(1000)]
+        before = resident()
+        del blocks[::2]
+        ended = time.monotonic() + 60
+        while resident() > before - 20_000_000 and time.monotonic() < ended:
+            time.sleep(0.05)
+        assert resident() <= before - 20_000_000

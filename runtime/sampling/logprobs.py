@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import math
 import re
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -93,44 +94,65 @@ class TokenLogprob:
 
 @dataclass
 class Logprobs:
-    """Observer that records the log probability of each token that a request generates."""
+    """Observer that records the log probability of each token that a request generates.
+
+    It keeps numbers, of which `at` builds objects: these would take ten times the memory for tokens that a slow client
+    has not read.
+    """
 
     top: int  # number of most probable tokens to report for each token
     speller: Speller
-    _recorded: dict[tuple[int, ...], list[TokenLogprob]] = field(default_factory=dict)  # by the thread's path
+    # by the thread's path: ids and log probabilities, of each token and then of the most probable ones
+    _recorded: dict[tuple[int, ...], tuple[array[int], array[float]]] = field(default_factory=dict)
 
     def on_step(self, step: RequestStep) -> None:
         """Record the tokens of a step; an end token or a limit may still cut off the last of them."""
         for part, verdict, logits in zip(step.parts, step.verdicts, step.logits, strict=True):
             if not verdict.tokens:
                 continue
-            recorded = self._recorded.setdefault(part.thread.path, [])
+            recorded = self._recorded.setdefault(part.thread.path, (array("q"), array("d")))
             first = int(part.rows_wanted[0])
             rows = verdict.retained[part.layout.known - 1 :]
             start = int(part.positions[part.layout.known - 1]) + 1
             for position, (token, row) in enumerate(zip(verdict.tokens, rows, strict=True), start):
-                recorded.append(logprob_of(logits[row - first], token, self.top, position, self.speller))
+                tokens, logprobs = _numbers_of(logits[row - first], token, self.top, position)
+                recorded[0].extend(tokens)
+                recorded[1].extend(logprobs)
 
     def at(self, path: tuple[int, ...], index: int) -> TokenLogprob:
         """The log probability of the token with this index among those that a thread generated."""
-        return self._recorded[path][index]
+        tokens, logprobs = self._recorded[path]
+        entries = slice(index * (1 + self.top), (index + 1) * (1 + self.top))
+        return _token_logprob(tokens[entries], logprobs[entries], self.speller)
 
 
-def logprob_of(
-    line: NDArray[np.float32], token: int, top: int, position: int, speller: Speller | None = None
-) -> TokenLogprob:
-    """The log probability of a token at a position, from the logits of that position."""
+def _numbers_of(line: NDArray[np.float32], token: int, top: int, position: int) -> tuple[list[int], list[float]]:
+    """A token and the most probable ones, and their log probabilities, from the logits of a position."""
     peak = float(line.max())
     if not math.isfinite(peak):
         raise not_a_number(position)
     # Numbers around 1 are exact enough in float32; the sum of a vocabulary's many small ones is not.
     below = line - np.float32(peak)
     weight = math.log(np.exp(below, out=below).sum(dtype=np.float64))
+    tokens = [token, *most_probable(line, top).tolist()] if top else [token]
+    return tokens, [float(line[each]) - peak - weight for each in tokens]
 
-    def of(token: int, best: tuple[TokenLogprob, ...] = ()) -> TokenLogprob:
-        return TokenLogprob(token, float(line[token]) - peak - weight, best, *(speller.spell(token) if speller else ()))
 
-    return of(token, tuple(of(other) for other in most_probable(line, top).tolist()) if top else ())
+def _token_logprob(tokens: Sequence[int], logprobs: Sequence[float], speller: Speller | None) -> TokenLogprob:
+    """The log probability of the first of these tokens, with those of the others."""
+
+    def of(index: int, top: tuple[TokenLogprob, ...] = ()) -> TokenLogprob:
+        token = tokens[index]
+        return TokenLogprob(token, logprobs[index], top, *(speller.spell(token) if speller else ()))
+
+    return of(0, tuple(of(index) for index in range(1, len(tokens))))
+
+
+def logprob_of(
+    line: NDArray[np.float32], token: int, top: int, position: int, speller: Speller | None = None
+) -> TokenLogprob:
+    """The log probability of a token at a position, from the logits of that position."""
+    return _token_logprob(*_numbers_of(line, token, top, position), speller)
 
 
 def check_top(name: str, top: int, vocab_size: int) -> None:

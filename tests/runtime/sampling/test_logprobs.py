@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import time
+import tracemalloc
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -111,6 +113,22 @@ def test_the_top_tokens_are_those_of_the_model_also_if_they_are_banned() -> None
     assert own
     assert all(one.top == () and one.logprob <= 0 for one in own)
     assert {one.top[0].token for one in best if one.top[0].token != one.token} & set(MASKS)
+
+
+def test_log_probabilities_that_nobody_reads_take_a_tenth_of_their_objects() -> None:
+    def unread(logprobs: int | None) -> int:
+        decoding = Decoding(max_tokens=1000, mask_slots=0, lookup=0, logprobs=logprobs)
+        with hash_runtime(Language(seed=10, end_every=10**9), 1024) as runtime, runtime.stream([1], decoding) as stream:
+            while not stream.request.done:
+                time.sleep(0.01)
+            return tracemalloc.get_traced_memory()[0]
+
+    tracemalloc.start()
+    try:
+        unread(5)
+        assert unread(5) - unread(None) < 200 * 1000
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf])

@@ -241,12 +241,15 @@ class Call:
         return completions
 
     async def pieces(self) -> AsyncIterator[tuple[int, list[Piece]]]:
-        """The index of a choice with its next pieces, which one step generated; no pieces at its end."""
+        """The index of a choice with its next pieces, which one step generated; no pieces at its end.
+
+        Its completion then has no log probabilities: they came with the pieces, and a slow client would keep them.
+        """
         if len(self.streams) == 1:  # needs neither a queue nor a task, which cost as much as the text of a step
             (only,) = self.streams
             while pieces := await only.pieces():
                 yield 0, pieces
-            self.completions[0] = await only.completion()
+            self.completions[0] = only.request.completion(with_logprobs=False)
             yield 0, []
             return
         async for index, pieces in self._pieces_of_all():
@@ -260,7 +263,7 @@ class Call:
             try:
                 while pieces := await stream.pieces():
                     await queue.put((index, pieces))
-                self.completions[index] = await stream.completion()
+                self.completions[index] = stream.request.completion(with_logprobs=False)
                 await queue.put((index, []))
             except Exception as error:  # noqa: BLE001  (raised to the reader of the pieces)
                 await queue.put((index, error))

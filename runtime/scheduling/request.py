@@ -256,7 +256,7 @@ class Request:
                 raise
         return pieces
 
-    def completion(self) -> Completion:
+    def completion(self, with_logprobs: bool = True) -> Completion:
         """The completion, after all pieces were read; raises the error of a failed request."""
         if self.error is not None:
             raise self.error
@@ -265,7 +265,8 @@ class Request:
             return Completion("", (), ending, Statistics(), threads=(ThreadText((), None, "", (), ending),))
         assert isinstance(self.output, Output)
         root, transcript = self.sequences.threads[0], self.output.transcript
-        threads = transcript.finished()  # without those that ended behind a stop string, whatever ended them
+        # without those that ended behind a stop string, whatever ended them
+        threads = transcript.finished(with_logprobs)
         return Completion(
             transcript.text,
             transcript.tokens(),
@@ -273,7 +274,7 @@ class Request:
             self.sequences.statistics,
             tuple(root.tokens[: root.start]),
             threads,
-            transcript.logprobs(),
+            transcript.logprobs(threads),
             self.output.seed,
             self.output.trace,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from tokenizers import Tokenizer
@@ -186,7 +186,7 @@ class Transcript(Listener):
         pieces, self._pieces = self._pieces, []
         return pieces
 
-    def finished(self) -> tuple[ThreadText, ...]:
+    def finished(self, with_logprobs: bool = True) -> tuple[ThreadText, ...]:
         """The text of each thread once all have ended, parents before their children.
 
         Text after the first stop string is left out: later threads are missing, and the others end with "stop" at the token
@@ -199,15 +199,16 @@ class Transcript(Listener):
             left -= len(text)
             texts[state.path] = texts.get(state.path, "") + text
         cuts = self._cuts()
-        return tuple(self._thread_text(self._states[path], text, cuts) for path, text in texts.items())
+        return tuple(self._thread_text(self._states[path], text, cuts, with_logprobs) for path, text in texts.items())
 
     def tokens(self) -> tuple[int, ...]:
         """The tokens of the finished text in reading order, without any [Fork]."""
         return tuple(token for state, part in self._finished_tokens() for token in state.tokens[part])
 
-    def logprobs(self) -> tuple[TokenLogprob, ...]:
-        """The log probabilities of these tokens, if they were requested."""
-        return tuple(logprob for state, part in self._finished_tokens() for logprob in self._logprobs_of(state, part))
+    def logprobs(self, threads: Sequence[ThreadText]) -> tuple[TokenLogprob, ...]:
+        """The log probabilities of these tokens, as far as the finished threads have them."""
+        of_threads = {thread.path: thread.logprobs for thread in threads}
+        return tuple(logprob for state, part in self._finished_tokens() for logprob in of_threads[state.path][part])
 
     def _segment(self, context: tuple[int, ...] = (), start: int = 0) -> Segment:
         """A new segment behind these tokens."""
@@ -267,12 +268,6 @@ class Transcript(Listener):
         for state, segment in self._finished_segments():
             yield state, slice(segment.start, min(segment.end, cuts.get(state.path, segment.end)))
 
-    def _logprobs_of(self, state: _ThreadState, part: slice) -> list[TokenLogprob]:
-        """The log probabilities of some tokens of a thread; empty if they were not requested."""
-        if self._logprobs is None:
-            return []
-        return [self._logprobs.at(state.path, index) for index in range(*part.indices(len(state.tokens)))]
-
     def _cuts(self) -> dict[Path, int]:
         """Number of remaining tokens of each thread that the first stop string cuts."""
         cuts: dict[Path, int] = {}
@@ -285,9 +280,10 @@ class Transcript(Listener):
                 state = state.parent
         return cuts
 
-    def _thread_text(self, state: _ThreadState, text: str, cuts: Mapping[Path, int]) -> ThreadText:
-        part = slice(0, cuts.get(state.path))
-        tokens, logprobs = state.tokens[part], self._logprobs_of(state, part)
+    def _thread_text(self, state: _ThreadState, text: str, cuts: Mapping[Path, int], with_logprobs: bool) -> ThreadText:
+        tokens = state.tokens[: cuts.get(state.path)]
+        reported = range(len(tokens)) if with_logprobs else ()
+        logprobs = () if self._logprobs is None else (self._logprobs.at(state.path, index) for index in reported)
         ending = "stop" if state.path in cuts else state.ending
         assert ending is not None
         fork = None if state.parent is None else state.fork

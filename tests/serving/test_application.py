@@ -11,6 +11,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from spaceport.runtime.decoding import Decoding
+from spaceport.runtime.sampling.logprobs import Logprobs, TokenLogprob
 from spaceport.runtime.sampling.sampler import Sampling
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.trace import TraceRecord
@@ -135,6 +136,22 @@ def test_an_echo_scores_the_prompt(client: TestClient, runtime: Runtime, more: d
     if following := found["text"].removeprefix(f"<s>{PROMPT}"):  # which may be a stop string
         stopped = ask(client, prompt=PROMPT, echo=True, logprobs=1, **more, stop=following)["choices"][0]
         assert (stopped["text"], stopped["finish_reason"]) == (PROMPT, "stop")
+
+
+@pytest.mark.parametrize("choices", [1, 2])
+def test_a_stream_builds_each_log_probability_once(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch, choices: int
+) -> None:
+    built, at = [], Logprobs.at
+
+    def counted(logprobs: Logprobs, path: tuple[int, ...], index: int) -> TokenLogprob:
+        built.append(at(logprobs, path, index))
+        return built[-1]
+
+    monkeypatch.setattr(Logprobs, "at", counted)
+    streamed = [choice for part in events(client, **TEXT, n=choices, logprobs=2) for choice in part["choices"]]
+    shown = [token for choice in streamed for token in (choice.get("logprobs") or {"tokens": ()})["tokens"]]
+    assert 0 < len(shown) == len(built)
 
 
 # Streams

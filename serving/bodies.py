@@ -274,7 +274,7 @@ def _choices(kind: type[Struct], path: str) -> tuple[str, ...]:
     return tuple(map(str, get_args(literals[0]))) if literals else ()
 
 
-def body_of(kind: type[Body], raw: bytes) -> Body:
+def body_of(kind: type[Body], raw: bytes | bytearray) -> Body:
     """A request's body; raises for invalid JSON, wrong types and unknown fields, as OpenAI's service does."""
     try:
         if unknown := sorted(_unknown(_ENTRIES.decode(raw), kind)):
@@ -345,7 +345,7 @@ async def read_body(request: Request, kind: type[Body]) -> Body:
     try:
         await _receive(request, service, raw)
         if len(raw) > _MOST_DIRECT:
-            return await asyncio.to_thread(body_of, kind, bytes(raw))
-        return body_of(kind, bytes(raw))
+            return await asyncio.to_thread(body_of, kind, raw)
+        return body_of(kind, raw)
     finally:
         service.body_bytes -= len(raw)

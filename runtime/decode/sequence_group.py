@@ -403,6 +403,7 @@ class SequenceGroup:
                 self.prefix = kv_prefix(thread, self.slots)
             self.slots.free(thread.held)
             thread.visible[:] = False
+            thread.draft_state.clear()  # the index of prompt lookup takes 300 bytes per token, until all is read
             self.listener.on_end(thread)
 
     def _compact(self, kept: NDArray[np.int64]) -> Moves:

@@ -226,3 +226,12 @@ def test_a_thread_that_grows_and_forks_looks_up_its_own_text_as_if_it_were_read_
             thread.tokens.append(following)
             found, _ = thread.draft_state["lookup"].following(thread.tokens, 3)
             assert list(found) == read_through(thread.tokens, 3)[0]
+
+
+def test_a_thread_that_has_ended_keeps_nothing_for_drafts() -> None:
+    language = Language(seed=1, end_every=10**9)
+    with hash_runtime(language) as runtime, runtime.stream([1, 2, 1, 2], Decoding(max_tokens=20, lookup=4)) as stream:
+        next(stream)
+        threads = stream.request.sequences.threads
+        stream.completion()
+    assert [thread.draft_state for thread in threads] == [{} for _ in threads]

@@ -35,7 +35,7 @@ template <Format FORMAT, int ROWS>
 constexpr int vectors_of_tile() {
   int sums = FORMAT_TRAITS[FORMAT].bits == 8 ? BYTE_SUM_REGISTERS : 1;
   for (int v = PANEL / LANES; v > 1; v /= 2)
-    if (v * (ROWS * (sums + 1) + 1) + 2 <= REGISTERS) return v;
+    if (v * (ROWS * (sums + FLOAT_SUM_REGISTERS) + 1) + OTHER_REGISTERS <= REGISTERS) return v;
   return 1;
 }
 
@@ -261,7 +261,7 @@ inline void finish_row(const Product& p, const float* sums, int panel, int row) 
 }
 
 // With many rows, as many tiles as fit into the second-level cache are multiplied by all panels before the next ones.
-// From FETCH_ROWS on, the next panel is fetched meanwhile; of int4_pair, what lies PAIR_AHEAD bytes ahead, and from there
+// From FETCH_ROWS on, the next panel is fetched meanwhile; of int4_pair, what lies PAIR_AHEAD bytes ahead, and what is
 // PAIRS_AHEAD pairs ahead into the first-level cache. With fewer rows the processor's own prefetching is better.
 constexpr int64_t CACHED_CODES = 384 << 10, PAIR_AHEAD = 32 << 10;
 

@@ -13,6 +13,8 @@ namespace spaceport::SPACEPORT_SET {
 
 constexpr int LANES = 8;
 constexpr int REGISTERS = 16, MATRIX_ROWS = 17;
+// Sums of floats and what else is used once for a block may be in memory: more vectors then share broadcasts.
+constexpr int FLOAT_SUM_REGISTERS = 0, OTHER_REGISTERS = 0;
 constexpr int FETCH_ROWS[2] = {2, 2};  // codes of 8 bits, of fewer
 
 using F = __m256;
@@ -109,7 +111,7 @@ inline I dot(I sum, B codes, B bytes) { return _mm256_dpbusd_avx_epi32(sum, code
 inline I dot(I sum, B codes, B bytes) { return _mm256_dpbusd_epi32(sum, codes.v, bytes.v); }
 #endif
 constexpr int BYTE_SUM_REGISTERS = 1, BYTE_SUM_GROUPS = 64, FIVE_BIT_GROUPS = 8;
-constexpr int TILE_ROWS_8 = 12, TILE_ROWS_4 = 12;
+constexpr int TILE_ROWS_8 = 7, TILE_ROWS_4 = 7;
 using NibbleSum = I;
 using ByteSum = I;
 inline void begin(I& sum, int32_t zero) { sum = set_int(zero); }

@@ -7,6 +7,7 @@ namespace spaceport::SPACEPORT_SET {
 
 constexpr int LANES = 16;
 constexpr int REGISTERS = 32;
+constexpr int FLOAT_SUM_REGISTERS = 1, OTHER_REGISTERS = 2;
 constexpr int BYTE_SUM_REGISTERS = 1, BYTE_SUM_GROUPS = 64, FIVE_BIT_GROUPS = 8;
 #if defined(__AMX_INT8__)
 constexpr int TILE_ROWS_8 = 16, TILE_ROWS_4 = 16, MATRIX_ROWS = 8;

@@ -9,6 +9,7 @@ namespace spaceport::SPACEPORT_SET {
 
 constexpr int LANES = 4;
 constexpr int REGISTERS = 32, MATRIX_ROWS = 17;
+constexpr int FLOAT_SUM_REGISTERS = 1, OTHER_REGISTERS = 2;
 constexpr int BYTE_SUM_REGISTERS = 1, BYTE_SUM_GROUPS = 64, FIVE_BIT_GROUPS = 8;
 constexpr int TILE_ROWS_8 = 6, TILE_ROWS_4 = 6;
 constexpr int FETCH_ROWS[2] = {2, 2};  // codes of 8 bits, of fewer

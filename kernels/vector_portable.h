@@ -14,6 +14,7 @@ namespace spaceport::SPACEPORT_SET {
 constexpr int LANES = 4;
 constexpr int REGISTERS = 16;
 constexpr int MATRIX_ROWS = 17;  // rows from which a tile is multiplied as a matrix: more than one has
+constexpr int FLOAT_SUM_REGISTERS = 1, OTHER_REGISTERS = 2;
 constexpr int BYTE_SUM_REGISTERS = 1, BYTE_SUM_GROUPS = 64, FIVE_BIT_GROUPS = 8;
 constexpr int TILE_ROWS_8 = 2, TILE_ROWS_4 = 2;  // most rows of a tile, by the bits of codes: more spill registers
 constexpr int FETCH_ROWS[2] = {2, 2};            // codes of 8 bits, of fewer

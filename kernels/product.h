@@ -28,7 +28,7 @@ void release_matrices();
 constexpr int UNPACKED_TOGETHER = 8;        // blocks: a matrix is not loaded right after it was stored
 constexpr int MOST_KEPT = 160;              // blocks of a panel that is unpacked once for all tiles
 constexpr int UNPACKED_BYTES = 32 * LANES;  // of a block
-constexpr int PAIRS_AHEAD = 8;
+constexpr int PAIRS_AHEAD = 8;              // of blocks: what is fetched into the first-level cache meanwhile
 
 // Vectors of outputs that share the broadcasts of activations.
 template <Format FORMAT, int ROWS>

@@ -345,7 +345,8 @@ async def read_body(request: Request, kind: type[Body]) -> Body:
     try:
         await _receive(request, service, raw)
         if len(raw) > _MOST_DIRECT:
-            return await asyncio.to_thread(body_of, kind, raw)
+            async with service.spacing.one_large():
+                return await asyncio.to_thread(body_of, kind, raw)
         return body_of(kind, raw)
     finally:
         service.body_bytes -= len(raw)

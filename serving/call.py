@@ -49,6 +49,8 @@ async def generation_body(request: Request, kind: type[GeneratingBody]) -> Gener
     if service.draining:
         raise overloaded("the service is stopping", "stopping")
     service.require_open()
+    if service.completions:
+        await service.spacing.begin()
     body = await read_body(request, kind)
     record_of(request).model = service.model(body.model).name
     return body

@@ -22,6 +22,7 @@ from spaceport.serving.audit import CompletionAudit
 from spaceport.serving.failures import RETRY, Failure, overloaded
 from spaceport.serving.metrics import Metrics
 from spaceport.serving.options import ServiceOptions
+from spaceport.serving.spacing import Spacing
 
 log = logging.getLogger("spaceport.service")
 
@@ -92,6 +93,7 @@ class Service:
     is_local: bool = False  # whether it listens on a loopback address
     body_bytes: int = 0  # of all bodies that are being received and read
     completions: Counter[str] = field(default_factory=Counter)  # that run or wait, by client
+    spacing: Spacing = field(default_factory=Spacing)
     draining: bool = False  # whether it was asked to stop: running requests end, new ones are refused
 
     @property

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +22,7 @@ from support.native_operators import Operator, available_sets, normal, random_we
 Feeds = dict[str, NDArray[Any]]
 
 _ROWS, _WIDTH, _RANK = 5, 256, 64
+_DAMAGES = 8  # of each node
 NUMBERS = (-1, 0, 1, 3, 5, 63, 64, 100, 127, 2**31 - 1, 2**31, 2**40, 2**63 - 1, -(2**31), -(2**63))
 FLOATS = (np.nan, np.inf, -np.inf, 3e38, -3e38, 1e-45, 0.0, -0.0)
 TEXTS = ("", "int4", "int4_pair", "int5", "int8", "int8_k16", "none", "layer", "rms", "silu", ",", "int8," * 99, "%s%n")
@@ -139,8 +141,9 @@ def damage_attribute(dice: np.random.Generator, node: Node) -> str:
     return f"attribute {name}"
 
 
-def run_case(number: int) -> str:
-    """Run the damaged node of a number: what became of it. Raises if outputs have another shape or type."""
+@lru_cache(maxsize=1)
+def _valid_case(number: int) -> tuple[Node, dict[str, Any], list[tuple[tuple[int, ...], np.dtype[Any]]]]:
+    """A node, how it is run, and the shapes and types of its outputs."""
     dice = np.random.default_rng(number)
     node = valid_node(dice)
     constants = tuple(name for name in node.feeds if name in ("weights", "weights2", "down", "up"))
@@ -149,13 +152,20 @@ def run_case(number: int) -> str:
         "threads": int(dice.integers(1, 3)),
         "constants": constants if dice.random() < 0.5 else (),
     }
-    expected = [(output.shape, output.dtype) for output in Operator(*node, **how)(node.feeds)]
+    return node, how, [(output.shape, output.dtype) for output in Operator(*node, **how)(node.feeds)]
+
+
+def run_case(number: int) -> str:
+    """Run the damaged node of a number: what became of it. Raises if outputs have another shape or type."""
+    (kind, feeds, attributes), how, expected = _valid_case(number // _DAMAGES)
+    node = Node(kind, dict(feeds), dict(attributes))
+    dice = np.random.default_rng([number])
     damage = [damage_values, damage_shape, damage_attribute][dice.integers(3)]
     what = damage(dice, node)
-    how["constants"] = tuple(name for name in how["constants"] if name in node.feeds)
-    print(number, node.kind, how["set_name"], what, flush=True)
+    constants = tuple(name for name in how["constants"] if name in node.feeds)
+    print(number, kind, how["set_name"], what, flush=True)
     try:
-        outputs = Operator(*node, **how)(node.feeds)
+        outputs = Operator(*node, **how | {"constants": constants})(node.feeds)
     except Exception as error:
         if type(error).__module__.startswith("onnxruntime"):
             return "errors"

@@ -22,7 +22,9 @@ from spaceport.serving.event_stream import EventStream, event
 from spaceport.serving.failures import invalid, json_response
 
 _STOP_TYPES = {"end": "eos", "stop": "word"}  # by the ending of a completion; all others: "limit"
-_SAMPLERS = ("penalties", "temperature", "top_k", "top_p", "min_p")  # in the order in which they run
+# Samplers in the order in which they run, with their options.
+_PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+_SAMPLERS = {"penalties": _PENALTIES, **{name: (name,) for name in ("temperature", "top_k", "top_p", "min_p")}}
 
 
 class InfillFile(Struct):
@@ -72,7 +74,12 @@ def _check(body: InfillBody) -> None:
 
 def _check_samplers(body: InfillBody, names: list[str]) -> None:
     """Raise for samplers that do not run here, or in another order, and for options of samplers that are left out."""
-    expected = [name for name in _SAMPLERS if name in names or getattr(body, name, None)]
+
+    def is_given(option: str) -> bool:
+        value = getattr(body, option)
+        return bool(value) and not (option == "repetition_penalty" and value == 1)  # which changes nothing
+
+    expected = [name for name, options in _SAMPLERS.items() if name in names or any(map(is_given, options))]
     if names != expected:
         found, right = (", ".join(some) or "none" for some in (names, expected))
         raise invalid("samplers", f"names {found:.100}: expected {right}, which run for this request in this order")

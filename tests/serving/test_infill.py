@@ -87,7 +87,7 @@ def test_several_choices_begin_with_the_most_probable_one(client: TestClient) ->
 
 def test_a_request_may_only_read_the_prompt_and_name_what_it_wants(client: TestClient) -> None:
     names = ["content", "timings/prompt_n", "truncated", "timings", ""]
-    found = fill(client, n_predict=0, samplers=[], response_fields=names)
+    found = fill(client, n_predict=0, samplers=[], repetition_penalty=1, response_fields=names)
     assert found.keys() == {*names} - {""}
     assert (found["content"], found["timings/prompt_n"]) == ("", found["timings"]["prompt_n"])
     assert fill(client, input_prefix="", input_suffix="", prompt="", response_fields=[""]) == {}
@@ -120,6 +120,7 @@ def test_an_invalid_request_gets_the_reason(client: TestClient) -> None:
         ({"samplers": ["top_p", "top_k"]}, "samplers names top_p, top_k: expected top_k, top_p, which run"),
         ({"samplers": ["dry", "infill"]}, "samplers names dry: expected none"),
         ({"samplers": [], "temperature": 0.5}, "samplers names none: expected temperature"),
+        ({"samplers": ["top_k"], "frequency_penalty": 0.5}, "samplers names top_k: expected penalties, top_k"),
         ({"n_predict": -2}, "n_predict is -2: expected at least -1"),
         ({"n_indent": -1}, "n_indent is -1"),
         ({"input_extra": [{"filename": "a"}]}, "input_extra"),

@@ -46,11 +46,11 @@ def finish_reason(ending: str, has_calls: bool = False) -> str:
 async def generation_body(request: Request, kind: type[GeneratingBody]) -> GeneratingBody:
     """The body of a request that generates; raises while the service takes none, and if it has no such model."""
     service = service_of(request)
+    if service.completions:
+        await service.spacing.begin()
     if service.draining:
         raise overloaded("the service is stopping", "stopping")
     service.require_open()
-    if service.completions:
-        await service.spacing.begin()
     body = await read_body(request, kind)
     record_of(request).model = service.model(body.model).name
     return body

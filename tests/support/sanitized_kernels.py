@@ -1,8 +1,10 @@
 """Runs the tests of the kernels, and damaged bundles that use them, with AddressSanitizer and UndefinedBehaviorSanitizer.
 
     PYTHONPATH=tests python -m support.sanitized_kernels
+    PYTHONPATH=tests python -m support.sanitized_kernels damaged 0 200000
 
-Arguments go to pytest. Needs GCC and its sanitizer libraries; compiling takes three minutes, the first time.
+The second runs damaged operators only, from a first number on; other arguments go to pytest. Needs GCC and its sanitizer
+libraries; compiling takes three minutes, the first time.
 """
 
 import os
@@ -16,6 +18,16 @@ from support.paths import TESTS
 
 # A finding ends the process.
 FLAGS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g", "-O1")
+
+
+def _tests(*arguments: str) -> list[str]:
+    """A module with its arguments."""
+    if arguments[:1] == ("damaged",):
+        return ["support.damaged_inputs", *arguments[1:]]
+    # The digests come from a program without sanitizers, and the libraries that sanitizers need are more than one.
+    left_out = [str(TESTS / "kernels" / name) for name in ("test_instruction_sets.py", "test_build.py")]
+    tests = [str(TESTS / "kernels"), str(TESTS / "attack" / "test_damaged_bundles.py")]
+    return ["pytest", "-p", "no:cacheprovider", *tests, *arguments, *(f"--ignore={each}" for each in left_out)]
 
 
 def main() -> int:
@@ -39,11 +51,7 @@ def main() -> int:
         "PYTHONMALLOC": "malloc",  # so that reads beyond an array of numpy are seen
         "TESTED_KERNELS": str(folder / library_name()),
     }
-    # The digests come from a program without sanitizers, and the libraries that sanitizers need are more than one.
-    tests = [str(TESTS / "kernels"), str(TESTS / "attack" / "test_damaged_bundles.py")]
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *tests, *sys.argv[1:]]
-    for left_out in ("test_instruction_sets.py", "test_build.py"):
-        command += ["--ignore", str(TESTS / "kernels" / left_out)]
+    command = [sys.executable, "-m", *_tests(*sys.argv[1:])]
     return subprocess.run(command, env=os.environ | settings, check=False).returncode
 
 

@@ -11,14 +11,14 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from spaceport.exporter.checkpoint_files import BASE_FILE
 from spaceport.exporter.interrupts import interrupts_deferred
 from spaceport.graphs.contract.atomic_file import flush, partial_of, partials_of, sweep
 from spaceport.graphs.contract.faults import InputFault
-from spaceport.graphs.contract.manifest import MANIFEST_FILE
+from spaceport.graphs.contract.manifest import MANIFEST_FILE, Manifest, manifest_content, record_of
 
 _EXCHANGE = 2  # RENAME_EXCHANGE of Linux' renameat2
 _CURRENT_FOLDER = -100  # AT_FDCWD
@@ -209,3 +209,20 @@ def _exchange(partial: Path, target: Path) -> bool:
     if code in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
         return False
     raise OSError(code, os.strerror(code), str(target))
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> Manifest:
+    """Write the manifest with the digests of all files of a folder, and flush everything to the disk.
+
+    The manifest is written last: a folder without it does not open."""
+    files = {}
+    for file in sorted(folder.iterdir()):
+        with file.open("rb") as stream:
+            files[file.name] = record_of(stream)
+        flush(file)
+    complete = replace(manifest, files=files)
+    path = folder / MANIFEST_FILE
+    path.write_bytes(manifest_content(complete))
+    flush(path)
+    flush(folder)
+    return complete

@@ -12,8 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from spaceport import __version__
-from spaceport.exporter.atomic_folder import check_target, refuse_while_written, require_space, writing
-from spaceport.exporter.bundle_manifest import write_manifest
+from spaceport.exporter.atomic_folder import check_target, refuse_while_written, require_space, write_manifest, writing
 from spaceport.exporter.checkpoint import Checkpoint, load_model, open_checkpoint
 from spaceport.exporter.checkpoint import TokenFlags as TokenFlags
 from spaceport.exporter.checkpoint_files import ModelFiles

@@ -21,8 +21,7 @@ from spaceport.exporter.graph_passes import (
     read_lazily,
     simplify,
 )
-from spaceport.exporter.native_products import add_bodies, native_matrices, store_native_products, weights_of
-from spaceport.exporter.quantized_weights import WeightNotFound, store_quantized_weights
+from spaceport.exporter.quantized_weights import WeightNotFound, store_native_products, store_quantized_weights
 from spaceport.exporter.tensorrt.append_graph import contract_mismatch
 from spaceport.graphs.attention import hooked
 from spaceport.graphs.contract.faults import InputFault
@@ -30,6 +29,7 @@ from spaceport.graphs.contract.manifest import DATA_FILE, MODEL_FILE
 from spaceport.graphs.contract.progress import reaches_quarter
 from spaceport.graphs.contract.signature import BEST_TOKENS, Lowering, Signature, selection_width
 from spaceport.graphs.decoder import Decoder, DecoderWithLayerOutputs, decoder_layers
+from spaceport.kernels.functions import add_functions
 
 # Called with the name of each stage when it begins.
 OnStage = Callable[[str], None]
@@ -66,8 +66,7 @@ def to_onnx(decoder: Decoder, folder: Path, on_stage: OnStage = lambda name: Non
         on_stage(f"storing the {decoder.quantization.weights} weights in the graph")
     try:
         if native is not None:
-            matrices = native_matrices(decoder.model, native)
-            store_native_products(model, weights_of(decoder.model, matrices), matrices)
+            store_native_products(model, decoder.model, native)
         store_quantized_weights(model, decoder.quantization)
     except WeightNotFound as error:
         raise UntraceableModel(
@@ -82,7 +81,9 @@ def to_onnx(decoder: Decoder, folder: Path, on_stage: OnStage = lambda name: Non
     path = folder / MODEL_FILE
     _save(model, path, on_stage)
     if native is not None:
-        add_bodies(folder)
+        written = onnx.load(str(path), load_external_data=False)
+        add_functions(written)
+        path.write_bytes(written.SerializeToString())
     check_written(folder, signature, _family(decoder), on_stage)
 
 

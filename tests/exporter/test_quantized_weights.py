@@ -19,7 +19,7 @@ from onnx import TensorProto, helper, numpy_helper
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from spaceport.exporter.bundle_manifest import write_manifest
+from spaceport.exporter.atomic_folder import write_manifest
 from spaceport.exporter.export import ExportOptions
 from spaceport.exporter.quantized_weights import WeightNotFound, store_quantized_weights
 from spaceport.graphs.contract.formats import FORMATS, Format

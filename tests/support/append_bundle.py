@@ -12,7 +12,7 @@ import onnx
 from onnx import helper, numpy_helper, parser
 from tokenizers import Tokenizer, models
 
-from spaceport.exporter.bundle_manifest import write_manifest
+from spaceport.exporter.atomic_folder import write_manifest
 from spaceport.graphs.contract.draft_methods import DraftMethod
 from spaceport.graphs.contract.manifest import DATA_FILE, MODEL_FILE, TOKENIZER_FILE, Manifest, TokenIds
 from spaceport.graphs.contract.signature import Precision, Signature, Tensor

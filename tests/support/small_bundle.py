@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, models
 
-from spaceport.exporter.bundle_manifest import write_manifest
+from spaceport.exporter.atomic_folder import write_manifest
 from spaceport.graphs.contract.draft_methods import DraftAcceptance, DraftMethod
 from spaceport.graphs.contract.manifest import (
     DATA_FILE,

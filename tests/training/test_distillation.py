@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from spaceport.exporter.bundle_manifest import write_manifest
+from spaceport.exporter.atomic_folder import write_manifest
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import MANIFEST_FILE, TEMPLATE_FILE, TOKENIZER_FILE
 from spaceport.runtime.bundle import Bundle, read_manifest

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from spaceport.exporter.bundle_manifest import write_manifest
+from spaceport.exporter.atomic_folder import write_manifest
 from spaceport.graphs.contract.manifest import DATA_FILE, MANIFEST_FILE, Manifest, manifest_in
 from spaceport.graphs.contract.signature import DTYPES, Precision
 

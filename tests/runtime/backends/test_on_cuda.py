@@ -22,7 +22,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spaceport.exporter.bundle_manifest import write_manifest
+from spaceport.exporter.atomic_folder import write_manifest
 from spaceport.exporter.to_onnx import write_selection
 from spaceport.graphs.contract.manifest import MANIFEST_FILE, SELECTION_FILE
 from spaceport.runtime.backends import on_cuda, on_tensorrt, open_engine

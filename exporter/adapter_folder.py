@@ -15,17 +15,17 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from spaceport.exporter.checkpoint_files import BASE_FILE as BASE_FILE
-from spaceport.exporter.checkpoint_files import require_adapter_folder
-from spaceport.exporter.mechanisms import MECHANISMS, read_tensors, save_tensors, write_mechanisms
-from spaceport.exporter.sar_config import (
+from spaceport.exporter.checkpoint_files import (
     SAR_FILE,
-    CheckpointError,
     SarConfig,
     is_id,
     read_json,
     read_sar_config,
+    require_adapter_folder,
     write_sar_config,
 )
+from spaceport.exporter.mechanisms import MECHANISMS, read_tensors, save_tensors, write_mechanisms
+from spaceport.graphs.contract.faults import CheckpointError
 from spaceport.graphs.contract.json_fields import JsonField, Rules
 from spaceport.graphs.contract.signature import PRECISIONS, Precision
 from spaceport.graphs.mechanism import Mechanism

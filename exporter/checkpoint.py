@@ -13,7 +13,15 @@ from safetensors import SafetensorError
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from spaceport.exporter.adapter_folder import AdapterFolder, add_embeddings, add_special_tokens, read_adapter_folder
-from spaceport.exporter.checkpoint_files import ModelFiles, require_checkpoint
+from spaceport.exporter.checkpoint_files import (
+    PARD,
+    SAR_FILE,
+    ModelFiles,
+    SarConfig,
+    config_mask_token,
+    is_id,
+    require_checkpoint,
+)
 from spaceport.exporter.checkpoint_source import CheckpointSource, read_source, reason_of
 from spaceport.exporter.mechanisms import (
     MECHANISMS,
@@ -22,10 +30,8 @@ from spaceport.exporter.mechanisms import (
     check_values,
     read_mechanisms,
 )
-from spaceport.exporter.sar_config import PARD, SarConfig, config_mask_token, is_id
-from spaceport.exporter.sar_config import SAR_FILE as SAR_FILE
-from spaceport.exporter.sar_config import CheckpointError as CheckpointError
 from spaceport.graphs.contract.draft_methods import LOOKUP, MAX_MASK_SLOTS, UNKNOWN, DraftMethod, MaskLayout
+from spaceport.graphs.contract.faults import CheckpointError
 from spaceport.graphs.contract.json_fields import is_whole
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.graphs.contract.signature import Precision

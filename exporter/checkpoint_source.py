@@ -35,7 +35,7 @@ from spaceport.exporter.converted_checkpoint import (
 )
 from spaceport.exporter.gguf_checkpoint import end_tokens, gguf_config, gguf_tokenizer, load_gguf_weights
 from spaceport.exporter.gguf_file import GgufFile
-from spaceport.exporter.sar_config import CheckpointError
+from spaceport.graphs.contract.faults import CheckpointError
 from spaceport.graphs.contract.signature import Precision
 from spaceport.graphs.decoder import decoder_layers, freeze_rotary
 from spaceport.graphs.streamed_weights import (

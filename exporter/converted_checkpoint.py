@@ -21,13 +21,13 @@ from transformers import PreTrainedConfig
 from spaceport.exporter.checkpoint_files import GENERATION_FILE, TIKTOKEN_FILE, TOKENIZER_CONFIG, ModelFiles
 from spaceport.exporter.converted_families import FAMILIES, Family, Fields
 from spaceport.exporter.mechanisms import read_pickled_tensors, read_tensors
-from spaceport.exporter.sar_config import CheckpointError
 from spaceport.exporter.tokenizer_models import (
     QWEN_PATTERN,
     sentencepiece_tokenizer,
     tiktoken_tokenizer,
     transformers_tokenizer,
 )
+from spaceport.graphs.contract.faults import CheckpointError
 
 Shape = tuple[int, ...]
 

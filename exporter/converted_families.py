@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from spaceport.exporter.checkpoint_files import CONVERTED_TYPES
-from spaceport.exporter.sar_config import CheckpointError
+from spaceport.graphs.contract.faults import CheckpointError
 from spaceport.graphs.contract.json_fields import is_whole, short
 
 # Fields of every configuration that say nothing about the architecture.

@@ -20,7 +20,6 @@ from spaceport.exporter.checkpoint_source import model_without_values
 from spaceport.exporter.native_graph import NativeGraph
 from spaceport.exporter.native_weights import RoundedWeights, StoredWeights, packed_size
 from spaceport.exporter.native_weights import Weights as NativeWeights
-from spaceport.exporter.sar_config import CheckpointError
 from spaceport.exporter.to_onnx import (
     OPSETS,
     OnStage,
@@ -28,7 +27,7 @@ from spaceport.exporter.to_onnx import (
     to_onnx,
     write_selection,
 )
-from spaceport.graphs.contract.faults import OptionFault
+from spaceport.graphs.contract.faults import CheckpointError, OptionFault
 from spaceport.graphs.contract.formats import FORMATS, Format, Weights
 from spaceport.graphs.contract.manifest import SELECTION_FILE, TEMPLATE_FILE, TOKENIZER_FILE, Manifest
 from spaceport.graphs.contract.signature import DTYPES, Lowering, Precision, Signature

@@ -18,7 +18,6 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from spaceport.exporter.gguf_file import GgufFile
-from spaceport.exporter.sar_config import CheckpointError
 from spaceport.exporter.tokenizer_models import (
     LLAMA3_PATTERN,
     QWEN_PATTERN,
@@ -28,6 +27,7 @@ from spaceport.exporter.tokenizer_models import (
     byte_level_tokenizer,
     transformers_tokenizer,
 )
+from spaceport.graphs.contract.faults import CheckpointError
 from spaceport.graphs.contract.json_fields import short
 
 # Shapes of tensors by sizes of the model, the innermost dimension first

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from spaceport.exporter.sar_config import CheckpointError
-from spaceport.graphs.contract.faults import MissingDependency
+from spaceport.graphs.contract.faults import CheckpointError, MissingDependency
 from spaceport.graphs.contract.installation import install_command
 from spaceport.graphs.contract.json_fields import short
 

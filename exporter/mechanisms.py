@@ -14,15 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from spaceport.exporter.sar_config import (
-    SAR_FILE,
-    CheckpointError,
-    SarConfig,
-    read_sar_config,
-    tensor_file,
-    write_sar_config,
-)
-from spaceport.graphs.contract.faults import InputFault
+from spaceport.exporter.checkpoint_files import SAR_FILE, SarConfig, read_sar_config, tensor_file, write_sar_config
+from spaceport.graphs.contract.faults import CheckpointError, InputFault
 from spaceport.graphs.contract.json_fields import JsonField, Rules
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.graphs.gated import MaskAdapter

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from spaceport.exporter.gguf_checkpoint import MODULES
 from spaceport.exporter.gguf_file import GgufFile
-from spaceport.exporter.sar_config import CheckpointError
+from spaceport.graphs.contract.faults import CheckpointError
 from spaceport.graphs.parts import BLOCK, DecoderParts, Linear
 from spaceport.graphs.quantization import replace_weight
 from spaceport.graphs.quantize import expert_matrices, linear_modules

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from spaceport.exporter.atomic_folder import ADAPTER_FOLDER, CHECKPOINT, FolderKind, check_target
-from spaceport.exporter.sar_config import read_sar_config
+from spaceport.exporter.checkpoint_files import read_sar_config
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import record_of
 from spaceport.training.settings import DEFAULT, TokenNames, TrainingSettings

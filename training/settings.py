@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from spaceport.exporter.sar_config import SarConfig
+from spaceport.exporter.checkpoint_files import SarConfig
 from spaceport.graphs.contract.draft_methods import CAUSAL, MAX_MASK_SLOTS, Group, MaskLayout
 from spaceport.graphs.contract.faults import OptionFault
 

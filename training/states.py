@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from safetensors import SafetensorError
 
-from spaceport.exporter.sar_config import read_json
+from spaceport.exporter.checkpoint_files import read_json
 from spaceport.graphs.contract.atomic_file import replace_text
 from spaceport.graphs.contract.faults import InputFault
 from spaceport.training.training import Training, TrainingMeasurement

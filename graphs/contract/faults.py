@@ -21,6 +21,10 @@ class InputFault(SpaceportError, ValueError):
     """A file or folder cannot be used: the message states what was found, what was expected and what to do."""
 
 
+class CheckpointError(InputFault):
+    """A checkpoint or adapter folder that cannot be used."""
+
+
 class OptionFault(SpaceportError, ValueError):
     """An option, a prompt or an argument is invalid: the message states what is expected."""
 

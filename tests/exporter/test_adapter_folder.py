@@ -18,19 +18,12 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from spaceport.exporter.adapter_folder import BASE_FILE, EMBEDDINGS_FILE, read_adapter_folder
-from spaceport.exporter.checkpoint import (
-    SAR_FILE,
-    Checkpoint,
-    CheckpointError,
-    TokenFlags,
-    load_model,
-    load_tokenizer,
-    open_checkpoint,
-)
+from spaceport.exporter.checkpoint import Checkpoint, TokenFlags, load_model, load_tokenizer, open_checkpoint
+from spaceport.exporter.checkpoint_files import SAR_FILE, save_acceptance
 from spaceport.exporter.checkpoint_source import quiet_libraries
 from spaceport.exporter.export import ExportOptions, export
-from spaceport.exporter.sar_config import save_acceptance
 from spaceport.graphs.contract.draft_methods import DraftAcceptance
+from spaceport.graphs.contract.faults import CheckpointError
 from spaceport.graphs.contract.formats import FORMATS
 from spaceport.graphs.contract.manifest import MANIFEST_FILE
 from spaceport.graphs.contract.signature import Precision

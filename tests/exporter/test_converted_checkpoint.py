@@ -18,7 +18,7 @@ from spaceport.exporter.checkpoint_files import require_checkpoint, weight_files
 from spaceport.exporter.checkpoint_source import quiet_libraries
 from spaceport.exporter.converted_checkpoint import read_state
 from spaceport.exporter.export import ExportOptions
-from spaceport.exporter.sar_config import CheckpointError
+from spaceport.graphs.contract.faults import CheckpointError
 from spaceport.runtime import Decoding, Runtime
 from spaceport.training.job import TuningJob
 from spaceport.training.settings import TrainingSettings

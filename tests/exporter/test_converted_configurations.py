@@ -17,7 +17,7 @@ import torch
 
 from spaceport.exporter.converted_checkpoint import published_tensors
 from spaceport.exporter.converted_families import FAMILIES, Fields
-from spaceport.exporter.sar_config import CheckpointError
+from spaceport.graphs.contract.faults import CheckpointError
 from support.paths import TESTS
 from support.published_checkpoints import WITHOUT, converted, fields_of
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from sentencepiece import SentencePieceProcessor
 
-from spaceport.exporter.checkpoint_files import ModelFiles
+from spaceport.exporter.checkpoint_files import ModelFiles, read_optional_json
 from spaceport.exporter.converted_checkpoint import PublishedTokenizer, published_tokenizer
-from spaceport.exporter.sar_config import CheckpointError, read_optional_json
+from spaceport.graphs.contract.faults import CheckpointError
 from support.published_checkpoints import rank_lines, ranks, sentencepiece_model
 from support.small_tokenizers import varied_texts
 

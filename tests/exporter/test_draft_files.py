@@ -14,17 +14,17 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint
-from spaceport.exporter.export import ExportOptions
-from spaceport.exporter.mechanisms import apply_mechanisms, check_values, read_mechanisms, write_mechanisms
-from spaceport.exporter.sar_config import (
+from spaceport.exporter.checkpoint_files import (
     SAR_FILE,
-    CheckpointError,
     CopiedEmbeddings,
     SarConfig,
     config_mask_token,
     read_sar_config,
 )
+from spaceport.exporter.export import ExportOptions
+from spaceport.exporter.mechanisms import apply_mechanisms, check_values, read_mechanisms, write_mechanisms
 from spaceport.graphs.contract.draft_methods import CORRECTION_FILE, MaskLayout, read_tables
+from spaceport.graphs.contract.faults import CheckpointError
 from spaceport.graphs.contract.signature import LOWERINGS, Lowering
 from spaceport.graphs.mechanism import Factors, InputRows
 from spaceport.runtime.bundle import open_bundle

@@ -14,11 +14,12 @@ from tokenizers import Tokenizer
 
 import spaceport
 from spaceport.exporter.atomic_folder import TargetError
-from spaceport.exporter.checkpoint import CheckpointError, TokenFlags, open_checkpoint
+from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint
+from spaceport.exporter.checkpoint_files import save_acceptance
 from spaceport.exporter.checkpoint_source import provenance_of
 from spaceport.exporter.export import ExportOptions, estimate_export, export
-from spaceport.exporter.sar_config import save_acceptance
 from spaceport.graphs.contract.draft_methods import DraftAcceptance
+from spaceport.graphs.contract.faults import CheckpointError
 from spaceport.graphs.contract.formats import FORMATS
 from spaceport.graphs.contract.manifest import DATA_FILE, MODEL_FILE
 from spaceport.runtime.bundle import open_bundle

@@ -20,9 +20,9 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint, template_of
-from spaceport.exporter.checkpoint_files import refuse_sizes, require_checkpoint, weight_files
+from spaceport.exporter.checkpoint_files import read_json, refuse_sizes, require_checkpoint, weight_files
 from spaceport.exporter.checkpoint_source import load_with_own_attention, model_config, read_source
-from spaceport.exporter.sar_config import CheckpointError, read_json
+from spaceport.graphs.contract.faults import CheckpointError
 from spaceport.graphs.contract.manifest import MANIFEST_FILE, MODEL_FILE
 from spaceport.runtime.bundle import open_bundle
 from spaceport.tools.cli import FAULT, INPUT, INTERRUPTED, OK, USAGE, run

@@ -14,9 +14,9 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from spaceport.exporter.checkpoint import CheckpointError
 from spaceport.exporter.export import ExportOptions, export
 from spaceport.exporter.to_onnx import UntraceableModel
+from spaceport.graphs.contract.faults import CheckpointError
 from spaceport.graphs.contract.signature import Lowering, Precision, Signature, visible_length
 from spaceport.graphs.decoder import decoder_of
 from spaceport.graphs.traits import UnsupportedModel, probe

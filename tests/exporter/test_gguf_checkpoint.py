@@ -18,7 +18,7 @@ from tokenizers import Regex, Tokenizer, pre_tokenizers
 from transformers import AutoTokenizer
 
 from spaceport.exporter import gguf_file
-from spaceport.exporter.checkpoint import Checkpoint, CheckpointError, TokenFlags, load_model, open_checkpoint
+from spaceport.exporter.checkpoint import Checkpoint, TokenFlags, load_model, open_checkpoint
 from spaceport.exporter.checkpoint_files import is_gguf, require_checkpoint
 from spaceport.exporter.checkpoint_source import quiet_libraries
 from spaceport.exporter.export import ExportOptions, export
@@ -32,7 +32,7 @@ from spaceport.exporter.gguf_checkpoint import (
     hyperparameters_of,
 )
 from spaceport.exporter.gguf_file import read_gguf
-from spaceport.graphs.contract.faults import MissingDependency
+from spaceport.graphs.contract.faults import CheckpointError, MissingDependency
 from spaceport.graphs.contract.formats import FORMATS
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime

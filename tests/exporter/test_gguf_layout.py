@@ -17,8 +17,7 @@ from gguf import GGUFReader
 from spaceport.exporter.checkpoint import TokenFlags, load_model, open_checkpoint
 from spaceport.exporter.checkpoint_source import quiet_libraries
 from spaceport.exporter.gguf_file import GgufTensor, TensorType, read_gguf, read_layout
-from spaceport.exporter.sar_config import CheckpointError
-from spaceport.graphs.contract.faults import InputFault
+from spaceport.graphs.contract.faults import CheckpointError, InputFault
 from support.gguf_files import metadata_of, random_model, tokenizer_metadata, write_gguf
 from support.traced_memory import least_peak
 

@@ -17,7 +17,7 @@ from gguf import GGMLQuantizationType, quants
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from spaceport.exporter.checkpoint import CheckpointError, TokenFlags, load_model, open_checkpoint
+from spaceport.exporter.checkpoint import TokenFlags, load_model, open_checkpoint
 from spaceport.exporter.checkpoint_source import quiet_libraries
 from spaceport.exporter.export import ExportOptions, estimate_export, export
 from spaceport.exporter.gguf_file import GgufFile, GgufTensor, read_gguf
@@ -31,6 +31,7 @@ from spaceport.exporter.native_weights import (
     stacked,
 )
 from spaceport.graphs.contract import formats
+from spaceport.graphs.contract.faults import CheckpointError
 from spaceport.graphs.contract.manifest import DATA_FILE
 from spaceport.graphs.parts import DecoderParts, Linear
 from spaceport.kernels.gguf_weights import GGUF_BLOCKS

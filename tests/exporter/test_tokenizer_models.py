@@ -13,7 +13,6 @@ import regex
 from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
 from tokenizers import Tokenizer, normalizers
 
-from spaceport.exporter.sar_config import CheckpointError
 from spaceport.exporter.tokenizer_models import (
     QWEN_PATTERN,
     read_pieces,
@@ -21,6 +20,7 @@ from spaceport.exporter.tokenizer_models import (
     sentencepiece_tokenizer,
     tiktoken_tokenizer,
 )
+from spaceport.graphs.contract.faults import CheckpointError
 from support.published_checkpoints import rank_lines, ranks, sentencepiece_model
 from support.small_tokenizers import varied_texts
 

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from spaceport.exporter.adapter_folder import EMBEDDINGS_FILE
 from spaceport.exporter.checkpoint import TokenFlags, load_model, open_checkpoint
+from spaceport.exporter.checkpoint_files import read_sar_config, write_sar_config
 from spaceport.exporter.mechanisms import read_mechanisms, write_mechanisms
-from spaceport.exporter.sar_config import read_sar_config, write_sar_config
 from spaceport.graphs.contract.draft_methods import CORRECTION_FILE, MaskLayout, read_tables
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.mechanism import Factors, InputRows

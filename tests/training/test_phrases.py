@@ -16,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from spaceport.exporter.checkpoint_files import read_sar_config
 from spaceport.exporter.mechanisms import read_mechanisms, write_mechanisms
-from spaceport.exporter.sar_config import CheckpointError, read_sar_config
-from spaceport.graphs.contract.faults import InputFault
+from spaceport.graphs.contract.faults import CheckpointError, InputFault
 from spaceport.graphs.contract.phrases import (
     CHANCES,
     LONGEST,

@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint
+from spaceport.exporter.checkpoint_files import read_sar_config
 from spaceport.exporter.mechanisms import read_mechanisms
-from spaceport.exporter.sar_config import read_sar_config
 from spaceport.graphs.phrases import Phrases
 from spaceport.runtime.decoding import Decoding
 from spaceport.training.job import TuningJob, TuningOutcome

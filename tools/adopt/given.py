@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from spaceport.exporter.checkpoint_files import ModelFiles
-from spaceport.exporter.sar_config import CheckpointError, MaskEntry, mask_entry, read_json, read_optional_json
-from spaceport.graphs.contract.faults import OptionFault
+from spaceport.exporter.checkpoint_files import MaskEntry, ModelFiles, mask_entry, read_json, read_optional_json
+from spaceport.graphs.contract.faults import CheckpointError, OptionFault
 
 PEFT_FILE = "adapter_config.json"
 HEADS_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from spaceport.exporter.checkpoint import Checkpoint
 from spaceport.exporter.mechanisms import errors_of, read_pickled_tensors, read_tensors, require_finite
-from spaceport.exporter.sar_config import CheckpointError
-from spaceport.graphs.contract.faults import OptionFault
+from spaceport.graphs.contract.faults import CheckpointError, OptionFault
 from spaceport.graphs.contract.json_fields import is_whole
 from spaceport.graphs.heads import Heads, expected_shapes
 from spaceport.graphs.mechanism import require_shapes

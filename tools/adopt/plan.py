@@ -10,7 +10,8 @@ from typing import Any, Literal
 from safetensors import SafetensorError, safe_open
 
 from spaceport.exporter.checkpoint import Checkpoint
-from spaceport.exporter.sar_config import CheckpointError, CopiedEmbeddings
+from spaceport.exporter.checkpoint_files import CopiedEmbeddings
+from spaceport.graphs.contract.faults import CheckpointError
 from spaceport.graphs.mechanism import Mechanism
 from spaceport.tools.adopt.given import TITLES, Given
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import click
 
-from spaceport.exporter.sar_config import SAR_FILE, save_acceptance
+from spaceport.exporter.checkpoint_files import SAR_FILE, save_acceptance
 from spaceport.graphs.contract.draft_methods import PREDICTOR_NAMES, drafts_in_words
 from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.runtime.sampling.sampler import Sampling

@@ -18,7 +18,8 @@ import torch
 from safetensors.torch import load_file
 
 from spaceport.exporter.adapter_folder import BASE_FILE, EMBEDDINGS_FILE, identity_of
-from spaceport.exporter.checkpoint import SAR_FILE, Checkpoint, TokenFlags, load_model, open_checkpoint
+from spaceport.exporter.checkpoint import Checkpoint, TokenFlags, load_model, open_checkpoint
+from spaceport.exporter.checkpoint_files import SAR_FILE
 from spaceport.exporter.checkpoint_source import quiet_libraries
 from spaceport.tools.cli import INPUT, OK, USAGE, run
 from support.mask_rows import rows_logits

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from spaceport.exporter.checkpoint_files import ModelFiles
-from spaceport.exporter.sar_config import CheckpointError, read_json
-from spaceport.graphs.contract.faults import OptionFault
+from spaceport.exporter.checkpoint_files import ModelFiles, read_json
+from spaceport.graphs.contract.faults import CheckpointError, OptionFault
 from spaceport.tools.adopt.adopt import find_method
 from spaceport.tools.adopt.given import PEFT_FILE, AdoptionRequest, Given, arrange, read_given
 

@@ -16,7 +16,7 @@ from unittest.mock import Mock
 import pytest
 
 from spaceport.exporter.checkpoint_files import require_checkpoint
-from spaceport.exporter.sar_config import CheckpointError
+from spaceport.graphs.contract.faults import CheckpointError
 from spaceport.graphs.contract.manifest import ACCURACY_FILE, MANIFEST_FILE, MODEL_FILE, TOKENIZER_FILE
 from spaceport.runtime import EngineFault
 from spaceport.runtime.bundle import read_manifest

@@ -12,7 +12,6 @@ import torch
 from safetensors import SafetensorError
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from spaceport.exporter.adapter_folder import AdapterFolder, add_embeddings, add_special_tokens, read_adapter_folder
 from spaceport.exporter.checkpoint_files import (
     PARD,
     SAR_FILE,
@@ -23,11 +22,15 @@ from spaceport.exporter.checkpoint_files import (
     require_checkpoint,
 )
 from spaceport.exporter.checkpoint_source import CheckpointSource, read_source, reason_of
-from spaceport.exporter.mechanisms import (
+from spaceport.exporter.draft_files import (
     MECHANISMS,
+    AdapterFolder,
+    add_embeddings,
+    add_special_tokens,
     apply_mechanisms,
     check_mechanisms,
     check_values,
+    read_adapter_folder,
     read_mechanisms,
 )
 from spaceport.graphs.contract.draft_methods import LOOKUP, MAX_MASK_SLOTS, UNKNOWN, DraftMethod, MaskLayout

@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig
 
 from spaceport.exporter.checkpoint_files import GENERATION_FILE, TIKTOKEN_FILE, TOKENIZER_CONFIG, ModelFiles
 from spaceport.exporter.converted_families import FAMILIES, Family, Fields
-from spaceport.exporter.mechanisms import read_pickled_tensors, read_tensors
+from spaceport.exporter.draft_files import read_pickled_tensors, read_tensors
 from spaceport.exporter.tokenizer_models import (
     QWEN_PATTERN,
     sentencepiece_tokenizer,

@@ -29,7 +29,7 @@ class MechanismError(InputFault):
 
 
 class Mechanism(ABC):
-    """A part of a model with which it drafts: a subclass, and an entry of `exporter.mechanisms`."""
+    """A part of a model with which it drafts: a subclass, and an entry of `exporter.draft_files`."""
 
     # Of its entry in sar_config.json and in a manifest, and of its file of tensors.
     name: ClassVar[str]

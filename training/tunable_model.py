@@ -12,10 +12,10 @@ from tokenizers import AddedToken
 from torch import nn
 from transformers import PreTrainedModel
 
-from spaceport.exporter.adapter_folder import BaseIdentity, identity_of
-from spaceport.exporter.adapter_folder import embedding_rows as embedding_rows
 from spaceport.exporter.checkpoint import Checkpoint, load_model, load_tokenizer
 from spaceport.exporter.checkpoint_files import TIKTOKEN_FILE, is_id, read_sar_config
+from spaceport.exporter.draft_files import BaseIdentity, identity_of
+from spaceport.exporter.draft_files import embedding_rows as embedding_rows
 from spaceport.graphs.contract.draft_methods import MaskLayout
 from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.graphs.contract.manifest import TokenIds

@@ -15,9 +15,8 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from spaceport import __version__
-from spaceport.exporter.adapter_folder import narrowed, write_adapter_folder
 from spaceport.exporter.checkpoint_files import read_json, write_sar_config
-from spaceport.exporter.mechanisms import write_mechanisms
+from spaceport.exporter.draft_files import narrowed, write_adapter_folder, write_mechanisms
 from spaceport.graphs.contract.draft_methods import CAUSAL
 from spaceport.graphs.gated import adapter_state, base_state
 from spaceport.graphs.mechanism import Mechanism

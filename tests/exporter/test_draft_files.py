@@ -21,8 +21,8 @@ from spaceport.exporter.checkpoint_files import (
     config_mask_token,
     read_sar_config,
 )
+from spaceport.exporter.draft_files import apply_mechanisms, check_values, read_mechanisms, write_mechanisms
 from spaceport.exporter.export import ExportOptions
-from spaceport.exporter.mechanisms import apply_mechanisms, check_values, read_mechanisms, write_mechanisms
 from spaceport.graphs.contract.draft_methods import CORRECTION_FILE, MaskLayout, read_tables
 from spaceport.graphs.contract.faults import CheckpointError
 from spaceport.graphs.contract.signature import LOWERINGS, Lowering

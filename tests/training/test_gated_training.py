@@ -17,10 +17,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from spaceport.exporter.adapter_folder import EMBEDDINGS_FILE
 from spaceport.exporter.checkpoint import TokenFlags, load_model, open_checkpoint
 from spaceport.exporter.checkpoint_files import read_sar_config, write_sar_config
-from spaceport.exporter.mechanisms import read_mechanisms, write_mechanisms
+from spaceport.exporter.draft_files import EMBEDDINGS_FILE, read_mechanisms, write_mechanisms
 from spaceport.graphs.contract.draft_methods import CORRECTION_FILE, MaskLayout, read_tables
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.mechanism import Factors, InputRows

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from spaceport.exporter.checkpoint_files import read_sar_config
-from spaceport.exporter.mechanisms import read_mechanisms, write_mechanisms
+from spaceport.exporter.draft_files import read_mechanisms, write_mechanisms
 from spaceport.graphs.contract.faults import CheckpointError, InputFault
 from spaceport.graphs.contract.phrases import (
     CHANCES,

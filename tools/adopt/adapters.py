@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from spaceport.exporter.checkpoint import DEFAULT_MASK_SLOTS, Checkpoint, load_tokenizer
 from spaceport.exporter.checkpoint_files import CopiedEmbeddings, is_id, read_json
-from spaceport.exporter.mechanisms import read_tensors
+from spaceport.exporter.draft_files import read_tensors
 from spaceport.graphs.contract.draft_methods import MAX_MASK_SLOTS
 from spaceport.graphs.contract.faults import CheckpointError, InputFault, OptionFault
 from spaceport.graphs.contract.json_fields import is_whole

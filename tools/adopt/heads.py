@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from spaceport.exporter.checkpoint import Checkpoint
-from spaceport.exporter.mechanisms import errors_of, read_pickled_tensors, read_tensors, require_finite
+from spaceport.exporter.draft_files import errors_of, read_pickled_tensors, read_tensors, require_finite
 from spaceport.graphs.contract.faults import CheckpointError, OptionFault
 from spaceport.graphs.contract.json_fields import is_whole
 from spaceport.graphs.heads import Heads, expected_shapes

@@ -17,10 +17,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from spaceport.exporter.adapter_folder import BASE_FILE, EMBEDDINGS_FILE, identity_of
 from spaceport.exporter.checkpoint import Checkpoint, TokenFlags, load_model, open_checkpoint
-from spaceport.exporter.checkpoint_files import SAR_FILE
+from spaceport.exporter.checkpoint_files import BASE_FILE, SAR_FILE
 from spaceport.exporter.checkpoint_source import quiet_libraries
+from spaceport.exporter.draft_files import EMBEDDINGS_FILE, identity_of
 from spaceport.tools.cli import INPUT, OK, USAGE, run
 from support.mask_rows import rows_logits
 from support.published import MASK, VOCAB, text

@@ -1,16 +1,30 @@
-"""Checkpoint: open and check a Hugging Face checkpoint folder before any weight is loaded."""
+"""Checkpoint: a model's folder or GGUF file with what drafts add, checked before any weight is loaded, and its weights."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import copy
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+import transformers
+import transformers.utils.logging
 from safetensors import SafetensorError
-from transformers import PreTrainedConfig, PreTrainedModel
+from torch import Tensor
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from spaceport.exporter.checkpoint_files import (
     PARD,
@@ -21,7 +35,13 @@ from spaceport.exporter.checkpoint_files import (
     is_id,
     require_checkpoint,
 )
-from spaceport.exporter.checkpoint_source import CheckpointSource, read_source, reason_of
+from spaceport.exporter.converted_checkpoint import (
+    checked_state,
+    converted_config,
+    converted_weights,
+    family_of,
+    published_tokenizer,
+)
 from spaceport.exporter.draft_files import (
     MECHANISMS,
     AdapterFolder,
@@ -33,13 +53,16 @@ from spaceport.exporter.draft_files import (
     read_adapter_folder,
     read_mechanisms,
 )
+from spaceport.exporter.gguf_checkpoint import end_tokens, gguf_config, gguf_tokenizer, gguf_weights
+from spaceport.exporter.gguf_file import GgufFile
 from spaceport.graphs.contract.draft_methods import LOOKUP, MAX_MASK_SLOTS, UNKNOWN, DraftMethod, MaskLayout
 from spaceport.graphs.contract.faults import CheckpointError
 from spaceport.graphs.contract.json_fields import is_whole
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.graphs.contract.signature import Precision
+from spaceport.graphs.decoder import decoder_layers, freeze_rotary
 from spaceport.graphs.mechanism import M, Mechanism
-from spaceport.graphs.streamed_weights import keep_values
+from spaceport.graphs.streamed_weights import keep_values, return_large_arrays, stream_matrices, with_placeholders
 
 DEFAULT_MASK_SLOTS = 5  # as published for SPACE; used if a checkpoint names one mask token and no number
 
@@ -52,6 +75,214 @@ class TokenFlags:
     fork: str | None = None
     child: str | None = None
     max_mask_slots: int | None = None
+
+
+Loaded = tuple[Any, dict[str, Any]]  # a model, and the loading report of transformers
+
+
+@dataclass(frozen=True)
+class CheckpointSource:
+    """A model as its folder or file has it, without what drafts add."""
+
+    files: ModelFiles
+    config: PreTrainedConfig
+    generation: Mapping[str, Any]  # generation_config.json
+    # Returns a new tokenizer in each call.
+    load_tokenizer: Callable[[], Any]
+    # From the type of the weights, and a folder if weights may be read when they are needed.
+    load_weights: Callable[[torch.dtype, Path | None], Loaded]
+    streams: bool = False  # whether it can read weights when they are needed
+
+
+def quiet_libraries() -> None:
+    """Turn off progress bars and log messages of the libraries that an export uses; errors are still raised."""
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    # accelerate logs tied weights each time it saves a state, the others each rewritten operator
+    for library in ("accelerate", "onnx_ir", "onnxscript"):
+        logging.getLogger(library).setLevel(logging.ERROR)
+
+
+def reason_of(error: BaseException) -> str:
+    """The first line of a library's error message, or the first two if the first ends with a colon."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1]).rstrip(".")
+    if not text:
+        return type(error).__name__
+    return f"{type(error).__name__}: {text}" if isinstance(error, KeyError) else text
+
+
+def _folder_tokenizer(folder: Path, remote_code: bool) -> Any:
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=remote_code)
+    except Exception as error:  # tokenizers raises Exception itself
+        raise CheckpointError(
+            f"{folder}: its tokenizer cannot be read: {reason_of(error)}: expected one as save_pretrained writes it"
+        ) from error
+    if not getattr(tokenizer, "is_fast", False):
+        raise CheckpointError(
+            f"{folder}: {type(tokenizer).__name__} has no fast version: expected a tokenizer that can be saved as tokenizer.json"
+        )
+    return tokenizer
+
+
+def _config(files: ModelFiles, remote_code: bool) -> PreTrainedConfig:
+    folder, content = files.path, files.config
+    file = folder / "config.json"
+    kind = content.get("model_type")
+    if not (isinstance(kind, str) and kind in CONFIG_MAPPING) and not remote_code:
+        own_code = "it has its own code: use --trust-remote-code if you trust it"
+        raise CheckpointError(
+            f"{file}: architecture {kind!r} is not one that transformers {transformers.__version__} knows: "
+            + (
+                own_code
+                if "auto_map" in content
+                else "expected one such as llama, qwen3 or mistral, or a newer transformers"
+            )
+        )
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=remote_code)
+    except Exception as error:  # each model family raises its own exception types
+        raise CheckpointError(f"{file}: {reason_of(error)}: expected a configuration of {kind!r}") from error
+    remote = remote_code and "AutoModelForCausalLM" in (content.get("auto_map") or {})
+    if config.is_encoder_decoder or (kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not remote):
+        raise CheckpointError(
+            f"{file}: {kind!r} is not a decoder-only causal language model: expected one such as llama, qwen3 or mistral"
+        )
+    return cast(PreTrainedConfig, config)
+
+
+def model_config(files: ModelFiles, remote_code: bool = False) -> PreTrainedConfig:
+    """The configuration of a GGUF file's or a checkpoint folder's model."""
+    if files.gguf is not None:
+        return gguf_config(files.gguf)
+    return converted_config(files) if files.is_converted and not remote_code else _config(files, remote_code)
+
+
+def load_with_own_attention(load: Callable[[str], Loaded]) -> Loaded:
+    """A model and its loading report, with an attention implementation of transformers itself.
+
+    The implementation is always passed, because a configuration can name one that is fetched or not installed.
+    """
+    try:
+        return load("sdpa")
+    except ValueError as error:
+        if "scaled_dot_product_attention" not in str(error):
+            raise
+        return load("eager")
+
+
+def model_without_values(config: PreTrainedConfig, dtype: Precision) -> PreTrainedModel:
+    """The model of a configuration on the meta device, with frozen rotary frequencies."""
+
+    def build(attn_implementation: str) -> Loaded:
+        model = AutoModelForCausalLM.from_config(
+            config, attn_implementation=attn_implementation, dtype=getattr(torch, dtype)
+        )
+        if model._can_set_experts_implementation():
+            model.set_experts_implementation("batched_mm")  # others choose experts by values
+        return model, {}
+
+    with torch.device("meta"), torch.no_grad():
+        model, _ = load_with_own_attention(build)
+    freeze_rotary(model)
+    return cast(PreTrainedModel, model.eval())
+
+
+def load_state(kind: Any, config: PreTrainedConfig, dtype: torch.dtype, state: dict[str, Tensor]) -> Loaded:
+    """A model with weights by name, and the loading report of transformers."""
+
+    def load(attn_implementation: str) -> Loaded:
+        loaded: Loaded = kind.from_pretrained(
+            None,
+            config=config,
+            state_dict=state,
+            dtype=dtype,
+            attn_implementation=attn_implementation,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported by name
+        )
+        return loaded
+
+    return load_with_own_attention(load)
+
+
+def _load_streamed(
+    weights: Sequence[Path], config: PreTrainedConfig, dtype: torch.dtype, scratch: Path
+) -> Loaded | None:
+    """The model with matrices that are read when they are needed, and the loading report of transformers.
+
+    None if transformers computes matrices of the model from several tensors of the files."""
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if not (isinstance(kind, type) and issubclass(kind, PreTrainedModel)):
+        return None
+    return_large_arrays()
+    state, sources = with_placeholders(weights, dtype)
+    model, report = load_state(kind, config, dtype, state)
+    layers = decoder_layers(model, int(config.get_text_config().num_hidden_layers))
+    return (model, report) if stream_matrices(model, layers, sources, scratch) else None
+
+
+def read_source(files: ModelFiles, remote_code: bool) -> CheckpointSource:
+    """The configuration, tokenizer and generation config of a GGUF file or of a checkpoint folder."""
+    if files.gguf is not None:
+        return _gguf_source(files, files.gguf)
+    if files.is_converted and not remote_code:
+        return _converted_source(files)
+    config = _config(files, remote_code)
+
+    def load(dtype: torch.dtype, attn_implementation: str) -> Loaded:
+        kind: Any = AutoModelForCausalLM
+        loaded: Loaded = kind.from_pretrained(
+            files.path,
+            config=config,
+            dtype=dtype,
+            attn_implementation=attn_implementation,
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=remote_code,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported by name
+        )
+        return loaded
+
+    def load_weights(dtype: torch.dtype, scratch: Path | None) -> Loaded:
+        streamed = None if scratch is None or remote_code else _load_streamed(files.weights, config, dtype, scratch)
+        return streamed or load_with_own_attention(partial(load, dtype))
+
+    tokenizer = partial(_folder_tokenizer, files.path, remote_code)
+    return CheckpointSource(files, config, files.generation, tokenizer, load_weights, streams=not remote_code)
+
+
+def _gguf_source(files: ModelFiles, gguf: GgufFile) -> CheckpointSource:
+    config = gguf_config(gguf)
+    return CheckpointSource(
+        files,
+        config,
+        {"eos_token_id": end_tokens(gguf)},
+        partial(gguf_tokenizer, gguf),
+        lambda dtype, scratch: load_state(
+            MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config, dtype, gguf_weights(gguf, config, dtype)
+        ),
+    )
+
+
+def _converted_source(files: ModelFiles) -> CheckpointSource:
+    """That of a published checkpoint that is loaded as one of another family."""
+    family, config = family_of(files), converted_config(files)
+    checked_state(files, config)
+    published = published_tokenizer(files)
+    named = files.generation.get("eos_token_id")
+    own = named if isinstance(named, list) else [] if named is None else [named]
+    # also those with which the original code ends an answer
+    ends = list(dict.fromkeys([*own, *published.end]))
+    return CheckpointSource(
+        files,
+        config,
+        {**files.generation, "eos_token_id": ends},
+        lambda: copy.deepcopy(published.tokenizer),
+        lambda dtype, scratch: load_state(family.model, config, dtype, converted_weights(files, config, dtype)),
+    )
 
 
 def special_tokens(

@@ -32,8 +32,9 @@ _ENTRIES = (
     *("mechanisms", "method", "adapter"),
     "acceptance",
 )
+_CARD_BYTES = 2**16  # of a model card, whose first lines hold the licence
 _LARGEST = 2**26  # bytes of a JSON file; an index of weights has some megabytes
-_ORIGIN_LENGTH = 200  # characters of the entries `method` and `adapter`
+_ORIGIN_LENGTH = 200  # characters of an entry that says where weights come from
 _MASK_ENTRIES = ("pard_token", "ptd_token_id", "mask_token_id")  # of config.json
 # Entries of methods that draft in another way, which a checkpoint may have beside a mask token.
 _BLOCKS = ("block_size", "dlm_type", "dlm_paradigm")
@@ -404,3 +405,41 @@ def _integers(entries: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
             waiting.extend((name, inner) for inner in value)
         elif isinstance(value, int) and not isinstance(value, bool):
             yield name, value
+
+
+def provenance_of(folder: Path, metadata: Mapping[str, Any] | None = None) -> dict[str, str]:
+    """Name, source, revision and licence of a checkpoint, without those that are not known.
+
+    A folder in the cache of a model hub says its source and revision; a model card says the licence, and a GGUF file
+    (`metadata`) can say all of them.
+    """
+    path = folder.absolute()
+    origin: dict[str, Any] = {"name": path.stem if metadata is not None else path.name}
+    cached = re.search(r"/models--([^/]+)/snapshots/([0-9a-f]{40})(?:/|$)", str(path))
+    if cached is not None:
+        source = cached[1].replace("--", "/", 1)
+        origin |= {"name": source.rpartition("/")[2], "source": source, "revision": cached[2]}
+    if metadata is not None:
+        keys = {"name": "general.name", "source": "general.source.url", "licence": "general.license"}
+        origin |= {entry: metadata.get(key) or origin.get(entry) for entry, key in keys.items()}
+    elif (licence := _licence(path / "README.md")) is not None:
+        origin["licence"] = licence
+    return {
+        entry: value[:_ORIGIN_LENGTH]
+        for entry, value in origin.items()
+        if isinstance(value, str) and value.isprintable()
+    }
+
+
+def _licence(card: Path) -> str | None:
+    """The licence in the first block of a model card."""
+    try:
+        if not card.is_file():
+            return None
+        with card.open("rb") as stream:
+            text = stream.read(_CARD_BYTES).decode("utf-8", "replace")
+    except OSError:
+        return None
+    block = re.match(r"---\s*\n(.*?)\n---", text, re.DOTALL)
+    line = re.search(r"^license:[ \t]*[\"']?([^\s\"']+)", block[1], re.MULTILINE) if block else None
+    return line[1] if line else None

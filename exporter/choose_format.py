@@ -7,8 +7,8 @@ from typing import Literal, NamedTuple
 
 from transformers import PreTrainedModel
 
+from spaceport.exporter.checkpoint import model_config, model_without_values
 from spaceport.exporter.checkpoint_files import ModelFiles
-from spaceport.exporter.checkpoint_source import model_config, model_without_values
 from spaceport.exporter.gguf_file import GgufFile
 from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.graphs.contract.formats import FORMATS, Format

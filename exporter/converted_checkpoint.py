@@ -151,9 +151,14 @@ def read_state(weights: Iterable[Path]) -> dict[str, Tensor]:
     return state
 
 
+def family_of(files: ModelFiles) -> Family:
+    """The family of a published checkpoint."""
+    return FAMILIES[files.config["model_type"]]
+
+
 def converted_config(files: ModelFiles) -> PreTrainedConfig:
     """The configuration of the converted model of a folder; raise if it cannot be converted exactly."""
-    family = FAMILIES[files.config["model_type"]]
+    family = family_of(files)
     fields = Fields(files.path / "config.json", files.config, family.title)
     config = family.config(fields)
     if (dtype := fields.dtype()) is not None:
@@ -163,31 +168,16 @@ def converted_config(files: ModelFiles) -> PreTrainedConfig:
 
 def checked_state(files: ModelFiles, config: PreTrainedConfig) -> tuple[tuple[PublishedTensor, ...], dict[str, Tensor]]:
     """The tensors that a checkpoint must have, and those in its files, which are not read; raise if these are others."""
-    expected = published_tensors(FAMILIES[files.config["model_type"]], config)
+    expected = published_tensors(family_of(files), config)
     state = read_state(files.weights)
     check_tensors(files.path, expected, {name: tuple(tensor.shape) for name, tensor in state.items()})
     return expected, state
 
 
-def load_converted(
-    files: ModelFiles, config: PreTrainedConfig, dtype: torch.dtype, attn_implementation: str
-) -> tuple[Any, dict[str, Any]]:
-    """The model with the published weights, and the loading report of transformers."""
-    load: Any = FAMILIES[files.config["model_type"]].model.from_pretrained
-    loaded: tuple[Any, dict[str, Any]] = load(
-        None,
-        config=config,
-        state_dict=dict(_weights(files, config, dtype)),
-        dtype=dtype,
-        attn_implementation=attn_implementation,
-        output_loading_info=True,
-    )
-    return loaded
-
-
-def _weights(files: ModelFiles, config: PreTrainedConfig, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """The weights of the converted model, each with memory of its own."""
+def converted_weights(files: ModelFiles, config: PreTrainedConfig, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The weights of the converted model by name, each with memory of its own."""
     tensors, state = checked_state(files, config)
+    weights: dict[str, Tensor] = {}
     for tensor in tensors:
         if tensor.copy_of is not None:
             if tensor.name in state and not torch.equal(state[tensor.name], state[tensor.copy_of]):
@@ -202,8 +192,8 @@ def _weights(files: ModelFiles, config: PreTrainedConfig, dtype: torch.dtype) ->
                 f"{files.path}: tensor {tensor.name} has type {values.dtype}: expected floating-point weights; "
                 "download the checkpoint that is not quantized"
             )
-        for weight, rows in tensor.slices():
-            yield weight, values[rows].to(dtype, copy=True)
+        weights |= {weight: values[rows].to(dtype, copy=True) for weight, rows in tensor.slices()}
+    return weights
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,9 @@ from transformers import PreTrainedModel
 
 from spaceport import __version__
 from spaceport.exporter.atomic_folder import check_target, refuse_while_written, require_space, write_manifest, writing
-from spaceport.exporter.checkpoint import Checkpoint, load_model, open_checkpoint
+from spaceport.exporter.checkpoint import Checkpoint, load_model, model_without_values, open_checkpoint
 from spaceport.exporter.checkpoint import TokenFlags as TokenFlags
-from spaceport.exporter.checkpoint_files import ModelFiles
-from spaceport.exporter.checkpoint_source import model_without_values
+from spaceport.exporter.checkpoint_files import ModelFiles, provenance_of
 from spaceport.exporter.native_graph import NativeGraph
 from spaceport.exporter.native_weights import RoundedWeights, StoredWeights, packed_size
 from spaceport.exporter.native_weights import Weights as NativeWeights
@@ -173,7 +172,7 @@ def build_decoder(
 
 def manifest_for(checkpoint: Checkpoint, options: ExportOptions, written: Written) -> Manifest:
     """The manifest of a checkpoint's bundle, still without file records."""
-    packages = ("torch", "transformers", "onnx", "onnxscript", "tokenizers")
+    packages, files = ("torch", "transformers", "onnx", "onnxscript", "tokenizers"), checkpoint.source.files
     return Manifest(
         signature=written.signature,
         tokens=checkpoint.tokens,
@@ -187,7 +186,7 @@ def manifest_for(checkpoint: Checkpoint, options: ExportOptions, written: Writte
         fork_by_default=checkpoint.fork_by_default,
         special_tokens=checkpoint.special_tokens,
         generation_config=dict(checkpoint.source.generation),
-        provenance=checkpoint.source.provenance,
+        provenance=provenance_of(files.path, None if files.gguf is None else files.gguf.metadata),
         versions={
             "spaceport": __version__,
             "python": platform.python_version(),

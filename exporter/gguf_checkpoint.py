@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from spaceport.exporter.gguf_file import GgufFile
 from spaceport.exporter.tokenizer_models import (
@@ -230,20 +229,9 @@ def gguf_config(file: GgufFile) -> PreTrainedConfig:
         ) from error
 
 
-def load_gguf_weights(
-    file: GgufFile, config: PreTrainedConfig, dtype: torch.dtype, attn_implementation: str
-) -> tuple[Any, dict[str, Any]]:
-    """The model with dequantized weights, and the loading report of transformers."""
-    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    loaded: tuple[Any, dict[str, Any]] = kind.from_pretrained(
-        None,
-        config=config,
-        state_dict={_parameter_name(name): _dequantized(file, name, config).to(dtype) for name in file.tensors},
-        dtype=dtype,
-        attn_implementation=attn_implementation,
-        output_loading_info=True,
-    )
-    return loaded
+def gguf_weights(file: GgufFile, config: PreTrainedConfig, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The dequantized weights of a model of transformers by name."""
+    return {_parameter_name(name): _dequantized(file, name, config).to(dtype) for name in file.tensors}
 
 
 def _parameter_name(tensor: str) -> str:

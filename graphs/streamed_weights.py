@@ -6,7 +6,7 @@ import ctypes
 import math
 import mmap
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,7 @@ from tempfile import TemporaryFile
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -28,13 +29,14 @@ _LARGE = 1 << 21  # bytes; above the parts of weights that are computed together
 # Some values of a parameter: those with these indices of its first axis, in any type.
 ReadRows = Callable[[slice], Tensor]
 Parts = Iterator[tuple[slice, Tensor]]  # indices of the first axis in order, and the values there
+ReadParts = Callable[[], Parts]  # in any type
 
 
 @dataclass(frozen=True)
 class Streamed:
     """Where the values of a parameter come from."""
 
-    parts: Callable[[], Parts]  # in any type
+    parts: ReadParts
     folder: Path  # for what is computed from them
 
 
@@ -183,6 +185,44 @@ def _read_into(parameter: Tensor, memory: Tensor) -> Tensor:
     for rows, part in source.parts():
         memory[rows] = part
     return memory
+
+
+def _stored_parts(file: Path, name: str) -> Parts:
+    """The values of a matrix in a safetensors file."""
+    with safe_open(file, "pt") as opened:
+        stored = opened.get_slice(name)
+        yield from in_parts(stored.get_shape(), stored.__getitem__)
+
+
+def with_placeholders(files: Sequence[Path], dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[int, ReadParts]]:
+    """The tensors of safetensors files by name, with placeholders of matrices, and how those are read, by address."""
+    state: dict[str, Tensor] = {}
+    sources: dict[int, ReadParts] = {}
+    for file in files:
+        with safe_open(file, "pt") as opened:
+            for name in opened.keys():  # noqa: SIM118
+                part = opened.get_slice(name)
+                if len(part.get_shape()) > 1 and part.get_dtype() in ("F64", "F32", "F16", "BF16"):
+                    state[name] = placeholder(torch.Size(part.get_shape()), dtype)
+                    sources[state[name].data_ptr()] = partial(_stored_parts, file, name)
+                else:
+                    state[name] = opened.get_tensor(name).clone()
+    return state, sources
+
+
+def stream_matrices(
+    model: PreTrainedModel, layers: tuple[nn.Module, ...], sources: Mapping[int, ReadParts], folder: Path
+) -> bool:
+    """Stream the matrices of a model that was loaded with placeholders, whose sources are by their addresses.
+
+    False, and nothing is changed, if one of the matrices is not a placeholder itself."""
+    parameters = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    if any(parameter.data_ptr() not in sources for parameter in parameters):
+        return False
+    for parameter in parameters:
+        stream(parameter, Streamed(sources[parameter.data_ptr()], folder))
+    read_when_called(model, layers)
+    return True
 
 
 def return_large_arrays() -> None:

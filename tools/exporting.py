@@ -137,7 +137,7 @@ def export(
     files = require_checkpoint(checkpoint)
     adopted = drafts.read(files)
     # torch is imported only once the paths are valid, and before transformers, which warns without it
-    from spaceport.exporter.checkpoint_source import quiet_libraries
+    from spaceport.exporter.checkpoint import quiet_libraries
     from spaceport.exporter.choose_format import choose_format
     from spaceport.exporter.export import ExportOptions
     from spaceport.exporter.export import export as write_bundle

@@ -98,8 +98,7 @@ def _checkpoint(folder: Path, options: SourceOptions) -> ModelSource:
             "or export the checkpoint first"
         )
     # Imported for checkpoints only: bundles are measured where PyTorch is not installed.
-    from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint
-    from spaceport.exporter.checkpoint_source import quiet_libraries
+    from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint, quiet_libraries
     from spaceport.verify.reference import checkpoint_runtime
 
     quiet_libraries()

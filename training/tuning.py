@@ -16,9 +16,8 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 
 from spaceport.exporter.atomic_folder import writing
-from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint
+from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint, quiet_libraries
 from spaceport.exporter.checkpoint_files import save_acceptance
-from spaceport.exporter.checkpoint_source import quiet_libraries
 from spaceport.graphs.contract.draft_methods import DraftAcceptance, measured_acceptance
 from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.training.conversation_encoder import ConversationError

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from spaceport.exporter.checkpoint import Checkpoint, TokenFlags, load_model, open_checkpoint
+from spaceport.exporter.checkpoint import Checkpoint, TokenFlags, load_model, open_checkpoint, quiet_libraries
 from spaceport.exporter.checkpoint_files import ModelFiles
-from spaceport.exporter.checkpoint_source import quiet_libraries
 from spaceport.graphs.contract.signature import Signature, visible_length
 from spaceport.runtime.backends import open_engine
 from spaceport.runtime.bundle import Bundle

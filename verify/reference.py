@@ -10,8 +10,7 @@ from pathlib import Path
 
 import torch
 
-from spaceport.exporter.checkpoint import Checkpoint, open_checkpoint
-from spaceport.exporter.checkpoint_source import quiet_libraries
+from spaceport.exporter.checkpoint import Checkpoint, open_checkpoint, quiet_libraries
 from spaceport.exporter.export import ExportOptions, TokenFlags, Written, build_decoder, manifest_for
 from spaceport.exporter.native_weights import round_weights
 from spaceport.graphs.contract.faults import InputFault

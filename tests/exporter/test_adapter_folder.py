@@ -17,9 +17,15 @@ from tokenizers import AddedToken
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from spaceport.exporter.checkpoint import Checkpoint, TokenFlags, load_model, load_tokenizer, open_checkpoint
+from spaceport.exporter.checkpoint import (
+    Checkpoint,
+    TokenFlags,
+    load_model,
+    load_tokenizer,
+    open_checkpoint,
+    quiet_libraries,
+)
 from spaceport.exporter.checkpoint_files import BASE_FILE, SAR_FILE, save_acceptance
-from spaceport.exporter.checkpoint_source import quiet_libraries
 from spaceport.exporter.draft_files import EMBEDDINGS_FILE, read_adapter_folder
 from spaceport.exporter.export import ExportOptions, export
 from spaceport.graphs.contract.draft_methods import DraftAcceptance

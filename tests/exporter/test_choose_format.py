@@ -11,8 +11,8 @@ import pytest
 from transformers import AutoConfig
 
 from spaceport.exporter import choose_format as chooser
+from spaceport.exporter.checkpoint import model_without_values
 from spaceport.exporter.checkpoint_files import ModelFiles, require_checkpoint
-from spaceport.exporter.checkpoint_source import model_without_values
 from spaceport.exporter.choose_format import Machine, choose_format, why_not_native
 from spaceport.exporter.export import ExportOptions
 from spaceport.graphs.contract.faults import OptionFault

@@ -13,9 +13,8 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from spaceport.exporter.checkpoint import Checkpoint, TokenFlags, load_model, open_checkpoint
+from spaceport.exporter.checkpoint import Checkpoint, TokenFlags, load_model, open_checkpoint, quiet_libraries
 from spaceport.exporter.checkpoint_files import require_checkpoint, weight_files
-from spaceport.exporter.checkpoint_source import quiet_libraries
 from spaceport.exporter.converted_checkpoint import read_state
 from spaceport.exporter.export import ExportOptions
 from spaceport.graphs.contract.faults import CheckpointError

@@ -15,8 +15,7 @@ from tokenizers import Tokenizer
 import spaceport
 from spaceport.exporter.atomic_folder import TargetError
 from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint
-from spaceport.exporter.checkpoint_files import save_acceptance
-from spaceport.exporter.checkpoint_source import provenance_of
+from spaceport.exporter.checkpoint_files import provenance_of, save_acceptance
 from spaceport.exporter.export import ExportOptions, estimate_export, export
 from spaceport.graphs.contract.draft_methods import DraftAcceptance
 from spaceport.graphs.contract.faults import CheckpointError

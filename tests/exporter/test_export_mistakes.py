@@ -19,9 +19,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint, template_of
+from spaceport.exporter.checkpoint import (
+    TokenFlags,
+    load_with_own_attention,
+    model_config,
+    open_checkpoint,
+    read_source,
+    template_of,
+)
 from spaceport.exporter.checkpoint_files import read_json, refuse_sizes, require_checkpoint, weight_files
-from spaceport.exporter.checkpoint_source import load_with_own_attention, model_config, read_source
 from spaceport.graphs.contract.faults import CheckpointError
 from spaceport.graphs.contract.manifest import MANIFEST_FILE, MODEL_FILE
 from spaceport.runtime.bundle import open_bundle

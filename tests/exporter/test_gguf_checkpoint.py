@@ -18,9 +18,8 @@ from tokenizers import Regex, Tokenizer, pre_tokenizers
 from transformers import AutoTokenizer
 
 from spaceport.exporter import gguf_file
-from spaceport.exporter.checkpoint import Checkpoint, TokenFlags, load_model, open_checkpoint
+from spaceport.exporter.checkpoint import Checkpoint, TokenFlags, load_model, open_checkpoint, quiet_libraries
 from spaceport.exporter.checkpoint_files import is_gguf, require_checkpoint
-from spaceport.exporter.checkpoint_source import quiet_libraries
 from spaceport.exporter.export import ExportOptions, export
 from spaceport.exporter.gguf_checkpoint import (
     Hyperparameters,

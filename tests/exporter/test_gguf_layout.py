@@ -14,8 +14,7 @@ pytest.importorskip("gguf")
 from gguf import GGML_QUANT_SIZES as QUANTIZED
 from gguf import GGUFReader
 
-from spaceport.exporter.checkpoint import TokenFlags, load_model, open_checkpoint
-from spaceport.exporter.checkpoint_source import quiet_libraries
+from spaceport.exporter.checkpoint import TokenFlags, load_model, open_checkpoint, quiet_libraries
 from spaceport.exporter.gguf_file import GgufTensor, TensorType, read_gguf, read_layout
 from spaceport.graphs.contract.faults import CheckpointError, InputFault
 from support.gguf_files import metadata_of, random_model, tokenizer_metadata, write_gguf

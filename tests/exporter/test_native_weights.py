@@ -17,8 +17,7 @@ from gguf import GGMLQuantizationType, quants
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from spaceport.exporter.checkpoint import TokenFlags, load_model, open_checkpoint
-from spaceport.exporter.checkpoint_source import quiet_libraries
+from spaceport.exporter.checkpoint import TokenFlags, load_model, open_checkpoint, quiet_libraries
 from spaceport.exporter.export import ExportOptions, estimate_export, export
 from spaceport.exporter.gguf_file import GgufFile, GgufTensor, read_gguf
 from spaceport.exporter.native_weights import (

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from spaceport.exporter.checkpoint_source import quiet_libraries
+from spaceport.exporter.checkpoint import quiet_libraries
 from spaceport.exporter.export import ExportOptions
 from spaceport.graphs.contract.formats import FORMATS
 from spaceport.runtime.decoding import Decoding

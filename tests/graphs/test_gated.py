@@ -18,8 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from spaceport.exporter.checkpoint import TokenFlags, load_model, open_checkpoint
-from spaceport.exporter.checkpoint_source import quiet_libraries
+from spaceport.exporter.checkpoint import TokenFlags, load_model, open_checkpoint, quiet_libraries
 from spaceport.exporter.draft_files import write_mechanisms
 from spaceport.graphs.contract.faults import CheckpointError
 from spaceport.graphs.contract.manifest import MODEL_FILE

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GemmaConfig, GemmaForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from spaceport.exporter.checkpoint_source import quiet_libraries
+from spaceport.exporter.checkpoint import quiet_libraries
 from spaceport.graphs.contract.signature import Signature, logit_rows
 from spaceport.graphs.decoder import rows_selected
 from spaceport.graphs.gated import gate_model, gate_of, low_rank_linear, trainable_parameters, uniform_rows

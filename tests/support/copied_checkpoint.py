@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from spaceport.exporter.checkpoint_source import quiet_libraries
+from spaceport.exporter.checkpoint import quiet_libraries
 from support.paths import TINY
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def bundle_of(checkpoint: Path = TINY, options: ExportOptions | None = None) -> Path:
     """The bundle of a checkpoint, from the cache if its content, the options and the exporter have not changed."""
     # torch and transformers are imported only where a test needs a bundle
-    from spaceport.exporter.checkpoint_source import quiet_libraries
+    from spaceport.exporter.checkpoint import quiet_libraries
     from spaceport.exporter.export import ExportOptions, export
 
     chosen = options or ExportOptions()

@@ -78,7 +78,7 @@ def main(first: list[str]) -> None:
     """Run the first command, so that its one-time work is done, then one in a child for each line."""
     import torch
 
-    from spaceport.exporter.checkpoint_source import quiet_libraries
+    from spaceport.exporter.checkpoint import quiet_libraries
     from spaceport.tools.cli import run
 
     torch.set_num_threads(1)

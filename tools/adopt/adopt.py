@@ -12,8 +12,7 @@ from transformers import PreTrainedModel
 
 from spaceport.exporter.atomic_folder import ADAPTER_FOLDER, temporary_folder, writing
 from spaceport.exporter.checkpoint import Checkpoint, TokenFlags, load_model, load_tokenizer, open_checkpoint
-from spaceport.exporter.checkpoint_files import is_origin, other_method
-from spaceport.exporter.checkpoint_source import provenance_of
+from spaceport.exporter.checkpoint_files import is_origin, other_method, provenance_of
 from spaceport.exporter.draft_files import embedding_rows, identity_of, write_adapter_folder
 from spaceport.graphs.contract.faults import CheckpointError, OptionFault
 from spaceport.graphs.streamed_weights import keep_values

@@ -21,7 +21,7 @@ from onnx import TensorProto, numpy_helper
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from spaceport.exporter.atomic_folder import writing
-from spaceport.exporter.checkpoint_source import quiet_libraries
+from spaceport.exporter.checkpoint import quiet_libraries
 from spaceport.exporter.export import ExportOptions, TokenFlags, export
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.formats import FORMATS

@@ -68,7 +68,7 @@ def command(
         require_checkpoint(base), adapter, AdoptionRequest(method, mask_token, max_mask_slots, noise_seed)
     )
     # torch is imported only once the paths are valid
-    from spaceport.exporter.checkpoint_source import quiet_libraries
+    from spaceport.exporter.checkpoint import quiet_libraries
     from spaceport.tools.adopt.adopt import next_command, plan_adoption, write_adoption
 
     quiet_libraries()

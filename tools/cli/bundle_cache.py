@@ -97,7 +97,7 @@ class CachedBundle:
 
     def _export(self, on_stage: Callable[[str], None]) -> None:
         on_stage(f"exporting {self.checkpoint}, once, to {self.path}")
-        from spaceport.exporter.checkpoint_source import quiet_libraries
+        from spaceport.exporter.checkpoint import quiet_libraries
         from spaceport.exporter.choose_format import choose_format
         from spaceport.exporter.export import ExportOptions, export
 

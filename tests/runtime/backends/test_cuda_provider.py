@@ -15,7 +15,7 @@ import onnx
 import pytest
 import torch
 
-from spaceport.exporter.checkpoint_source import quiet_libraries
+from spaceport.exporter.checkpoint import quiet_libraries
 from spaceport.exporter.export import ExportOptions
 from spaceport.graphs.contract.formats import FORMATS
 from spaceport.graphs.contract.manifest import MODEL_FILE

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from spaceport.exporter.checkpoint_source import quiet_libraries
+from spaceport.exporter.checkpoint import quiet_libraries
 from spaceport.exporter.export import ExportOptions, export
 from spaceport.exporter.tensorrt.to_tensorrt import open_library
 from spaceport.graphs.contract.formats import FORMATS

@@ -17,9 +17,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from spaceport.exporter.checkpoint import Checkpoint, TokenFlags, load_model, open_checkpoint
+from spaceport.exporter.checkpoint import Checkpoint, TokenFlags, load_model, open_checkpoint, quiet_libraries
 from spaceport.exporter.checkpoint_files import BASE_FILE, SAR_FILE
-from spaceport.exporter.checkpoint_source import quiet_libraries
 from spaceport.exporter.draft_files import EMBEDDINGS_FILE, identity_of
 from spaceport.tools.cli import INPUT, OK, USAGE, run
 from support.mask_rows import rows_logits

@@ -15,8 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint
-from spaceport.exporter.checkpoint_source import quiet_libraries
+from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint, quiet_libraries
 from spaceport.exporter.export import ExportOptions
 from spaceport.runtime.backends import open_engine
 from spaceport.runtime.backends.on_cuda import DeviceEngine

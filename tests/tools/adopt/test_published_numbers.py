@@ -11,9 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from spaceport.exporter.checkpoint import TokenFlags, load_model, open_checkpoint
+from spaceport.exporter.checkpoint import TokenFlags, load_model, open_checkpoint, quiet_libraries
 from spaceport.exporter.checkpoint_files import SAR_FILE
-from spaceport.exporter.checkpoint_source import quiet_libraries
 from spaceport.tools.adopt.adapters import WEIGHTS_FILE
 from spaceport.tools.cli import OK, run
 from support.gguf_files import random_model, write_gguf

@@ -13,9 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from spaceport.exporter.checkpoint import TokenFlags, load_model, open_checkpoint
+from spaceport.exporter.checkpoint import TokenFlags, load_model, open_checkpoint, quiet_libraries
 from spaceport.exporter.checkpoint_files import BASE_FILE, write_sar_config
-from spaceport.exporter.checkpoint_source import quiet_libraries
 from spaceport.exporter.draft_files import EMBEDDINGS_FILE
 from spaceport.tools.adopt.adapters import WEIGHTS_FILE
 from spaceport.tools.adopt.given import PEFT_FILE

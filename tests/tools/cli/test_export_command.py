@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from spaceport.exporter.checkpoint import quiet_libraries
 from spaceport.exporter.checkpoint_files import require_checkpoint
-from spaceport.exporter.checkpoint_source import quiet_libraries
 from spaceport.tools.adopt.adopt import adopted_for_export
 from spaceport.tools.adopt.given import AdoptionRequest, read_given
 from spaceport.tools.cli import INPUT, OK, USAGE, run

@@ -23,8 +23,8 @@ from spaceport.tools.adopt.given import (
 )
 
 if TYPE_CHECKING:  # torch is imported only once the paths are valid
-    from spaceport.exporter.choose_format import Machine
-    from spaceport.exporter.export import ExportOptions, TokenFlags
+    from spaceport.exporter.checkpoint import TokenFlags
+    from spaceport.exporter.export import ExportOptions, Machine
     from spaceport.graphs.contract.manifest import Manifest
     from spaceport.graphs.decoder import AttentionImplementation
     from spaceport.graphs.phrases import Phrases
@@ -138,8 +138,7 @@ def export(
     adopted = drafts.read(files)
     # torch is imported only once the paths are valid, and before transformers, which warns without it
     from spaceport.exporter.checkpoint import quiet_libraries
-    from spaceport.exporter.choose_format import choose_format
-    from spaceport.exporter.export import ExportOptions
+    from spaceport.exporter.export import ExportOptions, choose_format
     from spaceport.exporter.export import export as write_bundle
 
     quiet_libraries()
@@ -170,8 +169,7 @@ def _measured_export(
     files: ModelFiles, bundle: Path, options: ExportOptions, overwrite: bool, on_stage: Callable[[str], None]
 ) -> Manifest:
     """Export as int4, and again as int8 if that differs too much from the checkpoint."""
-    from spaceport.exporter.choose_format import LARGEST_DIVERGENCE
-    from spaceport.exporter.export import export
+    from spaceport.exporter.export import LARGEST_DIVERGENCE, export
     from spaceport.runtime.bundle import open_bundle
     from spaceport.verify.quantization import measure_bundle
 

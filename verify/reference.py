@@ -5,17 +5,16 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from spaceport.exporter.checkpoint import Checkpoint, open_checkpoint, quiet_libraries
-from spaceport.exporter.export import ExportOptions, TokenFlags, Written, build_decoder, manifest_for
+from spaceport.exporter.atomic_folder import write_manifest
+from spaceport.exporter.checkpoint import Checkpoint, TokenFlags, open_checkpoint, quiet_libraries
+from spaceport.exporter.export import ExportOptions, Written, build_decoder, manifest_for, write_texts_and_drafts
 from spaceport.exporter.native_weights import round_weights
 from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.contract.formats import FORMATS
-from spaceport.graphs.contract.manifest import TEMPLATE_FILE, TOKENIZER_FILE, record_of
 from spaceport.graphs.contract.signature import Precision
 from spaceport.graphs.quantize import quantize_inputs
 from spaceport.runtime.backends import check_threads
@@ -75,16 +74,8 @@ def checkpoint_runtime(checkpoint: Checkpoint, max_seq_len: int | None, threads:
     manifest = manifest_for(checkpoint, options, written)
     length = seq_len(manifest, max_seq_len)
     with tempfile.TemporaryDirectory(prefix="spaceport-checkpoint-") as folder:
-        (Path(folder) / TOKENIZER_FILE).write_text(checkpoint.tokenizer, "utf-8")
-        if checkpoint.template is not None:
-            (Path(folder) / TEMPLATE_FILE).write_text(checkpoint.template, "utf-8")
-        for mechanism in checkpoint.mechanisms:
-            mechanism.write_files(Path(folder), decoder.model, decoder.signature.vocab_size)
-        files = {}
-        for file in Path(folder).iterdir():
-            with file.open("rb") as stream:
-                files[file.name] = record_of(stream)
-        bundle = Bundle(Path(folder), replace(manifest, files=files))
+        write_texts_and_drafts(checkpoint, Path(folder), written)
+        bundle = Bundle(Path(folder), write_manifest(Path(folder), manifest))
         engine = TorchEngine(decoder, decoder.signature, capacity_for(manifest, length), 1, "cpu")
         with Runtime(bundle, engine, length) as runtime:
             yield runtime

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from spaceport.exporter import choose_format as chooser
+from spaceport.exporter import export as chooser
 from spaceport.exporter.checkpoint import model_without_values
 from spaceport.exporter.checkpoint_files import ModelFiles, require_checkpoint
-from spaceport.exporter.choose_format import Machine, choose_format, why_not_native
-from spaceport.exporter.export import ExportOptions
+from spaceport.exporter.export import ExportOptions, Machine, choose_format, why_not_native
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.formats import FORMATS
 from spaceport.runtime.bundle import open_bundle

@@ -21,8 +21,8 @@ from onnx import TensorProto, numpy_helper
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from spaceport.exporter.atomic_folder import writing
-from spaceport.exporter.checkpoint import quiet_libraries
-from spaceport.exporter.export import ExportOptions, TokenFlags, export
+from spaceport.exporter.checkpoint import TokenFlags, quiet_libraries
+from spaceport.exporter.export import ExportOptions, export
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.formats import FORMATS
 from spaceport.graphs.contract.manifest import DATA_FILE, MANIFEST_FILE, MODEL_FILE, manifest_content, manifest_in

@@ -98,8 +98,7 @@ class CachedBundle:
     def _export(self, on_stage: Callable[[str], None]) -> None:
         on_stage(f"exporting {self.checkpoint}, once, to {self.path}")
         from spaceport.exporter.checkpoint import quiet_libraries
-        from spaceport.exporter.choose_format import choose_format
-        from spaceport.exporter.export import ExportOptions, export
+        from spaceport.exporter.export import ExportOptions, choose_format, export
 
         quiet_libraries()
         model, options = require_checkpoint(self.checkpoint), self.options

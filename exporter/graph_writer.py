@@ -65,9 +65,8 @@ class GraphWriter:
         return self._standard("LayerNormalization", x, gain, *bias, axis=-1, epsilon=norm.epsilon)
 
     def _add(self, kind: str, inputs: list[str], outputs: list[str], **attributes: Any) -> None:
-        node = helper.make_node(kind, inputs, outputs, name=outputs[0], domain=DOMAIN)
-        node.attribute.extend(helper.make_attribute(name, value) for name, value in attributes.items())
-        self.nodes.append(node)
+        self._several(kind, inputs, outputs, **attributes)
+        self.nodes[-1].name, self.nodes[-1].domain = outputs[0], DOMAIN
 
     def _standard(self, kind: str, *inputs: str, to: str | None = None, **attributes: Any) -> str:
         output = to or self._value(kind.lower())
@@ -148,31 +147,18 @@ class GraphWriter:
         inputs += [""] * (6 - len(inputs)) + adapter
         widths = [matrix.outputs for matrix in matrices]
         formats = ",".join(matrix.format.name for matrix in matrices)
-        return self._product(name, x, inputs, widths, formats, norm, activation, rank)
+        products = {"widths": widths, "formats": formats, "activation": activation, "rank": rank}
+        return self._fused("NormProduct", name, x, inputs, norm, **products)
 
-    def _product(
-        self,
-        name: str,
-        x: str,
-        weights: Sequence[str],
-        widths: Sequence[int],
-        formats: str,
-        norm: FusedNorm = NO_NORM,
-        activation: str = "none",
-        rank: int = 0,
-    ) -> str:
-        inputs, attributes = norm
-        self._add(
-            "NormProduct",
-            [x, *inputs, *weights],
-            [name],
-            widths=widths,
-            formats=formats,
-            activation=activation,
-            rank=rank,
-            **attributes,
-        )
+    def _fused(self, kind: str, name: str, x: str, weights: Sequence[str], norm: FusedNorm, **attributes: Any) -> str:
+        """A node whose products have the norm of their input."""
+        inputs, of_norm = norm
+        self._add(kind, [x, *inputs, *weights], [name], **attributes, **of_norm)
         return name
+
+    def _plain_product(self, name: str, x: str, weights: Sequence[str], outputs: int, form: str) -> str:
+        one = {"widths": [outputs], "formats": form}
+        return self._fused("NormProduct", name, x, weights, NO_NORM, **one, activation="none", rank=0)
 
     def _add_product(self, name: str, x: str, residual: str, linear: Linear, norm: Norm | None) -> str:
         """The residual plus a product, which may have a norm of its own."""
@@ -245,27 +231,10 @@ class GraphWriter:
         return self._gate_product(name, x, inputs, both, mlp.activation, norm, rank)
 
     def _gate_product(
-        self,
-        name: str,
-        x: str,
-        weights: Sequence[str],
-        matrix: Matrix,
-        activation: str,
-        norm: FusedNorm = NO_NORM,
-        rank: int = 0,
+        self, name: str, x: str, weights: Sequence[str], matrix: Matrix, activation: str, norm: FusedNorm, rank: int
     ) -> str:
-        inputs, attributes = norm
-        self._add(
-            "GateProduct",
-            [x, *inputs, *weights],
-            [name],
-            format=matrix.format.name,
-            width=matrix.outputs // 2,
-            activation=activation,
-            rank=rank,
-            **attributes,
-        )
-        return name
+        one = {"format": matrix.format.name, "width": matrix.outputs // 2, "activation": activation, "rank": rank}
+        return self._fused("GateProduct", name, x, weights, norm, **one)
 
     def _experts(self, name: str, x: str, residual: str, experts: Experts, output: str) -> str:
         """The residual plus what the chosen experts of each row add, in the order of experts."""
@@ -296,7 +265,7 @@ class GraphWriter:
         matrix = rounded(torch.cat([weight, weight, rest], 1), "int8")
         both = self._standard("Concat", *flat, flat[0], axis=1)
         weights = self._matrix(f"{name}.router.weights", matrix)
-        logits = self._product(f"{name}.router", both, [weights], [matrix.outputs], matrix.format.name)
+        logits = self._plain_product(f"{name}.router", both, [weights], matrix.outputs, matrix.format.name)
         if not experts.normalized:
             logits = self._standard("Softmax", logits, axis=-1)
         shares, chosen = self._value(f"{name}.shares"), self._value(f"{name}.chosen")
@@ -325,8 +294,12 @@ class GraphWriter:
         rows = self._standard("Gather", places, self._scalar(0))
         weights = [self._standard("Gather", stack, expert) for stack in stacks]
         own = self._standard("Gather", x, rows)
-        gated = self._gate_product(f"{name}.experts.gated", own, [weights[0]], gate_up[0], experts.activation)
-        product = self._product(f"{name}.experts.product", gated, [weights[1]], [down[0].outputs], down[0].format.name)
+        gated = self._gate_product(
+            f"{name}.experts.gated", own, [weights[0]], gate_up[0], experts.activation, NO_NORM, 0
+        )
+        product = self._plain_product(
+            f"{name}.experts.product", gated, [weights[1]], down[0].outputs, down[0].format.name
+        )
         share = self._standard("GatherND", shares, self._standard("Transpose", places))
         product = self._standard("Mul", product, self._standard("Unsqueeze", share, self._integers(1)))
         index, before, after = self._standard("Unsqueeze", rows, self._integers(1)), f"{name}.before", f"{name}.after"

@@ -10,7 +10,7 @@ import numpy as np
 from onnx import TensorProto
 from torch import Tensor, nn
 
-from spaceport.exporter.graph_writer import GraphWriter
+from spaceport.exporter.graph_writer import NO_NORM, GraphWriter
 from spaceport.exporter.native_weights import MOST_OTHERS, Weights, other_rows, rounded
 from spaceport.graphs.contract.manifest import DATA_FILE
 from spaceport.graphs.contract.signature import Signature
@@ -173,7 +173,8 @@ class NativeGraph(GraphWriter):
 
     def _residual_block(self, name: str, states: str, linear: nn.Linear) -> str:
         inputs = [self._matrix(name, rounded(linear.weight, "int8")), self._optional(f"{name}.bias", linear.bias)]
-        product = self._product(f"{name}.product", states, inputs, [linear.out_features], "int8", activation="silu")
+        one = {"widths": [linear.out_features], "formats": "int8", "activation": "silu", "rank": 0}
+        product = self._fused("NormProduct", f"{name}.product", states, inputs, NO_NORM, **one)
         return self._standard("Add", states, product)
 
     # A layer

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -33,7 +33,8 @@ from spaceport.kernels.packing import (
     quantize,
 )
 
-_PART = 16 * PANEL  # outputs that are packed at a time: their numbers stay in the cache
+_PARTS = ("codes", "scales", "minima", "factors", "minimum_factors")  # arrays of quantized weights
+_PANELS = 16 * PANEL  # outputs that are packed at a time: their numbers stay in the cache
 
 # Packed formats of weights that are rounded. Embeddings have more bits, and each step reads the whole output embedding.
 _MATRICES, _TABLES = {"int4": "int4_pair"}, {"int4": "int5"}
@@ -63,8 +64,8 @@ class Matrix:
 
     def packed(self) -> Iterator[NDArray[np.uint8]]:
         """The packed bytes in parts of whole panels."""
-        for start in range(0, self.outputs, _PART):
-            yield pack(self.read(np.arange(start, min(start + _PART, self.outputs))))
+        for start in range(0, self.outputs, _PANELS):
+            yield pack(self.read(np.arange(start, min(start + _PANELS, self.outputs))))
 
     def ordered(self, order: NDArray[np.int64]) -> Matrix:
         """The matrix with some of its outputs in another order."""
@@ -271,20 +272,23 @@ def _differs(weights: QuantizedWeights, values: NDArray[np.float32]) -> NDArray[
     return cast(NDArray[np.bool_], np.abs(weights.dequantized() - values).max(axis=1) > 1e-3 * largest + 1e-9)
 
 
+def _by_part(compute: Callable[..., NDArray[Any]], *weights: QuantizedWeights) -> QuantizedWeights:
+    """Weights whose codes, scales and so on are each computed from those of others."""
+    parts = [[getattr(each, part) for each in weights] for part in _PARTS]
+    return QuantizedWeights(weights[0].format, *(None if some[0] is None else compute(*some) for some in parts))  # type: ignore[arg-type]
+
+
 def _with_changes(
     weights: QuantizedWeights, values: NDArray[np.float32], different: NDArray[np.bool_]
 ) -> QuantizedWeights:
     """Stored weights, of which different rows are replaced by rounded values."""
-    if not different.any():
-        return weights
-    new = quantize(values[different], weights.format.name)
-    changed = {}
-    for part in ("codes", "scales", "minima", "factors", "minimum_factors"):
-        before, after = getattr(weights, part), getattr(new, part)
-        if before is not None:
-            changed[part] = before.copy()
-            changed[part][different] = after
-    return replace(weights, **changed)
+
+    def changed(before: NDArray[Any], after: NDArray[Any]) -> NDArray[Any]:
+        replaced = before.copy()
+        replaced[different] = after
+        return replaced
+
+    return _by_part(changed, weights, quantize(values[different], weights.format.name)) if different.any() else weights
 
 
 def _scaled(matrix: Matrix, factors: NDArray[np.float32]) -> Matrix:
@@ -311,26 +315,15 @@ def stacked(matrices: Sequence[Matrix]) -> Matrix:
 
     def read(some: NDArray[np.int64]) -> QuantizedWeights:
         of = np.searchsorted(ends, some, side="right")
-        parts, places = [], []
-        for index, matrix in enumerate(matrices):
-            (chosen,) = np.nonzero(of == index)
-            if chosen.size:
-                parts.append(matrix.read(some[chosen] - (ends[index] - matrix.outputs)))
-                places.append(chosen)
-        back = np.argsort(np.concatenate(places), kind="stable")
-        return _joined(parts, back)
+        back = np.argsort(np.argsort(of, kind="stable"))
+        parts = [
+            matrix.read(some[of == index] - (ends[index] - matrix.outputs))
+            for index, matrix in enumerate(matrices)
+            if (of == index).any()
+        ]
+        return _by_part(lambda *arrays: np.concatenate(arrays)[back], *parts)
 
     return Matrix(matrices[0].format, int(ends[-1]), matrices[0].inputs, read)
-
-
-def _joined(parts: Sequence[QuantizedWeights], order: NDArray[np.int64]) -> QuantizedWeights:
-    joined = {
-        name: None
-        if getattr(parts[0], name) is None
-        else np.concatenate([getattr(part, name) for part in parts])[order]
-        for name in ("codes", "scales", "minima", "factors", "minimum_factors")
-    }
-    return QuantizedWeights(parts[0].format, **joined)  # type: ignore[arg-type]
 
 
 def gate_matrix(matrix: Matrix) -> Matrix:

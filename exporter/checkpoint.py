@@ -213,7 +213,7 @@ def _load_streamed(
     """The model with matrices that are read when they are needed, and the loading report of transformers.
 
     None if transformers computes matrices of the model from several tensors of the files."""
-    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if not (isinstance(kind, type) and issubclass(kind, PreTrainedModel)):
         return None
     return_large_arrays()

@@ -6,7 +6,7 @@ Nothing is written: names and shapes are checked when the folder is opened, and 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -82,13 +82,6 @@ class PublishedTensor:
         shapes = list(self.weights.values())
         return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
-    def slices(self) -> Iterator[tuple[str, slice]]:
-        """The weights in this tensor, each with its rows."""
-        start = 0
-        for weight, shape in {} if self.copy_of is not None else self.weights.items():
-            yield weight, slice(start, start + shape[0])
-            start += shape[0]
-
 
 def published_tensors(family: Family, config: PreTrainedConfig) -> tuple[PublishedTensor, ...]:
     """The tensors of a published checkpoint, with the weights of the converted model that they hold."""
@@ -106,35 +99,6 @@ def published_tensors(family: Family, config: PreTrainedConfig) -> tuple[Publish
     head, embeddings = (published_name(f"{name}.weight") for name in ("lm_head", "model.embed_tokens"))
     tied = {head: embeddings} if config.tie_word_embeddings else {}
     return tuple(PublishedTensor(name, parts, tied.get(name)) for name, parts in shapes.items())
-
-
-def check_tensors(owner: object, expected: Iterable[PublishedTensor], shapes: Mapping[str, Shape]) -> None:
-    """Raise for missing and wrongly shaped tensors, and for those that no weight is made from."""
-    by_name = {tensor.name: tensor for tensor in expected}
-    missing = [name for name, tensor in by_name.items() if name not in shapes and tensor.copy_of is None]
-    if missing:
-        raise CheckpointError(
-            f"{owner}: tensor {_some(missing)} missing: expected the {len(by_name)} tensors that config.json describes; copy "
-            "or download the checkpoint again"
-        )
-    unused = [name for name in shapes if name not in by_name and not _COMPUTED.fullmatch(name)]
-    if unused:
-        raise CheckpointError(
-            f"{owner}: tensor {_some(sorted(unused))} unknown: expected the {len(by_name)} tensors that config.json describes, "
-            "and no adapters, prefixes or quantized weights; merge or dequantize them with the software that wrote them"
-        )
-    for name, tensor in by_name.items():
-        if name in shapes and shapes[name] != tensor.shape:
-            raise CheckpointError(
-                f"{owner}: tensor {name} has shape {shapes[name]}: expected {tensor.shape} from config.json; copy or download "
-                "the checkpoint again"
-            )
-
-
-def _some(names: list[str]) -> str:
-    """The first names of a list, with the verb that follows them."""
-    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return f"{names[0]}{more} {'are' if more else 'is'}"
 
 
 def read_state(weights: Iterable[Path]) -> dict[str, Tensor]:
@@ -168,10 +132,31 @@ def converted_config(files: ModelFiles) -> PreTrainedConfig:
 
 def checked_state(files: ModelFiles, config: PreTrainedConfig) -> tuple[tuple[PublishedTensor, ...], dict[str, Tensor]]:
     """The tensors that a checkpoint must have, and those in its files, which are not read; raise if these are others."""
-    expected = published_tensors(family_of(files), config)
-    state = read_state(files.weights)
-    check_tensors(files.path, expected, {name: tuple(tensor.shape) for name, tensor in state.items()})
+    expected, state = published_tensors(family_of(files), config), read_state(files.weights)
+    described = f"expected the {len(expected)} tensors that config.json describes"
+    if missing := [tensor.name for tensor in expected if tensor.name not in state and tensor.copy_of is None]:
+        raise CheckpointError(
+            f"{files.path}: tensor {_some(missing)} missing: {described}; copy or download the checkpoint again"
+        )
+    if unused := sorted(
+        name for name in state.keys() - {tensor.name for tensor in expected} if not _COMPUTED.fullmatch(name)
+    ):
+        raise CheckpointError(
+            f"{files.path}: tensor {_some(unused)} unknown: {described}, and no adapters, prefixes or quantized weights; "
+            "merge or dequantize them with the software that wrote them"
+        )
+    for tensor in expected:
+        if tensor.name in state and (shape := tuple(state[tensor.name].shape)) != tensor.shape:
+            raise CheckpointError(
+                f"{files.path}: tensor {tensor.name} has shape {shape}: expected {tensor.shape} from config.json; copy or "
+                "download the checkpoint again"
+            )
     return expected, state
+
+
+def _some(names: list[str]) -> str:
+    """The first name of a list, with the verb that follows."""
+    return f"{names[0]} and {len(names) - 1} more are" if len(names) > 1 else f"{names[0]} is"
 
 
 def converted_weights(files: ModelFiles, config: PreTrainedConfig, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -192,7 +177,8 @@ def converted_weights(files: ModelFiles, config: PreTrainedConfig, dtype: torch.
                 f"{files.path}: tensor {tensor.name} has type {values.dtype}: expected floating-point weights; "
                 "download the checkpoint that is not quantized"
             )
-        weights |= {weight: values[rows].to(dtype, copy=True) for weight, rows in tensor.slices()}
+        parts = values.split([shape[0] for shape in tensor.weights.values()])
+        weights |= {name: part.to(dtype, copy=True) for name, part in zip(tensor.weights, parts, strict=True)}
     return weights
 
 

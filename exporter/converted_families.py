@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -24,9 +24,22 @@ _GENERAL = frozenset((*PreTrainedConfig().to_dict(), "_name_or_path", "auto_map"
 _DTYPES = ("float32", "float16", "bfloat16")
 
 
+def _is_positive(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf")
+
+
+# Whether a value is one of the kind, and what is expected.
+_KINDS: dict[str, tuple[Callable[[object], bool], str]] = {
+    "size": (lambda value: is_whole(value, 1), "a whole number of at least 1"),
+    "number": (_is_positive, "a number above 0"),
+    "flag": (lambda value: isinstance(value, bool), "true or false"),
+    "token ids": (lambda value: True, "ids of tokens"),
+}
+
+
 @dataclass(frozen=True)
 class Field:
-    """A published field that is a field of the converted configuration."""
+    """A published field."""
 
     name: str
     kind: Literal["size", "number", "flag", "token ids"] = "size"
@@ -53,35 +66,14 @@ class Fields:
     def refuse(self, problem: str, expected: str, advice: str = "copy or download it again") -> NoReturn:
         raise CheckpointError(f"{self.file}: {problem}: expected {expected}; {advice}")
 
-    def whole(self, name: str, default: int | None = None) -> int:
-        """A size of at least 1."""
-        value = self.content.get(name, default)
-        if not is_whole(value, 1):
-            self._invalid(name, value, "a whole number of at least 1")
-        assert isinstance(value, int)
-        return value
-
-    def number(self, name: str, default: float | None = None) -> float:
-        """A number above 0."""
-        value = self.content.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
-            self._invalid(name, value, "a number above 0")
-        return float(value)
-
-    def flag(self, name: str, default: bool) -> bool:
-        value = self.content.get(name, default)
-        if not isinstance(value, bool):
-            self._invalid(name, value, "true or false")
-        return value
-
-    def value(self, field: Field) -> Any:
-        """The value of a field, checked for its kind."""
-        read: dict[str, Callable[..., Any]] = {"size": self.whole, "number": self.number, "flag": self.flag}
-        return read.get(field.kind, self.content.get)(field.name, field.default)
-
-    def inside(self, name: str, content: Mapping[str, Any]) -> Fields:
-        """The fields of an object in this configuration."""
-        return Fields(self.file, {f"{name}.{key}": value for key, value in content.items()}, self.title)
+    def read(self, field: Field) -> Any:
+        """The value of a field; raise if it is none of its kind."""
+        value = self.content.get(field.name, field.default)
+        is_valid, expected = _KINDS[field.kind]
+        if not is_valid(value):
+            problem = "is missing" if value is None else f"is {short(value)}"
+            self.refuse(f"{field.name} {problem}", f"{expected} in a {self.title} configuration")
+        return float(value) if field.kind == "number" else value
 
     def dtype(self) -> str | None:
         """The type of the published weights, if the configuration says it."""
@@ -114,10 +106,6 @@ class Fields:
                 f"the fields of the published {self.title} configuration",
                 "remove the field if it does not change the model",
             )
-
-    def _invalid(self, name: str, value: object, expected: str) -> NoReturn:
-        problem = "is missing" if value is None else f"is {short(value)}"
-        self.refuse(f"{name} {problem}", f"{expected} in a {self.title} configuration")
 
 
 @dataclass(frozen=True)
@@ -153,7 +141,7 @@ class Family:
         if other is not None and any(name in fields.content for name in other.fields):
             fields.refuse(other.problem, other.expected, other.advice)
         fields.check(self.fixed, (*(field.name for field in self.fields.values()), *self.known))
-        entries = {name: fields.value(field) for name, field in self.fields.items()}
+        entries = {name: fields.read(field) for name, field in self.fields.items()}
         converted_class: Any = self.model.config_class
         config: PreTrainedConfig = converted_class(**{**entries, **self.complete(fields, entries)})
         return config
@@ -173,7 +161,7 @@ def _complete_chatglm(fields: Fields, entries: Mapping[str, Any]) -> dict[str, A
         fields.refuse(f"num_attention_heads is {heads}", f"a multiple of multi_query_group_num {groups}")
     if channels % 4:
         fields.refuse(f"kv_channels is {channels}", "a multiple of 4, because half of them rotate in pairs")
-    base = 10000.0 * fields.number("rope_ratio", 1)
+    base = 10000.0 * fields.read(Field("rope_ratio", "number", 1))
     return {
         "tie_word_embeddings": False,
         "rope_parameters": {"rope_type": "default", "rope_theta": base, "partial_rotary_factor": 0.5},
@@ -241,7 +229,7 @@ _CHATGLM = Family(
 
 def _complete_internlm(fields: Fields, entries: Mapping[str, Any]) -> dict[str, Any]:
     heads, hidden = entries["num_attention_heads"], entries["hidden_size"]
-    if fields.whole("num_key_value_heads", heads) != heads:
+    if fields.read(Field("num_key_value_heads", default=heads)) != heads:
         fields.refuse(
             f"num_key_value_heads is {fields.content['num_key_value_heads']}",
             f"{heads}, the number of query heads, in an InternLM v1 checkpoint",
@@ -249,8 +237,9 @@ def _complete_internlm(fields: Fields, entries: Mapping[str, Any]) -> dict[str, 
         )
     if hidden % (2 * heads):
         fields.refuse(f"hidden_size is {hidden}", f"{heads} heads of an even number of dimensions")
-    # Where the configuration has no rotary embedding. Both types have the same frequencies up to max_position_embeddings.
-    rotary = fields.content.get("rotary") or {"base": fields.number("rope_theta", 10000.0), "type": "dynamic"}
+    rotary = fields.content.get("rotary")
+    if not rotary:  # both types have the same frequencies up to max_position_embeddings
+        rotary = {"base": fields.read(Field("rope_theta", "number", 10000.0)), "type": "dynamic"}
     known = isinstance(rotary, dict) and set(rotary) <= {"base", "type", "scaling_factor"}
     if not known or rotary.get("type") not in ("origin", "dynamic"):
         fields.refuse(
@@ -258,10 +247,10 @@ def _complete_internlm(fields: Fields, entries: Mapping[str, Any]) -> dict[str, 
             "an object with base, type (origin or dynamic) and optionally scaling_factor",
             "use an InternLM v1 checkpoint with one of these",
         )
-    inside = fields.inside("rotary", rotary)
-    parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": inside.number("rotary.base")}
+    inside = replace(fields, content={f"rotary.{name}": value for name, value in rotary.items()})
+    parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": inside.read(Field("rotary.base", "number"))}
     if rotary["type"] == "dynamic":
-        parameters |= {"rope_type": "dynamic", "factor": inside.number("rotary.scaling_factor", 1.0)}
+        parameters |= {"rope_type": "dynamic", "factor": inside.read(Field("rotary.scaling_factor", "number", 1.0))}
     return {
         "num_key_value_heads": heads,
         "head_dim": hidden // heads,
@@ -298,14 +287,14 @@ _INTERNLM = Family(
 
 def _complete_qwen(fields: Fields, entries: Mapping[str, Any]) -> dict[str, Any]:
     heads, hidden, inner = (entries[name] for name in ("num_attention_heads", "hidden_size", "intermediate_size"))
-    channels = fields.whole("kv_channels", 128)
+    channels = fields.read(Field("kv_channels", default=128))
     if heads * channels != hidden or channels % 2:
         fields.refuse(
             f"kv_channels is {channels} with {heads} heads",
             f"an even number, and hidden_size {hidden} divided by the heads",
         )
-    base = fields.number("rotary_emb_base", 10000)
-    if fields.number("rope_theta", base) != base:
+    base = fields.read(Field("rotary_emb_base", "number", 10000))
+    if fields.read(Field("rope_theta", "number", base)) != base:
         fields.refuse(
             f"rope_theta is {fields.content['rope_theta']}",
             f"rotary_emb_base, {base:g}",
@@ -315,8 +304,8 @@ def _complete_qwen(fields: Fields, entries: Mapping[str, Any]) -> dict[str, Any]
         fields.refuse(f"intermediate_size is {inner}", "an even number: the gate and the other half")
     # Longer texts than seq_length change the rotary frequencies (dynamic NTK) and scale the queries (log n).
     positions = entries["max_position_embeddings"]
-    if fields.flag("use_dynamic_ntk", True) or fields.flag("use_logn_attn", True):
-        positions = min(positions, fields.whole("seq_length"))
+    if any(fields.read(Field(name, "flag", True)) for name in ("use_dynamic_ntk", "use_logn_attn")):
+        positions = min(positions, fields.read(Field("seq_length")))
     return {
         "intermediate_size": inner // 2,  # of the gate, and of the other half
         "num_key_value_heads": heads,

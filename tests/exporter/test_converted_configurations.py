@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from spaceport.exporter.converted_checkpoint import published_tensors
-from spaceport.exporter.converted_families import FAMILIES, Fields
+from spaceport.exporter.converted_families import FAMILIES, Field, Fields
 from spaceport.graphs.contract.faults import CheckpointError
 from support.paths import TESTS
 from support.published_checkpoints import WITHOUT, converted, fields_of
@@ -101,15 +101,16 @@ def test_the_type_of_the_published_weights_is_known(family: str, changes: dict[s
 @pytest.mark.parametrize(
     ("kind", "right", "wrong", "expected"),
     [
-        ("whole", 7, (0, -1, 1.5, True, "7", None), "a whole number of at least 1"),
+        ("size", 7, (0, -1, 1.5, True, "7", None), "a whole number of at least 1"),
         ("number", 1e-5, (0, -1.0, True, "7", float("inf"), float("nan"), None), "a number above 0"),
     ],
 )
-def test_sizes_and_numbers_are_checked(kind: str, right: float, wrong: tuple[Any, ...], expected: str) -> None:
-    assert getattr(Fields(FILE, {"field": right}, "X"), kind)("field") == right
+def test_sizes_and_numbers_are_checked(kind: Any, right: float, wrong: tuple[Any, ...], expected: str) -> None:
+    field = Field("field", kind)
+    assert Fields(FILE, {"field": right}, "X").read(field) == right
     for value in wrong:
         with pytest.raises(CheckpointError, match=rf"field (is|is missing).*: expected {expected} in a X"):
-            getattr(Fields(FILE, {"field": value}, "X"), kind)("field")
+            Fields(FILE, {"field": value}, "X").read(field)
 
 
 @pytest.mark.parametrize("name", RELEASES)
@@ -120,9 +121,7 @@ def test_a_published_checkpoint_has_exactly_the_weights_of_the_converted_model(n
     assert len({tensor.name for tensor in tensors}) == len(tensors)
     assert 2 * sum(prod(tensor.shape) for tensor in tensors) + computed == size  # in 16-bit types
     assert config.max_position_embeddings == positions
-    rows = [
-        (weight, (rows.stop - rows.start, *tensor.shape[1:])) for tensor in tensors for weight, rows in tensor.slices()
-    ]
+    shapes = [item for tensor in tensors for item in tensor.weights.items()]
     with torch.device("meta"):
         model = family.model(config)
-    assert sorted(rows) == sorted((name, tuple(tensor.shape)) for name, tensor in model.state_dict().items())
+    assert sorted(shapes) == sorted((name, tuple(tensor.shape)) for name, tensor in model.state_dict().items())

@@ -316,15 +316,8 @@ def _mask_slots(ids: TokenIds, configured: int | None, requested: int | None, ma
             )
         return 0
     distinct = len(ids.mask) > 1
-    slots = (
-        requested
-        if requested is not None
-        else configured
-        if configured is not None
-        else len(ids.mask) - mask_layout.lead
-        if distinct
-        else DEFAULT_MASK_SLOTS
-    )
+    slots_by_tokens = len(ids.mask) - mask_layout.lead if distinct else DEFAULT_MASK_SLOTS
+    slots = next(slots for slots in (requested, configured, slots_by_tokens) if slots is not None)
     if not is_whole(slots, 1) or slots > MAX_MASK_SLOTS:
         raise CheckpointError(
             f"the number of mask slots is {slots!r}: expected 1 to {MAX_MASK_SLOTS} as --max-mask-slots, or as "

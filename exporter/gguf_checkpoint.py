@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
 import numpy as np
@@ -88,21 +87,8 @@ _SPECIAL = {"bos": "bos_token_id", "eos": "eos_token_id", "unk": "unknown_token_
 _END = ("eos_token_id", "eot_token_id", "eom_token_id")  # end of text, of a turn, of a message
 
 
-@dataclass(frozen=True)
-class Hyperparameters:
-    """Sizes of a model, each at least 1, by their names in a configuration of transformers."""
-
-    hidden_size: int
-    num_hidden_layers: int
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-
-
-def hyperparameters_of(file: GgufFile) -> Hyperparameters:
-    """The hyperparameters of a file; raise if one is missing or invalid, or if they contradict each other."""
-    _check_names(file)
+def _sizes_of(file: GgufFile) -> dict[str, int]:
+    """The sizes of a model by their names in transformers; raise if one is missing, or if they contradict each other."""
     hidden, heads = _size(file, "embedding_length"), _size(file, "attention.head_count")
     kv_heads = _size(file, "attention.head_count_kv", heads)
     if heads % kv_heads:
@@ -110,9 +96,6 @@ def hyperparameters_of(file: GgufFile) -> Hyperparameters:
     if _stated(file, "attention.key_length") is None and hidden % heads:
         file.refuse(f"embedding_length is {hidden}", f"a multiple of {heads} heads")
     head_dim = _size(file, "attention.key_length", hidden // heads)
-    sizes = Hyperparameters(
-        hidden, _size(file, "block_count"), _size(file, "feed_forward_length"), heads, kv_heads, head_dim
-    )
     for key in ("attention.value_length", "rope.dimension_count"):
         if (stated := _size(file, key, head_dim)) != head_dim:
             file.refuse(
@@ -122,11 +105,17 @@ def hyperparameters_of(file: GgufFile) -> Hyperparameters:
             )
     if head_dim % 2:
         file.refuse(f"the head size is {head_dim}", "an even number, for rotary embeddings")
-    _size(file, "context_length")
-    _check_positive(file, "attention.layer_norm_rms_epsilon")
-    if _stated(file, "rope.freq_base") is not None:
-        _check_positive(file, "rope.freq_base")
-    return sizes
+    tokens = file.get("tokens")
+    return {
+        "hidden_size": hidden,
+        "num_hidden_layers": _size(file, "block_count"),
+        "intermediate_size": _size(file, "feed_forward_length"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "max_position_embeddings": _size(file, "context_length"),
+        "vocab_size": _size(file, "vocab_size", len(tokens) if isinstance(tokens, list) else 0),
+    }
 
 
 def _check_names(file: GgufFile) -> None:
@@ -141,13 +130,13 @@ def _check_names(file: GgufFile) -> None:
             )
 
 
-def check_shapes(file: GgufFile, hyperparameters: Hyperparameters) -> None:
-    """Raise if a tensor that the hyperparameters require is missing or has another shape, and for other tensors."""
+def _check_shapes(file: GgufFile, sizes: Mapping[str, int]) -> None:
+    """Raise if a tensor that the sizes require is missing or has another shape, and for other tensors."""
     unknown = set(file.tensors)
-    for name, shape in _shapes(file, hyperparameters):  # no list: the number of layers may be absurd
+    for name, shape in _shapes(file.architecture, sizes):  # no list: the number of layers may be absurd
         tensor = file.tensors.get(name)
         if tensor is None and name != "output.weight":
-            file.refuse(f"tensor {name} is missing", f"the tensors of {hyperparameters.num_hidden_layers} layers")
+            file.refuse(f"tensor {name} is missing", f"the tensors of {sizes['num_hidden_layers']} layers")
         if tensor is not None and tensor.shape != shape:
             file.refuse(f"tensor {name} has shape {short(tensor.shape)}", f"{short(shape)} from the hyperparameters")
         unknown.discard(name)
@@ -159,28 +148,22 @@ def check_shapes(file: GgufFile, hyperparameters: Hyperparameters) -> None:
         )
 
 
-def vocabulary_of(file: GgufFile) -> int:
-    """The number of tokens of a model."""
-    tokens = file.get("tokens")
-    return _size(file, "vocab_size", len(tokens) if isinstance(tokens, list) else 0)
-
-
-def _shapes(file: GgufFile, hyperparameters: Hyperparameters) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _shapes(architecture: str, sizes: Mapping[str, int]) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Names and shapes of a model's tensors."""
-    sizes = {
-        "hidden": hyperparameters.hidden_size,
-        "inner": hyperparameters.intermediate_size,
-        "head_dim": hyperparameters.head_dim,
-        "queries": hyperparameters.num_attention_heads * hyperparameters.head_dim,
-        "keys": hyperparameters.num_key_value_heads * hyperparameters.head_dim,
-        "vocabulary": vocabulary_of(file),
+    dimensions = {
+        "hidden": sizes["hidden_size"],
+        "inner": sizes["intermediate_size"],
+        "head_dim": sizes["head_dim"],
+        "queries": sizes["num_attention_heads"] * sizes["head_dim"],
+        "keys": sizes["num_key_value_heads"] * sizes["head_dim"],
+        "vocabulary": sizes["vocab_size"],
     }
-    for name, dimensions in _MODEL.items():
-        yield name, tuple(sizes[dimension] for dimension in dimensions)
-    in_layer = {**_LAYER, **_LAYER_OF[file.architecture]}
-    for layer in range(hyperparameters.num_hidden_layers):
-        for name, dimensions in in_layer.items():
-            yield f"blk.{layer}.{name}", tuple(sizes[dimension] for dimension in dimensions)
+    for name, shape in _MODEL.items():
+        yield name, tuple(dimensions[dimension] for dimension in shape)
+    in_layer = {**_LAYER, **_LAYER_OF[architecture]}
+    for layer in range(sizes["num_hidden_layers"]):
+        for name, shape in in_layer.items():
+            yield f"blk.{layer}.{name}", tuple(dimensions[dimension] for dimension in shape)
 
 
 def _stated(file: GgufFile, key: str, default: int | None = None) -> Any:
@@ -194,10 +177,11 @@ def _size(file: GgufFile, key: str, default: int | None = None) -> int:
     return value
 
 
-def _check_positive(file: GgufFile, key: str) -> None:
+def _positive(file: GgufFile, key: str) -> float:
     value = _stated(file, key)
     if not isinstance(value, float) or not (math.isfinite(value) and value > 0):
         _refuse_value(file, key, value, "a floating-point number above 0")
+    return value
 
 
 def _refuse_value(file: GgufFile, key: str, value: Any, expected: str) -> NoReturn:
@@ -207,19 +191,18 @@ def _refuse_value(file: GgufFile, key: str, value: Any, expected: str) -> NoRetu
 
 def gguf_config(file: GgufFile) -> PreTrainedConfig:
     """The configuration of a GGUF file's model; raise if it does not fit the file's tensors."""
-    sizes, vocabulary = hyperparameters_of(file), vocabulary_of(file)
-    check_shapes(file, sizes)
-    tokens = {f"{role}_token_id": file.get(key) for role, key in _SPECIAL.items()}
-    base = _stated(file, "rope.freq_base")
-    stated = {**tokens, "rope_parameters": base and {"rope_type": "default", "rope_theta": base}}
+    _check_names(file)
+    sizes, epsilon = _sizes_of(file), _positive(file, "attention.layer_norm_rms_epsilon")
+    stated: dict[str, Any] = {f"{role}_token_id": file.get(key) for role, key in _SPECIAL.items()}
+    if _stated(file, "rope.freq_base") is not None:
+        stated["rope_parameters"] = {"rope_type": "default", "rope_theta": _positive(file, "rope.freq_base")}
+    _check_shapes(file, sizes)
     try:
         return AutoConfig.for_model(
             file.architecture,
-            vocab_size=vocabulary,
-            max_position_embeddings=_size(file, "context_length"),
-            rms_norm_eps=_stated(file, "attention.layer_norm_rms_epsilon"),
+            rms_norm_eps=epsilon,
             tie_word_embeddings="output.weight" not in file.tensors,
-            **asdict(sizes),
+            **sizes,
             **{name: value for name, value in stated.items() if value is not None},
         )
     except Exception as error:  # each model family raises its own exception types

@@ -172,18 +172,12 @@ def _name_layer_outputs(model: ir.Model, outputs: int, names: Sequence[str]) -> 
 
 def _strip_metadata(model: ir.Model) -> None:
     """Remove the tracer's metadata about source lines: it is larger than a small graph and contains local paths."""
+    graph = model.graph
+    values = (*graph.inputs, *graph.initializers.values(), *(value for node in graph for value in node.outputs))
     model.metadata_props.clear()
-    model.graph.metadata_props.clear()
-    model.graph.doc_string = None
-    for node in model.graph:
-        node.metadata_props.clear()
-        node.doc_string = None
-        for value in node.outputs:
-            value.metadata_props.clear()
-            value.doc_string = None
-    for value in (*model.graph.inputs, *model.graph.initializers.values()):
-        value.metadata_props.clear()
-        value.doc_string = None
+    for part in (graph, *graph, *values):
+        part.metadata_props.clear()
+        part.doc_string = None
 
 
 def _cast_norm_inputs(model: ir.Model) -> None:
@@ -208,13 +202,9 @@ def _family(decoder: Decoder) -> str:
 def _name_dimensions(model: ir.Model, signature: Signature) -> None:
     for values, tensors in ((model.graph.inputs, signature.inputs), (model.graph.outputs, signature.outputs)):
         for value, tensor in zip(values, tensors, strict=True):
-            shape = value.shape
-            if shape is None or len(shape) != len(tensor.shape):
-                raise UntraceableModel(f"{tensor.name} was traced with shape {shape}: expected {tensor.shape}")
-            for axis, size in enumerate(tensor.shape):
-                traced = shape[axis]
-                if isinstance(size, str) == isinstance(traced, int):
-                    raise UntraceableModel(f"{tensor.name} was traced with shape {shape}: expected {tensor.shape}")
+            fixed = [isinstance(size, int) for size in value.shape or ()]
+            if fixed != [isinstance(size, int) for size in tensor.shape]:
+                raise UntraceableModel(f"{tensor.name} was traced with shape {value.shape}: expected {tensor.shape}")
             value.shape = ir.Shape(tensor.shape)
 
 

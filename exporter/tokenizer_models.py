@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -22,7 +22,7 @@ _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 QWEN_PATTERN = rf"{_WORDS}|\p{{N}}|{_REST}"
 LLAMA3_PATTERN = rf"{_WORDS}|\p{{N}}{{1,3}}|{_REST}"
 
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6  # types of pieces
+_NORMAL, _UNKNOWN, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 4, 5, 6  # types of pieces
 _BPE = 2  # type of model
 _SPACE = "▁"
 _ALL = 2**31 - 1  # spaces before a text
@@ -36,20 +36,11 @@ class Pieces:
     model: Any  # the parsed protocol buffer
 
     def of(self, *kinds: int) -> dict[str, int]:
-        """The ids of the pieces of these types."""
-        return {piece.piece: token for token, piece in enumerate(self.model.pieces) if piece.type in kinds}
+        """The ids of the pieces of these types; without types, of all."""
+        return {piece.piece: token for token, piece in enumerate(self.model.pieces) if not kinds or piece.type in kinds}
 
     def __len__(self) -> int:
         return len(self.model.pieces)
-
-    def named(self, texts: Iterable[str]) -> dict[str, int]:
-        """The ids of these pieces, in their order; raise if one is missing."""
-        wanted = dict.fromkeys(texts)
-        ids = {piece.piece: token for token, piece in enumerate(self.model.pieces) if piece.piece in wanted}
-        missing = [text for text in wanted if text not in ids]
-        if missing:
-            self.refuse(f"has no piece {missing[0]!r}", "the pieces of the published model")
-        return ids
 
     def refuse(self, problem: str, expected: str) -> NoReturn:
         raise CheckpointError(
@@ -106,36 +97,8 @@ def _check_normalizer(pieces: Pieces) -> None:
         )
 
 
-def sentencepiece_tokenizer(
-    file: Path,
-    special: Sequence[str] = (),
-    added: Sequence[str] = (),
-    unused: Collection[str] = (),
-    begin: Sequence[str] = (),
-) -> Tokenizer:
-    """The tokenizer of a SentencePiece model with special tokens; text between these is tokenized as text of its own.
-
-    Special tokens are pieces, or `added` behind the last piece. Those in `unused` have their ids, but no text becomes
-    them. Texts begin with the tokens in `begin`."""
-    pieces = read_pieces(file)
-    tokenizer = _with_special_tokens(pieces, {**pieces.named(special), **_behind(len(pieces), added)}, unused)
-    if begin:
-        begin_texts(tokenizer, begin)
-    return tokenizer
-
-
-def _behind(count: int, added: Sequence[str]) -> dict[str, int]:
-    """The ids of tokens behind the last one of a vocabulary."""
-    return {text: count + index for index, text in enumerate(added)}
-
-
-def _with_special_tokens(pieces: Pieces, special: Mapping[str, int], unused: Collection[str]) -> Tokenizer:
-    vocabulary = {**pieces.of(_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE), **special}
-    scores = {piece.piece: piece.score for piece in pieces.model.pieces if piece.type == _NORMAL}
-    unknown = next(iter(pieces.of(_UNKNOWN)), None)
-    merges = generate_merges(scores, scores)
-    tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token=unknown, byte_fallback=True))
-    spaces = pieces.model.normalizer_spec
+def _set_spaces(tokenizer: Tokenizer, spaces: Any) -> None:
+    """Change the spaces of texts as a SentencePiece model says, and change them back when tokens become text."""
     normalizer: list[Any] = []
     decoder: list[Any] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     if spaces.remove_extra_whitespaces:
@@ -150,8 +113,33 @@ def _with_special_tokens(pieces: Pieces, special: Mapping[str, int], unused: Col
             decoder.append(decoders.Strip(" ", 1, 0))
     tokenizer.normalizer = normalizers.Sequence([*normalizer, normalizers.Replace(" ", _SPACE)])
     tokenizer.decoder = decoders.Sequence(decoder)
-    add_tokens(tokenizer, [text for text in special if text not in unused])
-    add_tokens(tokenizer, [text for text in pieces.of(_USER_DEFINED) if text not in special], special=False)
+
+
+def sentencepiece_tokenizer(
+    file: Path,
+    special: Sequence[str] = (),
+    added: Sequence[str] = (),
+    unused: Collection[str] = (),
+    begin: Sequence[str] = (),
+) -> Tokenizer:
+    """The tokenizer of a SentencePiece model with special tokens; text between these is tokenized as text of its own.
+
+    Special tokens are pieces, or `added` behind the last piece. Those in `unused` have their ids, but no text becomes
+    them. Texts begin with the tokens in `begin`."""
+    pieces = read_pieces(file)
+    vocabulary = {**pieces.of(), **{text: len(pieces) + index for index, text in enumerate(added)}}
+    if missing := [text for text in special if text not in vocabulary]:
+        pieces.refuse(f"has no piece {missing[0]!r}", "the pieces of the published model")
+    scores = {piece.piece: piece.score for piece in pieces.model.pieces if piece.type == _NORMAL}
+    unknown = next(iter(pieces.of(_UNKNOWN)), None)
+    merges = generate_merges(scores, scores)
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token=unknown, byte_fallback=True))
+    _set_spaces(tokenizer, pieces.model.normalizer_spec)
+    tokens = dict.fromkeys((*special, *added))
+    add_tokens(tokenizer, [text for text in tokens if text not in unused])
+    add_tokens(tokenizer, [text for text in pieces.of(_USER_DEFINED) if text not in tokens], special=False)
+    if begin:
+        begin_texts(tokenizer, begin)
     return tokenizer
 
 

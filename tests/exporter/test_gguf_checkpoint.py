@@ -15,19 +15,16 @@ pytest.importorskip("gguf")
 
 from gguf import GGUFReader, quants
 from tokenizers import Regex, Tokenizer, pre_tokenizers
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedConfig
 
 from spaceport.exporter import gguf_file
 from spaceport.exporter.checkpoint import Checkpoint, TokenFlags, load_model, open_checkpoint, quiet_libraries
 from spaceport.exporter.checkpoint_files import is_gguf, require_checkpoint
 from spaceport.exporter.export import ExportOptions, export
 from spaceport.exporter.gguf_checkpoint import (
-    Hyperparameters,
-    check_shapes,
     end_tokens,
     gguf_config,
     gguf_tokenizer,
-    hyperparameters_of,
 )
 from spaceport.exporter.gguf_file import read_gguf
 from spaceport.graphs.contract.faults import CheckpointError, MissingDependency
@@ -128,7 +125,7 @@ def test_metadata_and_tensor_types_are_read(plain: Path, tmp_path: Path) -> None
     (tmp_path / "folder.gguf").mkdir()
     assert [is_gguf(path) for path in (plain, tmp_path / "folder.gguf", tmp_path)] == [True, False, False]
     unscaled = write_gguf(tmp_path / "model.gguf", random_model(), changes={"llama.rope.scaling.type": "none"})
-    hyperparameters_of(read_gguf(unscaled))
+    gguf_config(read_gguf(unscaled))
 
 
 def test_a_missing_or_truncated_file_and_a_missing_package_are_named(
@@ -144,19 +141,9 @@ def test_a_missing_or_truncated_file_and_a_missing_package_are_named(
         read_gguf(plain)
 
 
-def hyperparameters(folder: Path, family: str = "llama", **changes: Any) -> Hyperparameters:
-    """The hyperparameters of a tiny file, compared with its tensors."""
-    named = {f"{family}.{key}": value for key, value in changes.items()}
-    file = read_gguf(write_gguf(folder / "model.gguf", random_model(family), changes=named))
-    found = hyperparameters_of(file)
-    check_shapes(file, found)
-    return found
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_the_sizes_of_a_model_are_read(family: str, tmp_path: Path) -> None:
-    stated = {"attention.key_length": 16} if family == "qwen3" else {}
-    assert hyperparameters(tmp_path, family, **stated) == Hyperparameters(64, 2, 256, 4, 2, 16)
+def config_of(folder: Path, changes: dict[str, Any], family: str = "llama", tied: bool = True) -> PreTrainedConfig:
+    """The configuration of a tiny file with other metadata."""
+    return gguf_config(read_gguf(write_gguf(folder / "model.gguf", random_model(family, tied), changes=changes)))
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -203,7 +190,7 @@ def test_hyperparameters_that_are_wrong_or_contradict_each_other_are_refused(
     changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(CheckpointError, match=re.escape(message)):
-        hyperparameters(tmp_path, **changes)
+        config_of(tmp_path, {f"llama.{key}": value for key, value in changes.items()})
 
 
 @pytest.mark.parametrize(
@@ -217,7 +204,7 @@ def test_hyperparameters_that_are_wrong_or_contradict_each_other_are_refused(
 )
 def test_unsupported_metadata_is_refused_by_name(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=message):
-        hyperparameters_of(read_gguf(write_gguf(tmp_path / "model.gguf", random_model(), changes=changes)))
+        config_of(tmp_path, changes)
 
 
 def test_unsupported_architectures_and_tensors_are_refused_by_name(tmp_path: Path) -> None:

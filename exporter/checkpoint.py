@@ -15,7 +15,6 @@ import torch
 import transformers
 import transformers.utils.logging
 from safetensors import SafetensorError
-from torch import Tensor
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -131,14 +130,11 @@ def _config(files: ModelFiles, remote_code: bool) -> PreTrainedConfig:
     file = folder / "config.json"
     kind = content.get("model_type")
     if not (isinstance(kind, str) and kind in CONFIG_MAPPING) and not remote_code:
-        own_code = "it has its own code: use --trust-remote-code if you trust it"
+        advice = "expected one such as llama, qwen3 or mistral, or a newer transformers"
+        if "auto_map" in content:
+            advice = "it has its own code: use --trust-remote-code if you trust it"
         raise CheckpointError(
-            f"{file}: architecture {kind!r} is not one that transformers {transformers.__version__} knows: "
-            + (
-                own_code
-                if "auto_map" in content
-                else "expected one such as llama, qwen3 or mistral, or a newer transformers"
-            )
+            f"{file}: architecture {kind!r} is not one that transformers {transformers.__version__} knows: {advice}"
         )
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=remote_code)
@@ -189,18 +185,20 @@ def model_without_values(config: PreTrainedConfig, dtype: Precision) -> PreTrain
     return cast(PreTrainedModel, model.eval())
 
 
-def load_state(kind: Any, config: PreTrainedConfig, dtype: torch.dtype, state: dict[str, Tensor]) -> Loaded:
-    """A model with weights by name, and the loading report of transformers."""
+def _load(
+    kind: Any, folder: Path | None, config: PreTrainedConfig, dtype: torch.dtype, options: Mapping[str, Any]
+) -> Loaded:
+    """The model of a class with the weights in a folder or in the options of transformers, and the loading report."""
 
     def load(attn_implementation: str) -> Loaded:
         loaded: Loaded = kind.from_pretrained(
-            None,
+            folder,
             config=config,
-            state_dict=state,
             dtype=dtype,
             attn_implementation=attn_implementation,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # reported by name
+            **options,
         )
         return loaded
 
@@ -218,7 +216,7 @@ def _load_streamed(
         return None
     return_large_arrays()
     state, sources = with_placeholders(weights, dtype)
-    model, report = load_state(kind, config, dtype, state)
+    model, report = _load(kind, None, config, dtype, {"state_dict": state})
     layers = decoder_layers(model, int(config.get_text_config().num_hidden_layers))
     return (model, report) if stream_matrices(model, layers, sources, scratch) else None
 
@@ -231,40 +229,24 @@ def read_source(files: ModelFiles, remote_code: bool) -> CheckpointSource:
         return _converted_source(files)
     config = _config(files, remote_code)
 
-    def load(dtype: torch.dtype, attn_implementation: str) -> Loaded:
-        kind: Any = AutoModelForCausalLM
-        loaded: Loaded = kind.from_pretrained(
-            files.path,
-            config=config,
-            dtype=dtype,
-            attn_implementation=attn_implementation,
-            use_safetensors=True,
-            local_files_only=True,
-            trust_remote_code=remote_code,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # reported by name
-        )
-        return loaded
+    options = {"use_safetensors": True, "local_files_only": True, "trust_remote_code": remote_code}
 
     def load_weights(dtype: torch.dtype, scratch: Path | None) -> Loaded:
         streamed = None if scratch is None or remote_code else _load_streamed(files.weights, config, dtype, scratch)
-        return streamed or load_with_own_attention(partial(load, dtype))
+        return streamed or _load(AutoModelForCausalLM, files.path, config, dtype, options)
 
     tokenizer = partial(_folder_tokenizer, files.path, remote_code)
     return CheckpointSource(files, config, files.generation, tokenizer, load_weights, streams=not remote_code)
 
 
 def _gguf_source(files: ModelFiles, gguf: GgufFile) -> CheckpointSource:
-    config = gguf_config(gguf)
-    return CheckpointSource(
-        files,
-        config,
-        {"eos_token_id": end_tokens(gguf)},
-        partial(gguf_tokenizer, gguf),
-        lambda dtype, scratch: load_state(
-            MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config, dtype, gguf_weights(gguf, config, dtype)
-        ),
-    )
+    config, generation = gguf_config(gguf), {"eos_token_id": end_tokens(gguf)}
+
+    def load_weights(dtype: torch.dtype, scratch: Path | None) -> Loaded:
+        kind, state = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], gguf_weights(gguf, config, dtype)
+        return _load(kind, None, config, dtype, {"state_dict": state})
+
+    return CheckpointSource(files, config, generation, partial(gguf_tokenizer, gguf), load_weights)
 
 
 def _converted_source(files: ModelFiles) -> CheckpointSource:
@@ -275,14 +257,12 @@ def _converted_source(files: ModelFiles) -> CheckpointSource:
     named = files.generation.get("eos_token_id")
     own = named if isinstance(named, list) else [] if named is None else [named]
     # also those with which the original code ends an answer
-    ends = list(dict.fromkeys([*own, *published.end]))
-    return CheckpointSource(
-        files,
-        config,
-        {**files.generation, "eos_token_id": ends},
-        lambda: copy.deepcopy(published.tokenizer),
-        lambda dtype, scratch: load_state(family.model, config, dtype, converted_weights(files, config, dtype)),
-    )
+    generation = {**files.generation, "eos_token_id": list(dict.fromkeys([*own, *published.end]))}
+
+    def load_weights(dtype: torch.dtype, scratch: Path | None) -> Loaded:
+        return _load(family.model, None, config, dtype, {"state_dict": converted_weights(files, config, dtype)})
+
+    return CheckpointSource(files, config, generation, lambda: copy.deepcopy(published.tokenizer), load_weights)
 
 
 def special_tokens(

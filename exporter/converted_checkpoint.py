@@ -177,7 +177,7 @@ def converted_weights(files: ModelFiles, config: PreTrainedConfig, dtype: torch.
                 f"{files.path}: tensor {tensor.name} has type {values.dtype}: expected floating-point weights; "
                 "download the checkpoint that is not quantized"
             )
-        parts = values.split([shape[0] for shape in tensor.weights.values()])
+        parts = torch.split(values, [shape[0] for shape in tensor.weights.values()])
         weights |= {name: part.to(dtype, copy=True) for name, part in zip(tensor.weights, parts, strict=True)}
     return weights
 
@@ -306,7 +306,6 @@ def _own_backend(folder: Path) -> Tokenizer | None:
 
 
 def _converted_backend(folder: Path, published: TokenizerFormat) -> Tokenizer:
-    """The tokenizer of the vocabulary that was published."""
     if published.pattern is not None:
         ranks = _vocabulary_file(folder, TIKTOKEN_FILE, "the vocabulary of Qwen v1")
         return tiktoken_tokenizer(ranks, published.pattern, published.added)
@@ -323,7 +322,6 @@ def _vocabulary_file(folder: Path, name: str, expected: str) -> Path:
 
 
 def _ids(folder: Path, backend: Tokenizer, *texts: str) -> tuple[int, ...]:
-    """The ids of tokens that a tokenizer must have."""
     ids = []
     for text in texts:
         token = backend.token_to_id(text)

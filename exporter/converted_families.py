@@ -7,13 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from transformers import (
-    GlmForCausalLM,
-    LlamaForCausalLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-    Qwen2ForCausalLM,
-)
+from transformers import GlmForCausalLM, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel, Qwen2ForCausalLM
 
 from spaceport.exporter.checkpoint_files import CONVERTED_TYPES
 from spaceport.graphs.contract.faults import CheckpointError

@@ -369,7 +369,6 @@ def write_adapter_folder(
 
 
 def _stored_rows(folder: AdapterFolder) -> dict[str, Tensor]:
-    """The embedding rows of an adapter folder, and their token ids."""
     file = folder.path / EMBEDDINGS_FILE
     stored = read_tensors(file, _ADVICE)
     ids = stored.get(_IDS)

@@ -27,13 +27,7 @@ from spaceport.exporter.gguf_file import GgufFile
 from spaceport.exporter.native_graph import NativeGraph
 from spaceport.exporter.native_weights import RoundedWeights, StoredWeights, packed_size
 from spaceport.exporter.native_weights import Weights as NativeWeights
-from spaceport.exporter.to_onnx import (
-    OPSETS,
-    OnStage,
-    check_written,
-    to_onnx,
-    write_selection,
-)
+from spaceport.exporter.to_onnx import OPSETS, OnStage, check_written, to_onnx, write_selection
 from spaceport.graphs.contract.faults import CheckpointError, InputFault, OptionFault
 from spaceport.graphs.contract.formats import FORMATS, Format, Weights
 from spaceport.graphs.contract.manifest import SELECTION_FILE, TEMPLATE_FILE, TOKENIZER_FILE, Manifest

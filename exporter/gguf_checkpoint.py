@@ -307,7 +307,6 @@ def _list(file: GgufFile, key: str, kind: type) -> list[Any]:
 
 
 def _merges(file: GgufFile, vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
-    """The pairs of tokens that are merged, in order."""
     merges = []
     for number, merge in enumerate(file.get("merges")):
         left, _, right = merge.partition(" ")

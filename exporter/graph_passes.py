@@ -168,7 +168,6 @@ def simplify(model: ir.Model) -> None:
 
 
 def _merge_equal(model: ir.Model) -> None:
-    """Merge operators and constants that are equal."""
     passes.RemoveUnusedNodesPass()(model)
     passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     passes.LiftSubgraphInitializersToMainGraphPass()(model)

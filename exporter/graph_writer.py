@@ -122,7 +122,6 @@ class GraphWriter:
         return name
 
     def _write_model(self) -> None:
-        """Write the graph, whose weights are in their file."""
 
         def infos(tensors: Sequence[SignatureTensor]) -> list[onnx.ValueInfoProto]:
             return [helper.make_tensor_value_info(t.name, DTYPES[t.dtype].onnx, t.shape) for t in tensors]

@@ -157,7 +157,6 @@ class NativeGraph(GraphWriter):
         self._standard("Reshape", self._standard("Concat", *apart, axis=1), shape, to="logits")
 
     def _chosen_rows(self, x: str) -> str:
-        """The rows with logits, of all requests."""
         width = self.parts.head.module.in_features
         requests = self._standard("Shape", "logit_rows", start=0, end=1)
         shape = self._standard("Concat", requests, self._integers(-1, width), axis=0)
@@ -166,7 +165,6 @@ class NativeGraph(GraphWriter):
         return self._standard("Reshape", chosen, self._integers(-1, width))
 
     def _line(self, rows: str, every: str, matrix: str, bias: str, attributes: dict[str, Any]) -> str:
-        """The logits of all these rows."""
         output = self._value("line")
         self._add("Head", [rows, every, "", "", matrix, bias], [output], norm="none", epsilon=0.0, **attributes)
         return output

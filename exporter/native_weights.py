@@ -284,7 +284,7 @@ def _with_changes(
     """Stored weights, of which different rows are replaced by rounded values."""
 
     def changed(before: NDArray[Any], after: NDArray[Any]) -> NDArray[Any]:
-        replaced = before.copy()
+        replaced: NDArray[Any] = before.copy()
         replaced[different] = after
         return replaced
 
@@ -375,7 +375,6 @@ def round_weights(model: PreTrainedModel, format_name: str) -> None:
 
 
 def _of_experts(weight: Tensor, format_name: str, experts: slice) -> Tensor:
-    """The rounded matrices of some experts."""
     matrices = [rounded(each, format_name) for each in weight[experts]]
     values = np.stack([matrix.read(np.arange(matrix.outputs)).dequantized() for matrix in matrices])
     return torch.from_numpy(values[..., : weight.shape[2]])

@@ -16,11 +16,7 @@ from onnx import TensorProto, helper
 from torch import Tensor, nn
 from torch._dynamo import config as dynamo
 
-from spaceport.exporter.graph_passes import (
-    fix_reshapes,
-    read_lazily,
-    simplify,
-)
+from spaceport.exporter.graph_passes import fix_reshapes, read_lazily, simplify
 from spaceport.exporter.quantized_weights import WeightNotFound, store_native_products, store_quantized_weights
 from spaceport.exporter.tensorrt.append_graph import contract_mismatch
 from spaceport.graphs.attention import hooked
@@ -101,7 +97,6 @@ def check_written(folder: Path, signature: Signature, family: str, on_stage: OnS
 
 
 def _save(model: ir.Model, path: Path, on_stage: OnStage) -> None:
-    """Write the graph and its data file."""
     total = sum(value.const_value.nbytes for value in model.graph.initializers.values() if value.const_value)
     written = 0
 

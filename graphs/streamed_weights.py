@@ -188,7 +188,6 @@ def _read_into(parameter: Tensor, memory: Tensor) -> Tensor:
 
 
 def _stored_parts(file: Path, name: str) -> Parts:
-    """The values of a matrix in a safetensors file."""
     with safe_open(file, "pt") as opened:
         stored = opened.get_slice(name)
         yield from in_parts(stored.get_shape(), stored.__getitem__)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,70 +23,31 @@ from spaceport.tools.adopt.given import (
 )
 
 if TYPE_CHECKING:  # torch is imported only once the paths are valid
-    from spaceport.exporter.checkpoint import TokenFlags
     from spaceport.exporter.export import ExportOptions, Machine
     from spaceport.graphs.contract.manifest import Manifest
     from spaceport.graphs.decoder import AttentionImplementation
-    from spaceport.graphs.phrases import Phrases
 
 
-@dataclass(frozen=True)
-class ExportDrafts:
-    """What an exported bundle drafts with, by the options of the command."""
+def uses_published_weights(adapter: Path | None, method: str | None) -> bool:
+    """Whether an export drafts with published weights, which it adopts: those of `adapter`, or with a method CHECKPOINT's."""
+    if adapter is None:
+        return method is not None
+    return not (adapter / BASE_FILE).exists() and published_weights(adapter) is not None
 
-    checkpoint: Path
-    adapter: Path | None  # as given
-    request: AdoptionRequest
-    fork: str | None = None
-    child: str | None = None
 
-    @property
-    def published(self) -> bool:
-        """Whether these are published weights, which are adopted for the export."""
-        if self.adapter is None:
-            return self.request.method is not None
-        return not (self.adapter / BASE_FILE).exists() and published_weights(self.adapter) is not None
+def _published(files: ModelFiles, adapter: Path | None, request: AdoptionRequest) -> Given:
+    """The files of the published weights."""
+    slots = request.max_mask_slots
+    if slots is not None and slots < 1:
+        raise OptionFault(f"--max-mask-slots is {slots}: expected at least 1")
+    return read_given(files, adapter_inside(files.path) if adapter is None else published_weights(adapter), request)
 
-    def read(self, files: ModelFiles) -> Given | None:
-        """The files of published weights; None: the export needs no adoption. Raises for any other path."""
-        if not self.published:
-            if self.adapter is not None:
-                require_adapter_folder(self.adapter)
-            return None
-        slots = self.request.max_mask_slots
-        if slots is not None and slots < 1:
-            raise OptionFault(f"--max-mask-slots is {slots}: expected at least 1")
-        inside = adapter_inside(self.checkpoint) if self.adapter is None else published_weights(self.adapter)
-        return read_given(files, inside, self.request)
 
-    def hint(self, files: ModelFiles) -> str | None:
-        """What the export leaves out of CHECKPOINT, and how to use it."""
-        if self.adapter is not None or self.published:
-            return None
-        inside = adapter_inside(self.checkpoint)
-        if inside is not None:
-            return f"{inside} is not used: add --adapter {inside} to draft with it"
-        return "the checkpoint's heads are not used: add --method medusa" if names_heads(files) else None
-
-    def adapter_folder(
-        self, given: Given | None, bundle: Path, remote_code: bool, on_stage: Callable[[str], None]
-    ) -> AbstractContextManager[Path | None]:
-        """The adapter folder to export with, written for the export if the weights are published ones."""
-        if given is None:
-            return nullcontext(self.adapter)
-        from spaceport.tools.adopt.adopt import adopted_for_export
-
-        return adopted_for_export(given, bundle, remote_code, on_stage)
-
-    def tokens(self, folder: Path | None) -> TokenFlags:
-        """The special tokens to export with: those of an adopted adapter are in its folder."""
-        from spaceport.exporter.checkpoint import TokenFlags
-
-        if self.published:
-            return TokenFlags(
-                fork=self.fork, child=self.child, max_mask_slots=None if folder else self.request.max_mask_slots
-            )
-        return TokenFlags(self.request.mask_tokens, self.fork, self.child, self.request.max_mask_slots)
+def _left_out(files: ModelFiles) -> str | None:
+    """What an export without options of drafts leaves out of CHECKPOINT, and how to use it."""
+    if (inside := adapter_inside(files.path)) is not None:
+        return f"{inside} is not used: add --adapter {inside} to draft with it"
+    return "the checkpoint's heads are not used: add --method medusa" if names_heads(files) else None
 
 
 def export(
@@ -124,60 +85,58 @@ def export(
     - `trust_remote_code`: Whether to run Python code of the checkpoint.
     - `on_stage`: Called with the name of each stage.
     """
-    checkpoint, bundle = Path(checkpoint), Path(bundle)
-    drafts = ExportDrafts(
-        checkpoint,
-        None if adapter is None else Path(adapter),
-        AdoptionRequest(method, tuple(mask), max_mask_slots, noise_seed),
-        fork,
-        child,
-    )
+    bundle, adapter = Path(bundle), None if adapter is None else Path(adapter)
     check_target(bundle, overwrite)
     refuse_while_written(bundle)
-    files = require_checkpoint(checkpoint)
-    adopted = drafts.read(files)
+    files, given = require_checkpoint(Path(checkpoint)), None
+    if uses_published_weights(adapter, method):
+        given = _published(files, adapter, AdoptionRequest(method, tuple(mask), max_mask_slots, noise_seed))
+    elif adapter is not None:
+        require_adapter_folder(adapter)
     # torch is imported only once the paths are valid, and before transformers, which warns without it
-    from spaceport.exporter.checkpoint import quiet_libraries
+    from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint, quiet_libraries
     from spaceport.exporter.export import ExportOptions, choose_format
     from spaceport.exporter.export import export as write_bundle
 
     quiet_libraries()
     for_tensorrt = lowering == "append" or attention == "operator"
     chosen = choose_format(files, format, machine or ("gpu" if for_tensorrt else "cpu"), trust_remote_code)
-    options = ExportOptions(chosen.format, lowering, attention, remote_code=trust_remote_code)
-    measured = "format int4, or int8 if int4 differs too much from float32"
-    for note in filter(None, (measured if chosen.measurable else chosen.reason, drafts.hint(files))):
-        on_stage(note)
-    with drafts.adapter_folder(adopted, bundle, trust_remote_code, on_stage) as folder:
-        options = replace(options, tokens=drafts.tokens(folder), adapter=folder)
+    smallest, reason = chosen.format, chosen.reason
+    if chosen.measurable:
+        smallest, reason = FORMATS["int4"], "format int4, or int8 if int4 differs too much from float32"
+    options = ExportOptions(smallest, lowering, attention, remote_code=trust_remote_code)
+    on_stage(reason)
+    if given is None and adapter is None and (left_out := _left_out(files)) is not None:
+        on_stage(left_out)
+    used: AbstractContextManager[Path | None] = nullcontext(adapter)
+    if given is not None:
+        from spaceport.tools.adopt.adopt import adopted_for_export
+
+        used = adopted_for_export(given, bundle, trust_remote_code, on_stage)
+    with used as folder:
+        tokens = TokenFlags(tuple(mask), fork, child, max_mask_slots)
+        if given is not None:  # those of an adopted adapter are in its folder
+            tokens = TokenFlags((), fork, child, None if folder else max_mask_slots)
+        options = replace(options, tokens=tokens, adapter=folder)
         if phrases:
             on_stage("counting phrases")
-            options = replace(options, phrases=_phrases(files, options, [Path(file) for file in phrases]))
-        write = _measured_export if chosen.measurable else write_bundle
-        return write(files, bundle, options, overwrite, on_stage)
+            from spaceport.training.phrases import read_phrases_of
+
+            opened = open_checkpoint(files, options.tokens, trust_remote_code, folder)
+            options = replace(options, phrases=read_phrases_of(opened, [Path(file) for file in phrases]))
+        manifest = write_bundle(files, bundle, options, overwrite, on_stage)
+        if not chosen.measurable or _is_close(bundle, files, options, on_stage):
+            return manifest
+        return write_bundle(files, bundle, replace(options, format=FORMATS["int8"]), True, on_stage)
 
 
-def _phrases(files: ModelFiles, options: ExportOptions, answers: Sequence[Path]) -> Phrases:
-    from spaceport.exporter.checkpoint import open_checkpoint
-    from spaceport.training.phrases import read_phrases_of
-
-    checkpoint = open_checkpoint(files, options.tokens, options.remote_code, options.adapter)
-    return read_phrases_of(checkpoint, answers)
-
-
-def _measured_export(
-    files: ModelFiles, bundle: Path, options: ExportOptions, overwrite: bool, on_stage: Callable[[str], None]
-) -> Manifest:
-    """Export as int4, and again as int8 if that differs too much from the checkpoint."""
-    from spaceport.exporter.export import LARGEST_DIVERGENCE, export
+def _is_close(bundle: Path, files: ModelFiles, options: ExportOptions, on_stage: Callable[[str], None]) -> bool:
+    """Whether a bundle hardly differs from its checkpoint."""
+    from spaceport.exporter.export import LARGEST_DIVERGENCE
     from spaceport.runtime.bundle import open_bundle
     from spaceport.verify.quantization import measure_bundle
 
-    int4 = replace(options, format=FORMATS["int4"])
-    manifest = export(files, bundle, int4, overwrite, on_stage)
-    on_stage("measuring int4 on texts of the model")
+    on_stage(f"measuring {options.format.name} on texts of the model")
     measured = measure_bundle(open_bundle(bundle), files, options.remote_code, options.adapter)
     on_stage(f"{measured}, {LARGEST_DIVERGENCE:g} at most")
-    if measured.divergence <= LARGEST_DIVERGENCE:
-        return manifest
-    return export(files, bundle, replace(options, format=FORMATS["int8"]), True, on_stage)
+    return measured.divergence <= LARGEST_DIVERGENCE

@@ -78,6 +78,8 @@ def test_the_layout_of_mask_slots_is_read_as_it_was_written(tmp_path: Path) -> N
         ({"mask_tokens": [1.5]}, r"mask_tokens\[0\] is 1.5: expected a token by its id or its text"),
         ({"mask_slots": 0}, r"mask_slots is 0: expected a whole number of at least 1"),
         ({"fork_by_default": 1}, r"fork_by_default is 1: expected true or false"),
+        ({"acceptance": 0.5}, "acceptance is 0.5: expected a list; remove the entry, and measure again"),
+        ({"acceptance": [{"rates": [0.5]}]}, r"acceptance\[0\] lacks 'data', 'date', 'lookup', 'temperature',"),
         ({"heads": None}, r"unknown entries heads: .*; tune or adopt again what an earlier"),
         *(
             ({"method": value}, r"method is .*: expected null, or a printable text of 1 to 200 characters")

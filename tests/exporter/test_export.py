@@ -18,7 +18,6 @@ from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint
 from spaceport.exporter.checkpoint_files import provenance_of, save_acceptance
 from spaceport.exporter.export import ExportOptions, estimate_export, export
 from spaceport.graphs.contract.draft_methods import DraftAcceptance
-from spaceport.graphs.contract.faults import CheckpointError
 from spaceport.graphs.contract.formats import FORMATS
 from spaceport.graphs.contract.manifest import DATA_FILE, MODEL_FILE
 from spaceport.runtime.bundle import open_bundle
@@ -120,25 +119,6 @@ def test_end_tokens_come_from_the_first_file_that_names_them(
 ) -> None:
     folder = copy_of_tiny(tmp_path / "c", generation_config=generation, config=config)
     assert open_checkpoint(folder, TokenFlags()).tokens.end == end
-
-
-@pytest.mark.parametrize(
-    ("entries", "message"),
-    [
-        ({"mask_tokens": ["[X]"]}, "mask token '\\[X\\]' is not in the tokenizer: expected one of its tokens, or an"),
-        ({"mask_tokens": [640]}, "id 640, the model's vocabulary ends at 639"),
-        ({"mask_tokens": ["[M]", "630"], "mask_slots": 3}, "3 mask slots, but 2 mask tokens"),
-        ({"fork_token": "630"}, "a fork token needs a child token"),
-        ({"fork_token": "630", "child_token": "630"}, "token id 630 has two of the roles"),
-        ({"mask_tokens": ["</s>"]}, "token id 1 has two of the roles"),
-        ({"masks": 5}, "unknown entries masks"),
-        ({"acceptance": 0.5}, "acceptance is 0.5: expected a list; remove the entry, and measure again"),
-        ({"acceptance": [{"rates": [0.5]}]}, r"acceptance\[0\] lacks 'data', 'date', 'lookup', 'temperature',"),
-    ],
-)
-def test_an_invalid_sar_config_is_refused(tmp_path: Path, entries: dict[str, Any], message: str) -> None:
-    with pytest.raises(CheckpointError, match=message):
-        open_checkpoint(copy_of_tiny(tmp_path / "c", sar_config=entries), TokenFlags())
 
 
 def untraced_graph(decoder: object, folder: Path, *_: object) -> None:

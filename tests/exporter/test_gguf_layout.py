@@ -90,36 +90,28 @@ BROKEN = {
     ),
     "alignment of another type": (content((entry("general.alignment", 0, b"\x20"),)), "general.alignment is 32, not"),
     "huge tensor": (content((), (tensor("a", (2**40, 2**40)),), 16), f"tensor a ends at byte {2**82 + 96}, the file"),
+    "text that is not UTF-8": (content((entry("a", 8, text(b"\xff")),)), "a at byte 53 is not UTF-8"),
+    "key that is not UTF-8": (
+        content((text(b"\xff") + struct.pack("<I", 7) + b"1",)),
+        "a metadata key at byte 32 is not UTF-8",
+    ),
 }
-
-
 ITEMS = entry("b", 9, array(0, 10**6, bytes(10**6)))
 LARGE = {
-    "a huge array": (
-        content((entry("a", 9, array(4, 2**60, b"")),)),
-        f"{2**60} items in the arrays up to a",
-        1_600_000,
-    ),
-    "many arrays": (
-        content((ITEMS, entry("a", 9, array(0, 10**6, bytes(10**6))))),
-        "2000000 items in the arrays up to a",
-        1_600_000,
-    ),
-    "empty texts": (content((ITEMS, entry("a", 9, array(8, 700_000, b"")))), "1700000 items in the", 1_600_000),
-    "entries": (content((entry("a", 0, b"1"),) * (2**9 + 1)), f"{2**9 + 1} metadata entries", 2**9),
-    "tensors": (content((), (tensor("a", (4,)),) * (2**16 + 1)), f"{2**16 + 1} tensors", 2**16),
+    f"{2**60} items in the arrays up to a: expected at most 1600000": content((entry("a", 9, array(4, 2**60, b"")),)),
+    "2000000 items in the arrays up to a: ": content((ITEMS, entry("a", 9, array(0, 10**6, bytes(10**6))))),
+    "1700000 items in the arrays up to a: ": content((ITEMS, entry("a", 9, array(8, 700_000, b"")))),  # empty texts
+    f"{2**9 + 1} metadata entries: expected at most 512": content((entry("a", 0, b"1"),) * (2**9 + 1)),
+    f"{2**16 + 1} tensors: expected at most 65536": content((), (tensor("a", (4,)),) * (2**16 + 1)),
 }
 
 
-@pytest.mark.parametrize("name", LARGE)
-def test_more_metadata_than_any_model_has_is_refused_before_it_is_read(name: str, tmp_path: Path) -> None:
-    data, count, most = LARGE[name]
+@pytest.mark.parametrize("message", LARGE)
+def test_more_metadata_than_any_model_has_is_refused_before_it_is_read(message: str, tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
-    file.write_bytes(data)
-    with pytest.raises(CheckpointError) as caught:
+    file.write_bytes(LARGE[message])
+    with pytest.raises(CheckpointError, match=f"^{file}: it has {message}.*; export the original checkpoint$"):
         read_layout(file, TYPES)
-    assert str(caught.value).startswith(f"{file}: it has {count}")
-    assert str(caught.value).endswith(f": expected at most {most}; export the original checkpoint")
 
 
 def test_bytes_of_metadata_are_limited_in_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,14 +182,6 @@ def test_parts_that_exceed_the_file_are_refused(name: str, tmp_path: Path) -> No
         read_gguf(file)
     assert str(caught.value).startswith(f"{file}: not a complete GGUF file ({message}")
     assert str(caught.value).endswith("): expected version 2 or 3; download or convert it again")
-
-
-def test_text_that_is_not_utf_8_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "model.gguf"
-    for entries in ((entry("a", 8, text(b"\xff")),), (text(b"\xff") + struct.pack("<I", 7) + b"1",)):
-        file.write_bytes(content(entries))
-        with pytest.raises(CheckpointError, match=r"not a complete GGUF file \(.* is not UTF-8\)"):
-            read_gguf(file)
 
 
 NUMBERS = (0, 1, 2, 255, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1, 2**63, 2**64 - 1)

@@ -17,12 +17,7 @@ from spaceport.graphs.contract.json_fields import is_whole
 from spaceport.graphs.heads import Heads, expected_shapes
 from spaceport.graphs.mechanism import require_shapes
 from spaceport.tools.adopt.given import HEADS_FILES, Given, refuse_noise_seed
-from spaceport.tools.adopt.plan import (
-    AdoptionPlan,
-    Method,
-    PublishedWeights,
-    tensor_shapes,
-)
+from spaceport.tools.adopt.plan import AdoptionPlan, Method, PublishedWeights, tensor_shapes
 
 _EMBEDDED = "medusa_head."  # prefix of the heads' tensors among those of a whole checkpoint
 _NAME = re.compile(r"(\d+)\.(\d+)\.(linear\.weight|linear\.bias|weight)")

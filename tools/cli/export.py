@@ -9,7 +9,6 @@ import click
 
 from spaceport.graphs.contract.formats import FORMATS
 from spaceport.graphs.contract.signature import LOWERINGS
-from spaceport.tools.adopt.given import AdoptionRequest
 from spaceport.tools.cli.adopt import method_option, noise_seed_option
 from spaceport.tools.cli.options import (
     PATH,
@@ -22,7 +21,7 @@ from spaceport.tools.cli.options import (
     refuse_unused,
     remote_code_option,
 )
-from spaceport.tools.exporting import ExportDrafts, export
+from spaceport.tools.exporting import export, uses_published_weights
 from spaceport.tools.terminal.screen import interruptible_stages, show_json, size
 
 export_adapter_options = options(
@@ -38,16 +37,17 @@ export_adapter_options = options(
 _NAMED = ("mask", "fork", "child")  # options of special tokens
 
 
-def _unused(drafts: ExportDrafts, format_named: bool) -> list[Unused]:
+def _unused(given: dict[str, Any]) -> list[Unused]:
     """The options that have no effect."""
-    own = drafts.adapter is not None and not drafts.published
+    published = uses_published_weights(given["adapter"], given["method"])
+    own = given["adapter"] is not None and not published
     tokens = "name both tokens in sar_config.json of CHECKPOINT"
     return [
         Unused(own, _NAMED, "with --adapter", "the adapter names its tokens"),
         Unused(own, ("method", "noise_seed"), "with an adapter folder", "the folder says how it drafts"),
-        Unused(drafts.published, ("fork", "child"), "with published weights", tokens),
-        Unused(not drafts.published, ("noise_seed",), "without published weights", "add --adapter or --method uno"),
-        Unused(format_named, ("machine",), "with --format", "leave --format out"),
+        Unused(published, ("fork", "child"), "with published weights", tokens),
+        Unused(not published, ("noise_seed",), "without published weights", "add --adapter or --method uno"),
+        Unused(given["format"] is not None, ("machine",), "with --format", "leave --format out"),
     ]
 
 
@@ -130,9 +130,7 @@ def command(context: click.Context, /, checkpoint: Path, bundle: Path, **given: 
     Without a mask token the bundle drafts with prompt lookup only. Published weights that draft are used as `spaceport
     adopt` uses them: those in --adapter, or with --method those in CHECKPOINT.
     """
-    request = AdoptionRequest(given["method"], given["mask"], given["max_mask_slots"], given["noise_seed"])
-    drafts = ExportDrafts(checkpoint, given["adapter"], request, given["fork"], given["child"])
-    refuse_unused(context, _unused(drafts, given["format"] is not None))
+    refuse_unused(context, _unused(given))
     as_json = given.pop("as_json")
     with interruptible_stages() as on_stage:
         manifest = export(checkpoint, bundle, **given, on_stage=on_stage)

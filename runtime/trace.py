@@ -154,15 +154,37 @@ class Trace:
 
     def record(self, tokenizer: Tokenizer | None = None) -> TraceRecord:
         """The record of all steps so far; with a tokenizer, token ids have their text too."""
-        sequences = self.sequences
+        return TraceReader(self, tokenizer).record()
+
+    def as_dict(self, tokenizer: Tokenizer | None = None) -> dict[str, Any]:
+        """The record as JSON data."""
+        return self.record(tokenizer).as_dict()
+
+
+class TraceReader:
+    """Turns the steps of a trace into records, once as a whole, or the new ones again and again while its request runs.
+
+    The tokens of a thread only ever grow, so they show what each step generated.
+    """
+
+    def __init__(self, trace: Trace, tokenizer: Tokenizer | None) -> None:
+        self._trace = trace
+        self._tokenizer = tokenizer
+        self._texts: list[_ThreadTexts] = []  # of the threads so far
+        self._index: dict[tuple[int, ...], int] = {}  # of each thread, by its path
+        self._read = 0  # number of steps that were read
+        self._named: set[int] = set()  # tokens whose texts were reported
+
+    def record(self) -> TraceRecord:
+        """The record of all steps."""
+        sequences, tokenizer = self._trace.sequences, self._tokenizer
         if sequences is None:
             return TraceRecord(TokenIds(), (), "", (), ())
-        recorder = _StepRecorder(sequences, tokenizer)
-        recorder.add_threads()
-        for texts in recorder.texts:
+        self._add_threads(sequences)
+        for texts in self._texts:
             texts.follow(len(texts.thread.generated))
             texts.finish()
-        steps = [recorder.record(number, *step) for number, step in enumerate(self.steps())]
+        steps = [self._step(*step) for step in self._trace.steps()]
         prompt = tuple(sequences.threads[0].tokens[: sequences.threads[0].start])
         return TraceRecord(
             tokens=sequences.tokens,
@@ -172,83 +194,58 @@ class Trace:
                 ThreadRecord(thread.path, thread.fork, thread.start, thread.ending) for thread in sequences.threads
             ),
             steps=tuple(_with_ends(steps, sequences.threads)),
-            texts=_texts(tokenizer, _used_tokens(steps)) if tokenizer else {},
+            texts=self._texts_of(_used_tokens(steps)),
             waiting_seconds=sequences.statistics.waiting_seconds,
         )
 
-    def as_dict(self, tokenizer: Tokenizer | None = None) -> dict[str, Any]:
-        """The record as JSON data."""
-        return self.record(tokenizer).as_dict()
-
-
-@dataclass
-class GrowingTrace:
-    """Reads the new steps of a trace while its request runs; `Trace.record` has all of them at the end.
-
-    A step is known once the next one began. Which threads it ended is not known yet: `ended` is empty. Bytes of an
-    incomplete character at the end of a thread are left out.
-    """
-
-    trace: Trace
-    tokenizer: Tokenizer
-    _read: int = 0  # steps
-    _recorder: _StepRecorder | None = None
-    _named: set[int] = field(default_factory=set)  # tokens whose texts were reported
-
     def fresh(self) -> dict[str, Any] | None:
-        """The new steps as JSON data, with the threads that they started and the texts of new tokens; None without any."""
-        sequences = self.trace.sequences
+        """The new steps as JSON data, with the threads that they started and the texts of new tokens; None without any.
+
+        A step is known once the next one began. Which threads it ended is not known yet: `ended` is empty. Bytes of an
+        incomplete character at the end of a thread are left out.
+        """
+        sequences = self._trace.sequences
         if sequences is None:
             return None
         running = bool(sequences.live)
-        new_steps = self.trace.steps(self._read)
+        new_steps = self._trace.steps(self._read)
         if running:
             new_steps = new_steps[:-1]
         if not new_steps:
             return None
-        self._recorder = recorder = self._recorder or _StepRecorder(sequences, self.tokenizer)
-        started = recorder.add_threads()
+        started = self._add_threads(sequences)
         steps = []
-        for number, (step, outside_seconds) in enumerate(new_steps, self._read):
-            recorder.follow(step)
-            steps.append(recorder.record(number, step, outside_seconds))
-        self._read += len(steps)
+        for step, outside_seconds in new_steps:
+            for part, verdict in zip(step.parts, step.verdicts, strict=True):
+                self._texts[self._index[part.thread.path]].follow(len(verdict.tokens))
+            steps.append(self._step(step, outside_seconds))
         new_tokens = _used_tokens(steps) - self._named
         self._named |= new_tokens
         return {
             "steps": [asdict(step) for step in steps],
             "threads": [asdict(ThreadRecord(thread.path, thread.fork, thread.start, None)) for thread in started],
-            "texts": {str(token): text for token, text in _texts(self.tokenizer, new_tokens).items()},
+            "texts": {str(token): text for token, text in self._texts_of(new_tokens).items()},
         }
 
-
-class _StepRecorder:
-    """Turns the steps of a request into records; the tokens of a thread only ever grow, so they show what each step generated."""
-
-    def __init__(self, sequences: SequenceGroup, tokenizer: Tokenizer | None) -> None:
-        self.texts: list[_ThreadTexts] = []  # of the threads so far
-        self._sequences = sequences
-        self._tokenizer = tokenizer
-        self._index: dict[tuple[int, ...], int] = {}  # of each thread, by its path
-
-    def add_threads(self) -> list[TokenSequence]:
+    def _add_threads(self, sequences: SequenceGroup) -> list[TokenSequence]:
         """The threads that were started since the last call."""
-        started = self._sequences.threads[len(self.texts) :]
+        started = sequences.threads[len(self._texts) :]
         for thread in started:
-            self._index[thread.path] = len(self.texts)
-            self.texts.append(_ThreadTexts(thread, self._tokenizer, self._sequences.tokens.fork))
+            self._index[thread.path] = len(self._texts)
+            self._texts.append(_ThreadTexts(thread, self._tokenizer, sequences.tokens.fork))
         return started
 
-    def follow(self, step: RequestStep) -> None:
-        """Add the texts of the tokens that a step generated."""
-        for part, verdict in zip(step.parts, step.verdicts, strict=True):
-            self.texts[self._index[part.thread.path]].follow(len(verdict.tokens))
+    def _texts_of(self, tokens: Iterable[int]) -> dict[int, str]:
+        if self._tokenizer is None:
+            return {}
+        return {token: str(self._tokenizer.decode([token], skip_special_tokens=False)) for token in sorted(tokens)}
 
-    def record(self, number: int, step: RequestStep, outside_seconds: float) -> StepRecord:
-        """The record of the step with this number, without the threads that it ended."""
+    def _step(self, step: RequestStep, outside_seconds: float) -> StepRecord:
+        """The record of the next step, without the threads that it ended."""
         rows = tuple(self._rows(part, verdict) for part, verdict in zip(step.parts, step.verdicts, strict=True))
         queued = tuple(self._index[thread.path] for thread in step.queued)
-        started = self._started_by(rows, number)
+        started = self._started_by(rows)
+        self._read += 1
         return StepRecord(rows, queued, started, (), step.held, step.engine_seconds, outside_seconds)
 
     def _rows(self, part: Part, verdict: Verdict) -> ThreadRows:
@@ -272,19 +269,19 @@ class _StepRecorder:
             retained=tuple(row in verdict.retained for row in range(layout.rows)),
             chosen=verdict.tokens,
             generated=generated,
-            pieces=tuple(self.texts[index].pieces[own : own + generated]),
+            pieces=tuple(self._texts[index].pieces[own : own + generated]),
             limited=part.draft.limited,
         )
 
-    def _started_by(self, rows: Sequence[ThreadRows], number: int) -> tuple[int, ...]:
+    def _started_by(self, rows: Sequence[ThreadRows]) -> tuple[int, ...]:
         """The threads whose [Fork] these rows of a step generated; the root thread starts in the first step."""
         generated = {
-            self.texts[own.thread].thread.path: range(own.position, own.position + own.generated) for own in rows
+            self._texts[own.thread].thread.path: range(own.position, own.position + own.generated) for own in rows
         }
         return tuple(
             index
             for path, index in self._index.items()
-            if (self.texts[index].thread.fork in generated.get(path[:-1], ()) if path else number == 0)
+            if (self._texts[index].thread.fork in generated.get(path[:-1], ()) if path else self._read == 0)
         )
 
 
@@ -339,7 +336,3 @@ def _with_ends(steps: Sequence[StepRecord], threads: Sequence[TokenSequence]) ->
 
 def _used_tokens(steps: Iterable[StepRecord]) -> set[int]:
     return {token for step in steps for rows in step.rows for token in (*rows.tokens, *rows.chosen)}
-
-
-def _texts(tokenizer: Tokenizer, tokens: Iterable[int]) -> dict[int, str]:
-    return {token: str(tokenizer.decode([token], skip_special_tokens=False)) for token in sorted(tokens)}

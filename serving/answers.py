@@ -119,7 +119,7 @@ class Answer(ABC):
     prefix: ClassVar[str]  # of the id
 
     @abstractmethod
-    def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
+    async def whole(self) -> Any:
         """The whole answer."""
 
     @abstractmethod
@@ -133,7 +133,7 @@ class Answer(ABC):
         await call.begin(prompts)
         if call.body.stream:
             return EventStream(self.events(), call.close, options.ping_interval, options.send_timeout)
-        return json_response(self.whole(await call.whole()))
+        return json_response(await self.whole())
 
     @property
     def id(self) -> str:
@@ -194,9 +194,8 @@ class ChoicesAnswer(Answer):
         """The choice in an event with text that was held back; None: there is none."""
         return None
 
-    def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        """The whole answer."""
-        choices = (self.choice(index, completion) for index, completion in enumerate(completions))
+    async def whole(self) -> dict[str, Any]:
+        choices = [self.choice(index, completion) for index, completion in enumerate(await self.call.whole())]
         return self.content(self.whole_kind, *choices, **self.counts)
 
     def content(self, kind: str, *choices: dict[str, Any], **counts: Any) -> dict[str, Any]:

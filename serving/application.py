@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from hashlib import sha256
 
 from starlette.applications import Starlette
@@ -89,19 +90,6 @@ async def close_models(models: Iterable[ServedModel]) -> None:
     await asyncio.gather(*(asyncio.to_thread(model.runtime.close) for model in models))
 
 
-def _audit(service: Service, name: str, runtime: Runtime, file: AuditLog | None) -> CompletionAudit:
-    """The audit of a model's completions."""
-    return CompletionAudit(
-        name,
-        runtime,
-        service.options.audit_rate,
-        lambda result: service.metrics.audited(name, result),
-        file=file,
-        disables_drafts=service.options.audit_action == "disable-drafts",
-        is_stopping=lambda: service.draining,
-    )
-
-
 async def _open(
     openers: Mapping[str, Opener], opened: dict[str, ServedModel], service: Service, file: AuditLog | None
 ) -> None:
@@ -110,7 +98,17 @@ async def _open(
     try:
         for name, opener in openers.items():
             runtime = await asyncio.to_thread(opener)
-            audit = _audit(service, name, runtime, file) if service.options.audit_rate else None
+            audit = None
+            if service.options.audit_rate:
+                audit = CompletionAudit(
+                    name,
+                    runtime,
+                    service.options.audit_rate,
+                    partial(service.metrics.audited, name),
+                    file=file,
+                    disables_drafts=service.options.audit_action == "disable-drafts",
+                    is_stopping=lambda: service.draining,
+                )
             opened[name] = ServedModel(name, runtime, audit)
     except (SpaceportError, OSError) as error:
         service.fault = error

@@ -151,12 +151,6 @@ class _Job:
         return len(self.completion.prompt_tokens) + len(self.completion.tokens)
 
 
-def _without_logprobs(completion: Completion) -> Completion:
-    """The part of a completion that is compared."""
-    threads = tuple(replace(thread, logprobs=()) for thread in completion.threads)
-    return replace(completion, threads=threads, logprobs=(), trace=None)
-
-
 @dataclass(eq=False)
 class CompletionAudit:
     """Repeats completions of one model, one at a time, while no client needs their KV buffers.
@@ -196,7 +190,6 @@ class CompletionAudit:
 
     @property
     def _compared(self) -> int:
-        """Number of completions that have been compared."""
         return self._results.total() - self._results["skipped"]
 
     def applied_to(self, decoding: Decoding) -> Decoding:
@@ -211,16 +204,17 @@ class CompletionAudit:
         if not drafted or completion.ending in _UNFINISHED or self.chance() >= self.rate:
             return
         self._chosen += 1
-        job = _Job(decoding, _without_logprobs(completion))
+        threads = tuple(replace(thread, logprobs=()) for thread in completion.threads)
+        job = _Job(decoding, replace(completion, threads=threads, logprobs=(), trace=None))  # what is compared
         tokens = job.tokens + sum(waiting.tokens for waiting in self._waiting)
         if len(self._waiting) >= MOST_WAITING or tokens > MOST_WAITING_TOKENS:
             if not self._results["skipped"]:
                 waiting = len(self._waiting)
                 log.warning("the audit of %s skips completions, as %d wait: lower the audit rate", self.name, waiting)
             self._report("skipped")
-            return
-        self._waiting.append(job)
-        self._offered.set()
+        else:
+            self._waiting.append(job)
+            self._offered.set()
 
     def start(self) -> None:
         """Begin to repeat completions."""
@@ -241,35 +235,32 @@ class CompletionAudit:
             await self._ended.wait()  # the current step, which the requests would wait for as well
 
     async def _run(self) -> None:
+        """Repeat the completions that wait, the longest first, while there is capacity."""
         while True:
             await self._offered.wait()
-            pause = _INTERVAL
-            while self._waiting and self._has_capacity() and pause == _INTERVAL:
-                pause = await self._next()
-            if self._waiting:
-                await asyncio.sleep(pause)
-                continue
-            self._offered.clear()
-            if monotonic() - self._logged >= _LOG_INTERVAL:
-                self._log_coverage()
+            if not self._waiting:
+                self._offered.clear()
+                if monotonic() - self._logged >= _LOG_INTERVAL:
+                    self._log_coverage()
+            elif self._free <= 0 or not self.runtime.status().healthy or self.is_stopping():
+                await asyncio.sleep(_INTERVAL)
+            else:
+                await self._next(self._waiting.popleft())
 
-    async def _next(self) -> float:
-        """Repeat the completion that waits longest; returns the seconds until the next one may begin."""
-        job = self._waiting.popleft()
+    async def _next(self, job: _Job) -> None:
+        """Repeat a completion; one that is interrupted waits again."""
+        is_done = False
         try:
-            if not await self._repeat(job):
-                self._waiting.appendleft(job)
-                return _AFTER_INTERRUPTION
-        except asyncio.CancelledError:
-            self._waiting.appendleft(job)
-            raise
+            is_done = await self._repeat(job)
         except SpaceportError as error:
+            is_done = True
             self._report("skipped")
             log.info("a completion was not audited: %s", type(error).__name__)
-        return _INTERVAL
-
-    def _has_capacity(self) -> bool:
-        return self._free > 0 and self.runtime.status().healthy and not self.is_stopping()
+        finally:
+            if not is_done:
+                self._waiting.appendleft(job)
+        if not is_done:
+            await asyncio.sleep(_AFTER_INTERRUPTION)
 
     async def _repeat(self, job: _Job) -> bool:
         """Generate a completion again without drafts and compare it; False: it was interrupted, as clients wait."""

@@ -21,7 +21,7 @@ from spaceport.runtime.scheduling.request import Completion
 from spaceport.runtime.scheduling.stream import AsyncStream
 from spaceport.runtime.text.prompt import Prompt
 from spaceport.runtime.text.transcript import Piece
-from spaceport.runtime.trace import GrowingTrace
+from spaceport.runtime.trace import TraceReader
 from spaceport.serving.bodies import GenerationBody, read_body
 from spaceport.serving.clients import Client, client_of
 from spaceport.serving.event_stream import left
@@ -137,7 +137,7 @@ class Call:
     completions: dict[int, Completion] = field(default_factory=dict)  # that are complete, by index of the stream
     endings: dict[int, str] = field(default_factory=dict)  # of those that end otherwise than their completions
     _open: list[tuple[int, AsyncStream]] = field(default_factory=list)  # of which no end has been counted
-    _traces: dict[int, GrowingTrace] = field(default_factory=dict)
+    _traces: dict[int, TraceReader] = field(default_factory=dict)
 
     @classmethod
     def of(cls, request: Request, body: GenerationBody) -> Call:
@@ -230,7 +230,7 @@ class Call:
         if trace is None:
             return None
         if index not in self._traces:
-            self._traces[index] = GrowingTrace(trace, self.model.runtime.tokenizer)
+            self._traces[index] = TraceReader(trace, self.model.runtime.tokenizer)
         return self._traces[index].fresh()
 
     async def whole(self) -> list[Completion]:

@@ -99,14 +99,12 @@ class ChatBody(GenerationBody, kw_only=True):
     continue_final_message: bool | None = None
 
     def most_tokens(self) -> int | None:
-        """Maximum number of generated tokens, under either name."""
         if self.max_completion_tokens is None:
             return self.max_tokens
         check_least("max_completion_tokens", self.max_completion_tokens)
         return self.max_completion_tokens
 
     def top_tokens(self) -> int | None:
-        """Number of most probable tokens to report beside each token; None: without log probabilities."""
         if self.top_logprobs is not None and not self.logprobs:
             raise invalid("top_logprobs", "without logprobs: set logprobs to true")
         return (self.top_logprobs or 0) if self.logprobs else None
@@ -130,7 +128,6 @@ class ChatBody(GenerationBody, kw_only=True):
         return [Grammar(json_schema=self.response_format.json_schema.schema, json_whitespace=self.json_whitespace)]
 
     def tool_use(self, model: ServedModel, options: ServiceOptions) -> ToolUse:
-        """How the answer uses tools; raises if the fields about them are invalid."""
         tools, limits = self.tools or [], model.runtime.limits
         try:
             functions = functions_of(tools, limits)
@@ -205,7 +202,6 @@ class ChatAnswer(ChoicesAnswer):
     prefix, whole_kind, event_kind = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
     def choice(self, index: int, completion: Completion) -> dict[str, Any]:
-        """A whole choice."""
         text = MessageText(self.call.tools)
         return {
             "index": index,
@@ -216,12 +212,10 @@ class ChatAnswer(ChoicesAnswer):
         }
 
     def opening(self, index: int) -> dict[str, Any]:
-        """The choice in the first event of a stream."""
         self.texts[index] = MessageText(self.call.tools)
         return {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
 
     def delta(self, index: int, pieces: Sequence[Piece], steps: dict[str, Any] | None) -> dict[str, Any] | None:
-        """The choice in an event with what a step added, and the new steps of its trace; None if that is nothing yet."""
         text, extras = self.texts[index], self.extras(pieces, steps)
         delta = text.delta(text.parts(text_of(pieces)))
         logprobs = logprobs_of(pieces) if self.has_logprobs else []
@@ -233,13 +227,11 @@ class ChatAnswer(ChoicesAnswer):
         return choice | extras
 
     def rest(self, index: int) -> dict[str, Any] | None:
-        """The choice in an event with text that was held back; None: there is none."""
         text = self.texts[index]
         delta = text.delta(text.last_parts())
         return {"index": index, "delta": delta, "finish_reason": None} if delta else None
 
     def ending(self, index: int, completion: Completion) -> dict[str, Any]:
-        """A choice in its last event."""
         reason = finish_reason(completion.ending, self.texts[index].has_calls)
         return {"index": index, "delta": {}, "finish_reason": reason, "spaceport": self.report(completion)}
 

@@ -46,7 +46,6 @@ class TextBody(GenerationBody, kw_only=True):
         return 1 if self.echo and self.max_tokens == 0 else self.max_tokens
 
     def top_tokens(self) -> int | None:
-        """Number of most probable tokens to report beside each token; None: without log probabilities."""
         return self.logprobs
 
 
@@ -90,7 +89,6 @@ class TextAnswer(ChoicesAnswer):
     prefix, whole_kind, event_kind = "cmpl-", "text_completion", "text_completion"
 
     def choice(self, index: int, completion: Completion) -> dict[str, Any]:
-        """A whole choice."""
         return {
             "index": index,
             "text": completion.text,
@@ -100,7 +98,6 @@ class TextAnswer(ChoicesAnswer):
         }
 
     def delta(self, index: int, pieces: Sequence[Piece], steps: dict[str, Any] | None) -> dict[str, Any] | None:
-        """The choice in an event with what a step added, and the new steps of its trace; None if that is nothing yet."""
         text, extras = text_of(pieces), self.extras(pieces, steps)
         logprobs = logprobs_of(pieces) if self.has_logprobs else []
         if not (text or logprobs or extras):
@@ -109,7 +106,6 @@ class TextAnswer(ChoicesAnswer):
         return {"index": index, "text": text, "logprobs": shown, "finish_reason": None} | extras
 
     def ending(self, index: int, completion: Completion) -> dict[str, Any]:
-        """A choice in its last event."""
         reason = finish_reason(completion.ending)
         return {"index": index, "text": "", "finish_reason": reason, "spaceport": self.report(completion)}
 

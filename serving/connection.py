@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
 from typing import Any
 
 import httptools
-import msgspec
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
@@ -23,55 +21,38 @@ _LINGER_BYTES = 16 << 20  # dropped of a request after its answer
 _MOST_LINGERING = 64  # connections that are answered and drop what comes
 
 
-class LingeringTransport(asyncio.Transport):
-    """A transport whose `close` lets a client that still sends read its answer first.
+class LingeringTransport:
+    """A transport whose `close` lets a client that still sends read its answer first; all else is the socket's.
 
     Closing a socket with unread bytes resets the connection, and the reset can overtake the answer.
     So `close` ends the sending side only, and the connection drops what comes, until the client closes or a limit.
     """
 
-    def __init__(
-        self, transport: asyncio.Transport, is_sending: Callable[[], bool], linger: Callable[[], None]
-    ) -> None:
-        super().__init__()
-        self.socket = transport
+    def __init__(self, socket: asyncio.Transport, connection: ClientConnection) -> None:
+        self.socket = socket
         self.lingers = False
-        self._is_sending = is_sending  # whether an answered client is within a request
-        self._linger = linger  # called when the transport begins to linger
+        self._connection = connection
 
     def close(self) -> None:
         """Close after the answer is read if the client still sends, else at once; the second call closes at once."""
-        if self.is_closing() or not self._is_sending():
+        if self.is_closing() or not self._connection.is_sending:
             self.socket.close()
         else:
             self.lingers = True
             self.socket.write_eof()
-            self._linger()
+            self._connection.linger()
 
     def is_closing(self) -> bool:
         """Whether nothing more is read or written."""
         return self.lingers or self.socket.is_closing()
 
-    def write(self, data: Any) -> None:
+    def write(self, data: bytes) -> None:
         """Send bytes, unless the transport is closing."""
         if not self.lingers:
             self.socket.write(data)
 
-    def abort(self) -> None:
-        """Close without sending what waits."""
-        self.socket.abort()
-
-    def get_extra_info(self, name: str, default: Any = None) -> Any:
-        """What the socket's transport knows."""
-        return self.socket.get_extra_info(name, default)
-
-    def pause_reading(self) -> None:
-        """Receive nothing until `resume_reading`."""
-        self.socket.pause_reading()
-
-    def resume_reading(self) -> None:
-        """Receive again."""
-        self.socket.resume_reading()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.socket, name)
 
 
 class ClientConnection(HttpToolsProtocol):
@@ -100,8 +81,8 @@ class ClientConnection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to wait for a head, or refuse the connection."""
-        self._lingering = LingeringTransport(transport, self._is_sending, self._linger)
-        super().connection_made(self._lingering)
+        self._lingering = LingeringTransport(transport, self)
+        super().connection_made(self._lingering)  # type: ignore[arg-type]
         self._head_since = self.loop.time()
         if len(self.connections) - len(self._service.lingering) > self._service.options.most_connections:
             self._service.metrics.refused("too_many_connections")
@@ -115,7 +96,6 @@ class ClientConnection(HttpToolsProtocol):
         self._service.silent[self._answered][self] = None
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the connection."""
         self._speaks()
         self._service.lingering.pop(self, None)
         super().connection_lost(exc)
@@ -125,11 +105,12 @@ class ClientConnection(HttpToolsProtocol):
         for silent in self._service.silent:
             silent.pop(self, None)
 
-    def _is_sending(self) -> bool:
+    @property
+    def is_sending(self) -> bool:
         """Whether the client may still send and waits for an answer that is complete."""
         return self._is_refused or (self._is_within and not self._runs and self.cycle is not None)
 
-    def _linger(self) -> None:
+    def linger(self) -> None:
         """Drop what comes from now on; the connection that has done so longest is closed if there are too many."""
         self._lingers_since = self.loop.time()
         self._speaks()
@@ -138,6 +119,11 @@ class ClientConnection(HttpToolsProtocol):
         if len(lingering) >= _MOST_LINGERING:
             next(iter(lingering)).transport.abort()
         lingering[self] = None
+
+    @property
+    def _runs(self) -> bool:
+        """Whether a request is being answered."""
+        return self.cycle is not None and not self.cycle.response_complete
 
     def _drop(self, size: int) -> None:
         """Count bytes that came after the answer to their request."""
@@ -164,23 +150,13 @@ class ClientConnection(HttpToolsProtocol):
                 seconds = f"{options.head_timeout:g} seconds"
                 self._refuse(Failure(408, f"the headers did not come within {seconds}: send the request again"))
 
-    @property
-    def _runs(self) -> bool:
-        """Whether a request is being answered."""
-        return self.cycle is not None and not self.cycle.response_complete
-
     def _refuse(self, failure: Failure) -> None:
         """Close the connection, with a response unless another one has begun."""
         if not (self.pipeline or (self._runs and self.cycle.response_started)):
-            content = msgspec.json.encode(failure.body())
-            headers = {
-                **failure.headers,
-                "content-type": "application/json",
-                "content-length": str(len(content)),
-                "connection": "close",
-            }
-            lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
-            self.transport.write(STATUS_LINE[failure.status] + lines.encode() + b"\r\n" + content)
+            response = failure.response()
+            headers = [*response.raw_headers, (b"connection", b"close")]
+            lines = b"".join(name + b": " + value + b"\r\n" for name, value in headers)
+            self.transport.write(STATUS_LINE[failure.status] + lines + b"\r\n" + response.body)
             self._is_refused = True
             if self._runs:
                 self.cycle.disconnected = True
@@ -215,7 +191,6 @@ class ClientConnection(HttpToolsProtocol):
     # Called by the parser; an error that is raised here reaches `data_received` as an HttpParserError.
 
     def on_message_begin(self) -> None:
-        """A head begins."""
         super().on_message_begin()
         self._unset_keepalive_if_required()
         self._has_begun = self._is_within = True
@@ -224,7 +199,6 @@ class ClientConnection(HttpToolsProtocol):
             self._head_since = self.loop.time()
 
     def on_url(self, url: bytes) -> None:
-        """A part of the target has come."""
         self._count(len(url))
         super().on_url(url)
 
@@ -239,7 +213,6 @@ class ClientConnection(HttpToolsProtocol):
             raise ValueError("too many bytes of headers")
 
     def on_headers_complete(self) -> None:
-        """A head is complete."""
         if len(self.pipeline) >= _MOST_PIPELINED:
             raise ValueError("too many requests at a time")
         self._head_since = None
@@ -249,14 +222,12 @@ class ClientConnection(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """A part of a body has come."""
         self._was_silent = False
         super().on_body(body)
         if self.cycle.response_complete:
             self._drop(len(body))
 
     def on_message_complete(self) -> None:
-        """A request is complete."""
         self._was_silent = self._is_within = False
         super().on_message_complete()
 
@@ -276,11 +247,9 @@ class ClientConnection(HttpToolsProtocol):
             self._head_since = self.loop.time()
 
     def pause_writing(self) -> None:
-        """The client does not read as fast as the service writes."""
         self._unsent_since = self.loop.time()
         super().pause_writing()
 
     def resume_writing(self) -> None:
-        """The client has read."""
         self._unsent_since = None
         super().resume_writing()

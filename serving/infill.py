@@ -15,11 +15,11 @@ from starlette.requests import Request
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.scheduling.request import Completion
 from spaceport.runtime.text.infill import InfillPrompt
-from spaceport.serving.answers import text_of
+from spaceport.serving.answers import Answer, text_of
 from spaceport.serving.bodies import GenerationBody, check_count
 from spaceport.serving.call import Call, generation_body
-from spaceport.serving.event_stream import EventStream, event
-from spaceport.serving.failures import invalid, json_response
+from spaceport.serving.event_stream import event
+from spaceport.serving.failures import invalid
 
 _STOP_TYPES = {"end": "eos", "stop": "word"}  # by the ending of a completion; all others: "limit"
 # Samplers in the order in which they run, with their options.
@@ -181,18 +181,22 @@ def selected(answer: Mapping[str, Any], fields: list[str] | None) -> Mapping[str
 
 
 @dataclass
-class InfillAnswer:
+class InfillAnswer(Answer):
     """The gaps of a call, one for each choice."""
 
-    call: Call
     body: InfillBody
-    gaps: list[GapText]
 
-    async def parts(self) -> AsyncGenerator[tuple[int, bool], None]:
+    prefix = "infill-"
+
+    def __post_init__(self) -> None:
+        seconds = self.body.t_max_predict_ms / 1e3 or math.inf
+        self._gaps = [GapText(self.body.n_indent, seconds) for _ in self.call.decodings]
+
+    async def _parts(self) -> AsyncGenerator[tuple[int, bool], None]:
         """The index of a gap that has grown, and whether it is complete; none is decoded beyond its end."""
         call = self.call
         async for index, pieces in call.pieces():
-            gap = self.gaps[index]
+            gap = self._gaps[index]
             if not pieces:
                 self._note_ending(index)
             elif self.body.n_predict != 0 and gap.ending is None and gap.add(text_of(pieces)):
@@ -201,24 +205,32 @@ class InfillAnswer:
 
     def _note_ending(self, index: int) -> None:
         """Note for the log and the audit why a gap ended, if not as its completion did."""
-        call, gap, completion = self.call, self.gaps[index], self.call.completions[index]
+        call, gap, completion = self.call, self._gaps[index], self.call.completions[index]
         if gap.ending is None:
             return
         call.endings[index] = gap.ending
         if completion.ending == "cancelled" and len(completion.threads) == 1:
             call.decodings[index], call.completions[index] = _limited(call.decodings[index], completion)
 
-    async def whole(self) -> list[Mapping[str, Any]]:
-        """The whole answer of each choice."""
-        async for _ in self.parts():
-            pass
-        return [self._choice(index, gap.text) for index, gap in enumerate(self.gaps)]
+    async def whole(self) -> Any:
+        """The answer of the only choice, or a list of all."""
+
+        async def complete() -> None:
+            async for _ in self._parts():
+                pass
+
+        try:
+            await self.call.unless_gone(complete())
+        finally:
+            self.call.close()
+        choices = [self._choice(index, gap.text) for index, gap in enumerate(self._gaps)]
+        return choices[0] if len(choices) == 1 else choices
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The events of a stream: what the text of a gap grows by, and at its end the whole answer without the text."""
-        sent = [0] * len(self.gaps)
-        async for index, is_complete in self.parts():
-            gap, statistics = self.gaps[index], self.call.streams[index].statistics
+        sent = [0] * len(self._gaps)
+        async for index, is_complete in self._parts():
+            gap, statistics = self._gaps[index], self.call.streams[index].statistics
             text = (gap.text if is_complete else gap.settled)[sent[index] :]
             sent[index] += len(text)
             if text:
@@ -228,7 +240,7 @@ class InfillAnswer:
                 yield event(self._choice(index, ""))
 
     def _choice(self, index: int, text: str) -> Mapping[str, Any]:
-        return selected(_answer(self.call, index, self.gaps[index], text), self.body.response_fields)
+        return selected(_answer(self.call, index, self._gaps[index], text), self.body.response_fields)
 
 
 async def infill(request: Request) -> Any:
@@ -240,15 +252,4 @@ async def infill(request: Request) -> Any:
     if body.temperature is None:  # one choice is the most probable text
         first = call.decodings[0]
         call.decodings[0] = replace(first, sampling=replace(first.sampling, temperature=0.0))
-    call.record.answer, call.record.prompts = f"infill-{call.record.id}", 1
-    await call.begin([body.gap()])
-    seconds = body.t_max_predict_ms / 1e3 or math.inf
-    answer = InfillAnswer(call, body, [GapText(body.n_indent, seconds) for _ in call.streams])
-    if body.stream:
-        options = call.service.options
-        return EventStream(answer.events(), call.close, options.ping_interval, options.send_timeout)
-    try:
-        answers = await call.unless_gone(answer.whole())
-    finally:
-        call.close()
-    return json_response(answers[0] if len(answers) == 1 else answers)
+    return await InfillAnswer(call, body).respond([body.gap()])

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 
 from spaceport.runtime.decode.sequence_group import Statistics
 from spaceport.runtime.scheduling.worker import RuntimeStatus
@@ -57,16 +57,6 @@ _BY_KEY = {
     "prompt_tokens": "Prompt tokens, by key.",
     "generation_tokens": "Generated tokens, by key.",
 }
-
-
-@dataclass(frozen=True)
-class MetricSample:
-    """One value of a metric."""
-
-    name: str  # without the prefix, as in Prometheus' text format
-    text: str  # what the metric counts
-    labels: dict[str, str]
-    value: float
 
 
 class _Gauges(Collector):
@@ -186,14 +176,12 @@ class Metrics:
         """All counters in Prometheus' text format."""
         return generate_latest(self._registry)
 
-    def samples(self) -> Iterator[MetricSample]:
-        """The counters of the service as single values: a histogram has one for each bucket, its sum and its count."""
+    def samples(self) -> Iterator[tuple[str, Sample]]:
+        """What each counter counts, with its values: a histogram has one for each bucket, its sum and its count."""
         for family in self._registry.collect():
             for sample in family.samples:
                 if sample.name.startswith(f"{self._prefix}:") and not sample.name.endswith("_created"):
-                    yield MetricSample(
-                        sample.name.partition(":")[2], family.documentation, dict(sample.labels), sample.value
-                    )
+                    yield family.documentation, sample
 
     def _times(self, model: str, statistics: Statistics) -> None:
         self._whole.labels(model).observe(statistics.seconds)

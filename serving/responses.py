@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Literal
@@ -219,64 +220,58 @@ class OutputItems:
         self._open = False
         item = self.items[-1]
         item["status"] = "completed" if complete else "incomplete"
-        return [*self._ended(item), self._event("output_item.done", item=item.copy())]
-
-    def _ended(self, item: dict[str, Any]) -> list[Event]:
-        """The events at the end of an item's text or arguments."""
         if item["type"] == "function_call":
-            of_call = {"name": item["name"], "arguments": item["arguments"]}
-            return [self._event("function_call_arguments.done", item_id=item["id"], **of_call)]
-        (part,) = item["content"]
-        if self.with_logprobs:
-            part["logprobs"] += self._logprobs
-        of_part = {"item_id": item["id"], "content_index": 0}
-        return [
-            self._event("output_text.done", **of_part, text=part["text"], logprobs=part.get("logprobs", [])),
-            self._event("content_part.done", **of_part, part=part.copy()),
-        ]
+            name, arguments = item["name"], item["arguments"]
+            events = [self._event("function_call_arguments.done", item_id=item["id"], name=name, arguments=arguments)]
+        else:
+            (part,) = item["content"]
+            if self.with_logprobs:
+                part["logprobs"] += self._logprobs
+            events = [
+                self._text_event("output_text.done", text=part["text"], logprobs=part.get("logprobs", [])),
+                self._text_event("content_part.done", part=part.copy()),
+            ]
+        return [*events, self._event("output_item.done", item=item.copy())]
 
     def _add_text(self, text: str) -> list[Event]:
         events: list[Event] = []
         if not self._open or self.items[-1]["type"] != "message":
-            events += self._begin_message()
+            events += self._begin("msg", type="message", role="assistant", content=[])
+            part: dict[str, Any] = {"type": "output_text", "text": "", "annotations": []}
+            if self.with_logprobs:
+                part["logprobs"] = []
+            self.items[-1]["content"] = [part]
+            events.append(self._text_event("content_part.added", part=deepcopy(part)))
         (part,) = self.items[-1]["content"]
         part["text"] += text
         logprobs, self._logprobs = self._logprobs, []
         if self.with_logprobs:
             part["logprobs"] += logprobs
-        of_part = {"item_id": self.items[-1]["id"], "content_index": 0}
-        return [*events, self._event("output_text.delta", **of_part, delta=text, logprobs=logprobs)]
+        return [*events, self._text_event("output_text.delta", delta=text, logprobs=logprobs)]
 
     def _add_call(self, part: CallPart) -> list[Event]:
         events: list[Event] = []
         if part.name is not None:
-            call = {"type": "function_call", "call_id": self.tools.call_id(), "name": part.name, "arguments": ""}
-            events += self._begin({"id": f"fc_{secrets.token_hex(12)}", **call})
+            call = {"call_id": self.tools.call_id(), "name": part.name, "arguments": ""}
+            events += self._begin("fc", type="function_call", **call)
         self.items[-1]["arguments"] += part.arguments
         if part.arguments:
-            delta = {"item_id": self.items[-1]["id"], "delta": part.arguments}
-            events.append(self._event("function_call_arguments.delta", **delta))
+            item_id = self.items[-1]["id"]
+            events.append(self._event("function_call_arguments.delta", item_id=item_id, delta=part.arguments))
         return events
 
-    def _begin_message(self) -> list[Event]:
-        part: dict[str, Any] = {"type": "output_text", "text": "", "annotations": []}
-        if self.with_logprobs:
-            part["logprobs"] = []
-        item_id = f"msg_{secrets.token_hex(12)}"
-        events = self._begin({"id": item_id, "type": "message", "role": "assistant", "content": []})
-        self.items[-1]["content"] = [part]
-        empty = {name: value.copy() if isinstance(value, list) else value for name, value in part.items()}
-        return [*events, self._event("content_part.added", item_id=item_id, content_index=0, part=empty)]
-
-    def _begin(self, item: dict[str, Any]) -> list[Event]:
+    def _begin(self, prefix: str, **item: Any) -> list[Event]:
         """End the last item, and begin another one."""
         events = self.close()
-        self.items.append({**item, "status": "in_progress"})
+        self.items.append({"id": f"{prefix}_{secrets.token_hex(12)}", **item, "status": "in_progress"})
         self._open = True
         return [*events, self._event("output_item.added", item=self.items[-1].copy())]
 
     def _event(self, kind: str, **fields: Any) -> Event:
         return {"type": f"response.{kind}", "output_index": len(self.items) - 1, **fields}
+
+    def _text_event(self, kind: str, **fields: Any) -> Event:
+        return self._event(kind, item_id=self.items[-1]["id"], content_index=0, **fields)
 
 
 @dataclass
@@ -302,15 +297,13 @@ class ResponsesAnswer(Answer):
             added += self._items.add([""])
         return [*added, *self._items.close(finish_reason(completion.ending) == "stop")]
 
-    def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        """The whole response."""
-        (completion,) = completions
+    async def whole(self) -> dict[str, Any]:
+        (completion,) = await self.call.whole()
         self._add(completion.text, completion.logprobs)
         self._finish(completion)
         return self._response(completion)
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """The events of a stream."""
         call, numbers = self.call, count()
 
         def encoded(event: Event) -> bytes:

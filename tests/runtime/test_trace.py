@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from spaceport.runtime.decode.draft import Candidates
 from spaceport.runtime.decode.sequence import Listener, TokenSequence
 from spaceport.runtime.decode.sequence_group import RequestStep
-from spaceport.runtime.trace import GrowingTrace, ThreadRows, Trace, TraceRecord
+from spaceport.runtime.trace import ThreadRows, Trace, TraceReader, TraceRecord
 from support.hash_engine import CHILD, END, FORK, MASKS, HashEngine, Language, advance, completed, request_for
 from support.traced import CASES, TOKENIZER, Case, request_of, traced
 
@@ -134,7 +134,7 @@ def without_ends(step: dict[str, Any]) -> dict[str, Any]:
 def test_the_steps_of_a_growing_trace_are_those_of_the_record(case: Case) -> None:
     trace = Trace()
     engine, request = request_of(case, [trace])
-    growing = GrowingTrace(trace, TOKENIZER)
+    growing = TraceReader(trace, TOKENIZER)
     steps: list[dict[str, Any]] = []
     threads: list[dict[str, Any]] = []
     texts: dict[str, str] = {}

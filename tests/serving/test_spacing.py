@@ -10,7 +10,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from spaceport.serving.application import application
-from spaceport.serving.spacing import Spacing
+from spaceport.serving.service import Spacing
 from support.chat_runtime import chat_runtime
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from ray.serve.metrics import Gauge
 from starlette.applications import Starlette
 
 from spaceport.serving.application import application
-from spaceport.serving.metrics import Metrics, MetricSample
+from spaceport.serving.metrics import Metrics
 from spaceport.serving.request_log import configure_logging
 from spaceport.serving.service import Service, log
 from spaceport.tools.cli.serve import openers_of, service_options_of
@@ -27,21 +27,16 @@ LAYERS = "spaceport.tools.replicas.proxy.layers"
 CONTROLLER_OPTIONS = {"runtime_env": {"env_vars": {LAYERS_VARIABLE: LAYERS}}}
 
 
-async def publish(metrics: Metrics, prefix: str) -> None:
+async def publish(metrics: Metrics) -> None:
     """Publish the counters of a service until the task is cancelled."""
-    gauges: dict[str, Any] = {}
+    gauges: dict[str, Any] = {}  # which take values as they are: Ray's counters only add, its histograms only observe
     while True:
-        for sample in metrics.samples():
-            name = f"{prefix}_{sample.name}"
+        for text, sample in metrics.samples():
+            name = sample.name.replace(":", "_")
             if name not in gauges:
-                gauges[name] = _gauge(name, sample)
+                gauges[name] = Gauge(name, description=text, tag_keys=tuple(sample.labels))
             gauges[name].set(sample.value, tags=sample.labels)
         await asyncio.sleep(_INTERVAL)
-
-
-def _gauge(name: str, sample: MetricSample) -> Any:
-    """A metric of Ray that takes values as they are: its counters only add, and its histograms only observe."""
-    return Gauge(name, description=sample.text, tag_keys=tuple(sample.labels))
 
 
 class Replica:
@@ -60,9 +55,9 @@ class Replica:
             )
         closing = AsyncExitStack()
         app = application(openers_of(self._given), service_options_of(self._given))
-        self._service = app.state.service
+        self._service = service = app.state.service
         await closing.enter_async_context(app.router.lifespan_context(app))
-        await closing.enter_async_context(_publishing(self._service))
+        closing.callback(asyncio.create_task(publish(service.metrics)).cancel)
         app.router.lifespan_context = lambda _: _closed_by(closing)
         return app
 
@@ -71,18 +66,6 @@ class Replica:
         fault = None if self._service is None else self._service.find_fault()
         if fault is not None:
             raise fault
-
-
-@asynccontextmanager
-async def _publishing(service: Service) -> AsyncIterator[None]:
-    """The time in which the metrics of a service are those of Ray too."""
-    task = asyncio.create_task(publish(service.metrics, service.options.metrics_prefix))
-    try:
-        yield
-    finally:
-        task.cancel()
-        with suppress(asyncio.CancelledError):
-            await task
 
 
 @asynccontextmanager

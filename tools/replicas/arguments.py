@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 from spaceport.graphs.contract.faults import OptionFault
+from spaceport.runtime.sampling.option_fields import check_options, documented, option, option_fields
 from spaceport.tools.cli.configuration import nearest, options_in
 from spaceport.tools.cli.options import limits_of
 from spaceport.tools.cli.serve import command, service_options_of
@@ -23,37 +24,26 @@ _OF_RAY = {
 }
 
 
+@documented
 @dataclass(frozen=True)
 class ReplicaOptions:
-    """How many replicas there are, and what each one gets.
+    """How many replicas there are, and what each one gets."""
 
-    - `min_replicas`: Replicas that always run; 0: none without requests; default 1.
-    - `max_replicas`: Replicas at the highest load; default 1.
-    - `num_cpus`: CPUs of a replica, and its threads unless the option `threads` is set; default 1.
-    - `num_gpus`: GPUs of a replica; default 0.
-    - `max_queued_requests`: Requests that wait in each proxy while all replicas are full; others get status 429; default 256.
-    - `retry_after`: Seconds after which a client that got status 429 may try again; default 1.
-    - `session_affinity`: Whether requests with the same header x-session-id go to the same replica; default False.
-    - `upscale_delay`: Seconds of load before a replica is added; default 30.
-    - `downscale_delay`: Seconds without load before a replica is removed; default 600.
-    - `health_check_period`: Seconds between health checks; a replica that fails three is replaced; default 10.
-    """
-
-    min_replicas: int = 1
-    max_replicas: int = 1
-    num_cpus: float = 1.0
-    num_gpus: float = 0.0
-    max_queued_requests: int = 256
-    retry_after: float = 1.0
-    session_affinity: bool = False
-    upscale_delay: float = 30.0
-    downscale_delay: float = 600.0
-    health_check_period: float = 10.0
+    min_replicas: int = option(1, "Replicas that always run; 0: none without requests.", 0)
+    max_replicas: int = option(1, "Replicas at the highest load.")
+    num_cpus: float = option(1.0, "CPUs of a replica, and its threads unless the option `threads` is set.", 0)
+    num_gpus: float = option(0.0, "GPUs of a replica.", 0)
+    max_queued_requests: int = option(
+        256, "Requests that wait in each proxy while all replicas are full; others get status 429.", 0
+    )
+    retry_after: float = option(1.0, "Seconds after which a client that got status 429 may try again.", 0)
+    session_affinity: bool = option(False, "Whether requests with the same header x-session-id go to the same replica.")
+    upscale_delay: float = option(30.0, "Seconds of load before a replica is added.")
+    downscale_delay: float = option(600.0, "Seconds without load before a replica is removed.")
+    health_check_period: float = option(10.0, "Seconds between health checks; a replica that fails three is replaced.")
 
     def __post_init__(self) -> None:
-        for name in ("min_replicas", "num_cpus", "num_gpus", "max_queued_requests", "retry_after"):
-            if getattr(self, name) < 0:
-                raise OptionFault(f"{name} is {getattr(self, name)}: expected 0 or more")
+        check_options(self)
         for name in ("upscale_delay", "downscale_delay", "health_check_period"):
             if not getattr(self, name) > 0:
                 raise OptionFault(f"{name} is {getattr(self, name)}: expected seconds above 0")
@@ -104,15 +94,10 @@ def _replica_options(given: Any) -> ReplicaOptions:
     """The table `replicas`."""
     if not isinstance(given, Mapping):
         raise OptionFault(f"{_SOURCE}: `replicas` is {given!r:.40}: expected a table such as {{max_replicas: 4}}")
-    known = {each.name: type(each.default) for each in fields(ReplicaOptions)}
-    for name, value in given.items():
-        where = f"{_SOURCE}: `replicas.{name}`"
+    known = [declared.name for declared in option_fields(ReplicaOptions)]
+    for name in given:
         if name not in known:
-            raise OptionFault(f"{where} is not an option: {nearest(str(name), list(known))}")
-        expected = (int, float) if known[name] is float else known[name]
-        if not isinstance(value, expected) or isinstance(value, bool) != (known[name] is bool):
-            kinds = {int: "a whole number", float: "a number", bool: "true or false"}
-            raise OptionFault(f"{where} is {value!r:.40}: expected {kinds[known[name]]}")
+            raise OptionFault(f"{_SOURCE}: `replicas.{name}` is not an option: {nearest(str(name), known)}")
     try:
         return ReplicaOptions(**given)
     except OptionFault as error:

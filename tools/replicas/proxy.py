@@ -40,7 +40,7 @@ class ResendRequests:
             return
         exchange = ForwardedRequest(receive, send)
         for further in reversed(range(_MOST_TRIES)):
-            exchange.rewind()
+            exchange.read = 0
             await self._app(dict(scope), exchange.receive, exchange.send)
             if exchange.started or exchange.gone or exchange.too_long:
                 break
@@ -57,33 +57,24 @@ class ForwardedRequest:
     _receive: Receive
     _send: Send
     _stored: list[Message] = field(default_factory=list)  # parts of the request that were received
-    _read: int = 0  # of these, parts that the current try has read
+    read: int = 0  # of these, parts that the current try has read
+    started: bool = False  # whether the response has begun
     _bytes: int = 0  # of the body, in the parts that were received
-    _status: int = 0  # of the response; 0: it has not begun
     _streams: bool = False  # whether the response is a stream of events
     _start: Message | None = None  # of a response by the proxy itself, whose text becomes an error object
     gone: bool = False  # whether the client has left
     ended: bool = False  # whether the response is complete
 
     @property
-    def started(self) -> bool:
-        """Whether the response has begun."""
-        return self._status != 0
-
-    @property
     def too_long(self) -> bool:
         """Whether the body is too long to be sent again."""
         return self._bytes > _MOST_BYTES
 
-    def rewind(self) -> None:
-        """Begin another try, which gets the request from its beginning."""
-        self._read = 0
-
     async def receive(self) -> Message:
         """The next part of the request."""
-        if self._read < len(self._stored):
-            self._read += 1
-            return self._stored[self._read - 1]
+        if self.read < len(self._stored):
+            self.read += 1
+            return self._stored[self.read - 1]
         message = await self._receive()
         if message["type"] == "http.disconnect":
             self.gone = True
@@ -91,17 +82,17 @@ class ForwardedRequest:
         self._bytes += len(message.get("body", b""))
         if not self.too_long:
             self._stored.append(message)
-            self._read += 1
+            self.read += 1
         return message
 
     async def send(self, message: Message) -> None:
         """Send a part of the response on to the client."""
         if message["type"] == "http.response.start":
-            self._status = message["status"]
+            self.started = True
             message = {**message, "headers": _once(message.get("headers", ()), b"x-request-id")}
             kind = Headers(raw=message["headers"]).get("content-type", "")
             self._streams = kind.startswith("text/event-stream")
-            if self._status in _OF_RAY and kind.startswith("text/plain"):
+            if message["status"] in _OF_RAY and kind.startswith("text/plain"):
                 self._start = message
                 return
         if message["type"] == "http.response.body" and self._start is not None:
@@ -112,14 +103,8 @@ class ForwardedRequest:
 
     async def fail(self, scope: Scope) -> None:
         """End the exchange with an error; a whole response that was cut is left to the server, which closes the connection."""
-        failure = Failure(
-            503,
-            "the replica that answered has stopped: send the request again",
-            "server_error",
-            None,
-            "replica_died",
-            RETRY,
-        )
+        advice = "the replica that answered has stopped: send the request again"
+        failure = Failure(503, advice, "server_error", None, "replica_died", RETRY)
         if not self.started:
             await failure.response()(scope, self._receive, self._send)
         elif self._streams:

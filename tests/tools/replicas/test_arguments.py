@@ -94,7 +94,7 @@ def test_replicas_are_added_when_more_requests_run_and_requests_beyond_the_queue
         ({"port": 80}, "args: `port` has no effect in a cluster: http_options.port of serve.yaml sets"),
         ({"replicas": 3}, "args: `replicas` is 3: expected a table such as {max_replicas: 4}"),
         ({"replicas": {"num_replicas": 3}}, "args: `replicas.num_replicas` is not an option: `m.._replicas` is one"),
-        ({"replicas": {"max_replicas": True}}, "args: `replicas.max_replicas` is True: expected a whole number"),
+        ({"replicas": {"max_replicas": True}}, "args: replicas.max_replicas is True: expected a whole number"),
         ({"replicas": {"upscale_delay": 0}}, "args: replicas.upscale_delay is 0: expected seconds above 0"),
         ({"replicas": {"min_replicas": 3}}, "args: replicas.max_replicas is 1: expected at least 3"),
     ],

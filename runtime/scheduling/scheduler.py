@@ -13,7 +13,7 @@ from spaceport.runtime.costs import StepCosts, relative_costs
 from spaceport.runtime.decode.sequence_group import RequestStep, SequenceGroup
 from spaceport.runtime.decode.step import Call, one_call, step
 from spaceport.runtime.engine import Engine, EngineFault
-from spaceport.runtime.scheduling.prefix_cache import FreeBuffers, PrefixCache
+from spaceport.runtime.scheduling.prefix_cache import FreeBuffers
 from spaceport.runtime.scheduling.progress import DraftLog, Heartbeat, TokenMeter
 from spaceport.runtime.scheduling.request import Outcome, Request
 from spaceport.runtime.scheduling.request_queue import RequestQueue
@@ -40,7 +40,6 @@ class Scheduler:
         clock: Callable[[], float] = monotonic,
         costs: StepCosts | None = None,
         queued_tokens: int | None = None,  # maximum prompt tokens of waiting requests; None: any number
-        cache: PrefixCache | None = None,
         check: Callable[[], None] | None = None,  # raises if the results of an engine call must not be used
     ) -> None:
         self.engine = engine
@@ -50,8 +49,7 @@ class Scheduler:
         self._clock = clock  # for deadlines
         self._check = check
         self._running: dict[int, Request] = {}  # by index in the engine; the first one gets the next prefill chunk
-        self.cache = cache
-        self.buffers = FreeBuffers(engine.requests, cache)
+        self.buffers = FreeBuffers(engine.requests)
         self.heartbeat = Heartbeat()
         self.meter = TokenMeter()
         self._draft_log = DraftLog()
@@ -103,7 +101,7 @@ class Scheduler:
 
     def fail(self, error: BaseException) -> None:
         """Fail all waiting and running requests with this error."""
-        self.buffers.forget_prefixes()
+        self.buffers.cache.clear()
         for request in (*self.queue.take_all(), *self._running.values()):
             self._fail(request, error)
             self._report(request)
@@ -178,7 +176,7 @@ class Scheduler:
         """Let a request reuse what is computed of its prompt, or wait for another one that computes more of it."""
         sequences = request.sequences
         leaders = self.queue.may_lead(request, self._running.values())
-        leader, common = find_leader(request, leaders, self.buffers.reusable(sequences))
+        leader, common = find_leader(request, leaders, self.buffers.reusable(sequences).length)
         if leader is not None and not has_computed(leader, common):
             request.leader, request.common = leader, common
             return
@@ -259,7 +257,7 @@ class Scheduler:
         if self._abandoned:
             raise Abandoned
         if isinstance(error, EngineFault):  # the state of the engine is not known
-            self.buffers.forget_prefixes()
+            self.buffers.cache.clear()
         self._fail(self._running[index], error)
 
     def _fail(self, request: Request, error: BaseException) -> None:

@@ -12,7 +12,6 @@ from threading import Condition, Event, Thread
 from spaceport.graphs.contract.faults import SpaceportError
 from spaceport.runtime.decode.sequence_group import SequenceGroup
 from spaceport.runtime.engine import EngineFault
-from spaceport.runtime.scheduling.prefix_cache import PrefixCache
 from spaceport.runtime.scheduling.progress import Heartbeat
 from spaceport.runtime.scheduling.request import Request
 from spaceport.runtime.scheduling.scheduler import Abandoned, Scheduler
@@ -155,7 +154,7 @@ class Worker:
         """The state at this moment."""
         self.check_process()
         scheduler, engine = self._scheduler, self._scheduler.engine
-        active, cache = scheduler.active, scheduler.cache or PrefixCache()
+        active, cache = scheduler.active, scheduler.buffers.cache
         return RuntimeStatus(
             healthy=self._stalled is None,
             closed=self._closing,

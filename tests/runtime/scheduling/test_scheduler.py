@@ -20,8 +20,7 @@ from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import EngineFault
 from spaceport.runtime.scheduling.request import Request
 from spaceport.runtime.scheduling.request_queue import QueueFull
-from spaceport.runtime.scheduling.rounds import group_by_width
-from spaceport.runtime.scheduling.scheduler import BESIDE_ROWS, Scheduler
+from spaceport.runtime.scheduling.scheduler import BESIDE_ROWS, Scheduler, group_by_width
 from support.arrivals import ARRIVALS, LANGUAGES, Arrival, Scene, steps_of
 from support.hash_engine import END, HashEngine, Language, request_for
 from support.hash_runtime import hash_runtime

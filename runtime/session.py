@@ -23,7 +23,6 @@ from spaceport.runtime.engine import Engine, EngineOptions, capacity_for, seq_le
 from spaceport.runtime.limits import DEFAULT_LIMITS, Limits
 from spaceport.runtime.sampling.logprobs import Score
 from spaceport.runtime.scheduling.admission import Admission, Intake
-from spaceport.runtime.scheduling.prefix_cache import PrefixCache
 from spaceport.runtime.scheduling.request import Completion, Echo
 from spaceport.runtime.scheduling.scheduler import Scheduler
 from spaceport.runtime.scheduling.stream import AsyncStream, Stream
@@ -77,16 +76,15 @@ class Runtime:
             limits,
             read_correction(bundle),
             None if table is None else Phrases(table),
+            prefix_cache,
         )
         queued = limits.queued_requests if queue_limit is None else queue_limit
-        cache = PrefixCache() if prefix_cache else None
         scheduler = Scheduler(
             engine,
             queued,
             prompt_rows,
             costs=self.costs,
             queued_tokens=limits.queued_prompt_tokens,
-            cache=cache,
             check=bundle.require_unchanged,
         )
         self._worker = Worker(scheduler, call_timeout=call_timeout)

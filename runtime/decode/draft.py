@@ -16,17 +16,11 @@ from spaceport.runtime.costs import Curve
 from spaceport.runtime.decode.phrases import Phrases
 
 Shape = Literal["chain", "tree"]
+# Why a draft is narrower than its limits allow: drafts may not cost the request more time; further rows are not expected
+# to be worth their time; no source proposes a token; the grammar allows no proposed token; the text reaches its token
+# limit; the engine or the other threads take the rows; the requests of the call agreed on fewer rows.
 Reason = Literal["budget", "not_worth_it", "no_candidates", "grammar", "end_of_text", "row_limit", "shared_call"]
-# Why a draft is narrower than its limits allow.
-REASONS: dict[str, str] = {
-    "budget": "drafts may not cost the request more time",
-    "not_worth_it": "further rows are not expected to be worth their time",
-    "no_candidates": "no source proposes a token",
-    "grammar": "the grammar allows no proposed token",
-    "end_of_text": "the text reaches its token limit",
-    "row_limit": "the engine or the other threads take the rows",
-    "shared_call": "the requests of the call agreed on fewer rows",
-}
+_BLOCK = 64  # tokens that are compared at once
 
 
 @dataclass(frozen=True)
@@ -56,12 +50,14 @@ def best_chain(candidates: Sequence[Candidates], last: int) -> list[Candidates]:
     return chain
 
 
-def common(tokens: Sequence[int], written: Sequence[int]) -> int:
-    """Length of the common prefix."""
-    for index, (token, other) in enumerate(zip(tokens, written, strict=False)):
-        if token != other:
-            return index
-    return min(len(tokens), len(written))
+def common(first: Sequence[int], second: Sequence[int]) -> int:
+    """Number of tokens that two sequences begin with."""
+    length, at = min(len(first), len(second)), 0
+    while at + _BLOCK < length and first[at : at + _BLOCK] == second[at : at + _BLOCK]:
+        at += _BLOCK
+    while at < length and first[at] == second[at]:
+        at += 1
+    return at
 
 
 MOST_LIKELY = 0.97  # maximum probability of a candidate, so that alternatives are still considered

@@ -56,6 +56,7 @@ class Admission:
     limits: Limits = DEFAULT_LIMITS
     correction: CorrectionTables | None = None  # of the candidates of mask slots
     phrases: Phrases | None = None
+    prefix_cache: bool = False  # whether requests reuse rows of others
     helpers: HelperPool = field(default_factory=HelperPool)  # for templates and grammars that may take long
     grammars: GrammarCompiler = field(init=False)  # compiled grammars of the bundle's vocabulary
 
@@ -145,7 +146,7 @@ class Admission:
             max_threads=decoding.threads(self.exactness.allows_drafts),
             end=frozenset() if decoding.ignore_eos else frozenset(manifest.tokens.end),
             stop=frozenset((*decoding.stop_token_ids, *self.prompts.ends_of(prompt))),
-            cache_salt=decoding.cache_salt if decoding.prefix_cache else None,
+            cache_salt=decoding.cache_salt if self.prefix_cache and decoding.prefix_cache else None,
             listener=output.events or output.transcript,
             observers=(*output.observers, *request.observers),
         )
@@ -193,7 +194,7 @@ class Admission:
             selector=self._selector(plain, plain.sampling, self._forks(plain), len(ids)),
             max_length=len(ids),
             max_total=0,
-            cache_salt=plain.cache_salt,
+            cache_salt=plain.cache_salt if self.prefix_cache else None,
             echo=start - 1,
             observers=(scoring,),
         )

@@ -1,28 +1,135 @@
-"""Continuous batching: rounds of steps of many requests on one engine."""
+"""Continuous batching: rounds of steps of many requests on one engine, and which steps share an engine call."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 from time import monotonic, perf_counter
 
 from spaceport.graphs.contract.signature import LOGIT_BYTES, STEP_ROWS
 from spaceport.runtime.costs import StepCosts, relative_costs
+from spaceport.runtime.decode.draft import common
 from spaceport.runtime.decode.sequence_group import RequestStep, SequenceGroup
 from spaceport.runtime.decode.step import Call, one_call, step
 from spaceport.runtime.engine import Engine, EngineFault
-from spaceport.runtime.scheduling.prefix_cache import FreeBuffers, PrefixCache
-from spaceport.runtime.scheduling.progress import DraftLog, Heartbeat, TokenMeter
+from spaceport.runtime.scheduling.prefix_cache import LEAST_COPIED, FreeBuffers
 from spaceport.runtime.scheduling.request import Outcome, Request
 from spaceport.runtime.scheduling.request_queue import RequestQueue
-from spaceport.runtime.scheduling.rounds import fair_rows, find_leader, group_by_width, has_computed
 
 _log = logging.getLogger("spaceport.runtime")
 
 BESIDE_ROWS = 128  # maximum prompt rows in a round with decoding requests, which wait for them
 _LEAST_BESIDE = 32  # the same on engines where rows are expensive; fewer would make prompts slow
+_REACH = 64  # maximum steps of different widths in one search; a longer search costs more than it saves
+_SHARE = 2.0  # plain steps: maximum cost of all threads of requests with several threads together
+_WINDOW = 10.0  # seconds over which tokens/s are measured
+_INTERVAL = 0.25  # minimum seconds between two samples
+
+
+def group_by_width(steps: Sequence[RequestStep], call_rows: int) -> list[list[RequestStep]]:
+    """The steps of each engine call; `steps` are in the order of their indices.
+
+    A call computes the rows of its widest plan for each of its requests, also for idle requests between them. So steps of
+    similar width share a call: they are sorted by width and split where the total cost is lowest, with a fixed cost of
+    `call_rows` rows for each call.
+    """
+    if not steps:
+        return []
+    span = steps[-1].engine_index - steps[0].engine_index + 1
+    rows = [step.rows for step in steps]
+    if span * max(rows) <= sum(rows) + call_rows:  # the usual case: a second call could not save its own cost
+        return [list(steps)]
+    ordered = sorted(steps, key=lambda step: (step.rows, step.engine_index))
+    widths = [(step.engine_index, step.rows) for step in ordered]
+    found, end = [], len(ordered)
+    begins = _cuts(widths, call_rows)
+    while end:
+        call = ordered[begins[end] : end]
+        found.append(sorted(call, key=lambda step: step.engine_index))
+        end = begins[end]
+    return found[::-1]
+
+
+def _cuts(widths: Sequence[tuple[int, int]], call_rows: int) -> list[int]:
+    """Start of the last call over the first N steps, for each N; a step is its index and its number of rows."""
+    best, begins = [0], [0]  # lowest cost of the first N steps
+    lowest = highest = widths[0][0]
+    for end, (index, rows) in enumerate(widths, 1):
+        low = high = index
+        lowest, highest = min(lowest, index), max(highest, index)
+        costs = [((highest - lowest + 1) * rows + call_rows, 0)]  # all in one
+        for begin in range(end - 1, max(0, end - _REACH), -1):
+            index = widths[begin][0]
+            low, high = min(low, index), max(high, index)
+            costs.append((best[begin] + (high - low + 1) * rows + call_rows, begin))
+        cost, begin = min(costs)  # the fewest calls among equals
+        best.append(cost)
+        begins.append(begin)
+    return begins
+
+
+def fair_rows(costs: StepCosts) -> int:
+    """Number of rows for which others wait in a round: they cost as much as two plain steps."""
+    most = _SHARE * costs.seconds(1)
+    return next((rows for rows in range(2, STEP_ROWS + 1) if costs.seconds(rows) > most), STEP_ROWS + 1) - 1
+
+
+def find_leader(request: Request, running: Iterable[Request], reusable: int) -> tuple[Request | None, int]:
+    """The request to wait for instead of computing a prompt alone, and the number of tokens that both begin with.
+
+    `reusable` is the number of tokens whose rows are in KV buffers already. Requests that wait for another one lead none,
+    so that no two wait for each other.
+    """
+    salt = request.sequences.cache_salt
+    leader, longest = None, reusable + LEAST_COPIED - 1
+    if salt is None:
+        return leader, 0
+    tokens = request.sequences.reusable
+    for other in running:
+        if other is request or other.leader is not None or not other.sequences.prefilling:
+            continue
+        if other.sequences.cache_salt == salt:
+            shared = common(tokens, other.sequences.threads[0].tokens)
+            if shared > longest:
+                leader, longest = other, shared
+    return leader, longest if leader is not None else 0
+
+
+def has_computed(leader: Request, count: int) -> bool:
+    """Whether a request has computed this many tokens of its prompt, or computes it no longer."""
+    computes = leader.index is not None and not leader.done and leader.sequences.prefilling
+    return not computes or leader.sequences.threads[0].fed >= count
+
+
+class TokenMeter:
+    """Counts generated tokens; one OS thread adds them, any may read."""
+
+    def __init__(self, clock: Callable[[], float] = monotonic) -> None:
+        self._clock = clock
+        self.tokens = 0
+        self._samples: deque[tuple[float, int]] = deque([(clock(), 0)])  # seconds, tokens until then
+
+    def add(self, count: int) -> None:
+        """Add generated tokens."""
+        now = self._clock()
+        if now - self._samples[-1][0] >= _INTERVAL:
+            self._samples.append((now, self.tokens))
+            while len(self._samples) > 1 and now - self._samples[1][0] > _WINDOW:
+                self._samples.popleft()
+        self.tokens += count
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens per second over the last seconds."""
+        now = self._clock()
+        recent = [sample for sample in tuple(self._samples) if now - sample[0] <= _WINDOW]
+        if not recent:
+            return 0.0
+        since, before = recent[0]
+        return (self.tokens - before) / max(now - since, _INTERVAL)
 
 
 class Abandoned(BaseException):
@@ -40,7 +147,6 @@ class Scheduler:
         clock: Callable[[], float] = monotonic,
         costs: StepCosts | None = None,
         queued_tokens: int | None = None,  # maximum prompt tokens of waiting requests; None: any number
-        cache: PrefixCache | None = None,
         check: Callable[[], None] | None = None,  # raises if the results of an engine call must not be used
     ) -> None:
         self.engine = engine
@@ -50,11 +156,9 @@ class Scheduler:
         self._clock = clock  # for deadlines
         self._check = check
         self._running: dict[int, Request] = {}  # by index in the engine; the first one gets the next prefill chunk
-        self.cache = cache
-        self.buffers = FreeBuffers(engine.requests, cache)
-        self.heartbeat = Heartbeat()
+        self.buffers = FreeBuffers(engine.requests)
+        self._progress: float | None = None  # when a round began, or an engine call returned; None: nothing to do
         self.meter = TokenMeter()
-        self._draft_log = DraftLog()
         self.ended = self.failed = 0  # requests
         self._abandoned = False
         self._fair_rows = fair_rows(self._costs)
@@ -69,6 +173,16 @@ class Scheduler:
         """The sequences of the requests that have KV buffers."""
         return [request.sequences for request in list(self._running.values())]
 
+    @property
+    def heartbeat_age(self) -> float | None:
+        """Seconds since the last progress; None: there is nothing to do. May be read from any OS thread."""
+        progress = self._progress
+        return None if progress is None else max(0.0, monotonic() - progress)
+
+    def rest(self) -> None:
+        """Note that there is nothing to do."""
+        self._progress = None
+
     def enter(self, request: Request) -> None:
         """Count a request in the queue that will be prepared."""
         self.queue.enter(request, len(self.buffers))
@@ -80,7 +194,7 @@ class Scheduler:
     def round(self) -> int:
         """Run one step of every decoding request, and prefill chunks of others; returns the number of steps."""
         started = perf_counter()
-        self.heartbeat.beat()
+        self._progress = monotonic()
         self.queue.next_round()
         self._dismiss()
         self._resume()
@@ -103,7 +217,7 @@ class Scheduler:
 
     def fail(self, error: BaseException) -> None:
         """Fail all waiting and running requests with this error."""
-        self.buffers.forget_prefixes()
+        self.buffers.cache.clear()
         for request in (*self.queue.take_all(), *self._running.values()):
             self._fail(request, error)
             self._report(request)
@@ -178,9 +292,9 @@ class Scheduler:
         """Let a request reuse what is computed of its prompt, or wait for another one that computes more of it."""
         sequences = request.sequences
         leaders = self.queue.may_lead(request, self._running.values())
-        leader, common = find_leader(request, leaders, self.buffers.reusable(sequences))
-        if leader is not None and not has_computed(leader, common):
-            request.leader, request.common = leader, common
+        leader, shared = find_leader(request, leaders, self.buffers.reusable(sequences).length)
+        if leader is not None and not has_computed(leader, shared):
+            request.leader, request.common = leader, shared
             return
         if leader is not None and leader.index is not None:
             self.buffers.store_prompt(leader.index, leader.sequences)
@@ -244,7 +358,7 @@ class Scheduler:
     def _called(self) -> None:
         if self._abandoned:
             raise Abandoned
-        self.heartbeat.beat()
+        self._progress = monotonic()
         if self._check is not None:
             self._check()
 
@@ -259,7 +373,7 @@ class Scheduler:
         if self._abandoned:
             raise Abandoned
         if isinstance(error, EngineFault):  # the state of the engine is not known
-            self.buffers.forget_prefixes()
+            self.buffers.cache.clear()
         self._fail(self._running[index], error)
 
     def _fail(self, request: Request, error: BaseException) -> None:
@@ -304,7 +418,6 @@ class Scheduler:
             _log.warning("request %d failed: %s", request.number, type(outcome).__name__)
             return
         statistics = request.statistics
-        self._draft_log.add(statistics)
         _log.debug(
             "request %d ended (%s): %d prompt tokens, %d tokens in %d steps and %.3f s, %.3f s of it in the queue",
             request.number,

@@ -5,15 +5,12 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from threading import Condition, Event, Thread
 
 from spaceport.graphs.contract.faults import SpaceportError
 from spaceport.runtime.decode.sequence_group import SequenceGroup
 from spaceport.runtime.engine import EngineFault
-from spaceport.runtime.scheduling.prefix_cache import PrefixCache
-from spaceport.runtime.scheduling.progress import Heartbeat
 from spaceport.runtime.scheduling.request import Request
 from spaceport.runtime.scheduling.scheduler import Abandoned, Scheduler
 
@@ -83,30 +80,6 @@ class RuntimeStatus:
     queued_threads: int = 0
 
 
-class Watchdog:
-    """An OS thread that calls a function, once, when a heartbeat is older than a limit in seconds."""
-
-    def __init__(self, heartbeat: Heartbeat, limit: float, on_stall: Callable[[float], None]) -> None:
-        self._heartbeat, self._limit, self._on_stall = heartbeat, limit, on_stall
-        self._stopped = Event()
-        self._thread = Thread(target=self._watch, name="spaceport-watchdog", daemon=True)
-
-    def start(self) -> None:
-        """Begin to watch."""
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Stop watching."""
-        self._stopped.set()
-
-    def _watch(self) -> None:
-        while not self._stopped.wait(min(_LONGEST_CHECK, self._limit / _CHECKS)):
-            age = self._heartbeat.age
-            if age is not None and age > self._limit:
-                self._on_stall(age)
-                return
-
-
 class Worker:
     """Runs rounds while there are requests, which may be submitted from any OS thread."""
 
@@ -155,7 +128,7 @@ class Worker:
         """The state at this moment."""
         self.check_process()
         scheduler, engine = self._scheduler, self._scheduler.engine
-        active, cache = scheduler.active, scheduler.cache or PrefixCache()
+        active, cache = scheduler.active, scheduler.buffers.cache
         return RuntimeStatus(
             healthy=self._stalled is None,
             closed=self._closing,
@@ -165,7 +138,7 @@ class Worker:
             queue_limit=scheduler.queue.limit,
             kv_slots_used=sum(sequences.slots.held for sequences in active),
             kv_slots=engine.requests * engine.capacity,
-            heartbeat_age=scheduler.heartbeat.age,
+            heartbeat_age=scheduler.heartbeat_age,
             tokens=scheduler.meter.tokens,
             tokens_per_second=scheduler.meter.tokens_per_second,
             ended_requests=scheduler.ended,
@@ -213,11 +186,13 @@ class Worker:
         self._over = Event()
         thread = Thread(target=self._work, args=(self._over,), name="spaceport", daemon=True)
         thread.start()
+        if (limit := self._call_timeout) is not None:
+            watch = (limit, self._over)
+            Thread(target=self._watch, args=watch, name="spaceport-watchdog", daemon=True).start()
         atexit.register(self.close)
         return thread
 
     def _work(self, over: Event) -> None:
-        watchdog = self._watchdog()
         try:
             while self._has_work():
                 try:
@@ -228,27 +203,21 @@ class Worker:
                 except BaseException as error:  # noqa: BLE001  (fails all requests)
                     self._scheduler.fail(error)
         finally:
-            self._scheduler.heartbeat.rest()
-            if watchdog is not None:
-                watchdog.stop()
+            self._scheduler.rest()
             if self._stalled is not None:
                 self._scheduler.abandon(self._stalled)  # also what was on its way from the queue to its buffers
             over.set()
 
-    def _watchdog(self) -> Watchdog | None:
-        limit = self._call_timeout
-        if limit is None:
-            return None
-        watchdog = Watchdog(
-            self._scheduler.heartbeat,
-            limit,
-            lambda age: self._stall(
-                f"an engine call has not returned for {age:.1f} s, call_timeout is {limit:g} s: open the bundle again, "
-                "or raise call_timeout"
-            ),
-        )
-        watchdog.start()
-        return watchdog
+    def _watch(self, limit: float, over: Event) -> None:
+        """Fail all requests if an engine call does not return for this many seconds."""
+        while not over.wait(min(_LONGEST_CHECK, limit / _CHECKS)):
+            age = self._scheduler.heartbeat_age
+            if age is not None and age > limit:
+                self._stall(
+                    f"an engine call has not returned for {age:.1f} s, call_timeout is {limit:g} s: open the bundle again, "
+                    "or raise call_timeout"
+                )
+                return
 
     def _stall(self, reason: str, closed: bool = False) -> None:
         """Fail all requests without the OS thread, which is in a call that does not return."""
@@ -268,7 +237,7 @@ class Worker:
     def _has_work(self) -> bool:
         with self._change:
             if not self._closing and not self._scheduler.busy:
-                self._scheduler.heartbeat.rest()
+                self._scheduler.rest()
                 self._change.wait(self._patience)
             if self._closing or self._stalled is not None:
                 return False

@@ -17,7 +17,6 @@ from spaceport.runtime.decode.sequence import Listener, NotANumber, TokenSelecto
 from spaceport.runtime.decode.sequence_group import RequestStep, SequenceGroup
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import Batch, EngineFault
-from spaceport.runtime.scheduling.prefix_cache import PrefixCache
 from spaceport.runtime.scheduling.request import Request
 from spaceport.runtime.scheduling.scheduler import Scheduler
 from support.hash_engine import END, LAYOUTS, HashEngine, Language, Tree, request_for
@@ -182,7 +181,6 @@ class Scene:
         queue_limit: int = 10**6,
         faulty: int | None = None,
         row_cost: float = 0.0,  # in plain steps
-        cache: PrefixCache | None = None,
     ) -> None:
         self.language, self.arrivals = language, arrivals
         self.alone = [arrival.alone(language) for arrival in arrivals]
@@ -191,9 +189,7 @@ class Scene:
         self.engine = SharedEngine(language, longest + widest + 1, requests, lowering, faulty=faulty)
         self.now = 0
         costs = relative_costs(row_cost)
-        self.scheduler = Scheduler(
-            self.engine, queue_limit, prompt_rows, clock=lambda: self.now, costs=costs, cache=cache
-        )
+        self.scheduler = Scheduler(self.engine, queue_limit, prompt_rows, clock=lambda: self.now, costs=costs)
         # for each request: whether it was done at each report
         self.reports: list[list[bool]] = [[] for _ in arrivals]
         prepared = [self._prepared(*numbered) for numbered in enumerate(arrivals)]

@@ -16,11 +16,11 @@ from spaceport.graphs.contract.signature import LOWERINGS, Lowering
 from spaceport.runtime.backends import open_engine
 from spaceport.runtime.bundle import open_bundle
 from spaceport.runtime.decode.draft import DraftConfig
-from spaceport.runtime.decode.sequence import Slots, kv_prefix, root_sequence
+from spaceport.runtime.decode.sequence import Slots, in_order, kv_prefix, root_sequence
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import EngineFault, EngineOptions, capacity_for
 from spaceport.runtime.sampling.sampler import Sampling
-from spaceport.runtime.scheduling.prefix_cache import Match, PrefixCache, RadixTree
+from spaceport.runtime.scheduling.prefix_cache import Match, PrefixCache
 from spaceport.runtime.scheduling.request import Completion
 from spaceport.runtime.session import Runtime
 from support.arrivals import ARRIVALS, LANGUAGES, Arrival, Scene, Trap, Trouble
@@ -61,7 +61,6 @@ def test_requests_with_a_cache_write_what_each_would_alone(examples: int) -> Non
         language = data.draw(LANGUAGES)
         arrivals = data.draw(st.lists(ARRIVALS, min_size=1, max_size=7))
         arrivals = following(language, arrivals, data.draw(st.lists(BEGINNINGS, min_size=7, max_size=7)))
-        cache = PrefixCache()
         scene = Scene(
             language,
             arrivals,
@@ -69,9 +68,9 @@ def test_requests_with_a_cache_write_what_each_would_alone(examples: int) -> Non
             data.draw(st.sampled_from(LOWERINGS)),
             data.draw(st.sampled_from((1, 7, 20, 512))),
             faulty=data.draw(st.none() | st.integers(0, 30)),
-            cache=cache,
         )
         scene.play()
+        cache = scene.scheduler.buffers.cache
         for number, (arrival, sequences) in enumerate(zip(arrivals, scene.sequences, strict=True)):
             scene.check_ending(number)
             assert sequences.statistics.cached_tokens < len(arrival.prompt)
@@ -92,12 +91,11 @@ def play(
     arrivals: Sequence[Arrival],
     requests: int = 1,
     prompt_rows: int = 512,
-    cache: PrefixCache | None = None,
     lowering: Lowering = "scatter",
     language: Language = NEVER_ENDS,
 ) -> Scene:
     """A scene in which who is not disturbed writes what it would alone."""
-    scene = Scene(language, arrivals, requests, lowering, prompt_rows, cache=cache or PrefixCache())
+    scene = Scene(language, arrivals, requests, lowering, prompt_rows)
     scene.play()
     for number, arrival in enumerate(arrivals):
         if (arrival.trouble, arrival.cancelled, arrival.patience) == (None, None, None):
@@ -185,8 +183,8 @@ Copies = list[tuple[int, int, int]]
 def test_requests_get_the_buffers_that_save_the_most(
     arrivals: list[Arrival], requests: int, tokens: list[int], indices: list[int], copied: Copies, evictions: int
 ) -> None:
-    cache = PrefixCache()
-    scene = play(arrivals, requests, cache=cache)
+    scene = play(arrivals, requests)
+    cache = scene.scheduler.buffers.cache
     assert (reused(scene), [request.index for request in scene.requests], scene.engine.copied) == (
         tokens,
         indices,
@@ -223,7 +221,7 @@ def test_requests_with_little_in_common_or_of_other_salts_wait_for_nothing(
     length: int, salts: tuple[str | None, str | None]
 ) -> None:
     arrivals = [Arrival([*SYSTEM[:length], chat], salt=salt) for chat, salt in zip((5, 6), salts, strict=True)]
-    scene = Scene(NEVER_ENDS, arrivals, 2, prompt_rows=7, cache=PrefixCache())
+    scene = Scene(NEVER_ENDS, arrivals, 2, prompt_rows=7)
     scene.turn()
     assert [request.leader for request in scene.requests] == [None, None]
     scene.play()
@@ -272,11 +270,11 @@ def test_rows_of_a_failed_request_or_prompt_are_not_reused(first: Arrival, token
 def test_nothing_is_reused_after_the_engine_or_all_requests_failed() -> None:
     prompts = [SYSTEM, [5], [*SYSTEM, 6]]
     arrivals = [Arrival(prompt, at=9 * number, max_tokens=4, salt="") for number, prompt in enumerate(prompts)]
-    scene = Scene(NEVER_ENDS, arrivals, 3, faulty=5, cache=PrefixCache())
+    scene = Scene(NEVER_ENDS, arrivals, 3, faulty=5)
     scene.play()
     assert isinstance(scene.requests[1].error, EngineFault)
     assert (reused(scene)[2], scene.text(2)) == (0, scene.alone[2])
-    scene = Scene(NEVER_ENDS, arrivals[::2], 2, cache=PrefixCache())
+    scene = Scene(NEVER_ENDS, arrivals[::2], 2)
     while scene.now < 8:
         scene.turn()
     scene.scheduler.fail(EngineFault("gone"))
@@ -286,7 +284,7 @@ def test_nothing_is_reused_after_the_engine_or_all_requests_failed() -> None:
 
 def test_a_copy_that_fails_fails_its_request_only() -> None:
     arrivals = [Arrival([*SYSTEM, number], at=2 * number, max_tokens=12, salt="") for number in range(3)]
-    scene = Scene(NEVER_ENDS, arrivals, 2, cache=PrefixCache())
+    scene = Scene(NEVER_ENDS, arrivals, 2)
     copy = scene.engine.copy
 
     def broken(source: int, target: int, slots: object) -> None:
@@ -313,46 +311,35 @@ def test_a_prefix_is_what_a_thread_sees_as_far_as_it_has_tokens() -> None:
     assert kv_prefix(thread, slots).tokens == [4]
 
 
-TOKENS = st.lists(st.integers(0, 2), max_size=9)
+TOKENS = st.lists(st.sampled_from((0, 1, 256, 65536)), max_size=9)
 
 
-def expected(known: dict[int, list[int]], tokens: list[int]) -> Match:
-    """The longest match, found by comparing with every sequence."""
+def longest_of_all(known: dict[int, tuple[str, list[int]]], salt: str, tokens: list[int]) -> Match:
+    """The longest match, found by comparing with every prefix."""
     common = {
-        holder: sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(tokens, other, strict=False)))
-        for holder, other in known.items()
+        index: sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(tokens, other, strict=False)))
+        for index, (own, other) in known.items()
+        if own == salt
     }
     longest = max(common.values(), default=0)
-    return Match(longest, frozenset(holder for holder, length in common.items() if length == longest and longest))
+    return Match(longest, frozenset(index for index, length in common.items() if length == longest and longest))
 
 
-@pytest.mark.slow
-@settings(max_examples=300)
-@given(st.lists(st.tuples(st.integers(0, 5), st.none() | TOKENS, TOKENS), max_size=30))
-def test_the_longest_match_in_a_radix_tree_is_that_of_a_comparison_with_every_sequence(
-    changes: list[tuple[int, list[int] | None, list[int]]],
+@settings(max_examples=100)
+@given(st.lists(st.tuples(st.integers(0, 5), st.sampled_from("ab"), st.none() | TOKENS, TOKENS), max_size=30))
+def test_the_longest_match_is_that_of_a_comparison_with_every_prefix(
+    changes: list[tuple[int, str, list[int] | None, list[int]]],
 ) -> None:
-    tree, known = RadixTree(), dict[int, list[int]]()
-    for holder, tokens, asked in changes:
-        if holder in known:
-            tree.remove(known.pop(holder), holder)
-        if tokens is not None:
-            tree.insert(tokens, holder)
-            known[holder] = tokens
-        assert tree.longest(asked) == expected(known, asked)
-        assert bool(tree) == any(known.values())
-        ends = {tuple(each) for each in known.values()}
-        root: tuple[int, ...] = ()
-        open_nodes = [(root, tree._root)]
-        while open_nodes:  # every node but the root is where sequences part or one ends
-            before, node = open_nodes.pop()
-            path = (*before, *node.run)
-            assert not path or len(node.children) != 1 or path in ends
-            for token, child in node.children.items():
-                way = [*path, *child.run]
-                assert child.run[0] == token
-                assert child.holders == {holder for holder, each in known.items() if way == each[: len(way)]}
-                open_nodes.append((path, child))
+    cache, known = PrefixCache(), dict[int, tuple[str, list[int]]]()
+    for index, salt, tokens, asked in changes:
+        known.pop(index, None)
+        if tokens is None:
+            cache.forget(index)
+        else:
+            cache.store(index, salt, in_order(tokens))
+            known[index] = salt, tokens
+        for own in "ab":
+            assert cache.longest(own, asked) == longest_of_all(known, own, asked)
 
 
 # In a runtime

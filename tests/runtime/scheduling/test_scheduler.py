@@ -18,11 +18,9 @@ from spaceport.runtime.decode.sequence_group import RequestStep
 from spaceport.runtime.decode.step import plan
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import EngineFault
-from spaceport.runtime.scheduling.prefix_cache import PrefixCache
 from spaceport.runtime.scheduling.request import Request
 from spaceport.runtime.scheduling.request_queue import QueueFull
-from spaceport.runtime.scheduling.rounds import group_by_width
-from spaceport.runtime.scheduling.scheduler import BESIDE_ROWS, Scheduler
+from spaceport.runtime.scheduling.scheduler import BESIDE_ROWS, Scheduler, group_by_width
 from support.arrivals import ARRIVALS, LANGUAGES, Arrival, Scene, steps_of
 from support.hash_engine import END, HashEngine, Language, request_for
 from support.hash_runtime import hash_runtime
@@ -376,7 +374,7 @@ def test_a_request_waits_for_the_same_prompt_of_its_own_tenant_or_of_one_with_a_
     prompt = [1] * 200
     arrivals = [Arrival([*prompt, number], max_tokens=2, tenant="a", salt="x") for number in range(3)]
     arrivals += [Arrival([*prompt, 5], at=1, max_tokens=2, tenant=tenant, salt="x") for tenant in ("quiet", "other")]
-    scene = Scene(Language(8), arrivals, 5, prompt_rows=16, cache=PrefixCache())
+    scene = Scene(Language(8), arrivals, 5, prompt_rows=16)
     for _ in range(2):
         scene.turn()
     first, second, _, quiet, other = scene.requests

@@ -1,32 +1,21 @@
-"""The status counts requests, slots and tokens at this moment; the log names their ends; the watchdog sees long calls."""
+"""The status counts requests, slots and tokens at this moment; the log names the ends of requests."""
 
 from __future__ import annotations
 
 import logging
-from threading import Event
+import time
 
 import pytest
 
-from spaceport.runtime.decode.draft import REASONS
-from spaceport.runtime.decode.sequence_group import Statistics
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import EngineFault
-from spaceport.runtime.scheduling.progress import STOPPED_AFTER, DraftLog, Heartbeat, TokenMeter
-from spaceport.runtime.scheduling.worker import RuntimeStatus, Watchdog
+from spaceport.runtime.scheduling.scheduler import TokenMeter
+from spaceport.runtime.scheduling.worker import RuntimeStatus
 from support.hash_engine import Language
 from support.hash_runtime import hash_runtime, stepwise_runtime
 
 ENDLESS = Language(3, end_every=10**9)  # goes on to its limit
 PLAIN = Decoding(max_tokens=5, mask_slots=0)
-
-
-class Clock:
-    """A clock that a test sets."""
-
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def test_a_runtime_counts_requests_slots_and_tokens() -> None:
@@ -54,16 +43,16 @@ def test_a_runtime_counts_requests_slots_and_tokens() -> None:
 
 
 def test_tokens_per_second_are_those_of_the_last_ten_seconds() -> None:
-    clock = Clock()
-    meter = TokenMeter(clock)
+    now = 100.0
+    meter = TokenMeter(lambda: now)
     for _ in range(300):
-        clock.now += 0.1
+        now += 0.1
         meter.add(2)
     assert meter.tokens == 600
     assert meter.tokens_per_second == pytest.approx(20, rel=0.1)
-    clock.now += 5
+    now += 5
     assert meter.tokens_per_second == pytest.approx(10, rel=0.2)
-    clock.now += 20
+    now += 20
     assert meter.tokens_per_second == 0
 
 
@@ -86,68 +75,8 @@ def test_the_log_names_requests_and_their_endings_and_no_text(caplog: pytest.Log
     assert not any(text in entry for entry in entries for text in ("abcabc", "fghij"))
 
 
-def without_drafts(steps: int, threads: int = 1) -> Statistics:
-    """The statistics of a request that drafted nothing in any thread."""
-    return Statistics(steps=steps, drafts_limited={"budget": steps * threads})
-
-
-IDLE, HALF = without_drafts(STOPPED_AFTER), without_drafts(STOPPED_AFTER // 2)
-LESS, PLAIN_ONE = without_drafts(STOPPED_AFTER - 1, threads=16), Statistics(steps=10_000, rows=10_000)
-DRAFTED = Statistics(mask_rows=1, drafts_limited={"row_limit": 1})
-STOPPED = f"the last request with {STOPPED_AFTER} steps drafted nothing: "
-
-
-@pytest.mark.parametrize(
-    ("requests", "entries"),
-    [
-        (
-            [IDLE, IDLE, DRAFTED, DRAFTED, IDLE],  # once that they stopped, once that they resumed
-            [
-                STOPPED + REASONS["budget"],
-                f"drafts resumed: the 2 requests with {2 * STOPPED_AFTER} steps before drafted nothing",
-                STOPPED + REASONS["budget"],
-            ],
-        ),
-        ([LESS, DRAFTED, LESS, DRAFTED], []),  # too few in a row
-        # one that asks for no drafts neither adds steps nor ends a time without drafts
-        (
-            [PLAIN_ONE, HALF, PLAIN_ONE, HALF, PLAIN_ONE],
-            [f"the last 2 requests with {STOPPED_AFTER} steps drafted nothing: {REASONS['budget']}"],
-        ),
-    ],
-)
-def test_the_log_says_when_drafts_stop_and_resume(
-    requests: list[Statistics], entries: list[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    log = DraftLog()
-    with caplog.at_level(logging.INFO, "spaceport.runtime"):
-        for request in requests:
-            log.add(request)
-    assert [entry.getMessage() for entry in caplog.records] == entries
-
-
-def test_a_heartbeat_that_is_too_old_is_reported_once_and_not_at_rest() -> None:
-    clock = Clock()
-    heartbeat = Heartbeat(clock)
-    ages = [heartbeat.age]
-    heartbeat.beat()
-    clock.now += 2.5
-    ages.append(heartbeat.age)
-    heartbeat.beat()
-    assert [*ages, heartbeat.age] == [None, 2.5, 0]
-    reported: list[float] = []
-    seen = Event()
-
-    def report(age: float) -> None:
-        reported.append(age)
-        seen.set()
-
-    watchdog = Watchdog(heartbeat, 0.01, report)
-    watchdog.start()
-    assert not seen.wait(0.05)  # young enough
-    clock.now += 3
-    assert seen.wait(60)
-    watchdog._thread.join(60)
-    assert reported == [3.0]
-    heartbeat.rest()
-    assert heartbeat.age is None
+def test_a_runtime_at_rest_is_healthy_for_longer_than_a_call_may_take() -> None:
+    with hash_runtime(ENDLESS, call_timeout=0.5) as runtime:
+        runtime.generate([1], PLAIN)
+        time.sleep(0.8)
+        assert (runtime.status().healthy, runtime.status().heartbeat_age) == (True, None)

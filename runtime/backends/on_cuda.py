@@ -73,35 +73,32 @@ _COMMON = 3  # calls of a shape before it is captured
 PLAIN = -1  # graph id of a call that is neither captured nor replayed
 
 
-class GraphIds:
+class GraphChoice:
     """Decides which calls onnxruntime captures as CUDA graphs: frequent ones with few rows."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._seen: Counter[tuple[int, CallShape]] = Counter()
-        self._ids: dict[tuple[int, CallShape], int] = {}
-        self._options: dict[int, ort.RunOptions] = {}
+        self._captured: dict[tuple[int, CallShape], ort.RunOptions] = {}
+        self._plain = _run_options(PLAIN)
 
     def options(self, first: int, shape: CallShape) -> ort.RunOptions:
-        """Run options of a call for the requests from `first` on."""
-        number = self.number(first, shape)
-        if number not in self._options:
-            self._options[number] = ort.RunOptions()
-            self._options[number].add_run_config_entry("gpu_graph_id", str(number))
-        return self._options[number]
-
-    def number(self, first: int, shape: CallShape) -> int:
-        """The graph id of a call; a graph contains buffer addresses, so it belongs to the call's requests."""
+        """Run options of a call; a graph contains buffer addresses, so it belongs to the requests from `first` on."""
         key = (first, shape)
-        if (known := self._ids.get(key)) is not None:
-            return known
-        if len(self._ids) == self._most or shape.rows > _GRAPH_ROWS:
-            return PLAIN
-        self._seen[key] += 1
-        if self._seen[key] <= _COMMON:
-            return PLAIN
-        self._ids[key] = len(self._ids)
-        return self._ids[key]
+        if key not in self._captured:
+            if len(self._captured) == self._most or shape.rows > _GRAPH_ROWS:
+                return self._plain
+            self._seen[key] += 1
+            if self._seen[key] <= _COMMON:
+                return self._plain
+            self._captured[key] = _run_options(len(self._captured))
+        return self._captured[key]
+
+
+def _run_options(graph: int) -> ort.RunOptions:
+    options = ort.RunOptions()
+    options.add_run_config_entry("gpu_graph_id", str(graph))
+    return options
 
 
 class SavedRows(NamedTuple):
@@ -152,7 +149,7 @@ class DeviceEngine(Engine):
         memory.zero([(self._address(0, 0), size)])
         self._rows_in: dict[int, NDArray[np.uint8]] = {}  # host memory of inputs, by size in bytes
         self._memory: dict[tuple[str, int], ort.OrtValue] = {}  # device memory by use and size in bytes
-        self._graphs = GraphIds(MOST_GRAPHS if graphs else 0)
+        self._graphs = GraphChoice(MOST_GRAPHS if graphs else 0)
         # onnxruntime stores graphs for the OS thread that captured them. This thread captures all, since the worker thread
         # ends when it is idle and graphs would be captured again
         self._thread = ThreadPoolExecutor(1, "spaceport-graphs") if graphs else None

@@ -27,7 +27,7 @@ from spaceport.exporter.to_onnx import write_selection
 from spaceport.graphs.contract.manifest import MANIFEST_FILE, SELECTION_FILE
 from spaceport.runtime.backends import on_cuda, on_tensorrt, open_engine
 from spaceport.runtime.backends.machine import Gpu
-from spaceport.runtime.backends.on_cuda import PLAIN, DeviceEngine, GraphIds
+from spaceport.runtime.backends.on_cuda import PLAIN, DeviceEngine, GraphChoice
 from spaceport.runtime.backends.on_onnxruntime import open_selection, open_session, session_options
 from spaceport.runtime.backends.on_tensorrt import CudaGraphs
 from spaceport.runtime.backends.staging import CallShape
@@ -289,17 +289,18 @@ def test_what_one_os_thread_captured_is_played_for_all(tiny_bundle: Path) -> Non
     assert all(np.array_equal(logits, found[0]) for logits in found)
 
 
+def graph_ids(graphs: GraphChoice, first: int, shape: CallShape, calls: int) -> list[int]:
+    return [int(graphs.options(first, shape).get_run_config_entry("gpu_graph_id")) for _ in range(calls)]
+
+
 def test_calls_of_few_rows_that_come_again_get_a_graph_each() -> None:
-    graphs = GraphIds(most=2)
-    step, other = CallShape(1, 9, 128, 9), CallShape(1, 9, 192, 9)
-    assert [graphs.number(0, step) for _ in range(5)] == [PLAIN] * 3 + [0, 0]
-    assert [graphs.number(1, step) for _ in range(4)] == [PLAIN] * 3 + [1]
-    assert [graphs.number(0, other) for _ in range(9)] == [PLAIN] * 9, "there are as many graphs as there may be"
-    assert (graphs.number(0, step), graphs.number(1, step)) == (0, 1)
-    wide = GraphIds(9)
-    assert [wide.number(0, CallShape(1, 128, 128, 1)) for _ in range(9)] == [PLAIN] * 9
-    assert graphs.options(1, step).get_run_config_entry("gpu_graph_id") == "1"
-    assert graphs.options(0, other).get_run_config_entry("gpu_graph_id") == "-1"
+    graphs = GraphChoice(most=2)
+    step, other, wide = CallShape(1, 9, 128, 9), CallShape(1, 9, 192, 9), CallShape(1, 128, 128, 1)
+    assert graph_ids(graphs, 0, wide, 9) == [PLAIN] * 9
+    assert graph_ids(graphs, 0, step, 5) == [PLAIN] * 3 + [0, 0]
+    assert graph_ids(graphs, 1, step, 4) == [PLAIN] * 3 + [1]
+    assert graph_ids(graphs, 0, other, 9) == [PLAIN] * 9, "there are as many graphs as there may be"
+    assert graph_ids(graphs, 0, step, 1) + graph_ids(graphs, 1, step, 1) == [0, 1]
 
 
 class Board:

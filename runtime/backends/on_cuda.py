@@ -168,13 +168,11 @@ class DeviceEngine(Engine):
         dims = self._compute(batch).logits(self.signature)
         packed = (*dims[:2], selection_width(self.signature.vocab_size))
         binding = self._selection.io_binding()
-        try:
+        with self._faults():
             binding.bind_input("logits", self._kind, 0, _FLOAT, dims, self._floats("logits", dims))
             binding.bind_output("selection", self._kind, 0, _FLOAT, packed, self._floats("selection", packed))
             self._selection.run_with_iobinding(binding)
             best: NDArray[np.float32] = binding.get_outputs()[0].numpy()
-        except FAULTS as error:
-            raise self._fault(error) from error
         return selected_rows(best, self._copied, batch.lines(self.signature))
 
     def _compute(self, batch: Batch) -> CallShape:
@@ -183,7 +181,7 @@ class DeviceEngine(Engine):
             raise EngineFault(f"onnxruntime on {self.device}: the engine is closed")
         shape = self._staging.padded(batch)
         size = _power(self._staging.bytes(shape))  # sizes are powers of two, since a whole block is copied
-        try:
+        with self._faults():
             if size not in self._rows_in:
                 self._rows_in[size] = np.zeros(size, np.uint8)
             self._staging.write(batch, shape, self._rows_in[size])
@@ -191,20 +189,21 @@ class DeviceEngine(Engine):
             rows.update_inplace(self._rows_in[size])
             self._bind(batch.first, shape, rows.data_ptr())
             self._start(self._session, self._graphs.options(batch.first, shape))
-        except FAULTS as error:
-            raise self._fault(error) from error
         return shape
 
     def _copied(self) -> NDArray[np.float32]:
         """The logits of the last call, without padding rows, copied to the host."""
-        try:
+        with self._faults():
             logits: NDArray[np.float32] = self._binding.get_outputs_as_ortvaluevector()[0].numpy()
-        except FAULTS as error:
-            raise self._fault(error) from error
         return logits
 
-    def _fault(self, error: Exception) -> EngineFault:
-        return EngineFault(f"onnxruntime on {self.device} ({self.signature.dtype}) failed: {error}")
+    @contextlib.contextmanager
+    def _faults(self) -> Iterator[None]:
+        """Raise onnxruntime's errors and the driver's as faults of this engine."""
+        try:
+            yield
+        except FAULTS as error:
+            raise EngineFault(f"onnxruntime on {self.device} ({self.signature.dtype}) failed: {error}") from error
 
     def move(self, first: int, moves: Sequence[Moves]) -> None:
         if any(sources.size for sources, _ in moves):
@@ -235,10 +234,11 @@ class DeviceEngine(Engine):
         block = slots * self._row_bytes
         size = 2 * self.signature.layers * self.signature.kv_heads * block
         try:
-            memory, device = self._allocated(size), True
-        except FAULTS as error:
+            with self._faults():
+                memory, device = self._allocated(size), True
+        except EngineFault as error:
             if not _NO_MEMORY.search(str(error)):
-                raise self._fault(error) from error
+                raise
             memory, device = ort.OrtValue.ortvalue_from_numpy(np.empty(size, np.uint8)), False
         rows = SavedRows(memory, Blocks(int(memory.data_ptr()), block, self.signature.kv_heads, device), slots)
         self._copy([(self._blocks(request), rows.blocks)], slots)
@@ -292,10 +292,8 @@ class DeviceEngine(Engine):
     def _copy(self, copies: list[tuple[Blocks, Blocks]], slots: int) -> None:
         """Copy as many KV slots of all heads and buffers."""
         signature = self.signature
-        try:
+        with self._faults():
             self._device.copy(copies, slots * self._row_bytes, signature.kv_heads, 2 * signature.layers)
-        except FAULTS as error:
-            raise self._fault(error) from error
 
     def _allocated(self, size: int) -> ort.OrtValue:
         """New device memory, whose content is undefined."""

@@ -303,57 +303,39 @@ def test_calls_of_few_rows_that_come_again_get_a_graph_each() -> None:
     assert graph_ids(graphs, 0, step, 1) + graph_ids(graphs, 1, step, 1) == [0, 1]
 
 
-class Board:
-    """What was done, and how."""
+def played(keys: str, most: int = 3) -> tuple[str, str, str, CudaGraphs]:
+    """The keys whose work was done, prepared and captured, in their order."""
+    done, prepared, captured = list[str](), list[str](), list[str]()
 
-    def __init__(self, most: int = 3) -> None:
-        self.done: list[str] = []
-        self.captures: list[str] = []
-        self.prepared: list[str] = []
-        self._noting: list[str] | None = None
-        self.captured = CudaGraphs(self._capture, most)
-
-    def play(self, keys: str) -> None:
-        for key in keys:
-            self.captured.run(key, lambda key=key: self._do(key), lambda key=key: self.prepared.append(key))
-            assert self.done[-1] == key
-
-    def _do(self, key: str) -> None:
-        assert self._noting is None or self.done[-1] == key, "what is captured has just been done plainly"
-        (self.done if self._noting is None else self._noting).append(key)
-
-    def _capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        self._noting = []
+    def capture(work: Callable[[], None]) -> Callable[[], None]:
         work()
-        noted, self._noting = self._noting, None
-        self.captures += noted
-        return lambda: self.done.extend(noted)
+        key = done.pop()
+        assert key == done[-1], "what is captured has just been done plainly"
+        captured.append(key)
+        return lambda: done.append(key)
+
+    graphs = CudaGraphs(capture, most)
+    for key in keys:
+        graphs.run(key, lambda key=key: done.append(key), lambda key=key: prepared.append(key))
+    return "".join(done), "".join(prepared), "".join(captured), graphs
 
 
 @given(keys=st.text("abcde", max_size=40))
 def test_what_is_played_is_done_in_its_order(keys: str) -> None:
-    board = Board()
-    board.play(keys)
-    assert board.done == [*keys]
-    assert len(board.captured._graphs) <= 3
+    done, _, _, graphs = played(keys)
+    assert done == keys
+    assert len(graphs._graphs) <= 3
 
 
 def test_calls_are_captured_the_second_time_and_the_least_recently_used_graph_goes_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    board = Board()
-    board.play("aaaaa")
-    assert (board.captures, board.prepared, board.done) == (["a"], ["a", "a"], ["a"] * 5)
-    board = Board(most=2)
-    board.play("aabbaccb")
-    assert board.captures == ["a", "b", "c", "b"]
-    board.play("c")
-    assert board.captures == ["a", "b", "c", "b"]
+    assert played("aaaaa")[:3] == ("aaaaa", "aa", "a")
+    assert played("aabbaccbc", most=2)[2] == "abcb"
     monkeypatch.setattr(on_tensorrt, "_MOST_SEEN", 20)
-    board = Board()
-    board.play("abcdefghijklmnopqrstuvwxyz")
-    assert len(board.captured._seen) <= 21, "calls that never come again are forgotten"
-    assert not board.captures
+    *_, captured, graphs = played("abcdefghijklmnopqrstuvwxyz")
+    assert len(graphs._seen) <= 21, "calls that never come again are forgotten"
+    assert not captured
 
 
 def test_nodes_on_the_cpu_are_named(tiny_bundle: Path) -> None:
